@@ -1,0 +1,212 @@
+//! What the sources themselves promise: an opening `//!`, bounded sizes, no banned calls, unsafe only where it is named,
+//! no ignored tests, and nothing that only one machine has.
+
+use std::path::{Path, PathBuf};
+
+/// Longest file, lines.
+const FILE_LINES_MAX: usize = 900;
+/// Longest function, lines.
+const FUNCTION_LINES_MAX: usize = 90;
+/// Crates in which `unsafe` may stand.
+const UNSAFE_CRATES: [&str; 6] = [
+    "guestmem",
+    "qemu",
+    "transport",
+    "testkit",
+    "vmproc",
+    "agent",
+];
+/// Pure crates, with what must not stand in them.
+const PURE_CRATES: [&str; 4] = ["types", "wire", "migrate", "ownership"];
+const PURE_BANNED: [&str; 7] = [
+    "std::fs",
+    "std::thread",
+    "std::process",
+    "SystemTime",
+    "Instant::now",
+    "TcpStream",
+    "UdpSocket",
+];
+
+/// Directories of one machine, which have no place in what others check out. In pieces, since this file is read too.
+const MACHINE_PATHS: [&str; 2] = [concat!("/wo", "rk/"), concat!("/tmp/", "gw")];
+/// What is not ours or not text.
+const NOT_OURS: [&str; 2] = ["target", ".git"];
+/// Why a test may be left out of a run.
+const IGNORED_BECAUSE: &str = "is a program that other tests start";
+
+/// Checks every Rust source below `crates`, and every text for what only one machine has.
+pub fn check(root: &Path) -> anyhow::Result<Vec<String>> {
+    let mut findings = check_sources(root)?;
+    findings.extend(machine_paths(root, root)?);
+    Ok(findings)
+}
+
+/// Every text file below `dir` that names a directory of this machine.
+fn machine_paths(root: &Path, dir: &Path) -> anyhow::Result<Vec<String>> {
+    let mut findings = Vec::new();
+    for entry in std::fs::read_dir(dir)? {
+        let path = entry?.path();
+        let name = path.strip_prefix(root).unwrap_or(&path).to_owned();
+        if NOT_OURS.iter().any(|other| name == Path::new(other)) || path.is_symlink() {
+            continue;
+        }
+        if path.is_dir() {
+            findings.extend(machine_paths(root, &path)?);
+        } else if let Ok(text) = std::fs::read_to_string(&path) {
+            findings.extend(check_paths(&name.display().to_string(), &text));
+        }
+    }
+    Ok(findings)
+}
+
+fn check_paths(name: &str, text: &str) -> Vec<String> {
+    let lines = text.lines().zip(1..);
+    let bad = lines.filter(|(line, _)| MACHINE_PATHS.iter().any(|path| line.contains(path)));
+    bad.map(|(_, number)| format!("{name}:{number}: names a directory of one machine"))
+        .collect()
+}
+
+fn check_sources(root: &Path) -> anyhow::Result<Vec<String>> {
+    let mut files = Vec::new();
+    collect(&root.join("crates"), &mut files)?;
+    files.sort();
+    let mut findings = Vec::new();
+    for file in files {
+        let text = std::fs::read_to_string(&file)?;
+        let name = file
+            .strip_prefix(root)
+            .unwrap_or(&file)
+            .display()
+            .to_string();
+        findings.extend(check_file(&name, &text));
+    }
+    Ok(findings)
+}
+
+fn collect(dir: &Path, files: &mut Vec<PathBuf>) -> anyhow::Result<()> {
+    for entry in std::fs::read_dir(dir)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            collect(&path, files)?;
+        } else if path.extension().is_some_and(|ending| ending == "rs") {
+            files.push(path);
+        }
+    }
+    Ok(())
+}
+
+fn check_file(name: &str, text: &str) -> Vec<String> {
+    let mut findings = Vec::new();
+    if !text.starts_with("//!") {
+        findings.push(format!(
+            "{name}: does not open with //! (what it is for, who owns its state, what it refuses)"
+        ));
+    }
+    let lines = text.lines().count();
+    if lines > FILE_LINES_MAX {
+        findings.push(format!(
+            "{name}: {lines} lines, the limit is {FILE_LINES_MAX}"
+        ));
+    }
+    if !text.is_ascii() {
+        findings.push(format!("{name}: holds a character outside ASCII"));
+    }
+    findings.extend(long_functions(name, text));
+    findings.extend(banned(name, text));
+    findings
+}
+
+/// Functions are found by indentation, which the formatter keeps exact.
+fn long_functions(name: &str, text: &str) -> Vec<String> {
+    let mut findings = Vec::new();
+    let mut open: Option<(usize, usize, String)> = None;
+    for (number, line) in text.lines().enumerate() {
+        let indent = line.len() - line.trim_start().len();
+        let trimmed = line.trim_start();
+        if let Some((start, depth, title)) = &open {
+            if indent == *depth && trimmed.starts_with('}') {
+                let length = number - start + 1;
+                if length > FUNCTION_LINES_MAX {
+                    findings.push(format!(
+                        "{name}:{}: {title} has {length} lines, the limit is {FUNCTION_LINES_MAX}",
+                        start + 1
+                    ));
+                }
+                open = None;
+            }
+        } else if is_function(trimmed) && !trimmed.ends_with('}') && !trimmed.ends_with(';') {
+            let title = trimmed.split('(').next().unwrap_or(trimmed).to_owned();
+            open = Some((number, indent, title));
+        }
+    }
+    findings
+}
+
+fn is_function(line: &str) -> bool {
+    let head = line.split('(').next().unwrap_or_default();
+    head.starts_with("fn ") || head.contains(" fn ") && head.starts_with("pub")
+}
+
+fn banned(name: &str, text: &str) -> Vec<String> {
+    let of = |list: &[&str]| {
+        list.iter()
+            .any(|c| name.starts_with(&format!("crates/{c}/")))
+    };
+    let code = text
+        .lines()
+        .filter(|line| !line.trim_start().starts_with("//"));
+    let mut findings = Vec::new();
+    for line in code {
+        let ignored = line.trim_start().starts_with("#[ignore");
+        if ignored && !line.contains(IGNORED_BECAUSE) {
+            findings.push(format!(
+                "{name}: an ignored test: one that cannot run here prints 'skipped: why'"
+            ));
+        }
+        if of(&PURE_CRATES) {
+            for word in PURE_BANNED.iter().filter(|word| line.contains(**word)) {
+                findings.push(format!("{name}: a pure crate uses {word}"));
+            }
+        }
+        if !of(&UNSAFE_CRATES) && !name.contains("xtask") && line.contains("unsafe {") {
+            findings.push(format!(
+                "{name}: unsafe stands outside of the crates that may have it"
+            ));
+        }
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_function_is_found() {
+        let body = "    let x = 1;\n".repeat(FUNCTION_LINES_MAX);
+        let text = format!("//! Doc.\nfn long() {{\n{body}}}\n");
+        assert_eq!(check_file("crates/a/src/b.rs", &text).len(), 1);
+    }
+
+    #[test]
+    fn a_directory_of_one_machine_is_found() {
+        let text = format!("fine\ncd {}main\n", MACHINE_PATHS[0]);
+        assert_eq!(check_paths("README.md", &text).len(), 1);
+        assert!(check_paths("README.md", "a worked example in /tmp/x\n").is_empty());
+    }
+
+    #[test]
+    fn an_ignored_test_is_found() {
+        let text = "//! Doc.\n#[ignore]\nfn f() {}\n";
+        assert_eq!(check_file("crates/a/src/b.rs", text).len(), 1);
+        let program = format!("//! Doc.\n#[ignore = \"{IGNORED_BECAUSE}\"]\nfn f() {{}}\n");
+        assert!(check_file("crates/a/src/b.rs", &program).is_empty());
+    }
+
+    #[test]
+    fn a_clock_in_a_pure_crate_is_found() {
+        let text = "//! Doc.\nfn now() {\n    std::time::Instant::now();\n}\n";
+        assert_eq!(check_file("crates/wire/src/b.rs", text).len(), 1);
+    }
+}
