@@ -1,0 +1,206 @@
+//! Bodies of the controller's REST interface.
+//!
+//! Pure data. Everything that a script reads is here or in a type named here; field names are stable.
+
+use crate::host::{Check, HostInfo};
+use crate::ids::{Generation, HostName, VmName};
+use crate::vm::{VmSpec, VmState};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Whether the controller has heard from a host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum HostState {
+    /// Its agent answers.
+    Connected,
+    /// Its agent does not answer.
+    Unreachable,
+}
+
+/// A host in the inventory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HostView {
+    /// What the host said of itself last.
+    #[serde(flatten)]
+    pub info: HostInfo,
+    /// Whether it answers.
+    pub state: HostState,
+    /// VMs whose right to run it holds.
+    #[schema(value_type = Vec<String>)]
+    pub vms: Vec<VmName>,
+    /// Seconds since it was last heard.
+    pub last_seen_s: u64,
+}
+
+/// A VM in the inventory.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct VmView {
+    /// As it was described.
+    pub spec: VmSpec,
+    /// Where it is in its life.
+    pub state: VmState,
+    /// The host that holds it; none before its first start.
+    #[schema(value_type = Option<String>)]
+    pub host: Option<HostName>,
+    /// Generation of the right to run it.
+    #[schema(value_type = u64)]
+    pub generation: Generation,
+    /// The migration under way, if any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub migration: Option<String>,
+    /// What runs it: `kvm` or `tcg`; none while stopped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub accelerator: Option<crate::vm::Accelerator>,
+    /// What a person should know or do: why it crashed, or the command that ends an in-doubt state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+}
+
+/// A new one-time token for a host to join with.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct JoinToken {
+    /// The token; it carries the CA's fingerprint.
+    pub token: String,
+    /// The whole command to run on the new host.
+    pub command: String,
+    /// Seconds that it is good for.
+    pub valid_for_s: u64,
+}
+
+/// What a joining host sends.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct JoinRequest {
+    /// The secret part of the token.
+    pub secret: String,
+    /// The host's chosen name.
+    #[schema(value_type = String)]
+    pub name: HostName,
+    /// Where its agent listens.
+    #[schema(value_type = String)]
+    pub agent_address: std::net::SocketAddr,
+    /// Certificate signing request, PEM.
+    pub csr_pem: String,
+}
+
+/// What it gets back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct JoinResponse {
+    /// Its certificate, PEM.
+    pub certificate_pem: String,
+    /// The CA's certificate, PEM.
+    pub ca_pem: String,
+}
+
+/// What a host check found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HostCheck {
+    /// The host.
+    #[schema(value_type = String)]
+    pub host: HostName,
+    /// Each check.
+    pub checks: Vec<Check>,
+}
+
+/// Where to start a VM.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StartRequest {
+    /// Host; chosen by free memory when absent.
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub on: Option<HostName>,
+}
+
+/// How to stop a VM.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct StopRequest {
+    /// Power off at once instead of asking the guest.
+    #[serde(default)]
+    pub force: bool,
+}
+
+/// Settles an in-doubt VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ResolveRequest {
+    /// The host that shall run it; with `give_up`, the host that shall not.
+    #[schema(value_type = String)]
+    pub run_on: HostName,
+    /// That host gives up what it has of the VM: a destination that is ready cannot know whether the source ran on.
+    #[serde(default)]
+    pub give_up: bool,
+    /// The operator has made sure that this other host does not run it (powered off or cut off).
+    #[serde(default)]
+    #[schema(value_type = Option<String>)]
+    pub confirm_fenced: Option<HostName>,
+}
+
+/// Answer to an operation that was begun or done.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Done {
+    /// One sentence for a person.
+    pub message: String,
+}
+
+/// Answer to a migration that was begun.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MigrationBegun {
+    /// Its id; watch it under `/v1/migrations/ID`.
+    pub id: String,
+}
+
+/// Why a migration is cancelled.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct CancelRequest {
+    /// One sentence; "cancelled by its user" when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
+
+/// The last bytes that a guest wrote to its serial console.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct ConsoleText {
+    /// As text; what is not UTF-8 is replaced.
+    pub text: String,
+}
+
+/// A request that needs no parameters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Empty {}
+
+/// What answers here.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct VersionView {
+    /// Version of Godwit.
+    pub version: String,
+    /// Fingerprint of the CA, hex.
+    pub ca_fingerprint: String,
+}
+
+/// A change of the inventory, as sent on the event stream.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case", tag = "kind")]
+pub enum InventoryEvent {
+    /// A host came, went, or changed its state.
+    Host {
+        /// Its name.
+        name: String,
+    },
+    /// A VM came, went, or changed its state or place.
+    Vm {
+        /// Its name.
+        name: String,
+    },
+    /// A migration began or ended.
+    Migration {
+        /// Its id.
+        id: String,
+    },
+    /// Events were lost because the reader is slow: read the lists again.
+    Missed,
+}

@@ -1,0 +1,76 @@
+//! What a host is, can do, and lacks.
+//!
+//! Pure data: the agent measures, the controller stores, people read.
+
+use crate::ids::{HostName, PortGroup};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use utoipa::ToSchema;
+
+/// How a check ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum CheckStatus {
+    /// As it should be.
+    Ok,
+    /// Works, but not at its best.
+    Warning,
+    /// Does not work.
+    Failed,
+}
+
+/// One check of a host, with its remedy.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Check {
+    /// Short name: `kernel`, `userfaultfd`, `qemu`, `cpu`, `aes`, `mtu`, `clock`, `ports`, `huge-pages`...
+    pub name: String,
+    /// How it ended.
+    pub status: CheckStatus,
+    /// What was found.
+    pub found: String,
+    /// What to do; empty when fine.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub remedy: String,
+}
+
+/// What a host reports of itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HostInfo {
+    /// Its name.
+    #[schema(value_type = String)]
+    pub name: HostName,
+    /// Version of Godwit.
+    pub version: String,
+    /// Kernel release.
+    pub kernel: String,
+    /// QEMU's version.
+    pub qemu: String,
+    /// What runs guests by default: `kvm` or `tcg`.
+    pub accelerator: crate::vm::Accelerator,
+    /// Machine types that its QEMU knows, versioned names.
+    pub machine_types: Vec<String>,
+    /// What `q35` and `pc` stand for here.
+    pub machine_aliases: BTreeMap<String, String>,
+    /// CPU models that it can give a guest.
+    pub cpu_models: Vec<String>,
+    /// Whether it encrypts migrations.
+    pub encryption: bool,
+    /// Port groups and the bridge each stands for.
+    #[schema(value_type = BTreeMap<String, String>)]
+    pub port_groups: BTreeMap<PortGroup, String>,
+    /// Addresses on its migration networks.
+    #[schema(value_type = Vec<String>)]
+    pub migration_addresses: Vec<IpAddr>,
+    /// Where its agent listens.
+    #[schema(value_type = String)]
+    pub agent_address: SocketAddr,
+    /// Memory, MiB.
+    pub memory_total_mib: u64,
+    /// Memory that a new guest could have, MiB.
+    pub memory_free_mib: u64,
+    /// Cores.
+    pub cpus: u32,
+    /// Changes at each boot of the host.
+    pub boot_id: String,
+}

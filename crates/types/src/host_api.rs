@@ -1,0 +1,283 @@
+//! Bodies between controller and agent, between two hosts' agents, and between an agent and its VM processes.
+//!
+//! Pure data. The agent serves [`HostRequest`]-like paths over mutual TLS; the VM process serves [`VmRequest`] over a
+//! Unix socket, one JSON line in, one JSON line out. Refuses: anything over [`MESSAGE_LEN_MAX`].
+
+use crate::ids::{Generation, HostName, MigrationId, VmName};
+use crate::migration::{MigrationReport, MigrationSpec, Outcome};
+use crate::vm::{Accelerator, VmSpec, VmState};
+use crate::{ApiError, vm};
+use serde::{Deserialize, Serialize};
+use std::net::SocketAddr;
+
+/// Name of a VM's description in its state directory, a `VmSpec` as JSON.
+pub const SPEC_FILE: &str = "vm.json";
+/// Directory of a VM's migration reports in its state directory, `ID.json` each.
+pub const REPORTS_DIR: &str = "migrations";
+/// Name of the socket that a VM process serves, in its run directory.
+pub const SOCKET_FILE: &str = "vm.sock";
+
+/// Longest message on an internal interface, bytes.
+pub const MESSAGE_LEN_MAX: usize = 1 << 20;
+
+/// A VM as its host knows it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HostVm {
+    /// The VM, as resolved for this host's QEMU.
+    pub spec: VmSpec,
+    /// Where it is in its life.
+    pub state: VmState,
+    /// Highest generation that this host has durably seen.
+    pub generation: Generation,
+    /// Whether this host durably holds that generation.
+    pub holds: bool,
+    /// The migration under way or last ended here, if any.
+    pub migration: Option<MigrationId>,
+    /// What runs it, while it runs.
+    pub accelerator: Option<Accelerator>,
+    /// Process id of its VM process, while there is one.
+    pub vm_process_pid: Option<i32>,
+    /// Process id of its QEMU, while there is one.
+    pub qemu_pid: Option<i32>,
+    /// What a person should know.
+    pub note: Option<String>,
+}
+
+/// Makes a VM known to a host and gives it the right to run it (the first time) or updates its description (stopped).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PutVm {
+    /// The VM with CPU model and machine type resolved.
+    pub spec: VmSpec,
+    /// The generation that the controller grants; refused when this host or its record knows a higher one.
+    pub generation: Generation,
+}
+
+/// Asks a host to be a destination.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PrepareIncoming {
+    /// The VM as it runs at the source (resolved).
+    pub spec: VmSpec,
+    /// What runs it at the source; the destination uses the same.
+    pub accelerator: Accelerator,
+    /// Whether the guest shall run after the move (false: it was paused by its user).
+    pub run_after: bool,
+    /// The migration.
+    pub migration: MigrationSpec,
+}
+
+/// The destination's answer: where its VM process listens.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IncomingReady {
+    /// Migration addresses with ports, best first.
+    pub addresses: Vec<SocketAddr>,
+}
+
+/// What a VM needs of a destination, asked before anything starts.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PreflightIncoming {
+    /// The VM as it runs at the source.
+    pub spec: VmSpec,
+    /// What runs it there.
+    pub accelerator: Accelerator,
+    /// SHA-256 of kernel and initramfs at the source, hex, by path.
+    pub file_hashes: Vec<(String, String)>,
+    /// Source's clock, ms since 1970, to compare.
+    pub source_unix_ms: u64,
+    /// Nonce of the probe frame that will be sent to each of the VM's port groups; empty = not probed.
+    pub probe_nonce: String,
+}
+
+/// The source's side of preflight.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PreflightOutgoing {
+    /// Refusals found at the source (devices, disks, state).
+    pub refusals: Vec<ApiError>,
+    /// What was fine, one line each.
+    pub passed: Vec<String>,
+    /// The VM as it runs.
+    pub vm: HostVm,
+    /// SHA-256 of kernel and initramfs, hex, by path.
+    pub file_hashes: Vec<(String, String)>,
+}
+
+/// What one host says to another about who may run a VM, carried by their agents over mutual TLS
+/// (`POST /v1/vms/NAME/peer`); the receiver knows the sender's name from its certificate. The message's form is crate
+/// `ownership`'s `PeerMessage`; here it is carried, not read. The answer is a list of such messages (the replies that
+/// are ready at once), which the asking agent gives to its own VM process as [`VmRequest::Peer`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PeerEnvelope {
+    /// An ownership `PeerMessage`.
+    pub message: serde_json::Value,
+}
+
+/// A message that a VM process wants carried to the other host's agent.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OutboxMessage {
+    /// Where to.
+    pub peer: crate::migration::AgentAddress,
+    /// An ownership `PeerMessage`.
+    pub message: serde_json::Value,
+}
+
+/// A request from the agent to a VM process.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "request", deny_unknown_fields)]
+pub enum VmRequest {
+    /// How is the VM?
+    Status,
+    /// Boot it (the record must say that this host holds it).
+    Start,
+    /// Ask the guest to power off, or force it.
+    Stop {
+        /// Power off at once.
+        force: bool,
+    },
+    /// Reset the guest.
+    Reset,
+    /// Stop the vCPUs, keep memory.
+    Pause,
+    /// Go on.
+    Resume,
+    /// Become the destination of a migration.
+    PrepareIncoming(Box<PrepareIncoming>),
+    /// Begin a migration as its source.
+    Migrate(Box<MigrationSpec>),
+    /// Cancel the migration under way.
+    Cancel {
+        /// Which.
+        migration: MigrationId,
+        /// Why, one sentence.
+        reason: String,
+    },
+    /// The migration's report so far, or at its end.
+    Report {
+        /// Which.
+        migration: MigrationId,
+    },
+    /// A message from the other host about who may run the VM; answered by `Replies`.
+    Peer {
+        /// The host that sent it, as its certificate says.
+        from: HostName,
+        /// An ownership `PeerMessage`.
+        message: serde_json::Value,
+    },
+    /// Hands over, once, the messages that wait to be carried to other hosts; waits up to `wait_ms` for the first
+    /// one. An agent keeps one such call open per VM: its connection's end is how it learns that the process died.
+    TakeOutbox {
+        /// Longest wait, ms.
+        wait_ms: u64,
+    },
+    /// An operator settles an in-doubt state.
+    Resolve {
+        /// Whether this host shall run the VM.
+        run_here: bool,
+        /// The host that the operator has fenced.
+        confirm_fenced: Option<HostName>,
+    },
+    /// The last bytes that the guest wrote to its serial console.
+    Console,
+    /// QEMU's reasons against a migration.
+    Blockers,
+    /// End this VM process and leave QEMU running (an upgrade); the next one takes it over.
+    Detach,
+}
+
+/// What a VM process answers to `Status`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct VmStatus {
+    /// The VM.
+    pub vm: HostVm,
+}
+
+/// A VM process's answer.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "answer", content = "body")]
+pub enum VmAnswer {
+    /// Done, one sentence.
+    Done(String),
+    /// To `Status`.
+    Status(Box<VmStatus>),
+    /// To `PrepareIncoming`.
+    IncomingReady(IncomingReady),
+    /// To `Report`.
+    Report(Box<MigrationReport>),
+    /// To `Peer`: ownership `PeerMessage`s to be carried back to the sender.
+    Replies(Vec<serde_json::Value>),
+    /// To `TakeOutbox`.
+    Outbox(Vec<OutboxMessage>),
+    /// To `Console`.
+    Console(String),
+    /// To `Blockers`.
+    Blockers(Vec<String>),
+    /// Anything that went wrong.
+    Error(ApiError),
+}
+
+/// What a migration came to, as the source's host tells the controller.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MigrationEnded {
+    /// Which.
+    pub migration: MigrationId,
+    /// The VM.
+    pub vm: VmName,
+    /// How.
+    pub outcome: Outcome,
+}
+
+/// How an agent starts a VM process: everything it needs, as a JSON file in the VM's run directory.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VmProcessConfig {
+    /// The VM.
+    pub vm: VmName,
+    /// This host.
+    pub host: HostName,
+    /// Durable directory of this VM (`STATE/vms/NAME`): journal, description, reports.
+    pub state_dir: String,
+    /// Directory of this VM that a reboot empties: sockets, QEMU's identity.
+    pub run_dir: String,
+    /// Directory on a tmpfs for the RAM file.
+    pub ram_dir: String,
+    /// QEMU's program.
+    pub qemu: String,
+    /// User that QEMU runs as.
+    pub qemu_uid: u32,
+    /// Group that QEMU runs as.
+    pub qemu_gid: u32,
+    /// First and last port for migrations.
+    pub migration_ports: (u16, u16),
+    /// Port groups and bridges.
+    pub port_groups: std::collections::BTreeMap<crate::ids::PortGroup, String>,
+    /// This host's migration addresses.
+    pub migration_addresses: Vec<std::net::IpAddr>,
+    /// Overrides of what runs guests.
+    #[serde(default)]
+    pub accelerator: vm::Accelerator,
+}
+
+/// Asks the source to send a probe frame into each port group of a VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProbeRequest {
+    /// The nonce that the destination listens for.
+    pub nonce: String,
+}
+
+/// Whether the probe frames arrived at the destination.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProbeResult {
+    /// By port group.
+    pub arrived: std::collections::BTreeMap<crate::ids::PortGroup, bool>,
+}
+
+/// Serial numbers of certificates that the controller has revoked: all of them, each time.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Revoked {
+    /// Serial numbers, lower-case hex.
+    pub serials: Vec<String>,
+}

@@ -1,0 +1,18 @@
+//! The vocabulary that every other crate shares: identifiers, VM and host descriptions, requests, reports and
+//! error codes.
+//!
+//! Pure data: no IO, no clock, no threads. Refuses: anything that is only one crate's business.
+#![forbid(unsafe_code)]
+
+pub mod base64_bytes;
+pub mod control_api;
+pub mod error;
+pub mod host;
+pub mod host_api;
+pub mod ids;
+pub mod migration;
+pub mod vm;
+
+pub use error::{ApiError, ErrorCode};
+pub use ids::{Generation, HostName, InvalidName, MigrationId, PortGroup, VmName};
+pub use vm::VmSpec;

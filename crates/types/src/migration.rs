@@ -1,0 +1,320 @@
+//! A migration as it is asked for, specified, watched and reported.
+//!
+//! Pure data. The report's field names are a stable interface; units are in the names.
+
+use crate::ids::{Generation, HostName, MigrationId, VmName};
+use crate::vm::EncryptionMode;
+use serde::{Deserialize, Serialize};
+use std::net::{IpAddr, SocketAddr};
+use utoipa::ToSchema;
+use zeroize::{Zeroize, ZeroizeOnDrop};
+
+/// Downtime that a migration aims at unless asked otherwise, ms.
+pub const MAX_DOWNTIME_MS_DEFAULT: u64 = 50;
+
+/// What a user may ask of a migration.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MigrateRequest {
+    /// Destination host.
+    #[schema(value_type = String)]
+    pub to: HostName,
+    /// Overrides the VM's encryption mode for this move (never below `required`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub encryption: Option<EncryptionMode>,
+    /// Longest pause, ms; 50 when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_downtime_ms: Option<u64>,
+    /// Cancel when not done after this long, s; the guest stays at the source.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deadline_s: Option<u64>,
+    /// Cap of the migration's traffic, Mb/s.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_bandwidth_mbit_per_s: Option<u64>,
+    /// Run all preflight checks, start nothing.
+    #[serde(default)]
+    pub dry_run: bool,
+}
+
+/// The secret of one migration: 256-bit key and 64-bit nonce. Never printed, never stored.
+#[derive(Clone, Serialize, Deserialize, Zeroize, ZeroizeOnDrop)]
+pub struct MigrationSecret {
+    /// 32 bytes, base64.
+    #[serde(with = "crate::base64_bytes")]
+    pub key: Vec<u8>,
+    /// 8 bytes, base64.
+    #[serde(with = "crate::base64_bytes")]
+    pub nonce: Vec<u8>,
+}
+
+impl std::fmt::Debug for MigrationSecret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("MigrationSecret(not shown)")
+    }
+}
+
+/// Encryption that a migration uses, decided by the controller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+pub enum Cipher {
+    /// Everything sealed.
+    #[serde(rename = "aes-256-gcm")]
+    Aes256Gcm,
+    /// Memory pages in clear; handshake and control channel sealed.
+    #[serde(rename = "none")]
+    None,
+}
+
+/// How a host's agent is reached by the other host's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct AgentAddress {
+    /// The host.
+    #[schema(value_type = String)]
+    pub host: HostName,
+    /// Its agent's address.
+    #[schema(value_type = String)]
+    pub address: SocketAddr,
+}
+
+/// What the controller gives to both hosts before a migration begins.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigrationSpec {
+    /// The migration's id on both hosts.
+    pub id: MigrationId,
+    /// The VM.
+    pub vm: VmName,
+    /// The generation that the destination may take: the source's plus one.
+    pub generation: Generation,
+    /// Where it runs now.
+    pub source: AgentAddress,
+    /// Where it goes.
+    pub destination: AgentAddress,
+    /// Key and nonce.
+    pub secret: MigrationSecret,
+    /// Encryption of memory pages.
+    pub cipher: Cipher,
+    /// Longest pause aimed at, ms.
+    pub max_downtime_ms: u64,
+    /// Give up after this long, s.
+    pub deadline_s: Option<u64>,
+    /// Cap, Mb/s.
+    pub max_bandwidth_mbit_per_s: Option<u64>,
+    /// The source's migration addresses, to bind to.
+    pub source_addresses: Vec<IpAddr>,
+    /// Where the destination listens; filled in when it is prepared.
+    #[serde(default)]
+    pub destination_addresses: Vec<SocketAddr>,
+}
+
+/// What limited an iteration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum LimitedBy {
+    /// The source's cores.
+    SourceCpu,
+    /// The network.
+    Link,
+    /// The destination's cores.
+    DestinationCpu,
+    /// Allocating the destination's memory.
+    DestinationMemory,
+    /// The guest writes as fast as pages are sent.
+    GuestWrites,
+    /// The bandwidth cap that was asked for.
+    Cap,
+}
+
+/// One pass over the dirty pages.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct IterationReport {
+    /// Pages sent with their bytes.
+    pub pages_sent: u64,
+    /// Pages sent as zero.
+    pub zero_pages: u64,
+    /// Bytes on the wire.
+    pub bytes: u64,
+    /// How long it took, s.
+    pub seconds: f64,
+    /// What limited it.
+    pub limited_by: LimitedBy,
+}
+
+/// How a migration ended, or that it has not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// The guest runs at the destination.
+    Completed,
+    /// A person or a deadline ended it; the guest runs at the source.
+    Cancelled,
+    /// It failed; the guest runs at the source unless its own QEMU died.
+    Failed,
+    /// The permit was given and the peer has not answered.
+    InDoubt,
+}
+
+/// Where a migration is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Phase {
+    /// Connecting and preparing the destination.
+    Setup,
+    /// Copying while the guest runs.
+    Precopy,
+    /// The guest is stopped at the source and not yet running at the destination.
+    Switchover,
+    /// The permit is given, the answer is awaited.
+    Handover,
+    /// Over; see the outcome.
+    Ended,
+}
+
+/// The parts of the switchover, ms, in order; their sum is the switchover.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct SwitchoverParts {
+    /// Stopping the vCPUs at the source.
+    pub stop_ms: f64,
+    /// Final scan and the last pages, applied.
+    pub last_pages_ms: f64,
+    /// Saving device state at the source and carrying it over.
+    pub device_save_ms: f64,
+    /// Loading device state, until the destination said ready.
+    pub device_load_ms: f64,
+    /// Ready, gift and permit: both hosts' journals and the ways of the messages.
+    pub permit_ms: f64,
+    /// Letting the guest run at the destination.
+    pub resume_ms: f64,
+}
+
+/// Whether the promised downtime was kept.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Promise {
+    /// The promise, ms.
+    pub max_downtime_ms: u64,
+    /// Whether it was kept.
+    pub kept: bool,
+}
+
+/// The report of one migration; both hosts keep it under the same id.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct MigrationReport {
+    /// The migration.
+    #[schema(value_type = String)]
+    pub id: MigrationId,
+    /// The VM.
+    #[schema(value_type = String)]
+    pub vm: VmName,
+    /// Source host.
+    #[schema(value_type = String)]
+    pub from: HostName,
+    /// Destination host.
+    #[schema(value_type = String)]
+    pub to: HostName,
+    /// How it ended; absent while it goes on.
+    pub outcome: Option<Outcome>,
+    /// Where it is.
+    pub phase: Phase,
+    /// Why it failed or was cancelled, one sentence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+    /// Which side wrote this report: `source` or `destination`.
+    pub side: Side,
+    /// Encryption of memory pages.
+    pub encryption: Cipher,
+    /// Data channels.
+    pub streams: u32,
+    /// From the request to the guest running at the destination, s.
+    pub total_s: f64,
+    /// No vCPU ran anywhere for this long, ms, by the source's clock.
+    pub switchover_ms: f64,
+    /// Its parts.
+    pub switchover_parts_ms: SwitchoverParts,
+    /// Precopy passes and the last one.
+    pub iterations: Vec<IterationReport>,
+    /// All bytes that this side sent or received.
+    pub bytes_on_wire: u64,
+    /// Page bytes per second of precopy, GB/s.
+    pub throughput_gb_per_s: f64,
+    /// CPU seconds of the source's VM process in this migration.
+    pub cpu_source_s: f64,
+    /// CPU seconds of the destination's VM process in this migration.
+    pub cpu_destination_s: f64,
+    /// Longest silence seen by a 1 ms ping, ms; only a measuring client can tell.
+    #[serde(default)]
+    pub network_gap_ms: Option<f64>,
+    /// How far the guest's clock fell behind, ms; only a measuring client can tell.
+    #[serde(default)]
+    pub guest_clock_lag_ms: Option<f64>,
+    /// Pages the guest dirtied per second in precopy, MiB/s.
+    pub dirty_mib_per_s: f64,
+    /// Downtime promised and kept or missed.
+    pub promise: Promise,
+    /// Guest memory, MiB.
+    pub ram_mib: u64,
+    /// Bytes of guest memory still to be sent, while it goes on.
+    pub remaining_bytes: u64,
+    /// Estimated seconds to the end, while it goes on and where an honest estimate exists.
+    #[serde(default)]
+    pub eta_s: Option<f64>,
+    /// Percent of its speed that a guest that does not converge is left with; 100 = not slowed.
+    pub guest_speed_percent: u32,
+    /// When it began, seconds since 1970, UTC.
+    pub began_unix_s: u64,
+}
+
+/// Which side of a migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Side {
+    /// Where the guest runs at first.
+    Source,
+    /// Where it shall run.
+    Destination,
+}
+
+impl MigrationReport {
+    /// A report of a migration that has just begun.
+    pub fn begun(spec: &MigrationSpec, side: Side, ram_mib: u64, began_unix_s: u64) -> Self {
+        Self {
+            id: spec.id.clone(),
+            vm: spec.vm.clone(),
+            from: spec.source.host.clone(),
+            to: spec.destination.host.clone(),
+            outcome: None,
+            phase: Phase::Setup,
+            reason: None,
+            side,
+            encryption: spec.cipher,
+            streams: 0,
+            total_s: 0.0,
+            switchover_ms: 0.0,
+            switchover_parts_ms: SwitchoverParts::default(),
+            iterations: Vec::new(),
+            bytes_on_wire: 0,
+            throughput_gb_per_s: 0.0,
+            cpu_source_s: 0.0,
+            cpu_destination_s: 0.0,
+            network_gap_ms: None,
+            guest_clock_lag_ms: None,
+            dirty_mib_per_s: 0.0,
+            promise: Promise {
+                max_downtime_ms: spec.max_downtime_ms,
+                kept: false,
+            },
+            ram_mib,
+            remaining_bytes: ram_mib << 20,
+            eta_s: None,
+            guest_speed_percent: 100,
+            began_unix_s,
+        }
+    }
+}
+
+/// What a dry run found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct PreflightReport {
+    /// Everything that was looked at and was fine, one line each.
+    pub passed: Vec<String>,
+    /// What stands in the way; empty = the migration may start.
+    pub refusals: Vec<crate::ApiError>,
+}

@@ -1,0 +1,386 @@
+//! What a VM is: the description that a person writes in TOML and that travels over REST.
+//!
+//! Owns nothing. Refuses: unknown keys, sizes out of bounds, names that could escape a path.
+
+use crate::ids::{PortGroup, VmName};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use utoipa::ToSchema;
+
+/// Most vCPUs a VM may have.
+pub const VCPUS_MAX: u32 = 128;
+/// Smallest guest memory, MiB. Memory is a multiple of 2 MiB.
+pub const MEMORY_MIB_MIN: u64 = 16;
+/// Largest guest memory, MiB (4 TiB).
+pub const MEMORY_MIB_MAX: u64 = 4 << 20;
+/// Most network cards of a VM.
+pub const NICS_MAX: usize = 8;
+/// Longest kernel command line, bytes.
+pub const CMDLINE_LEN_MAX: usize = 2048;
+
+/// Per-VM encryption mode, with vSphere's meaning.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
+#[serde(rename_all = "kebab-case")]
+pub enum EncryptionMode {
+    /// Migration data travels in clear; handshake and control channel stay authenticated.
+    Disabled,
+    /// Encrypted when both hosts can, else in clear.
+    #[default]
+    Opportunistic,
+    /// Only hosts that can encrypt are accepted.
+    Required,
+}
+
+impl fmt::Display for EncryptionMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Disabled => "disabled",
+            Self::Opportunistic => "opportunistic",
+            Self::Required => "required",
+        })
+    }
+}
+
+/// What runs the guest's instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
+#[serde(rename_all = "kebab-case")]
+pub enum Accelerator {
+    /// KVM where the CPU has vmx or svm, else TCG.
+    #[default]
+    Auto,
+    /// Hardware virtualisation.
+    Kvm,
+    /// QEMU's translator, 10 to 50 times slower.
+    Tcg,
+}
+
+impl fmt::Display for Accelerator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Auto => "auto",
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg",
+        })
+    }
+}
+
+/// A network card.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NicSpec {
+    /// Port group, which each host maps to a bridge.
+    #[schema(value_type = String)]
+    pub port_group: PortGroup,
+    /// MAC address, `52:54:00:xx:xx:xx`; made from the VM's name when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<String>,
+}
+
+/// A disk image that QEMU opens itself, buffered. A VM with a writable one runs but does not migrate yet.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct DiskSpec {
+    /// Name within the VM.
+    pub name: String,
+    /// Raw image file on the host.
+    pub path: String,
+    /// Whether the guest may only read it.
+    #[serde(default)]
+    pub read_only: bool,
+}
+
+/// A VM as a person describes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct VmSpec {
+    /// Unique name.
+    #[schema(value_type = String)]
+    pub name: VmName,
+    /// Virtual CPUs.
+    pub vcpus: u32,
+    /// Guest memory, MiB, a multiple of 2.
+    pub memory_mib: u64,
+    /// QEMU CPU model; `auto` = the greatest that all enrolled hosts have.
+    #[serde(default = "auto")]
+    pub cpu: String,
+    /// QEMU machine type, `q35` unless given. Resolved to a versioned type when the VM first starts.
+    #[serde(default = "q35")]
+    pub machine: String,
+    /// Kernel image on the host.
+    pub kernel: String,
+    /// Initial RAM file system on the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub initramfs: Option<String>,
+    /// Kernel command line.
+    #[serde(default)]
+    pub cmdline: String,
+    /// What runs the guest.
+    #[serde(default)]
+    pub accelerator: Accelerator,
+    /// Encryption of migrations.
+    #[serde(default)]
+    pub encryption: EncryptionMode,
+    /// Network cards.
+    #[serde(default, rename = "nic", skip_serializing_if = "Vec::is_empty")]
+    pub nics: Vec<NicSpec>,
+    /// Disks.
+    #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskSpec>,
+}
+
+fn auto() -> String {
+    "auto".into()
+}
+
+fn q35() -> String {
+    "q35".into()
+}
+
+/// What is wrong with a VM description, in a sentence for a person.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct InvalidVm(pub String);
+
+impl VmSpec {
+    /// Reads a VM from TOML and checks it.
+    pub fn from_toml(text: &str) -> Result<Self, InvalidVm> {
+        let spec: Self = toml::from_str(text)
+            .map_err(|error| InvalidVm(format!("the VM description is not valid: {error}")))?;
+        spec.check()?;
+        Ok(spec)
+    }
+
+    /// Checks all bounds; every VM from outside passes through here.
+    pub fn check(&self) -> Result<(), InvalidVm> {
+        self.check_sizes()?;
+        self.check_texts()?;
+        self.check_nics()?;
+        self.check_disks()
+    }
+
+    fn check_sizes(&self) -> Result<(), InvalidVm> {
+        if self.vcpus == 0 || self.vcpus > VCPUS_MAX {
+            return Err(InvalidVm(format!(
+                "vcpus = {} is out of range: use 1 to {VCPUS_MAX}",
+                self.vcpus
+            )));
+        }
+        if !(MEMORY_MIB_MIN..=MEMORY_MIB_MAX).contains(&self.memory_mib)
+            || !self.memory_mib.is_multiple_of(2)
+        {
+            return Err(InvalidVm(format!(
+                "memory_mib = {} is out of range: use an even number from {MEMORY_MIB_MIN} to {MEMORY_MIB_MAX}",
+                self.memory_mib
+            )));
+        }
+        Ok(())
+    }
+
+    fn check_texts(&self) -> Result<(), InvalidVm> {
+        check_path("kernel", &self.kernel)?;
+        if let Some(path) = &self.initramfs {
+            check_path("initramfs", path)?;
+        }
+        if self.cmdline.len() > CMDLINE_LEN_MAX || self.cmdline.contains(['\0', '\n']) {
+            return Err(InvalidVm(format!(
+                "cmdline is not valid: one line of at most {CMDLINE_LEN_MAX} bytes"
+            )));
+        }
+        check_word("cpu", &self.cpu, "-_.+,=")?;
+        check_word("machine", &self.machine, "-_.")
+    }
+
+    fn check_nics(&self) -> Result<(), InvalidVm> {
+        if self.nics.len() > NICS_MAX {
+            return Err(InvalidVm(format!(
+                "{} network cards are too many: use at most {NICS_MAX}",
+                self.nics.len()
+            )));
+        }
+        for mac in self.nics.iter().filter_map(|nic| nic.mac.as_deref()) {
+            if parse_mac(mac).is_none() {
+                return Err(InvalidVm(format!(
+                    "mac = \"{mac}\" is not a unicast MAC address: use six pairs of hex digits such as 52:54:00:12:34:56"
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn check_disks(&self) -> Result<(), InvalidVm> {
+        for (index, disk) in self.disks.iter().enumerate() {
+            check_path("disk path", &disk.path)?;
+            if !crate::ids::is_valid_name(&disk.name)
+                || self.disks.iter().take(index).any(|d| d.name == disk.name)
+            {
+                return Err(InvalidVm(format!(
+                    "disk name '{}' is not valid or not unique in this VM",
+                    disk.name
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// The MAC address of card `index`: the given one, or one made from the VM's name and the index so that it
+    /// stays the same wherever the VM goes.
+    pub fn mac(&self, index: usize) -> Option<[u8; 6]> {
+        let nic = self.nics.get(index)?;
+        match &nic.mac {
+            Some(text) => parse_mac(text),
+            None => {
+                let hash = fnv1a(format!("{}/{index}", self.name).as_bytes());
+                Some([
+                    0x52,
+                    0x54,
+                    0x00,
+                    (hash >> 16) as u8,
+                    (hash >> 8) as u8,
+                    hash as u8,
+                ])
+            }
+        }
+    }
+
+    /// Guest memory in bytes.
+    pub fn memory_bytes(&self) -> u64 {
+        self.memory_mib << 20
+    }
+}
+
+fn check_path(key: &str, path: &str) -> Result<(), InvalidVm> {
+    let fine = path.starts_with('/') && path.len() <= 1024 && !path.contains(['\0', '\n']);
+    if fine {
+        return Ok(());
+    }
+    Err(InvalidVm(format!(
+        "{key} = \"{path}\" is not valid: give an absolute path on the host"
+    )))
+}
+
+fn check_word(key: &str, text: &str, others: &str) -> Result<(), InvalidVm> {
+    let fine = !text.is_empty()
+        && text.len() <= 256
+        && text
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || others.contains(c));
+    if fine {
+        return Ok(());
+    }
+    Err(InvalidVm(format!("{key} = \"{text}\" is not valid")))
+}
+
+/// Parses a unicast MAC address.
+pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
+    let mut mac = [0u8; 6];
+    let mut parts = text.split(':');
+    for byte in &mut mac {
+        let part = parts.next().filter(|part| part.len() == 2)?;
+        *byte = u8::from_str_radix(part, 16).ok()?;
+    }
+    let unicast = mac[0] & 1 == 0 && mac != [0; 6];
+    (parts.next().is_none() && unicast).then_some(mac)
+}
+
+fn fnv1a(bytes: &[u8]) -> u32 {
+    bytes.iter().fold(0x811c_9dc5, |hash, byte| {
+        (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193)
+    })
+}
+
+/// Where a VM is in its life, as shown to people.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum VmState {
+    /// Nobody knows which host may run it after a switchover was cut in the middle: stopped until settled.
+    InDoubt,
+    /// Runs.
+    Running,
+    /// Stopped by its user with memory kept.
+    Paused,
+    /// Being made as the destination of a migration.
+    Incoming,
+    /// Not powered on.
+    Stopped,
+    /// The guest panicked and is kept for inspection.
+    Panicked,
+    /// Its hypervisor died; the next start boots it anew.
+    Crashed,
+    /// Its host does not answer.
+    Unreachable,
+}
+
+impl fmt::Display for VmState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::InDoubt => "in-doubt",
+            Self::Running => "running",
+            Self::Paused => "paused",
+            Self::Incoming => "incoming",
+            Self::Stopped => "stopped",
+            Self::Panicked => "panicked",
+            Self::Crashed => "crashed",
+            Self::Unreachable => "unreachable",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WEB: &str = r#"
+        name = "web"
+        vcpus = 2
+        memory_mib = 1024
+        kernel = "/boot/vmlinuz"
+        [[nic]]
+        port_group = "vm"
+    "#;
+
+    #[test]
+    fn a_plain_description_gets_the_defaults() {
+        let vm = VmSpec::from_toml(WEB).unwrap();
+        assert_eq!(vm.cpu, "auto");
+        assert_eq!(vm.machine, "q35");
+        assert_eq!(vm.encryption, EncryptionMode::Opportunistic);
+        assert_eq!(vm.mac(0), vm.mac(0));
+        assert_eq!(vm.mac(1), None);
+    }
+
+    #[test]
+    fn an_unknown_key_is_named() {
+        let error = VmSpec::from_toml(&WEB.replace("vcpus", "vcpu")).unwrap_err();
+        assert!(error.0.contains("vcpu"), "{error}");
+    }
+
+    #[test]
+    fn bounds_are_checked() {
+        for (from, to) in [
+            ("vcpus = 2", "vcpus = 0"),
+            ("memory_mib = 1024", "memory_mib = 15"),
+            ("memory_mib = 1024", "memory_mib = 99999999"),
+            ("\"/boot/vmlinuz\"", "\"vmlinuz\""),
+            ("\"web\"", "\"../web\""),
+        ] {
+            assert!(VmSpec::from_toml(&WEB.replace(from, to)).is_err(), "{to}");
+        }
+    }
+
+    #[test]
+    fn only_unicast_macs_are_taken() {
+        assert_eq!(
+            parse_mac("52:54:00:12:34:56"),
+            Some([0x52, 0x54, 0, 0x12, 0x34, 0x56])
+        );
+        for bad in [
+            "53:54:00:12:34:56",
+            "52:54:00:12:34",
+            "52:54:00:12:34:5g",
+            "00:00:00:00:00:00",
+            "",
+        ] {
+            assert_eq!(parse_mac(bad), None, "{bad}");
+        }
+    }
+}
