@@ -1,0 +1,489 @@
+//! What goes into the core (events, peer messages) and what comes out of it (actions, status).
+//!
+//! Plain data. Refuses: nothing; judging is the core's business.
+
+use crate::permit::RunPermit;
+use crate::record::HostRecord;
+use godwit_types::{Generation, HostName, MigrationId};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What the hosts say to each other about ownership: on the migration's control channel while it lives, and
+/// through the hosts' agents over mutual TLS at any time. May be lost, doubled, delayed and reordered.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "message", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum PeerMessage {
+    /// Destination: prepared to receive; attempts must have a generation above `highest`.
+    Prepared {
+        /// The migration.
+        migration: MigrationId,
+        /// The highest generation known to the sender.
+        highest: Generation,
+    },
+    /// Destination: applied, verified, loaded, paused, and durably so.
+    Ready {
+        /// The migration.
+        migration: MigrationId,
+        /// The generation of this attempt.
+        generation: Generation,
+    },
+    /// Source: the gift is durable; the destination may take it.
+    Permit {
+        /// The migration.
+        migration: MigrationId,
+        /// The generation given.
+        generation: Generation,
+    },
+    /// Source in doubt: the gift is durable; do you hold it? Counts as a permit, too.
+    AskHolding {
+        /// The migration.
+        migration: MigrationId,
+        /// The generation given.
+        generation: Generation,
+    },
+    /// Destination: holds (or has held and moved on) the generation, durably.
+    Holding {
+        /// The migration.
+        migration: MigrationId,
+        /// The generation taken.
+        generation: Generation,
+    },
+    /// Source: knows, durably, that the destination holds it.
+    Confirmed {
+        /// The generation.
+        generation: Generation,
+    },
+    /// Source: `generation` is void, this host holds `by`.
+    Superseded {
+        /// The generation that was claimed.
+        generation: Generation,
+        /// The higher one held by the sender.
+        by: Generation,
+    },
+    /// Destination: did not take it and never will, durably.
+    Refused {
+        /// The migration.
+        migration: MigrationId,
+        /// The generation.
+        generation: Generation,
+    },
+    /// Destination that said ready: did you give it?
+    AskGift {
+        /// The migration.
+        migration: MigrationId,
+        /// The generation.
+        generation: Generation,
+    },
+    /// Source: not given so far, may still be.
+    Undecided {
+        /// The migration.
+        migration: MigrationId,
+        /// The generation.
+        generation: Generation,
+    },
+    /// Source: this attempt's generation was not given and never will be; the migration may go on.
+    Withdrawn {
+        /// The migration.
+        migration: MigrationId,
+        /// The generation.
+        generation: Generation,
+    },
+    /// Source: nothing of this migration was given and nothing will be.
+    Abort {
+        /// The migration.
+        migration: MigrationId,
+    },
+    /// Destination that has promised nothing: cannot go on.
+    Failed {
+        /// The migration.
+        migration: MigrationId,
+    },
+}
+
+/// The waits that the shell times. A timer of a kind replaces the one before it; late firing is harmless.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Timer {
+    /// Silence of the peer during switchover before the gift: 500 ms or 4 round trips, whichever is larger.
+    /// The shell restarts it whenever anything arrives from the peer.
+    Switchover,
+    /// Until the question is asked, or the journal tried, again: as [`Timer::Switchover`] at first, then 1 s.
+    Ask,
+}
+
+/// What happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// The record of the last [`Action::Persist`] is durable (file and directory).
+    Persisted,
+    /// It is not, or perhaps not.
+    PersistFailed {
+        /// Whether the old record is known to be what is on the disk.
+        unchanged: bool,
+    },
+    /// The controller: this VM is new and was never offered to another host; take it, off.
+    Granted {
+        /// A generation above every one known here.
+        generation: Generation,
+    },
+    /// The controller: every host that might hold the VM is fenced or was surveyed; take it, off.
+    GrantedAfterSurvey {
+        /// A generation above every one ever used ([`crate::GenerationLedger`]).
+        generation: Generation,
+        /// The level of the survey that it follows: a grant that was overtaken by another survey is void.
+        expect: Generation,
+    },
+    /// The controller surveys who may hold the VM: voids every grant made before, then answers with
+    /// [`Action::Surveyed`].
+    SurveyRequested {
+        /// Above every generation that the controller knows ([`crate::GenerationLedger::survey_level`]).
+        level: Generation,
+    },
+    /// That host was removed for good: nothing is waited for from it any more.
+    HostRemoved {
+        /// The host.
+        host: HostName,
+    },
+    /// Forget the VM (only when it is off).
+    DeleteRequested,
+    /// Let the guest run.
+    StartRequested,
+    /// Power off.
+    StopRequested,
+    /// Stop the guest where it stands.
+    PauseRequested,
+    /// Let a paused guest run on.
+    ResumeRequested,
+    /// Source: a migration begins (preflight done, channels up); the guest runs on.
+    MigrationBegan {
+        /// The migration, never used before.
+        migration: MigrationId,
+        /// Its destination.
+        to: HostName,
+    },
+    /// Source: precopy has converged far enough: stop the guest and hand over.
+    SwitchoverRequested,
+    /// Source: the guest is stopped (QEMU said so).
+    Stopped {
+        /// The attempt's generation, from [`Action::StopGuest`].
+        attempt: Generation,
+    },
+    /// Source: the destination has acknowledged the last pages as applied and verified.
+    LastPagesApplied {
+        /// The attempt's generation.
+        attempt: Generation,
+    },
+    /// Source: the device state has left completely, QEMU says completed.
+    DeviceStateSent {
+        /// The attempt's generation.
+        attempt: Generation,
+    },
+    /// Destination: prepare to receive.
+    PrepareIncoming {
+        /// The migration.
+        migration: MigrationId,
+        /// Its source.
+        from: HostName,
+    },
+    /// Destination: everything is applied, verified and loaded, the guest is paused.
+    Loaded {
+        /// The attempt's generation, as the source named it.
+        attempt: Generation,
+    },
+    /// Destination: receiving or loading failed.
+    IncomingFailed,
+    /// From the other host, whose name the channel's authentication gave.
+    Message {
+        /// The sender.
+        from: HostName,
+        /// What it said.
+        message: PeerMessage,
+    },
+    /// Every channel to the peer is gone.
+    LinkLost,
+    /// A timer armed before has fired.
+    Timeout(Timer),
+    /// The migration is cancelled: by a user, by its deadline, by an error of this side.
+    Cancel,
+    /// The guest powered itself off.
+    GuestShutdown,
+    /// The guest cannot run on: panicked, IO error with stop policy.
+    GuestHalted,
+    /// The guest reset itself.
+    GuestReset,
+    /// This host's QEMU for the VM is gone.
+    QemuDied,
+    /// `godwit vm resolve`: an operator decides what the peer cannot answer.
+    OperatorResolve {
+        /// Run the VM here; else give up what this host has of it.
+        run_here: bool,
+        /// The host that the operator swears is fenced.
+        confirm_fenced: HostName,
+    },
+}
+
+/// What the shell must do, in this order. [`Action::Persist`] is always the last of a batch.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Write the record durably, then feed [`Event::Persisted`] or [`Event::PersistFailed`].
+    Persist(HostRecord),
+    /// Start a QEMU for the guest (with `-S`), boot it with the permit.
+    Boot(RunPermit),
+    /// Let the QEMU that is there run on.
+    Cont(RunPermit),
+    /// QMP `stop`; then feed [`Event::Stopped`] with the attempt, unless it is `None` (a pause).
+    StopGuest {
+        /// The attempt's generation.
+        attempt: Option<Generation>,
+    },
+    /// Final scan; send the last pages, with the attempt's generation.
+    SendLastPages {
+        /// The attempt's generation.
+        attempt: Generation,
+    },
+    /// Save the device state and send it, with the attempt's generation.
+    SendDeviceState {
+        /// The attempt's generation.
+        attempt: Generation,
+    },
+    /// Put back the dirty bits of what the peer may not have applied.
+    RestoreDirty,
+    /// Let the guest run at full speed, release all write protection, end tracking.
+    ReleaseThrottle,
+    /// Send to the peer, on every path there is; doubles are harmless.
+    Send {
+        /// The host.
+        to: HostName,
+        /// What to say.
+        message: PeerMessage,
+    },
+    /// Kill this host's QEMU of the VM and wait until it is dead; later actions only after that.
+    KillQemu,
+    /// Remove RAM file, sockets and whatever else the migration or the guest left here.
+    Cleanup,
+    /// Start the timer.
+    Arm(Timer),
+    /// Stop the timer.
+    Disarm(Timer),
+    /// The migration is over at this host.
+    EndMigration {
+        /// The migration.
+        migration: MigrationId,
+        /// How.
+        outcome: Ending,
+    },
+    /// Show this.
+    Report(Status),
+    /// The answer to [`Event::SurveyRequested`]: this record is durable.
+    Surveyed {
+        /// The survey's level.
+        level: Generation,
+    },
+    /// Tell whoever asked that it is not done, and why.
+    Refuse {
+        /// What was asked.
+        event: EventKind,
+        /// Why not.
+        why: &'static str,
+    },
+    /// For the log: the event had no effect, and why.
+    Ignored {
+        /// The event.
+        event: EventKind,
+        /// Why.
+        why: &'static str,
+    },
+}
+
+/// How a migration ended at this host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Ending {
+    /// The destination holds the VM.
+    Completed,
+    /// Cancelled here; the guest is at the source.
+    Cancelled,
+    /// Ended by a failure; the guest is at the source (or died there).
+    Failed,
+    /// The destination refused after the gift; the guest is at the source again.
+    Refused,
+}
+
+/// What people are shown about the VM at this host.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "kebab-case")]
+pub enum Status {
+    /// Not here.
+    Absent,
+    /// Held here, powered off.
+    Off,
+    /// Running here.
+    Running {
+        /// Under this generation.
+        generation: Generation,
+    },
+    /// Held here, stopped by request or because the guest halted.
+    Paused,
+    /// Running here and being moved away.
+    Migrating {
+        /// The migration.
+        migration: MigrationId,
+    },
+    /// Stopped for a moment: the handover is within its deadline.
+    SwitchingOver {
+        /// The migration.
+        migration: MigrationId,
+    },
+    /// Being received here.
+    Incoming {
+        /// The migration.
+        migration: MigrationId,
+    },
+    /// Nobody may run it until the peer answers or an operator decides.
+    InDoubt {
+        /// The generation that only the peer knows about.
+        generation: Generation,
+        /// The peer.
+        peer: HostName,
+        /// The command that ends it.
+        command: String,
+    },
+    /// Held here, should run, has no QEMU.
+    Down {
+        /// Why.
+        reason: &'static str,
+    },
+    /// Moved to that host.
+    Moved {
+        /// The host.
+        to: HostName,
+    },
+    /// The journal of this host cannot be written; nothing is done until it can.
+    JournalFailed,
+}
+
+macro_rules! event_kinds {
+    ($($kind:ident => $name:literal),+ $(,)?) => {
+        /// The kind of an event, one per row of the transition table.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[allow(missing_docs)]
+        pub enum EventKind { $($kind),+ }
+
+        impl EventKind {
+            /// Every kind, in the table's order.
+            pub const ALL: &'static [EventKind] = &[$(EventKind::$kind),+];
+
+            /// Its name in the table and in traces.
+            pub fn name(self) -> &'static str {
+                match self { $(EventKind::$kind => $name),+ }
+            }
+        }
+    };
+}
+
+event_kinds! {
+    Persisted => "persisted",
+    PersistFailed => "persist-failed",
+    Granted => "granted",
+    GrantedAfterSurvey => "granted-after-survey",
+    SurveyRequested => "survey-requested",
+    HostRemoved => "host-removed",
+    DeleteRequested => "delete-requested",
+    StartRequested => "start-requested",
+    StopRequested => "stop-requested",
+    PauseRequested => "pause-requested",
+    ResumeRequested => "resume-requested",
+    MigrationBegan => "migration-began",
+    SwitchoverRequested => "switchover-requested",
+    Stopped => "stopped",
+    LastPagesApplied => "last-pages-applied",
+    DeviceStateSent => "device-state-sent",
+    PrepareIncoming => "prepare-incoming",
+    Loaded => "loaded",
+    IncomingFailed => "incoming-failed",
+    PeerPrepared => "peer-prepared",
+    PeerReady => "peer-ready",
+    PermitReceived => "permit-received",
+    AskedHolding => "asked-holding",
+    PeerHolding => "peer-holding",
+    PeerConfirmed => "peer-confirmed",
+    PeerSuperseded => "peer-superseded",
+    PeerRefused => "peer-refused",
+    AskedGift => "asked-gift",
+    PeerUndecided => "peer-undecided",
+    PeerWithdrawn => "peer-withdrawn",
+    PeerAborted => "peer-aborted",
+    PeerFailed => "peer-failed",
+    LinkLost => "link-lost",
+    SwitchoverTimeout => "switchover-timeout",
+    AskTimeout => "ask-timeout",
+    Cancel => "cancel",
+    GuestShutdown => "guest-shutdown",
+    GuestHalted => "guest-halted",
+    GuestReset => "guest-reset",
+    QemuDied => "qemu-died",
+    OperatorResolve => "operator-resolve",
+}
+
+impl fmt::Display for EventKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl PeerMessage {
+    /// The event kind that the message becomes.
+    pub fn kind(&self) -> EventKind {
+        match self {
+            PeerMessage::Prepared { .. } => EventKind::PeerPrepared,
+            PeerMessage::Ready { .. } => EventKind::PeerReady,
+            PeerMessage::Permit { .. } => EventKind::PermitReceived,
+            PeerMessage::AskHolding { .. } => EventKind::AskedHolding,
+            PeerMessage::Holding { .. } => EventKind::PeerHolding,
+            PeerMessage::Confirmed { .. } => EventKind::PeerConfirmed,
+            PeerMessage::Superseded { .. } => EventKind::PeerSuperseded,
+            PeerMessage::Refused { .. } => EventKind::PeerRefused,
+            PeerMessage::AskGift { .. } => EventKind::AskedGift,
+            PeerMessage::Undecided { .. } => EventKind::PeerUndecided,
+            PeerMessage::Withdrawn { .. } => EventKind::PeerWithdrawn,
+            PeerMessage::Abort { .. } => EventKind::PeerAborted,
+            PeerMessage::Failed { .. } => EventKind::PeerFailed,
+        }
+    }
+}
+
+impl Event {
+    /// Its kind.
+    pub fn kind(&self) -> EventKind {
+        match self {
+            Event::Persisted => EventKind::Persisted,
+            Event::PersistFailed { .. } => EventKind::PersistFailed,
+            Event::Granted { .. } => EventKind::Granted,
+            Event::GrantedAfterSurvey { .. } => EventKind::GrantedAfterSurvey,
+            Event::SurveyRequested { .. } => EventKind::SurveyRequested,
+            Event::HostRemoved { .. } => EventKind::HostRemoved,
+            Event::DeleteRequested => EventKind::DeleteRequested,
+            Event::StartRequested => EventKind::StartRequested,
+            Event::StopRequested => EventKind::StopRequested,
+            Event::PauseRequested => EventKind::PauseRequested,
+            Event::ResumeRequested => EventKind::ResumeRequested,
+            Event::MigrationBegan { .. } => EventKind::MigrationBegan,
+            Event::SwitchoverRequested => EventKind::SwitchoverRequested,
+            Event::Stopped { .. } => EventKind::Stopped,
+            Event::LastPagesApplied { .. } => EventKind::LastPagesApplied,
+            Event::DeviceStateSent { .. } => EventKind::DeviceStateSent,
+            Event::PrepareIncoming { .. } => EventKind::PrepareIncoming,
+            Event::Loaded { .. } => EventKind::Loaded,
+            Event::IncomingFailed => EventKind::IncomingFailed,
+            Event::Message { message, .. } => message.kind(),
+            Event::LinkLost => EventKind::LinkLost,
+            Event::Timeout(Timer::Switchover) => EventKind::SwitchoverTimeout,
+            Event::Timeout(Timer::Ask) => EventKind::AskTimeout,
+            Event::Cancel => EventKind::Cancel,
+            Event::GuestShutdown => EventKind::GuestShutdown,
+            Event::GuestHalted => EventKind::GuestHalted,
+            Event::GuestReset => EventKind::GuestReset,
+            Event::QemuDied => EventKind::QemuDied,
+            Event::OperatorResolve { .. } => EventKind::OperatorResolve,
+        }
+    }
+}

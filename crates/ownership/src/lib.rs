@@ -1,0 +1,98 @@
+//! Who may run the VM: permits, generations, the durable record, and the state machine of one VM at one host.
+//!
+//! Pure: events in, actions out. Owns no file, socket, clock, thread or random number. The simulator and the
+//! product drive the same code. Refuses: to mint a permit that no durable record backs, and to let the source
+//! of a handover resume by itself once the gift may have been sent.
+//!
+//! # The handover
+//!
+//! ```text
+//!        source                                              destination
+//!   Running --MigrationBegan--> Precopy                 Absent --PrepareIncoming--> Incoming
+//!      ^                          | SwitchoverRequested                                |
+//!      |                       [write Stopping]                                        |
+//!      |<-- any failure,      Stopping --Stopped--> LastPages                          |
+//!      |    silence, cancel      --LastPagesApplied--> Devices                         | Loaded
+//!      |                            --DeviceStateSent--> AwaitingReady             [write Ready]
+//!      |                                    | <---------- Ready / AskGift ---------- Ready
+//!   ===|=================================[write Gave]=====================================|====
+//!      |                                  Gave ----------- Permit ------------->  [write Holds]
+//!      |                   silence, link  |   \                                      cont
+//!      |                   lost, restart  v    \<--------- Holding -------------  Running (unconfirmed)
+//!      |                               InDoubt --------- AskHolding ----------->     |
+//!      |<-- [write Holds, higher] -- Refused (durable)   [write Moved] - Confirmed -> [write confirmed]
+//!           or vm resolve --run-on
+//! ```
+//!
+//! `g+1` of the design is "the next generation never used": every *attempt* to switch over has a generation of
+//! its own, chosen and made durable by the source with `Stopping`. An attempt that was rolled back can thus
+//! never be completed by a late message, and "did you give g?" has a final answer: whatever is at or below
+//! `highest` and is not given now never will be.
+//!
+//! # How a shell drives a [`VmCore`]
+//!
+//! 1. Take the VM's lock (one writer per host and VM: the VM process, or the agent while there is none), load
+//!    the record ([`HostRecord::absent`] if there is none), look at QEMU, call [`VmCore::recover`].
+//! 2. Carry out the actions of a batch strictly in order, each finished before the next.
+//! 3. [`Action::Persist`] is the last of its batch: write it durably (file *and* directory), then call
+//!    [`VmCore::handle`] with [`Event::Persisted`], or [`Event::PersistFailed`]. Other events may be handed
+//!    over meanwhile; they wait inside. [`VmCore::is_writing`] says whether the core waits.
+//! 4. [`Action::Boot`] and [`Action::Cont`] carry a [`RunPermit`]: pass it by value to the one function that
+//!    sends `cont`. If that fails, kill QEMU and feed [`Event::QemuDied`].
+//! 5. [`Action::KillQemu`] is finished when QEMU is verified dead. Do not feed `QemuDied` for it.
+//! 6. [`Event::Stopped`], [`Event::LastPagesApplied`], [`Event::DeviceStateSent`], [`Event::Loaded`] carry the
+//!    attempt's generation: the source takes it from the action, the destination from the stream.
+//! 7. [`Action::Send`]: on the control channel and, when there is none, through the hosts' agents. The
+//!    receiver feeds [`Event::Message`] with the name that the *authentication* of the channel gave. The agent
+//!    of a host without a VM process for the VM takes the lock itself and drives a core to answer.
+//! 8. [`Timer::Switchover`] is restarted by the shell whenever the peer is heard; [`Timer::Ask`] is not.
+//! 9. [`Event::QemuDied`] while running leads to [`Status::Down`]: whether and how often the guest is booted
+//!    anew is the shell's policy ([`Event::StartRequested`]).
+//! 10. Show [`Action::Report`]; [`Status::InDoubt`] carries the command that ends it. [`Action::Refuse`] is the
+//!     answer to whoever sent the request; [`Action::Ignored`] goes to the log.
+//!
+//! # A VM that begins anew
+//!
+//! A new VM, never offered to any host before, begins with [`Event::Granted`]. A VM whose host is dead, or whose
+//! first offer was not answered, begins elsewhere only so: survey every enrolled host
+//! ([`Event::SurveyRequested`], answer [`VmCore::record`] on [`Action::Surveyed`]), let
+//! [`GenerationLedger::grant`] judge, then [`Event::GrantedAfterSurvey`] with `expect` the survey's level. A
+//! survey voids every grant before it, also those that a controller with an older database made.
+//!
+//! Precopy outlasting its channels (60 s), a missed deadline and errors of the source are [`Event::Cancel`] at
+//! the source and [`Event::IncomingFailed`] at the destination, which ignores it once it has promised. Feed
+//! `IncomingFailed` only for the migration that [`VmCore::status`] shows as incoming: it carries no name.
+//!
+//! # What an operator should know
+//!
+//! `vm resolve --run-on A --confirm-fenced B` lets the guest run on at A from where it stopped there: what it did
+//! at B meanwhile is gone. B, when it comes back, does not run until it has heard A, and then yields. Two
+//! contradicting decisions never run the VM twice, but the one with the higher generation wins. A destination
+//! that is ready can only be told to give up (`--give-up-on`): it cannot know whether the source ran on.
+#![forbid(unsafe_code)]
+
+mod core;
+mod destination;
+mod event;
+mod fuzz;
+mod ledger;
+mod owner;
+mod peer;
+mod permit;
+#[cfg(feature = "planted-faults")]
+pub mod plant;
+mod react;
+mod record;
+mod recover;
+mod source;
+mod state;
+mod table;
+
+pub use crate::core::VmCore;
+pub use event::{Action, Ending, Event, EventKind, PeerMessage, Status, Timer};
+pub use fuzz::{FuzzFinding, fuzz};
+pub use ledger::{FENCED_GAP, GenerationLedger, GrantError};
+pub use permit::RunPermit;
+pub use record::{Handover, HostRecord, Phase, Power, RECORD_FORMAT, RecordError};
+pub use state::{Qemu, StateName};
+pub use table::{Cell, transition_table};

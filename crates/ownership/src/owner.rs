@@ -1,0 +1,583 @@
+//! Requests of the owner's people, and what happens to the guest while this host holds it.
+//!
+//! Part of [`VmCore`]. Refuses: every request whose outcome a handover in progress would make ambiguous.
+
+use crate::core::VmCore;
+use crate::event::{Action, Ending, PeerMessage, Timer};
+use crate::record::{Handover, Phase, Power};
+use crate::state::{
+    Attempt, OnFail, Qemu, Reaction, State, Step, abort, arm, cleanup, disarm, end, go, kill,
+    release, send, write, write_after,
+};
+use Reaction::{Ignore, Refuse};
+use godwit_types::{Generation, HostName};
+
+const NOT_HERE: &str = "the VM is not on this host";
+const SETTLING: &str = "this host is still making its journal durable";
+const SWITCHING: &str =
+    "a switchover is in progress: ask again in a second, or cancel the migration";
+const GIVEN: &str = "the VM was given to another host that has not answered yet";
+const RECEIVING: &str = "the VM is just being received by this host";
+const WAITING: &str = "this host waits for the VM's former host to confirm the handover";
+const JOURNAL: &str = "the journal of this host cannot be written";
+const EXHAUSTED: &str = "the generation counter of this VM is exhausted";
+/// How far an operator's decision to run an unconfirmed VM goes ahead: never the same generation as one that
+/// the former host may have taken by its own operator's decision, which goes ahead by one.
+const RESOLVE_STEP: u64 = 1 << 20;
+
+impl VmCore {
+    pub(crate) fn on_granted(&self, generation: Generation, expect: Generation) -> Reaction {
+        match &self.state {
+            State::Absent | State::Refused | State::Moved(_) => self.grant(generation, expect),
+            State::Off
+            | State::Down { .. }
+            | State::Paused
+            | State::Running
+            | State::Unconfirmed
+            | State::Precopy(_) => Refuse("the VM is on this host already"),
+            State::Recovering => Refuse(SETTLING),
+            State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_)
+            | State::GiftUncertain(_) => Refuse(SWITCHING),
+            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
+            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+                Refuse(RECEIVING)
+            }
+        }
+    }
+
+    fn grant(&self, generation: Generation, expect: Generation) -> Reaction {
+        if expect != self.highest {
+            return Refuse("this host has learned of other generations since it was surveyed");
+        }
+        if generation <= self.highest {
+            return Refuse("this host knows that generation or a higher one already");
+        }
+        let record = self.durable.holding(generation, Power::Off, None);
+        let back = OnFail::Back(self.state.clone());
+        write(State::Off, record, back, Vec::new())
+    }
+
+    /// Every grant made before this survey expects a lower `highest` than the one written now, and nothing at or
+    /// below the level is promised any more.
+    pub(crate) fn on_survey(&self, level: Generation) -> Reaction {
+        if !self.is_plausible(level) {
+            return Refuse("a generation far beyond every one known is not believed");
+        }
+        match &self.state {
+            State::Recovering => Refuse(SETTLING),
+            State::GiftUncertain(_) => Refuse(JOURNAL),
+            State::Absent | State::Refused | State::Moved(_) => match self.highest.next() {
+                Some(next) => {
+                    self.raise(next.max(level), vec![Step::Do(Action::Surveyed { level })])
+                }
+                None => Refuse(EXHAUSTED),
+            },
+            State::Incoming(with) => match self.highest.next() {
+                Some(next) => {
+                    let highest = next.max(level);
+                    let prepared = PeerMessage::Prepared {
+                        migration: with.migration.clone(),
+                        highest,
+                    };
+                    let told = send(&with.peer, prepared);
+                    self.raise(highest, vec![Step::Do(Action::Surveyed { level }), told])
+                }
+                None => Refuse(EXHAUSTED),
+            },
+            State::Off
+            | State::Down { .. }
+            | State::Paused
+            | State::Running
+            | State::Unconfirmed
+            | State::Precopy(_)
+            | State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_)
+            | State::Gave(_)
+            | State::InDoubt(_)
+            | State::Ready(_)
+            | State::ReadyInDoubt(_)
+            | State::Refusing(_) => go(
+                self.state.clone(),
+                vec![Step::Do(Action::Surveyed { level })],
+            ),
+        }
+    }
+
+    pub(crate) fn on_host_removed(&self, host: &HostName) -> Reaction {
+        match &self.state {
+            State::Off
+            | State::Down { .. }
+            | State::Paused
+            | State::Running
+            | State::Unconfirmed => match self.unconfirmed() {
+                Some(with) if with.peer == *host => self.confirmed(),
+                _ => Ignore("nothing is waited for from that host"),
+            },
+            State::Gave(a) | State::InDoubt(a) | State::Ready(a) | State::ReadyInDoubt(a)
+                if a.with.peer == *host =>
+            {
+                Refuse("the VM is in doubt because of that host: resolve it first")
+            }
+            State::Precopy(with) if with.peer == *host => {
+                go(State::Running, self.leave(with, Ending::Failed))
+            }
+            State::Stopping(a)
+            | State::LastPages(a)
+            | State::Devices { attempt: a, .. }
+            | State::AwaitingReady(a)
+                if a.with.peer == *host =>
+            {
+                self.roll_back(a, Some(Ending::Failed))
+            }
+            State::Incoming(with) if with.peer == *host => self.fail_incoming(with),
+            State::Recovering => Refuse(SETTLING),
+            State::GiftUncertain(_) => Ignore("the gift is being taken back already"),
+            State::Absent
+            | State::Refused
+            | State::Moved(_)
+            | State::Precopy(_)
+            | State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_)
+            | State::Gave(_)
+            | State::InDoubt(_)
+            | State::Incoming(_)
+            | State::Ready(_)
+            | State::ReadyInDoubt(_)
+            | State::Refusing(_) => Ignore("nothing is waited for from that host"),
+        }
+    }
+
+    pub(crate) fn on_delete(&self) -> Reaction {
+        match &self.state {
+            State::Off => {
+                let record = self.durable.with(Phase::Absent);
+                write(
+                    State::Absent,
+                    record,
+                    OnFail::Back(State::Off),
+                    vec![cleanup()],
+                )
+            }
+            State::Absent | State::Refused | State::Moved(_) => Ignore(NOT_HERE),
+            State::Down { .. }
+            | State::Paused
+            | State::Running
+            | State::Unconfirmed
+            | State::Precopy(_) => Refuse("stop the VM first"),
+            State::Recovering => Refuse(SETTLING),
+            State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_)
+            | State::GiftUncertain(_) => Refuse(SWITCHING),
+            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
+            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+                Refuse(RECEIVING)
+            }
+        }
+    }
+
+    pub(crate) fn on_start(&self) -> Reaction {
+        match &self.state {
+            State::Off | State::Down { .. } => self.start(),
+            State::Paused => Refuse("the VM is paused: resume it"),
+            State::Running | State::Precopy(_) => Ignore("the VM is running already"),
+            State::Unconfirmed => Refuse(WAITING),
+            State::Absent | State::Refused | State::Moved(_) => Refuse(NOT_HERE),
+            State::Recovering => Refuse(SETTLING),
+            State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_) => Refuse(SWITCHING),
+            State::GiftUncertain(_) => Refuse(JOURNAL),
+            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
+            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+                Refuse(RECEIVING)
+            }
+        }
+    }
+
+    fn start(&self) -> Reaction {
+        let back = OnFail::Back(self.state.clone());
+        let (state, then) = match self.unconfirmed() {
+            None => (State::Running, vec![Step::Boot]),
+            Some(with) => (State::Unconfirmed, self.tell_holding(with)),
+        };
+        write(state, self.holds(Power::On), back, then)
+    }
+
+    /// Tells the source that this host holds the VM, and again until it confirms.
+    pub(crate) fn tell_holding(&self, with: &Handover) -> Vec<Step> {
+        let message = PeerMessage::Holding {
+            migration: with.migration.clone(),
+            generation: self.durable.held,
+        };
+        vec![send(&with.peer, message), arm(Timer::Ask)]
+    }
+
+    pub(crate) fn on_stop(&self) -> Reaction {
+        match &self.state {
+            State::Running | State::Paused | State::Down { .. } | State::Unconfirmed => {
+                self.power_off(Vec::new())
+            }
+            State::Precopy(with) => self.power_off(self.leave(with, Ending::Cancelled)),
+            State::Off => Ignore("the VM is off already"),
+            State::Absent | State::Refused | State::Moved(_) => Refuse(NOT_HERE),
+            State::Recovering => Refuse(SETTLING),
+            State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_) => Refuse(SWITCHING),
+            State::GiftUncertain(_) => Refuse(JOURNAL),
+            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
+            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+                Refuse(RECEIVING)
+            }
+        }
+    }
+
+    /// Kills QEMU and writes that the VM is off.
+    fn power_off(&self, mut first: Vec<Step>) -> Reaction {
+        first.push(kill());
+        let down = State::Down {
+            reason: "powered off, but the journal could not be written",
+        };
+        write_after(
+            State::Off,
+            first,
+            self.holds(Power::Off),
+            OnFail::Back(down),
+            self.tell_if_unconfirmed(),
+        )
+    }
+
+    /// Goes on telling the source that does not know yet.
+    fn tell_if_unconfirmed(&self) -> Vec<Step> {
+        self.unconfirmed()
+            .map(|with| self.tell_holding(with))
+            .unwrap_or_default()
+    }
+
+    /// The end of a migration that gave nothing away, at its source.
+    pub(crate) fn leave(&self, with: &Handover, outcome: Ending) -> Vec<Step> {
+        vec![
+            disarm(Timer::Switchover),
+            release(),
+            abort(with),
+            end(with, outcome),
+        ]
+    }
+
+    pub(crate) fn on_pause(&self) -> Reaction {
+        match &self.state {
+            State::Running => {
+                let stop = Step::Do(Action::StopGuest { attempt: None });
+                let record = self.holds(Power::Paused);
+                write(
+                    State::Paused,
+                    record,
+                    OnFail::Back(State::Running),
+                    vec![stop],
+                )
+            }
+            State::Paused => Ignore("the VM is paused already"),
+            State::Precopy(_) => Refuse("the VM is being migrated: cancel that first"),
+            State::Off | State::Down { .. } | State::Unconfirmed => Refuse("the VM is not running"),
+            State::Absent | State::Refused | State::Moved(_) => Refuse(NOT_HERE),
+            State::Recovering => Refuse(SETTLING),
+            State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_) => Refuse(SWITCHING),
+            State::GiftUncertain(_) => Refuse(JOURNAL),
+            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
+            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+                Refuse(RECEIVING)
+            }
+        }
+    }
+
+    pub(crate) fn on_resume(&self) -> Reaction {
+        match &self.state {
+            State::Paused => {
+                let record = self.holds(Power::On);
+                write(
+                    State::Running,
+                    record,
+                    OnFail::Back(State::Paused),
+                    vec![Step::Cont],
+                )
+            }
+            State::Running | State::Precopy(_) => Ignore("the VM is running already"),
+            State::Off | State::Down { .. } => Refuse("the VM is off: start it"),
+            State::Unconfirmed => Refuse(WAITING),
+            State::Absent | State::Refused | State::Moved(_) => Refuse(NOT_HERE),
+            State::Recovering => Refuse(SETTLING),
+            State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_) => Refuse(SWITCHING),
+            State::GiftUncertain(_) => Refuse(JOURNAL),
+            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
+            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+                Refuse(RECEIVING)
+            }
+        }
+    }
+
+    pub(crate) fn on_guest_shutdown(&self) -> Reaction {
+        match &self.state {
+            State::Running | State::Paused => self.power_off(Vec::new()),
+            State::Precopy(with) => self.power_off(self.leave(with, Ending::Failed)),
+            State::Stopping(a)
+            | State::LastPages(a)
+            | State::Devices { attempt: a, .. }
+            | State::AwaitingReady(a) => self.power_off(self.leave(&a.with, Ending::Failed)),
+            State::GiftUncertain(_) => Ignore("decided once the journal can be written"),
+            State::Gave(_) | State::InDoubt(_) => Ignore(
+                "the state that was given away is older than this; the guest goes on from it",
+            ),
+            State::Recovering if self.durable.may_run().is_some() => self.power_off(Vec::new()),
+            State::Recovering => Ignore("no guest runs here"),
+            State::Absent
+            | State::Off
+            | State::Down { .. }
+            | State::Unconfirmed
+            | State::Moved(_)
+            | State::Refused => Ignore("no guest runs here"),
+            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+                Ignore("the guest has not run here")
+            }
+        }
+    }
+
+    pub(crate) fn on_guest_halted(&self) -> Reaction {
+        let paused = |first| {
+            write_after(
+                State::Paused,
+                first,
+                self.holds(Power::Paused),
+                OnFail::Back(State::Paused),
+                self.tell_if_unconfirmed(),
+            )
+        };
+        match &self.state {
+            State::Running => paused(Vec::new()),
+            State::Precopy(with) => paused(self.leave(with, Ending::Failed)),
+            State::Stopping(a)
+            | State::LastPages(a)
+            | State::Devices { attempt: a, .. }
+            | State::AwaitingReady(a) => paused(self.leave(&a.with, Ending::Failed)),
+            State::Paused => Ignore("the guest is paused already"),
+            State::GiftUncertain(_) => Ignore("decided once the journal can be written"),
+            State::Gave(_) | State::InDoubt(_) => Ignore(
+                "the state that was given away is older than this; the guest goes on from it",
+            ),
+            State::Recovering if self.durable.may_run().is_some() => paused(Vec::new()),
+            State::Recovering => Ignore("no guest runs here"),
+            State::Absent
+            | State::Off
+            | State::Down { .. }
+            | State::Unconfirmed
+            | State::Moved(_)
+            | State::Refused => Ignore("no guest runs here"),
+            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+                Ignore("the guest has not run here")
+            }
+        }
+    }
+
+    pub(crate) fn on_guest_reset(&self) -> Reaction {
+        match &self.state {
+            State::Running | State::Paused => Ignore("a reset does not change who runs the guest"),
+            State::Precopy(_) => Ignore("the reset guest's memory is tracked like any other"),
+            State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_)
+            | State::GiftUncertain(_) => Ignore("the reset is part of the state that is moved"),
+            State::Gave(_) | State::InDoubt(_) => Ignore(
+                "the state that was given away is older than this; the guest goes on from it",
+            ),
+            State::Recovering => Ignore("a reset does not change who runs the guest"),
+            State::Absent
+            | State::Off
+            | State::Down { .. }
+            | State::Unconfirmed
+            | State::Moved(_)
+            | State::Refused => Ignore("no guest runs here"),
+            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+                Ignore("the guest has not run here")
+            }
+        }
+    }
+
+    pub(crate) fn on_qemu_died(&self) -> Reaction {
+        let down = State::Down {
+            reason: "its QEMU died",
+        };
+        match &self.state {
+            State::Running | State::Paused => go(down, Vec::new()),
+            State::Precopy(with) => go(down, self.leave(with, Ending::Failed)),
+            State::Stopping(a) | State::LastPages(a) | State::Devices { attempt: a, .. } => {
+                self.guest_lost(&a.with, Ending::Failed)
+            }
+            State::AwaitingReady(_) => {
+                Ignore("the destination has the whole state: it may still be given the VM")
+            }
+            State::GiftUncertain(_) => Ignore("decided once the journal can be written"),
+            State::Gave(_) | State::InDoubt(_) => Ignore("the destination decides"),
+            State::Incoming(with) => self.fail_incoming(with),
+            State::Ready(a) | State::ReadyInDoubt(a) => self.refuse_attempt(a),
+            State::Refusing(_) => Ignore("it is being refused already"),
+            State::Recovering => go(State::Recovering, Vec::new()),
+            State::Absent
+            | State::Off
+            | State::Down { .. }
+            | State::Unconfirmed
+            | State::Moved(_)
+            | State::Refused => Ignore("no QEMU is needed here"),
+        }
+    }
+
+    /// The source's QEMU is gone before the destination had everything.
+    pub(crate) fn guest_lost(&self, with: &Handover, outcome: Ending) -> Reaction {
+        let down = State::Down {
+            reason: "its QEMU died",
+        };
+        write_after(
+            down.clone(),
+            self.leave(with, outcome),
+            self.holds(Power::On),
+            OnFail::Back(down),
+            Vec::new(),
+        )
+    }
+
+    pub(crate) fn on_operator_resolve(&self, run_here: bool, fenced: &HostName) -> Reaction {
+        match &self.state {
+            State::Gave(a) | State::InDoubt(a) if *fenced == a.with.peer => {
+                if run_here {
+                    self.reclaim(a, Some(a.with.clone()))
+                } else {
+                    Refuse("the VM would be nowhere: resolve it with --run-on this host")
+                }
+            }
+            State::Ready(a) | State::ReadyInDoubt(a) if *fenced == a.with.peer => {
+                if run_here {
+                    Refuse(
+                        "this host cannot know whether the source ran on: give up here, then start the VM anew",
+                    )
+                } else {
+                    self.refuse_attempt(a)
+                }
+            }
+            State::Gave(_)
+            | State::InDoubt(_)
+            | State::Ready(_)
+            | State::ReadyInDoubt(_)
+            | State::Refusing(_) => {
+                Refuse("the host named as fenced is not the one that must answer")
+            }
+            State::Off
+            | State::Down { .. }
+            | State::Paused
+            | State::Running
+            | State::Unconfirmed => self.resolve_unconfirmed(run_here, fenced),
+            State::Recovering => Refuse(SETTLING),
+            State::GiftUncertain(_) => Refuse(JOURNAL),
+            State::Absent
+            | State::Refused
+            | State::Moved(_)
+            | State::Incoming(_)
+            | State::Precopy(_)
+            | State::Stopping(_)
+            | State::LastPages(_)
+            | State::Devices { .. }
+            | State::AwaitingReady(_) => Refuse("the VM is not in doubt here"),
+        }
+    }
+
+    fn resolve_unconfirmed(&self, run_here: bool, fenced: &HostName) -> Reaction {
+        match self.unconfirmed() {
+            Some(with) if run_here && with.peer == *fenced => self.outrank(with),
+            Some(_) if run_here => {
+                Refuse("the host named as fenced is not the one that must answer")
+            }
+            Some(_) => Refuse("this host holds the VM: stop it instead"),
+            None => Refuse("the VM is not in doubt here"),
+        }
+    }
+
+    /// The source knows that this host holds the VM (or is fenced for good).
+    pub(crate) fn confirmed(&self) -> Reaction {
+        let mut record = self.durable.clone();
+        if let Phase::Holds { unconfirmed, .. } = &mut record.phase {
+            *unconfirmed = None;
+        }
+        let back = OnFail::Back(self.state.clone());
+        let done = disarm(Timer::Ask);
+        if self.state == State::Unconfirmed {
+            write(State::Running, record, back, vec![done, Step::Boot])
+        } else {
+            write(self.state.clone(), record, back, vec![done])
+        }
+    }
+
+    /// The operator runs the VM here although the source has not answered. It may come back as a holder by
+    /// its own operator's decision; the one that is higher then wins, so both go on telling each other.
+    fn outrank(&self, with: &Handover) -> Reaction {
+        let Some(next) = self.highest.0.checked_add(RESOLVE_STEP).map(Generation) else {
+            return Refuse(EXHAUSTED);
+        };
+        let (power, run) = match &self.state {
+            State::Unconfirmed => (Power::On, vec![Step::Boot]),
+            State::Off => (Power::Off, Vec::new()),
+            State::Paused => (Power::Paused, Vec::new()),
+            _ => (Power::On, Vec::new()),
+        };
+        let state = match &self.state {
+            State::Unconfirmed => State::Running,
+            other => other.clone(),
+        };
+        let record = self.durable.holding(next, power, Some(with.clone()));
+        let mut then = run;
+        then.push(arm(Timer::Ask));
+        write(state, record, OnFail::Back(self.state.clone()), then)
+    }
+
+    /// The holder's way out of a gift that was not taken: a generation above all, then run. With
+    /// `unconfirmed` the destination has not refused but is fenced: it must be told when it comes back.
+    pub(crate) fn reclaim(&self, a: &Attempt, unconfirmed: Option<Handover>) -> Reaction {
+        let Some(next) = self.highest.next() else {
+            return Refuse(EXHAUSTED);
+        };
+        let again = if unconfirmed.is_some() {
+            arm(Timer::Ask)
+        } else {
+            disarm(Timer::Ask)
+        };
+        let record = self.durable.holding(next, Power::On, unconfirmed);
+        let run = if self.qemu == Qemu::Dead {
+            Step::Boot
+        } else {
+            Step::Cont
+        };
+        let then = vec![
+            again,
+            Step::Do(Action::RestoreDirty),
+            release(),
+            run,
+            end(&a.with, Ending::Refused),
+        ];
+        let back = OnFail::Back(State::InDoubt(a.clone()));
+        write(State::Running, record, back, then)
+    }
+}

@@ -1,0 +1,53 @@
+//! Deliberate faults, compiled only with the feature `planted-faults`: what the simulator must catch.
+//!
+//! Owns nothing. Refuses: to exist in a product build.
+
+macro_rules! plants {
+    ($($(#[$doc:meta])* $plant:ident => $name:literal),+ $(,)?) => {
+        /// A fault to plant into a core.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum Plant { $($(#[$doc])* $plant),+ }
+
+        impl Plant {
+            /// Every fault.
+            pub const ALL: &'static [Plant] = &[$(Plant::$plant),+];
+
+            /// Its name on the command line.
+            pub fn name(self) -> &'static str {
+                match self { $(Plant::$plant => $name),+ }
+            }
+
+            /// The fault of that name.
+            pub fn from_name(name: &str) -> Option<Plant> {
+                Self::ALL.iter().copied().find(|p| p.name() == name)
+            }
+        }
+    };
+}
+
+plants! {
+    /// A cancel that comes after the gift is honoured: two permits for one guest.
+    PermitTwice => "permit-twice",
+    /// The source resumes by itself when the answer to its gift is late.
+    ResumeOnTimeoutAfterGave => "resume-on-timeout-after-gave",
+    /// The permit is sent before the gift is durable.
+    GaveNotPersistedBeforeSend => "gave-not-persisted-before-send",
+    /// A waiting destination refuses without writing it, and still takes a late permit.
+    RefusedNotDurable => "refused-not-durable",
+    /// A waiting destination is cleaned up by a time-out.
+    CleanupReadyOnTimeout => "cleanup-ready-on-timeout",
+    /// The next attempt reuses the generation of the one that failed.
+    GenerationGoesBack => "generation-goes-back",
+    /// The destination says that it holds before that is durable.
+    AnswerFromMemory => "answer-from-memory",
+    /// A successor acts on a record that it read but that may not be durable.
+    TrustUnsyncedRecord => "trust-unsynced-record",
+    /// A successor that reads "gave" resumes the guest.
+    SuccessorResumesGave => "successor-resumes-gave",
+    /// A destination whose source does not know boots the guest anew after a reboot.
+    UnconfirmedBoots => "unconfirmed-boots",
+    /// The last pages are not waited for.
+    LastPagesSkipped => "last-pages-skipped",
+    /// The guest runs at the destination before "holds" is durable.
+    RunBeforeHolds => "run-before-holds",
+}

@@ -1,0 +1,136 @@
+//! What a successor does with what it finds: the record on the disk, and QEMU.
+//!
+//! Part of [`VmCore`]. Refuses: to act before the record that it read is durable again, and to resume a guest
+//! that was given away.
+
+use crate::core::{VmCore, planted};
+use crate::event::{Action, Ending};
+use crate::record::{Handover, HostRecord, Phase, Power};
+use crate::state::{
+    Attempt, OnFail, Qemu, Reaction, State, Step, cleanup, go, kill, release, write_after,
+};
+use godwit_types::HostName;
+
+impl VmCore {
+    /// What a successor does about a record that is durable again.
+    pub(crate) fn settled(&self) -> Reaction {
+        let kill_if_alive = || {
+            if self.qemu == Qemu::Dead {
+                Vec::new()
+            } else {
+                vec![kill()]
+            }
+        };
+        let attempt = |migration: &_, peer: &HostName, next| Attempt {
+            with: Handover {
+                migration: Clone::clone(migration),
+                peer: peer.clone(),
+            },
+            next,
+        };
+        match &self.durable.phase {
+            Phase::Absent => go(State::Absent, kill_if_alive()),
+            Phase::Holds { power, .. } => self.settle_holder(*power),
+            Phase::Stopping {
+                migration,
+                next,
+                to,
+                ..
+            } => self.settle_stopping(&attempt(migration, to, *next)),
+            Phase::Gave {
+                generation,
+                migration,
+                to,
+            } => self.settle_gave(attempt(migration, to, *generation)),
+            Phase::Moved {
+                generation,
+                migration,
+                to,
+            } => {
+                let mut steps = kill_if_alive();
+                steps.push(cleanup());
+                go(State::Moved(attempt(migration, to, *generation)), steps)
+            }
+            Phase::Incoming { migration, from } => self.fail_incoming(&Handover {
+                migration: migration.clone(),
+                peer: from.clone(),
+            }),
+            Phase::Ready {
+                generation,
+                migration,
+                from,
+            } => self.settle_ready(attempt(migration, from, *generation)),
+            Phase::Refused { .. } => {
+                let mut steps = kill_if_alive();
+                steps.push(cleanup());
+                go(State::Refused, steps)
+            }
+        }
+    }
+
+    fn settle_holder(&self, power: Power) -> Reaction {
+        let tell = self
+            .unconfirmed()
+            .map(|with| self.tell_holding(with))
+            .unwrap_or_default();
+        let go_telling = |state, mut steps: Vec<Step>| {
+            steps.extend(tell);
+            go(state, steps)
+        };
+        let reboot_waits = self.unconfirmed().is_some() && !planted!(self, UnconfirmedBoots);
+        match (power, self.qemu) {
+            (Power::On, Qemu::Running) => go_telling(State::Running, vec![release()]),
+            (Power::On, Qemu::Paused) => go_telling(State::Running, vec![release(), Step::Cont]),
+            (Power::On, Qemu::Dead) if reboot_waits => go_telling(State::Unconfirmed, Vec::new()),
+            (Power::On, Qemu::Dead) => go(State::Running, vec![Step::Boot]),
+            (Power::Paused, Qemu::Running) => {
+                let stop = Step::Do(Action::StopGuest { attempt: None });
+                go_telling(State::Paused, vec![stop])
+            }
+            (Power::Paused, Qemu::Paused) => go_telling(State::Paused, Vec::new()),
+            (Power::Paused, Qemu::Dead) => {
+                let down = State::Down {
+                    reason: "it was paused when its QEMU died",
+                };
+                go_telling(down, Vec::new())
+            }
+            (Power::Off, Qemu::Dead) => go_telling(State::Off, Vec::new()),
+            (Power::Off, Qemu::Paused | Qemu::Running) => go_telling(State::Off, vec![kill()]),
+        }
+    }
+
+    /// The guest was stopped, or about to be, and nothing was given: it runs on here.
+    fn settle_stopping(&self, a: &Attempt) -> Reaction {
+        let mut first = self.leave(&a.with, Ending::Failed);
+        let mut then = Vec::new();
+        match self.qemu {
+            Qemu::Running => {}
+            Qemu::Paused => first.push(Step::Cont),
+            Qemu::Dead => then.push(Step::Boot),
+        }
+        let on_fail = OnFail::Back(if self.qemu == Qemu::Dead {
+            State::Recovering
+        } else {
+            State::Running
+        });
+        let record: HostRecord = self.holds(Power::On);
+        write_after(State::Running, first, record, on_fail, then)
+    }
+
+    fn settle_gave(&self, a: Attempt) -> Reaction {
+        if planted!(self, SuccessorResumesGave) {
+            return go(State::Running, vec![Step::Cont]);
+        }
+        let ask = self.ask_holding(&a);
+        go(State::InDoubt(a), ask)
+    }
+
+    fn settle_ready(&self, a: Attempt) -> Reaction {
+        if self.qemu == Qemu::Paused {
+            let ask = self.ask_gift(&a);
+            go(State::ReadyInDoubt(a), ask)
+        } else {
+            self.refuse_attempt(&a)
+        }
+    }
+}

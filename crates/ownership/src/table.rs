@@ -1,0 +1,396 @@
+//! The transition table: every state and every event, and what the core makes of the pair.
+//!
+//! Made by running the core itself on one example of each, so that it cannot differ from the code. The
+//! example is the event that fits the state best: same migration, same generation, the right peer.
+
+use crate::core::VmCore;
+use crate::event::{Action, Event, EventKind, PeerMessage, Timer};
+use crate::record::{Handover, HostRecord, Phase, Power};
+use crate::state::{Attempt, Plan, Qemu, Reaction, State, StateName, Step};
+use godwit_types::{Generation, HostName, MigrationId, VmName};
+
+/// One cell of the table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cell {
+    /// The state before.
+    pub state: StateName,
+    /// The event.
+    pub event: EventKind,
+    /// The state after; the same if nothing changes.
+    pub next: StateName,
+    /// What is done, in order, or why nothing is. Never empty.
+    pub outcome: String,
+}
+
+/// Every state with every event, states first. While a record is being written every event but `persisted` and
+/// `persist-failed` waits; after it they are taken as in this table.
+pub fn transition_table() -> Vec<Cell> {
+    let names = Names::new();
+    let (states, events) = (StateName::ALL, EventKind::ALL);
+    let Some(names) = names else {
+        return Vec::new();
+    };
+    let pairs = states
+        .iter()
+        .flat_map(|s| events.iter().map(move |e| (*s, *e)));
+    pairs.map(|(s, e)| cell(&names, s, e)).collect()
+}
+
+struct Names {
+    vm: VmName,
+    here: HostName,
+    peer: HostName,
+    migration: MigrationId,
+}
+
+/// Generations of the example: held, and the next one.
+const HELD: Generation = Generation(1);
+const NEXT: Generation = Generation(2);
+
+impl Names {
+    fn new() -> Option<Self> {
+        Some(Self {
+            vm: VmName::new("vm").ok()?,
+            here: HostName::new("here").ok()?,
+            peer: HostName::new("peer").ok()?,
+            migration: MigrationId::new("m1").ok()?,
+        })
+    }
+
+    fn with(&self) -> Handover {
+        Handover {
+            migration: self.migration.clone(),
+            peer: self.peer.clone(),
+        }
+    }
+
+    fn attempt(&self) -> Attempt {
+        Attempt {
+            with: self.with(),
+            next: NEXT,
+        }
+    }
+
+    fn record(&self, held: Generation, highest: Generation, phase: Phase) -> HostRecord {
+        HostRecord {
+            highest,
+            held,
+            phase,
+            ..HostRecord::absent(self.vm.clone())
+        }
+    }
+
+    fn holds(&self, power: Power, unconfirmed: Option<Handover>) -> HostRecord {
+        let phase = Phase::Holds {
+            generation: HELD,
+            power,
+            unconfirmed,
+        };
+        self.record(HELD, HELD, phase)
+    }
+
+    fn stopping(&self) -> HostRecord {
+        let phase = Phase::Stopping {
+            generation: HELD,
+            next: NEXT,
+            migration: self.migration.clone(),
+            to: self.peer.clone(),
+        };
+        self.record(HELD, NEXT, phase)
+    }
+
+    fn given(&self, make: fn(Generation, MigrationId, HostName) -> Phase, held: u64) -> HostRecord {
+        let phase = make(NEXT, self.migration.clone(), self.peer.clone());
+        self.record(Generation(held), NEXT, phase)
+    }
+
+    /// An example of each state, with the record that it stands on.
+    fn example(&self, state: StateName) -> (State, HostRecord, Qemu) {
+        let on = || self.holds(Power::On, None);
+        let ready = |generation, migration, from| Phase::Ready {
+            generation,
+            migration,
+            from,
+        };
+        let gave = |generation, migration, to| Phase::Gave {
+            generation,
+            migration,
+            to,
+        };
+        let a = self.attempt();
+        match state {
+            StateName::Recovering => (State::Recovering, on(), Qemu::Running),
+            StateName::Absent => {
+                let record = HostRecord::absent(self.vm.clone());
+                (State::Absent, record, Qemu::Dead)
+            }
+            StateName::Off => (State::Off, self.holds(Power::Off, None), Qemu::Dead),
+            StateName::Down => (State::Down { reason: "example" }, on(), Qemu::Dead),
+            StateName::Paused => (State::Paused, self.holds(Power::Paused, None), Qemu::Paused),
+            StateName::Running => (State::Running, on(), Qemu::Running),
+            StateName::Unconfirmed => {
+                let record = self.holds(Power::On, Some(self.with()));
+                (State::Unconfirmed, record, Qemu::Dead)
+            }
+            StateName::Precopy => (State::Precopy(self.with()), on(), Qemu::Running),
+            StateName::Stopping => (State::Stopping(a), self.stopping(), Qemu::Running),
+            StateName::LastPages => (State::LastPages(a), self.stopping(), Qemu::Paused),
+            StateName::Devices => {
+                let state = State::Devices {
+                    attempt: a,
+                    ready_early: false,
+                };
+                (state, self.stopping(), Qemu::Paused)
+            }
+            StateName::AwaitingReady => (State::AwaitingReady(a), self.stopping(), Qemu::Paused),
+            StateName::GiftUncertain => (State::GiftUncertain(a), self.stopping(), Qemu::Paused),
+            StateName::Gave => (State::Gave(a), self.given(gave, 1), Qemu::Paused),
+            StateName::InDoubt => (State::InDoubt(a), self.given(gave, 1), Qemu::Paused),
+            StateName::Moved => {
+                let moved = |generation, migration, to| Phase::Moved {
+                    generation,
+                    migration,
+                    to,
+                };
+                (State::Moved(a), self.given(moved, 1), Qemu::Dead)
+            }
+            StateName::Incoming => {
+                let phase = Phase::Incoming {
+                    migration: self.migration.clone(),
+                    from: self.peer.clone(),
+                };
+                let record = self.record(Generation(0), HELD, phase);
+                (State::Incoming(self.with()), record, Qemu::Paused)
+            }
+            StateName::Ready => (State::Ready(a), self.given(ready, 0), Qemu::Paused),
+            StateName::ReadyInDoubt => (State::ReadyInDoubt(a), self.given(ready, 0), Qemu::Paused),
+            StateName::Refusing => (State::Refusing(a), self.given(ready, 0), Qemu::Dead),
+            StateName::Refused => {
+                let refused = |generation, migration, from| Phase::Refused {
+                    generation,
+                    migration,
+                    from,
+                };
+                (State::Refused, self.given(refused, 0), Qemu::Dead)
+            }
+        }
+    }
+
+    fn message(&self, message: PeerMessage) -> Event {
+        Event::Message {
+            from: self.peer.clone(),
+            message,
+        }
+    }
+
+    /// An example of each event that comes from a peer.
+    fn peer_event(&self, event: EventKind, about: Generation) -> Option<Event> {
+        let (migration, generation) = (self.migration.clone(), about);
+        let message = match event {
+            EventKind::PeerPrepared => PeerMessage::Prepared {
+                migration,
+                highest: Generation(7),
+            },
+            EventKind::PeerReady => PeerMessage::Ready {
+                migration,
+                generation,
+            },
+            EventKind::PermitReceived => PeerMessage::Permit {
+                migration,
+                generation,
+            },
+            EventKind::AskedHolding => PeerMessage::AskHolding {
+                migration,
+                generation,
+            },
+            EventKind::PeerHolding => PeerMessage::Holding {
+                migration,
+                generation,
+            },
+            EventKind::PeerConfirmed => PeerMessage::Confirmed { generation },
+            EventKind::PeerSuperseded => PeerMessage::Superseded {
+                generation,
+                by: Generation(7),
+            },
+            EventKind::PeerRefused => PeerMessage::Refused {
+                migration,
+                generation,
+            },
+            EventKind::AskedGift => PeerMessage::AskGift {
+                migration,
+                generation,
+            },
+            EventKind::PeerUndecided => PeerMessage::Undecided {
+                migration,
+                generation,
+            },
+            EventKind::PeerWithdrawn => PeerMessage::Withdrawn {
+                migration,
+                generation,
+            },
+            EventKind::PeerAborted => PeerMessage::Abort { migration },
+            EventKind::PeerFailed => PeerMessage::Failed { migration },
+            _ => return None,
+        };
+        Some(self.message(message))
+    }
+
+    /// An example of each event. `about` is the generation that the state is about.
+    fn event(&self, event: EventKind, about: Generation, highest: Generation) -> Option<Event> {
+        let (migration, peer) = (self.migration.clone(), self.peer.clone());
+        let event = match event {
+            EventKind::Persisted => Event::Persisted,
+            EventKind::PersistFailed => Event::PersistFailed { unchanged: true },
+            EventKind::Granted => Event::Granted {
+                generation: Generation(9),
+            },
+            EventKind::GrantedAfterSurvey => Event::GrantedAfterSurvey {
+                generation: Generation(9),
+                expect: highest,
+            },
+            EventKind::SurveyRequested => Event::SurveyRequested {
+                level: Generation(8),
+            },
+            EventKind::HostRemoved => Event::HostRemoved { host: peer },
+            EventKind::DeleteRequested => Event::DeleteRequested,
+            EventKind::StartRequested => Event::StartRequested,
+            EventKind::StopRequested => Event::StopRequested,
+            EventKind::PauseRequested => Event::PauseRequested,
+            EventKind::ResumeRequested => Event::ResumeRequested,
+            EventKind::MigrationBegan => Event::MigrationBegan {
+                migration,
+                to: peer,
+            },
+            EventKind::SwitchoverRequested => Event::SwitchoverRequested,
+            EventKind::Stopped => Event::Stopped { attempt: about },
+            EventKind::LastPagesApplied => Event::LastPagesApplied { attempt: about },
+            EventKind::DeviceStateSent => Event::DeviceStateSent { attempt: about },
+            EventKind::PrepareIncoming => Event::PrepareIncoming {
+                migration,
+                from: peer,
+            },
+            EventKind::Loaded => Event::Loaded { attempt: about },
+            EventKind::IncomingFailed => Event::IncomingFailed,
+            EventKind::LinkLost => Event::LinkLost,
+            EventKind::SwitchoverTimeout => Event::Timeout(Timer::Switchover),
+            EventKind::AskTimeout => Event::Timeout(Timer::Ask),
+            EventKind::Cancel => Event::Cancel,
+            EventKind::GuestShutdown => Event::GuestShutdown,
+            EventKind::GuestHalted => Event::GuestHalted,
+            EventKind::GuestReset => Event::GuestReset,
+            EventKind::QemuDied => Event::QemuDied,
+            EventKind::OperatorResolve => Event::OperatorResolve {
+                run_here: true,
+                confirm_fenced: peer,
+            },
+            peer_event => return self.peer_event(peer_event, about),
+        };
+        Some(event)
+    }
+}
+
+fn cell(names: &Names, name: StateName, kind: EventKind) -> Cell {
+    let (state, record, qemu) = names.example(name);
+    let about = match name {
+        StateName::Unconfirmed | StateName::Running | StateName::Paused => HELD,
+        StateName::Off | StateName::Down | StateName::Precopy => HELD,
+        _ => NEXT,
+    };
+    let highest = record.highest;
+    let mut core = VmCore::unsettled(record, names.here.clone(), qemu);
+    core.state = state;
+    let reaction = match names.event(kind, about, highest) {
+        Some(event) => core.react(event),
+        None => Reaction::Ignore("no example"),
+    };
+    let (next, outcome) = match reaction {
+        Reaction::Ignore(why) => (name, format!("ignored: {why}")),
+        Reaction::Refuse(why) => (name, format!("refused: {why}")),
+        Reaction::Go(plan) => (plan.state.name(), describe(&plan)),
+    };
+    Cell {
+        state: name,
+        event: kind,
+        next,
+        outcome,
+    }
+}
+
+fn describe(plan: &Plan) -> String {
+    let mut words: Vec<String> = plan.first.iter().map(step_word).collect();
+    if let Some((record, _)) = &plan.persist {
+        words.push(format!("WRITE {}", phase_word(&record.phase)));
+    }
+    words.extend(plan.then.iter().map(step_word));
+    if words.is_empty() {
+        words.push("noted".to_owned());
+    }
+    words.join(", ")
+}
+
+fn step_word(step: &Step) -> String {
+    let word = match step {
+        Step::Boot => "boot with a permit",
+        Step::Cont => "cont with a permit",
+        Step::Do(action) => return action_word(action),
+    };
+    word.to_owned()
+}
+
+fn action_word(action: &Action) -> String {
+    let word = match action {
+        Action::Send { message, .. } => return format!("send {}", message.word()),
+        Action::EndMigration { outcome, .. } => return format!("end migration ({outcome:?})"),
+        Action::Arm(timer) => return format!("arm {timer:?}"),
+        Action::Disarm(timer) => return format!("disarm {timer:?}"),
+        Action::Persist(_) => "write",
+        Action::Boot(_) => "boot with a permit",
+        Action::Cont(_) => "cont with a permit",
+        Action::StopGuest { .. } => "stop guest",
+        Action::SendLastPages { .. } => "send last pages",
+        Action::SendDeviceState { .. } => "send device state",
+        Action::RestoreDirty => "restore dirty",
+        Action::ReleaseThrottle => "release throttle",
+        Action::KillQemu => "kill QEMU",
+        Action::Cleanup => "clean up",
+        Action::Surveyed { .. } => "answer the survey",
+        Action::Report(_) => "report",
+        Action::Refuse { .. } => "refuse",
+        Action::Ignored { .. } => "ignore",
+    };
+    word.to_owned()
+}
+
+fn phase_word(phase: &Phase) -> &'static str {
+    match phase {
+        Phase::Absent => "absent",
+        Phase::Holds { .. } => "holds",
+        Phase::Stopping { .. } => "stopping",
+        Phase::Gave { .. } => "gave",
+        Phase::Moved { .. } => "moved",
+        Phase::Incoming { .. } => "incoming",
+        Phase::Ready { .. } => "ready",
+        Phase::Refused { .. } => "refused",
+    }
+}
+
+impl PeerMessage {
+    /// Its name in tables and logs.
+    pub fn word(&self) -> &'static str {
+        match self {
+            PeerMessage::Prepared { .. } => "prepared",
+            PeerMessage::Ready { .. } => "ready",
+            PeerMessage::Permit { .. } => "permit",
+            PeerMessage::AskHolding { .. } => "ask-holding",
+            PeerMessage::Holding { .. } => "holding",
+            PeerMessage::Confirmed { .. } => "confirmed",
+            PeerMessage::Superseded { .. } => "superseded",
+            PeerMessage::Refused { .. } => "refused",
+            PeerMessage::AskGift { .. } => "ask-gift",
+            PeerMessage::Undecided { .. } => "undecided",
+            PeerMessage::Withdrawn { .. } => "withdrawn",
+            PeerMessage::Abort { .. } => "abort",
+            PeerMessage::Failed { .. } => "failed",
+        }
+    }
+}

@@ -1,0 +1,366 @@
+//! The core from outside: the table is complete, the main paths go as described, no input breaks a promise.
+
+use godwit_ownership::{
+    Action, Event, EventKind, GenerationLedger, GrantError, HostRecord, PeerMessage, Phase, Power,
+    Qemu, RecordError, StateName, Status, Timer, VmCore, fuzz, transition_table,
+};
+use godwit_types::{Generation, HostName, MigrationId, VmName};
+use std::collections::{BTreeMap, BTreeSet};
+
+fn vm() -> VmName {
+    VmName::new("web").expect("a valid name")
+}
+
+fn host(name: &str) -> HostName {
+    HostName::new(name).expect("a valid name")
+}
+
+fn m1() -> MigrationId {
+    MigrationId::new("m1").expect("a valid id")
+}
+
+/// A core with a disk that always works: every record is acknowledged at once.
+struct Driven {
+    core: VmCore,
+    actions: Vec<Action>,
+    records: Vec<HostRecord>,
+}
+
+impl Driven {
+    fn recover(record: HostRecord, name: &str, qemu: Qemu) -> Self {
+        let (core, actions) = VmCore::recover(record, host(name), qemu).expect("a good record");
+        let mut driven = Self {
+            core,
+            actions: Vec::new(),
+            records: Vec::new(),
+        };
+        driven.take(actions);
+        driven
+    }
+
+    fn feed(&mut self, event: Event) -> &mut Self {
+        self.actions.clear();
+        let actions = self.core.handle(event);
+        self.take(actions);
+        self
+    }
+
+    fn take(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            match action {
+                Action::Persist(record) => {
+                    self.records.push(record);
+                    let more = self.core.handle(Event::Persisted);
+                    self.take(more);
+                }
+                other => self.actions.push(other),
+            }
+        }
+    }
+
+    fn hear(&mut self, from: &str, message: PeerMessage) -> &mut Self {
+        let from = host(from);
+        self.feed(Event::Message { from, message })
+    }
+
+    fn ran(&self) -> bool {
+        let runs = |a: &Action| matches!(a, Action::Cont(_) | Action::Boot(_));
+        self.actions.iter().any(runs)
+    }
+
+    fn said(&self) -> Vec<&PeerMessage> {
+        let mut said = Vec::new();
+        for action in &self.actions {
+            if let Action::Send { message, .. } = action {
+                said.push(message);
+            }
+        }
+        said
+    }
+}
+
+fn running(name: &str) -> Driven {
+    let mut driven = Driven::recover(HostRecord::absent(vm()), name, Qemu::Dead);
+    driven.feed(Event::Granted {
+        generation: Generation(1),
+    });
+    driven.feed(Event::StartRequested);
+    assert!(driven.ran());
+    driven
+}
+
+/// A source whose destination is about to say that it is ready for generation 2.
+fn awaiting_ready() -> Driven {
+    let mut a = running("a");
+    let attempt = Generation(2);
+    a.feed(Event::MigrationBegan {
+        migration: m1(),
+        to: host("b"),
+    });
+    a.feed(Event::SwitchoverRequested);
+    a.feed(Event::Stopped { attempt });
+    a.feed(Event::LastPagesApplied { attempt });
+    a.feed(Event::DeviceStateSent { attempt });
+    assert_eq!(a.core.state_name(), StateName::AwaitingReady);
+    a
+}
+
+fn ready() -> PeerMessage {
+    PeerMessage::Ready {
+        migration: m1(),
+        generation: Generation(2),
+    }
+}
+
+#[test]
+fn the_table_has_no_empty_cell() {
+    let table = transition_table();
+    assert_eq!(table.len(), StateName::ALL.len() * EventKind::ALL.len());
+    for cell in &table {
+        assert!(cell.outcome.len() > 3, "{cell:?}");
+        assert!(!cell.outcome.contains("no example"), "{cell:?}");
+    }
+    let changes = table.iter().filter(|c| c.next != c.state).count();
+    assert!(changes > 100, "only {changes} cells change the state");
+}
+
+#[test]
+fn a_handover_gives_takes_and_confirms() {
+    let mut a = awaiting_ready();
+    a.hear("b", ready());
+    assert!(matches!(a.said()[..], [PeerMessage::Permit { .. }]));
+    assert!(matches!(a.core.record().phase, Phase::Gave { .. }));
+
+    let mut b = Driven::recover(HostRecord::absent(vm()), "b", Qemu::Dead);
+    b.feed(Event::PrepareIncoming {
+        migration: m1(),
+        from: host("a"),
+    });
+    b.feed(Event::Loaded {
+        attempt: Generation(2),
+    });
+    assert_eq!(b.said(), [&ready()]);
+    b.hear(
+        "a",
+        PeerMessage::Permit {
+            migration: m1(),
+            generation: Generation(2),
+        },
+    );
+    assert!(b.ran());
+    let holding = PeerMessage::Holding {
+        migration: m1(),
+        generation: Generation(2),
+    };
+    assert_eq!(b.said(), [&holding]);
+
+    a.hear("b", holding);
+    assert!(a.actions.contains(&Action::KillQemu));
+    assert_eq!(a.core.status(), Status::Moved { to: host("b") });
+    let confirmed = PeerMessage::Confirmed {
+        generation: Generation(2),
+    };
+    assert_eq!(a.said(), [&confirmed]);
+    b.hear("a", confirmed);
+    assert!(matches!(
+        b.core.record().phase,
+        Phase::Holds {
+            unconfirmed: None,
+            ..
+        }
+    ));
+}
+
+#[test]
+fn silence_before_the_gift_resumes_the_source_and_voids_the_attempt() {
+    let mut a = awaiting_ready();
+    a.feed(Event::Timeout(Timer::Switchover));
+    assert!(a.ran());
+    assert_eq!(a.core.state_name(), StateName::Precopy);
+    a.hear("b", ready());
+    assert!(!a.ran());
+    assert!(matches!(a.said()[..], [PeerMessage::Withdrawn { .. }]));
+    a.feed(Event::SwitchoverRequested);
+    assert_eq!(a.core.record().highest, Generation(3));
+}
+
+#[test]
+fn silence_after_the_gift_asks_and_shows_the_command() {
+    let mut a = awaiting_ready();
+    a.hear("b", ready());
+    for event in [
+        Event::Timeout(Timer::Ask),
+        Event::Timeout(Timer::Switchover),
+        Event::LinkLost,
+        Event::Cancel,
+        Event::StartRequested,
+        Event::ResumeRequested,
+        Event::QemuDied,
+    ] {
+        a.feed(event);
+        assert!(!a.ran());
+    }
+    let Status::InDoubt { command, .. } = a.core.status() else {
+        panic!("{:?}", a.core.status());
+    };
+    assert_eq!(
+        command,
+        "godwit vm resolve web --run-on a --confirm-fenced b"
+    );
+    a.feed(Event::OperatorResolve {
+        run_here: true,
+        confirm_fenced: host("c"),
+    });
+    assert!(!a.ran(), "another host than the peer was fenced");
+    a.feed(Event::OperatorResolve {
+        run_here: true,
+        confirm_fenced: host("b"),
+    });
+    assert!(a.ran());
+    assert_eq!(a.core.record().held, Generation(3));
+}
+
+#[test]
+fn a_durable_refusal_gives_the_vm_back_under_a_higher_generation() {
+    let mut a = awaiting_ready();
+    a.hear("b", ready());
+    let refused = PeerMessage::Refused {
+        migration: m1(),
+        generation: Generation(2),
+    };
+    a.hear("c", refused.clone());
+    assert!(!a.ran(), "not from the destination");
+    a.hear("b", refused.clone());
+    assert!(a.ran());
+    assert_eq!(a.core.record().held, Generation(3));
+    a.hear("b", refused);
+    assert!(!a.ran(), "a second one is nothing new");
+}
+
+#[test]
+fn a_source_whose_qemu_died_may_still_give_what_is_complete() {
+    let mut a = awaiting_ready();
+    a.feed(Event::QemuDied);
+    a.hear("b", ready());
+    assert!(matches!(a.said()[..], [PeerMessage::Permit { .. }]));
+}
+
+#[test]
+fn a_full_journal_at_the_gift_resumes_the_source_at_once() {
+    let mut a = awaiting_ready();
+    let from = host("b");
+    let message = ready();
+    let asked = a.core.handle(Event::Message { from, message });
+    assert!(matches!(asked.last(), Some(Action::Persist(_))));
+    let actions = a.core.handle(Event::PersistFailed { unchanged: true });
+    assert!(actions.iter().any(|a| matches!(a, Action::Cont(_))));
+    let is_permit = |a: &Action| {
+        matches!(
+            a,
+            Action::Send {
+                message: PeerMessage::Permit { .. },
+                ..
+            }
+        )
+    };
+    assert!(!actions.iter().any(is_permit));
+}
+
+#[test]
+fn a_successor_does_what_the_dead_process_would_have_done() {
+    let stopped = awaiting_ready().core.record().clone();
+    assert!(Driven::recover(stopped.clone(), "a", Qemu::Paused).ran());
+    assert!(Driven::recover(stopped, "a", Qemu::Dead).ran());
+    let mut a = awaiting_ready();
+    a.hear("b", ready());
+    let gave = a.core.record().clone();
+    for qemu in [Qemu::Paused, Qemu::Dead] {
+        let successor = Driven::recover(gave.clone(), "a", qemu);
+        assert!(!successor.ran());
+        assert!(matches!(
+            successor.said()[..],
+            [PeerMessage::AskHolding { .. }]
+        ));
+    }
+}
+
+#[test]
+fn a_rebooted_holder_starts_its_vm_without_the_controller() {
+    let record = running("a").core.record().clone();
+    assert!(Driven::recover(record, "a", Qemu::Dead).ran());
+}
+
+#[test]
+fn a_successor_writes_before_it_acts() {
+    let record = running("a").core.record().clone();
+    let (_, actions) = VmCore::recover(record.clone(), host("a"), Qemu::Paused).expect("good");
+    assert_eq!(actions, [Action::Persist(record)]);
+}
+
+#[test]
+fn records_that_contradict_themselves_are_refused() {
+    let mut record = HostRecord::absent(vm());
+    record.phase = Phase::Holds {
+        generation: Generation(2),
+        power: Power::On,
+        unconfirmed: None,
+    };
+    let refused = VmCore::recover(record.clone(), host("a"), Qemu::Dead);
+    assert!(matches!(refused, Err(RecordError::Contradiction { .. })));
+    record.format = 2;
+    assert!(matches!(record.check(), Err(RecordError::Format { .. })));
+}
+
+#[test]
+fn a_record_survives_its_own_encoding() {
+    let mut a = awaiting_ready();
+    a.hear("b", ready());
+    for record in &a.records {
+        let text = serde_json::to_string(record).expect("encodes");
+        let back: HostRecord = serde_json::from_str(&text).expect("decodes");
+        assert_eq!(&back, record);
+    }
+}
+
+#[test]
+fn the_ledger_grants_only_when_every_host_was_heard_or_fenced() {
+    let mut ledger = GenerationLedger::default();
+    let enrolled: BTreeSet<_> = ["a", "b"].map(host).into();
+    let level = ledger.survey_level(&vm()).expect("not exhausted");
+    let absent = HostRecord {
+        highest: level,
+        ..HostRecord::absent(vm())
+    };
+    let mut heard = BTreeMap::from([(host("b"), absent)]);
+    let none = BTreeSet::new();
+    let silent = ledger.grant(&vm(), level, &enrolled, &heard, &none);
+    assert!(matches!(silent, Err(GrantError::Unheard { .. })));
+    let fenced = BTreeSet::from([host("a")]);
+    let granted = ledger.grant(&vm(), level, &enrolled, &heard, &fenced);
+    assert!(granted.is_ok_and(|g| g > level));
+    heard.insert(host("a"), running("a").core.record().clone());
+    let held = ledger.grant(&vm(), level, &enrolled, &heard, &none);
+    assert!(matches!(held, Err(GrantError::Held { .. })));
+}
+
+/// A small generator, so that the test is the same everywhere.
+fn noise(seed: u64, length: usize) -> Vec<u8> {
+    let mut x = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut byte = || {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        x.to_le_bytes()[3]
+    };
+    (0..length).map(|_| byte()).collect()
+}
+
+#[test]
+fn no_sequence_of_events_breaks_a_promise() {
+    for seed in 1..20_000 {
+        let data = noise(seed, 600);
+        if let Err(finding) = fuzz(&data) {
+            panic!("seed {seed}: {finding}");
+        }
+    }
+}
