@@ -1,0 +1,10 @@
+//! The pure core of live migration: what is said, when to stop, and how it is accounted for.
+//!
+//! No sockets, files, clock or threads: the VM process drives it and the tests do too. Refuses: to decide who may run
+//! the VM, which is crate `ownership`'s business alone.
+#![forbid(unsafe_code)]
+
+pub mod account;
+pub mod addresses;
+pub mod convergence;
+pub mod protocol;

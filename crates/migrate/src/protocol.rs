@@ -1,0 +1,354 @@
+//! What the two sides of a migration say to each other on the control channel.
+//!
+//! One JSON object per control record, sealed by crate `wire`. Data channels carry page records only; every word
+//! about order and success is here, so that one reader sees the whole protocol:
+//!
+//! ```text
+//! source                                              destination (prepared, QEMU waits with -S)
+//!   Begin{epoch, streams}      ------------------->
+//!   Extents{..}* ExtentsEnd    ------------------->     reserves and populates memory ahead
+//!                              <-------------------   Begun{epoch}
+//!   data channels: pages of iteration 1
+//!                              <-------------------   Applied{channel, records}   every few ms of traffic
+//!   Barrier{iteration, sent}   ------------------->     all records up to the counters are applied
+//!                              <-------------------   BarrierDone{iteration}
+//!   ... more iterations; then the guest stops ...
+//!   Stopped, Addresses         ------------------->     whom to tell where the guest is, once it runs
+//!   Barrier (last)             ------------------->
+//!                              <-------------------   BarrierDone
+//!   device state records, DeviceStateEnd{attempt} -->   loads it; QEMU stays paused
+//!                              <-------------------   Loaded{..}           figures of the loading
+//!                              <-------------------   Peer(Ready)          durable at the destination
+//!   Peer(Permit)               ------------------->     durable at the source before it is sent
+//!                              <-------------------   Peer(Holding)        durable at the destination, guest runs
+//!                              <-------------------   Resumed{..}          figures of the resume
+//! ```
+//!
+//! Barriers make iterations strict: a page sent twice travels on whichever channel is free, and only the barrier keeps
+//! its older copy from being applied last. A lost channel ends its *epoch*: all channels are made again with new ids
+//! and keys, and what was not acknowledged as applied is dirty again.
+//!
+//! Who may run the VM is not decided here: those messages are crate `ownership`'s and travel inside `Peer`, on this
+//! channel while it lives and through the hosts' agents at any time.
+//!
+//! Refuses: unknown messages, more than [`STREAMS_MAX`] streams, extents outside of the guest's memory, figures that
+//! are negative or no number.
+
+use crate::addresses;
+use godwit_ownership::PeerMessage;
+use godwit_types::Generation;
+use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
+
+/// Version of the control protocol; both sides must speak the same.
+pub const PROTOCOL_VERSION: u32 = 1;
+/// Most data channels of a migration.
+pub const STREAMS_MAX: u32 = 64;
+/// Most extents in one message (keeps it far below the record limit).
+pub const EXTENTS_PER_MESSAGE: usize = 8192;
+/// Longest reason that crosses the wire, bytes; longer ones are cut.
+pub const REASON_LEN_MAX: usize = 512;
+/// Largest figure (a share, milliseconds, seconds) that a peer may report: 31 years in seconds.
+pub const FIGURE_MAX: f64 = 1e9;
+
+/// A run of guest pages that hold data: first page and count.
+pub type Extent = (u64, u64);
+
+/// Source to destination.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "m", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum ToDestination {
+    /// First message of an epoch.
+    Begin {
+        /// Must equal [`PROTOCOL_VERSION`].
+        version: u32,
+        /// Epoch: 0 at first, one more each time the channels are made anew.
+        epoch: u16,
+        /// Data channels that will connect.
+        streams: u32,
+        /// Guest memory, pages of 4 KiB; must equal the destination's own figure.
+        pages: u64,
+    },
+    /// Where guest memory holds data, in the order in which it will be sent.
+    Extents {
+        /// Runs of pages.
+        extents: Vec<Extent>,
+    },
+    /// No more extents follow.
+    ExtentsEnd,
+    /// Everything sent before must be applied before anything sent after.
+    Barrier {
+        /// Iteration that ends.
+        iteration: u32,
+        /// Records sent on each data channel of this epoch.
+        sent: Vec<u64>,
+    },
+    /// The guest at the source has been stopped: from here on time counts.
+    Stopped,
+    /// The guest's addresses, as heard on its network cards: one list per card, bounded by
+    /// [`addresses`](crate::addresses).
+    Addresses {
+        /// By card.
+        cards: Vec<Vec<IpAddr>>,
+    },
+    /// The device state is complete.
+    DeviceStateEnd {
+        /// Its length.
+        bytes: u64,
+        /// The generation that this attempt at a switchover would give.
+        attempt: Generation,
+    },
+    /// The switchover is called off; device state received so far is void, precopy goes on.
+    Resumed,
+    /// The migration is over; the guest stays at the source.
+    Cancel {
+        /// Why.
+        reason: String,
+    },
+    /// About who may run the VM.
+    Peer {
+        /// The message.
+        message: PeerMessage,
+    },
+    /// Keeps silence meaningful; answered by `Pong`.
+    Ping {
+        /// Echoed.
+        nonce: u64,
+    },
+}
+
+/// Destination to source.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "m", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum ToSource {
+    /// The epoch may begin: older channels are dead and what they carried is applied or dropped.
+    Begun {
+        /// The epoch.
+        epoch: u16,
+    },
+    /// Cumulative: so many records of the channel are applied.
+    Applied {
+        /// Index of the channel in this epoch.
+        channel: u32,
+        /// Records.
+        records: u64,
+    },
+    /// The barrier is reached.
+    BarrierDone {
+        /// Its iteration.
+        iteration: u32,
+        /// Share of the iteration that the destination waited for memory, 0 to 1.
+        memory_wait: f32,
+        /// Share of the iteration that its channel threads were busy (not waiting for the network), 0 to 1.
+        busy: f32,
+    },
+    /// Everything is applied, verified and loaded; QEMU is paused.
+    Loaded {
+        /// How long loading took, ms.
+        load_ms: f64,
+    },
+    /// About who may run the VM.
+    Peer {
+        /// The message.
+        message: PeerMessage,
+    },
+    /// The guest runs there.
+    Resumed {
+        /// From the permit's arrival to the guest running, ms.
+        resume_ms: f64,
+        /// CPU seconds of the VM process in this migration.
+        cpu_s: f64,
+    },
+    /// The destination gives up; nothing there will ever run.
+    Failed {
+        /// Why, one sentence.
+        reason: String,
+    },
+    /// Answer to `Ping`.
+    Pong {
+        /// As asked.
+        nonce: u64,
+    },
+}
+
+/// Why a control message was refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProtocolError {
+    /// Not JSON of the expected form.
+    #[error("the peer sent a control message that cannot be read: {0}")]
+    Unreadable(String),
+    /// A number out of its bounds.
+    #[error("the peer sent a control message with {0} out of bounds")]
+    OutOfBounds(&'static str),
+    /// Another version.
+    #[error(
+        "the peer speaks migration protocol {theirs}, this host speaks {PROTOCOL_VERSION}: install the same version of Godwit on both hosts"
+    )]
+    Version {
+        /// What it speaks.
+        theirs: u32,
+    },
+}
+
+/// Cuts a reason to what may cross the wire.
+pub fn clip_reason(reason: &str) -> String {
+    let mut end = reason.len().min(REASON_LEN_MAX);
+    while !reason.is_char_boundary(end) {
+        end -= 1;
+    }
+    reason.get(..end).unwrap_or_default().to_owned()
+}
+
+/// Writes a control message.
+pub fn encode<M: Serialize>(message: &M) -> Vec<u8> {
+    // Our own enums of numbers and texts: serialising them to memory has no way to fail.
+    serde_json::to_vec(message).unwrap_or_default()
+}
+
+/// Reads a message from the source; `pages` is the guest's memory.
+pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, ProtocolError> {
+    let message: ToDestination = parse(bytes)?;
+    match &message {
+        ToDestination::Begin { version, .. } if *version != PROTOCOL_VERSION => {
+            return Err(ProtocolError::Version { theirs: *version });
+        }
+        ToDestination::Begin { streams, .. } if *streams == 0 || *streams > STREAMS_MAX => {
+            return Err(ProtocolError::OutOfBounds("the number of streams"));
+        }
+        ToDestination::Begin { pages: theirs, .. } if *theirs != pages => {
+            return Err(ProtocolError::OutOfBounds("the size of guest memory"));
+        }
+        ToDestination::Extents { extents } => check_extents(extents, pages)?,
+        ToDestination::Barrier { sent, .. } if sent.len() > STREAMS_MAX as usize => {
+            return Err(ProtocolError::OutOfBounds("the number of channels"));
+        }
+        ToDestination::Addresses { cards } => addresses::check(cards)?,
+        ToDestination::Cancel { reason } if reason.len() > REASON_LEN_MAX => {
+            return Err(ProtocolError::OutOfBounds("the length of the reason"));
+        }
+        _ => {}
+    }
+    Ok(message)
+}
+
+/// Reads a message from the destination; `streams` is the number of data channels.
+pub fn decode_to_source(bytes: &[u8], streams: u32) -> Result<ToSource, ProtocolError> {
+    let message: ToSource = parse(bytes)?;
+    match &message {
+        ToSource::Applied { channel, .. } if *channel >= streams => {
+            Err(ProtocolError::OutOfBounds("the channel"))
+        }
+        ToSource::Failed { reason } if reason.len() > REASON_LEN_MAX => {
+            Err(ProtocolError::OutOfBounds("the length of the reason"))
+        }
+        ToSource::BarrierDone {
+            memory_wait, busy, ..
+        } if !are_figures(&[f64::from(*memory_wait), f64::from(*busy)]) => {
+            Err(ProtocolError::OutOfBounds("the figures of an iteration"))
+        }
+        ToSource::Loaded { load_ms } if !are_figures(&[*load_ms]) => {
+            Err(ProtocolError::OutOfBounds("the time of loading"))
+        }
+        ToSource::Resumed { resume_ms, cpu_s } if !are_figures(&[*resume_ms, *cpu_s]) => {
+            Err(ProtocolError::OutOfBounds("the figures of the resume"))
+        }
+        _ => Ok(message),
+    }
+}
+
+/// Whether these may stand in a report. A number too large for `f32` reads as infinite, which JSON cannot write.
+fn are_figures(values: &[f64]) -> bool {
+    values.iter().all(|v| (0.0..=FIGURE_MAX).contains(v))
+}
+
+fn parse<'a, M: Deserialize<'a>>(bytes: &'a [u8]) -> Result<M, ProtocolError> {
+    serde_json::from_slice(bytes).map_err(|error| ProtocolError::Unreadable(error.to_string()))
+}
+
+fn check_extents(extents: &[Extent], pages: u64) -> Result<(), ProtocolError> {
+    let fits = |(first, count): &Extent| {
+        *count > 0 && first.checked_add(*count).is_some_and(|end| end <= pages)
+    };
+    if extents.len() <= EXTENTS_PER_MESSAGE && extents.iter().all(fits) {
+        return Ok(());
+    }
+    Err(ProtocolError::OutOfBounds("the extents of guest memory"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_survive_the_round_trip() {
+        let message = ToDestination::Barrier {
+            iteration: 3,
+            sent: vec![1, 2],
+        };
+        assert_eq!(decode_to_destination(&encode(&message), 10), Ok(message));
+        let answer = ToSource::Applied {
+            channel: 1,
+            records: 9,
+        };
+        assert_eq!(decode_to_source(&encode(&answer), 2), Ok(answer));
+    }
+
+    #[test]
+    fn extents_outside_of_memory_are_refused() {
+        for extents in [vec![(0, 11)], vec![(u64::MAX, 2)], vec![(3, 0)]] {
+            let bytes = encode(&ToDestination::Extents { extents });
+            assert!(decode_to_destination(&bytes, 10).is_err());
+        }
+    }
+
+    #[test]
+    fn another_version_is_named() {
+        let begin = ToDestination::Begin {
+            version: 9,
+            epoch: 0,
+            streams: 1,
+            pages: 10,
+        };
+        let error = decode_to_destination(&encode(&begin), 10).unwrap_err();
+        assert!(error.to_string().contains("protocol 9"), "{error}");
+    }
+
+    #[test]
+    fn stream_and_channel_numbers_are_bounded() {
+        let begin = |streams| ToDestination::Begin {
+            version: 1,
+            epoch: 0,
+            streams,
+            pages: 10,
+        };
+        assert!(decode_to_destination(&encode(&begin(0)), 10).is_err());
+        assert!(decode_to_destination(&encode(&begin(65)), 10).is_err());
+        let applied = ToSource::Applied {
+            channel: 2,
+            records: 0,
+        };
+        assert!(decode_to_source(&encode(&applied), 2).is_err());
+    }
+
+    #[test]
+    fn figures_that_no_report_can_hold_are_refused() {
+        for text in [
+            r#"{"m":"resumed","resume_ms":-1,"cpu_s":0}"#,
+            r#"{"m":"loaded","load_ms":1e300}"#,
+            r#"{"m":"barrier-done","iteration":1,"memory_wait":1e39,"busy":0}"#,
+        ] {
+            let refused = decode_to_source(text.as_bytes(), 2);
+            assert!(
+                matches!(refused, Err(ProtocolError::OutOfBounds(_))),
+                "{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_reason_is_cut_at_a_character() {
+        let long = "\u{e4}".repeat(400);
+        assert!(clip_reason(&long).len() <= REASON_LEN_MAX);
+    }
+}
