@@ -1,0 +1,119 @@
+//! The one error type of this crate: what is wrong, where, and what to do about it.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Why an operation on guest RAM or on its tracking failed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A file operation failed.
+    #[error("cannot {action} {path}: {source}")]
+    File {
+        /// What was tried, as a verb phrase.
+        action: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A system call without a path failed.
+    #[error("cannot {action}: {source}")]
+    System {
+        /// What was tried, as a verb phrase.
+        action: &'static str,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// Guest RAM has a size that huge pages cannot back.
+    #[error(
+        "guest RAM of {bytes} bytes cannot be used: give it a size that is a multiple of 2 MiB and not zero"
+    )]
+    Size {
+        /// The size asked for or found.
+        bytes: u64,
+    },
+    /// Pages outside guest RAM were asked for.
+    #[error("pages {first} to {last} are outside guest RAM of {page_count} pages")]
+    OutOfRange {
+        /// First page asked for.
+        first: u64,
+        /// Last page asked for.
+        last: u64,
+        /// Pages that there are.
+        page_count: u64,
+    },
+    /// The page has no memory behind it; touching it could end the process with SIGBUS.
+    #[error(
+        "page {page} of guest RAM has no memory behind it: populate it before writing, treat it as zero when reading"
+    )]
+    Hole {
+        /// The first such page.
+        page: u64,
+    },
+    /// Another thread of this process is writing the same pages.
+    #[error("pages {first} to {last} of guest RAM are being written by another thread")]
+    Busy {
+        /// First page asked for.
+        first: u64,
+        /// Last page asked for.
+        last: u64,
+    },
+    /// The tmpfs or the machine has no room for guest RAM.
+    #[error(
+        "destination out of memory: {path} has no room for 2 MiB more at page {page}; free memory or enlarge its tmpfs"
+    )]
+    OutOfMemory {
+        /// The RAM file.
+        path: PathBuf,
+        /// First page of the chunk that found no room.
+        page: u64,
+    },
+    /// The kernel lacks what tracking needs.
+    #[error("this kernel cannot track guest writes ({missing}): Linux 6.7 or newer is needed")]
+    KernelTooOld {
+        /// What it lacks.
+        missing: &'static str,
+    },
+    /// QEMU does not map the RAM file as it must.
+    #[error("QEMU (pid {pid}) does not map {path} as guest RAM: {reason}")]
+    Mapping {
+        /// QEMU's process.
+        pid: u32,
+        /// The RAM file.
+        path: PathBuf,
+        /// What is wrong with the mapping.
+        reason: &'static str,
+    },
+    /// A set of pages has another size than guest RAM.
+    #[error("a page set of {set_pages} pages cannot describe guest RAM of {page_count} pages")]
+    SetSize {
+        /// Pages in the set.
+        set_pages: u64,
+        /// Pages in guest RAM.
+        page_count: u64,
+    },
+    /// QEMU's process has ended, or has mapped guest RAM anew: no answer about its writes can be
+    /// trusted any more. Whether QEMU lives is for its process handle to say.
+    #[error(
+        "QEMU's writes can no longer be tracked: its process has ended or has mapped guest RAM anew"
+    )]
+    TrackingLost,
+    /// The preloaded library did not hand out a descriptor.
+    #[error("QEMU did not hand out a userfaultfd at {path}: {reason}")]
+    Handout {
+        /// The Unix socket asked.
+        path: PathBuf,
+        /// What went wrong, in words.
+        reason: String,
+    },
+}
+
+impl Error {
+    pub(crate) fn system(action: &'static str, source: impl Into<io::Error>) -> Self {
+        Self::System {
+            action,
+            source: source.into(),
+        }
+    }
+}

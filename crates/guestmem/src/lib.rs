@@ -1,0 +1,49 @@
+//! Guest RAM and dirty tracking from outside QEMU.
+//!
+//! What it is for: guest RAM is a file on tmpfs that QEMU maps; the VM process maps the same file
+//! to read pages at the source and to write them at the destination ([`RamFile`]), and asks the
+//! kernel which pages QEMU has written since it last asked ([`tracker`]). The descriptor needed
+//! for that is made inside QEMU by a small preloaded library ([`handout`]).
+//!
+//! Who owns the state: the guest owns the bytes, the kernel owns the write protection, this crate
+//! owns only mappings, descriptors and bitmaps. Everything is dropped when its value is dropped.
+//!
+//! What the tracker cannot see, and callers must therefore handle or refuse:
+//! - writes through any mapping but QEMU's: ours ([`RamFile::with_pages_mut`]), another
+//!   vhost-user process's. Mark them in an [`AtomicPageSet`] after the write has completed;
+//! - device writes into pages pinned before a scan: `O_DIRECT`, native AIO, io_uring with
+//!   registered buffers, VFIO, vDPA, nested virtualisation. A test of this crate shows the loss;
+//! - holes punched into the file: balloon, free page reporting, virtio-mem.
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("godwit-guestmem needs 64-bit Linux");
+
+mod claim;
+pub mod collapse;
+mod error;
+mod gather;
+pub mod handout;
+mod kernel;
+pub mod mapping;
+pub mod mem_tmpfs;
+mod mmap;
+pub mod page_set;
+mod populate;
+pub mod ram_file;
+pub mod tracker;
+pub mod zero;
+
+pub use collapse::{Collapse, CollapseCounts};
+pub use error::Error;
+pub use mapping::GuestMapping;
+pub use page_set::{AtomicPageSet, PageSet};
+pub use ram_file::{Owner, RamFile};
+pub use tracker::{ScanMode, ScanStats, Tracking, Untracked};
+pub use zero::ChunkContent;
+
+/// Bytes in a page, the unit of tracking and sending.
+pub const PAGE_SIZE: usize = 4096;
+/// Bytes in a chunk: the size and alignment of a huge page.
+pub const CHUNK_SIZE: usize = 2 * 1024 * 1024;
+/// Pages in a chunk.
+pub const CHUNK_PAGES: u64 = (CHUNK_SIZE / PAGE_SIZE) as u64;

@@ -1,0 +1,527 @@
+//! Sets of guest pages: one bit per page, worked on a word (64 pages) at a time.
+//!
+//! What it is for: dirty bitmaps. [`PageSet`] belongs to one thread; [`AtomicPageSet`] is marked
+//! from many threads (a device's write into guest RAM) and drained by one.
+//!
+//! Who owns the state: whoever holds the value; nothing here touches guest memory or the kernel.
+//!
+//! What it refuses: pages beyond its size. They do not exist, so ranges are cut to the size.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Pages in one word.
+pub const WORD_PAGES: u64 = 64;
+/// Words in a chunk of 512 pages (2 MiB).
+pub const CHUNK_WORDS: usize = 8;
+
+/// One chunk of 512 pages of a set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Chunk {
+    /// First page of the chunk, a multiple of 512.
+    pub first_page: u64,
+    /// One bit per page, lowest bit of the first word first.
+    pub words: [u64; CHUNK_WORDS],
+}
+
+impl Chunk {
+    /// Pages of the chunk that are in the set.
+    pub fn count(&self) -> u64 {
+        count_words(&self.words)
+    }
+
+    /// Runs of pages of the chunk that are in the set, as page numbers of guest RAM.
+    pub fn runs(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        let first_page = self.first_page;
+        Runs::new(&self.words).map(move |run| {
+            first_page.saturating_add(run.start)..first_page.saturating_add(run.end)
+        })
+    }
+}
+
+/// A set of pages of one guest RAM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageSet {
+    words: Vec<u64>,
+    page_count: u64,
+}
+
+impl PageSet {
+    /// An empty set for a guest RAM of `page_count` pages.
+    pub fn new(page_count: u64) -> Self {
+        Self {
+            words: vec![0; words_for(page_count)],
+            page_count,
+        }
+    }
+
+    /// The set of all pages.
+    pub fn full(page_count: u64) -> Self {
+        let mut set = Self::new(page_count);
+        set.insert_range(0..page_count);
+        set
+    }
+
+    /// Pages of the guest RAM described (not the pages in the set).
+    pub fn page_count(&self) -> u64 {
+        self.page_count
+    }
+
+    /// Pages in the set.
+    pub fn count(&self) -> u64 {
+        count_words(&self.words)
+    }
+
+    /// Whether no page is in the set.
+    pub fn is_empty(&self) -> bool {
+        self.words.iter().all(|&word| word == 0)
+    }
+
+    /// Whether the page is in the set.
+    pub fn contains(&self, page: u64) -> bool {
+        let word = self.words.get(word_index(page)).copied().unwrap_or(0);
+        word & bit(page) != 0
+    }
+
+    /// Puts a page in.
+    pub fn insert(&mut self, page: u64) {
+        self.insert_range(page..page.saturating_add(1));
+    }
+
+    /// Puts a range of pages in.
+    pub fn insert_range(&mut self, pages: Range<u64>) {
+        for (index, mask) in word_masks(pages, self.page_count) {
+            if let Some(word) = self.words.get_mut(index) {
+                *word |= mask;
+            }
+        }
+    }
+
+    /// Takes a range of pages out.
+    pub fn remove_range(&mut self, pages: Range<u64>) {
+        for (index, mask) in word_masks(pages, self.page_count) {
+            if let Some(word) = self.words.get_mut(index) {
+                *word &= !mask;
+            }
+        }
+    }
+
+    /// Takes all pages out.
+    pub fn clear(&mut self) {
+        self.words.fill(0);
+    }
+
+    /// Puts in every page of `other`; of two sizes the smaller counts.
+    pub fn merge(&mut self, other: &Self) {
+        for (word, &theirs) in self.words.iter_mut().zip(&other.words) {
+            *word |= theirs;
+        }
+        self.clear_tail();
+    }
+
+    /// Takes out every page of `other`.
+    pub fn subtract(&mut self, other: &Self) {
+        for (word, &theirs) in self.words.iter_mut().zip(&other.words) {
+            *word &= !theirs;
+        }
+    }
+
+    /// Runs of neighbouring pages, ascending, each as long as possible.
+    pub fn runs(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        Runs::new(&self.words)
+    }
+
+    /// Runs widened to whole granules of `granule_pages` pages and joined where they touch.
+    pub fn granule_runs(&self, granule_pages: u64) -> impl Iterator<Item = Range<u64>> + '_ {
+        let granule = granule_pages.max(1);
+        let end_of_ram = self.page_count;
+        let mut widened = self.runs().map(move |run| {
+            let start = run.start - run.start % granule;
+            let end = run.end.checked_next_multiple_of(granule);
+            start..end.unwrap_or(end_of_ram).min(end_of_ram)
+        });
+        let mut pending = widened.next();
+        std::iter::from_fn(move || {
+            let mut joined = pending.take()?;
+            for next in widened.by_ref() {
+                if next.start > joined.end {
+                    pending = Some(next);
+                    break;
+                }
+                joined.end = joined.end.max(next.end);
+            }
+            Some(joined)
+        })
+    }
+
+    /// Chunks of 512 pages that have any page in the set, ascending.
+    pub fn chunks(&self) -> impl Iterator<Item = Chunk> + '_ {
+        self.words
+            .chunks(CHUNK_WORDS)
+            .enumerate()
+            .filter(|(_, words)| words.iter().any(|&word| word != 0))
+            .map(|(index, words)| chunk_of(index, words))
+    }
+
+    /// The bitmap: page `n` is bit `n % 64` of word `n / 64`; bits beyond the size are 0.
+    pub fn as_words(&self) -> &[u64] {
+        &self.words
+    }
+
+    /// A set from its bitmap, or nothing if the number of words does not fit the size.
+    /// Bits beyond the size are ignored.
+    pub fn from_words(words: Vec<u64>, page_count: u64) -> Option<Self> {
+        if words.len() != words_for(page_count) {
+            return None;
+        }
+        let mut set = Self { words, page_count };
+        set.clear_tail();
+        Some(set)
+    }
+
+    fn clear_tail(&mut self) {
+        let used = self.page_count % WORD_PAGES;
+        if let Some(last) = self.words.last_mut().filter(|_| used != 0) {
+            *last &= (1 << used) - 1;
+        }
+    }
+}
+
+/// A set of pages that many threads mark and one drains.
+///
+/// Marking releases and draining acquires: a thread that drains a mark also sees the write into
+/// guest RAM that was done before it.
+#[derive(Debug)]
+pub struct AtomicPageSet {
+    words: Box<[AtomicU64]>,
+    page_count: u64,
+}
+
+impl AtomicPageSet {
+    /// An empty set for a guest RAM of `page_count` pages.
+    pub fn new(page_count: u64) -> Self {
+        Self {
+            words: (0..words_for(page_count))
+                .map(|_| AtomicU64::new(0))
+                .collect(),
+            page_count,
+        }
+    }
+
+    /// Pages of the guest RAM described.
+    pub fn page_count(&self) -> u64 {
+        self.page_count
+    }
+
+    /// Marks a range of pages.
+    pub fn insert_range(&self, pages: Range<u64>) {
+        for (index, mask) in word_masks(pages, self.page_count) {
+            if let Some(word) = self.words.get(index) {
+                word.fetch_or(mask, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Unmarks a range of pages.
+    pub fn remove_range(&self, pages: Range<u64>) {
+        for (index, mask) in word_masks(pages, self.page_count) {
+            if let Some(word) = self.words.get(index) {
+                word.fetch_and(!mask, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Whether every page of the range is marked; false for pages that do not exist.
+    pub fn contains_all(&self, pages: Range<u64>) -> bool {
+        pages.end <= self.page_count
+            && word_masks(pages, self.page_count).all(|(index, mask)| {
+                let word = self.words.get(index);
+                word.is_some_and(|word| word.load(Ordering::Acquire) & mask == mask)
+            })
+    }
+
+    /// Marks the whole range if none of it is marked; otherwise changes nothing.
+    /// Of several threads that try overlapping ranges at once at most one succeeds.
+    pub fn try_claim(&self, pages: Range<u64>) -> bool {
+        let mut done = pages.start;
+        for (index, mask) in word_masks(pages.clone(), self.page_count) {
+            let Some(word) = self.words.get(index) else {
+                continue;
+            };
+            let before = word.fetch_or(mask, Ordering::AcqRel);
+            if before & mask != 0 {
+                word.fetch_and(!(mask & !before), Ordering::AcqRel);
+                self.remove_range(pages.start..done);
+                return false;
+            }
+            done = (index as u64).saturating_add(1).saturating_mul(WORD_PAGES);
+        }
+        true
+    }
+
+    /// Moves all marks into `set`.
+    pub fn drain_into(&self, set: &mut PageSet) {
+        for (word, into) in self.words.iter().zip(&mut set.words) {
+            // A load first: words are mostly 0 and a swap would dirty every cache line.
+            if word.load(Ordering::Acquire) != 0 {
+                *into |= word.swap(0, Ordering::AcqRel);
+            }
+        }
+        set.clear_tail();
+    }
+}
+
+/// Runs of set bits in a bitmap.
+struct Runs<'a> {
+    words: &'a [u64],
+    at: u64,
+}
+
+impl<'a> Runs<'a> {
+    fn new(words: &'a [u64]) -> Self {
+        Self { words, at: 0 }
+    }
+
+    /// First bit at or after `from` whose value is `wanted`, or the end of the bitmap.
+    fn next_bit(&self, from: u64, wanted: bool) -> u64 {
+        let end = self.words.len() as u64 * WORD_PAGES;
+        let flip = if wanted { 0 } else { u64::MAX };
+        let mut keep = u64::MAX.wrapping_shl((from % WORD_PAGES) as u32);
+        for (index, &word) in self.words.iter().enumerate().skip(word_index(from)) {
+            let found = (word ^ flip) & keep;
+            if found != 0 {
+                return index as u64 * WORD_PAGES + u64::from(found.trailing_zeros());
+            }
+            keep = u64::MAX;
+        }
+        end
+    }
+}
+
+impl Iterator for Runs<'_> {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Range<u64>> {
+        let start = self.next_bit(self.at, true);
+        if start >= self.words.len() as u64 * WORD_PAGES {
+            return None;
+        }
+        self.at = self.next_bit(start, false);
+        Some(start..self.at)
+    }
+}
+
+fn words_for(page_count: u64) -> usize {
+    page_count.div_ceil(WORD_PAGES) as usize
+}
+
+fn word_index(page: u64) -> usize {
+    (page / WORD_PAGES) as usize
+}
+
+fn bit(page: u64) -> u64 {
+    1 << (page % WORD_PAGES)
+}
+
+fn count_words(words: &[u64]) -> u64 {
+    words.iter().map(|word| u64::from(word.count_ones())).sum()
+}
+
+fn chunk_of(index: usize, words: &[u64]) -> Chunk {
+    let mut chunk = Chunk {
+        first_page: (index * CHUNK_WORDS) as u64 * WORD_PAGES,
+        words: [0; CHUNK_WORDS],
+    };
+    for (into, &word) in chunk.words.iter_mut().zip(words) {
+        *into = word;
+    }
+    chunk
+}
+
+/// The words that a range of pages touches, each with the bits of the range in it.
+fn word_masks(pages: Range<u64>, page_count: u64) -> impl Iterator<Item = (usize, u64)> {
+    let end = pages.end.min(page_count);
+    let mut at = pages.start;
+    std::iter::from_fn(move || {
+        if at >= end {
+            return None;
+        }
+        let first_bit = at % WORD_PAGES;
+        let bits = (WORD_PAGES - first_bit).min(end - at);
+        let mask = (u64::MAX >> (WORD_PAGES - bits)) << first_bit;
+        let index = word_index(at);
+        at += bits;
+        Some((index, mask))
+    })
+}
+
+#[cfg(test)]
+#[allow(
+    clippy::single_range_in_vec_init,
+    reason = "a set may be one run of pages"
+)]
+mod tests {
+    use super::*;
+
+    /// A small generator: the same numbers in every run.
+    struct Numbers(u64);
+
+    impl Numbers {
+        fn below(&mut self, limit: u64) -> u64 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            self.0 % limit
+        }
+
+        fn range(&mut self, limit: u64) -> Range<u64> {
+            let start = self.below(limit);
+            let len = self.below(200);
+            start..start + len
+        }
+    }
+
+    fn pages_of(set: &PageSet) -> Vec<bool> {
+        (0..set.page_count())
+            .map(|page| set.contains(page))
+            .collect()
+    }
+
+    fn runs(set: &PageSet) -> Vec<Range<u64>> {
+        set.runs().collect()
+    }
+
+    fn runs_of(model: &[bool]) -> Vec<Range<u64>> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        for (page, _) in model.iter().enumerate().filter(|(_, set)| **set) {
+            let page = page as u64;
+            match runs.last_mut().filter(|run| run.end == page) {
+                Some(run) => run.end = page + 1,
+                None => runs.push(page..page + 1),
+            }
+        }
+        runs
+    }
+
+    #[test]
+    fn agrees_with_a_plain_model_under_random_operations() {
+        for page_count in [1, 63, 64, 65, 511, 512, 1000, 4096] {
+            let mut numbers = Numbers(0x9e37_79b9 + page_count);
+            let mut set = PageSet::new(page_count);
+            let mut model = vec![false; page_count as usize];
+            for _ in 0..300 {
+                let range = numbers.range(page_count);
+                let value = numbers.below(2) == 0;
+                match value {
+                    true => set.insert_range(range.clone()),
+                    false => set.remove_range(range.clone()),
+                }
+                for page in range.start..range.end.min(page_count) {
+                    model[page as usize] = value;
+                }
+            }
+            assert_eq!(pages_of(&set), model);
+            assert_eq!(runs(&set), runs_of(&model));
+            assert_eq!(set.count(), model.iter().filter(|set| **set).count() as u64);
+        }
+    }
+
+    #[test]
+    fn chunks_hold_the_same_pages_as_the_set() {
+        let mut numbers = Numbers(77);
+        let mut set = PageSet::new(5000);
+        for _ in 0..20 {
+            set.insert_range(numbers.range(5000));
+        }
+        let mut rebuilt = PageSet::new(5000);
+        for chunk in set.chunks() {
+            assert_eq!(chunk.first_page % 512, 0);
+            assert!(chunk.count() > 0);
+            chunk.runs().for_each(|run| rebuilt.insert_range(run));
+        }
+        assert_eq!(rebuilt, set);
+    }
+
+    #[test]
+    fn granule_runs_cover_the_set_and_do_not_touch() {
+        let mut set = PageSet::new(2000);
+        for page in [3, 511, 512, 1500, 1999] {
+            set.insert(page);
+        }
+        assert_eq!(set.granule_runs(512).collect::<Vec<_>>(), [0..2000]);
+        let mut apart = set.clone();
+        apart.remove_range(512..1500);
+        assert_eq!(
+            apart.granule_runs(256).collect::<Vec<_>>(),
+            [0..512, 1280..1536, 1792..2000]
+        );
+        let single: Vec<_> = set.granule_runs(1).collect();
+        assert_eq!(single, [3..4, 511..513, 1500..1501, 1999..2000]);
+        assert_eq!(PageSet::new(100).granule_runs(8).count(), 0);
+    }
+
+    #[test]
+    fn merge_and_subtract_are_or_and_and_not() {
+        let mut left = PageSet::new(200);
+        left.insert_range(10..90);
+        let mut right = PageSet::new(200);
+        right.insert_range(80..150);
+        let mut both = left.clone();
+        both.merge(&right);
+        assert_eq!(runs(&both), vec![10..150]);
+        both.subtract(&left);
+        assert_eq!(runs(&both), vec![90..150]);
+    }
+
+    #[test]
+    fn pages_that_do_not_exist_are_never_in_a_set() {
+        let mut set = PageSet::new(100);
+        set.insert_range(90..u64::MAX);
+        set.insert(u64::MAX);
+        assert_eq!(runs(&set), vec![90..100]);
+        let mut larger = PageSet::full(128);
+        larger.insert_range(0..128);
+        set.merge(&larger);
+        assert_eq!(set, PageSet::full(100));
+        assert_eq!(
+            PageSet::from_words(vec![u64::MAX; 2], 100),
+            Some(PageSet::full(100))
+        );
+        assert_eq!(PageSet::from_words(vec![0; 3], 100), None);
+    }
+
+    #[test]
+    fn marks_of_many_threads_arrive() {
+        let marks = AtomicPageSet::new(10_000);
+        std::thread::scope(|scope| {
+            for thread in 0..4_u64 {
+                let marks = &marks;
+                scope.spawn(move || {
+                    (thread..10_000)
+                        .step_by(4)
+                        .for_each(|page| marks.insert_range(page..page + 1));
+                });
+            }
+        });
+        let mut set = PageSet::new(10_000);
+        marks.drain_into(&mut set);
+        assert_eq!(set, PageSet::full(10_000));
+        let mut again = PageSet::new(10_000);
+        marks.drain_into(&mut again);
+        assert!(again.is_empty());
+    }
+
+    #[test]
+    fn a_claim_that_fails_changes_nothing() {
+        let claims = AtomicPageSet::new(1000);
+        assert!(claims.try_claim(300..310));
+        assert!(!claims.try_claim(100..301));
+        assert!(!claims.try_claim(305..400));
+        assert!(claims.try_claim(100..300));
+        assert!(claims.try_claim(310..400));
+        claims.remove_range(0..1000);
+        assert!(claims.try_claim(0..1000));
+        assert!(claims.contains_all(0..1000));
+        assert!(!claims.contains_all(0..1001));
+    }
+}
