@@ -1,0 +1,430 @@
+//! A machine's description as QEMU's command line.
+//!
+//! Pure: a plain struct in, arguments out. What makes a machine movable and harmless is not optional here: it starts
+//! stopped (`-S`), its RAM is one shared file, nothing unmigratable may be added, QEMU is sandboxed, the guest can not
+//! suspend itself, and power-off and panic leave QEMU alive and paused. Names that QEMU's option syntax would take
+//! apart are escaped or refused. Disks are raw images that the caller has opened; QEMU reads them through the host's
+//! page cache with threads, since direct and kernel-asynchronous IO write guest memory where the tracker can not see
+//! it. There is no way to add a balloon or anything else that does.
+
+use serde_json::json;
+use std::ffi::OsString;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+/// The id of the ring buffer behind the guest's serial port.
+pub const CONSOLE: &str = "console0";
+/// Bytes of serial output that the ring buffer keeps.
+pub const CONSOLE_BYTES: usize = 64 << 10;
+
+/// What executes the guest's instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accelerator {
+    /// The CPU's virtualisation.
+    Kvm,
+    /// QEMU's translator.
+    Tcg,
+}
+
+impl Accelerator {
+    /// QEMU's name for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Accelerator::Kvm => "kvm",
+            Accelerator::Tcg => "tcg",
+        }
+    }
+}
+
+/// One virtio network card on a tap that the caller has opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Nic {
+    /// The card's address.
+    pub mac: [u8; 6],
+    /// The tap's descriptor, by the number it has in QEMU (`launch` keeps numbers).
+    pub tap_fd: i32,
+}
+
+/// Most disks of a machine.
+pub const DISKS_MAX: usize = 16;
+/// Longest name of a disk: the guest sees it as the serial number, which has so many bytes.
+pub const DISK_NAME_LEN_MAX: usize = 20;
+
+/// One virtio disk over a raw image that the caller has opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Disk {
+    /// Its name, and its serial number in the guest.
+    pub name: String,
+    /// The image's descriptor, by the number it has in QEMU (`launch` keeps numbers).
+    pub fd: i32,
+    /// Whether the guest may only read; the image must have been opened likewise.
+    pub read_only: bool,
+}
+
+/// Everything that decides what the guest sees. Source and destination must agree on all but `ram_file`, `tap_fd`, the
+/// disks' `fd` and `incoming`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MachineConfig {
+    /// The machine's name: letters, digits, `.`, `_` and `-`, 64 at most.
+    pub name: String,
+    /// The machine's UUID in its usual text form.
+    pub uuid: String,
+    /// Virtual CPUs, 1 to 255.
+    pub vcpus: u32,
+    /// Memory in MiB, even, so that it is whole huge pages.
+    pub memory_mib: u64,
+    /// QEMU's machine type, such as `pc-q35-7.2`.
+    pub machine_type: String,
+    /// QEMU's CPU model, such as `EPYC-v3`.
+    pub cpu_model: String,
+    /// CPU features switched on or off beside the model.
+    pub cpu_features: Vec<(String, bool)>,
+    /// Refuse to start when a feature of the model is missing. Without it the guest would silently get less.
+    pub cpu_enforce: bool,
+    /// What executes the guest.
+    pub accelerator: Accelerator,
+    /// Kernel image; must be readable for QEMU's user.
+    pub kernel: PathBuf,
+    /// Initial RAM disk, if any; must be readable for QEMU's user.
+    pub initramfs: Option<PathBuf>,
+    /// Kernel command line; may be empty.
+    pub kernel_arguments: String,
+    /// Network cards, in the order in which the guest finds them.
+    pub nics: Vec<Nic>,
+    /// Disks, in the order in which the guest finds them.
+    pub disks: Vec<Disk>,
+    /// The file that is the guest's RAM, on tmpfs; must be readable and writable for QEMU's user.
+    pub ram_file: PathBuf,
+    /// Whether this QEMU waits for a machine to come from elsewhere.
+    pub incoming: bool,
+}
+
+/// Why a description is refused.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// A name with characters outside of its alphabet, or empty, or too long.
+    #[error(
+        "the {what} '{value}' is not usable: it may have letters, digits, '.', '_', '+' and '-', 1 to 64 of them"
+    )]
+    Name {
+        /// Which field.
+        what: &'static str,
+        /// What it holds, control characters escaped.
+        value: String,
+    },
+    /// Not a UUID.
+    #[error("the UUID '{value}' is not of the form 8-4-4-4-12 hexadecimal digits")]
+    Uuid {
+        /// What the field holds, control characters escaped.
+        value: String,
+    },
+    /// A path that cannot be given to QEMU.
+    #[error(
+        "the path of the {what}, '{value}', must be absolute, UTF-8 and without control characters"
+    )]
+    Path {
+        /// Which field.
+        what: &'static str,
+        /// What it holds, control characters escaped.
+        value: String,
+    },
+    /// A number out of its range.
+    #[error("{what} is {value}: {allowed}")]
+    Number {
+        /// Which field.
+        what: &'static str,
+        /// What it holds.
+        value: u64,
+        /// What may stand there.
+        allowed: &'static str,
+    },
+    /// A kernel command line that QEMU or the kernel would cut.
+    #[error("the kernel's command line must have no control characters and 2047 bytes at most")]
+    KernelArguments,
+    /// A card's address that a bridge would not deliver to.
+    #[error("the network card's address {mac} is a group address: its first byte must be even")]
+    GroupAddress {
+        /// The address.
+        mac: String,
+    },
+}
+
+/// The arguments, without the program's name. `monitor_fds` are listening Unix sockets, by their number in QEMU, one
+/// per control socket.
+pub fn build(config: &MachineConfig, monitor_fds: &[i32]) -> Result<Vec<OsString>, ConfigError> {
+    check(config)?;
+    let mut line = Line::default();
+    line.flags(&["-S", "-nodefaults", "-no-user-config", "-only-migratable"]);
+    line.pair("-display", "none")
+        .pair("-vga", "none")
+        .pair("-msg", "timestamp=on");
+    line.pair(
+        "-sandbox",
+        "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+    );
+    line.pair(
+        "-action",
+        "reboot=reset,shutdown=pause,panic=pause,watchdog=pause",
+    );
+    line.pair("-name", format!("guest={},debug-threads=on", config.name))
+        .pair("-uuid", &config.uuid);
+    machine(&mut line, config)?;
+    let power = if config.machine_type.contains("q35") {
+        "ICH9-LPC"
+    } else {
+        "PIIX4_PM"
+    };
+    line.pair("-global", format!("{power}.disable_s3=1"))
+        .pair("-global", format!("{power}.disable_s4=1"));
+    boot(&mut line, config)?;
+    line.pair(
+        "-chardev",
+        format!("ringbuf,id={CONSOLE},size={CONSOLE_BYTES}"),
+    );
+    line.pair("-serial", format!("chardev:{CONSOLE}"));
+    line.pair("-device", "pvpanic");
+    config
+        .nics
+        .iter()
+        .enumerate()
+        .for_each(|(index, nic)| network_card(&mut line, index, nic));
+    config
+        .disks
+        .iter()
+        .enumerate()
+        .for_each(|(index, disk)| virtio_disk(&mut line, index, disk));
+    for (index, fd) in monitor_fds.iter().enumerate() {
+        line.pair(
+            "-chardev",
+            format!("socket,id=qmp{index},fd={fd},server=on,wait=off"),
+        );
+        line.pair("-mon", format!("chardev=qmp{index},mode=control"));
+    }
+    if config.incoming {
+        line.pair("-incoming", "defer");
+    }
+    Ok(line.arguments)
+}
+
+fn machine(line: &mut Line, config: &MachineConfig) -> Result<(), ConfigError> {
+    let (machine, accelerator) = (&config.machine_type, config.accelerator.as_str());
+    line.pair(
+        "-machine",
+        format!("{machine},accel={accelerator},memory-backend=ram0,dump-guest-core=off"),
+    );
+    let mut cpu = config.cpu_model.clone();
+    for (feature, on) in &config.cpu_features {
+        let _ = write!(cpu, ",{feature}={}", if *on { "on" } else { "off" });
+    }
+    if config.cpu_enforce {
+        cpu.push_str(",enforce");
+    }
+    line.pair("-cpu", cpu)
+        .pair("-smp", config.vcpus.to_string());
+    let (size, file) = (config.memory_mib, escaped("memory file", &config.ram_file)?);
+    line.pair("-m", format!("{size}M"));
+    line.pair(
+        "-object",
+        format!(
+            "memory-backend-file,id=ram0,size={size}M,share=on,align=2M,merge=off,mem-path={file}"
+        ),
+    );
+    Ok(())
+}
+
+fn boot(line: &mut Line, config: &MachineConfig) -> Result<(), ConfigError> {
+    line.pair("-kernel", plain("kernel", &config.kernel)?);
+    if let Some(initramfs) = &config.initramfs {
+        line.pair("-initrd", plain("initramfs", initramfs)?);
+    }
+    if !config.kernel_arguments.is_empty() {
+        line.pair("-append", &config.kernel_arguments);
+    }
+    Ok(())
+}
+
+/// `romfile=` is empty because the ROM's size differs between distributions, and a move between them would fail.
+fn network_card(line: &mut Line, index: usize, nic: &Nic) {
+    line.pair(
+        "-netdev",
+        format!("tap,id=net{index},fd={},vhost=off", nic.tap_fd),
+    );
+    let mac = mac_text(nic.mac);
+    line.pair(
+        "-device",
+        format!("virtio-net-pci,id=nic{index},netdev=net{index},mac={mac},romfile="),
+    );
+}
+
+/// The image comes as a set of one descriptor, which QEMU opens by the set's number.
+fn virtio_disk(line: &mut Line, index: usize, disk: &Disk) {
+    let Disk {
+        name,
+        fd,
+        read_only,
+    } = disk;
+    let cache = json!({"direct": false, "no-flush": false});
+    let node = json!({
+        "driver": "raw",
+        "node-name": format!("image{index}"),
+        "read-only": read_only,
+        "cache": cache,
+        "file": {
+            "driver": "file",
+            "filename": format!("/dev/fdset/{index}"),
+            "aio": "threads",
+            "read-only": read_only,
+            "cache": cache,
+        },
+    });
+    line.pair("-add-fd", format!("fd={fd},set={index}"));
+    line.pair("-blockdev", node.to_string());
+    line.pair(
+        "-device",
+        format!("virtio-blk-pci,id=disk{index},drive=image{index},serial={name}"),
+    );
+}
+
+/// A MAC address as people write it.
+pub fn mac_text(mac: [u8; 6]) -> String {
+    mac.map(|byte| format!("{byte:02x}")).join(":")
+}
+
+#[derive(Default)]
+struct Line {
+    arguments: Vec<OsString>,
+}
+
+impl Line {
+    fn flags(&mut self, flags: &[&str]) {
+        self.arguments.extend(flags.iter().map(OsString::from));
+    }
+
+    fn pair(&mut self, option: &str, value: impl Into<OsString>) -> &mut Line {
+        self.arguments.extend([option.into(), value.into()]);
+        self
+    }
+}
+
+fn check(config: &MachineConfig) -> Result<(), ConfigError> {
+    name("machine name", &config.name)?;
+    name("machine type", &config.machine_type)?;
+    name("CPU model", &config.cpu_model)?;
+    config
+        .cpu_features
+        .iter()
+        .try_for_each(|(feature, _)| name("CPU feature", feature))?;
+    uuid(&config.uuid)?;
+    disks(&config.disks)?;
+    number(
+        "the number of vCPUs",
+        config.vcpus.into(),
+        (1..=255).contains(&config.vcpus),
+        "it must be 1 to 255",
+    )?;
+    let sensible =
+        config.memory_mib.is_multiple_of(2) && (2..=16 << 20).contains(&config.memory_mib);
+    number(
+        "the memory in MiB",
+        config.memory_mib,
+        sensible,
+        "it must be even and 2 to 16777216",
+    )?;
+    if config.kernel_arguments.len() > 2047 || config.kernel_arguments.contains(char::is_control) {
+        return Err(ConfigError::KernelArguments);
+    }
+    match config
+        .nics
+        .iter()
+        .find(|nic| nic.mac.first().is_some_and(|first| first & 1 == 1))
+    {
+        Some(nic) => Err(ConfigError::GroupAddress {
+            mac: mac_text(nic.mac),
+        }),
+        None => Ok(()),
+    }
+}
+
+fn disks(disks: &[Disk]) -> Result<(), ConfigError> {
+    number(
+        "the number of disks",
+        disks.len() as u64,
+        disks.len() <= DISKS_MAX,
+        "it must be 16 at most",
+    )?;
+    disks.iter().try_for_each(|disk| {
+        name("disk name", &disk.name)?;
+        number(
+            "the length of a disk's name",
+            disk.name.len() as u64,
+            disk.name.len() <= DISK_NAME_LEN_MAX,
+            "it must be 20 bytes at most, since the guest sees it as the disk's serial number",
+        )
+    })
+}
+
+fn number(
+    what: &'static str,
+    value: u64,
+    fits: bool,
+    allowed: &'static str,
+) -> Result<(), ConfigError> {
+    if fits {
+        Ok(())
+    } else {
+        Err(ConfigError::Number {
+            what,
+            value,
+            allowed,
+        })
+    }
+}
+
+fn name(what: &'static str, value: &str) -> Result<(), ConfigError> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-' | '+');
+    let fits =
+        (1..=64).contains(&value.len()) && value.chars().all(allowed) && !value.starts_with('-');
+    if fits {
+        Ok(())
+    } else {
+        Err(ConfigError::Name {
+            what,
+            value: value.escape_debug().to_string(),
+        })
+    }
+}
+
+fn uuid(value: &str) -> Result<(), ConfigError> {
+    let parts = value.split('-').map(|part| {
+        part.chars()
+            .all(|c| c.is_ascii_hexdigit())
+            .then_some(part.len())
+    });
+    let fits = parts.eq([8, 4, 4, 4, 12].map(Some));
+    if fits {
+        Ok(())
+    } else {
+        Err(ConfigError::Uuid {
+            value: value.escape_debug().to_string(),
+        })
+    }
+}
+
+fn plain<'a>(what: &'static str, path: &'a Path) -> Result<&'a str, ConfigError> {
+    let text = path
+        .to_str()
+        .filter(|text| path.is_absolute() && !text.contains(char::is_control));
+    text.ok_or_else(|| ConfigError::Path {
+        what,
+        value: path.to_string_lossy().escape_debug().to_string(),
+    })
+}
+
+/// QEMU's option lists end a value at a comma; a doubled comma stands for one.
+fn escaped(what: &'static str, path: &Path) -> Result<String, ConfigError> {
+    plain(what, path).map(|text| text.replace(',', ",,"))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,214 @@
+//! Command lines, argument by argument, and what is refused.
+
+use super::*;
+
+fn config() -> MachineConfig {
+    MachineConfig {
+        name: "web".into(),
+        uuid: "8c5b8a3e-0d5c-4a43-9d0e-6d0d8f1c2b3a".into(),
+        vcpus: 2,
+        memory_mib: 1024,
+        machine_type: "pc-q35-7.2".into(),
+        cpu_model: "EPYC-v3".into(),
+        cpu_features: vec![("svm".into(), false), ("aes".into(), true)],
+        cpu_enforce: true,
+        accelerator: Accelerator::Kvm,
+        kernel: "/boot/vmlinuz".into(),
+        initramfs: Some("/boot/initrd,1".into()),
+        kernel_arguments: "console=ttyS0 a=b,c".into(),
+        nics: vec![Nic {
+            mac: [0x52, 0x54, 0, 1, 2, 0xab],
+            tap_fd: 9,
+        }],
+        disks: Vec::new(),
+        ram_file: "/ram/web,1".into(),
+        incoming: false,
+    }
+}
+
+fn built(config: &MachineConfig) -> Vec<String> {
+    let arguments = build(config, &[5, 6]).expect("a good description");
+    arguments
+        .into_iter()
+        .map(|a| a.into_string().expect("UTF-8"))
+        .collect()
+}
+
+#[test]
+fn the_whole_line() {
+    let want = "-S -nodefaults -no-user-config -only-migratable -display none -vga none -msg timestamp=on \
+        -sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny \
+        -action reboot=reset,shutdown=pause,panic=pause,watchdog=pause -name guest=web,debug-threads=on \
+        -uuid 8c5b8a3e-0d5c-4a43-9d0e-6d0d8f1c2b3a \
+        -machine pc-q35-7.2,accel=kvm,memory-backend=ram0,dump-guest-core=off -cpu EPYC-v3,svm=off,aes=on,enforce \
+        -smp 2 -m 1024M \
+        -object memory-backend-file,id=ram0,size=1024M,share=on,align=2M,merge=off,mem-path=/ram/web,,1 \
+        -global ICH9-LPC.disable_s3=1 -global ICH9-LPC.disable_s4=1 -kernel /boot/vmlinuz -initrd /boot/initrd,1 -append console=ttyS0_a=b,c \
+        -chardev ringbuf,id=console0,size=65536 -serial chardev:console0 -device pvpanic \
+        -netdev tap,id=net0,fd=9,vhost=off \
+        -device virtio-net-pci,id=nic0,netdev=net0,mac=52:54:00:01:02:ab,romfile= \
+        -chardev socket,id=qmp0,fd=5,server=on,wait=off -mon chardev=qmp0,mode=control \
+        -chardev socket,id=qmp1,fd=6,server=on,wait=off -mon chardev=qmp1,mode=control";
+    let want: Vec<_> = want
+        .split_whitespace()
+        .map(|a| a.replace("ttyS0_a", "ttyS0 a"))
+        .collect();
+    assert_eq!(built(&config()), want);
+}
+
+#[test]
+fn a_disk_is_an_inherited_file_read_through_the_page_cache() {
+    let disk = |name: &str, fd, read_only| Disk {
+        name: name.into(),
+        fd,
+        read_only,
+    };
+    let line = built(&MachineConfig {
+        disks: vec![disk("root", 11, true), disk("data.1", 12, false)],
+        ..config()
+    });
+    let at = line
+        .iter()
+        .position(|argument| argument == "-add-fd")
+        .expect("a disk");
+    let node = |index: u32, read_only: bool| {
+        let cache = r#""cache":{"direct":false,"no-flush":false}"#;
+        format!(
+            r#"{{{cache},"driver":"raw","file":{{"aio":"threads",{cache},"driver":"file","filename":"/dev/fdset/{index}","read-only":{read_only}}},"node-name":"image{index}","read-only":{read_only}}}"#
+        )
+    };
+    let want = [
+        "-add-fd",
+        "fd=11,set=0",
+        "-blockdev",
+        &node(0, true),
+        "-device",
+        "virtio-blk-pci,id=disk0,drive=image0,serial=root",
+        "-add-fd",
+        "fd=12,set=1",
+        "-blockdev",
+        &node(1, false),
+        "-device",
+        "virtio-blk-pci,id=disk1,drive=image1,serial=data.1",
+    ];
+    assert_eq!(line.get(at..at + want.len()).expect("all of it"), want);
+}
+
+#[test]
+fn an_incoming_machine_differs_by_its_last_two_arguments_only() {
+    let (plain, incoming) = (
+        config(),
+        MachineConfig {
+            incoming: true,
+            ..config()
+        },
+    );
+    let want = [built(&plain), vec!["-incoming".into(), "defer".into()]].concat();
+    assert_eq!(built(&incoming), want);
+}
+
+#[test]
+fn the_older_machine_has_its_own_power_management() {
+    let line = built(&MachineConfig {
+        machine_type: "pc-i440fx-7.2".into(),
+        ..config()
+    })
+    .join(" ");
+    assert!(
+        line.contains("-global PIIX4_PM.disable_s3=1 -global PIIX4_PM.disable_s4=1"),
+        "{line}"
+    );
+    assert!(!line.contains("ICH9"), "{line}");
+}
+
+type Change = fn(&mut MachineConfig);
+
+#[test]
+fn what_the_option_syntax_would_take_apart_is_refused() {
+    let refused: [(Change, &str); 13] = [
+        (|c| c.name = "a,b=c".into(), "the machine name 'a,b=c'"),
+        (|c| c.name = String::new(), "the machine name ''"),
+        (|c| c.name = "a".repeat(65), "the machine name 'aaa"),
+        (|c| c.machine_type = "q35,x=y".into(), "the machine type"),
+        (|c| c.cpu_model = "max,+svm".into(), "the CPU model"),
+        (
+            |c| c.cpu_features = vec![("a=b".into(), true)],
+            "the CPU feature",
+        ),
+        (
+            |c| c.uuid = "8c5b8a3e-0d5c-4a43-9d0e-6d0d8f1c2b3".into(),
+            "the UUID",
+        ),
+        (|c| c.ram_file = "ram".into(), "the path of the memory file"),
+        (
+            |c| c.kernel = "/boot/a\nb".into(),
+            "the path of the kernel, '/boot/a\\nb'",
+        ),
+        (
+            |c| c.kernel_arguments = "a\0b".into(),
+            "the kernel's command line",
+        ),
+        (
+            |c| {
+                c.nics = vec![Nic {
+                    mac: [1, 0, 0, 0, 0, 0],
+                    tap_fd: 3,
+                }]
+            },
+            "the network card's address 01:00",
+        ),
+        (
+            |c| {
+                c.disks = vec![Disk {
+                    name: "a,b=c".into(),
+                    fd: 5,
+                    read_only: true,
+                }]
+            },
+            "the disk name 'a,b=c'",
+        ),
+        (
+            |c| {
+                c.disks = vec![Disk {
+                    name: "a-name-of-21-letters-".into(),
+                    fd: 5,
+                    read_only: true,
+                }]
+            },
+            "the length of a disk's name is 21",
+        ),
+    ];
+    for (change, message) in refused {
+        let mut config = config();
+        change(&mut config);
+        let error = build(&config, &[]).expect_err(message).to_string();
+        assert!(error.starts_with(message), "{error}");
+    }
+}
+
+#[test]
+fn numbers_out_of_range_are_refused() {
+    let refused: [(Change, &str); 4] = [
+        (
+            |c| c.vcpus = 0,
+            "the number of vCPUs is 0: it must be 1 to 255",
+        ),
+        (
+            |c| c.vcpus = 256,
+            "the number of vCPUs is 256: it must be 1 to 255",
+        ),
+        (
+            |c| c.memory_mib = 0,
+            "the memory in MiB is 0: it must be even and 2 to 16777216",
+        ),
+        (
+            |c| c.memory_mib = 129,
+            "the memory in MiB is 129: it must be even and 2 to 16777216",
+        ),
+    ];
+    for (change, message) in refused {
+        let mut config = config();
+        change(&mut config);
+        assert_eq!(build(&config, &[]).expect_err(message).to_string(), message);
+    }
+}

@@ -1,0 +1,347 @@
+//! Starts QEMU, or takes over one that runs.
+//!
+//! QEMU runs as an unprivileged user in a session of its own and outlives whoever started it. It inherits exactly the
+//! descriptors it is given, under their numbers, and an environment that we made. Its control sockets are made here,
+//! listening before it starts, in a directory that only root enters: whoever connects waits for the greeting or sees
+//! the end, and nothing polls for a file. A start that fails leaves no process behind.
+
+use crate::command_line::{self, Accelerator, ConfigError, MachineConfig};
+use crate::machine::Machine;
+use crate::process::{ProcessError, QemuProcess};
+use crate::qmp::{Client, QmpError};
+use crate::stderr_log::StderrLog;
+use rustix::fd::{AsRawFd, BorrowedFd, RawFd};
+use rustix::fs::{Gid, Uid};
+use rustix::io::{FdFlags, fcntl_setfd};
+use rustix::process::{Resource, Rlimit, setrlimit, setsid};
+use rustix::thread::{set_no_new_privs, set_thread_gid, set_thread_groups, set_thread_uid};
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// How long a QEMU that has to go is given to be gone.
+const KILL_TIME: Duration = Duration::from_secs(10);
+
+/// The library that makes userfaultfd descriptors inside QEMU, and what it needs.
+#[derive(Debug, Clone)]
+pub struct Handout<'fd> {
+    /// The library's path, loaded before all others.
+    pub library: PathBuf,
+    /// An open `/dev/userfaultfd`; QEMU finds its number in `GODWIT_UFFD_DEVICE_FD`.
+    pub uffd_device: BorrowedFd<'fd>,
+    /// A listening Unix socket; QEMU finds its number in `GODWIT_HANDOUT_LISTEN_FD`.
+    pub listener: BorrowedFd<'fd>,
+}
+
+/// Everything needed to start one QEMU.
+#[derive(Debug, Clone)]
+pub struct LaunchSpec<'fd> {
+    /// QEMU's program.
+    pub binary: PathBuf,
+    /// The machine.
+    pub machine: MachineConfig,
+    /// Paths of the control sockets, at least one. Each directory is made if it is missing, and closed to all but root.
+    pub monitors: Vec<PathBuf>,
+    /// The user that QEMU becomes.
+    pub uid: u32,
+    /// The group that QEMU becomes; the group of `/dev/kvm` is added under KVM.
+    pub gid: u32,
+    /// The descriptor hand-out; `None` for a QEMU whose memory is not tracked.
+    pub handout: Option<Handout<'fd>>,
+    /// Further descriptors that QEMU inherits under their numbers: the taps and the disks' images.
+    pub inherited: Vec<BorrowedFd<'fd>>,
+}
+
+/// A running QEMU: its process and its control connection.
+#[derive(Debug)]
+pub struct Hypervisor {
+    /// The process.
+    pub process: QemuProcess,
+    /// The machine inside.
+    pub machine: Machine,
+}
+
+/// Why QEMU was not started or taken over.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LaunchError {
+    /// The machine's description is refused.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// No control socket was asked for.
+    #[error("a machine needs at least one control socket")]
+    NoMonitor,
+    /// A network card or a disk names a descriptor that is not passed on, or a standard one.
+    #[error(
+        "descriptor {fd} cannot be given to the hypervisor: it is not in the list of inherited ones, or below 3"
+    )]
+    Descriptor {
+        /// Its number.
+        fd: RawFd,
+    },
+    /// The control socket cannot be made.
+    #[error("cannot make the control socket {path}: {source}")]
+    Monitor {
+        /// The socket's path.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// QEMU's user may not use KVM.
+    #[error(
+        "user {uid} may not open /dev/kvm: give the device a group (chgrp kvm /dev/kvm; chmod 660 /dev/kvm), or use tcg"
+    )]
+    KvmAccess {
+        /// The user.
+        uid: u32,
+    },
+    /// The program cannot be started.
+    #[error("cannot start {binary}: {source}")]
+    Start {
+        /// The program.
+        binary: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// QEMU ended before it answered; its own words say why.
+    #[error("the hypervisor ended while it started: {stderr}")]
+    Ended {
+        /// The end of its standard error.
+        stderr: String,
+    },
+    /// QEMU runs but its control socket does not answer.
+    #[error("{source}; it said: {stderr}")]
+    Control {
+        /// What happened on the control socket.
+        source: QmpError,
+        /// The end of its standard error.
+        stderr: String,
+    },
+    /// The process is gone or cannot be watched.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+}
+
+/// Starts QEMU and waits until it answers. The guest does not run.
+pub fn launch(spec: &LaunchSpec<'_>, deadline: Instant) -> Result<Hypervisor, LaunchError> {
+    let first = spec.monitors.first().ok_or(LaunchError::NoMonitor)?;
+    let listeners = spec
+        .monitors
+        .iter()
+        .map(|path| listen(path))
+        .collect::<Result<Vec<_>, _>>()?;
+    let monitor_fds: Vec<RawFd> = listeners.iter().map(AsRawFd::as_raw_fd).collect();
+    let start = |source| LaunchError::Start {
+        binary: spec.binary.clone(),
+        source,
+    };
+    let stderr = StderrLog::create().map_err(start)?;
+    let mut command = command(spec, &monitor_fds, &stderr)?;
+    let mut child = command.spawn().map_err(start)?;
+    // Our copies must go: QEMU's end is seen because it held the last ones.
+    drop((command, listeners));
+    let pid = i32::try_from(child.id())
+        .map_err(io::Error::other)
+        .map_err(start)?;
+    let process = QemuProcess::open(pid).inspect_err(|_| {
+        // Out of descriptors, say: nothing may be left that nobody can end.
+        let _ = child.kill().and_then(|()| child.wait());
+    })?;
+    match Client::connect(first, deadline) {
+        Ok(client) => Ok(Hypervisor {
+            process,
+            machine: Machine::new(client, Some(stderr)),
+        }),
+        Err(source) => Err(failed(&process, source, &stderr)),
+    }
+}
+
+/// Takes over a QEMU that runs, by what was recorded about it. The process that used its control socket must be gone:
+/// QEMU serves one connection at a time. Events of the time between are lost, so ask for the state.
+pub fn adopt(
+    pid: i32,
+    start_time_ticks: u64,
+    monitor: &Path,
+    deadline: Instant,
+) -> Result<Hypervisor, LaunchError> {
+    let process = QemuProcess::adopt(pid, start_time_ticks)?;
+    let stderr = StderrLog::of_process(pid).ok();
+    match Client::connect(monitor, deadline) {
+        Ok(client) => Ok(Hypervisor {
+            process,
+            machine: Machine::new(client, stderr),
+        }),
+        Err(source) => {
+            let stderr =
+                stderr.map_or_else(|| "nothing that was kept".to_owned(), |log| log.tail());
+            Err(LaunchError::Control { source, stderr })
+        }
+    }
+}
+
+/// A start that failed ends the process, and tells an early end from silence.
+fn failed(process: &QemuProcess, source: QmpError, stderr: &StderrLog) -> LaunchError {
+    // The socket closes an instant before the process is gone.
+    let grace = if matches!(source, QmpError::Closed | QmpError::Connect { .. }) {
+        KILL_TIME
+    } else {
+        Duration::ZERO
+    };
+    let ended = process.wait_exit(Instant::now() + grace).is_ok();
+    if let Err(error) = process.kill_verified(Instant::now() + KILL_TIME) {
+        return error.into();
+    }
+    let stderr = stderr.tail();
+    if ended {
+        LaunchError::Ended { stderr }
+    } else {
+        LaunchError::Control { source, stderr }
+    }
+}
+
+/// The socket belongs to root, in a directory of root's: QEMU is given the listening descriptor and needs no path.
+fn listen(path: &Path) -> Result<UnixListener, LaunchError> {
+    let make = || {
+        if let Some(directory) = path.parent() {
+            DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(directory)?;
+        }
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let listener = UnixListener::bind(path)?;
+        fs::set_permissions(path, Permissions::from_mode(0o600))?;
+        Ok(listener)
+    };
+    make().map_err(|source| LaunchError::Monitor {
+        path: path.to_owned(),
+        source,
+    })
+}
+
+fn command(
+    spec: &LaunchSpec<'_>,
+    monitor_fds: &[RawFd],
+    stderr: &StderrLog,
+) -> Result<Command, LaunchError> {
+    let start = |source| LaunchError::Start {
+        binary: spec.binary.clone(),
+        source,
+    };
+    let inherited = inherited(spec, monitor_fds)?;
+    let groups = kvm_group(spec)?;
+    let mut command = Command::new(&spec.binary);
+    command.args(command_line::build(&spec.machine, monitor_fds)?);
+    command
+        .env_clear()
+        .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+        .env("LANG", "C")
+        .current_dir("/");
+    if let Some(handout) = &spec.handout {
+        command.env("LD_PRELOAD", &handout.library);
+        command.env(
+            "GODWIT_UFFD_DEVICE_FD",
+            handout.uffd_device.as_raw_fd().to_string(),
+        );
+        command.env(
+            "GODWIT_HANDOUT_LISTEN_FD",
+            handout.listener.as_raw_fd().to_string(),
+        );
+    }
+    command.stdin(Stdio::null());
+    command
+        .stdout(stderr.writer().map_err(start)?)
+        .stderr(stderr.writer().map_err(start)?);
+    let (uid, gid) = (Uid::from_raw(spec.uid), Gid::from_raw(spec.gid));
+    // SAFETY: the closure runs between fork and exec and makes only system calls on values that were made before; it
+    // takes no lock and allocates nothing.
+    unsafe { command.pre_exec(move || become_qemu(&inherited, &groups, uid, gid)) };
+    Ok(command)
+}
+
+/// In the child: a session of its own, only the listed descriptors, no core dumps of guest memory, no privileges.
+fn become_qemu(inherited: &[RawFd], groups: &[Gid], uid: Uid, gid: Gid) -> io::Result<()> {
+    setsid()?;
+    mark_all_close_on_exec()?;
+    for &fd in inherited {
+        // SAFETY: the descriptor is open: the parent borrows it for as long as it starts the child.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        fcntl_setfd(fd, FdFlags::empty())?;
+    }
+    setrlimit(
+        Resource::Core,
+        Rlimit {
+            current: Some(0),
+            maximum: Some(0),
+        },
+    )?;
+    set_thread_groups(groups)?;
+    set_thread_gid(gid)?;
+    set_thread_uid(uid)?;
+    Ok(set_no_new_privs(true)?)
+}
+
+fn mark_all_close_on_exec() -> io::Result<()> {
+    // SAFETY: a plain system call on numbers; it changes a flag and closes nothing.
+    let result = unsafe {
+        libc::close_range(
+            3,
+            libc::c_uint::MAX,
+            libc::CLOSE_RANGE_CLOEXEC as libc::c_int,
+        )
+    };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+fn inherited(spec: &LaunchSpec<'_>, monitor_fds: &[RawFd]) -> Result<Vec<RawFd>, LaunchError> {
+    let given = spec.inherited.iter().map(AsRawFd::as_raw_fd);
+    let handout = spec
+        .handout
+        .iter()
+        .flat_map(|h| [h.uffd_device.as_raw_fd(), h.listener.as_raw_fd()]);
+    let all: Vec<RawFd> = given
+        .chain(handout)
+        .chain(monitor_fds.iter().copied())
+        .collect();
+    let taps = spec.machine.nics.iter().map(|nic| nic.tap_fd);
+    let images = spec.machine.disks.iter().map(|disk| disk.fd);
+    let missing = taps
+        .chain(images)
+        .filter(|fd| !all.contains(fd))
+        .chain(all.iter().copied().filter(|&fd| fd < 3))
+        .next();
+    missing.map_or(Ok(all), |fd| Err(LaunchError::Descriptor { fd }))
+}
+
+/// The supplementary groups: that of `/dev/kvm` where it is needed and helps.
+fn kvm_group(spec: &LaunchSpec<'_>) -> Result<Vec<Gid>, LaunchError> {
+    if spec.machine.accelerator == Accelerator::Tcg || spec.uid == 0 {
+        return Ok(Vec::new());
+    }
+    let refused = LaunchError::KvmAccess { uid: spec.uid };
+    let Ok(device) = fs::metadata("/dev/kvm") else {
+        return Err(refused);
+    };
+    let (mode, both) = (device.mode(), 0o6);
+    match () {
+        () if mode & both == both || (device.uid() == spec.uid && mode >> 6 & both == both) => {
+            Ok(Vec::new())
+        }
+        () if mode >> 3 & both == both && device.gid() != 0 => {
+            Ok(vec![Gid::from_raw(device.gid())])
+        }
+        () => Err(refused),
+    }
+}

@@ -1,0 +1,23 @@
+//! Everything that talks to an unmodified QEMU.
+//!
+//! Starts it as an unprivileged, sandboxed process with the guest stopped; takes it over after a restart; speaks its
+//! machine protocol; saves and loads device state; slows its vCPUs; makes its taps and opens its disks; announces its
+//! guest on the network.
+//! Synchronous, on plain threads; every wait has a deadline. Refuses direct disk IO, balloons and whatever else would
+//! make guest memory change unseen. Knows nothing of migration streams or of guest memory.
+
+pub mod accel;
+pub mod announce;
+pub mod command_line;
+pub mod device_state;
+pub mod disk;
+pub mod launch;
+pub mod machine;
+pub mod packet;
+pub mod process;
+pub mod qmp;
+pub mod stderr_log;
+mod sync;
+pub mod tap;
+mod text;
+pub mod throttle;

@@ -1,0 +1,245 @@
+//! One QEMU process, ours or taken over, and nobody else's.
+//!
+//! A pid alone is no identity: it is given to someone else once its process is gone. Here the identity is pid and
+//! start time, and every act goes through a pidfd that was checked against both. A process that we started is reaped;
+//! one that we took over can only be watched. Dropping the handle never ends the process.
+
+use crate::sync::poll_until;
+use rustix::event::PollFlags;
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::io::Errno;
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
+use std::fs;
+use std::io;
+use std::time::Instant;
+
+/// Why a process cannot be watched or ended.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ProcessError {
+    /// No such process, or the pid belongs to another one by now.
+    #[error("the hypervisor process {pid} is gone")]
+    Gone {
+        /// Its pid.
+        pid: i32,
+    },
+    /// It still exists though it was killed, as a process in uninterruptible sleep does.
+    #[error(
+        "the hypervisor process {pid} was killed but has not ended in time: it may hang in the kernel"
+    )]
+    NotEnded {
+        /// Its pid.
+        pid: i32,
+    },
+    /// It still runs.
+    #[error("the hypervisor process {pid} has not ended in time")]
+    StillRuns {
+        /// Its pid.
+        pid: i32,
+    },
+    /// A system call failed.
+    #[error("cannot watch the hypervisor process: {0}")]
+    Io(#[from] io::Error),
+}
+
+/// A QEMU process whose identity was checked.
+#[derive(Debug)]
+pub struct QemuProcess {
+    pid: Pid,
+    start_time_ticks: u64,
+    pidfd: OwnedFd,
+}
+
+impl QemuProcess {
+    /// Takes over a process by the identity that was recorded when it was started.
+    pub fn adopt(pid: i32, start_time_ticks: u64) -> Result<QemuProcess, ProcessError> {
+        let process = QemuProcess::open(pid)?;
+        if process.start_time_ticks == start_time_ticks {
+            Ok(process)
+        } else {
+            Err(ProcessError::Gone { pid })
+        }
+    }
+
+    /// Opens a process that cannot have been reaped yet: our own child.
+    pub(crate) fn open(pid: i32) -> Result<QemuProcess, ProcessError> {
+        let gone = ProcessError::Gone { pid };
+        let Some(raw) = Pid::from_raw(pid) else {
+            return Err(gone);
+        };
+        let pidfd = match pidfd_open(raw, PidfdFlags::empty()) {
+            Ok(pidfd) => pidfd,
+            Err(Errno::SRCH | Errno::INVAL) => return Err(gone),
+            Err(errno) => return Err(io::Error::from(errno).into()),
+        };
+        // Read after the descriptor was opened: if that process is still there afterwards, the time is its own.
+        let Some(start_time_ticks) = start_time_ticks(pid) else {
+            return Err(gone);
+        };
+        match still_there(&pidfd) {
+            Ok(()) => Ok(QemuProcess {
+                pid: raw,
+                start_time_ticks,
+                pidfd,
+            }),
+            Err(_) => Err(gone),
+        }
+    }
+
+    /// The process id.
+    pub fn pid(&self) -> i32 {
+        self.pid.as_raw_nonzero().get()
+    }
+
+    /// When it started, in clock ticks since the host's boot: the other half of its identity.
+    pub fn start_time_ticks(&self) -> u64 {
+        self.start_time_ticks
+    }
+
+    /// A descriptor that becomes readable when the process ends, for callers that poll.
+    pub fn pidfd(&self) -> &OwnedFd {
+        &self.pidfd
+    }
+
+    /// Whether it has not ended.
+    pub fn is_alive(&self) -> bool {
+        !self.ended_by(Instant::now()).unwrap_or(false)
+    }
+
+    /// Waits for its end, and reaps it if it is our child.
+    pub fn wait_exit(&self, deadline: Instant) -> Result<(), ProcessError> {
+        if self.ended_by(deadline)? {
+            Ok(())
+        } else {
+            Err(ProcessError::StillRuns { pid: self.pid() })
+        }
+    }
+
+    /// Ends it by force and returns once it is gone for sure.
+    pub fn kill_verified(&self, deadline: Instant) -> Result<(), ProcessError> {
+        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+            Ok(()) | Err(Errno::SRCH) => {}
+            Err(errno) => return Err(io::Error::from(errno).into()),
+        }
+        if self.ended_by(deadline)? {
+            Ok(())
+        } else {
+            Err(ProcessError::NotEnded { pid: self.pid() })
+        }
+    }
+
+    fn ended_by(&self, deadline: Instant) -> io::Result<bool> {
+        let [ended] = poll_until([(self.pidfd.as_fd(), PollFlags::IN)], deadline)?;
+        if ended {
+            self.reap();
+        }
+        Ok(ended)
+    }
+
+    /// ECHILD says that it is not our child, or was reaped before: both are fine.
+    fn reap(&self) {
+        let _ = waitid(
+            WaitId::PidFd(self.pidfd.as_fd()),
+            WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
+        );
+    }
+}
+
+impl Drop for QemuProcess {
+    fn drop(&mut self) {
+        self.reap();
+    }
+}
+
+/// Fails once the process behind the descriptor has ended.
+fn still_there(pidfd: &OwnedFd) -> io::Result<()> {
+    let [ended] = poll_until([(pidfd.as_fd(), PollFlags::IN)], Instant::now())?;
+    if ended {
+        Err(Errno::SRCH.into())
+    } else {
+        Ok(())
+    }
+}
+
+fn start_time_ticks(pid: i32) -> Option<u64> {
+    parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// Field 22 of `/proc/PID/stat`; the process's name may itself hold spaces and parentheses.
+fn parse_start_time(stat: &str) -> Option<u64> {
+    let (_, after_name) = stat.rsplit_once(')')?;
+    after_name.split_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+    use std::time::Duration;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(10)
+    }
+
+    fn sleeper() -> std::process::Child {
+        Command::new("sleep")
+            .arg("600")
+            .stdin(Stdio::null())
+            .spawn()
+            .expect("sleep")
+    }
+
+    #[test]
+    fn a_name_with_parentheses_does_not_confuse_the_start_time() {
+        let fields: Vec<String> = (3..=52).map(|n| n.to_string()).collect();
+        let stat = format!("7 (a) b (c)) S {}", fields[1..].join(" "));
+        assert_eq!(parse_start_time(&stat), Some(22));
+        assert_eq!(parse_start_time("7 (a"), None);
+    }
+
+    #[test]
+    fn identity_is_pid_and_start_time() {
+        let mut child = sleeper();
+        let process = QemuProcess::open(child.id() as i32).expect("our child");
+        let (pid, started) = (process.pid(), process.start_time_ticks());
+        assert!(QemuProcess::adopt(pid, started).expect("same").is_alive());
+        assert!(matches!(
+            QemuProcess::adopt(pid, started + 1),
+            Err(ProcessError::Gone { .. })
+        ));
+        assert!(matches!(
+            process.wait_exit(Instant::now()),
+            Err(ProcessError::StillRuns { .. })
+        ));
+        process.kill_verified(soon()).expect("killed");
+        assert!(!process.is_alive());
+        process
+            .kill_verified(soon())
+            .expect("a second time is fine");
+        assert!(child.wait().is_err(), "reaped already");
+        assert!(matches!(
+            QemuProcess::adopt(pid, started),
+            Err(ProcessError::Gone { .. })
+        ));
+    }
+
+    #[test]
+    fn a_process_that_is_not_our_child_is_watched_and_killed() {
+        // The shell prints the pid of its own child and ends, so that the child belongs to init.
+        let script = "sleep 600 >/dev/null 2>&1 & echo $!";
+        let out = Command::new("sh")
+            .args(["-c", script])
+            .stdin(Stdio::null())
+            .output()
+            .expect("sh");
+        let pid: i32 = String::from_utf8_lossy(&out.stdout)
+            .trim()
+            .parse()
+            .expect("a pid");
+        let process = QemuProcess::open(pid).expect("alive");
+        assert!(process.is_alive());
+        process.kill_verified(soon()).expect("killed");
+    }
+}

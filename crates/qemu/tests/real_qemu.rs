@@ -1,0 +1,774 @@
+//! The crate against the QEMU that is installed, with guests of a few bytes.
+
+mod common;
+
+use common::{COUNTING, FILLED, Guest, Place, UID, expect_event, expect_heartbeat, permit, soon};
+use godwit_qemu::command_line::{Accelerator, Disk, Nic};
+use godwit_qemu::device_state::DeviceStateError;
+use godwit_qemu::disk::open_image;
+use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
+use godwit_qemu::machine::{RunState, Running};
+use godwit_qemu::packet::PacketSocket;
+use godwit_qemu::process::{ProcessError, QemuProcess};
+use godwit_qemu::qmp::{Client, EventKind, QmpError};
+use godwit_qemu::tap::Tap;
+use godwit_qemu::throttle::{Throttle, ThrottleError};
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+fn run(guest: &Guest) -> Running {
+    guest.machine().cont(permit(), soon()).expect("cont")
+}
+
+fn state(guest: &Guest) -> RunState {
+    guest.machine().query_status(soon()).expect("a state")
+}
+
+fn signal(guest: &Guest, name: &str) {
+    let pid = guest.0.process.pid().to_string();
+    assert!(
+        Command::new("kill")
+            .args([name, &pid])
+            .status()
+            .expect("kill")
+            .success()
+    );
+}
+
+fn saved(guest: &Guest) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    let sink = |piece: &[u8]| {
+        bytes.extend_from_slice(piece);
+        Ok(())
+    };
+    let count = guest
+        .machine()
+        .save_device_state(soon(), sink)
+        .expect("saved");
+    assert_eq!(count, bytes.len() as u64);
+    bytes
+}
+
+fn status_field(guest: &Guest, file: &str, field: &str) -> String {
+    let text = fs::read_to_string(format!("/proc/{}/{file}", guest.0.process.pid())).expect("proc");
+    let line = text
+        .lines()
+        .find(|line| line.starts_with(field))
+        .expect("field");
+    line.trim_start_matches(field)
+        .split_whitespace()
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+#[test]
+fn it_starts_unprivileged_sandboxed_and_stopped() {
+    let place = Place::new(COUNTING);
+    let guest = place.start();
+    let events = guest.machine().events();
+    assert_eq!(state(&guest), RunState::Prelaunch);
+    assert_eq!(
+        status_field(&guest, "status", "Uid:"),
+        format!("{UID} {UID} {UID} {UID}")
+    );
+    assert_eq!(
+        status_field(&guest, "status", "Gid:"),
+        format!("{UID} {UID} {UID} {UID}")
+    );
+    assert_eq!(status_field(&guest, "status", "Groups:"), "");
+    assert_eq!(
+        status_field(&guest, "status", "CapEff:"),
+        "0000000000000000"
+    );
+    assert_eq!(status_field(&guest, "status", "NoNewPrivs:"), "1");
+    assert_eq!(status_field(&guest, "status", "Seccomp:"), "2");
+    assert_eq!(
+        status_field(&guest, "limits", "Max core file size"),
+        "0 0 bytes"
+    );
+    let mode =
+        |path: &std::path::Path| fs::metadata(path).expect("socket").permissions().mode() & 0o777;
+    let socket = &place.spec.monitors[0];
+    assert_eq!(
+        (mode(socket), mode(socket.parent().expect("directory"))),
+        (0o600, 0o700)
+    );
+    assert!(guest.machine().version() >= (7, 2, 0));
+    assert_eq!(
+        guest.machine().console(soon()).expect("console"),
+        b"",
+        "nothing has run"
+    );
+    assert!(
+        events.try_next().is_none(),
+        "nothing happens before the permit"
+    );
+}
+
+#[test]
+fn it_inherits_no_descriptor_but_those_it_is_given() {
+    let place = Place::new(COUNTING);
+    // A descriptor that a careless library has left open for children.
+    let leak = fs::File::open(&place.spec.machine.kernel).expect("the kernel image");
+    rustix::io::fcntl_setfd(&leak, rustix::io::FdFlags::empty()).expect("no close-on-exec");
+    let leaked = fs::read_link(format!("/proc/self/fd/{}", leak.as_raw_fd())).expect("its path");
+    let guest = place.start();
+    let directory =
+        fs::read_dir(format!("/proc/{}/fd", guest.0.process.pid())).expect("descriptors");
+    let targets: Vec<_> = directory
+        .map(|entry| fs::read_link(entry.expect("entry").path()))
+        .collect();
+    assert!(targets.len() > 5, "{targets:?}");
+    assert!(
+        !targets.iter().flatten().any(|target| *target == leaked),
+        "{targets:?}"
+    );
+}
+
+#[test]
+fn cont_and_stop_are_told_with_their_times() {
+    let place = Place::new(COUNTING);
+    let guest = place.start();
+    let events = guest.machine().events();
+    let before = Instant::now();
+    let running = run(&guest);
+    assert!(running.resumed_at >= before && running.resumed_at <= Instant::now());
+    expect_heartbeat(&events);
+    assert_eq!(state(&guest), RunState::Running);
+    let before = Instant::now();
+    let stopped = guest.machine().stop(soon()).expect("stopped");
+    assert!(stopped.at >= before && stopped.state == RunState::Paused);
+    let counter = place.counter();
+    let again = guest.machine().stop(soon()).expect("a second time is fine");
+    assert_eq!((again.state, place.counter()), (RunState::Paused, counter));
+    let permit = running.into_permit(&stopped);
+    let running = guest
+        .machine()
+        .cont(permit, soon())
+        .expect("the same permit again");
+    assert_eq!(running.generation(), common::GENERATION);
+    expect_heartbeat(&events);
+}
+
+#[test]
+fn a_guest_that_powers_off_leaves_its_hypervisor_paused() {
+    let place = Place::new(&common::powering_off());
+    let guest = place.start();
+    let events = guest.machine().events();
+    let _running = run(&guest);
+    expect_event(&events, |kind| *kind == EventKind::Shutdown { guest: true });
+    expect_event(&events, |kind| *kind == EventKind::Stop);
+    assert_eq!(state(&guest), RunState::Shutdown);
+    assert!(guest.0.process.is_alive());
+    let stopped = guest.machine().stop(soon()).expect("stopped already");
+    assert_eq!(stopped.state, RunState::Shutdown, "a stop does not hide it");
+    let console = guest.machine().console(soon()).expect("console");
+    assert!(
+        console.ends_with(b"GW"),
+        "{}",
+        String::from_utf8_lossy(&console)
+    );
+    let unsavable = guest
+        .machine()
+        .save_device_state(soon(), |_| Ok(()))
+        .expect_err("off");
+    assert_eq!(
+        unsavable.to_string(),
+        "the guest is 'Shutdown': its devices are saved only while it is paused"
+    );
+    let refused = guest
+        .machine()
+        .cont(permit(), soon())
+        .expect_err("needs a reset");
+    assert!(!refused.maybe_running, "{refused}");
+    guest.machine().system_reset(soon()).expect("reset");
+    assert_eq!(state(&guest), RunState::Prelaunch);
+    let _running = guest
+        .machine()
+        .cont(refused.permit, soon())
+        .expect("the permit came back");
+    expect_event(&events, |kind| *kind == EventKind::Shutdown { guest: true });
+}
+
+#[test]
+fn a_guest_that_panics_is_paused() {
+    let place = Place::new(&common::panicking());
+    let guest = place.start();
+    let events = guest.machine().events();
+    let _running = run(&guest);
+    expect_event(&events, |kind| *kind == EventKind::GuestPanicked);
+    expect_event(&events, |kind| *kind == EventKind::Stop);
+    assert_eq!(state(&guest), RunState::GuestPanicked);
+}
+
+#[test]
+fn a_guest_that_resets_goes_on() {
+    let place = Place::new(&common::resetting());
+    let guest = place.start();
+    let events = guest.machine().events();
+    let _running = run(&guest);
+    for _ in 0..2 {
+        expect_event(&events, |kind| *kind == EventKind::Reset { guest: true });
+    }
+    assert_eq!(state(&guest), RunState::Running);
+}
+
+/// Moves a counting guest and lets it run on the other side, then reboots it there.
+fn moves(source: &Place, destination: &Place) {
+    let (from, to) = (source.start(), destination.start());
+    let events = from.machine().events();
+    assert_eq!(
+        from.machine().blocked_reasons(soon()).expect("reasons"),
+        Vec::<String>::new()
+    );
+    from.machine().prepare_outgoing(soon()).expect("source");
+    assert_eq!(state(&to), RunState::Inmigrate);
+    let incoming = to.machine().prepare_incoming(soon()).expect("destination");
+    let arrived = to.machine().events();
+    let running = run(&from);
+    expect_heartbeat(&events);
+    let stopped = from.machine().stop(soon()).expect("stopped");
+    source.copy_ram_to(destination);
+    let devices = saved(&from);
+    assert_eq!(state(&from), RunState::Postmigrate);
+    let loaded = to
+        .machine()
+        .load_device_state(incoming, &devices, soon())
+        .expect("loaded");
+    assert_eq!((loaded, state(&to)), (RunState::Paused, RunState::Paused));
+    let resumed =
+        std::iter::from_fn(|| arrived.try_next()).any(|event| event.kind == EventKind::Resume);
+    assert!(!resumed, "no vCPU runs before the permit");
+    assert_eq!(source.counter(), destination.counter());
+    let permit = running.into_permit(&stopped);
+    let _running = to.machine().cont(permit, soon()).expect("cont");
+    expect_heartbeat(&arrived);
+    to.machine().announce_self(soon()).expect("announced");
+    to.machine().system_reset(soon()).expect("reset");
+    // The reports of the time before the reset are in the queue before it.
+    let arrived = to.machine().events();
+    expect_heartbeat(&arrived);
+    expect_heartbeat(&arrived);
+    assert_eq!(state(&from), RunState::Postmigrate);
+}
+
+#[test]
+fn devices_move_and_the_guest_goes_on_and_reboots_there() {
+    moves(&Place::new(COUNTING), &Place::new(COUNTING).incoming());
+}
+
+/// A place whose machine has this image as a disk, opened as QEMU's user opens it.
+fn with_disk(mut place: Place, image: &Path, read_only: bool) -> Place {
+    let file = open_image(image, read_only, UID, UID).expect("the image");
+    // Open until the test's process ends: the place has no room for it.
+    let file: &'static OwnedFd = Box::leak(Box::new(file));
+    place.spec.machine.disks = vec![Disk {
+        name: "data".into(),
+        fd: file.as_raw_fd(),
+        read_only,
+    }];
+    place.spec.inherited = vec![file.as_fd()];
+    place
+}
+
+fn image() -> (tempfile::TempDir, PathBuf) {
+    let directory = tempfile::tempdir().expect("a directory");
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).expect("chmod");
+    let path = directory.path().join("an image, with=signs");
+    fs::write(&path, vec![7; 1 << 20]).expect("image");
+    std::os::unix::fs::chown(&path, Some(UID), Some(UID)).expect("chown");
+    (directory, path)
+}
+
+/// What QEMU says of its one disk, asked on the second control socket.
+fn disk_of(place: &Place) -> serde_json::Value {
+    let client = Client::connect(&place.spec.monitors[1], soon()).expect("second socket");
+    let answer = client.execute("query-block", serde_json::json!({}), soon());
+    let mut disks = answer.expect("disks").as_array().cloned().expect("a list");
+    assert_eq!(disks.len(), 1, "{disks:?}");
+    disks.remove(0)
+}
+
+#[test]
+fn a_machine_with_a_read_only_disk_moves() {
+    let (_directory, path) = image();
+    let place = |place| with_disk(place, &path, true);
+    let source = place(Place::new(COUNTING));
+    let guest = source.start();
+    let inserted = disk_of(&source)["inserted"].clone();
+    assert_eq!(inserted["ro"], true);
+    assert_eq!(inserted["cache"]["direct"], false);
+    assert_eq!(inserted["image"]["virtual-size"], 1 << 20);
+    drop(guest);
+    moves(&source, &place(Place::new(COUNTING).incoming()));
+}
+
+#[test]
+fn a_machine_with_a_writable_disk_runs() {
+    let (_directory, path) = image();
+    let place = with_disk(Place::new(COUNTING), &path, false);
+    let guest = place.start();
+    let disk = disk_of(&place);
+    assert_eq!(disk["inserted"]["ro"], false);
+    assert!(
+        disk["qdev"]
+            .as_str()
+            .is_some_and(|device| device.contains("disk0")),
+        "{disk}"
+    );
+    let events = guest.machine().events();
+    let running = run(&guest);
+    expect_heartbeat(&events);
+    let stopped = guest.machine().stop(soon()).expect("stopped");
+    let _permit = running.into_permit(&stopped);
+    let other = with_disk(Place::new(COUNTING), &path, true);
+    let error = other.try_start().expect_err("in use").to_string();
+    assert!(error.contains("lock"), "{error}");
+}
+
+#[test]
+fn devices_move_under_kvm() {
+    let source = Place::new(COUNTING).kvm();
+    match source.try_start() {
+        Ok(guest) => drop(Guest(guest)),
+        Err(error) => return println!("skipped: {error}"),
+    }
+    moves(&source, &Place::new(COUNTING).kvm().incoming());
+}
+
+#[test]
+fn kvm_that_its_user_may_not_open_is_refused_before_it_starts() {
+    let mut place = Place::new(COUNTING);
+    place.spec.machine.accelerator = Accelerator::Kvm;
+    let device =
+        fs::metadata("/dev/kvm").map(|device| (device.permissions().mode() & 0o777, device.gid()));
+    if let Ok((mode, gid)) = device
+        && (mode & 0o006 != 0 || (mode & 0o060 != 0 && gid != 0))
+    {
+        return println!(
+            "skipped: /dev/kvm has mode {mode:o} and group {gid}, so QEMU's user may open it"
+        );
+    }
+    let error = place.try_start().expect_err("no access").to_string();
+    assert!(
+        error.starts_with("user 61234 may not open /dev/kvm: "),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_save_can_be_rolled_back_and_done_again() {
+    let place = Place::new(COUNTING);
+    let guest = place.start();
+    let events = guest.machine().events();
+    guest.machine().prepare_outgoing(soon()).expect("source");
+    let mut running = run(&guest);
+    for _ in 0..2 {
+        expect_heartbeat(&events);
+        let refused = guest
+            .machine()
+            .save_device_state(soon(), |_| Ok(()))
+            .expect_err("it runs");
+        assert!(
+            matches!(
+                refused,
+                DeviceStateError::NotPaused {
+                    state: RunState::Running
+                }
+            ),
+            "{refused}"
+        );
+        let stopped = guest.machine().stop(soon()).expect("stopped");
+        let counter = place.counter();
+        assert!(!saved(&guest).is_empty());
+        assert_eq!(
+            (state(&guest), place.counter()),
+            (RunState::Postmigrate, counter)
+        );
+        while events.try_next().is_some() {}
+        running = guest
+            .machine()
+            .cont(running.into_permit(&stopped), soon())
+            .expect("rolled back");
+    }
+    expect_heartbeat(&events);
+    assert_eq!(state(&guest), RunState::Running);
+}
+
+#[test]
+fn a_save_whose_bytes_nobody_takes_leaves_the_guest_ready_to_go_on() {
+    let place = Place::new(COUNTING);
+    let guest = place.start();
+    let events = guest.machine().events();
+    guest.machine().prepare_outgoing(soon()).expect("source");
+    let running = run(&guest);
+    expect_heartbeat(&events);
+    let stopped = guest.machine().stop(soon()).expect("stopped");
+    let full = |_: &[u8]| Err(io::Error::from(io::ErrorKind::BrokenPipe));
+    let error = guest
+        .machine()
+        .save_device_state(soon(), full)
+        .expect_err("nobody takes it");
+    assert!(matches!(error, DeviceStateError::Sink(_)), "{error}");
+    let past = Instant::now();
+    let error = guest
+        .machine()
+        .save_device_state(past, |_| Ok(()))
+        .expect_err("no time");
+    assert!(
+        matches!(error, DeviceStateError::Qmp(QmpError::Deadline { .. })),
+        "{error}"
+    );
+    while events.try_next().is_some() {}
+    let running = guest
+        .machine()
+        .cont(running.into_permit(&stopped), soon())
+        .expect("goes on");
+    expect_heartbeat(&events);
+    let stopped = guest.machine().stop(soon()).expect("stopped");
+    assert!(!saved(&guest).is_empty(), "and can be saved after all");
+    let _permit = running.into_permit(&stopped);
+}
+
+#[test]
+fn garbage_and_truncation_are_refused_by_the_destination() {
+    let source = Place::new(COUNTING);
+    let from = source.start();
+    from.machine().prepare_outgoing(soon()).expect("source");
+    let devices = saved(&from);
+    let half = &devices[..devices.len() / 2];
+    for bytes in [&b"not a migration stream at all"[..], half, b""] {
+        let destination = Place::new(COUNTING).incoming();
+        let to = destination.start();
+        let incoming = to.machine().prepare_incoming(soon()).expect("destination");
+        let error = to
+            .machine()
+            .load_device_state(incoming, bytes, soon())
+            .expect_err("must fail");
+        assert!(
+            matches!(error, DeviceStateError::Failed { doing: "load", .. }),
+            "{error}"
+        );
+        println!("{} bytes: {error}", bytes.len());
+    }
+}
+
+#[test]
+fn a_hypervisor_that_dies_ends_the_pending_command() {
+    let place = Place::new(COUNTING);
+    let guest = place.start();
+    let monitor = place.spec.monitors[1].clone();
+    let other = Client::connect(&monitor, soon()).expect("the second control socket");
+    signal(&guest, "-STOP");
+    let asked = std::thread::spawn(move || other.execute("stop", serde_json::json!({}), soon()));
+    let silent = guest
+        .machine()
+        .query_status(Instant::now() + Duration::from_millis(50))
+        .expect_err("it sleeps");
+    assert!(matches!(silent, QmpError::Deadline { .. }), "{silent}");
+    signal(&guest, "-KILL");
+    let error = asked.join().expect("thread").expect_err("dead");
+    assert_eq!(
+        error.to_string(),
+        "the hypervisor closed its control socket"
+    );
+    guest.0.process.wait_exit(soon()).expect("gone");
+    assert!(!guest.0.process.is_alive());
+    let failed = guest.machine().cont(permit(), soon()).expect_err("dead");
+    assert!(matches!(failed.source, QmpError::Closed), "{failed}");
+}
+
+#[test]
+fn a_successor_takes_the_hypervisor_over() {
+    let place = Place::new(COUNTING);
+    let guest = place.start();
+    let _running = run(&guest);
+    let (pid, started) = (guest.0.process.pid(), guest.0.process.start_time_ticks());
+    let monitor = &place.spec.monitors[0];
+    // What is left when the process that started it is gone: the record, and the path.
+    let Guest(first) = &guest;
+    let second = QemuProcess::adopt(pid, started).expect("identity");
+    assert!(matches!(
+        adopt(pid, started + 1, monitor, soon()),
+        Err(LaunchError::Process(ProcessError::Gone { .. }))
+    ));
+    assert!(second.is_alive() && first.process.is_alive());
+    let busy = adopt(
+        pid,
+        started,
+        monitor,
+        Instant::now() + Duration::from_millis(50),
+    )
+    .expect_err("in use");
+    assert!(
+        matches!(
+            busy,
+            LaunchError::Control {
+                source: QmpError::Deadline { .. },
+                ..
+            }
+        ),
+        "{busy}"
+    );
+    let orphan = Orphan::of(guest);
+    let adopted = adopt(pid, started, monitor, soon()).expect("taken over");
+    assert_eq!(
+        adopted.machine.query_status(soon()).expect("a state"),
+        RunState::Running
+    );
+    let events = adopted.machine.events();
+    expect_heartbeat(&events);
+    assert_eq!(adopted.machine.stderr_tail(), "it wrote nothing");
+    adopted.process.kill_verified(soon()).expect("killed");
+    orphan.0.wait_exit(soon()).expect("the same process");
+}
+
+/// A process without a control connection, as the death of the connection's owner leaves it. Ends with the test.
+struct Orphan(QemuProcess);
+
+impl Orphan {
+    fn of(guest: Guest) -> Orphan {
+        let process = QemuProcess::adopt(guest.0.process.pid(), guest.0.process.start_time_ticks());
+        let orphan = Orphan(process.expect("the same process"));
+        let guest = std::mem::ManuallyDrop::new(guest);
+        // SAFETY: read out once of a value whose destructor never runs.
+        drop(unsafe { std::ptr::read(&guest.0) });
+        orphan
+    }
+}
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        let _ = self.0.kill_verified(soon());
+    }
+}
+
+#[test]
+fn a_hypervisor_that_cannot_start_says_why_and_is_gone() {
+    let mut place = Place::new(COUNTING);
+    place.spec.machine.machine_type = "abacus".into();
+    match place.try_start() {
+        Err(LaunchError::Ended { stderr }) => {
+            assert!(stderr.contains("unsupported machine type"), "{stderr}")
+        }
+        other => panic!("{other:?}"),
+    }
+    place.spec.binary = "/no/such/qemu".into();
+    let error = place.try_start().expect_err("no program").to_string();
+    assert!(error.starts_with("cannot start /no/such/qemu: "), "{error}");
+}
+
+#[test]
+fn a_program_that_never_answers_is_ended_at_the_deadline() {
+    let mut place = Place::new(COUNTING);
+    let script = place.spec.machine.kernel.with_file_name("mute");
+    fs::write(&script, "#!/bin/sh\necho thinking >&2\nexec sleep 600\n").expect("script");
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("chmod");
+    place.spec.binary = script;
+    let started = Instant::now();
+    let error = launch(&place.spec, started + Duration::from_millis(300)).expect_err("mute");
+    // The sleeping program holds the listening socket as QEMU would, so only the deadline ends this.
+    let want = "the hypervisor did not answer 'greeting' in time; it said: thinking";
+    assert_eq!(error.to_string(), want);
+    assert!(started.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
+fn vcpus_are_known_and_can_be_slowed() {
+    let mut place = Place::new(COUNTING);
+    place.spec.machine.vcpus = 2;
+    let guest = place.start();
+    let events = guest.machine().events();
+    let _running = run(&guest);
+    expect_heartbeat(&events);
+    let threads = guest.machine().vcpu_thread_ids(soon()).expect("threads");
+    assert_eq!(threads.len(), 2);
+    let task = |thread| format!("/proc/{}/task/{thread}/comm", guest.0.process.pid());
+    assert!(
+        threads.iter().all(
+            |thread| fs::read_to_string(task(thread)).is_ok_and(|name| name.starts_with("CPU"))
+        )
+    );
+    let mut throttle = match Throttle::apply(&threads, 10) {
+        Ok(throttle) => throttle,
+        Err(error @ (ThrottleError::NoController | ThrottleError::Io { .. })) => {
+            return println!("skipped: {error}");
+        }
+        Err(error) => panic!("{error}"),
+    };
+    expect_heartbeat(&events);
+    throttle.release().expect("released");
+    let _stopped = guest.machine().stop(soon()).expect("stopped");
+}
+
+#[test]
+fn a_host_check_can_ask_what_this_qemu_offers() {
+    let place = Place::new(COUNTING);
+    let guest = place.start();
+    let types = guest.machine().machine_types(soon()).expect("types");
+    let q35 = types
+        .iter()
+        .find(|kind| kind.alias.as_deref() == Some("q35"))
+        .expect("q35");
+    assert!(q35.name.starts_with("pc-q35-"), "{q35:?}");
+    let models = guest.machine().cpu_models(soon()).expect("models");
+    assert!(models.iter().any(|model| model.name == "qemu64"));
+    let features = guest
+        .machine()
+        .cpu_features("max", soon())
+        .expect("features");
+    assert_eq!(features.get("sse2"), Some(&true));
+    let error = guest
+        .machine()
+        .cpu_features("abacus", soon())
+        .expect_err("unknown");
+    assert!(matches!(error, QmpError::Refused { .. }), "{error}");
+}
+
+#[test]
+fn the_handout_library_and_its_descriptors_reach_the_hypervisor() {
+    let place = Place::new(COUNTING);
+    let listener =
+        std::os::unix::net::UnixListener::bind(place.spec.machine.kernel.with_file_name("handout"));
+    let (listener, device) = (listener.expect("listener"), place.ram());
+    let maps = fs::read_to_string("/proc/self/maps").expect("maps");
+    // Any library that QEMU would not load by itself at this place stands in for the real one.
+    let library = maps
+        .split_whitespace()
+        .find(|word| word.ends_with("/libc.so.6"))
+        .expect("a C library");
+    let copy = place.spec.machine.kernel.with_file_name("handout.so");
+    fs::copy(library, &copy).expect("copied");
+    let handout = Handout {
+        library: copy.clone(),
+        uffd_device: device.as_fd(),
+        listener: listener.as_fd(),
+    };
+    let spec = LaunchSpec {
+        handout: Some(handout),
+        ..place.spec.clone()
+    };
+    let guest = Guest(launch(&spec, soon()).expect("a hypervisor"));
+    let proc = |name: &str| format!("/proc/{}/{name}", guest.0.process.pid());
+    let environment = fs::read_to_string(proc("environ")).expect("environment");
+    let numbers = (device.as_raw_fd(), listener.as_raw_fd());
+    for (name, number) in [
+        ("GODWIT_UFFD_DEVICE_FD", numbers.0),
+        ("GODWIT_HANDOUT_LISTEN_FD", numbers.1),
+    ] {
+        assert!(
+            environment
+                .split('\0')
+                .any(|entry| entry == format!("{name}={number}")),
+            "{environment}"
+        );
+        let path =
+            |process: &str| fs::read_link(format!("/proc/{process}/fd/{number}")).expect("open");
+        assert_eq!(
+            path(&guest.0.process.pid().to_string()),
+            path("self"),
+            "{name}"
+        );
+    }
+    let names: Vec<_> = environment
+        .split('\0')
+        .filter_map(|entry| entry.split('=').next())
+        .collect();
+    assert_eq!(
+        names.iter().filter(|name| !name.is_empty()).count(),
+        5,
+        "nothing of ours: {names:?}"
+    );
+    assert!(
+        fs::read_to_string(proc("maps"))
+            .expect("maps")
+            .contains(&*copy.to_string_lossy())
+    );
+}
+
+/// The frames that teach a bridge where the guest is come out of the guest's own port, and only after `cont`.
+#[test]
+fn a_guest_on_a_tap_is_announced() {
+    // SAFETY: moves this thread, which ends with the test, into a network namespace of its own.
+    if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
+        return println!(
+            "skipped: network namespaces need root ({})",
+            io::Error::last_os_error()
+        );
+    }
+    for arguments in ["link add vmnet type bridge", "link set vmnet up"] {
+        assert!(
+            Command::new("ip")
+                .args(arguments.split(' '))
+                .status()
+                .expect("ip")
+                .success()
+        );
+    }
+    let tap = Tap::create("gwtap0", "vmnet").expect("a tap");
+    let mac = [0x52, 0x54, 0, 0x12, 0x34, 0x56];
+    let mut place = Place::new(COUNTING);
+    place.spec.machine.nics = vec![Nic {
+        mac,
+        tap_fd: tap.as_fd().as_raw_fd(),
+    }];
+    let refused = place.try_start().expect_err("the tap is not passed on");
+    assert!(
+        matches!(refused, LaunchError::Descriptor { .. }),
+        "{refused}"
+    );
+    let spec = LaunchSpec {
+        inherited: vec![tap.as_fd()],
+        ..place.spec.clone()
+    };
+    let guest = Guest(launch(&spec, soon()).expect("a hypervisor"));
+    let frames = PacketSocket::open("vmnet", 0x8035).expect("packets");
+    let _running = run(&guest);
+    guest.machine().announce_self(soon()).expect("announced");
+    let frame = frames.receive(soon()).expect("received").expect("in time");
+    assert_eq!(
+        frame,
+        godwit_qemu::announce::rarp(mac),
+        "and ours is the same, byte for byte"
+    );
+}
+
+#[test]
+fn quit_ends_the_process() {
+    let place = Place::new(COUNTING);
+    let guest = place.start();
+    guest.machine().quit(soon()).expect("asked");
+    guest.0.process.wait_exit(soon()).expect("gone");
+}
+
+#[test]
+fn what_the_counting_guest_writes_is_seen_in_the_ram_file() {
+    let place = Place::new(COUNTING);
+    let guest = place.start();
+    let events = guest.machine().events();
+    let _running = run(&guest);
+    expect_heartbeat(&events);
+    let _stopped = guest.machine().stop(soon()).expect("stopped");
+    let mut filled = vec![0; (FILLED.end - FILLED.start) as usize];
+    place
+        .ram()
+        .read_exact_at(&mut filled, FILLED.start)
+        .expect("read");
+    let values: std::collections::BTreeSet<_> = filled
+        .as_chunks::<2>()
+        .0
+        .iter()
+        .map(|w| u16::from_le_bytes(*w))
+        .collect();
+    let counter = place.counter();
+    let want = [counter, counter.wrapping_sub(1)];
+    assert!(
+        values.iter().all(|value| want.contains(value)),
+        "{values:?} beside {counter}"
+    );
+}
