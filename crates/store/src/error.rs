@@ -1,0 +1,108 @@
+//! What can go wrong with durable files, in words for people.
+//!
+//! Owns nothing. Refuses: to hide whether the old content is known to be in place.
+
+use godwit_ownership::RecordError;
+use std::io;
+use std::path::PathBuf;
+
+/// Why something was not stored or not read.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum StoreError {
+    /// Another process has the VM.
+    #[error("{} is in use by process {}: only one process may act for a VM", path.display(), holder.map_or("unknown".to_owned(), |pid| pid.to_string()))]
+    Locked {
+        /// The lock file.
+        path: PathBuf,
+        /// The holder, if it could be read.
+        holder: Option<u32>,
+    },
+    /// An operation on a file failed.
+    #[error("cannot {what} {}: {source}", path.display())]
+    Io {
+        /// The operation, as a verb.
+        what: &'static str,
+        /// The file or directory.
+        path: PathBuf,
+        /// Whether the old content is known to be what a reader finds, now and after a crash.
+        unchanged: bool,
+        /// The cause.
+        source: io::Error,
+    },
+    /// The disk is full.
+    #[error("no space left to {what} {}: free some space on that file system; the old content is kept", path.display())]
+    NoSpace {
+        /// The operation, as a verb.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// As in [`StoreError::Io`].
+        unchanged: bool,
+    },
+    /// The file is not what was written.
+    #[error("{} is damaged ({why}): it is not used; restore it, or resolve the VM by hand", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// More than the limit.
+    #[error("{} is {size} bytes long, the limit is {limit}", path.display())]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+        /// Its size, in bytes (or one more than the limit if it was not read to its end).
+        size: u64,
+        /// The limit, in bytes.
+        limit: u64,
+    },
+    /// A value that cannot be written down.
+    #[error("cannot encode {}: {source}", path.display())]
+    Encode {
+        /// The file it was for.
+        path: PathBuf,
+        /// The cause.
+        source: serde_json::Error,
+    },
+    /// The record itself is wrong.
+    #[error(transparent)]
+    Record(#[from] RecordError),
+}
+
+impl StoreError {
+    pub(crate) fn io(
+        what: &'static str,
+        path: impl Into<PathBuf>,
+        unchanged: bool,
+        source: io::Error,
+    ) -> Self {
+        let path = path.into();
+        match source.kind() {
+            io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Self::NoSpace {
+                what,
+                path,
+                unchanged,
+            },
+            _ => Self::Io {
+                what,
+                path,
+                unchanged,
+                source,
+            },
+        }
+    }
+
+    /// Whether the old content is known to be in place: what [`godwit_ownership::Event::PersistFailed`] asks.
+    pub fn unchanged(&self) -> bool {
+        match self {
+            StoreError::Io { unchanged, .. } | StoreError::NoSpace { unchanged, .. } => *unchanged,
+            StoreError::Locked { .. }
+            | StoreError::Damaged { .. }
+            | StoreError::TooLarge { .. }
+            | StoreError::Encode { .. }
+            | StoreError::Record(_) => true,
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! The few file operations that durability is made of, as a trait so that a test can crash between any two.
+//!
+//! Owns nothing. Refuses: to report success before the operation's own promise is kept.
+
+use crate::error::StoreError;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+/// Operations on files. An error leaves the operation undone, except where it says otherwise.
+pub trait Files {
+    /// The content, `None` if there is no such file; at most `limit` bytes and one more.
+    fn read(&self, path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>>;
+    /// Makes a new file (replacing a left-over) with this content, readable by its owner only. Not durable.
+    /// May leave a part of it behind on error.
+    fn write(&self, path: &Path, content: &[u8]) -> io::Result<()>;
+    /// Makes a file's content durable.
+    fn sync_file(&self, path: &Path) -> io::Result<()>;
+    /// Gives a file another name, replacing what had it. Not durable.
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+    /// Makes a directory's names durable.
+    fn sync_dir(&self, path: &Path) -> io::Result<()>;
+    /// Removes a file; no error if there is none. Not durable.
+    fn remove(&self, path: &Path) -> io::Result<()>;
+}
+
+/// The operating system's files.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct RealFiles;
+
+impl Files for RealFiles {
+    fn read(&self, path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
+        let file = match File::open(path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        let mut content = Vec::new();
+        file.take(limit.saturating_add(1))
+            .read_to_end(&mut content)?;
+        Ok(Some(content))
+    }
+
+    fn write(&self, path: &Path, content: &[u8]) -> io::Result<()> {
+        self.remove(path)?;
+        OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(path)?
+            .write_all(content)
+    }
+
+    fn sync_file(&self, path: &Path) -> io::Result<()> {
+        OpenOptions::new().write(true).open(path)?.sync_all()
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::rename(from, to)
+    }
+
+    fn sync_dir(&self, path: &Path) -> io::Result<()> {
+        File::open(path)?.sync_all()
+    }
+
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Replaces `path` by `content`: on success the new content is there after any crash; on an error, and after
+/// a crash in between, the old or the new one is.
+pub fn replace_durably<F: Files>(files: &F, path: &Path, content: &[u8]) -> Result<(), StoreError> {
+    let fresh = fresh_name(path);
+    let made = files
+        .write(&fresh, content)
+        .map_err(|e| StoreError::io("write", &fresh, true, e))
+        .and_then(|()| {
+            files
+                .sync_file(&fresh)
+                .map_err(|e| StoreError::io("make durable", &fresh, true, e))
+        });
+    if let Err(error) = made {
+        // The old content is in place either way; the left-over is replaced by the next attempt.
+        let _ = files.remove(&fresh);
+        return Err(error);
+    }
+    files
+        .rename(&fresh, path)
+        .map_err(|e| StoreError::io("replace", path, false, e))?;
+    let dir = directory_of(path);
+    files
+        .sync_dir(dir)
+        .map_err(|e| StoreError::io("make durable", dir, false, e))
+}
+
+/// The name under which the next content is prepared.
+fn fresh_name(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".new");
+    PathBuf::from(name)
+}
+
+/// The directory that a file is in.
+pub(crate) fn directory_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(dir) if !dir.as_os_str().is_empty() => dir,
+        _ => Path::new("."),
+    }
+}

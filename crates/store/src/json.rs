@@ -1,0 +1,62 @@
+//! Small documents as JSON: VM definitions, migration reports, QEMU's identity.
+//!
+//! Owns nothing. Refuses: documents beyond a bound, and to leave half of one behind.
+
+use crate::error::StoreError;
+use crate::files::{Files, RealFiles, directory_of, replace_durably};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::path::Path;
+
+/// Longest document, in bytes.
+pub const DOCUMENT_BYTES_MAX: u64 = 4 << 20;
+
+/// Replaces the document at `path`, durably. Its directory must exist.
+pub fn save_json<T: Serialize>(path: &Path, document: &T) -> Result<(), StoreError> {
+    let mut text = serde_json::to_vec_pretty(document).map_err(|source| StoreError::Encode {
+        path: path.to_owned(),
+        source,
+    })?;
+    text.push(b'\n');
+    check_size(path, text.len() as u64)?;
+    replace_durably(&RealFiles, path, &text)
+}
+
+/// The document at `path`, `None` if there is none.
+pub fn load_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, StoreError> {
+    let content = RealFiles
+        .read(path, DOCUMENT_BYTES_MAX)
+        .map_err(|e| StoreError::io("read", path, true, e))?;
+    let Some(content) = content else {
+        return Ok(None);
+    };
+    check_size(path, content.len() as u64)?;
+    serde_json::from_slice(&content)
+        .map(Some)
+        .map_err(|error| StoreError::Damaged {
+            path: path.to_owned(),
+            why: error.to_string(),
+        })
+}
+
+/// Removes the document at `path`, durably; no error if there is none.
+pub fn remove_document(path: &Path) -> Result<(), StoreError> {
+    RealFiles
+        .remove(path)
+        .map_err(|e| StoreError::io("remove", path, true, e))?;
+    let dir = directory_of(path);
+    RealFiles
+        .sync_dir(dir)
+        .map_err(|e| StoreError::io("make durable", dir, false, e))
+}
+
+fn check_size(path: &Path, size: u64) -> Result<(), StoreError> {
+    if size <= DOCUMENT_BYTES_MAX {
+        return Ok(());
+    }
+    Err(StoreError::TooLarge {
+        path: path.to_owned(),
+        size,
+        limit: DOCUMENT_BYTES_MAX,
+    })
+}

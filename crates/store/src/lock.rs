@@ -1,0 +1,56 @@
+//! One process acts for a VM at a host: the exclusive lock.
+//!
+//! Owns the lock file's descriptor; the lock ends with it, also by kill -9. Refuses: to wait, and to be
+//! inherited by children.
+
+use crate::error::StoreError;
+use rustix::fs::{FlockOperation, flock};
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Seek, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// The right to act for a VM, as long as it lives.
+#[derive(Debug)]
+pub struct VmLock {
+    _file: File,
+}
+
+impl VmLock {
+    /// Takes the lock, or says who has it.
+    pub fn take(path: &Path) -> Result<Self, StoreError> {
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(path)
+            .map_err(|e| StoreError::io("open", path, true, e))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                return Err(StoreError::Locked {
+                    path: path.to_owned(),
+                    holder: holder_of(&mut file),
+                });
+            }
+            Err(error) => return Err(StoreError::io("lock", path, true, error.into())),
+        }
+        // The pid is for people only: that it cannot be written (disk full) must not stop a VM.
+        let _ = note_holder(&mut file);
+        Ok(Self { _file: file })
+    }
+}
+
+fn holder_of(file: &mut File) -> Option<u32> {
+    let mut text = String::new();
+    file.take(32).read_to_string(&mut text).ok()?;
+    text.trim().parse().ok()
+}
+
+fn note_holder(file: &mut File) -> std::io::Result<()> {
+    file.rewind()?;
+    file.set_len(0)?;
+    writeln!(file, "{}", std::process::id())
+}

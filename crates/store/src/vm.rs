@@ -1,0 +1,146 @@
+//! The journal of one VM at one host.
+//!
+//! Owns the VM's directory while it lives. Refuses: a second writer, a record of another VM, a generation that
+//! goes back, a damaged file.
+
+use crate::error::StoreError;
+use crate::files::{Files, RealFiles, directory_of, replace_durably};
+use crate::frame;
+use crate::lock::VmLock;
+use godwit_ownership::HostRecord;
+use godwit_types::VmName;
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+/// Longest record file, in bytes: far above what a record needs.
+pub const RECORD_BYTES_MAX: u64 = 64 << 10;
+
+/// The journal of one VM, open for writing.
+#[derive(Debug)]
+pub struct VmStore<F: Files = RealFiles> {
+    vm: VmName,
+    path: PathBuf,
+    files: F,
+    /// The last record read or tried, with the highest generation that may be on the disk.
+    known: Option<HostRecord>,
+    _lock: Option<VmLock>,
+}
+
+impl VmStore<RealFiles> {
+    /// Opens (making it if need be) `<state>/vms/<vm>/` and takes its lock.
+    pub fn open(state: &Path, vm: &VmName) -> Result<Self, StoreError> {
+        let dir = Self::directory(state, vm);
+        make_directory(&dir)?;
+        let lock = VmLock::take(&dir.join("lock"))?;
+        let mut store = Self::with_files(&dir, vm, RealFiles)?;
+        store._lock = Some(lock);
+        Ok(store)
+    }
+
+    /// Where a VM's files are.
+    pub fn directory(state: &Path, vm: &VmName) -> PathBuf {
+        state.join("vms").join(vm.as_str())
+    }
+
+    /// A VM's record without taking its lock: for lists and reports, never to act on.
+    pub fn peek(state: &Path, vm: &VmName) -> Result<Option<HostRecord>, StoreError> {
+        let path = Self::directory(state, vm).join("ownership");
+        read_record(&RealFiles, &path, vm)
+    }
+}
+
+impl<F: Files> VmStore<F> {
+    /// A journal on other files than the operating system's, without a lock: for tests that crash it.
+    pub fn with_files(dir: &Path, vm: &VmName, files: F) -> Result<Self, StoreError> {
+        let path = dir.join("ownership");
+        let known = read_record(&files, &path, vm)?;
+        Ok(Self {
+            vm: vm.clone(),
+            path,
+            files,
+            known,
+            _lock: None,
+        })
+    }
+
+    /// The record on the disk, `None` if this host never heard of the VM.
+    pub fn load(&self) -> Result<Option<HostRecord>, StoreError> {
+        read_record(&self.files, &self.path, &self.vm)
+    }
+
+    /// Replaces the record. On an error [`StoreError::unchanged`] says whether the old one is known to be
+    /// in place.
+    pub fn persist(&mut self, record: &HostRecord) -> Result<(), StoreError> {
+        let absent = HostRecord::absent(self.vm.clone());
+        record.check_follows(self.known.as_ref().unwrap_or(&absent))?;
+        let payload = serde_json::to_vec(record).map_err(|source| StoreError::Encode {
+            path: self.path.clone(),
+            source,
+        })?;
+        let file = frame::encode(&payload)
+            .filter(|file| file.len() as u64 <= RECORD_BYTES_MAX)
+            .ok_or_else(|| self.too_large(payload.len() as u64))?;
+        let done = replace_durably(&self.files, &self.path, &file);
+        if done.as_ref().err().is_none_or(|e| !e.unchanged()) {
+            self.known = Some(record.clone());
+        }
+        done
+    }
+
+    fn too_large(&self, size: u64) -> StoreError {
+        StoreError::TooLarge {
+            path: self.path.clone(),
+            size,
+            limit: RECORD_BYTES_MAX,
+        }
+    }
+}
+
+fn read_record<F: Files>(
+    files: &F,
+    path: &Path,
+    vm: &VmName,
+) -> Result<Option<HostRecord>, StoreError> {
+    let content = files
+        .read(path, RECORD_BYTES_MAX)
+        .map_err(|e| StoreError::io("read", path, true, e))?;
+    let Some(content) = content else {
+        return Ok(None);
+    };
+    let damaged = |why: String| StoreError::Damaged {
+        path: path.to_owned(),
+        why,
+    };
+    if content.len() as u64 > RECORD_BYTES_MAX {
+        return Err(damaged(format!(
+            "it is longer than {RECORD_BYTES_MAX} bytes"
+        )));
+    }
+    let payload = frame::decode(&content).map_err(damaged)?;
+    let record: HostRecord =
+        serde_json::from_slice(payload).map_err(|error| damaged(error.to_string()))?;
+    record.check()?;
+    if record.vm != *vm {
+        return Err(damaged(format!("it is the record of '{}'", record.vm)));
+    }
+    Ok(Some(record))
+}
+
+/// Makes the directory and makes its name, and its parent's, durable.
+fn make_directory(dir: &Path) -> Result<(), StoreError> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .map_err(|e| StoreError::io("make", dir, true, e))?;
+    for parent in [directory_of(dir), directory_of(directory_of(dir))] {
+        RealFiles
+            .sync_dir(parent)
+            .map_err(|e| StoreError::io("make durable", parent, true, e))?;
+    }
+    Ok(())
+}

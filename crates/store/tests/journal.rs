@@ -1,0 +1,150 @@
+//! The journal and the documents on real files: locks, generations, damage, bounds.
+
+use godwit_ownership::{HostRecord, Phase, Power};
+use godwit_store::{StoreError, VmStore, frame, load_json, remove_document, save_json};
+use godwit_types::{Generation, VmName};
+use std::fs;
+use std::path::Path;
+
+fn vm() -> VmName {
+    VmName::new("web").expect("a valid name")
+}
+
+fn holds(generation: u64) -> HostRecord {
+    HostRecord {
+        highest: Generation(generation),
+        held: Generation(generation),
+        phase: Phase::Holds {
+            generation: Generation(generation),
+            power: Power::Off,
+            unconfirmed: None,
+        },
+        ..HostRecord::absent(vm())
+    }
+}
+
+fn file(state: &Path) -> std::path::PathBuf {
+    VmStore::directory(state, &vm()).join("ownership")
+}
+
+#[test]
+fn a_record_comes_back_as_it_was_written() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut store = VmStore::open(dir.path(), &vm()).expect("opens");
+    assert_eq!(store.load().expect("readable"), None);
+    store.persist(&holds(4)).expect("writes");
+    assert_eq!(store.load().expect("readable"), Some(holds(4)));
+    drop(store);
+    let again = VmStore::open(dir.path(), &vm()).expect("opens again");
+    assert_eq!(again.load().expect("readable"), Some(holds(4)));
+    assert_eq!(
+        VmStore::peek(dir.path(), &vm()).expect("readable"),
+        Some(holds(4))
+    );
+}
+
+#[test]
+fn a_second_writer_is_told_who_has_the_vm() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _store = VmStore::open(dir.path(), &vm()).expect("opens");
+    let error = VmStore::open(dir.path(), &vm()).expect_err("locked");
+    let StoreError::Locked { holder, .. } = &error else {
+        panic!("another error: {error}");
+    };
+    assert_eq!(*holder, Some(std::process::id()));
+    assert!(error.to_string().contains(&std::process::id().to_string()));
+}
+
+#[test]
+fn generations_do_not_go_back() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut store = VmStore::open(dir.path(), &vm()).expect("opens");
+    store.persist(&holds(4)).expect("writes");
+    let error = store.persist(&holds(3)).expect_err("goes back");
+    assert!(matches!(error, StoreError::Record(_)), "{error}");
+    assert_eq!(store.load().expect("readable"), Some(holds(4)));
+}
+
+#[test]
+fn a_record_of_another_vm_is_not_written() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut store = VmStore::open(dir.path(), &vm()).expect("opens");
+    let other = HostRecord::absent(VmName::new("db").expect("a valid name"));
+    assert!(store.persist(&other).is_err());
+    assert_eq!(store.load().expect("readable"), None);
+}
+
+#[test]
+fn every_flipped_bit_and_every_cut_is_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut store = VmStore::open(dir.path(), &vm()).expect("opens");
+    store.persist(&holds(4)).expect("writes");
+    let good = fs::read(file(dir.path())).expect("readable");
+    for at in 0..good.len() {
+        for bit in 0..8 {
+            let mut bad = good.clone();
+            bad[at] ^= 1 << bit;
+            fs::write(file(dir.path()), &bad).expect("writable");
+            let error = store.load().expect_err("damaged");
+            assert!(matches!(error, StoreError::Damaged { .. }), "{error}");
+        }
+        fs::write(file(dir.path()), &good[..at]).expect("writable");
+        assert!(store.load().is_err(), "cut at {at}");
+    }
+    fs::write(file(dir.path()), &good).expect("writable");
+    assert_eq!(store.load().expect("undamaged"), Some(holds(4)));
+}
+
+#[test]
+fn a_damaged_journal_is_not_opened_and_so_not_overwritten() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let home = VmStore::directory(dir.path(), &vm());
+    fs::create_dir_all(&home).expect("made");
+    fs::write(file(dir.path()), b"not a record").expect("writable");
+    let error = VmStore::open(dir.path(), &vm()).expect_err("damaged");
+    assert!(error.to_string().contains("is damaged"), "{error}");
+    assert_eq!(fs::read(file(dir.path())).expect("kept"), b"not a record");
+}
+
+#[test]
+fn a_record_that_contradicts_itself_is_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut wrong = holds(4);
+    wrong.highest = Generation(3);
+    let payload = serde_json::to_vec(&wrong).expect("encodes");
+    fs::create_dir_all(VmStore::directory(dir.path(), &vm())).expect("made");
+    fs::write(file(dir.path()), frame::encode(&payload).expect("short")).expect("writable");
+    assert!(VmStore::open(dir.path(), &vm()).is_err());
+}
+
+#[test]
+fn the_checksum_is_the_common_one() {
+    assert_eq!(frame::crc32(&[b"1234", b"56789"]), 0xcbf4_3926);
+}
+
+#[test]
+fn documents_come_back_and_have_a_bound() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("m1.json");
+    assert_eq!(load_json::<Vec<u32>>(&path).expect("readable"), None);
+    save_json(&path, &vec![1u32, 2, 3]).expect("writes");
+    assert_eq!(load_json(&path).expect("readable"), Some(vec![1u32, 2, 3]));
+    let long = "x".repeat(5 << 20);
+    assert!(matches!(
+        save_json(&path, &long),
+        Err(StoreError::TooLarge { .. })
+    ));
+    assert_eq!(load_json(&path).expect("readable"), Some(vec![1u32, 2, 3]));
+    fs::write(&path, long).expect("writable");
+    assert!(matches!(
+        load_json::<String>(&path),
+        Err(StoreError::TooLarge { .. })
+    ));
+    fs::write(&path, "[1, 2").expect("writable");
+    assert!(matches!(
+        load_json::<Vec<u32>>(&path),
+        Err(StoreError::Damaged { .. })
+    ));
+    remove_document(&path).expect("removes");
+    assert_eq!(load_json::<Vec<u32>>(&path).expect("readable"), None);
+}
