@@ -1,0 +1,172 @@
+//! Who a peer is and what it may call.
+//!
+//! Every route has one [`Rule`] in a table that the server is made with. Refuses by default: a route without a rule is
+//! closed to everybody, and a peer without a certificate may call only what says [`Access::ANYONE`].
+
+use godwit_types::{ApiError, ErrorCode, HostName};
+use std::fmt;
+
+/// Who is on the other end of a connection; set by the server on every request.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Peer {
+    /// A process on this machine that may open the Unix socket.
+    Local {
+        /// Its user.
+        uid: u32,
+    },
+    /// An enrolled host.
+    Host(HostName),
+    /// The controller.
+    Controller,
+    /// A person or script with an operator's certificate.
+    Operator(String),
+    /// Somebody without a certificate.
+    Anonymous,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Local { uid } => write!(f, "local user {uid}"),
+            Self::Host(name) => write!(f, "host {name}"),
+            Self::Controller => f.write_str("the controller"),
+            Self::Operator(name) => write!(f, "operator {name}"),
+            Self::Anonymous => f.write_str("a client without certificate"),
+        }
+    }
+}
+
+/// A set of kinds of peers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Access(u8);
+
+impl Access {
+    /// The Unix socket.
+    pub const LOCAL: Self = Self(1);
+    /// Enrolled hosts.
+    pub const HOST: Self = Self(2);
+    /// The controller.
+    pub const CONTROLLER: Self = Self(4);
+    /// Operator certificates.
+    pub const OPERATOR: Self = Self(8);
+    /// People: here or with a certificate.
+    pub const PEOPLE: Self = Self(1 | 8);
+    /// Everybody, also without certificate: joining only.
+    pub const ANYONE: Self = Self(31);
+
+    /// Both sets.
+    pub const fn or(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+
+    /// Whether `peer` is in the set.
+    pub fn allows(self, peer: &Peer) -> bool {
+        let bit = match peer {
+            Peer::Local { .. } => 1,
+            Peer::Host(_) => 2,
+            Peer::Controller => 4,
+            Peer::Operator(_) => 8,
+            Peer::Anonymous => 16,
+        };
+        self.0 & bit != 0
+    }
+}
+
+/// Who may call one route.
+#[derive(Debug, Clone, Copy)]
+pub struct Rule {
+    /// HTTP method, upper case.
+    pub method: &'static str,
+    /// Path as given to the router, with `{name}` parameters.
+    pub path: &'static str,
+    /// Who may.
+    pub access: Access,
+}
+
+/// Shorthand for tables of rules.
+pub const fn rule(method: &'static str, path: &'static str, access: Access) -> Rule {
+    Rule {
+        method,
+        path,
+        access,
+    }
+}
+
+/// Decides on a request; `path` is the router's matched pattern, if any matched.
+pub(crate) fn decide(
+    rules: &[Rule],
+    peer: &Peer,
+    method: &str,
+    path: Option<&str>,
+) -> Result<(), ApiError> {
+    // HEAD is answered by GET's handler and so takes its rule.
+    let method = if method == "HEAD" { "GET" } else { method };
+    let found = rules
+        .iter()
+        .find(|rule| rule.method == method && Some(rule.path) == path);
+    match found {
+        Some(rule) if rule.access.allows(peer) => Ok(()),
+        Some(_) => Err(denied(peer, method, path)),
+        None if matches!(peer, Peer::Anonymous) => Err(denied(peer, method, path)),
+        None => missing(rules, peer, method, path),
+    }
+}
+
+/// No rule: let the router say 404 or 405, unless a handler exists that nobody made a rule for.
+fn missing(rules: &[Rule], peer: &Peer, method: &str, path: Option<&str>) -> Result<(), ApiError> {
+    match path {
+        None => Ok(()),
+        Some(path) if rules.iter().any(|rule| rule.path == path) => Err(ApiError::new(
+            ErrorCode::MethodNotAllowed,
+            format!("{method} is not a method of {path}: see /v1/openapi.json"),
+        )),
+        Some(_) => Err(denied(peer, method, path)),
+    }
+}
+
+fn denied(peer: &Peer, method: &str, path: Option<&str>) -> ApiError {
+    let path = path.unwrap_or("this path");
+    ApiError::new(
+        ErrorCode::NotAllowed,
+        format!("{peer} may not call {method} {path}: use the certificate of a role that may"),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RULES: &[Rule] = &[
+        rule("GET", "/v1/vms", Access::PEOPLE),
+        rule("POST", "/v1/join", Access::ANYONE),
+    ];
+
+    fn code(peer: &Peer, method: &str, path: Option<&str>) -> Option<ErrorCode> {
+        decide(RULES, peer, method, path).err().map(|e| e.code)
+    }
+
+    #[test]
+    fn what_has_no_rule_is_closed() {
+        let local = Peer::Local { uid: 0 };
+        assert_eq!(code(&local, "GET", Some("/v1/vms")), None);
+        assert_eq!(code(&local, "HEAD", Some("/v1/vms")), None);
+        assert_eq!(code(&local, "GET", None), None);
+        let not_allowed = Some(ErrorCode::NotAllowed);
+        assert_eq!(code(&local, "GET", Some("/v1/forgotten")), not_allowed);
+        let wrong_method = Some(ErrorCode::MethodNotAllowed);
+        assert_eq!(code(&local, "PUT", Some("/v1/vms")), wrong_method);
+    }
+
+    #[test]
+    fn nobody_without_certificate_learns_anything_but_joining() {
+        let not_allowed = Some(ErrorCode::NotAllowed);
+        for (method, path) in [
+            ("GET", Some("/v1/vms")),
+            ("PUT", Some("/v1/vms")),
+            ("GET", None),
+        ] {
+            assert_eq!(code(&Peer::Anonymous, method, path), not_allowed);
+        }
+        assert_eq!(code(&Peer::Anonymous, "POST", Some("/v1/join")), None);
+    }
+}

@@ -1,0 +1,320 @@
+//! The agent's interface: its routes with who may call them, and a typed client.
+//!
+//! The agent's router uses the paths of [`RULES`], so that both sides agree by construction. Owns nothing.
+
+use crate::access::{Access, Rule, rule};
+use crate::client::{Client, ClientError};
+use godwit_types::control_api::{
+    CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
+};
+use godwit_types::host::HostInfo;
+use godwit_types::host_api::{
+    HostVm, IncomingReady, PeerEnvelope, PreflightIncoming, PreflightOutgoing, PrepareIncoming,
+    ProbeRequest, ProbeResult, PutVm, Revoked,
+};
+use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
+use godwit_types::{MigrationId, VmName};
+use std::time::Duration;
+
+/// Paths of the agent's routes.
+pub mod path {
+    /// GET: [`super::HostInfo`].
+    pub const HOST: &str = "/v1/host";
+    /// GET: [`super::HostCheck`].
+    pub const CHECK: &str = "/v1/check";
+    /// GET: list of [`super::HostVm`].
+    pub const VMS: &str = "/v1/vms";
+    /// PUT [`super::PutVm`]: [`super::Done`]; DELETE: [`super::Done`]; GET: [`super::HostVm`].
+    pub const VM: &str = "/v1/vms/{name}";
+    /// POST [`super::Empty`]: [`super::Done`].
+    pub const START: &str = "/v1/vms/{name}/start";
+    /// POST [`super::StopRequest`]: [`super::Done`].
+    pub const STOP: &str = "/v1/vms/{name}/stop";
+    /// POST [`super::Empty`]: [`super::Done`].
+    pub const RESET: &str = "/v1/vms/{name}/reset";
+    /// POST [`super::Empty`]: [`super::Done`].
+    pub const PAUSE: &str = "/v1/vms/{name}/pause";
+    /// POST [`super::Empty`]: [`super::Done`].
+    pub const RESUME: &str = "/v1/vms/{name}/resume";
+    /// POST [`super::ResolveRequest`]: [`super::Done`].
+    pub const RESOLVE: &str = "/v1/vms/{name}/resolve";
+    /// POST [`super::PrepareIncoming`]: [`super::IncomingReady`].
+    pub const PREPARE_INCOMING: &str = "/v1/vms/{name}/prepare-incoming";
+    /// POST [`super::MigrationSpec`]: [`super::Done`].
+    pub const MIGRATE: &str = "/v1/vms/{name}/migrate";
+    /// POST [`super::Empty`]: [`super::PreflightOutgoing`].
+    pub const PREFLIGHT_OUTGOING: &str = "/v1/vms/{name}/preflight-outgoing";
+    /// POST [`super::ProbeRequest`]: [`super::Done`].
+    pub const PROBE: &str = "/v1/vms/{name}/probe";
+    /// POST [`super::PeerEnvelope`], from another host's agent: list of ownership messages.
+    pub const PEER: &str = "/v1/vms/{name}/peer";
+    /// GET: [`super::ConsoleText`].
+    pub const CONSOLE: &str = "/v1/vms/{name}/console";
+    /// POST [`super::PreflightIncoming`]: [`super::PreflightReport`]. From here on it listens for the probe.
+    pub const PREFLIGHT_INCOMING: &str = "/v1/preflight-incoming";
+    /// GET: [`super::ProbeResult`]. Waits up to 2 s for what has not arrived.
+    pub const PROBE_RESULT: &str = "/v1/probe/{nonce}";
+    /// GET: list of [`super::MigrationReport`].
+    pub const MIGRATIONS: &str = "/v1/migrations";
+    /// GET: [`super::MigrationReport`].
+    pub const MIGRATION: &str = "/v1/migrations/{id}";
+    /// POST [`super::CancelRequest`]: [`super::Done`].
+    pub const CANCEL: &str = "/v1/migrations/{id}/cancel";
+    /// PUT [`super::Revoked`]: [`super::Done`].
+    pub const REVOKED: &str = "/v1/revoked";
+}
+
+const READ: Access = Access::CONTROLLER.or(Access::PEOPLE);
+const POWER: Access = Access::CONTROLLER.or(Access::LOCAL);
+const CONTROLLER: Access = Access::CONTROLLER;
+
+/// Who may call which route of an agent.
+pub const RULES: &[Rule] = &[
+    rule("GET", path::HOST, READ),
+    rule("GET", path::CHECK, READ),
+    rule("GET", path::VMS, READ),
+    rule("GET", path::VM, READ),
+    rule("PUT", path::VM, CONTROLLER),
+    rule("DELETE", path::VM, CONTROLLER),
+    rule("POST", path::START, POWER),
+    rule("POST", path::STOP, POWER),
+    rule("POST", path::RESET, POWER),
+    rule("POST", path::PAUSE, POWER),
+    rule("POST", path::RESUME, POWER),
+    rule("POST", path::RESOLVE, POWER),
+    rule("POST", path::PREPARE_INCOMING, CONTROLLER),
+    rule("POST", path::MIGRATE, CONTROLLER),
+    rule("POST", path::PREFLIGHT_OUTGOING, CONTROLLER),
+    rule("POST", path::PROBE, CONTROLLER),
+    rule("POST", path::PEER, Access::HOST),
+    rule("GET", path::CONSOLE, READ),
+    rule("POST", path::PREFLIGHT_INCOMING, CONTROLLER),
+    rule("GET", path::PROBE_RESULT, CONTROLLER),
+    rule("GET", path::MIGRATIONS, READ),
+    rule("GET", path::MIGRATION, READ),
+    rule("POST", path::CANCEL, POWER),
+    rule("PUT", path::REVOKED, CONTROLLER),
+];
+
+/// How long the client waits, by kind of call.
+#[derive(Debug, Clone, Copy)]
+pub struct Deadlines {
+    /// Reading state.
+    pub read: Duration,
+    /// Changing it.
+    pub act: Duration,
+    /// Starting a hypervisor, hashing files, checking a host.
+    pub slow: Duration,
+}
+
+impl Default for Deadlines {
+    fn default() -> Self {
+        Self {
+            read: Duration::from_secs(3),
+            act: Duration::from_secs(15),
+            slow: Duration::from_secs(60),
+        }
+    }
+}
+
+/// Calls an agent.
+#[derive(Clone)]
+pub struct AgentClient {
+    client: Client,
+    deadlines: Deadlines,
+}
+
+type Reply<T> = Result<T, ClientError>;
+
+/// Puts a name into a path; names have no characters that need escaping.
+fn fill(path: &str, name: impl std::fmt::Display) -> String {
+    let (Some(open), Some(close)) = (path.find('{'), path.find('}')) else {
+        return path.to_owned();
+    };
+    let (before, after) = (path.get(..open), path.get(close + 1..));
+    format!(
+        "{}{name}{}",
+        before.unwrap_or_default(),
+        after.unwrap_or_default()
+    )
+}
+
+impl AgentClient {
+    /// Over `client`.
+    pub fn new(client: Client) -> Self {
+        Self {
+            client,
+            deadlines: Deadlines::default(),
+        }
+    }
+
+    /// The same with other deadlines.
+    pub fn with_deadlines(mut self, deadlines: Deadlines) -> Self {
+        self.deadlines = deadlines;
+        self
+    }
+
+    /// What the host says of itself.
+    pub async fn host(&self) -> Reply<HostInfo> {
+        self.client.get(path::HOST, self.deadlines.read).await
+    }
+
+    /// Its checks.
+    pub async fn check(&self) -> Reply<HostCheck> {
+        self.client.get(path::CHECK, self.deadlines.slow).await
+    }
+
+    /// Its VMs.
+    pub async fn vms(&self) -> Reply<Vec<HostVm>> {
+        self.client.get(path::VMS, self.deadlines.read).await
+    }
+
+    /// One of them.
+    pub async fn vm(&self, name: &VmName) -> Reply<HostVm> {
+        self.client
+            .get(&fill(path::VM, name), self.deadlines.read)
+            .await
+    }
+
+    /// Makes a VM known or updates it.
+    pub async fn put_vm(&self, vm: &PutVm) -> Reply<Done> {
+        let path = fill(path::VM, &vm.spec.name);
+        self.client.put(&path, vm, self.deadlines.act).await
+    }
+
+    /// Forgets a stopped VM.
+    pub async fn delete_vm(&self, name: &VmName) -> Reply<Done> {
+        self.client
+            .delete(&fill(path::VM, name), self.deadlines.act)
+            .await
+    }
+
+    /// Boots a VM.
+    pub async fn start(&self, name: &VmName) -> Reply<Done> {
+        self.slow(path::START, name, &Empty {}).await
+    }
+
+    /// Stops a VM.
+    pub async fn stop(&self, name: &VmName, request: &StopRequest) -> Reply<Done> {
+        self.slow(path::STOP, name, request).await
+    }
+
+    /// Resets a guest.
+    pub async fn reset(&self, name: &VmName) -> Reply<Done> {
+        self.act(path::RESET, name, &Empty {}).await
+    }
+
+    /// Pauses a guest.
+    pub async fn pause(&self, name: &VmName) -> Reply<Done> {
+        self.act(path::PAUSE, name, &Empty {}).await
+    }
+
+    /// Lets it go on.
+    pub async fn resume(&self, name: &VmName) -> Reply<Done> {
+        self.act(path::RESUME, name, &Empty {}).await
+    }
+
+    /// Settles an in-doubt VM.
+    pub async fn resolve(&self, name: &VmName, request: &ResolveRequest) -> Reply<Done> {
+        self.act(path::RESOLVE, name, request).await
+    }
+
+    /// Makes a destination ready.
+    pub async fn prepare_incoming(&self, request: &PrepareIncoming) -> Reply<IncomingReady> {
+        self.slow(path::PREPARE_INCOMING, &request.spec.name, request)
+            .await
+    }
+
+    /// Begins a migration at its source.
+    pub async fn migrate(&self, spec: &MigrationSpec) -> Reply<Done> {
+        self.act(path::MIGRATE, &spec.vm, spec).await
+    }
+
+    /// The source's side of preflight.
+    pub async fn preflight_outgoing(&self, name: &VmName) -> Reply<PreflightOutgoing> {
+        self.slow(path::PREFLIGHT_OUTGOING, name, &Empty {}).await
+    }
+
+    /// The destination's side of preflight.
+    pub async fn preflight_incoming(&self, request: &PreflightIncoming) -> Reply<PreflightReport> {
+        self.client
+            .post(path::PREFLIGHT_INCOMING, request, self.deadlines.slow)
+            .await
+    }
+
+    /// Sends probe frames from a VM's port groups.
+    pub async fn probe(&self, name: &VmName, request: &ProbeRequest) -> Reply<Done> {
+        self.act(path::PROBE, name, request).await
+    }
+
+    /// Which probe frames arrived; `nonce` is lower-case hex.
+    pub async fn probe_result(&self, nonce: &str) -> Reply<ProbeResult> {
+        self.client
+            .get(&fill(path::PROBE_RESULT, nonce), self.deadlines.act)
+            .await
+    }
+
+    /// Its migrations.
+    pub async fn migrations(&self) -> Reply<Vec<MigrationReport>> {
+        self.client.get(path::MIGRATIONS, self.deadlines.read).await
+    }
+
+    /// One migration.
+    pub async fn migration(&self, id: &MigrationId) -> Reply<MigrationReport> {
+        self.client
+            .get(&fill(path::MIGRATION, id), self.deadlines.read)
+            .await
+    }
+
+    /// Cancels a migration.
+    pub async fn cancel(&self, id: &MigrationId, request: &CancelRequest) -> Reply<Done> {
+        self.client
+            .post(&fill(path::CANCEL, id), request, self.deadlines.act)
+            .await
+    }
+
+    /// Carries an ownership message to the other host.
+    pub async fn peer(
+        &self,
+        name: &VmName,
+        message: &PeerEnvelope,
+    ) -> Reply<Vec<serde_json::Value>> {
+        self.act(path::PEER, name, message).await
+    }
+
+    /// The guest's serial console.
+    pub async fn console(&self, name: &VmName) -> Reply<ConsoleText> {
+        self.client
+            .get(&fill(path::CONSOLE, name), self.deadlines.read)
+            .await
+    }
+
+    /// Tells which certificates are revoked.
+    pub async fn revoked(&self, revoked: &Revoked) -> Reply<Done> {
+        self.client
+            .put(path::REVOKED, revoked, self.deadlines.read)
+            .await
+    }
+
+    async fn act<B: serde::Serialize, T: serde::de::DeserializeOwned>(
+        &self,
+        path: &str,
+        name: &VmName,
+        body: &B,
+    ) -> Reply<T> {
+        self.client
+            .post(&fill(path, name), body, self.deadlines.act)
+            .await
+    }
+
+    async fn slow<B: serde::Serialize, T: serde::de::DeserializeOwned>(
+        &self,
+        path: &str,
+        name: &VmName,
+        body: &B,
+    ) -> Reply<T> {
+        self.client
+            .post(&fill(path, name), body, self.deadlines.slow)
+            .await
+    }
+}

@@ -1,0 +1,376 @@
+//! The HTTP client: one connection per request, a deadline on each, answers and errors decoded.
+//!
+//! Owns nothing but its set-up. It tells apart what certainly was not done ([`ClientError::NotReached`],
+//! [`ClientError::Refused`]) from what may have been. Refuses: answers over [`ANSWER_LEN_MAX`].
+
+use crate::limits::ANSWER_LEN_MAX;
+use crate::pki::{Fingerprint, Identity, PkiError, Role};
+use crate::server::Admission;
+use crate::sse::EventStream;
+use crate::tls;
+use godwit_types::{ApiError, ErrorCode};
+use http_body_util::{BodyExt as _, Full, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::client::conn::http1;
+use hyper::{Method, Request, Response};
+use hyper_util::rt::TokioIo;
+use rustls_pki_types::ServerName;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::task::AbortHandle;
+use tokio_rustls::TlsConnector;
+
+/// Why a call failed.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum ClientError {
+    /// No connection was made: nothing was done there.
+    #[error("cannot reach {peer}: {cause}")]
+    NotReached {
+        /// Whom.
+        peer: String,
+        /// Why.
+        cause: String,
+    },
+    /// The answer did not come in time; the request may have been carried out.
+    #[error("{peer} did not answer within {seconds} s")]
+    Deadline {
+        /// Who.
+        peer: String,
+        /// The deadline, s.
+        seconds: f64,
+    },
+    /// The connection broke before the answer; the request may have been carried out.
+    #[error("the connection to {peer} broke: {cause}")]
+    Broken {
+        /// Whose.
+        peer: String,
+        /// Why.
+        cause: String,
+    },
+    /// An answer that cannot be read; the request may have been carried out.
+    #[error("{peer} gave an answer that cannot be read: {cause}")]
+    Answer {
+        /// Who.
+        peer: String,
+        /// Why.
+        cause: String,
+    },
+    /// The peer refused, and says why.
+    #[error("{0}")]
+    Refused(ApiError),
+}
+
+impl ClientError {
+    /// Whether the peer may have carried the request out.
+    pub fn may_be_done(&self) -> bool {
+        !matches!(self, Self::NotReached { .. } | Self::Refused(_))
+    }
+
+    /// The code that a person or script sees.
+    pub fn code(&self) -> ErrorCode {
+        match self {
+            Self::NotReached { .. } | Self::Broken { .. } => ErrorCode::HostUnreachable,
+            Self::Deadline { .. } => ErrorCode::DeadlineMissed,
+            Self::Answer { .. } => ErrorCode::Internal,
+            Self::Refused(error) => error.code,
+        }
+    }
+}
+
+impl From<ClientError> for ApiError {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Refused(error) => error,
+            other => ApiError::new(other.code(), other.to_string()),
+        }
+    }
+}
+
+/// Where and as whom requests go.
+#[derive(Clone)]
+pub struct Client {
+    way: Way,
+    name: String,
+}
+
+#[derive(Clone)]
+enum Way {
+    Unix(PathBuf),
+    Tls(SocketAddr, Arc<rustls::ClientConfig>),
+}
+
+/// Ends a connection's driver task with its last user.
+pub(crate) struct Driver(AbortHandle);
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Client {
+    /// Over a Unix socket.
+    pub fn unix(path: &Path) -> Self {
+        Self {
+            way: Way::Unix(path.to_owned()),
+            name: path.display().to_string(),
+        }
+    }
+
+    /// Over TLS, as `identity`, to `peer` and nobody else.
+    pub fn tls(address: SocketAddr, identity: &Identity, peer: Role) -> Result<Self, PkiError> {
+        Self::tls_admitted(address, identity, peer, None)
+    }
+
+    /// As [`Client::tls`], and the peer's certificate must be admitted each time: a removed host does not stand in for
+    /// the one that took its name.
+    pub fn tls_admitted(
+        address: SocketAddr,
+        identity: &Identity,
+        peer: Role,
+        admission: Option<Arc<dyn Admission>>,
+    ) -> Result<Self, PkiError> {
+        let name = format!("{peer} at {address}");
+        let config = tls::client_config(identity, peer, admission)?;
+        Ok(Self {
+            way: Way::Tls(address, config),
+            name,
+        })
+    }
+
+    /// To a controller that is known by its CA's fingerprint only.
+    pub fn joining(address: SocketAddr, fingerprint: Fingerprint) -> Result<Self, PkiError> {
+        Ok(Self {
+            way: Way::Tls(address, tls::joining_config(fingerprint)?),
+            name: format!("the controller at {address}"),
+        })
+    }
+
+    /// Whom it talks to, for messages.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// GET.
+    pub async fn get<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        deadline: Duration,
+    ) -> Result<T, ClientError> {
+        self.call::<(), T>(Method::GET, path, None, deadline).await
+    }
+
+    /// DELETE.
+    pub async fn delete<T: DeserializeOwned>(
+        &self,
+        path: &str,
+        deadline: Duration,
+    ) -> Result<T, ClientError> {
+        self.call::<(), T>(Method::DELETE, path, None, deadline)
+            .await
+    }
+
+    /// POST.
+    pub async fn post<B: Serialize, T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &B,
+        deadline: Duration,
+    ) -> Result<T, ClientError> {
+        self.call(Method::POST, path, Some(body), deadline).await
+    }
+
+    /// PUT.
+    pub async fn put<B: Serialize, T: DeserializeOwned>(
+        &self,
+        path: &str,
+        body: &B,
+        deadline: Duration,
+    ) -> Result<T, ClientError> {
+        self.call(Method::PUT, path, Some(body), deadline).await
+    }
+
+    /// Opens a stream of server-sent events; `deadline` is for its beginning.
+    pub async fn events(&self, path: &str, deadline: Duration) -> Result<EventStream, ClientError> {
+        let request = self.request::<()>(Method::GET, path, None)?;
+        self.within(deadline, async {
+            let (driver, response) = self.send(request).await?;
+            if response.status().is_success() {
+                return Ok(EventStream::new(
+                    self.name.clone(),
+                    driver,
+                    response.into_body(),
+                ));
+            }
+            Err(self
+                .decode::<()>(response)
+                .await
+                .err()
+                .unwrap_or_else(|| self.answer("no events")))
+        })
+        .await
+    }
+
+    async fn call<B: Serialize, T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&B>,
+        deadline: Duration,
+    ) -> Result<T, ClientError> {
+        let request = self.request(method, path, body)?;
+        self.within(deadline, async {
+            let (_driver, response) = self.send(request).await?;
+            self.decode(response).await
+        })
+        .await
+    }
+
+    async fn within<T>(
+        &self,
+        deadline: Duration,
+        work: impl Future<Output = Result<T, ClientError>>,
+    ) -> Result<T, ClientError> {
+        match tokio::time::timeout(deadline, work).await {
+            Ok(result) => result,
+            Err(_) => Err(ClientError::Deadline {
+                peer: self.name.clone(),
+                seconds: deadline.as_secs_f64(),
+            }),
+        }
+    }
+
+    fn request<B: Serialize>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&B>,
+    ) -> Result<Request<Full<Bytes>>, ClientError> {
+        let bytes = match body {
+            Some(body) => serde_json::to_vec(body).map_err(|error| invalid(&error))?,
+            None => Vec::new(),
+        };
+        Request::builder()
+            .method(method)
+            .uri(path)
+            .header("host", "godwit")
+            .header("content-type", "application/json")
+            .body(Full::new(bytes.into()))
+            .map_err(|error| invalid(&error))
+    }
+
+    async fn send(
+        &self,
+        request: Request<Full<Bytes>>,
+    ) -> Result<(Driver, Response<Incoming>), ClientError> {
+        let (driver, mut sender) = match &self.way {
+            Way::Unix(path) => self.drive(UnixStream::connect(path).await).await?,
+            Way::Tls(address, config) => self.drive(connect_tls(*address, config).await).await?,
+        };
+        let response = sender.send_request(request).await;
+        Ok((driver, response.map_err(|error| self.broken(&error))?))
+    }
+
+    async fn drive<Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
+        &self,
+        stream: std::io::Result<Stream>,
+    ) -> Result<(Driver, http1::SendRequest<Full<Bytes>>), ClientError> {
+        let not_reached = |cause: String| ClientError::NotReached {
+            peer: self.name.clone(),
+            cause,
+        };
+        let stream = stream.map_err(|error| not_reached(cause(&error)))?;
+        let (sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|error| not_reached(error.to_string()))?;
+        let task = tokio::spawn(async move {
+            let _ = connection.await;
+        });
+        Ok((Driver(task.abort_handle()), sender))
+    }
+
+    async fn decode<T: DeserializeOwned>(
+        &self,
+        response: Response<Incoming>,
+    ) -> Result<T, ClientError> {
+        let status = response.status();
+        let body = Limited::new(response.into_body(), ANSWER_LEN_MAX)
+            .collect()
+            .await;
+        let bytes = body
+            .map_err(|error| self.broken(error.as_ref()))?
+            .to_bytes();
+        if status.is_success() {
+            return serde_json::from_slice(&bytes).map_err(|error| self.answer(&error.to_string()));
+        }
+        Err(match serde_json::from_slice::<ApiError>(&bytes) {
+            Ok(error) => ClientError::Refused(error),
+            Err(_) => self.answer(&format!("status {status} without an error of ours")),
+        })
+    }
+
+    fn broken(&self, cause: &(dyn std::error::Error + 'static)) -> ClientError {
+        ClientError::Broken {
+            peer: self.name.clone(),
+            cause: chain(cause),
+        }
+    }
+
+    fn answer(&self, cause: &str) -> ClientError {
+        ClientError::Answer {
+            peer: self.name.clone(),
+            cause: cause.to_owned(),
+        }
+    }
+}
+
+async fn connect_tls(
+    address: SocketAddr,
+    config: &Arc<rustls::ClientConfig>,
+) -> std::io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
+    let stream = TcpStream::connect(address).await?;
+    stream.set_nodelay(true)?;
+    let name = ServerName::IpAddress(address.ip().into());
+    TlsConnector::from(config.clone())
+        .connect(name, stream)
+        .await
+}
+
+fn invalid(error: &(dyn std::error::Error + 'static)) -> ClientError {
+    ClientError::Refused(ApiError::new(
+        ErrorCode::InvalidRequest,
+        format!("the request is not valid: {error}"),
+    ))
+}
+
+/// An error with its sources, joined.
+fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}
+
+/// Why no connection was made, as part of a sentence.
+fn cause(error: &std::io::Error) -> String {
+    use rustls::{CertificateError, Error};
+    let tls = error.get_ref().and_then(|inner| inner.downcast_ref());
+    match tls {
+        Some(Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
+            "its certificate is from another CA: the join token or certificate used here is another controller's, or somebody is in between".into()
+        }
+        _ => error.to_string(),
+    }
+}

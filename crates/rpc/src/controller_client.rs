@@ -1,0 +1,267 @@
+//! The controller's interface: its routes with who may call them, and a typed client.
+//!
+//! Owns nothing.
+
+use crate::access::{Access, Rule, rule};
+use crate::client::{Client, ClientError};
+use crate::sse::EventStream;
+use godwit_types::control_api::{
+    CancelRequest, ConsoleText, Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse,
+    JoinToken, MigrationBegun, ResolveRequest, StartRequest, StopRequest, VersionView, VmView,
+};
+use godwit_types::migration::{MigrateRequest, MigrationReport, PreflightReport};
+use godwit_types::{HostName, MigrationId, VmName, VmSpec};
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// Paths of the controller's routes.
+pub mod path {
+    /// GET: list of hosts; POST: a join token.
+    pub const HOSTS: &str = "/v1/hosts";
+    /// GET: a host; DELETE: remove it (`?confirm_unreachable=true` if it does not answer and holds VMs).
+    pub const HOST: &str = "/v1/hosts/{name}";
+    /// GET: its checks.
+    pub const HOST_CHECK: &str = "/v1/hosts/{name}/check";
+    /// POST: enrol a host.
+    pub const JOIN: &str = "/v1/join";
+    /// GET: list of VMs; POST: create one.
+    pub const VMS: &str = "/v1/vms";
+    /// GET: a VM; PUT: edit it; DELETE: delete it.
+    pub const VM: &str = "/v1/vms/{name}";
+    /// POST.
+    pub const START: &str = "/v1/vms/{name}/start";
+    /// POST.
+    pub const STOP: &str = "/v1/vms/{name}/stop";
+    /// POST.
+    pub const RESET: &str = "/v1/vms/{name}/reset";
+    /// POST.
+    pub const PAUSE: &str = "/v1/vms/{name}/pause";
+    /// POST.
+    pub const RESUME: &str = "/v1/vms/{name}/resume";
+    /// POST.
+    pub const RESOLVE: &str = "/v1/vms/{name}/resolve";
+    /// POST.
+    pub const MIGRATE: &str = "/v1/vms/{name}/migrate";
+    /// GET.
+    pub const CONSOLE: &str = "/v1/vms/{name}/console";
+    /// GET: list of reports.
+    pub const MIGRATIONS: &str = "/v1/migrations";
+    /// GET: a report.
+    pub const MIGRATION: &str = "/v1/migrations/{id}";
+    /// GET: reports as server-sent events, until it ends.
+    pub const MIGRATION_EVENTS: &str = "/v1/migrations/{id}/events";
+    /// POST.
+    pub const CANCEL: &str = "/v1/migrations/{id}/cancel";
+    /// GET: changes of the inventory as server-sent events.
+    pub const EVENTS: &str = "/v1/events";
+    /// GET: what answers here.
+    pub const VERSION: &str = "/v1/version";
+    /// GET: the interface's description.
+    pub const OPENAPI: &str = "/v1/openapi.json";
+}
+
+const PEOPLE: Access = Access::PEOPLE;
+
+/// Who may call which route of the controller.
+pub const RULES: &[Rule] = &[
+    rule("GET", path::HOSTS, PEOPLE),
+    rule("POST", path::HOSTS, PEOPLE),
+    rule("GET", path::HOST, PEOPLE),
+    rule("DELETE", path::HOST, PEOPLE),
+    rule("GET", path::HOST_CHECK, PEOPLE),
+    rule("POST", path::JOIN, Access::ANYONE),
+    rule("GET", path::VMS, PEOPLE),
+    rule("POST", path::VMS, PEOPLE),
+    rule("GET", path::VM, PEOPLE),
+    rule("PUT", path::VM, PEOPLE),
+    rule("DELETE", path::VM, PEOPLE),
+    rule("POST", path::START, PEOPLE),
+    rule("POST", path::STOP, PEOPLE),
+    rule("POST", path::RESET, PEOPLE),
+    rule("POST", path::PAUSE, PEOPLE),
+    rule("POST", path::RESUME, PEOPLE),
+    rule("POST", path::RESOLVE, PEOPLE),
+    rule("POST", path::MIGRATE, PEOPLE),
+    rule("GET", path::CONSOLE, PEOPLE),
+    rule("GET", path::MIGRATIONS, PEOPLE),
+    rule("GET", path::MIGRATION, PEOPLE),
+    rule("GET", path::MIGRATION_EVENTS, PEOPLE),
+    rule("POST", path::CANCEL, PEOPLE),
+    rule("GET", path::EVENTS, PEOPLE),
+    rule("GET", path::VERSION, PEOPLE),
+    rule("GET", path::OPENAPI, PEOPLE),
+];
+
+/// What a migrate request came to: a report of the checks (dry run) or a migration that has begun.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum MigrateAnswer {
+    /// It has begun.
+    Begun(MigrationBegun),
+    /// Dry run.
+    Checked(PreflightReport),
+}
+
+const READ: Duration = Duration::from_secs(10);
+const ACT: Duration = Duration::from_secs(180);
+
+/// Calls the controller.
+#[derive(Clone)]
+pub struct ControllerClient {
+    client: Client,
+}
+
+type Reply<T> = Result<T, ClientError>;
+
+impl ControllerClient {
+    /// Over `client`.
+    pub fn new(client: Client) -> Self {
+        Self { client }
+    }
+
+    /// What answers there.
+    pub async fn version(&self) -> Reply<VersionView> {
+        self.client.get(path::VERSION, READ).await
+    }
+
+    /// All hosts.
+    pub async fn hosts(&self) -> Reply<Vec<HostView>> {
+        self.client.get(path::HOSTS, READ).await
+    }
+
+    /// One host.
+    pub async fn host(&self, name: &HostName) -> Reply<HostView> {
+        self.client.get(&format!("/v1/hosts/{name}"), READ).await
+    }
+
+    /// A new join token.
+    pub async fn add_host(&self) -> Reply<JoinToken> {
+        self.client.post(path::HOSTS, &Empty {}, READ).await
+    }
+
+    /// Removes a host.
+    pub async fn remove_host(&self, name: &HostName, confirm_unreachable: bool) -> Reply<Done> {
+        let path = format!("/v1/hosts/{name}?confirm_unreachable={confirm_unreachable}");
+        self.client.delete(&path, ACT).await
+    }
+
+    /// Checks a host.
+    pub async fn check_host(&self, name: &HostName) -> Reply<HostCheck> {
+        self.client
+            .get(&format!("/v1/hosts/{name}/check"), ACT)
+            .await
+    }
+
+    /// Enrols; for a client that was made with [`Client::joining`].
+    pub async fn join(&self, request: &JoinRequest) -> Reply<JoinResponse> {
+        self.client.post(path::JOIN, request, ACT).await
+    }
+
+    /// All VMs.
+    pub async fn vms(&self) -> Reply<Vec<VmView>> {
+        self.client.get(path::VMS, READ).await
+    }
+
+    /// One VM.
+    pub async fn vm(&self, name: &VmName) -> Reply<VmView> {
+        self.client.get(&format!("/v1/vms/{name}"), READ).await
+    }
+
+    /// Creates a VM.
+    pub async fn create_vm(&self, spec: &VmSpec) -> Reply<VmView> {
+        self.client.post(path::VMS, spec, READ).await
+    }
+
+    /// Edits a stopped VM.
+    pub async fn edit_vm(&self, spec: &VmSpec) -> Reply<VmView> {
+        self.client
+            .put(&format!("/v1/vms/{}", spec.name), spec, ACT)
+            .await
+    }
+
+    /// Deletes a stopped VM.
+    pub async fn delete_vm(&self, name: &VmName) -> Reply<Done> {
+        self.client.delete(&format!("/v1/vms/{name}"), ACT).await
+    }
+
+    /// Starts a VM.
+    pub async fn start(&self, name: &VmName, request: &StartRequest) -> Reply<Done> {
+        self.vm_action(name, "start", request).await
+    }
+
+    /// Stops a VM.
+    pub async fn stop(&self, name: &VmName, request: &StopRequest) -> Reply<Done> {
+        self.vm_action(name, "stop", request).await
+    }
+
+    /// Resets a guest.
+    pub async fn reset(&self, name: &VmName) -> Reply<Done> {
+        self.vm_action(name, "reset", &Empty {}).await
+    }
+
+    /// Pauses a guest.
+    pub async fn pause(&self, name: &VmName) -> Reply<Done> {
+        self.vm_action(name, "pause", &Empty {}).await
+    }
+
+    /// Lets it go on.
+    pub async fn resume(&self, name: &VmName) -> Reply<Done> {
+        self.vm_action(name, "resume", &Empty {}).await
+    }
+
+    /// Settles an in-doubt VM.
+    pub async fn resolve(&self, name: &VmName, request: &ResolveRequest) -> Reply<Done> {
+        self.vm_action(name, "resolve", request).await
+    }
+
+    /// Migrates, or checks whether it could.
+    pub async fn migrate(&self, name: &VmName, request: &MigrateRequest) -> Reply<MigrateAnswer> {
+        self.vm_action(name, "migrate", request).await
+    }
+
+    /// The guest's serial console.
+    pub async fn console(&self, name: &VmName) -> Reply<ConsoleText> {
+        self.client
+            .get(&format!("/v1/vms/{name}/console"), READ)
+            .await
+    }
+
+    /// All migrations, newest first, those in doubt before.
+    pub async fn migrations(&self) -> Reply<Vec<MigrationReport>> {
+        self.client.get(path::MIGRATIONS, READ).await
+    }
+
+    /// One migration.
+    pub async fn migration(&self, id: &MigrationId) -> Reply<MigrationReport> {
+        self.client.get(&format!("/v1/migrations/{id}"), READ).await
+    }
+
+    /// Cancels one.
+    pub async fn cancel(&self, id: &MigrationId, request: &CancelRequest) -> Reply<Done> {
+        let path = format!("/v1/migrations/{id}/cancel");
+        self.client.post(&path, request, ACT).await
+    }
+
+    /// Its report about five times a second until it ends; each event's data is a [`MigrationReport`].
+    pub async fn migration_events(&self, id: &MigrationId) -> Reply<EventStream> {
+        self.client
+            .events(&format!("/v1/migrations/{id}/events"), READ)
+            .await
+    }
+
+    /// Changes of the inventory.
+    pub async fn events(&self) -> Reply<EventStream> {
+        self.client.events(path::EVENTS, READ).await
+    }
+
+    async fn vm_action<B: Serialize, T: serde::de::DeserializeOwned>(
+        &self,
+        name: &VmName,
+        action: &str,
+        body: &B,
+    ) -> Reply<T> {
+        self.client
+            .post(&format!("/v1/vms/{name}/{action}"), body, ACT)
+            .await
+    }
+}

@@ -1,0 +1,306 @@
+//! The listeners: who is there, may they, and within which limits.
+//!
+//! Owns its connections and ends them at shutdown. Every request gets the extensions [`Peer`] and
+//! [`Limits`]. Refuses: more than [`CONNECTIONS_MAX`] connections, heads that trickle, peers and certificates that
+//! [`Admission`] does not admit (asked at every request, so that a revocation ends open connections too).
+
+use crate::access::{self, Peer, Rule};
+use crate::extract::Failure;
+use crate::limits::{CONNECTIONS_MAX, HEADER_LEN_MAX, Limits};
+use crate::pki::Holder;
+use axum::Router;
+use axum::extract::{MatchedPath, Request, State};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse as _, Response};
+use godwit_types::{ApiError, ErrorCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::io;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio::sync::{Semaphore, watch};
+use tokio_rustls::TlsAcceptor;
+use tower::ServiceExt as _;
+
+/// The group whose members may use a local socket.
+const GROUP: &str = "godwit";
+/// Open requests get this long at shutdown.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
+/// Pause after `accept` fails (no descriptors left), so that it is not tried in a tight loop.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Whether a certificate whose chain is fine is still wanted.
+pub trait Admission: Send + Sync {
+    /// Asked at every request.
+    fn admits(&self, holder: &Holder) -> bool;
+}
+
+/// Serial numbers of revoked certificates, shared between a server and whoever revokes.
+#[derive(Debug, Default)]
+pub struct Revocations(RwLock<BTreeSet<String>>);
+
+impl Revocations {
+    /// Adds one.
+    pub fn revoke(&self, serial: impl Into<String>) {
+        let mut set = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        set.insert(serial.into());
+    }
+
+    /// Replaces all by what the controller says; revoking is for ever, so nothing is taken back.
+    pub fn extend(&self, serials: impl IntoIterator<Item = String>) {
+        let mut set = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        set.extend(serials);
+    }
+
+    /// All of them.
+    pub fn all(&self) -> Vec<String> {
+        let set = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        set.iter().cloned().collect()
+    }
+}
+
+impl Admission for Revocations {
+    fn admits(&self, holder: &Holder) -> bool {
+        let set = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        !set.contains(&holder.serial)
+    }
+}
+
+/// An HTTP interface, to be served on any number of listeners.
+#[derive(Clone)]
+pub struct Server {
+    router: Router,
+    limits: Limits,
+    connections: Arc<Semaphore>,
+}
+
+#[derive(Clone)]
+struct Guard {
+    rules: Arc<[Rule]>,
+    admission: Arc<dyn Admission>,
+}
+
+impl Server {
+    /// A server of `router` whose every route has a rule in `rules`.
+    pub fn new(router: Router, rules: &[Rule], admission: Arc<dyn Admission>) -> Self {
+        let guard = Guard {
+            rules: rules.into(),
+            admission,
+        };
+        let router = router
+            .fallback(not_found)
+            .method_not_allowed_fallback(wrong_method)
+            .layer(from_fn_with_state(guard, check));
+        Self {
+            router,
+            limits: Limits::default(),
+            connections: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
+        }
+    }
+
+    /// The same with other time limits.
+    pub fn with_limits(mut self, limits: Limits) -> Self {
+        self.limits = limits;
+        self
+    }
+
+    /// Serves a Unix socket until `stop` turns true or its sender is gone.
+    pub async fn run_unix(self, listener: UnixListener, stop: watch::Receiver<bool>) {
+        let accept = || async { listener.accept().await.map(|(stream, _)| stream) };
+        self.accept_loop(accept, Self::serve_unix, stop).await;
+    }
+
+    /// Serves TLS until `stop` turns true or its sender is gone.
+    pub async fn run_tls(
+        self,
+        listener: TcpListener,
+        config: Arc<rustls::ServerConfig>,
+        stop: watch::Receiver<bool>,
+    ) {
+        let acceptor = TlsAcceptor::from(config);
+        let accept = || async { listener.accept().await.map(|(stream, _)| stream) };
+        let serve =
+            move |server: Self, stream, stop| server.serve_tls(stream, acceptor.clone(), stop);
+        self.accept_loop(accept, serve, stop).await;
+    }
+
+    async fn accept_loop<Stream, Accepted, Served>(
+        self,
+        accept: impl Fn() -> Accepted,
+        serve: impl Fn(Self, Stream, watch::Receiver<bool>) -> Served,
+        mut stop: watch::Receiver<bool>,
+    ) where
+        Accepted: Future<Output = io::Result<Stream>>,
+        Served: Future<Output = ()> + Send + 'static,
+    {
+        let mut open = tokio::task::JoinSet::new();
+        loop {
+            while open.try_join_next().is_some() {}
+            let accepted = tokio::select! {
+                accepted = accept() => accepted,
+                _ = stop.wait_for(|stop| *stop) => break,
+            };
+            let Ok(stream) = accepted else {
+                tokio::time::sleep(ACCEPT_PAUSE).await;
+                continue;
+            };
+            // Over the limit the connection is closed at once.
+            if let Ok(place) = self.connections.clone().try_acquire_owned() {
+                let served = serve(self.clone(), stream, stop.clone());
+                open.spawn(async move {
+                    served.await;
+                    drop(place);
+                });
+            }
+        }
+        let _ = tokio::time::timeout(SHUTDOWN_GRACE, async {
+            while open.join_next().await.is_some() {}
+        })
+        .await;
+    }
+
+    async fn serve_unix(self, stream: UnixStream, stop: watch::Receiver<bool>) {
+        if let Ok(credentials) = stream.peer_cred() {
+            let peer = Peer::Local {
+                uid: credentials.uid(),
+            };
+            self.serve(stream, peer, None, stop).await;
+        }
+    }
+
+    async fn serve_tls(
+        self,
+        stream: TcpStream,
+        acceptor: TlsAcceptor,
+        stop: watch::Receiver<bool>,
+    ) {
+        let _ = stream.set_nodelay(true);
+        let shaken = tokio::time::timeout(self.limits.handshake, acceptor.accept(stream)).await;
+        let Ok(Ok(stream)) = shaken else { return };
+        let end = stream
+            .get_ref()
+            .1
+            .peer_certificates()
+            .and_then(<[_]>::first);
+        let Ok(holder) = end.map(|der| Holder::read(der)).transpose() else {
+            return;
+        };
+        let peer = holder
+            .as_ref()
+            .map_or(Peer::Anonymous, |holder| holder.role.peer());
+        self.serve(stream, peer, holder, stop).await;
+    }
+
+    async fn serve<Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
+        self,
+        stream: Stream,
+        peer: Peer,
+        holder: Option<Holder>,
+        mut stop: watch::Receiver<bool>,
+    ) {
+        let (router, limits) = (self.router, self.limits);
+        let service = hyper::service::service_fn(move |mut request: hyper::Request<_>| {
+            request.extensions_mut().insert(peer.clone());
+            request.extensions_mut().insert(limits);
+            if let Some(holder) = &holder {
+                request.extensions_mut().insert(holder.clone());
+            }
+            router.clone().oneshot(request)
+        });
+        let connection = hyper::server::conn::http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(limits.head)
+            .max_buf_size(HEADER_LEN_MAX)
+            .serve_connection(TokioIo::new(stream), service);
+        let mut connection = std::pin::pin!(connection);
+        tokio::select! {
+            _ = connection.as_mut() => return,
+            _ = stop.wait_for(|stop| *stop) => connection.as_mut().graceful_shutdown(),
+        }
+        let _ = tokio::time::timeout(SHUTDOWN_GRACE, connection).await;
+    }
+}
+
+/// Each request runs in a task of its own, to its end: a client that goes away in the middle leaves nothing half done,
+/// and a fault in a handler is an answer.
+async fn check(State(guard): State<Guard>, request: Request, next: Next) -> Response {
+    if let Err(error) = guard.admit(&request) {
+        return Failure(error).into_response();
+    }
+    match tokio::spawn(next.run(request)).await {
+        Ok(response) => response,
+        Err(_) => Failure(ApiError::new(
+            ErrorCode::Internal,
+            "this request met a fault of Godwit's own: see the log",
+        ))
+        .into_response(),
+    }
+}
+
+impl Guard {
+    fn admit(&self, request: &Request) -> Result<(), ApiError> {
+        let extensions = request.extensions();
+        let peer = extensions.get::<Peer>().unwrap_or(&Peer::Anonymous);
+        let path = extensions.get::<MatchedPath>().map(MatchedPath::as_str);
+        if let Some(holder) = extensions.get::<Holder>()
+            && !self.admission.admits(holder)
+        {
+            return Err(ApiError::new(
+                ErrorCode::NotAllowed,
+                format!("the certificate of {} was revoked: join again", holder.role),
+            ));
+        }
+        access::decide(&self.rules, peer, request.method().as_str(), path)
+    }
+}
+
+async fn not_found(request: Request) -> Failure {
+    Failure(ApiError::new(
+        ErrorCode::NotFound,
+        format!("there is no {}: see /v1/openapi.json", request.uri().path()),
+    ))
+}
+
+async fn wrong_method(request: Request) -> Failure {
+    let (method, path) = (request.method(), request.uri().path());
+    Failure(ApiError::new(
+        ErrorCode::MethodNotAllowed,
+        format!("{method} is not a method of {path}: see /v1/openapi.json"),
+    ))
+}
+
+/// Binds a Unix socket with mode 0660 and group `godwit` where that exists. A socket that a dead process left is
+/// replaced; one that answers is not. Must be called within a tokio runtime.
+pub fn bind_unix(path: &Path) -> io::Result<UnixListener> {
+    if std::os::unix::net::UnixStream::connect(path).is_ok() {
+        return Err(io::ErrorKind::AddrInUse.into());
+    }
+    // A directory that others may pass through: the socket's own mode says who may connect.
+    if let Some(directory) = path.parent() {
+        std::os::unix::fs::DirBuilderExt::mode(std::fs::DirBuilder::new().recursive(true), 0o755)
+            .create(directory)?;
+    }
+    // Bound under another name and renamed, so that it never can be opened before its mode is set.
+    let temporary = path.with_extension("new");
+    let _ = std::fs::remove_file(&temporary);
+    let listener = UnixListener::bind(&temporary)?;
+    std::fs::set_permissions(&temporary, std::fs::Permissions::from_mode(0o660))?;
+    if let Some(group) = group_id(GROUP) {
+        std::os::unix::fs::chown(&temporary, None, Some(group))?;
+    }
+    std::fs::rename(&temporary, path)?;
+    Ok(listener)
+}
+
+fn group_id(name: &str) -> Option<u32> {
+    let groups = std::fs::read_to_string("/etc/group").ok()?;
+    groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?
+    })
+}
