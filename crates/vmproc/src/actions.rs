@@ -1,0 +1,445 @@
+//! What the ownership core says, done.
+//!
+//! Each action is finished before the next; what it brings about comes back as an event. Part of [`Vm`].
+
+use crate::announce;
+use crate::faults::{after_journal, before_journal, reached};
+use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
+use crate::source::driver::Command;
+use crate::vm::{Driver, Migration, Vm};
+use godwit_migrate::protocol::{ToDestination, ToSource};
+use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, RunPermit, Status};
+use godwit_qemu::machine::{ContError, Machine, Running};
+use godwit_store::{StoreError, save_json};
+use godwit_types::host_api::OutboxMessage;
+use godwit_types::migration::{Outcome, Phase, Side};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
+use std::time::{Duration, Instant};
+
+/// How long a hypervisor is asked to let its guest run before its state is called unknown.
+const CONT_WAIT: Duration = Duration::from_secs(30);
+
+impl Vm {
+    /// Carries out one action; returns the events that follow from it.
+    pub(crate) fn act(&mut self, action: Action) -> Option<Event> {
+        match action {
+            Action::Persist(record) => return Some(self.persist(&record)),
+            Action::Boot(permit) => return self.boot(permit),
+            Action::Cont(permit) => return self.cont(permit),
+            Action::StopGuest { attempt } => return self.stop_guest(attempt),
+            Action::SendLastPages { attempt } => self.command(Command::LastPages { attempt }),
+            Action::SendDeviceState { attempt } => {
+                if let Some(migration) = &self.migration {
+                    migration.save_gate.open(attempt);
+                }
+                self.command(Command::DeviceState { attempt });
+            }
+            Action::RestoreDirty => self.call_off(),
+            Action::ReleaseThrottle => self.release_throttle(),
+            Action::Send { to, message } => self.send(&to, message),
+            Action::KillQemu => self.kill_qemu(),
+            Action::Cleanup => self.cleanup(),
+            Action::Arm(timer) => self.arm(timer),
+            Action::Disarm(timer) => self.timers.disarm(timer),
+            Action::EndMigration { migration, outcome } => self.end_migration(&migration, outcome),
+            Action::Report(status) => self.show(status),
+            // Surveys of a VM with a process are asked for by nobody yet: the agent drives them without one.
+            Action::Surveyed { .. } => {}
+            Action::Refuse { why, .. } => self.outcome.refused = Some(why),
+            Action::Ignored { event, why } => tracing::debug!(event = event.name(), why, "ignored"),
+        }
+        None
+    }
+
+    fn persist(&mut self, record: &HostRecord) -> Event {
+        let began = Instant::now();
+        before_journal(record);
+        match self.store.persist(record) {
+            Ok(()) => {
+                after_journal(record);
+                tracing::info!(phase = ?record.phase, ms = began.elapsed().as_millis() as u64, "journal written");
+                Event::Persisted
+            }
+            Err(error) => {
+                tracing::error!(%error, "the journal cannot be written");
+                let unchanged = StoreError::unchanged(&error);
+                self.outcome.failed = Some(internal(error));
+                Event::PersistFailed { unchanged }
+            }
+        }
+    }
+
+    /// Starts QEMU and the guest in it. A failure leaves no QEMU.
+    fn boot(&mut self, permit: RunPermit) -> Option<Event> {
+        self.halted = None;
+        if let Err(error) = self.launch(false) {
+            tracing::error!(%error, "the guest cannot be started");
+            self.outcome.failed = Some(error);
+            return Some(Event::QemuDied);
+        }
+        self.cont(permit)
+    }
+
+    /// Starts a QEMU for this VM.
+    pub(crate) fn launch(&mut self, incoming: bool) -> Result<(), ApiError> {
+        let spec = self
+            .spec
+            .clone()
+            .ok_or_else(|| internal("the VM has no description on this host"))?;
+        remove_leftovers(&self.paths);
+        self.launches += 1;
+        let hyper = Hyper::start(&Start {
+            config: &self.config,
+            paths: &self.paths,
+            spec: &spec,
+            accelerator: self.accelerator(),
+            launch: self.launches,
+            incoming,
+        })?;
+        hyper.watch(self.inputs.clone()).map_err(internal)?;
+        hyper.neighbours.listen(&spec);
+        self.hyper = Some(hyper);
+        Ok(())
+    }
+
+    fn cont(&mut self, permit: RunPermit) -> Option<Event> {
+        let Some(hyper) = &self.hyper else {
+            return Some(Event::QemuDied);
+        };
+        let began = Instant::now();
+        match cont_patiently(&hyper.machine, permit, began + CONT_WAIT) {
+            Ok(running) => {
+                tracing::info!(generation = running.generation().0, "the guest runs");
+                reached("running");
+                self.running = Some(running);
+                self.halted = None;
+                self.arrived(began);
+                None
+            }
+            Err(error) if error.maybe_running => {
+                // Ending it could be the end of the only copy of a guest that runs.
+                tracing::error!(%error, "it is not known whether the guest runs; its hypervisor is left alone");
+                self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
+                None
+            }
+            Err(error) => {
+                tracing::error!(%error, "the guest cannot be let run; its hypervisor is ended");
+                self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
+                self.kill_qemu();
+                Some(Event::QemuDied)
+            }
+        }
+    }
+
+    /// The guest runs at its destination: the network hears it, the source gets the figures.
+    fn arrived(&mut self, began: Instant) {
+        let Some(migration) = self
+            .migration
+            .as_ref()
+            .filter(|migration| migration.side == Side::Destination)
+        else {
+            return;
+        };
+        let resume_ms = began.elapsed().as_secs_f64() * 1e3;
+        let cpu_s = migration.report.cpu_s();
+        migration.report.update(|report| {
+            report.switchover_parts_ms.resume_ms = resume_ms;
+            report.cpu_destination_s = cpu_s;
+        });
+        // The network first: the source only waits for figures.
+        if let (Some(hyper), Some(spec)) = (&self.hyper, &self.spec) {
+            announce::announce(hyper, spec, &self.config.port_groups);
+            crate::source::tracking::put_huge_pages_back(
+                hyper.ram.clone(),
+                hyper.pid() as u32,
+                hyper.collapse_cancel.clone(),
+            );
+        }
+        migration
+            .control
+            .send(&ToSource::Resumed { resume_ms, cpu_s });
+    }
+
+    /// Everything that could hold QEMU back is released first.
+    fn stop_guest(&mut self, attempt: Option<Generation>) -> Option<Event> {
+        self.release_throttle();
+        let Some(hyper) = &self.hyper else {
+            return Some(Event::QemuDied);
+        };
+        hyper.voice.silence();
+        let began = Instant::now();
+        match hyper.machine.stop(began + QMP_WAIT) {
+            Ok(stopped) => {
+                self.running = None;
+                reached("source.stopped");
+                if let Some(migration) = &mut self.migration {
+                    migration.stopped_at = Some(stopped.at);
+                    let stop_ms = began.elapsed().as_secs_f64() * 1e3;
+                    migration.report.update(|report| {
+                        report.phase = Phase::Switchover;
+                        report.switchover_parts_ms.stop_ms = stop_ms;
+                    });
+                }
+                attempt.map(|attempt| Event::Stopped { attempt })
+            }
+            Err(error) => {
+                tracing::error!(%error, "the guest cannot be stopped");
+                self.blame(&format!(
+                    "the guest could not be stopped for the switchover: {error}"
+                ));
+                if attempt.is_some() {
+                    return Some(Event::Cancel);
+                }
+                // A pause that did not happen must not be on record as one.
+                self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
+                Some(Event::ResumeRequested)
+            }
+        }
+    }
+
+    fn command(&mut self, command: Command) {
+        if let Some(Driver::Source(source)) = self
+            .migration
+            .as_ref()
+            .and_then(|migration| migration.driver.as_ref())
+        {
+            source.command(command);
+        }
+    }
+
+    /// Nothing of the attempt may touch QEMU any more when the guest is let run again.
+    fn call_off(&mut self) {
+        if let Some(migration) = &self.migration {
+            migration.save_gate.close();
+        }
+        self.command(Command::CalledOff);
+    }
+
+    fn release_throttle(&self) {
+        if let Some(throttle) = self
+            .migration
+            .as_ref()
+            .and_then(|migration| migration.throttle.as_ref())
+        {
+            throttle.release();
+        }
+    }
+
+    /// On the control channel while there is one, and through the agents; doubles are harmless.
+    fn send(&mut self, to: &HostName, message: PeerMessage) {
+        reached(match &message {
+            PeerMessage::Permit { .. } => "source.permit.before",
+            PeerMessage::Holding { .. } => "destination.holding.before",
+            _ => "",
+        });
+        let permit = matches!(message, PeerMessage::Permit { .. });
+        self.send_both_ways(to, message);
+        if permit {
+            reached("source.permit.after");
+        }
+    }
+
+    fn send_both_ways(&mut self, to: &HostName, message: PeerMessage) {
+        if let Some(migration) = self
+            .migration
+            .as_mut()
+            .filter(|migration| migration.peer == *to)
+        {
+            if matches!(message, PeerMessage::Permit { .. }) {
+                migration
+                    .report
+                    .update(|report| report.phase = Phase::Handover);
+            }
+            let message = message.clone();
+            match migration.side {
+                Side::Source => migration.control.send(&ToDestination::Peer { message }),
+                Side::Destination => migration.control.send(&ToSource::Peer { message }),
+            }
+        }
+        if let Some((asker, replies)) = &mut self.outcome.replies
+            && asker == to
+        {
+            replies.push(message);
+            return;
+        }
+        self.post(to, &message);
+    }
+
+    fn post(&self, to: &HostName, message: &PeerMessage) {
+        let Some(peer) = self
+            .note
+            .as_ref()
+            .map(|note| note.peer.clone())
+            .filter(|peer| peer.host == *to)
+        else {
+            tracing::warn!(%to, "a message is not sent through the agents: that host's address is not known");
+            return;
+        };
+        match serde_json::to_value(message) {
+            Ok(message) => self.outbox.put(OutboxMessage { peer, message }),
+            Err(error) => tracing::error!(%error, "a message cannot be written"),
+        }
+    }
+
+    pub(crate) fn kill_qemu(&mut self) {
+        self.running = None;
+        if let Some(hyper) = self.hyper.take() {
+            hyper.kill().unwrap_or_else(|error| {
+                // Nothing that follows may happen while it lives; the next VM process tries again.
+                tracing::error!(%error, "QEMU does not end; this process gives up so that a successor can try");
+                std::process::exit(75)
+            });
+        }
+        remove_leftovers(&self.paths);
+    }
+
+    fn cleanup(&mut self) {
+        remove_leftovers(&self.paths);
+    }
+
+    fn show(&mut self, status: Status) {
+        tracing::info!(?status, "status");
+        if let Status::InDoubt { command, .. } = &status
+            && let Some(migration) = &self.migration
+        {
+            let reason = format!("the other host has not answered; to decide yourself: {command}");
+            migration.report.end(Outcome::InDoubt, Some(reason));
+        }
+        self.status = status;
+    }
+
+    fn end_migration(&mut self, id: &MigrationId, ending: Ending) {
+        let Some(mut migration) = self.migration.take_if(|migration| migration.id == *id) else {
+            return self.end_orphan(id, ending);
+        };
+        let outcome = outcome(&migration, ending);
+        let reason = match outcome {
+            // What was tried against it came too late.
+            Outcome::Completed => None,
+            _ => migration.reason.clone().or_else(|| default_reason(outcome)),
+        };
+        book_pause(&migration, outcome);
+        migration.report.update(|report| report.reason = None);
+        migration.report.end(outcome, reason.clone());
+        let cpu_s = migration.report.cpu_s();
+        migration.report.update(|report| match migration.side {
+            Side::Source => report.cpu_source_s = cpu_s,
+            Side::Destination => report.cpu_destination_s = cpu_s,
+        });
+        tracing::info!(migration = %id, ?outcome, ?reason, "the migration is over");
+        // Kept before the driver's threads are waited for: whoever asks meanwhile finds the end, not the beginning.
+        self.save_report(&migration);
+        self.remember(migration.report.clone());
+        self.end_driver(&mut migration, outcome, reason);
+    }
+
+    fn end_driver(&mut self, migration: &mut Migration, outcome: Outcome, reason: Option<String>) {
+        let reason = if outcome == Outcome::Completed {
+            None
+        } else {
+            reason
+        };
+        match migration.driver.take() {
+            Some(Driver::Source(source)) => source.end(reason),
+            Some(Driver::Destination(destination)) if outcome == Outcome::Completed => {
+                destination.linger()
+            }
+            Some(Driver::Destination(destination)) => destination.end(reason),
+            None => {}
+        }
+    }
+
+    fn save_report(&self, migration: &Migration) {
+        let path = self.report_path(&migration.id);
+        let made = path.parent().map_or(Ok(()), std::fs::create_dir_all);
+        let saved = made
+            .map_err(internal)
+            .and_then(|()| save_json(&path, &migration.report.read()).map_err(internal));
+        if let Err(error) = saved {
+            tracing::warn!(%error, "the migration's report is not kept");
+        }
+    }
+
+    /// The source learns that the guest runs at the destination: the switchover is over, by its own clock.
+    pub(crate) fn book_resumed(&mut self, resume_ms: f64, cpu_s: f64, at: Instant) {
+        let Some(migration) = &self.migration else {
+            return;
+        };
+        let Some(stopped_at) = migration.stopped_at else {
+            return;
+        };
+        let switchover_ms = at.saturating_duration_since(stopped_at).as_secs_f64() * 1e3;
+        migration.report.update(|report| {
+            report.switchover_ms = switchover_ms;
+            report.cpu_destination_s = cpu_s;
+            report.promise.kept = switchover_ms <= report.promise.max_downtime_ms as f64;
+            let parts = &mut report.switchover_parts_ms;
+            parts.resume_ms = resume_ms;
+            // What is left are both journals and the ways of ready, permit and the answer.
+            let timed = parts.stop_ms
+                + parts.last_pages_ms
+                + parts.device_save_ms
+                + parts.device_load_ms
+                + resume_ms;
+            parts.permit_ms = (switchover_ms - timed).max(0.0);
+        });
+    }
+}
+
+/// The destination's word about its guest was lost: the pause ended by now, at the latest.
+fn book_pause(migration: &Migration, outcome: Outcome) {
+    let Some(stopped_at) = migration
+        .stopped_at
+        .filter(|_| outcome == Outcome::Completed)
+    else {
+        return;
+    };
+    migration.report.update(|report| {
+        if report.switchover_ms == 0.0 {
+            report.switchover_ms = stopped_at.elapsed().as_secs_f64() * 1e3;
+            report.promise.kept = report.switchover_ms <= report.promise.max_downtime_ms as f64;
+        }
+    });
+}
+
+/// A hypervisor that does not answer is asked again: saying it twice does no harm.
+fn cont_patiently(
+    machine: &Machine,
+    mut permit: RunPermit,
+    deadline: Instant,
+) -> Result<Running, ContError> {
+    loop {
+        match machine.cont(permit, (Instant::now() + QMP_WAIT).min(deadline)) {
+            Err(error)
+                if error.maybe_running && !machine.is_closed() && Instant::now() < deadline =>
+            {
+                permit = error.permit;
+            }
+            result => return result,
+        }
+    }
+}
+
+fn outcome(migration: &Migration, ending: Ending) -> Outcome {
+    match ending {
+        Ending::Completed => Outcome::Completed,
+        Ending::Cancelled if migration.cancelled => Outcome::Cancelled,
+        Ending::Cancelled | Ending::Failed | Ending::Refused => {
+            if migration.cancelled {
+                Outcome::Cancelled
+            } else {
+                Outcome::Failed
+            }
+        }
+    }
+}
+
+fn default_reason(outcome: Outcome) -> Option<String> {
+    match outcome {
+        Outcome::Completed => None,
+        Outcome::Cancelled => Some("cancelled".into()),
+        Outcome::Failed | Outcome::InDoubt => {
+            Some("the other host gave the migration up; see its log".into())
+        }
+    }
+}

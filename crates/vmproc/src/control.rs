@@ -1,0 +1,64 @@
+//! The control channel as several threads use it: one reads, any may send.
+//!
+//! Owns the sending half behind a lock (control messages are few). A send that fails closes the channel, so that the
+//! reader notices too.
+
+use godwit_migrate::protocol::encode;
+use godwit_transport::{Closer, ControlSender, TransportError};
+use serde::Serialize;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Longest time that a control message may take to leave.
+const SEND_WAIT: Duration = Duration::from_secs(10);
+
+/// The shared sending half.
+pub(crate) struct SharedControl {
+    sender: Mutex<ControlSender>,
+    closer: Closer,
+}
+
+impl std::fmt::Debug for SharedControl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("SharedControl")
+    }
+}
+
+impl SharedControl {
+    /// Takes the half over.
+    pub(crate) fn new(sender: ControlSender) -> Self {
+        Self {
+            closer: sender.closer(),
+            sender: Mutex::new(sender),
+        }
+    }
+
+    /// Sends a message.
+    pub(crate) fn send<M: Serialize>(&self, message: &M) -> Result<(), TransportError> {
+        self.with(|sender| sender.send(&encode(message), Instant::now() + SEND_WAIT))
+    }
+
+    /// Sends a piece of device state.
+    pub(crate) fn send_device_state(&self, piece: &[u8]) -> Result<(), TransportError> {
+        self.with(|sender| sender.send_device_state(piece, Instant::now() + SEND_WAIT))
+    }
+
+    /// Says that nothing more will come.
+    pub(crate) fn finish(&self) {
+        // A peer that is gone does not need to hear it.
+        let _ = self.with(|sender| sender.finish(Instant::now() + Duration::from_secs(1)));
+    }
+
+    /// Closes both directions at once.
+    pub(crate) fn close(&self) {
+        self.closer.close();
+    }
+
+    fn with(
+        &self,
+        send: impl FnOnce(&mut ControlSender) -> Result<(), TransportError>,
+    ) -> Result<(), TransportError> {
+        let mut sender = self.sender.lock().unwrap_or_else(PoisonError::into_inner);
+        send(&mut sender).inspect_err(|_| self.closer.close())
+    }
+}

@@ -1,0 +1,35 @@
+//! Where the VM's thread finds the control channel of the present epoch, to send ownership messages on.
+//!
+//! Filled and emptied by the migration's driver. A message that finds it empty travels through the agents alone.
+
+use crate::control::SharedControl;
+use serde::Serialize;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The slot.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct ControlSlot(Arc<Mutex<Option<Arc<SharedControl>>>>);
+
+impl ControlSlot {
+    /// Puts a channel in.
+    pub(crate) fn set(&self, control: &Arc<SharedControl>) {
+        *self.lock() = Some(Arc::clone(control));
+    }
+
+    /// Takes it out.
+    pub(crate) fn clear(&self) {
+        *self.lock() = None;
+    }
+
+    /// Sends, if there is a channel; a failure is seen by its reader.
+    pub(crate) fn send<M: Serialize>(&self, message: &M) {
+        let control = self.lock().clone();
+        if let Some(control) = control {
+            let _ = control.send(message);
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<Arc<SharedControl>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,95 @@
+//! The channels that the source makes, from all of the destination's addresses, as they prove themselves.
+//!
+//! Owns a thread per listening address. Strangers are turned away by crate `transport` without anybody here noticing.
+
+use godwit_transport::{Connection, Gate, Listener, ListenerCloser, TransportError, Tuning};
+use godwit_wire::Spec;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+/// Rest after an error of the listening socket.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
+/// What a connection gets to prove itself; a few round trips of 150 ms.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
+/// A listener waits for the whole migration, in turns of this length.
+const TURN: Duration = Duration::from_secs(3600);
+
+/// The listening side.
+pub(crate) struct Arrivals {
+    gate: Arc<Gate>,
+    closers: Vec<ListenerCloser>,
+    /// Where it listens.
+    pub addresses: Vec<SocketAddr>,
+    /// Channels that proved themselves.
+    pub connections: Receiver<Connection>,
+}
+
+impl Arrivals {
+    /// Listens on every address.
+    pub(crate) fn listen(
+        spec: &Arc<Spec>,
+        addresses: &[IpAddr],
+        ports: (u16, u16),
+    ) -> Result<Self, TransportError> {
+        let gate = Gate::new(Arc::clone(spec), Tuning::default(), HANDSHAKE_TIME);
+        let (sender, connections) = channel();
+        let mut arrivals = Self {
+            gate: Arc::clone(&gate),
+            closers: Vec::new(),
+            addresses: Vec::new(),
+            connections,
+        };
+        for address in addresses {
+            let mut listener = Listener::bind(Arc::clone(&gate), *address, ports.0..=ports.1)?;
+            arrivals.addresses.push(listener.address());
+            arrivals.closers.push(listener.closer());
+            let sender = sender.clone();
+            let work = move || {
+                loop {
+                    match listener.accept(Instant::now() + TURN) {
+                        Ok(connection) => {
+                            if sender.send(connection).is_err() {
+                                return;
+                            }
+                        }
+                        Err(TransportError::AcceptDeadline { .. }) => {}
+                        Err(TransportError::Cancelled) => return,
+                        // Out of descriptors or memory for a moment: the source may try again.
+                        Err(error) => {
+                            tracing::warn!(%error, "a channel could not be accepted");
+                            std::thread::sleep(ACCEPT_PAUSE);
+                        }
+                    }
+                }
+            };
+            let spawned = std::thread::Builder::new()
+                .name("accept".into())
+                .spawn(work);
+            spawned.map_err(|source| TransportError::System {
+                doing: "start a listening thread",
+                source,
+            })?;
+        }
+        Ok(arrivals)
+    }
+
+    /// What to add to an error when nobody came: strangers that were turned away.
+    pub(crate) fn strangers(&self) -> String {
+        let strangers = self.gate.strangers();
+        match strangers.last.as_ref().filter(|_| strangers.total() > 0) {
+            Some(last) => format!(
+                " ({} strangers were turned away, the last: {last})",
+                strangers.total()
+            ),
+            None => String::new(),
+        }
+    }
+}
+
+impl Drop for Arrivals {
+    fn drop(&mut self) {
+        self.closers.iter().for_each(ListenerCloser::close);
+    }
+}

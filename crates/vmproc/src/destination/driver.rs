@@ -1,0 +1,639 @@
+//! The destination's driver: one thread from the first connection to the loaded device state.
+//!
+//! Owns the channels and guest memory while it comes; QEMU waits beside it, stopped. It never lets the guest run: it
+//! reports to the VM's thread, whose ownership core does. A lost link is waited for; what was applied stays applied.
+//!
+//! ```text
+//! wait for control -> Begin, extents -> [pages .. barrier]* -> Stopped, pages, barrier -> device state -> loaded
+//!        ^                                    |
+//!        +------------ link lost -------------+
+//! ```
+//!
+//! QEMU loads once: a link that is lost while device state comes ends the migration here (the guest is at the source). A
+//! link that is lost after it was loaded changes nothing: the core asks the source through the agents.
+
+use super::arrivals::Arrivals;
+use super::memory::Memory;
+use super::progress::{End, Progress};
+use super::receiver;
+use crate::control::SharedControl;
+use crate::control_slot::ControlSlot;
+use crate::faults::{planted, reached};
+use crate::input::News;
+use crate::shared_report::SharedReport;
+use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason, decode_to_destination};
+use godwit_ownership::Event;
+use godwit_qemu::device_state::Incoming as DeviceStream;
+use godwit_qemu::machine::Machine;
+use godwit_transport::{Class, Closer, Connection, ControlReceiver, Incoming, TransportError};
+use godwit_types::migration::Phase;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How often the driver looks at everything that may have come.
+const TICK: Duration = Duration::from_millis(5);
+/// How often it says what was applied.
+const APPLIED_EVERY: Duration = Duration::from_millis(20);
+/// How long it waits for the source's first word, and for a lost link to be made again.
+const SOURCE_WAIT: Duration = Duration::from_secs(75);
+/// A control channel on which the source says nothing for this long is lost; it pings once a second.
+const CONTROL_SILENCE: Duration = Duration::from_secs(8);
+/// Longest wait for the records before a barrier.
+const BARRIER_WAIT: Duration = Duration::from_secs(30);
+/// How often the source hears something while devices are loaded.
+const LIFE_EVERY: Duration = Duration::from_millis(100);
+/// QEMU's time to load its devices.
+const LOAD_WAIT: Duration = Duration::from_secs(20);
+
+/// A QEMU that waits for its device state.
+#[derive(Debug)]
+pub(crate) struct WaitingQemu {
+    pub machine: Arc<Machine>,
+    pub stream: DeviceStream,
+}
+
+/// What the VM's thread tells the driver.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// The migration is over here; tell the source why, if it is a failure.
+    End { reason: Option<String> },
+    /// The guest runs here: when the source closes the channels, that is the end and no loss.
+    Linger,
+}
+
+/// What a driver is made of.
+pub(crate) struct DestinationParts {
+    pub arrivals: Arrivals,
+    pub memory: Arc<Memory>,
+    pub qemu: WaitingQemu,
+    pub report: SharedReport,
+    pub control: ControlSlot,
+    pub populate_threads: usize,
+    pub news: Box<dyn Fn(News) + Send>,
+}
+
+/// The running driver, as the VM's thread holds it.
+#[derive(Debug)]
+pub(crate) struct DestinationHandle {
+    commands: Sender<Command>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl DestinationHandle {
+    /// Starts the thread.
+    pub(crate) fn start(parts: DestinationParts) -> std::io::Result<Self> {
+        let (commands, received) = channel();
+        let driver = DestinationDriver {
+            pages: parts.memory.ram.page_count(),
+            qemu: Some(parts.qemu),
+            arrivals: parts.arrivals,
+            memory: parts.memory,
+            report: parts.report,
+            control: parts.control,
+            populate_threads: parts.populate_threads,
+            news: parts.news,
+            commands: received,
+            held_back: Vec::new(),
+            next_control: None,
+            lingers: false,
+        };
+        let thread = std::thread::Builder::new()
+            .name("destination".into())
+            .spawn(move || driver.run())?;
+        Ok(Self {
+            commands,
+            thread: Some(thread),
+        })
+    }
+
+    /// The guest runs here; the driver ends when the source closes the channels.
+    pub(crate) fn linger(&self) {
+        let _ = self.commands.send(Command::Linger);
+    }
+
+    /// Ends the driver and waits until nothing writes guest memory any more.
+    pub(crate) fn end(mut self, reason: Option<String>) {
+        let _ = self.commands.send(Command::End { reason });
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Why an activity of the driver stopped.
+#[derive(Debug)]
+enum Halt {
+    /// The VM's thread wants it to be over.
+    Ended(Option<String>),
+    /// The source ended the migration.
+    Cancelled(String),
+    /// The link is lost.
+    Lost(String),
+    /// It cannot go on.
+    Failed(String),
+}
+
+/// How far the present epoch is; device state is taken only after the last barrier.
+#[derive(Debug, PartialEq, Eq, Clone, Copy)]
+enum Stage {
+    Precopy,
+    Stopped,
+    LastApplied,
+    Loading,
+    Loaded,
+}
+
+struct Epoch {
+    number: u16,
+    control: Arc<SharedControl>,
+    receiver: ControlReceiver,
+    channels: Vec<Channel>,
+    extents: Vec<Range<u64>>,
+    stage: Stage,
+    heard: Instant,
+    told: Instant,
+    barrier_at: Instant,
+}
+
+struct Channel {
+    progress: Arc<Progress>,
+    closer: Option<Closer>,
+    thread: Option<JoinHandle<()>>,
+    told: u64,
+}
+
+struct DestinationDriver {
+    arrivals: Arrivals,
+    memory: Arc<Memory>,
+    qemu: Option<WaitingQemu>,
+    report: SharedReport,
+    control: ControlSlot,
+    populate_threads: usize,
+    news: Box<dyn Fn(News) + Send>,
+    commands: Receiver<Command>,
+    pages: u64,
+    /// Data channels that arrived before their epoch's first word.
+    held_back: Vec<Connection>,
+    /// The control channel of the next epoch, which came before the present one was known to be lost.
+    next_control: Option<Connection>,
+    lingers: bool,
+}
+
+impl DestinationDriver {
+    fn run(mut self) {
+        let halt = self.receive();
+        self.memory.cancel();
+        match halt {
+            Halt::Ended(_) => {}
+            Halt::Cancelled(reason) => self.tell(News::Failed(format!(
+                "the source ended the migration: {reason}"
+            ))),
+            Halt::Lost(reason) | Halt::Failed(reason) => self.tell(News::Failed(reason)),
+        }
+        self.control.clear();
+    }
+
+    fn tell(&self, news: News) {
+        (self.news)(news);
+    }
+
+    fn receive(&mut self) -> Halt {
+        loop {
+            let mut epoch = match self.wait_for_epoch() {
+                Ok(epoch) => epoch,
+                Err(halt) => return halt,
+            };
+            let halt = self.follow(&mut epoch);
+            if let Halt::Failed(reason) = &halt {
+                let _ = epoch.control.send(&ToSource::Failed {
+                    reason: clip_reason(reason),
+                });
+            }
+            if let Halt::Ended(Some(reason)) = &halt {
+                let _ = epoch.control.send(&ToSource::Failed {
+                    reason: clip_reason(reason),
+                });
+            }
+            let finished = matches!(halt, Halt::Ended(_) | Halt::Failed(_) | Halt::Cancelled(_));
+            let stage = epoch.stage;
+            self.close(epoch, finished);
+            match (halt, stage) {
+                (Halt::Lost(_), _) if self.lingers => return Halt::Ended(None),
+                (Halt::Lost(reason), Stage::Loading) => {
+                    return Halt::Failed(format!(
+                        "the link was lost while device state came: {reason}"
+                    ));
+                }
+                (Halt::Lost(_), Stage::Loaded) => {
+                    self.tell(News::Core(Event::LinkLost));
+                    return self.wait_for_end();
+                }
+                (Halt::Lost(_), _) => self.tell(News::Core(Event::LinkLost)),
+                (halt, _) => return halt,
+            }
+        }
+    }
+
+    /// Everything is loaded: only the VM's thread says how it ends.
+    fn wait_for_end(&mut self) -> Halt {
+        match self.commands.recv() {
+            Ok(Command::End { reason }) => Halt::Ended(reason),
+            Ok(Command::Linger) | Err(_) => Halt::Ended(None),
+        }
+    }
+
+    /// Ends a connection set: when this returns nothing of it writes memory any more.
+    fn close(&self, mut epoch: Epoch, orderly: bool) {
+        self.control.clear();
+        if orderly {
+            epoch.control.finish();
+        }
+        epoch.control.close();
+        for channel in &mut epoch.channels {
+            if let Some(closer) = &channel.closer {
+                closer.close();
+            }
+            if let Some(thread) = channel.thread.take() {
+                let _ = thread.join();
+            }
+        }
+    }
+
+    /// Waits for a control channel.
+    fn wait_for_epoch(&mut self) -> Result<Epoch, Halt> {
+        if let Some(connection) = self.next_control.take() {
+            return self.open(connection);
+        }
+        let deadline = Instant::now() + SOURCE_WAIT;
+        loop {
+            self.commands()?;
+            match self.arrivals.connections.recv_timeout(TICK) {
+                Ok(connection) if connection.channel().is_control() => {
+                    return self.open(connection);
+                }
+                Ok(connection) => self.hold_back(connection),
+                Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {}
+                Err(_) => {
+                    let strangers = self.arrivals.strangers();
+                    return Err(Halt::Lost(format!(
+                        "the source did not connect within {} s{strangers}",
+                        SOURCE_WAIT.as_secs()
+                    )));
+                }
+            }
+        }
+    }
+
+    fn hold_back(&mut self, connection: Connection) {
+        if self.held_back.len() < godwit_migrate::protocol::STREAMS_MAX as usize {
+            self.held_back.push(connection);
+        }
+    }
+
+    fn open(&mut self, connection: Connection) -> Result<Epoch, Halt> {
+        let number = connection.channel().epoch();
+        let (sender, receiver) = connection
+            .into_control()
+            .map_err(|error| Halt::Failed(error.to_string()))?;
+        let control = Arc::new(SharedControl::new(sender));
+        self.control.set(&control);
+        self.report.update(|report| report.phase = Phase::Precopy);
+        let now = Instant::now();
+        Ok(Epoch {
+            number,
+            control,
+            receiver,
+            channels: Vec::new(),
+            extents: Vec::new(),
+            stage: Stage::Precopy,
+            heard: now,
+            told: now,
+            barrier_at: now,
+        })
+    }
+
+    fn commands(&mut self) -> Result<(), Halt> {
+        loop {
+            match self.commands.try_recv() {
+                Ok(Command::End { reason }) => return Err(Halt::Ended(reason)),
+                Ok(Command::Linger) => self.lingers = true,
+                Err(std::sync::mpsc::TryRecvError::Empty) => return Ok(()),
+                Err(std::sync::mpsc::TryRecvError::Disconnected) => return Err(Halt::Ended(None)),
+            }
+        }
+    }
+
+    /// Follows one epoch to its end.
+    fn follow(&mut self, epoch: &mut Epoch) -> Halt {
+        loop {
+            if let Err(halt) = self.turn(epoch) {
+                return halt;
+            }
+        }
+    }
+
+    fn turn(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+        self.commands()?;
+        self.admit(epoch)?;
+        self.look_at_channels(epoch)?;
+        match epoch.receiver.recv(Instant::now() + TICK) {
+            Ok(Incoming::Message(bytes)) => {
+                epoch.heard = Instant::now();
+                self.tell(News::Heard);
+                let message = decode_to_destination(&bytes, self.pages);
+                self.message(
+                    epoch,
+                    message.map_err(|error| Halt::Failed(error.to_string()))?,
+                )
+            }
+            Ok(Incoming::DeviceState(piece)) => {
+                epoch.heard = Instant::now();
+                self.device_state(epoch, &piece)
+            }
+            Ok(Incoming::End) => Err(Halt::Lost("the source closed the control channel".into())),
+            Err(TransportError::Silent { .. }) if epoch.heard.elapsed() < CONTROL_SILENCE => Ok(()),
+            Err(error) => Err(halt_of(&error)),
+        }
+    }
+
+    /// New connections: data channels of this epoch, or the control channel of the next.
+    fn admit(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+        while let Ok(connection) = self.arrivals.connections.try_recv() {
+            if connection.channel().is_control() {
+                // The source has given this epoch up before this side noticed.
+                self.held_back.clear();
+                self.next_control = Some(connection);
+                return Err(Halt::Lost("the source makes the channels anew".into()));
+            } else {
+                self.hold_back(connection);
+            }
+        }
+        for connection in std::mem::take(&mut self.held_back) {
+            self.admit_data(epoch, connection)?;
+        }
+        Ok(())
+    }
+
+    fn admit_data(&mut self, epoch: &mut Epoch, connection: Connection) -> Result<(), Halt> {
+        let channel = connection.channel();
+        if channel.epoch() != epoch.number {
+            connection.closer().close();
+            return Ok(());
+        }
+        let Some(slot) = epoch.channels.get_mut(usize::from(channel.index())) else {
+            // Its `Begin` has not come yet.
+            self.hold_back(connection);
+            return Ok(());
+        };
+        slot.closer = Some(connection.closer());
+        let (reader, _) = connection.split();
+        let thread = receiver::start(reader, Arc::clone(&self.memory), Arc::clone(&slot.progress));
+        slot.thread =
+            Some(thread.map_err(|error| {
+                Halt::Failed(format!("cannot start a receiving thread: {error}"))
+            })?);
+        Ok(())
+    }
+
+    /// Says what was applied; ends the epoch when a channel has failed.
+    fn look_at_channels(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+        if epoch.told.elapsed() < APPLIED_EVERY {
+            return Ok(());
+        }
+        epoch.told = Instant::now();
+        for (index, channel) in epoch.channels.iter_mut().enumerate() {
+            let (applied, end) = channel.progress.read();
+            match end {
+                Some(End::Lost(reason)) => return Err(Halt::Lost(reason)),
+                Some(End::Failed(reason)) => return Err(Halt::Failed(reason)),
+                Some(End::Finished) | None => {}
+            }
+            if applied > channel.told {
+                channel.told = applied;
+                let told = ToSource::Applied {
+                    channel: index as u32,
+                    records: applied,
+                };
+                epoch.control.send(&told).map_err(|error| halt_of(&error))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn message(&mut self, epoch: &mut Epoch, message: ToDestination) -> Result<(), Halt> {
+        match message {
+            ToDestination::Begin {
+                epoch: number,
+                streams,
+                ..
+            } => self.begin(epoch, number, streams),
+            ToDestination::Extents { extents } => {
+                epoch.extents.extend(
+                    extents
+                        .into_iter()
+                        .map(|(first, count)| first..first + count),
+                );
+                Ok(())
+            }
+            ToDestination::ExtentsEnd => {
+                let extents = std::mem::take(&mut epoch.extents);
+                self.memory.populate_ahead(extents, self.populate_threads);
+                Ok(())
+            }
+            ToDestination::Barrier { iteration, sent } => self.barrier(epoch, iteration, &sent),
+            ToDestination::Stopped => {
+                epoch.stage = Stage::Stopped;
+                self.report
+                    .update(|report| report.phase = Phase::Switchover);
+                Ok(())
+            }
+            ToDestination::Addresses { cards } => {
+                self.tell(News::Addresses(cards));
+                Ok(())
+            }
+            ToDestination::DeviceStateEnd { attempt, .. } => self.load(epoch, attempt),
+            ToDestination::Resumed => Ok(()),
+            ToDestination::Cancel { reason } => Err(Halt::Cancelled(reason)),
+            ToDestination::Peer { message } => {
+                self.tell(News::Peer(message));
+                Ok(())
+            }
+            ToDestination::Ping { nonce } => epoch
+                .control
+                .send(&ToSource::Pong { nonce })
+                .map_err(|error| halt_of(&error)),
+        }
+    }
+
+    fn begin(&mut self, epoch: &mut Epoch, number: u16, streams: u32) -> Result<(), Halt> {
+        if number != epoch.number || !epoch.channels.is_empty() {
+            return Err(Halt::Failed("the source began an epoch twice".into()));
+        }
+        let channel = || Channel {
+            progress: Arc::default(),
+            closer: None,
+            thread: None,
+            told: 0,
+        };
+        epoch.channels = (0..streams).map(|_| channel()).collect();
+        self.report.update(|report| report.streams = streams);
+        epoch
+            .control
+            .send(&ToSource::Begun { epoch: number })
+            .map_err(|error| halt_of(&error))
+    }
+
+    /// Waits until all records before the barrier are applied. Channels go on being admitted before.
+    fn barrier(&mut self, epoch: &mut Epoch, iteration: u32, sent: &[u64]) -> Result<(), Halt> {
+        if planted("barrier-not-awaited") {
+            return self.barrier_done(epoch, iteration);
+        }
+        if sent.len() != epoch.channels.len() {
+            return Err(Halt::Failed(
+                "the source's barrier names other channels than it opened".into(),
+            ));
+        }
+        let deadline = Instant::now() + BARRIER_WAIT;
+        for (index, records) in sent.iter().enumerate() {
+            while epoch
+                .channels
+                .get(index)
+                .is_some_and(|channel| channel.thread.is_none())
+                && *records > 0
+            {
+                if Instant::now() >= deadline {
+                    return Err(Halt::Lost(
+                        "a data channel of the barrier did not arrive".into(),
+                    ));
+                }
+                if let Ok(connection) = self.arrivals.connections.recv_timeout(TICK) {
+                    self.hold_back(connection);
+                }
+                self.admit(epoch)?;
+            }
+            self.wait_applied(epoch, index, *records, deadline)?;
+        }
+        self.barrier_done(epoch, iteration)
+    }
+
+    /// Waits without going deaf: to the VM's thread, to a source that makes its channels anew, to applied records.
+    fn wait_applied(
+        &mut self,
+        epoch: &mut Epoch,
+        index: usize,
+        records: u64,
+        deadline: Instant,
+    ) -> Result<(), Halt> {
+        loop {
+            let Some(channel) = epoch.channels.get(index) else {
+                return Ok(());
+            };
+            let reached = channel.progress.wait_for(records, Instant::now() + TICK);
+            match reached {
+                Ok(true) => return Ok(()),
+                Ok(false) if Instant::now() < deadline => {}
+                Ok(false) => return Err(Halt::Lost("a data channel stands still".into())),
+                Err(End::Lost(reason)) => return Err(Halt::Lost(reason)),
+                Err(End::Failed(reason)) => return Err(Halt::Failed(reason)),
+                Err(End::Finished) => return Err(Halt::Lost("a data channel has ended".into())),
+            }
+            self.commands()?;
+            self.admit(epoch)?;
+            self.look_at_channels(epoch)?;
+        }
+    }
+
+    fn barrier_done(&mut self, epoch: &mut Epoch, iteration: u32) -> Result<(), Halt> {
+        let times = epoch
+            .channels
+            .iter()
+            .map(|channel| channel.progress.take_times());
+        let (busy, memory) = times.fold((0.0, 0.0), |(busy, memory), (b, m)| {
+            (busy + b.as_secs_f64(), memory + m.as_secs_f64())
+        });
+        let threads_s =
+            epoch.barrier_at.elapsed().as_secs_f64() * epoch.channels.len().max(1) as f64;
+        epoch.barrier_at = Instant::now();
+        // The source was not listened to meanwhile.
+        epoch.heard = Instant::now();
+        if epoch.stage == Stage::Stopped {
+            epoch.stage = Stage::LastApplied;
+        }
+        let done = ToSource::BarrierDone {
+            iteration,
+            memory_wait: (memory / threads_s) as f32,
+            busy: (busy / threads_s) as f32,
+        };
+        epoch.control.send(&done).map_err(|error| halt_of(&error))
+    }
+
+    fn device_state(&mut self, epoch: &mut Epoch, piece: &[u8]) -> Result<(), Halt> {
+        if !matches!(epoch.stage, Stage::LastApplied | Stage::Loading) {
+            return Err(Halt::Failed(
+                "the source sent device state before its last pages".into(),
+            ));
+        }
+        epoch.stage = Stage::Loading;
+        reached("destination.loading");
+        let Some(qemu) = &mut self.qemu else {
+            return Err(Halt::Failed(
+                "device state came, but no hypervisor waits for it".into(),
+            ));
+        };
+        let written = qemu.stream.write(piece, Instant::now() + LOAD_WAIT);
+        written.map_err(|error| Halt::Failed(error.to_string()))
+    }
+
+    fn load(&mut self, epoch: &mut Epoch, attempt: godwit_types::Generation) -> Result<(), Halt> {
+        if epoch.stage != Stage::Loading {
+            return Err(Halt::Failed(
+                "the source ended a device state that it did not send".into(),
+            ));
+        }
+        let began = Instant::now();
+        let qemu = self
+            .qemu
+            .take()
+            .ok_or(Halt::Failed("no hypervisor waits for device state".into()))?;
+        let loaded = with_signs_of_life(&epoch.control, || {
+            qemu.machine.finish_incoming(qemu.stream, began + LOAD_WAIT)
+        });
+        loaded.map_err(|error| Halt::Failed(error.to_string()))?;
+        epoch.stage = Stage::Loaded;
+        let load_ms = began.elapsed().as_secs_f64() * 1e3;
+        self.report
+            .update(|report| report.switchover_parts_ms.device_load_ms = load_ms);
+        reached("destination.loaded");
+        // Only a figure: whether the link still lives is seen when it is read.
+        let _ = epoch.control.send(&ToSource::Loaded { load_ms });
+        self.tell(News::Core(Event::Loaded { attempt }));
+        Ok(())
+    }
+}
+
+/// Loading devices may take a busy QEMU longer than the source would wait for a silent peer.
+fn with_signs_of_life<R>(control: &SharedControl, work: impl FnOnce() -> R) -> R {
+    let (done, waiting) = channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            while waiting.recv_timeout(LIFE_EVERY) == Err(RecvTimeoutError::Timeout) {
+                if control.send(&ToSource::Pong { nonce: u64::MAX }).is_err() {
+                    return;
+                }
+            }
+        });
+        let result = work();
+        drop(done);
+        result
+    })
+}
+
+fn halt_of(error: &TransportError) -> Halt {
+    match error.class() {
+        Class::Lost | Class::Cancelled => Halt::Lost(error.to_string()),
+        _ => Halt::Failed(error.to_string()),
+    }
+}

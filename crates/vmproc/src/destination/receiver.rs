@@ -1,0 +1,137 @@
+//! One thread per data channel at the destination: reads records, opens pages straight into guest memory.
+//!
+//! Each thread owns its channel and its buffers; threads share guest memory, where no two ever write the same page
+//! within an iteration, and nothing else. Whatever is wrong with a record ends the thread with its reason.
+
+use super::memory::Memory;
+use super::progress::{End, Progress};
+use crate::faults::reached;
+use godwit_guestmem::PAGE_SIZE;
+use godwit_transport::{Class, Patience, RecordReader, TransportError};
+use godwit_wire::{PageRun, PageRuns, RecordKind, WireError, ZeroPages};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A data channel may be silent as long as the control channel lives; the driver closes it otherwise.
+const SILENCE_MAX: Duration = Duration::from_secs(3600);
+
+/// Why a channel's thread stopped.
+#[derive(Debug, thiserror::Error)]
+enum ReceiveError {
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    #[error(transparent)]
+    Memory(#[from] godwit_guestmem::Error),
+    #[error("the source sent a record that has no place on a data channel")]
+    OutOfPlace,
+}
+
+impl ReceiveError {
+    fn end(&self) -> End {
+        match self {
+            Self::Transport(error) if matches!(error.class(), Class::Lost | Class::Cancelled) => {
+                End::Lost(error.to_string())
+            }
+            error => End::Failed(error.to_string()),
+        }
+    }
+}
+
+/// Starts the thread.
+pub(crate) fn start(
+    reader: RecordReader,
+    memory: Arc<Memory>,
+    progress: Arc<Progress>,
+) -> std::io::Result<std::thread::JoinHandle<()>> {
+    let name = format!("receive-{}", reader.channel().index());
+    std::thread::Builder::new().name(name).spawn(move || {
+        crate::priority::give_way_to_the_guest();
+        let receiver = DataReceiver {
+            reader,
+            memory,
+            progress: Arc::clone(&progress),
+            runs: PageRuns::new(),
+            zero: ZeroPages::new(),
+        };
+        let end = match receiver.run() {
+            Ok(()) => End::Finished,
+            Err(error) => error.end(),
+        };
+        progress.ended(end);
+    })
+}
+
+struct DataReceiver {
+    reader: RecordReader,
+    memory: Arc<Memory>,
+    progress: Arc<Progress>,
+    runs: PageRuns,
+    zero: ZeroPages,
+}
+
+impl DataReceiver {
+    fn run(mut self) -> Result<(), ReceiveError> {
+        let patience = Patience::idle(SILENCE_MAX);
+        let meter = self.reader.meter();
+        let pages = self.memory.ram.page_count();
+        loop {
+            let (began, blocked) = (Instant::now(), meter.read().blocked_us);
+            let record = self.reader.next(&patience)?;
+            let mut memory_wait = Duration::ZERO;
+            reached("destination.apply");
+            match record.kind {
+                RecordKind::Pages => {
+                    self.runs.decode(record.payload, pages)?;
+                    memory_wait = self.pages(&patience)?;
+                }
+                RecordKind::ZeroPages => {
+                    self.zero.decode(record.payload, pages)?;
+                    for run in self.zero.runs() {
+                        self.memory.zero(span(run))?;
+                    }
+                }
+                RecordKind::Final => return Ok(()),
+                _ => return Err(ReceiveError::OutOfPlace),
+            }
+            let waited = Duration::from_micros(meter.read().blocked_us - blocked);
+            self.progress
+                .spent(began.elapsed().saturating_sub(waited), memory_wait);
+            self.progress.applied(self.reader.next_counter());
+            reached("destination.receiving");
+        }
+    }
+
+    /// The record of the pages' bytes, which follows their list.
+    fn pages(&mut self, patience: &Patience) -> Result<Duration, ReceiveError> {
+        let mut waited = Duration::ZERO;
+        for run in self.runs.runs() {
+            waited += self.memory.provide(span(*run))?;
+        }
+        let (ram, reader) = (&self.memory.ram, &mut self.reader);
+        if let [run] = self.runs.runs() {
+            ram.with_pages_mut(run.first, u64::from(run.count), |bytes| {
+                reader.next_payload_into(bytes, patience)
+            })??;
+            return Ok(waited);
+        }
+        let record = reader.next(patience)?;
+        let mut rest = record.payload;
+        for run in self.runs.runs() {
+            let (bytes, behind) = rest
+                .split_at_checked(run.count as usize * PAGE_SIZE)
+                .ok_or(ReceiveError::OutOfPlace)?;
+            ram.with_pages_mut(run.first, u64::from(run.count), |to| {
+                to.copy_from_slice(bytes)
+            })?;
+            rest = behind;
+        }
+        Ok(waited)
+    }
+}
+
+fn span(run: PageRun) -> Range<u64> {
+    run.first..run.first + u64::from(run.count)
+}

@@ -1,0 +1,427 @@
+//! This VM's QEMU: started, taken over, watched, ended; and what belongs to it on this host (RAM file, taps, sockets).
+//!
+//! Owns nothing beyond a QEMU's life: dropping a [`Hyper`] leaves QEMU running, as an upgrade of this process needs.
+//! Refuses: to start a second QEMU while one is known.
+
+use crate::announce::Voice;
+use crate::faults::{qemu_is, reached};
+use crate::files::{Paths, QemuIdentity};
+use crate::harden::stay_private;
+use crate::input::{GuestNews, Input};
+use crate::neighbours::Neighbours;
+use godwit_guestmem::{Owner, RamFile, handout};
+use godwit_qemu::command_line::{self, Disk, MachineConfig, Nic};
+use godwit_qemu::disk::{DiskError, open_image};
+use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
+use godwit_qemu::machine::{Machine, RunState};
+use godwit_qemu::process::QemuProcess;
+use godwit_qemu::qmp::{EventKind, EventsError};
+use godwit_qemu::tap::Tap;
+use godwit_store::{load_json, remove_document, save_json};
+use godwit_types::host_api::VmProcessConfig;
+use godwit_types::vm::{Accelerator, DiskSpec, VmSpec};
+use godwit_types::{ApiError, ErrorCode, HostName};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::time::{Duration, Instant};
+
+/// QEMU's time to come up.
+const START_WAIT: Duration = Duration::from_secs(20);
+/// QEMU's time to be gone after it was killed.
+pub(crate) const KILL_WAIT: Duration = Duration::from_secs(10);
+/// QEMU's time for an ordinary command.
+pub(crate) const QMP_WAIT: Duration = Duration::from_secs(5);
+
+/// A QEMU of this VM.
+#[derive(Debug)]
+pub(crate) struct Hyper {
+    pub identity: QemuIdentity,
+    process: QemuProcess,
+    pub machine: Arc<Machine>,
+    pub ram: Arc<RamFile>,
+    /// Ends the work of putting huge pages back.
+    pub collapse_cancel: Arc<AtomicBool>,
+    /// The guest's addresses on the network.
+    pub neighbours: Neighbours,
+    /// Announces the guest.
+    pub voice: Voice,
+}
+
+/// Taps must be free for the next QEMU, whatever still runs here.
+impl Drop for Hyper {
+    fn drop(&mut self) {
+        self.voice.silence();
+    }
+}
+
+/// What to start.
+pub(crate) struct Start<'a> {
+    pub config: &'a VmProcessConfig,
+    pub paths: &'a Paths,
+    pub spec: &'a VmSpec,
+    pub accelerator: Accelerator,
+    pub launch: u64,
+    pub incoming: bool,
+}
+
+impl Hyper {
+    /// Starts QEMU; the guest does not run.
+    pub(crate) fn start(start: &Start<'_>) -> Result<Self, ApiError> {
+        let owner = Owner {
+            uid: start.config.qemu_uid,
+            gid: start.config.qemu_gid,
+        };
+        let ram_path = start.paths.ram_file(start.launch);
+        check_files(start.spec, &start.config.host)?;
+        let ram =
+            RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner)).map_err(memory)?;
+        let started = launch_qemu(start, &ram_path).and_then(|(launched, taps)| {
+            qemu_is(launched.process.pid());
+            reached("qemu.started");
+            let identity = QemuIdentity {
+                pid: launched.process.pid(),
+                start_time_ticks: launched.process.start_time_ticks(),
+                accelerator: start.accelerator,
+                launch: start.launch,
+            };
+            // Written before anything can run: a successor must know this QEMU.
+            if let Err(error) = save_json(&start.paths.identity(), &identity) {
+                let _ = launched.process.kill_verified(Instant::now() + KILL_WAIT);
+                return Err(internal(error));
+            }
+            Ok((identity, launched, taps))
+        });
+        match started {
+            Ok((identity, launched, taps)) => Ok(Self {
+                neighbours: Neighbours::load(start.paths, start.launch),
+                voice: Voice::new(taps),
+                identity,
+                process: launched.process,
+                machine: Arc::new(launched.machine),
+                ram: Arc::new(ram),
+                collapse_cancel: Arc::default(),
+            }),
+            Err(error) => {
+                remove(&ram_path);
+                remove_sockets(start.paths, start.launch);
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes over a QEMU that a predecessor left: once it answers on one of its control sockets, each with a time of
+    /// its own, and says what it does.
+    pub(crate) fn take_over(
+        paths: &Paths,
+        identity: &QemuIdentity,
+    ) -> Result<(Self, RunState), ApiError> {
+        let connect = |index| {
+            adopt(
+                identity.pid,
+                identity.start_time_ticks,
+                &paths.monitor(identity.launch, index),
+                Instant::now() + QMP_WAIT,
+            )
+        };
+        let taken = connect(0).or_else(|_| connect(1)).map_err(hypervisor)?;
+        let state = taken.machine.query_status(Instant::now() + QMP_WAIT);
+        let state = state.map_err(internal)?;
+        let ram = RamFile::open(&paths.ram_file(identity.launch)).map_err(memory)?;
+        let hyper = Self {
+            identity: identity.clone(),
+            process: taken.process,
+            machine: Arc::new(taken.machine),
+            ram: Arc::new(ram),
+            collapse_cancel: Arc::default(),
+            neighbours: Neighbours::load(paths, identity.launch),
+            voice: Voice::default(),
+        };
+        Ok((hyper, state))
+    }
+
+    /// QEMU's process id.
+    pub(crate) fn pid(&self) -> i32 {
+        self.identity.pid
+    }
+
+    /// Whether it lives, as the system says, which is sooner than its events.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.process.is_alive()
+    }
+
+    /// Ends QEMU and waits until it is gone.
+    pub(crate) fn kill(&self) -> Result<(), ApiError> {
+        self.collapse_cancel.store(true, Ordering::Relaxed);
+        self.process
+            .kill_verified(Instant::now() + KILL_WAIT)
+            .map_err(internal)
+    }
+
+    /// Passes QEMU's events on until it ends.
+    pub(crate) fn watch(&self, inputs: Sender<Input>) -> std::io::Result<()> {
+        let events = self.machine.events();
+        let launch = self.identity.launch;
+        let gone = self.process.pidfd().try_clone()?;
+        std::thread::Builder::new()
+            .name("qemu-events".into())
+            .spawn(move || {
+                let tell = |news| inputs.send(Input::Guest { launch, news }).is_ok();
+                loop {
+                    match events.next(Instant::now() + Duration::from_secs(3600)) {
+                        Ok(event) => {
+                            if guest_news(&event.kind).is_some_and(|news| !tell(news)) {
+                                return;
+                            }
+                        }
+                        Err(EventsError::Deadline) => {}
+                        Err(_) => break,
+                    }
+                }
+                wait_gone(&gone);
+                tell(GuestNews::Died);
+            })?;
+        Ok(())
+    }
+}
+
+/// The control socket closes an instant before the process is gone. A QEMU that lives on without one is of no use to
+/// anybody but its guest: it is waited for.
+fn wait_gone(pidfd: &OwnedFd) {
+    use rustix::event::{PollFd, PollFlags, poll};
+    let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+    while poll(&mut fds, None) == Err(rustix::io::Errno::INTR) {}
+}
+
+fn guest_news(kind: &EventKind) -> Option<GuestNews> {
+    match kind {
+        EventKind::Shutdown { .. } => Some(GuestNews::Shutdown),
+        EventKind::GuestPanicked => Some(GuestNews::Halted("the guest panicked".into())),
+        EventKind::BlockIoError => Some(GuestNews::Halted("a disk request failed".into())),
+        EventKind::Reset { .. } => Some(GuestNews::Reset),
+        _ => None,
+    }
+}
+
+fn launch_qemu(
+    start: &Start<'_>,
+    ram_path: &Path,
+) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>), ApiError> {
+    let taps = open_taps(start.config, start.spec)?;
+    let images = open_images(start.config, start.spec)?;
+    let library = handout::install(&start.paths.run).map_err(memory)?;
+    let device = handout::open_device().map_err(memory)?;
+    let socket = start.paths.handout(start.launch);
+    // Of a start that was cut short before anybody could know it.
+    remove_sockets(start.paths, start.launch);
+    std::fs::create_dir_all(start.paths.run.join("qemu")).map_err(internal)?;
+    let listener = handout::listen(&socket).map_err(memory)?;
+    let monitors: Vec<PathBuf> = (0..2)
+        .map(|index| start.paths.monitor(start.launch, index))
+        .collect();
+    let spec = LaunchSpec {
+        binary: PathBuf::from(&start.config.qemu),
+        machine: machine_config(start, ram_path, &taps, &images),
+        monitors,
+        uid: start.config.qemu_uid,
+        gid: start.config.qemu_gid,
+        handout: Some(Handout {
+            library,
+            uffd_device: device.as_fd(),
+            listener: listener.as_fd(),
+        }),
+        inherited: taps
+            .iter()
+            .map(AsFd::as_fd)
+            .chain(images.iter().map(AsFd::as_fd))
+            .collect(),
+    };
+    let launched = launch(&spec, Instant::now() + START_WAIT).map_err(hypervisor)?;
+    Ok((launched, taps))
+}
+
+fn machine_config(
+    start: &Start<'_>,
+    ram_path: &Path,
+    taps: &[Tap],
+    images: &[OwnedFd],
+) -> MachineConfig {
+    let spec = start.spec;
+    let disks = spec.disks.iter().zip(images);
+    let nic = |(index, tap): (usize, &Tap)| {
+        Some(Nic {
+            mac: spec.mac(index)?,
+            tap_fd: tap.as_fd().as_raw_fd(),
+        })
+    };
+    MachineConfig {
+        name: spec.name.to_string(),
+        uuid: uuid_of(spec.name.as_str()),
+        vcpus: spec.vcpus,
+        memory_mib: spec.memory_mib,
+        machine_type: spec.machine.clone(),
+        cpu_model: spec.cpu.clone(),
+        cpu_features: Vec::new(),
+        cpu_enforce: start.accelerator == Accelerator::Kvm,
+        accelerator: match start.accelerator {
+            Accelerator::Kvm => command_line::Accelerator::Kvm,
+            Accelerator::Auto | Accelerator::Tcg => command_line::Accelerator::Tcg,
+        },
+        kernel: PathBuf::from(&spec.kernel),
+        initramfs: spec.initramfs.as_ref().map(PathBuf::from),
+        kernel_arguments: spec.cmdline.clone(),
+        nics: taps.iter().enumerate().filter_map(nic).collect(),
+        disks: disks
+            .map(|(disk, image)| Disk {
+                name: disk.name.clone(),
+                fd: image.as_raw_fd(),
+                read_only: disk.read_only,
+            })
+            .collect(),
+        ram_file: ram_path.to_owned(),
+        incoming: start.incoming,
+    }
+}
+
+fn open_taps(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<Tap>, ApiError> {
+    let mut taps = Vec::new();
+    for (index, nic) in spec.nics.iter().enumerate() {
+        let bridge = config.port_groups.get(&nic.port_group).ok_or_else(|| {
+            let message = format!(
+                "host '{}' has no port group '{}': add it to [port_groups] in its host.toml, or change the VM's",
+                config.host, nic.port_group
+            );
+            ApiError::new(ErrorCode::MissingBridge, message).on_host(&config.host)
+        })?;
+        let tap = Tap::create(&tap_name(spec, index), bridge).map_err(|error| {
+            let message = format!("host '{}': {error}", config.host);
+            ApiError::new(ErrorCode::MissingBridge, message).on_host(&config.host)
+        })?;
+        taps.push(tap);
+    }
+    Ok(taps)
+}
+
+/// The images of all disks, with the rights of QEMU's user.
+fn open_images(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<OwnedFd>, ApiError> {
+    let open = |disk: &DiskSpec| {
+        let path = Path::new(&disk.path);
+        open_image(path, disk.read_only, config.qemu_uid, config.qemu_gid).map_err(|error| {
+            let code = match error {
+                DiskError::Missing { .. } => ErrorCode::MissingFile,
+                _ => ErrorCode::InvalidRequest,
+            };
+            let message = format!(
+                "disk '{}' of VM '{}' on host '{}': {error}",
+                disk.name, spec.name, config.host
+            );
+            ApiError::new(code, message).on_host(&config.host)
+        })
+    };
+    let images = spec.disks.iter().map(open).collect();
+    stay_private().map_err(internal)?;
+    images
+}
+
+/// A name of at most 15 bytes that is this card's alone.
+pub(crate) fn tap_name(spec: &VmSpec, index: usize) -> String {
+    let mac = spec.mac(index).unwrap_or_default();
+    let hex: String = mac
+        .iter()
+        .skip(2)
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    format!("gw{hex}{index}")
+}
+
+/// The same UUID on every host: made from the VM's name, in the form of a random one.
+fn uuid_of(name: &str) -> String {
+    let mut state: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
+    for byte in name.bytes() {
+        state = (state ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
+    }
+    let hex = format!("{state:032x}");
+    let part = |from: usize, to: usize| hex.get(from..to).unwrap_or_default();
+    format!(
+        "{}-{}-4{}-a{}-{}",
+        part(0, 8),
+        part(8, 12),
+        part(13, 16),
+        part(17, 20),
+        part(20, 32)
+    )
+}
+
+fn check_files(spec: &VmSpec, host: &HostName) -> Result<(), ApiError> {
+    for path in std::iter::once(&spec.kernel).chain(&spec.initramfs) {
+        if !Path::new(path).is_file() {
+            let message = format!(
+                "the file {path} of VM '{}' does not exist on host '{host}': copy it there or correct the VM",
+                spec.name
+            );
+            return Err(ApiError::new(ErrorCode::MissingFile, message).on_host(host));
+        }
+    }
+    Ok(())
+}
+
+/// Removes everything that a QEMU of this VM left on this host.
+pub(crate) fn remove_leftovers(paths: &Paths) {
+    if let Ok(Some(identity)) = load_json::<QemuIdentity>(&paths.identity()) {
+        remove(&paths.ram_file(identity.launch));
+        remove_sockets(paths, identity.launch);
+    }
+    let _ = remove_document(&paths.identity());
+}
+
+fn remove_sockets(paths: &Paths, launch: u64) {
+    remove(&paths.monitor(launch, 0));
+    remove(&paths.monitor(launch, 1));
+    remove(&paths.handout(launch));
+    remove(&paths.addresses(launch));
+}
+
+fn remove(path: &Path) {
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            tracing::warn!(path = %path.display(), %error, "a file is left behind");
+        }
+        _ => {}
+    }
+}
+
+pub(crate) fn internal(error: impl std::fmt::Display) -> ApiError {
+    ApiError::new(ErrorCode::Internal, error.to_string())
+}
+
+fn memory(error: godwit_guestmem::Error) -> ApiError {
+    let code = match error {
+        godwit_guestmem::Error::OutOfMemory { .. } => ErrorCode::OutOfMemory,
+        godwit_guestmem::Error::KernelTooOld { .. } => ErrorCode::Incompatible,
+        _ => ErrorCode::Internal,
+    };
+    ApiError::new(code, error.to_string())
+}
+
+fn hypervisor(error: LaunchError) -> ApiError {
+    ApiError::new(ErrorCode::Hypervisor, error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_uuid_has_its_form_and_is_the_vms_own() {
+        let uuid = uuid_of("web");
+        assert_eq!(uuid.len(), 36);
+        assert_eq!(
+            uuid.split('-').map(str::len).collect::<Vec<_>>(),
+            [8, 4, 4, 4, 12]
+        );
+        assert_eq!(uuid, uuid_of("web"));
+        assert_ne!(uuid, uuid_of("db"));
+    }
+}

@@ -1,0 +1,54 @@
+//! The VM process: one per VM, beside its QEMU.
+//!
+//! Owns the VM's journal (by its lock), QEMU's control socket, the mapping of guest RAM, the write tracking and the
+//! migration in progress. May be killed at any time: the next one takes QEMU over and does what this one would have done.
+//! Refuses: to run a guest without a permit, to keep a key anywhere but in memory.
+//!
+//! One thread, [`vm`], changes the VM's state; it takes inputs one at a time and hands events to the ownership core.
+//! Around it: `server` answers the agent, a watcher per QEMU passes its events on, `source` or `destination` drive a
+//! migration with threads of their own.
+
+mod actions;
+mod adoption;
+mod announce;
+mod control;
+mod control_slot;
+mod destination;
+mod faults;
+mod files;
+mod harden;
+mod hypervisor;
+mod input;
+mod neighbours;
+mod outbox;
+mod priority;
+mod requests;
+mod save_gate;
+mod server;
+mod shared_report;
+mod source;
+mod strays;
+mod succession;
+mod throttle;
+mod timers;
+mod vm;
+
+use godwit_types::host_api::VmProcessConfig;
+use std::path::Path;
+
+/// Runs the VM process described by the file at `config_path` until it is told to detach or the VM is gone.
+pub fn run(config_path: &Path) -> anyhow::Result<()> {
+    harden::harden()?;
+    // A thread that is gone silently would leave the others waiting; a successor of the whole process does not.
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
+    let text = std::fs::read_to_string(config_path)?;
+    let config: VmProcessConfig = serde_json::from_str(&text)?;
+    match vm::Vm::open(config)? {
+        Some(vm) => vm.run(),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,86 @@
+//! Messages about ownership that wait to be carried to the other host by the agent.
+//!
+//! Shared by the VM's own thread (which puts) and the connection of the agent (which takes). At most one copy of a
+//! message waits; the core asks again by itself, so what is taken and lost on the way does no harm.
+
+use godwit_types::host_api::OutboxMessage;
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Most messages that wait; older ones give way, since the newest question is the one that counts.
+const WAITING_MAX: usize = 64;
+
+/// The waiting messages.
+#[derive(Debug, Default)]
+pub(crate) struct Outbox {
+    waiting: Mutex<Vec<OutboxMessage>>,
+    arrived: Condvar,
+}
+
+impl Outbox {
+    /// Adds a message unless the same one waits already.
+    pub(crate) fn put(&self, message: OutboxMessage) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        if waiting.contains(&message) {
+            return;
+        }
+        if waiting.len() >= WAITING_MAX {
+            waiting.remove(0);
+        }
+        waiting.push(message);
+        self.arrived.notify_all();
+    }
+
+    /// Takes all messages, waiting up to `wait` for the first one.
+    pub(crate) fn take(&self, wait: Duration) -> Vec<OutboxMessage> {
+        let deadline = Instant::now() + wait;
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        while waiting.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            let woken = self.arrived.wait_timeout(waiting, left);
+            waiting = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        std::mem::take(&mut *waiting)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::HostName;
+    use godwit_types::migration::AgentAddress;
+
+    fn message(number: u64) -> OutboxMessage {
+        let host = HostName::new("b").unwrap();
+        let peer = AgentAddress {
+            host,
+            address: "127.0.0.1:1".parse().unwrap(),
+        };
+        OutboxMessage {
+            peer,
+            message: number.into(),
+        }
+    }
+
+    #[test]
+    fn the_same_message_waits_once_and_is_taken_once() {
+        let outbox = Outbox::default();
+        outbox.put(message(1));
+        outbox.put(message(1));
+        outbox.put(message(2));
+        assert_eq!(outbox.take(Duration::ZERO), [message(1), message(2)]);
+        assert_eq!(outbox.take(Duration::ZERO), []);
+    }
+
+    #[test]
+    fn the_newest_messages_are_kept() {
+        let outbox = Outbox::default();
+        (0..100).for_each(|number| outbox.put(message(number)));
+        let taken = outbox.take(Duration::ZERO);
+        assert_eq!(taken.len(), WAITING_MAX);
+        assert_eq!(taken.last(), Some(&message(99)));
+    }
+}

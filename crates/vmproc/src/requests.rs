@@ -1,0 +1,601 @@
+//! What the agent may ask of this VM.
+//!
+//! Part of [`Vm`]. Refuses with a sentence: what the core refuses, what needs a hypervisor that is not there, and a
+//! migration that could not begin; then nothing half-done stays behind.
+
+use crate::control_slot::ControlSlot;
+use crate::destination::arrivals::Arrivals;
+use crate::destination::driver::{DestinationHandle, DestinationParts, WaitingQemu};
+use crate::destination::memory::Memory;
+use crate::faults::reached;
+use crate::files::MigrationNote;
+use crate::hypervisor::{QMP_WAIT, internal};
+use crate::input::{DriverNews, Input, News};
+use crate::save_gate::SaveGate;
+use crate::shared_report::SharedReport;
+use crate::source::driver::{SourceHandle, SourceParts};
+use crate::source::epoch::routes;
+use crate::source::tracking::DirtyTracker;
+use crate::throttle::SharedThrottle;
+use crate::vm::{Driver, Migration, Outcome, Vm};
+use godwit_ownership::{Event, PeerMessage, Status};
+use godwit_store::save_json;
+use godwit_types::host_api::{
+    HostVm, IncomingReady, PrepareIncoming, SPEC_FILE, VmAnswer, VmRequest, VmStatus,
+};
+use godwit_types::migration::{MigrationReport, MigrationSpec, Side};
+use godwit_types::vm::{Accelerator, VmSpec, VmState};
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
+use godwit_wire::Spec;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Data channels per core, at most [`STREAMS_MAX`].
+const STREAMS_MAX: usize = 8;
+
+/// An answer that is not an error.
+pub(crate) struct Answered(pub VmAnswer);
+
+type Reply = Result<Answered, ApiError>;
+
+impl Vm {
+    /// Answers one request.
+    pub(crate) fn answer(&mut self, request: VmRequest) -> Reply {
+        self.outcome = Outcome::default();
+        match request {
+            VmRequest::Status => Ok(Answered(VmAnswer::Status(Box::new(VmStatus {
+                vm: self.host_vm()?,
+            })))),
+            VmRequest::Start => self.start(),
+            VmRequest::Stop { force: true } => self.ask(Event::StopRequested, "is powered off"),
+            VmRequest::Stop { force: false } => self.powerdown(),
+            VmRequest::Reset => self.reset(),
+            VmRequest::Pause => self.ask(Event::PauseRequested, "is paused"),
+            VmRequest::Resume => self.ask(Event::ResumeRequested, "goes on"),
+            VmRequest::PrepareIncoming(request) => self.prepare_incoming(*request),
+            VmRequest::Migrate(spec) => self.migrate(&spec),
+            VmRequest::Cancel { migration, reason } => self.cancel(&migration, &reason),
+            VmRequest::Report { migration } => match self.report(&migration)? {
+                Some(report) => Ok(Answered(VmAnswer::Report(Box::new(report)))),
+                None => Err(unknown_migration(&migration)),
+            },
+            VmRequest::Peer { from, message } => self.peer(from, message),
+            VmRequest::TakeOutbox { .. } => Err(internal("an outbox is taken from its own thread")),
+            VmRequest::Resolve {
+                run_here,
+                confirm_fenced,
+            } => self.resolve(run_here, confirm_fenced),
+            VmRequest::Console => self.console(),
+            VmRequest::Blockers => self.blockers(),
+            VmRequest::Detach => {
+                self.detach = true;
+                self.done("is left to its next VM process")
+            }
+        }
+    }
+
+    /// Hands a request to the core; its refusal or a failure on the way is the answer.
+    fn ask(&mut self, event: Event, done: &str) -> Reply {
+        self.feed(event);
+        self.verdict()?;
+        self.done(done)
+    }
+
+    fn verdict(&mut self) -> Result<(), ApiError> {
+        if let Some(error) = self.outcome.failed.take() {
+            return Err(error);
+        }
+        match self.outcome.refused.take() {
+            Some(why) => {
+                let code = if matches!(self.status, Status::InDoubt { .. }) {
+                    ErrorCode::InDoubt
+                } else {
+                    ErrorCode::WrongState
+                };
+                Err(ApiError::new(
+                    code,
+                    format!("VM '{}': {why}", self.config.vm),
+                ))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn done(&self, what: &str) -> Reply {
+        Ok(Answered(VmAnswer::Done(format!(
+            "VM '{}' {what}",
+            self.config.vm
+        ))))
+    }
+
+    /// A start that fails leaves the VM off, as it was.
+    fn start(&mut self) -> Reply {
+        self.feed(Event::StartRequested);
+        let verdict = self.verdict();
+        if verdict.is_err() && matches!(self.status, Status::Down { .. }) {
+            self.feed(Event::StopRequested);
+        }
+        verdict?;
+        self.done("runs")
+    }
+
+    fn powerdown(&mut self) -> Reply {
+        match &self.hyper {
+            Some(hyper) => {
+                hyper
+                    .machine
+                    .powerdown(Instant::now() + QMP_WAIT)
+                    .map_err(qmp)?;
+                self.done("was asked to power off; use --force if it does not obey")
+            }
+            None => self.ask(Event::StopRequested, "is powered off"),
+        }
+    }
+
+    fn reset(&mut self) -> Reply {
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        hyper
+            .machine
+            .system_reset(Instant::now() + QMP_WAIT)
+            .map_err(qmp)?;
+        self.done("is reset")
+    }
+
+    fn console(&mut self) -> Reply {
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        let bytes = hyper
+            .machine
+            .console(Instant::now() + QMP_WAIT)
+            .map_err(qmp)?;
+        Ok(Answered(VmAnswer::Console(
+            String::from_utf8_lossy(&bytes).into_owned(),
+        )))
+    }
+
+    fn blockers(&mut self) -> Reply {
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        let reasons = hyper
+            .machine
+            .blocked_reasons(Instant::now() + QMP_WAIT)
+            .map_err(qmp)?;
+        Ok(Answered(VmAnswer::Blockers(reasons)))
+    }
+
+    fn not_running(&self) -> ApiError {
+        let message = format!(
+            "VM '{}' is not running on host '{}'",
+            self.config.vm, self.config.host
+        );
+        ApiError::new(ErrorCode::WrongState, message)
+    }
+
+    fn peer(&mut self, from: HostName, message: serde_json::Value) -> Reply {
+        let message: PeerMessage = serde_json::from_value(message).map_err(|error| {
+            ApiError::new(
+                ErrorCode::InvalidRequest,
+                format!("the other host's message cannot be read: {error}"),
+            )
+        })?;
+        // Only a question is answered in place: the agents carry an answer back, but no answer to that. The rest goes by
+        // the outbox.
+        let asks = matches!(
+            message,
+            PeerMessage::AskHolding { .. } | PeerMessage::AskGift { .. }
+        );
+        self.outcome.replies = asks.then(|| (from.clone(), Vec::new()));
+        self.feed(Event::Message { from, message });
+        let replies = self
+            .outcome
+            .replies
+            .take()
+            .map(|(_, replies)| replies)
+            .unwrap_or_default();
+        let replies = replies
+            .iter()
+            .map(serde_json::to_value)
+            .collect::<Result<_, _>>();
+        Ok(Answered(VmAnswer::Replies(replies.map_err(internal)?)))
+    }
+
+    fn resolve(&mut self, run_here: bool, confirm_fenced: Option<HostName>) -> Reply {
+        let confirm_fenced = confirm_fenced.ok_or_else(|| {
+            let message = "say which host is fenced with --confirm-fenced HOST, after making sure that it is off or cut off";
+            ApiError::new(ErrorCode::InvalidRequest, message)
+        })?;
+        let done = if run_here {
+            "is resolved: it runs here"
+        } else {
+            "is resolved: this host gave it up"
+        };
+        self.ask(
+            Event::OperatorResolve {
+                run_here,
+                confirm_fenced,
+            },
+            done,
+        )
+    }
+
+    fn cancel(&mut self, id: &MigrationId, reason: &str) -> Reply {
+        match &mut self.migration {
+            Some(migration) if migration.id == *id => {
+                migration.cancelled = true;
+                migration.reason.get_or_insert_with(|| reason.to_owned());
+            }
+            _ => return Err(unknown_migration(id)),
+        }
+        self.feed(Event::Cancel);
+        if let Err(refused) = self.verdict() {
+            if let Some(migration) = &mut self.migration {
+                (migration.cancelled, migration.reason) = (false, None);
+            }
+            return Err(refused);
+        }
+        self.done("stays where it is")
+    }
+
+    /// What the host is asked to be: the spec's wish, the host's override, else what the CPU can.
+    pub(crate) fn accelerator(&self) -> Accelerator {
+        let wish = self
+            .spec
+            .as_ref()
+            .map_or(Accelerator::Auto, |spec| spec.accelerator);
+        let wanted = match (self.config.accelerator, wish) {
+            (Accelerator::Auto, wish) => wish,
+            (host, _) => host,
+        };
+        let wanted = match wanted {
+            Accelerator::Auto => None,
+            Accelerator::Kvm => Some(godwit_qemu::command_line::Accelerator::Kvm),
+            Accelerator::Tcg => Some(godwit_qemu::command_line::Accelerator::Tcg),
+        };
+        match godwit_qemu::accel::choose_accel(wanted).accelerator {
+            godwit_qemu::command_line::Accelerator::Kvm => Accelerator::Kvm,
+            godwit_qemu::command_line::Accelerator::Tcg => Accelerator::Tcg,
+        }
+    }
+
+    // ---- becoming a destination ----
+
+    fn prepare_incoming(&mut self, request: PrepareIncoming) -> Reply {
+        refuse_writable_disks(&request.spec)?;
+        if self.migration.is_some() {
+            let message = format!("VM '{}' is already moving", self.config.vm);
+            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
+        }
+        let migration = &request.migration;
+        let event = Event::PrepareIncoming {
+            migration: migration.id.clone(),
+            from: migration.source.host.clone(),
+        };
+        self.feed(event);
+        self.verdict()?;
+        match self.receive(&request) {
+            Ok(ready) => Ok(Answered(VmAnswer::IncomingReady(ready))),
+            Err(error) => {
+                self.feed(Event::IncomingFailed);
+                Err(error.on_host(&self.config.host))
+            }
+        }
+    }
+
+    fn receive(&mut self, request: &PrepareIncoming) -> Result<IncomingReady, ApiError> {
+        let migration = &request.migration;
+        let mut spec = request.spec.clone();
+        spec.accelerator = request.accelerator;
+        save_json(&self.paths.state.join(SPEC_FILE), &spec).map_err(internal)?;
+        self.spec = Some(spec);
+        self.keep_note(migration, Side::Destination)?;
+        let secret = Arc::new(wire_spec(migration)?);
+        let arrivals = Arrivals::listen(
+            &secret,
+            &self.config.migration_addresses,
+            self.config.migration_ports,
+        )
+        .map_err(|error| ApiError::new(ErrorCode::PortInUse, error.to_string()))?;
+        let addresses = arrivals.addresses.clone();
+        self.launch(true)?;
+        let driver = self.start_destination(migration, arrivals)?;
+        self.put_migration(migration, Side::Destination, driver);
+        reached("destination.prepared");
+        Ok(IncomingReady { addresses })
+    }
+
+    fn start_destination(
+        &mut self,
+        spec: &MigrationSpec,
+        arrivals: Arrivals,
+    ) -> Result<Prepared, ApiError> {
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        let stream = hyper
+            .machine
+            .prepare_incoming(Instant::now() + QMP_WAIT)
+            .map_err(internal)?;
+        let report = self.new_report(spec, Side::Destination);
+        self.save_begun(&report.read())?;
+        let control = ControlSlot::default();
+        let parts = DestinationParts {
+            arrivals,
+            memory: Arc::new(Memory::new(Arc::clone(&hyper.ram)).map_err(internal)?),
+            qemu: WaitingQemu {
+                machine: Arc::clone(&hyper.machine),
+                stream,
+            },
+            report: report.clone(),
+            control: control.clone(),
+            populate_threads: cores().min(2),
+            news: self.news(),
+        };
+        let handle = DestinationHandle::start(parts).map_err(internal)?;
+        Ok(Prepared {
+            driver: Driver::Destination(handle),
+            report,
+            control,
+            throttle: None,
+            save_gate: SaveGate::default(),
+        })
+    }
+
+    // ---- becoming a source ----
+
+    fn migrate(&mut self, spec: &MigrationSpec) -> Reply {
+        if spec.id.as_str().is_empty() || self.migration.is_some() {
+            let message = format!("VM '{}' is already moving", self.config.vm);
+            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
+        }
+        self.spec
+            .as_ref()
+            .map_or(Ok(()), refuse_writable_disks)
+            .map_err(|error| error.on_host(&self.config.host))?;
+        let began = Event::MigrationBegan {
+            migration: spec.id.clone(),
+            to: spec.destination.host.clone(),
+        };
+        self.feed(began);
+        self.verdict()?;
+        match self.start_source(spec) {
+            Ok(prepared) => {
+                self.put_migration(spec, Side::Source, prepared);
+                self.done("is on its way")
+            }
+            Err(error) => {
+                self.feed(Event::Cancel);
+                Err(error.on_host(&self.config.host))
+            }
+        }
+    }
+
+    fn start_source(&mut self, spec: &MigrationSpec) -> Result<Prepared, ApiError> {
+        self.keep_note(spec, Side::Source)?;
+        let secret = Arc::new(wire_spec(spec)?);
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        hyper
+            .machine
+            .prepare_outgoing(Instant::now() + QMP_WAIT)
+            .map_err(|error| ApiError::new(ErrorCode::NotMigratable, error.to_string()))?;
+        let routes = routes(&spec.source_addresses, &spec.destination_addresses);
+        if routes.is_empty() {
+            let message = "the two hosts have no migration addresses of the same family (IPv4 or IPv6): add one in host.toml";
+            return Err(ApiError::new(ErrorCode::Incompatible, message));
+        }
+        let report = self.new_report(spec, Side::Source);
+        self.save_begun(&report.read())?;
+        let save_gate = SaveGate::default();
+        let (control, throttle) = (
+            ControlSlot::default(),
+            SharedThrottle::new(Arc::clone(&hyper.machine)),
+        );
+        let parts = SourceParts {
+            spec: secret,
+            streams: streams(routes.len()),
+            routes,
+            ram: Arc::clone(&hyper.ram),
+            machine: Arc::clone(&hyper.machine),
+            tracker: DirtyTracker::new(
+                Arc::clone(&hyper.ram),
+                u32::try_from(hyper.pid()).map_err(internal)?,
+                self.paths.handout(hyper.identity.launch),
+                Arc::clone(&hyper.collapse_cancel),
+            ),
+            throttle: throttle.clone(),
+            neighbours: hyper.neighbours.clone(),
+            save_gate: save_gate.clone(),
+            report: report.clone(),
+            max_downtime_ms: spec.max_downtime_ms,
+            cap_bytes_per_s: spec
+                .max_bandwidth_mbit_per_s
+                .map(|mbit| (mbit.max(1) * 125_000) as f64),
+            control: control.clone(),
+            news: self.news(),
+        };
+        let handle = SourceHandle::start(parts).map_err(internal)?;
+        Ok(Prepared {
+            driver: Driver::Source(handle),
+            report,
+            control,
+            throttle: Some(throttle),
+            save_gate,
+        })
+    }
+
+    // ---- both ----
+
+    /// What a driver tells goes to this thread, marked as this run's. The run begins with [`Vm::put_migration`].
+    fn news(&mut self) -> Box<dyn Fn(News) + Send> {
+        self.runs += 1;
+        let (run, inputs) = (self.runs, self.inputs.clone());
+        Box::new(move |news| {
+            let _ = inputs.send(Input::Driver(DriverNews { run, news }));
+        })
+    }
+
+    fn new_report(&self, spec: &MigrationSpec, side: Side) -> SharedReport {
+        let ram_mib = self.spec.as_ref().map_or(0, |spec| spec.memory_mib);
+        let now_s = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |since| since.as_secs());
+        SharedReport::new(MigrationReport::begun(spec, side, ram_mib, now_s))
+    }
+
+    fn put_migration(&mut self, spec: &MigrationSpec, side: Side, prepared: Prepared) {
+        let peer = match side {
+            Side::Source => spec.destination.host.clone(),
+            Side::Destination => spec.source.host.clone(),
+        };
+        let deadline = spec.deadline_s.filter(|_| side == Side::Source);
+        self.migration = Some(Migration {
+            id: spec.id.clone(),
+            side,
+            peer,
+            run: self.runs,
+            driver: Some(prepared.driver),
+            control: prepared.control,
+            report: prepared.report,
+            throttle: prepared.throttle,
+            save_gate: prepared.save_gate,
+            deadline: deadline.map(|seconds| Instant::now() + Duration::from_secs(seconds)),
+            switchover_wait: Duration::from_millis(500),
+            reason: None,
+            cancelled: false,
+            stopped_at: None,
+        });
+    }
+
+    /// Durable before anything is promised: a successor must be able to ask the peer.
+    fn keep_note(&mut self, spec: &MigrationSpec, side: Side) -> Result<(), ApiError> {
+        let peer = match side {
+            Side::Source => spec.destination.clone(),
+            Side::Destination => spec.source.clone(),
+        };
+        let note = MigrationNote {
+            migration: spec.id.clone(),
+            side,
+            peer,
+        };
+        save_json(&self.paths.state.join("migration.json"), &note).map_err(internal)?;
+        self.note = Some(note);
+        Ok(())
+    }
+
+    /// The VM as the host sees it.
+    pub(crate) fn host_vm(&self) -> Result<HostVm, ApiError> {
+        let record = self.core.record();
+        let spec = self.spec.clone().ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::UnknownVm,
+                format!(
+                    "host '{}' has no description of VM '{}'",
+                    self.config.host, self.config.vm
+                ),
+            )
+        })?;
+        let (state, note) = self.shown();
+        Ok(HostVm {
+            spec,
+            state,
+            generation: record.highest,
+            holds: record.may_run().is_some(),
+            migration: self
+                .migration
+                .as_ref()
+                .map(|migration| migration.id.clone()),
+            accelerator: self.hyper.as_ref().map(|hyper| hyper.identity.accelerator),
+            vm_process_pid: i32::try_from(std::process::id()).ok(),
+            qemu_pid: self.hyper.as_ref().map(crate::hypervisor::Hyper::pid),
+            note,
+        })
+    }
+
+    fn shown(&self) -> (VmState, Option<String>) {
+        let plain = |state| (state, None);
+        match &self.status {
+            Status::Absent | Status::Off => plain(VmState::Stopped),
+            Status::Running { .. } | Status::Migrating { .. } | Status::SwitchingOver { .. } => {
+                plain(VmState::Running)
+            }
+            Status::Paused => match &self.halted {
+                Some(why) => (VmState::Panicked, Some(why.clone())),
+                None => plain(VmState::Paused),
+            },
+            Status::Incoming { .. } => plain(VmState::Incoming),
+            Status::InDoubt { command, .. } => (
+                VmState::InDoubt,
+                Some(format!("to decide yourself: {command}")),
+            ),
+            Status::Down { reason } => (VmState::Crashed, Some((*reason).to_owned())),
+            Status::Moved { to } => (VmState::Stopped, Some(format!("it moved to host '{to}'"))),
+            Status::JournalFailed => (
+                VmState::Paused,
+                Some("the journal of this host cannot be written: free its disk".into()),
+            ),
+        }
+    }
+}
+
+/// A driver that runs, and what belongs to it.
+struct Prepared {
+    driver: Driver,
+    report: SharedReport,
+    control: ControlSlot,
+    throttle: Option<SharedThrottle>,
+    save_gate: SaveGate,
+}
+
+/// One channel per core, at least one per route.
+fn streams(routes: usize) -> u32 {
+    cores().min(4).max(routes).min(STREAMS_MAX) as u32
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
+fn wire_spec(spec: &MigrationSpec) -> Result<Spec, ApiError> {
+    Spec::new(spec.id.clone(), &spec.secret, spec.cipher)
+        .map_err(|error| ApiError::new(ErrorCode::InvalidRequest, error.to_string()))
+}
+
+/// What is written to a disk does not travel: the destination's image would be another one.
+fn refuse_writable_disks(spec: &VmSpec) -> Result<(), ApiError> {
+    match spec.disks.iter().find(|disk| !disk.read_only) {
+        None => Ok(()),
+        Some(disk) => {
+            let message = format!(
+                "VM '{}' has the writable disk '{}', which cannot move yet: make it read_only = true or remove it, with the VM stopped",
+                spec.name, disk.name
+            );
+            Err(ApiError::new(ErrorCode::NotMigratable, message))
+        }
+    }
+}
+
+fn unknown_migration(id: &MigrationId) -> ApiError {
+    ApiError::new(
+        ErrorCode::UnknownMigration,
+        format!("no migration '{id}' is known for this VM on this host"),
+    )
+}
+
+fn qmp(error: impl std::fmt::Display) -> ApiError {
+    ApiError::new(ErrorCode::Hypervisor, error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_writable_disk_is_refused_by_name() {
+        let spec = |read_only| {
+            let text = format!(
+                "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/k\"\n[[disk]]\nname = \"data\"\npath = \"/d\"\nread_only = {read_only}"
+            );
+            VmSpec::from_toml(&text).unwrap()
+        };
+        let refused = refuse_writable_disks(&spec(false)).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::NotMigratable);
+        let message = "VM 'web' has the writable disk 'data', which cannot move yet: ";
+        assert!(refused.message.starts_with(message), "{}", refused.message);
+        assert!(refuse_writable_disks(&spec(true)).is_ok());
+    }
+}

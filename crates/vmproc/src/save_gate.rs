@@ -1,0 +1,84 @@
+//! Whether QEMU may be asked to save its devices now.
+//!
+//! Shared by the source's driver, which saves, and the VM's thread, which calls an attempt off. QEMU stops the guest at
+//! the end of a save, so a guest that is let run again while one goes on would stand still for ever: calling off ends
+//! the save first. Refuses: a save for an attempt that was called off.
+
+use godwit_types::Generation;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// The gate.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct SaveGate(Arc<Gate>);
+
+#[derive(Debug, Default)]
+struct Gate {
+    /// Held for the time of a save; the attempt that may save.
+    attempt: Mutex<Option<Generation>>,
+    closing: AtomicBool,
+}
+
+/// A save that may go on.
+#[derive(Debug)]
+pub(crate) struct Saving<'a> {
+    _held: MutexGuard<'a, Option<Generation>>,
+    closing: &'a AtomicBool,
+}
+
+impl Saving<'_> {
+    /// Whether the attempt is being called off: the save must end at once.
+    pub(crate) fn is_called_off(&self) -> bool {
+        self.closing.load(Ordering::SeqCst)
+    }
+}
+
+impl SaveGate {
+    /// Lets this attempt save.
+    pub(crate) fn open(&self, attempt: Generation) {
+        *self.lock() = Some(attempt);
+        self.0.closing.store(false, Ordering::SeqCst);
+    }
+
+    /// Lets nothing save; returns when no save goes on.
+    pub(crate) fn close(&self) {
+        self.0.closing.store(true, Ordering::SeqCst);
+        *self.lock() = None;
+    }
+
+    /// Begins a save; `None`: the attempt was called off.
+    pub(crate) fn begin(&self, attempt: Generation) -> Option<Saving<'_>> {
+        let held = self.lock();
+        (*held == Some(attempt)).then_some(Saving {
+            _held: held,
+            closing: &self.0.closing,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Generation>> {
+        self.0
+            .attempt
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_attempt_that_stands_may_save() {
+        let gate = SaveGate::default();
+        assert!(gate.begin(Generation(2)).is_none());
+        gate.open(Generation(2));
+        assert!(
+            gate.begin(Generation(2))
+                .is_some_and(|saving| !saving.is_called_off())
+        );
+        gate.close();
+        assert!(gate.begin(Generation(2)).is_none());
+        gate.open(Generation(3));
+        assert!(gate.begin(Generation(2)).is_none());
+    }
+}

@@ -1,0 +1,460 @@
+//! The source's driver: one thread that runs a migration from connecting to the last byte of device state.
+//!
+//! Owns the channels, the dirty set and the write tracking. It never decides who may run the VM: it reports to the VM's
+//! thread, whose ownership core says when to stop the guest and what to send, and obeys. Whatever goes wrong before the
+//! permit, the guest keeps running at the source; a lost link is made again for up to a minute while it does.
+//!
+//! ```text
+//! connect -> track -> [pass -> barrier -> scan -> decide]* -> converged
+//!    ^                                                            | core: guest stopped
+//!    |  link lost, guest resumed                                  v
+//!    +------------------------------------------  last pages -> device state -> core hands over
+//! ```
+
+use super::epoch::{Epoch, EpochPlan, Route, extents};
+use super::pass::Pass;
+use super::sender::PassEnd;
+use super::tracking::DirtyTracker;
+use crate::faults::{planted, reached};
+use crate::input::News;
+use crate::neighbours::Neighbours;
+use crate::save_gate::SaveGate;
+use crate::shared_report::SharedReport;
+use crate::throttle::SharedThrottle;
+use godwit_guestmem::{PageSet, RamFile};
+use godwit_migrate::convergence::Convergence;
+use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
+use godwit_qemu::machine::Machine;
+use godwit_transport::{Class, TransportError};
+use godwit_types::Generation;
+use godwit_wire::Spec;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// For how long a lost link is tried again.
+const RECONNECT_FOR: Duration = Duration::from_secs(60);
+/// Pause between two tries.
+const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
+/// How often the destination is asked for a sign of life.
+pub(super) const PING_EVERY: Duration = Duration::from_secs(1);
+/// Longest wait for the answer to a barrier while the guest runs.
+pub(super) const BARRIER_WAIT: Duration = Duration::from_secs(30);
+/// Part of a switchover that does not depend on memory, as first estimate, s.
+const FIXED_SWITCHOVER_S: f64 = 0.012;
+/// QEMU's time to save its devices.
+pub(super) const SAVE_WAIT: Duration = Duration::from_secs(10);
+
+/// What reaches the driver.
+#[derive(Debug)]
+pub(crate) enum DriverInput {
+    /// A sender finished a pass.
+    PassEnd { epoch: u16, end: Box<PassEnd> },
+    /// From the control channel.
+    Peer {
+        epoch: u16,
+        from: FromPeer,
+        at: Instant,
+    },
+    /// From the VM's thread.
+    Command(Command),
+}
+
+/// What the control channel's reader passes on.
+#[derive(Debug)]
+pub(crate) enum FromPeer {
+    /// A message.
+    Said(Box<ToSource>),
+    /// The channel is gone; it may be made again.
+    Lost(String),
+    /// The peer broke the protocol: the migration ends.
+    Broken(String),
+}
+
+impl FromPeer {
+    pub(crate) fn of(error: &TransportError) -> Self {
+        match error.class() {
+            Class::Lost | Class::Cancelled => Self::Lost(error.to_string()),
+            _ => Self::Broken(error.to_string()),
+        }
+    }
+}
+
+/// What the VM's thread tells the driver.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// The guest is stopped: send what is left.
+    LastPages { attempt: Generation },
+    /// Send the device state.
+    DeviceState { attempt: Generation },
+    /// The switchover was called off, the guest runs again: go on, with new channels.
+    CalledOff,
+    /// The migration is over here; tell the peer why, if it is a failure.
+    End { reason: Option<String> },
+}
+
+/// What a driver is made of.
+pub(crate) struct SourceParts {
+    pub spec: Arc<Spec>,
+    pub routes: Vec<Route>,
+    pub streams: u32,
+    pub ram: Arc<RamFile>,
+    pub machine: Arc<Machine>,
+    pub tracker: DirtyTracker,
+    pub throttle: SharedThrottle,
+    /// Whom the destination tells where the guest is.
+    pub neighbours: Neighbours,
+    pub save_gate: SaveGate,
+    pub report: SharedReport,
+    pub max_downtime_ms: u64,
+    pub cap_bytes_per_s: Option<f64>,
+    /// Where a new epoch's control channel is put, so that the VM's thread can send on it.
+    pub control: crate::control_slot::ControlSlot,
+    pub news: Box<dyn Fn(News) + Send>,
+}
+
+/// The running driver, as the VM's thread holds it.
+#[derive(Debug)]
+pub(crate) struct SourceHandle {
+    inputs: Sender<DriverInput>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl SourceHandle {
+    /// Starts the thread.
+    pub(crate) fn start(parts: SourceParts) -> std::io::Result<Self> {
+        let (inputs, received) = channel();
+        let own = inputs.clone();
+        let run = move || SourceDriver::new(parts, own, received).run();
+        let thread = std::thread::Builder::new()
+            .name("source".into())
+            .spawn(run)?;
+        Ok(Self {
+            inputs,
+            thread: Some(thread),
+        })
+    }
+
+    /// Gives a command; one that comes too late is nobody's loss.
+    pub(crate) fn command(&self, command: Command) {
+        let _ = self.inputs.send(DriverInput::Command(command));
+    }
+
+    /// Ends the driver and waits until tracking is off.
+    pub(crate) fn end(mut self, reason: Option<String>) {
+        self.command(Command::End { reason });
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Why an activity of the driver stopped.
+#[derive(Debug)]
+pub(super) enum Halt {
+    /// The VM's thread wants the migration to be over.
+    Ended(Option<String>),
+    /// The link is lost.
+    Lost(String),
+    /// The core called the switchover off: the guest runs again, with new channels it goes on.
+    CalledOff,
+    /// It cannot go on.
+    Failed(String),
+}
+
+pub(super) struct SourceDriver {
+    pub(super) parts: SourceParts,
+    pub(super) own: Sender<DriverInput>,
+    pub(super) inputs: Receiver<DriverInput>,
+    pub(super) dirty: PageSet,
+    pub(super) next_epoch: u16,
+    pub(super) iteration: u32,
+    pub(super) pass: Option<Arc<Pass>>,
+    pub(super) convergence: Convergence,
+    pub(super) rtt_s: f64,
+    pub(super) pinged: Instant,
+}
+
+impl SourceDriver {
+    fn new(parts: SourceParts, own: Sender<DriverInput>, inputs: Receiver<DriverInput>) -> Self {
+        let max_downtime_s = parts.max_downtime_ms as f64 / 1e3;
+        Self {
+            dirty: PageSet::new(parts.ram.page_count()),
+            convergence: Convergence::new(max_downtime_s, FIXED_SWITCHOVER_S),
+            parts,
+            own,
+            inputs,
+            next_epoch: 0,
+            iteration: 0,
+            pass: None,
+            rtt_s: 0.0005,
+            pinged: Instant::now(),
+        }
+    }
+
+    fn run(mut self) {
+        let halt = self.migrate();
+        // Tracking off first: the guest must not pay for a migration that is over.
+        self.parts.throttle.release();
+        self.parts.tracker.stop();
+        match halt {
+            Halt::Failed(reason) => {
+                self.tell(News::Failed(reason));
+                self.wait_for_end();
+            }
+            Halt::Lost(reason) => {
+                self.tell(News::Failed(format!(
+                    "the link to the destination was lost and could not be made again: {reason}"
+                )));
+                self.wait_for_end();
+            }
+            Halt::Ended(_) | Halt::CalledOff => {}
+        }
+        self.parts.control.clear();
+    }
+
+    pub(super) fn tell(&self, news: News) {
+        (self.parts.news)(news);
+    }
+
+    fn wait_for_end(&mut self) {
+        loop {
+            match self.inputs.recv() {
+                Ok(DriverInput::Command(Command::End { .. })) | Err(_) => return,
+                Ok(_) => {}
+            }
+        }
+    }
+
+    fn migrate(&mut self) -> Halt {
+        reached("source.setup");
+        match self.parts.ram.data_pages() {
+            Ok(pages) => self.dirty = pages,
+            Err(error) => return Halt::Failed(error.to_string()),
+        }
+        let mut epoch = match self.connect(true) {
+            Ok(epoch) => epoch,
+            Err(halt) => return halt,
+        };
+        reached("source.connected");
+        if !planted("tracking-after-first-read")
+            && let Err(error) = self.begin_tracking()
+        {
+            return self.give_up(&mut epoch, Halt::Failed(error));
+        }
+        reached("source.tracking");
+        let switchover_wait = Duration::from_secs_f64(4.0 * self.rtt_s);
+        self.tell(News::Began { switchover_wait });
+        loop {
+            let halt = match self.precopy(&mut epoch) {
+                Ok(()) => self.switchover(&mut epoch),
+                Err(halt) => halt,
+            };
+            let reason = match halt {
+                Halt::Lost(reason) => reason,
+                Halt::CalledOff => "the switchover was called off".into(),
+                halt => return self.give_up(&mut epoch, halt),
+            };
+            tracing::warn!(reason, "the channels are made anew");
+            self.full_speed();
+            self.abandon(&mut epoch);
+            let trouble = format!("link lost, connecting again: {reason}");
+            self.parts.report.trouble(Some(trouble));
+            epoch = match self.connect(false) {
+                Ok(epoch) => epoch,
+                Err(halt) => return halt,
+            };
+            self.parts.report.trouble(None);
+        }
+    }
+
+    /// Closes an epoch; what may not have been applied is dirty again.
+    fn abandon(&mut self, epoch: &mut Epoch) {
+        self.parts.control.clear();
+        if let Some(pass) = &self.pass {
+            // A sender that a cap holds back would sleep on.
+            pass.stop();
+        }
+        let mut lost = PageSet::new(self.dirty.page_count());
+        epoch.abandon(&mut lost);
+        if let Some(pass) = self.pass.take() {
+            pass.put_back_untaken(&mut lost);
+        }
+        if !planted("lost-channel-not-put-back") {
+            self.dirty.merge(&lost);
+        }
+    }
+
+    /// Tells the peer, if it can be told, and closes.
+    fn give_up(&mut self, epoch: &mut Epoch, halt: Halt) -> Halt {
+        let reason = match &halt {
+            Halt::Ended(reason) => reason.clone(),
+            Halt::Lost(reason) | Halt::Failed(reason) => Some(reason.clone()),
+            Halt::CalledOff => None,
+        };
+        // The guest first: saying farewell to a peer may take long.
+        self.full_speed();
+        if !matches!(halt, Halt::Lost(_)) {
+            self.parts.tracker.stop();
+        }
+        match reason {
+            None => epoch.finish(),
+            Some(reason) => {
+                let _ = epoch.control.send(&ToDestination::Cancel {
+                    reason: clip_reason(&reason),
+                });
+                epoch.control.finish();
+                self.abandon(epoch);
+            }
+        }
+        halt
+    }
+
+    /// Protects everything, and only then looks at what memory holds: what is written in between is dirty.
+    pub(super) fn begin_tracking(&mut self) -> Result<(), String> {
+        self.parts
+            .tracker
+            .start()
+            .map_err(|error| error.to_string())?;
+        let pages = self
+            .parts
+            .ram
+            .data_pages()
+            .map_err(|error| error.to_string())?;
+        if !planted("tracking-after-first-read") {
+            self.dirty.merge(&pages);
+        }
+        Ok(())
+    }
+
+    /// Makes an epoch. At the start one failure is final: the user waits. Later the guest runs on and there is time.
+    fn connect(&mut self, first: bool) -> Result<Epoch, Halt> {
+        let give_up_at = Instant::now() + if first { Duration::ZERO } else { RECONNECT_FOR };
+        loop {
+            // A command that came meanwhile goes first.
+            self.pause(Duration::ZERO)?;
+            match self.connect_once() {
+                Ok(epoch) => return Ok(epoch),
+                Err(Halt::Lost(reason)) if Instant::now() >= give_up_at => {
+                    return Err(if first {
+                        Halt::Failed(reason)
+                    } else {
+                        Halt::Lost(reason)
+                    });
+                }
+                Err(Halt::Lost(_)) => self.pause(RECONNECT_PAUSE)?,
+                Err(halt) => return Err(halt),
+            }
+        }
+    }
+
+    fn connect_once(&mut self) -> Result<Epoch, Halt> {
+        let number = self.next_epoch;
+        self.next_epoch = number
+            .checked_add(1)
+            .ok_or(Halt::Failed("too many lost links".into()))?;
+        let plan = EpochPlan {
+            number,
+            spec: &self.parts.spec,
+            routes: &self.parts.routes,
+            streams: self.parts.streams,
+            ram: &self.parts.ram,
+            inputs: &self.own,
+        };
+        let mut epoch = Epoch::open(&plan, &extents(&self.dirty)).map_err(halt_of)?;
+        if let Err(halt) = self.wait_begun(&epoch) {
+            epoch.abandon(&mut self.dirty);
+            return Err(halt);
+        }
+        self.parts.control.set(&epoch.control);
+        self.parts
+            .report
+            .update(|report| report.streams = epoch.streams() as u32);
+        Ok(epoch)
+    }
+
+    fn wait_begun(&mut self, epoch: &Epoch) -> Result<(), Halt> {
+        let sent = Instant::now();
+        epoch
+            .control
+            .send(&ToDestination::Ping { nonce: 0 })
+            .map_err(halt_of)?;
+        loop {
+            match self.peer(epoch, sent + BARRIER_WAIT)? {
+                Some(ToSource::Begun { epoch: begun }) if begun == epoch.number => {}
+                Some(ToSource::Pong { nonce: 0 }) => break,
+                Some(ToSource::Failed { reason }) => return Err(Halt::Failed(reason)),
+                _ => {}
+            }
+        }
+        self.rtt_s = sent.elapsed().as_secs_f64().min(1.0);
+        Ok(())
+    }
+
+    /// Sleeps without going deaf.
+    fn pause(&mut self, time: Duration) -> Result<(), Halt> {
+        let until = Instant::now() + time;
+        loop {
+            match self
+                .inputs
+                .recv_timeout(until.saturating_duration_since(Instant::now()))
+            {
+                Ok(DriverInput::Command(Command::End { reason })) => {
+                    return Err(Halt::Ended(reason));
+                }
+                Ok(_) => {}
+                Err(RecvTimeoutError::Timeout) => return Ok(()),
+                Err(RecvTimeoutError::Disconnected) => return Err(Halt::Ended(None)),
+            }
+        }
+    }
+
+    /// The next message of this epoch, or nothing when something else came.
+    pub(super) fn peer(
+        &mut self,
+        epoch: &Epoch,
+        deadline: Instant,
+    ) -> Result<Option<ToSource>, Halt> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match self.inputs.recv_timeout(left) {
+            Ok(DriverInput::Peer {
+                epoch: number,
+                from,
+                ..
+            }) if number == epoch.number => self.hear_peer(from),
+            Ok(DriverInput::Command(Command::End { reason })) => Err(Halt::Ended(reason)),
+            Ok(DriverInput::Command(Command::CalledOff)) => Err(Halt::CalledOff),
+            Ok(_) => Ok(None),
+            Err(RecvTimeoutError::Timeout) => {
+                Err(Halt::Lost("the destination did not answer in time".into()))
+            }
+            Err(RecvTimeoutError::Disconnected) => Err(Halt::Ended(None)),
+        }
+    }
+
+    pub(super) fn hear_peer(&mut self, from: FromPeer) -> Result<Option<ToSource>, Halt> {
+        self.tell(News::Heard);
+        match from {
+            FromPeer::Said(message) => match *message {
+                ToSource::Peer { message } => {
+                    self.tell(News::Peer(message));
+                    Ok(None)
+                }
+                ToSource::Failed { reason } => {
+                    Err(Halt::Failed(format!("the destination gave up: {reason}")))
+                }
+                message => Ok(Some(message)),
+            },
+            FromPeer::Lost(reason) => Err(Halt::Lost(reason)),
+            FromPeer::Broken(reason) => Err(Halt::Failed(reason)),
+        }
+    }
+}
+
+/// A transport error as the driver sees it.
+pub(super) fn halt_of(error: TransportError) -> Halt {
+    match error.class() {
+        Class::Lost | Class::Cancelled => Halt::Lost(error.to_string()),
+        _ => Halt::Failed(error.to_string()),
+    }
+}

@@ -1,0 +1,126 @@
+//! One pass over dirty pages, shared by the sender threads without a lock: each takes the next chunk by one atomic add.
+//!
+//! Owned by the driver for the time of an iteration. What no thread took is dirty still.
+
+use godwit_guestmem::PageSet;
+use godwit_guestmem::page_set::Chunk;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Longest nap of a thread that is ahead of the cap; short, so that a cancel is heard.
+const NAP_MAX: Duration = Duration::from_millis(50);
+
+/// The chunks of one iteration.
+#[derive(Debug)]
+pub(crate) struct Pass {
+    chunks: Vec<Chunk>,
+    next: AtomicUsize,
+    stopped: AtomicBool,
+    pace: Option<Pace>,
+}
+
+/// Holds all threads together below a cap.
+#[derive(Debug)]
+struct Pace {
+    began: Instant,
+    bytes_per_s: f64,
+    sent_bytes: AtomicU64,
+}
+
+impl Pass {
+    /// A pass over the set's pages, at most `cap_bytes_per_s`.
+    pub(crate) fn new(pages: &PageSet, cap_bytes_per_s: Option<f64>) -> Self {
+        let pace = cap_bytes_per_s.map(|bytes_per_s| Pace {
+            began: Instant::now(),
+            bytes_per_s,
+            sent_bytes: AtomicU64::new(0),
+        });
+        Self {
+            chunks: pages.chunks().filter(|chunk| chunk.count() > 0).collect(),
+            next: AtomicUsize::new(0),
+            stopped: AtomicBool::new(false),
+            pace,
+        }
+    }
+
+    /// The next chunk, until there is none or the pass was stopped.
+    pub(crate) fn take(&self) -> Option<&Chunk> {
+        if self.stopped.load(Ordering::Relaxed) {
+            return None;
+        }
+        self.chunks.get(self.next.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Ends the pass early: a cancel or a lost channel.
+    pub(crate) fn stop(&self) {
+        self.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Adds the pages of all chunks that nobody took. Only once every thread has reported its end.
+    pub(crate) fn put_back_untaken(&self, pages: &mut PageSet) {
+        let taken = self.next.load(Ordering::Relaxed).min(self.chunks.len());
+        for chunk in self.chunks.iter().skip(taken) {
+            put_back_chunk(chunk, pages);
+        }
+    }
+
+    /// Books bytes against the cap and sleeps while ahead of it; says how long it slept.
+    pub(crate) fn keep_pace(&self, bytes: u64) -> Duration {
+        let Some(pace) = &self.pace else {
+            return Duration::ZERO;
+        };
+        let sent = pace.sent_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        let due = Duration::from_secs_f64(sent as f64 / pace.bytes_per_s);
+        let began = Instant::now();
+        while !self.stopped.load(Ordering::Relaxed) {
+            let ahead = due.saturating_sub(pace.began.elapsed());
+            if ahead.is_zero() {
+                break;
+            }
+            std::thread::sleep(ahead.min(NAP_MAX));
+        }
+        began.elapsed()
+    }
+}
+
+/// Adds a chunk's pages to a set.
+pub(crate) fn put_back_chunk(chunk: &Chunk, pages: &mut PageSet) {
+    for run in chunk.runs() {
+        pages.insert_range(run);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pages() -> PageSet {
+        let mut set = PageSet::new(4096);
+        set.insert_range(10..20);
+        set.insert_range(1000..1100);
+        set.insert_range(3000..3001);
+        set
+    }
+
+    #[test]
+    fn what_nobody_took_is_dirty_still() {
+        let all = pages();
+        let pass = Pass::new(&all, None);
+        let mut seen = PageSet::new(4096);
+        put_back_chunk(pass.take().unwrap(), &mut seen);
+        pass.stop();
+        assert!(pass.take().is_none());
+        pass.put_back_untaken(&mut seen);
+        assert_eq!(seen.count(), all.count());
+    }
+
+    #[test]
+    fn empty_chunks_are_left_out() {
+        let pass = Pass::new(&pages(), None);
+        let mut chunks = 0;
+        while pass.take().is_some() {
+            chunks += 1;
+        }
+        assert_eq!(chunks, 4, "10..20, 1000..1024, 1024..1100, 3000");
+    }
+}

@@ -1,0 +1,298 @@
+//! One thread per data channel at the source: takes chunks, leaves zero pages out, seals and sends the rest.
+//!
+//! Each thread owns its channel and the list of what the destination has not yet applied. Threads share the RAM file
+//! (read only), the pass (one atomic add per chunk of 512 pages) and nothing else. When a channel fails, its thread ends
+//! and gives back everything that is dirty again.
+
+use super::pass::{Pass, put_back_chunk};
+use super::unacked::Unacked;
+use godwit_guestmem::page_set::Chunk;
+use godwit_guestmem::{PageSet, RamFile};
+use godwit_transport::{Meter, MeterReading, Patience, RecordWriter, TransportError};
+use godwit_wire::{PageRun, PageRuns, ZeroPages};
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A channel on which nothing moves for this long is lost.
+pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(10);
+
+/// What a sender did in one pass.
+#[derive(Debug, Default, Clone, Copy)]
+pub(crate) struct PassFigures {
+    /// Pages sent with their bytes.
+    pub pages: u64,
+    /// Pages sent as zero.
+    pub zero_pages: u64,
+    /// Bytes on the wire.
+    pub bytes: u64,
+    /// Time spent computing: reading, testing, sealing, copying to the socket.
+    pub busy: Duration,
+    /// Time spent held back by the cap.
+    pub capped: Duration,
+    /// Records sent on this channel so far.
+    pub records: u64,
+}
+
+/// How a sender's pass ended.
+#[derive(Debug)]
+pub(crate) struct PassEnd {
+    /// Which channel, by index.
+    pub index: usize,
+    /// What it did.
+    pub figures: PassFigures,
+    /// Its failure; the thread ends then and gives back what is dirty again.
+    pub error: Option<SendError>,
+}
+
+/// Why a sender failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SendError {
+    /// The channel.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
+    /// Guest memory.
+    #[error(transparent)]
+    Memory(#[from] godwit_guestmem::Error),
+    /// A page list that cannot be.
+    #[error(transparent)]
+    Wire(#[from] godwit_wire::WireError),
+}
+
+/// A running sender, as the driver holds it.
+#[derive(Debug)]
+pub(crate) struct SenderHandle {
+    passes: Sender<Arc<Pass>>,
+    thread: JoinHandle<PageSet>,
+}
+
+impl SenderHandle {
+    /// Starts the thread; every pass given to it ends in one [`PassEnd`] on `ends`.
+    pub(crate) fn start(
+        index: usize,
+        writer: RecordWriter,
+        ram: Arc<RamFile>,
+        applied: Arc<AtomicU64>,
+        ends: impl Fn(PassEnd) + Send + 'static,
+    ) -> std::io::Result<Self> {
+        let (passes, todo) = channel();
+        let sender = DataSender::new(index, writer, ram, applied);
+        let thread = std::thread::Builder::new()
+            .name(format!("send-{index}"))
+            .spawn(move || sender.run(&todo, ends))?;
+        Ok(Self { passes, thread })
+    }
+
+    /// Gives a pass to the thread; `false`: the thread has ended.
+    pub(crate) fn begin(&self, pass: &Arc<Pass>) -> bool {
+        self.passes.send(Arc::clone(pass)).is_ok()
+    }
+
+    /// Ends the thread after its pass and gives what the destination has not acknowledged as applied; `None` when the
+    /// thread died, and nobody knows.
+    pub(crate) fn end(self) -> Option<PageSet> {
+        drop(self.passes);
+        self.thread.join().ok()
+    }
+}
+
+struct DataSender {
+    index: usize,
+    writer: RecordWriter,
+    meter: Arc<Meter>,
+    ram: Arc<RamFile>,
+    applied: Arc<AtomicU64>,
+    unacked: Unacked,
+    runs: PageRuns,
+    zero: ZeroPages,
+}
+
+impl DataSender {
+    fn new(index: usize, writer: RecordWriter, ram: Arc<RamFile>, applied: Arc<AtomicU64>) -> Self {
+        let meter = writer.meter();
+        let (runs, zero) = (PageRuns::new(), ZeroPages::new());
+        Self {
+            index,
+            writer,
+            meter,
+            ram,
+            applied,
+            unacked: Unacked::default(),
+            runs,
+            zero,
+        }
+    }
+
+    fn run(mut self, todo: &Receiver<Arc<Pass>>, ends: impl Fn(PassEnd)) -> PageSet {
+        crate::priority::give_way_to_the_guest();
+        let mut current = None;
+        while let Ok(pass) = todo.recv() {
+            let end = self.pass(&pass, &mut current);
+            let failed = end.error.is_some();
+            if failed {
+                pass.stop();
+            }
+            ends(end);
+            if failed {
+                return self.not_applied(current);
+            }
+        }
+        // Nobody needs this channel any more; the final record tells the peer so. A peer that is gone does not mind.
+        let _ = self
+            .writer
+            .finish(&Patience::idle(Duration::from_millis(500)));
+        self.not_applied(None)
+    }
+
+    fn pass(&mut self, pass: &Pass, current: &mut Option<Chunk>) -> PassEnd {
+        let (began, before) = (Instant::now(), self.meter.read());
+        let mut figures = PassFigures::default();
+        let result = self.send_chunks(pass, current, &mut figures);
+        self.book_time(&mut figures, began, before);
+        PassEnd {
+            index: self.index,
+            figures,
+            error: result.err(),
+        }
+    }
+
+    fn book_time(&self, figures: &mut PassFigures, began: Instant, before: MeterReading) {
+        let after = self.meter.read();
+        let blocked = Duration::from_micros(after.blocked_us - before.blocked_us);
+        figures.bytes = after.bytes - before.bytes;
+        figures.busy = began
+            .elapsed()
+            .saturating_sub(blocked)
+            .saturating_sub(figures.capped);
+        figures.records = self.writer.next_counter();
+    }
+
+    /// What must be sent again when this channel is gone.
+    fn not_applied(&mut self, current: Option<Chunk>) -> PageSet {
+        let mut dirty = PageSet::new(self.ram.page_count());
+        self.unacked.applied(self.applied.load(Ordering::Acquire));
+        self.unacked.put_back(&mut dirty);
+        for run in self.runs.runs() {
+            dirty.insert_range(span(*run));
+        }
+        for run in self.zero.runs() {
+            dirty.insert_range(span(run));
+        }
+        if let Some(chunk) = current {
+            put_back_chunk(&chunk, &mut dirty);
+        }
+        dirty
+    }
+
+    fn send_chunks(
+        &mut self,
+        pass: &Pass,
+        current: &mut Option<Chunk>,
+        figures: &mut PassFigures,
+    ) -> Result<(), SendError> {
+        while let Some(chunk) = pass.take() {
+            *current = Some(*chunk);
+            let before = self.meter.read().bytes;
+            self.send_chunk(chunk, figures)?;
+            figures.capped += pass.keep_pace(self.meter.read().bytes - before);
+        }
+        self.flush_data()?;
+        self.flush_zero()?;
+        *current = None;
+        Ok(())
+    }
+
+    fn send_chunk(&mut self, chunk: &Chunk, figures: &mut PassFigures) -> Result<(), SendError> {
+        let content = self.ram.classify_chunk(chunk.first_page, chunk.words)?;
+        for run in content.data_runs() {
+            figures.pages += run.end - run.start;
+            self.add_run(run)?;
+        }
+        let zero = Chunk {
+            first_page: chunk.first_page,
+            words: content.zero,
+        };
+        figures.zero_pages += zero.count();
+        for page in zero.runs().flatten() {
+            self.add_zero(page)?;
+        }
+        Ok(())
+    }
+
+    /// Adds a run of data, cut into records.
+    fn add_run(&mut self, run: Range<u64>) -> Result<(), SendError> {
+        let mut first = run.start;
+        while first < run.end {
+            let count = u64::from(self.runs.room()).min(run.end - first);
+            self.runs.push(PageRun {
+                first,
+                count: u32::try_from(count).unwrap_or(0),
+            })?;
+            first += count;
+            if self.runs.room() == 0 {
+                self.flush_data()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn add_zero(&mut self, page: u64) -> Result<(), SendError> {
+        if !self.zero.insert(page)? {
+            self.flush_zero()?;
+            self.zero.insert(page)?;
+        }
+        Ok(())
+    }
+
+    fn flush_data(&mut self) -> Result<(), SendError> {
+        if self.runs.pages() == 0 {
+            return Ok(());
+        }
+        let patience = Patience::idle(SILENCE_MAX);
+        let (writer, runs) = (&mut self.writer, &self.runs);
+        match runs.runs() {
+            [run] => self
+                .ram
+                .with_pages(run.first, u64::from(run.count), |bytes| {
+                    writer.send_pages(runs, &[bytes], &patience)
+                })??,
+            scattered => {
+                let spans: Vec<_> = scattered.iter().map(|run| span(*run)).collect();
+                self.ram
+                    .with_runs(&spans, |parts| writer.send_pages(runs, parts, &patience))??;
+            }
+        }
+        self.book_runs();
+        Ok(())
+    }
+
+    fn flush_zero(&mut self) -> Result<(), SendError> {
+        if self.zero.is_empty() {
+            return Ok(());
+        }
+        self.writer
+            .send_zero_pages(&self.zero, &Patience::idle(SILENCE_MAX))?;
+        let records = self.writer.next_counter();
+        for run in self.zero.runs() {
+            self.unacked.push(records, span(run));
+        }
+        self.zero.clear();
+        Ok(())
+    }
+
+    fn book_runs(&mut self) {
+        let records = self.writer.next_counter();
+        for run in self.runs.runs() {
+            self.unacked.push(records, span(*run));
+        }
+        self.unacked.applied(self.applied.load(Ordering::Acquire));
+        self.runs.clear();
+    }
+}
+
+fn span(run: PageRun) -> Range<u64> {
+    run.first..run.first + u64::from(run.count)
+}

@@ -1,0 +1,106 @@
+//! A migration whose VM process died: what its successor makes of the report, and whom it tells.
+//!
+//! Part of [`Vm`]. The ownership core alone decides where the guest runs; here only the report is closed to match, and
+//! the other host hears of the end, so that it need not wait for a source that will never come.
+
+use crate::hypervisor::internal;
+use crate::vm::Vm;
+use godwit_ownership::{Action, Ending, PeerMessage, Phase, Status};
+use godwit_store::{load_json, save_json};
+use godwit_types::migration::{MigrationReport, Outcome, Phase as ReportPhase, Side};
+use godwit_types::{ApiError, MigrationId};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+const DIED: &str = "the VM process of this host ended during the migration";
+
+impl Vm {
+    /// Keeps a report from the first moment, so that a successor has one to close.
+    pub(crate) fn save_begun(&self, report: &MigrationReport) -> Result<(), ApiError> {
+        self.write_report(report)
+    }
+
+    fn write_report(&self, report: &MigrationReport) -> Result<(), ApiError> {
+        let path = self.report_path(&report.id);
+        if let Some(dir) = path.parent() {
+            std::fs::create_dir_all(dir).map_err(internal)?;
+        }
+        save_json(&path, report).map_err(internal)
+    }
+
+    /// The migration that a predecessor did not finish.
+    pub(crate) fn find_orphan(&self) -> Option<MigrationId> {
+        let note = self.note.as_ref()?;
+        let report = self.orphan(&note.migration)?;
+        Some(report.id)
+    }
+
+    fn orphan(&self, id: &MigrationId) -> Option<MigrationReport> {
+        let report: MigrationReport = load_json(&self.report_path(id)).ok().flatten()?;
+        let open = report
+            .outcome
+            .is_none_or(|outcome| outcome == Outcome::InDoubt);
+        open.then_some(report)
+    }
+
+    /// After the core has settled: the orphan is over unless the peer must still be heard.
+    pub(crate) fn close_orphan(&mut self, orphan: Option<MigrationId>) {
+        let Some(report) = orphan.and_then(|id| self.orphan(&id)) else {
+            return;
+        };
+        if let Status::InDoubt { command, .. } = &self.status {
+            let reason = format!("the other host has not answered; to decide yourself: {command}");
+            return self.close_report(report, Outcome::InDoubt, Some(reason));
+        }
+        let arrived = match (report.side, &self.core.record().phase) {
+            (Side::Source, Phase::Moved { migration, .. }) => *migration == report.id,
+            (Side::Destination, Phase::Holds { .. }) => true,
+            _ => false,
+        };
+        if arrived {
+            return self.close_report(report, Outcome::Completed, None);
+        }
+        let (id, side) = (report.id.clone(), report.side);
+        self.close_report(report, Outcome::Failed, Some(DIED.into()));
+        if let Some(note) = self.note.clone().filter(|_| side == Side::Source) {
+            // Nothing was given: this host holds the VM. The destination would wait for long.
+            self.act(Action::Send {
+                to: note.peer.host,
+                message: PeerMessage::Abort { migration: id },
+            });
+        }
+    }
+
+    /// The core ended a migration that a predecessor began.
+    pub(crate) fn end_orphan(&mut self, id: &MigrationId, ending: Ending) {
+        let Some(report) = self.orphan(id) else {
+            return;
+        };
+        match ending {
+            Ending::Completed => self.close_report(report, Outcome::Completed, None),
+            Ending::Cancelled | Ending::Failed | Ending::Refused => {
+                self.close_report(report, Outcome::Failed, Some(DIED.into()));
+            }
+        }
+    }
+
+    fn close_report(
+        &mut self,
+        mut report: MigrationReport,
+        outcome: Outcome,
+        reason: Option<String>,
+    ) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now_s = now.map_or(report.began_unix_s, |since| since.as_secs());
+        report.total_s = now_s.saturating_sub(report.began_unix_s) as f64;
+        report.outcome = Some(outcome);
+        report.reason = reason;
+        report.phase = match outcome {
+            Outcome::InDoubt => ReportPhase::Handover,
+            _ => ReportPhase::Ended,
+        };
+        tracing::info!(migration = %report.id, ?outcome, "a predecessor's migration");
+        if let Err(error) = self.write_report(&report) {
+            tracing::warn!(%error, "the migration's report is not kept");
+        }
+    }
+}

@@ -1,0 +1,506 @@
+//! The VM's own thread: takes inputs one at a time, hands events to the ownership core, carries out what it says.
+//!
+//! Owns everything about this VM on this host. Blocks only on QEMU's control socket and the journal, each with a
+//! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
+
+use crate::adoption::{self, Adopted};
+use crate::faults::{cont_without_permit, patience, planted, reached};
+use crate::files::{MigrationNote, Paths};
+use crate::hypervisor::{Hyper, QMP_WAIT, internal};
+use crate::input::{DriverNews, GuestNews, Input, News};
+use crate::outbox::Outbox;
+use crate::requests::Answered;
+use crate::save_gate::SaveGate;
+use crate::server;
+use crate::shared_report::SharedReport;
+use crate::throttle::SharedThrottle;
+use crate::timers::Timers;
+use crate::{control_slot::ControlSlot, destination, source};
+use godwit_ownership::{
+    Action, Event, HostRecord, PeerMessage, Qemu, RecordError, StateName, Status, Timer, VmCore,
+};
+use godwit_qemu::machine::{RunState, Running};
+use godwit_store::{VmStore, load_json};
+use godwit_types::host_api::{REPORTS_DIR, SPEC_FILE, VmProcessConfig};
+use godwit_types::migration::{MigrationReport, Side};
+use godwit_types::vm::VmSpec;
+use godwit_types::{ApiError, HostName, MigrationId};
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// A VM process with nothing to do ends after this long; the agent starts one when it is needed.
+const IDLE_MAX: Duration = Duration::from_secs(20);
+/// Longest sleep of the loop.
+const NAP_MAX: Duration = Duration::from_secs(1);
+/// Shortest wait for a peer's word during a switchover.
+const SWITCHOVER_WAIT_MIN: Duration = Duration::from_millis(500);
+/// A switchover that is not done by then is called off, however lively the destination is.
+const SWITCHOVER_MAX: Duration = Duration::from_secs(10);
+/// Pause between two questions.
+const ASK_WAIT: Duration = Duration::from_secs(1);
+/// Finished migrations whose reports are kept in memory.
+const REPORTS_KEPT: usize = 8;
+
+/// The driver of a migration.
+#[derive(Debug)]
+pub(crate) enum Driver {
+    Source(source::driver::SourceHandle),
+    Destination(destination::driver::DestinationHandle),
+}
+
+/// The migration in progress.
+#[derive(Debug)]
+pub(crate) struct Migration {
+    pub id: MigrationId,
+    pub side: Side,
+    pub peer: HostName,
+    pub run: u64,
+    pub driver: Option<Driver>,
+    pub control: ControlSlot,
+    pub report: SharedReport,
+    pub throttle: Option<SharedThrottle>,
+    pub save_gate: SaveGate,
+    pub deadline: Option<Instant>,
+    pub switchover_wait: Duration,
+    /// Why it ends, when it is not a success.
+    pub reason: Option<String>,
+    /// A person or a deadline ended it.
+    pub cancelled: bool,
+    pub stopped_at: Option<Instant>,
+}
+
+/// The VM.
+pub(crate) struct Vm {
+    pub config: VmProcessConfig,
+    pub paths: Paths,
+    pub store: VmStore,
+    pub core: VmCore,
+    pub spec: Option<VmSpec>,
+    pub hyper: Option<Hyper>,
+    pub launches: u64,
+    pub running: Option<Running>,
+    pub status: Status,
+    pub timers: Timers,
+    pub outbox: Arc<Outbox>,
+    pub inputs: Sender<Input>,
+    received: Receiver<Input>,
+    pub migration: Option<Migration>,
+    pub note: Option<MigrationNote>,
+    pub reports: VecDeque<SharedReport>,
+    pub runs: u64,
+    /// Why the guest stands still, when it stopped by itself.
+    pub halted: Option<String>,
+    /// What the event being handled came to, for whoever asked.
+    pub outcome: Outcome,
+    pub detach: bool,
+    busy_at: Instant,
+}
+
+/// What an event came to.
+#[derive(Debug, Default)]
+pub(crate) struct Outcome {
+    pub refused: Option<&'static str>,
+    pub failed: Option<ApiError>,
+    /// Messages for the peer that asked; `Some` while its request is handled.
+    pub replies: Option<(HostName, Vec<PeerMessage>)>,
+}
+
+impl Vm {
+    /// Takes the VM's lock, reads its journal, takes its QEMU over if one is there, and serves its socket.
+    /// Nothing when it was told to leave before QEMU answered.
+    pub(crate) fn open(config: VmProcessConfig) -> anyhow::Result<Option<Self>> {
+        let paths = Paths::of(&config);
+        let state_root = state_root(&paths.state)?;
+        let store = VmStore::open(&state_root, &config.vm)?;
+        std::fs::create_dir_all(&paths.run)?;
+        let record = store
+            .load()?
+            .unwrap_or_else(|| HostRecord::absent(config.vm.clone()));
+        let spec = load_json(&paths.state.join(SPEC_FILE))?;
+        let (inputs, received) = channel();
+        let outbox = Arc::new(Outbox::default());
+        server::serve(
+            server::bind(&paths.socket())?,
+            inputs.clone(),
+            Arc::clone(&outbox),
+        );
+        let seat = adoption::Seat {
+            config: &config,
+            paths: &paths,
+            record: &record,
+            spec: spec.as_ref(),
+        };
+        let (hyper, qemu) = match adoption::adopt(&seat, &inputs, &received)? {
+            Adopted::None => (None, Qemu::Dead),
+            Adopted::Taken(hyper, RunState::Running) => (Some(*hyper), Qemu::Running),
+            Adopted::Taken(hyper, _) => (Some(*hyper), Qemu::Paused),
+            Adopted::Detached => return Ok(None),
+        };
+        let (core, actions) = recover(record, &config, qemu)?;
+        let note = load_json(&paths.state.join("migration.json"))?;
+        let mut vm = Self {
+            status: core.status(),
+            launches: hyper.as_ref().map_or(0, |hyper| hyper.identity.launch),
+            paths,
+            store,
+            core,
+            spec,
+            hyper,
+            running: None,
+            timers: Timers::default(),
+            outbox,
+            inputs,
+            received,
+            migration: None,
+            note,
+            reports: VecDeque::new(),
+            runs: 0,
+            halted: None,
+            outcome: Outcome::default(),
+            detach: false,
+            busy_at: Instant::now(),
+            config,
+        };
+        vm.take_up(actions)?;
+        Ok(Some(vm))
+    }
+
+    /// What a successor does first: watch the QEMU that is there, lift what its predecessor put on it, settle.
+    fn take_up(&mut self, actions: Vec<Action>) -> anyhow::Result<()> {
+        if let Some(hyper) = &self.hyper {
+            tracing::info!(pid = hyper.pid(), "QEMU is taken over");
+            hyper.watch(self.inputs.clone())?;
+            if let Some(spec) = &self.spec {
+                hyper.neighbours.listen(spec);
+            }
+            let threads = hyper
+                .machine
+                .vcpu_thread_ids(Instant::now() + QMP_WAIT)
+                .unwrap_or_default();
+            if let Err(error) = godwit_qemu::throttle::release_leftovers(&threads) {
+                tracing::warn!(%error, "a predecessor's throttle may be left");
+            }
+        }
+        let orphan = self.find_orphan();
+        self.perform(actions);
+        self.close_orphan(orphan);
+        Ok(())
+    }
+
+    /// Runs until detached, or idle for long.
+    pub(crate) fn run(mut self) -> anyhow::Result<()> {
+        while !self.detach && !self.is_idle() {
+            match self.received.recv_timeout(self.timers.next_in(self.nap())) {
+                Ok(input) => self.take(input),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+            while let Some(timer) = self.timers.fired() {
+                self.feed(Event::Timeout(timer));
+            }
+            self.check_deadline();
+        }
+        let _ = std::fs::remove_file(self.paths.socket());
+        Ok(())
+    }
+
+    fn nap(&self) -> Duration {
+        let deadline = self
+            .migration
+            .as_ref()
+            .and_then(|migration| migration.deadline);
+        deadline.map_or(NAP_MAX, |at| {
+            at.saturating_duration_since(Instant::now()).min(NAP_MAX)
+        })
+    }
+
+    fn is_idle(&mut self) -> bool {
+        let busy = self.hyper.is_some()
+            || self.migration.is_some()
+            || self.timers.is_armed(Timer::Ask)
+            || self.timers.is_armed(Timer::Switchover);
+        if busy {
+            self.busy_at = Instant::now();
+        }
+        self.busy_at.elapsed() > IDLE_MAX
+    }
+
+    fn take(&mut self, input: Input) {
+        match input {
+            Input::Request(request) => {
+                self.busy_at = Instant::now();
+                let answer = match self.answer(request.request) {
+                    Ok(Answered(answer)) => answer,
+                    Err(error) => godwit_types::host_api::VmAnswer::Error(error),
+                };
+                // Nobody waits any more: the request is carried out all the same.
+                let _ = request.reply.send(answer);
+            }
+            Input::Guest { launch, news } => self.guest_news(launch, news),
+            Input::Driver(DriverNews { run, news }) => {
+                if self
+                    .migration
+                    .as_ref()
+                    .is_some_and(|migration| migration.run == run)
+                {
+                    self.driver_news(news);
+                }
+            }
+        }
+    }
+
+    fn guest_news(&mut self, launch: u64, news: GuestNews) {
+        if self
+            .hyper
+            .as_ref()
+            .is_none_or(|hyper| hyper.identity.launch != launch)
+        {
+            return;
+        }
+        tracing::info!(?news, "QEMU said");
+        match news {
+            GuestNews::Reset => self.feed(Event::GuestReset),
+            GuestNews::Shutdown => {
+                self.blame("the guest powered itself off during the migration");
+                self.feed(Event::GuestShutdown);
+            }
+            GuestNews::Halted(why) => {
+                self.blame(&format!("{why} during the migration"));
+                self.halted = Some(why);
+                self.feed(Event::GuestHalted);
+            }
+            GuestNews::Died => {
+                self.blame("the hypervisor of the guest died during the migration");
+                self.forget_qemu();
+                self.feed(Event::QemuDied);
+            }
+        }
+    }
+
+    /// QEMU is gone; what it left is removed once nothing needs it.
+    fn forget_qemu(&mut self) {
+        self.running = None;
+        if self.hyper.take().is_some() {
+            crate::hypervisor::remove_leftovers(&self.paths);
+        }
+    }
+
+    fn driver_news(&mut self, news: News) {
+        match news {
+            News::Began { switchover_wait } => {
+                if let Some(migration) = &mut self.migration {
+                    migration.switchover_wait = switchover_wait.max(patience(SWITCHOVER_WAIT_MIN));
+                }
+            }
+            News::Converged => {
+                self.feed(Event::SwitchoverRequested);
+                if self.core.state_name() == StateName::Precopy {
+                    self.blame("the journal of this host cannot be written: free its disk");
+                    self.feed(Event::Cancel);
+                }
+            }
+            News::Core(event) => {
+                self.plant_on(&event);
+                self.feed(event);
+            }
+            News::Peer(message) => {
+                if let Some(from) = self
+                    .migration
+                    .as_ref()
+                    .map(|migration| migration.peer.clone())
+                {
+                    self.feed(Event::Message { from, message });
+                }
+            }
+            News::Addresses(cards) => {
+                if let Some(hyper) = &self.hyper {
+                    hyper.neighbours.merge(&cards);
+                }
+            }
+            News::Heard => {
+                if self.timers.is_armed(Timer::Switchover) && !self.pause_is_too_long() {
+                    self.arm(Timer::Switchover);
+                }
+            }
+            News::Failed(reason) => {
+                self.blame(&reason);
+                let source = self
+                    .migration
+                    .as_ref()
+                    .is_some_and(|migration| migration.side == Side::Source);
+                self.feed(if source {
+                    Event::Cancel
+                } else {
+                    Event::IncomingFailed
+                });
+            }
+            News::ResumedThere {
+                resume_ms,
+                cpu_s,
+                at,
+            } => self.book_resumed(resume_ms, cpu_s, at),
+        }
+    }
+
+    /// A destination that lives but does not get ready must not hold the guest for ever.
+    fn pause_is_too_long(&self) -> bool {
+        let stopped_at = self
+            .migration
+            .as_ref()
+            .and_then(|migration| migration.stopped_at);
+        stopped_at.is_some_and(|at| at.elapsed() > SWITCHOVER_MAX)
+    }
+
+    /// Nothing, unless a fault is planted.
+    fn plant_on(&mut self, event: &Event) {
+        if matches!(event, Event::Loaded { .. })
+            && planted("permit-ignored")
+            && let Some(hyper) = &self.hyper
+        {
+            cont_without_permit(&self.paths.monitor(hyper.identity.launch, 1));
+        }
+        let destination = self
+            .migration
+            .as_ref()
+            .is_some_and(|migration| migration.side == Side::Destination);
+        if matches!(event, Event::LinkLost) && destination && planted("cleanup-ready-on-link-loss")
+        {
+            self.kill_qemu();
+            self.feed(Event::QemuDied);
+        }
+    }
+
+    /// Notes why the migration ends, unless that is known already.
+    pub(crate) fn blame(&mut self, reason: &str) {
+        if let Some(migration) = &mut self.migration {
+            migration.reason.get_or_insert_with(|| reason.to_owned());
+        }
+    }
+
+    fn check_deadline(&mut self) {
+        let missed = self
+            .migration
+            .as_mut()
+            .filter(|migration| migration.deadline.is_some_and(|at| Instant::now() >= at));
+        let Some(migration) = missed else { return };
+        migration.deadline = None;
+        let before = (migration.cancelled, migration.reason.clone());
+        migration.cancelled = true;
+        self.blame(
+            "the deadline passed before the migration was done; the guest stays where it is",
+        );
+        self.outcome.refused = None;
+        self.feed(Event::Cancel);
+        // Too late: the destination has the guest.
+        if let (Some(migration), Some(_)) = (&mut self.migration, self.outcome.refused.take()) {
+            (migration.cancelled, migration.reason) = before;
+        }
+    }
+
+    /// A guest must not be taken into a QEMU that is gone: refused in time, it runs on at the source.
+    fn notice_a_dead_qemu(&mut self) {
+        if self.hyper.as_ref().is_some_and(|hyper| !hyper.is_alive()) {
+            self.blame("the hypervisor of the guest died during the migration");
+            self.forget_qemu();
+            self.feed(Event::QemuDied);
+        }
+    }
+
+    /// Hands an event to the core and does what it says, until nothing follows.
+    pub(crate) fn feed(&mut self, event: Event) {
+        if let Event::Message {
+            message: PeerMessage::Permit { .. },
+            ..
+        } = &event
+        {
+            reached("destination.permit");
+            self.notice_a_dead_qemu();
+        }
+        tracing::debug!(
+            event = event.kind().name(),
+            state = self.core.state_name().name(),
+            "event"
+        );
+        let actions = self.core.handle(event);
+        self.perform(actions);
+    }
+
+    /// Carries out a batch strictly in order, then what follows from it.
+    fn perform(&mut self, actions: Vec<Action>) {
+        let mut batches = VecDeque::from([actions]);
+        while let Some(batch) = batches.pop_front() {
+            let mut follow = Vec::new();
+            for action in batch {
+                follow.extend(self.act(action));
+            }
+            for event in follow {
+                batches.push_back(self.core.handle(event));
+            }
+        }
+    }
+
+    pub(crate) fn arm(&mut self, timer: Timer) {
+        let wait = match timer {
+            Timer::Switchover => self
+                .migration
+                .as_ref()
+                .map_or(SWITCHOVER_WAIT_MIN, |migration| migration.switchover_wait),
+            Timer::Ask => ASK_WAIT,
+        };
+        self.timers.arm(timer, wait);
+    }
+
+    /// The report of a migration, running or remembered.
+    pub(crate) fn report(&self, id: &MigrationId) -> Result<Option<MigrationReport>, ApiError> {
+        let running = self.migration.iter().map(|migration| &migration.report);
+        let found = running
+            .chain(&self.reports)
+            .map(SharedReport::read)
+            .find(|report| report.id == *id);
+        match found {
+            Some(report) => Ok(Some(report)),
+            None => load_json(&self.report_path(id)).map_err(internal),
+        }
+    }
+
+    pub(crate) fn report_path(&self, id: &MigrationId) -> PathBuf {
+        self.paths
+            .state
+            .join(REPORTS_DIR)
+            .join(format!("{id}.json"))
+    }
+
+    /// Keeps a report in memory.
+    pub(crate) fn remember(&mut self, report: SharedReport) {
+        self.reports.push_front(report);
+        self.reports.truncate(REPORTS_KEPT);
+    }
+}
+
+/// `<state>/vms/<name>` belongs to the store of `<state>`.
+fn state_root(dir: &Path) -> anyhow::Result<PathBuf> {
+    let root = dir.parent().and_then(Path::parent);
+    root.map(Path::to_owned).ok_or_else(|| {
+        anyhow::anyhow!(
+            "state_dir {} is not of the form STATE/vms/NAME",
+            dir.display()
+        )
+    })
+}
+
+/// The core for a process that has just taken the VM's lock.
+fn recover(
+    record: HostRecord,
+    config: &VmProcessConfig,
+    qemu: Qemu,
+) -> Result<(VmCore, Vec<Action>), RecordError> {
+    #[cfg(feature = "faults")]
+    if let Ok(name) = std::env::var("GODWIT_PLANT") {
+        let plant = godwit_ownership::plant::Plant::from_name(&name);
+        return VmCore::recover_planted(record, config.host.clone(), qemu, plant);
+    }
+    VmCore::recover(record, config.host.clone(), qemu)
+}
