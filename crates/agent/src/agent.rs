@@ -1,0 +1,589 @@
+//! The agent itself: what it knows of this host, and what it does when asked.
+//!
+//! Owns everything that the routes share. Each operation on a VM goes to that VM's process; where none lives, the
+//! durable record answers. Refuses: to decide who may run a VM.
+
+use crate::check;
+use crate::config::HostConfig;
+use crate::launch::make_dir;
+use crate::preflight;
+use crate::probe::{self, Probes};
+use crate::qemu_facts::{QemuFacts, QemuFactsError};
+use crate::records::{self, Records};
+use crate::supervisor::{Life, Supervised, Supervisor};
+use crate::system::{Interface, System, interfaces, unix_ms};
+use crate::users::User;
+use godwit_guestmem::{mem_tmpfs, tracker};
+use godwit_ownership::Phase;
+use godwit_rpc::Revocations;
+use godwit_types::control_api::{Done, HostCheck, ResolveRequest};
+use godwit_types::host::HostInfo;
+use godwit_types::host_api::{
+    HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, PutVm, VmAnswer,
+    VmProcessConfig, VmRequest,
+};
+use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
+use godwit_types::vm::{Accelerator, VmSpec, VmState};
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Longest wait for a VM process to be there.
+const NEED: Duration = Duration::from_secs(20);
+/// Longest wait for an answer that only reads.
+const READ: Duration = Duration::from_secs(2);
+/// Longest wait for an answer that changes something.
+const ACT: Duration = Duration::from_secs(50);
+/// Longest wait for this host's own tools.
+const TOOLS: Duration = Duration::from_secs(10);
+
+/// What the routes share.
+pub(crate) struct Agent {
+    pub config: HostConfig,
+    pub system: System,
+    pub user: User,
+    pub qemu: Result<QemuFacts, QemuFactsError>,
+    pub migration_addresses: Vec<IpAddr>,
+    pub boot_id: String,
+    pub supervisor: Supervisor,
+    pub records: Records,
+    pub probes: Probes,
+    pub revocations: Arc<Revocations>,
+}
+
+type Reply<T> = Result<T, ApiError>;
+
+fn done(message: impl Into<String>) -> Done {
+    Done {
+        message: message.into(),
+    }
+}
+
+fn unexpected(vm: &VmName) -> ApiError {
+    ApiError::new(
+        ErrorCode::Internal,
+        format!("the VM process of '{vm}' gave an answer to another question"),
+    )
+}
+
+fn took_too_long<T>(_: T) -> ApiError {
+    ApiError::new(
+        ErrorCode::Internal,
+        "work of this agent broke off: see its log",
+    )
+}
+
+/// Why writes cannot be tracked here, if they cannot.
+pub(crate) fn tracking() -> Result<(), String> {
+    tracker::check_kernel().map_err(|error| error.to_string())
+}
+
+/// The addresses that migrations use: the configured ones, or all of the configured interfaces.
+pub(crate) fn migration_addresses(config: &HostConfig, interfaces: &[Interface]) -> Vec<IpAddr> {
+    let of_interfaces = interfaces
+        .iter()
+        .filter(|interface| config.migration_interfaces.contains(&interface.name))
+        .flat_map(Interface::addresses);
+    config
+        .migration_addresses
+        .iter()
+        .copied()
+        .chain(of_interfaces)
+        .collect()
+}
+
+/// Checks this host without an agent.
+pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostCheck {
+    let qemu = QemuFacts::ask(&config.qemu, TOOLS).await;
+    let interfaces = interfaces(TOOLS).await;
+    let addresses = migration_addresses(config, &interfaces);
+    let inputs = check::Inputs {
+        config,
+        system,
+        qemu: &qemu,
+        interfaces: &interfaces,
+        migration_addresses: &addresses,
+        userfaultfd: tracking(),
+    };
+    HostCheck {
+        host: config.name.clone(),
+        checks: tokio::task::block_in_place(|| check::run(&inputs)),
+    }
+}
+
+impl Agent {
+    fn host(&self) -> &HostName {
+        &self.config.name
+    }
+
+    /// How the VM process of `vm` is to be.
+    pub(crate) fn vm_config(&self, vm: &VmName) -> VmProcessConfig {
+        let text = |path: PathBuf| path.to_string_lossy().into_owned();
+        VmProcessConfig {
+            vm: vm.clone(),
+            host: self.host().clone(),
+            state_dir: text(self.config.vms_dir().join(vm.as_str())),
+            run_dir: text(self.config.run_dir.join("vms").join(vm.as_str())),
+            ram_dir: text(self.config.ram_dir()),
+            qemu: text(self.config.qemu.clone()),
+            qemu_uid: self.user.uid,
+            qemu_gid: self.user.gid,
+            migration_ports: (
+                self.config.migration_ports.first,
+                self.config.migration_ports.last,
+            ),
+            port_groups: self.config.port_groups.clone(),
+            migration_addresses: self.migration_addresses.clone(),
+            accelerator: self.config.accelerator,
+        }
+    }
+
+    fn supervised(&self, vm: &VmName) -> Arc<Supervised> {
+        self.supervisor.supervise(self.vm_config(vm))
+    }
+
+    fn known(&self, vm: &VmName) -> Reply<Arc<Supervised>> {
+        if self.records.spec(vm)?.is_none() && self.supervisor.find(vm).is_none() {
+            let message = format!(
+                "host '{}' has no VM '{vm}': see 'godwit vm list'",
+                self.host()
+            );
+            return Err(ApiError::new(ErrorCode::UnknownVm, message));
+        }
+        Ok(self.supervised(vm))
+    }
+
+    /// Memory that a new guest could have, MiB: what is available less what running guests may still touch.
+    fn free_mib(&self) -> u64 {
+        let dir = self.config.ram_dir();
+        let available = mem_tmpfs::available_bytes(&dir).unwrap_or(0);
+        available.saturating_sub(records::untouched_bytes(&dir)) >> 20
+    }
+
+    pub(crate) fn accelerator(&self) -> Accelerator {
+        let wanted = match self.config.accelerator {
+            Accelerator::Auto => None,
+            Accelerator::Kvm => Some(godwit_qemu::command_line::Accelerator::Kvm),
+            Accelerator::Tcg => Some(godwit_qemu::command_line::Accelerator::Tcg),
+        };
+        match godwit_qemu::accel::choose_accel(wanted).accelerator {
+            godwit_qemu::command_line::Accelerator::Kvm => Accelerator::Kvm,
+            godwit_qemu::command_line::Accelerator::Tcg => Accelerator::Tcg,
+        }
+    }
+
+    /// What this host says of itself.
+    pub(crate) fn info(&self) -> HostInfo {
+        let nothing = QemuFacts::default();
+        let qemu = self.qemu.as_ref().unwrap_or(&nothing);
+        HostInfo {
+            name: self.host().clone(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            kernel: self.system.kernel(),
+            qemu: qemu.version.clone(),
+            accelerator: self.accelerator(),
+            machine_types: qemu.machine_types.clone(),
+            machine_aliases: qemu.machine_aliases.clone(),
+            cpu_models: qemu.cpu_models.clone(),
+            encryption: self.config.encryption,
+            port_groups: self.config.port_groups.clone(),
+            migration_addresses: self.migration_addresses.clone(),
+            agent_address: self.config.listen,
+            memory_total_mib: self.system.meminfo_mib("MemTotal").unwrap_or(0),
+            memory_free_mib: self.free_mib(),
+            cpus: self.system.cpus(),
+            boot_id: self.boot_id.clone(),
+        }
+    }
+
+    /// All VMs, each asked at the same time.
+    pub(crate) async fn vms(self: &Arc<Self>) -> Vec<HostVm> {
+        let mut asked = tokio::task::JoinSet::new();
+        for name in self.supervisor.names() {
+            let agent = self.clone();
+            asked.spawn(async move { agent.vm(&name).await });
+        }
+        let mut vms: Vec<HostVm> = asked.join_all().await.into_iter().flatten().collect();
+        vms.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
+        vms
+    }
+
+    /// One VM, from its process or its record.
+    pub(crate) async fn vm(&self, name: &VmName) -> Reply<HostVm> {
+        let vm = self.known(name)?;
+        let life = vm.life();
+        if matches!(life, Life::Live { .. })
+            && let Ok(VmAnswer::Status(status)) = vm.ask(&VmRequest::Status, READ).await
+        {
+            return Ok(status.vm);
+        }
+        self.records.host_vm(name, &life)
+    }
+
+    /// Makes a VM known, or updates a stopped one.
+    pub(crate) async fn put_vm(&self, request: PutVm) -> Reply<Done> {
+        request
+            .spec
+            .check()
+            .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
+        let name = request.spec.name.clone();
+        let vm = self.supervised(&name);
+        self.release(&vm).await?;
+        let records = self.records.clone();
+        let put = tokio::task::spawn_blocking(move || records.put(&request));
+        put.await.map_err(took_too_long)??;
+        vm.look_again();
+        Ok(done(format!(
+            "VM '{name}' is known to host '{}'",
+            self.host()
+        )))
+    }
+
+    /// Forgets a stopped VM.
+    pub(crate) async fn delete_vm(&self, name: &VmName) -> Reply<Done> {
+        let vm = self.known(name)?;
+        self.release(&vm).await?;
+        let (records, vm_name) = (self.records.clone(), name.clone());
+        let deleted = tokio::task::spawn_blocking(move || records.delete(&vm_name));
+        deleted.await.map_err(took_too_long)??;
+        self.supervisor.forget(name);
+        Ok(done(format!(
+            "VM '{name}' is deleted from host '{}'",
+            self.host()
+        )))
+    }
+
+    /// Ends the VM process of a VM that is off, so that its record may be written here.
+    async fn release(&self, vm: &Supervised) -> Reply<()> {
+        if !matches!(vm.life(), Life::Live { .. }) {
+            return Ok(());
+        }
+        let VmAnswer::Status(status) = vm.ask(&VmRequest::Status, READ).await? else {
+            return Err(unexpected(&vm.config().vm));
+        };
+        if !matches!(status.vm.state, VmState::Stopped | VmState::Crashed) {
+            let (name, state) = (&vm.config().vm, status.vm.state);
+            let message = format!(
+                "VM '{name}' is {state} on host '{}': stop it first",
+                self.host()
+            );
+            return Err(ApiError::new(ErrorCode::WrongState, message));
+        }
+        // It may end before its answer is out; what counts is that it ends.
+        let _ = vm.ask(&VmRequest::Detach, ACT).await;
+        if vm.ended(TOOLS).await {
+            return Ok(());
+        }
+        Err(ApiError::new(
+            ErrorCode::Locked,
+            format!("the VM process of '{}' does not end", vm.config().vm),
+        ))
+    }
+
+    /// Has the VM's process do something.
+    pub(crate) async fn act(&self, name: &VmName, request: VmRequest) -> Reply<Done> {
+        let vm = self.known(name)?;
+        vm.need(NEED).await?;
+        match vm.ask(&request, ACT).await? {
+            VmAnswer::Done(message) => Ok(Done { message }),
+            _ => Err(unexpected(name)),
+        }
+    }
+
+    /// Settles a VM that is in doubt.
+    pub(crate) async fn resolve(&self, name: &VmName, request: ResolveRequest) -> Reply<Done> {
+        let run_here = request.run_on == *self.host() && !request.give_up;
+        let confirm_fenced = request.confirm_fenced;
+        self.act(
+            name,
+            VmRequest::Resolve {
+                run_here,
+                confirm_fenced,
+            },
+        )
+        .await
+    }
+
+    /// Makes this host a destination.
+    pub(crate) async fn prepare_incoming(&self, request: PrepareIncoming) -> Reply<IncomingReady> {
+        request
+            .spec
+            .check()
+            .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
+        let name = request.spec.name.clone();
+        let vm = self.supervised(&name);
+        vm.need(NEED).await?;
+        match vm
+            .ask(&VmRequest::PrepareIncoming(Box::new(request)), ACT)
+            .await?
+        {
+            VmAnswer::IncomingReady(ready) => {
+                self.remember_boot(&name);
+                Ok(ready)
+            }
+            _ => Err(unexpected(&name)),
+        }
+    }
+
+    /// Begins a migration here.
+    pub(crate) async fn migrate(&self, spec: MigrationSpec) -> Reply<Done> {
+        let name = spec.vm.clone();
+        self.act(&name, VmRequest::Migrate(Box::new(spec))).await
+    }
+
+    /// Takes a message of another host about who may run a VM; gives the replies.
+    pub(crate) async fn peer(
+        &self,
+        name: &VmName,
+        from: HostName,
+        message: serde_json::Value,
+    ) -> Reply<Vec<serde_json::Value>> {
+        let live = self.supervisor.find(name);
+        let needs_process = live.is_some() && self.records.needs_process(name);
+        if let Some(vm) = live
+            && (needs_process || matches!(vm.life(), Life::Live { .. }))
+        {
+            vm.need(NEED).await?;
+            let request = VmRequest::Peer { from, message };
+            return match vm.ask(&request, ACT).await? {
+                VmAnswer::Replies(replies) => Ok(replies),
+                _ => Err(unexpected(name)),
+            };
+        }
+        let (records, name) = (self.records.clone(), name.clone());
+        let answered = tokio::task::spawn_blocking(move || records.answer(&name, from, message));
+        answered.await.map_err(took_too_long)?
+    }
+
+    /// What stands in the way of the VM leaving here.
+    pub(crate) async fn preflight_outgoing(&self, name: &VmName) -> Reply<PreflightOutgoing> {
+        let supervised = self.known(name)?;
+        let vm = self.vm(name).await?;
+        let mut blockers = Vec::new();
+        if matches!(vm.state, VmState::Running | VmState::Paused) {
+            match supervised.ask(&VmRequest::Blockers, ACT).await? {
+                VmAnswer::Blockers(found) => blockers = found,
+                _ => return Err(unexpected(name)),
+            }
+        }
+        let report = preflight::outgoing(&preflight::Source {
+            host: self.host(),
+            spec: &vm.spec,
+            state: vm.state,
+            blockers: &blockers,
+            system: &self.system,
+            tracking: tracking(),
+        });
+        let (host, spec) = (self.host().clone(), vm.spec.clone());
+        let hashed = tokio::task::spawn_blocking(move || preflight::hash_files(&host, &spec));
+        let (file_hashes, missing) = hashed.await.map_err(took_too_long)?;
+        Ok(PreflightOutgoing {
+            refusals: report.refusals.into_iter().chain(missing).collect(),
+            passed: report.passed,
+            vm,
+            file_hashes,
+        })
+    }
+
+    /// What stands in the way of a VM coming here; listens for its probe from here on.
+    pub(crate) async fn preflight_incoming(
+        self: &Arc<Self>,
+        request: PreflightIncoming,
+    ) -> Reply<PreflightReport> {
+        request
+            .spec
+            .check()
+            .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
+        let arrived_ms = unix_ms();
+        let agent = self.clone();
+        let looked = tokio::task::spawn_blocking(move || {
+            let report = agent.look_at_incoming(&request, arrived_ms);
+            (request, report)
+        });
+        let (request, report) = looked.await.map_err(took_too_long)?;
+        if report.refusals.is_empty() && !request.probe_nonce.is_empty() {
+            let nonce = probe::parse_nonce(&request.probe_nonce)?;
+            self.probes
+                .listen(nonce, &probe::bridges_of(&self.config, &request.spec))?;
+        }
+        Ok(report)
+    }
+
+    fn look_at_incoming(&self, request: &PreflightIncoming, unix_ms: u64) -> PreflightReport {
+        let (free_ports, _) = check::free_ports(&self.config, &self.migration_addresses);
+        let record = self.records.record(&request.spec.name);
+        preflight::incoming(
+            &preflight::Destination {
+                config: &self.config,
+                system: &self.system,
+                info: &self.info(),
+                free_mib: self.free_mib(),
+                tracking: tracking(),
+                // A record that cannot be read may hold anything.
+                name_taken: record.is_none_or(|record| record.may_hold()),
+                free_ports,
+                unix_ms,
+            },
+            request,
+        )
+    }
+
+    /// Sends the probe from each of the VM's port groups.
+    pub(crate) fn probe(&self, name: &VmName, nonce: &str) -> Reply<Done> {
+        let nonce = probe::parse_nonce(nonce)?;
+        let spec = self.spec(name)?;
+        let bridges = probe::bridges_of(&self.config, &spec);
+        probe::send(nonce, &bridges)?;
+        Ok(done(format!("sent from {} port groups", bridges.len())))
+    }
+
+    fn spec(&self, name: &VmName) -> Reply<VmSpec> {
+        let unknown = || {
+            ApiError::new(
+                ErrorCode::UnknownVm,
+                format!("host '{}' has no VM '{name}'", self.host()),
+            )
+        };
+        self.records.spec(name)?.ok_or_else(unknown)
+    }
+
+    /// The guest's console.
+    pub(crate) async fn console(&self, name: &VmName) -> Reply<String> {
+        let vm = self.known(name)?;
+        match vm.ask(&VmRequest::Console, READ).await? {
+            VmAnswer::Console(text) => Ok(text),
+            _ => Err(unexpected(name)),
+        }
+    }
+
+    /// All migrations that this host knows, newest first.
+    pub(crate) async fn migrations(self: &Arc<Self>) -> Vec<MigrationReport> {
+        let mut reports = self.records.reports(&self.supervisor.names());
+        for vm in self.vms().await {
+            let Some(id) = vm.migration else { continue };
+            if let Ok(report) = self.live_report(&vm.spec.name, &id).await {
+                reports.retain(|known| known.id != report.id);
+                reports.push(report);
+            }
+        }
+        reports.sort_by_key(|report| std::cmp::Reverse(report.began_unix_s));
+        reports
+    }
+
+    async fn live_report(&self, vm: &VmName, id: &MigrationId) -> Reply<MigrationReport> {
+        let vm = self.known(vm)?;
+        let request = VmRequest::Report {
+            migration: id.clone(),
+        };
+        match vm.ask(&request, READ).await? {
+            VmAnswer::Report(report) => Ok(*report),
+            _ => Err(unexpected(&vm.config().vm)),
+        }
+    }
+
+    /// One migration.
+    pub(crate) async fn migration(self: &Arc<Self>, id: &MigrationId) -> Reply<MigrationReport> {
+        let mut reports = self.migrations().await;
+        let found = reports.iter().position(|report| report.id == *id);
+        let message = || {
+            format!(
+                "host '{}' knows no migration '{id}': see 'godwit migration list'",
+                self.host()
+            )
+        };
+        let index = found.ok_or_else(|| ApiError::new(ErrorCode::UnknownMigration, message()))?;
+        Ok(reports.swap_remove(index))
+    }
+
+    /// Cancels a migration.
+    pub(crate) async fn cancel(
+        self: &Arc<Self>,
+        id: &MigrationId,
+        reason: Option<String>,
+    ) -> Reply<Done> {
+        let report = self.migration(id).await?;
+        let reason = reason.unwrap_or_else(|| "cancelled by its user".into());
+        let migration = id.clone();
+        self.act(&report.vm, VmRequest::Cancel { migration, reason })
+            .await
+    }
+
+    /// Begins the supervision of every VM that this host knows, and starts again what a reboot has ended.
+    pub(crate) fn take_up(self: &Arc<Self>) -> std::io::Result<()> {
+        make_dir(&self.config.run_dir.join("vms"), 0o711)?;
+        for name in self.records.names() {
+            let vm = self.supervised(&name);
+            if self.records.needs_boot(&name, &self.boot_id) {
+                let agent = self.clone();
+                tokio::spawn(async move { agent.boot(&vm).await });
+            } else {
+                self.remember_boot(&name);
+            }
+        }
+        Ok(())
+    }
+
+    fn remember_boot(&self, name: &VmName) {
+        if let Err(error) = self.records.remember_boot(name, &self.boot_id) {
+            tracing::error!(vm = %name, %error, "cannot note that the VM was seen in this boot");
+        }
+    }
+
+    /// Starts a VM that ran before the host's reboot; tries until it runs or is no longer wanted.
+    async fn boot(&self, vm: &Supervised) {
+        let name = &vm.config().vm;
+        let mut wait = Duration::from_secs(1);
+        while self.records.needs_boot(name, &self.boot_id) {
+            let started = async {
+                vm.need(NEED).await?;
+                match vm.ask(&VmRequest::Status, READ).await? {
+                    VmAnswer::Status(status) if is_up(status.vm.state) => Ok(()),
+                    _ => vm.ask(&VmRequest::Start, ACT).await.map(drop),
+                }
+            };
+            match started.await {
+                Ok(()) => return self.remember_boot(name),
+                Err(error) => {
+                    tracing::error!(vm = %name, %error, "cannot start the VM after the host's reboot")
+                }
+            }
+            tokio::time::sleep(wait).await;
+            wait = (wait * 2).min(Duration::from_secs(60));
+        }
+    }
+
+    /// Boots a VM because somebody asked.
+    pub(crate) async fn start(&self, name: &VmName) -> Reply<Done> {
+        let done = self.act(name, VmRequest::Start).await?;
+        self.remember_boot(name);
+        Ok(done)
+    }
+}
+
+fn is_up(state: VmState) -> bool {
+    matches!(
+        state,
+        VmState::Running
+            | VmState::Paused
+            | VmState::InDoubt
+            | VmState::Incoming
+            | VmState::Panicked
+    )
+}
+
+/// Whether a phase asks for a VM process.
+pub(crate) fn phase_wants_process(phase: &Phase) -> bool {
+    use godwit_ownership::Power;
+    match phase {
+        Phase::Holds {
+            power, unconfirmed, ..
+        } => *power != Power::Off || unconfirmed.is_some(),
+        Phase::Stopping { .. }
+        | Phase::Gave { .. }
+        | Phase::Incoming { .. }
+        | Phase::Ready { .. } => true,
+        Phase::Absent | Phase::Moved { .. } | Phase::Refused { .. } => false,
+    }
+}

@@ -1,0 +1,222 @@
+//! The routes: each takes its parts apart, asks the agent, and gives the answer.
+//!
+//! Owns nothing; who may call what is [`godwit_rpc::agent_client::RULES`]. Refuses: a body whose VM is not the
+//! path's.
+
+use crate::agent::Agent;
+use crate::agent::check_host;
+use crate::probe::parse_nonce;
+use axum::extract::State;
+use axum::routing::{get, post, put};
+use axum::{Extension, Json, Router};
+use godwit_rpc::agent_client::path;
+use godwit_rpc::{ApiResult, JsonBody, PathParam, Peer};
+use godwit_types::control_api::{
+    CancelRequest, ConsoleText, Done, HostCheck, ResolveRequest, StopRequest,
+};
+use godwit_types::host::HostInfo;
+use godwit_types::host_api::{
+    HostVm, IncomingReady, PeerEnvelope, PreflightIncoming, PreflightOutgoing, PrepareIncoming,
+    ProbeRequest, ProbeResult, PutVm, Revoked, VmRequest,
+};
+use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
+use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
+use std::sync::Arc;
+
+type Shared = State<Arc<Agent>>;
+
+/// The agent's router.
+pub(crate) fn router(agent: Arc<Agent>) -> Router {
+    let action = |request: fn() -> VmRequest| {
+        post(
+            move |State(agent): Shared, PathParam(name): PathParam<VmName>| async move {
+                reply(agent.act(&name, request()).await)
+            },
+        )
+    };
+    Router::new()
+        .route(path::HOST, get(host))
+        .route(path::CHECK, get(check))
+        .route(path::VMS, get(vms))
+        .route(path::VM, get(vm).put(put_vm).delete(delete_vm))
+        .route(path::START, post(start))
+        .route(path::STOP, post(stop))
+        .route(path::RESET, action(|| VmRequest::Reset))
+        .route(path::PAUSE, action(|| VmRequest::Pause))
+        .route(path::RESUME, action(|| VmRequest::Resume))
+        .route(path::RESOLVE, post(resolve))
+        .route(path::PREPARE_INCOMING, post(prepare_incoming))
+        .route(path::MIGRATE, post(migrate))
+        .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
+        .route(path::PROBE, post(probe))
+        .route(path::PEER, post(peer))
+        .route(path::CONSOLE, get(console))
+        .route(path::PREFLIGHT_INCOMING, post(preflight_incoming))
+        .route(path::PROBE_RESULT, get(probe_result))
+        .route(path::MIGRATIONS, get(migrations))
+        .route(path::MIGRATION, get(migration))
+        .route(path::CANCEL, post(cancel))
+        .route(path::REVOKED, put(revoked))
+        .with_state(agent)
+}
+
+fn reply<T>(result: Result<T, ApiError>) -> ApiResult<T> {
+    Ok(Json(result?))
+}
+
+fn same(path: &VmName, body: &VmName) -> Result<(), ApiError> {
+    if path == body {
+        return Ok(());
+    }
+    let message = format!("the path names VM '{path}', the body '{body}'");
+    Err(ApiError::new(ErrorCode::InvalidRequest, message))
+}
+
+async fn host(State(agent): Shared) -> ApiResult<HostInfo> {
+    reply(Ok(tokio::task::block_in_place(|| agent.info())))
+}
+
+async fn check(State(agent): Shared) -> ApiResult<HostCheck> {
+    reply(Ok(check_host(&agent.config, &agent.system).await))
+}
+
+async fn vms(State(agent): Shared) -> ApiResult<Vec<HostVm>> {
+    reply(Ok(agent.vms().await))
+}
+
+async fn vm(State(agent): Shared, PathParam(name): PathParam<VmName>) -> ApiResult<HostVm> {
+    reply(agent.vm(&name).await)
+}
+
+async fn put_vm(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(request): JsonBody<PutVm>,
+) -> ApiResult<Done> {
+    same(&name, &request.spec.name)?;
+    reply(agent.put_vm(request).await)
+}
+
+async fn delete_vm(State(agent): Shared, PathParam(name): PathParam<VmName>) -> ApiResult<Done> {
+    reply(agent.delete_vm(&name).await)
+}
+
+async fn start(State(agent): Shared, PathParam(name): PathParam<VmName>) -> ApiResult<Done> {
+    reply(agent.start(&name).await)
+}
+
+async fn stop(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(request): JsonBody<StopRequest>,
+) -> ApiResult<Done> {
+    let force = request.force;
+    reply(agent.act(&name, VmRequest::Stop { force }).await)
+}
+
+async fn resolve(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(request): JsonBody<ResolveRequest>,
+) -> ApiResult<Done> {
+    reply(agent.resolve(&name, request).await)
+}
+
+async fn prepare_incoming(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(request): JsonBody<PrepareIncoming>,
+) -> ApiResult<IncomingReady> {
+    same(&name, &request.spec.name)?;
+    same(&name, &request.migration.vm)?;
+    reply(agent.prepare_incoming(request).await)
+}
+
+async fn migrate(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(spec): JsonBody<MigrationSpec>,
+) -> ApiResult<Done> {
+    same(&name, &spec.vm)?;
+    reply(agent.migrate(spec).await)
+}
+
+async fn preflight_outgoing(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+) -> ApiResult<PreflightOutgoing> {
+    reply(agent.preflight_outgoing(&name).await)
+}
+
+async fn probe(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(request): JsonBody<ProbeRequest>,
+) -> ApiResult<Done> {
+    reply(agent.probe(&name, &request.nonce))
+}
+
+async fn peer(
+    State(agent): Shared,
+    Extension(caller): Extension<Peer>,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(envelope): JsonBody<PeerEnvelope>,
+) -> ApiResult<Vec<serde_json::Value>> {
+    let Peer::Host(from) = caller else {
+        let message = "only another host's agent may say who runs a VM";
+        return reply(Err(ApiError::new(ErrorCode::NotAllowed, message)));
+    };
+    reply(agent.peer(&name, from, envelope.message).await)
+}
+
+async fn console(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+) -> ApiResult<ConsoleText> {
+    reply(agent.console(&name).await.map(|text| ConsoleText { text }))
+}
+
+async fn preflight_incoming(
+    State(agent): Shared,
+    JsonBody(request): JsonBody<PreflightIncoming>,
+) -> ApiResult<PreflightReport> {
+    reply(agent.preflight_incoming(request).await)
+}
+
+async fn probe_result(
+    State(agent): Shared,
+    PathParam(nonce): PathParam<String>,
+) -> ApiResult<ProbeResult> {
+    let nonce = parse_nonce(&nonce)?;
+    reply(agent.probes.result(nonce).await)
+}
+
+async fn migrations(State(agent): Shared) -> ApiResult<Vec<MigrationReport>> {
+    reply(Ok(agent.migrations().await))
+}
+
+async fn migration(
+    State(agent): Shared,
+    PathParam(id): PathParam<MigrationId>,
+) -> ApiResult<MigrationReport> {
+    reply(agent.migration(&id).await)
+}
+
+async fn cancel(
+    State(agent): Shared,
+    PathParam(id): PathParam<MigrationId>,
+    JsonBody(request): JsonBody<CancelRequest>,
+) -> ApiResult<Done> {
+    reply(agent.cancel(&id, request.reason).await)
+}
+
+async fn revoked(State(agent): Shared, JsonBody(revoked): JsonBody<Revoked>) -> ApiResult<Done> {
+    agent.revocations.extend(revoked.serials);
+    agent.records.remember_revoked(&agent.revocations.all())?;
+    let message = format!("{} certificates are revoked", agent.revocations.all().len());
+    reply(Ok(Done { message }))
+}
+
+#[cfg(test)]
+#[path = "api_tests.rs"]
+mod tests;

@@ -1,0 +1,330 @@
+//! The routes over real mutual TLS and a real Unix socket, with a stub VM process behind them.
+
+use super::*;
+use crate::probe::Probes;
+use crate::qemu_facts::QemuFactsError;
+use crate::supervisor::Supervisor;
+use crate::system::System;
+use crate::test_support::{HEARD, TestHost, spec, stub_program, vm};
+use crate::users::User;
+use godwit_ownership::{Phase, Power};
+use godwit_rpc::agent_client::RULES;
+use godwit_rpc::pki::now_unix_s;
+use godwit_rpc::{
+    AgentClient, Authority, Client, ClientError, Revocations, Role, Server, server, tls,
+};
+use godwit_types::{Generation, HostName};
+use rustix::process::{Pid, Signal, kill_process};
+use std::net::SocketAddr;
+use tokio::sync::watch;
+
+fn host_name(name: &str) -> HostName {
+    HostName::new(name).unwrap()
+}
+
+struct Served {
+    host: TestHost,
+    agent: Arc<Agent>,
+    authority: Authority,
+    address: SocketAddr,
+    _stop: watch::Sender<bool>,
+}
+
+impl Served {
+    async fn new() -> Self {
+        let host = TestHost::new();
+        let records = host.records();
+        let supervisor = Supervisor::new(
+            stub_program(),
+            Arc::new(|_, _| Box::pin(async { Ok(vec![]) })),
+            records.clone(),
+        );
+        let agent = Arc::new(Agent {
+            config: host.config.clone(),
+            system: System::default(),
+            user: User {
+                uid: 65534,
+                gid: 65534,
+            },
+            qemu: Err(QemuFactsError::NoVersion {
+                program: "none".into(),
+                text: String::new(),
+            }),
+            migration_addresses: host.config.migration_addresses.clone(),
+            boot_id: "boot-1".into(),
+            supervisor,
+            records,
+            probes: Probes::default(),
+            revocations: Arc::new(Revocations::default()),
+        });
+        let authority = Authority::create(now_unix_s()).unwrap();
+        let identity = authority
+            .identity(&Role::Host(host_name("a")), now_unix_s())
+            .unwrap();
+        let (stop, stopped) = watch::channel(false);
+        let server = Server::new(router(agent.clone()), RULES, agent.revocations.clone());
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let local = server::bind_unix(&host.config.agent_socket()).unwrap();
+        tokio::spawn(server.clone().run_unix(local, stopped.clone()));
+        tokio::spawn(server.run_tls(listener, tls::server_config(&identity).unwrap(), stopped));
+        Self {
+            host,
+            agent,
+            authority,
+            address,
+            _stop: stop,
+        }
+    }
+
+    fn client(&self, role: &Role) -> AgentClient {
+        let identity = self.authority.identity(role, now_unix_s()).unwrap();
+        let peer = Role::Host(host_name("a"));
+        AgentClient::new(Client::tls(self.address, &identity, peer).unwrap())
+    }
+
+    fn controller(&self) -> AgentClient {
+        self.client(&Role::Controller)
+    }
+
+    fn local(&self) -> AgentClient {
+        AgentClient::new(Client::unix(&self.host.config.agent_socket()))
+    }
+
+    /// Ends the stub of a VM, if it has one; it is this test's own.
+    fn end(&self, name: &str) {
+        if let Some(vm) = self.agent.supervisor.find(&vm(name)) {
+            self.agent.supervisor.forget(&vm.config().vm);
+            if let crate::supervisor::Life::Live { pid } = vm.life() {
+                kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+            }
+        }
+    }
+}
+
+fn code<T: std::fmt::Debug>(result: Result<T, ClientError>) -> ErrorCode {
+    result.unwrap_err().code()
+}
+
+fn put(name: &str, generation: u64) -> PutVm {
+    PutVm {
+        spec: spec(name),
+        generation: Generation(generation),
+    }
+}
+
+fn ask_holding(generation: u64) -> PeerEnvelope {
+    PeerEnvelope {
+        message: serde_json::json!({ "message": "ask-holding", "migration": "m1", "generation": generation }),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_kind_of_caller_may_do_only_its_own() {
+    let served = Served::new().await;
+    let peer = served.client(&Role::Host(host_name("b")));
+    assert_eq!(code(peer.vms().await), ErrorCode::NotAllowed);
+    assert_eq!(
+        code(peer.put_vm(&put("web", 1)).await),
+        ErrorCode::NotAllowed
+    );
+    let operator = served.client(&Role::Operator(host_name("ann")));
+    assert_eq!(operator.vms().await.unwrap(), []);
+    assert_eq!(
+        code(
+            operator
+                .stop(&vm("web"), &StopRequest { force: true })
+                .await
+        ),
+        ErrorCode::NotAllowed
+    );
+    let local = served.local();
+    assert_eq!(local.vms().await.unwrap(), []);
+    assert_eq!(
+        code(local.put_vm(&put("web", 1)).await),
+        ErrorCode::NotAllowed
+    );
+    assert_eq!(
+        code(local.peer(&vm("web"), &ask_holding(2)).await),
+        ErrorCode::NotAllowed
+    );
+    let controller = served.controller();
+    assert_eq!(
+        code(controller.peer(&vm("web"), &ask_holding(2)).await),
+        ErrorCode::NotAllowed
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_revoked_host_is_refused_at_once() {
+    let served = Served::new().await;
+    let identity = served
+        .authority
+        .identity(&Role::Host(host_name("b")), now_unix_s())
+        .unwrap();
+    let serial = identity.holder().unwrap().serial;
+    let client = Client::tls(served.address, &identity, Role::Host(host_name("a"))).unwrap();
+    let peer = AgentClient::new(client);
+    assert!(peer.peer(&vm("web"), &ask_holding(2)).await.is_ok());
+    served
+        .controller()
+        .revoked(&Revoked {
+            serials: vec![serial.clone()],
+        })
+        .await
+        .unwrap();
+    assert_eq!(
+        code(peer.peer(&vm("web"), &ask_holding(2)).await),
+        ErrorCode::NotAllowed
+    );
+    assert_eq!(served.host.records().revoked().unwrap(), [serial]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_is_made_started_and_deleted() {
+    let served = Served::new().await;
+    let controller = served.controller();
+    let web = vm("web");
+    assert_eq!(code(controller.start(&web).await), ErrorCode::UnknownVm);
+    controller.put_vm(&put("web", 1)).await.unwrap();
+    let shown = controller.vm(&web).await.unwrap();
+    assert!(shown.holds && shown.generation == Generation(1));
+    assert_eq!(controller.start(&web).await.unwrap().message, "started");
+    assert_eq!(controller.console(&web).await.unwrap().text, "login:");
+    // The stub says that the VM is off, so its process gives way to the agent's own writing.
+    controller.put_vm(&put("web", 1)).await.unwrap();
+    controller.delete_vm(&web).await.unwrap();
+    assert_eq!(code(controller.vm(&web).await), ErrorCode::UnknownVm);
+    served.end("web");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_generation_below_the_known_one_is_refused() {
+    let served = Served::new().await;
+    let moved = Phase::Moved {
+        generation: Generation(3),
+        migration: godwit_types::MigrationId::new("m1").unwrap(),
+        to: host_name("b"),
+    };
+    served.host.record("web", Generation(1), moved);
+    let error = served
+        .controller()
+        .put_vm(&put("web", 2))
+        .await
+        .unwrap_err();
+    assert_eq!(error.code(), ErrorCode::WrongState);
+    assert!(error.to_string().contains("generation 3"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_path_and_the_body_must_name_the_same_vm() {
+    let served = Served::new().await;
+    let identity = served
+        .authority
+        .identity(&Role::Controller, now_unix_s())
+        .unwrap();
+    let client = Client::tls(served.address, &identity, Role::Host(host_name("a"))).unwrap();
+    let wait = std::time::Duration::from_secs(10);
+    let result: Result<Done, ClientError> = client.put("/v1/vms/other", &put("web", 1), wait).await;
+    assert_eq!(code(result), ErrorCode::InvalidRequest);
+    let result: Result<Done, ClientError> = client
+        .post("/v1/vms/..%2f/start", &serde_json::json!({}), wait)
+        .await;
+    assert_eq!(code(result), ErrorCode::InvalidRequest);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_destination_that_knows_nothing_refuses_durably_before_it_says_so() {
+    let served = Served::new().await;
+    let peer = served.client(&Role::Host(host_name("b")));
+    let replies = peer.peer(&vm("web"), &ask_holding(2)).await.unwrap();
+    assert_eq!(replies.len(), 1, "{replies:?}");
+    assert_eq!(replies[0]["message"], "refused");
+    let record = served.host.records().record(&vm("web")).unwrap();
+    assert!(record.highest >= Generation(2), "{record:?}");
+    assert_eq!(
+        code(
+            peer.peer(&vm("web"), &PeerEnvelope { message: 1.into() })
+                .await
+        ),
+        ErrorCode::InvalidRequest
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_live_vm_process_answers_the_peer_itself() {
+    let served = Served::new().await;
+    served.host.hold("web", Power::On);
+    served.agent.take_up().unwrap();
+    let peer = served.client(&Role::Host(host_name("b")));
+    let message = ask_holding(2);
+    let replies = peer.peer(&vm("web"), &message).await.unwrap();
+    assert_eq!(replies, [serde_json::json!({ "echo": message.message })]);
+    let heard = std::fs::read_to_string(served.host.run_dir("web").join(HEARD)).unwrap();
+    assert!(heard.starts_with("b {"), "{heard}");
+    served.end("web");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_ran_before_a_reboot_is_started_once_and_what_was_off_is_not() {
+    let served = Served::new().await;
+    served.host.hold("web", Power::On);
+    served.host.hold("off", Power::Off);
+    let records = served.host.records();
+    assert!(records.needs_boot(&vm("web"), "boot-1"));
+    assert!(!records.needs_boot(&vm("off"), "boot-1"));
+    served.agent.take_up().unwrap();
+    let noted = tokio::task::spawn_blocking(move || {
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
+        while records.needs_boot(&vm("web"), "boot-1") && std::time::Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+        !records.needs_boot(&vm("web"), "boot-1") && records.needs_boot(&vm("web"), "boot-2")
+    });
+    assert!(noted.await.unwrap());
+    served.end("web");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn reports_of_ended_migrations_are_shown_without_any_vm_process() {
+    let served = Served::new().await;
+    served.host.hold("web", Power::Off);
+    served.agent.take_up().unwrap();
+    let id = godwit_types::MigrationId::new("m7").unwrap();
+    let error = served.local().migration(&id).await.unwrap_err();
+    assert_eq!(error.code(), ErrorCode::UnknownMigration);
+    let dir = served.host.config.vms_dir().join("web/migrations");
+    std::fs::create_dir_all(&dir).unwrap();
+    std::fs::write(dir.join("torn.json"), "{").unwrap();
+    godwit_store::save_json(&dir.join("m7.json"), &ended(&id)).unwrap();
+    assert_eq!(served.local().migration(&id).await.unwrap(), ended(&id));
+    assert_eq!(served.local().migrations().await.unwrap().len(), 1);
+}
+
+fn ended(id: &MigrationId) -> MigrationReport {
+    use godwit_types::migration::{AgentAddress, Cipher, MigrationSecret, Outcome, Side};
+    let address = |name| AgentAddress {
+        host: host_name(name),
+        address: "127.0.0.1:1".parse().unwrap(),
+    };
+    let spec = MigrationSpec {
+        id: id.clone(),
+        vm: vm("web"),
+        generation: Generation(2),
+        source: address("a"),
+        destination: address("b"),
+        secret: MigrationSecret {
+            key: vec![],
+            nonce: vec![],
+        },
+        cipher: Cipher::Aes256Gcm,
+        max_downtime_ms: 50,
+        deadline_s: None,
+        max_bandwidth_mbit_per_s: None,
+        source_addresses: vec![],
+        destination_addresses: vec![],
+    };
+    let mut report = MigrationReport::begun(&spec, Side::Source, 64, 1);
+    report.outcome = Some(Outcome::Completed);
+    report
+}

@@ -1,0 +1,446 @@
+//! `godwit host check`: what this host has, lacks, and what to do about each.
+//!
+//! Reads only; owns nothing. Refuses: nothing; whatever is missing is a finding with its remedy.
+
+use crate::config::HostConfig;
+use crate::qemu_facts::{QemuFacts, QemuFactsError};
+use crate::system::{Interface, KERNEL_MIN, System};
+use crate::{crypto, sys, users};
+use godwit_types::host::{Check, CheckStatus};
+use std::net::{IpAddr, SocketAddr, TcpListener};
+
+/// MTU from which on large records do not cost packets.
+const MTU_GOOD: u32 = 9000;
+/// TCP buffer, bytes, that fills 1 Gb/s at 128 ms.
+const TCP_BUFFER_GOOD: u64 = 16 << 20;
+/// Clock error that a migration's logs can live with, us.
+const CLOCK_ERROR_MAX_US: i64 = 1_000_000;
+
+/// What the checks look at, gathered beforehand.
+pub struct Inputs<'a> {
+    /// The configuration.
+    pub config: &'a HostConfig,
+    /// The machine.
+    pub system: &'a System,
+    /// QEMU, or why it told nothing.
+    pub qemu: &'a Result<QemuFacts, QemuFactsError>,
+    /// Interfaces.
+    pub interfaces: &'a [Interface],
+    /// Addresses on the migration networks.
+    pub migration_addresses: &'a [IpAddr],
+    /// Features of the userfaultfd device, or why it cannot be used.
+    pub userfaultfd: Result<(), String>,
+}
+
+fn ok(name: &str, found: impl Into<String>) -> Check {
+    check(name, CheckStatus::Ok, found, "")
+}
+
+fn warning(name: &str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
+    check(name, CheckStatus::Warning, found, remedy)
+}
+
+fn failed(name: &str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
+    check(name, CheckStatus::Failed, found, remedy)
+}
+
+fn check(
+    name: &str,
+    status: CheckStatus,
+    found: impl Into<String>,
+    remedy: impl Into<String>,
+) -> Check {
+    Check {
+        name: name.into(),
+        status,
+        found: found.into(),
+        remedy: remedy.into(),
+    }
+}
+
+/// Runs every check.
+pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
+    let mut checks = vec![
+        kernel(inputs.system),
+        userfaultfd(&inputs.userfaultfd),
+        qemu(inputs.qemu),
+        user(inputs.config),
+        cpu(inputs.system),
+        aes(inputs.system, inputs.config),
+        mtu(inputs.interfaces, inputs.migration_addresses),
+        clock(sys::clock_state()),
+        ports(inputs.config, inputs.migration_addresses),
+        huge_pages(inputs.system),
+        socket_buffers(inputs.system),
+        memory(inputs.system),
+        cgroup_cpu(inputs.system),
+    ];
+    checks.extend(bridges(inputs.system, inputs.config));
+    checks
+}
+
+fn kernel(system: &System) -> Check {
+    let found = format!("Linux {}", system.kernel());
+    if system.kernel_is_new_enough() {
+        return ok("kernel", found);
+    }
+    let (major, minor) = KERNEL_MIN;
+    failed(
+        "kernel",
+        found,
+        format!("boot Linux {major}.{minor} or newer: dirty tracking needs its PAGEMAP_SCAN"),
+    )
+}
+
+fn userfaultfd(usable: &Result<(), String>) -> Check {
+    match usable {
+        Ok(()) => ok(
+            "userfaultfd",
+            "/dev/userfaultfd usable, asynchronous write protection offered",
+        ),
+        Err(why) => failed(
+            "userfaultfd",
+            why.clone(),
+            "run the agent as root on a kernel with CONFIG_USERFAULTFD and CONFIG_PTE_MARKER_UFFD_WP, and let it see /dev/userfaultfd",
+        ),
+    }
+}
+
+fn qemu(facts: &Result<QemuFacts, QemuFactsError>) -> Check {
+    match facts {
+        Err(error) => failed("qemu", error.to_string(), "apt-get install qemu-system-x86"),
+        Ok(facts) if !facts.sandbox => failed(
+            "qemu",
+            format!("QEMU {} without its sandbox", facts.version),
+            "use a QEMU built with seccomp, as the distributions' is",
+        ),
+        Ok(facts) => ok(
+            "qemu",
+            format!(
+                "QEMU {} with its sandbox, {} machine types",
+                facts.version,
+                facts.machine_types.len()
+            ),
+        ),
+    }
+}
+
+fn user(config: &HostConfig) -> Check {
+    match users::qemu_user(config.qemu_user.as_deref()) {
+        Err(error) => failed(
+            "qemu-user",
+            error.to_string(),
+            "set qemu_user to a user that exists",
+        ),
+        Ok(user) if config.qemu_user.is_none() && user.uid == 65534 => warning(
+            "qemu-user",
+            "QEMU runs as nobody, which other programs may share",
+            "useradd --system --no-create-home godwit-qemu",
+        ),
+        Ok(user) => ok(
+            "qemu-user",
+            format!("QEMU runs as uid {}, gid {}", user.uid, user.gid),
+        ),
+    }
+}
+
+fn cpu(system: &System) -> Check {
+    let flag = ["vmx", "svm"].into_iter().find(|flag| system.cpu_has(flag));
+    match (flag, system.exists("/dev/kvm")) {
+        (Some(flag), true) => ok("cpu", format!("{flag}: guests run under KVM")),
+        (Some(flag), false) => warning(
+            "cpu",
+            format!("{flag}, but no /dev/kvm: guests run under TCG, 10 to 50 times slower"),
+            "load the module kvm_intel or kvm_amd",
+        ),
+        (None, _) => warning(
+            "cpu",
+            "neither vmx nor svm: guests run under TCG, 10 to 50 times slower",
+            "turn virtualisation on in the firmware, or nested virtualisation in the hypervisor",
+        ),
+    }
+}
+
+fn aes(system: &System, config: &HostConfig) -> Check {
+    let speed = crypto::seal_gb_per_s().map_or_else(
+        || "speed not measured".to_string(),
+        |speed| format!("AES-256-GCM seals {speed:.1} GB/s on one core"),
+    );
+    if !config.encryption {
+        return warning(
+            "aes",
+            format!("encryption is off in the configuration; {speed}"),
+            "set encryption = true: VMs that require encryption cannot come here",
+        );
+    }
+    match (system.cpu_has("aes"), system.cpu_has("vaes")) {
+        (true, true) => ok("aes", format!("aes and vaes; {speed}")),
+        (true, false) => ok("aes", format!("aes, no vaes; {speed}")),
+        (false, _) => warning(
+            "aes",
+            format!("no aes instructions; {speed}"),
+            "encrypted migrations will be limited by the CPU: expose the flag aes to this machine",
+        ),
+    }
+}
+
+fn mtu(interfaces: &[Interface], addresses: &[IpAddr]) -> Check {
+    let carriers: Vec<&Interface> = interfaces
+        .iter()
+        .filter(|interface| {
+            interface
+                .addresses()
+                .any(|address| addresses.contains(&address))
+        })
+        .collect();
+    let missing: Vec<String> = addresses
+        .iter()
+        .filter(|address| {
+            !interfaces
+                .iter()
+                .any(|i| i.addresses().any(|a| a == **address))
+        })
+        .map(ToString::to_string)
+        .collect();
+    if !missing.is_empty() || addresses.is_empty() {
+        return failed(
+            "mtu",
+            format!(
+                "no interface has the migration address {}",
+                missing.join(", ")
+            ),
+            "correct migration_addresses or migration_interfaces, or bring the interface up",
+        );
+    }
+    let found: Vec<String> = carriers
+        .iter()
+        .map(|i| format!("{} {}", i.name, i.mtu))
+        .collect();
+    let found = format!("MTU of migration interfaces: {}", found.join(", "));
+    if carriers.iter().all(|interface| interface.mtu >= MTU_GOOD) {
+        return ok("mtu", found);
+    }
+    warning(
+        "mtu",
+        found,
+        format!(
+            "on links of 10 Gb/s and more an MTU of {MTU_GOOD} on the whole path costs less CPU; 1500 works"
+        ),
+    )
+}
+
+fn clock(state: std::io::Result<sys::ClockState>) -> Check {
+    let remedy = "run a time service (chrony or systemd-timesyncd)";
+    match state {
+        Err(error) => warning(
+            "clock",
+            format!("the kernel does not tell: {error}"),
+            remedy,
+        ),
+        Ok(state) if state.synchronised && state.max_error_us < CLOCK_ERROR_MAX_US => ok(
+            "clock",
+            format!("synchronised within {} ms", state.max_error_us / 1000),
+        ),
+        Ok(_) => warning(
+            "clock",
+            "not synchronised: the two hosts' logs of a migration will not line up",
+            remedy,
+        ),
+    }
+}
+
+/// The first free port of the range on any of the addresses, and how many are in use.
+pub fn free_ports(config: &HostConfig, addresses: &[IpAddr]) -> (usize, Vec<u16>) {
+    let range = config.migration_ports.first..=config.migration_ports.last;
+    let is_free = |port: u16| {
+        addresses
+            .iter()
+            .all(|address| TcpListener::bind(SocketAddr::new(*address, port)).is_ok())
+    };
+    let used: Vec<u16> = range.clone().filter(|port| !is_free(*port)).collect();
+    (range.count() - used.len(), used)
+}
+
+fn ports(config: &HostConfig, addresses: &[IpAddr]) -> Check {
+    let (free, used) = free_ports(config, addresses);
+    let found = format!(
+        "{free} of ports {}-{} free",
+        config.migration_ports.first, config.migration_ports.last
+    );
+    let list: Vec<String> = used.iter().take(5).map(ToString::to_string).collect();
+    match (free, used.is_empty()) {
+        (0, _) => failed(
+            "ports",
+            found,
+            "free them or set migration_ports to another range: no VM can come here",
+        ),
+        (_, false) => warning(
+            "ports",
+            format!("{found}; in use: {}", list.join(", ")),
+            "fine while migrations run; else see 'ss -ltnp' for who uses them",
+        ),
+        (_, true) => ok("ports", found),
+    }
+}
+
+fn huge_pages(system: &System) -> Check {
+    let name = "huge-pages";
+    match system.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled") {
+        Some(text) if text.contains("[deny]") => warning(
+            name,
+            "shmem_enabled is 'deny': guest memory gets no huge pages",
+            "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled ('never' still lets a mount ask)",
+        ),
+        Some(_) => ok(name, "tmpfs can use huge=within_size"),
+        None => warning(
+            name,
+            "this kernel's tmpfs has no huge pages",
+            "boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE",
+        ),
+    }
+}
+
+fn last_number(text: &str) -> Option<u64> {
+    text.split_whitespace().last()?.parse().ok()
+}
+
+fn socket_buffers(system: &System) -> Check {
+    let read = |name: &str| last_number(&system.read(&format!("/proc/sys/net/ipv4/{name}"))?);
+    let (Some(receive), Some(send)) = (read("tcp_rmem"), read("tcp_wmem")) else {
+        return warning("socket-buffers", "limits cannot be read", "");
+    };
+    let smallest = receive.min(send);
+    let found = format!(
+        "TCP buffers up to {} KiB receiving, {} KiB sending",
+        receive >> 10,
+        send >> 10
+    );
+    if smallest >= TCP_BUFFER_GOOD {
+        return ok("socket-buffers", found);
+    }
+    let mbit_per_s = smallest.saturating_mul(8) / 100_000;
+    warning(
+        "socket-buffers",
+        found,
+        format!(
+            "enough in one site; at 100 ms one stream reaches {mbit_per_s} Mb/s: sysctl -w net.ipv4.tcp_rmem='4096 131072 67108864' net.ipv4.tcp_wmem='4096 65536 67108864'"
+        ),
+    )
+}
+
+fn memory(system: &System) -> Check {
+    let total = system.meminfo_mib("MemTotal").unwrap_or(0);
+    match system.meminfo_mib("MemAvailable") {
+        Some(free) => ok("memory", format!("{free} MiB of {total} MiB available")),
+        None => warning("memory", "cannot read /proc/meminfo", "mount /proc"),
+    }
+}
+
+fn cgroup_cpu(system: &System) -> Check {
+    let second = system
+        .read("/sys/fs/cgroup/cgroup.controllers")
+        .is_some_and(|text| text.split_whitespace().any(|word| word == "cpu"));
+    if second {
+        return ok("cgroup-cpu", "cgroup v2 with the cpu controller");
+    }
+    if system.exists("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") {
+        return ok("cgroup-cpu", "cgroup v1 cpu controller");
+    }
+    warning(
+        "cgroup-cpu",
+        "no cpu controller of cgroups",
+        "mount cgroup v2 with the cpu controller: without it a guest that does not converge cannot be slowed",
+    )
+}
+
+fn bridges(system: &System, config: &HostConfig) -> Vec<Check> {
+    if config.port_groups.is_empty() {
+        return vec![warning(
+            "bridges",
+            "no port groups: VMs with network cards cannot run here",
+            "name a bridge per port group in the configuration: [port_groups] vm = \"vmbr0\"",
+        )];
+    }
+    let each = config.port_groups.iter().map(|(group, bridge)| {
+        if system.is_bridge(bridge) {
+            return ok("bridges", format!("port group {group} is bridge {bridge}"));
+        }
+        failed(
+            "bridges",
+            format!("port group {group} is {bridge}, which is no bridge here"),
+            format!("ip link add {bridge} type bridge && ip link set {bridge} up, or correct [port_groups]"),
+        )
+    });
+    each.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+
+    fn config(ports: &str) -> HostConfig {
+        let text = format!(
+            "name = \"a\"\nlisten = \"127.0.0.1:1\"\nmigration_addresses = [\"127.0.0.1\"]\nmigration_ports = \"{ports}\"\n[port_groups]\nvm = \"nobridge0\"\n"
+        );
+        HostConfig::parse(&text, Path::new("t")).unwrap()
+    }
+
+    #[test]
+    fn a_busy_port_is_found_and_a_full_range_fails() {
+        let busy = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = busy.local_addr().unwrap().port();
+        let found = ports(
+            &config(&format!("{port}-{port}")),
+            &["127.0.0.1".parse().unwrap()],
+        );
+        assert_eq!(found.status, CheckStatus::Failed);
+        assert!(found.found.contains(&port.to_string()), "{}", found.found);
+    }
+
+    #[test]
+    fn a_missing_bridge_fails_with_its_remedy() {
+        let found = bridges(&System::default(), &config("49500-49501"));
+        assert_eq!(found[0].status, CheckStatus::Failed);
+        assert!(
+            found[0]
+                .remedy
+                .contains("ip link add nobridge0 type bridge")
+        );
+    }
+
+    #[test]
+    fn an_old_kernel_fails_and_names_the_new_one() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(dir.path().join("proc/sys/kernel")).unwrap();
+        std::fs::write(dir.path().join("proc/sys/kernel/osrelease"), "6.1.0-21\n").unwrap();
+        let found = kernel(&System::under(dir.path()));
+        assert_eq!(found.status, CheckStatus::Failed);
+        assert!(found.remedy.contains("6.7"));
+    }
+
+    #[test]
+    fn every_finding_that_is_not_ok_says_what_to_do() {
+        let config = config("49500-49501");
+        let qemu = Err(QemuFactsError::NoVersion {
+            program: "q".into(),
+            text: String::new(),
+        });
+        let dir = tempfile::tempdir().unwrap();
+        let checks = run(&Inputs {
+            config: &config,
+            system: &System::under(dir.path()),
+            qemu: &qemu,
+            interfaces: &[],
+            migration_addresses: &[],
+            userfaultfd: Err("no device".into()),
+        });
+        assert!(checks.len() >= 13);
+        for check in checks {
+            let fine = check.status == CheckStatus::Ok
+                || !check.remedy.is_empty()
+                || check.name == "socket-buffers";
+            assert!(fine, "{} has no remedy", check.name);
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! The host's configuration: `/etc/godwit/host.toml`.
+//!
+//! Read once at start and owned by whoever read it. Refuses: unknown keys, ports that make no range, relative
+//! paths, a host that names neither migration addresses nor interfaces, and both at once.
+
+use godwit_types::vm::Accelerator;
+use godwit_types::{HostName, PortGroup};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+/// Where the configuration is unless said otherwise.
+pub const CONFIG_PATH: &str = "/etc/godwit/host.toml";
+/// Where agents listen unless said otherwise.
+pub const LISTEN_PORT: u16 = 8472;
+
+/// Why a configuration was refused.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read {path}: {source}; write it, or let 'godwit host join' write it")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The file is not valid TOML or has an unknown key.
+    #[error("{path} is not valid: {message}")]
+    Syntax {
+        /// The file.
+        path: PathBuf,
+        /// Where and why.
+        message: String,
+    },
+    /// A value is out of bounds.
+    #[error("{path}: {key} is not valid: {message}")]
+    Value {
+        /// The file.
+        path: PathBuf,
+        /// The key.
+        key: &'static str,
+        /// What to write instead.
+        message: String,
+    },
+}
+
+/// The configuration as written.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HostConfig {
+    /// This host's name.
+    pub name: HostName,
+    /// Where the agent listens for the controller and for other hosts, with mutual TLS.
+    pub listen: SocketAddr,
+    /// Where the controller listens; only `godwit host join` and messages to people need it.
+    #[serde(default)]
+    pub controller: Option<SocketAddr>,
+    /// Durable state: records, descriptions, reports, this host's certificate.
+    #[serde(default = "state_dir")]
+    pub state_dir: PathBuf,
+    /// State that a reboot empties: sockets and the RAM files.
+    #[serde(default = "run_dir")]
+    pub run_dir: PathBuf,
+    /// QEMU's program.
+    #[serde(default = "qemu")]
+    pub qemu: PathBuf,
+    /// User that QEMU runs as; `godwit-qemu` where it exists, else `nobody`.
+    #[serde(default)]
+    pub qemu_user: Option<String>,
+    /// Addresses on the migration networks.
+    #[serde(default)]
+    pub migration_addresses: Vec<IpAddr>,
+    /// Interfaces of the migration networks; every address of theirs is used.
+    #[serde(default)]
+    pub migration_interfaces: Vec<String>,
+    /// Ports that destinations listen on.
+    #[serde(default)]
+    pub migration_ports: PortRange,
+    /// Port groups and the bridge that each stands for here.
+    #[serde(default)]
+    pub port_groups: BTreeMap<PortGroup, String>,
+    /// Whether this host encrypts migrations.
+    #[serde(default = "yes")]
+    pub encryption: bool,
+    /// Overrides what runs guests.
+    #[serde(default)]
+    pub accelerator: Accelerator,
+}
+
+fn state_dir() -> PathBuf {
+    "/var/lib/godwit".into()
+}
+
+fn run_dir() -> PathBuf {
+    "/run/godwit".into()
+}
+
+fn qemu() -> PathBuf {
+    "/usr/bin/qemu-system-x86_64".into()
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// First and last port of a range, both included.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct PortRange {
+    /// First port.
+    pub first: u16,
+    /// Last port.
+    pub last: u16,
+}
+
+impl Default for PortRange {
+    fn default() -> Self {
+        Self {
+            first: 49500,
+            last: 49599,
+        }
+    }
+}
+
+impl TryFrom<String> for PortRange {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let wrong = || format!("\"{text}\" is not a range of ports: write it as \"49500-49599\"");
+        let (first, last) = text.split_once('-').ok_or_else(wrong)?;
+        let parse = |part: &str| part.trim().parse::<u16>().map_err(|_| wrong());
+        let (first, last) = (parse(first)?, parse(last)?);
+        if first < 1024 || first > last {
+            return Err(wrong());
+        }
+        Ok(Self { first, last })
+    }
+}
+
+impl HostConfig {
+    /// Reads and checks the file at `path`.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+            path: path.into(),
+            source,
+        })?;
+        Self::parse(&text, path)
+    }
+
+    /// Reads and checks `text`; `path` is only named in errors.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
+        let config: Self = toml::from_str(text).map_err(|error| ConfigError::Syntax {
+            path: path.into(),
+            message: one_line(text, &error),
+        })?;
+        config.check(path)?;
+        Ok(config)
+    }
+
+    fn check(&self, path: &Path) -> Result<(), ConfigError> {
+        let refuse = |key: &'static str, message: &str| {
+            Err(ConfigError::Value {
+                path: path.into(),
+                key,
+                message: message.into(),
+            })
+        };
+        if self.migration_addresses.is_empty() && self.migration_interfaces.is_empty() {
+            return refuse(
+                "migration_addresses",
+                "give the addresses or migration_interfaces = [\"eth1\"] of the network that migrations use",
+            );
+        }
+        if !self.migration_addresses.is_empty() && !self.migration_interfaces.is_empty() {
+            return refuse(
+                "migration_interfaces",
+                "give either migration_addresses or migration_interfaces, not both",
+            );
+        }
+        for (key, dir) in [
+            ("state_dir", &self.state_dir),
+            ("run_dir", &self.run_dir),
+            ("qemu", &self.qemu),
+        ] {
+            if !dir.is_absolute() {
+                return refuse(key, "give an absolute path");
+            }
+        }
+        let names = self
+            .migration_interfaces
+            .iter()
+            .chain(self.port_groups.values());
+        if names.into_iter().any(|name| !is_interface_name(name)) {
+            return refuse(
+                "port_groups or migration_interfaces",
+                "an interface's name has 1 to 15 letters, digits, '-', '_' or '.'",
+            );
+        }
+        Ok(())
+    }
+
+    /// Directory of all VMs' durable state.
+    pub fn vms_dir(&self) -> PathBuf {
+        self.state_dir.join("vms")
+    }
+
+    /// The agent's local socket.
+    pub fn agent_socket(&self) -> PathBuf {
+        self.run_dir.join("agent.sock")
+    }
+
+    /// Where RAM files are.
+    pub fn ram_dir(&self) -> PathBuf {
+        self.run_dir.join("ram")
+    }
+
+    /// Where this host's certificate is.
+    pub fn pki_dir(&self) -> PathBuf {
+        self.state_dir.join("pki")
+    }
+}
+
+/// Where and why TOML was refused, as part of a sentence.
+pub fn one_line(text: &str, error: &toml::de::Error) -> String {
+    let before = error.span().and_then(|span| text.get(..span.start));
+    match before {
+        Some(before) => format!(
+            "line {}: {}",
+            before.matches('\n').count() + 1,
+            error.message()
+        ),
+        None => error.message().to_string(),
+    }
+}
+
+/// Whether `name` can be a network interface's name; it ends up in paths under `/sys`.
+pub fn is_interface_name(name: &str) -> bool {
+    let fine = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    !name.is_empty() && name.len() <= 15 && name.chars().all(fine) && name != "." && name != ".."
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: &str = r#"
+        name = "a"
+        listen = "10.0.0.1:8472"
+        migration_addresses = ["10.1.0.1", "fd00::1"]
+        [port_groups]
+        vm = "vmbr0"
+    "#;
+
+    fn parse(text: &str) -> Result<HostConfig, String> {
+        HostConfig::parse(text, Path::new("host.toml")).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_plain_configuration_gets_the_defaults() {
+        let config = parse(PLAIN).unwrap();
+        assert_eq!(config.migration_ports, PortRange::default());
+        assert!(config.encryption);
+        assert_eq!(config.agent_socket(), Path::new("/run/godwit/agent.sock"));
+    }
+
+    #[test]
+    fn an_unknown_key_is_named_with_its_line() {
+        let error = parse(&PLAIN.replace("listen =", "listens =")).unwrap_err();
+        assert!(
+            error.contains("listens") && error.contains("line 3"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn wrong_values_say_what_to_write() {
+        for (from, to, expected) in [
+            (r#"name = "a""#, r#"name = "../a""#, "not a valid name"),
+            (
+                "migration_addresses = [\"10.1.0.1\", \"fd00::1\"]",
+                "",
+                "migration_interfaces = [",
+            ),
+            (
+                "listen =",
+                "migration_interfaces = [\"eth1\"]\nlisten =",
+                "not both",
+            ),
+            (
+                "listen =",
+                "migration_ports = \"9-1\"\nlisten =",
+                "49500-49599",
+            ),
+            ("listen =", "run_dir = \"run\"\nlisten =", "absolute"),
+            ("vmbr0", "../vmbr0", "1 to 15"),
+        ] {
+            let error = parse(&PLAIN.replace(from, to)).unwrap_err();
+            assert!(error.contains(expected), "{to}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let error = HostConfig::load(Path::new("/nonexistent/host.toml")).unwrap_err();
+        assert!(error.to_string().contains("/nonexistent/host.toml"));
+    }
+}

@@ -1,0 +1,31 @@
+//! The host agent: supervises this host's VM processes and serves the controller, other hosts and local people.
+//!
+//! Owns the supervision of VM processes (never the VMs), this host's configuration and its sockets. Refuses: to run
+//! or move a VM itself; to decide who may run a VM; any caller whose certificate does not allow the call.
+#![deny(unsafe_code)]
+
+mod agent;
+mod api;
+mod backoff;
+mod check;
+pub mod config;
+mod crypto;
+mod harden;
+mod launch;
+mod preflight;
+mod probe;
+mod qemu_facts;
+mod records;
+mod run;
+mod supervisor;
+#[allow(unsafe_code)]
+mod sys;
+mod system;
+#[cfg(test)]
+mod test_support;
+mod users;
+mod vm_client;
+
+pub use harden::harden;
+pub use launch::VmProgram;
+pub use run::{AgentError, check, run};

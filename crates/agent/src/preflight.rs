@@ -1,0 +1,412 @@
+//! What is looked at before a migration starts, on either side.
+//!
+//! Functions of facts gathered beforehand; they change nothing. Each refusal has a stable code and one sentence that
+//! names this host and the remedy. Refuses: nothing by itself; the caller ends the migration if a refusal is there.
+
+use crate::config::HostConfig;
+use crate::crypto::sha256_of_file;
+use crate::qemu_facts::version_numbers;
+use crate::system::{KERNEL_MIN, System};
+use godwit_types::host::HostInfo;
+use godwit_types::host_api::PreflightIncoming;
+use godwit_types::migration::PreflightReport;
+use godwit_types::vm::{Accelerator, EncryptionMode, VmSpec, VmState};
+use godwit_types::{ApiError, ErrorCode, HostName};
+use std::path::Path;
+
+/// What QEMU and the VM process need beside the guest's memory, MiB.
+pub const OVERHEAD_MIB: u64 = 192;
+/// Difference of the hosts' clocks from which a warning is given, ms.
+const CLOCK_DIFFERENCE_MS: u64 = 1000;
+
+/// One thing looked at: a line for people, or a refusal.
+type Finding = Result<String, ApiError>;
+
+/// What the destination is, gathered beforehand.
+pub struct Destination<'a> {
+    /// The configuration.
+    pub config: &'a HostConfig,
+    /// The machine.
+    pub system: &'a System,
+    /// What the host says of itself.
+    pub info: &'a HostInfo,
+    /// Memory that a new guest could have, MiB.
+    pub free_mib: u64,
+    /// Whether dirty tracking works, else why not.
+    pub tracking: Result<(), String>,
+    /// Whether this host may hold a VM of that name already.
+    pub name_taken: bool,
+    /// Number of free migration ports.
+    pub free_ports: usize,
+    /// This host's clock, ms since 1970.
+    pub unix_ms: u64,
+}
+
+/// What the source is, gathered beforehand.
+pub struct Source<'a> {
+    /// This host.
+    pub host: &'a HostName,
+    /// The VM.
+    pub spec: &'a VmSpec,
+    /// Where it is in its life.
+    pub state: VmState,
+    /// QEMU's own reasons against it.
+    pub blockers: &'a [String],
+    /// The machine.
+    pub system: &'a System,
+    /// Whether dirty tracking works, else why not.
+    pub tracking: Result<(), String>,
+}
+
+fn collect(findings: impl IntoIterator<Item = Finding>, host: &HostName) -> PreflightReport {
+    let mut report = PreflightReport {
+        passed: Vec::new(),
+        refusals: Vec::new(),
+    };
+    for finding in findings {
+        match finding {
+            Ok(line) => report.passed.push(line),
+            Err(error) => report.refusals.push(error.on_host(host)),
+        }
+    }
+    report
+}
+
+fn refuse(code: ErrorCode, message: impl Into<String>) -> Finding {
+    Err(ApiError::new(code, message))
+}
+
+/// Whether the VM can come here.
+pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> PreflightReport {
+    let spec = &request.spec;
+    let host = &here.config.name;
+    let mut findings = vec![
+        name_is_free(here, spec),
+        memory(here, spec),
+        machine(here, spec),
+        cpu_model(here, spec),
+        accelerator(here, request.accelerator),
+        encryption(here, spec),
+        kernel(host, here.system),
+        tracking(host, &here.tracking),
+        ports(here),
+        clock(here, request.source_unix_ms),
+    ];
+    findings.extend(
+        spec.nics
+            .iter()
+            .map(|nic| bridge(here, nic.port_group.as_str())),
+    );
+    findings.extend(
+        request
+            .file_hashes
+            .iter()
+            .map(|(path, hash)| same_file(host, path, hash)),
+    );
+    collect(findings, host)
+}
+
+/// Whether the VM can leave here.
+pub fn outgoing(here: &Source<'_>) -> PreflightReport {
+    let mut findings = vec![
+        state_allows(here),
+        kernel(here.host, here.system),
+        tracking(here.host, &here.tracking),
+    ];
+    findings.extend(here.spec.disks.iter().map(|disk| {
+        if disk.read_only {
+            return Ok(format!("disk '{}' is read-only", disk.name));
+        }
+        let (vm, name) = (&here.spec.name, &disk.name);
+        refuse(
+            ErrorCode::NotMigratable,
+            format!("VM '{vm}' has the writable disk '{name}', which cannot move yet: make it read_only = true or remove it, with the VM stopped"),
+        )
+    }));
+    findings.extend(here.blockers.iter().map(|reason| {
+        let vm = &here.spec.name;
+        refuse(
+            ErrorCode::NotMigratable,
+            format!("QEMU of VM '{vm}' on host '{}' refuses to migrate: {reason}; remove that device from the VM", here.host),
+        )
+    }));
+    collect(findings, here.host)
+}
+
+/// Paths of the files that a VM boots from.
+pub fn boot_files(spec: &VmSpec) -> Vec<String> {
+    std::iter::once(&spec.kernel)
+        .chain(spec.initramfs.as_ref())
+        .cloned()
+        .collect()
+}
+
+/// SHA-256 of each file that a VM boots from; those that cannot be read are refusals.
+pub fn hash_files(host: &HostName, spec: &VmSpec) -> (Vec<(String, String)>, Vec<ApiError>) {
+    let mut hashes = Vec::new();
+    let mut refusals = Vec::new();
+    for path in boot_files(spec) {
+        match sha256_of_file(Path::new(&path)) {
+            Ok(hash) => hashes.push((path, hash)),
+            Err(error) => refusals.push(missing_file(host, &path, &error.to_string())),
+        }
+    }
+    (hashes, refusals)
+}
+
+fn missing_file(host: &HostName, path: &str, why: &str) -> ApiError {
+    let message =
+        format!("{path} cannot be read on host '{host}' ({why}): copy it there, to the same path");
+    ApiError::new(ErrorCode::MissingFile, message).on_host(host)
+}
+
+fn name_is_free(here: &Destination<'_>, spec: &VmSpec) -> Finding {
+    if here.name_taken {
+        return refuse(
+            ErrorCode::AlreadyExists,
+            format!(
+                "host '{}' already has a VM named '{}': rename or delete one of them",
+                here.config.name, spec.name
+            ),
+        );
+    }
+    Ok(format!(
+        "the name '{}' is free on host '{}'",
+        spec.name, here.config.name
+    ))
+}
+
+/// MiB that a VM needs of its host.
+pub fn needed_mib(spec: &VmSpec) -> u64 {
+    spec.memory_mib.saturating_add(OVERHEAD_MIB)
+}
+
+fn memory(here: &Destination<'_>, spec: &VmSpec) -> Finding {
+    let (needed, free, host) = (needed_mib(spec), here.free_mib, &here.config.name);
+    if needed > free {
+        return refuse(
+            ErrorCode::OutOfMemory,
+            format!(
+                "VM '{}' needs {needed} MiB, host '{host}' has {free} MiB available: move or stop another VM there, or choose another host",
+                spec.name
+            ),
+        );
+    }
+    Ok(format!(
+        "memory: {needed} of {free} MiB available on host '{host}'"
+    ))
+}
+
+fn machine(here: &Destination<'_>, spec: &VmSpec) -> Finding {
+    let (host, machine, qemu) = (&here.config.name, &spec.machine, &here.info.qemu);
+    if !here.info.machine_types.contains(machine) {
+        let newer = version_numbers(machine) > version_numbers(qemu);
+        let remedy = if newer {
+            "install a QEMU that is not older than the source's"
+        } else {
+            "choose another host, or give the VM another machine type while it is stopped"
+        };
+        return refuse(
+            ErrorCode::Incompatible,
+            format!(
+                "QEMU {qemu} on host '{host}' does not know machine type '{machine}': {remedy}"
+            ),
+        );
+    }
+    Ok(format!(
+        "machine type {machine} is known to QEMU {qemu} on host '{host}'"
+    ))
+}
+
+fn cpu_model(here: &Destination<'_>, spec: &VmSpec) -> Finding {
+    let host = &here.config.name;
+    let model = spec.cpu.split(',').next().unwrap_or_default();
+    if model == "host" {
+        return refuse(
+            ErrorCode::Incompatible,
+            format!(
+                "VM '{}' has CPU model 'host', which no other host is sure to have: use cpu = \"auto\"",
+                spec.name
+            ),
+        );
+    }
+    if !here.info.cpu_models.iter().any(|known| known == model) {
+        return refuse(
+            ErrorCode::Incompatible,
+            format!(
+                "CPU model '{model}' is not available on host '{host}': use cpu = \"auto\" and start the VM anew, or choose another host"
+            ),
+        );
+    }
+    Ok(format!("CPU model {model} is available on host '{host}'"))
+}
+
+fn accelerator(here: &Destination<'_>, wanted: Accelerator) -> Finding {
+    let host = &here.config.name;
+    // A boot sector runs under KVM even where `auto` would not choose it, so the device decides here.
+    let possible = wanted != Accelerator::Kvm || here.system.exists("/dev/kvm");
+    if !possible {
+        return refuse(
+            ErrorCode::Incompatible,
+            format!(
+                "the VM runs under KVM and host '{host}' has no /dev/kvm: turn virtualisation on there, or choose another host"
+            ),
+        );
+    }
+    Ok(format!("{wanted} is available on host '{host}'"))
+}
+
+fn encryption(here: &Destination<'_>, spec: &VmSpec) -> Finding {
+    let host = &here.config.name;
+    if spec.encryption == EncryptionMode::Required && !here.info.encryption {
+        return refuse(
+            ErrorCode::Encryption,
+            format!(
+                "VM '{}' requires encryption and host '{host}' is configured without: set encryption = true there",
+                spec.name
+            ),
+        );
+    }
+    Ok(format!(
+        "encryption mode {} can be met by host '{host}'",
+        spec.encryption
+    ))
+}
+
+fn kernel(host: &HostName, system: &System) -> Finding {
+    let release = system.kernel();
+    if !system.kernel_is_new_enough() {
+        let (major, minor) = KERNEL_MIN;
+        return refuse(
+            ErrorCode::Preflight,
+            format!(
+                "host '{host}' runs Linux {release}: dirty tracking needs {major}.{minor} or newer"
+            ),
+        );
+    }
+    Ok(format!("Linux {release} on host '{host}' can track writes"))
+}
+
+fn tracking(host: &HostName, usable: &Result<(), String>) -> Finding {
+    match usable {
+        Ok(()) => Ok(format!("userfaultfd is usable on host '{host}'")),
+        Err(why) => refuse(
+            ErrorCode::Preflight,
+            format!(
+                "writes cannot be tracked on host '{host}' ({why}): see 'godwit host check' there"
+            ),
+        ),
+    }
+}
+
+fn ports(here: &Destination<'_>) -> Finding {
+    let (host, range) = (&here.config.name, here.config.migration_ports);
+    if here.free_ports == 0 {
+        return refuse(
+            ErrorCode::PortInUse,
+            format!(
+                "all ports {}-{} are in use on host '{host}': free one or set migration_ports to another range",
+                range.first, range.last
+            ),
+        );
+    }
+    Ok(format!(
+        "{} migration ports free on host '{host}'",
+        here.free_ports
+    ))
+}
+
+fn clock(here: &Destination<'_>, source_unix_ms: u64) -> Finding {
+    let (host, difference) = (&here.config.name, here.unix_ms.abs_diff(source_unix_ms));
+    if source_unix_ms != 0 && difference >= CLOCK_DIFFERENCE_MS {
+        return Ok(format!(
+            "warning: the clock of host '{host}' differs by {difference} ms: run a time service on both hosts"
+        ));
+    }
+    Ok(format!(
+        "the clock of host '{host}' agrees within {CLOCK_DIFFERENCE_MS} ms"
+    ))
+}
+
+fn bridge(here: &Destination<'_>, group: &str) -> Finding {
+    let host = &here.config.name;
+    let found = here
+        .config
+        .port_groups
+        .iter()
+        .find(|(name, _)| name.as_str() == group);
+    let Some((_, bridge)) = found else {
+        return refuse(
+            ErrorCode::MissingBridge,
+            format!(
+                "host '{host}' has no port group '{group}': add {group} = \"BRIDGE\" to [port_groups] in its configuration and restart its agent"
+            ),
+        );
+    };
+    if !here.system.is_bridge(bridge) {
+        return refuse(
+            ErrorCode::MissingBridge,
+            format!(
+                "bridge '{bridge}' of port group '{group}' does not exist on host '{host}': make it with 'ip link add {bridge} type bridge'"
+            ),
+        );
+    }
+    Ok(format!(
+        "port group {group} is bridge {bridge} on host '{host}'"
+    ))
+}
+
+fn same_file(host: &HostName, path: &str, hash: &str) -> Finding {
+    // The path came over the network: it must be one that a VM could have been given.
+    if !path.starts_with('/') || path.contains('\0') {
+        return refuse(
+            ErrorCode::InvalidRequest,
+            format!("'{path}' is not an absolute path"),
+        );
+    }
+    match sha256_of_file(Path::new(path)) {
+        Err(error) => Err(missing_file(host, path, &error.to_string())),
+        Ok(found) if found != hash => refuse(
+            ErrorCode::Incompatible,
+            format!(
+                "{path} on host '{host}' is not the file that the VM booted from: copy the source's there"
+            ),
+        ),
+        Ok(_) => Ok(format!("{path} is the same on host '{host}'")),
+    }
+}
+
+fn state_allows(here: &Source<'_>) -> Finding {
+    let vm = &here.spec.name;
+    match here.state {
+        VmState::Running => Ok(format!("VM '{vm}' is running")),
+        VmState::Paused => refuse(
+            ErrorCode::WrongState,
+            format!(
+                "VM '{vm}' is paused and only a running VM can migrate: resume it with 'godwit vm resume {vm}'"
+            ),
+        ),
+        VmState::InDoubt => refuse(
+            ErrorCode::InDoubt,
+            format!("VM '{vm}' is in doubt: settle it with 'godwit vm resolve {vm}' first"),
+        ),
+        VmState::Incoming => refuse(
+            ErrorCode::AlreadyMigrating,
+            format!(
+                "VM '{vm}' is still coming to host '{}': wait for that migration's end",
+                here.host
+            ),
+        ),
+        other => refuse(
+            ErrorCode::WrongState,
+            format!(
+                "VM '{vm}' is {other} on host '{}': only a running VM can migrate; start it first",
+                here.host
+            ),
+        ),
+    }
+}
+
+#[cfg(test)]
+#[path = "preflight_tests.rs"]
+mod tests;

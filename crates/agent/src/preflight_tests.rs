@@ -1,0 +1,318 @@
+//! Each refusal of preflight, brought about by a small real environment.
+
+use super::*;
+use crate::check::free_ports;
+use godwit_types::vm::DiskSpec;
+use std::collections::BTreeMap;
+use std::net::TcpListener;
+
+struct Environment {
+    dir: tempfile::TempDir,
+    config: HostConfig,
+    system: System,
+    info: HostInfo,
+    request: PreflightIncoming,
+}
+
+impl Environment {
+    /// Everything in order.
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("root");
+        for (path, text) in [
+            ("proc/sys/kernel/osrelease", "6.18.0"),
+            ("sys/class/net/vmbr0/bridge/x", ""),
+        ] {
+            let path = root.join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        let kernel = dir.path().join("vmlinuz");
+        std::fs::write(&kernel, "kernel").unwrap();
+        let config = "name = \"b\"\nlisten = \"127.0.0.1:1\"\nmigration_addresses = [\"127.0.0.1\"]\n[port_groups]\nvm = \"vmbr0\"\n";
+        let config = HostConfig::parse(config, Path::new("t")).unwrap();
+        let spec = format!(
+            "name = \"web\"\nvcpus = 1\nmemory_mib = 1024\ncpu = \"Nehalem\"\nmachine = \"pc-q35-7.2\"\nkernel = \"{}\"\n[[nic]]\nport_group = \"vm\"\n",
+            kernel.display()
+        );
+        let spec = VmSpec::from_toml(&spec).unwrap();
+        let (file_hashes, refusals) = hash_files(&config.name, &spec);
+        assert!(refusals.is_empty());
+        let request = PreflightIncoming {
+            spec,
+            accelerator: Accelerator::Tcg,
+            file_hashes,
+            source_unix_ms: 5_000_000,
+            probe_nonce: String::new(),
+        };
+        Self {
+            system: System::under(&root),
+            info: info(&config),
+            dir,
+            config,
+            request,
+        }
+    }
+
+    fn here(&self) -> Destination<'_> {
+        Destination {
+            config: &self.config,
+            system: &self.system,
+            info: &self.info,
+            free_mib: 4096,
+            tracking: Ok(()),
+            name_taken: false,
+            free_ports: 10,
+            unix_ms: 5_000_100,
+        }
+    }
+
+    fn refusals(&self, here: &Destination<'_>) -> Vec<(ErrorCode, String)> {
+        let report = incoming(here, &self.request);
+        report
+            .refusals
+            .into_iter()
+            .map(|e| (e.code, e.message))
+            .collect()
+    }
+}
+
+fn info(config: &HostConfig) -> HostInfo {
+    HostInfo {
+        name: config.name.clone(),
+        version: "0".into(),
+        kernel: "6.18.0".into(),
+        qemu: "7.2.22".into(),
+        accelerator: Accelerator::Tcg,
+        machine_types: vec!["pc-q35-7.2".into()],
+        machine_aliases: BTreeMap::new(),
+        cpu_models: vec!["Nehalem".into()],
+        encryption: config.encryption,
+        port_groups: config.port_groups.clone(),
+        migration_addresses: vec![],
+        agent_address: config.listen,
+        memory_total_mib: 8192,
+        memory_free_mib: 4096,
+        cpus: 1,
+        boot_id: String::new(),
+    }
+}
+
+fn only(found: Vec<(ErrorCode, String)>, code: ErrorCode, words: &[&str]) {
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert_eq!(found[0].0, code, "{found:?}");
+    for word in words {
+        assert!(
+            found[0].1.contains(word),
+            "'{word}' is not in '{}'",
+            found[0].1
+        );
+    }
+}
+
+#[test]
+fn a_host_in_order_refuses_nothing() {
+    let env = Environment::new();
+    let report = incoming(&env.here(), &env.request);
+    assert_eq!(report.refusals, []);
+    assert_eq!(report.passed.len(), 12);
+}
+
+#[test]
+fn too_little_memory_names_both_sizes() {
+    let env = Environment::new();
+    let here = Destination {
+        free_mib: 1000,
+        ..env.here()
+    };
+    only(
+        env.refusals(&here),
+        ErrorCode::OutOfMemory,
+        &["1216 MiB", "1000 MiB", "'b'"],
+    );
+}
+
+#[test]
+fn an_unknown_port_group_and_a_missing_bridge_are_told_apart() {
+    let mut env = Environment::new();
+    std::fs::remove_dir_all(env.dir.path().join("root/sys/class/net/vmbr0")).unwrap();
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::MissingBridge,
+        &["ip link add vmbr0", "'b'"],
+    );
+    env.config.port_groups.clear();
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::MissingBridge,
+        &["no port group 'vm'"],
+    );
+}
+
+#[test]
+fn a_missing_and_a_different_kernel_are_told_apart() {
+    let env = Environment::new();
+    let kernel = env.dir.path().join("vmlinuz");
+    std::fs::write(&kernel, "another").unwrap();
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::Incompatible,
+        &["vmlinuz", "copy the source's"],
+    );
+    std::fs::remove_file(&kernel).unwrap();
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::MissingFile,
+        &["vmlinuz", "'b'"],
+    );
+}
+
+#[test]
+fn machine_types_and_cpu_models_must_be_known() {
+    let mut env = Environment::new();
+    env.request.spec.machine = "pc-q35-10.0".into();
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::Incompatible,
+        &["pc-q35-10.0", "not older"],
+    );
+    env.request.spec.machine = "pc-q35-7.2".into();
+    env.request.spec.cpu = "EPYC,+x2apic".into();
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::Incompatible,
+        &["'EPYC'", "auto"],
+    );
+    env.request.spec.cpu = "host".into();
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::Incompatible,
+        &["'host'"],
+    );
+}
+
+#[test]
+fn a_host_without_encryption_refuses_only_vms_that_require_it() {
+    let mut env = Environment::new();
+    env.info.encryption = false;
+    assert_eq!(env.refusals(&env.here()), []);
+    env.request.spec.encryption = EncryptionMode::Required;
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::Encryption,
+        &["encryption = true"],
+    );
+}
+
+#[test]
+fn kvm_needs_its_device() {
+    let mut env = Environment::new();
+    env.request.accelerator = Accelerator::Kvm;
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::Incompatible,
+        &["/dev/kvm"],
+    );
+}
+
+#[test]
+fn busy_ports_are_refused() {
+    let mut env = Environment::new();
+    let busy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = busy.local_addr().unwrap().port();
+    env.config.migration_ports = crate::config::PortRange {
+        first: port,
+        last: port,
+    };
+    let (free, _) = free_ports(&env.config, &env.config.migration_addresses);
+    let here = Destination {
+        free_ports: free,
+        ..env.here()
+    };
+    only(
+        env.refusals(&here),
+        ErrorCode::PortInUse,
+        &[&port.to_string()],
+    );
+}
+
+#[test]
+fn a_taken_name_an_old_kernel_and_no_tracking_are_refused() {
+    let env = Environment::new();
+    let taken = Destination {
+        name_taken: true,
+        ..env.here()
+    };
+    only(
+        env.refusals(&taken),
+        ErrorCode::AlreadyExists,
+        &["'web'", "'b'"],
+    );
+    let blind = Destination {
+        tracking: Err("no device".into()),
+        ..env.here()
+    };
+    only(
+        env.refusals(&blind),
+        ErrorCode::Preflight,
+        &["no device", "host check"],
+    );
+    std::fs::write(
+        env.dir.path().join("root/proc/sys/kernel/osrelease"),
+        "6.1.0",
+    )
+    .unwrap();
+    only(
+        env.refusals(&env.here()),
+        ErrorCode::Preflight,
+        &["6.1.0", "6.7"],
+    );
+}
+
+#[test]
+fn a_clock_that_differs_only_warns() {
+    let env = Environment::new();
+    let here = Destination {
+        unix_ms: 5_002_000,
+        ..env.here()
+    };
+    let report = incoming(&here, &env.request);
+    assert_eq!(report.refusals, []);
+    assert!(
+        report
+            .passed
+            .iter()
+            .any(|line| line.starts_with("warning:") && line.contains("2000 ms"))
+    );
+}
+
+#[test]
+fn the_source_names_a_writable_disk_blockers_and_states() {
+    let mut env = Environment::new();
+    env.request.spec.disks.push(DiskSpec {
+        name: "root".into(),
+        path: "/disk.img".into(),
+        read_only: false,
+    });
+    let blockers = ["VFIO".to_string()];
+    let source = |state| {
+        outgoing(&Source {
+            host: &env.config.name,
+            spec: &env.request.spec,
+            state,
+            blockers: &blockers,
+            system: &env.system,
+            tracking: Ok(()),
+        })
+    };
+    let running = source(VmState::Running).refusals;
+    assert_eq!(running.len(), 2);
+    assert!(running[0].message.contains("writable disk 'root'"));
+    assert!(running[1].message.contains("VFIO"));
+    let doubt = source(VmState::InDoubt).refusals;
+    assert_eq!(doubt[0].code, ErrorCode::InDoubt);
+    assert_eq!(
+        source(VmState::Stopped).refusals[0].code,
+        ErrorCode::WrongState
+    );
+}

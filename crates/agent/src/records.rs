@@ -1,0 +1,439 @@
+//! What this host has durably written about its VMs, read and written on the VMs' behalf while no VM process lives.
+//!
+//! A VM process owns its VM's files while it lives, by their lock; this module takes that lock for each write and
+//! gives up at once if it is held. Who may run a VM is decided by crate `ownership` alone: events in, records out.
+//! Refuses: to act on a record that cannot be read; to carry out anything that would need a hypervisor.
+
+use crate::agent::phase_wants_process;
+use crate::launch::make_dir;
+use crate::supervisor::Life;
+use godwit_ownership::{Action, Event, HostRecord, PeerMessage, Phase, Power, Qemu, VmCore};
+use godwit_store::{StoreError, VmStore, load_json, remove_document, save_json};
+use godwit_types::host_api::{HostVm, PutVm, REPORTS_DIR, SPEC_FILE};
+use godwit_types::migration::MigrationReport;
+use godwit_types::vm::{VmSpec, VmState};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, VmName};
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Most VMs that a host keeps records of; beyond it, questions about unknown VMs are not answered.
+const VMS_MAX: usize = 16_384;
+/// Most steps that one event may take.
+const STEPS_MAX: usize = 64;
+/// Longest wait for a lock that this process itself has.
+const LOCK_WAIT: Duration = Duration::from_secs(2);
+/// Pause between two tries of it.
+const LOCK_POLL: Duration = Duration::from_millis(5);
+/// Most reports per VM that a list shows, newest first.
+const REPORTS_MAX: usize = 200;
+/// Beside a VM's record: the boot of this host in which the VM was last seen or started.
+const BOOT_FILE: &str = "boot-id";
+/// In the state directory: serial numbers of revoked certificates.
+const REVOKED_FILE: &str = "revoked.json";
+
+/// Every VM's durable files on this host.
+#[derive(Debug, Clone)]
+pub(crate) struct Records {
+    state_dir: PathBuf,
+    host: HostName,
+}
+
+fn internal(error: impl std::fmt::Display) -> ApiError {
+    ApiError::new(ErrorCode::Internal, error.to_string())
+}
+
+fn stored(error: StoreError) -> ApiError {
+    let code = match error {
+        StoreError::Locked { .. } => ErrorCode::Locked,
+        _ => ErrorCode::Internal,
+    };
+    ApiError::new(code, error.to_string())
+}
+
+fn or_absent(record: Option<HostRecord>, vm: &VmName) -> HostRecord {
+    record.unwrap_or_else(|| HostRecord::absent(vm.clone()))
+}
+
+/// Bytes that running guests' RAM files may still grow by.
+pub(crate) fn untouched_bytes(ram_dir: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let mut bytes = 0u64;
+    let mut dirs = vec![(ram_dir.to_path_buf(), 0)];
+    while let Some((dir, depth)) = dirs.pop() {
+        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            match entry.metadata() {
+                Ok(data) if data.is_dir() && depth < 2 => dirs.push((entry.path(), depth + 1)),
+                Ok(data) if data.is_file() => {
+                    let touched = data.blocks().saturating_mul(512);
+                    bytes = bytes.saturating_add(data.len().saturating_sub(touched));
+                }
+                _ => {}
+            }
+        }
+    }
+    bytes
+}
+
+/// A handover that a VM process is to settle (a QEMU may be there) is not changed behind its back.
+fn not_a_process_matter(record: &HostRecord) -> Result<(), ApiError> {
+    let handover = !matches!(record.phase, Phase::Holds { .. });
+    if !handover || !phase_wants_process(&record.phase) {
+        return Ok(());
+    }
+    let message = format!(
+        "VM '{}' is in use on this host: stop it, or let its migration end, first",
+        record.vm
+    );
+    Err(ApiError::new(ErrorCode::WrongState, message))
+}
+
+impl Records {
+    /// The records under the agent's state directory.
+    pub(crate) fn new(state_dir: &Path, host: HostName) -> Self {
+        Self {
+            state_dir: state_dir.into(),
+            host,
+        }
+    }
+
+    fn dir(&self, vm: &VmName) -> PathBuf {
+        self.state_dir.join("vms").join(vm.as_str())
+    }
+
+    /// Names of all VMs with a directory here.
+    pub(crate) fn names(&self) -> Vec<VmName> {
+        let entries = std::fs::read_dir(self.state_dir.join("vms"));
+        let names = entries.into_iter().flatten().flatten();
+        names
+            .filter_map(|entry| VmName::new(entry.file_name().to_string_lossy()).ok())
+            .filter(|name| {
+                self.spec(name).is_ok_and(|spec| spec.is_some()) || self.needs_process(name)
+            })
+            .collect()
+    }
+
+    /// Whether the VM's record asks for a VM process; one that cannot be read does, since only a VM process can say
+    /// more.
+    pub(crate) fn needs_process(&self, vm: &VmName) -> bool {
+        match self.read(vm) {
+            Ok(record) => phase_wants_process(&record.phase),
+            Err(error) => {
+                tracing::error!(%vm, %error, "the VM's record cannot be read");
+                true
+            }
+        }
+    }
+
+    fn read(&self, vm: &VmName) -> Result<HostRecord, ApiError> {
+        let found = VmStore::peek(&self.state_dir, vm).map_err(stored)?;
+        Ok(or_absent(found, vm))
+    }
+
+    /// The VM's description, if it has one.
+    pub(crate) fn spec(&self, vm: &VmName) -> Result<Option<VmSpec>, ApiError> {
+        load_json(&self.dir(vm).join(SPEC_FILE)).map_err(stored)
+    }
+
+    /// The VM's record; none if it cannot be read.
+    pub(crate) fn record(&self, vm: &VmName) -> Option<HostRecord> {
+        self.read(vm).ok()
+    }
+
+    /// The VM as its files alone show it.
+    pub(crate) fn host_vm(&self, vm: &VmName, life: &Life) -> Result<HostVm, ApiError> {
+        let unknown = || {
+            ApiError::new(
+                ErrorCode::UnknownVm,
+                format!("host '{}' has no VM '{vm}'", self.host),
+            )
+        };
+        let spec = self.spec(vm)?.ok_or_else(unknown)?;
+        let record = self.read(vm)?;
+        let (state, note) = shown(&record, life);
+        Ok(HostVm {
+            spec,
+            state,
+            generation: record.highest,
+            holds: record.may_run().is_some(),
+            migration: migration_of(&record.phase),
+            accelerator: None,
+            vm_process_pid: None,
+            qemu_pid: None,
+            note,
+        })
+    }
+
+    /// Writes a VM's description and, the first time, takes the generation that the controller grants.
+    pub(crate) fn put(&self, request: &PutVm) -> Result<(), ApiError> {
+        let vm = &request.spec.name;
+        let mut journal = self.lock(vm)?;
+        let record = or_absent(journal.load().map_err(stored)?, vm);
+        not_a_process_matter(&record)?;
+        if record.may_run() != Some(request.generation) {
+            self.grant(&mut journal, record, request.generation)?;
+        }
+        save_json(&self.dir(vm).join(SPEC_FILE), &request.spec).map_err(stored)
+    }
+
+    fn grant(
+        &self,
+        journal: &mut VmStore,
+        record: HostRecord,
+        generation: Generation,
+    ) -> Result<(), ApiError> {
+        let vm = record.vm.clone();
+        let (done, _) = self.drive(journal, record, Event::Granted { generation })?;
+        if done.may_run() == Some(generation) {
+            return Ok(());
+        }
+        let message = format!(
+            "host '{}' knows generation {} of VM '{vm}', so generation {generation} is not taken: the controller is behind, let it read this host again",
+            self.host, done.highest
+        );
+        Err(ApiError::new(ErrorCode::WrongState, message))
+    }
+
+    /// Forgets a VM that is off; what generations it had stays known.
+    pub(crate) fn delete(&self, vm: &VmName) -> Result<(), ApiError> {
+        let mut journal = self.lock(vm)?;
+        let record = or_absent(journal.load().map_err(stored)?, vm);
+        not_a_process_matter(&record)?;
+        if record.may_hold() {
+            let (done, why) = self.drive(&mut journal, record, Event::DeleteRequested)?;
+            if done.may_hold() {
+                let message = format!(
+                    "VM '{vm}' is not deleted from host '{}': {}",
+                    self.host,
+                    why.unwrap_or("it is in use")
+                );
+                return Err(ApiError::new(ErrorCode::WrongState, message));
+            }
+        }
+        remove_document(&self.dir(vm).join(SPEC_FILE)).map_err(stored)
+    }
+
+    /// Answers another host's message about a VM that has no VM process here.
+    pub(crate) fn answer(
+        &self,
+        vm: &VmName,
+        from: HostName,
+        message: serde_json::Value,
+    ) -> Result<Vec<serde_json::Value>, ApiError> {
+        let message: PeerMessage = serde_json::from_value(message).map_err(|error| {
+            ApiError::new(
+                ErrorCode::InvalidRequest,
+                format!("no ownership message: {error}"),
+            )
+        })?;
+        if !self.dir(vm).is_dir() && self.count() >= VMS_MAX {
+            return Err(internal("too many VMs are on record here"));
+        }
+        let mut journal = self.lock(vm)?;
+        let record = or_absent(journal.load().map_err(stored)?, vm);
+        if phase_wants_process(&record.phase) {
+            return Err(ApiError::new(
+                ErrorCode::WrongState,
+                "the VM process is being started: ask again",
+            ));
+        }
+        let mut replies = Vec::new();
+        let event = Event::Message {
+            from: from.clone(),
+            message,
+        };
+        self.drive_collecting(&mut journal, record, event, &mut |action| {
+            if let Action::Send { to, message } = action
+                && to == from
+            {
+                replies.push(message);
+            }
+        })?;
+        replies
+            .iter()
+            .map(|reply| serde_json::to_value(reply).map_err(internal))
+            .collect()
+    }
+
+    fn count(&self) -> usize {
+        std::fs::read_dir(self.state_dir.join("vms")).map_or(0, Iterator::count)
+    }
+
+    /// Waits only for this very process: for another request's turn, or for a child between fork and exec, which has
+    /// the lock's descriptor for that moment.
+    fn lock(&self, vm: &VmName) -> Result<VmStore, ApiError> {
+        let deadline = Instant::now() + LOCK_WAIT;
+        loop {
+            match VmStore::open(&self.state_dir, vm) {
+                Err(StoreError::Locked {
+                    holder: Some(holder),
+                    ..
+                }) if holder == std::process::id() && Instant::now() < deadline => {
+                    std::thread::sleep(LOCK_POLL);
+                }
+                opened => return opened.map_err(stored),
+            }
+        }
+    }
+
+    /// Lets the core take one event, writing what it says; gives the record at the end and why it refused.
+    fn drive(
+        &self,
+        journal: &mut VmStore,
+        record: HostRecord,
+        event: Event,
+    ) -> Result<(HostRecord, Option<&'static str>), ApiError> {
+        let mut why = None;
+        let record = self.drive_collecting(journal, record, event, &mut |action| {
+            if let Action::Refuse { why: reason, .. } = action {
+                why = Some(reason);
+            }
+        })?;
+        Ok((record, why))
+    }
+
+    fn drive_collecting(
+        &self,
+        journal: &mut VmStore,
+        record: HostRecord,
+        event: Event,
+        effect: &mut dyn FnMut(Action),
+    ) -> Result<HostRecord, ApiError> {
+        let (mut core, first) =
+            VmCore::recover(record, self.host.clone(), Qemu::Dead).map_err(internal)?;
+        let mut waiting = Some(event);
+        let mut actions: VecDeque<Action> = first.into();
+        for _ in 0..STEPS_MAX {
+            let Some(action) = actions.pop_front() else {
+                match waiting.take() {
+                    Some(event) => actions.extend(core.handle(event)),
+                    None => return Ok(core.record().clone()),
+                }
+                continue;
+            };
+            match action {
+                Action::Persist(record) => {
+                    journal.persist(&record).map_err(stored)?;
+                    actions.extend(core.handle(Event::Persisted));
+                }
+                // Only a record that asks for a VM process leads here, and those are not driven by this module.
+                Action::Boot(_) | Action::Cont(_) => {
+                    return Err(internal("the VM needs its VM process"));
+                }
+                other => effect(other),
+            }
+        }
+        Err(internal("the ownership core came to no end"))
+    }
+
+    /// Reports of ended migrations of these VMs.
+    pub(crate) fn reports(&self, vms: &[VmName]) -> Vec<MigrationReport> {
+        vms.iter()
+            .flat_map(|vm| read_reports(&self.dir(vm).join(REPORTS_DIR)))
+            .collect()
+    }
+
+    /// Whether this host's reboot ended a VM that should run.
+    pub(crate) fn needs_boot(&self, vm: &VmName, boot_id: &str) -> bool {
+        let should_run = self.record(vm).is_some_and(|record| {
+            matches!(
+                record.phase,
+                Phase::Holds {
+                    power: Power::On,
+                    ..
+                }
+            )
+        });
+        let seen = std::fs::read_to_string(self.dir(vm).join(BOOT_FILE)).unwrap_or_default();
+        should_run && seen.trim() != boot_id
+    }
+
+    /// Notes that the VM was seen or started in this boot of the host.
+    pub(crate) fn remember_boot(&self, vm: &VmName, boot_id: &str) -> std::io::Result<()> {
+        let dir = self.dir(vm);
+        make_dir(&dir, 0o700)?;
+        let fresh = dir.join("boot-id.new");
+        std::fs::write(&fresh, boot_id)?;
+        std::fs::rename(fresh, dir.join(BOOT_FILE))
+    }
+
+    /// Keeps the list of revoked certificates over a restart.
+    pub(crate) fn remember_revoked(&self, serials: &[String]) -> Result<(), ApiError> {
+        save_json(&self.state_dir.join(REVOKED_FILE), &serials).map_err(stored)
+    }
+
+    /// The list kept by [`Records::remember_revoked`].
+    pub(crate) fn revoked(&self) -> Result<Vec<String>, StoreError> {
+        Ok(load_json(&self.state_dir.join(REVOKED_FILE))?.unwrap_or_default())
+    }
+}
+
+/// The newest reports in a directory; what cannot be read is left out and logged.
+fn read_reports(dir: &Path) -> Vec<MigrationReport> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut files: Vec<_> = entries
+        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+        .filter(|(_, path)| {
+            path.extension()
+                .is_some_and(|extension| extension == "json")
+        })
+        .collect();
+    files.sort();
+    let newest = files.into_iter().rev().take(REPORTS_MAX);
+    newest.filter_map(|(_, path)| read_report(&path)).collect()
+}
+
+fn read_report(path: &Path) -> Option<MigrationReport> {
+    match load_json(path) {
+        Ok(report) => report,
+        Err(error) => {
+            tracing::warn!(%error, "a migration's report cannot be read");
+            None
+        }
+    }
+}
+
+fn migration_of(phase: &Phase) -> Option<MigrationId> {
+    match phase {
+        Phase::Stopping { migration, .. }
+        | Phase::Gave { migration, .. }
+        | Phase::Moved { migration, .. }
+        | Phase::Incoming { migration, .. }
+        | Phase::Ready { migration, .. }
+        | Phase::Refused { migration, .. } => Some(migration.clone()),
+        Phase::Holds { .. } | Phase::Absent => None,
+    }
+}
+
+/// State and note of a VM whose process does not answer.
+fn shown(record: &HostRecord, life: &Life) -> (VmState, Option<String>) {
+    let why = match life {
+        Life::Starting(Some(why)) => Some(why.clone()),
+        Life::Starting(None) if phase_wants_process(&record.phase) => {
+            Some("its VM process is being started".into())
+        }
+        _ => None,
+    };
+    let vm = &record.vm;
+    match &record.phase {
+        Phase::Gave { to, .. } => {
+            let settle = format!(
+                "settle it with 'godwit vm resolve {vm} --run-on HOST --confirm-fenced {to}' if {to} never answers"
+            );
+            (VmState::InDoubt, Some(settle))
+        }
+        Phase::Ready { from, .. } => {
+            let settle = format!(
+                "settle it with 'godwit vm resolve {vm} --run-on HOST --confirm-fenced {from}' if {from} never answers"
+            );
+            (VmState::InDoubt, Some(settle))
+        }
+        Phase::Incoming { .. } => (VmState::Incoming, why),
+        Phase::Holds {
+            power: Power::Off, ..
+        } => (VmState::Stopped, why),
+        // Its QEMU may well run: only its VM process could tell.
+        Phase::Holds { .. } | Phase::Stopping { .. } => (VmState::Unreachable, why),
+        Phase::Absent | Phase::Moved { .. } | Phase::Refused { .. } => (VmState::Stopped, why),
+    }
+}

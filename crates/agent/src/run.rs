@@ -1,0 +1,232 @@
+//! The agent's life: set up, serve until told to stop, leave the VMs alone.
+//!
+//! Owns the listeners. Refuses: to start without this host's certificate, beside another agent, or as anybody but
+//! root.
+
+use crate::agent::{self, Agent};
+use crate::api;
+use crate::config::{ConfigError, HostConfig};
+use crate::launch::{VmProgram, make_dir};
+use crate::probe::Probes;
+use crate::qemu_facts::QemuFacts;
+use crate::records::Records;
+use crate::supervisor::{Carrier, Supervisor};
+use crate::system::{System, interfaces};
+use crate::users::{self, UserError};
+use godwit_guestmem::mem_tmpfs;
+use godwit_rpc::agent_client::RULES;
+use godwit_rpc::pki::PkiError;
+use godwit_rpc::{AgentClient, Client, Identity, Revocations, Role, Server, server, tls};
+use godwit_types::control_api::HostCheck;
+use godwit_types::host_api::PeerEnvelope;
+use godwit_types::{ApiError, ErrorCode};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// Longest wait for each of this host's own tools.
+const TOOLS: Duration = Duration::from_secs(10);
+
+/// Why the agent could not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum AgentError {
+    /// Its configuration.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// QEMU's user.
+    #[error(transparent)]
+    User(#[from] UserError),
+    /// This host's certificate.
+    #[error(
+        "this host has no usable certificate in {dir}: {source}; join a controller with 'godwit host join'"
+    )]
+    Identity {
+        /// Where it should be.
+        dir: PathBuf,
+        /// Why it is not usable.
+        source: PkiError,
+    },
+    /// The certificate is another host's.
+    #[error(
+        "the certificate in {dir} is that of {found}, the configuration says host '{name}': join again or correct the name"
+    )]
+    OtherHost {
+        /// Where it is.
+        dir: PathBuf,
+        /// Whose it is.
+        found: String,
+        /// Who this host is.
+        name: String,
+    },
+    /// An address or socket cannot be listened on.
+    #[error("cannot listen on {place}: {source}; is another agent running?")]
+    Listen {
+        /// The address or path.
+        place: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// A directory or the RAM file system.
+    #[error("cannot {doing}: {message}")]
+    Setup {
+        /// What was tried.
+        doing: &'static str,
+        /// Why it failed.
+        message: String,
+    },
+}
+
+fn setup<E: std::fmt::Display>(doing: &'static str) -> impl FnOnce(E) -> AgentError {
+    move |error| AgentError::Setup {
+        doing,
+        message: error.to_string(),
+    }
+}
+
+/// Checks this host by its configuration file.
+pub async fn check(config: &Path) -> Result<HostCheck, AgentError> {
+    let config = HostConfig::load(config)?;
+    Ok(agent::check_host(&config, &System::default()).await)
+}
+
+/// Runs the agent until `stop` turns true. VMs and their processes go on.
+pub async fn run(
+    config: &Path,
+    program: VmProgram,
+    stop: watch::Receiver<bool>,
+) -> Result<(), AgentError> {
+    let config = HostConfig::load(config)?;
+    let identity = identity(&config)?;
+    let system = System::default();
+    prepare_dirs(&config, &system)?;
+    let agent = Arc::new(make_agent(config, system, program, &identity).await?);
+    let server = Server::new(api::router(agent.clone()), RULES, agent.revocations.clone());
+    let tls = tls::server_config(&identity).map_err(setup("use this host's certificate"))?;
+    let (local, remote) = listen(&agent.config).await?;
+    agent.take_up().map_err(setup("take up this host's VMs"))?;
+    tracing::info!(host = %agent.config.name, listen = %agent.config.listen, "the agent is ready");
+    tokio::join!(
+        server.clone().run_unix(local, stop.clone()),
+        server.run_tls(remote, tls, stop)
+    );
+    tracing::info!("the agent ends; VMs go on");
+    Ok(())
+}
+
+fn identity(config: &HostConfig) -> Result<Identity, AgentError> {
+    let dir = config.pki_dir();
+    let loaded = Identity::load(&dir).and_then(|identity| Ok((identity.holder()?, identity)));
+    let (holder, identity) = loaded.map_err(|source| AgentError::Identity {
+        dir: dir.clone(),
+        source,
+    })?;
+    if holder.role != Role::Host(config.name.clone()) {
+        return Err(AgentError::OtherHost {
+            dir,
+            found: holder.role.to_string(),
+            name: config.name.to_string(),
+        });
+    }
+    Ok(identity)
+}
+
+fn prepare_dirs(config: &HostConfig, system: &System) -> Result<(), AgentError> {
+    let dirs = [
+        (config.state_dir.clone(), 0o700),
+        (config.vms_dir(), 0o700),
+        (config.run_dir.clone(), 0o711),
+        (config.run_dir.join("vms"), 0o711),
+        (config.ram_dir(), 0o711),
+    ];
+    for (dir, mode) in dirs {
+        make_dir(&dir, mode).map_err(setup("make the agent's directories"))?;
+    }
+    let total = system.meminfo_mib("MemTotal").unwrap_or(0) << 20;
+    // A tenth stays for the host; the mount is left alone where it exists, since guests may live on it.
+    let bytes = total / 10 * 9;
+    mem_tmpfs::ensure_mounted(&config.ram_dir(), bytes)
+        .map_err(setup("mount the RAM file system"))?;
+    Ok(())
+}
+
+async fn make_agent(
+    config: HostConfig,
+    system: System,
+    program: VmProgram,
+    identity: &Identity,
+) -> Result<Agent, AgentError> {
+    let user = users::qemu_user(config.qemu_user.as_deref())?;
+    let qemu = QemuFacts::ask(&config.qemu, TOOLS).await;
+    if let Err(error) = &qemu {
+        tracing::error!(%error, "no VM can run here");
+    }
+    let interfaces = interfaces(TOOLS).await;
+    let migration_addresses = agent::migration_addresses(&config, &interfaces);
+    let records = Records::new(&config.state_dir, config.name.clone());
+    let revocations = Arc::new(Revocations::default());
+    revocations.extend(
+        records
+            .revoked()
+            .map_err(setup("read the list of revoked certificates"))?,
+    );
+    Ok(Agent {
+        boot_id: boot_id(&config, &system).map_err(setup("note this boot of the host"))?,
+        supervisor: Supervisor::new(program, carrier(identity.clone()), records.clone()),
+        config,
+        system,
+        user,
+        qemu,
+        migration_addresses,
+        records,
+        probes: Probes::default(),
+        revocations,
+    })
+}
+
+/// Names this boot: the kernel's own id, and a mark in the run directory, which a reboot empties too where a host is
+/// only a set of namespaces.
+fn boot_id(config: &HostConfig, system: &System) -> std::io::Result<String> {
+    let path = config.run_dir.join("boot");
+    let mark = match std::fs::read_to_string(&path) {
+        Ok(mark) => mark,
+        Err(_) => {
+            let mut bytes = [0u8; 8];
+            getrandom::fill(&mut bytes)
+                .map_err(|error| std::io::Error::other(error.to_string()))?;
+            let mark = godwit_rpc::pki::hex(&bytes);
+            std::fs::write(&path, &mark)?;
+            mark
+        }
+    };
+    Ok(format!("{}-{}", system.kernel_boot_id(), mark.trim()))
+}
+
+/// Carries messages to other hosts' agents with this host's certificate.
+fn carrier(identity: Identity) -> Carrier {
+    Arc::new(move |vm, message| {
+        let identity = identity.clone();
+        Box::pin(async move {
+            let role = Role::Host(message.peer.host.clone());
+            let client = Client::tls(message.peer.address, &identity, role)
+                .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+            let envelope = PeerEnvelope {
+                message: message.message,
+            };
+            Ok(AgentClient::new(client).peer(&vm, &envelope).await?)
+        })
+    })
+}
+
+async fn listen(
+    config: &HostConfig,
+) -> Result<(tokio::net::UnixListener, tokio::net::TcpListener), AgentError> {
+    let failed = |place: String| move |source| AgentError::Listen { place, source };
+    let path = config.agent_socket();
+    let local = server::bind_unix(&path).map_err(failed(path.display().to_string()))?;
+    let remote = tokio::net::TcpListener::bind(config.listen)
+        .await
+        .map_err(failed(config.listen.to_string()))?;
+    Ok((local, remote))
+}

@@ -1,0 +1,347 @@
+//! One task per VM that sees to it that a VM process lives whenever the VM's record asks for one.
+//!
+//! ```text
+//!  idle --record asks or a request needs it--> starting --answers--> live --connection ends--> starting or idle
+//!                                                 |  ^                 (1. adopt what listens, 2. else start)
+//!                                                 +--+ ends before it answers: wait longer each time, say so
+//! ```
+//! Owns the VM processes only as their starter: they outlive it, and it adopts what it finds listening. Carries each
+//! process's messages to the other host's agent and the replies back. Refuses: to give up on a VM that this host
+//! may hold; to end a VM process.
+
+use crate::backoff::Backoff;
+use crate::launch::{self, VmProgram};
+use crate::records::Records;
+use crate::vm_client::{VmClientError, VmConnection, ask};
+use godwit_types::host_api::{OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest};
+use godwit_types::{ApiError, ErrorCode, VmName};
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::{Notify, watch};
+
+/// Longest time from start to the first answer.
+const READY_WAIT: Duration = Duration::from_secs(15);
+/// Pause between two looks at whether a starting process listens.
+const READY_POLL: Duration = Duration::from_millis(10);
+/// Wait of one call for a process's outgoing messages.
+const OUTBOX_WAIT: Duration = Duration::from_secs(20);
+/// How much longer than asked that call may take.
+const OUTBOX_GRACE: Duration = Duration::from_secs(10);
+/// Longest time to carry one message to the other host and to hand back its replies.
+const CARRY_WAIT: Duration = Duration::from_secs(5);
+
+/// Carries a message to another host's agent and brings its replies.
+pub type Carrier = Arc<
+    dyn Fn(
+            VmName,
+            OutboxMessage,
+        )
+            -> Pin<Box<dyn Future<Output = Result<Vec<serde_json::Value>, ApiError>> + Send>>
+        + Send
+        + Sync,
+>;
+
+/// Whether a VM process lives.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Life {
+    /// None is needed.
+    Idle,
+    /// One is being found or started; what went wrong so far.
+    Starting(Option<String>),
+    /// One answers.
+    Live {
+        /// Its process id.
+        pid: i32,
+    },
+}
+
+/// One VM under supervision.
+pub struct Supervised {
+    name: VmName,
+    config: VmProcessConfig,
+    records: Records,
+    life: watch::Sender<Life>,
+    wake: Notify,
+    /// A request needs a VM process although the record alone asks for none.
+    needed: Mutex<bool>,
+    /// The VM was deleted: the task ends.
+    gone: Mutex<bool>,
+}
+
+/// All VMs of this host.
+pub struct Supervisor {
+    program: VmProgram,
+    carrier: Carrier,
+    records: Records,
+    vms: Mutex<BTreeMap<VmName, Arc<Supervised>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Supervisor {
+    /// A supervisor without VMs.
+    pub fn new(program: VmProgram, carrier: Carrier, records: Records) -> Self {
+        Self {
+            program,
+            carrier,
+            records,
+            vms: Mutex::new(BTreeMap::new()),
+        }
+    }
+
+    /// The VM's supervision, begun now if it was not.
+    pub fn supervise(&self, config: VmProcessConfig) -> Arc<Supervised> {
+        let mut vms = lock(&self.vms);
+        if let Some(known) = vms.get(&config.vm) {
+            return known.clone();
+        }
+        let vm = Arc::new(Supervised {
+            name: config.vm.clone(),
+            config,
+            records: self.records.clone(),
+            life: watch::Sender::new(Life::Idle),
+            wake: Notify::new(),
+            needed: Mutex::new(false),
+            gone: Mutex::new(false),
+        });
+        vms.insert(vm.name.clone(), vm.clone());
+        tokio::spawn(vm.clone().run(self.program.clone(), self.carrier.clone()));
+        vm
+    }
+
+    /// The VM's supervision, if there is one.
+    pub fn find(&self, name: &VmName) -> Option<Arc<Supervised>> {
+        lock(&self.vms).get(name).cloned()
+    }
+
+    /// Names of all VMs under supervision.
+    pub fn names(&self) -> Vec<VmName> {
+        lock(&self.vms).keys().cloned().collect()
+    }
+
+    /// Ends a VM's supervision; its process, if any, is left alone.
+    pub fn forget(&self, name: &VmName) {
+        if let Some(vm) = lock(&self.vms).remove(name) {
+            *lock(&vm.gone) = true;
+            vm.wake.notify_one();
+        }
+    }
+}
+
+impl Supervised {
+    /// Where the VM process listens.
+    pub fn socket(&self) -> PathBuf {
+        Path::new(&self.config.run_dir).join(SOCKET_FILE)
+    }
+
+    /// How its VM process was told to be.
+    pub fn config(&self) -> &VmProcessConfig {
+        &self.config
+    }
+
+    /// Whether a VM process lives.
+    pub fn life(&self) -> Life {
+        self.life.borrow().clone()
+    }
+
+    /// Looks at the record again.
+    pub fn look_again(&self) {
+        self.wake.notify_one();
+    }
+
+    /// Has a VM process made, whatever the record says, and waits until it answers.
+    pub async fn need(&self, patience: Duration) -> Result<(), ApiError> {
+        let mut life = self.life.subscribe();
+        if matches!(*life.borrow_and_update(), Life::Live { .. }) {
+            return Ok(());
+        }
+        *lock(&self.needed) = true;
+        self.wake.notify_one();
+        let live = life.wait_for(|life| matches!(life, Life::Live { .. }));
+        match tokio::time::timeout(patience, live).await {
+            Ok(Ok(_)) => Ok(()),
+            _ => Err(self.not_live()),
+        }
+    }
+
+    fn not_live(&self) -> ApiError {
+        let why = match self.life() {
+            Life::Starting(Some(why)) => why,
+            _ => "it does not answer yet".into(),
+        };
+        let message = format!(
+            "the VM process of '{}' could not be started: {why}",
+            self.name
+        );
+        ApiError::new(ErrorCode::Hypervisor, message).on_host(&self.config.host)
+    }
+
+    /// Waits until no VM process lives.
+    pub async fn ended(&self, patience: Duration) -> bool {
+        let mut life = self.life.subscribe();
+        let ended = life.wait_for(|life| !matches!(life, Life::Live { .. }));
+        matches!(tokio::time::timeout(patience, ended).await, Ok(Ok(_)))
+    }
+
+    /// Asks the VM process, which must live.
+    pub async fn ask(&self, request: &VmRequest, patience: Duration) -> Result<VmAnswer, ApiError> {
+        ask(&self.socket(), &self.name, request, patience).await
+    }
+
+    fn wanted(&self) -> bool {
+        // A QEMU that a process could not end before it died is ended by the next one.
+        let left_qemu = || Path::new(&self.config.run_dir).join("qemu.json").exists();
+        *lock(&self.needed) || self.records.needs_process(&self.name) || left_qemu()
+    }
+
+    async fn run(self: Arc<Self>, program: VmProgram, carrier: Carrier) {
+        let mut backoff = Backoff::default();
+        while !*lock(&self.gone) {
+            let found = match self.adopt().await {
+                Some(connection) => Ok(connection),
+                None if self.wanted() => self.start(&program).await,
+                None => {
+                    self.life.send_replace(Life::Idle);
+                    self.wake.notified().await;
+                    continue;
+                }
+            };
+            match found {
+                Ok(connection) => {
+                    backoff.worked();
+                    self.live(connection, &carrier).await;
+                }
+                Err(why) => self.pause_after(&why, &mut backoff).await,
+            }
+        }
+    }
+
+    async fn pause_after(&self, why: &str, backoff: &mut Backoff) {
+        let wait = backoff.failed();
+        let note = format!(
+            "{why} ({} times in a row); next attempt in {wait:?}",
+            backoff.failures()
+        );
+        tracing::error!(vm = %self.name, "{note}");
+        self.life.send_replace(Life::Starting(Some(note)));
+        // A request that needs the process now does not wait for the rest of the pause.
+        let _ = tokio::time::timeout(wait, self.wake.notified()).await;
+    }
+
+    /// A connection to a VM process that answers, if there is one.
+    async fn adopt(&self) -> Option<VmConnection> {
+        let mut connection = VmConnection::open(&self.socket(), READY_WAIT).await.ok()?;
+        let answer = connection.call(&VmRequest::Status, READY_WAIT).await;
+        // Any answer will do: one that prepares to receive its VM has no description to show yet.
+        answer.is_ok().then_some(connection)
+    }
+
+    /// Starts a VM process and waits until it answers.
+    async fn start(&self, program: &VmProgram) -> Result<VmConnection, String> {
+        if !matches!(self.life(), Life::Starting(_)) {
+            self.life.send_replace(Life::Starting(None));
+        }
+        let began = Instant::now();
+        let mut child = program
+            .start(&self.config)
+            .map_err(|error| format!("cannot start {}: {error}", program.program.display()))?;
+        tracing::info!(vm = %self.name, pid = child.id(), "started a VM process");
+        while began.elapsed() < READY_WAIT {
+            match child.try_wait() {
+                Ok(Some(status)) => return Err(self.last_words(&status.to_string())),
+                Ok(None) => {}
+                Err(error) => return Err(format!("cannot wait for it: {error}")),
+            }
+            if let Some(connection) = self.adopt().await {
+                tokio::spawn(reap(self.name.clone(), child));
+                return Ok(connection);
+            }
+            tokio::time::sleep(READY_POLL).await;
+        }
+        tokio::spawn(reap(self.name.clone(), child));
+        Err("the VM process lives but does not answer".into())
+    }
+
+    fn last_words(&self, status: &str) -> String {
+        let words = launch::last_log_line(Path::new(&self.config.run_dir));
+        format!(
+            "the VM process ended before it answered ({status}): {}",
+            words.unwrap_or_default()
+        )
+    }
+
+    /// Carries messages until the connection ends, which is how the process's death shows.
+    async fn live(self: &Arc<Self>, mut connection: VmConnection, carrier: &Carrier) {
+        let pid = connection.pid().unwrap_or(0);
+        *lock(&self.needed) = false;
+        self.life.send_replace(Life::Live { pid });
+        tracing::info!(vm = %self.name, pid, "the VM process answers");
+        let request = VmRequest::TakeOutbox {
+            wait_ms: u64::try_from(OUTBOX_WAIT.as_millis()).unwrap_or(u64::MAX),
+        };
+        loop {
+            match connection.call(&request, OUTBOX_WAIT + OUTBOX_GRACE).await {
+                Ok(VmAnswer::Outbox(messages)) => self.carry_all(messages, carrier),
+                Ok(other) => tracing::warn!(vm = %self.name, ?other, "no answer to take-outbox"),
+                Err(VmClientError::Silent(_)) => {
+                    tracing::error!(vm = %self.name, pid, "the VM process lives but does not answer");
+                    break;
+                }
+                Err(error) => {
+                    tracing::warn!(vm = %self.name, pid, %error, "the VM process is gone");
+                    break;
+                }
+            }
+        }
+        self.life.send_replace(Life::Starting(None));
+    }
+
+    fn carry_all(self: &Arc<Self>, messages: Vec<OutboxMessage>, carrier: &Carrier) {
+        for message in messages {
+            tokio::spawn(self.clone().carry(message, carrier.clone()));
+        }
+    }
+
+    /// Lost messages do no harm: the VM process asks again.
+    async fn carry(self: Arc<Self>, message: OutboxMessage, carrier: Carrier) {
+        let peer = message.peer.host.clone();
+        let sent = tokio::time::timeout(CARRY_WAIT, carrier(self.name.clone(), message)).await;
+        let replies = match sent {
+            Ok(Ok(replies)) => replies,
+            Ok(Err(error)) => {
+                tracing::warn!(vm = %self.name, %peer, %error, "a message to the other host was not delivered");
+                return;
+            }
+            Err(_) => {
+                tracing::warn!(vm = %self.name, %peer, "the other host does not answer");
+                return;
+            }
+        };
+        for message in replies {
+            let request = VmRequest::Peer {
+                from: peer.clone(),
+                message,
+            };
+            if let Err(error) = self.ask(&request, CARRY_WAIT).await {
+                tracing::warn!(vm = %self.name, %error, "a reply could not be handed over");
+            }
+        }
+    }
+}
+
+async fn reap(vm: VmName, mut child: tokio::process::Child) {
+    match child.wait().await {
+        Ok(status) => tracing::warn!(%vm, %status, "a VM process ended"),
+        Err(error) => tracing::warn!(%vm, %error, "cannot wait for a VM process"),
+    }
+}
+
+#[cfg(test)]
+#[path = "supervisor_tests.rs"]
+mod tests;

@@ -1,0 +1,180 @@
+//! The supervisor with a stub VM process: starting, following a death, adopting, backing off, carrying messages.
+
+use super::*;
+use crate::test_support::{DIE, HEARD, OUTBOX, TestHost, stub_program};
+use godwit_ownership::Power;
+use godwit_types::migration::AgentAddress;
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::sync::mpsc;
+
+const LONG: Duration = Duration::from_secs(30);
+
+fn nobody() -> Carrier {
+    Arc::new(|_, _| Box::pin(async { Ok(Vec::new()) }))
+}
+
+fn supervisor(host: &TestHost, carrier: Carrier) -> Supervisor {
+    Supervisor::new(stub_program(), carrier, host.records())
+}
+
+/// Waits until a VM process lives that is not `other`.
+async fn pid_but(vm: &Supervised, other: i32) -> i32 {
+    let mut life = vm.life.subscribe();
+    let live = life.wait_for(|life| matches!(life, Life::Live { pid } if *pid != other));
+    let found = tokio::time::timeout(LONG, live)
+        .await
+        .expect("a VM process in time")
+        .unwrap();
+    match *found {
+        Life::Live { pid } => pid,
+        _ => unreachable!("waited for a live one"),
+    }
+}
+
+/// Kills a stub; it is this test's own.
+fn kill(pid: i32) {
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+}
+
+/// Ends a VM's supervision and its stub.
+async fn end(supervisor: &Supervisor, vm: &Supervised) {
+    supervisor.forget(&vm.name);
+    if let Life::Live { pid } = vm.life() {
+        kill(pid);
+        assert!(vm.ended(LONG).await);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_killed_vm_process_is_followed_by_another_within_a_second() {
+    let host = TestHost::new();
+    host.hold("web", Power::On);
+    let supervisor = supervisor(&host, nobody());
+    let vm = supervisor.supervise(host.vm_config("web"));
+    let mut pid = pid_but(&vm, 0).await;
+    for _ in 0..5 {
+        let began = Instant::now();
+        kill(pid);
+        pid = pid_but(&vm, pid).await;
+        assert!(
+            began.elapsed() < Duration::from_secs(1),
+            "it took {:?}",
+            began.elapsed()
+        );
+    }
+    end(&supervisor, &vm).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_new_agent_adopts_the_vm_process_that_it_finds() {
+    let host = TestHost::new();
+    host.hold("web", Power::On);
+    let first = supervisor(&host, nobody());
+    let vm = first.supervise(host.vm_config("web"));
+    let pid = pid_but(&vm, 0).await;
+    first.forget(&vm.name);
+    let second = supervisor(&host, nobody());
+    let again = second.supervise(host.vm_config("web"));
+    assert_eq!(pid_but(&again, 0).await, pid);
+    end(&second, &again).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_is_off_gets_a_process_only_when_somebody_needs_it() {
+    let host = TestHost::new();
+    host.hold("web", Power::Off);
+    let supervisor = supervisor(&host, nobody());
+    let vm = supervisor.supervise(host.vm_config("web"));
+    assert!(!vm.wanted());
+    assert_eq!(vm.life(), Life::Idle);
+    vm.need(LONG).await.unwrap();
+    let pid = pid_but(&vm, 0).await;
+    kill(pid);
+    let mut life = vm.life.subscribe();
+    let idle = life.wait_for(|life| *life == Life::Idle);
+    tokio::time::timeout(LONG, idle)
+        .await
+        .expect("no other one is started")
+        .unwrap();
+    end(&supervisor, &vm).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_comes_for_the_first_time_gets_its_process() {
+    let host = TestHost::new();
+    let supervisor = supervisor(&host, nobody());
+    let vm = supervisor.supervise(host.vm_config("new"));
+    vm.need(LONG).await.unwrap();
+    let pid = pid_but(&vm, 0).await;
+    vm.need(LONG).await.unwrap();
+    assert_eq!(vm.life(), Life::Live { pid });
+    end(&supervisor, &vm).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn one_that_cannot_start_is_reported_and_never_given_up() {
+    let host = TestHost::new();
+    host.hold("web", Power::On);
+    let die = host.run_dir("web").join(DIE);
+    std::fs::write(&die, "no such bridge").unwrap();
+    let supervisor = supervisor(&host, nobody());
+    let vm = supervisor.supervise(host.vm_config("web"));
+    let mut life = vm.life.subscribe();
+    let twice = |life: &Life| matches!(life, Life::Starting(Some(why)) if why.contains("2 times") && why.contains("no such bridge"));
+    tokio::time::timeout(LONG, life.wait_for(twice))
+        .await
+        .expect("a second attempt")
+        .unwrap();
+    let refused = vm.need(Duration::from_millis(1)).await.unwrap_err();
+    assert!(refused.message.contains("no such bridge"), "{refused}");
+    std::fs::remove_file(&die).unwrap();
+    pid_but(&vm, 0).await;
+    end(&supervisor, &vm).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_is_carried_to_the_peer_and_its_reply_comes_back() {
+    let host = TestHost::new();
+    host.hold("web", Power::On);
+    let (seen, mut carried) = mpsc::unbounded_channel();
+    let carrier: Carrier = Arc::new(move |vm, message: OutboxMessage| {
+        seen.send((vm, message)).unwrap();
+        Box::pin(async { Ok(vec![serde_json::json!({ "message": "refused" })]) })
+    });
+    let supervisor = supervisor(&host, carrier);
+    let vm = supervisor.supervise(host.vm_config("web"));
+    pid_but(&vm, 0).await;
+    let message = OutboxMessage {
+        peer: AgentAddress {
+            host: godwit_types::HostName::new("b").unwrap(),
+            address: "127.0.0.1:9".parse().unwrap(),
+        },
+        message: serde_json::json!({ "message": "ask-holding" }),
+    };
+    let run_dir = host.run_dir("web");
+    let text = serde_json::to_vec(&[&message]).unwrap();
+    std::fs::write(run_dir.join("fresh"), text).unwrap();
+    std::fs::rename(run_dir.join("fresh"), run_dir.join(OUTBOX)).unwrap();
+    let (name, sent) = tokio::time::timeout(LONG, carried.recv())
+        .await
+        .expect("it is carried")
+        .unwrap();
+    assert_eq!((name.as_str(), sent), ("web", message));
+    let heard = tokio::task::spawn_blocking(move || wait_for_file(&run_dir.join(HEARD)))
+        .await
+        .unwrap();
+    assert_eq!(heard.trim(), r#"b {"message":"refused"}"#);
+    end(&supervisor, &vm).await;
+}
+
+/// The file's text once it has a whole line.
+fn wait_for_file(path: &Path) -> String {
+    let deadline = Instant::now() + LONG;
+    while Instant::now() < deadline {
+        match std::fs::read_to_string(path) {
+            Ok(text) if text.ends_with('\n') => return text,
+            _ => std::thread::yield_now(),
+        }
+    }
+    panic!("{} did not come", path.display());
+}
