@@ -1,0 +1,135 @@
+//! Handlers of VMs. Own nothing.
+
+use super::Shared;
+use crate::migrate;
+use crate::vms::{self, Action, Force};
+use axum::Json;
+use axum::extract::State;
+use axum::http::StatusCode;
+use axum::response::{IntoResponse as _, Response};
+use godwit_rpc::controller_client::MigrateAnswer;
+use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam};
+use godwit_types::control_api::{
+    ConsoleText, Done, Empty, MigrationBegun, ResolveRequest, StartRequest, StopRequest, VmView,
+};
+use godwit_types::migration::{MigrateRequest, PreflightReport};
+use godwit_types::{ApiError, VmName, VmSpec};
+
+type Name = PathParam<VmName>;
+
+/// All VMs, those in doubt first.
+#[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmView>), (status = "default", body = ApiError)))]
+pub async fn list(State(app): Shared) -> Json<Vec<VmView>> {
+    Json(app.state().vm_views())
+}
+
+/// Describes a new VM; it is off.
+#[utoipa::path(post, path = "/v1/vms", request_body = VmSpec, responses((status = 200, body = VmView), (status = "default", body = ApiError)))]
+pub async fn create(State(app): Shared, JsonBody(spec): JsonBody<VmSpec>) -> ApiResult<VmView> {
+    Ok(Json(vms::create(&app, spec).await?))
+}
+
+/// One VM.
+#[utoipa::path(get, path = "/v1/vms/{name}", params(("name" = String, Path)), responses((status = 200, body = VmView), (status = "default", body = ApiError)))]
+pub async fn show(State(app): Shared, PathParam(name): Name) -> ApiResult<VmView> {
+    Ok(Json(vms::view(&app, &name)?))
+}
+
+/// Replaces the description of a VM that is off.
+#[utoipa::path(put, path = "/v1/vms/{name}", params(("name" = String, Path)), request_body = VmSpec, responses((status = 200, body = VmView), (status = "default", body = ApiError)))]
+pub async fn edit(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(spec): JsonBody<VmSpec>,
+) -> ApiResult<VmView> {
+    Ok(Json(vms::edit(&app, &name, spec).await?))
+}
+
+/// Deletes a VM that is off.
+#[utoipa::path(delete, path = "/v1/vms/{name}", params(("name" = String, Path)), responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn delete(State(app): Shared, PathParam(name): Name) -> ApiResult<Done> {
+    Ok(Json(vms::delete(&app, &name).await?))
+}
+
+/// Starts a VM.
+#[utoipa::path(post, path = "/v1/vms/{name}/start", params(("name" = String, Path)), request_body = StartRequest, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn start(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(request): JsonBody<StartRequest>,
+) -> ApiResult<Done> {
+    Ok(Json(vms::start(&app, &name, &request).await?))
+}
+
+/// Asks a guest to power off, or forces it.
+#[utoipa::path(post, path = "/v1/vms/{name}/stop", params(("name" = String, Path)), request_body = StopRequest, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn stop(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(request): JsonBody<StopRequest>,
+) -> ApiResult<Done> {
+    Ok(Json(
+        vms::act(&app, &name, Action::Stop(Force(request.force))).await?,
+    ))
+}
+
+/// Resets a guest.
+#[utoipa::path(post, path = "/v1/vms/{name}/reset", params(("name" = String, Path)), request_body = Empty, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn reset(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(Empty {}): JsonBody<Empty>,
+) -> ApiResult<Done> {
+    Ok(Json(vms::act(&app, &name, Action::Reset).await?))
+}
+
+/// Stops a guest's CPUs and keeps its memory.
+#[utoipa::path(post, path = "/v1/vms/{name}/pause", params(("name" = String, Path)), request_body = Empty, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn pause(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(Empty {}): JsonBody<Empty>,
+) -> ApiResult<Done> {
+    Ok(Json(vms::act(&app, &name, Action::Pause).await?))
+}
+
+/// Lets a paused guest go on.
+#[utoipa::path(post, path = "/v1/vms/{name}/resume", params(("name" = String, Path)), request_body = Empty, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn resume(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(Empty {}): JsonBody<Empty>,
+) -> ApiResult<Done> {
+    Ok(Json(vms::act(&app, &name, Action::Resume).await?))
+}
+
+/// Settles an in-doubt VM.
+#[utoipa::path(post, path = "/v1/vms/{name}/resolve", params(("name" = String, Path)), request_body = ResolveRequest, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn resolve(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(request): JsonBody<ResolveRequest>,
+) -> ApiResult<Done> {
+    Ok(Json(vms::resolve(&app, &name, &request).await?))
+}
+
+/// Begins a migration; with `dry_run` only checks whether it could.
+#[utoipa::path(post, path = "/v1/vms/{name}/migrate", params(("name" = String, Path)), request_body = MigrateRequest, responses((status = 200, description = "dry run", body = PreflightReport), (status = 202, description = "it has begun", body = MigrationBegun), (status = "default", body = ApiError)))]
+pub async fn migrate(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(request): JsonBody<MigrateRequest>,
+) -> Result<Response, Failure> {
+    let answer = migrate::begin(&app, &name, &request).await?;
+    let status = match &answer {
+        MigrateAnswer::Begun(_) => StatusCode::ACCEPTED,
+        MigrateAnswer::Checked(_) => StatusCode::OK,
+    };
+    Ok((status, Json(answer)).into_response())
+}
+
+/// The last bytes of a guest's serial console.
+#[utoipa::path(get, path = "/v1/vms/{name}/console", params(("name" = String, Path)), responses((status = 200, body = ConsoleText), (status = "default", body = ApiError)))]
+pub async fn console(State(app): Shared, PathParam(name): Name) -> ApiResult<ConsoleText> {
+    Ok(Json(vms::console(&app, &name).await?))
+}

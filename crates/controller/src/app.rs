@@ -1,0 +1,289 @@
+//! What every part of a running controller shares.
+//!
+//! Owns inventory, database, CA and the live reports. The inventory's mutex is held for short pure steps only, never
+//! across an await. One lock per VM orders the operations on it.
+
+use crate::config::ControllerConfig;
+use crate::error::{ControllerError, Outcome, refuse};
+use crate::state::{HostEntry, Place, State};
+use crate::store::Store;
+use godwit_rpc::pki::now_unix_s;
+use godwit_rpc::{AgentClient, Authority, Client, Identity, Revocations, Role};
+use godwit_types::control_api::{HostState, InventoryEvent};
+use godwit_types::migration::MigrationReport;
+use godwit_types::vm::VmState;
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::{OwnedMutexGuard, broadcast, watch};
+
+/// Events that a slow reader may fall behind by.
+const EVENTS_KEPT: usize = 256;
+
+type HostLocks = BTreeMap<HostName, Arc<tokio::sync::Mutex<()>>>;
+type VmLocks = BTreeMap<VmName, Arc<tokio::sync::Mutex<()>>>;
+type Clients = BTreeMap<HostName, (SocketAddr, AgentClient)>;
+
+/// Shared by handlers, pollers and watchers.
+pub struct App {
+    /// How it was started.
+    pub config: ControllerConfig,
+    /// The database.
+    pub store: Store,
+    /// The CA.
+    pub authority: Authority,
+    /// Own certificate.
+    pub identity: Identity,
+    /// Revoked certificates, shared with the server.
+    pub revocations: Arc<Revocations>,
+    /// Addresses for join tokens.
+    pub advertise: Vec<SocketAddr>,
+    state: Mutex<State>,
+    locks: Mutex<VmLocks>,
+    host_locks: Mutex<HostLocks>,
+    clients: Mutex<Clients>,
+    moving: Mutex<BTreeSet<VmName>>,
+    live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
+    events: broadcast::Sender<InventoryEvent>,
+    stop: watch::Receiver<bool>,
+}
+
+/// Marks a VM as about to move until dropped.
+pub struct Moving<'a> {
+    app: &'a App,
+    vm: VmName,
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        lock(&self.app.moving).remove(&self.vm);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl App {
+    /// Reads everything from the database.
+    pub async fn load(
+        config: ControllerConfig,
+        store: Store,
+        authority: Authority,
+        identity: Identity,
+        advertise: Vec<SocketAddr>,
+        stop: watch::Receiver<bool>,
+    ) -> Result<Self, ControllerError> {
+        let mut state = State {
+            hosts: store.hosts().await?.into_iter().collect(),
+            ..State::default()
+        };
+        for vm in store.vms().await? {
+            state.vms.insert(vm.spec.name.clone(), vm);
+        }
+        for (vm, generation) in store.generations().await? {
+            state.ledger.see(&vm, generation);
+        }
+        let revocations = Arc::new(Revocations::default());
+        revocations.extend(store.revoked().await?);
+        Ok(Self {
+            config,
+            store,
+            authority,
+            identity,
+            revocations,
+            advertise,
+            state: Mutex::new(state),
+            locks: Mutex::default(),
+            host_locks: Mutex::default(),
+            clients: Mutex::default(),
+            moving: Mutex::default(),
+            live: Mutex::default(),
+            events: broadcast::channel(EVENTS_KEPT).0,
+            stop,
+        })
+    }
+
+    /// The inventory, for a short step.
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// Waits for this VM's turn.
+    pub async fn vm_lock(&self, vm: &VmName) -> OwnedMutexGuard<()> {
+        let mutex = lock(&self.locks).entry(vm.clone()).or_default().clone();
+        mutex.lock_owned().await
+    }
+
+    /// Waits for the turn to ask this host.
+    pub async fn host_lock(&self, host: &HostName) -> OwnedMutexGuard<()> {
+        let mutex = lock(&self.host_locks)
+            .entry(host.clone())
+            .or_default()
+            .clone();
+        mutex.lock_owned().await
+    }
+
+    /// Forgets the lock of a VM that is gone.
+    pub fn forget_vm_lock(&self, vm: &VmName) {
+        lock(&self.locks).remove(vm);
+    }
+
+    /// Marks a VM as about to move; none when it is already.
+    pub fn begin_moving(&self, vm: &VmName) -> Option<Moving<'_>> {
+        lock(&self.moving).insert(vm.clone()).then(|| Moving {
+            app: self,
+            vm: vm.clone(),
+        })
+    }
+
+    /// Turns true when the controller stops.
+    pub fn stopped(&self) -> watch::Receiver<bool> {
+        self.stop.clone()
+    }
+
+    /// Tells readers of the event stream.
+    pub fn tell(&self, event: InventoryEvent) {
+        // Nobody listening is fine.
+        let _ = self.events.send(event);
+    }
+
+    /// Tells that a VM has changed.
+    pub fn tell_vm(&self, vm: &VmName) {
+        self.tell(InventoryEvent::Vm {
+            name: vm.to_string(),
+        });
+    }
+
+    /// Tells that a host has changed.
+    pub fn tell_host(&self, host: &HostName) {
+        self.tell(InventoryEvent::Host {
+            name: host.to_string(),
+        });
+    }
+
+    /// Changes from now on.
+    pub fn listen(&self) -> broadcast::Receiver<InventoryEvent> {
+        self.events.subscribe()
+    }
+
+    /// Publishes a live report; the first one makes the migration live.
+    pub fn publish(&self, report: MigrationReport) {
+        let mut live = lock(&self.live);
+        match live.get(&report.id) {
+            Some(sender) => {
+                sender.send_replace(report);
+            }
+            None => {
+                live.insert(report.id.clone(), watch::channel(report).0);
+            }
+        }
+    }
+
+    /// The live report of a migration under way.
+    pub fn live(&self, id: &MigrationId) -> Option<watch::Receiver<MigrationReport>> {
+        lock(&self.live).get(id).map(watch::Sender::subscribe)
+    }
+
+    /// Ends the live report.
+    pub fn end_live(&self, id: &MigrationId) {
+        lock(&self.live).remove(id);
+    }
+
+    /// The client of a host's agent, and its address.
+    pub fn agent(&self, host: &HostName) -> Outcome<(SocketAddr, AgentClient)> {
+        let address = self.host(host)?.address;
+        if let Some((known, client)) = lock(&self.clients).get(host)
+            && *known == address
+        {
+            return Ok((address, client.clone()));
+        }
+        let client = Client::tls_admitted(
+            address,
+            &self.identity,
+            Role::Host(host.clone()),
+            Some(self.revocations.clone()),
+        )
+        .map_err(ControllerError::from)?;
+        let agent = AgentClient::new(client).with_deadlines(self.config.deadlines);
+        lock(&self.clients).insert(host.clone(), (address, agent.clone()));
+        Ok((address, agent))
+    }
+
+    /// The client of a host that answers.
+    pub fn connected_agent(&self, host: &HostName) -> Outcome<AgentClient> {
+        match self.host(host)?.state {
+            HostState::Connected => self.agent(host).map(|(_, agent)| agent),
+            HostState::Unreachable => Err(unreachable_host(host)),
+        }
+    }
+
+    /// A host of the inventory.
+    pub fn host(&self, host: &HostName) -> Outcome<HostEntry> {
+        match self.state().hosts.get(host) {
+            Some(entry) => Ok(entry.clone()),
+            None => refuse(
+                ErrorCode::UnknownHost,
+                format!("there is no host {host}: see 'godwit host list'"),
+            ),
+        }
+    }
+
+    /// Where a VM is; an error when it is nowhere, in doubt, or on a host that does not answer.
+    pub fn place_of(&self, vm: &VmName) -> Outcome<Place> {
+        let state = self.state();
+        let view = state.vm_view(vm).ok_or_else(|| unknown_vm(vm))?;
+        match (view.state, state.place(vm)) {
+            (VmState::InDoubt, _) => Err(in_doubt(vm, view.note)),
+            (VmState::Unreachable, Some(place)) if place.connected => {
+                Err(being_taken_over(vm, &place.host))
+            }
+            (VmState::Unreachable, Some(place)) => Err(unreachable_host(&place.host)),
+            (_, Some(place)) => Ok(place),
+            (_, None) => refuse(
+                ErrorCode::WrongState,
+                format!("VM {vm} is not started: run 'godwit vm start {vm}'"),
+            ),
+        }
+    }
+}
+
+/// No such VM.
+pub fn unknown_vm(vm: &VmName) -> ApiError {
+    ApiError::new(
+        ErrorCode::UnknownVm,
+        format!("there is no VM {vm}: see 'godwit vm list'"),
+    )
+}
+
+/// A host does not answer.
+pub fn unreachable_host(host: &HostName) -> ApiError {
+    ApiError::new(
+        ErrorCode::HostUnreachable,
+        format!("host {host} does not answer: see that it is on and its agent runs"),
+    )
+    .on_host(host)
+}
+
+/// A host answers but its VM process does not yet.
+pub fn being_taken_over(vm: &VmName, host: &HostName) -> ApiError {
+    ApiError::new(
+        ErrorCode::WrongState,
+        format!(
+            "the process of VM {vm} on host {host} is being started: try again in a few seconds"
+        ),
+    )
+    .on_host(host)
+}
+
+/// A VM is in doubt; `note` has the way out.
+pub fn in_doubt(vm: &VmName, note: Option<String>) -> ApiError {
+    let note = note.unwrap_or_default();
+    ApiError::new(ErrorCode::InDoubt, format!("VM {vm} is in doubt: {note}"))
+}
+
+/// Seconds since 1970 as reports have them.
+pub fn now() -> u64 {
+    u64::try_from(now_unix_s()).unwrap_or(0)
+}

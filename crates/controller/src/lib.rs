@@ -1,0 +1,28 @@
+//! The controller: inventory, placement, and the recording of who may take which VM, for people and scripts.
+//!
+//! Owns the database, the CA and what hosts said last. It is not on the switchover path: hosts hand a VM over between
+//! themselves, and this learns from them where each VM is, also after it was away. Refuses: to command anything by
+//! itself; to grant a generation that is not above every one ever seen; to keep or log a migration's secret.
+#![forbid(unsafe_code)]
+
+mod api;
+mod app;
+mod config;
+mod error;
+mod hosts;
+mod ledger;
+mod migrate;
+mod place;
+mod preflight;
+mod reconcile;
+mod run;
+mod secret;
+mod state;
+mod store;
+mod vms;
+mod watch;
+
+pub use api::openapi;
+pub use config::ControllerConfig;
+pub use error::ControllerError;
+pub use run::{Controller, Initialised, init, run};

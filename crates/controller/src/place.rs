@@ -1,0 +1,353 @@
+//! Where a VM may start and with which CPU model and machine type. Pure.
+//!
+//! Owns nothing. Refuses hosts that lack something, each with its reason.
+
+use crate::error::{Outcome, refuse};
+use godwit_types::host::HostInfo;
+use godwit_types::vm::{Accelerator, EncryptionMode};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
+
+/// CPU models for `auto` under KVM, greatest first. QEMU gives an unversioned name its first version on every machine
+/// type here, so that it means the same everywhere. A host lists only what it can give a guest.
+const CPU_MODELS: &[&str] = &[
+    "EPYC-Genoa",
+    "EPYC-Milan",
+    "EPYC-Rome",
+    "EPYC",
+    "GraniteRapids",
+    "SapphireRapids",
+    "Icelake-Server-noTSX",
+    "Icelake-Server",
+    "Cascadelake-Server-noTSX",
+    "Cascadelake-Server",
+    "Skylake-Server-noTSX-IBRS",
+    "Skylake-Server-IBRS",
+    "Skylake-Server",
+    "Broadwell-noTSX",
+    "Broadwell",
+    "Haswell-noTSX",
+    "Haswell",
+    "IvyBridge",
+    "SandyBridge",
+    "Westmere",
+    "Nehalem",
+    "Penryn",
+    "Conroe",
+    CPU_MODEL_SAFE,
+];
+
+/// What every QEMU gives every guest the same way: the choice under TCG, whose `max` differs between versions.
+const CPU_MODEL_SAFE: &str = "qemu64";
+
+/// What runs a VM on this host.
+pub fn accelerator_on(spec: &VmSpec, host: &HostInfo) -> Accelerator {
+    match spec.accelerator {
+        Accelerator::Auto => host.accelerator,
+        given => given,
+    }
+}
+
+/// What a host lacks for a VM, before memory.
+pub fn lacks(spec: &VmSpec, host: &HostInfo) -> Vec<ApiError> {
+    let name = &host.name;
+    let mut found = Vec::new();
+    let mut add = |code, message: String| found.push(ApiError::new(code, message).on_host(name));
+    for nic in &spec.nics {
+        if !host.port_groups.contains_key(&nic.port_group) {
+            add(
+                ErrorCode::MissingBridge,
+                format!(
+                    "host {name} has no port group {0}: add '{0} = \"BRIDGE\"' to its agent's configuration",
+                    nic.port_group
+                ),
+            );
+        }
+    }
+    if spec.accelerator == Accelerator::Kvm && host.accelerator != Accelerator::Kvm {
+        add(
+            ErrorCode::Incompatible,
+            format!(
+                "host {name} cannot run guests with KVM: choose another host or set accelerator = \"auto\""
+            ),
+        );
+    }
+    if spec.encryption == EncryptionMode::Required && !host.encryption {
+        add(
+            ErrorCode::Encryption,
+            format!(
+                "host {name} does not encrypt migrations and VM {} requires it: choose another host",
+                spec.name
+            ),
+        );
+    }
+    if !is_alias(&spec.machine) && !host.machine_types.contains(&spec.machine) {
+        add(
+            ErrorCode::Incompatible,
+            format!(
+                "QEMU on host {name} does not have machine type {}: use one that 'godwit host show {name}' lists",
+                spec.machine
+            ),
+        );
+    }
+    if let Some(model) = spec
+        .cpu
+        .split(',')
+        .next()
+        .filter(|model| !has_cpu(host, model))
+    {
+        add(
+            ErrorCode::Incompatible,
+            format!(
+                "host {name} cannot give a guest CPU model {model}: use one that 'godwit host show {name}' lists, or \"auto\""
+            ),
+        );
+    }
+    found
+}
+
+fn has_cpu(host: &HostInfo, model: &str) -> bool {
+    let any = ["auto", "host", "max"];
+    any.contains(&model) || host.cpu_models.iter().any(|known| known == model)
+}
+
+/// Whether there is room; the remedy differs from caller to caller.
+pub fn has_room(spec: &VmSpec, host: &HostInfo) -> bool {
+    host.memory_free_mib >= spec.memory_mib
+}
+
+/// The error of a host without room.
+pub fn no_room(spec: &VmSpec, host: &HostInfo) -> ApiError {
+    let message = format!(
+        "host {} has {} MiB of memory free and VM {} needs {}: choose another host or free some",
+        host.name, host.memory_free_mib, spec.name, spec.memory_mib
+    );
+    ApiError::new(ErrorCode::OutOfMemory, message).on_host(&host.name)
+}
+
+/// Chooses among hosts that answer: the one with most free memory of those that lack nothing.
+pub fn choose(spec: &VmSpec, hosts: &[HostInfo]) -> Outcome<HostName> {
+    if hosts.is_empty() {
+        return refuse(
+            ErrorCode::HostUnreachable,
+            "no host answers: enrol one with 'godwit host add', or see that the agents run",
+        );
+    }
+    let mut reasons = Vec::new();
+    let mut best: Option<&HostInfo> = None;
+    for host in hosts {
+        let mut lacking = lacks(spec, host);
+        if lacking.is_empty() && !has_room(spec, host) {
+            lacking.push(no_room(spec, host));
+        }
+        match lacking.into_iter().next() {
+            Some(reason) => reasons.push(reason),
+            None if best.is_none_or(|best| host.memory_free_mib > best.memory_free_mib) => {
+                best = Some(host)
+            }
+            None => {}
+        }
+    }
+    match best {
+        Some(host) => Ok(host.name.clone()),
+        None => Err(joined(reasons)),
+    }
+}
+
+/// Several refusals as one error: one keeps its code, several are a preflight failure that names all.
+pub fn joined(mut refusals: Vec<ApiError>) -> ApiError {
+    if refusals.len() == 1
+        && let Some(only) = refusals.pop()
+    {
+        return only;
+    }
+    let texts: Vec<String> = refusals
+        .iter()
+        .map(|refusal| refusal.message.clone())
+        .collect();
+    let code = match refusals.first() {
+        Some(first) if refusals.iter().all(|refusal| refusal.code == first.code) => first.code,
+        _ => ErrorCode::Preflight,
+    };
+    ApiError::new(code, texts.join("; "))
+}
+
+/// The description with CPU model and machine type that the hosts which answer have in common.
+pub fn resolve(spec: &VmSpec, on: &HostInfo, hosts: &[HostInfo]) -> Outcome<VmSpec> {
+    let accelerator = accelerator_on(spec, on);
+    let peers: Vec<&HostInfo> = hosts
+        .iter()
+        .filter(|host| accelerator != Accelerator::Kvm || host.accelerator == Accelerator::Kvm)
+        .collect();
+    let mut resolved = spec.clone();
+    if spec.cpu == "auto" {
+        resolved.cpu = common_cpu(accelerator, &peers, &spec.name)?;
+    }
+    if is_alias(&spec.machine) {
+        resolved.machine = common_machine(&spec.machine, on, &peers)?;
+    }
+    Ok(resolved)
+}
+
+fn common_cpu(accelerator: Accelerator, hosts: &[&HostInfo], vm: &VmName) -> Outcome<String> {
+    let common = |model: &&&str| {
+        hosts
+            .iter()
+            .all(|host| host.cpu_models.iter().any(|known| known == **model))
+    };
+    let safe = (accelerator != Accelerator::Kvm).then_some(&CPU_MODEL_SAFE);
+    let found = safe
+        .filter(common)
+        .or_else(|| CPU_MODELS.iter().find(common));
+    match found {
+        Some(model) => Ok((*model).to_owned()),
+        None => refuse(
+            ErrorCode::Incompatible,
+            format!(
+                "the hosts have no CPU model in common: set cpu of VM {vm} to one that its host lists in 'godwit host show'"
+            ),
+        ),
+    }
+}
+
+fn is_alias(machine: &str) -> bool {
+    prefix(machine).is_some()
+}
+
+/// What the versioned names behind an alias begin with.
+fn prefix(alias: &str) -> Option<&'static str> {
+    match alias {
+        "q35" => Some("pc-q35-"),
+        "pc" => Some("pc-i440fx-"),
+        _ => None,
+    }
+}
+
+fn common_machine(alias: &str, on: &HostInfo, hosts: &[&HostInfo]) -> Outcome<String> {
+    let prefix = prefix(alias).unwrap_or(alias);
+    let newest = on
+        .machine_types
+        .iter()
+        .filter(|name| hosts.iter().all(|host| host.machine_types.contains(*name)))
+        .filter_map(|name| Some((version(name.strip_prefix(prefix)?)?, name)))
+        .max();
+    match newest {
+        Some((_, name)) => Ok(name.clone()),
+        None => refuse(
+            ErrorCode::Incompatible,
+            format!(
+                "the hosts' QEMUs have no version of machine type {alias} in common: give one of host {} in full",
+                on.name
+            ),
+        ),
+    }
+}
+
+/// `9.10` is newer than `9.2`.
+fn version(text: &str) -> Option<Vec<u32>> {
+    text.split('.').map(|part| part.parse().ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(
+        name: &str,
+        free: u64,
+        accelerator: Accelerator,
+        models: &[&str],
+        machines: &[&str],
+    ) -> HostInfo {
+        let owned = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect();
+        HostInfo {
+            name: HostName::new(name).unwrap(),
+            version: "0".into(),
+            kernel: "6.18".into(),
+            qemu: "7.2.22".into(),
+            accelerator,
+            machine_types: owned(machines),
+            machine_aliases: Default::default(),
+            cpu_models: owned(models),
+            encryption: name != "plain",
+            port_groups: Default::default(),
+            migration_addresses: Vec::new(),
+            agent_address: "192.0.2.1:1".parse().unwrap(),
+            memory_total_mib: 4096,
+            memory_free_mib: free,
+            cpus: 2,
+            boot_id: String::new(),
+        }
+    }
+
+    fn spec() -> VmSpec {
+        VmSpec::from_toml("name = \"web\"\nvcpus = 1\nmemory_mib = 1024\nkernel = \"/k\"").unwrap()
+    }
+
+    const MACHINES: &[&str] = &["pc-q35-9.2", "pc-q35-9.10", "pc-i440fx-9.2"];
+
+    #[test]
+    fn auto_is_the_greatest_common_model() {
+        let kvm = Accelerator::Kvm;
+        let a = host(
+            "a",
+            1,
+            kvm,
+            &["qemu64", "Haswell", "Skylake-Server"],
+            MACHINES,
+        );
+        let b = host("b", 1, kvm, &["qemu64", "Haswell", "EPYC"], MACHINES);
+        let hosts = [a.clone(), b];
+        assert_eq!(resolve(&spec(), &a, &hosts).unwrap().cpu, "Haswell");
+        // A host that only translates does not hold a KVM guest back, which could not go there.
+        let t = host("t", 1, Accelerator::Tcg, &["qemu64"], MACHINES);
+        assert_eq!(
+            resolve(&spec(), &a, &[a.clone(), t.clone()]).unwrap().cpu,
+            "Skylake-Server"
+        );
+        assert_eq!(resolve(&spec(), &t, &[a, t.clone()]).unwrap().cpu, "qemu64");
+    }
+
+    #[test]
+    fn an_alias_becomes_the_newest_common_version() {
+        let tcg = Accelerator::Tcg;
+        let a = host("a", 1, tcg, &["qemu64"], MACHINES);
+        let b = host("b", 1, tcg, &["qemu64"], &["pc-q35-9.2"]);
+        assert_eq!(
+            resolve(&spec(), &a, std::slice::from_ref(&a))
+                .unwrap()
+                .machine,
+            "pc-q35-9.10"
+        );
+        assert_eq!(
+            resolve(&spec(), &a, &[a.clone(), b]).unwrap().machine,
+            "pc-q35-9.2"
+        );
+        let none = host("n", 1, tcg, &["qemu64"], &[]);
+        let error = resolve(&spec(), &a, &[a.clone(), none]).unwrap_err();
+        assert_eq!(error.code, ErrorCode::Incompatible);
+    }
+
+    #[test]
+    fn placement_takes_what_fits_and_says_why_nothing_does() {
+        let tcg = Accelerator::Tcg;
+        let small = host("small", 512, tcg, &["qemu64"], MACHINES);
+        let big = host("big", 2048, tcg, &["qemu64"], MACHINES);
+        let plain = host("plain", 4096, tcg, &["qemu64"], MACHINES);
+        let mut vm = spec();
+        vm.encryption = EncryptionMode::Required;
+        let hosts = [small.clone(), big, plain.clone()];
+        assert_eq!(choose(&vm, &hosts).unwrap().as_str(), "big");
+        let error = choose(&vm, std::slice::from_ref(&small)).unwrap_err();
+        assert_eq!(error.code, ErrorCode::OutOfMemory);
+        let error = choose(&vm, &[small, plain]).unwrap_err();
+        assert_eq!(error.code, ErrorCode::Preflight);
+        assert!(
+            error.message.contains("small") && error.message.contains("plain"),
+            "{error}"
+        );
+        assert_eq!(
+            choose(&vm, &[]).unwrap_err().code,
+            ErrorCode::HostUnreachable
+        );
+    }
+}

@@ -1,0 +1,248 @@
+//! Making a controller and running one.
+//!
+//! Owns the listeners and their shutdown. Refuses: to make a controller where one is, to run where none is.
+
+use crate::api;
+use crate::app::App;
+use crate::config::ControllerConfig;
+use crate::error::ControllerError;
+use crate::store::Store;
+use crate::{hosts, reconcile, watch};
+use godwit_rpc::controller_client::RULES;
+use godwit_rpc::pki::now_unix_s;
+use godwit_rpc::{Authority, Identity, Role, Server};
+use godwit_types::HostName;
+use godwit_types::control_api::JoinToken;
+use std::net::SocketAddr;
+use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tokio::net::TcpListener;
+use tokio::sync::watch as signal;
+use tokio::task::JoinHandle;
+
+/// The controller renews its own certificate when it starts with less than this left.
+const RENEW_BEFORE_S: i64 = 60 * 86_400;
+/// Name in the first operator's certificate.
+const FIRST_OPERATOR: &str = "admin";
+
+/// What `init` has made.
+#[derive(Debug)]
+pub struct Initialised {
+    /// SHA-256 of the CA's certificate, hex.
+    pub ca_fingerprint: String,
+    /// Directory with the operator's `cert.pem`, `key.pem` and `ca.pem`, to be carried to where people work.
+    pub operator_dir: PathBuf,
+    /// A join token for the first host.
+    pub join: JoinToken,
+}
+
+/// Makes a controller: CA, its own and an operator's certificate, database, and a first join token.
+pub async fn init(config: &ControllerConfig) -> Result<Initialised, ControllerError> {
+    let dir = &config.state_dir;
+    if dir.join("ca.key").exists() {
+        return Err(ControllerError::Setup(format!(
+            "there is a controller in {} already: run it with 'godwit controller run'",
+            dir.display()
+        )));
+    }
+    make_dir(dir)?;
+    let now = now_unix_s();
+    let authority = Authority::create(now)?;
+    let operator_dir = dir.join("operator");
+    make_dir(&operator_dir)?;
+    let admin =
+        HostName::new(FIRST_OPERATOR).map_err(|error| ControllerError::Setup(error.to_string()))?;
+    authority
+        .identity(&Role::Operator(admin), now)?
+        .save(&operator_dir)?;
+    authority.identity(&Role::Controller, now)?.save(dir)?;
+    let store = Store::open(&database(dir), true).await?;
+    // Last, since it says that there is a controller here.
+    authority.save(dir)?;
+    let (_stop, stopped) = signal::channel(false);
+    let identity = Identity::load(dir)?;
+    let advertise = addresses(config, &config.listen);
+    let app = App::load(
+        config.clone(),
+        store,
+        authority,
+        identity,
+        advertise,
+        stopped,
+    )
+    .await?;
+    let join = hosts::token(&app).await?;
+    app.store.close().await;
+    Ok(Initialised {
+        ca_fingerprint: app.authority.fingerprint().to_string(),
+        operator_dir,
+        join,
+    })
+}
+
+fn database(dir: &Path) -> PathBuf {
+    dir.join("controller.db")
+}
+
+fn make_dir(dir: &Path) -> Result<(), ControllerError> {
+    let made = std::fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(dir)
+        .and_then(|()| std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700)));
+    made.map_err(|source| ControllerError::Io {
+        doing: "make",
+        what: dir.display().to_string(),
+        source,
+    })
+}
+
+/// What tokens say: the given addresses, else those that are listened on.
+fn addresses(config: &ControllerConfig, listening: &[SocketAddr]) -> Vec<SocketAddr> {
+    match config.advertise.as_slice() {
+        [] => listening
+            .iter()
+            .filter(|address| !address.ip().is_unspecified())
+            .copied()
+            .collect(),
+        given => given.to_vec(),
+    }
+}
+
+/// A running controller.
+pub struct Controller {
+    /// Where it listens for TLS.
+    pub addresses: Vec<SocketAddr>,
+    stop: signal::Sender<bool>,
+    listeners: Vec<JoinHandle<()>>,
+    app: Arc<App>,
+}
+
+impl Controller {
+    /// Starts one that was made with [`init`].
+    pub async fn start(config: ControllerConfig) -> Result<Self, ControllerError> {
+        let dir = config.state_dir.clone();
+        if !dir.join("ca.key").exists() {
+            return Err(ControllerError::Setup(format!(
+                "there is no controller in {}: make one with 'godwit controller init'",
+                dir.display()
+            )));
+        }
+        let authority = Authority::load(&dir)?;
+        let identity = renewed(&authority, Identity::load(&dir)?, &dir)?;
+        let store = Store::open(&database(&dir), false).await?;
+        let (tcp, addresses) = listen(&config.listen).await?;
+        let unix = godwit_rpc::server::bind_unix(&config.socket).map_err(|source| {
+            ControllerError::Io {
+                doing: "listen on",
+                what: config.socket.display().to_string(),
+                source,
+            }
+        })?;
+        let (stop, stopped) = signal::channel(false);
+        let tls = godwit_rpc::tls::server_config(&identity)?;
+        let advertise = self::addresses(&config, &addresses);
+        let app = App::load(
+            config,
+            store,
+            authority,
+            identity,
+            advertise,
+            stopped.clone(),
+        )
+        .await?;
+        let app = Arc::new(app);
+        watch::resume(&app).await?;
+        let names: Vec<HostName> = app.state().hosts.keys().cloned().collect();
+        for host in names {
+            reconcile::spawn(app.clone(), host);
+        }
+        let server = Server::new(api::router(app.clone()), RULES, app.revocations.clone());
+        let mut listeners = vec![tokio::spawn(server.clone().run_unix(unix, stopped.clone()))];
+        for listener in tcp {
+            listeners.push(tokio::spawn(server.clone().run_tls(
+                listener,
+                tls.clone(),
+                stopped.clone(),
+            )));
+        }
+        tracing::info!(?addresses, socket = %app.config.socket.display(), "controller runs");
+        Ok(Self {
+            addresses,
+            stop,
+            listeners,
+            app,
+        })
+    }
+
+    /// Ends it: requests under way get a second, guests notice nothing.
+    pub async fn stop(self) {
+        self.stop.send_replace(true);
+        for listener in self.listeners {
+            let _ = listener.await;
+        }
+        self.app.store.close().await;
+    }
+}
+
+async fn listen(
+    wanted: &[SocketAddr],
+) -> Result<(Vec<TcpListener>, Vec<SocketAddr>), ControllerError> {
+    let (mut listeners, mut addresses) = (Vec::new(), Vec::new());
+    for address in wanted {
+        let failed = |source| ControllerError::Io {
+            doing: "listen on",
+            what: address.to_string(),
+            source,
+        };
+        let listener = TcpListener::bind(address).await.map_err(failed)?;
+        addresses.push(listener.local_addr().map_err(failed)?);
+        listeners.push(listener);
+    }
+    Ok((listeners, addresses))
+}
+
+/// The controller's own certificate, made anew when it is about to end.
+fn renewed(
+    authority: &Authority,
+    identity: Identity,
+    dir: &Path,
+) -> Result<Identity, ControllerError> {
+    let now = now_unix_s();
+    if identity.holder()?.not_after_unix_s.saturating_sub(now) > RENEW_BEFORE_S {
+        return Ok(identity);
+    }
+    let identity = authority.identity(&Role::Controller, now)?;
+    identity.save(dir)?;
+    tracing::info!("the controller's certificate was about to end and is renewed");
+    Ok(identity)
+}
+
+/// Runs a controller until SIGINT or SIGTERM; for the command line.
+pub fn run(config: ControllerConfig) -> Result<(), ControllerError> {
+    let io = |doing: &'static str, what: &str| {
+        let what = what.to_owned();
+        move |source| ControllerError::Io {
+            doing,
+            what,
+            source,
+        }
+    };
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(io("start", "the runtime"))?;
+    runtime.block_on(async {
+        use tokio::signal::unix::{SignalKind, signal};
+        let mut terminate = signal(SignalKind::terminate()).map_err(io("wait for", "signals"))?;
+        let mut interrupt = signal(SignalKind::interrupt()).map_err(io("wait for", "signals"))?;
+        let controller = Controller::start(config).await?;
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = interrupt.recv() => {}
+        }
+        controller.stop().await;
+        Ok(())
+    })
+}

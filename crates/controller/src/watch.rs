@@ -1,0 +1,252 @@
+//! Follows migrations by the reports of their hosts, and stores how they ended.
+//!
+//! Owns nothing but its tasks: one per migration under way, also after a restart of the controller. The source's word
+//! counts, but for "completed", which either may say. Refuses to guess: while nobody can be reached, a migration stays
+//! as it was last known. A migration that both hosts answer not to know never began.
+
+use crate::app::App;
+use crate::error::{ControllerError, Outcome, refuse};
+use crate::reconcile::refresh;
+use crate::state::Move;
+use godwit_rpc::ClientError;
+use godwit_types::control_api::InventoryEvent;
+use godwit_types::migration::{MigrationReport, Outcome as End, Phase};
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Pause between two questions while a host does not answer or the migration is in doubt.
+const SLOW: Duration = Duration::from_secs(1);
+
+/// How long a source that answers may take to book the end that its destination has told.
+const SOURCE_PATIENCE: Duration = Duration::from_secs(15);
+
+/// What one host says of a migration.
+#[derive(Debug, Clone)]
+pub enum Word {
+    /// Its report.
+    Report(Box<MigrationReport>),
+    /// It does not know the migration; so does a host that was removed.
+    Unknown,
+    /// It does not answer.
+    Silent,
+}
+
+/// What follows from both hosts' words.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Verdict {
+    /// It goes on (or is in doubt), as in this report.
+    GoesOn(Box<MigrationReport>),
+    /// It is over, as in this report.
+    Over(Box<MigrationReport>),
+    /// It never began.
+    NeverBegan,
+    /// Nobody knows more than before.
+    NoNews,
+}
+
+/// Follows a migration until it is over.
+pub fn spawn(app: Arc<App>, id: MigrationId) {
+    tokio::spawn(async move {
+        let mut stop = app.stopped();
+        let mut waiting = None;
+        loop {
+            let pause = match step(&app, &id, &mut waiting).await {
+                Ok(Some(pause)) => pause,
+                Ok(None) => return,
+                Err(error) => {
+                    tracing::error!(migration = %id, %error, "cannot store the migration's report");
+                    SLOW
+                }
+            };
+            tokio::select! {
+                () = tokio::time::sleep(pause) => {}
+                _ = stop.wait_for(|stop| *stop) => return,
+            }
+        }
+    });
+}
+
+/// Asks once; none when it is over. `waiting` is since when the source's end alone is missing.
+async fn step(
+    app: &App,
+    id: &MigrationId,
+    waiting: &mut Option<Instant>,
+) -> Result<Option<Duration>, ControllerError> {
+    let Some(last) = app.live(id).map(|live| live.borrow().clone()) else {
+        return Ok(None);
+    };
+    let (source, destination) = tokio::join!(ask(app, &last.from, id), ask(app, &last.to, id));
+    match judge(&source, &destination) {
+        Verdict::Over(_) if source_is_late(&source, waiting) => Ok(Some(app.config.watch_every)),
+        Verdict::GoesOn(report) => {
+            let doubt = report.outcome == Some(End::InDoubt);
+            if doubt && last.outcome != report.outcome {
+                app.store.save_report(&report, false).await?;
+                tell(app, &report);
+            }
+            app.publish(*report);
+            Ok(Some(if doubt { SLOW } else { app.config.watch_every }))
+        }
+        Verdict::Over(report) => end(app, *report).await.map(|()| None),
+        Verdict::NeverBegan => {
+            let reason = "neither host knows of it: it was interrupted before it began";
+            end(app, failed(last, reason)).await.map(|()| None)
+        }
+        Verdict::NoNews => Ok(Some(SLOW)),
+    }
+}
+
+/// The guest runs at the destination, and the source, which has the figures, is just booking its end: worth a moment.
+fn source_is_late(source: &Word, waiting: &mut Option<Instant>) -> bool {
+    let open = matches!(source, Word::Report(report) if report.outcome.is_none());
+    open && waiting.get_or_insert_with(Instant::now).elapsed() < SOURCE_PATIENCE
+}
+
+async fn ask(app: &App, host: &HostName, id: &MigrationId) -> Word {
+    let Ok((_, agent)) = app.agent(host) else {
+        return Word::Unknown;
+    };
+    match agent.migration(id).await {
+        Ok(report) if report.id == *id => Word::Report(Box::new(report)),
+        Ok(_) => Word::Silent,
+        Err(ClientError::Refused(error)) if error.code == ErrorCode::UnknownMigration => {
+            Word::Unknown
+        }
+        Err(_) => Word::Silent,
+    }
+}
+
+/// Decides by what both hosts say. Pure.
+pub fn judge(source: &Word, destination: &Word) -> Verdict {
+    match (source, destination) {
+        (Word::Report(a), Word::Report(b)) => judge_both(a, b),
+        (Word::Report(report), Word::Unknown | Word::Silent) => judge_one(report),
+        // What a destination says alone is true, but its source may still know better how it went.
+        (Word::Unknown | Word::Silent, Word::Report(report)) => judge_one(report),
+        (Word::Unknown, Word::Unknown) => Verdict::NeverBegan,
+        _ => Verdict::NoNews,
+    }
+}
+
+fn judge_both(source: &MigrationReport, destination: &MigrationReport) -> Verdict {
+    let mut report = source.clone();
+    if report.cpu_destination_s == 0.0 {
+        report.cpu_destination_s = destination.cpu_destination_s;
+    }
+    let says_completed = |report: &MigrationReport| report.outcome == Some(End::Completed);
+    if !says_completed(&report) && says_completed(destination) {
+        // The guest runs there; the source has not heard of it yet. Its figures are the better ones.
+        report.outcome = Some(End::Completed);
+        report.phase = Phase::Ended;
+        report.reason = None;
+    }
+    judge_one(&report)
+}
+
+fn judge_one(report: &MigrationReport) -> Verdict {
+    let report = Box::new(report.clone());
+    match report.outcome {
+        Some(End::Completed | End::Cancelled | End::Failed) => Verdict::Over(report),
+        Some(End::InDoubt) | None => Verdict::GoesOn(report),
+    }
+}
+
+fn failed(mut report: MigrationReport, reason: &str) -> MigrationReport {
+    report.outcome = Some(End::Failed);
+    report.phase = Phase::Ended;
+    report.reason = Some(reason.to_owned());
+    report
+}
+
+/// Stores the end, then tells everybody.
+async fn end(app: &App, report: MigrationReport) -> Result<(), ControllerError> {
+    app.store.save_report(&report, true).await?;
+    tracing::info!(migration = %report.id, vm = %report.vm, outcome = ?report.outcome, "migration is over");
+    // The inventory first, so that who waits for the end then finds the VM where it is.
+    refresh(app, &report.to).await;
+    refresh(app, &report.from).await;
+    app.state().active.remove(&report.vm);
+    app.publish(report.clone());
+    app.end_live(&report.id);
+    tell(app, &report);
+    Ok(())
+}
+
+fn tell(app: &App, report: &MigrationReport) {
+    app.tell(InventoryEvent::Migration {
+        id: report.id.to_string(),
+    });
+    app.tell_vm(&report.vm);
+}
+
+/// After a begin that failed: ends it if both hosts are sure that it is over, else follows it.
+pub async fn settle_failed_start(app: &Arc<App>, id: &MigrationId, error: &ApiError) {
+    let Some(last) = app.live(id).map(|live| live.borrow().clone()) else {
+        return;
+    };
+    let (source, destination) = tokio::join!(ask(app, &last.from, id), ask(app, &last.to, id));
+    let never_at_source = matches!(source, Word::Unknown);
+    let settled = match judge(&source, &destination) {
+        Verdict::NeverBegan => true,
+        // The destination knows it as over or has been told to forget it; the source never heard of it.
+        Verdict::Over(report) => never_at_source && report.outcome != Some(End::Completed),
+        _ => false,
+    };
+    if settled {
+        match end(app, failed(last, &error.message)).await {
+            Ok(()) => return,
+            Err(error) => {
+                tracing::error!(migration = %id, %error, "cannot store the migration's end")
+            }
+        }
+    }
+    spawn(app.clone(), id.clone());
+}
+
+/// What the inventory keeps of a migration under way.
+pub fn moving(report: &MigrationReport) -> Move {
+    Move {
+        id: report.id.clone(),
+        from: report.from.clone(),
+        to: report.to.clone(),
+    }
+}
+
+/// Follows what was under way when the controller stopped.
+pub async fn resume(app: &Arc<App>) -> Result<(), ControllerError> {
+    for report in app.store.active_reports().await? {
+        let id = report.id.clone();
+        let entry = moving(&report);
+        app.state().active.insert(report.vm.clone(), entry);
+        app.publish(report);
+        spawn(app.clone(), id);
+    }
+    Ok(())
+}
+
+/// A migration's report: live, or as stored.
+pub async fn report(app: &App, id: &MigrationId) -> Outcome<MigrationReport> {
+    if let Some(live) = app.live(id) {
+        return Ok(live.borrow().clone());
+    }
+    match app.store.report(id).await? {
+        Some(report) => Ok(report),
+        None => refuse(
+            ErrorCode::UnknownMigration,
+            format!("there is no migration {id}: see 'godwit migration list'"),
+        ),
+    }
+}
+
+/// All reports: in doubt first, then newest first.
+pub async fn reports(app: &App) -> Outcome<Vec<MigrationReport>> {
+    let mut reports = app.store.reports().await?;
+    for report in &mut reports {
+        if let Some(live) = app.live(&report.id) {
+            *report = live.borrow().clone();
+        }
+    }
+    reports.sort_by_key(|report| report.outcome != Some(End::InDoubt));
+    Ok(reports)
+}

@@ -1,0 +1,518 @@
+//! Hosts and VMs over real sockets: bad input, placement, restored databases, hosts that come and go.
+
+mod scripted;
+
+use godwit_controller::{Controller, openapi};
+use godwit_rpc::controller_client::{RULES, path};
+use godwit_rpc::pki::Request;
+use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role, Token};
+use godwit_types::control_api::{JoinRequest, ResolveRequest, StartRequest, StopRequest};
+use godwit_types::vm::{EncryptionMode, VmState};
+use godwit_types::{ApiError, ErrorCode, Generation};
+use scripted::{DEADLINE, House, code, host, spec, vm};
+use serde_json::{Value, json};
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+#[tokio::test]
+async fn a_vm_is_described_started_and_deleted() {
+    let house = House::new().await;
+    let (a, client) = (house.host("a").await, house.client());
+    let view = client.create_vm(&spec("web")).await.unwrap();
+    assert_eq!(
+        (view.state, view.host, view.generation),
+        (VmState::Stopped, None, Generation(0))
+    );
+    client
+        .start(&vm("web"), &StartRequest::default())
+        .await
+        .unwrap();
+    let view = house.vm("web").await;
+    assert_eq!(
+        (view.state, view.host, view.generation),
+        (VmState::Running, Some(host("a")), Generation(1))
+    );
+    assert_eq!(
+        (view.spec.cpu.as_str(), view.spec.machine.as_str()),
+        ("qemu64", "pc-q35-7.2")
+    );
+    assert_eq!(client.console(&vm("web")).await.unwrap().text, "login:");
+    assert_eq!(
+        code(client.delete_vm(&vm("web")).await),
+        ErrorCode::WrongState
+    );
+    assert_eq!(
+        code(client.edit_vm(&spec("web")).await),
+        ErrorCode::WrongState
+    );
+    client.pause(&vm("web")).await.unwrap();
+    assert_eq!(house.vm("web").await.state, VmState::Paused);
+    client.resume(&vm("web")).await.unwrap();
+    client.reset(&vm("web")).await.unwrap();
+    client
+        .stop(&vm("web"), &StopRequest { force: true })
+        .await
+        .unwrap();
+    assert_eq!(code(client.reset(&vm("web")).await), ErrorCode::WrongState);
+    client.delete_vm(&vm("web")).await.unwrap();
+    assert!(a.script().vms.is_empty());
+    assert_eq!(code(client.vm(&vm("web")).await), ErrorCode::UnknownVm);
+    // A name that is used again goes on above every generation it ever had.
+    house.running("web", "a").await;
+    assert_eq!(house.vm("web").await.generation, Generation(2));
+}
+
+#[tokio::test]
+async fn each_bad_input_gets_one_sentence_and_leaves_nothing() {
+    let house = House::new().await;
+    let a = house.host("a").await;
+    let (raw, client) = (Client::unix(&house.config.socket), house.client());
+    let good = serde_json::to_value(spec("web")).unwrap();
+    let with = |key: &str, value: Value| {
+        let mut body = good.clone();
+        body[key] = value;
+        body
+    };
+    let cases = [
+        (with("vcpu", json!(2)), ErrorCode::InvalidRequest),
+        (with("name", json!("../web")), ErrorCode::InvalidRequest),
+        (
+            with("name", json!("web'; DROP TABLE vms; --")),
+            ErrorCode::InvalidRequest,
+        ),
+        (with("memory_mib", json!(15)), ErrorCode::InvalidVm),
+        (with("memory_mib", json!(u64::MAX)), ErrorCode::InvalidVm),
+        (with("memory_mib", json!(-1)), ErrorCode::InvalidRequest),
+        (with("vcpus", json!(0)), ErrorCode::InvalidVm),
+        (with("kernel", json!("vmlinuz")), ErrorCode::InvalidVm),
+        (json!([]), ErrorCode::InvalidRequest),
+        (json!({}), ErrorCode::InvalidRequest),
+    ];
+    for (body, expected) in cases {
+        let result: Result<Value, ClientError> = raw.post(path::VMS, &body, DEADLINE).await;
+        let error = result.unwrap_err();
+        assert_eq!(error.code(), expected, "{body}");
+        let text = error.to_string();
+        assert!(!text.contains('\n') && !text.ends_with('.'), "{text}");
+    }
+    assert!(client.vms().await.unwrap().is_empty());
+    client.create_vm(&spec("web")).await.unwrap();
+    assert_eq!(
+        code(client.create_vm(&spec("web")).await),
+        ErrorCode::AlreadyExists
+    );
+    let result: Result<Value, ClientError> = raw.put("/v1/vms/other", &good, DEADLINE).await;
+    assert_eq!(code(result), ErrorCode::InvalidRequest);
+    assert_eq!(
+        code(client.edit_vm(&spec("other")).await),
+        ErrorCode::UnknownVm
+    );
+    assert_eq!(
+        code(client.start(&vm("other"), &StartRequest::default()).await),
+        ErrorCode::UnknownVm
+    );
+    let nowhere = StartRequest {
+        on: Some(host("b")),
+    };
+    assert_eq!(
+        code(client.start(&vm("web"), &nowhere).await),
+        ErrorCode::UnknownHost
+    );
+    assert_eq!(a.calls("put"), 0);
+}
+
+#[tokio::test]
+async fn a_start_that_cannot_be_leaves_nothing_behind() {
+    let house = House::new().await;
+    let (a, client) = (house.host("a").await, house.client());
+    let start = async |change: &dyn Fn(&mut godwit_types::VmSpec)| {
+        let mut wish = spec("web");
+        change(&mut wish);
+        client.create_vm(&wish).await.unwrap();
+        let error = client
+            .start(&vm("web"), &StartRequest::default())
+            .await
+            .unwrap_err();
+        client.delete_vm(&vm("web")).await.unwrap();
+        error.code()
+    };
+    assert_eq!(
+        start(&|vm| vm.memory_mib = 1 << 20).await,
+        ErrorCode::OutOfMemory
+    );
+    assert_eq!(
+        start(&|vm| vm.machine = "pc-q35-99.0".into()).await,
+        ErrorCode::Incompatible
+    );
+    assert_eq!(
+        start(&|vm| vm.cpu = "EPYC".into()).await,
+        ErrorCode::Incompatible
+    );
+    let group = godwit_types::PortGroup::new("nowhere").unwrap();
+    assert_eq!(
+        start(&|vm| vm.nics[0].port_group = group.clone()).await,
+        ErrorCode::MissingBridge
+    );
+    assert_eq!(a.calls("put"), 0);
+    let missing = ApiError::new(ErrorCode::MissingFile, "there is no /boot/vmlinuz");
+    a.script().refuse_start = Some(missing);
+    assert_eq!(start(&|_| {}).await, ErrorCode::MissingFile);
+    assert!(a.script().vms.is_empty());
+    a.script().refuse_start = None;
+    house.running("web", "a").await;
+}
+
+#[tokio::test]
+async fn a_stopped_vm_leaves_its_host_before_another_gets_it() {
+    let house = House::new().await;
+    let (a, mut b, client) = (house.host("a").await, house.host("b").await, house.client());
+    house.running("web", "a").await;
+    client
+        .stop(&vm("web"), &StopRequest::default())
+        .await
+        .unwrap();
+    let on_b = StartRequest {
+        on: Some(host("b")),
+    };
+    client.start(&vm("web"), &on_b).await.unwrap();
+    assert!(a.script().vms.is_empty());
+    let view = house.vm("web").await;
+    assert_eq!(
+        (view.host, view.generation),
+        (Some(host("b")), Generation(2))
+    );
+    // While its host does not answer nobody else gets it.
+    client
+        .stop(&vm("web"), &StopRequest::default())
+        .await
+        .unwrap();
+    b.cut().await;
+    house.until_vm("web", VmState::Unreachable, "b").await;
+    let on_a = StartRequest {
+        on: Some(host("a")),
+    };
+    assert_eq!(
+        code(client.start(&vm("web"), &on_a).await),
+        ErrorCode::HostUnreachable
+    );
+    assert_eq!(
+        code(client.delete_vm(&vm("web")).await),
+        ErrorCode::HostUnreachable
+    );
+    assert_eq!(
+        code(client.remove_host(&host("b"), false).await),
+        ErrorCode::HostUnreachable
+    );
+    // Its operator says that it is gone for good: what it may have done stays below.
+    client.remove_host(&host("b"), true).await.unwrap();
+    client.start(&vm("web"), &on_a).await.unwrap();
+    assert!(house.vm("web").await.generation > Generation(1 << 20));
+}
+
+#[tokio::test]
+async fn a_holder_that_wants_a_new_generation_gets_one_above_all() {
+    let house = House::new().await;
+    let (a, client) = (house.host("a").await, house.client());
+    house.running("web", "a").await;
+    // Attempts to hand over have used up generations that it does not hold.
+    a.has("web", VmState::Stopped, 5, true);
+    house.until_vm("web", VmState::Stopped, "a").await;
+    let mut wish = spec("web");
+    wish.memory_mib = 128;
+    client.edit_vm(&wish).await.unwrap();
+    let behind = ApiError::new(ErrorCode::WrongState, "generation 5 is not taken");
+    a.script().refuse_put_once = Some(behind);
+    let anywhere = StartRequest::default();
+    client.start(&vm("web"), &anywhere).await.unwrap();
+    assert_eq!(
+        (
+            a.calls("put web 5"),
+            a.calls("delete web"),
+            a.calls("put web 6")
+        ),
+        (1, 1, 1)
+    );
+    let view = house.vm("web").await;
+    assert_eq!(
+        (view.spec.memory_mib, view.generation),
+        (128, Generation(6))
+    );
+}
+
+#[tokio::test]
+async fn a_restored_database_learns_from_the_hosts_and_never_grants_below() {
+    let mut house = House::new().await;
+    let (a, mut b) = (house.host("a").await, house.host("b").await);
+    house.running("web", "a").await;
+    house
+        .client()
+        .stop(&vm("web"), &StopRequest::default())
+        .await
+        .unwrap();
+    house.stop().await;
+    let backup = house.dir.path().join("backup.db");
+    std::fs::copy(house.database(), &backup).unwrap();
+    // Life goes on: the VM comes to run on b at generation 7, and another VM is made there.
+    a.script().vms.clear();
+    b.has("web", VmState::Running, 7, true);
+    b.has("new", VmState::Running, 3, true);
+    b.cut().await;
+    for end in ["-wal", "-shm"] {
+        let _ = std::fs::remove_file(format!("{}{end}", house.database().display()));
+    }
+    std::fs::copy(&backup, house.database()).unwrap();
+    house.start().await;
+    house
+        .until(async |house: &House| {
+            house.client().host(&host("a")).await.unwrap().last_seen_s < 60
+        })
+        .await;
+    // While b has not been heard it may hold the VM, so nobody gets it.
+    house
+        .until(async |house: &House| house.vm("web").await.state == VmState::Stopped)
+        .await;
+    let start = StartRequest {
+        on: Some(host("a")),
+    };
+    let error = house.client().start(&vm("web"), &start).await.unwrap_err();
+    assert_eq!(error.code(), ErrorCode::HostUnreachable, "{error}");
+    assert_eq!(a.calls("put"), 1);
+    b.heal().await;
+    house.until_vm("web", VmState::Running, "b").await;
+    house.until_vm("new", VmState::Running, "b").await;
+    assert_eq!(house.vm("web").await.generation, Generation(7));
+    house
+        .client()
+        .stop(&vm("web"), &StopRequest::default())
+        .await
+        .unwrap();
+    house.client().start(&vm("web"), &start).await.unwrap();
+    assert_eq!(house.vm("web").await.generation, Generation(8));
+}
+
+#[tokio::test]
+async fn tokens_are_good_once_and_for_a_while() {
+    let mut house = House::new().await;
+    let _a = house.host("a").await;
+    let key = Request::new().unwrap();
+    let join = async |house: &House, token: &Token, secret: &str, name: &str| {
+        let request = JoinRequest {
+            secret: secret.to_owned(),
+            name: host(name),
+            agent_address: "127.0.0.1:9".parse().unwrap(),
+            csr_pem: key.csr_pem.clone(),
+        };
+        house.joining(token).join(&request).await
+    };
+    let token = house.token().await;
+    assert_eq!(
+        code(join(&house, &token, "wrong", "b").await),
+        ErrorCode::BadToken
+    );
+    // A name that is taken does not use the token up.
+    assert_eq!(
+        code(join(&house, &token, token.secret(), "a").await),
+        ErrorCode::AlreadyExists
+    );
+    join(&house, &token, token.secret(), "b").await.unwrap();
+    assert_eq!(
+        code(join(&house, &token, token.secret(), "c").await),
+        ErrorCode::BadToken
+    );
+    // The first token, printed by init, is as good as any.
+    let first = Token::parse(&house.made.join.token).unwrap();
+    assert!(house.made.join.command.contains(&house.made.join.token));
+    join(&house, &token, first.secret(), "c").await.unwrap();
+    house.stop().await;
+    house.config.token_valid = Duration::ZERO;
+    house.start().await;
+    let expired = house.token().await;
+    assert_eq!(
+        code(join(&house, &expired, expired.secret(), "d").await),
+        ErrorCode::BadToken
+    );
+    // Neither token nor secret is in the database.
+    let bytes = std::fs::read(house.database()).unwrap();
+    let secret = token.secret().as_bytes();
+    assert!(!bytes.windows(secret.len()).any(|window| window == secret));
+}
+
+#[tokio::test]
+async fn a_removed_host_is_shut_out_and_others_hear_of_it() {
+    let house = House::new().await;
+    let (a, b, client) = (house.host("a").await, house.host("b").await, house.client());
+    house.running("web", "a").await;
+    assert_eq!(
+        code(client.remove_host(&host("a"), true).await),
+        ErrorCode::WrongState
+    );
+    assert_eq!(
+        code(client.remove_host(&host("x"), true).await),
+        ErrorCode::UnknownHost
+    );
+    let serial = b.identity.holder().unwrap().serial;
+    let as_b = Client::tls(house.address(), &b.identity, Role::Controller).unwrap();
+    client.remove_host(&host("b"), false).await.unwrap();
+    let error = as_b.get::<Value>(path::HOSTS, DEADLINE).await.unwrap_err();
+    assert!(error.to_string().contains("revoked"), "{error}");
+    // The other host is told at one of the next polls; a change of a VM there shows that it was polled.
+    for state in [VmState::Paused, VmState::Running] {
+        a.script().vms.get_mut(&vm("web")).unwrap().state = state;
+        house.until_vm("web", state, "a").await;
+    }
+    assert_eq!(a.script().revoked, [serial]);
+}
+
+#[tokio::test]
+async fn operators_come_in_from_afar_and_hosts_do_not_operate() {
+    let house = House::new().await;
+    let a = house.host("a").await;
+    let admin = Identity::load(&house.made.operator_dir).unwrap();
+    let remote =
+        ControllerClient::new(Client::tls(house.address(), &admin, Role::Controller).unwrap());
+    assert_eq!(
+        remote.version().await.unwrap().ca_fingerprint,
+        house.made.ca_fingerprint
+    );
+    let as_host =
+        ControllerClient::new(Client::tls(house.address(), &a.identity, Role::Controller).unwrap());
+    assert_eq!(code(as_host.vms().await), ErrorCode::NotAllowed);
+    assert_eq!(
+        code(as_host.create_vm(&spec("web")).await),
+        ErrorCode::NotAllowed
+    );
+}
+
+#[tokio::test]
+async fn in_doubt_comes_first_with_its_command_and_is_resolved_there() {
+    let house = House::new().await;
+    let (a, mut b, client) = (house.host("a").await, house.host("b").await, house.client());
+    house.running("aaa", "a").await;
+    house.running("web", "a").await;
+    let resolve = ResolveRequest {
+        run_on: host("a"),
+        give_up: false,
+        confirm_fenced: Some(host("b")),
+    };
+    assert_eq!(
+        code(client.resolve(&vm("web"), &resolve).await),
+        ErrorCode::WrongState
+    );
+    let to_b = serde_json::from_value(json!({"to": "b"})).unwrap();
+    client.migrate(&vm("web"), &to_b).await.unwrap();
+    a.has("web", VmState::InDoubt, 2, false);
+    b.cut().await;
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    let first = client.vms().await.unwrap().remove(0);
+    assert_eq!(first.spec.name, vm("web"));
+    let note = first.note.unwrap();
+    assert!(
+        note.contains("godwit vm resolve web --run-on a --confirm-fenced b"),
+        "{note}"
+    );
+    assert_eq!(
+        code(client.start(&vm("web"), &StartRequest::default()).await),
+        ErrorCode::InDoubt
+    );
+    assert_eq!(code(client.delete_vm(&vm("web")).await), ErrorCode::InDoubt);
+    let same = ResolveRequest {
+        confirm_fenced: Some(host("a")),
+        ..resolve.clone()
+    };
+    assert_eq!(
+        code(client.resolve(&vm("web"), &same).await),
+        ErrorCode::InvalidRequest
+    );
+    client.resolve(&vm("web"), &resolve).await.unwrap();
+    assert_eq!(a.calls("resolve web on a"), 1);
+}
+
+#[tokio::test]
+async fn required_encryption_is_placed_where_it_can_be_kept() {
+    let house = House::new().await;
+    let (a, _b, client) = (house.host("a").await, house.host("b").await, house.client());
+    {
+        let mut script = a.script();
+        let info = script.info.as_mut().unwrap();
+        info.encryption = false;
+        info.memory_free_mib = 4096;
+    }
+    house
+        .until(async |house: &House| {
+            !house
+                .client()
+                .host(&host("a"))
+                .await
+                .unwrap()
+                .info
+                .encryption
+        })
+        .await;
+    let mut wish = spec("web");
+    wish.encryption = EncryptionMode::Required;
+    client.create_vm(&wish).await.unwrap();
+    let on_a = StartRequest {
+        on: Some(host("a")),
+    };
+    assert_eq!(
+        code(client.start(&vm("web"), &on_a).await),
+        ErrorCode::Encryption
+    );
+    client
+        .start(&vm("web"), &StartRequest::default())
+        .await
+        .unwrap();
+    assert_eq!(house.vm("web").await.host, Some(host("b")));
+}
+
+#[tokio::test]
+async fn a_controller_is_made_once_and_run_only_where_it_was_made() {
+    let house = House::new().await;
+    let again = godwit_controller::init(&house.config).await.unwrap_err();
+    assert!(again.to_string().contains("already"), "{again}");
+    let mut elsewhere = house.config.clone();
+    elsewhere.state_dir = house.dir.path().join("nothing");
+    let none = Controller::start(elsewhere).await.err().unwrap();
+    assert!(
+        none.to_string().contains("godwit controller init"),
+        "{none}"
+    );
+    let mut taken = house.config.clone();
+    taken.listen = vec![house.address()];
+    let taken = Controller::start(taken).await.err().unwrap();
+    assert!(taken.to_string().contains("cannot listen on"), "{taken}");
+}
+
+#[tokio::test]
+async fn the_document_the_rules_and_the_routes_agree() {
+    let document = serde_json::to_value(openapi()).unwrap();
+    let mut documented = BTreeSet::new();
+    for (path, item) in document["paths"].as_object().unwrap() {
+        for method in item.as_object().unwrap().keys() {
+            documented.insert(format!("{} {path}", method.to_uppercase()));
+        }
+    }
+    let ruled: BTreeSet<String> = RULES
+        .iter()
+        .map(|rule| format!("{} {}", rule.method, rule.path))
+        .collect();
+    assert_eq!(documented, ruled);
+    let schemas = document["components"]["schemas"].as_object().unwrap();
+    for name in [
+        "ApiError",
+        "VmSpec",
+        "VmView",
+        "HostView",
+        "MigrationReport",
+        "PreflightReport",
+        "JoinRequest",
+    ] {
+        assert!(schemas.contains_key(name), "{name}");
+    }
+    let house = House::new().await;
+    let served: Value = Client::unix(&house.config.socket)
+        .get(path::OPENAPI, DEADLINE)
+        .await
+        .unwrap();
+    assert_eq!(served, document);
+}

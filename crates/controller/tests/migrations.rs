@@ -1,0 +1,425 @@
+//! Migrations over real sockets: refusals, beginning exactly once, following to the end, restarts in the middle.
+
+mod scripted;
+
+use godwit_rpc::Client;
+use godwit_rpc::controller_client::{MigrateAnswer, path};
+use godwit_types::control_api::{CancelRequest, StopRequest};
+use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome};
+use godwit_types::vm::{DiskSpec, EncryptionMode, VmState};
+use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
+use scripted::{Agent, DEADLINE, House, code, hand_over, host, vm};
+
+fn to(name: &str) -> MigrateRequest {
+    MigrateRequest {
+        to: host(name),
+        encryption: None,
+        max_downtime_ms: None,
+        deadline_s: None,
+        max_bandwidth_mbit_per_s: None,
+        dry_run: false,
+    }
+}
+
+async fn house() -> (House, Agent, Agent) {
+    let house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    house.running("web", "a").await;
+    (house, a, b)
+}
+
+async fn begin(house: &House, request: &MigrateRequest) -> MigrationId {
+    match house.client().migrate(&vm("web"), request).await.unwrap() {
+        MigrateAnswer::Begun(begun) => MigrationId::new(begun.id).unwrap(),
+        MigrateAnswer::Checked(report) => panic!("only checked: {report:?}"),
+    }
+}
+
+async fn refused(house: &House, request: &MigrateRequest) -> ApiError {
+    ApiError::from(
+        house
+            .client()
+            .migrate(&vm("web"), request)
+            .await
+            .unwrap_err(),
+    )
+}
+
+/// Reads a migration's events to their end.
+async fn watch_to_the_end(house: &House, id: &MigrationId) -> Vec<MigrationReport> {
+    let mut events = house.client().migration_events(id).await.unwrap();
+    let mut reports = Vec::new();
+    while let Some(event) = events.next(DEADLINE).await.unwrap() {
+        assert_eq!(event.name, "report");
+        reports.push(serde_json::from_str(&event.data).unwrap());
+    }
+    reports
+}
+
+#[tokio::test]
+async fn a_vm_moves_and_everybody_sees_it() {
+    let (house, a, b) = house().await;
+    let id = begin(&house, &to("b")).await;
+    assert_eq!(house.vm("web").await.migration, Some(id.to_string()));
+    assert_eq!(
+        code(house.client().migrate(&vm("web"), &to("b")).await),
+        ErrorCode::AlreadyMigrating
+    );
+    let spec = a.script().specs[&id].clone();
+    assert_eq!(
+        (spec.generation, spec.cipher),
+        (Generation(2), Cipher::Aes256Gcm)
+    );
+    assert_eq!((spec.secret.key.len(), spec.secret.nonce.len()), (32, 8));
+    assert_eq!(spec.secret.key, b.script().specs[&id].secret.key);
+    assert_eq!(spec.destination_addresses, ["127.0.0.1:9".parse().unwrap()]);
+    let live = house.client().migration_events(&id).await.unwrap();
+    let mut live = live;
+    let first: MigrationReport =
+        serde_json::from_str(&live.next(DEADLINE).await.unwrap().unwrap().data).unwrap();
+    assert_eq!(first.outcome, None);
+    hand_over(&a, &b, "web", &id);
+    let reports = watch_to_the_end(&house, &id).await;
+    assert_eq!(reports.last().unwrap().outcome, Some(Outcome::Completed));
+    house.until_vm("web", VmState::Running, "b").await;
+    let view = house.vm("web").await;
+    assert_eq!((view.generation, view.migration), (Generation(2), None));
+    assert_eq!(house.client().migrations().await.unwrap()[0].id, id);
+    // The stream of one that is over gives the report once.
+    assert_eq!(watch_to_the_end(&house, &id).await.len(), 1);
+    // The secret was never written down.
+    let secret = serde_json::to_value(&spec.secret).unwrap();
+    for file in ["controller.db", "controller.db-wal"] {
+        let bytes = std::fs::read(house.config.state_dir.join(file)).unwrap_or_default();
+        let text = String::from_utf8_lossy(&bytes);
+        for part in ["key", "nonce"] {
+            assert!(
+                !text.contains(secret[part].as_str().unwrap()),
+                "{part} in {file}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_begin_is_refused_with_its_reason() {
+    let (house, a, mut b) = house().await;
+    let client = house.client();
+    assert_eq!(
+        code(client.migrate(&vm("nobody"), &to("b")).await),
+        ErrorCode::UnknownVm
+    );
+    assert_eq!(refused(&house, &to("x")).await.code, ErrorCode::UnknownHost);
+    assert_eq!(refused(&house, &to("a")).await.code, ErrorCode::WrongState);
+    let zero = MigrateRequest {
+        max_downtime_ms: Some(0),
+        ..to("b")
+    };
+    assert_eq!(refused(&house, &zero).await.code, ErrorCode::InvalidRequest);
+    a.script().vms.get_mut(&vm("web")).unwrap().state = VmState::InDoubt;
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    assert_eq!(refused(&house, &to("b")).await.code, ErrorCode::InDoubt);
+    a.script().vms.get_mut(&vm("web")).unwrap().state = VmState::Running;
+    house.until_vm("web", VmState::Running, "a").await;
+    client
+        .stop(&vm("web"), &StopRequest::default())
+        .await
+        .unwrap();
+    assert_eq!(refused(&house, &to("b")).await.code, ErrorCode::WrongState);
+    a.script().vms.get_mut(&vm("web")).unwrap().state = VmState::Running;
+    house.until_vm("web", VmState::Running, "a").await;
+    b.cut().await;
+    house
+        .until(async |house: &House| {
+            house.client().host(&host("b")).await.unwrap().state
+                == godwit_types::control_api::HostState::Unreachable
+        })
+        .await;
+    assert_eq!(
+        refused(&house, &to("b")).await.code,
+        ErrorCode::HostUnreachable
+    );
+    assert!(client.migrations().await.unwrap().is_empty());
+    assert_eq!(a.calls("migrate") + b.calls("prepare"), 0);
+}
+
+#[tokio::test]
+async fn all_refusals_of_preflight_are_shown_together() {
+    let (house, a, b) = house().await;
+    {
+        let mut script = a.script();
+        let web = script.vms.get_mut(&vm("web")).unwrap();
+        web.spec.disks.push(DiskSpec {
+            name: "data".into(),
+            path: "/data.raw".into(),
+            read_only: false,
+        });
+        script.outgoing_refusals.push(ApiError::new(
+            ErrorCode::Hypervisor,
+            "device x has no migration",
+        ));
+    }
+    {
+        let mut script = b.script();
+        script.probe_lost = true;
+        script.incoming_refusals.push(ApiError::new(
+            ErrorCode::Preflight,
+            "clock of b is 9 s ahead: set it",
+        ));
+        // What the inventory says of memory gives way to this.
+        let full = ApiError::new(ErrorCode::OutOfMemory, "b is full");
+        script.incoming_refusals.push(full);
+        script.info.as_mut().unwrap().memory_free_mib = 1;
+        script.info.as_mut().unwrap().migration_addresses = vec!["::1".parse().unwrap()];
+    }
+    house
+        .until(async |house: &House| {
+            let b = house.client().host(&host("b")).await.unwrap();
+            b.info.migration_addresses[0].is_ipv6() && !house.vm("web").await.spec.disks.is_empty()
+        })
+        .await;
+    let dry = MigrateRequest {
+        dry_run: true,
+        ..to("b")
+    };
+    let MigrateAnswer::Checked(report) = house.client().migrate(&vm("web"), &dry).await.unwrap()
+    else {
+        panic!("a dry run began");
+    };
+    let found = |text: &str| {
+        report
+            .refusals
+            .iter()
+            .any(|refusal| refusal.message.contains(text))
+    };
+    for text in [
+        "disk data",
+        "device x",
+        "clock of b",
+        "b is full",
+        "same family",
+        "does not arrive",
+    ] {
+        assert!(found(text), "{text}: {report:?}");
+    }
+    assert_eq!(report.refusals.len(), 6, "{report:?}");
+    assert_eq!(report.passed, ["outgoing", "incoming"]);
+    let error = refused(&house, &to("b")).await;
+    assert_eq!(error.code, ErrorCode::Preflight);
+    assert!(
+        error.message.contains("disk data") && error.message.contains("clock of b"),
+        "{error}"
+    );
+    assert!(house.client().migrations().await.unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_dry_run_that_finds_nothing_says_what_was_fine() {
+    let (house, a, _b) = house().await;
+    let dry = MigrateRequest {
+        dry_run: true,
+        ..to("b")
+    };
+    let MigrateAnswer::Checked(report) = house.client().migrate(&vm("web"), &dry).await.unwrap()
+    else {
+        panic!("a dry run began");
+    };
+    assert!(report.refusals.is_empty(), "{report:?}");
+    assert!(
+        report
+            .passed
+            .iter()
+            .any(|line| line.contains("port group vm")),
+        "{report:?}"
+    );
+    assert_eq!(a.calls("migrate"), 0);
+}
+
+#[tokio::test]
+async fn encryption_is_decided_here_and_never_below_what_the_vm_requires() {
+    let (house, a, b) = house().await;
+    let with = |mode| MigrateRequest {
+        encryption: Some(mode),
+        ..to("b")
+    };
+    b.script().info.as_mut().unwrap().encryption = false;
+    house
+        .until(async |house: &House| {
+            !house
+                .client()
+                .host(&host("b"))
+                .await
+                .unwrap()
+                .info
+                .encryption
+        })
+        .await;
+    let error = refused(&house, &with(EncryptionMode::Required)).await;
+    assert_eq!(
+        (error.code, error.host),
+        (ErrorCode::Encryption, Some("b".into()))
+    );
+    let id = begin(&house, &to("b")).await;
+    assert_eq!(a.script().specs[&id].cipher, Cipher::None);
+    house
+        .client()
+        .cancel(&id, &CancelRequest::default())
+        .await
+        .unwrap();
+    b.script().reports.get_mut(&id).unwrap().outcome = Some(Outcome::Cancelled);
+    assert_eq!(
+        watch_to_the_end(&house, &id).await.last().unwrap().outcome,
+        Some(Outcome::Cancelled)
+    );
+    a.script().vms.get_mut(&vm("web")).unwrap().spec.encryption = EncryptionMode::Required;
+    house
+        .until(async |house: &House| house.vm("web").await.migration.is_none())
+        .await;
+    // The description that counts is the one it runs with.
+    for state in [VmState::Paused, VmState::Running] {
+        a.script().vms.get_mut(&vm("web")).unwrap().state = state;
+        house.until_vm("web", state, "a").await;
+    }
+    let error = refused(&house, &with(EncryptionMode::Opportunistic)).await;
+    assert_eq!(error.code, ErrorCode::Encryption);
+    assert!(error.message.contains("would lower"), "{error}");
+}
+
+#[tokio::test]
+async fn of_two_requests_at_once_exactly_one_begins() {
+    let (house, a, b) = house().await;
+    let (one, two) = (house.client(), house.client());
+    let (web, request) = (vm("web"), to("b"));
+    let (first, second) = tokio::join!(one.migrate(&web, &request), two.migrate(&web, &request));
+    let codes: Vec<_> = [first, second]
+        .into_iter()
+        .filter_map(|result| result.err().map(|error| error.code()))
+        .collect();
+    assert_eq!(codes, [ErrorCode::AlreadyMigrating]);
+    assert_eq!((a.calls("migrate"), b.calls("prepare")), (1, 1));
+    assert_eq!(house.client().migrations().await.unwrap().len(), 1);
+}
+
+#[tokio::test]
+async fn a_destination_that_refuses_leaves_the_vm_free_to_move() {
+    let (house, a, b) = house().await;
+    let full = ApiError::new(ErrorCode::OutOfMemory, "no room for 64 MiB");
+    b.script().refuse_prepare = Some(full);
+    let error = refused(&house, &to("b")).await;
+    assert_eq!(
+        (error.code, error.host),
+        (ErrorCode::OutOfMemory, Some("b".into()))
+    );
+    let reports = house.client().migrations().await.unwrap();
+    assert_eq!(reports[0].outcome, Some(Outcome::Failed));
+    assert_eq!(reports[0].reason.as_deref(), Some("no room for 64 MiB"));
+    assert_eq!(a.calls("migrate"), 0);
+    b.script().refuse_prepare = None;
+    begin(&house, &to("b")).await;
+}
+
+#[tokio::test]
+async fn a_source_that_refuses_has_its_destination_told() {
+    let (house, a, b) = house().await;
+    let locked = ApiError::new(ErrorCode::Locked, "another process holds the journal");
+    a.script().refuse_migrate = Some(locked);
+    assert_eq!(refused(&house, &to("b")).await.code, ErrorCode::Locked);
+    assert_eq!(b.calls("cancel"), 1);
+    let report = house.client().migrations().await.unwrap().remove(0);
+    assert_eq!(report.outcome, Some(Outcome::Failed));
+    assert_eq!(house.vm("web").await.migration, None);
+}
+
+#[tokio::test]
+async fn a_controller_that_was_away_learns_how_it_ended() {
+    let (mut house, a, b) = house().await;
+    let id = begin(&house, &to("b")).await;
+    house.stop().await;
+    hand_over(&a, &b, "web", &id);
+    house.start().await;
+    let reports = watch_to_the_end(&house, &id).await;
+    assert_eq!(reports.last().unwrap().outcome, Some(Outcome::Completed));
+    house.until_vm("web", VmState::Running, "b").await;
+}
+
+#[tokio::test]
+async fn a_controller_that_died_before_it_told_anybody_ends_what_never_began() {
+    let (mut house, a, b) = house().await;
+    let id = begin(&house, &to("b")).await;
+    house.stop().await;
+    a.script().reports.clear();
+    b.script().reports.clear();
+    house.start().await;
+    let report = watch_to_the_end(&house, &id).await.pop().unwrap();
+    assert_eq!(report.outcome, Some(Outcome::Failed));
+    assert!(report.reason.unwrap().contains("before it began"));
+    begin(&house, &to("b")).await;
+}
+
+#[tokio::test]
+async fn doubt_is_shown_and_ends_when_the_hosts_agree() {
+    let (house, a, mut b) = house().await;
+    let id = begin(&house, &to("b")).await;
+    b.cut().await;
+    a.has("web", VmState::InDoubt, 2, false);
+    a.says(&id, Some(Outcome::InDoubt));
+    let report = watch_to_the_end(&house, &id).await.pop().unwrap();
+    assert_eq!(report.outcome, Some(Outcome::InDoubt));
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    assert_eq!(house.vm("web").await.migration, Some(id.to_string()));
+    hand_over_after_doubt(&a, &b, &id);
+    b.heal().await;
+    house.until_vm("web", VmState::Running, "b").await;
+    house
+        .until(async |house: &House| {
+            house.client().migration(&id).await.unwrap().outcome == Some(Outcome::Completed)
+        })
+        .await;
+}
+
+fn hand_over_after_doubt(a: &Agent, b: &Agent, id: &MigrationId) {
+    b.has("web", VmState::Running, 2, true);
+    b.says(id, Some(Outcome::Completed));
+    a.has("web", VmState::Stopped, 2, false);
+    a.says(id, Some(Outcome::Completed));
+}
+
+#[tokio::test]
+async fn cancelling_reaches_the_source_and_unknown_migrations_are_said_to_be() {
+    let (house, a, b) = house().await;
+    let client = house.client();
+    let nobody = MigrationId::new("m-0").unwrap();
+    let request = CancelRequest {
+        reason: Some("maintenance".into()),
+    };
+    assert_eq!(
+        code(client.cancel(&nobody, &request).await),
+        ErrorCode::UnknownMigration
+    );
+    assert_eq!(
+        code(client.migration(&nobody).await),
+        ErrorCode::UnknownMigration
+    );
+    assert_eq!(
+        code(client.migration_events(&nobody).await.map(|_| ())),
+        ErrorCode::UnknownMigration
+    );
+    let raw = Client::unix(&house.config.socket);
+    let odd = format!("{}/m'%20OR%201=1", path::MIGRATIONS);
+    assert_eq!(
+        code(raw.get::<MigrationReport>(&odd, DEADLINE).await),
+        ErrorCode::InvalidRequest
+    );
+    let id = begin(&house, &to("b")).await;
+    client.cancel(&id, &request).await.unwrap();
+    assert_eq!((a.calls("cancel"), b.calls("cancel")), (1, 0));
+    let report = watch_to_the_end(&house, &id).await.pop().unwrap();
+    assert_eq!(
+        (report.outcome, report.reason.as_deref()),
+        (Some(Outcome::Cancelled), Some("maintenance"))
+    );
+    assert_eq!(
+        code(client.cancel(&id, &request).await),
+        ErrorCode::WrongState
+    );
+}
