@@ -1,0 +1,453 @@
+//! The command line: every command, option and example.
+//!
+//! Plain data made by clap; help, man pages and completions all come from here. Refuses: whatever clap refuses, with
+//! exit code 2.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use godwit_types::vm::EncryptionMode;
+use godwit_types::{HostName, MigrationId, VmName};
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    done
+  1    failed
+  2    wrong usage or invalid input
+  3    refused: a preflight check, a state or a permission stands in the way
+  4    no such VM, host or migration
+  5    in doubt: 'godwit vm resolve' ends it
+  130  watching was interrupted; the migration goes on
+
+Environment:
+  GODWIT_CONTROLLER  the controller: a Unix socket's path, or ADDRESS:PORT
+  GODWIT_CERTIFICATE directory of the operator certificate for a remote controller
+  GODWIT_LOG         what is logged to standard error, such as 'debug' ('info' for agent and controller, else 'error')
+  NO_COLOR           no colours";
+
+/// Live migration for unmodified QEMU.
+#[derive(Debug, Parser)]
+#[command(
+    name = "godwit",
+    version,
+    about = "Moves running virtual machines between hosts",
+    after_help = EXIT_CODES,
+    after_long_help = EXIT_CODES,
+    propagate_version = true,
+    disable_help_subcommand = true
+)]
+pub struct Cli {
+    /// Options that every command has.
+    #[command(flatten)]
+    pub global: Global,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// Options that every command has.
+#[derive(Debug, Clone, Args)]
+pub struct Global {
+    /// Print JSON for scripts
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// The controller: a Unix socket's path, or ADDRESS:PORT with an operator certificate
+    #[arg(
+        long,
+        global = true,
+        value_name = "WHERE",
+        env = "GODWIT_CONTROLLER",
+        hide_env_values = true
+    )]
+    pub controller: Option<String>,
+    /// Directory with the operator certificate for a remote controller
+    #[arg(
+        long,
+        global = true,
+        value_name = "DIR",
+        env = "GODWIT_CERTIFICATE",
+        hide_env_values = true
+    )]
+    pub certificate: Option<PathBuf>,
+    /// The local agent's Unix socket, asked when no controller is here
+    #[arg(
+        long,
+        global = true,
+        value_name = "PATH",
+        env = "GODWIT_AGENT",
+        hide_env_values = true
+    )]
+    pub agent: Option<PathBuf>,
+}
+
+/// All commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Set up and run the controller
+    #[command(subcommand)]
+    Controller(ControllerCommand),
+    /// Run the host agent
+    #[command(subcommand)]
+    Agent(AgentCommand),
+    /// Hosts: join, list, check, remove
+    #[command(subcommand)]
+    Host(HostCommand),
+    /// Virtual machines
+    #[command(subcommand)]
+    Vm(VmCommand),
+    /// Migrations: list, show, watch, cancel
+    #[command(subcommand)]
+    Migration(MigrationCommand),
+    /// Print a shell's completions
+    #[command(after_help = "Example:\n  godwit completion bash > /etc/bash_completion.d/godwit")]
+    Completion {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Write the manual pages into a directory
+    #[command(after_help = "Example:\n  godwit man /usr/local/share/man/man1")]
+    Man {
+        /// Where to
+        dir: PathBuf,
+    },
+    /// Run one VM (started by the agent)
+    #[command(hide = true)]
+    VmProcess {
+        /// The configuration that the agent wrote
+        #[arg(long)]
+        config: PathBuf,
+    },
+}
+
+/// The controller.
+#[derive(Debug, Subcommand)]
+pub enum ControllerCommand {
+    /// Make the certificate authority and database, and print the command that joins the first host
+    #[command(after_help = "Example:\n  godwit controller init --listen 10.0.0.1:8471")]
+    Init(ControllerInit),
+    /// Run the controller in the foreground
+    #[command(after_help = "Example:\n  godwit controller run")]
+    Run {
+        /// Configuration file
+        #[arg(
+            long,
+            value_name = "FILE",
+            default_value = "/etc/godwit/controller.toml"
+        )]
+        config: PathBuf,
+    },
+}
+
+/// How to set the controller up.
+#[derive(Debug, Args)]
+pub struct ControllerInit {
+    /// Address that hosts reach the controller at
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub listen: SocketAddr,
+    /// Address that hosts reach it by, where that differs; may be given several times
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub advertise: Vec<SocketAddr>,
+    /// Configuration file to write
+    #[arg(
+        long,
+        value_name = "FILE",
+        default_value = "/etc/godwit/controller.toml"
+    )]
+    pub config: PathBuf,
+    /// Directory of the database and the certificate authority
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/godwit-controller")]
+    pub state_dir: PathBuf,
+    /// Unix socket for local commands
+    #[arg(
+        long,
+        value_name = "PATH",
+        default_value = "/run/godwit/controller.sock"
+    )]
+    pub socket: PathBuf,
+}
+
+/// The agent.
+#[derive(Debug, Subcommand)]
+pub enum AgentCommand {
+    /// Run the host agent in the foreground
+    #[command(after_help = "Example:\n  godwit agent run --config /etc/godwit/host.toml")]
+    Run {
+        /// Configuration file
+        #[arg(long, value_name = "FILE", default_value = "/etc/godwit/host.toml")]
+        config: PathBuf,
+    },
+}
+
+/// Hosts.
+#[derive(Debug, Subcommand)]
+pub enum HostCommand {
+    /// Make this machine a host of a controller (run on the host, with the token from 'host add')
+    #[command(
+        after_help = "Example:\n  godwit host join TOKEN --name a --migration 10.1.0.1 --port-group vm=vmbr0"
+    )]
+    Join(HostJoin),
+    /// List the hosts
+    #[command(after_help = "Example:\n  godwit host list --json")]
+    List,
+    /// Show one host
+    #[command(after_help = "Example:\n  godwit host show a")]
+    Show {
+        /// The host
+        host: HostName,
+    },
+    /// Make a one-time token for another host to join with
+    #[command(after_help = "Example:\n  godwit host add")]
+    Add,
+    /// Remove a host and revoke its certificate
+    #[command(after_help = "Example:\n  godwit host remove a")]
+    Remove {
+        /// The host
+        host: HostName,
+        /// It does not answer and is certainly off, although it may hold VMs
+        #[arg(long)]
+        confirm_unreachable: bool,
+    },
+    /// Check a host: kernel, userfaultfd, QEMU, CPU, AES, MTU, clock, ports, huge pages; each with its remedy
+    #[command(
+        after_help = "Examples:\n  godwit host check          (this machine)\n  godwit host check b        (through the controller)"
+    )]
+    Check {
+        /// The host; this machine when left out
+        host: Option<HostName>,
+        /// This machine's configuration
+        #[arg(long, value_name = "FILE", default_value = "/etc/godwit/host.toml")]
+        config: PathBuf,
+    },
+}
+
+/// How this machine joins.
+#[derive(Debug, Args)]
+pub struct HostJoin {
+    /// The one-time token that 'godwit host add' or 'godwit controller init' printed
+    pub token: String,
+    /// This host's name; its host name when left out
+    #[arg(long)]
+    pub name: Option<HostName>,
+    /// Where the agent listens; port 8472 on the address that reaches the controller when left out
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub listen: Option<SocketAddr>,
+    /// Address on a migration network; may be given several times; the listening address when left out
+    #[arg(long, value_name = "ADDRESS")]
+    pub migration: Vec<IpAddr>,
+    /// A port group and its bridge; may be given several times
+    #[arg(long = "port-group", value_name = "GROUP=BRIDGE")]
+    pub port_groups: Vec<String>,
+    /// This host does not encrypt migrations
+    #[arg(long)]
+    pub no_encryption: bool,
+    /// Configuration file to write
+    #[arg(long, value_name = "FILE", default_value = "/etc/godwit/host.toml")]
+    pub config: PathBuf,
+    /// Directory of durable state
+    #[arg(long, value_name = "DIR", default_value = "/var/lib/godwit")]
+    pub state_dir: PathBuf,
+    /// Directory of sockets and RAM files
+    #[arg(long, value_name = "DIR", default_value = "/run/godwit")]
+    pub run_dir: PathBuf,
+    /// Do not start the agent's service
+    #[arg(long)]
+    pub no_start: bool,
+}
+
+/// Virtual machines.
+#[derive(Debug, Subcommand)]
+pub enum VmCommand {
+    /// Make a VM from a description
+    #[command(after_help = "Example:\n  godwit vm create web.toml")]
+    Create {
+        /// The description, TOML
+        file: PathBuf,
+    },
+    /// Replace a stopped VM's description
+    #[command(after_help = "Example:\n  godwit vm edit web web.toml")]
+    Edit {
+        /// The VM
+        vm: VmName,
+        /// The new description, TOML
+        file: PathBuf,
+    },
+    /// List the VMs, those in doubt first
+    #[command(after_help = "Example:\n  godwit vm list --json")]
+    List,
+    /// Show one VM
+    #[command(after_help = "Example:\n  godwit vm show web")]
+    Show {
+        /// The VM
+        vm: VmName,
+    },
+    /// Power a VM on
+    #[command(after_help = "Example:\n  godwit vm start web --on a")]
+    Start {
+        /// The VM
+        vm: VmName,
+        /// Host; chosen by free memory when left out
+        #[arg(long, value_name = "HOST")]
+        on: Option<HostName>,
+    },
+    /// Ask the guest to power off
+    #[command(after_help = "Example:\n  godwit vm stop web --force")]
+    Stop {
+        /// The VM
+        vm: VmName,
+        /// Power off at once
+        #[arg(long)]
+        force: bool,
+    },
+    /// Reset the guest
+    #[command(after_help = "Example:\n  godwit vm reset web")]
+    Reset {
+        /// The VM
+        vm: VmName,
+    },
+    /// Stop the guest where it stands, keep its memory
+    #[command(after_help = "Example:\n  godwit vm pause web")]
+    Pause {
+        /// The VM
+        vm: VmName,
+    },
+    /// Let a paused guest go on
+    #[command(after_help = "Example:\n  godwit vm resume web")]
+    Resume {
+        /// The VM
+        vm: VmName,
+    },
+    /// Settle a VM that is in doubt
+    #[command(
+        after_help = "Only after you made sure that the other host does not run it (powered off or cut off):\n  godwit vm resolve web --run-on a --confirm-fenced b"
+    )]
+    Resolve {
+        /// The VM
+        vm: VmName,
+        /// The host that shall run it
+        #[arg(long, value_name = "HOST", required_unless_present = "give_up_on")]
+        run_on: Option<HostName>,
+        /// The host that shall give up what it has of it; the VM can then be started anew
+        #[arg(long, value_name = "HOST", conflicts_with = "run_on")]
+        give_up_on: Option<HostName>,
+        /// The host that certainly does not run it
+        #[arg(long, value_name = "HOST")]
+        confirm_fenced: Option<HostName>,
+    },
+    /// Delete a stopped VM
+    #[command(after_help = "Example:\n  godwit vm delete web")]
+    Delete {
+        /// The VM
+        vm: VmName,
+    },
+    /// Move a running VM to another host
+    #[command(
+        after_help = "Examples:\n  godwit vm migrate web --to b\n  godwit vm migrate web --to b --max-downtime 20 --deadline 120 --dry-run"
+    )]
+    Migrate(VmMigrate),
+    /// Print the last of what the guest wrote to its serial console
+    #[command(after_help = "Example:\n  godwit vm console web")]
+    Console {
+        /// The VM
+        vm: VmName,
+    },
+}
+
+/// How to move a VM.
+#[derive(Debug, Args)]
+pub struct VmMigrate {
+    /// The VM
+    pub vm: VmName,
+    /// Destination host
+    #[arg(long, value_name = "HOST")]
+    pub to: HostName,
+    /// Encryption of this move; the VM's own mode when left out
+    #[arg(long, value_enum)]
+    pub encryption: Option<Encryption>,
+    /// Longest pause, milliseconds (50 when left out)
+    #[arg(long, value_name = "MS")]
+    pub max_downtime: Option<u64>,
+    /// Cancel when not done after this many seconds; the guest stays where it is
+    #[arg(long, value_name = "S")]
+    pub deadline: Option<u64>,
+    /// Cap of the migration's traffic, Mb/s
+    #[arg(long, value_name = "MBIT")]
+    pub max_bandwidth: Option<u64>,
+    /// Make all preflight checks, start nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Begin and return at once
+    #[arg(long)]
+    pub detach: bool,
+}
+
+/// Encryption modes as written on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Encryption {
+    /// In clear; handshake and control stay authenticated
+    Disabled,
+    /// Encrypted when both hosts can
+    Opportunistic,
+    /// Only hosts that can encrypt
+    Required,
+}
+
+impl From<Encryption> for EncryptionMode {
+    fn from(mode: Encryption) -> Self {
+        match mode {
+            Encryption::Disabled => Self::Disabled,
+            Encryption::Opportunistic => Self::Opportunistic,
+            Encryption::Required => Self::Required,
+        }
+    }
+}
+
+/// Migrations.
+#[derive(Debug, Subcommand)]
+pub enum MigrationCommand {
+    /// List migrations
+    #[command(after_help = "Example:\n  godwit migration list")]
+    List,
+    /// Show one migration's report; works on either host, also without the controller
+    #[command(after_help = "Example:\n  godwit migration show ID --json")]
+    Show {
+        /// The migration
+        id: MigrationId,
+    },
+    /// Watch a migration until it ends
+    #[command(after_help = "Example:\n  godwit migration watch ID")]
+    Watch {
+        /// The migration
+        id: MigrationId,
+    },
+    /// Cancel a migration; the guest stays at the source
+    #[command(after_help = "Example:\n  godwit migration cancel ID")]
+    Cancel {
+        /// The migration
+        id: MigrationId,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_tree_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn every_visible_command_has_an_example() {
+        fn walk(command: &clap::Command, without: &mut Vec<String>) {
+            let leaf = command.get_subcommands().next().is_none();
+            if leaf && !command.is_hide_set() && command.get_after_help().is_none() {
+                without.push(command.get_name().to_string());
+            }
+            command.get_subcommands().for_each(|sub| walk(sub, without));
+        }
+        let mut without = Vec::new();
+        walk(&Cli::command(), &mut without);
+        assert_eq!(without, Vec::<String>::new());
+    }
+}

@@ -1,0 +1,75 @@
+//! `godwit controller`: set up and run.
+//!
+//! Owns the configuration file that it writes. Refuses: to set up over an existing configuration.
+
+use crate::args::ControllerInit;
+use crate::controller_file::ControllerFile;
+use crate::exit::{CommandResult, Failure};
+use crate::output::Output;
+use godwit_types::ErrorCode;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+/// Runs the controller until a signal; it makes its own runtime.
+pub fn serve(config: &Path) -> CommandResult {
+    let config = ControllerFile::load(config)?.config();
+    if let Some(dir) = config.socket.parent().filter(|dir| !dir.exists()) {
+        make_public_dir(dir)
+            .map_err(|error| failed(&format!("cannot make {}: {error}", dir.display())))?;
+    }
+    godwit_controller::run(config).map_err(|error| failed(&error))
+}
+
+/// The sockets in it have modes of their own.
+fn make_public_dir(dir: &Path) -> std::io::Result<()> {
+    std::fs::create_dir_all(dir)?;
+    std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o711))
+}
+
+fn failed(error: &impl std::fmt::Display) -> Failure {
+    Failure::new(ErrorCode::Internal, error.to_string())
+}
+
+/// Sets a controller up.
+pub async fn init(arguments: ControllerInit, output: &Output) -> CommandResult {
+    if arguments.config.exists() {
+        let message = format!(
+            "{} exists: this controller is set up already; make a join token with 'godwit host add'",
+            arguments.config.display()
+        );
+        return Err(Failure::new(ErrorCode::AlreadyExists, message));
+    }
+    let file = ControllerFile {
+        listen: vec![arguments.listen],
+        advertise: arguments.advertise,
+        state_dir: arguments.state_dir,
+        socket: arguments.socket,
+    };
+    let text = toml::to_string(&file).map_err(|error| failed(&error))?;
+    let made = godwit_controller::init(&file.config())
+        .await
+        .map_err(|error| failed(&error))?;
+    write(&arguments.config, &text).map_err(|error| {
+        let message = format!("cannot write {}: {error}", arguments.config.display());
+        Failure::new(ErrorCode::Internal, message)
+    })?;
+    let shown = serde_json::json!({
+        "ca_fingerprint": made.ca_fingerprint,
+        "operator_dir": made.operator_dir,
+        "join": made.join,
+    });
+    output.show(&shown, |output, _| {
+        output.line("The controller is set up. Start it with 'systemctl enable --now godwit-controller' or 'godwit controller run'.");
+        output.line("Then run this on the first host:");
+        output.line(format!("\n  {}\n", made.join.command));
+        output.line(format!("The operator's certificate for other machines is in {}.", made.operator_dir.display()));
+    });
+    Ok(())
+}
+
+fn write(path: &Path, text: &str) -> std::io::Result<()> {
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    std::fs::write(path, text)
+}

@@ -1,0 +1,81 @@
+//! `godwit host`: join, list, show, add, remove, check.
+//!
+//! Owns nothing.
+
+use crate::args::{Global, HostCommand};
+use crate::commands::join;
+use crate::connect::controller;
+use crate::exit::{CommandResult, FAILED, Failure};
+use crate::output::Output;
+use crate::watch::failure;
+use godwit_types::ErrorCode;
+use godwit_types::host::{Check, CheckStatus};
+use std::path::Path;
+
+/// Carries a command out.
+pub async fn run(command: HostCommand, global: &Global, output: &Output) -> CommandResult {
+    match command {
+        HostCommand::Join(arguments) => join::run(arguments, output).await,
+        HostCommand::List => {
+            let hosts = controller(global)?.hosts().await.map_err(failure)?;
+            output.show(&hosts, |output, hosts| output.hosts(hosts));
+            Ok(())
+        }
+        HostCommand::Show { host } => {
+            let view = controller(global)?.host(&host).await.map_err(failure)?;
+            output.show(&view, |output, view| output.host(view));
+            Ok(())
+        }
+        HostCommand::Add => {
+            let token = controller(global)?.add_host().await.map_err(failure)?;
+            output.show(&token, |output, token| {
+                output.line(format!(
+                    "Run this on the new host within {} minutes:",
+                    token.valid_for_s / 60
+                ));
+                output.line(format!("\n  {}\n", token.command));
+            });
+            Ok(())
+        }
+        HostCommand::Remove {
+            host,
+            confirm_unreachable,
+        } => {
+            let done = controller(global)?
+                .remove_host(&host, confirm_unreachable)
+                .await
+                .map_err(failure)?;
+            output.show(&done, |output, done| output.line(&done.message));
+            Ok(())
+        }
+        HostCommand::Check {
+            host: Some(host), ..
+        } => {
+            let found = controller(global)?
+                .check_host(&host)
+                .await
+                .map_err(failure)?;
+            output.show(&found, |output, found| output.checks(&found.checks));
+            judged(&found.checks)
+        }
+        HostCommand::Check { host: None, config } => check_this_host(&config, output).await,
+    }
+}
+
+async fn check_this_host(config: &Path, output: &Output) -> CommandResult {
+    let found = godwit_agent::check(config).await;
+    let found =
+        found.map_err(|error| Failure::new(ErrorCode::InvalidRequest, error.to_string()))?;
+    output.show(&found, |output, found| output.checks(&found.checks));
+    judged(&found.checks)
+}
+
+fn judged(checks: &[Check]) -> CommandResult {
+    if checks
+        .iter()
+        .any(|check| check.status == CheckStatus::Failed)
+    {
+        return Err(Failure::told(FAILED));
+    }
+    Ok(())
+}

@@ -1,0 +1,277 @@
+//! `godwit host join`: enrols this machine with a controller and writes its configuration.
+//!
+//! Owns what it writes: certificate and configuration. Refuses: a controller whose CA is not the token's; to
+//! overwrite the configuration of a host that has joined already.
+
+use crate::args::HostJoin;
+use crate::exit::{CommandResult, Failure};
+use crate::output::Output;
+use crate::watch::failure;
+use godwit_agent::config::{HostConfig, LISTEN_PORT};
+use godwit_rpc::pki::Request;
+use godwit_rpc::{Client, ControllerClient, Token};
+use godwit_types::control_api::{Done, JoinRequest};
+use godwit_types::{ErrorCode, HostName};
+use std::fmt::Display;
+use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+/// The agent's service.
+const SERVICE: &str = "godwit-agent.service";
+
+fn usage(message: impl Into<String>) -> Failure {
+    Failure::new(ErrorCode::InvalidRequest, message)
+}
+
+fn local(doing: &str) -> impl Fn(&dyn Display) -> Failure {
+    let doing = doing.to_string();
+    move |error| Failure::new(ErrorCode::Internal, format!("cannot {doing}: {error}"))
+}
+
+/// Joins.
+pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
+    let token = Token::parse(&arguments.token)
+        .map_err(|error| Failure::new(ErrorCode::BadToken, error.to_string()))?;
+    if arguments.config.exists() {
+        return Err(Failure::new(
+            ErrorCode::AlreadyExists,
+            format!(
+                "{} exists: this machine has joined already; remove the file to join anew",
+                arguments.config.display()
+            ),
+        ));
+    }
+    let name = chosen_name(arguments.name.clone())?;
+    let (controller, listen) = addresses(&token, arguments.listen)?;
+    let text = config_text(&arguments, &name, listen, controller)?;
+    // Checked before the token is used up: it is good for one joining only.
+    HostConfig::parse(&text, &arguments.config).map_err(|error| usage(error.to_string()))?;
+    let pki = arguments.state_dir.join("pki");
+    private_dir(&pki).map_err(|error| local("make the state directory")(&error))?;
+    enrol(&token, controller, &name, listen, &pki).await?;
+    write_config(&arguments.config, &text)
+        .map_err(|error| local("write the configuration")(&error))?;
+    let next = begin(arguments.no_start, &arguments.config).await;
+    let message = format!("host '{name}' has joined the controller at {controller}; {next}");
+    output.show(&Done { message }, |output, done| output.line(&done.message));
+    Ok(())
+}
+
+fn chosen_name(given: Option<HostName>) -> Result<HostName, Failure> {
+    if let Some(name) = given {
+        return Ok(name);
+    }
+    let text = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    let short = text
+        .trim()
+        .split('.')
+        .next()
+        .unwrap_or_default()
+        .to_string();
+    HostName::new(short).map_err(|error| {
+        usage(format!(
+            "this machine's host name will not do ({error}): give --name"
+        ))
+    })
+}
+
+/// The controller's address that this machine has a way to, and where the agent listens.
+fn addresses(
+    token: &Token,
+    listen: Option<SocketAddr>,
+) -> Result<(SocketAddr, SocketAddr), Failure> {
+    for controller in &token.addresses {
+        if let Ok(own) = own_address(*controller) {
+            return Ok((
+                *controller,
+                listen.unwrap_or(SocketAddr::new(own, LISTEN_PORT)),
+            ));
+        }
+    }
+    let list: Vec<String> = token.addresses.iter().map(ToString::to_string).collect();
+    Err(Failure::new(
+        ErrorCode::HostUnreachable,
+        format!(
+            "this machine has no route to the controller at {}: check its network",
+            list.join(" or ")
+        ),
+    ))
+}
+
+/// The address with which this machine would reach `peer`; nothing is sent.
+fn own_address(peer: SocketAddr) -> std::io::Result<IpAddr> {
+    let any: IpAddr = if peer.is_ipv4() {
+        [0, 0, 0, 0].into()
+    } else {
+        [0u16; 8].into()
+    };
+    let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
+    socket.connect(peer)?;
+    Ok(socket.local_addr()?.ip())
+}
+
+fn config_text(
+    arguments: &HostJoin,
+    name: &HostName,
+    listen: SocketAddr,
+    controller: SocketAddr,
+) -> Result<String, Failure> {
+    let mut groups = toml::Table::new();
+    for pair in &arguments.port_groups {
+        let (group, bridge) = pair.split_once('=').ok_or_else(|| {
+            usage(format!(
+                "--port-group {pair} is not GROUP=BRIDGE, such as vm=vmbr0"
+            ))
+        })?;
+        groups.insert(group.into(), bridge.into());
+    }
+    let migration = match arguments.migration.as_slice() {
+        [] => vec![listen.ip()],
+        given => given.to_vec(),
+    };
+    let migration: Vec<String> = migration.iter().map(ToString::to_string).collect();
+    let mut table = toml::Table::new();
+    table.insert("name".into(), name.as_str().into());
+    table.insert("listen".into(), listen.to_string().into());
+    table.insert("controller".into(), controller.to_string().into());
+    table.insert(
+        "state_dir".into(),
+        arguments.state_dir.to_string_lossy().into_owned().into(),
+    );
+    table.insert(
+        "run_dir".into(),
+        arguments.run_dir.to_string_lossy().into_owned().into(),
+    );
+    table.insert("migration_addresses".into(), migration.into());
+    table.insert("encryption".into(), (!arguments.no_encryption).into());
+    table.insert("port_groups".into(), groups.into());
+    toml::to_string(&table).map_err(|error| usage(error.to_string()))
+}
+
+fn private_dir(dir: &Path) -> std::io::Result<()> {
+    std::fs::create_dir_all(dir)?;
+    std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700))
+}
+
+async fn enrol(
+    token: &Token,
+    controller: SocketAddr,
+    name: &HostName,
+    listen: SocketAddr,
+    pki: &Path,
+) -> CommandResult {
+    let wrong = local("make this host's certificate");
+    let client = Client::joining(controller, token.fingerprint).map_err(|error| wrong(&error))?;
+    let request = Request::new().map_err(|error| wrong(&error))?;
+    let body = JoinRequest {
+        secret: token.secret().to_string(),
+        name: name.clone(),
+        agent_address: listen,
+        csr_pem: request.csr_pem.clone(),
+    };
+    let answer = ControllerClient::new(client)
+        .join(&body)
+        .await
+        .map_err(failure)?;
+    let identity = request
+        .into_identity(answer.certificate_pem, answer.ca_pem)
+        .map_err(|error| wrong(&error))?;
+    let same_ca = identity.ca_fingerprint().map_err(|error| wrong(&error))? == token.fingerprint;
+    if !same_ca {
+        return Err(Failure::new(
+            ErrorCode::BadToken,
+            "the controller answered with another CA than the token's: nothing was kept",
+        ));
+    }
+    identity.save(pki).map_err(|error| wrong(&error))
+}
+
+fn write_config(path: &Path, text: &str) -> std::io::Result<()> {
+    if let Some(parent) = path.parent() {
+        std::fs::create_dir_all(parent)?;
+    }
+    std::fs::write(path, text)
+}
+
+/// Starts the agent's service where systemd runs; says what is left to do.
+async fn begin(no_start: bool, config: &Path) -> String {
+    let by_hand = format!(
+        "start its agent with 'godwit agent run --config {}'",
+        config.display()
+    );
+    if no_start || !Path::new("/run/systemd/system").exists() {
+        return by_hand;
+    }
+    let started = tokio::process::Command::new("systemctl")
+        .args(["enable", "--now", SERVICE])
+        .output();
+    match tokio::time::timeout(std::time::Duration::from_secs(30), started).await {
+        Ok(Ok(output)) if output.status.success() => {
+            "its agent runs; see 'godwit host check'".into()
+        }
+        _ => by_hand,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments(extra: &[&str]) -> HostJoin {
+        use clap::Parser;
+        let mut words = vec!["godwit", "host", "join", "t"];
+        words.extend(extra);
+        let cli = crate::args::Cli::parse_from(words);
+        match cli.command {
+            crate::args::Command::Host(crate::args::HostCommand::Join(join)) => join,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn text(extra: &[&str]) -> Result<String, Failure> {
+        let name = HostName::new("a").unwrap();
+        let here = "10.0.0.2:8472".parse().unwrap();
+        config_text(
+            &arguments(extra),
+            &name,
+            here,
+            "10.0.0.1:8471".parse().unwrap(),
+        )
+    }
+
+    #[test]
+    fn what_is_written_is_a_valid_configuration() {
+        let written = text(&[
+            "--port-group",
+            "vm=vmbr0",
+            "--migration",
+            "fd00::1",
+            "--no-encryption",
+        ])
+        .unwrap();
+        let config = HostConfig::parse(&written, Path::new("t")).unwrap();
+        assert_eq!(
+            config.migration_addresses,
+            ["fd00::1".parse::<IpAddr>().unwrap()]
+        );
+        assert_eq!(config.port_groups.len(), 1);
+        assert!(!config.encryption);
+    }
+
+    #[test]
+    fn the_listening_address_carries_migrations_unless_said_otherwise() {
+        let config = HostConfig::parse(&text(&[]).unwrap(), Path::new("t")).unwrap();
+        assert_eq!(
+            config.migration_addresses,
+            ["10.0.0.2".parse::<IpAddr>().unwrap()]
+        );
+    }
+
+    #[test]
+    fn a_port_group_needs_a_bridge() {
+        let failure = text(&["--port-group", "vm"]).unwrap_err();
+        assert_eq!(failure.exit, crate::exit::USAGE);
+        assert!(failure.error.message.contains("vm=vmbr0"));
+    }
+}

@@ -1,0 +1,31 @@
+//! The commands, one file per noun.
+
+pub mod agent;
+pub mod controller;
+pub mod host;
+pub mod join;
+pub mod migration;
+pub mod pages;
+pub mod vm;
+
+use crate::args::{Cli, Command, ControllerCommand};
+use crate::exit::CommandResult;
+use crate::output::Output;
+
+/// Carries a command out.
+pub async fn run(cli: Cli, output: &Output) -> CommandResult {
+    let global = &cli.global;
+    match cli.command {
+        Command::Controller(ControllerCommand::Init(arguments)) => {
+            controller::init(arguments, output).await
+        }
+        Command::Agent(command) => agent::run(command).await,
+        Command::Host(command) => host::run(command, global, output).await,
+        Command::Vm(command) => vm::run(command, global, output).await,
+        Command::Migration(command) => migration::run(command, global, output).await,
+        Command::Completion { shell } => pages::completion(shell),
+        Command::Man { dir } => pages::man(&dir, output),
+        // Make their own threads or runtime and never come here: see `main`.
+        Command::VmProcess { .. } | Command::Controller(ControllerCommand::Run { .. }) => Ok(()),
+    }
+}

@@ -1,0 +1,194 @@
+//! `godwit vm`: everything about VMs.
+//!
+//! Owns nothing. Refuses: descriptions that are not valid, before anybody is asked.
+
+use crate::args::{Global, VmCommand, VmMigrate};
+use crate::connect::{Reader, controller, reader};
+use crate::exit::{CommandResult, Failure, REFUSED};
+use crate::output::Output;
+use crate::watch::{failure, watch};
+use godwit_agent::config::one_line;
+use godwit_rpc::ClientError;
+use godwit_rpc::controller_client::MigrateAnswer;
+use godwit_types::control_api::{Done, ResolveRequest, StartRequest, StopRequest, VmView};
+use godwit_types::migration::{MigrateRequest, PreflightReport};
+use godwit_types::{ErrorCode, MigrationId, VmName, VmSpec};
+use std::path::Path;
+
+/// Carries a command out.
+pub async fn run(command: VmCommand, global: &Global, output: &Output) -> CommandResult {
+    match command {
+        VmCommand::Create { file } => {
+            let spec = read_spec(&file)?;
+            let view = controller(global)?.create_vm(&spec).await;
+            made(view, output, "created; start it with 'godwit vm start")
+        }
+        VmCommand::Edit { vm, file } => {
+            let spec = read_spec(&file)?;
+            same_name(&vm, &spec, &file)?;
+            let view = controller(global)?.edit_vm(&spec).await;
+            made(view, output, "changed; start it with 'godwit vm start")
+        }
+        VmCommand::List => list(global, output).await,
+        VmCommand::Show { vm } => show(&vm, global, output).await,
+        VmCommand::Start { vm, on } => told(
+            controller(global)?.start(&vm, &StartRequest { on }).await,
+            output,
+        ),
+        VmCommand::Stop { vm, force } => told(
+            controller(global)?.stop(&vm, &StopRequest { force }).await,
+            output,
+        ),
+        VmCommand::Reset { vm } => told(controller(global)?.reset(&vm).await, output),
+        VmCommand::Pause { vm } => told(controller(global)?.pause(&vm).await, output),
+        VmCommand::Resume { vm } => told(controller(global)?.resume(&vm).await, output),
+        VmCommand::Delete { vm } => told(controller(global)?.delete_vm(&vm).await, output),
+        VmCommand::Resolve {
+            vm,
+            run_on,
+            give_up_on,
+            confirm_fenced,
+        } => {
+            let give_up = give_up_on.is_some();
+            let host = run_on.or(give_up_on);
+            let request = ResolveRequest {
+                run_on: host
+                    .ok_or_else(|| Failure::new(ErrorCode::InvalidRequest, "no host was named"))?,
+                give_up,
+                confirm_fenced,
+            };
+            let done = match reader(global).await? {
+                Reader::Controller(client) => client.resolve(&vm, &request).await,
+                Reader::Agent(client) => client.resolve(&vm, &request).await,
+            };
+            told(done, output)
+        }
+        VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
+        VmCommand::Console { vm } => {
+            let text = match reader(global).await? {
+                Reader::Controller(client) => client.console(&vm).await,
+                Reader::Agent(client) => client.console(&vm).await,
+            };
+            output.show(&text.map_err(failure)?, |output, console| {
+                output.line(&console.text)
+            });
+            Ok(())
+        }
+    }
+}
+
+fn read_spec(file: &Path) -> Result<VmSpec, Failure> {
+    let text = std::fs::read_to_string(file).map_err(|error| {
+        let message = format!(
+            "cannot read {}: {error}; give the path of a VM description",
+            file.display()
+        );
+        Failure::new(ErrorCode::InvalidVm, message)
+    })?;
+    let invalid =
+        |why: String| Failure::new(ErrorCode::InvalidVm, format!("{}: {why}", file.display()));
+    let spec: VmSpec = toml::from_str(&text).map_err(|error| invalid(one_line(&text, &error)))?;
+    spec.check().map_err(|error| invalid(error.to_string()))?;
+    Ok(spec)
+}
+
+fn same_name(vm: &VmName, spec: &VmSpec, file: &Path) -> CommandResult {
+    if *vm == spec.name {
+        return Ok(());
+    }
+    let message = format!(
+        "{} describes VM '{}', not '{vm}': names do not change",
+        file.display(),
+        spec.name
+    );
+    Err(Failure::new(ErrorCode::InvalidVm, message))
+}
+
+fn told(done: Result<Done, ClientError>, output: &Output) -> CommandResult {
+    output.show(&done.map_err(failure)?, |output, done| {
+        output.line(&done.message)
+    });
+    Ok(())
+}
+
+fn made(view: Result<VmView, ClientError>, output: &Output, what: &str) -> CommandResult {
+    output.show(&view.map_err(failure)?, |output, view| {
+        let name = &view.spec.name;
+        output.line(format!("VM '{name}' is {what} {name}'"));
+    });
+    Ok(())
+}
+
+async fn list(global: &Global, output: &Output) -> CommandResult {
+    match reader(global).await? {
+        Reader::Controller(client) => {
+            let vms = client.vms().await.map_err(failure)?;
+            output.show(&vms, |output, vms| output.vms(vms));
+        }
+        Reader::Agent(client) => {
+            let vms = client.vms().await.map_err(failure)?;
+            output.show(&vms, |output, vms| output.host_vms(vms));
+        }
+    }
+    Ok(())
+}
+
+async fn show(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
+    match reader(global).await? {
+        Reader::Controller(client) => {
+            let view = client.vm(vm).await.map_err(failure)?;
+            output.show(&view, |output, view| output.vm(view));
+        }
+        Reader::Agent(client) => {
+            let view = client.vm(vm).await.map_err(failure)?;
+            output.show(&view, |output, view| {
+                output.host_vms(std::slice::from_ref(view))
+            });
+        }
+    }
+    Ok(())
+}
+
+async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> CommandResult {
+    let request = MigrateRequest {
+        to: arguments.to,
+        encryption: arguments.encryption.map(Into::into),
+        max_downtime_ms: arguments.max_downtime,
+        deadline_s: arguments.deadline,
+        max_bandwidth_mbit_per_s: arguments.max_bandwidth,
+        dry_run: arguments.dry_run,
+    };
+    let client = controller(global)?;
+    match client
+        .migrate(&arguments.vm, &request)
+        .await
+        .map_err(failure)?
+    {
+        MigrateAnswer::Checked(report) => checked(&report, output),
+        MigrateAnswer::Begun(begun) if arguments.detach => {
+            output.show(&begun, |output, begun| {
+                output.line(format!(
+                    "migration {0} has begun; watch it with 'godwit migration watch {0}'",
+                    begun.id
+                ));
+            });
+            Ok(())
+        }
+        MigrateAnswer::Begun(begun) => {
+            let id = MigrationId::new(begun.id.clone())
+                .map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()))?;
+            if !output.json {
+                eprintln!("migration {id}: Ctrl-C stops watching, the migration goes on");
+            }
+            watch(&Reader::Controller(client), &id, output).await
+        }
+    }
+}
+
+fn checked(report: &PreflightReport, output: &Output) -> CommandResult {
+    output.show(report, |output, report| output.preflight(report));
+    if report.refusals.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::told(REFUSED))
+}

@@ -1,0 +1,90 @@
+//! Whom a command talks to: the controller, or the agent of this host where no controller is.
+//!
+//! Owns the choice. Refuses: a remote controller without an operator certificate.
+
+use crate::args::Global;
+use crate::exit::Failure;
+use godwit_rpc::{AgentClient, Client, ControllerClient, Identity, Role};
+use godwit_types::ErrorCode;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+/// The controller's socket unless said otherwise.
+pub const CONTROLLER_SOCKET: &str = "/run/godwit/controller.sock";
+/// The agent's socket unless said otherwise.
+pub const AGENT_SOCKET: &str = "/run/godwit/agent.sock";
+
+/// Whoever answers reads.
+pub enum Reader {
+    /// The controller.
+    Controller(ControllerClient),
+    /// The local agent.
+    Agent(AgentClient),
+}
+
+/// The controller.
+pub fn controller(global: &Global) -> Result<ControllerClient, Failure> {
+    let place = global.controller.as_deref().unwrap_or(CONTROLLER_SOCKET);
+    match place.parse::<SocketAddr>() {
+        Ok(address) => remote(address, global.certificate.as_deref()),
+        Err(_) => local(Path::new(place)),
+    }
+}
+
+fn local(path: &Path) -> Result<ControllerClient, Failure> {
+    if !path.exists() {
+        return Err(Failure::new(
+            ErrorCode::HostUnreachable,
+            format!(
+                "no controller listens on {}: run this where it runs, start it with 'godwit controller run', or name it with --controller ADDRESS:PORT",
+                path.display()
+            ),
+        ));
+    }
+    Ok(ControllerClient::new(Client::unix(path)))
+}
+
+fn remote(address: SocketAddr, certificate: Option<&Path>) -> Result<ControllerClient, Failure> {
+    let Some(dir) = certificate else {
+        return Err(Failure::new(
+            ErrorCode::NotAllowed,
+            format!(
+                "the controller at {address} wants an operator certificate: give its directory with --certificate DIR"
+            ),
+        ));
+    };
+    let client =
+        Identity::load(dir).and_then(|identity| Client::tls(address, &identity, Role::Controller));
+    let client = client.map_err(|error| {
+        let message = format!(
+            "the operator certificate in {} cannot be used: {error}",
+            dir.display()
+        );
+        Failure::new(ErrorCode::NotAllowed, message)
+    })?;
+    Ok(ControllerClient::new(client))
+}
+
+/// The agent of this host.
+pub fn agent(global: &Global) -> Option<AgentClient> {
+    let path = global
+        .agent
+        .clone()
+        .unwrap_or_else(|| PathBuf::from(AGENT_SOCKET));
+    path.exists().then(|| AgentClient::new(Client::unix(&path)))
+}
+
+/// The controller if it answers, else the agent of this host; a controller that was named is never passed over.
+pub async fn reader(global: &Global) -> Result<Reader, Failure> {
+    let controller = controller(global);
+    if global.controller.is_some() && global.agent.is_none() {
+        return controller.map(Reader::Controller);
+    }
+    let Some(agent) = agent(global) else {
+        return controller.map(Reader::Controller);
+    };
+    match controller {
+        Ok(client) if client.version().await.is_ok() => Ok(Reader::Controller(client)),
+        _ => Ok(Reader::Agent(agent)),
+    }
+}

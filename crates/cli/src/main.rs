@@ -1,0 +1,83 @@
+//! The binary `godwit`: command line, and the four roles controller, agent, VM process and user.
+//!
+//! Owns no logic of its own: parses, calls, shows. Refuses: nothing by itself.
+#![forbid(unsafe_code)]
+
+mod args;
+mod commands;
+mod connect;
+mod controller_file;
+mod exit;
+mod output;
+mod watch;
+
+use args::{AgentCommand, Cli, Command, ControllerCommand};
+use clap::Parser;
+use exit::Failure;
+use godwit_types::ErrorCode;
+use output::Output;
+use std::path::Path;
+use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    start_logging(&cli.command);
+    let json = cli.global.json;
+    let result = match &cli.command {
+        Command::VmProcess { config } => vm_process(config),
+        Command::Controller(ControllerCommand::Run { config }) => {
+            commands::controller::serve(config)
+        }
+        _ => in_runtime(cli),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => failure.report(json),
+    }
+}
+
+/// The roles that run for long say what they do; commands only what goes wrong.
+fn start_logging(command: &Command) {
+    let daemon = matches!(
+        command,
+        Command::VmProcess { .. }
+            | Command::Agent(AgentCommand::Run { .. })
+            | Command::Controller(ControllerCommand::Run { .. })
+    );
+    let usual = if daemon { "info" } else { "error" };
+    let filter = EnvFilter::try_from_env("GODWIT_LOG").unwrap_or_else(|_| EnvFilter::new(usual));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .init();
+}
+
+fn internal(error: impl std::fmt::Display) -> Failure {
+    Failure::new(ErrorCode::Internal, error.to_string())
+}
+
+/// The VM process has plain threads only, and a session of its own so that nothing ends it with its agent.
+fn vm_process(config: &Path) -> exit::CommandResult {
+    // Fails only where it leads its session already.
+    let _ = rustix::process::setsid();
+    godwit_vmproc::run(config).map_err(|error| internal(format!("{error:#}")))
+}
+
+fn in_runtime(cli: Cli) -> exit::CommandResult {
+    if matches!(cli.command, Command::Agent(_)) {
+        // Before any other thread exists, since what is given up here is given up per thread.
+        godwit_agent::harden()
+            .map_err(|error| internal(format!("cannot give up privileges: {error}")))?;
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+        .map_err(internal)?;
+    let output = Output::new(cli.global.json);
+    let result = runtime.block_on(commands::run(cli, &output));
+    // Blocking work that is still under way is not waited for.
+    runtime.shutdown_background();
+    result
+}

@@ -1,0 +1,559 @@
+//! What people see: tables, colours where a terminal is, JSON where asked.
+//!
+//! Owns the decision whether colours are used. Refuses: colours in a pipe, or where NO_COLOR is set.
+
+use comfy_table::{ContentArrangement, Table, presets};
+use godwit_types::control_api::{HostState, HostView, VmView};
+use godwit_types::host::{Check, CheckStatus, HostInfo};
+use godwit_types::host_api::HostVm;
+use godwit_types::migration::{MigrationReport, Outcome, Phase, PreflightReport};
+use godwit_types::vm::VmState;
+use serde::Serialize;
+use std::fmt::Display;
+use std::io::{IsTerminal, Write};
+
+/// How things are shown.
+#[derive(Debug, Clone, Copy)]
+pub struct Output {
+    /// JSON for scripts.
+    pub json: bool,
+    colour: bool,
+}
+
+/// Something to colour.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Tone {
+    Plain,
+    Good,
+    Warn,
+    Bad,
+}
+
+impl Output {
+    /// As standard output and the environment have it.
+    pub fn new(json: bool) -> Self {
+        let terminal = std::io::stdout().is_terminal();
+        let no_colour = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        Self {
+            json,
+            colour: terminal && !no_colour,
+        }
+    }
+
+    fn paint(&self, text: impl Display, tone: Tone) -> String {
+        let code = match tone {
+            Tone::Good => "32",
+            Tone::Warn => "33",
+            Tone::Bad => "1;31",
+            Tone::Plain => return text.to_string(),
+        };
+        if self.colour {
+            format!("\x1b[{code}m{text}\x1b[0m")
+        } else {
+            text.to_string()
+        }
+    }
+
+    /// Prints a value as JSON.
+    pub fn json(&self, value: &impl Serialize) {
+        match serde_json::to_string_pretty(value) {
+            Ok(text) => self.line(text),
+            Err(error) => eprintln!("godwit: the answer cannot be written as JSON: {error}"),
+        }
+    }
+
+    /// Prints a line; a reader that has gone away is no error.
+    pub fn line(&self, text: impl Display) {
+        let _ = writeln!(std::io::stdout(), "{text}");
+    }
+
+    /// Prints JSON or what `people` makes.
+    pub fn show<T: Serialize>(&self, value: &T, people: impl FnOnce(&Self, &T)) {
+        if self.json {
+            self.json(value);
+        } else {
+            people(self, value);
+        }
+    }
+
+    fn table(&self, header: &[&str], rows: Vec<Vec<String>>) {
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING);
+        table.set_content_arrangement(ContentArrangement::Disabled);
+        table.set_header(header.iter().map(|name| name.to_uppercase()));
+        rows.into_iter().for_each(|row| {
+            table.add_row(row);
+        });
+        let text = table.to_string();
+        text.lines()
+            .for_each(|line| self.line(self.tone_of_line(line.trim_end())));
+    }
+
+    /// Colours stay out of the table itself, whose widths they would spoil.
+    fn tone_of_line(&self, line: &str) -> String {
+        let has = |word: &str| line.split_whitespace().any(|part| part == word);
+        let tone = if has("in-doubt") || has("FAILED") {
+            Tone::Bad
+        } else if ["crashed", "panicked", "unreachable", "WARNING"]
+            .iter()
+            .any(|word| has(word))
+        {
+            Tone::Warn
+        } else {
+            Tone::Plain
+        };
+        self.paint(line.strip_prefix(' ').unwrap_or(line), tone)
+    }
+
+    /// VMs, those in doubt first.
+    pub fn vms(&self, vms: &[VmView]) {
+        let mut sorted: Vec<&VmView> = vms.iter().collect();
+        sorted.sort_by_key(|vm| (vm.state != VmState::InDoubt, vm.spec.name.clone()));
+        let rows = sorted.iter().map(|vm| {
+            vec![
+                vm.spec.name.to_string(),
+                vm.state.to_string(),
+                vm.host.as_ref().map_or("-".into(), ToString::to_string),
+                vm.spec.vcpus.to_string(),
+                format!("{} MiB", vm.spec.memory_mib),
+                vm.accelerator.map_or("-".into(), |a| a.to_string()),
+                vm.migration.clone().unwrap_or_else(|| "-".into()),
+            ]
+        });
+        self.table(
+            &[
+                "name",
+                "state",
+                "host",
+                "vcpus",
+                "memory",
+                "runs on",
+                "migration",
+            ],
+            rows.collect(),
+        );
+        for vm in sorted.iter().filter(|vm| vm.note.is_some()) {
+            self.note(
+                &vm.spec.name,
+                vm.state,
+                vm.note.as_deref().unwrap_or_default(),
+            );
+        }
+    }
+
+    fn note(&self, name: &impl Display, state: VmState, note: &str) {
+        let tone = if state == VmState::InDoubt {
+            Tone::Bad
+        } else {
+            Tone::Warn
+        };
+        self.line("");
+        self.line(self.paint(format!("{name}: {note}"), tone));
+    }
+
+    /// One VM.
+    pub fn vm(&self, vm: &VmView) {
+        let tone = if vm.state == VmState::InDoubt {
+            Tone::Bad
+        } else {
+            Tone::Plain
+        };
+        let mut rows = vec![
+            ("name", vm.spec.name.to_string()),
+            ("state", self.paint(vm.state, tone)),
+            (
+                "host",
+                vm.host.as_ref().map_or("-".into(), ToString::to_string),
+            ),
+            ("generation", vm.generation.to_string()),
+            ("vcpus", vm.spec.vcpus.to_string()),
+            ("memory", format!("{} MiB", vm.spec.memory_mib)),
+            ("cpu", vm.spec.cpu.clone()),
+            ("machine", vm.spec.machine.clone()),
+            ("kernel", vm.spec.kernel.clone()),
+            ("encryption", vm.spec.encryption.to_string()),
+            (
+                "runs on",
+                vm.accelerator.map_or("-".into(), |a| a.to_string()),
+            ),
+        ];
+        for (index, nic) in vm.spec.nics.iter().enumerate() {
+            rows.push((
+                "nic",
+                format!("{} {}", nic.port_group, mac_text(vm.spec.mac(index))),
+            ));
+        }
+        if let Some(migration) = &vm.migration {
+            rows.push(("migration", migration.clone()));
+        }
+        self.pairs(&rows);
+        if let Some(note) = &vm.note {
+            self.note(&vm.spec.name, vm.state, note);
+        }
+    }
+
+    /// VMs as an agent alone knows them.
+    pub fn host_vms(&self, vms: &[HostVm]) {
+        let mut sorted: Vec<&HostVm> = vms.iter().collect();
+        sorted.sort_by_key(|vm| (vm.state != VmState::InDoubt, vm.spec.name.clone()));
+        let rows = sorted.iter().map(|vm| {
+            vec![
+                vm.spec.name.to_string(),
+                vm.state.to_string(),
+                if vm.holds { "yes".into() } else { "no".into() },
+                vm.generation.to_string(),
+                format!("{} MiB", vm.spec.memory_mib),
+                vm.migration
+                    .as_ref()
+                    .map_or("-".into(), ToString::to_string),
+            ]
+        });
+        self.table(
+            &[
+                "name",
+                "state",
+                "held here",
+                "generation",
+                "memory",
+                "migration",
+            ],
+            rows.collect(),
+        );
+        for vm in sorted.iter().filter(|vm| vm.note.is_some()) {
+            self.note(
+                &vm.spec.name,
+                vm.state,
+                vm.note.as_deref().unwrap_or_default(),
+            );
+        }
+    }
+
+    /// Name and value, one pair a line.
+    pub fn pairs(&self, rows: &[(&str, String)]) {
+        let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+        for (name, value) in rows {
+            self.line(format!("{name:width$}  {value}"));
+        }
+    }
+
+    /// Hosts.
+    pub fn hosts(&self, hosts: &[HostView]) {
+        let rows = hosts.iter().map(|host| {
+            let info = &host.info;
+            vec![
+                info.name.to_string(),
+                host_state(host),
+                info.agent_address.to_string(),
+                info.cpus.to_string(),
+                format!("{} of {} MiB", info.memory_free_mib, info.memory_total_mib),
+                info.accelerator.to_string(),
+                if info.encryption {
+                    "yes".into()
+                } else {
+                    "no".into()
+                },
+                host.vms.len().to_string(),
+            ]
+        });
+        let header = [
+            "name",
+            "state",
+            "agent",
+            "cpus",
+            "memory free",
+            "runs on",
+            "encryption",
+            "vms",
+        ];
+        self.table(&header, rows.collect());
+    }
+
+    /// One host.
+    pub fn host(&self, host: &HostView) {
+        let names: Vec<String> = host.vms.iter().map(ToString::to_string).collect();
+        let mut rows = info_rows(&host.info);
+        rows.insert(1, ("state", host_state(host)));
+        rows.push(("last seen", format!("{} s ago", host.last_seen_s)));
+        rows.push(("vms", names.join(", ")));
+        self.pairs(&rows);
+    }
+
+    /// A host's checks.
+    pub fn checks(&self, checks: &[Check]) {
+        let rows = checks.iter().map(|check| {
+            let status = match check.status {
+                CheckStatus::Ok => "ok",
+                CheckStatus::Warning => "WARNING",
+                CheckStatus::Failed => "FAILED",
+            };
+            vec![status.to_string(), check.name.clone(), check.found.clone()]
+        });
+        self.table(&["status", "check", "found"], rows.collect());
+        let open: Vec<&Check> = checks
+            .iter()
+            .filter(|check| !check.remedy.is_empty())
+            .collect();
+        if !open.is_empty() {
+            self.line("\nWhat to do:");
+        }
+        for check in open {
+            let tone = if check.status == CheckStatus::Failed {
+                Tone::Bad
+            } else {
+                Tone::Warn
+            };
+            self.line(format!(
+                "  {}: {}",
+                self.paint(&check.name, tone),
+                check.remedy
+            ));
+        }
+    }
+
+    /// What a dry run found.
+    pub fn preflight(&self, report: &PreflightReport) {
+        for line in &report.passed {
+            let tone = if line.starts_with("warning:") {
+                Tone::Warn
+            } else {
+                Tone::Good
+            };
+            self.line(format!("{} {line}", self.paint("ok     ", tone)));
+        }
+        for refusal in &report.refusals {
+            self.line(format!(
+                "{} {}",
+                self.paint("refused", Tone::Bad),
+                refusal.message
+            ));
+        }
+    }
+
+    /// Migrations.
+    pub fn migrations(&self, reports: &[MigrationReport]) {
+        let rows = reports.iter().map(|report| {
+            vec![
+                report.id.to_string(),
+                report.vm.to_string(),
+                report.from.to_string(),
+                report.to.to_string(),
+                state_of(report),
+                format!("{:.1} s", report.total_s),
+                if report.outcome.is_some() {
+                    format!("{:.1} ms", report.switchover_ms)
+                } else {
+                    "-".into()
+                },
+            ]
+        });
+        self.table(
+            &["id", "vm", "from", "to", "state", "time", "switchover"],
+            rows.collect(),
+        );
+    }
+
+    /// One migration's report.
+    pub fn migration(&self, report: &MigrationReport) {
+        let tone = match report.outcome {
+            Some(Outcome::Completed) => Tone::Good,
+            Some(Outcome::InDoubt | Outcome::Failed) => Tone::Bad,
+            Some(Outcome::Cancelled) => Tone::Warn,
+            None => Tone::Plain,
+        };
+        self.line(self.paint(headline(report), tone));
+        self.pairs(&report_rows(report));
+        self.iterations(report);
+    }
+
+    fn iterations(&self, report: &MigrationReport) {
+        if report.iterations.is_empty() {
+            return;
+        }
+        self.line("");
+        let rows = report
+            .iterations
+            .iter()
+            .enumerate()
+            .map(|(index, iteration)| {
+                let seconds = iteration.seconds.max(1e-9);
+                vec![
+                    (index + 1).to_string(),
+                    iteration.pages_sent.to_string(),
+                    iteration.zero_pages.to_string(),
+                    mib(iteration.bytes),
+                    format!("{:.2} s", iteration.seconds),
+                    format!("{:.2} GB/s", iteration.bytes as f64 / 1e9 / seconds),
+                    kebab(&iteration.limited_by),
+                ]
+            });
+        self.table(
+            &[
+                "iteration",
+                "pages",
+                "zero pages",
+                "bytes",
+                "time",
+                "rate",
+                "limited by",
+            ],
+            rows.collect(),
+        );
+    }
+}
+
+/// A value's name as JSON has it.
+pub fn kebab(value: &impl Serialize) -> String {
+    match serde_json::to_value(value) {
+        Ok(serde_json::Value::String(text)) => text,
+        _ => String::new(),
+    }
+}
+
+fn mac_text(mac: Option<[u8; 6]>) -> String {
+    let bytes = mac.unwrap_or_default();
+    let parts: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    parts.join(":")
+}
+
+fn host_state(host: &HostView) -> String {
+    match host.state {
+        HostState::Connected => "connected".into(),
+        HostState::Unreachable => "unreachable".into(),
+    }
+}
+
+fn info_rows(info: &HostInfo) -> Vec<(&'static str, String)> {
+    let addresses: Vec<String> = info
+        .migration_addresses
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    let groups: Vec<String> = info
+        .port_groups
+        .iter()
+        .map(|(group, bridge)| format!("{group}={bridge}"))
+        .collect();
+    vec![
+        ("name", info.name.to_string()),
+        ("agent", info.agent_address.to_string()),
+        ("godwit", info.version.clone()),
+        ("kernel", info.kernel.clone()),
+        ("qemu", info.qemu.clone()),
+        ("runs guests on", info.accelerator.to_string()),
+        (
+            "encryption",
+            if info.encryption {
+                "yes".into()
+            } else {
+                "no".into()
+            },
+        ),
+        ("cpus", info.cpus.to_string()),
+        (
+            "memory",
+            format!(
+                "{} of {} MiB free",
+                info.memory_free_mib, info.memory_total_mib
+            ),
+        ),
+        ("migration addresses", addresses.join(", ")),
+        ("port groups", groups.join(", ")),
+    ]
+}
+
+fn state_of(report: &MigrationReport) -> String {
+    match report.outcome {
+        Some(outcome) => kebab(&outcome),
+        None => kebab(&report.phase),
+    }
+}
+
+fn headline(report: &MigrationReport) -> String {
+    let MigrationReport { vm, from, to, .. } = report;
+    match report.outcome {
+        Some(Outcome::Completed) => format!("VM '{vm}' moved from {from} to {to}"),
+        Some(Outcome::Cancelled) => format!("Cancelled: VM '{vm}' stays on {from}"),
+        Some(Outcome::Failed) => format!("Failed: VM '{vm}' stays on {from}"),
+        Some(Outcome::InDoubt) => format!(
+            "In doubt: VM '{vm}' is stopped until {to} answers, or until you run: godwit vm resolve {vm} --run-on HOST --confirm-fenced OTHER"
+        ),
+        None => format!(
+            "VM '{vm}' is moving from {from} to {to}: {}",
+            kebab(&report.phase)
+        ),
+    }
+}
+
+fn mib(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
+    let kept = match (report.outcome, report.promise.kept) {
+        (Some(Outcome::Completed), true) => "kept",
+        (Some(Outcome::Completed), false) => "missed",
+        _ => "open",
+    };
+    let mut rows = vec![
+        ("id", report.id.to_string()),
+        ("encryption", kebab(&report.encryption)),
+        ("total time", format!("{:.2} s", report.total_s)),
+        (
+            "switchover",
+            format!(
+                "{:.1} ms (promised at most {} ms: {kept})",
+                report.switchover_ms, report.promise.max_downtime_ms
+            ),
+        ),
+        ("bytes on wire", mib(report.bytes_on_wire)),
+        (
+            "throughput",
+            format!(
+                "{:.2} GB/s over {} streams",
+                report.throughput_gb_per_s, report.streams
+            ),
+        ),
+        (
+            "CPU",
+            format!(
+                "{:.2} s at the source, {:.2} s at the destination",
+                report.cpu_source_s, report.cpu_destination_s
+            ),
+        ),
+        (
+            "guest dirtied",
+            format!("{:.1} MiB/s", report.dirty_mib_per_s),
+        ),
+    ];
+    if let Some(reason) = &report.reason {
+        rows.insert(1, ("reason", reason.clone()));
+    }
+    if report.outcome.is_none() && report.phase != Phase::Ended {
+        rows.push(("remaining", mib(report.remaining_bytes)));
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_coloured_without_a_terminal() {
+        let plain = Output {
+            json: false,
+            colour: false,
+        };
+        assert_eq!(plain.tone_of_line(" web  in-doubt  a"), "web  in-doubt  a");
+        let colour = Output {
+            colour: true,
+            ..plain
+        };
+        assert!(
+            colour
+                .tone_of_line("web  in-doubt  a")
+                .starts_with("\x1b[1;31m")
+        );
+        assert_eq!(colour.tone_of_line("web  running  a"), "web  running  a");
+    }
+}

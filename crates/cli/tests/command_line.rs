@@ -1,0 +1,254 @@
+//! The real binary: help of every command, error sentences and exit codes of bad input.
+//!
+//! Golden texts are in `tests/golden`; `UPDATE_GOLDEN=1` writes them anew. Nothing here needs a controller.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+/// The binary in a clean environment, pointed at sockets that do not exist.
+fn godwit(words: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_godwit"));
+    command
+        .args(words)
+        .env_clear()
+        .env("GODWIT_AGENT", "/nonexistent/agent.sock")
+        .env("GODWIT_CONTROLLER", "/nonexistent/controller.sock")
+        .env("COLUMNS", "100");
+    command.output().unwrap()
+}
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/golden")
+        .join(name)
+}
+
+fn same_as_golden(name: &str, found: &str) {
+    let path = golden(name);
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, found).unwrap();
+    }
+    let expected = std::fs::read_to_string(&path).unwrap_or_default();
+    assert_eq!(
+        found,
+        expected,
+        "{} differs; UPDATE_GOLDEN=1 writes it anew",
+        path.display()
+    );
+}
+
+fn fails(words: &[&str], exit: i32, sentence: &[&str]) {
+    let output = godwit(words);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(exit), "{words:?}: {errors}");
+    for part in sentence {
+        assert!(
+            errors.contains(part),
+            "{words:?}: '{part}' is not in: {errors}"
+        );
+    }
+}
+
+const COMMANDS: &[&str] = &[
+    "",
+    "controller",
+    "controller init",
+    "controller run",
+    "agent",
+    "agent run",
+    "host",
+    "host join",
+    "host list",
+    "host show",
+    "host add",
+    "host remove",
+    "host check",
+    "vm",
+    "vm create",
+    "vm edit",
+    "vm list",
+    "vm show",
+    "vm start",
+    "vm stop",
+    "vm reset",
+    "vm pause",
+    "vm resume",
+    "vm resolve",
+    "vm delete",
+    "vm migrate",
+    "vm console",
+    "migration",
+    "migration list",
+    "migration show",
+    "migration watch",
+    "migration cancel",
+    "completion",
+    "man",
+];
+
+#[test]
+fn help_of_every_command_is_as_it_was() {
+    let mut all = String::new();
+    for command in COMMANDS {
+        let mut words: Vec<&str> = command.split_whitespace().collect();
+        words.push("--help");
+        let output = godwit(&words);
+        assert!(output.status.success(), "{command}");
+        let text = String::from_utf8(output.stdout).unwrap();
+        assert!(
+            command.is_empty() || text.contains("Usage: godwit"),
+            "{command}"
+        );
+        all.push_str(&format!("$ godwit {}\n{text}\n", words.join(" ")));
+    }
+    same_as_golden("help.txt", &all);
+}
+
+#[test]
+fn wrong_usage_is_exit_code_2() {
+    fails(&["vm", "fly"], 2, &["unrecognized subcommand 'fly'"]);
+    fails(&["vm", "migrate", "web"], 2, &["--to"]);
+    fails(&["vm", "start", "../web"], 2, &["not a valid name"]);
+    fails(
+        &["vm", "migrate", "web", "--to", "b", "--encryption", "maybe"],
+        2,
+        &["opportunistic"],
+    );
+}
+
+#[test]
+fn a_vm_description_with_a_wrong_key_names_key_and_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("web.toml");
+    std::fs::write(
+        &path,
+        "name = \"web\"\nvcpu = 1\nmemory_mib = 64\nkernel = \"/boot/vmlinuz\"\n",
+    )
+    .unwrap();
+    let file = path.to_str().unwrap();
+    fails(&["vm", "create", file], 2, &["web.toml", "vcpu", "line 2"]);
+    std::fs::write(
+        &path,
+        "name = \"web\"\nvcpus = 1\nmemory_mib = 63\nkernel = \"/boot/vmlinuz\"\n",
+    )
+    .unwrap();
+    fails(
+        &["vm", "create", file],
+        2,
+        &["memory_mib = 63", "even number"],
+    );
+    std::fs::write(
+        &path,
+        "name = \"web\"\nvcpus = 1\nmemory_mib = 64\nkernel = \"vmlinuz\"\n",
+    )
+    .unwrap();
+    fails(
+        &["vm", "edit", "web", file],
+        2,
+        &["kernel = \"vmlinuz\"", "absolute path"],
+    );
+    fails(
+        &["vm", "create", "/nonexistent.toml"],
+        2,
+        &["/nonexistent.toml", "give the path"],
+    );
+}
+
+#[test]
+fn without_controller_and_agent_every_command_says_where_to_go() {
+    for words in [
+        &["vm", "list"][..],
+        &["vm", "start", "web"],
+        &["host", "list"],
+        &["migration", "show", "m1"],
+        &["vm", "migrate", "web", "--to", "b"],
+    ] {
+        fails(
+            words,
+            1,
+            &[
+                "no controller listens on /nonexistent/controller.sock",
+                "godwit controller run",
+            ],
+        );
+    }
+}
+
+#[test]
+fn errors_are_json_where_asked() {
+    let output = godwit(&["vm", "list", "--json"]);
+    assert_eq!(output.status.code(), Some(1));
+    let value: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(value["error"]["code"], "host-unreachable");
+    assert!(output.stderr.is_empty());
+}
+
+#[test]
+fn a_remote_controller_wants_a_certificate() {
+    let words = ["vm", "list", "--controller", "127.0.0.1:1"];
+    fails(&words, 3, &["operator certificate", "--certificate DIR"]);
+    fails(
+        &[&words[..], &["--certificate", "/nonexistent"]].concat(),
+        3,
+        &["/nonexistent"],
+    );
+}
+
+#[test]
+fn bad_tokens_and_configurations_are_refused_with_nothing_left_behind() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("etc/host.toml");
+    let config = config.to_str().unwrap();
+    fails(
+        &["host", "join", "nonsense", "--config", config],
+        3,
+        &["not a join token"],
+    );
+    fails(
+        &["agent", "run", "--config", config],
+        1,
+        &[config, "godwit host join"],
+    );
+    fails(&["host", "check", "--config", config], 2, &[config]);
+    fails(
+        &["controller", "run", "--config", config],
+        2,
+        &[config, "godwit controller init"],
+    );
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn an_agent_without_certificate_does_not_start() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("host.toml");
+    let text = format!(
+        "name = \"a\"\nlisten = \"127.0.0.1:0\"\nmigration_addresses = [\"127.0.0.1\"]\nstate_dir = \"{0}/state\"\nrun_dir = \"{0}/run\"\n",
+        dir.path().display()
+    );
+    std::fs::write(&config, text).unwrap();
+    fails(
+        &["agent", "run", "--config", config.to_str().unwrap()],
+        1,
+        &["no usable certificate", "godwit host join"],
+    );
+}
+
+#[test]
+fn manual_pages_and_completions_are_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = godwit(&["man", dir.path().to_str().unwrap()]);
+    assert!(output.status.success());
+    let page = std::fs::read_to_string(dir.path().join("godwit-vm-migrate.1")).unwrap();
+    assert!(page.contains("max\\-downtime"), "{page}");
+    let main = std::fs::read_to_string(dir.path().join("godwit.1")).unwrap();
+    assert!(main.contains("in doubt"), "{main}");
+    assert!(!dir.path().join("godwit-vm-process.1").exists());
+    let output = godwit(&["completion", "bash"]);
+    assert!(
+        String::from_utf8(output.stdout)
+            .unwrap()
+            .contains("_godwit")
+    );
+}
