@@ -1,0 +1,149 @@
+//! `godwit-sim`: runs seeds, replays one, or shows that planted faults are caught.
+//!
+//! Exit code 0 if every seed kept every invariant, 1 if one did not (with the command that replays it), 2 for
+//! a wrong command line.
+#![forbid(unsafe_code)]
+
+use godwit_sim::{Coverage, Fault, Options, run_seed};
+use std::process::ExitCode;
+
+const USAGE: &str = "usage: godwit-sim [--seeds N] [--from SEED] [--seed SEED [--trace]] [--plant NAME] [--plants] [--pairs] [--table]";
+
+#[derive(Debug, Default)]
+struct Arguments {
+    from: u64,
+    seeds: u64,
+    options: Options,
+    list_plants: bool,
+    list_pairs: bool,
+    table: bool,
+}
+
+fn main() -> ExitCode {
+    match parse(std::env::args().skip(1)) {
+        Ok(arguments) if arguments.list_plants => list_plants(),
+        Ok(arguments) if arguments.table => print_table(),
+        Ok(arguments) => run(&arguments),
+        Err(what) => {
+            eprintln!("godwit-sim: {what}\n{USAGE}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
+    let mut arguments = Arguments {
+        seeds: 1000,
+        ..Arguments::default()
+    };
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--seeds" => arguments.seeds = number(&word, words.next())?,
+            "--from" => arguments.from = number(&word, words.next())?,
+            "--seed" => {
+                arguments.from = number(&word, words.next())?;
+                arguments.seeds = 1;
+            }
+            "--trace" => arguments.options.trace = true,
+            "--plant" => arguments.options.plant = plant(words.next())?,
+            "--plants" => arguments.list_plants = true,
+            "--pairs" => arguments.list_pairs = true,
+            "--table" => arguments.table = true,
+            other => return Err(format!("unknown argument '{other}'")),
+        }
+    }
+    Ok(arguments)
+}
+
+fn number(option: &str, word: Option<String>) -> Result<u64, String> {
+    let word = word.ok_or_else(|| format!("{option} needs a number"))?;
+    word.parse()
+        .map_err(|_| format!("{option} needs a number, not '{word}'"))
+}
+
+#[cfg(feature = "planted-faults")]
+fn plant(word: Option<String>) -> Result<godwit_sim::PlantName, String> {
+    let name = word.ok_or("--plant needs a name")?;
+    let plant = godwit_ownership::plant::Plant::from_name(&name);
+    plant
+        .map(Some)
+        .ok_or_else(|| format!("no planted fault is called '{name}': see --plants"))
+}
+
+#[cfg(not(feature = "planted-faults"))]
+fn plant(_word: Option<String>) -> Result<godwit_sim::PlantName, String> {
+    Err("this build has no planted faults: build with --features planted-faults".to_owned())
+}
+
+#[cfg(feature = "planted-faults")]
+fn list_plants() -> ExitCode {
+    for plant in godwit_ownership::plant::Plant::ALL {
+        println!("{}", plant.name());
+    }
+    ExitCode::SUCCESS
+}
+
+#[cfg(not(feature = "planted-faults"))]
+fn list_plants() -> ExitCode {
+    eprintln!("godwit-sim: this build has no planted faults: build with --features planted-faults");
+    ExitCode::from(2)
+}
+
+/// Every state of the core with every event.
+fn print_table() -> ExitCode {
+    println!("{:<15} {:<20} {:<15} outcome", "state", "event", "next");
+    for cell in godwit_ownership::transition_table() {
+        let (state, event, next) = (cell.state.name(), cell.event.name(), cell.next.name());
+        println!("{state:<15} {event:<20} {next:<15} {}", cell.outcome);
+    }
+    ExitCode::SUCCESS
+}
+
+fn run(arguments: &Arguments) -> ExitCode {
+    let mut coverage = Coverage::default();
+    let mut hash = 0u64;
+    for seed in arguments.from..arguments.from.saturating_add(arguments.seeds) {
+        let outcome = run_seed(seed, arguments.options);
+        for line in &outcome.trace {
+            println!("{line}");
+        }
+        if let Some(what) = outcome.violation {
+            println!("seed {seed}: {what}\nreplay: godwit-sim --seed {seed} --trace");
+            return ExitCode::FAILURE;
+        }
+        coverage.add(&outcome.coverage);
+        hash = hash.rotate_left(5) ^ outcome.fingerprint;
+    }
+    print_coverage(&coverage, arguments.list_pairs);
+    println!(
+        "{} seeds, no invariant broken, hash {hash:016x}",
+        arguments.seeds
+    );
+    ExitCode::SUCCESS
+}
+
+fn print_coverage(coverage: &Coverage, list_pairs: bool) {
+    for fault in Fault::ALL {
+        let times = coverage.faults.get(fault).copied().unwrap_or(0);
+        println!("{times:>10}  {}", fault.name());
+    }
+    let [begun, completed, refused, failed] = coverage.migrations;
+    println!(
+        "{begun:>10}  migrations begun: {completed} completed, {refused} taken back after a refusal, {failed} failed or cancelled"
+    );
+    println!("{:>10}  times in doubt", coverage.doubts);
+    println!("{:>10}  steps", coverage.steps);
+    println!(
+        "{:>10}  pairs of state and event reached, {} not",
+        coverage.pairs.len(),
+        coverage.missing().len()
+    );
+    if list_pairs {
+        for ((state, event), times) in &coverage.pairs {
+            println!("{times:>10}  {} + {event}", state.name());
+        }
+        for (state, event) in coverage.missing() {
+            println!("{:>10}  {} + {event}", 0, state.name());
+        }
+    }
+}
