@@ -1,0 +1,7 @@
+//! Guests to test with: counters that prove every page, and a Linux that serves Redis.
+
+pub mod asm;
+pub mod checker;
+pub mod counter;
+pub mod cpio;
+pub mod linux;

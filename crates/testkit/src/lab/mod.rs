@@ -1,0 +1,321 @@
+//! Test hosts on one machine: namespaces that behave like two hosts, a client, a controller and their networks.
+//!
+//! ```text
+//!   a ----- b ----- controller ----- client      management   10.76.0.0/24  fd76::/64   mgmt0
+//!   a ----- b                                    migration    10.78.0.0/24  fd78::/64   mig0
+//!   a [router] b           (routed)              migration    10.78.1.0/24, 10.78.2.0/24, fd78:0:0:1::/64, fd78:0:0:2::/64
+//!   a ===== b ===== client                       VM network   10.77.0.0/24  fd77::/64   vmbr0 on hosts, vm0 on the client
+//! ```
+//!
+//! Each machine has its own mount, PID, network, UTS and IPC namespaces; the system is read-only there and
+//! the directories in [`namespace::PRIVATE_DIRECTORIES`] are its own. A further machine is the switch. All devices
+//! lie inside the lab's namespaces, so labs do not meet each other, and need no names of their own outside. A [`Lab`]
+//! ends with its value or its process; one made with [`LabConfig::keep`] stays, is recorded under `/run/godwit-lab`,
+//! and is ended by [`Lab::end`] on [`Lab::open`].
+
+pub mod machine;
+pub mod namespace;
+mod network;
+
+use std::io;
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+pub use machine::{Machine, MachineCommand, Process};
+use namespace::Plan;
+pub use network::{Link, host_addresses};
+
+/// What to build.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct LabConfig {
+    /// Name of the lab; needed to be unique only for labs that are kept.
+    pub name: String,
+    /// Number of hosts, named `a`, `b` and so on.
+    pub hosts: u8,
+    /// Puts a router between the hosts' migration networks (two hosts only).
+    pub routed: bool,
+    /// MTU of the migration network.
+    pub migration_mtu: u32,
+    /// Directories that all machines share, writable, at the same path.
+    pub shared: Vec<PathBuf>,
+    /// The lab outlives this process.
+    pub keep: bool,
+}
+
+impl Default for LabConfig {
+    fn default() -> Self {
+        let name = format!("lab-{}", std::process::id());
+        Self {
+            name,
+            hosts: 2,
+            routed: false,
+            migration_mtu: 1500,
+            shared: Vec::new(),
+            keep: false,
+        }
+    }
+}
+
+/// A host's addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Addresses {
+    /// On the management network.
+    pub management4: IpAddr,
+    /// On the management network.
+    pub management6: IpAddr,
+    /// On the migration network.
+    pub migration4: IpAddr,
+    /// On the migration network.
+    pub migration6: IpAddr,
+}
+
+/// Running test hosts.
+pub struct Lab {
+    config: LabConfig,
+    machines: Vec<Machine>,
+}
+
+/// What is recorded of a kept lab. The start time tells a machine from a later process with its number.
+#[derive(Serialize, Deserialize)]
+struct Record {
+    config: LabConfig,
+    machines: Vec<(String, i32, u64)>,
+}
+
+impl Lab {
+    /// Builds the lab. Needs root.
+    pub fn new(config: LabConfig) -> io::Result<Self> {
+        check_config(&config)?;
+        let mut lab = Self {
+            config,
+            machines: Vec::new(),
+        };
+        let visible = visible_directories();
+        for name in lab.machine_names() {
+            let config = &lab.config;
+            let plan = Plan {
+                name: &name,
+                visible: &visible,
+                shared: &config.shared,
+                outlive_maker: config.keep,
+            };
+            lab.machines.push(Machine::start(&plan)?);
+        }
+        if let Err(error) = network::build(&lab) {
+            lab.end()?;
+            return Err(error);
+        }
+        if lab.config.keep {
+            lab.record()?;
+        }
+        Ok(lab)
+    }
+
+    /// A lab that was made with [`LabConfig::keep`] by another process.
+    pub fn open(name: &str) -> io::Result<Self> {
+        let record = read_record(name)?;
+        let mut machines = Vec::new();
+        for (machine, pid, started) in record.machines {
+            if start_time(pid)? != started {
+                return Err(io::Error::other(format!(
+                    "lab {name} is gone, remove it with: godwit-lab down {name}"
+                )));
+            }
+            machines.push(Machine::attach(&machine, pid)?);
+        }
+        Ok(Self {
+            config: record.config,
+            machines,
+        })
+    }
+
+    /// Names of the kept labs.
+    pub fn list() -> io::Result<Vec<String>> {
+        let entries = match std::fs::read_dir(records()) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let stem = |entry: std::fs::DirEntry| {
+            entry
+                .path()
+                .file_stem()
+                .map(|stem| stem.to_string_lossy().into_owned())
+        };
+        Ok(entries.flatten().filter_map(stem).collect())
+    }
+
+    /// Ends a kept lab by its name, also one of which only some machines are left.
+    pub fn clean_up(name: &str) -> io::Result<()> {
+        let record = read_record(name)?;
+        for (machine, pid, started) in record.machines {
+            if start_time(pid).is_ok_and(|time| time == started) {
+                Machine::attach(&machine, pid)?.end()?;
+            }
+        }
+        std::fs::remove_file(record_path(name))
+    }
+
+    /// The machine of that name: a host, `controller`, `client`, `router` or `switch`.
+    pub fn machine(&self, name: &str) -> io::Result<&Machine> {
+        let found = self.machines.iter().find(|machine| machine.name() == name);
+        found.ok_or_else(|| {
+            let names = self.machine_names().join(", ");
+            io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("no machine '{name}' in this lab, it has: {names}"),
+            )
+        })
+    }
+
+    /// Host number 0, 1, ... (`a`, `b`, ...).
+    pub fn host(&self, index: u8) -> io::Result<&Machine> {
+        self.machine(&host_name(index))
+    }
+
+    /// The client on the VM and management networks.
+    pub fn client(&self) -> io::Result<&Machine> {
+        self.machine("client")
+    }
+
+    /// The machine for the controller, on the management network.
+    pub fn controller(&self) -> io::Result<&Machine> {
+        self.machine("controller")
+    }
+
+    /// Addresses of host number 0, 1, ...
+    pub fn addresses(&self, index: u8) -> Addresses {
+        host_addresses(index, self.config.routed)
+    }
+
+    /// What it was built from.
+    pub fn config(&self) -> &LabConfig {
+        &self.config
+    }
+
+    /// Takes a host's link down at the switch: the host sees its carrier go.
+    pub fn cut_link(&self, host: &str, link: Link) -> io::Result<()> {
+        network::set_port(self, host, link, "down")
+    }
+
+    /// Lets a host's link carry nothing while its carrier stays: what a failed switch looks like.
+    pub fn silence_link(&self, host: &str, link: Link) -> io::Result<()> {
+        network::set_port(self, host, link, "nomaster")
+    }
+
+    /// Undoes [`Lab::cut_link`] and [`Lab::silence_link`].
+    pub fn heal_link(&self, host: &str, link: Link) -> io::Result<()> {
+        network::heal_port(self, host, link)
+    }
+
+    /// Ends all machines and everything in them.
+    pub fn end(&mut self) -> io::Result<()> {
+        for machine in &mut self.machines {
+            machine.end()?;
+        }
+        self.machines.clear();
+        if self.config.keep && record_path(&self.config.name).exists() {
+            std::fs::remove_file(record_path(&self.config.name))?;
+        }
+        Ok(())
+    }
+
+    fn machine_names(&self) -> Vec<String> {
+        let mut names: Vec<String> = (0..self.config.hosts).map(host_name).collect();
+        names.extend(["controller", "client", "switch"].map(str::to_owned));
+        if self.config.routed {
+            names.push("router".to_owned());
+        }
+        names
+    }
+
+    fn record(&self) -> io::Result<()> {
+        let entry = |machine: &Machine| {
+            let pid = machine.init_pid();
+            start_time(pid).map(|started| (machine.name().to_owned(), pid, started))
+        };
+        let machines = self.machines.iter().map(entry).collect::<io::Result<_>>()?;
+        let record = Record {
+            config: self.config.clone(),
+            machines,
+        };
+        std::fs::create_dir_all(records())?;
+        std::fs::write(
+            record_path(&self.config.name),
+            serde_json::to_vec_pretty(&record)?,
+        )
+    }
+}
+
+fn check_config(config: &LabConfig) -> io::Result<()> {
+    let refuse = |text: String| Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    let name_is_plain = config
+        .name
+        .bytes()
+        .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_');
+    if config.name.is_empty() || !name_is_plain {
+        return refuse(format!(
+            "lab name '{}' has other characters than letters, digits, - and _",
+            config.name
+        ));
+    }
+    if !(1..=8).contains(&config.hosts) || config.routed && config.hosts != 2 {
+        return refuse("a lab has 1 to 8 hosts, a routed one has 2".to_owned());
+    }
+    if !(1280..=9216).contains(&config.migration_mtu) {
+        return refuse(format!(
+            "MTU {} is not between 1280 (IPv6) and 9216",
+            config.migration_mtu
+        ));
+    }
+    if config.keep && record_path(&config.name).exists() {
+        return refuse(format!(
+            "lab {0} exists already, end it with: godwit-lab down {0}",
+            config.name
+        ));
+    }
+    Ok(())
+}
+
+fn host_name(index: u8) -> String {
+    char::from(b'a' + index % 26).to_string()
+}
+
+/// The build directory and the current directory stay visible even if they lie in a directory that is private.
+fn visible_directories() -> Vec<PathBuf> {
+    let target = crate::guest::linux::target_dir().ok();
+    target
+        .into_iter()
+        .chain(std::env::current_dir().ok())
+        .collect()
+}
+
+fn records() -> PathBuf {
+    PathBuf::from("/run/godwit-lab")
+}
+
+fn record_path(name: &str) -> PathBuf {
+    records().join(format!("{name}.json"))
+}
+
+fn read_record(name: &str) -> io::Result<Record> {
+    let text = std::fs::read(record_path(name)).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => {
+            io::Error::new(error.kind(), format!("no lab named '{name}' is up"))
+        }
+        _ => error,
+    })?;
+    Ok(serde_json::from_slice(&text)?)
+}
+
+/// Field 22 of `/proc/PID/stat`: ticks after boot at which the process started.
+fn start_time(pid: i32) -> io::Result<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let after_name = stat.rsplit(')').next().unwrap_or_default();
+    let field = after_name
+        .split_whitespace()
+        .nth(19)
+        .and_then(|text| text.parse().ok());
+    field.ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has no start time")))
+}

@@ -1,0 +1,10 @@
+//! Test hosts, guests, load and checkers.
+//!
+//! Nothing here uses the product's code, so that what checks the product cannot share its mistakes, and
+//! nothing of the product links this crate.
+
+pub mod guest;
+pub mod lab;
+pub mod load;
+pub mod qemu;
+pub mod report;

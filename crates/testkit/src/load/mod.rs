@@ -1,0 +1,26 @@
+//! Load and its measurement, from outside the guest and with a clock of its own.
+
+pub mod client;
+pub mod ping;
+pub mod resp;
+pub mod run;
+pub mod series;
+pub mod values;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static STOPPED: AtomicBool = AtomicBool::new(false);
+
+/// Makes SIGINT and SIGTERM set the returned flag instead of ending the process, so that a run ends with its report.
+pub fn stop_on_signal() -> &'static AtomicBool {
+    extern "C" fn stop(_: i32) {
+        STOPPED.store(true, Ordering::Relaxed);
+    }
+    let handler = stop as extern "C" fn(i32) as libc::sighandler_t;
+    // SAFETY: the handler only stores to an atomic, which is allowed in a signal handler.
+    unsafe {
+        libc::signal(libc::SIGINT, handler);
+        libc::signal(libc::SIGTERM, handler);
+    }
+    &STOPPED
+}
