@@ -1,0 +1,28 @@
+//! The VM process as the tests start it: the product's own `run`, and an end when the test is gone.
+#![forbid(unsafe_code)]
+
+use std::io::Read as _;
+use std::path::Path;
+
+fn main() -> anyhow::Result<()> {
+    let filter = std::env::var("GODWIT_LOG").unwrap_or_else(|_| "info".into());
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .init();
+    let path = std::env::args()
+        .nth(1)
+        .ok_or_else(|| anyhow::anyhow!("usage: e2e-vm-process CONFIG"))?;
+    let config = serde_json::from_slice(&std::fs::read(&path)?)?;
+    std::thread::spawn(move || end_with_the_test(&config));
+    godwit_vmproc::run(path.as_ref())
+}
+
+/// The test holds the other end of our standard input. A test that was killed leaves no QEMU and no RAM behind.
+fn end_with_the_test(config: &godwit_types::host_api::VmProcessConfig) {
+    let _ = std::io::stdin().read_to_end(&mut Vec::new());
+    godwit_e2e::host::kill_qemu_of(Path::new(&config.run_dir));
+    let _ = std::fs::remove_dir_all(&config.ram_dir);
+    std::process::exit(0);
+}

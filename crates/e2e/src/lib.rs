@@ -1,0 +1,15 @@
+//! Real-QEMU cases: VM processes as they are, on two "hosts" that share nothing but the loopback.
+//!
+//! The harness plays the agent's part in the plainest way: it starts VM processes, restarts them when they die and
+//! carries ownership messages. Checkers come from the testkit and use no product code.
+#![forbid(unsafe_code)]
+
+pub mod guests;
+pub mod host;
+pub mod pair;
+pub mod relay;
+pub mod stack;
+pub mod verdict;
+
+pub use host::Host;
+pub use pair::Pair;

@@ -1,0 +1,368 @@
+//! Two hosts and what lies between them: agents that carry ownership messages, and the controller's part of a migration.
+//!
+//! Owns a thread per direction. A host whose VM process is killed gets a new one when the test says so.
+
+use crate::Host;
+use crate::relay::{Mode, Relay};
+use anyhow::bail;
+use godwit_types::host_api::{PrepareIncoming, VmAnswer, VmRequest};
+use godwit_types::migration::{
+    AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Outcome,
+};
+use godwit_types::vm::{Accelerator, VmSpec};
+use godwit_types::{Generation, MigrationId};
+use std::net::{IpAddr, SocketAddr};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Two hosts.
+#[derive(Debug)]
+pub struct Pair {
+    /// Where the VM begins.
+    pub a: Arc<Host>,
+    /// The other one.
+    pub b: Arc<Host>,
+    dir: tempfile::TempDir,
+    ram: tempfile::TempDir,
+    stop: Arc<AtomicBool>,
+    /// Whether a VM process that ended gets a successor, which is the agents' part.
+    pub supervised: Arc<AtomicBool>,
+    /// Whether messages are carried between the agents.
+    pub agents_connected: Arc<AtomicBool>,
+    moves: AtomicU32,
+    relays: Mutex<Vec<Relay>>,
+}
+
+/// What to ask of a migration.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Encryption of memory pages.
+    pub cipher: Cipher,
+    /// Longest pause aimed at, ms.
+    pub max_downtime_ms: u64,
+    /// Give up after this long, s.
+    pub deadline_s: Option<u64>,
+    /// Cap, Mb/s.
+    pub max_bandwidth_mbit_per_s: Option<u64>,
+    /// Over a relay that the test holds in its hand.
+    pub relayed: bool,
+    /// The source gets another key than the destination.
+    pub wrong_key: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            cipher: Cipher::Aes256Gcm,
+            max_downtime_ms: 50,
+            deadline_s: None,
+            max_bandwidth_mbit_per_s: None,
+            relayed: false,
+            wrong_key: false,
+        }
+    }
+}
+
+impl Pair {
+    /// Two hosts on IPv4 loopback.
+    pub fn new(accelerator: Accelerator) -> anyhow::Result<Self> {
+        Self::on(accelerator, vec!["127.0.0.1".parse()?])
+    }
+
+    /// Two hosts that migrate over these addresses.
+    pub fn on(accelerator: Accelerator, addresses: Vec<IpAddr>) -> anyhow::Result<Self> {
+        Self::made(accelerator, addresses, (0, 0))
+    }
+
+    /// Two hosts of which `b` has these ports for migrations.
+    pub fn with_ports(address: IpAddr, ports: (u16, u16)) -> anyhow::Result<Self> {
+        Self::made(Accelerator::Tcg, vec![address], ports)
+    }
+
+    fn made(
+        accelerator: Accelerator,
+        addresses: Vec<IpAddr>,
+        ports: (u16, u16),
+    ) -> anyhow::Result<Self> {
+        let dir = tempfile::tempdir_in("/dev/shm")?;
+        let ram = tempfile::tempdir_in("/dev/shm")?;
+        // QEMU's user must reach its RAM file and the preloaded library.
+        open(ram.path())?;
+        open(dir.path())?;
+        let host = |name| -> anyhow::Result<Arc<Host>> {
+            let (dir, ram) = (dir.path(), ram.path());
+            let mut host = Host::new(name, "vm", dir, ram, addresses.clone(), accelerator)?;
+            if name == "b" {
+                host.ports = ports;
+            }
+            Ok(Arc::new(host))
+        };
+        let pair = Self {
+            a: host("a")?,
+            b: host("b")?,
+            dir,
+            ram,
+            stop: Arc::default(),
+            supervised: Arc::new(AtomicBool::new(true)),
+            agents_connected: Arc::new(AtomicBool::new(true)),
+            moves: AtomicU32::new(0),
+            relays: Mutex::default(),
+        };
+        pair.carry(&pair.a, &pair.b);
+        pair.carry(&pair.b, &pair.a);
+        pair.supervise();
+        Ok(pair)
+    }
+
+    /// Takes messages from one host's VM process to the other's, and the answers back.
+    fn carry(&self, from: &Arc<Host>, to: &Arc<Host>) {
+        let (from, to) = (Arc::clone(from), Arc::clone(to));
+        let (stop, connected) = (Arc::clone(&self.stop), Arc::clone(&self.agents_connected));
+        std::thread::spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                match from.ask_within(
+                    &VmRequest::TakeOutbox { wait_ms: 100 },
+                    Duration::from_secs(2),
+                ) {
+                    Ok(VmAnswer::Outbox(messages)) if connected.load(Ordering::Relaxed) => {
+                        for message in messages {
+                            deliver(&from, &to, message.message);
+                        }
+                    }
+                    // Dropped while disconnected: the core asks again.
+                    Ok(_) => {}
+                    Err(_) => std::thread::sleep(Duration::from_millis(20)),
+                }
+            }
+        });
+    }
+
+    /// Starts a new VM process for one that ended, until the test is over.
+    fn supervise(&self) {
+        let hosts = [Arc::clone(&self.a), Arc::clone(&self.b)];
+        let (stop, on) = (Arc::clone(&self.stop), Arc::clone(&self.supervised));
+        std::thread::spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                for host in &hosts {
+                    if on.load(Ordering::Relaxed) && host.has_died() {
+                        // Tried again at the next turn.
+                        let _ = host.start_process();
+                    }
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        });
+    }
+
+    /// For hosts whose processes start from now on: how long a switchover waits for a silent peer.
+    pub fn patience(&self, patience: Duration) {
+        for host in [&self.a, &self.b] {
+            host.patience_ms
+                .store(patience.as_millis() as u32, Ordering::SeqCst);
+        }
+    }
+
+    /// The directory of both hosts' RAM files.
+    pub fn ram(&self) -> &Path {
+        self.ram.path()
+    }
+
+    /// Where a test may put its files; QEMU's user can read there.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// A new VM on host `a`, running.
+    pub fn boot(&self, spec: &VmSpec) -> anyhow::Result<()> {
+        self.a.grant(spec)?;
+        self.a.start_process()?;
+        self.b.start_process()?;
+        self.a.ask(&VmRequest::Start)?;
+        Ok(())
+    }
+
+    /// The controller's part: spec to the destination, then to the source.
+    pub fn begin(&self, from: &Host, to: &Host, options: &Options) -> anyhow::Result<MigrationId> {
+        let (id, begun) = self.try_begin(from, to, options)?;
+        begun.map(|()| id)
+    }
+
+    /// As [`Pair::begin`], with the id of a migration whose beginning failed or was not answered.
+    pub fn try_begin(
+        &self,
+        from: &Host,
+        to: &Host,
+        options: &Options,
+    ) -> anyhow::Result<(MigrationId, anyhow::Result<()>)> {
+        let number = self.moves.fetch_add(1, Ordering::Relaxed);
+        let id = MigrationId::new(format!("m{number}"))?;
+        let begun = self.negotiate(&id, from, to, options);
+        Ok((id, begun))
+    }
+
+    fn negotiate(
+        &self,
+        id: &MigrationId,
+        from: &Host,
+        to: &Host,
+        options: &Options,
+    ) -> anyhow::Result<()> {
+        let vm = from.vm()?;
+        let mut spec = MigrationSpec {
+            id: id.clone(),
+            vm: from.vm.clone(),
+            generation: Generation(vm.generation.0 + 1),
+            source: address(from),
+            destination: address(to),
+            secret: secret()?,
+            cipher: options.cipher,
+            max_downtime_ms: options.max_downtime_ms,
+            deadline_s: options.deadline_s,
+            max_bandwidth_mbit_per_s: options.max_bandwidth_mbit_per_s,
+            source_addresses: from.addresses.clone(),
+            destination_addresses: Vec::new(),
+        };
+        if !to.process_lives() {
+            to.start_process()?;
+        }
+        let accelerator = vm.accelerator.unwrap_or(Accelerator::Tcg);
+        let prepare = PrepareIncoming {
+            spec: vm.spec,
+            accelerator,
+            run_after: true,
+            migration: spec.clone(),
+        };
+        if options.wrong_key {
+            spec.secret = secret()?;
+        }
+        match to.ask(&VmRequest::PrepareIncoming(Box::new(prepare)))? {
+            VmAnswer::IncomingReady(ready) => spec.destination_addresses = ready.addresses,
+            other => bail!("unexpected answer {other:?}"),
+        }
+        if options.relayed {
+            spec.destination_addresses = self.relay(&spec.destination_addresses)?;
+        }
+        from.ask(&VmRequest::Migrate(Box::new(spec)))?;
+        Ok(())
+    }
+
+    /// Puts a relay before each address.
+    fn relay(&self, addresses: &[SocketAddr]) -> anyhow::Result<Vec<SocketAddr>> {
+        let relays = addresses
+            .iter()
+            .map(|address| Relay::to(*address))
+            .collect::<Result<Vec<_>, _>>()?;
+        let between = relays.iter().map(Relay::address).collect();
+        *self.relays.lock().unwrap_or_else(PoisonError::into_inner) = relays;
+        Ok(between)
+    }
+
+    /// Sets the link of the relayed migration.
+    pub fn link(&self, mode: Mode) {
+        let relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
+        relays.iter().for_each(|relay| relay.set(mode));
+    }
+
+    /// Bytes that went over the relayed link.
+    pub fn link_bytes(&self) -> u64 {
+        let relays = self.relays.lock().unwrap_or_else(PoisonError::into_inner);
+        relays.iter().map(Relay::bytes).sum()
+    }
+
+    /// Waits until a migration has ended at a host, and gives its report.
+    pub fn wait_end(
+        &self,
+        host: &Host,
+        id: &MigrationId,
+        within: Duration,
+    ) -> anyhow::Result<MigrationReport> {
+        let deadline = Instant::now() + within;
+        loop {
+            let report = host.report(id);
+            match &report {
+                Ok(report)
+                    if report
+                        .outcome
+                        .is_some_and(|outcome| outcome != Outcome::InDoubt) =>
+                {
+                    return Ok(report.clone());
+                }
+                _ if Instant::now() > deadline => {
+                    bail!("migration {id} has not ended on {}: {report:?}", host.name)
+                }
+                _ => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+    }
+
+    /// A whole move that must succeed.
+    pub fn migrate(
+        &self,
+        from: &Host,
+        to: &Host,
+        options: &Options,
+    ) -> anyhow::Result<MigrationReport> {
+        let id = self.begin(from, to, options)?;
+        let report = self.wait_end(from, &id, Duration::from_secs(120))?;
+        if report.outcome != Some(Outcome::Completed) {
+            bail!(
+                "migration {id} ended {:?}: {:?}",
+                report.outcome,
+                report.reason
+            );
+        }
+        Ok(report)
+    }
+
+    /// Both logs, for a failure.
+    pub fn logs(&self) -> String {
+        let read = |host: &Host| std::fs::read_to_string(host.log()).unwrap_or_default();
+        format!("--- a ---\n{}\n--- b ---\n{}", read(&self.a), read(&self.b))
+    }
+}
+
+impl Drop for Pair {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if std::thread::panicking() {
+            eprintln!("{}", self.logs());
+        }
+    }
+}
+
+fn deliver(from: &Host, to: &Host, message: serde_json::Value) {
+    let request = VmRequest::Peer {
+        from: from.name.clone(),
+        message,
+    };
+    if let Ok(VmAnswer::Replies(replies)) = to.ask(&request) {
+        for message in replies {
+            // A process that died meanwhile asks again after its restart.
+            let _ = from.ask(&VmRequest::Peer {
+                from: to.name.clone(),
+                message,
+            });
+        }
+    }
+}
+
+fn address(host: &Host) -> AgentAddress {
+    AgentAddress {
+        host: host.name.clone(),
+        address: ([127, 0, 0, 1], 1).into(),
+    }
+}
+
+fn secret() -> anyhow::Result<MigrationSecret> {
+    let mut bytes = vec![0; 40];
+    getrandom::fill(&mut bytes).map_err(|error| anyhow::anyhow!("{error}"))?;
+    let nonce = bytes.split_off(32);
+    Ok(MigrationSecret { key: bytes, nonce })
+}
+
+fn open(path: &Path) -> std::io::Result<()> {
+    use std::os::unix::fs::PermissionsExt as _;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o711))
+}
