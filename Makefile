@@ -1,0 +1,56 @@
+# Godwit. Two commands matter: `make demo` shows it, `make test` checks it.
+# Everything is built in one profile (release, with overflow checks): what is tested is what runs.
+
+SHELL      := /bin/bash
+SEEDS      ?= 10000
+SECONDS    ?= 60
+FUZZ_RUNS  ?= 1000000
+CARGO      ?= cargo
+export CARGO_TERM_COLOR ?= auto
+export SEEDS FUZZ_RUNS CARGO
+
+.PHONY: all build deps test test-unit test-sim test-qemu fuzz plant-faults demo guests tidy lint clean-demo help
+
+all: build
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+deps: ## Install what tests and demo need from the distribution's packages
+	@scripts/install-deps.sh
+
+build: ## Build the product
+	$(CARGO) build --release -p godwit
+
+guests: deps ## Make the guest images below target/guests
+	$(CARGO) build --release -p godwit-testkit
+	target/release/guest-image
+
+demo: deps ## Move a loaded Redis guest between two hosts on this machine and back
+	@scripts/demo.sh
+
+test: deps ## Run everything that must pass
+	@scripts/test.sh
+
+test-unit: ## Unit and property tests only
+	@scripts/test.sh unit
+
+test-sim: ## Ownership simulator; SEEDS=n
+	$(CARGO) run --release -q -p godwit-sim -- --seeds $(SEEDS)
+
+test-qemu: deps ## Real-QEMU cases only
+	@scripts/test.sh qemu
+
+fuzz: ## Fuzz every decoder for SECONDS=n each
+	$(CARGO) run --release -q -p godwit-fuzz -- --seconds $(SECONDS)
+
+plant-faults: deps ## Plant each known fault and show that its test fails
+	@scripts/plant-faults.sh
+
+lint: ## Formatting, lints and the layering check
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --release --workspace --all-targets -- -D warnings
+	$(CARGO) run --release -q -p xtask -- tidy
+
+tidy: ## The layering and size check only
+	$(CARGO) run --release -q -p xtask -- tidy
