@@ -5,6 +5,7 @@
 
 pub mod guest;
 pub mod lab;
+pub mod link;
 pub mod load;
 pub mod qemu;
 pub mod report;

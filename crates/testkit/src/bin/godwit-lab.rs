@@ -112,6 +112,7 @@ fn run() -> Result<ExitCode> {
                 migration_mtu: mtu,
                 shared,
                 keep: true,
+                ..LabConfig::default()
             })?;
             show(&lab);
         }

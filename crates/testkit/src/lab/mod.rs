@@ -23,6 +23,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::link::{Counters, LinkSpec};
 pub use machine::{Machine, MachineCommand, Process};
 use namespace::Plan;
 pub use network::{Link, host_addresses};
@@ -42,6 +43,32 @@ pub struct LabConfig {
     pub shared: Vec<PathBuf>,
     /// The lab outlives this process.
     pub keep: bool,
+    /// Puts an emulated link into the migration network, one for each of `migration_nics`: between host `a` and all
+    /// others, or between the router and host `b`.
+    #[serde(default)]
+    pub link: Option<LinkSpec>,
+    /// Migration devices of each host: `mig0`, `mig1` and so on, 1 to 4.
+    #[serde(default = "one")]
+    pub migration_nics: u8,
+    /// How several migration devices are addressed.
+    #[serde(default)]
+    pub migration_subnets: Subnets,
+}
+
+/// How several migration devices of a host are addressed. Each has a routing table of its own for what is sent from its
+/// addresses, and answers for its own addresses only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Subnets {
+    /// All on one subnet and one switch; an emulated link is that of host `a`'s device to the switch.
+    #[default]
+    One,
+    /// Each on a subnet and a switch of its own.
+    Each,
+}
+
+fn one() -> u8 {
+    1
 }
 
 impl Default for LabConfig {
@@ -54,6 +81,9 @@ impl Default for LabConfig {
             migration_mtu: 1500,
             shared: Vec::new(),
             keep: false,
+            link: None,
+            migration_nics: 1,
+            migration_subnets: Subnets::One,
         }
     }
 }
@@ -207,6 +237,31 @@ impl Lab {
     /// Undoes [`Lab::cut_link`] and [`Lab::silence_link`].
     pub fn heal_link(&self, host: &str, link: Link) -> io::Result<()> {
         network::heal_port(self, host, link)
+    }
+
+    /// Addresses of a host's migration device, IPv4 and IPv6; both are counted from 0.
+    pub fn migration_addresses(&self, host: u8, nic: u8) -> (IpAddr, IpAddr) {
+        network::migration_addresses(&self.config, host, nic)
+    }
+
+    /// Changes the emulated link of a pair of migration devices.
+    pub fn set_link(&self, _nic: u8, _spec: LinkSpec) -> io::Result<()> {
+        Err(io::Error::other("links are not built yet"))
+    }
+
+    /// What the emulated link of a pair of migration devices counted; `a_to_b` is what host `a` sent.
+    pub fn link_counters(&self, _nic: u8) -> io::Result<Counters> {
+        Err(io::Error::other("links are not built yet"))
+    }
+
+    /// Drops everything on the emulated link of a pair of migration devices, without a sign at either end.
+    pub fn cut_emulated_link(&self, _nic: u8) -> io::Result<()> {
+        Err(io::Error::other("links are not built yet"))
+    }
+
+    /// Undoes [`Lab::cut_emulated_link`].
+    pub fn heal_emulated_link(&self, _nic: u8) -> io::Result<()> {
+        Err(io::Error::other("links are not built yet"))
     }
 
     /// Ends all machines and everything in them.

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::process::Stdio;
 
-use super::{Addresses, Lab, Machine, host_name};
+use super::{Addresses, Lab, LabConfig, Machine, Subnets, host_name};
 
 /// One of a host's connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +43,22 @@ pub fn host_addresses(index: u8, routed: bool) -> Addresses {
         migration4: IpAddr::V4(Ipv4Addr::new(10, 78, subnet, number)),
         migration6: v6(0xfd78, subnet, number),
     }
+}
+
+/// Subnet and number of a host's migration device: device 1 of host `b` has number 12, or subnet 10 and number 2.
+fn place(config: &LabConfig, host: u8, nic: u8) -> (u8, u8) {
+    let subnet = if config.routed { host + 1 } else { 0 };
+    match config.migration_subnets {
+        Subnets::One => (subnet, host + 1 + 10 * nic),
+        Subnets::Each => (subnet + 10 * nic, host + 1),
+    }
+}
+
+/// Addresses of a host's migration device.
+pub fn migration_addresses(config: &LabConfig, host: u8, nic: u8) -> (IpAddr, IpAddr) {
+    let (subnet, number) = place(config, host, nic);
+    let four = IpAddr::V4(Ipv4Addr::new(10, 78, subnet, number));
+    (four, v6(0xfd78, subnet, number))
 }
 
 fn v6(prefix: u16, subnet: u8, number: u8) -> IpAddr {
