@@ -87,7 +87,9 @@ fn compared(
     );
     to.release()?;
     let report = pair.wait_end(from, &id, LONG)?;
-    to.wait_state(VmState::Running, LONG)?;
+    // The next move may begin only when this one is confirmed, and the host left behind has tidied up.
+    let settled = pair.settle()?;
+    pair.wait_confirmed(&settled)?;
     Ok(report)
 }
 

@@ -247,6 +247,31 @@ fn a_destination_out_of_memory_gives_up_and_the_guest_stays() -> anyhow::Result<
     Ok(())
 }
 
+/// The channels of a destination that fails stay open until it has said why.
+#[test]
+fn a_destination_that_is_slow_to_say_why_it_failed_is_no_lost_link() -> anyhow::Result<()> {
+    let pair = Pair::new(Accelerator::Tcg)?;
+    let small = Tmpfs::mount(pair.b.ram_dir(), "8m")?;
+    pair.b.arm("destination.giving-up", "hold");
+    boot(&pair, &CounterSpec::flat(48))?;
+    let (id, begun) = pair.try_begin(&pair.a, &pair.b, &Options::default())?;
+    begun?;
+    pair.b.wait_fault(LONG)?;
+    // Time in which a closed channel would be noticed; nothing is waited for.
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    anyhow::ensure!(pair.a.report(&id)?.outcome.is_none());
+    pair.b.release()?;
+    let report = pair.wait_end(&pair.a, &id, LONG)?;
+    anyhow::ensure!(report.outcome == Some(Outcome::Failed));
+    let reason = report.reason.unwrap_or_default();
+    anyhow::ensure!(reason.contains("memory"), "{reason}");
+    pair.settle()?;
+    drop(small);
+    open(pair.b.ram_dir())?;
+    pair.conclude(Some(&id))?;
+    Ok(())
+}
+
 fn open(path: &std::path::Path) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt as _;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))

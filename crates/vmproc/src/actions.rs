@@ -5,7 +5,7 @@
 use crate::announce;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
-use crate::source::driver::Command;
+use crate::source::driver::{Command, GAVE_UP};
 use crate::vm::{Driver, Migration, Vm};
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, RunPermit, Status};
@@ -316,7 +316,11 @@ impl Vm {
         let reason = match outcome {
             // What was tried against it came too late.
             Outcome::Completed => None,
-            _ => migration.reason.clone().or_else(|| default_reason(outcome)),
+            _ => migration
+                .reason
+                .clone()
+                .or_else(|| last_word(&mut migration, outcome))
+                .or_else(|| default_reason(outcome)),
         };
         book_pause(&migration, outcome);
         migration.report.update(|report| report.reason = None);
@@ -340,7 +344,7 @@ impl Vm {
             reason
         };
         match migration.driver.take() {
-            Some(Driver::Source(source)) => source.end(reason),
+            Some(Driver::Source(source)) => drop(source.end(reason)),
             Some(Driver::Destination(destination)) if outcome == Outcome::Completed => {
                 destination.linger()
             }
@@ -383,6 +387,20 @@ impl Vm {
                 + resume_ms;
             parts.permit_ms = (switchover_ms - timed).max(0.0);
         });
+    }
+}
+
+/// The agents' message that the destination gave up may overtake the driver's, which says why.
+fn last_word(migration: &mut Migration, outcome: Outcome) -> Option<String> {
+    if outcome != Outcome::Failed {
+        return None;
+    }
+    match migration.driver.take() {
+        Some(Driver::Source(driver)) => driver.end_after_last_word(default_reason(outcome)),
+        other => {
+            migration.driver = other;
+            None
+        }
     }
 }
 
@@ -438,8 +456,6 @@ fn default_reason(outcome: Outcome) -> Option<String> {
     match outcome {
         Outcome::Completed => None,
         Outcome::Cancelled => Some("cancelled".into()),
-        Outcome::Failed | Outcome::InDoubt => {
-            Some("the other host gave the migration up; see its log".into())
-        }
+        Outcome::Failed | Outcome::InDoubt => Some(GAVE_UP.into()),
     }
 }

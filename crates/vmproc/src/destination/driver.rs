@@ -25,7 +25,9 @@ use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason, decode_to_d
 use godwit_ownership::Event;
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
-use godwit_transport::{Class, Closer, Connection, ControlReceiver, Incoming, TransportError};
+use godwit_transport::{
+    Class, Closer, Connection, ControlReceiver, Incoming, RecordReader, TransportError,
+};
 use godwit_types::migration::Phase;
 use std::ops::Range;
 use std::sync::Arc;
@@ -161,7 +163,8 @@ struct Epoch {
 struct Channel {
     progress: Arc<Progress>,
     closer: Option<Closer>,
-    thread: Option<JoinHandle<()>>,
+    /// Gives the channel back.
+    thread: Option<JoinHandle<RecordReader>>,
     told: u64,
 }
 
@@ -208,6 +211,7 @@ impl DestinationDriver {
             };
             let halt = self.follow(&mut epoch);
             if let Halt::Failed(reason) = &halt {
+                reached("destination.giving-up");
                 let _ = epoch.control.send(&ToSource::Failed {
                     reason: clip_reason(reason),
                 });

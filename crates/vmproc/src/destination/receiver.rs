@@ -40,16 +40,17 @@ impl ReceiveError {
     }
 }
 
-/// Starts the thread.
+/// Starts the thread. It gives its channel back at the end: closed any sooner, the source would take a failure here for
+/// a lost link before it hears the reason.
 pub(crate) fn start(
     reader: RecordReader,
     memory: Arc<Memory>,
     progress: Arc<Progress>,
-) -> std::io::Result<std::thread::JoinHandle<()>> {
+) -> std::io::Result<std::thread::JoinHandle<RecordReader>> {
     let name = format!("receive-{}", reader.channel().index());
     std::thread::Builder::new().name(name).spawn(move || {
         crate::priority::give_way_to_the_guest();
-        let receiver = DataReceiver {
+        let mut receiver = DataReceiver {
             reader,
             memory,
             progress: Arc::clone(&progress),
@@ -61,6 +62,7 @@ pub(crate) fn start(
             Err(error) => error.end(),
         };
         progress.ended(end);
+        receiver.reader
     })
 }
 
@@ -73,7 +75,7 @@ struct DataReceiver {
 }
 
 impl DataReceiver {
-    fn run(mut self) -> Result<(), ReceiveError> {
+    fn run(&mut self) -> Result<(), ReceiveError> {
         let patience = Patience::idle(SILENCE_MAX);
         let meter = self.reader.meter();
         let pages = self.memory.ram.page_count();

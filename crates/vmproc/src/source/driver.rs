@@ -40,6 +40,10 @@ const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
 pub(super) const PING_EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for the answer to a barrier while the guest runs.
 pub(super) const BARRIER_WAIT: Duration = Duration::from_secs(30);
+/// What is known of a destination that gave up without saying more.
+pub(crate) const GAVE_UP: &str = "the other host gave the migration up; see its log";
+/// How long a destination's reason may come after its closed channel.
+const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
 /// Part of a switchover that does not depend on memory, as first estimate, s.
 const FIXED_SWITCHOVER_S: f64 = 0.012;
 /// QEMU's time to save its devices.
@@ -89,6 +93,8 @@ pub(crate) enum Command {
     DeviceState { attempt: Generation },
     /// The switchover was called off, the guest runs again: go on, with new channels.
     CalledOff,
+    /// The destination's agent says that it gave up: its own words may be on their way.
+    PeerGaveUp,
     /// The migration is over here; tell the peer why, if it is a failure.
     End { reason: Option<String> },
 }
@@ -117,7 +123,8 @@ pub(crate) struct SourceParts {
 #[derive(Debug)]
 pub(crate) struct SourceHandle {
     inputs: Sender<DriverInput>,
-    thread: Option<std::thread::JoinHandle<()>>,
+    /// Gives the reason why it failed, if it did.
+    thread: Option<std::thread::JoinHandle<Option<String>>>,
 }
 
 impl SourceHandle {
@@ -140,12 +147,16 @@ impl SourceHandle {
         let _ = self.inputs.send(DriverInput::Command(command));
     }
 
-    /// Ends the driver and waits until tracking is off.
-    pub(crate) fn end(mut self, reason: Option<String>) {
+    /// Ends the driver and waits until tracking is off. Gives the reason for which it had failed already.
+    pub(crate) fn end(mut self, reason: Option<String>) -> Option<String> {
         self.command(Command::End { reason });
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+        self.thread.take().and_then(|thread| thread.join().ok())?
+    }
+
+    /// As [`SourceHandle::end`], for a destination that gave up: hears out why.
+    pub(crate) fn end_after_last_word(self, reason: Option<String>) -> Option<String> {
+        self.command(Command::PeerGaveUp);
+        self.end(reason)
     }
 }
 
@@ -192,25 +203,24 @@ impl SourceDriver {
         }
     }
 
-    fn run(mut self) {
+    fn run(mut self) -> Option<String> {
         let halt = self.migrate();
         // Tracking off first: the guest must not pay for a migration that is over.
         self.parts.throttle.release();
         self.parts.tracker.stop();
-        match halt {
-            Halt::Failed(reason) => {
-                self.tell(News::Failed(reason));
-                self.wait_for_end();
-            }
-            Halt::Lost(reason) => {
-                self.tell(News::Failed(format!(
-                    "the link to the destination was lost and could not be made again: {reason}"
-                )));
-                self.wait_for_end();
-            }
-            Halt::Ended(_) | Halt::CalledOff => {}
+        let failure = match halt {
+            Halt::Failed(reason) => Some(reason),
+            Halt::Lost(reason) => Some(format!(
+                "the link to the destination was lost and could not be made again: {reason}"
+            )),
+            Halt::Ended(_) | Halt::CalledOff => None,
+        };
+        if let Some(reason) = &failure {
+            self.tell(News::Failed(reason.clone()));
+            self.wait_for_end();
         }
         self.parts.control.clear();
+        failure
     }
 
     pub(super) fn tell(&self, news: News) {
@@ -251,7 +261,10 @@ impl SourceDriver {
                 Err(halt) => halt,
             };
             let reason = match halt {
-                Halt::Lost(reason) => reason,
+                Halt::Lost(reason) => match self.last_word(&epoch) {
+                    Some(halt) => return self.give_up(&mut epoch, halt),
+                    None => reason,
+                },
                 Halt::CalledOff => "the switchover was called off".into(),
                 halt => return self.give_up(&mut epoch, halt),
             };
@@ -266,6 +279,22 @@ impl SourceDriver {
             };
             self.parts.report.trouble(None);
         }
+    }
+
+    /// A destination that fails closes its channels after it has said why, but the two may come in another order.
+    fn last_word(&mut self, epoch: &Epoch) -> Option<Halt> {
+        let until = Instant::now() + LAST_WORD_WAIT + Duration::from_secs_f64(2.0 * self.rtt_s);
+        let mut ended = None;
+        while Instant::now() < until {
+            match self.peer(epoch, until) {
+                Ok(_) | Err(Halt::CalledOff) => {}
+                Err(Halt::Ended(reason)) => ended = Some(Halt::Ended(reason)),
+                // The control channel has nothing more to say.
+                Err(Halt::Lost(_)) => break,
+                Err(halt) => return Some(halt),
+            }
+        }
+        ended
     }
 
     /// Closes an epoch; what may not have been applied is dirty again.
@@ -424,6 +453,7 @@ impl SourceDriver {
             }) if number == epoch.number => self.hear_peer(from),
             Ok(DriverInput::Command(Command::End { reason })) => Err(Halt::Ended(reason)),
             Ok(DriverInput::Command(Command::CalledOff)) => Err(Halt::CalledOff),
+            Ok(DriverInput::Command(Command::PeerGaveUp)) => Err(Halt::Lost(GAVE_UP.into())),
             Ok(_) => Ok(None),
             Err(RecvTimeoutError::Timeout) => {
                 Err(Halt::Lost("the destination did not answer in time".into()))

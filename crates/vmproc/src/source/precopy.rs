@@ -4,7 +4,7 @@
 //! newer one.
 
 use super::driver::{
-    BARRIER_WAIT, Command, DriverInput, Halt, PING_EVERY, SAVE_WAIT, SourceDriver, halt_of,
+    BARRIER_WAIT, Command, DriverInput, GAVE_UP, Halt, PING_EVERY, SAVE_WAIT, SourceDriver, halt_of,
 };
 use super::epoch::Epoch;
 use super::pass::Pass;
@@ -141,6 +141,7 @@ impl SourceDriver {
         match input {
             DriverInput::Command(Command::End { reason }) => Err(Halt::Ended(reason)),
             DriverInput::Command(Command::CalledOff) => Err(Halt::CalledOff),
+            DriverInput::Command(Command::PeerGaveUp) => Err(Halt::Lost(GAVE_UP.into())),
             DriverInput::Peer {
                 epoch: number,
                 from,
