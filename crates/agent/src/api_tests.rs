@@ -321,6 +321,9 @@ fn ended(id: &MigrationId) -> MigrationReport {
         max_downtime_ms: 50,
         deadline_s: None,
         max_bandwidth_mbit_per_s: None,
+        max_guest_slowdown_percent: None,
+        prepare_memory: false,
+        prediction: None,
         source_addresses: vec![],
         destination_addresses: vec![],
     };

@@ -59,10 +59,7 @@ pub struct Source<'a> {
 }
 
 fn collect(findings: impl IntoIterator<Item = Finding>, host: &HostName) -> PreflightReport {
-    let mut report = PreflightReport {
-        passed: Vec::new(),
-        refusals: Vec::new(),
-    };
+    let mut report = PreflightReport::default();
     for finding in findings {
         match finding {
             Ok(line) => report.passed.push(line),

@@ -372,7 +372,16 @@ pub struct VmMigrate {
     /// Cap of the migration's traffic, Mb/s
     #[arg(long, value_name = "MBIT")]
     pub max_bandwidth: Option<u64>,
-    /// Make all preflight checks, start nothing
+    /// Slow the guest by at most this percent, also where it writes faster than the link
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=99))]
+    pub max_guest_slowdown: Option<u32>,
+    /// Have the destination allocate all of the guest's memory first
+    #[arg(long)]
+    pub prepare: bool,
+    /// Refuse to begin when a promise above cannot be kept; else that is a warning
+    #[arg(long)]
+    pub must_keep: bool,
+    /// Make all preflight checks and predict, start nothing
     #[arg(long)]
     pub dry_run: bool,
     /// Begin and return at once

@@ -18,7 +18,7 @@ use godwit_types::migration::{
     AgentAddress, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport, MigrationSpec,
     Outcome as End, Phase, Side,
 };
-use godwit_types::vm::{Accelerator, VmState};
+use godwit_types::vm::Accelerator;
 use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
 use std::sync::Arc;
 
@@ -51,7 +51,10 @@ pub async fn begin(
     }
     tracing::info!(migration = %id, vm = %name, from = %found.source.host, to = %found.destination.host, "migration has begun");
     watch::spawn(app.clone(), id.clone());
-    Ok(MigrateAnswer::Begun(MigrationBegun { id: id.to_string() }))
+    Ok(MigrateAnswer::Begun(MigrationBegun {
+        id: id.to_string(),
+        warnings: Vec::new(),
+    }))
 }
 
 fn check_request(request: &MigrateRequest) -> Outcome<()> {
@@ -102,6 +105,9 @@ fn spec_of(found: &Preflight, request: &MigrateRequest) -> Outcome<MigrationSpec
         max_downtime_ms: request.max_downtime_ms.unwrap_or(MAX_DOWNTIME_MS_DEFAULT),
         deadline_s: request.deadline_s,
         max_bandwidth_mbit_per_s: request.max_bandwidth_mbit_per_s,
+        max_guest_slowdown_percent: request.max_guest_slowdown_percent,
+        prepare_memory: request.prepare,
+        prediction: None,
         source_addresses: found.source.info.migration_addresses.clone(),
         destination_addresses: Vec::new(),
     })
@@ -129,7 +135,6 @@ async fn hand_out(found: &Preflight, spec: &mut MigrationSpec) -> Result<(), Api
     let request = PrepareIncoming {
         spec: found.vm.spec.clone(),
         accelerator: found.vm.accelerator.unwrap_or(Accelerator::Auto),
-        run_after: found.vm.state == VmState::Running,
         migration: spec.clone(),
     };
     let (source, destination) = (&found.source, &found.destination);

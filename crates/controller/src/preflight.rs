@@ -56,8 +56,8 @@ pub struct Preflight {
 pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<Preflight> {
     let (source, destination, vm) = ends(app, name, &request.to)?;
     let mut report = PreflightReport {
-        passed: Vec::new(),
         refusals: check_inventory(&vm, &source.info, &destination.info),
+        ..PreflightReport::default()
     };
     let cipher = match decide_cipher(
         &vm.spec,

@@ -345,6 +345,7 @@ impl State {
             state: entry.state,
             vms: self.vms_on(name),
             last_seen_s: u64::try_from(now_unix_s - entry.last_seen_unix_s).unwrap_or(0),
+            draining: false,
         })
     }
 }

@@ -17,6 +17,9 @@ fn to(name: &str) -> MigrateRequest {
         max_downtime_ms: None,
         deadline_s: None,
         max_bandwidth_mbit_per_s: None,
+        max_guest_slowdown_percent: None,
+        prepare: false,
+        must_keep: false,
         dry_run: false,
     }
 }

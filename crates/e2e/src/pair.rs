@@ -46,6 +46,8 @@ pub struct Options {
     pub deadline_s: Option<u64>,
     /// Cap, Mb/s.
     pub max_bandwidth_mbit_per_s: Option<u64>,
+    /// The destination allocates all of the guest's memory first.
+    pub prepare: bool,
     /// Over a relay that the test holds in its hand.
     pub relayed: bool,
     /// The source gets another key than the destination.
@@ -59,6 +61,7 @@ impl Default for Options {
             max_downtime_ms: 50,
             deadline_s: None,
             max_bandwidth_mbit_per_s: None,
+            prepare: false,
             relayed: false,
             wrong_key: false,
         }
@@ -221,6 +224,9 @@ impl Pair {
             max_downtime_ms: options.max_downtime_ms,
             deadline_s: options.deadline_s,
             max_bandwidth_mbit_per_s: options.max_bandwidth_mbit_per_s,
+            max_guest_slowdown_percent: None,
+            prepare_memory: options.prepare,
+            prediction: None,
             source_addresses: from.addresses.clone(),
             destination_addresses: Vec::new(),
         };
@@ -231,7 +237,6 @@ impl Pair {
         let prepare = PrepareIncoming {
             spec: vm.spec,
             accelerator,
-            run_after: true,
             migration: spec.clone(),
         };
         if options.wrong_key {

@@ -93,7 +93,7 @@ pub const RULES: &[Rule] = &[
 ];
 
 /// What a migrate request came to: a report of the checks (dry run) or a migration that has begun.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum MigrateAnswer {
     /// It has begun.

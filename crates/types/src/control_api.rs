@@ -31,6 +31,9 @@ pub struct HostView {
     pub vms: Vec<VmName>,
     /// Seconds since it was last heard.
     pub last_seen_s: u64,
+    /// Whether it is being emptied and takes no new VMs.
+    #[serde(default)]
+    pub draining: bool,
 }
 
 /// A VM in the inventory.
@@ -150,6 +153,9 @@ pub struct Done {
 pub struct MigrationBegun {
     /// Its id; watch it under `/v1/migrations/ID`.
     pub id: String,
+    /// Promises that it will probably not keep, one sentence each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<String>,
 }
 
 /// Why a migration is cancelled.
@@ -200,6 +206,11 @@ pub enum InventoryEvent {
     Migration {
         /// Its id.
         id: String,
+    },
+    /// The emptying of a host began, went on or ended.
+    Drain {
+        /// The host.
+        host: String,
     },
     /// Events were lost because the reader is slow: read the lists again.
     Missed,

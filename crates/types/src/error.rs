@@ -76,6 +76,10 @@ codes! {
     MissingFile = ("missing-file", 412),
     /// A port is in use.
     PortInUse = ("port-in-use", 409),
+    /// The prediction says that a promise which must be kept cannot be.
+    CannotKeep = ("cannot-keep", 412),
+    /// No such drain.
+    NotDraining = ("not-draining", 404),
     /// The encryption mode cannot be met.
     Encryption = ("encryption", 412),
     /// A host or its agent does not answer.

@@ -4,7 +4,8 @@
 //! Unix socket, one JSON line in, one JSON line out. Refuses: anything over [`MESSAGE_LEN_MAX`].
 
 use crate::ids::{Generation, HostName, MigrationId, VmName};
-use crate::migration::{MigrationReport, MigrationSpec, Outcome};
+use crate::forecast::DirtyRate;
+use crate::migration::{MigrationReport, MigrationSpec};
 use crate::vm::{Accelerator, VmSpec, VmState};
 use crate::{ApiError, vm};
 use serde::{Deserialize, Serialize};
@@ -16,6 +17,9 @@ pub const SPEC_FILE: &str = "vm.json";
 pub const REPORTS_DIR: &str = "migrations";
 /// Name of the socket that a VM process serves, in its run directory.
 pub const SOCKET_FILE: &str = "vm.sock";
+
+/// Longest time for which a guest's writes are measured, ms.
+pub const MEASURE_MS_MAX: u64 = 5_000;
 
 /// Longest message on an internal interface, bytes.
 pub const MESSAGE_LEN_MAX: usize = 1 << 20;
@@ -61,8 +65,6 @@ pub struct PrepareIncoming {
     pub spec: VmSpec,
     /// What runs it at the source; the destination uses the same.
     pub accelerator: Accelerator,
-    /// Whether the guest shall run after the move (false: it was paused by its user).
-    pub run_after: bool,
     /// The migration.
     pub migration: MigrationSpec,
 }
@@ -182,6 +184,16 @@ pub enum VmRequest {
     Console,
     /// QEMU's reasons against a migration.
     Blockers,
+    /// Measure for this long how the guest writes, at most [`MEASURE_MS_MAX`]; refused while a migration runs.
+    MeasureDirtyRate {
+        /// How long, ms.
+        millis: u64,
+    },
+    /// An operator has removed a host for good: what this VM was to settle with it is settled.
+    HostRemoved {
+        /// The host that is gone.
+        host: HostName,
+    },
     /// End this VM process and leave QEMU running (an upgrade); the next one takes it over.
     Detach,
 }
@@ -213,19 +225,10 @@ pub enum VmAnswer {
     Console(String),
     /// To `Blockers`.
     Blockers(Vec<String>),
+    /// To `MeasureDirtyRate`.
+    DirtyRate(DirtyRate),
     /// Anything that went wrong.
     Error(ApiError),
-}
-
-/// What a migration came to, as the source's host tells the controller.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct MigrationEnded {
-    /// Which.
-    pub migration: MigrationId,
-    /// The VM.
-    pub vm: VmName,
-    /// How.
-    pub outcome: Outcome,
 }
 
 /// How an agent starts a VM process: everything it needs, as a JSON file in the VM's run directory.
@@ -280,4 +283,12 @@ pub struct ProbeResult {
 pub struct Revoked {
     /// Serial numbers, lower-case hex.
     pub serials: Vec<String>,
+}
+
+/// Hosts that an operator has removed for good: all of them that may matter, each time.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemovedHosts {
+    /// Their names.
+    pub hosts: Vec<HostName>,
 }

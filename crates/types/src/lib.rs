@@ -6,10 +6,13 @@
 
 pub mod base64_bytes;
 pub mod control_api;
+pub mod drain;
 pub mod error;
+pub mod forecast;
 pub mod host;
 pub mod host_api;
 pub mod ids;
+pub mod load;
 pub mod migration;
 pub mod vm;
 

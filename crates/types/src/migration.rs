@@ -2,6 +2,7 @@
 //!
 //! Pure data. The report's field names are a stable interface; units are in the names.
 
+pub use crate::forecast::{CannotKeep, Prediction};
 use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::vm::EncryptionMode;
 use serde::{Deserialize, Serialize};
@@ -31,7 +32,16 @@ pub struct MigrateRequest {
     /// Cap of the migration's traffic, Mb/s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_bandwidth_mbit_per_s: Option<u64>,
-    /// Run all preflight checks, start nothing.
+    /// The guest is slowed by so many percent at most, also where it does not converge; no limit when absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_guest_slowdown_percent: Option<u32>,
+    /// Have the destination allocate the guest's memory before anything is sent.
+    #[serde(default)]
+    pub prepare: bool,
+    /// Refuse to begin when the prediction says that a promise cannot be kept; without it that is a warning.
+    #[serde(default)]
+    pub must_keep: bool,
+    /// Run all preflight checks and predict, start nothing.
     #[serde(default)]
     pub dry_run: bool,
 }
@@ -99,6 +109,15 @@ pub struct MigrationSpec {
     pub deadline_s: Option<u64>,
     /// Cap, Mb/s.
     pub max_bandwidth_mbit_per_s: Option<u64>,
+    /// The guest keeps at least 100 less this percent of its speed until the switchover; no limit when absent.
+    #[serde(default)]
+    pub max_guest_slowdown_percent: Option<u32>,
+    /// The destination allocates the guest's memory before anything is sent.
+    #[serde(default)]
+    pub prepare_memory: bool,
+    /// What was predicted, to be kept with both hosts' reports.
+    #[serde(default)]
+    pub prediction: Option<Prediction>,
     /// The source's migration addresses, to bind to.
     pub source_addresses: Vec<IpAddr>,
     /// Where the destination listens; filled in when it is prepared.
@@ -260,6 +279,15 @@ pub struct MigrationReport {
     pub guest_speed_percent: u32,
     /// When it began, seconds since 1970, UTC.
     pub began_unix_s: u64,
+    /// Allocating the destination's memory before anything was sent, s; part of the total.
+    #[serde(default)]
+    pub prepare_s: f64,
+    /// What made it slower than it could be, with the remedy; one sentence each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
+    /// What was predicted when it began.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prediction: Option<Prediction>,
 }
 
 /// Which side of a migration.
@@ -306,15 +334,24 @@ impl MigrationReport {
             eta_s: None,
             guest_speed_percent: 100,
             began_unix_s,
+            prepare_s: 0.0,
+            notes: Vec::new(),
+            prediction: spec.prediction.clone(),
         }
     }
 }
 
 /// What a dry run found.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct PreflightReport {
     /// Everything that was looked at and was fine, one line each.
     pub passed: Vec<String>,
     /// What stands in the way; empty = the migration may start.
     pub refusals: Vec<crate::ApiError>,
+    /// What the migration is expected to be, where it may start and could be measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prediction: Option<Prediction>,
+    /// Promises that it cannot keep.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub cannot_keep: Vec<CannotKeep>,
 }

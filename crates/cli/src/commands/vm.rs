@@ -156,6 +156,9 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
         max_downtime_ms: arguments.max_downtime,
         deadline_s: arguments.deadline,
         max_bandwidth_mbit_per_s: arguments.max_bandwidth,
+        max_guest_slowdown_percent: arguments.max_guest_slowdown,
+        prepare: arguments.prepare,
+        must_keep: arguments.must_keep,
         dry_run: arguments.dry_run,
     };
     let client = controller(global)?;

@@ -252,6 +252,7 @@ async fn preflight_incoming(
     Ok(Json(PreflightReport {
         passed: vec!["incoming".into()],
         refusals: script(&s).incoming_refusals.clone(),
+        ..PreflightReport::default()
     }))
 }
 

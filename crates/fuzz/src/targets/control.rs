@@ -56,7 +56,7 @@ pub fn rest_body_seeds() -> Vec<Vec<u8>> {
         r#"{"to":"b","encryption":"required","max_downtime_ms":50,"deadline_s":60,"max_bandwidth_mbit_per_s":100,"dry_run":true}"#,
         r#"{"spec":SPEC,"state":"running","host":"a","generation":1,"accelerator":"tcg"}"#,
         r#"{"spec":SPEC,"generation":1}"#,
-        r#"{"spec":SPEC,"accelerator":"tcg","run_after":true,"migration":MIGRATION}"#,
+        r#"{"spec":SPEC,"accelerator":"tcg","migration":MIGRATION}"#,
         r#"{"spec":SPEC,"accelerator":"tcg","file_hashes":[["/boot/vmlinuz","00ff"]],"source_unix_ms":1700000000000,"probe_nonce":"00112233445566778899aabbccddeeff"}"#,
         r#"{"refusals":[{"code":"wrong-state","message":"no"}],"passed":["all"],"vm":HOST_VM,"file_hashes":[]}"#,
         r#"{"message":PEER}"#,
@@ -101,7 +101,7 @@ pub fn vm_socket_seeds() -> Vec<Vec<u8>> {
     [
         r#"{"request":"status"}"#,
         r#"{"request":"stop","force":true}"#,
-        r#"{"request":"prepare-incoming","spec":SPEC,"accelerator":"tcg","run_after":true,"migration":MIGRATION}"#,
+        r#"{"request":"prepare-incoming","spec":SPEC,"accelerator":"tcg","migration":MIGRATION}"#,
         r#"{"request":"cancel","migration":"m1","reason":"too slow"}"#,
         r#"{"request":"report","migration":"m1"}"#,
         r#"{"request":"peer","from":"b","message":PEER}"#,

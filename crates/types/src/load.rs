@@ -1,0 +1,99 @@
+//! What a host is busy with: its migration interfaces, its cores, and each migration's share.
+//!
+//! Pure data: the agent reads counters, the controller gathers, people watch.
+
+use crate::ids::{HostName, MigrationId, VmName};
+use crate::migration::{Phase, Side};
+use serde::{Deserialize, Serialize};
+use std::net::IpAddr;
+use utoipa::ToSchema;
+
+/// Traffic of an interface that carries migrations.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct InterfaceLoad {
+    /// Its name.
+    pub name: String,
+    /// Migration addresses on it.
+    #[schema(value_type = Vec<String>)]
+    pub addresses: Vec<IpAddr>,
+    /// Its speed as its driver says, Mb/s; none where it does not.
+    pub speed_mbit_per_s: Option<u64>,
+    /// Bytes received per second.
+    pub received_bytes_per_s: f64,
+    /// Bytes sent per second.
+    pub sent_bytes_per_s: f64,
+}
+
+/// A migration as one of its hosts sees it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct MigrationLoad {
+    /// The migration.
+    #[schema(value_type = String)]
+    pub id: MigrationId,
+    /// The VM.
+    #[schema(value_type = String)]
+    pub vm: VmName,
+    /// Source host.
+    #[schema(value_type = String)]
+    pub from: HostName,
+    /// Destination host.
+    #[schema(value_type = String)]
+    pub to: HostName,
+    /// Which side this host is.
+    pub side: Side,
+    /// Where it is.
+    pub phase: Phase,
+    /// Data channels.
+    pub streams: u32,
+    /// Bytes on the wire per second, both ways.
+    pub bytes_per_s: f64,
+    /// CPU of the VM process, percent of one core.
+    pub cpu_percent: f64,
+    /// CPU of its busiest thread, percent of one core: at 100 that thread is the limit.
+    pub busiest_thread_percent: f64,
+    /// That thread's name.
+    pub busiest_thread: String,
+    /// CPU of the hypervisor, percent of one core.
+    pub hypervisor_cpu_percent: f64,
+    /// Percent of the guest's memory that is done with.
+    pub percent: f64,
+    /// Percent of its speed that the guest is left with.
+    pub guest_speed_percent: u32,
+    /// Estimated seconds to the end.
+    #[serde(default)]
+    pub eta_s: Option<f64>,
+}
+
+/// What a host is busy with.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct HostLoad {
+    /// The host.
+    #[schema(value_type = String)]
+    pub host: HostName,
+    /// Rates are averages over this time, s.
+    pub seconds: f64,
+    /// Cores.
+    pub cpus: u32,
+    /// CPU in use, percent of all cores.
+    pub cpu_percent: f64,
+    /// Memory, MiB.
+    pub memory_total_mib: u64,
+    /// Memory that a new guest could have, MiB.
+    pub memory_free_mib: u64,
+    /// Interfaces that carry migrations.
+    pub interfaces: Vec<InterfaceLoad>,
+    /// Migrations under way.
+    pub migrations: Vec<MigrationLoad>,
+}
+
+/// One host among all.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct HostTop {
+    /// The host.
+    #[schema(value_type = String)]
+    pub host: HostName,
+    /// What it is busy with; none when it does not answer.
+    pub load: Option<HostLoad>,
+    /// Whether it is being emptied.
+    pub draining: bool,
+}
