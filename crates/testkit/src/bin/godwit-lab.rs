@@ -5,7 +5,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{Parser, Subcommand, ValueEnum};
-use godwit_testkit::lab::{Lab, LabConfig, Link};
+use godwit_testkit::lab::{Lab, LabConfig, Link, Subnets};
+use godwit_testkit::link::LinkSpec;
 
 #[derive(Parser)]
 #[command(
@@ -33,6 +34,15 @@ enum Command {
         /// MTU of the migration network
         #[arg(long, default_value_t = 1500)]
         mtu: u32,
+        /// An emulated link in the migration network, such as rtt=50ms,rate=1gbit,loss=0.1%,queue=10ms
+        #[arg(long)]
+        link: Option<LinkSpec>,
+        /// Migration devices of each host, 1 to 4, each with its own emulated link if there is one
+        #[arg(long, default_value_t = 1)]
+        nics: u8,
+        /// Puts each migration device on a subnet of its own
+        #[arg(long)]
+        subnets: bool,
         /// A directory that all machines share, writable
         #[arg(long)]
         shared: Vec<PathBuf>,
@@ -50,6 +60,20 @@ enum Command {
         /// The command and its arguments
         #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
         command: Vec<String>,
+    },
+    /// Changes the emulated link of a migration device
+    SetLink {
+        /// What it is like from now on
+        link: LinkSpec,
+        /// The migration device, counted from 0
+        #[arg(long, default_value_t = 0)]
+        nic: u8,
+    },
+    /// Prints what the emulated link of a migration device counted, as JSON
+    Counters {
+        /// The migration device, counted from 0
+        #[arg(long, default_value_t = 0)]
+        nic: u8,
     },
     /// Takes a host's link down
     Cut {
@@ -103,6 +127,9 @@ fn run() -> Result<ExitCode> {
             hosts,
             routed,
             mtu,
+            link,
+            nics,
+            subnets,
             shared,
         } => {
             let lab = Lab::new(LabConfig {
@@ -112,7 +139,9 @@ fn run() -> Result<ExitCode> {
                 migration_mtu: mtu,
                 shared,
                 keep: true,
-                ..LabConfig::default()
+                link,
+                migration_nics: nics,
+                migration_subnets: if subnets { Subnets::Each } else { Subnets::One },
             })?;
             show(&lab);
         }
@@ -120,6 +149,11 @@ fn run() -> Result<ExitCode> {
         Command::List => Lab::list()?.iter().for_each(|name| println!("{name}")),
         Command::Show => show(&Lab::open(&name)?),
         Command::Exec { machine, command } => return exec(&name, &machine, &command),
+        Command::SetLink { link, nic } => Lab::open(&name)?.link(nic)?.set(link)?,
+        Command::Counters { nic } => {
+            let counters = Lab::open(&name)?.link(nic)?.counters()?;
+            println!("{}", serde_json::to_string_pretty(&counters)?);
+        }
         Command::Cut {
             host,
             link,
@@ -146,6 +180,10 @@ fn show(lab: &Lab) {
             addresses.migration4,
             addresses.migration6
         );
+        for nic in 1..lab.config().migration_nics {
+            let (four, six) = lab.migration_addresses(index, nic);
+            println!("   migration {nic}  {four} {six}");
+        }
     }
 }
 

@@ -7,12 +7,16 @@
 //!   a ===== b ===== client                       VM network   10.77.0.0/24  fd77::/64   vmbr0 on hosts, vm0 on the client
 //! ```
 //!
+//! The migration network can have up to four devices on each host ([`LabConfig::migration_nics`]) and an emulated link
+//! with a round trip, a rate and losses for each ([`LabConfig::link`]).
+//!
 //! Each machine has its own mount, PID, network, UTS and IPC namespaces; the system is read-only there and
 //! the directories in [`namespace::PRIVATE_DIRECTORIES`] are its own. A further machine is the switch. All devices
 //! lie inside the lab's namespaces, so labs do not meet each other, and need no names of their own outside. A [`Lab`]
 //! ends with its value or its process; one made with [`LabConfig::keep`] stays, is recorded under `/run/godwit-lab`,
 //! and is ended by [`Lab::end`] on [`Lab::open`].
 
+mod emulated;
 pub mod machine;
 pub mod namespace;
 mod network;
@@ -23,7 +27,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::link::{Counters, LinkSpec};
+use crate::link::LinkSpec;
+pub use emulated::EmulatedLink;
 pub use machine::{Machine, MachineCommand, Process};
 use namespace::Plan;
 pub use network::{Link, host_addresses};
@@ -105,6 +110,7 @@ pub struct Addresses {
 pub struct Lab {
     config: LabConfig,
     machines: Vec<Machine>,
+    links: Vec<EmulatedLink>,
 }
 
 /// What is recorded of a kept lab. The start time tells a machine from a later process with its number.
@@ -121,6 +127,7 @@ impl Lab {
         let mut lab = Self {
             config,
             machines: Vec::new(),
+            links: Vec::new(),
         };
         let visible = visible_directories();
         for name in lab.machine_names() {
@@ -133,9 +140,12 @@ impl Lab {
             };
             lab.machines.push(Machine::start(&plan)?);
         }
-        if let Err(error) = network::build(&lab) {
-            lab.end()?;
-            return Err(error);
+        match network::build(&lab).and_then(|()| emulated::start(&lab)) {
+            Ok(links) => lab.links = links,
+            Err(error) => {
+                lab.end()?;
+                return Err(error);
+            }
         }
         if lab.config.keep {
             lab.record()?;
@@ -155,9 +165,11 @@ impl Lab {
             }
             machines.push(Machine::attach(&machine, pid)?);
         }
+        let links = emulated::attach(&record.config, &machines);
         Ok(Self {
             config: record.config,
             machines,
+            links,
         })
     }
 
@@ -244,28 +256,22 @@ impl Lab {
         network::migration_addresses(&self.config, host, nic)
     }
 
-    /// Changes the emulated link of a pair of migration devices.
-    pub fn set_link(&self, _nic: u8, _spec: LinkSpec) -> io::Result<()> {
-        Err(io::Error::other("links are not built yet"))
+    /// The emulated link of a pair of migration devices, counted from 0.
+    pub fn link(&self, nic: u8) -> io::Result<&EmulatedLink> {
+        self.links.get(usize::from(nic)).ok_or_else(|| {
+            let text = format!("migration device {nic} of this lab has no emulated link");
+            io::Error::new(io::ErrorKind::NotFound, text)
+        })
     }
 
-    /// What the emulated link of a pair of migration devices counted; `a_to_b` is what host `a` sent.
-    pub fn link_counters(&self, _nic: u8) -> io::Result<Counters> {
-        Err(io::Error::other("links are not built yet"))
-    }
-
-    /// Drops everything on the emulated link of a pair of migration devices, without a sign at either end.
-    pub fn cut_emulated_link(&self, _nic: u8) -> io::Result<()> {
-        Err(io::Error::other("links are not built yet"))
-    }
-
-    /// Undoes [`Lab::cut_emulated_link`].
-    pub fn heal_emulated_link(&self, _nic: u8) -> io::Result<()> {
-        Err(io::Error::other("links are not built yet"))
+    /// All emulated links, in the order of the migration devices.
+    pub fn links(&self) -> &[EmulatedLink] {
+        &self.links
     }
 
     /// Ends all machines and everything in them.
     pub fn end(&mut self) -> io::Result<()> {
+        self.links.clear();
         for machine in &mut self.machines {
             machine.end()?;
         }
@@ -323,6 +329,12 @@ fn check_config(config: &LabConfig) -> io::Result<()> {
             "MTU {} is not between 1280 (IPv6) and 9216",
             config.migration_mtu
         ));
+    }
+    if !(1..=4).contains(&config.migration_nics) || config.routed && config.migration_nics != 1 {
+        return refuse("a host has 1 to 4 migration devices, in a routed lab 1".to_owned());
+    }
+    if let Some(Err(error)) = config.link.map(|link| link.check()) {
+        return refuse(error.to_string());
     }
     if config.keep && record_path(&config.name).exists() {
         return refuse(format!(

@@ -2,6 +2,7 @@
 //!
 //! Built with `ip -batch`, one process for each machine. It relies on no traffic shaping, which the kernel may lack.
 
+use std::collections::BTreeSet;
 use std::io::{self, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::process::Stdio;
@@ -17,17 +18,6 @@ pub enum Link {
     Migration,
     /// The VMs' network.
     Vm,
-}
-
-impl Link {
-    /// Device name inside the machine.
-    fn device(self) -> &'static str {
-        match self {
-            Link::Management => "mgmt0",
-            Link::Migration => "mig0",
-            Link::Vm => "vm0",
-        }
-    }
 }
 
 const CONTROLLER: u8 = 100;
@@ -111,21 +101,19 @@ const LOOPBACK: &str = "link set lo up";
 fn build_switch(lab: &Lab) -> io::Result<()> {
     let mut lines = vec![LOOPBACK.to_owned()];
     let mtu = lab.config.migration_mtu;
-    for bridge in ["mgmt", "vm", "mig0", "mig1", "mig2"] {
+    for bridge in bridges(&lab.config) {
         // No multicast snooping: it drops neighbour discovery of ports it has not heard from.
         lines.push(format!(
-            "link add br-{bridge} type bridge forward_delay 0 mcast_snooping 0"
+            "link add {bridge} type bridge forward_delay 0 mcast_snooping 0"
         ));
-        lines.push(format!("link set br-{bridge} up"));
+        lines.push(format!("link set {bridge} up"));
     }
-    for name in (0..lab.config.hosts).map(host_name) {
+    for host in 0..lab.config.hosts {
+        let machine = lab.host(host)?;
         for link in [Link::Management, Link::Migration, Link::Vm] {
-            lines.extend(cable(
-                lab.machine(&name)?,
-                link.device(),
-                &bridge(lab, &name, link),
-                mtu_of(link, mtu),
-            ));
+            for (device, bridge) in connections(&lab.config, host, link) {
+                lines.extend(cable(machine, &device, &bridge, mtu_of(link, mtu)));
+            }
         }
     }
     lines.extend(cable(lab.controller()?, "mgmt0", "br-mgmt", 1500));
@@ -146,15 +134,56 @@ fn mtu_of(link: Link, migration_mtu: u32) -> u32 {
     }
 }
 
-/// The switch's bridge that a host's link belongs to.
-fn bridge(lab: &Lab, host: &str, link: Link) -> String {
-    match (link, lab.config.routed, host) {
-        (Link::Management, _, _) => "br-mgmt".to_owned(),
-        (Link::Vm, _, _) => "br-vm".to_owned(),
-        (Link::Migration, false, _) => "br-mig0".to_owned(),
-        (Link::Migration, true, "a") => "br-mig1".to_owned(),
-        (Link::Migration, true, _) => "br-mig2".to_owned(),
+/// All bridges of the switch.
+fn bridges(config: &LabConfig) -> BTreeSet<String> {
+    let mut all = BTreeSet::from(["br-mgmt", "br-vm", "br-mig1", "br-mig2"].map(str::to_owned));
+    for host in 0..config.hosts {
+        let bridges = connections(config, host, Link::Migration);
+        all.extend(bridges.into_iter().map(|(_, bridge)| bridge));
     }
+    let nics = 0..config.migration_nics;
+    all.extend(nics.flat_map(|nic| link_ends(config, nic).map(|(_, bridge)| bridge)));
+    all
+}
+
+/// A host's devices of that kind, each with the switch's bridge that it is connected to.
+fn connections(config: &LabConfig, host: u8, link: Link) -> Vec<(String, String)> {
+    match link {
+        Link::Management => vec![("mgmt0".to_owned(), "br-mgmt".to_owned())],
+        Link::Vm => vec![("vm0".to_owned(), "br-vm".to_owned())],
+        Link::Migration => (0..config.migration_nics)
+            .map(|nic| (format!("mig{nic}"), migration_bridge(config, host, nic)))
+            .collect(),
+    }
+}
+
+/// The bridge of a host's migration device: one for each subnet, and one for each emulated link at its far end.
+fn migration_bridge(config: &LabConfig, host: u8, nic: u8) -> String {
+    if config.link.is_some() && host == beyond_link(config) {
+        return far_bridge(nic);
+    }
+    format!("br-mig{}", place(config, host, nic).0)
+}
+
+/// The host that the emulated links connect to everything else.
+fn beyond_link(config: &LabConfig) -> u8 {
+    if config.routed { 1 } else { 0 }
+}
+
+fn far_bridge(nic: u8) -> String {
+    format!("br-far{nic}")
+}
+
+/// The devices of an emulated link with their bridges; what comes in at the first is what host `a` sent.
+pub fn link_ends(config: &LabConfig, nic: u8) -> [(String, String); 2] {
+    let far = far_bridge(nic);
+    let near = format!("br-mig{}", place(config, beyond_link(config), nic).0);
+    let [a, b] = if config.routed {
+        [near, far]
+    } else {
+        [far, near]
+    };
+    [(format!("link{nic}a"), a), (format!("link{nic}b"), b)]
 }
 
 /// The switch's port for a machine's device.
@@ -183,18 +212,21 @@ fn addresses(device: &str, net: u8, subnet: u8, number: u8) -> String {
 
 fn build_host(lab: &Lab, index: u8) -> io::Result<()> {
     let host = lab.host(index)?;
-    let (subnet, number) = (if lab.config.routed { index + 1 } else { 0 }, index + 1);
     let mut lines = vec![
         LOOPBACK.to_owned(),
-        addresses("mgmt0", 0x76, 0, number),
-        addresses("mig0", 0x78, subnet, number),
+        addresses("mgmt0", 0x76, 0, index + 1),
         "link set mgmt0 up".to_owned(),
-        "link set mig0 up".to_owned(),
         "link add vmbr0 type bridge forward_delay 0 mcast_snooping 0".to_owned(),
         "link set vm0 master vmbr0 up".to_owned(),
         "link set vmbr0 up".to_owned(),
     ];
+    for nic in 0..lab.config.migration_nics {
+        let (subnet, number) = place(&lab.config, index, nic);
+        lines.push(addresses(&format!("mig{nic}"), 0x78, subnet, number));
+        lines.push(format!("link set mig{nic} up"));
+    }
     if lab.config.routed {
+        let (subnet, _) = place(&lab.config, index, 0);
         lines.push(format!(
             "route add 10.78.0.0/16 via 10.78.{subnet}.{ROUTER}"
         ));
@@ -203,7 +235,34 @@ fn build_host(lab: &Lab, index: u8) -> io::Result<()> {
             v6(0xfd78, subnet, ROUTER)
         ));
     }
-    batch(host, &lines)
+    batch(host, &lines)?;
+    if lab.config.migration_nics > 1 {
+        separate_nics(lab, host, index)?;
+    }
+    Ok(())
+}
+
+/// Lets each of several migration devices answer for its own addresses only, and send what comes from them.
+fn separate_nics(lab: &Lab, host: &Machine, index: u8) -> io::Result<()> {
+    let script = "cd /proc/sys/net/ipv4/conf/all && echo 1 >arp_ignore && echo 2 >arp_announce";
+    run_ok(host.command("sh").args(["-c", script]).output()?)?;
+    let (mut four, mut six) = (Vec::new(), Vec::new());
+    for nic in 0..lab.config.migration_nics {
+        let table = 100 + u32::from(nic);
+        let (subnet, _) = place(&lab.config, index, nic);
+        let (from4, from6) = migration_addresses(&lab.config, index, nic);
+        let subnet6 = v6(0xfd78, subnet, 0);
+        four.push(format!("rule add from {from4} lookup {table}"));
+        four.push(format!(
+            "route add 10.78.{subnet}.0/24 dev mig{nic} src {from4} table {table}"
+        ));
+        six.push(format!("rule add from {from6} lookup {table}"));
+        six.push(format!(
+            "route add {subnet6}/64 dev mig{nic} src {from6} table {table}"
+        ));
+    }
+    batch_with(host, &["-4"], &four)?;
+    batch_with(host, &["-6"], &six)
 }
 
 fn build_client(lab: &Lab) -> io::Result<()> {
@@ -232,25 +291,43 @@ fn build_router(lab: &Lab) -> io::Result<()> {
     run_ok(router.command("sh").args(["-c", script]).output()?)
 }
 
-/// Changes the switch's port of a host's link.
+/// Changes the switch's ports of a host's link.
 pub fn set_port(lab: &Lab, host: &str, link: Link, change: &str) -> io::Result<()> {
-    let port = port(lab.machine(host)?.name(), link.device());
-    batch(
-        lab.machine("switch")?,
-        &[format!("link set {port} {change}")],
-    )
+    change_ports(lab, host, link, |_| change.to_owned())
 }
 
-/// Puts the port back on its bridge and up.
+/// Puts the ports back on their bridges and up.
 pub fn heal_port(lab: &Lab, host: &str, link: Link) -> io::Result<()> {
-    let bridge = bridge(lab, host, link);
-    set_port(lab, host, link, &format!("master {bridge} up"))
+    change_ports(lab, host, link, |bridge| format!("master {bridge} up"))
+}
+
+fn change_ports(
+    lab: &Lab,
+    host: &str,
+    link: Link,
+    change: impl Fn(&str) -> String,
+) -> io::Result<()> {
+    let name = lab.machine(host)?.name();
+    let mut hosts = 0..lab.config.hosts;
+    let Some(index) = hosts.find(|&index| host_name(index) == name) else {
+        return Err(io::Error::other(format!("{name} is not a host")));
+    };
+    let line = |(device, bridge): (String, String)| {
+        format!("link set {} {}", port(name, &device), change(&bridge))
+    };
+    let lines = connections(&lab.config, index, link).into_iter().map(line);
+    batch(lab.machine("switch")?, &lines.collect::<Vec<_>>())
 }
 
 /// Runs `ip` commands in a machine's network.
 fn batch(machine: &Machine, lines: &[String]) -> io::Result<()> {
+    batch_with(machine, &[], lines)
+}
+
+fn batch_with(machine: &Machine, options: &[&str], lines: &[String]) -> io::Result<()> {
     let mut child = machine
         .network_command("ip")
+        .args(options)
         .args(["-batch", "-"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

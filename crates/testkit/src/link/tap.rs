@@ -1,0 +1,158 @@
+//! A TAP device in a network namespace: made, set up, read and written a frame at a time.
+//!
+//! The device lives as long as its [`Tap`]. Checksums and the cutting of large TCP packets are left to whoever reads, so
+//! that a bulk stream costs one system call for up to 64 KiB; other large packets are cut by the sender's kernel.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::process::{Command, Stdio};
+
+use super::End;
+use super::frame::VIRTIO_HEADER_BYTES;
+
+/// Largest frame with its virtio header: a large packet of 64 KiB, its Ethernet and VLAN headers.
+pub const FRAME_BYTES_MAX: usize = VIRTIO_HEADER_BYTES + 18 + 65_536;
+
+/// Frames that may wait in the kernel for a relay that is not running: 100 ms of full packets at 1 Gb/s.
+const KERNEL_QUEUE_FRAMES: u32 = 8192;
+
+const TUN_F_CSUM: libc::c_uint = 1;
+const TUN_F_TSO4: libc::c_uint = 2;
+const TUN_F_TSO6: libc::c_uint = 4;
+const TUN_F_TSO_ECN: libc::c_uint = 8;
+
+/// An open device.
+pub struct Tap {
+    file: File,
+}
+
+impl Tap {
+    /// Makes the device in its namespace, with its addresses or on its bridge, and up.
+    pub fn new(end: &End) -> io::Result<Self> {
+        // A namespace is a property of a thread, so one is spent on it.
+        std::thread::scope(|scope| {
+            let make = || {
+                enter(end.namespace.as_fd())?;
+                let tap = Self::open(&end.device)?;
+                set_up(end).map(|()| tap)
+            };
+            let made = scope.spawn(make).join();
+            made.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+        .map_err(|error: io::Error| {
+            let device = &end.device;
+            io::Error::new(
+                error.kind(),
+                format!("cannot make device {device}: {error}"),
+            )
+        })
+    }
+
+    fn open(device: &str) -> io::Result<Self> {
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .open("/dev/net/tun")?;
+        // SAFETY: a zeroed ifreq is a valid value.
+        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+        if device.is_empty() || device.len() >= request.ifr_name.len() || !device.is_ascii() {
+            return Err(io::Error::other(
+                "a device has a name of 1 to 15 characters",
+            ));
+        }
+        for (to, from) in request.ifr_name.iter_mut().zip(device.bytes()) {
+            *to = from as libc::c_char;
+        }
+        let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | libc::IFF_TUN_EXCL;
+        request.ifr_ifru.ifru_flags = flags as libc::c_short;
+        let header_bytes = VIRTIO_HEADER_BYTES as libc::c_int;
+        let offloads = TUN_F_CSUM | TUN_F_TSO4 | TUN_F_TSO6 | TUN_F_TSO_ECN;
+        let fd = file.as_raw_fd();
+        // SAFETY: each request takes what it is given: a valid ifreq, a valid int, a number; the last two change flags
+        // of our own descriptor.
+        unsafe {
+            check(libc::ioctl(fd, libc::TUNSETIFF, &raw mut request))?;
+            check(libc::ioctl(
+                fd,
+                libc::TUNSETVNETHDRSZ,
+                &raw const header_bytes,
+            ))?;
+            check(libc::ioctl(
+                fd,
+                libc::TUNSETOFFLOAD,
+                libc::c_ulong::from(offloads),
+            ))?;
+            check(libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK))?;
+        }
+        Ok(Self { file })
+    }
+
+    /// The next frame that the kernel sent through the device, or nothing if there is none now.
+    pub fn receive<'a>(&self, buffer: &'a mut [u8]) -> io::Result<Option<&'a [u8]>> {
+        match (&self.file).read(buffer) {
+            Ok(length) => Ok(Some(&buffer[..length])),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gives the kernel a frame as if it had come in through the device.
+    pub fn send(&self, frame: &[u8]) -> io::Result<()> {
+        (&self.file).write(frame).map(|_| ())
+    }
+
+    /// What to wait for.
+    pub fn poll(&self) -> libc::pollfd {
+        libc::pollfd {
+            fd: self.file.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        }
+    }
+}
+
+fn enter(namespace: BorrowedFd) -> io::Result<()> {
+    // SAFETY: changes the network namespace of the calling thread only.
+    check(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNET) })
+}
+
+/// Runs `ip` in the namespace of the calling thread.
+fn set_up(end: &End) -> io::Result<()> {
+    let (device, mtu) = (&end.device, end.mtu);
+    let mut lines = format!("link set {device} mtu {mtu} txqueuelen {KERNEL_QUEUE_FRAMES}\n");
+    match &end.bridge {
+        Some(bridge) => {
+            lines += &format!(
+                "link set {device} addrgenmode none\nlink set {device} master {bridge} up\n"
+            );
+        }
+        None => lines += &format!("link set {device} up\n"),
+    }
+    for address in &end.addresses {
+        // No duplicate address detection: for its second the address cannot be used.
+        let nodad = if address.contains(':') { " nodad" } else { "" };
+        lines += &format!("addr add {address} dev {device}{nodad}\n");
+    }
+    let mut child = Command::new("ip")
+        .args(["-batch", "-"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()?;
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(lines.as_bytes())?;
+    }
+    let output = child.wait_with_output()?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    Err(io::Error::other(text.trim().to_owned()))
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
+}
