@@ -247,6 +247,11 @@ impl Host {
         &self.ram
     }
 
+    /// The VM process, if one was started.
+    pub fn process_id(&self) -> Option<u32> {
+        self.lock().as_ref().map(Child::id)
+    }
+
     /// Whether the VM process lives.
     pub fn process_lives(&self) -> bool {
         self.lock()
@@ -393,7 +398,7 @@ pub fn kill_qemu_of(run_dir: &Path) {
 
 /// Ends every QEMU whose guest RAM lies in `ram`, a directory of this test alone: also one that a killed VM process
 /// had just started and nobody knows of.
-fn kill_qemus_on(ram: &Path) {
+pub fn kill_qemus_on(ram: &Path) {
     let Some(ram) = ram.to_str() else { return };
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let name = entry.file_name();

@@ -15,6 +15,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Two hosts.
@@ -33,6 +34,7 @@ pub struct Pair {
     pub agents_connected: Arc<AtomicBool>,
     moves: AtomicU32,
     relays: Mutex<Vec<Relay>>,
+    threads: Vec<JoinHandle<()>>,
 }
 
 /// What to ask of a migration.
@@ -48,6 +50,8 @@ pub struct Options {
     pub max_bandwidth_mbit_per_s: Option<u64>,
     /// The destination allocates all of the guest's memory first.
     pub prepare: bool,
+    /// The guest is slowed by so many percent at most.
+    pub max_guest_slowdown_percent: Option<u32>,
     /// Over a relay that the test holds in its hand.
     pub relayed: bool,
     /// The source gets another key than the destination.
@@ -102,7 +106,7 @@ impl Pair {
             }
             Ok(Arc::new(host))
         };
-        let pair = Self {
+        let mut pair = Self {
             a: host("a")?,
             b: host("b")?,
             dir,
@@ -112,15 +116,18 @@ impl Pair {
             agents_connected: Arc::new(AtomicBool::new(true)),
             moves: AtomicU32::new(0),
             relays: Mutex::default(),
+            threads: Vec::new(),
         };
-        pair.carry(&pair.a, &pair.b);
-        pair.carry(&pair.b, &pair.a);
-        pair.supervise();
+        pair.threads = vec![
+            pair.carry(&pair.a, &pair.b),
+            pair.carry(&pair.b, &pair.a),
+            pair.supervise(),
+        ];
         Ok(pair)
     }
 
     /// Takes messages from one host's VM process to the other's, and the answers back.
-    fn carry(&self, from: &Arc<Host>, to: &Arc<Host>) {
+    fn carry(&self, from: &Arc<Host>, to: &Arc<Host>) -> JoinHandle<()> {
         let (from, to) = (Arc::clone(from), Arc::clone(to));
         let (stop, connected) = (Arc::clone(&self.stop), Arc::clone(&self.agents_connected));
         std::thread::spawn(move || {
@@ -139,11 +146,11 @@ impl Pair {
                     Err(_) => std::thread::sleep(Duration::from_millis(20)),
                 }
             }
-        });
+        })
     }
 
     /// Starts a new VM process for one that ended, until the test is over.
-    fn supervise(&self) {
+    fn supervise(&self) -> JoinHandle<()> {
         let hosts = [Arc::clone(&self.a), Arc::clone(&self.b)];
         let (stop, on) = (Arc::clone(&self.stop), Arc::clone(&self.supervised));
         std::thread::spawn(move || {
@@ -156,7 +163,7 @@ impl Pair {
                 }
                 std::thread::sleep(Duration::from_millis(10));
             }
-        });
+        })
     }
 
     /// For hosts whose processes start from now on: how long a switchover waits for a silent peer.
@@ -224,7 +231,7 @@ impl Pair {
             max_downtime_ms: options.max_downtime_ms,
             deadline_s: options.deadline_s,
             max_bandwidth_mbit_per_s: options.max_bandwidth_mbit_per_s,
-            max_guest_slowdown_percent: None,
+            max_guest_slowdown_percent: options.max_guest_slowdown_percent,
             prepare_memory: options.prepare,
             prediction: None,
             source_addresses: from.addresses.clone(),
@@ -329,11 +336,23 @@ impl Pair {
 }
 
 impl Drop for Pair {
+    /// The threads hold the hosts, and a host ends its QEMU when it is dropped: a test that returned before they did
+    /// would leave a guest behind that takes a core for ever.
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
         if std::thread::panicking() {
             eprintln!("{}", self.logs());
         }
+        self.supervised.store(false, Ordering::Relaxed);
+        // Whoever waits for an answer has it now.
+        self.a.kill_process();
+        self.b.kill_process();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+        // One that was being started meanwhile.
+        self.a.kill_process();
+        self.b.kill_process();
     }
 }
 

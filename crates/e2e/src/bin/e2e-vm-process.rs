@@ -23,6 +23,8 @@ fn main() -> anyhow::Result<()> {
 fn end_with_the_test(config: &godwit_types::host_api::VmProcessConfig) {
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
     godwit_e2e::host::kill_qemu_of(Path::new(&config.run_dir));
+    // The directories may be gone already, and the identity with them.
+    godwit_e2e::host::kill_qemus_on(Path::new(&config.ram_dir));
     let _ = std::fs::remove_dir_all(&config.ram_dir);
     std::process::exit(0);
 }
