@@ -190,3 +190,7 @@ fn fold(mut sum: u32) -> u16 {
     }
     sum as u16
 }
+
+#[cfg(test)]
+#[path = "frame_tests.rs"]
+mod tests;

@@ -390,3 +390,7 @@ impl Random {
         ((u128::from(mixed ^ (mixed >> 31)) * u128::from(limit)) >> 64) as u64
     }
 }
+
+#[cfg(test)]
+#[path = "model_tests.rs"]
+mod tests;

@@ -37,7 +37,7 @@ pub struct LinkSpec {
     pub queue_bytes: Option<u64>,
     /// Share of packets lost on the way, per million, at random, in each direction.
     pub loss_ppm: u32,
-    /// What the random numbers begin with.
+    /// What the random numbers of a new link begin with.
     pub seed: u64,
 }
 
@@ -251,7 +251,7 @@ pub struct DirectionCounters {
     pub queue_peak_bytes: u64,
     /// Packets waiting or on the way now.
     pub held_packets: u64,
-    /// The most time that a packet was delivered after it was due: how busy the machine was.
+    /// The most time that a packet was delivered after it was due: up to 0.1 ms by gathering, more on a busy machine.
     pub late_max_ns: u64,
     /// The sum of these times over all delivered packets.
     pub late_sum_ns: u64,
@@ -278,5 +278,77 @@ impl Counters {
             Direction::AToB => &self.a_to_b,
             Direction::BToA => &self.b_to_a,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_description_says_what_it_seems_to() {
+        let text = "rtt=50ms,rate=1gbit,loss=0.1%,queue=10ms,jitter=200us,reorder,seed=7";
+        let expected = LinkSpec {
+            rtt_us: 50_000,
+            jitter_us: 200,
+            reorder: true,
+            rate_bits_per_s: Some(1_000_000_000),
+            queue_bytes: Some(1_250_000),
+            loss_ppm: 1_000,
+            seed: 7,
+        };
+        assert_eq!(text.parse(), Ok(expected));
+        assert_eq!("".parse(), Ok(LinkSpec::default()));
+        let small: LinkSpec = "rtt=0.5ms, loss=0.01%, queue=64kib"
+            .parse()
+            .expect("a link");
+        assert_eq!(
+            (small.rtt_us, small.loss_ppm, small.queue_bytes),
+            (500, 100, Some(65_536))
+        );
+    }
+
+    #[test]
+    fn what_is_printed_parses_to_the_same() {
+        let texts = [
+            "",
+            "rtt=1s,reorder,jitter=3ms",
+            "rate=2.5gbit,loss=100%",
+            "rate=10mbit,queue=1mb,seed=3",
+        ];
+        for text in texts {
+            let spec: LinkSpec = text.parse().expect(text);
+            assert_eq!(spec.to_string().parse(), Ok(spec), "{spec}");
+        }
+    }
+
+    #[test]
+    fn descriptions_of_no_link_are_refused_with_the_reason() {
+        let cases = [
+            ("rtt=50", "units us, ms, s"),
+            ("rtt=-1ms", "not a number"),
+            ("rtt=NaNms", "not a number"),
+            ("rtt=11s", "at most 10 s"),
+            ("loss=101%", "at most 100%"),
+            ("rate=1", "units bit"),
+            ("rate=0bit", "between"),
+            ("queue=10ms", "needs a rate"),
+            ("queue=5000mb", "at most 4 GiB"),
+            ("reorder=yes", "no part"),
+            ("delay=3ms", "no part"),
+        ];
+        for (text, reason) in cases {
+            let error = text.parse::<LinkSpec>().expect_err(text).to_string();
+            assert!(error.contains(reason), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_queue_that_is_not_set_is_the_round_trip_or_what_a_small_switch_has() {
+        let bytes = |text: &str| text.parse::<LinkSpec>().expect(text).queue_limit_bytes();
+        assert_eq!(bytes("rate=1gbit,rtt=150ms"), 18_750_000);
+        assert_eq!(bytes("rate=10gbit,rtt=150ms"), 187_500_000);
+        assert_eq!(bytes("rate=1gbit,rtt=0.5ms"), 625_000);
+        assert_eq!(bytes("rate=10mbit,rtt=1ms"), 262_144);
     }
 }

@@ -1,0 +1,509 @@
+//! Emulated links between real kernels. The model is judged exactly by its own tests; here is judged what holds on a busy
+//! machine, and what was measured is printed (`--nocapture`).
+
+use std::io::{Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use godwit_testkit::lab::{EmulatedLink, Lab, LabConfig, Machine, Subnets};
+use godwit_testkit::link::{Counters, Direction, End, Link, LinkSpec};
+
+fn spec(text: &str) -> LinkSpec {
+    text.parse().expect("a link")
+}
+
+fn lab(name: &str, link: &str, change: impl FnOnce(&mut LabConfig)) -> Lab {
+    let mut config = LabConfig {
+        name: format!("link-{name}-{}", std::process::id()),
+        link: Some(spec(link)),
+        ..LabConfig::default()
+    };
+    change(&mut config);
+    Lab::new(config).expect("the lab is built")
+}
+
+/// The addresses of `b`'s first migration device.
+fn of_b(lab: &Lab) -> [IpAddr; 2] {
+    let addresses = lab.addresses(1);
+    [addresses.migration4, addresses.migration6]
+}
+
+fn option(socket: &impl AsRawFd, level: i32, name: i32, value: &[u8]) {
+    // SAFETY: the value is valid for its length, the socket is open.
+    let result = unsafe {
+        let length = value.len() as libc::socklen_t;
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            level,
+            name,
+            value.as_ptr().cast(),
+            length,
+        )
+    };
+    assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// A UDP socket on a host, large enough that its kernel drops nothing.
+fn udp(machine: &Machine, address: IpAddr) -> UdpSocket {
+    let bind = || UdpSocket::bind(SocketAddr::new(address, 0));
+    let socket = machine
+        .in_network(bind)
+        .expect("its network")
+        .expect("bind");
+    for name in [libc::SO_RCVBUFFORCE, libc::SO_SNDBUFFORCE] {
+        option(
+            &socket,
+            libc::SOL_SOCKET,
+            name,
+            &(64_i32 << 20).to_ne_bytes(),
+        );
+    }
+    let patience = Some(Duration::from_millis(1_000));
+    socket.set_read_timeout(patience).expect("a time-out");
+    socket
+}
+
+/// Sockets of `a` and `b` that talk to each other.
+fn udp_pair(lab: &Lab, address: IpAddr) -> (UdpSocket, UdpSocket) {
+    let from = if address.is_ipv4() {
+        lab.addresses(0).migration4
+    } else {
+        lab.addresses(0).migration6
+    };
+    let a = udp(lab.host(0).expect("a"), from);
+    let b = udp(lab.host(1).expect("b"), address);
+    a.connect(b.local_addr().expect("bound")).expect("connect");
+    b.connect(a.local_addr().expect("bound")).expect("connect");
+    (a, b)
+}
+
+/// Sends back what comes, until it hears nothing for a second.
+fn echo(socket: &UdpSocket) {
+    let mut buffer = [0; 2048];
+    while let Ok(length) = socket.recv(&mut buffer) {
+        let _ = socket.send(&buffer[..length]); // refused when the other socket is gone
+    }
+}
+
+/// The round trips that were measured, in order of length.
+fn round_trips(lab: &Lab, address: IpAddr, count: u64, apart: Duration) -> Vec<Duration> {
+    let (a, b) = udp_pair(lab, address);
+    let start = Instant::now();
+    let mut found = Vec::new();
+    std::thread::scope(|scope| {
+        scope.spawn(|| echo(&b));
+        scope.spawn(|| {
+            for _ in 0..count {
+                let sent = start.elapsed().as_nanos() as u64;
+                a.send(&sent.to_ne_bytes()).expect("send");
+                std::thread::sleep(apart); // the pace of the pings, not a wait for something
+            }
+        });
+        let mut stamp = [0; 8];
+        while found.len() < count as usize && a.recv(&mut stamp).is_ok() {
+            let sent = Duration::from_nanos(u64::from_ne_bytes(stamp));
+            found.push(start.elapsed() - sent);
+        }
+    });
+    found.sort();
+    found
+}
+
+fn answers(lab: &Lab, address: IpAddr) -> bool {
+    !round_trips(lab, address, 3, Duration::from_millis(1)).is_empty()
+}
+
+#[test]
+fn the_round_trip_is_within_a_millisecond_of_the_set_one() {
+    let lab = lab("rtt", "rtt=10ms", |_| ());
+    let link = lab.link(0).expect("a link");
+    for rtt_us in [500, 5_000, 50_000, 150_000] {
+        link.set(spec(&format!("rtt={rtt_us}us"))).expect("set");
+        for address in of_b(&lab) {
+            let found = round_trips(&lab, address, 200, Duration::from_millis(2));
+            assert!(found.len() > 150, "{} answers", found.len());
+            let (least, middle) = (found[0], found[found.len() / 2]);
+            println!("round trip {rtt_us} us to {address}: least {least:?}, median {middle:?}");
+            let set = Duration::from_micros(rtt_us);
+            assert!(least >= set, "a packet was early");
+            assert!(least < set + Duration::from_millis(1));
+        }
+    }
+}
+
+/// A stream from `a` to `b` that is sent while `during` runs; gives its answer and the bytes that arrived.
+fn stream<T: Send>(lab: &Lab, address: IpAddr, during: impl FnOnce() -> T + Send) -> (T, u64) {
+    let b = lab.host(1).expect("b");
+    let listen = || TcpListener::bind(SocketAddr::new(address, 0));
+    let listener = b.in_network(listen).expect("its network").expect("bind");
+    let to = listener.local_addr().expect("bound");
+    let a = lab.host(0).expect("a");
+    let connect = || TcpStream::connect_timeout(&to, Duration::from_secs(5));
+    let mut sender = a
+        .in_network(connect)
+        .expect("its network")
+        .expect("connect");
+    option(&sender, libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"cubic");
+    let (mut receiver, _) = listener.accept().expect("accept");
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let received = scope.spawn(move || check_stream(&mut receiver));
+        scope.spawn(|| send_stream(&mut sender, &is_over));
+        let answer = during();
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        (answer, received.join().expect("the stream is intact"))
+    })
+}
+
+/// What the stream holds: a byte that tells its place, with a period that no packet size divides.
+const PERIOD: usize = 65_521;
+
+fn pattern() -> Vec<u8> {
+    (0..4 * PERIOD)
+        .map(|at| (at % PERIOD % 253) as u8)
+        .collect()
+}
+
+fn send_stream(sender: &mut TcpStream, is_over: &std::sync::atomic::AtomicBool) {
+    let pattern = pattern();
+    while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+        sender.write_all(&pattern).expect("send");
+    }
+    sender.shutdown(std::net::Shutdown::Write).expect("end");
+}
+
+fn check_stream(receiver: &mut TcpStream) -> u64 {
+    let (pattern, mut buffer, mut total) = (pattern(), vec![0; 2 * PERIOD], 0);
+    loop {
+        let length = receiver.read(&mut buffer).expect("receive");
+        let at = total as usize % PERIOD;
+        assert!(
+            buffer[..length] == pattern[at..at + length],
+            "at byte {total}"
+        );
+        total += length as u64;
+        if length == 0 {
+            return total;
+        }
+    }
+}
+
+/// The rate between two readings, by the times at which packets left.
+fn rate(before: &Counters, after: &Counters) -> f64 {
+    let bytes = after.a_to_b.sent_wire_bytes - before.a_to_b.sent_wire_bytes;
+    let ns = after.a_to_b.last_departure_ns - before.a_to_b.last_departure_ns;
+    bytes as f64 * 8e9 / ns.max(1) as f64
+}
+
+/// Readings 50 ms apart.
+fn readings(link: &EmulatedLink, count: usize) -> Vec<Counters> {
+    let read = |_| {
+        std::thread::sleep(Duration::from_millis(50)); // the length of a window of the measurement
+        link.counters().expect("counters")
+    };
+    (0..count).map(read).collect()
+}
+
+#[test]
+fn a_stream_gets_the_set_rate_and_never_more() {
+    let lab = lab("rate", "", |_| ());
+    let link = lab.link(0).expect("a link");
+    for (text, set) in [("100mbit", 100e6), ("1gbit", 1e9)] {
+        link.set(spec(&format!("rtt=1ms,rate={text},queue=200ms")))
+            .expect("set");
+        for address in of_b(&lab) {
+            let (found, bytes) = stream(&lab, address, || readings(link, 40));
+            let rates: Vec<f64> = found
+                .windows(2)
+                .map(|pair| rate(&pair[0], &pair[1]))
+                .collect();
+            let best = rates.iter().copied().fold(0.0, f64::max);
+            let (first, last) = (&found[10], &found[39]);
+            let cpu_ns = (last.cpu_ns - first.cpu_ns) as f64;
+            println!(
+                "rate {text} to {address}: {:.4} of it over 1.5 s, best 50 ms {:.4}, {bytes} bytes arrived, {:.3} cores",
+                rate(first, last) / set,
+                best / set,
+                cpu_ns / (last.taken_at_ns - first.taken_at_ns) as f64
+            );
+            // A packet more or less at the edges of a window of 50 ms.
+            assert!(best < set * 1.003, "{best}");
+            assert!(best > set * 0.97, "{best}");
+        }
+    }
+}
+
+#[test]
+fn lost_packets_are_counted_and_as_many_as_set() {
+    let lab = lab("loss", "", |_| ());
+    let link = lab.link(0).expect("a link");
+    for address in of_b(&lab) {
+        assert!(
+            answers(&lab, address),
+            "neighbours know each other before packets are lost"
+        );
+        link.set(spec("loss=2%,rtt=1ms")).expect("set");
+        let before = link.counters().expect("counters").a_to_b;
+        let received = numbered_flow(&lab, address, 20_000, 100);
+        let after = link.counters().expect("counters").a_to_b;
+        let lost = after.dropped_loss_packets - before.dropped_loss_packets;
+        println!(
+            "loss 2 % to {address}: {lost} of 20000 lost, {} arrived",
+            received.len()
+        );
+        // Five standard deviations; neighbour discovery sends a few packets of its own.
+        assert!((300..500).contains(&lost));
+        assert!((20_000 - received.len() as u64).abs_diff(lost) <= 20);
+        assert_eq!(
+            after.dropped_queue_packets + after.dropped_memory_packets,
+            0
+        );
+        link.set(spec("")).expect("set");
+    }
+}
+
+/// Numbered packets from `a` to `b`; gives the numbers in the order in which they arrived.
+fn numbered_flow(lab: &Lab, address: IpAddr, count: u32, bytes: usize) -> Vec<u32> {
+    let (a, b) = udp_pair(lab, address);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut packet = vec![0; bytes];
+            for number in 0..count {
+                packet[..4].copy_from_slice(&number.to_ne_bytes());
+                a.send(&packet).expect("send");
+                if number % 50 == 49 {
+                    std::thread::sleep(Duration::from_micros(500)); // the pace of the flow
+                }
+            }
+        });
+        let (mut packet, mut numbers) = ([0; 2048], Vec::new());
+        while numbers.last() != Some(&(count - 1)) {
+            match b.recv(&mut packet) {
+                Ok(_) => numbers.push(u32::from_ne_bytes([
+                    packet[0], packet[1], packet[2], packet[3],
+                ])),
+                Err(_) => break, // nothing for a second: the last one was dropped
+            }
+        }
+        numbers
+    })
+}
+
+#[test]
+fn a_stream_over_a_losing_link_arrives_intact() {
+    let lab = lab("lossy", "rtt=2ms,rate=500mbit,loss=1%", |_| ());
+    let link = lab.link(0).expect("a link");
+    for address in of_b(&lab) {
+        let (_, bytes) = stream(&lab, address, || readings(link, 30));
+        assert!(bytes > 1 << 20, "{bytes}");
+        let errors = "grep -h -o 'InCsumErrors.*\\|^Tcp:.*' /proc/net/snmp | tail -1";
+        println!(
+            "loss 1 % to {address}: {bytes} bytes; {}",
+            run(lab.host(1).expect("b"), errors)
+        );
+    }
+    let counters = link.counters().expect("counters").a_to_b;
+    assert!(counters.dropped_loss_packets > 0);
+    assert_eq!(counters.dropped_error_packets, 0);
+}
+
+fn run(machine: &Machine, script: &str) -> String {
+    let output = machine
+        .command("sh")
+        .args(["-c", script])
+        .output()
+        .expect("sh runs");
+    String::from_utf8_lossy(&output.stdout).trim().to_owned()
+}
+
+#[test]
+fn a_full_queue_drops_the_rest_of_a_burst() {
+    let lab = lab("queue", "", |_| ());
+    let link = lab.link(0).expect("a link");
+    for address in of_b(&lab) {
+        assert!(answers(&lab, address));
+        link.set(spec("rate=2mbit,queue=20kb")).expect("set");
+        let before = link.counters().expect("counters").a_to_b;
+        let (a, b) = udp_pair(&lab, address);
+        for _ in 0..200 {
+            a.send(&[7; 958]).expect("send"); // 1,000 bytes and a little more as a frame
+        }
+        let received = (0..).take_while(|_| b.recv(&mut [0; 2048]).is_ok()).count() as u64;
+        let after = link.counters().expect("counters").a_to_b;
+        let dropped = after.dropped_queue_packets - before.dropped_queue_packets;
+        println!("queue of 20 kB to {address}: {received} of 200 arrived, {dropped} dropped");
+        assert_eq!(received + dropped, 200);
+        assert!(received >= 19 && dropped > 0);
+        assert!(after.queue_peak_bytes <= 20_000);
+        link.set(spec("")).expect("set");
+    }
+}
+
+#[test]
+fn jitter_keeps_the_order_unless_asked_for() {
+    let lab = lab("jitter", "rtt=2ms,jitter=3ms", |_| ());
+    let link = lab.link(0).expect("a link");
+    for address in of_b(&lab) {
+        assert!(answers(&lab, address));
+        let numbers = numbered_flow(&lab, address, 5_000, 1_000);
+        assert_eq!(numbers.len(), 5_000);
+        assert!(numbers.is_sorted());
+    }
+    link.set(spec("rtt=2ms,jitter=3ms,reorder")).expect("set");
+    let numbers = numbered_flow(&lab, of_b(&lab)[0], 5_000, 1_000);
+    assert!(!numbers.is_sorted());
+}
+
+#[test]
+fn a_cut_link_is_silent_at_both_ends_and_heals() {
+    let lab = lab("cut", "rtt=1ms", |_| ());
+    let link = lab.link(0).expect("a link");
+    for address in of_b(&lab) {
+        assert!(answers(&lab, address));
+        link.cut().expect("cut");
+        assert!(!answers(&lab, address));
+        for host in [0, 1] {
+            let carrier = run(
+                lab.host(host).expect("a host"),
+                "cat /sys/class/net/mig0/carrier",
+            );
+            assert_eq!(carrier, "1", "it is cut far away");
+        }
+        let counters = link.counters().expect("counters");
+        assert!(counters.a_to_b.dropped_cut_packets > 0);
+        link.heal().expect("heal");
+        assert!(answers(&lab, address));
+    }
+}
+
+#[test]
+fn directions_can_differ() {
+    let lab = lab("directions", "", |_| ());
+    let link = lab.link(0).expect("a link");
+    link.set_direction(Direction::BToA, spec("rtt=40ms"))
+        .expect("set");
+    assert_eq!(link.spec(Direction::AToB).expect("spec"), spec(""));
+    let found = round_trips(&lab, of_b(&lab)[0], 50, Duration::from_millis(1));
+    let least = *found.first().expect("an answer");
+    assert!(
+        (20..30).contains(&least.as_millis()),
+        "half of 40 ms one way: {least:?}"
+    );
+}
+
+/// Bytes that each link carried while packets went from each of `a`'s devices to the one of the same number of `b`.
+fn carried_by_each(lab: &Lab, of_family: fn((IpAddr, IpAddr)) -> IpAddr) {
+    for nic in 0..4 {
+        let read = || -> Vec<u64> {
+            let bytes =
+                |link: &EmulatedLink| link.counters().expect("counters").a_to_b.delivered_bytes;
+            lab.links().iter().map(bytes).collect()
+        };
+        let a = udp(
+            lab.host(0).expect("a"),
+            of_family(lab.migration_addresses(0, nic)),
+        );
+        let b = udp(
+            lab.host(1).expect("b"),
+            of_family(lab.migration_addresses(1, nic)),
+        );
+        a.connect(b.local_addr().expect("bound")).expect("connect");
+        a.send(&[0; 100]).expect("send");
+        b.recv(&mut [0; 2048]).expect("the neighbour is found");
+        let before = read();
+        for _ in 0..50 {
+            a.send(&[0; 1000]).expect("send");
+            b.recv(&mut [0; 2048]).expect("it arrives");
+        }
+        let carried: Vec<u64> = read()
+            .iter()
+            .zip(before)
+            .map(|(after, before)| after - before)
+            .collect();
+        for (other, bytes) in carried.iter().enumerate() {
+            let is_this = other == usize::from(nic);
+            assert_eq!(*bytes >= 50_000, is_this, "device {nic}: {carried:?}");
+            assert!(is_this || *bytes < 5_000, "device {nic}: {carried:?}");
+        }
+    }
+}
+
+#[test]
+fn each_of_four_devices_sends_through_its_own_link_on_one_subnet_and_on_different_ones() {
+    for subnets in [Subnets::One, Subnets::Each] {
+        let lab = lab("nics", "rtt=1ms", |config| {
+            (config.migration_nics, config.migration_subnets) = (4, subnets);
+        });
+        carried_by_each(&lab, |(four, _)| four);
+        carried_by_each(&lab, |(_, six)| six);
+    }
+}
+
+#[test]
+fn a_routed_lab_has_its_link_between_the_router_and_b() {
+    let lab = lab("routed", "rtt=20ms", |config| config.routed = true);
+    for address in of_b(&lab) {
+        let found = round_trips(&lab, address, 50, Duration::from_millis(1));
+        let least = *found.first().expect("an answer");
+        assert!((20..30).contains(&least.as_millis()), "{least:?}");
+    }
+    let counters = lab.link(0).expect("a link").counters().expect("counters");
+    assert!(counters.a_to_b.delivered_packets >= 100 && counters.b_to_a.delivered_packets >= 100);
+}
+
+#[test]
+fn the_link_of_a_kept_lab_is_changed_by_others_and_ends_with_it() {
+    let mut first = lab("kept", "rtt=5ms,rate=1gbit", |config| config.keep = true);
+    let opened = Lab::open(&first.config().name).expect("open");
+    let link = opened.link(0).expect("a link");
+    assert_eq!(
+        link.spec(Direction::AToB).expect("spec"),
+        spec("rtt=5ms,rate=1gbit")
+    );
+    link.set(spec("rtt=30ms")).expect("set");
+    let found = round_trips(&opened, of_b(&opened)[1], 50, Duration::from_millis(1));
+    assert!((30..40).contains(&found.first().expect("an answer").as_millis()));
+    assert!(link.counters().expect("counters").b_to_a.delivered_packets >= 50);
+    let senseless = LinkSpec {
+        loss_ppm: 2_000_000,
+        ..LinkSpec::default()
+    };
+    let refused = link.set(senseless).expect_err("refused").to_string();
+    assert!(refused.contains("at most 100%"), "{refused}");
+    link.cut().expect("cut");
+    assert!(!answers(&opened, of_b(&opened)[0]));
+    link.heal().expect("heal");
+    first.end().expect("end");
+    assert!(link.counters().is_err(), "it has ended with the lab");
+}
+
+#[test]
+fn a_link_joins_any_two_namespaces_and_its_devices_end_with_it() {
+    let lab = Lab::new(LabConfig::default()).expect("a lab");
+    let (a, b) = (lab.host(0).expect("a"), lab.host(1).expect("b"));
+    let end =
+        |machine: &Machine, four, six| End::of_process(machine.init_pid(), "wan0", &[four, six]);
+    let first = end(a, "10.90.0.1/24", "fd90::1/64").expect("an end");
+    let second = end(b, "10.90.0.2/24", "fd90::2/64").expect("an end");
+    let link = Link::between(&first, &second, spec("rtt=4ms")).expect("a link");
+    for (from, to) in [("10.90.0.1", "10.90.0.2"), ("fd90::1", "fd90::2")] {
+        let (from, to) = (from.parse().expect("address"), to.parse().expect("address"));
+        let (one, other) = (udp(a, from), udp(b, to));
+        one.connect(other.local_addr().expect("bound"))
+            .expect("connect");
+        let start = Instant::now();
+        one.send(b"there").expect("send");
+        other.recv(&mut [0; 64]).expect("it arrives");
+        assert!(start.elapsed() >= Duration::from_millis(2));
+    }
+    let again = Link::between(&first, &second, spec(""))
+        .err()
+        .expect("refused");
+    assert!(
+        again.to_string().contains("cannot make device wan0"),
+        "{again}"
+    );
+    drop(link);
+    assert_eq!(run(a, "ls /sys/class/net | grep -c wan0"), "0");
+}
