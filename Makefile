@@ -9,7 +9,7 @@ CARGO      ?= cargo
 export CARGO_TERM_COLOR ?= auto
 export SEEDS FUZZ_RUNS CARGO
 
-.PHONY: all build deps test test-unit test-sim test-qemu fuzz plant-faults demo guests tidy lint clean-demo help
+.PHONY: all build deps test test-unit test-sim test-qemu fuzz plant-faults demo guests bench bench-quick tidy lint clean-demo help
 
 all: build
 
@@ -28,6 +28,12 @@ guests: deps ## Make the guest images below target/guests
 
 demo: deps ## Move a loaded Redis guest between two hosts on this machine and back
 	@scripts/demo.sh
+
+bench: ## Measure moves of memory against QEMU's own migration, the whole set (up to 3 hours)
+	@scripts/bench.sh
+
+bench-quick: ## A small part of it, under 8 minutes
+	@scripts/bench.sh --quick
 
 test: deps ## Run everything that must pass
 	@scripts/test.sh

@@ -2,7 +2,8 @@
 # Installs from the distribution's packages what the tests and the demo need, and fetches
 # (never installs) the distribution's cloud kernel for the guest image.
 #
-# Usage: scripts/install-deps.sh [--report]
+# Usage: scripts/install-deps.sh [--bench] [--report]
+#   --bench    also install iperf3, which shows the bench what the network gives
 #   --report   also install chromium, which turns the report into a picture (optional)
 #
 # Does nothing, quickly, when nothing is missing. Knows Debian 12 and 13 and Ubuntu 24.04; on
@@ -14,10 +15,12 @@ set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 kernel_dir="$root/target/guests/kernel"
 want_report=no
+want_bench=no
 for arg in "$@"; do
     case $arg in
         --report) want_report=yes ;;
-        -h|--help) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        --bench) want_bench=yes ;;
+        -h|--help) sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 0 ;;
         *) echo "install-deps: unknown argument '$arg', try --help" >&2; exit 2 ;;
     esac
 done
@@ -43,6 +46,9 @@ missing_packages() {
     do
         [ -e "${pair#*=}" ] || printf '%s ' "${pair%%=*}"
     done
+    if [ "$want_bench" = yes ] && ! command -v iperf3 >/dev/null; then
+        printf 'iperf3 '
+    fi
     if [ "$want_report" = yes ] && ! command -v chromium >/dev/null; then
         printf 'chromium '
     fi

@@ -98,6 +98,15 @@ pub enum Command {
     /// Migrations: list, show, watch, cancel
     #[command(subcommand)]
     Migration(MigrationCommand),
+    /// Measure moves against QEMU's own migration (by the program godwit-bench beside this one)
+    #[command(
+        after_help = "Examples:\n  godwit bench memory --quick\n  godwit bench memory --scenario idle --runs 3"
+    )]
+    Bench {
+        /// What the bench is asked for; 'memory --help' lists it
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Print a shell's completions
     #[command(after_help = "Example:\n  godwit completion bash > /etc/bash_completion.d/godwit")]
     Completion {

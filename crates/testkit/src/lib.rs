@@ -4,8 +4,10 @@
 //! nothing of the product links this crate.
 
 pub mod guest;
+pub mod interrupt;
 pub mod lab;
 pub mod link;
 pub mod load;
 pub mod qemu;
 pub mod report;
+pub mod touch;

@@ -11,7 +11,10 @@ const RINGS: [(&str, &[&str]); 4] = [
     ("pure", &["types", "wire", "migrate", "ownership"]),
     ("edge", &["guestmem", "qemu", "transport", "store", "rpc"]),
     ("glue", &["vmproc", "agent", "controller", "cli"]),
-    ("beside", &["sim", "testkit", "fuzz", "xtask", "e2e"]),
+    (
+        "beside",
+        &["sim", "testkit", "fuzz", "xtask", "e2e", "bench"],
+    ),
 ];
 
 /// What a pure crate may use from outside: data, errors and arithmetic.

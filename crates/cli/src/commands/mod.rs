@@ -1,6 +1,7 @@
 //! The commands, one file per noun.
 
 pub mod agent;
+pub mod bench;
 pub mod controller;
 pub mod host;
 pub mod join;
@@ -23,6 +24,7 @@ pub async fn run(cli: Cli, output: &Output) -> CommandResult {
         Command::Host(command) => host::run(command, global, output).await,
         Command::Vm(command) => vm::run(command, global, output).await,
         Command::Migration(command) => migration::run(command, global, output).await,
+        Command::Bench { arguments } => bench::run(&arguments),
         Command::Completion { shell } => pages::completion(shell),
         Command::Man { dir } => pages::man(&dir, output),
         // Make their own threads or runtime and never come here: see `main`.

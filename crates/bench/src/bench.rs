@@ -1,0 +1,403 @@
+//! The run of a plan: cell by cell, the systems of a cell taking turns, a row after each run.
+//!
+//! Owns the stage that is up and the results, which are written after every row, so that an end at any moment leaves
+//! what there is. A run that goes wrong is a row that says so. Refuses: to start without root.
+
+use crate::client::Client;
+use crate::guest::{self, Boot, Spins, Steps};
+use crate::memory::Memory;
+use crate::peer::{Programs, Way};
+use crate::plan::{CUT_OFF_FACTOR, Cell, Guest, System};
+use crate::qmp::refuse_if_interrupted;
+use crate::row::{CUT_OFF, Results, Row};
+use crate::stage::Stage;
+use crate::usage::Usage;
+use crate::{godwit, limits, peer};
+use anyhow::{Context as _, Result};
+use godwit_testkit::interrupt;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Longest that our own move may take, and a peer's where ours did not end.
+const OWN_LIMIT: Duration = Duration::from_secs(300);
+/// A peer is never cut off before this: its start alone takes a part of it.
+const LIMIT_MIN: Duration = Duration::from_secs(10);
+/// How long a counter guest's speed is looked at before and after.
+const LOOK_FOR: Duration = Duration::from_secs(2);
+const BYTES_PER_MIB: f64 = 1_048_576.0;
+
+/// What all systems are asked for.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Longest pause aimed at; the peers' downtime limit.
+    pub max_downtime_ms: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            max_downtime_ms: 50,
+        }
+    }
+}
+
+/// One run of one system.
+pub struct Run<'a> {
+    /// The cell.
+    pub cell: &'a Cell,
+    /// What boots.
+    pub boot: &'a Boot,
+    /// The same for all systems.
+    pub settings: &'a Settings,
+    /// A name for files and machines.
+    pub name: String,
+    /// Longest that the move may take.
+    pub limit: Duration,
+    /// What the guest's random data begin with.
+    pub seed: u64,
+}
+
+/// What a move left to be made a row of.
+pub struct Moved {
+    /// When the command was given, seconds since 1970, as all moments.
+    pub began: f64,
+    /// STOP at the source.
+    pub stop: f64,
+    /// RESUME at the destination.
+    pub resume: f64,
+    /// Seconds of preparation.
+    pub prepare_s: f64,
+    /// Data channels.
+    pub streams: u32,
+    /// What host a and host b spent.
+    pub usage: Vec<Usage>,
+    /// A counter guest's course.
+    pub steps: Steps,
+    /// Whether the memories were equal.
+    pub equal: bool,
+    /// Whether the usage holds the guest's memory too.
+    pub guest_memory_counted: bool,
+    /// What else is kept.
+    pub details: Value,
+}
+
+/// How a run ended.
+pub enum Ended {
+    /// The guest runs at the destination.
+    Moved(Box<Moved>),
+    /// It took too long.
+    CutOff,
+    /// It cannot be run here: why.
+    Skipped(String),
+}
+
+impl Run<'_> {
+    /// Waits until the guest is up and has its data; the Redis guest is under load then.
+    pub fn begin_guest(&self, stage: &Stage, memory: &Memory) -> Result<Option<Client>> {
+        if let Guest::Redis { .. } = self.cell.guest {
+            return Client::begin(stage, &self.cell.guest).map(Some);
+        }
+        guest::get_ready(&self.cell.guest, memory, self.seed)?;
+        Ok(None)
+    }
+
+    /// Looks at a counter guest's speed before it is moved.
+    pub fn watch_before(&self, memory: &Memory, steps: &mut Steps) -> Result<()> {
+        self.watch(memory, steps)
+    }
+
+    /// And after.
+    pub fn watch_after(&self, memory: &Memory, steps: &mut Steps) -> Result<()> {
+        self.watch(memory, steps)
+    }
+
+    fn watch(&self, memory: &Memory, steps: &mut Steps) -> Result<()> {
+        if !matches!(self.cell.guest, Guest::Counter { .. }) {
+            return Ok(());
+        }
+        let until = Instant::now() + LOOK_FOR;
+        while Instant::now() < until {
+            refuse_if_interrupted()?;
+            steps.look(memory, unix_now());
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        Ok(())
+    }
+}
+
+/// Seconds since 1970 by the clock that QEMU stamps its events with.
+pub fn unix_now() -> f64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// A bench under way.
+pub struct Bench {
+    bin: PathBuf,
+    out: PathBuf,
+    guests: PathBuf,
+    programs: Programs,
+    settings: Settings,
+    results: Results,
+    stage: Option<Stage>,
+    spins: Option<Spins>,
+    bare_s: HashMap<(&'static str, bool), f64>,
+    count: u32,
+}
+
+impl Bench {
+    /// Prepares the directories.
+    pub fn new(bin: &Path, out: &Path, target: &Path, machine: Value) -> Result<Self> {
+        let guests = out.join("work");
+        std::fs::create_dir_all(&guests)?;
+        let tls = guests.join("tls");
+        crate::tls::write(&tls)?;
+        Ok(Self {
+            bin: bin.to_owned(),
+            out: out.to_owned(),
+            programs: Programs::find(target, &tls),
+            guests,
+            settings: Settings::default(),
+            results: Results {
+                machine,
+                rows: Vec::new(),
+            },
+            stage: None,
+            spins: None,
+            bare_s: HashMap::new(),
+            count: 0,
+        })
+    }
+
+    /// Runs the cells and gives all rows. After Ctrl-C it gives those that there are.
+    pub fn run(mut self, cells: &[Cell]) -> Result<Results> {
+        let total: usize = cells
+            .iter()
+            .map(|cell| cell.systems.len() * cell.runs as usize)
+            .sum();
+        for cell in cells {
+            for repetition in 1..=cell.runs {
+                for system in &cell.systems {
+                    if interrupt::caught() {
+                        return Ok(self.results);
+                    }
+                    let row = self.one(cell, system, repetition);
+                    if interrupt::caught() && !row.completed() {
+                        return Ok(self.results);
+                    }
+                    println!("[{:3}/{total}] {}", self.results.rows.len() + 1, line(&row));
+                    self.results.rows.push(row);
+                    self.write()?;
+                }
+            }
+        }
+        Ok(self.results)
+    }
+
+    fn write(&self) -> Result<()> {
+        let (path, fresh) = (
+            self.out.join("memory.json"),
+            self.out.join("memory.json.new"),
+        );
+        std::fs::write(&fresh, serde_json::to_vec_pretty(&self.results)?)?;
+        std::fs::rename(&fresh, &path).with_context(|| format!("cannot write {}", path.display()))
+    }
+
+    fn one(&mut self, cell: &Cell, system: &System, repetition: u32) -> Row {
+        let mut row = cell.row(system, repetition);
+        match self.attempt(cell, system, &mut row) {
+            Ok(outcome) => row.outcome = outcome,
+            Err(error) => {
+                row.outcome = format!("failed: {error:#}");
+                // Whatever went wrong must not reach the next run.
+                self.stage = None;
+            }
+        }
+        row
+    }
+
+    fn attempt(&mut self, cell: &Cell, system: &System, row: &mut Row) -> Result<String> {
+        if let Err(error) = self.set_stage(cell) {
+            refuse_if_interrupted()?;
+            return Ok(format!("skipped: {error:#}"));
+        }
+        if !system.moves() {
+            let stage = self.stage.as_ref().context("no stage")?;
+            return limits::measure(stage, system, cell, row);
+        }
+        let boot = self.boot(cell)?;
+        self.count += 1;
+        let limit = self.limit(cell, system);
+        let settings = self.settings.clone();
+        let run = Run {
+            cell,
+            boot: &boot,
+            settings: &settings,
+            name: format!("bench{}", self.count),
+            limit,
+            seed: u64::from(self.count) << 40,
+        };
+        let ended = self.move_by(system, &run)?;
+        Ok(match ended {
+            Ended::Moved(moved) => {
+                fill_in(row, &moved);
+                "completed".into()
+            }
+            Ended::CutOff => {
+                row.details = json!({"limit_s": limit.as_secs_f64()});
+                CUT_OFF.into()
+            }
+            Ended::Skipped(why) => format!("skipped: {why}"),
+        })
+    }
+
+    fn move_by(&mut self, system: &System, run: &Run) -> Result<Ended> {
+        let stage = self.stage.as_ref().context("no stage")?;
+        if let System::Godwit {
+            encrypted,
+            prepared,
+        } = *system
+        {
+            return godwit::run(stage, run, encrypted, prepared);
+        }
+        let way = Way::of(system).context("no such system")?;
+        let mut bare_s = 0.0;
+        if way.prepared && way.available(&self.programs) {
+            bare_s = match self.bare_s.get(&(system.name(), way.tls)) {
+                Some(known) => *known,
+                None => peer::bare_start_s(stage, run, &self.programs, way)?,
+            };
+            self.bare_s.insert((system.name(), way.tls), bare_s);
+        }
+        peer::run(stage, run, &self.programs, way, bare_s)
+    }
+
+    /// The stage that is up is used as long as it can be made like the cell's network.
+    fn set_stage(&mut self, cell: &Cell) -> Result<()> {
+        if !self
+            .stage
+            .as_ref()
+            .is_some_and(|stage| stage.serves(&cell.network))
+        {
+            self.stage = None;
+            self.stage = Some(Stage::new(&cell.network, &self.bin, &self.guests)?);
+        }
+        match &self.stage {
+            Some(stage) => stage.reshape(&cell.network),
+            None => Ok(()),
+        }
+    }
+
+    fn boot(&mut self, cell: &Cell) -> Result<Boot> {
+        let spins = match (self.spins, &cell.guest) {
+            (Some(known), _) => known,
+            (None, Guest::Counter { .. }) => {
+                let stage = self.stage.as_ref().context("no stage")?;
+                let measured = peer::measure_spins(stage, &self.programs, &self.guests)?;
+                *self.spins.insert(measured)
+            }
+            _ => Spins::default(),
+        };
+        Boot::make(&cell.guest, &self.guests, &spins)
+    }
+
+    /// Ten times our median in this cell, of the moves most like this one.
+    fn limit(&self, cell: &Cell, system: &System) -> Duration {
+        if let System::Godwit { .. } = system {
+            return OWN_LIMIT;
+        }
+        let ours: Vec<&Row> = self
+            .results
+            .rows
+            .iter()
+            .filter(|row| row.scenario == cell.scenario && row.cell == cell.name)
+            .filter(|row| row.system == "godwit" && row.completed())
+            .collect();
+        let wanted = cell.row(system, 0);
+        let alike = |row: &&&Row| {
+            let plain = |row: &Row| row.encryption == "none";
+            row.destination == wanted.destination && plain(row) == plain(&wanted)
+        };
+        let closest: Vec<f64> = ours
+            .iter()
+            .filter(alike)
+            .filter_map(|row| row.total_s)
+            .collect();
+        let all: Vec<f64> = ours.iter().filter_map(|row| row.total_s).collect();
+        let times = if closest.is_empty() { all } else { closest };
+        match crate::judge::median(&times) {
+            Some(median) => Duration::from_secs_f64(median * CUT_OFF_FACTOR).max(LIMIT_MIN),
+            None => OWN_LIMIT,
+        }
+    }
+}
+
+fn fill_in(row: &mut Row, moved: &Moved) {
+    let gb = row.ram_gib * 1024.0 * BYTES_PER_MIB / 1e9;
+    let total_s = moved.resume - moved.began;
+    row.total_s = Some(total_s);
+    row.prepare_s = moved.prepare_s;
+    row.switchover_ms = Some((moved.resume - moved.stop) * 1e3);
+    row.throughput_gb_per_s = Some(gb / (total_s - moved.prepare_s).max(1e-3));
+    row.streams = moved.streams;
+    row.ram_equal = Some(moved.equal);
+    row.details = moved.details.clone();
+    let cost = |index: usize| moved.usage.get(index).map(|usage| usage.cpu_s / gb);
+    row.cpu_source_s_per_gb = cost(0);
+    row.cpu_destination_s_per_gb = cost(1);
+    let guest_mib = if moved.guest_memory_counted {
+        row.ram_gib * 1024.0
+    } else {
+        0.0
+    };
+    let memory = moved
+        .usage
+        .iter()
+        .map(|usage| (usage.rss_mib - guest_mib).max(0.0));
+    row.peak_rss_mib = memory.reduce(f64::max);
+    let tables = moved.usage.iter().map(|usage| usage.page_tables_mib);
+    row.details["page_tables_mib"] = json!(tables.reduce(f64::max));
+    row.details["vcpu_s"] = json!(
+        moved
+            .usage
+            .iter()
+            .map(|usage| usage.vcpu_s)
+            .collect::<Vec<_>>()
+    );
+    if !moved.steps.seen.is_empty() {
+        let before = moved.steps.rate(0.0, moved.began);
+        let during = moved.steps.rate(moved.began, moved.stop);
+        row.guest_speed_during = before.zip(during).map(|(before, during)| during / before);
+        row.details["steps_mib_per_s"] = moved.steps.course(moved.began);
+    }
+    if let Some(speed) = moved.details["client"]["speed_during"].as_f64() {
+        row.guest_speed_during = Some(speed);
+    }
+}
+
+/// A row for people, while it runs.
+fn line(row: &Row) -> String {
+    let head = format!(
+        "{:<8} {:<14} {:<9} {:<24} {:<8} {:<11}",
+        row.scenario, row.cell, row.system, row.config, row.destination, row.encryption
+    );
+    let Some(total_s) = row.total_s else {
+        let speed = row
+            .throughput_gb_per_s
+            .map(|rate| format!("{rate:.2} GB/s"));
+        return format!("{head} {} {}", speed.unwrap_or_default(), row.outcome);
+    };
+    format!(
+        "{head} {total_s:6.2} s ({:.2} s prepared)  stop {:6.1} ms  {:.2} GB/s  cpu {:.2}/{:.2} s/GB  equal: {}",
+        row.prepare_s,
+        row.switchover_ms.unwrap_or(0.0),
+        row.throughput_gb_per_s.unwrap_or(0.0),
+        row.cpu_source_s_per_gb.unwrap_or(0.0),
+        row.cpu_destination_s_per_gb.unwrap_or(0.0),
+        row.ram_equal
+            .map_or("not compared", |equal| if equal { "yes" } else { "NO" })
+    )
+}

@@ -1,0 +1,162 @@
+//! The bench's command line. See `--help`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Parser, Subcommand};
+use godwit_bench::bench::Bench;
+use godwit_bench::plan::{self, Cell, Choice};
+use godwit_bench::row::Results;
+use godwit_bench::stage::{programs, usual_output};
+use godwit_bench::{machine, page, picture, table};
+use godwit_testkit::guest::linux::target_dir;
+use godwit_testkit::interrupt;
+
+/// Measures Godwit and QEMU's own migration in the same run, on the same guests, between two test hosts on this machine.
+#[derive(Parser)]
+#[command(name = "godwit-bench", version)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Moves of memory: run the plan, write memory.json, memory.html and memory.md
+    Memory(Memory),
+    /// Make the HTML page and the table of a memory.json anew
+    Report {
+        /// What a bench wrote
+        results: PathBuf,
+        /// Where they go; beside the file when left out
+        #[arg(long)]
+        out: Option<PathBuf>,
+    },
+    /// Write the pictures of a memory.json as SVG files
+    Picture {
+        /// What a bench wrote
+        results: PathBuf,
+        /// Directory for them
+        #[arg(long)]
+        out: PathBuf,
+    },
+}
+
+#[derive(Args)]
+struct Memory {
+    /// Only this scenario (idle, zero, redis, hot, link, ipv6, distance); may be given several times
+    #[arg(long)]
+    scenario: Vec<String>,
+    /// One small cell each of idle, zero, redis, hot and distance
+    #[arg(long)]
+    quick: bool,
+    /// So many runs of everything
+    #[arg(long)]
+    runs: Option<u32>,
+    /// Where results go; bench below the target directory when left out
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Print what would run and about how long it takes, and run nothing
+    #[arg(long)]
+    plan: bool,
+}
+
+fn main() -> ExitCode {
+    match run(Arguments::parse()) {
+        Ok(()) if interrupt::caught() => {
+            eprintln!("bench: interrupted; what was measured is kept, what was started is ended");
+            ExitCode::from(130)
+        }
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: Arguments) -> Result<()> {
+    match arguments.command {
+        Command::Memory(memory) => bench(&memory),
+        Command::Report { results, out } => {
+            let read = read(&results)?;
+            let beside = results.parent().unwrap_or(Path::new(".")).to_owned();
+            report(&read, &out.unwrap_or(beside))
+        }
+        Command::Picture { results, out } => {
+            std::fs::create_dir_all(&out)?;
+            for (name, svg) in picture::files(&read(&results)?) {
+                let path = out.join(name);
+                std::fs::write(&path, svg)
+                    .with_context(|| format!("cannot write {}", path.display()))?;
+                println!("{}", path.display());
+            }
+            Ok(())
+        }
+    }
+}
+
+fn bench(arguments: &Memory) -> Result<()> {
+    let choice = Choice {
+        scenarios: arguments.scenario.clone(),
+        quick: arguments.quick,
+        runs: arguments.runs,
+    };
+    let cells = plan::cells(&choice).map_err(anyhow::Error::msg)?;
+    if arguments.plan {
+        print_plan(&cells);
+        return Ok(());
+    }
+    if !rustix::process::geteuid().is_root() {
+        bail!("the bench makes namespaces and needs root: run it with sudo");
+    }
+    interrupt::catch();
+    let out = match &arguments.out {
+        Some(out) => std::path::absolute(out)?,
+        None => usual_output()?,
+    };
+    std::fs::create_dir_all(&out)?;
+    let (target, bin) = (target_dir()?, programs()?);
+    let ten = target.join("peers/qemu-10.0/qemu-system-x86_64");
+    let mut about = machine::describe(&bin, ten.exists().then_some(ten.as_path()));
+    println!("touching all free memory once");
+    about["warm_up"] = machine::warm_up()?;
+    let results = Bench::new(&bin, &out, &target, about)?.run(&cells)?;
+    report(&results, &out)
+}
+
+fn print_plan(cells: &[Cell]) {
+    for cell in cells {
+        println!(
+            "{:<9} {:<18} {:>5} MiB {} vCPU  {} runs of {:>2} systems  about {:>5.0} s",
+            cell.scenario,
+            cell.name,
+            cell.ram_mib,
+            cell.vcpus,
+            cell.runs,
+            cell.systems.len(),
+            cell.estimate_s()
+        );
+    }
+    println!(
+        "all of it: about {:.0} minutes",
+        plan::estimate_s(cells) / 60.0
+    );
+}
+
+fn read(path: &Path) -> Result<Results> {
+    let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    serde_json::from_slice(&text).with_context(|| format!("{} is no bench result", path.display()))
+}
+
+fn report(results: &Results, out: &Path) -> Result<()> {
+    let markdown = table::markdown(&results.rows);
+    std::fs::write(out.join("memory.html"), page::html(results))?;
+    std::fs::write(out.join("memory.md"), &markdown)?;
+    println!(
+        "\n{markdown}\nresults: {0}/memory.json, {0}/memory.html, {0}/memory.md",
+        out.display()
+    );
+    Ok(())
+}

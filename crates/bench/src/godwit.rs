@@ -1,0 +1,266 @@
+//! One move by the product, from the command line of the controller's machine, watched from outside.
+//!
+//! The second control socket of each QEMU, which the product keeps for a successor of its VM process, is listened to for
+//! the moments of STOP and RESUME; nothing is sent there but the greeting. Owns the VM that it made, and removes it.
+
+use crate::bench::{Ended, Moved, Run, Settings, unix_now};
+use crate::guest::{self, Boot, MAC, Steps};
+use crate::memory::Memory;
+use crate::plan::Guest;
+use crate::qmp::{Qmp, refuse_if_interrupted};
+use crate::stage::{SOON, Stage};
+use crate::usage::Watch;
+use anyhow::{Context as _, Result, bail, ensure};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Between questions to the controller, which cost CPU that the migration could use.
+const ASK_EVERY: Duration = Duration::from_secs(3);
+/// Looks at a counter guest while it is moved.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+
+/// A running VM of the product on host a.
+pub struct Vm<'a> {
+    stage: &'a Stage,
+    name: String,
+}
+
+impl<'a> Vm<'a> {
+    /// Makes and starts it.
+    pub fn start(stage: &'a Stage, name: &str, run: &Run, boot: &Boot) -> Result<Self> {
+        let mut text = format!(
+            "name = \"{name}\"\nvcpus = {}\nmemory_mib = {}\nkernel = \"{}\"\naccelerator = \"tcg\"\n",
+            run.cell.vcpus,
+            run.cell.ram_mib,
+            boot.kernel.display()
+        );
+        if let Some(initramfs) = &boot.initramfs {
+            let (initramfs, arguments) = (initramfs.display(), &boot.arguments);
+            text.push_str(&format!(
+                "initramfs = \"{initramfs}\"\ncmdline = \"{arguments}\"\n"
+            ));
+        }
+        if boot.card {
+            text.push_str(&format!("[[nic]]\nport_group = \"vm\"\nmac = \"{MAC}\"\n"));
+        }
+        let file = stage.dir().join(format!("{name}.toml"));
+        std::fs::write(&file, text)?;
+        stage.run("controller", &["vm", "create", &file.to_string_lossy()])?;
+        let vm = Self {
+            stage,
+            name: name.to_owned(),
+        };
+        stage.run("controller", &["vm", "start", name, "--on", "a"])?;
+        Ok(vm)
+    }
+
+    /// Its RAM file on a host.
+    fn ram(&self, host: &str) -> Result<PathBuf> {
+        let prefix = format!("{}.", self.name);
+        let dir = self.stage.inside(host, "/run/godwit/ram")?;
+        newest(&dir, |name| name.starts_with(&prefix))
+    }
+
+    /// The spare control socket of its QEMU on a host.
+    fn monitor(&self, host: &str) -> Result<PathBuf> {
+        let dir = self
+            .stage
+            .inside(host, format!("/run/godwit/vms/{}/qemu", self.name))?;
+        newest(&dir, |name| name.ends_with("-1.qmp"))
+    }
+
+    fn pause(&self) -> Result<()> {
+        self.stage
+            .run("controller", &["vm", "pause", &self.name])
+            .map(drop)
+    }
+}
+
+impl Drop for Vm<'_> {
+    fn drop(&mut self) {
+        let off = |stage: &Stage| {
+            let vm = stage.json("controller", &["vm", "show", &self.name])?;
+            Ok(vm["state"] == "stopped")
+        };
+        // What does not go is ended with the lab.
+        let _ = self
+            .stage
+            .run("controller", &["vm", "stop", &self.name, "--force"]);
+        let _ = self.stage.until("the VM is off", off);
+        let _ = self.stage.run("controller", &["vm", "delete", &self.name]);
+    }
+}
+
+/// Moves one guest to host b.
+pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<Ended> {
+    if prepared && !stage.prepares() {
+        let why = "this build of godwit has no --prepare";
+        return Ok(Ended::Skipped(why.into()));
+    }
+    let vm = Vm::start(stage, &run.name, run, run.boot)?;
+    let source = retried(|| Memory::of_file(&vm.ram("a")?))?;
+    let client = run.begin_guest(stage, &source)?;
+    let mut monitor = Qmp::connect(&vm.monitor("a")?, Instant::now() + SOON)?;
+    let mut steps = Steps::default();
+    run.watch_before(&source, &mut steps)?;
+    let watch = Watch::start(&[stage.machine("a")?, stage.machine("b")?])?;
+    let began = unix_now();
+    let id = begin(stage, &vm, run.settings, encrypted, prepared)?;
+    let outcome = follow(&vm, &id, run, &mut monitor, &source, &mut steps);
+    let usage = watch.end();
+    let (stop, resume) = match outcome {
+        Ok(Some(moments)) => moments,
+        Ok(None) => {
+            // The guest must be at rest before it is removed.
+            let _ = stage.run("controller", &["migration", "cancel", &id]);
+            return Ok(Ended::CutOff);
+        }
+        Err(error) => return Err(why(stage, &id, error)),
+    };
+    let destination = Memory::of_file(&vm.ram("b")?)?;
+    run.watch_after(&destination, &mut steps)?;
+    let report = finished(stage, &id)?;
+    let (equal, checked, client) = match client {
+        Some(client) => client.end(began, resume)?,
+        None => {
+            vm.pause()?;
+            let (equal, checked) = guest::check(run.cell, &source, &destination)?;
+            (equal, checked, Value::Null)
+        }
+    };
+    Ok(Ended::Moved(Box::new(Moved {
+        began,
+        stop,
+        resume,
+        prepare_s: report["prepare_s"].as_f64().unwrap_or(0.0),
+        streams: report["streams"].as_u64().unwrap_or(0) as u32,
+        usage,
+        steps,
+        equal,
+        guest_memory_counted: false,
+        details: json!({"report": report, "ram_checked": checked, "client": client}),
+    })))
+}
+
+fn begin(
+    stage: &Stage,
+    vm: &Vm,
+    settings: &Settings,
+    encrypted: bool,
+    prepared: bool,
+) -> Result<String> {
+    let encryption = if encrypted { "required" } else { "disabled" };
+    let downtime = settings.max_downtime_ms.to_string();
+    let mut command = vec!["vm", "migrate", &vm.name, "--to", "b", "--detach"];
+    command.extend(["--encryption", encryption, "--max-downtime", &downtime]);
+    if prepared {
+        command.push("--prepare");
+    }
+    let begun = stage.json("controller", &command)?;
+    Ok(begun["id"]
+        .as_str()
+        .context("no id of the migration")?
+        .to_owned())
+}
+
+/// The moments of STOP and RESUME; none when the limit passes first. The destination's socket is listened to from the
+/// instant at which it is there, since events are not kept for who comes late.
+fn follow(
+    vm: &Vm,
+    id: &str,
+    run: &Run,
+    source: &mut Qmp,
+    memory: &Memory,
+    steps: &mut Steps,
+) -> Result<Option<(f64, f64)>> {
+    let limit = Instant::now() + run.limit;
+    let mut next_question = Instant::now() + ASK_EVERY;
+    let mut destination: Option<Qmp> = None;
+    let stop = loop {
+        refuse_if_interrupted()?;
+        let step = if destination.is_some() {
+            LOOK_EVERY
+        } else {
+            LOOK_EVERY / 10
+        };
+        if let Some(stop) = source.moment_of("STOP", Instant::now() + step)? {
+            break stop;
+        }
+        if let (None, Ok(path)) = (&destination, vm.monitor("b")) {
+            destination = Some(Qmp::connect(&path, limit)?);
+        }
+        if matches!(run.cell.guest, Guest::Counter { .. }) {
+            steps.look(memory, unix_now());
+        }
+        if Instant::now() > next_question {
+            next_question = Instant::now() + ASK_EVERY;
+            let report = vm.stage.json("controller", &["migration", "show", id])?;
+            ensure!(
+                report["outcome"].is_null(),
+                "the migration ended before the guest was stopped"
+            );
+        }
+        if Instant::now() > limit {
+            return Ok(None);
+        }
+    };
+    let mut destination =
+        destination.context("the guest was stopped before its destination was there")?;
+    let resume = destination.moment_of("RESUME", limit)?;
+    Ok(resume.map(|resume| (stop, resume)))
+}
+
+/// What the product itself says of a migration that went wrong.
+fn why(stage: &Stage, id: &str, error: anyhow::Error) -> anyhow::Error {
+    let report = stage.json("controller", &["migration", "show", id]);
+    let reason = report
+        .ok()
+        .and_then(|report| Some(report["reason"].as_str()?.to_owned()));
+    match reason {
+        Some(reason) => error.context(reason),
+        None => error,
+    }
+}
+
+fn finished(stage: &Stage, id: &str) -> Result<Value> {
+    let show = ["migration", "show", id];
+    stage.until("the migration has ended", |stage| {
+        Ok(!stage.json("controller", &show)?["outcome"].is_null())
+    })?;
+    let report = stage.json("controller", &show)?;
+    if report["outcome"] != "completed" {
+        bail!(
+            "{}",
+            report["reason"].as_str().unwrap_or("it did not complete")
+        );
+    }
+    Ok(report)
+}
+
+fn retried<T>(action: impl Fn() -> Result<T>) -> Result<T> {
+    let deadline = Instant::now() + SOON;
+    loop {
+        refuse_if_interrupted()?;
+        match action() {
+            Err(error) if Instant::now() > deadline => return Err(error),
+            Err(_) => std::thread::sleep(Duration::from_millis(5)),
+            done => return done,
+        }
+    }
+}
+
+/// The entry of a directory that was made last.
+fn newest(dir: &Path, wanted: impl Fn(&str) -> bool) -> Result<PathBuf> {
+    let mut found: Vec<_> = std::fs::read_dir(dir)
+        .with_context(|| format!("cannot list {}", dir.display()))?
+        .flatten()
+        .filter(|entry| wanted(&entry.file_name().to_string_lossy()))
+        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
+        .collect();
+    found.sort();
+    let last = found.pop();
+    Ok(last
+        .with_context(|| format!("nothing in {} yet", dir.display()))?
+        .1)
+}

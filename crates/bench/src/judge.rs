@@ -1,0 +1,491 @@
+//! What the rows say: medians with their spread, ratios to the best peer, and whether a target is reached.
+//!
+//! Pure. Refuses to judge what was not measured: such a line says so.
+
+use crate::row::{CUT_OFF, Row};
+
+/// The middle of some numbers; the mean of the two middle ones where there are two.
+pub fn median(numbers: &[f64]) -> Option<f64> {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    match sorted.len() {
+        0 => None,
+        length if length % 2 == 1 => Some(sorted[middle]),
+        _ => Some(f64::midpoint(sorted[middle - 1], sorted[middle])),
+    }
+}
+
+/// Median, smallest and largest.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Spread {
+    /// Median.
+    pub median: f64,
+    /// Smallest.
+    pub least: f64,
+    /// Largest.
+    pub most: f64,
+}
+
+impl Spread {
+    /// Of some numbers; none of none.
+    pub fn of(numbers: &[f64]) -> Option<Self> {
+        Some(Self {
+            median: median(numbers)?,
+            least: numbers.iter().copied().fold(f64::INFINITY, f64::min),
+            most: numbers.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+        })
+    }
+}
+
+/// All runs of one system with one setting in one cell.
+#[derive(Debug, Clone)]
+pub struct Group<'a> {
+    /// The rows, at least one.
+    pub rows: Vec<&'a Row>,
+}
+
+impl<'a> Group<'a> {
+    /// The row that stands for what all have in common.
+    pub fn head(&self) -> &'a Row {
+        self.rows[0]
+    }
+
+    /// A number of the completed rows.
+    pub fn spread(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<Spread> {
+        let done = self.rows.iter().filter(|row| row.completed());
+        Spread::of(&done.filter_map(|row| number(row)).collect::<Vec<_>>())
+    }
+
+    /// Its median.
+    pub fn median(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<f64> {
+        self.spread(number).map(|spread| spread.median)
+    }
+
+    /// In a word: how the rows ended.
+    pub fn outcome(&self) -> String {
+        let done = self.rows.iter().filter(|row| row.completed()).count();
+        let other = self.rows.iter().find(|row| !row.completed());
+        match other {
+            None => "completed".into(),
+            Some(row) if done == 0 => row.outcome.clone(),
+            Some(row) => format!(
+                "{done} of {} completed, else {}",
+                self.rows.len(),
+                row.outcome
+            ),
+        }
+    }
+
+    /// Whether it was ended for taking too long.
+    pub fn cut_off(&self) -> bool {
+        self.rows.iter().any(|row| row.outcome == CUT_OFF)
+    }
+
+    /// Whether every completed run's memory was equal.
+    pub fn equal(&self) -> Option<bool> {
+        let compared: Vec<bool> = self.rows.iter().filter_map(|row| row.ram_equal).collect();
+        (!compared.is_empty()).then(|| compared.iter().all(|equal| *equal))
+    }
+
+    /// What it is called in tables.
+    pub fn name(&self) -> String {
+        let row = self.head();
+        format!("{} {}", row.system, row.config)
+    }
+}
+
+/// Rows that belong together, in the order of their first ones.
+pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
+    let mut groups: Vec<Group> = Vec::new();
+    for row in rows {
+        match groups.iter_mut().find(|group| same(group.head(), row)) {
+            Some(group) => group.rows.push(row),
+            None => groups.push(Group { rows: vec![row] }),
+        }
+    }
+    groups
+}
+
+fn same(one: &Row, two: &Row) -> bool {
+    let key = |row: &Row| {
+        let of_system = (
+            row.system.clone(),
+            row.config.clone(),
+            row.encryption.clone(),
+        );
+        (
+            row.scenario.clone(),
+            row.cell.clone(),
+            of_system,
+            row.destination.clone(),
+        )
+    };
+    key(one) == key(two)
+}
+
+/// Our figure against the best peer's, in one cell.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    /// Scenario and cell.
+    pub cell: String,
+    /// What is compared.
+    pub what: String,
+    /// Ours, with its spread.
+    pub ours: Option<Spread>,
+    /// The peer's, with its name.
+    pub peer: Option<(Spread, String)>,
+    /// How the ratio is to be read, and what it has to be.
+    pub target: Target,
+}
+
+/// What a line has to reach.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Target {
+    /// Ours over the peer's is at least this.
+    AtLeast(f64),
+    /// Ours over the peer's is at most this.
+    AtMost(f64),
+    /// Ours is at most so many units more than the peer's.
+    MoreByAtMost(f64),
+    /// Ours is at most this, whatever the peer's is.
+    Below(f64),
+    /// Shown only.
+    None,
+}
+
+impl Line {
+    /// Ours over the peer's.
+    pub fn ratio(&self) -> Option<f64> {
+        let peer = self.peer.as_ref()?.0.median;
+        (peer > 0.0).then_some(self.ours?.median / peer)
+    }
+
+    /// Whether the target is kept; none where it cannot be told.
+    pub fn kept(&self) -> Option<bool> {
+        let ours = self.ours?.median;
+        match self.target {
+            Target::AtLeast(least) => Some(self.ratio()? >= least),
+            Target::AtMost(most) => Some(self.ratio()? <= most),
+            Target::MoreByAtMost(more) => Some(ours <= self.peer.as_ref()?.0.median + more),
+            Target::Below(most) => Some(ours <= most),
+            Target::None => None,
+        }
+    }
+}
+
+/// Which groups a line draws on.
+struct Pick<'a> {
+    groups: &'a [Group<'a>],
+    scenario: &'a str,
+    cell: &'a str,
+}
+
+type Number = fn(&Row) -> Option<f64>;
+
+impl Pick<'_> {
+    fn ours(&self, encrypted: bool, prepared: bool, number: Number) -> Option<Spread> {
+        let fits = |row: &Row| {
+            row.system == "godwit" && is_encrypted(row) == encrypted && is_prepared(row) == prepared
+        };
+        let mut all = self.matching(fits);
+        all.next()?.spread(number)
+    }
+
+    /// The peer with the best median.
+    fn best(
+        &self,
+        more: bool,
+        number: Number,
+        fits: impl Fn(&Row) -> bool,
+    ) -> Option<(Spread, String)> {
+        let spreads = self
+            .matching(fits)
+            .filter_map(|group| Some((group.spread(number)?, group.name())));
+        let sign = if more { 1.0 } else { -1.0 };
+        spreads.max_by(|one, two| (sign * one.0.median).total_cmp(&(sign * two.0.median)))
+    }
+
+    fn matching(&self, fits: impl Fn(&Row) -> bool) -> impl Iterator<Item = &Group<'_>> {
+        self.groups.iter().filter(move |group| {
+            let row = group.head();
+            row.scenario == self.scenario && row.cell == self.cell && fits(row)
+        })
+    }
+}
+
+fn is_encrypted(row: &Row) -> bool {
+    row.encryption != "none"
+}
+
+fn is_prepared(row: &Row) -> bool {
+    row.destination == "prepared"
+}
+
+fn is_qemu(row: &Row) -> bool {
+    row.system.starts_with("qemu")
+}
+
+const RATE: Number = |row| row.throughput_gb_per_s;
+const TOTAL: Number = |row| row.total_s;
+const STOP: Number = |row| row.switchover_ms;
+const COST_SOURCE: Number = |row| row.cpu_source_s_per_gb;
+const COST_DESTINATION: Number = |row| row.cpu_destination_s_per_gb;
+
+/// Every comparison that the rows allow, cell by cell.
+pub fn lines(rows: &[Row]) -> Vec<Line> {
+    let groups = groups(rows);
+    let mut cells: Vec<(&str, &str)> = Vec::new();
+    for group in &groups {
+        let row = group.head();
+        let cell = (row.scenario.as_str(), row.cell.as_str());
+        if !cells.contains(&cell) {
+            cells.push(cell);
+        }
+    }
+    let mut lines = Vec::new();
+    for (scenario, cell) in cells {
+        let pick = Pick {
+            groups: &groups,
+            scenario,
+            cell,
+        };
+        let unshaped = scenario == "idle" || cell == "unshaped";
+        if unshaped {
+            lines.extend(throughput(&pick));
+            lines.extend(cost(&pick));
+        }
+        lines.extend(general(&pick, unshaped));
+    }
+    lines.retain(|line| {
+        line.ours.is_some() && (line.peer.is_some() || matches!(line.target, Target::Below(_)))
+    });
+    lines
+}
+
+fn line(
+    pick: &Pick,
+    what: &str,
+    ours: Option<Spread>,
+    peer: Option<(Spread, String)>,
+    target: Target,
+) -> Line {
+    Line {
+        cell: format!("{} {}", pick.scenario, pick.cell),
+        what: what.to_owned(),
+        ours,
+        peer,
+        target,
+    }
+}
+
+fn throughput(pick: &Pick) -> Vec<Line> {
+    let plain = |prepared: bool| {
+        move |row: &Row| is_qemu(row) && !is_encrypted(row) && is_prepared(row) == prepared
+    };
+    let tls = |row: &Row| is_qemu(row) && is_encrypted(row);
+    let network = |row: &Row| row.system == "iperf3";
+    vec![
+        line(
+            pick,
+            "GB/s, plain, cold, against the best cold plain",
+            pick.ours(false, false, RATE),
+            pick.best(true, RATE, plain(false)),
+            Target::AtLeast(3.0),
+        ),
+        line(
+            pick,
+            "s from the command, plain, cold, against the best prepared plain",
+            pick.ours(false, false, TOTAL),
+            pick.best(false, TOTAL, plain(true)),
+            Target::AtMost(1.0),
+        ),
+        line(
+            pick,
+            "GB/s, plain, prepared, against the best prepared plain",
+            pick.ours(false, true, RATE),
+            pick.best(true, RATE, plain(true)),
+            Target::AtLeast(1.0),
+        ),
+        line(
+            pick,
+            "GB/s, plain, prepared, against the network",
+            pick.ours(false, true, RATE),
+            pick.best(true, RATE, network),
+            Target::AtLeast(0.85),
+        ),
+        line(
+            pick,
+            "GB/s, encrypted, cold, against the best TLS of either kind",
+            pick.ours(true, false, RATE),
+            pick.best(true, RATE, tls),
+            Target::AtLeast(5.0),
+        ),
+        line(
+            pick,
+            "GB/s, encrypted, prepared, against the best TLS of either kind",
+            pick.ours(true, true, RATE),
+            pick.best(true, RATE, tls),
+            Target::AtLeast(5.0),
+        ),
+    ]
+}
+
+fn cost(pick: &Pick) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for (side, number, paper) in [
+        ("source", COST_SOURCE, 1.6),
+        ("destination", COST_DESTINATION, 1.2),
+    ] {
+        for (prepared, target) in [(false, Target::AtMost(1.0)), (true, Target::AtMost(1.4))] {
+            let kind = if prepared { "prepared" } else { "cold" };
+            let plain =
+                |row: &Row| is_qemu(row) && !is_encrypted(row) && is_prepared(row) == prepared;
+            let ours = pick.ours(true, prepared, number);
+            let what = format!("core-s/GB, {side}, encrypted, {kind}, against the cheapest plain");
+            lines.push(line(
+                pick,
+                &what,
+                ours,
+                pick.best(false, number, plain),
+                target,
+            ));
+            let what = format!("core-s/GB, {side}, encrypted, {kind}, against the paper's");
+            lines.push(line(pick, &what, ours, None, Target::Below(paper)));
+            let without = pick
+                .ours(false, prepared, number)
+                .map(|spread| (spread, "godwit, plain".to_owned()));
+            let what = format!("core-s/GB, {side}, {kind}: what encryption adds");
+            lines.push(line(pick, &what, ours, without, Target::MoreByAtMost(0.2)));
+        }
+    }
+    lines
+}
+
+fn general(pick: &Pick, unshaped: bool) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for encrypted in [false, true] {
+        let kind = if encrypted { "encrypted" } else { "plain" };
+        let alike = move |row: &Row| is_qemu(row) && is_encrypted(row) == encrypted;
+        let ours = pick.ours(encrypted, false, TOTAL);
+        if !unshaped {
+            let what = format!("s from the command, {kind}");
+            lines.push(line(
+                pick,
+                &what,
+                ours,
+                pick.best(false, TOTAL, alike),
+                Target::None,
+            ));
+        }
+        let stop = pick.ours(encrypted, false, STOP);
+        let peer = pick.best(false, STOP, is_qemu);
+        let what = format!("ms switchover, {kind}");
+        let target = match pick.scenario {
+            "idle" | "zero" => Target::MoreByAtMost(10.0),
+            "hot" | "redis" => Target::AtMost(0.2),
+            _ => Target::None,
+        };
+        lines.push(line(pick, &what, stop, peer, target));
+        if pick.scenario == "idle" {
+            lines.push(line(
+                pick,
+                &format!("ms switchover, {kind}, idle"),
+                stop,
+                None,
+                Target::Below(15.0),
+            ));
+        }
+    }
+    if pick.scenario == "link" && !unshaped {
+        for (what, number) in [("s from the command", TOTAL), ("ms switchover", STOP)] {
+            let plain = pick
+                .ours(false, false, number)
+                .map(|spread| (spread, "godwit, plain".to_owned()));
+            let what = format!("{what}: encrypted against plain");
+            lines.push(line(
+                pick,
+                &what,
+                pick.ours(true, false, number),
+                plain,
+                Target::AtMost(1.03),
+            ));
+        }
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(system: &str, encryption: &str, destination: &str, rate: f64) -> Row {
+        Row {
+            scenario: "idle".into(),
+            cell: "base".into(),
+            system: system.into(),
+            encryption: encryption.into(),
+            destination: destination.into(),
+            throughput_gb_per_s: Some(rate),
+            total_s: Some(1.0 / rate),
+            switchover_ms: Some(5.0),
+            outcome: "completed".into(),
+            ..Row::default()
+        }
+    }
+
+    fn find<'a>(lines: &'a [Line], what: &str) -> &'a Line {
+        lines
+            .iter()
+            .find(|line| line.what.starts_with(what))
+            .unwrap()
+    }
+
+    #[test]
+    fn medians_are_the_middle_and_of_nothing_nothing() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[4.0, 1.0]), Some(2.5));
+        assert_eq!(median(&[]), None);
+    }
+
+    #[test]
+    fn our_median_is_held_against_the_best_peer_of_the_same_kind() {
+        let rows = [
+            row("godwit", "none", "cold", 1.0),
+            row("godwit", "none", "cold", 3.0),
+            row("godwit", "none", "cold", 2.0),
+            row("qemu-7.2", "none", "cold", 0.2),
+            row("qemu-10.0", "none", "cold", 0.5),
+            row("qemu-10.0", "none", "prepared", 9.0),
+            row("qemu-10.0", "tls", "cold", 8.0),
+        ];
+        let lines = lines(&rows);
+        let cold = find(&lines, "GB/s, plain, cold");
+        assert_eq!(cold.ours.unwrap().median, 2.0);
+        assert!(cold.peer.as_ref().unwrap().1.starts_with("qemu-10.0"));
+        assert_eq!((cold.ratio(), cold.kept()), (Some(4.0), Some(true)));
+        let command = find(&lines, "s from the command, plain, cold");
+        assert_eq!(command.kept(), Some(false));
+    }
+
+    #[test]
+    fn a_run_that_did_not_complete_is_in_no_median_and_is_told() {
+        let mut cut = row("qemu-7.2", "none", "cold", 9.0);
+        cut.outcome = CUT_OFF.into();
+        let rows = [
+            row("godwit", "none", "cold", 1.0),
+            cut,
+            row("qemu-7.2", "none", "cold", 0.5),
+        ];
+        let groups = groups(&rows);
+        assert_eq!(groups.len(), 2);
+        assert!(groups[1].cut_off());
+        assert_eq!(groups[1].median(RATE), Some(0.5));
+        assert!(groups[1].outcome().contains("1 of 2"));
+    }
+
+    #[test]
+    fn what_was_not_measured_is_no_line() {
+        assert!(lines(&[row("qemu-7.2", "none", "cold", 1.0)]).is_empty());
+    }
+}

@@ -1,0 +1,87 @@
+//! The machine that a bench runs on: made warm, and described.
+//!
+//! A virtual machine's memory is given by its hypervisor at the first touch ever, so (nearly) all free memory is touched
+//! once before anything is measured. Refuses: nothing; what cannot be found out is left out.
+
+use anyhow::{Context as _, Result, ensure};
+use godwit_testkit::touch;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+
+/// Memory that is left alone when a machine is warmed.
+const LEFT_ALONE_MIB: u64 = 1024;
+
+/// Touches free memory; gives what was touched and how fast.
+pub fn warm_up() -> Result<Value> {
+    let mib = mem_mib("MemFree:")?.saturating_sub(LEFT_ALONE_MIB);
+    ensure!(mib > 0, "there is no free memory to speak of");
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let took = touch::anonymous(mib << 20, threads)?;
+    let gb_per_s = (mib << 20) as f64 / 1e9 / took.as_secs_f64();
+    Ok(json!({
+        "what": "all free memory was touched once before measuring, since a hypervisor gives it at the first touch",
+        "mib": mib,
+        "gb_per_s": gb_per_s,
+    }))
+}
+
+/// What it is.
+pub fn describe(programs: &Path, ten: Option<&Path>) -> Value {
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let field = |name: &str| {
+        let line = cpu.lines().find(|line| line.starts_with(name))?;
+        Some(line.split_once(": ")?.1.to_owned())
+    };
+    let flags = field("flags").unwrap_or_default();
+    let has = |flag: &str| flags.split(' ').any(|one| one == flag);
+    let wanted = [
+        "aes",
+        "vaes",
+        "vpclmulqdq",
+        "avx512f",
+        "vmx",
+        "svm",
+        "hypervisor",
+    ];
+    let found: Vec<&str> = wanted.into_iter().filter(|flag| has(flag)).collect();
+    json!({
+        "cpu": field("model name"),
+        "cores": std::thread::available_parallelism().map_or(1, usize::from),
+        "cpu_flags": found,
+        "memory_mib": mem_mib("MemTotal:").ok(),
+        "kernel": first_line("/proc/sys/kernel/osrelease"),
+        "load_at_start": first_line("/proc/loadavg"),
+        "congestion_control": first_line("/proc/sys/net/ipv4/tcp_congestion_control"),
+        "congestion_controls": first_line("/proc/sys/net/ipv4/tcp_available_congestion_control"),
+        "socket_buffer_max_bytes": first_line("/proc/sys/net/core/wmem_max"),
+        "transparent_huge_pages": first_line("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "accelerator": "tcg",
+        "godwit": version(&programs.join("godwit")),
+        "qemu": version(Path::new("/usr/bin/qemu-system-x86_64")),
+        "qemu_10": ten.and_then(version),
+        "iperf3": version(Path::new("/usr/bin/iperf3")),
+        "limits": crate::limits::explained(),
+    })
+}
+
+fn mem_mib(field: &str) -> Result<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo")?;
+    let line = text.lines().find_map(|line| line.strip_prefix(field));
+    let kib: u64 = line
+        .and_then(|line| line.split_whitespace().next())
+        .and_then(|number| number.parse().ok())
+        .with_context(|| format!("no {field} in /proc/meminfo"))?;
+    Ok(kib / 1024)
+}
+
+fn first_line(path: &str) -> Option<String> {
+    let text = std::fs::read_to_string(path).ok()?;
+    Some(text.lines().next()?.to_owned())
+}
+
+fn version(program: &Path) -> Option<String> {
+    let output = Command::new(program).arg("--version").output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    Some(text.lines().next()?.to_owned())
+}

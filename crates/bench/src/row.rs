@@ -1,0 +1,80 @@
+//! One run of one system in one cell, and the file that holds them all.
+//!
+//! The field names are a stable interface. Times are seconds or milliseconds by the clock of the one machine that all
+//! of it runs on. Plain data; refuses nothing.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+/// `memory.json`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Results {
+    /// What it ran on, and how it was prepared.
+    pub machine: Value,
+    /// A row a run, in the order in which they ran.
+    pub rows: Vec<Row>,
+}
+
+/// One run. Numbers that were not measured are absent.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Row {
+    /// `idle`, `zero`, `redis`, `hot`, `link`, `ipv6` or `distance`.
+    pub scenario: String,
+    /// The cell within the scenario: what differs from the scenario's base.
+    pub cell: String,
+    /// `godwit`, `qemu-7.2`, `qemu-10.0`, or a limit: `iperf3`, `first-touch`, `aes-256-gcm`.
+    pub system: String,
+    /// How the system was set.
+    pub config: String,
+    /// `cold`, or `prepared`: the destination's memory allocated before the copying.
+    pub destination: String,
+    /// What the preparation took; part of `total_s`.
+    pub prepare_s: f64,
+    /// `none`, `aes-256-gcm` (Godwit) or `tls` (QEMU).
+    pub encryption: String,
+    /// Data channels.
+    pub streams: u32,
+    /// Guest memory.
+    pub ram_gib: f64,
+    /// Virtual CPUs of the guest.
+    pub vcpus: u32,
+    /// Rate of the link; absent when it is not shaped.
+    pub link_gbps: Option<f64>,
+    /// Round trip that the link adds.
+    pub rtt_ms: f64,
+    /// Packets lost in each direction.
+    pub loss_pct: f64,
+    /// From the command (which starts the destination's QEMU) to the guest running at the destination.
+    pub total_s: Option<f64>,
+    /// From the STOP event at the source to the RESUME event at the destination.
+    pub switchover_ms: Option<f64>,
+    /// Guest memory over the time without the preparation, in units of 10^9 bytes.
+    pub throughput_gb_per_s: Option<f64>,
+    /// Core-seconds at the source for 10^9 bytes of guest memory; the vCPUs' own are not counted.
+    pub cpu_source_s_per_gb: Option<f64>,
+    /// The same at the destination.
+    pub cpu_destination_s_per_gb: Option<f64>,
+    /// Memory of all processes that take part at one host, guest memory and page tables not counted; the larger host.
+    pub peak_rss_mib: Option<f64>,
+    /// The guest's speed while it was moved over its speed before.
+    pub guest_speed_during: Option<f64>,
+    /// Whether the destination held what the source had; see `ram_checked` in the details for what was compared.
+    pub ram_equal: Option<bool>,
+    /// `completed`, `cut-off`, `failed: ...` or `skipped: ...`.
+    pub outcome: String,
+    /// Which repetition, from 1.
+    pub run: u32,
+    /// What else is worth keeping: effective parameters, the system's own report, the guest second by second.
+    pub details: Value,
+}
+
+impl Row {
+    /// Whether it ran to its end.
+    pub fn completed(&self) -> bool {
+        self.outcome == "completed"
+    }
+}
+
+/// Outcome of a run that was ended because it took too long.
+pub const CUT_OFF: &str = "cut-off";

@@ -1,0 +1,269 @@
+//! Two test hosts with the product on them and a network between them that can be made like another.
+//!
+//! Owns the lab, the daemons in it and the link emulator; all of it ends with the value. A stage serves the cells that
+//! share an address family and the use of the emulator. Refuses: to go on when something does not come about in time.
+
+use crate::plan::Network;
+use crate::qmp::refuse_if_interrupted;
+use anyhow::{Context as _, Result, bail, ensure};
+use godwit_testkit::guest::linux::target_dir;
+use godwit_testkit::lab::{Lab, LabConfig, Machine, MachineCommand};
+use godwit_testkit::link::{End, Link, LinkSpec};
+use serde_json::Value;
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+
+const CONTROLLER: &str = "10.76.0.100:8471";
+/// Where the peers' RAM files lie, on each host: a tmpfs like that of the product.
+pub const PEER_RAM: &str = "/run/peers";
+/// Addresses on the emulated link, hosts a and b.
+const EMULATED: [[&str; 2]; 2] = [
+    ["10.79.0.1/24", "fd79::1/64"],
+    ["10.79.0.2/24", "fd79::2/64"],
+];
+/// Longest wait for what takes a moment on a quiet machine.
+pub const SOON: Duration = Duration::from_secs(60);
+
+/// The hosts.
+pub struct Stage {
+    lab: Lab,
+    godwit: PathBuf,
+    dir: PathBuf,
+    daemons: Vec<Child>,
+    link: Option<Link>,
+    six: bool,
+    prepares: bool,
+}
+
+impl Stage {
+    /// Brings up what cells with this network need. `bin` is where the product's program lies, `dir` a directory that
+    /// all hosts may read.
+    pub fn new(network: &Network, bin: &Path, dir: &Path) -> Result<Self> {
+        let godwit = bin.join("godwit");
+        ensure!(
+            godwit.exists(),
+            "{} is missing: run 'cargo build --release -p godwit'",
+            godwit.display()
+        );
+        let lab = Lab::new(LabConfig {
+            name: format!("bench-{}", std::process::id()),
+            ..LabConfig::default()
+        })?;
+        let mut stage = Self {
+            lab,
+            godwit,
+            dir: dir.to_owned(),
+            daemons: Vec::new(),
+            link: None,
+            six: network.six,
+            prepares: false,
+        };
+        if network.shaped() {
+            stage.link = Some(stage.emulate(network)?);
+        }
+        stage.bring_up()?;
+        Ok(stage)
+    }
+
+    /// Whether this stage can serve a network, after [`Stage::reshape`].
+    pub fn serves(&self, network: &Network) -> bool {
+        self.six == network.six && self.link.is_some() == network.shaped()
+    }
+
+    /// Makes the link like a network.
+    pub fn reshape(&self, network: &Network) -> Result<()> {
+        match &self.link {
+            Some(link) => link.set(spec(network)).context("cannot set the link"),
+            None => Ok(()),
+        }
+    }
+
+    fn emulate(&self, network: &Network) -> Result<Link> {
+        let end = |host: u8| {
+            let pid = self.lab.host(host)?.init_pid();
+            End::of_process(pid, "far0", &EMULATED[usize::from(host)])
+        };
+        Link::between(&end(0)?, &end(1)?, spec(network)).context("no link emulator")
+    }
+
+    fn bring_up(&mut self) -> Result<()> {
+        self.run(
+            "controller",
+            &["controller", "init", "--listen", CONTROLLER],
+        )?;
+        self.daemon("controller", "controller")?;
+        self.until("the controller answers", |stage| {
+            Ok(stage.run("controller", &["host", "list"]).is_ok())
+        })?;
+        for (index, host) in ["a", "b"].into_iter().enumerate() {
+            let token = self.json("controller", &["host", "add"])?;
+            let token = token["token"].as_str().context("no token")?.to_owned();
+            let address = self.address(index);
+            let join = [
+                "host",
+                "join",
+                &token,
+                "--name",
+                host,
+                "--migration",
+                &address,
+            ];
+            self.run(
+                host,
+                &[&join[..], &["--port-group", "vm=vmbr0", "--no-start"]].concat(),
+            )?;
+            self.daemon(host, "agent")?;
+            self.peer_ram(host)?;
+        }
+        self.until("both hosts are connected", |stage| {
+            let hosts = stage.json("controller", &["host", "list"])?;
+            let mut hosts = hosts.as_array().into_iter().flatten();
+            Ok(hosts.clone().count() == 2 && hosts.all(|host| host["state"] == "connected"))
+        })?;
+        self.prepares = self
+            .run("controller", &["vm", "migrate", "--help"])?
+            .contains("--prepare");
+        Ok(())
+    }
+
+    /// Mounted as the product mounts its own, so that pages come in the same sizes.
+    fn peer_ram(&self, host: &str) -> Result<()> {
+        let script = format!(
+            "mkdir -p {PEER_RAM} && mount -t tmpfs -o huge=within_size,size=90%,mode=0700 tmpfs {PEER_RAM}"
+        );
+        let output = self
+            .machine(host)?
+            .command("sh")
+            .args(["-c", &script])
+            .output()?;
+        ensure!(
+            output.status.success(),
+            "cannot mount {PEER_RAM}: {}",
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+        Ok(())
+    }
+
+    /// Migration address of host 0 or 1.
+    pub fn address(&self, index: usize) -> String {
+        if self.link.is_some() {
+            let both = EMULATED[index.min(1)];
+            let address = both[usize::from(self.six)];
+            return address.split('/').next().unwrap_or(address).to_owned();
+        }
+        let own = self.lab.addresses(index as u8);
+        if self.six {
+            own.migration6
+        } else {
+            own.migration4
+        }
+        .to_string()
+    }
+
+    /// Whether the product can allocate the destination's memory first.
+    pub fn prepares(&self) -> bool {
+        self.prepares
+    }
+
+    /// One of the machines.
+    pub fn machine(&self, name: &str) -> Result<&Machine> {
+        Ok(self.lab.machine(name)?)
+    }
+
+    /// A command on a machine.
+    pub fn command(&self, machine: &str, program: impl AsRef<Path>) -> Result<MachineCommand> {
+        Ok(self.machine(machine)?.command(program.as_ref()))
+    }
+
+    /// A file of a machine as this process reaches it.
+    pub fn inside(&self, machine: &str, path: impl AsRef<Path>) -> Result<PathBuf> {
+        Ok(self.machine(machine)?.path_from_outside(path))
+    }
+
+    /// Directory that all machines may read.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Runs `godwit` on a machine; it must succeed. Gives what it printed.
+    pub fn run(&self, machine: &str, arguments: &[&str]) -> Result<String> {
+        refuse_if_interrupted()?;
+        let output = self
+            .command(machine, &self.godwit)?
+            .args(arguments)
+            .output()?;
+        if !output.status.success() {
+            let said = String::from_utf8_lossy(&output.stderr);
+            bail!("godwit {}: {}", arguments.join(" "), said.trim());
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// The same with `--json`.
+    pub fn json(&self, machine: &str, arguments: &[&str]) -> Result<Value> {
+        let text = self.run(machine, &[arguments, &["--json"]].concat())?;
+        Ok(serde_json::from_str(&text)?)
+    }
+
+    /// Waits until something is so; an error on the way is told only when time is up.
+    pub fn until(&self, what: &str, is_so: impl Fn(&Self) -> Result<bool>) -> Result<()> {
+        let deadline = Instant::now() + SOON;
+        loop {
+            refuse_if_interrupted()?;
+            let seen = match is_so(self) {
+                Ok(true) => return Ok(()),
+                Ok(false) => String::new(),
+                Err(error) => format!(" ({error:#})"),
+            };
+            if Instant::now() > deadline {
+                bail!("it did not come to this within {SOON:?}: {what}{seen}");
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn daemon(&mut self, machine: &str, role: &str) -> Result<()> {
+        let log = File::create(self.dir.join(format!("{machine}.log")))?;
+        let mut command = self.command(machine, &self.godwit)?;
+        command.args([role, "run"]).stdin(Stdio::null());
+        let child = command.stdout(log.try_clone()?).stderr(log).spawn()?;
+        self.daemons.push(child);
+        Ok(())
+    }
+}
+
+impl Drop for Stage {
+    fn drop(&mut self) {
+        self.link = None;
+        let _ = self.lab.end(); // what is left ends with this process
+        for child in &mut self.daemons {
+            let _ = child.wait();
+        }
+    }
+}
+
+fn spec(network: &Network) -> LinkSpec {
+    LinkSpec {
+        rtt_us: (network.rtt_ms * 1e3) as u64,
+        rate_bits_per_s: network.gbps.map(|gbps| (gbps * 1e9) as u64),
+        loss_ppm: (network.loss_pct * 1e4) as u32,
+        seed: 1,
+        ..LinkSpec::default()
+    }
+}
+
+/// The directory that holds the programs of this build.
+pub fn programs() -> Result<PathBuf> {
+    let program = std::env::current_exe()?;
+    Ok(program
+        .parent()
+        .context("no directory of programs")?
+        .to_owned())
+}
+
+/// `target/bench`.
+pub fn usual_output() -> Result<PathBuf> {
+    Ok(target_dir()?.join("bench"))
+}
