@@ -1,12 +1,13 @@
-//! Memory for the destination, ahead of the stream and without SIGBUS.
+//! Memory for the destination before anything arrives, without SIGBUS.
 //!
-//! A store into a mapping of a full tmpfs raises SIGBUS. So room is reserved first with
-//! `fallocate`, which answers with an error; only then are the pages faulted in, in steps of one
-//! huge page, and marked as safe to touch. Several threads may populate different ranges.
+//! A store into a mapping of a full tmpfs raises SIGBUS. So the kernel is asked to fault the pages
+//! in, in steps of one huge page, which answers with an error, and only then are they marked as
+//! safe to touch. Several threads may populate at once: faults take no lock on the whole file.
+//!
+//! Pages that arrive need no populating ahead: [`RamFile::store`] allocates in the pass that fills.
 
 use std::ops::Range;
 
-use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
 use crate::ram_file::{byte_span, file_error};
@@ -31,36 +32,22 @@ impl RamFile {
         if self.present.contains_all(chunk.clone()) {
             return Ok(());
         }
-        self.reserve(&chunk)?;
         self.fault_in(&chunk)?;
         self.present.insert_range(chunk);
         Ok(())
     }
 
-    fn reserve(&self, chunk: &Range<u64>) -> Result<(), Error> {
-        let span = byte_span(chunk);
-        let (start, len) = (span.start as u64, span.len() as u64);
-        loop {
-            match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), start, len) {
-                Ok(()) => return Ok(()),
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(self.no_room(error, chunk)),
-            }
-        }
-    }
-
     fn fault_in(&self, chunk: &Range<u64>) -> Result<(), Error> {
         loop {
             match self.map.populate_write(byte_span(chunk)) {
-                // An older kernel: the memory is reserved, so later faults cannot fail.
-                Ok(()) | Err(Errno::INVAL) => return Ok(()),
+                Ok(()) => return Ok(()),
                 Err(Errno::INTR | Errno::AGAIN) => {}
                 Err(error) => return Err(self.no_room(error, chunk)),
             }
         }
     }
 
-    fn no_room(&self, error: Errno, chunk: &Range<u64>) -> Error {
+    pub(crate) fn no_room(&self, error: Errno, chunk: &Range<u64>) -> Error {
         match error {
             // EFAULT is what the kernel answers where a touch would have raised SIGBUS.
             Errno::NOSPC | Errno::NOMEM | Errno::FAULT | Errno::DQUOT => Error::OutOfMemory {

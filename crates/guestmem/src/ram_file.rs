@@ -14,6 +14,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 
 use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
@@ -45,6 +46,8 @@ pub struct RamFile {
     pub(crate) present: AtomicPageSet,
     /// Pages that a thread of this process is writing.
     pub(crate) claims: AtomicPageSet,
+    /// Whether a thread of this process writes through the file just now.
+    pub(crate) file_is_written: AtomicBool,
 }
 
 impl RamFile {
@@ -97,6 +100,7 @@ impl RamFile {
             page_count,
             present: AtomicPageSet::new(page_count),
             claims: AtomicPageSet::new(page_count),
+            file_is_written: AtomicBool::new(false),
         })
     }
 
@@ -253,7 +257,13 @@ impl RamFile {
 
     /// Makes the pages read as zero and keeps the memory they have; pages without memory stay so.
     pub fn write_zero(&self, pages: Range<u64>) -> Result<(), Error> {
-        for extent in self.data_extents(pages)? {
+        // Known memory needs no question to the file.
+        let known = self.present.contains_all(pages.clone());
+        let extents = match known {
+            true => vec![pages],
+            false => self.data_extents(pages)?,
+        };
+        for extent in extents {
             let count = extent.end.saturating_sub(extent.start);
             self.with_pages_mut(extent.start, count, |bytes| bytes.fill(0))?;
         }

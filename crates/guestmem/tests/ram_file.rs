@@ -239,6 +239,100 @@ fn two_writers_of_one_page_are_refused_and_readers_are_not() {
         .expect("released afterwards");
 }
 
+#[test]
+fn stored_pages_bring_their_memory_along() {
+    let Some(memory) = Memory::mount(64 * MIB) else {
+        return;
+    };
+    let ram = memory.ram(4);
+    assert!(!ram.has_memory(0..1));
+    ram.store(510, &[7; 4 * PAGE_SIZE]).expect("there is room");
+    assert!(ram.has_memory(510..514) && !ram.has_memory(510..515));
+    // Now into memory that is there, and beside it into the same huge pages.
+    ram.store(511, &[8; PAGE_SIZE]).expect("there is room");
+    ram.store(514, &[9; PAGE_SIZE]).expect("there is room");
+    let ends = |pages: &[u8]| (pages.first().copied(), pages.last().copied());
+    let page = |page| ram.with_pages(page, 1, ends).expect("it has memory");
+    let expected = [(510, 7), (511, 8), (512, 7), (513, 7), (514, 9)];
+    for (number, byte) in expected {
+        assert_eq!(page(number), (Some(byte), Some(byte)), "{number}");
+    }
+    let other = RamFile::open(ram.path()).expect("opened");
+    let content = other.classify_chunk(0, ALL).expect("classified");
+    assert_eq!(content.data_runs(), [510..512]);
+}
+
+#[test]
+fn storing_refuses_parts_of_pages_strange_pages_and_taken_ones() {
+    let Some(memory) = Memory::mount(64 * MIB) else {
+        return;
+    };
+    let ram = memory.ram(2);
+    for (first, len) in [
+        (0, PAGE_SIZE + 1),
+        (1023, 2 * PAGE_SIZE),
+        (u64::MAX, PAGE_SIZE),
+    ] {
+        let refused = ram.store(first, &vec![1; len]);
+        assert!(
+            matches!(refused, Err(Error::OutOfRange { .. })),
+            "{first} {len}: {refused:?}"
+        );
+    }
+    assert_eq!(ram.data_extents(0..1024).expect("extents"), []);
+    ram.populate(0..512).expect("there is room");
+    let inner = ram.with_pages_mut(500, 4, |_| ram.store(503, &[1; 2 * PAGE_SIZE]));
+    assert!(matches!(inner, Ok(Err(Error::Busy { .. }))), "{inner:?}");
+}
+
+#[test]
+fn many_threads_store_at_once() {
+    let Some(memory) = Memory::mount(128 * MIB) else {
+        return;
+    };
+    let ram = memory.ram(32);
+    std::thread::scope(|scope| {
+        for thread in 0..4_u64 {
+            let ram = &ram;
+            scope.spawn(move || {
+                // Neighbours in the same huge page come from different threads.
+                for page in (thread..ram.page_count()).step_by(4) {
+                    let mut bytes = [0; PAGE_SIZE];
+                    bytes.fill((page % 251) as u8 + 1);
+                    ram.store(page, &bytes).expect("there is room");
+                }
+            });
+        }
+    });
+    for page in 0..ram.page_count() {
+        let mut bytes = [0; PAGE_SIZE];
+        ram.read_page_into(page, &mut bytes).expect("it has memory");
+        assert!(
+            bytes.iter().all(|&byte| byte == (page % 251) as u8 + 1),
+            "{page}"
+        );
+    }
+}
+
+#[test]
+fn a_store_that_finds_no_room_says_so() {
+    let Some(memory) = Memory::mount(4 * MIB) else {
+        return;
+    };
+    let ram = memory.ram(4);
+    let piece = vec![5; CHUNK_SIZE];
+    ram.store(0, &piece).expect("there is room");
+    let (stored, full) = (1..4)
+        .map(|chunk| ram.store(chunk * CHUNK_PAGES, &piece))
+        .partition::<Vec<_>, _>(Result::is_ok);
+    assert_eq!((stored.len(), full.len()), (1, 2));
+    for full in full {
+        let full = full.expect_err("no room");
+        assert!(matches!(full, Error::OutOfMemory { .. }), "{full:?}");
+    }
+    assert!(!ram.has_memory(3 * CHUNK_PAGES..4 * CHUNK_PAGES));
+}
+
 /// A store into a hole of a full tmpfs would end the process with SIGBUS, a load too.
 #[test]
 fn a_full_tmpfs_is_an_error_and_never_sigbus() {
