@@ -7,6 +7,7 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use godwit_testkit::lab::{Lab, LabConfig, Link, Machine};
+use godwit_testkit::link::LinkSpec;
 
 fn lab(name: &str, change: impl FnOnce(&mut LabConfig)) -> Lab {
     let mut config = LabConfig {
@@ -218,11 +219,19 @@ fn a_kept_lab_is_opened_by_name_and_ended() {
 
 #[test]
 fn senseless_labs_are_refused() {
-    let changes: [fn(&mut LabConfig); 4] = [
+    let changes: [fn(&mut LabConfig); 7] = [
         |config| config.hosts = 0,
         |config| config.migration_mtu = 100,
         |config| config.name = "../up".into(),
         |config| (config.hosts, config.routed) = (3, true),
+        |config| config.migration_nics = 5,
+        |config| (config.migration_nics, config.routed) = (2, true),
+        |config| {
+            config.link = Some(LinkSpec {
+                loss_ppm: 1_000_001,
+                ..LinkSpec::default()
+            })
+        },
     ];
     for change in changes {
         let mut config = LabConfig::default();

@@ -6,7 +6,7 @@ use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use godwit_testkit::lab::{EmulatedLink, Lab, LabConfig, Machine, Subnets};
+use godwit_testkit::lab::{EmulatedLink, Lab, LabConfig, Link as LabLink, Machine, Subnets};
 use godwit_testkit::link::{Counters, Direction, End, Link, LinkSpec};
 
 fn spec(text: &str) -> LinkSpec {
@@ -20,7 +20,15 @@ fn lab(name: &str, link: &str, change: impl FnOnce(&mut LabConfig)) -> Lab {
         ..LabConfig::default()
     };
     change(&mut config);
-    Lab::new(config).expect("the lab is built")
+    let lab = Lab::new(config).expect("the lab is built");
+    for address in of_b(&lab) {
+        let deadline = Instant::now() + Duration::from_secs(10);
+        // Kernels take their time to notice that a new device has a carrier.
+        while !answers(&lab, address) {
+            assert!(Instant::now() < deadline, "no way to {address}");
+        }
+    }
+    lab
 }
 
 /// The addresses of `b`'s first migration device.
@@ -239,10 +247,6 @@ fn lost_packets_are_counted_and_as_many_as_set() {
     let lab = lab("loss", "", |_| ());
     let link = lab.link(0).expect("a link");
     for address in of_b(&lab) {
-        assert!(
-            answers(&lab, address),
-            "neighbours know each other before packets are lost"
-        );
         link.set(spec("loss=2%,rtt=1ms")).expect("set");
         let before = link.counters().expect("counters").a_to_b;
         let received = numbered_flow(&lab, address, 20_000, 100);
@@ -437,6 +441,9 @@ fn each_of_four_devices_sends_through_its_own_link_on_one_subnet_and_on_differen
         });
         carried_by_each(&lab, |(four, _)| four);
         carried_by_each(&lab, |(_, six)| six);
+        lab.cut_link("b", LabLink::Migration).expect("cut");
+        let carriers = run(lab.host(1).expect("b"), "cat /sys/class/net/mig?/carrier");
+        assert_eq!(carriers, "0\n0\n0\n0");
     }
 }
 
@@ -486,7 +493,7 @@ fn a_link_joins_any_two_namespaces_and_its_devices_end_with_it() {
         |machine: &Machine, four, six| End::of_process(machine.init_pid(), "wan0", &[four, six]);
     let first = end(a, "10.90.0.1/24", "fd90::1/64").expect("an end");
     let second = end(b, "10.90.0.2/24", "fd90::2/64").expect("an end");
-    let link = Link::between(&first, &second, spec("rtt=4ms")).expect("a link");
+    let link = Link::between(first, second, spec("rtt=4ms")).expect("a link");
     for (from, to) in [("10.90.0.1", "10.90.0.2"), ("fd90::1", "fd90::2")] {
         let (from, to) = (from.parse().expect("address"), to.parse().expect("address"));
         let (one, other) = (udp(a, from), udp(b, to));
@@ -497,7 +504,9 @@ fn a_link_joins_any_two_namespaces_and_its_devices_end_with_it() {
         other.recv(&mut [0; 64]).expect("it arrives");
         assert!(start.elapsed() >= Duration::from_millis(2));
     }
-    let again = Link::between(&first, &second, spec(""))
+    let taken = end(a, "10.91.0.1/24", "fd91::1/64").expect("an end");
+    let other = end(b, "10.91.0.2/24", "fd91::2/64").expect("an end");
+    let again = Link::between(taken, other, spec(""))
         .err()
         .expect("refused");
     assert!(

@@ -127,7 +127,7 @@ fn run(arguments: Run) -> Result<()> {
         bridge: arguments.b_bridge,
         mtu,
     };
-    let link = Link::between(&a, &b, arguments.link)?;
+    let link = Link::between(a, b, arguments.link)?;
     let control = &arguments.control;
     let listener = UnixListener::bind(control)
         .with_context(|| format!("cannot make the socket {}", control.display()))?;

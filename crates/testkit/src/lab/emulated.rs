@@ -108,7 +108,7 @@ fn here(lab: &Lab, nic: u8, spec: LinkSpec) -> io::Result<Link> {
         })
     };
     let [a, b] = network::link_ends(&lab.config, nic).map(end);
-    Link::between(&a?, &b?, spec)
+    Link::between(a?, b?, spec)
 }
 
 fn elsewhere(lab: &Lab, nic: u8, spec: LinkSpec) -> io::Result<RemoteLink> {

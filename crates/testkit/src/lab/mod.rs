@@ -109,8 +109,8 @@ pub struct Addresses {
 /// Running test hosts.
 pub struct Lab {
     config: LabConfig,
-    machines: Vec<Machine>,
     links: Vec<EmulatedLink>,
+    machines: Vec<Machine>,
 }
 
 /// What is recorded of a kept lab. The start time tells a machine from a later process with its number.

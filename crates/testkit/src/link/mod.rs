@@ -61,13 +61,14 @@ pub struct Link {
     bell: Arc<Bell>,
     thread: Option<JoinHandle<io::Result<()>>>,
     specs: Mutex<[LinkSpec; 2]>,
+    ends: [End; 2],
 }
 
 impl Link {
     /// Makes both devices and starts to carry packets between them. Needs root.
-    pub fn between(a: &End, b: &End, spec: LinkSpec) -> io::Result<Self> {
+    pub fn between(a: End, b: End, spec: LinkSpec) -> io::Result<Self> {
         spec.check().map_err(invalid)?;
-        let taps = [Tap::new(a)?, Tap::new(b)?];
+        let taps = [Tap::new(&a)?, Tap::new(&b)?];
         let (commands, receiver) = channel();
         let bell = Arc::new(Bell::new()?);
         let relay = Relay::new(taps, spec, bell.clone(), receiver);
@@ -79,6 +80,7 @@ impl Link {
             bell,
             thread: Some(thread),
             specs: Mutex::new([spec; 2]),
+            ends: [a, b],
         })
     }
 
@@ -114,7 +116,11 @@ impl Link {
 
     /// What was counted so far.
     pub fn counters(&self) -> io::Result<Counters> {
-        self.ask(Command::Count)
+        let mut counters = self.ask(Command::Count)?;
+        let [a, b] = &self.ends;
+        counters.a_to_b.dropped_kernel_frames = tap::dropped_by_kernel(a)?;
+        counters.b_to_a.dropped_kernel_frames = tap::dropped_by_kernel(b)?;
+        Ok(counters)
     }
 
     /// Drops what is on the link and everything that comes, without a sign at either end: a line cut far away.

@@ -243,6 +243,9 @@ pub struct DirectionCounters {
     pub dropped_cut_packets: u64,
     /// Packets dropped since the emulator held more than [`LinkSpec::held_bytes_max`]: the machine cannot keep up.
     pub dropped_memory_packets: u64,
+    /// Frames that the sender's kernel dropped before the emulator took them: the machine cannot keep up. They are in no
+    /// other counter.
+    pub dropped_kernel_frames: u64,
     /// Packets that the receiver's kernel refused or that make no sense as a frame.
     pub dropped_error_packets: u64,
     /// Bytes waiting in front of the transmitter now.

@@ -5,8 +5,10 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
+use std::net::UdpSocket;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use super::End;
 use super::frame::VIRTIO_HEADER_BYTES;
@@ -30,17 +32,12 @@ pub struct Tap {
 impl Tap {
     /// Makes the device in its namespace, with its addresses or on its bridge, and up.
     pub fn new(end: &End) -> io::Result<Self> {
-        // A namespace is a property of a thread, so one is spent on it.
-        std::thread::scope(|scope| {
-            let make = || {
-                enter(end.namespace.as_fd())?;
-                let tap = Self::open(&end.device)?;
-                set_up(end).map(|()| tap)
-            };
-            let made = scope.spawn(make).join();
-            made.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        inside(end.namespace.as_fd(), || {
+            let tap = Self::open(&end.device)?;
+            set_up(end)?;
+            wait_until_running(&end.device).map(|()| tap)
         })
-        .map_err(|error: io::Error| {
+        .map_err(|error| {
             let device = &end.device;
             io::Error::new(
                 error.kind(),
@@ -54,16 +51,7 @@ impl Tap {
             .read(true)
             .write(true)
             .open("/dev/net/tun")?;
-        // SAFETY: a zeroed ifreq is a valid value.
-        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-        if device.is_empty() || device.len() >= request.ifr_name.len() || !device.is_ascii() {
-            return Err(io::Error::other(
-                "a device has a name of 1 to 15 characters",
-            ));
-        }
-        for (to, from) in request.ifr_name.iter_mut().zip(device.bytes()) {
-            *to = from as libc::c_char;
-        }
+        let mut request = request_about(device)?;
         let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR | libc::IFF_TUN_EXCL;
         request.ifr_ifru.ifru_flags = flags as libc::c_short;
         let header_bytes = VIRTIO_HEADER_BYTES as libc::c_int;
@@ -112,9 +100,77 @@ impl Tap {
     }
 }
 
+/// Runs on a thread that is in a network namespace, which is a property of a thread.
+fn inside<T: Send>(
+    namespace: BorrowedFd,
+    action: impl FnOnce() -> io::Result<T> + Send,
+) -> io::Result<T> {
+    std::thread::scope(|scope| {
+        let done = scope.spawn(|| enter(namespace).and_then(|()| action()));
+        done.join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
+}
+
+/// Frames that the kernel dropped since nobody read the device.
+pub fn dropped_by_kernel(end: &End) -> io::Result<u64> {
+    let table = || std::fs::read_to_string("/proc/thread-self/net/dev");
+    let table = inside(end.namespace.as_fd(), table)?;
+    let is_ours = |line: &&str| line.trim_start().split(':').next() == Some(&end.device);
+    let line = table.lines().find(is_ours);
+    // After the name eight figures of what was received, then bytes, packets, errors, drops of what was sent.
+    let dropped = line.and_then(|line| line.rsplit(':').next()?.split_whitespace().nth(11));
+    dropped.and_then(|text| text.parse().ok()).ok_or_else(|| {
+        let text = format!(
+            "device {} is gone or its counters are unreadable",
+            end.device
+        );
+        io::Error::other(text)
+    })
+}
+
 fn enter(namespace: BorrowedFd) -> io::Result<()> {
     // SAFETY: changes the network namespace of the calling thread only.
     check(unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNET) })
+}
+
+/// A request about the device of that name.
+fn request_about(device: &str) -> io::Result<libc::ifreq> {
+    // SAFETY: a zeroed ifreq is a valid value.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    if device.is_empty() || device.len() >= request.ifr_name.len() || !device.is_ascii() {
+        let text = "a device has a name of 1 to 15 characters";
+        return Err(io::Error::other(text));
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(device.bytes()) {
+        *to = from as libc::c_char;
+    }
+    Ok(request)
+}
+
+/// The kernel notices the carrier of a new device up to a second later, and until then a bridge does not use it.
+fn wait_until_running(device: &str) -> io::Result<()> {
+    let socket = UdpSocket::bind("0.0.0.0:0")?;
+    let mut request = request_about(device)?;
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        // SAFETY: takes a valid ifreq, of which it writes the flags; reading them afterwards is what the request is for.
+        let flags = unsafe {
+            check(libc::ioctl(
+                socket.as_raw_fd(),
+                libc::SIOCGIFFLAGS,
+                &raw mut request,
+            ))?;
+            request.ifr_ifru.ifru_flags
+        };
+        if i32::from(flags) & libc::IFF_RUNNING != 0 {
+            return Ok(());
+        }
+        if Instant::now() > deadline {
+            return Err(io::Error::other("it does not come up"));
+        }
+        std::thread::sleep(Duration::from_millis(5)); // the flags cannot be waited on, only read
+    }
 }
 
 /// Runs `ip` in the namespace of the calling thread.
