@@ -6,6 +6,8 @@
 use crate::check;
 use crate::config::HostConfig;
 use crate::launch::make_dir;
+use crate::link::Bursts;
+use crate::load::Readings;
 use crate::preflight;
 use crate::probe::{self, Probes};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
@@ -25,9 +27,10 @@ use godwit_types::host_api::{
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Longest wait for a VM process to be there.
@@ -51,9 +54,14 @@ pub(crate) struct Agent {
     pub records: Records,
     pub probes: Probes,
     pub revocations: Arc<Revocations>,
+    pub bursts: Arc<Bursts>,
+    /// Interfaces that carry migrations, with their addresses.
+    pub migration_links: Vec<(String, Vec<IpAddr>)>,
+    pub readings: Mutex<Readings>,
+    pub removed: Mutex<BTreeSet<HostName>>,
 }
 
-type Reply<T> = Result<T, ApiError>;
+pub(crate) type Reply<T> = Result<T, ApiError>;
 
 fn done(message: impl Into<String>) -> Done {
     Done {
@@ -61,14 +69,14 @@ fn done(message: impl Into<String>) -> Done {
     }
 }
 
-fn unexpected(vm: &VmName) -> ApiError {
+pub(crate) fn unexpected(vm: &VmName) -> ApiError {
     ApiError::new(
         ErrorCode::Internal,
         format!("the VM process of '{vm}' gave an answer to another question"),
     )
 }
 
-fn took_too_long<T>(_: T) -> ApiError {
+pub(crate) fn took_too_long<T>(_: T) -> ApiError {
     ApiError::new(
         ErrorCode::Internal,
         "work of this agent broke off: see its log",
@@ -78,6 +86,22 @@ fn took_too_long<T>(_: T) -> ApiError {
 /// Why writes cannot be tracked here, if they cannot.
 pub(crate) fn tracking() -> Result<(), String> {
     tracker::check_kernel().map_err(|error| error.to_string())
+}
+
+/// The interfaces that have migration addresses.
+pub(crate) fn migration_links(
+    addresses: &[IpAddr],
+    interfaces: &[Interface],
+) -> Vec<(String, Vec<IpAddr>)> {
+    let of_migrations = |interface: &Interface| -> Vec<IpAddr> {
+        let all = interface.addresses();
+        all.filter(|address| addresses.contains(address)).collect()
+    };
+    interfaces
+        .iter()
+        .map(|interface| (interface.name.clone(), of_migrations(interface)))
+        .filter(|(_, addresses)| !addresses.is_empty())
+        .collect()
 }
 
 /// The addresses that migrations use: the configured ones, or all of the configured interfaces.
@@ -114,7 +138,7 @@ pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostChec
 }
 
 impl Agent {
-    fn host(&self) -> &HostName {
+    pub(crate) fn host(&self) -> &HostName {
         &self.config.name
     }
 
@@ -144,7 +168,7 @@ impl Agent {
         self.supervisor.supervise(self.vm_config(vm))
     }
 
-    fn known(&self, vm: &VmName) -> Reply<Arc<Supervised>> {
+    pub(crate) fn known(&self, vm: &VmName) -> Reply<Arc<Supervised>> {
         if self.records.spec(vm)?.is_none() && self.supervisor.find(vm).is_none() {
             let message = format!(
                 "host '{}' has no VM '{vm}': see 'godwit vm list'",
@@ -156,7 +180,7 @@ impl Agent {
     }
 
     /// Memory that a new guest could have, MiB: what is available less what running guests may still touch.
-    fn free_mib(&self) -> u64 {
+    pub(crate) fn free_mib(&self) -> u64 {
         let dir = self.config.ram_dir();
         let available = mem_tmpfs::available_bytes(&dir).unwrap_or(0);
         available.saturating_sub(records::untouched_bytes(&dir)) >> 20
@@ -472,7 +496,11 @@ impl Agent {
         reports
     }
 
-    async fn live_report(&self, vm: &VmName, id: &MigrationId) -> Reply<MigrationReport> {
+    pub(crate) async fn live_report(
+        &self,
+        vm: &VmName,
+        id: &MigrationId,
+    ) -> Reply<MigrationReport> {
         let vm = self.known(vm)?;
         let request = VmRequest::Report {
             migration: id.clone(),

@@ -9,16 +9,20 @@ use crate::probe::parse_nonce;
 use axum::extract::State;
 use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
-use godwit_rpc::agent_client::path;
+use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, JsonBody, PathParam, Peer};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, HostCheck, ResolveRequest, StopRequest,
 };
+use godwit_types::forecast::{
+    DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
+};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
     HostVm, IncomingReady, PeerEnvelope, PreflightIncoming, PreflightOutgoing, PrepareIncoming,
-    ProbeRequest, ProbeResult, PutVm, Revoked, VmRequest,
+    ProbeRequest, ProbeResult, PutVm, RemovedHosts, Revoked, VmRequest,
 };
+use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
 use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
 use std::sync::Arc;
@@ -57,6 +61,11 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::MIGRATION, get(migration))
         .route(path::CANCEL, post(cancel))
         .route(path::REVOKED, put(revoked))
+        .route(path::REMOVED_HOSTS, put(removed_hosts))
+        .route(path::MEASURE, post(measure))
+        .route(path::LINK_LISTEN, post(link_listen))
+        .route(path::LINK_SEND, post(link_send))
+        .route(path::LOAD, get(load))
         .with_state(agent)
 }
 
@@ -215,6 +224,39 @@ async fn revoked(State(agent): Shared, JsonBody(revoked): JsonBody<Revoked>) -> 
     agent.records.remember_revoked(&agent.revocations.all())?;
     let message = format!("{} certificates are revoked", agent.revocations.all().len());
     reply(Ok(Done { message }))
+}
+
+async fn removed_hosts(
+    State(agent): Shared,
+    JsonBody(removed): JsonBody<RemovedHosts>,
+) -> ApiResult<Done> {
+    reply(agent.removed_hosts(removed.hosts).await)
+}
+
+async fn measure(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(request): JsonBody<Measure>,
+) -> ApiResult<DirtyRate> {
+    reply(agent.measure(&name, request.millis).await)
+}
+
+async fn link_listen(
+    State(agent): Shared,
+    JsonBody(probe): JsonBody<LinkProbeListen>,
+) -> ApiResult<LinkProbeReady> {
+    reply(agent.link_listen(probe).await)
+}
+
+async fn link_send(
+    State(agent): Shared,
+    JsonBody(probe): JsonBody<LinkProbeSend>,
+) -> ApiResult<LinkMeasured> {
+    reply(agent.link_send(probe).await)
+}
+
+async fn load(State(agent): Shared) -> ApiResult<HostLoad> {
+    reply(Ok(agent.load().await))
 }
 
 #[cfg(test)]

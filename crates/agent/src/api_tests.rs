@@ -40,6 +40,10 @@ impl Served {
             records.clone(),
         );
         let agent = Arc::new(Agent {
+            bursts: Arc::default(),
+            migration_links: Vec::new(),
+            readings: Default::default(),
+            removed: Default::default(),
             config: host.config.clone(),
             system: System::default(),
             user: User {

@@ -21,7 +21,7 @@ use godwit_types::control_api::HostCheck;
 use godwit_types::host_api::PeerEnvelope;
 use godwit_types::{ApiError, ErrorCode};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -172,6 +172,10 @@ async fn make_agent(
             .map_err(setup("read the list of revoked certificates"))?,
     );
     Ok(Agent {
+        migration_links: agent::migration_links(&migration_addresses, &interfaces),
+        bursts: Arc::default(),
+        readings: Mutex::default(),
+        removed: Mutex::default(),
         boot_id: boot_id(&config, &system).map_err(setup("note this boot of the host"))?,
         supervisor: Supervisor::new(program, carrier(identity.clone()), records.clone()),
         config,

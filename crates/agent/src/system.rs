@@ -75,6 +75,15 @@ impl System {
         self.root.join(path.trim_start_matches('/')).exists()
     }
 
+    /// Names in a directory that are numbers.
+    pub fn numbers_in(&self, path: &str) -> Vec<u32> {
+        let path = self.root.join(path.trim_start_matches('/'));
+        let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+        entries
+            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+            .collect()
+    }
+
     /// Kernel release, such as `6.18.0`.
     pub fn kernel(&self) -> String {
         self.read("/proc/sys/kernel/osrelease").unwrap_or_default()

@@ -4,7 +4,9 @@
 //! across an await. One lock per VM orders the operations on it.
 
 use crate::config::ControllerConfig;
+use crate::drain::Drains;
 use crate::error::{ControllerError, Outcome, refuse};
+use crate::forecast;
 use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use godwit_rpc::pki::now_unix_s;
@@ -37,6 +39,10 @@ pub struct App {
     pub identity: Identity,
     /// Revoked certificates, shared with the server.
     pub revocations: Arc<Revocations>,
+    /// Hosts that are being emptied.
+    pub drains: Drains,
+    /// Measurements of guests and links.
+    pub forecasts: forecast::Memory,
     /// Addresses for join tokens.
     pub advertise: Vec<SocketAddr>,
     state: Mutex<State>,
@@ -45,6 +51,7 @@ pub struct App {
     clients: Mutex<Clients>,
     moving: Mutex<BTreeSet<VmName>>,
     live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
+    removed: Mutex<BTreeSet<HostName>>,
     events: broadcast::Sender<InventoryEvent>,
     stop: watch::Receiver<bool>,
 }
@@ -87,12 +94,16 @@ impl App {
         }
         let revocations = Arc::new(Revocations::default());
         revocations.extend(store.revoked().await?);
+        let removed = store.removed_hosts().await?;
         Ok(Self {
             config,
             store,
             authority,
             identity,
             revocations,
+            drains: Drains::default(),
+            forecasts: forecast::Memory::default(),
+            removed: Mutex::new(removed.into_iter().collect()),
             advertise,
             state: Mutex::new(state),
             locks: Mutex::default(),
@@ -136,6 +147,21 @@ impl App {
             app: self,
             vm: vm.clone(),
         })
+    }
+
+    /// Hosts that were removed and have not joined again.
+    pub fn removed(&self) -> BTreeSet<HostName> {
+        lock(&self.removed).clone()
+    }
+
+    /// Notes that a host was removed, or has joined again.
+    pub fn note_removed(&self, host: &HostName, removed: bool) {
+        let mut hosts = lock(&self.removed);
+        if removed {
+            hosts.insert(host.clone());
+        } else {
+            hosts.remove(host);
+        }
     }
 
     /// Turns true when the controller stops.

@@ -4,6 +4,7 @@
 //! that holds VMs unless it does not answer and the operator says that it is off for good.
 
 use crate::app::{App, unreachable_host};
+use crate::drain;
 use crate::error::{ControllerError, Outcome, refuse};
 use crate::reconcile;
 use crate::state::HostEntry;
@@ -13,6 +14,7 @@ use godwit_rpc::pki::{PkiError, now_unix_s};
 use godwit_rpc::token::hash_of;
 use godwit_rpc::{ClientError, Role, Token};
 use godwit_types::control_api::{Done, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken};
+use godwit_types::load::HostTop;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::sync::Arc;
 
@@ -20,17 +22,22 @@ use std::sync::Arc;
 pub fn view(app: &App, name: &HostName) -> Outcome<HostView> {
     app.host(name)?;
     let view = app.state().host_view(name, now_unix_s());
-    view.ok_or_else(|| unreachable_host(name))
+    let mut view = view.ok_or_else(|| unreachable_host(name))?;
+    view.draining = app.drains.is_draining(name);
+    Ok(view)
 }
 
 /// All hosts.
 pub fn views(app: &App) -> Vec<HostView> {
     let state = app.state();
     let now = now_unix_s();
-    state
-        .hosts
-        .keys()
-        .filter_map(|name| state.host_view(name, now))
+    let names = state.hosts.keys();
+    names
+        .filter_map(|name| {
+            let mut view = state.host_view(name, now)?;
+            view.draining = app.drains.is_draining(name);
+            Some(view)
+        })
         .collect()
 }
 
@@ -93,6 +100,7 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
     app.revocations.extend(app.store.revoked().await?);
     // A host that is new here was never given anything, so nobody needs to wait for it.
     entry.heard = !app.store.was_removed(&request.name).await?;
+    app.note_removed(&request.name, false);
     app.state().hosts.insert(request.name.clone(), entry);
     app.tell_host(&request.name);
     tracing::info!(host = %request.name, address = %request.agent_address, "host is enrolled");
@@ -121,6 +129,30 @@ pub async fn check(app: &App, host: &HostName) -> Outcome<HostCheck> {
     Ok(check)
 }
 
+/// What every host is busy with, each asked at the same time.
+pub async fn top(app: &Arc<App>) -> Vec<HostTop> {
+    let names: Vec<HostName> = app.state().hosts.keys().cloned().collect();
+    let mut asked = tokio::task::JoinSet::new();
+    for host in names {
+        let app = app.clone();
+        asked.spawn(async move {
+            let load = match app.connected_agent(&host) {
+                Ok(agent) => agent.load().await.ok(),
+                Err(_) => None,
+            };
+            let draining = app.drains.is_draining(&host);
+            HostTop {
+                host,
+                load,
+                draining,
+            }
+        });
+    }
+    let mut tops = asked.join_all().await;
+    tops.sort_by(|a, b| a.host.cmp(&b.host));
+    tops
+}
+
 /// Removes a host and revokes its certificate.
 pub async fn remove(app: &App, host: &HostName, confirm_unreachable: bool) -> Outcome<Done> {
     let entry = app.host(host)?;
@@ -136,6 +168,8 @@ pub async fn remove(app: &App, host: &HostName, confirm_unreachable: bool) -> Ou
         .remove_host(host, &entry.serial, now_unix_s())
         .await?;
     app.revocations.revoke(entry.serial);
+    app.note_removed(host, true);
+    drain::forget(app, host).await?;
     let mut state = app.state();
     state.hosts.remove(host);
     for vm in state

@@ -8,7 +8,9 @@
 mod api;
 mod app;
 mod config;
+mod drain;
 mod error;
+mod forecast;
 mod hosts;
 mod ledger;
 mod migrate;

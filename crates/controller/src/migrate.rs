@@ -5,6 +5,7 @@
 
 use crate::app::{App, now};
 use crate::error::{Outcome, refuse};
+use crate::forecast::{self, QUICK, THOROUGH};
 use crate::place::joined;
 use crate::preflight::{self, Preflight};
 use crate::secret;
@@ -16,7 +17,7 @@ use godwit_types::control_api::{CancelRequest, Done, InventoryEvent, MigrationBe
 use godwit_types::host_api::PrepareIncoming;
 use godwit_types::migration::{
     AgentAddress, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport, MigrationSpec,
-    Outcome as End, Phase, Side,
+    Outcome as End, Phase, PreflightReport, Side,
 };
 use godwit_types::vm::Accelerator;
 use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
@@ -28,32 +29,101 @@ pub async fn begin(
     name: &VmName,
     request: &MigrateRequest,
 ) -> Outcome<MigrateAnswer> {
-    check_request(request)?;
+    attempt(app, name, request).await.map_err(joined)
+}
+
+/// The same, with each of several refusals by itself.
+pub async fn attempt(
+    app: &Arc<App>,
+    name: &VmName,
+    request: &MigrateRequest,
+) -> Result<MigrateAnswer, Vec<ApiError>> {
+    check_request(request).map_err(one)?;
     let Some(_moving) = app.begin_moving(name) else {
-        return Err(already(name, None));
+        return Err(one(already(name, None)));
     };
     let _turn = app.vm_lock(name).await;
     if let Some(moving) = app.state().active.get(name) {
-        return Err(already(name, Some(&moving.id)));
+        return Err(one(already(name, Some(&moving.id))));
     }
-    let found = preflight::run(app, name, request).await?;
+    let mut found = preflight::run(app, name, request).await.map_err(one)?;
+    let refused = !found.report.refusals.is_empty();
+    if refused && !request.dry_run {
+        return Err(found.report.refusals);
+    }
+    if !refused {
+        foresee(app, &mut found, request).await;
+    }
     if request.dry_run {
         return Ok(MigrateAnswer::Checked(found.report));
     }
-    if !found.report.refusals.is_empty() {
-        return Err(joined(found.report.refusals));
+    must_keep(&found.report, request).map_err(one)?;
+    start(app, &found, request).await.map_err(one)
+}
+
+fn one(error: ApiError) -> Vec<ApiError> {
+    vec![error]
+}
+
+/// Predicts into the report: as well as it gets in a dry run; quickly where something was promised; else only from what
+/// is known, since it would cost more than it tells.
+async fn foresee(app: &App, found: &mut Preflight, request: &MigrateRequest) {
+    let promised = request.deadline_s.is_some()
+        || request.max_downtime_ms.is_some()
+        || request.max_guest_slowdown_percent.is_some()
+        || request.must_keep;
+    let effort = if request.dry_run { THOROUGH } else { QUICK };
+    let foreseen = if request.dry_run || promised {
+        forecast::foresee(app, found, request, effort).await
+    } else {
+        match forecast::remembered(app, found, request) {
+            Some(foreseen) => Ok(foreseen),
+            None => return,
+        }
+    };
+    match foreseen {
+        Ok(foreseen) => {
+            found.report.prediction = Some(foreseen.prediction);
+            found.report.cannot_keep = foreseen.cannot_keep;
+        }
+        Err(error) => {
+            tracing::warn!(vm = %found.vm.spec.name, %error, "the migration cannot be predicted");
+            let line = format!("it can begin, but not be predicted: {}", error.message);
+            found.report.passed.push(line);
+        }
     }
-    let mut spec = spec_of(&found, request)?;
+}
+
+fn must_keep(report: &PreflightReport, request: &MigrateRequest) -> Outcome<()> {
+    if !request.must_keep || report.cannot_keep.is_empty() {
+        return Ok(());
+    }
+    let broken: Vec<&str> = report
+        .cannot_keep
+        .iter()
+        .map(|broken| broken.message.as_str())
+        .collect();
+    refuse(ErrorCode::CannotKeep, broken.join("; "))
+}
+
+async fn start(
+    app: &Arc<App>,
+    found: &Preflight,
+    request: &MigrateRequest,
+) -> Outcome<MigrateAnswer> {
+    let mut spec = spec_of(found, request)?;
     let id = spec.id.clone();
     record(app, &spec, found.vm.spec.memory_mib).await?;
-    if let Err(error) = hand_out(&found, &mut spec).await {
-        return Err(undo(app, &found, &id, error).await);
+    if let Err(error) = hand_out(found, &mut spec).await {
+        return Err(undo(app, found, &id, error).await);
     }
-    tracing::info!(migration = %id, vm = %name, from = %found.source.host, to = %found.destination.host, "migration has begun");
+    let broken = found.report.cannot_keep.iter();
+    let warnings = broken.map(|broken| broken.message.clone()).collect();
+    tracing::info!(migration = %id, vm = %spec.vm, from = %found.source.host, to = %found.destination.host, "migration has begun");
     watch::spawn(app.clone(), id.clone());
     Ok(MigrateAnswer::Begun(MigrationBegun {
         id: id.to_string(),
-        warnings: Vec::new(),
+        warnings,
     }))
 }
 
@@ -63,6 +133,15 @@ fn check_request(request: &MigrateRequest) -> Outcome<()> {
         ("deadline_s", request.deadline_s),
         ("max_bandwidth_mbit_per_s", request.max_bandwidth_mbit_per_s),
     ];
+    if let Some(percent) = request
+        .max_guest_slowdown_percent
+        .filter(|percent| *percent > 99)
+    {
+        return refuse(
+            ErrorCode::InvalidRequest,
+            format!("max_guest_slowdown_percent = {percent} would stop the guest: give 0 to 99"),
+        );
+    }
     match zero.into_iter().find(|(_, value)| *value == Some(0)) {
         None => Ok(()),
         Some((key, _)) => refuse(
@@ -107,7 +186,7 @@ fn spec_of(found: &Preflight, request: &MigrateRequest) -> Outcome<MigrationSpec
         max_bandwidth_mbit_per_s: request.max_bandwidth_mbit_per_s,
         max_guest_slowdown_percent: request.max_guest_slowdown_percent,
         prepare_memory: request.prepare,
-        prediction: None,
+        prediction: found.report.prediction.clone(),
         source_addresses: found.source.info.migration_addresses.clone(),
         destination_addresses: Vec::new(),
     })

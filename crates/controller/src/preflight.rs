@@ -4,6 +4,7 @@
 //! Owns nothing, changes nothing. Collects every refusal, each naming the host and the remedy.
 
 use crate::app::App;
+use crate::drain;
 use crate::error::{Outcome, refuse};
 use crate::place;
 use crate::secret;
@@ -93,6 +94,14 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
     Ok(found)
 }
 
+/// Two hosts that answer.
+pub fn two_ends(app: &App, from: &HostName, to: &HostName) -> Outcome<(End, End)> {
+    Ok((
+        end(app, from, app.host(from)?)?,
+        end(app, to, app.host(to)?)?,
+    ))
+}
+
 fn ends(app: &App, name: &VmName, to: &HostName) -> Outcome<(End, End, HostVm)> {
     if !app.state().vms.contains_key(name) {
         return Err(crate::app::unknown_vm(name));
@@ -106,6 +115,7 @@ fn ends(app: &App, name: &VmName, to: &HostName) -> Outcome<(End, End, HostVm)> 
         );
     }
     let vm = movable(name, &place)?;
+    drain::must_take_vms(app, to)?;
     let source = app.host(&place.host)?;
     Ok((
         end(app, &place.host, source)?,

@@ -1,7 +1,7 @@
 //! Learns from the agents: one task per host asks it again and again.
 //!
-//! Owns nothing; writes what changed to the database and the inventory. Commands nothing but one thing that is always
-//! safe: it tells agents which certificates are revoked.
+//! Owns nothing; writes what changed to the database and the inventory. Commands nothing but what is always safe: it
+//! tells agents which certificates are revoked and which hosts are gone for good.
 
 use crate::app::App;
 use crate::error::ControllerError;
@@ -11,14 +11,15 @@ use godwit_rpc::{AgentClient, ClientError};
 use godwit_types::HostName;
 use godwit_types::control_api::HostState;
 use godwit_types::host::HostInfo;
-use godwit_types::host_api::{HostVm, Revoked};
+use godwit_types::host_api::{HostVm, RemovedHosts, Revoked};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Asks a host until it is removed or the controller stops.
 pub fn spawn(app: Arc<App>, host: HostName) {
     tokio::spawn(async move {
         let mut stop = app.stopped();
-        let mut told = 0;
+        let mut told = Told::default();
         while poll(&app, &host, &mut told).await {
             tokio::select! {
                 () = tokio::time::sleep(app.config.poll_every) => {}
@@ -28,14 +29,24 @@ pub fn spawn(app: Arc<App>, host: HostName) {
     });
 }
 
-/// Asks once; `told` is how many revocations the host knows. False when the host is no more.
-async fn poll(app: &App, host: &HostName, told: &mut usize) -> bool {
+/// What a host was told.
+#[derive(Default)]
+struct Told {
+    /// How many revocations.
+    revoked: usize,
+    /// Which hosts are gone for good.
+    removed: BTreeSet<HostName>,
+}
+
+/// Asks once. False when the host is no more.
+async fn poll(app: &App, host: &HostName, told: &mut Told) -> bool {
     let serial = match app.host(host) {
         Ok(entry) => entry.serial,
         Err(_) => return false,
     };
     refresh(app, host).await;
-    tell_revoked(app, host, told).await;
+    tell_revoked(app, host, &mut told.revoked).await;
+    tell_removed(app, host, &mut told.removed).await;
     // A host that was removed and joined again has a task of its own.
     app.host(host).is_ok_and(|entry| entry.serial == serial)
 }
@@ -156,5 +167,21 @@ async fn tell_revoked(app: &App, host: &HostName, told: &mut usize) {
         && agent.revoked(&Revoked { serials }).await.is_ok()
     {
         *told = count;
+    }
+}
+
+/// So that nothing waits for a host that is gone for good.
+async fn tell_removed(app: &App, host: &HostName, told: &mut BTreeSet<HostName>) {
+    let removed = app.removed();
+    if removed == *told {
+        return;
+    }
+    let request = RemovedHosts {
+        hosts: removed.iter().cloned().collect(),
+    };
+    if let Ok(agent) = app.connected_agent(host)
+        && agent.removed_hosts(&request).await.is_ok()
+    {
+        *told = removed;
     }
 }

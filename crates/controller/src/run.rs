@@ -7,7 +7,7 @@ use crate::app::App;
 use crate::config::ControllerConfig;
 use crate::error::ControllerError;
 use crate::store::Store;
-use crate::{hosts, reconcile, watch};
+use crate::{drain, hosts, reconcile, watch};
 use godwit_rpc::controller_client::RULES;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{Authority, Identity, Role, Server};
@@ -154,6 +154,7 @@ impl Controller {
         .await?;
         let app = Arc::new(app);
         watch::resume(&app).await?;
+        drain::resume(&app).await?;
         let names: Vec<HostName> = app.state().hosts.keys().cloned().collect();
         for host in names {
             reconcile::spawn(app.clone(), host);

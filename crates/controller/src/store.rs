@@ -5,7 +5,8 @@
 
 use crate::error::ControllerError;
 use crate::state::{HostEntry, VmEntry};
-use godwit_types::migration::{MigrationReport, MigrationSpec};
+use godwit_types::drain::DrainView;
+use godwit_types::migration::{MigrationReport, MigrationSpec, Outcome};
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -379,6 +380,63 @@ impl Store {
             .fetch_all(&self.pool)
             .await?;
         rows.iter().map(|text| from_json("report", text)).collect()
+    }
+
+    /// Newest reports of completed migrations from one host to another.
+    pub async fn reports_between(
+        &self,
+        source: &HostName,
+        destination: &HostName,
+    ) -> Result<Vec<MigrationReport>> {
+        const LOOKED_AT_MAX: i64 = 20;
+        let sql = "SELECT report FROM migrations WHERE source = ? AND destination = ? AND ended = 1 ORDER BY seq DESC LIMIT ?";
+        let rows: Vec<String> = query_scalar(sql)
+            .bind(source.as_str())
+            .bind(destination.as_str())
+            .bind(LOOKED_AT_MAX)
+            .fetch_all(&self.pool)
+            .await?;
+        let reports = rows.iter().map(|text| from_json("report", text));
+        let completed = |report: &MigrationReport| report.outcome == Some(Outcome::Completed);
+        let mut reports: Vec<MigrationReport> = reports.collect::<Result<_>>()?;
+        reports.retain(completed);
+        Ok(reports)
+    }
+
+    /// All drains.
+    pub async fn drains(&self) -> Result<Vec<DrainView>> {
+        let rows: Vec<String> = query_scalar("SELECT record FROM drains")
+            .fetch_all(&self.pool)
+            .await?;
+        rows.iter().map(|text| from_json("drain", text)).collect()
+    }
+
+    /// Notes how far a drain is.
+    pub async fn save_drain(&self, view: &DrainView) -> Result<()> {
+        query("INSERT INTO drains (host, record) VALUES (?, ?) ON CONFLICT (host) DO UPDATE SET record = excluded.record")
+            .bind(view.host.as_str())
+            .bind(to_json(view)?)
+            .execute(&self.pool)
+            .await?;
+        Ok(())
+    }
+
+    /// Forgets a drain.
+    pub async fn delete_drain(&self, host: &HostName) -> Result<()> {
+        query("DELETE FROM drains WHERE host = ?")
+            .bind(host.as_str())
+            .execute(&self.pool)
+            .await?;
+        Ok(())
+    }
+
+    /// Hosts that were removed and have not joined again.
+    pub async fn removed_hosts(&self) -> Result<Vec<HostName>> {
+        let sql = "SELECT DISTINCT host FROM revoked WHERE host NOT IN (SELECT name FROM hosts)";
+        let rows: Vec<String> = query_scalar(sql).fetch_all(&self.pool).await?;
+        rows.into_iter()
+            .map(|name| HostName::new(name).map_err(|e| unreadable("host name", e)))
+            .collect()
     }
 
     /// Reports of migrations that have not ended.

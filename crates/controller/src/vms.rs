@@ -6,10 +6,10 @@
 
 use crate::app::{App, unknown_vm, unreachable_host};
 use crate::error::{Outcome, refuse};
-use crate::place;
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::store::{Added, Grant};
+use crate::{drain, place};
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::control_api::{Done, ResolveRequest, StartRequest, StopRequest, VmView};
@@ -176,6 +176,19 @@ fn connected(app: &App) -> Vec<HostInfo> {
     infos.collect()
 }
 
+/// Those of them that take VMs.
+fn taking(app: &App, hosts: &[HostInfo]) -> Outcome<Vec<HostInfo>> {
+    let takes = |host: &&HostInfo| !app.drains.is_draining(&host.name);
+    let taking: Vec<HostInfo> = hosts.iter().filter(takes).cloned().collect();
+    if taking.is_empty() && !hosts.is_empty() {
+        return refuse(
+            ErrorCode::WrongState,
+            "every host that answers is being emptied: end that with 'godwit host undrain HOST', or enrol another host",
+        );
+    }
+    Ok(taking)
+}
+
 /// A start that may go ahead.
 struct Plan {
     entry: VmEntry,
@@ -215,8 +228,9 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         .or(held.as_ref().map(|held| held.host.clone()));
     let host = match wanted {
         Some(host) => host,
-        None => place::choose(&entry.spec, &hosts)?,
+        None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
     };
+    drain::must_take_vms(app, &host)?;
     let info = hosts
         .iter()
         .find(|info| info.name == host)

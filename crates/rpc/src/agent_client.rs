@@ -7,13 +7,18 @@ use crate::client::{Client, ClientError};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
 };
+use godwit_types::forecast::{
+    DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
+};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
     HostVm, IncomingReady, PeerEnvelope, PreflightIncoming, PreflightOutgoing, PrepareIncoming,
-    ProbeRequest, ProbeResult, PutVm, Revoked,
+    ProbeRequest, ProbeResult, PutVm, RemovedHosts, Revoked,
 };
+use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
 use godwit_types::{MigrationId, VmName};
+use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
 /// Paths of the agent's routes.
@@ -62,6 +67,24 @@ pub mod path {
     pub const CANCEL: &str = "/v1/migrations/{id}/cancel";
     /// PUT [`super::Revoked`]: [`super::Done`].
     pub const REVOKED: &str = "/v1/revoked";
+    /// PUT [`super::RemovedHosts`]: [`super::Done`].
+    pub const REMOVED_HOSTS: &str = "/v1/removed-hosts";
+    /// POST [`super::Measure`]: [`super::DirtyRate`].
+    pub const MEASURE: &str = "/v1/vms/{name}/measure";
+    /// POST [`super::LinkProbeListen`]: [`super::LinkProbeReady`].
+    pub const LINK_LISTEN: &str = "/v1/link-probe/listen";
+    /// POST [`super::LinkProbeSend`]: [`super::LinkMeasured`].
+    pub const LINK_SEND: &str = "/v1/link-probe/send";
+    /// GET: [`super::HostLoad`].
+    pub const LOAD: &str = "/v1/load";
+}
+
+/// How long a guest's writes are measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Measure {
+    /// The time, ms.
+    pub millis: u64,
 }
 
 const READ: Access = Access::CONTROLLER.or(Access::PEOPLE);
@@ -94,6 +117,11 @@ pub const RULES: &[Rule] = &[
     rule("GET", path::MIGRATION, READ),
     rule("POST", path::CANCEL, POWER),
     rule("PUT", path::REVOKED, CONTROLLER),
+    rule("PUT", path::REMOVED_HOSTS, CONTROLLER),
+    rule("POST", path::MEASURE, CONTROLLER),
+    rule("POST", path::LINK_LISTEN, CONTROLLER),
+    rule("POST", path::LINK_SEND, CONTROLLER),
+    rule("GET", path::LOAD, READ),
 ];
 
 /// How long the client waits, by kind of call.
@@ -294,6 +322,37 @@ impl AgentClient {
         self.client
             .put(path::REVOKED, revoked, self.deadlines.read)
             .await
+    }
+
+    /// Tells which hosts are gone for good.
+    pub async fn removed_hosts(&self, removed: &RemovedHosts) -> Reply<Done> {
+        self.client
+            .put(path::REMOVED_HOSTS, removed, self.deadlines.act)
+            .await
+    }
+
+    /// Measures how a guest writes.
+    pub async fn measure(&self, name: &VmName, millis: u64) -> Reply<DirtyRate> {
+        self.act(path::MEASURE, name, &Measure { millis }).await
+    }
+
+    /// Listens for a burst that measures the link.
+    pub async fn link_listen(&self, probe: &LinkProbeListen) -> Reply<LinkProbeReady> {
+        self.client
+            .post(path::LINK_LISTEN, probe, self.deadlines.read)
+            .await
+    }
+
+    /// Sends that burst.
+    pub async fn link_send(&self, probe: &LinkProbeSend) -> Reply<LinkMeasured> {
+        self.client
+            .post(path::LINK_SEND, probe, self.deadlines.act)
+            .await
+    }
+
+    /// What the host is busy with.
+    pub async fn load(&self) -> Reply<HostLoad> {
+        self.client.get(path::LOAD, self.deadlines.read).await
     }
 
     async fn act<B: serde::Serialize, T: serde::de::DeserializeOwned>(

@@ -9,6 +9,8 @@ use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse,
     JoinToken, MigrationBegun, ResolveRequest, StartRequest, StopRequest, VersionView, VmView,
 };
+use godwit_types::drain::{DrainRequest, DrainView};
+use godwit_types::load::HostTop;
 use godwit_types::migration::{MigrateRequest, MigrationReport, PreflightReport};
 use godwit_types::{HostName, MigrationId, VmName, VmSpec};
 use serde::{Deserialize, Serialize};
@@ -22,6 +24,12 @@ pub mod path {
     pub const HOST: &str = "/v1/hosts/{name}";
     /// GET: its checks.
     pub const HOST_CHECK: &str = "/v1/hosts/{name}/check";
+    /// GET: how far the emptying of a host is; POST: begin it; DELETE: end it, the host takes VMs again.
+    pub const DRAIN: &str = "/v1/hosts/{name}/drain";
+    /// GET: the emptying as server-sent events, until nothing is left to move.
+    pub const DRAIN_EVENTS: &str = "/v1/hosts/{name}/drain/events";
+    /// GET: what every host is busy with.
+    pub const TOP: &str = "/v1/top";
     /// POST: enrol a host.
     pub const JOIN: &str = "/v1/join";
     /// GET: list of VMs; POST: create one.
@@ -69,6 +77,11 @@ pub const RULES: &[Rule] = &[
     rule("GET", path::HOST, PEOPLE),
     rule("DELETE", path::HOST, PEOPLE),
     rule("GET", path::HOST_CHECK, PEOPLE),
+    rule("GET", path::DRAIN, PEOPLE),
+    rule("POST", path::DRAIN, PEOPLE),
+    rule("DELETE", path::DRAIN, PEOPLE),
+    rule("GET", path::DRAIN_EVENTS, PEOPLE),
+    rule("GET", path::TOP, PEOPLE),
     rule("POST", path::JOIN, Access::ANYONE),
     rule("GET", path::VMS, PEOPLE),
     rule("POST", path::VMS, PEOPLE),
@@ -150,6 +163,39 @@ impl ControllerClient {
         self.client
             .get(&format!("/v1/hosts/{name}/check"), ACT)
             .await
+    }
+
+    /// Empties a host, or says how it would.
+    pub async fn drain(&self, name: &HostName, request: &DrainRequest) -> Reply<DrainView> {
+        self.client
+            .post(&format!("/v1/hosts/{name}/drain"), request, ACT)
+            .await
+    }
+
+    /// How far the emptying of a host is.
+    pub async fn drain_view(&self, name: &HostName) -> Reply<DrainView> {
+        self.client
+            .get(&format!("/v1/hosts/{name}/drain"), READ)
+            .await
+    }
+
+    /// Ends it: no further move begins, the host takes VMs again.
+    pub async fn undrain(&self, name: &HostName) -> Reply<Done> {
+        self.client
+            .delete(&format!("/v1/hosts/{name}/drain"), ACT)
+            .await
+    }
+
+    /// The emptying at every change until nothing is left to move; each event's data is a [`DrainView`].
+    pub async fn drain_events(&self, name: &HostName) -> Reply<EventStream> {
+        self.client
+            .events(&format!("/v1/hosts/{name}/drain/events"), READ)
+            .await
+    }
+
+    /// What every host is busy with.
+    pub async fn top(&self) -> Reply<Vec<HostTop>> {
+        self.client.get(path::TOP, READ).await
     }
 
     /// Enrols; for a client that was made with [`Client::joining`].

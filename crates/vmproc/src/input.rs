@@ -70,4 +70,6 @@ pub(crate) enum Input {
     Guest { launch: u64, news: GuestNews },
     /// From the migration's driver.
     Driver(DriverNews),
+    /// The guest's writes were measured.
+    Measured,
 }

@@ -19,6 +19,7 @@ mod files;
 mod harden;
 mod hypervisor;
 mod input;
+mod measure;
 mod neighbours;
 mod outbox;
 mod priority;

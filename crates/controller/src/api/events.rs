@@ -15,7 +15,7 @@ use std::convert::Infallible;
 use tokio::sync::watch::Receiver;
 use tokio_stream::wrappers::BroadcastStream;
 
-type Item = Result<Event, Infallible>;
+pub type Item = Result<Event, Infallible>;
 
 /// A migration's report about five times a second until it ends.
 #[utoipa::path(get, path = "/v1/migrations/{id}/events", params(("id" = String, Path)), responses((status = 200, description = "events `report` with a MigrationReport each", content_type = "text/event-stream", body = MigrationReport), (status = "default", body = ApiError)))]
@@ -74,7 +74,8 @@ pub async fn inventory(State(app): Shared) -> Sse<impl Stream<Item = Item>> {
     Sse::new(events).keep_alive(KeepAlive::default())
 }
 
-fn event(name: &str, data: &impl serde::Serialize) -> Item {
+/// One event.
+pub fn event(name: &str, data: &impl serde::Serialize) -> Item {
     // Our own reports always encode; should one not, the reader gets an empty event rather than a broken stream.
     Ok(Event::default()
         .event(name)

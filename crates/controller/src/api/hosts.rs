@@ -9,6 +9,7 @@ use godwit_rpc::{ApiResult, JsonBody, PathParam};
 use godwit_types::control_api::{
     Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken,
 };
+use godwit_types::load::HostTop;
 use godwit_types::{ApiError, ErrorCode, HostName};
 
 /// All hosts.
@@ -54,6 +55,12 @@ pub async fn check(
     PathParam(name): PathParam<HostName>,
 ) -> ApiResult<HostCheck> {
     Ok(Json(hosts::check(&app, &name).await?))
+}
+
+/// What every host is busy with: interfaces, cores, memory, and each migration's share.
+#[utoipa::path(get, path = "/v1/top", responses((status = 200, body = Vec<HostTop>), (status = "default", body = ApiError)))]
+pub async fn top(State(app): Shared) -> Json<Vec<HostTop>> {
+    Json(hosts::top(&app).await)
 }
 
 /// Enrols a host with its one-time token; the only route that needs no certificate.

@@ -3,6 +3,7 @@
 //! Owns nothing. Who may call what is `godwit_rpc::controller_client::RULES`; a test holds rules, routes and document
 //! together.
 
+mod drains;
 mod events;
 mod hosts;
 mod migrations;
@@ -36,6 +37,9 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(hosts::show, hosts::remove))
         .routes(routes!(hosts::check))
         .routes(routes!(hosts::join))
+        .routes(routes!(hosts::top))
+        .routes(routes!(drains::show, drains::begin, drains::stop))
+        .routes(routes!(drains::events))
         .routes(routes!(vms::list, vms::create))
         .routes(routes!(vms::show, vms::edit, vms::delete))
         .routes(routes!(vms::start))

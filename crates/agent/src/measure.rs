@@ -1,0 +1,196 @@
+//! What the agent measures for others: a guest's writes, the link to another host, this host's load; and what it
+//! passes on to VM processes when a host is gone for good.
+//!
+//! Part of [`Agent`]. Owns nothing. Refuses: what takes longer than a few seconds.
+
+use crate::agent::{Agent, Reply, took_too_long, unexpected};
+use crate::link::Here;
+use crate::load::{self, Reading, Wanted};
+use godwit_types::control_api::Done;
+use godwit_types::forecast::{
+    DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
+};
+use godwit_types::host_api::{HostVm, MEASURE_MS_MAX, VmAnswer, VmRequest};
+use godwit_types::load::{HostLoad, MigrationLoad};
+use godwit_types::migration::{MigrationReport, Side};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+/// Longest wait beside the measuring itself: the descriptor, protecting all of a guest's memory.
+const GRACE: Duration = Duration::from_secs(10);
+/// Longest wait for a VM process to take in that a host is gone.
+const ACT: Duration = Duration::from_secs(10);
+
+impl Agent {
+    /// Measures how a guest writes.
+    pub(crate) async fn measure(&self, name: &VmName, millis: u64) -> Reply<DirtyRate> {
+        if !(1..=MEASURE_MS_MAX).contains(&millis) {
+            return Err(ApiError::new(
+                ErrorCode::InvalidRequest,
+                format!("writes are measured for 1 to {MEASURE_MS_MAX} ms, not {millis}"),
+            ));
+        }
+        let vm = self.known(name)?;
+        let patience = Duration::from_millis(millis) + GRACE;
+        let request = VmRequest::MeasureDirtyRate { millis };
+        match vm.ask(&request, patience).await? {
+            VmAnswer::DirtyRate(rate) => Ok(rate),
+            _ => Err(unexpected(name)),
+        }
+    }
+
+    /// Listens for a burst.
+    pub(crate) async fn link_listen(
+        self: &Arc<Self>,
+        probe: LinkProbeListen,
+    ) -> Reply<LinkProbeReady> {
+        let agent = Arc::clone(self);
+        let listening = tokio::task::spawn_blocking(move || {
+            let here = Here {
+                addresses: &agent.migration_addresses,
+                ports: (
+                    agent.config.migration_ports.first,
+                    agent.config.migration_ports.last,
+                ),
+                ram_dir: &agent.config.ram_dir(),
+                free_mib: agent.free_mib(),
+            };
+            agent.bursts.listen(&probe, &here)
+        });
+        let listening = listening.await.map_err(took_too_long)?;
+        listening.map_err(|error| error.on_host(self.host()))
+    }
+
+    /// Sends a burst.
+    pub(crate) async fn link_send(&self, probe: LinkProbeSend) -> Reply<LinkMeasured> {
+        let bursts = Arc::clone(&self.bursts);
+        let sent = tokio::task::spawn_blocking(move || bursts.send(&probe));
+        let sent = sent.await.map_err(took_too_long)?;
+        sent.map_err(|error| error.on_host(self.host()))
+    }
+
+    /// What this host is busy with. Waits for a second reading when nobody asked within the last seconds.
+    pub(crate) async fn load(self: &Arc<Self>) -> HostLoad {
+        let (moving, reading) = self.read_load().await;
+        let known = self.with_readings(&reading);
+        let (moving, reading, base) = match known {
+            Some(base) => (moving, reading, base),
+            None => {
+                tokio::time::sleep(load::wait()).await;
+                let (moving, later) = self.read_load().await;
+                let base = self.with_readings(&later).unwrap_or(reading);
+                (moving, later, base)
+            }
+        };
+        HostLoad {
+            host: self.host().clone(),
+            seconds: reading.seconds_since(&base),
+            cpus: self.system.cpus(),
+            cpu_percent: reading.cpu_percent(&base),
+            memory_total_mib: self.system.meminfo_mib("MemTotal").unwrap_or(0),
+            memory_free_mib: self.free_mib(),
+            interfaces: self
+                .migration_links
+                .iter()
+                .map(|(name, addresses)| reading.interface(&base, &self.system, name, addresses))
+                .collect(),
+            migrations: moving
+                .iter()
+                .map(|(vm, report)| migration_load(vm, report, &reading, &base))
+                .collect(),
+        }
+    }
+
+    fn with_readings(&self, reading: &Reading) -> Option<Reading> {
+        let mut readings = self.readings.lock().unwrap_or_else(PoisonError::into_inner);
+        readings.base_for(reading)
+    }
+
+    async fn read_load(self: &Arc<Self>) -> (Vec<(HostVm, MigrationReport)>, Reading) {
+        let mut moving = Vec::new();
+        for vm in self.vms().await {
+            let Some(id) = &vm.migration else { continue };
+            match self.live_report(&vm.spec.name, id).await {
+                Ok(report) if report.outcome.is_none() => moving.push((vm, report)),
+                _ => {}
+            }
+        }
+        let mut wanted = Wanted::default();
+        for (vm, report) in &moving {
+            wanted.processes.extend(vm.vm_process_pid);
+            wanted.processes.extend(vm.qemu_pid);
+            wanted
+                .migrations
+                .insert(report.id.clone(), report.bytes_on_wire);
+        }
+        let reading = tokio::task::block_in_place(|| Reading::take(&self.system, &wanted));
+        (moving, reading)
+    }
+
+    /// Tells every VM process of hosts that are gone for good: nothing is settled with them any more.
+    pub(crate) async fn removed_hosts(&self, hosts: Vec<HostName>) -> Reply<Done> {
+        let hosts: std::collections::BTreeSet<HostName> = hosts
+            .into_iter()
+            .filter(|host| host != self.host())
+            .collect();
+        let known = {
+            let removed = self.removed.lock().unwrap_or_else(PoisonError::into_inner);
+            removed.clone()
+        };
+        for host in hosts.difference(&known) {
+            for name in self.supervisor.names() {
+                self.tell_removed(&name, host).await;
+            }
+        }
+        let message = format!("{} hosts are gone for good", hosts.len());
+        *self.removed.lock().unwrap_or_else(PoisonError::into_inner) = hosts;
+        Ok(Done { message })
+    }
+
+    /// A VM that waits for nothing from that host says so, which is fine.
+    async fn tell_removed(&self, name: &VmName, host: &HostName) {
+        if !self.records.needs_process(name) {
+            return;
+        }
+        let Ok(vm) = self.known(name) else { return };
+        let request = VmRequest::HostRemoved { host: host.clone() };
+        match vm.ask(&request, ACT).await {
+            Ok(_) => {
+                tracing::info!(vm = %name, %host, "the host that is gone was waited for; not any more")
+            }
+            Err(error) => tracing::debug!(vm = %name, %host, %error, "nothing to settle"),
+        }
+    }
+}
+
+fn migration_load(
+    vm: &HostVm,
+    report: &MigrationReport,
+    now: &Reading,
+    base: &Reading,
+) -> MigrationLoad {
+    let (busiest_thread, busiest_thread_percent) = now.busiest_thread(base, vm.vm_process_pid);
+    let ram_bytes = (report.ram_mib << 20).max(1);
+    let left = report.remaining_bytes.min(ram_bytes);
+    MigrationLoad {
+        id: report.id.clone(),
+        vm: report.vm.clone(),
+        from: report.from.clone(),
+        to: report.to.clone(),
+        side: report.side,
+        phase: report.phase,
+        streams: report.streams,
+        bytes_per_s: now.migration_bytes_per_s(base, &report.id),
+        cpu_percent: now.process_percent(base, vm.vm_process_pid),
+        busiest_thread_percent,
+        busiest_thread,
+        hypervisor_cpu_percent: now.process_percent(base, vm.qemu_pid),
+        percent: match report.side {
+            Side::Source => 100.0 * (ram_bytes - left) as f64 / ram_bytes as f64,
+            Side::Destination => 0.0,
+        },
+        guest_speed_percent: report.guest_speed_percent,
+        eta_s: report.eta_s,
+    }
+}

@@ -1,0 +1,218 @@
+//! Emptying hosts: what was asked, durably, and one task per host that moves its VMs away.
+//!
+//! Owns the records of all drains: the database is written first, then they are shown. A drain that was under way goes
+//! on after a restart of the controller. A host that is being emptied, or was, takes no VMs until somebody ends that.
+//! Refuses: to shut a VM down; to move one that preflight refuses.
+
+mod plan;
+mod run;
+
+use crate::app::{App, now};
+use crate::error::{ControllerError, Outcome, refuse};
+use crate::vms::done;
+use godwit_types::control_api::{Done, InventoryEvent};
+use godwit_types::drain::{DrainRequest, DrainState, DrainView};
+use godwit_types::{ApiError, ErrorCode, HostName};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tokio::sync::watch;
+
+/// All drains.
+#[derive(Debug, Default)]
+pub struct Drains {
+    records: Mutex<BTreeMap<HostName, watch::Sender<DrainView>>>,
+}
+
+impl Drains {
+    fn records(&self) -> MutexGuard<'_, BTreeMap<HostName, watch::Sender<DrainView>>> {
+        self.records.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a host takes no VMs.
+    pub fn is_draining(&self, host: &HostName) -> bool {
+        self.records().contains_key(host)
+    }
+
+    /// How far a drain is, now and from now on.
+    pub fn watch(&self, host: &HostName) -> Option<watch::Receiver<DrainView>> {
+        self.records().get(host).map(watch::Sender::subscribe)
+    }
+
+    fn get(&self, host: &HostName) -> Option<DrainView> {
+        let records = self.records();
+        records.get(host).map(|record| record.borrow().clone())
+    }
+
+    /// Shows a record; the first one makes the host draining.
+    fn put(&self, view: DrainView) {
+        let mut records = self.records();
+        match records.get(&view.host) {
+            Some(record) => drop(record.send_replace(view)),
+            None => drop(records.insert(view.host.clone(), watch::channel(view).0)),
+        }
+    }
+
+    /// Shows what a running drain has come to, unless it was ended meanwhile.
+    fn renew(&self, view: DrainView) {
+        if let Some(record) = self.records().get(&view.host) {
+            record.send_if_modified(|shown| {
+                let changed = *shown != view;
+                *shown = view;
+                changed
+            });
+        }
+    }
+
+    /// Shows the end, then forgets.
+    fn remove(&self, host: &HostName) {
+        if let Some(record) = self.records().remove(host) {
+            record.send_modify(|view| view.state = DrainState::Stopped);
+        }
+    }
+}
+
+/// Goes on with what was under way when the controller stopped.
+pub async fn resume(app: &Arc<App>) -> Result<(), ControllerError> {
+    for view in app.store.drains().await? {
+        let (host, goes_on) = (view.host.clone(), view.state == DrainState::Draining);
+        app.drains.put(view);
+        if goes_on {
+            tracing::info!(%host, "the host is still to be emptied");
+            run::spawn(app.clone(), host);
+        }
+    }
+    Ok(())
+}
+
+/// Begins, begins anew after the end, or only plans.
+pub async fn begin(app: &Arc<App>, host: &HostName, request: &DrainRequest) -> Outcome<DrainView> {
+    check(app, host, request)?;
+    let mut view = DrainView {
+        host: host.clone(),
+        state: DrainState::Planned,
+        began_unix_s: now(),
+        request: request.clone(),
+        vms: Vec::new(),
+        at_once: 1,
+        plan: String::new(),
+        eta_s: None,
+    };
+    if request.dry_run {
+        run::dry(app, &mut view).await;
+        return Ok(view);
+    }
+    if let Some(known) = app.drains.get(host)
+        && known.state == DrainState::Draining
+    {
+        return refuse(
+            ErrorCode::WrongState,
+            format!(
+                "host {host} is being emptied already: see 'godwit host drain {host} --status', or end it with 'godwit host undrain {host}'"
+            ),
+        );
+    }
+    view.state = DrainState::Draining;
+    run::look(app, &mut view);
+    app.store.save_drain(&view).await?;
+    app.drains.put(view.clone());
+    tell(app, host);
+    tracing::info!(%host, vms = view.vms.len(), "the host is being emptied");
+    run::spawn(app.clone(), host.clone());
+    Ok(view)
+}
+
+fn check(app: &App, host: &HostName, request: &DrainRequest) -> Outcome<()> {
+    app.connected_agent(host)?;
+    if request.at_once == Some(0) {
+        return refuse(
+            ErrorCode::InvalidRequest,
+            "at_once = 0 moves nothing: give at least 1 or leave it out",
+        );
+    }
+    for to in &request.to {
+        app.host(to)?;
+        if to == host || app.drains.is_draining(to) {
+            return refuse(
+                ErrorCode::InvalidRequest,
+                format!("host {to} is being emptied itself: name another one"),
+            );
+        }
+    }
+    Ok(())
+}
+
+/// How far the emptying of a host is.
+pub fn view(app: &App, host: &HostName) -> Outcome<DrainView> {
+    app.host(host)?;
+    app.drains.get(host).ok_or_else(|| not_draining(host))
+}
+
+/// How far it is, now and from now on.
+pub fn watch(app: &App, host: &HostName) -> Outcome<watch::Receiver<DrainView>> {
+    app.host(host)?;
+    app.drains.watch(host).ok_or_else(|| not_draining(host))
+}
+
+/// Ends it: the host takes VMs again. Moves under way go on to their end.
+pub async fn stop(app: &App, host: &HostName) -> Outcome<Done> {
+    let Some(view) = app.drains.get(host) else {
+        return Err(not_draining(host));
+    };
+    app.store.delete_drain(host).await?;
+    app.drains.remove(host);
+    tell(app, host);
+    tracing::info!(%host, "the host takes VMs again");
+    let going_on = app
+        .state()
+        .active
+        .values()
+        .filter(|moving| moving.from == *host)
+        .count();
+    let rest = match going_on {
+        0 => String::new(),
+        1 => "; one migration from it goes on".to_owned(),
+        count => format!("; {count} migrations from it go on"),
+    };
+    let was = if view.state == DrainState::Draining {
+        "is not emptied any further and"
+    } else {
+        ""
+    };
+    let sentence = format!("Host {host} {was} takes VMs again{rest}.");
+    Ok(done(sentence.replace("  ", " ")))
+}
+
+/// Forgets a host that was removed.
+pub async fn forget(app: &App, host: &HostName) -> Result<(), ControllerError> {
+    app.store.delete_drain(host).await?;
+    app.drains.remove(host);
+    Ok(())
+}
+
+fn not_draining(host: &HostName) -> ApiError {
+    ApiError::new(
+        ErrorCode::NotDraining,
+        format!("host {host} is not being emptied: begin with 'godwit host drain {host}'"),
+    )
+}
+
+/// A VM may not go to a host that is being emptied.
+pub fn must_take_vms(app: &App, host: &HostName) -> Outcome<()> {
+    if !app.drains.is_draining(host) {
+        return Ok(());
+    }
+    Err(ApiError::new(
+        ErrorCode::WrongState,
+        format!(
+            "host {host} is being emptied and takes no VMs: choose another, or run 'godwit host undrain {host}'"
+        ),
+    )
+    .on_host(host))
+}
+
+fn tell(app: &App, host: &HostName) {
+    app.tell(InventoryEvent::Drain {
+        host: host.to_string(),
+    });
+    app.tell_host(host);
+}

@@ -1,0 +1,392 @@
+//! What a migration will be: asks the hosts to measure, remembers what they said for a while, and predicts.
+//!
+//! Owns the newest measurement of each VM and link. The speed of a link is what earlier migrations between the two
+//! hosts achieved; where there were none, a short burst of the same records; where that fails, what the drivers of the
+//! migration interfaces say. Every prediction says which. Refuses: to guess a speed.
+
+use crate::app::App;
+use crate::preflight::{End, Preflight};
+use crate::secret;
+use godwit_migrate::predict::{self, Asked, Inputs};
+use godwit_rpc::AgentClient;
+use godwit_types::forecast::{DirtyRate, LinkProbeListen, LinkProbeSend, Prediction};
+use godwit_types::load::HostLoad;
+use godwit_types::migration::{
+    CannotKeep, Cipher, LimitedBy, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport,
+};
+use godwit_types::{ApiError, HostName, VmName};
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Passes over fewer pages say more about their round trips than about the link.
+const PAGES_MEASURABLE: u64 = 4096;
+const PAGE_BYTES: f64 = 4096.0;
+/// Newest migrations that tell a link's speed.
+const HISTORY: usize = 5;
+/// Measurements older than this are forgotten.
+const MEMORY: Duration = Duration::from_secs(600);
+/// Share of the drivers' speed that page data gets at most.
+const NIC_SHARE: f64 = 0.9;
+const MIB: u64 = 1 << 20;
+
+/// How much time a prediction may take.
+#[derive(Debug, Clone, Copy)]
+pub struct Effort {
+    /// Measuring the guest, ms.
+    pub guest_ms: u64,
+    /// Measuring the link, ms.
+    pub link_ms: u64,
+    /// A measurement may be as old as this.
+    pub age: Duration,
+}
+
+/// For a dry run: as good as it gets.
+pub const THOROUGH: Effort = Effort {
+    guest_ms: 1_000,
+    link_ms: 600,
+    age: Duration::ZERO,
+};
+/// Before a migration that promised something, and in a drain.
+pub const QUICK: Effort = Effort {
+    guest_ms: 400,
+    link_ms: 150,
+    age: Duration::from_secs(60),
+};
+
+/// A link as far as it is known.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Link {
+    /// Page bytes per second.
+    pub bytes_per_s: f64,
+    /// Round trip, s.
+    pub rtt_s: f64,
+    /// What this rests on.
+    pub basis: String,
+}
+
+/// The newest measurements.
+#[derive(Debug, Default)]
+pub struct Memory {
+    rates: Mutex<BTreeMap<VmName, (Instant, DirtyRate)>>,
+    links: Mutex<BTreeMap<(HostName, HostName), (Instant, Link)>>,
+}
+
+/// What is to be expected.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Foreseen {
+    /// The figures.
+    pub prediction: Prediction,
+    /// Promises that do not fit them.
+    pub cannot_keep: Vec<CannotKeep>,
+}
+
+fn young<K: Ord, V: Clone>(
+    map: &Mutex<BTreeMap<K, (Instant, V)>>,
+    key: &K,
+    age: Duration,
+) -> Option<V> {
+    let map = map.lock().unwrap_or_else(PoisonError::into_inner);
+    let (at, value) = map.get(key)?;
+    (at.elapsed() <= age).then(|| value.clone())
+}
+
+fn keep<K: Ord, V>(map: &Mutex<BTreeMap<K, (Instant, V)>>, key: K, value: V) {
+    let mut map = map.lock().unwrap_or_else(PoisonError::into_inner);
+    map.retain(|_, (at, _)| at.elapsed() < MEMORY);
+    map.insert(key, (Instant::now(), value));
+}
+
+/// Measures what is not known and predicts; an error says why that is not possible.
+pub async fn foresee(
+    app: &App,
+    found: &Preflight,
+    request: &MigrateRequest,
+    effort: Effort,
+) -> Result<Foreseen, ApiError> {
+    let (source, destination) = (&found.source, &found.destination);
+    let name = &found.vm.spec.name;
+    let rate = rate(app, &source.agent, name, effort);
+    let link = link(app, source, destination, found.cipher, effort);
+    let (rate, link) = tokio::join!(rate, link);
+    Ok(predict(&rate?, &link?, request))
+}
+
+/// What is remembered of an earlier prediction's measurements, without asking anybody.
+pub fn remembered(app: &App, found: &Preflight, request: &MigrateRequest) -> Option<Foreseen> {
+    let memory = &app.forecasts;
+    let hosts = (found.source.host.clone(), found.destination.host.clone());
+    let rate = young(&memory.rates, &found.vm.spec.name, MEMORY)?;
+    let link = young(&memory.links, &hosts, MEMORY)?;
+    Some(predict(&rate, &link, request))
+}
+
+/// How a guest writes.
+pub async fn rate(
+    app: &App,
+    agent: &AgentClient,
+    name: &VmName,
+    effort: Effort,
+) -> Result<DirtyRate, ApiError> {
+    let memory = &app.forecasts.rates;
+    if let Some(known) = young(memory, name, effort.age) {
+        return Ok(known);
+    }
+    let rate = agent.measure(name, effort.guest_ms).await?;
+    keep(memory, name.clone(), rate.clone());
+    Ok(rate)
+}
+
+/// What a link carries.
+pub async fn link(
+    app: &App,
+    source: &End,
+    destination: &End,
+    cipher: Cipher,
+    effort: Effort,
+) -> Result<Link, ApiError> {
+    let hosts = (source.host.clone(), destination.host.clone());
+    if let Some(known) = young(&app.forecasts.links, &hosts, effort.age) {
+        return Ok(known);
+    }
+    let reports = app.store.reports_between(&hosts.0, &hosts.1).await?;
+    let burst = burst(source, destination, cipher, effort.link_ms).await;
+    let link = match (achieved(&reports, cipher), burst) {
+        (Some((bytes_per_s, count)), burst) => {
+            let rtt_s = burst.map_or(0.001, |measured| measured.rtt_s);
+            let times = match count {
+                1 => "the last migration".to_owned(),
+                _ => format!("the last {count} migrations"),
+            };
+            Link {
+                bytes_per_s,
+                rtt_s,
+                basis: format!(
+                    "what {times} from host {} to host {} achieved, round trip {:.1} ms",
+                    hosts.0,
+                    hosts.1,
+                    1000.0 * rtt_s
+                ),
+            }
+        }
+        (None, Ok(measured)) => measured,
+        (None, Err(error)) => by_interfaces(source, destination).await.ok_or(error)?,
+    };
+    keep(&app.forecasts.links, hosts, link.clone());
+    Ok(link)
+}
+
+/// Page bytes per second of the newest completed migrations of the same encryption: their median, and how many.
+fn achieved(reports: &[MigrationReport], cipher: Cipher) -> Option<(f64, usize)> {
+    let speed = |report: &MigrationReport| {
+        let passes = report.iterations.iter().filter(|pass| {
+            pass.pages_sent >= PAGES_MEASURABLE && pass.limited_by != LimitedBy::Cap
+        });
+        let (pages, seconds) = passes.fold((0, 0.0), |(pages, seconds), pass| {
+            (pages + pass.pages_sent, seconds + pass.seconds)
+        });
+        (seconds > 0.0).then(|| pages as f64 * PAGE_BYTES / seconds)
+    };
+    let same = reports.iter().filter(|report| report.encryption == cipher);
+    let mut speeds: Vec<f64> = same.filter_map(speed).take(HISTORY).collect();
+    speeds.sort_by(f64::total_cmp);
+    let median = speeds.get(speeds.len() / 2)?;
+    Some((*median, speeds.len()))
+}
+
+async fn burst(
+    source: &End,
+    destination: &End,
+    cipher: Cipher,
+    millis: u64,
+) -> Result<Link, ApiError> {
+    let listen = LinkProbeListen {
+        id: secret::migration_id()?,
+        secret: secret::migration_secret()?,
+        cipher,
+    };
+    let ready = destination.agent.link_listen(&listen).await?;
+    let send = LinkProbeSend {
+        listen,
+        destination_addresses: ready.addresses,
+        source_addresses: source.info.migration_addresses.clone(),
+        streams: source.info.cpus.min(destination.info.cpus).clamp(1, 4),
+        millis,
+    };
+    let measured = source.agent.link_send(&send).await?;
+    Ok(Link {
+        bytes_per_s: measured.bytes_per_s,
+        rtt_s: measured.rtt_ms / 1000.0,
+        basis: format!(
+            "a burst of {:.1} s over {} channels from host {} to host {}, round trip {:.1} ms",
+            measured.seconds, measured.streams, source.host, destination.host, measured.rtt_ms
+        ),
+    })
+}
+
+/// The slower end's interfaces, as their drivers say.
+async fn by_interfaces(source: &End, destination: &End) -> Option<Link> {
+    let (a, b) = tokio::join!(source.agent.load(), destination.agent.load());
+    let mbit = driver_mbit_per_s(&a.ok()?)?.min(driver_mbit_per_s(&b.ok()?)?);
+    Some(Link {
+        bytes_per_s: NIC_SHARE * mbit as f64 * 125_000.0,
+        rtt_s: 0.001,
+        basis: format!(
+            "only the interfaces' speed of {mbit} Mb/s and an assumed round trip of 1 ms, since a burst did not get through"
+        ),
+    })
+}
+
+fn driver_mbit_per_s(load: &HostLoad) -> Option<u64> {
+    let speeds = load.interfaces.iter().map(|link| link.speed_mbit_per_s);
+    speeds.sum::<Option<u64>>().filter(|speed| *speed > 0)
+}
+
+/// Puts a guest and a link together.
+pub fn predict(rate: &DirtyRate, link: &Link, request: &MigrateRequest) -> Foreseen {
+    let cap = request
+        .max_bandwidth_mbit_per_s
+        .map_or(f64::INFINITY, |mbit| mbit as f64 * 125_000.0);
+    let inputs = Inputs {
+        ram_bytes: rate.ram_mib.saturating_mul(MIB),
+        data_bytes: rate.data_mib.saturating_mul(MIB),
+        ages: rate.ages.clone(),
+        bytes_per_s: link.bytes_per_s.min(cap),
+        rtt_s: link.rtt_s,
+    };
+    let asked = Asked {
+        max_downtime_ms: request.max_downtime_ms.unwrap_or(MAX_DOWNTIME_MS_DEFAULT),
+        deadline_s: request.deadline_s,
+        max_guest_slowdown_percent: request.max_guest_slowdown_percent,
+    };
+    let mut basis = format!(
+        "writes measured for {:.1} s, {} of {} MiB have content; {}",
+        rate.ages.last().map_or(0.0, |age| age.seconds),
+        rate.data_mib,
+        rate.ram_mib,
+        link.basis
+    );
+    if cap < link.bytes_per_s {
+        basis.push_str(", capped as asked");
+    }
+    let forecast = predict::predict(&inputs, &asked);
+    Foreseen {
+        cannot_keep: predict::cannot_keep(&inputs, &asked),
+        prediction: forecast.map_or_else(Prediction::default, |forecast| Prediction {
+            total_s: forecast.total_s,
+            downtime_ms: 1000.0 * forecast.downtime_s,
+            guest_speed_percent: (100.0 * forecast.speed).round() as u32,
+            throughput_gb_per_s: inputs.bytes_per_s / 1e9,
+            dirty_mib_per_s: forecast.dirty_bytes_per_s / MIB as f64,
+            data_mib: rate.data_mib,
+            basis,
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::forecast::{DirtyAge, PromiseKind};
+    use godwit_types::migration::{
+        AgentAddress, IterationReport, MigrationSecret, MigrationSpec, Side,
+    };
+    use godwit_types::{Generation, MigrationId};
+
+    fn report(cipher: Cipher, gb_per_s: f64, limited_by: LimitedBy) -> MigrationReport {
+        let host = |name: &str| AgentAddress {
+            host: HostName::new(name).unwrap(),
+            address: "192.0.2.1:1".parse().unwrap(),
+        };
+        let spec = MigrationSpec {
+            id: MigrationId::new("m").unwrap(),
+            vm: VmName::new("web").unwrap(),
+            generation: Generation(1),
+            source: host("a"),
+            destination: host("b"),
+            secret: MigrationSecret {
+                key: vec![],
+                nonce: vec![],
+            },
+            cipher,
+            max_downtime_ms: 50,
+            deadline_s: None,
+            max_bandwidth_mbit_per_s: None,
+            max_guest_slowdown_percent: None,
+            prepare_memory: false,
+            prediction: None,
+            source_addresses: vec![],
+            destination_addresses: vec![],
+        };
+        let mut report = MigrationReport::begun(&spec, Side::Source, 64, 1);
+        let pages_sent = 100_000;
+        let pass = |pages_sent, limited_by| IterationReport {
+            pages_sent,
+            zero_pages: 0,
+            bytes: 0,
+            seconds: pages_sent as f64 * PAGE_BYTES / gb_per_s / 1e9,
+            limited_by,
+        };
+        report.iterations = vec![pass(pages_sent, limited_by), pass(10, LimitedBy::Link)];
+        report
+    }
+
+    #[test]
+    fn a_links_speed_is_the_median_of_what_was_achieved_with_the_same_encryption() {
+        let sealed = Cipher::Aes256Gcm;
+        let link = LimitedBy::Link;
+        let reports = [
+            report(sealed, 0.2, link),
+            report(Cipher::None, 9.0, link),
+            report(sealed, 0.1, link),
+            report(sealed, 0.3, link),
+            report(sealed, 0.001, LimitedBy::Cap),
+        ];
+        let (speed, count) = achieved(&reports, sealed).unwrap();
+        assert!((speed / 1e9 - 0.2).abs() < 1e-6, "{speed}");
+        assert_eq!(count, 3);
+        assert_eq!(achieved(&[], sealed), None);
+    }
+
+    #[test]
+    fn the_cap_that_was_asked_for_bounds_the_prediction() {
+        let rate = DirtyRate {
+            ram_mib: 2048,
+            data_mib: 1000,
+            ages: vec![DirtyAge {
+                seconds: 1.0,
+                mib: 1.0,
+            }],
+            streams: 2,
+        };
+        let link = Link {
+            bytes_per_s: 1e9,
+            rtt_s: 0.001,
+            basis: "a burst".into(),
+        };
+        let mut request = MigrateRequest {
+            to: HostName::new("b").unwrap(),
+            encryption: None,
+            max_downtime_ms: None,
+            deadline_s: Some(5),
+            max_bandwidth_mbit_per_s: None,
+            max_guest_slowdown_percent: None,
+            prepare: false,
+            must_keep: false,
+            dry_run: true,
+        };
+        let free = predict(&rate, &link, &request);
+        assert!((1.0..2.5).contains(&free.prediction.total_s), "{free:?}");
+        assert_eq!(free.cannot_keep, []);
+        assert!(free.prediction.basis.contains("1000 of 2048 MiB"));
+        request.max_bandwidth_mbit_per_s = Some(800);
+        let capped = predict(&rate, &link, &request);
+        assert!(
+            (10.0..12.5).contains(&capped.prediction.total_s),
+            "{capped:?}"
+        );
+        let promises: Vec<_> = capped.cannot_keep.iter().map(|p| p.promise).collect();
+        assert_eq!(promises, [PromiseKind::Deadline]);
+        assert!(capped.prediction.basis.ends_with("capped as asked"));
+    }
+}
