@@ -1,6 +1,6 @@
-//! Keeps the books of one migration: iterations, what limited each, and the estimate of what is left.
+//! Keeps the books of one migration: iterations and what limited each.
 //!
-//! Pure; every duration comes in as an argument. Refuses: estimates without a measured speed.
+//! Pure; every duration comes in as an argument. Refuses: to guess what is left, which is [`crate::convergence`]'s.
 
 use godwit_types::migration::{IterationReport, LimitedBy, MigrationReport};
 
@@ -65,14 +65,6 @@ fn throughput_gb_per_s(iterations: &[IterationReport]) -> f64 {
     }
 }
 
-/// Seconds to the end of precopy at a steady dirty rate: the geometric series of ever shorter passes. `None` when the
-/// guest dirties as fast as pages are sent, or nothing has been measured.
-pub fn estimate_s(remaining_bytes: u64, bytes_per_s: f64, dirty_bytes_per_s: f64) -> Option<f64> {
-    let ratio = dirty_bytes_per_s / bytes_per_s;
-    let measured = bytes_per_s > 0.0 && ratio.is_finite();
-    (measured && ratio < 0.95).then(|| remaining_bytes as f64 / bytes_per_s / (1.0 - ratio))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -99,13 +91,5 @@ mod tests {
         assert_eq!(limited_by(cold, 1, 100, 0), LimitedBy::DestinationMemory);
         let capped = Shares { cap: 0.5, ..busy };
         assert_eq!(limited_by(capped, 1, 100, 0), LimitedBy::Cap);
-    }
-
-    #[test]
-    fn an_estimate_needs_a_speed_above_the_dirty_rate() {
-        assert_eq!(estimate_s(100, 10.0, 0.0), Some(10.0));
-        assert_eq!(estimate_s(100, 10.0, 5.0), Some(20.0));
-        assert_eq!(estimate_s(100, 10.0, 10.0), None);
-        assert_eq!(estimate_s(100, 0.0, 0.0), None);
     }
 }

@@ -1,23 +1,59 @@
-//! When to stop the guest, when to go round again, when to slow it down.
+//! When to stop the guest, when to go round again, how much it may dirty meanwhile.
 //!
-//! A pure function of what each iteration did. The rule: after every iteration the downtime is predicted from what is
-//! still dirty, the speed seen and the fixed cost of a switchover; if it fits the promise the guest is stopped. If two
-//! iterations in a row do not shrink what remains, the guest is slowed, step by step, down to a floor. A guest that does
-//! not converge at the floor ends the migration with a sentence that says so: it is never stopped for longer than was
-//! promised without being asked.
+//! A pure function of what each iteration did. After every iteration the downtime is predicted from what is still dirty,
+//! the speed seen and the fixed cost of a switchover. If it fits the promise the guest is stopped, unless another short
+//! iteration would make the pause much shorter. If the next iteration would leave nearly as much dirty as this one, or
+//! the deadline would pass first, the guest gets an allowance: so many bytes that it may dirty per second, below what
+//! the link carries, so that what remains shrinks by a share with every iteration. A guest that dirties less than that
+//! is not slowed by it. One that does not converge although it is as slow as may be ends the migration: it is never
+//! stopped for longer than was promised without being asked.
 //!
 //! Owns: the history of one migration's iterations. Refuses: to guess from an iteration too short to measure.
 
-/// Shares of its speed that a guest is left with, percent, in the order they are tried.
-const SPEED_STEPS_PERCENT: [u32; 6] = [100, 70, 45, 25, 12, 5];
-/// An iteration counts as progress when what remains falls to this share of the last.
-const PROGRESS_SHARE: f64 = 0.75;
-/// Iterations at the floor without fitting before giving up.
-const FLOOR_ITERATIONS_MAX: u32 = 12;
+use crate::curve::DirtyCurve;
+
+/// What may be dirtied of what the link carries: each iteration leaves three quarters of the last one.
+const ALLOWED_SHARE: f64 = 0.75;
+/// The least that is ever allowed; slower than this a guest stands still for all practical purposes.
+const ALLOWED_SHARE_MIN: f64 = 0.02;
+/// An iteration that would leave more than this share of the last one dirty is no progress.
+const PROGRESS_SHARE: f64 = 0.85;
+/// Of the promised pause; the rest is for what a prediction cannot know.
+const PROMISE_SHARE: f64 = 0.85;
+/// What is left of the time to the deadline is used up to this share.
+const DEADLINE_SHARE: f64 = 0.8;
+/// Last pages that take less than this are not worth another iteration, s.
+const SHORT_S: f64 = 0.002;
+/// One that makes the pause shorter than this share is.
+const WORTH_SHARE: f64 = 0.7;
+/// Allowed share in an iteration whose only aim is a shorter pause.
+const SQUEEZE_SHARE: f64 = 0.4;
+/// Iterations whose only aim is a shorter pause.
+const SQUEEZES_MAX: u32 = 8;
+/// More than this times the allowance is more than a controller's error.
+const OVERSPENT: f64 = 1.15;
+/// A guest that overspends has this long and so many iterations to converge.
+const STUCK_S: f64 = 6.0;
+const STUCK_ITERATIONS: u32 = 5;
 /// Iterations in all before giving up.
-pub const ITERATIONS_MAX: u32 = 200;
+pub const ITERATIONS_MAX: u32 = 500;
 /// A pass over fewer bytes says more about its round trips than about the link.
 const BYTES_MEASURABLE: u64 = 4 << 20;
+/// A pass that took this long is believed to show the link's speed, s.
+const SECONDS_MEASURABLE: f64 = 0.1;
+/// First estimate of what an iteration costs beside its pages and a round trip, s.
+const OVERHEAD_S: f64 = 0.003;
+
+/// What was asked of a migration.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Goal {
+    /// Longest pause, s.
+    pub max_downtime_s: f64,
+    /// The part of a switchover that does not depend on memory (stop, device state, permit), s.
+    pub fixed_s: f64,
+    /// Time from the beginning by which it must be done, s.
+    pub deadline_s: Option<f64>,
+}
 
 /// What one iteration did.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -30,15 +66,18 @@ pub struct IterationFacts {
     pub dirty_bytes: u64,
     /// Round trip of the control channel, s.
     pub rtt_s: f64,
+    /// Time since the migration began, s.
+    pub elapsed_s: f64,
 }
 
 /// What to do next.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Decision {
-    /// Send what is dirty while the guest runs.
-    Iterate,
-    /// Leave the guest this share of its speed, percent, and go round again.
-    SlowTo(u32),
+    /// Send what is dirty while the guest runs and dirties at most so many bytes per second, if that is limited.
+    Iterate {
+        /// Bytes per second.
+        allowed_bytes_per_s: Option<f64>,
+    },
     /// Stop the guest and switch over.
     Switchover,
     /// It does not converge.
@@ -48,28 +87,39 @@ pub enum Decision {
 /// The history that decisions are made from.
 #[derive(Debug, Clone)]
 pub struct Convergence {
-    max_downtime_s: f64,
-    fixed_s: f64,
+    goal: Goal,
     bytes_per_s: Option<f64>,
-    last_dirty_bytes: Option<u64>,
-    stalled: u32,
-    step: usize,
-    at_floor: u32,
+    overhead_s: f64,
+    rtt_s: f64,
+    curve: DirtyCurve,
+    allowed_share: Option<f64>,
+    squeezes: u32,
+    squeezed_bytes: Option<u64>,
+    stuck: Option<Stuck>,
     iterations: u32,
 }
 
+/// A guest that dirties more than it may, and what it came to so far.
+#[derive(Debug, Clone, Copy)]
+struct Stuck {
+    since_s: f64,
+    iterations: u32,
+    best_bytes: u64,
+}
+
 impl Convergence {
-    /// A new history. `fixed_s` is the part of the switchover that does not depend on memory (stop, device state,
-    /// permit), seconds.
-    pub fn new(max_downtime_s: f64, fixed_s: f64) -> Self {
+    /// A new history.
+    pub fn new(goal: Goal) -> Self {
         Self {
-            max_downtime_s,
-            fixed_s,
+            goal,
             bytes_per_s: None,
-            last_dirty_bytes: None,
-            stalled: 0,
-            step: 0,
-            at_floor: 0,
+            overhead_s: OVERHEAD_S,
+            rtt_s: 0.0,
+            curve: DirtyCurve::default(),
+            allowed_share: None,
+            squeezes: 0,
+            squeezed_bytes: None,
+            stuck: None,
             iterations: 0,
         }
     }
@@ -79,170 +129,217 @@ impl Convergence {
         self.bytes_per_s
     }
 
-    /// Share of its speed that the guest has now, percent.
-    pub fn speed_percent(&self) -> u32 {
-        SPEED_STEPS_PERCENT.get(self.step).copied().unwrap_or(100)
+    /// The guest runs without an allowance again: limiting begins anew.
+    pub fn released(&mut self) {
+        (self.allowed_share, self.stuck) = (None, None);
+        (self.squeezes, self.squeezed_bytes) = (0, None);
     }
 
-    /// The guest runs at full speed again: slowing begins anew.
-    pub fn released(&mut self) {
-        (self.step, self.at_floor, self.stalled) = (0, 0, 0);
+    /// Books what was dirty at a look in the middle of an iteration, `age_s` after the last complete one.
+    pub fn looked(&mut self, age_s: f64, dirty_bytes: u64) {
+        self.curve.learn(age_s, dirty_bytes);
     }
 
     /// Predicted downtime for what is dirty, seconds.
-    pub fn predict_s(&self, dirty_bytes: u64, rtt_s: f64) -> f64 {
-        // Four one-way trips: last barrier and its answer, device state, ready, permit, resumed.
+    pub fn predict_s(&self, dirty_bytes: f64, rtt_s: f64) -> f64 {
+        // Last barrier and its answer, device state, ready, permit, resumed.
         let trips_s = 2.5 * rtt_s;
         let pages_s = self
             .bytes_per_s
-            .map_or(0.0, |speed| dirty_bytes as f64 / speed.max(1.0));
-        self.fixed_s + trips_s + pages_s
+            .map_or(0.0, |speed| dirty_bytes / speed.max(1.0));
+        self.goal.fixed_s + trips_s + pages_s
+    }
+
+    /// Longest predicted pause at which the guest is stopped, s. A promise that the distance alone breaks is no reason
+    /// never to move.
+    fn pause_s(&self, rtt_s: f64) -> f64 {
+        (PROMISE_SHARE * self.goal.max_downtime_s).max(self.goal.fixed_s + 2.5 * rtt_s + 0.005)
+    }
+
+    fn fits(&self, dirty_bytes: f64) -> bool {
+        self.predict_s(dirty_bytes, self.rtt_s) <= self.pause_s(self.rtt_s)
     }
 
     /// Takes an iteration's facts and decides.
     pub fn decide(&mut self, facts: IterationFacts) -> Decision {
         self.iterations += 1;
+        self.rtt_s = facts.rtt_s;
         self.learn_speed(facts);
-        self.learn_progress(facts.dirty_bytes);
-        if self.bytes_per_s.is_none() && facts.dirty_bytes > BYTES_MEASURABLE {
+        self.curve.learn(facts.seconds, facts.dirty_bytes);
+        let Some(speed) = self.bytes_per_s else {
             // Nothing was sent so far, so nothing can be predicted.
-            return Decision::Iterate;
+            let measurable = facts.dirty_bytes > BYTES_MEASURABLE;
+            return if measurable {
+                self.iterate()
+            } else {
+                Decision::Switchover
+            };
+        };
+        let dirty_bytes = facts.dirty_bytes as f64;
+        let next_s = dirty_bytes / speed + self.overhead_s + facts.rtt_s;
+        if self.fits(dirty_bytes) {
+            return self.stop_or_squeeze(facts, next_s);
         }
-        let budget_s = self
-            .max_downtime_s
-            .max(self.fixed_s + 2.5 * facts.rtt_s + 0.005);
-        if self.predict_s(facts.dirty_bytes, facts.rtt_s) <= budget_s {
-            return Decision::Switchover;
-        }
-        if self.iterations >= ITERATIONS_MAX || self.at_floor >= FLOOR_ITERATIONS_MAX {
+        if self.iterations >= ITERATIONS_MAX || self.is_stuck(facts) {
             return Decision::GiveUp;
         }
-        self.slow_if_stalled()
+        let left = self.bytes_after(next_s, speed);
+        if left > PROGRESS_SHARE * dirty_bytes || self.misses_deadline(facts) {
+            self.allowed_share.get_or_insert(ALLOWED_SHARE);
+        }
+        if self.allowed_share.is_some() {
+            self.allowed_share = Some(self.share_for(facts, next_s));
+        }
+        self.iterate()
+    }
+
+    fn iterate(&self) -> Decision {
+        let allowed_bytes_per_s = self
+            .allowed_share
+            .zip(self.bytes_per_s)
+            .map(|(share, speed)| share * speed);
+        Decision::Iterate {
+            allowed_bytes_per_s,
+        }
+    }
+
+    /// What is dirty fits. Going round again costs little while the guest runs, and may make the pause much shorter.
+    fn stop_or_squeeze(&mut self, facts: IterationFacts, next_s: f64) -> Decision {
+        let speed = self.bytes_per_s.unwrap_or(f64::INFINITY);
+        let dirty_bytes = facts.dirty_bytes as f64;
+        let late = self
+            .goal
+            .deadline_s
+            .is_some_and(|deadline_s| facts.elapsed_s + 4.0 * next_s > deadline_s);
+        let short = dirty_bytes / speed <= SHORT_S;
+        let last = self.squeezed_bytes.replace(facts.dirty_bytes);
+        let pointless = last.is_some_and(|last| dirty_bytes > 0.9 * last as f64);
+        if late || short || pointless || self.squeezes >= SQUEEZES_MAX {
+            return Decision::Switchover;
+        }
+        if self.allowed_share.is_some() {
+            self.allowed_share = Some(SQUEEZE_SHARE.min(self.share_for(facts, next_s)));
+        }
+        if self.bytes_after(next_s, speed) > WORTH_SHARE * dirty_bytes {
+            return Decision::Switchover;
+        }
+        self.squeezes += 1;
+        self.iterate()
+    }
+
+    /// What is dirty after so long, given what it may dirty.
+    fn bytes_after(&self, seconds: f64, speed: f64) -> f64 {
+        let allowed = self
+            .allowed_share
+            .map_or(f64::INFINITY, |share| share * speed * seconds);
+        self.curve.bytes_after(seconds).min(allowed)
+    }
+
+    /// The share of the link that the guest may dirty in an iteration of `next_s`: one that makes it progress although
+    /// every iteration costs some time beside its pages, and one that the deadline leaves room for.
+    fn share_for(&self, facts: IterationFacts, next_s: f64) -> f64 {
+        let pages_s = next_s - self.overhead_s - facts.rtt_s;
+        let mut share = (0.8 * pages_s / next_s).min(ALLOWED_SHARE);
+        if let Some(deadline_s) = self.goal.deadline_s {
+            let time_s = DEADLINE_SHARE * (deadline_s - facts.elapsed_s);
+            share = share.min(1.0 - pages_s / time_s.max(f64::MIN_POSITIVE));
+        }
+        share.max(ALLOWED_SHARE_MIN)
+    }
+
+    fn misses_deadline(&self, facts: IterationFacts) -> bool {
+        let Some(deadline_s) = self.goal.deadline_s else {
+            return false;
+        };
+        let left_s = DEADLINE_SHARE * (deadline_s - facts.elapsed_s);
+        self.estimate_s(facts.dirty_bytes as f64, None, 0.0)
+            .is_none_or(|estimate_s| estimate_s > left_s)
+    }
+
+    /// Whether the guest has dirtied more than it was allowed to for so long that waiting is no use: it is as slow as may
+    /// be, or this host cannot slow it.
+    fn is_stuck(&mut self, facts: IterationFacts) -> bool {
+        let allowed = self
+            .allowed_share
+            .zip(self.bytes_per_s)
+            .map_or(f64::INFINITY, |(share, speed)| share * speed);
+        if facts.dirty_bytes as f64 <= OVERSPENT * allowed * facts.seconds {
+            self.stuck = None;
+            return false;
+        }
+        let stuck = self.stuck.get_or_insert(Stuck {
+            since_s: facts.elapsed_s,
+            iterations: 0,
+            best_bytes: u64::MAX,
+        });
+        if (facts.dirty_bytes as f64) < 0.9 * stuck.best_bytes as f64 {
+            *stuck = Stuck {
+                since_s: facts.elapsed_s,
+                iterations: 0,
+                best_bytes: facts.dirty_bytes,
+            };
+        }
+        stuck.iterations += 1;
+        stuck.iterations >= STUCK_ITERATIONS && facts.elapsed_s - stuck.since_s >= STUCK_S
     }
 
     fn learn_speed(&mut self, facts: IterationFacts) {
-        if facts.data_bytes < BYTES_MEASURABLE && self.bytes_per_s.is_some() {
+        if facts.seconds <= 0.0 {
             return;
         }
-        if facts.seconds <= 0.0 || facts.data_bytes == 0 {
+        if let Some(speed) = self.bytes_per_s
+            && (facts.data_bytes < BYTES_MEASURABLE || facts.seconds < SECONDS_MEASURABLE)
+        {
+            let rest_s = facts.seconds - facts.data_bytes as f64 / speed - facts.rtt_s;
+            self.overhead_s += 0.3 * (rest_s.max(0.0) - self.overhead_s);
+            return;
+        }
+        if facts.data_bytes == 0 {
             return;
         }
         let seen = facts.data_bytes as f64 / facts.seconds;
         self.bytes_per_s = Some(self.bytes_per_s.map_or(seen, |old| 0.5 * old + 0.5 * seen));
     }
 
-    fn learn_progress(&mut self, dirty_bytes: u64) {
-        let shrunk = self
-            .last_dirty_bytes
-            .is_none_or(|last| (dirty_bytes as f64) < PROGRESS_SHARE * last as f64);
-        self.stalled = if shrunk { 0 } else { self.stalled + 1 };
-        self.last_dirty_bytes = Some(dirty_bytes);
-        if self.step + 1 == SPEED_STEPS_PERCENT.len() {
-            self.at_floor += 1;
+    /// Seconds until the guest runs at the destination, when `left_bytes` of a pass that has gone on for `passed_s` are still to be
+    /// sent at `bytes_per_s` (the speed seen so far unless given). `None` when nothing has been measured or no end is in
+    /// sight. A guest that would not converge by itself is taken to get an allowance.
+    pub fn estimate_s(
+        &self,
+        left_bytes: f64,
+        bytes_per_s: Option<f64>,
+        passed_s: f64,
+    ) -> Option<f64> {
+        let speed = bytes_per_s
+            .or(self.bytes_per_s)
+            .filter(|speed| *speed > 0.0)?;
+        // The future is this history's own, on predicted facts.
+        let mut next = self.clone();
+        next.goal.deadline_s = None;
+        next.bytes_per_s = self.bytes_per_s.or(Some(speed));
+        let (mut total_s, mut left, mut age_s) = (0.0, left_bytes, passed_s);
+        loop {
+            let pass_s = left / speed + self.overhead_s + self.rtt_s;
+            total_s += pass_s;
+            let seconds = age_s + pass_s;
+            let dirty = next.bytes_after(seconds, speed);
+            let facts = IterationFacts {
+                data_bytes: (speed * seconds) as u64,
+                seconds,
+                dirty_bytes: dirty as u64,
+                rtt_s: self.rtt_s,
+                elapsed_s: total_s,
+            };
+            match next.decide(facts) {
+                Decision::Iterate { .. } => (left, age_s) = (dirty, 0.0),
+                Decision::Switchover => return Some(total_s + next.predict_s(dirty, self.rtt_s)),
+                Decision::GiveUp => return None,
+            }
         }
-    }
-
-    fn slow_if_stalled(&mut self) -> Decision {
-        let floor = self.step + 1 == SPEED_STEPS_PERCENT.len();
-        if self.stalled < 2 || floor {
-            return Decision::Iterate;
-        }
-        self.step += 1;
-        self.stalled = 0;
-        Decision::SlowTo(self.speed_percent())
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const GB: u64 = 1_000_000_000;
-
-    fn facts(data_bytes: u64, dirty_bytes: u64) -> IterationFacts {
-        IterationFacts {
-            data_bytes,
-            seconds: data_bytes as f64 / GB as f64,
-            dirty_bytes,
-            rtt_s: 0.0005,
-        }
-    }
-
-    #[test]
-    fn a_quiet_guest_switches_over_after_the_first_pass() {
-        let mut history = Convergence::new(0.05, 0.015);
-        assert_eq!(history.decide(facts(GB, 4 << 20)), Decision::Switchover);
-    }
-
-    #[test]
-    fn a_guest_that_dirties_too_much_goes_round_again() {
-        let mut history = Convergence::new(0.05, 0.015);
-        assert_eq!(history.decide(facts(GB, GB / 2)), Decision::Iterate);
-        assert_eq!(history.decide(facts(GB / 2, GB / 8)), Decision::Iterate);
-        assert_eq!(history.decide(facts(GB / 8, GB / 50)), Decision::Switchover);
-    }
-
-    #[test]
-    fn a_guest_that_never_gets_ahead_is_slowed_and_at_last_given_up() {
-        let mut history = Convergence::new(0.05, 0.015);
-        let mut speeds = Vec::new();
-        let last = loop {
-            match history.decide(facts(GB, GB)) {
-                Decision::SlowTo(percent) => speeds.push(percent),
-                Decision::Iterate => {}
-                end => break end,
-            }
-        };
-        assert_eq!(speeds, [70, 45, 25, 12, 5]);
-        assert_eq!(last, Decision::GiveUp);
-    }
-
-    #[test]
-    fn a_round_trip_longer_than_the_promise_does_not_forbid_the_switchover() {
-        let mut history = Convergence::new(0.05, 0.015);
-        let far = IterationFacts {
-            rtt_s: 0.15,
-            ..facts(GB, 1 << 20)
-        };
-        assert_eq!(history.decide(far), Decision::Switchover);
-    }
-
-    #[test]
-    fn a_first_pass_without_data_predicts_nothing() {
-        let mut history = Convergence::new(0.05, 0.015);
-        assert_eq!(history.decide(facts(0, GB)), Decision::Iterate);
-        assert_eq!(history.decide(facts(0, 1 << 20)), Decision::Switchover);
-    }
-
-    #[test]
-    fn a_guest_that_was_released_is_slowed_from_the_beginning() {
-        let mut history = Convergence::new(0.05, 0.015);
-        while history.speed_percent() == 100 {
-            history.decide(facts(GB, GB));
-        }
-        history.released();
-        assert_eq!(history.speed_percent(), 100);
-        let next = std::iter::repeat_with(|| history.decide(facts(GB, GB)));
-        let slowed = next
-            .take(5)
-            .find(|decision| matches!(decision, Decision::SlowTo(_)));
-        assert_eq!(slowed, Some(Decision::SlowTo(70)));
-    }
-
-    #[test]
-    fn a_tiny_pass_does_not_spoil_the_speed() {
-        let mut history = Convergence::new(0.05, 0.015);
-        history.decide(facts(GB, GB));
-        history.decide(IterationFacts {
-            data_bytes: 4096,
-            seconds: 1.0,
-            dirty_bytes: GB,
-            rtt_s: 0.0,
-        });
-        assert!(
-            history
-                .bytes_per_s()
-                .is_some_and(|speed| speed > 0.9 * GB as f64)
-        );
-    }
-}
+mod simulation;
+#[cfg(test)]
+mod tests;

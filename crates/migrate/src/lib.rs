@@ -7,4 +7,8 @@
 pub mod account;
 pub mod addresses;
 pub mod convergence;
+pub mod curve;
+pub mod governor;
+pub mod predict;
 pub mod protocol;
+pub mod streams;

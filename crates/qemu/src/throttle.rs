@@ -1,16 +1,19 @@
-//! The plain way to slow a guest that writes faster than the link can follow: a CPU quota for each vCPU thread.
+//! Slows a guest that writes faster than the link can follow: a CPU quota for each vCPU thread, and what each did.
 //!
 //! Every vCPU gets a control group of its own below the one it is in, with a quota over a short period, so that it is
-//! slowed evenly and never for long. Releasing moves the threads back and removes the groups; dropping does the same.
-//! A throttled vCPU may hold QEMU's main lock while it waits, so release before QEMU is asked to stop. A process that
-//! dies leaves the groups behind; its successor calls [`release_leftovers`]. Other threads are never slowed.
+//! slowed evenly and never for long, and those that write more than others. Lifting takes the quotas away at once;
+//! releasing also moves the threads back, which takes the kernel longer, and removes the groups; dropping does the same.
+//! A throttled vCPU may hold QEMU's main lock while it waits, so lift before QEMU is asked to stop. A process that dies
+//! leaves the groups behind; its successor calls [`release_leftovers_of`]. Other threads are never slowed.
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// The lowest percentage of one CPU that a vCPU can be left with.
-pub const LOWEST_PERCENT: u8 = 5;
+/// The lowest share of one CPU that a vCPU can be left with.
+pub const LOWEST_SHARE: f64 = 0.05;
+/// A share from here on is no limit.
+const WHOLE_SHARE: f64 = 0.995;
 const PREFIX: &str = "godwit-throttle-";
 
 /// Why a guest cannot be slowed. Never a reason to end a migration.
@@ -20,12 +23,6 @@ pub enum ThrottleError {
     /// No control group hierarchy has the controller.
     #[error("this host offers no cpu controller, so the guest cannot be slowed")]
     NoController,
-    /// A percentage out of range.
-    #[error("a guest can be slowed to between {LOWEST_PERCENT} and 100 percent, not to {percent}")]
-    Percent {
-        /// What was asked for.
-        percent: u8,
-    },
     /// A control file could not be used.
     #[error("cannot use control group file {path}: {source}")]
     Io {
@@ -49,6 +46,17 @@ struct Group {
     thread: i32,
     home: PathBuf,
     path: PathBuf,
+    /// Quota and period in microseconds; none is no limit.
+    quota: Option<(u32, u32)>,
+}
+
+/// What a thread has done since it began.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct ThreadUse {
+    /// Page faults that needed no disk. While guest RAM is tracked, a vCPU has one for each page that it writes first.
+    pub faults: u64,
+    /// CPU time, ns.
+    pub cpu_ns: u64,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,9 +66,8 @@ struct Hierarchy {
 }
 
 impl Throttle {
-    /// Leaves each of the threads with `percent` of one CPU.
-    pub fn apply(threads: &[i32], percent: u8) -> Result<Throttle, ThrottleError> {
-        check(percent)?;
+    /// Gives each of the threads a group of its own, without a limit yet.
+    pub fn prepare(threads: &[i32]) -> Result<Throttle, ThrottleError> {
         release_leftovers(threads)?;
         let hierarchy = hierarchy()?;
         // From here an early return drops what was made so far, which undoes it.
@@ -69,22 +76,39 @@ impl Throttle {
             groups: Vec::new(),
         };
         for &thread in threads {
-            throttle.add(thread, percent)?;
+            throttle.add(thread)?;
         }
         Ok(throttle)
     }
 
-    /// Changes the quota of all threads.
-    pub fn set_percent(&self, percent: u8) -> Result<(), ThrottleError> {
-        check(percent)?;
-        self.groups
-            .iter()
-            .try_for_each(|group| self.hierarchy.set_quota(&group.path, percent))
+    /// Leaves each thread its share of one CPU, in the order in which they were given; 1 is no limit, and nobody gets
+    /// less than [`LOWEST_SHARE`].
+    pub fn set_shares(&mut self, shares: impl Iterator<Item = f64>) -> Result<(), ThrottleError> {
+        for (group, share) in self.groups.iter_mut().zip(shares) {
+            let wanted = quota(share);
+            if wanted != group.quota {
+                self.hierarchy.set_quota(&group.path, wanted, group.quota)?;
+                group.quota = wanted;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes all limits away at once. Goes through all of them and reports the first failure.
+    pub fn lift(&mut self) -> Result<(), ThrottleError> {
+        let mut outcome = Ok(());
+        for group in &mut self.groups {
+            if let Some(set) = group.quota.take() {
+                let lifted = self.hierarchy.set_quota(&group.path, None, Some(set));
+                outcome = outcome.and(lifted);
+            }
+        }
+        outcome
     }
 
     /// Gives the threads their full speed back. Goes through all of them and reports the first failure.
     pub fn release(&mut self) -> Result<(), ThrottleError> {
-        let mut outcome = Ok(());
+        let mut outcome = self.lift();
         for group in std::mem::take(&mut self.groups) {
             let released = self
                 .hierarchy
@@ -94,7 +118,7 @@ impl Throttle {
         outcome
     }
 
-    fn add(&mut self, thread: i32, percent: u8) -> Result<(), ThrottleError> {
+    fn add(&mut self, thread: i32) -> Result<(), ThrottleError> {
         let home = self.hierarchy.group_of(thread)?;
         let path = home.join(format!("{PREFIX}{thread}"));
         fs::create_dir(&path).map_err(|source| ThrottleError::Io {
@@ -105,12 +129,12 @@ impl Throttle {
             thread,
             home: home.clone(),
             path: path.clone(),
+            quota: None,
         });
         if self.hierarchy.unified {
             write(&path.join("cgroup.type"), "threaded")?;
             write(&home.join("cgroup.subtree_control"), "+cpu")?;
         }
-        self.hierarchy.set_quota(&path, percent)?;
         self.hierarchy.enter(thread, &path)
     }
 }
@@ -137,6 +161,21 @@ pub fn release_leftovers(threads: &[i32]) -> Result<(), ThrottleError> {
     Ok(())
 }
 
+/// The same for all threads of a process.
+pub fn release_leftovers_of(process: i32) -> Result<(), ThrottleError> {
+    let path = PathBuf::from(format!("/proc/{process}/task"));
+    let listed = fs::read_dir(&path).map_err(|source| ThrottleError::Io { path, source })?;
+    let threads: Vec<i32> = listed
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect();
+    match release_leftovers(&threads) {
+        // A host that cannot slow a guest has slowed none.
+        Err(ThrottleError::NoController) => Ok(()),
+        outcome => outcome,
+    }
+}
+
 impl Hierarchy {
     fn group_of(&self, thread: i32) -> Result<PathBuf, ThrottleError> {
         let path = PathBuf::from(format!("/proc/{thread}/cgroup"));
@@ -159,15 +198,30 @@ impl Hierarchy {
         write(&group.join(file), &thread.to_string())
     }
 
-    fn set_quota(&self, group: &Path, percent: u8) -> Result<(), ThrottleError> {
-        let (quota_us, period_us) = quota(percent);
+    /// `None` is no limit; `before` is what the group has.
+    fn set_quota(
+        &self,
+        group: &Path,
+        wanted: Option<(u32, u32)>,
+        before: Option<(u32, u32)>,
+    ) -> Result<(), ThrottleError> {
         if self.unified {
-            return write(&group.join("cpu.max"), &format!("{quota_us} {period_us}"));
+            let text = match wanted {
+                Some((quota_us, period_us)) => format!("{quota_us} {period_us}"),
+                None => "max".to_owned(),
+            };
+            return write(&group.join("cpu.max"), &text);
         }
-        // The quota first goes away: together with another period it could be out of the kernel's bounds.
-        write(&group.join("cpu.cfs_quota_us"), "-1")?;
-        write(&group.join("cpu.cfs_period_us"), &period_us.to_string())?;
-        write(&group.join("cpu.cfs_quota_us"), &quota_us.to_string())
+        let quota_file = group.join("cpu.cfs_quota_us");
+        let Some((quota_us, period_us)) = wanted else {
+            return write(&quota_file, "-1");
+        };
+        if before.is_none_or(|(_, period)| period != period_us) {
+            // The quota first goes away: together with another period it could be out of the kernel's bounds.
+            write(&quota_file, "-1")?;
+            write(&group.join("cpu.cfs_period_us"), &period_us.to_string())?;
+        }
+        write(&quota_file, &quota_us.to_string())
     }
 
     /// A thread that has ended needs no way back.
@@ -187,19 +241,39 @@ impl Hierarchy {
     }
 }
 
-fn check(percent: u8) -> Result<(), ThrottleError> {
-    if (LOWEST_PERCENT..=100).contains(&percent) {
-        Ok(())
-    } else {
-        Err(ThrottleError::Percent { percent })
+/// Quota and period in microseconds: 10 ms, or longer where the quota would fall below the kernel's least, 1 ms.
+fn quota(share: f64) -> Option<(u32, u32)> {
+    if share >= WHOLE_SHARE {
+        return None;
     }
+    let share = share.max(LOWEST_SHARE);
+    let period_us = (1000.0 / share).ceil().max(10_000.0);
+    // Two steps of 5 ms, so that a small change of the share keeps the period.
+    let period_us = (period_us / 5_000.0).ceil() * 5_000.0;
+    Some(((period_us * share).round() as u32, period_us as u32))
 }
 
-/// Quota and period in microseconds: 10 ms, or longer where the quota would fall below the kernel's least, 1 ms.
-fn quota(percent: u8) -> (u32, u32) {
-    let percent = u32::from(percent.clamp(LOWEST_PERCENT, 100));
-    let period_us = 100_000_u32.div_ceil(percent).max(10_000);
-    (period_us * percent / 100, period_us)
+/// What one thread of another process has done so far.
+pub fn thread_use(thread: i32) -> io::Result<ThreadUse> {
+    // By way of the thread's own directory: the plain one adds up all threads of its process.
+    let base = PathBuf::from(format!("/proc/{thread}/task/{thread}"));
+    let stat = fs::read_to_string(base.join("stat"))?;
+    let times = fs::read_to_string(base.join("schedstat"))?;
+    let unreadable = || io::Error::new(io::ErrorKind::InvalidData, "a thread's figures");
+    Ok(ThreadUse {
+        faults: minor_faults_in(&stat).ok_or_else(unreadable)?,
+        cpu_ns: times
+            .split_whitespace()
+            .next()
+            .and_then(|text| text.parse().ok())
+            .ok_or_else(unreadable)?,
+    })
+}
+
+/// The tenth field; the second, the name, may hold spaces and brackets.
+fn minor_faults_in(stat: &str) -> Option<u64> {
+    let (_, after_name) = stat.rsplit_once(')')?;
+    after_name.split_whitespace().nth(7)?.parse().ok()
 }
 
 fn hierarchy() -> Result<Hierarchy, ThrottleError> {
@@ -265,14 +339,40 @@ mod tests {
 
     #[test]
     fn the_quota_stays_within_the_kernels_bounds() {
-        assert_eq!(quota(100), (10_000, 10_000));
-        assert_eq!(quota(37), (3_700, 10_000));
-        assert_eq!(quota(10), (1_000, 10_000));
-        assert_eq!(quota(5), (1_000, 20_000));
-        assert!(
-            (LOWEST_PERCENT..=100).all(|percent| quota(percent).0 >= 1_000),
-            "1 ms is the least"
-        );
+        assert_eq!(quota(1.0), None);
+        assert_eq!(quota(0.37), Some((3_700, 10_000)));
+        assert_eq!(quota(0.1), Some((1_000, 10_000)));
+        assert_eq!(quota(0.05), Some((1_000, 20_000)));
+        assert_eq!(quota(0.0), quota(LOWEST_SHARE));
+        let shares = (0..1000).map(|share| quota(f64::from(share) / 1000.0));
+        for (quota_us, period_us) in shares.flatten() {
+            assert!(quota_us >= 1_000, "1 ms is the least");
+            assert!(quota_us < period_us && period_us <= 20_000);
+        }
+    }
+
+    #[test]
+    fn faults_are_read_whatever_the_thread_is_called() {
+        let stat = "77 (CPU 0/TCG) 1) S 1 2 3 0 -1 4194368 1234 5 6 7 8 9";
+        assert_eq!(minor_faults_in(stat), Some(1234));
+        assert_eq!(minor_faults_in("77 (x"), None);
+    }
+
+    #[test]
+    fn a_thread_that_touches_memory_has_faults_and_time() {
+        // A link whose last part is this thread's number.
+        let link = fs::read_link("/proc/thread-self").expect("this thread");
+        let thread = link.file_name().and_then(|name| name.to_str());
+        let thread = thread.and_then(|name| name.parse().ok()).expect("a number");
+        let before = thread_use(thread).expect("figures");
+        let mut memory = vec![0_u8; 16 << 20];
+        memory
+            .iter_mut()
+            .step_by(4096)
+            .for_each(|byte| *byte = std::hint::black_box(1));
+        let after = thread_use(thread).expect("figures");
+        assert!(after.faults > before.faults, "{before:?} {after:?}");
+        assert!(after.cpu_ns >= before.cpu_ns);
     }
 
     #[test]
@@ -295,15 +395,6 @@ mod tests {
         assert_eq!(
             (group_in(table, false), group_in(table, true)),
             (Some("/b:c"), Some("/d"))
-        );
-    }
-
-    #[test]
-    fn percentages_out_of_range_are_refused() {
-        let error = Throttle::apply(&[], 4).expect_err("too slow").to_string();
-        assert_eq!(
-            error,
-            "a guest can be slowed to between 5 and 100 percent, not to 4"
         );
     }
 
@@ -331,14 +422,17 @@ mod tests {
         }
     }
 
-    fn throttled(thread: i32, percent: u8) -> Option<Throttle> {
-        match Throttle::apply(&[thread], percent) {
+    fn throttled(thread: i32, share: f64) -> Option<Throttle> {
+        let limited = Throttle::prepare(&[thread]).and_then(|mut throttle| {
+            throttle.set_shares([share].into_iter())?;
+            Ok(throttle)
+        });
+        match limited {
             Ok(throttle) => Some(throttle),
             Err(error @ (ThrottleError::NoController | ThrottleError::Io { .. })) => {
                 println!("skipped: {error}");
                 None
             }
-            Err(error) => panic!("{error}"),
         }
     }
 
@@ -346,7 +440,7 @@ mod tests {
     fn a_thread_is_slowed_and_comes_back_and_nothing_is_left() {
         let mut child = spinner();
         let thread = child.id() as i32;
-        if let Some(mut throttle) = throttled(thread, 20) {
+        if let Some(mut throttle) = throttled(thread, 0.2) {
             let (home, group) = (
                 throttle.groups[0].home.clone(),
                 throttle.groups[0].path.clone(),
@@ -356,8 +450,18 @@ mod tests {
                 group
             );
             wait_until_throttled(&group);
-            throttle.set_percent(5).expect("another quota");
-            throttle.set_percent(50).expect("another quota");
+            for share in [0.05, 0.07, 0.5, 1.0, 0.3] {
+                let shares = [share].into_iter();
+                throttle.set_shares(shares).expect("another quota");
+            }
+            throttle.lift().expect("lifted");
+            let file = if throttle.hierarchy.unified {
+                "cpu.max"
+            } else {
+                "cpu.cfs_quota_us"
+            };
+            let quota = fs::read_to_string(group.join(file)).expect("the quota");
+            assert!(quota.starts_with("-1") || quota.starts_with("max"));
             throttle.release().expect("released");
             assert_eq!(
                 throttle.hierarchy.group_of(thread).expect("its group"),
@@ -373,10 +477,10 @@ mod tests {
     fn what_a_dead_process_left_is_undone_by_the_next() {
         let mut child = spinner();
         let thread = child.id() as i32;
-        if let Some(throttle) = throttled(thread, 20) {
+        if let Some(throttle) = throttled(thread, 0.2) {
             let (hierarchy, home) = (throttle.hierarchy.clone(), throttle.groups[0].home.clone());
             std::mem::forget(throttle);
-            let again = Throttle::apply(&[thread], 30).expect("takes over");
+            let again = Throttle::prepare(&[thread]).expect("takes over");
             assert_eq!(again.groups[0].home, home);
             drop(again);
             assert_eq!(hierarchy.group_of(thread).expect("its group"), home);
@@ -387,7 +491,7 @@ mod tests {
     #[test]
     fn dropping_after_the_thread_has_ended_leaves_nothing() {
         let mut child = spinner();
-        if let Some(throttle) = throttled(child.id() as i32, 20) {
+        if let Some(throttle) = throttled(child.id() as i32, 0.2) {
             let group = throttle.groups[0].path.clone();
             child.kill().and_then(|()| child.wait()).expect("killed");
             drop(throttle);

@@ -594,13 +594,15 @@ fn vcpus_are_known_and_can_be_slowed() {
             |thread| fs::read_to_string(task(thread)).is_ok_and(|name| name.starts_with("CPU"))
         )
     );
-    let mut throttle = match Throttle::apply(&threads, 10) {
+    let mut throttle = match Throttle::prepare(&threads) {
         Ok(throttle) => throttle,
         Err(error @ (ThrottleError::NoController | ThrottleError::Io { .. })) => {
             return println!("skipped: {error}");
         }
         Err(error) => panic!("{error}"),
     };
+    let shares = threads.iter().map(|_| 0.1);
+    throttle.set_shares(shares).expect("slowed");
     expect_heartbeat(&events);
     throttle.release().expect("released");
     let _stopped = guest.machine().stop(soon()).expect("stopped");

@@ -35,7 +35,7 @@ impl Vm {
                 self.command(Command::DeviceState { attempt });
             }
             Action::RestoreDirty => self.call_off(),
-            Action::ReleaseThrottle => self.release_throttle(),
+            Action::ReleaseThrottle => self.lift_throttle(),
             Action::Send { to, message } => self.send(&to, message),
             Action::KillQemu => self.kill_qemu(),
             Action::Cleanup => self.cleanup(),
@@ -162,7 +162,7 @@ impl Vm {
 
     /// Everything that could hold QEMU back is released first.
     fn stop_guest(&mut self, attempt: Option<Generation>) -> Option<Event> {
-        self.release_throttle();
+        self.lift_throttle();
         let Some(hyper) = &self.hyper else {
             return Some(Event::QemuDied);
         };
@@ -215,13 +215,13 @@ impl Vm {
         self.command(Command::CalledOff);
     }
 
-    fn release_throttle(&self) {
+    fn lift_throttle(&self) {
         if let Some(throttle) = self
             .migration
             .as_ref()
             .and_then(|migration| migration.throttle.as_ref())
         {
-            throttle.release();
+            throttle.lift();
         }
     }
 

@@ -1,65 +1,234 @@
-//! The guest's vCPUs slowed down, if the host can do that.
+//! The guest held to what it may dirty, if the host can do that.
 //!
-//! Shared by the migration's driver, which slows, and the VM's thread, which releases before it says anything to QEMU
-//! that must not wait. Owns the cgroup while the guest is slowed.
+//! Shared by the migration's driver, which says how much is allowed, and the VM's thread, which lifts every limit before
+//! it says anything to QEMU that must not wait. Owns the vCPUs' control groups and, while something is limited, a thread
+//! that looks at what each vCPU did and sets its share of a CPU. Refuses: to limit anything after it was released.
 
+use godwit_migrate::account::PAGE_BYTES;
+use godwit_migrate::governor::{Governor, VcpuUse};
 use godwit_qemu::machine::Machine;
-use godwit_qemu::throttle::Throttle;
-use std::sync::{Arc, Mutex, PoisonError};
+use godwit_qemu::throttle::{LOWEST_SHARE, ThreadUse, Throttle, thread_use};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// QEMU's time to name its vCPU threads.
 const QMP_WAIT: Duration = Duration::from_secs(2);
+/// How often shares are set. Quotas work over 10 to 20 ms, so nothing is measured in less.
+const TICK: Duration = Duration::from_millis(50);
+/// Weight of a tick in an average over about a second.
+const AVERAGE_SHARE: f64 = 0.05;
 
-/// The throttle of one VM.
+/// The throttle of one migration.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedThrottle {
     machine: Arc<Machine>,
-    throttle: Arc<Mutex<Option<Throttle>>>,
+    floor: f64,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Bytes per second that the guest may dirty; nothing is limited without it.
+    allowed_bytes_per_s: Option<f64>,
+    /// Whether the thread runs.
+    governed: bool,
+    /// Whether this host was found unable to slow a guest; it is not asked twice.
+    unable: bool,
+    throttle: Option<Throttle>,
+    /// The smallest share that any vCPU has.
+    lowest: Option<f64>,
+    /// The same averaged over a second or so, and the least that it ever was.
+    average: Option<f64>,
+    slowest: Option<f64>,
+}
+
+impl State {
+    fn book_lowest(&mut self, lowest: f64) {
+        let average = self.average.unwrap_or(1.0);
+        let average = average + AVERAGE_SHARE * (lowest - average);
+        (self.lowest, self.average) = (Some(lowest), Some(average));
+        self.slowest = Some(self.slowest.unwrap_or(1.0).min(average));
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl SharedThrottle {
-    /// Nothing is slowed yet.
-    pub(crate) fn new(machine: Arc<Machine>) -> Self {
+    /// Nothing is limited yet. `max_slowdown_percent` is what was promised about the guest's speed.
+    pub(crate) fn new(machine: Arc<Machine>, max_slowdown_percent: Option<u32>) -> Self {
+        let promised = max_slowdown_percent.map_or(0.0, |percent| 1.0 - f64::from(percent) / 100.0);
         Self {
             machine,
-            throttle: Arc::default(),
+            floor: promised.clamp(LOWEST_SHARE, 1.0),
+            shared: Arc::default(),
         }
     }
 
-    /// Leaves the guest this share of its speed; returns what it really has, 100 where the host cannot slow it.
-    pub(crate) fn slow_to(&self, percent: u32) -> u32 {
-        match self.try_slow(percent) {
-            Ok(()) => percent,
+    /// From now on the guest may dirty so many bytes per second.
+    pub(crate) fn allow(&self, bytes_per_s: f64) {
+        let mut state = self.shared.lock();
+        state.allowed_bytes_per_s = Some(bytes_per_s);
+        if state.governed || state.unable {
+            return;
+        }
+        let govern = Govern {
+            machine: Arc::clone(&self.machine),
+            floor: self.floor,
+            shared: Arc::clone(&self.shared),
+        };
+        let thread = std::thread::Builder::new().name("govern".into());
+        match thread.spawn(move || govern.run()) {
+            Ok(_) => state.governed = true,
             Err(error) => {
                 tracing::warn!(%error, "the guest is not slowed");
-                100
+                state.unable = true;
             }
         }
     }
 
-    fn try_slow(&self, percent: u32) -> Result<(), String> {
-        let percent = u8::try_from(percent).unwrap_or(100);
-        let mut throttle = self.throttle.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(throttle) = throttle.as_ref() {
-            return throttle
-                .set_percent(percent)
-                .map_err(|error| error.to_string());
+    /// The speed of the vCPU that is slowed most, percent.
+    pub(crate) fn lowest_percent(&self) -> u32 {
+        let lowest = self.shared.lock().lowest.unwrap_or(1.0);
+        (100.0 * lowest).round() as u32
+    }
+
+    /// What the guest was slowed to at most so far, for about a second, percent.
+    pub(crate) fn slowest_percent(&self) -> u32 {
+        let slowest = self.shared.lock().slowest.unwrap_or(1.0);
+        (100.0 * slowest).round() as u32
+    }
+
+    /// The least speed that was promised, percent.
+    pub(crate) fn floor_percent(&self) -> u32 {
+        (100.0 * self.floor).round() as u32
+    }
+
+    /// Full speed at once; the vCPUs' groups stay for the next limit.
+    pub(crate) fn lift(&self) {
+        let mut state = self.shared.lock();
+        (state.allowed_bytes_per_s, state.lowest) = (None, None);
+        state.average = None;
+        if let Some(throttle) = &mut state.throttle
+            && let Err(error) = throttle.lift()
+        {
+            // Moving the threads out of their groups frees them in another way.
+            tracing::warn!(%error, "a limit may be left on the guest; its groups are given up");
+            state.throttle = None;
         }
+        self.shared.changed.notify_all();
+    }
+
+    /// Full speed, and nothing left behind.
+    pub(crate) fn release(&self) {
+        self.lift();
+        // Dropping it moves the threads back, which takes a while: not under the lock.
+        let throttle = self.shared.lock().throttle.take();
+        drop(throttle);
+    }
+}
+
+/// The thread that holds vCPUs to the allowance.
+struct Govern {
+    machine: Arc<Machine>,
+    floor: f64,
+    shared: Arc<Shared>,
+}
+
+impl Govern {
+    fn run(self) {
+        if let Err(error) = self.govern() {
+            tracing::warn!(%error, "the guest is not slowed");
+            let mut state = self.shared.lock();
+            (state.governed, state.unable) = (false, true);
+            (state.throttle, state.lowest) = (None, None);
+        }
+    }
+
+    fn govern(&self) -> Result<(), String> {
         let threads = self.machine.vcpu_thread_ids(Instant::now() + QMP_WAIT);
         let threads = threads.map_err(|error| error.to_string())?;
-        *throttle = Some(Throttle::apply(&threads, percent).map_err(|error| error.to_string())?);
+        self.make_groups(&threads)?;
+        let mut governor = Governor::new(threads.len(), self.floor, PAGE_BYTES);
+        let (mut before, mut looked) = (uses(&threads)?, Instant::now());
+        while let Some(allowed_bytes_per_s) = self.wait_tick() {
+            let (now, at) = (uses(&threads)?, Instant::now());
+            let used: Vec<VcpuUse> = before
+                .iter()
+                .zip(&now)
+                .map(|(old, new)| difference(*old, *new))
+                .collect();
+            let seconds = at.duration_since(looked).as_secs_f64();
+            governor.tick(seconds, &used, allowed_bytes_per_s);
+            self.set(&governor)?;
+            (before, looked) = (now, at);
+        }
         Ok(())
     }
 
-    /// Full speed at once.
-    pub(crate) fn release(&self) {
-        // Dropping it releases.
-        drop(
-            self.throttle
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take(),
-        );
+    fn make_groups(&self, threads: &[i32]) -> Result<(), String> {
+        let mut state = self.shared.lock();
+        if state.allowed_bytes_per_s.is_some() && state.throttle.is_none() {
+            let made = Throttle::prepare(threads).map_err(|error| error.to_string())?;
+            state.throttle = Some(made);
+        }
+        Ok(())
+    }
+
+    /// The allowance after a tick; `None` when nothing is limited any more.
+    fn wait_tick(&self) -> Option<f64> {
+        let until = Instant::now() + TICK;
+        let mut state = self.shared.lock();
+        loop {
+            let Some(allowed_bytes_per_s) = state.allowed_bytes_per_s else {
+                // In one breath with the look: a limit that follows starts another thread.
+                state.governed = false;
+                return None;
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Some(allowed_bytes_per_s);
+            }
+            let waited = self.shared.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Under the lock, so that a limit that was lifted meanwhile is not set again.
+    fn set(&self, governor: &Governor) -> Result<(), String> {
+        let mut state = self.shared.lock();
+        if state.allowed_bytes_per_s.is_none() {
+            return Ok(());
+        }
+        state.book_lowest(governor.lowest());
+        match &mut state.throttle {
+            Some(throttle) => throttle
+                .set_shares(governor.shares())
+                .map_err(|error| error.to_string()),
+            None => Err("its control groups are gone".into()),
+        }
+    }
+}
+
+fn uses(threads: &[i32]) -> Result<Vec<ThreadUse>, String> {
+    threads
+        .iter()
+        .map(|thread| thread_use(*thread).map_err(|error| error.to_string()))
+        .collect()
+}
+
+fn difference(old: ThreadUse, new: ThreadUse) -> VcpuUse {
+    VcpuUse {
+        first_writes: new.faults.saturating_sub(old.faults),
+        cpu_s: new.cpu_ns.saturating_sub(old.cpu_ns) as f64 / 1e9,
     }
 }

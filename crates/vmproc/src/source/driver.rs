@@ -11,8 +11,9 @@
 //!    +------------------------------------------  last pages -> device state -> core hands over
 //! ```
 
-use super::epoch::{Epoch, EpochPlan, Route, extents};
+use super::epoch::{Epoch, EpochPlan, extents};
 use super::pass::Pass;
+use super::routes::Route;
 use super::sender::PassEnd;
 use super::tracking::DirtyTracker;
 use crate::faults::{planted, reached};
@@ -22,7 +23,7 @@ use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
 use crate::throttle::SharedThrottle;
 use godwit_guestmem::{PageSet, RamFile};
-use godwit_migrate::convergence::Convergence;
+use godwit_migrate::convergence::{Convergence, Goal};
 use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
 use godwit_qemu::machine::Machine;
 use godwit_transport::{Class, TransportError};
@@ -103,7 +104,6 @@ pub(crate) enum Command {
 pub(crate) struct SourceParts {
     pub spec: Arc<Spec>,
     pub routes: Vec<Route>,
-    pub streams: u32,
     pub ram: Arc<RamFile>,
     pub machine: Arc<Machine>,
     pub tracker: DirtyTracker,
@@ -112,7 +112,10 @@ pub(crate) struct SourceParts {
     pub neighbours: Neighbours,
     pub save_gate: SaveGate,
     pub report: SharedReport,
+    /// Wait until the destination has allocated all of the guest's memory.
+    pub prepare: bool,
     pub max_downtime_ms: u64,
+    pub deadline_s: Option<u64>,
     pub cap_bytes_per_s: Option<f64>,
     /// Where a new epoch's control channel is put, so that the VM's thread can send on it.
     pub control: crate::control_slot::ControlSlot,
@@ -182,16 +185,28 @@ pub(super) struct SourceDriver {
     pub(super) iteration: u32,
     pub(super) pass: Option<Arc<Pass>>,
     pub(super) convergence: Convergence,
+    pub(super) began: Instant,
+    /// When it was last asked what the guest has written.
+    pub(super) scanned: Instant,
+    /// Looks taken in the middle of the first iteration.
+    pub(super) looks: u32,
     pub(super) rtt_s: f64,
     pub(super) pinged: Instant,
 }
 
 impl SourceDriver {
     fn new(parts: SourceParts, own: Sender<DriverInput>, inputs: Receiver<DriverInput>) -> Self {
-        let max_downtime_s = parts.max_downtime_ms as f64 / 1e3;
+        let goal = Goal {
+            max_downtime_s: parts.max_downtime_ms as f64 / 1e3,
+            fixed_s: FIXED_SWITCHOVER_S,
+            deadline_s: parts.deadline_s.map(|seconds| seconds as f64),
+        };
         Self {
             dirty: PageSet::new(parts.ram.page_count()),
-            convergence: Convergence::new(max_downtime_s, FIXED_SWITCHOVER_S),
+            convergence: Convergence::new(goal),
+            began: Instant::now(),
+            scanned: Instant::now(),
+            looks: 0,
             parts,
             own,
             inputs,
@@ -247,6 +262,11 @@ impl SourceDriver {
             Err(halt) => return halt,
         };
         reached("source.connected");
+        if self.parts.prepare
+            && let Err(halt) = self.wait_prepared(&epoch)
+        {
+            return self.give_up(&mut epoch, halt);
+        }
         if !planted("tracking-after-first-read")
             && let Err(error) = self.begin_tracking()
         {
@@ -305,6 +325,10 @@ impl SourceDriver {
             pass.stop();
         }
         let mut lost = PageSet::new(self.dirty.page_count());
+        let bytes = epoch.unbooked_bytes();
+        self.parts
+            .report
+            .update(|report| report.bytes_on_wire += bytes);
         epoch.abandon(&mut lost);
         if let Some(pass) = self.pass.take() {
             pass.put_back_untaken(&mut lost);
@@ -345,6 +369,7 @@ impl SourceDriver {
             .tracker
             .start()
             .map_err(|error| error.to_string())?;
+        self.scanned = Instant::now();
         let pages = self
             .parts
             .ram
@@ -386,7 +411,6 @@ impl SourceDriver {
             number,
             spec: &self.parts.spec,
             routes: &self.parts.routes,
-            streams: self.parts.streams,
             ram: &self.parts.ram,
             inputs: &self.own,
         };
@@ -396,9 +420,12 @@ impl SourceDriver {
             return Err(halt);
         }
         self.parts.control.set(&epoch.control);
-        self.parts
-            .report
-            .update(|report| report.streams = epoch.streams() as u32);
+        let notes = epoch.take_notes();
+        self.parts.report.update(|report| {
+            report.streams = epoch.streams() as u32;
+            report.notes.extend(notes);
+            report.notes.dedup();
+        });
         Ok(epoch)
     }
 
@@ -416,7 +443,7 @@ impl SourceDriver {
                 _ => {}
             }
         }
-        self.rtt_s = sent.elapsed().as_secs_f64().min(1.0);
+        self.rtt_s = epoch.rtt_s().min(1.0);
         Ok(())
     }
 

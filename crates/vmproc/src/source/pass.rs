@@ -51,6 +51,17 @@ impl Pass {
         self.chunks.get(self.next.fetch_add(1, Ordering::Relaxed))
     }
 
+    /// Pages of the whole pass.
+    pub(crate) fn pages(&self) -> u64 {
+        self.chunks.iter().map(Chunk::count).sum()
+    }
+
+    /// Pages of the chunks that nobody has taken so far.
+    pub(crate) fn left_pages(&self) -> u64 {
+        let taken = self.next.load(Ordering::Relaxed).min(self.chunks.len());
+        self.chunks.iter().skip(taken).map(Chunk::count).sum()
+    }
+
     /// Ends the pass early: a cancel or a lost channel.
     pub(crate) fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);

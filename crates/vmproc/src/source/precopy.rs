@@ -11,19 +11,24 @@ use super::pass::Pass;
 use super::sender::PassFigures;
 use crate::faults::{planted, reached};
 use crate::input::News;
-use godwit_guestmem::{PageSet, ScanMode};
-use godwit_migrate::account::{PAGE_BYTES, Shares, book, estimate_s, limited_by};
+use godwit_guestmem::PageSet;
+use godwit_migrate::account::{PAGE_BYTES, Shares, book, limited_by};
 use godwit_migrate::convergence::{Decision, IterationFacts};
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_ownership::Event;
 use godwit_types::Generation;
-use godwit_types::migration::{IterationReport, Phase};
+use godwit_types::migration::{IterationReport, MigrationReport, Phase};
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 /// While the guest stands still silence counts sooner, so a destination that is only slow must be able to show it.
 const SWITCHOVER_PING_EVERY: Duration = Duration::from_millis(100);
+
+/// How often progress is shown while a pass goes on.
+const PROGRESS_EVERY: Duration = Duration::from_millis(100);
+/// Age of the first look at what the guest writes; each further one at twice the age.
+const LOOK_FIRST: Duration = Duration::from_millis(200);
 
 /// What one iteration came to.
 #[derive(Debug, Default)]
@@ -44,37 +49,64 @@ impl SourceDriver {
             if planted("tracking-after-first-read") && self.iteration == 1 {
                 self.begin_tracking().map_err(Halt::Failed)?;
             }
-            self.scan(ScanMode::default())?;
+            let seconds = self.scan()?;
             let dirty_bytes = self.dirty.count() * PAGE_BYTES;
-            self.book(&iteration, Some(dirty_bytes));
             let facts = IterationFacts {
                 data_bytes: iteration.figures.pages * PAGE_BYTES,
-                seconds: iteration.elapsed.as_secs_f64(),
+                seconds,
                 dirty_bytes,
                 rtt_s: self.rtt_s,
+                elapsed_s: self.began.elapsed().as_secs_f64(),
             };
-            match self.convergence.decide(facts) {
-                Decision::Iterate => {}
-                Decision::SlowTo(percent) => self.slow(percent),
+            let decision = self.convergence.decide(facts);
+            self.book(&iteration, Some(dirty_bytes));
+            match decision {
+                Decision::Iterate {
+                    allowed_bytes_per_s: Some(bytes_per_s),
+                } => self.parts.throttle.allow(bytes_per_s),
+                Decision::Iterate { .. } => {}
                 Decision::Switchover => return Ok(()),
                 Decision::GiveUp => return Err(Halt::Failed(self.gave_up())),
             }
         }
     }
 
-    fn gave_up(&self) -> String {
-        format!(
-            "the guest writes memory faster than it can be sent even at {} % of its speed, so the pause would exceed {} ms: allow a longer one with --max-downtime or more bandwidth",
-            self.convergence.speed_percent(),
-            self.parts.max_downtime_ms
-        )
+    /// Waits until the destination has allocated all of the guest's memory; nothing is tracked yet.
+    pub(super) fn wait_prepared(&mut self, epoch: &Epoch) -> Result<(), Halt> {
+        let mut heard = Instant::now();
+        loop {
+            self.sign_of_life(epoch, PING_EVERY)?;
+            match self.inputs.recv_timeout(PING_EVERY) {
+                Ok(DriverInput::Peer {
+                    epoch: number,
+                    from,
+                    ..
+                }) if number == epoch.number => {
+                    heard = Instant::now();
+                    if let Some(ToSource::Prepared { seconds }) = self.hear_peer(from)? {
+                        let update = |report: &mut MigrationReport| report.prepare_s = seconds;
+                        self.parts.report.update(update);
+                        return Ok(());
+                    }
+                }
+                Ok(input) => self.beside(epoch, input)?,
+                Err(RecvTimeoutError::Timeout) if heard.elapsed() < BARRIER_WAIT => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    let silent = "the destination did not answer while it allocated memory";
+                    return Err(Halt::Lost(silent.into()));
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(Halt::Ended(None)),
+            }
+        }
     }
 
-    fn slow(&mut self, percent: u32) {
-        let slowed = self.parts.throttle.slow_to(percent);
-        self.parts
-            .report
-            .update(|report| report.guest_speed_percent = slowed);
+    fn gave_up(&self) -> String {
+        format!(
+            "the guest writes memory faster than it can be sent even at {} % of its speed (at least {} % was to be left), so the pause would exceed {} ms: allow a longer one with --max-downtime, more slowing with --max-guest-slowdown, or more bandwidth",
+            self.parts.throttle.slowest_percent(),
+            self.parts.throttle.floor_percent(),
+            self.parts.max_downtime_ms
+        )
     }
 
     /// Lifts what slows the guest, and says so.
@@ -86,29 +118,61 @@ impl SourceDriver {
             .update(|report| report.guest_speed_percent = 100);
     }
 
-    pub(super) fn scan(&mut self, mode: ScanMode) -> Result<(), Halt> {
-        let scanned = self.parts.tracker.scan(&mut self.dirty, mode);
-        scanned.map_err(|error| Halt::Failed(error.to_string()))
+    /// Adds what was written since the last scan; says how long ago that was, s.
+    fn scan(&mut self) -> Result<f64, Halt> {
+        let scanned = self.parts.tracker.scan(&mut self.dirty);
+        scanned.map_err(|error| Halt::Failed(error.to_string()))?;
+        let before = std::mem::replace(&mut self.scanned, Instant::now());
+        Ok(self.scanned.duration_since(before).as_secs_f64())
+    }
+
+    /// Looks at what was written so far in the first iteration, ever more rarely: until it ends nothing else is known
+    /// about the guest.
+    fn look(&mut self) -> Result<(), Halt> {
+        let age = self.scanned.elapsed();
+        if self.iteration != 1 || age < LOOK_FIRST * 2_u32.saturating_pow(self.looks) {
+            return Ok(());
+        }
+        self.looks += 1;
+        let written = self.parts.tracker.peek(self.dirty.page_count());
+        let written = written.map_err(|error| Halt::Failed(error.to_string()))?;
+        let bytes = written.count() * PAGE_BYTES;
+        self.convergence.looked(age.as_secs_f64(), bytes);
+        Ok(())
     }
 
     /// Sends everything that is dirty and waits until it is applied.
     fn iterate(&mut self, epoch: &mut Epoch) -> Result<Iteration, Halt> {
+        let (mut iteration, began) = self.send_dirty(epoch)?;
+        self.reach_barrier(epoch, &mut iteration)?;
+        reached("source.barrier");
+        self.close_iteration(epoch, &mut iteration, began);
+        Ok(iteration)
+    }
+
+    /// Sends everything that is dirty, and the barrier behind it.
+    fn send_dirty(&mut self, epoch: &mut Epoch) -> Result<(Iteration, Instant), Halt> {
         let began = Instant::now();
         self.iteration += 1;
         let pass = Arc::new(Pass::new(&self.dirty, self.parts.cap_bytes_per_s));
         self.dirty = PageSet::new(self.dirty.page_count());
         self.pass = Some(Arc::clone(&pass));
-        let mut iteration = self.run_pass(epoch, &pass)?;
+        let iteration = self.run_pass(epoch, &pass)?;
         reached("source.pass");
-        self.reach_barrier(epoch, &mut iteration)?;
-        reached("source.barrier");
-        // Applied, all of it: nothing of this pass can come back.
+        // Every chunk is sent; what is not applied yet is known to the channels.
         self.pass = None;
+        epoch.barrier(self.iteration).map_err(halt_of)?;
+        Ok((iteration, began))
+    }
+
+    fn close_iteration(&mut self, epoch: &mut Epoch, iteration: &mut Iteration, began: Instant) {
+        epoch.book();
         iteration.elapsed = began.elapsed();
-        let threads_s = iteration.elapsed.as_secs_f64() * epoch.streams() as f64;
+        let threads_s = iteration.elapsed.as_secs_f64() * epoch.streams().max(1) as f64;
         iteration.shares.source_busy = iteration.figures.busy.as_secs_f64() / threads_s;
         iteration.shares.cap = iteration.figures.capped.as_secs_f64() / threads_s;
-        Ok(iteration)
+        let streams = epoch.streams() as u32;
+        self.parts.report.update(|report| report.streams = streams);
     }
 
     fn run_pass(&mut self, epoch: &mut Epoch, pass: &Arc<Pass>) -> Result<Iteration, Halt> {
@@ -118,7 +182,7 @@ impl SourceDriver {
             return Err(Halt::Lost("a data channel has ended".into()));
         }
         while working > 0 {
-            match self.inputs.recv_timeout(PING_EVERY) {
+            match self.inputs.recv_timeout(PROGRESS_EVERY) {
                 Ok(DriverInput::PassEnd { epoch: number, end }) if number == epoch.number => {
                     if let Some(error) = end.error {
                         return Err(halt_of_send(error));
@@ -132,6 +196,11 @@ impl SourceDriver {
                 Err(RecvTimeoutError::Disconnected) => return Err(Halt::Ended(None)),
             }
             self.sign_of_life(epoch, PING_EVERY)?;
+            self.look()?;
+            self.progress();
+            if working > 0 {
+                working += epoch.tend(pass).map_err(halt_of)?;
+            }
         }
         Ok(iteration)
     }
@@ -156,7 +225,6 @@ impl SourceDriver {
             return Ok(());
         }
         self.pinged = Instant::now();
-        self.progress();
         epoch
             .control
             .send(&ToDestination::Ping { nonce: 1 })
@@ -164,13 +232,12 @@ impl SourceDriver {
     }
 
     fn reach_barrier(&mut self, epoch: &mut Epoch, iteration: &mut Iteration) -> Result<(), Halt> {
-        epoch.barrier(self.iteration).map_err(halt_of)?;
         let mut moved = Instant::now();
         loop {
             self.sign_of_life(epoch, PING_EVERY)?;
             match self.peer(epoch, moved + BARRIER_WAIT)? {
-                // What was sent is still being applied: a slow link, not a lost one.
-                Some(ToSource::Applied { .. }) => moved = Instant::now(),
+                // The destination lives; that nothing moves on a channel is for its own eyes.
+                Some(ToSource::Applied { .. } | ToSource::Pong { .. }) => moved = Instant::now(),
                 Some(ToSource::BarrierDone {
                     iteration: done,
                     memory_wait,
@@ -208,18 +275,34 @@ impl SourceDriver {
         self.progress();
     }
 
+    /// Shows where it is: what is left of this pass, the guest's speed, and when it will be done.
     fn progress(&self) {
-        let speed = self.convergence.bytes_per_s();
+        let passed_s = self.scanned.elapsed().as_secs_f64();
+        let (left_bytes, bytes_per_s) = match &self.pass {
+            Some(pass) => pass_progress(pass, passed_s),
+            None => (self.dirty.count() * PAGE_BYTES, None),
+        };
+        let eta_s = self
+            .convergence
+            .estimate_s(left_bytes as f64, bytes_per_s, passed_s);
+        let guest_speed_percent = self.parts.throttle.lowest_percent();
         self.parts.report.update(|report| {
-            let dirty_per_s = report.dirty_mib_per_s * f64::from(1 << 20);
-            report.eta_s =
-                speed.and_then(|speed| estimate_s(report.remaining_bytes, speed, dirty_per_s));
+            if report.phase != Phase::Precopy {
+                return;
+            }
+            report.remaining_bytes = left_bytes;
+            report.eta_s = eta_s;
+            report.guest_speed_percent = guest_speed_percent;
         });
     }
 
     /// Waits for what the core wants, from the moment that what is left fits.
     pub(super) fn switchover(&mut self, epoch: &mut Epoch) -> Halt {
-        self.full_speed();
+        // The guest is held to its allowance until the moment in which it is stopped, while the journal is written.
+        let slowest = self.parts.throttle.slowest_percent();
+        self.parts
+            .report
+            .update(|report| report.guest_speed_percent = slowest);
         self.tell(News::Converged);
         loop {
             let result = match self.inputs.recv_timeout(SWITCHOVER_PING_EVERY) {
@@ -279,7 +362,9 @@ impl SourceDriver {
         Ok(())
     }
 
-    /// The guest is stopped: one complete look, one pass, one barrier.
+    /// The guest is stopped: one complete look, one pass, one barrier. Its answer is not waited for: the destination
+    /// takes device state only behind the barrier, and says ready only once it has loaded it. So the ways of a
+    /// switchover are one with pages and device state, one back with ready, one with the permit, beside the answer.
     fn last_pages(&mut self, epoch: &mut Epoch, attempt: Generation) -> Result<(), Halt> {
         let began = Instant::now();
         epoch
@@ -292,15 +377,22 @@ impl SourceDriver {
             .send(&ToDestination::Addresses { cards })
             .map_err(halt_of)?;
         if !planted("final-scan-skipped") {
-            self.scan(ScanMode::Everything)?;
+            // Nothing writes any more: a look that protects nothing is exact, and what it reports stays reported should
+            // the guest go on here.
+            let written = self.parts.tracker.peek(self.dirty.page_count());
+            let written = written.map_err(|error| Halt::Failed(error.to_string()))?;
+            self.dirty.merge(&written);
         }
         if planted("last-pages-not-sent") {
             self.dirty = PageSet::new(self.dirty.page_count());
         }
         let cap = self.parts.cap_bytes_per_s.take();
-        let iteration = self.iterate(epoch);
+        let sent = self.send_dirty(epoch);
         self.parts.cap_bytes_per_s = cap;
-        self.book(&iteration?, None);
+        let (mut iteration, pass_began) = sent?;
+        self.close_iteration(epoch, &mut iteration, pass_began);
+        epoch.close_data();
+        self.book(&iteration, None);
         let ms = began.elapsed().as_secs_f64() * 1e3;
         self.parts
             .report
@@ -353,6 +445,15 @@ impl SourceDriver {
         self.tell(News::Core(Event::DeviceStateSent { attempt }));
         Ok(())
     }
+}
+
+/// Bytes that no thread has taken yet, and the speed so far where there is enough of it to tell.
+fn pass_progress(pass: &Pass, passed_s: f64) -> (u64, Option<f64>) {
+    let (left, all) = (pass.left_pages(), pass.pages());
+    let sent_bytes = (all - left) * PAGE_BYTES;
+    let telling = passed_s > 0.2 && sent_bytes > all * PAGE_BYTES / 50;
+    let bytes_per_s = telling.then(|| sent_bytes as f64 / passed_s);
+    (left * PAGE_BYTES, bytes_per_s)
 }
 
 fn halt_of_send(error: super::sender::SendError) -> Halt {

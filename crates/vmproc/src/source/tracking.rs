@@ -57,9 +57,18 @@ impl DirtyTracker {
     }
 
     /// Adds what was written since the last scan.
-    pub(crate) fn scan(&mut self, dirty: &mut PageSet, mode: ScanMode) -> Result<(), Error> {
+    pub(crate) fn scan(&mut self, dirty: &mut PageSet) -> Result<(), Error> {
         match &mut self.tracking {
-            Some(tracking) => tracking.scan(dirty, mode).map(drop),
+            Some(tracking) => tracking.scan(dirty, ScanMode::default()).map(drop),
+            None => Err(Error::TrackingLost),
+        }
+    }
+
+    /// What was written since the last scan; changes nothing.
+    pub(crate) fn peek(&mut self, page_count: u64) -> Result<PageSet, Error> {
+        let mut written = PageSet::new(page_count);
+        match &mut self.tracking {
+            Some(tracking) => tracking.peek(&mut written).map(|_| written),
             None => Err(Error::TrackingLost),
         }
     }

@@ -1,0 +1,241 @@
+//! Guests that write faster than they can be sent, and what a guest is left with after a move that did not happen.
+
+use godwit_e2e::guests::{counter_vm, wait_passes};
+use godwit_e2e::pair::{Options, Pair};
+use godwit_guestmem::mem_tmpfs::{Mounted, ensure_mounted};
+use godwit_guestmem::{GuestMapping, RamFile, collapse};
+use godwit_testkit::guest::checker;
+use godwit_testkit::guest::counter::{COUNTER_OFFSET, CounterSpec, PAGE_BYTES, Word};
+use godwit_types::MigrationId;
+use godwit_types::host_api::VmRequest;
+use godwit_types::migration::{MigrationReport, Outcome, Phase};
+use godwit_types::vm::{Accelerator, VmState};
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+const LONG: Duration = Duration::from_secs(60);
+const MIB: f64 = 1_048_576.0;
+
+/// Pages that a counter guest has written since it began.
+struct Pace {
+    ram: File,
+    first: u64,
+    end: u64,
+}
+
+impl Pace {
+    fn of(ram: &Path) -> anyhow::Result<Self> {
+        let ram = File::open(ram)?;
+        let word = |word: Word| -> anyhow::Result<u64> {
+            let mut bytes = [0; 4];
+            ram.read_exact_at(&mut bytes, word.address())?;
+            Ok(u32::from_le_bytes(bytes).into())
+        };
+        let (first, end) = (word(Word::FirstPage)?, word(Word::EndPage)?);
+        Ok(Self { ram, first, end })
+    }
+
+    /// Pages are stepped in ascending order, so the place where counters fall by one is where the guest is.
+    fn written(&self) -> anyhow::Result<u64> {
+        let passes = checker::control(&self.ram)?.passes;
+        let (mut low, mut high) = (self.first, self.end);
+        while low < high {
+            let page = low + (high - low) / 2;
+            let mut counter = [0; 4];
+            self.ram
+                .read_exact_at(&mut counter, page * PAGE_BYTES + COUNTER_OFFSET)?;
+            if u32::from_le_bytes(counter) > passes {
+                low = page + 1;
+            } else {
+                high = page;
+            }
+        }
+        Ok(u64::from(passes) * (self.end - self.first) + low - self.first)
+    }
+
+    fn mib_per_s(&self, time: Duration) -> anyhow::Result<f64> {
+        let (before, began) = (self.written()?, Instant::now());
+        std::thread::sleep(time);
+        let pages = self.written()? - before;
+        Ok((pages * PAGE_BYTES) as f64 / MIB / began.elapsed().as_secs_f64())
+    }
+}
+
+/// Sets a guest's idle turns so that it writes about so much, whatever this machine's speed is.
+fn calibrate(ram: &Path, mib_per_s: f64) -> anyhow::Result<f64> {
+    let (pace, file) = (
+        Pace::of(ram)?,
+        std::fs::OpenOptions::new().write(true).open(ram)?,
+    );
+    let mut spin = 20_000.0;
+    for _ in 0..4 {
+        file.write_all_at(&(spin as u32).to_le_bytes(), Word::Spin.address())?;
+        let seen = pace.mib_per_s(Duration::from_millis(700))?;
+        spin = (spin * seen / mib_per_s).clamp(10.0, 1e8);
+    }
+    file.write_all_at(&(spin as u32).to_le_bytes(), Word::Spin.address())?;
+    pace.mib_per_s(Duration::from_secs(1))
+}
+
+/// Waits for the end; what the guest wrote per second from the second iteration until it was stopped, MiB/s.
+fn watch(pair: &Pair, id: &MigrationId, pace: &Pace) -> anyhow::Result<(MigrationReport, f64)> {
+    let deadline = Instant::now() + Duration::from_secs(150);
+    let (mut from, mut to) = (None, None);
+    loop {
+        let report = pair.a.report(id)?;
+        if report.outcome.is_some() {
+            let rate = match (from, to) {
+                (Some((pages, at)), Some((last_pages, last_at))) if last_at > at => {
+                    let seconds = Instant::duration_since(&last_at, at).as_secs_f64();
+                    (last_pages - pages) as f64 * PAGE_BYTES as f64 / MIB / seconds
+                }
+                _ => f64::NAN,
+            };
+            return Ok((report, rate));
+        }
+        if report.phase == Phase::Precopy && !report.iterations.is_empty() {
+            let now = Some((pace.written()?, Instant::now()));
+            from = from.or(now);
+            to = now;
+        }
+        anyhow::ensure!(Instant::now() < deadline, "no end: {report:?}");
+        // Reports are asked for; there is nothing to wait on.
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_guest_that_writes_twice_what_the_link_carries_moves_within_its_promise() -> anyhow::Result<()>
+{
+    let pair = Pair::new(Accelerator::Tcg)?;
+    let guest = CounterSpec::flat(128).slowed(20_000);
+    pair.boot(&counter_vm(pair.dir(), &guest, 160)?)?;
+    let ram = pair.a.ram_file()?;
+    wait_passes(&ram, 1, LONG)?;
+    let own = calibrate(&ram, 95.0)?;
+    let options = Options {
+        max_bandwidth_mbit_per_s: Some(400),
+        max_downtime_ms: 300,
+        ..Options::default()
+    };
+    let id = pair.begin(&pair.a, &pair.b, &options)?;
+    let (report, during) = watch(&pair, &id, &Pace::of(&ram)?)?;
+    println!(
+        "guest {own:.0} MiB/s, in precopy {during:.0} MiB/s, cap 47.7 MiB/s; {:?} after {:.1} s in {} iterations, paused {:.0} ms {:?}",
+        report.outcome,
+        report.total_s,
+        report.iterations.len(),
+        report.switchover_ms,
+        report.switchover_parts_ms
+    );
+    for iteration in &report.iterations {
+        println!("  {iteration:?}");
+    }
+    let end = pair.conclude(Some(&id))?;
+    anyhow::ensure!(end.settled.owner.name == pair.b.name);
+    anyhow::ensure!(report.outcome == Some(Outcome::Completed));
+    // On a machine that others keep busy a promise may be missed by a little.
+    anyhow::ensure!(report.switchover_ms < 2.0 * 300.0, "{report:?}");
+    Ok(())
+}
+
+#[test]
+fn a_guest_that_may_not_be_slowed_is_left_where_it_is_at_full_speed() -> anyhow::Result<()> {
+    let pair = Pair::new(Accelerator::Tcg)?;
+    let guest = CounterSpec::flat(64).slowed(20_000);
+    pair.boot(&counter_vm(pair.dir(), &guest, 96)?)?;
+    let ram = pair.a.ram_file()?;
+    wait_passes(&ram, 1, LONG)?;
+    let own = calibrate(&ram, 95.0)?;
+    let options = Options {
+        max_bandwidth_mbit_per_s: Some(160),
+        max_downtime_ms: 100,
+        max_guest_slowdown_percent: Some(30),
+        ..Options::default()
+    };
+    let pace = Pace::of(&ram)?;
+    let id = pair.begin(&pair.a, &pair.b, &options)?;
+    let (report, during) = watch(&pair, &id, &pace)?;
+    println!(
+        "guest {own:.0} MiB/s, in precopy {during:.0}; after {:.1} s: {:?}",
+        report.total_s, report.reason
+    );
+    anyhow::ensure!(report.outcome == Some(Outcome::Failed), "{report:?}");
+    let settled = pair.settle()?;
+    anyhow::ensure!(settled.owner.name == pair.a.name);
+    let after = pace.mib_per_s(Duration::from_secs(1))?;
+    println!("afterwards {after:.0} MiB/s");
+    Ok(())
+}
+
+/// A memory file system with huge pages for one host, until the end of a test.
+struct Huge(PathBuf);
+
+impl Huge {
+    fn on(path: &Path) -> anyhow::Result<Self> {
+        anyhow::ensure!(ensure_mounted(path, 1 << 30)? == Mounted::Now);
+        Ok(Self(path.to_owned()))
+    }
+}
+
+impl Drop for Huge {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn huge_pages_are_back_after_a_cancelled_migration() -> anyhow::Result<()> {
+    let pair = Pair::new(Accelerator::Tcg)?;
+    let _huge = Huge::on(pair.a.ram_dir())?;
+    pair.boot(&counter_vm(
+        pair.dir(),
+        &CounterSpec::flat(128).slowed(2_000),
+        160,
+    )?)?;
+    let path = pair.a.ram_file()?;
+    wait_passes(&path, 1, LONG)?;
+    let pid = u32::try_from(pair.a.vm()?.qemu_pid.unwrap_or(0))?;
+    let mapping = GuestMapping::find(pid, &RamFile::open(&path)?)?;
+    let huge = || collapse::huge_mapped_bytes(pid, &mapping);
+    let before = huge()?;
+    if before == 0 {
+        println!("skipped: this kernel gives the guest no huge pages");
+        return Ok(());
+    }
+    let options = Options {
+        max_bandwidth_mbit_per_s: Some(400),
+        ..Options::default()
+    };
+    let id = pair.begin(&pair.a, &pair.b, &options)?;
+    let deadline = Instant::now() + LONG;
+    while pair.a.report(&id)?.iterations.is_empty() {
+        anyhow::ensure!(Instant::now() < deadline, "no iteration ends");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let during = huge()?;
+    let reason = "the test is over".to_owned();
+    let (migration, cancelled) = (id.clone(), Instant::now());
+    pair.a.ask(&VmRequest::Cancel { migration, reason })?;
+    let report = pair.wait_end(&pair.a, &id, LONG)?;
+    anyhow::ensure!(report.outcome == Some(Outcome::Cancelled), "{report:?}");
+    pair.a.wait_state(VmState::Running, LONG)?;
+    while huge()? < before {
+        anyhow::ensure!(
+            cancelled.elapsed() < LONG,
+            "{} of {before} bytes are huge pages again",
+            huge()?
+        );
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    println!(
+        "huge pages: {:.0} MiB, while tracked {:.0}, back after {:.1} s",
+        before as f64 / MIB,
+        during as f64 / MIB,
+        cancelled.elapsed().as_secs_f64()
+    );
+    Ok(())
+}
