@@ -1,22 +1,25 @@
 //! How fast this machine gives memory to a guest, and how fast its writes are found.
 //!
-//! `first_touch [DIRECTORY [MIB]]`: populates guest RAM with 1, 2 and 4 threads, three times in
-//! turn (on a virtual machine the first time also makes *its* host allocate), looks for zero
-//! pages, then writes and scans. DIRECTORY is on a tmpfs (default `/dev/shm`), MIB the size of
-//! guest RAM (default 512). Measures for 5 seconds at most and leaves nothing behind. Prints GB/s
-//! (10^9 bytes).
+//! `first_touch [DIRECTORY [MIB]]`: populates guest RAM, and stores pages into guest RAM that has no
+//! memory yet, with 1, 2 and 4 threads, three times in turn (on a virtual machine the first time
+//! also makes *its* host allocate), looks for zero pages, then writes and scans. DIRECTORY is on a
+//! tmpfs (default `/dev/shm`, which mostly has no huge pages), MIB the size of guest RAM (default
+//! 512). Measures for 8 seconds at most and leaves nothing behind. Prints GB/s (10^9 bytes) and CPU
+//! seconds per GB.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use godwit_guestmem::page_set::CHUNK_WORDS;
 use godwit_guestmem::{
-    CHUNK_PAGES, CHUNK_SIZE, Error, PageSet, RamFile, ScanMode, Tracking, Untracked, mem_tmpfs,
-    tracker,
+    CHUNK_PAGES, CHUNK_SIZE, Error, PAGE_SIZE, PageSet, RamFile, ScanMode, Tracking, Untracked,
+    mem_tmpfs, tracker,
 };
 
-const LIMIT: Duration = Duration::from_secs(5);
+const LIMIT: Duration = Duration::from_secs(8);
 const ROUNDS: usize = 3;
+/// Bytes of a record of pages.
+const PIECE: usize = 1 << 20;
 const MIB: u64 = 1024 * 1024;
 
 /// Guest RAM whose file goes with its value.
@@ -54,53 +57,87 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .next_multiple_of(CHUNK_SIZE as u64);
     let deadline = Instant::now() + LIMIT;
     for threads in [1, 2, 4].repeat(ROUNDS) {
-        if Instant::now() < deadline {
-            populate(&directory, bytes, threads, deadline)?;
+        for how in [How::Populate, How::Store] {
+            if Instant::now() < deadline {
+                allocate(&directory, bytes, threads, how, deadline)?;
+            }
         }
     }
     scan(&directory, bytes, deadline)?;
     Ok(())
 }
 
+/// How memory comes to be.
+#[derive(Debug, Clone, Copy)]
+enum How {
+    /// Faulted in through the mapping, which clears it.
+    Populate,
+    /// With the bytes that belong there.
+    Store,
+}
+
 /// Each thread takes chunks in turn until all are there or the time is over.
-fn populate(directory: &Path, bytes: u64, threads: u64, deadline: Instant) -> Result<(), Error> {
+fn allocate(
+    directory: &Path,
+    bytes: u64,
+    threads: u64,
+    how: How,
+    deadline: Instant,
+) -> Result<(), Error> {
     let scratch = Scratch::create(directory, bytes)?;
     let ram = &scratch.ram;
-    let began = Instant::now();
-    let populated: Result<Vec<u64>, Error> = std::thread::scope(|scope| {
+    let (began, cpu) = (Instant::now(), cpu_seconds());
+    let done: Result<Vec<u64>, Error> = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads)
-            .map(|thread| scope.spawn(move || populate_every(ram, thread, threads, deadline)))
+            .map(|thread| scope.spawn(move || every(ram, thread, threads, how, deadline)))
             .collect();
         let finished = workers.into_iter().map(|worker| worker.join());
         finished.map(|result| result.unwrap_or(Ok(0))).collect()
     });
-    let chunks: u64 = populated?.iter().sum();
-    let seconds = began.elapsed().as_secs_f64();
-    let size = chunks * CHUNK_SIZE as u64;
+    let chunks: u64 = done?.iter().sum();
+    let (seconds, cpu) = (began.elapsed().as_secs_f64(), cpu_seconds() - cpu);
+    let gb = (chunks * CHUNK_SIZE as u64) as f64 / 1e9;
     let huge = mem_tmpfs::own_huge_bytes(ram)?;
     println!(
-        "populate, {threads} threads: {:.2} GB/s ({} MiB, {} MiB of it huge pages)",
-        size as f64 / seconds / 1e9,
-        size / MIB,
+        "{:>8}, {threads} threads: {:.2} GB/s, {:.2} CPU s/GB ({} MiB, {} MiB of it mapped as huge pages)",
+        format!("{how:?}").to_lowercase(),
+        gb / seconds,
+        cpu / gb,
+        chunks * CHUNK_SIZE as u64 / MIB,
         huge / MIB
     );
     Ok(())
 }
 
-fn populate_every(
+fn every(
     ram: &RamFile,
     thread: u64,
     threads: u64,
+    how: How,
     deadline: Instant,
 ) -> Result<u64, Error> {
+    let piece = vec![0x5A_u8; PIECE];
     let mut count = 0;
     let mut first = thread * CHUNK_PAGES;
     while first < ram.page_count() && Instant::now() < deadline {
-        ram.populate(first..first + 1)?;
+        match how {
+            How::Populate => ram.populate(first..first + 1)?,
+            How::Store => {
+                for page in (first..first + CHUNK_PAGES).step_by(PIECE / PAGE_SIZE) {
+                    ram.store(page, &piece)?;
+                }
+            }
+        }
         count += 1;
         first += threads * CHUNK_PAGES;
     }
     Ok(count)
+}
+
+/// CPU time of this process so far.
+fn cpu_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 fn scan(directory: &Path, bytes: u64, deadline: Instant) -> Result<(), Error> {

@@ -14,7 +14,6 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicBool;
 
 use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
@@ -22,6 +21,7 @@ use rustix::io::Errno;
 use crate::claim::Claim;
 use crate::mmap::SharedMap;
 use crate::page_set::CHUNK_WORDS;
+use crate::store::Turns;
 use crate::{
     AtomicPageSet, CHUNK_PAGES, CHUNK_SIZE, ChunkContent, Error, GuestMapping, PAGE_SIZE, PageSet,
 };
@@ -46,8 +46,8 @@ pub struct RamFile {
     pub(crate) present: AtomicPageSet,
     /// Pages that a thread of this process is writing.
     pub(crate) claims: AtomicPageSet,
-    /// Whether a thread of this process writes through the file just now.
-    pub(crate) file_is_written: AtomicBool,
+    /// Who of this process may write through the file.
+    pub(crate) store_turns: Turns,
 }
 
 impl RamFile {
@@ -100,7 +100,7 @@ impl RamFile {
             page_count,
             present: AtomicPageSet::new(page_count),
             claims: AtomicPageSet::new(page_count),
-            file_is_written: AtomicBool::new(false),
+            store_turns: Turns::default(),
         })
     }
 

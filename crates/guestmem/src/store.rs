@@ -4,19 +4,24 @@
 //! page first, only for it to be overwritten. Written through the file, a huge page is allocated
 //! and filled in one pass, and what is written as a whole is never cleared.
 //!
-//! The kernel lets one thread at a time write to a file. A thread that finds another one there
-//! allocates by faulting, which takes no such lock, so that many threads are never slower than one.
+//! The kernel lets one thread at a time write to a file. One more may wait for its turn, which is
+//! shorter than what clearing would cost it; any other allocates by faulting, which takes no such
+//! lock, so that many threads are never held up by one.
 //!
 //! Who owns the state: [`RamFile`]. What it refuses: parts of pages, pages outside guest RAM, pages
 //! that another thread is writing. A full tmpfs is an error, never SIGBUS.
 
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
 use crate::ram_file::byte_span;
 use crate::{Error, PAGE_SIZE, RamFile};
+
+/// Threads that write through the file or wait for it.
+const QUEUE_MAX: usize = 2;
 
 impl RamFile {
     /// Whether all of the pages are known to have memory behind them.
@@ -32,7 +37,8 @@ impl RamFile {
             return Err(self.out_of_range(&pages));
         }
         if !self.has_memory(pages.clone()) {
-            if let Some(_turn) = Turn::take(&self.file_is_written) {
+            if let Some(turn) = self.store_turns.queue() {
+                let _alone = turn.wait();
                 return self.write_through(&pages, bytes);
             }
             self.populate(pages)?;
@@ -60,18 +66,33 @@ impl RamFile {
     }
 }
 
-/// The turn of the one thread that writes through the file; given back when dropped.
-struct Turn<'a>(&'a AtomicBool);
+/// The turns of the threads that write through the file.
+#[derive(Debug, Default)]
+pub(crate) struct Turns {
+    queued: AtomicUsize,
+    alone: Mutex<()>,
+}
 
-impl<'a> Turn<'a> {
-    fn take(taken: &'a AtomicBool) -> Option<Self> {
-        // Built only once the turn is ours: dropping it gives it back.
-        (!taken.swap(true, Ordering::Acquire)).then(|| Self(taken))
+/// A place in the queue; given back when dropped.
+struct Turn<'a>(&'a Turns);
+
+impl Turns {
+    /// A place, unless one thread writes and another waits already.
+    fn queue(&self) -> Option<Turn<'_>> {
+        // Built in any case: dropping it gives the place back.
+        let place = Turn(self);
+        (self.queued.fetch_add(1, Ordering::AcqRel) < QUEUE_MAX).then_some(place)
+    }
+}
+
+impl Turn<'_> {
+    fn wait(&self) -> MutexGuard<'_, ()> {
+        self.0.alone.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.0.store(false, Ordering::Release);
+        self.0.queued.fetch_sub(1, Ordering::AcqRel);
     }
 }

@@ -1,23 +1,34 @@
-//! Guest memory at the destination, allocated ahead of the stream.
+//! Guest memory at the destination: what arrives is stored, what comes as zero is cleared where it must be.
 //!
-//! Threads of its own walk the extents that the source announced, in its order, and allocate them in huge-page steps.
-//! A channel that is faster allocates its own chunk. Running out of memory is an error of the migration, never a signal.
+//! Memory is allocated by the pass that fills it (see [`RamFile::store`]); nothing is allocated ahead of the stream,
+//! which would touch every byte twice and take the receivers' cores. Only a move that asks for it has all of the
+//! guest's memory allocated first, by threads of its own. Running out of memory is an error of the migration, never a
+//! signal.
 
-use godwit_guestmem::{AtomicPageSet, CHUNK_PAGES, Error, RamFile};
+use godwit_guestmem::{AtomicPageSet, CHUNK_PAGES, Error, PAGE_SIZE, RamFile, mem_tmpfs};
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Memory of the guest that is coming.
 #[derive(Debug)]
 pub(crate) struct Memory {
     pub ram: Arc<RamFile>,
-    /// Chunks that are allocated, by their first page.
-    ready: AtomicPageSet,
     /// Pages that ever held data here: only these have to be cleared when they come as zero.
     touched: AtomicPageSet,
+    preparation: Preparation,
     cancelled: AtomicBool,
+}
+
+/// The allocation of all memory before anything arrives.
+#[derive(Debug, Default)]
+struct Preparation {
+    /// Page from which the next thread goes on.
+    next: AtomicU64,
+    working: AtomicUsize,
+    failure: OnceLock<String>,
+    took: OnceLock<Duration>,
 }
 
 impl Memory {
@@ -29,55 +40,123 @@ impl Memory {
             touched.insert_range(extent);
         }
         Ok(Self {
-            ready: AtomicPageSet::new(pages),
             touched,
+            preparation: Preparation::default(),
             cancelled: AtomicBool::new(false),
             ram,
         })
     }
 
-    /// Allocates the extents ahead, with this many threads, in the background.
-    pub(crate) fn populate_ahead(self: &Arc<Self>, extents: Vec<Range<u64>>, threads: usize) {
-        let chunks: Arc<Vec<u64>> = Arc::new(chunks_of(&extents));
-        let next = Arc::new(AtomicUsize::new(0));
+    /// Begins to allocate all of the guest's memory, with this many threads, in the background.
+    pub(crate) fn prepare(self: &Arc<Self>, threads: usize) {
+        let began = Instant::now();
+        if let Err(reason) = self.room_for(self.missing(0..self.ram.page_count())) {
+            // Nothing else has set it: this is the beginning.
+            let _ = self.preparation.failure.set(reason);
+            return;
+        }
+        let threads = threads.max(1);
+        self.preparation.working.store(threads, Ordering::Release);
         for _ in 0..threads {
-            let (memory, chunks, next) = (Arc::clone(self), Arc::clone(&chunks), Arc::clone(&next));
-            let work = move || {
-                crate::priority::give_way_to_the_guest();
-                while let Some(chunk) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    // Without room the channel that needs it finds out and says so.
-                    if memory.cancelled.load(Ordering::Relaxed) || memory.allocate(*chunk).is_err()
-                    {
-                        return;
-                    }
-                }
-            };
-            // Without the thread the channels allocate by themselves.
-            let _ = std::thread::Builder::new()
-                .name("populate".into())
-                .spawn(work);
+            let memory = Arc::clone(self);
+            let spawned = std::thread::Builder::new()
+                .name("prepare".into())
+                .spawn(move || memory.prepare_chunks(began));
+            if let Err(error) = spawned {
+                self.prepared(
+                    Err(format!("cannot start a thread to allocate memory: {error}")),
+                    began,
+                );
+            }
         }
     }
 
-    /// Stops allocating ahead.
+    fn prepare_chunks(&self, began: Instant) {
+        crate::priority::give_way_to_the_guest();
+        crate::faults::reached("destination.allocating");
+        let pages = self.ram.page_count();
+        let done = loop {
+            let first = self
+                .preparation
+                .next
+                .fetch_add(CHUNK_PAGES, Ordering::Relaxed);
+            let over = first >= pages || self.preparation.failure.get().is_some();
+            if over || self.cancelled.load(Ordering::Relaxed) {
+                break Ok(());
+            }
+            let end = first.saturating_add(CHUNK_PAGES).min(pages);
+            if let Err(error) = self.ram.populate(first..end) {
+                break Err(error.to_string());
+            }
+        };
+        self.prepared(done, began);
+    }
+
+    /// Books the end of a thread; the last one ends the preparation.
+    fn prepared(&self, done: Result<(), String>, began: Instant) {
+        if let Err(reason) = done {
+            // The first reason is as good as any other.
+            let _ = self.preparation.failure.set(reason);
+        }
+        if self.preparation.working.fetch_sub(1, Ordering::AcqRel) == 1 {
+            let _ = self.preparation.took.set(began.elapsed());
+        }
+    }
+
+    /// How many of the pages have no memory yet.
+    pub(crate) fn missing(&self, pages: Range<u64>) -> u64 {
+        pages.filter(|page| !self.is_there(*page..page + 1)).count() as u64
+    }
+
+    /// Whether there is room for so many pages more; else why not.
+    pub(crate) fn room_for(&self, pages: u64) -> Result<(), String> {
+        let needed = pages.saturating_mul(PAGE_SIZE as u64);
+        let directory = self.ram.path().parent().unwrap_or(self.ram.path());
+        let available = mem_tmpfs::available_bytes(directory).map_err(|error| error.to_string())?;
+        if needed <= available {
+            return Ok(());
+        }
+        Err(format!(
+            "destination out of memory: the guest needs {} MiB more, {} has {} MiB; free memory or enlarge its tmpfs",
+            needed.div_ceil(1 << 20),
+            directory.display(),
+            available >> 20
+        ))
+    }
+
+    /// How long the preparation took, once it is done; its failure as soon as there is one.
+    pub(crate) fn preparation(&self) -> Result<Option<Duration>, String> {
+        match self.preparation.failure.get() {
+            Some(reason) => Err(reason.clone()),
+            None => Ok(self.preparation.took.get().copied()),
+        }
+    }
+
+    /// Ends the preparation.
     pub(crate) fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
-    /// Makes sure that the pages have memory, and counts them as touched. Says how long that took.
-    pub(crate) fn provide(&self, pages: Range<u64>) -> Result<Duration, Error> {
-        let mut chunk = pages.start - pages.start % CHUNK_PAGES;
-        let mut waited = Duration::ZERO;
-        while chunk < pages.end {
-            if !self.ready.contains_all(chunk..chunk + 1) {
-                let began = Instant::now();
-                self.allocate(chunk)?;
-                waited += began.elapsed();
-            }
-            chunk += CHUNK_PAGES;
-        }
-        self.touched.insert_range(pages);
-        Ok(waited)
+    /// Whether the pages have memory, so that they may be written where they are.
+    pub(crate) fn is_there(&self, pages: Range<u64>) -> bool {
+        self.ram.has_memory(pages)
+    }
+
+    /// Lends pages that have memory, to be filled where they are.
+    pub(crate) fn fill<R>(
+        &self,
+        pages: Range<u64>,
+        fill: impl FnOnce(&mut [u8]) -> R,
+    ) -> Result<R, Error> {
+        self.touched.insert_range(pages.clone());
+        let count = pages.end.saturating_sub(pages.start);
+        self.ram.with_pages_mut(pages.start, count, fill)
+    }
+
+    /// Stores pages that have arrived, and allocates what they need.
+    pub(crate) fn store(&self, pages: Range<u64>, bytes: &[u8]) -> Result<(), Error> {
+        self.touched.insert_range(pages.clone());
+        self.ram.store(pages.start, bytes)
     }
 
     /// Clears pages that come as zero, where they ever held anything.
@@ -87,60 +166,101 @@ impl Memory {
         }
         let mut page = pages.start;
         while page < pages.end {
-            if self.touched.contains_all(page..page + 1) {
-                self.ram.write_zero(page..page + 1)?;
+            let mut end = page;
+            while end < pages.end && self.touched.contains_all(end..end + 1) {
+                end += 1;
             }
-            page += 1;
+            if end > page {
+                self.ram.write_zero(page..end)?;
+            }
+            page = end.saturating_add(1);
         }
         Ok(())
     }
-
-    fn allocate(&self, chunk: u64) -> Result<(), Error> {
-        let end = chunk.saturating_add(CHUNK_PAGES).min(self.ram.page_count());
-        self.ram.populate(chunk..end)?;
-        self.ready.insert_range(chunk..chunk + 1);
-        Ok(())
-    }
-}
-
-/// First pages of the chunks that the extents touch, each once, in order.
-fn chunks_of(extents: &[Range<u64>]) -> Vec<u64> {
-    let mut chunks = Vec::new();
-    for extent in extents {
-        let mut chunk = extent.start - extent.start % CHUNK_PAGES;
-        while chunk < extent.end {
-            if chunks.last() != Some(&chunk) {
-                chunks.push(chunk);
-            }
-            chunk += CHUNK_PAGES;
-        }
-    }
-    chunks
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
+    use std::os::unix::fs::FileExt as _;
 
-    #[test]
-    fn a_page_that_comes_as_zero_is_cleared() {
-        use std::os::unix::fs::FileExt as _;
-        let path = format!("/dev/shm/godwit-memory-{}", std::process::id());
-        let ram = RamFile::create(path.as_ref(), 4 << 20, None).expect("a RAM file");
-        let file = std::fs::File::options().read(true).write(true).open(&path);
-        let file = file.expect("the RAM file");
+    const PAGE: u64 = 4096;
+
+    /// Guest memory of so many MiB, and its file, which has no name any more.
+    fn memory(name: &str, mib: u64) -> (Arc<Memory>, File) {
+        let path = format!("/dev/shm/godwit-memory-{name}-{}", std::process::id());
+        let ram = RamFile::create(path.as_ref(), mib << 20, None).expect("a RAM file");
+        let file = File::options().read(true).write(true).open(&path);
         std::fs::remove_file(&path).expect("a name to remove");
-        let at = 3 * 4096;
-        file.write_all_at(&[7; 4096], at).expect("room");
         let memory = Memory::new(Arc::new(ram)).expect("extents");
-        memory.zero(2..5).expect("cleared");
-        let mut page = [1; 4096];
-        file.read_exact_at(&mut page, at).expect("a page");
-        assert_eq!(page, [0; 4096]);
+        (Arc::new(memory), file.expect("the RAM file"))
+    }
+
+    fn page(file: &File, number: u64) -> [u8; PAGE as usize] {
+        let mut bytes = [1; PAGE as usize];
+        file.read_exact_at(&mut bytes, number * PAGE)
+            .expect("a page");
+        bytes
     }
 
     #[test]
-    fn extents_become_chunks_in_order() {
-        assert_eq!(chunks_of(&[3..5, 100..600, 5000..5001]), [0, 512, 4608]);
+    fn a_page_that_comes_as_zero_is_cleared() {
+        let (memory, file) = memory("zero", 4);
+        memory.store(3..5, &[7; 8192]).expect("room");
+        memory.store(6..7, &[8; 4096]).expect("room");
+        memory.zero(2..6).expect("cleared");
+        assert_eq!(page(&file, 3), [0; 4096]);
+        assert_eq!(page(&file, 4), [0; 4096]);
+        assert_eq!(page(&file, 6), [8; 4096]);
+    }
+
+    #[test]
+    fn what_the_file_held_before_is_cleared_too() {
+        let path = format!("/dev/shm/godwit-memory-held-{}", std::process::id());
+        let ram = RamFile::create(path.as_ref(), 4 << 20, None).expect("a RAM file");
+        let file = File::options().read(true).write(true).open(&path);
+        let file = file.expect("the RAM file");
+        std::fs::remove_file(&path).expect("a name to remove");
+        file.write_all_at(&[7; 4096], 3 * PAGE).expect("room");
+        let memory = Memory::new(Arc::new(ram)).expect("extents");
+        memory.zero(2..5).expect("cleared");
+        assert_eq!(page(&file, 3), [0; 4096]);
+    }
+
+    #[test]
+    fn pages_are_filled_where_they_are_once_they_have_memory() {
+        let (memory, file) = memory("fill", 4);
+        assert!(!memory.is_there(8..10));
+        memory.store(8..10, &[5; 8192]).expect("room");
+        assert!(memory.is_there(8..10) && !memory.is_there(8..11));
+        memory
+            .fill(9..10, |bytes| bytes.fill(6))
+            .expect("it has memory");
+        assert_eq!((page(&file, 8), page(&file, 9)), ([5; 4096], [6; 4096]));
+    }
+
+    #[test]
+    fn prepared_memory_is_there_and_reads_as_zero() {
+        let (memory, file) = memory("prepare", 8);
+        memory.store(600..601, &[9; 4096]).expect("room");
+        memory.prepare(2);
+        while memory.preparation().expect("there is room").is_none() {
+            std::thread::yield_now();
+        }
+        assert!(memory.is_there(0..2048));
+        assert_eq!(page(&file, 600), [9; 4096]);
+        assert_eq!(page(&file, 2047), [0; 4096]);
+    }
+
+    #[test]
+    fn a_preparation_that_is_cancelled_ends() {
+        let (memory, _file) = memory("cancel", 4);
+        memory.cancel();
+        memory.prepare(2);
+        while memory.preparation().expect("there is room").is_none() {
+            std::thread::yield_now();
+        }
+        assert!(!memory.is_there(0..1));
     }
 }

@@ -1,4 +1,5 @@
-//! One thread per data channel at the destination: reads records, opens pages straight into guest memory.
+//! One thread per data channel at the destination: reads records and opens them. Pages that have memory already are
+//! opened straight into it; for others the bytes are stored by the pass that allocates.
 //!
 //! Each thread owns its channel and its buffers; threads share guest memory, where no two ever write the same page
 //! within an iteration, and nothing else. Whatever is wrong with a record ends the thread with its reason.
@@ -15,6 +16,9 @@ use std::time::{Duration, Instant};
 
 /// A data channel may be silent as long as the control channel lives; the driver closes it otherwise.
 const SILENCE_MAX: Duration = Duration::from_secs(3600);
+
+/// A core copies at least so fast into memory that is there; storing that takes longer has waited for memory.
+const COPY_BYTES_PER_S: f64 = 5e9;
 
 /// Why a channel's thread stopped.
 #[derive(Debug, thiserror::Error)]
@@ -106,31 +110,33 @@ impl DataReceiver {
         }
     }
 
-    /// The record of the pages' bytes, which follows their list.
+    /// The record of the pages' bytes, which follows their list. Says how long memory for them had to be waited for.
     fn pages(&mut self, patience: &Patience) -> Result<Duration, ReceiveError> {
-        let mut waited = Duration::ZERO;
-        for run in self.runs.runs() {
-            waited += self.memory.provide(span(*run))?;
-        }
-        let (ram, reader) = (&self.memory.ram, &mut self.reader);
-        if let [run] = self.runs.runs() {
-            ram.with_pages_mut(run.first, u64::from(run.count), |bytes| {
+        let (memory, reader) = (&self.memory, &mut self.reader);
+        let is_there = |run: &PageRun| memory.is_there(span(*run));
+        if let [run] = self.runs.runs()
+            && is_there(run)
+        {
+            memory.fill(span(*run), |bytes| {
                 reader.next_payload_into(bytes, patience)
             })??;
-            return Ok(waited);
+            return Ok(Duration::ZERO);
         }
         let record = reader.next(patience)?;
+        let (began, all_there) = (Instant::now(), self.runs.runs().iter().all(is_there));
+        let copying = Duration::from_secs_f64(record.payload.len() as f64 / COPY_BYTES_PER_S);
         let mut rest = record.payload;
         for run in self.runs.runs() {
             let (bytes, behind) = rest
                 .split_at_checked(run.count as usize * PAGE_SIZE)
                 .ok_or(ReceiveError::OutOfPlace)?;
-            ram.with_pages_mut(run.first, u64::from(run.count), |to| {
-                to.copy_from_slice(bytes)
-            })?;
+            memory.store(span(*run), bytes)?;
             rest = behind;
         }
-        Ok(waited)
+        Ok(match all_there {
+            true => Duration::ZERO,
+            false => began.elapsed().saturating_sub(copying),
+        })
     }
 }
 
