@@ -19,7 +19,7 @@ use std::process::{Child, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-pub use godwit_testkit::lab::{Link, Process};
+pub use godwit_testkit::lab::{Link, Process, Subnets};
 
 /// Address that hosts reach the controller at.
 const CONTROLLER: &str = "10.76.0.100:8471";
@@ -56,6 +56,10 @@ pub struct Plan {
     pub routed: bool,
     /// Host a, then host b.
     pub hosts: [HostPlan; 2],
+    /// Migration network cards of each host; one when 0.
+    pub nics: u8,
+    /// How several of them are addressed.
+    pub subnets: Subnets,
 }
 
 /// How a command ended.
@@ -149,6 +153,8 @@ impl Stack {
         let lab = Lab::new(LabConfig {
             name: format!("stack-{name}-{}", std::process::id()),
             routed: plan.routed,
+            migration_nics: plan.nics.max(1),
+            migration_subnets: plan.subnets,
             ..LabConfig::default()
         })?;
         let stack = Self {
@@ -181,6 +187,9 @@ impl Stack {
         let token = self.token()?;
         let own = self.lab.addresses(index);
         let migration = match plan.migration.as_slice() {
+            [] if self.lab.config().migration_nics > 1 => (0..self.lab.config().migration_nics)
+                .map(|nic| self.lab.migration_addresses(index, nic).0.to_string())
+                .collect(),
             [] => vec![own.migration4.to_string(), own.migration6.to_string()],
             given => given.to_vec(),
         };

@@ -14,6 +14,7 @@ fn stack(name: &str, routed: bool, a: &str, b: &str) -> Result<Stack> {
         &Plan {
             routed,
             hosts: [host(a), host(b)],
+            ..Plan::default()
         },
     )
 }

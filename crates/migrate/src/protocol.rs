@@ -6,17 +6,18 @@
 //! ```text
 //! source                                              destination (prepared, QEMU waits with -S)
 //!   Begin{epoch, streams}      ------------------->
-//!   Extents{..}* ExtentsEnd    ------------------->     reserves and populates memory ahead
+//!   Extents{..}* ExtentsEnd    ------------------->     finds that there is room for them
 //!                              <-------------------   Begun{epoch}
+//!                              <-------------------   Prepared             only if asked for: all memory is allocated
 //!   data channels: pages of iteration 1
 //!                              <-------------------   Applied{channel, records}   every few ms of traffic
 //!   Barrier{iteration, sent}   ------------------->     all records up to the counters are applied
 //!                              <-------------------   BarrierDone{iteration}
 //!   ... more iterations; then the guest stops ...
 //!   Stopped, Addresses         ------------------->     whom to tell where the guest is, once it runs
-//!   Barrier (last)             ------------------->
+//!   Barrier (last)             ------------------->     data channels end with their final records
+//!   device state records, DeviceStateEnd{attempt} -->   held until the barrier is reached, then loaded; QEMU stays paused
 //!                              <-------------------   BarrierDone
-//!   device state records, DeviceStateEnd{attempt} -->   loads it; QEMU stays paused
 //!                              <-------------------   Loaded{..}           figures of the loading
 //!                              <-------------------   Peer(Ready)          durable at the destination
 //!   Peer(Permit)               ------------------->     durable at the source before it is sent
@@ -25,8 +26,9 @@
 //! ```
 //!
 //! Barriers make iterations strict: a page sent twice travels on whichever channel is free, and only the barrier keeps
-//! its older copy from being applied last. A lost channel ends its *epoch*: all channels are made again with new ids
-//! and keys, and what was not acknowledged as applied is dirty again.
+//! its older copy from being applied last. Data channels join and leave while an epoch lives: one that leaves sends its
+//! final record, and barriers go on naming what it sent. A lost channel ends its *epoch*: all channels are made again
+//! with new ids and keys, and what was not acknowledged as applied is dirty again.
 //!
 //! Who may run the VM is not decided here: those messages are crate `ownership`'s and travel inside `Peer`, on this
 //! channel while it lives and through the hosts' agents at any time.
@@ -41,8 +43,8 @@ use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 
 /// Version of the control protocol; both sides must speak the same.
-pub const PROTOCOL_VERSION: u32 = 1;
-/// Most data channels of a migration.
+pub const PROTOCOL_VERSION: u32 = 2;
+/// Most data channels that one epoch has had, also those that have left.
 pub const STREAMS_MAX: u32 = 64;
 /// Most extents in one message (keeps it far below the record limit).
 pub const EXTENTS_PER_MESSAGE: usize = 8192;
@@ -64,7 +66,7 @@ pub enum ToDestination {
         version: u32,
         /// Epoch: 0 at first, one more each time the channels are made anew.
         epoch: u16,
-        /// Data channels that will connect.
+        /// Data channels that connect at once; further ones may join and leave at any time before the last barrier.
         streams: u32,
         /// Guest memory, pages of 4 KiB; must equal the destination's own figure.
         pages: u64,
@@ -80,7 +82,7 @@ pub enum ToDestination {
     Barrier {
         /// Iteration that ends.
         iteration: u32,
-        /// Records sent on each data channel of this epoch.
+        /// Records sent on each data channel that this epoch has had, by index; final records do not count.
         sent: Vec<u64>,
     },
     /// The guest at the source has been stopped: from here on time counts.
@@ -98,8 +100,6 @@ pub enum ToDestination {
         /// The generation that this attempt at a switchover would give.
         attempt: Generation,
     },
-    /// The switchover is called off; device state received so far is void, precopy goes on.
-    Resumed,
     /// The migration is over; the guest stays at the source.
     Cancel {
         /// Why.
@@ -125,6 +125,11 @@ pub enum ToSource {
     Begun {
         /// The epoch.
         epoch: u16,
+    },
+    /// All of the guest's memory is allocated, as was asked for; until then nothing is sent.
+    Prepared {
+        /// How long that took, s.
+        seconds: f64,
     },
     /// Cumulative: so many records of the channel are applied.
     Applied {
@@ -247,6 +252,9 @@ pub fn decode_to_source(bytes: &[u8], streams: u32) -> Result<ToSource, Protocol
         } if !are_figures(&[f64::from(*memory_wait), f64::from(*busy)]) => {
             Err(ProtocolError::OutOfBounds("the figures of an iteration"))
         }
+        ToSource::Prepared { seconds } if !are_figures(&[*seconds]) => {
+            Err(ProtocolError::OutOfBounds("the time of preparing"))
+        }
         ToSource::Loaded { load_ms } if !are_figures(&[*load_ms]) => {
             Err(ProtocolError::OutOfBounds("the time of loading"))
         }
@@ -317,7 +325,7 @@ mod tests {
     #[test]
     fn stream_and_channel_numbers_are_bounded() {
         let begin = |streams| ToDestination::Begin {
-            version: 1,
+            version: PROTOCOL_VERSION,
             epoch: 0,
             streams,
             pages: 10,
@@ -336,6 +344,7 @@ mod tests {
         for text in [
             r#"{"m":"resumed","resume_ms":-1,"cpu_s":0}"#,
             r#"{"m":"loaded","load_ms":1e300}"#,
+            r#"{"m":"prepared","seconds":-0.5}"#,
             r#"{"m":"barrier-done","iteration":1,"memory_wait":1e39,"busy":0}"#,
         ] {
             let refused = decode_to_source(text.as_bytes(), 2);

@@ -3,9 +3,10 @@
 //! Owns the socket until it is split. Refuses: a peer that does not prove the migration's key in time.
 
 use crate::error::TransportError;
+use crate::link::{Probe, rtt};
 use crate::pipe::{Closer, Patience, Pipe, Read, wait};
-use crate::socket::{Granted, Tuning, granted, size_buffers, tcp_socket, tune};
-use crate::{RecordReader, RecordWriter};
+use crate::socket::{Granted, Tuning, granted, size_send_buffer, tcp_socket, tune};
+use crate::{RecordReader, RecordWriter, kernel};
 use godwit_wire::handshake::{HEAD_LEN, body_len};
 use godwit_wire::{ChannelId, ClientHandshake, RANDOM_LEN, Session, Spec};
 use rustix::event::PollFlags;
@@ -21,8 +22,15 @@ use std::time::{Duration, Instant};
 pub struct ConnectOptions {
     /// The local address to connect from, of the peer's family; the system's choice without it.
     pub bind: Option<IpAddr>,
+    /// The interface to keep to, whatever the routing table says; any without it.
+    pub interface: Option<u32>,
     /// What the link is like.
     pub tuning: Tuning,
+}
+
+/// The interface that has this address: its index and name.
+pub fn interface_of(address: IpAddr) -> Option<(u32, String)> {
+    kernel::interface_of(address)
 }
 
 /// A channel that is made and authenticated both ways.
@@ -31,7 +39,6 @@ pub struct Connection {
     session: Session,
     peer: SocketAddr,
     granted: Granted,
-    rtt: Duration,
 }
 
 impl Connection {
@@ -42,13 +49,12 @@ impl Connection {
         tuning: &Tuning,
         rtt: Duration,
     ) -> Self {
-        let granted = granted(closer.stream(), tuning);
+        let granted = granted(closer.stream(), tuning, rtt);
         Self {
             closer,
             session,
             peer,
             granted,
-            rtt,
         }
     }
 
@@ -67,9 +73,14 @@ impl Connection {
         &self.granted
     }
 
-    /// The round trip that the handshake took: an upper bound, since it includes the peer's own delay.
+    /// The round trip: the kernel's measure where it has one, else what the handshake took.
     pub fn rtt(&self) -> Duration {
-        self.rtt
+        self.granted.rtt
+    }
+
+    /// Looks at the link from any thread, also after the channel was split.
+    pub fn probe(&self) -> Probe {
+        Probe::new(self.closer.shared_stream())
     }
 
     /// Closes the channel from any thread, also after it was split.
@@ -87,6 +98,70 @@ impl Connection {
     }
 }
 
+/// A connection that was made and has not proved anything yet.
+#[derive(Debug)]
+pub struct Dialed {
+    closer: Closer,
+    peer: SocketAddr,
+    tuning: Tuning,
+    /// How long the connection took to make.
+    took: Duration,
+}
+
+impl Dialed {
+    /// The round trip, as far as it is known.
+    pub fn rtt(&self) -> Duration {
+        rtt(self.closer.stream()).unwrap_or(self.took)
+    }
+
+    /// Proves the migration's key and makes the peer prove it, by `deadline`. The caller never uses a channel id
+    /// twice.
+    pub fn introduce(
+        self,
+        spec: &Spec,
+        channel: ChannelId,
+        deadline: Instant,
+    ) -> Result<Connection, TransportError> {
+        let session = shake_hands(&self.closer, self.peer, spec, channel, deadline)?;
+        let rtt = self.rtt();
+        Ok(Connection::new(
+            self.closer,
+            self.peer,
+            session,
+            &self.tuning,
+            rtt,
+        ))
+    }
+}
+
+/// Makes a connection to a listening destination, by `deadline`, and fits it to the round trip that this took.
+pub fn dial(
+    peer: SocketAddr,
+    options: &ConnectOptions,
+    deadline: Instant,
+) -> Result<Dialed, TransportError> {
+    let socket = tcp_socket(&peer)?;
+    if let Some(from) = options.bind {
+        bind_source(&socket, from)?;
+    }
+    if let Some(index) = options.interface {
+        // Where the kernel refuses, its routing table decides.
+        kernel::bind_to_interface(&socket, index);
+    }
+    let began = Instant::now();
+    let stream = open(socket, peer, deadline)?;
+    let took = began.elapsed();
+    let rtt = rtt(&stream).unwrap_or(took);
+    size_send_buffer(&stream, &options.tuning, rtt);
+    tune(&stream, &options.tuning, rtt)?;
+    Ok(Dialed {
+        closer: Closer::new(stream),
+        peer,
+        tuning: options.tuning.clone(),
+        took,
+    })
+}
+
 /// Opens one channel to a listening destination, by `deadline`. The caller never uses a channel id twice.
 pub fn connect(
     peer: SocketAddr,
@@ -95,16 +170,7 @@ pub fn connect(
     channel: ChannelId,
     deadline: Instant,
 ) -> Result<Connection, TransportError> {
-    let socket = tcp_socket(&peer)?;
-    size_buffers(&socket, &options.tuning);
-    if let Some(from) = options.bind {
-        bind_source(&socket, from)?;
-    }
-    let stream = open(socket, peer, deadline)?;
-    tune(&stream, &options.tuning)?;
-    let closer = Closer::new(stream);
-    let (session, rtt) = shake_hands(&closer, peer, spec, channel, deadline)?;
-    Ok(Connection::new(closer, peer, session, &options.tuning, rtt))
+    dial(peer, options, deadline)?.introduce(spec, channel, deadline)
 }
 
 fn bind_source(socket: &OwnedFd, from: IpAddr) -> Result<(), TransportError> {
@@ -154,7 +220,7 @@ fn shake_hands(
     spec: &Spec,
     channel: ChannelId,
     deadline: Instant,
-) -> Result<(Session, Duration), TransportError> {
+) -> Result<Session, TransportError> {
     let begun = Instant::now();
     let pipe = Pipe::new(closer.clone(), channel);
     let patience = Patience::until(deadline);
@@ -163,11 +229,10 @@ fn shake_hands(
     pipe.send(&mut [IoSlice::new(&hello)], &patience)
         .map_err(during)?;
     let reply = read_message(&pipe, peer, &patience).map_err(during)?;
-    let rtt = begun.elapsed();
     let (session, proof) = handshake.on_server_hello(&reply)?;
     pipe.send(&mut [IoSlice::new(&proof)], &patience)
         .map_err(during)?;
-    Ok((session, rtt))
+    Ok(session)
 }
 
 /// Reads exactly one message, at most 256 bytes, and nothing of what follows.

@@ -7,21 +7,26 @@
 //! - [`Gate`] is what a destination expects; a [`Listener`] lets in who belongs; [`connect`] is the other side.
 //! - A [`Connection`] splits into a [`RecordReader`] and a [`RecordWriter`] for two threads, or into a
 //!   [`ControlSender`] and [`ControlReceiver`]. A [`Closer`] unblocks both from a third thread.
+//! - A [`Probe`] tells what the kernel measured of the link: round trip, delivery, repetitions, and what it waited for.
 //! - [`Meter`]s tell from any thread how many bytes went by and how long each half waited.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod connect;
 mod control;
 mod error;
+#[allow(unsafe_code, reason = "socket options that no safe wrapper knows")]
+mod kernel;
+mod link;
 mod listen;
 mod pipe;
 mod reader;
 mod socket;
 mod writer;
 
-pub use connect::{ConnectOptions, Connection, connect};
+pub use connect::{ConnectOptions, Connection, Dialed, connect, dial, interface_of};
 pub use control::{ControlReceiver, ControlSender, Incoming};
 pub use error::{Class, TransportError};
+pub use link::{LinkReading, Probe};
 pub use listen::{Gate, Listener, ListenerCloser, PENDING_MAX, Strangers};
 pub use pipe::{Closer, Meter, MeterReading, Patience};
 pub use reader::{Record, RecordReader};

@@ -7,8 +7,11 @@
 
 use crate::connect::{Connection, random};
 use crate::error::TransportError;
+use crate::link::rtt;
 use crate::pipe::{Closer, millis, timespec};
-use crate::socket::{Tuning, size_buffers, tcp_socket, tune};
+use crate::socket::{
+    Tuning, narrow_stranger, offer_wide_windows, size_receive_buffer, tcp_socket, tune,
+};
 use godwit_wire::handshake::{HEAD_LEN, MESSAGE_LEN_MAX, body_len, refusal};
 use godwit_wire::{ChannelId, ServerHandshake, Session, Spec, WireError};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -259,7 +262,7 @@ impl Listener {
         let (first, last) = (*ports.start(), *ports.end());
         let mut failure = Errno::INVAL;
         for port in ports {
-            match bind_port(SocketAddr::new(address, port), &gate.tuning)? {
+            match bind_port(SocketAddr::new(address, port))? {
                 Ok(socket) => return Self::on(socket, gate),
                 Err(errno) => failure = errno,
             }
@@ -349,6 +352,7 @@ impl Listener {
         for _ in 0..ACCEPT_BATCH {
             match acceptfrom_with(&*self.socket, SocketFlags::CLOEXEC) {
                 Ok((socket, peer)) => {
+                    narrow_stranger(&socket);
                     let peer = peer.and_then(|peer| SocketAddr::try_from(peer).ok());
                     self.add(TcpStream::from(socket), peer.unwrap_or(self.address));
                 }
@@ -389,9 +393,10 @@ impl Listener {
             return self.refuse(&pending, &why);
         }
         let tuning = &self.gate.tuning;
+        let rtt = rtt(&pending.stream).unwrap_or_else(|| pending.answered_at.elapsed());
+        size_receive_buffer(&pending.stream, tuning, rtt);
         // Fails only on a connection that is gone, which its first use shows.
-        let _ = tune(&pending.stream, tuning);
-        let rtt = pending.answered_at.elapsed();
+        let _ = tune(&pending.stream, tuning, rtt);
         let closer = Closer::new(pending.stream);
         let connection = Connection::new(closer, pending.peer, session, tuning, rtt);
         self.ready.push_back(connection);
@@ -420,12 +425,9 @@ impl Listener {
 }
 
 /// The inner error is for this port only: another may do.
-fn bind_port(
-    address: SocketAddr,
-    tuning: &Tuning,
-) -> Result<Result<OwnedFd, Errno>, TransportError> {
+fn bind_port(address: SocketAddr) -> Result<Result<OwnedFd, Errno>, TransportError> {
     let socket = tcp_socket(&address)?;
-    size_buffers(&socket, tuning);
+    offer_wide_windows(&socket);
     Ok(try_listen(&socket, address).map(|()| socket))
 }
 

@@ -121,6 +121,10 @@ impl Closer {
         &self.stream
     }
 
+    pub(crate) fn shared_stream(&self) -> &Arc<TcpStream> {
+        &self.stream
+    }
+
     fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Acquire)
     }

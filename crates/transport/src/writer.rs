@@ -5,7 +5,7 @@
 //! the peer could not make sense of what followed.
 
 use crate::pipe::{Meter, Patience, Pipe};
-use crate::{Closer, TransportError};
+use crate::{Closer, Probe, TransportError};
 use godwit_wire::{
     ChannelId, HEADER_LEN, PageRuns, RecordKind, Sealer, TAG_LEN, WireError, ZeroPages,
 };
@@ -49,6 +49,11 @@ impl RecordWriter {
     /// Closes the channel from any thread.
     pub fn closer(&self) -> Closer {
         self.pipe.closer().clone()
+    }
+
+    /// Looks at the link from any thread.
+    pub fn probe(&self) -> Probe {
+        Probe::new(self.pipe.closer().shared_stream())
     }
 
     /// How many records were made; the next record's counter.

@@ -114,7 +114,6 @@ pub fn to_destination_seeds() -> Vec<Vec<u8>> {
             bytes: 200_000,
             attempt: Generation(2),
         },
-        ToDestination::Resumed,
         ToDestination::Cancel {
             reason: "cancelled by its user".into(),
         },

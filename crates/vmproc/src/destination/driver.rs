@@ -13,9 +13,9 @@
 //! link that is lost after it was loaded changes nothing: the core asks the source through the agents.
 
 use super::arrivals::Arrivals;
+use super::channels::Channels;
 use super::memory::Memory;
-use super::progress::{End, Progress};
-use super::receiver;
+use super::progress::End;
 use crate::control::SharedControl;
 use crate::control_slot::ControlSlot;
 use crate::faults::{planted, reached};
@@ -25,11 +25,9 @@ use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason, decode_to_d
 use godwit_ownership::Event;
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
-use godwit_transport::{
-    Class, Closer, Connection, ControlReceiver, Incoming, RecordReader, TransportError,
-};
+use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::Phase;
-use std::ops::Range;
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
@@ -42,9 +40,9 @@ const APPLIED_EVERY: Duration = Duration::from_millis(20);
 /// How long it waits for the source's first word, and for a lost link to be made again.
 const SOURCE_WAIT: Duration = Duration::from_secs(75);
 /// A control channel on which the source says nothing for this long is lost; it pings once a second.
-const CONTROL_SILENCE: Duration = Duration::from_secs(8);
-/// Longest wait for the records before a barrier.
-const BARRIER_WAIT: Duration = Duration::from_secs(30);
+const CONTROL_SILENCE: Duration = Duration::from_secs(6);
+/// Most bytes kept of what came behind a barrier that is not reached; after that the source has to wait.
+const HELD_BYTES_MAX: usize = 64 << 20;
 /// How often the source hears something while devices are loaded.
 const LIFE_EVERY: Duration = Duration::from_millis(100);
 /// QEMU's time to load its devices.
@@ -73,7 +71,9 @@ pub(crate) struct DestinationParts {
     pub qemu: WaitingQemu,
     pub report: SharedReport,
     pub control: ControlSlot,
-    pub populate_threads: usize,
+    /// Allocate all of the guest's memory before anything comes.
+    pub prepare: bool,
+    pub cores: usize,
     pub news: Box<dyn Fn(News) + Send>,
 }
 
@@ -95,7 +95,9 @@ impl DestinationHandle {
             memory: parts.memory,
             report: parts.report,
             control: parts.control,
-            populate_threads: parts.populate_threads,
+            prepare: parts.prepare,
+            cores: parts.cores,
+            told_prepared: false,
             news: parts.news,
             commands: received,
             held_back: Vec::new(),
@@ -152,20 +154,17 @@ struct Epoch {
     number: u16,
     control: Arc<SharedControl>,
     receiver: ControlReceiver,
-    channels: Vec<Channel>,
-    extents: Vec<Range<u64>>,
+    channels: Channels,
+    /// What came behind a barrier that is not reached.
+    held: VecDeque<Incoming>,
+    held_bytes: usize,
+    /// Pages that will come and have no memory here yet.
+    missing_pages: u64,
+    /// Why what will come does not fit here.
+    no_room: Option<String>,
     stage: Stage,
     heard: Instant,
     told: Instant,
-    barrier_at: Instant,
-}
-
-struct Channel {
-    progress: Arc<Progress>,
-    closer: Option<Closer>,
-    /// Gives the channel back.
-    thread: Option<JoinHandle<RecordReader>>,
-    told: u64,
 }
 
 struct DestinationDriver {
@@ -174,7 +173,9 @@ struct DestinationDriver {
     qemu: Option<WaitingQemu>,
     report: SharedReport,
     control: ControlSlot,
-    populate_threads: usize,
+    prepare: bool,
+    cores: usize,
+    told_prepared: bool,
     news: Box<dyn Fn(News) + Send>,
     commands: Receiver<Command>,
     pages: u64,
@@ -187,6 +188,9 @@ struct DestinationDriver {
 
 impl DestinationDriver {
     fn run(mut self) {
+        if self.prepare {
+            self.memory.prepare(self.cores);
+        }
         let halt = self.receive();
         self.memory.cancel();
         match halt {
@@ -256,14 +260,7 @@ impl DestinationDriver {
             epoch.control.finish();
         }
         epoch.control.close();
-        for channel in &mut epoch.channels {
-            if let Some(closer) = &channel.closer {
-                closer.close();
-            }
-            if let Some(thread) = channel.thread.take() {
-                let _ = thread.join();
-            }
-        }
+        epoch.channels.close();
     }
 
     /// Waits for a control channel.
@@ -310,12 +307,14 @@ impl DestinationDriver {
             number,
             control,
             receiver,
-            channels: Vec::new(),
-            extents: Vec::new(),
+            channels: Channels::new(),
+            held: VecDeque::new(),
+            held_bytes: 0,
+            missing_pages: 0,
+            no_room: None,
             stage: Stage::Precopy,
             heard: now,
             told: now,
-            barrier_at: now,
         })
     }
 
@@ -343,22 +342,54 @@ impl DestinationDriver {
         self.commands()?;
         self.admit(epoch)?;
         self.look_at_channels(epoch)?;
-        match epoch.receiver.recv(Instant::now() + TICK) {
-            Ok(Incoming::Message(bytes)) => {
+        self.look_at_memory(epoch)?;
+        let Some(incoming) = self.next(epoch)? else {
+            return Ok(());
+        };
+        match incoming {
+            Incoming::Message(bytes) => {
+                let message = decode_to_destination(&bytes, self.pages);
+                let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
+                if epoch.channels.is_barred() && !is_urgent(&message) {
+                    epoch.hold(Incoming::Message(bytes));
+                    return Ok(());
+                }
+                self.message(epoch, message)
+            }
+            Incoming::DeviceState(piece) if epoch.channels.is_barred() => {
+                epoch.hold(Incoming::DeviceState(piece));
+                Ok(())
+            }
+            Incoming::DeviceState(piece) => self.device_state(epoch, &piece),
+            Incoming::End => Err(Halt::Lost("the source closed the control channel".into())),
+        }
+    }
+
+    /// What is to be looked at next, if anything. Behind a barrier the control channel is heard without waiting for it,
+    /// since the barrier is what is waited for.
+    fn next(&mut self, epoch: &mut Epoch) -> Result<Option<Incoming>, Halt> {
+        let mut wait = TICK;
+        if epoch.channels.is_barred() {
+            wait = Duration::ZERO;
+            let reached = epoch.channels.reach_barrier(TICK);
+            match reached.map_err(halt_of_end)? {
+                Some(iteration) => return self.barrier_done(epoch, iteration).map(|()| None),
+                None if epoch.held_bytes > HELD_BYTES_MAX => return Ok(None),
+                None => {}
+            }
+        } else if let Some(held) = epoch.held.pop_front() {
+            epoch.held_bytes -= held_len(&held);
+            return Ok(Some(held));
+        }
+        match epoch.receiver.recv(Instant::now() + wait) {
+            Ok(incoming) => {
                 epoch.heard = Instant::now();
                 self.tell(News::Heard);
-                let message = decode_to_destination(&bytes, self.pages);
-                self.message(
-                    epoch,
-                    message.map_err(|error| Halt::Failed(error.to_string()))?,
-                )
+                Ok(Some(incoming))
             }
-            Ok(Incoming::DeviceState(piece)) => {
-                epoch.heard = Instant::now();
-                self.device_state(epoch, &piece)
+            Err(TransportError::Silent { .. }) if epoch.heard.elapsed() < CONTROL_SILENCE => {
+                Ok(None)
             }
-            Ok(Incoming::End) => Err(Halt::Lost("the source closed the control channel".into())),
-            Err(TransportError::Silent { .. }) if epoch.heard.elapsed() < CONTROL_SILENCE => Ok(()),
             Err(error) => Err(halt_of(&error)),
         }
     }
@@ -387,18 +418,17 @@ impl DestinationDriver {
             connection.closer().close();
             return Ok(());
         }
-        let Some(slot) = epoch.channels.get_mut(usize::from(channel.index())) else {
+        let notes = connection.granted().receive_notes();
+        let back = epoch.channels.admit(connection, &self.memory);
+        match back.map_err(Halt::Failed)? {
             // Its `Begin` has not come yet.
-            self.hold_back(connection);
-            return Ok(());
-        };
-        slot.closer = Some(connection.closer());
-        let (reader, _) = connection.split();
-        let thread = receiver::start(reader, Arc::clone(&self.memory), Arc::clone(&slot.progress));
-        slot.thread =
-            Some(thread.map_err(|error| {
-                Halt::Failed(format!("cannot start a receiving thread: {error}"))
-            })?);
+            Some(connection) => self.hold_back(connection),
+            None => self.report.update(|report| {
+                report.streams = epoch.channels.open();
+                report.notes.extend(notes);
+                report.notes.dedup();
+            }),
+        }
         Ok(())
     }
 
@@ -408,23 +438,33 @@ impl DestinationDriver {
             return Ok(());
         }
         epoch.told = Instant::now();
-        for (index, channel) in epoch.channels.iter_mut().enumerate() {
-            let (applied, end) = channel.progress.read();
-            match end {
-                Some(End::Lost(reason)) => return Err(Halt::Lost(reason)),
-                Some(End::Failed(reason)) => return Err(Halt::Failed(reason)),
-                Some(End::Finished) | None => {}
-            }
-            if applied > channel.told {
-                channel.told = applied;
-                let told = ToSource::Applied {
-                    channel: index as u32,
-                    records: applied,
-                };
-                epoch.control.send(&told).map_err(|error| halt_of(&error))?;
-            }
+        if let Some(end) = epoch.channels.failure() {
+            return Err(halt_of_end(end));
         }
-        Ok(())
+        let told = epoch.channels.tell_applied(&epoch.control);
+        told.map_err(|error| halt_of(&error))
+    }
+
+    /// Says that the memory asked for is there; ends the migration when there is not enough. Not before all channels have
+    /// come: a source that still connects would not hear the reason.
+    fn look_at_memory(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+        if !epoch.channels.complete() {
+            return Ok(());
+        }
+        if let Some(reason) = epoch.no_room.take() {
+            return Err(Halt::Failed(reason));
+        }
+        if !self.prepare || self.told_prepared {
+            return Ok(());
+        }
+        let Some(took) = self.memory.preparation().map_err(Halt::Failed)? else {
+            return Ok(());
+        };
+        self.told_prepared = true;
+        let seconds = took.as_secs_f64();
+        self.report.update(|report| report.prepare_s = seconds);
+        let told = epoch.control.send(&ToSource::Prepared { seconds });
+        told.map_err(|error| halt_of(&error))
     }
 
     fn message(&mut self, epoch: &mut Epoch, message: ToDestination) -> Result<(), Halt> {
@@ -435,19 +475,20 @@ impl DestinationDriver {
                 ..
             } => self.begin(epoch, number, streams),
             ToDestination::Extents { extents } => {
-                epoch.extents.extend(
-                    extents
-                        .into_iter()
-                        .map(|(first, count)| first..first + count),
-                );
+                for (first, count) in extents {
+                    let missing = self.memory.missing(first..first + count);
+                    epoch.missing_pages = epoch.missing_pages.saturating_add(missing);
+                }
                 Ok(())
             }
             ToDestination::ExtentsEnd => {
-                let extents = std::mem::take(&mut epoch.extents);
-                self.memory.populate_ahead(extents, self.populate_threads);
+                // A preparation has looked by itself.
+                if !self.prepare {
+                    epoch.no_room = self.memory.room_for(epoch.missing_pages).err();
+                }
                 Ok(())
             }
-            ToDestination::Barrier { iteration, sent } => self.barrier(epoch, iteration, &sent),
+            ToDestination::Barrier { iteration, sent } => self.barrier(epoch, iteration, sent),
             ToDestination::Stopped => {
                 epoch.stage = Stage::Stopped;
                 self.report
@@ -459,7 +500,6 @@ impl DestinationDriver {
                 Ok(())
             }
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(epoch, attempt),
-            ToDestination::Resumed => Ok(()),
             ToDestination::Cancel { reason } => Err(Halt::Cancelled(reason)),
             ToDestination::Peer { message } => {
                 self.tell(News::Peer(message));
@@ -473,103 +513,32 @@ impl DestinationDriver {
     }
 
     fn begin(&mut self, epoch: &mut Epoch, number: u16, streams: u32) -> Result<(), Halt> {
-        if number != epoch.number || !epoch.channels.is_empty() {
+        if number != epoch.number || !epoch.channels.begin(streams) {
             return Err(Halt::Failed("the source began an epoch twice".into()));
         }
-        let channel = || Channel {
-            progress: Arc::default(),
-            closer: None,
-            thread: None,
-            told: 0,
-        };
-        epoch.channels = (0..streams).map(|_| channel()).collect();
-        self.report.update(|report| report.streams = streams);
         epoch
             .control
             .send(&ToSource::Begun { epoch: number })
             .map_err(|error| halt_of(&error))
     }
 
-    /// Waits until all records before the barrier are applied. Channels go on being admitted before.
-    fn barrier(&mut self, epoch: &mut Epoch, iteration: u32, sent: &[u64]) -> Result<(), Halt> {
+    fn barrier(&mut self, epoch: &mut Epoch, iteration: u32, sent: Vec<u64>) -> Result<(), Halt> {
         if planted("barrier-not-awaited") {
             return self.barrier_done(epoch, iteration);
         }
-        if sent.len() != epoch.channels.len() {
-            return Err(Halt::Failed(
-                "the source's barrier names other channels than it opened".into(),
-            ));
-        }
-        let deadline = Instant::now() + BARRIER_WAIT;
-        for (index, records) in sent.iter().enumerate() {
-            while epoch
-                .channels
-                .get(index)
-                .is_some_and(|channel| channel.thread.is_none())
-                && *records > 0
-            {
-                if Instant::now() >= deadline {
-                    return Err(Halt::Lost(
-                        "a data channel of the barrier did not arrive".into(),
-                    ));
-                }
-                if let Ok(connection) = self.arrivals.connections.recv_timeout(TICK) {
-                    self.hold_back(connection);
-                }
-                self.admit(epoch)?;
-            }
-            self.wait_applied(epoch, index, *records, deadline)?;
-        }
-        self.barrier_done(epoch, iteration)
-    }
-
-    /// Waits without going deaf: to the VM's thread, to a source that makes its channels anew, to applied records.
-    fn wait_applied(
-        &mut self,
-        epoch: &mut Epoch,
-        index: usize,
-        records: u64,
-        deadline: Instant,
-    ) -> Result<(), Halt> {
-        loop {
-            let Some(channel) = epoch.channels.get(index) else {
-                return Ok(());
-            };
-            let reached = channel.progress.wait_for(records, Instant::now() + TICK);
-            match reached {
-                Ok(true) => return Ok(()),
-                Ok(false) if Instant::now() < deadline => {}
-                Ok(false) => return Err(Halt::Lost("a data channel stands still".into())),
-                Err(End::Lost(reason)) => return Err(Halt::Lost(reason)),
-                Err(End::Failed(reason)) => return Err(Halt::Failed(reason)),
-                Err(End::Finished) => return Err(Halt::Lost("a data channel has ended".into())),
-            }
-            self.commands()?;
-            self.admit(epoch)?;
-            self.look_at_channels(epoch)?;
-        }
+        epoch.channels.raise_barrier(iteration, sent);
+        Ok(())
     }
 
     fn barrier_done(&mut self, epoch: &mut Epoch, iteration: u32) -> Result<(), Halt> {
-        let times = epoch
-            .channels
-            .iter()
-            .map(|channel| channel.progress.take_times());
-        let (busy, memory) = times.fold((0.0, 0.0), |(busy, memory), (b, m)| {
-            (busy + b.as_secs_f64(), memory + m.as_secs_f64())
-        });
-        let threads_s =
-            epoch.barrier_at.elapsed().as_secs_f64() * epoch.channels.len().max(1) as f64;
-        epoch.barrier_at = Instant::now();
-        // The source was not listened to meanwhile.
-        epoch.heard = Instant::now();
+        let shares = epoch.channels.take_shares();
         if epoch.stage == Stage::Stopped {
             epoch.stage = Stage::LastApplied;
         }
         let done = ToSource::BarrierDone {
             iteration,
-            memory_wait: (memory / threads_s) as f32,
-            busy: (busy / threads_s) as f32,
+            memory_wait: shares.memory_wait,
+            busy: shares.busy,
         };
         epoch.control.send(&done).map_err(|error| halt_of(&error))
     }
@@ -618,6 +587,30 @@ impl DestinationDriver {
     }
 }
 
+impl Epoch {
+    /// Keeps what came behind a barrier until it is reached.
+    fn hold(&mut self, incoming: Incoming) {
+        self.held_bytes += held_len(&incoming);
+        self.held.push_back(incoming);
+    }
+}
+
+/// What is kept costs memory also when it says nothing.
+fn held_len(incoming: &Incoming) -> usize {
+    match incoming {
+        Incoming::Message(bytes) | Incoming::DeviceState(bytes) => bytes.len() + 64,
+        Incoming::End => 64,
+    }
+}
+
+/// Words that mean the same before and behind a barrier.
+fn is_urgent(message: &ToDestination) -> bool {
+    matches!(
+        message,
+        ToDestination::Ping { .. } | ToDestination::Peer { .. } | ToDestination::Cancel { .. }
+    )
+}
+
 /// Loading devices may take a busy QEMU longer than the source would wait for a silent peer.
 fn with_signs_of_life<R>(control: &SharedControl, work: impl FnOnce() -> R) -> R {
     let (done, waiting) = channel::<()>();
@@ -639,5 +632,13 @@ fn halt_of(error: &TransportError) -> Halt {
     match error.class() {
         Class::Lost | Class::Cancelled => Halt::Lost(error.to_string()),
         _ => Halt::Failed(error.to_string()),
+    }
+}
+
+fn halt_of_end(end: End) -> Halt {
+    match end {
+        End::Lost(reason) => Halt::Lost(reason),
+        End::Failed(reason) => Halt::Failed(reason),
+        End::Finished => Halt::Lost("a data channel has ended".into()),
     }
 }

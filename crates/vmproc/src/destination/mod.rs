@@ -1,9 +1,10 @@
 //! The destination's side of a migration.
 //!
 //! `driver` runs it, `receiver` is one data channel's thread, `memory` allocates guest RAM ahead of the stream,
-//! `arrivals` are the channels that prove themselves.
+//! `arrivals` are the channels that prove themselves, `channels` those of one epoch.
 
 pub(crate) mod arrivals;
+mod channels;
 pub(crate) mod driver;
 pub(crate) mod memory;
 mod progress;

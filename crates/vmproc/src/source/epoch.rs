@@ -1,164 +1,306 @@
 //! One set of channels at the source: made together, lost together.
 //!
 //! Owned by the driver. Losing any channel ends the epoch: the rest is closed, everything that was not acknowledged as
-//! applied is dirty again, and a new epoch with new channel ids and keys may be made.
+//! applied is dirty again, and a new epoch with new channel ids and keys may be made. While a pass runs, data channels
+//! join and leave as the choice of streams wants it; an index is never used twice in an epoch.
+//!
+//! Connecting costs four round trips: the connection, the proof, the first words on the control channel and, beside
+//! these, all data channels at once.
 
 use super::driver::{DriverInput, FromPeer};
+use super::gauge::Gauge;
 use super::pass::Pass;
-use super::sender::{PassEnd, SenderHandle};
+use super::routes::{DIAL_WAIT, Reached, Route, reach};
+use super::sender::{FINISH_WAIT, PassEnd, SenderHandle};
 use crate::control::SharedControl;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_migrate::protocol::{
-    EXTENTS_PER_MESSAGE, Extent, PROTOCOL_VERSION, ToDestination, ToSource, decode_to_source,
+    EXTENTS_PER_MESSAGE, Extent, PROTOCOL_VERSION, STREAMS_MAX, ToDestination, ToSource,
+    decode_to_source,
 };
+use godwit_migrate::streams::{Facts, Room, Step, StreamPlan, first_streams};
 use godwit_transport::{
-    Closer, ConnectOptions, ControlReceiver, Incoming, TransportError, Tuning, connect,
+    Closer, Connection, ControlReceiver, Dialed, Incoming, Meter, Patience, Probe, TransportError,
 };
 use godwit_wire::{ChannelId, Spec};
-use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
-/// Longest time for one connection and its handshake.
-const CONNECT_WAIT: Duration = Duration::from_secs(5);
+/// Longest time for one handshake.
+const HANDSHAKE_WAIT: Duration = Duration::from_secs(3);
 /// A control channel from which nothing comes for this long is lost; the destination answers a ping a second.
-const CONTROL_SILENCE: Duration = Duration::from_secs(8);
+const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 
 /// How often applied records are passed on as a sign of life.
 const LIFE_EVERY: Duration = Duration::from_millis(50);
 
-/// How the destination is reached.
-#[derive(Debug, Clone)]
-pub(crate) struct Route {
-    pub from: Option<IpAddr>,
-    pub to: SocketAddr,
+/// A data channel, open or left.
+#[derive(Debug)]
+pub(super) struct Lane {
+    pub(super) sender: SenderHandle,
+    pub(super) meter: Arc<Meter>,
+    pub(super) probe: Probe,
+    /// It takes no more passes.
+    pub(super) left: bool,
+    closer: Closer,
+    route: usize,
+    records: u64,
 }
 
-/// Pairs each of the destination's addresses with one of ours of the same family.
-pub(crate) fn routes(ours: &[IpAddr], theirs: &[SocketAddr]) -> Vec<Route> {
-    let mut routes = Vec::new();
-    for (index, to) in theirs.iter().enumerate() {
-        let same: Vec<&IpAddr> = ours
-            .iter()
-            .filter(|from| from.is_ipv4() == to.is_ipv4())
-            .collect();
-        match same.get(index % same.len().max(1)) {
-            Some(from) => routes.push(Route {
-                from: Some(**from),
-                to: *to,
-            }),
-            None if ours.is_empty() => routes.push(Route {
-                from: None,
-                to: *to,
-            }),
-            None => {}
-        }
-    }
-    routes
+/// A data channel that is being made, and its route.
+struct Joining {
+    route: usize,
+    made: Receiver<Result<Connection, TransportError>>,
+}
+
+/// What makes channels, from any thread.
+#[derive(Clone)]
+struct Maker {
+    spec: Arc<Spec>,
+    number: u16,
+    routes: Arc<Vec<Route>>,
+}
+
+/// What a sender needs beside its channel.
+struct Supplies {
+    ram: Arc<RamFile>,
+    inputs: Sender<DriverInput>,
+    /// By index: records that the destination has applied.
+    applied: Vec<Arc<AtomicU64>>,
 }
 
 /// A set of channels.
-#[derive(Debug)]
 pub(crate) struct Epoch {
     pub number: u16,
     pub control: Arc<SharedControl>,
-    senders: Vec<SenderHandle>,
-    records: Vec<u64>,
-    closers: Vec<Closer>,
+    maker: Maker,
+    supplies: Supplies,
+    lanes: Vec<Lane>,
+    plan: StreamPlan,
+    gauge: Gauge,
+    joining: Option<Joining>,
+    minds_loss: bool,
+    rtt: Duration,
+    notes: Vec<String>,
+    booked_bytes: u64,
 }
 
 /// What an epoch is made of.
 pub(crate) struct EpochPlan<'a> {
     pub number: u16,
-    pub spec: &'a Spec,
+    pub spec: &'a Arc<Spec>,
     pub routes: &'a [Route],
-    pub streams: u32,
     pub ram: &'a Arc<RamFile>,
     pub inputs: &'a Sender<DriverInput>,
 }
 
 impl Epoch {
-    /// Connects the control channel over the first route that works, and says what will come.
+    /// Connects the control channel over the first route that works and data channels over all, and says what will
+    /// come.
     pub(crate) fn open(plan: &EpochPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
-        let channel = ChannelId::control(plan.number);
-        let connection = first_route(plan, channel)?;
-        let (sender, receiver) = connection.into_control()?;
+        let (control, mut ways) = open_control(plan)?;
+        let (rtt, granted) = (control.rtt(), control.granted().clone());
+        let (sender, receiver) = control.into_control()?;
         let control = Arc::new(SharedControl::new(sender));
-        let applied: Vec<Arc<AtomicU64>> = (0..plan.streams).map(|_| Arc::default()).collect();
-        let epoch = Self {
-            number: plan.number,
-            control: Arc::clone(&control),
-            senders: Vec::new(),
-            records: vec![0; plan.streams as usize],
-            closers: Vec::new(),
-        };
+        let applied: Vec<_> = (0..STREAMS_MAX).map(|_| Arc::default()).collect();
         listen(receiver, plan, applied.clone(), Arc::clone(&control));
-        epoch.announce(plan, extents)?;
-        epoch.connect_data(plan, applied)
-    }
-
-    fn announce(&self, plan: &EpochPlan<'_>, extents: &[Extent]) -> Result<(), TransportError> {
-        let pages = plan.ram.page_count();
-        let begin = ToDestination::Begin {
-            version: PROTOCOL_VERSION,
-            epoch: plan.number,
-            streams: plan.streams,
-            pages,
+        let routes: Vec<Route> = ways.iter().map(|way| way.route.clone()).collect();
+        let room = Room {
+            cores: cores(),
+            routes: u32::try_from(routes.len()).unwrap_or(u32::MAX),
         };
-        self.control.send(&begin)?;
-        for part in extents.chunks(EXTENTS_PER_MESSAGE) {
-            self.control.send(&ToDestination::Extents {
-                extents: part.to_vec(),
-            })?;
-        }
-        self.control.send(&ToDestination::ExtentsEnd)
+        let streams = first_streams(room, rtt.as_secs_f64());
+        announce(plan, &control, streams, extents)?;
+        let mut epoch = Self {
+            number: plan.number,
+            control,
+            maker: Maker {
+                spec: Arc::clone(plan.spec),
+                number: plan.number,
+                routes: Arc::new(routes),
+            },
+            supplies: Supplies {
+                ram: Arc::clone(plan.ram),
+                inputs: plan.inputs.clone(),
+                applied,
+            },
+            lanes: Vec::new(),
+            plan: StreamPlan::new(room, streams),
+            gauge: Gauge::new(),
+            joining: None,
+            minds_loss: granted.congestion != "bbr",
+            rtt,
+            notes: granted.send_notes(),
+            booked_bytes: 0,
+        };
+        let dialed = ways.iter_mut().map(|way| way.dialed.take()).collect();
+        epoch.open_data(streams, dialed)?;
+        Ok(epoch)
     }
 
-    fn connect_data(
-        mut self,
-        plan: &EpochPlan<'_>,
-        applied: Vec<Arc<AtomicU64>>,
-    ) -> Result<Self, TransportError> {
-        for (index, applied) in applied.into_iter().enumerate() {
-            let writer = open_data(plan, index)?;
-            self.closers.push(writer.closer());
-            let (inputs, number) = (plan.inputs.clone(), plan.number);
-            let ends = move |end: PassEnd| {
-                // The driver is gone only when nobody waits for this any more.
-                let _ = inputs.send(DriverInput::PassEnd {
-                    epoch: number,
-                    end: Box::new(end),
-                });
-            };
-            let sender = SenderHandle::start(index, writer, Arc::clone(plan.ram), applied, ends)
-                .map_err(|source| TransportError::System {
-                    doing: "start a sender thread",
-                    source,
-                })?;
-            self.senders.push(sender);
+    /// Makes the first data channels, all at once.
+    fn open_data(
+        &mut self,
+        streams: u32,
+        mut dialed: Vec<Option<Dialed>>,
+    ) -> Result<(), TransportError> {
+        let mut joining = Vec::new();
+        for index in 0..streams as usize {
+            let route = index % self.maker.routes.len().max(1);
+            let dialed = dialed.get_mut(route).and_then(Option::take);
+            joining.push(self.maker.begin(index, route, dialed)?);
         }
-        Ok(self)
+        for Joining { route, made } in joining {
+            let connection = made.recv().unwrap_or(Err(gone()))?;
+            self.add_lane(route, connection)?;
+        }
+        Ok(())
+    }
+
+    fn add_lane(&mut self, route: usize, connection: Connection) -> Result<(), TransportError> {
+        let index = self.lanes.len();
+        let (probe, closer) = (connection.probe(), connection.closer());
+        let applied = self.supplies.applied.get(index).cloned();
+        let applied = applied.ok_or(too_many(self.number))?;
+        let writer = connection.split().1;
+        let meter = writer.meter();
+        let (inputs, number) = (self.supplies.inputs.clone(), self.number);
+        let ends = move |end: PassEnd| {
+            // The driver is gone only when nobody waits for this any more.
+            let _ = inputs.send(DriverInput::PassEnd {
+                epoch: number,
+                end: Box::new(end),
+            });
+        };
+        let ram = Arc::clone(&self.supplies.ram);
+        let sender = SenderHandle::start(index, writer, ram, applied, ends).map_err(|source| {
+            TransportError::System {
+                doing: "start a sender thread",
+                source,
+            }
+        })?;
+        self.lanes.push(Lane {
+            sender,
+            meter,
+            probe,
+            left: false,
+            closer,
+            route,
+            records: 0,
+        });
+        Ok(())
     }
 
     /// Starts a pass on all channels; returns how many will report its end.
-    pub(crate) fn begin(&self, pass: &Arc<Pass>) -> usize {
-        self.senders
-            .iter()
-            .filter(|sender| sender.begin(pass))
-            .count()
+    pub(crate) fn begin(&mut self, pass: &Arc<Pass>) -> usize {
+        self.gauge.restart(&self.lanes);
+        let open = self.lanes.iter().filter(|lane| !lane.left);
+        open.filter(|lane| lane.sender.begin(pass)).count()
     }
 
-    /// Data channels.
+    /// Data channels that are open.
     pub(crate) fn streams(&self) -> usize {
-        self.records.len()
+        self.lanes.iter().filter(|lane| !lane.left).count()
+    }
+
+    /// What keeps the channels slower than the link could be, with the remedy; each sentence once.
+    pub(crate) fn take_notes(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.notes)
+    }
+
+    /// While a pass runs: lets channels join and leave. Returns how many more will report its end.
+    pub(crate) fn tend(&mut self, pass: &Arc<Pass>) -> Result<usize, TransportError> {
+        let joined = self.welcome(pass)?;
+        if self.joining.is_none()
+            && let Some(facts) = self.gauge.look(&self.lanes)
+        {
+            let minds_loss = self.minds_loss;
+            match self.plan.step(Facts {
+                minds_loss,
+                ..facts
+            }) {
+                Step::Keep => {}
+                Step::Add => self.ask_one_more(),
+                Step::Remove => self.let_one_go(),
+            }
+        }
+        Ok(joined)
+    }
+
+    /// Takes in a channel that is made.
+    fn welcome(&mut self, pass: &Arc<Pass>) -> Result<usize, TransportError> {
+        let Some(joining) = &self.joining else {
+            return Ok(0);
+        };
+        let (route, made) = match joining.made.try_recv() {
+            Err(TryRecvError::Empty) => return Ok(0),
+            Err(TryRecvError::Disconnected) => (joining.route, Err(gone())),
+            Ok(made) => (joining.route, made),
+        };
+        self.joining = None;
+        match made {
+            Ok(connection) => {
+                self.add_lane(route, connection)?;
+                let begun = self
+                    .lanes
+                    .last()
+                    .is_some_and(|lane| lane.sender.begin(pass));
+                tracing::debug!(streams = self.streams(), "a data channel has joined");
+                Ok(usize::from(begun))
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a further data channel could not be made");
+                self.plan.failed();
+                Ok(0)
+            }
+        }
+    }
+
+    /// Begins to make a channel on the route that has fewest.
+    fn ask_one_more(&mut self) {
+        let index = self.lanes.len();
+        let routes = 0..self.maker.routes.len();
+        let Some(route) = routes.min_by_key(|route| self.open_on(*route)) else {
+            return self.plan.failed();
+        };
+        match self.maker.begin(index, route, None) {
+            Ok(joining) if index < STREAMS_MAX as usize => self.joining = Some(joining),
+            _ => self.plan.failed(),
+        }
+    }
+
+    /// Ends the newest channel of the route that has most.
+    fn let_one_go(&mut self) {
+        let routes = 0..self.maker.routes.len();
+        let route = routes.max_by_key(|route| self.open_on(*route));
+        let newest = self
+            .lanes
+            .iter_mut()
+            .rev()
+            .find(|lane| !lane.left && Some(lane.route) == route);
+        if let Some(lane) = newest {
+            lane.left = true;
+            lane.sender.leave();
+        }
+        tracing::debug!(streams = self.streams(), "a data channel has left");
+    }
+
+    fn open_on(&self, route: usize) -> usize {
+        let open = self.lanes.iter().filter(|lane| !lane.left);
+        open.filter(|lane| lane.route == route).count()
+    }
+
+    /// The round trip of the control channel before anything else was on the link, s.
+    pub(crate) fn rtt_s(&self) -> f64 {
+        self.rtt.as_secs_f64()
     }
 
     /// Books how far a channel is.
     pub(crate) fn sent(&mut self, index: usize, records: u64) {
-        if let Some(slot) = self.records.get_mut(index) {
-            *slot = records;
+        if let Some(lane) = self.lanes.get_mut(index) {
+            lane.records = records;
         }
     }
 
@@ -166,16 +308,38 @@ impl Epoch {
     pub(crate) fn barrier(&self, iteration: u32) -> Result<(), TransportError> {
         self.control.send(&ToDestination::Barrier {
             iteration,
-            sent: self.records.clone(),
+            sent: self.lanes.iter().map(|lane| lane.records).collect(),
         })
+    }
+
+    /// Books what was sent so far as part of the report's iterations.
+    pub(crate) fn book(&mut self) {
+        self.booked_bytes = self.sent_bytes();
+    }
+
+    /// Bytes of an iteration that did not end.
+    pub(crate) fn unbooked_bytes(&self) -> u64 {
+        self.sent_bytes().saturating_sub(self.booked_bytes)
+    }
+
+    fn sent_bytes(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.meter.read().bytes).sum()
+    }
+
+    /// Nothing more will come on the data channels: their final records follow the last pages.
+    pub(crate) fn close_data(&mut self) {
+        for lane in self.lanes.iter_mut().filter(|lane| !lane.left) {
+            lane.left = true;
+            lane.sender.leave();
+        }
     }
 
     /// Closes all channels at once and adds to `dirty` what was not acknowledged as applied.
     pub(crate) fn abandon(&mut self, dirty: &mut PageSet) {
         self.control.close();
-        self.closers.iter().for_each(Closer::close);
-        for sender in self.senders.drain(..) {
-            match sender.end() {
+        self.lanes.iter().for_each(|lane| lane.closer.close());
+        for lane in self.lanes.drain(..) {
+            match lane.sender.end() {
                 Some(pages) => dirty.merge(&pages),
                 None => dirty.insert_range(0..dirty.page_count()),
             }
@@ -184,68 +348,139 @@ impl Epoch {
 
     /// Ends all channels in good order: final records, then the control channel.
     pub(crate) fn finish(&mut self) {
-        for sender in self.senders.drain(..) {
-            let _ = sender.end();
+        self.close_data();
+        if let Some(Ok(Ok(late))) = self.joining.take().map(|joining| joining.made.try_recv()) {
+            let _ = late.split().1.finish(&Patience::idle(FINISH_WAIT));
+        }
+        for lane in self.lanes.drain(..) {
+            let _ = lane.sender.end();
         }
         self.control.finish();
     }
 }
 
-fn first_route(
-    plan: &EpochPlan<'_>,
-    channel: ChannelId,
-) -> Result<godwit_transport::Connection, TransportError> {
-    let mut failure = TransportError::System {
-        doing: "reach the destination",
-        source: std::io::Error::other(
-            "the two hosts have no migration addresses of the same family",
-        ),
-    };
-    for route in plan.routes {
-        match connect_route(plan, route, channel) {
-            Ok(connection) => return Ok(connection),
+impl Maker {
+    /// Makes a data channel in a thread of its own, over `route` or, where that does not work any more, over another.
+    fn begin(
+        &self,
+        index: usize,
+        route: usize,
+        dialed: Option<Dialed>,
+    ) -> Result<Joining, TransportError> {
+        let channel_id = u16::try_from(index)
+            .ok()
+            .and_then(|index| ChannelId::data(self.number, index))
+            .ok_or(too_many(self.number))?;
+        let (maker, (result, made)) = (self.clone(), channel());
+        let work = move || {
+            let _ = result.send(maker.make(channel_id, route, dialed));
+        };
+        let spawned = std::thread::Builder::new().name("join".into()).spawn(work);
+        spawned.map_err(|source| TransportError::System {
+            doing: "start a thread to connect with",
+            source,
+        })?;
+        Ok(Joining { route, made })
+    }
+
+    fn make(
+        &self,
+        channel: ChannelId,
+        route: usize,
+        dialed: Option<Dialed>,
+    ) -> Result<Connection, TransportError> {
+        let mut failure = gone();
+        let mut dialed = dialed.map(Ok);
+        for route in self
+            .routes
+            .iter()
+            .cycle()
+            .skip(route)
+            .take(self.routes.len())
+        {
+            let dialed = dialed
+                .take()
+                .unwrap_or_else(|| route.dial(Instant::now() + DIAL_WAIT));
+            // An id that was not proved is still unused.
+            let made = dialed.and_then(|dialed| {
+                dialed.introduce(&self.spec, channel, Instant::now() + HANDSHAKE_WAIT)
+            });
+            match made {
+                Ok(connection) => return Ok(connection),
+                Err(error) => failure = error,
+            }
+        }
+        Err(failure)
+    }
+}
+
+/// A route that works. Its first connection serves the control channel or the route's first data channel.
+struct Way {
+    route: Route,
+    dialed: Option<Dialed>,
+}
+
+fn open_control(plan: &EpochPlan<'_>) -> Result<(Connection, Vec<Way>), TransportError> {
+    let (mut control, mut failure) = (None, gone());
+    let mut ways = Vec::new();
+    for Reached { route, dialed } in reach(plan.routes)? {
+        if control.is_some() {
+            let dialed = Some(dialed);
+            ways.push(Way { route, dialed });
+            continue;
+        }
+        let (channel, until) = (
+            ChannelId::control(plan.number),
+            Instant::now() + HANDSHAKE_WAIT,
+        );
+        match dialed.introduce(plan.spec, channel, until) {
+            Ok(connection) => {
+                control = Some(connection);
+                let dialed = None;
+                ways.push(Way { route, dialed });
+            }
             Err(error) => failure = error,
         }
     }
-    Err(failure)
+    control.map_or(Err(failure), |control| Ok((control, ways)))
 }
 
-fn connect_route(
+fn announce(
     plan: &EpochPlan<'_>,
-    route: &Route,
-    channel: ChannelId,
-) -> Result<godwit_transport::Connection, TransportError> {
-    let options = ConnectOptions {
-        bind: route.from,
-        tuning: Tuning::default(),
-    };
-    connect(
-        route.to,
-        &options,
-        plan.spec,
-        channel,
-        Instant::now() + CONNECT_WAIT,
-    )
-}
-
-fn open_data(
-    plan: &EpochPlan<'_>,
-    index: usize,
-) -> Result<godwit_transport::RecordWriter, TransportError> {
-    let number = u16::try_from(index).ok();
-    let channel = number
-        .and_then(|index| ChannelId::data(plan.number, index))
-        .ok_or(TransportError::Misuse {
-            channel: ChannelId::control(plan.number),
-            what: "too many channels",
+    control: &SharedControl,
+    streams: u32,
+    extents: &[Extent],
+) -> Result<(), TransportError> {
+    control.send(&ToDestination::Begin {
+        version: PROTOCOL_VERSION,
+        epoch: plan.number,
+        streams,
+        pages: plan.ram.page_count(),
+    })?;
+    for part in extents.chunks(EXTENTS_PER_MESSAGE) {
+        control.send(&ToDestination::Extents {
+            extents: part.to_vec(),
         })?;
-    let route = plan.routes.get(index % plan.routes.len().max(1));
-    let connection = match route.map(|route| connect_route(plan, route, channel)) {
-        Some(Ok(connection)) => connection,
-        // A route that does not work is left to the others; its id was never proved, so it is still unused.
-        _ => first_route(plan, channel)?,
-    };
-    Ok(connection.split().1)
+    }
+    control.send(&ToDestination::ExtentsEnd)
+}
+
+fn gone() -> TransportError {
+    TransportError::System {
+        doing: "make a channel",
+        source: std::io::Error::other("no route to the destination works"),
+    }
+}
+
+fn too_many(number: u16) -> TransportError {
+    TransportError::Misuse {
+        channel: ChannelId::control(number),
+        what: "too many channels",
+    }
+}
+
+fn cores() -> u32 {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32)
 }
 
 /// Reads the control channel until it ends and passes everything on.
@@ -255,12 +490,12 @@ fn listen(
     applied: Vec<Arc<AtomicU64>>,
     control: Arc<SharedControl>,
 ) {
-    let (inputs, epoch, streams) = (plan.inputs.clone(), plan.number, plan.streams);
+    let (inputs, epoch) = (plan.inputs.clone(), plan.number);
     std::thread::spawn(move || {
         let mut passed_on = Instant::now();
         let why = loop {
             let message = match receiver.recv(Instant::now() + CONTROL_SILENCE) {
-                Ok(Incoming::Message(bytes)) => decode_to_source(&bytes, streams),
+                Ok(Incoming::Message(bytes)) => decode_to_source(&bytes, STREAMS_MAX),
                 Ok(Incoming::DeviceState(_)) => {
                     break FromPeer::Broken("the destination sent device state".into());
                 }
@@ -316,31 +551,4 @@ pub(crate) fn extents(pages: &PageSet) -> Vec<Extent> {
         .runs()
         .map(|run| (run.start, run.end - run.start))
         .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn routes_keep_to_one_family() {
-        let ours = ["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()];
-        let theirs = [
-            "[fd00::2]:1".parse().unwrap(),
-            "10.0.0.2:1".parse().unwrap(),
-        ];
-        let routes = routes(&ours, &theirs);
-        assert_eq!(routes.len(), 2);
-        assert!(routes.iter().all(|route| {
-            route
-                .from
-                .is_some_and(|from| from.is_ipv4() == route.to.is_ipv4())
-        }));
-    }
-
-    #[test]
-    fn no_common_family_is_no_route() {
-        let ours = ["10.0.0.1".parse().unwrap()];
-        assert!(routes(&ours, &["[fd00::2]:1".parse().unwrap()]).is_empty());
-    }
 }

@@ -2,7 +2,8 @@
 //!
 //! Each thread owns its channel and the list of what the destination has not yet applied. Threads share the RAM file
 //! (read only), the pass (one atomic add per chunk of 512 pages) and nothing else. When a channel fails, its thread ends
-//! and gives back everything that is dirty again.
+//! and gives back everything that is dirty again. A channel that is taken out sends its final record after its present
+//! chunk; its thread stays until the epoch ends, since what it sent may still have to be sent again.
 
 use super::pass::{Pass, put_back_chunk};
 use super::unacked::Unacked;
@@ -10,15 +11,19 @@ use godwit_guestmem::page_set::Chunk;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_transport::{Meter, MeterReading, Patience, RecordWriter, TransportError};
 use godwit_wire::{PageRun, PageRuns, ZeroPages};
+use rustix::time::{ClockId, clock_gettime};
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A channel on which nothing moves for this long is lost.
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(10);
+
+/// Longest wait to get rid of a final record.
+pub(crate) const FINISH_WAIT: Duration = Duration::from_millis(500);
 
 /// What a sender did in one pass.
 #[derive(Debug, Default, Clone, Copy)]
@@ -62,10 +67,46 @@ pub(crate) enum SendError {
     Wire(#[from] godwit_wire::WireError),
 }
 
+/// What a sender is told.
+#[derive(Debug)]
+enum Task {
+    Pass(Arc<Pass>),
+    Leave,
+}
+
+/// What others may see of a sender while it works, and the wish that it leaves.
+#[derive(Debug, Default)]
+pub(crate) struct Live {
+    capped_us: AtomicU64,
+    cpu_us: AtomicU64,
+    leave: AtomicBool,
+}
+
+impl Live {
+    /// Time held back by the cap.
+    pub(crate) fn capped(&self) -> Duration {
+        Duration::from_micros(self.capped_us.load(Ordering::Relaxed))
+    }
+
+    /// Time on a core.
+    pub(crate) fn cpu(&self) -> Duration {
+        Duration::from_micros(self.cpu_us.load(Ordering::Relaxed))
+    }
+
+    fn book(&self, capped: Duration) {
+        let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        self.capped_us.fetch_add(us(capped), Ordering::Relaxed);
+        let cpu = clock_gettime(ClockId::ThreadCPUTime);
+        let cpu = Duration::try_from(cpu).unwrap_or_default();
+        self.cpu_us.store(us(cpu), Ordering::Relaxed);
+    }
+}
+
 /// A running sender, as the driver holds it.
 #[derive(Debug)]
 pub(crate) struct SenderHandle {
-    passes: Sender<Arc<Pass>>,
+    tasks: Sender<Task>,
+    live: Arc<Live>,
     thread: JoinHandle<PageSet>,
 }
 
@@ -78,23 +119,40 @@ impl SenderHandle {
         applied: Arc<AtomicU64>,
         ends: impl Fn(PassEnd) + Send + 'static,
     ) -> std::io::Result<Self> {
-        let (passes, todo) = channel();
-        let sender = DataSender::new(index, writer, ram, applied);
+        let (tasks, todo) = channel();
+        let live = Arc::<Live>::default();
+        let sender = DataSender::new(index, writer, ram, applied, Arc::clone(&live));
         let thread = std::thread::Builder::new()
             .name(format!("send-{index}"))
             .spawn(move || sender.run(&todo, ends))?;
-        Ok(Self { passes, thread })
+        Ok(Self {
+            tasks,
+            live,
+            thread,
+        })
     }
 
     /// Gives a pass to the thread; `false`: the thread has ended.
     pub(crate) fn begin(&self, pass: &Arc<Pass>) -> bool {
-        self.passes.send(Arc::clone(pass)).is_ok()
+        self.tasks.send(Task::Pass(Arc::clone(pass))).is_ok()
+    }
+
+    /// Ends the channel in good order after its present chunk. A pass that it works on ends for it with a [`PassEnd`].
+    pub(crate) fn leave(&self) {
+        self.live.leave.store(true, Ordering::Relaxed);
+        // A thread that has ended has left.
+        let _ = self.tasks.send(Task::Leave);
+    }
+
+    /// What it does now.
+    pub(crate) fn live(&self) -> &Live {
+        &self.live
     }
 
     /// Ends the thread after its pass and gives what the destination has not acknowledged as applied; `None` when the
     /// thread died, and nobody knows.
     pub(crate) fn end(self) -> Option<PageSet> {
-        drop(self.passes);
+        drop(self.tasks);
         self.thread.join().ok()
     }
 }
@@ -105,13 +163,20 @@ struct DataSender {
     meter: Arc<Meter>,
     ram: Arc<RamFile>,
     applied: Arc<AtomicU64>,
+    live: Arc<Live>,
     unacked: Unacked,
     runs: PageRuns,
     zero: ZeroPages,
 }
 
 impl DataSender {
-    fn new(index: usize, writer: RecordWriter, ram: Arc<RamFile>, applied: Arc<AtomicU64>) -> Self {
+    fn new(
+        index: usize,
+        writer: RecordWriter,
+        ram: Arc<RamFile>,
+        applied: Arc<AtomicU64>,
+        live: Arc<Live>,
+    ) -> Self {
         let meter = writer.meter();
         let (runs, zero) = (PageRuns::new(), ZeroPages::new());
         Self {
@@ -120,16 +185,22 @@ impl DataSender {
             meter,
             ram,
             applied,
+            live,
             unacked: Unacked::default(),
             runs,
             zero,
         }
     }
 
-    fn run(mut self, todo: &Receiver<Arc<Pass>>, ends: impl Fn(PassEnd)) -> PageSet {
+    fn run(mut self, todo: &Receiver<Task>, ends: impl Fn(PassEnd)) -> PageSet {
         crate::priority::give_way_to_the_guest();
-        let mut current = None;
-        while let Ok(pass) = todo.recv() {
+        let (mut current, mut left) = (None, false);
+        while let Ok(task) = todo.recv() {
+            let Task::Pass(pass) = task else {
+                self.finish();
+                left = true;
+                continue;
+            };
             let end = self.pass(&pass, &mut current);
             let failed = end.error.is_some();
             if failed {
@@ -140,11 +211,16 @@ impl DataSender {
                 return self.not_applied(current);
             }
         }
-        // Nobody needs this channel any more; the final record tells the peer so. A peer that is gone does not mind.
-        let _ = self
-            .writer
-            .finish(&Patience::idle(Duration::from_millis(500)));
+        if !left {
+            // Nobody needs this channel any more.
+            self.finish();
+        }
         self.not_applied(None)
+    }
+
+    /// The final record tells the peer that nothing follows. A peer that is gone does not mind.
+    fn finish(&mut self) {
+        let _ = self.writer.finish(&Patience::idle(FINISH_WAIT));
     }
 
     fn pass(&mut self, pass: &Pass, current: &mut Option<Chunk>) -> PassEnd {
@@ -193,11 +269,15 @@ impl DataSender {
         current: &mut Option<Chunk>,
         figures: &mut PassFigures,
     ) -> Result<(), SendError> {
-        while let Some(chunk) = pass.take() {
+        while !self.live.leave.load(Ordering::Relaxed)
+            && let Some(chunk) = pass.take()
+        {
             *current = Some(*chunk);
             let before = self.meter.read().bytes;
             self.send_chunk(chunk, figures)?;
-            figures.capped += pass.keep_pace(self.meter.read().bytes - before);
+            let capped = pass.keep_pace(self.meter.read().bytes - before);
+            figures.capped += capped;
+            self.live.book(capped);
         }
         self.flush_data()?;
         self.flush_zero()?;

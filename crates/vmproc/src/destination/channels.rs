@@ -1,0 +1,251 @@
+//! The data channels of one epoch at the destination, and the barrier that waits for what they carry.
+//!
+//! Owned by the driver. Channels join as long as the epoch lives and end in good order or take the epoch with them. A
+//! barrier is a state and no wait, so that the driver hears its other peers meanwhile. Refuses: an index beyond the
+//! protocol's bound, and a barrier for which nothing moves any more.
+
+use super::memory::Memory;
+use super::progress::{End, Progress};
+use super::receiver;
+use crate::control::SharedControl;
+use godwit_migrate::protocol::{STREAMS_MAX, ToSource};
+use godwit_transport::{Closer, Connection, Meter, RecordReader, TransportError};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// A barrier for which no byte comes for this long is lost.
+const STANDSTILL_MAX: Duration = Duration::from_secs(30);
+
+/// A data channel, or the place of one that may still come.
+#[derive(Default)]
+struct Channel {
+    progress: Arc<Progress>,
+    closer: Option<Closer>,
+    meter: Option<Arc<Meter>>,
+    /// Gives the channel back.
+    thread: Option<JoinHandle<RecordReader>>,
+    told: u64,
+}
+
+/// A barrier that is not reached yet.
+struct Barrier {
+    iteration: u32,
+    sent: Vec<u64>,
+    bytes: u64,
+    moved: Instant,
+}
+
+/// What an iteration looked like from here: shares of its time, means over the channels.
+pub(super) struct Shares {
+    pub memory_wait: f32,
+    pub busy: f32,
+}
+
+/// The channels of an epoch.
+pub(super) struct Channels {
+    slots: Vec<Channel>,
+    /// So many connect at once; further ones join later.
+    first: usize,
+    barrier: Option<Barrier>,
+    barrier_at: Instant,
+}
+
+impl Channels {
+    /// None yet: the epoch's first word has not come.
+    pub(super) fn new() -> Self {
+        Self {
+            slots: Vec::new(),
+            first: 0,
+            barrier: None,
+            barrier_at: Instant::now(),
+        }
+    }
+
+    /// The epoch has begun with this many; `false`: it had begun before.
+    pub(super) fn begin(&mut self, first: u32) -> bool {
+        if !self.slots.is_empty() {
+            return false;
+        }
+        self.first = first as usize;
+        self.slots = (0..STREAMS_MAX).map(|_| Channel::default()).collect();
+        true
+    }
+
+    /// Whether those that connect at once have come.
+    pub(super) fn complete(&self) -> bool {
+        let come = self.slots.iter().filter(|slot| slot.thread.is_some());
+        !self.slots.is_empty() && come.count() >= self.first
+    }
+
+    /// Channels that carry something now.
+    pub(super) fn open(&self) -> u32 {
+        let open = |slot: &&Channel| slot.thread.is_some() && slot.progress.read().1.is_none();
+        self.slots.iter().filter(open).count() as u32
+    }
+
+    /// Takes a channel in; gives it back when the epoch has not begun.
+    pub(super) fn admit(
+        &mut self,
+        connection: Connection,
+        memory: &Arc<Memory>,
+    ) -> Result<Option<Connection>, String> {
+        if self.slots.is_empty() {
+            return Ok(Some(connection));
+        }
+        let index = usize::from(connection.channel().index());
+        let Some(slot) = self.slots.get_mut(index) else {
+            return Err("the source opened more channels than may be".into());
+        };
+        slot.closer = Some(connection.closer());
+        let (reader, _) = connection.split();
+        slot.meter = Some(reader.meter());
+        let thread = receiver::start(reader, Arc::clone(memory), Arc::clone(&slot.progress));
+        let thread = thread.map_err(|error| format!("cannot start a receiving thread: {error}"));
+        slot.thread = Some(thread?);
+        Ok(None)
+    }
+
+    /// How a channel ended that did not end in good order.
+    pub(super) fn failure(&self) -> Option<End> {
+        let mut ends = self.slots.iter().filter_map(|slot| slot.progress.read().1);
+        ends.find(|end| *end != End::Finished)
+    }
+
+    /// Says what was applied since it was last said.
+    pub(super) fn tell_applied(&mut self, control: &SharedControl) -> Result<(), TransportError> {
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            let (applied, _) = slot.progress.read();
+            if applied > slot.told {
+                slot.told = applied;
+                control.send(&ToSource::Applied {
+                    channel: index as u32,
+                    records: applied,
+                })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Everything that was sent before must be applied before anything that follows.
+    pub(super) fn raise_barrier(&mut self, iteration: u32, sent: Vec<u64>) {
+        self.barrier = Some(Barrier {
+            iteration,
+            sent,
+            bytes: self.bytes(),
+            moved: Instant::now(),
+        });
+    }
+
+    /// Whether a barrier waits.
+    pub(super) fn is_barred(&self) -> bool {
+        self.barrier.is_some()
+    }
+
+    /// Waits a moment for the barrier; gives its iteration once it is reached.
+    pub(super) fn reach_barrier(&mut self, moment: Duration) -> Result<Option<u32>, End> {
+        let Some(barrier) = &self.barrier else {
+            return Ok(None);
+        };
+        let until = Instant::now() + moment;
+        for (slot, records) in self.slots.iter().zip(&barrier.sent) {
+            if !slot.progress.wait_for(*records, until)? {
+                return self.still_moving().map(|()| None);
+            }
+        }
+        let iteration = barrier.iteration;
+        self.barrier = None;
+        Ok(Some(iteration))
+    }
+
+    fn still_moving(&mut self) -> Result<(), End> {
+        let bytes = self.bytes();
+        let Some(barrier) = &mut self.barrier else {
+            return Ok(());
+        };
+        if bytes != barrier.bytes {
+            barrier.bytes = bytes;
+            barrier.moved = Instant::now();
+        }
+        if barrier.moved.elapsed() < STANDSTILL_MAX {
+            return Ok(());
+        }
+        let seconds = STANDSTILL_MAX.as_secs();
+        Err(End::Lost(format!(
+            "nothing came on the data channels for {seconds} s"
+        )))
+    }
+
+    fn bytes(&self) -> u64 {
+        let meters = self.slots.iter().filter_map(|slot| slot.meter.as_ref());
+        meters.map(|meter| meter.read().bytes).sum()
+    }
+
+    /// What the iteration that ends now looked like.
+    pub(super) fn take_shares(&mut self) -> Shares {
+        let times = self.slots.iter().map(|slot| slot.progress.take_times());
+        let (busy, memory) = times.fold((0.0, 0.0), |(busy, memory), (b, m)| {
+            (busy + b.as_secs_f64(), memory + m.as_secs_f64())
+        });
+        let threads_s = self.barrier_at.elapsed().as_secs_f64() * f64::from(self.open().max(1));
+        self.barrier_at = Instant::now();
+        Shares {
+            memory_wait: (memory / threads_s) as f32,
+            busy: (busy / threads_s) as f32,
+        }
+    }
+
+    /// Closes all: when this returns nothing of them writes memory any more.
+    pub(super) fn close(&mut self) {
+        for slot in &mut self.slots {
+            if let Some(closer) = &slot.closer {
+                closer.close();
+            }
+            if let Some(thread) = slot.thread.take() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn begun() -> Channels {
+        let mut channels = Channels::new();
+        assert!(channels.begin(2));
+        assert!(!channels.begin(2), "begun twice");
+        channels
+    }
+
+    #[test]
+    fn a_barrier_waits_for_the_channels_that_it_names_and_for_no_others() {
+        let mut channels = begun();
+        channels.raise_barrier(3, vec![2, 0, 5]);
+        channels.slots[0].progress.applied(2);
+        assert_eq!(channels.reach_barrier(Duration::ZERO), Ok(None));
+        channels.slots[2].progress.applied(5);
+        assert_eq!(channels.reach_barrier(Duration::ZERO), Ok(Some(3)));
+        assert!(!channels.is_barred());
+    }
+
+    #[test]
+    fn a_channel_that_was_taken_out_holds_no_barrier_up() {
+        let mut channels = begun();
+        channels.slots[0].progress.applied(7);
+        channels.slots[0].progress.ended(End::Finished);
+        channels.raise_barrier(1, vec![7]);
+        assert_eq!(channels.reach_barrier(Duration::ZERO), Ok(Some(1)));
+        assert_eq!(channels.failure(), None);
+    }
+
+    #[test]
+    fn a_channel_that_ended_too_early_fails_the_barrier() {
+        let mut channels = begun();
+        channels.slots[1].progress.ended(End::Finished);
+        channels.raise_barrier(1, vec![0, 1]);
+        let failed = channels.reach_barrier(Duration::from_secs(60));
+        assert!(matches!(failed, Err(End::Failed(_))), "{failed:?}");
+    }
+}
