@@ -16,7 +16,7 @@ use crate::link::{Counters, Direction, End, Link, LinkSpec};
 /// An emulated link, wherever it runs.
 pub enum EmulatedLink {
     /// A thread of this process.
-    Here(Link),
+    Here(Box<Link>),
     /// A process of the switch.
     Elsewhere(RemoteLink),
 }
@@ -78,7 +78,7 @@ pub fn start(lab: &Lab) -> io::Result<Vec<EmulatedLink>> {
     };
     let make = |nic| match lab.config.keep {
         true => elsewhere(lab, nic, spec).map(EmulatedLink::Elsewhere),
-        false => here(lab, nic, spec).map(EmulatedLink::Here),
+        false => here(lab, nic, spec).map(|link| EmulatedLink::Here(Box::new(link))),
     };
     (0..lab.config.migration_nics).map(make).collect()
 }

@@ -203,9 +203,25 @@ impl<P> Model<P> {
             last = next;
         }
         // The rest of this train may still be in front of the transmitter.
-        let next = self.waiting.front().map(|next| next.train);
-        let follows = next == Some(last.train) && self.gathers(last.train);
-        Some(if follows { until } else { last.due_ns })
+        let next = self.waiting.front();
+        match next.filter(|next| next.train == last.train && self.gathers(next.train)) {
+            Some(next) => Some(until.min(self.train_arrives_ns(next)?.max(last.due_ns))),
+            None => Some(last.due_ns),
+        }
+    }
+
+    /// When the last packet of a train arrives, of which this one is next in the transmitter.
+    fn train_arrives_ns(&self, next: &Waiting) -> Option<u64> {
+        let train = &self.held(next.train)?.train;
+        let (departs_ns, _) = self.departure(next, train.frame_bytes(next.index));
+        let wire = |index| u64::from(train.frame_bytes(index) + WIRE_OVERHEAD_BYTES);
+        let behind = u64::from(train.packets - next.index - 1);
+        let bytes = match behind {
+            0 => 0,
+            _ => (behind - 1) * wire(next.index) + wire(train.packets - 1),
+        };
+        let rate = self.spec.rate_bits_per_s.unwrap_or(u64::MAX);
+        Some(departs_ns + bytes * 8 * 1_000_000_000 / rate + self.delay_ns())
     }
 
     /// Whether the packets of a train follow each other so fast that it pays to wait for the next.
@@ -221,8 +237,11 @@ impl<P> Model<P> {
         let head = self.waiting.front()?;
         let held = self.held(head.train)?;
         let (departs_ns, _) = self.departure(head, held.train.frame_bytes(head.index));
-        let more_follow = head.index + 1 < held.train.packets && self.gathers(head.train);
-        Some(departs_ns + self.delay_ns() + if more_follow { GATHER_NS } else { 0 })
+        let arrives_ns = departs_ns + self.delay_ns();
+        match self.gathers(head.train) {
+            true => Some(self.train_arrives_ns(head)?.min(arrives_ns + GATHER_NS)),
+            false => Some(arrives_ns),
+        }
     }
 
     /// Hands out what is due, runs of neighbours together. `deliver` says whether it could.

@@ -351,6 +351,21 @@ fn packets_of_a_fast_link_are_gathered_and_those_of_a_slow_one_are_not() {
 }
 
 #[test]
+fn a_short_train_is_handed_out_with_its_last_packet_and_no_later() {
+    let mut model = model("rate=1gbit,rtt=1ms");
+    let short = Train {
+        packets: 3,
+        full_bytes: FULL,
+        last_bytes: 500,
+    };
+    model.offer(0, short, 1);
+    let out = drain(&mut model);
+    let bytes = u64::from(2 * FULL + 500 + 3 * WIRE_OVERHEAD_BYTES);
+    assert_eq!(out.len(), 1);
+    assert_eq!(out[0].at_ns, bytes * 8 + 500_000);
+}
+
+#[test]
 fn a_cut_link_loses_what_is_on_it_and_what_comes_until_it_heals() {
     let mut model = model("rate=1gbit,rtt=10ms,queue=1mb");
     model.offer(0, train(40), 1);
