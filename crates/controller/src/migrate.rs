@@ -68,8 +68,8 @@ fn one(error: ApiError) -> Vec<ApiError> {
 /// Predicts into the report: as well as it gets in a dry run; quickly where something was promised; else only from what
 /// is known, since it would cost more than it tells.
 async fn foresee(app: &App, found: &mut Preflight, request: &MigrateRequest) {
+    // A longest pause is always promised, and the move keeps it or says that it does not converge.
     let promised = request.deadline_s.is_some()
-        || request.max_downtime_ms.is_some()
         || request.max_guest_slowdown_percent.is_some()
         || request.must_keep;
     let effort = if request.dry_run { THOROUGH } else { QUICK };
@@ -88,7 +88,10 @@ async fn foresee(app: &App, found: &mut Preflight, request: &MigrateRequest) {
         }
         Err(error) => {
             tracing::warn!(vm = %found.vm.spec.name, %error, "the migration cannot be predicted");
-            let line = format!("it can begin, but not be predicted: {}", error.message);
+            let line = format!(
+                "warning: it can begin, but not be predicted: {}",
+                error.message
+            );
             found.report.passed.push(line);
         }
     }

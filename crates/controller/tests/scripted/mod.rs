@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::routing::{get, post, put};
 use axum::{Json, Router};
 use godwit_controller::{Controller, ControllerConfig, Initialised, init};
-use godwit_rpc::agent_client::{Deadlines, RULES, path};
+use godwit_rpc::agent_client::{Deadlines, Measure, RULES, path};
 use godwit_rpc::pki::Request;
 use godwit_rpc::{
     ApiResult, Client, ClientError, ControllerClient, Failure, Identity, JsonBody, PathParam,
@@ -15,11 +15,15 @@ use godwit_rpc::{
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, HostCheck, JoinRequest, ResolveRequest, StopRequest, VmView,
 };
+use godwit_types::forecast::{
+    DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
+};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
     HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest,
-    ProbeResult, PutVm, Revoked,
+    ProbeResult, PutVm, RemovedHosts, Revoked,
 };
+use godwit_types::load::HostLoad;
 use godwit_types::migration::{
     MigrationReport, MigrationSpec, Outcome, Phase, PreflightReport, Side,
 };
@@ -71,6 +75,11 @@ pub struct Script {
     pub incoming_refusals: Vec<ApiError>,
     pub probe_lost: bool,
     pub revoked: Vec<String>,
+    pub removed: Vec<HostName>,
+    /// How its guests write, where it measures.
+    pub rate: Option<DirtyRate>,
+    /// What the link from here carries, where it measures.
+    pub link: Option<LinkMeasured>,
     pub calls: Vec<String>,
 }
 
@@ -329,6 +338,53 @@ async fn probe_result(
     }))
 }
 
+async fn measure(
+    State(s): State<Shared>,
+    PathParam(name): Name,
+    JsonBody(request): JsonBody<Measure>,
+) -> ApiResult<DirtyRate> {
+    note(&s, format!("measure {name} {}", request.millis));
+    match script(&s).rate.clone() {
+        Some(rate) => Ok(Json(rate)),
+        None => unknown(ErrorCode::WrongState),
+    }
+}
+
+async fn link_listen(
+    State(s): State<Shared>,
+    JsonBody(_): JsonBody<LinkProbeListen>,
+) -> ApiResult<LinkProbeReady> {
+    note(&s, "link-listen".into());
+    Ok(Json(LinkProbeReady {
+        addresses: vec!["127.0.0.1:9".parse().unwrap()],
+    }))
+}
+
+async fn link_send(
+    State(s): State<Shared>,
+    JsonBody(_): JsonBody<LinkProbeSend>,
+) -> ApiResult<LinkMeasured> {
+    note(&s, "link-send".into());
+    match script(&s).link {
+        Some(link) => Ok(Json(link)),
+        None => unknown(ErrorCode::HostUnreachable),
+    }
+}
+
+async fn load(State(s): State<Shared>) -> ApiResult<HostLoad> {
+    let info = script(&s).info.clone().unwrap();
+    Ok(Json(HostLoad {
+        host: info.name,
+        seconds: 1.0,
+        cpus: info.cpus,
+        cpu_percent: 12.5,
+        memory_total_mib: info.memory_total_mib,
+        memory_free_mib: info.memory_free_mib,
+        interfaces: Vec::new(),
+        migrations: Vec::new(),
+    }))
+}
+
 fn router(shared: Shared) -> Router {
     type S = State<Shared>;
     Router::new()
@@ -364,6 +420,14 @@ fn router(shared: Shared) -> Router {
             script(&s).revoked = revoked.serials;
             fine()
         }))
+        .route(path::REMOVED_HOSTS, put(|State(s): S, JsonBody(removed): JsonBody<RemovedHosts>| async move {
+            script(&s).removed = removed.hosts;
+            fine()
+        }))
+        .route(path::MEASURE, post(measure))
+        .route(path::LINK_LISTEN, post(link_listen))
+        .route(path::LINK_SEND, post(link_send))
+        .route(path::LOAD, get(load))
         .with_state(shared)
 }
 
