@@ -12,7 +12,7 @@ use crate::qmp::refuse_if_interrupted;
 use crate::row::{CUT_OFF, Results, Row};
 use crate::stage::Stage;
 use crate::usage::Usage;
-use crate::{godwit, limits, peer};
+use crate::{godwit, limits, machine, peer};
 use anyhow::{Context as _, Result};
 use godwit_testkit::interrupt;
 use serde_json::{Value, json};
@@ -208,6 +208,7 @@ impl Bench {
 
     fn one(&mut self, cell: &Cell, system: &System, repetition: u32) -> Row {
         let mut row = cell.row(system, repetition);
+        let load = machine::load();
         match self.attempt(cell, system, &mut row) {
             Ok(outcome) => row.outcome = outcome,
             Err(error) => {
@@ -216,6 +217,8 @@ impl Bench {
                 self.stage = None;
             }
         }
+        // Others' work shows here, our own does too.
+        row.details["load_before"] = json!(load);
         row
     }
 
@@ -360,6 +363,8 @@ fn fill_in(row: &mut Row, moved: &Moved) {
     row.peak_rss_mib = memory.reduce(f64::max);
     let tables = moved.usage.iter().map(|usage| usage.page_tables_mib);
     row.details["page_tables_mib"] = json!(tables.reduce(f64::max));
+    let processes = moved.usage.iter().map(|usage| json!(usage.processes));
+    row.details["rss_mib_by_process"] = processes.collect();
     row.details["vcpu_s"] = json!(
         moved
             .usage
@@ -370,7 +375,9 @@ fn fill_in(row: &mut Row, moved: &Moved) {
     if !moved.steps.seen.is_empty() {
         let before = moved.steps.rate(0.0, moved.began);
         let during = moved.steps.rate(moved.began, moved.stop);
-        row.guest_speed_during = before.zip(during).map(|(before, during)| during / before);
+        row.guest_speed_during = before
+            .zip(during)
+            .and_then(|(before, during)| (before > 0.0).then(|| during / before));
         row.details["steps_mib_per_s"] = moved.steps.course(moved.began);
     }
     if let Some(speed) = moved.details["client"]["speed_during"].as_f64() {
@@ -391,13 +398,15 @@ fn line(row: &Row) -> String {
         return format!("{head} {} {}", speed.unwrap_or_default(), row.outcome);
     };
     format!(
-        "{head} {total_s:6.2} s ({:.2} s prepared)  stop {:6.1} ms  {:.2} GB/s  cpu {:.2}/{:.2} s/GB  equal: {}",
+        "{head} {total_s:6.2} s ({:.2} s prepared)  stop {:6.1} ms  {:.2} GB/s  cpu {:.2}/{:.2} s/GB  equal: {}{}",
         row.prepare_s,
         row.switchover_ms.unwrap_or(0.0),
         row.throughput_gb_per_s.unwrap_or(0.0),
         row.cpu_source_s_per_gb.unwrap_or(0.0),
         row.cpu_destination_s_per_gb.unwrap_or(0.0),
         row.ram_equal
-            .map_or("not compared", |equal| if equal { "yes" } else { "NO" })
+            .map_or("not compared", |equal| if equal { "yes" } else { "NO" }),
+        row.guest_speed_during
+            .map_or(String::new(), |speed| format!("  guest at {speed:.2}"))
     )
 }

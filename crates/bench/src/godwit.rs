@@ -13,6 +13,9 @@ use crate::usage::Watch;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Between questions to the controller, which cost CPU that the migration could use.
@@ -62,12 +65,15 @@ impl<'a> Vm<'a> {
         newest(&dir, |name| name.starts_with(&prefix))
     }
 
-    /// The spare control socket of its QEMU on a host.
+    /// Where the control sockets of its QEMU on a host are.
+    fn sockets(&self, host: &str) -> Result<PathBuf> {
+        self.stage
+            .inside(host, format!("/run/godwit/vms/{}/qemu", self.name))
+    }
+
+    /// The spare one.
     fn monitor(&self, host: &str) -> Result<PathBuf> {
-        let dir = self
-            .stage
-            .inside(host, format!("/run/godwit/vms/{}/qemu", self.name))?;
-        newest(&dir, |name| name.ends_with("-1.qmp"))
+        newest(&self.sockets(host)?, is_spare_socket)
     }
 
     fn pause(&self) -> Result<()> {
@@ -105,18 +111,36 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
     let mut steps = Steps::default();
     run.watch_before(&source, &mut steps)?;
     let watch = Watch::start(&[stage.machine("a")?, stage.machine("b")?])?;
+    let sent = stage.sent_bytes("a")?;
+    let arrival = Arrival::watch(vm.sockets("b")?, Instant::now() + run.limit);
     let began = unix_now();
-    let id = begin(stage, &vm, run.settings, encrypted, prepared)?;
-    let outcome = follow(&vm, &id, run, &mut monitor, &source, &mut steps);
-    let usage = watch.end();
-    let (stop, resume) = match outcome {
-        Ok(Some(moments)) => moments,
-        Ok(None) => {
-            // The guest must be at rest before it is removed.
-            let _ = stage.run("controller", &["migration", "cancel", &id]);
-            return Ok(Ended::CutOff);
+    let id = match begin(stage, &vm, run.settings, encrypted, prepared) {
+        Ok(id) => id,
+        Err(error) => {
+            arrival.give_up();
+            return Err(error);
         }
-        Err(error) => return Err(why(stage, &id, error)),
+    };
+    let stop = match stopped(&vm, &id, run, &mut monitor, &source, &mut steps) {
+        Ok(stop) => stop,
+        Err(error) => {
+            arrival.give_up();
+            return Err(why(stage, &id, error));
+        }
+    };
+    let resume = arrival.moment();
+    let usage = watch.end();
+    let sent_after = stage.sent_bytes("a")?;
+    let sent: Vec<u64> = sent_after
+        .iter()
+        .zip(sent)
+        .map(|(after, before)| after - before)
+        .collect();
+    let resume = resume.map_err(|error| why(stage, &id, error))?;
+    let Some((stop, resume)) = stop.zip(resume) else {
+        // The guest must be at rest before it is removed.
+        let _ = stage.run("controller", &["migration", "cancel", &id]);
+        return Ok(Ended::CutOff);
     };
     let destination = Memory::of_file(&vm.ram("b")?)?;
     run.watch_after(&destination, &mut steps)?;
@@ -139,7 +163,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
         steps,
         equal,
         guest_memory_counted: false,
-        details: json!({"report": report, "ram_checked": checked, "client": client}),
+        details: json!({"report": report, "sent_bytes_by_card": sent, "ram_checked": checked, "client": client}),
     })))
 }
 
@@ -164,31 +188,65 @@ fn begin(
         .to_owned())
 }
 
-/// The moments of STOP and RESUME; none when the limit passes first. The destination's socket is listened to from the
-/// instant at which it is there, since events are not kept for who comes late.
-fn follow(
+/// Waits on a thread for the destination's QEMU and its RESUME: a small guest is over there before the command that
+/// moves it has returned, and events are not kept for who comes late.
+struct Arrival {
+    give_up: Arc<AtomicBool>,
+    thread: JoinHandle<Result<Option<f64>>>,
+}
+
+impl Arrival {
+    fn watch(sockets: PathBuf, limit: Instant) -> Self {
+        let give_up = Arc::new(AtomicBool::new(false));
+        let flag = give_up.clone();
+        let thread = std::thread::spawn(move || {
+            let wait_until = |most: Duration| limit.min(Instant::now() + most);
+            let path = loop {
+                match newest(&sockets, is_spare_socket) {
+                    Ok(path) => break path,
+                    Err(_) if flag.load(Ordering::Relaxed) || Instant::now() > limit => {
+                        return Ok(None);
+                    }
+                    Err(_) => std::thread::sleep(Duration::from_millis(2)),
+                }
+            };
+            let mut qmp = Qmp::connect(&path, limit)?;
+            while !flag.load(Ordering::Relaxed) && Instant::now() < limit {
+                if let Some(resume) = qmp.moment_of("RESUME", wait_until(LOOK_EVERY))? {
+                    return Ok(Some(resume));
+                }
+            }
+            Ok(None)
+        });
+        Self { give_up, thread }
+    }
+
+    fn moment(self) -> Result<Option<f64>> {
+        let panicked = |_| anyhow::anyhow!("the watch over the destination panicked");
+        self.thread.join().map_err(panicked)?
+    }
+
+    fn give_up(self) {
+        self.give_up.store(true, Ordering::Relaxed);
+        let _ = self.moment(); // nobody asks any more
+    }
+}
+
+/// The moment of STOP; none when the limit passes first.
+fn stopped(
     vm: &Vm,
     id: &str,
     run: &Run,
     source: &mut Qmp,
     memory: &Memory,
     steps: &mut Steps,
-) -> Result<Option<(f64, f64)>> {
+) -> Result<Option<f64>> {
     let limit = Instant::now() + run.limit;
     let mut next_question = Instant::now() + ASK_EVERY;
-    let mut destination: Option<Qmp> = None;
-    let stop = loop {
+    while Instant::now() < limit {
         refuse_if_interrupted()?;
-        let step = if destination.is_some() {
-            LOOK_EVERY
-        } else {
-            LOOK_EVERY / 10
-        };
-        if let Some(stop) = source.moment_of("STOP", Instant::now() + step)? {
-            break stop;
-        }
-        if let (None, Ok(path)) = (&destination, vm.monitor("b")) {
-            destination = Some(Qmp::connect(&path, limit)?);
+        if let Some(stop) = source.moment_of("STOP", Instant::now() + LOOK_EVERY)? {
+            return Ok(Some(stop));
         }
         if matches!(run.cell.guest, Guest::Counter { .. }) {
             steps.look(memory, unix_now());
@@ -201,14 +259,8 @@ fn follow(
                 "the migration ended before the guest was stopped"
             );
         }
-        if Instant::now() > limit {
-            return Ok(None);
-        }
-    };
-    let mut destination =
-        destination.context("the guest was stopped before its destination was there")?;
-    let resume = destination.moment_of("RESUME", limit)?;
-    Ok(resume.map(|resume| (stop, resume)))
+    }
+    Ok(None)
 }
 
 /// What the product itself says of a migration that went wrong.
@@ -248,6 +300,11 @@ fn retried<T>(action: impl Fn() -> Result<T>) -> Result<T> {
             done => return done,
         }
     }
+}
+
+/// The product names them after the launch and their number.
+fn is_spare_socket(name: &str) -> bool {
+    name.ends_with("-1.qmp")
 }
 
 /// The entry of a directory that was made last.

@@ -65,6 +65,11 @@ pub fn describe(programs: &Path, ten: Option<&Path>) -> Value {
     })
 }
 
+/// How many tasks have wanted to run at once in the last minute.
+pub fn load() -> Option<f64> {
+    first_line("/proc/loadavg")?.split(' ').next()?.parse().ok()
+}
+
 fn mem_mib(field: &str) -> Result<u64> {
     let text = std::fs::read_to_string("/proc/meminfo")?;
     let line = text.lines().find_map(|line| line.strip_prefix(field));

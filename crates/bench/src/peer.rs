@@ -34,6 +34,8 @@ pub struct Way {
     pub backend: Backend,
     /// `prealloc=on` at the destination.
     pub prepared: bool,
+    /// `auto-converge`.
+    pub converge: bool,
 }
 
 impl Way {
@@ -46,12 +48,14 @@ impl Way {
                 tls,
                 backend,
                 prepared,
+                converge,
             } => Some(Self {
                 version,
                 channels,
                 tls,
                 backend,
                 prepared,
+                converge,
             }),
             _ => None,
         }
@@ -261,6 +265,9 @@ impl Side<'_> {
             capabilities.push(capability("multifd"));
             parameters["multifd-channels"] = json!(channels);
         }
+        if self.way.converge {
+            capabilities.push(capability("auto-converge"));
+        }
         if self.way.tls {
             parameters["tls-creds"] = json!("tls0");
             if !self.incoming() {
@@ -342,6 +349,7 @@ pub fn measure_spins(stage: &Stage, programs: &Programs, dir: &Path) -> Result<S
             tls: false,
             backend: Backend::File,
             prepared: false,
+            converge: false,
         };
         let side = Side {
             stage,

@@ -49,6 +49,10 @@ pub struct Network {
     pub loss_pct: f64,
     /// IPv6 instead of IPv4.
     pub six: bool,
+    /// Network cards of a host; each has a link like this of its own.
+    pub cards: u8,
+    /// All cards lie in one subnet, rather than in one each.
+    pub one_subnet: bool,
 }
 
 /// A network that nothing shapes.
@@ -57,6 +61,8 @@ pub const UNSHAPED: Network = Network {
     rtt_ms: 0.0,
     loss_pct: 0.0,
     six: false,
+    cards: 1,
+    one_subnet: false,
 };
 
 impl Network {
@@ -70,7 +76,7 @@ impl Network {
 
     /// Whether the link emulator is needed.
     pub fn shaped(&self) -> bool {
-        self.gbps.is_some() || self.rtt_ms > 0.0 || self.loss_pct > 0.0
+        self.gbps.is_some() || self.rtt_ms > 0.0 || self.loss_pct > 0.0 || self.cards > 1
     }
 }
 
@@ -114,6 +120,8 @@ pub enum System {
         backend: Backend,
         /// `prealloc=on` at the destination.
         prepared: bool,
+        /// Its own way to slow a guest that writes faster than the link.
+        converge: bool,
     },
     /// What the network gives.
     Iperf {
@@ -152,14 +160,18 @@ impl System {
         match self {
             Self::Godwit { .. } => "default".into(),
             Self::Qemu {
-                channels, backend, ..
+                channels,
+                backend,
+                converge,
+                ..
             } => {
                 let way = channels.map_or("plain".into(), |count| format!("multifd-{count}"));
                 let ram = match backend {
                     Backend::File => "file",
                     Backend::Anonymous => "anonymous",
                 };
-                format!("{way},ram={ram}")
+                let slowed = if *converge { ",auto-converge" } else { "" };
+                format!("{way},ram={ram}{slowed}")
             }
             Self::Iperf { streams } => format!("streams={streams}"),
             Self::FirstTouch { huge: true } => "huge=within_size".into(),
@@ -372,6 +384,7 @@ const fn qemu(
         tls,
         backend,
         prepared,
+        converge: false,
     }
 }
 
@@ -595,6 +608,14 @@ fn hot() -> Vec<Cell> {
         with(cell("hot", &format!("rate={share}"), guest, 1024), |cell| {
             cell.network = Network::rate(1.0);
             cell.systems = on_a_link(false);
+            cell.systems.push(System::Qemu {
+                version: Version::Seven,
+                channels: None,
+                tls: false,
+                backend: Backend::File,
+                prepared: false,
+                converge: true,
+            });
         })
     };
     [0.0, 0.5, 1.0, 2.0].map(one).to_vec()
@@ -610,7 +631,21 @@ fn link() -> Vec<Cell> {
             cell.systems.push(System::Iperf { streams: 2 });
         })
     };
-    [Some(1.0), Some(5.0), Some(10.0), None].map(one).to_vec()
+    // QEMU takes one address, so it uses one of the cards.
+    let four = |one_subnet: bool| {
+        let subnets = if one_subnet { 1 } else { 4 };
+        let name = format!("gbps=0.5,cards=4,subnets={subnets}");
+        with(cell("link", &name, Guest::Idle, 1024), |cell| {
+            cell.network = Network {
+                cards: 4,
+                one_subnet,
+                ..Network::rate(0.5)
+            };
+            cell.systems = on_a_link(false);
+        })
+    };
+    let rates = [Some(1.0), Some(5.0), Some(10.0), None].map(one);
+    rates.into_iter().chain([four(false), four(true)]).collect()
 }
 
 fn ipv6() -> Vec<Cell> {

@@ -18,11 +18,6 @@ use std::time::{Duration, Instant};
 const CONTROLLER: &str = "10.76.0.100:8471";
 /// Where the peers' RAM files lie, on each host: a tmpfs like that of the product.
 pub const PEER_RAM: &str = "/run/peers";
-/// Addresses on the emulated link, hosts a and b.
-const EMULATED: [[&str; 2]; 2] = [
-    ["10.79.0.1/24", "fd79::1/64"],
-    ["10.79.0.2/24", "fd79::2/64"],
-];
 /// Longest wait for what takes a moment on a quiet machine.
 pub const SOON: Duration = Duration::from_secs(60);
 
@@ -32,8 +27,8 @@ pub struct Stage {
     godwit: PathBuf,
     dir: PathBuf,
     daemons: Vec<Child>,
-    link: Option<Link>,
-    six: bool,
+    links: Vec<Link>,
+    network: Network,
     prepares: bool,
 }
 
@@ -56,12 +51,15 @@ impl Stage {
             godwit,
             dir: dir.to_owned(),
             daemons: Vec::new(),
-            link: None,
-            six: network.six,
+            links: Vec::new(),
+            network: *network,
             prepares: false,
         };
         if network.shaped() {
-            stage.link = Some(stage.emulate(network)?);
+            for card in 0..network.cards {
+                let link = stage.emulate(card)?;
+                stage.links.push(link);
+            }
         }
         stage.bring_up()?;
         Ok(stage)
@@ -69,23 +67,28 @@ impl Stage {
 
     /// Whether this stage can serve a network, after [`Stage::reshape`].
     pub fn serves(&self, network: &Network) -> bool {
-        self.six == network.six && self.link.is_some() == network.shaped()
+        let family = |network: &Network| (network.six, network.shaped());
+        let cards = |network: &Network| (network.cards, network.one_subnet);
+        family(&self.network) == family(network) && cards(&self.network) == cards(network)
     }
 
-    /// Makes the link like a network.
+    /// Makes the links like a network.
     pub fn reshape(&self, network: &Network) -> Result<()> {
-        match &self.link {
-            Some(link) => link.set(spec(network)).context("cannot set the link"),
-            None => Ok(()),
-        }
+        let mut links = self.links.iter();
+        links.try_for_each(|link| link.set(spec(network)).context("cannot set the link"))
     }
 
-    fn emulate(&self, network: &Network) -> Result<Link> {
+    fn emulate(&self, card: u8) -> Result<Link> {
         let end = |host: u8| {
             let pid = self.lab.host(host)?.init_pid();
-            End::of_process(pid, "far0", &EMULATED[usize::from(host)])
+            let addresses = far(&self.network, host, card);
+            End::of_process(
+                pid,
+                &format!("far{card}"),
+                &addresses.each_ref().map(String::as_str),
+            )
         };
-        Link::between(&end(0)?, &end(1)?, spec(network)).context("no link emulator")
+        Link::between(end(0)?, end(1)?, spec(&self.network)).context("no link emulator")
     }
 
     fn bring_up(&mut self) -> Result<()> {
@@ -97,7 +100,7 @@ impl Stage {
         self.until("the controller answers", |stage| {
             Ok(stage.run("controller", &["host", "list"]).is_ok())
         })?;
-        for (index, host) in ["a", "b"].into_iter().enumerate() {
+        for (index, host) in [(0, "a"), (1, "b")] {
             let token = self.json("controller", &["host", "add"])?;
             let token = token["token"].as_str().context("no token")?.to_owned();
             let address = self.address(index);
@@ -146,20 +149,43 @@ impl Stage {
         Ok(())
     }
 
-    /// Migration address of host 0 or 1.
-    pub fn address(&self, index: usize) -> String {
-        if self.link.is_some() {
-            let both = EMULATED[index.min(1)];
-            let address = both[usize::from(self.six)];
-            return address.split('/').next().unwrap_or(address).to_owned();
+    /// The first migration address of host 0 or 1.
+    pub fn address(&self, index: u8) -> String {
+        self.addresses(index).swap_remove(0)
+    }
+
+    /// Migration addresses of host 0 or 1, one for each card.
+    fn addresses(&self, index: u8) -> Vec<String> {
+        if self.links.is_empty() {
+            let own = self.lab.addresses(index);
+            let address = if self.network.six {
+                own.migration6
+            } else {
+                own.migration4
+            };
+            return vec![address.to_string()];
         }
-        let own = self.lab.addresses(index as u8);
-        if self.six {
-            own.migration6
-        } else {
-            own.migration4
-        }
-        .to_string()
+        let of_card = |card| {
+            let both = far(&self.network, index, card);
+            let address = &both[usize::from(self.network.six)];
+            address.split('/').next().unwrap_or(address).to_owned()
+        };
+        (0..self.network.cards).map(of_card).collect()
+    }
+
+    /// Bytes that each card of a host has sent.
+    pub fn sent_bytes(&self, host: &str) -> Result<Vec<u64>> {
+        let one = |card| {
+            let device = if self.links.is_empty() {
+                "mig0".to_owned()
+            } else {
+                format!("far{card}")
+            };
+            let path = format!("/sys/class/net/{device}/statistics/tx_bytes");
+            let text = self.command(host, "cat")?.arg(path).output()?.stdout;
+            Ok(String::from_utf8_lossy(&text).trim().parse().unwrap_or(0))
+        };
+        (0..self.network.cards).map(one).collect()
     }
 
     /// Whether the product can allocate the destination's memory first.
@@ -236,12 +262,25 @@ impl Stage {
 
 impl Drop for Stage {
     fn drop(&mut self) {
-        self.link = None;
+        self.links.clear();
         let _ = self.lab.end(); // what is left ends with this process
         for child in &mut self.daemons {
             let _ = child.wait();
         }
     }
+}
+
+/// Addresses of a card at the end of an emulated link.
+fn far(network: &Network, host: u8, card: u8) -> [String; 2] {
+    let (subnet, number) = if network.one_subnet {
+        (0, host + 1 + 2 * card)
+    } else {
+        (card, host + 1)
+    };
+    [
+        format!("10.79.{subnet}.{number}/24"),
+        format!("fd79:0:0:{subnet}::{number}/64"),
+    ]
 }
 
 fn spec(network: &Network) -> LinkSpec {

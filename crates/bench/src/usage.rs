@@ -16,7 +16,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(40);
 const SEARCH_EVERY: u32 = 5;
 
 /// What one host spent.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Usage {
     /// Core-seconds of all processes, vCPU threads left out.
     pub cpu_s: f64,
@@ -26,6 +26,8 @@ pub struct Usage {
     pub rss_mib: f64,
     /// Largest sum of their page tables.
     pub page_tables_mib: f64,
+    /// Each process by its name and first argument: its memory in the same sense, at its most.
+    pub processes: Vec<(String, f64)>,
 }
 
 /// A thread that looks at hosts.
@@ -90,6 +92,8 @@ struct Host {
 
 #[derive(Default)]
 struct Process {
+    name: String,
+    rss_kib: u64,
     vcpus: Vec<i32>,
     before_ticks: u64,
     before_vcpu_ticks: u64,
@@ -114,6 +118,7 @@ impl Host {
             }
             let process = self.processes.entry(pid).or_default();
             process.vcpus = vcpus(pid);
+            process.name = name_of(pid);
             if at_start {
                 process.look(pid);
                 process.before_ticks = process.ticks;
@@ -127,7 +132,9 @@ impl Host {
         for (pid, process) in &mut self.processes {
             process.look(*pid);
             let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-            rss += kib(&status, "RssAnon:") + kib(&status, "RssFile:");
+            let own = kib(&status, "RssAnon:") + kib(&status, "RssFile:");
+            process.rss_kib = process.rss_kib.max(own);
+            rss += own;
             tables += kib(&status, "VmPTE:");
         }
         self.rss_kib = self.rss_kib.max(rss);
@@ -144,6 +151,9 @@ impl Host {
         for process in self.processes.values() {
             let vcpu = process.vcpu_ticks.saturating_sub(process.before_vcpu_ticks);
             let all = process.ticks.saturating_sub(process.before_ticks);
+            usage
+                .processes
+                .push((process.name.clone(), process.rss_kib as f64 / 1024.0));
             usage.vcpu_s += vcpu as f64 * per_tick;
             usage.cpu_s += all.saturating_sub(vcpu) as f64 * per_tick;
         }
@@ -160,6 +170,18 @@ impl Process {
         self.ticks = self
             .ticks
             .max(ticks(&format!("/proc/{pid}/stat")).unwrap_or(0));
+    }
+}
+
+/// The program and its first argument, which tells an agent from a VM process.
+fn name_of(pid: i32) -> String {
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let mut words = line.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+    let program = words.next().unwrap_or_default().into_owned();
+    let program = program.rsplit('/').next().unwrap_or_default().to_owned();
+    match words.next() {
+        Some(word) if !word.is_empty() && !word.starts_with('-') => format!("{program} {word}"),
+        _ => program,
     }
 }
 
