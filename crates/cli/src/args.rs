@@ -17,6 +17,7 @@ Exit codes:
   3    refused: a preflight check, a state or a permission stands in the way
   4    no such VM, host or migration
   5    in doubt: 'godwit vm resolve' ends it
+  6    a promise cannot be kept (of a dry run, or with --must-keep)
   130  watching was interrupted; the migration goes on
 
 Environment:
@@ -89,7 +90,7 @@ pub enum Command {
     /// Run the host agent
     #[command(subcommand)]
     Agent(AgentCommand),
-    /// Hosts: join, list, check, remove
+    /// Hosts: join, list, check, top, drain, remove
     #[command(subcommand)]
     Host(HostCommand),
     /// Virtual machines
@@ -227,6 +228,58 @@ pub enum HostCommand {
         #[arg(long, value_name = "FILE", default_value = "/etc/godwit/host.toml")]
         config: PathBuf,
     },
+    /// Show what hosts are busy with: migration interfaces, cores, memory, each migration's share
+    #[command(after_help = "Examples:\n  godwit host top\n  godwit host top b --once --json")]
+    Top(HostTopArgs),
+    /// Move every VM off a host, with the guests running; the host then takes no VMs until 'host undrain'
+    #[command(
+        after_help = "Never shuts a VM down. What cannot move is listed with the reason and runs on (exit code 3).\nGoes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
+    )]
+    Drain(HostDrain),
+    /// Let a host take VMs again; moves under way go on to their end
+    #[command(after_help = "Example:\n  godwit host undrain b")]
+    Undrain {
+        /// The host
+        host: HostName,
+    },
+}
+
+/// How a host is emptied.
+#[derive(Debug, Args)]
+pub struct HostDrain {
+    /// The host
+    pub host: HostName,
+    /// Make all preflight checks and predict, move nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Moves at the same time at most; chosen by links and memory when left out
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
+    pub at_once: Option<u32>,
+    /// Only to this host; may be given several times
+    #[arg(long, value_name = "HOST")]
+    pub to: Vec<HostName>,
+    /// Begin and return at once
+    #[arg(long)]
+    pub detach: bool,
+    /// Show how far it is
+    #[arg(long, conflicts_with_all = ["dry_run", "at_once", "to", "detach"])]
+    pub status: bool,
+    /// End it: the same as 'host undrain'
+    #[arg(long, conflicts_with_all = ["dry_run", "at_once", "to", "detach", "status"])]
+    pub stop: bool,
+}
+
+/// What to watch.
+#[derive(Debug, Args)]
+pub struct HostTopArgs {
+    /// The host; all when left out
+    pub host: Option<HostName>,
+    /// Show it once
+    #[arg(long)]
+    pub once: bool,
+    /// Pause between two looks, seconds
+    #[arg(long, value_name = "S", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    pub every: u32,
 }
 
 /// How this machine joins.
@@ -350,7 +403,7 @@ pub enum VmCommand {
     },
     /// Move a running VM to another host
     #[command(
-        after_help = "Examples:\n  godwit vm migrate web --to b\n  godwit vm migrate web --to b --max-downtime 20 --deadline 120 --dry-run"
+        after_help = "Examples:\n  godwit vm migrate web --to b\n  godwit vm migrate web --to b --max-downtime 20 --deadline 120 --dry-run\n  godwit vm migrate web --to b --max-guest-slowdown 30 --must-keep"
     )]
     Migrate(VmMigrate),
     /// Print the last of what the guest wrote to its serial console

@@ -16,6 +16,8 @@ pub const REFUSED: u8 = 3;
 pub const NOT_FOUND: u8 = 4;
 /// Exit code: in doubt.
 pub const IN_DOUBT: u8 = 5;
+/// Exit code: a promise cannot be kept.
+pub const CANNOT_KEEP: u8 = 6;
 /// Exit code: watching was interrupted.
 pub const DETACHED: u8 = 130;
 
@@ -77,7 +79,12 @@ pub fn exit_of(code: ErrorCode) -> u8 {
     use ErrorCode as Code;
     match code {
         Code::InvalidRequest | Code::InvalidVm => USAGE,
-        Code::UnknownVm | Code::UnknownHost | Code::UnknownMigration | Code::NotFound => NOT_FOUND,
+        Code::UnknownVm
+        | Code::UnknownHost
+        | Code::UnknownMigration
+        | Code::NotDraining
+        | Code::NotFound => NOT_FOUND,
+        Code::CannotKeep => CANNOT_KEEP,
         Code::InDoubt => IN_DOUBT,
         Code::NotAllowed
         | Code::BadToken
@@ -113,7 +120,7 @@ mod tests {
     #[test]
     fn every_code_has_its_exit() {
         for code in ErrorCode::ALL {
-            assert!((1..=5).contains(&exit_of(*code)), "{code}");
+            assert!((1..=6).contains(&exit_of(*code)), "{code}");
         }
         assert_eq!(exit_of(ErrorCode::Preflight), REFUSED);
         assert_eq!(exit_of(ErrorCode::UnknownVm), NOT_FOUND);

@@ -9,6 +9,7 @@ mod connect;
 mod controller_file;
 mod exit;
 mod output;
+mod tables;
 mod watch;
 
 use args::{AgentCommand, Cli, Command, ControllerCommand};

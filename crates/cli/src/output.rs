@@ -2,6 +2,7 @@
 //!
 //! Owns the decision whether colours are used. Refuses: colours in a pipe, or where NO_COLOR is set.
 
+use crate::tables::compared;
 use comfy_table::{ContentArrangement, Table, presets};
 use godwit_types::control_api::{HostState, HostView, VmView};
 use godwit_types::host::{Check, CheckStatus, HostInfo};
@@ -76,7 +77,8 @@ impl Output {
         }
     }
 
-    fn table(&self, header: &[&str], rows: Vec<Vec<String>>) {
+    /// A table.
+    pub fn table(&self, header: &[&str], rows: Vec<Vec<String>>) {
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
         table.set_content_arrangement(ContentArrangement::Disabled);
@@ -327,6 +329,10 @@ impl Output {
                 refusal.message
             ));
         }
+        if let Some(prediction) = &report.prediction {
+            self.prediction(prediction);
+        }
+        self.cannot_keep(&report.cannot_keep);
     }
 
     /// Migrations.
@@ -362,6 +368,9 @@ impl Output {
         };
         self.line(self.paint(headline(report), tone));
         self.pairs(&report_rows(report));
+        for note in &report.notes {
+            self.line(self.paint(format!("note: {note}"), Tone::Warn));
+        }
         self.iterations(report);
     }
 
@@ -417,6 +426,7 @@ fn mac_text(mac: Option<[u8; 6]>) -> String {
 
 fn host_state(host: &HostView) -> String {
     match host.state {
+        HostState::Connected if host.draining => "draining".into(),
         HostState::Connected => "connected".into(),
         HostState::Unreachable => "unreachable".into(),
     }
@@ -525,12 +535,17 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
             format!("{:.1} MiB/s", report.dirty_mib_per_s),
         ),
     ];
+    if report.prepare_s > 0.0 {
+        let prepare = format!("{:.2} s allocating memory first", report.prepare_s);
+        rows.insert(3, ("of it prepare", prepare));
+    }
     if let Some(reason) = &report.reason {
         rows.insert(1, ("reason", reason.clone()));
     }
     if report.outcome.is_none() && report.phase != Phase::Ended {
         rows.push(("remaining", mib(report.remaining_bytes)));
     }
+    rows.extend(compared(report));
     rows
 }
 

@@ -1,9 +1,9 @@
-//! `godwit host`: join, list, show, add, remove, check.
+//! `godwit host`: join, list, show, add, remove, check; what empties and watches hosts is in `drain`.
 //!
 //! Owns nothing.
 
 use crate::args::{Global, HostCommand};
-use crate::commands::join;
+use crate::commands::{drain, join};
 use crate::connect::controller;
 use crate::exit::{CommandResult, FAILED, Failure};
 use crate::output::Output;
@@ -59,6 +59,9 @@ pub async fn run(command: HostCommand, global: &Global, output: &Output) -> Comm
             judged(&found.checks)
         }
         HostCommand::Check { host: None, config } => check_this_host(&config, output).await,
+        HostCommand::Top(arguments) => drain::top(arguments, global, output).await,
+        HostCommand::Drain(arguments) => drain::drain(arguments, global, output).await,
+        HostCommand::Undrain { host } => drain::undrain(&host, global, output).await,
     }
 }
 

@@ -3,6 +3,7 @@
 pub mod agent;
 pub mod bench;
 pub mod controller;
+pub mod drain;
 pub mod host;
 pub mod join;
 pub mod migration;

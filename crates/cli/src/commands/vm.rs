@@ -4,7 +4,7 @@
 
 use crate::args::{Global, VmCommand, VmMigrate};
 use crate::connect::{Reader, controller, reader};
-use crate::exit::{CommandResult, Failure, REFUSED};
+use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
 use crate::output::Output;
 use crate::watch::{failure, watch};
 use godwit_agent::config::one_line;
@@ -174,6 +174,7 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
                     "migration {0} has begun; watch it with 'godwit migration watch {0}'",
                     begun.id
                 ));
+                begun.warnings.iter().for_each(|text| warn(text));
             });
             Ok(())
         }
@@ -181,6 +182,7 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
             let id = MigrationId::new(begun.id.clone())
                 .map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()))?;
             if !output.json {
+                begun.warnings.iter().for_each(|text| warn(text));
                 eprintln!("migration {id}: Ctrl-C stops watching, the migration goes on");
             }
             watch(&Reader::Controller(client), &id, output).await
@@ -188,10 +190,16 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
     }
 }
 
+/// What will probably not be kept; the migration goes on.
+fn warn(text: &str) {
+    eprintln!("WARNING: {text}");
+}
+
 fn checked(report: &PreflightReport, output: &Output) -> CommandResult {
     output.show(report, |output, report| output.preflight(report));
-    if report.refusals.is_empty() {
-        return Ok(());
+    match (report.refusals.is_empty(), report.cannot_keep.is_empty()) {
+        (true, true) => Ok(()),
+        (true, false) => Err(Failure::told(CANNOT_KEEP)),
+        (false, _) => Err(Failure::told(REFUSED)),
     }
-    Err(Failure::told(REFUSED))
 }

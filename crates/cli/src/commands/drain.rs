@@ -1,0 +1,254 @@
+//! `godwit host drain` and `godwit host top`: emptying a host and watching what hosts are busy with.
+//!
+//! Owns the progress bars. Ctrl-C stops watching, never the work. Refuses: to call a host empty while a VM runs on it.
+
+use crate::args::{Global, HostDrain, HostTopArgs};
+use crate::connect::{Reader, controller, reader};
+use crate::exit::{CommandResult, DETACHED, Failure, REFUSED};
+use crate::output::Output;
+use crate::tables::drain_line;
+use crate::watch::failure;
+use godwit_rpc::{ClientError, ControllerClient};
+use godwit_types::drain::{DrainRequest, DrainState, DrainStep, DrainView};
+use godwit_types::load::HostTop;
+use godwit_types::{ErrorCode, HostName};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use std::collections::BTreeMap;
+use std::io::{IsTerminal as _, Write as _};
+use std::time::Duration;
+
+/// Longest silence of the event stream, which is kept alive while nothing changes.
+const SILENCE: Duration = Duration::from_secs(60);
+/// Pause before a broken event stream is opened again, and how often.
+const REOPEN_WAIT: Duration = Duration::from_millis(500);
+const REOPEN_MAX: u32 = 20;
+
+/// Empties a host, says how it would, shows how far it is, or ends it.
+pub async fn drain(arguments: HostDrain, global: &Global, output: &Output) -> CommandResult {
+    let client = controller(global)?;
+    let host = &arguments.host;
+    if arguments.stop {
+        return undrain(host, global, output).await;
+    }
+    if arguments.status {
+        let view = client.drain_view(host).await.map_err(failure)?;
+        output.show(&view, |output, view| output.drain(view));
+        return Ok(());
+    }
+    let request = DrainRequest {
+        dry_run: arguments.dry_run,
+        at_once: arguments.at_once,
+        to: arguments.to,
+    };
+    let view = client.drain(host, &request).await.map_err(failure)?;
+    if arguments.dry_run || arguments.detach {
+        output.show(&view, |output, view| output.drain(view));
+        return if arguments.dry_run {
+            judged(&view)
+        } else {
+            Ok(())
+        };
+    }
+    if !output.json {
+        eprintln!(
+            "Ctrl-C stops watching, the work goes on; end it with 'godwit host undrain {host}'"
+        );
+    }
+    let bars = Bars::new(output);
+    let ended = tokio::select! {
+        ended = follow(&client, host, &bars) => ended,
+        _ = tokio::signal::ctrl_c() => {
+            bars.clear();
+            return Err(detached(host, output));
+        }
+    };
+    bars.clear();
+    let view = ended?;
+    output.show(&view, |output, view| output.drain(view));
+    judged(&view)
+}
+
+/// The host takes VMs again.
+pub async fn undrain(host: &HostName, global: &Global, output: &Output) -> CommandResult {
+    let done = controller(global)?.undrain(host).await.map_err(failure)?;
+    output.show(&done, |output, done| output.line(&done.message));
+    Ok(())
+}
+
+fn judged(view: &DrainView) -> CommandResult {
+    match view.staying().next() {
+        None => Ok(()),
+        Some(_) => Err(Failure::told(REFUSED)),
+    }
+}
+
+fn detached(host: &HostName, output: &Output) -> Failure {
+    if output.json {
+        output.json(&serde_json::json!({ "detached": true, "host": host }));
+    } else {
+        eprintln!(
+            "\nDetached: the host is emptied all the same.\n  see how far it is:  godwit host drain {host} --status\n  end it:             godwit host undrain {host}"
+        );
+    }
+    Failure::told(DETACHED)
+}
+
+/// Follows until nothing is left to move; a controller that restarts comes back.
+async fn follow(
+    client: &ControllerClient,
+    host: &HostName,
+    bars: &Bars,
+) -> Result<DrainView, Failure> {
+    let mut broken = 0;
+    loop {
+        match one_stream(client, host, bars).await {
+            Ok(Some(view)) => return Ok(view),
+            Ok(None) => {}
+            Err(ClientError::Refused(error)) => return Err(Failure::from(error)),
+            Err(error) if broken >= REOPEN_MAX => {
+                let message =
+                    format!("{error}; see how far it is with 'godwit host drain {host} --status'");
+                return Err(Failure::new(ErrorCode::HostUnreachable, message));
+            }
+            Err(_) => {}
+        }
+        broken += 1;
+        tokio::time::sleep(REOPEN_WAIT).await;
+    }
+}
+
+async fn one_stream(
+    client: &ControllerClient,
+    host: &HostName,
+    bars: &Bars,
+) -> Result<Option<DrainView>, ClientError> {
+    let mut events = client.drain_events(host).await?;
+    while let Some(event) = events.next(SILENCE).await? {
+        let Ok(view) = serde_json::from_str::<DrainView>(&event.data) else {
+            continue;
+        };
+        if view.state != DrainState::Draining {
+            return Ok(Some(view));
+        }
+        bars.show(&view);
+    }
+    Ok(None)
+}
+
+/// One bar for the whole and one for each VM on its way, on standard error and only on a terminal.
+struct Bars {
+    all: MultiProgress,
+    whole: ProgressBar,
+    vms: std::cell::RefCell<BTreeMap<String, ProgressBar>>,
+}
+
+fn bar() -> ProgressBar {
+    let bar = ProgressBar::new(1000);
+    if let Ok(style) = ProgressStyle::with_template("{prefix:>16} [{bar:30}] {msg}") {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar
+}
+
+impl Bars {
+    fn new(output: &Output) -> Self {
+        let all = MultiProgress::new();
+        if output.json {
+            all.set_draw_target(indicatif::ProgressDrawTarget::hidden());
+        }
+        Self {
+            whole: all.add(bar()),
+            all,
+            vms: Default::default(),
+        }
+    }
+
+    fn show(&self, view: &DrainView) {
+        let done = view.vms.iter().map(|vm| match vm.step {
+            DrainStep::Waiting => 0.0,
+            DrainStep::Moving => vm.percent.unwrap_or(0.0) / 100.0,
+            DrainStep::Moved | DrainStep::CannotMove | DrainStep::Off => 1.0,
+        });
+        let share = done.sum::<f64>() / view.vms.len().max(1) as f64;
+        self.whole.set_prefix(view.host.to_string());
+        self.whole.set_position(permille(100.0 * share));
+        self.whole.set_message(drain_line(view));
+        let mut bars = self.vms.borrow_mut();
+        for vm in &view.vms {
+            let name = vm.vm.to_string();
+            if vm.step != DrainStep::Moving {
+                if let Some(bar) = bars.remove(&name) {
+                    bar.finish_and_clear();
+                }
+                continue;
+            }
+            let bar = bars
+                .entry(name.clone())
+                .or_insert_with(|| self.all.add(bar()));
+            let percent = vm.percent.unwrap_or(0.0);
+            bar.set_prefix(name);
+            bar.set_position(permille(percent));
+            let to = vm
+                .to
+                .as_ref()
+                .map_or(String::new(), |to| format!(" to {to}"));
+            bar.set_message(format!("{percent:.0} %{to}"));
+        }
+    }
+
+    fn clear(&self) {
+        self.whole.finish_and_clear();
+        for bar in self.vms.borrow().values() {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn permille(percent: f64) -> u64 {
+    (10.0 * percent.clamp(0.0, 100.0)) as u64
+}
+
+/// Shows what hosts are busy with, again and again.
+pub async fn top(arguments: HostTopArgs, global: &Global, output: &Output) -> CommandResult {
+    let reader = reader(global).await?;
+    let live = std::io::stdout().is_terminal() && !arguments.once && !output.json;
+    loop {
+        let mut tops = loads(&reader).await?;
+        if let Some(host) = &arguments.host {
+            tops.retain(|top| top.host == *host);
+            if tops.is_empty() {
+                let message = format!("there is no host {host}: see 'godwit host list'");
+                return Err(Failure::new(ErrorCode::UnknownHost, message));
+            }
+        }
+        if live {
+            // Home, and what is below is cleared: the table is drawn over the last one.
+            let _ = write!(std::io::stdout(), "\x1b[H\x1b[2J");
+        }
+        output.show(&tops, |output, tops| output.top(tops));
+        if arguments.once {
+            return Ok(());
+        }
+        if live {
+            output.line("\nCtrl-C ends this.");
+        }
+        tokio::select! {
+            () = tokio::time::sleep(Duration::from_secs(arguments.every.into())) => {}
+            _ = tokio::signal::ctrl_c() => return Ok(()),
+        }
+    }
+}
+
+async fn loads(reader: &Reader) -> Result<Vec<HostTop>, Failure> {
+    match reader {
+        Reader::Controller(client) => client.top().await.map_err(failure),
+        Reader::Agent(client) => {
+            let load = client.load().await.map_err(failure)?;
+            Ok(vec![HostTop {
+                host: load.host.clone(),
+                load: Some(load),
+                draining: false,
+            }])
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! Tables and lines for predictions, drains and loads.
+//!
+//! Part of [`Output`]. Owns nothing. Refuses: figures without what they rest on.
+
+use crate::output::{Output, kebab};
+use godwit_types::ApiError;
+use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
+use godwit_types::forecast::{CannotKeep, Prediction};
+use godwit_types::load::{HostLoad, HostTop, MigrationLoad};
+use godwit_types::migration::{MigrationReport, Outcome, Side};
+
+impl Output {
+    /// What a migration is expected to be.
+    pub fn prediction(&self, prediction: &Prediction) {
+        self.line("");
+        self.pairs(&[
+            ("expected time", seconds(prediction.total_s)),
+            (
+                "expected pause",
+                format!("{:.0} ms", prediction.downtime_ms),
+            ),
+            ("guest speed", guest_speed(prediction.guest_speed_percent)),
+            (
+                "throughput",
+                format!("{:.2} GB/s", prediction.throughput_gb_per_s),
+            ),
+            (
+                "guest dirties",
+                format!("{:.1} MiB/s", prediction.dirty_mib_per_s),
+            ),
+            ("basis", prediction.basis.clone()),
+        ]);
+    }
+
+    /// Promises that cannot be kept.
+    pub fn cannot_keep(&self, broken: &[CannotKeep]) {
+        for one in broken {
+            self.line(format!(
+                "CANNOT KEEP {}: {}",
+                kebab(&one.promise),
+                one.message
+            ));
+        }
+    }
+
+    /// The emptying of a host.
+    pub fn drain(&self, view: &DrainView) {
+        self.line(drain_headline(view));
+        if !view.plan.is_empty() && view.state != DrainState::Done {
+            self.line(format!("Plan: {}.", view.plan));
+        }
+        if view.vms.is_empty() {
+            return;
+        }
+        self.line("");
+        let rows = view.vms.iter().map(|vm| {
+            vec![
+                vm.vm.to_string(),
+                kebab(&vm.step),
+                vm.to.as_ref().map_or("-".into(), ToString::to_string),
+                format!("{} MiB", vm.memory_mib),
+                expected(vm),
+                vm.migration
+                    .as_ref()
+                    .map_or("-".into(), ToString::to_string),
+            ]
+        });
+        self.table(
+            &["vm", "step", "to", "memory", "expected", "migration"],
+            rows.collect(),
+        );
+        for vm in view.vms.iter().filter(|vm| !vm.reasons.is_empty()) {
+            self.line("");
+            let verb = match vm.step {
+                DrainStep::CannotMove => "cannot move",
+                _ => "did not move at once",
+            };
+            self.line(format!("{} {verb}:", vm.vm));
+            vm.reasons
+                .iter()
+                .for_each(|reason| self.line(reason_line(reason)));
+        }
+    }
+
+    /// What hosts are busy with.
+    pub fn top(&self, tops: &[HostTop]) {
+        let rows = tops.iter().map(|top| match &top.load {
+            Some(load) => host_row(load, top.draining),
+            None => {
+                let mut row = vec![top.host.to_string(), "unreachable".into()];
+                row.resize(8, "-".into());
+                row
+            }
+        });
+        self.table(
+            &[
+                "host",
+                "state",
+                "cpu",
+                "memory free",
+                "interface",
+                "in",
+                "out",
+                "speed",
+            ],
+            rows.collect(),
+        );
+        let loads = || tops.iter().filter_map(|top| top.load.as_ref());
+        for load in loads() {
+            for link in load.interfaces.iter().skip(1) {
+                self.line(format!(
+                    "{}: also {} in {} out {}",
+                    load.host,
+                    link.name,
+                    rate(link.received_bytes_per_s),
+                    rate(link.sent_bytes_per_s)
+                ));
+            }
+        }
+        self.line("");
+        let rows: Vec<Vec<String>> = loads()
+            .flat_map(|load| load.migrations.iter().map(|moving| move_row(load, moving)))
+            .collect();
+        if rows.is_empty() {
+            self.line("No migration is under way.");
+            return;
+        }
+        self.table(
+            &[
+                "migration",
+                "vm",
+                "host",
+                "side",
+                "phase",
+                "done",
+                "rate",
+                "streams",
+                "cpu",
+                "busiest thread",
+                "qemu",
+                "guest",
+                "left",
+            ],
+            rows,
+        );
+    }
+}
+
+/// What was predicted beside what came, for a report that has both.
+pub fn compared(report: &MigrationReport) -> Vec<(&'static str, String)> {
+    let Some(prediction) = &report.prediction else {
+        return Vec::new();
+    };
+    if report.outcome != Some(Outcome::Completed) {
+        let text = format!(
+            "{}, pause {:.0} ms",
+            seconds(prediction.total_s),
+            prediction.downtime_ms
+        );
+        return vec![("predicted", text)];
+    }
+    let off = |predicted: f64, actual: f64| {
+        let percent = 100.0 * (predicted - actual) / actual.max(1e-9);
+        format!("{percent:+.0} %")
+    };
+    vec![
+        (
+            "predicted time",
+            format!(
+                "{}, was {} ({})",
+                seconds(prediction.total_s),
+                seconds(report.total_s),
+                off(prediction.total_s, report.total_s)
+            ),
+        ),
+        (
+            "predicted pause",
+            format!(
+                "{:.0} ms, was {:.0} ms",
+                prediction.downtime_ms, report.switchover_ms
+            ),
+        ),
+        (
+            "predicted speed",
+            format!(
+                "{}, was {}",
+                guest_speed(prediction.guest_speed_percent),
+                guest_speed(report.guest_speed_percent)
+            ),
+        ),
+        ("basis", prediction.basis.clone()),
+    ]
+}
+
+/// One line of a drain that goes on.
+pub fn drain_line(view: &DrainView) -> String {
+    let count = |step| view.vms.iter().filter(|vm| vm.step == step).count();
+    let mut parts = vec![
+        format!("{} moved", count(DrainStep::Moved)),
+        format!("{} moving", count(DrainStep::Moving)),
+        format!("{} waiting", count(DrainStep::Waiting)),
+    ];
+    let staying = count(DrainStep::CannotMove);
+    if staying > 0 {
+        parts.push(format!("{staying} cannot move"));
+    }
+    if let Some(eta_s) = view.eta_s.filter(|eta_s| *eta_s > 0.0) {
+        parts.push(format!("about {} left", seconds(eta_s)));
+    }
+    parts.join(", ")
+}
+
+fn drain_headline(view: &DrainView) -> String {
+    let host = &view.host;
+    let staying = view.staying().count();
+    let stay = match staying {
+        0 => String::new(),
+        1 => "; 1 VM cannot move and runs on here".to_owned(),
+        count => format!("; {count} VMs cannot move and run on here"),
+    };
+    match view.state {
+        DrainState::Planned => {
+            let eta = view
+                .eta_s
+                .map_or_else(String::new, |eta_s| format!(" in about {}", seconds(eta_s)));
+            let moving = view.vms.iter().filter(|vm| vm.step == DrainStep::Waiting);
+            format!(
+                "Host {host} would be emptied of {} VMs{eta}{stay}",
+                moving.count()
+            )
+        }
+        DrainState::Draining => format!("Host {host}: {}", drain_line(view)),
+        DrainState::Done => format!(
+            "Host {host}: {}, nothing is left to move{stay}; it takes no VMs until 'godwit host undrain {host}'",
+            match view
+                .vms
+                .iter()
+                .filter(|vm| vm.step == DrainStep::Moved)
+                .count()
+            {
+                1 => "1 VM moved".to_owned(),
+                count => format!("{count} VMs moved"),
+            }
+        ),
+        DrainState::Stopped => {
+            format!("Host {host} is not emptied any further and takes VMs again")
+        }
+    }
+}
+
+fn expected(vm: &DrainVm) -> String {
+    match (&vm.prediction, vm.percent) {
+        (_, Some(percent)) => format!("{percent:.0} % done"),
+        (Some(prediction), None) => seconds(prediction.total_s),
+        (None, None) => "-".into(),
+    }
+}
+
+fn reason_line(reason: &ApiError) -> String {
+    format!("  - {}", reason.message)
+}
+
+fn host_row(load: &HostLoad, draining: bool) -> Vec<String> {
+    let link = load.interfaces.first();
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+    vec![
+        load.host.to_string(),
+        if draining { "draining" } else { "connected" }.into(),
+        format!("{:.0} % of {}", load.cpu_percent, load.cpus),
+        format!("{} of {} MiB", load.memory_free_mib, load.memory_total_mib),
+        or_dash(link.map(|link| link.name.clone())),
+        or_dash(link.map(|link| rate(link.received_bytes_per_s))),
+        or_dash(link.map(|link| rate(link.sent_bytes_per_s))),
+        or_dash(link.and_then(|link| Some(format!("{} Mb/s", link.speed_mbit_per_s?)))),
+    ]
+}
+
+fn move_row(load: &HostLoad, moving: &MigrationLoad) -> Vec<String> {
+    let source = moving.side == Side::Source;
+    let at_source = |text: String| if source { text } else { "-".into() };
+    vec![
+        moving.id.to_string(),
+        moving.vm.to_string(),
+        load.host.to_string(),
+        kebab(&moving.side),
+        kebab(&moving.phase),
+        at_source(format!("{:.0} %", moving.percent)),
+        rate(moving.bytes_per_s),
+        moving.streams.to_string(),
+        format!("{:.0} %", moving.cpu_percent),
+        format!(
+            "{} {:.0} %",
+            moving.busiest_thread, moving.busiest_thread_percent
+        ),
+        format!("{:.0} %", moving.hypervisor_cpu_percent),
+        at_source(guest_speed(moving.guest_speed_percent)),
+        moving.eta_s.map_or("-".into(), seconds),
+    ]
+}
+
+fn guest_speed(percent: u32) -> String {
+    match percent {
+        100.. => "not slowed".into(),
+        _ => format!("slowed to {percent} %"),
+    }
+}
+
+fn rate(bytes_per_s: f64) -> String {
+    match bytes_per_s {
+        gb if gb >= 1e9 => format!("{:.2} GB/s", gb / 1e9),
+        mb if mb >= 1e6 => format!("{:.1} MB/s", mb / 1e6),
+        kb => format!("{:.0} kB/s", kb / 1e3),
+    }
+}
+
+fn seconds(seconds: f64) -> String {
+    match seconds {
+        long if long >= 5400.0 => format!("{:.1} h", long / 3600.0),
+        long if long >= 100.0 => format!("{:.1} min", long / 60.0),
+        short => format!("{short:.1} s"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::drain::DrainRequest;
+    use godwit_types::{HostName, VmName};
+
+    fn vm(name: &str, step: DrainStep) -> DrainVm {
+        DrainVm {
+            vm: VmName::new(name).unwrap(),
+            step,
+            memory_mib: 64,
+            to: None,
+            migration: None,
+            tries: 0,
+            reasons: Vec::new(),
+            prediction: None,
+            percent: None,
+        }
+    }
+
+    fn view(state: DrainState, vms: Vec<DrainVm>) -> DrainView {
+        DrainView {
+            host: HostName::new("b").unwrap(),
+            state,
+            began_unix_s: 0,
+            request: DrainRequest::default(),
+            vms,
+            at_once: 2,
+            plan: String::new(),
+            eta_s: Some(150.0),
+        }
+    }
+
+    #[test]
+    fn a_drain_says_how_far_it_is_and_who_stays() {
+        let vms = vec![
+            vm("one", DrainStep::Moved),
+            vm("two", DrainStep::Moving),
+            vm("three", DrainStep::CannotMove),
+        ];
+        let draining = view(DrainState::Draining, vms.clone());
+        assert_eq!(
+            drain_line(&draining),
+            "1 moved, 1 moving, 0 waiting, 1 cannot move, about 2.5 min left"
+        );
+        let done = drain_headline(&view(DrainState::Done, vms));
+        assert!(done.contains("1 VM cannot move and runs on here"), "{done}");
+        assert!(done.contains("godwit host undrain b"), "{done}");
+    }
+
+    #[test]
+    fn figures_have_units_that_fit_them() {
+        assert_eq!(seconds(12.34), "12.3 s");
+        assert_eq!(seconds(7200.0), "2.0 h");
+        assert_eq!(rate(1.25e9), "1.25 GB/s");
+        assert_eq!(rate(12e6), "12.0 MB/s");
+        assert_eq!(rate(0.0), "0 kB/s");
+        assert_eq!(guest_speed(100), "not slowed");
+        assert_eq!(guest_speed(30), "slowed to 30 %");
+    }
+}
