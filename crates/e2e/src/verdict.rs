@@ -87,7 +87,7 @@ impl Pair {
             hypervisors.len()
         );
         let ram = settled.owner.ram_file()?;
-        wait_passes(&ram, 1, Duration::from_secs(20))?;
+        wait_passes(&ram, 1, Duration::from_secs(60))?;
         let moving = self.moving()?;
         ensure!(
             moving == [ram.clone()],

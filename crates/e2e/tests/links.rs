@@ -123,27 +123,9 @@ fn a_link_silent_in_the_switchover_resumes_the_source_and_precopy_goes_on() -> a
     switchover_disturbed(Mode::Stalled)
 }
 
-/// What the source sends arrives, so the destination may be ready before the source misses its answers; its readiness
-/// then comes through the agents. Either way the guest does not stand still for long.
 #[test]
-fn a_link_half_open_in_the_switchover_resumes_the_source_or_hands_over() -> anyhow::Result<()> {
-    let (pair, id) = held(true, "source.stopped")?;
-    pair.link(Mode::HalfOpen);
-    let cut = Instant::now();
-    pair.a.release()?;
-    while pair.a.report(&id)?.reason.is_none() && pair.b.state()? != VmState::Running {
-        anyhow::ensure!(cut.elapsed() < LONG, "the guest stands still");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    anyhow::ensure!(
-        cut.elapsed() < Duration::from_secs(3),
-        "the guest stood still for {:?}",
-        cut.elapsed()
-    );
-    pair.link(Mode::Open);
-    let end = pair.conclude(Some(&id))?;
-    anyhow::ensure!(end.settled.owner.name == pair.b.name, "it did not complete");
-    Ok(())
+fn a_link_half_open_in_the_switchover_resumes_the_source() -> anyhow::Result<()> {
+    switchover_disturbed(Mode::HalfOpen)
 }
 
 #[test]

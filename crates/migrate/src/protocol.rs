@@ -16,7 +16,7 @@
 //!   ... more iterations; then the guest stops ...
 //!   Stopped, Addresses         ------------------->     whom to tell where the guest is, once it runs
 //!   Barrier (last)             ------------------->     data channels end with their final records
-//!   device state records, DeviceStateEnd{attempt} -->   held until the barrier is reached, then loaded; QEMU stays paused
+//!   device state records, DeviceStateEnd{attempt} -->   (a far source does not wait for BarrierDone) taken behind the barrier
 //!                              <-------------------   BarrierDone
 //!                              <-------------------   Loaded{..}           figures of the loading
 //!                              <-------------------   Peer(Ready)          durable at the destination
@@ -50,6 +50,8 @@ pub const STREAMS_MAX: u32 = 64;
 pub const EXTENTS_PER_MESSAGE: usize = 8192;
 /// Longest reason that crosses the wire, bytes; longer ones are cut.
 pub const REASON_LEN_MAX: usize = 512;
+/// Longest filling of a message that only warms a channel, bytes.
+pub const WARM_LEN_MAX: usize = 64 << 10;
 /// Largest figure (a share, milliseconds, seconds) that a peer may report: 31 years in seconds.
 pub const FIGURE_MAX: f64 = 1e9;
 
@@ -109,6 +111,11 @@ pub enum ToDestination {
     Peer {
         /// The message.
         message: PeerMessage,
+    },
+    /// Says nothing: opens the control channel's window on a far link, so that device state later leaves at once.
+    Warm {
+        /// Filling, at most [`WARM_LEN_MAX`].
+        filling: String,
     },
     /// Keeps silence meaningful; answered by `Pong`.
     Ping {
@@ -229,6 +236,9 @@ pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, 
             return Err(ProtocolError::OutOfBounds("the number of channels"));
         }
         ToDestination::Addresses { cards } => addresses::check(cards)?,
+        ToDestination::Warm { filling } if filling.len() > WARM_LEN_MAX => {
+            return Err(ProtocolError::OutOfBounds("the filling"));
+        }
         ToDestination::Cancel { reason } if reason.len() > REASON_LEN_MAX => {
             return Err(ProtocolError::OutOfBounds("the length of the reason"));
         }
@@ -337,6 +347,16 @@ mod tests {
             records: 0,
         };
         assert!(decode_to_source(&encode(&applied), 2).is_err());
+    }
+
+    #[test]
+    fn a_filling_is_bounded() {
+        let warm = |len| ToDestination::Warm {
+            filling: "x".repeat(len),
+        };
+        let decode = |len| decode_to_destination(&encode(&warm(len)), 10);
+        assert_eq!(decode(WARM_LEN_MAX), Ok(warm(WARM_LEN_MAX)));
+        assert!(decode(WARM_LEN_MAX + 1).is_err());
     }
 
     #[test]

@@ -6,7 +6,7 @@
 use crate::outcome::{self, Outcome};
 use godwit_migrate::protocol::{
     EXTENTS_PER_MESSAGE, FIGURE_MAX, PROTOCOL_VERSION, REASON_LEN_MAX, STREAMS_MAX, ToDestination,
-    ToSource, decode_to_destination, decode_to_source, encode,
+    ToSource, WARM_LEN_MAX, decode_to_destination, decode_to_source, encode,
 };
 use godwit_ownership::PeerMessage;
 use godwit_types::{Generation, MigrationId};
@@ -45,6 +45,9 @@ fn check_to_destination(message: &ToDestination) {
         }
         ToDestination::Barrier { sent, .. } => {
             assert!(sent.len() <= STREAMS_MAX as usize, "too many channels");
+        }
+        ToDestination::Warm { filling } => {
+            assert!(filling.len() <= WARM_LEN_MAX, "an endless filling");
         }
         ToDestination::Cancel { reason } => {
             assert!(reason.len() <= REASON_LEN_MAX, "an endless reason");
@@ -116,6 +119,9 @@ pub fn to_destination_seeds() -> Vec<Vec<u8>> {
         },
         ToDestination::Cancel {
             reason: "cancelled by its user".into(),
+        },
+        ToDestination::Warm {
+            filling: "w".repeat(100),
         },
         ToDestination::Ping { nonce: 7 },
     ];

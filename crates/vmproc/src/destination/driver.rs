@@ -158,7 +158,8 @@ struct Epoch {
     /// What came behind a barrier that is not reached.
     held: VecDeque<Incoming>,
     held_bytes: usize,
-    /// Pages that will come and have no memory here yet.
+    /// Pages that will come, and those of them that have no memory here yet.
+    announced_pages: u64,
     missing_pages: u64,
     /// Why what will come does not fit here.
     no_room: Option<String>,
@@ -310,6 +311,7 @@ impl DestinationDriver {
             channels: Channels::new(),
             held: VecDeque::new(),
             held_bytes: 0,
+            announced_pages: 0,
             missing_pages: 0,
             no_room: None,
             stage: Stage::Precopy,
@@ -476,8 +478,12 @@ impl DestinationDriver {
             } => self.begin(epoch, number, streams),
             ToDestination::Extents { extents } => {
                 for (first, count) in extents {
-                    let missing = self.memory.missing(first..first + count);
-                    epoch.missing_pages = epoch.missing_pages.saturating_add(missing);
+                    epoch.announced_pages = epoch.announced_pages.saturating_add(count);
+                    if epoch.announced_pages > self.pages {
+                        let reason = "the source announced more memory than the guest has";
+                        return Err(Halt::Failed(reason.into()));
+                    }
+                    epoch.missing_pages += self.memory.ram.without_memory(first..first + count);
                 }
                 Ok(())
             }
@@ -500,6 +506,7 @@ impl DestinationDriver {
                 Ok(())
             }
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(epoch, attempt),
+            ToDestination::Warm { .. } => Ok(()),
             ToDestination::Cancel { reason } => Err(Halt::Cancelled(reason)),
             ToDestination::Peer { message } => {
                 self.tell(News::Peer(message));
@@ -607,7 +614,10 @@ fn held_len(incoming: &Incoming) -> usize {
 fn is_urgent(message: &ToDestination) -> bool {
     matches!(
         message,
-        ToDestination::Ping { .. } | ToDestination::Peer { .. } | ToDestination::Cancel { .. }
+        ToDestination::Warm { .. }
+            | ToDestination::Ping { .. }
+            | ToDestination::Peer { .. }
+            | ToDestination::Cancel { .. }
     )
 }
 

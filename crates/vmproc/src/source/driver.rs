@@ -192,6 +192,8 @@ pub(super) struct SourceDriver {
     pub(super) looks: u32,
     pub(super) rtt_s: f64,
     pub(super) pinged: Instant,
+    /// Whether the VM's thread has said that it is over; it says so once.
+    end_heard: bool,
 }
 
 impl SourceDriver {
@@ -215,6 +217,7 @@ impl SourceDriver {
             pass: None,
             rtt_s: 0.0005,
             pinged: Instant::now(),
+            end_heard: false,
         }
     }
 
@@ -243,9 +246,9 @@ impl SourceDriver {
     }
 
     fn wait_for_end(&mut self) {
-        loop {
+        while !self.end_heard {
             match self.inputs.recv() {
-                Ok(DriverInput::Command(Command::End { .. })) | Err(_) => return,
+                Ok(DriverInput::Command(Command::End { .. })) | Err(_) => self.end_heard = true,
                 Ok(_) => {}
             }
         }
@@ -308,7 +311,10 @@ impl SourceDriver {
         while Instant::now() < until {
             match self.peer(epoch, until) {
                 Ok(_) | Err(Halt::CalledOff) => {}
-                Err(Halt::Ended(reason)) => ended = Some(Halt::Ended(reason)),
+                Err(Halt::Ended(reason)) => {
+                    self.end_heard = true;
+                    ended = Some(Halt::Ended(reason));
+                }
                 // The control channel has nothing more to say.
                 Err(Halt::Lost(_)) => break,
                 Err(halt) => return Some(halt),
@@ -419,6 +425,7 @@ impl SourceDriver {
             epoch.abandon(&mut self.dirty);
             return Err(halt);
         }
+        epoch.warm().map_err(halt_of)?;
         self.parts.control.set(&epoch.control);
         let notes = epoch.take_notes();
         self.parts.report.update(|report| {

@@ -16,11 +16,12 @@ use crate::control::SharedControl;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_migrate::protocol::{
     EXTENTS_PER_MESSAGE, Extent, PROTOCOL_VERSION, STREAMS_MAX, ToDestination, ToSource,
-    decode_to_source,
+    WARM_LEN_MAX, decode_to_source,
 };
 use godwit_migrate::streams::{Facts, Room, Step, StreamPlan, first_streams};
 use godwit_transport::{
-    Closer, Connection, ControlReceiver, Dialed, Incoming, Meter, Patience, Probe, TransportError,
+    Closer, Connection, ControlReceiver, Dialed, Incoming, LinkReading, Meter, Patience, Probe,
+    TransportError,
 };
 use godwit_wire::{ChannelId, Spec};
 use std::sync::Arc;
@@ -33,6 +34,14 @@ const HANDSHAKE_WAIT: Duration = Duration::from_secs(3);
 /// A control channel from which nothing comes for this long is lost; the destination answers a ping a second.
 const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 
+/// From this round trip on a closed window is felt in a switchover.
+const WARM_RTT: Duration = Duration::from_millis(5);
+/// Enough for the device state of most machines.
+const WARM_MESSAGES: u32 = 8;
+/// From this round trip on a link is far.
+const FAR_RTT: Duration = Duration::from_millis(2);
+/// A channel that was busy for less says nothing about its window.
+const HEMMED_FOR: Duration = Duration::from_secs(1);
 /// How often applied records are passed on as a sign of life.
 const LIFE_EVERY: Duration = Duration::from_millis(50);
 
@@ -84,6 +93,7 @@ pub(crate) struct Epoch {
     minds_loss: bool,
     rtt: Duration,
     notes: Vec<String>,
+    hemmed_noted: bool,
     booked_bytes: u64,
 }
 
@@ -133,11 +143,18 @@ impl Epoch {
             minds_loss: granted.congestion != "bbr",
             rtt,
             notes: granted.send_notes(),
+            hemmed_noted: false,
             booked_bytes: 0,
         };
         let dialed = ways.iter_mut().map(|way| way.dialed.take()).collect();
-        epoch.open_data(streams, dialed)?;
-        Ok(epoch)
+        match epoch.open_data(streams, dialed) {
+            Ok(()) => Ok(epoch),
+            Err(error) => {
+                // Nobody follows this epoch: its reader ends.
+                epoch.control.close();
+                Err(error)
+            }
+        }
     }
 
     /// Makes the first data channels, all at once.
@@ -297,6 +314,20 @@ impl Epoch {
         self.rtt.as_secs_f64()
     }
 
+    /// On a far link: opens the control channel's window once, so that device state later leaves in one go. Costs what a
+    /// few hundred pages cost, beside the first pass.
+    pub(crate) fn warm(&self) -> Result<(), TransportError> {
+        if self.rtt < WARM_RTT {
+            return Ok(());
+        }
+        for _ in 0..WARM_MESSAGES {
+            self.control.send(&ToDestination::Warm {
+                filling: "w".repeat(WARM_LEN_MAX),
+            })?;
+        }
+        Ok(())
+    }
+
     /// Books how far a channel is.
     pub(crate) fn sent(&mut self, index: usize, records: u64) {
         if let Some(lane) = self.lanes.get_mut(index) {
@@ -315,6 +346,17 @@ impl Epoch {
     /// Books what was sent so far as part of the report's iterations.
     pub(crate) fn book(&mut self) {
         self.booked_bytes = self.sent_bytes();
+        if self.hemmed_noted {
+            return;
+        }
+        let readings = self.lanes.iter().filter_map(|lane| lane.probe.read());
+        if let Some(note) = readings
+            .map(|link| window_note(&link))
+            .find(Option::is_some)
+        {
+            self.notes.extend(note);
+            self.hemmed_noted = true;
+        }
     }
 
     /// Bytes of an iteration that did not end.
@@ -463,6 +505,19 @@ fn announce(
         })?;
     }
     control.send(&ToDestination::ExtentsEnd)
+}
+
+/// On a far link a full receive window is the destination's setting; on a near one it is its cores or its memory.
+fn window_note(link: &LinkReading) -> Option<String> {
+    let far = link.min_rtt >= FAR_RTT;
+    let hemmed = link.busy > HEMMED_FOR && link.window_limited > link.busy / 3;
+    (far && hemmed).then(|| {
+        format!(
+            "the destination's receive window of {} KiB held a channel back on a round trip of {} ms: see the notes of its report for the remedy",
+            link.window_bytes >> 10,
+            link.min_rtt.as_millis()
+        )
+    })
 }
 
 fn gone() -> TransportError {

@@ -111,3 +111,37 @@ fn ratio(rtt: Duration, shortest: Duration) -> f64 {
     }
     (rtt.as_secs_f64() / shortest.as_secs_f64()).max(1.0)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    fn sample(bytes: u64, blocked_ms: u64, cpu_ms: u64) -> Sample {
+        Sample {
+            bytes,
+            blocked: Duration::from_millis(blocked_ms),
+            cpu: Duration::from_millis(cpu_ms),
+            ..Sample::default()
+        }
+    }
+
+    #[test]
+    fn shares_are_means_over_the_channels_since_the_last_look() {
+        let pairs = [
+            (sample(100, 500, 200), sample(400, 700, 900)),
+            (sample(0, 0, 0), sample(50, 400, 100)),
+        ];
+        let facts = facts(&pairs, SECOND).expect("two channels");
+        assert_eq!(facts.bytes, 350);
+        assert!((facts.busy - 0.4).abs() < 1e-9, "{facts:?}");
+        assert!((facts.starved - 0.3).abs() < 1e-9, "{facts:?}");
+        assert!((facts.queued - 1.0).abs() < 1e-9, "{facts:?}");
+    }
+
+    #[test]
+    fn without_a_channel_there_is_nothing_to_say() {
+        assert_eq!(facts(&[], SECOND), None);
+    }
+}

@@ -22,6 +22,8 @@ use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
+/// From this round trip on the stopped guest does not wait for an answer that readiness implies, s.
+const FAR_RTT_S: f64 = 0.005;
 /// While the guest stands still silence counts sooner, so a destination that is only slow must be able to show it.
 const SWITCHOVER_PING_EVERY: Duration = Duration::from_millis(100);
 
@@ -171,8 +173,11 @@ impl SourceDriver {
         let threads_s = iteration.elapsed.as_secs_f64() * epoch.streams().max(1) as f64;
         iteration.shares.source_busy = iteration.figures.busy.as_secs_f64() / threads_s;
         iteration.shares.cap = iteration.figures.capped.as_secs_f64() / threads_s;
-        let streams = epoch.streams() as u32;
-        self.parts.report.update(|report| report.streams = streams);
+        let (streams, notes) = (epoch.streams() as u32, epoch.take_notes());
+        self.parts.report.update(|report| {
+            report.streams = streams;
+            report.notes.extend(notes);
+        });
     }
 
     fn run_pass(&mut self, epoch: &mut Epoch, pass: &Arc<Pass>) -> Result<Iteration, Halt> {
@@ -351,20 +356,20 @@ impl SourceDriver {
                     .update(|report| report.switchover_parts_ms.device_load_ms = load_ms);
             }
             Some(ToSource::Resumed { resume_ms, cpu_s }) => {
-                self.tell(News::ResumedThere {
-                    resume_ms,
-                    cpu_s,
-                    at,
-                });
+                // Booked here and now: the VM's thread may be busy ending its hypervisor.
+                self.parts.report.resumed(at, resume_ms, cpu_s);
             }
             _ => {}
         }
         Ok(())
     }
 
-    /// The guest is stopped: one complete look, one pass, one barrier. Its answer is not waited for: the destination
-    /// takes device state only behind the barrier, and says ready only once it has loaded it. So the ways of a
-    /// switchover are one with pages and device state, one back with ready, one with the permit, beside the answer.
+    /// The guest is stopped: one complete look, one pass, one barrier.
+    ///
+    /// A near destination is asked whether all is applied before device state leaves: QEMU loads once, so a link that
+    /// fails until then costs nothing. On a far link that question would cost the stopped guest a round trip. There
+    /// device state follows at once, since the destination takes it only behind the barrier and says ready only once
+    /// it has loaded it: one way with pages and device state, one back with ready, one with the permit.
     fn last_pages(&mut self, epoch: &mut Epoch, attempt: Generation) -> Result<(), Halt> {
         let began = Instant::now();
         epoch
@@ -390,6 +395,9 @@ impl SourceDriver {
         let sent = self.send_dirty(epoch);
         self.parts.cap_bytes_per_s = cap;
         let (mut iteration, pass_began) = sent?;
+        if self.rtt_s < FAR_RTT_S {
+            self.reach_barrier(epoch, &mut iteration)?;
+        }
         self.close_iteration(epoch, &mut iteration, pass_began);
         epoch.close_data();
         self.book(&iteration, None);
@@ -414,12 +422,15 @@ impl SourceDriver {
             .parts
             .machine
             .save_device_state(began + SAVE_WAIT, |piece| {
-                reached("source.device-state");
-                // Data flows to the peer: this is not its silence.
-                (self.parts.news)(News::Heard);
                 if saving.is_called_off() {
                     return Err(std::io::Error::other("the switchover was called off"));
                 }
+                if piece.is_empty() {
+                    return Ok(());
+                }
+                reached("source.device-state");
+                // Data flows to the peer: this is not its silence.
+                (self.parts.news)(News::Heard);
                 epoch.control.send_device_state(piece).map_err(|error| {
                     link = Some(halt_of(error));
                     std::io::Error::other("the link failed")
