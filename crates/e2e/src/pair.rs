@@ -65,6 +65,7 @@ impl Default for Options {
             max_downtime_ms: 50,
             deadline_s: None,
             max_bandwidth_mbit_per_s: None,
+            max_guest_slowdown_percent: None,
             prepare: false,
             relayed: false,
             wrong_key: false,

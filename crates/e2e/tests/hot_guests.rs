@@ -239,3 +239,31 @@ fn huge_pages_are_back_after_a_cancelled_migration() -> anyhow::Result<()> {
     );
     Ok(())
 }
+
+/// Nothing that is done while the guest stands still may take longer because it is larger.
+#[test]
+fn large_and_small_guests_are_paused_alike() -> anyhow::Result<()> {
+    for (memory_mib, vcpus) in [(1024, 1), (8192, 4)] {
+        let pair = Pair::new(Accelerator::Tcg)?;
+        let guest = CounterSpec::flat(2).slowed(2_000_000);
+        let mut spec = counter_vm(pair.dir(), &guest, memory_mib)?;
+        spec.vcpus = vcpus;
+        pair.boot(&spec)?;
+        wait_passes(&pair.a.ram_file()?, 1, LONG)?;
+        let mut reports = Vec::new();
+        for (from, to) in [(&pair.a, &pair.b), (&pair.b, &pair.a)].repeat(3) {
+            reports.push(pair.migrate(from, to, &Options::default())?);
+            let settled = pair.settle()?;
+            pair.wait_confirmed(&settled)?;
+        }
+        reports.sort_by(|a, b| a.switchover_ms.total_cmp(&b.switchover_ms));
+        for (name, index) in [("least", 0), ("median", 3), ("most", 5)] {
+            let report = &reports[index];
+            println!(
+                "{memory_mib} MiB, {vcpus} vCPUs, {name}: {:.1} ms {:?}",
+                report.switchover_ms, report.switchover_parts_ms
+            );
+        }
+    }
+    Ok(())
+}

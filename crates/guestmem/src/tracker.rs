@@ -35,6 +35,10 @@ const PROTECT_PAGES_MAX: u64 = 64 * 256;
 /// Runs that one call can report: every second page of `PROTECT_PAGES_MAX`.
 const OUTPUT_RUNS: usize = (PROTECT_PAGES_MAX / 2) as usize;
 
+/// Pages that are worth a thread of their own in a look (1 GiB).
+const LOOK_PAGES_MIN: u64 = 1 << 18;
+const LOOK_THREADS_MAX: u64 = 8;
+
 /// How a scan goes about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScanMode {
@@ -214,10 +218,15 @@ impl Tracking {
     }
 
     /// Adds to `written` the pages written since they were last reported, and changes nothing:
-    /// for estimates of the dirty rate.
+    /// for estimates of the dirty rate, and exact for a guest that is stopped. Large memory is
+    /// looked at by several threads, since that guest waits.
     pub fn peek(&mut self, written: &mut PageSet) -> Result<u64, Error> {
         self.check_size(written)?;
-        self.look()?;
+        let pages = self.link.mapping.page_count();
+        match look_threads(pages) {
+            1 => self.look()?,
+            threads => self.look_by(pages.div_ceil(threads))?,
+        }
         self.link.confirm_alive()?;
         written.merge(&self.hint);
         Ok(self.hint.count())
@@ -268,13 +277,33 @@ impl Tracking {
     /// Fills the hint with the pages that are written now, without protecting any.
     fn look(&mut self) -> Result<(), Error> {
         self.hint.clear();
-        for segment in self.link.mapping.segments() {
-            let mut left = segment.addresses(&segment.pages()).unwrap_or(0..0);
-            while !left.is_empty() {
-                let scanned = scan_some(&self.link, &left, Protect::No, &mut self.output)?;
-                record(&self.output, scanned, segment, &mut self.hint);
-                left.start = scanned.walk_end;
-            }
+        let all = 0..self.link.mapping.page_count();
+        look_at(&self.link, &all, &mut self.output, &mut self.hint)
+    }
+
+    /// As `look`, with a thread for each `part` of so many pages.
+    fn look_by(&mut self, part: u64) -> Result<(), Error> {
+        self.hint.clear();
+        let count = self.link.mapping.page_count();
+        let link = &self.link;
+        let one = |pages: Range<u64>| {
+            let mut output = vec![kernel::EMPTY_REGION; OUTPUT_RUNS];
+            let mut found = PageSet::new(count);
+            look_at(link, &pages, &mut output, &mut found).map(|()| found)
+        };
+        let found: Vec<Result<PageSet, Error>> = std::thread::scope(|scope| {
+            let starts = (0..count).step_by(usize::try_from(part).unwrap_or(usize::MAX));
+            let threads: Vec<_> = starts
+                .map(|start| scope.spawn(move || one(start..(start + part).min(count))))
+                .collect();
+            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
+                // A thread that died has looked at nothing.
+                thread.join().unwrap_or(Err(Error::TrackingLost))
+            };
+            threads.into_iter().map(join).collect()
+        });
+        for part in found {
+            self.hint.merge(&part?);
         }
         Ok(())
     }
@@ -306,6 +335,30 @@ impl Drop for Tracking {
             let _ = self.link.unregister();
         }
     }
+}
+
+/// Threads for one look: one for each GiB, as far as there are cores.
+fn look_threads(pages: u64) -> u64 {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
+    (pages / LOOK_PAGES_MIN).clamp(1, cores.min(LOOK_THREADS_MAX))
+}
+
+/// Adds those of `pages` that are written now, without protecting any.
+fn look_at(
+    link: &Link,
+    pages: &Range<u64>,
+    output: &mut [page_region],
+    found: &mut PageSet,
+) -> Result<(), Error> {
+    for segment in link.mapping.segments() {
+        let mut left = segment.addresses(pages).unwrap_or(0..0);
+        while !left.is_empty() {
+            let scanned = scan_some(link, &left, Protect::No, output)?;
+            record(output, scanned, segment, found);
+            left.start = scanned.walk_end;
+        }
+    }
+    Ok(())
 }
 
 /// One scan call; always gets further, or fails.

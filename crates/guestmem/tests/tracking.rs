@@ -71,6 +71,36 @@ fn random_writes_are_reported_exactly_in_every_mode() {
 }
 
 #[test]
+fn large_memory_is_looked_at_in_parts_and_nothing_is_left_out() {
+    let Some(memory) = Memory::mount(4096 * MIB) else {
+        return;
+    };
+    let ram = memory.ram(1537);
+    let view = GuestView::of(&ram);
+    let Some(mut tracking) = track(&view) else {
+        return;
+    };
+    let (count, mut numbers) = (ram.page_count(), Numbers(0x0bad_cafe));
+    let edges = [0, (1 << 18) - 1, 1 << 18, count / 2, count - 1];
+    let mut model = PageSet::new(count);
+    for page in edges
+        .into_iter()
+        .chain((0..40).map(|_| numbers.below(count)))
+    {
+        view.write(page, 1);
+        model.insert(page);
+    }
+    let mut seen = PageSet::new(count);
+    let peeked = tracking.peek(&mut seen).expect("a look");
+    assert_eq!((seen, peeked), (model.clone(), model.count()));
+    assert_eq!(
+        scan(&mut tracking, &ram, MODES[0]),
+        model,
+        "a look changes nothing"
+    );
+}
+
+#[test]
 fn more_runs_than_one_answer_holds_are_all_reported() {
     let Some(memory) = Memory::mount(256 * MIB) else {
         return;

@@ -16,8 +16,8 @@ const MAKE_UP_S: f64 = 0.25;
 const DEBT_MAX_S: f64 = 0.25;
 /// A vCPU whose share would change by less is left as it is: each change costs system calls.
 const CHANGE_MIN: f64 = 0.04;
-/// Shares at most double per tick, so that one quiet moment does not set a writer free.
-const RISE_MAX: f64 = 2.0;
+/// Shares at most grow fourfold per tick, so that one quiet moment does not set a writer free.
+const RISE_MAX: f64 = 4.0;
 /// A vCPU that had less CPU time than this in a tick tells nothing about its program.
 const CPU_MEASURABLE_S: f64 = 0.000_5;
 

@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 pub const MAX_DEVICE_STATE: u64 = 256 << 20;
 /// How long QEMU is given to notice that a save was given up.
 const SETTLE: Duration = Duration::from_secs(5);
+/// How long QEMU is silent before whoever takes the bytes is asked whether to go on.
+const SILENCE: Duration = Duration::from_millis(20);
 /// The name under which QEMU keeps the descriptor between two commands.
 const FD_NAME: &str = "godwit-device-state";
 
@@ -118,7 +120,8 @@ impl Machine {
             .map(drop)?)
     }
 
-    /// Saves the device state of a stopped guest, in pieces, into `sink`. Returns the number of bytes. The machine is
+    /// Saves the device state of a stopped guest, in pieces, into `sink`, which is also called with an empty one now and
+    /// then while QEMU is silent, so that it can refuse to wait longer. Returns the number of bytes. The machine is
     /// then `Postmigrate`. After an error the guest is stopped and QEMU has given the save up, so `cont` is right.
     pub fn save_device_state(
         &self,
@@ -327,7 +330,14 @@ fn pump(
     let mut buffer = vec![0; 256 << 10];
     let mut total = 0_u64;
     loop {
-        ready(socket, PollFlags::IN, deadline, "save")?;
+        let until = deadline.min(Instant::now() + SILENCE);
+        match ready(socket, PollFlags::IN, until, "save") {
+            Err(DeviceStateError::Deadline { .. }) if until < deadline => {
+                sink(&[]).map_err(DeviceStateError::Sink)?;
+                continue;
+            }
+            outcome => outcome?,
+        }
         let count = match rustix::io::read(socket, &mut buffer) {
             Ok(0) => return Ok(total),
             Ok(count) => count,

@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 
 /// How long a hypervisor is asked to let its guest run before its state is called unknown.
 const CONT_WAIT: Duration = Duration::from_secs(30);
+/// How long a source that knows its guest to be elsewhere waits for the figures of its resuming.
+const RESUMED_WAIT: Duration = Duration::from_millis(250);
 
 impl Vm {
     /// Carries out one action; returns the events that follow from it.
@@ -113,6 +115,7 @@ impl Vm {
                 reached("running");
                 self.running = Some(running);
                 self.halted = None;
+                self.went_on();
                 self.arrived(began);
                 None
             }
@@ -128,6 +131,16 @@ impl Vm {
                 self.kill_qemu();
                 Some(Event::QemuDied)
             }
+        }
+    }
+
+    /// The guest runs again at its source after a switchover that was called off.
+    fn went_on(&mut self) {
+        if let Some(migration) = &mut self.migration
+            && migration.side == Side::Source
+            && migration.stopped_at.take().is_some()
+        {
+            migration.report.went_on();
         }
     }
 
@@ -174,7 +187,9 @@ impl Vm {
                 reached("source.stopped");
                 if let Some(migration) = &mut self.migration {
                     migration.stopped_at = Some(stopped.at);
-                    let stop_ms = began.elapsed().as_secs_f64() * 1e3;
+                    migration.report.stopped(stopped.at);
+                    // From the moment that no vCPU ran: what QEMU needed before is no pause.
+                    let stop_ms = stopped.at.elapsed().as_secs_f64() * 1e3;
                     migration.report.update(|report| {
                         report.phase = Phase::Switchover;
                         report.switchover_parts_ms.stop_ms = stop_ms;
@@ -210,7 +225,7 @@ impl Vm {
     /// Nothing of the attempt may touch QEMU any more when the guest is let run again.
     fn call_off(&mut self) {
         if let Some(migration) = &self.migration {
-            migration.save_gate.close();
+            migration.save_gate.close(|| migration.control.close());
         }
         self.command(Command::CalledOff);
     }
@@ -322,7 +337,9 @@ impl Vm {
                 .or_else(|| last_word(&mut migration, outcome))
                 .or_else(|| default_reason(outcome)),
         };
-        book_pause(&migration, outcome);
+        if migration.side == Side::Source && outcome == Outcome::Completed {
+            migration.report.wait_resumed(RESUMED_WAIT);
+        }
         migration.report.update(|report| report.reason = None);
         migration.report.end(outcome, reason.clone());
         let cpu_s = migration.report.cpu_s();
@@ -363,31 +380,6 @@ impl Vm {
             tracing::warn!(%error, "the migration's report is not kept");
         }
     }
-
-    /// The source learns that the guest runs at the destination: the switchover is over, by its own clock.
-    pub(crate) fn book_resumed(&mut self, resume_ms: f64, cpu_s: f64, at: Instant) {
-        let Some(migration) = &self.migration else {
-            return;
-        };
-        let Some(stopped_at) = migration.stopped_at else {
-            return;
-        };
-        let switchover_ms = at.saturating_duration_since(stopped_at).as_secs_f64() * 1e3;
-        migration.report.update(|report| {
-            report.switchover_ms = switchover_ms;
-            report.cpu_destination_s = cpu_s;
-            report.promise.kept = switchover_ms <= report.promise.max_downtime_ms as f64;
-            let parts = &mut report.switchover_parts_ms;
-            parts.resume_ms = resume_ms;
-            // What is left are both journals and the ways of ready, permit and the answer.
-            let timed = parts.stop_ms
-                + parts.last_pages_ms
-                + parts.device_save_ms
-                + parts.device_load_ms
-                + resume_ms;
-            parts.permit_ms = (switchover_ms - timed).max(0.0);
-        });
-    }
 }
 
 /// The agents' message that the destination gave up may overtake the driver's, which says why.
@@ -402,22 +394,6 @@ fn last_word(migration: &mut Migration, outcome: Outcome) -> Option<String> {
             None
         }
     }
-}
-
-/// The destination's word about its guest was lost: the pause ended by now, at the latest.
-fn book_pause(migration: &Migration, outcome: Outcome) {
-    let Some(stopped_at) = migration
-        .stopped_at
-        .filter(|_| outcome == Outcome::Completed)
-    else {
-        return;
-    };
-    migration.report.update(|report| {
-        if report.switchover_ms == 0.0 {
-            report.switchover_ms = stopped_at.elapsed().as_secs_f64() * 1e3;
-            report.promise.kept = report.switchover_ms <= report.promise.max_downtime_ms as f64;
-        }
-    });
 }
 
 /// A hypervisor that does not answer is asked again: saying it twice does no harm.

@@ -21,6 +21,13 @@ impl ControlSlot {
         *self.lock() = None;
     }
 
+    /// Closes the channel, if there is one: whoever waits on it ends.
+    pub(crate) fn close(&self) {
+        if let Some(control) = &*self.lock() {
+            control.close();
+        }
+    }
+
     /// Sends, if there is a channel; a failure is seen by its reader.
     pub(crate) fn send<M: Serialize>(&self, message: &M) {
         let control = self.lock().clone();

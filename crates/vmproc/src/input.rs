@@ -5,7 +5,6 @@
 use godwit_ownership::{Event, PeerMessage};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::sync::mpsc::SyncSender;
-use std::time::Instant;
 
 /// A request and where its answer goes.
 #[derive(Debug)]
@@ -53,12 +52,6 @@ pub(crate) enum News {
     Heard,
     /// The driver gives up, with its reason.
     Failed(String),
-    /// (source) The destination's guest runs; its figures. (destination) never.
-    ResumedThere {
-        resume_ms: f64,
-        cpu_s: f64,
-        at: Instant,
-    },
 }
 
 /// An input of the VM's thread.

@@ -14,7 +14,7 @@ use crate::input::{DriverNews, Input, News};
 use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
 use crate::source::driver::{SourceHandle, SourceParts};
-use crate::source::epoch::routes;
+use crate::source::routes::routes;
 use crate::source::tracking::DirtyTracker;
 use crate::throttle::SharedThrottle;
 use crate::vm::{Driver, Migration, Outcome, Vm};
@@ -67,6 +67,12 @@ impl Vm {
             } => self.resolve(run_here, confirm_fenced),
             VmRequest::Console => self.console(),
             VmRequest::Blockers => self.blockers(),
+            VmRequest::MeasureDirtyRate { .. } => {
+                Err(internal("writes are measured by a thread of their own"))
+            }
+            VmRequest::HostRemoved { host } => {
+                self.ask(Event::HostRemoved { host }, "waits for that host no more")
+            }
             VmRequest::Detach => {
                 self.detach = true;
                 self.done("is left to its next VM process")
@@ -161,7 +167,7 @@ impl Vm {
         Ok(Answered(VmAnswer::Blockers(reasons)))
     }
 
-    fn not_running(&self) -> ApiError {
+    pub(crate) fn not_running(&self) -> ApiError {
         let message = format!(
             "VM '{}' is not running on host '{}'",
             self.config.vm, self.config.host
@@ -323,7 +329,8 @@ impl Vm {
             },
             report: report.clone(),
             control: control.clone(),
-            populate_threads: cores().min(2),
+            prepare: spec.prepare_memory,
+            cores: cores(),
             news: self.news(),
         };
         let handle = DestinationHandle::start(parts).map_err(internal)?;
@@ -366,6 +373,10 @@ impl Vm {
     }
 
     fn start_source(&mut self, spec: &MigrationSpec) -> Result<Prepared, ApiError> {
+        if let Some(measuring) = self.measuring.take() {
+            // It has the tracking that the migration needs.
+            measuring.end_for_migration();
+        }
         self.keep_note(spec, Side::Source)?;
         let secret = Arc::new(wire_spec(spec)?);
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
@@ -383,11 +394,10 @@ impl Vm {
         let save_gate = SaveGate::default();
         let (control, throttle) = (
             ControlSlot::default(),
-            SharedThrottle::new(Arc::clone(&hyper.machine)),
+            SharedThrottle::new(Arc::clone(&hyper.machine), spec.max_guest_slowdown_percent),
         );
         let parts = SourceParts {
             spec: secret,
-            streams: streams(routes.len()),
             routes,
             ram: Arc::clone(&hyper.ram),
             machine: Arc::clone(&hyper.machine),
@@ -401,7 +411,9 @@ impl Vm {
             neighbours: hyper.neighbours.clone(),
             save_gate: save_gate.clone(),
             report: report.clone(),
+            prepare: spec.prepare_memory,
             max_downtime_ms: spec.max_downtime_ms,
+            deadline_s: spec.deadline_s,
             cap_bytes_per_s: spec
                 .max_bandwidth_mbit_per_s
                 .map(|mbit| (mbit.max(1) * 125_000) as f64),
@@ -542,7 +554,7 @@ struct Prepared {
 }
 
 /// One channel per core, at least one per route.
-fn streams(routes: usize) -> u32 {
+pub(crate) fn streams(routes: usize) -> u32 {
     cores().min(4).max(routes).min(STREAMS_MAX) as u32
 }
 

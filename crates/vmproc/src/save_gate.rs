@@ -6,7 +6,13 @@
 
 use godwit_types::Generation;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+/// How long a save that is called off may take to notice; it looks several times as often.
+const CLOSE_WAIT: Duration = Duration::from_millis(500);
+/// Pause between two looks whether it has.
+const CLOSE_PAUSE: Duration = Duration::from_millis(2);
 
 /// The gate.
 #[derive(Debug, Clone, Default)]
@@ -40,9 +46,18 @@ impl SaveGate {
         self.0.closing.store(false, Ordering::SeqCst);
     }
 
-    /// Lets nothing save; returns when no save goes on.
-    pub(crate) fn close(&self) {
+    /// Lets nothing save; returns when no save goes on. One that does not end by itself soon waits for the link:
+    /// `unblock` is called then.
+    pub(crate) fn close(&self, unblock: impl FnOnce()) {
         self.0.closing.store(true, Ordering::SeqCst);
+        let until = Instant::now() + CLOSE_WAIT;
+        while matches!(self.0.attempt.try_lock(), Err(TryLockError::WouldBlock)) {
+            if Instant::now() >= until {
+                unblock();
+                break;
+            }
+            std::thread::sleep(CLOSE_PAUSE);
+        }
         *self.lock() = None;
     }
 
@@ -76,9 +91,27 @@ mod tests {
             gate.begin(Generation(2))
                 .is_some_and(|saving| !saving.is_called_off())
         );
-        gate.close();
+        gate.close(|| panic!("nothing saves"));
         assert!(gate.begin(Generation(2)).is_none());
         gate.open(Generation(3));
         assert!(gate.begin(Generation(2)).is_none());
+    }
+
+    #[test]
+    fn a_save_that_waits_for_the_link_is_unblocked() {
+        let gate = SaveGate::default();
+        gate.open(Generation(2));
+        let (unblock, unblocked) = std::sync::mpsc::channel();
+        let (began, begun) = std::sync::mpsc::channel();
+        let saver = gate.clone();
+        let saving = std::thread::spawn(move || {
+            let saving = saver.begin(Generation(2)).expect("it may save");
+            began.send(()).expect("heard");
+            unblocked.recv().expect("unblocked");
+            saving.is_called_off()
+        });
+        begun.recv().expect("begun");
+        gate.close(move || unblock.send(()).expect("heard"));
+        assert!(saving.join().expect("no panic"), "it was called off");
     }
 }

@@ -3,15 +3,26 @@
 //! Owned by the VM; the lock is held for the time of a copy. Data-path threads never touch it.
 
 use godwit_types::migration::{MigrationReport, Outcome, Phase};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// The report and the clock it is measured by.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedReport {
     report: Arc<Mutex<MigrationReport>>,
+    pause: Arc<(Mutex<Pause>, Condvar)>,
     began: Instant,
     cpu_began_s: f64,
+}
+
+/// The time in which the guest runs nowhere, by this side's clock.
+#[derive(Debug, Default, Clone, Copy)]
+enum Pause {
+    #[default]
+    None,
+    Since(Instant),
+    /// Over, and booked.
+    Over,
 }
 
 impl SharedReport {
@@ -19,6 +30,7 @@ impl SharedReport {
     pub(crate) fn new(report: MigrationReport) -> Self {
         Self {
             report: Arc::new(Mutex::new(report)),
+            pause: Arc::default(),
             began: Instant::now(),
             cpu_began_s: cpu_s(),
         }
@@ -41,6 +53,58 @@ impl SharedReport {
     /// CPU seconds of this process since the migration began.
     pub(crate) fn cpu_s(&self) -> f64 {
         cpu_s() - self.cpu_began_s
+    }
+
+    /// (source) The guest was stopped.
+    pub(crate) fn stopped(&self, at: Instant) {
+        *self.pause() = Pause::Since(at);
+    }
+
+    /// (source) The switchover was called off, the guest runs here again: its pause is kept on record.
+    pub(crate) fn went_on(&self) {
+        let Pause::Since(at) = std::mem::take(&mut *self.pause()) else {
+            return;
+        };
+        let ms = at.elapsed().as_millis();
+        self.update(|report| {
+            let note =
+                format!("a switchover was called off after the guest had stood still for {ms} ms");
+            report.notes.push(note);
+        });
+    }
+
+    /// (source) The destination said at `at` that the guest runs there: the switchover is over, by this side's clock.
+    pub(crate) fn resumed(&self, at: Instant, resume_ms: f64, cpu_s: f64) {
+        let mut pause = self.pause();
+        let Pause::Since(stopped_at) = *pause else {
+            return;
+        };
+        *pause = Pause::Over;
+        self.update(|report| {
+            report.cpu_destination_s = cpu_s;
+            report.switchover_parts_ms.resume_ms = resume_ms;
+            book_pause(report, at.saturating_duration_since(stopped_at));
+        });
+        self.pause.1.notify_all();
+    }
+
+    /// (source) Waits until that was said; if it is not, the pause has ended by now, at the latest.
+    pub(crate) fn wait_resumed(&self, wait: Duration) {
+        let going_on = |pause: &mut Pause| matches!(pause, Pause::Since(_));
+        let waited = self
+            .pause
+            .1
+            .wait_timeout_while(self.pause(), wait, going_on);
+        let mut pause = waited.unwrap_or_else(PoisonError::into_inner).0;
+        if let Pause::Since(stopped_at) = *pause {
+            *pause = Pause::Over;
+            let time = stopped_at.elapsed().saturating_sub(wait);
+            self.update(|report| book_pause(report, time));
+        }
+    }
+
+    fn pause(&self) -> MutexGuard<'_, Pause> {
+        self.pause.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Shows what stands in the way, or that nothing does any more; an end that was booked keeps its reason.
@@ -70,6 +134,19 @@ impl SharedReport {
             }
         });
     }
+}
+
+fn book_pause(report: &mut MigrationReport, time: Duration) {
+    report.switchover_ms = time.as_secs_f64() * 1e3;
+    report.promise.kept = report.switchover_ms <= report.promise.max_downtime_ms as f64;
+    let parts = &mut report.switchover_parts_ms;
+    // What is left are both journals and the ways of ready, permit and the answer.
+    let timed = parts.stop_ms
+        + parts.last_pages_ms
+        + parts.device_save_ms
+        + parts.device_load_ms
+        + parts.resume_ms;
+    parts.permit_ms = (report.switchover_ms - timed).max(0.0);
 }
 
 /// CPU seconds of this process, user and system.

@@ -6,8 +6,9 @@
 use crate::adoption::{self, Adopted};
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::{MigrationNote, Paths};
-use crate::hypervisor::{Hyper, QMP_WAIT, internal};
+use crate::hypervisor::{Hyper, internal};
 use crate::input::{DriverNews, GuestNews, Input, News};
+use crate::measure::Measuring;
 use crate::outbox::Outbox;
 use crate::requests::Answered;
 use crate::save_gate::SaveGate;
@@ -21,7 +22,7 @@ use godwit_ownership::{
 };
 use godwit_qemu::machine::{RunState, Running};
 use godwit_store::{VmStore, load_json};
-use godwit_types::host_api::{REPORTS_DIR, SPEC_FILE, VmProcessConfig};
+use godwit_types::host_api::{REPORTS_DIR, SPEC_FILE, VmProcessConfig, VmRequest};
 use godwit_types::migration::{MigrationReport, Side};
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, HostName, MigrationId};
@@ -88,6 +89,7 @@ pub(crate) struct Vm {
     pub inputs: Sender<Input>,
     received: Receiver<Input>,
     pub migration: Option<Migration>,
+    pub measuring: Option<Measuring>,
     pub note: Option<MigrationNote>,
     pub reports: VecDeque<SharedReport>,
     pub runs: u64,
@@ -155,6 +157,7 @@ impl Vm {
             inputs,
             received,
             migration: None,
+            measuring: None,
             note,
             reports: VecDeque::new(),
             runs: 0,
@@ -176,11 +179,8 @@ impl Vm {
             if let Some(spec) = &self.spec {
                 hyper.neighbours.listen(spec);
             }
-            let threads = hyper
-                .machine
-                .vcpu_thread_ids(Instant::now() + QMP_WAIT)
-                .unwrap_or_default();
-            if let Err(error) = godwit_qemu::throttle::release_leftovers(&threads) {
+            // Without asking QEMU, which a limit that was left may keep from answering.
+            if let Err(error) = godwit_qemu::throttle::release_leftovers_of(hyper.pid()) {
                 tracing::warn!(%error, "a predecessor's throttle may be left");
             }
         }
@@ -232,6 +232,10 @@ impl Vm {
         match input {
             Input::Request(request) => {
                 self.busy_at = Instant::now();
+                if let VmRequest::MeasureDirtyRate { millis } = request.request {
+                    // Answered by a thread of its own, when it is done.
+                    return self.measure(millis, request.reply);
+                }
                 let answer = match self.answer(request.request) {
                     Ok(Answered(answer)) => answer,
                     Err(error) => godwit_types::host_api::VmAnswer::Error(error),
@@ -240,6 +244,7 @@ impl Vm {
                 let _ = request.reply.send(answer);
             }
             Input::Guest { launch, news } => self.guest_news(launch, news),
+            Input::Measured => self.measuring = None,
             Input::Driver(DriverNews { run, news }) => {
                 if self
                     .migration
@@ -337,11 +342,6 @@ impl Vm {
                     Event::IncomingFailed
                 });
             }
-            News::ResumedThere {
-                resume_ms,
-                cpu_s,
-                at,
-            } => self.book_resumed(resume_ms, cpu_s, at),
         }
     }
 
