@@ -4,8 +4,7 @@
 //! memory yet, with 1, 2 and 4 threads, three times in turn (on a virtual machine the first time
 //! also makes *its* host allocate), looks for zero pages, then writes and scans. DIRECTORY is on a
 //! tmpfs (default `/dev/shm`, which mostly has no huge pages), MIB the size of guest RAM (default
-//! 512). Measures for 8 seconds at most and leaves nothing behind. Prints GB/s (10^9 bytes) and CPU
-//! seconds per GB.
+//! 512). Measures for 8 seconds at most and leaves nothing behind. Prints GB/s (10^9 bytes).
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -86,7 +85,7 @@ fn allocate(
 ) -> Result<(), Error> {
     let scratch = Scratch::create(directory, bytes)?;
     let ram = &scratch.ram;
-    let (began, cpu) = (Instant::now(), cpu_seconds());
+    let began = Instant::now();
     let done: Result<Vec<u64>, Error> = std::thread::scope(|scope| {
         let workers: Vec<_> = (0..threads)
             .map(|thread| scope.spawn(move || every(ram, thread, threads, how, deadline)))
@@ -94,15 +93,14 @@ fn allocate(
         let finished = workers.into_iter().map(|worker| worker.join());
         finished.map(|result| result.unwrap_or(Ok(0))).collect()
     });
+    let seconds = began.elapsed().as_secs_f64();
     let chunks: u64 = done?.iter().sum();
-    let (seconds, cpu) = (began.elapsed().as_secs_f64(), cpu_seconds() - cpu);
     let gb = (chunks * CHUNK_SIZE as u64) as f64 / 1e9;
     let huge = mem_tmpfs::own_huge_bytes(ram)?;
     println!(
-        "{:>8}, {threads} threads: {:.2} GB/s, {:.2} CPU s/GB ({} MiB, {} MiB of it mapped as huge pages)",
+        "{:>8}, {threads} threads: {:.2} GB/s ({} MiB, {} MiB of it mapped as huge pages)",
         format!("{how:?}").to_lowercase(),
         gb / seconds,
-        cpu / gb,
         chunks * CHUNK_SIZE as u64 / MIB,
         huge / MIB
     );
@@ -132,12 +130,6 @@ fn every(
         first += threads * CHUNK_PAGES;
     }
     Ok(count)
-}
-
-/// CPU time of this process so far.
-fn cpu_seconds() -> f64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
 fn scan(directory: &Path, bytes: u64, deadline: Instant) -> Result<(), Error> {

@@ -240,6 +240,17 @@ impl AtomicPageSet {
             })
     }
 
+    /// How many pages of the range are marked.
+    pub fn count_in(&self, pages: Range<u64>) -> u64 {
+        let marked = |(index, mask): (usize, u64)| {
+            let word = self.words.get(index);
+            word.map_or(0, |word| {
+                u64::from((word.load(Ordering::Acquire) & mask).count_ones())
+            })
+        };
+        word_masks(pages, self.page_count).map(marked).sum()
+    }
+
     /// Marks the whole range if none of it is marked; otherwise changes nothing.
     /// Of several threads that try overlapping ranges at once at most one succeeds.
     pub fn try_claim(&self, pages: Range<u64>) -> bool {
@@ -509,6 +520,23 @@ mod tests {
         let mut again = PageSet::new(10_000);
         marks.drain_into(&mut again);
         assert!(again.is_empty());
+    }
+
+    #[test]
+    fn marked_pages_of_a_range_are_counted() {
+        let set = AtomicPageSet::new(300);
+        set.insert_range(10..20);
+        set.insert_range(60..200);
+        for (range, count) in [
+            (0..300, 150),
+            (15..62, 7),
+            (20..60, 0),
+            (199..5000, 1),
+            (64..128, 64),
+            (9..9, 0),
+        ] {
+            assert_eq!(set.count_in(range.clone()), count, "{range:?}");
+        }
     }
 
     #[test]

@@ -4,9 +4,9 @@
 //! page first, only for it to be overwritten. Written through the file, a huge page is allocated
 //! and filled in one pass, and what is written as a whole is never cleared.
 //!
-//! The kernel lets one thread at a time write to a file. One more may wait for its turn, which is
-//! shorter than what clearing would cost it; any other allocates by faulting, which takes no such
-//! lock, so that many threads are never held up by one.
+//! The kernel lets one thread at a time write to a file. A few more may wait for their turn, which
+//! costs them less of a core than clearing would; any other allocates by faulting, which takes no
+//! such lock, so that many threads on many cores are never held up by one.
 //!
 //! Who owns the state: [`RamFile`]. What it refuses: parts of pages, pages outside guest RAM, pages
 //! that another thread is writing. A full tmpfs is an error, never SIGBUS.
@@ -21,12 +21,18 @@ use crate::ram_file::byte_span;
 use crate::{Error, PAGE_SIZE, RamFile};
 
 /// Threads that write through the file or wait for it.
-const QUEUE_MAX: usize = 2;
+const QUEUE_MAX: usize = 3;
 
 impl RamFile {
     /// Whether all of the pages are known to have memory behind them.
     pub fn has_memory(&self, pages: Range<u64>) -> bool {
         self.present.contains_all(pages)
+    }
+
+    /// How many of the pages are not known to have memory behind them.
+    pub fn without_memory(&self, pages: Range<u64>) -> u64 {
+        let count = pages.end.saturating_sub(pages.start);
+        count.saturating_sub(self.present.count_in(pages))
     }
 
     /// Stores whole pages from page `first` on, at the destination. The tracker does not see it.
@@ -77,7 +83,7 @@ pub(crate) struct Turns {
 struct Turn<'a>(&'a Turns);
 
 impl Turns {
-    /// A place, unless one thread writes and another waits already.
+    /// A place, unless enough of them wait already.
     fn queue(&self) -> Option<Turn<'_>> {
         // Built in any case: dropping it gives the place back.
         let place = Turn(self);

@@ -248,6 +248,7 @@ fn stored_pages_bring_their_memory_along() {
     assert!(!ram.has_memory(0..1));
     ram.store(510, &[7; 4 * PAGE_SIZE]).expect("there is room");
     assert!(ram.has_memory(510..514) && !ram.has_memory(510..515));
+    assert_eq!(ram.without_memory(500..520), 16);
     // Now into memory that is there, and beside it into the same huge pages.
     ram.store(511, &[8; PAGE_SIZE]).expect("there is room");
     ram.store(514, &[9; PAGE_SIZE]).expect("there is room");

@@ -50,7 +50,7 @@ impl Memory {
     /// Begins to allocate all of the guest's memory, with this many threads, in the background.
     pub(crate) fn prepare(self: &Arc<Self>, threads: usize) {
         let began = Instant::now();
-        if let Err(reason) = self.room_for(self.missing(0..self.ram.page_count())) {
+        if let Err(reason) = self.room_for(self.ram.without_memory(0..self.ram.page_count())) {
             // Nothing else has set it: this is the beginning.
             let _ = self.preparation.failure.set(reason);
             return;
@@ -101,11 +101,6 @@ impl Memory {
         if self.preparation.working.fetch_sub(1, Ordering::AcqRel) == 1 {
             let _ = self.preparation.took.set(began.elapsed());
         }
-    }
-
-    /// How many of the pages have no memory yet.
-    pub(crate) fn missing(&self, pages: Range<u64>) -> u64 {
-        pages.filter(|page| !self.is_there(*page..page + 1)).count() as u64
     }
 
     /// Whether there is room for so many pages more; else why not.
