@@ -311,11 +311,13 @@ fn figures(
         .saturating_duration_since(half_way)
         .saturating_sub(rtt)
         .as_secs_f64();
-    // The second half alone, where there is one: TCP begins slowly, and buffers fill.
+    let whole = all as f64 / whole_s.max(1e-6);
+    // TCP begins slowly and buffers fill, which the second half does not see; a host that is busy for a moment may
+    // stall in either. Both only ever make the link look slower than it is.
     let bytes_per_s = if early > 0 && late_s > 0.3 * whole_s {
-        all.saturating_sub(early) as f64 / late_s
+        whole.max(all.saturating_sub(early) as f64 / late_s)
     } else {
-        all as f64 / whole_s.max(1e-6)
+        whole
     };
     LinkMeasured {
         bytes_per_s,

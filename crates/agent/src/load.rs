@@ -36,7 +36,7 @@ pub struct Reading {
     cpu_ticks: (u64, u64),
     /// By process id.
     processes: BTreeMap<i32, ProcessTimes>,
-    /// Bytes on the wire so far, by migration.
+    /// Guest memory that is still to be sent, bytes, by migration.
     migrations: BTreeMap<MigrationId, u64>,
 }
 
@@ -45,7 +45,7 @@ pub struct Reading {
 pub struct Wanted {
     /// Processes.
     pub processes: Vec<i32>,
-    /// Migrations and their bytes on the wire so far.
+    /// Migrations and what each has still to send, bytes.
     pub migrations: BTreeMap<MigrationId, u64>,
 }
 
@@ -138,12 +138,18 @@ impl Reading {
             .unwrap_or_default()
     }
 
-    /// Bytes on the wire of a migration per second since then.
-    pub fn migration_bytes_per_s(&self, base: &Self, id: &MigrationId) -> f64 {
-        let bytes = |reading: &Self| reading.migrations.get(id).copied();
-        match (bytes(self), bytes(base)) {
-            (Some(now), Some(then)) => rate(now, then, self.seconds_since(base)),
-            _ => 0.0,
+    /// A migration's part of what its host's interfaces carried: by what each migration got through since then, evenly
+    /// where nobody tells (a destination does not know what is left).
+    pub fn migration_share(&self, base: &Self, id: &MigrationId) -> f64 {
+        let done = |id: &MigrationId, now: u64| {
+            let then = base.migrations.get(id).copied().unwrap_or(now);
+            then.saturating_sub(now) as f64
+        };
+        let all: f64 = self.migrations.iter().map(|(id, now)| done(id, *now)).sum();
+        match self.migrations.get(id) {
+            None => 0.0,
+            Some(now) if all > 0.0 => done(id, *now) / all,
+            Some(_) => 1.0 / self.migrations.len() as f64,
         }
     }
 
@@ -314,6 +320,15 @@ mod tests {
         assert_eq!(now.process_percent(&then, None), 0.0);
         assert_eq!(now.busiest_thread(&then, Some(7)), ("send-0".into(), 75.0));
         let id = MigrationId::new("m").unwrap();
-        assert_eq!(now.migration_bytes_per_s(&then, &id), 2000.0);
+        // Alone it has everything; beside one that got through three times as much, a quarter.
+        assert_eq!(now.migration_share(&then, &id), 1.0);
+        let other = MigrationId::new("n").unwrap();
+        let with = |mut reading: Reading, own: u64, others: u64| {
+            reading.migrations = [(id.clone(), own), (other.clone(), others)].into();
+            reading
+        };
+        let (then, now) = (with(then, 1000, 1000), with(now, 900, 700));
+        assert_eq!(now.migration_share(&then, &id), 0.25);
+        assert_eq!(now.migration_share(&now, &id), 0.5);
     }
 }

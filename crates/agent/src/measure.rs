@@ -11,7 +11,7 @@ use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
 use godwit_types::host_api::{HostVm, MEASURE_MS_MAX, VmAnswer, VmRequest};
-use godwit_types::load::{HostLoad, MigrationLoad};
+use godwit_types::load::{HostLoad, InterfaceLoad, MigrationLoad};
 use godwit_types::migration::{MigrationReport, Side};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::sync::{Arc, PoisonError};
@@ -83,6 +83,15 @@ impl Agent {
                 (moving, later, base)
             }
         };
+        let interfaces: Vec<InterfaceLoad> = self
+            .migration_links
+            .iter()
+            .map(|(name, addresses)| reading.interface(&base, &self.system, name, addresses))
+            .collect();
+        let carried = interfaces
+            .iter()
+            .map(|link| link.received_bytes_per_s + link.sent_bytes_per_s)
+            .sum::<f64>();
         HostLoad {
             host: self.host().clone(),
             seconds: reading.seconds_since(&base),
@@ -90,15 +99,14 @@ impl Agent {
             cpu_percent: reading.cpu_percent(&base),
             memory_total_mib: self.system.meminfo_mib("MemTotal").unwrap_or(0),
             memory_free_mib: self.free_mib(),
-            interfaces: self
-                .migration_links
-                .iter()
-                .map(|(name, addresses)| reading.interface(&base, &self.system, name, addresses))
-                .collect(),
             migrations: moving
                 .iter()
-                .map(|(vm, report)| migration_load(vm, report, &reading, &base))
+                .map(|(vm, report)| {
+                    let share = reading.migration_share(&base, &report.id);
+                    migration_load(vm, report, &reading, &base, share * carried)
+                })
                 .collect(),
+            interfaces,
         }
     }
 
@@ -122,7 +130,7 @@ impl Agent {
             wanted.processes.extend(vm.qemu_pid);
             wanted
                 .migrations
-                .insert(report.id.clone(), report.bytes_on_wire);
+                .insert(report.id.clone(), report.remaining_bytes);
         }
         let reading = tokio::task::block_in_place(|| Reading::take(&self.system, &wanted));
         (moving, reading)
@@ -169,6 +177,7 @@ fn migration_load(
     report: &MigrationReport,
     now: &Reading,
     base: &Reading,
+    bytes_per_s: f64,
 ) -> MigrationLoad {
     let (busiest_thread, busiest_thread_percent) = now.busiest_thread(base, vm.vm_process_pid);
     let ram_bytes = (report.ram_mib << 20).max(1);
@@ -181,7 +190,7 @@ fn migration_load(
         side: report.side,
         phase: report.phase,
         streams: report.streams,
-        bytes_per_s: now.migration_bytes_per_s(base, &report.id),
+        bytes_per_s,
         cpu_percent: now.process_percent(base, vm.vm_process_pid),
         busiest_thread_percent,
         busiest_thread,

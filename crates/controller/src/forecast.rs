@@ -50,7 +50,7 @@ pub const THOROUGH: Effort = Effort {
 /// Before a migration that promised something, and in a drain.
 pub const QUICK: Effort = Effort {
     guest_ms: 400,
-    link_ms: 150,
+    link_ms: 300,
     age: Duration::from_secs(60),
 };
 

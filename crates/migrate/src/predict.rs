@@ -8,8 +8,8 @@ use crate::convergence::{Convergence, Decision, Goal, IterationFacts};
 use crate::curve::DirtyCurve;
 use godwit_types::forecast::{CannotKeep, DirtyAge, PromiseKind};
 
-/// A guest that is asked to be slowed without a limit keeps this share of its speed.
-pub const SPEED_FLOOR: f64 = 0.02;
+/// A guest keeps this share of its speed at least, whatever was asked: what hosts can hold a vCPU to.
+pub const SPEED_FLOOR: f64 = 0.05;
 /// Handshakes, the destination's QEMU and the tracking, beside round trips, s.
 const SETUP_S: f64 = 0.35;
 /// Round trips until the first page is under way.
@@ -87,15 +87,20 @@ pub fn predict(inputs: &Inputs, asked: &Asked) -> Option<Forecast> {
 
 /// The promises that cannot be kept, each with what would help.
 pub fn cannot_keep(inputs: &Inputs, asked: &Asked) -> Vec<CannotKeep> {
-    let Some(forecast) = predict(inputs, asked) else {
+    let unhurried = Asked {
+        deadline_s: None,
+        ..*asked
+    };
+    let (Some(forecast), Some(unhurried)) = (predict(inputs, asked), predict(inputs, &unhurried))
+    else {
         return Vec::new();
     };
     let mut found = Vec::new();
-    found.extend(broken_slowdown(inputs, asked, &forecast));
-    found.extend(broken_deadline(inputs, asked, &forecast));
+    found.extend(broken_slowdown(inputs, asked, &unhurried));
     if found.is_empty() {
-        found.extend(broken_downtime(inputs, asked, &forecast));
+        found.extend(broken_downtime(inputs, asked, &unhurried));
     }
+    found.extend(broken_deadline(inputs, asked, &forecast, &unhurried));
     found
 }
 
@@ -119,30 +124,29 @@ fn broken_slowdown(inputs: &Inputs, asked: &Asked, forecast: &Forecast) -> Optio
     })
 }
 
-fn broken_deadline(inputs: &Inputs, asked: &Asked, forecast: &Forecast) -> Option<CannotKeep> {
+fn broken_deadline(
+    inputs: &Inputs,
+    asked: &Asked,
+    forecast: &Forecast,
+    unhurried: &Forecast,
+) -> Option<CannotKeep> {
     let deadline_s = asked.deadline_s? as f64;
-    let late = !forecast.converges || forecast.total_s > deadline_s;
-    // Without a deadline it may end late, or never: then another promise is the trouble.
-    let free = Asked {
-        deadline_s: None,
-        ..*asked
+    // One that never ends takes its data once at least; that it does not end is another promise's trouble.
+    let once_s = inputs.data_bytes as f64 / inputs.bytes_per_s;
+    let (expected_s, about) = match (forecast.converges, unhurried.converges) {
+        (true, _) => (forecast.total_s, "about"),
+        (false, true) => (unhurried.total_s, "about"),
+        (false, false) => (once_s, "at least"),
     };
-    let free = predict(inputs, &free).filter(|free| free.converges)?;
-    late.then(|| {
-        let expected_s = if forecast.converges {
-            forecast.total_s
-        } else {
-            free.total_s
-        };
-        CannotKeep {
-            promise: PromiseKind::Deadline,
-            asked: deadline_s,
-            predicted: Some(expected_s),
-            message: format!(
-                "it takes about {expected_s:.0} s at {:.2} GB/s and would be cancelled at its deadline of {deadline_s:.0} s: allow more with --deadline, or give it a faster link",
-                inputs.bytes_per_s / 1e9
-            ),
-        }
+    let late = expected_s > deadline_s || (!forecast.converges && unhurried.converges);
+    late.then(|| CannotKeep {
+        promise: PromiseKind::Deadline,
+        asked: deadline_s,
+        predicted: Some(expected_s),
+        message: format!(
+            "it takes {about} {expected_s:.0} s at {:.3} GB/s and would be cancelled at its deadline of {deadline_s:.0} s: allow more with --deadline, or give it a faster link",
+            inputs.bytes_per_s / 1e9
+        ),
     })
 }
 
@@ -367,6 +371,19 @@ mod tests {
         assert_eq!(promises(&found), [PromiseKind::Deadline]);
         assert!((15.0..18.0).contains(&found[0].predicted.unwrap()));
         assert_eq!(cannot_keep(&idle, &asked(30)), []);
+    }
+
+    #[test]
+    fn one_that_never_ends_misses_its_deadline_too_where_its_data_alone_takes_longer() {
+        let hot = inputs(2 * GB, 4000.0, f64::INFINITY, 0.125, 0.5);
+        let asked = |deadline_s| Asked {
+            deadline_s: Some(deadline_s),
+            ..ASKED
+        };
+        let found = promises(&cannot_keep(&hot, &asked(10)));
+        assert_eq!(found, [PromiseKind::MaxDowntime, PromiseKind::Deadline]);
+        let found = promises(&cannot_keep(&hot, &asked(100)));
+        assert_eq!(found, [PromiseKind::MaxDowntime]);
     }
 
     #[test]

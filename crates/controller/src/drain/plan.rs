@@ -127,8 +127,12 @@ pub fn describe(asked: Option<u32>, vms: usize, hosts: usize) -> (u32, String) {
         Some(_) => "as asked",
         None => "so that the link is busy while one begins or ends",
     };
+    let where_to = match hosts {
+        1 => "1 host takes VMs".to_owned(),
+        count => format!("{count} hosts take VMs"),
+    };
     let text = format!(
-        "quickest first, so that the most VMs are off early; destinations among {hosts} hosts are promised to the biggest first, so that all find room; at most {at_once} at once, {why}; a VM that writes more than half of its share of the link moves alone"
+        "quickest first, so that the most VMs are off early; room is promised to the biggest first ({where_to}), so that all find some; at most {at_once} at once, {why}; a VM that writes more than half of its share of the link moves alone"
     );
     (at_once, text)
 }
