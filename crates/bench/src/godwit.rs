@@ -4,7 +4,7 @@
 //! the moments of STOP and RESUME; nothing is sent there but the greeting. Owns the VM that it made, and removes it.
 
 use crate::bench::{Ended, Moved, Run, Settings, unix_now};
-use crate::guest::{self, Boot, MAC, Steps};
+use crate::guest::{self, Boot, CPU, MAC, Steps};
 use crate::memory::Memory;
 use crate::plan::Guest;
 use crate::qmp::{Qmp, refuse_if_interrupted};
@@ -33,7 +33,7 @@ impl<'a> Vm<'a> {
     /// Makes and starts it.
     pub fn start(stage: &'a Stage, name: &str, run: &Run, boot: &Boot) -> Result<Self> {
         let mut text = format!(
-            "name = \"{name}\"\nvcpus = {}\nmemory_mib = {}\nkernel = \"{}\"\naccelerator = \"tcg\"\n",
+            "name = \"{name}\"\nvcpus = {}\nmemory_mib = {}\nkernel = \"{}\"\naccelerator = \"tcg\"\ncpu = \"{CPU}\"\n",
             run.cell.vcpus,
             run.cell.ram_mib,
             boot.kernel.display()

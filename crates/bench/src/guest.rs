@@ -23,6 +23,9 @@ pub const ADDRESS6: &str = "fd77::10";
 /// MAC address of the guests that have a card.
 pub const MAC: &str = "52:54:00:67:77:10";
 
+/// CPU model of all guests: emulated, a richer one would only be slower.
+pub const CPU: &str = "qemu64";
+
 /// Where the idle guest leaves its mark, guest-physical.
 const MARK_AT: u64 = 0x8_0000;
 const MARK: [u8; 4] = *b"GWS1";

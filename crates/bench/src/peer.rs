@@ -4,7 +4,7 @@
 //! ours. Owns both processes and ends them.
 
 use crate::bench::{Ended, Moved, Run, Settings, unix_now};
-use crate::guest::{self, Boot, MAC, Spins, Steps};
+use crate::guest::{self, Boot, CPU, MAC, Spins, Steps};
 use crate::memory::Memory;
 use crate::plan::{self, Backend, Guest, System, Version};
 use crate::qmp::{Qmp, refuse_if_interrupted};
@@ -182,6 +182,7 @@ impl Side<'_> {
             "-machine",
             "q35,accel=tcg,memory-backend=ram0,dump-guest-core=off".into(),
         );
+        pair("-cpu", CPU.into());
         pair("-smp", cell.vcpus.to_string());
         pair("-m", format!("{}M", cell.ram_mib));
         pair("-object", self.memory_object());

@@ -10,6 +10,8 @@ pub const SCENARIOS: [&str; 7] = ["idle", "zero", "redis", "hot", "link", "ipv6"
 pub const RUNS_CLAIMED: u32 = 5;
 /// Runs elsewhere.
 pub const RUNS_OTHER: u32 = 2;
+/// Operations a second of the Redis cells: what an emulated guest serves of every mix, with room to spare.
+pub const REDIS_OPS_PER_S: f64 = 150.0;
 /// A peer is cut off at so many times our time.
 pub const CUT_OFF_FACTOR: f64 = 10.0;
 
@@ -483,11 +485,15 @@ fn quick() -> Vec<Cell> {
     let redis = Guest::Redis {
         data_mib: 200,
         set_percent: 50,
-        ops_per_s: None,
+        ops_per_s: Some(REDIS_OPS_PER_S),
     };
     let half = Guest::Counter {
         mib: 256,
         mib_per_s: Some(mib_per_s(1.0, 0.5)),
+    };
+    let steady = Guest::Counter {
+        mib: 64,
+        mib_per_s: Some(8.0),
     };
     let once = |cell: Cell| with(cell, |cell| cell.runs = 1);
     vec![
@@ -505,7 +511,7 @@ fn quick() -> Vec<Cell> {
             cell.network = Network::rate(1.0);
             cell.systems = pair.to_vec();
         })),
-        once(with(cell("distance", "rtt=50", Guest::Idle, 512), |cell| {
+        once(with(cell("distance", "rtt=50", steady, 512), |cell| {
             cell.network = Network {
                 rtt_ms: 50.0,
                 ..Network::rate(1.0)
@@ -584,7 +590,7 @@ fn redis() -> Vec<Cell> {
         let guest = Guest::Redis {
             data_mib: 600,
             set_percent,
-            ops_per_s: Some(400.0),
+            ops_per_s: Some(REDIS_OPS_PER_S),
         };
         let name = format!("set={set_percent}");
         with(cell("redis", &name, guest, 1024), |cell| {
