@@ -10,6 +10,7 @@ use godwit_testkit::guest::checker::{self, Checked};
 use godwit_testkit::guest::counter::{self, CounterSpec};
 use godwit_testkit::guest::linux::target_dir;
 use godwit_testkit::lab::{Lab, LabConfig, Machine};
+use godwit_testkit::link::LinkSpec;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -60,6 +61,8 @@ pub struct Plan {
     pub nics: u8,
     /// How several of them are addressed.
     pub subnets: Subnets,
+    /// What the migration network is like; as fast as the machine without it.
+    pub link: Option<LinkSpec>,
 }
 
 /// How a command ended.
@@ -155,6 +158,7 @@ impl Stack {
             routed: plan.routed,
             migration_nics: plan.nics.max(1),
             migration_subnets: plan.subnets,
+            link: plan.link,
             ..LabConfig::default()
         })?;
         let stack = Self {

@@ -189,9 +189,6 @@ struct DestinationDriver {
 
 impl DestinationDriver {
     fn run(mut self) {
-        if self.prepare {
-            self.memory.prepare(self.cores);
-        }
         let halt = self.receive();
         self.memory.cancel();
         match halt {
@@ -289,7 +286,11 @@ impl DestinationDriver {
         }
     }
 
+    /// Keeps a data channel until its epoch begins. What an earlier epoch left is of no use any more.
     fn hold_back(&mut self, connection: Connection) {
+        let epoch = connection.channel().epoch();
+        self.held_back
+            .retain(|held| held.channel().epoch() >= epoch);
         if self.held_back.len() < godwit_migrate::protocol::STREAMS_MAX as usize {
             self.held_back.push(connection);
         }
@@ -401,7 +402,8 @@ impl DestinationDriver {
         while let Ok(connection) = self.arrivals.connections.try_recv() {
             if connection.channel().is_control() {
                 // The source has given this epoch up before this side noticed.
-                self.held_back.clear();
+                let next = connection.channel().epoch();
+                self.held_back.retain(|data| data.channel().epoch() == next);
                 self.next_control = Some(connection);
                 return Err(Halt::Lost("the source makes the channels anew".into()));
             } else {
@@ -416,6 +418,11 @@ impl DestinationDriver {
 
     fn admit_data(&mut self, epoch: &mut Epoch, connection: Connection) -> Result<(), Halt> {
         let channel = connection.channel();
+        if channel.epoch() > epoch.number {
+            // Of the next epoch, whose control channel is on its way.
+            self.hold_back(connection);
+            return Ok(());
+        }
         if channel.epoch() != epoch.number {
             connection.closer().close();
             return Ok(());
@@ -522,6 +529,10 @@ impl DestinationDriver {
     fn begin(&mut self, epoch: &mut Epoch, number: u16, streams: u32) -> Result<(), Halt> {
         if number != epoch.number || !epoch.channels.begin(streams) {
             return Err(Halt::Failed("the source began an epoch twice".into()));
+        }
+        if self.prepare {
+            // Only now, so that the source's total contains it.
+            self.memory.prepare(self.cores);
         }
         epoch
             .control

@@ -437,15 +437,10 @@ impl SourceDriver {
     }
 
     fn wait_begun(&mut self, epoch: &Epoch) -> Result<(), Halt> {
-        let sent = Instant::now();
-        epoch
-            .control
-            .send(&ToDestination::Ping { nonce: 0 })
-            .map_err(halt_of)?;
+        let until = Instant::now() + BARRIER_WAIT;
         loop {
-            match self.peer(epoch, sent + BARRIER_WAIT)? {
-                Some(ToSource::Begun { epoch: begun }) if begun == epoch.number => {}
-                Some(ToSource::Pong { nonce: 0 }) => break,
+            match self.peer(epoch, until)? {
+                Some(ToSource::Begun { epoch: begun }) if begun == epoch.number => break,
                 Some(ToSource::Failed { reason }) => return Err(Halt::Failed(reason)),
                 _ => {}
             }

@@ -4,13 +4,13 @@
 //! applied is dirty again, and a new epoch with new channel ids and keys may be made. While a pass runs, data channels
 //! join and leave as the choice of streams wants it; an index is never used twice in an epoch.
 //!
-//! Connecting costs four round trips: the connection, the proof, the first words on the control channel and, beside
-//! these, all data channels at once.
+//! Connecting costs three round trips: a connection, then its proof and the first words, and beside these the connections
+//! and proofs of all data channels at once.
 
 use super::driver::{DriverInput, FromPeer};
 use super::gauge::Gauge;
 use super::pass::Pass;
-use super::routes::{DIAL_WAIT, Reached, Route, reach};
+use super::routes::{DIAL_WAIT, Route, reach};
 use super::sender::{FINISH_WAIT, PassEnd, SenderHandle};
 use crate::control::SharedControl;
 use godwit_guestmem::{PageSet, RamFile};
@@ -110,27 +110,33 @@ impl Epoch {
     /// Connects the control channel over the first route that works and data channels over all, and says what will
     /// come.
     pub(crate) fn open(plan: &EpochPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
-        let (control, mut ways) = open_control(plan)?;
+        let reached = reach(plan.routes)?;
+        let near = reached.iter().map(|way| way.dialed.rtt()).min();
+        let (routes, dialed): (Vec<Route>, Vec<Option<Dialed>>) = reached
+            .into_iter()
+            .map(|way| (way.route, Some(way.dialed)))
+            .unzip();
+        let room = Room {
+            cores: cores(),
+            routes: u32::try_from(routes.len()).unwrap_or(u32::MAX),
+        };
+        let streams = first_streams(room, near.unwrap_or_default().as_secs_f64());
+        let maker = Maker {
+            spec: Arc::clone(plan.spec),
+            number: plan.number,
+            routes: Arc::new(routes),
+        };
+        let (control, joining) = maker.make_first(streams, dialed)?;
         let (rtt, granted) = (control.rtt(), control.granted().clone());
         let (sender, receiver) = control.into_control()?;
         let control = Arc::new(SharedControl::new(sender));
         let applied: Vec<_> = (0..STREAMS_MAX).map(|_| Arc::default()).collect();
         listen(receiver, plan, applied.clone(), Arc::clone(&control));
-        let routes: Vec<Route> = ways.iter().map(|way| way.route.clone()).collect();
-        let room = Room {
-            cores: cores(),
-            routes: u32::try_from(routes.len()).unwrap_or(u32::MAX),
-        };
-        let streams = first_streams(room, rtt.as_secs_f64());
         announce(plan, &control, streams, extents)?;
         let mut epoch = Self {
             number: plan.number,
             control,
-            maker: Maker {
-                spec: Arc::clone(plan.spec),
-                number: plan.number,
-                routes: Arc::new(routes),
-            },
+            maker,
             supplies: Supplies {
                 ram: Arc::clone(plan.ram),
                 inputs: plan.inputs.clone(),
@@ -146,8 +152,7 @@ impl Epoch {
             hemmed_noted: false,
             booked_bytes: 0,
         };
-        let dialed = ways.iter_mut().map(|way| way.dialed.take()).collect();
-        match epoch.open_data(streams, dialed) {
+        match epoch.open_data(joining) {
             Ok(()) => Ok(epoch),
             Err(error) => {
                 // Nobody follows this epoch: its reader ends.
@@ -157,18 +162,8 @@ impl Epoch {
         }
     }
 
-    /// Makes the first data channels, all at once.
-    fn open_data(
-        &mut self,
-        streams: u32,
-        mut dialed: Vec<Option<Dialed>>,
-    ) -> Result<(), TransportError> {
-        let mut joining = Vec::new();
-        for index in 0..streams as usize {
-            let route = index % self.maker.routes.len().max(1);
-            let dialed = dialed.get_mut(route).and_then(Option::take);
-            joining.push(self.maker.begin(index, route, dialed)?);
-        }
+    /// Takes in the first data channels.
+    fn open_data(&mut self, joining: Vec<Joining>) -> Result<(), TransportError> {
         for Joining { route, made } in joining {
             let connection = made.recv().unwrap_or(Err(gone()))?;
             self.add_lane(route, connection)?;
@@ -402,6 +397,24 @@ impl Epoch {
 }
 
 impl Maker {
+    /// Makes the control channel and, beside it, the first data channels. The connections that are there serve the
+    /// control channel and the other routes' first data channels.
+    fn make_first(
+        &self,
+        streams: u32,
+        mut dialed: Vec<Option<Dialed>>,
+    ) -> Result<(Connection, Vec<Joining>), TransportError> {
+        let for_control = dialed.first_mut().and_then(Option::take);
+        let mut joining = Vec::new();
+        for index in 0..streams as usize {
+            let route = index % self.routes.len().max(1);
+            let dialed = dialed.get_mut(route).and_then(Option::take);
+            joining.push(self.begin(index, route, dialed)?);
+        }
+        let control = self.make(ChannelId::control(self.number), 0, for_control)?;
+        Ok((control, joining))
+    }
+
     /// Makes a data channel in a thread of its own, over `route` or, where that does not work any more, over another.
     fn begin(
         &self,
@@ -454,37 +467,6 @@ impl Maker {
         }
         Err(failure)
     }
-}
-
-/// A route that works. Its first connection serves the control channel or the route's first data channel.
-struct Way {
-    route: Route,
-    dialed: Option<Dialed>,
-}
-
-fn open_control(plan: &EpochPlan<'_>) -> Result<(Connection, Vec<Way>), TransportError> {
-    let (mut control, mut failure) = (None, gone());
-    let mut ways = Vec::new();
-    for Reached { route, dialed } in reach(plan.routes)? {
-        if control.is_some() {
-            let dialed = Some(dialed);
-            ways.push(Way { route, dialed });
-            continue;
-        }
-        let (channel, until) = (
-            ChannelId::control(plan.number),
-            Instant::now() + HANDSHAKE_WAIT,
-        );
-        match dialed.introduce(plan.spec, channel, until) {
-            Ok(connection) => {
-                control = Some(connection);
-                let dialed = None;
-                ways.push(Way { route, dialed });
-            }
-            Err(error) => failure = error,
-        }
-    }
-    control.map_or(Err(failure), |control| Ok((control, ways)))
 }
 
 fn announce(

@@ -135,12 +135,7 @@ pub(super) fn reach(routes: &[Route]) -> Result<Vec<Reached>, TransportError> {
         })?;
     }
     drop(results);
-    let mut failure = TransportError::System {
-        doing: "reach the destination",
-        source: std::io::Error::other(
-            "the two hosts have no migration addresses of the same family",
-        ),
-    };
+    let mut failure = nothing_answered(routes);
     let (mut reached, mut until) = (Vec::new(), deadline);
     loop {
         match received.recv_timeout(until.saturating_duration_since(Instant::now())) {
@@ -164,9 +159,26 @@ pub(super) fn reach(routes: &[Route]) -> Result<Vec<Reached>, TransportError> {
     Ok(reached.into_iter().map(|(_, way)| way).collect())
 }
 
+/// Silence is a link that is lost for now; to have no way at all is not.
+fn nothing_answered(routes: &[Route]) -> TransportError {
+    match routes.first() {
+        Some(route) => TransportError::Connect {
+            peer: route.to,
+            source: std::io::ErrorKind::TimedOut.into(),
+        },
+        None => TransportError::System {
+            doing: "reach the destination",
+            source: std::io::Error::other(
+                "the two hosts have no migration addresses of the same family",
+            ),
+        },
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_transport::Class;
 
     #[test]
     fn routes_keep_to_one_family() {
@@ -201,6 +213,13 @@ mod tests {
         let ways = routes(&four, &theirs);
         assert!(theirs.iter().all(|a| ways.iter().any(|w| w.to == *a)));
         assert_eq!(routes(&four[..1], &theirs).len(), 4);
+    }
+
+    #[test]
+    fn silence_is_a_lost_link_and_no_way_at_all_is_not() {
+        let silent = routes(&[], &["192.0.2.1:9".parse().unwrap()]);
+        assert_eq!(nothing_answered(&silent).class(), Class::Lost);
+        assert_eq!(nothing_answered(&[]).class(), Class::Local);
     }
 
     #[test]
