@@ -24,6 +24,7 @@ pub(crate) struct Memory {
 /// The allocation of all memory before anything arrives.
 #[derive(Debug, Default)]
 struct Preparation {
+    begun: AtomicBool,
     /// Page from which the next thread goes on.
     next: AtomicU64,
     working: AtomicUsize,
@@ -47,8 +48,12 @@ impl Memory {
         })
     }
 
-    /// Begins to allocate all of the guest's memory, with this many threads, in the background.
+    /// Begins to allocate all of the guest's memory, with this many threads, in the background. Once: an epoch that is
+    /// made anew finds it begun.
     pub(crate) fn prepare(self: &Arc<Self>, threads: usize) {
+        if self.preparation.begun.swap(true, Ordering::AcqRel) {
+            return;
+        }
         let began = Instant::now();
         if let Err(reason) = self.room_for(self.ram.without_memory(0..self.ram.page_count())) {
             // Nothing else has set it: this is the beginning.
