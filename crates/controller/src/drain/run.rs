@@ -20,6 +20,8 @@ use tokio::task::JoinSet;
 
 /// Tries of a VM before it is left where it is.
 const TRIES_MAX: u32 = 3;
+/// Pause before a host that refused a VM is asked again.
+const ASK_AGAIN: Duration = Duration::from_secs(3);
 /// Longest wait between two looks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
@@ -47,6 +49,23 @@ impl Work {
             refused: BTreeMap::new(),
             measured: BTreeSet::new(),
         }
+    }
+
+    /// Notes that a host refused a VM, so many times.
+    fn refuse(&mut self, vm: VmName, to: HostName, reasons: Vec<ApiError>, times: u32) {
+        let before = self.refused.get(&(vm.clone(), to.clone()));
+        let refusal = Refusal {
+            reasons,
+            times: times + before.map_or(0, |refusal| refusal.times),
+            at: Instant::now(),
+        };
+        self.refused.insert((vm, to), refusal);
+    }
+
+    /// Whether a host that refused a VM is still to be asked again.
+    fn asks_again(&self, vm: &VmName) -> bool {
+        let mut own = self.refused.iter().filter(|((name, _), _)| name == vm);
+        own.any(|(_, refusal)| !refusal.is_final())
     }
 
     /// Whether all hosts have answered since the controller started, or had time to.
@@ -283,6 +302,7 @@ fn judge(app: &App, view: &mut DrainView, work: &Work) {
             continue;
         };
         let reasons = match may {
+            Err(_) if work.asks_again(&vm.vm) => continue,
             Err(reasons) => reasons,
             // Room may come free, or be taken, while others are under way.
             Ok(hosts) if waits || hosts.iter().any(|host| host.1 >= vm.memory_mib) => continue,
@@ -305,7 +325,25 @@ fn judge(app: &App, view: &mut DrainView, work: &Work) {
 type Taker = godwit_types::host::HostInfo;
 /// A host and the memory that a new guest could have there, MiB.
 type Room = (HostName, u64);
-type Refused = BTreeMap<(VmName, HostName), Vec<ApiError>>;
+type Refused = BTreeMap<(VmName, HostName), Refusal>;
+
+/// A host that refused a VM: asked again a few times, since what stood in the way may have been there for a moment.
+struct Refusal {
+    reasons: Vec<ApiError>,
+    times: u32,
+    at: Instant,
+}
+
+impl Refusal {
+    fn is_final(&self) -> bool {
+        self.times >= TRIES_MAX
+    }
+
+    /// Whether it is not yet time to ask again.
+    fn stands(&self) -> bool {
+        self.is_final() || self.at.elapsed() < ASK_AGAIN
+    }
+}
 
 /// Hosts that may take VMs.
 fn takers(app: &App, view: &DrainView) -> Vec<Taker> {
@@ -331,12 +369,10 @@ fn may_go_to(
     let (mut may, mut reasons) = (Vec::new(), Vec::new());
     for host in hosts {
         let mut lacks = place::lacks(&spec, host);
-        lacks.extend(
-            refused
-                .get(&(vm.clone(), host.name.clone()))
-                .cloned()
-                .unwrap_or_default(),
-        );
+        let refusal = refused.get(&(vm.clone(), host.name.clone()));
+        if let Some(refusal) = refusal.filter(|refusal| refusal.stands()) {
+            lacks.extend(refusal.reasons.clone());
+        }
         if lacks.is_empty() {
             may.push((host.name.clone(), host.memory_free_mib));
         }
@@ -492,7 +528,10 @@ fn request(to: &HostName) -> MigrateRequest {
 /// Begins what the plan says; preflight of each runs beside this task.
 fn begin_next(app: &Arc<App>, view: &mut DrainView, work: &mut Work) {
     let answers = app.host(&view.host).is_ok_and(|host| host.is_connected());
-    while answers {
+    if !answers {
+        return;
+    }
+    loop {
         let board = board(app, view, work);
         let next = plan::next(&board.waiting, &board.moving, &board.rooms, view.at_once);
         let Some((vm, to)) = next else { return };
@@ -521,7 +560,7 @@ fn take(app: &App, host: &HostName, work: &mut Work, begun: Begun) {
             for reason in &reasons {
                 tracing::warn!(%host, vm = %begun.vm, to = %begun.to, %reason, "VM cannot go there");
             }
-            work.refused.insert((begun.vm, begun.to), reasons);
+            work.refuse(begun.vm, begun.to, reasons, 1);
         }
     }
 }
@@ -561,10 +600,10 @@ pub async fn dry(app: &Arc<App>, view: &mut DrainView) {
             .filter(|vm| vm.step == DrainStep::Waiting)
         {
             let to = destinations.get(&vm.vm).cloned();
-            if let Some(to) = to.as_ref().filter(|_| vm.to != to) {
-                if let Err(reasons) = passes(app, &vm.vm, to).await {
-                    work.refused.insert((vm.vm.clone(), to.clone()), reasons);
-                }
+            if let Some(to) = to.as_ref().filter(|_| vm.to != to)
+                && let Err(reasons) = passes(app, &vm.vm, to).await
+            {
+                work.refuse(vm.vm.clone(), to.clone(), reasons, TRIES_MAX);
             }
             vm.to = to;
         }
