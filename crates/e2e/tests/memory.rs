@@ -20,11 +20,7 @@ fn prepared() -> Options {
 }
 
 fn boot(pair: &Pair) -> anyhow::Result<()> {
-    pair.boot(&counter_vm(
-        pair.dir(),
-        &CounterSpec::flat(24),
-        MEMORY_MIB,
-    )?)?;
+    pair.boot(&counter_vm(pair.dir(), &CounterSpec::flat(24), MEMORY_MIB)?)?;
     wait_passes(&pair.a.ram_file()?, 1, LONG)?;
     Ok(())
 }

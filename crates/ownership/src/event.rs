@@ -167,7 +167,8 @@ pub enum Event {
         /// The attempt's generation, from [`Action::StopGuest`].
         attempt: Generation,
     },
-    /// Source: the destination has acknowledged the last pages as applied and verified.
+    /// Source: the last pages are on their way in order: the destination has acknowledged them as applied and verified,
+    /// or, far away, loads no device before it has applied them and says so when it is ready.
     LastPagesApplied {
         /// The attempt's generation.
         attempt: Generation,

@@ -15,7 +15,7 @@ pub struct DrainRequest {
     /// Says what would be done, does nothing.
     #[serde(default)]
     pub dry_run: bool,
-    /// Moves at the same time at most; chosen by links and memory when absent.
+    /// Moves at the same time at most; chosen when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub at_once: Option<u32>,
     /// Only to these hosts; any other than the one that is emptied when none is named.
@@ -100,7 +100,7 @@ pub struct DrainView {
     pub request: DrainRequest,
     /// Its VMs in the order of their moves.
     pub vms: Vec<DrainVm>,
-    /// Moves at the same time, and the reason, one sentence.
+    /// Moves at the same time.
     pub at_once: u32,
     /// Why in this order and so many at once.
     pub plan: String,

@@ -3,8 +3,8 @@
 //! Pure data. The agent serves [`HostRequest`]-like paths over mutual TLS; the VM process serves [`VmRequest`] over a
 //! Unix socket, one JSON line in, one JSON line out. Refuses: anything over [`MESSAGE_LEN_MAX`].
 
-use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::forecast::DirtyRate;
+use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::migration::{MigrationReport, MigrationSpec};
 use crate::vm::{Accelerator, VmSpec, VmState};
 use crate::{ApiError, vm};

@@ -9,7 +9,7 @@ use crate::source::driver::{Command, GAVE_UP};
 use crate::vm::{Driver, Migration, Vm};
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, RunPermit, Status};
-use godwit_qemu::machine::{ContError, Machine, Running};
+use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::{StoreError, save_json};
 use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::{Outcome, Phase, Side};
@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 
 /// How long a hypervisor is asked to let its guest run before its state is called unknown.
 const CONT_WAIT: Duration = Duration::from_secs(30);
+/// Pause before a hypervisor that is still busy with a save is asked again.
+const SAVING_PAUSE: Duration = Duration::from_millis(10);
 /// How long a source that knows its guest to be elsewhere waits for the figures of its resuming.
 const RESUMED_WAIT: Duration = Duration::from_millis(250);
 
@@ -404,14 +406,21 @@ fn cont_patiently(
 ) -> Result<Running, ContError> {
     loop {
         match machine.cont(permit, (Instant::now() + QMP_WAIT).min(deadline)) {
-            Err(error)
-                if error.maybe_running && !machine.is_closed() && Instant::now() < deadline =>
-            {
+            Err(error) if machine.is_closed() || Instant::now() >= deadline => return Err(error),
+            Err(error) if error.maybe_running => permit = error.permit,
+            Err(error) if still_saving(machine) => {
                 permit = error.permit;
+                std::thread::sleep(SAVING_PAUSE);
             }
             result => return result,
         }
     }
+}
+
+/// A QEMU that has not yet noticed that its save was given up refuses to let the guest run, until it has.
+fn still_saving(machine: &Machine) -> bool {
+    let state = machine.query_status(Instant::now() + QMP_WAIT);
+    matches!(state, Ok(RunState::FinishMigrate))
 }
 
 fn outcome(migration: &Migration, ending: Ending) -> Outcome {
