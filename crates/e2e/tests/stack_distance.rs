@@ -44,7 +44,7 @@ fn a_link_cut_in_precopy_costs_the_cut_and_not_the_migration() -> Result<()> {
         Err(_) => CUT_S_USUAL,
     };
     stack.start_counter(&Counter::flat("cut", 64).slowed(800_000), "a")?;
-    let id = stack.begin("cut", "b", &["--max-bandwidth", "160"])?;
+    let id = stack.begin("cut", "b", &["--max-bandwidth", "40"])?;
     stack.wait_precopy(&id)?;
     let link = stack.lab.link(0)?;
     link.cut()?;

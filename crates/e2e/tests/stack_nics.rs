@@ -70,9 +70,9 @@ fn four_cards_on_subnets_of_their_own_all_carry_bytes() -> Result<()> {
 #[test]
 fn a_card_that_dies_in_precopy_does_not_end_the_migration() -> Result<()> {
     let stack = stack("nics-dead", Subnets::One)?;
-    // Its pages take about three seconds at the cap, and it dirties few of them meanwhile.
+    // Its pages take about thirteen seconds at the cap, and it dirties few of them meanwhile.
     stack.start_counter(&Counter::flat("wide", 64).slowed(800_000), "a")?;
-    let id = stack.begin("wide", "b", &["--max-bandwidth", "160"])?;
+    let id = stack.begin("wide", "b", &["--max-bandwidth", "40"])?;
     stack.wait_precopy(&id)?;
     let mut command = stack.machine("a")?.command("ip");
     let down = command.args(["link", "set", "mig0", "down"]).output()?;

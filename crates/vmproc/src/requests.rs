@@ -416,7 +416,7 @@ impl Vm {
             deadline_s: spec.deadline_s,
             cap_bytes_per_s: spec
                 .max_bandwidth_mbit_per_s
-                .map(|mbit| (mbit.max(1) * 125_000) as f64),
+                .map(|mbit| mbit.max(1) as f64 * 125_000.0),
             control: control.clone(),
             news: self.news(),
         };
@@ -465,7 +465,8 @@ impl Vm {
             report: prepared.report,
             throttle: prepared.throttle,
             save_gate: prepared.save_gate,
-            deadline: deadline.map(|seconds| Instant::now() + Duration::from_secs(seconds)),
+            deadline: deadline
+                .and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds))),
             switchover_wait: Duration::from_millis(500),
             reason: None,
             cancelled: false,
