@@ -41,6 +41,7 @@ pub struct Host {
     /// Shortest silence in a switchover that counts, ms; the product's is 500, which a busy test machine exceeds.
     pub patience_ms: AtomicU32,
     starts: AtomicU32,
+    starting: Mutex<()>,
 }
 
 /// Something that shall happen at a point of the VM process; see `faults.rs` of crate `vmproc`.
@@ -74,6 +75,7 @@ impl Host {
             fault: Mutex::new(None),
             patience_ms: AtomicU32::new(3000),
             starts: AtomicU32::new(0),
+            starting: Mutex::new(()),
         };
         for dir in [host.state_dir(), host.run_dir(), host.ram.clone()] {
             std::fs::create_dir_all(&dir)?;
@@ -151,6 +153,11 @@ impl Host {
 
     /// Starts the VM process and waits until its socket answers.
     pub fn start_process(&self) -> anyhow::Result<()> {
+        // A test and its supervision may find at the same time that none lives.
+        let _one = self.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.process_lives() {
+            return Ok(());
+        }
         let config = self.dir.join("vm-process.json");
         std::fs::write(&config, serde_json::to_vec_pretty(&self.config())?)?;
         let log = File::options().create(true).append(true).open(self.log())?;

@@ -25,6 +25,8 @@ const SETTLE: Duration = Duration::from_secs(40);
 const STANDS: Duration = Duration::from_millis(150);
 /// How long counters are watched; the slowest guest steps a page each few milliseconds.
 const WATCH: Duration = Duration::from_millis(200);
+/// How long a guest that must run may take to count.
+const WATCH_MAX: Duration = Duration::from_secs(5);
 
 /// Where the guest ended.
 #[derive(Debug, Clone)]
@@ -58,9 +60,8 @@ impl Pair {
                     return Ok(Settled { owner, other, lost });
                 }
                 if *mine == View::Crashed && *theirs == View::Nothing {
-                    // The agent's part.
-                    owner.ask(&VmRequest::Start)?;
-                    lost = true;
+                    // The agent's part; a refusal may pass, and is asked again.
+                    lost |= owner.ask(&VmRequest::Start).is_ok();
                 }
             }
             since = if stands {
@@ -129,13 +130,19 @@ impl Pair {
             .map(|entry| entry.path())
             .collect();
         let before: Vec<_> = files.iter().map(|file| counters(file)).collect();
-        // A counter in memory has no event; it is looked at twice.
-        std::thread::sleep(WATCH);
-        let moved = files
-            .iter()
-            .zip(before)
-            .filter(|(file, before)| counters(file) != *before);
-        Ok(moved.map(|(file, _)| file.clone()).collect())
+        let began = Instant::now();
+        loop {
+            // A counter in memory has no event; it is looked at again, for longer where the guest is starved.
+            std::thread::sleep(WATCH);
+            let moved = files
+                .iter()
+                .zip(&before)
+                .filter(|(file, before)| counters(file) != **before);
+            let moved: Vec<PathBuf> = moved.map(|(file, _)| file.clone()).collect();
+            if !moved.is_empty() || began.elapsed() > WATCH_MAX {
+                return Ok(moved);
+            }
+        }
     }
 
     /// Whether the guest of this RAM file counts.

@@ -129,6 +129,11 @@ impl StreamPlan {
         self.streams
     }
 
+    /// Says how many are open in truth: a change that was asked for may not have come about.
+    pub fn open(&mut self, streams: u32) {
+        self.streams = streams;
+    }
+
     /// A change that was asked for could not be made: as if it had brought nothing.
     pub fn failed(&mut self) {
         if let Phase::Trying { added, .. } = self.phase {
@@ -225,9 +230,11 @@ impl StreamPlan {
         if add {
             self.streams += 1;
             Step::Add
-        } else {
+        } else if self.streams > 1 {
             self.streams -= 1;
             Step::Remove
+        } else {
+            Step::Keep
         }
     }
 
@@ -307,6 +314,28 @@ mod tests {
             ..interval(1.2e8)
         };
         assert_eq!(next_change(&mut plan, link), Step::Keep);
+    }
+
+    #[test]
+    fn the_last_channel_stays_when_one_that_left_could_not_be_made_again() {
+        let mut plan = StreamPlan::new(ROOM, 2);
+        let idle = Facts {
+            busy: 0.05,
+            ..interval(1e8)
+        };
+        assert_eq!(next_change(&mut plan, idle), Step::Remove);
+        // It brought less, so it is taken back; that fails.
+        let slower = Facts {
+            busy: 0.05,
+            ..interval(1e7)
+        };
+        assert_eq!(next_change(&mut plan, slower), Step::Add);
+        plan.failed();
+        let changes = (0..10_000).map(|_| {
+            plan.open(1);
+            plan.step(idle)
+        });
+        assert!(changes.into_iter().all(|step| step != Step::Remove));
     }
 
     #[test]

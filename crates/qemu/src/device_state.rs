@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 pub const MAX_DEVICE_STATE: u64 = 256 << 20;
 /// How long QEMU is given to notice that a save was given up.
 const SETTLE: Duration = Duration::from_secs(5);
+/// Pause between two looks whether it has.
+const SETTLE_PAUSE: Duration = Duration::from_millis(1);
 /// How long QEMU is silent before whoever takes the bytes is asked whether to go on.
 const SILENCE: Duration = Duration::from_millis(20);
 /// The name under which QEMU keeps the descriptor between two commands.
@@ -140,17 +142,17 @@ impl Machine {
         self.client()
             .execute("migrate", json!({"uri": format!("fd:{FD_NAME}")}), deadline)?;
         let pumped = pump(&socket, deadline, &mut sink);
-        // Closing our end makes QEMU give up, if it has not finished.
+        // Closing our end makes QEMU give up, if it has not finished; so does the command, whatever it is at.
         drop(socket);
-        let settled = self.settled(
-            &events,
-            if pumped.is_ok() {
-                deadline
-            } else {
-                Instant::now() + SETTLE
-            },
-            "save",
-        );
+        let mut until = deadline;
+        if pumped.is_err() {
+            until = Instant::now() + SETTLE;
+            self.client().execute("migrate_cancel", json!({}), until)?;
+        }
+        let settled = self.settled(&events, until, "save");
+        if pumped.is_err() {
+            self.leave_finish_migrate(until)?;
+        }
         let (bytes, progress) = (pumped?, settled?);
         match progress.status.as_str() {
             "completed" => Ok(bytes),
@@ -276,6 +278,15 @@ impl Machine {
                 Err(error) => return Err(no_event(error, "migrate").into()),
             }
         }
+    }
+
+    /// QEMU says that a save has ended before the machine is in the state that follows, and refuses to let the guest
+    /// run in between.
+    fn leave_finish_migrate(&self, deadline: Instant) -> Result<(), QmpError> {
+        while self.query_status(deadline)? == RunState::FinishMigrate && Instant::now() < deadline {
+            std::thread::sleep(SETTLE_PAUSE);
+        }
+        Ok(())
     }
 
     fn progress(&self, deadline: Instant) -> Result<Progress, QmpError> {

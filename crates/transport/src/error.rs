@@ -157,10 +157,11 @@ impl TransportError {
             | Self::Silent { .. }
             | Self::Stalled { .. }
             | Self::Closed { .. }
-            | Self::Broken { .. } => Class::Lost,
+            | Self::Broken { .. }
+            // Its first error said more.
+            | Self::Unusable { .. } => Class::Lost,
             Self::Bind { .. }
             | Self::Misuse { .. }
-            | Self::Unusable { .. }
             | Self::System { .. } => Class::Local,
             Self::Cancelled => Class::Cancelled,
         }

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 /// How long a hypervisor is asked to let its guest run before its state is called unknown.
 const CONT_WAIT: Duration = Duration::from_secs(30);
-/// Pause before a hypervisor that is still busy with a save is asked again.
-const SAVING_PAUSE: Duration = Duration::from_millis(10);
+/// Pause before a hypervisor that refused to let its guest run is asked again.
+const REFUSED_PAUSE: Duration = Duration::from_millis(5);
 /// How long a source that knows its guest to be elsewhere waits for the figures of its resuming.
 const RESUMED_WAIT: Duration = Duration::from_millis(250);
 
@@ -81,7 +81,13 @@ impl Vm {
             self.outcome.failed = Some(error);
             return Some(Event::QemuDied);
         }
-        self.cont(permit)
+        let event = self.cont(permit);
+        if event != Some(Event::GuestHalted) {
+            return event;
+        }
+        // A guest that has not begun is no loss.
+        self.kill_qemu();
+        Some(Event::QemuDied)
     }
 
     /// Starts a QEMU for this VM.
@@ -127,11 +133,18 @@ impl Vm {
                 self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
                 None
             }
-            Err(error) => {
+            Err(error) if hyper.machine.is_closed() => {
                 tracing::error!(%error, "the guest cannot be let run; its hypervisor is ended");
                 self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
                 self.kill_qemu();
                 Some(Event::QemuDied)
+            }
+            Err(error) => {
+                // It may be the only copy of the guest: it stands still until somebody resumes it.
+                tracing::error!(%error, "the guest cannot be let run; it is left paused");
+                self.halted = Some(error.to_string());
+                self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
+                Some(Event::GuestHalted)
             }
         }
     }
@@ -408,19 +421,27 @@ fn cont_patiently(
         match machine.cont(permit, (Instant::now() + QMP_WAIT).min(deadline)) {
             Err(error) if machine.is_closed() || Instant::now() >= deadline => return Err(error),
             Err(error) if error.maybe_running => permit = error.permit,
-            Err(error) if still_saving(machine) => {
+            Err(error) if may_go_on(machine) => {
                 permit = error.permit;
-                std::thread::sleep(SAVING_PAUSE);
+                std::thread::sleep(REFUSED_PAUSE);
             }
             result => return result,
         }
     }
 }
 
-/// A QEMU that has not yet noticed that its save was given up refuses to let the guest run, until it has.
-fn still_saving(machine: &Machine) -> bool {
+/// Whether a refusal to let the guest run may pass. A QEMU refuses while it has not noticed that its save was given up,
+/// and may be past that by the time it is asked for its state: only states that no waiting ends are final.
+fn may_go_on(machine: &Machine) -> bool {
     let state = machine.query_status(Instant::now() + QMP_WAIT);
-    matches!(state, Ok(RunState::FinishMigrate))
+    !matches!(
+        state,
+        Ok(RunState::Shutdown
+            | RunState::GuestPanicked
+            | RunState::InternalError
+            | RunState::IoError
+            | RunState::Watchdog)
+    )
 }
 
 fn outcome(migration: &Migration, ending: Ending) -> Outcome {

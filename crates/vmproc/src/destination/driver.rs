@@ -574,7 +574,9 @@ impl DestinationDriver {
                 "device state came, but no hypervisor waits for it".into(),
             ));
         };
-        let written = qemu.stream.write(piece, Instant::now() + LOAD_WAIT);
+        let written = with_signs_of_life(&epoch.control, || {
+            qemu.stream.write(piece, Instant::now() + LOAD_WAIT)
+        });
         written.map_err(|error| Halt::Failed(error.to_string()))
     }
 

@@ -425,7 +425,10 @@ impl SourceDriver {
             epoch.abandon(&mut self.dirty);
             return Err(halt);
         }
-        epoch.warm().map_err(halt_of)?;
+        if let Err(error) = epoch.warm() {
+            epoch.abandon(&mut self.dirty);
+            return Err(halt_of(error));
+        }
         self.parts.control.set(&epoch.control);
         let notes = epoch.take_notes();
         self.parts.report.update(|report| {
@@ -473,8 +476,18 @@ impl SourceDriver {
         epoch: &Epoch,
         deadline: Instant,
     ) -> Result<Option<ToSource>, Halt> {
+        self.peer_within(epoch, Duration::MAX, deadline)
+    }
+
+    /// As [`SourceDriver::peer`], but comes back after `wait` with nothing, so that the peer can hear from us.
+    pub(super) fn peer_within(
+        &mut self,
+        epoch: &Epoch,
+        wait: Duration,
+        deadline: Instant,
+    ) -> Result<Option<ToSource>, Halt> {
         let left = deadline.saturating_duration_since(Instant::now());
-        match self.inputs.recv_timeout(left) {
+        match self.inputs.recv_timeout(left.min(wait)) {
             Ok(DriverInput::Peer {
                 epoch: number,
                 from,
@@ -484,6 +497,7 @@ impl SourceDriver {
             Ok(DriverInput::Command(Command::CalledOff)) => Err(Halt::CalledOff),
             Ok(DriverInput::Command(Command::PeerGaveUp)) => Err(Halt::Lost(GAVE_UP.into())),
             Ok(_) => Ok(None),
+            Err(RecvTimeoutError::Timeout) if wait < left => Ok(None),
             Err(RecvTimeoutError::Timeout) => {
                 Err(Halt::Lost("the destination did not answer in time".into()))
             }

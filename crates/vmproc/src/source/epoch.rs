@@ -229,6 +229,8 @@ impl Epoch {
             && let Some(facts) = self.gauge.look(&self.lanes)
         {
             let minds_loss = self.minds_loss;
+            self.plan
+                .open(u32::try_from(self.streams()).unwrap_or(u32::MAX));
             match self.plan.step(Facts {
                 minds_loss,
                 ..facts
@@ -285,6 +287,9 @@ impl Epoch {
 
     /// Ends the newest channel of the route that has most.
     fn let_one_go(&mut self) {
+        if self.streams() <= 1 {
+            return self.plan.failed();
+        }
         let routes = 0..self.maker.routes.len();
         let route = routes.max_by_key(|route| self.open_on(*route));
         let newest = self

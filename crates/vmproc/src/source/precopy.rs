@@ -24,6 +24,8 @@ use std::time::{Duration, Instant};
 
 /// From this round trip on the stopped guest does not wait for an answer that readiness implies, s.
 const FAR_RTT_S: f64 = 0.005;
+/// How long a save may give nothing before that counts as silence.
+const QUIET_SAVE: Duration = Duration::from_secs(2);
 /// While the guest stands still silence counts sooner, so a destination that is only slow must be able to show it.
 const SWITCHOVER_PING_EVERY: Duration = Duration::from_millis(100);
 
@@ -146,7 +148,7 @@ impl SourceDriver {
     /// Sends everything that is dirty and waits until it is applied.
     fn iterate(&mut self, epoch: &mut Epoch) -> Result<Iteration, Halt> {
         let (mut iteration, began) = self.send_dirty(epoch)?;
-        self.reach_barrier(epoch, &mut iteration)?;
+        self.reach_barrier(epoch, &mut iteration, PING_EVERY)?;
         reached("source.barrier");
         self.close_iteration(epoch, &mut iteration, began);
         Ok(iteration)
@@ -183,7 +185,7 @@ impl SourceDriver {
     fn run_pass(&mut self, epoch: &mut Epoch, pass: &Arc<Pass>) -> Result<Iteration, Halt> {
         let mut iteration = Iteration::default();
         let mut working = epoch.begin(pass);
-        if working < epoch.streams() {
+        if working == 0 || working < epoch.streams() {
             return Err(Halt::Lost("a data channel has ended".into()));
         }
         while working > 0 {
@@ -206,6 +208,9 @@ impl SourceDriver {
             if working > 0 {
                 working += epoch.tend(pass).map_err(halt_of)?;
             }
+        }
+        if pass.left_pages() > 0 {
+            return Err(Halt::Lost("no data channel is left".into()));
         }
         Ok(iteration)
     }
@@ -236,11 +241,16 @@ impl SourceDriver {
             .map_err(halt_of)
     }
 
-    fn reach_barrier(&mut self, epoch: &mut Epoch, iteration: &mut Iteration) -> Result<(), Halt> {
+    fn reach_barrier(
+        &mut self,
+        epoch: &mut Epoch,
+        iteration: &mut Iteration,
+        ping_every: Duration,
+    ) -> Result<(), Halt> {
         let mut moved = Instant::now();
         loop {
-            self.sign_of_life(epoch, PING_EVERY)?;
-            match self.peer(epoch, moved + BARRIER_WAIT)? {
+            self.sign_of_life(epoch, ping_every)?;
+            match self.peer_within(epoch, ping_every, moved + BARRIER_WAIT)? {
                 // The destination lives; that nothing moves on a channel is for its own eyes.
                 Some(ToSource::Applied { .. } | ToSource::Pong { .. }) => moved = Instant::now(),
                 Some(ToSource::BarrierDone {
@@ -396,7 +406,7 @@ impl SourceDriver {
         self.parts.cap_bytes_per_s = cap;
         let (mut iteration, pass_began) = sent?;
         if self.rtt_s < FAR_RTT_S {
-            self.reach_barrier(epoch, &mut iteration)?;
+            self.reach_barrier(epoch, &mut iteration, SWITCHOVER_PING_EVERY)?;
         }
         self.close_iteration(epoch, &mut iteration, pass_began);
         epoch.close_data();
@@ -426,6 +436,10 @@ impl SourceDriver {
                     return Err(std::io::Error::other("the switchover was called off"));
                 }
                 if piece.is_empty() {
+                    // Our own hypervisor is slow: that is not the peer's silence either, for a while.
+                    if began.elapsed() < QUIET_SAVE {
+                        (self.parts.news)(News::Heard);
+                    }
                     return Ok(());
                 }
                 reached("source.device-state");
