@@ -14,9 +14,10 @@ use godwit_types::load::HostLoad;
 use godwit_types::migration::{
     CannotKeep, Cipher, LimitedBy, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport,
 };
-use godwit_types::{ApiError, HostName, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeMap;
-use std::sync::{Mutex, PoisonError};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Passes over fewer pages say more about their round trips than about the link.
@@ -65,11 +66,28 @@ pub struct Link {
     pub basis: String,
 }
 
+/// Source and destination.
+type Pair = (HostName, HostName);
+
 /// The newest measurements.
 #[derive(Debug, Default)]
 pub struct Memory {
     rates: Mutex<BTreeMap<VmName, (Instant, DirtyRate)>>,
-    links: Mutex<BTreeMap<(HostName, HostName), (Instant, Link)>>,
+    links: Mutex<BTreeMap<Pair, (Instant, Link)>>,
+    /// Links that are being measured: two bursts at once would halve each other.
+    measuring: Mutex<BTreeMap<Pair, Arc<tokio::sync::Mutex<()>>>>,
+}
+
+impl Memory {
+    /// Who measures a link holds this.
+    fn turn(&self, hosts: &Pair) -> Arc<tokio::sync::Mutex<()>> {
+        let mut measuring = self
+            .measuring
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        measuring.retain(|_, turn| Arc::strong_count(turn) > 1);
+        measuring.entry(hosts.clone()).or_default().clone()
+    }
 }
 
 /// What is to be expected.
@@ -149,6 +167,14 @@ pub async fn link(
     if let Some(known) = young(&app.forecasts.links, &hosts, effort.age) {
         return Ok(known);
     }
+    let asked = Instant::now();
+    let turn = app.forecasts.turn(&hosts);
+    let _turn = turn.lock().await;
+    // What another has measured while this one waited is as good as new.
+    let age = effort.age.max(asked.elapsed());
+    if let Some(known) = young(&app.forecasts.links, &hosts, age) {
+        return Ok(known);
+    }
     let reports = app.store.reports_between(&hosts.0, &hosts.1).await?;
     let burst = burst(source, destination, cipher, effort.link_ms).await;
     let link = match (achieved(&reports, cipher), burst) {
@@ -183,9 +209,11 @@ fn achieved(reports: &[MigrationReport], cipher: Cipher) -> Option<(f64, usize)>
             pass.pages_sent >= PAGES_MEASURABLE && pass.limited_by != LimitedBy::Cap
         });
         let (pages, seconds) = passes.fold((0, 0.0), |(pages, seconds), pass| {
-            (pages + pass.pages_sent, seconds + pass.seconds)
+            let pages = u64::saturating_add(pages, pass.pages_sent);
+            (pages, seconds + pass.seconds)
         });
-        (seconds > 0.0).then(|| pages as f64 * PAGE_BYTES / seconds)
+        let usable = seconds > 0.0 && f64::is_finite(seconds);
+        usable.then(|| pages as f64 * PAGE_BYTES / seconds)
     };
     let same = reports.iter().filter(|report| report.encryption == cipher);
     let mut speeds: Vec<f64> = same.filter_map(speed).take(HISTORY).collect();
@@ -206,14 +234,34 @@ async fn burst(
         cipher,
     };
     let ready = destination.agent.link_listen(&listen).await?;
+    let known = &destination.info.migration_addresses;
+    let destination_addresses = own_addresses(ready.addresses, known);
+    if destination_addresses.is_empty() {
+        let message = format!(
+            "host {} listens for a burst at none of its migration addresses: see 'godwit host check {0}'",
+            destination.host
+        );
+        return Err(ApiError::new(ErrorCode::Incompatible, message).on_host(&destination.host));
+    }
     let send = LinkProbeSend {
         listen,
-        destination_addresses: ready.addresses,
+        destination_addresses,
         source_addresses: source.info.migration_addresses.clone(),
         streams: source.info.cpus.min(destination.info.cpus).clamp(1, 4),
         millis,
     };
     let measured = source.agent.link_send(&send).await?;
+    let figures = [measured.bytes_per_s, measured.rtt_ms, measured.seconds];
+    if !figures
+        .iter()
+        .all(|figure| figure.is_finite() && *figure >= 0.0)
+    {
+        let message = format!(
+            "host {} answers no figures for the link to host {}: see its agent's log",
+            source.host, destination.host
+        );
+        return Err(ApiError::new(ErrorCode::Internal, message).on_host(&source.host));
+    }
     Ok(Link {
         bytes_per_s: measured.bytes_per_s,
         rtt_s: measured.rtt_ms / 1000.0,
@@ -222,6 +270,17 @@ async fn burst(
             measured.seconds, measured.streams, source.host, destination.host, measured.rtt_ms
         ),
     })
+}
+
+/// Of the addresses that a host answers those that are its own, so that nobody is sent to a third machine.
+fn own_addresses(mut answered: Vec<SocketAddr>, own: &[IpAddr]) -> Vec<SocketAddr> {
+    let is_own = |address: &SocketAddr| {
+        let mut own = own.iter().map(IpAddr::to_canonical);
+        own.any(|own| own == address.ip().to_canonical())
+    };
+    answered.retain(is_own);
+    answered.truncate(own.len());
+    answered
 }
 
 /// The slower end's interfaces, as their drivers say.
@@ -238,8 +297,9 @@ async fn by_interfaces(source: &End, destination: &End) -> Option<Link> {
 }
 
 fn driver_mbit_per_s(load: &HostLoad) -> Option<u64> {
-    let speeds = load.interfaces.iter().map(|link| link.speed_mbit_per_s);
-    speeds.sum::<Option<u64>>().filter(|speed| *speed > 0)
+    let mut speeds = load.interfaces.iter().map(|link| link.speed_mbit_per_s);
+    let sum = speeds.try_fold(0, |sum: u64, speed| Some(sum.saturating_add(speed?)));
+    sum.filter(|speed| *speed > 0)
 }
 
 /// Puts a guest and a link together.
@@ -288,6 +348,7 @@ pub fn predict(rate: &DirtyRate, link: &Link, request: &MigrateRequest) -> Fores
 mod tests {
     use super::*;
     use godwit_types::forecast::{DirtyAge, PromiseKind};
+    use godwit_types::load::InterfaceLoad;
     use godwit_types::migration::{
         AgentAddress, IterationReport, MigrationSecret, MigrationSpec, Side,
     };
@@ -346,6 +407,61 @@ mod tests {
         assert!((speed / 1e9 - 0.2).abs() < 1e-6, "{speed}");
         assert_eq!(count, 3);
         assert_eq!(achieved(&[], sealed), None);
+    }
+
+    #[test]
+    fn figures_that_no_host_can_mean_overflow_nothing() {
+        let link = LimitedBy::Link;
+        let mut huge = report(Cipher::None, 1.0, link);
+        huge.iterations[1].pages_sent = u64::MAX;
+        let (speed, _) = achieved(&[huge.clone()], Cipher::None).unwrap();
+        assert!(speed.is_finite() && speed > 0.0);
+        huge.iterations[0].seconds = f64::INFINITY;
+        assert_eq!(achieved(&[huge], Cipher::None), None);
+        let interface = |speed_mbit_per_s| InterfaceLoad {
+            name: "eth0".into(),
+            addresses: Vec::new(),
+            received_bytes_per_s: 0.0,
+            sent_bytes_per_s: 0.0,
+            speed_mbit_per_s,
+        };
+        let mut load = HostLoad {
+            host: HostName::new("a").unwrap(),
+            seconds: 1.0,
+            cpus: 1,
+            cpu_percent: 0.0,
+            memory_total_mib: 1,
+            memory_free_mib: 1,
+            interfaces: vec![interface(Some(u64::MAX)), interface(Some(2))],
+            migrations: Vec::new(),
+        };
+        assert_eq!(driver_mbit_per_s(&load), Some(u64::MAX));
+        load.interfaces.push(interface(None));
+        assert_eq!(driver_mbit_per_s(&load), None);
+    }
+
+    #[test]
+    fn a_burst_goes_to_no_address_that_is_not_the_destinations() {
+        let own: Vec<IpAddr> = ["192.0.2.1", "2001:db8::1"]
+            .map(|own| own.parse().unwrap())
+            .into();
+        let answered = [
+            "198.51.100.7:1",
+            "192.0.2.1:2",
+            "[::ffff:192.0.2.1]:3",
+            "[2001:db8::2]:4",
+            "[2001:db8::1]:5",
+        ];
+        let answered = answered.map(|address| address.parse().unwrap()).to_vec();
+        let kept: Vec<u16> = own_addresses(answered, &own)
+            .iter()
+            .map(SocketAddr::port)
+            .collect();
+        assert_eq!(kept, [2, 3]);
+        assert_eq!(
+            own_addresses(vec!["192.0.2.9:1".parse().unwrap()], &own),
+            []
+        );
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::app::{App, unreachable_host};
 use crate::drain;
 use crate::error::{ControllerError, Outcome, refuse};
 use crate::reconcile;
-use crate::state::HostEntry;
+use crate::state::{HostEntry, State};
 use crate::store::Joined;
 use crate::vms::done;
 use godwit_rpc::pki::{PkiError, now_unix_s};
@@ -169,22 +169,22 @@ pub async fn remove(app: &App, host: &HostName, confirm_unreachable: bool) -> Ou
         .await?;
     app.revocations.revoke(entry.serial);
     app.note_removed(host, true);
+    forget(&mut app.state(), host);
+    // Last: no drain of a host that is not in the inventory begins.
     drain::forget(app, host).await?;
-    let mut state = app.state();
-    state.hosts.remove(host);
-    for vm in state
-        .vms
-        .values_mut()
-        .filter(|vm| vm.host.as_ref() == Some(host))
-    {
-        vm.host = None;
-    }
-    drop(state);
     app.tell_host(host);
     tracing::info!(%host, "host is removed, its certificate revoked");
     Ok(done(format!(
         "Host {host} is removed and its certificate revoked."
     )))
+}
+
+fn forget(state: &mut State, host: &HostName) {
+    state.hosts.remove(host);
+    let vms = state.vms.values_mut();
+    for vm in vms.filter(|vm| vm.host.as_ref() == Some(host)) {
+        vm.host = None;
+    }
 }
 
 /// A host that answers is not taken out of a migration; one that is gone for good ends it.

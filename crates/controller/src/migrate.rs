@@ -130,12 +130,14 @@ async fn start(
     }))
 }
 
+/// Longest pause that may be asked for: an hour.
+const DOWNTIME_MAX_MS: u64 = 3_600_000;
+/// Latest deadline: a year.
+const DEADLINE_MAX_S: u64 = 31_536_000;
+/// Highest cap: 10 Tb/s.
+const BANDWIDTH_MAX_MBIT_PER_S: u64 = 10_000_000;
+
 fn check_request(request: &MigrateRequest) -> Outcome<()> {
-    let zero = [
-        ("max_downtime_ms", request.max_downtime_ms),
-        ("deadline_s", request.deadline_s),
-        ("max_bandwidth_mbit_per_s", request.max_bandwidth_mbit_per_s),
-    ];
     if let Some(percent) = request
         .max_guest_slowdown_percent
         .filter(|percent| *percent > 99)
@@ -145,13 +147,29 @@ fn check_request(request: &MigrateRequest) -> Outcome<()> {
             format!("max_guest_slowdown_percent = {percent} would stop the guest: give 0 to 99"),
         );
     }
-    match zero.into_iter().find(|(_, value)| *value == Some(0)) {
-        None => Ok(()),
-        Some((key, _)) => refuse(
-            ErrorCode::InvalidRequest,
-            format!("{key} = 0 cannot be kept: give at least 1 or leave it out"),
+    let bounded = [
+        ("max_downtime_ms", request.max_downtime_ms, DOWNTIME_MAX_MS),
+        ("deadline_s", request.deadline_s, DEADLINE_MAX_S),
+        (
+            "max_bandwidth_mbit_per_s",
+            request.max_bandwidth_mbit_per_s,
+            BANDWIDTH_MAX_MBIT_PER_S,
         ),
+    ];
+    for (key, value, most) in bounded {
+        let Some(value) = value.filter(|value| !(1..=most).contains(value)) else {
+            continue;
+        };
+        let problem = match value {
+            0 => "cannot be kept",
+            _ => "is too much",
+        };
+        return refuse(
+            ErrorCode::InvalidRequest,
+            format!("{key} = {value} {problem}: give 1 to {most} or leave it out"),
+        );
     }
+    Ok(())
 }
 
 fn already(name: &VmName, id: Option<&MigrationId>) -> ApiError {
@@ -280,4 +298,61 @@ pub async fn cancel(app: &App, id: &MigrationId, request: &CancelRequest) -> Out
         .connected_agent(&report.from)
         .or_else(|_| app.connected_agent(&report.to))?;
     Ok(agent.cancel(id, request).await?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::HostName;
+
+    #[test]
+    fn limits_that_nothing_can_be_made_of_are_refused_each_by_its_name() {
+        let free = MigrateRequest {
+            to: HostName::new("b").unwrap(),
+            encryption: None,
+            max_downtime_ms: None,
+            deadline_s: None,
+            max_bandwidth_mbit_per_s: None,
+            max_guest_slowdown_percent: None,
+            prepare: false,
+            must_keep: false,
+            dry_run: false,
+        };
+        assert!(check_request(&free).is_ok());
+        type Set = fn(&mut MigrateRequest, u64);
+        let keys: [(&str, Set, u64); 3] = [
+            (
+                "max_downtime_ms",
+                |r, v| r.max_downtime_ms = Some(v),
+                DOWNTIME_MAX_MS,
+            ),
+            ("deadline_s", |r, v| r.deadline_s = Some(v), DEADLINE_MAX_S),
+            (
+                "max_bandwidth_mbit_per_s",
+                |r, v| r.max_bandwidth_mbit_per_s = Some(v),
+                BANDWIDTH_MAX_MBIT_PER_S,
+            ),
+        ];
+        for (key, set, most) in keys {
+            for (value, fine) in [
+                (0, false),
+                (1, true),
+                (most, true),
+                (most + 1, false),
+                (u64::MAX, false),
+            ] {
+                let mut request = free.clone();
+                set(&mut request, value);
+                let checked = check_request(&request);
+                assert_eq!(checked.is_ok(), fine, "{key} = {value}");
+                if let Err(error) = checked {
+                    assert_eq!(error.code, ErrorCode::InvalidRequest);
+                    assert!(
+                        error.message.starts_with(&format!("{key} = {value} ")),
+                        "{error}"
+                    );
+                }
+            }
+        }
+    }
 }

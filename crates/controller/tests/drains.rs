@@ -3,10 +3,10 @@
 mod scripted;
 
 use godwit_rpc::controller_client::MigrateAnswer;
-use godwit_types::control_api::{CancelRequest, StartRequest, StopRequest};
+use godwit_types::control_api::{CancelRequest, HostState, StartRequest, StopRequest};
 use godwit_types::drain::{DrainRequest, DrainState, DrainStep, DrainView, DrainVm};
 use godwit_types::forecast::{DirtyAge, DirtyRate, LinkMeasured};
-use godwit_types::migration::Outcome;
+use godwit_types::migration::{MigrateRequest, Outcome};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, MigrationId, PortGroup, VmSpec};
 use scripted::{Agent, DEADLINE, House, code, hand_over, host, spec, vm};
@@ -72,6 +72,20 @@ fn one<'a>(view: &'a DrainView, name: &str) -> &'a DrainVm {
     view.vms.iter().find(|found| found.vm == vm(name)).unwrap()
 }
 
+fn to(name: &str) -> MigrateRequest {
+    MigrateRequest {
+        to: host(name),
+        encryption: None,
+        max_downtime_ms: None,
+        deadline_s: None,
+        max_bandwidth_mbit_per_s: None,
+        max_guest_slowdown_percent: None,
+        prepare: false,
+        must_keep: false,
+        dry_run: false,
+    }
+}
+
 fn idle() -> DirtyRate {
     let age = |seconds| DirtyAge { seconds, mib: 0.1 };
     DirtyRate {
@@ -114,6 +128,8 @@ async fn everything_leaves_and_the_host_takes_no_vms_until_that_is_ended() {
     }
     assert_eq!(done.vms.len(), 3);
     assert_eq!(b.calls("migrate"), 3);
+    // The link was measured for all of them together.
+    assert_eq!((b.calls("measure"), b.calls("link-send")), (3, 1));
     // The host stays empty until somebody ends that.
     assert!(client.host(&host("b")).await.unwrap().draining);
     let on_b = StartRequest {
@@ -350,19 +366,110 @@ async fn a_drain_that_is_ended_begins_no_further_move() {
         false => ("one", "two"),
     };
     assert_eq!(house.vm(stays).await.host, Some(host("b")));
-    let back = godwit_types::migration::MigrateRequest {
-        to: host("b"),
-        encryption: None,
-        max_downtime_ms: None,
-        deadline_s: None,
-        max_bandwidth_mbit_per_s: None,
-        max_guest_slowdown_percent: None,
-        prepare: false,
-        must_keep: false,
+    let back = MigrateRequest {
         dry_run: true,
+        ..to("b")
     };
     let answer = client.migrate(&vm(goes), &back).await.unwrap();
     assert!(matches!(answer, MigrateAnswer::Checked(report) if report.refusals.is_empty()));
+}
+
+#[tokio::test]
+async fn two_requests_at_once_begin_one_drain() {
+    let (house, a, b) = house(&["web"]).await;
+    let client = house.client();
+    let (b_name, request) = (host("b"), DrainRequest::default());
+    let drain = || client.drain(&b_name, &request);
+    let answers = tokio::join!(drain(), drain());
+    let answers = [answers.0, answers.1];
+    assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), 1);
+    for refused in answers.into_iter().filter(|answer| answer.is_err()) {
+        assert_eq!(code(refused), ErrorCode::WrongState);
+    }
+    until_done(&house, &b, &a).await;
+    assert_eq!(b.calls("migrate"), 1);
+}
+
+#[tokio::test]
+async fn a_move_that_is_just_beginning_when_the_drain_is_ended_goes_on() {
+    let (house, a, b) = house(&["web"]).await;
+    let client = house.client();
+    let go_on = a.hold("prepare");
+    client
+        .drain(&host("b"), &DrainRequest::default())
+        .await
+        .unwrap();
+    a.until_called("prepare").await;
+    let mut events = client.drain_events(&host("b")).await.unwrap();
+    client.undrain(&host("b")).await.unwrap();
+    while events.next(DEADLINE).await.unwrap().is_some() {}
+    // The drain's task has heard of it too.
+    for _ in 0..3 {
+        client.vms().await.unwrap();
+    }
+    go_on.send_replace(true);
+    until_under_way(&b).await;
+    finish_moves(&b, &a);
+    house
+        .until(async |house: &House| {
+            let web = house.vm("web").await;
+            web.migration.is_none() && web.host == Some(host("a"))
+        })
+        .await;
+}
+
+#[tokio::test]
+async fn a_drain_that_is_ended_while_it_measures_begins_no_move() {
+    let (house, a, b) = house(&["web"]).await;
+    b.script().rate = Some(idle());
+    b.script().link = Some(gigabit());
+    let client = house.client();
+    let go_on = b.hold("measure");
+    client
+        .drain(&host("b"), &DrainRequest::default())
+        .await
+        .unwrap();
+    b.until_called("measure").await;
+    client.undrain(&host("b")).await.unwrap();
+    go_on.send_replace(true);
+    // Several questions to both hosts later nothing has begun.
+    let check = MigrateRequest {
+        dry_run: true,
+        ..to("a")
+    };
+    for _ in 0..3 {
+        let answer = client.migrate(&vm("web"), &check).await.unwrap();
+        assert!(matches!(answer, MigrateAnswer::Checked(_)));
+    }
+    assert_eq!((a.calls("prepare"), b.calls("migrate")), (0, 0));
+    assert_eq!(
+        code(client.drain_view(&host("b")).await),
+        ErrorCode::NotDraining
+    );
+}
+
+#[tokio::test]
+async fn a_destination_that_is_lost_for_a_moment_is_waited_for() {
+    let (mut house, mut a, b) = house(&["web"]).await;
+    let lost = async |house: &House| {
+        let view = house.client().host(&host("a")).await.unwrap();
+        view.state == HostState::Unreachable
+    };
+    a.cut().await;
+    house.until(lost).await;
+    let client = house.client();
+    client
+        .drain(&host("b"), &DrainRequest::default())
+        .await
+        .unwrap();
+    // It looks at once, and at each change of the inventory.
+    client.create_vm(&spec("off")).await.unwrap();
+    assert_eq!(one(&view(&house).await, "web").step, DrainStep::Waiting);
+    house.stop().await;
+    house.start().await;
+    a.heal().await;
+    let done = until_done(&house, &b, &a).await;
+    assert_eq!(one(&done, "web").step, DrainStep::Moved);
 }
 
 #[tokio::test]

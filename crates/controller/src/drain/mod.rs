@@ -4,6 +4,7 @@
 //! on after a restart of the controller. A host that is being emptied, or was, takes no VMs until somebody ends that.
 //! Refuses: to shut a VM down; to move one that preflight refuses.
 
+mod patience;
 mod plan;
 mod run;
 
@@ -14,18 +15,37 @@ use godwit_types::control_api::{Done, InventoryEvent};
 use godwit_types::drain::{DrainRequest, DrainState, DrainView};
 use godwit_types::{ApiError, ErrorCode, HostName};
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::watch;
+
+/// Which beginning of a drain: a task works for one only.
+type Run = u64;
+
+/// A drain.
+#[derive(Debug)]
+struct Record {
+    run: Run,
+    view: watch::Sender<DrainView>,
+}
 
 /// All drains.
 #[derive(Debug, Default)]
 pub struct Drains {
-    records: Mutex<BTreeMap<HostName, watch::Sender<DrainView>>>,
+    records: Mutex<BTreeMap<HostName, Record>>,
+    /// Orders what is written to the database and then shown.
+    turn: tokio::sync::Mutex<()>,
+    runs: AtomicU64,
 }
 
 impl Drains {
-    fn records(&self) -> MutexGuard<'_, BTreeMap<HostName, watch::Sender<DrainView>>> {
+    fn records(&self) -> MutexGuard<'_, BTreeMap<HostName, Record>> {
         self.records.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The turn to change drains in the database.
+    async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.turn.lock().await
     }
 
     /// Whether a host takes no VMs.
@@ -35,27 +55,45 @@ impl Drains {
 
     /// How far a drain is, now and from now on.
     pub fn watch(&self, host: &HostName) -> Option<watch::Receiver<DrainView>> {
-        self.records().get(host).map(watch::Sender::subscribe)
+        let records = self.records();
+        records.get(host).map(|record| record.view.subscribe())
     }
 
     fn get(&self, host: &HostName) -> Option<DrainView> {
         let records = self.records();
-        records.get(host).map(|record| record.borrow().clone())
+        records.get(host).map(|record| record.view.borrow().clone())
     }
 
-    /// Shows a record; the first one makes the host draining.
-    fn put(&self, view: DrainView) {
+    /// How far this run is, as long as it goes on.
+    fn current(&self, host: &HostName, run: Run) -> Option<DrainView> {
+        let records = self.records();
+        let record = records.get(host).filter(|record| record.run == run)?;
+        let view = record.view.borrow().clone();
+        (view.state == DrainState::Draining).then_some(view)
+    }
+
+    /// Shows the record of a new run; the first one makes the host draining.
+    fn put(&self, view: DrainView) -> Run {
+        let run = self.runs.fetch_add(1, Ordering::Relaxed);
         let mut records = self.records();
-        match records.get(&view.host) {
-            Some(record) => drop(record.send_replace(view)),
-            None => drop(records.insert(view.host.clone(), watch::channel(view).0)),
+        match records.get_mut(&view.host) {
+            Some(record) => {
+                record.run = run;
+                record.view.send_replace(view);
+            }
+            None => {
+                let host = view.host.clone();
+                let view = watch::channel(view).0;
+                records.insert(host, Record { run, view });
+            }
         }
+        run
     }
 
-    /// Shows what a running drain has come to, unless it was ended meanwhile.
+    /// Shows what a running drain has come to.
     fn renew(&self, view: DrainView) {
         if let Some(record) = self.records().get(&view.host) {
-            record.send_if_modified(|shown| {
+            record.view.send_if_modified(|shown| {
                 let changed = *shown != view;
                 *shown = view;
                 changed
@@ -66,7 +104,9 @@ impl Drains {
     /// Shows the end, then forgets.
     fn remove(&self, host: &HostName) {
         if let Some(record) = self.records().remove(host) {
-            record.send_modify(|view| view.state = DrainState::Stopped);
+            record
+                .view
+                .send_modify(|view| view.state = DrainState::Stopped);
         }
     }
 }
@@ -75,10 +115,10 @@ impl Drains {
 pub async fn resume(app: &Arc<App>) -> Result<(), ControllerError> {
     for view in app.store.drains().await? {
         let (host, goes_on) = (view.host.clone(), view.state == DrainState::Draining);
-        app.drains.put(view);
+        let run = app.drains.put(view);
         if goes_on {
             tracing::info!(%host, "the host is still to be emptied");
-            run::spawn(app.clone(), host);
+            run::spawn(app.clone(), host, run);
         }
     }
     Ok(())
@@ -101,6 +141,9 @@ pub async fn begin(app: &Arc<App>, host: &HostName, request: &DrainRequest) -> O
         run::dry(app, &mut view).await;
         return Ok(view);
     }
+    let _turn = app.drains.turn().await;
+    // Whoever had the turn before may have changed what was found above.
+    check(app, host, request)?;
     if let Some(known) = app.drains.get(host)
         && known.state == DrainState::Draining
     {
@@ -114,10 +157,10 @@ pub async fn begin(app: &Arc<App>, host: &HostName, request: &DrainRequest) -> O
     view.state = DrainState::Draining;
     run::look(app, &mut view);
     app.store.save_drain(&view).await?;
-    app.drains.put(view.clone());
+    let run = app.drains.put(view.clone());
     tell(app, host);
     tracing::info!(%host, vms = view.vms.len(), "the host is being emptied");
-    run::spawn(app.clone(), host.clone());
+    run::spawn(app.clone(), host.clone(), run);
     Ok(view)
 }
 
@@ -155,6 +198,7 @@ pub fn watch(app: &App, host: &HostName) -> Outcome<watch::Receiver<DrainView>> 
 
 /// Ends it: the host takes VMs again. Moves under way go on to their end.
 pub async fn stop(app: &App, host: &HostName) -> Outcome<Done> {
+    let _turn = app.drains.turn().await;
     let Some(view) = app.drains.get(host) else {
         return Err(not_draining(host));
     };
@@ -184,6 +228,7 @@ pub async fn stop(app: &App, host: &HostName) -> Outcome<Done> {
 
 /// Forgets a host that was removed.
 pub async fn forget(app: &App, host: &HostName) -> Result<(), ControllerError> {
+    let _turn = app.drains.turn().await;
     app.store.delete_drain(host).await?;
     app.drains.remove(host);
     Ok(())

@@ -3,8 +3,10 @@
 //! Owned by its task; everything that matters is in the record, and what a move came to is in its report, so that a
 //! restarted controller goes on from there. Refuses to give up on a VM after one failed try, and to try for ever.
 
+use super::Run;
+use super::patience::{Patience, TRIES_MAX};
 use super::plan::{self, Moving, Rooms, Waiting};
-use crate::app::{App, in_doubt};
+use crate::app::{App, in_doubt, now};
 use crate::error::ControllerError;
 use crate::forecast::{self, QUICK};
 use crate::{migrate, place, preflight};
@@ -13,15 +15,11 @@ use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
 use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome as End};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
-/// Tries of a VM before it is left where it is.
-const TRIES_MAX: u32 = 3;
-/// Pause before a host that refused a VM is asked again.
-const ASK_AGAIN: Duration = Duration::from_secs(3);
 /// Longest wait between two looks.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
@@ -34,10 +32,8 @@ struct Work {
     /// Moves that are being begun: preflight runs.
     starting: BTreeMap<VmName, HostName>,
     begun: JoinSet<Begun>,
-    /// Hosts that refused a VM, and why.
-    refused: Refused,
-    /// VMs whose writes were measured, or cannot be.
-    measured: BTreeSet<VmName>,
+    /// What is waited for.
+    patience: Patience,
 }
 
 impl Work {
@@ -46,26 +42,8 @@ impl Work {
             began: Instant::now(),
             starting: BTreeMap::new(),
             begun: JoinSet::new(),
-            refused: BTreeMap::new(),
-            measured: BTreeSet::new(),
+            patience: Patience::default(),
         }
-    }
-
-    /// Notes that a host refused a VM, so many times.
-    fn refuse(&mut self, vm: VmName, to: HostName, reasons: Vec<ApiError>, times: u32) {
-        let before = self.refused.get(&(vm.clone(), to.clone()));
-        let refusal = Refusal {
-            reasons,
-            times: times + before.map_or(0, |refusal| refusal.times),
-            at: Instant::now(),
-        };
-        self.refused.insert((vm, to), refusal);
-    }
-
-    /// Whether a host that refused a VM is still to be asked again.
-    fn asks_again(&self, vm: &VmName) -> bool {
-        let mut own = self.refused.iter().filter(|((name, _), _)| name == vm);
-        own.any(|(_, refusal)| !refusal.is_final())
     }
 
     /// Whether all hosts have answered since the controller started, or had time to.
@@ -81,17 +59,14 @@ struct Begun {
     answer: Result<MigrateAnswer, Vec<ApiError>>,
 }
 
-/// Empties a host until nothing is left to move, the drain is ended or the controller stops.
-pub fn spawn(app: Arc<App>, host: HostName) {
+/// Empties a host until nothing is left to move, this run of its drain is ended or the controller stops.
+pub fn spawn(app: Arc<App>, host: HostName, run: Run) {
     tokio::spawn(async move {
         let mut stop = app.stopped();
         let mut changes = app.listen();
         let mut work = Work::new();
-        while let Some(view) = app.drains.get(&host) {
-            if view.state != DrainState::Draining {
-                return;
-            }
-            if let Err(error) = step(&app, view, &mut work).await {
+        while let Some(view) = app.drains.current(&host, run) {
+            if let Err(error) = step(&app, view, run, &mut work).await {
                 tracing::error!(%host, %error, "cannot note how far the emptying of the host is");
             }
             tokio::select! {
@@ -105,12 +80,24 @@ pub fn spawn(app: Arc<App>, host: HostName) {
 }
 
 /// One look and what follows from it.
-async fn step(app: &Arc<App>, mut view: DrainView, work: &mut Work) -> Result<(), ControllerError> {
+async fn step(
+    app: &Arc<App>,
+    mut view: DrainView,
+    run: Run,
+    work: &mut Work,
+) -> Result<(), ControllerError> {
     look(app, &mut view);
     settle(app, &mut view).await?;
     if work.knows_enough(app) {
-        judge(app, &mut view, work);
+        let away = away(app, &view, work.began);
+        work.patience.note_away(&away, Instant::now());
+        let patient = work.patience.awaits_hosts(Instant::now());
+        judge(app, &mut view, work, patient);
         measure(app, &mut view, work).await;
+        // It may have been ended, and even begun anew, meanwhile.
+        if app.drains.current(&view.host, run).is_none() {
+            return Ok(());
+        }
         begin_next(app, &mut view, work);
     }
     let open = |vm: &DrainVm| matches!(vm.step, DrainStep::Waiting | DrainStep::Moving);
@@ -119,12 +106,13 @@ async fn step(app: &Arc<App>, mut view: DrainView, work: &mut Work) -> Result<()
         tracing::info!(host = %view.host, stay = view.staying().count(), "nothing is left to move off the host");
     }
     view.eta_s = eta_s(app, &view);
-    save(app, view).await
+    save(app, view, run).await
 }
 
-/// Writes what matters after a restart, shows everything.
-async fn save(app: &App, view: DrainView) -> Result<(), ControllerError> {
-    let Some(shown) = app.drains.get(&view.host) else {
+/// Writes what matters after a restart, shows everything; nothing once this run was ended.
+async fn save(app: &App, view: DrainView, run: Run) -> Result<(), ControllerError> {
+    let _turn = app.drains.turn().await;
+    let Some(shown) = app.drains.current(&view.host, run) else {
         return Ok(());
     };
     let lasting = |view: &DrainView| {
@@ -262,7 +250,7 @@ fn settle_one(vm: &mut DrainVm, report: &MigrationReport, id: &MigrationId) {
     vm.percent = None;
     match report.outcome {
         None | Some(End::InDoubt) => {
-            let ram = (report.ram_mib << 20).max(1);
+            let ram = report.ram_mib.saturating_mul(1 << 20).max(1);
             let left = report.remaining_bytes.min(ram);
             vm.percent = Some(100.0 * (ram - left) as f64 / ram as f64);
         }
@@ -288,21 +276,23 @@ fn settle_one(vm: &mut DrainVm, report: &MigrationReport, id: &MigrationId) {
     }
 }
 
-/// Leaves where they are those that no host can take.
-fn judge(app: &App, view: &mut DrainView, work: &Work) {
+/// Leaves where they are those that no host can take; `patient` while one that may is expected back.
+fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool) {
     let hosts = takers(app, view);
+    let now = Instant::now();
     let moves = view.vms.iter().any(|vm| vm.step == DrainStep::Moving);
-    let waits = moves || !work.starting.is_empty();
+    let waits = patient || moves || !work.starting.is_empty();
     for vm in view
         .vms
         .iter_mut()
         .filter(|vm| vm.step == DrainStep::Waiting)
     {
-        let Some(may) = may_go_to(app, &vm.vm, &hosts, &work.refused) else {
+        let Some(may) = may_go_to(app, &vm.vm, &hosts, work, now) else {
             continue;
         };
+        let names = hosts.iter().map(|host| &host.name);
         let reasons = match may {
-            Err(_) if work.asks_again(&vm.vm) => continue,
+            Err(_) if patient || work.patience.asks_again(&vm.vm, names, now) => continue,
             Err(reasons) => reasons,
             // Room may come free, or be taken, while others are under way.
             Ok(hosts) if waits || hosts.iter().any(|host| host.1 >= vm.memory_mib) => continue,
@@ -325,37 +315,38 @@ fn judge(app: &App, view: &mut DrainView, work: &Work) {
 type Taker = godwit_types::host::HostInfo;
 /// A host and the memory that a new guest could have there, MiB.
 type Room = (HostName, u64);
-type Refused = BTreeMap<(VmName, HostName), Refusal>;
 
-/// A host that refused a VM: asked again a few times, since what stood in the way may have been there for a moment.
-struct Refusal {
-    reasons: Vec<ApiError>,
-    times: u32,
-    at: Instant,
-}
-
-impl Refusal {
-    fn is_final(&self) -> bool {
-        self.times >= TRIES_MAX
-    }
-
-    /// Whether it is not yet time to ask again.
-    fn stands(&self) -> bool {
-        self.is_final() || self.at.elapsed() < ASK_AGAIN
-    }
+/// Whether a host may take VMs of this drain, should it answer.
+fn is_taker(app: &App, view: &DrainView, host: &HostName) -> bool {
+    let asked = &view.request.to;
+    *host != view.host
+        && !app.drains.is_draining(host)
+        && (asked.is_empty() || asked.contains(host))
 }
 
 /// Hosts that may take VMs.
 fn takers(app: &App, view: &DrainView) -> Vec<Taker> {
-    let asked = &view.request.to;
     let state = app.state();
-    let hosts = state.hosts.iter().filter(|(name, entry)| {
-        **name != view.host
-            && entry.is_connected()
-            && !app.drains.is_draining(name)
-            && (asked.is_empty() || asked.contains(name))
-    });
+    let hosts = state.hosts.iter();
+    let hosts = hosts.filter(|(name, entry)| entry.is_connected() && is_taker(app, view, name));
     hosts.filter_map(|(_, entry)| entry.info.clone()).collect()
+}
+
+/// Hosts that might take VMs but do not answer, and for how long; one that was not heard yet since `began`.
+fn away(app: &App, view: &DrainView, began: Instant) -> BTreeMap<HostName, Duration> {
+    let state = app.state();
+    let hosts = state.hosts.iter();
+    let hosts = hosts.filter(|(name, entry)| !entry.is_connected() && is_taker(app, view, name));
+    hosts
+        .map(|(name, entry)| {
+            let seen = u64::try_from(entry.last_seen_unix_s).unwrap_or(0);
+            let away = match entry.heard {
+                true => Duration::from_secs(now().saturating_sub(seen)),
+                false => began.elapsed(),
+            };
+            (name.clone(), away)
+        })
+        .collect()
 }
 
 /// Hosts that lack nothing but perhaps room, with their room; else the reasons. None for a VM that is gone.
@@ -363,15 +354,15 @@ fn may_go_to(
     app: &App,
     vm: &VmName,
     hosts: &[Taker],
-    refused: &Refused,
+    work: &Work,
+    now: Instant,
 ) -> Option<Result<Vec<Room>, Vec<ApiError>>> {
     let spec = app.state().vm_view(vm)?.spec;
     let (mut may, mut reasons) = (Vec::new(), Vec::new());
     for host in hosts {
         let mut lacks = place::lacks(&spec, host);
-        let refusal = refused.get(&(vm.clone(), host.name.clone()));
-        if let Some(refusal) = refusal.filter(|refusal| refusal.stands()) {
-            lacks.extend(refusal.reasons.clone());
+        if let Some(reasons) = work.patience.refusal(vm, &host.name, now) {
+            lacks.extend_from_slice(reasons);
         }
         if lacks.is_empty() {
             may.push((host.name.clone(), host.memory_free_mib));
@@ -400,6 +391,7 @@ struct Board {
 
 fn board(app: &App, view: &DrainView, work: &Work) -> Board {
     let hosts = takers(app, view);
+    let now = Instant::now();
     let rooms = hosts
         .iter()
         .map(|host| (host.name.clone(), host.memory_free_mib));
@@ -420,7 +412,8 @@ fn board(app: &App, view: &DrainView, work: &Work) -> Board {
                 writes_share: writes_share(vm),
             });
         } else if vm.step == DrainStep::Waiting
-            && let Some(Ok(may)) = may_go_to(app, &vm.vm, &hosts, &work.refused)
+            && !work.patience.is_paused(&vm.vm, now)
+            && let Some(Ok(may)) = may_go_to(app, &vm.vm, &hosts, work, now)
         {
             board.waiting.push(Waiting {
                 name: vm.vm.clone(),
@@ -448,7 +441,9 @@ async fn measure(app: &Arc<App>, view: &mut DrainView, work: &mut Work) {
     let destinations = plan::destinations(&board.waiting, &board.rooms);
     let mut asked = JoinSet::new();
     for (vm, to) in destinations {
-        if asked.len() < plan::AT_ONCE as usize && work.measured.insert(vm.clone()) {
+        if asked.len() < plan::AT_ONCE as usize
+            && work.patience.begin_measuring(&vm, Instant::now())
+        {
             let (app, from) = (app.clone(), view.host.clone());
             asked.spawn(async move { (vm.clone(), predict(&app, &vm, &from, &to).await) });
         }
@@ -456,6 +451,7 @@ async fn measure(app: &Arc<App>, view: &mut DrainView, work: &mut Work) {
     while let Some(Ok((name, prediction))) = asked.join_next().await {
         let found = view.vms.iter_mut().find(|vm| vm.vm == name);
         if let (Some(vm), Some(prediction)) = (found, prediction) {
+            work.patience.measured(&name);
             vm.prediction = Some(prediction);
         }
     }
@@ -525,7 +521,8 @@ fn request(to: &HostName) -> MigrateRequest {
     }
 }
 
-/// Begins what the plan says; preflight of each runs beside this task.
+/// Begins what the plan says; preflight of each runs beside this task, and to its end also when the drain is ended: a
+/// beginning cut off half way would leave a migration on record that nobody follows.
 fn begin_next(app: &Arc<App>, view: &mut DrainView, work: &mut Work) {
     let answers = app.host(&view.host).is_ok_and(|host| host.is_connected());
     if !answers {
@@ -536,9 +533,13 @@ fn begin_next(app: &Arc<App>, view: &mut DrainView, work: &mut Work) {
         let next = plan::next(&board.waiting, &board.moving, &board.rooms, view.at_once);
         let Some((vm, to)) = next else { return };
         work.starting.insert(vm.clone(), to.clone());
-        let app = app.clone();
+        let (app, name, request) = (app.clone(), vm.clone(), request(&to));
+        let attempt = tokio::spawn(async move { migrate::attempt(&app, &name, &request).await });
         work.begun.spawn(async move {
-            let answer = migrate::attempt(&app, &vm, &request(&to)).await;
+            let answer = attempt.await.unwrap_or_else(|error| {
+                let text = format!("the beginning of VM {vm}'s move broke off: {error}");
+                Err(vec![ApiError::new(ErrorCode::Internal, text)])
+            });
             Begun { vm, to, answer }
         });
     }
@@ -555,12 +556,13 @@ fn take(app: &App, host: &HostName, work: &mut Work, begun: Begun) {
             if reasons.iter().any(|error| passing.contains(&error.code))
                 || app.state().active.contains_key(&begun.vm)
             {
+                work.patience.pause(begun.vm, Instant::now());
                 return;
             }
             for reason in &reasons {
                 tracing::warn!(%host, vm = %begun.vm, to = %begun.to, %reason, "VM cannot go there");
             }
-            work.refuse(begun.vm, begun.to, reasons, 1);
+            work.patience.refuse((begun.vm, begun.to), reasons, 1);
         }
     }
 }
@@ -588,12 +590,12 @@ fn eta_s(app: &App, view: &DrainView) -> Option<f64> {
 pub async fn dry(app: &Arc<App>, view: &mut DrainView) {
     let mut work = Work::new();
     look(app, view);
-    judge(app, view, &work);
+    judge(app, view, &work, false);
     // A host may refuse what another takes; each round rules out at least one pair.
     loop {
         let board = board(app, view, &work);
         let destinations = plan::destinations(&board.waiting, &board.rooms);
-        let before = work.refused.len();
+        let before = work.patience.refusals();
         for vm in view
             .vms
             .iter_mut()
@@ -603,29 +605,23 @@ pub async fn dry(app: &Arc<App>, view: &mut DrainView) {
             if let Some(to) = to.as_ref().filter(|_| vm.to != to)
                 && let Err(reasons) = passes(app, &vm.vm, to).await
             {
-                work.refuse(vm.vm.clone(), to.clone(), reasons, TRIES_MAX);
+                let pair = (vm.vm.clone(), to.clone());
+                work.patience.refuse(pair, reasons, TRIES_MAX);
             }
             vm.to = to;
         }
-        judge(app, view, &work);
-        if work.refused.len() == before {
+        judge(app, view, &work, false);
+        if work.patience.refusals() == before {
             break;
         }
     }
     leave_without_room(view, &takers(app, view));
-    let waiting = |view: &DrainView| {
-        let waiting = view.vms.iter().filter(|vm| vm.step == DrainStep::Waiting);
-        waiting.count()
-    };
-    while work.measured.len() < waiting(view) {
-        let before = work.measured.len();
+    loop {
+        let before = work.patience.measurements();
         measure(app, view, &mut work).await;
-        if work.measured.len() == before {
+        if work.patience.measurements() == before {
             break;
         }
-    }
-    if view.plan.is_empty() {
-        measure(app, view, &mut work).await;
     }
     view.eta_s = eta_s(app, view);
 }

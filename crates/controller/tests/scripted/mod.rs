@@ -81,6 +81,8 @@ pub struct Script {
     /// What the link from here carries, where it measures.
     pub link: Option<LinkMeasured>,
     pub calls: Vec<String>,
+    /// Answers these calls only once this turns true.
+    pub held: BTreeMap<&'static str, watch::Receiver<bool>>,
 }
 
 type Shared = Arc<Mutex<Script>>;
@@ -122,6 +124,25 @@ impl Agent {
         let (stop, stopped) = watch::channel(false);
         self.stop = stop;
         self.task = Some(tokio::spawn(server.run_tls(listener, config, stopped)));
+    }
+
+    /// Has calls of this kind wait until the sender says true.
+    pub fn hold(&self, call: &'static str) -> watch::Sender<bool> {
+        let (free, held) = watch::channel(false);
+        self.script().held.insert(call, held);
+        free
+    }
+
+    /// Waits until a call of this kind has arrived.
+    pub async fn until_called(&self, call: &str) {
+        let called = async {
+            while self.calls(call) == 0 {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(DEADLINE, called)
+            .await
+            .expect("it was never called");
     }
 
     /// Does not answer from now on.
@@ -176,6 +197,14 @@ pub fn hand_over(from: &Agent, to: &Agent, name: &str, id: &MigrationId) {
 
 fn note(shared: &Shared, call: String) {
     script(shared).calls.push(call);
+}
+
+/// Waits until calls of this kind may be answered.
+async fn hold(shared: &Shared, call: &str) {
+    let held = script(shared).held.get(call).cloned();
+    if let Some(mut held) = held {
+        let _ = held.wait_for(|free| *free).await;
+    }
 }
 
 fn fine() -> ApiResult<Done> {
@@ -270,6 +299,7 @@ async fn prepare(
     JsonBody(request): JsonBody<PrepareIncoming>,
 ) -> ApiResult<IncomingReady> {
     note(&s, format!("prepare {}", request.migration.id));
+    hold(&s, "prepare").await;
     let mut script = script(&s);
     if let Some(error) = script.refuse_prepare.clone() {
         return Err(Failure(error));
@@ -344,6 +374,7 @@ async fn measure(
     JsonBody(request): JsonBody<Measure>,
 ) -> ApiResult<DirtyRate> {
     note(&s, format!("measure {name} {}", request.millis));
+    hold(&s, "measure").await;
     match script(&s).rate.clone() {
         Some(rate) => Ok(Json(rate)),
         None => unknown(ErrorCode::WrongState),
