@@ -75,11 +75,19 @@ pub async fn undrain(host: &HostName, global: &Global, output: &Output) -> Comma
     Ok(())
 }
 
+/// Success only when the host is empty, or would be: not when the drain was ended, or a VM is left that runs.
 fn judged(view: &DrainView) -> CommandResult {
-    match view.staying().next() {
-        None => Ok(()),
-        Some(_) => Err(Failure::told(REFUSED)),
+    let planned = view.state == DrainState::Planned;
+    let left = |step: DrainStep| match step {
+        DrainStep::Moved | DrainStep::Off => false,
+        DrainStep::Waiting | DrainStep::Moving => !planned,
+        DrainStep::CannotMove => true,
+    };
+    let stopped = view.state == DrainState::Stopped;
+    if stopped || view.vms.iter().any(|vm| left(vm.step)) {
+        return Err(Failure::told(REFUSED));
     }
+    Ok(())
 }
 
 fn detached(host: &HostName, output: &Output) -> Failure {
@@ -250,5 +258,51 @@ async fn loads(reader: &Reader) -> Result<Vec<HostTop>, Failure> {
                 draining: false,
             }])
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::VmName;
+    use godwit_types::drain::DrainVm;
+
+    fn exit(state: DrainState, steps: &[DrainStep]) -> u8 {
+        let vm = |step: &DrainStep| DrainVm {
+            vm: VmName::new("web").unwrap(),
+            step: *step,
+            memory_mib: 64,
+            to: None,
+            migration: None,
+            tries: 0,
+            reasons: Vec::new(),
+            prediction: None,
+            percent: None,
+        };
+        let view = DrainView {
+            host: HostName::new("b").unwrap(),
+            state,
+            began_unix_s: 0,
+            request: DrainRequest::default(),
+            vms: steps.iter().map(vm).collect(),
+            at_once: 1,
+            plan: String::new(),
+            eta_s: None,
+        };
+        judged(&view).map_or_else(|failure| failure.exit, |()| 0)
+    }
+
+    #[test]
+    fn a_drain_that_was_ended_or_left_a_vm_behind_is_no_success() {
+        use DrainState::{Done, Planned, Stopped};
+        use DrainStep::{CannotMove, Moved, Moving, Off, Waiting};
+        assert_eq!(exit(Done, &[]), 0);
+        assert_eq!(exit(Done, &[Moved, Off]), 0);
+        assert_eq!(exit(Done, &[Moved, CannotMove]), REFUSED);
+        assert_eq!(exit(Done, &[Moved, Waiting]), REFUSED);
+        assert_eq!(exit(Stopped, &[Moved, Moving]), REFUSED);
+        assert_eq!(exit(Stopped, &[Moved]), REFUSED);
+        assert_eq!(exit(Planned, &[Waiting]), 0);
+        assert_eq!(exit(Planned, &[Waiting, CannotMove]), REFUSED);
     }
 }
