@@ -35,6 +35,9 @@ const OVERSPENT: f64 = 1.15;
 /// A guest that overspends has this long and so many iterations to converge.
 const STUCK_S: f64 = 6.0;
 const STUCK_ITERATIONS: u32 = 5;
+/// From here on each iteration lowers the allowance, by this factor.
+const PATIENT_ITERATIONS: u32 = 40;
+const IMPATIENCE: f64 = 0.95;
 /// Iterations in all before giving up.
 pub const ITERATIONS_MAX: u32 = 500;
 /// A pass over fewer bytes says more about its round trips than about the link.
@@ -244,7 +247,14 @@ impl Convergence {
             let time_s = DEADLINE_SHARE * (deadline_s - facts.elapsed_s);
             share = share.min(1.0 - pages_s / time_s.max(f64::MIN_POSITIVE));
         }
-        share.max(ALLOWED_SHARE_MIN)
+        (share * self.impatience()).max(ALLOWED_SHARE_MIN)
+    }
+
+    /// What was allowed for so many iterations without an end in sight was too much: on a busy host neither the link's
+    /// speed nor the guest's is what was measured.
+    fn impatience(&self) -> f64 {
+        let beyond = self.iterations.saturating_sub(PATIENT_ITERATIONS);
+        IMPATIENCE.powf(f64::from(beyond))
     }
 
     fn misses_deadline(&self, facts: IterationFacts) -> bool {

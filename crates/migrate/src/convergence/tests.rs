@@ -347,3 +347,19 @@ fn no_guest_is_ever_stopped_for_longer_than_promised() {
         assert!(end.completed, "round {round}, {:?}: {end:?}", world.vcpus);
     }
 }
+
+#[test]
+fn an_allowance_that_leads_nowhere_becomes_smaller() {
+    let mut history = Convergence::new(GOAL);
+    let mut allowed = Vec::new();
+    for _ in 0..120 {
+        if let Decision::Iterate {
+            allowed_bytes_per_s: Some(bytes_per_s),
+        } = history.decide(facts(GB, GB))
+        {
+            allowed.push(bytes_per_s);
+        }
+    }
+    let (early, late) = (allowed[30], allowed[allowed.len() - 1]);
+    assert!(late < early / 10.0, "{early} {late}");
+}
