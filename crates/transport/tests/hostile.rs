@@ -131,7 +131,7 @@ fn page_data_in_clear_that_is_cut_short_is_noticed() {
     );
     assert_eq!(
         refused(reader.next(&patience()).map(drop)).class(),
-        Class::Local
+        Class::Lost
     );
 }
 
