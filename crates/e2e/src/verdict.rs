@@ -121,8 +121,17 @@ impl Pair {
         Ok(())
     }
 
-    /// RAM files whose guest counts.
+    /// RAM files whose guest counts; a starved one gets some seconds to be seen.
     pub fn moving(&self) -> anyhow::Result<Vec<PathBuf>> {
+        self.seen_moving(WATCH_MAX)
+    }
+
+    /// RAM files whose guest counts at this moment, where none should.
+    pub fn moving_now(&self) -> anyhow::Result<Vec<PathBuf>> {
+        self.seen_moving(WATCH)
+    }
+
+    fn seen_moving(&self, within: Duration) -> anyhow::Result<Vec<PathBuf>> {
         let files: Vec<PathBuf> = [&self.a, &self.b]
             .into_iter()
             .flat_map(|host| std::fs::read_dir(host.ram_dir()).into_iter().flatten())
@@ -132,14 +141,14 @@ impl Pair {
         let before: Vec<_> = files.iter().map(|file| counters(file)).collect();
         let began = Instant::now();
         loop {
-            // A counter in memory has no event; it is looked at again, for longer where the guest is starved.
+            // A counter in memory has no event; it is looked at again.
             std::thread::sleep(WATCH);
             let moved = files
                 .iter()
                 .zip(&before)
                 .filter(|(file, before)| counters(file) != **before);
             let moved: Vec<PathBuf> = moved.map(|(file, _)| file.clone()).collect();
-            if !moved.is_empty() || began.elapsed() > WATCH_MAX {
+            if !moved.is_empty() || began.elapsed() >= within {
                 return Ok(moved);
             }
         }

@@ -111,7 +111,7 @@ fn stands_still(at_source: bool, point: &'static str) -> anyhow::Result<()> {
     let id = pair.begin(&pair.a, &pair.b, &Options::default())?;
     host.wait_fault(LONG)?;
     for _ in 0..3 {
-        let moving = pair.moving()?;
+        let moving = pair.moving_now()?;
         anyhow::ensure!(
             moving.is_empty(),
             "before the permit a guest runs in {moving:?}"

@@ -152,7 +152,7 @@ fn a_link_cut_after_the_permit_is_settled_through_the_agents() -> anyhow::Result
     let note = pair.a.vm()?.note.unwrap_or_default();
     anyhow::ensure!(note.contains("godwit vm resolve vm --run-on a"), "{note}");
     anyhow::ensure!(
-        pair.moving()?.is_empty(),
+        pair.moving_now()?.is_empty(),
         "somebody runs the guest in doubt"
     );
     pair.agents_connected.store(true, Ordering::SeqCst);
