@@ -22,6 +22,7 @@ mod input;
 mod measure;
 mod neighbours;
 mod outbox;
+mod pages;
 mod priority;
 mod requests;
 mod save_gate;

@@ -6,6 +6,11 @@
 /// Niceness of page threads, 0 (as the guest) to 19.
 const NICENESS: i32 = 10;
 
+/// Cores that this process may use.
+pub(crate) fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+}
+
 /// Makes the calling thread give way.
 pub(crate) fn give_way_to_the_guest() {
     // On Linux the caller's own thread is meant, not its process.

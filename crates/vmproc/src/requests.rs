@@ -11,6 +11,7 @@ use crate::faults::reached;
 use crate::files::MigrationNote;
 use crate::hypervisor::{QMP_WAIT, internal};
 use crate::input::{DriverNews, Input, News};
+use crate::priority::cores;
 use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
 use crate::source::driver::{SourceHandle, SourceParts};
@@ -557,10 +558,6 @@ struct Prepared {
 /// One channel per core, at least one per route.
 pub(crate) fn streams(routes: usize) -> u32 {
     cores().min(4).max(routes).min(STREAMS_MAX) as u32
-}
-
-fn cores() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
 }
 
 fn wire_spec(spec: &MigrationSpec) -> Result<Spec, ApiError> {

@@ -7,10 +7,10 @@
 use super::memory::Memory;
 use super::progress::{End, Progress};
 use crate::faults::reached;
+use crate::pages::span;
 use godwit_guestmem::PAGE_SIZE;
 use godwit_transport::{Class, Patience, RecordReader, TransportError};
 use godwit_wire::{PageRun, PageRuns, RecordKind, WireError, ZeroPages};
-use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -138,8 +138,4 @@ impl DataReceiver {
             false => began.elapsed().saturating_sub(copying),
         })
     }
-}
-
-fn span(run: PageRun) -> Range<u64> {
-    run.first..run.first + u64::from(run.count)
 }

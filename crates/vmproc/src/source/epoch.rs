@@ -13,6 +13,7 @@ use super::pass::Pass;
 use super::routes::{DIAL_WAIT, Route, reach};
 use super::sender::{FINISH_WAIT, PassEnd, SenderHandle};
 use crate::control::SharedControl;
+use crate::priority::cores;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_migrate::protocol::{
     EXTENTS_PER_MESSAGE, Extent, PROTOCOL_VERSION, STREAMS_MAX, ToDestination, ToSource,
@@ -117,7 +118,7 @@ impl Epoch {
             .map(|way| (way.route, Some(way.dialed)))
             .unzip();
         let room = Room {
-            cores: cores(),
+            cores: u32::try_from(cores()).unwrap_or(u32::MAX),
             routes: u32::try_from(routes.len()).unwrap_or(u32::MAX),
         };
         let streams = first_streams(room, near.unwrap_or_default().as_secs_f64());
@@ -519,10 +520,6 @@ fn too_many(number: u16) -> TransportError {
         channel: ChannelId::control(number),
         what: "too many channels",
     }
-}
-
-fn cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32)
 }
 
 /// Reads the control channel until it ends and passes everything on.

@@ -7,6 +7,7 @@
 
 use super::pass::{Pass, put_back_chunk};
 use super::unacked::Unacked;
+use crate::pages::span;
 use godwit_guestmem::page_set::Chunk;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_transport::{Meter, MeterReading, Patience, RecordWriter, TransportError};
@@ -371,8 +372,4 @@ impl DataSender {
         self.unacked.applied(self.applied.load(Ordering::Acquire));
         self.runs.clear();
     }
-}
-
-fn span(run: PageRun) -> Range<u64> {
-    run.first..run.first + u64::from(run.count)
 }
