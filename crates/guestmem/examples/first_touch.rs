@@ -69,9 +69,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// How memory comes to be.
 #[derive(Debug, Clone, Copy)]
 enum How {
-    /// Faulted in through the mapping, which clears it.
+    /// Faulted in and left clear.
     Populate,
-    /// With the bytes that belong there.
+    /// Faulted in record by record, each filled at once.
     Store,
 }
 

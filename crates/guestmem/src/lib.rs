@@ -30,7 +30,6 @@ mod mmap;
 pub mod page_set;
 mod populate;
 pub mod ram_file;
-mod store;
 pub mod tracker;
 pub mod zero;
 

@@ -21,7 +21,6 @@ use rustix::io::Errno;
 use crate::claim::Claim;
 use crate::mmap::SharedMap;
 use crate::page_set::CHUNK_WORDS;
-use crate::store::Turns;
 use crate::{
     AtomicPageSet, CHUNK_PAGES, CHUNK_SIZE, ChunkContent, Error, GuestMapping, PAGE_SIZE, PageSet,
 };
@@ -46,8 +45,6 @@ pub struct RamFile {
     pub(crate) present: AtomicPageSet,
     /// Pages that a thread of this process is writing.
     pub(crate) claims: AtomicPageSet,
-    /// Who of this process may write through the file.
-    pub(crate) store_turns: Turns,
 }
 
 impl RamFile {
@@ -100,7 +97,6 @@ impl RamFile {
             page_count,
             present: AtomicPageSet::new(page_count),
             claims: AtomicPageSet::new(page_count),
-            store_turns: Turns::default(),
         })
     }
 

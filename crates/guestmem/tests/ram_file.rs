@@ -264,6 +264,25 @@ fn stored_pages_bring_their_memory_along() {
 }
 
 #[test]
+fn where_there_are_no_huge_pages_a_scattered_page_takes_no_more_than_itself() {
+    let shm = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    if !shm.is_ok_and(|text| text.contains("[never]")) {
+        println!("skipped: this kernel gives every shared memory huge pages");
+        return;
+    }
+    let path = format!("/dev/shm/godwit-scattered-{}", std::process::id());
+    let ram = RamFile::create(path.as_ref(), 4 * MIB, None).expect("created");
+    let metadata = std::fs::metadata(&path);
+    std::fs::remove_file(&path).expect("removed");
+    assert_eq!(metadata.expect("it exists").blocks(), 0);
+    ram.store(700, &[7; PAGE_SIZE]).expect("there is room");
+    let held: u64 = (ram.data_extents(0..1024).expect("extents").iter())
+        .map(|extent| extent.end - extent.start)
+        .sum();
+    assert_eq!(held, 1);
+}
+
+#[test]
 fn storing_refuses_parts_of_pages_strange_pages_and_taken_ones() {
     let Some(memory) = Memory::mount(64 * MIB) else {
         return;

@@ -81,7 +81,7 @@ pub fn first_streams(room: Room, rtt_s: f64) -> u32 {
     let wanted = if rtt_s >= LONG_RTT_S {
         LONG_STREAMS
     } else {
-        (room.cores / 2).clamp(1, NEAR_STREAMS_MAX)
+        room.cores.clamp(1, NEAR_STREAMS_MAX)
     };
     wanted.max(room.routes).min(STREAMS_OPEN_MAX)
 }

@@ -1,9 +1,8 @@
 //! Guest memory at the destination: what arrives is stored, what comes as zero is cleared where it must be.
 //!
-//! Memory is allocated by the pass that fills it (see [`RamFile::store`]); nothing is allocated ahead of the stream,
-//! which would touch every byte twice and take the receivers' cores. Only a move that asks for it has all of the
-//! guest's memory allocated first, by threads of its own. Running out of memory is an error of the migration, never a
-//! signal.
+//! Memory is allocated by the thread that fills it, just before it does; nothing is allocated ahead of the stream,
+//! which would take the receivers' cores. Only a move that asks for it has all of the guest's memory allocated first,
+//! by threads of its own. Running out of memory is an error of the migration, never a signal.
 
 use godwit_guestmem::{AtomicPageSet, CHUNK_PAGES, Error, PAGE_SIZE, RamFile, mem_tmpfs};
 use std::ops::Range;
@@ -137,9 +136,14 @@ impl Memory {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the pages have memory, so that they may be written where they are.
-    pub(crate) fn is_there(&self, pages: Range<u64>) -> bool {
-        self.ram.has_memory(pages)
+    /// Sees to it that the pages have memory; says how long that took.
+    pub(crate) fn allocate(&self, pages: Range<u64>) -> Result<Duration, Error> {
+        if self.ram.has_memory(pages.clone()) {
+            return Ok(Duration::ZERO);
+        }
+        let began = Instant::now();
+        self.ram.allocate(pages)?;
+        Ok(began.elapsed())
     }
 
     /// Lends pages that have memory, to be filled where they are.
@@ -151,12 +155,6 @@ impl Memory {
         self.touched.insert_range(pages.clone());
         let count = pages.end.saturating_sub(pages.start);
         self.ram.with_pages_mut(pages.start, count, fill)
-    }
-
-    /// Stores pages that have arrived, and allocates what they need.
-    pub(crate) fn store(&self, pages: Range<u64>, bytes: &[u8]) -> Result<(), Error> {
-        self.touched.insert_range(pages.clone());
-        self.ram.store(pages.start, bytes)
     }
 
     /// Clears pages that come as zero, where they ever held anything.
@@ -197,6 +195,14 @@ mod tests {
         (Arc::new(memory), file.expect("the RAM file"))
     }
 
+    /// As a receiver does it.
+    fn store(memory: &Memory, pages: Range<u64>, byte: u8) {
+        memory.allocate(pages.clone()).expect("room");
+        memory
+            .fill(pages, |bytes| bytes.fill(byte))
+            .expect("it has memory");
+    }
+
     fn page(file: &File, number: u64) -> [u8; PAGE as usize] {
         let mut bytes = [1; PAGE as usize];
         file.read_exact_at(&mut bytes, number * PAGE)
@@ -207,8 +213,8 @@ mod tests {
     #[test]
     fn a_page_that_comes_as_zero_is_cleared() {
         let (memory, file) = memory("zero", 4);
-        memory.store(3..5, &[7; 8192]).expect("room");
-        memory.store(6..7, &[8; 4096]).expect("room");
+        store(&memory, 3..5, 7);
+        store(&memory, 6..7, 8);
         memory.zero(2..6).expect("cleared");
         assert_eq!(page(&file, 3), [0; 4096]);
         assert_eq!(page(&file, 4), [0; 4096]);
@@ -231,9 +237,10 @@ mod tests {
     #[test]
     fn pages_are_filled_where_they_are_once_they_have_memory() {
         let (memory, file) = memory("fill", 4);
-        assert!(!memory.is_there(8..10));
-        memory.store(8..10, &[5; 8192]).expect("room");
-        assert!(memory.is_there(8..10) && !memory.is_there(8..11));
+        assert!(!memory.ram.has_memory(8..10));
+        store(&memory, 8..10, 5);
+        assert!(memory.ram.has_memory(8..10) && !memory.ram.has_memory(8..11));
+        assert_eq!(memory.allocate(8..10).expect("room"), Duration::ZERO);
         memory
             .fill(9..10, |bytes| bytes.fill(6))
             .expect("it has memory");
@@ -243,12 +250,12 @@ mod tests {
     #[test]
     fn prepared_memory_is_there_and_reads_as_zero() {
         let (memory, file) = memory("prepare", 8);
-        memory.store(600..601, &[9; 4096]).expect("room");
+        store(&memory, 600..601, 9);
         memory.prepare(2);
         while memory.preparation().expect("there is room").is_none() {
             std::thread::yield_now();
         }
-        assert!(memory.is_there(0..2048));
+        assert!(memory.ram.has_memory(0..2048));
         assert_eq!(page(&file, 600), [9; 4096]);
         assert_eq!(page(&file, 2047), [0; 4096]);
     }
@@ -261,6 +268,6 @@ mod tests {
         while memory.preparation().expect("there is room").is_none() {
             std::thread::yield_now();
         }
-        assert!(!memory.is_there(0..1));
+        assert!(!memory.ram.has_memory(0..1));
     }
 }

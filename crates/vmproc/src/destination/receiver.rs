@@ -1,5 +1,5 @@
-//! One thread per data channel at the destination: reads records and opens them. Pages that have memory already are
-//! opened straight into it; for others the bytes are stored by the pass that allocates.
+//! One thread per data channel at the destination: allocates memory for the pages that are announced and opens their
+//! record straight into it; scattered pages are copied from the record.
 //!
 //! Each thread owns its channel and its buffers; threads share guest memory, where no two ever write the same page
 //! within an iteration, and nothing else. Whatever is wrong with a record ends the thread with its reason.
@@ -7,18 +7,14 @@
 use super::memory::Memory;
 use super::progress::{End, Progress};
 use crate::faults::reached;
-use crate::pages::span;
 use godwit_guestmem::PAGE_SIZE;
 use godwit_transport::{Class, Patience, RecordReader, TransportError};
-use godwit_wire::{PageRun, PageRuns, RecordKind, WireError, ZeroPages};
+use godwit_wire::{PageRuns, RecordKind, WireError, ZeroPages};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// A data channel may be silent as long as the control channel lives; the driver closes it otherwise.
 const SILENCE_MAX: Duration = Duration::from_secs(3600);
-
-/// A core copies at least so fast into memory that is there; storing that takes longer has waited for memory.
-const COPY_BYTES_PER_S: f64 = 5e9;
 
 /// Why a channel's thread stopped.
 #[derive(Debug, thiserror::Error)]
@@ -96,7 +92,7 @@ impl DataReceiver {
                 RecordKind::ZeroPages => {
                     self.zero.decode(record.payload, pages)?;
                     for run in self.zero.runs() {
-                        self.memory.zero(span(run))?;
+                        self.memory.zero(run.range())?;
                     }
                 }
                 RecordKind::Final => return Ok(()),
@@ -113,29 +109,24 @@ impl DataReceiver {
     /// The record of the pages' bytes, which follows their list. Says how long memory for them had to be waited for.
     fn pages(&mut self, patience: &Patience) -> Result<Duration, ReceiveError> {
         let (memory, reader) = (&self.memory, &mut self.reader);
-        let is_there = |run: &PageRun| memory.is_there(span(*run));
-        if let [run] = self.runs.runs()
-            && is_there(run)
-        {
-            memory.fill(span(*run), |bytes| {
+        let mut waited = Duration::ZERO;
+        for run in self.runs.runs() {
+            waited += memory.allocate(run.range())?;
+        }
+        if let [run] = self.runs.runs() {
+            memory.fill(run.range(), |bytes| {
                 reader.next_payload_into(bytes, patience)
             })??;
-            return Ok(Duration::ZERO);
+            return Ok(waited);
         }
-        let record = reader.next(patience)?;
-        let (began, all_there) = (Instant::now(), self.runs.runs().iter().all(is_there));
-        let copying = Duration::from_secs_f64(record.payload.len() as f64 / COPY_BYTES_PER_S);
-        let mut rest = record.payload;
+        let mut rest = reader.next(patience)?.payload;
         for run in self.runs.runs() {
             let (bytes, behind) = rest
                 .split_at_checked(run.count as usize * PAGE_SIZE)
                 .ok_or(ReceiveError::OutOfPlace)?;
-            memory.store(span(*run), bytes)?;
+            memory.fill(run.range(), |to| to.copy_from_slice(bytes))?;
             rest = behind;
         }
-        Ok(match all_there {
-            true => Duration::ZERO,
-            false => began.elapsed().saturating_sub(copying),
-        })
+        Ok(waited)
     }
 }
