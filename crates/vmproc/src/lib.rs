@@ -22,7 +22,6 @@ mod input;
 mod measure;
 mod neighbours;
 mod outbox;
-mod pages;
 mod priority;
 mod requests;
 mod save_gate;

@@ -4,6 +4,7 @@
 //! overlapping, past the guest's end or not in its one canonical form.
 
 use crate::{PAYLOAD_LEN_MAX, WireError};
+use std::ops::Range;
 
 /// Bytes of one guest page.
 pub const PAGE_SIZE: usize = 4096;
@@ -35,6 +36,11 @@ impl PageRun {
     /// The page after the last; `None` when it does not fit.
     pub fn end(self) -> Option<u64> {
         self.first.checked_add(u64::from(self.count))
+    }
+
+    /// Its pages. Ends at the last index there is where the run would not fit.
+    pub fn range(self) -> Range<u64> {
+        self.first..self.first.saturating_add(u64::from(self.count))
     }
 
     /// Bytes of its pages.

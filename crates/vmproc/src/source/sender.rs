@@ -7,7 +7,6 @@
 
 use super::pass::{Pass, put_back_chunk};
 use super::unacked::Unacked;
-use crate::pages::span;
 use godwit_guestmem::page_set::Chunk;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_transport::{Meter, MeterReading, Patience, RecordWriter, TransportError};
@@ -253,10 +252,10 @@ impl DataSender {
         self.unacked.applied(self.applied.load(Ordering::Acquire));
         self.unacked.put_back(&mut dirty);
         for run in self.runs.runs() {
-            dirty.insert_range(span(*run));
+            dirty.insert_range(run.range());
         }
         for run in self.zero.runs() {
-            dirty.insert_range(span(run));
+            dirty.insert_range(run.range());
         }
         if let Some(chunk) = current {
             put_back_chunk(&chunk, &mut dirty);
@@ -341,7 +340,7 @@ impl DataSender {
                     writer.send_pages(runs, &[bytes], &patience)
                 })??,
             scattered => {
-                let spans: Vec<_> = scattered.iter().map(|run| span(*run)).collect();
+                let spans: Vec<_> = scattered.iter().map(|run| run.range()).collect();
                 self.ram
                     .with_runs(&spans, |parts| writer.send_pages(runs, parts, &patience))??;
             }
@@ -358,7 +357,7 @@ impl DataSender {
             .send_zero_pages(&self.zero, &Patience::idle(SILENCE_MAX))?;
         let records = self.writer.next_counter();
         for run in self.zero.runs() {
-            self.unacked.push(records, span(run));
+            self.unacked.push(records, run.range());
         }
         self.zero.clear();
         Ok(())
@@ -367,7 +366,7 @@ impl DataSender {
     fn book_runs(&mut self) {
         let records = self.writer.next_counter();
         for run in self.runs.runs() {
-            self.unacked.push(records, span(*run));
+            self.unacked.push(records, run.range());
         }
         self.unacked.applied(self.applied.load(Ordering::Acquire));
         self.runs.clear();
