@@ -473,7 +473,6 @@ mod tests {
                 seconds: 1.0,
                 mib: 1.0,
             }],
-            streams: 2,
         };
         let link = Link {
             bytes_per_s: 1e9,

@@ -92,7 +92,6 @@ fn idle() -> DirtyRate {
         ram_mib: 64,
         data_mib: 32,
         ages: vec![age(0.1), age(0.4)],
-        streams: 2,
     }
 }
 

@@ -36,7 +36,6 @@ async fn house(writes_mib_per_s: f64) -> (House, Agent, Agent) {
                 mib: writes_mib_per_s * seconds,
             })
             .to_vec(),
-        streams: 2,
     });
     a.script().link = Some(LinkMeasured {
         bytes_per_s: 100e6,

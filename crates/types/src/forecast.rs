@@ -73,8 +73,6 @@ pub struct DirtyRate {
     pub data_mib: u64,
     /// What was written, oldest look last.
     pub ages: Vec<DirtyAge>,
-    /// Data channels that a migration from here would begin with, for one route.
-    pub streams: u32,
 }
 
 /// Has a host listen for a burst of records that measures the link to it.

@@ -7,7 +7,6 @@
 
 use crate::hypervisor::internal;
 use crate::input::Input;
-use crate::requests::streams;
 use crate::source::tracking::put_huge_pages_back;
 use crate::vm::Vm;
 use godwit_guestmem::tracker::open_pagemap;
@@ -41,7 +40,6 @@ pub(crate) struct Subject {
     pub qemu_pid: u32,
     pub handout_socket: PathBuf,
     pub millis: u64,
-    pub streams: u32,
 }
 
 /// A measuring under way. Dropping it ends it, with the tracking put away.
@@ -134,7 +132,6 @@ impl Vm {
             qemu_pid: u32::try_from(hyper.pid()).map_err(internal)?,
             handout_socket: self.paths.handout(hyper.identity.launch),
             millis,
-            streams: streams(1),
         })
     }
 }
@@ -167,7 +164,6 @@ fn measure(
         ram_mib: (subject.ram.byte_count() as f64 / MIB) as u64,
         data_mib: (data_pages as f64 / PAGES_PER_MIB).ceil() as u64,
         ages,
-        streams: subject.streams,
     }))
 }
 

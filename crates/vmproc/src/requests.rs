@@ -31,9 +31,6 @@ use godwit_wire::Spec;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// Data channels per core, at most [`STREAMS_MAX`].
-const STREAMS_MAX: usize = 8;
-
 /// An answer that is not an error.
 pub(crate) struct Answered(pub VmAnswer);
 
@@ -553,11 +550,6 @@ struct Prepared {
     control: ControlSlot,
     throttle: Option<SharedThrottle>,
     save_gate: SaveGate,
-}
-
-/// One channel per core, at least one per route.
-pub(crate) fn streams(routes: usize) -> u32 {
-    cores().min(4).max(routes).min(STREAMS_MAX) as u32
 }
 
 fn wire_spec(spec: &MigrationSpec) -> Result<Spec, ApiError> {
