@@ -11,6 +11,8 @@
 
 /// From this round trip on a link counts as long.
 const LONG_RTT_S: f64 = 0.005;
+/// Up to this round trip without queues a window of 4 MiB, which any kernel gives, holds 4 GB/s.
+const NEAR_RTT_S: f64 = 0.001;
 /// Channels that a long link begins with: each has to find the link's speed, and several find it sooner.
 const LONG_STREAMS: u32 = 8;
 /// Most channels that a near link begins with.
@@ -252,7 +254,10 @@ impl StreamPlan {
 
     fn another_would_help(&self, facts: Facts) -> bool {
         let core = facts.busy >= 0.7 && facts.starved < 0.15 && self.streams < self.room.cores;
-        let hemmed = facts.hemmed >= 0.3;
+        // Over a near link every window is large enough: a full one waits for the peer's thread, and another thread
+        // needs a core of its own.
+        let near = facts.rtt_s <= NEAR_RTT_S * facts.queued.max(1.0);
+        let hemmed = facts.hemmed >= 0.3 && (!near || self.streams < self.room.cores);
         let loss = facts.minds_loss
             && facts.rtt_s >= LONG_RTT_S
             && facts.repeated >= 1e-5
@@ -314,6 +319,25 @@ mod tests {
             ..interval(1.2e8)
         };
         assert_eq!(next_change(&mut plan, link), Step::Keep);
+    }
+
+    #[test]
+    fn a_window_that_a_busy_peer_leaves_full_adds_no_thread_without_a_core() {
+        let full_window = |rtt_s| Facts {
+            hemmed: 0.6,
+            busy: 0.3,
+            starved: 0.1,
+            queued: 4.0,
+            rtt_s,
+            ..interval(2e9)
+        };
+        let of_cores = |cores| StreamPlan::new(Room { cores, routes: 1 }, 2);
+        assert_eq!(
+            next_change(&mut of_cores(2), full_window(0.002)),
+            Step::Keep
+        );
+        assert_eq!(next_change(&mut of_cores(4), full_window(0.002)), Step::Add);
+        assert_eq!(next_change(&mut of_cores(2), full_window(0.02)), Step::Add);
     }
 
     #[test]
