@@ -7,12 +7,12 @@ use crate::client::Client;
 use crate::guest::{self, Boot, Spins, Steps};
 use crate::memory::Memory;
 use crate::peer::{Programs, Way};
-use crate::plan::{CUT_OFF_FACTOR, Cell, Guest, System};
+use crate::plan::{CUT_OFF_FACTOR, Cell, Course, Guest, System};
 use crate::qmp::refuse_if_interrupted;
 use crate::row::{CUT_OFF, Results, Row};
 use crate::stage::Stage;
 use crate::usage::Usage;
-use crate::{godwit, limits, machine, peer};
+use crate::{at_once, cancelled, courses, godwit, limits, machine, peer};
 use anyhow::{Context as _, Result};
 use godwit_testkit::interrupt;
 use serde_json::{Value, json};
@@ -149,8 +149,8 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Prepares the directories.
-    pub fn new(bin: &Path, out: &Path, target: &Path, machine: Value) -> Result<Self> {
+    /// Prepares the directories. Runs that are among the results already are not done again.
+    pub fn new(bin: &Path, out: &Path, target: &Path, results: Results) -> Result<Self> {
         let guests = out.join("work");
         std::fs::create_dir_all(&guests)?;
         let tls = guests.join("tls");
@@ -161,10 +161,7 @@ impl Bench {
             programs: Programs::find(target, &tls),
             guests,
             settings: Settings::default(),
-            results: Results {
-                machine,
-                rows: Vec::new(),
-            },
+            results,
             stage: None,
             spins: None,
             bare_s: HashMap::new(),
@@ -174,27 +171,40 @@ impl Bench {
 
     /// Runs the cells and gives all rows. After Ctrl-C it gives those that there are.
     pub fn run(mut self, cells: &[Cell]) -> Result<Results> {
-        let total: usize = cells
-            .iter()
-            .map(|cell| cell.systems.len() * cell.runs as usize)
-            .sum();
+        let rows_of = |cell: &Cell| cell.systems.len() as u32 * cell.runs * cell.rows_a_run();
+        let total: u32 = cells.iter().map(rows_of).sum();
+        let mut number = 0;
         for cell in cells {
             for repetition in 1..=cell.runs {
                 for system in &cell.systems {
+                    number += cell.rows_a_run();
                     if interrupt::caught() {
                         return Ok(self.results);
                     }
-                    let row = self.one(cell, system, repetition);
-                    if interrupt::caught() && !row.completed() {
+                    if self.is_there(cell, system, repetition) {
+                        continue;
+                    }
+                    let rows = self.one(cell, system, repetition);
+                    if interrupt::caught() && rows.iter().any(|row| !row.completed()) {
                         return Ok(self.results);
                     }
-                    println!("[{:3}/{total}] {}", self.results.rows.len() + 1, line(&row));
-                    self.results.rows.push(row);
+                    for row in rows {
+                        println!("[{number:3}/{total}] {}", line(&row));
+                        self.results.rows.push(row);
+                    }
                     self.write()?;
                 }
             }
         }
         Ok(self.results)
+    }
+
+    /// Whether a run was done before, or a peer's run of this cell was cut off: another would be too.
+    fn is_there(&self, cell: &Cell, system: &System, repetition: u32) -> bool {
+        let wanted = cell.row(system, repetition);
+        let mut alike = self.results.rows.iter().filter(|row| row.is_like(&wanted));
+        let ours = matches!(system, System::Godwit { .. });
+        alike.any(|row| row.run == repetition || !ours && row.outcome == CUT_OFF)
     }
 
     fn write(&self) -> Result<()> {
@@ -206,30 +216,33 @@ impl Bench {
         std::fs::rename(&fresh, &path).with_context(|| format!("cannot write {}", path.display()))
     }
 
-    fn one(&mut self, cell: &Cell, system: &System, repetition: u32) -> Row {
+    fn one(&mut self, cell: &Cell, system: &System, repetition: u32) -> Vec<Row> {
         let mut row = cell.row(system, repetition);
         let load = machine::load();
-        match self.attempt(cell, system, &mut row) {
-            Ok(outcome) => row.outcome = outcome,
-            Err(error) => {
-                row.outcome = format!("failed: {error:#}");
-                // Whatever went wrong must not reach the next run.
-                self.stage = None;
-            }
-        }
+        let attempted = self.attempt(cell, system, row.clone());
+        let mut rows = attempted.unwrap_or_else(|error| {
+            row.outcome = format!("failed: {error:#}");
+            // Whatever went wrong must not reach the next run.
+            self.stage = None;
+            vec![row]
+        });
         // Others' work shows here, our own does too.
-        row.details["load_before"] = json!(load);
-        row
+        for row in &mut rows {
+            row.details["load_before"] = json!(load);
+        }
+        rows
     }
 
-    fn attempt(&mut self, cell: &Cell, system: &System, row: &mut Row) -> Result<String> {
+    fn attempt(&mut self, cell: &Cell, system: &System, mut row: Row) -> Result<Vec<Row>> {
         if let Err(error) = self.set_stage(cell) {
             refuse_if_interrupted()?;
-            return Ok(format!("skipped: {error:#}"));
+            row.outcome = format!("skipped: {error:#}");
+            return Ok(vec![row]);
         }
         if !system.moves() {
             let stage = self.stage.as_ref().context("no stage")?;
-            return limits::measure(stage, system, cell, row);
+            row.outcome = limits::measure(stage, system, cell, &mut row)?;
+            return Ok(vec![row]);
         }
         let boot = self.boot(cell)?;
         self.count += 1;
@@ -243,18 +256,35 @@ impl Bench {
             limit,
             seed: u64::from(self.count) << 40,
         };
-        let ended = self.move_by(system, &run)?;
-        Ok(match ended {
-            Ended::Moved(moved) => {
-                fill_in(row, &moved);
-                "completed".into()
+        self.go(system, &run, row)
+    }
+
+    /// Runs what the cell is about, and makes rows of it.
+    fn go(&mut self, system: &System, run: &Run, mut row: Row) -> Result<Vec<Row>> {
+        let stage = self.stage.as_ref().context("no stage")?;
+        let limit_s = json!({"limit_s": run.limit.as_secs_f64()});
+        match (run.cell.course, *system) {
+            (Course::AtOnce(moves), System::Godwit { encrypted, .. }) => {
+                if let Some(all) = at_once::run(stage, run, encrypted, moves)? {
+                    let made = |moved| completed(row.clone(), moved);
+                    return Ok(all.iter().map(made).collect());
+                }
+                (row.outcome, row.details) = (CUT_OFF.into(), limit_s);
             }
-            Ended::CutOff => {
-                row.details = json!({"limit_s": limit.as_secs_f64()});
-                CUT_OFF.into()
+            (Course::Cancelled, System::Godwit { encrypted, .. }) => {
+                cancelled::run(stage, run, encrypted, &mut row)?;
+                row.outcome = "completed".into();
             }
-            Ended::Skipped(why) => format!("skipped: {why}"),
-        })
+            (Course::AtOnce(_) | Course::Cancelled, _) => {
+                row.outcome = "skipped: only Godwit is asked for this".into();
+            }
+            _ => match self.move_by(system, run)? {
+                Ended::Moved(moved) => row = completed(row, &moved),
+                Ended::CutOff => (row.outcome, row.details) = (CUT_OFF.into(), limit_s),
+                Ended::Skipped(why) => row.outcome = format!("skipped: {why}"),
+            },
+        }
+        Ok(vec![row])
     }
 
     fn move_by(&mut self, system: &System, run: &Run) -> Result<Ended> {
@@ -338,6 +368,12 @@ impl Bench {
     }
 }
 
+fn completed(mut row: Row, moved: &Moved) -> Row {
+    fill_in(&mut row, moved);
+    row.outcome = "completed".into();
+    row
+}
+
 fn fill_in(row: &mut Row, moved: &Moved) {
     let gb = row.ram_gib * 1024.0 * BYTES_PER_MIB / 1e9;
     let total_s = moved.resume - moved.began;
@@ -379,6 +415,14 @@ fn fill_in(row: &mut Row, moved: &Moved) {
             .zip(during)
             .and_then(|(before, during)| (before > 0.0).then(|| during / before));
         row.details["steps_mib_per_s"] = moved.steps.course(moved.began);
+        if let (Some(before), Some(during), Some(gbps)) = (before, during, row.link_gbps) {
+            let link = gbps * 1e9 / 8.0 / 4096.0;
+            row.details["write_share"] = json!((before > 0.0).then(|| during / before.min(link)));
+        }
+    }
+    if row.system == "godwit" {
+        let ratio = courses::first_pass_ratio(&moved.details["report"]);
+        row.details["first_pass_ratio"] = json!(ratio);
     }
     if let Some(speed) = moved.details["client"]["speed_during"].as_f64() {
         row.guest_speed_during = Some(speed);
@@ -391,6 +435,9 @@ fn line(row: &Row) -> String {
         "{:<8} {:<14} {:<9} {:<24} {:<8} {:<11}",
         row.scenario, row.cell, row.system, row.config, row.destination, row.encryption
     );
+    if let Some(after) = row.details["guest_speed_after"].as_f64() {
+        return format!("{head} guest at {after:.2} after it was cancelled");
+    }
     let Some(total_s) = row.total_s else {
         let speed = row
             .throughput_gb_per_s

@@ -4,6 +4,7 @@
 //! the moments of STOP and RESUME; nothing is sent there but the greeting. Owns the VM that it made, and removes it.
 
 use crate::bench::{Ended, Moved, Run, Settings, unix_now};
+use crate::courses::Beside;
 use crate::guest::{self, Boot, CPU, MAC, Steps};
 use crate::memory::Memory;
 use crate::plan::Guest;
@@ -59,27 +60,33 @@ impl<'a> Vm<'a> {
     }
 
     /// Its RAM file on a host.
-    fn ram(&self, host: &str) -> Result<PathBuf> {
+    pub(crate) fn ram(&self, host: &str) -> Result<PathBuf> {
         let prefix = format!("{}.", self.name);
         let dir = self.stage.inside(host, "/run/godwit/ram")?;
         newest(&dir, |name| name.starts_with(&prefix))
     }
 
     /// Where the control sockets of its QEMU on a host are.
-    fn sockets(&self, host: &str) -> Result<PathBuf> {
+    pub(crate) fn sockets(&self, host: &str) -> Result<PathBuf> {
         self.stage
             .inside(host, format!("/run/godwit/vms/{}/qemu", self.name))
     }
 
     /// The spare one.
-    fn monitor(&self, host: &str) -> Result<PathBuf> {
+    pub(crate) fn monitor(&self, host: &str) -> Result<PathBuf> {
         newest(&self.sockets(host)?, is_spare_socket)
     }
 
-    fn pause(&self) -> Result<()> {
+    pub(crate) fn pause(&self) -> Result<()> {
         self.stage
             .run("controller", &["vm", "pause", &self.name])
             .map(drop)
+    }
+
+    /// Whether it runs on a host, as the product says.
+    pub(crate) fn runs_on(&self, host: &str) -> Result<bool> {
+        let vm = self.stage.json("controller", &["vm", "show", &self.name])?;
+        Ok(vm["state"] == "running" && vm["host"] == host)
     }
 }
 
@@ -113,6 +120,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
     let watch = Watch::start(&[stage.machine("a")?, stage.machine("b")?])?;
     let sent = stage.sent_bytes("a")?;
     let arrival = Arrival::watch(vm.sockets("b")?, Instant::now() + run.limit);
+    let mut beside = Beside::begin(stage, run);
     let began = unix_now();
     let id = match begin(stage, &vm, run.settings, encrypted, prepared) {
         Ok(id) => id,
@@ -121,7 +129,13 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
             return Err(error);
         }
     };
-    let stop = match stopped(&vm, &id, run, &mut monitor, &source, &mut steps) {
+    let mut each_look = || {
+        if matches!(run.cell.guest, Guest::Counter { .. }) {
+            steps.look(&source, unix_now());
+        }
+        beside.look(Some(&id))
+    };
+    let stop = match stopped(stage, &id, run, &mut monitor, &mut each_look) {
         Ok(stop) => stop,
         Err(error) => {
             arrival.give_up();
@@ -153,6 +167,10 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
             (equal, checked, Value::Null)
         }
     };
+    let mut details = json!({
+        "report": report, "sent_bytes_by_card": sent, "ram_checked": checked, "client": client,
+    });
+    beside.told(resume - began, &mut details);
     Ok(Ended::Moved(Box::new(Moved {
         began,
         stop,
@@ -163,11 +181,11 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
         steps,
         equal,
         guest_memory_counted: false,
-        details: json!({"report": report, "sent_bytes_by_card": sent, "ram_checked": checked, "client": client}),
+        details,
     })))
 }
 
-fn begin(
+pub(crate) fn begin(
     stage: &Stage,
     vm: &Vm,
     settings: &Settings,
@@ -190,13 +208,13 @@ fn begin(
 
 /// Waits on a thread for the destination's QEMU and its RESUME: a small guest is over there before the command that
 /// moves it has returned, and events are not kept for who comes late.
-struct Arrival {
+pub(crate) struct Arrival {
     give_up: Arc<AtomicBool>,
     thread: JoinHandle<Result<Option<f64>>>,
 }
 
 impl Arrival {
-    fn watch(sockets: PathBuf, limit: Instant) -> Self {
+    pub(crate) fn watch(sockets: PathBuf, limit: Instant) -> Self {
         let give_up = Arc::new(AtomicBool::new(false));
         let flag = give_up.clone();
         let thread = std::thread::spawn(move || {
@@ -221,12 +239,12 @@ impl Arrival {
         Self { give_up, thread }
     }
 
-    fn moment(self) -> Result<Option<f64>> {
+    pub(crate) fn moment(self) -> Result<Option<f64>> {
         let panicked = |_| anyhow::anyhow!("the watch over the destination panicked");
         self.thread.join().map_err(panicked)?
     }
 
-    fn give_up(self) {
+    pub(crate) fn give_up(self) {
         self.give_up.store(true, Ordering::Relaxed);
         let _ = self.moment(); // nobody asks any more
     }
@@ -234,12 +252,11 @@ impl Arrival {
 
 /// The moment of STOP; none when the limit passes first.
 fn stopped(
-    vm: &Vm,
+    stage: &Stage,
     id: &str,
     run: &Run,
     source: &mut Qmp,
-    memory: &Memory,
-    steps: &mut Steps,
+    each_look: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Option<f64>> {
     let limit = Instant::now() + run.limit;
     let mut next_question = Instant::now() + ASK_EVERY;
@@ -248,12 +265,10 @@ fn stopped(
         if let Some(stop) = source.moment_of("STOP", Instant::now() + LOOK_EVERY)? {
             return Ok(Some(stop));
         }
-        if matches!(run.cell.guest, Guest::Counter { .. }) {
-            steps.look(memory, unix_now());
-        }
+        each_look()?;
         if Instant::now() > next_question {
             next_question = Instant::now() + ASK_EVERY;
-            let report = vm.stage.json("controller", &["migration", "show", id])?;
+            let report = stage.json("controller", &["migration", "show", id])?;
             ensure!(
                 report["outcome"].is_null(),
                 "the migration ended before the guest was stopped"
@@ -264,7 +279,7 @@ fn stopped(
 }
 
 /// What the product itself says of a migration that went wrong.
-fn why(stage: &Stage, id: &str, error: anyhow::Error) -> anyhow::Error {
+pub(crate) fn why(stage: &Stage, id: &str, error: anyhow::Error) -> anyhow::Error {
     let report = stage.json("controller", &["migration", "show", id]);
     let reason = report
         .ok()
@@ -275,7 +290,7 @@ fn why(stage: &Stage, id: &str, error: anyhow::Error) -> anyhow::Error {
     }
 }
 
-fn finished(stage: &Stage, id: &str) -> Result<Value> {
+pub(crate) fn finished(stage: &Stage, id: &str) -> Result<Value> {
     let show = ["migration", "show", id];
     stage.until("the migration has ended", |stage| {
         Ok(!stage.json("controller", &show)?["outcome"].is_null())
@@ -290,7 +305,7 @@ fn finished(stage: &Stage, id: &str) -> Result<Value> {
     Ok(report)
 }
 
-fn retried<T>(action: impl Fn() -> Result<T>) -> Result<T> {
+pub(crate) fn retried<T>(action: impl Fn() -> Result<T>) -> Result<T> {
     let deadline = Instant::now() + SOON;
     loop {
         refuse_if_interrupted()?;

@@ -7,8 +7,13 @@
 //! has not compared.
 #![forbid(unsafe_code)]
 
+pub mod at_once;
 pub mod bench;
+pub mod cancelled;
+pub mod cells;
 pub mod client;
+pub mod courses;
+pub mod estimate;
 pub mod godwit;
 pub mod guest;
 pub mod judge;

@@ -4,9 +4,11 @@
 //! ours. Owns both processes and ends them.
 
 use crate::bench::{Ended, Moved, Run, Settings, unix_now};
+use crate::cells;
 use crate::guest::{self, Boot, CPU, MAC, Spins, Steps};
 use crate::memory::Memory;
-use crate::plan::{self, Backend, Guest, System, Version};
+use crate::courses::Beside;
+use crate::plan::{Backend, Guest, System, Version};
 use crate::qmp::{Qmp, refuse_if_interrupted};
 use crate::stage::{PEER_RAM, SOON, Stage};
 use crate::usage::Watch;
@@ -333,7 +335,7 @@ pub fn measure_spins(stage: &Stage, programs: &Programs, dir: &Path) -> Result<S
     const TURNS: u32 = 2_000;
     let rate = |spins: Spins, mib_per_s: Option<f64>| -> Result<f64> {
         let guest = Guest::Counter { mib: 64, mib_per_s };
-        let cell = plan::counter_cell(guest);
+        let cell = cells::counter_cell(guest);
         let boot = Boot::make(&guest, dir, &spins)?;
         let settings = Settings::default();
         let run = Run {
@@ -402,6 +404,7 @@ pub fn run(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64)
     run.watch_before(&memory, &mut steps)?;
     source.qmp.forget_events();
     let watch = Watch::start(&[stage.machine("a")?, stage.machine("b")?])?;
+    let mut beside = Beside::begin(stage, run);
     let began = unix_now();
     let mut destination = to.start()?;
     to.set_up(&mut destination)?;
@@ -410,7 +413,13 @@ pub fn run(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64)
     source
         .qmp
         .execute("migrate", json!({"uri": uri}), deadline)?;
-    let moments = follow(run, &mut source, &mut destination, &memory, &mut steps);
+    let mut each_look = || {
+        if matches!(run.cell.guest, Guest::Counter { .. }) {
+            steps.look(&memory, unix_now());
+        }
+        beside.look(None)
+    };
+    let moments = follow(run, &mut source, &mut destination, &mut each_look);
     let usage = watch.end();
     let Some((stop, resume)) = moments? else {
         return Ok(Ended::CutOff);
@@ -430,6 +439,11 @@ pub fn run(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64)
         }
     };
     let report = source.qmp.execute("query-migrate", json!({}), deadline)?;
+    let mut details = json!({
+        "parameters": parameters, "report": report, "ram_checked": checked, "client": client,
+        "destination_ready_s": destination.ready_s,
+    });
+    beside.told(resume - began, &mut details);
     Ok(Ended::Moved(Box::new(Moved {
         began,
         stop,
@@ -444,10 +458,7 @@ pub fn run(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64)
         steps,
         equal,
         guest_memory_counted: way.backend == Backend::Anonymous,
-        details: json!({
-            "parameters": parameters, "report": report, "ram_checked": checked, "client": client,
-            "destination_ready_s": destination.ready_s,
-        }),
+        details,
     })))
 }
 
@@ -471,8 +482,7 @@ fn follow(
     run: &Run,
     source: &mut Qemu,
     destination: &mut Qemu,
-    memory: &Memory,
-    steps: &mut Steps,
+    each_look: &mut dyn FnMut() -> Result<()>,
 ) -> Result<Option<(f64, f64)>> {
     let limit = Instant::now() + run.limit;
     let mut next_question = Instant::now() + Duration::from_secs(3);
@@ -481,9 +491,7 @@ fn follow(
         if let Some(stop) = source.qmp.moment_of("STOP", Instant::now() + LOOK_EVERY)? {
             break stop;
         }
-        if matches!(run.cell.guest, Guest::Counter { .. }) {
-            steps.look(memory, unix_now());
-        }
+        each_look()?;
         if Instant::now() > next_question {
             next_question = Instant::now() + Duration::from_secs(3);
             let state = source

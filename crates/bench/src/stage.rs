@@ -78,6 +78,18 @@ impl Stage {
         links.try_for_each(|link| link.set(spec(network)).context("cannot set the link"))
     }
 
+    /// Cuts all links.
+    pub fn cut(&self) -> Result<()> {
+        let mut links = self.links.iter();
+        links.try_for_each(|link| link.cut().context("cannot cut the link"))
+    }
+
+    /// Ends the cut.
+    pub fn heal(&self) -> Result<()> {
+        let mut links = self.links.iter();
+        links.try_for_each(|link| link.heal().context("cannot heal the link"))
+    }
+
     fn emulate(&self, card: u8) -> Result<Link> {
         let end = |host: u8| {
             let pid = self.lab.host(host)?.init_pid();

@@ -81,6 +81,24 @@ impl Watch {
     }
 }
 
+/// Guest memory that QEMU processes of a machine reach by huge pages, MiB; none where there is no QEMU.
+pub fn huge_mapped_mib(machine: &Machine) -> Option<f64> {
+    let namespace = std::fs::read_link(format!("/proc/{}/ns/pid", machine.init_pid())).ok()?;
+    let mut host = Host {
+        namespace,
+        init: machine.init_pid(),
+        ..Host::default()
+    };
+    host.search(false);
+    let mapped = |(pid, process): (&i32, &Process)| {
+        let is_qemu = process.name.starts_with("qemu-system");
+        let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+        is_qemu.then(|| kib(&rollup, "ShmemPmdMapped:") + kib(&rollup, "AnonHugePages:"))
+    };
+    let found = host.processes.iter().filter_map(mapped);
+    found.reduce(|one, two| one + two).map(|kib| kib as f64 / 1024.0)
+}
+
 #[derive(Default)]
 struct Host {
     namespace: std::path::PathBuf,

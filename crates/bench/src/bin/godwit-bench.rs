@@ -7,9 +7,9 @@ use anyhow::{Context, Result, bail};
 use clap::{Args, Parser, Subcommand};
 use godwit_bench::bench::Bench;
 use godwit_bench::plan::{self, Cell, Choice};
-use godwit_bench::row::Results;
+use godwit_bench::row::{Results, Row};
 use godwit_bench::stage::{programs, usual_output};
-use godwit_bench::{machine, page, picture, table};
+use godwit_bench::{estimate, machine, page, picture, table};
 use godwit_testkit::guest::linux::target_dir;
 use godwit_testkit::interrupt;
 
@@ -54,6 +54,18 @@ struct Memory {
     /// So many runs of everything
     #[arg(long)]
     runs: Option<u32>,
+    /// Only cells of this name, or beginning so where none has it (--plan lists them); may be given several times
+    #[arg(long, value_name = "NAME")]
+    cell: Vec<String>,
+    /// Only systems with this in "system config encryption destination"; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    system: Vec<String>,
+    /// Go on with the memory.json that is there: its rows stay, and runs that it has are not done again
+    #[arg(long)]
+    add: bool,
+    /// With --add: do the chosen runs again, in place of what is there of them
+    #[arg(long, requires = "add")]
+    again: bool,
     /// Where results go; bench below the target directory when left out
     #[arg(long)]
     out: Option<PathBuf>,
@@ -102,6 +114,8 @@ fn bench(arguments: &Memory) -> Result<()> {
         scenarios: arguments.scenario.clone(),
         quick: arguments.quick,
         runs: arguments.runs,
+        cells: arguments.cell.clone(),
+        systems: arguments.system.clone(),
     };
     let cells = plan::cells(&choice).map_err(anyhow::Error::msg)?;
     if arguments.plan {
@@ -122,26 +136,51 @@ fn bench(arguments: &Memory) -> Result<()> {
     let mut about = machine::describe(&bin, ten.exists().then_some(ten.as_path()));
     println!("touching all free memory once");
     about["warm_up"] = machine::warm_up()?;
-    let results = Bench::new(&bin, &out, &target, about)?.run(&cells)?;
+    let rows = if arguments.add {
+        earlier(&out.join("memory.json"), &cells, arguments.again)?
+    } else {
+        Vec::new()
+    };
+    let results = Results {
+        machine: about,
+        rows,
+    };
+    let results = Bench::new(&bin, &out, &target, results)?.run(&cells)?;
     report(&results, &out)
+}
+
+/// The rows of an earlier bench, without those that are to be made again.
+fn earlier(path: &Path, cells: &[Cell], again: bool) -> Result<Vec<Row>> {
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let mut rows = read(path)?.rows;
+    let chosen = |row: &Row| {
+        cells.iter().any(|cell| {
+            let mut systems = cell.systems.iter();
+            systems.any(|system| cell.row(system, 0).is_like(row))
+        })
+    };
+    rows.retain(|row| !again || !chosen(row));
+    Ok(rows)
 }
 
 fn print_plan(cells: &[Cell]) {
     for cell in cells {
         println!(
-            "{:<9} {:<18} {:>5} MiB {} vCPU  {} runs of {:>2} systems  about {:>5.0} s",
+            "{:<9} {:<26} {:>5} MiB {} vCPU  {} runs of {:>2} systems  about {:>5.0} s",
             cell.scenario,
             cell.name,
             cell.ram_mib,
             cell.vcpus,
             cell.runs,
             cell.systems.len(),
-            cell.estimate_s()
+            estimate::cell_s(cell)
         );
     }
     println!(
         "all of it: about {:.0} minutes",
-        plan::estimate_s(cells) / 60.0
+        estimate::estimate_s(cells) / 60.0
     );
 }
 
