@@ -45,6 +45,8 @@ pub(super) struct World {
     pub link_bytes_per_s: f64,
     pub rtt_s: f64,
     pub overhead_s: f64,
+    /// Up to so much more, at random, in every iteration: a busy host, a queue on the way.
+    pub jitter_s: f64,
     pub floor: f64,
     /// Measured durations are off by up to this share, either way.
     pub noise: f64,
@@ -185,7 +187,12 @@ pub(super) fn migrate(world: &World, goal: Goal) -> End {
     let mut cpu_s = vec![0.0; world.vcpus.len()];
     loop {
         let pass_s = (to_send * PAGE) as f64 / world.link_bytes_per_s;
-        let (began_s, taken_s) = (sim.now_s, pass_s + world.overhead_s + world.rtt_s);
+        let late_s = match world.jitter_s {
+            0.0 => 0.0,
+            jitter_s => jitter_s * sim.random(1000) as f64 / 1000.0,
+        };
+        let overhead_s = world.overhead_s + world.rtt_s + late_s;
+        let (began_s, taken_s) = (sim.now_s, pass_s + overhead_s);
         let (later, mut looks) = (end.iterations > 0, 0);
         sim.run_for(taken_s, |sim| {
             for (sum, share) in cpu_s.iter_mut().zip(sim.governor.shares()) {
