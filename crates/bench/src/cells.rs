@@ -219,7 +219,9 @@ fn idle() -> Vec<Cell> {
     base.systems.extend(OURS);
     // Beside the base, with fewer runs: other numbers of channels, and ways that are slow.
     let mut search = with(cell("idle", "channels", Guest::Idle, 2048), |_| ());
-    search.systems.extend([ours(false, false), ours(true, false)]);
+    search
+        .systems
+        .extend([ours(false, false), ours(true, false)]);
     for version in [Version::Seven, Version::Ten] {
         let ways = every_way(version, &[None, Some(2)]);
         let (slow, quick): (Vec<_>, Vec<_>) = ways.into_iter().partition(is_slow);

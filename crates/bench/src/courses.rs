@@ -168,9 +168,7 @@ mod tests {
 
     #[test]
     fn an_estimate_counts_from_a_tenth_of_the_way_on() {
-        let report = |left: u64, eta: Value| {
-            json!({"phase": "precopy", "ram_mib": 100, "remaining_bytes": left << 20, "eta_s": eta})
-        };
+        let report = |left: u64, eta: Value| json!({"phase": "precopy", "ram_mib": 100, "remaining_bytes": left << 20, "eta_s": eta});
         assert!(estimate_in(&report(95, json!(9.0)), 1.0).is_none());
         assert!(estimate_in(&report(80, Value::Null), 1.0).is_none());
         let found = estimate_in(&report(80, json!(8.0)), 2.0).unwrap();
@@ -180,11 +178,15 @@ mod tests {
 
     #[test]
     fn the_first_pass_is_held_against_later_ones_that_moved_enough() {
-        let pass = |megabytes: f64, seconds: f64| json!({"bytes": megabytes * 1e6, "seconds": seconds});
+        let pass =
+            |megabytes: f64, seconds: f64| json!({"bytes": megabytes * 1e6, "seconds": seconds});
         let of = |passes: &[Value]| first_pass_ratio(&json!({"iterations": passes}));
         let passes = [pass(800.0, 8.0), pass(400.0, 3.2), pass(1.0, 1.0)];
         assert_eq!(of(&passes), Some(0.8));
         assert_eq!(of(&passes[..2]), None);
-        assert_eq!(of(&[pass(800.0, 8.0), pass(1.0, 1.0), pass(0.0, 1.0)]), None);
+        assert_eq!(
+            of(&[pass(800.0, 8.0), pass(1.0, 1.0), pass(0.0, 1.0)]),
+            None
+        );
     }
 }

@@ -20,7 +20,11 @@ pub fn estimate_s(cells: &[Cell]) -> f64 {
 pub fn cell_s(cell: &Cell) -> f64 {
     let of_system = |system: &System| {
         // What was cut off once is not run again.
-        let runs = if never_ends(cell, system) { 1 } else { cell.runs };
+        let runs = if never_ends(cell, system) {
+            1
+        } else {
+            cell.runs
+        };
         run_s(cell, system) * f64::from(runs)
     };
     STAGE_S + cell.systems.iter().map(of_system).sum::<f64>()

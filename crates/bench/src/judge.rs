@@ -2,6 +2,7 @@
 //!
 //! Pure. Refuses to judge what was not measured: such a line says so.
 
+use crate::promises;
 use crate::row::{CUT_OFF, Row};
 
 /// The middle of some numbers; the mean of the two middle ones where there are two.
@@ -99,29 +100,12 @@ impl<'a> Group<'a> {
 pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
     let mut groups: Vec<Group> = Vec::new();
     for row in rows {
-        match groups.iter_mut().find(|group| same(group.head(), row)) {
+        match groups.iter_mut().find(|group| group.head().is_like(row)) {
             Some(group) => group.rows.push(row),
             None => groups.push(Group { rows: vec![row] }),
         }
     }
     groups
-}
-
-fn same(one: &Row, two: &Row) -> bool {
-    let key = |row: &Row| {
-        let of_system = (
-            row.system.clone(),
-            row.config.clone(),
-            row.encryption.clone(),
-        );
-        (
-            row.scenario.clone(),
-            row.cell.clone(),
-            of_system,
-            row.destination.clone(),
-        )
-    };
-    key(one) == key(two)
 }
 
 /// Our figure against the best peer's, in one cell.
@@ -135,6 +119,8 @@ pub struct Line {
     pub ours: Option<Spread>,
     /// The peer's, with its name.
     pub peer: Option<(Spread, String)>,
+    /// Said in place of a peer's figure: that no peer came to its end.
+    pub note: String,
     /// How the ratio is to be read, and what it has to be.
     pub target: Target,
 }
@@ -150,6 +136,8 @@ pub enum Target {
     MoreByAtMost(f64),
     /// Ours is at most this, whatever the peer's is.
     Below(f64),
+    /// Ours is at least this, whatever the peer's is.
+    Above(f64),
     /// Shown only.
     None,
 }
@@ -161,30 +149,34 @@ impl Line {
         (peer > 0.0).then_some(self.ours?.median / peer)
     }
 
-    /// Whether the target is kept; none where it cannot be told.
-    pub fn kept(&self) -> Option<bool> {
+    /// Whether the target is reached; none where it cannot be told.
+    pub fn reached(&self) -> Option<bool> {
         let ours = self.ours?.median;
+        if self.peer.is_none() && !self.note.is_empty() && self.target != Target::None {
+            return Some(true);
+        }
         match self.target {
             Target::AtLeast(least) => Some(self.ratio()? >= least),
             Target::AtMost(most) => Some(self.ratio()? <= most),
             Target::MoreByAtMost(more) => Some(ours <= self.peer.as_ref()?.0.median + more),
             Target::Below(most) => Some(ours <= most),
+            Target::Above(least) => Some(ours >= least),
             Target::None => None,
         }
     }
 }
 
 /// Which groups a line draws on.
-struct Pick<'a> {
-    groups: &'a [Group<'a>],
-    scenario: &'a str,
-    cell: &'a str,
+pub(crate) struct Pick<'a> {
+    pub groups: &'a [Group<'a>],
+    pub scenario: &'a str,
+    pub cell: &'a str,
 }
 
-type Number = fn(&Row) -> Option<f64>;
+pub(crate) type Number = fn(&Row) -> Option<f64>;
 
 impl Pick<'_> {
-    fn ours(&self, encrypted: bool, prepared: bool, number: Number) -> Option<Spread> {
+    pub fn ours(&self, encrypted: bool, prepared: bool, number: Number) -> Option<Spread> {
         let fits = |row: &Row| {
             row.system == "godwit" && is_encrypted(row) == encrypted && is_prepared(row) == prepared
         };
@@ -193,7 +185,7 @@ impl Pick<'_> {
     }
 
     /// The peer with the best median.
-    fn best(
+    pub fn best(
         &self,
         more: bool,
         number: Number,
@@ -206,6 +198,16 @@ impl Pick<'_> {
         spreads.max_by(|one, two| (sign * one.0.median).total_cmp(&(sign * two.0.median)))
     }
 
+    /// That peers were here and none came to its end; else nothing.
+    fn none_ended(&self, fits: impl Fn(&Row) -> bool) -> String {
+        let mut peers = self.matching(fits).peekable();
+        let some = peers.peek().is_some();
+        if some && peers.all(|group| group.cut_off() && group.median(TOTAL).is_none()) {
+            return "none: every peer was cut off at ten times our time".into();
+        }
+        String::new()
+    }
+
     fn matching(&self, fits: impl Fn(&Row) -> bool) -> impl Iterator<Item = &Group<'_>> {
         self.groups.iter().filter(move |group| {
             let row = group.head();
@@ -216,23 +218,23 @@ impl Pick<'_> {
     }
 }
 
-fn is_encrypted(row: &Row) -> bool {
+pub(crate) fn is_encrypted(row: &Row) -> bool {
     row.encryption != "none"
 }
 
-fn is_prepared(row: &Row) -> bool {
+pub(crate) fn is_prepared(row: &Row) -> bool {
     row.destination == "prepared"
 }
 
-fn is_qemu(row: &Row) -> bool {
+pub(crate) fn is_qemu(row: &Row) -> bool {
     row.system.starts_with("qemu")
 }
 
-const RATE: Number = |row| row.throughput_gb_per_s;
-const TOTAL: Number = |row| row.total_s;
-const STOP: Number = |row| row.switchover_ms;
-const COST_SOURCE: Number = |row| row.cpu_source_s_per_gb;
-const COST_DESTINATION: Number = |row| row.cpu_destination_s_per_gb;
+pub(crate) const RATE: Number = |row| row.throughput_gb_per_s;
+pub(crate) const TOTAL: Number = |row| row.total_s;
+pub(crate) const STOP: Number = |row| row.switchover_ms;
+pub(crate) const COST_SOURCE: Number = |row| row.cpu_source_s_per_gb;
+pub(crate) const COST_DESTINATION: Number = |row| row.cpu_destination_s_per_gb;
 
 /// Every comparison that the rows allow, cell by cell.
 pub fn lines(rows: &[Row]) -> Vec<Line> {
@@ -255,21 +257,23 @@ pub fn lines(rows: &[Row]) -> Vec<Line> {
             scenario,
             cell,
         };
-        let unshaped = scenario == "idle" || cell == "unshaped";
-        if unshaped {
+        if scenario == "idle" {
             lines.extend(throughput(&pick));
             lines.extend(cost(&pick));
         }
-        lines.extend(general(&pick, unshaped));
+        lines.extend(general(&pick));
+        lines.extend(promises::of_cell(&pick));
     }
     lines.extend(across(&groups));
+    lines.extend(promises::of_all(&groups));
     lines.retain(|line| {
-        line.ours.is_some() && (line.peer.is_some() || matches!(line.target, Target::Below(_)))
+        let alone = matches!(line.target, Target::Below(_) | Target::Above(_));
+        line.ours.is_some() && (line.peer.is_some() || alone || !line.note.is_empty())
     });
     lines
 }
 
-fn line(
+pub(crate) fn line(
     pick: &Pick,
     what: &str,
     ours: Option<Spread>,
@@ -281,6 +285,7 @@ fn line(
         what: what.to_owned(),
         ours,
         peer,
+        note: String::new(),
         target,
     }
 }
@@ -370,7 +375,7 @@ fn cost(pick: &Pick) -> Vec<Line> {
 
 /// Our own cells against each other: scenario, cell, the cell it is held against, target of the duration and of the
 /// switchover.
-const ACROSS: [(&str, &str, &str, Target, Target); 5] = [
+const ACROSS: [(&str, &str, &str, Target, Target); 9] = [
     (
         "idle",
         "ram=8,vcpus=4",
@@ -378,35 +383,38 @@ const ACROSS: [(&str, &str, &str, Target, Target); 5] = [
         Target::None,
         Target::MoreByAtMost(10.0),
     ),
+    ("ipv6", "unshaped,ipv6", "unshaped,ipv4", SIX, Target::None),
+    ("ipv6", "gbps=1,ipv6", "gbps=1,ipv4", SIX, Target::None),
     (
-        "ipv6",
-        "unshaped,ipv6",
-        "unshaped,ipv4",
-        Target::AtMost(1.05),
+        "link",
+        "cut=30",
+        "gbps=1,ram=2",
+        Target::MoreByAtMost(35.0),
         Target::None,
     ),
-    (
-        "ipv6",
-        "gbps=1,ipv6",
-        "gbps=1,ipv4",
-        Target::AtMost(1.05),
-        Target::None,
-    ),
+    far("rtt=5,loss=0", 5.0),
+    far("rtt=50,loss=0", 50.0),
+    far("rtt=100,loss=0", 100.0),
+    far("rtt=150,loss=0", 150.0),
     (
         "distance",
-        "rtt=100,loss=0",
-        "rtt=0.5,loss=0",
-        Target::None,
-        Target::MoreByAtMost(200.0),
-    ),
-    (
-        "distance",
-        "rtt=150,loss=0",
-        "rtt=0.5,loss=0",
+        "ram=8,rtt=150",
+        "ram=8,rtt=0.5",
         Target::AtMost(1.05),
         Target::MoreByAtMost(300.0),
     ),
 ];
+
+const SIX: Target = Target::AtMost(1.05);
+
+/// A long way costs the switchover two round trips at most. Its duration counts where memory is large.
+const fn far(
+    cell: &'static str,
+    rtt_ms: f64,
+) -> (&'static str, &'static str, &'static str, Target, Target) {
+    let more = Target::MoreByAtMost(2.0 * rtt_ms);
+    ("distance", cell, "rtt=0.5,loss=0", Target::None, more)
+}
 
 fn across(groups: &[Group]) -> Vec<Line> {
     let mut lines = Vec::new();
@@ -438,47 +446,22 @@ fn across(groups: &[Group]) -> Vec<Line> {
     lines
 }
 
-fn general(pick: &Pick, unshaped: bool) -> Vec<Line> {
+fn general(pick: &Pick) -> Vec<Line> {
     let mut lines = Vec::new();
     for encrypted in [false, true] {
         let kind = if encrypted { "encrypted" } else { "plain" };
-        let alike = move |row: &Row| is_qemu(row) && is_encrypted(row) == encrypted;
-        let ours = pick.ours(encrypted, false, TOTAL);
-        if !unshaped {
+        if pick.scenario != "idle" {
+            let alike = move |row: &Row| is_qemu(row) && is_encrypted(row) == encrypted;
             let what = format!("s from the command, {kind}");
-            lines.push(line(
-                pick,
-                &what,
-                ours,
-                pick.best(false, TOTAL, alike),
-                Target::None,
-            ));
+            let ours = pick.ours(encrypted, false, TOTAL);
+            let peer = pick.best(false, TOTAL, alike);
+            let mut found = line(pick, &what, ours, peer, Target::None);
+            found.note = pick.none_ended(alike);
+            lines.push(found);
         }
-        let stop = pick.ours(encrypted, false, STOP);
-        let ten = |row: &Row| row.system == "qemu-10.0";
-        let free = |row: &Row| is_qemu(row) && !row.config.contains("auto-converge");
-        let peer = match pick.scenario {
-            "idle" => pick.best(false, STOP, ten),
-            _ => pick.best(false, STOP, free),
-        };
-        let what = format!("ms switchover, {kind}");
-        let target = match pick.scenario {
-            "idle" | "zero" => Target::MoreByAtMost(10.0),
-            "hot" | "redis" => Target::AtMost(0.2),
-            _ => Target::None,
-        };
-        lines.push(line(pick, &what, stop, peer, target));
-        if pick.scenario == "idle" {
-            lines.push(line(
-                pick,
-                &format!("ms switchover, {kind}, idle"),
-                stop,
-                None,
-                Target::Below(15.0),
-            ));
-        }
+        lines.extend(switchover(pick, encrypted, kind));
     }
-    if pick.scenario == "link" && !unshaped {
+    if pick.scenario == "link" && pick.cell.starts_with("gbps") {
         for (what, number) in [("s from the command", TOTAL), ("ms switchover", STOP)] {
             let plain = pick
                 .ours(false, false, number)
@@ -494,6 +477,37 @@ fn general(pick: &Pick, unshaped: bool) -> Vec<Line> {
         }
     }
     lines
+}
+
+/// Against the peer's shortest of either encryption, which is the harder way to read it.
+fn switchover(pick: &Pick, encrypted: bool, kind: &str) -> Vec<Line> {
+    let ours = pick.ours(encrypted, false, STOP);
+    let idle = pick.scenario == "idle";
+    let fits = |row: &Row| {
+        let free = is_qemu(row) && !row.config.contains("auto-converge");
+        free && (!idle || row.system == "qemu-10.0")
+    };
+    let at_rest = pick.cell == "rate=0";
+    let target = match pick.scenario {
+        "idle" | "zero" => Target::MoreByAtMost(10.0),
+        "hot" if at_rest => Target::MoreByAtMost(10.0),
+        "hot" | "redis" => Target::AtMost(0.2),
+        _ => Target::None,
+    };
+    let what = format!("ms switchover, {kind}");
+    let mut against = line(pick, &what, ours, pick.best(false, STOP, fits), target);
+    against.note = pick.none_ended(fits);
+    let most = match (pick.scenario, pick.cell) {
+        ("idle", _) => Some((15.0, "idle")),
+        ("hot", "rate=2") => Some((300.0, "twice the link")),
+        ("redis", "set=100") => Some((100.0, "the busiest mix")),
+        _ => None,
+    };
+    let alone = most.map(|(most, name)| {
+        let what = format!("ms switchover, {kind}, {name}");
+        line(pick, &what, ours, None, Target::Below(most))
+    });
+    std::iter::once(against).chain(alone).collect()
 }
 
 #[cfg(test)]
@@ -544,9 +558,9 @@ mod tests {
         let cold = find(&lines, "GB/s, plain, cold");
         assert_eq!(cold.ours.unwrap().median, 2.0);
         assert!(cold.peer.as_ref().unwrap().1.starts_with("qemu-10.0"));
-        assert_eq!((cold.ratio(), cold.kept()), (Some(4.0), Some(true)));
+        assert_eq!((cold.ratio(), cold.reached()), (Some(4.0), Some(true)));
         let command = find(&lines, "s from the command, plain, cold");
-        assert_eq!(command.kept(), Some(false));
+        assert_eq!(command.reached(), Some(false));
     }
 
     #[test]
@@ -563,6 +577,24 @@ mod tests {
         assert!(groups[1].cut_off());
         assert_eq!(groups[1].median(RATE), Some(0.5));
         assert!(groups[1].outcome().contains("1 of 2"));
+    }
+
+    #[test]
+    fn where_every_peer_was_cut_off_the_line_stands_and_is_reached() {
+        let hot = |mut row: Row, outcome: &str| {
+            (row.scenario, row.cell) = ("hot".into(), "rate=2".into());
+            row.outcome = outcome.into();
+            row
+        };
+        let mut cut = hot(row("qemu-7.2", "none", "cold", 1.0), CUT_OFF);
+        (cut.total_s, cut.switchover_ms) = (None, None);
+        let rows = [hot(row("godwit", "none", "cold", 1.0), "completed"), cut];
+        let lines = lines(&rows);
+        let stop = find(&lines, "ms switchover, plain");
+        assert_eq!((stop.reached(), stop.ratio()), (Some(true), None));
+        assert!(stop.note.contains("cut off"), "{}", stop.note);
+        let alone = find(&lines, "ms switchover, plain, twice");
+        assert_eq!(alone.reached(), Some(true));
     }
 
     #[test]

@@ -24,6 +24,7 @@ pub mod page;
 pub mod peer;
 pub mod picture;
 pub mod plan;
+pub mod promises;
 pub mod qmp;
 pub mod row;
 pub mod stage;

@@ -5,7 +5,7 @@
 use crate::judge::{groups, lines};
 use crate::picture;
 use crate::row::{Results, Row};
-use crate::table::{figures, target, verdict};
+use crate::table::{also, figures, peer, target, verdict};
 use godwit_testkit::report::svg::escape;
 use std::fmt::Write as _;
 
@@ -13,9 +13,9 @@ const HEAD: &str = "<!doctype html><html lang=\"en\"><meta charset=\"utf-8\">\
     <meta name=\"viewport\" content=\"width=device-width\"><title>Godwit: moves of memory, measured</title><style>\
     body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222;background:#fff}\
     table{border-collapse:collapse;font-size:13px;display:block;overflow-x:auto}td,th{padding:.2em .6em;text-align:left;\
-    border-bottom:1px solid #ddd}svg{max-width:100%;height:auto;margin:.6em 0}.kept{color:#1a7f37}.missed{color:#c0281c;\
+    border-bottom:1px solid #ddd}svg{max-width:100%;height:auto;margin:.6em 0}.reached{color:#1a7f37}.missed{color:#c0281c;\
     font-weight:600}pre{font-size:12px;overflow-x:auto}@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}\
-    td,th{border-color:#444}.kept{color:#5fce7f}.missed{color:#ff7a6e}}</style>";
+    td,th{border-color:#444}.reached{color:#5fce7f}.missed{color:#ff7a6e}}</style>";
 
 const EXPLAINED: &str = "<p>All systems ran in the same bench, taking turns, on the same guests, between the same two test \
     hosts on one machine. <b>s from the command</b> begins when the move is asked for, before the destination's QEMU is \
@@ -46,14 +46,12 @@ pub fn html(results: &Results) -> String {
 
 fn comparisons(rows: &[Row]) -> String {
     let mut text = String::from(
-        "<h2>Against the best peer</h2><table><tr><th>cell<th>what<th>Godwit<th>peer<th>ratio<th>target<th></tr>",
+        "<h2>Against the targets</h2><table><tr><th>cell<th>what<th>Godwit<th>peer<th>ratio<th>target<th></tr>",
     );
     for line in lines(rows) {
-        let peer = line.peer.as_ref().map_or(String::new(), |(spread, name)| {
-            format!("{} {name}", figures(*spread))
-        });
+        let peer = peer(&line);
         let (word, class) = match verdict(&line) {
-            "kept" => ("kept", "kept"),
+            "reached" => ("reached", "reached"),
             "" => ("", ""),
             _ => ("missed", "missed"),
         };
@@ -77,7 +75,7 @@ fn everything(rows: &[Row]) -> String {
     let mut text = String::from(
         "<h2>Every cell</h2><table><tr><th>scenario<th>cell<th>system<th>destination<th>encryption<th>runs<th>s from the \
          command<th>prepared s<th>switchover ms<th>GB/s<th>core-s/GB source<th>destination<th>guest speed<th>memory \
-         MiB<th>RAM equal<th>outcome</tr>",
+         MiB<th>RAM equal<th>also<th>outcome</tr>",
     );
     for group in groups(rows) {
         let row = group.head();
@@ -85,7 +83,7 @@ fn everything(rows: &[Row]) -> String {
             |number: fn(&Row) -> Option<f64>| group.spread(number).map_or(String::new(), figures);
         let _ = write!(
             text,
-            "<tr><td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}</tr>",
+            "<tr><td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}<td>{}</tr>",
             escape(&row.scenario),
             escape(&row.cell),
             escape(&group.name()),
@@ -103,6 +101,7 @@ fn everything(rows: &[Row]) -> String {
             group
                 .equal()
                 .map_or("", |equal| if equal { "yes" } else { "NO" }),
+            also(&group),
             escape(&group.outcome())
         );
     }

@@ -5,9 +5,9 @@
 
 use crate::bench::{Ended, Moved, Run, Settings, unix_now};
 use crate::cells;
+use crate::courses::Beside;
 use crate::guest::{self, Boot, CPU, MAC, Spins, Steps};
 use crate::memory::Memory;
-use crate::courses::Beside;
 use crate::plan::{Backend, Guest, System, Version};
 use crate::qmp::{Qmp, refuse_if_interrupted};
 use crate::stage::{PEER_RAM, SOON, Stage};

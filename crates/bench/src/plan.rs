@@ -369,7 +369,9 @@ fn narrow(cells: &mut Vec<Cell>, choice: &Choice) -> Result<(), String> {
         if wanted.len() == before {
             let known: Vec<_> = cells.iter().map(|cell| cell.name.as_str()).collect();
             let known = known.join(" ");
-            return Err(format!("no cell has or begins with the name '{name}'; there are: {known}"));
+            return Err(format!(
+                "no cell has or begins with the name '{name}'; there are: {known}"
+            ));
         }
     }
     cells.retain(|cell| wanted.is_empty() || wanted.contains(&(cell.scenario, cell.name.clone())));
@@ -440,7 +442,12 @@ mod tests {
     fn claimed_cells_run_five_times_and_others_at_most_twice_unless_told() {
         for cell in all() {
             let usual = if cell.claimed { 5..=5 } else { 1..=2 };
-            assert!(usual.contains(&cell.runs), "{} {}", cell.scenario, cell.name);
+            assert!(
+                usual.contains(&cell.runs),
+                "{} {}",
+                cell.scenario,
+                cell.name
+            );
         }
         let choice = Choice {
             runs: Some(3),

@@ -72,8 +72,20 @@ pub struct Row {
 impl Row {
     /// Whether two are runs of one system with the same settings in the same cell.
     pub fn is_like(&self, other: &Self) -> bool {
-        let place = |row: &Self| (row.scenario.clone(), row.cell.clone(), row.destination.clone());
-        let system = |row: &Self| (row.system.clone(), row.config.clone(), row.encryption.clone());
+        let place = |row: &Self| {
+            (
+                row.scenario.clone(),
+                row.cell.clone(),
+                row.destination.clone(),
+            )
+        };
+        let system = |row: &Self| {
+            (
+                row.system.clone(),
+                row.config.clone(),
+                row.encryption.clone(),
+            )
+        };
         place(self) == place(other) && system(self) == system(other)
     }
 

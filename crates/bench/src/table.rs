@@ -1,27 +1,177 @@
-//! The rows as Markdown: every comparison with its ratio and target, then every cell, the losing ones too.
+//! The results as Markdown: our moves beside the best peer's, every judgement with its ratio and target, every cell, the
+//! losing ones too, and the machine.
 //!
-//! Pure text out of rows.
+//! Pure text out of the results.
 
-use crate::judge::{Group, Line, Spread, Target, groups, lines};
-use crate::row::Row;
+use crate::judge::{
+    Group, Line, STOP, Spread, TOTAL, Target, groups, is_encrypted, is_qemu, lines,
+};
+use crate::row::{Results, Row};
+use serde_json::Value;
 use std::fmt::Write as _;
 
+const HEAD: &str = "# Moves of memory, measured\n\n\
+    Godwit and QEMU's own migration in the same run, taking turns, on the same guests, between the same two test hosts on one\n\
+    machine; `docs/bench.md` says what the numbers are. Medians; in brackets the lowest and the highest run. A ratio is ours over\n\
+    the peer's: in seconds and milliseconds less is better, in GB/s more.\n";
+
 /// The whole document.
-pub fn markdown(rows: &[Row]) -> String {
-    let mut text = comparisons(&lines(rows));
-    text.push_str(&everything(&groups(rows)));
+pub fn markdown(results: &Results) -> String {
+    let groups = groups(&results.rows);
+    let mut text = String::from(HEAD);
+    text.push_str(&moves(&groups));
+    text.push_str(&comparisons(&lines(&results.rows)));
+    text.push_str(&parts(&groups));
+    text.push_str(&everything(&groups));
+    text.push_str(&machine(&results.machine));
+    text
+}
+
+/// Every move of ours beside the best peer of the same kind.
+fn moves(groups: &[Group]) -> String {
+    let mut text = String::from(
+        "\n## Every scenario\n\n\
+         The best peer is that of the same cell with the same encryption, into memory of the same kind where there is one.\n\n\
+         | scenario | cell | Godwit | s from the command | best peer | ratio | ms switchover | best peer | ratio |\n\
+         |---|---|---|---|---|---|---|---|---|\n",
+    );
+    let moved = |group: &&Group| group.head().system == "godwit" && group.median(TOTAL).is_some();
+    for group in groups.iter().filter(moved) {
+        let row = group.head();
+        let kind = if is_encrypted(row) {
+            "encrypted"
+        } else {
+            "plain"
+        };
+        let prepared = if row.destination == "prepared" {
+            ", prepared"
+        } else {
+            ""
+        };
+        let _ = write!(
+            text,
+            "| {} | {} | {kind}{prepared} |",
+            row.scenario, row.cell
+        );
+        for number in [TOTAL, STOP] {
+            let ours = group.spread(number);
+            let peer = best_peer(groups, row, number);
+            let ratio = ours
+                .zip(peer.as_ref())
+                .map(|(ours, (peer, _))| ours.median / peer.median);
+            let _ = write!(
+                text,
+                " {} | {} | {} |",
+                ours.map_or("-".into(), figures),
+                peer.map_or("-".into(), |(spread, name)| format!(
+                    "{} {name}",
+                    figures(spread)
+                )),
+                ratio.map_or("-".into(), |ratio| format!("{ratio:.2}"))
+            );
+        }
+        text.push('\n');
+    }
+    text
+}
+
+fn best_peer(
+    groups: &[Group],
+    ours: &Row,
+    number: fn(&Row) -> Option<f64>,
+) -> Option<(Spread, String)> {
+    let place = |row: &Row| {
+        let here = row.cell == ours.cell || ours.cell == "base" && row.cell == "channels";
+        row.scenario == ours.scenario && here
+    };
+    let alike = |row: &Row| is_qemu(row) && is_encrypted(row) == is_encrypted(ours) && place(row);
+    let least = |same_memory: bool| {
+        let fits = groups.iter().filter(|group| {
+            let row = group.head();
+            alike(row) && (!same_memory || row.destination == ours.destination)
+        });
+        let found = fits.filter_map(|group| Some((group.spread(number)?, group.name())));
+        found.min_by(|one, two| one.0.median.total_cmp(&two.0.median))
+    };
+    least(true).or_else(|| least(false))
+}
+
+/// What the switchovers of the base cell are made of.
+fn parts(groups: &[Group]) -> String {
+    const NAMES: [&str; 7] = [
+        "stop_ms",
+        "last_pages_ms",
+        "device_save_ms",
+        "transfer_ms",
+        "device_load_ms",
+        "permit_ms",
+        "resume_ms",
+    ];
+    let named = |row: &Row, name: &str| row.details["report"]["switchover_parts_ms"][name].as_f64();
+    let shown = |group: &&Group| {
+        let row = group.head();
+        let chosen = matches!(
+            (row.scenario.as_str(), row.cell.as_str()),
+            ("idle", "base") | ("redis", "set=50" | "set=100")
+        );
+        row.system == "godwit" && chosen
+    };
+    let mut lines = String::new();
+    let present: Vec<&str> = NAMES
+        .into_iter()
+        .filter(|name| {
+            groups
+                .iter()
+                .any(|group| group.rows.iter().any(|row| named(row, name).is_some()))
+        })
+        .collect();
+    for group in groups.iter().filter(shown) {
+        let row = group.head();
+        let _ = write!(
+            lines,
+            "| {} {} | {} {} |",
+            row.scenario, row.cell, row.encryption, row.destination
+        );
+        for name in &present {
+            let spread = group.spread(|row| named(row, name));
+            let _ = write!(lines, " {} |", spread.map_or("-".into(), figures));
+        }
+        lines.push('\n');
+    }
+    if lines.is_empty() || present.is_empty() {
+        return String::new();
+    }
+    let titles: Vec<String> = present
+        .iter()
+        .map(|name| name.trim_end_matches("_ms").replace('_', " "))
+        .collect();
+    format!(
+        "\n## Parts of the switchover, ms\n\nBy the product's own report.\n\n| cell | kind | {} |\n|---|---|{}\n{lines}",
+        titles.join(" | "),
+        "---|".repeat(present.len())
+    )
+}
+
+fn machine(about: &Value) -> String {
+    let mut text = String::from("\n## The machine\n\n");
+    for (name, value) in about.as_object().into_iter().flatten() {
+        let said = match value {
+            Value::String(said) => said.clone(),
+            Value::Object(_) => value.to_string(),
+            other => other.to_string(),
+        };
+        let _ = writeln!(text, "- {}: {said}", name.replace('_', " "));
+    }
     text
 }
 
 fn comparisons(lines: &[Line]) -> String {
     let mut text = String::from(
-        "## Against the best peer\n\nMedians, in brackets the smallest and the largest run.\n\n\
+        "\n## Against the targets\n\n\
          | cell | what | Godwit | peer | ratio | target | |\n|---|---|---|---|---|---|---|\n",
     );
     for line in lines {
-        let peer = line.peer.as_ref().map_or("-".to_owned(), |(spread, name)| {
-            format!("{} {name}", figures(*spread))
-        });
+        let peer = peer(line);
         let _ = writeln!(
             text,
             "| {} | {} | {} | {peer} | {} | {} | {} |",
@@ -37,10 +187,19 @@ fn comparisons(lines: &[Line]) -> String {
     text
 }
 
-/// `kept`, `missed` or nothing to say.
+/// The peer's figure and name, or why there is none.
+pub fn peer(line: &Line) -> String {
+    match &line.peer {
+        Some((spread, name)) => format!("{} {name}", figures(*spread)),
+        None if line.note.is_empty() => "-".into(),
+        None => line.note.clone(),
+    }
+}
+
+/// `reached`, `missed` or nothing to say.
 pub fn verdict(line: &Line) -> &'static str {
-    match line.kept() {
-        Some(true) => "kept",
+    match line.reached() {
+        Some(true) => "reached",
         Some(false) => "**missed**",
         None => "",
     }
@@ -53,13 +212,18 @@ pub fn target(target: Target) -> String {
         Target::AtMost(ratio) => format!("ratio at most {ratio}"),
         Target::MoreByAtMost(more) => format!("at most {more} more"),
         Target::Below(most) => format!("at most {most}"),
+        Target::Above(least) => format!("at least {least}"),
         Target::None => "-".into(),
     }
 }
 
 /// A median with its spread.
 pub fn figures(spread: Spread) -> String {
-    let digits = if spread.median < 10.0 { 2 } else { 1 };
+    let digits = match spread.median {
+        median if median < 1.0 => 3,
+        median if median < 10.0 => 2,
+        _ => 1,
+    };
     let Spread {
         median,
         least,
@@ -81,8 +245,8 @@ fn everything(groups: &[Group]) -> String {
             let _ = write!(
                 text,
                 "\n### {scenario}\n\n| cell | system | destination | encryption | runs | s from the command | of these prepared | \
-                 switchover ms | GB/s | core-s/GB source | core-s/GB destination | guest speed | memory MiB | RAM equal | outcome |\n\
-                 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
+                 switchover ms | GB/s | core-s/GB source | core-s/GB destination | guest speed | memory MiB | RAM equal | also | outcome |\n\
+                 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
             );
         }
         let _ = writeln!(text, "{}", one(group));
@@ -99,7 +263,7 @@ fn one(group: &Group) -> String {
         None => "-",
     };
     format!(
-        "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {equal} | {} |",
+        "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {equal} | {} | {} |",
         row.cell,
         group.name(),
         row.destination,
@@ -113,8 +277,30 @@ fn one(group: &Group) -> String {
         shown(|row| row.cpu_destination_s_per_gb),
         shown(|row| row.guest_speed_during),
         shown(|row| row.peak_rss_mib),
+        also(group),
         group.outcome().replace('|', "/")
     )
+}
+
+/// What a cell was made for and no column shows.
+pub fn also(group: &Group) -> String {
+    let named = [
+        ("jain_index", "Jain index"),
+        ("eta_at_tenth_error", "estimate at a tenth off by"),
+        ("guest_speed_after_10_s", "guest's speed 10 s after"),
+        ("guest_speed_after", "60 s after"),
+        ("write_share", "written of what could be"),
+        ("first_pass_ratio", "first pass over later ones"),
+    ];
+    let mut found = Vec::new();
+    for (name, title) in named {
+        let spread = group.spread(|row| row.detail(name));
+        found.extend(spread.map(|spread| format!("{title} {}", figures(spread))));
+    }
+    if found.is_empty() {
+        return "-".into();
+    }
+    found.join("; ")
 }
 
 #[cfg(test)]
@@ -138,7 +324,11 @@ mod tests {
             row("qemu-7.2", Some(4.0), "completed"),
             row("qemu-10.0", None, "skipped: not here"),
         ];
-        let text = markdown(&rows);
+        let text = markdown(&Results {
+            machine: serde_json::json!({"cores": 2}),
+            rows: rows.to_vec(),
+        });
+        assert!(text.contains("- cores: 2"), "{text}");
         assert!(text.contains("**missed**"), "{text}");
         assert!(text.contains("skipped: not here"), "{text}");
     }

@@ -96,7 +96,9 @@ pub fn huge_mapped_mib(machine: &Machine) -> Option<f64> {
         is_qemu.then(|| kib(&rollup, "ShmemPmdMapped:") + kib(&rollup, "AnonHugePages:"))
     };
     let found = host.processes.iter().filter_map(mapped);
-    found.reduce(|one, two| one + two).map(|kib| kib as f64 / 1024.0)
+    found
+        .reduce(|one, two| one + two)
+        .map(|kib| kib as f64 / 1024.0)
 }
 
 #[derive(Default)]

@@ -190,7 +190,7 @@ fn read(path: &Path) -> Result<Results> {
 }
 
 fn report(results: &Results, out: &Path) -> Result<()> {
-    let markdown = table::markdown(&results.rows);
+    let markdown = table::markdown(results);
     std::fs::write(out.join("memory.html"), page::html(results))?;
     std::fs::write(out.join("memory.md"), &markdown)?;
     println!(
