@@ -4,17 +4,23 @@
 //! slowed evenly and never for long, and those that write more than others. Lifting takes the quotas away at once;
 //! releasing also moves the threads back, which takes the kernel longer, and removes the groups; dropping does the same.
 //! A throttled vCPU may hold QEMU's main lock while it waits, so lift before QEMU is asked to stop. A process that dies
-//! leaves the groups behind; its successor calls [`release_leftovers_of`]. Other threads are never slowed.
+//! leaves the groups behind; its successor calls [`release_leftovers_of`]. Where QEMU died with it nobody does: such a
+//! group is in nobody's way, and is removed when the next guest is slowed. Other threads are never slowed.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// The lowest share of one CPU that a vCPU can be left with.
 pub const LOWEST_SHARE: f64 = 0.05;
 /// A share from here on is no limit.
 const WHOLE_SHARE: f64 = 0.995;
 const PREFIX: &str = "godwit-throttle-";
+/// An empty group of this age is nobody's: between making one and entering it pass microseconds.
+const ABANDONED: Duration = Duration::from_secs(60);
 
 /// Why a guest cannot be slowed. Never a reason to end a migration.
 #[derive(Debug, thiserror::Error)]
@@ -78,6 +84,7 @@ impl Throttle {
         for &thread in threads {
             throttle.add(thread)?;
         }
+        throttle.remove_abandoned();
         Ok(throttle)
     }
 
@@ -120,11 +127,15 @@ impl Throttle {
 
     fn add(&mut self, thread: i32) -> Result<(), ThrottleError> {
         let home = self.hierarchy.group_of(thread)?;
-        let path = home.join(format!("{PREFIX}{thread}"));
-        fs::create_dir(&path).map_err(|source| ThrottleError::Io {
-            path: path.clone(),
-            source,
-        })?;
+        let path = home.join(group_name(thread)?);
+        match fs::create_dir(&path) {
+            // Left by a thread that had this number before.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => made.map_err(|source| ThrottleError::Io {
+                path: path.clone(),
+                source,
+            })?,
+        }
         self.groups.push(Group {
             thread,
             home: home.clone(),
@@ -135,13 +146,36 @@ impl Throttle {
             write(&path.join("cgroup.type"), "threaded")?;
             write(&home.join("cgroup.subtree_control"), "+cpu")?;
         }
+        self.hierarchy.set_quota(&path, None, None)?;
         self.hierarchy.enter(thread, &path)
+    }
+
+    /// Removes groups whose QEMU died together with the process that slowed it. The kernel refuses for one that is in use.
+    fn remove_abandoned(&self) {
+        let homes: BTreeSet<&PathBuf> = self.groups.iter().map(|group| &group.home).collect();
+        let entries = homes.into_iter().filter_map(|home| fs::read_dir(home).ok());
+        for entry in entries.flatten().flatten() {
+            let ours = entry.file_name().to_string_lossy().starts_with(PREFIX);
+            let age = || entry.metadata().ok()?.modified().ok()?.elapsed().ok();
+            if ours && age().is_some_and(|age| age > ABANDONED) {
+                let _ = fs::remove_dir(entry.path());
+            }
+        }
     }
 }
 
 impl Drop for Throttle {
     fn drop(&mut self) {
         let _ = self.release();
+    }
+}
+
+/// Thread numbers are a PID namespace's own while groups may be shared with others, so the name tells both.
+fn group_name(thread: i32) -> Result<String, ThrottleError> {
+    let path = PathBuf::from("/proc/self/ns/pid");
+    match fs::metadata(&path) {
+        Ok(namespace) => Ok(format!("{PREFIX}{}-{thread}", namespace.ino())),
+        Err(source) => Err(ThrottleError::Io { path, source }),
     }
 }
 
@@ -486,6 +520,40 @@ mod tests {
             assert_eq!(hierarchy.group_of(thread).expect("its group"), home);
         }
         child.kill().and_then(|()| child.wait()).expect("killed");
+    }
+
+    #[test]
+    fn a_group_left_by_a_dead_thread_of_the_same_number_is_no_obstacle() {
+        let mut child = spinner();
+        let thread = child.id() as i32;
+        if let Some(throttle) = throttled(thread, 0.2) {
+            let group = throttle.groups[0].path.clone();
+            drop(throttle);
+            fs::create_dir(&group)
+                .expect("what QEMU and its VM process left when both were killed");
+            let again = throttled(thread, 0.2).expect("slowed all the same");
+            wait_until_throttled(&group);
+            drop(again);
+            assert!(!group.exists());
+        }
+        child.kill().and_then(|()| child.wait()).expect("killed");
+    }
+
+    #[test]
+    fn a_thread_of_the_same_number_in_another_pid_namespace_has_another_group() {
+        let own = group_name(1).expect("a name");
+        assert!(own.starts_with(PREFIX) && own.ends_with("-1"), "{own}");
+        let inside = Command::new("unshare")
+            .args(["--pid", "--fork", "--mount-proc", "stat", "-Lc", "%i"])
+            .arg("/proc/self/ns/pid")
+            .output()
+            .expect("unshare");
+        if !inside.status.success() {
+            println!("skipped: {}", String::from_utf8_lossy(&inside.stderr));
+            return;
+        }
+        let inode = String::from_utf8(inside.stdout).expect("a number");
+        assert_ne!(own, format!("{PREFIX}{}-1", inode.trim()));
     }
 
     #[test]

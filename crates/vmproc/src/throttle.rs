@@ -17,6 +17,8 @@ const QMP_WAIT: Duration = Duration::from_secs(2);
 const TICK: Duration = Duration::from_millis(50);
 /// Weight of a tick in an average over about a second.
 const AVERAGE_SHARE: f64 = 0.05;
+/// A host that could not slow the guest is asked again, once an iteration, so many times in all.
+const FAILURES_MAX: u32 = 5;
 
 /// The throttle of one migration.
 #[derive(Debug, Clone)]
@@ -38,8 +40,9 @@ struct State {
     allowed_bytes_per_s: Option<f64>,
     /// Whether the thread runs.
     governed: bool,
-    /// Whether this host was found unable to slow a guest; it is not asked twice.
-    unable: bool,
+    /// How often the guest could not be slowed, and why the last time.
+    failures: u32,
+    unable: Option<String>,
     throttle: Option<Throttle>,
     /// The smallest share that any vCPU has.
     lowest: Option<f64>,
@@ -49,6 +52,12 @@ struct State {
 }
 
 impl State {
+    fn book_failure(&mut self, reason: String) {
+        tracing::warn!(reason, "the guest is not slowed");
+        self.failures += 1;
+        self.unable = Some(reason);
+    }
+
     fn book_lowest(&mut self, lowest: f64) {
         let average = self.average.unwrap_or(1.0);
         let average = average + AVERAGE_SHARE * (lowest - average);
@@ -78,7 +87,7 @@ impl SharedThrottle {
     pub(crate) fn allow(&self, bytes_per_s: f64) {
         let mut state = self.shared.lock();
         state.allowed_bytes_per_s = Some(bytes_per_s);
-        if state.governed || state.unable {
+        if state.governed || state.failures >= FAILURES_MAX {
             return;
         }
         let govern = Govern {
@@ -89,11 +98,13 @@ impl SharedThrottle {
         let thread = std::thread::Builder::new().name("govern".into());
         match thread.spawn(move || govern.run()) {
             Ok(_) => state.governed = true,
-            Err(error) => {
-                tracing::warn!(%error, "the guest is not slowed");
-                state.unable = true;
-            }
+            Err(error) => state.book_failure(error.to_string()),
         }
+    }
+
+    /// Why the guest cannot be slowed although that was wanted.
+    pub(crate) fn unable(&self) -> Option<String> {
+        self.shared.lock().unable.clone()
     }
 
     /// The speed of the vCPU that is slowed most, percent.
@@ -146,10 +157,10 @@ struct Govern {
 
 impl Govern {
     fn run(self) {
-        if let Err(error) = self.govern() {
-            tracing::warn!(%error, "the guest is not slowed");
+        if let Err(reason) = self.govern() {
             let mut state = self.shared.lock();
-            (state.governed, state.unable) = (false, true);
+            state.book_failure(reason);
+            state.governed = false;
             (state.throttle, state.lowest) = (None, None);
         }
     }
@@ -213,9 +224,11 @@ impl Govern {
         match &mut state.throttle {
             Some(throttle) => throttle
                 .set_shares(governor.shares())
-                .map_err(|error| error.to_string()),
-            None => Err("its control groups are gone".into()),
+                .map_err(|error| error.to_string())?,
+            None => return Err("its control groups are gone".into()),
         }
+        state.unable = None;
+        Ok(())
     }
 }
 

@@ -64,6 +64,7 @@ impl SourceDriver {
             };
             let decision = self.convergence.decide(facts);
             self.book(&iteration, Some(dirty_bytes));
+            self.note_unslowed();
             match decision {
                 Decision::Iterate {
                     allowed_bytes_per_s: Some(bytes_per_s),
@@ -105,12 +106,33 @@ impl SourceDriver {
     }
 
     fn gave_up(&self) -> String {
+        if let Some(why) = self.parts.throttle.unable() {
+            return format!(
+                "the guest writes memory faster than it can be sent and could not be slowed ({why}), so the pause would exceed {} ms: see cgroup-cpu in 'godwit host check', or allow a longer pause with --max-downtime, or more bandwidth",
+                self.parts.max_downtime_ms
+            );
+        }
         format!(
             "the guest writes memory faster than it can be sent even at {} % of its speed (at least {} % was to be left), so the pause would exceed {} ms: allow a longer one with --max-downtime, more slowing with --max-guest-slowdown, or more bandwidth",
             self.parts.throttle.slowest_percent(),
             self.parts.throttle.floor_percent(),
             self.parts.max_downtime_ms
         )
+    }
+
+    /// Says once in the report why a guest runs on at full speed that should be slowed.
+    fn note_unslowed(&self) {
+        let Some(why) = self.parts.throttle.unable() else {
+            return;
+        };
+        let note = format!(
+            "the guest writes memory faster than it can be sent and could not be slowed: {why}; see cgroup-cpu in 'godwit host check'"
+        );
+        self.parts.report.update(|report| {
+            if !report.notes.contains(&note) {
+                report.notes.push(note);
+            }
+        });
     }
 
     /// Lifts what slows the guest, and says so.
