@@ -106,6 +106,9 @@ pub enum ToDestination {
     Cancel {
         /// Why.
         reason: String,
+        /// A person or a deadline wanted it; without it the source has failed.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        cancelled: bool,
     },
     /// About who may run the VM.
     Peer {
@@ -239,7 +242,7 @@ pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, 
         ToDestination::Warm { filling } if filling.len() > WARM_LEN_MAX => {
             return Err(ProtocolError::OutOfBounds("the filling"));
         }
-        ToDestination::Cancel { reason } if reason.len() > REASON_LEN_MAX => {
+        ToDestination::Cancel { reason, .. } if reason.len() > REASON_LEN_MAX => {
             return Err(ProtocolError::OutOfBounds("the length of the reason"));
         }
         _ => {}
@@ -310,6 +313,19 @@ mod tests {
             records: 9,
         };
         assert_eq!(decode_to_source(&encode(&answer), 2), Ok(answer));
+    }
+
+    #[test]
+    fn a_cancel_that_does_not_say_whose_wish_it_was_is_a_failure() {
+        let told = |cancelled| ToDestination::Cancel {
+            reason: "why".into(),
+            cancelled,
+        };
+        let bare = br#"{"m":"cancel","reason":"why"}"#;
+        assert_eq!(decode_to_destination(bare, 10), Ok(told(false)));
+        assert_eq!(encode(&told(false)), bare);
+        let wished = encode(&told(true));
+        assert_eq!(decode_to_destination(&wished, 10), Ok(told(true)));
     }
 
     #[test]

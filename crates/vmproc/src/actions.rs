@@ -5,6 +5,7 @@
 use crate::announce;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
+use crate::input::Farewell;
 use crate::source::driver::{Command, GAVE_UP};
 use crate::vm::{Driver, Migration, Vm};
 use godwit_migrate::protocol::{ToDestination, ToSource};
@@ -130,12 +131,12 @@ impl Vm {
             Err(error) if error.maybe_running => {
                 // Ending it could be the end of the only copy of a guest that runs.
                 tracing::error!(%error, "it is not known whether the guest runs; its hypervisor is left alone");
-                self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
+                self.failed(&error);
                 None
             }
             Err(error) if hyper.machine.is_closed() => {
                 tracing::error!(%error, "the guest cannot be let run; its hypervisor is ended");
-                self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
+                self.failed(&error);
                 self.kill_qemu();
                 Some(Event::QemuDied)
             }
@@ -143,10 +144,15 @@ impl Vm {
                 // It may be the only copy of the guest: it stands still until somebody resumes it.
                 tracing::error!(%error, "the guest cannot be let run; it is left paused");
                 self.halted = Some(error.to_string());
-                self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
+                self.failed(&error);
                 Some(Event::GuestHalted)
             }
         }
+    }
+
+    /// What the hypervisor would not do is the answer to whoever asked.
+    fn failed(&mut self, error: &impl std::fmt::Display) {
+        self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
     }
 
     /// The guest runs again at its source after a switchover that was called off.
@@ -221,7 +227,7 @@ impl Vm {
                     return Some(Event::Cancel);
                 }
                 // A pause that did not happen must not be on record as one.
-                self.outcome.failed = Some(ApiError::new(ErrorCode::Hypervisor, error.to_string()));
+                self.failed(&error);
                 Some(Event::ResumeRequested)
             }
         }
@@ -282,7 +288,15 @@ impl Vm {
             }
             let message = message.clone();
             match migration.side {
-                Side::Source => migration.control.send(&ToDestination::Peer { message }),
+                Side::Source => {
+                    if matches!(message, PeerMessage::Abort { .. })
+                        && let Some(farewell) = migration.farewell()
+                    {
+                        // The reason before the fact, which ends the other side's part.
+                        migration.control.send(&farewell.message());
+                    }
+                    migration.control.send(&ToDestination::Peer { message });
+                }
                 Side::Destination => migration.control.send(&ToSource::Peer { message }),
             }
         }
@@ -342,6 +356,7 @@ impl Vm {
         let Some(mut migration) = self.migration.take_if(|migration| migration.id == *id) else {
             return self.end_orphan(id, ending);
         };
+        hear_out(&mut migration, ending);
         let outcome = outcome(&migration, ending);
         let reason = match outcome {
             // What was tried against it came too late.
@@ -376,7 +391,10 @@ impl Vm {
             reason
         };
         match migration.driver.take() {
-            Some(Driver::Source(source)) => drop(source.end(reason)),
+            Some(Driver::Source(source)) => {
+                let cancelled = outcome == Outcome::Cancelled;
+                drop(source.end(reason.map(|reason| Farewell { reason, cancelled })));
+            }
             Some(Driver::Destination(destination)) if outcome == Outcome::Completed => {
                 destination.linger()
             }
@@ -397,13 +415,29 @@ impl Vm {
     }
 }
 
+/// The agents' message that the source ended the migration may overtake the source's own, which says why.
+fn hear_out(migration: &mut Migration, ending: Ending) {
+    if ending == Ending::Completed || migration.cancelled || migration.reason.is_some() {
+        return;
+    }
+    if let Some(Driver::Destination(driver)) = &migration.driver
+        && let Some(farewell) = driver.last_word()
+    {
+        migration.heard_farewell(farewell);
+    }
+}
+
 /// The agents' message that the destination gave up may overtake the driver's, which says why.
 fn last_word(migration: &mut Migration, outcome: Outcome) -> Option<String> {
     if outcome != Outcome::Failed {
         return None;
     }
+    let gave_up = default_reason(outcome).map(|reason| Farewell {
+        reason,
+        cancelled: false,
+    });
     match migration.driver.take() {
-        Some(Driver::Source(driver)) => driver.end_after_last_word(default_reason(outcome)),
+        Some(Driver::Source(driver)) => driver.end_after_last_word(gave_up),
         other => {
             migration.driver = other;
             None

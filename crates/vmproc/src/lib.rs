@@ -40,16 +40,44 @@ use std::path::Path;
 /// Runs the VM process described by the file at `config_path` until it is told to detach or the VM is gone.
 pub fn run(config_path: &Path) -> anyhow::Result<()> {
     harden::harden()?;
-    // A thread that is gone silently would leave the others waiting; a successor of the whole process does not.
-    let report = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |panic| {
-        report(panic);
-        std::process::abort();
-    }));
+    end_with_any_thread();
     let text = std::fs::read_to_string(config_path)?;
     let config: VmProcessConfig = serde_json::from_str(&text)?;
     match vm::Vm::open(config)? {
         Some(vm) => vm.run(),
         None => Ok(()),
+    }
+}
+
+/// A thread that panics ends the process: gone silently it would leave the others waiting for it, a successor of the whole
+/// process does not.
+fn end_with_any_thread() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| {
+        report(panic);
+        std::process::abort();
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt as _;
+
+    const CHILD: &str = "GODWIT_TEST_PANICS";
+
+    #[test]
+    fn a_thread_that_panics_leaves_nobody_waiting() {
+        if std::env::var_os(CHILD).is_some() {
+            super::end_with_any_thread();
+            let _ = std::thread::spawn(|| panic!("on purpose")).join();
+            return;
+        }
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        child.args([
+            "--exact",
+            "tests::a_thread_that_panics_leaves_nobody_waiting",
+        ]);
+        let ended = child.env(CHILD, "1").output().unwrap();
+        assert_eq!(ended.status.signal(), Some(libc::SIGABRT), "{ended:?}");
     }
 }

@@ -6,6 +6,9 @@ use godwit_types::migration::{MigrationReport, Outcome, Phase};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+/// Most notes of one report.
+const NOTES_MAX: usize = 32;
+
 /// The report and the clock it is measured by.
 #[derive(Debug, Clone)]
 pub(crate) struct SharedReport {
@@ -48,6 +51,17 @@ impl SharedReport {
             report.total_s = self.began.elapsed().as_secs_f64();
         }
         change(&mut report)
+    }
+
+    /// Notes what made it slower: each sentence once, and no more of them than somebody reads.
+    pub(crate) fn note(&self, notes: Vec<String>) {
+        self.update(|report| {
+            for note in notes {
+                if report.notes.len() < NOTES_MAX && !report.notes.contains(&note) {
+                    report.notes.push(note);
+                }
+            }
+        });
     }
 
     /// CPU seconds of this process since the migration began.

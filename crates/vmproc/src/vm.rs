@@ -7,7 +7,7 @@ use crate::adoption::{self, Adopted};
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::{MigrationNote, Paths};
 use crate::hypervisor::{Hyper, internal};
-use crate::input::{DriverNews, GuestNews, Input, News};
+use crate::input::{DriverNews, Farewell, GuestNews, Input, Intake, News};
 use crate::measure::Measuring;
 use crate::outbox::Outbox;
 use crate::requests::Answered;
@@ -52,6 +52,16 @@ pub(crate) enum Driver {
     Destination(destination::driver::DestinationHandle),
 }
 
+impl Driver {
+    /// What waits of its news.
+    fn intake(&self) -> &Intake {
+        match self {
+            Self::Source(source) => source.intake(),
+            Self::Destination(destination) => destination.intake(),
+        }
+    }
+}
+
 /// The migration in progress.
 #[derive(Debug)]
 pub(crate) struct Migration {
@@ -71,6 +81,31 @@ pub(crate) struct Migration {
     /// A person or a deadline ended it.
     pub cancelled: bool,
     pub stopped_at: Option<Instant>,
+}
+
+impl Migration {
+    /// (source) Why it ends, as the destination is told.
+    pub(crate) fn farewell(&self) -> Option<Farewell> {
+        self.reason.clone().map(|reason| Farewell {
+            reason,
+            cancelled: self.cancelled,
+        })
+    }
+
+    /// (destination) Notes the source's reason, unless this side had one.
+    pub(crate) fn heard_farewell(&mut self, farewell: Farewell) {
+        if self.reason.is_some() {
+            return;
+        }
+        self.cancelled = farewell.cancelled;
+        self.reason = Some(match farewell {
+            Farewell {
+                reason,
+                cancelled: true,
+            } => reason,
+            Farewell { reason, .. } => format!("the source ended the migration: {reason}"),
+        });
+    }
 }
 
 /// The VM.
@@ -246,13 +281,14 @@ impl Vm {
             Input::Guest { launch, news } => self.guest_news(launch, news),
             Input::Measured => self.measuring = None,
             Input::Driver(DriverNews { run, news }) => {
-                if self
-                    .migration
-                    .as_ref()
-                    .is_some_and(|migration| migration.run == run)
-                {
-                    self.driver_news(news);
+                let migration = self.migration.as_ref();
+                let Some(migration) = migration.filter(|migration| migration.run == run) else {
+                    return;
+                };
+                if let Some(driver) = &migration.driver {
+                    driver.intake().taken(&news);
                 }
+                self.driver_news(news);
             }
         }
     }
@@ -329,6 +365,12 @@ impl Vm {
                 if self.timers.is_armed(Timer::Switchover) && !self.pause_is_too_long() {
                     self.arm(Timer::Switchover);
                 }
+            }
+            News::SourceEnded(farewell) => {
+                if let Some(migration) = &mut self.migration {
+                    migration.heard_farewell(farewell);
+                }
+                self.feed(Event::IncomingFailed);
             }
             News::Failed(reason) => {
                 self.blame(&reason);

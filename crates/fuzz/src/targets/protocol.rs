@@ -49,7 +49,7 @@ fn check_to_destination(message: &ToDestination) {
         ToDestination::Warm { filling } => {
             assert!(filling.len() <= WARM_LEN_MAX, "an endless filling");
         }
-        ToDestination::Cancel { reason } => {
+        ToDestination::Cancel { reason, .. } => {
             assert!(reason.len() <= REASON_LEN_MAX, "an endless reason");
         }
         _ => {}
@@ -119,6 +119,7 @@ pub fn to_destination_seeds() -> Vec<Vec<u8>> {
         },
         ToDestination::Cancel {
             reason: "cancelled by its user".into(),
+            cancelled: true,
         },
         ToDestination::Warm {
             filling: "w".repeat(100),

@@ -2,11 +2,12 @@
 //!
 //! Owns a thread per listening address. Strangers are turned away by crate `transport` without anybody here noticing.
 
+use godwit_migrate::protocol::STREAMS_MAX;
 use godwit_transport::{Connection, Gate, Listener, ListenerCloser, TransportError, Tuning};
 use godwit_wire::Spec;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
 /// Rest after an error of the listening socket.
@@ -15,6 +16,9 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(200);
 const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
 /// A listener waits for the whole migration, in turns of this length.
 const TURN: Duration = Duration::from_secs(3600);
+
+/// Most channels that wait for the driver: two epochs' worth. The others wait with the listener, and the source with them.
+const WAITING_MAX: usize = 2 * STREAMS_MAX as usize;
 
 /// The listening side.
 pub(crate) struct Arrivals {
@@ -34,7 +38,7 @@ impl Arrivals {
         ports: (u16, u16),
     ) -> Result<Self, TransportError> {
         let gate = Gate::new(Arc::clone(spec), Tuning::default(), HANDSHAKE_TIME);
-        let (sender, connections) = channel();
+        let (sender, connections) = sync_channel(WAITING_MAX);
         let mut arrivals = Self {
             gate: Arc::clone(&gate),
             closers: Vec::new(),

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! QEMU loads once: a link that is lost while device state comes ends the migration here (the guest is at the source). A
-//! link that is lost after it was loaded changes nothing: the core asks the source through the agents.
+//! link that is lost after it was loaded changes nothing: the core asks the source through the agents. A source that
+//! connects then all the same has withdrawn its gift: it hears that there is nothing to go on with.
 
 use super::arrivals::Arrivals;
 use super::channels::Channels;
@@ -19,9 +20,11 @@ use super::progress::End;
 use crate::control::SharedControl;
 use crate::control_slot::ControlSlot;
 use crate::faults::{planted, reached};
-use crate::input::News;
+use crate::input::{Farewell, Intake, News, Tell};
 use crate::shared_report::SharedReport;
-use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason, decode_to_destination};
+use godwit_migrate::protocol::{
+    ToDestination, ToSource, clip_reason, decode_to_destination, encode,
+};
 use godwit_ownership::Event;
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
@@ -45,6 +48,12 @@ const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 const HELD_BYTES_MAX: usize = 64 << 20;
 /// How often the source hears something while devices are loaded.
 const LIFE_EVERY: Duration = Duration::from_millis(100);
+/// How long a source may take to hear why it comes too late.
+const TOO_LATE_WAIT: Duration = Duration::from_millis(100);
+/// What a source hears that connects when devices are loaded.
+const TOO_LATE: &str = "the device state of a switchover that was called off is loaded there, which can be done once: begin a new migration";
+/// How long the source's reason may come after the fact that it ended the migration, which also takes another way.
+const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
 /// QEMU's time to load its devices.
 const LOAD_WAIT: Duration = Duration::from_secs(20);
 
@@ -74,13 +83,15 @@ pub(crate) struct DestinationParts {
     /// Allocate all of the guest's memory before anything comes.
     pub prepare: bool,
     pub cores: usize,
-    pub news: Box<dyn Fn(News) + Send>,
+    pub news: Tell,
 }
 
 /// The running driver, as the VM's thread holds it.
 #[derive(Debug)]
 pub(crate) struct DestinationHandle {
     commands: Sender<Command>,
+    intake: Arc<Intake>,
+    farewell: Receiver<Farewell>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -88,6 +99,8 @@ impl DestinationHandle {
     /// Starts the thread.
     pub(crate) fn start(parts: DestinationParts) -> std::io::Result<Self> {
         let (commands, received) = channel();
+        let (said, farewell) = channel();
+        let intake = Arc::<Intake>::default();
         let driver = DestinationDriver {
             pages: parts.memory.ram.page_count(),
             qemu: Some(parts.qemu),
@@ -98,7 +111,8 @@ impl DestinationHandle {
             prepare: parts.prepare,
             cores: parts.cores,
             told_prepared: false,
-            news: parts.news,
+            news: intake.bound(parts.news),
+            said,
             commands: received,
             held_back: Vec::new(),
             next_control: None,
@@ -109,8 +123,20 @@ impl DestinationHandle {
             .spawn(move || driver.run())?;
         Ok(Self {
             commands,
+            intake,
+            farewell,
             thread: Some(thread),
         })
+    }
+
+    /// What waits of its news.
+    pub(crate) fn intake(&self) -> &Intake {
+        &self.intake
+    }
+
+    /// Why the source ended the migration, if it says so soon.
+    pub(crate) fn last_word(&self) -> Option<Farewell> {
+        self.farewell.recv_timeout(LAST_WORD_WAIT).ok()
     }
 
     /// The guest runs here; the driver ends when the source closes the channels.
@@ -133,7 +159,7 @@ enum Halt {
     /// The VM's thread wants it to be over.
     Ended(Option<String>),
     /// The source ended the migration.
-    Cancelled(String),
+    Cancelled(Farewell),
     /// The link is lost.
     Lost(String),
     /// It cannot go on.
@@ -163,6 +189,7 @@ struct Epoch {
     missing_pages: u64,
     /// Why what will come does not fit here.
     no_room: Option<String>,
+    addresses_known: bool,
     stage: Stage,
     heard: Instant,
     told: Instant,
@@ -177,7 +204,9 @@ struct DestinationDriver {
     prepare: bool,
     cores: usize,
     told_prepared: bool,
-    news: Box<dyn Fn(News) + Send>,
+    news: Tell,
+    /// Where the source's last word goes.
+    said: Sender<Farewell>,
     commands: Receiver<Command>,
     pages: u64,
     /// Data channels that arrived before their epoch's first word.
@@ -193,9 +222,11 @@ impl DestinationDriver {
         self.memory.cancel();
         match halt {
             Halt::Ended(_) => {}
-            Halt::Cancelled(reason) => self.tell(News::Failed(format!(
-                "the source ended the migration: {reason}"
-            ))),
+            Halt::Cancelled(farewell) => {
+                // The VM's thread may be waiting for nothing else.
+                let _ = self.said.send(farewell.clone());
+                self.tell(News::SourceEnded(farewell));
+            }
             Halt::Lost(reason) | Halt::Failed(reason) => self.tell(News::Failed(reason)),
         }
         self.control.clear();
@@ -235,19 +266,12 @@ impl DestinationDriver {
                 }
                 (Halt::Lost(_), Stage::Loaded) => {
                     self.tell(News::Core(Event::LinkLost));
-                    return self.wait_for_end();
+                    self.held_back.clear();
+                    return wait_for_end(&self.arrivals, self.next_control.take(), &self.commands);
                 }
                 (Halt::Lost(_), _) => self.tell(News::Core(Event::LinkLost)),
                 (halt, _) => return halt,
             }
-        }
-    }
-
-    /// Everything is loaded: only the VM's thread says how it ends.
-    fn wait_for_end(&mut self) -> Halt {
-        match self.commands.recv() {
-            Ok(Command::End { reason }) => Halt::Ended(reason),
-            Ok(Command::Linger) | Err(_) => Halt::Ended(None),
         }
     }
 
@@ -315,6 +339,7 @@ impl DestinationDriver {
             announced_pages: 0,
             missing_pages: 0,
             no_room: None,
+            addresses_known: false,
             stage: Stage::Precopy,
             heard: now,
             told: now,
@@ -432,11 +457,11 @@ impl DestinationDriver {
         match back.map_err(Halt::Failed)? {
             // Its `Begin` has not come yet.
             Some(connection) => self.hold_back(connection),
-            None => self.report.update(|report| {
-                report.streams = epoch.channels.open();
-                report.notes.extend(notes);
-                report.notes.dedup();
-            }),
+            None => {
+                self.report.note(notes);
+                let open = epoch.channels.open();
+                self.report.update(|report| report.streams = open);
+            }
         }
         Ok(())
     }
@@ -509,12 +534,17 @@ impl DestinationDriver {
                 Ok(())
             }
             ToDestination::Addresses { cards } => {
-                self.tell(News::Addresses(cards));
+                // Once is enough: each is written to a file.
+                if !std::mem::replace(&mut epoch.addresses_known, true) {
+                    self.tell(News::Addresses(cards));
+                }
                 Ok(())
             }
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(epoch, attempt),
             ToDestination::Warm { .. } => Ok(()),
-            ToDestination::Cancel { reason } => Err(Halt::Cancelled(reason)),
+            ToDestination::Cancel { reason, cancelled } => {
+                Err(Halt::Cancelled(Farewell { reason, cancelled }))
+            }
             ToDestination::Peer { message } => {
                 self.tell(News::Peer(message));
                 Ok(())
@@ -634,6 +664,46 @@ fn is_urgent(message: &ToDestination) -> bool {
     )
 }
 
+/// Everything is loaded: only the VM's thread says how it ends. A channel that comes now is turned away, one at a time.
+fn wait_for_end(
+    arrivals: &Arrivals,
+    mut late: Option<Connection>,
+    commands: &Receiver<Command>,
+) -> Halt {
+    loop {
+        let came = late.take().or_else(|| arrivals.connections.try_recv().ok());
+        let wait = match came {
+            Some(_) => Duration::ZERO,
+            None => LIFE_EVERY,
+        };
+        if let Some(connection) = came {
+            turn_away(connection);
+        }
+        match commands.recv_timeout(wait) {
+            Ok(Command::End { reason }) => return Halt::Ended(reason),
+            Ok(Command::Linger) | Err(RecvTimeoutError::Disconnected) => return Halt::Ended(None),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
+/// Tells a source that it comes too late, as far as it listens.
+fn turn_away(connection: Connection) {
+    let closer = connection.closer();
+    if let Ok((mut sender, mut receiver)) = connection.into_control() {
+        let deadline = Instant::now() + TOO_LATE_WAIT;
+        let failed = ToSource::Failed {
+            reason: TOO_LATE.into(),
+        };
+        // What it says is read, since the kernel would throw the answer away with it.
+        let _ = sender
+            .send(&encode(&failed), deadline)
+            .and_then(|()| sender.finish(deadline));
+        while !matches!(receiver.recv(deadline), Ok(Incoming::End) | Err(_)) {}
+    }
+    closer.close();
+}
+
 /// Loading devices may take a busy QEMU longer than the source would wait for a silent peer.
 fn with_signs_of_life<R>(control: &SharedControl, work: impl FnOnce() -> R) -> R {
     let (done, waiting) = channel::<()>();
@@ -663,5 +733,42 @@ fn halt_of_end(end: End) -> Halt {
         End::Lost(reason) => Halt::Lost(reason),
         End::Failed(reason) => Halt::Failed(reason),
         End::Finished => Halt::Lost("a data channel has ended".into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_migrate::protocol::decode_to_source;
+    use godwit_transport::{ConnectOptions, connect};
+    use godwit_types::MigrationId;
+    use godwit_types::migration::{Cipher, MigrationSecret};
+    use godwit_wire::{ChannelId, Spec};
+
+    #[test]
+    fn a_source_that_comes_back_after_the_load_hears_that_it_is_too_late() {
+        let secret = MigrationSecret {
+            key: vec![1; 32],
+            nonce: vec![2; 8],
+        };
+        let id = MigrationId::new("m").unwrap();
+        let spec = Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap());
+        let arrivals = Arrivals::listen(&spec, &[[127, 0, 0, 1].into()], (0, 0)).unwrap();
+        let to = arrivals.addresses[0];
+        let (commands, received) = channel();
+        let waiting = std::thread::spawn(move || wait_for_end(&arrivals, None, &received));
+        let until = Instant::now() + Duration::from_secs(60);
+        for epoch in 1..3 {
+            let options = ConnectOptions::default();
+            let made = connect(to, &options, &spec, ChannelId::control(epoch), until).unwrap();
+            let (_sender, mut receiver) = made.into_control().unwrap();
+            let Ok(Incoming::Message(bytes)) = receiver.recv(until) else {
+                panic!("it is not answered");
+            };
+            let heard = decode_to_source(&bytes, 1);
+            assert!(matches!(heard, Ok(ToSource::Failed { .. })), "{heard:?}");
+        }
+        commands.send(Command::End { reason: None }).unwrap();
+        assert!(matches!(waiting.join().unwrap(), Halt::Ended(None)));
     }
 }

@@ -12,19 +12,20 @@
 //! ```
 
 use super::epoch::{Epoch, EpochPlan, extents};
+use super::hearing::Seat;
 use super::pass::Pass;
-use super::routes::Route;
+use super::routes::{Ending, Route};
 use super::sender::PassEnd;
 use super::tracking::DirtyTracker;
 use crate::faults::{planted, reached};
-use crate::input::News;
+use crate::input::{Farewell, Intake, News, Tell};
 use crate::neighbours::Neighbours;
 use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
 use crate::throttle::SharedThrottle;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_migrate::convergence::{Convergence, Goal};
-use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
+use godwit_migrate::protocol::ToSource;
 use godwit_qemu::machine::Machine;
 use godwit_transport::{Class, TransportError};
 use godwit_types::Generation;
@@ -68,8 +69,8 @@ pub(crate) enum DriverInput {
 /// What the control channel's reader passes on.
 #[derive(Debug)]
 pub(crate) enum FromPeer {
-    /// A message.
-    Said(Box<ToSource>),
+    /// A message, and its place among those that wait.
+    Said(Box<ToSource>, Seat),
     /// The channel is gone; it may be made again.
     Lost(String),
     /// The peer broke the protocol: the migration ends.
@@ -96,8 +97,8 @@ pub(crate) enum Command {
     CalledOff,
     /// The destination's agent says that it gave up: its own words may be on their way.
     PeerGaveUp,
-    /// The migration is over here; tell the peer why, if it is a failure.
-    End { reason: Option<String> },
+    /// The migration is over here; tell the peer why, if it is no success.
+    End { reason: Option<Farewell> },
 }
 
 /// What a driver is made of.
@@ -119,30 +120,41 @@ pub(crate) struct SourceParts {
     pub cap_bytes_per_s: Option<f64>,
     /// Where a new epoch's control channel is put, so that the VM's thread can send on it.
     pub control: crate::control_slot::ControlSlot,
-    pub news: Box<dyn Fn(News) + Send>,
+    pub news: Tell,
 }
 
 /// The running driver, as the VM's thread holds it.
 #[derive(Debug)]
 pub(crate) struct SourceHandle {
     inputs: Sender<DriverInput>,
+    ending: Ending,
+    intake: Arc<Intake>,
     /// Gives the reason why it failed, if it did.
     thread: Option<std::thread::JoinHandle<Option<String>>>,
 }
 
 impl SourceHandle {
     /// Starts the thread.
-    pub(crate) fn start(parts: SourceParts) -> std::io::Result<Self> {
+    pub(crate) fn start(mut parts: SourceParts) -> std::io::Result<Self> {
         let (inputs, received) = channel();
-        let own = inputs.clone();
-        let run = move || SourceDriver::new(parts, own, received).run();
+        let (intake, ending) = (Arc::<Intake>::default(), Ending::default());
+        parts.news = intake.bound(parts.news);
+        let (own, ended) = (inputs.clone(), ending.clone());
+        let run = move || SourceDriver::new(parts, own, received, ended).run();
         let thread = std::thread::Builder::new()
             .name("source".into())
             .spawn(run)?;
         Ok(Self {
             inputs,
+            ending,
+            intake,
             thread: Some(thread),
         })
+    }
+
+    /// What waits of its news.
+    pub(crate) fn intake(&self) -> &Intake {
+        &self.intake
     }
 
     /// Gives a command; one that comes too late is nobody's loss.
@@ -151,13 +163,15 @@ impl SourceHandle {
     }
 
     /// Ends the driver and waits until tracking is off. Gives the reason for which it had failed already.
-    pub(crate) fn end(mut self, reason: Option<String>) -> Option<String> {
+    pub(crate) fn end(mut self, reason: Option<Farewell>) -> Option<String> {
         self.command(Command::End { reason });
+        // Whoever sees this finds the command.
+        self.ending.raise();
         self.thread.take().and_then(|thread| thread.join().ok())?
     }
 
     /// As [`SourceHandle::end`], for a destination that gave up: hears out why.
-    pub(crate) fn end_after_last_word(self, reason: Option<String>) -> Option<String> {
+    pub(crate) fn end_after_last_word(self, reason: Option<Farewell>) -> Option<String> {
         self.command(Command::PeerGaveUp);
         self.end(reason)
     }
@@ -167,7 +181,7 @@ impl SourceHandle {
 #[derive(Debug)]
 pub(super) enum Halt {
     /// The VM's thread wants the migration to be over.
-    Ended(Option<String>),
+    Ended(Option<Farewell>),
     /// The link is lost.
     Lost(String),
     /// The core called the switchover off: the guest runs again, with new channels it goes on.
@@ -180,6 +194,7 @@ pub(super) struct SourceDriver {
     pub(super) parts: SourceParts,
     pub(super) own: Sender<DriverInput>,
     pub(super) inputs: Receiver<DriverInput>,
+    ending: Ending,
     pub(super) dirty: PageSet,
     pub(super) next_epoch: u16,
     pub(super) iteration: u32,
@@ -197,7 +212,12 @@ pub(super) struct SourceDriver {
 }
 
 impl SourceDriver {
-    fn new(parts: SourceParts, own: Sender<DriverInput>, inputs: Receiver<DriverInput>) -> Self {
+    fn new(
+        parts: SourceParts,
+        own: Sender<DriverInput>,
+        inputs: Receiver<DriverInput>,
+        ending: Ending,
+    ) -> Self {
         let goal = Goal {
             max_downtime_s: parts.max_downtime_ms as f64 / 1e3,
             fixed_s: FIXED_SWITCHOVER_S,
@@ -212,6 +232,7 @@ impl SourceDriver {
             parts,
             own,
             inputs,
+            ending,
             next_epoch: 0,
             iteration: 0,
             pass: None,
@@ -348,7 +369,10 @@ impl SourceDriver {
     fn give_up(&mut self, epoch: &mut Epoch, halt: Halt) -> Halt {
         let reason = match &halt {
             Halt::Ended(reason) => reason.clone(),
-            Halt::Lost(reason) | Halt::Failed(reason) => Some(reason.clone()),
+            Halt::Lost(reason) | Halt::Failed(reason) => Some(Farewell {
+                reason: reason.clone(),
+                cancelled: false,
+            }),
             Halt::CalledOff => None,
         };
         // The guest first: saying farewell to a peer may take long.
@@ -358,10 +382,8 @@ impl SourceDriver {
         }
         match reason {
             None => epoch.finish(),
-            Some(reason) => {
-                let _ = epoch.control.send(&ToDestination::Cancel {
-                    reason: clip_reason(&reason),
-                });
+            Some(farewell) => {
+                let _ = epoch.control.send(&farewell.message());
                 epoch.control.finish();
                 self.abandon(epoch);
             }
@@ -393,18 +415,20 @@ impl SourceDriver {
         loop {
             // A command that came meanwhile goes first.
             self.pause(Duration::ZERO)?;
-            match self.connect_once() {
+            let reason = match self.connect_once() {
                 Ok(epoch) => return Ok(epoch),
-                Err(Halt::Lost(reason)) if Instant::now() >= give_up_at => {
-                    return Err(if first {
-                        Halt::Failed(reason)
-                    } else {
-                        Halt::Lost(reason)
-                    });
-                }
-                Err(Halt::Lost(_)) => self.pause(RECONNECT_PAUSE)?,
+                Err(Halt::Lost(reason)) => reason,
                 Err(halt) => return Err(halt),
+            };
+            self.pause(Duration::ZERO)?;
+            if Instant::now() >= give_up_at {
+                return Err(if first {
+                    Halt::Failed(reason)
+                } else {
+                    Halt::Lost(reason)
+                });
             }
+            self.pause(RECONNECT_PAUSE)?;
         }
     }
 
@@ -419,6 +443,7 @@ impl SourceDriver {
             routes: &self.parts.routes,
             ram: &self.parts.ram,
             inputs: &self.own,
+            ending: &self.ending,
         };
         let mut epoch = Epoch::open(&plan, &extents(&self.dirty)).map_err(halt_of)?;
         if let Err(halt) = self.wait_begun(&epoch) {
@@ -433,9 +458,8 @@ impl SourceDriver {
         let notes = epoch.take_notes();
         self.parts.report.update(|report| {
             report.streams = epoch.streams() as u32;
-            report.notes.extend(notes);
-            report.notes.dedup();
         });
+        self.parts.report.note(notes);
         Ok(epoch)
     }
 
@@ -508,7 +532,7 @@ impl SourceDriver {
     pub(super) fn hear_peer(&mut self, from: FromPeer) -> Result<Option<ToSource>, Halt> {
         self.tell(News::Heard);
         match from {
-            FromPeer::Said(message) => match *message {
+            FromPeer::Said(message, _seat) => match *message {
                 ToSource::Peer { message } => {
                     self.tell(News::Peer(message));
                     Ok(None)

@@ -7,33 +7,34 @@
 //! Connecting costs three round trips: a connection, then its proof and the first words, and beside these the connections
 //! and proofs of all data channels at once.
 
-use super::driver::{DriverInput, FromPeer};
+use super::driver::DriverInput;
 use super::gauge::Gauge;
+use super::hearing::Hearing;
 use super::pass::Pass;
-use super::routes::{DIAL_WAIT, Route, reach};
+use super::routes::{DIAL_WAIT, Ending, Route, reach};
 use super::sender::{FINISH_WAIT, PassEnd, SenderHandle};
 use crate::control::SharedControl;
 use crate::priority::cores;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_migrate::protocol::{
-    EXTENTS_PER_MESSAGE, Extent, PROTOCOL_VERSION, STREAMS_MAX, ToDestination, ToSource,
-    WARM_LEN_MAX, decode_to_source,
+    EXTENTS_PER_MESSAGE, Extent, PROTOCOL_VERSION, STREAMS_MAX, ToDestination, WARM_LEN_MAX,
 };
 use godwit_migrate::streams::{Facts, Room, Step, StreamPlan, first_streams};
 use godwit_transport::{
-    Closer, Connection, ControlReceiver, Dialed, Incoming, LinkReading, Meter, Patience, Probe,
-    TransportError,
+    Closer, Connection, Dialed, LinkReading, Meter, Patience, Probe, TransportError,
 };
 use godwit_wire::{ChannelId, Spec};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 /// Longest time for one handshake.
 const HANDSHAKE_WAIT: Duration = Duration::from_secs(3);
-/// A control channel from which nothing comes for this long is lost; the destination answers a ping a second.
-const CONTROL_SILENCE: Duration = Duration::from_secs(6);
+/// Longest time to make a channel, however many ways are tried: a connection and a handshake.
+const CHANNEL_WAIT: Duration = Duration::from_secs(5);
+/// What a thread gets beyond its deadline to say how it ended.
+const GRACE: Duration = Duration::from_millis(200);
 
 /// From this round trip on a closed window is felt in a switchover.
 const WARM_RTT: Duration = Duration::from_millis(5);
@@ -43,8 +44,6 @@ const WARM_MESSAGES: u32 = 8;
 const FAR_RTT: Duration = Duration::from_millis(2);
 /// A channel that was busy for less says nothing about its window.
 const HEMMED_FOR: Duration = Duration::from_secs(1);
-/// How often applied records are passed on as a sign of life.
-const LIFE_EVERY: Duration = Duration::from_millis(50);
 
 /// A data channel, open or left.
 #[derive(Debug)]
@@ -59,7 +58,7 @@ pub(super) struct Lane {
     records: u64,
 }
 
-/// A data channel that is being made, and its route.
+/// A channel that is being made, and its route.
 struct Joining {
     route: usize,
     made: Receiver<Result<Connection, TransportError>>,
@@ -105,13 +104,14 @@ pub(crate) struct EpochPlan<'a> {
     pub routes: &'a [Route],
     pub ram: &'a Arc<RamFile>,
     pub inputs: &'a Sender<DriverInput>,
+    pub ending: &'a Ending,
 }
 
 impl Epoch {
     /// Connects the control channel over the first route that works and data channels over all, and says what will
     /// come.
     pub(crate) fn open(plan: &EpochPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
-        let reached = reach(plan.routes)?;
+        let reached = reach(plan.routes, plan.ending)?;
         let near = reached.iter().map(|way| way.dialed.rtt()).min();
         let (routes, dialed): (Vec<Route>, Vec<Option<Dialed>>) = reached
             .into_iter()
@@ -127,12 +127,20 @@ impl Epoch {
             number: plan.number,
             routes: Arc::new(routes),
         };
-        let (control, joining) = maker.make_first(streams, dialed)?;
+        let until = Instant::now() + CHANNEL_WAIT;
+        let (control, joining) = maker.make_first(streams, dialed, until)?;
+        let control = control.wait(until, plan.ending)?;
         let (rtt, granted) = (control.rtt(), control.granted().clone());
         let (sender, receiver) = control.into_control()?;
         let control = Arc::new(SharedControl::new(sender));
         let applied: Vec<_> = (0..STREAMS_MAX).map(|_| Arc::default()).collect();
-        listen(receiver, plan, applied.clone(), Arc::clone(&control));
+        let hearing = Hearing {
+            epoch: plan.number,
+            inputs: plan.inputs.clone(),
+            applied: applied.clone(),
+            control: Arc::clone(&control),
+        };
+        hearing.begin(receiver);
         announce(plan, &control, streams, extents)?;
         let mut epoch = Self {
             number: plan.number,
@@ -153,7 +161,7 @@ impl Epoch {
             hemmed_noted: false,
             booked_bytes: 0,
         };
-        match epoch.open_data(joining) {
+        match epoch.open_data(joining, until, plan.ending) {
             Ok(()) => Ok(epoch),
             Err(error) => {
                 // Nobody follows this epoch: its reader ends.
@@ -164,10 +172,15 @@ impl Epoch {
     }
 
     /// Takes in the first data channels.
-    fn open_data(&mut self, joining: Vec<Joining>) -> Result<(), TransportError> {
-        for Joining { route, made } in joining {
-            let connection = made.recv().unwrap_or(Err(gone()))?;
-            self.add_lane(route, connection)?;
+    fn open_data(
+        &mut self,
+        joining: Vec<Joining>,
+        until: Instant,
+        ending: &Ending,
+    ) -> Result<(), TransportError> {
+        for joining in joining {
+            let connection = joining.wait(until, ending)?;
+            self.add_lane(joining.route, connection)?;
         }
         Ok(())
     }
@@ -280,7 +293,8 @@ impl Epoch {
         let Some(route) = routes.min_by_key(|route| self.open_on(*route)) else {
             return self.plan.failed();
         };
-        match self.maker.begin(index, route, None) {
+        let until = Instant::now() + CHANNEL_WAIT;
+        match self.maker.begin_data(index, route, None, until) {
             Ok(joining) if index < STREAMS_MAX as usize => self.joining = Some(joining),
             _ => self.plan.failed(),
         }
@@ -402,39 +416,59 @@ impl Epoch {
     }
 }
 
+impl Joining {
+    /// Waits for it, no longer than its maker may take.
+    fn wait(&self, until: Instant, ending: &Ending) -> Result<Connection, TransportError> {
+        let made = ending.wait(&self.made, until + GRACE)?;
+        made.unwrap_or(Err(gone()))
+    }
+}
+
 impl Maker {
-    /// Makes the control channel and, beside it, the first data channels. The connections that are there serve the
-    /// control channel and the other routes' first data channels.
+    /// Begins to make the control channel and, beside it, the first data channels. The connections that are there serve
+    /// the control channel and the other routes' first data channels.
     fn make_first(
         &self,
         streams: u32,
         mut dialed: Vec<Option<Dialed>>,
-    ) -> Result<(Connection, Vec<Joining>), TransportError> {
+        until: Instant,
+    ) -> Result<(Joining, Vec<Joining>), TransportError> {
         let for_control = dialed.first_mut().and_then(Option::take);
         let mut joining = Vec::new();
         for index in 0..streams as usize {
             let route = index % self.routes.len().max(1);
             let dialed = dialed.get_mut(route).and_then(Option::take);
-            joining.push(self.begin(index, route, dialed)?);
+            joining.push(self.begin_data(index, route, dialed, until)?);
         }
-        let control = self.make(ChannelId::control(self.number), 0, for_control)?;
+        let control = self.begin(ChannelId::control(self.number), 0, for_control, until)?;
         Ok((control, joining))
     }
 
-    /// Makes a data channel in a thread of its own, over `route` or, where that does not work any more, over another.
-    fn begin(
+    fn begin_data(
         &self,
         index: usize,
         route: usize,
         dialed: Option<Dialed>,
+        until: Instant,
     ) -> Result<Joining, TransportError> {
         let channel_id = u16::try_from(index)
             .ok()
             .and_then(|index| ChannelId::data(self.number, index))
             .ok_or(too_many(self.number))?;
+        self.begin(channel_id, route, dialed, until)
+    }
+
+    /// Makes a channel in a thread of its own, over `route` or, where that does not work any more, over another.
+    fn begin(
+        &self,
+        channel_id: ChannelId,
+        route: usize,
+        dialed: Option<Dialed>,
+        until: Instant,
+    ) -> Result<Joining, TransportError> {
         let (maker, (result, made)) = (self.clone(), channel());
         let work = move || {
-            let _ = result.send(maker.make(channel_id, route, dialed));
+            let _ = result.send(maker.make(channel_id, route, dialed, until));
         };
         let spawned = std::thread::Builder::new().name("join".into()).spawn(work);
         spawned.map_err(|source| TransportError::System {
@@ -444,11 +478,13 @@ impl Maker {
         Ok(Joining { route, made })
     }
 
+    /// All ways together have until `until`: each that is dead would else add its own time.
     fn make(
         &self,
         channel: ChannelId,
         route: usize,
         dialed: Option<Dialed>,
+        until: Instant,
     ) -> Result<Connection, TransportError> {
         let mut failure = gone();
         let mut dialed = dialed.map(Ok);
@@ -459,12 +495,17 @@ impl Maker {
             .skip(route)
             .take(self.routes.len())
         {
+            let now = Instant::now();
+            if now >= until {
+                break;
+            }
             let dialed = dialed
                 .take()
-                .unwrap_or_else(|| route.dial(Instant::now() + DIAL_WAIT));
+                .unwrap_or_else(|| route.dial(until.min(now + DIAL_WAIT)));
             // An id that was not proved is still unused.
             let made = dialed.and_then(|dialed| {
-                dialed.introduce(&self.spec, channel, Instant::now() + HANDSHAKE_WAIT)
+                let deadline = until.min(Instant::now() + HANDSHAKE_WAIT);
+                dialed.introduce(&self.spec, channel, deadline)
             });
             match made {
                 Ok(connection) => return Ok(connection),
@@ -488,6 +529,7 @@ fn announce(
         pages: plan.ram.page_count(),
     })?;
     for part in extents.chunks(EXTENTS_PER_MESSAGE) {
+        plan.ending.check()?;
         control.send(&ToDestination::Extents {
             extents: part.to_vec(),
         })?;
@@ -522,72 +564,63 @@ fn too_many(number: u16) -> TransportError {
     }
 }
 
-/// Reads the control channel until it ends and passes everything on.
-fn listen(
-    mut receiver: ControlReceiver,
-    plan: &EpochPlan<'_>,
-    applied: Vec<Arc<AtomicU64>>,
-    control: Arc<SharedControl>,
-) {
-    let (inputs, epoch) = (plan.inputs.clone(), plan.number);
-    std::thread::spawn(move || {
-        let mut passed_on = Instant::now();
-        let why = loop {
-            let message = match receiver.recv(Instant::now() + CONTROL_SILENCE) {
-                Ok(Incoming::Message(bytes)) => decode_to_source(&bytes, STREAMS_MAX),
-                Ok(Incoming::DeviceState(_)) => {
-                    break FromPeer::Broken("the destination sent device state".into());
-                }
-                Ok(Incoming::End) => {
-                    break FromPeer::Lost("the destination ended the migration".into());
-                }
-                Err(error) => break FromPeer::of(&error),
-            };
-            match message {
-                Ok(ToSource::Applied { channel, records }) => {
-                    if let Some(slot) = applied.get(channel as usize) {
-                        slot.fetch_max(records, Ordering::AcqRel);
-                    }
-                    // A sign of life, passed on now and then.
-                    if passed_on.elapsed() > LIFE_EVERY {
-                        passed_on = Instant::now();
-                        let from = FromPeer::Said(Box::new(ToSource::Applied { channel, records }));
-                        let _ = inputs.send(DriverInput::Peer {
-                            epoch,
-                            from,
-                            at: passed_on,
-                        });
-                    }
-                }
-                Ok(message) => {
-                    let from = FromPeer::Said(Box::new(message));
-                    if inputs
-                        .send(DriverInput::Peer {
-                            epoch,
-                            from,
-                            at: Instant::now(),
-                        })
-                        .is_err()
-                    {
-                        return;
-                    }
-                }
-                Err(error) => break FromPeer::Broken(error.to_string()),
-            }
-        };
-        control.close();
-        let _ = inputs.send(DriverInput::Peer {
-            epoch,
-            from: why,
-            at: Instant::now(),
-        });
-    });
-}
-
 /// The pages of a set as extents.
 pub(crate) fn extents(pages: &PageSet) -> Vec<Extent> {
     pages
         .runs()
         .map(|run| (run.start, run.end - run.start))
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::routes::routes;
+    use godwit_types::MigrationId;
+    use godwit_types::migration::{Cipher, MigrationSecret};
+    use std::net::{SocketAddr, TcpListener};
+
+    /// Destinations that take connections and say nothing.
+    fn silent(count: usize) -> (Vec<TcpListener>, Maker) {
+        let listen = |_| TcpListener::bind("127.0.0.1:0").unwrap();
+        let listeners: Vec<TcpListener> = (0..count).map(listen).collect();
+        let addresses: Vec<SocketAddr> = listeners
+            .iter()
+            .map(|listener| listener.local_addr().unwrap())
+            .collect();
+        let secret = MigrationSecret {
+            key: vec![1; 32],
+            nonce: vec![2; 8],
+        };
+        let id = MigrationId::new("m").unwrap();
+        let maker = Maker {
+            spec: Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap()),
+            number: 0,
+            routes: Arc::new(routes(&[], &addresses)),
+        };
+        (listeners, maker)
+    }
+
+    #[test]
+    fn many_dead_ways_together_take_no_longer_than_one() {
+        let (_listeners, maker) = silent(32);
+        let began = Instant::now();
+        let until = began + Duration::from_millis(300);
+        let made = maker.make(ChannelId::control(0), 0, None, until);
+        assert!(matches!(made, Err(TransportError::HandshakeSilent { .. })));
+        let one = HANDSHAKE_WAIT + DIAL_WAIT;
+        assert!(began.elapsed() < 10 * one, "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn an_end_is_heard_while_channels_are_made() {
+        let (_listeners, maker) = silent(1);
+        let ending = Ending::default();
+        // Nobody waits for so long.
+        let until = Instant::now() + Duration::from_secs(600);
+        let (control, _) = maker.make_first(1, Vec::new(), until).unwrap();
+        ending.raise();
+        let waited = control.wait(until, &ending);
+        assert!(matches!(waited, Err(TransportError::Cancelled)));
+    }
 }

@@ -1,12 +1,13 @@
 //! The source's side of a migration.
 //!
 //! `driver` runs it, `precopy` is its iterations, `epoch` a set of channels, `sender` one channel's thread, `pass` the
-//! work they share, `routes` the ways to the destination, `gauge` what the choice of streams looks at, `tracking` what the
-//! guest wrote.
+//! work they share, `routes` the ways to the destination, `hearing` what the destination says, `gauge` what the choice of
+//! streams looks at, `tracking` what the guest wrote.
 
 pub(crate) mod driver;
 pub(crate) mod epoch;
 mod gauge;
+mod hearing;
 mod pass;
 mod precopy;
 pub(crate) mod routes;

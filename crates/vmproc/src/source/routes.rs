@@ -1,11 +1,14 @@
 //! The ways to the destination: which of our addresses reaches which of its, and which of them work now.
 //!
 //! Owns nothing. All ways are tried at once, so that a dead one costs nothing when another works. Refuses: a way between
-//! two families of addresses.
+//! two families of addresses, and more than [`ROUTES_MAX`] of them. The controller gives only addresses that the
+//! destination host is known by; a stranger that has one of them learns the migration's name and fails its proof.
 
 use godwit_transport::{ConnectOptions, Dialed, TransportError, Tuning, dial, interface_of};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// Longest time to make one connection: short, since a healed link is found by trying again, not by waiting for the
@@ -13,6 +16,8 @@ use std::time::{Duration, Instant};
 pub(super) const DIAL_WAIT: Duration = Duration::from_secs(2);
 /// Once one way works the others get this long, and a few round trips.
 const OTHERS_WAIT: Duration = Duration::from_millis(50);
+/// How often who waits for a connection looks whether it is still wanted.
+const ENDING_LOOK: Duration = Duration::from_millis(20);
 /// Most ways that are tried.
 const ROUTES_MAX: usize = 32;
 /// What an interface that does not tell its speed is taken for, in bytes per second.
@@ -111,6 +116,40 @@ fn keep_to_interfaces_only_where_there_are_several(routes: &mut [Route]) {
     }
 }
 
+/// Raised once nobody wants the migration any more, for those who wait where no command reaches them.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Ending(Arc<AtomicBool>);
+
+impl Ending {
+    pub(super) fn raise(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// An error once it is raised.
+    pub(super) fn check(&self) -> Result<(), TransportError> {
+        if self.0.load(Ordering::Acquire) {
+            return Err(TransportError::Cancelled);
+        }
+        Ok(())
+    }
+
+    /// Waits for what a thread makes; an error once this is raised.
+    pub(super) fn wait<T>(
+        &self,
+        made: &Receiver<T>,
+        until: Instant,
+    ) -> Result<Result<T, RecvTimeoutError>, TransportError> {
+        loop {
+            self.check()?;
+            let left = until.saturating_duration_since(Instant::now());
+            match made.recv_timeout(left.min(ENDING_LOOK)) {
+                Err(RecvTimeoutError::Timeout) if left > ENDING_LOOK => {}
+                result => return Ok(result),
+            }
+        }
+    }
+}
+
 /// A way that works, and the connection that showed it.
 pub(super) struct Reached {
     pub route: Route,
@@ -118,7 +157,7 @@ pub(super) struct Reached {
 }
 
 /// Tries all ways at once and gives those that work, of one family: of the one that has more of them.
-pub(super) fn reach(routes: &[Route]) -> Result<Vec<Reached>, TransportError> {
+pub(super) fn reach(routes: &[Route], ending: &Ending) -> Result<Vec<Reached>, TransportError> {
     let deadline = Instant::now() + DIAL_WAIT;
     let (results, received) = channel();
     for (index, route) in routes.iter().cloned().enumerate() {
@@ -138,7 +177,7 @@ pub(super) fn reach(routes: &[Route]) -> Result<Vec<Reached>, TransportError> {
     let mut failure = nothing_answered(routes);
     let (mut reached, mut until) = (Vec::new(), deadline);
     loop {
-        match received.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        match ending.wait(&received, until)? {
             Ok((index, route, Ok(dialed))) => {
                 if reached.is_empty() {
                     until = until.min(Instant::now() + OTHERS_WAIT + 3 * dialed.rtt());
@@ -229,9 +268,21 @@ mod tests {
         let dead = closed.local_addr().unwrap();
         drop(closed);
         let ways = routes(&[], &[dead, open.local_addr().unwrap()]);
-        let reached = reach(&ways).unwrap();
+        let ending = Ending::default();
+        let reached = reach(&ways, &ending).unwrap();
         assert_eq!(reached.len(), 1);
         assert_eq!(reached[0].route.to, open.local_addr().unwrap());
-        assert!(reach(&ways[..1]).is_err());
+        assert!(reach(&ways[..1], &ending).is_err());
+        ending.raise();
+        let cancelled = reach(&ways, &ending).map(|_| ()).unwrap_err();
+        assert_eq!(cancelled.class(), Class::Cancelled);
+    }
+
+    #[test]
+    fn no_more_ways_are_tried_than_there_may_be() {
+        let many: Vec<SocketAddr> = (1..=200).map(|n| ([10, 0, 0, n], 1).into()).collect();
+        assert_eq!(routes(&[], &many).len(), ROUTES_MAX);
+        let ours = ["10.0.1.1".parse().unwrap()];
+        assert_eq!(routes(&ours, &many).len(), ROUTES_MAX);
     }
 }

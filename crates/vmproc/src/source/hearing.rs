@@ -1,0 +1,220 @@
+//! Hears what the destination says on the control channel and passes it on to the driver.
+//!
+//! One thread per epoch, which ends with the channel. Signs of life are passed on now and then. Everything else takes one
+//! of [`WAITING_MAX`] seats until the driver has looked at it: where none is free the channel is not read on, so that a
+//! peer that floods is held up by TCP and costs no memory. The driver never waits for this thread. Refuses: what is no
+//! message of the protocol.
+
+use super::driver::{DriverInput, FromPeer};
+use crate::control::SharedControl;
+use godwit_migrate::protocol::{STREAMS_MAX, ToSource, decode_to_source};
+use godwit_transport::{ControlReceiver, Incoming};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A control channel from which nothing comes for this long is lost; the destination answers a ping a second.
+const CONTROL_SILENCE: Duration = Duration::from_secs(6);
+/// How often a sign of life is passed on.
+const LIFE_EVERY: Duration = Duration::from_millis(50);
+/// Most messages that wait for the driver.
+const WAITING_MAX: usize = 256;
+
+/// Places for messages that wait.
+#[derive(Debug, Default)]
+pub(super) struct Seats {
+    taken: Mutex<usize>,
+    left: Condvar,
+}
+
+impl Seats {
+    /// Waits until one is free.
+    fn take(self: &Arc<Self>) -> Seat {
+        let taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let full = |taken: &mut usize| *taken >= WAITING_MAX;
+        let waited = self.left.wait_while(taken, full);
+        *waited.unwrap_or_else(PoisonError::into_inner) += 1;
+        Seat(Arc::clone(self))
+    }
+}
+
+/// A place, free again when dropped.
+#[derive(Debug)]
+pub(crate) struct Seat(Arc<Seats>);
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut taken = self.0.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        *taken = taken.saturating_sub(1);
+        self.0.left.notify_one();
+    }
+}
+
+/// What hears a destination.
+pub(super) struct Hearing {
+    pub epoch: u16,
+    pub inputs: Sender<DriverInput>,
+    /// By index: records that the destination has applied.
+    pub applied: Vec<Arc<AtomicU64>>,
+    pub control: Arc<SharedControl>,
+}
+
+impl Hearing {
+    /// Hears until the channel ends.
+    pub(super) fn begin(self, receiver: ControlReceiver) {
+        std::thread::spawn(move || {
+            let seats = Arc::default();
+            if let Some(why) = self.hear(receiver, &seats) {
+                self.control.close();
+                // The driver is gone only when nobody needs to know.
+                let _ = self.pass_on(why);
+            }
+        });
+    }
+
+    /// Says why it is over; nothing when the driver is gone.
+    fn hear(&self, mut receiver: ControlReceiver, seats: &Arc<Seats>) -> Option<FromPeer> {
+        let mut alive_at: Option<Instant> = None;
+        loop {
+            let message = match receiver.recv(Instant::now() + CONTROL_SILENCE) {
+                Ok(Incoming::Message(bytes)) => decode_to_source(&bytes, STREAMS_MAX),
+                Ok(Incoming::DeviceState(_)) => {
+                    return Some(FromPeer::Broken("the destination sent device state".into()));
+                }
+                Ok(Incoming::End) => {
+                    return Some(FromPeer::Lost("the destination ended the migration".into()));
+                }
+                Err(error) => return Some(FromPeer::of(&error)),
+            };
+            let message = match message {
+                Ok(message) => message,
+                Err(error) => return Some(FromPeer::Broken(error.to_string())),
+            };
+            if let ToSource::Applied { channel, records } = &message
+                && let Some(slot) = self.applied.get(*channel as usize)
+            {
+                slot.fetch_max(*records, Ordering::AcqRel);
+            }
+            if matches!(message, ToSource::Applied { .. } | ToSource::Pong { .. }) {
+                if alive_at.is_some_and(|at| at.elapsed() < LIFE_EVERY) {
+                    continue;
+                }
+                alive_at = Some(Instant::now());
+            }
+            self.pass_on(FromPeer::Said(Box::new(message), seats.take()))?;
+        }
+    }
+
+    fn pass_on(&self, from: FromPeer) -> Option<()> {
+        let input = DriverInput::Peer {
+            epoch: self.epoch,
+            from,
+            at: Instant::now(),
+        };
+        self.inputs.send(input).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_migrate::protocol::encode;
+    use godwit_transport::{ConnectOptions, ControlSender, Gate, Listener, Tuning, connect};
+    use godwit_types::MigrationId;
+    use godwit_types::migration::{Cipher, MigrationSecret};
+    use godwit_wire::{ChannelId, Spec};
+    use std::sync::mpsc::{Receiver, channel};
+
+    const LONG: Duration = Duration::from_secs(120);
+
+    fn spec() -> Spec {
+        let secret = MigrationSecret {
+            key: vec![1; 32],
+            nonce: vec![2; 8],
+        };
+        Spec::new(MigrationId::new("m").unwrap(), &secret, Cipher::Aes256Gcm).unwrap()
+    }
+
+    /// A destination's sending half, and what its source's driver gets.
+    fn heard() -> (ControlSender, Receiver<DriverInput>) {
+        let gate = Gate::new(Arc::new(spec()), Tuning::default(), LONG);
+        let mut listener = Listener::bind(gate, [127, 0, 0, 1].into(), 0..=0).unwrap();
+        let address = listener.address();
+        let accepted = std::thread::spawn(move || listener.accept(Instant::now() + LONG).unwrap());
+        let channel_id = ChannelId::control(0);
+        let until = Instant::now() + LONG;
+        let made = connect(
+            address,
+            &ConnectOptions::default(),
+            &spec(),
+            channel_id,
+            until,
+        );
+        let (sender, receiver) = made.unwrap().into_control().unwrap();
+        let (inputs, received) = channel();
+        let hearing = Hearing {
+            epoch: 0,
+            inputs,
+            applied: Vec::new(),
+            control: Arc::new(SharedControl::new(sender)),
+        };
+        hearing.begin(receiver);
+        (accepted.join().unwrap().into_control().unwrap().0, received)
+    }
+
+    fn next(inputs: &Receiver<DriverInput>) -> FromPeer {
+        match inputs.recv_timeout(LONG) {
+            Ok(DriverInput::Peer { from, .. }) => from,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_flood_waits_in_the_network_and_is_heard_in_order() {
+        const MESSAGES: u32 = 100_000;
+        let (mut destination, inputs) = heard();
+        let flood = std::thread::spawn(move || {
+            for number in 0..MESSAGES {
+                let message = ToSource::Prepared {
+                    seconds: f64::from(number),
+                };
+                let deadline = Instant::now() + LONG;
+                destination.send(&encode(&message), deadline).unwrap();
+            }
+            destination
+        });
+        let mut waiting: Vec<_> = (0..WAITING_MAX).map(|_| next(&inputs)).collect();
+        assert!(inputs.try_recv().is_err(), "all seats are taken");
+        for number in 0..MESSAGES {
+            let heard = if waiting.is_empty() {
+                next(&inputs)
+            } else {
+                waiting.remove(0)
+            };
+            let FromPeer::Said(message, _seat) = heard else {
+                panic!("{heard:?}");
+            };
+            let seconds = f64::from(number);
+            assert_eq!(*message, ToSource::Prepared { seconds });
+        }
+        drop(flood.join().unwrap());
+    }
+
+    #[test]
+    fn a_flood_of_signs_of_life_is_thinned_out_and_ends_in_order() {
+        let (mut destination, inputs) = heard();
+        let began = Instant::now();
+        for nonce in 0..100_000 {
+            let message = encode(&ToSource::Pong { nonce });
+            destination.send(&message, Instant::now() + LONG).unwrap();
+        }
+        destination.finish(Instant::now() + LONG).unwrap();
+        let mut signs = 0;
+        while let FromPeer::Said(..) = next(&inputs) {
+            signs += 1;
+        }
+        let most = began.elapsed().as_millis() / LIFE_EVERY.as_millis() + 1;
+        assert!((1..=most).contains(&signs), "{signs} of at most {most}");
+    }
+}
