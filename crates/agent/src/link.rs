@@ -234,6 +234,7 @@ fn accept(mut listener: Listener, sink: &Arc<Sink>) {
         let work = move || {
             // A burst that breaks off is told by its sender.
             let _ = receive(connection, &sink, deadline);
+            // Its sender leaves no channel before all have ended, so that none is left to be accepted.
             if sink.open.fetch_sub(1, Ordering::AcqRel) == 1 {
                 sink.close();
             }
@@ -252,7 +253,10 @@ fn receive(connection: Connection, sink: &Sink, deadline: Instant) -> Result<(),
         reader.next_payload_into(&mut page_bytes, &patience)?;
         sink.put(&page_bytes);
     }
-    writer.finish(&patience)
+    writer.finish(&patience)?;
+    // Nothing can come but the end of the connection.
+    let _ = reader.next(&patience);
+    Ok(())
 }
 
 /// One channel's part of a burst, half way and at its end.
@@ -277,14 +281,17 @@ fn burst(connections: Vec<Connection>, millis: u64) -> Result<LinkMeasured, ApiE
     let bytes = noise()?;
     let began = Instant::now();
     let (half_way, end) = (began + time / 2, began + time);
+    // Held until all have ended: the peer stops accepting when it has no channel left.
+    let mut channels: Vec<_> = connections
+        .into_iter()
+        .map(|connection| (connection.probe(), connection.split()))
+        .collect();
     let parts = std::thread::scope(|scope| {
-        let threads: Vec<_> = connections
-            .into_iter()
-            .map(|connection| {
-                let probe = connection.probe();
-                let (reader, writer) = connection.split();
+        let threads: Vec<_> = channels
+            .iter_mut()
+            .map(|(probe, (reader, writer))| {
                 let bytes = &bytes;
-                scope.spawn(move || stream(reader, writer, &probe, bytes, limit, (half_way, end)))
+                scope.spawn(move || stream(reader, writer, probe, bytes, limit, (half_way, end)))
             })
             .collect();
         threads
@@ -328,8 +335,8 @@ fn figures(
 }
 
 fn stream(
-    mut reader: RecordReader,
-    mut writer: RecordWriter,
+    reader: &mut RecordReader,
+    writer: &mut RecordWriter,
     probe: &Probe,
     bytes: &[u8],
     limit: u64,
@@ -424,6 +431,27 @@ mod tests {
                 std::thread::yield_now();
             }
         }
+    }
+
+    #[test]
+    fn a_channel_that_has_ended_early_closes_the_door_to_no_other() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let there = Bursts::default();
+        let ready = there.listen(&listen(), &here(dir.path())).unwrap();
+        let spec = spec(&listen()).unwrap();
+        let connect = |index| {
+            let channel_id = ChannelId::data(0, index).unwrap();
+            let options = ConnectOptions::default();
+            let deadline = Instant::now() + LIFE;
+            connect(ready.addresses[0], &options, &spec, channel_id, deadline)
+        };
+        let patience = Patience::until(Instant::now() + LIFE);
+        let mut first = connect(0).unwrap().split();
+        first.1.finish(&patience).unwrap();
+        assert_eq!(first.0.next(&patience).unwrap().kind, RecordKind::Final);
+        let mut second = connect(1).unwrap().split();
+        second.1.finish(&patience).unwrap();
+        assert_eq!(second.0.next(&patience).unwrap().kind, RecordKind::Final);
     }
 
     #[test]

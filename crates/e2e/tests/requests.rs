@@ -78,6 +78,16 @@ fn cancelled_at(at_source: bool, point: &'static str) -> anyhow::Result<()> {
         "{:?}",
         report.reason
     );
+    if point == "source.pass" {
+        let there = pair.wait_end(&pair.b, &id, LONG)?;
+        anyhow::ensure!(
+            (there.outcome, there.reason.as_deref())
+                == (Some(Outcome::Cancelled), Some("the test cancelled it")),
+            "the destination reports {:?}: {:?}",
+            there.outcome,
+            there.reason
+        );
+    }
     Ok(())
 }
 
