@@ -74,7 +74,6 @@
 mod core;
 mod destination;
 mod event;
-mod fuzz;
 mod ledger;
 mod owner;
 mod peer;
@@ -90,7 +89,6 @@ mod table;
 
 pub use crate::core::VmCore;
 pub use event::{Action, Ending, Event, EventKind, PeerMessage, Status, Timer};
-pub use fuzz::{FuzzFinding, fuzz};
 pub use ledger::{FENCED_GAP, GenerationLedger, GrantError};
 pub use permit::RunPermit;
 pub use record::{Handover, HostRecord, Phase, Power, RECORD_FORMAT, RecordError};
