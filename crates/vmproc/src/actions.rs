@@ -289,13 +289,12 @@ impl Vm {
             let message = message.clone();
             match migration.side {
                 Side::Source => {
-                    if matches!(message, PeerMessage::Abort { .. })
-                        && let Some(farewell) = migration.farewell()
-                    {
-                        // The reason before the fact, which ends the other side's part.
+                    let over = matches!(message, PeerMessage::Abort { .. });
+                    migration.control.send(&ToDestination::Peer { message });
+                    // The fact first, since the other side reads no further than the reason. It waits for that a moment.
+                    if over && let Some(farewell) = migration.farewell() {
                         migration.control.send(&farewell.message());
                     }
-                    migration.control.send(&ToDestination::Peer { message });
                 }
                 Side::Destination => migration.control.send(&ToSource::Peer { message }),
             }
