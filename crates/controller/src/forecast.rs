@@ -273,7 +273,7 @@ async fn burst(
 }
 
 /// Of the addresses that a host answers those that are its own, so that nobody is sent to a third machine.
-fn own_addresses(mut answered: Vec<SocketAddr>, own: &[IpAddr]) -> Vec<SocketAddr> {
+pub(crate) fn own_addresses(mut answered: Vec<SocketAddr>, own: &[IpAddr]) -> Vec<SocketAddr> {
     let is_own = |address: &SocketAddr| {
         let mut own = own.iter().map(IpAddr::to_canonical);
         own.any(|own| own == address.ip().to_canonical())

@@ -243,7 +243,15 @@ async fn hand_out(found: &Preflight, spec: &mut MigrationSpec) -> Result<(), Api
         .prepare_incoming(&request)
         .await
         .map_err(|error| ApiError::from(error).on_host(&destination.host))?;
-    spec.destination_addresses = ready.addresses;
+    let known = &destination.info.migration_addresses;
+    spec.destination_addresses = forecast::own_addresses(ready.addresses, known);
+    if spec.destination_addresses.is_empty() {
+        let message = format!(
+            "host {} listens for the migration at none of its migration addresses: see 'godwit host check {0}'",
+            destination.host
+        );
+        return Err(ApiError::new(ErrorCode::Incompatible, message).on_host(&destination.host));
+    }
     source
         .agent
         .migrate(spec)

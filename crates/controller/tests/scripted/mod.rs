@@ -305,8 +305,10 @@ async fn prepare(
         return Err(Failure(error));
     }
     begun(&mut script, &request.migration, Side::Destination);
+    // And one that is not this host's: nobody may be sent there.
+    let addresses = ["127.0.0.1:9", "203.0.113.7:9"];
     Ok(Json(IncomingReady {
-        addresses: vec!["127.0.0.1:9".parse().unwrap()],
+        addresses: addresses.map(|text| text.parse().unwrap()).to_vec(),
     }))
 }
 
