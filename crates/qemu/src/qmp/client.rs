@@ -37,7 +37,6 @@ type Answer = Result<Value, (String, String)>;
 pub struct Client {
     socket: UnixStream,
     greeting: Greeting,
-    out_of_band: bool,
     next_id: AtomicU64,
     /// One writer at a time: lines must not mix, and a descriptor must arrive with its command.
     writer: Mutex<()>,
@@ -68,7 +67,6 @@ impl Client {
     pub fn negotiate(mut socket: UnixStream, deadline: Instant) -> Result<Client, QmpError> {
         let mut lines = LineBuffer::default();
         let greeting = read_greeting(&mut socket, &mut lines, deadline)?;
-        let out_of_band = greeting.capabilities.iter().any(|c| c == "oob");
         let shared = Arc::new(Mutex::new(Shared::default()));
         let reader = {
             let (socket, shared) = (socket.try_clone()?, shared.clone());
@@ -81,18 +79,12 @@ impl Client {
         let client = Client {
             socket,
             greeting,
-            out_of_band,
             next_id,
             writer,
             shared,
             reader: Some(reader),
         };
-        let enable = if out_of_band {
-            json!({"enable": ["oob"]})
-        } else {
-            json!({})
-        };
-        client.execute("qmp_capabilities", enable, deadline)?;
+        client.execute("qmp_capabilities", json!({}), deadline)?;
         Ok(client)
     }
 
@@ -108,7 +100,7 @@ impl Client {
         arguments: Value,
         deadline: Instant,
     ) -> Result<Value, QmpError> {
-        self.run("execute", command, arguments, None, deadline)
+        self.run(command, arguments, None, deadline)
     }
 
     /// Like [`Client::execute`], with a descriptor beside the command, as `getfd` wants it.
@@ -119,22 +111,7 @@ impl Client {
         fd: BorrowedFd<'_>,
         deadline: Instant,
     ) -> Result<Value, QmpError> {
-        self.run("execute", command, arguments, Some(fd), deadline)
-    }
-
-    /// Runs a command that QEMU may answer while its main loop is busy; as a plain command where `oob` is not offered.
-    pub fn execute_out_of_band(
-        &self,
-        command: &str,
-        arguments: Value,
-        deadline: Instant,
-    ) -> Result<Value, QmpError> {
-        let verb = if self.out_of_band {
-            "exec-oob"
-        } else {
-            "execute"
-        };
-        self.run(verb, command, arguments, None, deadline)
+        self.run(command, arguments, Some(fd), deadline)
     }
 
     /// A queue of all events from now on.
@@ -159,7 +136,6 @@ impl Client {
 
     fn run(
         &self,
-        verb: &str,
         command: &str,
         arguments: Value,
         fd: Option<BorrowedFd<'_>>,
@@ -174,7 +150,7 @@ impl Client {
             }
             shared.pending.insert(id, sender);
         }
-        let mut line = json!({verb: command, "arguments": arguments, "id": id})
+        let mut line = json!({"execute": command, "arguments": arguments, "id": id})
             .to_string()
             .into_bytes();
         line.push(b'\n');

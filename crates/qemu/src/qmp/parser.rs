@@ -43,8 +43,6 @@ pub struct Greeting {
     pub version: (u64, u64, u64),
     /// What the distribution calls this build; may be empty.
     pub package: String,
-    /// Capabilities that can be negotiated, such as `oob`.
-    pub capabilities: Vec<String>,
 }
 
 /// An event as it stands on the line.
@@ -180,17 +178,9 @@ fn read_greeting(greeting: &Value) -> Result<Greeting, ParseError> {
         });
     };
     let package = version.and_then(|v| text(v, "package")).unwrap_or_default();
-    let listed = greeting.get("capabilities").and_then(Value::as_array);
-    let capabilities = listed
-        .into_iter()
-        .flatten()
-        .filter_map(Value::as_str)
-        .map(str::to_owned)
-        .collect();
     Ok(Greeting {
         version: (major, minor, micro),
         package,
-        capabilities,
     })
 }
 
@@ -270,7 +260,6 @@ mod tests {
         let want = Greeting {
             version: (7, 2, 22),
             package: "Debian".into(),
-            capabilities: vec!["oob".into()],
         };
         assert_eq!(parse_line(line), Ok(Message::Greeting(want)));
     }

@@ -29,11 +29,7 @@ fn asked(lines: &mut BufReader<UnixStream>, command: &str) -> u64 {
     let mut line = String::new();
     lines.read_line(&mut line).expect("a command");
     let value: Value = serde_json::from_str(&line).expect("JSON");
-    let name = value
-        .get("execute")
-        .or(value.get("exec-oob"))
-        .and_then(Value::as_str);
-    assert_eq!(name, Some(command));
+    assert_eq!(value["execute"], command);
     value["id"].as_u64().expect("a numeric id")
 }
 
