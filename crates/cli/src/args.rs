@@ -4,6 +4,7 @@
 //! exit code 2.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use godwit_agent::config::CONFIG_PATH;
 use godwit_types::vm::EncryptionMode;
 use godwit_types::{HostName, MigrationId, VmName};
 use std::net::{IpAddr, SocketAddr};
@@ -183,7 +184,7 @@ pub enum AgentCommand {
     #[command(after_help = "Example:\n  godwit agent run --config /etc/godwit/host.toml")]
     Run {
         /// Configuration file
-        #[arg(long, value_name = "FILE", default_value = "/etc/godwit/host.toml")]
+        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
         config: PathBuf,
     },
 }
@@ -225,7 +226,7 @@ pub enum HostCommand {
         /// The host; this machine when left out
         host: Option<HostName>,
         /// This machine's configuration
-        #[arg(long, value_name = "FILE", default_value = "/etc/godwit/host.toml")]
+        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
         config: PathBuf,
     },
     /// Show what hosts are busy with: migration interfaces, cores, memory, each migration's share
@@ -303,7 +304,7 @@ pub struct HostJoin {
     #[arg(long)]
     pub no_encryption: bool,
     /// Configuration file to write
-    #[arg(long, value_name = "FILE", default_value = "/etc/godwit/host.toml")]
+    #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
     pub config: PathBuf,
     /// Directory of durable state
     #[arg(long, value_name = "DIR", default_value = "/var/lib/godwit")]

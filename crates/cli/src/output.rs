@@ -134,16 +134,16 @@ impl Output {
             ],
             rows.collect(),
         );
-        for vm in sorted.iter().filter(|vm| vm.note.is_some()) {
-            self.note(
-                &vm.spec.name,
-                vm.state,
-                vm.note.as_deref().unwrap_or_default(),
-            );
+        for vm in sorted {
+            self.note(&vm.spec.name, vm.state, vm.note.as_deref());
         }
     }
 
-    fn note(&self, name: &impl Display, state: VmState, note: &str) {
+    /// What is to be said about a VM, if anything.
+    fn note(&self, name: &impl Display, state: VmState, note: Option<&str>) {
+        let Some(note) = note else {
+            return;
+        };
         let tone = if state == VmState::InDoubt {
             Tone::Bad
         } else {
@@ -189,9 +189,7 @@ impl Output {
             rows.push(("migration", migration.clone()));
         }
         self.pairs(&rows);
-        if let Some(note) = &vm.note {
-            self.note(&vm.spec.name, vm.state, note);
-        }
+        self.note(&vm.spec.name, vm.state, vm.note.as_deref());
     }
 
     /// VMs as an agent alone knows them.
@@ -221,12 +219,8 @@ impl Output {
             ],
             rows.collect(),
         );
-        for vm in sorted.iter().filter(|vm| vm.note.is_some()) {
-            self.note(
-                &vm.spec.name,
-                vm.state,
-                vm.note.as_deref().unwrap_or_default(),
-            );
+        for vm in sorted {
+            self.note(&vm.spec.name, vm.state, vm.note.as_deref());
         }
     }
 

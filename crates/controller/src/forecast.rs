@@ -347,6 +347,7 @@ pub fn predict(rate: &DirtyRate, link: &Link, request: &MigrateRequest) -> Fores
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::migrate::plain;
     use godwit_types::forecast::{DirtyAge, PromiseKind};
     use godwit_types::load::InterfaceLoad;
     use godwit_types::migration::{
@@ -480,15 +481,9 @@ mod tests {
             basis: "a burst".into(),
         };
         let mut request = MigrateRequest {
-            to: HostName::new("b").unwrap(),
-            encryption: None,
-            max_downtime_ms: None,
             deadline_s: Some(5),
-            max_bandwidth_mbit_per_s: None,
-            max_guest_slowdown_percent: None,
-            prepare: false,
-            must_keep: false,
             dry_run: true,
+            ..plain(&HostName::new("b").unwrap())
         };
         let free = predict(&rate, &link, &request);
         assert!((1.0..2.5).contains(&free.prediction.total_s), "{free:?}");

@@ -9,7 +9,7 @@ use godwit_types::forecast::{DirtyAge, DirtyRate, LinkMeasured};
 use godwit_types::migration::{MigrateRequest, Outcome};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, MigrationId, PortGroup, VmSpec};
-use scripted::{Agent, DEADLINE, House, code, hand_over, host, spec, vm};
+use scripted::{Agent, DEADLINE, House, code, hand_over, host, spec, to, vm};
 
 /// Hosts a and b, with these VMs running on b.
 async fn house(vms: &[&str]) -> (House, Agent, Agent) {
@@ -70,20 +70,6 @@ async fn until_done(house: &House, from: &Agent, to: &Agent) -> DrainView {
 
 fn one<'a>(view: &'a DrainView, name: &str) -> &'a DrainVm {
     view.vms.iter().find(|found| found.vm == vm(name)).unwrap()
-}
-
-fn to(name: &str) -> MigrateRequest {
-    MigrateRequest {
-        to: host(name),
-        encryption: None,
-        max_downtime_ms: None,
-        deadline_s: None,
-        max_bandwidth_mbit_per_s: None,
-        max_guest_slowdown_percent: None,
-        prepare: false,
-        must_keep: false,
-        dry_run: false,
-    }
 }
 
 fn idle() -> DirtyRate {

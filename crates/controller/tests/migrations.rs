@@ -8,21 +8,7 @@ use godwit_types::control_api::{CancelRequest, StopRequest};
 use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome};
 use godwit_types::vm::{DiskSpec, EncryptionMode, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
-use scripted::{Agent, DEADLINE, House, code, hand_over, host, vm};
-
-fn to(name: &str) -> MigrateRequest {
-    MigrateRequest {
-        to: host(name),
-        encryption: None,
-        max_downtime_ms: None,
-        deadline_s: None,
-        max_bandwidth_mbit_per_s: None,
-        max_guest_slowdown_percent: None,
-        prepare: false,
-        must_keep: false,
-        dry_run: false,
-    }
-}
+use scripted::{Agent, DEADLINE, House, code, hand_over, host, to, vm};
 
 async fn house() -> (House, Agent, Agent) {
     let house = House::new().await;

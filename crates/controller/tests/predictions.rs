@@ -6,21 +6,7 @@ use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_types::forecast::{DirtyAge, DirtyRate, LinkMeasured, PromiseKind};
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::{ErrorCode, MigrationId};
-use scripted::{Agent, House, code, hand_over, host, vm};
-
-fn to(name: &str) -> MigrateRequest {
-    MigrateRequest {
-        to: host(name),
-        encryption: None,
-        max_downtime_ms: None,
-        deadline_s: None,
-        max_bandwidth_mbit_per_s: None,
-        max_guest_slowdown_percent: None,
-        prepare: false,
-        must_keep: false,
-        dry_run: false,
-    }
-}
+use scripted::{Agent, House, code, hand_over, host, to, vm};
 
 /// VM web on host a writes so much; the link to host b carries 100 MB/s.
 async fn house(writes_mib_per_s: f64) -> (House, Agent, Agent) {

@@ -50,7 +50,7 @@ impl Access {
     /// Operator certificates.
     pub const OPERATOR: Self = Self(8);
     /// People: here or with a certificate.
-    pub const PEOPLE: Self = Self(1 | 8);
+    pub const PEOPLE: Self = Self::LOCAL.or(Self::OPERATOR);
     /// Everybody, also without certificate: joining only.
     pub const ANYONE: Self = Self(31);
 

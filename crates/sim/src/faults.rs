@@ -10,8 +10,12 @@ macro_rules! faults {
     ($($fault:ident => $name:literal),+ $(,)?) => {
         /// A kind of fault.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        #[allow(missing_docs)]
-        pub enum Fault { $($fault),+ }
+        pub enum Fault {
+            $(
+                #[doc = $name]
+                $fault
+            ),+
+        }
 
         impl Fault {
             /// Every kind.

@@ -9,10 +9,11 @@ use super::plan::{self, Moving, Rooms, Waiting};
 use crate::app::{App, in_doubt, now};
 use crate::error::ControllerError;
 use crate::forecast::{self, QUICK};
+use crate::migrate::plain;
 use crate::{migrate, place, preflight};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
-use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome as End};
+use godwit_types::migration::{Cipher, MigrationReport, Outcome as End};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::collections::BTreeMap;
@@ -499,25 +500,11 @@ async fn predict(
         forecast::link(app, &source, &destination, Cipher::Aes256Gcm, QUICK)
     );
     match (rate, link) {
-        (Ok(rate), Ok(link)) => Some(forecast::predict(&rate, &link, &request(to)).prediction),
+        (Ok(rate), Ok(link)) => Some(forecast::predict(&rate, &link, &plain(to)).prediction),
         (Err(error), _) | (_, Err(error)) => {
             tracing::info!(%vm, %error, "the VM's move cannot be predicted");
             None
         }
-    }
-}
-
-fn request(to: &HostName) -> MigrateRequest {
-    MigrateRequest {
-        to: to.clone(),
-        encryption: None,
-        max_downtime_ms: None,
-        deadline_s: None,
-        max_bandwidth_mbit_per_s: None,
-        max_guest_slowdown_percent: None,
-        prepare: false,
-        must_keep: false,
-        dry_run: false,
     }
 }
 
@@ -533,7 +520,7 @@ fn begin_next(app: &Arc<App>, view: &mut DrainView, work: &mut Work) {
         let next = plan::next(&board.waiting, &board.moving, &board.rooms, view.at_once);
         let Some((vm, to)) = next else { return };
         work.starting.insert(vm.clone(), to.clone());
-        let (app, name, request) = (app.clone(), vm.clone(), request(&to));
+        let (app, name, request) = (app.clone(), vm.clone(), plain(&to));
         let attempt = tokio::spawn(async move { migrate::attempt(&app, &name, &request).await });
         work.begun.spawn(async move {
             let answer = attempt.await.unwrap_or_else(|error| {
@@ -648,7 +635,7 @@ fn leave_without_room(view: &mut DrainView, hosts: &[Taker]) {
 }
 
 async fn passes(app: &App, vm: &VmName, to: &HostName) -> Result<(), Vec<ApiError>> {
-    match preflight::run(app, vm, &request(to)).await {
+    match preflight::run(app, vm, &plain(to)).await {
         Ok(found) if found.report.refusals.is_empty() => Ok(()),
         Ok(found) => Err(found.report.refusals),
         Err(error) => Err(vec![error]),

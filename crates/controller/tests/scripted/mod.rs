@@ -1,6 +1,6 @@
 //! A whole controller in this process and scripted agents: real servers of the agent's routes over mutual TLS, whose
 //! answers the test decides. Owns its directories and tasks; everything ends with the test.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test binary uses its own part")]
 
 use axum::extract::State;
 use axum::routing::{get, post, put};
@@ -25,7 +25,7 @@ use godwit_types::host_api::{
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{
-    MigrationReport, MigrationSpec, Outcome, Phase, PreflightReport, Side,
+    MigrateRequest, MigrationReport, MigrationSpec, Outcome, Phase, PreflightReport, Side,
 };
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{
@@ -43,6 +43,21 @@ pub const DEADLINE: Duration = Duration::from_secs(20);
 
 pub fn host(name: &str) -> HostName {
     HostName::new(name).unwrap()
+}
+
+/// A move there that nothing special is asked of.
+pub fn to(name: &str) -> MigrateRequest {
+    MigrateRequest {
+        to: host(name),
+        encryption: None,
+        max_downtime_ms: None,
+        deadline_s: None,
+        max_bandwidth_mbit_per_s: None,
+        max_guest_slowdown_percent: None,
+        prepare: false,
+        must_keep: false,
+        dry_run: false,
+    }
 }
 
 pub fn vm(name: &str) -> VmName {
