@@ -2,6 +2,7 @@
 //!
 //! Pure. Refuses to judge what was not measured: such a line says so.
 
+use crate::plan::SCENARIOS;
 use crate::promises;
 use crate::row::{CUT_OFF, Row};
 
@@ -96,7 +97,7 @@ impl<'a> Group<'a> {
     }
 }
 
-/// Rows that belong together, in the order of their first ones.
+/// Rows that belong together: by scenario, within one in the order of their first ones.
 pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
     let mut groups: Vec<Group> = Vec::new();
     for row in rows {
@@ -105,6 +106,10 @@ pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
             None => groups.push(Group { rows: vec![row] }),
         }
     }
+    groups.sort_by_key(|group| {
+        let scenario = group.head().scenario.as_str();
+        SCENARIOS.iter().position(|name| *name == scenario)
+    });
     groups
 }
 

@@ -8,8 +8,10 @@ use crate::table::figures;
 use godwit_testkit::report::svg::{escape, figure, ticks};
 use std::fmt::Write as _;
 
-const WIDTH: f64 = 900.0;
-const LABELS: f64 = 330.0;
+/// The bars' part.
+const BARS: f64 = 460.0;
+/// A character of a label at its widest; documents do not know their fonts.
+const LABEL_CHARACTER: f64 = 6.9;
 const RIGHT: f64 = 110.0;
 const ROW: f64 = 20.0;
 const TOP: f64 = 34.0;
@@ -121,10 +123,12 @@ fn draw(title: &str, bars: &[Bar]) -> String {
         .fold(0.0, f64::max);
     let marks = ticks(largest);
     let end = marks.last().copied().unwrap_or(1.0).max(largest).max(1e-9);
-    let x = |value: f64| LABELS + (WIDTH - LABELS - RIGHT) * value / end;
-    let height = TOP + ROW * bars.len() as f64 + 26.0;
+    let longest = bars.iter().map(|bar| bar.label.len()).max().unwrap_or(0);
+    let labels = LABEL_CHARACTER * longest as f64 + 16.0;
+    let x = |value: f64| labels + BARS * value / end;
+    let (width, height) = (labels + BARS + RIGHT, TOP + ROW * bars.len() as f64 + 26.0);
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" role=\"img\">\
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height}\" width=\"{width:.0}\" role=\"img\">\
          <title>{0}</title>{STYLE}<text class=\"head\" x=\"8\" y=\"18\">{0}</text>",
         escape(title)
     );
@@ -150,11 +154,11 @@ fn one(svg: &mut String, bar: &Bar, top: f64, x: &impl Fn(f64) -> f64) {
     let _ = write!(
         svg,
         "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>",
-        LABELS - 6.0,
+        x(0.0) - 6.0,
         middle + 4.0,
         escape(&bar.label)
     );
-    let mut text_at = LABELS + 4.0;
+    let mut text_at = x(0.0) + 4.0;
     let mut said = bar.note.clone();
     if let Some(spread) = bar.spread {
         let (from, to) = (x(0.0), x(spread.median));
@@ -221,5 +225,19 @@ mod tests {
             "{svg}"
         );
         assert!(svg.is_ascii());
+    }
+
+    #[test]
+    fn the_longest_label_begins_inside_the_picture() {
+        let bar = Bar {
+            label: "x".repeat(80),
+            class: "qemu",
+            spread: None,
+            note: String::new(),
+        };
+        let svg = draw("long", &[bar]);
+        let label_end = svg.split("<text x=\"").nth(1).unwrap();
+        let end: f64 = label_end.split('"').next().unwrap().parse().unwrap();
+        assert!(end >= 80.0 * LABEL_CHARACTER, "{end}");
     }
 }
