@@ -2,12 +2,16 @@
 
 use anyhow::Context as _;
 use godwit_testkit::guest::checker::{self, Checked};
-use godwit_testkit::guest::counter::{self, CounterSpec, Mode};
+use godwit_testkit::guest::counter::{self, COUNTER_OFFSET, CounterSpec, Mode, PAGE_BYTES, Word};
 use godwit_types::VmName;
 use godwit_types::vm::{Accelerator, EncryptionMode, VmSpec};
 use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+/// Bytes in a MiB.
+pub const MIB: f64 = 1_048_576.0;
 
 /// A VM that runs a counter guest; its kernel file is written to `dir`.
 pub fn counter_vm(dir: &Path, counter: &CounterSpec, memory_mib: u64) -> anyhow::Result<VmSpec> {
@@ -60,6 +64,70 @@ pub fn wait_passes(ram: &Path, passes: u32, within: Duration) -> anyhow::Result<
 /// Checks all counted pages of a stopped guest.
 pub fn check(ram: &Path) -> anyhow::Result<Checked> {
     checker::check(&File::open(ram)?).context("guest memory is not what the guest wrote")
+}
+
+/// Pages that a counter guest has written since it began.
+#[derive(Debug)]
+pub struct Pace {
+    ram: File,
+    first: u64,
+    end: u64,
+}
+
+impl Pace {
+    /// Of the guest whose memory is in this file.
+    pub fn of(ram: &Path) -> anyhow::Result<Self> {
+        let ram = File::open(ram)?;
+        let word = |word: Word| -> anyhow::Result<u64> {
+            let mut bytes = [0; 4];
+            ram.read_exact_at(&mut bytes, word.address())?;
+            Ok(u32::from_le_bytes(bytes).into())
+        };
+        let (first, end) = (word(Word::FirstPage)?, word(Word::EndPage)?);
+        Ok(Self { ram, first, end })
+    }
+
+    /// Pages written so far. Pages are stepped in ascending order, so the place where counters fall by one is where the guest is.
+    pub fn written(&self) -> anyhow::Result<u64> {
+        let passes = checker::control(&self.ram)?.passes;
+        let (mut low, mut high) = (self.first, self.end);
+        while low < high {
+            let page = low + (high - low) / 2;
+            let mut counter = [0; 4];
+            self.ram
+                .read_exact_at(&mut counter, page * PAGE_BYTES + COUNTER_OFFSET)?;
+            if u32::from_le_bytes(counter) > passes {
+                low = page + 1;
+            } else {
+                high = page;
+            }
+        }
+        Ok(u64::from(passes) * (self.end - self.first) + low - self.first)
+    }
+
+    /// What it writes per second, looked at for so long.
+    pub fn mib_per_s(&self, time: Duration) -> anyhow::Result<f64> {
+        let (before, began) = (self.written()?, Instant::now());
+        std::thread::sleep(time);
+        let pages = self.written()? - before;
+        Ok((pages * PAGE_BYTES) as f64 / MIB / began.elapsed().as_secs_f64())
+    }
+}
+
+/// Sets a guest's idle turns so that it writes about so much, whatever this machine's speed is.
+pub fn calibrate(ram: &Path, mib_per_s: f64) -> anyhow::Result<f64> {
+    let (pace, file) = (
+        Pace::of(ram)?,
+        std::fs::OpenOptions::new().write(true).open(ram)?,
+    );
+    let mut spin = 20_000.0;
+    for _ in 0..4 {
+        file.write_all_at(&(spin as u32).to_le_bytes(), Word::Spin.address())?;
+        let seen = pace.mib_per_s(Duration::from_millis(700))?;
+        spin = (spin * seen / mib_per_s).clamp(10.0, 1e8);
+    }
+    file.write_all_at(&(spin as u32).to_le_bytes(), Word::Spin.address())?;
+    pace.mib_per_s(Duration::from_secs(1))
 }
 
 fn make_readable(path: &PathBuf) -> std::io::Result<()> {

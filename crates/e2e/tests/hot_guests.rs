@@ -1,84 +1,19 @@
 //! Guests that write faster than they can be sent, and what a guest is left with after a move that did not happen.
 
-use godwit_e2e::guests::{counter_vm, wait_passes};
+use godwit_e2e::guests::{MIB, Pace, calibrate, counter_vm, wait_passes};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_guestmem::mem_tmpfs::{Mounted, ensure_mounted};
 use godwit_guestmem::{GuestMapping, RamFile, collapse};
-use godwit_testkit::guest::checker;
-use godwit_testkit::guest::counter::{COUNTER_OFFSET, CounterSpec, PAGE_BYTES, Word};
+use godwit_testkit::guest::counter::{CounterSpec, PAGE_BYTES};
 use godwit_types::MigrationId;
 use godwit_types::host_api::VmRequest;
 use godwit_types::migration::{MigrationReport, Outcome, Phase};
 use godwit_types::vm::{Accelerator, VmState};
-use std::fs::File;
-use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(60);
-const MIB: f64 = 1_048_576.0;
-
-/// Pages that a counter guest has written since it began.
-struct Pace {
-    ram: File,
-    first: u64,
-    end: u64,
-}
-
-impl Pace {
-    fn of(ram: &Path) -> anyhow::Result<Self> {
-        let ram = File::open(ram)?;
-        let word = |word: Word| -> anyhow::Result<u64> {
-            let mut bytes = [0; 4];
-            ram.read_exact_at(&mut bytes, word.address())?;
-            Ok(u32::from_le_bytes(bytes).into())
-        };
-        let (first, end) = (word(Word::FirstPage)?, word(Word::EndPage)?);
-        Ok(Self { ram, first, end })
-    }
-
-    /// Pages are stepped in ascending order, so the place where counters fall by one is where the guest is.
-    fn written(&self) -> anyhow::Result<u64> {
-        let passes = checker::control(&self.ram)?.passes;
-        let (mut low, mut high) = (self.first, self.end);
-        while low < high {
-            let page = low + (high - low) / 2;
-            let mut counter = [0; 4];
-            self.ram
-                .read_exact_at(&mut counter, page * PAGE_BYTES + COUNTER_OFFSET)?;
-            if u32::from_le_bytes(counter) > passes {
-                low = page + 1;
-            } else {
-                high = page;
-            }
-        }
-        Ok(u64::from(passes) * (self.end - self.first) + low - self.first)
-    }
-
-    fn mib_per_s(&self, time: Duration) -> anyhow::Result<f64> {
-        let (before, began) = (self.written()?, Instant::now());
-        std::thread::sleep(time);
-        let pages = self.written()? - before;
-        Ok((pages * PAGE_BYTES) as f64 / MIB / began.elapsed().as_secs_f64())
-    }
-}
-
-/// Sets a guest's idle turns so that it writes about so much, whatever this machine's speed is.
-fn calibrate(ram: &Path, mib_per_s: f64) -> anyhow::Result<f64> {
-    let (pace, file) = (
-        Pace::of(ram)?,
-        std::fs::OpenOptions::new().write(true).open(ram)?,
-    );
-    let mut spin = 20_000.0;
-    for _ in 0..4 {
-        file.write_all_at(&(spin as u32).to_le_bytes(), Word::Spin.address())?;
-        let seen = pace.mib_per_s(Duration::from_millis(700))?;
-        spin = (spin * seen / mib_per_s).clamp(10.0, 1e8);
-    }
-    file.write_all_at(&(spin as u32).to_le_bytes(), Word::Spin.address())?;
-    pace.mib_per_s(Duration::from_secs(1))
-}
 
 /// Waits for the end; what the guest wrote per second from the second iteration until it was stopped, MiB/s.
 fn watch(pair: &Pair, id: &MigrationId, pace: &Pace) -> anyhow::Result<(MigrationReport, f64)> {
