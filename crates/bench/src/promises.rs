@@ -265,7 +265,10 @@ mod tests {
     #[test]
     fn one_run_that_did_not_end_or_was_not_equal_is_told() {
         let good = row("idle", "base", json!({}));
-        assert_eq!(reached(&[good.clone()], "came to their end"), Some(true));
+        assert_eq!(
+            reached(std::slice::from_ref(&good), "came to their end"),
+            Some(true)
+        );
         let mut bad = good.clone();
         bad.outcome = "failed: no".into();
         bad.ram_equal = Some(false);
