@@ -253,9 +253,18 @@ impl VmCore {
             State::Off,
             first,
             self.holds(Power::Off),
-            OnFail::Back(down),
+            OnFail::Back(self.unless_unsettled(down)),
             self.tell_if_unconfirmed(),
         )
+    }
+
+    /// Where a write that failed leads: a record that was read and never made durable backs nothing, whatever became
+    /// of the guest meanwhile.
+    fn unless_unsettled(&self, state: State) -> State {
+        match self.state {
+            State::Recovering => State::Recovering,
+            _ => state,
+        }
     }
 
     /// Goes on telling the source that does not know yet.
@@ -364,7 +373,7 @@ impl VmCore {
                 State::Paused,
                 first,
                 self.holds(Power::Paused),
-                OnFail::Back(State::Paused),
+                OnFail::Back(self.unless_unsettled(State::Paused)),
                 self.tell_if_unconfirmed(),
             )
         };
