@@ -12,8 +12,8 @@
 
 use crate::curve::DirtyCurve;
 
-/// What may be dirtied of what the link carries: each iteration leaves three quarters of the last one.
-const ALLOWED_SHARE: f64 = 0.75;
+/// What may be dirtied of what the link carries: each iteration leaves four fifths of the last one.
+const ALLOWED_SHARE: f64 = 0.8;
 /// The least that is ever allowed; slower than this a guest stands still for all practical purposes.
 const ALLOWED_SHARE_MIN: f64 = 0.02;
 /// An iteration that would leave more than this share of the last one dirty is no progress.
@@ -27,7 +27,7 @@ const SHORT_S: f64 = 0.002;
 /// One that makes the pause shorter than this share is.
 const WORTH_SHARE: f64 = 0.7;
 /// Allowed share in an iteration whose only aim is a shorter pause.
-const SQUEEZE_SHARE: f64 = 0.4;
+const SQUEEZE_SHARE: f64 = 0.5;
 /// Iterations whose only aim is a shorter pause.
 const SQUEEZES_MAX: u32 = 8;
 /// More than this times the allowance is more than a controller's error.
