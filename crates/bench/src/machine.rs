@@ -50,7 +50,7 @@ pub fn describe(programs: &Path, ten: Option<&Path>) -> Value {
         "cores": std::thread::available_parallelism().map_or(1, usize::from),
         "cpu_flags": found,
         "memory_mib": mem_mib("MemTotal:").ok(),
-        "kernel": first_line("/proc/sys/kernel/osrelease"),
+        "kernel": kernel_version(),
         "load_at_start": first_line("/proc/loadavg"),
         "congestion_control": first_line("/proc/sys/net/ipv4/tcp_congestion_control"),
         "congestion_controls": first_line("/proc/sys/net/ipv4/tcp_available_congestion_control"),
@@ -78,6 +78,12 @@ fn mem_mib(field: &str) -> Result<u64> {
         .and_then(|number| number.parse().ok())
         .with_context(|| format!("no {field} in /proc/meminfo"))?;
     Ok(kib / 1024)
+}
+
+/// Without what a distribution adds.
+fn kernel_version() -> Option<String> {
+    let release = first_line("/proc/sys/kernel/osrelease")?;
+    Some(release.split('-').next()?.to_owned())
 }
 
 fn first_line(path: &str) -> Option<String> {
