@@ -298,6 +298,19 @@ fn a_successor_writes_before_it_acts() {
 }
 
 #[test]
+fn a_successor_that_can_write_nothing_answers_nobody_from_what_it_read() {
+    let record = running("a").core.record().clone();
+    for ended in [Event::GuestHalted, Event::GuestShutdown] {
+        let recovered = VmCore::recover(record.clone(), host("a"), Qemu::Paused);
+        let (mut core, _) = recovered.expect("a good record");
+        core.handle(Event::PersistFailed { unchanged: true });
+        core.handle(ended.clone());
+        core.handle(Event::PersistFailed { unchanged: true });
+        assert_eq!(core.state_name(), StateName::Recovering, "{ended:?}");
+    }
+}
+
+#[test]
 fn records_that_contradict_themselves_are_refused() {
     let mut record = HostRecord::absent(vm());
     record.phase = Phase::Holds {
