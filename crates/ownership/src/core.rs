@@ -216,7 +216,13 @@ impl VmCore {
         out.push(Action::Report(Status::JournalFailed));
         self.reported = None;
         let plan = match pending.on_fail {
-            OnFail::Back(state) => go(state, vec![arm(Timer::Ask)]),
+            OnFail::Back(state) => {
+                if matches!(state, State::Recovering) {
+                    // What a recovery makes durable before anything is said: the guest's end is not undone.
+                    self.durable = pending.record;
+                }
+                go(state, vec![arm(Timer::Ask)])
+            }
             OnFail::UnwindGift(attempt) => self.unwind_gift(attempt, unchanged),
             OnFail::FailIncoming(with) => self.fail_incoming(&with),
         };

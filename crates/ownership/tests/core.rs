@@ -298,7 +298,7 @@ fn a_successor_writes_before_it_acts() {
 }
 
 #[test]
-fn a_successor_that_can_write_nothing_answers_nobody_from_what_it_read() {
+fn a_successor_that_can_write_nothing_answers_nobody_and_keeps_the_guests_end() {
     let record = running("a").core.record().clone();
     for ended in [Event::GuestHalted, Event::GuestShutdown] {
         let recovered = VmCore::recover(record.clone(), host("a"), Qemu::Paused);
@@ -307,6 +307,12 @@ fn a_successor_that_can_write_nothing_answers_nobody_from_what_it_read() {
         core.handle(ended.clone());
         core.handle(Event::PersistFailed { unchanged: true });
         assert_eq!(core.state_name(), StateName::Recovering, "{ended:?}");
+        // There is room again.
+        let asked = core.handle(Event::Timeout(Timer::Ask));
+        assert!(matches!(asked[..], [Action::Persist(_)]), "{asked:?}");
+        let settled = core.handle(Event::Persisted);
+        let runs = |action: &Action| matches!(action, Action::Cont(_) | Action::Boot(_));
+        assert!(!settled.iter().any(runs), "{ended:?}: {settled:?}");
     }
 }
 
