@@ -43,7 +43,7 @@ use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 
 /// Version of the control protocol; both sides must speak the same.
-pub const PROTOCOL_VERSION: u32 = 2;
+pub const PROTOCOL_VERSION: u32 = 3;
 /// Most data channels that one epoch has had, also those that have left.
 pub const STREAMS_MAX: u32 = 64;
 /// Most extents in one message (keeps it far below the record limit).

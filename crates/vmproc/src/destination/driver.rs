@@ -699,7 +699,9 @@ fn turn_away(connection: Connection) {
         let _ = sender
             .send(&encode(&failed), deadline)
             .and_then(|()| sender.finish(deadline));
-        while !matches!(receiver.recv(deadline), Ok(Incoming::End) | Err(_)) {}
+        while Instant::now() < deadline
+            && !matches!(receiver.recv(deadline), Ok(Incoming::End) | Err(_))
+        {}
     }
     closer.close();
 }

@@ -445,8 +445,17 @@ impl SourceDriver {
             inputs: &self.own,
             ending: &self.ending,
         };
-        let mut epoch = Epoch::open(&plan, &extents(&self.dirty)).map_err(halt_of)?;
+        // A card without its address or a host without a core for a moment is a link that can be made again.
+        let lost = |error| match error {
+            TransportError::System { .. } => Halt::Lost(error.to_string()),
+            error => halt_of(error),
+        };
+        let mut epoch = Epoch::open(&plan, &extents(&self.dirty)).map_err(lost)?;
         if let Err(halt) = self.wait_begun(&epoch) {
+            if let Halt::Ended(Some(farewell)) = &halt {
+                // Whoever does not hear it learns it from the agents.
+                let _ = epoch.control.send(&farewell.message());
+            }
             epoch.abandon(&mut self.dirty);
             return Err(halt);
         }

@@ -141,7 +141,10 @@ impl Epoch {
             control: Arc::clone(&control),
         };
         hearing.begin(receiver);
-        announce(plan, &control, streams, extents)?;
+        if let Err(error) = announce(plan, &control, streams, extents) {
+            control.close();
+            return Err(error);
+        }
         let mut epoch = Self {
             number: plan.number,
             control,
