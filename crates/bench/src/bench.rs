@@ -415,9 +415,10 @@ fn fill_in(row: &mut Row, moved: &Moved) {
             .zip(during)
             .and_then(|(before, during)| (before > 0.0).then(|| during / before));
         row.details["steps_mib_per_s"] = moved.steps.course(moved.began);
-        if let (Some(before), Some(during), Some(gbps)) = (before, during, row.link_gbps) {
+        if let (Some(before), Some(gbps)) = (before, row.link_gbps) {
             let link = gbps * 1e9 / 8.0 / 4096.0;
-            row.details["write_share"] = json!((before > 0.0).then(|| during / before.min(link)));
+            let share = (moved.steps).share_of(before.min(link), moved.began, moved.stop);
+            row.details["write_share"] = json!(share);
         }
     }
     if row.system == "godwit" {

@@ -204,6 +204,20 @@ impl Steps {
         (last.0 > first.0).then(|| (last.1.saturating_sub(first.1)) as f64 / (last.0 - first.0))
     }
 
+    /// What was stepped between two moments of what a rate, in pages a second, allowed: whoever is faster for a while
+    /// makes up for nothing.
+    pub fn share_of(&self, rate: f64, from: f64, to: f64) -> Option<f64> {
+        let inside = self.seen.windows(2);
+        let inside = inside.filter(|pair| pair[0].0 >= from && pair[1].0 <= to);
+        let (mut stepped, mut allowed) = (0.0, 0.0);
+        for pair in inside {
+            let most = rate * (pair[1].0 - pair[0].0);
+            stepped += (pair[1].1.saturating_sub(pair[0].1) as f64).min(most);
+            allowed += most;
+        }
+        (allowed > 0.0).then(|| stepped / allowed)
+    }
+
     /// Its course for the details: seconds since a moment, and MiB stepped a second since the look before.
     pub fn course(&self, zero: f64) -> Value {
         let rate = |pair: &[(f64, u64)]| {

@@ -27,6 +27,8 @@ pub struct Spread {
     pub least: f64,
     /// Largest.
     pub most: f64,
+    /// How many there are.
+    pub runs: usize,
 }
 
 impl Spread {
@@ -36,6 +38,7 @@ impl Spread {
             median: median(numbers)?,
             least: numbers.iter().copied().fold(f64::INFINITY, f64::min),
             most: numbers.iter().copied().fold(f64::NEG_INFINITY, f64::max),
+            runs: numbers.len(),
         })
     }
 }
@@ -94,6 +97,17 @@ impl<'a> Group<'a> {
     pub fn name(&self) -> String {
         let row = self.head();
         format!("{} {}", row.system, row.config)
+    }
+
+    /// The same, with what it does to the bytes and where they go.
+    pub fn full_name(&self) -> String {
+        let row = self.head();
+        let secrecy = if is_encrypted(row) {
+            &row.encryption
+        } else {
+            "plain"
+        };
+        format!("{} {secrecy} {}", self.name(), row.destination)
     }
 }
 
@@ -183,7 +197,8 @@ pub(crate) type Number = fn(&Row) -> Option<f64>;
 impl Pick<'_> {
     pub fn ours(&self, encrypted: bool, prepared: bool, number: Number) -> Option<Spread> {
         let fits = |row: &Row| {
-            row.system == "godwit" && is_encrypted(row) == encrypted && is_prepared(row) == prepared
+            let here = row.system == "godwit" && row.cell == self.cell;
+            here && is_encrypted(row) == encrypted && is_prepared(row) == prepared
         };
         let mut all = self.matching(fits);
         all.next()?.spread(number)
@@ -198,7 +213,7 @@ impl Pick<'_> {
     ) -> Option<(Spread, String)> {
         let spreads = self
             .matching(fits)
-            .filter_map(|group| Some((group.spread(number)?, group.name())));
+            .filter_map(|group| Some((group.spread(number)?, group.full_name())));
         let sign = if more { 1.0 } else { -1.0 };
         spreads.max_by(|one, two| (sign * one.0.median).total_cmp(&(sign * two.0.median)))
     }
@@ -318,9 +333,9 @@ fn throughput(pick: &Pick) -> Vec<Line> {
         ),
         line(
             pick,
-            "GB/s, plain, prepared, against the best prepared plain",
+            "GB/s, plain, prepared, against the best plain of either kind",
             pick.ours(false, true, RATE),
-            pick.best(true, RATE, plain(true)),
+            pick.best(true, RATE, |row| is_qemu(row) && !is_encrypted(row)),
             Target::AtLeast(1.0),
         ),
         line(
@@ -488,10 +503,7 @@ fn general(pick: &Pick) -> Vec<Line> {
 fn switchover(pick: &Pick, encrypted: bool, kind: &str) -> Vec<Line> {
     let ours = pick.ours(encrypted, false, STOP);
     let idle = pick.scenario == "idle";
-    let fits = |row: &Row| {
-        let free = is_qemu(row) && !row.config.contains("auto-converge");
-        free && (!idle || row.system == "qemu-10.0")
-    };
+    let fits = |row: &Row| is_qemu(row) && (!idle || row.system == "qemu-10.0");
     let at_rest = pick.cell == "rate=0";
     let target = match pick.scenario {
         "idle" | "zero" => Target::MoreByAtMost(10.0),
@@ -504,13 +516,21 @@ fn switchover(pick: &Pick, encrypted: bool, kind: &str) -> Vec<Line> {
     against.note = pick.none_ended(fits);
     let most = match (pick.scenario, pick.cell) {
         ("idle", _) => Some((15.0, "idle")),
-        ("hot", "rate=2") => Some((300.0, "twice the link")),
+        ("hot", "rate=2") => Some((300.0, "twice the link, the longest")),
         ("redis", "set=100") => Some((100.0, "the busiest mix")),
         _ => None,
     };
     let alone = most.map(|(most, name)| {
         let what = format!("ms switchover, {kind}, {name}");
-        line(pick, &what, ours, None, Target::Below(most))
+        // Twice the link: every run.
+        let judged = match pick.cell {
+            "rate=2" => ours.map(|ours| Spread {
+                median: ours.most,
+                ..ours
+            }),
+            _ => ours,
+        };
+        line(pick, &what, judged, None, Target::Below(most))
     });
     std::iter::once(against).chain(alone).collect()
 }

@@ -105,6 +105,9 @@ impl Programs {
 }
 
 /// One QEMU on a host.
+/// Removes what QEMUs that have ended left.
+const REMOVE: &str = "rm -f /run/peers/*";
+
 struct Qemu {
     child: Child,
     qmp: Qmp,
@@ -383,6 +386,16 @@ pub fn measure_spins(stage: &Stage, programs: &Programs, dir: &Path) -> Result<S
 
 /// Moves one guest to host b.
 pub fn run(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64) -> Result<Ended> {
+    let ended = moved(stage, run, programs, way, bare_s);
+    // QEMU leaves the files of its guest memory behind; no later run may have less room for them.
+    for host in ["a", "b"] {
+        let left = stage.command(host, "sh")?.args(["-c", REMOVE]).status()?;
+        ensure!(left.success(), "cannot remove {PEER_RAM} of host {host}");
+    }
+    ended
+}
+
+fn moved(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64) -> Result<Ended> {
     if let Err(why) = programs.of(way.version) {
         return Ok(Ended::Skipped(why));
     }
@@ -403,7 +416,7 @@ pub fn run(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64)
     let mut steps = Steps::default();
     run.watch_before(&memory, &mut steps)?;
     source.qmp.forget_events();
-    let watch = Watch::start(&[stage.machine("a")?, stage.machine("b")?])?;
+    let watch = Watch::of_qemu(&[stage.machine("a")?, stage.machine("b")?])?;
     let mut beside = Beside::begin(stage, run);
     let began = unix_now();
     let mut destination = to.start()?;

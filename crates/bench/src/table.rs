@@ -12,8 +12,11 @@ use std::fmt::Write as _;
 
 const HEAD: &str = "# Moves of memory, measured\n\n\
     Godwit and QEMU's own migration in the same run, taking turns, on the same guests, between the same two test hosts on one\n\
-    machine; `docs/bench.md` says what the numbers are. Medians; in brackets the lowest and the highest run. A ratio is ours over\n\
-    the peer's: in seconds and milliseconds less is better, in GB/s more.\n";
+    machine, so on the same cores; `docs/bench.md` says what the numbers are. Medians; in brackets the lowest and the highest\n\
+    run; `(1 run)` where there is only one. A ratio is ours over the peer's: in s, ms and core-s/GB less is better, in GB/s more.\n\
+    A pause of 50 ms is asked of every system. Guests with a Linux or a counter in them run under emulation. CPU is that of the\n\
+    hosts' processes, without vCPUs, controller, command line and link emulator; what huge pages that are put back after the\n\
+    guest has arrived may cost is in no figure. Where hosts have four cards QEMU uses one: it takes one address.\n";
 
 /// The whole document.
 pub fn markdown(results: &Results) -> String {
@@ -62,11 +65,11 @@ fn moves(groups: &[Group]) -> String {
             let _ = write!(
                 text,
                 " {} | {} | {} |",
-                ours.map_or("-".into(), figures),
-                peer.map_or("-".into(), |(spread, name)| format!(
-                    "{} {name}",
-                    figures(spread)
-                )),
+                ours.map_or("-".into(), counted),
+                peer.map_or_else(
+                    || no_peer(groups, row),
+                    |(spread, name)| format!("{} {name}", counted(spread))
+                ),
                 ratio.map_or("-".into(), |ratio| format!("{ratio:.2}"))
             );
         }
@@ -90,10 +93,20 @@ fn best_peer(
             let row = group.head();
             alike(row) && (!same_memory || row.destination == ours.destination)
         });
-        let found = fits.filter_map(|group| Some((group.spread(number)?, group.name())));
+        let found = fits.filter_map(|group| Some((group.spread(number)?, group.full_name())));
         found.min_by(|one, two| one.0.median.total_cmp(&two.0.median))
     };
     least(true).or_else(|| least(false))
+}
+
+/// Why there is no peer's figure.
+fn no_peer(groups: &[Group], ours: &Row) -> String {
+    let here = |group: &&Group| {
+        let row = group.head();
+        is_qemu(row) && row.scenario == ours.scenario && row.cell == ours.cell
+    };
+    let cut = groups.iter().filter(here).any(Group::cut_off);
+    if cut { "cut off at 10 x ours" } else { "-" }.to_owned()
 }
 
 /// What the switchovers of the base cell are made of.
@@ -177,7 +190,7 @@ fn comparisons(lines: &[Line]) -> String {
             "| {} | {} | {} | {peer} | {} | {} | {} |",
             line.cell,
             line.what,
-            line.ours.map_or("-".into(), figures),
+            line.ours.map_or("-".into(), counted),
             line.ratio()
                 .map_or("-".into(), |ratio| format!("{ratio:.2}")),
             target(line.target),
@@ -190,7 +203,7 @@ fn comparisons(lines: &[Line]) -> String {
 /// The peer's figure and name, or why there is none.
 pub fn peer(line: &Line) -> String {
     match &line.peer {
-        Some((spread, name)) => format!("{} {name}", figures(*spread)),
+        Some((spread, name)) => format!("{} {name}", counted(*spread)),
         None if line.note.is_empty() => "-".into(),
         None => line.note.clone(),
     }
@@ -217,6 +230,12 @@ pub fn target(target: Target) -> String {
     }
 }
 
+/// A median with its spread, and whether it is of a single run.
+fn counted(spread: Spread) -> String {
+    let single = if spread.runs == 1 { " (1 run)" } else { "" };
+    figures(spread) + single
+}
+
 /// A median with its spread.
 pub fn figures(spread: Spread) -> String {
     let digits = match spread.median {
@@ -228,6 +247,7 @@ pub fn figures(spread: Spread) -> String {
         median,
         least,
         most,
+        ..
     } = spread;
     if least == most {
         return format!("{median:.digits$}");

@@ -37,14 +37,24 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts; what was used before does not count.
+    /// Starts with all processes; what was used before does not count.
     pub fn start(machines: &[&Machine]) -> Result<Self> {
+        Self::begin(machines, "")
+    }
+
+    /// Only QEMU's: what else runs on these hosts has no part in its own migration.
+    pub fn of_qemu(machines: &[&Machine]) -> Result<Self> {
+        Self::begin(machines, "qemu-system")
+    }
+
+    fn begin(machines: &[&Machine], only: &'static str) -> Result<Self> {
         let mut hosts = Vec::new();
         for machine in machines {
             let namespace = format!("/proc/{}/ns/pid", machine.init_pid());
             let mut host = Host {
                 namespace: std::fs::read_link(namespace)?,
                 init: machine.init_pid(),
+                only,
                 ..Host::default()
             };
             host.search(true);
@@ -105,6 +115,8 @@ pub fn huge_mapped_mib(machine: &Machine) -> Option<f64> {
 struct Host {
     namespace: std::path::PathBuf,
     init: i32,
+    /// How the names of those that count begin.
+    only: &'static str,
     processes: HashMap<i32, Process>,
     rss_kib: u64,
     page_tables_kib: u64,
@@ -136,9 +148,13 @@ impl Host {
             if pid == self.init || !here.is_ok_and(|namespace| namespace == self.namespace) {
                 continue;
             }
+            let found = name_of(pid);
+            if !found.starts_with(self.only) {
+                continue;
+            }
             let process = self.processes.entry(pid).or_default();
             process.vcpus = vcpus(pid);
-            process.name = name_of(pid);
+            process.name = found;
             if at_start {
                 process.look(pid);
                 process.before_ticks = process.ticks;
