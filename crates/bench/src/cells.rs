@@ -188,8 +188,8 @@ pub fn whole() -> Vec<Cell> {
     cells.extend(distance());
     cells.push(zero());
     cells.extend(ipv6());
-    cells.extend(axes);
     cells.extend(redis());
+    cells.extend(axes);
     cells.push(search);
     cells
 }
@@ -321,7 +321,8 @@ fn hot() -> Vec<Cell> {
                 prepared: false,
                 converge: true,
             });
-            if share != 1.0 {
+            // Beyond the link the newer one ends as little.
+            if share < 1.0 {
                 cell.systems.push(TEN);
             }
         })
