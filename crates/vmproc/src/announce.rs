@@ -141,6 +141,20 @@ mod tests {
         assert!(status.expect("ip").success(), "ip {arguments}");
     }
 
+    /// Waits until a bridge passes on what it gets for a port: the kernel sees to that some time after the port is up.
+    fn forwards(port: &str) {
+        let until = Instant::now() + Duration::from_secs(10);
+        loop {
+            let shown = std::process::Command::new("ip")
+                .args(["-d", "link", "show", port])
+                .output();
+            if String::from_utf8_lossy(&shown.expect("ip").stdout).contains("state forwarding") {
+                return;
+            }
+            assert!(Instant::now() < until, "{port} forwards nothing");
+        }
+    }
+
     /// In a network namespace of the test's own, on a bridge with the guest's tap.
     #[test]
     fn nothing_is_said_before_the_guest_runs_nor_after_it_stops() {
@@ -180,6 +194,7 @@ mod tests {
             ip("link add veth-a type veth peer name veth-b");
             ip("link set veth-a master vmnet up");
             ip("link set veth-b up");
+            forwards("veth-a");
             let outside = PacketSocket::open("veth-b", 0x8035).expect("another host");
             assert!(successor.speak(&cards));
             assert_eq!(outside.receive(soon).expect("received"), Some(rarp(mac)));
