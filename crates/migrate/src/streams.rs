@@ -28,6 +28,8 @@ const SETTLE_RTTS: f64 = 10.0;
 /// After a trial without gain nothing is tried for so long, s; twice as long after each further one.
 const REST_S: f64 = 2.0;
 const REST_DOUBLINGS_MAX: u32 = 5;
+/// Less time than this before a full window is none to speak of.
+const HEMMED_FEW: f64 = 0.1;
 /// Share of a channel's fair part that it must bring to stay.
 const GAIN_SHARE: f64 = 0.3;
 /// Speed that may be lost when a channel is taken out: less than noise is no loss.
@@ -265,12 +267,13 @@ impl StreamPlan {
         self.streams < STREAMS_OPEN_MAX && (core || hemmed || loss)
     }
 
-    /// The work of all fits on one thread less, and on a near link nothing else speaks for so many.
+    /// The work of all fits on one thread less, and on a near link nothing else speaks for so many. A full window does: it
+    /// waits for the peer's threads, which are as many.
     fn others_would_do(&self, facts: Facts) -> bool {
         let others = f64::from(self.streams.saturating_sub(1));
         let fits = (facts.busy + facts.starved) * f64::from(self.streams) <= 0.6 * others;
         let floor = self.room.routes.max(1);
-        self.streams > floor && fits && facts.rtt_s < LONG_RTT_S
+        self.streams > floor && fits && facts.rtt_s < LONG_RTT_S && facts.hemmed < HEMMED_FEW
     }
 }
 
@@ -338,6 +341,11 @@ mod tests {
         );
         assert_eq!(next_change(&mut of_cores(4), full_window(0.002)), Step::Add);
         assert_eq!(next_change(&mut of_cores(2), full_window(0.02)), Step::Add);
+        let little_to_do = Facts {
+            busy: 0.1,
+            ..full_window(0.002)
+        };
+        assert_eq!(next_change(&mut of_cores(2), little_to_do), Step::Keep);
     }
 
     #[test]
