@@ -39,22 +39,22 @@ pub struct Watch {
 impl Watch {
     /// Starts with all processes; what was used before does not count.
     pub fn start(machines: &[&Machine]) -> Result<Self> {
-        Self::begin(machines, "")
+        Self::begin(machines, false)
     }
 
-    /// Only QEMU's: what else runs on these hosts has no part in its own migration.
+    /// Without the product's: they have no part in QEMU's own migration.
     pub fn of_qemu(machines: &[&Machine]) -> Result<Self> {
-        Self::begin(machines, "qemu-system")
+        Self::begin(machines, true)
     }
 
-    fn begin(machines: &[&Machine], only: &'static str) -> Result<Self> {
+    fn begin(machines: &[&Machine], peers_only: bool) -> Result<Self> {
         let mut hosts = Vec::new();
         for machine in machines {
             let namespace = format!("/proc/{}/ns/pid", machine.init_pid());
             let mut host = Host {
                 namespace: std::fs::read_link(namespace)?,
                 init: machine.init_pid(),
-                only,
+                peers_only,
                 ..Host::default()
             };
             host.search(true);
@@ -115,8 +115,8 @@ pub fn huge_mapped_mib(machine: &Machine) -> Option<f64> {
 struct Host {
     namespace: std::path::PathBuf,
     init: i32,
-    /// How the names of those that count begin.
-    only: &'static str,
+    /// The product's own processes do not count.
+    peers_only: bool,
     processes: HashMap<i32, Process>,
     rss_kib: u64,
     page_tables_kib: u64,
@@ -149,7 +149,7 @@ impl Host {
                 continue;
             }
             let found = name_of(pid);
-            if !found.starts_with(self.only) {
+            if self.peers_only && found.starts_with("godwit") {
                 continue;
             }
             let process = self.processes.entry(pid).or_default();
