@@ -117,6 +117,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
     let mut monitor = Qmp::connect(&vm.monitor("a")?, Instant::now() + SOON)?;
     let mut steps = Steps::default();
     run.watch_before(&source, &mut steps)?;
+    crate::machine::touch_again(run.cell.ram_mib)?;
     let watch = Watch::start(&[stage.machine("a")?, stage.machine("b")?])?;
     let sent = stage.sent_bytes("a")?;
     let arrival = Arrival::watch(vm.sockets("b")?, Instant::now() + run.limit);

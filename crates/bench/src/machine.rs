@@ -26,6 +26,18 @@ pub fn warm_up() -> Result<Value> {
     }))
 }
 
+/// Touches as much memory as a guest's destination will need, and some more, and gives it back. What a kernel has had
+/// free for seconds it may have returned to its hypervisor; without this the first run after a pause would pay for that.
+pub fn touch_again(ram_mib: u32) -> Result<()> {
+    let room = mem_mib("MemFree:")?.saturating_sub(LEFT_ALONE_MIB);
+    let mib = (u64::from(ram_mib) * 5 / 4).min(room);
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    if mib > 0 {
+        touch::anonymous(mib << 20, threads)?;
+    }
+    Ok(())
+}
+
 /// What it is.
 pub fn describe(programs: &Path, ten: Option<&Path>) -> Value {
     let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();

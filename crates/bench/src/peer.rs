@@ -416,6 +416,7 @@ fn moved(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64) -
     let mut steps = Steps::default();
     run.watch_before(&memory, &mut steps)?;
     source.qmp.forget_events();
+    crate::machine::touch_again(run.cell.ram_mib)?;
     let watch = Watch::of_qemu(&[stage.machine("a")?, stage.machine("b")?])?;
     let mut beside = Beside::begin(stage, run);
     let began = unix_now();
