@@ -14,10 +14,9 @@ const LEFT_ALONE_MIB: u64 = 1024;
 
 /// Touches free memory; gives what was touched and how fast.
 pub fn warm_up() -> Result<Value> {
-    let mib = mem_mib("MemFree:")?.saturating_sub(LEFT_ALONE_MIB);
+    let mib = free_mib()?;
     ensure!(mib > 0, "there is no free memory to speak of");
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let took = touch::anonymous(mib << 20, threads)?;
+    let took = touch::anonymous(mib << 20, threads())?;
     let gb_per_s = (mib << 20) as f64 / 1e9 / took.as_secs_f64();
     Ok(json!({
         "what": "all free memory was touched once before measuring, since a hypervisor gives it at the first touch",
@@ -29,13 +28,20 @@ pub fn warm_up() -> Result<Value> {
 /// Touches as much memory as a guest's destination will need, and some more, and gives it back. What a kernel has had
 /// free for seconds it may have returned to its hypervisor; without this the first run after a pause would pay for that.
 pub fn touch_again(ram_mib: u32) -> Result<()> {
-    let room = mem_mib("MemFree:")?.saturating_sub(LEFT_ALONE_MIB);
-    let mib = (u64::from(ram_mib) * 5 / 4).min(room);
-    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mib = (u64::from(ram_mib) * 5 / 4).min(free_mib()?);
     if mib > 0 {
-        touch::anonymous(mib << 20, threads)?;
+        touch::anonymous(mib << 20, threads())?;
     }
     Ok(())
+}
+
+/// Memory that may be touched.
+fn free_mib() -> Result<u64> {
+    Ok(mem_mib("MemFree:")?.saturating_sub(LEFT_ALONE_MIB))
+}
+
+fn threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// What it is.

@@ -105,9 +105,6 @@ impl Programs {
 }
 
 /// One QEMU on a host.
-/// Removes what QEMUs that have ended left.
-const REMOVE: &str = "rm -f /run/peers/*";
-
 struct Qemu {
     child: Child,
     qmp: Qmp,
@@ -296,18 +293,7 @@ impl Side<'_> {
             "true"
         };
         let script = format!("rm -f {PEER_RAM}/*; {card}");
-        let output = self
-            .stage
-            .command(self.host, "sh")?
-            .args(["-c", &script])
-            .output()?;
-        ensure!(
-            output.status.success(),
-            "cannot prepare host {}: {}",
-            self.host,
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
-        Ok(())
+        on_host(self.stage, self.host, &script)
     }
 }
 
@@ -389,10 +375,20 @@ pub fn run(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64)
     let ended = moved(stage, run, programs, way, bare_s);
     // QEMU leaves the files of its guest memory behind; no later run may have less room for them.
     for host in ["a", "b"] {
-        let left = stage.command(host, "sh")?.args(["-c", REMOVE]).status()?;
-        ensure!(left.success(), "cannot remove {PEER_RAM} of host {host}");
+        on_host(stage, host, &format!("rm -f {PEER_RAM}/*"))?;
     }
     ended
+}
+
+/// Runs a script of the shell there.
+fn on_host(stage: &Stage, host: &str, script: &str) -> Result<()> {
+    let output = stage.command(host, "sh")?.args(["-c", script]).output()?;
+    ensure!(
+        output.status.success(),
+        "cannot prepare host {host}: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    Ok(())
 }
 
 fn moved(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64) -> Result<Ended> {
