@@ -114,6 +114,34 @@ impl Pace {
     }
 }
 
+/// What a guest wrote between the first and the last look at it.
+#[derive(Debug, Default)]
+pub struct Written {
+    first: Option<(u64, Instant)>,
+    last: Option<(u64, Instant)>,
+}
+
+impl Written {
+    /// Looks at it now.
+    pub fn look(&mut self, pace: &Pace) -> anyhow::Result<()> {
+        let now = Some((pace.written()?, Instant::now()));
+        self.first = self.first.or(now);
+        self.last = now;
+        Ok(())
+    }
+
+    /// Per second; not a number where it was not looked at twice.
+    pub fn mib_per_s(&self) -> f64 {
+        match (self.first, self.last) {
+            (Some((pages, at)), Some((last_pages, last_at))) if last_at > at => {
+                let seconds = Instant::duration_since(&last_at, at).as_secs_f64();
+                (last_pages - pages) as f64 * PAGE_BYTES as f64 / MIB / seconds
+            }
+            _ => f64::NAN,
+        }
+    }
+}
+
 /// Sets a guest's idle turns so that it writes about so much, whatever this machine's speed is.
 pub fn calibrate(ram: &Path, mib_per_s: f64) -> anyhow::Result<f64> {
     let (pace, file) = (

@@ -1,10 +1,10 @@
 //! Guests that write faster than they can be sent, and what a guest is left with after a move that did not happen.
 
-use godwit_e2e::guests::{MIB, Pace, calibrate, counter_vm, wait_passes};
+use godwit_e2e::guests::{MIB, Pace, Written, calibrate, counter_vm, wait_passes};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_guestmem::mem_tmpfs::{Mounted, ensure_mounted};
 use godwit_guestmem::{GuestMapping, RamFile, collapse};
-use godwit_testkit::guest::counter::{CounterSpec, PAGE_BYTES};
+use godwit_testkit::guest::counter::CounterSpec;
 use godwit_types::MigrationId;
 use godwit_types::host_api::VmRequest;
 use godwit_types::migration::{MigrationReport, Outcome, Phase};
@@ -18,23 +18,14 @@ const LONG: Duration = Duration::from_secs(60);
 /// Waits for the end; what the guest wrote per second from the second iteration until it was stopped, MiB/s.
 fn watch(pair: &Pair, id: &MigrationId, pace: &Pace) -> anyhow::Result<(MigrationReport, f64)> {
     let deadline = Instant::now() + Duration::from_secs(150);
-    let (mut from, mut to) = (None, None);
+    let mut written = Written::default();
     loop {
         let report = pair.a.report(id)?;
         if report.outcome.is_some() {
-            let rate = match (from, to) {
-                (Some((pages, at)), Some((last_pages, last_at))) if last_at > at => {
-                    let seconds = Instant::duration_since(&last_at, at).as_secs_f64();
-                    (last_pages - pages) as f64 * PAGE_BYTES as f64 / MIB / seconds
-                }
-                _ => f64::NAN,
-            };
-            return Ok((report, rate));
+            return Ok((report, written.mib_per_s()));
         }
         if report.phase == Phase::Precopy && !report.iterations.is_empty() {
-            let now = Some((pace.written()?, Instant::now()));
-            from = from.or(now);
-            to = now;
+            written.look(pace)?;
         }
         anyhow::ensure!(Instant::now() < deadline, "no end: {report:?}");
         // Reports are asked for; there is nothing to wait on.

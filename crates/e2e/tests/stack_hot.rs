@@ -1,9 +1,8 @@
 //! Guests that outrun their link, moved by the whole product: what slows them must work where the product runs.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::guests::{MIB, Pace, calibrate};
+use godwit_e2e::guests::{MIB, Pace, Written, calibrate};
 use godwit_e2e::stack::{Counter, LONG, Plan, Stack};
-use godwit_testkit::guest::counter::PAGE_BYTES;
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -15,26 +14,17 @@ const CASES_USUAL: &str = "100:2.85";
 /// Waits for the end; the report, and what the guest wrote per second from its second iteration until it was stopped.
 fn watch(stack: &Stack, id: &str, pace: &Pace) -> Result<(Value, f64)> {
     let deadline = Instant::now() + LONG;
-    let (mut from, mut to) = (None, None);
+    let mut written = Written::default();
     loop {
         let report = stack.migration(id)?;
         if !report["outcome"].is_null() && report["outcome"] != "in-doubt" {
-            let rate = match (from, to) {
-                (Some((pages, at)), Some((last_pages, last_at))) if last_at > at => {
-                    let seconds = Instant::duration_since(&last_at, at).as_secs_f64();
-                    (last_pages - pages) as f64 * PAGE_BYTES as f64 / MIB / seconds
-                }
-                _ => f64::NAN,
-            };
-            return Ok((report, rate));
+            return Ok((report, written.mib_per_s()));
         }
         let second = report["iterations"]
             .as_array()
             .is_some_and(|all| !all.is_empty());
         if report["phase"] == "precopy" && second {
-            let now = Some((pace.written()?, Instant::now()));
-            from = from.or(now);
-            to = now;
+            written.look(pace)?;
         }
         ensure!(Instant::now() < deadline, "no end: {report}");
         // Reports are asked for; there is nothing to wait on.
