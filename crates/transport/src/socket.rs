@@ -16,12 +16,14 @@ use std::fs;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// Largest buffer ever asked for, in bytes. It decides the window scale, and with it how coarse every window is: with
-/// twice as much, Linux 6.18 lets a peer send more than the buffer holds whenever the receiver is slow for a moment, throws
-/// that away, and the channel stands still until a timer sends it again.
+/// Largest buffer ever asked for, in bytes. It decides the window scale, and with it how coarse every window is: where
+/// it is coarser than the kernel's own, Linux 6.18 lets a peer send more than the buffer holds whenever the receiver is
+/// slow for a moment, throws that away, and the channel stands still until a timer sends it again.
 const BUFFER_MAX: u64 = 64 << 20;
-/// A stranger's buffer, in bytes, before the kernel's own tuning.
-const STRANGER_BUFFER: usize = 64 << 10;
+/// A kernel that grows its windows so far by itself is asked for no more.
+const OWN_WINDOW_ENOUGH: usize = 16 << 20;
+/// A stranger's buffer, in bytes, before the kernel's own tuning: what that begins with.
+const STRANGER_BUFFER: usize = 128 << 10;
 /// A large send buffer holds what is on its way; what waits behind it stays small, so that a barrier is soon reached.
 const UNSENT_MAX: i32 = 2 << 20;
 /// From this round trip on loss costs more than pacing does.
@@ -138,8 +140,12 @@ pub(crate) fn tcp_socket(address: &SocketAddr) -> Result<OwnedFd, TransportError
     Ok(socket)
 }
 
-/// Asks for the largest window scale, before listening: what is accepted cannot change it any more.
+/// Asks for the largest window scale where the kernel's own is small, before listening: what is accepted cannot change
+/// it any more.
 pub(crate) fn offer_wide_windows(socket: impl AsFd) {
+    if autotune_reaches("tcp_rmem", OWN_WINDOW_ENOUGH) {
+        return;
+    }
     if let Ok(bytes) = usize::try_from(BUFFER_MAX) {
         set_receive_buffer(socket, bytes);
     }
@@ -284,6 +290,31 @@ mod tests {
         assert!(granted.send_buffer_bytes > 65_536, "{granted:?}");
         assert!(!granted.congestion.is_empty());
         assert!(sockopt::tcp_nodelay(&socket).expect("TCP_NODELAY"));
+    }
+
+    /// The scale of the windows that a listening socket's connections offer.
+    fn window_scale(listener: &OwnedFd) -> u8 {
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        rustix::net::bind(listener, &any).expect("a port");
+        rustix::net::listen(listener, 1).expect("listening");
+        let bound = rustix::net::getsockname(listener).expect("its name");
+        let bound = SocketAddr::try_from(bound).expect("an address");
+        let client = std::net::TcpStream::connect(bound).expect("connected");
+        let info = kernel::Info::of(&client).expect("the kernel tells");
+        info.u32_at(4).to_ne_bytes()[2] & 0x0f
+    }
+
+    #[test]
+    fn a_receiver_that_is_slow_for_a_moment_is_not_overrun() {
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        let (ours, plain) = (tcp_socket(&any).unwrap(), tcp_socket(&any).unwrap());
+        offer_wide_windows(&ours);
+        let (ours, plain) = (window_scale(&ours), window_scale(&plain));
+        if autotune_reaches("tcp_rmem", OWN_WINDOW_ENOUGH) {
+            assert_eq!(ours, plain, "no coarser than the kernel's own");
+        } else {
+            assert!(ours > plain, "{ours}: no wider than the kernel's own");
+        }
     }
 
     #[test]
