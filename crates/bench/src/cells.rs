@@ -38,6 +38,10 @@ const fn qemu(
     }
 }
 
+/// The version that a guest that writes is moved by: under emulation the older one loses writes (fixed in QEMU 9.0), so
+/// that it seems to have less to do, and what arrives is not the guest.
+const SOUND: Version = Version::Ten;
+
 /// The newer version as it is without settings.
 const TEN: System = qemu(Version::Ten, None, false, Backend::File, false);
 
@@ -78,16 +82,13 @@ fn strongest() -> Vec<System> {
 }
 
 /// Plain and encrypted into cold memory, for links where the network is the limit.
-fn on_a_link(encrypted_only: bool) -> Vec<System> {
-    let all = [
+fn on_a_link(version: Version) -> Vec<System> {
+    vec![
         ours(false, false),
         ours(true, false),
-        qemu(Version::Seven, None, false, Backend::File, false),
-        qemu(Version::Seven, Some(2), true, Backend::File, false),
-    ];
-    let mut systems = all.to_vec();
-    systems.retain(|system| system.encrypted() || !encrypted_only);
-    systems
+        qemu(version, None, false, Backend::File, false),
+        qemu(version, Some(2), true, Backend::File, false),
+    ]
 }
 
 fn cell(scenario: &'static str, name: &str, guest: Guest, ram_mib: u32) -> Cell {
@@ -138,7 +139,7 @@ pub fn quick() -> Vec<Cell> {
         System::Cipher { open: false },
     ]);
     let plain = qemu(seven, None, false, Backend::File, false);
-    let tls = qemu(seven, Some(2), true, Backend::File, false);
+    let tls = qemu(SOUND, Some(2), true, Backend::File, false);
     let pair = [ours(true, false), tls];
     let redis = Guest::Redis {
         data_mib: 200,
@@ -280,20 +281,14 @@ fn redis() -> Vec<Cell> {
         };
         let name = format!("set={set_percent}");
         with(cell("redis", &name, guest, 1024), |cell| {
-            cell.systems = vec![
-                ours(false, false),
-                ours(true, false),
-                qemu(Version::Seven, None, false, Backend::File, false),
-            ];
+            cell.systems = vec![ours(false, false), ours(true, false), TEN];
             // The middle of the axis and its busy end against the peer's encryption too.
             if matches!(set_percent, 50 | 100) {
-                let tls = qemu(Version::Seven, Some(2), true, Backend::File, false);
+                let tls = qemu(SOUND, Some(2), true, Backend::File, false);
                 cell.systems.push(tls);
             }
             if set_percent < 100 {
                 cell.runs = 1;
-            } else {
-                cell.systems.push(TEN);
             }
         })
     };
@@ -308,22 +303,23 @@ fn hot() -> Vec<Cell> {
         };
         with(cell("hot", &format!("rate={share}"), guest, 512), |cell| {
             cell.network = Network::rate(1.0);
-            cell.systems = on_a_link(false);
+            cell.systems = on_a_link(SOUND);
             if share >= 1.0 {
                 // It ends with TLS as little as without.
                 cell.systems.pop();
             }
             cell.systems.push(System::Qemu {
-                version: Version::Seven,
+                version: SOUND,
                 channels: None,
                 tls: false,
                 backend: Backend::File,
                 prepared: false,
                 converge: true,
             });
-            // Beyond the link the newer one ends as little.
-            if share < 1.0 {
-                cell.systems.push(TEN);
+            // The older one once, to show what it loses.
+            if share == 0.5 {
+                let seven = qemu(Version::Seven, None, false, Backend::File, false);
+                cell.systems.push(seven);
             }
         })
     };
@@ -356,7 +352,7 @@ fn link() -> Vec<Cell> {
         let network = gbps.map_or(UNSHAPED, Network::rate);
         with(cell("link", &name, Guest::Idle, 1024), |cell| {
             cell.network = network;
-            cell.systems = on_a_link(false);
+            cell.systems = on_a_link(Version::Seven);
             if matches!(gbps, None | Some(1.0)) {
                 cell.systems.push(TEN);
             }
@@ -373,7 +369,7 @@ fn link() -> Vec<Cell> {
                 one_subnet,
                 ..Network::rate(0.5)
             };
-            cell.systems = on_a_link(false);
+            cell.systems = on_a_link(Version::Seven);
             cell.systems.pop();
         })
     };
@@ -444,7 +440,10 @@ fn distance() -> Vec<Cell> {
                 loss_pct,
                 ..Network::rate(1.0)
             };
-            cell.systems = on_a_link(true);
+            cell.systems = vec![
+                ours(true, false),
+                qemu(SOUND, Some(2), true, Backend::File, false),
+            ];
             let promised = loss_pct == 0.1 || loss_pct == 0.0 && matches!(rtt_ms, 0.5 | 150.0);
             if !promised {
                 cell.runs = 1;

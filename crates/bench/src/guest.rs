@@ -175,6 +175,10 @@ pub fn check(cell: &Cell, source: &Memory, destination: &Memory) -> Result<(bool
             Err(error) => {
                 equal = false;
                 said["counter"] = json!(error.to_string());
+                said["source_counter"] = json!(match checker::check(source) {
+                    Ok(checked) => format!("right, stopped in pass {}", checked.control.passes),
+                    Err(error) => error.to_string(),
+                });
             }
         }
     }
