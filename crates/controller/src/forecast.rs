@@ -347,7 +347,6 @@ pub fn predict(rate: &DirtyRate, link: &Link, request: &MigrateRequest) -> Fores
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::migrate::plain;
     use godwit_types::forecast::{DirtyAge, PromiseKind};
     use godwit_types::load::InterfaceLoad;
     use godwit_types::migration::{
@@ -483,7 +482,7 @@ mod tests {
         let mut request = MigrateRequest {
             deadline_s: Some(5),
             dry_run: true,
-            ..plain(&HostName::new("b").unwrap())
+            ..MigrateRequest::plain(HostName::new("b").unwrap())
         };
         let free = predict(&rate, &link, &request);
         assert!((1.0..2.5).contains(&free.prediction.total_s), "{free:?}");

@@ -20,7 +20,7 @@ use godwit_types::migration::{
     Outcome as End, Phase, PreflightReport, Side,
 };
 use godwit_types::vm::Accelerator;
-use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
+use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
 use std::sync::Arc;
 
 /// Begins a migration or only checks whether it could begin.
@@ -136,21 +136,6 @@ const DOWNTIME_MAX_MS: u64 = 3_600_000;
 const DEADLINE_MAX_S: u64 = 31_536_000;
 /// Highest cap: 10 Tb/s.
 const BANDWIDTH_MAX_MBIT_PER_S: u64 = 10_000_000;
-
-/// A move that nothing special is asked of.
-pub fn plain(to: &HostName) -> MigrateRequest {
-    MigrateRequest {
-        to: to.clone(),
-        encryption: None,
-        max_downtime_ms: None,
-        deadline_s: None,
-        max_bandwidth_mbit_per_s: None,
-        max_guest_slowdown_percent: None,
-        prepare: false,
-        must_keep: false,
-        dry_run: false,
-    }
-}
 
 fn check_request(request: &MigrateRequest) -> Outcome<()> {
     if let Some(percent) = request
@@ -326,10 +311,11 @@ pub async fn cancel(app: &App, id: &MigrationId, request: &CancelRequest) -> Out
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_types::HostName;
 
     #[test]
     fn limits_that_nothing_can_be_made_of_are_refused_each_by_its_name() {
-        let free = plain(&HostName::new("b").unwrap());
+        let free = MigrateRequest::plain(HostName::new("b").unwrap());
         assert!(check_request(&free).is_ok());
         type Set = fn(&mut MigrateRequest, u64);
         let keys: [(&str, Set, u64); 3] = [

@@ -46,6 +46,26 @@ pub struct MigrateRequest {
     pub dry_run: bool,
 }
 
+impl MigrateRequest {
+    /// A move to this host that nothing special is asked of: what a request means that names the host alone.
+    ///
+    /// The VM's own encryption mode, the default downtime, no deadline, no cap, no limit to how far the guest may be
+    /// slowed; memory is allocated as pages arrive, a promise that cannot be kept is a warning, and it really begins.
+    pub fn plain(to: HostName) -> Self {
+        Self {
+            to,
+            encryption: None,
+            max_downtime_ms: None,
+            deadline_s: None,
+            max_bandwidth_mbit_per_s: None,
+            max_guest_slowdown_percent: None,
+            prepare: false,
+            must_keep: false,
+            dry_run: false,
+        }
+    }
+}
+
 /// The secret of one migration: 256-bit key and 64-bit nonce. Never printed, never stored.
 #[derive(Clone, Serialize, Deserialize, Zeroize, ZeroizeOnDrop)]
 pub struct MigrationSecret {

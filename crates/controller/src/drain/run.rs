@@ -9,11 +9,10 @@ use super::plan::{self, Moving, Rooms, Waiting};
 use crate::app::{App, in_doubt, now};
 use crate::error::ControllerError;
 use crate::forecast::{self, QUICK};
-use crate::migrate::plain;
 use crate::{migrate, place, preflight};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
-use godwit_types::migration::{Cipher, MigrationReport, Outcome as End};
+use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome as End};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::collections::BTreeMap;
@@ -500,7 +499,10 @@ async fn predict(
         forecast::link(app, &source, &destination, Cipher::Aes256Gcm, QUICK)
     );
     match (rate, link) {
-        (Ok(rate), Ok(link)) => Some(forecast::predict(&rate, &link, &plain(to)).prediction),
+        (Ok(rate), Ok(link)) => {
+            let request = MigrateRequest::plain(to.clone());
+            Some(forecast::predict(&rate, &link, &request).prediction)
+        }
         (Err(error), _) | (_, Err(error)) => {
             tracing::info!(%vm, %error, "the VM's move cannot be predicted");
             None
@@ -520,7 +522,8 @@ fn begin_next(app: &Arc<App>, view: &mut DrainView, work: &mut Work) {
         let next = plan::next(&board.waiting, &board.moving, &board.rooms, view.at_once);
         let Some((vm, to)) = next else { return };
         work.starting.insert(vm.clone(), to.clone());
-        let (app, name, request) = (app.clone(), vm.clone(), plain(&to));
+        let (app, name) = (app.clone(), vm.clone());
+        let request = MigrateRequest::plain(to.clone());
         let attempt = tokio::spawn(async move { migrate::attempt(&app, &name, &request).await });
         work.begun.spawn(async move {
             let answer = attempt.await.unwrap_or_else(|error| {
@@ -635,7 +638,7 @@ fn leave_without_room(view: &mut DrainView, hosts: &[Taker]) {
 }
 
 async fn passes(app: &App, vm: &VmName, to: &HostName) -> Result<(), Vec<ApiError>> {
-    match preflight::run(app, vm, &plain(to)).await {
+    match preflight::run(app, vm, &MigrateRequest::plain(to.clone())).await {
         Ok(found) if found.report.refusals.is_empty() => Ok(()),
         Ok(found) => Err(found.report.refusals),
         Err(error) => Err(vec![error]),

@@ -47,17 +47,7 @@ pub fn host(name: &str) -> HostName {
 
 /// A move there that nothing special is asked of.
 pub fn to(name: &str) -> MigrateRequest {
-    MigrateRequest {
-        to: host(name),
-        encryption: None,
-        max_downtime_ms: None,
-        deadline_s: None,
-        max_bandwidth_mbit_per_s: None,
-        max_guest_slowdown_percent: None,
-        prepare: false,
-        must_keep: false,
-        dry_run: false,
-    }
+    MigrateRequest::plain(host(name))
 }
 
 pub fn vm(name: &str) -> VmName {
