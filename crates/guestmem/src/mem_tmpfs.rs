@@ -11,7 +11,7 @@ use std::path::Path;
 use rustix::mount::MountFlags;
 
 use crate::ram_file::file_error;
-use crate::{CHUNK_PAGES, CHUNK_SIZE, Error, RamFile, collapse};
+use crate::{Error, RamFile, collapse};
 
 /// File system type of tmpfs, as `statfs` gives it.
 const TMPFS_MAGIC: i64 = 0x0102_1994;
@@ -63,17 +63,6 @@ fn mem_available_bytes(meminfo: &str) -> Option<u64> {
         .find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
     kib.checked_mul(1024)
-}
-
-/// Whether a file on the tmpfs at `path` really gets huge pages: makes one of 2 MiB, fills it,
-/// looks, and deletes it.
-pub fn gives_huge_pages(path: &Path) -> Result<bool, Error> {
-    let probe = path.join(format!(".huge-page-probe.{}", std::process::id()));
-    let ram = RamFile::create(&probe, CHUNK_SIZE as u64, None)?;
-    let removed = std::fs::remove_file(&probe);
-    removed.map_err(|source| file_error("remove", &probe, source))?;
-    ram.populate(0..CHUNK_PAGES)?;
-    Ok(own_huge_bytes(&ram)? == CHUNK_SIZE as u64)
 }
 
 /// Bytes of the RAM file that this process maps as huge pages.

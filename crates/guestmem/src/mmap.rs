@@ -13,10 +13,7 @@ use std::ptr::{self, NonNull};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::{CHUNK_SIZE, Error, PAGE_SIZE};
-
-/// Words in a page, for copies that the compiler may neither split nor repeat.
-const PAGE_WORDS: usize = PAGE_SIZE / size_of::<u64>();
+use crate::{CHUNK_SIZE, Error};
 
 /// A mapping of a whole file, readable and writable, shared, aligned to 2 MiB.
 #[derive(Debug)]
@@ -70,31 +67,6 @@ impl SharedMap {
         Some(write(unsafe { std::slice::from_raw_parts_mut(start, len) }))
     }
 
-    /// Copies a page out, each word read exactly once.
-    pub(crate) fn read_page(&self, offset: usize, into: &mut [u8; PAGE_SIZE]) -> Option<()> {
-        let words = self.page_words(offset)?;
-        for (index, bytes) in into.chunks_exact_mut(size_of::<u64>()).enumerate() {
-            // SAFETY: `page_words` checked that the page is inside the mapping and aligned;
-            // `index` is below PAGE_WORDS; volatile, since the guest may write meanwhile.
-            let word = unsafe { words.add(index).read_volatile() };
-            bytes.copy_from_slice(&word.to_ne_bytes());
-        }
-        Some(())
-    }
-
-    /// Copies a page in, each word written exactly once.
-    pub(crate) fn write_page(&self, offset: usize, from: &[u8; PAGE_SIZE]) -> Option<()> {
-        let words = self.page_words(offset)?;
-        for index in 0..PAGE_WORDS {
-            let at = index * size_of::<u64>();
-            let mut bytes = [0; size_of::<u64>()];
-            bytes.copy_from_slice(from.get(at..at + size_of::<u64>())?);
-            // SAFETY: as in `read_page`.
-            unsafe { words.add(index).write_volatile(u64::from_ne_bytes(bytes)) };
-        }
-        Some(())
-    }
-
     /// Allocates and maps the memory of a span now; an error instead of SIGBUS.
     pub(crate) fn populate_write(&self, span: Range<usize>) -> Result<(), Errno> {
         let (start, len) = self.locate(&span).ok_or(Errno::INVAL)?;
@@ -115,14 +87,6 @@ impl SharedMap {
         // SAFETY: `span.start <= span.end <= self.len`, so the result is inside the mapping or
         // one past its end.
         Some((unsafe { self.base.as_ptr().add(span.start) }, len))
-    }
-
-    fn page_words(&self, offset: usize) -> Option<*mut u64> {
-        let end = offset.checked_add(PAGE_SIZE)?;
-        let (start, _) = self.locate(&(offset..end))?;
-        offset
-            .is_multiple_of(PAGE_SIZE)
-            .then(|| start.cast::<u64>())
     }
 }
 

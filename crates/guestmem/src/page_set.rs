@@ -163,22 +163,6 @@ impl PageSet {
             .map(|(index, words)| chunk_of(index, words))
     }
 
-    /// The bitmap: page `n` is bit `n % 64` of word `n / 64`; bits beyond the size are 0.
-    pub fn as_words(&self) -> &[u64] {
-        &self.words
-    }
-
-    /// A set from its bitmap, or nothing if the number of words does not fit the size.
-    /// Bits beyond the size are ignored.
-    pub fn from_words(words: Vec<u64>, page_count: u64) -> Option<Self> {
-        if words.len() != words_for(page_count) {
-            return None;
-        }
-        let mut set = Self { words, page_count };
-        set.clear_tail();
-        Some(set)
-    }
-
     fn clear_tail(&mut self) {
         let used = self.page_count % WORD_PAGES;
         if let Some(last) = self.words.last_mut().filter(|_| used != 0) {
@@ -494,11 +478,6 @@ mod tests {
         larger.insert_range(0..128);
         set.merge(&larger);
         assert_eq!(set, PageSet::full(100));
-        assert_eq!(
-            PageSet::from_words(vec![u64::MAX; 2], 100),
-            Some(PageSet::full(100))
-        );
-        assert_eq!(PageSet::from_words(vec![0; 3], 100), None);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FallocateFlags, SeekFrom};
+use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use crate::claim::Claim;
@@ -164,25 +164,6 @@ impl RamFile {
             .ok_or_else(|| self.out_of_range(&pages))
     }
 
-    /// Copies a page out; each of its words is read once.
-    pub fn read_page_into(&self, page: u64, into: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
-        let pages = self.checked(page, 1)?;
-        self.require_present(&pages)?;
-        self.map
-            .read_page(byte_span(&pages).start, into)
-            .ok_or_else(|| self.out_of_range(&pages))
-    }
-
-    /// Copies a page in; each of its words is written once. The tracker does not see it.
-    pub fn write_page(&self, page: u64, from: &[u8; PAGE_SIZE]) -> Result<(), Error> {
-        let pages = self.checked(page, 1)?;
-        self.require_present(&pages)?;
-        let _claim = self.claim(&pages)?;
-        self.map
-            .write_page(byte_span(&pages).start, from)
-            .ok_or_else(|| self.out_of_range(&pages))
-    }
-
     /// Which of the wanted pages of a chunk hold data and which only zeroes. Pages with no memory
     /// behind them count as zero and are not touched. `first` is the chunk's first page, bit `n`
     /// of `wanted` its page `n`.
@@ -237,18 +218,6 @@ impl RamFile {
             set.insert_range(extent);
         }
         Ok(set)
-    }
-
-    /// Gives the memory of the pages back; they read as zero afterwards. Only at a destination
-    /// that does not run yet: the tracker does not report punched pages.
-    pub fn punch_hole(&self, pages: Range<u64>) -> Result<(), Error> {
-        let pages = self.checked_range(pages)?;
-        let _claim = self.claim(&pages)?;
-        self.present.remove_range(pages.clone());
-        let span = byte_span(&pages);
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        rustix::fs::fallocate(&self.file, flags, span.start as u64, span.len() as u64)
-            .map_err(|source| file_error("give back memory of", &self.path, source.into()))
     }
 
     /// Makes the pages read as zero and keeps the memory they have; pages without memory stay so.

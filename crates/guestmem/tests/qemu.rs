@@ -16,7 +16,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use common::{Copy, Memory};
+use common::{Copy, Memory, read_page};
 use godwit_guestmem::{
     Collapse, Error, GuestMapping, Owner, PageSet, RamFile, ScanMode, Tracking, Untracked,
     collapse, handout, tracker,
@@ -81,7 +81,7 @@ impl Qemu {
     fn counts(&self) -> Vec<u64> {
         let mut bytes = [0; 4096];
         COUNTED
-            .map(|page| match self.ram.read_page_into(page, &mut bytes) {
+            .map(|page| match read_page(&self.ram, page, &mut bytes) {
                 Ok(()) => u64::from(u16::from_le_bytes([bytes[0], bytes[1]])),
                 Err(Error::Hole { .. }) => 0,
                 Err(error) => panic!("{error}"),

@@ -9,7 +9,7 @@ mod common;
 
 use std::os::unix::fs::MetadataExt;
 
-use common::Memory;
+use common::{Memory, fill_page, punch_hole, read_page};
 use godwit_guestmem::{
     CHUNK_PAGES, CHUNK_SIZE, Error, Owner, PAGE_SIZE, RamFile, mem_tmpfs, page_set,
 };
@@ -83,7 +83,6 @@ fn pages_outside_the_file_are_refused() {
         );
     }
     assert!(ram.populate(1000..1025).is_err());
-    assert!(ram.punch_hole(9..1025).is_err());
     assert_eq!(
         ram.with_pages(1023, 1, |bytes| bytes.len())
             .expect("last page"),
@@ -105,11 +104,11 @@ fn holes_are_named_not_touched() {
     let blocks = || std::fs::metadata(ram.path()).expect("it exists").blocks();
     let mut page = [0; PAGE_SIZE];
     assert!(matches!(
-        ram.read_page_into(7, &mut page),
+        read_page(&ram, 7, &mut page),
         Err(Error::Hole { page: 7 })
     ));
     assert!(matches!(
-        ram.write_page(7, &page),
+        ram.with_pages_mut(7, 1, |_| ()),
         Err(Error::Hole { page: 7 })
     ));
     assert!(ram.with_pages_mut(500, 20, |_| ()).is_err());
@@ -142,23 +141,22 @@ fn data_is_found_by_a_second_process_that_only_opens_the_file() {
     assert_eq!(content.data_runs(), [701..702]);
     assert_eq!(content.zero_count(), 511);
     let mut page = [0; PAGE_SIZE];
-    other.read_page_into(701, &mut page).expect("it has memory");
+    read_page(&other, 701, &mut page).expect("it has memory");
     assert_eq!(page[0], 1);
 }
 
 #[test]
-fn zeroed_and_punched_pages_read_as_zero_and_only_holes_cost_nothing() {
+fn zeroed_pages_and_holes_read_as_zero_and_only_holes_cost_nothing() {
     let Some(memory) = Memory::mount(64 * MIB) else {
         return;
     };
     let ram = memory.ram(4);
-    ram.populate(0..1024).expect("there is room");
-    ram.with_pages_mut(0, 1024, |bytes| bytes.fill(0xaa))
+    ram.populate(0..512).expect("there is room");
+    ram.with_pages_mut(0, 512, |bytes| bytes.fill(0xaa))
         .expect("populated");
     ram.write_zero(10..20).expect("zeroed");
     ram.write_zero(1030..1500)
         .expect("zeroing holes does nothing");
-    ram.punch_hole(512..1024).expect("punched");
     let content = ram.classify_chunk(0, ALL).expect("classified");
     assert_eq!(content.data_runs(), [0..10, 20..512]);
     let content = ram.classify_chunk(512, ALL).expect("classified");
@@ -180,8 +178,7 @@ fn scattered_runs_are_lent_together_and_nothing_between_them() {
     ram.populate(2 * CHUNK_PAGES..3 * CHUNK_PAGES)
         .expect("there is room");
     for page in [3, 4, 1500] {
-        ram.write_page(page, &[page as u8; PAGE_SIZE])
-            .expect("populated");
+        fill_page(&ram, page, page as u8);
     }
     let seen = ram.with_runs(&[3..5, 1500..1501], |runs| {
         let ends = |run: &[u8]| (run.len(), run.first().copied(), run.last().copied());
@@ -221,7 +218,6 @@ fn two_writers_of_one_page_are_refused_and_readers_are_not() {
     let inner = ram.with_pages_mut(100, 50, |_| {
         assert!(ram.with_pages_mut(150, 10, |_| ()).is_ok(), "next to it");
         assert!(ram.with_pages(100, 50, |_| ()).is_ok(), "a reader");
-        assert!(matches!(ram.punch_hole(0..512), Err(Error::Busy { .. })));
         ram.with_pages_mut(149, 1, |_| ())
     });
     let inner = inner.expect("the outer writer");
@@ -326,7 +322,7 @@ fn many_threads_store_at_once() {
     });
     for page in 0..ram.page_count() {
         let mut bytes = [0; PAGE_SIZE];
-        ram.read_page_into(page, &mut bytes).expect("it has memory");
+        read_page(&ram, page, &mut bytes).expect("it has memory");
         assert!(
             bytes.iter().all(|&byte| byte == (page % 251) as u8 + 1),
             "{page}"
@@ -383,7 +379,7 @@ fn a_full_tmpfs_is_an_error_and_never_sigbus() {
             Err(Error::Hole { .. })
         ));
     }
-    ram.punch_hole(0..CHUNK_PAGES).expect("punched");
+    punch_hole(&ram, 0..CHUNK_PAGES);
     ram.populate(4 * CHUNK_PAGES..5 * CHUNK_PAGES)
         .expect("there is room again");
     assert!(mem_tmpfs::available_bytes(memory.path()).expect("statvfs") < CHUNK_SIZE as u64);
@@ -396,7 +392,7 @@ fn populating_keeps_content_and_works_from_several_threads() {
     };
     let ram = memory.ram(32);
     ram.populate(0..1).expect("there is room");
-    ram.write_page(5, &[9; PAGE_SIZE]).expect("populated");
+    fill_page(&ram, 5, 9);
     let second = RamFile::open(ram.path()).expect("opened");
     std::thread::scope(|scope| {
         for thread in 0..4 {
@@ -415,6 +411,15 @@ fn populating_keeps_content_and_works_from_several_threads() {
     assert_eq!(nine.expect("populated"), PAGE_SIZE);
 }
 
+/// Whether this kernel gives a file on the tmpfs huge pages at all.
+fn gives_huge_pages(memory: &Memory) -> bool {
+    let probe = memory.path().join("probe");
+    let ram = RamFile::create(&probe, CHUNK_SIZE as u64, None).expect("created");
+    std::fs::remove_file(&probe).expect("removed");
+    ram.populate(0..CHUNK_PAGES).expect("there is room");
+    mem_tmpfs::own_huge_bytes(&ram).expect("smaps") == CHUNK_SIZE as u64
+}
+
 #[test]
 fn the_mount_is_made_once_and_gives_huge_pages() {
     let Some(memory) = Memory::mount(64 * MIB) else {
@@ -427,7 +432,7 @@ fn the_mount_is_made_once_and_gives_huge_pages() {
         std::fs::metadata(memory.path()).expect("it exists").mode() & 0o7777,
         0o711
     );
-    if !mem_tmpfs::gives_huge_pages(memory.path()).expect("probed") {
+    if !gives_huge_pages(&memory) {
         println!("skipped: this kernel gives tmpfs no huge pages");
         return;
     }

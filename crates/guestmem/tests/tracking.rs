@@ -10,10 +10,10 @@ mod common;
 
 use std::sync::atomic::AtomicBool;
 
-use common::{Copy, GuestView, Memory, Numbers, track};
+use common::{Copy, GuestView, Memory, Numbers, fill_page, punch_hole, track};
 use godwit_guestmem::{
-    CHUNK_PAGES, Collapse, Error, PAGE_SIZE, PageSet, RamFile, ScanMode, Tracking, Untracked,
-    collapse, tracker,
+    CHUNK_PAGES, Collapse, Error, PageSet, RamFile, ScanMode, Tracking, Untracked, collapse,
+    tracker,
 };
 use libc::{MADV_COLLAPSE, MADV_DONTNEED, MADV_POPULATE_WRITE};
 
@@ -227,8 +227,8 @@ fn other_mappings_and_punched_holes_are_not_seen() {
     let Some(mut tracking) = track(&view) else {
         return;
     };
-    ram.write_page(50, &[7; PAGE_SIZE]).expect("populated");
-    ram.punch_hole(512..1024).expect("punched");
+    fill_page(&ram, 50, 7);
+    punch_hole(&ram, 512..1024);
     assert!(scan(&mut tracking, &ram, ScanMode::default()).is_empty());
     assert!(scan(&mut tracking, &ram, ScanMode::Everything).is_empty());
     assert_eq!(

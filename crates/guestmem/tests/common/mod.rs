@@ -15,8 +15,10 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 
 use godwit_guestmem::{
-    CHUNK_SIZE, GuestMapping, PAGE_SIZE, PageSet, RamFile, Tracking, Untracked, mem_tmpfs, tracker,
+    CHUNK_SIZE, Error, GuestMapping, PAGE_SIZE, PageSet, RamFile, Tracking, Untracked, mem_tmpfs,
+    tracker,
 };
+use rustix::fs::FallocateFlags;
 use rustix::mm::{MapFlags, ProtFlags};
 use rustix::mount::UnmountFlags;
 
@@ -198,6 +200,25 @@ fn track_with(view: &GuestView, pagemap: std::os::fd::OwnedFd) -> Option<Trackin
     Some(untracked.start().expect("tracking starts"))
 }
 
+/// Copies a page out.
+pub fn read_page(ram: &RamFile, page: u64, into: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
+    ram.with_pages(page, 1, |bytes| into.copy_from_slice(bytes))
+}
+
+/// Fills a page of the VM process's mapping with one byte.
+pub fn fill_page(ram: &RamFile, page: u64, byte: u8) {
+    ram.with_pages_mut(page, 1, |bytes| bytes.fill(byte))
+        .expect("populated");
+}
+
+/// Gives the memory of the pages back behind the RAM file's back, as a balloon does.
+pub fn punch_hole(ram: &RamFile, pages: Range<u64>) {
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    let (start, count) = (pages.start, pages.end - pages.start);
+    let page_size = PAGE_SIZE as u64;
+    rustix::fs::fallocate(ram, flags, start * page_size, count * page_size).expect("punched");
+}
+
 /// A copy of guest RAM that is kept up to date page by page, as a destination is.
 pub struct Copy {
     pages: Vec<[u8; PAGE_SIZE]>,
@@ -214,7 +235,7 @@ impl Copy {
 
     pub fn update(&mut self, ram: &RamFile, dirty: &PageSet) {
         for page in dirty.runs().flatten() {
-            ram.read_page_into(page, &mut self.pages[page as usize])
+            read_page(ram, page, &mut self.pages[page as usize])
                 .expect("a written page has memory");
         }
     }
@@ -227,7 +248,7 @@ impl Copy {
             .filter(|&page| {
                 now.fill(0);
                 if data.contains(page) {
-                    ram.read_page_into(page, &mut now).expect("it has memory");
+                    read_page(ram, page, &mut now).expect("it has memory");
                 }
                 now != self.pages[page as usize]
             })
