@@ -24,6 +24,9 @@ const PROMISE_SHARE: f64 = 0.85;
 const DEADLINE_SHARE: f64 = 0.8;
 /// Last pages that take less than this are not worth another iteration, s.
 const SHORT_S: f64 = 0.002;
+/// Nor are those that take less than this share of a round trip: over a long link the pause is made of those, and each
+/// further iteration costs at least one.
+const SHORT_OF_TRIP: f64 = 0.2;
 /// One that makes the pause shorter than this share is.
 const WORTH_SHARE: f64 = 0.7;
 /// Allowed share in an iteration whose only aim is a shorter pause.
@@ -156,7 +159,8 @@ impl Convergence {
     /// Longest predicted pause at which the guest is stopped, s. A promise that the distance alone breaks is no reason
     /// never to move.
     fn pause_s(&self, rtt_s: f64) -> f64 {
-        (PROMISE_SHARE * self.goal.max_downtime_s).max(self.goal.fixed_s + 2.5 * rtt_s + 0.005)
+        let distance_s = self.goal.fixed_s + 2.5 * rtt_s + (SHORT_OF_TRIP * rtt_s).max(0.005);
+        (PROMISE_SHARE * self.goal.max_downtime_s).max(distance_s)
     }
 
     fn fits(&self, dirty_bytes: f64) -> bool {
@@ -214,7 +218,7 @@ impl Convergence {
             .goal
             .deadline_s
             .is_some_and(|deadline_s| facts.elapsed_s + 4.0 * next_s > deadline_s);
-        let short = dirty_bytes / speed <= SHORT_S;
+        let short = dirty_bytes / speed <= SHORT_S.max(SHORT_OF_TRIP * facts.rtt_s);
         let last = self.squeezed_bytes.replace(facts.dirty_bytes);
         let pointless = last.is_some_and(|last| dirty_bytes > 0.9 * last as f64);
         if late || short || pointless || self.squeezes >= SQUEEZES_MAX {

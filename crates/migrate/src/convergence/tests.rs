@@ -110,6 +110,20 @@ fn a_round_trip_longer_than_the_promise_does_not_forbid_the_switchover() {
 }
 
 #[test]
+fn pages_that_are_little_beside_the_round_trip_are_not_waited_for_over_a_long_link() {
+    let one = |rtt_s| IterationFacts {
+        seconds: 10.0,
+        rtt_s,
+        ..facts(GB, 2_900_000)
+    };
+    // 29 ms of pages.
+    let decide = |rtt_s| Convergence::new(GOAL).decide(one(rtt_s));
+    assert_eq!(decide(0.15), Decision::Switchover);
+    assert_ne!(decide(0.05), Decision::Switchover);
+    assert_ne!(decide(0.0005), Decision::Switchover);
+}
+
+#[test]
 fn a_first_pass_without_data_predicts_nothing() {
     let mut history = Convergence::new(GOAL);
     assert_eq!(history.decide(facts(0, GB)), FREE);
