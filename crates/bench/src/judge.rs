@@ -213,6 +213,8 @@ impl Pick<'_> {
     ) -> Option<(Spread, String)> {
         let spreads = self
             .matching(fits)
+            // Who lost a write on the way has not moved the guest.
+            .filter(|group| group.equal() != Some(false))
             .filter_map(|group| Some((group.spread(number)?, group.full_name())));
         let sign = if more { 1.0 } else { -1.0 };
         spreads.max_by(|one, two| (sign * one.0.median).total_cmp(&(sign * two.0.median)))
@@ -586,6 +588,18 @@ mod tests {
         assert_eq!((cold.ratio(), cold.reached()), (Some(4.0), Some(true)));
         let command = find(&lines, "s from the command, plain, cold");
         assert_eq!(command.reached(), Some(false));
+    }
+
+    #[test]
+    fn a_peer_that_lost_a_write_is_no_peer() {
+        let mut lossy = row("qemu-7.2", "none", "cold", 0.9);
+        lossy.ram_equal = Some(false);
+        let mut sound = row("qemu-10.0", "none", "cold", 0.5);
+        sound.ram_equal = Some(true);
+        let rows = [row("godwit", "none", "cold", 1.0), lossy, sound];
+        let lines = lines(&rows);
+        let peer = find(&lines, "GB/s, plain, cold").peer.as_ref().unwrap();
+        assert!(peer.1.starts_with("qemu-10.0"), "{}", peer.1);
     }
 
     #[test]
