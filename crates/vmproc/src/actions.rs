@@ -245,10 +245,20 @@ impl Vm {
 
     /// Nothing of the attempt may touch QEMU any more when the guest is let run again.
     fn call_off(&mut self) {
-        if let Some(migration) = &self.migration {
+        if let Some(migration) = &mut self.migration {
             migration.save_gate.close(|| migration.control.close());
+            migration.called_off = true;
         }
         self.command(Command::CalledOff);
+    }
+
+    /// A migration whose switchover was called off, and which is not over by that, goes on. Said when all else is: the
+    /// driver then closes the channels, on which the other side hears how it stands.
+    pub(crate) fn go_on(&mut self) {
+        let called_off = |migration: &mut Migration| std::mem::take(&mut migration.called_off);
+        if self.migration.as_mut().is_some_and(called_off) {
+            self.command(Command::GoOn);
+        }
     }
 
     fn lift_throttle(&self) {

@@ -49,6 +49,11 @@ impl SharedControl {
         let _ = self.with(|sender| sender.finish(Instant::now() + Duration::from_secs(1)));
     }
 
+    /// What closes both directions at once, also for one who waits in a send.
+    pub(crate) fn closer(&self) -> Closer {
+        self.closer.clone()
+    }
+
     /// Closes both directions at once.
     pub(crate) fn close(&self) {
         self.closer.close();

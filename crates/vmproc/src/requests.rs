@@ -468,6 +468,7 @@ impl Vm {
             switchover_wait: Duration::from_millis(500),
             reason: None,
             cancelled: false,
+            called_off: false,
             stopped_at: None,
         });
     }

@@ -80,6 +80,8 @@ pub(crate) struct Migration {
     pub reason: Option<String>,
     /// A person or a deadline ended it.
     pub cancelled: bool,
+    /// (source) The driver waits to hear whether it goes on.
+    pub called_off: bool,
     pub stopped_at: Option<Instant>,
 }
 
@@ -482,6 +484,7 @@ impl Vm {
                 batches.push_back(self.core.handle(event));
             }
         }
+        self.go_on();
     }
 
     pub(crate) fn arm(&mut self, timer: Timer) {

@@ -25,7 +25,7 @@ use crate::shared_report::SharedReport;
 use godwit_migrate::protocol::{
     ToDestination, ToSource, clip_reason, decode_to_destination, encode,
 };
-use godwit_ownership::Event;
+use godwit_ownership::{Event, PeerMessage};
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
 use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportError};
@@ -54,6 +54,8 @@ const TOO_LATE_WAIT: Duration = Duration::from_millis(100);
 const TOO_LATE: &str = "the device state of a switchover that was called off is loaded there, which can be done once: begin a new migration";
 /// How long the source's reason may come after the fact that it ended the migration, which also takes another way.
 const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
+/// Most messages among which it is looked for.
+const UNREAD_MAX: usize = 1024;
 /// QEMU's time to load its devices.
 const LOAD_WAIT: Duration = Duration::from_secs(20);
 
@@ -243,6 +245,7 @@ impl DestinationDriver {
                 Err(halt) => return halt,
             };
             let halt = self.follow(&mut epoch);
+            let halt = self.or_farewell(&mut epoch, halt);
             if let Halt::Failed(reason) = &halt {
                 reached("destination.giving-up");
                 let _ = epoch.control.send(&ToSource::Failed {
@@ -272,6 +275,22 @@ impl DestinationDriver {
                 (Halt::Lost(_), _) => self.tell(News::Core(Event::LinkLost)),
                 (halt, _) => return halt,
             }
+        }
+    }
+
+    /// What ends an epoch here may overtake the source's word on the control channel that it has ended the migration: data
+    /// channels are closed behind it, and the agents' message ends QEMU while it still loads.
+    fn or_farewell(&self, epoch: &mut Epoch, halt: Halt) -> Halt {
+        let wait = match &halt {
+            Halt::Lost(_) if !self.lingers => LAST_WORD_WAIT,
+            // The source waits for the reason. What it had to say before is there.
+            Halt::Failed(_) => Duration::ZERO,
+            _ => return halt,
+        };
+        let tell = |message| self.tell(News::Peer(message));
+        match unread_farewell(&mut epoch.receiver, self.pages, wait, tell) {
+            Some(farewell) => Halt::Cancelled(farewell),
+            None => halt,
         }
     }
 
@@ -664,6 +683,30 @@ fn is_urgent(message: &ToDestination) -> bool {
     )
 }
 
+/// Looks for the source's last word in what is left to read of a control channel; what it says about ownership counts
+/// all the same.
+fn unread_farewell(
+    receiver: &mut ControlReceiver,
+    pages: u64,
+    wait: Duration,
+    tell: impl Fn(PeerMessage),
+) -> Option<Farewell> {
+    let until = Instant::now() + wait;
+    for _ in 0..UNREAD_MAX {
+        let Incoming::Message(bytes) = receiver.recv(until).ok()? else {
+            continue;
+        };
+        match decode_to_destination(&bytes, pages).ok()? {
+            ToDestination::Cancel { reason, cancelled } => {
+                return Some(Farewell { reason, cancelled });
+            }
+            ToDestination::Peer { message } => tell(message),
+            _ => {}
+        }
+    }
+    None
+}
+
 /// Everything is loaded: only the VM's thread says how it ends. A channel that comes now is turned away, one at a time.
 fn wait_for_end(
     arrivals: &Arrivals,
@@ -747,14 +790,58 @@ mod tests {
     use godwit_types::migration::{Cipher, MigrationSecret};
     use godwit_wire::{ChannelId, Spec};
 
-    #[test]
-    fn a_source_that_comes_back_after_the_load_hears_that_it_is_too_late() {
+    fn spec() -> Arc<Spec> {
         let secret = MigrationSecret {
             key: vec![1; 32],
             nonce: vec![2; 8],
         };
         let id = MigrationId::new("m").unwrap();
-        let spec = Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap());
+        Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap())
+    }
+
+    #[test]
+    fn a_cancel_that_a_lost_channel_overtook_is_heard() {
+        let spec = spec();
+        let arrivals = Arrivals::listen(&spec, &[[127, 0, 0, 1].into()], (0, 0)).unwrap();
+        let (options, until) = (
+            ConnectOptions::default(),
+            Instant::now() + Duration::from_secs(60),
+        );
+        let to = arrivals.addresses[0];
+        let made = connect(to, &options, &spec, ChannelId::control(0), until).unwrap();
+        let (mut source, _hearing) = made.into_control().unwrap();
+        let abort = PeerMessage::Abort {
+            migration: MigrationId::new("m").unwrap(),
+        };
+        let farewell = Farewell {
+            reason: "enough".into(),
+            cancelled: true,
+        };
+        let said = [
+            ToDestination::Ping { nonce: 1 },
+            ToDestination::Peer {
+                message: abort.clone(),
+            },
+            farewell.message(),
+        ];
+        for message in &said {
+            source.send(&encode(message), until).unwrap();
+        }
+        source.closer().close();
+        let came = arrivals.connections.recv_timeout(Duration::from_secs(60));
+        let (_sender, mut receiver) = came.unwrap().into_control().unwrap();
+        let told = std::cell::RefCell::new(Vec::new());
+        let tell = |message| told.borrow_mut().push(message);
+        let wait = Duration::from_secs(60);
+        let heard = unread_farewell(&mut receiver, 1, wait, tell);
+        assert_eq!(heard, Some(farewell));
+        assert_eq!(told.into_inner(), [abort]);
+        assert_eq!(unread_farewell(&mut receiver, 1, wait, drop), None);
+    }
+
+    #[test]
+    fn a_source_that_comes_back_after_the_load_hears_that_it_is_too_late() {
+        let spec = spec();
         let arrivals = Arrivals::listen(&spec, &[[127, 0, 0, 1].into()], (0, 0)).unwrap();
         let to = arrivals.addresses[0];
         let (commands, received) = channel();

@@ -11,10 +11,11 @@
 //!    +------------------------------------------  last pages -> device state -> core hands over
 //! ```
 
+use super::ending::Ending;
 use super::epoch::{Epoch, EpochPlan, extents};
 use super::hearing::Seat;
 use super::pass::Pass;
-use super::routes::{Ending, Route};
+use super::routes::Route;
 use super::sender::PassEnd;
 use super::tracking::DirtyTracker;
 use crate::faults::{planted, reached};
@@ -93,8 +94,10 @@ pub(crate) enum Command {
     LastPages { attempt: Generation },
     /// Send the device state.
     DeviceState { attempt: Generation },
-    /// The switchover was called off, the guest runs again: go on, with new channels.
+    /// The switchover is called off: leave the guest alone and wait for `GoOn` or `End`.
     CalledOff,
+    /// After a switchover that was called off the guest runs again: go on, with new channels.
+    GoOn,
     /// The destination's agent says that it gave up: its own words may be on their way.
     PeerGaveUp,
     /// The migration is over here; tell the peer why, if it is no success.
@@ -164,9 +167,11 @@ impl SourceHandle {
 
     /// Ends the driver and waits until tracking is off. Gives the reason for which it had failed already.
     pub(crate) fn end(mut self, reason: Option<Farewell>) -> Option<String> {
-        self.command(Command::End { reason });
+        self.command(Command::End {
+            reason: reason.clone(),
+        });
         // Whoever sees this finds the command.
-        self.ending.raise();
+        self.ending.raise(reason);
         self.thread.take().and_then(|thread| thread.join().ok())?
     }
 
@@ -184,7 +189,7 @@ pub(super) enum Halt {
     Ended(Option<Farewell>),
     /// The link is lost.
     Lost(String),
-    /// The core called the switchover off: the guest runs again, with new channels it goes on.
+    /// The core called the switchover off: it goes on with new channels, or is over.
     CalledOff,
     /// It cannot go on.
     Failed(String),
@@ -303,6 +308,10 @@ impl SourceDriver {
             let halt = match self.precopy(&mut epoch) {
                 Ok(()) => self.switchover(&mut epoch),
                 Err(halt) => halt,
+            };
+            let halt = match halt {
+                Halt::CalledOff => self.hear_verdict(&epoch),
+                halt => halt,
             };
             let reason = match halt {
                 Halt::Lost(reason) => match self.last_word(&epoch) {
@@ -459,7 +468,7 @@ impl SourceDriver {
             epoch.abandon(&mut self.dirty);
             return Err(halt);
         }
-        if let Err(error) = epoch.warm() {
+        if let Err(error) = epoch.warm(&self.ending) {
             epoch.abandon(&mut self.dirty);
             return Err(halt_of(error));
         }

@@ -8,10 +8,11 @@
 //! and proofs of all data channels at once.
 
 use super::driver::DriverInput;
+use super::ending::Ending;
 use super::gauge::Gauge;
 use super::hearing::Hearing;
 use super::pass::Pass;
-use super::routes::{DIAL_WAIT, Ending, Route, reach};
+use super::routes::{DIAL_WAIT, Route, reach};
 use super::sender::{FINISH_WAIT, PassEnd, SenderHandle};
 use crate::control::SharedControl;
 use crate::priority::cores;
@@ -141,37 +142,36 @@ impl Epoch {
             control: Arc::clone(&control),
         };
         hearing.begin(receiver);
-        if let Err(error) = announce(plan, &control, streams, extents) {
-            control.close();
-            return Err(error);
-        }
-        let mut epoch = Self {
-            number: plan.number,
-            control,
-            maker,
-            supplies: Supplies {
-                ram: Arc::clone(plan.ram),
-                inputs: plan.inputs.clone(),
-                applied,
-            },
-            lanes: Vec::new(),
-            plan: StreamPlan::new(room, streams),
-            gauge: Gauge::new(),
-            joining: None,
-            minds_loss: granted.congestion != "bbr",
-            rtt,
-            notes: granted.send_notes(),
-            hemmed_noted: false,
-            booked_bytes: 0,
+        let begin = ToDestination::Begin {
+            version: PROTOCOL_VERSION,
+            epoch: plan.number,
+            streams,
+            pages: plan.ram.page_count(),
         };
-        match epoch.open_data(joining, until, plan.ending) {
-            Ok(()) => Ok(epoch),
-            Err(error) => {
-                // Nobody follows this epoch: its reader ends.
-                epoch.control.close();
-                Err(error)
-            }
-        }
+        while_unheard(&control, plan.ending, || {
+            announce(&control, &begin, extents, plan.ending)?;
+            let mut epoch = Self {
+                number: plan.number,
+                control: Arc::clone(&control),
+                maker,
+                supplies: Supplies {
+                    ram: Arc::clone(plan.ram),
+                    inputs: plan.inputs.clone(),
+                    applied,
+                },
+                lanes: Vec::new(),
+                plan: StreamPlan::new(room, streams),
+                gauge: Gauge::new(),
+                joining: None,
+                minds_loss: granted.congestion != "bbr",
+                rtt,
+                notes: granted.send_notes(),
+                hemmed_noted: false,
+                booked_bytes: 0,
+            };
+            epoch.open_data(joining, until, plan.ending)?;
+            Ok(epoch)
+        })
     }
 
     /// Takes in the first data channels.
@@ -334,11 +334,16 @@ impl Epoch {
 
     /// On a far link: opens the control channel's window once, so that device state later leaves in one go. Costs what a
     /// few hundred pages cost, beside the first pass.
-    pub(crate) fn warm(&self) -> Result<(), TransportError> {
+    pub(crate) fn warm(&self, ending: &Ending) -> Result<(), TransportError> {
         if self.rtt < WARM_RTT {
             return Ok(());
         }
+        let _sending = ending.sending(self.control.closer());
         for _ in 0..WARM_MESSAGES {
+            if ending.is_raised() {
+                // A command waits, which says so in good order.
+                return Ok(());
+            }
             self.control.send(&ToDestination::Warm {
                 filling: "w".repeat(WARM_LEN_MAX),
             })?;
@@ -519,25 +524,42 @@ impl Maker {
     }
 }
 
+/// Says what will come.
 fn announce(
-    plan: &EpochPlan<'_>,
     control: &SharedControl,
-    streams: u32,
+    begin: &ToDestination,
     extents: &[Extent],
+    ending: &Ending,
 ) -> Result<(), TransportError> {
-    control.send(&ToDestination::Begin {
-        version: PROTOCOL_VERSION,
-        epoch: plan.number,
-        streams,
-        pages: plan.ram.page_count(),
-    })?;
+    ending.check()?;
+    control.send(begin)?;
     for part in extents.chunks(EXTENTS_PER_MESSAGE) {
-        plan.ending.check()?;
+        ending.check()?;
         control.send(&ToDestination::Extents {
             extents: part.to_vec(),
         })?;
     }
     control.send(&ToDestination::ExtentsEnd)
+}
+
+/// Work on a channel in a time in which the driver hears no command: an end interrupts it. Nobody follows what failed, so
+/// its reader ends; if it failed because the migration is over, the destination hears why.
+fn while_unheard<R>(
+    control: &SharedControl,
+    ending: &Ending,
+    work: impl FnOnce() -> Result<R, TransportError>,
+) -> Result<R, TransportError> {
+    let _sending = ending.sending(control.closer());
+    let done = work();
+    if done.is_err() {
+        if let Some(farewell) = ending.farewell() {
+            // Whoever does not hear it learns from the agents that it is over.
+            let _ = control.send(&farewell.message());
+            control.finish();
+        }
+        control.close();
+    }
+    done
 }
 
 /// On a far link a full receive window is the destination's setting; on a near one it is its cores or its memory.
@@ -578,10 +600,26 @@ pub(crate) fn extents(pages: &PageSet) -> Vec<Extent> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::input::Farewell;
     use crate::source::routes::routes;
+    use godwit_migrate::protocol::decode_to_destination;
+    use godwit_transport::{
+        ConnectOptions, ControlSender, Gate, Incoming, Listener, Tuning, connect,
+    };
     use godwit_types::MigrationId;
     use godwit_types::migration::{Cipher, MigrationSecret};
     use std::net::{SocketAddr, TcpListener};
+
+    const LONG: Duration = Duration::from_secs(120);
+
+    fn spec() -> Arc<Spec> {
+        let secret = MigrationSecret {
+            key: vec![1; 32],
+            nonce: vec![2; 8],
+        };
+        let id = MigrationId::new("m").unwrap();
+        Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap())
+    }
 
     /// Destinations that take connections and say nothing.
     fn silent(count: usize) -> (Vec<TcpListener>, Maker) {
@@ -591,13 +629,8 @@ mod tests {
             .iter()
             .map(|listener| listener.local_addr().unwrap())
             .collect();
-        let secret = MigrationSecret {
-            key: vec![1; 32],
-            nonce: vec![2; 8],
-        };
-        let id = MigrationId::new("m").unwrap();
         let maker = Maker {
-            spec: Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap()),
+            spec: spec(),
             number: 0,
             routes: Arc::new(routes(&[], &addresses)),
         };
@@ -622,8 +655,78 @@ mod tests {
         // Nobody waits for so long.
         let until = Instant::now() + Duration::from_secs(600);
         let (control, _) = maker.make_first(1, Vec::new(), until).unwrap();
-        ending.raise();
+        ending.raise(None);
         let waited = control.wait(until, &ending);
         assert!(matches!(waited, Err(TransportError::Cancelled)));
+    }
+
+    /// A source's sending half and the destination's whole end, which nobody reads.
+    fn unread() -> (ControlSender, Connection) {
+        let gate = Gate::new(spec(), Tuning::default(), LONG);
+        let mut listener = Listener::bind(gate, [127, 0, 0, 1].into(), 0..=0).unwrap();
+        let (to, until) = (listener.address(), Instant::now() + LONG);
+        let accepted = std::thread::spawn(move || listener.accept(until).unwrap());
+        let (options, channel_id) = (ConnectOptions::default(), ChannelId::control(0));
+        let made = connect(to, &options, &spec(), channel_id, until).unwrap();
+        (made.into_control().unwrap().0, accepted.join().unwrap())
+    }
+
+    const BEGIN: ToDestination = ToDestination::Begin {
+        version: PROTOCOL_VERSION,
+        epoch: 0,
+        streams: 1,
+        pages: u64::MAX,
+    };
+
+    #[test]
+    fn an_end_interrupts_the_extents_that_nobody_reads() {
+        let (sender, _unread) = unread();
+        let (meter, ending) = (sender.meter(), Ending::default());
+        let (control, ended) = (SharedControl::new(sender), ending.clone());
+        let announcing = std::thread::spawn(move || {
+            // More than sockets hold.
+            let extents: Vec<Extent> = (0..4 << 20).map(|page| (2 * page, 1)).collect();
+            while_unheard(&control, &ended, || {
+                announce(&control, &BEGIN, &extents, &ended)
+            })
+        });
+        // Until nothing moves: an end that comes earlier is noticed between two messages.
+        let mut before = 0;
+        loop {
+            std::thread::sleep(Duration::from_millis(200));
+            let sent = meter.read().bytes;
+            if sent > 0 && sent == before {
+                break;
+            }
+            before = sent;
+        }
+        ending.raise(None);
+        let announced = announcing.join().unwrap();
+        // Who waits for the socket's patience to end is told that it stalls.
+        assert!(
+            matches!(announced, Err(TransportError::Cancelled)),
+            "{announced:?}"
+        );
+    }
+
+    #[test]
+    fn a_destination_hears_why_its_channels_are_not_made() {
+        let (sender, destination) = unread();
+        let ending = Ending::default();
+        let farewell = Farewell {
+            reason: "nobody wants it".into(),
+            cancelled: true,
+        };
+        ending.raise(Some(farewell.clone()));
+        let control = SharedControl::new(sender);
+        let announced = while_unheard(&control, &ending, || {
+            announce(&control, &BEGIN, &[], &ending)
+        });
+        assert!(matches!(announced, Err(TransportError::Cancelled)));
+        let (_sender, mut receiver) = destination.into_control().unwrap();
+        let Ok(Incoming::Message(bytes)) = receiver.recv(Instant::now() + LONG) else {
+            panic!("it hears nothing");
+        };
+        assert_eq!(decode_to_destination(&bytes, 1), Ok(farewell.message()));
     }
 }

@@ -1,10 +1,11 @@
 //! The source's side of a migration.
 //!
 //! `driver` runs it, `precopy` is its iterations, `epoch` a set of channels, `sender` one channel's thread, `pass` the
-//! work they share, `routes` the ways to the destination, `hearing` what the destination says, `gauge` what the choice of
-//! streams looks at, `tracking` what the guest wrote.
+//! work they share, `routes` the ways to the destination, `ending` that nobody wants them any more, `hearing` what the
+//! destination says, `gauge` what the choice of streams looks at, `tracking` what the guest wrote.
 
 pub(crate) mod driver;
+mod ending;
 pub(crate) mod epoch;
 mod gauge;
 mod hearing;

@@ -373,9 +373,27 @@ impl SourceDriver {
         loop {
             match self.inputs.recv() {
                 Ok(DriverInput::Command(Command::End { reason })) => return Halt::Ended(reason),
-                Ok(DriverInput::Command(Command::CalledOff)) => return Halt::Lost(reason),
+                Ok(DriverInput::Command(Command::GoOn)) => return Halt::Lost(reason),
                 Ok(_) => {}
                 Err(_) => return Halt::Ended(None),
+            }
+        }
+    }
+
+    /// Whether a migration whose switchover was called off goes on is known once the guest runs again. Until then the
+    /// channels stay: if it is over, the destination hears on them who wanted that.
+    pub(super) fn hear_verdict(&mut self, epoch: &Epoch) -> Halt {
+        loop {
+            let result = match self.inputs.recv_timeout(SWITCHOVER_PING_EVERY) {
+                Ok(DriverInput::Command(Command::GoOn)) => return Halt::CalledOff,
+                Ok(input) => self.beside(epoch, input),
+                Err(RecvTimeoutError::Timeout) => self.sign_of_life(epoch, SWITCHOVER_PING_EVERY),
+                Err(RecvTimeoutError::Disconnected) => return Halt::Ended(None),
+            };
+            match result {
+                // A link that is lost now is made again, or needed no more.
+                Ok(()) | Err(Halt::Lost(_) | Halt::CalledOff) => {}
+                Err(halt) => return halt,
             }
         }
     }

@@ -4,11 +4,10 @@
 //! two families of addresses, and more than [`ROUTES_MAX`] of them. The controller gives only addresses that the
 //! destination host is known by; a stranger that has one of them learns the migration's name and fails its proof.
 
+use super::ending::Ending;
 use godwit_transport::{ConnectOptions, Dialed, TransportError, Tuning, dial, interface_of};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// Longest time to make one connection: short, since a healed link is found by trying again, not by waiting for the
@@ -16,8 +15,6 @@ use std::time::{Duration, Instant};
 pub(super) const DIAL_WAIT: Duration = Duration::from_secs(2);
 /// Once one way works the others get this long, and a few round trips.
 const OTHERS_WAIT: Duration = Duration::from_millis(50);
-/// How often who waits for a connection looks whether it is still wanted.
-const ENDING_LOOK: Duration = Duration::from_millis(20);
 /// Most ways that are tried.
 const ROUTES_MAX: usize = 32;
 /// What an interface that does not tell its speed is taken for, in bytes per second.
@@ -113,40 +110,6 @@ fn keep_to_interfaces_only_where_there_are_several(routes: &mut [Route]) {
     let first = routes.first().and_then(|route| route.interface);
     if routes.iter().all(|route| route.interface == first) {
         routes.iter_mut().for_each(|route| route.interface = None);
-    }
-}
-
-/// Raised once nobody wants the migration any more, for those who wait where no command reaches them.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Ending(Arc<AtomicBool>);
-
-impl Ending {
-    pub(super) fn raise(&self) {
-        self.0.store(true, Ordering::Release);
-    }
-
-    /// An error once it is raised.
-    pub(super) fn check(&self) -> Result<(), TransportError> {
-        if self.0.load(Ordering::Acquire) {
-            return Err(TransportError::Cancelled);
-        }
-        Ok(())
-    }
-
-    /// Waits for what a thread makes; an error once this is raised.
-    pub(super) fn wait<T>(
-        &self,
-        made: &Receiver<T>,
-        until: Instant,
-    ) -> Result<Result<T, RecvTimeoutError>, TransportError> {
-        loop {
-            self.check()?;
-            let left = until.saturating_duration_since(Instant::now());
-            match made.recv_timeout(left.min(ENDING_LOOK)) {
-                Err(RecvTimeoutError::Timeout) if left > ENDING_LOOK => {}
-                result => return Ok(result),
-            }
-        }
     }
 }
 
@@ -273,7 +236,7 @@ mod tests {
         assert_eq!(reached.len(), 1);
         assert_eq!(reached[0].route.to, open.local_addr().unwrap());
         assert!(reach(&ways[..1], &ending).is_err());
-        ending.raise();
+        ending.raise(None);
         let cancelled = reach(&ways, &ending).map(|_| ()).unwrap_err();
         assert_eq!(cancelled.class(), Class::Cancelled);
     }
