@@ -81,14 +81,6 @@ impl DirtyCurve {
             .fold(last.bytes / last.age_s, f64::min);
         last.bytes + slope.max(0.0) * (age_s - last.age_s)
     }
-
-    /// Bytes per second right after a look, when most pages are still clean.
-    pub fn first_rate(&self) -> f64 {
-        self.samples
-            .iter()
-            .map(|sample| sample.bytes / sample.age_s)
-            .fold(0.0, f64::max)
-    }
 }
 
 #[cfg(test)]
