@@ -2,8 +2,8 @@
 //!
 //! A pure function of what each short interval of a pass showed. A channel is added only for a reason that another one
 //! can cure: a core is full and there are more, a buffer or window holds the channels back, or loss does while nothing
-//! queues on the way. A full link is no reason, so that several migrations on one link do not outbid each other. A
-//! channel is taken out when the others can do its work. Each change is a trial: what it brought is measured, and
+//! queues on the way. A full link is no reason, and what another channel takes from others on this host is no gain, so that
+//! several migrations on one link do not outbid each other. A channel is taken out when the others can do its work. Each change is a trial: what it brought is measured, and
 //! without gain it is taken back and not tried again for a while, twice as long each time.
 //!
 //! Owns: the history of one set of channels. Refuses: to judge while a cap holds the channels back, or before what a
@@ -42,6 +42,8 @@ pub struct Facts {
     pub seconds: f64,
     /// Bytes that left on all channels.
     pub bytes: u64,
+    /// Bytes that left this host, whoever sent them; none where it does not tell.
+    pub host_bytes: Option<u64>,
     /// Time in which a channel's thread had a core.
     pub busy: f64,
     /// Time in which it had work and no core.
@@ -80,9 +82,10 @@ pub enum Step {
     Remove,
 }
 
-/// Channels to begin with.
-pub fn first_streams(room: Room, rtt_s: f64) -> u32 {
-    let wanted = if rtt_s >= LONG_RTT_S {
+/// Channels to begin with. A round trip that was measured while others on this host filled the link says nothing of its
+/// length.
+pub fn first_streams(room: Room, rtt_s: f64, others_send: bool) -> u32 {
+    let wanted = if rtt_s >= LONG_RTT_S && !others_send {
         LONG_STREAMS
     } else {
         room.cores.clamp(1, NEAR_STREAMS_MAX)
@@ -97,11 +100,48 @@ enum Phase {
     /// A change shows what it brings.
     Trying {
         added: bool,
-        before_bytes_per_s: f64,
+        before: Speed,
         settle_s: f64,
     },
     /// The last trial brought nothing.
     Resting { left_s: f64 },
+}
+
+/// Of the channels, and of all that this host sends, in bytes per second.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Speed {
+    ours: f64,
+    host: Option<f64>,
+}
+
+/// Sums over several intervals.
+#[derive(Debug, Clone, Copy)]
+struct Seen {
+    seconds: f64,
+    ours_bytes: f64,
+    host_bytes: Option<f64>,
+}
+
+impl Seen {
+    const NOTHING: Self = Self {
+        seconds: 0.0,
+        ours_bytes: 0.0,
+        host_bytes: Some(0.0),
+    };
+
+    fn add(&mut self, facts: Facts) {
+        self.seconds += facts.seconds;
+        self.ours_bytes += facts.bytes as f64;
+        let host = self.host_bytes.zip(facts.host_bytes);
+        self.host_bytes = host.map(|(sum, more)| sum + more as f64);
+    }
+
+    fn speed(&self) -> Speed {
+        Speed {
+            ours: self.ours_bytes / self.seconds,
+            host: self.host_bytes.map(|bytes| bytes / self.seconds),
+        }
+    }
 }
 
 /// Chooses the number of channels.
@@ -111,8 +151,7 @@ pub struct StreamPlan {
     streams: u32,
     phase: Phase,
     fruitless: u32,
-    bytes: f64,
-    seconds: f64,
+    seen: Seen,
 }
 
 impl StreamPlan {
@@ -123,8 +162,7 @@ impl StreamPlan {
             streams,
             phase: Phase::Watching,
             fruitless: 0,
-            bytes: 0.0,
-            seconds: 0.0,
+            seen: Seen::NOTHING,
         }
     }
 
@@ -156,8 +194,7 @@ impl StreamPlan {
             self.forget();
             return Step::Keep;
         }
-        self.bytes += facts.bytes as f64;
-        self.seconds += facts.seconds;
+        self.seen.add(facts);
         match self.phase {
             Phase::Watching => self.watch(facts),
             Phase::Resting { left_s } => {
@@ -172,17 +209,17 @@ impl StreamPlan {
             }
             Phase::Trying {
                 added,
-                before_bytes_per_s,
+                before,
                 settle_s,
-            } => self.judge(facts, added, before_bytes_per_s, settle_s),
+            } => self.judge(facts, added, before, settle_s),
         }
     }
 
     fn watch(&mut self, facts: Facts) -> Step {
-        if self.seconds < look_s(facts) {
+        if self.seen.seconds < look_s(facts) {
             return Step::Keep;
         }
-        let before_bytes_per_s = self.bytes / self.seconds;
+        let before = self.seen.speed();
         self.forget();
         let added = if self.another_would_help(facts) {
             true
@@ -193,33 +230,34 @@ impl StreamPlan {
         };
         self.phase = Phase::Trying {
             added,
-            before_bytes_per_s,
+            before,
             settle_s: SETTLE_S.max(SETTLE_RTTS * facts.rtt_s),
         };
         self.change(added)
     }
 
-    fn judge(&mut self, facts: Facts, added: bool, before: f64, settle_s: f64) -> Step {
+    fn judge(&mut self, facts: Facts, added: bool, before: Speed, settle_s: f64) -> Step {
         if settle_s > 0.0 {
             self.forget();
             let settle_s = settle_s - facts.seconds;
             self.phase = Phase::Trying {
                 added,
-                before_bytes_per_s: before,
+                before,
                 settle_s,
             };
             return Step::Keep;
         }
-        if self.seconds < look_s(facts) {
+        if self.seen.seconds < look_s(facts) {
             return Step::Keep;
         }
-        let after = self.bytes / self.seconds;
+        let after = self.seen.speed();
         self.forget();
         let good = if added {
             // A fair part is what each of the others brings.
-            after >= before * (1.0 + GAIN_SHARE / f64::from(self.streams.max(2) - 1))
+            let least = GAIN_SHARE / f64::from(self.streams.max(2) - 1);
+            after.ours >= before.ours * (1.0 + least) && !taken_from_others(before, after)
         } else {
-            after >= before * (1.0 - LOSS_ALLOWED)
+            after.ours >= before.ours * (1.0 - LOSS_ALLOWED)
         };
         if good {
             self.fruitless = 0;
@@ -251,7 +289,7 @@ impl StreamPlan {
     }
 
     fn forget(&mut self) {
-        (self.bytes, self.seconds) = (0.0, 0.0);
+        self.seen = Seen::NOTHING;
     }
 
     fn another_would_help(&self, facts: Facts) -> bool {
@@ -275,6 +313,13 @@ impl StreamPlan {
         let floor = self.room.routes.max(1);
         self.streams > floor && fits && facts.rtt_s < LONG_RTT_S && facts.hemmed < HEMMED_FEW
     }
+}
+
+/// Whether less than half of what the channels gained is more for the host as a whole.
+fn taken_from_others(before: Speed, after: Speed) -> bool {
+    let gained = after.ours - before.ours;
+    let host = before.host.zip(after.host);
+    host.is_some_and(|(before, after)| after - before < gained / 2.0)
 }
 
 fn look_s(facts: Facts) -> f64 {
@@ -349,6 +394,29 @@ mod tests {
     }
 
     #[test]
+    fn what_is_taken_from_others_on_this_host_is_no_gain() {
+        let far = |ours: f64, host: f64| Facts {
+            hemmed: 0.9,
+            rtt_s: 0.05,
+            host_bytes: Some((host * 0.1) as u64),
+            ..interval(ours)
+        };
+        let after = |ours: f64, host: f64| {
+            let mut plan = StreamPlan::new(ROOM, 1);
+            assert_eq!(next_change(&mut plan, far(1e8, 4e8)), Step::Add);
+            next_change(&mut plan, far(ours, host))
+        };
+        assert_eq!(after(2e8, 4e8), Step::Remove);
+        assert_eq!(after(2e8, 5e8), Step::Add, "a gain for all is one");
+    }
+
+    #[test]
+    fn a_queue_that_others_fill_is_no_long_link() {
+        assert_eq!(first_streams(ROOM, 0.02, false), 8);
+        assert_eq!(first_streams(ROOM, 0.02, true), 4);
+    }
+
+    #[test]
     fn the_last_channel_stays_when_one_that_left_could_not_be_made_again() {
         let mut plan = StreamPlan::new(ROOM, 2);
         let idle = Facts {
@@ -411,7 +479,7 @@ mod tests {
             cores: 8,
             routes: 4,
         };
-        assert_eq!(first_streams(room, 0.0002), 4);
+        assert_eq!(first_streams(room, 0.0002, false), 4);
         let mut plan = StreamPlan::new(room, 4);
         assert_eq!(next_change(&mut plan, interval(1e8)), Step::Keep);
     }

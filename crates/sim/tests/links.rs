@@ -84,7 +84,7 @@ impl Migration {
             cores: link.cores,
             routes: 1,
         };
-        let streams = first_streams(room, link.rtt_s);
+        let streams = first_streams(room, link.rtt_s, false);
         Self {
             plan: StreamPlan::new(room, streams),
             daring: vec![10.0 * PACKET_BYTES / link.rtt_s; streams as usize],
@@ -102,7 +102,8 @@ impl Migration {
         self.daring.iter().sum()
     }
 
-    fn step(&mut self, link: &Link, at: usize, bytes_per_s: f64, link_is_full: bool) {
+    fn step(&mut self, link: &Link, at: usize, bytes_per_s: f64, host_bytes_per_s: f64) {
+        let link_is_full = host_bytes_per_s >= link.bytes_per_s;
         let streams = self.daring.len() as f64;
         let each = bytes_per_s / streams;
         let hemmed = each > 0.95 * link.window_bytes / link.rtt_s;
@@ -110,6 +111,7 @@ impl Migration {
         let facts = Facts {
             seconds: INTERVAL_S,
             bytes: (bytes_per_s * INTERVAL_S) as u64,
+            host_bytes: Some((host_bytes_per_s * INTERVAL_S) as u64),
             busy: each / link.core_bytes_per_s,
             hemmed: if hemmed { 1.0 } else { 0.0 },
             repeated: link.loss,
@@ -159,7 +161,8 @@ fn run(link: &Link, migrations: usize, seconds: f64) -> (Vec<Migration>, Vec<f64
         let sum: f64 = wanted.iter().sum();
         let fits = (link.bytes_per_s / sum).min(1.0);
         for (migration, wanted) in all.iter_mut().zip(wanted) {
-            migration.step(link, at, wanted * fits * noise.next(), fits < 1.0);
+            let host_bytes_per_s = sum.min(link.bytes_per_s);
+            migration.step(link, at, wanted * fits * noise.next(), host_bytes_per_s);
         }
     }
     let speeds = all
@@ -244,6 +247,7 @@ fn ten_gigabits_over_a_tenth_of_a_second_have_their_window() {
             routes: 1,
         },
         link.rtt_s,
+        false,
     ));
     assert!(
         streams * link.window_bytes >= on_the_way,

@@ -11,6 +11,7 @@ use super::driver::DriverInput;
 use super::ending::Ending;
 use super::gauge::Gauge;
 use super::hearing::Hearing;
+use super::outgoing;
 use super::pass::Pass;
 use super::routes::{DIAL_WAIT, Route, reach};
 use super::sender::{FINISH_WAIT, PassEnd, SenderHandle};
@@ -112,6 +113,7 @@ impl Epoch {
     /// Connects the control channel over the first route that works and data channels over all, and says what will
     /// come.
     pub(crate) fn open(plan: &EpochPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
+        let outgoing = outgoing::Look::begin();
         let reached = reach(plan.routes, plan.ending)?;
         let near = reached.iter().map(|way| way.dialed.rtt()).min();
         let (routes, dialed): (Vec<Route>, Vec<Option<Dialed>>) = reached
@@ -122,7 +124,8 @@ impl Epoch {
             cores: u32::try_from(cores()).unwrap_or(u32::MAX),
             routes: u32::try_from(routes.len()).unwrap_or(u32::MAX),
         };
-        let streams = first_streams(room, near.unwrap_or_default().as_secs_f64());
+        let near_s = near.unwrap_or_default().as_secs_f64();
+        let streams = first_streams(room, near_s, outgoing.shows_much());
         let maker = Maker {
             spec: Arc::clone(plan.spec),
             number: plan.number,

@@ -4,6 +4,7 @@
 //! next one.
 
 use super::epoch::Lane;
+use super::outgoing;
 use godwit_migrate::streams::Facts;
 use godwit_transport::LinkReading;
 use std::time::{Duration, Instant};
@@ -26,6 +27,8 @@ struct Sample {
 pub(super) struct Gauge {
     looked: Instant,
     samples: Vec<Option<Sample>>,
+    /// What had left this host.
+    host_bytes: Option<u64>,
 }
 
 impl Gauge {
@@ -33,12 +36,14 @@ impl Gauge {
         Self {
             looked: Instant::now(),
             samples: Vec::new(),
+            host_bytes: None,
         }
     }
 
     /// A pass begins: what was between it and the last one says nothing.
     pub(super) fn restart(&mut self, lanes: &[Lane]) {
         self.looked = Instant::now();
+        self.host_bytes = outgoing::sent_bytes();
         self.samples = lanes.iter().map(sample).collect();
     }
 
@@ -48,14 +53,18 @@ impl Gauge {
         if elapsed < LOOK_EVERY {
             return None;
         }
-        let before = std::mem::take(&mut self.samples);
+        let (before, host_before) = (std::mem::take(&mut self.samples), self.host_bytes);
         self.restart(lanes);
+        let host = self.host_bytes.zip(host_before);
         let pairs: Vec<(Sample, Sample)> = before
             .into_iter()
             .zip(&self.samples)
             .filter_map(|(before, now)| before.zip(*now))
             .collect();
-        facts(&pairs, elapsed)
+        Some(Facts {
+            host_bytes: host.map(|(now, before)| now.wrapping_sub(before)),
+            ..facts(&pairs, elapsed)?
+        })
     }
 }
 
@@ -93,6 +102,7 @@ fn facts(pairs: &[(Sample, Sample)], elapsed: Duration) -> Option<Facts> {
     Some(Facts {
         seconds,
         bytes: sum(&|s| s.bytes),
+        host_bytes: None,
         busy,
         starved: (1.0 - busy - blocked - capped).max(0.0),
         capped,
