@@ -8,6 +8,7 @@ use crate::app::App;
 use crate::preflight::{End, Preflight};
 use crate::secret;
 use godwit_migrate::predict::{self, Asked, Inputs};
+use godwit_migrate::streams::{Room, first_streams};
 use godwit_rpc::AgentClient;
 use godwit_types::forecast::{DirtyRate, LinkProbeListen, LinkProbeSend, Prediction};
 use godwit_types::load::HostLoad;
@@ -243,11 +244,16 @@ async fn burst(
         );
         return Err(ApiError::new(ErrorCode::Incompatible, message).on_host(&destination.host));
     }
+    let room = Room {
+        cores: source.info.cpus.min(destination.info.cpus),
+        routes: 1,
+    };
     let send = LinkProbeSend {
         listen,
         destination_addresses,
         source_addresses: source.info.migration_addresses.clone(),
-        streams: source.info.cpus.min(destination.info.cpus).clamp(1, 4),
+        // How far it is is not known yet: as many as a near link begins with.
+        streams: first_streams(room, 0.0, false),
         millis,
     };
     let measured = source.agent.link_send(&send).await?;
