@@ -361,7 +361,8 @@ fn stream(
             part.bytes_half_way = sent.unwrap_or(part.bytes).min(part.bytes);
         }
     }
-    writer.finish(&patience)?;
+    // The connection stays whole: its end is what the peer waits for.
+    writer.send(RecordKind::Final, &[], &patience)?;
     // The peer's final record: everything has arrived.
     while reader.next(&patience)?.kind != RecordKind::Final {}
     Ok(part)
@@ -447,10 +448,10 @@ mod tests {
         };
         let patience = Patience::until(Instant::now() + LIFE);
         let mut first = connect(0).unwrap().split();
-        first.1.finish(&patience).unwrap();
+        first.1.send(RecordKind::Final, &[], &patience).unwrap();
         assert_eq!(first.0.next(&patience).unwrap().kind, RecordKind::Final);
         let mut second = connect(1).unwrap().split();
-        second.1.finish(&patience).unwrap();
+        second.1.send(RecordKind::Final, &[], &patience).unwrap();
         assert_eq!(second.0.next(&patience).unwrap().kind, RecordKind::Final);
     }
 
