@@ -55,6 +55,7 @@ impl<'a> Vm<'a> {
             stage,
             name: name.to_owned(),
         };
+        stage.wait_for_room(run.cell.ram_mib)?;
         stage.run("controller", &["vm", "start", name, "--on", "a"])?;
         Ok(vm)
     }

@@ -28,7 +28,9 @@ pub fn warm_up() -> Result<Value> {
 /// Touches as much memory as a guest's destination will need, and some more, and gives it back. What a kernel has had
 /// free for seconds it may have returned to its hypervisor; without this the first run after a pause would pay for that.
 pub fn touch_again(ram_mib: u32) -> Result<()> {
-    let mib = (u64::from(ram_mib) * 5 / 4).min(free_mib()?);
+    let ram_mib = u64::from(ram_mib);
+    // A host that looks at this moment must find room for the guest, or it refuses the guest seconds later.
+    let mib = (ram_mib * 5 / 4).min(free_mib()?.saturating_sub(ram_mib));
     if mib > 0 {
         touch::anonymous(mib << 20, threads())?;
     }

@@ -12,7 +12,7 @@ use crate::plan::{Backend, Guest, System, Version};
 use crate::qmp::{Qmp, refuse_if_interrupted};
 use crate::stage::{PEER_RAM, SOON, Stage};
 use crate::usage::Watch;
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, bail};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -293,7 +293,7 @@ impl Side<'_> {
             "true"
         };
         let script = format!("rm -f {PEER_RAM}/*; {card}");
-        on_host(self.stage, self.host, &script)
+        self.stage.shell(self.host, &script)
     }
 }
 
@@ -375,20 +375,9 @@ pub fn run(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64)
     let ended = moved(stage, run, programs, way, bare_s);
     // QEMU leaves the files of its guest memory behind; no later run may have less room for them.
     for host in ["a", "b"] {
-        on_host(stage, host, &format!("rm -f {PEER_RAM}/*"))?;
+        stage.shell(host, &format!("rm -f {PEER_RAM}/*"))?;
     }
     ended
-}
-
-/// Runs a script of the shell there.
-fn on_host(stage: &Stage, host: &str, script: &str) -> Result<()> {
-    let output = stage.command(host, "sh")?.args(["-c", script]).output()?;
-    ensure!(
-        output.status.success(),
-        "cannot prepare host {host}: {}",
-        String::from_utf8_lossy(&output.stderr).trim()
-    );
-    Ok(())
 }
 
 fn moved(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64) -> Result<Ended> {

@@ -61,6 +61,7 @@ impl Stage {
                 stage.links.push(link);
             }
         }
+        stage.route_by_address()?;
         stage.bring_up()?;
         Ok(stage)
     }
@@ -103,6 +104,27 @@ impl Stage {
         Link::between(end(0)?, end(1)?, spec(&self.network)).context("no link emulator")
     }
 
+    /// Several cards of one subnet have a link each: what a card has received must be answered through it, so each has a
+    /// routing table of its own.
+    fn route_by_address(&self) -> Result<()> {
+        if self.network.cards < 2 || !self.network.one_subnet {
+            return Ok(());
+        }
+        for (index, host) in [(0, "a"), (1, "b")] {
+            for (card, address) in self.addresses(index).into_iter().enumerate() {
+                let (table, device) = (100 + card, format!("far{card}"));
+                let family = if self.network.six { "-6" } else { "-4" };
+                self.shell(
+                    host,
+                    &format!(
+                        "ip {family} route add default dev {device} table {table} && ip {family} rule add from {address} table {table}"
+                    ),
+                )?;
+            }
+        }
+        Ok(())
+    }
+
     fn bring_up(&mut self) -> Result<()> {
         self.run(
             "controller",
@@ -115,20 +137,12 @@ impl Stage {
         for (index, host) in [(0, "a"), (1, "b")] {
             let token = self.json("controller", &["host", "add"])?;
             let token = token["token"].as_str().context("no token")?.to_owned();
-            let address = self.address(index);
-            let join = [
-                "host",
-                "join",
-                &token,
-                "--name",
-                host,
-                "--migration",
-                &address,
-            ];
-            self.run(
-                host,
-                &[&join[..], &["--port-group", "vm=vmbr0", "--no-start"]].concat(),
-            )?;
+            let addresses = self.addresses(index);
+            let of_card = |address| ["--migration", address];
+            let mut join = vec!["host", "join", &token, "--name", host];
+            join.extend(addresses.iter().map(String::as_str).flat_map(of_card));
+            join.extend(["--port-group", "vm=vmbr0", "--no-start"]);
+            self.run(host, &join)?;
             self.daemon(host, "agent")?;
             self.peer_ram(host)?;
         }
@@ -148,17 +162,28 @@ impl Stage {
         let script = format!(
             "mkdir -p {PEER_RAM} && mount -t tmpfs -o huge=within_size,size=90%,mode=0700 tmpfs {PEER_RAM}"
         );
-        let output = self
-            .machine(host)?
-            .command("sh")
-            .args(["-c", &script])
-            .output()?;
+        self.shell(host, &script)
+    }
+
+    /// Runs a script of the shell on a host.
+    pub fn shell(&self, host: &str, script: &str) -> Result<()> {
+        let output = self.command(host, "sh")?.args(["-c", script]).output()?;
         ensure!(
             output.status.success(),
-            "cannot mount {PEER_RAM}: {}",
+            "cannot prepare host {host} by '{script}': {}",
             String::from_utf8_lossy(&output.stderr).trim()
         );
         Ok(())
+    }
+
+    /// Waits until both hosts say that they have room for a guest: they are asked every second, and the guest before it
+    /// has just gone.
+    pub fn wait_for_room(&self, ram_mib: u32) -> Result<()> {
+        let room = |host: &Value| host["memory_free_mib"].as_u64() >= Some(u64::from(ram_mib));
+        self.until("both hosts have room for the guest", |stage| {
+            let hosts = stage.json("controller", &["host", "list"])?;
+            Ok(hosts.as_array().is_some_and(|hosts| hosts.iter().all(room)))
+        })
     }
 
     /// The first migration address of host 0 or 1.
@@ -233,7 +258,9 @@ impl Stage {
             .args(arguments)
             .output()?;
         if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
+            // With --json the reason is on the standard output.
+            let said = [&output.stderr[..], &output.stdout].concat();
+            let said = String::from_utf8_lossy(&said);
             bail!("godwit {}: {}", arguments.join(" "), said.trim());
         }
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
