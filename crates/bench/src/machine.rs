@@ -12,7 +12,8 @@ use std::process::Command;
 /// Memory that is left alone when a machine is warmed.
 const LEFT_ALONE_MIB: u64 = 2048;
 
-/// Touches free memory, and what caches of files hold, which no run shall have to clear away; gives what was touched and how fast.
+/// Touches free memory, and what caches of files hold, which no run shall have to clear away; gives what was touched and
+/// how fast.
 pub fn warm_up() -> Result<Value> {
     let mib = free_mib()?;
     ensure!(mib > 0, "there is no available memory to speak of");

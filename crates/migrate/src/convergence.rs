@@ -159,7 +159,7 @@ impl Convergence {
     /// Longest predicted pause at which the guest is stopped, s. A promise that the distance alone breaks is no reason
     /// never to move.
     fn pause_s(&self, rtt_s: f64) -> f64 {
-        let distance_s = self.goal.fixed_s + 2.5 * rtt_s + (SHORT_OF_TRIP * rtt_s).max(0.005);
+        let distance_s = self.predict_s(0.0, rtt_s) + (SHORT_OF_TRIP * rtt_s).max(0.005);
         (PROMISE_SHARE * self.goal.max_downtime_s).max(distance_s)
     }
 

@@ -3,7 +3,8 @@
 //! A pure function of what each short interval of a pass showed. A channel is added only for a reason that another one
 //! can cure: a core is full and there are more, a buffer or window holds the channels back, or loss does while nothing
 //! queues on the way. A full link is no reason, and what another channel takes from others on this host is no gain, so that
-//! several migrations on one link do not outbid each other. A channel is taken out when the others can do its work. Each change is a trial: what it brought is measured, and
+//! several migrations on one link do not outbid each other. A channel is taken out when the others can do its work. Each
+//! change is a trial: what it brought is measured, and
 //! without gain it is taken back and not tried again for a while, twice as long each time.
 //!
 //! Owns: the history of one set of channels. Refuses: to judge while a cap holds the channels back, or before what a

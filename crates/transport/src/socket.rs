@@ -5,8 +5,8 @@
 //!
 //! Buffers follow need. Where the kernel's own tuning reaches bandwidth x round trip it is left alone, since it keeps
 //! what is queued small and so in the caches; only a longer link gets a fixed, larger size. A receive window can grow no
-//! further than the scale that was agreed when the connection was made, so a listening socket asks for the largest, and
-//! what it accepts goes back to the kernel's tuning until it has proved who it is.
+//! further than the scale that was agreed when the connection was made, so where the kernel's own is small a listening
+//! socket asks for the largest, and what it accepts goes back to the kernel's tuning until it has proved who it is.
 
 use crate::{TransportError, kernel};
 use rustix::fd::{AsFd, OwnedFd};
@@ -59,7 +59,7 @@ impl Default for Tuning {
 }
 
 impl Tuning {
-    /// The buffer that keeps one channel's share of the link busy: twice bandwidth x round trip, at most 256 MiB.
+    /// The buffer that keeps one channel's share of the link busy: twice bandwidth x round trip, at most 64 MiB.
     /// Twice, since channels do not share evenly and what was lost waits for its repetition.
     pub fn buffer_bytes(&self, rtt: Duration) -> u64 {
         let product = u128::from(self.bandwidth_bytes_per_s).saturating_mul(rtt.as_micros());
