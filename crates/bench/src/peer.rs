@@ -185,7 +185,11 @@ impl Side<'_> {
             "q35,accel=tcg,memory-backend=ram0,dump-guest-core=off".into(),
         );
         pair("-cpu", CPU.into());
-        pair("-smp", cell.vcpus.to_string());
+        // As ours: with room for one vCPU only, an emulated guest loses notifications (`godwit_qemu::command_line`).
+        pair(
+            "-smp",
+            format!("{},maxcpus={}", cell.vcpus, cell.vcpus.max(2)),
+        );
         pair("-m", format!("{}M", cell.ram_mib));
         pair("-object", self.memory_object());
         pair("-qmp", format!("unix:{socket},server=on,wait=off"));

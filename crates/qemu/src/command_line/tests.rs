@@ -212,3 +212,19 @@ fn numbers_out_of_range_are_refused() {
         assert_eq!(build(&config, &[]).expect_err(message).to_string(), message);
     }
 }
+
+#[test]
+fn a_lone_emulated_vcpu_has_room_for_a_second() {
+    let smp = |accelerator, vcpus| {
+        let line = built(&MachineConfig {
+            accelerator,
+            vcpus,
+            ..config()
+        });
+        let at = line.iter().position(|argument| argument == "-smp");
+        line[at.expect("the number of vCPUs") + 1].clone()
+    };
+    assert_eq!(smp(Accelerator::Tcg, 1), "1,maxcpus=2");
+    assert_eq!(smp(Accelerator::Tcg, 2), "2");
+    assert_eq!(smp(Accelerator::Kvm, 1), "1");
+}

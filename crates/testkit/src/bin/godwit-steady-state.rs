@@ -192,7 +192,7 @@ fn machine(
         "-cpu".into(),
         "max".into(),
         "-smp".into(),
-        "1".into(),
+        "1,maxcpus=2".into(), // an emulated vCPU without room for a second loses notifications
         "-kernel".into(),
         text(&guest.kernel),
         "-initrd".into(),
