@@ -7,6 +7,7 @@ use crate::app::App;
 use crate::drain;
 use crate::error::{Outcome, refuse};
 use crate::place;
+use crate::reconcile::refresh;
 use crate::secret;
 use crate::state::{HostEntry, Place};
 use godwit_rpc::AgentClient;
@@ -55,7 +56,12 @@ pub struct Preflight {
 
 /// Looks at everything. An error is what makes looking further pointless.
 pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<Preflight> {
-    let (source, destination, vm) = ends(app, name, &request.to)?;
+    let (mut source, mut destination, mut vm) = ends(app, name, &request.to)?;
+    if !place::has_room(&vm.spec, &destination.info) {
+        // What is known of its memory is up to a poll old: it is asked before it refuses.
+        refresh(app, &request.to).await;
+        (source, destination, vm) = ends(app, name, &request.to)?;
+    }
     let mut report = PreflightReport {
         refusals: check_inventory(&vm, &source.info, &destination.info),
         ..PreflightReport::default()

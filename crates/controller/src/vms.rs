@@ -200,7 +200,10 @@ struct Plan {
 /// Starts a VM where it is held, where it was asked for, or where there is room.
 pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Done> {
     let _turn = app.vm_lock(name).await;
-    let plan = plan_start(app, name, request)?;
+    let plan = match plan_start(app, name, request) {
+        Err(_) if ask_the_full(app, name, request).await => plan_start(app, name, request)?,
+        plan => plan?,
+    };
     let host = plan.host.clone();
     let agent = app.connected_agent(&host)?;
     let stays = plan.held.as_ref().is_some_and(|held| held.host == host);
@@ -212,6 +215,22 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
     app.tell_vm(name);
     result.map_err(|error| error.on_host(&host))?;
     Ok(done(format!("VM {name} runs on host {host}.")))
+}
+
+/// Asks the hosts again that seem too full for a VM: what is known of their memory is up to a poll old, and nobody is
+/// refused for what has been given back since. False when there is none.
+async fn ask_the_full(app: &App, name: &VmName, request: &StartRequest) -> bool {
+    let Ok(entry) = entry_of(app, name) else {
+        return false;
+    };
+    let mut hosts = connected(app);
+    hosts.retain(|host| {
+        request.on.as_ref().is_none_or(|on| *on == host.name) && !place::has_room(&entry.spec, host)
+    });
+    for host in &hosts {
+        refresh(app, &host.name).await;
+    }
+    !hosts.is_empty()
 }
 
 fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan> {

@@ -3,13 +3,14 @@
 mod scripted;
 
 use godwit_controller::{Controller, openapi};
-use godwit_rpc::controller_client::{RULES, path};
+use godwit_rpc::controller_client::{MigrateAnswer, RULES, path};
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role, Token};
 use godwit_types::control_api::{JoinRequest, ResolveRequest, StartRequest, StopRequest};
+use godwit_types::migration::MigrateRequest;
 use godwit_types::vm::{EncryptionMode, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation};
-use scripted::{DEADLINE, House, code, host, spec, vm};
+use scripted::{Agent, DEADLINE, House, code, host, spec, to, vm};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -160,6 +161,50 @@ async fn a_start_that_cannot_be_leaves_nothing_behind() {
     assert!(a.script().vms.is_empty());
     a.script().refuse_start = None;
     house.running("web", "a").await;
+}
+
+#[tokio::test]
+async fn memory_given_back_since_the_last_look_is_not_refused() {
+    let mut house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    house.running("moving", "a").await;
+    house.stop().await;
+    let free = |agent: &Agent, mib| agent.script().info.as_mut().unwrap().memory_free_mib = mib;
+    free(&a, 1);
+    free(&b, 1);
+    house.config.poll_every = Duration::from_secs(3600);
+    house.start().await;
+    house
+        .until(async |house: &House| {
+            let hosts = house.client().hosts().await.unwrap();
+            hosts.iter().all(|host| host.info.memory_free_mib == 1)
+                && house.vm("moving").await.state == VmState::Running
+        })
+        .await;
+    let client = house.client();
+    client.create_vm(&spec("web")).await.unwrap();
+    let start = async || client.start(&vm("web"), &StartRequest::default()).await;
+    assert!(start().await.is_err());
+    free(&b, 4096);
+    start().await.unwrap();
+    assert_eq!(house.vm("web").await.host, Some(host("b")));
+    let dry = MigrateRequest {
+        dry_run: true,
+        ..to("b")
+    };
+    free(&b, 1);
+    house
+        .client()
+        .stop(&vm("web"), &StopRequest::default())
+        .await
+        .unwrap();
+    let refusals = async || match house.client().migrate(&vm("moving"), &dry).await.unwrap() {
+        MigrateAnswer::Checked(report) => report.refusals,
+        MigrateAnswer::Begun(_) => panic!("a dry run began"),
+    };
+    assert_eq!(refusals().await[0].code, ErrorCode::OutOfMemory);
+    free(&b, 4096);
+    assert_eq!(refusals().await, []);
 }
 
 #[tokio::test]
