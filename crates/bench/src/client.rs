@@ -13,12 +13,14 @@ use serde_json::{Value, json};
 use std::io::{BufRead as _, BufReader};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
-use std::process::{Child, Stdio};
+use std::process::{Child, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 /// Longest wait for Linux to boot under emulation, and for the data.
 const BOOT: Duration = Duration::from_secs(240);
+/// Longest wait for every value to be read back: a minute and more for the largest guest on a busy machine.
+const READ_BACK: Duration = Duration::from_secs(300);
 /// Seconds of load before and after the move.
 const AROUND: Duration = Duration::from_secs(6);
 
@@ -70,7 +72,7 @@ impl Client {
         pause(AROUND)?;
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::INT)?;
-        let status = self.child.wait()?;
+        let status = self.ended(Instant::now() + READ_BACK)?;
         let text = std::fs::read(&self.report).context("the load left no report")?;
         let mut work: Workload = serde_json::from_slice(&text)?;
         let zero = work.started_unix_ms as f64 / 1e3;
@@ -105,6 +107,20 @@ impl Client {
             "ops": work.seconds.iter().map(|second| second.ops).collect::<Vec<_>>(),
         });
         Ok((equal, checked, seen))
+    }
+
+    fn ended(&mut self, deadline: Instant) -> Result<ExitStatus> {
+        loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Ok(status);
+            }
+            refuse_if_interrupted()?;
+            ensure!(
+                Instant::now() < deadline,
+                "the guest stopped answering: its values were not read back within {READ_BACK:?}"
+            );
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
 }
 
