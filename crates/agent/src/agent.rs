@@ -187,15 +187,7 @@ impl Agent {
     }
 
     pub(crate) fn accelerator(&self) -> Accelerator {
-        let wanted = match self.config.accelerator {
-            Accelerator::Auto => None,
-            Accelerator::Kvm => Some(godwit_qemu::command_line::Accelerator::Kvm),
-            Accelerator::Tcg => Some(godwit_qemu::command_line::Accelerator::Tcg),
-        };
-        match godwit_qemu::accel::choose_accel(wanted).accelerator {
-            godwit_qemu::command_line::Accelerator::Kvm => Accelerator::Kvm,
-            godwit_qemu::command_line::Accelerator::Tcg => Accelerator::Tcg,
-        }
+        godwit_qemu::accel::come_to(self.config.accelerator)
     }
 
     /// What this host says of itself.

@@ -329,15 +329,8 @@ mod tests {
 
     fn vm(name: &str, step: DrainStep) -> DrainVm {
         DrainVm {
-            vm: VmName::new(name).unwrap(),
             step,
-            memory_mib: 64,
-            to: None,
-            migration: None,
-            tries: 0,
-            reasons: Vec::new(),
-            prediction: None,
-            percent: None,
+            ..DrainVm::waiting(VmName::new(name).unwrap(), 64)
         }
     }
 

@@ -8,6 +8,7 @@ pub mod guests;
 pub mod host;
 pub mod pair;
 pub mod relay;
+pub mod small_ram;
 pub mod stack;
 pub mod verdict;
 

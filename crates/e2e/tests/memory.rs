@@ -2,6 +2,7 @@
 
 use godwit_e2e::guests::{counter_vm, wait_passes};
 use godwit_e2e::pair::{Options, Pair};
+use godwit_e2e::small_ram::SmallRam;
 use godwit_testkit::guest::counter::CounterSpec;
 use godwit_types::host_api::VmRequest;
 use godwit_types::migration::Outcome;
@@ -73,7 +74,7 @@ fn a_cancel_while_memory_is_allocated_works_at_once() -> anyhow::Result<()> {
 fn a_destination_without_room_refuses_before_anything_is_sent() -> anyhow::Result<()> {
     for options in [prepared(), Options::default()] {
         let pair = Pair::new(Accelerator::Tcg)?;
-        let small = Tmpfs::mount(pair.b.ram_dir(), "8m")?;
+        let small = SmallRam::over(pair.b.ram_dir(), "8m")?;
         boot(&pair)?;
         let (id, begun) = pair.try_begin(&pair.a, &pair.b, &options)?;
         begun?;
@@ -84,7 +85,6 @@ fn a_destination_without_room_refuses_before_anything_is_sent() -> anyhow::Resul
         anyhow::ensure!(reason.contains("destination out of memory"), "{reason}");
         pair.settle()?;
         drop(small);
-        open(pair.b.ram_dir())?;
         pair.conclude(Some(&id))?;
     }
     Ok(())
@@ -115,33 +115,4 @@ fn pages_of_zeroes_arrive_as_zeroes_in_prepared_memory() -> anyhow::Result<()> {
     anyhow::ensure!(bytes.iter().all(|&byte| byte == 0));
     pair.conclude(Some(&id))?;
     Ok(())
-}
-
-fn open(path: &std::path::Path) -> std::io::Result<()> {
-    use std::os::unix::fs::PermissionsExt as _;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))
-}
-
-/// A tmpfs of a given size, gone when dropped.
-struct Tmpfs(std::path::PathBuf);
-
-impl Tmpfs {
-    fn mount(at: &std::path::Path, size: &str) -> anyhow::Result<Self> {
-        let options = format!("size={size},mode=755");
-        let done = std::process::Command::new("mount")
-            .args(["-t", "tmpfs", "-o", &options, "tmpfs"])
-            .arg(at)
-            .status()?;
-        anyhow::ensure!(done.success(), "cannot mount a tmpfs at {}", at.display());
-        Ok(Self(at.to_owned()))
-    }
-}
-
-impl Drop for Tmpfs {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("umount")
-            .arg("-l")
-            .arg(&self.0)
-            .status();
-    }
 }

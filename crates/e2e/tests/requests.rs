@@ -3,6 +3,7 @@
 use godwit_e2e::Host;
 use godwit_e2e::guests::{counter_vm, wait_passes};
 use godwit_e2e::pair::{Options, Pair};
+use godwit_e2e::small_ram::SmallRam;
 use godwit_testkit::guest::counter::CounterSpec;
 use godwit_types::host_api::VmRequest;
 use godwit_types::migration::{MigrationReport, Outcome};
@@ -249,7 +250,7 @@ fn a_port_range_in_use_is_refused_by_name() -> anyhow::Result<()> {
 #[test]
 fn a_destination_out_of_memory_gives_up_and_the_guest_stays() -> anyhow::Result<()> {
     let pair = Pair::new(Accelerator::Tcg)?;
-    let small = Tmpfs::mount(pair.b.ram_dir(), "8m")?;
+    let small = SmallRam::over(pair.b.ram_dir(), "8m")?;
     boot(&pair, &CounterSpec::flat(48))?;
     let (id, begun) = pair.try_begin(&pair.a, &pair.b, &Options::default())?;
     if begun.is_ok() {
@@ -264,7 +265,6 @@ fn a_destination_out_of_memory_gives_up_and_the_guest_stays() -> anyhow::Result<
     }
     pair.settle()?;
     drop(small);
-    open(pair.b.ram_dir())?;
     pair.conclude(begun.is_ok().then_some(&id))?;
     Ok(())
 }
@@ -273,7 +273,7 @@ fn a_destination_out_of_memory_gives_up_and_the_guest_stays() -> anyhow::Result<
 #[test]
 fn a_destination_that_is_slow_to_say_why_it_failed_is_no_lost_link() -> anyhow::Result<()> {
     let pair = Pair::new(Accelerator::Tcg)?;
-    let small = Tmpfs::mount(pair.b.ram_dir(), "8m")?;
+    let small = SmallRam::over(pair.b.ram_dir(), "8m")?;
     pair.b.arm("destination.giving-up", "hold");
     boot(&pair, &CounterSpec::flat(48))?;
     let (id, begun) = pair.try_begin(&pair.a, &pair.b, &Options::default())?;
@@ -289,37 +289,6 @@ fn a_destination_that_is_slow_to_say_why_it_failed_is_no_lost_link() -> anyhow::
     anyhow::ensure!(reason.contains("memory"), "{reason}");
     pair.settle()?;
     drop(small);
-    open(pair.b.ram_dir())?;
     pair.conclude(Some(&id))?;
     Ok(())
-}
-
-fn open(path: &std::path::Path) -> std::io::Result<()> {
-    use std::os::unix::fs::PermissionsExt as _;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))
-}
-
-/// A tmpfs of a given size, gone when dropped.
-struct Tmpfs(std::path::PathBuf);
-
-impl Tmpfs {
-    fn mount(at: &std::path::Path, size: &str) -> anyhow::Result<Self> {
-        let options = format!("size={size},mode=755");
-        let done = std::process::Command::new("mount")
-            .args(["-t", "tmpfs", "-o", &options, "tmpfs"])
-            .arg(at)
-            .status()?;
-        anyhow::ensure!(done.success(), "a tmpfs cannot be mounted");
-        Ok(Self(at.to_owned()))
-    }
-}
-
-impl Drop for Tmpfs {
-    fn drop(&mut self) {
-        // Lazily: whoever still has a file open there keeps it.
-        let _ = std::process::Command::new("umount")
-            .arg("-l")
-            .arg(&self.0)
-            .status();
-    }
 }

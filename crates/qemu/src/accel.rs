@@ -30,6 +30,20 @@ pub fn choose_accel(wanted: Option<Accelerator>) -> Choice {
     )
 }
 
+/// What a wish of `auto`, `kvm` or `tcg` comes to on this host.
+pub fn come_to(wish: godwit_types::vm::Accelerator) -> godwit_types::vm::Accelerator {
+    use godwit_types::vm::Accelerator as Wish;
+    let wanted = match wish {
+        Wish::Auto => None,
+        Wish::Kvm => Some(Accelerator::Kvm),
+        Wish::Tcg => Some(Accelerator::Tcg),
+    };
+    match choose_accel(wanted).accelerator {
+        Accelerator::Kvm => Wish::Kvm,
+        Accelerator::Tcg => Wish::Tcg,
+    }
+}
+
 fn choose(wanted: Option<Accelerator>, cpuinfo: &str, device: Result<(), String>) -> Choice {
     if let Some(accelerator) = wanted {
         return Choice {

@@ -86,6 +86,23 @@ pub struct DrainVm {
     pub percent: Option<f64>,
 }
 
+impl DrainVm {
+    /// One that waits for its turn.
+    pub fn waiting(vm: VmName, memory_mib: u64) -> Self {
+        Self {
+            vm,
+            step: DrainStep::Waiting,
+            memory_mib,
+            to: None,
+            migration: None,
+            tries: 0,
+            reasons: Vec::new(),
+            prediction: None,
+            percent: None,
+        }
+    }
+}
+
 /// The emptying of a host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DrainView {

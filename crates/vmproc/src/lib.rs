@@ -30,6 +30,8 @@ mod shared_report;
 mod source;
 mod strays;
 mod succession;
+#[cfg(test)]
+mod testing;
 mod throttle;
 mod timers;
 mod vm;

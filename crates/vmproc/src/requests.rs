@@ -244,19 +244,10 @@ impl Vm {
             .spec
             .as_ref()
             .map_or(Accelerator::Auto, |spec| spec.accelerator);
-        let wanted = match (self.config.accelerator, wish) {
-            (Accelerator::Auto, wish) => wish,
-            (host, _) => host,
-        };
-        let wanted = match wanted {
-            Accelerator::Auto => None,
-            Accelerator::Kvm => Some(godwit_qemu::command_line::Accelerator::Kvm),
-            Accelerator::Tcg => Some(godwit_qemu::command_line::Accelerator::Tcg),
-        };
-        match godwit_qemu::accel::choose_accel(wanted).accelerator {
-            godwit_qemu::command_line::Accelerator::Kvm => Accelerator::Kvm,
-            godwit_qemu::command_line::Accelerator::Tcg => Accelerator::Tcg,
-        }
+        godwit_qemu::accel::come_to(match self.config.accelerator {
+            Accelerator::Auto => wish,
+            host => host,
+        })
     }
 
     // ---- becoming a destination ----

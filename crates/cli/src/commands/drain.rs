@@ -269,15 +269,8 @@ mod tests {
 
     fn exit(state: DrainState, steps: &[DrainStep]) -> u8 {
         let vm = |step: &DrainStep| DrainVm {
-            vm: VmName::new("web").unwrap(),
             step: *step,
-            memory_mib: 64,
-            to: None,
-            migration: None,
-            tries: 0,
-            reasons: Vec::new(),
-            prediction: None,
-            percent: None,
+            ..DrainVm::waiting(VmName::new("web").unwrap(), 64)
         };
         let view = DrainView {
             host: HostName::new("b").unwrap(),

@@ -139,7 +139,7 @@ pub fn look(app: &App, view: &mut DrainView) {
     for name in state.vms_on(&view.host) {
         if !view.vms.iter().any(|vm| vm.vm == name) {
             let memory_mib = state.vms.get(&name).map_or(0, |vm| vm.spec.memory_mib);
-            view.vms.push(new_vm(name, memory_mib));
+            view.vms.push(DrainVm::waiting(name, memory_mib));
         }
     }
     view.vms.retain(|vm| state.vms.contains_key(&vm.vm));
@@ -203,20 +203,6 @@ fn stays(
             "VM {vm} has halted and does not move: reset it with 'godwit vm reset {vm}', then drain again"
         )),
         _ => None,
-    }
-}
-
-fn new_vm(vm: VmName, memory_mib: u64) -> DrainVm {
-    DrainVm {
-        vm,
-        step: DrainStep::Waiting,
-        memory_mib,
-        to: None,
-        migration: None,
-        tries: 0,
-        reasons: Vec::new(),
-        prediction: None,
-        percent: None,
     }
 }
 

@@ -784,20 +784,11 @@ fn halt_of_end(end: End) -> Halt {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::spec;
     use godwit_migrate::protocol::decode_to_source;
     use godwit_transport::{ConnectOptions, connect};
     use godwit_types::MigrationId;
-    use godwit_types::migration::{Cipher, MigrationSecret};
-    use godwit_wire::{ChannelId, Spec};
-
-    fn spec() -> Arc<Spec> {
-        let secret = MigrationSecret {
-            key: vec![1; 32],
-            nonce: vec![2; 8],
-        };
-        let id = MigrationId::new("m").unwrap();
-        Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap())
-    }
+    use godwit_wire::ChannelId;
 
     #[test]
     fn a_cancel_that_a_lost_channel_overtook_is_heard() {

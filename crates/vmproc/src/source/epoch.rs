@@ -605,24 +605,14 @@ mod tests {
     use super::*;
     use crate::input::Farewell;
     use crate::source::routes::routes;
+    use crate::testing::spec;
     use godwit_migrate::protocol::decode_to_destination;
     use godwit_transport::{
         ConnectOptions, ControlSender, Gate, Incoming, Listener, Tuning, connect,
     };
-    use godwit_types::MigrationId;
-    use godwit_types::migration::{Cipher, MigrationSecret};
     use std::net::{SocketAddr, TcpListener};
 
     const LONG: Duration = Duration::from_secs(120);
-
-    fn spec() -> Arc<Spec> {
-        let secret = MigrationSecret {
-            key: vec![1; 32],
-            nonce: vec![2; 8],
-        };
-        let id = MigrationId::new("m").unwrap();
-        Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap())
-    }
 
     /// Destinations that take connections and say nothing.
     fn silent(count: usize) -> (Vec<TcpListener>, Maker) {

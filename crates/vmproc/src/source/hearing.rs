@@ -119,26 +119,17 @@ impl Hearing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::testing::spec;
     use godwit_migrate::protocol::encode;
     use godwit_transport::{ConnectOptions, ControlSender, Gate, Listener, Tuning, connect};
-    use godwit_types::MigrationId;
-    use godwit_types::migration::{Cipher, MigrationSecret};
-    use godwit_wire::{ChannelId, Spec};
+    use godwit_wire::ChannelId;
     use std::sync::mpsc::{Receiver, channel};
 
     const LONG: Duration = Duration::from_secs(120);
 
-    fn spec() -> Spec {
-        let secret = MigrationSecret {
-            key: vec![1; 32],
-            nonce: vec![2; 8],
-        };
-        Spec::new(MigrationId::new("m").unwrap(), &secret, Cipher::Aes256Gcm).unwrap()
-    }
-
     /// A destination's sending half, and what its source's driver gets.
     fn heard() -> (ControlSender, Receiver<DriverInput>) {
-        let gate = Gate::new(Arc::new(spec()), Tuning::default(), LONG);
+        let gate = Gate::new(spec(), Tuning::default(), LONG);
         let mut listener = Listener::bind(gate, [127, 0, 0, 1].into(), 0..=0).unwrap();
         let address = listener.address();
         let accepted = std::thread::spawn(move || listener.accept(Instant::now() + LONG).unwrap());
