@@ -82,10 +82,6 @@ skip() {
     printf '\n== %s: skipped: %s\n' "$1" "$2"
 }
 
-guests() {
-    "$cargo" build --release -p godwit-testkit && target/release/guest-image
-}
-
 # Everything but what runs a QEMU; the QEMU crates' libraries only.
 unit_tests() {
     local exclude=() only=() crate
@@ -106,12 +102,17 @@ qemu_tests() {
 lints() {
     step 'formatting' "$cargo" fmt --all --check
     step 'lints' "$cargo" clippy --release --workspace --all-targets -- -D warnings
-    step 'layering and sizes' "$cargo" run --release -q -p xtask -- tidy
+}
+
+# One choice of packages for everything but the end-to-end cases: another choice has other features of shared crates, and
+# cargo would compile those once more.
+build() {
+    step 'build' "$cargo" build --release --workspace --exclude godwit-e2e
 }
 
 pure() {
-    step 'simulator' "$cargo" run --release -q -p godwit-sim -- --seeds "$seeds"
-    step 'fuzzing' "$cargo" run --release -q -p godwit-fuzz -- --runs "$fuzz_runs" --canary
+    step 'simulator' target/release/godwit-sim --seeds "$seeds"
+    step 'fuzzing' target/release/godwit-fuzz --runs "$fuzz_runs" --canary
 }
 
 end_to_end() {
@@ -123,8 +124,9 @@ end_to_end() {
 }
 
 if [ "$part" != qemu ]; then lints; fi
-step 'build' "$cargo" build --release -p godwit
-if [ "$part" != unit ]; then step 'guest images' guests; fi
+build
+if [ "$part" != qemu ]; then step 'layering and sizes' target/release/xtask tidy; fi
+if [ "$part" != unit ]; then step 'guest images' target/release/guest-image; fi
 case $part in
     unit) step 'unit tests' unit_tests ;;
     qemu) step 'component tests' qemu_tests ;;

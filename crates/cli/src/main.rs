@@ -19,7 +19,9 @@ use godwit_types::ErrorCode;
 use output::Output;
 use std::path::Path;
 use std::process::ExitCode;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::util::SubscriberInitExt as _;
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
@@ -46,12 +48,22 @@ fn start_logging(command: &Command) {
             | Command::Agent(AgentCommand::Run { .. })
             | Command::Controller(ControllerCommand::Run { .. })
     );
-    let usual = if daemon { "info" } else { "error" };
-    let filter = EnvFilter::try_from_env("GODWIT_LOG").unwrap_or_else(|_| EnvFilter::new(usual));
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let usual = if daemon {
+        LevelFilter::INFO
+    } else {
+        LevelFilter::ERROR
+    };
+    let wished = std::env::var("GODWIT_LOG").unwrap_or_default();
+    let filter = wished
+        .parse::<Targets>()
+        .ok()
+        .filter(|_| !wished.is_empty());
+    let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
-        .with_ansi(false)
+        .with_ansi(false);
+    tracing_subscriber::registry()
+        .with(lines)
+        .with(filter.unwrap_or_else(|| Targets::new().with_default(usual)))
         .init();
 }
 

@@ -10,8 +10,9 @@ use godwit_types::migration::{MigrationReport, MigrationSpec, Outcome};
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use sqlx::migrate::{Migration, MigrationType, Migrator};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
-use sqlx::{SqlitePool, query, query_as, query_scalar};
+use sqlx::{SqlSafeStr as _, SqlitePool, query, query_as, query_scalar};
 use std::path::Path;
 use std::time::Duration;
 
@@ -54,6 +55,24 @@ pub enum Added {
     Exists,
 }
 
+/// Every format that the database has had, oldest first. A text here never changes: databases know its checksum.
+fn formats() -> Migrator {
+    let one = |version, description: &'static str, sql: &'static str| {
+        let sql = sql.into_sql_str();
+        Migration::new(
+            version,
+            description.into(),
+            MigrationType::Simple,
+            sql,
+            false,
+        )
+    };
+    Migrator::with_migrations(vec![
+        one(1, "initial", include_str!("../migrations/0001_initial.sql")),
+        one(2, "drains", include_str!("../migrations/0002_drains.sql")),
+    ])
+}
+
 impl Store {
     /// Opens the database, making it when `create` is set, and brings its format up to date.
     pub async fn open(path: &Path, create: bool) -> Result<Self> {
@@ -69,7 +88,7 @@ impl Store {
             .max_connections(1)
             .connect_with(options)
             .await?;
-        sqlx::migrate!("./migrations").run(&pool).await?;
+        formats().run(&pool).await?;
         Ok(Self { pool })
     }
 

@@ -5,9 +5,7 @@ use std::io::Read as _;
 use std::path::Path;
 
 fn main() -> anyhow::Result<()> {
-    let filter = std::env::var("GODWIT_LOG").unwrap_or_else(|_| "info".into());
     tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::new(filter))
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .init();
