@@ -142,6 +142,24 @@ impl Written {
     }
 }
 
+/// Pages that a guest's second vCPU reads.
+#[derive(Debug)]
+pub struct Reads(File);
+
+impl Reads {
+    /// Of the guest whose memory is in this file.
+    pub fn of(ram: &Path) -> anyhow::Result<Self> {
+        Ok(Self(File::open(ram)?))
+    }
+
+    /// Read so far; wraps.
+    pub fn pages(&self) -> anyhow::Result<u32> {
+        let mut bytes = [0; 4];
+        self.0.read_exact_at(&mut bytes, Word::Reads.address())?;
+        Ok(u32::from_le_bytes(bytes))
+    }
+}
+
 /// Sets a guest's idle turns so that it writes about so much, whatever this machine's speed is.
 pub fn calibrate(ram: &Path, mib_per_s: f64) -> anyhow::Result<f64> {
     let (pace, file) = (

@@ -1,6 +1,7 @@
 //! Guests that write faster than they can be sent, and what a guest is left with after a move that did not happen.
 
-use godwit_e2e::guests::{MIB, Pace, Written, calibrate, counter_vm, wait_passes};
+use anyhow::Context as _;
+use godwit_e2e::guests::{MIB, Pace, Reads, Written, calibrate, counter_vm, wait_passes};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_guestmem::mem_tmpfs::{Mounted, ensure_mounted};
 use godwit_guestmem::{GuestMapping, RamFile, collapse};
@@ -67,6 +68,111 @@ fn a_guest_that_writes_twice_what_the_link_carries_moves_within_its_promise() ->
         // What was stopped fitted the promise; a busy machine may still break it.
         println!("  the promise of 300 ms was missed");
     }
+    Ok(())
+}
+
+/// A vCPU of the QEMU: its number, and how often its quota has made it wait.
+fn waits_of_vcpus(qemu_pid: i32) -> anyhow::Result<Vec<(String, u64)>> {
+    let mut found = Vec::new();
+    for task in std::fs::read_dir(format!("/proc/{qemu_pid}/task"))? {
+        let task = task?.path();
+        let name = std::fs::read_to_string(task.join("comm"))?;
+        let group = std::fs::read_to_string(task.join("cgroup"))?;
+        let slowed = group.lines().find(|line| line.contains("godwit-throttle-"));
+        if let (true, Some(line)) = (name.starts_with("CPU "), slowed) {
+            found.push((name.trim().to_owned(), waits_in(line)?));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// `line` is one of `/proc/PID/cgroup`: number, controllers, path.
+fn waits_in(line: &str) -> anyhow::Result<u64> {
+    let mut parts = line.splitn(3, ':').skip(1);
+    let (controllers, path) = parts.next().zip(parts.next()).context("no group")?;
+    let mount = if controllers.is_empty() {
+        "unified"
+    } else {
+        "cpu"
+    };
+    let places = [
+        format!("/sys/fs/cgroup/{mount}{path}"),
+        format!("/sys/fs/cgroup{path}"),
+    ];
+    let stat = places
+        .iter()
+        .find_map(|place| std::fs::read_to_string(Path::new(place).join("cpu.stat")).ok())
+        .with_context(|| format!("no cpu.stat in {places:?}"))?;
+    let waits = stat
+        .lines()
+        .find_map(|line| line.strip_prefix("nr_throttled "));
+    Ok(waits.context("no nr_throttled")?.parse()?)
+}
+
+/// Each vCPU is held by what it writes. How fast the reading one goes on depends on who else wants its core, and is
+/// printed; that no quota ever made it wait is checked.
+#[test]
+fn a_vcpu_that_only_reads_is_not_made_to_wait() -> anyhow::Result<()> {
+    let pair = Pair::new(Accelerator::Tcg)?;
+    let guest = CounterSpec::flat(128).slowed(20_000).with_reader();
+    let mut spec = counter_vm(pair.dir(), &guest, 160)?;
+    spec.vcpus = 2;
+    pair.boot(&spec)?;
+    let ram = pair.a.ram_file()?;
+    wait_passes(&ram, 1, LONG)?;
+    let own = calibrate(&ram, 95.0)?;
+    let qemu_pid = pair.a.vm()?.qemu_pid.context("no QEMU")?;
+    let reads = Reads::of(&ram)?;
+    let (before, began) = (reads.pages()?, Instant::now());
+    std::thread::sleep(Duration::from_secs(1));
+    let usual = f64::from(reads.pages()?.wrapping_sub(before)) / began.elapsed().as_secs_f64();
+    let options = Options {
+        max_bandwidth_mbit_per_s: Some(400),
+        max_downtime_ms: 300,
+        ..Options::default()
+    };
+    let id = pair.begin(&pair.a, &pair.b, &options)?;
+    let (mut first, mut last, mut waits) = (None, None, Vec::new());
+    let deadline = Instant::now() + Duration::from_secs(150);
+    let report = loop {
+        let report = pair.a.report(&id)?;
+        if report.outcome.is_some() {
+            break report;
+        }
+        if report.phase == Phase::Precopy && !report.iterations.is_empty() {
+            let now = Some((reads.pages()?, Instant::now()));
+            (first, last) = (first.or(now), now);
+            // A group may go while it is looked at: the pause begins.
+            waits = waits_of_vcpus(qemu_pid)
+                .ok()
+                .filter(|w| w.len() == 2)
+                .unwrap_or(waits);
+        }
+        anyhow::ensure!(Instant::now() < deadline, "no end: {report:?}");
+        // Reports are asked for; there is nothing to wait on.
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    if let (Some((pages, at)), Some((last_pages, last_at))) = (first, last) {
+        let during = f64::from(last_pages.wrapping_sub(pages)) / (last_at - at).as_secs_f64();
+        println!(
+            "guest wrote {own:.0} MiB/s and read {usual:.0} pages/s; while it was slowed it read {:.2} of that; waits {waits:?}; {:?} after {:.1} s",
+            during / usual,
+            report.outcome,
+            report.total_s
+        );
+    }
+    let end = pair.conclude(Some(&id))?;
+    anyhow::ensure!(end.settled.owner.name == pair.b.name, "{:?}", report.reason);
+    let [(writer, held), (reader, kept)] = waits.as_slice() else {
+        println!("skipped: no vCPU was slowed on this machine");
+        return Ok(());
+    };
+    anyhow::ensure!(*held > 0, "{writer} was never made to wait");
+    anyhow::ensure!(
+        *kept == 0,
+        "{reader} only reads and was made to wait {kept} times"
+    );
     Ok(())
 }
 

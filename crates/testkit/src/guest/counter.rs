@@ -36,6 +36,13 @@ const CODE_LINEAR: u32 = 0x9_0200;
 /// Where the parameters sit in the file; QEMU writes only to 0x20..0x24 of such an old header.
 const PARAMETERS_OFFSET: usize = 0x40;
 const PARAMETERS_LINEAR: u32 = 0x9_0040;
+/// Where the second vCPU's program begins, from the code's.
+const READER_OFFSET: u8 = 2;
+/// Local interrupt controller: the register by which one vCPU wakes the others, and what to write there.
+const APIC_COMMAND_ADDRESS: u32 = 0xFEE0_0300;
+const APIC_INIT_OTHERS: u32 = 0x000C_4500;
+/// They begin in real mode at the file's first byte, page 90h.
+const APIC_START_OTHERS: u32 = 0x000C_4690;
 const PARAMETERS_MAGIC: u32 = u32::from_le_bytes(*b"GWP1");
 
 /// The words of the control block, in order.
@@ -60,6 +67,10 @@ pub enum Word {
     ActionAtPasses,
     /// Idle loop turns after each page: slows the dirtying.
     Spin,
+    /// Whether a second vCPU reads.
+    Reader,
+    /// Pages that it has read (wraps); in a cache line of its own.
+    Reads = 16,
 }
 
 impl Word {
@@ -111,6 +122,8 @@ pub struct CounterSpec {
     pub action_at_passes: u32,
     /// Idle loop turns after each page.
     pub spin: u32,
+    /// A second vCPU reads the counted pages for ever ([`Mode::Flat`]; the machine must have that vCPU).
+    pub reader: bool,
 }
 
 impl CounterSpec {
@@ -122,6 +135,7 @@ impl CounterSpec {
             action: Action::None,
             action_at_passes: 0,
             spin: 0,
+            reader: false,
         }
     }
 
@@ -146,6 +160,14 @@ impl CounterSpec {
     /// The same guest, slower by `spin` idle turns a page.
     pub fn slowed(self, spin: u32) -> Self {
         Self { spin, ..self }
+    }
+
+    /// The same guest with a second vCPU that only reads.
+    pub fn with_reader(self) -> Self {
+        Self {
+            reader: true,
+            ..self
+        }
     }
 
     /// Counted pages: first, and one past the last.
@@ -186,6 +208,8 @@ pub fn build(spec: &CounterSpec) -> Result<Vec<u8>, CounterError> {
     file.extend_from_slice(&code);
     // The loader wants a kernel part after the set-up sectors; nothing ever runs it.
     file.resize(set_up_bytes + 512, 0);
+    // A second vCPU wakes at the beginning of the file: jmp 9020h:READER_OFFSET
+    file[..5].copy_from_slice(&[0xEA, READER_OFFSET, 0x00, 0x20, 0x90]);
     patch(&mut file, spec)?;
     Ok(file)
 }
@@ -196,7 +220,7 @@ pub fn patch(file: &mut [u8], spec: &CounterSpec) -> Result<(), CounterError> {
         return Err(CounterError::Limit(spec.until_mib));
     }
     let block = file
-        .get_mut(PARAMETERS_OFFSET..PARAMETERS_OFFSET + 24)
+        .get_mut(PARAMETERS_OFFSET..PARAMETERS_OFFSET + 4 + COPIED.len() * 4)
         .ok_or(CounterError::Foreign)?;
     if block[..4] != PARAMETERS_MAGIC.to_le_bytes() {
         return Err(CounterError::Foreign);
@@ -208,6 +232,7 @@ pub fn patch(file: &mut [u8], spec: &CounterSpec) -> Result<(), CounterError> {
         spec.action as u32,
         spec.action_at_passes,
         spec.spin,
+        u32::from(spec.reader),
     ];
     for (slot, word) in block[4..].chunks_exact_mut(4).zip(words) {
         slot.copy_from_slice(&word.to_le_bytes());
@@ -216,12 +241,13 @@ pub fn patch(file: &mut [u8], spec: &CounterSpec) -> Result<(), CounterError> {
 }
 
 /// The parameter words in file order and the control words they become.
-const COPIED: [Word; 5] = [
+const COPIED: [Word; 6] = [
     Word::FirstPage,
     Word::EndPage,
     Word::Action,
     Word::ActionAtPasses,
     Word::Spin,
+    Word::Reader,
 ];
 
 /// Real mode: CS = 9020h, DS = 9000h at entry; FS stays at the control block, BX walks segments.
@@ -321,28 +347,50 @@ fn real_act(asm: &mut Asm) {
 /// 32-bit mode without paging: EBP stays at the control block, ESI walks pages, EDI is the end.
 fn flat_program() -> Result<Vec<u8>, AsmError> {
     let mut asm = Asm::default();
+    asm.jump(0xEB, "first");
+    flat_enter_reader(&mut asm);
+    asm.label("first");
     flat_enter(&mut asm);
     flat_boot_count(&mut asm);
     flat_store(&mut asm, Word::State, 0);
     flat_store(&mut asm, Word::Magic, CONTROL_MAGIC);
     flat_store(&mut asm, Word::Passes, 0);
+    flat_store(&mut asm, Word::Reads, 0);
     for (index, word) in COPIED.into_iter().enumerate() {
         asm.op_imm32(&[0xA1], PARAMETERS_LINEAR + 4 + index as u32 * 4); // mov eax, [parameter]
         asm.op(&[0x89, 0x45, word.offset()]); // mov [ebp+word], eax
     }
     flat_prepare(&mut asm);
+    flat_wake_reader(&mut asm);
     flat_count(&mut asm);
     flat_act(&mut asm);
+    flat_read(&mut asm);
     asm.finish()
+}
+
+/// At [`READER_OFFSET`]: what a second vCPU does first.
+fn flat_enter_reader(asm: &mut Asm) {
+    asm.op(&[0xFA, 0xFC]); // cli; cld
+    flat_protected(asm, "reader");
+}
+
+fn flat_protected(asm: &mut Asm, to: &'static str) {
+    asm.op_offset16(&[0x2E, 0x0F, 0x01, 0x16], "gdtr"); // lgdt cs:[gdtr]
+    asm.op(&[0x0F, 0x20, 0xC0, 0x0C, 0x01, 0x0F, 0x22, 0xC0]); // mov eax, cr0; or al, 1; mov cr0, eax
+    asm.op_address(&[0x66, 0xEA], to, CODE_LINEAR)
+        .op(&[0x08, 0x00]); // jmp dword 08h:to
+}
+
+fn flat_segments(asm: &mut Asm) {
+    asm.op(&[0x66, 0xB8, 0x10, 0x00]); // mov ax, 10h
+    asm.op(&[0x8E, 0xD8, 0x8E, 0xC0, 0x8E, 0xD0]); // mov ds, ax; mov es, ax; mov ss, ax
+    asm.op_imm32(&[0xBD], CONTROL_ADDRESS as u32); // mov ebp, CONTROL
 }
 
 fn flat_enter(asm: &mut Asm) {
     asm.op(&[0xFA, 0xFC]); // cli; cld
     asm.op(&[0xE4, 0x92, 0x0C, 0x02, 0x24, 0xFE, 0xE6, 0x92]); // in al, 92h; or al, 2; and al, FEh; out 92h, al (A20)
-    asm.op_offset16(&[0x2E, 0x0F, 0x01, 0x16], "gdtr"); // lgdt cs:[gdtr]
-    asm.op(&[0x0F, 0x20, 0xC0, 0x0C, 0x01, 0x0F, 0x22, 0xC0]); // mov eax, cr0; or al, 1; mov cr0, eax
-    asm.op_address(&[0x66, 0xEA], "flat", CODE_LINEAR)
-        .op(&[0x08, 0x00]); // jmp dword 08h:flat
+    flat_protected(asm, "flat");
     asm.label("gdt").op(&[0; 8]); // null
     asm.op(&[0xFF, 0xFF, 0, 0, 0, 0x9A, 0xCF, 0]); // 08h: code, base 0, 4 GiB
     asm.op(&[0xFF, 0xFF, 0, 0, 0, 0x92, 0xCF, 0]); // 10h: data, base 0, 4 GiB
@@ -350,9 +398,7 @@ fn flat_enter(asm: &mut Asm) {
         .op(&[23, 0])
         .op_address(&[], "gdt", CODE_LINEAR);
     asm.label("flat");
-    asm.op(&[0x66, 0xB8, 0x10, 0x00]); // mov ax, 10h
-    asm.op(&[0x8E, 0xD8, 0x8E, 0xC0, 0x8E, 0xD0]); // mov ds, ax; mov es, ax; mov ss, ax
-    asm.op_imm32(&[0xBD], CONTROL_ADDRESS as u32); // mov ebp, CONTROL
+    flat_segments(asm);
 }
 
 /// mov dword [ebp+word], value
@@ -390,6 +436,39 @@ fn flat_prepare(asm: &mut Asm) {
     asm.op_imm32(&[0x81, 0xC6], PAGE_BYTES as u32); // add esi, 4096
     asm.op(&[0x39, 0xFE]).jump(0x75, "prepare"); // cmp esi, edi; jne
     flat_store(asm, Word::State, 1);
+}
+
+/// Starts the other vCPUs, where one is asked for: reset, a while, start.
+fn flat_wake_reader(asm: &mut Asm) {
+    asm.op(&[0x8B, 0x45, Word::Reader.offset()]); // mov eax, [ebp+reader]
+    asm.op(&[0x85, 0xC0]).jump(0x74, "alone"); // test eax, eax; jz
+    flat_command_others(asm, APIC_INIT_OTHERS);
+    asm.op_imm32(&[0xB9], 1_000_000); // mov ecx, 1000000
+    asm.label("settle").op(&[0x49]).jump(0x75, "settle"); // dec ecx; jnz
+    flat_command_others(asm, APIC_START_OTHERS);
+    asm.label("alone");
+}
+
+/// mov dword [APIC command], value
+fn flat_command_others(asm: &mut Asm, value: u32) {
+    asm.op_imm32(&[0xC7, 0x05], APIC_COMMAND_ADDRESS)
+        .op(&value.to_le_bytes());
+}
+
+/// The second vCPU: a word of every counted page, for ever.
+fn flat_read(asm: &mut Asm) {
+    asm.label("reader");
+    flat_segments(asm);
+    asm.op(&[0x8B, 0x7D, Word::EndPage.offset()]); // mov edi, [ebp+end]
+    asm.op(&[0xC1, 0xE7, 0x0C]); // shl edi, 12
+    asm.label("read");
+    flat_first_address(asm);
+    asm.label("look");
+    asm.op(&[0x8B, 0x46, COUNTER_OFFSET as u8]); // mov eax, [esi+counter]
+    asm.op(&[0xFF, 0x45, Word::Reads.offset()]); // inc dword [ebp+reads]
+    asm.op_imm32(&[0x81, 0xC6], PAGE_BYTES as u32); // add esi, 4096
+    asm.op(&[0x39, 0xFE]).jump(0x75, "look"); // cmp esi, edi; jne
+    asm.jump(0xEB, "read");
 }
 
 fn flat_count(asm: &mut Asm) {
@@ -448,13 +527,19 @@ mod tests {
     }
 
     #[test]
+    fn the_second_vcpu_begins_where_the_file_jumps() {
+        let program = flat_program().unwrap();
+        assert_eq!(program[usize::from(READER_OFFSET)..][..2], [0xFA, 0xFC]);
+    }
+
+    #[test]
     fn a_file_carries_its_parameters_and_no_linux_magic() {
         let spec = CounterSpec::flat(64).then(Action::Reset, 7).slowed(3);
         let file = build(&spec).unwrap();
         assert_eq!(file[0x1F1], 4);
         assert_ne!(&file[0x202..0x206], b"HdrS");
-        let words: Vec<u32> = (0..5).map(|index| word(&file, index)).collect();
-        assert_eq!(words, [257, 64 * 256, 2, 7, 3]);
+        let words: Vec<u32> = (0..6).map(|index| word(&file, index)).collect();
+        assert_eq!(words, [257, 64 * 256, 2, 7, 3, 0]);
     }
 
     #[test]

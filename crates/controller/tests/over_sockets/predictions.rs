@@ -1,12 +1,10 @@
 //! Dry runs that predict, promises that cannot be kept, and what agents are told and asked beside migrations.
 
-mod scripted;
-
+use crate::scripted::{Agent, House, code, hand_over, host, to, vm};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_types::forecast::{DirtyAge, DirtyRate, LinkMeasured, PromiseKind};
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::{ErrorCode, MigrationId};
-use scripted::{Agent, House, code, hand_over, host, to, vm};
 
 /// VM web on host a writes so much; the link to host b carries 100 MB/s.
 async fn house(writes_mib_per_s: f64) -> (House, Agent, Agent) {
@@ -192,7 +190,7 @@ async fn agents_hear_of_hosts_that_are_gone_for_good() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(scripted::DEADLINE, heard)
+    tokio::time::timeout(crate::scripted::DEADLINE, heard)
         .await
         .expect("it was never told");
     // One that joins again is not gone any more.
@@ -202,7 +200,7 @@ async fn agents_hear_of_hosts_that_are_gone_for_good() {
             tokio::task::yield_now().await;
         }
     };
-    tokio::time::timeout(scripted::DEADLINE, heard)
+    tokio::time::timeout(crate::scripted::DEADLINE, heard)
         .await
         .expect("it was never told");
 }

@@ -1,7 +1,6 @@
 //! Hosts and VMs over real sockets: bad input, placement, restored databases, hosts that come and go.
 
-mod scripted;
-
+use crate::scripted::{Agent, DEADLINE, House, code, host, spec, to, vm};
 use godwit_controller::{Controller, openapi};
 use godwit_rpc::controller_client::{MigrateAnswer, RULES, path};
 use godwit_rpc::pki::Request;
@@ -10,7 +9,6 @@ use godwit_types::control_api::{JoinRequest, ResolveRequest, StartRequest, StopR
 use godwit_types::migration::MigrateRequest;
 use godwit_types::vm::{EncryptionMode, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation};
-use scripted::{Agent, DEADLINE, House, code, host, spec, to, vm};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::time::Duration;

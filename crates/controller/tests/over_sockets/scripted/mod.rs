@@ -1,6 +1,5 @@
 //! A whole controller in this process and scripted agents: real servers of the agent's routes over mutual TLS, whose
 //! answers the test decides. Owns its directories and tasks; everything ends with the test.
-#![allow(dead_code, reason = "each test binary uses its own part")]
 
 use axum::extract::State;
 use axum::routing::{get, post, put};

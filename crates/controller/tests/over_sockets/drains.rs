@@ -1,7 +1,6 @@
 //! Emptying a host over real sockets: everything leaves in order, restarts in the middle, and what stays is told why.
 
-mod scripted;
-
+use crate::scripted::{Agent, DEADLINE, House, code, hand_over, host, spec, to, vm};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_types::control_api::{CancelRequest, HostState, StartRequest, StopRequest};
 use godwit_types::drain::{DrainRequest, DrainState, DrainStep, DrainView, DrainVm};
@@ -9,7 +8,6 @@ use godwit_types::forecast::{DirtyAge, DirtyRate, LinkMeasured};
 use godwit_types::migration::{MigrateRequest, Outcome};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, MigrationId, PortGroup, VmSpec};
-use scripted::{Agent, DEADLINE, House, code, hand_over, host, spec, to, vm};
 
 /// Hosts a and b, with these VMs running on b.
 async fn house(vms: &[&str]) -> (House, Agent, Agent) {

@@ -1,14 +1,12 @@
 //! Migrations over real sockets: refusals, beginning exactly once, following to the end, restarts in the middle.
 
-mod scripted;
-
+use crate::scripted::{Agent, DEADLINE, House, code, hand_over, host, to, vm};
 use godwit_rpc::Client;
 use godwit_rpc::controller_client::{MigrateAnswer, path};
 use godwit_types::control_api::{CancelRequest, StopRequest};
 use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome};
 use godwit_types::vm::{DiskSpec, EncryptionMode, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
-use scripted::{Agent, DEADLINE, House, code, hand_over, host, to, vm};
 
 async fn house() -> (House, Agent, Agent) {
     let house = House::new().await;
