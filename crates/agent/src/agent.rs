@@ -6,17 +6,17 @@
 use crate::check;
 use crate::config::HostConfig;
 use crate::launch::make_dir;
+use crate::life::Life;
 use crate::link::Bursts;
 use crate::load::Readings;
 use crate::preflight;
 use crate::probe::{self, Probes};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::records::{self, Records};
-use crate::supervisor::{Life, Supervised, Supervisor};
+use crate::supervisor::{Supervised, Supervisor};
 use crate::system::{Interface, System, interfaces, unix_ms};
 use crate::users::User;
 use godwit_guestmem::{mem_tmpfs, tracker};
-use godwit_ownership::Phase;
 use godwit_rpc::Revocations;
 use godwit_types::control_api::{Done, HostCheck, ResolveRequest};
 use godwit_types::host::HostInfo;
@@ -591,19 +591,4 @@ fn is_up(state: VmState) -> bool {
             | VmState::Incoming
             | VmState::Panicked
     )
-}
-
-/// Whether a phase asks for a VM process.
-pub(crate) fn phase_wants_process(phase: &Phase) -> bool {
-    use godwit_ownership::Power;
-    match phase {
-        Phase::Holds {
-            power, unconfirmed, ..
-        } => *power != Power::Off || unconfirmed.is_some(),
-        Phase::Stopping { .. }
-        | Phase::Gave { .. }
-        | Phase::Incoming { .. }
-        | Phase::Ready { .. } => true,
-        Phase::Absent | Phase::Moved { .. } | Phase::Refused { .. } => false,
-    }
 }

@@ -99,7 +99,7 @@ impl Served {
     fn end(&self, name: &str) {
         if let Some(vm) = self.agent.supervisor.find(&vm(name)) {
             self.agent.supervisor.forget(&vm.config().vm);
-            if let crate::supervisor::Life::Live { pid } = vm.life() {
+            if let crate::life::Life::Live { pid } = vm.life() {
                 kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
             }
         }

@@ -12,6 +12,7 @@ pub mod config;
 mod crypto;
 mod harden;
 mod launch;
+mod life;
 mod link;
 mod load;
 mod measure;

@@ -4,9 +4,8 @@
 //! gives up at once if it is held. Who may run a VM is decided by crate `ownership` alone: events in, records out.
 //! Refuses: to act on a record that cannot be read; to carry out anything that would need a hypervisor.
 
-use crate::agent::phase_wants_process;
 use crate::launch::make_dir;
-use crate::supervisor::Life;
+use crate::life::{Life, phase_wants_process};
 use godwit_ownership::{Action, Event, HostRecord, PeerMessage, Phase, Power, Qemu, VmCore};
 use godwit_store::{StoreError, VmStore, load_json, remove_document, save_json};
 use godwit_types::host_api::{HostVm, PutVm, REPORTS_DIR, SPEC_FILE};

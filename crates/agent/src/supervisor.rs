@@ -11,6 +11,7 @@
 
 use crate::backoff::Backoff;
 use crate::launch::{self, VmProgram};
+use crate::life::Life;
 use crate::records::Records;
 use crate::vm_client::{VmClientError, VmConnection, ask};
 use godwit_types::host_api::{OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest};
@@ -44,20 +45,6 @@ pub type Carrier = Arc<
         + Send
         + Sync,
 >;
-
-/// Whether a VM process lives.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Life {
-    /// None is needed.
-    Idle,
-    /// One is being found or started; what went wrong so far.
-    Starting(Option<String>),
-    /// One answers.
-    Live {
-        /// Its process id.
-        pid: i32,
-    },
-}
 
 /// One VM under supervision.
 pub struct Supervised {
