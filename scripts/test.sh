@@ -18,6 +18,7 @@ seeds=${SEEDS:-10000}
 fuzz_runs=${FUZZ_RUNS:-1000000}
 cargo=${CARGO:-cargo}
 logs=target/test
+built=${CARGO_TARGET_DIR:-target}/release
 # Crates whose tests, other than those inside their libraries, start a QEMU or need root.
 qemu_crates=(godwit-qemu godwit-guestmem godwit-testkit godwit-vmproc godwit-agent)
 
@@ -104,15 +105,15 @@ lints() {
     step 'lints' "$cargo" clippy --release --workspace --all-targets -- -D warnings
 }
 
-# One choice of packages for everything but the end-to-end cases: another choice has other features of shared crates, and
-# cargo would compile those once more.
+# The same choice of packages as the tests of 'all' but the end-to-end cases: another choice has other features of shared
+# crates, and cargo would compile those once more.
 build() {
     step 'build' "$cargo" build --release --workspace --exclude godwit-e2e
 }
 
 pure() {
-    step 'simulator' target/release/godwit-sim --seeds "$seeds"
-    step 'fuzzing' target/release/godwit-fuzz --runs "$fuzz_runs" --canary
+    step 'simulator' "$built"/godwit-sim --seeds "$seeds"
+    step 'fuzzing' "$built"/godwit-fuzz --runs "$fuzz_runs" --canary
 }
 
 end_to_end() {
@@ -125,8 +126,8 @@ end_to_end() {
 
 if [ "$part" != qemu ]; then lints; fi
 build
-if [ "$part" != qemu ]; then step 'layering and sizes' target/release/xtask tidy; fi
-if [ "$part" != unit ]; then step 'guest images' target/release/guest-image; fi
+if [ "$part" != qemu ]; then step 'layering and sizes' "$built"/xtask tidy; fi
+if [ "$part" != unit ]; then step 'guest images' "$built"/guest-image; fi
 case $part in
     unit) step 'unit tests' unit_tests ;;
     qemu) step 'component tests' qemu_tests ;;

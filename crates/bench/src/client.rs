@@ -117,7 +117,7 @@ impl Client {
             refuse_if_interrupted()?;
             ensure!(
                 Instant::now() < deadline,
-                "the guest stopped answering: its values were not read back within {READ_BACK:?}"
+                "the client had not read all values back within {READ_BACK:?}"
             );
             std::thread::sleep(Duration::from_millis(50));
         }

@@ -54,10 +54,9 @@ fn start_logging(command: &Command) {
         LevelFilter::ERROR
     };
     let wished = std::env::var("GODWIT_LOG").unwrap_or_default();
-    let filter = wished
-        .parse::<Targets>()
-        .ok()
-        .filter(|_| !wished.is_empty());
+    // Targets and levels; what is not written so counts as not given.
+    let readable = !wished.is_empty() && !wished.contains('[');
+    let filter = wished.parse::<Targets>().ok().filter(|_| readable);
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(false);

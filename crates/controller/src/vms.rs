@@ -10,6 +10,7 @@ use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::store::{Added, Grant};
 use crate::{drain, place};
+use futures_util::future::join_all;
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::control_api::{Done, ResolveRequest, StartRequest, StopRequest, VmView};
@@ -201,7 +202,13 @@ struct Plan {
 pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Done> {
     let _turn = app.vm_lock(name).await;
     let plan = match plan_start(app, name, request) {
-        Err(_) if ask_the_full(app, name, request).await => plan_start(app, name, request)?,
+        // One refusal is shown as it is, several as one of preflight.
+        Err(error)
+            if matches!(error.code, ErrorCode::OutOfMemory | ErrorCode::Preflight)
+                && ask_the_full(app, name, request).await =>
+        {
+            plan_start(app, name, request)?
+        }
         plan => plan?,
     };
     let host = plan.host.clone();
@@ -223,13 +230,17 @@ async fn ask_the_full(app: &App, name: &VmName, request: &StartRequest) -> bool 
     let Ok(entry) = entry_of(app, name) else {
         return false;
     };
+    let held = app.state().place(name).map(|held| held.host);
+    let only = request.on.clone().or(held);
     let mut hosts = connected(app);
     hosts.retain(|host| {
-        request.on.as_ref().is_none_or(|on| *on == host.name) && !place::has_room(&entry.spec, host)
+        let may = match &only {
+            Some(only) => *only == host.name,
+            None => !app.drains.is_draining(&host.name),
+        };
+        may && !place::has_room(&entry.spec, host)
     });
-    for host in &hosts {
-        refresh(app, &host.name).await;
-    }
+    join_all(hosts.iter().map(|host| refresh(app, &host.name))).await;
     !hosts.is_empty()
 }
 

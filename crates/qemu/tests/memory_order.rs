@@ -17,6 +17,8 @@ const NUMBERS_AT: i64 = 0x2_0000;
 const LINE_BYTES: usize = 64;
 const PAGE_BYTES: usize = 4096;
 const ROUNDS: u32 = 1_000_000;
+/// Fewer might miss a fault that shows a few hundred times in a million.
+const ROUNDS_MIN: u32 = 50_000;
 /// A machine with one core to spare makes few rounds; it does not wait for all of them.
 const AT_MOST: Duration = Duration::from_secs(8);
 
@@ -88,7 +90,7 @@ fn race(numbers: &Numbers) -> (u32, u32) {
     let (deadline, mut both_missed) = (Instant::now() + AT_MOST, 0);
     for round in 1..=ROUNDS {
         turn.store(round, SeqCst);
-        // The guest needs a while from here to its store: every distance to it is tried in turn.
+        // The guest needs a while from here to its store: distances to it vary from round to round.
         for _ in 0..round.wrapping_mul(2_654_435_761) >> 23 {
             std::hint::black_box(round);
         }
@@ -118,7 +120,9 @@ fn a_lone_emulated_vcpu_orders_its_stores_before_its_loads() {
     expect_heartbeat(&events); // the firmware has left the memory alone by now
     let numbers = Numbers::map(&place.ram());
     let (rounds, both_missed) = race(&numbers);
-    println!("{rounds} rounds");
+    if rounds < ROUNDS_MIN {
+        println!("skipped: {rounds} rounds in {AT_MOST:?} show nothing, two cores are needed");
+    }
     assert_eq!(
         both_missed, 0,
         "of {rounds} rounds: driver and device would both have slept"

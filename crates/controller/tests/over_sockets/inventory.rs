@@ -182,7 +182,8 @@ async fn memory_given_back_since_the_last_look_is_not_refused() {
     let client = house.client();
     client.create_vm(&spec("web")).await.unwrap();
     let start = async || client.start(&vm("web"), &StartRequest::default()).await;
-    assert!(start().await.is_err());
+    let error = start().await.unwrap_err();
+    assert!(error.to_string().contains("MiB of memory free"), "{error}");
     free(&b, 4096);
     start().await.unwrap();
     assert_eq!(house.vm("web").await.host, Some(host("b")));

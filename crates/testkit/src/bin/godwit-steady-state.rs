@@ -182,6 +182,11 @@ fn machine(
             .filter(|argument| argument.starts_with("memory-backend-file"))
             .for_each(|argument| argument.clone_from(&anonymous));
     }
+    // An emulated vCPU without room for a second loses notifications.
+    let vcpus = match arguments.accelerator.name() {
+        "tcg" => "1,maxcpus=2",
+        _ => "1",
+    };
     let network = GuestNetwork {
         ip4: Some("10.0.2.15/24".into()),
         ip6: None,
@@ -192,7 +197,7 @@ fn machine(
         "-cpu".into(),
         "max".into(),
         "-smp".into(),
-        "1,maxcpus=2".into(), // an emulated vCPU without room for a second loses notifications
+        vcpus.into(),
         "-kernel".into(),
         text(&guest.kernel),
         "-initrd".into(),
