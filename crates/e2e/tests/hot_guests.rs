@@ -16,22 +16,36 @@ use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Waits for the end; what the guest wrote per second from the second iteration until it was stopped, MiB/s.
-fn watch(pair: &Pair, id: &MigrationId, pace: &Pace) -> anyhow::Result<(MigrationReport, f64)> {
+/// Waits for the end, and looks at each report from the second iteration until the guest is stopped.
+fn watch(
+    pair: &Pair,
+    id: &MigrationId,
+    mut look: impl FnMut(&MigrationReport) -> anyhow::Result<()>,
+) -> anyhow::Result<MigrationReport> {
     let deadline = Instant::now() + Duration::from_secs(150);
-    let mut written = Written::default();
     loop {
         let report = pair.a.report(id)?;
         if report.outcome.is_some() {
-            return Ok((report, written.mib_per_s()));
+            return Ok(report);
         }
         if report.phase == Phase::Precopy && !report.iterations.is_empty() {
-            written.look(pace)?;
+            look(&report)?;
         }
         anyhow::ensure!(Instant::now() < deadline, "no end: {report:?}");
         // Reports are asked for; there is nothing to wait on.
         std::thread::sleep(Duration::from_millis(50));
     }
+}
+
+/// The same; and what the guest wrote per second meanwhile, MiB/s.
+fn watch_writes(
+    pair: &Pair,
+    id: &MigrationId,
+    pace: &Pace,
+) -> anyhow::Result<(MigrationReport, f64)> {
+    let mut written = Written::default();
+    let report = watch(pair, id, |_| written.look(pace))?;
+    Ok((report, written.mib_per_s()))
 }
 
 #[test]
@@ -49,7 +63,7 @@ fn a_guest_that_writes_twice_what_the_link_carries_moves_within_its_promise() ->
         ..Options::default()
     };
     let id = pair.begin(&pair.a, &pair.b, &options)?;
-    let (report, during) = watch(&pair, &id, &Pace::of(&ram)?)?;
+    let (report, during) = watch_writes(&pair, &id, &Pace::of(&ram)?)?;
     println!(
         "guest {own:.0} MiB/s, in precopy {during:.0} MiB/s, cap 47.7 MiB/s; {:?} after {:.1} s in {} iterations, paused {:.0} ms {:?}",
         report.outcome,
@@ -134,30 +148,24 @@ fn a_vcpu_that_only_reads_is_not_made_to_wait() -> anyhow::Result<()> {
     };
     let id = pair.begin(&pair.a, &pair.b, &options)?;
     let (mut first, mut last, mut waits, mut slowest) = (None, None, Vec::new(), 100);
-    let deadline = Instant::now() + Duration::from_secs(150);
-    let report = loop {
-        let report = pair.a.report(&id)?;
-        if report.outcome.is_some() {
-            break report;
+    let report = watch(&pair, &id, |report| {
+        let now = Some((reads.pages()?, Instant::now()));
+        (first, last) = (first.or(now), now);
+        slowest = slowest.min(report.guest_speed_percent);
+        // A group may go while it is looked at: the pause begins.
+        if let Ok(seen) = waits_of_vcpus(qemu_pid)
+            && seen.len() == 2
+        {
+            waits = seen;
         }
-        if report.phase == Phase::Precopy && !report.iterations.is_empty() {
-            let now = Some((reads.pages()?, Instant::now()));
-            (first, last) = (first.or(now), now);
-            slowest = slowest.min(report.guest_speed_percent);
-            // A group may go while it is looked at: the pause begins.
-            waits = waits_of_vcpus(qemu_pid)
-                .ok()
-                .filter(|w| w.len() == 2)
-                .unwrap_or(waits);
-        }
-        anyhow::ensure!(Instant::now() < deadline, "no end: {report:?}");
-        // Reports are asked for; there is nothing to wait on.
-        std::thread::sleep(Duration::from_millis(50));
-    };
+        Ok(())
+    })?;
     // The guest does not move once more, as elsewhere: with two busy vCPUs on two cores that ended badly once in fifteen
     // runs, for a reason that is not known yet.
     let settled = pair.settle()?;
     pair.audit(&settled)?;
+    pair.check_report(&id, &settled)?;
+    pair.wait_confirmed(&settled)?;
     let unable = |reason: &&String| reason.contains("could not be slowed");
     if let Some(reason) = report.reason.as_ref().filter(unable) {
         println!("skipped: {reason}");
@@ -211,7 +219,7 @@ fn a_guest_that_may_not_be_slowed_is_left_where_it_is_at_full_speed() -> anyhow:
     };
     let pace = Pace::of(&ram)?;
     let id = pair.begin(&pair.a, &pair.b, &options)?;
-    let (report, during) = watch(&pair, &id, &pace)?;
+    let (report, during) = watch_writes(&pair, &id, &pace)?;
     println!(
         "guest {own:.0} MiB/s, in precopy {during:.0}; after {:.1} s: {:?}",
         report.total_s, report.reason

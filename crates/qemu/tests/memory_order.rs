@@ -22,8 +22,8 @@ const ROUNDS_MIN: u32 = 50_000;
 /// A machine with one core to spare makes few rounds; it does not wait for all of them.
 const AT_MOST: Duration = Duration::from_secs(8);
 
-/// Reports that it is there. Waits for the next round's number, stores it, then loads the test's, as a driver does around its ring: Linux's barrier
-/// between the two is an addition of nothing with a `lock` prefix.
+/// Reports that it is there. Waits for the next round's number, stores it, then loads the test's, as a driver does around
+/// its ring: Linux's barrier between the two is an addition of nothing with a `lock` prefix.
 const STORES_THEN_LOADS: &[u8] = &[
     0xfa, // cli
     0xb8, 0x00, 0x20, // mov ax, 0x2000
