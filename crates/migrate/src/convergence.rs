@@ -95,6 +95,8 @@ pub enum Decision {
 pub struct Convergence {
     goal: Goal,
     bytes_per_s: Option<f64>,
+    /// Passes that say nothing about the link by themselves, added up.
+    short: Carried,
     overhead_s: f64,
     rtt_s: f64,
     curve: DirtyCurve,
@@ -113,12 +115,31 @@ struct Stuck {
     best_bytes: u64,
 }
 
+/// What the link carried, and in which time.
+#[derive(Debug, Clone, Copy, Default)]
+struct Carried {
+    bytes: u64,
+    seconds: f64,
+}
+
+impl Carried {
+    /// Whether it is enough to tell the link's speed.
+    fn tells(&self) -> bool {
+        self.bytes >= BYTES_MEASURABLE && self.seconds >= SECONDS_MEASURABLE
+    }
+
+    fn bytes_per_s(&self) -> f64 {
+        self.bytes as f64 / self.seconds
+    }
+}
+
 impl Convergence {
     /// A new history.
     pub fn new(goal: Goal) -> Self {
         Self {
             goal,
             bytes_per_s: None,
+            short: Carried::default(),
             overhead_s: OVERHEAD_S,
             rtt_s: 0.0,
             curve: DirtyCurve::default(),
@@ -301,18 +322,29 @@ impl Convergence {
         if facts.seconds <= 0.0 {
             return;
         }
-        if let Some(speed) = self.bytes_per_s
-            && (facts.data_bytes < BYTES_MEASURABLE || facts.seconds < SECONDS_MEASURABLE)
-        {
-            let rest_s = facts.seconds - facts.data_bytes as f64 / speed - facts.rtt_s;
-            self.overhead_s += 0.3 * (rest_s.max(0.0) - self.overhead_s);
+        let Some(speed) = self.bytes_per_s else {
+            let seen = facts.data_bytes as f64 / facts.seconds;
+            self.bytes_per_s = (facts.data_bytes > 0).then_some(seen);
+            return;
+        };
+        let pass = Carried {
+            bytes: facts.data_bytes,
+            seconds: facts.seconds,
+        };
+        if pass.tells() {
+            self.short = Carried::default();
+            self.bytes_per_s = Some(0.5 * speed + 0.5 * pass.bytes_per_s());
             return;
         }
-        if facts.data_bytes == 0 {
-            return;
+        let rest_s = facts.seconds - facts.data_bytes as f64 / speed - facts.rtt_s;
+        self.overhead_s += 0.3 * (rest_s.max(0.0) - self.overhead_s);
+        self.short.bytes += pass.bytes;
+        self.short.seconds += pass.seconds;
+        if self.short.tells() {
+            // Their round trips are in it, so the link is at least that fast: it may have stood still when it was measured.
+            let seen = std::mem::take(&mut self.short).bytes_per_s();
+            self.bytes_per_s = Some(speed.max(0.5 * speed + 0.5 * seen));
         }
-        let seen = facts.data_bytes as f64 / facts.seconds;
-        self.bytes_per_s = Some(self.bytes_per_s.map_or(seen, |old| 0.5 * old + 0.5 * seen));
     }
 
     /// Seconds until the guest runs at the destination, when `left_bytes` of a pass that has gone on for `passed_s` are still to be

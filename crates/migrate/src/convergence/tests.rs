@@ -145,6 +145,28 @@ fn a_tiny_pass_does_not_spoil_the_speed() {
     );
 }
 
+/// A busy machine, or a link that stood still: 24 MiB in 4 s, and then in 25 ms each time.
+#[test]
+fn a_link_that_stood_still_in_the_first_pass_is_not_taken_for_slow() {
+    const SMALL: u64 = 24 << 20;
+    let mut history = Convergence::new(GOAL);
+    let pass = |seconds| IterationFacts {
+        seconds,
+        ..facts(SMALL, SMALL)
+    };
+    history.decide(pass(4.0));
+    let slow = history.bytes_per_s();
+    for _ in 0..8 {
+        history.decide(pass(0.025));
+    }
+    let real = SMALL as f64 / 0.025;
+    let believed = history.bytes_per_s().map(|speed| speed / real);
+    assert!(
+        believed.is_some_and(|share| (0.6..1.0).contains(&share)),
+        "{slow:?}, then {believed:?} of what it is"
+    );
+}
+
 // ---- whole migrations ----
 
 /// 128 MiB over a link that takes 4 s for it.
