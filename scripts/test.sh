@@ -49,6 +49,18 @@ count() {
     if [ "$2" != 0 ] && [ "$f" = 0 ]; then failed=$((failed + 1)); fi
 }
 
+# The last lines that each failed test of a log said, its hosts' logs and its error among them: often all that is left
+# of a machine that made a test fail.
+failures() {
+    awk -v most=70 '
+        function tell(    i) { for (i = (n > most ? n - most : 0); i < n; i++) print said[i]; n = 0 }
+        /^failures:$/ { on = 1; next }
+        /^(successes:|test result:)/ { tell(); on = 0 }
+        /^---- .* stdout ----$/ { tell() }
+        /^ +([0-9]+: |at )/ { next }  # of a backtrace
+        on { said[n++] = substr($0, 1, 400) }' "$1"
+}
+
 # step NAME COMMAND...: runs it unless an earlier one failed. Progress goes to the terminal, all of it to the log.
 step() {
     local name=$1 began=$SECONDS status log
@@ -71,8 +83,9 @@ step() {
     else
         results+=(FAILED)
         broken=$name
+        failures "$log"
         printf '\n-- the end of %s\n' "$log"
-        tail -n 80 "$log"
+        tail -n 20 "$log"
     fi
     echo "== $name: $((SECONDS - began)) s"
 }

@@ -177,14 +177,13 @@ impl Host {
         self.starts.fetch_add(1, Ordering::SeqCst);
         let patience_ms = self.patience_ms.load(Ordering::SeqCst);
         command.env("GODWIT_PATIENCE_MS", patience_ms.to_string());
+        command.arg(&config).stdout(Stdio::null()).stderr(log);
         // The pipe's end tells the process that its test is gone.
-        let child = command
-            .arg(&config)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()?;
-        *self.lock() = Some(child);
+        command.stdin(Stdio::piped());
+        // Locked first: a test that hears the new process and kills it must not find the old one here.
+        let mut process = self.lock();
+        *process = Some(command.spawn()?);
+        drop(process);
         let deadline = Instant::now() + Duration::from_secs(30);
         while self.connect().is_err() {
             if let Some(status) = self

@@ -160,12 +160,7 @@ fn a_vcpu_that_only_reads_is_not_made_to_wait() -> anyhow::Result<()> {
         }
         Ok(())
     })?;
-    // The guest does not move once more, as elsewhere: with two busy vCPUs on two cores that ended badly once in fifteen
-    // runs, for a reason that is not known yet.
-    let settled = pair.settle()?;
-    pair.audit(&settled)?;
-    pair.check_report(&id, &settled)?;
-    pair.wait_confirmed(&settled)?;
+    let settled = pair.conclude(Some(&id))?.settled;
     let unable = |reason: &&String| reason.contains("could not be slowed");
     if let Some(reason) = report.reason.as_ref().filter(unable) {
         println!("skipped: {reason}");
