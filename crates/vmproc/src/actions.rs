@@ -183,11 +183,7 @@ impl Vm {
         // The network first: the source only waits for figures.
         if let (Some(hyper), Some(spec)) = (&self.hyper, &self.spec) {
             announce::announce(hyper, spec, &self.config.port_groups);
-            crate::source::tracking::put_huge_pages_back(
-                hyper.ram.clone(),
-                hyper.pid() as u32,
-                hyper.collapse_cancel.clone(),
-            );
+            hyper.huge_pages.put_back();
         }
         migration
             .control

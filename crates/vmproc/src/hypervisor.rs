@@ -7,6 +7,7 @@ use crate::announce::Voice;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
 use crate::harden::stay_private;
+use crate::huge_pages::HugePages;
 use crate::input::{GuestNews, Input};
 use crate::neighbours::Neighbours;
 use godwit_guestmem::{Owner, RamFile, handout};
@@ -24,7 +25,6 @@ use godwit_types::{ApiError, ErrorCode, HostName};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
@@ -42,8 +42,8 @@ pub(crate) struct Hyper {
     process: QemuProcess,
     pub machine: Arc<Machine>,
     pub ram: Arc<RamFile>,
-    /// Ends the work of putting huge pages back.
-    pub collapse_cancel: Arc<AtomicBool>,
+    /// What tracking splits.
+    pub huge_pages: Arc<HugePages>,
     /// The guest's addresses on the network.
     pub neighbours: Neighbours,
     /// Announces the guest.
@@ -95,15 +95,18 @@ impl Hyper {
             Ok((identity, launched, taps))
         });
         match started {
-            Ok((identity, launched, taps)) => Ok(Self {
-                neighbours: Neighbours::load(start.paths, start.launch),
-                voice: Voice::new(taps),
-                identity,
-                process: launched.process,
-                machine: Arc::new(launched.machine),
-                ram: Arc::new(ram),
-                collapse_cancel: Arc::default(),
-            }),
+            Ok((identity, launched, taps)) => {
+                let ram = Arc::new(ram);
+                Ok(Self {
+                    neighbours: Neighbours::load(start.paths, start.launch),
+                    voice: Voice::new(taps),
+                    huge_pages: HugePages::of(&identity, &ram),
+                    identity,
+                    process: launched.process,
+                    machine: Arc::new(launched.machine),
+                    ram,
+                })
+            }
             Err(error) => {
                 remove(&ram_path);
                 remove_sockets(start.paths, start.launch);
@@ -130,12 +133,13 @@ impl Hyper {
         let state = taken.machine.query_status(Instant::now() + QMP_WAIT);
         let state = state.map_err(internal)?;
         let ram = RamFile::open(&paths.ram_file(identity.launch)).map_err(memory)?;
+        let ram = Arc::new(ram);
         let hyper = Self {
+            huge_pages: HugePages::of(identity, &ram),
             identity: identity.clone(),
             process: taken.process,
             machine: Arc::new(taken.machine),
-            ram: Arc::new(ram),
-            collapse_cancel: Arc::default(),
+            ram,
             neighbours: Neighbours::load(paths, identity.launch),
             voice: Voice::default(),
         };
@@ -154,7 +158,7 @@ impl Hyper {
 
     /// Ends QEMU and waits until it is gone.
     pub(crate) fn kill(&self) -> Result<(), ApiError> {
-        self.collapse_cancel.store(true, Ordering::Relaxed);
+        self.huge_pages.leave();
         self.process
             .kill_verified(Instant::now() + KILL_WAIT)
             .map_err(internal)

@@ -17,6 +17,7 @@ mod destination;
 mod faults;
 mod files;
 mod harden;
+mod huge_pages;
 mod hypervisor;
 mod input;
 mod measure;

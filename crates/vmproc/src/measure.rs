@@ -5,9 +5,9 @@
 //! migration that begins, QEMU's end) the tracking is put away first and huge pages are put back afterwards. Refuses:
 //! to measure beside a migration, which needs the tracking for itself, and a guest that does not run.
 
+use crate::huge_pages::HugePages;
 use crate::hypervisor::internal;
 use crate::input::Input;
-use crate::source::tracking::put_huge_pages_back;
 use crate::vm::Vm;
 use godwit_guestmem::tracker::open_pagemap;
 use godwit_guestmem::{
@@ -19,7 +19,6 @@ use godwit_types::host_api::{MEASURE_MS_MAX, VmAnswer};
 use godwit_types::{ApiError, ErrorCode};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, SyncSender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -37,6 +36,7 @@ const PAGES_PER_MIB: f64 = 256.0;
 #[derive(Debug)]
 pub(crate) struct Subject {
     pub ram: Arc<RamFile>,
+    pub huge_pages: Arc<HugePages>,
     pub qemu_pid: u32,
     pub handout_socket: PathBuf,
     pub millis: u64,
@@ -46,7 +46,6 @@ pub(crate) struct Subject {
 #[derive(Debug)]
 pub(crate) struct Measuring {
     end: Option<Sender<()>>,
-    no_collapse: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -58,14 +57,12 @@ impl Measuring {
         inputs: Sender<Input>,
     ) -> std::io::Result<Self> {
         let (end, ended) = channel();
-        let no_collapse = Arc::new(AtomicBool::new(false));
-        let cancel = Arc::clone(&no_collapse);
         let work = move || {
             let wait = |time| match ended.recv_timeout(time) {
                 Err(RecvTimeoutError::Timeout) => true,
                 Ok(()) | Err(RecvTimeoutError::Disconnected) => false,
             };
-            let answer = match measure(&subject, wait, &cancel) {
+            let answer = match measure(&subject, wait) {
                 Ok(Some(rate)) => VmAnswer::DirtyRate(rate),
                 Ok(None) => VmAnswer::Error(ApiError::new(
                     ErrorCode::AlreadyMigrating,
@@ -85,14 +82,8 @@ impl Measuring {
             .spawn(work)?;
         Ok(Self {
             end: Some(end),
-            no_collapse,
             thread: Some(thread),
         })
-    }
-
-    /// Ends it at once, for a migration that begins: pages that it is about to send need not be put back.
-    pub(crate) fn end_for_migration(self) {
-        self.no_collapse.store(true, Ordering::Relaxed);
     }
 }
 
@@ -129,6 +120,7 @@ impl Vm {
         }
         Ok(Subject {
             ram: Arc::clone(&hyper.ram),
+            huge_pages: Arc::clone(&hyper.huge_pages),
             qemu_pid: u32::try_from(hyper.pid()).map_err(internal)?,
             handout_socket: self.paths.handout(hyper.identity.launch),
             millis,
@@ -147,19 +139,11 @@ impl Drop for Measuring {
 }
 
 /// `None` when `wait`, which says whether the time has passed undisturbed, said no.
-fn measure(
-    subject: &Subject,
-    wait: impl Fn(Duration) -> bool,
-    no_collapse: &Arc<AtomicBool>,
-) -> Result<Option<DirtyRate>, Error> {
+fn measure(subject: &Subject, wait: impl Fn(Duration) -> bool) -> Result<Option<DirtyRate>, Error> {
     let data_pages = data_pages(&subject.ram)?;
     let tracking = begin(subject)?;
     let looked = look(subject, tracking, wait);
-    put_huge_pages_back(
-        Arc::clone(&subject.ram),
-        subject.qemu_pid,
-        Arc::clone(no_collapse),
-    );
+    subject.huge_pages.put_back();
     Ok(looked?.map(|ages| DirtyRate {
         ram_mib: (subject.ram.byte_count() as f64 / MIB) as u64,
         data_mib: (data_pages as f64 / PAGES_PER_MIB).ceil() as u64,
@@ -168,6 +152,7 @@ fn measure(
 }
 
 fn begin(subject: &Subject) -> Result<Tracking, Error> {
+    subject.huge_pages.leave();
     let deadline = Instant::now() + HANDOUT_WAIT;
     let uffd = handout::request_uffd(&subject.handout_socket, subject.qemu_pid, deadline)?;
     let mapping = GuestMapping::find(subject.qemu_pid, &subject.ram)?;

@@ -362,10 +362,8 @@ impl Vm {
     }
 
     fn start_source(&mut self, spec: &MigrationSpec) -> Result<Prepared, ApiError> {
-        if let Some(measuring) = self.measuring.take() {
-            // It has the tracking that the migration needs.
-            measuring.end_for_migration();
-        }
+        // A measuring has the tracking that the migration needs.
+        self.measuring = None;
         self.keep_note(spec, Side::Source)?;
         let secret = Arc::new(wire_spec(spec)?);
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
@@ -394,7 +392,7 @@ impl Vm {
                 Arc::clone(&hyper.ram),
                 u32::try_from(hyper.pid()).map_err(internal)?,
                 self.paths.handout(hyper.identity.launch),
-                Arc::clone(&hyper.collapse_cancel),
+                Arc::clone(&hyper.huge_pages),
             ),
             throttle: throttle.clone(),
             neighbours: hyper.neighbours.clone(),

@@ -1,0 +1,99 @@
+//! Huge pages put back after tracking, which has split the guest's memory to 4 KiB; slowly, while the guest runs.
+//!
+//! Belongs to a QEMU; owns the one thread that does it. Never at the same time as tracking: each page that is joined
+//! counts as written, so whoever begins to track calls [`HugePages::leave`] first. Failing is harmless: the guest is slower.
+
+use crate::files::QemuIdentity;
+use godwit_guestmem::collapse::open_pidfd;
+use godwit_guestmem::{Collapse, GuestMapping, RamFile};
+use std::os::fd::AsFd as _;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Rest after each huge page that is put back: at most 1 GiB/s, on one thread, while the guest runs.
+const COLLAPSE_PAUSE: Duration = Duration::from_millis(2);
+
+/// The huge pages of one QEMU.
+#[derive(Debug)]
+pub(crate) struct HugePages {
+    ram: Arc<RamFile>,
+    qemu_pid: u32,
+    turn: Turn,
+}
+
+/// Whose turn it is: each ends the one before.
+#[derive(Debug, Default)]
+struct Turn(Mutex<Arc<AtomicBool>>);
+
+impl Turn {
+    /// Ends the present one; the next is ended by what is returned.
+    fn next(&self) -> Arc<AtomicBool> {
+        let fresh = Arc::default();
+        let mut current = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let ended = std::mem::replace(&mut *current, Arc::clone(&fresh));
+        ended.store(true, Ordering::Relaxed);
+        fresh
+    }
+}
+
+impl HugePages {
+    /// Nothing is put back yet.
+    pub(crate) fn of(qemu: &QemuIdentity, ram: &Arc<RamFile>) -> Arc<Self> {
+        Arc::new(Self {
+            ram: Arc::clone(ram),
+            qemu_pid: qemu.pid.unsigned_abs(),
+            turn: Turn::default(),
+        })
+    }
+
+    /// Goes through guest memory in the background, until done or left.
+    pub(crate) fn put_back(&self) {
+        let (ram, qemu_pid, end) = (Arc::clone(&self.ram), self.qemu_pid, self.turn.next());
+        let thread = std::thread::Builder::new().name("collapse".into());
+        if let Err(error) = thread.spawn(move || put_back(&ram, qemu_pid, &end)) {
+            tracing::warn!(%error, "huge pages are not put back");
+        }
+    }
+
+    /// Leaves the rest as it is, at once.
+    pub(crate) fn leave(&self) {
+        self.turn.next();
+    }
+}
+
+fn put_back(ram: &RamFile, qemu_pid: u32, end: &AtomicBool) {
+    let Ok(pidfd) = open_pidfd(qemu_pid) else {
+        return;
+    };
+    let Ok(mapping) = GuestMapping::find(qemu_pid, ram) else {
+        return;
+    };
+    let collapse = Collapse {
+        pidfd: pidfd.as_fd(),
+        mapping: &mapping,
+        ram,
+        pause: COLLAPSE_PAUSE,
+    };
+    match collapse.run(end) {
+        Ok(counts) => tracing::info!(?counts, "huge pages put back"),
+        Err(error) => tracing::warn!(%error, "huge pages were not put back"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_turn_ends_the_one_before_and_no_later_one() {
+        let turn = Turn::default();
+        let is_over = |end: &Arc<AtomicBool>| end.load(Ordering::Relaxed);
+        let first = turn.next();
+        assert!(!is_over(&first));
+        let second = turn.next();
+        assert!(is_over(&first) && !is_over(&second));
+        turn.next();
+        assert!(is_over(&second));
+    }
+}
