@@ -230,8 +230,7 @@ async fn ask_the_full(app: &App, name: &VmName, request: &StartRequest) -> bool 
     let Ok(entry) = entry_of(app, name) else {
         return false;
     };
-    let held = app.state().place(name).map(|held| held.host);
-    let only = request.on.clone().or(held);
+    let only = wanted_host(request, app.state().place(name).as_ref());
     let mut hosts = connected(app);
     hosts.retain(|host| {
         let may = match &only {
@@ -244,6 +243,12 @@ async fn ask_the_full(app: &App, name: &VmName, request: &StartRequest) -> bool 
     !hosts.is_empty()
 }
 
+/// The host that was named, else the one that holds the VM; without either the controller chooses.
+fn wanted_host(request: &StartRequest, held: Option<&Place>) -> Option<HostName> {
+    let held = || held.map(|held| held.host.clone());
+    request.on.clone().or_else(held)
+}
+
 fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan> {
     let entry = entry_of(app, name)?;
     must_be_off(app, name, "started")?;
@@ -252,11 +257,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         app.connected_agent(host)?;
     }
     let hosts = connected(app);
-    let wanted = request
-        .on
-        .clone()
-        .or(held.as_ref().map(|held| held.host.clone()));
-    let host = match wanted {
+    let host = match wanted_host(request, held.as_ref()) {
         Some(host) => host,
         None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
     };
