@@ -1,14 +1,17 @@
 //! Moves that must succeed: every page that the guest wrote is at the destination, and nothing is left at the source.
 
+use anyhow::Context as _;
 use godwit_e2e::guests::{counter_vm, wait_passes};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_testkit::guest::checker;
 use godwit_testkit::guest::counter::CounterSpec;
 use godwit_types::host_api::VmRequest;
-use godwit_types::migration::{Cipher, MigrationReport};
+use godwit_types::migration::{Cipher, MigrationReport, Outcome};
 use godwit_types::vm::{Accelerator, VmState};
 use std::fs::File;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -68,6 +71,63 @@ fn a_guest_that_writes_rarely_loses_nothing() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Threads that take all they can get of every core, until dropped.
+struct Busy {
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Busy {
+    fn on_each_core(threads_per_core: usize) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let stop = Arc::<AtomicBool>::default();
+        let spin = |stop: Arc<AtomicBool>| {
+            std::thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    std::hint::spin_loop();
+                }
+            })
+        };
+        let all = 0..cores * threads_per_core;
+        let threads = all.map(|_| spin(Arc::clone(&stop))).collect();
+        Self { stop, threads }
+    }
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Page threads that gave way to everybody in every pass were too slow for a guest that writes: it was given up.
+#[test]
+fn a_writing_guest_moves_between_hosts_whose_cores_are_all_busy() -> anyhow::Result<()> {
+    let pair = booted(&CounterSpec::flat(24), 32)?;
+    let busy = Busy::on_each_core(4);
+    let id = pair.begin(&pair.a, &pair.b, &Options::default())?;
+    let report = pair.wait_end(&pair.a, &id, LONG)?;
+    drop(busy);
+    println!(
+        "{:?} after {:.1} s, {} iterations, paused {:.0} ms",
+        report.outcome,
+        report.total_s,
+        report.iterations.len(),
+        report.switchover_ms
+    );
+    anyhow::ensure!(
+        report.outcome == Some(Outcome::Completed),
+        "{:?}: {:?}",
+        report.outcome,
+        report.reason
+    );
+    pair.conclude(Some(&id))?;
+    Ok(())
+}
+
 /// Both sides stopped: the source after its device state, the destination loaded.
 fn compared(
     pair: &Pair,
@@ -78,7 +138,8 @@ fn compared(
     to.arm("destination.loaded", "hold");
     to.start_process()?;
     let id = pair.begin(from, to, &Options::default())?;
-    to.wait_fault(LONG)?;
+    to.wait_fault(LONG)
+        .with_context(|| format!("{:?}", from.report(&id)))?;
     let (left, right) = (File::open(from.ram_file()?)?, File::open(to.ram_file()?)?);
     let (first, differing) = checker::compare(&left, &right)?;
     anyhow::ensure!(
@@ -103,7 +164,7 @@ fn twenty_moves_back_and_forth_with_equal_memory_and_a_reboot_at_the_end() -> an
         for (from, to) in [(&pair.a, &pair.b), (&pair.b, &pair.a)] {
             let report = compared(&pair, from, to)?;
             anyhow::ensure!(
-                report.outcome == Some(godwit_types::migration::Outcome::Completed),
+                report.outcome == Some(Outcome::Completed),
                 "round {round}: {:?} {:?}",
                 report.outcome,
                 report.reason
@@ -148,7 +209,7 @@ fn memory_is_equal_when_the_guest_was_reset_in_precopy() -> anyhow::Result<()> {
     );
     pair.b.release()?;
     let report = pair.wait_end(&pair.a, &id, LONG)?;
-    anyhow::ensure!(report.outcome == Some(godwit_types::migration::Outcome::Completed));
+    anyhow::ensure!(report.outcome == Some(Outcome::Completed));
     Ok(())
 }
 

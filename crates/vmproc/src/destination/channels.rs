@@ -11,6 +11,7 @@ use crate::control::SharedControl;
 use godwit_migrate::protocol::{STREAMS_MAX, ToSource};
 use godwit_transport::{Closer, Connection, Meter, RecordReader, TransportError};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -49,6 +50,7 @@ pub(super) struct Channels {
     first: usize,
     barrier: Option<Barrier>,
     barrier_at: Instant,
+    first_pass: Arc<AtomicBool>,
 }
 
 impl Channels {
@@ -59,6 +61,7 @@ impl Channels {
             first: 0,
             barrier: None,
             barrier_at: Instant::now(),
+            first_pass: Arc::new(AtomicBool::new(true)),
         }
     }
 
@@ -100,7 +103,8 @@ impl Channels {
         slot.closer = Some(connection.closer());
         let (reader, _) = connection.split();
         slot.meter = Some(reader.meter());
-        let thread = receiver::start(reader, Arc::clone(memory), Arc::clone(&slot.progress));
+        let (memory, progress) = (Arc::clone(memory), Arc::clone(&slot.progress));
+        let thread = receiver::start(reader, memory, progress, Arc::clone(&self.first_pass));
         let thread = thread.map_err(|error| format!("cannot start a receiving thread: {error}"));
         slot.thread = Some(thread?);
         Ok(None)
@@ -155,6 +159,7 @@ impl Channels {
         }
         let iteration = barrier.iteration;
         self.barrier = None;
+        self.first_pass.store(false, Ordering::Relaxed);
         Ok(Some(iteration))
     }
 

@@ -76,7 +76,7 @@ impl Memory {
     }
 
     fn prepare_chunks(&self, began: Instant) {
-        crate::priority::give_way_to_the_guest();
+        crate::priority::Manners::default().give_way(true);
         crate::faults::reached("destination.allocating");
         let pages = self.ram.page_count();
         let done = loop {

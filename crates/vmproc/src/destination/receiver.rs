@@ -7,10 +7,12 @@
 use super::memory::Memory;
 use super::progress::{End, Progress};
 use crate::faults::reached;
+use crate::priority::Manners;
 use godwit_guestmem::PAGE_SIZE;
 use godwit_transport::{Class, Patience, RecordReader, TransportError};
 use godwit_wire::{PageRuns, RecordKind, WireError, ZeroPages};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// A data channel may be silent as long as the control channel lives; the driver closes it otherwise.
@@ -40,22 +42,23 @@ impl ReceiveError {
     }
 }
 
-/// Starts the thread. It gives its channel back at the end: closed any sooner, the source would take a failure here for
+/// Starts the thread, which gives way to vCPUs in the first pass. It gives its channel back at the end: closed any sooner, the source would take a failure here for
 /// a lost link before it hears the reason.
 pub(crate) fn start(
     reader: RecordReader,
     memory: Arc<Memory>,
     progress: Arc<Progress>,
+    first_pass: Arc<AtomicBool>,
 ) -> std::io::Result<std::thread::JoinHandle<RecordReader>> {
     let name = format!("receive-{}", reader.channel().index());
     std::thread::Builder::new().name(name).spawn(move || {
-        crate::priority::give_way_to_the_guest();
         let mut receiver = DataReceiver {
             reader,
             memory,
             progress: Arc::clone(&progress),
             runs: PageRuns::new(),
             zero: ZeroPages::new(),
+            first_pass,
         };
         let end = match receiver.run() {
             Ok(()) => End::Finished,
@@ -72,6 +75,7 @@ struct DataReceiver {
     progress: Arc<Progress>,
     runs: PageRuns,
     zero: ZeroPages,
+    first_pass: Arc<AtomicBool>,
 }
 
 impl DataReceiver {
@@ -79,7 +83,9 @@ impl DataReceiver {
         let patience = Patience::idle(SILENCE_MAX);
         let meter = self.reader.meter();
         let pages = self.memory.ram.page_count();
+        let mut manners = Manners::default();
         loop {
+            manners.give_way(self.first_pass.load(Ordering::Relaxed));
             let (began, blocked) = (Instant::now(), meter.read().blocked_us);
             let record = self.reader.next(&patience)?;
             let mut memory_wait = Duration::ZERO;

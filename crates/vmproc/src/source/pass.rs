@@ -16,6 +16,7 @@ pub(crate) struct Pass {
     chunks: Vec<Chunk>,
     next: AtomicUsize,
     stopped: AtomicBool,
+    gives_way: bool,
     pace: Option<Pace>,
 }
 
@@ -28,8 +29,8 @@ struct Pace {
 }
 
 impl Pass {
-    /// A pass over the set's pages, at most `cap_bytes_per_s`.
-    pub(crate) fn new(pages: &PageSet, cap_bytes_per_s: Option<f64>) -> Self {
+    /// A pass over the set's pages, at most `cap_bytes_per_s`. Its threads give way to vCPUs or take their full share.
+    pub(crate) fn new(pages: &PageSet, cap_bytes_per_s: Option<f64>, gives_way: bool) -> Self {
         let pace = cap_bytes_per_s.map(|bytes_per_s| Pace {
             began: Instant::now(),
             bytes_per_s,
@@ -39,8 +40,14 @@ impl Pass {
             chunks: pages.chunks().filter(|chunk| chunk.count() > 0).collect(),
             next: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
+            gives_way,
             pace,
         }
+    }
+
+    /// Whether its threads give way to vCPUs.
+    pub(crate) fn gives_way(&self) -> bool {
+        self.gives_way
     }
 
     /// The next chunk, until there is none or the pass was stopped.
@@ -116,7 +123,7 @@ mod tests {
     #[test]
     fn what_nobody_took_is_dirty_still() {
         let all = pages();
-        let pass = Pass::new(&all, None);
+        let pass = Pass::new(&all, None, false);
         let mut seen = PageSet::new(4096);
         put_back_chunk(pass.take().unwrap(), &mut seen);
         pass.stop();
@@ -127,7 +134,7 @@ mod tests {
 
     #[test]
     fn empty_chunks_are_left_out() {
-        let pass = Pass::new(&pages(), None);
+        let pass = Pass::new(&pages(), None, false);
         let mut chunks = 0;
         while pass.take().is_some() {
             chunks += 1;

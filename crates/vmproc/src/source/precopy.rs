@@ -180,7 +180,10 @@ impl SourceDriver {
     fn send_dirty(&mut self, epoch: &mut Epoch) -> Result<(Iteration, Instant), Halt> {
         let began = Instant::now();
         self.iteration += 1;
-        let pass = Arc::new(Pass::new(&self.dirty, self.parts.cap_bytes_per_s));
+        // Until a pass is done nothing races with the guest.
+        let first = self.convergence.bytes_per_s().is_none();
+        let pass = Pass::new(&self.dirty, self.parts.cap_bytes_per_s, first);
+        let pass = Arc::new(pass);
         self.dirty = PageSet::new(self.dirty.page_count());
         self.pass = Some(Arc::clone(&pass));
         let iteration = self.run_pass(epoch, &pass)?;

@@ -7,6 +7,7 @@
 
 use super::pass::{Pass, put_back_chunk};
 use super::unacked::Unacked;
+use crate::priority::Manners;
 use godwit_guestmem::page_set::Chunk;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_transport::{Meter, MeterReading, Patience, RecordWriter, TransportError};
@@ -193,14 +194,15 @@ impl DataSender {
     }
 
     fn run(mut self, todo: &Receiver<Task>, ends: impl Fn(PassEnd)) -> PageSet {
-        crate::priority::give_way_to_the_guest();
         let (mut current, mut left) = (None, false);
+        let mut manners = Manners::default();
         while let Ok(task) = todo.recv() {
             let Task::Pass(pass) = task else {
                 self.finish();
                 left = true;
                 continue;
             };
+            manners.give_way(pass.gives_way());
             let end = self.pass(&pass, &mut current);
             let failed = end.error.is_some();
             if failed {
