@@ -139,11 +139,21 @@ impl Machine {
         }
         let events = self.events();
         let socket = self.give_socket(deadline)?;
-        self.client()
-            .execute("migrate", json!({"uri": format!("fd:{FD_NAME}")}), deadline)?;
-        let pumped = pump(&socket, deadline, &mut sink);
+        let target = json!({"uri": format!("fd:{FD_NAME}")});
+        // QEMU writes with its main lock held, without which it answers nothing: a stream that nobody reads until the
+        // answer has come stands still once the socket is full.
+        let mut asked = self.client().begin("migrate", target, deadline)?;
+        let pumped = pump(&socket, deadline, &mut |piece: &[u8]| {
+            if piece.is_empty() && asked.is_refused() {
+                return Err(io::Error::other("the hypervisor refused to save"));
+            }
+            sink(piece)
+        });
         // Closing our end makes QEMU give up, if it has not finished; so does the command, whatever it is at.
         drop(socket);
+        if pumped.is_ok() || asked.is_refused() {
+            asked.wait(deadline)?;
+        }
         let mut until = deadline;
         if pumped.is_err() {
             until = Instant::now() + SETTLE;
@@ -377,3 +387,6 @@ fn ready(
         Err(error) => Err(DeviceStateError::Io(error)),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -24,7 +24,7 @@ use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -141,8 +141,28 @@ impl Client {
         fd: Option<BorrowedFd<'_>>,
         deadline: Instant,
     ) -> Result<Value, QmpError> {
+        self.ask(command, arguments, fd, deadline)?.wait(deadline)
+    }
+
+    /// Sends a command, for what must go on before its answer comes.
+    pub fn begin(
+        &self,
+        command: &'static str,
+        arguments: Value,
+        deadline: Instant,
+    ) -> Result<Pending<'_>, QmpError> {
+        self.ask(command, arguments, None, deadline)
+    }
+
+    fn ask<'a>(
+        &'a self,
+        command: &'a str,
+        arguments: Value,
+        fd: Option<BorrowedFd<'_>>,
+        deadline: Instant,
+    ) -> Result<Pending<'a>, QmpError> {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let (sender, answer) = sync_channel(1);
+        let (sender, receiver) = sync_channel(1);
         {
             let mut shared = lock(&self.shared);
             if shared.closed {
@@ -150,30 +170,19 @@ impl Client {
             }
             shared.pending.insert(id, sender);
         }
+        let pending = Pending {
+            client: self,
+            id,
+            command,
+            receiver,
+            come: None,
+        };
         let mut line = json!({"execute": command, "arguments": arguments, "id": id})
             .to_string()
             .into_bytes();
         line.push(b'\n');
-        let result = match self.send(&line, fd, command, deadline) {
-            Ok(()) => answer.recv_timeout(remaining(deadline)),
-            Err(error) => {
-                lock(&self.shared).pending.remove(&id);
-                return Err(error);
-            }
-        };
-        lock(&self.shared).pending.remove(&id);
-        match result {
-            Ok(Ok(value)) => Ok(value),
-            Ok(Err((class, description))) => Err(QmpError::Refused {
-                command: command.into(),
-                class: printable(&class),
-                description: printable(&description),
-            }),
-            Err(RecvTimeoutError::Timeout) => Err(QmpError::Deadline {
-                command: command.into(),
-            }),
-            Err(RecvTimeoutError::Disconnected) => Err(lock(&self.shared).end()),
-        }
+        self.send(&line, fd, command, deadline)?;
+        Ok(pending)
     }
 
     /// Writes a whole line. A line cut by the deadline would garble all later ones, so that ends the connection.
@@ -209,6 +218,52 @@ impl Client {
             }
         }
         Ok(())
+    }
+}
+
+/// A command that was sent. Dropping it gives its answer up.
+#[derive(Debug)]
+pub struct Pending<'a> {
+    client: &'a Client,
+    id: u64,
+    command: &'a str,
+    receiver: Receiver<Answer>,
+    /// The answer, if somebody has looked for it.
+    come: Option<Answer>,
+}
+
+impl Pending<'_> {
+    /// Whether the answer has come and is a refusal.
+    pub fn is_refused(&mut self) -> bool {
+        if self.come.is_none() {
+            self.come = self.receiver.try_recv().ok();
+        }
+        matches!(self.come, Some(Err(_)))
+    }
+
+    /// Waits for the answer.
+    pub fn wait(mut self, deadline: Instant) -> Result<Value, QmpError> {
+        let answer = match self.come.take() {
+            Some(answer) => Ok(answer),
+            None => self.receiver.recv_timeout(remaining(deadline)),
+        };
+        let command = || self.command.to_owned();
+        match answer {
+            Ok(Ok(value)) => Ok(value),
+            Ok(Err((class, description))) => Err(QmpError::Refused {
+                command: command(),
+                class: printable(&class),
+                description: printable(&description),
+            }),
+            Err(RecvTimeoutError::Timeout) => Err(QmpError::Deadline { command: command() }),
+            Err(RecvTimeoutError::Disconnected) => Err(lock(&self.client.shared).end()),
+        }
+    }
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        lock(&self.client.shared).pending.remove(&self.id);
     }
 }
 

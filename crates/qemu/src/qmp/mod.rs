@@ -7,6 +7,6 @@ mod error;
 mod events;
 pub mod parser;
 
-pub use client::Client;
+pub use client::{Client, Pending};
 pub use error::QmpError;
 pub use events::{Event, EventKind, Events, EventsError};
