@@ -57,13 +57,15 @@ failures() {
         /^failures:$/ { on = 1; next }
         /^(successes:|test result:)/ { tell(); on = 0 }
         /^---- .* stdout ----$/ { tell() }
-        /^ +([0-9]+: |at )/ { next }  # of a backtrace
+        /^[Ss]tack backtrace:/ { skip = 1; next }
+        skip && /^ +([0-9]+: |at )/ { next }
+        { skip = 0 }
         on { said[n++] = substr($0, 1, 400) }' "$1"
 }
 
 # step NAME COMMAND...: runs it unless an earlier one failed. Progress goes to the terminal, all of it to the log.
 step() {
-    local name=$1 began=$SECONDS status log
+    local name=$1 began=$SECONDS status log said
     shift
     names+=("$name")
     if [ -n "$broken" ]; then
@@ -83,9 +85,9 @@ step() {
     else
         results+=(FAILED)
         broken=$name
-        failures "$log"
-        printf '\n-- the end of %s\n' "$log"
-        tail -n 20 "$log"
+        said=$(failures "$log")
+        printf '%s\n\n-- the end of %s\n' "$said" "$log"
+        if [ -n "$said" ]; then tail -n 20 "$log"; else tail -n 80 "$log"; fi
     fi
     echo "== $name: $((SECONDS - began)) s"
 }

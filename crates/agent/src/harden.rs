@@ -6,8 +6,8 @@
 //! Kept, and why: `CHOWN FOWNER DAC_OVERRIDE DAC_READ_SEARCH` (RAM files and sockets for QEMU's user), `SETUID SETGID`
 //! (QEMU's own user), `KILL` (QEMU of another user), `NET_ADMIN` (taps and bridges, large socket buffers), `NET_RAW`
 //! (probe and announcement frames), `SYS_ADMIN` (mounting the RAM tmpfs), `SYS_PTRACE` (page map and descriptors of
-//! QEMU), `SYS_NICE` (huge pages put back by process_madvise), `SYS_RESOURCE` (limits of QEMU), `IPC_LOCK` (locked
-//! memory), `SETPCAP` (giving up more).
+//! QEMU), `SYS_NICE` (huge pages put back by process_madvise, page threads no longer nice), `SYS_RESOURCE` (limits of
+//! QEMU), `IPC_LOCK` (locked memory), `SETPCAP` (giving up more).
 
 use rustix::thread::{CapabilitySet, CapabilitySets};
 

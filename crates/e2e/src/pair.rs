@@ -32,6 +32,8 @@ pub struct Pair {
     pub supervised: Arc<AtomicBool>,
     /// Whether messages are carried between the agents.
     pub agents_connected: Arc<AtomicBool>,
+    /// Whether nobody wants to read the hosts' logs at the end.
+    pub quiet: AtomicBool,
     moves: AtomicU32,
     relays: Mutex<Vec<Relay>>,
     threads: Vec<JoinHandle<()>>,
@@ -115,6 +117,7 @@ impl Pair {
             stop: Arc::default(),
             supervised: Arc::new(AtomicBool::new(true)),
             agents_connected: Arc::new(AtomicBool::new(true)),
+            quiet: AtomicBool::new(false),
             moves: AtomicU32::new(0),
             relays: Mutex::default(),
             threads: Vec::new(),
@@ -341,8 +344,10 @@ impl Drop for Pair {
     /// would leave a guest behind that takes a core for ever.
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
-        // The harness shows it where the test failed; that it did cannot be known here.
-        eprintln!("{}", self.logs());
+        // Whether the test failed cannot be known here; the harness shows it where one did.
+        if !self.quiet.load(Ordering::Relaxed) {
+            eprintln!("{}", self.logs());
+        }
         self.supervised.store(false, Ordering::Relaxed);
         // Whoever waits for an answer has it now.
         self.a.kill_process();

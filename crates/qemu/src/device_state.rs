@@ -143,7 +143,7 @@ impl Machine {
         // QEMU writes with its main lock held, without which it answers nothing: a stream that nobody reads until the
         // answer has come stands still once the socket is full.
         let mut asked = self.client().begin("migrate", target, deadline)?;
-        let pumped = pump(&socket, deadline, &mut |piece: &[u8]| {
+        let mut pumped = pump(&socket, deadline, &mut |piece: &[u8]| {
             if piece.is_empty() && asked.is_refused() {
                 return Err(io::Error::other("the hypervisor refused to save"));
             }
@@ -151,13 +151,17 @@ impl Machine {
         });
         // Closing our end makes QEMU give up, if it has not finished; so does the command, whatever it is at.
         drop(socket);
-        if pumped.is_ok() || asked.is_refused() {
-            asked.wait(deadline)?;
+        if pumped.is_ok() && !asked.has_come(deadline) {
+            pumped = Err(DeviceStateError::Deadline { doing: "save" });
         }
         let mut until = deadline;
-        if pumped.is_err() {
+        if pumped.is_err() && !asked.is_refused() {
             until = Instant::now() + SETTLE;
             self.client().execute("migrate_cancel", json!({}), until)?;
+        }
+        // Commands are answered in order, so it is known now; a save that never began has nothing to settle.
+        if asked.is_refused() {
+            asked.wait(until)?;
         }
         let settled = self.settled(&events, until, "save");
         if pumped.is_err() {

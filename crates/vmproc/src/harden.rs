@@ -10,7 +10,7 @@
 //! | `SETUID`, `SETGID` | QEMU and the opening of disk images run as QEMU's user | no VM starts |
 //! | `KILL` | QEMU, another user's process, is ended | a dead migration's QEMU stays |
 //! | `SYS_PTRACE` | QEMU's memory map and page map: what the guest writes | no migration |
-//! | `SYS_NICE` | huge pages are put back in QEMU (`process_madvise`) | guests stay slower after a migration |
+//! | `SYS_NICE` | huge pages are put back in QEMU (`process_madvise`); page threads stop being nice | guests stay slower after a migration, writing ones on busy hosts are given up |
 //! | `NET_ADMIN` | taps and their place on bridges; large socket buffers | no network cards |
 //! | `NET_RAW` | the guest's claims are heard on its port; announcements on a bridge | neighbours learn late |
 //!

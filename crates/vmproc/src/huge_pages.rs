@@ -1,7 +1,8 @@
 //! Huge pages put back after tracking, which has split the guest's memory to 4 KiB; slowly, while the guest runs.
 //!
-//! Belongs to a QEMU; owns the one thread that does it. Never at the same time as tracking: each page that is joined
-//! counts as written, so whoever begins to track calls [`HugePages::leave`] first. Failing is harmless: the guest is slower.
+//! Belongs to a QEMU; owns whose turn it is. Not beside tracking: each page that is joined counts as written, so whoever
+//! begins to track calls [`HugePages::leave`] first, after which one huge page more at most is joined, and whoever ends
+//! puts back. Failing is harmless: the guest is slower.
 
 use crate::files::QemuIdentity;
 use godwit_guestmem::collapse::open_pidfd;
@@ -18,7 +19,7 @@ const COLLAPSE_PAUSE: Duration = Duration::from_millis(2);
 #[derive(Debug)]
 pub(crate) struct HugePages {
     ram: Arc<RamFile>,
-    qemu_pid: u32,
+    qemu_pid: Option<u32>,
     turn: Turn,
 }
 
@@ -42,14 +43,17 @@ impl HugePages {
     pub(crate) fn of(qemu: &QemuIdentity, ram: &Arc<RamFile>) -> Arc<Self> {
         Arc::new(Self {
             ram: Arc::clone(ram),
-            qemu_pid: qemu.pid.unsigned_abs(),
+            qemu_pid: u32::try_from(qemu.pid).ok(),
             turn: Turn::default(),
         })
     }
 
     /// Goes through guest memory in the background, until done or left.
     pub(crate) fn put_back(&self) {
-        let (ram, qemu_pid, end) = (Arc::clone(&self.ram), self.qemu_pid, self.turn.next());
+        let Some(qemu_pid) = self.qemu_pid else {
+            return;
+        };
+        let (ram, end) = (Arc::clone(&self.ram), self.turn.next());
         let thread = std::thread::Builder::new().name("collapse".into());
         if let Err(error) = thread.spawn(move || put_back(&ram, qemu_pid, &end)) {
             tracing::warn!(%error, "huge pages are not put back");

@@ -141,7 +141,8 @@ impl Drop for Measuring {
 /// `None` when `wait`, which says whether the time has passed undisturbed, said no.
 fn measure(subject: &Subject, wait: impl Fn(Duration) -> bool) -> Result<Option<DirtyRate>, Error> {
     let data_pages = data_pages(&subject.ram)?;
-    let tracking = begin(subject)?;
+    subject.huge_pages.leave();
+    let tracking = begin(subject).inspect_err(|_| subject.huge_pages.put_back())?;
     let looked = look(subject, tracking, wait);
     subject.huge_pages.put_back();
     Ok(looked?.map(|ages| DirtyRate {
@@ -152,7 +153,6 @@ fn measure(subject: &Subject, wait: impl Fn(Duration) -> bool) -> Result<Option<
 }
 
 fn begin(subject: &Subject) -> Result<Tracking, Error> {
-    subject.huge_pages.leave();
     let deadline = Instant::now() + HANDOUT_WAIT;
     let uffd = handout::request_uffd(&subject.handout_socket, subject.qemu_pid, deadline)?;
     let mapping = GuestMapping::find(subject.qemu_pid, &subject.ram)?;

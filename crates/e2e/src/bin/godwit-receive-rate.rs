@@ -128,6 +128,7 @@ fn measure(cell: &Cell, memory_mib: u64) -> anyhow::Result<Value> {
         Tmpfs::mount(pair.a.ram_dir(), memory_mib)?,
         Tmpfs::mount(pair.b.ram_dir(), memory_mib)?,
     ];
+    pair.quiet.store(true, Ordering::Relaxed);
     let measured = moved(cell, &pair, memory_mib);
     drop(pair);
     drop(places);

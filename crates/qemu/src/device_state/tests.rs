@@ -51,6 +51,15 @@ impl Peer {
         }
     }
 
+    /// Waits for the next bytes; whether none will come any more.
+    fn has_hung_up(&mut self) -> bool {
+        self.unread.is_empty()
+            && matches!(
+                net::recv(&self.socket, &mut [0; 1], RecvFlags::PEEK),
+                Ok((0, _)) | Ok((_, 0))
+            )
+    }
+
     fn answer(&mut self, id: u64, value: &Value) {
         writeln!(self.socket, "{}", json!({"return": value, "id": id})).unwrap();
     }
@@ -126,4 +135,48 @@ fn a_refusal_ends_a_save_for_which_nothing_flows() {
     );
     drop(machine);
     peer.join().unwrap();
+}
+
+/// A save whose taker gives up before 'migrate' is answered.
+fn given_up(script: impl FnOnce(&mut Peer, u64) + Send + 'static) -> DeviceStateError {
+    let (machine, peer) = machine(|mut peer| {
+        let id = peer.until_migrate();
+        let (command, cancel) = peer.asked();
+        assert_eq!(command, "migrate_cancel");
+        script(&mut peer, id);
+        peer.answer(cancel, &json!({}));
+        let settles = [
+            ("query-migrate", json!({"status": "cancelled"})),
+            (
+                "query-status",
+                json!({"status": "paused", "running": false, "singlestep": false}),
+            ),
+        ];
+        // A save that never began is not asked after: the other side hangs up.
+        while !peer.has_hung_up() {
+            let (command, id) = peer.asked();
+            let answer = settles.iter().find(|(name, _)| *name == command);
+            peer.answer(id, &answer.expect("a command of the end").1);
+        }
+    });
+    let refuse = |_: &[u8]| Err(io::Error::other("enough"));
+    let error = machine.save_device_state(Instant::now() + LONG, refuse);
+    drop(machine);
+    peer.join().unwrap();
+    error.unwrap_err()
+}
+
+#[test]
+fn a_save_that_is_given_up_before_it_is_answered_is_cancelled_and_settled() {
+    let error = given_up(|peer, id| peer.answer(id, &json!({})));
+    assert!(matches!(&error, DeviceStateError::Sink(_)), "{error:?}");
+}
+
+#[test]
+fn a_save_that_is_given_up_and_then_refused_is_not_waited_for() {
+    let began = Instant::now();
+    let error = given_up(|peer, id| peer.refuse(id));
+    let refused = matches!(&error, DeviceStateError::Qmp(QmpError::Refused { .. }));
+    assert!(refused, "{error:?}");
+    assert!(began.elapsed() < SETTLE, "{:?}", began.elapsed());
 }

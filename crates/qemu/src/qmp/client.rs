@@ -145,12 +145,12 @@ impl Client {
     }
 
     /// Sends a command, for what must go on before its answer comes.
-    pub fn begin(
-        &self,
-        command: &'static str,
+    pub fn begin<'a>(
+        &'a self,
+        command: &'a str,
         arguments: Value,
         deadline: Instant,
-    ) -> Result<Pending<'_>, QmpError> {
+    ) -> Result<Pending<'a>, QmpError> {
         self.ask(command, arguments, None, deadline)
     }
 
@@ -223,6 +223,7 @@ impl Client {
 
 /// A command that was sent. Dropping it gives its answer up.
 #[derive(Debug)]
+#[must_use]
 pub struct Pending<'a> {
     client: &'a Client,
     id: u64,
@@ -233,6 +234,14 @@ pub struct Pending<'a> {
 }
 
 impl Pending<'_> {
+    /// Waits for the answer and keeps it; whether it has come.
+    pub fn has_come(&mut self, deadline: Instant) -> bool {
+        if self.come.is_none() {
+            self.come = self.receiver.recv_timeout(remaining(deadline)).ok();
+        }
+        self.come.is_some()
+    }
+
     /// Whether the answer has come and is a refusal.
     pub fn is_refused(&mut self) -> bool {
         if self.come.is_none() {

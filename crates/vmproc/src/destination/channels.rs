@@ -54,14 +54,14 @@ pub(super) struct Channels {
 }
 
 impl Channels {
-    /// None yet: the epoch's first word has not come.
-    pub(super) fn new() -> Self {
+    /// None yet: the epoch's first word has not come. `first_pass` outlives the epoch: whether no pass was complete so far.
+    pub(super) fn new(first_pass: Arc<AtomicBool>) -> Self {
         Self {
             slots: Vec::new(),
             first: 0,
             barrier: None,
             barrier_at: Instant::now(),
-            first_pass: Arc::new(AtomicBool::new(true)),
+            first_pass,
         }
     }
 
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
 
     fn begun() -> Channels {
-        let mut channels = Channels::new();
+        let mut channels = Channels::new(Arc::new(AtomicBool::new(true)));
         assert!(channels.begin(2));
         assert!(!channels.begin(2), "begun twice");
         channels

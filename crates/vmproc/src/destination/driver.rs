@@ -32,6 +32,7 @@ use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportEr
 use godwit_types::migration::Phase;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -119,6 +120,7 @@ impl DestinationHandle {
             held_back: Vec::new(),
             next_control: None,
             lingers: false,
+            first_pass: Arc::new(AtomicBool::new(true)),
         };
         let thread = std::thread::Builder::new()
             .name("destination".into())
@@ -216,6 +218,8 @@ struct DestinationDriver {
     /// The control channel of the next epoch, which came before the present one was known to be lost.
     next_control: Option<Connection>,
     lingers: bool,
+    /// Page threads give way to vCPUs until a pass is complete.
+    first_pass: Arc<AtomicBool>,
 }
 
 impl DestinationDriver {
@@ -352,7 +356,7 @@ impl DestinationDriver {
             number,
             control,
             receiver,
-            channels: Channels::new(),
+            channels: Channels::new(Arc::clone(&self.first_pass)),
             held: VecDeque::new(),
             held_bytes: 0,
             announced_pages: 0,

@@ -42,8 +42,8 @@ impl ReceiveError {
     }
 }
 
-/// Starts the thread, which gives way to vCPUs in the first pass. It gives its channel back at the end: closed any sooner, the source would take a failure here for
-/// a lost link before it hears the reason.
+/// Starts the thread, which gives way to vCPUs in the first pass. It gives its channel back at the end: closed any sooner,
+/// the source would take a failure here for a lost link before it hears the reason.
 pub(crate) fn start(
     reader: RecordReader,
     memory: Arc<Memory>,

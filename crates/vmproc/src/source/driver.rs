@@ -203,6 +203,8 @@ pub(super) struct SourceDriver {
     pub(super) dirty: PageSet,
     pub(super) next_epoch: u16,
     pub(super) iteration: u32,
+    /// Whether a pass is complete: from then on each races with what the guest writes.
+    pub(super) passed: bool,
     pub(super) pass: Option<Arc<Pass>>,
     pub(super) convergence: Convergence,
     pub(super) began: Instant,
@@ -240,6 +242,7 @@ impl SourceDriver {
             ending,
             next_epoch: 0,
             iteration: 0,
+            passed: false,
             pass: None,
             rtt_s: 0.0005,
             pinged: Instant::now(),

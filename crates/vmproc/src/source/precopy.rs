@@ -180,9 +180,8 @@ impl SourceDriver {
     fn send_dirty(&mut self, epoch: &mut Epoch) -> Result<(Iteration, Instant), Halt> {
         let began = Instant::now();
         self.iteration += 1;
-        // Until a pass is done nothing races with the guest.
-        let first = self.convergence.bytes_per_s().is_none();
-        let pass = Pass::new(&self.dirty, self.parts.cap_bytes_per_s, first);
+        let gives_way = !self.passed;
+        let pass = Pass::new(&self.dirty, self.parts.cap_bytes_per_s, gives_way);
         let pass = Arc::new(pass);
         self.dirty = PageSet::new(self.dirty.page_count());
         self.pass = Some(Arc::clone(&pass));
@@ -196,6 +195,7 @@ impl SourceDriver {
 
     fn close_iteration(&mut self, epoch: &mut Epoch, iteration: &mut Iteration, began: Instant) {
         epoch.book();
+        self.passed = true;
         iteration.elapsed = began.elapsed();
         let threads_s = iteration.elapsed.as_secs_f64() * epoch.streams().max(1) as f64;
         iteration.shares.source_busy = iteration.figures.busy.as_secs_f64() / threads_s;

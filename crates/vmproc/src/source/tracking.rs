@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 /// Longest wait for the descriptor.
 const HANDOUT_WAIT: Duration = Duration::from_secs(5);
+
 /// How QEMU's writes are tracked.
 #[derive(Debug)]
 pub(crate) struct DirtyTracker {
@@ -44,6 +45,11 @@ impl DirtyTracker {
     /// Begins: every page counts as dirty now.
     pub(crate) fn start(&mut self) -> Result<(), Error> {
         self.huge_pages.leave();
+        // A tracking that fails to begin is ended by nobody else.
+        self.begin().inspect_err(|_| self.huge_pages.put_back())
+    }
+
+    fn begin(&mut self) -> Result<(), Error> {
         let deadline = Instant::now() + HANDOUT_WAIT;
         let uffd = handout::request_uffd(&self.handout_socket, self.qemu_pid, deadline)?;
         let mapping = GuestMapping::find(self.qemu_pid, &self.ram)?;
