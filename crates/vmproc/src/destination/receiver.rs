@@ -85,9 +85,9 @@ impl DataReceiver {
         let pages = self.memory.ram.page_count();
         let mut manners = Manners::default();
         loop {
-            manners.give_way(self.first_pass.load(Ordering::Relaxed));
             let (began, blocked) = (Instant::now(), meter.read().blocked_us);
             let record = self.reader.next(&patience)?;
+            manners.give_way(self.first_pass.load(Ordering::Relaxed));
             let mut memory_wait = Duration::ZERO;
             reached("destination.apply");
             match record.kind {
