@@ -85,8 +85,7 @@ fn expected(point: &str, victim: &str, at_source: bool) -> Option<&'static str> 
 fn case(point: &'static str, victim: &'static str, at_source: bool) -> anyhow::Result<()> {
     let began = Instant::now();
     let pair = Pair::new(Accelerator::Tcg)?;
-    let result = kill_once(&pair, point, victim, at_source);
-    let summary = result.map_err(|error| error.context(pair.logs()))?;
+    let summary = kill_once(&pair, point, victim, at_source)?;
     println!("{summary}, {:.1} s", began.elapsed().as_secs_f64());
     Ok(())
 }

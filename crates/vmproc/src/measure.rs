@@ -8,11 +8,9 @@
 use crate::huge_pages::HugePages;
 use crate::hypervisor::internal;
 use crate::input::Input;
+use crate::source::tracking::begin;
 use crate::vm::Vm;
-use godwit_guestmem::tracker::open_pagemap;
-use godwit_guestmem::{
-    CHUNK_PAGES, Error, GuestMapping, PageSet, RamFile, Tracking, Untracked, handout,
-};
+use godwit_guestmem::{CHUNK_PAGES, Error, PageSet, RamFile, Tracking};
 use godwit_ownership::Status;
 use godwit_types::forecast::{DirtyAge, DirtyRate};
 use godwit_types::host_api::{MEASURE_MS_MAX, VmAnswer};
@@ -23,8 +21,6 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, SyncSender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Longest wait for the descriptor by which writes are tracked.
-const HANDOUT_WAIT: Duration = Duration::from_secs(5);
 /// Looks, as shares of the whole time: a working set shows by growing ever more slowly.
 const LOOKS: [f64; 5] = [0.06, 0.15, 0.35, 0.6, 1.0];
 /// Chunks whose content is looked at; more memory than this is judged by a sample, evenly spread.
@@ -141,8 +137,12 @@ impl Drop for Measuring {
 /// `None` when `wait`, which says whether the time has passed undisturbed, said no.
 fn measure(subject: &Subject, wait: impl Fn(Duration) -> bool) -> Result<Option<DirtyRate>, Error> {
     let data_pages = data_pages(&subject.ram)?;
-    subject.huge_pages.leave();
-    let tracking = begin(subject).inspect_err(|_| subject.huge_pages.put_back())?;
+    let tracking = begin(
+        &subject.ram,
+        subject.qemu_pid,
+        &subject.handout_socket,
+        &subject.huge_pages,
+    )?;
     let looked = look(subject, tracking, wait);
     subject.huge_pages.put_back();
     Ok(looked?.map(|ages| DirtyRate {
@@ -150,13 +150,6 @@ fn measure(subject: &Subject, wait: impl Fn(Duration) -> bool) -> Result<Option<
         data_mib: (data_pages as f64 / PAGES_PER_MIB).ceil() as u64,
         ages,
     }))
-}
-
-fn begin(subject: &Subject) -> Result<Tracking, Error> {
-    let deadline = Instant::now() + HANDOUT_WAIT;
-    let uffd = handout::request_uffd(&subject.handout_socket, subject.qemu_pid, deadline)?;
-    let mapping = GuestMapping::find(subject.qemu_pid, &subject.ram)?;
-    Untracked::new(uffd, open_pagemap(subject.qemu_pid)?, mapping)?.start()
 }
 
 /// Looks at what has been written since the beginning, several times. Puts the tracking away, whatever happens.

@@ -8,7 +8,7 @@ use godwit_guestmem::tracker::open_pagemap;
 use godwit_guestmem::{
     Error, GuestMapping, PageSet, RamFile, ScanMode, Tracking, Untracked, handout,
 };
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -44,17 +44,9 @@ impl DirtyTracker {
 
     /// Begins: every page counts as dirty now.
     pub(crate) fn start(&mut self) -> Result<(), Error> {
-        self.huge_pages.leave();
-        // A tracking that fails to begin is ended by nobody else.
-        self.begin().inspect_err(|_| self.huge_pages.put_back())
-    }
-
-    fn begin(&mut self) -> Result<(), Error> {
-        let deadline = Instant::now() + HANDOUT_WAIT;
-        let uffd = handout::request_uffd(&self.handout_socket, self.qemu_pid, deadline)?;
-        let mapping = GuestMapping::find(self.qemu_pid, &self.ram)?;
-        let untracked = Untracked::new(uffd, open_pagemap(self.qemu_pid)?, mapping)?;
-        self.tracking = Some(untracked.start()?);
+        let socket = &self.handout_socket;
+        let tracking = begin(&self.ram, self.qemu_pid, socket, &self.huge_pages)?;
+        self.tracking = Some(tracking);
         Ok(())
     }
 
@@ -84,4 +76,21 @@ impl DirtyTracker {
         let _ = tracking.stop();
         self.huge_pages.put_back();
     }
+}
+
+/// Begins to track a QEMU's writes; huge pages are left alone from then on, and put back at once where it fails.
+pub(crate) fn begin(
+    ram: &RamFile,
+    qemu_pid: u32,
+    handout_socket: &Path,
+    huge_pages: &HugePages,
+) -> Result<Tracking, Error> {
+    let tracked = || {
+        let deadline = Instant::now() + HANDOUT_WAIT;
+        let uffd = handout::request_uffd(handout_socket, qemu_pid, deadline)?;
+        let mapping = GuestMapping::find(qemu_pid, ram)?;
+        Untracked::new(uffd, open_pagemap(qemu_pid)?, mapping)?.start()
+    };
+    huge_pages.leave();
+    tracked().inspect_err(|_| huge_pages.put_back())
 }
