@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
 use std::time::{Duration, Instant};
 
 use godwit_testkit::lab::{EmulatedLink, Lab, LabConfig, Link as LabLink, Machine, Subnets};
@@ -118,6 +119,21 @@ fn round_trips(lab: &Lab, address: IpAddr, count: u64, apart: Duration) -> Vec<D
     found
 }
 
+/// The least round trip is the one that was set, or less than 10 ms more. A busy machine delays many in a row, so that
+/// pings are sent until one was not delayed; one that is early is wrong whenever it comes.
+fn assert_least(lab: &Lab, address: IpAddr, set: Duration) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let found = round_trips(lab, address, 50, Duration::from_millis(1));
+        let least = *found.first().expect("an answer");
+        assert!(least >= set, "early: {least:?} instead of {set:?}");
+        if least < set + Duration::from_millis(10) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "late: {least:?}, not {set:?}");
+    }
+}
+
 fn answers(lab: &Lab, address: IpAddr) -> bool {
     !round_trips(lab, address, 3, Duration::from_millis(1)).is_empty()
 }
@@ -136,7 +152,7 @@ fn the_round_trip_is_within_a_millisecond_of_the_set_one() {
             let set = Duration::from_micros(rtt_us);
             assert!(least >= set, "a packet was early");
             // Within 1 ms on a machine with a core to spare; printed above.
-            assert!(least < set + Duration::from_millis(10));
+            assert_least(&lab, address, set);
         }
     }
 }
@@ -402,12 +418,8 @@ fn directions_can_differ() {
     link.set_direction(Direction::BToA, spec("rtt=40ms"))
         .expect("set");
     assert_eq!(link.spec(Direction::AToB).expect("spec"), spec(""));
-    let found = round_trips(&lab, of_b(&lab)[0], 50, Duration::from_millis(1));
-    let least = *found.first().expect("an answer");
-    assert!(
-        (20..30).contains(&least.as_millis()),
-        "half of 40 ms one way: {least:?}"
-    );
+    // Half of 40 ms, one way.
+    assert_least(&lab, of_b(&lab)[0], Duration::from_millis(20));
 }
 
 /// Bytes that each link carried while packets went from each of `a`'s devices to the one of the same number of `b`.
@@ -465,9 +477,7 @@ fn each_of_four_devices_sends_through_its_own_link_on_one_subnet_and_on_differen
 fn a_routed_lab_has_its_link_between_the_router_and_b() {
     let lab = lab("routed", "rtt=20ms", |config| config.routed = true);
     for address in of_b(&lab) {
-        let found = round_trips(&lab, address, 50, Duration::from_millis(1));
-        let least = *found.first().expect("an answer");
-        assert!((20..30).contains(&least.as_millis()), "{least:?}");
+        assert_least(&lab, address, Duration::from_millis(20));
     }
     let counters = lab.link(0).expect("a link").counters().expect("counters");
     assert!(counters.a_to_b.delivered_packets >= 100 && counters.b_to_a.delivered_packets >= 100);
@@ -483,8 +493,7 @@ fn the_link_of_a_kept_lab_is_changed_by_others_and_ends_with_it() {
         spec("rtt=5ms,rate=1gbit")
     );
     link.set(spec("rtt=30ms")).expect("set");
-    let found = round_trips(&opened, of_b(&opened)[1], 50, Duration::from_millis(1));
-    assert!((30..40).contains(&found.first().expect("an answer").as_millis()));
+    assert_least(&opened, of_b(&opened)[1], Duration::from_millis(30));
     assert!(link.counters().expect("counters").b_to_a.delivered_packets >= 50);
     let senseless = LinkSpec {
         loss_ppm: 2_000_000,
@@ -529,4 +538,36 @@ fn a_link_joins_any_two_namespaces_and_its_devices_end_with_it() {
     );
     drop(link);
     assert_eq!(run(a, "ls /sys/class/net | grep -c wan0"), "0");
+}
+
+/// A child of another thread, between its fork and its exec, holds a copy of the device's descriptor; so did children of
+/// tests beside this one, and the device outlived its link.
+#[test]
+fn a_device_ends_with_its_link_while_a_child_is_being_started() {
+    let lab = Lab::new(LabConfig::default()).expect("a lab");
+    let (a, b) = (lab.host(0).expect("a"), lab.host(1).expect("b"));
+    let end = |machine: &Machine| End::of_process(machine.init_pid(), "wan1", &[]);
+    let (first, second) = (end(a).expect("an end"), end(b).expect("an end"));
+    let link = Link::between(first, second, spec("")).expect("a link");
+    let (mut has_forked, mut forked) = std::io::pipe().expect("a pipe");
+    let (mut may_exec, exec) = std::io::pipe().expect("a pipe");
+    let mut command = std::process::Command::new("true");
+    // SAFETY: reads and writes descriptors only; nothing is allocated after the fork.
+    unsafe {
+        command.pre_exec(move || {
+            forked.write_all(b"!")?;
+            may_exec.read_exact(&mut [0; 1])
+        });
+    }
+    std::thread::scope(|scope| {
+        let child = scope.spawn(|| command.status());
+        has_forked.read_exact(&mut [0; 1]).expect("it forks");
+        drop(link);
+        let left = a.in_network(|| std::fs::read_to_string("/proc/thread-self/net/dev"));
+        (&exec).write_all(b"!").expect("the child goes on");
+        let status = child.join().expect("a child").expect("it ran");
+        assert!(status.success());
+        let left = left.expect("its network").expect("a table");
+        assert!(!left.contains("wan1"), "{left}");
+    });
 }

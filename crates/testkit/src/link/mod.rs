@@ -150,6 +150,9 @@ impl Drop for Link {
         if let Some(thread) = self.thread.take() {
             let _ = thread.join(); // how it ended matters to nobody any more
         }
+        for end in &self.ends {
+            let _ = tap::remove(end); // one that cannot be removed goes with its last descriptor
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! A TAP device in a network namespace: made, set up, read and written a frame at a time.
 //!
-//! The device lives as long as its [`Tap`]. Checksums and the cutting of large TCP packets are left to whoever reads, so
+//! The device lives as long as its [`Tap`]; [`remove`] ends one that a child between its fork and its exec still holds.
+//! Checksums and the cutting of large TCP packets are left to whoever reads, so
 //! that a bulk stream costs one system call for up to 64 KiB; other large packets are cut by the sender's kernel.
 
 use std::fs::File;
@@ -114,19 +115,33 @@ fn inside<T: Send>(
 
 /// Frames that the kernel dropped since nobody read the device.
 pub fn dropped_by_kernel(end: &End) -> io::Result<u64> {
-    let table = || std::fs::read_to_string("/proc/thread-self/net/dev");
-    let table = inside(end.namespace.as_fd(), table)?;
-    let is_ours = |line: &&str| line.trim_start().split(':').next() == Some(&end.device);
-    let line = table.lines().find(is_ours);
     // After the name eight figures of what was received, then bytes, packets, errors, drops of what was sent.
-    let dropped = line.and_then(|line| line.rsplit(':').next()?.split_whitespace().nth(11));
-    dropped.and_then(|text| text.parse().ok()).ok_or_else(|| {
+    let figures = inside(end.namespace.as_fd(), || figures(&end.device))?;
+    let dropped = figures.and_then(|text| text.split_whitespace().nth(11)?.parse().ok());
+    dropped.ok_or_else(|| {
         let text = format!(
             "device {} is gone or its counters are unreadable",
             end.device
         );
         io::Error::other(text)
     })
+}
+
+/// Removes a device that is still there after its [`Tap`] was dropped. A child that another thread has just forked holds
+/// a copy of every descriptor until its exec closes them, and the kernel keeps the device as long.
+pub fn remove(end: &End) -> io::Result<()> {
+    inside(end.namespace.as_fd(), || match figures(&end.device)? {
+        Some(_) => ip(&format!("link delete {}\n", end.device)),
+        None => Ok(()),
+    })
+}
+
+/// What the kernel counted for a device in the namespace of the calling thread, or nothing if it is gone.
+fn figures(device: &str) -> io::Result<Option<String>> {
+    let table = std::fs::read_to_string("/proc/thread-self/net/dev")?;
+    let of_ours = table.lines().filter_map(|line| line.rsplit_once(':'));
+    let mut of_ours = of_ours.filter(|(name, _)| name.trim() == device);
+    Ok(of_ours.next().map(|(_, figures)| figures.to_owned()))
 }
 
 fn enter(namespace: BorrowedFd) -> io::Result<()> {
@@ -173,7 +188,7 @@ fn wait_until_running(device: &str) -> io::Result<()> {
     }
 }
 
-/// Runs `ip` in the namespace of the calling thread.
+/// Gives the device what its end is to have, in the namespace of the calling thread.
 fn set_up(end: &End) -> io::Result<()> {
     let (device, mtu) = (&end.device, end.mtu);
     let mut lines = format!("link set {device} mtu {mtu} txqueuelen {KERNEL_QUEUE_FRAMES}\n");
@@ -190,6 +205,11 @@ fn set_up(end: &End) -> io::Result<()> {
         let nodad = if address.contains(':') { " nodad" } else { "" };
         lines += &format!("addr add {address} dev {device}{nodad}\n");
     }
+    ip(&lines)
+}
+
+/// Runs lines of `ip` in the namespace of the calling thread.
+fn ip(lines: &str) -> io::Result<()> {
     let mut child = Command::new("ip")
         .args(["-batch", "-"])
         .stdin(Stdio::piped())
