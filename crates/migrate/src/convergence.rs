@@ -5,8 +5,8 @@
 //! iteration would make the pause much shorter. If the next iteration would leave nearly as much dirty as this one, or
 //! the deadline would pass first, the guest gets an allowance: so many bytes that it may dirty per second, below what
 //! the link carries, so that what remains shrinks by a share with every iteration. A guest that dirties less than that
-//! is not slowed by it. One that does not converge although it is as slow as may be ends the migration: it is never
-//! stopped for longer than was promised without being asked.
+//! is not slowed by it. One that dirties more than that for long gets ever less, until it is as slow as may be; if it does
+//! not converge even so, the migration ends: a guest is never stopped for longer than was promised without being asked.
 //!
 //! Owns: the history of one migration's iterations. Refuses: to guess from an iteration too short to measure.
 
@@ -38,6 +38,8 @@ const OVERSPENT: f64 = 1.15;
 /// A guest that overspends has this long and so many iterations to converge.
 const STUCK_S: f64 = 6.0;
 const STUCK_ITERATIONS: u32 = 5;
+/// One that still does not, although it could be slowed more, has this factor on its allowance in each iteration.
+const STUCK_FACTOR: f64 = 0.6;
 /// From here on each iteration lowers the allowance, by this factor.
 const PATIENT_ITERATIONS: u32 = 40;
 const IMPATIENCE: f64 = 0.95;
@@ -74,6 +76,8 @@ pub struct IterationFacts {
     pub rtt_s: f64,
     /// Time since the migration began, s.
     pub elapsed_s: f64,
+    /// Whether the guest can be slowed more than it is: this host can do it, and it is not as slow as was allowed.
+    pub can_slow_more: bool,
 }
 
 /// What to do next.
@@ -104,6 +108,8 @@ pub struct Convergence {
     squeezes: u32,
     squeezed_bytes: Option<u64>,
     stuck: Option<Stuck>,
+    /// What overspending has left of the allowance.
+    stuck_factor: f64,
     iterations: u32,
 }
 
@@ -147,6 +153,7 @@ impl Convergence {
             squeezes: 0,
             squeezed_bytes: None,
             stuck: None,
+            stuck_factor: 1.0,
             iterations: 0,
         }
     }
@@ -158,7 +165,7 @@ impl Convergence {
 
     /// The guest runs without an allowance again: limiting begins anew.
     pub fn released(&mut self) {
-        (self.allowed_share, self.stuck) = (None, None);
+        (self.allowed_share, self.stuck, self.stuck_factor) = (None, None, 1.0);
         (self.squeezes, self.squeezed_bytes) = (0, None);
     }
 
@@ -272,7 +279,7 @@ impl Convergence {
             let time_s = DEADLINE_SHARE * (deadline_s - facts.elapsed_s);
             share = share.min(1.0 - pages_s / time_s.max(f64::MIN_POSITIVE));
         }
-        (share * self.impatience()).max(ALLOWED_SHARE_MIN)
+        (share * self.impatience() * self.stuck_factor).max(ALLOWED_SHARE_MIN)
     }
 
     /// What was allowed for so many iterations without an end in sight was too much: on a busy host neither the link's
@@ -292,7 +299,8 @@ impl Convergence {
     }
 
     /// Whether the guest has dirtied more than it was allowed to for so long that waiting is no use: it is as slow as may
-    /// be, or this host cannot slow it.
+    /// be, or this host cannot slow it. While it can be slowed more, its allowance is made smaller instead: what it writes
+    /// is more than was measured.
     fn is_stuck(&mut self, facts: IterationFacts) -> bool {
         let allowed = self
             .allowed_share
@@ -315,7 +323,16 @@ impl Convergence {
             };
         }
         stuck.iterations += 1;
-        stuck.iterations >= STUCK_ITERATIONS && facts.elapsed_s - stuck.since_s >= STUCK_S
+        let patient =
+            stuck.iterations < STUCK_ITERATIONS || facts.elapsed_s - stuck.since_s < STUCK_S;
+        let least = self
+            .allowed_share
+            .is_some_and(|share| share <= ALLOWED_SHARE_MIN);
+        if !patient && facts.can_slow_more && !least {
+            self.stuck_factor *= STUCK_FACTOR;
+            return false;
+        }
+        !patient
     }
 
     fn learn_speed(&mut self, facts: IterationFacts) {
@@ -375,6 +392,7 @@ impl Convergence {
                 dirty_bytes: dirty as u64,
                 rtt_s: self.rtt_s,
                 elapsed_s: total_s,
+                can_slow_more: false,
             };
             match next.decide(facts) {
                 Decision::Iterate { .. } => (left, age_s) = (dirty, 0.0),

@@ -75,6 +75,12 @@ impl Governor {
         self.shares().fold(1.0, f64::min)
     }
 
+    /// Whether somebody who is slowed has more than the floor, or nobody is slowed yet.
+    pub fn can_slow_more(&self) -> bool {
+        let mut slowed = self.shares().filter(|share| *share < 1.0).peekable();
+        slowed.peek().is_none() || slowed.any(|share| share > self.floor)
+    }
+
     /// Takes what happened in `seconds` and sets the shares for an allowance. `uses` has one entry per vCPU.
     pub fn tick(&mut self, seconds: f64, uses: &[VcpuUse], allowed_bytes_per_s: f64) {
         if seconds <= 0.0 || uses.len() != self.vcpus.len() {

@@ -247,6 +247,7 @@ impl Play<'_> {
                 dirty_bytes: dirty as u64,
                 rtt_s: self.rtt_s,
                 elapsed_s,
+                can_slow_more: speed > self.floor,
             };
             let decision = deciding.decide(facts);
             let stop = matches!(decision, Decision::Switchover | Decision::GiveUp);

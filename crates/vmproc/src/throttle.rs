@@ -12,7 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// QEMU's time to name its vCPU threads.
-const QMP_WAIT: Duration = Duration::from_secs(2);
+const QMP_WAIT: Duration = Duration::from_secs(10);
 /// How often shares are set. Quotas work over 10 to 20 ms, so nothing is measured in less.
 const TICK: Duration = Duration::from_millis(50);
 /// Weight of a tick in an average over about a second.
@@ -49,16 +49,20 @@ struct State {
     /// The same averaged over a second or so, and the least that it ever was.
     average: Option<f64>,
     slowest: Option<f64>,
+    /// Whether it is slowed, and could be slowed more.
+    can_slow_more: bool,
 }
 
 impl State {
     fn book_failure(&mut self, reason: String) {
         tracing::warn!(reason, "the guest is not slowed");
         self.failures += 1;
-        self.unable = Some(reason);
+        (self.unable, self.can_slow_more) = (Some(reason), false);
     }
 
-    fn book_lowest(&mut self, lowest: f64) {
+    fn book(&mut self, governor: &Governor) {
+        let lowest = governor.lowest();
+        self.can_slow_more = governor.can_slow_more();
         let average = self.average.unwrap_or(1.0);
         let average = average + AVERAGE_SHARE * (lowest - average);
         (self.lowest, self.average) = (Some(lowest), Some(average));
@@ -107,6 +111,11 @@ impl SharedThrottle {
         self.shared.lock().unable.clone()
     }
 
+    /// Whether the guest is held to its allowance and can be slowed more than it is.
+    pub(crate) fn can_slow_more(&self) -> bool {
+        self.shared.lock().can_slow_more
+    }
+
     /// The speed of the vCPU that is slowed most, percent.
     pub(crate) fn lowest_percent(&self) -> u32 {
         let lowest = self.shared.lock().lowest.unwrap_or(1.0);
@@ -128,7 +137,7 @@ impl SharedThrottle {
     pub(crate) fn lift(&self) {
         let mut state = self.shared.lock();
         (state.allowed_bytes_per_s, state.lowest) = (None, None);
-        state.average = None;
+        (state.average, state.can_slow_more) = (None, false);
         if let Some(throttle) = &mut state.throttle
             && let Err(error) = throttle.lift()
         {
@@ -220,7 +229,7 @@ impl Govern {
         if state.allowed_bytes_per_s.is_none() {
             return Ok(());
         }
-        state.book_lowest(governor.lowest());
+        state.book(governor);
         match &mut state.throttle {
             Some(throttle) => throttle
                 .set_shares(governor.shares())

@@ -48,6 +48,8 @@ pub(super) struct World {
     /// Up to so much more, at random, in every iteration: a busy host, a queue on the way.
     pub jitter_s: f64,
     pub floor: f64,
+    /// What the governor hears of the vCPUs' first writes; the others are nobody's it knows of.
+    pub heard: f64,
     /// Measured durations are off by up to this share, either way.
     pub noise: f64,
     pub vcpus: Vec<Vcpu>,
@@ -141,11 +143,12 @@ impl Sim<'_> {
     }
 
     fn tick(&mut self) {
+        let heard = self.world.heard;
         let uses: Vec<VcpuUse> = self
             .clocks
             .iter_mut()
             .map(|clock| VcpuUse {
-                first_writes: std::mem::take(&mut clock.first_writes),
+                first_writes: (heard * std::mem::take(&mut clock.first_writes) as f64) as u64,
                 cpu_s: std::mem::take(&mut clock.cpu_s),
             })
             .collect();
@@ -221,6 +224,7 @@ pub(super) fn migrate(world: &World, goal: Goal) -> End {
             dirty_bytes: dirty * PAGE,
             rtt_s: world.rtt_s,
             elapsed_s: sim.now_s,
+            can_slow_more: sim.governor.can_slow_more(),
         };
         to_send = dirty;
         match convergence.decide(facts) {

@@ -17,6 +17,7 @@ fn facts(data_bytes: u64, dirty_bytes: u64) -> IterationFacts {
         dirty_bytes,
         rtt_s: 0.0005,
         elapsed_s: 1.0,
+        can_slow_more: false,
     }
 }
 
@@ -178,6 +179,7 @@ fn world(vcpus: Vec<Vcpu>) -> World {
         overhead_s: 0.004,
         jitter_s: 0.0,
         floor: 0.05,
+        heard: 1.0,
         noise: 0.05,
         vcpus,
     }
@@ -351,6 +353,26 @@ fn a_limit_on_slowing_is_kept_and_ends_in_a_clear_failure() {
     assert!(!end.completed, "{end:?}");
     assert!(end.speeds[0] >= 0.79, "{end:?}");
     assert!(end.elapsed_s < 60.0, "{end:?}");
+}
+
+/// It was given up at 43 % of its speed, although it might have been slowed to 5 %.
+#[test]
+fn a_guest_that_writes_more_than_is_heard_of_is_slowed_until_it_converges() {
+    for heard in [0.7, 0.4, 0.2] {
+        let mut world = world(vec![writer(Pattern::Loop(32_768), 2.0)]);
+        world.heard = heard;
+        let goal = goal(0.3, None);
+        let end = migrate(&world, goal);
+        check("heard of in part", &end, goal);
+    }
+}
+
+#[test]
+fn a_guest_whose_writes_nobody_hears_of_is_given_up_in_the_end() {
+    let mut world = world(vec![writer(Pattern::Loop(32_768), 2.0)]);
+    world.heard = 0.0;
+    let end = migrate(&world, goal(0.3, None));
+    assert!(!end.completed && end.iterations < 40, "{end:?}");
 }
 
 #[test]

@@ -61,6 +61,7 @@ impl SourceDriver {
                 dirty_bytes,
                 rtt_s: self.rtt_s,
                 elapsed_s: self.began.elapsed().as_secs_f64(),
+                can_slow_more: self.parts.throttle.can_slow_more(),
             };
             let decision = self.convergence.decide(facts);
             self.book(&iteration, Some(dirty_bytes));
