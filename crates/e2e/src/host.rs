@@ -325,7 +325,12 @@ impl Host {
 
     /// The VM here.
     pub fn vm(&self) -> anyhow::Result<HostVm> {
-        match self.ask_within(&VmRequest::Status, Duration::from_secs(3))? {
+        self.vm_within(Duration::from_secs(30))
+    }
+
+    /// The VM here, if its process answers so soon.
+    pub fn vm_within(&self, patience: Duration) -> anyhow::Result<HostVm> {
+        match self.ask_within(&VmRequest::Status, patience)? {
             VmAnswer::Status(status) => Ok(status.vm),
             other => bail!("unexpected answer {other:?}"),
         }

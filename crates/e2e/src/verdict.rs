@@ -223,7 +223,7 @@ enum View {
 }
 
 fn view(host: &Host) -> View {
-    match host.vm() {
+    match host.vm_within(Duration::from_secs(3)) {
         Ok(HostVm {
             state,
             migration: None,

@@ -31,7 +31,7 @@ fn cancel(host: &Host, id: &MigrationId) -> anyhow::Result<()> {
 /// Waits until the VM process is waiting for its held driver, which shows by its silence.
 fn wait_busy(host: &Host) -> anyhow::Result<()> {
     let deadline = Instant::now() + LONG;
-    let short = Duration::from_millis(200);
+    let short = Duration::from_secs(1);
     while host.ask_within(&VmRequest::Status, short).is_ok() {
         anyhow::ensure!(Instant::now() < deadline, "the cancel is not taken up");
     }
@@ -154,15 +154,11 @@ fn a_deadline_that_passes_cancels() -> anyhow::Result<()> {
         max_bandwidth_mbit_per_s: Some(20),
         ..Options::default()
     };
-    let began = Instant::now();
     let id = pair.begin(&pair.a, &pair.b, &options)?;
     pair.wait_end(&pair.a, &id, LONG)?;
-    anyhow::ensure!(
-        began.elapsed() < Duration::from_secs(4),
-        "{:?}",
-        began.elapsed()
-    );
     let report = stays(&pair, &id, Outcome::Cancelled)?;
+    // One pass takes 20 s at this rate.
+    anyhow::ensure!(report.iterations.is_empty(), "{:?}", report.iterations);
     anyhow::ensure!(
         report
             .reason
@@ -199,7 +195,7 @@ fn a_cap_is_kept() -> anyhow::Result<()> {
 fn a_promise_is_flagged_as_kept_or_missed() -> anyhow::Result<()> {
     let pair = Pair::new(Accelerator::Tcg)?;
     boot(&pair, &CounterSpec::flat(2).slowed(20_000))?;
-    for (max_downtime_ms, kept) in [(5000, true), (0, false)] {
+    for (max_downtime_ms, kept) in [(60_000, true), (0, false)] {
         let options = Options {
             max_downtime_ms,
             ..Options::default()

@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::stack::{Counter, HostPlan, Plan, Stack, names};
-use rustix::net::sockopt::{Timeout, set_socket_recv_buffer_size, set_socket_timeout};
+use rustix::net::sockopt::{Timeout, set_socket_recv_buffer_size_force, set_socket_timeout};
 use rustix::net::{AddressFamily, Protocol, RecvFlags, SocketType, recv, socket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -57,7 +57,7 @@ fn listen<T>(stack: &Stack, action: impl FnOnce() -> Result<T>) -> Result<(T, He
     );
     let open = || socket(AddressFamily::PACKET, SocketType::RAW, Some(every));
     let ear = stack.machine("switch")?.in_network(open)??;
-    set_socket_recv_buffer_size(&ear, 64 << 20)?;
+    set_socket_recv_buffer_size_force(&ear, 64 << 20)?;
     set_socket_timeout(&ear, Timeout::Recv, Some(Duration::from_millis(100)))?;
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {

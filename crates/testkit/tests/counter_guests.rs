@@ -62,6 +62,26 @@ impl Running {
         self.qemu.execute("stop", json!({}), soon()).expect("stop");
         self.qemu.wait_event("STOP", soon()).expect("STOP");
     }
+
+    fn go_on(&mut self) {
+        self.qemu.execute("cont", json!({}), soon()).expect("cont");
+        self.qemu.wait_event("RESUME", soon()).expect("RESUME");
+    }
+
+    fn passes(&self) -> u32 {
+        checker::control(&self.ram).expect("counting").passes
+    }
+
+    /// What all threads of QEMU have used so far.
+    fn cpu_ns(&self) -> u64 {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.qemu.pid())).expect("tasks");
+        let used = tasks.map(|task| {
+            let line = std::fs::read_to_string(task.expect("a task").path().join("schedstat"));
+            let first = line.ok()?.split(' ').next()?.parse::<u64>();
+            first.ok()
+        });
+        used.flatten().sum() // a thread that has ended meanwhile did nothing for the guest
+    }
 }
 
 fn counts_and_shows_damage(spec: &CounterSpec, accelerator: &str) {
@@ -105,18 +125,29 @@ fn the_real_mode_guest_counts_under_kvm() {
 
 #[test]
 fn spin_slows_the_counting() {
-    let fast = passes_in_half_a_second(&CounterSpec::flat(16));
-    let slow = passes_in_half_a_second(&CounterSpec::flat(16).slowed(2000));
-    assert!(slow > 0 && fast > slow * 4, "fast {fast}, slow {slow}");
+    let fast = cpu_ns_per_pass(&CounterSpec::flat(16), 20);
+    let slow = cpu_ns_per_pass(&CounterSpec::flat(16).slowed(2000), 2);
+    println!("a pass takes {fast} ns of CPU, slowed {slow} ns");
+    assert!(slow > fast * 4, "fast {fast} ns, slow {slow} ns");
 }
 
-fn passes_in_half_a_second(spec: &CounterSpec) -> u32 {
+/// CPU time of QEMU for each pass: the least of three measurements, since time that is stolen from a machine may be
+/// counted as used.
+fn cpu_ns_per_pass(spec: &CounterSpec, passes: u32) -> u64 {
     let mut running = start(spec, "tcg", &[]).expect("QEMU starts");
     running.wait_passes(2, 1);
-    let before = checker::control(&running.ram).expect("counting").passes;
-    std::thread::sleep(Duration::from_millis(500)); // the measured interval itself
-    running.stop();
-    checker::control(&running.ram).expect("counting").passes - before
+    let measure = |_| {
+        running.stop();
+        let (before, cpu_ns) = (running.passes(), running.cpu_ns());
+        running.go_on();
+        running.wait_passes(before + passes, 1);
+        running.stop();
+        let passes = u64::from(running.passes() - before);
+        let cpu_ns = running.cpu_ns() - cpu_ns;
+        running.go_on();
+        cpu_ns / passes
+    };
+    (0..3).map(measure).min().expect("three")
 }
 
 fn both_modes() -> [CounterSpec; 2] {

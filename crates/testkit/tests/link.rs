@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use godwit_testkit::lab::{EmulatedLink, Lab, LabConfig, Link as LabLink, Machine, Subnets};
@@ -14,6 +15,11 @@ fn spec(text: &str) -> LinkSpec {
     text.parse().expect("a link")
 }
 
+/// A packet that does not come within this is lost, however busy the machine is.
+const LONG: Duration = Duration::from_secs(20);
+/// Silence that is expected lasts so long.
+const SILENCE: Duration = Duration::from_secs(1);
+
 fn lab(name: &str, link: &str, change: impl FnOnce(&mut LabConfig)) -> Lab {
     let mut config = LabConfig {
         name: format!("link-{name}-{}", std::process::id()),
@@ -22,11 +28,14 @@ fn lab(name: &str, link: &str, change: impl FnOnce(&mut LabConfig)) -> Lab {
     };
     change(&mut config);
     let lab = Lab::new(config).expect("the lab is built");
-    for address in of_b(&lab) {
-        let deadline = Instant::now() + Duration::from_secs(10);
-        // Kernels take their time to notice that a new device has a carrier.
-        while !answers(&lab, address) {
-            assert!(Instant::now() < deadline, "no way to {address}");
+    for nic in 0..lab.config().migration_nics {
+        let (four, six) = lab.migration_addresses(1, nic);
+        for address in [four, six] {
+            let deadline = Instant::now() + LONG;
+            // Kernels take their time to notice that a new device has a carrier.
+            while !answers(&lab, address) {
+                assert!(Instant::now() < deadline, "no way to {address}");
+            }
         }
     }
     lab
@@ -68,18 +77,18 @@ fn udp(machine: &Machine, address: IpAddr) -> UdpSocket {
             &(64_i32 << 20).to_ne_bytes(),
         );
     }
-    let patience = Some(Duration::from_millis(1_000));
-    socket.set_read_timeout(patience).expect("a time-out");
+    socket.set_read_timeout(Some(LONG)).expect("a time-out");
     socket
 }
 
-/// Sockets of `a` and `b` that talk to each other.
+/// Sockets of `a` and `b` that talk to each other, on the devices of the same number.
 fn udp_pair(lab: &Lab, address: IpAddr) -> (UdpSocket, UdpSocket) {
-    let from = if address.is_ipv4() {
-        lab.addresses(0).migration4
-    } else {
-        lab.addresses(0).migration6
-    };
+    let is_its = |(four, six)| four == address || six == address;
+    let nic = (0..lab.config().migration_nics)
+        .find(|nic| is_its(lab.migration_addresses(1, *nic)))
+        .expect("an address of b");
+    let (four, six) = lab.migration_addresses(0, nic);
+    let from = if address.is_ipv4() { four } else { six };
     let a = udp(lab.host(0).expect("a"), from);
     let b = udp(lab.host(1).expect("b"), address);
     a.connect(b.local_addr().expect("bound")).expect("connect");
@@ -87,21 +96,37 @@ fn udp_pair(lab: &Lab, address: IpAddr) -> (UdpSocket, UdpSocket) {
     (a, b)
 }
 
-/// Sends back what comes, until it hears nothing for a second.
-fn echo(socket: &UdpSocket) {
+/// Sends back what comes, until it is over.
+fn echo(socket: &UdpSocket, is_over: &AtomicBool) {
+    let look = Some(Duration::from_millis(20)); // how often it looks whether it is over
+    socket.set_read_timeout(look).expect("a time-out");
     let mut buffer = [0; 2048];
-    while let Ok(length) = socket.recv(&mut buffer) {
-        let _ = socket.send(&buffer[..length]); // refused when the other socket is gone
+    while !is_over.load(Ordering::Relaxed) {
+        if let Ok(length) = socket.recv(&mut buffer) {
+            let _ = socket.send(&buffer[..length]); // refused when the other socket is gone
+        }
     }
 }
 
 /// The round trips that were measured, in order of length.
 fn round_trips(lab: &Lab, address: IpAddr, count: u64, apart: Duration) -> Vec<Duration> {
+    round_trips_within(lab, address, count, apart, LONG)
+}
+
+/// The same; nobody answers any more when nothing comes for so long.
+fn round_trips_within(
+    lab: &Lab,
+    address: IpAddr,
+    count: u64,
+    apart: Duration,
+    silence: Duration,
+) -> Vec<Duration> {
     let (a, b) = udp_pair(lab, address);
+    a.set_read_timeout(Some(silence)).expect("a time-out");
     let start = Instant::now();
-    let mut found = Vec::new();
+    let (mut found, is_over) = (Vec::new(), AtomicBool::new(false));
     std::thread::scope(|scope| {
-        scope.spawn(|| echo(&b));
+        scope.spawn(|| echo(&b, &is_over));
         scope.spawn(|| {
             for _ in 0..count {
                 let sent = start.elapsed().as_nanos() as u64;
@@ -114,6 +139,7 @@ fn round_trips(lab: &Lab, address: IpAddr, count: u64, apart: Duration) -> Vec<D
             let sent = Duration::from_nanos(u64::from_ne_bytes(stamp));
             found.push(start.elapsed() - sent);
         }
+        is_over.store(true, Ordering::Relaxed);
     });
     found.sort();
     found
@@ -122,7 +148,7 @@ fn round_trips(lab: &Lab, address: IpAddr, count: u64, apart: Duration) -> Vec<D
 /// The least round trip is the one that was set, or less than 10 ms more. A busy machine delays many in a row, so that
 /// pings are sent until one was not delayed; one that is early is wrong whenever it comes.
 fn assert_least(lab: &Lab, address: IpAddr, set: Duration) {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + LONG;
     loop {
         let found = round_trips(lab, address, 50, Duration::from_millis(1));
         let least = *found.first().expect("an answer");
@@ -135,7 +161,7 @@ fn assert_least(lab: &Lab, address: IpAddr, set: Duration) {
 }
 
 fn answers(lab: &Lab, address: IpAddr) -> bool {
-    !round_trips(lab, address, 3, Duration::from_millis(1)).is_empty()
+    !round_trips_within(lab, address, 3, Duration::from_millis(1), SILENCE).is_empty()
 }
 
 #[test]
@@ -146,7 +172,7 @@ fn the_round_trip_is_within_a_millisecond_of_the_set_one() {
         link.set(spec(&format!("rtt={rtt_us}us"))).expect("set");
         for address in of_b(&lab) {
             let found = round_trips(&lab, address, 200, Duration::from_millis(2));
-            assert!(found.len() > 150, "{} answers", found.len());
+            assert_eq!(found.len(), 200);
             let (least, middle) = (found[0], found[found.len() / 2]);
             println!("round trip {rtt_us} us to {address}: least {least:?}, median {middle:?}");
             let set = Duration::from_micros(rtt_us);
@@ -164,19 +190,19 @@ fn stream<T: Send>(lab: &Lab, address: IpAddr, during: impl FnOnce() -> T + Send
     let listener = b.in_network(listen).expect("its network").expect("bind");
     let to = listener.local_addr().expect("bound");
     let a = lab.host(0).expect("a");
-    let connect = || TcpStream::connect_timeout(&to, Duration::from_secs(5));
+    let connect = || TcpStream::connect_timeout(&to, LONG);
     let mut sender = a
         .in_network(connect)
         .expect("its network")
         .expect("connect");
     option(&sender, libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"cubic");
     let (mut receiver, _) = listener.accept().expect("accept");
-    let is_over = std::sync::atomic::AtomicBool::new(false);
+    let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let received = scope.spawn(move || check_stream(&mut receiver));
         scope.spawn(|| send_stream(&mut sender, &is_over));
         let answer = during();
-        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+        is_over.store(true, Ordering::Relaxed);
         (answer, received.join().expect("the stream is intact"))
     })
 }
@@ -190,9 +216,9 @@ fn pattern() -> Vec<u8> {
         .collect()
 }
 
-fn send_stream(sender: &mut TcpStream, is_over: &std::sync::atomic::AtomicBool) {
+fn send_stream(sender: &mut TcpStream, is_over: &AtomicBool) {
     let pattern = pattern();
-    while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+    while !is_over.load(Ordering::Relaxed) {
         sender.write_all(&pattern).expect("send");
     }
     sender.shutdown(std::net::Shutdown::Write).expect("end");
@@ -307,7 +333,7 @@ fn numbered_flow(lab: &Lab, address: IpAddr, count: u32, bytes: usize) -> Vec<u3
                 Ok(_) => numbers.push(u32::from_ne_bytes([
                     packet[0], packet[1], packet[2], packet[3],
                 ])),
-                Err(_) => break, // nothing for a second: the last one was dropped
+                Err(_) => break, // nothing for so long: the last one was dropped
             }
         }
         numbers
@@ -362,12 +388,24 @@ fn a_full_queue_drops_the_rest_of_a_burst() {
         for _ in 0..200 {
             a.send(&[7; 958]).expect("send"); // 1,000 bytes and a little more as a frame
         }
-        let received = (0..).take_while(|_| b.recv(&mut [0; 2048]).is_ok()).count() as u64;
-        let after = link.counters().expect("counters").a_to_b;
-        let dropped = after.dropped_queue_packets - before.dropped_queue_packets;
+        let dropped = || {
+            let now = link
+                .counters()
+                .expect("counters")
+                .a_to_b
+                .dropped_queue_packets;
+            now - before.dropped_queue_packets
+        };
+        let mut received = 0;
+        while received + dropped() < 200 {
+            b.recv(&mut [0; 2048])
+                .expect("what was not dropped arrives");
+            received += 1;
+        }
+        let (after, dropped) = (link.counters().expect("counters").a_to_b, dropped());
         println!("queue of 20 kB to {address}: {received} of 200 arrived, {dropped} dropped");
         // Neighbour discovery sends a few packets of its own.
-        assert!((received + dropped).abs_diff(200) <= 5);
+        assert!(received + dropped <= 205);
         assert!(received >= 15 && dropped > 0);
         assert!(after.queue_peak_bytes <= 20_000);
         link.set(spec("")).expect("set");

@@ -9,6 +9,7 @@ use godwit_transport::{
 };
 use godwit_types::migration::Cipher;
 use godwit_wire::{ChannelId, PAGE_SIZE, PageRun, PageRuns, RecordKind, ZeroPages};
+use rustix::net;
 use std::net::{SocketAddr, TcpListener};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -292,9 +293,12 @@ fn the_configured_source_address_is_used() {
 
 #[test]
 fn nobody_listening_is_a_clear_error() {
-    let free = TcpListener::bind((V4, 0)).expect("a listener");
-    let to = free.local_addr().expect("an address");
-    drop(free);
+    // Bound and not listening: no other test can have the port meanwhile.
+    let socket = net::socket(net::AddressFamily::INET, net::SocketType::STREAM, None);
+    let socket = socket.expect("a socket");
+    net::bind(&socket, &SocketAddr::new(V4, 0)).expect("bound");
+    let to = net::getsockname(&socket).expect("an address");
+    let to = SocketAddr::try_from(to).expect("an IP address");
     let error = refused(dial(to, &spec(Cipher::None), data(0)));
     assert!(matches!(error, TransportError::Connect { .. }));
     assert!(error.to_string().contains(&to.to_string()), "{error}");

@@ -133,6 +133,7 @@ pub(crate) fn announce(hyper: &Hyper, spec: &VmSpec, bridges: &BTreeMap<PortGrou
 mod tests {
     use super::*;
     use godwit_qemu::announce::rarp;
+    use godwit_qemu::tap::TapError;
 
     fn ip(arguments: &str) {
         let status = std::process::Command::new("ip")
@@ -152,6 +153,16 @@ mod tests {
                 return;
             }
             assert!(Instant::now() < until, "{port} forwards nothing");
+        }
+    }
+
+    /// Waits until the next QEMU can have the tap: a child that a test beside this one has just forked holds a copy of
+    /// its descriptor until its exec.
+    fn free(tap: &str) {
+        let until = Instant::now() + Duration::from_secs(60);
+        while let Err(error) = Tap::create(tap, "vmnet") {
+            let held = matches!(error, TapError::InUse { .. });
+            assert!(held && Instant::now() < until, "{error}");
         }
     }
 
@@ -179,7 +190,7 @@ mod tests {
             assert!(now().iter().all(|heard| matches!(heard, Ok(None))));
             voice.open();
             assert!(voice.speak(&cards));
-            let soon = Instant::now() + Duration::from_secs(10);
+            let soon = Instant::now() + Duration::from_secs(60);
             for (hearer, frame) in hearers.iter().zip(&cards[0].frames) {
                 let heard = hearer.receive(soon).expect("received");
                 assert_eq!(heard.as_ref(), Some(frame));
@@ -187,7 +198,7 @@ mod tests {
             voice.silence();
             assert!(!voice.speak(&cards), "it may run elsewhere");
             assert!(now().iter().all(|heard| matches!(heard, Ok(None))));
-            Tap::create("gwtap0", "vmnet").expect("the tap is free for the next QEMU");
+            free("gwtap0");
             // A process that took QEMU over has no tap: it speaks on the bridge.
             let successor = Voice::default();
             successor.open();

@@ -147,11 +147,11 @@ impl Machine {
         }
     }
 
-    /// Ends the machine and everything in it, within 5 s. Also done on drop, for machines that this process made.
+    /// Ends the machine and everything in it, within 60 s. Also done on drop, for machines that this process made.
     pub fn end(&mut self) -> io::Result<()> {
         self.hold = None;
         signal_process(&self.init, libc::SIGKILL)?;
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while !has_ended(&self.init) {
             if let Ok(started) = self.started.lock() {
                 started.iter().for_each(reap);

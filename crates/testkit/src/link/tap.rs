@@ -17,8 +17,8 @@ use super::frame::VIRTIO_HEADER_BYTES;
 /// Largest frame with its virtio header: a large packet of 64 KiB, its Ethernet and VLAN headers.
 pub const FRAME_BYTES_MAX: usize = VIRTIO_HEADER_BYTES + 18 + 65_536;
 
-/// Frames that may wait in the kernel for a relay that is not running: 100 ms of full packets at 1 Gb/s.
-const KERNEL_QUEUE_FRAMES: u32 = 8192;
+/// Frames that may wait in the kernel for a relay that is not running: 400 ms of full packets at 1 Gb/s.
+const KERNEL_QUEUE_FRAMES: u32 = 32_768;
 
 const TUN_F_CSUM: libc::c_uint = 1;
 const TUN_F_TSO4: libc::c_uint = 2;

@@ -181,6 +181,8 @@ fn nothing_answered(routes: &[Route]) -> TransportError {
 mod tests {
     use super::*;
     use godwit_transport::Class;
+    use rustix::net;
+    use std::os::fd::OwnedFd;
 
     #[test]
     fn routes_keep_to_one_family() {
@@ -224,12 +226,18 @@ mod tests {
         assert_eq!(nothing_answered(&[]).class(), Class::Local);
     }
 
+    /// An address that refuses as long as its socket lives: it is bound and does not listen.
+    fn nobody_listens() -> (OwnedFd, SocketAddr) {
+        let socket = net::socket(net::AddressFamily::INET, net::SocketType::STREAM, None).unwrap();
+        net::bind(&socket, &SocketAddr::from(([127, 0, 0, 2], 0))).unwrap();
+        let address = net::getsockname(&socket).unwrap();
+        (socket, SocketAddr::try_from(address).unwrap())
+    }
+
     #[test]
     fn a_way_that_does_not_work_costs_nothing_where_another_does() {
         let open = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        let closed = std::net::TcpListener::bind("127.0.0.2:0").unwrap();
-        let dead = closed.local_addr().unwrap();
-        drop(closed);
+        let (_closed, dead) = nobody_listens();
         let ways = routes(&[], &[dead, open.local_addr().unwrap()]);
         let ending = Ending::default();
         let reached = reach(&ways, &ending).unwrap();

@@ -170,7 +170,7 @@ fn a_full_socket_ends_by_the_deadline() {
         .execute("stop", big, started + Duration::from_millis(5))
         .expect_err("too much");
     assert!(matches!(error, QmpError::Deadline { .. }), "{error}");
-    assert!(started.elapsed() < Duration::from_secs(5));
+    assert!(started.elapsed() < Duration::from_secs(60));
     drop(client);
     peer.join().expect("script");
 }
