@@ -59,8 +59,8 @@ async fn a_killed_vm_process_is_followed_by_another_within_a_second() {
         pid = pid_but(&vm, pid).await;
         took.push(began.elapsed());
     }
-    // A wait of ours would be in each of them, a busy machine is not.
-    let least = took.iter().min().expect("five");
+    // A wait of ours, or one that grows with each death, would be in all of the last ones; a busy machine is not.
+    let least = took.iter().skip(2).min().expect("five");
     assert!(*least < Duration::from_secs(1), "{took:?}");
     end(&supervisor, &vm).await;
 }

@@ -342,10 +342,10 @@ fn a_vm_process_killed_ten_times_is_taken_over_and_the_guest_goes_on() -> anyhow
         took.push(killed.elapsed());
         wait_passes(&ram, before + 1, LONG)?;
     }
-    took.sort();
-    println!("takeovers: {:?} to {:?}", took[0], took[9]);
-    // A wait of ours would be in each of them, a busy machine is not.
-    anyhow::ensure!(took[0] < Duration::from_secs(2), "{took:?}");
+    println!("takeovers: {took:?}");
+    // A wait of ours, or one that grows with each death, would be in all of the last ones; a busy machine is not.
+    let least = took.iter().skip(5).min().expect("ten");
+    anyhow::ensure!(*least < Duration::from_secs(2), "{took:?}");
     let id = pair.begin(&pair.a, &pair.b, &Options::default())?;
     pair.conclude(Some(&id))?;
     Ok(())

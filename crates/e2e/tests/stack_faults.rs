@@ -219,8 +219,8 @@ fn vm_processes_killed_again_and_again() -> Result<()> {
         stack.wait_passes("tough", "a", 1)?;
         old = fresh;
     }
-    // A wait of ours would be in each of them, a busy machine is not.
-    let least = took.iter().min().context("five")?;
+    // A wait of ours, or one that grows with each death, would be in all of the last ones; a busy machine is not.
+    let least = took.iter().skip(2).min().context("five")?;
     ensure!(*least < Duration::from_secs(2), "{took:?}");
     stack.migrate("tough", "b", &[])?;
     stack.runs_on("tough", "b")?;

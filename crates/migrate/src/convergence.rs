@@ -38,8 +38,10 @@ const OVERSPENT: f64 = 1.15;
 /// A guest that overspends has this long and so many iterations to converge.
 const STUCK_S: f64 = 6.0;
 const STUCK_ITERATIONS: u32 = 5;
-/// One that still does not, although it could be slowed more, has this factor on its allowance in each iteration.
+/// One that still does not, although it could be slowed more, has its allowance lowered by what it overspends in each
+/// iteration, by a factor between these.
 const STUCK_FACTOR: f64 = 0.6;
+const STUCK_FACTOR_MIN: f64 = 0.25;
 /// From here on each iteration lowers the allowance, by this factor.
 const PATIENT_ITERATIONS: u32 = 40;
 const IMPATIENCE: f64 = 0.95;
@@ -76,8 +78,20 @@ pub struct IterationFacts {
     pub rtt_s: f64,
     /// Time since the migration began, s.
     pub elapsed_s: f64,
-    /// Whether the guest can be slowed more than it is: this host can do it, and it is not as slow as was allowed.
-    pub can_slow_more: bool,
+    /// Whether the guest could be slowed more in this iteration.
+    pub slowing: Slowing,
+}
+
+/// What is left to slow a guest that dirties more than it may.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Slowing {
+    /// Nobody has tried yet, or not since the last iteration.
+    #[default]
+    NotYet,
+    /// It is not as slow as was allowed, at least for a part of the time.
+    More,
+    /// It is as slow as may be, or this host cannot slow it.
+    Least,
 }
 
 /// What to do next.
@@ -306,8 +320,12 @@ impl Convergence {
             .allowed_share
             .zip(self.bytes_per_s)
             .map_or(f64::INFINITY, |(share, speed)| share * speed);
-        if facts.dirty_bytes as f64 <= OVERSPENT * allowed * facts.seconds {
+        let allowed_bytes = allowed * facts.seconds;
+        let dirty_bytes = facts.dirty_bytes as f64;
+        if dirty_bytes <= OVERSPENT * allowed_bytes {
             self.stuck = None;
+            // What was wrong about the guest or the link may be over.
+            self.stuck_factor = (self.stuck_factor / STUCK_FACTOR).min(1.0);
             return false;
         }
         let stuck = self.stuck.get_or_insert(Stuck {
@@ -315,7 +333,11 @@ impl Convergence {
             iterations: 0,
             best_bytes: u64::MAX,
         });
-        if (facts.dirty_bytes as f64) < 0.9 * stuck.best_bytes as f64 {
+        if facts.slowing == Slowing::NotYet {
+            (stuck.since_s, stuck.iterations) = (facts.elapsed_s, 0);
+            return false;
+        }
+        if dirty_bytes < 0.9 * stuck.best_bytes as f64 {
             *stuck = Stuck {
                 since_s: facts.elapsed_s,
                 iterations: 0,
@@ -328,8 +350,9 @@ impl Convergence {
         let least = self
             .allowed_share
             .is_some_and(|share| share <= ALLOWED_SHARE_MIN);
-        if !patient && facts.can_slow_more && !least {
-            self.stuck_factor *= STUCK_FACTOR;
+        if !patient && facts.slowing == Slowing::More && !least {
+            let kept = allowed_bytes / dirty_bytes;
+            self.stuck_factor *= kept.clamp(STUCK_FACTOR_MIN, STUCK_FACTOR);
             return false;
         }
         !patient
@@ -392,7 +415,7 @@ impl Convergence {
                 dirty_bytes: dirty as u64,
                 rtt_s: self.rtt_s,
                 elapsed_s: total_s,
-                can_slow_more: false,
+                slowing: Slowing::Least,
             };
             match next.decide(facts) {
                 Decision::Iterate { .. } => (left, age_s) = (dirty, 0.0),

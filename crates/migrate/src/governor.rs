@@ -8,6 +8,8 @@
 //!
 //! Owns: what is known of each vCPU. Refuses: to slow anybody below the floor that was promised.
 
+use crate::convergence::Slowing;
+
 /// Weight of a new measurement.
 const NEWS_SHARE: f64 = 0.5;
 /// Over- and underspending is made up for within this time.
@@ -75,10 +77,14 @@ impl Governor {
         self.shares().fold(1.0, f64::min)
     }
 
-    /// Whether somebody who is slowed has more than the floor, or nobody is slowed yet.
-    pub fn can_slow_more(&self) -> bool {
+    /// Whether somebody who is slowed has more than the floor, or nobody is slowed yet who might be.
+    pub fn slowing(&self) -> Slowing {
         let mut slowed = self.shares().filter(|share| *share < 1.0).peekable();
-        slowed.peek().is_none() || slowed.any(|share| share > self.floor)
+        let has_room = slowed.peek().is_none() || slowed.any(|share| share > self.floor);
+        match has_room && self.floor < 1.0 {
+            true => Slowing::More,
+            false => Slowing::Least,
+        }
     }
 
     /// Takes what happened in `seconds` and sets the shares for an allowance. `uses` has one entry per vCPU.

@@ -4,7 +4,7 @@
 //! speed and round trip; between them runs the same [`Convergence`] that decides in a migration, pass by pass, so that
 //! the two cannot drift apart. Owns nothing. Refuses: to predict without a speed.
 
-use crate::convergence::{Convergence, Decision, Goal, IterationFacts};
+use crate::convergence::{Convergence, Decision, Goal, IterationFacts, Slowing};
 use crate::curve::DirtyCurve;
 use godwit_types::forecast::{CannotKeep, DirtyAge, PromiseKind};
 
@@ -247,7 +247,11 @@ impl Play<'_> {
                 dirty_bytes: dirty as u64,
                 rtt_s: self.rtt_s,
                 elapsed_s,
-                can_slow_more: speed > self.floor,
+                slowing: if speed > self.floor {
+                    Slowing::More
+                } else {
+                    Slowing::Least
+                },
             };
             let decision = deciding.decide(facts);
             let stop = matches!(decision, Decision::Switchover | Decision::GiveUp);

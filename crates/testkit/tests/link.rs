@@ -164,6 +164,12 @@ fn answers(lab: &Lab, address: IpAddr) -> bool {
     !round_trips_within(lab, address, 3, Duration::from_millis(1), SILENCE).is_empty()
 }
 
+/// Waits for answers, which must come.
+fn assert_answers(lab: &Lab, address: IpAddr) {
+    let found = round_trips(lab, address, 3, Duration::from_millis(1));
+    assert!(!found.is_empty(), "{address} does not answer");
+}
+
 #[test]
 fn the_round_trip_is_within_a_millisecond_of_the_set_one() {
     let lab = lab("rtt", "rtt=10ms", |_| ());
@@ -381,7 +387,7 @@ fn a_full_queue_drops_the_rest_of_a_burst() {
     let lab = lab("queue", "", |_| ());
     let link = lab.link(0).expect("a link");
     for address in of_b(&lab) {
-        assert!(answers(&lab, address));
+        assert_answers(&lab, address);
         link.set(spec("rate=2mbit,queue=20kb")).expect("set");
         let before = link.counters().expect("counters").a_to_b;
         let (a, b) = udp_pair(&lab, address);
@@ -417,7 +423,7 @@ fn jitter_keeps_the_order_unless_asked_for() {
     let lab = lab("jitter", "rtt=2ms,jitter=3ms", |_| ());
     let link = lab.link(0).expect("a link");
     for address in of_b(&lab) {
-        assert!(answers(&lab, address));
+        assert_answers(&lab, address);
         let numbers = numbered_flow(&lab, address, 5_000, 1_000);
         assert_eq!(numbers.len(), 5_000);
         assert!(numbers.is_sorted());
@@ -432,7 +438,7 @@ fn a_cut_link_is_silent_at_both_ends_and_heals() {
     let lab = lab("cut", "rtt=1ms", |_| ());
     let link = lab.link(0).expect("a link");
     for address in of_b(&lab) {
-        assert!(answers(&lab, address));
+        assert_answers(&lab, address);
         link.cut().expect("cut");
         assert!(!answers(&lab, address));
         for host in [0, 1] {
@@ -445,7 +451,7 @@ fn a_cut_link_is_silent_at_both_ends_and_heals() {
         let counters = link.counters().expect("counters");
         assert!(counters.a_to_b.dropped_cut_packets > 0);
         link.heal().expect("heal");
-        assert!(answers(&lab, address));
+        assert_answers(&lab, address);
     }
 }
 
@@ -578,6 +584,15 @@ fn a_link_joins_any_two_namespaces_and_its_devices_end_with_it() {
     assert_eq!(run(a, "ls /sys/class/net | grep -c wan0"), "0");
 }
 
+/// Lets a child that waits go on, whatever becomes of the test: it holds a copy of the pipe itself.
+struct GoOn(std::io::PipeWriter);
+
+impl Drop for GoOn {
+    fn drop(&mut self) {
+        let _ = self.0.write_all(b"!"); // nobody reads when the fork has failed
+    }
+}
+
 /// A child of another thread, between its fork and its exec, holds a copy of the device's descriptor; so did children of
 /// tests beside this one, and the device outlived its link.
 #[test]
@@ -598,11 +613,12 @@ fn a_device_ends_with_its_link_while_a_child_is_being_started() {
         });
     }
     std::thread::scope(|scope| {
-        let child = scope.spawn(|| command.status());
+        let child = scope.spawn(move || command.status());
+        let go_on = GoOn(exec);
         has_forked.read_exact(&mut [0; 1]).expect("it forks");
         drop(link);
         let left = a.in_network(|| std::fs::read_to_string("/proc/thread-self/net/dev"));
-        (&exec).write_all(b"!").expect("the child goes on");
+        drop(go_on);
         let status = child.join().expect("a child").expect("it ran");
         assert!(status.success());
         let left = left.expect("its network").expect("a table");

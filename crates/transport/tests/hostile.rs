@@ -391,10 +391,10 @@ fn a_stranger_cannot_feed_a_migration_without_encryption() {
 
 #[test]
 fn strangers_do_not_delay_a_channel() {
-    let gate = gate(Cipher::Aes256Gcm);
+    // More than may be pending, and none says a word: each would have longer than anybody here waits.
+    let gate = Gate::new(spec(Cipher::Aes256Gcm), Tuning::default(), 10 * LONG);
     let mut listener = listen(&gate, V4);
     let to = listener.address();
-    // More than may be pending, and none says a word: each would have five seconds.
     let crowd = thread::spawn(move || {
         let mut crowd = Vec::new();
         for _ in 0..PENDING_MAX + 36 {
@@ -412,7 +412,6 @@ fn strangers_do_not_delay_a_channel() {
     let crowd = crowd.join().expect("no panic");
     let dialled = thread::spawn(move || dial(to, &spec(Cipher::Aes256Gcm), data(0)));
     let accepted = listener.accept(soon()).expect("accepted");
-    assert_eq!(gate.strangers().silent, 0, "it waited for the strangers");
     assert_eq!(accepted.channel(), data(0));
     dialled.join().expect("no panic").expect("connected");
     assert_eq!(crowd.len(), PENDING_MAX + 36);

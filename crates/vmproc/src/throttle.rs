@@ -5,6 +5,7 @@
 //! that looks at what each vCPU did and sets its share of a CPU. Refuses: to limit anything after it was released.
 
 use godwit_migrate::account::PAGE_BYTES;
+use godwit_migrate::convergence::Slowing;
 use godwit_migrate::governor::{Governor, VcpuUse};
 use godwit_qemu::machine::Machine;
 use godwit_qemu::throttle::{LOWEST_SHARE, ThreadUse, Throttle, thread_use};
@@ -49,20 +50,22 @@ struct State {
     /// The same averaged over a second or so, and the least that it ever was.
     average: Option<f64>,
     slowest: Option<f64>,
-    /// Whether it is slowed, and could be slowed more.
-    can_slow_more: bool,
+    /// Whether it could be slowed more since that was last asked.
+    slowing: Slowing,
 }
 
 impl State {
     fn book_failure(&mut self, reason: String) {
         tracing::warn!(reason, "the guest is not slowed");
         self.failures += 1;
-        (self.unable, self.can_slow_more) = (Some(reason), false);
+        self.unable = Some(reason);
     }
 
     fn book(&mut self, governor: &Governor) {
         let lowest = governor.lowest();
-        self.can_slow_more = governor.can_slow_more();
+        if self.slowing != Slowing::More {
+            self.slowing = governor.slowing();
+        }
         let average = self.average.unwrap_or(1.0);
         let average = average + AVERAGE_SHARE * (lowest - average);
         (self.lowest, self.average) = (Some(lowest), Some(average));
@@ -111,9 +114,13 @@ impl SharedThrottle {
         self.shared.lock().unable.clone()
     }
 
-    /// Whether the guest is held to its allowance and can be slowed more than it is.
-    pub(crate) fn can_slow_more(&self) -> bool {
-        self.shared.lock().can_slow_more
+    /// Whether the guest could be slowed more at any time since this was last asked.
+    pub(crate) fn slowing(&self) -> Slowing {
+        let mut state = self.shared.lock();
+        match state.unable {
+            Some(_) => Slowing::Least,
+            None => std::mem::take(&mut state.slowing),
+        }
     }
 
     /// The speed of the vCPU that is slowed most, percent.
@@ -137,7 +144,7 @@ impl SharedThrottle {
     pub(crate) fn lift(&self) {
         let mut state = self.shared.lock();
         (state.allowed_bytes_per_s, state.lowest) = (None, None);
-        (state.average, state.can_slow_more) = (None, false);
+        (state.average, state.slowing) = (None, Slowing::NotYet);
         if let Some(throttle) = &mut state.throttle
             && let Err(error) = throttle.lift()
         {

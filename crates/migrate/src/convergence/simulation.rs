@@ -3,7 +3,7 @@
 //! The guest writes page by page; what the kernel would report is kept page by page too. The product's own governor slows
 //! its vCPUs. Nothing here is known to the code under test but what it could measure.
 
-use super::{Convergence, Decision, Goal, IterationFacts};
+use super::{Convergence, Decision, Goal, IterationFacts, Slowing};
 use crate::governor::{Governor, VcpuUse};
 
 pub(super) const PAGE: u64 = 4096;
@@ -77,6 +77,7 @@ struct Sim<'a> {
     clocks: Vec<Clock>,
     governor: Governor,
     allowed: Option<f64>,
+    slowing: Slowing,
     now_s: f64,
     next_tick_s: f64,
     seed: u64,
@@ -154,6 +155,9 @@ impl Sim<'_> {
             .collect();
         if let Some(allowed) = self.allowed {
             self.governor.tick(TICK_S, &uses, allowed);
+            if self.slowing != Slowing::More {
+                self.slowing = self.governor.slowing();
+            }
         }
     }
 
@@ -180,6 +184,7 @@ pub(super) fn migrate(world: &World, goal: Goal) -> End {
         clocks: vec![Clock::default(); world.vcpus.len()],
         governor: Governor::new(world.vcpus.len(), world.floor, PAGE),
         allowed: None,
+        slowing: Slowing::NotYet,
         now_s: 0.0,
         next_tick_s: TICK_S,
         seed: 0x2545_f491_4f6c_dd1d,
@@ -224,9 +229,9 @@ pub(super) fn migrate(world: &World, goal: Goal) -> End {
             dirty_bytes: dirty * PAGE,
             rtt_s: world.rtt_s,
             elapsed_s: sim.now_s,
-            can_slow_more: sim.governor.can_slow_more(),
+            slowing: sim.slowing,
         };
-        to_send = dirty;
+        (to_send, sim.slowing) = (dirty, Slowing::NotYet);
         match convergence.decide(facts) {
             Decision::Iterate {
                 allowed_bytes_per_s,

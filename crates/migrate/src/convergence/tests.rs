@@ -17,7 +17,7 @@ fn facts(data_bytes: u64, dirty_bytes: u64) -> IterationFacts {
         dirty_bytes,
         rtt_s: 0.0005,
         elapsed_s: 1.0,
-        can_slow_more: false,
+        slowing: Slowing::Least,
     }
 }
 
@@ -372,7 +372,54 @@ fn a_guest_whose_writes_nobody_hears_of_is_given_up_in_the_end() {
     let mut world = world(vec![writer(Pattern::Loop(32_768), 2.0)]);
     world.heard = 0.0;
     let end = migrate(&world, goal(0.3, None));
-    assert!(!end.completed && end.iterations < 40, "{end:?}");
+    assert!(!end.completed && end.elapsed_s < 60.0, "{end:?}");
+}
+
+#[test]
+fn a_guest_that_may_not_be_slowed_is_given_up_as_soon_as_one_that_cannot_be() {
+    let mut world = world(vec![writer(Pattern::Loop(32_768), 2.0)]);
+    world.floor = 1.0;
+    let end = migrate(&world, goal(0.3, None));
+    assert!(!end.completed && end.iterations <= 8, "{end:?}");
+}
+
+#[test]
+fn nobody_is_given_up_before_somebody_has_tried_to_slow_him() {
+    let mut history = Convergence::new(GOAL);
+    for elapsed_s in 1..60 {
+        let facts = IterationFacts {
+            elapsed_s: f64::from(elapsed_s),
+            slowing: Slowing::NotYet,
+            ..facts(GB, GB)
+        };
+        assert_ne!(history.decide(facts), Decision::GiveUp);
+    }
+}
+
+#[test]
+fn an_allowance_that_was_made_small_grows_again_when_it_is_kept() {
+    let mut history = Convergence::new(GOAL);
+    let mut allowed_after = |dirty_bytes, count| {
+        let mut allowed = 0.0;
+        for _ in 0..count {
+            let elapsed_s = 20.0 * f64::from(history.iterations);
+            let facts = IterationFacts {
+                elapsed_s,
+                slowing: Slowing::More,
+                ..facts(10 * GB, dirty_bytes)
+            };
+            if let Decision::Iterate {
+                allowed_bytes_per_s: Some(bytes_per_s),
+            } = history.decide(facts)
+            {
+                allowed = bytes_per_s;
+            }
+        }
+        allowed / GB as f64
+    };
+    let small = allowed_after(10 * GB, 8);
+    let later = allowed_after(GB / 10, 8);
+    assert!(small < 0.4 && later > 0.7, "{small}, then {later}");
 }
 
 #[test]

@@ -68,7 +68,15 @@ impl Link {
     /// Makes both devices and starts to carry packets between them. Needs root.
     pub fn between(a: End, b: End, spec: LinkSpec) -> io::Result<Self> {
         spec.check().map_err(invalid)?;
-        let taps = [Tap::new(&a)?, Tap::new(&b)?];
+        let first = Tap::new(&a)?;
+        let taps = match Tap::new(&b) {
+            Ok(second) => [first, second],
+            Err(error) => {
+                drop(first);
+                let _ = tap::remove(&a);
+                return Err(error);
+            }
+        };
         let (commands, receiver) = channel();
         let bell = Arc::new(Bell::new()?);
         let relay = Relay::new(taps, spec, bell.clone(), receiver);

@@ -107,7 +107,8 @@ fn inside<T: Send>(
     action: impl FnOnce() -> io::Result<T> + Send,
 ) -> io::Result<T> {
     std::thread::scope(|scope| {
-        let done = scope.spawn(|| enter(namespace).and_then(|()| action()));
+        let thread = std::thread::Builder::new();
+        let done = thread.spawn_scoped(scope, || enter(namespace).and_then(|()| action()))?;
         done.join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })

@@ -61,7 +61,7 @@ impl SourceDriver {
                 dirty_bytes,
                 rtt_s: self.rtt_s,
                 elapsed_s: self.began.elapsed().as_secs_f64(),
-                can_slow_more: self.parts.throttle.can_slow_more(),
+                slowing: self.parts.throttle.slowing(),
             };
             let decision = self.convergence.decide(facts);
             self.book(&iteration, Some(dirty_bytes));
@@ -113,10 +113,18 @@ impl SourceDriver {
                 self.parts.max_downtime_ms
             );
         }
-        format!(
-            "the guest writes memory faster than it can be sent even at {} % of its speed (at least {} % was to be left), so the pause would exceed {} ms: allow a longer one with --max-downtime, more slowing with --max-guest-slowdown, or more bandwidth",
+        let (slowest, floor) = (
             self.parts.throttle.slowest_percent(),
             self.parts.throttle.floor_percent(),
+        );
+        if slowest == 100 && floor < 100 {
+            return format!(
+                "the guest's memory is written faster than it can be sent, and not by its processors, so that slowing them does not help; the pause would exceed {} ms: allow a longer one with --max-downtime, or more bandwidth",
+                self.parts.max_downtime_ms
+            );
+        }
+        format!(
+            "the guest writes memory faster than it can be sent even at {slowest} % of its speed (at least {floor} % was to be left), so the pause would exceed {} ms: allow a longer one with --max-downtime, more slowing with --max-guest-slowdown, or more bandwidth",
             self.parts.max_downtime_ms
         )
     }
