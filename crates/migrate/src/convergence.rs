@@ -94,6 +94,16 @@ pub enum Slowing {
     Least,
 }
 
+impl Slowing {
+    /// What an iteration came to after a further look: room that was there once counts.
+    pub fn then(self, later: Self) -> Self {
+        match self {
+            Self::More => Self::More,
+            Self::NotYet | Self::Least => later,
+        }
+    }
+}
+
 /// What to do next.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Decision {

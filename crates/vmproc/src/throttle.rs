@@ -63,9 +63,7 @@ impl State {
 
     fn book(&mut self, governor: &Governor) {
         let lowest = governor.lowest();
-        if self.slowing != Slowing::More {
-            self.slowing = governor.slowing();
-        }
+        self.slowing = self.slowing.then(governor.slowing());
         let average = self.average.unwrap_or(1.0);
         let average = average + AVERAGE_SHARE * (lowest - average);
         (self.lowest, self.average) = (Some(lowest), Some(average));

@@ -155,9 +155,7 @@ impl Sim<'_> {
             .collect();
         if let Some(allowed) = self.allowed {
             self.governor.tick(TICK_S, &uses, allowed);
-            if self.slowing != Slowing::More {
-                self.slowing = self.governor.slowing();
-            }
+            self.slowing = self.slowing.then(self.governor.slowing());
         }
     }
 

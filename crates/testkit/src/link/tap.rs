@@ -1,8 +1,8 @@
 //! A TAP device in a network namespace: made, set up, read and written a frame at a time.
 //!
 //! The device lives as long as its [`Tap`]; [`remove`] ends one that a child between its fork and its exec still holds.
-//! Checksums and the cutting of large TCP packets are left to whoever reads, so
-//! that a bulk stream costs one system call for up to 64 KiB; other large packets are cut by the sender's kernel.
+//! Checksums and the cutting of large TCP packets are left to whoever reads, so that a bulk stream costs one system call
+//! for up to 64 KiB; other large packets are cut by the sender's kernel.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
