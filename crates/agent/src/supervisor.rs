@@ -26,8 +26,8 @@ use tokio::sync::{Notify, watch};
 
 /// Longest time from start to the first answer.
 const READY_WAIT: Duration = Duration::from_secs(15);
-/// Pause between two looks at whether a starting process listens.
-const READY_POLL: Duration = Duration::from_millis(10);
+/// Longest pause between two looks at whether a starting process listens.
+const READY_POLL_MAX: Duration = Duration::from_millis(10);
 /// Wait of one call for a process's outgoing messages.
 const OUTBOX_WAIT: Duration = Duration::from_secs(20);
 /// How much longer than asked that call may take.
@@ -239,6 +239,8 @@ impl Supervised {
             .start(&self.config)
             .map_err(|error| format!("cannot start {}: {error}", program.program.display()))?;
         tracing::info!(vm = %self.name, pid = child.id(), "started a VM process");
+        // Most answer within 3 ms, and a migration waits for this one.
+        let mut pause = Duration::from_millis(1);
         while began.elapsed() < READY_WAIT {
             match child.try_wait() {
                 Ok(Some(status)) => return Err(self.last_words(&status.to_string())),
@@ -249,7 +251,8 @@ impl Supervised {
                 tokio::spawn(reap(self.name.clone(), child));
                 return Ok(connection);
             }
-            tokio::time::sleep(READY_POLL).await;
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(READY_POLL_MAX);
         }
         tokio::spawn(reap(self.name.clone(), child));
         Err("the VM process lives but does not answer".into())
