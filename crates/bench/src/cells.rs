@@ -149,10 +149,12 @@ pub fn quick() -> Vec<Cell> {
     let half = Guest::Counter {
         mib: 256,
         mib_per_s: Some(mib_per_s(1.0, 0.5)),
+        reader: false,
     };
     let steady = Guest::Counter {
         mib: 64,
         mib_per_s: Some(8.0),
+        reader: false,
     };
     let once = |cell: Cell| with(cell, |cell| cell.runs = 1);
     vec![
@@ -229,11 +231,14 @@ fn idle() -> (Cell, Vec<Cell>, Cell) {
         cell.claimed = true;
     });
     base.systems.extend(OURS);
-    // Beside the base, with fewer runs: other numbers of channels, and ways that are slow.
+    // With other numbers of channels QEMU 10 is fastest into anonymous memory.
+    for (count, tls) in [(1, false), (4, false), (4, true)] {
+        let one = |prepared| qemu(Version::Ten, Some(count), tls, Backend::Anonymous, prepared);
+        base.systems.extend([one(false), one(true)]);
+    }
+    // A cell of its own, with fewer runs: other numbers of channels, and ways that are slow.
     let mut search = with(cell("idle", "channels", Guest::Idle, 2048), |_| ());
-    search
-        .systems
-        .extend([ours(false, false), ours(true, false)]);
+    search.systems.extend(OURS);
     for version in [Version::Seven, Version::Ten] {
         let ways = every_way(version, &[None, Some(2)]);
         let (slow, quick): (Vec<_>, Vec<_>) = ways.into_iter().partition(is_slow);
@@ -242,7 +247,9 @@ fn idle() -> (Cell, Vec<Cell>, Cell) {
         for count in [Some(1), Some(4)] {
             for tls in [false, true] {
                 let one = |prepared| qemu(version, count, tls, Backend::Anonymous, prepared);
-                search.systems.extend([one(false), one(true)]);
+                let elsewhere = |way: &System| !base.systems.contains(way);
+                let both = [one(false), one(true)].into_iter();
+                search.systems.extend(both.filter(elsewhere));
             }
         }
     }
@@ -296,12 +303,16 @@ fn redis() -> Vec<Cell> {
 }
 
 fn hot() -> Vec<Cell> {
-    let one = |share: f64| {
+    let one = |(share, reader): (f64, bool)| {
         let guest = Guest::Counter {
             mib: 384,
             mib_per_s: Some(mib_per_s(1.0, share)),
+            reader,
         };
-        with(cell("hot", &format!("rate={share}"), guest, 512), |cell| {
+        let beside = if reader { ",reader" } else { "" };
+        let name = format!("rate={share}{beside}");
+        with(cell("hot", &name, guest, 512), |cell| {
+            cell.vcpus = 1 + u32::from(reader);
             cell.network = Network::rate(1.0);
             cell.systems = on_a_link(SOUND);
             if share >= 1.0 {
@@ -326,6 +337,7 @@ fn hot() -> Vec<Cell> {
     let free = Guest::Counter {
         mib: 384,
         mib_per_s: None,
+        reader: false,
     };
     let cancelled = with(cell("hot", "cancelled", free, 512), |cell| {
         cell.network = Network::rate(1.0);
@@ -337,11 +349,15 @@ fn hot() -> Vec<Cell> {
     let busy = Guest::Counter {
         mib: 384,
         mib_per_s: Some(300.0),
+        reader: false,
     };
     let unshaped = with(cell("hot", "unshaped", busy, 512), |cell| {
         cell.systems = OURS[..2].to_vec();
     });
-    let mut cells = [0.0, 0.5, 1.0, 2.0].map(one).to_vec();
+    let alone = [0.0, 0.5, 1.0, 2.0].map(|share| (share, false));
+    let mut cells = alone.map(one).to_vec();
+    // A second vCPU that only reads; peers slow all of a guest alike.
+    cells.push(one((2.0, true)));
     cells.extend([unshaped, cancelled]);
     cells
 }
@@ -432,6 +448,7 @@ fn distance() -> Vec<Cell> {
         let guest = Guest::Counter {
             mib: 64,
             mib_per_s: Some(8.0),
+            reader: false,
         };
         let name = format!("rtt={rtt_ms},loss={loss_pct}");
         with(cell("distance", &name, guest, 1024), |cell| {

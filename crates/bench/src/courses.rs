@@ -152,7 +152,7 @@ pub fn first_pass_ratio(report: &Value) -> Option<f64> {
     };
     let first = speed(passes.first()?)?;
     let later: Vec<f64> = passes[1..].iter().filter_map(speed).collect();
-    Some(first / crate::judge::median(&later)?)
+    Some(first / crate::group::median(&later)?)
 }
 
 #[cfg(test)]

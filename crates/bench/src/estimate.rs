@@ -134,6 +134,7 @@ mod tests {
         cell.guest = Guest::Counter {
             mib: 1024,
             mib_per_s: None,
+            reader: false,
         };
         cell.network = crate::plan::Network::rate(1.0);
         cell.systems.retain(|system| !ours(system));

@@ -52,10 +52,18 @@ impl Boot {
     pub fn make(guest: &Guest, dir: &Path, spins: &Spins) -> Result<Self> {
         let (name, bytes) = match guest {
             Guest::Fresh | Guest::Idle => ("idle.kernel".to_owned(), idle_kernel()),
-            Guest::Counter { mib, mib_per_s } => {
-                let spec = CounterSpec::flat(*mib).slowed(spins.for_rate(*mib_per_s));
+            Guest::Counter {
+                mib,
+                mib_per_s,
+                reader,
+            } => {
+                let mut spec = CounterSpec::flat(*mib).slowed(spins.for_rate(*mib_per_s));
+                if *reader {
+                    spec = spec.with_reader();
+                }
+                let kind = if *reader { "reader-" } else { "" };
                 (
-                    format!("counter-{mib}-{}.kernel", spec.spin),
+                    format!("counter-{kind}{mib}-{}.kernel", spec.spin),
                     counter::build(&spec)?,
                 )
             }
@@ -185,11 +193,13 @@ pub fn check(cell: &Cell, source: &Memory, destination: &Memory) -> Result<(bool
     Ok((equal, said))
 }
 
-/// The speed of a counter guest over time: when it was looked at, and pages stepped until then.
+/// The speed of a counter guest over time: when it was looked at, and pages stepped and read until then.
 #[derive(Debug, Clone, Default)]
 pub struct Steps {
     /// Seconds since 1970, pages.
     pub seen: Vec<(f64, u64)>,
+    /// The same of the vCPU that reads; empty where there is none.
+    pub read: Vec<(f64, u64)>,
 }
 
 impl Steps {
@@ -198,14 +208,19 @@ impl Steps {
         if let Ok(steps) = memory.steps() {
             self.seen.push((now, steps));
         }
+        if let Ok(reads @ 1..) = checker::reads(memory) {
+            self.read.push((now, u64::from(reads)));
+        }
     }
 
     /// Pages a second between two moments; none when it was not looked at twice in between.
     pub fn rate(&self, from: f64, to: f64) -> Option<f64> {
-        let mut inside = self.seen.iter().filter(|(at, _)| (from..=to).contains(at));
-        let first = inside.next()?;
-        let last = inside.next_back()?;
-        (last.0 > first.0).then(|| (last.1.saturating_sub(first.1)) as f64 / (last.0 - first.0))
+        rate_of(&self.seen, from, to)
+    }
+
+    /// The same of pages read.
+    pub fn read_rate(&self, from: f64, to: f64) -> Option<f64> {
+        rate_of(&self.read, from, to)
     }
 
     /// What was stepped between two moments of what a rate, in pages a second, allowed: whoever is faster for a while
@@ -231,6 +246,13 @@ impl Steps {
         };
         Value::Array(self.seen.windows(2).map(rate).collect())
     }
+}
+
+fn rate_of(seen: &[(f64, u64)], from: f64, to: f64) -> Option<f64> {
+    let mut inside = seen.iter().filter(|(at, _)| (from..=to).contains(at));
+    let first = inside.next()?;
+    let last = inside.next_back()?;
+    (last.0 > first.0).then(|| (last.1.saturating_sub(first.1)) as f64 / (last.0 - first.0))
 }
 
 fn round(value: f64) -> f64 {
@@ -282,7 +304,10 @@ mod tests {
     fn speeds_are_taken_between_moments() {
         let steps = Steps {
             seen: vec![(0.0, 0), (1.0, 100), (2.0, 200), (3.0, 250)],
+            read: vec![(0.0, 10), (2.0, 30)],
         };
+        assert_eq!(steps.read_rate(0.0, 2.0), Some(10.0));
+        assert_eq!(steps.read_rate(0.5, 2.0), None);
         assert_eq!(steps.rate(0.0, 2.0), Some(100.0));
         assert_eq!(steps.rate(2.0, 3.0), Some(50.0));
         assert_eq!(steps.rate(2.5, 3.0), None);

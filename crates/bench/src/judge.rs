@@ -1,131 +1,13 @@
-//! What the rows say: medians with their spread, ratios to the best peer, and whether a target is reached.
+//! What the rows say: ratios to the best peer, and whether a target is reached.
 //!
 //! Pure. Refuses to judge what was not measured: such a line says so.
 
-use crate::plan::SCENARIOS;
+use crate::group::{
+    COST_DESTINATION, COST_SOURCE, Group, Number, RATE, STOP, Spread, TOTAL, beside_ours, groups,
+    is_encrypted, is_ours, is_prepared, is_qemu, place,
+};
 use crate::promises;
-use crate::row::{CUT_OFF, Row};
-
-/// The middle of some numbers; the mean of the two middle ones where there are two.
-pub fn median(numbers: &[f64]) -> Option<f64> {
-    let mut sorted = numbers.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let middle = sorted.len() / 2;
-    match sorted.len() {
-        0 => None,
-        length if length % 2 == 1 => Some(sorted[middle]),
-        _ => Some(f64::midpoint(sorted[middle - 1], sorted[middle])),
-    }
-}
-
-/// Median, smallest and largest.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Spread {
-    /// Median.
-    pub median: f64,
-    /// Smallest.
-    pub least: f64,
-    /// Largest.
-    pub most: f64,
-    /// How many there are.
-    pub runs: usize,
-}
-
-impl Spread {
-    /// Of some numbers; none of none.
-    pub fn of(numbers: &[f64]) -> Option<Self> {
-        Some(Self {
-            median: median(numbers)?,
-            least: numbers.iter().copied().fold(f64::INFINITY, f64::min),
-            most: numbers.iter().copied().fold(f64::NEG_INFINITY, f64::max),
-            runs: numbers.len(),
-        })
-    }
-}
-
-/// All runs of one system with one setting in one cell.
-#[derive(Debug, Clone)]
-pub struct Group<'a> {
-    /// The rows, at least one.
-    pub rows: Vec<&'a Row>,
-}
-
-impl<'a> Group<'a> {
-    /// The row that stands for what all have in common.
-    pub fn head(&self) -> &'a Row {
-        self.rows[0]
-    }
-
-    /// A number of the completed rows.
-    pub fn spread(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<Spread> {
-        let done = self.rows.iter().filter(|row| row.completed());
-        Spread::of(&done.filter_map(|row| number(row)).collect::<Vec<_>>())
-    }
-
-    /// Its median.
-    pub fn median(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<f64> {
-        self.spread(number).map(|spread| spread.median)
-    }
-
-    /// In a word: how the rows ended.
-    pub fn outcome(&self) -> String {
-        let done = self.rows.iter().filter(|row| row.completed()).count();
-        let other = self.rows.iter().find(|row| !row.completed());
-        match other {
-            None => "completed".into(),
-            Some(row) if done == 0 => row.outcome.clone(),
-            Some(row) => format!(
-                "{done} of {} completed, else {}",
-                self.rows.len(),
-                row.outcome
-            ),
-        }
-    }
-
-    /// Whether it was ended for taking too long.
-    pub fn cut_off(&self) -> bool {
-        self.rows.iter().any(|row| row.outcome == CUT_OFF)
-    }
-
-    /// Whether every completed run's memory was equal.
-    pub fn equal(&self) -> Option<bool> {
-        let compared: Vec<bool> = self.rows.iter().filter_map(|row| row.ram_equal).collect();
-        (!compared.is_empty()).then(|| compared.iter().all(|equal| *equal))
-    }
-
-    /// What it is called in tables.
-    pub fn name(&self) -> String {
-        let row = self.head();
-        format!("{} {}", row.system, row.config)
-    }
-
-    /// The same, with what it does to the bytes and where they go.
-    pub fn full_name(&self) -> String {
-        let row = self.head();
-        let secrecy = if is_encrypted(row) {
-            &row.encryption
-        } else {
-            "plain"
-        };
-        format!("{} {secrecy} {}", self.name(), row.destination)
-    }
-}
-
-/// Rows that belong together: by scenario, within one in the order of their first ones.
-pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
-    let mut groups: Vec<Group> = Vec::new();
-    for row in rows {
-        match groups.iter_mut().find(|group| group.head().is_like(row)) {
-            Some(group) => group.rows.push(row),
-            None => groups.push(Group { rows: vec![row] }),
-        }
-    }
-    groups.sort_by_key(|group| {
-        let scenario = group.head().scenario.as_str();
-        SCENARIOS.iter().position(|name| *name == scenario)
-    });
-    groups
-}
+use crate::row::Row;
 
 /// Our figure against the best peer's, in one cell.
 #[derive(Debug, Clone, PartialEq)]
@@ -192,13 +74,10 @@ pub(crate) struct Pick<'a> {
     pub cell: &'a str,
 }
 
-pub(crate) type Number = fn(&Row) -> Option<f64>;
-
 impl Pick<'_> {
     pub fn ours(&self, encrypted: bool, prepared: bool, number: Number) -> Option<Spread> {
         let fits = |row: &Row| {
-            let here = row.system == "godwit" && row.cell == self.cell;
-            here && is_encrypted(row) == encrypted && is_prepared(row) == prepared
+            is_ours(row) && is_encrypted(row) == encrypted && is_prepared(row) == prepared
         };
         let mut all = self.matching(fits);
         all.next()?.spread(number)
@@ -233,47 +112,24 @@ impl Pick<'_> {
     fn matching(&self, fits: impl Fn(&Row) -> bool) -> impl Iterator<Item = &Group<'_>> {
         self.groups.iter().filter(move |group| {
             let row = group.head();
-            // How many channels are best is looked for beside the base, with fewer runs.
-            let here = row.cell == self.cell || self.cell == "base" && row.cell == "channels";
-            row.scenario == self.scenario && here && fits(row)
+            place(row) == (self.scenario, self.cell) && fits(row)
         })
     }
 }
 
-pub(crate) fn is_encrypted(row: &Row) -> bool {
-    row.encryption != "none"
-}
-
-pub(crate) fn is_prepared(row: &Row) -> bool {
-    row.destination == "prepared"
-}
-
-pub(crate) fn is_qemu(row: &Row) -> bool {
-    row.system.starts_with("qemu")
-}
-
-pub(crate) const RATE: Number = |row| row.throughput_gb_per_s;
-pub(crate) const TOTAL: Number = |row| row.total_s;
-pub(crate) const STOP: Number = |row| row.switchover_ms;
-pub(crate) const COST_SOURCE: Number = |row| row.cpu_source_s_per_gb;
-pub(crate) const COST_DESTINATION: Number = |row| row.cpu_destination_s_per_gb;
-
 /// Every comparison that the rows allow, cell by cell.
 pub fn lines(rows: &[Row]) -> Vec<Line> {
-    let groups = groups(rows);
+    let groups = beside_ours(&groups(rows));
     let mut cells: Vec<(&str, &str)> = Vec::new();
     for group in &groups {
         let row = group.head();
-        let cell = (row.scenario.as_str(), row.cell.as_str());
+        let cell = place(row);
         if !cells.contains(&cell) {
             cells.push(cell);
         }
     }
     let mut lines = Vec::new();
     for (scenario, cell) in cells {
-        if cell == "channels" {
-            continue;
-        }
         let pick = Pick {
             groups: &groups,
             scenario,
@@ -518,7 +374,7 @@ fn switchover(pick: &Pick, encrypted: bool, kind: &str) -> Vec<Line> {
     against.note = pick.none_ended(fits);
     let most = match (pick.scenario, pick.cell) {
         ("idle", _) => Some((15.0, "idle")),
-        ("hot", "rate=2") => Some((300.0, "twice the link, the longest")),
+        ("hot", cell) if cell.starts_with("rate=2") => Some((300.0, "twice the link, the longest")),
         ("redis", "set=100") => Some((100.0, "the busiest mix")),
         _ => None,
     };
@@ -526,7 +382,7 @@ fn switchover(pick: &Pick, encrypted: bool, kind: &str) -> Vec<Line> {
         let what = format!("ms switchover, {kind}, {name}");
         // Twice the link: every run.
         let judged = match pick.cell {
-            "rate=2" => ours.map(|ours| Spread {
+            cell if cell.starts_with("rate=2") => ours.map(|ours| Spread {
                 median: ours.most,
                 ..ours
             }),
@@ -540,6 +396,7 @@ fn switchover(pick: &Pick, encrypted: bool, kind: &str) -> Vec<Line> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::row::CUT_OFF;
 
     fn row(system: &str, encryption: &str, destination: &str, rate: f64) -> Row {
         Row {
@@ -561,13 +418,6 @@ mod tests {
             .iter()
             .find(|line| line.what.starts_with(what))
             .unwrap()
-    }
-
-    #[test]
-    fn medians_are_the_middle_and_of_nothing_nothing() {
-        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(median(&[4.0, 1.0]), Some(2.5));
-        assert_eq!(median(&[]), None);
     }
 
     #[test]
@@ -600,6 +450,34 @@ mod tests {
         let lines = lines(&rows);
         let peer = find(&lines, "GB/s, plain, cold").peer.as_ref().unwrap();
         assert!(peer.1.starts_with("qemu-10.0"), "{}", peer.1);
+    }
+
+    #[test]
+    fn a_peer_measured_in_another_call_than_ours_is_in_no_ratio() {
+        let of_call = |call_unix_s, mut row: Row| {
+            row.call_unix_s = call_unix_s;
+            row
+        };
+        let mut elsewhere = of_call(1, row("qemu-10.0", "none", "cold", 99.0));
+        elsewhere.cell = "ram=1".into();
+        let mut rows = vec![
+            of_call(1, row("godwit", "none", "cold", 2.0)),
+            of_call(1, row("qemu-7.2", "none", "cold", 1.0)),
+            of_call(2, row("qemu-7.2", "none", "cold", 5.0)),
+            of_call(2, row("qemu-10.0", "none", "cold", 9.0)),
+            elsewhere,
+        ];
+        let peer = |rows: &[Row]| {
+            let lines = lines(rows);
+            find(&lines, "GB/s, plain, cold").peer.clone().unwrap()
+        };
+        let (spread, name) = peer(&rows);
+        assert_eq!((spread.median, spread.runs), (1.0, 1), "{name}");
+        // Ours beside it in the second call too: then all count.
+        rows.push(of_call(2, row("godwit", "none", "cold", 4.0)));
+        let (spread, name) = peer(&rows);
+        assert!(name.starts_with("qemu-10.0"), "{name}");
+        assert_eq!(spread.median, 9.0);
     }
 
     #[test]

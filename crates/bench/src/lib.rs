@@ -1,8 +1,8 @@
 //! The bench: Godwit and QEMU's own migration in the same run, on the same guests, between the same two test hosts.
 //!
-//! Cells to measure are a pure table ([`plan`]); each run of a system in a cell is a [`row::Row`]; medians, ratios and
-//! targets are made from rows alone ([`judge`]), and so are the page and the pictures. Everything that is started lies
-//! in a lab that ends with the process. It uses no product code: it drives the product by its command line, QEMU by
+//! Cells to measure are a pure table ([`plan`]); each run of a system in a cell is a [`row::Row`]; medians are made
+//! from rows alone ([`group`]), ratios and targets from these ([`judge`]), and so are the page and the pictures. Everything
+//! that is started lies in a lab that ends with the process. It uses no product code: it drives the product by its command line, QEMU by
 //! its control socket, and measures all systems from outside in the same way. Refuses: to call anything equal that it
 //! has not compared.
 #![forbid(unsafe_code)]
@@ -15,6 +15,7 @@ pub mod client;
 pub mod courses;
 pub mod estimate;
 pub mod godwit;
+pub mod group;
 pub mod guest;
 pub mod judge;
 pub mod limits;

@@ -86,6 +86,36 @@ pub fn describe(programs: &Path, ten: Option<&Path>) -> Value {
     })
 }
 
+/// CPU time of all cores since the machine booted, in the kernel's ticks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CpuTime {
+    all: u64,
+    stolen: u64,
+}
+
+impl CpuTime {
+    /// Until now.
+    pub fn now() -> Option<Self> {
+        Self::parse(&first_line("/proc/stat")?)
+    }
+
+    /// From the first line of `/proc/stat`, whose eighth number is what the hypervisor took for others.
+    fn parse(line: &str) -> Option<Self> {
+        let numbers = line.strip_prefix("cpu ")?.split_whitespace().take(8);
+        let ticks: Vec<u64> = numbers.map(str::parse).collect::<Result<_, _>>().ok()?;
+        Some(Self {
+            all: ticks.iter().sum(),
+            stolen: *ticks.get(7)?,
+        })
+    }
+
+    /// The part of the time from `earlier` on that the hypervisor took.
+    pub fn stolen_since(self, earlier: Self) -> f64 {
+        let all = self.all.saturating_sub(earlier.all);
+        self.stolen.saturating_sub(earlier.stolen) as f64 / all.max(1) as f64
+    }
+}
+
 /// How many tasks have wanted to run at once in the last minute.
 pub fn load() -> Option<f64> {
     first_line("/proc/loadavg")?.split(' ').next()?.parse().ok()
@@ -116,4 +146,20 @@ fn version(program: &Path) -> Option<String> {
     let output = Command::new(program).arg("--version").output().ok()?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     Some(text.lines().next()?.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_hypervisor_took_is_the_eighth_number() {
+        let before = CpuTime::parse("cpu  100 0 50 800 10 0 0 40 7 0").unwrap();
+        let after = CpuTime::parse("cpu  200 0 100 810 10 0 0 80 9 0").unwrap();
+        assert_eq!(after.stolen_since(before), 0.2);
+        assert_eq!(after.stolen_since(after), 0.0);
+        assert_eq!(CpuTime::parse("cpu  1 2 3"), None);
+        assert_eq!(CpuTime::parse("cpu0 1 2 3 4 5 6 7 8"), None);
+        assert!(CpuTime::now().is_some());
+    }
 }

@@ -2,7 +2,8 @@
 //!
 //! Pure: out of the results alone. Text of others (sentences of failures) is escaped.
 
-use crate::judge::{groups, lines};
+use crate::group::groups;
+use crate::judge::lines;
 use crate::picture;
 use crate::row::{Results, Row};
 use crate::table::{also, figures, peer, target, verdict};

@@ -327,7 +327,11 @@ pub fn bare_start_s(stage: &Stage, run: &Run, programs: &Programs, way: Way) -> 
 pub fn measure_spins(stage: &Stage, programs: &Programs, dir: &Path) -> Result<Spins> {
     const TURNS: u32 = 2_000;
     let rate = |spins: Spins, mib_per_s: Option<f64>| -> Result<f64> {
-        let guest = Guest::Counter { mib: 64, mib_per_s };
+        let guest = Guest::Counter {
+            mib: 64,
+            mib_per_s,
+            reader: false,
+        };
         let cell = cells::counter_cell(guest);
         let boot = Boot::make(&guest, dir, &spins)?;
         let settings = Settings::default();

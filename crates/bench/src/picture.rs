@@ -2,7 +2,7 @@
 //!
 //! Pure: out of rows alone. Every mark carries its figures as a title, which browsers show under the pointer.
 
-use crate::judge::{Group, Spread, groups};
+use crate::group::{Group, Spread, beside_ours, groups};
 use crate::row::{Results, Row};
 use crate::table::figures;
 use godwit_testkit::report::svg::{escape, figure, ticks};
@@ -35,7 +35,7 @@ type Number = fn(&Row) -> Option<f64>;
 
 /// File names and documents, one for every scenario and number that the rows have.
 pub fn files(results: &Results) -> Vec<(String, String)> {
-    let groups = groups(&results.rows);
+    let groups = beside_ours(&groups(&results.rows));
     let numbers: [(&str, &str, Number); 5] = [
         ("throughput", "GB/s", |row| row.throughput_gb_per_s),
         (

@@ -30,6 +30,8 @@ pub enum Guest {
         mib: u32,
         /// Pages' worth it steps; none: as fast as it can; 0: not at all.
         mib_per_s: Option<f64>,
+        /// Whether a second vCPU reads the same pages for ever.
+        reader: bool,
     },
     /// Linux with Redis under a client's load.
     Redis {
@@ -265,7 +267,7 @@ pub struct Cell {
     pub claimed: bool,
     /// Times each system runs.
     pub runs: u32,
-    /// The systems, in the order in which they take turns; ours first, since peers are cut off by its time.
+    /// The systems, ours first, since peers are cut off by its time.
     pub systems: Vec<System>,
 }
 
@@ -298,6 +300,16 @@ impl Cell {
             run,
             ..Row::default()
         }
+    }
+
+    /// The systems in the order in which they run in a repetition, from 1: to and fro, since what ran just before leaves its
+    /// memory behind. Ours come first in the first one.
+    pub fn turn(&self, repetition: u32) -> Vec<&System> {
+        let mut systems: Vec<&System> = self.systems.iter().collect();
+        if repetition.is_multiple_of(2) {
+            systems.reverse();
+        }
+        systems
     }
 
     /// Rows of one run of one system.
@@ -436,6 +448,16 @@ mod tests {
                 cell.name
             );
         }
+    }
+
+    #[test]
+    fn turns_go_to_and_fro_and_every_system_has_one() {
+        let cell = &all()[0];
+        let (first, second) = (cell.turn(1), cell.turn(2));
+        assert_eq!(first, cell.systems.iter().collect::<Vec<_>>());
+        assert_eq!(second.last(), first.first());
+        assert_eq!(second.iter().rev().copied().collect::<Vec<_>>(), first);
+        assert_eq!(cell.turn(3), first);
     }
 
     #[test]

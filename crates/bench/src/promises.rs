@@ -3,14 +3,17 @@
 //!
 //! Pure. Refuses to judge what was not measured: such a line is left out.
 
-use crate::judge::{
-    COST_DESTINATION, COST_SOURCE, Group, Line, Number, Pick, RATE, Spread, TOTAL, Target,
-    is_encrypted, is_qemu, line,
+use crate::group::{
+    COST_DESTINATION, COST_SOURCE, Group, Number, RATE, Spread, TOTAL, is_encrypted, is_ours,
+    is_qemu,
 };
+use crate::judge::{Line, Pick, Target, line};
 use crate::row::Row;
 
 /// What is asked of a guest that writes: seven tenths of what it could.
 const WRITE_SHARE: f64 = 0.7;
+/// And of one that reads, of its speed before.
+const READ_SHARE: f64 = 0.9;
 /// Noise of two speeds measured a minute apart.
 const AS_FAST: f64 = 0.95;
 /// GB/s of guest memory that 90 % of a link of 1 Gb/s is.
@@ -22,6 +25,7 @@ const JAIN: Number = |row| row.detail("jain_index");
 const ESTIMATE: Number = |row| row.detail("eta_at_tenth_error");
 const AFTER: Number = |row| row.detail("guest_speed_after");
 const WRITES: Number = |row| row.detail("write_share");
+const READS: Number = |row| row.detail("read_share");
 const FIRST_PASS: Number = |row| row.detail("first_pass_ratio");
 const ALIVE: Number = |row| {
     let alive = row.details.get("guest_alive")?.as_bool()?;
@@ -64,6 +68,11 @@ pub(crate) fn of_cell(pick: &Pick) -> Vec<Line> {
                     Target::Above(WRITE_SHARE),
                 );
             }
+            promise(
+                "what a vCPU that only reads reads until the switchover, over its speed before",
+                READS,
+                Target::Above(READ_SHARE),
+            );
         }
         ("link", "gbps=1,ram=2") => {
             promise(
@@ -133,11 +142,7 @@ pub(crate) fn of_all(groups: &[Group]) -> Vec<Line> {
         scenario: "every",
         cell: "cell",
     };
-    let ours = || {
-        groups
-            .iter()
-            .filter(|group| group.head().system == "godwit")
-    };
+    let ours = || groups.iter().filter(|group| is_ours(group.head()));
     let mut found = Vec::new();
     for (side, number, paper) in [
         ("source", COST_SOURCE, 1.6),
@@ -267,6 +272,7 @@ mod tests {
                 "rate=2",
                 json!({"write_share": 0.6, "first_pass_ratio": 0.95}),
             ),
+            row("hot", "rate=2,reader", json!({"read_share": 0.93})),
             row("idle", "ram=4", json!({"rss_mib_by_process": processes})),
             far,
         ];
@@ -276,6 +282,7 @@ mod tests {
         assert_eq!(reached(&rows, "after a cancelled"), Some(true));
         assert_eq!(reached(&rows, "what the guest writes"), Some(false));
         assert_eq!(reached(&rows, "first pass"), Some(true));
+        assert_eq!(reached(&rows, "only reads"), Some(true));
         assert_eq!(reached(&rows, "MiB of the VM process"), Some(false));
         assert_eq!(reached(&rows, "of a link of 1 Gb/s"), Some(true));
         assert_eq!(reached(&rows, "nothing of the kind"), None);

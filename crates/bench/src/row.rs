@@ -65,6 +65,9 @@ pub struct Row {
     pub outcome: String,
     /// Which repetition, from 1.
     pub run: u32,
+    /// When the call of the bench that made it began, whole seconds since 1970; 0: not known. Systems take turns within a
+    /// call, and only rows of one call are held against each other.
+    pub call_unix_s: u64,
     /// What else is worth keeping: effective parameters, the system's own report, the guest second by second.
     pub details: Value,
 }

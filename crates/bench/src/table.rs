@@ -3,9 +3,10 @@
 //!
 //! Pure text out of the results.
 
-use crate::judge::{
-    Group, Line, STOP, Spread, TOTAL, Target, groups, is_encrypted, is_qemu, lines,
+use crate::group::{
+    Group, STOP, Spread, TOTAL, beside_ours, groups, is_encrypted, is_ours, is_qemu, place,
 };
+use crate::judge::{Line, Target, lines};
 use crate::row::{Results, Row};
 use serde_json::Value;
 use std::fmt::Write as _;
@@ -21,13 +22,38 @@ const HEAD: &str = "# Moves of memory, measured\n\n\
 /// The whole document.
 pub fn markdown(results: &Results) -> String {
     let groups = groups(&results.rows);
+    let compared = beside_ours(&groups);
     let mut text = String::from(HEAD);
-    text.push_str(&moves(&groups));
+    text.push_str(&disturbance(&results.rows));
+    text.push_str(&moves(&compared));
     text.push_str(&comparisons(&lines(&results.rows)));
     text.push_str(&parts(&groups));
-    text.push_str(&everything(&groups));
+    text.push_str(&everything(&groups, &compared));
     text.push_str(&machine(&results.machine));
     text
+}
+
+/// What the hypervisor took while it was measured, where that is known.
+fn disturbance(rows: &[Row]) -> String {
+    let shares: Vec<f64> = rows
+        .iter()
+        .filter_map(|row| row.detail("stolen_share"))
+        .collect();
+    let Some(Spread { median, most, .. }) = Spread::of(&shares) else {
+        return String::new();
+    };
+    let again: f64 = rows
+        .iter()
+        .filter_map(|row| row.detail("disturbed_before"))
+        .sum();
+    format!(
+        "\nIn {} of {} rows it is known what the hypervisor below took of all cores' time: {:.1} % in the median, {:.1} % at most. \
+         {again} runs were made again since it took more than a tenth.\n",
+        shares.len(),
+        rows.len(),
+        median * 100.0,
+        most * 100.0
+    )
 }
 
 /// Every move of ours beside the best peer of the same kind.
@@ -38,7 +64,7 @@ fn moves(groups: &[Group]) -> String {
          | scenario | cell | Godwit | s from the command | best peer | ratio | ms switchover | best peer | ratio |\n\
          |---|---|---|---|---|---|---|---|---|\n",
     );
-    let moved = |group: &&Group| group.head().system == "godwit" && group.median(TOTAL).is_some();
+    let moved = |group: &&Group| is_ours(group.head()) && group.median(TOTAL).is_some();
     for group in groups.iter().filter(moved) {
         let row = group.head();
         let kind = if is_encrypted(row) {
@@ -83,11 +109,10 @@ fn best_peer(
     ours: &Row,
     number: fn(&Row) -> Option<f64>,
 ) -> Option<(Spread, String)> {
-    let place = |row: &Row| {
-        let here = row.cell == ours.cell || ours.cell == "base" && row.cell == "channels";
-        row.scenario == ours.scenario && here
+    let alike = |row: &Row| {
+        let same_secrecy = is_encrypted(row) == is_encrypted(ours);
+        is_qemu(row) && same_secrecy && place(row) == place(ours)
     };
-    let alike = |row: &Row| is_qemu(row) && is_encrypted(row) == is_encrypted(ours) && place(row);
     let least = |same_memory: bool| {
         let fits = groups.iter().filter(|group| {
             let row = group.head();
@@ -127,7 +152,7 @@ fn parts(groups: &[Group]) -> String {
             (row.scenario.as_str(), row.cell.as_str()),
             ("idle", "base") | ("redis", "set=50" | "set=100")
         );
-        row.system == "godwit" && chosen
+        is_ours(row) && chosen
     };
     let mut lines = String::new();
     let present: Vec<&str> = NAMES
@@ -255,7 +280,7 @@ pub fn figures(spread: Spread) -> String {
     format!("{median:.digits$} ({least:.digits$}..{most:.digits$})")
 }
 
-fn everything(groups: &[Group]) -> String {
+fn everything(groups: &[Group], compared: &[Group]) -> String {
     let mut text = String::from("\n## Every cell\n");
     let mut scenario = String::new();
     for group in groups {
@@ -269,13 +294,21 @@ fn everything(groups: &[Group]) -> String {
                  |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
             );
         }
-        let _ = writeln!(text, "{}", one(group));
+        let _ = writeln!(text, "{}", one(group, compared));
     }
     text
 }
 
-fn one(group: &Group) -> String {
+fn one(group: &Group, compared: &[Group]) -> String {
     let row = group.head();
+    let runs = group.rows.len();
+    let same = |other: &&Group| other.head().is_like(row);
+    let beside = compared.iter().find(same).map_or(0, |same| same.rows.len());
+    let runs = if beside == runs {
+        runs.to_string()
+    } else {
+        format!("{runs}, {beside} of them beside ours")
+    };
     let shown = |number: fn(&Row) -> Option<f64>| group.spread(number).map_or("-".into(), figures);
     let equal = match group.equal() {
         Some(true) => "yes",
@@ -283,12 +316,11 @@ fn one(group: &Group) -> String {
         None => "-",
     };
     format!(
-        "| {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {} | {equal} | {} | {} |",
+        "| {} | {} | {} | {} | {runs} | {} | {} | {} | {} | {} | {} | {} | {} | {equal} | {} | {} |",
         row.cell,
         group.name(),
         row.destination,
         row.encryption,
-        group.rows.len(),
         shown(|row| row.total_s),
         shown(|row| (row.prepare_s > 0.0).then_some(row.prepare_s)),
         shown(|row| row.switchover_ms),
@@ -310,6 +342,7 @@ pub fn also(group: &Group) -> String {
         ("guest_speed_after_10_s", "guest's speed 10 s after"),
         ("guest_speed_after", "60 s after"),
         ("write_share", "written of what could be"),
+        ("read_share", "read of before"),
         ("first_pass_ratio", "first pass over later ones"),
     ];
     let mut found = Vec::new();
@@ -351,5 +384,46 @@ mod tests {
         assert!(text.contains("- cores: 2"), "{text}");
         assert!(text.contains("**missed**"), "{text}");
         assert!(text.contains("skipped: not here"), "{text}");
+        assert!(!text.contains("beside ours"), "{text}");
+    }
+
+    #[test]
+    fn a_peer_of_another_call_is_shown_and_said_to_be_so() {
+        let row = |system: &str, total_s: f64, call_unix_s: u64| Row {
+            scenario: "idle".into(),
+            cell: "base".into(),
+            system: system.into(),
+            encryption: "none".into(),
+            destination: "cold".into(),
+            total_s: Some(total_s),
+            outcome: "completed".into(),
+            call_unix_s,
+            ..Row::default()
+        };
+        let text = markdown(&Results {
+            rows: vec![
+                row("godwit", 2.0, 1),
+                row("qemu-7.2", 4.0, 1),
+                row("qemu-7.2", 1.0, 2),
+            ],
+            ..Results::default()
+        });
+        assert!(text.contains("| 2, 1 of them beside ours |"), "{text}");
+        assert!(!text.contains("hypervisor below took"), "{text}");
+        assert!(text.contains("| 4.00 (1 run) qemu-7.2"), "{text}");
+    }
+
+    #[test]
+    fn what_the_hypervisor_took_is_told() {
+        let row = |stolen: f64, disturbed: u32| Row {
+            details: serde_json::json!({"stolen_share": stolen, "disturbed_before": disturbed}),
+            ..Row::default()
+        };
+        let text = disturbance(&[row(0.01, 0), row(0.02, 2), row(0.12, 1), Row::default()]);
+        assert!(text.contains("In 3 of 4 rows"), "{text}");
+        assert!(
+            text.contains("2.0 % in the median, 12.0 % at most. 3 runs"),
+            "{text}"
+        );
     }
 }

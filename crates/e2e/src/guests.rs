@@ -154,9 +154,7 @@ impl Reads {
 
     /// Read so far; wraps.
     pub fn pages(&self) -> anyhow::Result<u32> {
-        let mut bytes = [0; 4];
-        self.0.read_exact_at(&mut bytes, Word::Reads.address())?;
-        Ok(u32::from_le_bytes(bytes))
+        Ok(checker::reads(&self.0)?)
     }
 }
 

@@ -80,6 +80,13 @@ pub enum CheckError {
     },
 }
 
+/// Pages that a reading vCPU has read, 0 where there is none; from 0 on after 2^32. The guest may run.
+pub fn reads(ram: &impl FileExt) -> Result<u32, CheckError> {
+    let mut word = [0; 4];
+    read(ram, Word::Reads.address(), &mut word)?;
+    Ok(u32::from_le_bytes(word))
+}
+
 /// Reads the control block.
 pub fn control(ram: &impl FileExt) -> Result<Control, CheckError> {
     let mut block = [0_u8; 64];
