@@ -19,7 +19,7 @@ fn lab(name: &str, change: impl FnOnce(&mut LabConfig)) -> Lab {
 }
 
 /// Whether a TCP connection from one machine to another carries a word. A kernel may take seconds to notice that a device
-/// has a carrier, and repeats what was lost until then.
+/// has a carrier; until then it repeats what was lost, or says that there is no way to the host.
 fn reaches(from: &Machine, to: &Machine, address: std::net::IpAddr) -> bool {
     reaches_within(from, to, address, Duration::from_secs(60))
 }
@@ -39,10 +39,18 @@ fn reaches_within(
         .in_network(|| TcpListener::bind(SocketAddr::new(address, 0)))
         .unwrap()
         .expect("bind");
-    let port = listener.local_addr().unwrap().port();
-    let connect = || TcpStream::connect_timeout(&SocketAddr::new(address, port), within);
-    let Ok(mut stream) = from.in_network(connect).unwrap() else {
-        return false;
+    let address = SocketAddr::new(address, listener.local_addr().unwrap().port());
+    let deadline = Instant::now() + within;
+    let mut stream = loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return false;
+        }
+        let connect = || TcpStream::connect_timeout(&address, left);
+        match from.in_network(connect).unwrap() {
+            Ok(stream) => break stream,
+            Err(_) => std::thread::sleep(Duration::from_millis(10)), // how often it looks
+        }
     };
     stream.write_all(b"hello").unwrap();
     let (mut accepted, _) = listener.accept().unwrap();
