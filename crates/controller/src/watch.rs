@@ -10,7 +10,7 @@ use crate::reconcile::refresh;
 use crate::state::Move;
 use godwit_rpc::ClientError;
 use godwit_types::control_api::InventoryEvent;
-use godwit_types::migration::{MigrationReport, Outcome as End, Phase};
+use godwit_types::migration::{MigrationReport, Outcome as End, PEER_GAVE_UP, Phase};
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -140,6 +140,13 @@ fn judge_both(source: &MigrationReport, destination: &MigrationReport) -> Verdic
         report.outcome = Some(End::Completed);
         report.phase = Phase::Ended;
         report.reason = None;
+    }
+    if report.reason.as_deref() == Some(PEER_GAVE_UP)
+        && let Some(why) = &destination.reason
+        && why != PEER_GAVE_UP
+    {
+        // The hosts' agents told the source only that it is over.
+        report.reason = Some(format!("host {} gave the migration up: {why}", report.to));
     }
     judge_one(&report)
 }

@@ -124,9 +124,36 @@ fn a_link_half_open_in_the_switchover_resumes_the_source() -> anyhow::Result<()>
     switchover_disturbed(Mode::HalfOpen)
 }
 
+/// A destination that says nothing while device state is there, or on its way, is not waited for: the guest runs on at a.
+/// QEMU loads once, and has not begun: the next switchover completes.
+fn called_off_before_the_load(point: &'static str) -> anyhow::Result<()> {
+    let (pair, id) = held(false, point)?;
+    let ram = pair.a.ram_file()?;
+    let deadline = Instant::now() + LONG;
+    while pair.a.report(&id)?.reason.is_none() {
+        anyhow::ensure!(Instant::now() < deadline, "the source does not resume");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    anyhow::ensure!(pair.stepping(&ram)?, "the guest does not run on at a");
+    pair.b.release()?;
+    let end = pair.conclude(Some(&id))?;
+    anyhow::ensure!(end.settled.owner.name == pair.b.name, "it did not complete");
+    Ok(())
+}
+
 #[test]
-fn a_link_cut_while_device_state_is_on_its_way_ends_with_the_guest_at_the_source()
--> anyhow::Result<()> {
+fn a_switchover_called_off_while_device_state_comes_is_made_again() -> anyhow::Result<()> {
+    called_off_before_the_load("destination.state-comes")
+}
+
+#[test]
+fn a_switchover_called_off_when_device_state_has_come_is_made_again() -> anyhow::Result<()> {
+    called_off_before_the_load("destination.state-whole")
+}
+
+#[test]
+fn a_link_cut_while_device_state_is_loaded_ends_with_the_guest_at_the_source() -> anyhow::Result<()>
+{
     let (pair, id) = held(false, "destination.loaded")?;
     pair.link(Mode::Cut);
     let deadline = Instant::now() + LONG;

@@ -32,13 +32,15 @@ const SOURCE: [&str; 18] = [
 ];
 
 /// Steps of the destination.
-const DESTINATION: [&str; 15] = [
+const DESTINATION: [&str; 17] = [
     "journal.incoming.before",
     "journal.incoming.after",
     "qemu.started",
     "destination.prepared",
     "destination.apply",
     "destination.receiving",
+    "destination.state-comes",
+    "destination.state-whole",
     "destination.loading",
     "destination.loaded",
     "journal.ready.before",

@@ -16,7 +16,10 @@
 //!   ... more iterations; then the guest stops ...
 //!   Stopped, Addresses         ------------------->     whom to tell where the guest is, once it runs
 //!   Barrier (last)             ------------------->     data channels end with their final records
-//!   device state records, DeviceStateEnd{attempt} -->   (a far source does not wait for BarrierDone) taken behind the barrier
+//!   device state records       ------------------->     (a far source does not wait for BarrierDone) taken behind the
+//!                                                       barrier and kept: QEMU loads once
+//!   DeviceStateWhole           ------------------->     QEMU loads
+//!   DeviceStateEnd{attempt}    ------------------->     it was saved well: what is loaded counts
 //!                              <-------------------   BarrierDone
 //!                              <-------------------   Loaded{..}           figures of the loading
 //!                              <-------------------   Peer(Ready)          durable at the destination
@@ -43,7 +46,7 @@ use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 
 /// Version of the control protocol; both sides must speak the same.
-pub const PROTOCOL_VERSION: u32 = 3;
+pub const PROTOCOL_VERSION: u32 = 4;
 /// Most data channels that one epoch has had, also those that have left.
 pub const STREAMS_MAX: u32 = 64;
 /// Most extents in one message (keeps it far below the record limit).
@@ -95,7 +98,9 @@ pub enum ToDestination {
         /// By card.
         cards: Vec<Vec<IpAddr>>,
     },
-    /// The device state is complete.
+    /// All of the device state has been sent. Whether its save was a success follows.
+    DeviceStateWhole,
+    /// The device state was saved well.
     DeviceStateEnd {
         /// Its length.
         bytes: u64,

@@ -7,6 +7,7 @@
 mod common;
 
 use common::{COUNTING, Place, expect_heartbeat, permit, soon};
+use godwit_qemu::device_state::SaveNews;
 use std::time::{Duration, Instant};
 
 const MOVES: usize = 10;
@@ -54,8 +55,10 @@ fn one_move(source: &Place, destination: &Place) -> [Duration; 4] {
     let stop = start.elapsed();
     source.copy_ram_to(destination);
     let (mut state, start) = (Vec::new(), Instant::now());
-    let sink = |piece: &[u8]| {
-        state.extend_from_slice(piece);
+    let sink = |news: SaveNews| {
+        if let SaveNews::Piece(piece) = news {
+            state.extend_from_slice(piece);
+        }
         Ok(())
     };
     let bytes = from

@@ -86,6 +86,17 @@ pub struct Incoming {
     written: u64,
 }
 
+/// What a save says as it goes on.
+#[derive(Debug, Clone, Copy)]
+pub enum SaveNews<'a> {
+    /// Bytes of device state.
+    Piece(&'a [u8]),
+    /// Nothing has come for a while: whoever does not want to wait longer refuses.
+    Silence,
+    /// QEMU has written all; whether it calls that a success is asked next.
+    Whole,
+}
+
 /// What `query-migrate` says.
 struct Progress {
     status: String,
@@ -122,13 +133,12 @@ impl Machine {
             .map(drop)?)
     }
 
-    /// Saves the device state of a stopped guest, in pieces, into `sink`, which is also called with an empty one now and
-    /// then while QEMU is silent, so that it can refuse to wait longer. Returns the number of bytes. The machine is
-    /// then `Postmigrate`. After an error the guest is stopped and QEMU has given the save up, so `cont` is right.
+    /// Saves the device state of a stopped guest, in pieces, into `sink`. Returns the number of bytes. The machine is then
+    /// `Postmigrate`. After an error the guest is stopped and QEMU has given the save up, so `cont` is right.
     pub fn save_device_state(
         &self,
         deadline: Instant,
-        mut sink: impl FnMut(&[u8]) -> io::Result<()>,
+        mut sink: impl FnMut(SaveNews) -> io::Result<()>,
     ) -> Result<u64, DeviceStateError> {
         let state = self.query_status(deadline)?;
         if !matches!(
@@ -143,11 +153,11 @@ impl Machine {
         // QEMU writes with its main lock held, without which it answers nothing: a stream that nobody reads until the
         // answer has come stands still once the socket is full.
         let mut asked = self.client().begin("migrate", target, deadline)?;
-        let mut pumped = pump(&socket, deadline, &mut |piece: &[u8]| {
-            if piece.is_empty() && asked.is_refused() {
+        let mut pumped = pump(&socket, deadline, &mut |news: SaveNews| {
+            if matches!(news, SaveNews::Silence) && asked.is_refused() {
                 return Err(io::Error::other("the hypervisor refused to save"));
             }
-            sink(piece)
+            sink(news)
         });
         // Closing our end makes QEMU give up, if it has not finished; so does the command, whatever it is at.
         drop(socket);
@@ -350,7 +360,7 @@ impl Incoming {
 fn pump(
     socket: &OwnedFd,
     deadline: Instant,
-    sink: &mut impl FnMut(&[u8]) -> io::Result<()>,
+    sink: &mut impl FnMut(SaveNews) -> io::Result<()>,
 ) -> Result<u64, DeviceStateError> {
     let mut buffer = vec![0; 256 << 10];
     let mut total = 0_u64;
@@ -358,13 +368,16 @@ fn pump(
         let until = deadline.min(Instant::now() + SILENCE);
         match ready(socket, PollFlags::IN, until, "save") {
             Err(DeviceStateError::Deadline { .. }) if until < deadline => {
-                sink(&[]).map_err(DeviceStateError::Sink)?;
+                sink(SaveNews::Silence).map_err(DeviceStateError::Sink)?;
                 continue;
             }
             outcome => outcome?,
         }
         let count = match rustix::io::read(socket, &mut buffer) {
-            Ok(0) => return Ok(total),
+            Ok(0) => {
+                sink(SaveNews::Whole).map_err(DeviceStateError::Sink)?;
+                return Ok(total);
+            }
             Ok(count) => count,
             Err(Errno::INTR) => continue,
             // QEMU ended with the stream half read; its state tells what happened.
@@ -375,7 +388,8 @@ fn pump(
         if total > MAX_DEVICE_STATE {
             return Err(DeviceStateError::TooLarge);
         }
-        sink(buffer.get(..count).unwrap_or_default()).map_err(DeviceStateError::Sink)?;
+        let piece = buffer.get(..count).unwrap_or_default();
+        sink(SaveNews::Piece(piece)).map_err(DeviceStateError::Sink)?;
     }
 }
 

@@ -4,7 +4,7 @@ mod common;
 
 use common::{COUNTING, FILLED, Guest, Place, UID, expect_event, expect_heartbeat, permit, soon};
 use godwit_qemu::command_line::{Accelerator, Disk, Nic};
-use godwit_qemu::device_state::DeviceStateError;
+use godwit_qemu::device_state::{DeviceStateError, SaveNews};
 use godwit_qemu::disk::open_image;
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
 use godwit_qemu::machine::{RunState, Running};
@@ -42,8 +42,10 @@ fn signal(guest: &Guest, name: &str) {
 
 fn saved(guest: &Guest) -> Vec<u8> {
     let mut bytes = Vec::new();
-    let sink = |piece: &[u8]| {
-        bytes.extend_from_slice(piece);
+    let sink = |news: SaveNews| {
+        if let SaveNews::Piece(piece) = news {
+            bytes.extend_from_slice(piece);
+        }
         Ok(())
     };
     let count = guest
@@ -409,7 +411,7 @@ fn a_save_whose_bytes_nobody_takes_leaves_the_guest_ready_to_go_on() {
     let running = run(&guest);
     expect_heartbeat(&events);
     let stopped = guest.machine().stop(soon()).expect("stopped");
-    let full = |_: &[u8]| Err(io::Error::from(io::ErrorKind::BrokenPipe));
+    let full = |_: SaveNews| Err(io::Error::from(io::ErrorKind::BrokenPipe));
     let error = guest
         .machine()
         .save_device_state(soon(), full)

@@ -10,6 +10,9 @@ use std::net::{IpAddr, SocketAddr};
 use utoipa::ToSchema;
 use zeroize::{Zeroize, ZeroizeOnDrop};
 
+/// What a host knows of a migration that the other one gave up without saying more, as [`MigrationReport::reason`].
+pub const PEER_GAVE_UP: &str = "the other host gave the migration up; see its log";
+
 /// Downtime that a migration aims at unless asked otherwise, ms.
 pub const MAX_DOWNTIME_MS_DEFAULT: u64 = 50;
 

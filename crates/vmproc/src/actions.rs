@@ -6,14 +6,14 @@ use crate::announce;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
 use crate::input::Farewell;
-use crate::source::driver::{Command, GAVE_UP};
+use crate::source::driver::Command;
 use crate::vm::{Driver, Migration, Vm};
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, RunPermit, Status};
 use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::{StoreError, save_json};
 use godwit_types::host_api::OutboxMessage;
-use godwit_types::migration::{Outcome, Phase, Side};
+use godwit_types::migration::{Outcome, PEER_GAVE_UP, Phase, Side};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 use std::time::{Duration, Instant};
 
@@ -501,6 +501,6 @@ fn default_reason(outcome: Outcome) -> Option<String> {
     match outcome {
         Outcome::Completed => None,
         Outcome::Cancelled => Some("cancelled".into()),
-        Outcome::Failed | Outcome::InDoubt => Some(GAVE_UP.into()),
+        Outcome::Failed | Outcome::InDoubt => Some(PEER_GAVE_UP.into()),
     }
 }

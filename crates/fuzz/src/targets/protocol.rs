@@ -113,6 +113,7 @@ pub fn to_destination_seeds() -> Vec<Vec<u8>> {
             sent: vec![10, 11, 12, 0],
         },
         ToDestination::Stopped,
+        ToDestination::DeviceStateWhole,
         ToDestination::DeviceStateEnd {
             bytes: 200_000,
             attempt: Generation(2),

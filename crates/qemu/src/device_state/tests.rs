@@ -109,13 +109,17 @@ fn a_hypervisor_that_answers_only_when_its_state_is_read_saves_at_once() {
         assert_eq!(command, "query-migrate");
         peer.answer(id, &json!({"status": "completed"}));
     });
-    let mut read = 0;
-    let saved = machine.save_device_state(Instant::now() + LONG, |piece| {
-        read += piece.len();
+    let (mut read, mut whole) = (0, Vec::new());
+    let saved = machine.save_device_state(Instant::now() + LONG, |news| {
+        match news {
+            SaveNews::Piece(piece) => read += piece.len(),
+            SaveNews::Silence => {}
+            SaveNews::Whole => whole.push(read),
+        }
         Ok(())
     });
     assert_eq!(saved.unwrap(), STATE_BYTES as u64);
-    assert_eq!(read, STATE_BYTES);
+    assert_eq!(whole, [STATE_BYTES], "said once, behind the last piece");
     peer.join().unwrap();
 }
 
@@ -162,7 +166,7 @@ fn given_up(
             peer.answer(id, &answer.expect("a command of the end").1);
         }
     });
-    let refuse = |_: &[u8]| Err(io::Error::other("enough"));
+    let refuse = |_: SaveNews| Err(io::Error::other("enough"));
     let error = machine.save_device_state(Instant::now() + LONG, refuse);
     drop(machine);
     peer.join().unwrap();

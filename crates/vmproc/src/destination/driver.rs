@@ -9,9 +9,10 @@
 //!        +------------ link lost -------------+
 //! ```
 //!
-//! QEMU loads once: a link that is lost while device state comes ends the migration here (the guest is at the source). A
-//! link that is lost after it was loaded changes nothing: the core asks the source through the agents. A source that
-//! connects then all the same has withdrawn its gift: it hears that there is nothing to go on with.
+//! QEMU loads once, so that device state is kept here until all of it has come: a switchover that is called off before
+//! is made again. A link that is lost while QEMU loads ends the migration here (the guest is at the source). One that is
+//! lost after it was loaded changes nothing: the core asks the source through the agents. A source that connects then all
+//! the same has withdrawn its gift: it hears that there is nothing to go on with.
 
 use super::arrivals::Arrivals;
 use super::channels::Channels;
@@ -48,7 +49,7 @@ const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 /// Most bytes kept of what came behind a barrier that is not reached; after that the source has to wait.
 const HELD_BYTES_MAX: usize = 64 << 20;
 /// How often the source hears something while devices are loaded.
-const LIFE_EVERY: Duration = Duration::from_millis(100);
+pub(super) const LIFE_EVERY: Duration = Duration::from_millis(100);
 /// How long a source may take to hear why it comes too late.
 const TOO_LATE_WAIT: Duration = Duration::from_millis(100);
 /// What a source hears that connects when devices are loaded.
@@ -56,9 +57,7 @@ const TOO_LATE: &str = "the device state of a switchover that was called off is 
 /// How long the source's reason may come after the fact that it ended the migration, which also takes another way.
 const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
 /// Most messages among which it is looked for.
-const UNREAD_MAX: usize = 1024;
-/// QEMU's time to load its devices.
-const LOAD_WAIT: Duration = Duration::from_secs(20);
+pub(super) const UNREAD_MAX: usize = 1024;
 
 /// A QEMU that waits for its device state.
 #[derive(Debug)]
@@ -159,7 +158,7 @@ impl DestinationHandle {
 
 /// Why an activity of the driver stopped.
 #[derive(Debug)]
-enum Halt {
+pub(super) enum Halt {
     /// The VM's thread wants it to be over.
     Ended(Option<String>),
     /// The source ended the migration.
@@ -172,38 +171,43 @@ enum Halt {
 
 /// How far the present epoch is; device state is taken only after the last barrier.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
-enum Stage {
+pub(super) enum Stage {
     Precopy,
     Stopped,
     LastApplied,
+    /// Device state comes and is kept.
+    StateComes,
+    /// QEMU has a part of it.
     Loading,
     Loaded,
 }
 
-struct Epoch {
+pub(super) struct Epoch {
     number: u16,
-    control: Arc<SharedControl>,
-    receiver: ControlReceiver,
+    pub(super) control: Arc<SharedControl>,
+    pub(super) receiver: ControlReceiver,
     channels: Channels,
     /// What came behind a barrier that is not reached.
     held: VecDeque<Incoming>,
     held_bytes: usize,
+    /// Device state that QEMU has not got.
+    pub(super) device_state: Vec<u8>,
     /// Pages that will come, and those of them that have no memory here yet.
     announced_pages: u64,
     missing_pages: u64,
     /// Why what will come does not fit here.
     no_room: Option<String>,
     addresses_known: bool,
-    stage: Stage,
+    pub(super) stage: Stage,
     heard: Instant,
     told: Instant,
 }
 
-struct DestinationDriver {
+pub(super) struct DestinationDriver {
     arrivals: Arrivals,
     memory: Arc<Memory>,
-    qemu: Option<WaitingQemu>,
-    report: SharedReport,
+    pub(super) qemu: Option<WaitingQemu>,
+    pub(super) report: SharedReport,
     control: ControlSlot,
     prepare: bool,
     cores: usize,
@@ -212,7 +216,7 @@ struct DestinationDriver {
     /// Where the source's last word goes.
     said: Sender<Farewell>,
     commands: Receiver<Command>,
-    pages: u64,
+    pub(super) pages: u64,
     /// Data channels that arrived before their epoch's first word.
     held_back: Vec<Connection>,
     /// The control channel of the next epoch, which came before the present one was known to be lost.
@@ -238,7 +242,7 @@ impl DestinationDriver {
         self.control.clear();
     }
 
-    fn tell(&self, news: News) {
+    pub(super) fn tell(&self, news: News) {
         (self.news)(news);
     }
 
@@ -268,7 +272,7 @@ impl DestinationDriver {
                 (Halt::Lost(_), _) if self.lingers => return Halt::Ended(None),
                 (Halt::Lost(reason), Stage::Loading) => {
                     return Halt::Failed(format!(
-                        "the link was lost while device state came: {reason}"
+                        "the link was lost while device state was loaded: {reason}"
                     ));
                 }
                 (Halt::Lost(_), Stage::Loaded) => {
@@ -359,6 +363,7 @@ impl DestinationDriver {
             channels: Channels::new(Arc::clone(&self.first_pass)),
             held: VecDeque::new(),
             held_bytes: 0,
+            device_state: Vec::new(),
             announced_pages: 0,
             missing_pages: 0,
             no_room: None,
@@ -524,7 +529,11 @@ impl DestinationDriver {
         told.map_err(|error| halt_of(&error))
     }
 
-    fn message(&mut self, epoch: &mut Epoch, message: ToDestination) -> Result<(), Halt> {
+    pub(super) fn message(
+        &mut self,
+        epoch: &mut Epoch,
+        message: ToDestination,
+    ) -> Result<(), Halt> {
         match message {
             ToDestination::Begin {
                 epoch: number,
@@ -563,6 +572,7 @@ impl DestinationDriver {
                 }
                 Ok(())
             }
+            ToDestination::DeviceStateWhole => self.state_whole(epoch),
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(epoch, attempt),
             ToDestination::Warm { .. } => Ok(()),
             ToDestination::Cancel { reason, cancelled } => {
@@ -613,56 +623,11 @@ impl DestinationDriver {
         };
         epoch.control.send(&done).map_err(|error| halt_of(&error))
     }
-
-    fn device_state(&mut self, epoch: &mut Epoch, piece: &[u8]) -> Result<(), Halt> {
-        if !matches!(epoch.stage, Stage::LastApplied | Stage::Loading) {
-            return Err(Halt::Failed(
-                "the source sent device state before its last pages".into(),
-            ));
-        }
-        epoch.stage = Stage::Loading;
-        reached("destination.loading");
-        let Some(qemu) = &mut self.qemu else {
-            return Err(Halt::Failed(
-                "device state came, but no hypervisor waits for it".into(),
-            ));
-        };
-        let written = with_signs_of_life(&epoch.control, || {
-            qemu.stream.write(piece, Instant::now() + LOAD_WAIT)
-        });
-        written.map_err(|error| Halt::Failed(error.to_string()))
-    }
-
-    fn load(&mut self, epoch: &mut Epoch, attempt: godwit_types::Generation) -> Result<(), Halt> {
-        if epoch.stage != Stage::Loading {
-            return Err(Halt::Failed(
-                "the source ended a device state that it did not send".into(),
-            ));
-        }
-        let began = Instant::now();
-        let qemu = self
-            .qemu
-            .take()
-            .ok_or(Halt::Failed("no hypervisor waits for device state".into()))?;
-        let loaded = with_signs_of_life(&epoch.control, || {
-            qemu.machine.finish_incoming(qemu.stream, began + LOAD_WAIT)
-        });
-        loaded.map_err(|error| Halt::Failed(error.to_string()))?;
-        epoch.stage = Stage::Loaded;
-        let load_ms = began.elapsed().as_secs_f64() * 1e3;
-        self.report
-            .update(|report| report.switchover_parts_ms.device_load_ms = load_ms);
-        reached("destination.loaded");
-        // Only a figure: whether the link still lives is seen when it is read.
-        let _ = epoch.control.send(&ToSource::Loaded { load_ms });
-        self.tell(News::Core(Event::Loaded { attempt }));
-        Ok(())
-    }
 }
 
 impl Epoch {
     /// Keeps what came behind a barrier until it is reached.
-    fn hold(&mut self, incoming: Incoming) {
+    pub(super) fn hold(&mut self, incoming: Incoming) {
         self.held_bytes += held_len(&incoming);
         self.held.push_back(incoming);
     }
@@ -677,7 +642,7 @@ fn held_len(incoming: &Incoming) -> usize {
 }
 
 /// Words that mean the same before and behind a barrier.
-fn is_urgent(message: &ToDestination) -> bool {
+pub(super) fn is_urgent(message: &ToDestination) -> bool {
     matches!(
         message,
         ToDestination::Warm { .. }
@@ -753,24 +718,7 @@ fn turn_away(connection: Connection) {
     closer.close();
 }
 
-/// Loading devices may take a busy QEMU longer than the source would wait for a silent peer.
-fn with_signs_of_life<R>(control: &SharedControl, work: impl FnOnce() -> R) -> R {
-    let (done, waiting) = channel::<()>();
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            while waiting.recv_timeout(LIFE_EVERY) == Err(RecvTimeoutError::Timeout) {
-                if control.send(&ToSource::Pong { nonce: u64::MAX }).is_err() {
-                    return;
-                }
-            }
-        });
-        let result = work();
-        drop(done);
-        result
-    })
-}
-
-fn halt_of(error: &TransportError) -> Halt {
+pub(super) fn halt_of(error: &TransportError) -> Halt {
     match error.class() {
         Class::Lost | Class::Cancelled => Halt::Lost(error.to_string()),
         _ => Halt::Failed(error.to_string()),

@@ -30,6 +30,7 @@ use godwit_migrate::protocol::ToSource;
 use godwit_qemu::machine::Machine;
 use godwit_transport::{Class, TransportError};
 use godwit_types::Generation;
+use godwit_types::migration::PEER_GAVE_UP;
 use godwit_wire::Spec;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -43,8 +44,6 @@ const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
 pub(super) const PING_EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for the answer to a barrier while the guest runs.
 pub(super) const BARRIER_WAIT: Duration = Duration::from_secs(30);
-/// What is known of a destination that gave up without saying more.
-pub(crate) const GAVE_UP: &str = "the other host gave the migration up; see its log";
 /// How long a destination's reason may come after its closed channel.
 const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
 /// Part of a switchover that does not depend on memory, as first estimate, s.
@@ -540,7 +539,7 @@ impl SourceDriver {
             }) if number == epoch.number => self.hear_peer(from),
             Ok(DriverInput::Command(Command::End { reason })) => Err(Halt::Ended(reason)),
             Ok(DriverInput::Command(Command::CalledOff)) => Err(Halt::CalledOff),
-            Ok(DriverInput::Command(Command::PeerGaveUp)) => Err(Halt::Lost(GAVE_UP.into())),
+            Ok(DriverInput::Command(Command::PeerGaveUp)) => Err(Halt::Lost(PEER_GAVE_UP.into())),
             Ok(_) => Ok(None),
             Err(RecvTimeoutError::Timeout) if wait < left => Ok(None),
             Err(RecvTimeoutError::Timeout) => {

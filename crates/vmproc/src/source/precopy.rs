@@ -4,7 +4,7 @@
 //! newer one.
 
 use super::driver::{
-    BARRIER_WAIT, Command, DriverInput, GAVE_UP, Halt, PING_EVERY, SAVE_WAIT, SourceDriver, halt_of,
+    BARRIER_WAIT, Command, DriverInput, Halt, PING_EVERY, SAVE_WAIT, SourceDriver, halt_of,
 };
 use super::epoch::Epoch;
 use super::pass::Pass;
@@ -16,8 +16,9 @@ use godwit_migrate::account::{PAGE_BYTES, Shares, book, limited_by};
 use godwit_migrate::convergence::{Decision, IterationFacts};
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_ownership::Event;
+use godwit_qemu::device_state::SaveNews;
 use godwit_types::Generation;
-use godwit_types::migration::{IterationReport, MigrationReport, Phase};
+use godwit_types::migration::{IterationReport, MigrationReport, PEER_GAVE_UP, Phase};
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
@@ -254,7 +255,7 @@ impl SourceDriver {
         match input {
             DriverInput::Command(Command::End { reason }) => Err(Halt::Ended(reason)),
             DriverInput::Command(Command::CalledOff) => Err(Halt::CalledOff),
-            DriverInput::Command(Command::PeerGaveUp) => Err(Halt::Lost(GAVE_UP.into())),
+            DriverInput::Command(Command::PeerGaveUp) => Err(Halt::Lost(PEER_GAVE_UP.into())),
             DriverInput::Peer {
                 epoch: number,
                 from,
@@ -483,21 +484,23 @@ impl SourceDriver {
         let saved = self
             .parts
             .machine
-            .save_device_state(began + SAVE_WAIT, |piece| {
+            .save_device_state(began + SAVE_WAIT, |news| {
                 if saving.is_called_off() {
                     return Err(std::io::Error::other("the switchover was called off"));
                 }
-                if piece.is_empty() {
-                    // Our own hypervisor is slow: that is not the peer's silence either, for a while.
-                    if began.elapsed() < QUIET_SAVE {
-                        (self.parts.news)(News::Heard);
-                    }
-                    return Ok(());
+                // Data flows to the peer, or our own hypervisor is slow: this is not the peer's silence, for a while.
+                if !matches!(news, SaveNews::Silence) || began.elapsed() < QUIET_SAVE {
+                    (self.parts.news)(News::Heard);
                 }
-                reached("source.device-state");
-                // Data flows to the peer: this is not its silence.
-                (self.parts.news)(News::Heard);
-                epoch.control.send_device_state(piece).map_err(|error| {
+                let sent = match news {
+                    SaveNews::Piece(piece) => {
+                        reached("source.device-state");
+                        epoch.control.send_device_state(piece)
+                    }
+                    SaveNews::Whole => epoch.control.send(&ToDestination::DeviceStateWhole),
+                    SaveNews::Silence => Ok(()),
+                };
+                sent.map_err(|error| {
                     link = Some(halt_of(error));
                     std::io::Error::other("the link failed")
                 })

@@ -1,0 +1,145 @@
+//! Device state at the destination: kept until all of it has come, then loaded by QEMU.
+//!
+//! Works on the driver's state. QEMU loads once, so that whatever ends an epoch before leaves the next one a QEMU that
+//! still waits; the source says when all has been sent, and again when its own QEMU calls the save a success. Refuses:
+//! device state before the last pages, and an end without any.
+
+use super::driver::{
+    DestinationDriver, Epoch, Halt, LIFE_EVERY, Stage, UNREAD_MAX, halt_of, is_urgent,
+};
+use crate::control::SharedControl;
+use crate::faults::reached;
+use crate::input::News;
+use godwit_migrate::protocol::{ToSource, decode_to_destination};
+use godwit_ownership::Event;
+use godwit_transport::{Incoming, TransportError};
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+/// Most bytes of device state that are kept until it is whole; a longer one is loaded as it comes.
+const DEVICE_STATE_KEPT_MAX: usize = 8 << 20;
+/// What a second device state would find.
+const NO_QEMU: &str = "no hypervisor waits for device state";
+/// QEMU's time to load its devices.
+const LOAD_WAIT: Duration = Duration::from_secs(20);
+
+impl DestinationDriver {
+    pub(super) fn device_state(&mut self, epoch: &mut Epoch, piece: &[u8]) -> Result<(), Halt> {
+        match epoch.stage {
+            Stage::LastApplied => epoch.stage = Stage::StateComes,
+            Stage::StateComes | Stage::Loading => {}
+            _ => {
+                return Err(Halt::Failed(
+                    "the source sent device state before its last pages".into(),
+                ));
+            }
+        }
+        if epoch.device_state.len() + piece.len() <= DEVICE_STATE_KEPT_MAX {
+            epoch.device_state.extend_from_slice(piece);
+            reached("destination.state-comes");
+            return Ok(());
+        }
+        let control = Arc::clone(&epoch.control);
+        with_signs_of_life(&control, || {
+            self.pass_on(epoch)?;
+            epoch.device_state.extend_from_slice(piece);
+            self.pass_on(epoch)
+        })
+    }
+
+    /// Gives QEMU the device state that was kept: from here on there is no other attempt.
+    fn pass_on(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+        epoch.stage = Stage::Loading;
+        reached("destination.loading");
+        let qemu = self.qemu.as_mut();
+        let qemu = qemu.ok_or(Halt::Failed(NO_QEMU.into()))?;
+        let deadline = Instant::now() + LOAD_WAIT;
+        let written = qemu.stream.write(&epoch.device_state, deadline);
+        epoch.device_state.clear();
+        written.map_err(|error| Halt::Failed(error.to_string()))
+    }
+
+    /// Looks whether the source has closed the control channel behind what was read of it, as it does when it calls a
+    /// switchover off: a destination that was kept from its work finds both at once.
+    fn look_behind(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+        for _ in 0..UNREAD_MAX {
+            match epoch.receiver.recv(Instant::now()) {
+                Ok(Incoming::Message(bytes)) => {
+                    let message = decode_to_destination(&bytes, self.pages);
+                    let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
+                    match is_urgent(&message) {
+                        true => self.message(epoch, message)?,
+                        false => epoch.hold(Incoming::Message(bytes)),
+                    }
+                }
+                Ok(Incoming::End) => {
+                    return Err(Halt::Lost("the source closed the control channel".into()));
+                }
+                Ok(piece) => epoch.hold(piece),
+                Err(TransportError::Silent { .. }) => return Ok(()),
+                Err(error) => return Err(halt_of(&error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// All of the device state is here. From its load on there is no other attempt.
+    pub(super) fn state_whole(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+        if epoch.stage == Stage::StateComes {
+            reached("destination.state-whole");
+            self.look_behind(epoch)?;
+        }
+        if epoch.device_state.is_empty() {
+            return Ok(());
+        }
+        let control = Arc::clone(&epoch.control);
+        with_signs_of_life(&control, || self.pass_on(epoch))
+    }
+
+    pub(super) fn load(
+        &mut self,
+        epoch: &mut Epoch,
+        attempt: godwit_types::Generation,
+    ) -> Result<(), Halt> {
+        self.state_whole(epoch)?;
+        if epoch.stage != Stage::Loading {
+            return Err(Halt::Failed(
+                "the source ended a device state that it did not send".into(),
+            ));
+        }
+        let began = Instant::now();
+        let qemu = self.qemu.take().ok_or(Halt::Failed(NO_QEMU.into()))?;
+        let loaded = with_signs_of_life(&epoch.control, || {
+            let deadline = began + LOAD_WAIT;
+            qemu.machine.finish_incoming(qemu.stream, deadline)
+        });
+        loaded.map_err(|error| Halt::Failed(error.to_string()))?;
+        epoch.stage = Stage::Loaded;
+        let load_ms = began.elapsed().as_secs_f64() * 1e3;
+        self.report
+            .update(|report| report.switchover_parts_ms.device_load_ms = load_ms);
+        reached("destination.loaded");
+        // Only a figure: whether the link still lives is seen when it is read.
+        let _ = epoch.control.send(&ToSource::Loaded { load_ms });
+        self.tell(News::Core(Event::Loaded { attempt }));
+        Ok(())
+    }
+}
+
+/// Loading devices may take a busy QEMU longer than the source would wait for a silent peer.
+fn with_signs_of_life<R>(control: &SharedControl, work: impl FnOnce() -> R) -> R {
+    let (done, waiting) = channel::<()>();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            while waiting.recv_timeout(LIFE_EVERY) == Err(RecvTimeoutError::Timeout) {
+                if control.send(&ToSource::Pong { nonce: u64::MAX }).is_err() {
+                    return;
+                }
+            }
+        });
+        let result = work();
+        drop(done);
+        result
+    })
+}
