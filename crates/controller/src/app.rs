@@ -11,13 +11,14 @@ use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, Authority, Client, Identity, Revocations, Role};
-use godwit_types::control_api::{HostState, InventoryEvent};
+use godwit_types::control_api::{HostState, InventoryEvent, VmView};
 use godwit_types::migration::MigrationReport;
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use tokio::sync::{OwnedMutexGuard, broadcast, watch};
 
 /// Events that a slow reader may fall behind by.
@@ -26,6 +27,9 @@ const EVENTS_KEPT: usize = 256;
 type HostLocks = BTreeMap<HostName, Arc<tokio::sync::Mutex<()>>>;
 type VmLocks = BTreeMap<VmName, Arc<tokio::sync::Mutex<()>>>;
 type Clients = BTreeMap<HostName, (SocketAddr, AgentClient)>;
+
+/// How long a command waits for a VM process that is being started again: as long as an agent lets one take.
+const TAKE_OVER_WAIT: Duration = Duration::from_secs(15);
 
 /// Shared by handlers, pollers and watchers.
 pub struct App {
@@ -254,6 +258,26 @@ impl App {
                 format!("there is no host {host}: see 'godwit host list'"),
             ),
         }
+    }
+
+    /// Waits while a VM's process is being started again: nobody needs to ask twice for what passes by itself.
+    pub async fn until_taken_over(&self, vm: &VmName) {
+        let mut changes = self.listen();
+        let deadline = tokio::time::Instant::now() + TAKE_OVER_WAIT;
+        while self.is_being_taken_over(vm) {
+            // To lag behind is a change too, and the channel closes only with this value.
+            let changed = tokio::time::timeout_at(deadline, changes.recv());
+            if changed.await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn is_being_taken_over(&self, vm: &VmName) -> bool {
+        let state = self.state();
+        let silent = |view: VmView| view.state == VmState::Unreachable;
+        state.vm_view(vm).is_some_and(silent)
+            && state.place(vm).is_some_and(|place| place.connected)
     }
 
     /// Where a VM is; an error when it is nowhere, in doubt, or on a host that does not answer.

@@ -4,9 +4,10 @@ use crate::scripted::{Agent, DEADLINE, House, code, hand_over, host, to, vm};
 use godwit_rpc::Client;
 use godwit_rpc::controller_client::{MigrateAnswer, path};
 use godwit_types::control_api::{CancelRequest, StopRequest};
-use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome};
+use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome, PEER_GAVE_UP};
 use godwit_types::vm::{DiskSpec, EncryptionMode, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
+use std::time::Duration;
 
 async fn house() -> (House, Agent, Agent) {
     let house = House::new().await;
@@ -41,6 +42,43 @@ async fn watch_to_the_end(house: &House, id: &MigrationId) -> Vec<MigrationRepor
         reports.push(serde_json::from_str(&event.data).unwrap());
     }
     reports
+}
+
+#[tokio::test]
+async fn a_source_that_knows_only_that_the_destination_gave_up_leaves_its_reason_to_it() {
+    let (house, a, b) = house().await;
+    let id = begin(&house, &to("b")).await;
+    let ends = |agent: &Agent, why: &str| {
+        agent.script().reports.get_mut(&id).unwrap().reason = Some(why.into());
+        agent.says(&id, Some(Outcome::Failed));
+    };
+    // The destination first: while it alone has failed the migration goes on.
+    ends(&b, "the disk is full");
+    ends(&a, PEER_GAVE_UP);
+    let last = watch_to_the_end(&house, &id).await.pop().unwrap();
+    let reason = last.reason.unwrap();
+    assert_eq!(reason, "host b gave the migration up: the disk is full");
+}
+
+/// Its process is started again: what is asked of the VM is not refused but done once that answers.
+async fn asked_meanwhile<T>(house: &House, a: &Agent, asked: impl Future<Output = T>) -> T {
+    a.has("web", VmState::Unreachable, 1, true);
+    house.until_vm("web", VmState::Unreachable, "a").await;
+    tokio::pin!(asked);
+    let meanwhile = tokio::time::timeout(Duration::from_millis(300), &mut asked).await;
+    assert!(meanwhile.is_err(), "answered before the process did");
+    a.has("web", VmState::Running, 1, true);
+    asked.await
+}
+
+#[tokio::test]
+async fn a_vm_process_that_is_started_again_is_waited_for() {
+    let (house, a, _b) = house().await;
+    let (client, name, request) = (house.client(), vm("web"), to("b"));
+    let done = asked_meanwhile(&house, &a, client.pause(&name)).await;
+    done.expect("paused");
+    let begun = asked_meanwhile(&house, &a, client.migrate(&name, &request)).await;
+    assert!(matches!(begun, Ok(MigrateAnswer::Begun(_))), "{begun:?}");
 }
 
 #[tokio::test]
