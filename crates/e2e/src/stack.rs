@@ -13,6 +13,7 @@ use godwit_testkit::lab::{Lab, LabConfig, Machine};
 use godwit_testkit::link::LinkSpec;
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -28,6 +29,8 @@ const CONTROLLER: &str = "10.76.0.100:8471";
 pub const CONTROLLER_DATABASE: &str = "/var/lib/godwit-controller/controller.db";
 /// The controller's local socket, on its machine.
 pub const CONTROLLER_SOCKET: &str = "/run/godwit/controller.sock";
+/// Logs of VM processes, on a host's machine.
+const VM_PROCESS_LOGS: &str = "/run/godwit/vms/*/vm-process.log";
 /// Longest wait for what takes a moment on a quiet machine.
 pub const SOON: Duration = Duration::from_secs(30);
 /// Longest wait for a migration or a boot.
@@ -594,9 +597,19 @@ impl Stack {
         }
     }
 
-    /// Where to look when something went wrong.
+    /// What the hosts' VM processes said last, which ends with the lab, and where the other logs stay.
     fn logs(&self) -> String {
-        format!("logs are in {}", self.dir.display())
+        let mut said = format!("logs are in {}", self.dir.display());
+        for host in ["a", "b"] {
+            let tails = self.machine(host).and_then(|machine| {
+                let script = format!("tail -n 25 {VM_PROCESS_LOGS}");
+                Ok(machine.command("sh").args(["-c", &script]).output()?)
+            });
+            let text = tails.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+            let text = text.unwrap_or_else(|error| format!("{error:#}"));
+            let _ = write!(said, "\nhost {host}:\n{text}");
+        }
+        said
     }
 }
 
