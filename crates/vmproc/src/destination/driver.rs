@@ -47,7 +47,7 @@ const SOURCE_WAIT: Duration = Duration::from_secs(75);
 /// A control channel on which the source says nothing for this long is lost; it pings once a second.
 const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 /// Most bytes kept of what came behind a barrier that is not reached; after that the source has to wait.
-const HELD_BYTES_MAX: usize = 64 << 20;
+pub(super) const HELD_BYTES_MAX: usize = 64 << 20;
 /// How often the source hears something while devices are loaded.
 pub(super) const LIFE_EVERY: Duration = Duration::from_millis(100);
 /// How long a source may take to hear why it comes too late.
@@ -189,7 +189,7 @@ pub(super) struct Epoch {
     channels: Channels,
     /// What came behind a barrier that is not reached.
     held: VecDeque<Incoming>,
-    held_bytes: usize,
+    pub(super) held_bytes: usize,
     /// Device state that QEMU has not got.
     pub(super) device_state: Vec<u8>,
     /// Pages that will come, and those of them that have no memory here yet.
@@ -560,6 +560,9 @@ impl DestinationDriver {
             }
             ToDestination::Barrier { iteration, sent } => self.barrier(epoch, iteration, sent),
             ToDestination::Stopped => {
+                if epoch.stage != Stage::Precopy {
+                    return Err(Halt::Failed("the source stopped its guest twice".into()));
+                }
                 epoch.stage = Stage::Stopped;
                 self.report
                     .update(|report| report.phase = Phase::Switchover);

@@ -5,13 +5,15 @@
 //! device state before the last pages, and an end without any.
 
 use super::driver::{
-    DestinationDriver, Epoch, Halt, LIFE_EVERY, Stage, UNREAD_MAX, halt_of, is_urgent,
+    DestinationDriver, Epoch, HELD_BYTES_MAX, Halt, LIFE_EVERY, Stage, UNREAD_MAX, halt_of,
+    is_urgent,
 };
 use crate::control::SharedControl;
 use crate::faults::reached;
 use crate::input::News;
-use godwit_migrate::protocol::{ToSource, decode_to_destination};
-use godwit_ownership::Event;
+use godwit_migrate::protocol::{ToDestination, ToSource, decode_to_destination};
+use godwit_ownership::{Event, PeerMessage};
+use godwit_qemu::device_state::DeviceStateError;
 use godwit_transport::{Incoming, TransportError};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -57,20 +59,41 @@ impl DestinationDriver {
         let deadline = Instant::now() + LOAD_WAIT;
         let written = qemu.stream.write(&epoch.device_state, deadline);
         epoch.device_state.clear();
-        written.map_err(|error| Halt::Failed(error.to_string()))
+        match written {
+            Ok(()) => Ok(()),
+            // It has hung up: its own reason is better than ours.
+            Err(DeviceStateError::Io(_)) => self.finish(deadline),
+            Err(error) => Err(Halt::Failed(error.to_string())),
+        }
     }
 
-    /// Looks whether the source has closed the control channel behind what was read of it, as it does when it calls a
-    /// switchover off: a destination that was kept from its work finds both at once.
+    /// Ends the stream and waits until QEMU has loaded it.
+    fn finish(&mut self, deadline: Instant) -> Result<(), Halt> {
+        let qemu = self.qemu.take().ok_or(Halt::Failed(NO_QEMU.into()))?;
+        let loaded = qemu.machine.finish_incoming(qemu.stream, deadline);
+        loaded
+            .map(drop)
+            .map_err(|error| Halt::Failed(error.to_string()))
+    }
+
+    /// Looks whether the source has called the switchover off behind what was read of the control channel: a destination
+    /// that was kept from its work finds both at once.
     fn look_behind(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
-        for _ in 0..UNREAD_MAX {
+        let mut unread = UNREAD_MAX;
+        while unread > 0 && epoch.held_bytes <= HELD_BYTES_MAX {
+            unread -= 1;
             match epoch.receiver.recv(Instant::now()) {
                 Ok(Incoming::Message(bytes)) => {
                     let message = decode_to_destination(&bytes, self.pages);
                     let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
-                    match is_urgent(&message) {
-                        true => self.message(epoch, message)?,
-                        false => epoch.hold(Incoming::Message(bytes)),
+                    if !is_urgent(&message) {
+                        epoch.hold(Incoming::Message(bytes));
+                        continue;
+                    }
+                    let called_off = is_withdrawal(&message);
+                    self.message(epoch, message)?;
+                    if called_off {
+                        return Err(Halt::Lost("the source called the switchover off".into()));
                     }
                 }
                 Ok(Incoming::End) => {
@@ -86,12 +109,13 @@ impl DestinationDriver {
 
     /// All of the device state is here. From its load on there is no other attempt.
     pub(super) fn state_whole(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+        // Nothing to load, and nothing that may make this look again and again.
+        if epoch.device_state.is_empty() {
+            return Ok(());
+        }
         if epoch.stage == Stage::StateComes {
             reached("destination.state-whole");
             self.look_behind(epoch)?;
-        }
-        if epoch.device_state.is_empty() {
-            return Ok(());
         }
         let control = Arc::clone(&epoch.control);
         with_signs_of_life(&control, || self.pass_on(epoch))
@@ -109,12 +133,8 @@ impl DestinationDriver {
             ));
         }
         let began = Instant::now();
-        let qemu = self.qemu.take().ok_or(Halt::Failed(NO_QEMU.into()))?;
-        let loaded = with_signs_of_life(&epoch.control, || {
-            let deadline = began + LOAD_WAIT;
-            qemu.machine.finish_incoming(qemu.stream, deadline)
-        });
-        loaded.map_err(|error| Halt::Failed(error.to_string()))?;
+        let control = Arc::clone(&epoch.control);
+        with_signs_of_life(&control, || self.finish(began + LOAD_WAIT))?;
         epoch.stage = Stage::Loaded;
         let load_ms = began.elapsed().as_secs_f64() * 1e3;
         self.report
@@ -125,6 +145,16 @@ impl DestinationDriver {
         self.tell(News::Core(Event::Loaded { attempt }));
         Ok(())
     }
+}
+
+/// Whether the source takes back what it offered, since it lets its guest go on.
+fn is_withdrawal(message: &ToDestination) -> bool {
+    matches!(
+        message,
+        ToDestination::Peer {
+            message: PeerMessage::Withdrawn { .. }
+        }
+    )
 }
 
 /// Loading devices may take a busy QEMU longer than the source would wait for a silent peer.
