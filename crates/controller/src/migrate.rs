@@ -29,6 +29,7 @@ pub async fn begin(
     name: &VmName,
     request: &MigrateRequest,
 ) -> Outcome<MigrateAnswer> {
+    app.until_taken_over(name).await;
     attempt(app, name, request).await.map_err(joined)
 }
 

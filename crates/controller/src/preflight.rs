@@ -56,7 +56,6 @@ pub struct Preflight {
 
 /// Looks at everything. An error is what makes looking further pointless.
 pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<Preflight> {
-    app.until_taken_over(name).await;
     let (mut source, mut destination, mut vm) = ends(app, name, &request.to)?;
     if !place::has_room(&vm.spec, &destination.info) {
         // What is known of its memory is up to a poll old: it is asked before it refuses.

@@ -422,8 +422,8 @@ pub struct Force(pub bool);
 
 /// Passes an action on to the host where the VM is.
 pub async fn act(app: &App, name: &VmName, action: Action) -> Outcome<Done> {
-    let _turn = app.vm_lock(name).await;
     app.until_taken_over(name).await;
+    let _turn = app.vm_lock(name).await;
     let place = app.place_of(name)?;
     let agent = app.connected_agent(&place.host)?;
     must_be_on(name, &place)?;
