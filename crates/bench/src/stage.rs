@@ -44,6 +44,8 @@ impl Stage {
         );
         let lab = Lab::new(LabConfig {
             name: format!("bench-{}", std::process::id()),
+            // Whoever wants the results below /tmp wants them there: the hosts have a /tmp of their own.
+            visible: vec![dir.to_owned()],
             ..LabConfig::default()
         })?;
         let mut stage = Self {

@@ -174,6 +174,18 @@ fn nothing_writable_is_common_but_what_is_declared() {
 }
 
 #[test]
+fn a_declared_directory_below_tmp_is_seen_and_not_written() {
+    let seen = tempfile::tempdir().unwrap();
+    std::fs::write(seen.path().join("kernel"), "bytes").unwrap();
+    let lab = lab("seen", |config| config.visible.push(seen.path().to_owned()));
+    let script = format!(
+        "cat {0}/kernel; touch {0}/probe 2>&1 | grep -c 'Read-only'",
+        seen.path().display()
+    );
+    assert_eq!(output(lab.host(0).unwrap(), &script), "bytes1");
+}
+
+#[test]
 fn processes_are_separate_listed_and_killed_by_their_own_numbers() {
     let lab = lab("pids", |_| ());
     let (a, b) = (lab.host(0).unwrap(), lab.host(1).unwrap());

@@ -138,6 +138,7 @@ fn run() -> Result<ExitCode> {
                 routed,
                 migration_mtu: mtu,
                 shared,
+                visible: Vec::new(),
                 keep: true,
                 link,
                 migration_nics: nics,

@@ -46,6 +46,10 @@ pub struct LabConfig {
     pub migration_mtu: u32,
     /// Directories that all machines share, writable, at the same path.
     pub shared: Vec<PathBuf>,
+    /// Directories that all machines see, read-only, even if they lie in one that is private; so are the build directory and
+    /// the current one.
+    #[serde(default)]
+    pub visible: Vec<PathBuf>,
     /// The lab outlives this process.
     pub keep: bool,
     /// Puts an emulated link into the migration network, one for each of `migration_nics`: between host `a` and all
@@ -85,6 +89,7 @@ impl Default for LabConfig {
             routed: false,
             migration_mtu: 1500,
             shared: Vec::new(),
+            visible: Vec::new(),
             keep: false,
             link: None,
             migration_nics: 1,
@@ -129,7 +134,8 @@ impl Lab {
             machines: Vec::new(),
             links: Vec::new(),
         };
-        let visible = visible_directories();
+        let mut visible = visible_directories();
+        visible.extend(lab.config.visible.iter().cloned());
         for name in lab.machine_names() {
             let config = &lab.config;
             let plan = Plan {
