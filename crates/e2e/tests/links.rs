@@ -47,6 +47,16 @@ fn held_with(
     Ok((pair, id))
 }
 
+/// Waits until the source says that something is wrong; it has noticed then.
+fn wait_noticed(pair: &Pair, id: &MigrationId, otherwise: &'static str) -> anyhow::Result<()> {
+    let deadline = Instant::now() + LONG;
+    while pair.a.report(id)?.reason.is_none() {
+        anyhow::ensure!(Instant::now() < deadline, otherwise);
+        std::thread::sleep(Duration::from_millis(5)); // how often it looks
+    }
+    Ok(())
+}
+
 #[test]
 fn a_link_cut_in_precopy_is_made_again_and_nothing_is_lost() -> anyhow::Result<()> {
     // A pass takes seconds: what the cut loses is not written anew before it is looked at.
@@ -55,14 +65,7 @@ fn a_link_cut_in_precopy_is_made_again_and_nothing_is_lost() -> anyhow::Result<(
     pair.link(Mode::Cut);
     pair.b.release()?;
     // The source has noticed once it says so.
-    let deadline = Instant::now() + LONG;
-    while pair.a.report(&id)?.reason.is_none() {
-        anyhow::ensure!(
-            Instant::now() < deadline,
-            "the source does not notice the cut"
-        );
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_noticed(&pair, &id, "the source does not notice the cut")?;
     pair.link(Mode::Open);
     let end = pair.conclude(Some(&id))?;
     anyhow::ensure!(end.settled.owner.name == pair.b.name, "it did not complete");
@@ -74,14 +77,7 @@ fn a_link_that_stalls_in_precopy_is_made_again() -> anyhow::Result<()> {
     let (pair, id) = held(false, "destination.receiving")?;
     pair.link(Mode::Stalled);
     pair.b.release()?;
-    let deadline = Instant::now() + LONG;
-    while pair.a.report(&id)?.reason.is_none() {
-        anyhow::ensure!(
-            Instant::now() < deadline,
-            "the source does not notice the silence"
-        );
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    wait_noticed(&pair, &id, "the source does not notice the silence")?;
     pair.link(Mode::Open);
     let end = pair.conclude(Some(&id))?;
     anyhow::ensure!(end.settled.owner.name == pair.b.name, "it did not complete");
@@ -95,11 +91,7 @@ fn switchover_disturbed(mode: Mode) -> anyhow::Result<()> {
     let cut = Instant::now();
     pair.a.release()?;
     let ram = pair.a.ram_file()?;
-    let deadline = Instant::now() + LONG;
-    while pair.a.report(&id)?.reason.is_none() {
-        anyhow::ensure!(Instant::now() < deadline, "the source does not resume");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_noticed(&pair, &id, "the source does not resume")?;
     println!("the guest stood still for {:?}", cut.elapsed());
     anyhow::ensure!(pair.a.state()? == VmState::Running);
     anyhow::ensure!(pair.stepping(&ram)?, "the guest does not run on at a");
@@ -129,11 +121,7 @@ fn a_link_half_open_in_the_switchover_resumes_the_source() -> anyhow::Result<()>
 fn called_off_before_the_load(point: &'static str) -> anyhow::Result<()> {
     let (pair, id) = held(false, point)?;
     let ram = pair.a.ram_file()?;
-    let deadline = Instant::now() + LONG;
-    while pair.a.report(&id)?.reason.is_none() {
-        anyhow::ensure!(Instant::now() < deadline, "the source does not resume");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_noticed(&pair, &id, "the source does not resume")?;
     anyhow::ensure!(pair.stepping(&ram)?, "the guest does not run on at a");
     pair.b.release()?;
     let end = pair.conclude(Some(&id))?;
@@ -156,11 +144,7 @@ fn a_link_cut_while_device_state_is_loaded_ends_with_the_guest_at_the_source() -
 {
     let (pair, id) = held(false, "destination.loaded")?;
     pair.link(Mode::Cut);
-    let deadline = Instant::now() + LONG;
-    while pair.a.report(&id)?.reason.is_none() {
-        anyhow::ensure!(Instant::now() < deadline, "the source does not resume");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_noticed(&pair, &id, "the source does not resume")?;
     pair.b.release()?;
     let end = pair.conclude(Some(&id))?;
     anyhow::ensure!(end.settled.owner.name == pair.a.name);
