@@ -211,6 +211,9 @@ impl Agent {
             memory_free_mib: self.free_mib(),
             cpus: self.system.cpus(),
             boot_id: self.boot_id.clone(),
+            instance: Default::default(),
+            site: Default::default(),
+            boot_alone_ignored: false,
         }
     }
 

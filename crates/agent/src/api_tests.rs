@@ -114,6 +114,7 @@ fn put(name: &str, generation: u64) -> PutVm {
     PutVm {
         spec: spec(name),
         generation: Generation(generation),
+        expect: None,
     }
 }
 
@@ -192,7 +193,7 @@ async fn a_vm_is_made_started_and_deleted() {
     assert_eq!(code(controller.start(&web).await), ErrorCode::UnknownVm);
     controller.put_vm(&put("web", 1)).await.unwrap();
     let shown = controller.vm(&web).await.unwrap();
-    assert!(shown.holds && shown.generation == Generation(1));
+    assert!(shown.holds() && shown.generation == Generation(1));
     assert_eq!(controller.start(&web).await.unwrap().message, "started");
     assert_eq!(controller.console(&web).await.unwrap().text, "login:");
     // The stub says that the VM is off, so its process gives way to the agent's own writing.

@@ -95,6 +95,9 @@ fn info(config: &HostConfig) -> HostInfo {
         memory_free_mib: 4096,
         cpus: 1,
         boot_id: String::new(),
+        instance: Default::default(),
+        site: Default::default(),
+        boot_alone_ignored: false,
     }
 }
 

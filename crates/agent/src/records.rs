@@ -154,7 +154,7 @@ impl Records {
             spec,
             state,
             generation: record.highest,
-            holds: record.may_run().is_some(),
+            claim: godwit_site::claim_of(&record),
             migration: migration_of(&record.phase),
             accelerator: None,
             vm_process_pid: None,

@@ -190,7 +190,10 @@ fn status(config: &VmProcessConfig) -> VmStatus {
             spec: spec(config.vm.as_str()),
             state: VmState::Stopped,
             generation: Generation(1),
-            holds: true,
+            claim: godwit_types::site::Claim::Holds {
+                generation: Generation(1),
+                on: false,
+            },
             migration: None,
             accelerator: None,
             vm_process_pid: i32::try_from(std::process::id()).ok(),

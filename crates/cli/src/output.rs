@@ -200,7 +200,11 @@ impl Output {
             vec![
                 vm.spec.name.to_string(),
                 vm.state.to_string(),
-                if vm.holds { "yes".into() } else { "no".into() },
+                if vm.holds() {
+                    "yes".into()
+                } else {
+                    "no".into()
+                },
                 vm.generation.to_string(),
                 format!("{} MiB", vm.spec.memory_mib),
                 vm.migration

@@ -276,6 +276,9 @@ mod tests {
             memory_free_mib: free,
             cpus: 2,
             boot_id: String::new(),
+            instance: Default::default(),
+            site: Default::default(),
+            boot_alone_ignored: false,
         }
     }
 

@@ -144,7 +144,7 @@ impl State {
         if self.ledger.see(name, vm.generation) {
             changes.push(Change::Generation(name.clone(), vm.generation));
         }
-        if !vm.holds
+        if !vm.holds()
             || vm.generation < self.ledger.highest(name) && self.is_held_above(name, vm.generation)
         {
             return;
@@ -170,7 +170,7 @@ impl State {
 
     fn is_held_above(&self, name: &VmName, generation: Generation) -> bool {
         let mut seen = self.hosts.values().filter_map(|host| host.vm(name));
-        seen.any(|vm| vm.holds && vm.generation > generation)
+        seen.any(|vm| vm.holds() && vm.generation > generation)
     }
 
     /// Where a VM is; none when nobody holds it.
@@ -203,7 +203,7 @@ impl State {
                 place
                     .vm
                     .as_ref()
-                    .is_some_and(|vm| vm.holds && vm.state != VmState::InDoubt)
+                    .is_some_and(|vm| vm.holds() && vm.state != VmState::InDoubt)
             })
             .max_by_key(|(place, generation)| (*generation, place.connected))
             .map(|(place, _)| place)
@@ -269,6 +269,8 @@ impl State {
                 .as_ref()
                 .and_then(|place| Some(place.vm.as_ref()?.generation))
                 .unwrap_or_else(|| self.ledger.highest(name)),
+            heard_s: None,
+            copies: Vec::new(),
             migration: self.active.get(name).map(|moving| moving.id.to_string()),
             accelerator: accelerator.filter(|kind| *kind != Accelerator::Auto),
         })
@@ -346,6 +348,8 @@ impl State {
             vms: self.vms_on(name),
             last_seen_s: u64::try_from(now_unix_s - entry.last_seen_unix_s).unwrap_or(0),
             draining: false,
+            fenced: false,
+            standing: Default::default(),
         })
     }
 }
@@ -388,6 +392,9 @@ fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         memory_free_mib: 0,
         cpus: 0,
         boot_id: String::new(),
+        instance: Default::default(),
+        site: Default::default(),
+        boot_alone_ignored: false,
     }
 }
 

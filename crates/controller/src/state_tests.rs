@@ -19,7 +19,13 @@ fn says(state: VmState, generation: u64, holds: bool) -> Vec<HostVm> {
         spec: spec(),
         state,
         generation: Generation(generation),
-        holds,
+        claim: match holds {
+            true => godwit_types::site::Claim::Holds {
+                generation: Generation(generation),
+                on: true,
+            },
+            false => godwit_types::site::Claim::No,
+        },
         migration: None,
         accelerator: Some(Accelerator::Tcg),
         vm_process_pid: None,

@@ -145,7 +145,7 @@ fn hosts_with(app: &App, name: &VmName) -> Vec<HostName> {
     let with = |host: &crate::state::HostEntry| {
         host.vms
             .iter()
-            .any(|vm| vm.spec.name == *name && (vm.holds || host.is_connected()))
+            .any(|vm| vm.spec.name == *name && (vm.holds() || host.is_connected()))
     };
     state
         .hosts
@@ -296,6 +296,7 @@ async fn keep_held(app: &App, agent: &AgentClient, plan: &Plan) -> Outcome<bool>
         let put = PutVm {
             spec: plan.resolved.clone(),
             generation: known.generation,
+            expect: None,
         };
         match agent.put_vm(&put).await {
             Ok(_) => {}
@@ -335,6 +336,7 @@ async fn start_granted(app: &App, agent: &AgentClient, plan: &Plan) -> Outcome<(
     let put = PutVm {
         spec: plan.resolved.clone(),
         generation,
+        expect: None,
     };
     let result = put_and_start(agent, &put).await;
     if let Err(error) = &result

@@ -81,7 +81,13 @@ pub struct Rule {
     pub path: &'static str,
     /// Who may.
     pub access: Access,
+    /// Whether a peer whose certificate was revoked may call it, too: to be told that it was removed.
+    pub also_removed: bool,
 }
+
+/// Set on a request whose peer's certificate was revoked; only routes that say so ever see one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemovedPeer;
 
 /// Shorthand for tables of rules.
 pub const fn rule(method: &'static str, path: &'static str, access: Access) -> Rule {
@@ -89,7 +95,22 @@ pub const fn rule(method: &'static str, path: &'static str, access: Access) -> R
         method,
         path,
         access,
+        also_removed: false,
     }
+}
+
+/// A route that peers with a revoked certificate may call, too.
+pub const fn rule_also_removed(method: &'static str, path: &'static str, access: Access) -> Rule {
+    Rule {
+        also_removed: true,
+        ..rule(method, path, access)
+    }
+}
+
+/// Whether a peer with a revoked certificate may make this request.
+pub(crate) fn is_open_to_removed(rules: &[Rule], method: &str, path: Option<&str>) -> bool {
+    let mut rules = rules.iter();
+    rules.any(|rule| rule.also_removed && rule.method == method && Some(rule.path) == path)
 }
 
 /// Decides on a request; `path` is the router's matched pattern, if any matched.

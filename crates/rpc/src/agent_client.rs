@@ -2,7 +2,7 @@
 //!
 //! The agent's router uses the paths of [`RULES`], so that both sides agree by construction. Owns nothing.
 
-use crate::access::{Access, Rule, rule};
+use crate::access::{Access, Rule, rule, rule_also_removed};
 use crate::client::{Client, ClientError};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
@@ -17,6 +17,9 @@ use godwit_types::host_api::{
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
+use godwit_types::site::{
+    SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest, WholeSurvey,
+};
 use godwit_types::{MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -77,6 +80,16 @@ pub mod path {
     pub const LINK_SEND: &str = "/v1/link-probe/send";
     /// GET: [`super::HostLoad`].
     pub const LOAD: &str = "/v1/load";
+    /// POST [`super::SurveyRequest`]: [`super::SurveyAnswer`]; a no binds.
+    pub const SURVEY: &str = "/v1/vms/{name}/survey";
+    /// PUT [`super::SiteUpdate`]: [`super::SiteHeard`].
+    pub const SITE: &str = "/v1/site";
+    /// POST [`super::SiteQuestion`], from another host: [`super::SiteAnswer`].
+    pub const SITE_ASK: &str = "/v1/site/ask";
+    /// POST [`super::Empty`]: [`super::WholeSurvey`].
+    pub const SITE_SURVEY: &str = "/v1/site/survey";
+    /// POST [`super::Empty`]: [`super::Done`]. A person lets this host boot what it holds without an answer.
+    pub const BOOT_ALONE: &str = "/v1/site/boot-alone";
 }
 
 /// How long a guest's writes are measured.
@@ -122,6 +135,11 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::LINK_LISTEN, CONTROLLER),
     rule("POST", path::LINK_SEND, CONTROLLER),
     rule("GET", path::LOAD, READ),
+    rule("POST", path::SURVEY, CONTROLLER),
+    rule("PUT", path::SITE, CONTROLLER),
+    rule_also_removed("POST", path::SITE_ASK, Access::HOST),
+    rule("POST", path::SITE_SURVEY, CONTROLLER),
+    rule("POST", path::BOOT_ALONE, Access::LOCAL),
 ];
 
 /// How long the client waits, by kind of call.
@@ -347,6 +365,39 @@ impl AgentClient {
     pub async fn link_send(&self, probe: &LinkProbeSend) -> Reply<LinkMeasured> {
         self.client
             .post(path::LINK_SEND, probe, self.deadlines.act)
+            .await
+    }
+
+    /// Asks whether the host may hold a VM.
+    pub async fn survey(&self, name: &VmName, request: &SurveyRequest) -> Reply<SurveyAnswer> {
+        self.act(path::SURVEY, name, request).await
+    }
+
+    /// Adds to the host's table of the site.
+    pub async fn site(&self, update: &SiteUpdate) -> Reply<SiteHeard> {
+        self.client
+            .put(path::SITE, update, self.deadlines.read)
+            .await
+    }
+
+    /// Asks, as another host, before this one boots what nobody asked it to boot.
+    pub async fn site_ask(&self, question: &SiteQuestion) -> Reply<SiteAnswer> {
+        self.client
+            .post(path::SITE_ASK, question, self.deadlines.read)
+            .await
+    }
+
+    /// Reads all of the host's records, for a controller that works on an old copy of its database.
+    pub async fn site_survey(&self) -> Reply<WholeSurvey> {
+        self.client
+            .post(path::SITE_SURVEY, &Empty {}, self.deadlines.act)
+            .await
+    }
+
+    /// Lets the host boot what it holds without an answer of the site.
+    pub async fn boot_alone(&self) -> Reply<Done> {
+        self.client
+            .post(path::BOOT_ALONE, &Empty {}, self.deadlines.act)
             .await
     }
 

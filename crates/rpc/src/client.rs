@@ -8,6 +8,7 @@ use crate::pki::{Fingerprint, Identity, PkiError, Role};
 use crate::server::Admission;
 use crate::sse::EventStream;
 use crate::tls;
+use godwit_types::site::{STAMP_HEADER, Stamp};
 use godwit_types::{ApiError, ErrorCode};
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -94,11 +95,18 @@ impl From<ClientError> for ApiError {
     }
 }
 
+/// Gives a controller's last word, for the header of each of its commands.
+pub type Stamps = Arc<dyn Fn() -> Stamp + Send + Sync>;
+
+/// How often a command whose stamp was overtaken on its way by a later one of the same controller is said again.
+const OVERTAKEN_MAX: usize = 5;
+
 /// Where and as whom requests go.
 #[derive(Clone)]
 pub struct Client {
     way: Way,
     name: String,
+    stamps: Option<Stamps>,
 }
 
 #[derive(Clone)]
@@ -122,6 +130,7 @@ impl Client {
         Self {
             way: Way::Unix(path.to_owned()),
             name: path.display().to_string(),
+            stamps: None,
         }
     }
 
@@ -143,6 +152,7 @@ impl Client {
         Ok(Self {
             way: Way::Tls(address, config),
             name,
+            stamps: None,
         })
     }
 
@@ -151,7 +161,14 @@ impl Client {
         Ok(Self {
             way: Way::Tls(address, tls::joining_config(fingerprint)?),
             name: format!("the controller at {address}"),
+            stamps: None,
         })
+    }
+
+    /// The same, with a controller's last word in every command.
+    pub fn with_stamps(mut self, stamps: Stamps) -> Self {
+        self.stamps = Some(stamps);
+        self
     }
 
     /// Whom it talks to, for messages.
@@ -200,7 +217,7 @@ impl Client {
 
     /// Opens a stream of server-sent events; `deadline` is for its beginning.
     pub async fn events(&self, path: &str, deadline: Duration) -> Result<EventStream, ClientError> {
-        let request = self.request::<()>(Method::GET, path, None)?;
+        let (_, request) = self.stamped(Method::GET, path, Bytes::new())?;
         self.within(deadline, async {
             let (driver, response) = self.send(request).await?;
             if response.status().is_success() {
@@ -226,10 +243,24 @@ impl Client {
         body: Option<&B>,
         deadline: Duration,
     ) -> Result<T, ClientError> {
-        let request = self.request(method, path, body)?;
+        let bytes: Bytes = match body {
+            Some(body) => serde_json::to_vec(body).map_err(|error| invalid(&error))?,
+            None => Vec::new(),
+        }
+        .into();
         self.within(deadline, async {
-            let (_driver, response) = self.send(request).await?;
-            self.decode(response).await
+            let mut said = None;
+            for _ in 0..OVERTAKEN_MAX {
+                let (stamp, request) = self.stamped(method.clone(), path, bytes.clone())?;
+                let (_driver, response) = self.send(request).await?;
+                match self.decode(response).await {
+                    Err(error) if error.code() == ErrorCode::StaleController && stamp != said => {
+                        said = stamp;
+                    }
+                    decoded => return decoded,
+                }
+            }
+            Err(self.answer("other commands overtook this one again and again"))
         })
         .await
     }
@@ -248,23 +279,25 @@ impl Client {
         }
     }
 
-    fn request<B: Serialize>(
+    /// A request, with the stamp that it carries if it is a controller's command.
+    fn stamped(
         &self,
         method: Method,
         path: &str,
-        body: Option<&B>,
-    ) -> Result<Request<Full<Bytes>>, ClientError> {
-        let bytes = match body {
-            Some(body) => serde_json::to_vec(body).map_err(|error| invalid(&error))?,
-            None => Vec::new(),
-        };
-        Request::builder()
+        body: Bytes,
+    ) -> Result<(Option<Stamp>, Request<Full<Bytes>>), ClientError> {
+        let stamps = self.stamps.as_ref().filter(|_| method != Method::GET);
+        let stamp = stamps.map(|stamps| stamps());
+        let mut request = Request::builder()
             .method(method)
             .uri(path)
             .header("host", "godwit")
-            .header("content-type", "application/json")
-            .body(Full::new(bytes.into()))
-            .map_err(|error| invalid(&error))
+            .header("content-type", "application/json");
+        if let Some(stamp) = stamp {
+            request = request.header(STAMP_HEADER, stamp.to_string());
+        }
+        let request = request.body(Full::new(body));
+        Ok((stamp, request.map_err(|error| invalid(&error))?))
     }
 
     async fn send(

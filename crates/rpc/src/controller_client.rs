@@ -2,16 +2,18 @@
 //!
 //! Owns nothing.
 
-use crate::access::{Access, Rule, rule};
+use crate::access::{Access, Rule, rule, rule_also_removed};
 use crate::client::{Client, ClientError};
 use crate::sse::EventStream;
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse,
-    JoinToken, MigrationBegun, ResolveRequest, StartRequest, StopRequest, VersionView, VmView,
+    JoinToken, KeepRequest, MigrationBegun, ResolveRequest, StartRequest, StopRequest, VersionView,
+    VmView,
 };
 use godwit_types::drain::{DrainRequest, DrainView};
 use godwit_types::load::HostTop;
 use godwit_types::migration::{MigrateRequest, MigrationReport, PreflightReport};
+use godwit_types::site::{SiteAnswer, SiteQuestion, SiteView};
 use godwit_types::{HostName, MigrationId, VmName, VmSpec};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -24,6 +26,8 @@ pub mod path {
     pub const HOST: &str = "/v1/hosts/{name}";
     /// GET: its checks.
     pub const HOST_CHECK: &str = "/v1/hosts/{name}/check";
+    /// POST: a person says that the host is off; holds until it is heard.
+    pub const FENCED: &str = "/v1/hosts/{name}/fenced";
     /// GET: how far the emptying of a host is; POST: begin it; DELETE: end it, the host takes VMs again.
     pub const DRAIN: &str = "/v1/hosts/{name}/drain";
     /// GET: the emptying as server-sent events, until nothing is left to move.
@@ -48,6 +52,12 @@ pub mod path {
     pub const RESUME: &str = "/v1/vms/{name}/resume";
     /// POST.
     pub const RESOLVE: &str = "/v1/vms/{name}/resolve";
+    /// POST: of a VM that several hosts hold, keep the copy of one.
+    pub const KEEP: &str = "/v1/vms/{name}/keep";
+    /// GET: how the site stands, alarms first.
+    pub const SITE: &str = "/v1/site";
+    /// POST, from a host: whether it may boot what nobody asked it to boot.
+    pub const SITE_ASK: &str = "/v1/site/ask";
     /// POST.
     pub const MIGRATE: &str = "/v1/vms/{name}/migrate";
     /// GET.
@@ -77,6 +87,7 @@ pub const RULES: &[Rule] = &[
     rule("GET", path::HOST, PEOPLE),
     rule("DELETE", path::HOST, PEOPLE),
     rule("GET", path::HOST_CHECK, PEOPLE),
+    rule("POST", path::FENCED, PEOPLE),
     rule("GET", path::DRAIN, PEOPLE),
     rule("POST", path::DRAIN, PEOPLE),
     rule("DELETE", path::DRAIN, PEOPLE),
@@ -94,6 +105,9 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::PAUSE, PEOPLE),
     rule("POST", path::RESUME, PEOPLE),
     rule("POST", path::RESOLVE, PEOPLE),
+    rule("POST", path::KEEP, PEOPLE),
+    rule("GET", path::SITE, PEOPLE),
+    rule_also_removed("POST", path::SITE_ASK, Access::HOST),
     rule("POST", path::MIGRATE, PEOPLE),
     rule("GET", path::CONSOLE, PEOPLE),
     rule("GET", path::MIGRATIONS, PEOPLE),
@@ -258,6 +272,28 @@ impl ControllerClient {
     /// Settles an in-doubt VM.
     pub async fn resolve(&self, name: &VmName, request: &ResolveRequest) -> Reply<Done> {
         self.vm_action(name, "resolve", request).await
+    }
+
+    /// Of a VM that several hosts hold, keeps the copy of one host and ends the others.
+    pub async fn keep(&self, name: &VmName, request: &KeepRequest) -> Reply<Done> {
+        self.vm_action(name, "keep", request).await
+    }
+
+    /// Says that a host is off.
+    pub async fn fenced(&self, host: &HostName) -> Reply<Done> {
+        self.client
+            .post(&format!("/v1/hosts/{host}/fenced"), &Empty {}, ACT)
+            .await
+    }
+
+    /// How the site stands.
+    pub async fn site(&self) -> Reply<SiteView> {
+        self.client.get(path::SITE, READ).await
+    }
+
+    /// Asks, as a host, before it boots what nobody asked it to boot.
+    pub async fn site_ask(&self, question: &SiteQuestion) -> Reply<SiteAnswer> {
+        self.client.post(path::SITE_ASK, question, READ).await
     }
 
     /// Migrates, or checks whether it could.

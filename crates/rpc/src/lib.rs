@@ -21,9 +21,9 @@ pub mod sse;
 pub mod tls;
 pub mod token;
 
-pub use access::{Peer, Rule};
+pub use access::{Peer, RemovedPeer, Rule};
 pub use agent_client::AgentClient;
-pub use client::{Client, ClientError};
+pub use client::{Client, ClientError, Stamps};
 pub use controller_client::ControllerClient;
 pub use extract::{ApiResult, Failure, JsonBody, PathParam};
 pub use pki::{Authority, Fingerprint, Identity, Role};

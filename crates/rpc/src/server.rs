@@ -4,7 +4,7 @@
 //! [`Limits`]. Refuses: more than [`CONNECTIONS_MAX`] connections, heads that trickle, peers and certificates that
 //! [`Admission`] does not admit (asked at every request, so that a revocation ends open connections too).
 
-use crate::access::{self, Peer, Rule};
+use crate::access::{self, Peer, RemovedPeer, Rule};
 use crate::extract::Failure;
 use crate::limits::{CONNECTIONS_MAX, HEADER_LEN_MAX, Limits};
 use crate::pki::Holder;
@@ -228,9 +228,13 @@ impl Server {
 
 /// Each request runs in a task of its own, to its end: a client that goes away in the middle leaves nothing half done,
 /// and a fault in a handler is an answer.
-async fn check(State(guard): State<Guard>, request: Request, next: Next) -> Response {
-    if let Err(error) = guard.admit(&request) {
-        return Failure(error).into_response();
+async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> Response {
+    match guard.admit(&request) {
+        Ok(Admitted::Yes) => {}
+        Ok(Admitted::Removed) => {
+            request.extensions_mut().insert(RemovedPeer);
+        }
+        Err(error) => return Failure(error).into_response(),
     }
     match tokio::spawn(next.run(request)).await {
         Ok(response) => response,
@@ -242,20 +246,34 @@ async fn check(State(guard): State<Guard>, request: Request, next: Next) -> Resp
     }
 }
 
+/// How a request is let in.
+enum Admitted {
+    Yes,
+    /// Its peer's certificate was revoked: only to be told so.
+    Removed,
+}
+
 impl Guard {
-    fn admit(&self, request: &Request) -> Result<(), ApiError> {
+    fn admit(&self, request: &Request) -> Result<Admitted, ApiError> {
         let extensions = request.extensions();
         let peer = extensions.get::<Peer>().unwrap_or(&Peer::Anonymous);
         let path = extensions.get::<MatchedPath>().map(MatchedPath::as_str);
-        if let Some(holder) = extensions.get::<Holder>()
-            && !self.admission.admits(holder)
+        let method = request.method().as_str();
+        let revoked = extensions.get::<Holder>();
+        let revoked = revoked.filter(|holder| !self.admission.admits(holder));
+        if let Some(holder) = revoked
+            && !access::is_open_to_removed(&self.rules, method, path)
         {
             return Err(ApiError::new(
                 ErrorCode::NotAllowed,
                 format!("the certificate of {} was revoked: join again", holder.role),
             ));
         }
-        access::decide(&self.rules, peer, request.method().as_str(), path)
+        access::decide(&self.rules, peer, method, path)?;
+        Ok(match revoked {
+            Some(_) => Admitted::Removed,
+            None => Admitted::Yes,
+        })
     }
 }
 

@@ -34,6 +34,13 @@ pub struct HostView {
     /// Whether it is being emptied and takes no new VMs.
     #[serde(default)]
     pub draining: bool,
+    /// Whether a person said that it is off.
+    #[serde(default)]
+    pub fenced: bool,
+    /// What stands against it: an old copy of its disk, or a second machine with its certificate.
+    #[serde(default)]
+    #[schema(value_type = String)]
+    pub standing: crate::site::Standing,
 }
 
 /// A VM in the inventory.
@@ -49,6 +56,13 @@ pub struct VmView {
     /// Generation of the right to run it.
     #[schema(value_type = u64)]
     pub generation: Generation,
+    /// Seconds since the host was last heard whose word this is; more than a few when it does not answer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heard_s: Option<u64>,
+    /// Hosts that hold it, when there is more than one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(value_type = Vec<String>)]
+    pub copies: Vec<HostName>,
     /// The migration under way, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migration: Option<String>,
@@ -139,6 +153,15 @@ pub struct ResolveRequest {
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub confirm_fenced: Option<HostName>,
+}
+
+/// Settles a VM that several hosts hold.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct KeepRequest {
+    /// The host whose copy goes on; every other copy is ended, with its memory.
+    #[schema(value_type = String)]
+    pub host: HostName,
 }
 
 /// Answer to an operation that was begun or done.

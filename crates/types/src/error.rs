@@ -60,6 +60,10 @@ codes! {
     WrongState = ("wrong-state", 409),
     /// The VM is in doubt and must be resolved first.
     InDoubt = ("in-doubt", 409),
+    /// Several hosts hold the VM.
+    RunningTwice = ("running-twice", 409),
+    /// The command comes from a controller whose word is older than one that was heard.
+    StaleController = ("stale-controller", 409),
     /// Another process holds this VM's journal.
     Locked = ("locked", 409),
     /// A preflight check failed; the message names host and remedy.

@@ -3,6 +3,7 @@
 //! Pure data: the agent measures, the controller stores, people read.
 
 use crate::ids::{HostName, PortGroup};
+use crate::site::{Instance, SiteHeard};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -73,4 +74,14 @@ pub struct HostInfo {
     pub cpus: u32,
     /// Changes at each boot of the host.
     pub boot_id: String,
+    /// Which of the host's lives speaks.
+    #[serde(default)]
+    pub instance: Instance,
+    /// What it has heard of the controller's words.
+    #[serde(default)]
+    #[schema(value_type = Object)]
+    pub site: SiteHeard,
+    /// Its configuration has `boot = "alone"`, which is ignored since a second host is known.
+    #[serde(default)]
+    pub boot_alone_ignored: bool,
 }

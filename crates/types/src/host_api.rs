@@ -6,6 +6,7 @@
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::migration::{MigrationReport, MigrationSpec};
+use crate::site::{Claim, SurveyAnswer};
 use crate::vm::{Accelerator, VmSpec, VmState};
 use crate::{ApiError, vm};
 use serde::{Deserialize, Serialize};
@@ -33,8 +34,8 @@ pub struct HostVm {
     pub state: VmState,
     /// Highest generation that this host has durably seen.
     pub generation: Generation,
-    /// Whether this host durably holds that generation.
-    pub holds: bool,
+    /// What this host's durable record says about who may run it.
+    pub claim: Claim,
     /// The migration under way or last ended here, if any.
     pub migration: Option<MigrationId>,
     /// What runs it, while it runs.
@@ -47,14 +48,25 @@ pub struct HostVm {
     pub note: Option<String>,
 }
 
+impl HostVm {
+    /// Whether this host durably holds the right to run the VM.
+    pub fn holds(&self) -> bool {
+        self.claim.held().is_some()
+    }
+}
+
 /// Makes a VM known to a host and gives it the right to run it (the first time) or updates its description (stopped).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PutVm {
     /// The VM with CPU model and machine type resolved.
     pub spec: VmSpec,
-    /// The generation that the controller grants; refused when this host or its record knows a higher one.
+    /// The generation that the controller grants, or, for a new description alone, the one that this host holds.
     pub generation: Generation,
+    /// The level of the survey that the grant follows: a host that has learned of another generation since refuses.
+    /// None for a new description alone.
+    #[serde(default)]
+    pub expect: Option<Generation>,
 }
 
 /// Asks a host to be a destination.
@@ -173,6 +185,11 @@ pub enum VmRequest {
         /// Longest wait, ms.
         wait_ms: u64,
     },
+    /// The controller surveys who may hold the VM; answered by `Surveyed`, durably.
+    Survey {
+        /// The survey's level.
+        level: Generation,
+    },
     /// An operator settles an in-doubt state.
     Resolve {
         /// Whether this host shall run the VM.
@@ -219,6 +236,8 @@ pub enum VmAnswer {
     Report(Box<MigrationReport>),
     /// To `Peer`: ownership `PeerMessage`s to be carried back to the sender.
     Replies(Vec<serde_json::Value>),
+    /// To `Survey`.
+    Surveyed(SurveyAnswer),
     /// To `TakeOutbox`.
     Outbox(Vec<OutboxMessage>),
     /// To `Console`.

@@ -14,6 +14,7 @@ pub mod host_api;
 pub mod ids;
 pub mod load;
 pub mod migration;
+pub mod site;
 pub mod vm;
 
 pub use error::{ApiError, ErrorCode};

@@ -292,6 +292,8 @@ fn fnv1a(bytes: &[u8]) -> u32 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum VmState {
+    /// Several hosts hold it: an alarm, ended by a person.
+    RunningTwice,
     /// Nobody knows which host may run it after a switchover was cut in the middle: stopped until settled.
     InDoubt,
     /// Runs.
@@ -300,6 +302,8 @@ pub enum VmState {
     Paused,
     /// Being made as the destination of a migration.
     Incoming,
+    /// Between two hosts: one has given it, the other has not been heard to hold it yet.
+    HandingOver,
     /// Not powered on.
     Stopped,
     /// The guest panicked and is kept for inspection.
@@ -313,10 +317,12 @@ pub enum VmState {
 impl fmt::Display for VmState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::RunningTwice => "running-twice",
             Self::InDoubt => "in-doubt",
             Self::Running => "running",
             Self::Paused => "paused",
             Self::Incoming => "incoming",
+            Self::HandingOver => "handing-over",
             Self::Stopped => "stopped",
             Self::Panicked => "panicked",
             Self::Crashed => "crashed",

@@ -48,7 +48,7 @@ impl Vm {
             Action::Disarm(timer) => self.timers.disarm(timer),
             Action::EndMigration { migration, outcome } => self.end_migration(&migration, outcome),
             Action::Report(status) => self.show(status),
-            // Surveys of a VM with a process are asked for by nobody yet: the agent drives them without one.
+            // The answer to a survey is the record, which is durable by now.
             Action::Surveyed { .. } => {}
             Action::Refuse { why, .. } => self.outcome.refused = Some(why),
             Action::Ignored { event, why } => tracing::debug!(event = event.name(), why, "ignored"),

@@ -202,7 +202,7 @@ impl Waiting<'_> {
             spec: spec.clone(),
             state: VmState::Unreachable,
             generation: self.seat.record.highest,
-            holds: self.seat.record.may_run().is_some(),
+            claim: godwit_site::claim_of(self.seat.record),
             migration: None,
             accelerator: None,
             vm_process_pid: i32::try_from(std::process::id()).ok(),

@@ -25,8 +25,9 @@ use godwit_types::host_api::{
     HostVm, IncomingReady, PrepareIncoming, SPEC_FILE, VmAnswer, VmRequest, VmStatus,
 };
 use godwit_types::migration::{MigrationReport, MigrationSpec, Side};
+use godwit_types::site::SurveyAnswer;
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
-use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 use godwit_wire::Spec;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -63,6 +64,7 @@ impl Vm {
                 run_here,
                 confirm_fenced,
             } => self.resolve(run_here, confirm_fenced),
+            VmRequest::Survey { level } => self.survey(level),
             VmRequest::Console => self.console(),
             VmRequest::Blockers => self.blockers(),
             VmRequest::MeasureDirtyRate { .. } => {
@@ -199,6 +201,17 @@ impl Vm {
             .map(serde_json::to_value)
             .collect::<Result<_, _>>();
         Ok(Answered(VmAnswer::Replies(replies.map_err(internal)?)))
+    }
+
+    /// What the record says, durably; a no binds from then on.
+    fn survey(&mut self, level: Generation) -> Reply {
+        self.feed(Event::SurveyRequested { level });
+        self.verdict()?;
+        let record = self.core.record();
+        Ok(Answered(VmAnswer::Surveyed(SurveyAnswer {
+            highest: record.highest,
+            claim: godwit_site::claim_of(record),
+        })))
     }
 
     fn resolve(&mut self, run_here: bool, confirm_fenced: Option<HostName>) -> Reply {
@@ -495,7 +508,7 @@ impl Vm {
             spec,
             state,
             generation: record.highest,
-            holds: record.may_run().is_some(),
+            claim: godwit_site::claim_of(record),
             migration: self
                 .migration
                 .as_ref()

@@ -26,6 +26,7 @@ use godwit_types::load::HostLoad;
 use godwit_types::migration::{
     MigrateRequest, MigrationReport, MigrationSpec, Outcome, Phase, PreflightReport, Side,
 };
+use godwit_types::site::Claim;
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{
     ApiError, ErrorCode, Generation, HostName, MigrationId, PortGroup, VmName, VmSpec,
@@ -167,7 +168,7 @@ impl Agent {
             spec: spec(name),
             state,
             generation: Generation(generation),
-            holds,
+            claim: claim(generation, holds),
             migration: None,
             accelerator: Some(Accelerator::Tcg),
             vm_process_pid: None,
@@ -232,6 +233,17 @@ fn set(shared: &Shared, name: &VmName, state: VmState) -> ApiResult<Done> {
 
 type Name = PathParam<VmName>;
 
+/// What the record of a host says that holds a VM, or does not.
+fn claim(generation: u64, holds: bool) -> Claim {
+    match holds {
+        true => Claim::Holds {
+            generation: Generation(generation),
+            on: true,
+        },
+        false => Claim::No,
+    }
+}
+
 async fn put_vm(State(s): State<Shared>, JsonBody(put): JsonBody<PutVm>) -> ApiResult<Done> {
     note(&s, format!("put {} {}", put.spec.name, put.generation));
     if let Some(error) = script(&s).refuse_put_once.take() {
@@ -240,7 +252,7 @@ async fn put_vm(State(s): State<Shared>, JsonBody(put): JsonBody<PutVm>) -> ApiR
     let vm = HostVm {
         state: VmState::Stopped,
         generation: put.generation,
-        holds: true,
+        claim: claim(put.generation.0, true),
         migration: None,
         accelerator: None,
         vm_process_pid: None,
@@ -626,5 +638,8 @@ fn info(name: &str, agent_address: SocketAddr) -> HostInfo {
         memory_free_mib: 2048,
         cpus: 2,
         boot_id: "boot".into(),
+        instance: Default::default(),
+        site: Default::default(),
+        boot_alone_ignored: false,
     }
 }

@@ -1,0 +1,50 @@
+//! Who may hold which VM, on a whole site: what the controller knows and grants, and what a host does before it boots
+//! what nobody asked it to boot.
+//!
+//! Pure: no file, socket, clock or thread. The controller owns a [`Book`], each agent a [`HostSite`]; the simulator links
+//! both. Crate `ownership` decides for one VM at one host; this crate decides what is said to those hosts, and what their
+//! answers mean together. Refuses: a grant without a survey ([`Free`] is made by nothing else), to take silence for a no,
+//! and to let a restored controller or a host's old copy act on what they remember.
+//!
+//! # The rules
+//!
+//! 1. **May-hold set.** Each VM has the set of hosts that may hold it. A host enters it, durably, before it is named in a
+//!    grant or in a migration's permission. It leaves by its own durable no to a survey that began afterwards, or by a
+//!    person's word that it is off, together with the grant that this word made possible.
+//! 2. **A no binds.** A survey has a level above every generation that was ever granted. A host that holds nothing makes
+//!    the level durable before it answers, and from then on refuses every grant and permission at or below it.
+//! 3. **A grant follows a survey** of every member of the set, and expects the level of that survey: one that was
+//!    overtaken by another is void.
+//! 4. **Silence is not a no.** A member that does not answer makes the VM unreachable, never stopped.
+//! 5. **The order of words.** Each word of a controller has a stamp, an epoch and a number. Hosts keep the highest and
+//!    refuse lower ones. A controller that meets a higher one than its own works on an old copy of its database: it grants
+//!    nothing until every host that it knows or that any record names was read whole or fenced, then takes a new epoch.
+//! 6. **Boot.** A host that would boot a VM that no request asked for asks first. One answer that is at least as new as
+//!    what it knows itself of that VM is enough, or the answers of all hosts that it knows.
+//!
+//! # What is not promised
+//!
+//! A host whose disk went back to an old copy, whose only reachable neighbour missed everything since that copy, while the
+//! controller is away, boots what the copy says. A person's false word ("that host is off") can let a VM run twice until
+//! that host is heard; it is shown then.
+#![forbid(unsafe_code)]
+
+mod answer;
+mod book;
+mod boot;
+mod claim;
+mod grant;
+mod hear;
+pub mod plant;
+mod refusal;
+mod show;
+mod takeover;
+
+pub use book::{Book, Entry, Granted, HostRow, Row};
+pub use boot::{Answerer, HostSite, Judged, LONE_HOST_WAITS_S, Stale};
+pub use claim::claim_of;
+pub use grant::{Free, Grant, Permission, Survey, Surveyed};
+pub use hear::{Heard, News, Ticket};
+pub use refusal::Refusal;
+pub use show::{Copy, Twice, Whereabouts};
+pub use takeover::Takeover;

@@ -1,0 +1,64 @@
+//! Deliberate faults, switched on only in builds with the feature `planted-faults`: what the simulator must catch.
+//!
+//! Owns nothing. Refuses: to do anything in a product build, where [`is`] is `false` at compile time.
+
+macro_rules! plants {
+    ($($(#[$doc:meta])* $plant:ident => $name:literal),+ $(,)?) => {
+        /// A fault to plant into a controller's book or a host's knowledge of the site.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+        pub enum Plant { $($(#[$doc])* $plant),+ }
+
+        impl Plant {
+            /// Every fault.
+            pub const ALL: &'static [Plant] = &[$(Plant::$plant),+];
+
+            /// Its name on the command line.
+            pub fn name(self) -> &'static str {
+                match self { $(Plant::$plant => $name),+ }
+            }
+
+            /// The fault of that name.
+            pub fn from_name(name: &str) -> Option<Plant> {
+                Self::ALL.iter().copied().find(|plant| plant.name() == name)
+            }
+        }
+    };
+}
+
+plants! {
+    /// A host that does not answer counts as one that said no.
+    SilenceIsNo => "counts-silence-as-stopped",
+    /// A grant follows whatever was heard last, without asking.
+    GrantWithoutSurvey => "grants-without-survey",
+    /// The destination of a migration is not written into the set of hosts that may hold the VM.
+    ForgetDestination => "forgets-the-destination",
+    /// A host boots what its record says without asking anybody.
+    BootWithoutAsking => "boots-without-asking",
+    /// Of two running copies the lower one is ended instead of paused.
+    EndLowerCopy => "ends-lower-copy",
+    /// A restored controller goes on as if it knew everything.
+    RestoredGoesOn => "restored-controller-goes-on",
+    /// A no that was said before a host was named again takes it out of the set.
+    OldNoCounts => "old-no-counts",
+    /// Answers older than what the asking host knows let it boot.
+    OldAnswerBoots => "old-answer-boots",
+    /// A host accepts words of a controller below the highest that it has heard.
+    OldWordAccepted => "old-word-accepted",
+    /// A host's old copy, or a second life with its certificate, is treated as the host itself.
+    OldCopyBoots => "old-copy-boots",
+    /// A person's word that a host is off holds after that host was heard.
+    FenceOutlivesHearing => "fence-outlives-hearing",
+}
+
+/// Whether a fault is planted: the one that a build with planted faults was given.
+#[cfg(feature = "planted-faults")]
+pub(crate) fn is(planted: Option<Plant>, plant: Plant) -> bool {
+    planted == Some(plant)
+}
+
+/// Never, in a product build.
+#[cfg(not(feature = "planted-faults"))]
+#[inline(always)]
+pub(crate) fn is(_planted: Option<Plant>, _plant: Plant) -> bool {
+    false
+}

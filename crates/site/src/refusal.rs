@@ -1,0 +1,127 @@
+//! Why the site's rules do not allow something: one sentence each, with the host to look at and the command that helps.
+//!
+//! Plain data. Refuses: nothing.
+
+use godwit_types::{HostName, VmName};
+
+fn names<T: ToString>(names: &[T]) -> String {
+    let names: Vec<String> = names.iter().take(5).map(ToString::to_string).collect();
+    names.join(", ")
+}
+
+/// Why something is not granted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Refusal {
+    /// Hosts that may hold the VM did not answer.
+    #[error(
+        "host {} may run VM {vm} and does not answer: bring it back; or, when it is powered off, say so with 'godwit host fenced {}'",
+        names(hosts),
+        hosts.first().map(ToString::to_string).unwrap_or_default()
+    )]
+    Silent {
+        /// The VM.
+        vm: VmName,
+        /// The hosts.
+        hosts: Vec<HostName>,
+    },
+    /// A host that a record names is not in the inventory.
+    #[error(
+        "a record says that VM {vm} went to host {host}, which this controller does not know: enrol it again, or, when it is powered off, say so with 'godwit host fenced {host}'"
+    )]
+    Stranger {
+        /// The VM.
+        vm: VmName,
+        /// The host.
+        host: HostName,
+    },
+    /// A host holds the VM.
+    #[error("host {host} holds VM {vm}: it starts there, or after it was stopped there")]
+    Held {
+        /// The VM.
+        vm: VmName,
+        /// The host.
+        host: HostName,
+    },
+    /// A handover of the VM has not ended.
+    #[error(
+        "a handover of VM {vm} at host {host} has not ended: wait for it, or see 'godwit vm list'"
+    )]
+    HandingOver {
+        /// The VM.
+        vm: VmName,
+        /// The host.
+        host: HostName,
+    },
+    /// Two hosts hold the VM.
+    #[error(
+        "VM {vm} is held by {}: end that first with 'godwit vm resolve {vm} --keep HOST'",
+        names(hosts)
+    )]
+    Twice {
+        /// The VM.
+        vm: VmName,
+        /// The hosts.
+        hosts: Vec<HostName>,
+    },
+    /// Something happened between the answers; asking again helps.
+    #[error("something happened to VM {vm} while its hosts were asked: try again")]
+    Stale {
+        /// The VM.
+        vm: VmName,
+    },
+    /// The counter of the VM is used up.
+    #[error("VM {vm} has no generation left")]
+    Exhausted {
+        /// The VM.
+        vm: VmName,
+    },
+    /// The controller's database is an old copy.
+    #[error(
+        "this controller works on an old copy of its database and grants nothing until it has read every host; it waits for {}: bring them back, or, when one is powered off, say so with 'godwit host fenced HOST'",
+        if waits_for.is_empty() { "their answers".to_owned() } else { names(waits_for) }
+    )]
+    Restored {
+        /// The hosts.
+        waits_for: Vec<HostName>,
+    },
+    /// A host that answers is not off.
+    #[error("host {host} answers, so it is not off: nothing is changed")]
+    Answers {
+        /// The host.
+        host: HostName,
+    },
+    /// A host that may hold VMs is not removed by itself.
+    #[error(
+        "host {host} does not answer and may run {}: power it off, then run 'godwit host remove {host} --confirm-unreachable'",
+        names(vms)
+    )]
+    MayRun {
+        /// The host.
+        host: HostName,
+        /// The VMs.
+        vms: Vec<VmName>,
+    },
+    /// A host that holds VMs is not removed.
+    #[error("host {host} holds {} VMs ({}): migrate or delete them first", vms.len(), names(vms))]
+    HoldsVms {
+        /// The host.
+        host: HostName,
+        /// The VMs.
+        vms: Vec<VmName>,
+    },
+    /// Nobody knows such a host.
+    #[error("there is no host {host}: see 'godwit host list'")]
+    UnknownHost {
+        /// The host.
+        host: HostName,
+    },
+    /// The host's own state is not to be believed.
+    #[error(
+        "host {host} is an old copy, or a second machine with the same certificate: it gets no VM; see 'godwit host list'"
+    )]
+    NotItself {
+        /// The host.
+        host: HostName,
+    },
+}

@@ -1,0 +1,159 @@
+//! What a list may say of a VM: from what was last heard, never more than that.
+//!
+//! Part of [`Book`]. Refuses: to call a VM stopped while a host that may hold it is silent, is still receiving it, or has
+//! not been asked since it was named.
+
+use crate::book::Book;
+use crate::plant::Plant;
+use godwit_types::site::{Claim, Standing};
+use godwit_types::{Generation, HostName, VmName};
+
+/// One of several copies of a VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Copy {
+    /// The host.
+    pub host: HostName,
+    /// The generation that its record holds.
+    pub generation: Generation,
+    /// Whether this host was ever granted that generation.
+    pub granted: bool,
+}
+
+/// A VM that several hosts hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Twice {
+    /// The copies, the one to keep first: granted before never granted, higher before lower.
+    pub copies: Vec<Copy>,
+}
+
+impl Twice {
+    /// The copies that are to be paused, with their memory kept.
+    pub fn to_pause(&self) -> impl Iterator<Item = &HostName> {
+        self.copies.iter().skip(1).map(|copy| &copy.host)
+    }
+}
+
+/// Where a VM is, as far as was heard.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Whereabouts {
+    /// This host holds it.
+    Held {
+        /// The host.
+        host: HostName,
+        /// Whether it answers.
+        answers: bool,
+    },
+    /// Several hosts hold it.
+    Twice(Twice),
+    /// It is between two hosts, or just was: nobody has said yet that it holds it.
+    HandingOver {
+        /// A host that takes part.
+        host: HostName,
+    },
+    /// Hosts that may hold it do not answer.
+    Silent {
+        /// The hosts.
+        hosts: Vec<HostName>,
+    },
+    /// Every host that may hold it said no.
+    Nowhere,
+}
+
+impl Book {
+    /// Where a VM is.
+    pub fn whereabouts(&self, vm: &VmName) -> Whereabouts {
+        if let Some(twice) = self.twice(vm) {
+            return Whereabouts::Twice(twice);
+        }
+        if let Some((host, _)) = self.highest_holder(vm) {
+            let answers = self.answers(host);
+            if answers || !self.is_fenced(host) {
+                return Whereabouts::Held {
+                    host: host.clone(),
+                    answers,
+                };
+            }
+        }
+        let silent: Vec<HostName> = self.silent_members(vm);
+        if !silent.is_empty() && !self.planted(Plant::SilenceIsNo) {
+            return Whereabouts::Silent { hosts: silent };
+        }
+        match self.between(vm) {
+            Some(host) => Whereabouts::HandingOver { host },
+            None => Whereabouts::Nowhere,
+        }
+    }
+
+    fn highest_holder<'a>(&'a self, vm: &'a VmName) -> Option<(&'a HostName, Generation)> {
+        let words = self.words_of(vm);
+        let holders = words.filter_map(|(host, said)| Some((host, said.claim.held()?)));
+        holders.max_by_key(|(host, generation)| (*generation, self.answers(host)))
+    }
+
+    /// Hosts that may hold a VM, do not answer, and were not fenced.
+    pub fn silent_members(&self, vm: &VmName) -> Vec<HostName> {
+        let members = self.may_hold(vm).into_iter();
+        members
+            .filter(|host| !self.answers(host) && !self.is_fenced(host))
+            .filter(|host| !self.removed.contains(host))
+            .collect()
+    }
+
+    /// A member that waits for another, is receiving, or was not asked since it was named.
+    fn between(&self, vm: &VmName) -> Option<HostName> {
+        let entry = self.vms.get(vm)?;
+        let unsettled = |host: &HostName, named: Generation| match self.said(host, vm) {
+            None => self.answers(host) && entry.holder.as_ref() == Some(host),
+            Some(said) => match &said.claim {
+                Claim::Gave { .. } | Claim::Promised { .. } | Claim::Receiving { .. } => true,
+                Claim::Holds { .. } => false,
+                Claim::No | Claim::Moved { .. } => said.highest < named,
+            },
+        };
+        let mut members = entry.may_hold.iter();
+        members
+            .find(|(host, named)| !self.is_fenced(host) && unsettled(host, **named))
+            .map(|(host, _)| host.clone())
+    }
+
+    /// Several hosts hold a VM: each was asked after the others' claim was known, so that no handover looks like it.
+    pub fn twice(&self, vm: &VmName) -> Option<Twice> {
+        let holders: Vec<_> = self
+            .words_of(vm)
+            .filter_map(|(host, said)| Some((host, said, said.claim.held()?)))
+            .collect();
+        let (_, newest, _) = holders
+            .iter()
+            .max_by_key(|(_, _, generation)| *generation)?;
+        let since = newest.held_since?;
+        let mut copies: Vec<Copy> = holders
+            .iter()
+            .filter(|(_, said, generation)| {
+                Some(*generation) == newest.claim.held() || said.asked > since
+            })
+            .map(|(host, _, generation)| self.copy(vm, host, *generation))
+            .collect();
+        if copies.len() < 2 {
+            return None;
+        }
+        copies.sort_by_key(|copy| std::cmp::Reverse((copy.granted, copy.generation)));
+        Some(Twice { copies })
+    }
+
+    fn copy(&self, vm: &VmName, host: &HostName, generation: Generation) -> Copy {
+        let entry = self.vms.get(vm);
+        let is_itself = self.standing(host) == Standing::Known;
+        Copy {
+            host: host.clone(),
+            generation,
+            granted: is_itself && entry.is_some_and(|entry| entry.was_granted(host, generation)),
+        }
+    }
+
+    /// VMs that several hosts hold.
+    pub fn all_twice(&self) -> Vec<(VmName, Twice)> {
+        let vms = self.vms.keys();
+        vms.filter_map(|vm| Some((vm.clone(), self.twice(vm)?)))
+            .collect()
+    }
+}
