@@ -174,8 +174,16 @@ impl Book {
         self.sequence
     }
 
-    /// A host of the database, or one that has just been enrolled, or was enrolled again in a restored database.
+    /// A host that has just been enrolled, or was enrolled again in a restored database.
     pub fn add_host(&mut self, site: SiteHost, row: HostRow) -> Vec<Row> {
+        let name = site.name.clone();
+        self.load_host(site, row.clone());
+        self.word();
+        vec![Row::Stamp(self.stamp), Row::Host(name, row)]
+    }
+
+    /// A host as the database has it.
+    pub fn load_host(&mut self, site: SiteHost, row: HostRow) {
         let name = site.name.clone();
         self.strangers.remove(&name);
         self.removed.remove(&name);
@@ -191,8 +199,6 @@ impl Book {
             false_fence: false,
         };
         self.hosts.insert(name, book);
-        self.word();
-        vec![Row::Stamp(self.stamp)]
     }
 
     /// A host that was removed before, as the database knows it.

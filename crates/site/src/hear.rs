@@ -4,12 +4,15 @@
 //! overtake each other never look like two holders. Refuses: to drop a host from a may-hold set for a poll's sake; only a
 //! survey's no binds.
 
-use crate::book::{Book, Row};
+use crate::book::{Book, Entry, Row};
 use crate::plant::Plant;
 use crate::takeover::Charge;
 use godwit_types::site::{Claim, Instance, RecordSaid, SiteHeard, Stamp, Standing};
 use godwit_types::{Generation, HostName, VmName};
 use std::collections::{BTreeMap, BTreeSet};
+
+/// How far above every generation known here one that a host tells may be; what is beyond is not believed.
+const PLAUSIBLE_STEP: u64 = 1 << 32;
 
 /// When a question was asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -239,10 +242,17 @@ impl Book {
         if !known && !says_something {
             return;
         }
+        // What nobody here granted is believed only where this book knows nothing, or too little.
+        let all_is_news = !known || !self.is_in_charge();
         let is_itself = self.standing(host) == Standing::Known;
         let entry = self.vms.entry(record.vm.clone()).or_default();
         let is_news = record.highest > entry.highest;
-        entry.highest = entry.highest.max(record.highest);
+        if record.highest.0 <= entry.highest.0.saturating_add(PLAUSIBLE_STEP) {
+            entry.highest = entry.highest.max(record.highest);
+        }
+        let believed = |entry: &Entry, host: &HostName, generation: Generation| {
+            is_itself && (all_is_news || entry.was_granted(host, generation))
+        };
         if record.claim.may_hold() {
             let named = entry.may_hold.entry(host.clone()).or_default();
             *named = (*named).max(record.claim.held().unwrap_or(record.highest));
@@ -252,14 +262,15 @@ impl Book {
                 let named = entry.may_hold.entry(to.clone()).or_default();
                 *named = (*named).max(generation);
             }
-            if matches!(record.claim, Claim::Moved { .. }) && generation > entry.held {
+            let arrived = matches!(record.claim, Claim::Moved { .. });
+            if arrived && generation > entry.held && believed(entry, to, generation) {
                 entry.held = generation;
                 entry.holder = Some(to.clone());
             }
         }
         if let Some(generation) = record.claim.held()
             && (generation > entry.held || generation == entry.held && entry.holder.is_none())
-            && is_itself
+            && believed(entry, host, generation)
         {
             let moved = entry.holder.as_ref() != Some(host);
             entry.held = generation;
