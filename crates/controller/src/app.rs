@@ -11,8 +11,10 @@ use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, Authority, Client, Identity, Revocations, Role};
+use godwit_site::{Book, Row};
 use godwit_types::control_api::{HostState, InventoryEvent, VmView};
 use godwit_types::migration::MigrationReport;
+use godwit_types::site::{SiteHost, Stamp};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet};
@@ -56,6 +58,10 @@ pub struct App {
     moving: Mutex<BTreeSet<VmName>>,
     live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
     removed: Mutex<BTreeSet<HostName>>,
+    /// The last word that is in the database: the newest one that a host may hear.
+    said: Arc<Mutex<Stamp>>,
+    /// Migrations that are beginning, and whether somebody has cancelled them since.
+    beginning: Mutex<BTreeMap<MigrationId, bool>>,
     events: broadcast::Sender<InventoryEvent>,
     stop: watch::Receiver<bool>,
 }
@@ -86,19 +92,22 @@ impl App {
         advertise: Vec<SocketAddr>,
         stop: watch::Receiver<bool>,
     ) -> Result<Self, ControllerError> {
+        let said = store.stamp().await?;
         let mut state = State {
             hosts: store.hosts().await?.into_iter().collect(),
+            book: Book::new(said),
             ..State::default()
         };
+        load_book(&store, &mut state).await?;
         for vm in store.vms().await? {
             state.vms.insert(vm.spec.name.clone(), vm);
-        }
-        for (vm, generation) in store.generations().await? {
-            state.ledger.see(&vm, generation);
         }
         let revocations = Arc::new(Revocations::default());
         revocations.extend(store.revoked().await?);
         let removed = store.removed_hosts().await?;
+        for host in &removed {
+            state.book.add_removed(host.clone());
+        }
         Ok(Self {
             config,
             store,
@@ -115,6 +124,8 @@ impl App {
             clients: Mutex::default(),
             moving: Mutex::default(),
             live: Mutex::default(),
+            said: Arc::new(Mutex::new(said)),
+            beginning: Mutex::default(),
             events: broadcast::channel(EVENTS_KEPT).0,
             stop,
         })
@@ -123,6 +134,49 @@ impl App {
     /// The inventory, for a short step.
     pub fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
+    }
+
+    /// Writes rows of the site's rules, before anything is said that follows from them.
+    pub async fn write(&self, rows: &[Row]) -> Result<(), ControllerError> {
+        self.store.write(rows).await?;
+        self.written(rows);
+        Ok(())
+    }
+
+    /// Notes that rows are in the database: their words may be said.
+    pub fn written(&self, rows: &[Row]) {
+        let mut said = lock(&self.said);
+        for row in rows {
+            if let Row::Stamp(stamp) = row {
+                *said = (*said).max(*stamp);
+            }
+        }
+    }
+
+    /// Notes that a migration begins: it can be cancelled from now on, whether or not a host knows of it yet.
+    pub fn begins(&self, id: &MigrationId) {
+        lock(&self.beginning).insert(id.clone(), false);
+    }
+
+    /// Notes that both hosts know of a migration, or that it did not begin; true when it was cancelled meanwhile.
+    pub fn has_begun(&self, id: &MigrationId) -> bool {
+        lock(&self.beginning).remove(id).unwrap_or(false)
+    }
+
+    /// Whether a migration that is just beginning was cancelled.
+    pub fn is_cancelled(&self, id: &MigrationId) -> bool {
+        lock(&self.beginning).get(id).copied().unwrap_or(false)
+    }
+
+    /// Cancels a migration that is just beginning; false when it is not.
+    pub fn cancel_beginning(&self, id: &MigrationId) -> bool {
+        match lock(&self.beginning).get_mut(id) {
+            Some(cancelled) => {
+                *cancelled = true;
+                true
+            }
+            None => false,
+        }
     }
 
     /// Waits for this VM's turn.
@@ -236,6 +290,8 @@ impl App {
             Some(self.revocations.clone()),
         )
         .map_err(ControllerError::from)?;
+        let said = self.said.clone();
+        let client = client.with_stamps(Arc::new(move || *lock(&said)));
         let agent = AgentClient::new(client).with_deadlines(self.config.deadlines);
         lock(&self.clients).insert(host.clone(), (address, agent.clone()));
         Ok((address, agent))
@@ -276,16 +332,19 @@ impl App {
     fn is_being_taken_over(&self, vm: &VmName) -> bool {
         let state = self.state();
         let silent = |view: VmView| view.state == VmState::Unreachable;
-        state.vm_view(vm).is_some_and(silent)
+        state.vm_view(vm, now_unix_s()).is_some_and(silent)
             && state.place(vm).is_some_and(|place| place.connected)
     }
 
     /// Where a VM is; an error when it is nowhere, in doubt, or on a host that does not answer.
     pub fn place_of(&self, vm: &VmName) -> Outcome<Place> {
         let state = self.state();
-        let view = state.vm_view(vm).ok_or_else(|| unknown_vm(vm))?;
+        let view = state
+            .vm_view(vm, now_unix_s())
+            .ok_or_else(|| unknown_vm(vm))?;
         match (view.state, state.place(vm)) {
             (VmState::InDoubt, _) => Err(in_doubt(vm, view.note)),
+            (VmState::RunningTwice, _) => Err(held_twice(vm, view.note)),
             (VmState::Unreachable, Some(place)) if place.connected => {
                 Err(being_taken_over(vm, &place.host))
             }
@@ -331,6 +390,42 @@ pub fn being_taken_over(vm: &VmName, host: &HostName) -> ApiError {
 pub fn in_doubt(vm: &VmName, note: Option<String>) -> ApiError {
     let note = note.unwrap_or_default();
     ApiError::new(ErrorCode::InDoubt, format!("VM {vm} is in doubt: {note}"))
+}
+
+/// Several hosts hold a VM; `note` has the way out.
+pub fn held_twice(vm: &VmName, note: Option<String>) -> ApiError {
+    let note = note.unwrap_or_default();
+    ApiError::new(
+        ErrorCode::RunningTwice,
+        format!("VM {vm} is held twice: {note}"),
+    )
+}
+
+/// What the database knows of hosts and of who may hold which VM.
+async fn load_book(store: &Store, state: &mut State) -> Result<(), ControllerError> {
+    let rows: BTreeMap<HostName, _> = store.host_rows().await?.into_iter().collect();
+    for (name, entry) in &state.hosts {
+        let row = rows.get(name).cloned().unwrap_or_default();
+        let site = site_host(name, entry, row.instance.counter);
+        state.book.load_host(site, row);
+    }
+    for (vm, entry) in store.entries().await? {
+        state.book.add_entry(vm, entry);
+    }
+    for host in store.fenced_strangers().await? {
+        state.book.add_fenced_stranger(host);
+    }
+    Ok(())
+}
+
+/// A host as the site's table has it.
+pub fn site_host(name: &HostName, entry: &HostEntry, counter: u64) -> SiteHost {
+    SiteHost {
+        name: name.clone(),
+        address: entry.address,
+        serial: entry.serial.clone(),
+        counter,
+    }
 }
 
 /// Seconds since 1970 as reports have them.

@@ -3,19 +3,24 @@
 //! Owns nothing. Refuses: a token twice, a name twice, an agent address that others cannot reach, and removing a host
 //! that holds VMs unless it does not answer and the operator says that it is off for good.
 
-use crate::app::{App, unreachable_host};
+use crate::app::{App, site_host, unreachable_host};
 use crate::drain;
 use crate::error::{ControllerError, Outcome, refuse};
 use crate::reconcile;
-use crate::state::{HostEntry, State};
+use crate::resolve;
+use crate::state::HostEntry;
 use crate::store::Joined;
+use crate::survey::{clear, refused};
 use crate::vms::done;
 use godwit_rpc::pki::{PkiError, now_unix_s};
 use godwit_rpc::token::hash_of;
 use godwit_rpc::{ClientError, Role, Token};
+use godwit_site::HostRow;
 use godwit_types::control_api::{Done, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken};
 use godwit_types::load::HostTop;
-use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use godwit_types::site::Claim;
+use godwit_types::{ApiError, ErrorCode, HostName};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// A host as people see it.
@@ -74,6 +79,7 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
             ),
         );
     }
+    must_not_be_waited_for(app, &request.name)?;
     let role = Role::Host(request.name.clone());
     let issued = app
         .authority
@@ -86,22 +92,19 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
     entry.last_seen_unix_s = now;
     match app.store.join(&hash, &request.name, &entry, now).await? {
         Joined::BadToken => return Err(bad_token()),
-        Joined::NameTaken => {
-            return refuse(
-                ErrorCode::AlreadyExists,
-                format!(
-                    "a host {0} is enrolled: choose another name, or remove it first with 'godwit host remove {0}'",
-                    request.name
-                ),
-            );
-        }
+        Joined::NameTaken => return refuse(ErrorCode::AlreadyExists, name_taken(app, request)),
         Joined::Yes => {}
     }
     app.revocations.extend(app.store.revoked().await?);
-    // A host that is new here was never given anything, so nobody needs to wait for it.
-    entry.heard = !app.store.was_removed(&request.name).await?;
     app.note_removed(&request.name, false);
-    app.state().hosts.insert(request.name.clone(), entry);
+    let rows = {
+        let mut state = app.state();
+        let row = HostRow::default();
+        let site = site_host(&request.name, &entry, row.instance.counter);
+        state.hosts.insert(request.name.clone(), entry);
+        state.book.add_host(site, row)
+    };
+    app.write(&rows).await?;
     app.tell_host(&request.name);
     tracing::info!(host = %request.name, address = %request.agent_address, "host is enrolled");
     reconcile::spawn(app.clone(), request.name.clone());
@@ -109,6 +112,42 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
         certificate_pem: issued.certificate_pem,
         ca_pem: app.authority.certificate_pem().to_owned(),
     })
+}
+
+fn name_taken(app: &App, request: &JoinRequest) -> String {
+    let name = &request.name;
+    let known = app.state().hosts.get(name).cloned();
+    match known {
+        Some(entry) if entry.info.is_none() => format!(
+            "a host {name} at {} joined before and has not been heard yet: see that its agent runs, or remove it first with 'godwit host remove {name}'",
+            entry.address
+        ),
+        _ => format!(
+            "a host {name} is enrolled: choose another name, or remove it first with 'godwit host remove {name}'"
+        ),
+    }
+}
+
+/// A new host under an old name knows nothing of what the old one had: it must not answer for it.
+fn must_not_be_waited_for(app: &App, name: &HostName) -> Outcome<()> {
+    let state = app.state();
+    for vm in state.vms.keys() {
+        let claims = state.book.claims(vm);
+        let waits = claims.values().any(|claim| match claim {
+            Claim::Gave { to, .. } => to == name,
+            Claim::Promised { from, .. } => from == name,
+            _ => false,
+        });
+        if waits {
+            return refuse(
+                ErrorCode::WrongState,
+                format!(
+                    "VM {vm} is in doubt because of a former host {name}: resolve it first, see 'godwit vm list', or choose another name"
+                ),
+            );
+        }
+    }
+    Ok(())
 }
 
 fn bad_token() -> ApiError {
@@ -155,21 +194,21 @@ pub async fn top(app: &Arc<App>) -> Vec<HostTop> {
 
 /// Removes a host and revokes its certificate.
 pub async fn remove(app: &App, host: &HostName, confirm_unreachable: bool) -> Outcome<Done> {
+    reconcile::refresh(app, host).await;
     let entry = app.host(host)?;
-    let vms = app.state().vms_on(host);
     must_not_be_moving(app, host, &entry)?;
-    if !vms.is_empty() {
-        may_lose(host, &entry, &vms, confirm_unreachable)?;
+    if entry.is_connected() {
+        let_go(app, host).await?;
     }
-    if !entry.is_connected() {
-        skip_generations(app, host, &entry).await?;
-    }
+    let removed = app.state().book.remove(host, confirm_unreachable);
+    let rows = removed.map_err(refused)?;
     app.store
-        .remove_host(host, &entry.serial, now_unix_s())
+        .remove_host(host, &entry.serial, &rows, now_unix_s())
         .await?;
+    app.written(&rows);
     app.revocations.revoke(entry.serial);
     app.note_removed(host, true);
-    forget(&mut app.state(), host);
+    app.state().hosts.remove(host);
     // Last: no drain of a host that is not in the inventory begins.
     drain::forget(app, host).await?;
     app.tell_host(host);
@@ -179,12 +218,19 @@ pub async fn remove(app: &App, host: &HostName, confirm_unreachable: bool) -> Ou
     )))
 }
 
-fn forget(state: &mut State, host: &HostName) {
-    state.hosts.remove(host);
-    let vms = state.vms.values_mut();
-    for vm in vms.filter(|vm| vm.host.as_ref() == Some(host)) {
-        vm.host = None;
+/// Asks a host about every VM that it may hold: what it says no to does not stand in anybody's way.
+pub async fn let_go(app: &App, host: &HostName) -> Outcome<()> {
+    let vms = app.state().book.may_be_on(host);
+    for vm in vms {
+        let _turn = app.vm_lock(&vm).await;
+        clear(app, &vm, BTreeSet::from([host.clone()])).await?;
     }
+    Ok(())
+}
+
+/// A person says that a host is off.
+pub async fn fenced(app: &App, host: &HostName) -> Outcome<Done> {
+    resolve::fenced(app, host).await
 }
 
 /// A host that answers is not taken out of a migration; one that is gone for good ends it.
@@ -202,51 +248,4 @@ fn must_not_be_moving(app: &App, host: &HostName, entry: &HostEntry) -> Outcome<
             ),
         ),
     }
-}
-
-/// What the host may have done unheard stays below whatever is granted from now on.
-async fn skip_generations(app: &App, host: &HostName, entry: &HostEntry) -> Outcome<()> {
-    let skipped: Vec<_> = {
-        let mut state = app.state();
-        let may_hold = |vm: &VmName| match state.place(vm) {
-            Some(place) => place.host == *host,
-            None => !entry.heard,
-        };
-        let vms: Vec<VmName> = state
-            .vms
-            .keys()
-            .filter(|vm| may_hold(vm))
-            .cloned()
-            .collect();
-        vms.into_iter()
-            .map(|vm| (state.ledger.skip(&vm), vm))
-            .collect()
-    };
-    for (generation, vm) in skipped {
-        app.store.see_generation(&vm, generation).await?;
-    }
-    Ok(())
-}
-
-fn may_lose(host: &HostName, entry: &HostEntry, vms: &[VmName], confirmed: bool) -> Outcome<()> {
-    let names: Vec<String> = vms.iter().take(5).map(ToString::to_string).collect();
-    let names = names.join(", ");
-    if entry.is_connected() {
-        return refuse(
-            ErrorCode::WrongState,
-            format!(
-                "host {host} holds {} VMs ({names}): migrate or delete them first",
-                vms.len()
-            ),
-        );
-    }
-    if !confirmed {
-        return refuse(
-            ErrorCode::HostUnreachable,
-            format!(
-                "host {host} does not answer and may run {names}: power it off, then run 'godwit host remove {host} --confirm-unreachable'"
-            ),
-        );
-    }
-    Ok(())
 }

@@ -10,6 +10,7 @@ use crate::place::joined;
 use crate::preflight::{self, Preflight};
 use crate::secret;
 use crate::store::Added;
+use crate::survey::refused;
 use crate::watch;
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::{AgentClient, ClientError};
@@ -20,8 +21,9 @@ use godwit_types::migration::{
     Outcome as End, Phase, PreflightReport, Side,
 };
 use godwit_types::vm::Accelerator;
-use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
+use godwit_types::{ApiError, ErrorCode, Generation, MigrationId, VmName};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Begins a migration or only checks whether it could begin.
 pub async fn begin(
@@ -117,9 +119,21 @@ async fn start(
 ) -> Outcome<MigrateAnswer> {
     let mut spec = spec_of(found, request)?;
     let id = spec.id.clone();
-    record(app, &spec, found.vm.spec.memory_mib).await?;
-    if let Err(error) = hand_out(found, &mut spec).await {
+    app.begins(&id);
+    let recorded = record(app, &mut spec, found.vm.spec.memory_mib).await;
+    let handed_out = match recorded {
+        Ok(()) => hand_out(app, found, &mut spec).await,
+        Err(error) => {
+            app.has_begun(&id);
+            return Err(error);
+        }
+    };
+    let cancelled = app.has_begun(&id);
+    if let Err(error) = handed_out {
         return Err(undo(app, found, &id, error).await);
+    }
+    if cancelled {
+        return Err(undo(app, found, &id, cancelled_at_once(&id)).await);
     }
     let broken = found.report.cannot_keep.iter();
     let warnings = broken.map(|broken| broken.message.clone()).collect();
@@ -130,6 +144,11 @@ async fn start(
         warnings,
     }))
 }
+
+/// How long a source may wait for its former host's word before it refuses to move the VM on.
+const UNCONFIRMED_WAIT: Duration = Duration::from_secs(5);
+/// Pause between two tries meanwhile.
+const UNCONFIRMED_PAUSE: Duration = Duration::from_millis(100);
 
 /// Longest pause that may be asked for: an hour.
 const DOWNTIME_MAX_MS: u64 = 3_600_000;
@@ -185,12 +204,6 @@ fn already(name: &VmName, id: Option<&MigrationId>) -> ApiError {
 
 fn spec_of(found: &Preflight, request: &MigrateRequest) -> Outcome<MigrationSpec> {
     let name = &found.vm.spec.name;
-    let generation = found.vm.generation.next().ok_or_else(|| {
-        ApiError::new(
-            ErrorCode::Internal,
-            format!("VM {name} has no generation left"),
-        )
-    })?;
     let address = |end: &preflight::End| AgentAddress {
         host: end.host.clone(),
         address: end.address,
@@ -198,7 +211,8 @@ fn spec_of(found: &Preflight, request: &MigrateRequest) -> Outcome<MigrationSpec
     Ok(MigrationSpec {
         id: secret::migration_id()?,
         vm: name.clone(),
-        generation,
+        // Named when the permission is recorded.
+        generation: Generation(0),
         source: address(&found.source),
         destination: address(&found.destination),
         secret: secret::migration_secret()?,
@@ -215,13 +229,17 @@ fn spec_of(found: &Preflight, request: &MigrateRequest) -> Outcome<MigrationSpec
 }
 
 /// "Migration M may take generation g of this VM from A to B", durably, before either host hears of it.
-async fn record(app: &App, spec: &MigrationSpec, ram_mib: u64) -> Outcome<()> {
+async fn record(app: &App, spec: &mut MigrationSpec, ram_mib: u64) -> Outcome<()> {
+    let (from, to) = (&spec.source.host, &spec.destination.host);
+    let permitted = app.state().book.permit_migration(&spec.vm, from, to);
+    let (permission, rows) = permitted.map_err(refused)?;
+    spec.generation = permission.generation;
     let report = MigrationReport::begun(spec, Side::Source, ram_mib, now());
-    if app.store.grant_migration(spec, &report).await? == Added::Exists {
+    if app.store.grant_migration(spec, &report, &rows).await? == Added::Exists {
         return Err(already(&spec.vm, None));
     }
+    app.written(&rows);
     let mut state = app.state();
-    state.ledger.see(&spec.vm, spec.generation);
     state.active.insert(spec.vm.clone(), watch::moving(&report));
     drop(state);
     app.publish(report);
@@ -232,7 +250,14 @@ async fn record(app: &App, spec: &MigrationSpec, ram_mib: u64) -> Outcome<()> {
     Ok(())
 }
 
-async fn hand_out(found: &Preflight, spec: &mut MigrationSpec) -> Result<(), ApiError> {
+fn cancelled_at_once(id: &MigrationId) -> ApiError {
+    ApiError::new(
+        ErrorCode::WrongState,
+        format!("migration {id} was cancelled before it had begun at its source"),
+    )
+}
+
+async fn hand_out(app: &App, found: &Preflight, spec: &mut MigrationSpec) -> Result<(), ApiError> {
     let request = PrepareIncoming {
         spec: found.vm.spec.clone(),
         accelerator: found.vm.accelerator.unwrap_or(Accelerator::Auto),
@@ -253,12 +278,28 @@ async fn hand_out(found: &Preflight, spec: &mut MigrationSpec) -> Result<(), Api
         );
         return Err(ApiError::new(ErrorCode::Incompatible, message).on_host(&destination.host));
     }
-    source
-        .agent
-        .migrate(spec)
+    if app.is_cancelled(&spec.id) {
+        return Err(cancelled_at_once(&spec.id));
+    }
+    begin_at_source(source, spec)
         .await
-        .map_err(|error| ApiError::from(error).on_host(&source.host))?;
-    Ok(())
+        .map_err(|error| ApiError::from(error).on_host(&source.host))
+}
+
+/// A source that was a destination a moment ago may still wait for its former host to say that it knows: that passes.
+async fn begin_at_source(source: &preflight::End, spec: &MigrationSpec) -> Result<(), ClientError> {
+    let deadline = tokio::time::Instant::now() + UNCONFIRMED_WAIT;
+    loop {
+        match source.agent.migrate(spec).await {
+            Err(error)
+                if error.code() == ErrorCode::Unconfirmed
+                    && tokio::time::Instant::now() < deadline =>
+            {
+                tokio::time::sleep(UNCONFIRMED_PAUSE).await;
+            }
+            done => return done.map(drop),
+        }
+    }
 }
 
 /// Whatever a host may have begun is cancelled; the watcher waits until both have said how it ended.
@@ -303,10 +344,27 @@ pub async fn cancel(app: &App, id: &MigrationId, request: &CancelRequest) -> Out
             format!("migration {id} is over: see 'godwit migration show {id}'"),
         );
     }
+    if app.cancel_beginning(id) {
+        return Ok(Done {
+            message: format!(
+                "migration {id} is cancelled: VM {} stays on host {}",
+                report.vm, report.from
+            ),
+        });
+    }
     let agent = app
         .connected_agent(&report.from)
         .or_else(|_| app.connected_agent(&report.to))?;
-    Ok(agent.cancel(id, request).await?)
+    match agent.cancel(id, request).await {
+        Err(error) if error.code() == ErrorCode::UnknownMigration => refuse(
+            ErrorCode::WrongState,
+            format!(
+                "migration {id} cannot be cancelled any more: VM {} is handed over, or the migration is over; see 'godwit migration show {id}'",
+                report.vm
+            ),
+        ),
+        answer => Ok(answer?),
+    }
 }
 
 #[cfg(test)]

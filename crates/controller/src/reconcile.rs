@@ -5,13 +5,16 @@
 
 use crate::app::App;
 use crate::error::ControllerError;
-use crate::state::Change;
+use crate::state::{Change, Observed};
+use crate::takeover;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, ClientError};
+use godwit_site::{News, Ticket};
 use godwit_types::HostName;
 use godwit_types::control_api::HostState;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, RemovedHosts, Revoked};
+use godwit_types::vm::VmState;
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -39,14 +42,21 @@ struct Told {
 }
 
 /// Asks once. False when the host is no more.
-async fn poll(app: &App, host: &HostName, told: &mut Told) -> bool {
+async fn poll(app: &Arc<App>, host: &HostName, told: &mut Told) -> bool {
     let serial = match app.host(host) {
         Ok(entry) => entry.serial,
         Err(_) => return false,
     };
     refresh(app, host).await;
-    tell_revoked(app, host, &mut told.revoked).await;
-    tell_removed(app, host, &mut told.removed).await;
+    if let Err(error) = takeover::go_on(app, host).await {
+        tracing::error!(%host, %error, "cannot note what the host has on record");
+    }
+    if app.state().book.is_in_charge() {
+        tell_site(app, host).await;
+        tell_revoked(app, host, &mut told.revoked).await;
+        tell_removed(app, host, &mut told.removed).await;
+        pause_copies(app, host).await;
+    }
     // A host that was removed and joined again has a task of its own.
     app.host(host).is_ok_and(|entry| entry.serial == serial)
 }
@@ -58,11 +68,14 @@ pub async fn refresh(app: &App, host: &HostName) {
     };
     // One at a time, so that an older answer never comes after a newer one.
     let _turn = app.host_lock(host).await;
-    let deletions = app.state().deletions;
+    let (deletions, ticket) = {
+        let mut state = app.state();
+        (state.deletions, state.book.ask())
+    };
     match ask(&agent).await {
         Ok(_) if app.state().deletions != deletions => {}
         Ok((info, vms)) => {
-            if let Err(error) = learn(app, host, info, vms).await {
+            if let Err(error) = learn(app, host, ticket, info, vms).await {
                 tracing::error!(%host, %error, "cannot note what the host said");
             }
         }
@@ -76,14 +89,11 @@ async fn ask(agent: &AgentClient) -> Result<(HostInfo, Vec<HostVm>), ClientError
 
 fn lose(app: &App, host: &HostName, error: &ClientError) {
     let mut state = app.state();
-    let Some(entry) = state
-        .hosts
-        .get_mut(host)
-        .filter(|entry| entry.is_connected())
-    else {
+    let entry = state.hosts.get(host);
+    if !entry.is_some_and(|entry| entry.is_connected()) {
         return;
-    };
-    entry.state = HostState::Unreachable;
+    }
+    state.lose(host);
     drop(state);
     tracing::warn!(%host, %error, "host does not answer");
     app.tell_host(host);
@@ -92,53 +102,71 @@ fn lose(app: &App, host: &HostName, error: &ClientError) {
 async fn learn(
     app: &App,
     host: &HostName,
+    ticket: Ticket,
     info: HostInfo,
     vms: Vec<HostVm>,
 ) -> Result<(), ControllerError> {
     let now = now_unix_s();
-    let (changes, entries, news) = {
+    let (observed, is_new, connected) = {
         let mut state = app.state();
         let Some(entry) = state.hosts.get_mut(host) else {
             return Ok(());
         };
         let connected = !entry.is_connected();
-        let news = entry.info.as_ref().is_none_or(|old| !same_host(old, &info));
+        let is_new = entry.info.as_ref().is_none_or(|old| !same_host(old, &info));
         entry.state = HostState::Connected;
-        entry.heard = true;
         entry.last_seen_unix_s = now;
         entry.info = Some(info.clone());
-        let changes = state.observe(host, vms);
-        let entries = changes.iter().filter_map(|change| match change {
-            Change::Moved(vm, _) => state.vms.get(vm).cloned(),
-            _ => None,
-        });
-        let entries: Vec<_> = entries.collect();
-        (changes, entries, (news, connected))
+        (state.observe(host, ticket, &info, vms), is_new, connected)
     };
-    if news.0 {
+    let Observed {
+        rows,
+        news,
+        changes,
+    } = observed;
+    app.write(&rows).await?;
+    if is_new {
         app.store.save_host_info(host, &info, now).await?;
     }
-    if news.1 {
+    if connected {
         tracing::info!(%host, "host answers");
     }
-    if news.0 || news.1 {
+    if is_new || connected {
         app.tell_host(host);
     }
-    for entry in &entries {
-        app.store.save_vm(entry).await?;
-    }
+    tell_news(host, &news);
     for change in changes {
         note(app, host, change).await?;
     }
     Ok(())
 }
 
+/// What people should find in the log of an answer.
+pub fn tell_news(host: &HostName, news: &[News]) {
+    for one in news {
+        match one {
+            News::RestoredCopy { heard } => {
+                tracing::error!(%host, %heard, "a host has heard later words than this controller ever said: its database is an old copy. Nothing is granted until every host was read")
+            }
+            News::FencedAnswered { was_never_off, .. } => {
+                tracing::warn!(%host, was_never_off, "a host that a person said is off answers")
+            }
+            News::NotItself { standing, .. } => {
+                tracing::error!(%host, ?standing, "the host is not the one that was enrolled, or not its newest life")
+            }
+            News::Stranger { vm, host: other } => {
+                tracing::error!(%host, %vm, %other, "a record names a host that is not enrolled: nothing is granted for the VM")
+            }
+            News::Held { vm, host } => tracing::info!(%vm, %host, "VM is held here now"),
+        }
+    }
+}
+
 async fn note(app: &App, host: &HostName, change: Change) -> Result<(), ControllerError> {
     match change {
-        Change::Generation(vm, generation) => app.store.see_generation(&vm, generation).await?,
-        Change::Moved(vm, _) => {
-            tracing::info!(%vm, %host, "VM is held here now");
-            app.tell_vm(&vm);
+        Change::Resolved(entry) => {
+            app.store.save_vm(&entry).await?;
+            app.tell_vm(&entry.spec.name);
         }
         Change::Adopted(entry) => {
             tracing::warn!(vm = %entry.spec.name, %host, "host holds a VM that was not known here; it is now");
@@ -154,7 +182,48 @@ async fn note(app: &App, host: &HostName, change: Change) -> Result<(), Controll
 fn same_host(old: &HostInfo, new: &HostInfo) -> bool {
     let mut old = old.clone();
     old.memory_free_mib = new.memory_free_mib;
+    old.site = new.site;
     old == *new
+}
+
+/// Brings the host's table of the site up to date.
+async fn tell_site(app: &App, host: &HostName) {
+    let update = app.state().book.update_for(host);
+    let (Some(update), Ok(agent)) = (update, app.connected_agent(host)) else {
+        return;
+    };
+    let you = update.you;
+    match agent.site(&update).await {
+        Ok(heard) => app.state().book.updated(host, you, heard),
+        Err(error) => tracing::debug!(%host, %error, "the host's table is not brought up to date"),
+    }
+}
+
+/// Of a VM that several hosts hold, the copies that are not the rightful one stand still, with their memory.
+async fn pause_copies(app: &App, host: &HostName) {
+    let runs = {
+        let state = app.state();
+        let twice = state.book.all_twice().into_iter();
+        let here = twice.filter(|(_, twice)| twice.to_pause().any(|paused| paused == host));
+        let vms = state.hosts.get(host).map(|entry| entry.vms.clone());
+        let vms = vms.unwrap_or_default();
+        let running = |name: &godwit_types::VmName| {
+            let mut vms = vms.iter();
+            vms.any(|vm| vm.spec.name == *name && vm.state == VmState::Running)
+        };
+        let names = here.map(|(vm, _)| vm).filter(running);
+        names.collect::<Vec<_>>()
+    };
+    for vm in runs {
+        let Ok(agent) = app.connected_agent(host) else {
+            return;
+        };
+        tracing::error!(%vm, %host, "several hosts hold the VM: this copy is paused");
+        if let Err(error) = agent.pause(&vm).await {
+            tracing::error!(%vm, %host, %error, "the copy cannot be paused");
+        }
+        app.tell_vm(&vm);
+    }
 }
 
 async fn tell_revoked(app: &App, host: &HostName, told: &mut usize) {

@@ -1,13 +1,14 @@
 //! The inventory: what was described, what hosts said last, and what follows. Pure: no clock, no IO.
 //!
-//! Owned by the app behind one mutex; the database is written first. The rule for where a VM is: the highest
-//! generation that a host durably holds wins; a host in doubt wins over a holder that does not answer. Refuses to
-//! forget what an unreachable host said: it may still be true.
+//! Owned by the app behind one mutex; the database is written first. Who may hold a VM, and what may be granted, is decided
+//! by crate `site` alone, whose book this holds; here are the descriptions, and what a list shows. Refuses to forget what
+//! an unreachable host said: it may still be true.
 
-use crate::ledger::Ledger;
+use godwit_site::{Book, Heard, News, Row, Ticket, Twice, Whereabouts};
 use godwit_types::control_api::{HostState, HostView, VmView};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
+use godwit_types::site::RecordSaid;
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName, VmSpec};
 use std::collections::BTreeMap;
@@ -26,8 +27,6 @@ pub struct HostEntry {
     pub vms: Vec<HostVm>,
     /// Whether it answers.
     pub state: HostState,
-    /// Whether it has answered since this controller started.
-    pub heard: bool,
     /// When it answered last, seconds since 1970.
     pub last_seen_unix_s: i64,
 }
@@ -41,7 +40,6 @@ impl HostEntry {
             info: None,
             vms: Vec::new(),
             state: HostState::Unreachable,
-            heard: false,
             last_seen_unix_s: 0,
         }
     }
@@ -49,6 +47,12 @@ impl HostEntry {
     /// Whether it answers.
     pub fn is_connected(&self) -> bool {
         self.state == HostState::Connected
+    }
+
+    /// How long it has been silent at `now_unix_s`, seconds; none while it answers, or when it was never heard.
+    fn silent_s(&self, now_unix_s: i64) -> Option<u64> {
+        let silent = !self.is_connected() && self.last_seen_unix_s > 0;
+        silent.then(|| u64::try_from(now_unix_s - self.last_seen_unix_s).unwrap_or(0))
     }
 
     fn vm(&self, name: &VmName) -> Option<&HostVm> {
@@ -63,8 +67,6 @@ pub struct VmEntry {
     pub spec: VmSpec,
     /// With CPU model and machine type resolved, since its first start.
     pub resolved: Option<VmSpec>,
-    /// Who holds it, as last known.
-    pub host: Option<HostName>,
 }
 
 /// Where a VM is.
@@ -89,17 +91,26 @@ pub struct Move {
     pub to: HostName,
 }
 
-/// What an answer of a host changed; to be written to the database.
+/// What an answer of a host changed; people and the database are to hear of it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Change {
-    /// A higher generation was seen.
-    Generation(VmName, Generation),
-    /// A VM is held elsewhere than was known.
-    Moved(VmName, HostName),
     /// A host holds a VM that was not known (an old database was restored).
     Adopted(Box<VmEntry>),
+    /// The hardware of a VM is known from the host that runs it.
+    Resolved(Box<VmEntry>),
     /// A VM's state on a host is another.
     State(VmName),
+}
+
+/// What an answer of a host came to.
+#[derive(Debug, Default)]
+pub struct Observed {
+    /// To be written to the database.
+    pub rows: Vec<Row>,
+    /// For people and the log.
+    pub news: Vec<News>,
+    /// What changed in the inventory.
+    pub changes: Vec<Change>,
 }
 
 /// The inventory.
@@ -109,8 +120,8 @@ pub struct State {
     pub hosts: BTreeMap<HostName, HostEntry>,
     /// VMs by name.
     pub vms: BTreeMap<VmName, VmEntry>,
-    /// Highest generations.
-    pub ledger: Ledger,
+    /// Who may hold which VM.
+    pub book: Book,
     /// Migrations under way, by VM.
     pub active: BTreeMap<VmName, Move>,
     /// How many VMs were deleted: an answer that was asked for before a deletion is stale.
@@ -118,8 +129,20 @@ pub struct State {
 }
 
 impl State {
-    /// Takes in what a host said of its VMs.
-    pub fn observe(&mut self, host: &HostName, answer: Vec<HostVm>) -> Vec<Change> {
+    /// Takes in what a host said of itself and of its VMs, when it was asked with `ticket`.
+    pub fn observe(
+        &mut self,
+        host: &HostName,
+        ticket: Ticket,
+        info: &HostInfo,
+        answer: Vec<HostVm>,
+    ) -> Observed {
+        let heard = Heard {
+            instance: info.instance.clone(),
+            knows: info.site,
+            records: answer.iter().map(said).collect(),
+        };
+        let (rows, news) = self.book.hear(host, ticket, heard);
         let mut changes = Vec::new();
         for vm in &answer {
             self.observe_vm(host, vm, &mut changes);
@@ -132,7 +155,19 @@ impl State {
             changes.extend(gone.map(|old| Change::State(old.spec.name.clone())));
             entry.vms = answer;
         }
-        changes
+        Observed {
+            rows,
+            news,
+            changes,
+        }
+    }
+
+    /// A host does not answer.
+    pub fn lose(&mut self, host: &HostName) {
+        self.book.lose(host);
+        if let Some(entry) = self.hosts.get_mut(host) {
+            entry.state = HostState::Unreachable;
+        }
     }
 
     fn observe_vm(&mut self, host: &HostName, vm: &HostVm, changes: &mut Vec<Change>) {
@@ -141,26 +176,20 @@ impl State {
         if before != Some(vm) {
             changes.push(Change::State(name.clone()));
         }
-        if self.ledger.see(name, vm.generation) {
-            changes.push(Change::Generation(name.clone(), vm.generation));
-        }
-        if !vm.holds()
-            || vm.generation < self.ledger.highest(name) && self.is_held_above(name, vm.generation)
-        {
+        let entry = self.book.entry(name);
+        if !vm.holds() || entry.and_then(|entry| entry.holder.as_ref()) != Some(host) {
             return;
         }
         match self.vms.get_mut(name) {
-            Some(entry) if entry.host.as_ref() == Some(host) => {}
+            Some(entry) if entry.resolved.is_some() => {}
             Some(entry) => {
-                entry.host = Some(host.clone());
-                entry.resolved.get_or_insert_with(|| vm.spec.clone());
-                changes.push(Change::Moved(name.clone(), host.clone()));
+                entry.resolved = Some(vm.spec.clone());
+                changes.push(Change::Resolved(Box::new(entry.clone())));
             }
             None => {
                 let entry = VmEntry {
                     spec: vm.spec.clone(),
                     resolved: Some(vm.spec.clone()),
-                    host: Some(host.clone()),
                 };
                 self.vms.insert(name.clone(), entry.clone());
                 changes.push(Change::Adopted(Box::new(entry)));
@@ -168,20 +197,14 @@ impl State {
         }
     }
 
-    fn is_held_above(&self, name: &VmName, generation: Generation) -> bool {
-        let mut seen = self.hosts.values().filter_map(|host| host.vm(name));
-        seen.any(|vm| vm.holds() && vm.generation > generation)
-    }
-
-    /// Where a VM is; none when nobody holds it.
+    /// Where a VM is, as far as was heard; none when nobody holds it.
     pub fn place(&self, name: &VmName) -> Option<Place> {
         let holder = self.holder(name);
         let doubt = self.in_doubt(name);
         match (holder, doubt) {
             (Some(holder), Some(doubt)) if doubt_wins(&holder, &doubt) => Some(doubt),
             (Some(holder), _) => Some(holder),
-            (None, Some(doubt)) => Some(doubt),
-            (None, None) => self.on_record(name),
+            (None, doubt) => doubt,
         }
     }
 
@@ -198,15 +221,23 @@ impl State {
     }
 
     fn holder(&self, name: &VmName) -> Option<Place> {
-        self.seen(name)
-            .filter(|(place, _)| {
-                place
-                    .vm
-                    .as_ref()
-                    .is_some_and(|vm| vm.holds() && vm.state != VmState::InDoubt)
-            })
-            .max_by_key(|(place, generation)| (*generation, place.connected))
-            .map(|(place, _)| place)
+        let (host, connected) = match self.book.whereabouts(name) {
+            Whereabouts::Held { host, answers } => (host, answers),
+            Whereabouts::Twice(twice) => {
+                let host = twice.copies.first()?.host.clone();
+                let connected = self.book.answers(&host);
+                (host, connected)
+            }
+            Whereabouts::HandingOver { host } => (host, true),
+            Whereabouts::Silent { hosts } => (hosts.first()?.clone(), false),
+            Whereabouts::Nowhere => return None,
+        };
+        let vm = self.hosts.get(&host).and_then(|entry| entry.vm(name));
+        Some(Place {
+            vm: vm.cloned(),
+            connected,
+            host,
+        })
     }
 
     fn in_doubt(&self, name: &VmName) -> Option<Place> {
@@ -216,72 +247,86 @@ impl State {
                     .vm
                     .as_ref()
                     .is_some_and(|vm| vm.state == VmState::InDoubt)
+                    && !self.book.is_fenced(&place.host)
             })
             .max_by_key(|(place, generation)| (place.connected, *generation))
             .map(|(place, _)| place)
     }
 
-    fn on_record(&self, name: &VmName) -> Option<Place> {
-        let host = self.vms.get(name)?.host.clone()?;
-        let entry = self.hosts.get(&host)?;
-        // A host that answers and does not know the VM does not hold it.
-        (!entry.is_connected()).then_some(Place {
-            host,
-            connected: false,
-            vm: None,
-        })
-    }
-
-    /// Hosts that have not answered since this controller started: they may hold anything.
+    /// Hosts that have not answered since this controller started.
     pub fn unheard(&self) -> impl Iterator<Item = &HostName> {
-        self.hosts
-            .iter()
-            .filter(|(_, entry)| !entry.heard)
-            .map(|(name, _)| name)
+        self.hosts.keys().filter(|name| !self.book.was_heard(name))
     }
 
     /// State of a VM in one word.
     pub fn vm_state(&self, name: &VmName) -> VmState {
-        match self.place(name) {
-            None => VmState::Stopped,
-            Some(place) => match place.vm {
-                Some(vm) if vm.state == VmState::InDoubt => VmState::InDoubt,
-                Some(vm) if place.connected => vm.state,
-                _ => VmState::Unreachable,
-            },
+        let whereabouts = self.book.whereabouts(name);
+        if matches!(whereabouts, Whereabouts::Twice(_)) {
+            return VmState::RunningTwice;
+        }
+        let Some(place) = self.place(name) else {
+            return VmState::Stopped;
+        };
+        match place.vm.as_ref().map(|vm| vm.state) {
+            Some(VmState::InDoubt) => VmState::InDoubt,
+            _ if !place.connected => VmState::Unreachable,
+            _ if matches!(whereabouts, Whereabouts::HandingOver { .. }) => VmState::HandingOver,
+            Some(state) => state,
+            None => VmState::Unreachable,
         }
     }
 
-    /// A VM as people see it.
-    pub fn vm_view(&self, name: &VmName) -> Option<VmView> {
+    /// A VM as people see it at `now_unix_s`.
+    pub fn vm_view(&self, name: &VmName, now_unix_s: i64) -> Option<VmView> {
         let entry = self.vms.get(name)?;
         let place = self.place(name);
         let state = self.vm_state(name);
         let accelerator = place
             .as_ref()
             .and_then(|place| place.vm.as_ref()?.accelerator);
+        let heard = place.as_ref().and_then(|place| self.hosts.get(&place.host));
+        let twice = self.book.twice(name);
+        let copies = twice.iter().flat_map(|twice| &twice.copies);
         Some(VmView {
             spec: shown_spec(entry, place.as_ref(), state),
             state,
-            note: self.note(name, state, place.as_ref()),
+            note: self.note(name, state, place.as_ref(), now_unix_s),
             host: place.as_ref().map(|place| place.host.clone()),
             generation: place
                 .as_ref()
                 .and_then(|place| Some(place.vm.as_ref()?.generation))
-                .unwrap_or_else(|| self.ledger.highest(name)),
-            heard_s: None,
-            copies: Vec::new(),
+                .unwrap_or_else(|| self.book.highest(name)),
+            heard_s: heard.and_then(|host| host.silent_s(now_unix_s)),
+            copies: copies.map(|copy| copy.host.clone()).collect(),
             migration: self.active.get(name).map(|moving| moving.id.to_string()),
             accelerator: accelerator.filter(|kind| *kind != Accelerator::Auto),
         })
     }
 
-    fn note(&self, name: &VmName, state: VmState, place: Option<&Place>) -> Option<String> {
+    fn note(
+        &self,
+        name: &VmName,
+        state: VmState,
+        place: Option<&Place>,
+        now_unix_s: i64,
+    ) -> Option<String> {
+        if let Some(twice) = self.book.twice(name) {
+            return Some(twice_note(name, &twice));
+        }
         let place = place?;
         match state {
             VmState::InDoubt => self.doubt_note(name, place),
-            VmState::Unreachable if !place.connected => Some(format!(
-                "host {0} does not answer: bring it back, or, if it is powered off for good, run 'godwit host remove {0} --confirm-unreachable' and start {name} again",
+            VmState::Unreachable if !place.connected => {
+                let heard = self.hosts.get(&place.host);
+                let since = heard.and_then(|host| host.silent_s(now_unix_s));
+                let since = since.map_or_else(String::new, |s| format!(" for {s} s"));
+                Some(format!(
+                    "host {0} may run it and has not answered{since}: bring it back; or, when it is powered off, run 'godwit host fenced {0}' and start {name} again",
+                    place.host
+                ))
+            }
+            VmState::HandingOver => Some(format!(
+                "it is being handed over, host {} takes part; nobody has said yet that it runs it",
                 place.host
             )),
             _ => place.vm.as_ref().and_then(|vm| vm.note.clone()),
@@ -300,7 +345,7 @@ impl State {
             return place.vm.as_ref().and_then(|vm| vm.note.clone());
         };
         Some(format!(
-            "stopped until hosts {here} and {other} reach each other, or until you power one off and run: godwit vm resolve {name} --run-on {here} --confirm-fenced {other}"
+            "stopped until hosts {here} and {other} reach each other; or, once host {other} is powered off and only then: godwit vm resolve {name} --run-on {here} --confirm-fenced {other}"
         ))
     }
 
@@ -308,21 +353,25 @@ impl State {
         let moving = self.active.get(name).into_iter();
         let moving = moving.flat_map(|moving| [moving.from.clone(), moving.to.clone()]);
         let reported = self.seen(name).map(|(place, _)| place.host);
-        let recorded = self.vms.get(name).and_then(|vm| vm.host.clone());
+        let named = self.book.may_hold(name);
         moving
             .chain(reported)
-            .chain(recorded)
+            .chain(named)
             .find(|host| host != here)
     }
 
-    /// All VMs as people see them: in doubt first.
-    pub fn vm_views(&self) -> Vec<VmView> {
+    /// All VMs as people see them: held twice first, then in doubt.
+    pub fn vm_views(&self, now_unix_s: i64) -> Vec<VmView> {
         let mut views: Vec<VmView> = self
             .vms
             .keys()
-            .filter_map(|name| self.vm_view(name))
+            .filter_map(|name| self.vm_view(name, now_unix_s))
             .collect();
-        views.sort_by_key(|view| view.state != VmState::InDoubt);
+        views.sort_by_key(|view| match view.state {
+            VmState::RunningTwice => 0,
+            VmState::InDoubt => 1,
+            _ => 2,
+        });
         views
     }
 
@@ -348,10 +397,37 @@ impl State {
             vms: self.vms_on(name),
             last_seen_s: u64::try_from(now_unix_s - entry.last_seen_unix_s).unwrap_or(0),
             draining: false,
-            fenced: false,
-            standing: Default::default(),
+            fenced: self.book.is_fenced(name),
+            standing: self.book.standing(name),
         })
     }
+}
+
+/// A VM's record at a host, as it goes into the book.
+fn said(vm: &HostVm) -> RecordSaid {
+    RecordSaid {
+        vm: vm.spec.name.clone(),
+        highest: vm.generation,
+        claim: vm.claim.clone(),
+    }
+}
+
+/// Which hosts hold a VM, and the command that ends that.
+fn twice_note(name: &VmName, twice: &Twice) -> String {
+    let copies = twice.copies.iter();
+    let copies: Vec<String> = copies
+        .map(|copy| format!("{} (generation {})", copy.host, copy.generation))
+        .collect();
+    let paused: Vec<&str> = twice.to_pause().map(HostName::as_str).collect();
+    let keep = twice
+        .copies
+        .first()
+        .map_or("HOST", |copy| copy.host.as_str());
+    format!(
+        "hosts {} hold it; the copy on {} is paused, with its memory. Decide which one goes on, the others are ended: godwit vm resolve {name} --keep {keep}",
+        copies.join(" and "),
+        paused.join(" and ")
+    )
 }
 
 /// A host in doubt wins unless a holder has more: one that answers at the same generation, or any at a higher one.

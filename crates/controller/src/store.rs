@@ -4,10 +4,12 @@
 //! VM (a unique index), and tokens that are used, expired or unknown (one conditional update).
 
 use crate::error::ControllerError;
+use crate::site_store::write_rows;
 use crate::state::{HostEntry, VmEntry};
+use godwit_site::Row;
 use godwit_types::drain::DrainView;
 use godwit_types::migration::{MigrationReport, MigrationSpec, Outcome};
-use godwit_types::{Generation, HostName, MigrationId, VmName};
+use godwit_types::{HostName, MigrationId, VmName};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sqlx::migrate::{Migration, MigrationType, Migrator};
@@ -21,18 +23,7 @@ type Result<T> = std::result::Result<T, ControllerError>;
 /// The database.
 #[derive(Debug, Clone)]
 pub struct Store {
-    pool: SqlitePool,
-}
-
-/// A right that is about to be given.
-#[derive(Debug)]
-pub struct Grant<'a> {
-    /// The VM.
-    pub vm: &'a VmName,
-    /// The generation.
-    pub generation: Generation,
-    /// Who gets it.
-    pub destination: &'a HostName,
+    pub(crate) pool: SqlitePool,
 }
 
 /// How an attempt to join ended.
@@ -70,6 +61,7 @@ fn formats() -> Migrator {
     Migrator::with_migrations(vec![
         one(1, "initial", include_str!("../migrations/0001_initial.sql")),
         one(2, "drains", include_str!("../migrations/0002_drains.sql")),
+        one(3, "site", include_str!("../migrations/0003_site.sql")),
     ])
 }
 
@@ -133,8 +125,14 @@ impl Store {
         Ok(())
     }
 
-    /// Removes a host and revokes its certificate; VMs on record there are held by nobody from now on.
-    pub async fn remove_host(&self, name: &HostName, serial: &str, now_unix_s: i64) -> Result<()> {
+    /// Removes a host and revokes its certificate, with what follows for who may hold which VM.
+    pub async fn remove_host(
+        &self,
+        name: &HostName,
+        serial: &str,
+        rows: &[Row],
+        now_unix_s: i64,
+    ) -> Result<()> {
         let mut tx = self.pool.begin().await?;
         query("INSERT OR IGNORE INTO revoked (serial, host, unix_s) VALUES (?, ?, ?)")
             .bind(serial)
@@ -142,26 +140,15 @@ impl Store {
             .bind(now_unix_s)
             .execute(&mut *tx)
             .await?;
-        query("UPDATE vms SET host = NULL WHERE host = ?")
-            .bind(name.as_str())
-            .execute(&mut *tx)
-            .await?;
-        query("DELETE FROM hosts WHERE name = ?")
-            .bind(name.as_str())
-            .execute(&mut *tx)
-            .await?;
+        for sql in [
+            "DELETE FROM hosts WHERE name = ?",
+            "DELETE FROM site_hosts WHERE host = ?",
+        ] {
+            query(sql).bind(name.as_str()).execute(&mut *tx).await?;
+        }
+        write_rows(&mut tx, rows).await?;
         tx.commit().await?;
         Ok(())
-    }
-
-    /// Whether a host of this name was ever removed.
-    pub async fn was_removed(&self, name: &HostName) -> Result<bool> {
-        let sql = "SELECT COUNT(*) FROM revoked WHERE host = ?";
-        let count: i64 = query_scalar(sql)
-            .bind(name.as_str())
-            .fetch_one(&self.pool)
-            .await?;
-        Ok(count > 0)
     }
 
     /// Serial numbers of all revoked certificates.
@@ -186,8 +173,7 @@ impl Store {
         Ok(())
     }
 
-    /// Uses a token up and enrols a host, or does neither. A host of the same name that was never heard is replaced:
-    /// its answer got lost.
+    /// Uses a token up and enrols a host, or does neither.
     pub async fn join(
         &self,
         hash: &str,
@@ -205,15 +191,6 @@ impl Store {
         if used.rows_affected() != 1 {
             return Ok(Joined::BadToken);
         }
-        query("INSERT OR IGNORE INTO revoked (serial, host, unix_s) SELECT serial, name, ? FROM hosts WHERE name = ? AND info IS NULL")
-            .bind(now_unix_s)
-            .bind(name.as_str())
-            .execute(&mut *tx)
-            .await?;
-        query("DELETE FROM hosts WHERE name = ? AND info IS NULL")
-            .bind(name.as_str())
-            .execute(&mut *tx)
-            .await?;
         let added = query("INSERT OR IGNORE INTO hosts (name, agent_address, serial, last_seen_unix_s) VALUES (?, ?, ?, ?)")
             .bind(name.as_str())
             .bind(entry.address.to_string())
@@ -226,6 +203,18 @@ impl Store {
         }
         tx.commit().await?;
         Ok(Joined::Yes)
+    }
+
+    /// Enrols a host again that this copy of the database had forgotten.
+    pub async fn enrol_again(&self, name: &HostName, entry: &HostEntry) -> Result<()> {
+        query("INSERT OR IGNORE INTO hosts (name, agent_address, serial, last_seen_unix_s) VALUES (?, ?, ?, ?)")
+            .bind(name.as_str())
+            .bind(entry.address.to_string())
+            .bind(&entry.serial)
+            .bind(entry.last_seen_unix_s)
+            .execute(&self.pool)
+            .await?;
+        Ok(())
     }
 
     /// Whether a token could be used now.
@@ -241,22 +230,17 @@ impl Store {
 
     /// All VMs.
     pub async fn vms(&self) -> Result<Vec<VmEntry>> {
-        type Row = (String, Option<String>, Option<String>);
-        let rows: Vec<Row> = query_as("SELECT spec, resolved, host FROM vms")
+        let rows: Vec<(String, Option<String>)> = query_as("SELECT spec, resolved FROM vms")
             .fetch_all(&self.pool)
             .await?;
         rows.into_iter()
-            .map(|(spec, resolved, host)| {
+            .map(|(spec, resolved)| {
                 Ok(VmEntry {
                     spec: from_json("VM", &spec)?,
                     resolved: resolved
                         .as_deref()
                         .map(|text| from_json("VM", text))
                         .transpose()?,
-                    host: host
-                        .map(HostName::new)
-                        .transpose()
-                        .map_err(|e| unreadable("host name", e))?,
                 })
             })
             .collect()
@@ -264,14 +248,12 @@ impl Store {
 
     /// Adds a VM.
     pub async fn add_vm(&self, vm: &VmEntry) -> Result<Added> {
-        let done =
-            query("INSERT OR IGNORE INTO vms (name, spec, resolved, host) VALUES (?, ?, ?, ?)")
-                .bind(vm.spec.name.as_str())
-                .bind(to_json(&vm.spec)?)
-                .bind(vm.resolved.as_ref().map(to_json).transpose()?)
-                .bind(vm.host.as_ref().map(HostName::as_str))
-                .execute(&self.pool)
-                .await?;
+        let done = query("INSERT OR IGNORE INTO vms (name, spec, resolved) VALUES (?, ?, ?)")
+            .bind(vm.spec.name.as_str())
+            .bind(to_json(&vm.spec)?)
+            .bind(vm.resolved.as_ref().map(to_json).transpose()?)
+            .execute(&self.pool)
+            .await?;
         Ok(if done.rows_affected() == 1 {
             Added::Yes
         } else {
@@ -281,76 +263,46 @@ impl Store {
 
     /// Replaces what is known of a VM.
     pub async fn save_vm(&self, vm: &VmEntry) -> Result<()> {
-        query("UPDATE vms SET spec = ?, resolved = ?, host = ? WHERE name = ?")
+        query("UPDATE vms SET spec = ?, resolved = ? WHERE name = ?")
             .bind(to_json(&vm.spec)?)
             .bind(vm.resolved.as_ref().map(to_json).transpose()?)
-            .bind(vm.host.as_ref().map(HostName::as_str))
             .bind(vm.spec.name.as_str())
             .execute(&self.pool)
             .await?;
         Ok(())
     }
 
-    /// Forgets a VM; its highest generation stays.
-    pub async fn delete_vm(&self, name: &VmName) -> Result<()> {
+    /// Forgets a VM; what is known of its generations stays.
+    pub async fn delete_vm(&self, name: &VmName, rows: &[Row]) -> Result<()> {
+        let mut tx = self.pool.begin().await?;
         query("DELETE FROM vms WHERE name = ?")
             .bind(name.as_str())
-            .execute(&self.pool)
+            .execute(&mut *tx)
             .await?;
+        write_rows(&mut tx, rows).await?;
+        tx.commit().await?;
         Ok(())
     }
 
-    /// All highest generations.
-    pub async fn generations(&self) -> Result<Vec<(VmName, Generation)>> {
-        let rows: Vec<(String, i64)> = query_as("SELECT vm, highest FROM generations")
-            .fetch_all(&self.pool)
-            .await?;
-        rows.into_iter()
-            .map(|(vm, highest)| {
-                let vm = VmName::new(vm).map_err(|e| unreadable("VM name", e))?;
-                let highest = u64::try_from(highest).map_err(|e| unreadable("generation", e))?;
-                Ok((vm, Generation(highest)))
-            })
-            .collect()
-    }
-
-    /// Notes a generation that a host has reported.
-    pub async fn see_generation(&self, vm: &VmName, generation: Generation) -> Result<()> {
-        raise(&self.pool, vm, generation).await
-    }
-
-    /// Records, before any host hears of it, that a host may take a VM that nobody holds.
-    pub async fn grant_start(
-        &self,
-        grant: &Grant<'_>,
-        vm: &VmEntry,
-        now_unix_s: i64,
-    ) -> Result<()> {
+    /// Records, before any host hears of it, that a host may take a VM that nobody holds, and as what.
+    pub async fn grant_start(&self, vm: &VmEntry, rows: &[Row]) -> Result<()> {
         let mut tx = self.pool.begin().await?;
-        raise(&mut *tx, grant.vm, grant.generation).await?;
-        query("INSERT INTO grants (vm, generation, destination, unix_s) VALUES (?, ?, ?, ?)")
-            .bind(grant.vm.as_str())
-            .bind(sql_integer(grant.generation)?)
-            .bind(grant.destination.as_str())
-            .bind(now_unix_s)
-            .execute(&mut *tx)
-            .await?;
-        query("UPDATE vms SET resolved = ?, host = ? WHERE name = ?")
+        write_rows(&mut tx, rows).await?;
+        query("UPDATE vms SET resolved = ? WHERE name = ?")
             .bind(vm.resolved.as_ref().map(to_json).transpose()?)
-            .bind(grant.destination.as_str())
-            .bind(grant.vm.as_str())
+            .bind(vm.spec.name.as_str())
             .execute(&mut *tx)
             .await?;
         tx.commit().await?;
         Ok(())
     }
 
-    /// Records, before any host hears of it, that a migration may take a VM from its source to its destination. The
-    /// generation counts as seen from now on.
+    /// Records, before any host hears of it, that a migration may take a VM from its source to its destination.
     pub async fn grant_migration(
         &self,
         spec: &MigrationSpec,
         report: &MigrationReport,
+        rows: &[Row],
     ) -> Result<Added> {
         let mut tx = self.pool.begin().await?;
         let added = query("INSERT OR IGNORE INTO migrations (id, vm, source, destination, spec, report, ended) VALUES (?, ?, ?, ?, ?, ?, 0)")
@@ -365,28 +317,31 @@ impl Store {
         if added.rows_affected() != 1 {
             return Ok(Added::Exists);
         }
-        raise(&mut *tx, &spec.vm, spec.generation).await?;
-        query("INSERT INTO grants (vm, generation, source, destination, migration, unix_s) VALUES (?, ?, ?, ?, ?, ?)")
-            .bind(spec.vm.as_str())
-            .bind(sql_integer(spec.generation)?)
-            .bind(spec.source.host.as_str())
-            .bind(spec.destination.host.as_str())
-            .bind(spec.id.as_str())
-            .bind(i64::try_from(report.began_unix_s).unwrap_or(i64::MAX))
-            .execute(&mut *tx)
-            .await?;
+        write_rows(&mut tx, rows).await?;
         tx.commit().await?;
         Ok(Added::Yes)
     }
 
-    /// Stores a migration's report.
-    pub async fn save_report(&self, report: &MigrationReport, ended: bool) -> Result<()> {
-        query("UPDATE migrations SET report = ?, ended = ? WHERE id = ?")
+    /// Stores a migration's report while it goes on.
+    pub async fn save_report(&self, report: &MigrationReport) -> Result<()> {
+        query("UPDATE migrations SET report = ? WHERE id = ?")
             .bind(to_json(report)?)
-            .bind(i64::from(ended))
             .bind(report.id.as_str())
             .execute(&self.pool)
             .await?;
+        Ok(())
+    }
+
+    /// Stores how a migration ended, and, in the same transaction, who holds the VM by that.
+    pub async fn end_migration(&self, report: &MigrationReport, rows: &[Row]) -> Result<()> {
+        let mut tx = self.pool.begin().await?;
+        query("UPDATE migrations SET report = ?, ended = 1 WHERE id = ?")
+            .bind(to_json(report)?)
+            .bind(report.id.as_str())
+            .execute(&mut *tx)
+            .await?;
+        write_rows(&mut tx, rows).await?;
+        tx.commit().await?;
         Ok(())
     }
 
@@ -477,19 +432,6 @@ impl Store {
     }
 }
 
-async fn raise<'e>(
-    executor: impl sqlx::Executor<'e, Database = sqlx::Sqlite>,
-    vm: &VmName,
-    generation: Generation,
-) -> Result<()> {
-    query("INSERT INTO generations (vm, highest) VALUES (?, ?) ON CONFLICT (vm) DO UPDATE SET highest = MAX(highest, excluded.highest)")
-        .bind(vm.as_str())
-        .bind(sql_integer(generation)?)
-        .execute(executor)
-        .await?;
-    Ok(())
-}
-
 fn without_secret(spec: &MigrationSpec) -> Result<String> {
     let mut value = serde_json::to_value(spec).map_err(|e| unreadable("migration", e))?;
     if let Some(object) = value.as_object_mut() {
@@ -498,19 +440,15 @@ fn without_secret(spec: &MigrationSpec) -> Result<String> {
     to_json(&value)
 }
 
-fn sql_integer(generation: Generation) -> Result<i64> {
-    i64::try_from(generation.0).map_err(|e| unreadable("generation", e))
-}
-
-fn to_json(value: &impl Serialize) -> Result<String> {
+pub(crate) fn to_json(value: &impl Serialize) -> Result<String> {
     serde_json::to_string(value).map_err(|e| unreadable("value", e))
 }
 
-fn from_json<T: DeserializeOwned>(what: &'static str, text: &str) -> Result<T> {
+pub(crate) fn from_json<T: DeserializeOwned>(what: &'static str, text: &str) -> Result<T> {
     serde_json::from_str(text).map_err(|e| unreadable(what, e))
 }
 
-fn unreadable(what: &'static str, cause: impl std::fmt::Display) -> ControllerError {
+pub(crate) fn unreadable(what: &'static str, cause: impl std::fmt::Display) -> ControllerError {
     ControllerError::Unreadable {
         what,
         cause: cause.to_string(),

@@ -1,23 +1,28 @@
 //! Operations on VMs that are no migrations: create, edit, delete, start and the rest of their lives.
 //!
-//! Owns nothing; each takes the VM's lock. Order that keeps the right to run safe: the grant is in the database before
-//! a host hears of it; a stopped VM leaves its old host, durably, before another gets a higher generation; nobody gets
-//! one while a host that has not been heard may hold it. Refuses to leave anything behind when a first start fails.
+//! Owns nothing; each takes the VM's lock. A host gets the right to run a VM only after every host that may hold it was
+//! asked now and said no; the grant is in the database before a host hears of it. Refuses to leave anything behind when a
+//! first start fails.
 
 use crate::app::{App, unknown_vm, unreachable_host};
 use crate::error::{Outcome, refuse};
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
-use crate::store::{Added, Grant};
+use crate::store::Added;
+use crate::survey::{clear, refused, survey};
 use crate::{drain, place};
 use futures_util::future::join_all;
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
-use godwit_types::control_api::{Done, ResolveRequest, StartRequest, StopRequest, VmView};
+use godwit_site::{Free, Refusal, Surveyed};
+use godwit_types::control_api::{Done, StartRequest, StopRequest, VmView};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::PutVm;
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName, VmSpec};
+
+/// How often a host that holds a VM that is off is asked to give it up.
+const RELEASES_MAX: usize = 3;
 
 /// Says that something is done.
 pub fn done(message: impl Into<String>) -> Done {
@@ -39,7 +44,6 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     let entry = VmEntry {
         spec,
         resolved: None,
-        host: None,
     };
     let known = app.state().vms.contains_key(&name);
     if known || app.store.add_vm(&entry).await? == Added::Exists {
@@ -57,7 +61,9 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
 
 /// A VM as people see it.
 pub fn view(app: &App, name: &VmName) -> Outcome<VmView> {
-    app.state().vm_view(name).ok_or_else(|| unknown_vm(name))
+    app.state()
+        .vm_view(name, now_unix_s())
+        .ok_or_else(|| unknown_vm(name))
 }
 
 /// Replaces the description of a VM that is off.
@@ -100,10 +106,13 @@ fn must_be_off(app: &App, name: &VmName, what: &str) -> Outcome<()> {
         ),
         (VmState::Stopped | VmState::Crashed, _) => Ok(()),
         (VmState::InDoubt, _) => Err(crate::app::in_doubt(name, view.note)),
-        (VmState::Unreachable, Some(host)) => Err(match app.host(&host)?.is_connected() {
-            true => crate::app::being_taken_over(name, &host),
-            false => unreachable_host(&host),
-        }),
+        (VmState::RunningTwice, _) => Err(crate::app::held_twice(name, view.note)),
+        (VmState::Unreachable, Some(host)) => Err(
+            match app.host(&host).is_ok_and(|host| host.is_connected()) {
+                true => crate::app::being_taken_over(name, &host),
+                false => may_be_elsewhere(name, &host),
+            },
+        ),
         (state, _) => refuse(
             ErrorCode::WrongState,
             format!(
@@ -113,16 +122,41 @@ fn must_be_off(app: &App, name: &VmName, what: &str) -> Outcome<()> {
     }
 }
 
+/// A host that may run the VM does not answer.
+fn may_be_elsewhere(name: &VmName, host: &HostName) -> ApiError {
+    refused(Refusal::Silent {
+        vm: name.clone(),
+        hosts: vec![host.clone()],
+    })
+}
+
 /// Deletes a VM that is off, everywhere.
 pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     let turn = app.vm_lock(name).await;
     entry_of(app, name)?;
     must_be_off(app, name, "deleted")?;
-    for host in hosts_with(app, name) {
-        let agent = app.connected_agent(&host)?;
-        forget_at(&agent, &host, name).await?;
+    let mut free = None;
+    for _ in 0..RELEASES_MAX {
+        match survey(app, name, &[]).await? {
+            Surveyed::Free(found) => {
+                free = Some(found);
+                break;
+            }
+            Surveyed::HeldBy { host, .. } if is_off_at(app, name, &host) => {
+                release(app, name, &host).await?;
+            }
+            held => return Err(not_free(name, held)),
+        }
     }
-    app.store.delete_vm(name).await?;
+    let free = free.ok_or_else(|| refused(Refusal::Stale { vm: name.clone() }))?;
+    for host in hosts_with(app, name) {
+        if let Ok(agent) = app.connected_agent(&host) {
+            forget_at(&agent, &host, name).await?;
+        }
+    }
+    let rows = app.state().book.delete(free).map_err(refused)?;
+    app.store.delete_vm(name, &rows).await?;
+    app.written(&rows);
     forget_in_state(app, name);
     app.tell_vm(name);
     drop(turn);
@@ -139,13 +173,11 @@ fn forget_in_state(app: &App, name: &VmName) {
     }
 }
 
-/// Hosts that answer and know the VM, and those that do not answer and hold it.
+/// Hosts that answer and know the VM.
 fn hosts_with(app: &App, name: &VmName) -> Vec<HostName> {
     let state = app.state();
     let with = |host: &crate::state::HostEntry| {
-        host.vms
-            .iter()
-            .any(|vm| vm.spec.name == *name && (vm.holds() || host.is_connected()))
+        host.is_connected() && host.vms.iter().any(|vm| vm.spec.name == *name)
     };
     state
         .hosts
@@ -153,6 +185,26 @@ fn hosts_with(app: &App, name: &VmName) -> Vec<HostName> {
         .filter(|(_, host)| with(host))
         .map(|(name, _)| name.clone())
         .collect()
+}
+
+/// A host that holds a VM that is off gives it up.
+pub async fn release(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
+    let agent = app.connected_agent(host)?;
+    forget_at(&agent, host, name).await?;
+    refresh(app, host).await;
+    Ok(())
+}
+
+/// Why a survey that did not find a VM free stands in the way.
+fn not_free(name: &VmName, surveyed: Surveyed) -> ApiError {
+    refused(match surveyed {
+        Surveyed::Refused(refusal) => refusal,
+        Surveyed::HeldBy { host, .. } => Refusal::Held {
+            vm: name.clone(),
+            host,
+        },
+        Surveyed::Free(_) => Refusal::Stale { vm: name.clone() },
+    })
 }
 
 /// Tells a host to forget a VM; that it does not know it is fine.
@@ -212,12 +264,7 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
         plan => plan?,
     };
     let host = plan.host.clone();
-    let agent = app.connected_agent(&host)?;
-    let stays = plan.held.as_ref().is_some_and(|held| held.host == host);
-    let result = match stays && keep_held(app, &agent, &plan).await? {
-        true => agent.start(name).await.map(|_| ()).map_err(ApiError::from),
-        false => start_granted(app, &agent, &plan).await,
-    };
+    let result = begin(app, &plan).await;
     refresh(app, &host).await;
     app.tell_vm(name);
     result.map_err(|error| error.on_host(&host))?;
@@ -286,16 +333,51 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
     })
 }
 
+/// Asks who may hold the VM, now, and starts it where it is held, or where nobody else does.
+async fn begin(app: &App, plan: &Plan) -> Outcome<()> {
+    let name = &plan.entry.spec.name;
+    let agent = app.connected_agent(&plan.host)?;
+    for _ in 0..RELEASES_MAX {
+        match survey(app, name, std::slice::from_ref(&plan.host)).await? {
+            Surveyed::Free(free) => return start_granted(app, &agent, plan, free).await,
+            Surveyed::HeldBy {
+                host, generation, ..
+            } if host == plan.host => {
+                if keep_held(app, &agent, plan, generation).await? {
+                    return agent.start(name).await.map(|_| ()).map_err(ApiError::from);
+                }
+                release(app, name, &host).await?;
+            }
+            Surveyed::HeldBy { host, .. } if is_off_at(app, name, &host) => {
+                release(app, name, &host).await?;
+            }
+            other => return Err(not_free(name, other)),
+        }
+    }
+    Err(refused(Refusal::Stale { vm: name.clone() }))
+}
+
+/// Whether the host that holds the VM has no guest of it.
+fn is_off_at(app: &App, name: &VmName, host: &HostName) -> bool {
+    let state = app.state();
+    let place = state.place(name).filter(|place| place.host == *host);
+    let vm = place.and_then(|place| place.vm);
+    vm.is_some_and(|vm| matches!(vm.state, VmState::Stopped | VmState::Crashed))
+}
+
 /// The host holds the right already: brings its description up to date. False when the host wants a new generation
-/// for that (attempts to hand over have used some up that it does not hold).
-async fn keep_held(app: &App, agent: &AgentClient, plan: &Plan) -> Outcome<bool> {
-    let Some(known) = plan.held.as_ref().and_then(|held| held.vm.as_ref()) else {
-        return Ok(false);
-    };
-    if known.spec != plan.resolved {
+/// for that.
+async fn keep_held(
+    app: &App,
+    agent: &AgentClient,
+    plan: &Plan,
+    generation: Generation,
+) -> Outcome<bool> {
+    let known = plan.held.as_ref().and_then(|held| held.vm.as_ref());
+    if known.is_none_or(|known| known.spec != plan.resolved) {
         let put = PutVm {
             spec: plan.resolved.clone(),
-            generation: known.generation,
+            generation,
             expect: None,
         };
         match agent.put_vm(&put).await {
@@ -318,25 +400,22 @@ async fn save_resolved(app: &App, plan: &Plan) -> Outcome<()> {
 fn granted_entry(plan: &Plan) -> VmEntry {
     VmEntry {
         resolved: Some(plan.resolved.clone()),
-        host: Some(plan.host.clone()),
         ..plan.entry.clone()
     }
 }
 
-/// Nobody holds it, or another host does and gives it up first.
-async fn start_granted(app: &App, agent: &AgentClient, plan: &Plan) -> Outcome<()> {
-    let name = &plan.entry.spec.name;
-    must_all_be_heard(app, name)?;
-    if let Some(held) = &plan.held {
-        let old = app.connected_agent(&held.host)?;
-        forget_at(&old, &held.host, name).await?;
-        refresh(app, &held.host).await;
-    }
-    let generation = grant(app, plan).await?;
+/// Nobody holds it: grants it to the host, durably before the host hears of it, and starts it.
+async fn start_granted(app: &App, agent: &AgentClient, plan: &Plan, free: Free) -> Outcome<()> {
+    let granted = app.state().book.grant(free, &plan.host);
+    let (grant, rows) = granted.map_err(refused)?;
+    let entry = granted_entry(plan);
+    app.store.grant_start(&entry, &rows).await?;
+    app.written(&rows);
+    app.state().vms.insert(entry.spec.name.clone(), entry);
     let put = PutVm {
         spec: plan.resolved.clone(),
-        generation,
-        expect: None,
+        generation: grant.generation,
+        expect: Some(grant.expect),
     };
     let result = put_and_start(agent, &put).await;
     if let Err(error) = &result
@@ -353,41 +432,6 @@ async fn put_and_start(agent: &AgentClient, put: &PutVm) -> Result<(), godwit_rp
     Ok(())
 }
 
-fn must_all_be_heard(app: &App, name: &VmName) -> Outcome<()> {
-    let unheard = app.state().unheard().next().cloned();
-    match unheard {
-        None => Ok(()),
-        Some(host) => Err(ApiError::new(
-            ErrorCode::HostUnreachable,
-            format!("host {host} has not answered since the controller started and may hold VM {name}: bring it back, or, if it is powered off for good, run 'godwit host remove {host} --confirm-unreachable'"),
-        )
-        .on_host(&host)),
-    }
-}
-
-/// Writes down that the host may take the VM, at a generation above every one ever seen.
-async fn grant(app: &App, plan: &Plan) -> Outcome<Generation> {
-    let name = &plan.entry.spec.name;
-    let next = app.state().ledger.next(name);
-    let generation = next.ok_or_else(|| {
-        ApiError::new(
-            ErrorCode::Internal,
-            format!("VM {name} has no generation left"),
-        )
-    })?;
-    let entry = granted_entry(plan);
-    let grant = Grant {
-        vm: name,
-        generation,
-        destination: &plan.host,
-    };
-    app.store.grant_start(&grant, &entry, now_unix_s()).await?;
-    let mut state = app.state();
-    state.ledger.see(name, generation);
-    state.vms.insert(name.clone(), entry);
-    Ok(generation)
-}
-
 /// A start that was refused leaves nothing behind at the host; the generation is used up.
 async fn take_back(app: &App, agent: &AgentClient, plan: &Plan) {
     let name = &plan.entry.spec.name;
@@ -395,12 +439,13 @@ async fn take_back(app: &App, agent: &AgentClient, plan: &Plan) {
         tracing::warn!(vm = %name, host = %plan.host, %error, "the host keeps a VM that did not start");
         return;
     }
-    let entry = VmEntry {
-        host: None,
-        ..plan.entry.clone()
-    };
+    let only = std::collections::BTreeSet::from([plan.host.clone()]);
+    if let Err(error) = clear(app, name, only).await {
+        tracing::warn!(vm = %name, host = %plan.host, %error, "the host still counts as one that may hold the VM");
+    }
+    let entry = plan.entry.clone();
     if let Err(error) = app.store.save_vm(&entry).await {
-        tracing::error!(vm = %name, %error, "cannot note that nobody holds a VM");
+        tracing::error!(vm = %name, %error, "cannot note how a VM is described");
     }
     app.state().vms.insert(name.clone(), entry);
 }
@@ -456,44 +501,4 @@ pub async fn console(app: &App, name: &VmName) -> Outcome<godwit_types::control_
     let agent = app.connected_agent(&place.host)?;
     let text = agent.console(name).await;
     text.map_err(|error| ApiError::from(error).on_host(&place.host))
-}
-
-/// Settles an in-doubt VM at the host that shall run it, and tells the other one if it answers.
-pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outcome<Done> {
-    let _turn = app.vm_lock(name).await;
-    let state = view(app, name)?.state;
-    if state != VmState::InDoubt {
-        return refuse(
-            ErrorCode::WrongState,
-            format!("VM {name} is {state}, not in doubt: there is nothing to resolve"),
-        );
-    }
-    let agent = app.connected_agent(&request.run_on)?;
-    if let Some(fenced) = &request.confirm_fenced {
-        check_fenced(name, request, fenced)?;
-    }
-    for other in hosts_with(app, name)
-        .iter()
-        .filter(|host| **host != request.run_on && !request.give_up)
-    {
-        if let Ok(agent) = app.connected_agent(other)
-            && let Err(error) = agent.resolve(name, request).await
-        {
-            tracing::warn!(vm = %name, host = %other, %error, "cannot tell the other host how its VM was resolved");
-        }
-    }
-    let result = agent.resolve(name, request).await;
-    refresh(app, &request.run_on).await;
-    app.tell_vm(name);
-    result.map_err(|error| ApiError::from(error).on_host(&request.run_on))
-}
-
-fn check_fenced(name: &VmName, request: &ResolveRequest, fenced: &HostName) -> Outcome<()> {
-    if *fenced == request.run_on {
-        return refuse(
-            ErrorCode::InvalidRequest,
-            format!("host {fenced} cannot both run VM {name} and be fenced: name the other host"),
-        );
-    }
-    Ok(())
 }

@@ -8,6 +8,7 @@ use crate::app::App;
 use crate::error::{ControllerError, Outcome, refuse};
 use crate::reconcile::refresh;
 use crate::state::Move;
+use crate::survey::clear_later;
 use godwit_rpc::ClientError;
 use godwit_types::control_api::InventoryEvent;
 use godwit_types::migration::{MigrationReport, Outcome as End, PEER_GAVE_UP, Phase};
@@ -69,7 +70,7 @@ pub fn spawn(app: Arc<App>, id: MigrationId) {
 
 /// Asks once; none when it is over. `waiting` is since when the source's end alone is missing.
 async fn step(
-    app: &App,
+    app: &Arc<App>,
     id: &MigrationId,
     waiting: &mut Option<Instant>,
 ) -> Result<Option<Duration>, ControllerError> {
@@ -82,7 +83,7 @@ async fn step(
         Verdict::GoesOn(report) => {
             let doubt = report.outcome == Some(End::InDoubt);
             if doubt && last.outcome != report.outcome {
-                app.store.save_report(&report, false).await?;
+                app.store.save_report(&report).await?;
                 tell(app, &report);
             }
             app.publish(*report);
@@ -166,9 +167,15 @@ fn failed(mut report: MigrationReport, reason: &str) -> MigrationReport {
     report
 }
 
-/// Stores the end, then tells everybody.
-async fn end(app: &App, report: MigrationReport) -> Result<(), ControllerError> {
-    app.store.save_report(&report, true).await?;
+/// Stores the end, with who holds the VM by that, then tells everybody.
+async fn end(app: &Arc<App>, report: MigrationReport) -> Result<(), ControllerError> {
+    let (at, other) = match report.outcome {
+        Some(End::Completed) => (&report.to, &report.from),
+        _ => (&report.from, &report.to),
+    };
+    let rows = app.state().book.migration_ended(&report.vm, at);
+    app.store.end_migration(&report, &rows).await?;
+    app.written(&rows);
     tracing::info!(migration = %report.id, vm = %report.vm, outcome = ?report.outcome, "migration is over");
     // The inventory first, so that who waits for the end then finds the VM where it is.
     refresh(app, &report.to).await;
@@ -177,6 +184,8 @@ async fn end(app: &App, report: MigrationReport) -> Result<(), ControllerError> 
     app.publish(report.clone());
     app.end_live(&report.id);
     tell(app, &report);
+    // The other side says durably that it holds nothing, so that nobody has to wait for it later.
+    clear_later(app, report.vm.clone(), other.clone());
     Ok(())
 }
 

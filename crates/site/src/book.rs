@@ -251,10 +251,22 @@ impl Book {
         self.hosts.get(host).is_some_and(|host| host.answers)
     }
 
+    /// Whether a host has answered since this book was opened.
+    pub fn was_heard(&self, host: &HostName) -> bool {
+        self.hosts
+            .get(host)
+            .is_some_and(|host| host.heard.is_some())
+    }
+
     /// Whether a person said that a host is off, and it was not heard since.
     pub fn is_fenced(&self, host: &HostName) -> bool {
         self.fenced_strangers.contains(host)
             || self.hosts.get(host).is_some_and(|host| host.row.fenced)
+    }
+
+    /// Whether a host answered that a person had said is off, in the very life that it had before.
+    pub fn was_fenced_falsely(&self, host: &HostName) -> bool {
+        self.hosts.get(host).is_some_and(|host| host.false_fence)
     }
 
     /// What the controller holds of the host's present life.

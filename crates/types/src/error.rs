@@ -60,6 +60,8 @@ codes! {
     WrongState = ("wrong-state", 409),
     /// The VM is in doubt and must be resolved first.
     InDoubt = ("in-doubt", 409),
+    /// The VM's former host has not said yet that it knows where the VM is; it passes.
+    Unconfirmed = ("unconfirmed", 409),
     /// Several hosts hold the VM.
     RunningTwice = ("running-twice", 409),
     /// The command comes from a controller whose word is older than one that was heard.

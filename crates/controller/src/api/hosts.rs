@@ -48,6 +48,16 @@ pub async fn remove(
     Ok(Json(hosts::remove(&app, &name, confirmed).await?))
 }
 
+/// A person says that a host is powered off; it holds until the host is heard.
+#[utoipa::path(post, path = "/v1/hosts/{name}/fenced", params(("name" = String, Path)), request_body = Empty, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn fenced(
+    State(app): Shared,
+    PathParam(name): PathParam<HostName>,
+    JsonBody(Empty {}): JsonBody<Empty>,
+) -> ApiResult<Done> {
+    Ok(Json(hosts::fenced(&app, &name).await?))
+}
+
 /// Checks a host: kernel, QEMU, CPU and the rest, each with its remedy.
 #[utoipa::path(get, path = "/v1/hosts/{name}/check", params(("name" = String, Path)), responses((status = 200, body = HostCheck), (status = "default", body = ApiError)))]
 pub async fn check(

@@ -7,6 +7,7 @@ mod drains;
 mod events;
 mod hosts;
 mod migrations;
+mod site;
 mod vms;
 
 use crate::app::App;
@@ -48,6 +49,10 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(vms::pause))
         .routes(routes!(vms::resume))
         .routes(routes!(vms::resolve))
+        .routes(routes!(vms::keep))
+        .routes(routes!(hosts::fenced))
+        .routes(routes!(site::view))
+        .routes(routes!(site::ask))
         .routes(routes!(vms::migrate))
         .routes(routes!(vms::console))
         .routes(routes!(migrations::list))

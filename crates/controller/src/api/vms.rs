@@ -2,15 +2,18 @@
 
 use super::Shared;
 use crate::migrate;
+use crate::resolve;
 use crate::vms::{self, Action, Force};
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use godwit_rpc::controller_client::MigrateAnswer;
+use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam};
 use godwit_types::control_api::{
-    ConsoleText, Done, Empty, MigrationBegun, ResolveRequest, StartRequest, StopRequest, VmView,
+    ConsoleText, Done, Empty, KeepRequest, MigrationBegun, ResolveRequest, StartRequest,
+    StopRequest, VmView,
 };
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::{ApiError, VmName, VmSpec};
@@ -20,7 +23,7 @@ type Name = PathParam<VmName>;
 /// All VMs, those in doubt first.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmView>), (status = "default", body = ApiError)))]
 pub async fn list(State(app): Shared) -> Json<Vec<VmView>> {
-    Json(app.state().vm_views())
+    Json(app.state().vm_views(now_unix_s()))
 }
 
 /// Describes a new VM; it is off.
@@ -110,7 +113,17 @@ pub async fn resolve(
     PathParam(name): Name,
     JsonBody(request): JsonBody<ResolveRequest>,
 ) -> ApiResult<Done> {
-    Ok(Json(vms::resolve(&app, &name, &request).await?))
+    Ok(Json(resolve::resolve(&app, &name, &request).await?))
+}
+
+/// Of a VM that several hosts hold, keeps the copy of one host; the others are ended.
+#[utoipa::path(post, path = "/v1/vms/{name}/keep", params(("name" = String, Path)), request_body = KeepRequest, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn keep(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(request): JsonBody<KeepRequest>,
+) -> ApiResult<Done> {
+    Ok(Json(resolve::keep(&app, &name, &request).await?))
 }
 
 /// Begins a migration; with `dry_run` only checks whether it could.

@@ -11,6 +11,7 @@ use crate::error::ControllerError;
 use crate::forecast::{self, QUICK};
 use crate::{migrate, place, preflight};
 use godwit_rpc::controller_client::MigrateAnswer;
+use godwit_rpc::pki::now_unix_s;
 use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
 use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome as End};
 use godwit_types::vm::VmState;
@@ -163,7 +164,11 @@ pub fn look(app: &App, view: &mut DrainView) {
             (vm.reasons, vm.percent) = (Vec::new(), None);
             continue;
         }
-        let note = || state.vm_view(&vm.vm).and_then(|view| view.note);
+        let note = || {
+            state
+                .vm_view(&vm.vm, now_unix_s())
+                .and_then(|view| view.note)
+        };
         let stays = stays(&vm.vm, &view.host, state.vm_state(&vm.vm), note);
         match (stays, vm.step) {
             (Some(Stays::Off), _) => vm.step = DrainStep::Off,
@@ -326,7 +331,7 @@ fn away(app: &App, view: &DrainView, began: Instant) -> BTreeMap<HostName, Durat
     hosts
         .map(|(name, entry)| {
             let seen = u64::try_from(entry.last_seen_unix_s).unwrap_or(0);
-            let away = match entry.heard {
+            let away = match state.book.was_heard(name) {
                 true => Duration::from_secs(now().saturating_sub(seen)),
                 false => began.elapsed(),
             };
@@ -343,7 +348,7 @@ fn may_go_to(
     work: &Work,
     now: Instant,
 ) -> Option<Result<Vec<Room>, Vec<ApiError>>> {
-    let spec = app.state().vm_view(vm)?.spec;
+    let spec = app.state().vm_view(vm, now_unix_s())?.spec;
     let (mut may, mut reasons) = (Vec::new(), Vec::new());
     for host in hosts {
         let mut lacks = place::lacks(&spec, host);

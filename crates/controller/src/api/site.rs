@@ -1,0 +1,31 @@
+//! Handlers of what concerns the whole site. Own nothing.
+
+use super::Shared;
+use crate::site;
+use axum::extract::State;
+use axum::{Extension, Json};
+use godwit_rpc::{ApiResult, JsonBody, Peer, RemovedPeer};
+use godwit_types::site::{SiteAnswer, SiteQuestion, SiteView};
+use godwit_types::{ApiError, ErrorCode};
+
+/// How the site stands: what a person must know before anything else.
+#[utoipa::path(get, path = "/v1/site", responses((status = 200, body = SiteView), (status = "default", body = ApiError)))]
+pub async fn view(State(app): Shared) -> Json<SiteView> {
+    Json(site::view(&app))
+}
+
+/// A host asks before it boots what nobody asked it to boot; for agents only.
+#[utoipa::path(post, path = "/v1/site/ask", request_body = serde_json::Value, responses((status = 200, body = serde_json::Value), (status = "default", body = ApiError)))]
+pub async fn ask(
+    State(app): Shared,
+    Extension(peer): Extension<Peer>,
+    removed: Option<Extension<RemovedPeer>>,
+    JsonBody(question): JsonBody<SiteQuestion>,
+) -> ApiResult<SiteAnswer> {
+    let Peer::Host(asker) = peer else {
+        let error = ApiError::new(ErrorCode::NotAllowed, "only a host's agent may ask this");
+        return Err(error.into());
+    };
+    let removed = removed.is_some();
+    Ok(Json(site::answer(&app, &asker, &question, removed).await?))
+}

@@ -1,0 +1,172 @@
+//! Ends what only a person can end: a VM in doubt, a VM that several hosts hold, and a host that is off.
+//!
+//! Owns nothing; each takes the VM's lock. A host that answers is asked for a durable no, which is a proof; only of a
+//! silent one a person's word is taken. Refuses to end a copy that nobody named.
+
+use crate::app::App;
+use crate::error::{Outcome, refuse};
+use crate::reconcile::refresh;
+use crate::survey::{clear, refused};
+use crate::vms::{Force, done, release, view};
+use godwit_rpc::AgentClient;
+use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest};
+use godwit_types::site::Claim;
+use godwit_types::vm::VmState;
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use std::collections::BTreeSet;
+
+/// Settles an in-doubt VM at the host that shall run it, or that shall give it up.
+pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outcome<Done> {
+    let _turn = app.vm_lock(name).await;
+    let state = view(app, name)?.state;
+    if state != VmState::InDoubt {
+        return refuse(
+            ErrorCode::WrongState,
+            format!("VM {name} is {state}, not in doubt: there is nothing to resolve"),
+        );
+    }
+    let agent = app.connected_agent(&request.run_on)?;
+    if let Some(other) = &request.confirm_fenced {
+        must_be_another(name, request, other)?;
+        refresh(app, other).await;
+        let answers = app.state().book.answers(other);
+        match answers {
+            true => have_it_say_no(app, name, request, other).await?,
+            false => take_word(app, other).await?,
+        }
+    }
+    let result = agent.resolve(name, request).await;
+    refresh(app, &request.run_on).await;
+    app.tell_vm(name);
+    result.map_err(|error| ApiError::from(error).on_host(&request.run_on))
+}
+
+fn must_be_another(name: &VmName, request: &ResolveRequest, fenced: &HostName) -> Outcome<()> {
+    if *fenced == request.run_on {
+        return refuse(
+            ErrorCode::InvalidRequest,
+            format!("host {fenced} cannot both run VM {name} and be fenced: name the other host"),
+        );
+    }
+    Ok(())
+}
+
+/// The other host is silent: a person says that it is off, which holds until it is heard.
+async fn take_word(app: &App, host: &HostName) -> Outcome<()> {
+    let rows = app.state().book.fence(host).map_err(refused)?;
+    app.write(&rows).await?;
+    tracing::warn!(%host, "a person says that the host is off");
+    app.tell_host(host);
+    Ok(())
+}
+
+/// The other host answers, so its durable no takes the place of a person's word.
+async fn have_it_say_no(
+    app: &App,
+    name: &VmName,
+    request: &ResolveRequest,
+    other: &HostName,
+) -> Outcome<()> {
+    let only = || BTreeSet::from([other.clone()]);
+    clear(app, name, only()).await?;
+    match claim(app, name, other) {
+        Claim::Promised { .. } if !request.give_up => {
+            let gives_up = ResolveRequest {
+                run_on: other.clone(),
+                give_up: true,
+                confirm_fenced: Some(request.run_on.clone()),
+            };
+            let agent = app.connected_agent(other)?;
+            let given_up = agent.resolve(name, &gives_up).await;
+            given_up.map_err(|error| ApiError::from(error).on_host(other))?;
+            clear(app, name, only()).await?;
+        }
+        // The source ran on: what the destination has is void.
+        Claim::Holds { .. } if request.give_up => return Ok(()),
+        _ => {}
+    }
+    match claim(app, name, other) {
+        Claim::No | Claim::Moved { .. } => Ok(()),
+        _ => Err(ApiError::new(
+            ErrorCode::WrongState,
+            format!(
+                "host {other} answers and may run VM {name}: it ends by itself when the two hosts reach each other; power {other} off first to decide otherwise"
+            ),
+        )
+        .on_host(other)),
+    }
+}
+
+fn claim(app: &App, name: &VmName, host: &HostName) -> Claim {
+    app.state()
+        .book
+        .claims(name)
+        .remove(host)
+        .unwrap_or_default()
+}
+
+/// Of a VM that several hosts hold, keeps the copy of one host and ends the others.
+pub async fn keep(app: &App, name: &VmName, request: &KeepRequest) -> Outcome<Done> {
+    let _turn = app.vm_lock(name).await;
+    let view = view(app, name)?;
+    if !view.copies.contains(&request.host) {
+        return refuse(
+            ErrorCode::WrongState,
+            match view.copies.is_empty() {
+                true => {
+                    format!("VM {name} is held by one host at most: there is nothing to decide")
+                }
+                false => format!(
+                    "host {} does not hold VM {name}: see 'godwit vm list'",
+                    request.host
+                ),
+            },
+        );
+    }
+    let kept = app.connected_agent(&request.host)?;
+    for host in view.copies.iter().filter(|host| **host != request.host) {
+        end_copy(app, name, host).await?;
+    }
+    refresh(app, &request.host).await;
+    go_on(app, &kept, name, &request.host).await?;
+    refresh(app, &request.host).await;
+    app.tell_vm(name);
+    Ok(done(format!(
+        "VM {name} is kept on host {}, every other copy is ended.",
+        request.host
+    )))
+}
+
+async fn end_copy(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
+    tracing::warn!(vm = %name, %host, "a person has this copy of the VM ended");
+    let agent = app.connected_agent(host)?;
+    let Force(force) = Force(true);
+    match agent.stop(name, &StopRequest { force }).await {
+        Ok(_) => {}
+        Err(error) if error.code() == ErrorCode::WrongState => {}
+        Err(error) => return Err(ApiError::from(error).on_host(host)),
+    }
+    release(app, name, host).await?;
+    clear(app, name, BTreeSet::from([host.clone()])).await
+}
+
+/// The kept copy may be the one that was paused.
+async fn go_on(app: &App, agent: &AgentClient, name: &VmName, host: &HostName) -> Outcome<()> {
+    let paused = app.state().place(name).and_then(|place| place.vm);
+    if paused.is_none_or(|vm| vm.state != VmState::Paused) {
+        return Ok(());
+    }
+    let resumed = agent.resume(name).await;
+    resumed
+        .map(drop)
+        .map_err(|error| ApiError::from(error).on_host(host))
+}
+
+/// A person says that a host is off; it holds until the host is heard.
+pub async fn fenced(app: &App, host: &HostName) -> Outcome<Done> {
+    refresh(app, host).await;
+    take_word(app, host).await?;
+    Ok(done(format!(
+        "Host {host} counts as powered off until it is heard again: its VMs may be started elsewhere. Keep it off until then."
+    )))
+}

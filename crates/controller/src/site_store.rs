@@ -1,0 +1,124 @@
+//! The site's rules' part of the database: the controller's last word, and who may hold which VM.
+//!
+//! Part of [`Store`]. Rows are written before a host hears what follows from them. Refuses to go back: a row is replaced
+//! only by one of a later word, so that writes that overtake each other do no harm.
+
+use crate::error::ControllerError;
+use crate::store::{Store, from_json, to_json, unreadable};
+use godwit_site::{Entry, HostRow, Row};
+use godwit_types::site::Stamp;
+use godwit_types::{HostName, VmName};
+use sqlx::{Sqlite, Transaction, query, query_as, query_scalar};
+
+type Result<T> = std::result::Result<T, ControllerError>;
+
+impl Store {
+    /// Writes rows, all or none.
+    pub async fn write(&self, rows: &[Row]) -> Result<()> {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let mut tx = self.pool.begin().await?;
+        write_rows(&mut tx, rows).await?;
+        tx.commit().await?;
+        Ok(())
+    }
+
+    /// The controller's last word.
+    pub async fn stamp(&self) -> Result<Stamp> {
+        let sql = "SELECT epoch, number FROM site_stamp";
+        let (epoch, number): (i64, i64) = query_as(sql).fetch_one(&self.pool).await?;
+        Ok(Stamp {
+            epoch: u64::try_from(epoch).map_err(|e| unreadable("stamp", e))?,
+            number: u64::try_from(number).map_err(|e| unreadable("stamp", e))?,
+        })
+    }
+
+    /// Every VM's entry.
+    pub async fn entries(&self) -> Result<Vec<(VmName, Entry)>> {
+        let rows: Vec<(String, String)> = query_as("SELECT vm, entry FROM site_vms")
+            .fetch_all(&self.pool)
+            .await?;
+        let read = |(vm, entry): (String, String)| {
+            let vm = VmName::new(vm).map_err(|e| unreadable("VM name", e))?;
+            Ok((vm, from_json("right to run a VM", &entry)?))
+        };
+        rows.into_iter().map(read).collect()
+    }
+
+    /// What is kept of each host beside its enrolment.
+    pub async fn host_rows(&self) -> Result<Vec<(HostName, HostRow)>> {
+        let rows: Vec<(String, String)> = query_as("SELECT host, record FROM site_hosts")
+            .fetch_all(&self.pool)
+            .await?;
+        let read = |(host, record): (String, String)| {
+            let host = HostName::new(host).map_err(|e| unreadable("host name", e))?;
+            Ok((host, from_json("host", &record)?))
+        };
+        rows.into_iter().map(read).collect()
+    }
+
+    /// Hosts that are not enrolled and that a person said are off.
+    pub async fn fenced_strangers(&self) -> Result<Vec<HostName>> {
+        let rows: Vec<String> = query_scalar("SELECT host FROM site_strangers")
+            .fetch_all(&self.pool)
+            .await?;
+        let names = rows.into_iter().map(HostName::new);
+        names
+            .map(|name| name.map_err(|e| unreadable("host name", e)))
+            .collect()
+    }
+}
+
+/// Writes rows as part of a transaction.
+pub(crate) async fn write_rows(tx: &mut Transaction<'_, Sqlite>, rows: &[Row]) -> Result<()> {
+    for row in rows {
+        match row {
+            Row::Stamp(stamp) => write_stamp(tx, *stamp).await?,
+            Row::Vm(vm, entry) => write_entry(tx, vm, entry).await?,
+            Row::Host(host, row) => {
+                let sql = "INSERT INTO site_hosts (host, record) VALUES (?, ?) ON CONFLICT (host) DO UPDATE SET record = excluded.record";
+                query(sql)
+                    .bind(host.as_str())
+                    .bind(to_json(row)?)
+                    .execute(&mut **tx)
+                    .await?;
+            }
+            Row::FencedStranger(host) => {
+                query("INSERT OR IGNORE INTO site_strangers (host) VALUES (?)")
+                    .bind(host.as_str())
+                    .execute(&mut **tx)
+                    .await?;
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn write_stamp(tx: &mut Transaction<'_, Sqlite>, stamp: Stamp) -> Result<()> {
+    let (epoch, number) = integers(stamp)?;
+    query("UPDATE site_stamp SET epoch = ?1, number = ?2 WHERE (epoch, number) < (?1, ?2)")
+        .bind(epoch)
+        .bind(number)
+        .execute(&mut **tx)
+        .await?;
+    Ok(())
+}
+
+async fn write_entry(tx: &mut Transaction<'_, Sqlite>, vm: &VmName, entry: &Entry) -> Result<()> {
+    let (epoch, number) = integers(entry.stamp)?;
+    let sql = "INSERT INTO site_vms (vm, entry, epoch, number) VALUES (?, ?, ?, ?) ON CONFLICT (vm) DO UPDATE SET entry = excluded.entry, epoch = excluded.epoch, number = excluded.number WHERE (excluded.epoch, excluded.number) > (site_vms.epoch, site_vms.number)";
+    query(sql)
+        .bind(vm.as_str())
+        .bind(to_json(entry)?)
+        .bind(epoch)
+        .bind(number)
+        .execute(&mut **tx)
+        .await?;
+    Ok(())
+}
+
+fn integers(stamp: Stamp) -> Result<(i64, i64)> {
+    let integer = |part: u64| i64::try_from(part).map_err(|e| unreadable("stamp", e));
+    Ok((integer(stamp.epoch)?, integer(stamp.number)?))
+}

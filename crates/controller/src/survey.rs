@@ -1,0 +1,111 @@
+//! Asks hosts who may hold a VM, now, and has the answers judged by the site's rules.
+//!
+//! Owns nothing; the VM's turn is the caller's. Refuses to take what was heard before for an answer.
+
+use crate::app::App;
+use crate::error::Outcome;
+use futures_util::future::join_all;
+use godwit_site::{Refusal, Survey, Surveyed};
+use godwit_types::site::{SurveyAnswer, SurveyRequest};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How often a survey that was overtaken is made again.
+const TRIES: usize = 5;
+/// How long a host that did not answer its last poll may take to answer a survey.
+const SILENT_WAIT: Duration = Duration::from_secs(3);
+
+/// What a refusal of the site's rules is to people and scripts.
+pub fn refused(refusal: Refusal) -> ApiError {
+    let (code, host) = match &refusal {
+        Refusal::Silent { hosts, .. } => (ErrorCode::HostUnreachable, hosts.first()),
+        Refusal::Stranger { host, .. } => (ErrorCode::HostUnreachable, Some(host)),
+        Refusal::MayRun { host, .. } => (ErrorCode::HostUnreachable, Some(host)),
+        Refusal::Restored { .. } => (ErrorCode::HostUnreachable, None),
+        Refusal::UnknownHost { .. } => (ErrorCode::UnknownHost, None),
+        Refusal::Twice { .. } => (ErrorCode::RunningTwice, None),
+        Refusal::Exhausted { .. } => (ErrorCode::Internal, None),
+        Refusal::Held { host, .. }
+        | Refusal::HandingOver { host, .. }
+        | Refusal::Answers { host }
+        | Refusal::HoldsVms { host, .. }
+        | Refusal::NotItself { host } => (ErrorCode::WrongState, Some(host)),
+        _ => (ErrorCode::WrongState, None),
+    };
+    let error = ApiError::new(code, refusal.to_string());
+    match host {
+        Some(host) => error.on_host(host),
+        None => error,
+    }
+}
+
+/// Asks every host that may hold a VM, and `also`. What has come of it is durable when this returns.
+pub async fn survey(app: &App, vm: &VmName, also: &[HostName]) -> Outcome<Surveyed> {
+    for _ in 0..TRIES {
+        let begun = app.state().book.begin_survey(vm, also);
+        match take(app, begun).await? {
+            Surveyed::Refused(Refusal::Stale { .. }) => {}
+            verdict => return Ok(verdict),
+        }
+    }
+    Err(refused(Refusal::Stale { vm: vm.clone() }))
+}
+
+type Begun = Result<(Survey, Vec<godwit_site::Row>), Refusal>;
+
+async fn take(app: &App, begun: Begun) -> Outcome<Surveyed> {
+    let (survey, rows) = begun.map_err(refused)?;
+    app.write(&rows).await?;
+    let answers = ask_all(app, &survey).await;
+    let (verdict, rows) = app.state().book.take_survey(&survey, &answers);
+    app.write(&rows).await?;
+    Ok(verdict)
+}
+
+/// Asks these hosts alone, so that those that hold nothing no longer stand in the way.
+pub async fn clear(app: &App, vm: &VmName, hosts: BTreeSet<HostName>) -> Outcome<()> {
+    let begun = app.state().book.survey_of(vm, hosts);
+    take(app, begun).await.map(drop)
+}
+
+/// The same, in its own time: what it does not find out now is found out when somebody needs to know.
+pub fn clear_later(app: &Arc<App>, vm: VmName, host: HostName) {
+    let app = app.clone();
+    tokio::spawn(async move {
+        let _turn = app.vm_lock(&vm).await;
+        if !app.state().book.may_hold(&vm).contains(&host) {
+            return;
+        }
+        if let Err(error) = clear(&app, &vm, BTreeSet::from([host.clone()])).await {
+            tracing::info!(%vm, %host, %error, "the host still counts as one that may hold the VM");
+        }
+    });
+}
+
+async fn ask_all(app: &App, survey: &Survey) -> BTreeMap<HostName, SurveyAnswer> {
+    let asked = survey.hosts.iter().map(|host| ask(app, host, survey));
+    let answers = join_all(asked).await.into_iter().flatten();
+    answers.collect()
+}
+
+async fn ask(app: &App, host: &HostName, survey: &Survey) -> Option<(HostName, SurveyAnswer)> {
+    let (_, agent) = app.agent(host).ok()?;
+    let request = SurveyRequest {
+        level: survey.level,
+    };
+    let patience = match app.state().book.answers(host) {
+        true => app.config.deadlines.act,
+        false => SILENT_WAIT.min(app.config.deadlines.act),
+    };
+    let asked = tokio::time::timeout(patience, agent.survey(&survey.vm, &request));
+    match asked.await {
+        Ok(Ok(answer)) => Some((host.clone(), answer)),
+        Ok(Err(error)) => {
+            tracing::warn!(vm = %survey.vm, %host, %error, "a host does not say whether it holds a VM");
+            None
+        }
+        Err(_) => None,
+    }
+}
