@@ -4,7 +4,7 @@
 //! across an await. One lock per VM orders the operations on it.
 
 use crate::config::ControllerConfig;
-use crate::drain::Drains;
+use crate::drains::Drains;
 use crate::error::{ControllerError, Outcome, refuse};
 use crate::forecast;
 use crate::state::{HostEntry, Place, State};
@@ -191,6 +191,14 @@ impl App {
         self.tell(InventoryEvent::Host {
             name: host.to_string(),
         });
+    }
+
+    /// Tells that the emptying of a host has begun, gone on or ended.
+    pub fn tell_drain(&self, host: &HostName) {
+        self.tell(InventoryEvent::Drain {
+            host: host.to_string(),
+        });
+        self.tell_host(host);
     }
 
     /// Changes from now on.

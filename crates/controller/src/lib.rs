@@ -9,6 +9,7 @@ mod api;
 mod app;
 mod config;
 mod drain;
+mod drains;
 mod error;
 mod forecast;
 mod hosts;

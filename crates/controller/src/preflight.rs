@@ -4,7 +4,6 @@
 //! Owns nothing, changes nothing. Collects every refusal, each naming the host and the remedy.
 
 use crate::app::App;
-use crate::drain;
 use crate::error::{Outcome, refuse};
 use crate::place;
 use crate::reconcile::refresh;
@@ -121,7 +120,7 @@ fn ends(app: &App, name: &VmName, to: &HostName) -> Outcome<(End, End, HostVm)> 
         );
     }
     let vm = movable(name, &place)?;
-    drain::must_take_vms(app, to)?;
+    app.drains.must_take_vms(to)?;
     let source = app.host(&place.host)?;
     Ok((
         end(app, &place.host, source)?,

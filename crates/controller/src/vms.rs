@@ -6,10 +6,10 @@
 
 use crate::app::{App, unknown_vm, unreachable_host};
 use crate::error::{Outcome, refuse};
+use crate::place;
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::store::{Added, Grant};
-use crate::{drain, place};
 use futures_util::future::join_all;
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
@@ -261,7 +261,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         Some(host) => host,
         None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
     };
-    drain::must_take_vms(app, &host)?;
+    app.drains.must_take_vms(&host)?;
     let info = hosts
         .iter()
         .find(|info| info.name == host)
