@@ -6,7 +6,7 @@
 use crate::config::ControllerConfig;
 use crate::drains::Drains;
 use crate::error::{ControllerError, Outcome, refuse};
-use crate::forecast;
+use crate::measured::Measured;
 use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use godwit_rpc::pki::now_unix_s;
@@ -46,7 +46,7 @@ pub struct App {
     /// Hosts that are being emptied.
     pub drains: Drains,
     /// Measurements of guests and links.
-    pub forecasts: forecast::Memory,
+    pub measured: Measured,
     /// Addresses for join tokens.
     pub advertise: Vec<SocketAddr>,
     state: Mutex<State>,
@@ -106,7 +106,7 @@ impl App {
             identity,
             revocations,
             drains: Drains::default(),
-            forecasts: forecast::Memory::default(),
+            measured: Measured::default(),
             removed: Mutex::new(removed.into_iter().collect()),
             advertise,
             state: Mutex::new(state),

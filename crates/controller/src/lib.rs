@@ -14,6 +14,7 @@ mod error;
 mod forecast;
 mod hosts;
 mod ledger;
+mod measured;
 mod migrate;
 mod place;
 mod preflight;
