@@ -5,7 +5,7 @@
 
 use crate::app::App;
 use crate::error::{Outcome, refuse};
-use crate::place;
+use crate::placement::place;
 use crate::reconcile::refresh;
 use crate::secret;
 use crate::state::{HostEntry, Place};

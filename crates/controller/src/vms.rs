@@ -6,7 +6,7 @@
 
 use crate::app::{App, unknown_vm, unreachable_host};
 use crate::error::{Outcome, refuse};
-use crate::place;
+use crate::placement::place;
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::store::{Added, Grant};
