@@ -52,6 +52,7 @@ pub struct App {
     state: Mutex<State>,
     locks: Mutex<VmLocks>,
     host_locks: Mutex<HostLocks>,
+    macs: tokio::sync::Mutex<()>,
     clients: Mutex<Clients>,
     moving: Mutex<BTreeSet<VmName>>,
     live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
@@ -112,6 +113,7 @@ impl App {
             state: Mutex::new(state),
             locks: Mutex::default(),
             host_locks: Mutex::default(),
+            macs: tokio::sync::Mutex::default(),
             clients: Mutex::default(),
             moving: Mutex::default(),
             live: Mutex::default(),
@@ -138,6 +140,11 @@ impl App {
             .or_default()
             .clone();
         mutex.lock_owned().await
+    }
+
+    /// Waits for the turn to allot MAC addresses; held until the VM that has them is in the inventory.
+    pub async fn macs_turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.macs.lock().await
     }
 
     /// Forgets the lock of a VM that is gone.

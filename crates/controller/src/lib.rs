@@ -12,6 +12,7 @@ mod drains;
 mod error;
 mod hosts;
 mod ledger;
+mod macs;
 mod measured;
 mod migrate;
 mod placement;

@@ -6,6 +6,7 @@
 
 use crate::app::{App, unknown_vm, unreachable_host};
 use crate::error::{Outcome, refuse};
+use crate::macs;
 use crate::placement::place;
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
@@ -36,8 +37,9 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     check(&spec)?;
     let name = spec.name.clone();
     let _turn = app.vm_lock(&name).await;
+    let _macs = app.macs_turn().await;
     let entry = VmEntry {
-        spec,
+        spec: macs::allot(spec, &app.state().vms)?,
         resolved: None,
         host: None,
     };
@@ -75,6 +77,8 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     let _turn = app.vm_lock(name).await;
     let mut entry = entry_of(app, name)?;
     must_be_off(app, name, "edited")?;
+    let _macs = app.macs_turn().await;
+    let spec = macs::allot(spec, &app.state().vms)?;
     let keeps_hardware = entry.spec.machine == spec.machine;
     entry.resolved = entry.resolved.filter(|_| keeps_hardware);
     entry.spec = spec;
