@@ -8,7 +8,7 @@ use godwit_types::control_api::{HostState, HostView, VmView};
 use godwit_types::host::{Check, CheckStatus, HostInfo};
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{MigrationReport, Outcome, Phase, PreflightReport};
-use godwit_types::vm::VmState;
+use godwit_types::vm::{VmState, mac_text};
 use serde::Serialize;
 use std::fmt::Display;
 use std::io::{IsTerminal, Write};
@@ -182,7 +182,11 @@ impl Output {
         for (index, nic) in vm.spec.nics.iter().enumerate() {
             rows.push((
                 "nic",
-                format!("{} {}", nic.port_group, mac_text(vm.spec.mac(index))),
+                format!(
+                    "{} {}",
+                    nic.port_group,
+                    mac_text(vm.spec.mac(index).unwrap_or_default())
+                ),
             ));
         }
         if let Some(migration) = &vm.migration {
@@ -414,12 +418,6 @@ pub fn kebab(value: &impl Serialize) -> String {
         Ok(serde_json::Value::String(text)) => text,
         _ => String::new(),
     }
-}
-
-fn mac_text(mac: Option<[u8; 6]>) -> String {
-    let bytes = mac.unwrap_or_default();
-    let parts: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-    parts.join(":")
 }
 
 fn host_state(host: &HostView) -> String {

@@ -4,9 +4,9 @@
 //! across an await. One lock per VM orders the operations on it.
 
 use crate::config::ControllerConfig;
-use crate::drain::Drains;
+use crate::drains::Drains;
 use crate::error::{ControllerError, Outcome, refuse};
-use crate::forecast;
+use crate::measured::Measured;
 use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use godwit_rpc::pki::now_unix_s;
@@ -48,12 +48,13 @@ pub struct App {
     /// Hosts that are being emptied.
     pub drains: Drains,
     /// Measurements of guests and links.
-    pub forecasts: forecast::Memory,
+    pub measured: Measured,
     /// Addresses for join tokens.
     pub advertise: Vec<SocketAddr>,
     state: Mutex<State>,
     locks: Mutex<VmLocks>,
     host_locks: Mutex<HostLocks>,
+    macs: tokio::sync::Mutex<()>,
     clients: Mutex<Clients>,
     moving: Mutex<BTreeSet<VmName>>,
     live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
@@ -115,12 +116,13 @@ impl App {
             identity,
             revocations,
             drains: Drains::default(),
-            forecasts: forecast::Memory::default(),
+            measured: Measured::default(),
             removed: Mutex::new(removed.into_iter().collect()),
             advertise,
             state: Mutex::new(state),
             locks: Mutex::default(),
             host_locks: Mutex::default(),
+            macs: tokio::sync::Mutex::default(),
             clients: Mutex::default(),
             moving: Mutex::default(),
             live: Mutex::default(),
@@ -194,6 +196,11 @@ impl App {
         mutex.lock_owned().await
     }
 
+    /// Waits for the turn to allot MAC addresses; held until the VM that has them is in the inventory.
+    pub async fn macs_turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
+        self.macs.lock().await
+    }
+
     /// Forgets the lock of a VM that is gone.
     pub fn forget_vm_lock(&self, vm: &VmName) {
         lock(&self.locks).remove(vm);
@@ -245,6 +252,14 @@ impl App {
         self.tell(InventoryEvent::Host {
             name: host.to_string(),
         });
+    }
+
+    /// Tells that the emptying of a host has begun, gone on or ended.
+    pub fn tell_drain(&self, host: &HostName) {
+        self.tell(InventoryEvent::Drain {
+            host: host.to_string(),
+        });
+        self.tell_host(host);
     }
 
     /// Changes from now on.

@@ -4,8 +4,8 @@
 //! that holds VMs unless it does not answer and the operator says that it is off for good.
 
 use crate::app::{App, site_host, unreachable_host};
-use crate::drain;
 use crate::error::{ControllerError, Outcome, refuse};
+use crate::placement::drain;
 use crate::reconcile;
 use crate::resolve;
 use crate::state::HostEntry;

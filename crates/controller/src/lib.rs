@@ -8,12 +8,13 @@
 mod api;
 mod app;
 mod config;
-mod drain;
+mod drains;
 mod error;
-mod forecast;
 mod hosts;
+mod macs;
+mod measured;
 mod migrate;
-mod place;
+mod placement;
 mod preflight;
 mod reconcile;
 mod resolve;

@@ -5,8 +5,8 @@
 
 use crate::app::{App, now};
 use crate::error::{Outcome, refuse};
-use crate::forecast::{self, QUICK, THOROUGH};
-use crate::place::joined;
+use crate::placement::forecast::{self, QUICK, THOROUGH};
+use crate::placement::place::joined;
 use crate::preflight::{self, Preflight};
 use crate::secret;
 use crate::store::Added;

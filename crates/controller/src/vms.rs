@@ -6,11 +6,12 @@
 
 use crate::app::{App, unknown_vm, unreachable_host};
 use crate::error::{Outcome, refuse};
+use crate::macs;
+use crate::placement::place;
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::store::Added;
 use crate::survey::{clear, refused, survey};
-use crate::{drain, place};
 use futures_util::future::join_all;
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
@@ -41,8 +42,9 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     check(&spec)?;
     let name = spec.name.clone();
     let _turn = app.vm_lock(&name).await;
+    let _macs = app.macs_turn().await;
     let entry = VmEntry {
-        spec,
+        spec: macs::allot(spec, &app.state().vms)?,
         resolved: None,
     };
     let known = app.state().vms.contains_key(&name);
@@ -81,6 +83,8 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     let _turn = app.vm_lock(name).await;
     let mut entry = entry_of(app, name)?;
     must_be_off(app, name, "edited")?;
+    let _macs = app.macs_turn().await;
+    let spec = macs::allot(spec, &app.state().vms)?;
     let keeps_hardware = entry.spec.machine == spec.machine;
     entry.resolved = entry.resolved.filter(|_| keeps_hardware);
     entry.spec = spec;
@@ -308,7 +312,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         Some(host) => host,
         None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
     };
-    drain::must_take_vms(app, &host)?;
+    app.drains.must_take_vms(&host)?;
     let info = hosts
         .iter()
         .find(|info| info.name == host)

@@ -7,6 +7,7 @@
 //! page cache with threads, since direct and kernel-asynchronous IO write guest memory where the tracker can not see
 //! it. There is no way to add a balloon or anything else that does.
 
+use godwit_types::vm::mac_text;
 use serde_json::json;
 use std::ffi::OsString;
 use std::fmt::Write;
@@ -294,11 +295,6 @@ fn virtio_disk(line: &mut Line, index: usize, disk: &Disk) {
         "-device",
         format!("virtio-blk-pci,id=disk{index},drive=image{index},serial={name}"),
     );
-}
-
-/// A MAC address as people write it.
-pub fn mac_text(mac: [u8; 6]) -> String {
-    mac.map(|byte| format!("{byte:02x}")).join(":")
 }
 
 #[derive(Default)]

@@ -71,7 +71,8 @@ pub struct NicSpec {
     /// Port group, which each host maps to a bridge.
     #[schema(value_type = String)]
     pub port_group: PortGroup,
-    /// MAC address, `52:54:00:xx:xx:xx`; made from the VM's name when absent.
+    /// MAC address, `52:54:00:xx:xx:xx`. When it is absent the controller allots one that no other VM has, made from
+    /// the VM's name while that is free, and writes it down here.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<String>,
 }
@@ -228,18 +229,16 @@ impl VmSpec {
         let nic = self.nics.get(index)?;
         match &nic.mac {
             Some(text) => parse_mac(text),
-            None => {
-                let hash = fnv1a(format!("{}/{index}", self.name).as_bytes());
-                Some([
-                    0x52,
-                    0x54,
-                    0x00,
-                    (hash >> 16) as u8,
-                    (hash >> 8) as u8,
-                    hash as u8,
-                ])
-            }
+            None => Some(self.default_mac(index)),
         }
+    }
+
+    /// The MAC address that is made from the VM's name and the card's index. Others may get the same one: the
+    /// controller allots it only while it is free.
+    pub fn default_mac(&self, index: usize) -> [u8; 6] {
+        let hash = fnv1a(format!("{}/{index}", self.name).as_bytes());
+        let [_, a, b, c] = hash.to_be_bytes();
+        [0x52, 0x54, 0x00, a, b, c]
     }
 
     /// Guest memory in bytes.
@@ -275,11 +274,17 @@ pub fn parse_mac(text: &str) -> Option<[u8; 6]> {
     let mut mac = [0u8; 6];
     let mut parts = text.split(':');
     for byte in &mut mac {
-        let part = parts.next().filter(|part| part.len() == 2)?;
+        let digits = |part: &&str| part.len() == 2 && part.bytes().all(|b| b.is_ascii_hexdigit());
+        let part = parts.next().filter(digits)?;
         *byte = u8::from_str_radix(part, 16).ok()?;
     }
     let unicast = mac[0] & 1 == 0 && mac != [0; 6];
     (parts.next().is_none() && unicast).then_some(mac)
+}
+
+/// A MAC address as people write it.
+pub fn mac_text(mac: [u8; 6]) -> String {
+    mac.map(|byte| format!("{byte:02x}")).join(":")
 }
 
 fn fnv1a(bytes: &[u8]) -> u32 {
@@ -383,6 +388,8 @@ mod tests {
             "53:54:00:12:34:56",
             "52:54:00:12:34",
             "52:54:00:12:34:5g",
+            "+2:54:00:12:34:56",
+            "52:54:00:12:34:+6",
             "00:00:00:00:00:00",
             "",
         ] {

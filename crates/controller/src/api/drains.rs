@@ -2,7 +2,7 @@
 
 use super::Shared;
 use super::events::{Item, event};
-use crate::drain;
+use crate::placement::drain;
 use axum::Json;
 use axum::extract::State;
 use axum::response::sse::{KeepAlive, Sse};

@@ -1,13 +1,14 @@
 //! Hosts and VMs over real sockets: bad input, placement, restored databases, hosts that come and go.
 
 use crate::scripted::{Agent, DEADLINE, House, code, host, spec, to, vm};
+use futures_util::future::join_all;
 use godwit_controller::{Controller, openapi};
 use godwit_rpc::controller_client::{MigrateAnswer, RULES, path};
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role, Token};
 use godwit_types::control_api::{JoinRequest, ResolveRequest, StartRequest, StopRequest};
 use godwit_types::migration::MigrateRequest;
-use godwit_types::vm::{EncryptionMode, VmState};
+use godwit_types::vm::{EncryptionMode, VmState, mac_text};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -118,6 +119,57 @@ async fn each_bad_input_gets_one_sentence_and_leaves_nothing() {
         ErrorCode::UnknownHost
     );
     assert_eq!(a.calls("put"), 0);
+}
+
+#[tokio::test]
+async fn a_mac_is_given_to_one_vm_only_and_written_down() {
+    let mut house = House::new().await;
+    let client = house.client();
+    let made = mac_text(spec("web").default_mac(0));
+    let mac = async |house: &House, name: &str| {
+        let view = house.vm(name).await;
+        view.spec.nics[0].mac.clone().unwrap()
+    };
+    let with = |name: &str, mac: &str| {
+        let mut wish = spec(name);
+        wish.nics[0].mac = Some(mac.to_owned());
+        wish
+    };
+    client.create_vm(&with("db", &made)).await.unwrap();
+    client.create_vm(&spec("web")).await.unwrap();
+    let given = mac(&house, "web").await;
+    assert_ne!(given, made);
+    for refused in [
+        client.create_vm(&with("third", &given)).await,
+        client.edit_vm(&with("db", &given)).await,
+    ] {
+        let error = refused.unwrap_err();
+        assert_eq!(error.code(), ErrorCode::InvalidVm);
+        assert!(error.to_string().contains("taken by VM web"), "{error}");
+    }
+    let signed = client.create_vm(&with("third", "+2:54:00:00:00:01")).await;
+    assert_eq!(code(signed), ErrorCode::InvalidVm);
+    client.delete_vm(&vm("db")).await.unwrap();
+    house.stop().await;
+    house.start().await;
+    assert_eq!(mac(&house, "web").await, given);
+    let edited = house.client().edit_vm(&spec("web")).await.unwrap();
+    assert_eq!(edited.spec.nics[0].mac, Some(given));
+}
+
+#[tokio::test]
+async fn two_vms_that_are_created_at_once_get_different_macs() {
+    let house = House::new().await;
+    let client = house.client();
+    let wish = |name: &str| {
+        let mut wish = spec(name);
+        wish.nics[0].mac = Some("52:54:00:00:00:01".into());
+        wish
+    };
+    let wishes: Vec<_> = (0..8).map(|n| wish(&format!("vm{n}"))).collect();
+    let created = join_all(wishes.iter().map(|wish| client.create_vm(wish))).await;
+    assert_eq!(created.iter().filter(|one| one.is_ok()).count(), 1);
+    assert_eq!(client.vms().await.unwrap().len(), 1);
 }
 
 #[tokio::test]

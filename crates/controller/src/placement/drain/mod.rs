@@ -1,6 +1,6 @@
 //! Emptying hosts: what was asked, durably, and one task per host that moves its VMs away.
 //!
-//! Owns the records of all drains: the database is written first, then they are shown. A drain that was under way goes
+//! Writes the records of all drains: the database first, then they are shown. A drain that was under way goes
 //! on after a restart of the controller. A host that is being emptied, or was, takes no VMs until somebody ends that.
 //! Refuses: to shut a VM down; to move one that preflight refuses.
 
@@ -10,106 +10,11 @@ mod run;
 
 use crate::app::{App, now};
 use crate::error::{ControllerError, Outcome, refuse};
-use crate::vms::done;
-use godwit_types::control_api::{Done, InventoryEvent};
+use godwit_types::control_api::Done;
 use godwit_types::drain::{DrainRequest, DrainState, DrainView};
 use godwit_types::{ApiError, ErrorCode, HostName};
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use tokio::sync::watch;
-
-/// Which beginning of a drain: a task works for one only.
-type Run = u64;
-
-/// A drain.
-#[derive(Debug)]
-struct Record {
-    run: Run,
-    view: watch::Sender<DrainView>,
-}
-
-/// All drains.
-#[derive(Debug, Default)]
-pub struct Drains {
-    records: Mutex<BTreeMap<HostName, Record>>,
-    /// Orders what is written to the database and then shown.
-    turn: tokio::sync::Mutex<()>,
-    runs: AtomicU64,
-}
-
-impl Drains {
-    fn records(&self) -> MutexGuard<'_, BTreeMap<HostName, Record>> {
-        self.records.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The turn to change drains in the database.
-    async fn turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
-        self.turn.lock().await
-    }
-
-    /// Whether a host takes no VMs.
-    pub fn is_draining(&self, host: &HostName) -> bool {
-        self.records().contains_key(host)
-    }
-
-    /// How far a drain is, now and from now on.
-    pub fn watch(&self, host: &HostName) -> Option<watch::Receiver<DrainView>> {
-        let records = self.records();
-        records.get(host).map(|record| record.view.subscribe())
-    }
-
-    fn get(&self, host: &HostName) -> Option<DrainView> {
-        let records = self.records();
-        records.get(host).map(|record| record.view.borrow().clone())
-    }
-
-    /// How far this run is, as long as it goes on.
-    fn current(&self, host: &HostName, run: Run) -> Option<DrainView> {
-        let records = self.records();
-        let record = records.get(host).filter(|record| record.run == run)?;
-        let view = record.view.borrow().clone();
-        (view.state == DrainState::Draining).then_some(view)
-    }
-
-    /// Shows the record of a new run; the first one makes the host draining.
-    fn put(&self, view: DrainView) -> Run {
-        let run = self.runs.fetch_add(1, Ordering::Relaxed);
-        let mut records = self.records();
-        match records.get_mut(&view.host) {
-            Some(record) => {
-                record.run = run;
-                record.view.send_replace(view);
-            }
-            None => {
-                let host = view.host.clone();
-                let view = watch::channel(view).0;
-                records.insert(host, Record { run, view });
-            }
-        }
-        run
-    }
-
-    /// Shows what a running drain has come to.
-    fn renew(&self, view: DrainView) {
-        if let Some(record) = self.records().get(&view.host) {
-            record.view.send_if_modified(|shown| {
-                let changed = *shown != view;
-                *shown = view;
-                changed
-            });
-        }
-    }
-
-    /// Shows the end, then forgets.
-    fn remove(&self, host: &HostName) {
-        if let Some(record) = self.records().remove(host) {
-            record
-                .view
-                .send_modify(|view| view.state = DrainState::Stopped);
-        }
-    }
-}
 
 /// Goes on with what was under way when the controller stopped.
 pub async fn resume(app: &Arc<App>) -> Result<(), ControllerError> {
@@ -158,7 +63,7 @@ pub async fn begin(app: &Arc<App>, host: &HostName, request: &DrainRequest) -> O
     run::look(app, &mut view);
     app.store.save_drain(&view).await?;
     let run = app.drains.put(view.clone());
-    tell(app, host);
+    app.tell_drain(host);
     tracing::info!(%host, vms = view.vms.len(), "the host is being emptied");
     run::spawn(app.clone(), host.clone(), run);
     Ok(view)
@@ -204,7 +109,7 @@ pub async fn stop(app: &App, host: &HostName) -> Outcome<Done> {
     };
     app.store.delete_drain(host).await?;
     app.drains.remove(host);
-    tell(app, host);
+    app.tell_drain(host);
     tracing::info!(%host, "the host takes VMs again");
     let going_on = app
         .state()
@@ -223,7 +128,9 @@ pub async fn stop(app: &App, host: &HostName) -> Outcome<Done> {
         ""
     };
     let sentence = format!("Host {host} {was} takes VMs again{rest}.");
-    Ok(done(sentence.replace("  ", " ")))
+    Ok(Done {
+        message: sentence.replace("  ", " "),
+    })
 }
 
 /// Forgets a host that was removed.
@@ -239,25 +146,4 @@ fn not_draining(host: &HostName) -> ApiError {
         ErrorCode::NotDraining,
         format!("host {host} is not being emptied: begin with 'godwit host drain {host}'"),
     )
-}
-
-/// A VM may not go to a host that is being emptied.
-pub fn must_take_vms(app: &App, host: &HostName) -> Outcome<()> {
-    if !app.drains.is_draining(host) {
-        return Ok(());
-    }
-    Err(ApiError::new(
-        ErrorCode::WrongState,
-        format!(
-            "host {host} is being emptied and takes no VMs: choose another, or run 'godwit host undrain {host}'"
-        ),
-    )
-    .on_host(host))
-}
-
-fn tell(app: &App, host: &HostName) {
-    app.tell(InventoryEvent::Drain {
-        host: host.to_string(),
-    });
-    app.tell_host(host);
 }

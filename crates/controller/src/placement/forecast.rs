@@ -1,10 +1,11 @@
-//! What a migration will be: asks the hosts to measure, remembers what they said for a while, and predicts.
+//! What a migration will be: asks the hosts to measure, has what they said remembered for a while, and predicts.
 //!
-//! Owns the newest measurement of each VM and link. The speed of a link is what earlier migrations between the two
+//! Owns nothing; the measurements are App's. The speed of a link is what earlier migrations between the two
 //! hosts achieved; where there were none, a short burst of the same records; where that fails, what the drivers of the
 //! migration interfaces say. Every prediction says which. Refuses: to guess a speed.
 
 use crate::app::App;
+use crate::measured::{KEPT, Link};
 use crate::preflight::{End, Preflight};
 use crate::secret;
 use godwit_migrate::predict::{self, Asked, Inputs};
@@ -15,10 +16,8 @@ use godwit_types::load::HostLoad;
 use godwit_types::migration::{
     CannotKeep, Cipher, LimitedBy, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport,
 };
-use godwit_types::{ApiError, ErrorCode, HostName, VmName};
-use std::collections::BTreeMap;
+use godwit_types::{ApiError, ErrorCode, VmName};
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Passes over fewer pages say more about their round trips than about the link.
@@ -26,8 +25,6 @@ const PAGES_MEASURABLE: u64 = 4096;
 const PAGE_BYTES: f64 = 4096.0;
 /// Newest migrations that tell a link's speed.
 const HISTORY: usize = 5;
-/// Measurements older than this are forgotten.
-const MEMORY: Duration = Duration::from_secs(600);
 /// Share of the drivers' speed that page data gets at most.
 const NIC_SHARE: f64 = 0.9;
 const MIB: u64 = 1 << 20;
@@ -56,41 +53,6 @@ pub const QUICK: Effort = Effort {
     age: Duration::from_secs(60),
 };
 
-/// A link as far as it is known.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Link {
-    /// Page bytes per second.
-    pub bytes_per_s: f64,
-    /// Round trip, s.
-    pub rtt_s: f64,
-    /// What this rests on.
-    pub basis: String,
-}
-
-/// Source and destination.
-type Pair = (HostName, HostName);
-
-/// The newest measurements.
-#[derive(Debug, Default)]
-pub struct Memory {
-    rates: Mutex<BTreeMap<VmName, (Instant, DirtyRate)>>,
-    links: Mutex<BTreeMap<Pair, (Instant, Link)>>,
-    /// Links that are being measured: two bursts at once would halve each other.
-    measuring: Mutex<BTreeMap<Pair, Arc<tokio::sync::Mutex<()>>>>,
-}
-
-impl Memory {
-    /// Who measures a link holds this.
-    fn turn(&self, hosts: &Pair) -> Arc<tokio::sync::Mutex<()>> {
-        let mut measuring = self
-            .measuring
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        measuring.retain(|_, turn| Arc::strong_count(turn) > 1);
-        measuring.entry(hosts.clone()).or_default().clone()
-    }
-}
-
 /// What is to be expected.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Foreseen {
@@ -98,22 +60,6 @@ pub struct Foreseen {
     pub prediction: Prediction,
     /// Promises that do not fit them.
     pub cannot_keep: Vec<CannotKeep>,
-}
-
-fn young<K: Ord, V: Clone>(
-    map: &Mutex<BTreeMap<K, (Instant, V)>>,
-    key: &K,
-    age: Duration,
-) -> Option<V> {
-    let map = map.lock().unwrap_or_else(PoisonError::into_inner);
-    let (at, value) = map.get(key)?;
-    (at.elapsed() <= age).then(|| value.clone())
-}
-
-fn keep<K: Ord, V>(map: &Mutex<BTreeMap<K, (Instant, V)>>, key: K, value: V) {
-    let mut map = map.lock().unwrap_or_else(PoisonError::into_inner);
-    map.retain(|_, (at, _)| at.elapsed() < MEMORY);
-    map.insert(key, (Instant::now(), value));
 }
 
 /// Measures what is not known and predicts; an error says why that is not possible.
@@ -133,10 +79,10 @@ pub async fn foresee(
 
 /// What is remembered of an earlier prediction's measurements, without asking anybody.
 pub fn remembered(app: &App, found: &Preflight, request: &MigrateRequest) -> Option<Foreseen> {
-    let memory = &app.forecasts;
+    let measured = &app.measured;
     let hosts = (found.source.host.clone(), found.destination.host.clone());
-    let rate = young(&memory.rates, &found.vm.spec.name, MEMORY)?;
-    let link = young(&memory.links, &hosts, MEMORY)?;
+    let rate = measured.rates.young(&found.vm.spec.name, KEPT)?;
+    let link = measured.links.young(&hosts, KEPT)?;
     Some(predict(&rate, &link, request))
 }
 
@@ -147,12 +93,12 @@ pub async fn rate(
     name: &VmName,
     effort: Effort,
 ) -> Result<DirtyRate, ApiError> {
-    let memory = &app.forecasts.rates;
-    if let Some(known) = young(memory, name, effort.age) {
+    let rates = &app.measured.rates;
+    if let Some(known) = rates.young(name, effort.age) {
         return Ok(known);
     }
     let rate = agent.measure(name, effort.guest_ms).await?;
-    keep(memory, name.clone(), rate.clone());
+    rates.keep(name.clone(), rate.clone());
     Ok(rate)
 }
 
@@ -165,15 +111,15 @@ pub async fn link(
     effort: Effort,
 ) -> Result<Link, ApiError> {
     let hosts = (source.host.clone(), destination.host.clone());
-    if let Some(known) = young(&app.forecasts.links, &hosts, effort.age) {
+    if let Some(known) = app.measured.links.young(&hosts, effort.age) {
         return Ok(known);
     }
     let asked = Instant::now();
-    let turn = app.forecasts.turn(&hosts);
+    let turn = app.measured.turn(&hosts);
     let _turn = turn.lock().await;
     // What another has measured while this one waited is as good as new.
     let age = effort.age.max(asked.elapsed());
-    if let Some(known) = young(&app.forecasts.links, &hosts, age) {
+    if let Some(known) = app.measured.links.young(&hosts, age) {
         return Ok(known);
     }
     let reports = app.store.reports_between(&hosts.0, &hosts.1).await?;
@@ -199,7 +145,7 @@ pub async fn link(
         (None, Ok(measured)) => measured,
         (None, Err(error)) => by_interfaces(source, destination).await.ok_or(error)?,
     };
-    keep(&app.forecasts.links, hosts, link.clone());
+    app.measured.links.keep(hosts, link.clone());
     Ok(link)
 }
 
@@ -358,7 +304,7 @@ mod tests {
     use godwit_types::migration::{
         AgentAddress, IterationReport, MigrationSecret, MigrationSpec, Side,
     };
-    use godwit_types::{Generation, MigrationId};
+    use godwit_types::{Generation, HostName, MigrationId};
 
     fn report(cipher: Cipher, gb_per_s: f64, limited_by: LimitedBy) -> MigrationReport {
         let host = |name: &str| AgentAddress {

@@ -3,13 +3,14 @@
 //! Owned by its task; everything that matters is in the record, and what a move came to is in its report, so that a
 //! restarted controller goes on from there. Refuses to give up on a VM after one failed try, and to try for ever.
 
-use super::Run;
 use super::patience::{Patience, TRIES_MAX};
 use super::plan::{self, Moving, Rooms, Waiting};
 use crate::app::{App, in_doubt, now};
+use crate::drains::Run;
 use crate::error::ControllerError;
-use crate::forecast::{self, QUICK};
-use crate::{migrate, place, preflight};
+use crate::placement::forecast::{self, QUICK};
+use crate::placement::place;
+use crate::{migrate, preflight};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
@@ -129,7 +130,7 @@ async fn save(app: &App, view: DrainView, run: Run) -> Result<(), ControllerErro
     }
     app.drains.renew(view);
     if news {
-        super::tell(app, &new.host);
+        app.tell_drain(&new.host);
     }
     Ok(())
 }

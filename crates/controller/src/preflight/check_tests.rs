@@ -1,0 +1,160 @@
+//! What preflight makes of facts, without a host.
+
+use super::*;
+use godwit_types::vm::VmState;
+use godwit_types::{Generation, VmName};
+
+fn host(name: &str) -> HostInfo {
+    HostInfo {
+        name: HostName::new(name).unwrap(),
+        version: "0".into(),
+        kernel: "6.18".into(),
+        qemu: "9.2.0".into(),
+        accelerator: Accelerator::Kvm,
+        machine_types: vec!["pc-q35-9.2".into()],
+        machine_aliases: BTreeMap::new(),
+        cpu_models: vec!["Haswell".into()],
+        encryption: true,
+        port_groups: BTreeMap::from([(group(), "br0".to_owned())]),
+        migration_addresses: vec!["192.0.2.1".parse().unwrap()],
+        agent_address: "192.0.2.1:1".parse().unwrap(),
+        memory_total_mib: 4096,
+        memory_free_mib: 2048,
+        cpus: 2,
+        boot_id: String::new(),
+    }
+}
+
+fn group() -> PortGroup {
+    PortGroup::new("vm").unwrap()
+}
+
+fn facts() -> Facts {
+    let text = "name = \"web\"\nvcpus = 1\nmemory_mib = 1024\nkernel = \"/k\"\ncpu = \"Haswell\"\n\
+                machine = \"pc-q35-9.2\"\n[[nic]]\nport_group = \"vm\"";
+    let spec = VmSpec::from_toml(text).unwrap();
+    assert_eq!(spec.name, VmName::new("web").unwrap());
+    Facts {
+        vm: HostVm {
+            spec,
+            state: VmState::Running,
+            generation: Generation(1),
+            holds: true,
+            migration: None,
+            accelerator: Some(Accelerator::Kvm),
+            vm_process_pid: None,
+            qemu_pid: None,
+            note: None,
+        },
+        source: host("a"),
+        destination: host("b"),
+        wish: None,
+        leaving: said(&[]),
+        coming: said(&[]),
+        arrived: Some(Ok(BTreeMap::from([(group(), true)]))),
+    }
+}
+
+fn said(refusals: &[(ErrorCode, &str)]) -> Option<Result<Said, ApiError>> {
+    let refusals = refusals.iter();
+    Some(Ok(Said {
+        passed: vec!["looked".into()],
+        refusals: refusals
+            .map(|(code, text)| ApiError::new(*code, *text))
+            .collect(),
+    }))
+}
+
+/// Host and code of each refusal.
+fn refusals(facts: &Facts) -> Vec<(String, ErrorCode)> {
+    let host = |error: &ApiError| error.host.clone().unwrap_or_default();
+    let (report, _) = check(facts);
+    let found = report.refusals.iter();
+    found.map(|error| (host(error), error.code)).collect()
+}
+
+#[test]
+fn nothing_speaks_against_a_vm_that_both_hosts_can_run() {
+    let (report, cipher) = check(&facts());
+    assert_eq!(report.refusals, []);
+    assert_eq!(cipher, Cipher::Aes256Gcm);
+    assert_eq!(
+        report.passed,
+        [
+            "hosts a and b have in common what VM web needs",
+            "encryption: aes-256-gcm",
+            "looked",
+            "looked",
+            "a frame from port group vm of host a arrives at host b",
+        ]
+    );
+}
+
+#[test]
+fn what_a_host_says_of_a_matter_counts_more_than_the_inventory() {
+    let mut facts = facts();
+    facts.destination.memory_free_mib = 1;
+    facts.destination.cpu_models.clear();
+    let b = |code| ("b".to_owned(), code);
+    let guessed = [b(ErrorCode::Incompatible), b(ErrorCode::OutOfMemory)];
+    assert_eq!(refusals(&facts), guessed);
+    facts.coming = said(&[(ErrorCode::OutOfMemory, "b is full")]);
+    assert_eq!(refusals(&facts), guessed);
+    let (report, _) = check(&facts);
+    assert_eq!(report.refusals.last().unwrap().message, "b is full");
+    // The other host's word says nothing about this one.
+    facts.coming = said(&[]);
+    facts.leaving = said(&[(ErrorCode::OutOfMemory, "a is full")]);
+    assert_eq!(refusals(&facts).len(), 3);
+}
+
+#[test]
+fn what_is_known_only_here_never_gives_way() {
+    let mut facts = facts();
+    facts.vm.accelerator = None;
+    facts.destination.migration_addresses = vec!["2001:db8::1".parse().unwrap()];
+    facts.leaving = said(&[(ErrorCode::Preflight, "the kernel is old")]);
+    facts.coming = said(&[(ErrorCode::Preflight, "no userfaultfd")]);
+    let (report, _) = check(&facts);
+    let texts: Vec<&str> = report.refusals.iter().map(|e| e.message.as_str()).collect();
+    assert_eq!(texts.len(), 4, "{texts:?}");
+    assert!(texts[0].starts_with("host a does not say what runs VM web"));
+    assert!(texts[1].contains("same family"), "{texts:?}");
+}
+
+#[test]
+fn a_host_that_does_not_answer_leaves_the_inventorys_findings() {
+    let mut facts = facts();
+    facts.destination.memory_free_mib = 1;
+    let silent = ApiError::new(ErrorCode::OutOfMemory, "the agent has no memory to answer");
+    facts.coming = Some(Err(silent));
+    facts.arrived = None;
+    let full = ("b".to_owned(), ErrorCode::OutOfMemory);
+    assert_eq!(refusals(&facts), [full.clone(), full]);
+}
+
+#[test]
+fn a_probe_is_pointless_without_the_bridge_and_each_lost_frame_is_told() {
+    let mut facts = facts();
+    facts.arrived = None;
+    assert!(!lacks_bridge(&facts));
+    facts.coming = said(&[(ErrorCode::MissingBridge, "no bridge br0")]);
+    assert!(lacks_bridge(&facts));
+    facts.coming = said(&[]);
+    facts.arrived = Some(Ok(BTreeMap::new()));
+    assert_eq!(refusals(&facts), [("b".into(), ErrorCode::Preflight)]);
+}
+
+#[test]
+fn a_request_may_not_lower_the_encryption_that_a_vm_requires() {
+    let mut facts = facts();
+    facts.vm.spec.encryption = EncryptionMode::Required;
+    facts.wish = Some(EncryptionMode::Disabled);
+    assert_eq!(refusals(&facts), [(String::new(), ErrorCode::Encryption)]);
+    facts.wish = None;
+    facts.destination.encryption = false;
+    assert_eq!(refusals(&facts), [("b".into(), ErrorCode::Encryption)]);
+    facts.vm.spec.encryption = EncryptionMode::Opportunistic;
+    assert_eq!(refusals(&facts), []);
+    assert_eq!(check(&facts).1, Cipher::None);
+}

@@ -1,0 +1,207 @@
+//! Everything that is looked at before a migration begins: what the inventory knows, then what both hosts say
+//! themselves, then a probe frame from each of the VM's port groups at the source to the same at the destination.
+//!
+//! Here the facts are gathered; `check` judges them. Owns nothing, changes nothing. Collects every refusal, each naming
+//! the host and the remedy.
+
+mod check;
+
+use self::check::{Arrived, Facts, Said};
+use crate::app::App;
+use crate::error::{Outcome, refuse};
+use crate::placement::place;
+use crate::reconcile::refresh;
+use crate::secret;
+use crate::state::{HostEntry, Place};
+use godwit_rpc::AgentClient;
+use godwit_types::host::HostInfo;
+use godwit_types::host_api::{HostVm, PreflightIncoming, ProbeRequest};
+use godwit_types::migration::{Cipher, MigrateRequest, PreflightReport};
+use godwit_types::vm::{Accelerator, VmState};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// One end of a migration.
+pub struct End {
+    /// The host.
+    pub host: HostName,
+    /// What it says of itself.
+    pub info: HostInfo,
+    /// Its agent's address.
+    pub address: std::net::SocketAddr,
+    /// Its agent.
+    pub agent: AgentClient,
+}
+
+/// What preflight found.
+pub struct Preflight {
+    /// Where it runs.
+    pub source: End,
+    /// Where it goes.
+    pub destination: End,
+    /// The VM as it runs.
+    pub vm: HostVm,
+    /// Encryption decided on.
+    pub cipher: Cipher,
+    /// What was fine and what was not.
+    pub report: PreflightReport,
+}
+
+/// Looks at everything. An error is what makes looking further pointless.
+pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<Preflight> {
+    let (mut source, mut destination, mut vm) = ends(app, name, &request.to)?;
+    if !place::has_room(&vm.spec, &destination.info) {
+        // What is known of its memory is up to a poll old: it is asked before it refuses.
+        refresh(app, &request.to).await;
+        (source, destination, vm) = ends(app, name, &request.to)?;
+    }
+    let mut facts = Facts {
+        vm,
+        source: source.info.clone(),
+        destination: destination.info.clone(),
+        wish: request.encryption,
+        leaving: None,
+        coming: None,
+        arrived: None,
+    };
+    ask_source(&mut facts, &source, &destination).await?;
+    let (report, cipher) = check::check(&facts);
+    Ok(Preflight {
+        source,
+        destination,
+        vm: facts.vm,
+        cipher,
+        report,
+    })
+}
+
+/// Asks the source, then, if it answers, the destination.
+async fn ask_source(facts: &mut Facts, source: &End, destination: &End) -> Outcome<()> {
+    match source.agent.preflight_outgoing(&facts.vm.spec.name).await {
+        Ok(outgoing) => {
+            facts.leaving = Some(Ok(Said {
+                passed: outgoing.passed,
+                refusals: outgoing.refusals,
+            }));
+            facts.vm = outgoing.vm;
+            ask_destination(facts, source, destination, outgoing.file_hashes).await?;
+        }
+        Err(error) => facts.leaving = Some(Err(error.into())),
+    }
+    Ok(())
+}
+
+async fn ask_destination(
+    facts: &mut Facts,
+    source: &End,
+    destination: &End,
+    file_hashes: Vec<(String, String)>,
+) -> Outcome<()> {
+    let probe_nonce = match facts.vm.spec.nics.is_empty() {
+        true => String::new(),
+        false => secret::probe_nonce()?,
+    };
+    let request = PreflightIncoming {
+        spec: facts.vm.spec.clone(),
+        accelerator: facts.vm.accelerator.unwrap_or(Accelerator::Auto),
+        file_hashes,
+        source_unix_ms: unix_ms(),
+        probe_nonce,
+    };
+    let answer = destination.agent.preflight_incoming(&request).await;
+    let answered = answer.is_ok();
+    facts.coming = Some(match answer {
+        Ok(report) => Ok(Said {
+            passed: report.passed,
+            refusals: report.refusals,
+        }),
+        Err(error) => Err(error.into()),
+    });
+    if answered && !request.probe_nonce.is_empty() && !check::lacks_bridge(facts) {
+        facts.arrived = Some(probe(facts, source, destination, request.probe_nonce).await);
+    }
+    Ok(())
+}
+
+/// The destination listens since it was asked; the source sends, the destination says what arrived.
+async fn probe(facts: &Facts, source: &End, destination: &End, nonce: String) -> Arrived {
+    let request = ProbeRequest { nonce };
+    let sent = source.agent.probe(&facts.vm.spec.name, &request).await;
+    sent.map_err(|error| ApiError::from(error).on_host(&source.host))?;
+    match destination.agent.probe_result(&request.nonce).await {
+        Ok(result) => Ok(result.arrived),
+        Err(error) => Err(ApiError::from(error).on_host(&destination.host)),
+    }
+}
+
+/// Two hosts that answer.
+pub fn two_ends(app: &App, from: &HostName, to: &HostName) -> Outcome<(End, End)> {
+    Ok((
+        end(app, from, app.host(from)?)?,
+        end(app, to, app.host(to)?)?,
+    ))
+}
+
+fn ends(app: &App, name: &VmName, to: &HostName) -> Outcome<(End, End, HostVm)> {
+    if !app.state().vms.contains_key(name) {
+        return Err(crate::app::unknown_vm(name));
+    }
+    let destination = app.host(to)?;
+    let place = app.place_of(name)?;
+    if place.host == *to {
+        return refuse(
+            ErrorCode::WrongState,
+            format!("VM {name} is on host {to} already: choose another host"),
+        );
+    }
+    let vm = movable(name, &place)?;
+    app.drains.must_take_vms(to)?;
+    let source = app.host(&place.host)?;
+    Ok((
+        end(app, &place.host, source)?,
+        end(app, to, destination)?,
+        vm,
+    ))
+}
+
+fn movable(name: &VmName, place: &Place) -> Outcome<HostVm> {
+    match &place.vm {
+        Some(vm) if vm.state == VmState::Running => Ok(vm.clone()),
+        Some(vm) if vm.state == VmState::Paused => refuse(
+            ErrorCode::WrongState,
+            format!(
+                "VM {name} is paused and only a running one migrates: resume it with 'godwit vm resume {name}'"
+            ),
+        ),
+        other => {
+            let state = other.as_ref().map_or(VmState::Stopped, |vm| vm.state);
+            refuse(
+                ErrorCode::WrongState,
+                format!(
+                    "VM {name} is {state} and only a running one migrates: start it on the other host with 'godwit vm start {name} --on HOST'"
+                ),
+            )
+        }
+    }
+}
+
+fn end(app: &App, name: &HostName, entry: HostEntry) -> Outcome<End> {
+    let agent = app.connected_agent(name)?;
+    let mut info = entry
+        .info
+        .ok_or_else(|| crate::app::unreachable_host(name))?;
+    info.name = name.clone();
+    Ok(End {
+        host: name.clone(),
+        info,
+        address: entry.address,
+        agent,
+    })
+}
+
+fn unix_ms() -> u64 {
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(0)
+}
