@@ -59,6 +59,16 @@ ownership() {
         fi
         verdict ownership "$plant" "simulator, $(grep -o '^seed [0-9]*' "$logs/sim-$plant.log" | head -1)" $status
     done
+    ownership_case grant-without-survey core::a_grant_is_taken_only_at_the_level_of_the_last_survey
+}
+
+# ownership_case PLANT FILE::TEST: what the simulator of one VM does not have.
+ownership_case() {
+    local log="$logs/ownership-$1.log"
+    GODWIT_PLANT=$1 cargo test -q --release -p godwit-ownership --features planted-faults --target-dir target/plants \
+        --test "${2%%::*}" -- "${2#*::}" --exact >"$log" 2>&1
+    ran_and_failed "$log"
+    verdict ownership "$1" "$2" $?
 }
 
 wire_case() {

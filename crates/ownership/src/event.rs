@@ -120,13 +120,9 @@ pub enum Event {
         /// Whether the old record is known to be what is on the disk.
         unchanged: bool,
     },
-    /// The controller: this VM is new and was never offered to another host; take it, off.
+    /// The controller: every host that might hold the VM is fenced or was surveyed; take it, off. A new VM, too,
+    /// begins after a survey.
     Granted {
-        /// A generation above every one known here.
-        generation: Generation,
-    },
-    /// The controller: every host that might hold the VM is fenced or was surveyed; take it, off.
-    GrantedAfterSurvey {
         /// A generation above every one ever used ([`crate::GenerationLedger`]).
         generation: Generation,
         /// The level of the survey that it follows: a grant that was overtaken by another survey is void.
@@ -135,7 +131,8 @@ pub enum Event {
     /// The controller surveys who may hold the VM: voids every grant made before, then answers with
     /// [`Action::Surveyed`].
     SurveyRequested {
-        /// Above every generation that the controller knows ([`crate::GenerationLedger::survey_level`]).
+        /// Above every generation that the controller knows ([`crate::GenerationLedger::survey_level`]). Any level is
+        /// taken that leaves room in the counter.
         level: Generation,
     },
     /// That host was removed for good: nothing is waited for from it any more.
@@ -385,7 +382,6 @@ event_kinds! {
     Persisted => "persisted",
     PersistFailed => "persist-failed",
     Granted => "granted",
-    GrantedAfterSurvey => "granted-after-survey",
     SurveyRequested => "survey-requested",
     HostRemoved => "host-removed",
     DeleteRequested => "delete-requested",
@@ -459,7 +455,6 @@ impl Event {
             Event::Persisted => EventKind::Persisted,
             Event::PersistFailed { .. } => EventKind::PersistFailed,
             Event::Granted { .. } => EventKind::Granted,
-            Event::GrantedAfterSurvey { .. } => EventKind::GrantedAfterSurvey,
             Event::SurveyRequested { .. } => EventKind::SurveyRequested,
             Event::HostRemoved { .. } => EventKind::HostRemoved,
             Event::DeleteRequested => EventKind::DeleteRequested,

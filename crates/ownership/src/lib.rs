@@ -53,11 +53,11 @@
 //!
 //! # A VM that begins anew
 //!
-//! A new VM, never offered to any host before, begins with [`Event::Granted`]. A VM whose host is dead, or whose
-//! first offer was not answered, begins elsewhere only so: survey every enrolled host
-//! ([`Event::SurveyRequested`], answer [`VmCore::record`] on [`Action::Surveyed`]), let
-//! [`GenerationLedger::grant`] judge, then [`Event::GrantedAfterSurvey`] with `expect` the survey's level. A
-//! survey voids every grant before it, also those that a controller with an older database made.
+//! There is one procedure, for a new VM as for one whose host is dead: survey the hosts that may hold it
+//! ([`Event::SurveyRequested`], answer [`VmCore::record`] on [`Action::Surveyed`]), let [`GenerationLedger::grant`]
+//! judge, then feed [`Event::Granted`] with `expect` the survey's level. A host that holds nothing rises to the level
+//! and so voids every grant before it, also those that a controller with an older database made; a host that may
+//! hold the VM answers without a change.
 //!
 //! Precopy outlasting its channels (60 s), a missed deadline and errors of the source are [`Event::Cancel`] at
 //! the source and [`Event::IncomingFailed`] at the destination, which ignores it once it has promised. Feed

@@ -2,7 +2,7 @@
 //!
 //! Part of [`VmCore`]. Refuses: every request whose outcome a handover in progress would make ambiguous.
 
-use crate::core::VmCore;
+use crate::core::{VmCore, planted};
 use crate::event::{Action, Ending, PeerMessage, Timer};
 use crate::record::{Handover, Phase, Power};
 use crate::state::{
@@ -40,7 +40,7 @@ impl VmCore {
     }
 
     fn grant(&self, generation: Generation, expect: Generation) -> Reaction {
-        if expect != self.highest {
+        if expect != self.highest && !planted!(self, GrantWithoutSurvey) {
             return Refuse("this host has learned of other generations since it was surveyed");
         }
         if generation <= self.highest {
@@ -52,40 +52,41 @@ impl VmCore {
     }
 
     /// Every grant made before this survey expects a lower `highest` than the one written now, and nothing at or
-    /// below the level is promised any more.
+    /// below the level is promised any more. A host that may hold the VM answers as it stands: its answer is no "no",
+    /// and its next generation is its own business.
     pub(crate) fn on_survey(&self, level: Generation) -> Reaction {
-        if !self.is_plausible(level) {
-            return Refuse("a generation far beyond every one known is not believed");
-        }
+        let surveyed = Step::Do(Action::Surveyed { level });
         match &self.state {
             State::Recovering => Refuse(SETTLING),
             State::Leaving(Leaving::GiftUncertain(_)) => Refuse(JOURNAL),
-            State::Elsewhere(_) => match self.highest.next() {
-                Some(next) => {
-                    self.raise(next.max(level), vec![Step::Do(Action::Surveyed { level })])
-                }
+            State::Elsewhere(_) => match self.surveyed_to(level) {
+                Some(highest) => self.raise(highest, vec![surveyed]),
                 None => Refuse(EXHAUSTED),
             },
-            State::Coming(Coming::Incoming(with)) => match self.highest.next() {
-                Some(next) => {
-                    let highest = next.max(level);
+            State::Coming(Coming::Incoming(with)) => match self.surveyed_to(level) {
+                Some(highest) => {
                     let prepared = PeerMessage::Prepared {
                         migration: with.migration.clone(),
                         highest,
                     };
                     let told = send(&with.peer, prepared);
-                    self.raise(highest, vec![Step::Do(Action::Surveyed { level }), told])
+                    self.raise(highest, vec![surveyed, told])
                 }
                 None => Refuse(EXHAUSTED),
             },
             State::Held(_)
             | State::Leaving(Leaving::Precopy(_) | Leaving::Switching(..))
             | State::Given(..)
-            | State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => go(
-                self.state.clone(),
-                vec![Step::Do(Action::Surveyed { level })],
-            ),
+            | State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => {
+                go(self.state.clone(), vec![surveyed])
+            }
         }
+    }
+
+    /// Where a survey leads; none if no generation would be left above it.
+    fn surveyed_to(&self, level: Generation) -> Option<Generation> {
+        let highest = self.highest.next()?.max(level);
+        highest.next().map(|_| highest)
     }
 
     pub(crate) fn on_host_removed(&self, host: &HostName) -> Reaction {

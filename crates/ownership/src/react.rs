@@ -11,8 +11,7 @@ impl VmCore {
             Event::Persisted | Event::PersistFailed { .. } => {
                 Reaction::Ignore("nothing was being written")
             }
-            Event::Granted { generation } => self.on_granted(generation, self.highest),
-            Event::GrantedAfterSurvey { generation, expect } => self.on_granted(generation, expect),
+            Event::Granted { generation, expect } => self.on_granted(generation, expect),
             Event::SurveyRequested { level } => self.on_survey(level),
             Event::HostRemoved { host } => self.on_host_removed(&host),
             Event::DeleteRequested => self.on_delete(),

@@ -280,9 +280,6 @@ impl Names {
             EventKind::PersistFailed => Event::PersistFailed { unchanged: true },
             EventKind::Granted => Event::Granted {
                 generation: Generation(9),
-            },
-            EventKind::GrantedAfterSurvey => Event::GrantedAfterSurvey {
-                generation: Generation(9),
                 expect: highest,
             },
             EventKind::SurveyRequested => Event::SurveyRequested {

@@ -19,6 +19,19 @@ fn m1() -> MigrationId {
     MigrationId::new("m1").expect("a valid id")
 }
 
+/// A core; with planted faults built in, with the one that `GODWIT_PLANT` names.
+fn recover(record: HostRecord, name: &str, qemu: Qemu) -> (VmCore, Vec<Action>) {
+    #[cfg(feature = "planted-faults")]
+    let made = {
+        let plant = std::env::var("GODWIT_PLANT").ok();
+        let plant = plant.and_then(|name| godwit_ownership::plant::Plant::from_name(&name));
+        VmCore::recover_planted(record, host(name), qemu, plant)
+    };
+    #[cfg(not(feature = "planted-faults"))]
+    let made = VmCore::recover(record, host(name), qemu);
+    made.expect("a good record")
+}
+
 /// A core with a disk that always works: every record is acknowledged at once.
 struct Driven {
     core: VmCore,
@@ -28,7 +41,7 @@ struct Driven {
 
 impl Driven {
     fn recover(record: HostRecord, name: &str, qemu: Qemu) -> Self {
-        let (core, actions) = VmCore::recover(record, host(name), qemu).expect("a good record");
+        let (core, actions) = recover(record, name, qemu);
         let mut driven = Self {
             core,
             actions: Vec::new(),
@@ -83,6 +96,7 @@ fn running(name: &str) -> Driven {
     let mut driven = Driven::recover(HostRecord::absent(vm()), name, Qemu::Dead);
     driven.feed(Event::Granted {
         generation: Generation(1),
+        expect: Generation(0),
     });
     driven.feed(Event::StartRequested);
     assert!(driven.ran());
@@ -360,4 +374,62 @@ fn the_ledger_grants_only_when_every_host_was_heard_or_fenced() {
     heard.insert(host("a"), running("a").core.record().clone());
     let held = ledger.grant(&vm(), level, &enrolled, &heard, &none);
     assert!(matches!(held, Err(GrantError::Held { .. })));
+}
+
+fn absent_at(highest: u64) -> HostRecord {
+    HostRecord {
+        highest: Generation(highest),
+        ..HostRecord::absent(vm())
+    }
+}
+
+fn survey(level: u64) -> Event {
+    Event::SurveyRequested {
+        level: Generation(level),
+    }
+}
+
+fn surveyed(driven: &Driven, level: u64) -> bool {
+    let level = Generation(level);
+    driven.actions.contains(&Action::Surveyed { level })
+}
+
+#[test]
+fn a_grant_is_taken_only_at_the_level_of_the_last_survey() {
+    let mut a = Driven::recover(absent_at(3), "a", Qemu::Dead);
+    a.feed(survey(8));
+    assert!(surveyed(&a, 8));
+    assert_eq!(a.core.record(), &absent_at(8));
+    a.feed(survey(20));
+    let granted = |generation, expect| Event::Granted {
+        generation: Generation(generation),
+        expect: Generation(expect),
+    };
+    for overtaken in [granted(9, 8), granted(21, 8), granted(20, 20)] {
+        a.feed(overtaken.clone());
+        assert_eq!(a.core.state_name(), StateName::Absent, "{overtaken:?}");
+    }
+    a.feed(granted(21, 20));
+    assert_eq!(a.core.record().may_run(), Some(Generation(21)));
+}
+
+#[test]
+fn a_survey_far_above_what_a_host_knows_is_answered() {
+    let mut a = Driven::recover(absent_at(0), "a", Qemu::Dead);
+    a.feed(survey(1 << 50));
+    assert!(surveyed(&a, 1 << 50));
+    assert_eq!(a.core.record(), &absent_at(1 << 50));
+    for no_room in [u64::MAX, u64::MAX - 1] {
+        a.feed(survey(no_room));
+        assert_eq!(surveyed(&a, no_room), no_room < u64::MAX, "{no_room}");
+    }
+}
+
+#[test]
+fn a_surveyed_holder_stays_as_it_is() {
+    let mut a = running("a");
+    let before = a.core.record().clone();
+    a.feed(survey(1 << 50));
+    assert!(surveyed(&a, 1 << 50));
+    assert_eq!(a.core.record(), &before);
 }

@@ -60,7 +60,7 @@ impl World {
         self.command(host, event);
     }
 
-    fn command_everywhere(&mut self, event: &Event) {
+    pub(crate) fn command_everywhere(&mut self, event: &Event) {
         for host in 0..HOSTS {
             self.command(host, event.clone());
         }
@@ -177,7 +177,7 @@ impl World {
             let candidates: Vec<_> = heard.iter().collect();
             let (name, _) = candidates[self.rng.index(candidates.len())];
             let grantee = self.id_of(name);
-            let event = Event::GrantedAfterSurvey {
+            let event = Event::Granted {
                 generation,
                 expect: level,
             };
