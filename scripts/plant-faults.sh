@@ -60,6 +60,7 @@ ownership() {
         verdict ownership "$plant" "simulator, $(grep -o '^seed [0-9]*' "$logs/sim-$plant.log" | head -1)" $status
     done
     ownership_case grant-without-survey core::a_grant_is_taken_only_at_the_level_of_the_last_survey
+    ownership_case old-permission-taken core::a_survey_voids_the_permissions_before_it_at_both_ends
 }
 
 # ownership_case PLANT FILE::TEST: what the simulator of one VM does not have.

@@ -41,6 +41,9 @@ pub struct VmCore {
     pub(crate) plant: Option<crate::plant::Plant>,
 }
 
+/// Why a migration is refused whose permission a survey or a later handover has overtaken.
+pub(crate) const OLD_PERMISSION: &str = "the permission for this migration is older than what this host knows: ask the controller again";
+
 /// True if the fault is planted into this core; `false`, at compile time, without the feature.
 macro_rules! planted {
     ($core:expr, $plant:ident) => {{
@@ -288,7 +291,7 @@ impl VmCore {
             State::Held(Held::Paused) => Status::Paused,
             State::Held(Held::Running) => Status::Running { generation },
             State::Held(Held::Unconfirmed) => self.unconfirmed_status(),
-            State::Leaving(Leaving::Precopy(with)) => Status::Migrating {
+            State::Leaving(Leaving::Precopy(with, _)) => Status::Migrating {
                 migration: with.migration.clone(),
             },
             State::Leaving(Leaving::Switching(_, a)) | State::Given(Given::Gave, a) => {
@@ -348,6 +351,17 @@ impl VmCore {
         &self.durable
     }
 
+    /// The highest generation that may be on the disk: what a new permission or grant must be above.
+    pub fn highest(&self) -> Generation {
+        self.highest
+    }
+
+    /// Whether a permission to migrate is newer than all that this host knows: a durable "no" to a survey binds every
+    /// permission that was given before it.
+    pub(crate) fn is_permitted(&self, generation: Generation) -> bool {
+        generation > self.highest || planted!(self, OldPermissionTaken)
+    }
+
     /// The state's name, for traces and tables.
     pub fn state_name(&self) -> StateName {
         self.state.name()
@@ -402,7 +416,7 @@ impl VmCore {
         match (&self.state, &self.durable.phase) {
             (State::Elsewhere(Elsewhere::Absent), _) => self.durable.with(Phase::Absent),
             (
-                State::Held(Held::Running) | State::Leaving(Leaving::Precopy(_)),
+                State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)),
                 Phase::Stopping { .. },
             ) => self.holds(Power::On),
             _ => self.durable.clone(),

@@ -2,7 +2,7 @@
 //!
 //! Part of [`VmCore`]. Refuses: to break a promise by a time-out, and to take what it did not promise.
 
-use crate::core::{VmCore, planted};
+use crate::core::{OLD_PERMISSION, VmCore, planted};
 use crate::event::{Ending, PeerMessage, Timer};
 use crate::record::{Handover, Phase, Power};
 use crate::state::{
@@ -15,9 +15,18 @@ use godwit_types::{Generation, HostName, MigrationId};
 const HELD_HERE: &str = "this host holds the VM itself";
 
 impl VmCore {
-    pub(crate) fn on_prepare(&self, migration: MigrationId, from: HostName) -> Reaction {
+    pub(crate) fn on_prepare(
+        &self,
+        migration: MigrationId,
+        from: HostName,
+        generation: Generation,
+    ) -> Reaction {
         match &self.state {
-            State::Elsewhere(_) if from != self.host => {
+            State::Elsewhere(_) if from == self.host => {
+                Refuse("a host cannot receive a VM from itself")
+            }
+            State::Elsewhere(_) if !self.is_permitted(generation) => Refuse(OLD_PERMISSION),
+            State::Elsewhere(_) => {
                 let phase = Phase::Incoming {
                     migration: migration.clone(),
                     from: from.clone(),
@@ -39,7 +48,6 @@ impl VmCore {
                     then,
                 )
             }
-            State::Elsewhere(_) => Refuse("a host cannot receive a VM from itself"),
             State::Coming(Coming::Incoming(with))
                 if with.migration == migration && with.peer == from =>
             {

@@ -156,6 +156,8 @@ pub enum Event {
         migration: MigrationId,
         /// Its destination.
         to: HostName,
+        /// The permission's generation: above every one that this host knows. Attempts take it or a later one.
+        generation: Generation,
     },
     /// Source: precopy has converged far enough: stop the guest and hand over.
     SwitchoverRequested,
@@ -181,6 +183,8 @@ pub enum Event {
         migration: MigrationId,
         /// Its source.
         from: HostName,
+        /// The permission's generation: above every one that this host knows.
+        generation: Generation,
     },
     /// Destination: everything is applied, verified and loaded, the guest is paused.
     Loaded {

@@ -29,7 +29,7 @@ impl VmCore {
     pub(crate) fn on_granted(&self, generation: Generation, expect: Generation) -> Reaction {
         match &self.state {
             State::Elsewhere(_) => self.grant(generation, expect),
-            State::Held(_) | State::Leaving(Leaving::Precopy(_)) => {
+            State::Held(_) | State::Leaving(Leaving::Precopy(..)) => {
                 Refuse("the VM is on this host already")
             }
             State::Recovering => Refuse(SETTLING),
@@ -75,7 +75,7 @@ impl VmCore {
                 None => Refuse(EXHAUSTED),
             },
             State::Held(_)
-            | State::Leaving(Leaving::Precopy(_) | Leaving::Switching(..))
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
             | State::Given(..)
             | State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => {
                 go(self.state.clone(), vec![surveyed])
@@ -98,7 +98,7 @@ impl VmCore {
             State::Given(_, a) | State::Coming(Coming::Promised(_, a)) if a.with.peer == *host => {
                 Refuse("the VM is in doubt because of that host: resolve it first")
             }
-            State::Leaving(Leaving::Precopy(with)) if with.peer == *host => {
+            State::Leaving(Leaving::Precopy(with, _)) if with.peer == *host => {
                 go(State::Held(Held::Running), self.leave(with, Ending::Failed))
             }
             State::Leaving(Leaving::Switching(_, a)) if a.with.peer == *host => {
@@ -110,7 +110,7 @@ impl VmCore {
                 Ignore("the gift is being taken back already")
             }
             State::Elsewhere(_)
-            | State::Leaving(Leaving::Precopy(_) | Leaving::Switching(..))
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
             | State::Given(..)
             | State::Coming(_) => Ignore("nothing is waited for from that host"),
         }
@@ -129,7 +129,7 @@ impl VmCore {
             }
             State::Elsewhere(_) => Ignore(NOT_HERE),
             State::Held(Held::Down { .. } | Held::Paused | Held::Running | Held::Unconfirmed)
-            | State::Leaving(Leaving::Precopy(_)) => Refuse("stop the VM first"),
+            | State::Leaving(Leaving::Precopy(..)) => Refuse("stop the VM first"),
             State::Recovering => Refuse(SETTLING),
             State::Leaving(Leaving::Switching(..) | Leaving::GiftUncertain(_)) => Refuse(SWITCHING),
             State::Given(..) => Refuse(GIVEN),
@@ -141,7 +141,7 @@ impl VmCore {
         match &self.state {
             State::Held(Held::Off | Held::Down { .. }) => self.start(),
             State::Held(Held::Paused) => Refuse("the VM is paused: resume it"),
-            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(_)) => {
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => {
                 Ignore("the VM is running already")
             }
             State::Held(Held::Unconfirmed) => Refuse(WAITING),
@@ -177,7 +177,7 @@ impl VmCore {
             State::Held(Held::Down { .. } | Held::Paused | Held::Running | Held::Unconfirmed) => {
                 self.power_off(Vec::new())
             }
-            State::Leaving(Leaving::Precopy(with)) => {
+            State::Leaving(Leaving::Precopy(with, _)) => {
                 self.power_off(self.leave(with, Ending::Cancelled))
             }
             State::Held(Held::Off) => Ignore("the VM is off already"),
@@ -244,7 +244,7 @@ impl VmCore {
                 )
             }
             State::Held(Held::Paused) => Ignore("the VM is paused already"),
-            State::Leaving(Leaving::Precopy(_)) => {
+            State::Leaving(Leaving::Precopy(..)) => {
                 Refuse("the VM is being migrated: cancel that first")
             }
             State::Held(Held::Off | Held::Down { .. } | Held::Unconfirmed) => {
@@ -270,7 +270,7 @@ impl VmCore {
                     vec![Step::Cont],
                 )
             }
-            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(_)) => {
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => {
                 Ignore("the VM is running already")
             }
             State::Held(Held::Off | Held::Down { .. }) => Refuse("the VM is off: start it"),
@@ -287,7 +287,7 @@ impl VmCore {
     pub(crate) fn on_guest_shutdown(&self) -> Reaction {
         match &self.state {
             State::Held(Held::Paused | Held::Running) => self.power_off(Vec::new()),
-            State::Leaving(Leaving::Precopy(with)) => {
+            State::Leaving(Leaving::Precopy(with, _)) => {
                 self.power_off(self.leave(with, Ending::Failed))
             }
             State::Leaving(Leaving::Switching(_, a)) => {
@@ -321,7 +321,7 @@ impl VmCore {
         };
         match &self.state {
             State::Held(Held::Running) => paused(Vec::new()),
-            State::Leaving(Leaving::Precopy(with)) => paused(self.leave(with, Ending::Failed)),
+            State::Leaving(Leaving::Precopy(with, _)) => paused(self.leave(with, Ending::Failed)),
             State::Leaving(Leaving::Switching(_, a)) => paused(self.leave(&a.with, Ending::Failed)),
             State::Held(Held::Paused) => Ignore("the guest is paused already"),
             State::Leaving(Leaving::GiftUncertain(_)) => {
@@ -345,7 +345,7 @@ impl VmCore {
             State::Held(Held::Paused | Held::Running) => {
                 Ignore("a reset does not change who runs the guest")
             }
-            State::Leaving(Leaving::Precopy(_)) => {
+            State::Leaving(Leaving::Precopy(..)) => {
                 Ignore("the reset guest's memory is tracked like any other")
             }
             State::Leaving(Leaving::Switching(..) | Leaving::GiftUncertain(_)) => {
@@ -369,7 +369,7 @@ impl VmCore {
         });
         match &self.state {
             State::Held(Held::Paused | Held::Running) => go(down, Vec::new()),
-            State::Leaving(Leaving::Precopy(with)) => go(down, self.leave(with, Ending::Failed)),
+            State::Leaving(Leaving::Precopy(with, _)) => go(down, self.leave(with, Ending::Failed)),
             State::Leaving(Leaving::Switching(
                 Stage::Stopping | Stage::LastPages | Stage::Devices { .. },
                 a,
@@ -431,7 +431,7 @@ impl VmCore {
             State::Recovering => Refuse(SETTLING),
             State::Leaving(Leaving::GiftUncertain(_)) => Refuse(JOURNAL),
             State::Elsewhere(_)
-            | State::Leaving(Leaving::Precopy(_) | Leaving::Switching(..))
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
             | State::Coming(Coming::Incoming(_)) => Refuse("the VM is not in doubt here"),
         }
     }

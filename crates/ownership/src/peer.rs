@@ -37,7 +37,7 @@ impl VmCore {
     /// A holder learns of generations that were used without it (surveys), so that its next one is new.
     pub(crate) fn on_peer_prepared(&self, highest: Generation) -> Reaction {
         match &self.state {
-            State::Held(_) | State::Leaving(Leaving::Precopy(_) | Leaving::Switching(..)) => {
+            State::Held(_) | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..)) => {
                 if !self.is_plausible(highest) {
                     Ignore(FAR)
                 } else if highest > self.highest {
@@ -162,7 +162,7 @@ impl VmCore {
             }
             State::Leaving(Leaving::GiftUncertain(_)) => Ignore("the gift was never sent"),
             State::Recovering => Ignore("answered once the journal is durable"),
-            State::Held(_) | State::Leaving(Leaving::Precopy(_) | Leaving::Switching(..)) => {
+            State::Held(_) | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..)) => {
                 self.rival_while_holding(from, generation)
             }
             State::Coming(Coming::Promised(_, a))
@@ -214,7 +214,7 @@ impl VmCore {
     fn yield_to(&self, to: &HostName, by: Generation) -> Reaction {
         let mut first = vec![disarm(Timer::Ask), kill()];
         let moving = match &self.state {
-            State::Leaving(Leaving::Precopy(with)) => Some(with),
+            State::Leaving(Leaving::Precopy(with, _)) => Some(with),
             State::Leaving(Leaving::Switching(_, a)) => Some(&a.with),
             State::Recovering
             | State::Elsewhere(_)
@@ -303,7 +303,7 @@ impl VmCore {
             State::Recovering
             | State::Elsewhere(_)
             | State::Held(_)
-            | State::Leaving(Leaving::Precopy(_) | Leaving::Switching(..))
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
             | State::Coming(_) => self.on_peer_failed(from, migration),
         }
     }
@@ -312,7 +312,7 @@ impl VmCore {
     /// refusal counts.
     pub(crate) fn on_peer_failed(&self, from: &HostName, migration: &MigrationId) -> Reaction {
         match &self.state {
-            State::Leaving(Leaving::Precopy(with)) if with.is(from, migration) => {
+            State::Leaving(Leaving::Precopy(with, _)) if with.is(from, migration) => {
                 go(State::Held(Held::Running), self.leave(with, Ending::Failed))
             }
             State::Leaving(Leaving::Switching(_, a)) if a.is(from, migration) => {
@@ -321,7 +321,7 @@ impl VmCore {
             State::Given(_, a) if a.is(from, migration) => {
                 go(State::Given(Given::InDoubt, a.clone()), self.ask_holding(a))
             }
-            State::Leaving(Leaving::Precopy(_) | Leaving::Switching(..)) | State::Given(..) => {
+            State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..)) | State::Given(..) => {
                 Ignore("about another migration")
             }
             State::Leaving(Leaving::GiftUncertain(_)) => {

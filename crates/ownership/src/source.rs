@@ -2,7 +2,7 @@
 //!
 //! Part of [`VmCore`]. Refuses: to resume after the gift by itself, whatever is lost or late.
 
-use crate::core::{VmCore, planted};
+use crate::core::{OLD_PERMISSION, VmCore, planted};
 use crate::event::{Action, Ending, PeerMessage, Timer};
 use crate::record::{Handover, Phase, Power};
 use crate::state::{
@@ -16,7 +16,12 @@ const LATE: &str = "belongs to an attempt that is over";
 const NO_SOURCE: &str = "this host is not the source of a switchover";
 
 impl VmCore {
-    pub(crate) fn on_migration_began(&self, migration: MigrationId, to: HostName) -> Reaction {
+    pub(crate) fn on_migration_began(
+        &self,
+        migration: MigrationId,
+        to: HostName,
+        generation: Generation,
+    ) -> Reaction {
         match &self.state {
             State::Held(Held::Running) if self.unconfirmed().is_some() => {
                 Refuse("the VM's former host has not confirmed the last handover yet")
@@ -24,13 +29,15 @@ impl VmCore {
             State::Held(Held::Running) if to == self.host => {
                 Refuse("the VM is on that host already")
             }
-            State::Held(Held::Running) => go(
-                State::Leaving(Leaving::Precopy(Handover {
+            State::Held(Held::Running) if !self.is_permitted(generation) => Refuse(OLD_PERMISSION),
+            State::Held(Held::Running) => {
+                let with = Handover {
                     migration,
                     peer: to,
-                })),
-                Vec::new(),
-            ),
+                };
+                let state = State::Leaving(Leaving::Precopy(with, generation));
+                go(state, Vec::new())
+            }
             State::Held(Held::Paused) => Refuse("the VM is paused: resume it first"),
             State::Held(Held::Off | Held::Down { .. } | Held::Unconfirmed) => {
                 Refuse("the VM is not running: start it first")
@@ -44,7 +51,7 @@ impl VmCore {
 
     pub(crate) fn on_switchover(&self) -> Reaction {
         match &self.state {
-            State::Leaving(Leaving::Precopy(with)) => self.stop_for(with),
+            State::Leaving(Leaving::Precopy(with, least)) => self.stop_for(with, *least),
             State::Leaving(Leaving::Switching(..) | Leaving::GiftUncertain(_)) => {
                 Ignore("the switchover has begun already")
             }
@@ -55,11 +62,13 @@ impl VmCore {
         }
     }
 
-    fn stop_for(&self, with: &Handover) -> Reaction {
+    /// An attempt's generation is above all that this host knows, and not below the permission's: that one is above
+    /// all that the destination knew.
+    fn stop_for(&self, with: &Handover, least: Generation) -> Reaction {
         let next = if planted!(self, GenerationGoesBack) {
             self.durable.held.next()
         } else {
-            self.highest.next()
+            self.highest.next().map(|next| next.max(least))
         };
         let Some(next) = next else {
             return Refuse("the generation counter of this VM is exhausted");
@@ -81,7 +90,7 @@ impl VmCore {
         write(
             State::Leaving(Leaving::Switching(Stage::Stopping, attempt)),
             record,
-            OnFail::Back(State::Leaving(Leaving::Precopy(with.clone()))),
+            OnFail::Back(State::Leaving(Leaving::Precopy(with.clone(), least))),
             vec![arm(Timer::Switchover), stop],
         )
     }
@@ -102,7 +111,7 @@ impl VmCore {
                 Stage::LastPages | Stage::Devices { .. } | Stage::AwaitingReady,
                 _,
             )) => Ignore("the guest is known to be stopped"),
-            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(_)) => Ignore(LATE),
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => Ignore(LATE),
             State::Leaving(Leaving::GiftUncertain(_)) | State::Given(..) => Ignore(LATE),
             State::Recovering
             | State::Elsewhere(_)
@@ -132,7 +141,7 @@ impl VmCore {
             State::Leaving(Leaving::Switching(Stage::Devices { .. } | Stage::AwaitingReady, _)) => {
                 Ignore("known already")
             }
-            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(_)) => Ignore(LATE),
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => Ignore(LATE),
             State::Leaving(Leaving::GiftUncertain(_)) | State::Given(..) => Ignore(LATE),
             State::Recovering
             | State::Elsewhere(_)
@@ -160,7 +169,7 @@ impl VmCore {
                 Ignore("the device state has not been asked for")
             }
             State::Leaving(Leaving::Switching(Stage::AwaitingReady, _)) => Ignore("known already"),
-            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(_)) => Ignore(LATE),
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => Ignore(LATE),
             State::Leaving(Leaving::GiftUncertain(_)) | State::Given(..) => Ignore(LATE),
             State::Recovering
             | State::Elsewhere(_)
@@ -249,7 +258,7 @@ impl VmCore {
                     generation: a.next,
                 };
                 first.push(send(&a.with.peer, message));
-                State::Leaving(Leaving::Precopy(a.with.clone()))
+                State::Leaving(Leaving::Precopy(a.with.clone(), a.next))
             }
         };
         let back = OnFail::Back(state.clone());
@@ -262,7 +271,7 @@ impl VmCore {
             State::Recovering
             | State::Elsewhere(_)
             | State::Held(_)
-            | State::Leaving(Leaving::Precopy(_) | Leaving::GiftUncertain(_))
+            | State::Leaving(Leaving::Precopy(..) | Leaving::GiftUncertain(_))
             | State::Given(..)
             | State::Coming(_) => Ignore("no switchover waits here"),
         }
@@ -270,7 +279,7 @@ impl VmCore {
 
     pub(crate) fn on_cancel(&self) -> Reaction {
         match &self.state {
-            State::Leaving(Leaving::Precopy(with)) => go(
+            State::Leaving(Leaving::Precopy(with, _)) => go(
                 State::Held(Held::Running),
                 self.leave(with, Ending::Cancelled),
             ),
@@ -319,7 +328,7 @@ impl VmCore {
             State::Coming(Coming::Promised(Promise::InDoubt, _) | Coming::Refusing(_)) => {
                 Ignore("asks again when the timer fires")
             }
-            State::Leaving(Leaving::Precopy(_)) | State::Coming(Coming::Incoming(_)) => {
+            State::Leaving(Leaving::Precopy(..)) | State::Coming(Coming::Incoming(_)) => {
                 Ignore("channels are made again; the shell cancels when that fails")
             }
             State::Leaving(Leaving::GiftUncertain(_)) => {
@@ -343,7 +352,7 @@ impl VmCore {
                 None => Ignore("nothing is asked"),
             },
             State::Elsewhere(_)
-            | State::Leaving(Leaving::Precopy(_) | Leaving::Switching(..))
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
             | State::Coming(Coming::Incoming(_)) => Ignore("nothing is asked"),
         }
     }

@@ -60,7 +60,8 @@ pub(crate) enum Held {
 /// This host holds the VM and means to give it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Leaving {
-    Precopy(Handover),
+    /// With the least generation that the next attempt may take.
+    Precopy(Handover, Generation),
     Switching(Stage, Attempt),
     /// The gift may be on the disk, but was never sent.
     GiftUncertain(Attempt),
@@ -156,7 +157,7 @@ impl State {
             State::Held(Held::Paused) => StateName::Paused,
             State::Held(Held::Running) => StateName::Running,
             State::Held(Held::Unconfirmed) => StateName::Unconfirmed,
-            State::Leaving(Leaving::Precopy(_)) => StateName::Precopy,
+            State::Leaving(Leaving::Precopy(..)) => StateName::Precopy,
             State::Leaving(Leaving::Switching(stage, _)) => match stage {
                 Stage::Stopping => StateName::Stopping,
                 Stage::LastPages => StateName::LastPages,

@@ -143,7 +143,7 @@ impl Names {
             StateName::Paused => State::Held(Held::Paused),
             StateName::Running => State::Held(Held::Running),
             StateName::Unconfirmed => State::Held(Held::Unconfirmed),
-            StateName::Precopy => State::Leaving(Leaving::Precopy(self.with())),
+            StateName::Precopy => State::Leaving(Leaving::Precopy(self.with(), NEXT)),
             StateName::Stopping => switching(Stage::Stopping),
             StateName::LastPages => switching(Stage::LastPages),
             StateName::Devices => switching(Stage::Devices { ready_early: false }),
@@ -294,6 +294,7 @@ impl Names {
             EventKind::MigrationBegan => Event::MigrationBegan {
                 migration,
                 to: peer,
+                generation: Generation(9),
             },
             EventKind::SwitchoverRequested => Event::SwitchoverRequested,
             EventKind::Stopped => Event::Stopped { attempt: about },
@@ -302,6 +303,7 @@ impl Names {
             EventKind::PrepareIncoming => Event::PrepareIncoming {
                 migration,
                 from: peer,
+                generation: Generation(9),
             },
             EventKind::Loaded => Event::Loaded { attempt: about },
             EventKind::IncomingFailed => Event::IncomingFailed,

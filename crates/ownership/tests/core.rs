@@ -110,6 +110,7 @@ fn awaiting_ready() -> Driven {
     a.feed(Event::MigrationBegan {
         migration: m1(),
         to: host("b"),
+        generation: Generation(2),
     });
     a.feed(Event::SwitchoverRequested);
     a.feed(Event::Stopped { attempt });
@@ -149,6 +150,7 @@ fn a_handover_gives_takes_and_confirms() {
     b.feed(Event::PrepareIncoming {
         migration: m1(),
         from: host("a"),
+        generation: Generation(2),
     });
     b.feed(Event::Loaded {
         attempt: Generation(2),
@@ -432,4 +434,63 @@ fn a_surveyed_holder_stays_as_it_is() {
     a.feed(survey(1 << 50));
     assert!(surveyed(&a, 1 << 50));
     assert_eq!(a.core.record(), &before);
+}
+
+fn prepare(migration: MigrationId, generation: u64) -> Event {
+    Event::PrepareIncoming {
+        migration,
+        from: host("a"),
+        generation: Generation(generation),
+    }
+}
+
+fn refused_as_old(driven: &Driven) -> bool {
+    let mut why = driven.actions.iter().filter_map(|action| match action {
+        Action::Refuse { why, .. } => Some(*why),
+        _ => None,
+    });
+    why.any(|why| why.starts_with("the permission for this migration is older"))
+}
+
+#[test]
+fn a_survey_voids_the_permissions_before_it_at_both_ends() {
+    let mut b = Driven::recover(absent_at(3), "b", Qemu::Dead);
+    b.feed(survey(8));
+    b.feed(prepare(m1(), 8));
+    assert!(refused_as_old(&b));
+    assert_eq!(b.core.record(), &absent_at(8));
+    b.feed(prepare(m1(), 9));
+    assert_eq!(b.core.state_name(), StateName::Incoming);
+    // The same one comes twice.
+    b.feed(prepare(m1(), 9));
+    let again = |a: &Action| matches!(a, Action::Ignored { event, .. } if *event == EventKind::PrepareIncoming);
+    assert!(b.actions.iter().any(again), "{:?}", b.actions);
+
+    let mut a = awaiting_ready();
+    a.feed(Event::Cancel);
+    let began = |generation| Event::MigrationBegan {
+        migration: MigrationId::new("m2").expect("a valid id"),
+        to: host("b"),
+        generation: Generation(generation),
+    };
+    a.feed(began(2));
+    assert!(refused_as_old(&a));
+    assert_eq!(a.core.state_name(), StateName::Running);
+    a.feed(began(3));
+    assert_eq!(a.core.state_name(), StateName::Precopy);
+}
+
+#[test]
+fn an_attempt_is_not_below_its_permission() {
+    let mut a = running("a");
+    a.feed(Event::MigrationBegan {
+        migration: m1(),
+        to: host("b"),
+        generation: Generation(1 << 50),
+    });
+    a.feed(Event::SwitchoverRequested);
+    assert_eq!(a.core.record().highest, Generation(1 << 50));
+    a.feed(Event::Timeout(Timer::Switchover));
+    a.feed(Event::SwitchoverRequested);
+    assert_eq!(a.core.record().highest, Generation((1 << 50) + 1));
 }

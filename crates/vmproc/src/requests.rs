@@ -262,6 +262,7 @@ impl Vm {
         let event = Event::PrepareIncoming {
             migration: migration.id.clone(),
             from: migration.source.host.clone(),
+            generation: migration.generation,
         };
         self.feed(event);
         self.verdict()?;
@@ -346,6 +347,7 @@ impl Vm {
         let began = Event::MigrationBegan {
             migration: spec.id.clone(),
             to: spec.destination.host.clone(),
+            generation: spec.generation,
         };
         self.feed(began);
         self.verdict()?;
@@ -494,7 +496,7 @@ impl Vm {
         Ok(HostVm {
             spec,
             state,
-            generation: record.highest,
+            generation: self.core.highest(),
             holds: record.may_run().is_some(),
             migration: self
                 .migration

@@ -362,6 +362,7 @@ impl Host {
             12 => Event::MigrationBegan {
                 migration: migration(decisions.byte())?,
                 to: host(decisions.byte())?,
+                generation: self.generation(decisions),
             },
             13 => Event::SwitchoverRequested,
             14 => Event::Stopped {
@@ -376,6 +377,7 @@ impl Host {
             17 => Event::PrepareIncoming {
                 migration: migration(decisions.byte())?,
                 from: host(decisions.byte())?,
+                generation: self.generation(decisions),
             },
             18 => Event::Loaded {
                 attempt: self.generation(decisions),
@@ -450,7 +452,7 @@ pub fn core_seeds() -> Vec<Vec<u8>> {
     let granted = [3, 7, 0, land, 8, land];
     let given: Vec<u8> = [
         &granted[..],
-        &[12, 0, 1, 13, land, 14, 0, 15, 0, 16, 0],
+        &[12, 0, 1, 7, 13, land, 14, 0, 15, 0, 16, 0],
         &[27, 0, 0, 1, land],
     ]
     .concat();
@@ -458,7 +460,7 @@ pub fn core_seeds() -> Vec<Vec<u8>> {
     let refused = [&given[..], &[27, 6, 0, 1, land]].concat();
     let doubt = [&given[..], &[21, 22, 20, 2, 0, land, 26, 0, 1, land]].concat();
     let received = vec![
-        17, 0, 1, land, 18, 7, land, 27, 1, 0, 1, land, 27, 4, 0, 1, land,
+        17, 0, 1, 7, land, 18, 7, land, 27, 1, 0, 1, land, 27, 4, 0, 1, land,
     ];
     // The process dies while it writes, then its host before the successor has written that again.
     let lost = vec![3, 7, 0, 2, 1, 2, 4, 3, 7, 0, land];
