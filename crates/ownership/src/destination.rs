@@ -237,7 +237,9 @@ impl VmCore {
                     Ignore("not from the source of the migration that was promised")
                 }
             }
-            State::Coming(Coming::Refusing(a)) if a.next == generation => self.refuse_attempt(a),
+            State::Coming(Coming::Refusing(a)) if a.next == generation && a.is(from, migration) => {
+                self.refuse_attempt(a)
+            }
             State::Coming(Coming::Incoming(with))
                 if with.is(from, migration) && generation > self.durable.highest =>
             {
@@ -269,9 +271,6 @@ impl VmCore {
         migration: &MigrationId,
         generation: Generation,
     ) -> Reaction {
-        if !self.is_plausible(generation) {
-            return Ignore("a generation far beyond every one known is not believed");
-        }
         let with = Handover {
             migration: migration.clone(),
             peer: from.clone(),
@@ -283,12 +282,7 @@ impl VmCore {
             };
             return go(self.state.clone(), vec![send(from, message)]);
         }
-        let refused = self.refusal(&with, generation);
-        if generation <= self.durable.highest {
-            go(self.state.clone(), vec![refused])
-        } else {
-            self.raise(generation, vec![refused])
-        }
+        self.answer(generation, self.refusal(&with, generation))
     }
 
     pub(crate) fn on_peer_undecided(&self) -> Reaction {

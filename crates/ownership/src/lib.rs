@@ -86,6 +86,8 @@ mod recover;
 mod source;
 mod state;
 mod table;
+#[cfg(test)]
+mod unrelated_tests;
 
 pub use crate::core::VmCore;
 pub use event::{Action, Ending, Event, EventKind, PeerMessage, Status, Timer};

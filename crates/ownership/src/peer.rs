@@ -2,20 +2,23 @@
 //!
 //! Part of [`VmCore`]. Refuses: to answer from anything but the durable record.
 
-use crate::core::VmCore;
+use crate::core::{VmCore, planted};
 use crate::event::{Ending, PeerMessage, Timer};
 use crate::record::{Handover, Phase};
 use crate::state::{
-    Attempt, Coming, Elsewhere, Given, Held, Leaving, OnFail, Reaction, Stage, State, cleanup,
-    disarm, go, kill, send, write_after,
+    Attempt, Coming, Elsewhere, Given, Held, Leaving, OnFail, Reaction, Stage, State, Step,
+    cleanup, disarm, go, kill, send, write_after,
 };
 use Reaction::Ignore;
 use godwit_types::{Generation, HostName, MigrationId};
 
 /// A peer cannot push the counter further than this at once: nobody exhausts it with one message.
-const PLAUSIBLE_STEP: u64 = 1 << 40;
+const PLAUSIBLE_STEP: u64 = 1 << 32;
 
 const FAR: &str = "a generation far beyond every one known is not believed";
+/// Why a question about an unknown generation is not answered.
+pub(crate) const UNMOVED: &str =
+    "a generation that this host does not know, from a host that its record does not wait for";
 
 impl Handover {
     pub(crate) fn is(&self, peer: &HostName, migration: &MigrationId) -> bool {
@@ -34,23 +37,55 @@ impl VmCore {
         generation.0 <= self.highest.0.saturating_add(PLAUSIBLE_STEP)
     }
 
-    /// A holder learns of generations that were used without it (surveys), so that its next one is new.
-    pub(crate) fn on_peer_prepared(&self, highest: Generation) -> Reaction {
+    /// Only a host that holds nothing and expects nothing rises for a question of another one, to answer it durably.
+    /// What a holder, or a destination in the middle of a migration, knows is moved by its own attempts alone.
+    pub(crate) fn may_rise_to(&self, generation: Generation) -> bool {
+        let far = !self.is_plausible(generation);
         match &self.state {
+            State::Elsewhere(_) => !far,
+            _ if planted!(self, AnybodyMovesGenerations) => !far,
+            State::Recovering
+            | State::Held(_)
+            | State::Leaving(_)
+            | State::Given(..)
+            | State::Coming(_) => false,
+        }
+    }
+
+    /// The source of a migration learns of generations that its destination has seen since (surveys), so that its
+    /// next attempt is new to both.
+    pub(crate) fn on_peer_prepared(
+        &self,
+        from: &HostName,
+        migration: &MigrationId,
+        highest: Generation,
+    ) -> Reaction {
+        match &self.state {
+            State::Leaving(Leaving::Precopy(with, _)) if with.is(from, migration) => {
+                self.learn(highest)
+            }
+            State::Leaving(Leaving::Switching(
+                Stage::Stopping | Stage::LastPages | Stage::Devices { .. },
+                a,
+            )) if a.is(from, migration) => self.learn(highest),
             State::Held(_) | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..)) => {
-                if !self.is_plausible(highest) {
-                    Ignore(FAR)
-                } else if highest > self.highest {
-                    self.raise(highest, Vec::new())
-                } else {
-                    Ignore("its generations are known here")
-                }
+                Ignore("no migration to that host begins or switches over here")
             }
             State::Recovering
             | State::Elsewhere(_)
             | State::Leaving(Leaving::GiftUncertain(_))
             | State::Given(..)
             | State::Coming(_) => Ignore("this host does not hold the VM"),
+        }
+    }
+
+    fn learn(&self, highest: Generation) -> Reaction {
+        if !self.is_plausible(highest) {
+            Ignore(FAR)
+        } else if highest > self.highest {
+            self.raise(highest, Vec::new())
+        } else {
+            Ignore("its generations are known here")
         }
     }
 
@@ -128,18 +163,21 @@ impl VmCore {
         migration: &MigrationId,
         generation: Generation,
     ) -> Reaction {
-        if !self.is_plausible(generation) {
-            return Ignore(FAR);
-        }
         let message = PeerMessage::Withdrawn {
             migration: migration.clone(),
             generation,
         };
-        let answer = vec![send(from, message)];
+        self.answer(generation, send(from, message))
+    }
+
+    /// Says what is true of every generation that is durably known here and was not held.
+    pub(crate) fn answer(&self, generation: Generation, answer: Step) -> Reaction {
         if generation <= self.durable.highest {
-            go(self.state.clone(), answer)
+            go(self.state.clone(), vec![answer])
+        } else if self.may_rise_to(generation) {
+            self.raise(generation, vec![answer])
         } else {
-            self.raise(generation, answer)
+            Ignore(UNMOVED)
         }
     }
 
@@ -173,6 +211,12 @@ impl VmCore {
             State::Coming(_) if generation > self.durable.held => {
                 Ignore("the source of a running migration is still to be heard")
             }
+            // The host that it was given to has taken it and gone ahead by its operator's decision.
+            State::Given(_, a) if a.with.peer == *from && generation > self.durable.highest => self
+                .raise(
+                    generation,
+                    vec![send(from, PeerMessage::Confirmed { generation })],
+                ),
             State::Elsewhere(_) | State::Given(..) | State::Coming(_) => {
                 self.confirm_holder(from, generation)
             }
@@ -187,12 +231,17 @@ impl VmCore {
         go(self.state.clone(), vec![send(from, message)])
     }
 
-    /// Another host says that it holds the VM, and so does this one: the higher generation owns it.
+    /// Another host says that it holds the VM, and so does this one: the higher generation owns it, if it is the
+    /// other end of the handover that is not confirmed. No other host can end the guest here: two holders that know
+    /// nothing of each other are shown to people, who decide.
     fn rival_while_holding(&self, from: &HostName, generation: Generation) -> Reaction {
+        let is_believed = self.waits_for(from) || planted!(self, YieldsToAnybody);
         if generation < self.durable.held {
             self.superseded(from, generation)
-        } else if generation > self.highest {
+        } else if generation > self.highest && is_believed {
             self.yield_to(from, generation)
+        } else if generation > self.highest {
+            Ignore("the right to run here does not depend on that host")
         } else {
             Ignore("claims a generation that this host never gave")
         }
@@ -202,12 +251,10 @@ impl VmCore {
         if generation < self.durable.held {
             return self.superseded(from, generation);
         }
-        let confirmed = vec![send(from, PeerMessage::Confirmed { generation })];
-        if generation <= self.durable.highest {
-            go(self.state.clone(), confirmed)
-        } else {
-            self.raise(generation, confirmed)
-        }
+        self.answer(
+            generation,
+            send(from, PeerMessage::Confirmed { generation }),
+        )
     }
 
     /// This host's right is void: its guest ends at once, then that is written.

@@ -28,7 +28,12 @@ macro_rules! plants {
 impl Plant {
     /// Faults that need what the simulator of one VM does not have (a host that lies, an old copy of a disk, a
     /// controller without a survey). The tests of this crate named in `scripts/plant-faults.sh` catch them.
-    pub const BY_TEST: &'static [Plant] = &[Plant::GrantWithoutSurvey, Plant::OldPermissionTaken];
+    pub const BY_TEST: &'static [Plant] = &[
+        Plant::GrantWithoutSurvey,
+        Plant::OldPermissionTaken,
+        Plant::YieldsToAnybody,
+        Plant::AnybodyMovesGenerations,
+    ];
 
     /// The faults that the simulator must catch.
     pub fn by_simulator() -> impl Iterator<Item = Plant> {
@@ -64,6 +69,10 @@ plants! {
     RunBeforeHolds => "run-before-holds",
     /// A grant is taken that no survey, or one that was overtaken, stands behind.
     GrantWithoutSurvey => "grant-without-survey",
+    /// A holder ends its guest because any host says that it holds a higher generation.
+    YieldsToAnybody => "yields-to-anybody",
+    /// Any host raises the generations of a holder.
+    AnybodyMovesGenerations => "anybody-moves-generations",
     /// A migration begins by a permission that a survey has overtaken.
     OldPermissionTaken => "old-permission-taken",
 }

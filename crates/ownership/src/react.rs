@@ -53,7 +53,9 @@ impl VmCore {
 
     fn on_message(&self, from: &HostName, message: PeerMessage) -> Reaction {
         match message {
-            PeerMessage::Prepared { highest, .. } => self.on_peer_prepared(highest),
+            PeerMessage::Prepared { migration, highest } => {
+                self.on_peer_prepared(from, &migration, highest)
+            }
             PeerMessage::Ready {
                 migration,
                 generation,

@@ -39,10 +39,11 @@ pub fn transition_table() -> Vec<Cell> {
     pairs.map(|(s, e)| cell(&names, s, e)).collect()
 }
 
-struct Names {
+/// The names in the examples.
+pub(crate) struct Names {
     vm: VmName,
-    here: HostName,
-    peer: HostName,
+    pub(crate) here: HostName,
+    pub(crate) peer: HostName,
     migration: MigrationId,
 }
 
@@ -51,7 +52,7 @@ const HELD: Generation = Generation(1);
 const NEXT: Generation = Generation(2);
 
 impl Names {
-    fn new() -> Option<Self> {
+    pub(crate) fn new() -> Option<Self> {
         Some(Self {
             vm: VmName::new("vm").ok()?,
             here: HostName::new("here").ok()?,
@@ -60,7 +61,7 @@ impl Names {
         })
     }
 
-    fn with(&self) -> Handover {
+    pub(crate) fn with(&self) -> Handover {
         Handover {
             migration: self.migration.clone(),
             peer: self.peer.clone(),
@@ -103,7 +104,7 @@ impl Names {
     }
 
     /// An example of each state, with the record and the QEMU that it stands on.
-    fn example(&self, name: StateName) -> (State, HostRecord, Qemu) {
+    pub(crate) fn example(&self, name: StateName) -> (State, HostRecord, Qemu) {
         let qemu = match name {
             StateName::Recovering
             | StateName::Running
@@ -221,7 +222,7 @@ impl Names {
     }
 
     /// An example of each event that comes from a peer.
-    fn peer_event(&self, event: EventKind, about: Generation) -> Option<Event> {
+    pub(crate) fn peer_event(&self, event: EventKind, about: Generation) -> Option<Event> {
         let (migration, generation) = (self.migration.clone(), about);
         let message = match event {
             EventKind::PeerPrepared => PeerMessage::Prepared {
