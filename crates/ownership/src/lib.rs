@@ -46,8 +46,11 @@
 //!    receiver feeds [`Event::Message`] with the name that the *authentication* of the channel gave. The agent
 //!    of a host without a VM process for the VM takes the lock itself and drives a core to answer.
 //! 8. [`Timer::Switchover`] is restarted by the shell whenever the peer is heard; [`Timer::Ask`] is not.
-//! 9. [`Event::QemuDied`] while running leads to [`Status::Down`]: whether and how often the guest is booted
-//!    anew is the shell's policy ([`Event::StartRequested`]).
+//! 9. Nothing boots by itself. A guest that should run and has no QEMU is [`Status::Down`], also after a reboot, after
+//!    a successor found its QEMU dead, and once a handover is confirmed that nobody had confirmed before: the record
+//!    may come from an old copy of the disk. The shell asks the site who holds the VM, then feeds
+//!    [`Event::StartRequested`]; how often is its policy. Only that, an operator's decision to run here and a
+//!    durable refusal of the destination lead to [`Action::Boot`].
 //! 10. Show [`Action::Report`]; [`Status::InDoubt`] carries the command that ends it. [`Action::Refuse`] is the
 //!     answer to whoever sent the request; [`Action::Ignored`] goes to the log.
 //!

@@ -456,12 +456,7 @@ impl VmCore {
         let back = OnFail::Back(self.state.clone());
         let done = disarm(Timer::Ask);
         if self.state == State::Held(Held::Unconfirmed) {
-            write(
-                State::Held(Held::Running),
-                record,
-                back,
-                vec![done, Step::Boot],
-            )
+            write(State::Held(Held::UNASKED), record, back, vec![done])
         } else {
             write(self.state.clone(), record, back, vec![done])
         }

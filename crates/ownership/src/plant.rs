@@ -32,6 +32,7 @@ impl Plant {
         Plant::GrantWithoutSurvey,
         Plant::OldPermissionTaken,
         Plant::YieldsToAnybody,
+        Plant::BootsWithoutAsking,
         Plant::AnybodyMovesGenerations,
     ];
 
@@ -73,6 +74,8 @@ plants! {
     YieldsToAnybody => "yields-to-anybody",
     /// Any host raises the generations of a holder.
     AnybodyMovesGenerations => "anybody-moves-generations",
+    /// A holder whose QEMU is gone boots its guest as soon as its record is durable, without asking anybody.
+    BootsWithoutAsking => "boots-without-asking",
     /// A migration begins by a permission that a survey has overtaken.
     OldPermissionTaken => "old-permission-taken",
 }

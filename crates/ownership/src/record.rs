@@ -13,7 +13,7 @@ pub const RECORD_FORMAT: u32 = 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Power {
-    /// Running, also after a reboot of the host.
+    /// It should run, also after a reboot of the host.
     On,
     /// Stopped where it stands (asked for, or the guest panicked): only a request resumes it.
     Paused,

@@ -1,7 +1,7 @@
 //! What a successor does with what it finds: the record on the disk, and QEMU.
 //!
-//! Part of [`VmCore`]. Refuses: to act before the record that it read is durable again, and to resume a guest
-//! that was given away.
+//! Part of [`VmCore`]. Refuses: to act before the record that it read is durable again, to resume a guest that
+//! was given away, and to boot one at all.
 
 use crate::core::{VmCore, planted};
 use crate::event::{Action, Ending};
@@ -81,16 +81,19 @@ impl VmCore {
             steps.extend(tell);
             go(state, steps)
         };
-        let reboot_waits = self.unconfirmed().is_some() && !planted!(self, UnconfirmedBoots);
+        let is_unconfirmed = self.unconfirmed().is_some();
+        let boots = planted!(self, BootsWithoutAsking)
+            || is_unconfirmed && planted!(self, UnconfirmedBoots);
         match (power, self.qemu) {
             (Power::On, Qemu::Running) => go_telling(State::Held(Held::Running), vec![release()]),
             (Power::On, Qemu::Paused) => {
                 go_telling(State::Held(Held::Running), vec![release(), Step::Cont])
             }
-            (Power::On, Qemu::Dead) if reboot_waits => {
+            (Power::On, Qemu::Dead) if boots => go(State::Held(Held::Running), vec![Step::Boot]),
+            (Power::On, Qemu::Dead) if is_unconfirmed => {
                 go_telling(State::Held(Held::Unconfirmed), Vec::new())
             }
-            (Power::On, Qemu::Dead) => go(State::Held(Held::Running), vec![Step::Boot]),
+            (Power::On, Qemu::Dead) => go(State::Held(Held::UNASKED), Vec::new()),
             (Power::Paused, Qemu::Running) => {
                 let stop = Step::Do(Action::StopGuest { attempt: None });
                 go_telling(State::Held(Held::Paused), vec![stop])
@@ -109,22 +112,20 @@ impl VmCore {
         }
     }
 
-    /// The guest was stopped, or about to be, and nothing was given: it runs on here.
+    /// The guest was stopped, or about to be, and nothing was given: it runs on here, if it still lives.
     fn settle_stopping(&self, a: &Attempt) -> Reaction {
         let mut first = self.leave(&a.with, Ending::Failed);
-        let mut then = Vec::new();
-        match self.qemu {
-            Qemu::Running => {}
-            Qemu::Paused => first.push(Step::Cont),
-            Qemu::Dead => then.push(Step::Boot),
+        let (state, on_fail) = match self.qemu {
+            Qemu::Dead => (State::Held(Held::UNASKED), State::Recovering),
+            Qemu::Paused | Qemu::Running => {
+                (State::Held(Held::Running), State::Held(Held::Running))
+            }
+        };
+        if self.qemu == Qemu::Paused {
+            first.push(Step::Cont);
         }
-        let on_fail = OnFail::Back(if self.qemu == Qemu::Dead {
-            State::Recovering
-        } else {
-            State::Held(Held::Running)
-        });
         let record: HostRecord = self.holds(Power::On);
-        write_after(State::Held(Held::Running), first, record, on_fail, then)
+        write_after(state, first, record, OnFail::Back(on_fail), Vec::new())
     }
 
     fn settle_gave(&self, a: Attempt) -> Reaction {

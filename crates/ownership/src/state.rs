@@ -67,6 +67,14 @@ pub(crate) enum Leaving {
     GiftUncertain(Attempt),
 }
 
+impl Held {
+    /// It should run and has no QEMU. Nothing boots by itself: the record may come from an old copy of the disk, so
+    /// the shell asks the site who holds the VM before it starts it.
+    pub(crate) const UNASKED: Held = Held::Down {
+        reason: "its QEMU is gone: it is booted once this host has heard who holds it",
+    };
+}
+
 /// How far a switchover is, between the source's stop and its gift.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {

@@ -286,7 +286,7 @@ fn a_full_journal_at_the_gift_resumes_the_source_at_once() {
 fn a_successor_does_what_the_dead_process_would_have_done() {
     let stopped = awaiting_ready().core.record().clone();
     assert!(Driven::recover(stopped.clone(), "a", Qemu::Paused).ran());
-    assert!(Driven::recover(stopped, "a", Qemu::Dead).ran());
+    assert!(!Driven::recover(stopped, "a", Qemu::Dead).ran());
     let mut a = awaiting_ready();
     a.hear("b", ready());
     let gave = a.core.record().clone();
@@ -300,10 +300,87 @@ fn a_successor_does_what_the_dead_process_would_have_done() {
     }
 }
 
+fn is_down(driven: &Driven) -> bool {
+    matches!(driven.core.status(), Status::Down { .. })
+}
+
+/// A destination that runs the VM and whose source has not said that it knows.
+fn unconfirmed() -> Driven {
+    let generation = Generation(2);
+    let mut b = Driven::recover(HostRecord::absent(vm()), "b", Qemu::Dead);
+    b.feed(Event::PrepareIncoming {
+        migration: m1(),
+        from: host("a"),
+        generation,
+    });
+    b.feed(Event::Loaded {
+        attempt: generation,
+    });
+    let migration = m1();
+    b.hear(
+        "a",
+        PeerMessage::Permit {
+            migration,
+            generation,
+        },
+    );
+    assert!(b.ran());
+    b
+}
+
 #[test]
-fn a_rebooted_holder_starts_its_vm_without_the_controller() {
-    let record = running("a").core.record().clone();
-    assert!(Driven::recover(record, "a", Qemu::Dead).ran());
+fn nothing_boots_by_itself() {
+    let holder = running("a").core.record().clone();
+    let stopping = awaiting_ready().core.record().clone();
+    for record in [holder, stopping] {
+        let mut a = Driven::recover(record, "a", Qemu::Dead);
+        assert!(!a.ran() && is_down(&a), "{:?}", a.actions);
+        assert!(a.core.record().may_run().is_some());
+        a.feed(Event::StartRequested);
+        assert!(a.ran());
+    }
+    let taken = unconfirmed().core.record().clone();
+    let generation = Generation(2);
+    for word in [
+        Event::Message {
+            from: host("a"),
+            message: PeerMessage::Confirmed { generation },
+        },
+        Event::HostRemoved { host: host("a") },
+    ] {
+        let mut b = Driven::recover(taken.clone(), "b", Qemu::Dead);
+        assert!(!b.ran());
+        b.feed(Event::StartRequested);
+        assert!(!b.ran(), "the source may run it");
+        b.feed(word);
+        assert!(!b.ran() && is_down(&b), "{:?}", b.actions);
+        b.feed(Event::StartRequested);
+        assert!(b.ran());
+    }
+}
+
+#[test]
+fn an_operator_and_a_refusal_boot_a_guest_whose_qemu_is_gone() {
+    let taken = unconfirmed().core.record().clone();
+    let mut b = Driven::recover(taken, "b", Qemu::Dead);
+    b.feed(Event::OperatorResolve {
+        run_here: true,
+        confirm_fenced: host("a"),
+    });
+    assert!(b.ran());
+    let mut a = awaiting_ready();
+    a.hear("b", ready());
+    let gave = a.core.record().clone();
+    let mut a = Driven::recover(gave, "a", Qemu::Dead);
+    let migration = m1();
+    a.hear(
+        "b",
+        PeerMessage::Refused {
+            migration,
+            generation: Generation(2),
+        },
+    );
+    assert!(a.ran());
 }
 
 #[test]
