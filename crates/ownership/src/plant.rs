@@ -33,6 +33,7 @@ impl Plant {
         Plant::OldPermissionTaken,
         Plant::YieldsToAnybody,
         Plant::BootsWithoutAsking,
+        Plant::SuccessorLeavesGaveRunning,
         Plant::AnybodyMovesGenerations,
     ];
 
@@ -76,6 +77,8 @@ plants! {
     AnybodyMovesGenerations => "anybody-moves-generations",
     /// A holder whose QEMU is gone boots its guest as soon as its record is durable, without asking anybody.
     BootsWithoutAsking => "boots-without-asking",
+    /// A successor that reads "gave" lets a QEMU run on that it finds running.
+    SuccessorLeavesGaveRunning => "successor-leaves-gave-running",
     /// A migration begins by a permission that a survey has overtaken.
     OldPermissionTaken => "old-permission-taken",
 }

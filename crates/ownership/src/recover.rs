@@ -132,8 +132,13 @@ impl VmCore {
         if planted!(self, SuccessorResumesGave) {
             return go(State::Held(Held::Running), vec![Step::Cont]);
         }
-        let ask = self.ask_holding(&a);
-        go(State::Given(Given::InDoubt, a), ask)
+        let mut steps = Vec::new();
+        // No core lets it run past the gift; but if it does run, it is the second one.
+        if self.qemu == Qemu::Running && !planted!(self, SuccessorLeavesGaveRunning) {
+            steps.push(Step::Do(Action::StopGuest { attempt: None }));
+        }
+        steps.extend(self.ask_holding(&a));
+        go(State::Given(Given::InDoubt, a), steps)
     }
 
     fn settle_ready(&self, a: Attempt) -> Reaction {

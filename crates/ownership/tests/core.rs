@@ -571,3 +571,14 @@ fn an_attempt_is_not_below_its_permission() {
     a.feed(Event::SwitchoverRequested);
     assert_eq!(a.core.record().highest, Generation((1 << 50) + 1));
 }
+
+#[test]
+fn a_successor_stops_a_guest_that_was_given_away() {
+    let mut a = awaiting_ready();
+    a.hear("b", ready());
+    let gave = a.core.record().clone();
+    let a = Driven::recover(gave, "a", Qemu::Running);
+    assert!(!a.ran());
+    assert_eq!(a.actions[0], Action::StopGuest { attempt: None });
+    assert!(matches!(a.said()[..], [PeerMessage::AskHolding { .. }]));
+}
