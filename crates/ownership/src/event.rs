@@ -135,7 +135,8 @@ pub enum Event {
         /// taken that leaves room in the counter.
         level: Generation,
     },
-    /// That host was removed for good: nothing is waited for from it any more.
+    /// That host was removed for good: nothing is waited for from it any more. May be told again: where nothing is
+    /// waited for it is [`Action::Ignored`]. A VM in doubt because of that host is resolved by an operator.
     HostRemoved {
         /// The host.
         host: HostName,

@@ -62,6 +62,21 @@
 //! and so voids every grant before it, also those that a controller with an older database made; a host that may
 //! hold the VM answers without a change.
 //!
+//! A migration's permission ([`Event::PrepareIncoming`], [`Event::MigrationBegan`]) has a generation above all that the
+//! controller knows. Both ends refuse one that is not above all that they know ([`VmCore::highest`]): a host's durable
+//! "no" to a survey binds the permissions before it as it binds the grants. Attempts are not below the permission.
+//!
+//! # Whose word counts
+//!
+//! A certificate shows which host speaks, not that the VM is its business. A message moves a record only if it comes
+//! from the host that the record waits for ([`HostRecord::waits_for`]), or from the other end of a migration in precopy,
+//! and is about that migration. To any other host
+//! a holder answers from what is durable, or not at all; it never stops, ends or starts a guest for it. A host that
+//! holds and receives nothing may rise by a bounded step to answer a source in doubt. Two holders that know nothing of
+//! each other stay as they are: that is shown to people, who decide.
+//!
+//! # When it is over
+//!
 //! Precopy outlasting its channels (60 s), a missed deadline and errors of the source are [`Event::Cancel`] at
 //! the source and [`Event::IncomingFailed`] at the destination, which ignores it once it has promised. Feed
 //! `IncomingFailed` only for the migration that [`VmCore::status`] shows as incoming: it carries no name.

@@ -304,6 +304,7 @@ impl VmCore {
         }
     }
 
+    /// Whether the record of a holder waits for that host to confirm.
     fn waits_for(&self, peer: &HostName) -> bool {
         self.unconfirmed().is_some_and(|with| with.peer == *peer)
     }

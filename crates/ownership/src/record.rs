@@ -210,6 +210,17 @@ impl HostRecord {
         }
     }
 
+    /// The host whose word this record waits for: the other end of a switchover, of a gift that was not answered, of a
+    /// migration that is being received, or of a handover that is not confirmed. No other host moves this record.
+    pub fn waits_for(&self) -> Option<&HostName> {
+        match &self.phase {
+            Phase::Stopping { to, .. } | Phase::Gave { to, .. } => Some(to),
+            Phase::Incoming { from, .. } | Phase::Ready { from, .. } => Some(from),
+            Phase::Holds { unconfirmed, .. } => unconfirmed.as_ref().map(|with| &with.peer),
+            Phase::Absent | Phase::Moved { .. } | Phase::Refused { .. } => None,
+        }
+    }
+
     /// Checks that the parts fit together; for records that come from a disk or a peer.
     pub fn check(&self) -> Result<(), RecordError> {
         if self.format != RECORD_FORMAT {

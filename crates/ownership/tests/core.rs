@@ -582,3 +582,67 @@ fn a_successor_stops_a_guest_that_was_given_away() {
     assert_eq!(a.actions[0], Action::StopGuest { attempt: None });
     assert!(matches!(a.said()[..], [PeerMessage::AskHolding { .. }]));
 }
+
+fn ignored(driven: &Driven, kind: EventKind) -> bool {
+    let is = |a: &Action| matches!(a, Action::Ignored { event, .. } if *event == kind);
+    driven.actions.iter().any(is)
+}
+
+#[test]
+fn a_removed_host_is_removed_once_and_told_again_without_harm() {
+    let removed = |name: &str| Event::HostRemoved { host: host(name) };
+    let incoming = || {
+        let mut b = Driven::recover(absent_at(0), "b", Qemu::Dead);
+        b.feed(prepare(m1(), 1));
+        b
+    };
+    let mut precopy = awaiting_ready();
+    precopy.feed(Event::Timeout(Timer::Switchover));
+    for (mut driven, peer) in [
+        (unconfirmed(), "a"),
+        (incoming(), "a"),
+        (precopy, "b"),
+        (awaiting_ready(), "b"),
+    ] {
+        driven.feed(removed("elsewhere"));
+        assert!(ignored(&driven, EventKind::HostRemoved));
+        driven.feed(removed(peer));
+        assert!(!ignored(&driven, EventKind::HostRemoved));
+        assert_eq!(driven.core.record().waits_for(), None);
+        let before = driven.core.record().clone();
+        driven.feed(removed(peer));
+        assert!(ignored(&driven, EventKind::HostRemoved));
+        assert_eq!(driven.core.record(), &before);
+    }
+    let mut absent = Driven::recover(absent_at(3), "b", Qemu::Dead);
+    absent.feed(removed("a"));
+    assert!(ignored(&absent, EventKind::HostRemoved));
+}
+
+#[test]
+fn a_record_names_the_host_that_it_waits_for() {
+    let (a, b) = (host("a"), host("b"));
+    assert_eq!(running("a").core.record().waits_for(), None);
+    assert_eq!(unconfirmed().core.record().waits_for(), Some(&a));
+    let mut source = awaiting_ready();
+    assert_eq!(source.core.record().waits_for(), Some(&b), "stopping");
+    source.hear("b", ready());
+    assert_eq!(source.core.record().waits_for(), Some(&b), "gave");
+    let migration = m1();
+    source.hear(
+        "b",
+        PeerMessage::Holding {
+            migration,
+            generation: Generation(2),
+        },
+    );
+    assert_eq!(source.core.record().waits_for(), None, "moved");
+    let mut destination = Driven::recover(absent_at(0), "b", Qemu::Dead);
+    assert_eq!(destination.core.record().waits_for(), None);
+    destination.feed(prepare(m1(), 2));
+    assert_eq!(destination.core.record().waits_for(), Some(&a), "incoming");
+    destination.feed(Event::Loaded {
+        attempt: Generation(2),
+    });
+    assert_eq!(destination.core.record().waits_for(), Some(&a), "ready");
+}
