@@ -182,7 +182,9 @@ impl Records {
         generation: Generation,
     ) -> Result<(), ApiError> {
         let vm = record.vm.clone();
-        let (done, _) = self.drive(journal, record, Event::Granted { generation })?;
+        let expect = record.highest;
+        let granted = Event::Granted { generation, expect };
+        let (done, _) = self.drive(journal, record, granted)?;
         if done.may_run() == Some(generation) {
             return Ok(());
         }

@@ -143,6 +143,7 @@ impl Host {
                 granted = true;
                 actions = core.handle(Event::Granted {
                     generation: Generation(1),
+                    expect: Generation(0),
                 });
                 continue;
             };

@@ -6,7 +6,10 @@
 use crate::event::{Action, Event, Status, Timer};
 use crate::permit::RunPermit;
 use crate::record::{Handover, HostRecord, Phase, Power, RecordError};
-use crate::state::{OnFail, Plan, Qemu, Reaction, State, StateName, Step, arm, go, write};
+use crate::state::{
+    Coming, Elsewhere, Given, Held, Leaving, OnFail, Plan, Promise, Qemu, Reaction, Stage, State,
+    StateName, Step, arm, go, write,
+};
 use godwit_types::{Generation, HostName};
 use std::collections::VecDeque;
 
@@ -37,6 +40,9 @@ pub struct VmCore {
     #[cfg(feature = "planted-faults")]
     pub(crate) plant: Option<crate::plant::Plant>,
 }
+
+/// Why a migration is refused whose permission a survey or a later handover has overtaken.
+pub(crate) const OLD_PERMISSION: &str = "the permission for this migration is older than what this host knows: ask the controller again";
 
 /// True if the fault is planted into this core; `false`, at compile time, without the feature.
 macro_rules! planted {
@@ -163,7 +169,10 @@ impl VmCore {
     /// A `Stopped` of an attempt that was rolled back says nothing about the guest now.
     fn may_have_stopped(&self, event: &Event) -> bool {
         match (event, &self.state) {
-            (Event::Stopped { attempt }, State::Stopping(now)) => *attempt == now.next,
+            (
+                Event::Stopped { attempt },
+                State::Leaving(Leaving::Switching(Stage::Stopping, now)),
+            ) => *attempt == now.next,
             (Event::Stopped { .. }, _) => false,
             _ => true,
         }
@@ -276,34 +285,38 @@ impl VmCore {
         match &self.state {
             State::Recovering if self.pending.is_none() => Status::JournalFailed,
             State::Recovering => recovering_status(&self.durable),
-            State::Absent | State::Refused => Status::Absent,
-            State::Off => Status::Off,
-            State::Down { reason } => Status::Down { reason },
-            State::Paused => Status::Paused,
-            State::Running => Status::Running { generation },
-            State::Unconfirmed => self.unconfirmed_status(),
-            State::Precopy(with) => Status::Migrating {
+            State::Elsewhere(Elsewhere::Absent | Elsewhere::Refused) => Status::Absent,
+            State::Held(Held::Off) => Status::Off,
+            State::Held(Held::Down { reason }) => Status::Down { reason },
+            State::Held(Held::Paused) => Status::Paused,
+            State::Held(Held::Running) => Status::Running { generation },
+            State::Held(Held::Unconfirmed) => self.unconfirmed_status(),
+            State::Leaving(Leaving::Precopy(with, _)) => Status::Migrating {
                 migration: with.migration.clone(),
             },
-            State::Stopping(a)
-            | State::LastPages(a)
-            | State::AwaitingReady(a)
-            | State::Devices { attempt: a, .. }
-            | State::Gave(a) => Status::SwitchingOver {
-                migration: a.with.migration.clone(),
-            },
-            State::GiftUncertain(_) | State::Refusing(_) => Status::JournalFailed,
-            State::InDoubt(a) => self.doubt(a.next, &a.with.peer, "--run-on", &self.host),
-            State::Moved(a) => Status::Moved {
+            State::Leaving(Leaving::Switching(_, a)) | State::Given(Given::Gave, a) => {
+                Status::SwitchingOver {
+                    migration: a.with.migration.clone(),
+                }
+            }
+            State::Leaving(Leaving::GiftUncertain(_)) | State::Coming(Coming::Refusing(_)) => {
+                Status::JournalFailed
+            }
+            State::Given(Given::InDoubt, a) => {
+                self.doubt(a.next, &a.with.peer, "--run-on", &self.host)
+            }
+            State::Elsewhere(Elsewhere::Moved(a)) => Status::Moved {
                 to: a.with.peer.clone(),
             },
-            State::Incoming(with) => Status::Incoming {
+            State::Coming(Coming::Incoming(with)) => Status::Incoming {
                 migration: with.migration.clone(),
             },
-            State::Ready(a) => Status::Incoming {
+            State::Coming(Coming::Promised(Promise::Kept, a)) => Status::Incoming {
                 migration: a.with.migration.clone(),
             },
-            State::ReadyInDoubt(a) => self.doubt(a.next, &a.with.peer, "--give-up-on", &self.host),
+            State::Coming(Coming::Promised(Promise::InDoubt, a)) => {
+                self.doubt(a.next, &a.with.peer, "--give-up-on", &self.host)
+            }
         }
     }
 
@@ -336,6 +349,17 @@ impl VmCore {
     /// The record that is known to be durable.
     pub fn record(&self) -> &HostRecord {
         &self.durable
+    }
+
+    /// The highest generation that may be on the disk: what a new permission or grant must be above.
+    pub fn highest(&self) -> Generation {
+        self.highest
+    }
+
+    /// Whether a permission to migrate is newer than all that this host knows: a durable "no" to a survey binds every
+    /// permission that was given before it.
+    pub(crate) fn is_permitted(&self, generation: Generation) -> bool {
+        generation > self.highest || planted!(self, OldPermissionTaken)
     }
 
     /// The state's name, for traces and tables.
@@ -390,8 +414,11 @@ impl VmCore {
     /// The durable record, without what an earlier failed write left standing in it.
     fn tidied(&self) -> HostRecord {
         match (&self.state, &self.durable.phase) {
-            (State::Absent, _) => self.durable.with(Phase::Absent),
-            (State::Running | State::Precopy(_), Phase::Stopping { .. }) => self.holds(Power::On),
+            (State::Elsewhere(Elsewhere::Absent), _) => self.durable.with(Phase::Absent),
+            (
+                State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)),
+                Phase::Stopping { .. },
+            ) => self.holds(Power::On),
             _ => self.durable.clone(),
         }
     }

@@ -2,12 +2,12 @@
 //!
 //! Part of [`VmCore`]. Refuses: to break a promise by a time-out, and to take what it did not promise.
 
-use crate::core::{VmCore, planted};
+use crate::core::{OLD_PERMISSION, VmCore, planted};
 use crate::event::{Ending, PeerMessage, Timer};
 use crate::record::{Handover, Phase, Power};
 use crate::state::{
-    Attempt, OnFail, Reaction, State, Step, arm, cleanup, disarm, end, go, kill, send, write,
-    write_after,
+    Attempt, Coming, Elsewhere, Held, OnFail, Promise, Reaction, State, Step, arm, cleanup, disarm,
+    end, go, kill, send, write, write_after,
 };
 use Reaction::{Ignore, Refuse};
 use godwit_types::{Generation, HostName, MigrationId};
@@ -15,9 +15,18 @@ use godwit_types::{Generation, HostName, MigrationId};
 const HELD_HERE: &str = "this host holds the VM itself";
 
 impl VmCore {
-    pub(crate) fn on_prepare(&self, migration: MigrationId, from: HostName) -> Reaction {
+    pub(crate) fn on_prepare(
+        &self,
+        migration: MigrationId,
+        from: HostName,
+        generation: Generation,
+    ) -> Reaction {
         match &self.state {
-            State::Absent | State::Refused | State::Moved(_) if from != self.host => {
+            State::Elsewhere(_) if from == self.host => {
+                Refuse("a host cannot receive a VM from itself")
+            }
+            State::Elsewhere(_) if !self.is_permitted(generation) => Refuse(OLD_PERMISSION),
+            State::Elsewhere(_) => {
                 let phase = Phase::Incoming {
                     migration: migration.clone(),
                     from: from.clone(),
@@ -32,59 +41,38 @@ impl VmCore {
                 };
                 let then = vec![send(&with.peer, prepared)];
                 let back = OnFail::Back(self.state.clone());
-                write(State::Incoming(with), self.durable.with(phase), back, then)
+                write(
+                    State::Coming(Coming::Incoming(with)),
+                    self.durable.with(phase),
+                    back,
+                    then,
+                )
             }
-            State::Absent | State::Refused | State::Moved(_) => {
-                Refuse("a host cannot receive a VM from itself")
-            }
-            State::Incoming(with) if with.migration == migration && with.peer == from => {
+            State::Coming(Coming::Incoming(with))
+                if with.migration == migration && with.peer == from =>
+            {
                 Ignore("prepared already")
             }
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Refuse("another migration of the VM to this host is not finished")
-            }
-            State::Gave(_) | State::InDoubt(_) => {
+            State::Coming(_) => Refuse("another migration of the VM to this host is not finished"),
+            State::Given(..) => {
                 Refuse("this host waits for the answer to an earlier handover of the VM")
             }
             State::Recovering => Refuse("this host is still making its journal durable"),
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_) => Refuse(HELD_HERE),
+            State::Held(_) | State::Leaving(_) => Refuse(HELD_HERE),
         }
     }
 
     pub(crate) fn on_loaded(&self, attempt: Generation) -> Reaction {
         match &self.state {
-            State::Incoming(with) if attempt > self.highest => self.promise(with, attempt),
-            State::Incoming(with) => self.fail_incoming(with),
-            State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Ignore("promised already")
+            State::Coming(Coming::Incoming(with)) if attempt > self.highest => {
+                self.promise(with, attempt)
             }
-            State::Recovering
-            | State::Absent
-            | State::Moved(_)
-            | State::Refused
-            | State::Gave(_)
-            | State::InDoubt(_) => Ignore("nothing is being received"),
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_) => Ignore(HELD_HERE),
+            State::Coming(Coming::Incoming(with)) => self.fail_incoming(with),
+            State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => Ignore("promised already"),
+            State::Recovering | State::Elsewhere(_) | State::Given(..) => {
+                Ignore("nothing is being received")
+            }
+            State::Held(_) | State::Leaving(_) => Ignore(HELD_HERE),
         }
     }
 
@@ -103,7 +91,7 @@ impl VmCore {
             next,
         };
         write(
-            State::Ready(attempt),
+            State::Coming(Coming::Promised(Promise::Kept, attempt)),
             self.durable.with(phase).raised(next),
             OnFail::FailIncoming(with.clone()),
             vec![send(&with.peer, ready), arm(Timer::Ask)],
@@ -112,27 +100,14 @@ impl VmCore {
 
     pub(crate) fn on_incoming_failed(&self) -> Reaction {
         match &self.state {
-            State::Incoming(with) => self.fail_incoming(with),
-            State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+            State::Coming(Coming::Incoming(with)) => self.fail_incoming(with),
+            State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => {
                 Ignore("everything was loaded: a promise is kept until the source withdraws")
             }
-            State::Recovering
-            | State::Absent
-            | State::Moved(_)
-            | State::Refused
-            | State::Gave(_)
-            | State::InDoubt(_) => Ignore("nothing is being received"),
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_) => Ignore(HELD_HERE),
+            State::Recovering | State::Elsewhere(_) | State::Given(..) => {
+                Ignore("nothing is being received")
+            }
+            State::Held(_) | State::Leaving(_) => Ignore(HELD_HERE),
         }
     }
 
@@ -147,9 +122,15 @@ impl VmCore {
             end(with, Ending::Failed),
             cleanup(),
         ];
-        let back = OnFail::Back(State::Absent);
+        let back = OnFail::Back(State::Elsewhere(Elsewhere::Absent));
         let record = self.durable.with(Phase::Absent);
-        write_after(State::Absent, first, record, back, Vec::new())
+        write_after(
+            State::Elsewhere(Elsewhere::Absent),
+            first,
+            record,
+            back,
+            Vec::new(),
+        )
     }
 
     /// Never takes this attempt's generation: durable, QEMU dead, then said.
@@ -166,8 +147,13 @@ impl VmCore {
             end(&a.with, Ending::Failed),
             cleanup(),
         ];
-        let back = OnFail::Back(State::Refusing(a.clone()));
-        write(State::Refused, record.raised(a.next), back, then)
+        let back = OnFail::Back(State::Coming(Coming::Refusing(a.clone())));
+        write(
+            State::Elsewhere(Elsewhere::Refused),
+            record.raised(a.next),
+            back,
+            then,
+        )
     }
 
     fn refusal(&self, with: &Handover, generation: Generation) -> Step {
@@ -190,14 +176,20 @@ impl VmCore {
     pub(crate) fn doubt_ready(&self, a: &Attempt) -> Reaction {
         if planted!(self, RefusedNotDurable) {
             return go(
-                State::ReadyInDoubt(a.clone()),
+                State::Coming(Coming::Promised(Promise::InDoubt, a.clone())),
                 vec![self.refusal(&a.with, a.next)],
             );
         }
         if planted!(self, CleanupReadyOnTimeout) {
-            return go(State::Refused, vec![kill(), cleanup()]);
+            return go(
+                State::Elsewhere(Elsewhere::Refused),
+                vec![kill(), cleanup()],
+            );
         }
-        go(State::ReadyInDoubt(a.clone()), self.ask_gift(a))
+        go(
+            State::Coming(Coming::Promised(Promise::InDoubt, a.clone())),
+            self.ask_gift(a),
+        )
     }
 
     /// The VM is this host's: durable, then running, then said.
@@ -226,8 +218,8 @@ impl VmCore {
         }
         then.push(end(&a.with, Ending::Completed));
         then.push(arm(Timer::Ask));
-        let back = OnFail::Back(State::ReadyInDoubt(a.clone()));
-        write_after(State::Running, first, record, back, then)
+        let back = OnFail::Back(State::Coming(Coming::Promised(Promise::InDoubt, a.clone())));
+        write_after(State::Held(Held::Running), first, record, back, then)
     }
 
     /// A permit, or the question of a source that gave: both say that the gift is durable.
@@ -238,40 +230,27 @@ impl VmCore {
         generation: Generation,
     ) -> Reaction {
         match &self.state {
-            State::Ready(a) | State::ReadyInDoubt(a) if a.next == generation => {
+            State::Coming(Coming::Promised(_, a)) if a.next == generation => {
                 if a.is(from, migration) {
                     self.take(a)
                 } else {
                     Ignore("not from the source of the migration that was promised")
                 }
             }
-            State::Refusing(a) if a.next == generation => self.refuse_attempt(a),
-            State::Incoming(with)
+            State::Coming(Coming::Refusing(a)) if a.next == generation && a.is(from, migration) => {
+                self.refuse_attempt(a)
+            }
+            State::Coming(Coming::Incoming(with))
                 if with.is(from, migration) && generation > self.durable.highest =>
             {
                 self.refuse_incoming(with, generation)
             }
             State::Recovering => Ignore("answered once the journal is durable"),
-            State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => self.answer_holding(from, migration, generation),
+            State::Elsewhere(_)
+            | State::Held(_)
+            | State::Leaving(_)
+            | State::Given(..)
+            | State::Coming(_) => self.answer_holding(from, migration, generation),
         }
     }
 
@@ -292,9 +271,6 @@ impl VmCore {
         migration: &MigrationId,
         generation: Generation,
     ) -> Reaction {
-        if !self.is_plausible(generation) {
-            return Ignore("a generation far beyond every one known is not believed");
-        }
         let with = Handover {
             migration: migration.clone(),
             peer: from.clone(),
@@ -306,37 +282,20 @@ impl VmCore {
             };
             return go(self.state.clone(), vec![send(from, message)]);
         }
-        let refused = self.refusal(&with, generation);
-        if generation <= self.durable.highest {
-            go(self.state.clone(), vec![refused])
-        } else {
-            self.raise(generation, vec![refused])
-        }
+        self.answer(generation, self.refusal(&with, generation))
     }
 
     pub(crate) fn on_peer_undecided(&self) -> Reaction {
         match &self.state {
-            State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+            State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => {
                 Ignore("the source has not decided: the promise stands")
             }
             State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Refused => Ignore("nothing was asked"),
+            | State::Elsewhere(_)
+            | State::Held(_)
+            | State::Leaving(_)
+            | State::Given(..)
+            | State::Coming(Coming::Incoming(_)) => Ignore("nothing was asked"),
         }
     }
 
@@ -347,61 +306,39 @@ impl VmCore {
         generation: Generation,
     ) -> Reaction {
         match &self.state {
-            State::Ready(a) | State::ReadyInDoubt(a)
+            State::Coming(Coming::Promised(_, a))
                 if a.next == generation && a.is(from, migration) =>
             {
                 self.refuse_attempt(a)
             }
-            State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+            State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => {
                 Ignore("about another attempt")
             }
-            State::Incoming(_) => Ignore("nothing was promised; the migration may go on"),
+            State::Coming(Coming::Incoming(_)) => {
+                Ignore("nothing was promised; the migration may go on")
+            }
             State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Refused => Ignore("nothing is promised here"),
+            | State::Elsewhere(_)
+            | State::Held(_)
+            | State::Leaving(_)
+            | State::Given(..) => Ignore("nothing is promised here"),
         }
     }
 
     pub(crate) fn on_peer_aborted(&self, from: &HostName, migration: &MigrationId) -> Reaction {
         match &self.state {
-            State::Incoming(with) if with.is(from, migration) => self.fail_incoming(with),
-            State::Ready(a) | State::ReadyInDoubt(a) if a.is(from, migration) => {
+            State::Coming(Coming::Incoming(with)) if with.is(from, migration) => {
+                self.fail_incoming(with)
+            }
+            State::Coming(Coming::Promised(_, a)) if a.is(from, migration) => {
                 self.refuse_attempt(a)
             }
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Ignore("about another migration")
-            }
+            State::Coming(_) => Ignore("about another migration"),
             State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Refused => Ignore("nothing is received here"),
+            | State::Elsewhere(_)
+            | State::Held(_)
+            | State::Leaving(_)
+            | State::Given(..) => Ignore("nothing is received here"),
         }
     }
 }

@@ -120,13 +120,9 @@ pub enum Event {
         /// Whether the old record is known to be what is on the disk.
         unchanged: bool,
     },
-    /// The controller: this VM is new and was never offered to another host; take it, off.
+    /// The controller: every host that might hold the VM is fenced or was surveyed; take it, off. A new VM, too,
+    /// begins after a survey.
     Granted {
-        /// A generation above every one known here.
-        generation: Generation,
-    },
-    /// The controller: every host that might hold the VM is fenced or was surveyed; take it, off.
-    GrantedAfterSurvey {
         /// A generation above every one ever used ([`crate::GenerationLedger`]).
         generation: Generation,
         /// The level of the survey that it follows: a grant that was overtaken by another survey is void.
@@ -135,10 +131,12 @@ pub enum Event {
     /// The controller surveys who may hold the VM: voids every grant made before, then answers with
     /// [`Action::Surveyed`].
     SurveyRequested {
-        /// Above every generation that the controller knows ([`crate::GenerationLedger::survey_level`]).
+        /// Above every generation that the controller knows ([`crate::GenerationLedger::survey_level`]). Any level is
+        /// taken that leaves room in the counter.
         level: Generation,
     },
-    /// That host was removed for good: nothing is waited for from it any more.
+    /// That host was removed for good: nothing is waited for from it any more. May be told again: where nothing is
+    /// waited for it is [`Action::Ignored`]. A VM in doubt because of that host is resolved by an operator.
     HostRemoved {
         /// The host.
         host: HostName,
@@ -159,6 +157,8 @@ pub enum Event {
         migration: MigrationId,
         /// Its destination.
         to: HostName,
+        /// The permission's generation: above every one that this host knows. Attempts take it or a later one.
+        generation: Generation,
     },
     /// Source: precopy has converged far enough: stop the guest and hand over.
     SwitchoverRequested,
@@ -184,6 +184,8 @@ pub enum Event {
         migration: MigrationId,
         /// Its source.
         from: HostName,
+        /// The permission's generation: above every one that this host knows.
+        generation: Generation,
     },
     /// Destination: everything is applied, verified and loaded, the guest is paused.
     Loaded {
@@ -385,7 +387,6 @@ event_kinds! {
     Persisted => "persisted",
     PersistFailed => "persist-failed",
     Granted => "granted",
-    GrantedAfterSurvey => "granted-after-survey",
     SurveyRequested => "survey-requested",
     HostRemoved => "host-removed",
     DeleteRequested => "delete-requested",
@@ -459,7 +460,6 @@ impl Event {
             Event::Persisted => EventKind::Persisted,
             Event::PersistFailed { .. } => EventKind::PersistFailed,
             Event::Granted { .. } => EventKind::Granted,
-            Event::GrantedAfterSurvey { .. } => EventKind::GrantedAfterSurvey,
             Event::SurveyRequested { .. } => EventKind::SurveyRequested,
             Event::HostRemoved { .. } => EventKind::HostRemoved,
             Event::DeleteRequested => EventKind::DeleteRequested,

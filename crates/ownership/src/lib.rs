@@ -46,18 +46,36 @@
 //!    receiver feeds [`Event::Message`] with the name that the *authentication* of the channel gave. The agent
 //!    of a host without a VM process for the VM takes the lock itself and drives a core to answer.
 //! 8. [`Timer::Switchover`] is restarted by the shell whenever the peer is heard; [`Timer::Ask`] is not.
-//! 9. [`Event::QemuDied`] while running leads to [`Status::Down`]: whether and how often the guest is booted
-//!    anew is the shell's policy ([`Event::StartRequested`]).
+//! 9. Nothing boots by itself. A guest that should run and has no QEMU is [`Status::Down`], also after a reboot, after
+//!    a successor found its QEMU dead, and once a handover is confirmed that nobody had confirmed before: the record
+//!    may come from an old copy of the disk. The shell asks the site who holds the VM, then feeds
+//!    [`Event::StartRequested`]; how often is its policy. Only that, an operator's decision to run here and a
+//!    durable refusal of the destination lead to [`Action::Boot`].
 //! 10. Show [`Action::Report`]; [`Status::InDoubt`] carries the command that ends it. [`Action::Refuse`] is the
 //!     answer to whoever sent the request; [`Action::Ignored`] goes to the log.
 //!
 //! # A VM that begins anew
 //!
-//! A new VM, never offered to any host before, begins with [`Event::Granted`]. A VM whose host is dead, or whose
-//! first offer was not answered, begins elsewhere only so: survey every enrolled host
-//! ([`Event::SurveyRequested`], answer [`VmCore::record`] on [`Action::Surveyed`]), let
-//! [`GenerationLedger::grant`] judge, then [`Event::GrantedAfterSurvey`] with `expect` the survey's level. A
-//! survey voids every grant before it, also those that a controller with an older database made.
+//! There is one procedure, for a new VM as for one whose host is dead: survey the hosts that may hold it
+//! ([`Event::SurveyRequested`], answer [`VmCore::record`] on [`Action::Surveyed`]), let [`GenerationLedger::grant`]
+//! judge, then feed [`Event::Granted`] with `expect` the survey's level. A host that holds nothing rises to the level
+//! and so voids every grant before it, also those that a controller with an older database made; a host that may
+//! hold the VM answers without a change.
+//!
+//! A migration's permission ([`Event::PrepareIncoming`], [`Event::MigrationBegan`]) has a generation above all that the
+//! controller knows. Both ends refuse one that is not above all that they know ([`VmCore::highest`]): a host's durable
+//! "no" to a survey binds the permissions before it as it binds the grants. Attempts are not below the permission.
+//!
+//! # Whose word counts
+//!
+//! A certificate shows which host speaks, not that the VM is its business. A message moves a record only if it comes
+//! from the host that the record waits for ([`HostRecord::waits_for`]), or from the other end of a migration in precopy,
+//! and is about that migration. To any other host
+//! a holder answers from what is durable, or not at all; it never stops, ends or starts a guest for it. A host that
+//! holds and receives nothing may rise by a bounded step to answer a source in doubt. Two holders that know nothing of
+//! each other stay as they are: that is shown to people, who decide.
+//!
+//! # When it is over
 //!
 //! Precopy outlasting its channels (60 s), a missed deadline and errors of the source are [`Event::Cancel`] at
 //! the source and [`Event::IncomingFailed`] at the destination, which ignores it once it has promised. Feed
@@ -86,6 +104,8 @@ mod recover;
 mod source;
 mod state;
 mod table;
+#[cfg(test)]
+mod unrelated_tests;
 
 pub use crate::core::VmCore;
 pub use event::{Action, Ending, Event, EventKind, PeerMessage, Status, Timer};

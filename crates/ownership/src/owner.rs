@@ -2,12 +2,12 @@
 //!
 //! Part of [`VmCore`]. Refuses: every request whose outcome a handover in progress would make ambiguous.
 
-use crate::core::VmCore;
+use crate::core::{VmCore, planted};
 use crate::event::{Action, Ending, PeerMessage, Timer};
 use crate::record::{Handover, Phase, Power};
 use crate::state::{
-    Attempt, OnFail, Qemu, Reaction, State, Step, abort, arm, cleanup, disarm, end, go, kill,
-    release, send, write, write_after,
+    Attempt, Coming, Elsewhere, Given, Held, Leaving, OnFail, Qemu, Reaction, Stage, State, Step,
+    abort, arm, cleanup, disarm, end, go, kill, release, send, write, write_after,
 };
 use Reaction::{Ignore, Refuse};
 use godwit_types::{Generation, HostName};
@@ -28,28 +28,19 @@ const RESOLVE_STEP: u64 = 1 << 20;
 impl VmCore {
     pub(crate) fn on_granted(&self, generation: Generation, expect: Generation) -> Reaction {
         match &self.state {
-            State::Absent | State::Refused | State::Moved(_) => self.grant(generation, expect),
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_) => Refuse("the VM is on this host already"),
-            State::Recovering => Refuse(SETTLING),
-            State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_) => Refuse(SWITCHING),
-            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Refuse(RECEIVING)
+            State::Elsewhere(_) => self.grant(generation, expect),
+            State::Held(_) | State::Leaving(Leaving::Precopy(..)) => {
+                Refuse("the VM is on this host already")
             }
+            State::Recovering => Refuse(SETTLING),
+            State::Leaving(Leaving::Switching(..) | Leaving::GiftUncertain(_)) => Refuse(SWITCHING),
+            State::Given(..) => Refuse(GIVEN),
+            State::Coming(_) => Refuse(RECEIVING),
         }
     }
 
     fn grant(&self, generation: Generation, expect: Generation) -> Reaction {
-        if expect != self.highest {
+        if expect != self.highest && !planted!(self, GrantWithoutSurvey) {
             return Refuse("this host has learned of other generations since it was surveyed");
         }
         if generation <= self.highest {
@@ -57,158 +48,117 @@ impl VmCore {
         }
         let record = self.durable.holding(generation, Power::Off, None);
         let back = OnFail::Back(self.state.clone());
-        write(State::Off, record, back, Vec::new())
+        write(State::Held(Held::Off), record, back, Vec::new())
     }
 
     /// Every grant made before this survey expects a lower `highest` than the one written now, and nothing at or
-    /// below the level is promised any more.
+    /// below the level is promised any more. A host that may hold the VM answers as it stands: its answer is no "no",
+    /// and its next generation is its own business.
     pub(crate) fn on_survey(&self, level: Generation) -> Reaction {
-        if !self.is_plausible(level) {
-            return Refuse("a generation far beyond every one known is not believed");
-        }
+        let surveyed = Step::Do(Action::Surveyed { level });
         match &self.state {
             State::Recovering => Refuse(SETTLING),
-            State::GiftUncertain(_) => Refuse(JOURNAL),
-            State::Absent | State::Refused | State::Moved(_) => match self.highest.next() {
-                Some(next) => {
-                    self.raise(next.max(level), vec![Step::Do(Action::Surveyed { level })])
-                }
+            State::Leaving(Leaving::GiftUncertain(_)) => Refuse(JOURNAL),
+            State::Elsewhere(_) => match self.surveyed_to(level) {
+                Some(highest) => self.raise(highest, vec![surveyed]),
                 None => Refuse(EXHAUSTED),
             },
-            State::Incoming(with) => match self.highest.next() {
-                Some(next) => {
-                    let highest = next.max(level);
+            State::Coming(Coming::Incoming(with)) => match self.surveyed_to(level) {
+                Some(highest) => {
                     let prepared = PeerMessage::Prepared {
                         migration: with.migration.clone(),
                         highest,
                     };
                     let told = send(&with.peer, prepared);
-                    self.raise(highest, vec![Step::Do(Action::Surveyed { level }), told])
+                    self.raise(highest, vec![surveyed, told])
                 }
                 None => Refuse(EXHAUSTED),
             },
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_) => go(
-                self.state.clone(),
-                vec![Step::Do(Action::Surveyed { level })],
-            ),
+            State::Held(_)
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
+            | State::Given(..)
+            | State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => {
+                go(self.state.clone(), vec![surveyed])
+            }
         }
+    }
+
+    /// Where a survey leads; none if no generation would be left above it.
+    fn surveyed_to(&self, level: Generation) -> Option<Generation> {
+        let highest = self.highest.next()?.max(level);
+        highest.next().map(|_| highest)
     }
 
     pub(crate) fn on_host_removed(&self, host: &HostName) -> Reaction {
         match &self.state {
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed => match self.unconfirmed() {
+            State::Held(_) => match self.unconfirmed() {
                 Some(with) if with.peer == *host => self.confirmed(),
                 _ => Ignore("nothing is waited for from that host"),
             },
-            State::Gave(a) | State::InDoubt(a) | State::Ready(a) | State::ReadyInDoubt(a)
-                if a.with.peer == *host =>
-            {
+            State::Given(_, a) | State::Coming(Coming::Promised(_, a)) if a.with.peer == *host => {
                 Refuse("the VM is in doubt because of that host: resolve it first")
             }
-            State::Precopy(with) if with.peer == *host => {
-                go(State::Running, self.leave(with, Ending::Failed))
+            State::Leaving(Leaving::Precopy(with, _)) if with.peer == *host => {
+                go(State::Held(Held::Running), self.leave(with, Ending::Failed))
             }
-            State::Stopping(a)
-            | State::LastPages(a)
-            | State::Devices { attempt: a, .. }
-            | State::AwaitingReady(a)
-                if a.with.peer == *host =>
-            {
+            State::Leaving(Leaving::Switching(_, a)) if a.with.peer == *host => {
                 self.roll_back(a, Some(Ending::Failed))
             }
-            State::Incoming(with) if with.peer == *host => self.fail_incoming(with),
+            State::Coming(Coming::Incoming(with)) if with.peer == *host => self.fail_incoming(with),
             State::Recovering => Refuse(SETTLING),
-            State::GiftUncertain(_) => Ignore("the gift is being taken back already"),
-            State::Absent
-            | State::Refused
-            | State::Moved(_)
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_) => Ignore("nothing is waited for from that host"),
+            State::Leaving(Leaving::GiftUncertain(_)) => {
+                Ignore("the gift is being taken back already")
+            }
+            State::Elsewhere(_)
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
+            | State::Given(..)
+            | State::Coming(_) => Ignore("nothing is waited for from that host"),
         }
     }
 
     pub(crate) fn on_delete(&self) -> Reaction {
         match &self.state {
-            State::Off => {
+            State::Held(Held::Off) => {
                 let record = self.durable.with(Phase::Absent);
                 write(
-                    State::Absent,
+                    State::Elsewhere(Elsewhere::Absent),
                     record,
-                    OnFail::Back(State::Off),
+                    OnFail::Back(State::Held(Held::Off)),
                     vec![cleanup()],
                 )
             }
-            State::Absent | State::Refused | State::Moved(_) => Ignore(NOT_HERE),
-            State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_) => Refuse("stop the VM first"),
+            State::Elsewhere(_) => Ignore(NOT_HERE),
+            State::Held(Held::Down { .. } | Held::Paused | Held::Running | Held::Unconfirmed)
+            | State::Leaving(Leaving::Precopy(..)) => Refuse("stop the VM first"),
             State::Recovering => Refuse(SETTLING),
-            State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_) => Refuse(SWITCHING),
-            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Refuse(RECEIVING)
-            }
+            State::Leaving(Leaving::Switching(..) | Leaving::GiftUncertain(_)) => Refuse(SWITCHING),
+            State::Given(..) => Refuse(GIVEN),
+            State::Coming(_) => Refuse(RECEIVING),
         }
     }
 
     pub(crate) fn on_start(&self) -> Reaction {
         match &self.state {
-            State::Off | State::Down { .. } => self.start(),
-            State::Paused => Refuse("the VM is paused: resume it"),
-            State::Running | State::Precopy(_) => Ignore("the VM is running already"),
-            State::Unconfirmed => Refuse(WAITING),
-            State::Absent | State::Refused | State::Moved(_) => Refuse(NOT_HERE),
-            State::Recovering => Refuse(SETTLING),
-            State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_) => Refuse(SWITCHING),
-            State::GiftUncertain(_) => Refuse(JOURNAL),
-            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Refuse(RECEIVING)
+            State::Held(Held::Off | Held::Down { .. }) => self.start(),
+            State::Held(Held::Paused) => Refuse("the VM is paused: resume it"),
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => {
+                Ignore("the VM is running already")
             }
+            State::Held(Held::Unconfirmed) => Refuse(WAITING),
+            State::Elsewhere(_) => Refuse(NOT_HERE),
+            State::Recovering => Refuse(SETTLING),
+            State::Leaving(Leaving::Switching(..)) => Refuse(SWITCHING),
+            State::Leaving(Leaving::GiftUncertain(_)) => Refuse(JOURNAL),
+            State::Given(..) => Refuse(GIVEN),
+            State::Coming(_) => Refuse(RECEIVING),
         }
     }
 
     fn start(&self) -> Reaction {
         let back = OnFail::Back(self.state.clone());
         let (state, then) = match self.unconfirmed() {
-            None => (State::Running, vec![Step::Boot]),
-            Some(with) => (State::Unconfirmed, self.tell_holding(with)),
+            None => (State::Held(Held::Running), vec![Step::Boot]),
+            Some(with) => (State::Held(Held::Unconfirmed), self.tell_holding(with)),
         };
         write(state, self.holds(Power::On), back, then)
     }
@@ -224,33 +174,30 @@ impl VmCore {
 
     pub(crate) fn on_stop(&self) -> Reaction {
         match &self.state {
-            State::Running | State::Paused | State::Down { .. } | State::Unconfirmed => {
+            State::Held(Held::Down { .. } | Held::Paused | Held::Running | Held::Unconfirmed) => {
                 self.power_off(Vec::new())
             }
-            State::Precopy(with) => self.power_off(self.leave(with, Ending::Cancelled)),
-            State::Off => Ignore("the VM is off already"),
-            State::Absent | State::Refused | State::Moved(_) => Refuse(NOT_HERE),
-            State::Recovering => Refuse(SETTLING),
-            State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_) => Refuse(SWITCHING),
-            State::GiftUncertain(_) => Refuse(JOURNAL),
-            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Refuse(RECEIVING)
+            State::Leaving(Leaving::Precopy(with, _)) => {
+                self.power_off(self.leave(with, Ending::Cancelled))
             }
+            State::Held(Held::Off) => Ignore("the VM is off already"),
+            State::Elsewhere(_) => Refuse(NOT_HERE),
+            State::Recovering => Refuse(SETTLING),
+            State::Leaving(Leaving::Switching(..)) => Refuse(SWITCHING),
+            State::Leaving(Leaving::GiftUncertain(_)) => Refuse(JOURNAL),
+            State::Given(..) => Refuse(GIVEN),
+            State::Coming(_) => Refuse(RECEIVING),
         }
     }
 
     /// Kills QEMU and writes that the VM is off.
     fn power_off(&self, mut first: Vec<Step>) -> Reaction {
         first.push(kill());
-        let down = State::Down {
+        let down = State::Held(Held::Down {
             reason: "powered off, but the journal could not be written",
-        };
+        });
         write_after(
-            State::Off,
+            State::Held(Held::Off),
             first,
             self.holds(Power::Off),
             OnFail::Back(self.unless_unsettled(down)),
@@ -286,181 +233,170 @@ impl VmCore {
 
     pub(crate) fn on_pause(&self) -> Reaction {
         match &self.state {
-            State::Running => {
+            State::Held(Held::Running) => {
                 let stop = Step::Do(Action::StopGuest { attempt: None });
                 let record = self.holds(Power::Paused);
                 write(
-                    State::Paused,
+                    State::Held(Held::Paused),
                     record,
-                    OnFail::Back(State::Running),
+                    OnFail::Back(State::Held(Held::Running)),
                     vec![stop],
                 )
             }
-            State::Paused => Ignore("the VM is paused already"),
-            State::Precopy(_) => Refuse("the VM is being migrated: cancel that first"),
-            State::Off | State::Down { .. } | State::Unconfirmed => Refuse("the VM is not running"),
-            State::Absent | State::Refused | State::Moved(_) => Refuse(NOT_HERE),
-            State::Recovering => Refuse(SETTLING),
-            State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_) => Refuse(SWITCHING),
-            State::GiftUncertain(_) => Refuse(JOURNAL),
-            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Refuse(RECEIVING)
+            State::Held(Held::Paused) => Ignore("the VM is paused already"),
+            State::Leaving(Leaving::Precopy(..)) => {
+                Refuse("the VM is being migrated: cancel that first")
             }
+            State::Held(Held::Off | Held::Down { .. } | Held::Unconfirmed) => {
+                Refuse("the VM is not running")
+            }
+            State::Elsewhere(_) => Refuse(NOT_HERE),
+            State::Recovering => Refuse(SETTLING),
+            State::Leaving(Leaving::Switching(..)) => Refuse(SWITCHING),
+            State::Leaving(Leaving::GiftUncertain(_)) => Refuse(JOURNAL),
+            State::Given(..) => Refuse(GIVEN),
+            State::Coming(_) => Refuse(RECEIVING),
         }
     }
 
     pub(crate) fn on_resume(&self) -> Reaction {
         match &self.state {
-            State::Paused => {
+            State::Held(Held::Paused) => {
                 let record = self.holds(Power::On);
                 write(
-                    State::Running,
+                    State::Held(Held::Running),
                     record,
-                    OnFail::Back(State::Paused),
+                    OnFail::Back(State::Held(Held::Paused)),
                     vec![Step::Cont],
                 )
             }
-            State::Running | State::Precopy(_) => Ignore("the VM is running already"),
-            State::Off | State::Down { .. } => Refuse("the VM is off: start it"),
-            State::Unconfirmed => Refuse(WAITING),
-            State::Absent | State::Refused | State::Moved(_) => Refuse(NOT_HERE),
-            State::Recovering => Refuse(SETTLING),
-            State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_) => Refuse(SWITCHING),
-            State::GiftUncertain(_) => Refuse(JOURNAL),
-            State::Gave(_) | State::InDoubt(_) => Refuse(GIVEN),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Refuse(RECEIVING)
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => {
+                Ignore("the VM is running already")
             }
+            State::Held(Held::Off | Held::Down { .. }) => Refuse("the VM is off: start it"),
+            State::Held(Held::Unconfirmed) => Refuse(WAITING),
+            State::Elsewhere(_) => Refuse(NOT_HERE),
+            State::Recovering => Refuse(SETTLING),
+            State::Leaving(Leaving::Switching(..)) => Refuse(SWITCHING),
+            State::Leaving(Leaving::GiftUncertain(_)) => Refuse(JOURNAL),
+            State::Given(..) => Refuse(GIVEN),
+            State::Coming(_) => Refuse(RECEIVING),
         }
     }
 
     pub(crate) fn on_guest_shutdown(&self) -> Reaction {
         match &self.state {
-            State::Running | State::Paused => self.power_off(Vec::new()),
-            State::Precopy(with) => self.power_off(self.leave(with, Ending::Failed)),
-            State::Stopping(a)
-            | State::LastPages(a)
-            | State::Devices { attempt: a, .. }
-            | State::AwaitingReady(a) => self.power_off(self.leave(&a.with, Ending::Failed)),
-            State::GiftUncertain(_) => Ignore("decided once the journal can be written"),
-            State::Gave(_) | State::InDoubt(_) => Ignore(
+            State::Held(Held::Paused | Held::Running) => self.power_off(Vec::new()),
+            State::Leaving(Leaving::Precopy(with, _)) => {
+                self.power_off(self.leave(with, Ending::Failed))
+            }
+            State::Leaving(Leaving::Switching(_, a)) => {
+                self.power_off(self.leave(&a.with, Ending::Failed))
+            }
+            State::Leaving(Leaving::GiftUncertain(_)) => {
+                Ignore("decided once the journal can be written")
+            }
+            State::Given(..) => Ignore(
                 "the state that was given away is older than this; the guest goes on from it",
             ),
             State::Recovering if self.durable.may_run().is_some() => self.power_off(Vec::new()),
             State::Recovering => Ignore("no guest runs here"),
-            State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Refused => Ignore("no guest runs here"),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Ignore("the guest has not run here")
+            State::Elsewhere(_)
+            | State::Held(Held::Off | Held::Down { .. } | Held::Unconfirmed) => {
+                Ignore("no guest runs here")
             }
+            State::Coming(_) => Ignore("the guest has not run here"),
         }
     }
 
     pub(crate) fn on_guest_halted(&self) -> Reaction {
         let paused = |first| {
             write_after(
-                State::Paused,
+                State::Held(Held::Paused),
                 first,
                 self.holds(Power::Paused),
-                OnFail::Back(self.unless_unsettled(State::Paused)),
+                OnFail::Back(self.unless_unsettled(State::Held(Held::Paused))),
                 self.tell_if_unconfirmed(),
             )
         };
         match &self.state {
-            State::Running => paused(Vec::new()),
-            State::Precopy(with) => paused(self.leave(with, Ending::Failed)),
-            State::Stopping(a)
-            | State::LastPages(a)
-            | State::Devices { attempt: a, .. }
-            | State::AwaitingReady(a) => paused(self.leave(&a.with, Ending::Failed)),
-            State::Paused => Ignore("the guest is paused already"),
-            State::GiftUncertain(_) => Ignore("decided once the journal can be written"),
-            State::Gave(_) | State::InDoubt(_) => Ignore(
+            State::Held(Held::Running) => paused(Vec::new()),
+            State::Leaving(Leaving::Precopy(with, _)) => paused(self.leave(with, Ending::Failed)),
+            State::Leaving(Leaving::Switching(_, a)) => paused(self.leave(&a.with, Ending::Failed)),
+            State::Held(Held::Paused) => Ignore("the guest is paused already"),
+            State::Leaving(Leaving::GiftUncertain(_)) => {
+                Ignore("decided once the journal can be written")
+            }
+            State::Given(..) => Ignore(
                 "the state that was given away is older than this; the guest goes on from it",
             ),
             State::Recovering if self.durable.may_run().is_some() => paused(Vec::new()),
             State::Recovering => Ignore("no guest runs here"),
-            State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Refused => Ignore("no guest runs here"),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Ignore("the guest has not run here")
+            State::Elsewhere(_)
+            | State::Held(Held::Off | Held::Down { .. } | Held::Unconfirmed) => {
+                Ignore("no guest runs here")
             }
+            State::Coming(_) => Ignore("the guest has not run here"),
         }
     }
 
     pub(crate) fn on_guest_reset(&self) -> Reaction {
         match &self.state {
-            State::Running | State::Paused => Ignore("a reset does not change who runs the guest"),
-            State::Precopy(_) => Ignore("the reset guest's memory is tracked like any other"),
-            State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_) => Ignore("the reset is part of the state that is moved"),
-            State::Gave(_) | State::InDoubt(_) => Ignore(
+            State::Held(Held::Paused | Held::Running) => {
+                Ignore("a reset does not change who runs the guest")
+            }
+            State::Leaving(Leaving::Precopy(..)) => {
+                Ignore("the reset guest's memory is tracked like any other")
+            }
+            State::Leaving(Leaving::Switching(..) | Leaving::GiftUncertain(_)) => {
+                Ignore("the reset is part of the state that is moved")
+            }
+            State::Given(..) => Ignore(
                 "the state that was given away is older than this; the guest goes on from it",
             ),
             State::Recovering => Ignore("a reset does not change who runs the guest"),
-            State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Refused => Ignore("no guest runs here"),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Ignore("the guest has not run here")
+            State::Elsewhere(_)
+            | State::Held(Held::Off | Held::Down { .. } | Held::Unconfirmed) => {
+                Ignore("no guest runs here")
             }
+            State::Coming(_) => Ignore("the guest has not run here"),
         }
     }
 
     pub(crate) fn on_qemu_died(&self) -> Reaction {
-        let down = State::Down {
+        let down = State::Held(Held::Down {
             reason: "its QEMU died",
-        };
+        });
         match &self.state {
-            State::Running | State::Paused => go(down, Vec::new()),
-            State::Precopy(with) => go(down, self.leave(with, Ending::Failed)),
-            State::Stopping(a) | State::LastPages(a) | State::Devices { attempt: a, .. } => {
-                self.guest_lost(&a.with, Ending::Failed)
-            }
-            State::AwaitingReady(_) => {
+            State::Held(Held::Paused | Held::Running) => go(down, Vec::new()),
+            State::Leaving(Leaving::Precopy(with, _)) => go(down, self.leave(with, Ending::Failed)),
+            State::Leaving(Leaving::Switching(
+                Stage::Stopping | Stage::LastPages | Stage::Devices { .. },
+                a,
+            )) => self.guest_lost(&a.with, Ending::Failed),
+            State::Leaving(Leaving::Switching(Stage::AwaitingReady, _)) => {
                 Ignore("the destination has the whole state: it may still be given the VM")
             }
-            State::GiftUncertain(_) => Ignore("decided once the journal can be written"),
-            State::Gave(_) | State::InDoubt(_) => Ignore("the destination decides"),
-            State::Incoming(with) => self.fail_incoming(with),
-            State::Ready(a) | State::ReadyInDoubt(a) => self.refuse_attempt(a),
-            State::Refusing(_) => Ignore("it is being refused already"),
+            State::Leaving(Leaving::GiftUncertain(_)) => {
+                Ignore("decided once the journal can be written")
+            }
+            State::Given(..) => Ignore("the destination decides"),
+            State::Coming(Coming::Incoming(with)) => self.fail_incoming(with),
+            State::Coming(Coming::Promised(_, a)) => self.refuse_attempt(a),
+            State::Coming(Coming::Refusing(_)) => Ignore("it is being refused already"),
             State::Recovering => go(State::Recovering, Vec::new()),
-            State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Refused => Ignore("no QEMU is needed here"),
+            State::Elsewhere(_)
+            | State::Held(Held::Off | Held::Down { .. } | Held::Unconfirmed) => {
+                Ignore("no QEMU is needed here")
+            }
         }
     }
 
     /// The source's QEMU is gone before the destination had everything.
     pub(crate) fn guest_lost(&self, with: &Handover, outcome: Ending) -> Reaction {
-        let down = State::Down {
+        let down = State::Held(Held::Down {
             reason: "its QEMU died",
-        };
+        });
         write_after(
             down.clone(),
             self.leave(with, outcome),
@@ -472,14 +408,14 @@ impl VmCore {
 
     pub(crate) fn on_operator_resolve(&self, run_here: bool, fenced: &HostName) -> Reaction {
         match &self.state {
-            State::Gave(a) | State::InDoubt(a) if *fenced == a.with.peer => {
+            State::Given(_, a) if *fenced == a.with.peer => {
                 if run_here {
                     self.reclaim(a, Some(a.with.clone()))
                 } else {
                     Refuse("the VM would be nowhere: resolve it with --run-on this host")
                 }
             }
-            State::Ready(a) | State::ReadyInDoubt(a) if *fenced == a.with.peer => {
+            State::Coming(Coming::Promised(_, a)) if *fenced == a.with.peer => {
                 if run_here {
                     Refuse(
                         "this host cannot know whether the source ran on: give up here, then start the VM anew",
@@ -488,29 +424,15 @@ impl VmCore {
                     self.refuse_attempt(a)
                 }
             }
-            State::Gave(_)
-            | State::InDoubt(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_) => {
+            State::Given(..) | State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => {
                 Refuse("the host named as fenced is not the one that must answer")
             }
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed => self.resolve_unconfirmed(run_here, fenced),
+            State::Held(_) => self.resolve_unconfirmed(run_here, fenced),
             State::Recovering => Refuse(SETTLING),
-            State::GiftUncertain(_) => Refuse(JOURNAL),
-            State::Absent
-            | State::Refused
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_) => Refuse("the VM is not in doubt here"),
+            State::Leaving(Leaving::GiftUncertain(_)) => Refuse(JOURNAL),
+            State::Elsewhere(_)
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
+            | State::Coming(Coming::Incoming(_)) => Refuse("the VM is not in doubt here"),
         }
     }
 
@@ -533,8 +455,8 @@ impl VmCore {
         }
         let back = OnFail::Back(self.state.clone());
         let done = disarm(Timer::Ask);
-        if self.state == State::Unconfirmed {
-            write(State::Running, record, back, vec![done, Step::Boot])
+        if self.state == State::Held(Held::Unconfirmed) {
+            write(State::Held(Held::UNASKED), record, back, vec![done])
         } else {
             write(self.state.clone(), record, back, vec![done])
         }
@@ -547,13 +469,13 @@ impl VmCore {
             return Refuse(EXHAUSTED);
         };
         let (power, run) = match &self.state {
-            State::Unconfirmed => (Power::On, vec![Step::Boot]),
-            State::Off => (Power::Off, Vec::new()),
-            State::Paused => (Power::Paused, Vec::new()),
+            State::Held(Held::Unconfirmed) => (Power::On, vec![Step::Boot]),
+            State::Held(Held::Off) => (Power::Off, Vec::new()),
+            State::Held(Held::Paused) => (Power::Paused, Vec::new()),
             _ => (Power::On, Vec::new()),
         };
         let state = match &self.state {
-            State::Unconfirmed => State::Running,
+            State::Held(Held::Unconfirmed) => State::Held(Held::Running),
             other => other.clone(),
         };
         let record = self.durable.holding(next, power, Some(with.clone()));
@@ -586,7 +508,7 @@ impl VmCore {
             run,
             end(&a.with, Ending::Refused),
         ];
-        let back = OnFail::Back(State::InDoubt(a.clone()));
-        write(State::Running, record, back, then)
+        let back = OnFail::Back(State::Given(Given::InDoubt, a.clone()));
+        write(State::Held(Held::Running), record, back, then)
     }
 }

@@ -2,19 +2,23 @@
 //!
 //! Part of [`VmCore`]. Refuses: to answer from anything but the durable record.
 
-use crate::core::VmCore;
+use crate::core::{VmCore, planted};
 use crate::event::{Ending, PeerMessage, Timer};
 use crate::record::{Handover, Phase};
 use crate::state::{
-    Attempt, OnFail, Reaction, State, cleanup, disarm, go, kill, send, write_after,
+    Attempt, Coming, Elsewhere, Given, Held, Leaving, OnFail, Reaction, Stage, State, Step,
+    cleanup, disarm, go, kill, send, write_after,
 };
 use Reaction::Ignore;
 use godwit_types::{Generation, HostName, MigrationId};
 
 /// A peer cannot push the counter further than this at once: nobody exhausts it with one message.
-const PLAUSIBLE_STEP: u64 = 1 << 40;
+const PLAUSIBLE_STEP: u64 = 1 << 32;
 
 const FAR: &str = "a generation far beyond every one known is not believed";
+/// Why a question about an unknown generation is not answered.
+pub(crate) const UNMOVED: &str =
+    "a generation that this host does not know, from a host that its record does not wait for";
 
 impl Handover {
     pub(crate) fn is(&self, peer: &HostName, migration: &MigrationId) -> bool {
@@ -33,38 +37,55 @@ impl VmCore {
         generation.0 <= self.highest.0.saturating_add(PLAUSIBLE_STEP)
     }
 
-    /// A holder learns of generations that were used without it (surveys), so that its next one is new.
-    pub(crate) fn on_peer_prepared(&self, highest: Generation) -> Reaction {
+    /// Only a host that holds nothing and expects nothing rises for a question of another one, to answer it durably.
+    /// What a holder, or a destination in the middle of a migration, knows is moved by its own attempts alone.
+    pub(crate) fn may_rise_to(&self, generation: Generation) -> bool {
+        let far = !self.is_plausible(generation);
         match &self.state {
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_) => {
-                if !self.is_plausible(highest) {
-                    Ignore(FAR)
-                } else if highest > self.highest {
-                    self.raise(highest, Vec::new())
-                } else {
-                    Ignore("its generations are known here")
-                }
+            State::Elsewhere(_) => !far,
+            _ if planted!(self, AnybodyMovesGenerations) => !far,
+            State::Recovering
+            | State::Held(_)
+            | State::Leaving(_)
+            | State::Given(..)
+            | State::Coming(_) => false,
+        }
+    }
+
+    /// The source of a migration learns of generations that its destination has seen since (surveys), so that its
+    /// next attempt is new to both.
+    pub(crate) fn on_peer_prepared(
+        &self,
+        from: &HostName,
+        migration: &MigrationId,
+        highest: Generation,
+    ) -> Reaction {
+        match &self.state {
+            State::Leaving(Leaving::Precopy(with, _)) if with.is(from, migration) => {
+                self.learn(highest)
+            }
+            State::Leaving(Leaving::Switching(
+                Stage::Stopping | Stage::LastPages | Stage::Devices { .. },
+                a,
+            )) if a.is(from, migration) => self.learn(highest),
+            State::Held(_) | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..)) => {
+                Ignore("no migration to that host begins or switches over here")
             }
             State::Recovering
-            | State::Absent
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => Ignore("this host does not hold the VM"),
+            | State::Elsewhere(_)
+            | State::Leaving(Leaving::GiftUncertain(_))
+            | State::Given(..)
+            | State::Coming(_) => Ignore("this host does not hold the VM"),
+        }
+    }
+
+    fn learn(&self, highest: Generation) -> Reaction {
+        if !self.is_plausible(highest) {
+            Ignore(FAR)
+        } else if highest > self.highest {
+            self.raise(highest, Vec::new())
+        } else {
+            Ignore("its generations are known here")
         }
     }
 
@@ -75,30 +96,17 @@ impl VmCore {
         next: Generation,
     ) -> Reaction {
         match &self.state {
-            State::Stopping(a) | State::LastPages(a) if a.next == next && a.is(from, migration) => {
+            State::Leaving(Leaving::Switching(Stage::Stopping | Stage::LastPages, a))
+                if a.next == next && a.is(from, migration) =>
+            {
                 self.roll_back(a, Some(Ending::Failed))
             }
-            State::Stopping(_)
-            | State::LastPages(_)
-            | State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => self.on_asked_gift(from, migration, next),
+            State::Recovering
+            | State::Elsewhere(_)
+            | State::Held(_)
+            | State::Leaving(_)
+            | State::Given(..)
+            | State::Coming(_) => self.on_asked_gift(from, migration, next),
         }
     }
 
@@ -118,18 +126,21 @@ impl VmCore {
             go(self.state.clone(), vec![send(from, message)])
         };
         match &self.state {
-            State::AwaitingReady(a) if mine(a) => self.give(a),
-            State::Devices { attempt, .. } if mine(attempt) => go(
-                State::Devices {
-                    attempt: attempt.clone(),
-                    ready_early: true,
-                },
-                Vec::new(),
-            ),
-            State::Stopping(a) | State::LastPages(a) | State::GiftUncertain(a) if mine(a) => {
-                undecided()
+            State::Leaving(Leaving::Switching(Stage::AwaitingReady, a)) if mine(a) => self.give(a),
+            State::Leaving(Leaving::Switching(Stage::Devices { .. }, attempt)) if mine(attempt) => {
+                go(
+                    State::Leaving(Leaving::Switching(
+                        Stage::Devices { ready_early: true },
+                        attempt.clone(),
+                    )),
+                    Vec::new(),
+                )
             }
-            State::Gave(a) | State::InDoubt(a) | State::Moved(a) if mine(a) => {
+            State::Leaving(
+                Leaving::Switching(Stage::Stopping | Stage::LastPages, a)
+                | Leaving::GiftUncertain(a),
+            ) if mine(a) => undecided(),
+            State::Elsewhere(Elsewhere::Moved(a)) | State::Given(_, a) if mine(a) => {
                 let message = PeerMessage::Permit {
                     migration: migration.clone(),
                     generation: next,
@@ -137,26 +148,11 @@ impl VmCore {
                 go(self.state.clone(), vec![send(from, message)])
             }
             State::Recovering => Ignore("answered once the journal is durable"),
-            State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => self.answer_gift(from, migration, next),
+            State::Elsewhere(_)
+            | State::Held(_)
+            | State::Leaving(_)
+            | State::Given(..)
+            | State::Coming(_) => self.answer_gift(from, migration, next),
         }
     }
 
@@ -167,18 +163,21 @@ impl VmCore {
         migration: &MigrationId,
         generation: Generation,
     ) -> Reaction {
-        if !self.is_plausible(generation) {
-            return Ignore(FAR);
-        }
         let message = PeerMessage::Withdrawn {
             migration: migration.clone(),
             generation,
         };
-        let answer = vec![send(from, message)];
+        self.answer(generation, send(from, message))
+    }
+
+    /// Says what is true of every generation that is durably known here and was not held.
+    pub(crate) fn answer(&self, generation: Generation, answer: Step) -> Reaction {
         if generation <= self.durable.highest {
-            go(self.state.clone(), answer)
+            go(self.state.clone(), vec![answer])
+        } else if self.may_rise_to(generation) {
+            self.raise(generation, vec![answer])
         } else {
-            self.raise(generation, answer)
+            Ignore(UNMOVED)
         }
     }
 
@@ -192,44 +191,35 @@ impl VmCore {
             return Ignore(FAR);
         }
         match &self.state {
-            State::Gave(a) | State::InDoubt(a) if a.next == generation => {
+            State::Given(_, a) if a.next == generation => {
                 if a.is(from, migration) {
                     self.moved(a)
                 } else {
                     Ignore("not from the host that the VM was given to")
                 }
             }
-            State::GiftUncertain(_) => Ignore("the gift was never sent"),
+            State::Leaving(Leaving::GiftUncertain(_)) => Ignore("the gift was never sent"),
             State::Recovering => Ignore("answered once the journal is durable"),
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_) => self.rival_while_holding(from, generation),
-            State::Ready(a) | State::ReadyInDoubt(a)
+            State::Held(_) | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..)) => {
+                self.rival_while_holding(from, generation)
+            }
+            State::Coming(Coming::Promised(_, a))
                 if a.with.peer == *from && generation > a.next =>
             {
                 self.refuse_attempt(a)
             }
-            State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) | State::Incoming(_)
-                if generation > self.durable.held =>
-            {
+            State::Coming(_) if generation > self.durable.held => {
                 Ignore("the source of a running migration is still to be heard")
             }
-            State::Absent
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => self.confirm_holder(from, generation),
+            // The host that it was given to has taken it and gone ahead by its operator's decision.
+            State::Given(_, a) if a.with.peer == *from && generation > self.durable.highest => self
+                .raise(
+                    generation,
+                    vec![send(from, PeerMessage::Confirmed { generation })],
+                ),
+            State::Elsewhere(_) | State::Given(..) | State::Coming(_) => {
+                self.confirm_holder(from, generation)
+            }
         }
     }
 
@@ -241,12 +231,17 @@ impl VmCore {
         go(self.state.clone(), vec![send(from, message)])
     }
 
-    /// Another host says that it holds the VM, and so does this one: the higher generation owns it.
+    /// Another host says that it holds the VM, and so does this one: the higher generation owns it, if it is the
+    /// other end of the handover that is not confirmed. No other host can end the guest here: two holders that know
+    /// nothing of each other are shown to people, who decide.
     fn rival_while_holding(&self, from: &HostName, generation: Generation) -> Reaction {
+        let is_believed = self.waits_for(from) || planted!(self, YieldsToAnybody);
         if generation < self.durable.held {
             self.superseded(from, generation)
-        } else if generation > self.highest {
+        } else if generation > self.highest && is_believed {
             self.yield_to(from, generation)
+        } else if generation > self.highest {
+            Ignore("the right to run here does not depend on that host")
         } else {
             Ignore("claims a generation that this host never gave")
         }
@@ -256,31 +251,35 @@ impl VmCore {
         if generation < self.durable.held {
             return self.superseded(from, generation);
         }
-        let confirmed = vec![send(from, PeerMessage::Confirmed { generation })];
-        if generation <= self.durable.highest {
-            go(self.state.clone(), confirmed)
-        } else {
-            self.raise(generation, confirmed)
-        }
+        self.answer(
+            generation,
+            send(from, PeerMessage::Confirmed { generation }),
+        )
     }
 
     /// This host's right is void: its guest ends at once, then that is written.
     fn yield_to(&self, to: &HostName, by: Generation) -> Reaction {
         let mut first = vec![disarm(Timer::Ask), kill()];
         let moving = match &self.state {
-            State::Precopy(with) => Some(with),
-            other => other.switchover().map(|a| &a.with),
+            State::Leaving(Leaving::Precopy(with, _)) => Some(with),
+            State::Leaving(Leaving::Switching(_, a)) => Some(&a.with),
+            State::Recovering
+            | State::Elsewhere(_)
+            | State::Held(_)
+            | State::Leaving(Leaving::GiftUncertain(_))
+            | State::Given(..)
+            | State::Coming(_) => None,
         };
         if let Some(with) = moving {
             first.extend(self.leave(with, Ending::Failed));
         }
         let record = self.durable.with(Phase::Absent).raised(by);
-        let down = OnFail::Back(State::Down {
+        let down = OnFail::Back(State::Held(Held::Down {
             reason: "another host holds a higher generation",
-        });
+        }));
         let confirmed = send(to, PeerMessage::Confirmed { generation: by });
         write_after(
-            State::Absent,
+            State::Elsewhere(Elsewhere::Absent),
             first,
             record,
             down,
@@ -290,11 +289,7 @@ impl VmCore {
 
     pub(crate) fn on_peer_confirmed(&self, from: &HostName, generation: Generation) -> Reaction {
         match &self.state {
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed => {
+            State::Held(_) => {
                 if self.waits_for(from) && generation == self.durable.held {
                     self.confirmed()
                 } else {
@@ -302,24 +297,14 @@ impl VmCore {
                 }
             }
             State::Recovering
-            | State::Absent
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => Ignore("nothing is to be confirmed"),
+            | State::Elsewhere(_)
+            | State::Leaving(_)
+            | State::Given(..)
+            | State::Coming(_) => Ignore("nothing is to be confirmed"),
         }
     }
 
+    /// Whether the record of a holder waits for that host to confirm.
     fn waits_for(&self, peer: &HostName) -> bool {
         self.unconfirmed().is_some_and(|with| with.peer == *peer)
     }
@@ -331,11 +316,7 @@ impl VmCore {
         by: Generation,
     ) -> Reaction {
         match &self.state {
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed => {
+            State::Held(_) => {
                 let mine = self.waits_for(from) && generation == self.durable.held;
                 if mine && by > generation && self.is_plausible(by) {
                     self.yield_to(from, by)
@@ -344,21 +325,10 @@ impl VmCore {
                 }
             }
             State::Recovering
-            | State::Absent
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => {
+            | State::Elsewhere(_)
+            | State::Leaving(_)
+            | State::Given(..)
+            | State::Coming(_) => {
                 Ignore("the right to run here does not depend on that host any more")
             }
         }
@@ -371,29 +341,18 @@ impl VmCore {
         generation: Generation,
     ) -> Reaction {
         match &self.state {
-            State::Gave(a) | State::InDoubt(a) if a.next == generation && a.is(from, migration) => {
+            State::Given(_, a) if a.next == generation && a.is(from, migration) => {
                 self.reclaim(a, None)
             }
-            State::Gave(_) | State::InDoubt(_) => Ignore("about another attempt"),
-            State::GiftUncertain(_) => Ignore("the gift is being taken back already"),
+            State::Given(..) => Ignore("about another attempt"),
+            State::Leaving(Leaving::GiftUncertain(_)) => {
+                Ignore("the gift is being taken back already")
+            }
             State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => self.on_peer_failed(from, migration),
+            | State::Elsewhere(_)
+            | State::Held(_)
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
+            | State::Coming(_) => self.on_peer_failed(from, migration),
         }
     }
 
@@ -401,41 +360,24 @@ impl VmCore {
     /// refusal counts.
     pub(crate) fn on_peer_failed(&self, from: &HostName, migration: &MigrationId) -> Reaction {
         match &self.state {
-            State::Precopy(with) if with.is(from, migration) => {
-                go(State::Running, self.leave(with, Ending::Failed))
+            State::Leaving(Leaving::Precopy(with, _)) if with.is(from, migration) => {
+                go(State::Held(Held::Running), self.leave(with, Ending::Failed))
             }
-            State::Stopping(a)
-            | State::LastPages(a)
-            | State::Devices { attempt: a, .. }
-            | State::AwaitingReady(a)
-                if a.is(from, migration) =>
-            {
+            State::Leaving(Leaving::Switching(_, a)) if a.is(from, migration) => {
                 self.roll_back(a, Some(Ending::Failed))
             }
-            State::Gave(a) | State::InDoubt(a) if a.is(from, migration) => {
-                go(State::InDoubt(a.clone()), self.ask_holding(a))
+            State::Given(_, a) if a.is(from, migration) => {
+                go(State::Given(Given::InDoubt, a.clone()), self.ask_holding(a))
             }
-            State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::Gave(_)
-            | State::InDoubt(_) => Ignore("about another migration"),
-            State::GiftUncertain(_) => Ignore("the gift is being taken back already"),
-            State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => Ignore("no migration leaves from here"),
+            State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..)) | State::Given(..) => {
+                Ignore("about another migration")
+            }
+            State::Leaving(Leaving::GiftUncertain(_)) => {
+                Ignore("the gift is being taken back already")
+            }
+            State::Recovering | State::Elsewhere(_) | State::Held(_) | State::Coming(_) => {
+                Ignore("no migration leaves from here")
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Deliberate faults, compiled only with the feature `planted-faults`: what the simulator must catch.
+//! Deliberate faults, compiled only with the feature `planted-faults`: what the simulator or a named test must catch.
 //!
 //! Owns nothing. Refuses: to exist in a product build.
 
@@ -23,6 +23,25 @@ macro_rules! plants {
             }
         }
     };
+}
+
+impl Plant {
+    /// Faults that need what the simulator of one VM does not have (a host that lies, an old copy of a disk, a
+    /// controller without a survey). The tests of this crate named in `scripts/plant-faults.sh` catch them.
+    pub const BY_TEST: &'static [Plant] = &[
+        Plant::GrantWithoutSurvey,
+        Plant::OldPermissionTaken,
+        Plant::YieldsToAnybody,
+        Plant::BootsWithoutAsking,
+        Plant::SuccessorLeavesGaveRunning,
+        Plant::AnybodyMovesGenerations,
+    ];
+
+    /// The faults that the simulator must catch.
+    pub fn by_simulator() -> impl Iterator<Item = Plant> {
+        let all = Self::ALL.iter().copied();
+        all.filter(|plant| !Self::BY_TEST.contains(plant))
+    }
 }
 
 plants! {
@@ -50,4 +69,16 @@ plants! {
     LastPagesSkipped => "last-pages-skipped",
     /// The guest runs at the destination before "holds" is durable.
     RunBeforeHolds => "run-before-holds",
+    /// A grant is taken that no survey, or one that was overtaken, stands behind.
+    GrantWithoutSurvey => "grant-without-survey",
+    /// A holder ends its guest because any host says that it holds a higher generation.
+    YieldsToAnybody => "yields-to-anybody",
+    /// Any host raises the generations of a holder.
+    AnybodyMovesGenerations => "anybody-moves-generations",
+    /// A holder whose QEMU is gone boots its guest as soon as its record is durable, without asking anybody.
+    BootsWithoutAsking => "boots-without-asking",
+    /// A successor that reads "gave" lets a QEMU run on that it finds running.
+    SuccessorLeavesGaveRunning => "successor-leaves-gave-running",
+    /// A migration begins by a permission that a survey has overtaken.
+    OldPermissionTaken => "old-permission-taken",
 }

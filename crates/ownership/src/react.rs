@@ -11,8 +11,7 @@ impl VmCore {
             Event::Persisted | Event::PersistFailed { .. } => {
                 Reaction::Ignore("nothing was being written")
             }
-            Event::Granted { generation } => self.on_granted(generation, self.highest),
-            Event::GrantedAfterSurvey { generation, expect } => self.on_granted(generation, expect),
+            Event::Granted { generation, expect } => self.on_granted(generation, expect),
             Event::SurveyRequested { level } => self.on_survey(level),
             Event::HostRemoved { host } => self.on_host_removed(&host),
             Event::DeleteRequested => self.on_delete(),
@@ -20,12 +19,20 @@ impl VmCore {
             Event::StopRequested => self.on_stop(),
             Event::PauseRequested => self.on_pause(),
             Event::ResumeRequested => self.on_resume(),
-            Event::MigrationBegan { migration, to } => self.on_migration_began(migration, to),
+            Event::MigrationBegan {
+                migration,
+                to,
+                generation,
+            } => self.on_migration_began(migration, to, generation),
             Event::SwitchoverRequested => self.on_switchover(),
             Event::Stopped { attempt } => self.on_stopped(attempt),
             Event::LastPagesApplied { attempt } => self.on_last_pages(attempt),
             Event::DeviceStateSent { attempt } => self.on_device_state(attempt),
-            Event::PrepareIncoming { migration, from } => self.on_prepare(migration, from),
+            Event::PrepareIncoming {
+                migration,
+                from,
+                generation,
+            } => self.on_prepare(migration, from, generation),
             Event::Loaded { attempt } => self.on_loaded(attempt),
             Event::IncomingFailed => self.on_incoming_failed(),
             Event::Message { from, message } => self.on_message(&from, message),
@@ -46,7 +53,9 @@ impl VmCore {
 
     fn on_message(&self, from: &HostName, message: PeerMessage) -> Reaction {
         match message {
-            PeerMessage::Prepared { highest, .. } => self.on_peer_prepared(highest),
+            PeerMessage::Prepared { migration, highest } => {
+                self.on_peer_prepared(from, &migration, highest)
+            }
             PeerMessage::Ready {
                 migration,
                 generation,

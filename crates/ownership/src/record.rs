@@ -13,7 +13,7 @@ pub const RECORD_FORMAT: u32 = 1;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Power {
-    /// Running, also after a reboot of the host.
+    /// It should run, also after a reboot of the host.
     On,
     /// Stopped where it stands (asked for, or the guest panicked): only a request resumes it.
     Paused,
@@ -207,6 +207,17 @@ impl HostRecord {
             | Phase::Moved { .. }
             | Phase::Incoming { .. }
             | Phase::Refused { .. } => false,
+        }
+    }
+
+    /// The host whose word this record waits for: the other end of a switchover, of a gift that was not answered, of a
+    /// migration that is being received, or of a handover that is not confirmed. No other host moves this record.
+    pub fn waits_for(&self) -> Option<&HostName> {
+        match &self.phase {
+            Phase::Stopping { to, .. } | Phase::Gave { to, .. } => Some(to),
+            Phase::Incoming { from, .. } | Phase::Ready { from, .. } => Some(from),
+            Phase::Holds { unconfirmed, .. } => unconfirmed.as_ref().map(|with| &with.peer),
+            Phase::Absent | Phase::Moved { .. } | Phase::Refused { .. } => None,
         }
     }
 

@@ -1,13 +1,14 @@
 //! What a successor does with what it finds: the record on the disk, and QEMU.
 //!
-//! Part of [`VmCore`]. Refuses: to act before the record that it read is durable again, and to resume a guest
-//! that was given away.
+//! Part of [`VmCore`]. Refuses: to act before the record that it read is durable again, to resume a guest that
+//! was given away, and to boot one at all.
 
 use crate::core::{VmCore, planted};
 use crate::event::{Action, Ending};
 use crate::record::{Handover, HostRecord, Phase, Power};
 use crate::state::{
-    Attempt, OnFail, Qemu, Reaction, State, Step, cleanup, go, kill, release, write_after,
+    Attempt, Coming, Elsewhere, Given, Held, OnFail, Promise, Qemu, Reaction, State, Step, cleanup,
+    go, kill, release, write_after,
 };
 use godwit_types::HostName;
 
@@ -29,7 +30,7 @@ impl VmCore {
             next,
         };
         match &self.durable.phase {
-            Phase::Absent => go(State::Absent, kill_if_alive()),
+            Phase::Absent => go(State::Elsewhere(Elsewhere::Absent), kill_if_alive()),
             Phase::Holds { power, .. } => self.settle_holder(*power),
             Phase::Stopping {
                 migration,
@@ -49,7 +50,10 @@ impl VmCore {
             } => {
                 let mut steps = kill_if_alive();
                 steps.push(cleanup());
-                go(State::Moved(attempt(migration, to, *generation)), steps)
+                go(
+                    State::Elsewhere(Elsewhere::Moved(attempt(migration, to, *generation))),
+                    steps,
+                )
             }
             Phase::Incoming { migration, from } => self.fail_incoming(&Handover {
                 migration: migration.clone(),
@@ -63,7 +67,7 @@ impl VmCore {
             Phase::Refused { .. } => {
                 let mut steps = kill_if_alive();
                 steps.push(cleanup());
-                go(State::Refused, steps)
+                go(State::Elsewhere(Elsewhere::Refused), steps)
             }
         }
     }
@@ -77,58 +81,70 @@ impl VmCore {
             steps.extend(tell);
             go(state, steps)
         };
-        let reboot_waits = self.unconfirmed().is_some() && !planted!(self, UnconfirmedBoots);
+        let is_unconfirmed = self.unconfirmed().is_some();
+        let boots = planted!(self, BootsWithoutAsking)
+            || is_unconfirmed && planted!(self, UnconfirmedBoots);
         match (power, self.qemu) {
-            (Power::On, Qemu::Running) => go_telling(State::Running, vec![release()]),
-            (Power::On, Qemu::Paused) => go_telling(State::Running, vec![release(), Step::Cont]),
-            (Power::On, Qemu::Dead) if reboot_waits => go_telling(State::Unconfirmed, Vec::new()),
-            (Power::On, Qemu::Dead) => go(State::Running, vec![Step::Boot]),
+            (Power::On, Qemu::Running) => go_telling(State::Held(Held::Running), vec![release()]),
+            (Power::On, Qemu::Paused) => {
+                go_telling(State::Held(Held::Running), vec![release(), Step::Cont])
+            }
+            (Power::On, Qemu::Dead) if boots => go(State::Held(Held::Running), vec![Step::Boot]),
+            (Power::On, Qemu::Dead) if is_unconfirmed => {
+                go_telling(State::Held(Held::Unconfirmed), Vec::new())
+            }
+            (Power::On, Qemu::Dead) => go(State::Held(Held::UNASKED), Vec::new()),
             (Power::Paused, Qemu::Running) => {
                 let stop = Step::Do(Action::StopGuest { attempt: None });
-                go_telling(State::Paused, vec![stop])
+                go_telling(State::Held(Held::Paused), vec![stop])
             }
-            (Power::Paused, Qemu::Paused) => go_telling(State::Paused, Vec::new()),
+            (Power::Paused, Qemu::Paused) => go_telling(State::Held(Held::Paused), Vec::new()),
             (Power::Paused, Qemu::Dead) => {
-                let down = State::Down {
+                let down = State::Held(Held::Down {
                     reason: "it was paused when its QEMU died",
-                };
+                });
                 go_telling(down, Vec::new())
             }
-            (Power::Off, Qemu::Dead) => go_telling(State::Off, Vec::new()),
-            (Power::Off, Qemu::Paused | Qemu::Running) => go_telling(State::Off, vec![kill()]),
+            (Power::Off, Qemu::Dead) => go_telling(State::Held(Held::Off), Vec::new()),
+            (Power::Off, Qemu::Paused | Qemu::Running) => {
+                go_telling(State::Held(Held::Off), vec![kill()])
+            }
         }
     }
 
-    /// The guest was stopped, or about to be, and nothing was given: it runs on here.
+    /// The guest was stopped, or about to be, and nothing was given: it runs on here, if it still lives.
     fn settle_stopping(&self, a: &Attempt) -> Reaction {
         let mut first = self.leave(&a.with, Ending::Failed);
-        let mut then = Vec::new();
-        match self.qemu {
-            Qemu::Running => {}
-            Qemu::Paused => first.push(Step::Cont),
-            Qemu::Dead => then.push(Step::Boot),
+        let (state, on_fail) = match self.qemu {
+            Qemu::Dead => (State::Held(Held::UNASKED), State::Recovering),
+            Qemu::Paused | Qemu::Running => {
+                (State::Held(Held::Running), State::Held(Held::Running))
+            }
+        };
+        if self.qemu == Qemu::Paused {
+            first.push(Step::Cont);
         }
-        let on_fail = OnFail::Back(if self.qemu == Qemu::Dead {
-            State::Recovering
-        } else {
-            State::Running
-        });
         let record: HostRecord = self.holds(Power::On);
-        write_after(State::Running, first, record, on_fail, then)
+        write_after(state, first, record, OnFail::Back(on_fail), Vec::new())
     }
 
     fn settle_gave(&self, a: Attempt) -> Reaction {
         if planted!(self, SuccessorResumesGave) {
-            return go(State::Running, vec![Step::Cont]);
+            return go(State::Held(Held::Running), vec![Step::Cont]);
         }
-        let ask = self.ask_holding(&a);
-        go(State::InDoubt(a), ask)
+        let mut steps = Vec::new();
+        // No core lets it run past the gift; but if it does run, it is the second one.
+        if self.qemu == Qemu::Running && !planted!(self, SuccessorLeavesGaveRunning) {
+            steps.push(Step::Do(Action::StopGuest { attempt: None }));
+        }
+        steps.extend(self.ask_holding(&a));
+        go(State::Given(Given::InDoubt, a), steps)
     }
 
     fn settle_ready(&self, a: Attempt) -> Reaction {
         if self.qemu == Qemu::Paused {
             let ask = self.ask_gift(&a);
-            go(State::ReadyInDoubt(a), ask)
+            go(State::Coming(Coming::Promised(Promise::InDoubt, a)), ask)
         } else {
             self.refuse_attempt(&a)
         }

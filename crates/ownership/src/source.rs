@@ -2,12 +2,12 @@
 //!
 //! Part of [`VmCore`]. Refuses: to resume after the gift by itself, whatever is lost or late.
 
-use crate::core::{VmCore, planted};
+use crate::core::{OLD_PERMISSION, VmCore, planted};
 use crate::event::{Action, Ending, PeerMessage, Timer};
 use crate::record::{Handover, Phase, Power};
 use crate::state::{
-    Attempt, OnFail, Qemu, Reaction, State, Step, arm, cleanup, disarm, end, go, kill, release,
-    send, write, write_after,
+    Attempt, Coming, Elsewhere, Given, Held, Leaving, OnFail, Promise, Qemu, Reaction, Stage,
+    State, Step, arm, cleanup, disarm, end, go, kill, release, send, write, write_after,
 };
 use Reaction::{Ignore, Refuse};
 use godwit_types::{Generation, HostName, MigrationId};
@@ -16,71 +16,59 @@ const LATE: &str = "belongs to an attempt that is over";
 const NO_SOURCE: &str = "this host is not the source of a switchover";
 
 impl VmCore {
-    pub(crate) fn on_migration_began(&self, migration: MigrationId, to: HostName) -> Reaction {
+    pub(crate) fn on_migration_began(
+        &self,
+        migration: MigrationId,
+        to: HostName,
+        generation: Generation,
+    ) -> Reaction {
         match &self.state {
-            State::Running if self.unconfirmed().is_some() => {
+            State::Held(Held::Running) if self.unconfirmed().is_some() => {
                 Refuse("the VM's former host has not confirmed the last handover yet")
             }
-            State::Running if to == self.host => Refuse("the VM is on that host already"),
-            State::Running => go(
-                State::Precopy(Handover {
+            State::Held(Held::Running) if to == self.host => {
+                Refuse("the VM is on that host already")
+            }
+            State::Held(Held::Running) if !self.is_permitted(generation) => Refuse(OLD_PERMISSION),
+            State::Held(Held::Running) => {
+                let with = Handover {
                     migration,
                     peer: to,
-                }),
-                Vec::new(),
-            ),
-            State::Paused => Refuse("the VM is paused: resume it first"),
-            State::Off | State::Down { .. } | State::Unconfirmed => {
+                };
+                let state = State::Leaving(Leaving::Precopy(with, generation));
+                go(state, Vec::new())
+            }
+            State::Held(Held::Paused) => Refuse("the VM is paused: resume it first"),
+            State::Held(Held::Off | Held::Down { .. } | Held::Unconfirmed) => {
                 Refuse("the VM is not running: start it first")
             }
-            State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_) => Refuse("the VM is already moving"),
-            State::Incoming(_) | State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
-                Refuse("the VM is just being received by this host")
-            }
+            State::Leaving(_) | State::Given(..) => Refuse("the VM is already moving"),
+            State::Coming(_) => Refuse("the VM is just being received by this host"),
             State::Recovering => Refuse("this host is still making its journal durable"),
-            State::Absent | State::Refused | State::Moved(_) => {
-                Refuse("the VM is not on this host")
-            }
+            State::Elsewhere(_) => Refuse("the VM is not on this host"),
         }
     }
 
     pub(crate) fn on_switchover(&self) -> Reaction {
         match &self.state {
-            State::Precopy(with) => self.stop_for(with),
-            State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::GiftUncertain(_) => Ignore("the switchover has begun already"),
-            State::Gave(_) | State::InDoubt(_) => Ignore("the VM was given away already"),
-            State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => Refuse("no migration is in precopy here"),
+            State::Leaving(Leaving::Precopy(with, least)) => self.stop_for(with, *least),
+            State::Leaving(Leaving::Switching(..) | Leaving::GiftUncertain(_)) => {
+                Ignore("the switchover has begun already")
+            }
+            State::Given(..) => Ignore("the VM was given away already"),
+            State::Recovering | State::Elsewhere(_) | State::Held(_) | State::Coming(_) => {
+                Refuse("no migration is in precopy here")
+            }
         }
     }
 
-    fn stop_for(&self, with: &Handover) -> Reaction {
+    /// An attempt's generation is above all that this host knows, and not below the permission's: that one is above
+    /// all that the destination knew.
+    fn stop_for(&self, with: &Handover, least: Generation) -> Reaction {
         let next = if planted!(self, GenerationGoesBack) {
             self.durable.held.next()
         } else {
-            self.highest.next()
+            self.highest.next().map(|next| next.max(least))
         };
         let Some(next) = next else {
             return Refuse("the generation counter of this VM is exhausted");
@@ -100,106 +88,93 @@ impl VmCore {
             attempt: Some(next),
         });
         write(
-            State::Stopping(attempt),
+            State::Leaving(Leaving::Switching(Stage::Stopping, attempt)),
             record,
-            OnFail::Back(State::Precopy(with.clone())),
+            OnFail::Back(State::Leaving(Leaving::Precopy(with.clone(), least))),
             vec![arm(Timer::Switchover), stop],
         )
     }
 
     pub(crate) fn on_stopped(&self, attempt: Generation) -> Reaction {
         match &self.state {
-            State::Stopping(a) if a.next == attempt && planted!(self, LastPagesSkipped) => {
+            State::Leaving(Leaving::Switching(Stage::Stopping, a))
+                if a.next == attempt && planted!(self, LastPagesSkipped) =>
+            {
                 self.send_devices(a)
             }
-            State::Stopping(a) if a.next == attempt => go(
-                State::LastPages(a.clone()),
+            State::Leaving(Leaving::Switching(Stage::Stopping, a)) if a.next == attempt => go(
+                State::Leaving(Leaving::Switching(Stage::LastPages, a.clone())),
                 vec![Step::Do(Action::SendLastPages { attempt })],
             ),
-            State::Stopping(_) => Ignore(LATE),
-            State::LastPages(_) | State::Devices { .. } | State::AwaitingReady(_) => {
-                Ignore("the guest is known to be stopped")
-            }
-            State::Precopy(_) | State::Running => Ignore(LATE),
-            State::GiftUncertain(_) | State::Gave(_) | State::InDoubt(_) => Ignore(LATE),
+            State::Leaving(Leaving::Switching(Stage::Stopping, _)) => Ignore(LATE),
+            State::Leaving(Leaving::Switching(
+                Stage::LastPages | Stage::Devices { .. } | Stage::AwaitingReady,
+                _,
+            )) => Ignore("the guest is known to be stopped"),
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => Ignore(LATE),
+            State::Leaving(Leaving::GiftUncertain(_)) | State::Given(..) => Ignore(LATE),
             State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => Ignore(NO_SOURCE),
+            | State::Elsewhere(_)
+            | State::Held(Held::Off | Held::Down { .. } | Held::Paused | Held::Unconfirmed)
+            | State::Coming(_) => Ignore(NO_SOURCE),
         }
     }
 
     fn send_devices(&self, a: &Attempt) -> Reaction {
         let step = Step::Do(Action::SendDeviceState { attempt: a.next });
-        let state = State::Devices {
-            attempt: a.clone(),
-            ready_early: false,
-        };
+        let state = State::Leaving(Leaving::Switching(
+            Stage::Devices { ready_early: false },
+            a.clone(),
+        ));
         go(state, vec![step])
     }
 
     pub(crate) fn on_last_pages(&self, attempt: Generation) -> Reaction {
         match &self.state {
-            State::LastPages(a) if a.next == attempt => self.send_devices(a),
-            State::LastPages(_) => Ignore(LATE),
-            State::Stopping(_) => Ignore("the last pages have not been asked for"),
-            State::Devices { .. } | State::AwaitingReady(_) => Ignore("known already"),
-            State::Precopy(_) | State::Running => Ignore(LATE),
-            State::GiftUncertain(_) | State::Gave(_) | State::InDoubt(_) => Ignore(LATE),
+            State::Leaving(Leaving::Switching(Stage::LastPages, a)) if a.next == attempt => {
+                self.send_devices(a)
+            }
+            State::Leaving(Leaving::Switching(Stage::LastPages, _)) => Ignore(LATE),
+            State::Leaving(Leaving::Switching(Stage::Stopping, _)) => {
+                Ignore("the last pages have not been asked for")
+            }
+            State::Leaving(Leaving::Switching(Stage::Devices { .. } | Stage::AwaitingReady, _)) => {
+                Ignore("known already")
+            }
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => Ignore(LATE),
+            State::Leaving(Leaving::GiftUncertain(_)) | State::Given(..) => Ignore(LATE),
             State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => Ignore(NO_SOURCE),
+            | State::Elsewhere(_)
+            | State::Held(Held::Off | Held::Down { .. } | Held::Paused | Held::Unconfirmed)
+            | State::Coming(_) => Ignore(NO_SOURCE),
         }
     }
 
     pub(crate) fn on_device_state(&self, attempt: Generation) -> Reaction {
         match &self.state {
-            State::Devices {
-                attempt: a,
-                ready_early,
-            } if a.next == attempt => {
+            State::Leaving(Leaving::Switching(Stage::Devices { ready_early }, a))
+                if a.next == attempt =>
+            {
                 if *ready_early {
                     self.give(a)
                 } else {
-                    go(State::AwaitingReady(a.clone()), Vec::new())
+                    go(
+                        State::Leaving(Leaving::Switching(Stage::AwaitingReady, a.clone())),
+                        Vec::new(),
+                    )
                 }
             }
-            State::Devices { .. } => Ignore(LATE),
-            State::Stopping(_) | State::LastPages(_) => {
+            State::Leaving(Leaving::Switching(Stage::Devices { .. }, _)) => Ignore(LATE),
+            State::Leaving(Leaving::Switching(Stage::Stopping | Stage::LastPages, _)) => {
                 Ignore("the device state has not been asked for")
             }
-            State::AwaitingReady(_) => Ignore("known already"),
-            State::Precopy(_) | State::Running => Ignore(LATE),
-            State::GiftUncertain(_) | State::Gave(_) | State::InDoubt(_) => Ignore(LATE),
+            State::Leaving(Leaving::Switching(Stage::AwaitingReady, _)) => Ignore("known already"),
+            State::Held(Held::Running) | State::Leaving(Leaving::Precopy(..)) => Ignore(LATE),
+            State::Leaving(Leaving::GiftUncertain(_)) | State::Given(..) => Ignore(LATE),
             State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => Ignore(NO_SOURCE),
+            | State::Elsewhere(_)
+            | State::Held(Held::Off | Held::Down { .. } | Held::Paused | Held::Unconfirmed)
+            | State::Coming(_) => Ignore(NO_SOURCE),
         }
     }
 
@@ -226,7 +201,13 @@ impl VmCore {
         }
         then.push(arm(Timer::Ask));
         let on_fail = OnFail::UnwindGift(a.clone());
-        write_after(State::Gave(a.clone()), first, record, on_fail, then)
+        write_after(
+            State::Given(Given::Gave, a.clone()),
+            first,
+            record,
+            on_fail,
+            then,
+        )
     }
 
     /// The gift could not be written, and so was not sent: it is taken back.
@@ -234,20 +215,23 @@ impl VmCore {
         if unchanged {
             return self.roll_back(&attempt, Some(Ending::Failed));
         }
-        go(State::GiftUncertain(attempt), vec![arm(Timer::Ask)])
+        go(
+            State::Leaving(Leaving::GiftUncertain(attempt)),
+            vec![arm(Timer::Ask)],
+        )
     }
 
     fn retry_unwinding(&self, a: &Attempt) -> Reaction {
-        let back = OnFail::Back(State::GiftUncertain(a.clone()));
+        let back = OnFail::Back(State::Leaving(Leaving::GiftUncertain(a.clone())));
         let mut then = vec![Step::Do(Action::RestoreDirty)];
         then.extend(self.leave(&a.with, Ending::Failed));
         let state = if self.qemu == Qemu::Dead {
-            State::Down {
+            State::Held(Held::Down {
                 reason: "its QEMU died",
-            }
+            })
         } else {
             then.push(Step::Cont);
-            State::Running
+            State::Held(Held::Running)
         };
         write(state, self.holds(Power::On), back, then)
     }
@@ -265,7 +249,7 @@ impl VmCore {
                 first.push(Step::Cont);
                 first.push(crate::state::abort(&a.with));
                 first.push(end(&a.with, outcome));
-                State::Running
+                State::Held(Held::Running)
             }
             None => {
                 first.push(Step::Cont);
@@ -274,7 +258,7 @@ impl VmCore {
                     generation: a.next,
                 };
                 first.push(send(&a.with.peer, message));
-                State::Precopy(a.with.clone())
+                State::Leaving(Leaving::Precopy(a.with.clone(), a.next))
             }
         };
         let back = OnFail::Back(state.clone());
@@ -282,39 +266,40 @@ impl VmCore {
     }
 
     pub(crate) fn on_switchover_timeout(&self) -> Reaction {
-        match self.state.switchover() {
-            Some(a) => self.roll_back(a, None),
-            None => Ignore("no switchover waits here"),
+        match &self.state {
+            State::Leaving(Leaving::Switching(_, a)) => self.roll_back(a, None),
+            State::Recovering
+            | State::Elsewhere(_)
+            | State::Held(_)
+            | State::Leaving(Leaving::Precopy(..) | Leaving::GiftUncertain(_))
+            | State::Given(..)
+            | State::Coming(_) => Ignore("no switchover waits here"),
         }
     }
 
     pub(crate) fn on_cancel(&self) -> Reaction {
         match &self.state {
-            State::Precopy(with) => go(State::Running, self.leave(with, Ending::Cancelled)),
-            State::Stopping(a)
-            | State::LastPages(a)
-            | State::Devices { attempt: a, .. }
-            | State::AwaitingReady(a) => self.roll_back(a, Some(Ending::Cancelled)),
-            State::Gave(_) | State::InDoubt(_) if planted!(self, PermitTwice) => {
-                go(State::Running, vec![Step::Cont])
+            State::Leaving(Leaving::Precopy(with, _)) => go(
+                State::Held(Held::Running),
+                self.leave(with, Ending::Cancelled),
+            ),
+            State::Leaving(Leaving::Switching(_, a)) => self.roll_back(a, Some(Ending::Cancelled)),
+            State::Given(..) if planted!(self, PermitTwice) => {
+                go(State::Held(Held::Running), vec![Step::Cont])
             }
-            State::GiftUncertain(_) => Ignore("the gift is being taken back already"),
-            State::Gave(_) | State::InDoubt(_) => {
+            State::Leaving(Leaving::GiftUncertain(_)) => {
+                Ignore("the gift is being taken back already")
+            }
+            State::Given(..) => {
                 Refuse("too late: the VM was given to the destination, which decides now")
             }
-            State::Incoming(with) => self.fail_incoming(with),
-            State::Ready(_) | State::ReadyInDoubt(_) | State::Refusing(_) => {
+            State::Coming(Coming::Incoming(with)) => self.fail_incoming(with),
+            State::Coming(Coming::Promised(..) | Coming::Refusing(_)) => {
                 Refuse("the destination has promised to take the VM: cancel at the source")
             }
-            State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Refused => Refuse("no migration is in progress here"),
+            State::Recovering | State::Elsewhere(_) | State::Held(_) => {
+                Refuse("no migration is in progress here")
+            }
         }
     }
 
@@ -329,63 +314,46 @@ impl VmCore {
 
     pub(crate) fn doubt_gift(&self, a: &Attempt) -> Reaction {
         if planted!(self, ResumeOnTimeoutAfterGave) {
-            return go(State::Running, vec![Step::Cont]);
+            return go(State::Held(Held::Running), vec![Step::Cont]);
         }
-        go(State::InDoubt(a.clone()), self.ask_holding(a))
+        go(State::Given(Given::InDoubt, a.clone()), self.ask_holding(a))
     }
 
     pub(crate) fn on_link_lost(&self) -> Reaction {
         match &self.state {
-            State::Stopping(a)
-            | State::LastPages(a)
-            | State::Devices { attempt: a, .. }
-            | State::AwaitingReady(a) => self.roll_back(a, None),
-            State::Gave(a) => self.doubt_gift(a),
-            State::InDoubt(_) => Ignore("asks again when the timer fires"),
-            State::Ready(a) => self.doubt_ready(a),
-            State::ReadyInDoubt(_) | State::Refusing(_) => {
+            State::Leaving(Leaving::Switching(_, a)) => self.roll_back(a, None),
+            State::Given(Given::Gave, a) => self.doubt_gift(a),
+            State::Given(Given::InDoubt, _) => Ignore("asks again when the timer fires"),
+            State::Coming(Coming::Promised(Promise::Kept, a)) => self.doubt_ready(a),
+            State::Coming(Coming::Promised(Promise::InDoubt, _) | Coming::Refusing(_)) => {
                 Ignore("asks again when the timer fires")
             }
-            State::Precopy(_) | State::Incoming(_) => {
+            State::Leaving(Leaving::Precopy(..)) | State::Coming(Coming::Incoming(_)) => {
                 Ignore("channels are made again; the shell cancels when that fails")
             }
-            State::GiftUncertain(_) => Ignore("the gift is being taken back already"),
-            State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Moved(_)
-            | State::Refused => Ignore("no link is needed here"),
+            State::Leaving(Leaving::GiftUncertain(_)) => {
+                Ignore("the gift is being taken back already")
+            }
+            State::Recovering | State::Elsewhere(_) | State::Held(_) => {
+                Ignore("no link is needed here")
+            }
         }
     }
 
     pub(crate) fn on_ask_timeout(&self) -> Reaction {
         match &self.state {
-            State::Gave(a) | State::InDoubt(a) => self.doubt_gift(a),
-            State::Ready(a) | State::ReadyInDoubt(a) => self.doubt_ready(a),
-            State::Refusing(a) => self.refuse_attempt(a),
-            State::GiftUncertain(a) => self.retry_unwinding(a),
+            State::Given(_, a) => self.doubt_gift(a),
+            State::Coming(Coming::Promised(_, a)) => self.doubt_ready(a),
+            State::Coming(Coming::Refusing(a)) => self.refuse_attempt(a),
+            State::Leaving(Leaving::GiftUncertain(a)) => self.retry_unwinding(a),
             State::Recovering => Reaction::Go(Box::new(self.write_again())),
-            State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed => match self.unconfirmed() {
+            State::Held(_) => match self.unconfirmed() {
                 Some(with) => go(self.state.clone(), self.tell_holding(with)),
                 None => Ignore("nothing is asked"),
             },
-            State::Absent
-            | State::Precopy(_)
-            | State::Stopping(_)
-            | State::LastPages(_)
-            | State::Devices { .. }
-            | State::AwaitingReady(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Refused => Ignore("nothing is asked"),
+            State::Elsewhere(_)
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
+            | State::Coming(Coming::Incoming(_)) => Ignore("nothing is asked"),
         }
     }
 
@@ -404,7 +372,12 @@ impl VmCore {
             end(&a.with, Ending::Completed),
             cleanup(),
         ];
-        let back = OnFail::Back(State::InDoubt(a.clone()));
-        write(State::Moved(a.clone()), record, back, then)
+        let back = OnFail::Back(State::Given(Given::InDoubt, a.clone()));
+        write(
+            State::Elsewhere(Elsewhere::Moved(a.clone())),
+            record,
+            back,
+            then,
+        )
     }
 }

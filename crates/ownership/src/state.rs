@@ -25,35 +25,89 @@ pub(crate) struct Attempt {
 }
 
 /// Where the core stands. What is durable is in the record; this is the rest.
+///
+/// The classes are what most handlers ask about: a new state is a change in its class and in the handlers that tell
+/// the states of that class apart.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum State {
+    /// What was read is not known to be durable yet.
     Recovering,
+    Elsewhere(Elsewhere),
+    Held(Held),
+    Leaving(Leaving),
+    Given(Given, Attempt),
+    Coming(Coming),
+}
+
+/// This host does not hold the VM and has promised nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Elsewhere {
     Absent,
+    Refused,
+    Moved(Attempt),
+}
+
+/// This host holds the VM and no migration is in progress.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Held {
     Off,
-    Down {
-        reason: &'static str,
-    },
+    Down { reason: &'static str },
     Paused,
     Running,
     Unconfirmed,
-    Precopy(Handover),
-    Stopping(Attempt),
-    LastPages(Attempt),
-    Devices {
-        attempt: Attempt,
-        ready_early: bool,
-    },
-    AwaitingReady(Attempt),
+}
+
+/// This host holds the VM and means to give it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Leaving {
+    /// With the least generation that the next attempt may take.
+    Precopy(Handover, Generation),
+    Switching(Stage, Attempt),
+    /// The gift may be on the disk, but was never sent.
     GiftUncertain(Attempt),
-    Gave(Attempt),
-    InDoubt(Attempt),
-    Moved(Attempt),
+}
+
+impl Held {
+    /// It should run and has no QEMU. Nothing boots by itself: the record may come from an old copy of the disk, so
+    /// the shell asks the site who holds the VM before it starts it.
+    pub(crate) const UNASKED: Held = Held::Down {
+        reason: "its QEMU is gone: it is booted once this host has heard who holds it",
+    };
+}
+
+/// How far a switchover is, between the source's stop and its gift.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stage {
+    Stopping,
+    LastPages,
+    Devices { ready_early: bool },
+    AwaitingReady,
+}
+
+/// This host gave the VM and waits for the destination's word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Given {
+    Gave,
+    InDoubt,
+}
+
+/// This host may get the VM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Coming {
     Incoming(Handover),
-    Ready(Attempt),
-    ReadyInDoubt(Attempt),
+    /// Ready, and bound by it.
+    Promised(Promise, Attempt),
     /// Will not take it, but could not write that yet.
     Refusing(Attempt),
-    Refused,
+}
+
+/// What a destination that is ready knows about its source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Promise {
+    /// It is expected to give at any moment.
+    Kept,
+    /// It did not answer in time.
+    InDoubt,
 }
 
 macro_rules! state_names {
@@ -103,51 +157,28 @@ impl State {
     pub(crate) fn name(&self) -> StateName {
         match self {
             State::Recovering => StateName::Recovering,
-            State::Absent => StateName::Absent,
-            State::Off => StateName::Off,
-            State::Down { .. } => StateName::Down,
-            State::Paused => StateName::Paused,
-            State::Running => StateName::Running,
-            State::Unconfirmed => StateName::Unconfirmed,
-            State::Precopy(_) => StateName::Precopy,
-            State::Stopping(_) => StateName::Stopping,
-            State::LastPages(_) => StateName::LastPages,
-            State::Devices { .. } => StateName::Devices,
-            State::AwaitingReady(_) => StateName::AwaitingReady,
-            State::GiftUncertain(_) => StateName::GiftUncertain,
-            State::Gave(_) => StateName::Gave,
-            State::InDoubt(_) => StateName::InDoubt,
-            State::Moved(_) => StateName::Moved,
-            State::Incoming(_) => StateName::Incoming,
-            State::Ready(_) => StateName::Ready,
-            State::ReadyInDoubt(_) => StateName::ReadyInDoubt,
-            State::Refusing(_) => StateName::Refusing,
-            State::Refused => StateName::Refused,
-        }
-    }
-
-    /// The attempt of a source between its stop and its gift.
-    pub(crate) fn switchover(&self) -> Option<&Attempt> {
-        match self {
-            State::Stopping(a) | State::LastPages(a) | State::AwaitingReady(a) => Some(a),
-            State::Devices { attempt, .. } => Some(attempt),
-            State::Recovering
-            | State::Absent
-            | State::Off
-            | State::Down { .. }
-            | State::Paused
-            | State::Running
-            | State::Unconfirmed
-            | State::Precopy(_)
-            | State::GiftUncertain(_)
-            | State::Gave(_)
-            | State::InDoubt(_)
-            | State::Moved(_)
-            | State::Incoming(_)
-            | State::Ready(_)
-            | State::ReadyInDoubt(_)
-            | State::Refusing(_)
-            | State::Refused => None,
+            State::Elsewhere(Elsewhere::Absent) => StateName::Absent,
+            State::Elsewhere(Elsewhere::Refused) => StateName::Refused,
+            State::Elsewhere(Elsewhere::Moved(_)) => StateName::Moved,
+            State::Held(Held::Off) => StateName::Off,
+            State::Held(Held::Down { .. }) => StateName::Down,
+            State::Held(Held::Paused) => StateName::Paused,
+            State::Held(Held::Running) => StateName::Running,
+            State::Held(Held::Unconfirmed) => StateName::Unconfirmed,
+            State::Leaving(Leaving::Precopy(..)) => StateName::Precopy,
+            State::Leaving(Leaving::Switching(stage, _)) => match stage {
+                Stage::Stopping => StateName::Stopping,
+                Stage::LastPages => StateName::LastPages,
+                Stage::Devices { .. } => StateName::Devices,
+                Stage::AwaitingReady => StateName::AwaitingReady,
+            },
+            State::Leaving(Leaving::GiftUncertain(_)) => StateName::GiftUncertain,
+            State::Given(Given::Gave, _) => StateName::Gave,
+            State::Given(Given::InDoubt, _) => StateName::InDoubt,
+            State::Coming(Coming::Incoming(_)) => StateName::Incoming,
+            State::Coming(Coming::Promised(Promise::Kept, _)) => StateName::Ready,
+            State::Coming(Coming::Promised(Promise::InDoubt, _)) => StateName::ReadyInDoubt,
+            State::Coming(Coming::Refusing(_)) => StateName::Refusing,
         }
     }
 }

@@ -6,7 +6,10 @@
 use crate::core::VmCore;
 use crate::event::{Action, Event, EventKind, PeerMessage, Timer};
 use crate::record::{Handover, HostRecord, Phase, Power};
-use crate::state::{Attempt, Plan, Qemu, Reaction, State, StateName, Step};
+use crate::state::{
+    Attempt, Coming, Elsewhere, Given, Held, Leaving, Plan, Promise, Qemu, Reaction, Stage, State,
+    StateName, Step,
+};
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 
 /// One cell of the table.
@@ -36,10 +39,11 @@ pub fn transition_table() -> Vec<Cell> {
     pairs.map(|(s, e)| cell(&names, s, e)).collect()
 }
 
-struct Names {
+/// The names in the examples.
+pub(crate) struct Names {
     vm: VmName,
-    here: HostName,
-    peer: HostName,
+    pub(crate) here: HostName,
+    pub(crate) peer: HostName,
     migration: MigrationId,
 }
 
@@ -48,7 +52,7 @@ const HELD: Generation = Generation(1);
 const NEXT: Generation = Generation(2);
 
 impl Names {
-    fn new() -> Option<Self> {
+    pub(crate) fn new() -> Option<Self> {
         Some(Self {
             vm: VmName::new("vm").ok()?,
             here: HostName::new("here").ok()?,
@@ -57,7 +61,7 @@ impl Names {
         })
     }
 
-    fn with(&self) -> Handover {
+    pub(crate) fn with(&self) -> Handover {
         Handover {
             migration: self.migration.clone(),
             peer: self.peer.clone(),
@@ -99,81 +103,115 @@ impl Names {
         self.record(HELD, NEXT, phase)
     }
 
-    fn given(&self, make: fn(Generation, MigrationId, HostName) -> Phase, held: u64) -> HostRecord {
-        let phase = make(NEXT, self.migration.clone(), self.peer.clone());
-        self.record(Generation(held), NEXT, phase)
+    /// An example of each state, with the record and the QEMU that it stands on.
+    pub(crate) fn example(&self, name: StateName) -> (State, HostRecord, Qemu) {
+        let qemu = match name {
+            StateName::Recovering
+            | StateName::Running
+            | StateName::Precopy
+            | StateName::Stopping => Qemu::Running,
+            StateName::Paused
+            | StateName::LastPages
+            | StateName::Devices
+            | StateName::AwaitingReady
+            | StateName::GiftUncertain
+            | StateName::Gave
+            | StateName::InDoubt
+            | StateName::Incoming
+            | StateName::Ready
+            | StateName::ReadyInDoubt => Qemu::Paused,
+            StateName::Absent
+            | StateName::Off
+            | StateName::Down
+            | StateName::Unconfirmed
+            | StateName::Moved
+            | StateName::Refusing
+            | StateName::Refused => Qemu::Dead,
+        };
+        (self.state(name), self.record_of(name), qemu)
     }
 
-    /// An example of each state, with the record that it stands on.
-    fn example(&self, state: StateName) -> (State, HostRecord, Qemu) {
-        let on = || self.holds(Power::On, None);
-        let ready = |generation, migration, from| Phase::Ready {
-            generation,
-            migration,
-            from,
-        };
-        let gave = |generation, migration, to| Phase::Gave {
-            generation,
-            migration,
-            to,
-        };
+    fn state(&self, name: StateName) -> State {
         let a = self.attempt();
-        match state {
-            StateName::Recovering => (State::Recovering, on(), Qemu::Running),
-            StateName::Absent => {
-                let record = HostRecord::absent(self.vm.clone());
-                (State::Absent, record, Qemu::Dead)
+        let switching = |stage| State::Leaving(Leaving::Switching(stage, self.attempt()));
+        match name {
+            StateName::Recovering => State::Recovering,
+            StateName::Absent => State::Elsewhere(Elsewhere::Absent),
+            StateName::Refused => State::Elsewhere(Elsewhere::Refused),
+            StateName::Moved => State::Elsewhere(Elsewhere::Moved(a)),
+            StateName::Off => State::Held(Held::Off),
+            StateName::Down => State::Held(Held::Down { reason: "example" }),
+            StateName::Paused => State::Held(Held::Paused),
+            StateName::Running => State::Held(Held::Running),
+            StateName::Unconfirmed => State::Held(Held::Unconfirmed),
+            StateName::Precopy => State::Leaving(Leaving::Precopy(self.with(), NEXT)),
+            StateName::Stopping => switching(Stage::Stopping),
+            StateName::LastPages => switching(Stage::LastPages),
+            StateName::Devices => switching(Stage::Devices { ready_early: false }),
+            StateName::AwaitingReady => switching(Stage::AwaitingReady),
+            StateName::GiftUncertain => State::Leaving(Leaving::GiftUncertain(a)),
+            StateName::Gave => State::Given(Given::Gave, a),
+            StateName::InDoubt => State::Given(Given::InDoubt, a),
+            StateName::Incoming => State::Coming(Coming::Incoming(self.with())),
+            StateName::Ready => State::Coming(Coming::Promised(Promise::Kept, a)),
+            StateName::ReadyInDoubt => State::Coming(Coming::Promised(Promise::InDoubt, a)),
+            StateName::Refusing => State::Coming(Coming::Refusing(a)),
+        }
+    }
+
+    fn record_of(&self, name: StateName) -> HostRecord {
+        let migration = self.migration.clone();
+        let (generation, to, from) = (NEXT, self.peer.clone(), self.peer.clone());
+        let (phase, held) = match name {
+            StateName::Absent => return HostRecord::absent(self.vm.clone()),
+            StateName::Off => return self.holds(Power::Off, None),
+            StateName::Paused => return self.holds(Power::Paused, None),
+            StateName::Unconfirmed => return self.holds(Power::On, Some(self.with())),
+            StateName::Recovering | StateName::Down | StateName::Running | StateName::Precopy => {
+                return self.holds(Power::On, None);
             }
-            StateName::Off => (State::Off, self.holds(Power::Off, None), Qemu::Dead),
-            StateName::Down => (State::Down { reason: "example" }, on(), Qemu::Dead),
-            StateName::Paused => (State::Paused, self.holds(Power::Paused, None), Qemu::Paused),
-            StateName::Running => (State::Running, on(), Qemu::Running),
-            StateName::Unconfirmed => {
-                let record = self.holds(Power::On, Some(self.with()));
-                (State::Unconfirmed, record, Qemu::Dead)
+            StateName::Stopping
+            | StateName::LastPages
+            | StateName::Devices
+            | StateName::AwaitingReady
+            | StateName::GiftUncertain => return self.stopping(),
+            StateName::Incoming => {
+                return self.record(Generation(0), HELD, Phase::Incoming { migration, from });
             }
-            StateName::Precopy => (State::Precopy(self.with()), on(), Qemu::Running),
-            StateName::Stopping => (State::Stopping(a), self.stopping(), Qemu::Running),
-            StateName::LastPages => (State::LastPages(a), self.stopping(), Qemu::Paused),
-            StateName::Devices => {
-                let state = State::Devices {
-                    attempt: a,
-                    ready_early: false,
-                };
-                (state, self.stopping(), Qemu::Paused)
-            }
-            StateName::AwaitingReady => (State::AwaitingReady(a), self.stopping(), Qemu::Paused),
-            StateName::GiftUncertain => (State::GiftUncertain(a), self.stopping(), Qemu::Paused),
-            StateName::Gave => (State::Gave(a), self.given(gave, 1), Qemu::Paused),
-            StateName::InDoubt => (State::InDoubt(a), self.given(gave, 1), Qemu::Paused),
-            StateName::Moved => {
-                let moved = |generation, migration, to| Phase::Moved {
+            StateName::Gave | StateName::InDoubt => (
+                Phase::Gave {
                     generation,
                     migration,
                     to,
-                };
-                (State::Moved(a), self.given(moved, 1), Qemu::Dead)
-            }
-            StateName::Incoming => {
-                let phase = Phase::Incoming {
-                    migration: self.migration.clone(),
-                    from: self.peer.clone(),
-                };
-                let record = self.record(Generation(0), HELD, phase);
-                (State::Incoming(self.with()), record, Qemu::Paused)
-            }
-            StateName::Ready => (State::Ready(a), self.given(ready, 0), Qemu::Paused),
-            StateName::ReadyInDoubt => (State::ReadyInDoubt(a), self.given(ready, 0), Qemu::Paused),
-            StateName::Refusing => (State::Refusing(a), self.given(ready, 0), Qemu::Dead),
-            StateName::Refused => {
-                let refused = |generation, migration, from| Phase::Refused {
+                },
+                1,
+            ),
+            StateName::Moved => (
+                Phase::Moved {
+                    generation,
+                    migration,
+                    to,
+                },
+                1,
+            ),
+            StateName::Ready | StateName::ReadyInDoubt | StateName::Refusing => (
+                Phase::Ready {
                     generation,
                     migration,
                     from,
-                };
-                (State::Refused, self.given(refused, 0), Qemu::Dead)
-            }
-        }
+                },
+                0,
+            ),
+            StateName::Refused => (
+                Phase::Refused {
+                    generation,
+                    migration,
+                    from,
+                },
+                0,
+            ),
+        };
+        self.record(Generation(held), NEXT, phase)
     }
 
     fn message(&self, message: PeerMessage) -> Event {
@@ -184,7 +222,7 @@ impl Names {
     }
 
     /// An example of each event that comes from a peer.
-    fn peer_event(&self, event: EventKind, about: Generation) -> Option<Event> {
+    pub(crate) fn peer_event(&self, event: EventKind, about: Generation) -> Option<Event> {
         let (migration, generation) = (self.migration.clone(), about);
         let message = match event {
             EventKind::PeerPrepared => PeerMessage::Prepared {
@@ -243,9 +281,6 @@ impl Names {
             EventKind::PersistFailed => Event::PersistFailed { unchanged: true },
             EventKind::Granted => Event::Granted {
                 generation: Generation(9),
-            },
-            EventKind::GrantedAfterSurvey => Event::GrantedAfterSurvey {
-                generation: Generation(9),
                 expect: highest,
             },
             EventKind::SurveyRequested => Event::SurveyRequested {
@@ -260,6 +295,7 @@ impl Names {
             EventKind::MigrationBegan => Event::MigrationBegan {
                 migration,
                 to: peer,
+                generation: Generation(9),
             },
             EventKind::SwitchoverRequested => Event::SwitchoverRequested,
             EventKind::Stopped => Event::Stopped { attempt: about },
@@ -268,6 +304,7 @@ impl Names {
             EventKind::PrepareIncoming => Event::PrepareIncoming {
                 migration,
                 from: peer,
+                generation: Generation(9),
             },
             EventKind::Loaded => Event::Loaded { attempt: about },
             EventKind::IncomingFailed => Event::IncomingFailed,

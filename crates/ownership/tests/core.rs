@@ -19,6 +19,19 @@ fn m1() -> MigrationId {
     MigrationId::new("m1").expect("a valid id")
 }
 
+/// A core; with planted faults built in, with the one that `GODWIT_PLANT` names.
+fn recover(record: HostRecord, name: &str, qemu: Qemu) -> (VmCore, Vec<Action>) {
+    #[cfg(feature = "planted-faults")]
+    let made = {
+        let plant = std::env::var("GODWIT_PLANT").ok();
+        let plant = plant.and_then(|name| godwit_ownership::plant::Plant::from_name(&name));
+        VmCore::recover_planted(record, host(name), qemu, plant)
+    };
+    #[cfg(not(feature = "planted-faults"))]
+    let made = VmCore::recover(record, host(name), qemu);
+    made.expect("a good record")
+}
+
 /// A core with a disk that always works: every record is acknowledged at once.
 struct Driven {
     core: VmCore,
@@ -28,7 +41,7 @@ struct Driven {
 
 impl Driven {
     fn recover(record: HostRecord, name: &str, qemu: Qemu) -> Self {
-        let (core, actions) = VmCore::recover(record, host(name), qemu).expect("a good record");
+        let (core, actions) = recover(record, name, qemu);
         let mut driven = Self {
             core,
             actions: Vec::new(),
@@ -83,6 +96,7 @@ fn running(name: &str) -> Driven {
     let mut driven = Driven::recover(HostRecord::absent(vm()), name, Qemu::Dead);
     driven.feed(Event::Granted {
         generation: Generation(1),
+        expect: Generation(0),
     });
     driven.feed(Event::StartRequested);
     assert!(driven.ran());
@@ -96,6 +110,7 @@ fn awaiting_ready() -> Driven {
     a.feed(Event::MigrationBegan {
         migration: m1(),
         to: host("b"),
+        generation: Generation(2),
     });
     a.feed(Event::SwitchoverRequested);
     a.feed(Event::Stopped { attempt });
@@ -135,6 +150,7 @@ fn a_handover_gives_takes_and_confirms() {
     b.feed(Event::PrepareIncoming {
         migration: m1(),
         from: host("a"),
+        generation: Generation(2),
     });
     b.feed(Event::Loaded {
         attempt: Generation(2),
@@ -270,7 +286,7 @@ fn a_full_journal_at_the_gift_resumes_the_source_at_once() {
 fn a_successor_does_what_the_dead_process_would_have_done() {
     let stopped = awaiting_ready().core.record().clone();
     assert!(Driven::recover(stopped.clone(), "a", Qemu::Paused).ran());
-    assert!(Driven::recover(stopped, "a", Qemu::Dead).ran());
+    assert!(!Driven::recover(stopped, "a", Qemu::Dead).ran());
     let mut a = awaiting_ready();
     a.hear("b", ready());
     let gave = a.core.record().clone();
@@ -284,10 +300,87 @@ fn a_successor_does_what_the_dead_process_would_have_done() {
     }
 }
 
+fn is_down(driven: &Driven) -> bool {
+    matches!(driven.core.status(), Status::Down { .. })
+}
+
+/// A destination that runs the VM and whose source has not said that it knows.
+fn unconfirmed() -> Driven {
+    let generation = Generation(2);
+    let mut b = Driven::recover(HostRecord::absent(vm()), "b", Qemu::Dead);
+    b.feed(Event::PrepareIncoming {
+        migration: m1(),
+        from: host("a"),
+        generation,
+    });
+    b.feed(Event::Loaded {
+        attempt: generation,
+    });
+    let migration = m1();
+    b.hear(
+        "a",
+        PeerMessage::Permit {
+            migration,
+            generation,
+        },
+    );
+    assert!(b.ran());
+    b
+}
+
 #[test]
-fn a_rebooted_holder_starts_its_vm_without_the_controller() {
-    let record = running("a").core.record().clone();
-    assert!(Driven::recover(record, "a", Qemu::Dead).ran());
+fn nothing_boots_by_itself() {
+    let holder = running("a").core.record().clone();
+    let stopping = awaiting_ready().core.record().clone();
+    for record in [holder, stopping] {
+        let mut a = Driven::recover(record, "a", Qemu::Dead);
+        assert!(!a.ran() && is_down(&a), "{:?}", a.actions);
+        assert!(a.core.record().may_run().is_some());
+        a.feed(Event::StartRequested);
+        assert!(a.ran());
+    }
+    let taken = unconfirmed().core.record().clone();
+    let generation = Generation(2);
+    for word in [
+        Event::Message {
+            from: host("a"),
+            message: PeerMessage::Confirmed { generation },
+        },
+        Event::HostRemoved { host: host("a") },
+    ] {
+        let mut b = Driven::recover(taken.clone(), "b", Qemu::Dead);
+        assert!(!b.ran());
+        b.feed(Event::StartRequested);
+        assert!(!b.ran(), "the source may run it");
+        b.feed(word);
+        assert!(!b.ran() && is_down(&b), "{:?}", b.actions);
+        b.feed(Event::StartRequested);
+        assert!(b.ran());
+    }
+}
+
+#[test]
+fn an_operator_and_a_refusal_boot_a_guest_whose_qemu_is_gone() {
+    let taken = unconfirmed().core.record().clone();
+    let mut b = Driven::recover(taken, "b", Qemu::Dead);
+    b.feed(Event::OperatorResolve {
+        run_here: true,
+        confirm_fenced: host("a"),
+    });
+    assert!(b.ran());
+    let mut a = awaiting_ready();
+    a.hear("b", ready());
+    let gave = a.core.record().clone();
+    let mut a = Driven::recover(gave, "a", Qemu::Dead);
+    let migration = m1();
+    a.hear(
+        "b",
+        PeerMessage::Refused {
+            migration,
+            generation: Generation(2),
+        },
+    );
+    assert!(a.ran());
 }
 
 #[test]
@@ -360,4 +453,196 @@ fn the_ledger_grants_only_when_every_host_was_heard_or_fenced() {
     heard.insert(host("a"), running("a").core.record().clone());
     let held = ledger.grant(&vm(), level, &enrolled, &heard, &none);
     assert!(matches!(held, Err(GrantError::Held { .. })));
+}
+
+fn absent_at(highest: u64) -> HostRecord {
+    HostRecord {
+        highest: Generation(highest),
+        ..HostRecord::absent(vm())
+    }
+}
+
+fn survey(level: u64) -> Event {
+    Event::SurveyRequested {
+        level: Generation(level),
+    }
+}
+
+fn surveyed(driven: &Driven, level: u64) -> bool {
+    let level = Generation(level);
+    driven.actions.contains(&Action::Surveyed { level })
+}
+
+#[test]
+fn a_grant_is_taken_only_at_the_level_of_the_last_survey() {
+    let mut a = Driven::recover(absent_at(3), "a", Qemu::Dead);
+    a.feed(survey(8));
+    assert!(surveyed(&a, 8));
+    assert_eq!(a.core.record(), &absent_at(8));
+    a.feed(survey(20));
+    let granted = |generation, expect| Event::Granted {
+        generation: Generation(generation),
+        expect: Generation(expect),
+    };
+    for overtaken in [granted(9, 8), granted(21, 8), granted(20, 20)] {
+        a.feed(overtaken.clone());
+        assert_eq!(a.core.state_name(), StateName::Absent, "{overtaken:?}");
+    }
+    a.feed(granted(21, 20));
+    assert_eq!(a.core.record().may_run(), Some(Generation(21)));
+}
+
+#[test]
+fn a_survey_far_above_what_a_host_knows_is_answered() {
+    let mut a = Driven::recover(absent_at(0), "a", Qemu::Dead);
+    a.feed(survey(1 << 50));
+    assert!(surveyed(&a, 1 << 50));
+    assert_eq!(a.core.record(), &absent_at(1 << 50));
+    for no_room in [u64::MAX, u64::MAX - 1] {
+        a.feed(survey(no_room));
+        assert_eq!(surveyed(&a, no_room), no_room < u64::MAX, "{no_room}");
+    }
+}
+
+#[test]
+fn a_surveyed_holder_stays_as_it_is() {
+    let mut a = running("a");
+    let before = a.core.record().clone();
+    a.feed(survey(1 << 50));
+    assert!(surveyed(&a, 1 << 50));
+    assert_eq!(a.core.record(), &before);
+}
+
+fn prepare(migration: MigrationId, generation: u64) -> Event {
+    Event::PrepareIncoming {
+        migration,
+        from: host("a"),
+        generation: Generation(generation),
+    }
+}
+
+fn refused_as_old(driven: &Driven) -> bool {
+    let mut why = driven.actions.iter().filter_map(|action| match action {
+        Action::Refuse { why, .. } => Some(*why),
+        _ => None,
+    });
+    why.any(|why| why.starts_with("the permission for this migration is older"))
+}
+
+#[test]
+fn a_survey_voids_the_permissions_before_it_at_both_ends() {
+    let mut b = Driven::recover(absent_at(3), "b", Qemu::Dead);
+    b.feed(survey(8));
+    b.feed(prepare(m1(), 8));
+    assert!(refused_as_old(&b));
+    assert_eq!(b.core.record(), &absent_at(8));
+    b.feed(prepare(m1(), 9));
+    assert_eq!(b.core.state_name(), StateName::Incoming);
+    // The same one comes twice.
+    b.feed(prepare(m1(), 9));
+    let again = |a: &Action| matches!(a, Action::Ignored { event, .. } if *event == EventKind::PrepareIncoming);
+    assert!(b.actions.iter().any(again), "{:?}", b.actions);
+
+    let mut a = awaiting_ready();
+    a.feed(Event::Cancel);
+    let began = |generation| Event::MigrationBegan {
+        migration: MigrationId::new("m2").expect("a valid id"),
+        to: host("b"),
+        generation: Generation(generation),
+    };
+    a.feed(began(2));
+    assert!(refused_as_old(&a));
+    assert_eq!(a.core.state_name(), StateName::Running);
+    a.feed(began(3));
+    assert_eq!(a.core.state_name(), StateName::Precopy);
+}
+
+#[test]
+fn an_attempt_is_not_below_its_permission() {
+    let mut a = running("a");
+    a.feed(Event::MigrationBegan {
+        migration: m1(),
+        to: host("b"),
+        generation: Generation(1 << 50),
+    });
+    a.feed(Event::SwitchoverRequested);
+    assert_eq!(a.core.record().highest, Generation(1 << 50));
+    a.feed(Event::Timeout(Timer::Switchover));
+    a.feed(Event::SwitchoverRequested);
+    assert_eq!(a.core.record().highest, Generation((1 << 50) + 1));
+}
+
+#[test]
+fn a_successor_stops_a_guest_that_was_given_away() {
+    let mut a = awaiting_ready();
+    a.hear("b", ready());
+    let gave = a.core.record().clone();
+    let a = Driven::recover(gave, "a", Qemu::Running);
+    assert!(!a.ran());
+    assert_eq!(a.actions[0], Action::StopGuest { attempt: None });
+    assert!(matches!(a.said()[..], [PeerMessage::AskHolding { .. }]));
+}
+
+fn ignored(driven: &Driven, kind: EventKind) -> bool {
+    let is = |a: &Action| matches!(a, Action::Ignored { event, .. } if *event == kind);
+    driven.actions.iter().any(is)
+}
+
+#[test]
+fn a_removed_host_is_removed_once_and_told_again_without_harm() {
+    let removed = |name: &str| Event::HostRemoved { host: host(name) };
+    let incoming = || {
+        let mut b = Driven::recover(absent_at(0), "b", Qemu::Dead);
+        b.feed(prepare(m1(), 1));
+        b
+    };
+    let mut precopy = awaiting_ready();
+    precopy.feed(Event::Timeout(Timer::Switchover));
+    for (mut driven, peer) in [
+        (unconfirmed(), "a"),
+        (incoming(), "a"),
+        (precopy, "b"),
+        (awaiting_ready(), "b"),
+    ] {
+        driven.feed(removed("elsewhere"));
+        assert!(ignored(&driven, EventKind::HostRemoved));
+        driven.feed(removed(peer));
+        assert!(!ignored(&driven, EventKind::HostRemoved));
+        assert_eq!(driven.core.record().waits_for(), None);
+        let before = driven.core.record().clone();
+        driven.feed(removed(peer));
+        assert!(ignored(&driven, EventKind::HostRemoved));
+        assert_eq!(driven.core.record(), &before);
+    }
+    let mut absent = Driven::recover(absent_at(3), "b", Qemu::Dead);
+    absent.feed(removed("a"));
+    assert!(ignored(&absent, EventKind::HostRemoved));
+}
+
+#[test]
+fn a_record_names_the_host_that_it_waits_for() {
+    let (a, b) = (host("a"), host("b"));
+    assert_eq!(running("a").core.record().waits_for(), None);
+    assert_eq!(unconfirmed().core.record().waits_for(), Some(&a));
+    let mut source = awaiting_ready();
+    assert_eq!(source.core.record().waits_for(), Some(&b), "stopping");
+    source.hear("b", ready());
+    assert_eq!(source.core.record().waits_for(), Some(&b), "gave");
+    let migration = m1();
+    source.hear(
+        "b",
+        PeerMessage::Holding {
+            migration,
+            generation: Generation(2),
+        },
+    );
+    assert_eq!(source.core.record().waits_for(), None, "moved");
+    let mut destination = Driven::recover(absent_at(0), "b", Qemu::Dead);
+    assert_eq!(destination.core.record().waits_for(), None);
+    destination.feed(prepare(m1(), 2));
+    assert_eq!(destination.core.record().waits_for(), Some(&a), "incoming");
+    destination.feed(Event::Loaded {
+        attempt: Generation(2),
+    });
+    assert_eq!(destination.core.record().waits_for(), Some(&a), "ready");
 }

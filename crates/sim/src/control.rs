@@ -60,7 +60,7 @@ impl World {
         self.command(host, event);
     }
 
-    fn command_everywhere(&mut self, event: &Event) {
+    pub(crate) fn command_everywhere(&mut self, event: &Event) {
         for host in 0..HOSTS {
             self.command(host, event.clone());
         }
@@ -84,15 +84,20 @@ impl World {
         let Ok(migration) = MigrationId::new(format!("m{}", self.controller.migrations)) else {
             return;
         };
+        let Some(generation) = self.highest_known().next() else {
+            return;
+        };
         self.coverage.migrations[0] += 1;
         let prepare = Event::PrepareIncoming {
             migration: migration.clone(),
             from: self.names[from].clone(),
+            generation,
         };
         self.command(to, prepare);
         let began = Event::MigrationBegan {
             migration,
             to: self.names[to].clone(),
+            generation,
         };
         let delay = 20 + self.rng.below(20);
         let happening = Happening::Deliver {
@@ -101,6 +106,15 @@ impl World {
             packet: Packet::Command(began),
         };
         self.after(delay, happening);
+    }
+
+    /// What the controller's ledger would have learned by asking every host just now.
+    fn highest_known(&self) -> Generation {
+        let records = self.hosts.iter().flat_map(|h| &h.disk.seen);
+        let written = records.map(|r| r.highest).max().unwrap_or_default();
+        let processes = self.hosts.iter().filter_map(|h| h.process.as_ref());
+        let known = processes.map(|p| p.core.highest()).max();
+        written.max(known.unwrap_or_default())
     }
 
     pub(crate) fn kill_controller(&mut self) -> bool {
@@ -177,7 +191,7 @@ impl World {
             let candidates: Vec<_> = heard.iter().collect();
             let (name, _) = candidates[self.rng.index(candidates.len())];
             let grantee = self.id_of(name);
-            let event = Event::GrantedAfterSurvey {
+            let event = Event::Granted {
                 generation,
                 expect: level,
             };

@@ -77,7 +77,7 @@ fn plant(_word: Option<String>) -> Result<godwit_sim::PlantName, String> {
 
 #[cfg(feature = "planted-faults")]
 fn list_plants() -> ExitCode {
-    for plant in godwit_ownership::plant::Plant::ALL {
+    for plant in godwit_ownership::plant::Plant::by_simulator() {
         println!("{}", plant.name());
     }
     ExitCode::SUCCESS

@@ -7,7 +7,7 @@ use crate::coverage::Coverage;
 use crate::model::{HOSTS, Happening};
 use crate::world::World;
 use godwit_ownership::{Action, Event, HostRecord, Qemu, RecordError, VmCore};
-use godwit_types::{Generation, HostName};
+use godwit_types::HostName;
 
 /// Length of the faulty phase, in simulated milliseconds.
 const FAULTY_MS: u64 = 12_000;
@@ -79,14 +79,9 @@ fn live(world: &mut World) {
 }
 
 fn create(world: &mut World) {
-    world.command(
-        0,
-        Event::Granted {
-            generation: Generation(1),
-        },
-    );
+    world.survey();
     world.run_until(100);
-    world.command(0, Event::StartRequested);
+    world.command_everywhere(&Event::StartRequested);
     world.run_until(200);
 }
 

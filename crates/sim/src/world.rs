@@ -292,7 +292,7 @@ impl World {
         }
         let copy = self.trace.is_some().then(|| format!("{event:?}"));
         let began = match &event {
-            Event::MigrationBegan { migration, to } => Some((migration.clone(), to.clone())),
+            Event::MigrationBegan { migration, to, .. } => Some((migration.clone(), to.clone())),
             _ => None,
         };
         let actions = process.core.handle(event);

@@ -116,7 +116,8 @@ pub struct MigrationSpec {
     pub id: MigrationId,
     /// The VM.
     pub vm: VmName,
-    /// The generation that the destination may take: the source's plus one.
+    /// The permission: above every generation that the controller knows of the VM. A host that knows one as high
+    /// refuses the migration; its attempts to switch over take this generation or a later one.
     pub generation: Generation,
     /// Where it runs now.
     pub source: AgentAddress,

@@ -275,6 +275,7 @@ impl Vm {
         let event = Event::PrepareIncoming {
             migration: migration.id.clone(),
             from: migration.source.host.clone(),
+            generation: migration.generation,
         };
         self.feed(event);
         self.verdict()?;
@@ -359,6 +360,7 @@ impl Vm {
         let began = Event::MigrationBegan {
             migration: spec.id.clone(),
             to: spec.destination.host.clone(),
+            generation: spec.generation,
         };
         self.feed(began);
         self.verdict()?;
@@ -507,7 +509,7 @@ impl Vm {
         Ok(HostVm {
             spec,
             state,
-            generation: record.highest,
+            generation: self.core.highest(),
             claim: godwit_site::claim_of(record),
             migration: self
                 .migration

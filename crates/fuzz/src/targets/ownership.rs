@@ -344,10 +344,7 @@ impl Host {
 
     fn event(&self, kind: u8, decisions: &mut Decisions<'_>) -> Option<Event> {
         Some(match kind {
-            3 => Event::Granted {
-                generation: self.generation(decisions),
-            },
-            4 => Event::GrantedAfterSurvey {
+            3 | 4 => Event::Granted {
                 generation: self.generation(decisions),
                 expect: self.generation(decisions),
             },
@@ -365,6 +362,7 @@ impl Host {
             12 => Event::MigrationBegan {
                 migration: migration(decisions.byte())?,
                 to: host(decisions.byte())?,
+                generation: self.generation(decisions),
             },
             13 => Event::SwitchoverRequested,
             14 => Event::Stopped {
@@ -379,6 +377,7 @@ impl Host {
             17 => Event::PrepareIncoming {
                 migration: migration(decisions.byte())?,
                 from: host(decisions.byte())?,
+                generation: self.generation(decisions),
             },
             18 => Event::Loaded {
                 attempt: self.generation(decisions),
@@ -450,10 +449,10 @@ fn backs(record: &HostRecord, message: &PeerMessage) -> bool {
 /// Byte 31 ends a write that is under way and means nothing otherwise.
 pub fn core_seeds() -> Vec<Vec<u8>> {
     let land = 31;
-    let granted = [3, 7, land, 8, land];
+    let granted = [3, 7, 0, land, 8, land];
     let given: Vec<u8> = [
         &granted[..],
-        &[12, 0, 1, 13, land, 14, 0, 15, 0, 16, 0],
+        &[12, 0, 1, 7, 13, land, 14, 0, 15, 0, 16, 0],
         &[27, 0, 0, 1, land],
     ]
     .concat();
@@ -461,10 +460,10 @@ pub fn core_seeds() -> Vec<Vec<u8>> {
     let refused = [&given[..], &[27, 6, 0, 1, land]].concat();
     let doubt = [&given[..], &[21, 22, 20, 2, 0, land, 26, 0, 1, land]].concat();
     let received = vec![
-        17, 0, 1, land, 18, 7, land, 27, 1, 0, 1, land, 27, 4, 0, 1, land,
+        17, 0, 1, 7, land, 18, 7, land, 27, 1, 0, 1, land, 27, 4, 0, 1, land,
     ];
     // The process dies while it writes, then its host before the successor has written that again.
-    let lost = vec![3, 7, 2, 1, 2, 4, 3, 7, land];
+    let lost = vec![3, 7, 0, 2, 1, 2, 4, 3, 7, 0, land];
     vec![
         granted.to_vec(),
         given,
@@ -521,10 +520,10 @@ mod tests {
     #[test]
     fn what_outlives_the_process_and_not_the_host_is_written_again_before_it_counts() {
         // Granted, and the process dies while that is written; its successor reads it, and the host dies too.
-        let host = run(&[3, 7, 2, 1]);
+        let host = run(&[3, 7, 0, 2, 1]);
         assert_eq!(host.disk.may_run(), Some(Generation(1)));
         assert_eq!(host.durable.may_run(), None);
-        let host = run(&[3, 7, 2, 1, 2, 4]);
+        let host = run(&[3, 7, 0, 2, 1, 2, 4]);
         assert_eq!(host.disk.may_run(), None);
     }
 
