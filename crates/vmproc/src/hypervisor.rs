@@ -260,14 +260,15 @@ fn machine_config(
             tap_fd: tap.as_fd().as_raw_fd(),
         })
     };
+    let (cpu_model, cpu_features) = cpu(&spec.cpu);
     MachineConfig {
         name: spec.name.to_string(),
         uuid: uuid_of(spec.name.as_str()),
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
         machine_type: spec.machine.clone(),
-        cpu_model: spec.cpu.clone(),
-        cpu_features: Vec::new(),
+        cpu_model,
+        cpu_features,
         cpu_enforce: start.accelerator == Accelerator::Kvm,
         accelerator: match start.accelerator {
             Accelerator::Kvm => command_line::Accelerator::Kvm,
@@ -287,6 +288,25 @@ fn machine_config(
         ram_file: ram_path.to_owned(),
         incoming: start.incoming,
     }
+}
+
+/// Model and features of a CPU written as QEMU's users write it: `model,-one,+two,three=off`.
+fn cpu(text: &str) -> (String, Vec<(String, bool)>) {
+    let mut parts = text.split(',');
+    let model = parts.next().unwrap_or_default().to_owned();
+    let feature = |part: &str| {
+        let (name, on) = match part.split_once('=') {
+            Some((name, "on")) => (name, true),
+            Some((name, "off")) => (name, false),
+            // With a value it is no name of a feature, and refused as that.
+            _ => match part.strip_prefix('-') {
+                Some(name) => (name, false),
+                None => (part.strip_prefix('+').unwrap_or(part), true),
+            },
+        };
+        (name.to_owned(), on)
+    };
+    (model, parts.map(feature).collect())
 }
 
 fn open_taps(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<Tap>, ApiError> {
@@ -416,6 +436,27 @@ fn hypervisor(error: LaunchError) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cpu_is_a_model_and_features() {
+        assert_eq!(cpu("qemu64"), ("qemu64".to_owned(), Vec::new()));
+        let on = |name: &str| (name.to_owned(), true);
+        let off = |name: &str| (name.to_owned(), false);
+        let (model, features) = cpu("host,-arch-capabilities,+avx,x2apic=off,pcid=on,vendor=x");
+        assert_eq!(model, "host");
+        let wanted = [
+            off("arch-capabilities"),
+            on("avx"),
+            off("x2apic"),
+            on("pcid"),
+        ];
+        assert_eq!(features[..4], wanted);
+        assert_eq!(
+            features[4],
+            on("vendor=x"),
+            "refused as no name by the command line"
+        );
+    }
 
     #[test]
     fn the_uuid_has_its_form_and_is_the_vms_own() {
