@@ -1,7 +1,7 @@
 #!/bin/bash
 # Plants every known fault, one at a time, and shows that the test named beside it fails.
 #
-#   scripts/plant-faults.sh [PART...]     PART: ownership, wire, vmproc; all without one
+#   scripts/plant-faults.sh [PART...]     PART: ownership, wire, qemu, vmproc; all without one
 #
 # A safety test counts once it has been seen to fail. Builds with planted faults go to target/plants, so that they never
 # meet the product's; the real-QEMU tests, whose VM process always has the switches, run from where they are built.
@@ -9,7 +9,7 @@
 set -u
 cd "$(dirname "$0")/.."
 export RUST_BACKTRACE=0
-parts="${*:-ownership wire vmproc}"
+parts="${*:-ownership wire qemu vmproc}"
 logs=target/plants/logs
 mkdir -p "$logs"
 caught=0
@@ -75,6 +75,18 @@ wire() {
     wire_case tag-unchecked tests::every_flipped_bit_of_a_record_is_refused
 }
 
+qemu_unit() {
+    local log="$logs/qemu-$1.log"
+    GODWIT_PLANT=$1 cargo test -q --release -p godwit-qemu --features planted-faults --target-dir target/plants --lib \
+        -- "$2" --exact >"$log" 2>&1
+    ran_and_failed "$log"
+    verdict qemu "$1" "$2" $?
+}
+
+qemu() {
+    qemu_unit takes-emfile-for-gone process::tests::a_live_process_is_not_gone_because_no_descriptor_is_left
+}
+
 # vmproc_case PLANT FILE TEST
 vmproc_case() {
     local log="$logs/vmproc-$1.log"
@@ -113,8 +125,8 @@ vmproc() {
 
 for part in $parts; do
     case $part in
-        ownership | wire | vmproc) "$part" ;;
-        *) echo "unknown part '$part': ownership, wire or vmproc" >&2; exit 2 ;;
+        ownership | wire | qemu | vmproc) "$part" ;;
+        *) echo "unknown part '$part': ownership, wire, qemu or vmproc" >&2; exit 2 ;;
     esac
 done
 echo "$caught passed, $missed failed"
