@@ -112,6 +112,7 @@ vmproc() {
     vmproc_case tracking-after-first-read moves a_guest_that_writes_rarely_loses_nothing
     vmproc_case barrier-not-awaited moves a_destination_that_is_slow_to_apply_loses_nothing
     vmproc_unit zero-pages-not-cleared destination::memory::tests::a_page_that_comes_as_zero_is_cleared
+    vmproc_unit receivers-outlive-load destination::driver::tests::a_source_that_has_sent_its_last_pages_has_no_way_left_into_guest_memory
     vmproc_case lost-channel-not-put-back links a_link_cut_in_precopy_is_made_again_and_nothing_is_lost
     # The right to run.
     vmproc_case permit-ignored guest_events nobody_runs_before_the_gift_is_durable
