@@ -34,6 +34,8 @@ const START_WAIT: Duration = Duration::from_secs(20);
 pub(crate) const KILL_WAIT: Duration = Duration::from_secs(10);
 /// QEMU's time for an ordinary command.
 pub(crate) const QMP_WAIT: Duration = Duration::from_secs(5);
+const PANICKED: &str = "the guest panicked";
+const DISK_FAILED: &str = "a disk request failed";
 
 /// A QEMU of this VM.
 #[derive(Debug)]
@@ -201,12 +203,35 @@ fn wait_gone(pidfd: &OwnedFd) {
 
 fn guest_news(kind: &EventKind) -> Option<GuestNews> {
     match kind {
-        EventKind::Shutdown { .. } => Some(GuestNews::Shutdown),
-        EventKind::GuestPanicked => Some(GuestNews::Halted("the guest panicked".into())),
-        EventKind::BlockIoError => Some(GuestNews::Halted("a disk request failed".into())),
+        EventKind::Shutdown { guest, reason } => shutdown_news(*guest, reason),
+        EventKind::GuestPanicked => Some(GuestNews::Halted(PANICKED.into())),
+        EventKind::BlockIoError => Some(GuestNews::Halted(DISK_FAILED.into())),
         EventKind::Reset { .. } => Some(GuestNews::Reset),
         _ => None,
     }
+}
+
+/// Only the guest's own wish is one. Whoever ends QEMU (a signal, a `quit`) makes it die, which is seen when it is gone.
+fn shutdown_news(guest: bool, reason: &str) -> Option<GuestNews> {
+    match reason {
+        _ if crate::faults::planted("any-shutdown-is-a-wish") => Some(GuestNews::Shutdown),
+        "" | "guest-shutdown" if guest => Some(GuestNews::Shutdown),
+        "guest-panic" => Some(GuestNews::Halted(PANICKED.into())),
+        _ => None,
+    }
+}
+
+/// What a machine that stands in this state did while nobody listened; nothing where it may go on.
+pub(crate) fn news_of(state: &RunState) -> Option<GuestNews> {
+    let why = match state {
+        RunState::Shutdown => return Some(GuestNews::Shutdown),
+        RunState::GuestPanicked => PANICKED,
+        RunState::IoError => DISK_FAILED,
+        RunState::InternalError => "an internal error of the hypervisor stopped the guest",
+        RunState::Watchdog => "the guest's watchdog fired",
+        _ => return None,
+    };
+    Some(GuestNews::Halted(why.into()))
 }
 
 fn launch_qemu(
@@ -456,6 +481,21 @@ mod tests {
             on("vendor=x"),
             "refused as no name by the command line"
         );
+    }
+
+    #[test]
+    fn only_a_guest_s_own_shutdown_is_its_wish() {
+        let kind = |guest, reason: &str| EventKind::Shutdown {
+            guest,
+            reason: reason.into(),
+        };
+        let wish = Some(GuestNews::Shutdown);
+        assert_eq!(guest_news(&kind(true, "guest-shutdown")), wish);
+        for reason in ["host-signal", "host-qmp-quit", "host-ui", "host-error", ""] {
+            assert_eq!(guest_news(&kind(false, reason)), None, "{reason}");
+        }
+        let panicked = Some(GuestNews::Halted(PANICKED.into()));
+        assert_eq!(guest_news(&kind(true, "guest-panic")), panicked);
     }
 
     #[test]
