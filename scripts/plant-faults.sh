@@ -1,7 +1,7 @@
 #!/bin/bash
 # Plants every known fault, one at a time, and shows that the test named beside it fails.
 #
-#   scripts/plant-faults.sh [PART...]     PART: ownership, wire, vmproc; all without one
+#   scripts/plant-faults.sh [PART...]     PART: ownership, wire, qemu, vmproc; all without one
 #
 # A safety test counts once it has been seen to fail. Builds with planted faults go to target/plants, so that they never
 # meet the product's; the real-QEMU tests, whose VM process always has the switches, run from where they are built.
@@ -9,7 +9,7 @@
 set -u
 cd "$(dirname "$0")/.."
 export RUST_BACKTRACE=0
-parts="${*:-ownership wire vmproc}"
+parts="${*:-ownership wire qemu vmproc}"
 logs=target/plants/logs
 mkdir -p "$logs"
 caught=0
@@ -92,6 +92,18 @@ wire() {
     wire_case tag-unchecked tests::every_flipped_bit_of_a_record_is_refused
 }
 
+qemu_unit() {
+    local log="$logs/qemu-$1.log"
+    GODWIT_PLANT=$1 cargo test -q --release -p godwit-qemu --features planted-faults --target-dir target/plants --lib \
+        -- "$2" --exact >"$log" 2>&1
+    ran_and_failed "$log"
+    verdict qemu "$1" "$2" $?
+}
+
+qemu() {
+    qemu_unit takes-emfile-for-gone process::tests::a_live_process_is_not_gone_because_no_descriptor_is_left
+}
+
 # vmproc_case PLANT FILE TEST
 vmproc_case() {
     local log="$logs/vmproc-$1.log"
@@ -117,6 +129,7 @@ vmproc() {
     vmproc_case tracking-after-first-read moves a_guest_that_writes_rarely_loses_nothing
     vmproc_case barrier-not-awaited moves a_destination_that_is_slow_to_apply_loses_nothing
     vmproc_unit zero-pages-not-cleared destination::memory::tests::a_page_that_comes_as_zero_is_cleared
+    vmproc_unit receivers-outlive-load destination::driver::tests::a_source_that_has_sent_its_last_pages_has_no_way_left_into_guest_memory
     vmproc_case lost-channel-not-put-back links a_link_cut_in_precopy_is_made_again_and_nothing_is_lost
     # The right to run.
     vmproc_case permit-ignored guest_events nobody_runs_before_the_gift_is_durable
@@ -130,8 +143,8 @@ vmproc() {
 
 for part in $parts; do
     case $part in
-        ownership | wire | vmproc) "$part" ;;
-        *) echo "unknown part '$part': ownership, wire or vmproc" >&2; exit 2 ;;
+        ownership | wire | qemu | vmproc) "$part" ;;
+        *) echo "unknown part '$part': ownership, wire, qemu or vmproc" >&2; exit 2 ;;
     esac
 done
 echo "$caught passed, $missed failed"

@@ -260,7 +260,8 @@ fn a_real_mode_guest_under_kvm_moves_three_times() -> anyhow::Result<()> {
     }
     let pair = Pair::new(Accelerator::Kvm)?;
     let mut spec = counter_vm(pair.dir(), &CounterSpec::real(), 32)?;
-    spec.cpu = "host".into();
+    // On an AMD machine KVM offers this feature for emulation and then refuses its register: QEMU aborts.
+    spec.cpu = "host,-arch-capabilities".into();
     pair.boot(&spec)?;
     wait_passes(&pair.a.ram_file()?, 2, LONG)?;
     for (from, to) in [(&pair.a, &pair.b), (&pair.b, &pair.a), (&pair.a, &pair.b)] {

@@ -75,17 +75,19 @@ impl QemuProcess {
             Err(errno) => return Err(io::Error::from(errno).into()),
         };
         // Read after the descriptor was opened: if that process is still there afterwards, the time is its own.
-        let Some(start_time_ticks) = start_time_ticks(pid) else {
-            return Err(gone);
+        let start_time_ticks = match start_time_ticks(pid) {
+            Ok(ticks) => ticks,
+            Err(error) if says_gone(&error) => return Err(gone),
+            Err(error) => return Err(error.into()),
         };
-        match still_there(&pidfd) {
-            Ok(()) => Ok(QemuProcess {
-                pid: raw,
-                start_time_ticks,
-                pidfd,
-            }),
-            Err(_) => Err(gone),
+        if has_ended(&pidfd)? {
+            return Err(gone);
         }
+        Ok(QemuProcess {
+            pid: raw,
+            start_time_ticks,
+            pidfd,
+        })
     }
 
     /// The process id.
@@ -103,7 +105,7 @@ impl QemuProcess {
         &self.pidfd
     }
 
-    /// Whether it has not ended.
+    /// Whether it has not ended. A system that does not say counts as a process that lives.
     pub fn is_alive(&self) -> bool {
         !self.ended_by(Instant::now()).unwrap_or(false)
     }
@@ -153,18 +155,36 @@ impl Drop for QemuProcess {
     }
 }
 
-/// Fails once the process behind the descriptor has ended.
-fn still_there(pidfd: &OwnedFd) -> io::Result<()> {
+/// Whether the process behind the descriptor has ended.
+fn has_ended(pidfd: &OwnedFd) -> io::Result<bool> {
     let [ended] = poll_until([(pidfd.as_fd(), PollFlags::IN)], Instant::now())?;
-    if ended {
-        Err(Errno::SRCH.into())
-    } else {
-        Ok(())
-    }
+    Ok(ended)
 }
 
-fn start_time_ticks(pid: i32) -> Option<u64> {
-    parse_start_time(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+/// No such file, no such process: everything else (no descriptors or memory left, no right to look) says nothing about
+/// the process.
+fn says_gone(error: &io::Error) -> bool {
+    let errno = Errno::from_io_error(error);
+    takes_any_error_for_gone() || matches!(errno, Some(Errno::NOENT | Errno::SRCH))
+}
+
+/// Never, unless a fault is planted.
+#[cfg(feature = "planted-faults")]
+fn takes_any_error_for_gone() -> bool {
+    std::env::var("GODWIT_PLANT").is_ok_and(|plant| plant == "takes-emfile-for-gone")
+}
+
+#[cfg(not(feature = "planted-faults"))]
+const fn takes_any_error_for_gone() -> bool {
+    false
+}
+
+fn start_time_ticks(pid: i32) -> io::Result<u64> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    parse_start_time(&stat).ok_or_else(|| {
+        let text = format!("/proc/{pid}/stat has no start time");
+        io::Error::new(io::ErrorKind::InvalidData, text)
+    })
 }
 
 /// Field 22 of `/proc/PID/stat`; the process's name may itself hold spaces and parentheses.
@@ -223,6 +243,59 @@ mod tests {
             QemuProcess::adopt(pid, started),
             Err(ProcessError::Gone { .. })
         ));
+    }
+
+    const NO_DESCRIPTORS: &str = "GODWIT_TEST_NO_DESCRIPTORS";
+
+    /// In a process of its own, since the limit is the whole process's: one descriptor more is had, for the pidfd, and
+    /// none for `/proc`; then none at all.
+    #[test]
+    fn a_live_process_is_not_gone_because_no_descriptor_is_left() {
+        let Ok(pid) = std::env::var(NO_DESCRIPTORS) else {
+            let mut child = sleeper();
+            let mut test = Command::new(std::env::current_exe().expect("this test"));
+            test.args([
+                "--exact",
+                "process::tests::a_live_process_is_not_gone_because_no_descriptor_is_left",
+                "--nocapture",
+            ]);
+            test.env(NO_DESCRIPTORS, child.id().to_string());
+            let ended = test.output().expect("the test again");
+            child.kill().and_then(|()| child.wait()).expect("ended");
+            assert!(
+                ended.status.success()
+                    && String::from_utf8_lossy(&ended.stdout).contains("looked twice"),
+                "{ended:?}"
+            );
+            return;
+        };
+        let pid: i32 = pid.parse().expect("a pid");
+        let known = QemuProcess::open(pid).expect("alive").start_time_ticks();
+        let mut open = Vec::new();
+        let soft = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        let few = rustix::process::Rlimit {
+            current: Some(64),
+            ..soft
+        };
+        rustix::process::setrlimit(rustix::process::Resource::Nofile, few).expect("a limit");
+        while let Ok(file) = fs::File::open("/dev/null") {
+            open.push(file);
+        }
+        for left in [0, 1] {
+            open.truncate(open.len() - left);
+            let seen = QemuProcess::adopt(pid, known);
+            match seen {
+                Err(ProcessError::Io(error)) => assert_eq!(
+                    Errno::from_io_error(&error),
+                    Some(Errno::MFILE),
+                    "{left} left"
+                ),
+                other => panic!("{left} left: {other:?}"),
+            }
+        }
+        open.clear();
+        assert!(QemuProcess::adopt(pid, known).expect("it lives").is_alive());
+        println!("looked twice");
     }
 
     #[test]

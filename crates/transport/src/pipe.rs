@@ -100,6 +100,7 @@ impl Meter {
 pub struct Closer {
     stream: Arc<TcpStream>,
     cancelled: Arc<AtomicBool>,
+    deaf: Arc<AtomicBool>,
 }
 
 impl Closer {
@@ -107,6 +108,7 @@ impl Closer {
         Self {
             stream: Arc::new(stream),
             cancelled: Arc::default(),
+            deaf: Arc::default(),
         }
     }
 
@@ -115,6 +117,14 @@ impl Closer {
         self.cancelled.store(true, Ordering::Release);
         // Fails only when the connection is gone already.
         let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    /// Reads no more, whatever the peer still sends; the peer does not notice. The reader returns
+    /// [`TransportError::Cancelled`] once it needs bytes that it has not got.
+    pub fn stop_reading(&self) {
+        self.deaf.store(true, Ordering::Release);
+        // Fails only when the connection is gone already.
+        let _ = self.stream.shutdown(Shutdown::Read);
     }
 
     pub(crate) fn stream(&self) -> &TcpStream {
@@ -127,6 +137,10 @@ impl Closer {
 
     fn is_cancelled(&self) -> bool {
         self.cancelled.load(Ordering::Acquire)
+    }
+
+    fn is_deaf(&self) -> bool {
+        self.deaf.load(Ordering::Acquire)
     }
 }
 
@@ -175,6 +189,10 @@ impl Pipe {
         let begun = Instant::now();
         let mut moved = begun;
         while let Some(rest) = buffer.get_mut(*filled..).filter(|rest| !rest.is_empty()) {
+            // The kernel goes on giving what a peer sends that does not mind.
+            if self.closer.is_deaf() {
+                return Err(TransportError::Cancelled);
+            }
             match recv(self.closer.stream(), rest, RecvFlags::DONTWAIT) {
                 Ok((_, 0)) if self.closer.is_cancelled() => return Err(TransportError::Cancelled),
                 Ok((_, 0)) => return Ok(Read::End),

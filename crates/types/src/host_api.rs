@@ -143,8 +143,11 @@ pub struct OutboxMessage {
 pub enum VmRequest {
     /// How is the VM?
     Status,
-    /// Boot it (the record must say that this host holds it).
+    /// Boot it, since a person asks for it (the record must say that this host holds it). A VM that was off is off again
+    /// when that fails.
     Start,
+    /// Boot it, since it runs by its record and its QEMU is gone. A failure changes no record: it can be tried again.
+    Boot,
     /// Ask the guest to power off, or force it.
     Stop {
         /// Power off at once.

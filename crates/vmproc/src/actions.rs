@@ -7,18 +7,19 @@ use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
 use crate::input::Farewell;
 use crate::source::driver::Command;
+use crate::unsure::Unsure;
 use crate::vm::{Driver, Migration, Vm};
-use godwit_migrate::protocol::{ToDestination, ToSource};
+use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
 use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, RunPermit, Status};
 use godwit_qemu::machine::{ContError, Machine, RunState, Running};
-use godwit_store::{StoreError, save_json};
+use godwit_store::StoreError;
 use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::{Outcome, PEER_GAVE_UP, Phase, Side};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 use std::time::{Duration, Instant};
 
 /// How long a hypervisor is asked to let its guest run before its state is called unknown.
-const CONT_WAIT: Duration = Duration::from_secs(30);
+pub(crate) const CONT_WAIT: Duration = Duration::from_secs(30);
 /// Pause before a hypervisor that refused to let its guest run is asked again.
 const REFUSED_PAUSE: Duration = Duration::from_millis(5);
 /// How long a source that knows its guest to be elsewhere waits for the figures of its resuming.
@@ -51,7 +52,10 @@ impl Vm {
             // The answer to a survey is the record, which is durable by now.
             Action::Surveyed { .. } => {}
             Action::Refuse { why, .. } => self.outcome.refused = Some(why),
-            Action::Ignored { event, why } => tracing::debug!(event = event.name(), why, "ignored"),
+            Action::Ignored { event, why } => {
+                tracing::debug!(event = event.name(), why, "ignored");
+                self.outcome.ignored.get_or_insert((event, why));
+            }
         }
         None
     }
@@ -68,6 +72,10 @@ impl Vm {
             Err(error) => {
                 tracing::error!(%error, "the journal cannot be written");
                 let unchanged = StoreError::unchanged(&error);
+                if let Some(migration) = &mut self.migration {
+                    let why = format!("the journal of this host cannot be written: {error}");
+                    migration.journal_trouble.get_or_insert(why);
+                }
                 self.outcome.failed = Some(internal(error));
                 Event::PersistFailed { unchanged }
             }
@@ -114,24 +122,28 @@ impl Vm {
     }
 
     fn cont(&mut self, permit: RunPermit) -> Option<Event> {
+        if let Some(news) = self.found.take() {
+            // It has nothing to go on with.
+            return Some(self.event_of(news));
+        }
         let Some(hyper) = &self.hyper else {
             return Some(Event::QemuDied);
         };
         let began = Instant::now();
-        match cont_patiently(&hyper.machine, permit, began + CONT_WAIT) {
+        self.unsure = None;
+        match cont_patiently(&hyper.machine, permit, began + self.cont_wait) {
             Ok(running) => {
                 tracing::info!(generation = running.generation().0, "the guest runs");
                 reached("running");
                 self.running = Some(running);
-                self.halted = None;
-                self.went_on();
-                self.arrived(began);
+                self.runs_on(began);
                 None
             }
             Err(error) if error.maybe_running => {
                 // Ending it could be the end of the only copy of a guest that runs.
                 tracing::error!(%error, "it is not known whether the guest runs; its hypervisor is left alone");
                 self.failed(&error);
+                self.unsure = Some(Unsure::begun());
                 None
             }
             Err(error) if hyper.machine.is_closed() => {
@@ -148,6 +160,13 @@ impl Vm {
                 Some(Event::GuestHalted)
             }
         }
+    }
+
+    /// The guest was let run at `began`, and runs.
+    pub(crate) fn runs_on(&mut self, began: Instant) {
+        self.halted = None;
+        self.went_on();
+        self.arrived(began);
     }
 
     /// What the hypervisor would not do is the answer to whoever asked.
@@ -201,6 +220,7 @@ impl Vm {
         match hyper.machine.stop(began + QMP_WAIT) {
             Ok(stopped) => {
                 self.running = None;
+                self.unsure = None;
                 reached("source.stopped");
                 if let Some(migration) = &mut self.migration {
                     migration.stopped_at = Some(stopped.at);
@@ -302,7 +322,15 @@ impl Vm {
                         migration.control.send(&farewell.message());
                     }
                 }
-                Side::Destination => migration.control.send(&ToSource::Peer { message }),
+                Side::Destination => {
+                    // The reason first: the source reads no further than the fact.
+                    if let (PeerMessage::Failed { .. }, Some(reason)) = (&message, migration.why())
+                    {
+                        let reason = clip_reason(&reason);
+                        migration.control.send(&ToSource::Failed { reason });
+                    }
+                    migration.control.send(&ToSource::Peer { message });
+                }
             }
         }
         if let Some((asker, replies)) = &mut self.outcome.replies
@@ -332,6 +360,7 @@ impl Vm {
 
     pub(crate) fn kill_qemu(&mut self) {
         self.running = None;
+        self.unsure = None;
         if let Some(hyper) = self.hyper.take() {
             hyper.kill().unwrap_or_else(|error| {
                 // Nothing that follows may happen while it lives; the next VM process tries again.
@@ -355,6 +384,7 @@ impl Vm {
             migration.report.end(Outcome::InDoubt, Some(reason));
         }
         self.status = status;
+        self.settle_orphan();
     }
 
     fn end_migration(&mut self, id: &MigrationId, ending: Ending) {
@@ -367,8 +397,7 @@ impl Vm {
             // What was tried against it came too late.
             Outcome::Completed => None,
             _ => migration
-                .reason
-                .clone()
+                .why()
                 .or_else(|| last_word(&mut migration, outcome))
                 .or_else(|| default_reason(outcome)),
         };
@@ -384,7 +413,7 @@ impl Vm {
         });
         tracing::info!(migration = %id, ?outcome, ?reason, "the migration is over");
         // Kept before the driver's threads are waited for: whoever asks meanwhile finds the end, not the beginning.
-        self.save_report(&migration);
+        self.keep_report(migration.report.read());
         self.remember(migration.report.clone());
         self.end_driver(&mut migration, outcome, reason);
     }
@@ -407,22 +436,11 @@ impl Vm {
             None => {}
         }
     }
-
-    fn save_report(&self, migration: &Migration) {
-        let path = self.report_path(&migration.id);
-        let made = path.parent().map_or(Ok(()), std::fs::create_dir_all);
-        let saved = made
-            .map_err(internal)
-            .and_then(|()| save_json(&path, &migration.report.read()).map_err(internal));
-        if let Err(error) = saved {
-            tracing::warn!(%error, "the migration's report is not kept");
-        }
-    }
 }
 
 /// The agents' message that the source ended the migration may overtake the source's own, which says why.
 fn hear_out(migration: &mut Migration, ending: Ending) {
-    if ending == Ending::Completed || migration.cancelled || migration.reason.is_some() {
+    if ending == Ending::Completed || migration.cancelled || migration.why().is_some() {
         return;
     }
     if let Some(Driver::Destination(driver)) = &migration.driver

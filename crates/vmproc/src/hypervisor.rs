@@ -34,6 +34,8 @@ const START_WAIT: Duration = Duration::from_secs(20);
 pub(crate) const KILL_WAIT: Duration = Duration::from_secs(10);
 /// QEMU's time for an ordinary command.
 pub(crate) const QMP_WAIT: Duration = Duration::from_secs(5);
+const PANICKED: &str = "the guest panicked";
+const DISK_FAILED: &str = "a disk request failed";
 
 /// A QEMU of this VM.
 #[derive(Debug)]
@@ -201,12 +203,35 @@ fn wait_gone(pidfd: &OwnedFd) {
 
 fn guest_news(kind: &EventKind) -> Option<GuestNews> {
     match kind {
-        EventKind::Shutdown { .. } => Some(GuestNews::Shutdown),
-        EventKind::GuestPanicked => Some(GuestNews::Halted("the guest panicked".into())),
-        EventKind::BlockIoError => Some(GuestNews::Halted("a disk request failed".into())),
+        EventKind::Shutdown { guest, reason } => shutdown_news(*guest, reason),
+        EventKind::GuestPanicked => Some(GuestNews::Halted(PANICKED.into())),
+        EventKind::BlockIoError => Some(GuestNews::Halted(DISK_FAILED.into())),
         EventKind::Reset { .. } => Some(GuestNews::Reset),
         _ => None,
     }
+}
+
+/// Only the guest's own wish is one. Whoever ends QEMU (a signal, a `quit`) makes it die, which is seen when it is gone.
+fn shutdown_news(guest: bool, reason: &str) -> Option<GuestNews> {
+    match reason {
+        _ if crate::faults::planted("any-shutdown-is-a-wish") => Some(GuestNews::Shutdown),
+        "" | "guest-shutdown" if guest => Some(GuestNews::Shutdown),
+        "guest-panic" => Some(GuestNews::Halted(PANICKED.into())),
+        _ => None,
+    }
+}
+
+/// What a machine that stands in this state did while nobody listened; nothing where it may go on.
+pub(crate) fn news_of(state: &RunState) -> Option<GuestNews> {
+    let why = match state {
+        RunState::Shutdown => return Some(GuestNews::Shutdown),
+        RunState::GuestPanicked => PANICKED,
+        RunState::IoError => DISK_FAILED,
+        RunState::InternalError => "an internal error of the hypervisor stopped the guest",
+        RunState::Watchdog => "the guest's watchdog fired",
+        _ => return None,
+    };
+    Some(GuestNews::Halted(why.into()))
 }
 
 fn launch_qemu(
@@ -260,14 +285,15 @@ fn machine_config(
             tap_fd: tap.as_fd().as_raw_fd(),
         })
     };
+    let (cpu_model, cpu_features) = cpu(&spec.cpu);
     MachineConfig {
         name: spec.name.to_string(),
         uuid: uuid_of(spec.name.as_str()),
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
         machine_type: spec.machine.clone(),
-        cpu_model: spec.cpu.clone(),
-        cpu_features: Vec::new(),
+        cpu_model,
+        cpu_features,
         cpu_enforce: start.accelerator == Accelerator::Kvm,
         accelerator: match start.accelerator {
             Accelerator::Kvm => command_line::Accelerator::Kvm,
@@ -287,6 +313,25 @@ fn machine_config(
         ram_file: ram_path.to_owned(),
         incoming: start.incoming,
     }
+}
+
+/// Model and features of a CPU written as QEMU's users write it: `model,-one,+two,three=off`.
+fn cpu(text: &str) -> (String, Vec<(String, bool)>) {
+    let mut parts = text.split(',');
+    let model = parts.next().unwrap_or_default().to_owned();
+    let feature = |part: &str| {
+        let (name, on) = match part.split_once('=') {
+            Some((name, "on")) => (name, true),
+            Some((name, "off")) => (name, false),
+            // With a value it is no name of a feature, and refused as that.
+            _ => match part.strip_prefix('-') {
+                Some(name) => (name, false),
+                None => (part.strip_prefix('+').unwrap_or(part), true),
+            },
+        };
+        (name.to_owned(), on)
+    };
+    (model, parts.map(feature).collect())
 }
 
 fn open_taps(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<Tap>, ApiError> {
@@ -416,6 +461,42 @@ fn hypervisor(error: LaunchError) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_cpu_is_a_model_and_features() {
+        assert_eq!(cpu("qemu64"), ("qemu64".to_owned(), Vec::new()));
+        let on = |name: &str| (name.to_owned(), true);
+        let off = |name: &str| (name.to_owned(), false);
+        let (model, features) = cpu("host,-arch-capabilities,+avx,x2apic=off,pcid=on,vendor=x");
+        assert_eq!(model, "host");
+        let wanted = [
+            off("arch-capabilities"),
+            on("avx"),
+            off("x2apic"),
+            on("pcid"),
+        ];
+        assert_eq!(features[..4], wanted);
+        assert_eq!(
+            features[4],
+            on("vendor=x"),
+            "refused as no name by the command line"
+        );
+    }
+
+    #[test]
+    fn only_a_guest_s_own_shutdown_is_its_wish() {
+        let kind = |guest, reason: &str| EventKind::Shutdown {
+            guest,
+            reason: reason.into(),
+        };
+        let wish = Some(GuestNews::Shutdown);
+        assert_eq!(guest_news(&kind(true, "guest-shutdown")), wish);
+        for reason in ["host-signal", "host-qmp-quit", "host-ui", "host-error", ""] {
+            assert_eq!(guest_news(&kind(false, reason)), None, "{reason}");
+        }
+        let panicked = Some(GuestNews::Halted(PANICKED.into()));
+        assert_eq!(guest_news(&kind(true, "guest-panic")), panicked);
+    }
 
     #[test]
     fn the_uuid_has_its_form_and_is_the_vms_own() {

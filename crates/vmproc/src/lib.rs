@@ -35,7 +35,11 @@ mod succession;
 mod testing;
 mod throttle;
 mod timers;
+mod unsaved;
+mod unsure;
 mod vm;
+#[cfg(test)]
+mod vm_tests;
 
 use godwit_types::host_api::VmProcessConfig;
 use std::path::Path;

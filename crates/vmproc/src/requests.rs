@@ -19,7 +19,7 @@ use crate::source::routes::routes;
 use crate::source::tracking::DirtyTracker;
 use crate::throttle::SharedThrottle;
 use crate::vm::{Driver, Migration, Outcome, Vm};
-use godwit_ownership::{Event, PeerMessage, Status};
+use godwit_ownership::{Event, EventKind, PeerMessage, Phase, Power, Status};
 use godwit_store::save_json;
 use godwit_types::host_api::{
     HostVm, IncomingReady, PrepareIncoming, SPEC_FILE, VmAnswer, VmRequest, VmStatus,
@@ -46,11 +46,14 @@ impl Vm {
                 vm: self.host_vm()?,
             })))),
             VmRequest::Start => self.start(),
-            VmRequest::Stop { force: true } => self.ask(Event::StopRequested, "is powered off"),
+            VmRequest::Boot => self.boot_again(),
+            VmRequest::Stop { force: true } => self.power_off(),
             VmRequest::Stop { force: false } => self.powerdown(),
             VmRequest::Reset => self.reset(),
-            VmRequest::Pause => self.ask(Event::PauseRequested, "is paused"),
-            VmRequest::Resume => self.ask(Event::ResumeRequested, "goes on"),
+            VmRequest::Pause => {
+                self.ask_or(Event::PauseRequested, "is paused", "is paused already")
+            }
+            VmRequest::Resume => self.ask_or(Event::ResumeRequested, "goes on", "runs already"),
             VmRequest::PrepareIncoming(request) => self.prepare_incoming(*request),
             VmRequest::Migrate(spec) => self.migrate(&spec),
             VmRequest::Cancel { migration, reason } => self.cancel(&migration, &reason),
@@ -71,7 +74,8 @@ impl Vm {
                 Err(internal("writes are measured by a thread of their own"))
             }
             VmRequest::HostRemoved { host } => {
-                self.ask(Event::HostRemoved { host }, "waits for that host no more")
+                let done = "waits for that host no more";
+                self.ask_or(Event::HostRemoved { host }, done, done)
             }
             VmRequest::Detach => {
                 self.detach = true;
@@ -80,18 +84,42 @@ impl Vm {
         }
     }
 
-    /// Hands a request to the core; its refusal or a failure on the way is the answer.
+    /// Hands a request to the core; its refusal, a failure on the way, or that it had no effect is the answer.
     fn ask(&mut self, event: Event, done: &str) -> Reply {
+        let asked = event.kind();
         self.feed(event);
-        self.verdict()?;
+        self.verdict(asked)?;
         self.done(done)
     }
 
-    fn verdict(&mut self) -> Result<(), ApiError> {
+    /// As [`Vm::ask`], for a request without effect where the VM is as asked already.
+    fn ask_or(&mut self, event: Event, done: &str, already: &str) -> Reply {
+        let asked = event.kind();
+        self.feed(event);
+        if self.was_ignored(asked).is_none() {
+            self.verdict(asked)?;
+            return self.done(done);
+        }
+        match self.unsure_note() {
+            Some(note) => Err(ApiError::new(ErrorCode::WrongState, note)),
+            None => self.done(already),
+        }
+    }
+
+    /// Why an event had no effect, if it had none.
+    fn was_ignored(&self, asked: EventKind) -> Option<&'static str> {
+        let ignored = self.outcome.ignored;
+        ignored
+            .filter(|(event, _)| *event == asked)
+            .map(|(_, why)| why)
+    }
+
+    fn verdict(&mut self, asked: EventKind) -> Result<(), ApiError> {
         if let Some(error) = self.outcome.failed.take() {
             return Err(error);
         }
-        match self.outcome.refused.take() {
+        let ignored = self.was_ignored(asked);
+        match self.outcome.refused.take().or(ignored) {
             Some(why) => {
                 let code = if matches!(self.status, Status::InDoubt { .. }) {
                     ErrorCode::InDoubt
@@ -114,15 +142,42 @@ impl Vm {
         ))))
     }
 
-    /// A start that fails leaves the VM off, as it was.
+    /// A person's start that fails leaves the VM as it was: off, or down and to be booted again.
     fn start(&mut self) -> Reply {
-        self.feed(Event::StartRequested);
-        let verdict = self.verdict();
-        if verdict.is_err() && matches!(self.status, Status::Down { .. }) {
+        let was_off = matches!(self.status, Status::Off);
+        let started = self.start_guest();
+        if started.is_err() && was_off && matches!(self.status, Status::Down { .. }) {
             self.feed(Event::StopRequested);
         }
-        verdict?;
-        self.done("runs")
+        started
+    }
+
+    /// A start that nobody asked for: only of a VM that runs by its record, and one that fails turns no VM off, so that it
+    /// can be tried again.
+    fn boot_again(&mut self) -> Reply {
+        let runs = matches!(
+            self.core.record().phase,
+            Phase::Holds {
+                power: Power::On,
+                ..
+            }
+        );
+        if !runs {
+            let message = format!(
+                "VM '{}' does not run by the record of host '{}'",
+                self.config.vm, self.config.host
+            );
+            return Err(ApiError::new(ErrorCode::WrongState, message));
+        }
+        self.start_guest()
+    }
+
+    fn start_guest(&mut self) -> Reply {
+        self.ask_or(Event::StartRequested, "runs", "runs already")
+    }
+
+    fn power_off(&mut self) -> Reply {
+        self.ask_or(Event::StopRequested, "is powered off", "is off already")
     }
 
     fn powerdown(&mut self) -> Reply {
@@ -134,7 +189,7 @@ impl Vm {
                     .map_err(qmp)?;
                 self.done("was asked to power off; use --force if it does not obey")
             }
-            None => self.ask(Event::StopRequested, "is powered off"),
+            None => self.power_off(),
         }
     }
 
@@ -239,16 +294,47 @@ impl Vm {
                 migration.cancelled = true;
                 migration.reason.get_or_insert_with(|| reason.to_owned());
             }
-            _ => return Err(unknown_migration(id)),
+            _ => return self.cancel_early(id),
         }
         self.feed(Event::Cancel);
-        if let Err(refused) = self.verdict() {
+        if let Err(refused) = self.verdict(EventKind::Cancel) {
             if let Some(migration) = &mut self.migration {
                 (migration.cancelled, migration.reason) = (false, None);
             }
             return Err(refused);
         }
         self.done("stays where it is")
+    }
+
+    /// A migration can be seen before its spec comes here, and a cancel holds from then on.
+    fn cancel_early(&mut self, id: &MigrationId) -> Reply {
+        if let Some(outcome) = self.report(id)?.map(|report| report.outcome) {
+            let end = outcome.map_or(
+                "is settled by another VM process",
+                |outcome| match outcome {
+                    godwit_types::migration::Outcome::InDoubt => "cannot be cancelled any more",
+                    _ => "is over",
+                },
+            );
+            let message = format!("migration '{id}' of VM '{}' {end}", self.config.vm);
+            return Err(ApiError::new(ErrorCode::WrongState, message));
+        }
+        self.cancel_unheard(id);
+        Ok(Answered(VmAnswer::Done(format!(
+            "migration '{id}' of VM '{}' will not begin on host '{}'",
+            self.config.vm, self.config.host
+        ))))
+    }
+
+    fn refuse_cancelled(&self, id: &MigrationId) -> Result<(), ApiError> {
+        if !self.is_cancelled(id) {
+            return Ok(());
+        }
+        let message = format!(
+            "migration '{id}' of VM '{}': it was cancelled",
+            self.config.vm
+        );
+        Err(ApiError::new(ErrorCode::WrongState, message).on_host(&self.config.host))
     }
 
     /// What the host is asked to be: the spec's wish, the host's override, else what the CPU can.
@@ -267,6 +353,7 @@ impl Vm {
 
     fn prepare_incoming(&mut self, request: PrepareIncoming) -> Reply {
         refuse_writable_disks(&request.spec)?;
+        self.refuse_cancelled(&request.migration.id)?;
         if self.migration.is_some() {
             let message = format!("VM '{}' is already moving", self.config.vm);
             return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
@@ -277,8 +364,9 @@ impl Vm {
             from: migration.source.host.clone(),
             generation: migration.generation,
         };
+        let asked = event.kind();
         self.feed(event);
-        self.verdict()?;
+        self.verdict(asked)?;
         match self.receive(&request) {
             Ok(ready) => Ok(Answered(VmAnswer::IncomingReady(ready))),
             Err(error) => {
@@ -349,6 +437,7 @@ impl Vm {
     // ---- becoming a source ----
 
     fn migrate(&mut self, spec: &MigrationSpec) -> Reply {
+        self.refuse_cancelled(&spec.id)?;
         if spec.id.as_str().is_empty() || self.migration.is_some() {
             let message = format!("VM '{}' is already moving", self.config.vm);
             return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
@@ -362,8 +451,9 @@ impl Vm {
             to: spec.destination.host.clone(),
             generation: spec.generation,
         };
+        let asked = began.kind();
         self.feed(began);
-        self.verdict()?;
+        self.verdict(asked)?;
         match self.start_source(spec) {
             Ok(prepared) => {
                 self.put_migration(spec, Side::Source, prepared);
@@ -471,6 +561,7 @@ impl Vm {
                 .and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds))),
             switchover_wait: Duration::from_millis(500),
             reason: None,
+            journal_trouble: None,
             cancelled: false,
             called_off: false,
             stopped_at: None,
@@ -525,6 +616,9 @@ impl Vm {
     fn shown(&self) -> (VmState, Option<String>) {
         let plain = |state| (state, None);
         match &self.status {
+            Status::Running { .. } if self.unsure.is_some() => {
+                (VmState::Unreachable, self.unsure_note())
+            }
             Status::Absent | Status::Off => plain(VmState::Stopped),
             Status::Running { .. } | Status::Migrating { .. } | Status::SwitchingOver { .. } => {
                 plain(VmState::Running)

@@ -19,7 +19,7 @@ impl Vm {
         self.write_report(report)
     }
 
-    fn write_report(&self, report: &MigrationReport) -> Result<(), ApiError> {
+    pub(crate) fn write_report(&self, report: &MigrationReport) -> Result<(), ApiError> {
         let path = self.report_path(&report.id);
         if let Some(dir) = path.parent() {
             std::fs::create_dir_all(dir).map_err(internal)?;
@@ -35,7 +35,8 @@ impl Vm {
     }
 
     fn orphan(&self, id: &MigrationId) -> Option<MigrationReport> {
-        let report: MigrationReport = load_json(&self.report_path(id)).ok().flatten()?;
+        let kept = || load_json(&self.report_path(id)).ok().flatten();
+        let report: MigrationReport = self.unsaved.find(id).or_else(kept)?;
         let open = report
             .outcome
             .is_none_or(|outcome| outcome == Outcome::InDoubt);
@@ -47,17 +48,13 @@ impl Vm {
         let Some(report) = orphan.and_then(|id| self.orphan(&id)) else {
             return;
         };
+        if self.has_arrived(&report) {
+            return self.close_report(report, Outcome::Completed, None);
+        }
         if let Status::InDoubt { command, .. } = &self.status {
             let reason = format!("the other host has not answered; to decide yourself: {command}");
+            self.orphan = Some(report.id.clone());
             return self.close_report(report, Outcome::InDoubt, Some(reason));
-        }
-        let arrived = match (report.side, &self.core.record().phase) {
-            (Side::Source, Phase::Moved { migration, .. }) => *migration == report.id,
-            (Side::Destination, Phase::Holds { .. }) => true,
-            _ => false,
-        };
-        if arrived {
-            return self.close_report(report, Outcome::Completed, None);
         }
         let (id, side) = (report.id.clone(), report.side);
         self.close_report(report, Outcome::Failed, Some(DIED.into()));
@@ -67,6 +64,25 @@ impl Vm {
                 to: note.peer.host,
                 message: PeerMessage::Abort { migration: id },
             });
+        }
+    }
+
+    /// The journal, not the report, says whether a migration is over.
+    fn has_arrived(&self, report: &MigrationReport) -> bool {
+        match (report.side, &self.core.record().phase) {
+            (Side::Source, Phase::Moved { migration, .. }) => *migration == report.id,
+            // The note is of the last migration here, and nothing but that brought the VM.
+            (Side::Destination, Phase::Holds { .. }) => true,
+            _ => false,
+        }
+    }
+
+    /// A migration that was in doubt when its process died is over as soon as the journal says so.
+    pub(crate) fn settle_orphan(&mut self) {
+        let report = self.orphan.as_ref().and_then(|id| self.orphan(id));
+        if let Some(report) = report.filter(|report| self.has_arrived(report)) {
+            self.orphan = None;
+            self.close_report(report, Outcome::Completed, None);
         }
     }
 
@@ -99,8 +115,6 @@ impl Vm {
             _ => ReportPhase::Ended,
         };
         tracing::info!(migration = %report.id, ?outcome, "a predecessor's migration");
-        if let Err(error) = self.write_report(&report) {
-            tracing::warn!(%error, "the migration's report is not kept");
-        }
+        self.keep_report(report);
     }
 }

@@ -1,9 +1,22 @@
 //! What several modules' tests need.
 
-use godwit_types::MigrationId;
-use godwit_types::migration::{Cipher, MigrationSecret};
+use crate::files::{Paths, QemuIdentity};
+use crate::shared_report::SharedReport;
+use godwit_ownership::{HostRecord, Phase};
+use godwit_store::{VmStore, save_json};
+use godwit_types::host_api::{SPEC_FILE, VmProcessConfig};
+use godwit_types::migration::{
+    AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Side,
+};
+use godwit_types::vm::{Accelerator, VmSpec};
+use godwit_types::{Generation, HostName, MigrationId, VmName};
 use godwit_wire::Spec;
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Condvar, Mutex};
 
 /// An encrypted migration named `m`.
 pub(crate) fn spec() -> Arc<Spec> {
@@ -13,4 +26,237 @@ pub(crate) fn spec() -> Arc<Spec> {
     };
     let id = MigrationId::new("m").unwrap();
     Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap())
+}
+
+/// A migration named `id` of the VM `web` from host `a` to host `b`.
+pub(crate) fn migration(id: &str) -> MigrationSpec {
+    let host = |name: &str| AgentAddress {
+        host: HostName::new(name).unwrap(),
+        address: "127.0.0.1:1".parse().unwrap(),
+    };
+    MigrationSpec {
+        id: MigrationId::new(id).unwrap(),
+        vm: VmName::new("web").unwrap(),
+        generation: Generation(2),
+        source: host("a"),
+        destination: host("b"),
+        secret: MigrationSecret {
+            key: vec![1; 32],
+            nonce: vec![2; 8],
+        },
+        cipher: Cipher::Aes256Gcm,
+        max_downtime_ms: 50,
+        deadline_s: None,
+        max_bandwidth_mbit_per_s: None,
+        max_guest_slowdown_percent: None,
+        prepare_memory: false,
+        prediction: None,
+        source_addresses: Vec::new(),
+        destination_addresses: Vec::new(),
+    }
+}
+
+/// The report of that migration, begun.
+pub(crate) fn report(side: Side) -> SharedReport {
+    SharedReport::new(MigrationReport::begun(&migration("m"), side, 4, 0))
+}
+
+/// The directories of the VM `web` on host `b`, without a VM process.
+pub(crate) struct Site {
+    _dir: tempfile::TempDir,
+    pub config: VmProcessConfig,
+    pub paths: Paths,
+}
+
+impl Site {
+    /// A host that has the VM's description, which names a kernel that does not exist.
+    pub(crate) fn new() -> Self {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let at = |name: &str| dir.path().join(name).to_string_lossy().into_owned();
+        let config = VmProcessConfig {
+            vm: VmName::new("web").unwrap(),
+            host: HostName::new("b").unwrap(),
+            state_dir: at("state/vms/web"),
+            run_dir: at("run"),
+            ram_dir: at("ram"),
+            qemu: "/usr/bin/qemu-system-x86_64".into(),
+            qemu_uid: 65534,
+            qemu_gid: 65534,
+            migration_ports: (0, 0),
+            port_groups: Default::default(),
+            migration_addresses: vec![[127, 0, 0, 1].into()],
+            accelerator: Accelerator::Tcg,
+        };
+        for name in ["state/vms/web", "run/qemu", "ram"] {
+            std::fs::create_dir_all(dir.path().join(name)).unwrap();
+        }
+        let paths = Paths::of(&config);
+        save_json(&paths.state.join(SPEC_FILE), &spec_of_web()).unwrap();
+        Self {
+            _dir: dir,
+            config,
+            paths,
+        }
+    }
+
+    fn store(&self) -> VmStore {
+        let root = self.paths.state.ancestors().nth(2).unwrap();
+        VmStore::open(root, &self.config.vm).unwrap()
+    }
+
+    /// Writes the record: generation 2 is the highest known and, in a phase that holds, the one held.
+    pub(crate) fn record(&self, phase: Phase) {
+        let held = match &phase {
+            Phase::Holds { .. } => Generation(2),
+            _ => Generation(0),
+        };
+        let record = HostRecord {
+            highest: Generation(2),
+            held,
+            phase,
+            ..HostRecord::absent(self.config.vm.clone())
+        };
+        self.store().persist(&record).unwrap();
+    }
+
+    /// The phase on the disk; not while a VM process lives.
+    pub(crate) fn phase(&self) -> Phase {
+        self.store().load().unwrap().unwrap().phase
+    }
+
+    /// A process that stands for this VM's QEMU, and the one who speaks for it.
+    pub(crate) fn qemu(&self, statuses: &[&str]) -> FakeQemu {
+        let mut sleep = Command::new("sleep");
+        let child = sleep.arg("600").stdin(Stdio::null()).spawn().unwrap();
+        let pid = child.id() as i32;
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let fields = stat.rsplit_once(')').unwrap().1;
+        let identity = QemuIdentity {
+            pid,
+            start_time_ticks: fields.split_whitespace().nth(19).unwrap().parse().unwrap(),
+            accelerator: Accelerator::Tcg,
+            launch: 1,
+        };
+        save_json(&self.paths.identity(), &identity).unwrap();
+        godwit_guestmem::RamFile::create(&self.paths.ram_file(1), 2 << 20, None).unwrap();
+        FakeQemu::speaks(child, &self.paths.monitor(1, 0), statuses)
+    }
+}
+
+/// A process and a control socket on which just enough QMP is spoken.
+pub(crate) struct FakeQemu {
+    pub child: Child,
+    script: Arc<(Mutex<Script>, Condvar)>,
+}
+
+#[derive(Default)]
+struct Script {
+    /// What it says of its state, one after the other; the last for ever.
+    statuses: VecDeque<String>,
+    /// It answers nothing from this command on.
+    hangs_at: Option<&'static str>,
+    /// Refused.
+    refuses: Option<&'static str>,
+    asked: Vec<String>,
+}
+
+impl FakeQemu {
+    fn speaks(child: Child, monitor: &Path, statuses: &[&str]) -> Self {
+        let script = Script {
+            statuses: statuses.iter().map(|&status| status.to_owned()).collect(),
+            ..Script::default()
+        };
+        let script = Arc::new((Mutex::new(script), Condvar::new()));
+        let listener = UnixListener::bind(monitor).unwrap();
+        let spoken = Arc::clone(&script);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                // A client that left is followed by the next.
+                let _ = speak(stream, &spoken);
+            }
+        });
+        Self { child, script }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Script)) {
+        change(&mut self.script.0.lock().unwrap());
+        self.script.1.notify_all();
+    }
+
+    /// Answers nothing from this command on; `None`: answers again.
+    pub(crate) fn hangs_at(&self, command: Option<&'static str>) {
+        self.change(|script| script.hangs_at = command);
+    }
+
+    /// Refuses a command.
+    pub(crate) fn refuses(&self, command: Option<&'static str>) {
+        self.change(|script| script.refuses = command);
+    }
+
+    /// Is in this state from now on.
+    pub(crate) fn is(&self, status: &str) {
+        self.change(|script| script.statuses = VecDeque::from([status.to_owned()]));
+    }
+
+    /// How often this was asked.
+    pub(crate) fn asked(&self, command: &str) -> usize {
+        let script = self.script.0.lock().unwrap();
+        script
+            .asked
+            .iter()
+            .filter(|asked| *asked == command)
+            .count()
+    }
+
+    /// Whether the process has ended, by whoever's hand.
+    pub(crate) fn is_gone(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(Some(_)) | Err(_))
+    }
+}
+
+impl Drop for FakeQemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn speak(stream: UnixStream, script: &(Mutex<Script>, Condvar)) -> std::io::Result<()> {
+    let mut writer = stream.try_clone()?;
+    let version = serde_json::json!({"qemu": {"major": 7, "minor": 2, "micro": 0}, "package": ""});
+    let greeting = serde_json::json!({"QMP": {"version": version, "capabilities": []}});
+    writeln!(writer, "{greeting}")?;
+    for line in BufReader::new(stream).lines() {
+        let request: serde_json::Value = serde_json::from_str(&line?)?;
+        let command = request["execute"].as_str().unwrap_or_default();
+        let mut script = {
+            let hangs = |script: &mut Script| script.hangs_at == Some(command);
+            script
+                .1
+                .wait_while(script.0.lock().unwrap(), |script| hangs(script))
+                .unwrap()
+        };
+        script.asked.push(command.to_owned());
+        let mut answer = serde_json::json!({"id": request["id"]});
+        if script.refuses == Some(command) {
+            answer["error"] = serde_json::json!({"class": "GenericError", "desc": "it will not"});
+        } else if command == "query-status" {
+            let status = script.statuses.front().cloned().unwrap_or_default();
+            if script.statuses.len() > 1 {
+                script.statuses.pop_front();
+            }
+            let running = status == "running";
+            answer["return"] = serde_json::json!({"status": status, "running": running});
+        } else {
+            answer["return"] = serde_json::json!({});
+        }
+        drop(script);
+        writeln!(writer, "{answer}")?;
+    }
+    Ok(())
+}
+
+fn spec_of_web() -> VmSpec {
+    let text = "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/no/such/kernel\"";
+    VmSpec::from_toml(text).unwrap()
 }

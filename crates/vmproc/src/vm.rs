@@ -3,10 +3,11 @@
 //! Owns everything about this VM on this host. Blocks only on QEMU's control socket and the journal, each with a
 //! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
 
+use crate::actions::CONT_WAIT;
 use crate::adoption::{self, Adopted};
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::{MigrationNote, Paths};
-use crate::hypervisor::{Hyper, internal};
+use crate::hypervisor::{Hyper, QMP_WAIT, internal, news_of};
 use crate::input::{DriverNews, Farewell, GuestNews, Input, Intake, News};
 use crate::measure::Measuring;
 use crate::outbox::Outbox;
@@ -16,9 +17,12 @@ use crate::server;
 use crate::shared_report::SharedReport;
 use crate::throttle::SharedThrottle;
 use crate::timers::Timers;
+use crate::unsaved::Unsaved;
+use crate::unsure::Unsure;
 use crate::{control_slot::ControlSlot, destination, source};
 use godwit_ownership::{
-    Action, Event, HostRecord, PeerMessage, Qemu, RecordError, StateName, Status, Timer, VmCore,
+    Action, Event, EventKind, HostRecord, PeerMessage, Qemu, RecordError, StateName, Status, Timer,
+    VmCore,
 };
 use godwit_qemu::machine::{RunState, Running};
 use godwit_store::{VmStore, load_json};
@@ -44,6 +48,8 @@ const SWITCHOVER_MAX: Duration = Duration::from_secs(10);
 const ASK_WAIT: Duration = Duration::from_secs(1);
 /// Finished migrations whose reports are kept in memory.
 const REPORTS_KEPT: usize = 8;
+/// Migrations that were cancelled before this process heard of them; as many are remembered.
+const CANCELLED_KEPT: usize = 64;
 
 /// The driver of a migration.
 #[derive(Debug)]
@@ -78,6 +84,8 @@ pub(crate) struct Migration {
     pub switchover_wait: Duration,
     /// Why it ends, when it is not a success.
     pub reason: Option<String>,
+    /// The reason where there is no other: what kept this host's journal from being written.
+    pub journal_trouble: Option<String>,
     /// A person or a deadline ended it.
     pub cancelled: bool,
     /// (source) The driver waits to hear whether it goes on.
@@ -86,9 +94,14 @@ pub(crate) struct Migration {
 }
 
 impl Migration {
+    /// Why it ends, as far as this host knows.
+    pub(crate) fn why(&self) -> Option<String> {
+        self.reason.clone().or_else(|| self.journal_trouble.clone())
+    }
+
     /// (source) Why it ends, as the destination is told.
     pub(crate) fn farewell(&self) -> Option<Farewell> {
-        self.reason.clone().map(|reason| Farewell {
+        self.why().map(|reason| Farewell {
             reason,
             cancelled: self.cancelled,
         })
@@ -129,9 +142,21 @@ pub(crate) struct Vm {
     pub measuring: Option<Measuring>,
     pub note: Option<MigrationNote>,
     pub reports: VecDeque<SharedReport>,
+    /// Reports that could not be written yet.
+    pub unsaved: Unsaved,
+    /// A predecessor's migration whose end is not known yet.
+    pub orphan: Option<MigrationId>,
+    /// Migrations that were cancelled before they were heard of.
+    pub cancelled: VecDeque<MigrationId>,
     pub runs: u64,
     /// Why the guest stands still, when it stopped by itself.
     pub halted: Option<String>,
+    /// What the guest of a QEMU that was taken over did while nobody listened.
+    pub found: Option<GuestNews>,
+    /// How long a hypervisor is asked to let its guest run.
+    pub cont_wait: Duration,
+    /// Whether the guest goes on is not known.
+    pub unsure: Option<Unsure>,
     /// What the event being handled came to, for whoever asked.
     pub outcome: Outcome,
     pub detach: bool,
@@ -142,6 +167,8 @@ pub(crate) struct Vm {
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
     pub refused: Option<&'static str>,
+    /// The first event that had no effect, and why.
+    pub ignored: Option<(EventKind, &'static str)>,
     pub failed: Option<ApiError>,
     /// Messages for the peer that asked; `Some` while its request is handled.
     pub replies: Option<(HostName, Vec<PeerMessage>)>,
@@ -172,10 +199,10 @@ impl Vm {
             record: &record,
             spec: spec.as_ref(),
         };
-        let (hyper, qemu) = match adoption::adopt(&seat, &inputs, &received)? {
-            Adopted::None => (None, Qemu::Dead),
-            Adopted::Taken(hyper, RunState::Running) => (Some(*hyper), Qemu::Running),
-            Adopted::Taken(hyper, _) => (Some(*hyper), Qemu::Paused),
+        let (hyper, qemu, found) = match adoption::adopt(&seat, &inputs, &received)? {
+            Adopted::None => (None, Qemu::Dead, None),
+            Adopted::Taken(hyper, RunState::Running) => (Some(*hyper), Qemu::Running, None),
+            Adopted::Taken(hyper, state) => (Some(*hyper), Qemu::Paused, news_of(&state)),
             Adopted::Detached => return Ok(None),
         };
         let (core, actions) = recover(record, &config, qemu)?;
@@ -197,8 +224,14 @@ impl Vm {
             measuring: None,
             note,
             reports: VecDeque::new(),
+            unsaved: Unsaved::default(),
+            orphan: None,
+            cancelled: VecDeque::new(),
             runs: 0,
             halted: None,
+            found,
+            cont_wait: CONT_WAIT,
+            unsure: None,
             outcome: Outcome::default(),
             detach: false,
             busy_at: Instant::now(),
@@ -213,6 +246,11 @@ impl Vm {
         if let Some(hyper) = &self.hyper {
             tracing::info!(pid = hyper.pid(), "QEMU is taken over");
             hyper.watch(self.inputs.clone())?;
+            // What happened between the first look and the subscription to events is seen here.
+            match hyper.machine.query_status(Instant::now() + QMP_WAIT) {
+                Ok(state) => self.found = news_of(&state),
+                Err(error) => tracing::warn!(%error, "QEMU was not looked at a second time"),
+            }
             if let Some(spec) = &self.spec {
                 hyper.neighbours.listen(spec);
             }
@@ -224,6 +262,10 @@ impl Vm {
         let orphan = self.find_orphan();
         self.perform(actions);
         self.close_orphan(orphan);
+        // Unless the core wanted the guest to go on and found it so.
+        if let Some(news) = self.found.take() {
+            self.happened(news);
+        }
         Ok(())
     }
 
@@ -239,16 +281,16 @@ impl Vm {
                 self.feed(Event::Timeout(timer));
             }
             self.check_deadline();
+            self.look_again();
+            self.save_again();
         }
         let _ = std::fs::remove_file(self.paths.socket());
         Ok(())
     }
 
     fn nap(&self) -> Duration {
-        let deadline = self
-            .migration
-            .as_ref()
-            .and_then(|migration| migration.deadline);
+        let migration = self.migration.as_ref();
+        let deadline = migration.and_then(|migration| migration.deadline);
         deadline.map_or(NAP_MAX, |at| {
             at.saturating_duration_since(Instant::now()).min(NAP_MAX)
         })
@@ -257,6 +299,7 @@ impl Vm {
     fn is_idle(&mut self) -> bool {
         let busy = self.hyper.is_some()
             || self.migration.is_some()
+            || !self.unsaved.is_empty()
             || self.timers.is_armed(Timer::Ask)
             || self.timers.is_armed(Timer::Switchover);
         if busy {
@@ -304,21 +347,31 @@ impl Vm {
             return;
         }
         tracing::info!(?news, "QEMU said");
+        self.happened(news);
+    }
+
+    pub(crate) fn happened(&mut self, news: GuestNews) {
+        let event = self.event_of(news);
+        self.feed(event);
+    }
+
+    /// What the core hears of it.
+    pub(crate) fn event_of(&mut self, news: GuestNews) -> Event {
         match news {
-            GuestNews::Reset => self.feed(Event::GuestReset),
+            GuestNews::Reset => Event::GuestReset,
             GuestNews::Shutdown => {
                 self.blame("the guest powered itself off during the migration");
-                self.feed(Event::GuestShutdown);
+                Event::GuestShutdown
             }
             GuestNews::Halted(why) => {
                 self.blame(&format!("{why} during the migration"));
                 self.halted = Some(why);
-                self.feed(Event::GuestHalted);
+                Event::GuestHalted
             }
             GuestNews::Died => {
                 self.blame("the hypervisor of the guest died during the migration");
                 self.forget_qemu();
-                self.feed(Event::QemuDied);
+                Event::QemuDied
             }
         }
     }
@@ -326,6 +379,7 @@ impl Vm {
     /// QEMU is gone; what it left is removed once nothing needs it.
     fn forget_qemu(&mut self) {
         self.running = None;
+        self.unsure = None;
         if self.hyper.take().is_some() {
             crate::hypervisor::remove_leftovers(&self.paths);
         }
@@ -504,10 +558,24 @@ impl Vm {
         let found = running
             .chain(&self.reports)
             .map(SharedReport::read)
-            .find(|report| report.id == *id);
+            .find(|report| report.id == *id)
+            .or_else(|| self.unsaved.find(id));
         match found {
             Some(report) => Ok(Some(report)),
             None => load_json(&self.report_path(id)).map_err(internal),
+        }
+    }
+
+    /// Whether a migration was cancelled before it was heard of.
+    pub(crate) fn is_cancelled(&self, id: &MigrationId) -> bool {
+        self.cancelled.contains(id)
+    }
+
+    /// Refuses a migration from now on, should it still come.
+    pub(crate) fn cancel_unheard(&mut self, id: &MigrationId) {
+        if !self.is_cancelled(id) {
+            self.cancelled.push_front(id.clone());
+            self.cancelled.truncate(CANCELLED_KEPT);
         }
     }
 

@@ -26,10 +26,12 @@ pub enum EventKind {
         /// Whether the guest asked for it.
         guest: bool,
     },
-    /// The machine powered off or was told to; `guest` tells whether the guest asked for it.
+    /// The machine powers off: because the guest wanted it, or because somebody ends QEMU.
     Shutdown {
-        /// Whether the guest asked for it.
+        /// Whether the guest did something that led to it.
         guest: bool,
+        /// QEMU's word for the cause, such as `guest-shutdown` or `host-signal`; empty where it gave none.
+        reason: String,
     },
     /// The guest reported a panic.
     GuestPanicked,
@@ -76,7 +78,14 @@ fn kind(name: &str, data: &Value) -> EventKind {
         "STOP" => EventKind::Stop,
         "RESUME" => EventKind::Resume,
         "RESET" => EventKind::Reset { guest: guest() },
-        "SHUTDOWN" => EventKind::Shutdown { guest: guest() },
+        "SHUTDOWN" => EventKind::Shutdown {
+            guest: guest(),
+            reason: data
+                .get("reason")
+                .and_then(Value::as_str)
+                .unwrap_or_default()
+                .to_owned(),
+        },
         "GUEST_PANICKED" => EventKind::GuestPanicked,
         "SUSPEND" => EventKind::Suspend,
         // Reported to the guest and nothing else: it runs on.
@@ -197,7 +206,21 @@ mod tests {
         );
         assert_eq!(
             event("SHUTDOWN", Value::Null).kind,
-            EventKind::Shutdown { guest: false }
+            EventKind::Shutdown {
+                guest: false,
+                reason: String::new()
+            }
+        );
+        assert_eq!(
+            event(
+                "SHUTDOWN",
+                json!({"guest": true, "reason": "guest-shutdown"})
+            )
+            .kind,
+            EventKind::Shutdown {
+                guest: true,
+                reason: "guest-shutdown".into()
+            }
         );
         assert_eq!(
             event("MIGRATION", json!({"status": "failed"})).kind,

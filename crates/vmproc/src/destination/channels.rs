@@ -26,6 +26,8 @@ struct Channel {
     meter: Option<Arc<Meter>>,
     /// Gives the channel back.
     thread: Option<JoinHandle<RecordReader>>,
+    /// A channel that is read no more. It stays open, since to the source an end would be a lost link.
+    unread: Option<RecordReader>,
     told: u64,
 }
 
@@ -51,6 +53,10 @@ pub(super) struct Channels {
     barrier: Option<Barrier>,
     barrier_at: Instant,
     first_pass: Arc<AtomicBool>,
+    /// The last barrier is reached: nothing is read any more.
+    received: bool,
+    /// Channels that came after that.
+    late: Vec<Connection>,
 }
 
 impl Channels {
@@ -62,6 +68,8 @@ impl Channels {
             barrier: None,
             barrier_at: Instant::now(),
             first_pass,
+            received: false,
+            late: Vec::new(),
         }
     }
 
@@ -96,6 +104,9 @@ impl Channels {
         if self.slots.is_empty() {
             return Ok(Some(connection));
         }
+        if self.received {
+            return self.keep_unread(connection).map(|()| None);
+        }
         let index = usize::from(connection.channel().index());
         let Some(slot) = self.slots.get_mut(index) else {
             return Err("the source opened more channels than may be".into());
@@ -110,8 +121,33 @@ impl Channels {
         Ok(None)
     }
 
+    /// One that was on its way when the last pages had come: it carries nothing, and stays open until the epoch ends.
+    fn keep_unread(&mut self, connection: Connection) -> Result<(), String> {
+        if self.late.len() >= STREAMS_MAX as usize {
+            return Err("the source opened more channels than may be".into());
+        }
+        self.late.push(connection);
+        Ok(())
+    }
+
+    /// Everything has come: when this returns nothing that the source sends reaches guest memory any more, neither on
+    /// these channels nor on later ones of this epoch.
+    pub(super) fn end_receiving(&mut self) {
+        self.received = true;
+        for closer in self.slots.iter().filter_map(|slot| slot.closer.as_ref()) {
+            closer.stop_reading();
+        }
+        for slot in &mut self.slots {
+            let ended = slot.thread.take().map(JoinHandle::join);
+            slot.unread = ended.and_then(Result::ok);
+        }
+    }
+
     /// How a channel ended that did not end in good order.
     pub(super) fn failure(&self) -> Option<End> {
+        if self.received {
+            return None;
+        }
         let mut ends = self.slots.iter().filter_map(|slot| slot.progress.read().1);
         ends.find(|end| *end != End::Finished)
     }
@@ -209,7 +245,9 @@ impl Channels {
             if let Some(thread) = slot.thread.take() {
                 let _ = thread.join();
             }
+            slot.unread = None;
         }
+        self.late.clear();
     }
 }
 

@@ -618,6 +618,9 @@ impl DestinationDriver {
         let shares = epoch.channels.take_shares();
         if epoch.stage == Stage::Stopped {
             epoch.stage = Stage::LastApplied;
+            if !planted("receivers-outlive-load") {
+                epoch.channels.end_receiving();
+            }
         }
         let done = ToSource::BarrierDone {
             iteration,
@@ -737,73 +740,4 @@ fn halt_of_end(end: End) -> Halt {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::spec;
-    use godwit_migrate::protocol::decode_to_source;
-    use godwit_transport::{ConnectOptions, connect};
-    use godwit_types::MigrationId;
-    use godwit_wire::ChannelId;
-
-    #[test]
-    fn a_cancel_that_a_lost_channel_overtook_is_heard() {
-        let spec = spec();
-        let arrivals = Arrivals::listen(&spec, &[[127, 0, 0, 1].into()], (0, 0)).unwrap();
-        let (options, until) = (
-            ConnectOptions::default(),
-            Instant::now() + Duration::from_secs(60),
-        );
-        let to = arrivals.addresses[0];
-        let made = connect(to, &options, &spec, ChannelId::control(0), until).unwrap();
-        let (mut source, _hearing) = made.into_control().unwrap();
-        let abort = PeerMessage::Abort {
-            migration: MigrationId::new("m").unwrap(),
-        };
-        let farewell = Farewell {
-            reason: "enough".into(),
-            cancelled: true,
-        };
-        let said = [
-            ToDestination::Ping { nonce: 1 },
-            ToDestination::Peer {
-                message: abort.clone(),
-            },
-            farewell.message(),
-        ];
-        for message in &said {
-            source.send(&encode(message), until).unwrap();
-        }
-        source.closer().close();
-        let came = arrivals.connections.recv_timeout(Duration::from_secs(60));
-        let (_sender, mut receiver) = came.unwrap().into_control().unwrap();
-        let told = std::cell::RefCell::new(Vec::new());
-        let tell = |message| told.borrow_mut().push(message);
-        let wait = Duration::from_secs(60);
-        let heard = unread_farewell(&mut receiver, 1, wait, tell);
-        assert_eq!(heard, Some(farewell));
-        assert_eq!(told.into_inner(), [abort]);
-        assert_eq!(unread_farewell(&mut receiver, 1, wait, drop), None);
-    }
-
-    #[test]
-    fn a_source_that_comes_back_after_the_load_hears_that_it_is_too_late() {
-        let spec = spec();
-        let arrivals = Arrivals::listen(&spec, &[[127, 0, 0, 1].into()], (0, 0)).unwrap();
-        let to = arrivals.addresses[0];
-        let (commands, received) = channel();
-        let waiting = std::thread::spawn(move || wait_for_end(&arrivals, None, &received));
-        let until = Instant::now() + Duration::from_secs(60);
-        for epoch in 1..3 {
-            let options = ConnectOptions::default();
-            let made = connect(to, &options, &spec, ChannelId::control(epoch), until).unwrap();
-            let (_sender, mut receiver) = made.into_control().unwrap();
-            let Ok(Incoming::Message(bytes)) = receiver.recv(until) else {
-                panic!("it is not answered");
-            };
-            let heard = decode_to_source(&bytes, 1);
-            assert!(matches!(heard, Ok(ToSource::Failed { .. })), "{heard:?}");
-        }
-        commands.send(Command::End { reason: None }).unwrap();
-        assert!(matches!(waiting.join().unwrap(), Halt::Ended(None)));
-    }
-}
+mod tests;
