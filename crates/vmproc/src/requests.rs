@@ -260,8 +260,10 @@ impl Vm {
 
     /// What the record says, durably; a no binds from then on.
     fn survey(&mut self, level: Generation) -> Reply {
-        self.feed(Event::SurveyRequested { level });
-        self.verdict()?;
+        let event = Event::SurveyRequested { level };
+        let asked = event.kind();
+        self.feed(event);
+        self.verdict(asked)?;
         let record = self.core.record();
         Ok(Answered(VmAnswer::Surveyed(SurveyAnswer {
             highest: record.highest,
@@ -452,8 +454,22 @@ impl Vm {
             generation: spec.generation,
         };
         let asked = began.kind();
+        // What passes by itself is told apart, so that the controller asks again for a moment.
+        let unconfirmed = matches!(
+            self.core.record().phase,
+            Phase::Holds {
+                unconfirmed: Some(_),
+                ..
+            }
+        );
         self.feed(began);
-        self.verdict(asked)?;
+        self.verdict(asked).map_err(|error| match unconfirmed {
+            true => ApiError {
+                code: ErrorCode::Unconfirmed,
+                ..error
+            },
+            false => error,
+        })?;
         match self.start_source(spec) {
             Ok(prepared) => {
                 self.put_migration(spec, Side::Source, prepared);
