@@ -9,7 +9,7 @@ use crate::state::{Change, Observed};
 use crate::takeover;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, ClientError};
-use godwit_site::{News, Ticket};
+use godwit_site::{News, Row, Ticket};
 use godwit_types::HostName;
 use godwit_types::control_api::HostState;
 use godwit_types::host::HostInfo;
@@ -192,6 +192,11 @@ async fn tell_site(app: &App, host: &HostName) {
     let (Some(update), Ok(agent)) = (update, app.connected_agent(host)) else {
         return;
     };
+    // A word that is not in the database would make the hosts take this controller, restarted, for an old copy.
+    if let Err(error) = app.write(&[Row::Stamp(update.stamp)]).await {
+        tracing::error!(%host, %error, "cannot note this controller's last word");
+        return;
+    }
     let you = update.you;
     match agent.site(&update).await {
         Ok(heard) => app.state().book.updated(host, you, heard),

@@ -101,7 +101,10 @@ fn entry_of(app: &App, name: &VmName) -> Outcome<VmEntry> {
 
 fn must_be_off(app: &App, name: &VmName, what: &str) -> Outcome<()> {
     let view = view(app, name)?;
+    let asked_now = matches!(what, "started" | "deleted");
     match (view.state, view.host) {
+        // What was heard is not enough to tell: the survey that follows will.
+        (VmState::HandingOver, _) if asked_now && view.migration.is_none() => Ok(()),
         (VmState::Stopped | VmState::Crashed, _) if view.migration.is_some() => refuse(
             ErrorCode::AlreadyMigrating,
             format!(
