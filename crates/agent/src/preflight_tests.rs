@@ -296,6 +296,7 @@ fn the_source_names_a_writable_disk_blockers_and_states() {
         name: "root".into(),
         path: "/disk.img".into(),
         read_only: false,
+        shared: false,
     });
     let blockers = ["VFIO".to_string()];
     let source = |state| {

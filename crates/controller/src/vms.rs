@@ -316,6 +316,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
     };
     app.drains.must_take_vms(&host)?;
+    place::disks_are_there(&entry.spec, held.as_ref().map(|held| &held.host), &host)?;
     let info = hosts
         .iter()
         .find(|info| info.name == host)

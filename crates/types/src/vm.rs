@@ -88,6 +88,10 @@ pub struct DiskSpec {
     /// Whether the guest may only read it.
     #[serde(default)]
     pub read_only: bool,
+    /// Whether `path` is the same storage on every host where the VM may start. A VM with a writable disk that is not
+    /// shared starts only where it was last, since an image of the same name elsewhere lacks what was written.
+    #[serde(default)]
+    pub shared: bool,
 }
 
 /// A VM as a person describes it.
@@ -376,6 +380,16 @@ mod tests {
         ] {
             assert!(VmSpec::from_toml(&WEB.replace(from, to)).is_err(), "{to}");
         }
+    }
+
+    #[test]
+    fn a_disk_is_shared_only_when_that_is_said() {
+        let with = |key: &str| {
+            let disk = "\n[[disk]]\nname = \"data\"\npath = \"/data.raw\"\n";
+            VmSpec::from_toml(&format!("{WEB}{disk}{key}")).unwrap()
+        };
+        assert!(!with("").disks[0].shared);
+        assert!(with("shared = true").disks[0].shared);
     }
 
     #[test]

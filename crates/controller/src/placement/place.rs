@@ -153,6 +153,25 @@ pub fn choose(spec: &VmSpec, hosts: &[HostInfo]) -> Outcome<HostName> {
     }
 }
 
+/// Refuses a start away from the host that held the VM last while what its guest wrote to a disk is only there.
+pub fn disks_are_there(spec: &VmSpec, last: Option<&HostName>, to: &HostName) -> Outcome<()> {
+    let Some(last) = last.filter(|last| *last != to) else {
+        return Ok(());
+    };
+    let mut disks = spec.disks.iter();
+    let Some(disk) = disks.find(|disk| !disk.read_only && !disk.shared) else {
+        return Ok(());
+    };
+    let (vm, disk, path) = (&spec.name, &disk.name, &disk.path);
+    Err(ApiError::new(
+        ErrorCode::WrongState,
+        format!(
+            "disk {disk} of VM {vm} is writable and was last written on host {last}, which {path} on host {to} may lack: start the VM on host {last}, or, if {path} is the same storage on both, set shared = true for the disk with 'godwit vm edit {vm}'"
+        ),
+    )
+    .on_host(to))
+}
+
 /// Several refusals as one error: one keeps its code, several are a preflight failure that names all.
 pub fn joined(mut refusals: Vec<ApiError>) -> ApiError {
     if refusals.len() == 1
@@ -328,6 +347,36 @@ mod tests {
         let none = host("n", 1, tcg, &["qemu64"], &[]);
         let error = resolve(&spec(), &a, &[a.clone(), none]).unwrap_err();
         assert_eq!(error.code, ErrorCode::Incompatible);
+    }
+
+    #[test]
+    fn a_vm_starts_elsewhere_only_if_all_that_was_written_is_there_too() {
+        let name = |name: &str| HostName::new(name).unwrap();
+        let (a, b) = (name("a"), name("b"));
+        let disk = |name: &str, read_only, shared| godwit_types::vm::DiskSpec {
+            name: name.into(),
+            path: format!("/{name}.raw"),
+            read_only,
+            shared,
+        };
+        let mut vm = spec();
+        assert!(disks_are_there(&vm, Some(&a), &b).is_ok());
+        vm.disks = vec![disk("iso", true, false), disk("san", false, true)];
+        assert!(disks_are_there(&vm, Some(&a), &b).is_ok());
+        vm.disks.push(disk("data", false, false));
+        let error = disks_are_there(&vm, Some(&a), &b).unwrap_err();
+        assert_eq!(error.code, ErrorCode::WrongState);
+        for text in [
+            "disk data",
+            "on host a",
+            "/data.raw on host b",
+            "shared = true",
+        ] {
+            assert!(error.message.contains(text), "{text}: {error}");
+        }
+        // Where it was, and where nobody holds it, it may start.
+        assert!(disks_are_there(&vm, Some(&a), &a).is_ok());
+        assert!(disks_are_there(&vm, None, &b).is_ok());
     }
 
     #[test]

@@ -8,7 +8,7 @@ use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role, Token};
 use godwit_types::control_api::{JoinRequest, ResolveRequest, StartRequest, StopRequest};
 use godwit_types::migration::MigrateRequest;
-use godwit_types::vm::{EncryptionMode, VmState, mac_text};
+use godwit_types::vm::{DiskSpec, EncryptionMode, VmState, mac_text};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -303,6 +303,41 @@ async fn a_stopped_vm_leaves_its_host_before_another_gets_it() {
     client.remove_host(&host("b"), true).await.unwrap();
     client.start(&vm("web"), &on_a).await.unwrap();
     assert!(house.vm("web").await.generation > Generation(1 << 20));
+}
+
+#[tokio::test]
+async fn a_vm_with_a_writable_disk_starts_elsewhere_only_if_the_disk_is_shared() {
+    let house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    let client = house.client();
+    let mut wish = spec("web");
+    wish.disks.push(DiskSpec {
+        name: "data".into(),
+        path: "/data.raw".into(),
+        read_only: false,
+        shared: false,
+    });
+    let on = |name: &str| StartRequest {
+        on: Some(host(name)),
+    };
+    let stop = async || {
+        let stopped = client.stop(&vm("web"), &StopRequest::default()).await;
+        stopped.unwrap();
+    };
+    client.create_vm(&wish).await.unwrap();
+    client.start(&vm("web"), &on("a")).await.unwrap();
+    stop().await;
+    let error = client.start(&vm("web"), &on("b")).await.unwrap_err();
+    assert_eq!(error.code(), ErrorCode::WrongState);
+    assert!(error.to_string().contains("shared = true"), "{error}");
+    assert_eq!(b.calls("put"), 0);
+    assert!(a.script().vms.contains_key(&vm("web")));
+    client.start(&vm("web"), &on("a")).await.unwrap();
+    stop().await;
+    wish.disks[0].shared = true;
+    client.edit_vm(&wish).await.unwrap();
+    client.start(&vm("web"), &on("b")).await.unwrap();
+    assert_eq!(house.vm("web").await.host, Some(host("b")));
 }
 
 #[tokio::test]

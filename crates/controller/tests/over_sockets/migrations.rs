@@ -178,6 +178,7 @@ async fn all_refusals_of_preflight_are_shown_together() {
             name: "data".into(),
             path: "/data.raw".into(),
             read_only: false,
+            shared: false,
         });
         script.outgoing_refusals.push(ApiError::new(
             ErrorCode::Hypervisor,
