@@ -306,7 +306,15 @@ fn wanted_host(request: &StartRequest, held: Option<&Place>) -> Option<HostName>
 fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan> {
     let entry = entry_of(app, name)?;
     must_be_off(app, name, "started")?;
-    let held = app.state().place(name);
+    let (held, last) = {
+        let state = app.state();
+        let holds = |place: &Place| place.vm.as_ref().is_some_and(|vm| vm.holds());
+        let last = state
+            .book
+            .entry(name)
+            .and_then(|entry| entry.holder.clone());
+        (state.place(name).filter(holds), last)
+    };
     if let Some(host) = &request.on {
         app.connected_agent(host)?;
     }
@@ -316,7 +324,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
     };
     app.drains.must_take_vms(&host)?;
-    place::disks_are_there(&entry.spec, held.as_ref().map(|held| &held.host), &host)?;
+    place::disks_are_there(&entry.spec, last.as_ref(), &host)?;
     let info = hosts
         .iter()
         .find(|info| info.name == host)
