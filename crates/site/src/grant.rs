@@ -412,7 +412,6 @@ impl Book {
             if let Some(entry) = self.vms.get_mut(&vm) {
                 entry.may_hold.remove(host);
                 entry.highest = Generation(entry.highest.0.saturating_add(FENCED_GAP));
-                entry.holder.take_if(|holder| holder == host);
             }
             rows.extend(self.touch(&vm));
         }
