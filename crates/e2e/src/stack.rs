@@ -557,7 +557,8 @@ impl Stack {
             ensure!(processes.is_empty(), "processes: {processes:?}");
             let known = self.json(host, &["vm", "list"])?;
             let mut known = known.as_array().into_iter().flatten();
-            let holds = known.any(|one| one["spec"]["name"] == vm && one["holds"] == true);
+            let holds =
+                known.any(|one| one["spec"]["name"] == vm && one["claim"]["claim"] == "holds");
             Ok(!holds)
         })
     }

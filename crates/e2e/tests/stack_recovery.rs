@@ -92,7 +92,8 @@ fn a_reboot_without_controller(stack: &Stack) -> Result<()> {
     })?;
     stack.wait_passes("old", "b", 2)?;
     let vm = stack.vm_at("old", "b")?;
-    ensure!(vm["holds"] == true && vm["generation"] == before, "{vm}");
+    ensure!(vm["claim"]["claim"] == "holds", "{vm}");
+    ensure!(vm["generation"] == before, "{vm}");
     stack.start_daemon("controller")?;
     stack.wait_connected()?;
     stack.runs_on("old", "b")?;

@@ -95,7 +95,6 @@ impl Book {
         let members = self.may_hold(vm).into_iter();
         members
             .filter(|host| !self.answers(host) && !self.is_fenced(host))
-            .filter(|host| !self.removed.contains(host))
             .collect()
     }
 

@@ -122,8 +122,14 @@ impl Book {
 
     /// What a host's table has that this database lacks: hosts, and who may hold what.
     fn learn_table(&mut self, table: &SiteTable) -> Vec<Row> {
+        let is_newer = table.complete > self.stamp;
         for site in &table.hosts {
-            if !self.hosts.contains_key(&site.name) && !self.removed.contains(&site.name) {
+            if self.hosts.contains_key(&site.name) {
+                continue;
+            }
+            // A host that this database has as removed may have joined again since.
+            if is_newer || !self.removed.contains(&site.name) {
+                self.removed.remove(&site.name);
                 self.strangers.insert(site.name.clone(), Some(site.clone()));
             }
         }
