@@ -189,7 +189,8 @@ impl Stack {
         self.wait_connected()
     }
 
-    fn join(&self, index: u8, plan: &HostPlan) -> Result<()> {
+    /// Lets a host join, and starts its agent.
+    pub fn join(&self, index: u8, plan: &HostPlan) -> Result<()> {
         let host = if index == 0 { "a" } else { "b" };
         let token = self.token()?;
         let own = self.lab.addresses(index);

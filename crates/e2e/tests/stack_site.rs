@@ -1,0 +1,299 @@
+//! One VM, exactly once, across a whole site: who may start a VM when a host, the controller's database or a host's disk
+//! is not what it was. Each case is one that once ran a VM twice, or left it down.
+
+use anyhow::{Result, ensure};
+use godwit_e2e::stack::{
+    CONTROLLER_DATABASE, Counter, HostPlan, KILL, LONG, Plan, SOON, Stack, names,
+};
+use std::path::PathBuf;
+
+/// Cap that makes a move last, Mb/s.
+const CAP: [&str; 2] = ["--max-bandwidth", "100"];
+/// Signal that ends a program in good order.
+const TERMINATE: i32 = 15;
+/// A host's state directory, on its machine.
+const STATE: &str = "/var/lib/godwit";
+
+/// A guest whose pages take about five seconds at [`CAP`], and that dirties few of them meanwhile.
+fn lasting(name: &str) -> Counter {
+    Counter::flat(name, 64).slowed(800_000)
+}
+
+/// Kills all that runs on a host and empties what a reboot empties.
+fn power_off(stack: &Stack, host: &str) -> Result<()> {
+    stack.kill_daemon(host)?;
+    let machine = stack.machine(host)?;
+    stack.until("nothing runs there", SOON, || {
+        let processes = machine.processes()?;
+        for process in &processes {
+            machine.kill(process.pid_inside, KILL)?;
+        }
+        Ok(processes.is_empty())
+    })?;
+    std::fs::remove_dir_all(stack.inside(host, "/run/godwit")?)?;
+    Ok(())
+}
+
+fn copy_dir(from: &PathBuf, to: &PathBuf) -> Result<()> {
+    if to.exists() {
+        for entry in std::fs::read_dir(to)?.flatten() {
+            match entry.file_type()?.is_dir() {
+                true => std::fs::remove_dir_all(entry.path())?,
+                false => std::fs::remove_file(entry.path())?,
+            }
+        }
+    }
+    std::fs::create_dir_all(to)?;
+    let source = format!("{}/.", from.display());
+    let copied = std::process::Command::new("cp")
+        .args(["-a", &source])
+        .arg(to)
+        .status()?;
+    ensure!(copied.success(), "cannot copy {}", from.display());
+    Ok(())
+}
+
+/// All QEMUs of a VM, on both hosts.
+fn copies(stack: &Stack, vm: &str) -> Result<usize> {
+    Ok(stack.hypervisors(vm, "a")?.len() + stack.hypervisors(vm, "b")?.len())
+}
+
+/// A command that must not be carried out; what it says names these words.
+fn is_refused(stack: &Stack, command: &[&str], words: &[&str]) -> Result<()> {
+    let ran = stack.run("controller", command)?;
+    ensure!(ran.code != Some(0), "{command:?} was carried out: {ran:?}");
+    names(&ran.stderr, words)
+}
+
+#[test]
+fn a_vm_whose_new_hosts_agent_is_silent_is_not_started_again() -> Result<()> {
+    let stack = Stack::new("site-silent", &Plan::default())?;
+    stack.start_counter(&lasting("quiet"), "a")?;
+    let id = stack.begin("quiet", "b", &CAP)?;
+    stack.wait_precopy(&id)?;
+    stack.kill_daemon("b")?;
+    let report = stack.ended("controller", &id)?;
+    ensure!(report["outcome"] == "completed", "{report}");
+    stack.until("the controller says that it does not know", SOON, || {
+        let state = stack.vm("quiet")?["state"].clone();
+        ensure!(state != "stopped", "a VM that runs is shown as stopped");
+        Ok(state == "unreachable")
+    })?;
+    for command in [["vm", "start", "quiet"], ["vm", "delete", "quiet"]] {
+        is_refused(&stack, &command, &["b", "godwit host fenced b"])?;
+    }
+    is_refused(&stack, &["host", "remove", "b"], &["b", "quiet"])?;
+    ensure!(copies(&stack, "quiet")? == 1, "not one copy");
+    stack.start_daemon("b")?;
+    stack.wait_connected()?;
+    stack.runs_on("quiet", "b")?;
+    stack.check_guest("quiet", "b").map(drop)
+}
+
+/// Takes host b out of the site and lets it join anew, empty.
+fn join_anew(stack: &Stack) -> Result<()> {
+    stack.ok("controller", &["host", "remove", "b"])?;
+    stack.kill_daemon("b")?;
+    let state = stack.inside("b", STATE)?;
+    for entry in std::fs::read_dir(&state)?.flatten() {
+        match entry.file_type()?.is_dir() {
+            true => std::fs::remove_dir_all(entry.path())?,
+            false => std::fs::remove_file(entry.path())?,
+        }
+    }
+    std::fs::remove_file(stack.inside("b", "/etc/godwit/host.toml")?)?;
+    stack.join(1, &HostPlan::default())?;
+    stack.wait_connected()
+}
+
+#[test]
+fn a_controller_with_an_old_database_reads_every_host_before_it_grants() -> Result<()> {
+    let stack = Stack::new("site-restored", &Plan::default())?;
+    stack.start_counter(&Counter::small("kept"), "a")?;
+    let path = stack.inside("controller", CONTROLLER_DATABASE)?;
+    let with = |suffix: &str| PathBuf::from(format!("{}{suffix}", path.display()));
+    stack.kill_daemon("controller")?;
+    let files = ["", "-wal", "-shm"].map(with);
+    let kept = ["db", "wal", "shm"].map(|name| stack.dir().join(name));
+    for (from, to) in files.iter().zip(&kept) {
+        if from.exists() {
+            std::fs::copy(from, to)?;
+        }
+    }
+    stack.start_daemon("controller")?;
+    stack.wait_connected()?;
+    join_anew(&stack)?;
+    stack.migrate("kept", "b", &[])?;
+    stack.runs_on("kept", "b")?;
+
+    stack.kill_daemon("controller")?;
+    for (from, to) in kept.iter().zip(&files) {
+        if to.exists() {
+            std::fs::remove_file(to)?;
+        }
+        if from.exists() {
+            std::fs::copy(from, to)?;
+        }
+    }
+    stack.start_daemon("controller")?;
+    stack.until("the controller finds the VM where it runs", LONG, || {
+        let vm = stack.vm("kept")?;
+        ensure!(
+            vm["state"] != "stopped",
+            "a VM that runs is shown as stopped"
+        );
+        ensure!(copies(&stack, "kept")? == 1, "not one copy");
+        Ok(vm["state"] == "running" && vm["host"] == "b")
+    })?;
+    stack.migrate("kept", "a", &[])?;
+    stack.runs_on("kept", "a")?;
+    stack.check_guest("kept", "a").map(drop)
+}
+
+#[test]
+fn a_host_whose_disk_went_back_boots_nothing() -> Result<()> {
+    let stack = Stack::new("site-old-disk", &Plan::default())?;
+    stack.start_counter(&Counter::small("gone"), "a")?;
+    let state = stack.inside("a", STATE)?;
+    let copy = stack.dir().join("state-of-a");
+    copy_dir(&state, &copy)?;
+    stack.migrate("gone", "b", &[])?;
+    stack.runs_on("gone", "b")?;
+    power_off(&stack, "a")?;
+    copy_dir(&copy, &state)?;
+    stack.start_daemon("a")?;
+    stack.until("host a says that it boots nothing", SOON, || {
+        let listed = stack.json("a", &["vm", "list"])?;
+        let said = listed.to_string();
+        Ok(said.contains("boots nothing") || !said.contains("\"claim\":\"holds\""))
+    })?;
+    stack.wait_passes("gone", "b", 2)?;
+    ensure!(copies(&stack, "gone")? == 1, "not one copy");
+    let view = stack.vm("gone")?;
+    ensure!(
+        view["host"] == "b" || view["state"] == "running-twice",
+        "{view}"
+    );
+    Ok(())
+}
+
+#[test]
+fn a_removed_host_that_comes_back_boots_nothing() -> Result<()> {
+    let stack = Stack::new("site-removed", &Plan::default())?;
+    stack.start_counter(&Counter::small("moved"), "b")?;
+    power_off(&stack, "b")?;
+    stack.until("host b is missed", SOON, || {
+        Ok(stack.vm("moved")?["state"] == "unreachable")
+    })?;
+    is_refused(
+        &stack,
+        &["vm", "start", "moved"],
+        &["b", "godwit host fenced b"],
+    )?;
+    let remove = ["host", "remove", "b", "--confirm-unreachable"];
+    stack.ok("controller", &remove)?;
+    stack.ok("controller", &["vm", "start", "moved", "--on", "a"])?;
+    stack.wait_counts("moved", "a")?;
+    stack.start_daemon("b")?;
+    stack.until("host b hears that it was removed", SOON, || {
+        let listed = stack.json("b", &["vm", "list"])?.to_string();
+        Ok(listed.contains("removed from its site"))
+    })?;
+    ensure!(copies(&stack, "moved")? == 1, "not one copy");
+    stack.wait_passes("moved", "a", 2)
+}
+
+#[test]
+fn two_hosts_come_up_by_themselves_after_a_power_cut_without_a_controller() -> Result<()> {
+    let stack = Stack::new("site-dark", &Plan::default())?;
+    stack.start_counter(&Counter::small("one"), "a")?;
+    stack.start_counter(&Counter::small("two"), "b")?;
+    stack.kill_daemon("controller")?;
+    for host in ["a", "b"] {
+        power_off(&stack, host)?;
+    }
+    for host in ["a", "b"] {
+        stack.start_daemon(host)?;
+    }
+    for (vm, host) in [("one", "a"), ("two", "b")] {
+        stack.until(&format!("VM {vm} runs again"), LONG, || {
+            Ok(stack.vm_at(vm, host)?["state"] == "running")
+        })?;
+        stack.wait_passes(vm, host, 2)?;
+        ensure!(copies(&stack, vm)? == 1, "not one copy of {vm}");
+    }
+    stack.start_daemon("controller")?;
+    stack.wait_connected()?;
+    stack.runs_on("one", "a")?;
+    stack.runs_on("two", "b")
+}
+
+#[test]
+fn a_start_that_fails_after_a_reboot_is_tried_again() -> Result<()> {
+    let stack = Stack::new("site-bridge", &Plan::default())?;
+    let guest = Counter::small("wired").with("[[nic]]\nport_group = \"vm\"");
+    stack.start_counter(&guest, "b")?;
+    power_off(&stack, "b")?;
+    let rename = |from: &str, to: &str| {
+        let script =
+            format!("ip link set {from} down; ip link set {from} name {to}; ip link set {to} up");
+        let done = stack
+            .machine("b")?
+            .command("sh")
+            .args(["-c", &script])
+            .status()?;
+        ensure!(done.success(), "cannot rename {from}");
+        Ok(())
+    };
+    rename("vmbr0", "vmbr9")?;
+    stack.start_daemon("b")?;
+    stack.wait_connected()?;
+    stack.until("the start fails for want of the bridge", SOON, || {
+        let vm = stack.vm("wired")?;
+        ensure!(vm["state"] != "stopped", "a failed start turned the VM off");
+        Ok(vm["state"] == "crashed" && vm.to_string().contains("vmbr0"))
+    })?;
+    rename("vmbr9", "vmbr0")?;
+    stack.until("the VM comes up", LONG, || {
+        Ok(stack.vm("wired")?["state"] == "running")
+    })?;
+    stack.wait_passes("wired", "b", 1)
+}
+
+#[test]
+fn a_hypervisor_that_dies_is_started_again_whatever_died_with_it() -> Result<()> {
+    let stack = Stack::new("site-crash", &Plan::default())?;
+    stack.start_counter(&Counter::small("again"), "a")?;
+    stack.start_counter(&Counter::small("stays").with("on_crash = \"stay\""), "a")?;
+    for (with_process, signal) in [(false, KILL), (true, KILL), (false, TERMINATE)] {
+        let before = stack.hypervisors("again", "a")?;
+        let [qemu] = before.as_slice() else {
+            anyhow::bail!("not one QEMU: {before:?}");
+        };
+        let machine = stack.machine("a")?;
+        if with_process {
+            let at = stack.vm_at("again", "a")?;
+            let process = at["vm_process_pid"].as_i64().unwrap_or(0);
+            machine.kill(i32::try_from(process)?, KILL)?;
+        }
+        machine.kill(qemu.pid_inside, signal)?;
+        stack.until("another QEMU runs the guest", LONG, || {
+            let now = stack.hypervisors("again", "a")?;
+            ensure!(
+                stack.vm("again")?["state"] != "stopped",
+                "it is shown as stopped"
+            );
+            Ok(now.len() == 1 && now[0].pid_inside != qemu.pid_inside)
+        })?;
+        stack.wait_passes("again", "a", 1)?;
+    }
+    let stays = stack.hypervisors("stays", "a")?;
+    for qemu in &stays {
+        stack.machine("a")?.kill(qemu.pid_inside, KILL)?;
+    }
+    stack.until("the other one is shown as crashed", SOON, || {
+        Ok(stack.vm("stays")?["state"] == "crashed")
+    })?;
+    stack.ok("controller", &["vm", "start", "stays"])?;
+    stack.wait_passes("stays", "a", 1)
+}
