@@ -19,6 +19,7 @@ Exit codes:
   4    no such VM, host or migration
   5    in doubt: 'godwit vm resolve' ends it
   6    a promise cannot be kept (of a dry run, or with --must-keep)
+  7    a VM is held by two hosts: 'godwit vm resolve NAME --keep HOST' ends it
   130  watching was interrupted; the migration goes on
 
 Environment:
@@ -100,6 +101,9 @@ pub enum Command {
     /// Migrations: list, show, watch, cancel
     #[command(subcommand)]
     Migration(MigrationCommand),
+    /// The whole site: how the controller stands, and what a person must know first
+    #[command(subcommand)]
+    Site(SiteCommand),
     /// Measure moves against QEMU's own migration (by the program godwit-bench beside this one)
     #[command(
         after_help = "Examples:\n  godwit bench memory --quick\n  godwit bench memory --scenario idle --runs 3"
@@ -237,12 +241,40 @@ pub enum HostCommand {
         after_help = "Never shuts a VM down. What cannot move is listed with the reason and runs on (exit code 3).\nGoes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
     )]
     Drain(HostDrain),
+    /// Say that a host is powered off, so that its VMs may start elsewhere; holds until it is heard again
+    #[command(
+        after_help = "Only for a host that is off: a VM of a host that runs may run twice.\n\nExample:\n  godwit host fenced b"
+    )]
+    Fenced {
+        /// The host
+        host: HostName,
+        /// It is off: do not ask
+        #[arg(long)]
+        yes: bool,
+    },
+    /// Let this host boot its VMs although nobody answers whether they went elsewhere (run on the host)
+    #[command(
+        after_help = "After a power cut a host asks the controller and the other hosts first, and waits for one answer.\n\nExample:\n  godwit host boot-alone"
+    )]
+    BootAlone {
+        /// No other host runs them: do not ask
+        #[arg(long)]
+        yes: bool,
+    },
     /// Let a host take VMs again; moves under way go on to their end
     #[command(after_help = "Example:\n  godwit host undrain b")]
     Undrain {
         /// The host
         host: HostName,
     },
+}
+
+/// The whole site.
+#[derive(Debug, Subcommand)]
+pub enum SiteCommand {
+    /// Show how the site stands: alarms with the commands that end them, hosts, the controller's last word
+    #[command(after_help = "Example:\n  godwit site show --json")]
+    Show,
 }
 
 /// How a host is emptied.
@@ -379,22 +411,34 @@ pub enum VmCommand {
         /// The VM
         vm: VmName,
     },
-    /// Settle a VM that is in doubt
+    /// Settle a VM that is in doubt, or that several hosts hold
     #[command(
-        after_help = "Only after you made sure that the other host does not run it (powered off or cut off):\n  godwit vm resolve web --run-on a --confirm-fenced b"
+        after_help = "In doubt; only after you made sure that the other host is powered off:\n  godwit vm resolve web --run-on a --confirm-fenced b\n\nHeld by two hosts; the copy of every other host is ended, with its memory:\n  godwit vm resolve web --keep a"
     )]
     Resolve {
         /// The VM
         vm: VmName,
         /// The host that shall run it
-        #[arg(long, value_name = "HOST", required_unless_present = "give_up_on")]
+        #[arg(long, value_name = "HOST", required_unless_present_any = ["give_up_on", "keep"])]
         run_on: Option<HostName>,
         /// The host that shall give up what it has of it; the VM can then be started anew
         #[arg(long, value_name = "HOST", conflicts_with = "run_on")]
         give_up_on: Option<HostName>,
-        /// The host that certainly does not run it
+        /// The other host, which is powered off
         #[arg(long, value_name = "HOST")]
         confirm_fenced: Option<HostName>,
+        /// Of a VM that several hosts hold: the host whose copy goes on
+        #[arg(long, value_name = "HOST", conflicts_with_all = ["run_on", "give_up_on", "confirm_fenced"])]
+        keep: Option<HostName>,
+    },
+    /// Put a damaged record of this host aside, so that the VM may start elsewhere (run on the host)
+    #[command(after_help = "Example:\n  godwit vm forget-record web")]
+    ForgetRecord {
+        /// The VM
+        vm: VmName,
+        /// This host does not run it: do not ask
+        #[arg(long)]
+        yes: bool,
     },
     /// Delete a stopped VM
     #[command(after_help = "Example:\n  godwit vm delete web")]

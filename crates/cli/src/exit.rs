@@ -18,6 +18,8 @@ pub const NOT_FOUND: u8 = 4;
 pub const IN_DOUBT: u8 = 5;
 /// Exit code: a promise cannot be kept.
 pub const CANNOT_KEEP: u8 = 6;
+/// Exit code: a VM is held by two hosts.
+pub const RUNNING_TWICE: u8 = 7;
 /// Exit code: watching was interrupted.
 pub const DETACHED: u8 = 130;
 
@@ -86,11 +88,14 @@ pub fn exit_of(code: ErrorCode) -> u8 {
         | Code::NotFound => NOT_FOUND,
         Code::CannotKeep => CANNOT_KEEP,
         Code::InDoubt => IN_DOUBT,
+        Code::RunningTwice => RUNNING_TWICE,
         Code::NotAllowed
         | Code::BadToken
         | Code::AlreadyExists
         | Code::AlreadyMigrating
         | Code::WrongState
+        | Code::Unconfirmed
+        | Code::StaleController
         | Code::Locked
         | Code::Preflight
         | Code::Incompatible
@@ -120,7 +125,7 @@ mod tests {
     #[test]
     fn every_code_has_its_exit() {
         for code in ErrorCode::ALL {
-            assert!((1..=6).contains(&exit_of(*code)), "{code}");
+            assert!((1..=7).contains(&exit_of(*code)), "{code}");
         }
         assert_eq!(exit_of(ErrorCode::Preflight), REFUSED);
         assert_eq!(exit_of(ErrorCode::UnknownVm), NOT_FOUND);

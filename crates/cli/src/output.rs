@@ -8,6 +8,7 @@ use godwit_types::control_api::{HostState, HostView, VmView};
 use godwit_types::host::{Check, CheckStatus, HostInfo};
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{MigrationReport, Outcome, Phase, PreflightReport};
+use godwit_types::site::Standing;
 use godwit_types::vm::{VmState, mac_text};
 use serde::Serialize;
 use std::fmt::Display;
@@ -110,12 +111,12 @@ impl Output {
     /// VMs, those in doubt first.
     pub fn vms(&self, vms: &[VmView]) {
         let mut sorted: Vec<&VmView> = vms.iter().collect();
-        sorted.sort_by_key(|vm| (vm.state != VmState::InDoubt, vm.spec.name.clone()));
+        sorted.sort_by_key(|vm| (urgency(vm.state), vm.spec.name.clone()));
         let rows = sorted.iter().map(|vm| {
             vec![
                 vm.spec.name.to_string(),
-                vm.state.to_string(),
-                vm.host.as_ref().map_or("-".into(), ToString::to_string),
+                state_since(vm),
+                hosts_of(vm),
                 vm.spec.vcpus.to_string(),
                 format!("{} MiB", vm.spec.memory_mib),
                 vm.accelerator.map_or("-".into(), |a| a.to_string()),
@@ -144,7 +145,7 @@ impl Output {
         let Some(note) = note else {
             return;
         };
-        let tone = if state == VmState::InDoubt {
+        let tone = if is_alarming(state) {
             Tone::Bad
         } else {
             Tone::Warn
@@ -155,18 +156,15 @@ impl Output {
 
     /// One VM.
     pub fn vm(&self, vm: &VmView) {
-        let tone = if vm.state == VmState::InDoubt {
+        let tone = if is_alarming(vm.state) {
             Tone::Bad
         } else {
             Tone::Plain
         };
         let mut rows = vec![
             ("name", vm.spec.name.to_string()),
-            ("state", self.paint(vm.state, tone)),
-            (
-                "host",
-                vm.host.as_ref().map_or("-".into(), ToString::to_string),
-            ),
+            ("state", self.paint(state_since(vm), tone)),
+            ("host", hosts_of(vm)),
             ("generation", vm.generation.to_string()),
             ("vcpus", vm.spec.vcpus.to_string()),
             ("memory", format!("{} MiB", vm.spec.memory_mib)),
@@ -199,7 +197,7 @@ impl Output {
     /// VMs as an agent alone knows them.
     pub fn host_vms(&self, vms: &[HostVm]) {
         let mut sorted: Vec<&HostVm> = vms.iter().collect();
-        sorted.sort_by_key(|vm| (vm.state != VmState::InDoubt, vm.spec.name.clone()));
+        sorted.sort_by_key(|vm| (urgency(vm.state), vm.spec.name.clone()));
         let rows = sorted.iter().map(|vm| {
             vec![
                 vm.spec.name.to_string(),
@@ -420,7 +418,44 @@ pub fn kebab(value: &impl Serialize) -> String {
     }
 }
 
+/// What a person must end.
+fn is_alarming(state: VmState) -> bool {
+    matches!(state, VmState::RunningTwice | VmState::InDoubt)
+}
+
+/// Worst first.
+fn urgency(state: VmState) -> u8 {
+    match state {
+        VmState::RunningTwice => 0,
+        VmState::InDoubt => 1,
+        _ => 2,
+    }
+}
+
+/// A VM's state, and since when nothing newer is known.
+fn state_since(vm: &VmView) -> String {
+    match vm.heard_s {
+        Some(seconds) => format!("{} ({seconds} s)", vm.state),
+        None => vm.state.to_string(),
+    }
+}
+
+/// The host that holds a VM; all, when there are several.
+fn hosts_of(vm: &VmView) -> String {
+    if vm.copies.is_empty() {
+        return vm.host.as_ref().map_or("-".into(), ToString::to_string);
+    }
+    let copies: Vec<&str> = vm.copies.iter().map(|host| host.as_str()).collect();
+    copies.join(" and ")
+}
+
 fn host_state(host: &HostView) -> String {
+    match (host.standing, host.fenced) {
+        (Standing::OldCopy, _) => return "old copy".into(),
+        (Standing::SecondInstance, _) => return "second instance".into(),
+        (_, true) => return "fenced".into(),
+        _ => {}
+    }
     match host.state {
         HostState::Connected if host.draining => "draining".into(),
         HostState::Connected => "connected".into(),

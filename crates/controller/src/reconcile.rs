@@ -11,7 +11,7 @@ use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, ClientError};
 use godwit_site::{News, Row, Ticket};
 use godwit_types::HostName;
-use godwit_types::control_api::HostState;
+use godwit_types::control_api::{HostState, InventoryEvent};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, RemovedHosts, Revoked};
 use godwit_types::vm::VmState;
@@ -216,10 +216,9 @@ async fn pause_copies(app: &App, host: &HostName) {
             let mut vms = vms.iter();
             vms.any(|vm| vm.spec.name == *name && vm.state == VmState::Running)
         };
-        let names = here.map(|(vm, _)| vm).filter(running);
-        names.collect::<Vec<_>>()
+        here.filter(|(vm, _)| running(vm)).collect::<Vec<_>>()
     };
-    for vm in runs {
+    for (vm, twice) in runs {
         let Ok(agent) = app.connected_agent(host) else {
             return;
         };
@@ -227,6 +226,11 @@ async fn pause_copies(app: &App, host: &HostName) {
         if let Err(error) = agent.pause(&vm).await {
             tracing::error!(%vm, %host, %error, "the copy cannot be paused");
         }
+        let hosts = twice.copies.iter().map(|copy| copy.host.to_string());
+        app.tell(InventoryEvent::RunningTwice {
+            name: vm.to_string(),
+            hosts: hosts.collect(),
+        });
         app.tell_vm(&vm);
     }
 }

@@ -88,6 +88,8 @@ pub mod path {
     pub const SITE_ASK: &str = "/v1/site/ask";
     /// POST [`super::Empty`]: [`super::WholeSurvey`].
     pub const SITE_SURVEY: &str = "/v1/site/survey";
+    /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
+    pub const FORGET_RECORD: &str = "/v1/vms/{name}/forget-record";
     /// POST [`super::Empty`]: [`super::Done`]. A person lets this host boot what it holds without an answer.
     pub const BOOT_ALONE: &str = "/v1/site/boot-alone";
 }
@@ -140,6 +142,7 @@ pub const RULES: &[Rule] = &[
     rule_also_removed("POST", path::SITE_ASK, Access::HOST),
     rule("POST", path::SITE_SURVEY, CONTROLLER),
     rule("POST", path::BOOT_ALONE, Access::LOCAL),
+    rule("POST", path::FORGET_RECORD, Access::LOCAL),
 ];
 
 /// How long the client waits, by kind of call.
@@ -392,6 +395,11 @@ impl AgentClient {
         self.client
             .post(path::SITE_SURVEY, &Empty {}, self.deadlines.act)
             .await
+    }
+
+    /// Has a damaged record put aside.
+    pub async fn forget_record(&self, name: &VmName) -> Reply<Done> {
+        self.act(path::FORGET_RECORD, name, &Empty {}).await
     }
 
     /// Lets the host boot what it holds without an answer of the site.

@@ -235,6 +235,13 @@ pub enum InventoryEvent {
         /// The host.
         host: String,
     },
+    /// Several hosts hold a VM; a copy has been paused.
+    RunningTwice {
+        /// The VM's name.
+        name: String,
+        /// The hosts.
+        hosts: Vec<String>,
+    },
     /// Events were lost because the reader is slow: read the lists again.
     Missed,
 }

@@ -3,7 +3,7 @@
 //! Owns nothing.
 
 use crate::args::{Global, HostCommand};
-use crate::commands::{drain, join};
+use crate::commands::{drain, join, site};
 use crate::connect::controller;
 use crate::exit::{CommandResult, FAILED, Failure};
 use crate::output::Output;
@@ -17,9 +17,11 @@ pub async fn run(command: HostCommand, global: &Global, output: &Output) -> Comm
     match command {
         HostCommand::Join(arguments) => join::run(arguments, output).await,
         HostCommand::List => {
-            let hosts = controller(global)?.hosts().await.map_err(failure)?;
+            let client = controller(global)?;
+            let alarms = site::alarms(&client, output).await;
+            let hosts = client.hosts().await.map_err(failure)?;
             output.show(&hosts, |output, hosts| output.hosts(hosts));
-            Ok(())
+            alarms
         }
         HostCommand::Show { host } => {
             let view = controller(global)?.host(&host).await.map_err(failure)?;
@@ -61,6 +63,8 @@ pub async fn run(command: HostCommand, global: &Global, output: &Output) -> Comm
         HostCommand::Check { host: None, config } => check_this_host(&config, output).await,
         HostCommand::Top(arguments) => drain::top(arguments, global, output).await,
         HostCommand::Drain(arguments) => drain::drain(arguments, global, output).await,
+        HostCommand::Fenced { host, yes } => site::fenced(&host, yes, global, output).await,
+        HostCommand::BootAlone { yes } => site::boot_alone(yes, global, output).await,
         HostCommand::Undrain { host } => drain::undrain(&host, global, output).await,
     }
 }

@@ -8,6 +8,7 @@ pub mod host;
 pub mod join;
 pub mod migration;
 pub mod pages;
+pub mod site;
 pub mod vm;
 
 use crate::args::{Cli, Command, ControllerCommand};
@@ -25,6 +26,7 @@ pub async fn run(cli: Cli, output: &Output) -> CommandResult {
         Command::Host(command) => host::run(command, global, output).await,
         Command::Vm(command) => vm::run(command, global, output).await,
         Command::Migration(command) => migration::run(command, global, output).await,
+        Command::Site(command) => site::run(command, global, output).await,
         Command::Bench { arguments } => bench::run(&arguments),
         Command::Completion { shell } => pages::completion(shell),
         Command::Man { dir } => pages::man(&dir, output),

@@ -3,6 +3,7 @@
 //! Owns nothing. Refuses: descriptions that are not valid, before anybody is asked.
 
 use crate::args::{Global, VmCommand, VmMigrate};
+use crate::commands::site;
 use crate::connect::{Reader, controller, reader};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
 use crate::output::Output;
@@ -10,7 +11,9 @@ use crate::watch::{failure, watch};
 use godwit_agent::config::one_line;
 use godwit_rpc::ClientError;
 use godwit_rpc::controller_client::MigrateAnswer;
-use godwit_types::control_api::{Done, ResolveRequest, StartRequest, StopRequest, VmView};
+use godwit_types::control_api::{
+    Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
+};
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::{ErrorCode, MigrationId, VmName, VmSpec};
 use std::path::Path;
@@ -43,11 +46,21 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
         VmCommand::Pause { vm } => told(controller(global)?.pause(&vm).await, output),
         VmCommand::Resume { vm } => told(controller(global)?.resume(&vm).await, output),
         VmCommand::Delete { vm } => told(controller(global)?.delete_vm(&vm).await, output),
+        VmCommand::ForgetRecord { vm, yes } => site::forget_record(&vm, yes, global, output).await,
+        VmCommand::Resolve {
+            vm,
+            keep: Some(host),
+            ..
+        } => {
+            let request = KeepRequest { host };
+            told(controller(global)?.keep(&vm, &request).await, output)
+        }
         VmCommand::Resolve {
             vm,
             run_on,
             give_up_on,
             confirm_fenced,
+            keep: None,
         } => {
             let give_up = give_up_on.is_some();
             let host = run_on.or(give_up_on);
@@ -122,8 +135,10 @@ fn made(view: Result<VmView, ClientError>, output: &Output, what: &str) -> Comma
 async fn list(global: &Global, output: &Output) -> CommandResult {
     match reader(global).await? {
         Reader::Controller(client) => {
+            let alarms = site::alarms(&client, output).await;
             let vms = client.vms().await.map_err(failure)?;
             output.show(&vms, |output, vms| output.vms(vms));
+            return alarms;
         }
         Reader::Agent(client) => {
             let vms = client.vms().await.map_err(failure)?;
@@ -136,8 +151,10 @@ async fn list(global: &Global, output: &Output) -> CommandResult {
 async fn show(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
     match reader(global).await? {
         Reader::Controller(client) => {
+            let alarms = site::alarms(&client, output).await;
             let view = client.vm(vm).await.map_err(failure)?;
             output.show(&view, |output, view| output.vm(view));
+            return alarms;
         }
         Reader::Agent(client) => {
             let view = client.vm(vm).await.map_err(failure)?;
