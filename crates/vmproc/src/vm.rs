@@ -178,10 +178,11 @@ impl Vm {
     /// Takes the VM's lock, reads its journal, takes its QEMU over if one is there, and serves its socket.
     /// Nothing when it was told to leave before QEMU answered.
     pub(crate) fn open(config: VmProcessConfig) -> anyhow::Result<Option<Self>> {
-        let paths = Paths::of(&config);
-        let state_root = state_root(&paths.state)?;
+        let state_root = state_root(Path::new(&config.state_dir))?;
         let store = VmStore::open(&state_root, &config.vm)?;
+        let paths = Paths::settle(&config)?;
         std::fs::create_dir_all(&paths.run)?;
+        std::fs::create_dir_all(&config.run_dir)?;
         let record = store
             .load()?
             .unwrap_or_else(|| HostRecord::absent(config.vm.clone()));
@@ -283,9 +284,31 @@ impl Vm {
             self.check_deadline();
             self.look_again();
             self.save_again();
+            self.keep_listening();
         }
         let _ = std::fs::remove_file(self.paths.socket());
         Ok(())
+    }
+
+    /// A run directory that was emptied takes the socket and QEMU's identity with it: both are made again.
+    fn keep_listening(&mut self) {
+        if self.paths.socket().exists() {
+            return;
+        }
+        tracing::warn!("this process's socket is gone: it is made again");
+        let made = std::fs::create_dir_all(&self.config.run_dir)
+            .and_then(|()| server::bind(&self.paths.socket()));
+        match made {
+            Ok(listener) => server::serve(listener, self.inputs.clone(), Arc::clone(&self.outbox)),
+            Err(error) => tracing::error!(%error, "this process cannot be asked"),
+        }
+        let kept = self
+            .hyper
+            .as_ref()
+            .map(|hyper| hyper.keep_identity(&self.paths));
+        if let Some(Err(error)) = kept {
+            tracing::error!(%error, "QEMU's identity is not kept");
+        }
     }
 
     fn nap(&self) -> Duration {

@@ -99,6 +99,25 @@ fn a_guest_that_panicked_unseen_stands_still_and_says_why() {
     }
 }
 
+#[test]
+fn a_hypervisor_in_other_directories_than_those_configured_now_is_taken_over() {
+    let mut site = Site::new();
+    site.record(holds(Power::On));
+    let mut qemu = site.qemu(&["running"]);
+    drop(open(&site));
+    for dir in [&mut site.config.run_dir, &mut site.config.ram_dir] {
+        dir.push_str("-elsewhere");
+        std::fs::create_dir_all(dir).unwrap();
+    }
+    let vm = open(&site);
+    let seen = shown(&vm);
+    assert_eq!(seen.qemu_pid, Some(qemu.child.id() as i32));
+    assert_eq!(seen.state, VmState::Running);
+    assert!(!qemu.is_gone());
+    let socket = std::path::Path::new(&site.config.run_dir).join("vm.sock");
+    assert!(socket.exists(), "the agent asks where it is configured to");
+}
+
 // ---- a hypervisor that does not answer ----
 
 /// A VM whose resume its hypervisor did not answer.
