@@ -131,7 +131,9 @@ vmproc() {
     vmproc_unit zero-pages-not-cleared destination::memory::tests::a_page_that_comes_as_zero_is_cleared
     vmproc_unit receivers-outlive-load destination::driver::tests::a_source_that_has_sent_its_last_pages_has_no_way_left_into_guest_memory
     vmproc_case lost-channel-not-put-back links a_link_cut_in_precopy_is_made_again_and_nothing_is_lost
+    vmproc_unit any-shutdown-is-a-wish hypervisor::tests::only_a_guest_s_own_shutdown_is_its_wish
     # The right to run.
+    vmproc_unit unknown-hypervisor-ended adoption::tests::a_hypervisor_whose_identity_was_wiped_is_taken_over
     vmproc_case permit-ignored guest_events nobody_runs_before_the_gift_is_durable
     vmproc_case cleanup-ready-on-link-loss links a_link_cut_after_the_permit_is_settled_through_the_agents
     # The ownership core's own faults, seen from outside of real processes.

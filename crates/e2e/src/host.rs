@@ -294,6 +294,16 @@ impl Host {
         Ok(())
     }
 
+    /// Tells QEMU to end, as an administrator or a system short of memory does.
+    pub fn terminate_qemu(&self) -> anyhow::Result<()> {
+        let pid = self.vm()?.qemu_pid.context("no QEMU")?;
+        let pid = rustix::process::Pid::from_raw(pid).context("no pid")?;
+        Ok(rustix::process::kill_process(
+            pid,
+            rustix::process::Signal::TERM,
+        )?)
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<Child>> {
         self.process
             .lock()

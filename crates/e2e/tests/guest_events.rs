@@ -137,3 +137,80 @@ fn nobody_runs_before_the_gift_is_durable() -> anyhow::Result<()> {
 fn nobody_runs_before_the_holding_is_durable() -> anyhow::Result<()> {
     stands_still(false, "journal.holds.before")
 }
+
+/// The VM's QEMU.
+fn running(pair: &Pair) -> anyhow::Result<i32> {
+    pair.a
+        .vm()?
+        .qemu_pid
+        .ok_or_else(|| anyhow::anyhow!("no QEMU"))
+}
+
+#[test]
+fn a_hypervisor_that_is_told_to_end_has_crashed_and_the_vm_still_wants_to_run() -> anyhow::Result<()>
+{
+    let pair = Pair::new(Accelerator::Tcg)?;
+    pair.boot(&counter_vm(pair.dir(), &CounterSpec::flat(24), 32)?)?;
+    wait_passes(&pair.a.ram_file()?, 1, LONG)?;
+    let pid = running(&pair)?;
+    pair.a.terminate_qemu()?;
+    pair.a.wait_state(VmState::Crashed, LONG)?;
+    // Only a VM that runs by its record is booted without a person's wish.
+    pair.a.ask(&VmRequest::Boot)?;
+    pair.a.wait_state(VmState::Running, LONG)?;
+    anyhow::ensure!(running(&pair)? != pid);
+    wait_passes(&pair.a.ram_file()?, 1, LONG)?;
+    pair.a.ask(&VmRequest::Stop { force: true })?;
+    let off = pair
+        .a
+        .ask(&VmRequest::Boot)
+        .err()
+        .map(|error| error.to_string());
+    anyhow::ensure!(off.is_some_and(|text| text.contains("does not run by the record")));
+    Ok(())
+}
+
+/// The guest goes on in the same QEMU, whatever happens to the files that tell of it.
+#[test]
+fn a_guest_outlives_its_run_directory() -> anyhow::Result<()> {
+    let pair = Pair::new(Accelerator::Tcg)?;
+    pair.supervised
+        .store(false, std::sync::atomic::Ordering::SeqCst);
+    pair.boot(&counter_vm(pair.dir(), &CounterSpec::flat(24), 32)?)?;
+    let ram = pair.a.ram_file()?;
+    let mut passes = wait_passes(&ram, 1, LONG)?;
+    let pid = running(&pair)?;
+    let mut goes_on = |what: &str| -> anyhow::Result<()> {
+        passes = wait_passes(&ram, passes + 1, LONG)?;
+        println!("{what}: {passes} passes");
+        Ok(())
+    };
+    // The VM process lives: its socket and the identity come back.
+    std::fs::remove_file(pair.a.run_dir().join("qemu.json"))?;
+    std::fs::remove_file(pair.a.run_dir().join("vm.sock"))?;
+    pair.a.wait_state(VmState::Running, LONG)?;
+    anyhow::ensure!(running(&pair)? == pid && pair.a.run_dir().join("qemu.json").exists());
+    goes_on("socket and identity gone")?;
+    // It does not, and the identity is gone: QEMU is found by its RAM file.
+    pair.a.kill_process();
+    std::fs::remove_file(pair.a.run_dir().join("qemu.json"))?;
+    pair.a.start_process()?;
+    pair.a.wait_state(VmState::Running, LONG)?;
+    anyhow::ensure!(running(&pair)? == pid);
+    goes_on("identity gone")?;
+    // Everything is gone: QEMU cannot be asked, and is left alone until a person ends it.
+    pair.a.kill_process();
+    std::fs::remove_dir_all(pair.a.run_dir())?;
+    std::fs::create_dir_all(pair.a.run_dir())?;
+    pair.a.start_process()?;
+    let seen = pair.a.vm()?;
+    anyhow::ensure!(
+        seen.state == VmState::Unreachable && seen.qemu_pid == Some(pid),
+        "{seen:?}"
+    );
+    anyhow::ensure!(pair.a.ask(&VmRequest::Boot).is_err());
+    goes_on("all gone")?;
+    pair.a.ask(&VmRequest::Stop { force: true })?;
+    pair.a.wait_state(VmState::Stopped, LONG)?;
+    clean(&pair)
+}

@@ -288,3 +288,54 @@ fn a_destination_that_is_slow_to_say_why_it_failed_is_no_lost_link() -> anyhow::
     pair.conclude(Some(&id))?;
     Ok(())
 }
+
+#[test]
+fn a_destination_whose_journal_cannot_be_written_is_named_by_both_hosts() -> anyhow::Result<()> {
+    let pair = Pair::new(Accelerator::Tcg)?;
+    pair.b.arm("journal.ready.before", "hold");
+    boot(&pair, &CounterSpec::flat(24))?;
+    let id = pair.begin(&pair.a, &pair.b, &Options::default())?;
+    pair.b.wait_fault(LONG)?;
+    // Where the next record is prepared stands a directory: as good as a full disk.
+    let in_the_way = pair.b.state_dir().join("ownership.new");
+    std::fs::create_dir(&in_the_way)?;
+    pair.b.release()?;
+    for host in [&pair.a, &pair.b] {
+        let report = pair.wait_end(host, &id, LONG)?;
+        let reason = report.reason.unwrap_or_default();
+        anyhow::ensure!(
+            report.outcome == Some(Outcome::Failed) && reason.contains("ownership.new"),
+            "host {} says {:?}: {reason}",
+            host.name,
+            report.outcome
+        );
+    }
+    std::fs::remove_dir(&in_the_way)?;
+    stays(&pair, &id, Outcome::Failed)?;
+    Ok(())
+}
+
+#[test]
+fn a_cancel_that_comes_before_the_migration_holds() -> anyhow::Result<()> {
+    let pair = Pair::new(Accelerator::Tcg)?;
+    boot(&pair, &CounterSpec::flat(24))?;
+    let first = MigrationId::new("m0")?;
+    cancel(&pair.a, &first)?;
+    let (id, begun) = pair.try_begin(&pair.a, &pair.b, &Options::default())?;
+    anyhow::ensure!(id == first);
+    let refused = begun
+        .err()
+        .map(|error| error.to_string())
+        .unwrap_or_default();
+    anyhow::ensure!(refused.contains("it was cancelled"), "{refused}");
+    anyhow::ensure!(pair.a.vm()?.migration.is_none());
+    // The destination was prepared before the source refused, waits in vain, and asks.
+    let report = pair.wait_end(&pair.b, &first, LONG)?;
+    anyhow::ensure!(
+        report.reason.as_deref() == Some("the source did not begin the migration"),
+        "{:?}",
+        report.reason
+    );
+    pair.conclude(None)?;
+    Ok(())
+}

@@ -63,8 +63,9 @@ impl QemuProcess {
         }
     }
 
-    /// Opens a process that cannot have been reaped yet: our own child.
-    pub(crate) fn open(pid: i32) -> Result<QemuProcess, ProcessError> {
+    /// Opens a process by its pid alone: a child of ours that cannot have been reaped yet, or one whose identity the caller
+    /// looks at again once it is open.
+    pub fn open(pid: i32) -> Result<QemuProcess, ProcessError> {
         let gone = ProcessError::Gone { pid };
         let Some(raw) = Pid::from_raw(pid) else {
             return Err(gone);

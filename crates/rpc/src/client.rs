@@ -393,7 +393,16 @@ fn chain(error: &(dyn std::error::Error + 'static)) -> String {
         text.push_str(&cause.to_string());
         source = cause.source();
     }
-    text
+    plain(&text)
+}
+
+/// As people read it: a library's words for a connection that ended early, and where it documents them, say nothing here.
+fn plain(text: &str) -> String {
+    let (text, _) = text.split_once(": https://").unwrap_or((text, ""));
+    text.replace(
+        "peer closed connection without sending TLS close_notify",
+        "it ended before the answer was complete",
+    )
 }
 
 /// Why no connection was made, as part of a sentence.
@@ -404,6 +413,23 @@ fn cause(error: &std::io::Error) -> String {
         Some(Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
             "its certificate is from another CA: the join token or certificate used here is another controller's, or somebody is in between".into()
         }
-        _ => error.to_string(),
+        _ => plain(&error.to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_cut_short_is_told_in_one_sentence() {
+        let ended = std::io::Error::new(
+            std::io::ErrorKind::UnexpectedEof,
+            "peer closed connection without sending TLS close_notify: https://docs.rs/rustls/latest/rustls/manual",
+        );
+        let broken = Client::unix(Path::new("/run/b")).broken(&ended);
+        let wanted = "the connection to /run/b broke: it ended before the answer was complete";
+        assert_eq!(broken.to_string(), wanted);
+        assert_eq!(cause(&ended), "it ended before the answer was complete");
     }
 }

@@ -3,16 +3,19 @@
 //! Its guest may be running, so a QEMU that lives is never ended because it is slow to answer, and no other is started
 //! beside it: nothing is decided until it answers, is gone, or a person gives it up with a forced stop. Meanwhile
 //! requests are answered with what is known. Owns the time between this process's start and the ownership core's.
+//!
+//! A QEMU that no identity file tells of is found by its RAM file. Where the record says that this host may hold the VM it
+//! is taken over like any other, unless it has never run its guest; elsewhere it is ended.
 
-use crate::faults::qemu_is;
+use crate::faults::{planted, qemu_is};
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, KILL_WAIT, internal};
 use crate::input::{Input, Request};
-use crate::strays::end_strays;
+use crate::strays::{self, Stray};
 use godwit_ownership::HostRecord;
 use godwit_qemu::machine::RunState;
 use godwit_qemu::process::{ProcessError, QemuProcess};
-use godwit_store::load_json;
+use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmRequest, VmStatus};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode};
@@ -54,21 +57,19 @@ pub(crate) fn adopt(
     inputs: &Sender<Input>,
     received: &Receiver<Input>,
 ) -> Result<Adopted, ApiError> {
-    let identity = load_json::<QemuIdentity>(&seat.paths.identity()).map_err(internal)?;
-    let known = identity.as_ref().map(|known| (known.pid, known.launch));
-    end_strays(seat.paths, known);
-    let Some(identity) = identity else {
+    let Some(found) = find(seat)? else {
+        strays::remove_ram_files(seat.paths, None);
         return Ok(Adopted::None);
     };
+    let Found {
+        identity,
+        process,
+        unknown,
+    } = found;
+    strays::remove_ram_files(seat.paths, Some(identity.launch));
     qemu_is(identity.pid);
-    let process = match QemuProcess::adopt(identity.pid, identity.start_time_ticks) {
-        Ok(process) => process,
-        Err(ProcessError::Gone { .. }) => return Ok(Adopted::None),
-        // Not knowing whether it lives is no reason to take it for dead.
-        Err(error) => return Err(internal(error)),
-    };
     match attempt(seat.paths, &identity) {
-        Ok((hyper, state)) => return Ok(Adopted::Taken(hyper, state)),
+        Ok((hyper, state)) => return taken(hyper, state, unknown),
         Err(error) => {
             tracing::warn!(%error, pid = identity.pid, "QEMU lives but is not taken over yet")
         }
@@ -76,10 +77,111 @@ pub(crate) fn adopt(
     let waiting = Waiting {
         seat,
         process,
+        unknown,
+        launch: identity.launch,
         since: Instant::now(),
         ended: Arc::default(),
     };
     waiting.wait(identity, inputs, received)
+}
+
+/// A QEMU that lives.
+struct Found {
+    identity: QemuIdentity,
+    process: QemuProcess,
+    /// No identity file told of it.
+    unknown: bool,
+}
+
+/// This VM's QEMU. All others on its RAM files are ended but those that may run its guest.
+fn find(seat: &Seat<'_>) -> Result<Option<Found>, ApiError> {
+    let known = load_json::<QemuIdentity>(&seat.paths.identity()).map_err(internal)?;
+    let process = match &known {
+        None => None,
+        Some(known) => match QemuProcess::adopt(known.pid, known.start_time_ticks) {
+            Ok(process) => Some(process),
+            Err(ProcessError::Gone { .. }) => None,
+            // Not knowing whether it lives is no reason to take it for dead.
+            Err(error) => return Err(internal(error)),
+        },
+    };
+    let mut others = strays::living(seat.paths).map_err(internal)?;
+    if let (Some(identity), Some(process)) = (known, process) {
+        others.retain(|stray| stray.process.pid() != identity.pid);
+        end_all(&others)?;
+        return Ok(Some(Found {
+            identity,
+            process,
+            unknown: false,
+        }));
+    }
+    if !seat.record.may_hold() || planted("unknown-hypervisor-ended") {
+        end_all(&others)?;
+        return Ok(None);
+    }
+    others.retain(|stray| strays::is_ours(stray, seat.config.qemu_uid));
+    claim(seat, others)
+}
+
+fn end_all(others: &[Stray]) -> Result<(), ApiError> {
+    let deadline = Instant::now() + KILL_WAIT;
+    others
+        .iter()
+        .try_for_each(|stray| strays::end(stray, deadline).map_err(internal))
+}
+
+/// Takes the oldest of these for this VM's QEMU: a newer one is a start that was cut short, and ended if it says so.
+fn claim(seat: &Seat<'_>, mut others: Vec<Stray>) -> Result<Option<Found>, ApiError> {
+    let Some(oldest) = others.pop() else {
+        return Ok(None);
+    };
+    for stray in &others {
+        match attempt(seat.paths, &identity_of(stray)) {
+            Ok((_, state)) if never_ran(&state) => end_all(std::slice::from_ref(stray))?,
+            _ => {
+                let pid = stray.process.pid();
+                tracing::error!(
+                    pid,
+                    "a second hypervisor of this VM lives, and is left alone"
+                );
+            }
+        }
+    }
+    let identity = identity_of(&oldest);
+    tracing::warn!(
+        pid = identity.pid,
+        "QEMU is found by its RAM file: its identity file is gone"
+    );
+    std::fs::create_dir_all(seat.paths.run.join("qemu")).map_err(internal)?;
+    save_json(&seat.paths.identity(), &identity).map_err(internal)?;
+    Ok(Some(Found {
+        identity,
+        process: oldest.process,
+        unknown: true,
+    }))
+}
+
+fn identity_of(stray: &Stray) -> QemuIdentity {
+    QemuIdentity {
+        pid: stray.process.pid(),
+        start_time_ticks: stray.process.start_time_ticks(),
+        accelerator: stray.accelerator,
+        launch: stray.launch,
+    }
+}
+
+/// A QEMU that was started and never let its guest run.
+fn never_ran(state: &RunState) -> bool {
+    matches!(state, RunState::Prelaunch | RunState::Inmigrate)
+}
+
+fn taken(hyper: Box<Hyper>, state: RunState, unknown: bool) -> Result<Adopted, ApiError> {
+    if unknown && never_ran(&state) {
+        tracing::warn!(pid = hyper.pid(), "its start was cut short: it is ended");
+        hyper.kill()?;
+        return Ok(Adopted::None);
+    }
+    Ok(Adopted::Taken(hyper, state))
 }
 
 fn attempt(paths: &Paths, identity: &QemuIdentity) -> Attempt {
@@ -91,6 +193,9 @@ fn attempt(paths: &Paths, identity: &QemuIdentity) -> Attempt {
 struct Waiting<'a> {
     seat: &'a Seat<'a>,
     process: QemuProcess,
+    /// No identity file told of it.
+    unknown: bool,
+    launch: u64,
     since: Instant,
     ended: Arc<AtomicBool>,
 }
@@ -112,7 +217,7 @@ impl Waiting<'_> {
         let mut shouted = false;
         loop {
             if let Ok((hyper, state)) = attempts.try_recv() {
-                return Ok(Adopted::Taken(hyper, state));
+                return taken(hyper, state, self.unknown);
             }
             if !self.process.is_alive() {
                 return Ok(Adopted::None);
@@ -213,6 +318,15 @@ impl Waiting<'_> {
     }
 
     fn note(&self) -> String {
+        let monitors = [0, 1].map(|index| self.seat.paths.monitor(self.launch, index));
+        if !monitors.iter().any(|path| path.exists()) {
+            return format!(
+                "QEMU of VM '{vm}' (process {pid}) cannot be asked, since its control sockets in {dir} are gone: was that directory emptied? Its guest may be running, so nothing is started in its place; 'godwit vm stop {vm} --force' ends it",
+                vm = self.seat.config.vm,
+                pid = self.process.pid(),
+                dir = self.seat.paths.run.join("qemu").display(),
+            );
+        }
         format!(
             "QEMU of VM '{vm}' (process {pid}) has not answered for {seconds} s; its guest may be running, so nothing is started in its place: it is asked again, and 'godwit vm stop {vm} --force' gives the guest up",
             vm = self.seat.config.vm,
@@ -225,8 +339,10 @@ impl Waiting<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use godwit_store::save_json;
+    use crate::testing::Site;
+    use godwit_ownership::{Phase, Power};
     use godwit_types::vm::Accelerator;
+    use godwit_types::{Generation, HostName, MigrationId};
     use std::io::{BufRead as _, BufReader, Write as _};
     use std::os::unix::net::UnixListener;
     use std::path::Path;
@@ -406,5 +522,135 @@ mod tests {
                 ..
             }))
         ));
+    }
+
+    fn holds() -> Phase {
+        Phase::Holds {
+            generation: Generation(2),
+            power: Power::On,
+            unconfirmed: None,
+        }
+    }
+
+    fn record(site: &Site, phase: Phase) -> HostRecord {
+        let held = if matches!(phase, Phase::Holds { .. }) {
+            2
+        } else {
+            0
+        };
+        HostRecord {
+            highest: Generation(2),
+            held: Generation(held),
+            phase,
+            ..HostRecord::absent(site.config.vm.clone())
+        }
+    }
+
+    #[test]
+    fn a_hypervisor_whose_identity_was_wiped_is_taken_over() {
+        let site = Site::new();
+        let mut qemu = site.qemu(&["running"]);
+        std::fs::remove_file(site.paths.identity()).unwrap();
+        let (record, (inputs, received)) = (record(&site, holds()), channel());
+        let seat = Seat {
+            config: &site.config,
+            paths: &site.paths,
+            record: &record,
+            spec: None,
+        };
+        let adopted = adopt(&seat, &inputs, &received);
+        let Ok(Adopted::Taken(hyper, RunState::Running)) = adopted else {
+            panic!("it is not taken over");
+        };
+        assert_eq!(hyper.pid(), qemu.child.id() as i32);
+        assert!(!qemu.is_gone() && site.paths.identity().exists());
+        assert!(site.paths.ram_file(1).exists());
+    }
+
+    #[test]
+    fn a_hypervisor_whose_start_was_cut_short_is_ended() {
+        let site = Site::new();
+        let mut qemu = site.qemu(&["prelaunch"]);
+        std::fs::remove_file(site.paths.identity()).unwrap();
+        let (record, (inputs, received)) = (record(&site, holds()), channel());
+        let seat = Seat {
+            config: &site.config,
+            paths: &site.paths,
+            record: &record,
+            spec: None,
+        };
+        assert!(matches!(
+            adopt(&seat, &inputs, &received),
+            Ok(Adopted::None)
+        ));
+        assert!(qemu.is_gone());
+    }
+
+    #[test]
+    fn a_hypervisor_of_a_vm_that_is_not_held_here_is_ended() {
+        let moved = Phase::Moved {
+            generation: Generation(2),
+            migration: MigrationId::new("m").unwrap(),
+            to: HostName::new("a").unwrap(),
+        };
+        for phase in [Phase::Absent, moved] {
+            let site = Site::new();
+            let mut qemu = site.qemu(&["running"]);
+            std::fs::remove_file(site.paths.identity()).unwrap();
+            let (record, (inputs, received)) = (record(&site, phase), channel());
+            let seat = Seat {
+                config: &site.config,
+                paths: &site.paths,
+                record: &record,
+                spec: None,
+            };
+            assert!(matches!(
+                adopt(&seat, &inputs, &received),
+                Ok(Adopted::None)
+            ));
+            assert!(qemu.is_gone() && !site.paths.ram_file(1).exists());
+        }
+    }
+
+    #[test]
+    fn a_wiped_run_directory_kills_no_guest_until_a_person_does() {
+        let site = Site::new();
+        let mut qemu = site.qemu(&["running"]);
+        std::fs::remove_dir_all(&site.paths.run).unwrap();
+        std::fs::create_dir_all(&site.paths.run).unwrap();
+        let record = record(&site, holds());
+        let spec = VmSpec::from_toml(
+            "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/boot/vmlinuz\"",
+        )
+        .unwrap();
+        let (inputs, received) = channel();
+        let status = ask(&inputs, VmRequest::Status);
+        let boot = ask(&inputs, VmRequest::Boot);
+        std::thread::scope(|scope| {
+            let seat = Seat {
+                config: &site.config,
+                paths: &site.paths,
+                record: &record,
+                spec: Some(&spec),
+            };
+            let own = inputs.clone();
+            let adopting = scope.spawn(move || adopt(&seat, &own, &received));
+            let wait = Duration::from_secs(60);
+            let VmAnswer::Status(status) = status.recv_timeout(wait).unwrap() else {
+                panic!("no status");
+            };
+            assert_eq!(status.vm.state, VmState::Unreachable);
+            assert_eq!(status.vm.qemu_pid, Some(qemu.child.id() as i32));
+            let note = status.vm.note.unwrap();
+            assert!(
+                note.contains("are gone") && note.contains("--force"),
+                "{note}"
+            );
+            assert!(matches!(boot.recv_timeout(wait), Ok(VmAnswer::Error(_))));
+            assert!(!qemu.is_gone());
+            let _stopped = ask(&inputs, VmRequest::Stop { force: true });
+            assert!(matches!(adopting.join().unwrap(), Ok(Adopted::None)));
+        });
+        assert!(qemu.is_gone());
     }
 }

@@ -3,6 +3,8 @@
 //! `state_dir` survives a reboot of the host: journal, description, migrations. `run_dir` does not: sockets, QEMU's
 //! identity. The RAM file is on a tmpfs.
 
+use crate::strays::living;
+use godwit_store::{load_json, save_json};
 use godwit_types::MigrationId;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::migration::{AgentAddress, Side};
@@ -30,27 +32,77 @@ pub(crate) struct MigrationNote {
     pub peer: AgentAddress,
 }
 
+/// Where a QEMU of the VM has its files: kept durably, since a host's configuration may change while QEMU lives.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Places {
+    run_dir: String,
+    ram_dir: String,
+}
+
 /// The paths of one VM.
 #[derive(Debug, Clone)]
 pub(crate) struct Paths {
     pub state: PathBuf,
+    /// Of QEMU's files.
     pub run: PathBuf,
     ram: PathBuf,
     vm: String,
+    socket: PathBuf,
 }
 
 impl Paths {
     pub(crate) fn of(config: &VmProcessConfig) -> Self {
+        let (run_dir, ram_dir) = (config.run_dir.clone(), config.ram_dir.clone());
+        Self::at(config, &Places { run_dir, ram_dir })
+    }
+
+    fn at(config: &VmProcessConfig, places: &Places) -> Self {
         Self {
             state: PathBuf::from(&config.state_dir),
-            run: PathBuf::from(&config.run_dir),
-            ram: PathBuf::from(&config.ram_dir),
+            run: PathBuf::from(&places.run_dir),
+            ram: PathBuf::from(&places.ram_dir),
             vm: config.vm.to_string(),
+            socket: PathBuf::from(&config.run_dir).join("vm.sock"),
         }
     }
 
+    /// The paths for a VM process that has the VM's lock. While a QEMU lives in other directories than the configuration
+    /// names now they stay in use, since another QEMU would not find it there and run the guest twice.
+    pub(crate) fn settle(config: &VmProcessConfig) -> anyhow::Result<Self> {
+        let paths = Self::of(config);
+        let kept = paths.state.join("places.json");
+        let now = Places {
+            run_dir: config.run_dir.clone(),
+            ram_dir: config.ram_dir.clone(),
+        };
+        let before: Option<Places> = load_json(&kept)?;
+        if let Some(before) = before.as_ref().filter(|before| **before != now) {
+            let old = Self::at(config, before);
+            if !living(&old)?.is_empty() {
+                tracing::warn!(
+                    ?before,
+                    ?now,
+                    "the former directories stay in use until QEMU has ended"
+                );
+                return Ok(old);
+            }
+        }
+        if before.as_ref() != Some(&now) {
+            save_json(&kept, &now)?;
+        }
+        Ok(paths)
+    }
+
+    /// Where this VM process is asked.
     pub(crate) fn socket(&self) -> PathBuf {
-        self.run.join("vm.sock")
+        self.socket.clone()
+    }
+
+    /// What the names of all RAM files of this VM begin with; a number follows. Nothing where it is no text.
+    pub(crate) fn ram_prefix(&self) -> Option<String> {
+        let first = self.ram_file(0);
+        Some(first.to_str()?.strip_suffix('0')?.to_owned())
     }
 
     pub(crate) fn identity(&self) -> PathBuf {

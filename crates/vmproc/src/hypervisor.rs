@@ -148,6 +148,12 @@ impl Hyper {
         Ok((hyper, state))
     }
 
+    /// Writes who it is, for a successor.
+    pub(crate) fn keep_identity(&self, paths: &Paths) -> Result<(), ApiError> {
+        std::fs::create_dir_all(paths.run.join("qemu")).map_err(internal)?;
+        save_json(&paths.identity(), &self.identity).map_err(internal)
+    }
+
     /// QEMU's process id.
     pub(crate) fn pid(&self) -> i32 {
         self.identity.pid

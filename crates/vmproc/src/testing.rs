@@ -126,9 +126,19 @@ impl Site {
 
     /// A process that stands for this VM's QEMU, and the one who speaks for it.
     pub(crate) fn qemu(&self, statuses: &[&str]) -> FakeQemu {
-        let mut sleep = Command::new("sleep");
-        let child = sleep.arg("600").stdin(Stdio::null()).spawn().unwrap();
+        // Waits for input that never comes, with a command line as QEMU's.
+        let memory = self.paths.ram_file(1);
+        let memory = format!("memory-backend-file,id=ram0,mem-path={}", memory.display());
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "read line", "sh", "-object", &memory]);
+        let child = shell.stdin(Stdio::piped()).spawn().unwrap();
         let pid = child.id() as i32;
+        // A process is there an instant before its command line is.
+        while !String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/cmdline")).unwrap())
+            .contains(&memory)
+        {
+            std::thread::yield_now();
+        }
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
         let fields = stat.rsplit_once(')').unwrap().1;
         let identity = QemuIdentity {

@@ -48,8 +48,8 @@ const SWITCHOVER_MAX: Duration = Duration::from_secs(10);
 const ASK_WAIT: Duration = Duration::from_secs(1);
 /// Finished migrations whose reports are kept in memory.
 const REPORTS_KEPT: usize = 8;
-/// Migrations that were cancelled before this process heard of them; as many are remembered.
-const CANCELLED_KEPT: usize = 64;
+/// So many migrations that were over before this process heard of them are remembered.
+const REFUSED_KEPT: usize = 64;
 
 /// The driver of a migration.
 #[derive(Debug)]
@@ -86,6 +86,8 @@ pub(crate) struct Migration {
     pub reason: Option<String>,
     /// The reason where there is no other: what kept this host's journal from being written.
     pub journal_trouble: Option<String>,
+    /// (destination) The source had to be asked where it is.
+    pub unheard: bool,
     /// A person or a deadline ended it.
     pub cancelled: bool,
     /// (source) The driver waits to hear whether it goes on.
@@ -146,8 +148,8 @@ pub(crate) struct Vm {
     pub unsaved: Unsaved,
     /// A predecessor's migration whose end is not known yet.
     pub orphan: Option<MigrationId>,
-    /// Migrations that were cancelled before they were heard of.
-    pub cancelled: VecDeque<MigrationId>,
+    /// Migrations that were over before they were heard of, and why.
+    pub refused: VecDeque<(MigrationId, &'static str)>,
     pub runs: u64,
     /// Why the guest stands still, when it stopped by itself.
     pub halted: Option<String>,
@@ -178,10 +180,11 @@ impl Vm {
     /// Takes the VM's lock, reads its journal, takes its QEMU over if one is there, and serves its socket.
     /// Nothing when it was told to leave before QEMU answered.
     pub(crate) fn open(config: VmProcessConfig) -> anyhow::Result<Option<Self>> {
-        let paths = Paths::of(&config);
-        let state_root = state_root(&paths.state)?;
+        let state_root = state_root(Path::new(&config.state_dir))?;
         let store = VmStore::open(&state_root, &config.vm)?;
+        let paths = Paths::settle(&config)?;
         std::fs::create_dir_all(&paths.run)?;
+        std::fs::create_dir_all(&config.run_dir)?;
         let record = store
             .load()?
             .unwrap_or_else(|| HostRecord::absent(config.vm.clone()));
@@ -226,7 +229,7 @@ impl Vm {
             reports: VecDeque::new(),
             unsaved: Unsaved::default(),
             orphan: None,
-            cancelled: VecDeque::new(),
+            refused: VecDeque::new(),
             runs: 0,
             halted: None,
             found,
@@ -283,9 +286,31 @@ impl Vm {
             self.check_deadline();
             self.look_again();
             self.save_again();
+            self.keep_listening();
         }
         let _ = std::fs::remove_file(self.paths.socket());
         Ok(())
+    }
+
+    /// A run directory that was emptied takes the socket and QEMU's identity with it: both are made again.
+    fn keep_listening(&mut self) {
+        if self.paths.socket().exists() {
+            return;
+        }
+        tracing::warn!("this process's socket is gone: it is made again");
+        let made = std::fs::create_dir_all(&self.config.run_dir)
+            .and_then(|()| server::bind(&self.paths.socket()));
+        match made {
+            Ok(listener) => server::serve(listener, self.inputs.clone(), Arc::clone(&self.outbox)),
+            Err(error) => tracing::error!(%error, "this process cannot be asked"),
+        }
+        let kept = self
+            .hyper
+            .as_ref()
+            .map(|hyper| hyper.keep_identity(&self.paths));
+        if let Some(Err(error)) = kept {
+            tracing::error!(%error, "QEMU's identity is not kept");
+        }
     }
 
     fn nap(&self) -> Duration {
@@ -392,6 +417,7 @@ impl Vm {
                     migration.switchover_wait = switchover_wait.max(patience(SWITCHOVER_WAIT_MIN));
                 }
             }
+            News::NobodyCame => self.ask_for_source(),
             News::Converged => {
                 self.feed(Event::SwitchoverRequested);
                 if self.core.state_name() == StateName::Precopy {
@@ -441,6 +467,21 @@ impl Vm {
                 });
             }
         }
+    }
+
+    /// A source that was never told of the migration will not come, and says so through the agents.
+    fn ask_for_source(&mut self) {
+        let generation = self.core.record().highest;
+        let Some(migration) = &mut self.migration else {
+            return;
+        };
+        migration.unheard = true;
+        let (peer, migration) = (migration.peer.clone(), migration.id.clone());
+        let question = PeerMessage::AskGift {
+            migration,
+            generation,
+        };
+        self.post(&peer, &question);
     }
 
     /// A destination that lives but does not get ready must not hold the guest for ever.
@@ -566,16 +607,17 @@ impl Vm {
         }
     }
 
-    /// Whether a migration was cancelled before it was heard of.
-    pub(crate) fn is_cancelled(&self, id: &MigrationId) -> bool {
-        self.cancelled.contains(id)
+    /// Why a migration is refused, if it is.
+    pub(crate) fn refused_because(&self, id: &MigrationId) -> Option<&'static str> {
+        let mut refused = self.refused.iter();
+        refused.find(|(other, _)| other == id).map(|(_, why)| *why)
     }
 
     /// Refuses a migration from now on, should it still come.
-    pub(crate) fn cancel_unheard(&mut self, id: &MigrationId) {
-        if !self.is_cancelled(id) {
-            self.cancelled.push_front(id.clone());
-            self.cancelled.truncate(CANCELLED_KEPT);
+    pub(crate) fn refuse_later(&mut self, id: &MigrationId, why: &'static str) {
+        if self.refused_because(id).is_none() {
+            self.refused.push_front((id.clone(), why));
+            self.refused.truncate(REFUSED_KEPT);
         }
     }
 
