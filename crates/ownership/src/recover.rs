@@ -81,19 +81,21 @@ impl VmCore {
             steps.extend(tell);
             go(state, steps)
         };
-        let is_unconfirmed = self.unconfirmed().is_some();
-        let boots = planted!(self, BootsWithoutAsking)
-            || is_unconfirmed && planted!(self, UnconfirmedBoots);
         match (power, self.qemu) {
             (Power::On, Qemu::Running) => go_telling(State::Held(Held::Running), vec![release()]),
             (Power::On, Qemu::Paused) => {
                 go_telling(State::Held(Held::Running), vec![release(), Step::Cont])
             }
-            (Power::On, Qemu::Dead) if boots => go(State::Held(Held::Running), vec![Step::Boot]),
-            (Power::On, Qemu::Dead) if is_unconfirmed => {
-                go_telling(State::Held(Held::Unconfirmed), Vec::new())
+            (Power::On, Qemu::Dead) if planted!(self, BootsWithoutAsking) => {
+                go(State::Held(Held::Running), vec![Step::Boot])
             }
-            (Power::On, Qemu::Dead) => go(State::Held(Held::UNASKED), Vec::new()),
+            (Power::On, Qemu::Dead) => match self.unconfirmed() {
+                Some(_) if planted!(self, UnconfirmedBoots) => {
+                    go(State::Held(Held::Running), vec![Step::Boot])
+                }
+                Some(_) => go_telling(State::Held(Held::Unconfirmed), Vec::new()),
+                None => go(State::Held(Held::UNASKED), Vec::new()),
+            },
             (Power::Paused, Qemu::Running) => {
                 let stop = Step::Do(Action::StopGuest { attempt: None });
                 go_telling(State::Held(Held::Paused), vec![stop])
