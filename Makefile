@@ -4,12 +4,13 @@
 SHELL      := /bin/bash
 SEEDS      ?= 10000
 SECONDS    ?= 60
+MINUTES    ?= 30
 FUZZ_RUNS  ?= 1000000
 CARGO      ?= cargo
 export CARGO_TERM_COLOR ?= auto
 export SEEDS FUZZ_RUNS CARGO
 
-.PHONY: all build deps test test-unit test-sim test-qemu fuzz plant-faults demo guests bench bench-quick tidy lint clean-demo help
+.PHONY: all build deps test test-unit test-sim test-qemu fuzz plant-faults demo guests bench bench-quick soak tidy lint clean-demo help
 
 all: build
 
@@ -34,6 +35,9 @@ bench: ## Measure moves of memory against QEMU's own migration, the whole set (u
 
 bench-quick: ## A small part of it, under 8 minutes
 	@scripts/bench.sh --quick
+
+soak: deps ## Break three hosts at random for MINUTES=30 and check from outside; SEED=n, SOAK='--without NAME'
+	@scripts/soak.sh --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(SOAK)
 
 test: deps ## Run everything that must pass
 	@scripts/test.sh

@@ -9,6 +9,7 @@ pub mod host;
 pub mod pair;
 pub mod relay;
 pub mod small_ram;
+pub mod soak;
 pub mod stack;
 pub mod verdict;
 

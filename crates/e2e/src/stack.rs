@@ -39,6 +39,10 @@ pub const LONG: Duration = Duration::from_secs(120);
 const SAMPLES: u32 = 128;
 /// Signal that nothing survives.
 pub const KILL: i32 = 9;
+/// Signal that stops a process until [`CONTINUE`].
+pub const STOP: i32 = 19;
+/// Signal that lets a stopped process go on.
+pub const CONTINUE: i32 = 18;
 /// Signal of Ctrl-C.
 pub const INTERRUPT: i32 = 2;
 
@@ -60,6 +64,8 @@ pub struct Plan {
     pub routed: bool,
     /// Host a, then host b.
     pub hosts: [HostPlan; 2],
+    /// Plain hosts beside these: c, d and so on.
+    pub more: u8,
     /// Migration network cards of each host; one when 0.
     pub nics: u8,
     /// How several of them are addressed.
@@ -162,6 +168,7 @@ impl Stack {
             migration_nics: plan.nics.max(1),
             migration_subnets: plan.subnets,
             link: plan.link,
+            hosts: 2 + plan.more,
             ..LabConfig::default()
         })?;
         let stack = Self {
@@ -183,15 +190,22 @@ impl Stack {
         self.until("the controller answers", SOON, || {
             Ok(self.run("controller", &["host", "list"])?.code == Some(0))
         })?;
-        for (index, host) in plan.hosts.iter().enumerate() {
-            self.join(u8::try_from(index)?, host)?;
+        let plain = HostPlan::default();
+        let more = (0..plan.more).map(|_| &plain);
+        for (index, host) in (0..).zip(plan.hosts.iter().chain(more)) {
+            self.join(index, host)?;
         }
         self.wait_connected()
     }
 
-    /// Lets a host join, and starts its agent.
+    /// Names of the hosts.
+    pub fn hosts(&self) -> Vec<String> {
+        (0..self.lab.config().hosts).map(host_name).collect()
+    }
+
+    /// Makes a machine a host of the controller and starts its agent; machines are counted from 0.
     pub fn join(&self, index: u8, plan: &HostPlan) -> Result<()> {
-        let host = if index == 0 { "a" } else { "b" };
+        let host = &host_name(index);
         let token = self.token()?;
         let own = self.lab.addresses(index);
         let migration = match plan.migration.as_slice() {
@@ -222,12 +236,13 @@ impl Stack {
         Ok(token["token"].as_str().context("no token")?.to_owned())
     }
 
-    /// Waits until the controller has heard from both hosts.
+    /// Waits until the controller has heard from all hosts.
     pub fn wait_connected(&self) -> Result<()> {
-        self.until("both hosts are connected", SOON, || {
+        let count = usize::from(self.lab.config().hosts);
+        self.until("all hosts are connected", SOON, || {
             let hosts = self.json("controller", &["host", "list"])?;
             let mut hosts = hosts.as_array().into_iter().flatten();
-            Ok(hosts.clone().count() == 2 && hosts.all(|host| host["state"] == "connected"))
+            Ok(hosts.clone().count() == count && hosts.all(|host| host["state"] == "connected"))
         })
     }
 
@@ -258,6 +273,36 @@ impl Stack {
         command.args(arguments).stdin(Stdio::null());
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         Ok(command.spawn()?)
+    }
+
+    /// Runs `godwit` on a machine for at most so long; what takes longer is killed, and its outcome is unknown.
+    pub fn run_within(&self, machine: &str, arguments: &[&str], within: Duration) -> Result<Ran> {
+        let child = self.spawn(machine, arguments)?;
+        let pid = i32::try_from(child.id())?;
+        let (ended, end) = std::sync::mpsc::channel();
+        // What it prints must be read while it runs.
+        std::thread::spawn(move || ended.send(child.wait_with_output()));
+        let output = match end.recv_timeout(within) {
+            Ok(output) => output,
+            Err(_) => {
+                signal(pid, KILL)?;
+                end.recv()?
+            }
+        };
+        Ok(output?.into())
+    }
+
+    /// Runs a command that must succeed within a time with `--json` and reads its answer.
+    pub fn json_within(
+        &self,
+        machine: &str,
+        arguments: &[&str],
+        within: Duration,
+    ) -> Result<Value> {
+        let ran = self.run_within(machine, &[arguments, &["--json"]].concat(), within)?;
+        let said = arguments.join(" ");
+        ensure!(ran.code == Some(0), "godwit {said} on {machine}: {ran:?}");
+        Ok(serde_json::from_str(&ran.stdout)?)
     }
 
     /// Runs a command that must succeed and gives what it printed.
@@ -348,6 +393,19 @@ impl Stack {
         child.kill()?;
         child.wait()?;
         Ok(())
+    }
+
+    /// Whether the controller or a host's agent runs.
+    pub fn daemon_lives(&self, machine: &str) -> bool {
+        let mut daemons = self.daemons();
+        let child = daemons.get_mut(machine);
+        child.is_some_and(|child| matches!(child.try_wait(), Ok(None)))
+    }
+
+    /// Process id of the controller or a host's agent, as this process sees it.
+    pub fn daemon_pid(&self, machine: &str) -> Option<i32> {
+        let id = self.daemons().get(machine).map(Child::id);
+        id.and_then(|id| i32::try_from(id).ok())
     }
 
     /// Ends it and starts it again, and waits until it answers.
@@ -602,8 +660,8 @@ impl Stack {
     /// What the hosts' VM processes said last, which ends with the lab, and where the other logs stay.
     fn logs(&self) -> String {
         let mut said = format!("logs are in {}", self.dir.display());
-        for host in ["a", "b"] {
-            let tails = self.machine(host).and_then(|machine| {
+        for host in self.hosts() {
+            let tails = self.machine(&host).and_then(|machine| {
                 let script = format!("tail -n 25 {VM_PROCESS_LOGS}");
                 Ok(machine.command("sh").args(["-c", &script]).output()?)
             });
@@ -613,6 +671,20 @@ impl Stack {
         }
         said
     }
+}
+
+/// Sends a signal to a process by the id that it has outside of the lab; one that has ended already is no error.
+pub fn signal(pid: i32, signal: i32) -> Result<()> {
+    let process = rustix::process::Pid::from_raw(pid).context("no process id")?;
+    let signal = rustix::process::Signal::from_named_raw(signal).context("no such signal")?;
+    match rustix::process::kill_process(process, signal) {
+        Err(rustix::io::Errno::SRCH) | Ok(()) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn host_name(index: u8) -> String {
+    char::from(b'a' + index).to_string()
 }
 
 /// Whether somebody refused in the way that people can use: one sentence that names these words, quoted or not.

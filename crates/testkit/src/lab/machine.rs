@@ -231,6 +231,8 @@ impl MachineCommand {
         let child = std::thread::scope(|scope| scope.spawn(enter).join())
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
         if let (Ok(pidfd), Ok(mut started)) = (pidfd_open(child.id() as i32), self.started.lock()) {
+            // Those that were waited for need nothing more; a long run starts many.
+            started.retain(is_ours);
             started.push(pidfd);
         }
         Ok(child)
@@ -313,6 +315,16 @@ fn reap(process: &OwnedFd) {
             &mut info,
             libc::WEXITED | libc::WNOHANG,
         );
+    }
+}
+
+/// Whether the process is a child of ours that lives or that nobody has collected yet.
+fn is_ours(process: &OwnedFd) -> bool {
+    // SAFETY: a zeroed siginfo is a valid value, and the call writes only to it.
+    unsafe {
+        let mut info: libc::siginfo_t = std::mem::zeroed();
+        let flags = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+        libc::waitid(libc::P_PIDFD, process.as_raw_fd() as u32, &mut info, flags) == 0
     }
 }
 

@@ -1,0 +1,464 @@
+//! Whether what was recorded of a round is allowed.
+//!
+//! Pure: judges records of [`crate::soak::watch`] and the reasons that the round gave; knows nothing of the product.
+//! Times are nanoseconds since the watch began.
+
+use std::fmt;
+
+/// CPU time that a vCPU thread of a QEMU that only waits for a guest does not use up within one window.
+pub const ADVANCE_NS: u64 = 4_000_000;
+/// What a thread's CPU time may be behind, or be booked too late, at each reading.
+const BOOKING_NS: u64 = 12_000_000;
+/// How old a list's knowledge may be where the site is well.
+pub const LIST_AGE_NS: u64 = 6_000_000_000;
+
+/// A span of time in which a QEMU's vCPUs used CPU time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// The reading before.
+    pub from: u64,
+    /// The reading after.
+    pub to: u64,
+    /// CPU time used between the two, of all its vCPUs.
+    pub ran_ns: u64,
+}
+
+/// One QEMU as it was seen.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trace {
+    /// Its VM.
+    pub vm: String,
+    /// Its host.
+    pub host: String,
+    /// Its process id outside of the lab.
+    pub pid: i32,
+    /// It was started to receive a guest, not to boot one.
+    pub incoming: bool,
+    /// When its process was first seen.
+    pub began: u64,
+    /// When it was seen to have ended.
+    pub gone: Option<u64>,
+    /// vCPUs that the sampler watches.
+    pub vcpus: usize,
+    /// When its vCPUs ran.
+    pub windows: Vec<Window>,
+    /// The counter guest's passes, as its memory said.
+    pub passes: Vec<(u64, u32)>,
+}
+
+impl Trace {
+    fn first_ran(&self) -> Option<u64> {
+        self.windows.first().map(|window| window.to)
+    }
+
+    fn last_ran(&self) -> Option<u64> {
+        self.windows.last().map(|window| window.to)
+    }
+
+    fn name(&self) -> String {
+        format!("QEMU {} on {}", self.pid, self.host)
+    }
+}
+
+/// What went wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// A VM ran in two QEMUs at the same time.
+    Doubled,
+    /// A guest or pages of it were lost for no reason that the round gives.
+    Lost,
+    /// A list said of a VM that runs that it is stopped.
+    WrongList,
+    /// Not exactly one host holds a VM that runs.
+    Holders,
+    /// A QEMU, memory or a tap was left where no VM runs.
+    LeftOver,
+    /// What a person was told to be done was undone.
+    Undone,
+    /// The site did not come to rest by itself.
+    Stuck,
+    /// A move of a healthy VM on a healed site did not complete.
+    MoveFailed,
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Doubled => "running twice",
+            Self::Lost => "lost",
+            Self::WrongList => "wrong list",
+            Self::Holders => "holders",
+            Self::LeftOver => "left over",
+            Self::Undone => "undone",
+            Self::Stuck => "stuck",
+            Self::MoveFailed => "move failed",
+        })
+    }
+}
+
+/// Something that must not be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Violation {
+    /// Its kind.
+    pub kind: Kind,
+    /// The VM, or the host where no VM is concerned.
+    pub of: String,
+    /// What was seen.
+    pub what: String,
+}
+
+impl Violation {
+    /// A violation of that kind.
+    pub fn new(kind: Kind, of: &str, what: impl Into<String>) -> Self {
+        Self {
+            kind,
+            of: of.to_owned(),
+            what: what.into(),
+        }
+    }
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}: {}", self.kind, self.of, self.what)
+    }
+}
+
+/// Whose end a reason explains.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Whose {
+    /// A VM, wherever it ran.
+    Vm(String),
+    /// Every VM that ran on a host.
+    Host(String),
+    /// What ran in one QEMU.
+    Qemu(i32),
+}
+
+/// A reason of the round's for a guest to begin anew.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Excuse {
+    /// When it was given.
+    pub at: u64,
+    /// Whose.
+    pub whose: Whose,
+    /// What was done.
+    pub why: &'static str,
+}
+
+/// A line of a list of VMs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shown {
+    /// When the list was asked for.
+    pub asked: u64,
+    /// When it came.
+    pub answered: u64,
+    /// The VM.
+    pub vm: String,
+    /// Its state, as the list says.
+    pub state: String,
+}
+
+/// VMs that ran in two QEMUs.
+///
+/// A handover within one window is no doubling, so one of two proofs is asked for. Either one QEMU ran, then certainly
+/// the other, then certainly the first again; or the two used more CPU time than passed, with one vCPU each.
+pub fn doublings(traces: &[Trace]) -> Vec<Violation> {
+    let mut found = Vec::new();
+    for (index, one) in traces.iter().enumerate() {
+        for other in traces.iter().skip(index + 1) {
+            if one.vm != other.vm {
+                continue;
+            }
+            let proof = between(one, other)
+                .or_else(|| between(other, one))
+                .or_else(|| together(one, other));
+            if let Some(at) = proof {
+                let what = format!(
+                    "{} and {} both ran at {:.3} s",
+                    one.name(),
+                    other.name(),
+                    at as f64 / 1e9
+                );
+                found.push(Violation::new(Kind::Doubled, &one.vm, what));
+            }
+        }
+    }
+    found
+}
+
+/// When `inner` ran after `outer` and before `outer` ran again.
+fn between(outer: &Trace, inner: &Trace) -> Option<u64> {
+    let first = outer.windows.first()?;
+    let last = outer.windows.last()?;
+    let inside = |window: &&Window| window.from >= first.to && window.to <= last.from;
+    inner.windows.iter().find(inside).map(|window| window.to)
+}
+
+/// When both ran more than one after the other could.
+fn together(one: &Trace, other: &Trace) -> Option<u64> {
+    if one.vcpus != 1 || other.vcpus != 1 {
+        return None;
+    }
+    let overfull = |a: &Window, b: &Window| {
+        let span = a.to.max(b.to) - a.from.min(b.from);
+        a.ran_ns + b.ran_ns > span + 2 * BOOKING_NS
+    };
+    let twin = |a: &Window| other.windows.iter().any(|b| overfull(a, b));
+    one.windows.iter().find(|a| twin(a)).map(|a| a.to)
+}
+
+/// Guests that began anew, or went back, for no reason that the round gives. `since` is the round's begin.
+pub fn losses(traces: &[Trace], excuses: &[Excuse], since: u64) -> Vec<Violation> {
+    let mut found = Vec::new();
+    for trace in traces {
+        if let Some(what) = booted_unasked(trace, traces, excuses, since) {
+            found.push(Violation::new(Kind::Lost, &trace.vm, what));
+        }
+        if let Some(what) = went_back(trace, excuses, since) {
+            found.push(Violation::new(Kind::Lost, &trace.vm, what));
+        }
+    }
+    found
+}
+
+/// QEMUs that booted a guest in the round.
+pub fn boots(traces: &[Trace], since: u64) -> usize {
+    let booted = |trace: &&Trace| is_boot(trace, since);
+    traces.iter().filter(booted).count()
+}
+
+fn is_boot(trace: &Trace, since: u64) -> bool {
+    !trace.incoming && trace.began > since && trace.first_ran().is_some()
+}
+
+fn booted_unasked(
+    trace: &Trace,
+    traces: &[Trace],
+    excuses: &[Excuse],
+    since: u64,
+) -> Option<String> {
+    if !is_boot(trace, since) {
+        return None;
+    }
+    let ran = trace.first_ran()?;
+    let before =
+        |one: &&Trace| one.vm == trace.vm && one.pid != trace.pid && one.first_ran() < Some(ran);
+    // A VM that did not run before has nothing to lose.
+    let last = traces
+        .iter()
+        .filter(before)
+        .filter(|one| one.first_ran().is_some());
+    let last = last.max_by_key(|one| one.last_ran())?;
+    let explains = |excuse: &&Excuse| excuse.at <= ran && covers(excuse, last);
+    if excuses.iter().any(|excuse| explains(&excuse)) {
+        return None;
+    }
+    let end = match last.gone {
+        Some(gone) => format!(
+            "which ended at {:.3} s for no reason of ours",
+            gone as f64 / 1e9
+        ),
+        None => "which still lives".to_owned(),
+    };
+    Some(format!(
+        "{} booted it at {:.3} s, after {}, {end}",
+        trace.name(),
+        ran as f64 / 1e9,
+        last.name()
+    ))
+}
+
+fn covers(excuse: &Excuse, trace: &Trace) -> bool {
+    match &excuse.whose {
+        Whose::Vm(vm) => *vm == trace.vm,
+        Whose::Host(host) => *host == trace.host,
+        Whose::Qemu(pid) => *pid == trace.pid,
+    }
+}
+
+/// Within one QEMU a guest's passes only grow.
+fn went_back(trace: &Trace, excuses: &[Excuse], since: u64) -> Option<String> {
+    let of_vm = |excuse: &Excuse| excuse.whose == Whose::Vm(trace.vm.clone());
+    if excuses.iter().any(of_vm) {
+        return None;
+    }
+    // What a destination's memory holds before its guest runs is being copied.
+    let ran = trace.first_ran()?.max(since);
+    let known: Vec<_> = trace.passes.iter().filter(|(at, _)| *at >= ran).collect();
+    let back = known.iter().zip(known.iter().skip(1));
+    let mut back = back.filter(|((_, first), (_, then))| then < first);
+    back.next().map(|((_, first), (at, then))| {
+        format!(
+            "{}: passes went from {first} to {then} at {:.3} s",
+            trace.name(),
+            *at as f64 / 1e9
+        )
+    })
+}
+
+/// Lists that said `stopped` of a VM that ran long before they were asked for and still ran when they came.
+pub fn wrong_lists(shown: &[Shown], traces: &[Trace]) -> Vec<Violation> {
+    let runs = |line: &Shown| {
+        traces.iter().find(|trace| {
+            let long = line.asked.saturating_sub(LIST_AGE_NS);
+            let before = trace.first_ran().is_some_and(|ran| ran < long);
+            trace.vm == line.vm && before && trace.last_ran() > Some(line.answered)
+        })
+    };
+    let stopped = shown.iter().filter(|line| line.state == "stopped");
+    let mut found: Vec<Violation> = stopped
+        .filter_map(|line| {
+            let trace = runs(line)?;
+            let what = format!(
+                "shown as stopped at {:.3} s while {} ran it",
+                line.answered as f64 / 1e9,
+                trace.name()
+            );
+            Some(Violation::new(Kind::WrongList, &line.vm, what))
+        })
+        .collect();
+    // One for each VM says it all.
+    found.dedup_by(|one, other| one.of == other.of);
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    /// A QEMU whose only vCPU ran in these windows of 15 ms, half of the time.
+    fn trace(
+        pid: i32,
+        host: &str,
+        incoming: bool,
+        windows: impl IntoIterator<Item = u64>,
+    ) -> Trace {
+        let window = |number: u64| Window {
+            from: number * 15 * MS,
+            to: (number + 1) * 15 * MS,
+            ran_ns: 7 * MS,
+        };
+        let windows: Vec<Window> = windows.into_iter().map(window).collect();
+        Trace {
+            vm: "vm".into(),
+            host: host.into(),
+            pid,
+            incoming,
+            began: windows.first().map_or(0, |window| window.from),
+            gone: None,
+            vcpus: 1,
+            windows,
+            passes: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn two_that_run_in_the_same_windows_are_found() {
+        let traces = [trace(1, "a", false, 0..40), trace(2, "b", false, 20..60)];
+        let found = doublings(&traces);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].kind, Kind::Doubled);
+        assert!(
+            found[0].what.contains("QEMU 1 on a and QEMU 2 on b"),
+            "{}",
+            found[0]
+        );
+    }
+
+    #[test]
+    fn one_that_runs_again_after_another_did_is_found() {
+        let turns = (0..10).chain(30..40);
+        let traces = [trace(1, "a", false, turns), trace(2, "b", true, 15..20)];
+        assert_eq!(doublings(&traces).len(), 1);
+    }
+
+    #[test]
+    fn a_handover_within_one_window_is_no_doubling() {
+        let traces = [trace(1, "a", false, 0..21), trace(2, "b", true, 20..60)];
+        assert_eq!(doublings(&traces), []);
+        let mut long = [trace(1, "a", false, [0]), trace(2, "b", true, [0])];
+        // The sampler did not get to look for 200 ms: each ran for 90.
+        for trace in &mut long {
+            trace.windows[0].to = 200 * MS;
+            trace.windows[0].ran_ns = 90 * MS;
+        }
+        assert_eq!(doublings(&long), []);
+    }
+
+    #[test]
+    fn more_cpu_time_in_a_window_than_one_after_the_other_gives_is_a_doubling() {
+        let mut long = [trace(1, "a", false, [0]), trace(2, "b", true, [0])];
+        for trace in &mut long {
+            trace.windows[0].to = 200 * MS;
+            trace.windows[0].ran_ns = 150 * MS;
+        }
+        assert_eq!(doublings(&long).len(), 1);
+        long[1].vm = "another".into();
+        assert_eq!(doublings(&long), []);
+    }
+
+    #[test]
+    fn a_boot_is_a_loss_unless_the_round_explains_it() {
+        let traces = [trace(1, "a", false, 0..10), trace(2, "b", false, 20..30)];
+        let excuse = |at, whose| Excuse {
+            at,
+            whose,
+            why: "test",
+        };
+        let lost = |excuses: &[Excuse]| losses(&traces, excuses, 1).len();
+        assert_eq!(lost(&[]), 1);
+        assert_eq!(lost(&[excuse(5, Whose::Qemu(1))]), 0);
+        assert_eq!(lost(&[excuse(5, Whose::Host("a".into()))]), 0);
+        assert_eq!(lost(&[excuse(5, Whose::Vm("vm".into()))]), 0);
+        assert_eq!(lost(&[excuse(5, Whose::Qemu(2))]), 1);
+        assert_eq!(lost(&[excuse(5, Whose::Host("b".into()))]), 1);
+        assert_eq!(
+            lost(&[excuse(900 * MS, Whose::Qemu(1))]),
+            1,
+            "the reason came after the boot"
+        );
+        assert_eq!(boots(&traces, 1), 1);
+    }
+
+    #[test]
+    fn a_move_and_a_first_boot_are_no_losses() {
+        let moved = [trace(1, "a", false, 0..10), trace(2, "b", true, 10..30)];
+        assert_eq!(losses(&moved, &[], 1), []);
+        let mut idle = trace(1, "a", false, []);
+        idle.gone = Some(MS);
+        assert_eq!(losses(&[idle, trace(2, "b", false, 20..30)], &[], 1), []);
+    }
+
+    #[test]
+    fn passes_that_go_back_are_a_loss() {
+        let mut one = trace(1, "a", true, 10..30);
+        one.passes = vec![(20 * MS, 9), (200 * MS, 7), (300 * MS, 8)];
+        assert_eq!(
+            losses(&[one.clone()], &[], 1),
+            [],
+            "before the guest ran there"
+        );
+        one.passes.push((400 * MS, 6));
+        assert_eq!(losses(&[one], &[], 1).len(), 1);
+    }
+
+    #[test]
+    fn a_list_that_calls_a_running_vm_stopped_is_wrong() {
+        let second = 67;
+        let traces = [trace(1, "a", false, 0..20 * second)];
+        let line = |state: &str, asked: u64| Shown {
+            asked: asked * 1000 * MS,
+            answered: asked * 1000 * MS + MS,
+            vm: "vm".into(),
+            state: state.into(),
+        };
+        let wrong = |lines: &[Shown]| wrong_lists(lines, &traces).len();
+        assert_eq!(wrong(&[line("stopped", 10), line("stopped", 11)]), 1);
+        assert_eq!(wrong(&[line("unreachable", 10)]), 0);
+        assert_eq!(wrong(&[line("stopped", 3)]), 0, "it began a moment ago");
+        assert_eq!(wrong(&[line("stopped", 21)]), 0, "it had ended");
+    }
+}

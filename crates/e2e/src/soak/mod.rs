@@ -1,0 +1,191 @@
+//! A soak: the whole product on three test hosts is broken at random for a time, and looked at from outside.
+//!
+//! [`plan`] works out each round from a seed, [`faults`] and [`orders`] do it to the [`site`], [`watch`] looks at it
+//! meanwhile, [`settle`] waits until it has come to rest, [`checks`] judges, [`report`] tells. After a violation
+//! the site is built anew, so that each round stands for itself.
+
+pub mod checks;
+pub mod faults;
+pub mod orders;
+pub mod plan;
+pub mod report;
+pub mod settle;
+pub mod site;
+pub mod watch;
+
+use anyhow::{Context as _, Result};
+use checks::{Kind, Violation, boots, doublings, losses, wrong_lists};
+use faults::{Account, Scene};
+use godwit_testkit::guest::linux::target_dir;
+use godwit_testkit::interrupt;
+use plan::{Fault, Round};
+use report::{Outcome, Record, Report};
+use settle::{Rest, Settling};
+use site::Site;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// What to soak.
+#[derive(Debug)]
+pub struct Options {
+    /// For how long.
+    pub time: Duration,
+    /// At most so many rounds.
+    pub rounds: Option<u32>,
+    /// What the plans come from.
+    pub seed: u64,
+    /// The first round's number.
+    pub first: u32,
+    /// Number of VMs.
+    pub vms: usize,
+    /// What may happen.
+    pub faults: Vec<&'static Fault>,
+}
+
+/// A round's part that the watchers see.
+struct Played {
+    account: Account,
+    violations: Vec<Violation>,
+    homes: Option<BTreeMap<String, String>>,
+}
+
+/// Soaks and gives the report. Ends early, without judging the round, on Ctrl-C.
+pub fn run(options: &Options) -> Result<Report> {
+    let until = Instant::now() + options.time;
+    let mut report = Report::default();
+    let mut standing: Option<(Site, BTreeMap<String, String>)> = None;
+    for number in options.first.. {
+        let enough = options
+            .rounds
+            .is_some_and(|rounds| number - options.first >= rounds);
+        if enough || Instant::now() > until || interrupt::caught() {
+            break;
+        }
+        let (mut site, homes) = match standing.take() {
+            Some(standing) => standing,
+            None => build(options.vms)?,
+        };
+        let round = Round::plan(options.seed, number, &options.faults, options.vms);
+        let (record, homes) = one_round(&mut site, round, homes)?;
+        if interrupt::caught() {
+            break;
+        }
+        println!("{}", report::line(&record));
+        report.add(&record);
+        keep_violations(&mut site, &record)?;
+        if record.violations.is_empty() {
+            standing = homes.map(|homes| (site, homes));
+        }
+    }
+    Ok(report)
+}
+
+fn keep_violations(site: &mut Site, record: &Record) -> Result<()> {
+    if record.violations.is_empty() {
+        return Ok(());
+    }
+    for host in site.hosts.clone() {
+        site.keep_logs(&host);
+    }
+    let directory = target_dir()?.join("soak");
+    let kept = report::keep(&directory, record, site.stack.dir())?;
+    println!("    kept in {}", kept.display());
+    Ok(())
+}
+
+/// A new site with all VMs running.
+fn build(vms: usize) -> Result<(Site, BTreeMap<String, String>)> {
+    let site = Site::new(vms)?;
+    let mut account = Account::default();
+    match Settling::new(&site, &mut account).rest()? {
+        Rest::At(homes) => Ok((site, homes)),
+        Rest::Not(_) if interrupt::caught() => Ok((site, BTreeMap::new())),
+        Rest::Not(why) => anyhow::bail!("a new site does not come to rest: {why}"),
+    }
+}
+
+/// Plays a round and judges it. Gives where the VMs are afterwards, unless the site cannot be used again.
+fn one_round(
+    site: &mut Site,
+    round: Round,
+    homes: BTreeMap<String, String>,
+) -> Result<(Record, Option<BTreeMap<String, String>>)> {
+    let began = Instant::now();
+    let since = site.watch.begin_round();
+    let mut scene = Scene::new(site, &round, homes);
+    let played = scene.play(&round);
+    scene.heal().context("healing the site")?;
+    let account = scene.account;
+    played?;
+    let mut played = Played {
+        account,
+        violations: Vec::new(),
+        homes: None,
+    };
+    conclude(site, &round, &mut played)?;
+    let (traces, shown) = (site.watch.traces(), site.watch.shown());
+    played.violations.extend(doublings(&traces));
+    played
+        .violations
+        .extend(losses(&traces, &played.account.excuses, since));
+    played.violations.extend(wrong_lists(&shown, &traces));
+    let outcome = outcome(&played, boots(&traces, since));
+    let record = Record {
+        round,
+        account: played.account,
+        traces,
+        shown,
+        violations: played.violations,
+        outcome,
+        took: began.elapsed(),
+    };
+    Ok((record, played.homes))
+}
+
+/// What is true once the site is at rest, and one more move.
+fn conclude(site: &Site, round: &Round, played: &mut Played) -> Result<()> {
+    let mut settling = Settling::new(site, &mut played.account);
+    let rest = settling.rest()?;
+    played.violations.append(&mut settling.violations);
+    if interrupt::caught() {
+        return Ok(());
+    }
+    let mut homes = match rest {
+        Rest::At(homes) => homes,
+        Rest::Not(_) if played.account.needs_person => return Ok(()),
+        Rest::Not(why) => {
+            played
+                .violations
+                .push(Violation::new(Kind::Stuck, "site", why));
+            return Ok(());
+        }
+    };
+    played.violations.extend(settle::inspect(site, &homes));
+    let vm = site.vms.get(round.vm).context("no such VM")?;
+    let home = homes.get(vm).context("it is nowhere")?;
+    match settle::move_once(site, vm, home) {
+        Ok(to) => drop(homes.insert(vm.clone(), to)),
+        Err(error) => {
+            let what = format!("{error:#}");
+            played
+                .violations
+                .push(Violation::new(Kind::MoveFailed, vm, what));
+        }
+    }
+    played.homes = Some(homes);
+    Ok(())
+}
+
+fn outcome(played: &Played, boots: usize) -> Outcome {
+    if !played.violations.is_empty() {
+        Outcome::Violated
+    } else if played.homes.is_none() {
+        Outcome::Down
+    } else if played.account.helped > 0 {
+        Outcome::Helped
+    } else if boots > 0 {
+        Outcome::BootedAnew
+    } else {
+        Outcome::Unharmed
+    }
+}

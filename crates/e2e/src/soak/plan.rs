@@ -1,0 +1,423 @@
+//! What a round does, worked out from a seed before it begins: which VM moves, what is broken, when and for how long.
+//!
+//! Pure. Owns the table of faults, and with it what each fault excuses: the one place of the soak's expectations. The
+//! same seed and number give the same round, whatever ran before. Refuses: names of faults that are not in the table.
+
+use std::collections::BTreeSet;
+
+/// What a step does to the site.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Act {
+    /// Ends a daemon or process as `kill -9` does.
+    Kill(Part),
+    /// Stops it for a while as `kill -STOP` does.
+    Stop(Part),
+    /// Cuts links of a host for a while.
+    Cut(Cut),
+    /// Leaves no room on the file system of a machine's state directory for a while.
+    FillDisk(Place),
+    /// Takes the power of one host for a while.
+    PowerCut,
+    /// Takes the power of all hosts at once, for a while.
+    PowerCutAll,
+    /// Puts an older copy of the controller's database back.
+    OldDatabase,
+    /// Puts an older copy of a host's state directory back while the host is off.
+    OldHostState,
+    /// A person's ordinary command.
+    Person(Order),
+}
+
+/// What can be killed or stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// The agent of a host.
+    Agent,
+    /// The controller.
+    Controller,
+    /// The VM process of a VM on a host.
+    VmProcess,
+    /// The QEMU of a VM on a host.
+    Qemu,
+}
+
+/// Which links are cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Cut {
+    /// The migration network's.
+    Migration,
+    /// The management network's.
+    Management,
+    /// Both.
+    Both,
+}
+
+/// Whose disk is full.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Place {
+    /// A host's.
+    Host,
+    /// The controller's.
+    Controller,
+}
+
+/// What a person does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Order {
+    /// `vm start` of a VM that runs.
+    Start,
+    /// `vm start --on` another host than the one that has it.
+    StartElsewhere,
+    /// `vm stop`, which these guests do not hear.
+    Stop,
+    /// `vm stop --force`.
+    ForceStop,
+    /// `vm stop --force`, then `vm start`.
+    Restart,
+    /// `vm migrate` while it may be moving already.
+    Migrate,
+    /// `migration cancel` of what is under way.
+    Cancel,
+    /// `vm stop --force`, `vm delete`, `vm create`, `vm start`.
+    Recreate,
+    /// The holder's power goes; `vm resolve` gives the VM to another host; the power comes back.
+    ResolveFenced,
+    /// A host's power goes; `host remove --confirm-unreachable`; it joins again with an empty disk.
+    RemoveHost,
+    /// A move whose destination's agent dies before it can report, then `vm start --on` a third host.
+    StartWhileAway,
+}
+
+/// A row of the table.
+#[derive(Debug)]
+pub struct Fault {
+    /// What `--only` and `--without` call it.
+    pub name: &'static str,
+    /// What `--only` and `--without` call it with its likes.
+    pub group: &'static str,
+    /// What it does.
+    pub act: Act,
+    /// How often it is drawn, beside the others.
+    pub weight: u32,
+    /// It takes the whole round's attention: a round has at most one of these.
+    pub heavy: bool,
+    /// A VM that this touched may stay down, shown as such, until a person acts.
+    pub needs_person: bool,
+}
+
+const fn fault(name: &'static str, group: &'static str, act: Act, weight: u32) -> Fault {
+    Fault {
+        name,
+        group,
+        act,
+        weight,
+        heavy: false,
+        needs_person: false,
+    }
+}
+
+const fn heavy(name: &'static str, group: &'static str, act: Act, weight: u32) -> Fault {
+    Fault {
+        heavy: true,
+        ..fault(name, group, act, weight)
+    }
+}
+
+const fn for_a_person(name: &'static str, group: &'static str, act: Act, weight: u32) -> Fault {
+    Fault {
+        needs_person: true,
+        ..heavy(name, group, act, weight)
+    }
+}
+
+/// All that can happen.
+pub static FAULTS: [Fault; 28] = [
+    fault("kill-agent", "kills", Act::Kill(Part::Agent), 4),
+    fault("kill-controller", "kills", Act::Kill(Part::Controller), 4),
+    fault("kill-vm-process", "kills", Act::Kill(Part::VmProcess), 4),
+    fault("kill-qemu", "kills", Act::Kill(Part::Qemu), 4),
+    fault("stop-agent", "stops", Act::Stop(Part::Agent), 3),
+    fault("stop-controller", "stops", Act::Stop(Part::Controller), 2),
+    fault("stop-vm-process", "stops", Act::Stop(Part::VmProcess), 3),
+    fault("stop-qemu", "stops", Act::Stop(Part::Qemu), 3),
+    fault("cut-migration", "cuts", Act::Cut(Cut::Migration), 3),
+    fault("cut-management", "cuts", Act::Cut(Cut::Management), 3),
+    fault("cut-both", "cuts", Act::Cut(Cut::Both), 3),
+    fault("full-disk", "disks", Act::FillDisk(Place::Host), 3),
+    fault(
+        "full-controller",
+        "disks",
+        Act::FillDisk(Place::Controller),
+        2,
+    ),
+    heavy("power-host", "power", Act::PowerCut, 4),
+    heavy("power-all", "power", Act::PowerCutAll, 2),
+    heavy("old-database", "old-copies", Act::OldDatabase, 3),
+    for_a_person("old-host-state", "old-copies", Act::OldHostState, 2),
+    fault("start", "commands", Act::Person(Order::Start), 2),
+    fault(
+        "start-elsewhere",
+        "commands",
+        Act::Person(Order::StartElsewhere),
+        3,
+    ),
+    fault("stop", "commands", Act::Person(Order::Stop), 1),
+    fault("force-stop", "commands", Act::Person(Order::ForceStop), 2),
+    fault("restart", "commands", Act::Person(Order::Restart), 2),
+    fault("migrate", "commands", Act::Person(Order::Migrate), 3),
+    fault("cancel", "commands", Act::Person(Order::Cancel), 3),
+    heavy("recreate", "commands", Act::Person(Order::Recreate), 2),
+    heavy(
+        "resolve-fenced",
+        "operator",
+        Act::Person(Order::ResolveFenced),
+        3,
+    ),
+    heavy("remove-host", "operator", Act::Person(Order::RemoveHost), 2),
+    heavy(
+        "start-while-away",
+        "operator",
+        Act::Person(Order::StartWhileAway),
+        3,
+    ),
+];
+
+/// A host by what it is to a VM when the step happens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// The one that had the VM when the round began.
+    Holder,
+    /// The one that the round's move goes to.
+    Destination,
+    /// Neither.
+    Third,
+}
+
+/// One thing that happens in a round.
+#[derive(Debug, Clone, Copy)]
+pub struct Step {
+    /// When, from the round's begin.
+    pub at_ms: u64,
+    /// How long, for what passes.
+    pub for_ms: u64,
+    /// What.
+    pub fault: &'static Fault,
+    /// Which VM, by number.
+    pub vm: usize,
+    /// Which host.
+    pub role: Role,
+}
+
+/// A round's plan.
+#[derive(Debug, Clone)]
+pub struct Round {
+    /// From 1 on.
+    pub number: u32,
+    /// VM whose move is under way while things happen, by number.
+    pub vm: usize,
+    /// Which of the other hosts it moves to.
+    pub destination: usize,
+    /// Cap of that move, Mb/s: so slow that there is time to break it; none is full speed.
+    pub cap_mbit: Option<u64>,
+    /// What happens, in order of time.
+    pub steps: Vec<Step>,
+}
+
+/// Where a fault may strike; moves begin at 0.
+const FIRST_MS: u64 = 100;
+/// The round's last fault begins before this.
+const LAST_MS: u64 = 3_500;
+/// Shortest and longest time of what passes by itself.
+const LASTS_MS: (u64, u64) = (300, 4_000);
+
+/// The faults that may be drawn.
+pub fn choose(only: &[String], without: &[String]) -> Result<Vec<&'static Fault>, String> {
+    let known: BTreeSet<&str> = FAULTS
+        .iter()
+        .flat_map(|fault| [fault.name, fault.group])
+        .chain(["all"])
+        .collect();
+    for name in only.iter().chain(without) {
+        if !known.contains(name.as_str()) {
+            let all: Vec<&str> = known.into_iter().collect();
+            return Err(format!("no fault '{name}'; there are: {}", all.join(", ")));
+        }
+    }
+    let is_in = |list: &[String], fault: &Fault| {
+        let mut list = list.iter();
+        list.any(|name| name == fault.name || name == fault.group || name == "all")
+    };
+    let wanted = |fault: &&Fault| (only.is_empty() || is_in(only, fault)) && !is_in(without, fault);
+    Ok(FAULTS.iter().filter(wanted).collect())
+}
+
+impl Round {
+    /// The plan of a round: the same for the same seed, number, faults and sizes.
+    pub fn plan(seed: u64, number: u32, faults: &[&'static Fault], vms: usize) -> Self {
+        let mut dice = Dice::new(seed, number);
+        let vm = dice.below(vms);
+        let destination = dice.below(2);
+        let cap_mbit = [None, Some(60), Some(120)][dice.below(3)];
+        let count = if faults.is_empty() {
+            0
+        } else {
+            1 + dice.below(3)
+        };
+        let mut steps: Vec<Step> = Vec::new();
+        for _ in 0..count {
+            let heavy_allowed = !steps.iter().any(|step| step.fault.heavy);
+            let step = dice.step(faults, heavy_allowed, vm, vms);
+            let again = |old: &Step, new: &Step| old.fault.name == new.fault.name;
+            steps.extend(step.filter(|step| !steps.iter().any(|old| again(old, step))));
+        }
+        steps.sort_by_key(|step| step.at_ms);
+        Self {
+            number,
+            vm,
+            destination,
+            cap_mbit,
+            steps,
+        }
+    }
+}
+
+impl std::fmt::Display for Round {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let what = |step: &Step| match step.fault.act {
+            Act::Person(_) => step.fault.name.to_owned(),
+            _ => format!("{}@{:?}", step.fault.name, step.role).to_lowercase(),
+        };
+        let names: Vec<String> = self.steps.iter().map(what).collect();
+        let names = if names.is_empty() {
+            "nothing".to_owned()
+        } else {
+            names.join(" + ")
+        };
+        write!(f, "{names}")
+    }
+}
+
+/// A small generator of numbers, SplitMix64: a plan depends on nothing else.
+struct Dice(u64);
+
+impl Dice {
+    fn new(seed: u64, number: u32) -> Self {
+        let mut dice = Self(seed ^ u64::from(number).wrapping_mul(0xd134_2543_de82_ef95));
+        dice.next();
+        dice
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        (self.next() % end.max(1) as u64) as usize
+    }
+
+    fn between(&mut self, low: u64, high: u64) -> u64 {
+        low + self.next() % (high - low)
+    }
+
+    fn step(
+        &mut self,
+        faults: &[&'static Fault],
+        heavy_allowed: bool,
+        moving: usize,
+        vms: usize,
+    ) -> Option<Step> {
+        let fault = self.draw(faults, heavy_allowed)?;
+        // Most faults are about the VM that moves.
+        let vm = if self.below(4) == 0 {
+            self.below(vms)
+        } else {
+            moving
+        };
+        let role = [
+            Role::Holder,
+            Role::Destination,
+            Role::Holder,
+            Role::Destination,
+            Role::Third,
+        ][self.below(5)];
+        Some(Step {
+            at_ms: self.between(FIRST_MS, LAST_MS),
+            for_ms: self.between(LASTS_MS.0, LASTS_MS.1),
+            fault,
+            vm,
+            role,
+        })
+    }
+
+    fn draw(&mut self, faults: &[&'static Fault], heavy_allowed: bool) -> Option<&'static Fault> {
+        let allowed = || faults.iter().filter(|fault| heavy_allowed || !fault.heavy);
+        let total: u32 = allowed().map(|fault| fault.weight).sum();
+        let mut left = self.below(total as usize) as u32;
+        for fault in allowed() {
+            if left < fault.weight {
+                return Some(fault);
+            }
+            left -= fault.weight;
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all() -> Vec<&'static Fault> {
+        choose(&[], &[]).unwrap()
+    }
+
+    #[test]
+    fn a_seed_and_a_number_give_one_plan() {
+        for number in 1..50 {
+            let [one, two] = [(); 2].map(|()| format!("{:?}", Round::plan(7, number, &all(), 3)));
+            assert_eq!(one, two);
+        }
+        let of = |seed, number| format!("{:?}", Round::plan(seed, number, &all(), 3).steps);
+        assert_ne!(of(7, 1), of(8, 1));
+        assert_ne!(of(7, 1), of(7, 2));
+    }
+
+    #[test]
+    fn every_fault_comes_up_and_a_round_has_one_heavy_one() {
+        let mut seen = BTreeSet::new();
+        for number in 0..2000 {
+            let round = Round::plan(1, number, &all(), 3);
+            assert!(!round.steps.is_empty() && round.steps.len() <= 3);
+            assert!(round.steps.iter().filter(|step| step.fault.heavy).count() <= 1);
+            assert!(round.steps.is_sorted_by_key(|step| step.at_ms));
+            seen.extend(round.steps.iter().map(|step| step.fault.name));
+        }
+        assert_eq!(seen.len(), FAULTS.len());
+    }
+
+    #[test]
+    fn faults_are_left_out_by_name_and_by_group() {
+        let names = |only: &[&str], without: &[&str]| {
+            let owned =
+                |list: &[&str]| list.iter().map(|one| (*one).to_owned()).collect::<Vec<_>>();
+            choose(&owned(only), &owned(without))
+                .map(|faults| faults.iter().map(|fault| fault.name).collect::<Vec<_>>())
+        };
+        assert_eq!(
+            names(&["old-copies"], &["old-database"]).unwrap(),
+            ["old-host-state"]
+        );
+        assert!(!names(&[], &["kills"]).unwrap().contains(&"kill-qemu"));
+        assert!(names(&[], &["all"]).unwrap().is_empty());
+        assert!(
+            names(&["kill-everything"], &[])
+                .unwrap_err()
+                .contains("kill-agent")
+        );
+        assert!(Round::plan(1, 1, &[], 3).steps.is_empty());
+    }
+}

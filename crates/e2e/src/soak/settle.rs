@@ -1,0 +1,374 @@
+//! Waits until a healed site has come to rest, helps as a person would, and checks what it came to.
+//!
+//! Rest means: each VM runs in exactly one QEMU, seen from outside, on the host that the controller's list names, and no
+//! migration is under way. The checks use the guests' memory, the processes that the system lists and the agents' records.
+
+use crate::soak::checks::{Kind, Violation};
+use crate::soak::faults::{Account, Wish};
+use crate::soak::site::Site;
+use anyhow::{Context as _, Result};
+use godwit_testkit::guest::checker;
+use godwit_testkit::interrupt;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::time::{Duration, Instant};
+
+/// Longest time until a healed site is at rest; a source that is lost is given up after 75 s.
+const REST: Duration = Duration::from_secs(100);
+/// The same where a person is needed anyway.
+const REST_WITHOUT: Duration = Duration::from_secs(25);
+/// How long a VM is seen in a state before a person helps.
+const HELP_AFTER: Duration = Duration::from_secs(4);
+/// How long rest must last.
+const STANDS: Duration = Duration::from_millis(300);
+/// A guest that runs has used CPU time this lately.
+const LATELY_NS: u64 = 3_000_000_000;
+/// Longest wait for what follows from rest: traces of a move that are cleaned up, a record that is written.
+const SOON: Duration = Duration::from_secs(15);
+/// Longest time of a move on a healed site.
+const MOVE: Duration = Duration::from_secs(40);
+
+/// How a round's site came to rest.
+pub enum Rest {
+    /// With each VM on this host.
+    At(BTreeMap<String, String>),
+    /// It did not, for the reason given.
+    Not(String),
+}
+
+/// A VM on the way to rest.
+#[derive(Default)]
+struct Seen {
+    state: String,
+    since: Option<Instant>,
+    helped: Option<Instant>,
+}
+
+/// A site that comes to rest.
+pub struct Settling<'a> {
+    site: &'a Site,
+    account: &'a mut Account,
+    seen: BTreeMap<String, Seen>,
+    /// What was found on the way.
+    pub violations: Vec<Violation>,
+}
+
+impl<'a> Settling<'a> {
+    /// After a round.
+    pub fn new(site: &'a Site, account: &'a mut Account) -> Self {
+        Self {
+            site,
+            account,
+            seen: BTreeMap::new(),
+            violations: Vec::new(),
+        }
+    }
+
+    fn say(&mut self, what: impl AsRef<str>) {
+        let at = self.site.watch.now() as f64 / 1e9;
+        self.account.log.push(format!("{at:9.3} {}", what.as_ref()));
+    }
+
+    /// Waits for it.
+    pub fn rest(&mut self) -> Result<Rest> {
+        let began = Instant::now();
+        let within = if self.account.needs_person {
+            REST_WITHOUT
+        } else {
+            REST
+        };
+        let mut since: Option<Instant> = None;
+        let mut last = String::new();
+        loop {
+            let homes = self.look(&mut last);
+            since = homes.as_ref().and(since.or_else(|| Some(Instant::now())));
+            if let (Some(homes), Some(since)) = (homes, since)
+                && since.elapsed() > STANDS
+            {
+                return Ok(Rest::At(homes));
+            }
+            if began.elapsed() > within || interrupt::caught() {
+                return Ok(Rest::Not(last));
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    }
+
+    /// Where each VM runs, if all do; `why` says what is missing.
+    fn look(&mut self, why: &mut String) -> Option<BTreeMap<String, String>> {
+        let (hosts, list) = match (
+            self.site.ask(&["host", "list"]),
+            self.site.ask(&["vm", "list"]),
+        ) {
+            (Ok(hosts), Ok(list)) => (hosts, list),
+            (Err(error), _) | (_, Err(error)) => {
+                *why = format!("the controller does not answer: {error:#}");
+                return None;
+            }
+        };
+        let connected = hosts
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter(|host| host["state"] == "connected");
+        if connected.count() < self.site.hosts.len() {
+            *why = "a host is not connected".to_owned();
+            return None;
+        }
+        let mut homes = BTreeMap::new();
+        for vm in self.site.vms.clone() {
+            let mut all = list.as_array().into_iter().flatten();
+            let view = all
+                .find(|view| view["spec"]["name"] == vm.as_str())
+                .unwrap_or(&Value::Null);
+            match self.at_rest(&vm, view) {
+                Ok(host) => drop(homes.insert(vm, host)),
+                Err(what) => {
+                    *why = format!(
+                        "{vm}: {what}; shown as {} with note {}",
+                        view["state"], view["note"]
+                    )
+                }
+            }
+        }
+        (homes.len() == self.site.vms.len()).then_some(homes)
+    }
+
+    fn at_rest(&mut self, vm: &str, view: &Value) -> Result<String, String> {
+        let state = view["state"].as_str().unwrap_or("deleted");
+        let traces = self.site.watch.traces();
+        let alive: Vec<_> = traces
+            .iter()
+            .filter(|one| one.vm == vm && one.gone.is_none())
+            .collect();
+        self.help(vm, state, alive.is_empty());
+        if state != "running" {
+            return Err("it does not run".to_owned());
+        }
+        let [one] = alive.as_slice() else {
+            return Err(format!("{} QEMUs", alive.len()));
+        };
+        if view["host"] != one.host.as_str() || !view["migration"].is_null() {
+            return Err(format!(
+                "shown on {} with migration {}, runs on {}",
+                view["host"], view["migration"], one.host
+            ));
+        }
+        let lately = self.site.watch.now().saturating_sub(LATELY_NS);
+        let ran = one.windows.last().is_some_and(|window| window.to > lately);
+        if ran {
+            Ok(one.host.clone())
+        } else {
+            Err("its vCPU does not run".to_owned())
+        }
+    }
+
+    /// Does what a person does about a VM that stays as it is.
+    fn help(&mut self, vm: &str, state: &str, nothing_runs: bool) {
+        let seen = self.seen.entry(vm.to_owned()).or_default();
+        if seen.state != state {
+            seen.state = state.to_owned();
+            seen.since = Some(Instant::now());
+        }
+        let long = seen.since.is_some_and(|since| since.elapsed() > HELP_AFTER);
+        let again = seen
+            .helped
+            .is_none_or(|helped| helped.elapsed() > HELP_AFTER);
+        if !long || !again {
+            return;
+        }
+        seen.helped = Some(Instant::now());
+        let wish = self.account.wishes.get(vm).copied().unwrap_or(Wish::On);
+        match (state, wish) {
+            ("running", Wish::Off) => {
+                let what = "a person was told that it is off, and it runs";
+                self.violations.push(Violation::new(Kind::Undone, vm, what));
+                self.account.wishes.insert(vm.to_owned(), Wish::On);
+            }
+            ("stopped" | "deleted", Wish::On) if self.account.wishes.contains_key(vm) => {
+                let what = format!("a person was told that it is on, and it is {state}");
+                self.violations.push(Violation::new(Kind::Undone, vm, what));
+                self.start(vm, state, "undone");
+            }
+            ("stopped" | "deleted", Wish::Off | Wish::Unknown) => {
+                self.start(vm, state, "wanted off")
+            }
+            ("stopped" | "deleted" | "crashed", _) => {
+                self.account.helped += 1;
+                self.start(
+                    vm,
+                    state,
+                    if nothing_runs {
+                        "down"
+                    } else {
+                        "shown as down"
+                    },
+                );
+            }
+            ("paused" | "panicked", _) => {
+                self.account.helped += 1;
+                self.tell(&["vm", "resume", vm]);
+            }
+            _ => {}
+        }
+    }
+
+    fn start(&mut self, vm: &str, state: &str, why: &str) {
+        self.say(format!("{vm} is {state} ({why})"));
+        if state == "deleted" {
+            let file = self.site.file(vm).map(str::to_owned).unwrap_or_default();
+            self.tell(&["vm", "create", &file]);
+        }
+        self.tell(&["vm", "start", vm]);
+        self.account.wishes.remove(vm);
+    }
+
+    fn tell(&mut self, command: &[&str]) {
+        let said = match self.site.person(command) {
+            Ok(ran) => format!("{:?} {}", ran.code, ran.stderr.trim()),
+            Err(error) => format!("{error:#}"),
+        };
+        self.say(format!("a person helps: {}: {said}", command.join(" ")));
+    }
+}
+
+/// Checks a site at rest; each VM is where `homes` says.
+pub fn inspect(site: &Site, homes: &BTreeMap<String, String>) -> Vec<Violation> {
+    let mut found = Vec::new();
+    for (vm, home) in homes {
+        found.extend(
+            soon(|| holders(site, vm, home)).map(|what| Violation::new(Kind::Holders, vm, what)),
+        );
+        found.extend(memory(site, vm, home).err().map(|error| {
+            Violation::new(Kind::Lost, vm, format!("its memory on {home}: {error:#}"))
+        }));
+    }
+    for host in &site.hosts {
+        found.extend(
+            soon(|| left_over(site, host, homes))
+                .map(|what| Violation::new(Kind::LeftOver, host, what)),
+        );
+    }
+    found
+}
+
+/// What is still wrong when time is up.
+fn soon(wrong: impl Fn() -> Option<String>) -> Option<String> {
+    let until = Instant::now() + SOON;
+    loop {
+        let what = wrong()?;
+        if Instant::now() > until || interrupt::caught() {
+            return Some(what);
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn holders(site: &Site, vm: &str, home: &str) -> Option<String> {
+    let mut holders = Vec::new();
+    for host in &site.hosts {
+        let known = match site.ask_host(host, &["vm", "list"]) {
+            Ok(known) => known,
+            Err(error) => return Some(format!("the agent of {host} does not say: {error:#}")),
+        };
+        let mut known = known.as_array().into_iter().flatten();
+        if known.any(|one| one["spec"]["name"] == vm && one["holds"] == true) {
+            holders.push(host.as_str());
+        }
+    }
+    (holders != [home]).then(|| format!("it runs on {home} and is held by {holders:?}"))
+}
+
+/// Pauses a guest, checks all its pages, and lets it go on.
+fn memory(site: &Site, vm: &str, home: &str) -> Result<()> {
+    site.stack.wait_counts(vm, home)?;
+    site.stack.ok("controller", &["vm", "pause", vm])?;
+    let file = site.stack.ram_file(vm, home);
+    let checked = file.and_then(|file| Ok(checker::check(&File::open(file)?)?));
+    site.stack.ok("controller", &["vm", "resume", vm])?;
+    let checked = checked?;
+    anyhow::ensure!(
+        checked.control.boots == 1,
+        "it booted {} times in it",
+        checked.control.boots
+    );
+    Ok(())
+}
+
+/// QEMUs, memory and taps on a host beside those of the VMs that run there.
+fn left_over(site: &Site, host: &str, homes: &BTreeMap<String, String>) -> Option<String> {
+    let here: Vec<&String> = homes
+        .iter()
+        .filter(|(_, home)| *home == host)
+        .map(|(vm, _)| vm)
+        .collect();
+    let count = || -> Result<(usize, usize, usize)> {
+        let processes = site.stack.machine(host)?.processes()?;
+        let qemus = processes
+            .iter()
+            .filter(|one| one.command_line.contains("qemu-system"));
+        let mut files = 0;
+        for vm in &site.vms {
+            files += site.stack.ram_files(vm, host)?.len();
+        }
+        Ok((qemus.count(), files, taps(site, host)?))
+    };
+    // The first VM is the one with a network card.
+    let nics = here
+        .iter()
+        .filter(|vm| Some(**vm) == site.vms.first())
+        .count();
+    let want = (here.len(), here.len(), nics);
+    match count() {
+        Ok(seen) if seen == want => None,
+        Ok(seen) => Some(format!(
+            "(QEMUs, RAM files, taps) are {seen:?} instead of {want:?} on {host}"
+        )),
+        Err(error) => Some(format!("{error:#}")),
+    }
+}
+
+fn taps(site: &Site, host: &str) -> Result<usize> {
+    let mut command = site.stack.machine(host)?.command("ls");
+    let output = command.arg("/sys/class/net").output()?;
+    let names = String::from_utf8_lossy(&output.stdout);
+    Ok(names
+        .split_whitespace()
+        .filter(|name| name.starts_with("gw"))
+        .count())
+}
+
+/// Moves a VM of a healthy site, and says where it is afterwards.
+pub fn move_once(site: &Site, vm: &str, home: &str) -> Result<String> {
+    let to = site
+        .others(home)
+        .into_iter()
+        .next()
+        .context("no other host")?;
+    let begun = site.stack.json_within(
+        "controller",
+        &["vm", "migrate", vm, "--to", &to, "--detach"],
+        MOVE,
+    )?;
+    let id = begun["id"].as_str().context("no id")?;
+    let until = Instant::now() + MOVE;
+    loop {
+        let report = site.ask(&["migration", "show", id])?;
+        if report["outcome"] == "completed" {
+            return Ok(to);
+        }
+        let open = report["outcome"].is_null() || report["outcome"] == "in-doubt";
+        anyhow::ensure!(
+            open,
+            "move of {vm} to {to}: {}: {}",
+            report["outcome"],
+            report["reason"]
+        );
+        anyhow::ensure!(
+            Instant::now() < until,
+            "move of {vm} to {to} does not end: {report}"
+        );
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}

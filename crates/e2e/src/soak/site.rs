@@ -1,0 +1,374 @@
+//! The site that a soak breaks: the product as it is shipped on three test hosts, and what was done to it so far.
+//!
+//! Owns what is broken at the moment (processes stopped, links cut, disks full, hosts without power), so that all of it
+//! can be undone. Knows of the product what [`Stack`] knows, and where its state lies.
+
+use crate::soak::watch::Watch;
+use crate::stack::{
+    CONTINUE, CONTROLLER_DATABASE, Counter, HostPlan, KILL, Link, Plan, Ran, STOP, Stack, signal,
+};
+use anyhow::{Context as _, Result, ensure};
+use serde_json::Value;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Longest wait for a command of a person's; then its outcome is unknown.
+pub const COMMAND: Duration = Duration::from_secs(6);
+/// Longest wait for a question.
+const QUESTION: Duration = Duration::from_secs(4);
+/// Directory of a host's durable state.
+const HOST_STATE: &str = "/var/lib/godwit";
+/// Directory of what a reboot empties.
+const RUN: &str = "/run/godwit";
+/// File system of the state directories, in each machine.
+const DISK: &str = "/var/lib";
+/// MiB of a guest.
+const MEMORY_MIB: u32 = 32;
+/// Idle turns of the guests for each page.
+const SPIN: u32 = 2_000;
+
+/// The site.
+pub struct Site {
+    /// The machines and daemons.
+    pub stack: Arc<Stack>,
+    /// Its hosts' names.
+    pub hosts: Vec<String>,
+    /// Its VMs' names.
+    pub vms: Vec<String>,
+    /// What looks at it.
+    pub watch: Arc<Watch>,
+    files: Vec<String>,
+    off: BTreeSet<String>,
+    removed: BTreeSet<String>,
+    full: BTreeSet<String>,
+    cut: Vec<(String, Link)>,
+    deaths: u32,
+    watchers: Vec<JoinHandle<()>>,
+}
+
+impl Drop for Site {
+    fn drop(&mut self) {
+        self.watch.end();
+        for watcher in self.watchers.drain(..) {
+            let _ = watcher.join();
+        }
+    }
+}
+
+impl Site {
+    /// Brings it up with so many VMs that run, one after the other on each host.
+    pub fn new(vms: usize) -> Result<Self> {
+        let plan = Plan {
+            more: 1,
+            ..Plan::default()
+        };
+        let stack = Arc::new(Stack::new("soak", &plan)?);
+        let watch = Arc::new(Watch::new(&stack)?);
+        let (sampler, lister) = (Arc::clone(&watch), (Arc::clone(&watch), Arc::clone(&stack)));
+        let watchers = vec![
+            std::thread::spawn(move || sampler.sample()),
+            std::thread::spawn(move || lister.0.list(&lister.1)),
+        ];
+        let mut site = Self {
+            hosts: stack.hosts(),
+            stack,
+            vms: (0..vms).map(|number| format!("vm{number}")).collect(),
+            watch,
+            files: Vec::new(),
+            off: BTreeSet::new(),
+            removed: BTreeSet::new(),
+            full: BTreeSet::new(),
+            cut: Vec::new(),
+            deaths: 0,
+            watchers,
+        };
+        for (number, vm) in site.vms.clone().iter().enumerate() {
+            site.make_vm(number, vm)?;
+        }
+        Ok(site)
+    }
+
+    fn make_vm(&mut self, number: usize, vm: &str) -> Result<()> {
+        let mut guest = Counter::flat(vm, MEMORY_MIB).slowed(SPIN);
+        if number == 0 {
+            guest = guest.with("[[nic]]\nport_group = \"vm\"");
+        }
+        let file = self.stack.describe_counter(&guest)?;
+        self.stack.ok("controller", &["vm", "create", &file])?;
+        let host = self
+            .hosts
+            .get(number % self.hosts.len())
+            .context("no host")?;
+        self.stack
+            .ok("controller", &["vm", "start", vm, "--on", host])?;
+        self.files.push(file);
+        Ok(())
+    }
+
+    /// The description of a VM.
+    pub fn file(&self, vm: &str) -> Result<&str> {
+        let number = self.vms.iter().position(|one| one == vm);
+        let file = number.and_then(|number| self.files.get(number));
+        Ok(file.context("no such VM")?)
+    }
+
+    /// Runs a person's command at the controller.
+    pub fn person(&self, arguments: &[&str]) -> Result<Ran> {
+        self.stack.run_within("controller", arguments, COMMAND)
+    }
+
+    /// Asks the controller.
+    pub fn ask(&self, arguments: &[&str]) -> Result<Value> {
+        self.stack.json_within("controller", arguments, QUESTION)
+    }
+
+    /// Asks a host's agent.
+    pub fn ask_host(&self, host: &str, arguments: &[&str]) -> Result<Value> {
+        self.stack.json_within(host, arguments, QUESTION)
+    }
+
+    /// The other hosts than this.
+    pub fn others(&self, host: &str) -> Vec<String> {
+        let others = self.hosts.iter().filter(|one| *one != host);
+        others.cloned().collect()
+    }
+
+    /// Whether a host has power.
+    pub fn is_on(&self, host: &str) -> bool {
+        !self.off.contains(host)
+    }
+
+    /// Ends a daemon; one that has ended is no error.
+    pub fn kill_daemon(&self, machine: &str) {
+        let _ = self.stack.kill_daemon(machine);
+    }
+
+    /// Starts a daemon that does not run, on a machine with power.
+    pub fn start_daemon(&self, machine: &str) -> Result<()> {
+        if self.stack.daemon_lives(machine) || self.off.contains(machine) {
+            return Ok(());
+        }
+        self.kill_daemon(machine); // collects what ended by itself
+        self.stack.start_daemon(machine)
+    }
+
+    /// Cuts a host's link.
+    pub fn cut(&mut self, host: &str, link: Link) -> Result<()> {
+        self.cut.push((host.to_owned(), link));
+        Ok(self.stack.lab.cut_link(host, link)?)
+    }
+
+    /// Heals a host's link.
+    pub fn heal(&mut self, host: &str, link: Link) -> Result<()> {
+        self.cut.retain(|one| one != &(host.to_owned(), link));
+        Ok(self.stack.lab.heal_link(host, link)?)
+    }
+
+    fn shell(&self, machine: &str, script: &str) -> Result<()> {
+        let mut command = self.stack.machine(machine)?.command("sh");
+        let output = command.args(["-c", script]).output()?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        ensure!(output.status.success(), "'{script}' on {machine}: {said}");
+        Ok(())
+    }
+
+    /// Leaves a machine's state directory no room.
+    pub fn fill_disk(&mut self, machine: &str) -> Result<()> {
+        self.full.insert(machine.to_owned());
+        let script = format!(
+            "used=$(df -k --output=used {DISK} | tail -n 1) && mount -o remount,size=${{used}}k {DISK}"
+        );
+        self.shell(machine, &script)
+    }
+
+    /// Gives it room again.
+    pub fn clear_disk(&mut self, machine: &str) -> Result<()> {
+        self.full.remove(machine);
+        self.shell(machine, &format!("mount -o remount,size=50% {DISK}"))
+    }
+
+    /// Takes a host's power: all that runs there ends at once, and all that a reboot empties is empty.
+    pub fn power_off(&mut self, host: &str) -> Result<()> {
+        if !self.off.insert(host.to_owned()) {
+            return Ok(());
+        }
+        self.keep_logs(host);
+        let machine = self.stack.machine(host)?;
+        // Stopped first: nobody may see another one die.
+        let processes = machine.processes()?;
+        for process in processes
+            .iter()
+            .filter(|one| !one.command_line.contains("qemu-system"))
+        {
+            signal(process.pid_outside, STOP)?;
+        }
+        self.stack
+            .until("nothing runs there", Duration::from_secs(30), || {
+                let processes = machine.processes()?;
+                for process in &processes {
+                    signal(process.pid_outside, KILL)?;
+                }
+                self.kill_daemon(host);
+                Ok(processes.is_empty())
+            })?;
+        self.shell(
+            host,
+            "for tap in $(ls /sys/class/net | grep ^gw); do ip link delete $tap; done",
+        )?;
+        let run = self.stack.inside(host, RUN)?;
+        if run.exists() {
+            std::fs::remove_dir_all(run).context("emptying /run")?;
+        }
+        Ok(())
+    }
+
+    /// Gives a host its power back.
+    pub fn power_on(&mut self, host: &str) -> Result<()> {
+        self.off.remove(host);
+        if self.removed.remove(host) {
+            return self.rejoin(host);
+        }
+        self.start_daemon(host)
+    }
+
+    /// From here on the controller knows a host no more; it comes back with an empty disk, as a new one.
+    pub fn forget(&mut self, host: &str) {
+        self.removed.insert(host.to_owned());
+    }
+
+    fn rejoin(&self, host: &str) -> Result<()> {
+        for directory in [HOST_STATE, "/etc/godwit"] {
+            self.shell(host, &format!("rm -rf {directory}/*"))?;
+        }
+        let number = self.hosts.iter().position(|one| one == host);
+        let number = u8::try_from(number.context("no such host")?)?;
+        self.stack.join(number, &HostPlan::default())
+    }
+
+    /// Undoes all that is broken.
+    pub fn heal_all(&mut self) -> Result<()> {
+        for machine in self.machines() {
+            for process in self.stack.machine(&machine)?.processes()? {
+                signal(process.pid_outside, CONTINUE)?;
+            }
+        }
+        for (host, link) in std::mem::take(&mut self.cut) {
+            self.stack.lab.heal_link(&host, link)?;
+        }
+        for machine in std::mem::take(&mut self.full) {
+            self.clear_disk(&machine)?;
+        }
+        self.start_daemon("controller")?;
+        for host in std::mem::take(&mut self.off) {
+            self.power_on(&host)?;
+        }
+        for host in self.hosts.clone() {
+            self.start_daemon(&host)?;
+        }
+        Ok(())
+    }
+
+    fn machines(&self) -> Vec<String> {
+        let mut machines = self.hosts.clone();
+        machines.push("controller".to_owned());
+        machines
+    }
+
+    /// Keeps copies of all durable state, for faults that put them back.
+    pub fn keep_copies(&self) -> Result<()> {
+        let copies = self.copies();
+        if copies.exists() {
+            std::fs::remove_dir_all(&copies)?;
+        }
+        std::fs::create_dir_all(&copies)?;
+        let controller = self
+            .stack
+            .daemon_pid("controller")
+            .context("no controller")?;
+        // A database that is being written is no copy.
+        signal(controller, STOP)?;
+        let kept = self.copy_database(&copies);
+        signal(controller, CONTINUE)?;
+        kept?;
+        for host in &self.hosts {
+            copy_tree(&self.stack.inside(host, HOST_STATE)?, &copies.join(host))?;
+        }
+        Ok(())
+    }
+
+    fn copy_database(&self, to: &Path) -> Result<()> {
+        for file in self.database()? {
+            if file.exists() {
+                let name = file.file_name().context("no name")?;
+                std::fs::copy(&file, to.join(name))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn copies(&self) -> PathBuf {
+        self.stack.dir().join("copies")
+    }
+
+    fn database(&self) -> Result<Vec<PathBuf>> {
+        let path = self.stack.inside("controller", CONTROLLER_DATABASE)?;
+        let with = |suffix: &str| PathBuf::from(format!("{}{suffix}", path.display()));
+        Ok(["", "-wal", "-shm"].map(with).to_vec())
+    }
+
+    /// Puts the controller's old database back and starts it.
+    pub fn restore_database(&self) -> Result<()> {
+        self.kill_daemon("controller");
+        for file in self.database()? {
+            let kept = self.copies().join(file.file_name().context("no name")?);
+            if file.exists() {
+                std::fs::remove_file(&file)?;
+            }
+            if kept.exists() {
+                std::fs::copy(kept, file)?;
+            }
+        }
+        self.start_daemon("controller")
+    }
+
+    /// Puts the old state of a host without power back.
+    pub fn restore_host(&self, host: &str) -> Result<()> {
+        ensure!(!self.is_on(host), "host {host} has power");
+        self.shell(host, &format!("rm -rf {HOST_STATE}"))?;
+        copy_tree(
+            &self.copies().join(host),
+            &self.stack.inside(host, HOST_STATE)?,
+        )
+    }
+
+    /// Appends what a host's VM processes said to a file that stays.
+    pub fn keep_logs(&mut self, host: &str) {
+        self.deaths += 1;
+        let to = self
+            .stack
+            .dir()
+            .join(format!("{host}-vms-{}.log", self.deaths));
+        let script =
+            "for log in /run/godwit/vms/*/vm-process.log; do echo \"== $log\"; cat $log; done";
+        let said = self.stack.machine(host).ok().and_then(|machine| {
+            let output = machine.command("sh").args(["-c", script]).output().ok()?;
+            Some(output.stdout)
+        });
+        // Logs are for the reader; a round does not fail for want of them.
+        let _ = std::fs::write(to, said.unwrap_or_default());
+    }
+}
+
+fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+    let status = Command::new("cp")
+        .arg("-a")
+        .arg("--")
+        .args([from, to])
+        .status()?;
+    ensure!(status.success(), "copying {} failed", from.display());
+    Ok(())
+}

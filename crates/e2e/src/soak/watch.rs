@@ -1,0 +1,295 @@
+//! Looks at the site from outside, all the time: the CPU time of every QEMU's vCPUs, the passes that guests count, and
+//! what the controller's list says.
+//!
+//! Owns the records of the round, which [`crate::soak::checks`] judges. It asks the product nothing but its list, and
+//! believes that only against what it saw itself. It lets vCPU threads run behind everything else, so that guests that
+//! count for ever do not starve those who decide about them.
+
+use crate::soak::checks::{ADVANCE_NS, Shown, Trace, Window};
+use crate::stack::Stack;
+use anyhow::Result;
+use godwit_testkit::guest::checker;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Pause between two looks at CPU time.
+const EVERY: Duration = Duration::from_millis(15);
+/// Pause between two looks at processes that were no QEMU when they were first seen: a fork may become one.
+const AGAIN: Duration = Duration::from_millis(150);
+/// Pause between two looks at a guest's passes.
+const PASSES_EVERY: Duration = Duration::from_millis(100);
+/// Pause between two lists.
+const LIST_EVERY: Duration = Duration::from_millis(1_000);
+/// Longest time over which a little CPU time is added up.
+const WINDOW_MAX_NS: u64 = 60_000_000;
+/// Kindness of vCPU threads.
+const VCPU_NICE: i32 = 10;
+/// And of the sampler.
+const SAMPLER_NICE: i32 = -10;
+
+/// A QEMU that lives.
+struct Live {
+    trace: Trace,
+    vcpus: Vec<File>,
+    ram: Option<File>,
+    ram_path: PathBuf,
+    total_ns: u64,
+    since: u64,
+    passes_at: u64,
+}
+
+/// Records of the site since it came up.
+pub struct Watch {
+    began: Instant,
+    /// Process id namespaces of the hosts.
+    hosts: Vec<(String, PathBuf, PathBuf)>,
+    live: Mutex<BTreeMap<i32, Live>>,
+    ended: Mutex<Vec<Trace>>,
+    shown: Mutex<Vec<Shown>>,
+    over: AtomicBool,
+}
+
+impl Watch {
+    /// Of these hosts.
+    pub fn new(stack: &Stack) -> Result<Self> {
+        let mut hosts = Vec::new();
+        for host in stack.hosts() {
+            let init = stack.machine(&host)?.init_pid();
+            let namespace = std::fs::read_link(format!("/proc/{init}/ns/pid"))?;
+            hosts.push((host.clone(), namespace, stack.inside(&host, "/")?));
+        }
+        Ok(Self {
+            began: Instant::now(),
+            hosts,
+            live: Mutex::default(),
+            ended: Mutex::default(),
+            shown: Mutex::default(),
+            over: AtomicBool::new(false),
+        })
+    }
+
+    /// Nanoseconds since the watch began.
+    pub fn now(&self) -> u64 {
+        u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Ends [`Watch::sample`] and [`Watch::list`].
+    pub fn end(&self) {
+        self.over.store(true, Ordering::SeqCst);
+    }
+
+    fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst)
+    }
+
+    /// Begins a round: forgets windows and QEMUs that are gone. Gives the time.
+    pub fn begin_round(&self) -> u64 {
+        lock(&self.ended).clear();
+        lock(&self.shown).clear();
+        for one in lock(&self.live).values_mut() {
+            let keep = one.trace.windows.len().saturating_sub(1);
+            one.trace.windows.drain(..keep);
+            let keep = one.trace.passes.len().saturating_sub(1);
+            one.trace.passes.drain(..keep);
+        }
+        self.now()
+    }
+
+    /// All QEMUs of the round.
+    pub fn traces(&self) -> Vec<Trace> {
+        let mut all = lock(&self.ended).clone();
+        all.extend(lock(&self.live).values().map(|one| one.trace.clone()));
+        all
+    }
+
+    /// What lists said in the round.
+    pub fn shown(&self) -> Vec<Shown> {
+        lock(&self.shown).clone()
+    }
+
+    /// Watches QEMUs until the end.
+    pub fn sample(&self) {
+        let _ = rustix::process::setpriority_process(None, SAMPLER_NICE);
+        let mut others = BTreeMap::new();
+        let mut looked_again = 0;
+        while !self.is_over() {
+            let again = self.now().saturating_sub(looked_again) > AGAIN.as_nanos() as u64;
+            if again {
+                looked_again = self.now();
+            }
+            self.discover(&mut others, again);
+            self.look();
+            std::thread::sleep(EVERY);
+        }
+    }
+
+    /// Finds new QEMUs. `others` are processes that were none when they were last looked at, with the time of the first look.
+    fn discover(&self, others: &mut BTreeMap<i32, u64>, again: bool) {
+        let now = self.now();
+        let alive: BTreeSet<i32> = pids().collect();
+        others.retain(|pid, _| alive.contains(pid));
+        for pid in alive {
+            let known = lock(&self.live).contains_key(&pid);
+            if known || (others.contains_key(&pid) && !again) {
+                continue;
+            }
+            let first_seen = *others.entry(pid).or_insert(now);
+            if let Some(one) = self.qemu(pid, first_seen) {
+                others.remove(&pid);
+                lock(&self.live).insert(pid, one);
+            }
+        }
+    }
+
+    fn qemu(&self, pid: i32, first_seen: u64) -> Option<Live> {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let line = String::from_utf8_lossy(&line).replace('\0', " ");
+        if !line.contains("qemu-system") {
+            return None;
+        }
+        let vm = after(&line, "guest=")?;
+        let namespace = std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok()?;
+        let (host, _, root) = self.hosts.iter().find(|(_, ns, _)| *ns == namespace)?;
+        let ram_path = root.join(after(&line, "mem-path=")?.trim_start_matches('/'));
+        Some(Live {
+            trace: Trace {
+                vm: vm.to_owned(),
+                host: host.clone(),
+                pid,
+                incoming: line.contains(" -incoming "),
+                began: first_seen,
+                gone: None,
+                vcpus: 0,
+                windows: Vec::new(),
+                passes: Vec::new(),
+            },
+            vcpus: Vec::new(),
+            ram: None,
+            ram_path,
+            total_ns: 0,
+            since: first_seen,
+            passes_at: 0,
+        })
+    }
+
+    fn look(&self) {
+        let mut live = lock(&self.live);
+        let mut gone = Vec::new();
+        for (pid, one) in live.iter_mut() {
+            if one.look(|| self.now()).is_none() {
+                gone.push(*pid);
+            }
+        }
+        for pid in gone {
+            if let Some(mut one) = live.remove(&pid) {
+                one.trace.gone = Some(self.now());
+                lock(&self.ended).push(one.trace);
+            }
+        }
+    }
+
+    /// Asks the controller for its list again and again until the end. A controller that is away says nothing.
+    pub fn list(&self, stack: &Stack) {
+        while !self.is_over() {
+            let asked = self.now();
+            let list = stack.json_within("controller", &["vm", "list"], Duration::from_secs(3));
+            let answered = self.now();
+            for vm in list.iter().flat_map(|list| list.as_array()).flatten() {
+                let text = |value: &serde_json::Value| value.as_str().unwrap_or("?").to_owned();
+                lock(&self.shown).push(Shown {
+                    asked,
+                    answered,
+                    vm: text(&vm["spec"]["name"]),
+                    state: text(&vm["state"]),
+                });
+            }
+            std::thread::sleep(LIST_EVERY);
+        }
+    }
+}
+
+impl Live {
+    /// Reads its CPU time and passes; nothing when it has ended.
+    fn look(&mut self, now: impl Fn() -> u64) -> Option<()> {
+        if self.vcpus.is_empty() {
+            self.vcpus = vcpus(self.trace.pid)?;
+            self.trace.vcpus = self.vcpus.len();
+        }
+        let mut total = 0;
+        for vcpu in &self.vcpus {
+            total += cpu_ns(vcpu)?;
+        }
+        let at = now();
+        let ran_ns = total.saturating_sub(self.total_ns);
+        if ran_ns >= ADVANCE_NS || at.saturating_sub(self.since) >= WINDOW_MAX_NS {
+            if ran_ns >= ADVANCE_NS {
+                let from = self.since;
+                self.trace.windows.push(Window {
+                    from,
+                    to: at,
+                    ran_ns,
+                });
+            }
+            (self.total_ns, self.since) = (total, at);
+        }
+        if at.saturating_sub(self.passes_at) >= PASSES_EVERY.as_nanos() as u64 {
+            self.passes_at = at;
+            self.read_passes(at);
+        }
+        Some(())
+    }
+
+    fn read_passes(&mut self, at: u64) {
+        if self.ram.is_none() {
+            self.ram = File::open(&self.ram_path).ok();
+        }
+        let control = self.ram.as_ref().and_then(|ram| checker::control(ram).ok());
+        if let Some(control) = control.filter(|control| control.state != 0) {
+            self.trace.passes.push((at, control.passes));
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn pids() -> impl Iterator<Item = i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+}
+
+/// The word after `key` on a command line, up to a comma or space.
+fn after<'a>(line: &'a str, key: &str) -> Option<&'a str> {
+    let (_, rest) = line.split_once(key)?;
+    rest.split([',', ' ']).next()
+}
+
+/// The CPU times of a QEMU's vCPU threads, open; none yet when they are not there; nothing when it has ended.
+fn vcpus(pid: i32) -> Option<Vec<File>> {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+    let mut found = Vec::new();
+    for task in tasks.flatten() {
+        let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
+        let id = task.file_name().to_str().and_then(|id| id.parse().ok());
+        if let (true, Some(id)) = (name.starts_with("CPU "), id) {
+            found.push(File::open(task.path().join("schedstat")).ok()?);
+            let thread = rustix::process::Pid::from_raw(id);
+            let _ = rustix::process::setpriority_process(thread, VCPU_NICE);
+        }
+    }
+    Some(found)
+}
+
+/// First word of `schedstat`: nanoseconds on a CPU.
+fn cpu_ns(schedstat: &File) -> Option<u64> {
+    let mut text = [0; 64];
+    let length = schedstat.read_at(&mut text, 0).ok()?;
+    let text = std::str::from_utf8(text.get(..length)?).ok()?;
+    text.split_whitespace().next()?.parse().ok()
+}
