@@ -163,7 +163,9 @@ fn a_guest_that_powers_off_leaves_its_hypervisor_paused() {
     let guest = place.start();
     let events = guest.machine().events();
     let _running = run(&guest);
-    expect_event(&events, |kind| *kind == EventKind::Shutdown { guest: true });
+    expect_event(&events, |kind| {
+        matches!(kind, EventKind::Shutdown { guest: true, .. })
+    });
     expect_event(&events, |kind| *kind == EventKind::Stop);
     assert_eq!(state(&guest), RunState::Shutdown);
     assert!(guest.0.process.is_alive());
@@ -194,7 +196,9 @@ fn a_guest_that_powers_off_leaves_its_hypervisor_paused() {
         .machine()
         .cont(refused.permit, soon())
         .expect("the permit came back");
-    expect_event(&events, |kind| *kind == EventKind::Shutdown { guest: true });
+    expect_event(&events, |kind| {
+        matches!(kind, EventKind::Shutdown { guest: true, .. })
+    });
 }
 
 #[test]
