@@ -4,13 +4,11 @@
 //! goes back, a damaged file.
 
 use crate::error::StoreError;
-use crate::files::{Files, RealFiles, directory_of, replace_durably};
+use crate::files::{Files, RealFiles, make_directory, replace_durably};
 use crate::frame;
 use crate::lock::VmLock;
 use godwit_ownership::HostRecord;
 use godwit_types::VmName;
-use std::fs::DirBuilder;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 /// Longest record file, in bytes: far above what a record needs.
@@ -31,7 +29,7 @@ impl VmStore<RealFiles> {
     /// Opens (making it if need be) `<state>/vms/<vm>/` and takes its lock.
     pub fn open(state: &Path, vm: &VmName) -> Result<Self, StoreError> {
         let dir = Self::directory(state, vm);
-        make_directory(&dir)?;
+        make_directory(&dir, 0o700)?;
         let lock = VmLock::take(&dir.join("lock"))?;
         let mut store = Self::with_files(&dir, vm, RealFiles)?;
         store._lock = Some(lock);
@@ -125,22 +123,4 @@ fn read_record<F: Files>(
         return Err(damaged(format!("it is the record of '{}'", record.vm)));
     }
     Ok(Some(record))
-}
-
-/// Makes the directory and makes its name, and its parent's, durable.
-fn make_directory(dir: &Path) -> Result<(), StoreError> {
-    if dir.is_dir() {
-        return Ok(());
-    }
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir)
-        .map_err(|e| StoreError::io("make", dir, true, e))?;
-    for parent in [directory_of(dir), directory_of(directory_of(dir))] {
-        RealFiles
-            .sync_dir(parent)
-            .map_err(|e| StoreError::io("make durable", parent, true, e))?;
-    }
-    Ok(())
 }
