@@ -22,6 +22,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 pub use godwit_testkit::lab::{Link, Process, Subnets};
+pub use godwit_testkit::testvol::Survives;
 
 /// Address that hosts reach the controller at.
 const CONTROLLER: &str = "10.76.0.100:8471";
@@ -169,6 +170,7 @@ impl Stack {
             migration_subnets: plan.subnets,
             link: plan.link,
             hosts: 2 + plan.more,
+            volumes: true,
             ..LabConfig::default()
         })?;
         let stack = Self {
@@ -227,6 +229,8 @@ impl Stack {
         let config = self.inside(host, "/etc/godwit/host.toml")?;
         let text = std::fs::read_to_string(&config)?;
         std::fs::write(&config, format!("{}\n{text}", plan.config))?;
+        // A person's change is old when the power goes.
+        File::open(&config)?.sync_all()?;
         self.start_daemon(host)
     }
 

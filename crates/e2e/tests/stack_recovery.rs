@@ -1,8 +1,8 @@
 //! What a restart from older or less state may not break: a controller restored from an old copy, a host that rebooted.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::{CONTROLLER_DATABASE, Counter, KILL, LONG, Plan, SOON, Stack};
-use std::path::{Path, PathBuf};
+use godwit_e2e::stack::{CONTROLLER_DATABASE, Counter, LONG, Plan, SOON, Stack, Survives};
+use std::path::PathBuf;
 
 fn generation(stack: &Stack, vm: &str) -> Result<u64> {
     let view = stack.vm(vm)?;
@@ -29,19 +29,10 @@ fn copy_all(from: &[PathBuf], to: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// Kills all that runs on a host and empties what a reboot empties.
+/// Takes a host's power: what it had not made durable is gone, and so is all that runs there and what a reboot empties.
 fn crash(stack: &Stack, host: &str) -> Result<()> {
-    stack.kill_daemon(host)?;
-    let machine = stack.machine(host)?;
-    stack.until("nothing runs there", SOON, || {
-        let processes = machine.processes()?;
-        for process in &processes {
-            machine.kill(process.pid_inside, KILL)?;
-        }
-        Ok(processes.is_empty())
-    })?;
-    let run: &Path = &stack.inside(host, "/run/godwit")?;
-    std::fs::remove_dir_all(run).context("emptying /run")
+    stack.machine(host)?.power_cut(Survives::Nothing)?;
+    stack.kill_daemon(host)
 }
 
 #[test]

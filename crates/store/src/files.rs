@@ -5,7 +5,7 @@
 use crate::error::StoreError;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Operations on files. An error leaves the operation undone, except where it says otherwise.
@@ -96,6 +96,26 @@ pub fn replace_durably<F: Files>(files: &F, path: &Path, content: &[u8]) -> Resu
     files
         .sync_dir(dir)
         .map_err(|e| StoreError::io("make durable", dir, false, e))
+}
+
+/// Makes a directory and what is missing above it, with this mode, and makes their names durable: also those of a directory
+/// and its parent that are there already, since whoever made them may have died before they were.
+pub fn make_directory(dir: &Path, mode: u32) -> Result<(), StoreError> {
+    let missing = dir.ancestors().take_while(|dir| !dir.is_dir()).count();
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(mode)
+        .create(dir)
+        .map_err(|e| StoreError::io("make", dir, true, e))?;
+    let mut made = dir;
+    for _ in 0..missing.max(2) {
+        let parent = directory_of(made);
+        RealFiles
+            .sync_dir(parent)
+            .map_err(|e| StoreError::io("make durable", parent, true, e))?;
+        made = parent;
+    }
+    Ok(())
 }
 
 /// The name under which the next content is prepared.

@@ -4,16 +4,12 @@
 //! goes back, a damaged file.
 
 use crate::error::StoreError;
-use crate::files::{Files, RealFiles, directory_of, replace_durably};
+use crate::files::{Files, RealFiles, make_directory, replace_durably};
 use crate::frame;
 use crate::lock::VmLock;
 use godwit_ownership::HostRecord;
 use godwit_types::VmName;
-use std::collections::BTreeSet;
-use std::fs::DirBuilder;
-use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
 /// Longest record file, in bytes: far above what a record needs.
 pub const RECORD_BYTES_MAX: u64 = 64 << 10;
@@ -33,7 +29,7 @@ impl VmStore<RealFiles> {
     /// Opens (making it if need be) `<state>/vms/<vm>/` and takes its lock.
     pub fn open(state: &Path, vm: &VmName) -> Result<Self, StoreError> {
         let dir = Self::directory(state, vm);
-        make_directory(&dir)?;
+        make_directory(&dir, 0o700)?;
         let lock = VmLock::take(&dir.join("lock"))?;
         let mut store = Self::with_files(&dir, vm, RealFiles)?;
         store._lock = Some(lock);
@@ -127,78 +123,4 @@ fn read_record<F: Files>(
         return Err(damaged(format!("it is the record of '{}'", record.vm)));
     }
     Ok(Some(record))
-}
-
-/// Directories whose names this process knows to be durable.
-static DURABLE: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
-
-/// Makes the directory and makes its name, and its parent's, durable. One that is there may be the work of a process that
-/// did not get that far, so the first time its name is made durable all the same.
-fn make_directory(dir: &Path) -> Result<(), StoreError> {
-    make_directory_on(&RealFiles, dir)
-}
-
-fn make_directory_on<F: Files>(files: &F, dir: &Path) -> Result<(), StoreError> {
-    let is_durable = || DURABLE.lock().unwrap_or_else(PoisonError::into_inner);
-    if dir.is_dir() && is_durable().contains(dir) {
-        return Ok(());
-    }
-    DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir)
-        .map_err(|e| StoreError::io("make", dir, true, e))?;
-    for parent in [directory_of(dir), directory_of(directory_of(dir))] {
-        files
-            .sync_dir(parent)
-            .map_err(|e| StoreError::io("make durable", parent, true, e))?;
-    }
-    is_durable().insert(dir.to_owned());
-    Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::io;
-
-    /// Notes which directories are made durable; their files are nobody's concern here.
-    #[derive(Default)]
-    struct Synced(Mutex<Vec<PathBuf>>);
-
-    impl Files for Synced {
-        fn read(&self, _: &Path, _: u64) -> io::Result<Option<Vec<u8>>> {
-            Ok(None)
-        }
-        fn write(&self, _: &Path, _: &[u8]) -> io::Result<()> {
-            Ok(())
-        }
-        fn sync_file(&self, _: &Path) -> io::Result<()> {
-            Ok(())
-        }
-        fn rename(&self, _: &Path, _: &Path) -> io::Result<()> {
-            Ok(())
-        }
-        fn remove(&self, _: &Path) -> io::Result<()> {
-            Ok(())
-        }
-        fn sync_dir(&self, dir: &Path) -> io::Result<()> {
-            self.0.lock().unwrap().push(dir.to_owned());
-            Ok(())
-        }
-    }
-
-    #[test]
-    fn a_directory_that_is_there_already_is_made_durable_once() {
-        let root = tempfile::tempdir().unwrap();
-        let dir = root.path().join("vms/web");
-        // The work of a process that was killed before it could make it durable.
-        std::fs::create_dir_all(&dir).unwrap();
-        let files = Synced::default();
-        make_directory_on(&files, &dir).unwrap();
-        let wanted = [root.path().join("vms"), root.path().to_owned()];
-        assert_eq!(*files.0.lock().unwrap(), wanted);
-        make_directory_on(&files, &dir).unwrap();
-        assert_eq!(files.0.lock().unwrap().len(), 2, "known by now");
-    }
 }

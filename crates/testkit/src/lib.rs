@@ -10,4 +10,5 @@ pub mod link;
 pub mod load;
 pub mod qemu;
 pub mod report;
+pub mod testvol;
 pub mod touch;

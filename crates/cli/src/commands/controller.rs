@@ -3,6 +3,7 @@
 //! Owns the configuration file that it writes. Refuses: to set up over an existing configuration.
 
 use crate::args::ControllerInit;
+use crate::commands::config_file;
 use crate::controller_file::ControllerFile;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
@@ -49,7 +50,7 @@ pub async fn init(arguments: ControllerInit, output: &Output) -> CommandResult {
     let made = godwit_controller::init(&file.config())
         .await
         .map_err(|error| failed(&error))?;
-    write(&arguments.config, &text).map_err(|error| {
+    config_file::write(&arguments.config, &text).map_err(|error| {
         let message = format!("cannot write {}: {error}", arguments.config.display());
         Failure::new(ErrorCode::Internal, message)
     })?;
@@ -65,11 +66,4 @@ pub async fn init(arguments: ControllerInit, output: &Output) -> CommandResult {
         output.line(format!("The operator's certificate for other machines is in {}.", made.operator_dir.display()));
     });
     Ok(())
-}
-
-fn write(path: &Path, text: &str) -> std::io::Result<()> {
-    if let Some(parent) = path.parent() {
-        std::fs::create_dir_all(parent)?;
-    }
-    std::fs::write(path, text)
 }

@@ -4,6 +4,7 @@
 //! overwrite the configuration of a host that has joined already.
 
 use crate::args::HostJoin;
+use crate::commands::config_file;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
 use crate::watch::failure;
@@ -48,9 +49,9 @@ pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
     // Checked before the token is used up: it is good for one joining only.
     HostConfig::parse(&text, &arguments.config).map_err(|error| usage(error.to_string()))?;
     let pki = arguments.state_dir.join("pki");
-    private_dir(&pki).map_err(|error| local("make the state directory")(&error))?;
+    private_dir(&pki)?;
     enrol(&token, controller, &name, listen, &pki).await?;
-    write_config(&arguments.config, &text)
+    config_file::write(&arguments.config, &text)
         .map_err(|error| local("write the configuration")(&error))?;
     let next = begin(arguments.no_start, &arguments.config).await;
     let message = format!("host '{name}' has joined the controller at {controller}; {next}");
@@ -149,9 +150,11 @@ fn config_text(
     toml::to_string(&table).map_err(|error| usage(error.to_string()))
 }
 
-fn private_dir(dir: &Path) -> std::io::Result<()> {
-    std::fs::create_dir_all(dir)?;
+fn private_dir(dir: &Path) -> Result<(), Failure> {
+    let wrong = local("make the state directory");
+    godwit_store::make_directory(dir, 0o700).map_err(|error| wrong(&error))?;
     std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700))
+        .map_err(|error| wrong(&error))
 }
 
 async fn enrol(
@@ -185,13 +188,6 @@ async fn enrol(
         ));
     }
     identity.save(pki).map_err(|error| wrong(&error))
-}
-
-fn write_config(path: &Path, text: &str) -> std::io::Result<()> {
-    if let Some(parent) = path.parent() {
-        std::fs::create_dir_all(parent)?;
-    }
-    std::fs::write(path, text)
 }
 
 /// Starts the agent's service where systemd runs; says what is left to do.

@@ -2,6 +2,7 @@
 
 pub mod agent;
 pub mod bench;
+mod config_file;
 pub mod controller;
 pub mod drain;
 pub mod host;

@@ -143,6 +143,7 @@ fn run() -> Result<ExitCode> {
                 link,
                 migration_nics: nics,
                 migration_subnets: if subnets { Subnets::Each } else { Subnets::One },
+                volumes: false,
             })?;
             show(&lab);
         }

@@ -1,8 +1,10 @@
 //! One test machine: runs commands inside, lists and kills what runs there, ends it.
 
+use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd as _, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -10,6 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::namespace::{self, Plan};
+use crate::testvol::{Survives, Volume};
 
 const ALL_BUT_PID: i32 =
     libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC;
@@ -24,7 +27,13 @@ pub struct Machine {
     /// waited for would keep the PID namespace, and so the end of the machine, waiting.
     started: Arc<Mutex<Vec<OwnedFd>>>,
     ends_on_drop: bool,
+    volumes: Vec<Volume>,
+    /// Numbers of the mounts that it began with.
+    first_mounts: HashSet<u64>,
 }
+
+/// Directories whose files a machine that lost its power does not have afterwards; see also [`Machine::power_cut`].
+const GONE_WITHOUT_POWER: [&str; 3] = ["/run", "/tmp", "/dev/shm"];
 
 /// A process inside a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,6 +72,8 @@ impl Machine {
             hold,
             started: Arc::default(),
             ends_on_drop,
+            volumes: Vec::new(),
+            first_mounts: mounts(init_pid)?.into_iter().map(|mount| mount.0).collect(),
         })
     }
 
@@ -147,10 +158,98 @@ impl Machine {
         }
     }
 
+    /// Mounts a test volume at `at` inside, and makes that directory if it is not there. It ends with the machine.
+    pub fn mount_volume(&mut self, at: &Path) -> io::Result<&Volume> {
+        std::fs::create_dir_all(self.path_from_outside(at))?;
+        self.volumes.push(Volume::mount(self.init.as_fd(), at)?);
+        self.volume(at)
+    }
+
+    /// The volume mounted at `at`.
+    pub fn volume(&self, at: impl AsRef<Path>) -> io::Result<&Volume> {
+        let at = at.as_ref();
+        let found = self.volumes.iter().find(|volume| volume.at() == at);
+        found.ok_or_else(|| {
+            let text = format!("no volume at {} on {}", at.display(), self.name);
+            io::Error::new(io::ErrorKind::NotFound, text)
+        })
+    }
+
+    /// All its volumes.
+    pub fn volumes(&self) -> &[Volume] {
+        &self.volumes
+    }
+
+    /// Takes the machine's power away and gives it back, within 60 s: its volumes lose what was not synced, in one moment,
+    /// everything that runs there is killed after that, and what lay in memory only is gone. What runs when it is on
+    /// again is the caller's part. Directories that are neither emptied nor on a volume keep their files.
+    pub fn power_cut(&self, survives: Survives) -> io::Result<()> {
+        for volume in &self.volumes {
+            volume.power_off(survives);
+        }
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while let Some((process, alive)) = self.kill_all()?.into_iter().next() {
+            self.volumes.iter().for_each(Volume::refuse_held);
+            if Instant::now() > deadline {
+                return Err(io::Error::other(format!(
+                    "{} survives the power cut of {}",
+                    process.command_line, self.name
+                )));
+            }
+            wait_readable(&alive, Duration::from_millis(20));
+        }
+        self.unmount_new()?;
+        for directory in GONE_WITHOUT_POWER {
+            empty(&self.path_from_outside(directory))?;
+        }
+        self.volumes.iter().for_each(Volume::power_on);
+        Ok(())
+    }
+
+    /// Unmounts what was mounted since the machine was made, but its volumes.
+    fn unmount_new(&self) -> io::Result<()> {
+        for (number, at) in mounts(self.init_pid)?.into_iter().rev() {
+            if self.first_mounts.contains(&number) || self.volume(&at).is_ok() {
+                continue;
+            }
+            let output = self.command("umount").arg("--lazy").arg(&at).output()?;
+            if !output.status.success() {
+                let said = String::from_utf8_lossy(&output.stderr).into_owned();
+                return Err(io::Error::other(format!("cannot unmount {at}: {said}")));
+            }
+        }
+        Ok(())
+    }
+
+    /// Kills all processes inside and gives those that have not ended yet. One that has, and was not waited for by whoever
+    /// started it, does nothing any more.
+    fn kill_all(&self) -> io::Result<Vec<(Process, OwnedFd)>> {
+        let living = self.processes_and_handles()?;
+        for (_, handle) in &living {
+            signal_process(handle, libc::SIGKILL)?;
+        }
+        Ok(living)
+    }
+
+    fn processes_and_handles(&self) -> io::Result<Vec<(Process, OwnedFd)>> {
+        let handle = |process: Process| {
+            // It may have ended since it was listed.
+            let handle = pidfd_open(process.pid_outside).ok()?;
+            (!has_ended(&handle)).then_some((process, handle))
+        };
+        Ok(self.processes()?.into_iter().filter_map(handle).collect())
+    }
+
     /// Ends the machine and everything in it, within 60 s. Also done on drop, for machines that this process made.
     pub fn end(&mut self) -> io::Result<()> {
         self.hold = None;
         signal_process(&self.init, libc::SIGKILL)?;
+        if !self.volumes.is_empty() {
+            // Whoever waits for a volume could not end while it hangs, and is not to go on when it does not any more.
+            // A first process that has ended has taken all others with it.
+            let _ = self.kill_all();
+            self.volumes.clear();
+        }
         let deadline = Instant::now() + Duration::from_secs(60);
         while !has_ended(&self.init) {
             if let Ok(started) = self.started.lock() {
@@ -341,6 +440,42 @@ fn wait_readable(process: &OwnedFd, at_most: Duration) -> bool {
 
 fn has_ended(process: &OwnedFd) -> bool {
     wait_readable(process, Duration::ZERO)
+}
+
+/// Removes all that a directory has in it, but nothing of another file system: that is somebody else's, such as the build
+/// directory.
+fn empty(directory: &Path) -> io::Result<()> {
+    let own = std::fs::metadata(directory)?.dev();
+    for entry in std::fs::read_dir(directory)? {
+        let entry = entry?;
+        let path = entry.path();
+        // Not of the entry itself, which knows only what lies below a mount.
+        let seen = std::fs::symlink_metadata(&path)?;
+        if seen.dev() != own {
+            continue;
+        }
+        if !seen.is_dir() {
+            std::fs::remove_file(path)?;
+            continue;
+        }
+        empty(&path)?;
+        match std::fs::remove_dir(path) {
+            Err(error) if error.kind() != io::ErrorKind::DirectoryNotEmpty => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Number and place of each mount that a process sees, in the order in which they were made.
+fn mounts(pid: i32) -> io::Result<Vec<(u64, String)>> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/mountinfo"))?;
+    let mount = |line: &str| {
+        let mut fields = line.split_whitespace();
+        let number = fields.next()?.parse().ok()?;
+        Some((number, fields.nth(3)?.to_owned()))
+    };
+    Ok(text.lines().filter_map(mount).collect())
 }
 
 fn describe(pid: i32) -> Option<Process> {

@@ -23,11 +23,12 @@ mod network;
 
 use std::io;
 use std::net::IpAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
 use crate::link::LinkSpec;
+use crate::testvol;
 pub use emulated::EmulatedLink;
 pub use machine::{Machine, MachineCommand, Process};
 use namespace::Plan;
@@ -62,7 +63,16 @@ pub struct LabConfig {
     /// How several migration devices are addressed.
     #[serde(default)]
     pub migration_subnets: Subnets,
+    /// The hosts' and the controller's state directories ([`HOST_STATE`], [`CONTROLLER_STATE`]) lie on test volumes, which
+    /// end with this process. Where there is no FUSE they lie in memory, as they do without this, and a line says so.
+    #[serde(default)]
+    pub volumes: bool,
 }
+
+/// Directories that a host keeps its state in.
+pub const HOST_STATE: [&str; 2] = ["/var/lib/godwit", "/etc/godwit"];
+/// Directories that the controller keeps its state in.
+pub const CONTROLLER_STATE: [&str; 2] = ["/var/lib/godwit-controller", "/etc/godwit"];
 
 /// How several migration devices of a host are addressed. Each has a routing table of its own for what is sent from its
 /// addresses, and answers for its own addresses only.
@@ -94,6 +104,7 @@ impl Default for LabConfig {
             link: None,
             migration_nics: 1,
             migration_subnets: Subnets::One,
+            volumes: false,
         }
     }
 }
@@ -136,6 +147,7 @@ impl Lab {
         };
         let mut visible = visible_directories();
         visible.extend(lab.config.visible.iter().cloned());
+        let volumes = lab.config.volumes && has_volumes();
         for name in lab.machine_names() {
             let config = &lab.config;
             let plan = Plan {
@@ -144,7 +156,11 @@ impl Lab {
                 shared: &config.shared,
                 outlive_maker: config.keep,
             };
-            lab.machines.push(Machine::start(&plan)?);
+            let mut machine = Machine::start(&plan)?;
+            for directory in lab.state_directories(&name).iter().filter(|_| volumes) {
+                machine.mount_volume(Path::new(directory))?;
+            }
+            lab.machines.push(machine);
         }
         match network::build(&lab).and_then(|()| emulated::start(&lab)) {
             Ok(links) => lab.links = links,
@@ -297,6 +313,14 @@ impl Lab {
         names
     }
 
+    fn state_directories(&self, machine: &str) -> &'static [&'static str] {
+        match machine {
+            "controller" => &CONTROLLER_STATE,
+            _ if (0..self.config.hosts).any(|host| host_name(host) == machine) => &HOST_STATE,
+            _ => &[],
+        }
+    }
+
     fn record(&self) -> io::Result<()> {
         let entry = |machine: &Machine| {
             let pid = machine.init_pid();
@@ -342,6 +366,9 @@ fn check_config(config: &LabConfig) -> io::Result<()> {
     if let Some(Err(error)) = config.link.map(|link| link.check()) {
         return refuse(error.to_string());
     }
+    if config.keep && config.volumes {
+        return refuse("a lab that is kept has no volumes: they would end now".to_owned());
+    }
     if config.keep && record_path(&config.name).exists() {
         return refuse(format!(
             "lab {0} exists already, end it with: godwit-lab down {0}",
@@ -349,6 +376,16 @@ fn check_config(config: &LabConfig) -> io::Result<()> {
         ));
     }
     Ok(())
+}
+
+fn has_volumes() -> bool {
+    match testvol::unavailable() {
+        None => true,
+        Some(why) => {
+            println!("  state directories lie in memory, where a power cut shows nothing: {why}");
+            false
+        }
+    }
 }
 
 fn host_name(index: u8) -> String {
