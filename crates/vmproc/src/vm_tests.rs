@@ -242,7 +242,7 @@ fn asked_for(vm: &mut Vm, id: &str) -> Vec<serde_json::Value> {
         generation: Generation(2),
     };
     let request = VmRequest::Peer {
-        from: HostName::new("b").unwrap(),
+        from: HostName::new("a").unwrap(),
         message: serde_json::to_value(question).unwrap(),
     };
     match vm.answer(request).unwrap().0 {
@@ -258,6 +258,9 @@ fn a_destination_hears_of_a_migration_that_its_source_was_never_told_of() {
     let _qemu = site.qemu(&["running"]);
     let mut vm = open(&site);
     let mut spec = migration("begun");
+    // The other way round than the other tests' migrations.
+    std::mem::swap(&mut spec.source, &mut spec.destination);
+    spec.generation = Generation(3);
     spec.destination_addresses = vec!["127.0.0.1:9".parse().unwrap()];
     ask(&mut vm, VmRequest::Migrate(Box::new(spec))).unwrap();
     let ended =
