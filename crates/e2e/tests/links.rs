@@ -208,3 +208,27 @@ fn a_doubt_that_never_heals_ends_by_the_operators_word() -> anyhow::Result<()> {
     anyhow::ensure!(end.settled.owner.name == pair.a.name);
     Ok(())
 }
+
+#[test]
+fn a_link_that_is_away_at_the_beginning_is_waited_for() -> anyhow::Result<()> {
+    let (pair, id) = held(true, "source.setup")?;
+    pair.link(Mode::Stalled);
+    pair.a.release()?;
+    wait_noticed(&pair, &id, "nothing is said of the link")?;
+    let report = pair.a.report(&id)?;
+    anyhow::ensure!(
+        report.outcome.is_none()
+            && report
+                .reason
+                .is_some_and(|why| why.contains("not connected yet")),
+        "it is given up: {:?}",
+        report.outcome
+    );
+    pair.link(Mode::Open);
+    let end = pair.conclude(Some(&id))?;
+    anyhow::ensure!(
+        end.settled.owner.name == pair.b.name,
+        "the guest has not left a"
+    );
+    Ok(())
+}

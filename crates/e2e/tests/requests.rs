@@ -329,9 +329,13 @@ fn a_cancel_that_comes_before_the_migration_holds() -> anyhow::Result<()> {
         .unwrap_or_default();
     anyhow::ensure!(refused.contains("it was cancelled"), "{refused}");
     anyhow::ensure!(pair.a.vm()?.migration.is_none());
-    // The destination was prepared before the source refused.
-    cancel(&pair.b, &first)?;
-    pair.wait_end(&pair.b, &first, LONG)?;
+    // The destination was prepared before the source refused, waits in vain, and asks.
+    let report = pair.wait_end(&pair.b, &first, LONG)?;
+    anyhow::ensure!(
+        report.reason.as_deref() == Some("the source did not begin the migration"),
+        "{:?}",
+        report.reason
+    );
     pair.conclude(None)?;
     Ok(())
 }

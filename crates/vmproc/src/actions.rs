@@ -342,7 +342,7 @@ impl Vm {
         self.post(to, &message);
     }
 
-    fn post(&self, to: &HostName, message: &PeerMessage) {
+    pub(crate) fn post(&self, to: &HostName, message: &PeerMessage) {
         let Some(peer) = self
             .note
             .as_ref()
@@ -398,6 +398,7 @@ impl Vm {
             Outcome::Completed => None,
             _ => migration
                 .why()
+                .or_else(|| never_began(&migration))
                 .or_else(|| last_word(&mut migration, outcome))
                 .or_else(|| default_reason(outcome)),
         };
@@ -448,6 +449,12 @@ fn hear_out(migration: &mut Migration, ending: Ending) {
     {
         migration.heard_farewell(farewell);
     }
+}
+
+/// A source that had to be asked and never connected.
+fn never_began(migration: &Migration) -> Option<String> {
+    let setup = migration.report.read().phase == Phase::Setup;
+    (migration.unheard && setup).then(|| "the source did not begin the migration".into())
 }
 
 /// The agents' message that the destination gave up may overtake the driver's, which says why.

@@ -48,6 +48,8 @@ pub(crate) enum News {
     Began {
         switchover_wait: std::time::Duration,
     },
+    /// (destination) No connection has come for a while.
+    NobodyCame,
     /// (source) What is left fits the promise.
     Converged,
     /// Something for the ownership core.

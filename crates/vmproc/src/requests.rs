@@ -19,7 +19,7 @@ use crate::source::routes::routes;
 use crate::source::tracking::DirtyTracker;
 use crate::throttle::SharedThrottle;
 use crate::vm::{Driver, Migration, Outcome, Vm};
-use godwit_ownership::{Event, EventKind, PeerMessage, Phase, Power, Status};
+use godwit_ownership::{Event, EventKind, PeerMessage, Phase, Power, StateName, Status};
 use godwit_store::save_json;
 use godwit_types::host_api::{
     HostVm, IncomingReady, PrepareIncoming, SPEC_FILE, VmAnswer, VmRequest, VmStatus,
@@ -31,6 +31,9 @@ use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 use godwit_wire::Spec;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Why a migration is refused whose destination has asked for it in vain.
+const TOO_LATE: &str = "its destination has given it up, since it did not begin in time";
 
 /// An answer that is not an error.
 pub(crate) struct Answered(pub VmAnswer);
@@ -244,13 +247,17 @@ impl Vm {
             PeerMessage::AskHolding { .. } | PeerMessage::AskGift { .. }
         );
         self.outcome.replies = asks.then(|| (from.clone(), Vec::new()));
+        let waited_for = match &message {
+            PeerMessage::AskGift { migration, .. } => Some(migration.clone()),
+            _ => None,
+        };
         self.feed(Event::Message { from, message });
-        let replies = self
-            .outcome
-            .replies
-            .take()
-            .map(|(_, replies)| replies)
-            .unwrap_or_default();
+        let replies = self.outcome.replies.take();
+        let mut replies = replies.map(|(_, replies)| replies).unwrap_or_default();
+        if let Some(migration) = waited_for.filter(|migration| self.knows_nothing_of(migration)) {
+            self.refuse_later(&migration, TOO_LATE);
+            replies.push(PeerMessage::Abort { migration });
+        }
         let replies = replies
             .iter()
             .map(serde_json::to_value)
@@ -269,6 +276,16 @@ impl Vm {
             highest: record.highest,
             claim: godwit_site::claim_of(record),
         })))
+    }
+
+    /// Whether this host holds the VM and moves it in no such migration: then nothing of it was given, and if it is refused
+    /// from now on, nothing will be.
+    fn knows_nothing_of(&self, id: &MigrationId) -> bool {
+        let current = self.migration.as_ref();
+        let holds = matches!(self.core.record().phase, Phase::Holds { .. });
+        holds
+            && self.core.state_name() != StateName::Recovering
+            && current.is_none_or(|migration| migration.id != *id)
     }
 
     fn resolve(&mut self, run_here: bool, confirm_fenced: Option<HostName>) -> Reply {
@@ -321,7 +338,7 @@ impl Vm {
             let message = format!("migration '{id}' of VM '{}' {end}", self.config.vm);
             return Err(ApiError::new(ErrorCode::WrongState, message));
         }
-        self.cancel_unheard(id);
+        self.refuse_later(id, "it was cancelled");
         Ok(Answered(VmAnswer::Done(format!(
             "migration '{id}' of VM '{}' will not begin on host '{}'",
             self.config.vm, self.config.host
@@ -329,13 +346,10 @@ impl Vm {
     }
 
     fn refuse_cancelled(&self, id: &MigrationId) -> Result<(), ApiError> {
-        if !self.is_cancelled(id) {
+        let Some(why) = self.refused_because(id) else {
             return Ok(());
-        }
-        let message = format!(
-            "migration '{id}' of VM '{}': it was cancelled",
-            self.config.vm
-        );
+        };
+        let message = format!("migration '{id}' of VM '{}': {why}", self.config.vm);
         Err(ApiError::new(ErrorCode::WrongState, message).on_host(&self.config.host))
     }
 
@@ -410,6 +424,7 @@ impl Vm {
             .machine
             .prepare_incoming(Instant::now() + QMP_WAIT)
             .map_err(internal)?;
+        crate::destination::memory::empty(&hyper.ram).map_err(internal)?;
         let report = self.new_report(spec, Side::Destination);
         self.save_begun(&report.read())?;
         let control = ControlSlot::default();
@@ -578,6 +593,7 @@ impl Vm {
             switchover_wait: Duration::from_millis(500),
             reason: None,
             journal_trouble: None,
+            unheard: false,
             cancelled: false,
             called_off: false,
             stopped_at: None,

@@ -48,8 +48,8 @@ const SWITCHOVER_MAX: Duration = Duration::from_secs(10);
 const ASK_WAIT: Duration = Duration::from_secs(1);
 /// Finished migrations whose reports are kept in memory.
 const REPORTS_KEPT: usize = 8;
-/// Migrations that were cancelled before this process heard of them; as many are remembered.
-const CANCELLED_KEPT: usize = 64;
+/// So many migrations that were over before this process heard of them are remembered.
+const REFUSED_KEPT: usize = 64;
 
 /// The driver of a migration.
 #[derive(Debug)]
@@ -86,6 +86,8 @@ pub(crate) struct Migration {
     pub reason: Option<String>,
     /// The reason where there is no other: what kept this host's journal from being written.
     pub journal_trouble: Option<String>,
+    /// (destination) The source had to be asked where it is.
+    pub unheard: bool,
     /// A person or a deadline ended it.
     pub cancelled: bool,
     /// (source) The driver waits to hear whether it goes on.
@@ -146,8 +148,8 @@ pub(crate) struct Vm {
     pub unsaved: Unsaved,
     /// A predecessor's migration whose end is not known yet.
     pub orphan: Option<MigrationId>,
-    /// Migrations that were cancelled before they were heard of.
-    pub cancelled: VecDeque<MigrationId>,
+    /// Migrations that were over before they were heard of, and why.
+    pub refused: VecDeque<(MigrationId, &'static str)>,
     pub runs: u64,
     /// Why the guest stands still, when it stopped by itself.
     pub halted: Option<String>,
@@ -227,7 +229,7 @@ impl Vm {
             reports: VecDeque::new(),
             unsaved: Unsaved::default(),
             orphan: None,
-            cancelled: VecDeque::new(),
+            refused: VecDeque::new(),
             runs: 0,
             halted: None,
             found,
@@ -415,6 +417,7 @@ impl Vm {
                     migration.switchover_wait = switchover_wait.max(patience(SWITCHOVER_WAIT_MIN));
                 }
             }
+            News::NobodyCame => self.ask_for_source(),
             News::Converged => {
                 self.feed(Event::SwitchoverRequested);
                 if self.core.state_name() == StateName::Precopy {
@@ -464,6 +467,21 @@ impl Vm {
                 });
             }
         }
+    }
+
+    /// A source that was never told of the migration will not come, and says so through the agents.
+    fn ask_for_source(&mut self) {
+        let generation = self.core.record().highest;
+        let Some(migration) = &mut self.migration else {
+            return;
+        };
+        migration.unheard = true;
+        let (peer, migration) = (migration.peer.clone(), migration.id.clone());
+        let question = PeerMessage::AskGift {
+            migration,
+            generation,
+        };
+        self.post(&peer, &question);
     }
 
     /// A destination that lives but does not get ready must not hold the guest for ever.
@@ -589,16 +607,17 @@ impl Vm {
         }
     }
 
-    /// Whether a migration was cancelled before it was heard of.
-    pub(crate) fn is_cancelled(&self, id: &MigrationId) -> bool {
-        self.cancelled.contains(id)
+    /// Why a migration is refused, if it is.
+    pub(crate) fn refused_because(&self, id: &MigrationId) -> Option<&'static str> {
+        let mut refused = self.refused.iter();
+        refused.find(|(other, _)| other == id).map(|(_, why)| *why)
     }
 
     /// Refuses a migration from now on, should it still come.
-    pub(crate) fn cancel_unheard(&mut self, id: &MigrationId) {
-        if !self.is_cancelled(id) {
-            self.cancelled.push_front(id.clone());
-            self.cancelled.truncate(CANCELLED_KEPT);
+    pub(crate) fn refuse_later(&mut self, id: &MigrationId, why: &'static str) {
+        if self.refused_because(id).is_none() {
+            self.refused.push_front((id.clone(), why));
+            self.refused.truncate(REFUSED_KEPT);
         }
     }
 

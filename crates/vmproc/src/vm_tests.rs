@@ -2,7 +2,7 @@
 
 use crate::testing::{Site, migration, report};
 use crate::vm::Vm;
-use godwit_ownership::{Handover, Phase, Power};
+use godwit_ownership::{Handover, PeerMessage, Phase, Power};
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{HostVm, REPORTS_DIR, VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, Outcome, Side};
@@ -227,9 +227,57 @@ fn a_migration_that_was_cancelled_before_it_came_does_not_begin() {
     );
     assert!(vm.migration.is_none());
     for number in 0..1000 {
-        vm.cancel_unheard(&MigrationId::new(format!("n{number}")).unwrap());
+        vm.refuse_later(
+            &MigrationId::new(format!("n{number}")).unwrap(),
+            "it is full",
+        );
     }
-    assert!(vm.cancelled.len() <= 64);
+    assert!(vm.refused.len() <= 64);
+}
+
+/// What the destination hears that asks for a migration.
+fn asked_for(vm: &mut Vm, id: &str) -> Vec<serde_json::Value> {
+    let question = PeerMessage::AskGift {
+        migration: MigrationId::new(id).unwrap(),
+        generation: Generation(2),
+    };
+    let request = VmRequest::Peer {
+        from: HostName::new("a").unwrap(),
+        message: serde_json::to_value(question).unwrap(),
+    };
+    match vm.answer(request).unwrap().0 {
+        VmAnswer::Replies(replies) => replies,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_destination_hears_of_a_migration_that_its_source_was_never_told_of() {
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let _qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    let mut spec = migration("begun");
+    // The other way round than the other tests' migrations.
+    std::mem::swap(&mut spec.source, &mut spec.destination);
+    spec.generation = Generation(3);
+    spec.destination_addresses = vec!["127.0.0.1:9".parse().unwrap()];
+    ask(&mut vm, VmRequest::Migrate(Box::new(spec))).unwrap();
+    let ended =
+        |replies: &[serde_json::Value]| replies.iter().any(|reply| reply["message"] == "abort");
+    let begun = asked_for(&mut vm, "begun");
+    assert!(
+        !begun.is_empty() && !ended(&begun),
+        "its source is on its way: {begun:?}"
+    );
+    let lost = asked_for(&mut vm, "lost");
+    assert!(ended(&lost), "{lost:?}");
+    let refused = ask(&mut vm, VmRequest::Migrate(Box::new(migration("lost")))).unwrap_err();
+    assert!(
+        refused.message.contains("did not begin in time"),
+        "{}",
+        refused.message
+    );
 }
 
 // ---- reports ----

@@ -44,6 +44,8 @@ const TICK: Duration = Duration::from_millis(5);
 const APPLIED_EVERY: Duration = Duration::from_millis(20);
 /// How long it waits for the source's first word, and for a lost link to be made again.
 const SOURCE_WAIT: Duration = Duration::from_secs(75);
+/// After so long without a first connection, and again and again, the source is asked whether it comes.
+const NOBODY_AFTER: Duration = Duration::from_secs(3);
 /// A control channel on which the source says nothing for this long is lost; it pings once a second.
 const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 /// Most bytes kept of what came behind a barrier that is not reached; after that the source has to wait.
@@ -119,6 +121,7 @@ impl DestinationHandle {
             held_back: Vec::new(),
             next_control: None,
             lingers: false,
+            connected: false,
             first_pass: Arc::new(AtomicBool::new(true)),
         };
         let thread = std::thread::Builder::new()
@@ -222,6 +225,8 @@ pub(super) struct DestinationDriver {
     /// The control channel of the next epoch, which came before the present one was known to be lost.
     next_control: Option<Connection>,
     lingers: bool,
+    /// A control channel has come.
+    connected: bool,
     /// Page threads give way to vCPUs until a pass is complete.
     first_pass: Arc<AtomicBool>,
 }
@@ -318,8 +323,13 @@ impl DestinationDriver {
             return self.open(connection);
         }
         let deadline = Instant::now() + SOURCE_WAIT;
+        let mut ask_at = Instant::now() + NOBODY_AFTER;
         loop {
             self.commands()?;
+            if !self.connected && Instant::now() >= ask_at {
+                ask_at = Instant::now() + NOBODY_AFTER;
+                self.tell(News::NobodyCame);
+            }
             match self.arrivals.connections.recv_timeout(TICK) {
                 Ok(connection) if connection.channel().is_control() => {
                     return self.open(connection);
@@ -354,6 +364,7 @@ impl DestinationDriver {
             .map_err(|error| Halt::Failed(error.to_string()))?;
         let control = Arc::new(SharedControl::new(sender));
         self.control.set(&control);
+        self.connected = true;
         self.report.update(|report| report.phase = Phase::Precopy);
         let now = Instant::now();
         Ok(Epoch {

@@ -31,6 +31,16 @@ struct Preparation {
     took: OnceLock<Duration>,
 }
 
+/// Makes sure that a file into which a guest will come reads as zero everywhere: what is a hole at the source is never
+/// sent.
+pub(crate) fn empty(ram: &RamFile) -> Result<(), Error> {
+    for extent in ram.data_extents(0..ram.page_count())? {
+        tracing::warn!(?extent, "guest memory that was to be empty is cleared");
+        ram.write_zero(extent)?;
+    }
+    Ok(())
+}
+
 impl Memory {
     /// Takes the file over; what it holds already counts as touched.
     pub(crate) fn new(ram: Arc<RamFile>) -> Result<Self, Error> {
@@ -232,6 +242,17 @@ mod tests {
         let memory = Memory::new(Arc::new(ram)).expect("extents");
         memory.zero(2..5).expect("cleared");
         assert_eq!(page(&file, 3), [0; 4096]);
+    }
+
+    #[test]
+    fn memory_that_a_guest_will_come_into_is_empty() {
+        let (memory, file) = memory("fresh", 4);
+        store(&memory, 3..5, 7);
+        store(&memory, 600..601, 8);
+        empty(&memory.ram).expect("cleared");
+        for number in [3, 4, 600] {
+            assert_eq!(page(&file, number), [0; 4096]);
+        }
     }
 
     #[test]

@@ -292,6 +292,7 @@ impl SourceDriver {
             Ok(epoch) => epoch,
             Err(halt) => return halt,
         };
+        self.parts.report.trouble(None);
         reached("source.connected");
         if self.parts.prepare
             && let Err(halt) = self.wait_prepared(&epoch)
@@ -420,13 +421,14 @@ impl SourceDriver {
         Ok(())
     }
 
-    /// Makes an epoch. At the start one failure is final: the user waits. Later the guest runs on and there is time.
+    /// Makes an epoch. A link that is away is waited for, at the start as later; a destination that refuses this migration
+    /// at the start is not.
     fn connect(&mut self, first: bool) -> Result<Epoch, Halt> {
-        let give_up_at = Instant::now() + if first { Duration::ZERO } else { RECONNECT_FOR };
+        let give_up_at = Instant::now() + RECONNECT_FOR;
         loop {
             // A command that came meanwhile goes first.
             self.pause(Duration::ZERO)?;
-            let reason = match self.connect_once() {
+            let reason = match self.connect_once(first) {
                 Ok(epoch) => return Ok(epoch),
                 Err(Halt::Lost(reason)) => reason,
                 Err(halt) => return Err(halt),
@@ -439,11 +441,15 @@ impl SourceDriver {
                     Halt::Lost(reason)
                 });
             }
+            if first {
+                let trouble = format!("not connected yet, trying again: {reason}");
+                self.parts.report.trouble(Some(trouble));
+            }
             self.pause(RECONNECT_PAUSE)?;
         }
     }
 
-    fn connect_once(&mut self) -> Result<Epoch, Halt> {
+    fn connect_once(&mut self, first: bool) -> Result<Epoch, Halt> {
         let number = self.next_epoch;
         self.next_epoch = number
             .checked_add(1)
@@ -459,6 +465,8 @@ impl SourceDriver {
         // A card without its address or a host without a core for a moment is a link that can be made again.
         let lost = |error| match error {
             TransportError::System { .. } => Halt::Lost(error.to_string()),
+            // So ends who does not prove the migration's key.
+            TransportError::HandshakeClosed { .. } if first => Halt::Failed(error.to_string()),
             error => halt_of(error),
         };
         let mut epoch = Epoch::open(&plan, &extents(&self.dirty)).map_err(lost)?;

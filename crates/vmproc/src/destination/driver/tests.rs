@@ -103,6 +103,7 @@ fn driver(
         held_back: Vec::new(),
         next_control: None,
         lingers: false,
+        connected: false,
         first_pass: Arc::new(AtomicBool::new(true)),
     };
     (driver, commands, news, file)
