@@ -90,6 +90,8 @@ pub mod path {
     pub const SITE_SURVEY: &str = "/v1/site/survey";
     /// POST [`super::Empty`]: [`super::Done`]. A person lets this host boot what it holds without an answer.
     pub const BOOT_ALONE: &str = "/v1/site/boot-alone";
+    /// POST [`super::Empty`]: [`super::Done`]. A person gives up a VM's damaged record; a record that reads fine stays.
+    pub const FORGET_RECORD: &str = "/v1/vms/{name}/forget-record";
 }
 
 /// How long a guest's writes are measured.
@@ -140,6 +142,7 @@ pub const RULES: &[Rule] = &[
     rule_also_removed("POST", path::SITE_ASK, Access::HOST),
     rule("POST", path::SITE_SURVEY, CONTROLLER),
     rule("POST", path::BOOT_ALONE, Access::LOCAL),
+    rule("POST", path::FORGET_RECORD, Access::LOCAL),
 ];
 
 /// How long the client waits, by kind of call.
@@ -399,6 +402,11 @@ impl AgentClient {
         self.client
             .post(path::BOOT_ALONE, &Empty {}, self.deadlines.act)
             .await
+    }
+
+    /// Gives up a VM's damaged record.
+    pub async fn forget_record(&self, name: &VmName) -> Reply<Done> {
+        self.act(path::FORGET_RECORD, name, &Empty {}).await
     }
 
     /// What the host is busy with.
