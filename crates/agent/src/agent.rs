@@ -3,8 +3,10 @@
 //! Owns everything that the routes share. Each operation on a VM goes to that VM's process; where none lives, the
 //! durable record answers. Refuses: to decide who may run a VM.
 
+use crate::boot::Boots;
 use crate::check;
-use crate::config::HostConfig;
+use crate::config::{BootRule, HostConfig};
+use crate::evidence;
 use crate::launch::make_dir;
 use crate::life::Life;
 use crate::link::Bursts;
@@ -13,7 +15,8 @@ use crate::preflight;
 use crate::probe::{self, Probes};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::records::{self, Records};
-use crate::supervisor::{Supervised, Supervisor};
+use crate::site::Site;
+use crate::supervisor::{HoldOff, Supervised, Supervisor};
 use crate::system::{Interface, System, interfaces, unix_ms};
 use crate::users::User;
 use godwit_guestmem::{mem_tmpfs, tracker};
@@ -34,11 +37,13 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Longest wait for a VM process to be there.
-const NEED: Duration = Duration::from_secs(20);
+pub(crate) const NEED: Duration = Duration::from_secs(20);
+/// The same where whoever asks waits for an answer that is mostly there at once.
+pub(crate) const SOON: Duration = Duration::from_secs(8);
 /// Longest wait for an answer that only reads.
-const READ: Duration = Duration::from_secs(2);
+pub(crate) const READ: Duration = Duration::from_secs(2);
 /// Longest wait for an answer that changes something.
-const ACT: Duration = Duration::from_secs(50);
+pub(crate) const ACT: Duration = Duration::from_secs(50);
 /// Longest wait for this host's own tools.
 const TOOLS: Duration = Duration::from_secs(10);
 
@@ -58,6 +63,8 @@ pub(crate) struct Agent {
     /// Interfaces that carry migrations, with their addresses.
     pub migration_links: Vec<(String, Vec<IpAddr>)>,
     pub readings: Mutex<Readings>,
+    pub site: Site,
+    pub boots: Boots,
     pub removed: Mutex<BTreeSet<HostName>>,
 }
 
@@ -81,6 +88,14 @@ pub(crate) fn took_too_long<T>(_: T) -> ApiError {
         ErrorCode::Internal,
         "work of this agent broke off: see its log",
     )
+}
+
+/// Work that waits for disks, off the threads that serve.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Reply<T> + Send + 'static,
+) -> Reply<T> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(took_too_long)?
 }
 
 /// Why writes cannot be tracked here, if they cannot.
@@ -194,6 +209,10 @@ impl Agent {
     pub(crate) fn info(&self) -> HostInfo {
         let nothing = QemuFacts::default();
         let qemu = self.qemu.as_ref().unwrap_or(&nothing);
+        let (instance, site, may_be_alone) = self.site.with(|site| {
+            let instance = site.instance().clone();
+            (instance, site.heard(), site.may_be_configured_alone())
+        });
         HostInfo {
             name: self.host().clone(),
             version: env!("CARGO_PKG_VERSION").into(),
@@ -211,73 +230,118 @@ impl Agent {
             memory_free_mib: self.free_mib(),
             cpus: self.system.cpus(),
             boot_id: self.boot_id.clone(),
-            instance: Default::default(),
-            site: Default::default(),
-            boot_alone_ignored: false,
+            instance,
+            site,
+            boot_alone_ignored: self.config.boot == BootRule::Alone && !may_be_alone,
         }
     }
 
     /// All VMs, each asked at the same time.
     pub(crate) async fn vms(self: &Arc<Self>) -> Vec<HostVm> {
+        let names = self.supervisor.names();
+        let all = names.iter().filter_map(|name| self.supervisor.find(name));
+        let (live, others): (Vec<_>, Vec<_>) = all.partition(|vm| vm.is_live());
         let mut asked = tokio::task::JoinSet::new();
-        for name in self.supervisor.names() {
+        for vm in live {
             let agent = self.clone();
-            asked.spawn(async move { agent.vm(&name).await });
+            asked.spawn(async move { agent.vm(&vm.config().vm).await });
         }
-        let mut vms: Vec<HostVm> = asked.join_all().await.into_iter().flatten().collect();
+        let agent = self.clone();
+        let read = blocking(move || {
+            let read = others
+                .iter()
+                .map(|vm| agent.read_vm(&vm.config().vm, &vm.life()));
+            Ok(read.flatten().collect::<Vec<_>>())
+        });
+        let mut vms = read.await.unwrap_or_default();
+        vms.extend(asked.join_all().await.into_iter().flatten());
         vms.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
         vms
     }
 
     /// One VM, from its process or its record.
-    pub(crate) async fn vm(&self, name: &VmName) -> Reply<HostVm> {
+    pub(crate) async fn vm(self: &Arc<Self>, name: &VmName) -> Reply<HostVm> {
         let vm = self.known(name)?;
-        let life = vm.life();
-        if matches!(life, Life::Live { .. })
+        if vm.is_live()
             && let Ok(VmAnswer::Status(status)) = vm.ask(&VmRequest::Status, READ).await
         {
-            return Ok(status.vm);
+            let mut vm = status.vm;
+            self.boots.show(&mut vm);
+            return Ok(vm);
         }
-        self.records.host_vm(name, &life)
+        let (agent, name, life) = (self.clone(), name.clone(), vm.life());
+        blocking(move || agent.read_vm(&name, &life)).await
+    }
+
+    fn read_vm(&self, name: &VmName, life: &Life) -> Reply<HostVm> {
+        let mut vm = self.records.host_vm(name, life)?;
+        self.boots.show(&mut vm);
+        Ok(vm)
     }
 
     /// Makes a VM known, or updates a stopped one.
-    pub(crate) async fn put_vm(&self, request: PutVm) -> Reply<Done> {
+    pub(crate) async fn put_vm(self: &Arc<Self>, request: PutVm) -> Reply<Done> {
         request
             .spec
             .check()
             .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
         let name = request.spec.name.clone();
         let vm = self.supervised(&name);
-        self.release(&vm).await?;
-        let records = self.records.clone();
-        let put = tokio::task::spawn_blocking(move || records.put(&request));
-        put.await.map_err(took_too_long)??;
-        vm.look_again();
+        let held = self.release(&vm).await?;
+        let agent = self.clone();
+        blocking(move || {
+            agent.records.put(&request)?;
+            match request.expect {
+                Some(_) => agent.site.granted(&request.spec.name, request.generation),
+                None => Ok(()),
+            }
+        })
+        .await?;
+        drop(held);
         Ok(done(format!(
             "VM '{name}' is known to host '{}'",
             self.host()
         )))
     }
 
-    /// Forgets a stopped VM.
-    pub(crate) async fn delete_vm(&self, name: &VmName) -> Reply<Done> {
+    /// Forgets a stopped VM. One whose QEMU died is powered off first.
+    pub(crate) async fn delete_vm(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
         let vm = self.known(name)?;
-        self.release(&vm).await?;
+        self.power_off_the_dead(&vm).await?;
+        let held = self.release(&vm).await?;
         let (records, vm_name) = (self.records.clone(), name.clone());
-        let deleted = tokio::task::spawn_blocking(move || records.delete(&vm_name));
-        deleted.await.map_err(took_too_long)??;
+        blocking(move || records.delete(&vm_name)).await?;
         self.supervisor.forget(name);
+        drop(held);
+        self.no_boot_wanted(name);
         Ok(done(format!(
             "VM '{name}' is deleted from host '{}'",
             self.host()
         )))
     }
 
-    /// Ends the VM process of a VM that is off, so that its record may be written here.
-    async fn release(&self, vm: &Supervised) -> Reply<()> {
-        if !matches!(vm.life(), Life::Live { .. }) {
+    /// A VM that should run and has no guest is off from now on.
+    async fn power_off_the_dead(&self, vm: &Supervised) -> Reply<()> {
+        if !self.records.needs_process(&vm.config().vm) {
             return Ok(());
+        }
+        vm.need(NEED).await?;
+        let crashed = match vm.ask(&VmRequest::Status, READ).await? {
+            VmAnswer::Status(status) => status.vm.state == VmState::Crashed,
+            _ => return Err(unexpected(&vm.config().vm)),
+        };
+        if crashed {
+            vm.ask(&VmRequest::Stop { force: true }, ACT).await?;
+        }
+        Ok(())
+    }
+
+    /// Ends the VM process of a VM that has no guest, so that its record may be written here; none is started before the
+    /// guard is dropped.
+    async fn release(&self, vm: &Arc<Supervised>) -> Reply<HoldOff> {
+        let held = vm.hold_off();
+        if !vm.is_live() {
+            return Ok(held);
         }
         let VmAnswer::Status(status) = vm.ask(&VmRequest::Status, READ).await? else {
             return Err(unexpected(&vm.config().vm));
@@ -293,7 +357,7 @@ impl Agent {
         // It may end before its answer is out; what counts is that it ends.
         let _ = vm.ask(&VmRequest::Detach, ACT).await;
         if vm.ended(TOOLS).await {
-            return Ok(());
+            return Ok(held);
         }
         Err(ApiError::new(
             ErrorCode::Locked,
@@ -377,7 +441,10 @@ impl Agent {
     }
 
     /// What stands in the way of the VM leaving here.
-    pub(crate) async fn preflight_outgoing(&self, name: &VmName) -> Reply<PreflightOutgoing> {
+    pub(crate) async fn preflight_outgoing(
+        self: &Arc<Self>,
+        name: &VmName,
+    ) -> Reply<PreflightOutgoing> {
         let supervised = self.known(name)?;
         let vm = self.vm(name).await?;
         let mut blockers = Vec::new();
@@ -533,65 +600,51 @@ impl Agent {
             .await
     }
 
-    /// Begins the supervision of every VM that this host knows, and starts again what a reboot has ended.
+    /// Begins the supervision of every VM that this host knows.
     pub(crate) fn take_up(self: &Arc<Self>) -> std::io::Result<()> {
         make_dir(&self.config.run_dir.join("vms"), 0o711)?;
         for name in self.records.names() {
-            let vm = self.supervised(&name);
-            if self.records.needs_boot(&name, &self.boot_id) {
-                let agent = self.clone();
-                tokio::spawn(async move { agent.boot(&vm).await });
-            } else {
-                self.remember_boot(&name);
-            }
+            self.supervised(&name);
         }
         Ok(())
     }
 
-    fn remember_boot(&self, name: &VmName) {
-        if let Err(error) = self.records.remember_boot(name, &self.boot_id) {
-            tracing::error!(vm = %name, %error, "cannot note that the VM was seen in this boot");
-        }
-    }
-
-    /// Starts a VM that ran before the host's reboot; tries until it runs or is no longer wanted.
-    async fn boot(&self, vm: &Supervised) {
-        let name = &vm.config().vm;
-        let mut wait = Duration::from_secs(1);
-        while self.records.needs_boot(name, &self.boot_id) {
-            let started = async {
-                vm.need(NEED).await?;
-                match vm.ask(&VmRequest::Status, READ).await? {
-                    VmAnswer::Status(status) if is_up(status.vm.state) => Ok(()),
-                    _ => vm.ask(&VmRequest::Start, ACT).await.map(drop),
-                }
-            };
-            match started.await {
-                Ok(()) => return self.remember_boot(name),
-                Err(error) => {
-                    tracing::error!(vm = %name, %error, "cannot start the VM after the host's reboot")
-                }
-            }
-            tokio::time::sleep(wait).await;
-            wait = (wait * 2).min(Duration::from_secs(60));
-        }
-    }
-
     /// Boots a VM because somebody asked.
-    pub(crate) async fn start(&self, name: &VmName) -> Reply<Done> {
+    pub(crate) async fn start(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
         let done = self.act(name, VmRequest::Start).await?;
-        self.remember_boot(name);
-        Ok(done)
+        self.no_boot_wanted(name);
+        let (agent, name) = (self.clone(), name.clone());
+        blocking(move || {
+            agent.remember_boot(&name);
+            Ok(done)
+        })
+        .await
     }
-}
 
-fn is_up(state: VmState) -> bool {
-    matches!(
-        state,
-        VmState::Running
-            | VmState::Paused
-            | VmState::InDoubt
-            | VmState::Incoming
-            | VmState::Panicked
-    )
+    /// Gives up a VM's damaged record. A QEMU of it would be orphaned, so there must be none.
+    pub(crate) async fn forget_record(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
+        let vm = self.supervised(name);
+        let held = vm.hold_off();
+        let (agent, name) = (self.clone(), name.clone());
+        let kept = blocking(move || {
+            if evidence::may_live(vm.run_dir()) {
+                let message = format!(
+                    "VM '{name}' may have a QEMU on host '{}', which nobody could stop without its record: end that process first (its number is in {}/qemu.json)",
+                    agent.host(),
+                    vm.run_dir().display()
+                );
+                return Err(ApiError::new(ErrorCode::WrongState, message));
+            }
+            let row = agent.site.with(|site| site.table().vms.get(&name).cloned());
+            let known = row.map(|row| row.held).unwrap_or_default();
+            agent.records.forget_record(&name, known)
+        });
+        let kept = kept.await?;
+        drop(held);
+        Ok(done(format!(
+            "the damaged record is kept as {}; host '{}' holds nothing of this VM and takes nothing that is old",
+            kept.display(),
+            self.host()
+        )))
+    }
 }

@@ -6,13 +6,15 @@
 use crate::agent::Agent;
 use crate::agent::check_host;
 use crate::probe::parse_nonce;
+use crate::site;
 use axum::extract::State;
+use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
 use godwit_rpc::agent_client::{Measure, path};
-use godwit_rpc::{ApiResult, JsonBody, PathParam, Peer};
+use godwit_rpc::{ApiResult, JsonBody, PathParam, Peer, RemovedPeer};
 use godwit_types::control_api::{
-    CancelRequest, ConsoleText, Done, HostCheck, ResolveRequest, StopRequest,
+    CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
 };
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
@@ -24,6 +26,9 @@ use godwit_types::host_api::{
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
+use godwit_types::site::{
+    SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest, WholeSurvey,
+};
 use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
 use std::sync::Arc;
 
@@ -66,6 +71,13 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::LINK_LISTEN, post(link_listen))
         .route(path::LINK_SEND, post(link_send))
         .route(path::LOAD, get(load))
+        .route(path::SURVEY, post(survey))
+        .route(path::SITE, put(site_update))
+        .route(path::SITE_ASK, post(site_ask))
+        .route(path::SITE_SURVEY, post(site_survey))
+        .route(path::BOOT_ALONE, post(boot_alone))
+        .route(path::FORGET_RECORD, post(forget_record))
+        .layer(from_fn_with_state(agent.clone(), site::stamped))
         .with_state(agent)
 }
 
@@ -259,6 +271,52 @@ async fn load(State(agent): Shared) -> ApiResult<HostLoad> {
     reply(Ok(agent.load().await))
 }
 
+async fn survey(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(request): JsonBody<SurveyRequest>,
+) -> ApiResult<SurveyAnswer> {
+    reply(agent.survey(&name, request).await)
+}
+
+async fn site_update(
+    State(agent): Shared,
+    JsonBody(update): JsonBody<SiteUpdate>,
+) -> ApiResult<SiteHeard> {
+    reply(agent.site_update(update).await)
+}
+
+async fn site_ask(
+    State(agent): Shared,
+    Extension(caller): Extension<Peer>,
+    removed: Option<Extension<RemovedPeer>>,
+    JsonBody(question): JsonBody<SiteQuestion>,
+) -> ApiResult<SiteAnswer> {
+    let Peer::Host(asker) = caller else {
+        let message = "only another host asks before it boots";
+        return reply(Err(ApiError::new(ErrorCode::NotAllowed, message)));
+    };
+    reply(agent.site_ask(asker, removed.is_some(), question).await)
+}
+
+async fn site_survey(
+    State(agent): Shared,
+    JsonBody(Empty {}): JsonBody<Empty>,
+) -> ApiResult<WholeSurvey> {
+    reply(agent.site_survey().await)
+}
+
+async fn boot_alone(State(agent): Shared) -> ApiResult<Done> {
+    reply(Ok(agent.boot_alone()))
+}
+
+async fn forget_record(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+) -> ApiResult<Done> {
+    reply(agent.forget_record(&name).await)
+}
+
 #[cfg(test)]
 #[path = "api_tests.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -1,8 +1,10 @@
 //! The routes over real mutual TLS and a real Unix socket, with a stub VM process behind them.
 
 use super::*;
+use crate::boot::{Asker, Boots, Stopping};
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFactsError;
+use crate::site::Site;
 use crate::supervisor::Supervisor;
 use crate::system::System;
 use crate::test_support::{HEARD, TestHost, spec, stub_program, vm};
@@ -13,26 +15,42 @@ use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{
     AgentClient, Authority, Client, ClientError, Revocations, Role, Server, server, tls,
 };
+use godwit_types::site::Stamp;
 use godwit_types::{Generation, HostName};
 use rustix::process::{Pid, Signal, kill_process};
 use std::net::SocketAddr;
 use tokio::sync::watch;
 
-fn host_name(name: &str) -> HostName {
+pub(crate) fn host_name(name: &str) -> HostName {
     HostName::new(name).unwrap()
 }
 
-struct Served {
-    host: TestHost,
-    agent: Arc<Agent>,
+pub(crate) struct Served {
+    pub host: TestHost,
+    pub agent: Arc<Agent>,
     authority: Authority,
     address: SocketAddr,
     _stop: watch::Sender<bool>,
 }
 
 impl Served {
-    async fn new() -> Self {
-        let host = TestHost::new();
+    pub(crate) async fn new() -> Self {
+        let nobody: Asker = Arc::new(|_, _| {
+            let error = ApiError::new(ErrorCode::HostUnreachable, "nobody is there");
+            Box::pin(async { Err(error) })
+        });
+        Self::of(TestHost::new(), nobody, false).await
+    }
+
+    /// A host whose site answers as `asker` says, and which shuts down or not.
+    pub(crate) async fn of(host: TestHost, asker: Asker, is_stopping: bool) -> Self {
+        let stopping: Stopping = Arc::new(move || Box::pin(async move { is_stopping }));
+        let site = Site::open(
+            &host.config.state_dir,
+            host_name("a"),
+            "boot-1".into(),
+            "machine".into(),
+        );
         let records = host.records();
         let supervisor = Supervisor::new(
             stub_program(),
@@ -43,6 +61,8 @@ impl Served {
             bursts: Arc::default(),
             migration_links: Vec::new(),
             readings: Default::default(),
+            site: site.unwrap(),
+            boots: Boots::new(asker, stopping),
             removed: Default::default(),
             config: host.config.clone(),
             system: System::default(),
@@ -81,22 +101,44 @@ impl Served {
         }
     }
 
-    fn client(&self, role: &Role) -> AgentClient {
+    fn tls(&self, role: &Role) -> Client {
         let identity = self.authority.identity(role, now_unix_s()).unwrap();
         let peer = Role::Host(host_name("a"));
-        AgentClient::new(Client::tls(self.address, &identity, peer).unwrap())
+        Client::tls(self.address, &identity, peer).unwrap()
     }
 
-    fn controller(&self) -> AgentClient {
-        self.client(&Role::Controller)
+    pub(crate) fn client(&self, role: &Role) -> AgentClient {
+        AgentClient::new(self.tls(role))
     }
 
-    fn local(&self) -> AgentClient {
+    /// The same, with its certificate's serial number.
+    pub(crate) fn client_and_serial(&self, role: &Role) -> (AgentClient, String) {
+        let identity = self.authority.identity(role, now_unix_s()).unwrap();
+        let serial = identity.holder().unwrap().serial;
+        let peer = Role::Host(host_name("a"));
+        let client = Client::tls(self.address, &identity, peer).unwrap();
+        (AgentClient::new(client), serial)
+    }
+
+    /// A controller whose last word is this.
+    pub(crate) fn controller_at(&self, epoch: u64, number: u64) -> AgentClient {
+        let stamp = Stamp { epoch, number };
+        AgentClient::new(
+            self.tls(&Role::Controller)
+                .with_stamps(Arc::new(move || stamp)),
+        )
+    }
+
+    pub(crate) fn controller(&self) -> AgentClient {
+        self.controller_at(1, 1)
+    }
+
+    pub(crate) fn local(&self) -> AgentClient {
         AgentClient::new(Client::unix(&self.host.config.agent_socket()))
     }
 
     /// Ends the stub of a VM, if it has one; it is this test's own.
-    fn end(&self, name: &str) {
+    pub(crate) fn end(&self, name: &str) {
         if let Some(vm) = self.agent.supervisor.find(&vm(name)) {
             self.agent.supervisor.forget(&vm.config().vm);
             if let crate::life::Life::Live { pid } = vm.life() {
@@ -106,15 +148,16 @@ impl Served {
     }
 }
 
-fn code<T: std::fmt::Debug>(result: Result<T, ClientError>) -> ErrorCode {
+pub(crate) fn code<T: std::fmt::Debug>(result: Result<T, ClientError>) -> ErrorCode {
     result.unwrap_err().code()
 }
 
-fn put(name: &str, generation: u64) -> PutVm {
+/// A grant after a survey whose level is one below.
+pub(crate) fn put(name: &str, generation: u64) -> PutVm {
     PutVm {
         spec: spec(name),
         generation: Generation(generation),
-        expect: None,
+        expect: Some(Generation(generation - 1)),
     }
 }
 
@@ -196,7 +239,11 @@ async fn a_vm_is_made_started_and_deleted() {
     assert!(shown.holds() && shown.generation == Generation(1));
     assert_eq!(controller.start(&web).await.unwrap().message, "started");
     assert_eq!(controller.console(&web).await.unwrap().text, "login:");
-    // The stub says that the VM is off, so its process gives way to the agent's own writing.
+    let running = controller.put_vm(&put("web", 1)).await;
+    assert_eq!(code(running), ErrorCode::WrongState);
+    let force = true;
+    controller.stop(&web, &StopRequest { force }).await.unwrap();
+    // It is off now, so its process gives way to the agent's own writing.
     controller.put_vm(&put("web", 1)).await.unwrap();
     controller.delete_vm(&web).await.unwrap();
     assert_eq!(code(controller.vm(&web).await), ErrorCode::UnknownVm);
@@ -224,11 +271,10 @@ async fn a_generation_below_the_known_one_is_refused() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_path_and_the_body_must_name_the_same_vm() {
     let served = Served::new().await;
-    let identity = served
-        .authority
-        .identity(&Role::Controller, now_unix_s())
-        .unwrap();
-    let client = Client::tls(served.address, &identity, Role::Host(host_name("a"))).unwrap();
+    let stamp = Stamp::default();
+    let client = served
+        .tls(&Role::Controller)
+        .with_stamps(Arc::new(move || stamp));
     let wait = std::time::Duration::from_secs(10);
     let result: Result<Done, ClientError> = client.put("/v1/vms/other", &put("web", 1), wait).await;
     assert_eq!(code(result), ErrorCode::InvalidRequest);
@@ -267,26 +313,6 @@ async fn a_live_vm_process_answers_the_peer_itself() {
     assert_eq!(replies, [serde_json::json!({ "echo": message.message })]);
     let heard = std::fs::read_to_string(served.host.run_dir("web").join(HEARD)).unwrap();
     assert!(heard.starts_with("b {"), "{heard}");
-    served.end("web");
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn what_ran_before_a_reboot_is_started_once_and_what_was_off_is_not() {
-    let served = Served::new().await;
-    served.host.hold("web", Power::On);
-    served.host.hold("off", Power::Off);
-    let records = served.host.records();
-    assert!(records.needs_boot(&vm("web"), "boot-1"));
-    assert!(!records.needs_boot(&vm("off"), "boot-1"));
-    served.agent.take_up().unwrap();
-    let noted = tokio::task::spawn_blocking(move || {
-        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(30);
-        while records.needs_boot(&vm("web"), "boot-1") && std::time::Instant::now() < deadline {
-            std::thread::yield_now();
-        }
-        !records.needs_boot(&vm("web"), "boot-1") && records.needs_boot(&vm("web"), "boot-2")
-    });
-    assert!(noted.await.unwrap());
     served.end("web");
 }
 

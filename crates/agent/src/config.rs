@@ -55,7 +55,7 @@ pub struct HostConfig {
     pub name: HostName,
     /// Where the agent listens for the controller and for other hosts, with mutual TLS.
     pub listen: SocketAddr,
-    /// Where the controller listens; only `godwit host join` and messages to people need it.
+    /// Where the controller listens: this host asks it before it boots what no request asked for.
     #[serde(default)]
     pub controller: Option<SocketAddr>,
     /// Durable state: records, descriptions, reports, this host's certificate.
@@ -88,6 +88,20 @@ pub struct HostConfig {
     /// Overrides what runs guests.
     #[serde(default)]
     pub accelerator: Accelerator,
+    /// Whether this host asks before it boots what no request asked for.
+    #[serde(default)]
+    pub boot: BootRule,
+}
+
+/// What a host does before it boots a VM that no request asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum BootRule {
+    /// Asks its site whether the VM went elsewhere.
+    #[default]
+    Ask,
+    /// Boots at once. Ignored from the moment at which a second host is known.
+    Alone,
 }
 
 fn state_dir() -> PathBuf {
@@ -263,6 +277,9 @@ mod tests {
         let config = parse(PLAIN).unwrap();
         assert_eq!(config.migration_ports, PortRange::default());
         assert!(config.encryption);
+        assert_eq!(config.boot, BootRule::Ask);
+        let alone = parse(&PLAIN.replace("listen =", "boot = \"alone\"\nlisten =")).unwrap();
+        assert_eq!(alone.boot, BootRule::Alone);
         assert_eq!(config.agent_socket(), Path::new("/run/godwit/agent.sock"));
     }
 

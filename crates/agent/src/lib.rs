@@ -7,9 +7,12 @@
 mod agent;
 mod api;
 mod backoff;
+mod boot;
+mod boot_cases;
 mod check;
 pub mod config;
 mod crypto;
+mod evidence;
 mod harden;
 mod launch;
 mod life;
@@ -21,7 +24,9 @@ mod probe;
 mod qemu_facts;
 mod records;
 mod run;
+mod site;
 mod supervisor;
+mod surveys;
 #[allow(unsafe_code)]
 mod sys;
 mod system;

@@ -38,11 +38,11 @@ pub(crate) struct Records {
     host: HostName,
 }
 
-fn internal(error: impl std::fmt::Display) -> ApiError {
+pub(crate) fn internal(error: impl std::fmt::Display) -> ApiError {
     ApiError::new(ErrorCode::Internal, error.to_string())
 }
 
-fn stored(error: StoreError) -> ApiError {
+pub(crate) fn stored(error: StoreError) -> ApiError {
     let code = match error {
         StoreError::Locked { .. } => ErrorCode::Locked,
         _ => ErrorCode::Internal,
@@ -50,7 +50,24 @@ fn stored(error: StoreError) -> ApiError {
     ApiError::new(code, error.to_string())
 }
 
-fn or_absent(record: Option<HostRecord>, vm: &VmName) -> HostRecord {
+/// The same of a VM's record: one that is damaged has a command.
+fn unread(vm: &VmName, error: StoreError) -> ApiError {
+    let is_damaged = matches!(
+        error,
+        StoreError::Damaged { .. } | StoreError::TooLarge { .. } | StoreError::Record(_)
+    );
+    let error = stored(error);
+    if !is_damaged {
+        return error;
+    }
+    let message = format!(
+        "{}; if no copy can be put back and no host runs the VM on it, run 'godwit vm forget-record {vm}' on this host",
+        error.message
+    );
+    ApiError::new(error.code, message)
+}
+
+pub(crate) fn or_absent(record: Option<HostRecord>, vm: &VmName) -> HostRecord {
     record.unwrap_or_else(|| HostRecord::absent(vm.clone()))
 }
 
@@ -96,13 +113,25 @@ impl Records {
         }
     }
 
-    fn dir(&self, vm: &VmName) -> PathBuf {
-        self.state_dir.join("vms").join(vm.as_str())
+    pub(crate) fn dir(&self, vm: &VmName) -> PathBuf {
+        self.vms_dir().join(vm.as_str())
+    }
+
+    pub(crate) fn vms_dir(&self) -> PathBuf {
+        self.state_dir.join("vms")
+    }
+
+    pub(crate) fn state_dir(&self) -> &Path {
+        &self.state_dir
+    }
+
+    pub(crate) fn host(&self) -> &HostName {
+        &self.host
     }
 
     /// Names of all VMs with a directory here.
     pub(crate) fn names(&self) -> Vec<VmName> {
-        let entries = std::fs::read_dir(self.state_dir.join("vms"));
+        let entries = std::fs::read_dir(self.vms_dir());
         let names = entries.into_iter().flatten().flatten();
         names
             .filter_map(|entry| VmName::new(entry.file_name().to_string_lossy()).ok())
@@ -124,8 +153,8 @@ impl Records {
         }
     }
 
-    fn read(&self, vm: &VmName) -> Result<HostRecord, ApiError> {
-        let found = VmStore::peek(&self.state_dir, vm).map_err(stored)?;
+    pub(crate) fn read(&self, vm: &VmName) -> Result<HostRecord, ApiError> {
+        let found = VmStore::peek(&self.state_dir, vm).map_err(|error| unread(vm, error))?;
         Ok(or_absent(found, vm))
     }
 
@@ -163,14 +192,27 @@ impl Records {
         })
     }
 
-    /// Writes a VM's description and, the first time, takes the generation that the controller grants.
+    /// Takes the generation that the controller grants, if it grants one, and writes the VM's description.
     pub(crate) fn put(&self, request: &PutVm) -> Result<(), ApiError> {
         let vm = &request.spec.name;
+        self.check_room(vm)?;
         let mut journal = self.lock(vm)?;
         let record = or_absent(journal.load().map_err(stored)?, vm);
         not_a_process_matter(&record)?;
-        if record.may_run() != Some(request.generation) {
-            self.grant(&mut journal, record, request.generation)?;
+        let (generation, holds) = (request.generation, record.may_run());
+        match request.expect {
+            _ if holds == Some(generation) => {}
+            Some(expect) => self.grant(&mut journal, record, generation, expect)?,
+            None => {
+                let held = holds.map_or("does not hold the VM".to_owned(), |held| {
+                    format!("holds it under generation {held}")
+                });
+                let message = format!(
+                    "the new description of VM '{vm}' is for its holder under generation {generation}; host '{}' {held}",
+                    self.host
+                );
+                return Err(ApiError::new(ErrorCode::WrongState, message));
+            }
         }
         save_json(&self.dir(vm).join(SPEC_FILE), &request.spec).map_err(stored)
     }
@@ -180,17 +222,19 @@ impl Records {
         journal: &mut VmStore,
         record: HostRecord,
         generation: Generation,
+        expect: Generation,
     ) -> Result<(), ApiError> {
         let vm = record.vm.clone();
-        let expect = record.highest;
         let granted = Event::Granted { generation, expect };
-        let (done, _) = self.drive(journal, record, granted)?;
+        let (done, why) = self.drive(journal, record, granted)?;
         if done.may_run() == Some(generation) {
             return Ok(());
         }
         let message = format!(
-            "host '{}' knows generation {} of VM '{vm}', so generation {generation} is not taken: the controller is behind, let it read this host again",
-            self.host, done.highest
+            "host '{}' knows generation {} of VM '{vm}', so generation {generation} after a survey at {expect} is not taken ({}): the controller is behind, let it read this host again",
+            self.host,
+            done.highest,
+            why.unwrap_or("it is in use")
         );
         Err(ApiError::new(ErrorCode::WrongState, message))
     }
@@ -227,9 +271,7 @@ impl Records {
                 format!("no ownership message: {error}"),
             )
         })?;
-        if !self.dir(vm).is_dir() && self.count() >= VMS_MAX {
-            return Err(internal("too many VMs are on record here"));
-        }
+        self.check_room(vm)?;
         let mut journal = self.lock(vm)?;
         let record = or_absent(journal.load().map_err(stored)?, vm);
         if phase_wants_process(&record.phase) {
@@ -256,25 +298,38 @@ impl Records {
             .collect()
     }
 
-    fn count(&self) -> usize {
-        std::fs::read_dir(self.state_dir.join("vms")).map_or(0, Iterator::count)
+    /// A name that was never heard here makes a record; there is a bound on how many.
+    pub(crate) fn check_room(&self, vm: &VmName) -> Result<(), ApiError> {
+        let count = || std::fs::read_dir(self.vms_dir()).map_or(0, Iterator::count);
+        if self.dir(vm).is_dir() || count() < VMS_MAX {
+            return Ok(());
+        }
+        Err(internal("too many VMs are on record here"))
     }
 
     /// Waits only for this very process: for another request's turn, or for a child between fork and exec, which has
     /// the lock's descriptor for that moment.
-    fn lock(&self, vm: &VmName) -> Result<VmStore, ApiError> {
+    pub(crate) fn patiently<T>(
+        &self,
+        open: impl Fn() -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
         let deadline = Instant::now() + LOCK_WAIT;
         loop {
-            match VmStore::open(&self.state_dir, vm) {
+            match open() {
                 Err(StoreError::Locked {
                     holder: Some(holder),
                     ..
                 }) if holder == std::process::id() && Instant::now() < deadline => {
                     std::thread::sleep(LOCK_POLL);
                 }
-                opened => return opened.map_err(stored),
+                opened => return opened,
             }
         }
+    }
+
+    pub(crate) fn lock(&self, vm: &VmName) -> Result<VmStore, ApiError> {
+        self.patiently(|| VmStore::open(&self.state_dir, vm))
+            .map_err(|error| unread(vm, error))
     }
 
     /// Lets the core take one event, writing what it says; gives the record at the end and why it refused.
@@ -293,7 +348,7 @@ impl Records {
         Ok((record, why))
     }
 
-    fn drive_collecting(
+    pub(crate) fn drive_collecting(
         &self,
         journal: &mut VmStore,
         record: HostRecord,
@@ -334,22 +389,22 @@ impl Records {
             .collect()
     }
 
-    /// Whether this host's reboot ended a VM that should run.
-    pub(crate) fn needs_boot(&self, vm: &VmName, boot_id: &str) -> bool {
-        let should_run = self.record(vm).is_some_and(|record| {
-            matches!(
-                record.phase,
-                Phase::Holds {
-                    power: Power::On,
-                    ..
-                }
-            )
-        });
+    /// The generation of a VM that should run here, and whether it was started in this boot of the host; none of one that
+    /// is off, is paused, or waits for its former host.
+    pub(crate) fn should_run(&self, vm: &VmName, boot_id: &str) -> Option<(Generation, bool)> {
+        let Phase::Holds {
+            generation,
+            power: Power::On,
+            unconfirmed: None,
+        } = self.record(vm)?.phase
+        else {
+            return None;
+        };
         let seen = std::fs::read_to_string(self.dir(vm).join(BOOT_FILE)).unwrap_or_default();
-        should_run && seen.trim() != boot_id
+        Some((generation, seen.trim() == boot_id))
     }
 
-    /// Notes that the VM was seen or started in this boot of the host.
+    /// Notes that the VM was started in this boot of the host.
     pub(crate) fn remember_boot(&self, vm: &VmName, boot_id: &str) -> std::io::Result<()> {
         let dir = self.dir(vm);
         make_dir(&dir, 0o700)?;

@@ -5,11 +5,13 @@
 
 use crate::agent::{self, Agent};
 use crate::api;
+use crate::boot::{self, Boots};
 use crate::config::{ConfigError, HostConfig};
 use crate::launch::{VmProgram, make_dir};
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFacts;
 use crate::records::Records;
+use crate::site::Site;
 use crate::supervisor::{Carrier, Supervisor};
 use crate::system::{System, interfaces};
 use crate::users::{self, UserError};
@@ -106,6 +108,7 @@ pub async fn run(
     let tls = tls::server_config(&identity).map_err(setup("use this host's certificate"))?;
     let (local, remote) = listen(&agent.config).await?;
     agent.take_up().map_err(setup("take up this host's VMs"))?;
+    tokio::spawn(agent.clone().keep_booting(stop.clone()));
     tracing::info!(host = %agent.config.name, listen = %agent.config.listen, "the agent is ready");
     tokio::join!(
         server.clone().run_unix(local, stop.clone()),
@@ -171,12 +174,20 @@ async fn make_agent(
             .revoked()
             .map_err(setup("read the list of revoked certificates"))?,
     );
+    let boot_id = boot_id(&config, &system).map_err(setup("note this boot of the host"))?;
+    let machine_id = system.read("/etc/machine-id").unwrap_or_default();
+    let name = config.name.clone();
+    let site = Site::open(&config.state_dir, name, boot_id.clone(), machine_id)
+        .map_err(setup("read what this host knows of its site"))?;
+    let asker = boot::asker(identity.clone(), config.controller);
     Ok(Agent {
+        site,
+        boots: Boots::new(asker, boot::system_is_stopping()),
         migration_links: agent::migration_links(&migration_addresses, &interfaces),
         bursts: Arc::default(),
         readings: Mutex::default(),
         removed: Mutex::default(),
-        boot_id: boot_id(&config, &system).map_err(setup("note this boot of the host"))?,
+        boot_id,
         supervisor: Supervisor::new(program, carrier(identity.clone()), records.clone()),
         config,
         system,

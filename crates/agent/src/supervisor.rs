@@ -9,13 +9,15 @@
 //! process's messages to the other host's agent and the replies back. Refuses: to give up on a VM that this host
 //! may hold; to end a VM process.
 
+use crate::agent::unexpected;
 use crate::backoff::Backoff;
 use crate::launch::{self, VmProgram};
 use crate::life::Life;
 use crate::records::Records;
 use crate::vm_client::{VmClientError, VmConnection, ask};
 use godwit_types::host_api::{OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest};
-use godwit_types::{ApiError, ErrorCode, VmName};
+use godwit_types::site::SurveyAnswer;
+use godwit_types::{ApiError, ErrorCode, Generation, VmName};
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::path::{Path, PathBuf};
@@ -34,6 +36,8 @@ const OUTBOX_WAIT: Duration = Duration::from_secs(20);
 const OUTBOX_GRACE: Duration = Duration::from_secs(10);
 /// Longest time to carry one message to the other host and to hand back its replies.
 const CARRY_WAIT: Duration = Duration::from_secs(5);
+/// Longest wait for the answer to a survey, which may wait for its disk.
+const SURVEY_WAIT: Duration = Duration::from_secs(12);
 
 /// Carries a message to another host's agent and brings its replies.
 pub type Carrier = Arc<
@@ -55,8 +59,22 @@ pub struct Supervised {
     wake: Notify,
     /// A request needs a VM process although the record alone asks for none.
     needed: Mutex<bool>,
+    /// How many write the VM's record themselves at this moment: no VM process is started.
+    held: Mutex<u32>,
     /// The VM was deleted: the task ends.
     gone: Mutex<bool>,
+}
+
+/// While it lives no VM process is started for the VM.
+pub struct HoldOff(Arc<Supervised>);
+
+impl Drop for HoldOff {
+    fn drop(&mut self) {
+        let mut held = lock(&self.0.held);
+        *held = held.saturating_sub(1);
+        drop(held);
+        self.0.wake.notify_one();
+    }
 }
 
 /// All VMs of this host.
@@ -95,6 +113,7 @@ impl Supervisor {
             life: watch::Sender::new(Life::Idle),
             wake: Notify::new(),
             needed: Mutex::new(false),
+            held: Mutex::new(0),
             gone: Mutex::new(false),
         });
         vms.insert(vm.name.clone(), vm.clone());
@@ -137,9 +156,20 @@ impl Supervised {
         self.life.borrow().clone()
     }
 
-    /// Looks at the record again.
-    pub fn look_again(&self) {
-        self.wake.notify_one();
+    /// Whether a VM process answers.
+    pub fn is_live(&self) -> bool {
+        matches!(*self.life.borrow(), Life::Live { .. })
+    }
+
+    /// Has no VM process started until the guard is dropped; one that lives goes on.
+    pub fn hold_off(self: &Arc<Self>) -> HoldOff {
+        *lock(&self.held) += 1;
+        HoldOff(Arc::clone(self))
+    }
+
+    /// Where the VM's process keeps what a reboot empties.
+    pub fn run_dir(&self) -> &Path {
+        Path::new(&self.config.run_dir)
     }
 
     /// Has a VM process made, whatever the record says, and waits until it answers.
@@ -181,7 +211,18 @@ impl Supervised {
         ask(&self.socket(), &self.name, request, patience).await
     }
 
+    /// Has the VM process answer a survey.
+    pub async fn survey(&self, level: Generation) -> Result<SurveyAnswer, ApiError> {
+        match self.ask(&VmRequest::Survey { level }, SURVEY_WAIT).await? {
+            VmAnswer::Surveyed(answer) => Ok(answer),
+            _ => Err(unexpected(&self.name)),
+        }
+    }
+
     fn wanted(&self) -> bool {
+        if *lock(&self.held) > 0 {
+            return false;
+        }
         // A QEMU that a process could not end before it died is ended by the next one.
         let left_qemu = || Path::new(&self.config.run_dir).join("qemu.json").exists();
         *lock(&self.needed) || self.records.needs_process(&self.name) || left_qemu()

@@ -20,8 +20,16 @@ use std::path::{Path, PathBuf};
 pub const DIE: &str = "die-at-start";
 /// In the run directory: messages that the stub hands over once.
 pub const OUTBOX: &str = "outbox.json";
-/// In the run directory: what the stub was told by `Peer`, one line each.
+/// In the run directory: what the stub was told by `Peer` and `HostRemoved`, one line each.
 pub const HEARD: &str = "heard";
+/// In the run directory: one line per boot that the stub was asked for.
+pub const BOOTED: &str = "booted";
+/// In the run directory: boots and starts fail with these words.
+pub const BOOT_FAILS: &str = "boot-fails";
+/// In the run directory: boots and starts wait while it exists.
+pub const BOOT_WAITS: &str = "boot-waits";
+/// In the run directory: the state that the stub shows, in the words of [`VmState`]; stopped without it.
+pub const STATE: &str = "state";
 
 pub fn vm(name: &str) -> VmName {
     VmName::new(name).unwrap()
@@ -30,6 +38,7 @@ pub fn vm(name: &str) -> VmName {
 /// A host in a temporary directory.
 pub struct TestHost {
     _dir: tempfile::TempDir,
+    text: String,
     pub config: HostConfig,
 }
 
@@ -43,7 +52,11 @@ impl TestHost {
         let config = HostConfig::parse(&text, Path::new("t")).unwrap();
         std::fs::create_dir_all(config.vms_dir()).unwrap();
         std::fs::create_dir_all(config.ram_dir()).unwrap();
-        Self { _dir: dir, config }
+        Self {
+            _dir: dir,
+            text,
+            config,
+        }
     }
 
     pub fn records(&self) -> Records {
@@ -70,6 +83,23 @@ impl TestHost {
             port_groups: Default::default(),
             migration_addresses: vec![],
             accelerator: Default::default(),
+        }
+    }
+
+    /// The same with more lines in its configuration.
+    pub fn with(mut self, lines: &str) -> Self {
+        let listen = "listen = \"127.0.0.1:1\"\n";
+        let text = self.text.replace(listen, &format!("{listen}{lines}\n"));
+        self.config = HostConfig::parse(&text, Path::new("t")).unwrap();
+        self
+    }
+
+    /// A VM that should run and whose QEMU died, in this boot of the host if `in_this_boot`.
+    pub fn crash(&self, name: &str, in_this_boot: bool) {
+        self.hold(name, Power::On);
+        std::fs::write(self.run_dir(name).join(STATE), "\"crashed\"").unwrap();
+        if in_this_boot {
+            self.records().remember_boot(&vm(name), "boot-1").unwrap();
         }
     }
 
@@ -163,20 +193,25 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             VmAnswer::Outbox(outbox(&run_dir.join(OUTBOX), wait_ms))
         }
         VmRequest::Peer { from, message } => {
-            let path = run_dir.join(HEARD);
-            let mut file = std::fs::OpenOptions::new()
-                .create(true)
-                .append(true)
-                .open(path)
-                .unwrap();
-            writeln!(file, "{from} {message}").unwrap();
+            append(&run_dir.join(HEARD), &format!("{from} {message}"));
             VmAnswer::Replies(vec![serde_json::json!({ "echo": message })])
         }
         VmRequest::Detach => std::process::exit(0),
         VmRequest::Console => VmAnswer::Console("login:".into()),
         VmRequest::Blockers => VmAnswer::Blockers(vec![]),
-        VmRequest::Start => VmAnswer::Done("started".into()),
-        VmRequest::Stop { force } => VmAnswer::Done(format!("stopped, force = {force}")),
+        VmRequest::HostRemoved { host } => {
+            append(&run_dir.join(HEARD), &format!("{host} is gone"));
+            VmAnswer::Done("waits no more".into())
+        }
+        VmRequest::Start => boot(config, "started"),
+        VmRequest::Boot => {
+            append(&run_dir.join(BOOTED), "boot");
+            boot(config, "booted")
+        }
+        VmRequest::Stop { force } => {
+            power_off(config);
+            VmAnswer::Done(format!("stopped, force = {force}"))
+        }
         _ => VmAnswer::Error(ApiError::new(
             ErrorCode::WrongState,
             "the stub does not do that",
@@ -184,11 +219,58 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
     }
 }
 
+fn append(path: &Path, line: &str) {
+    let mut file = std::fs::OpenOptions::new();
+    let mut file = file.create(true).append(true).open(path).unwrap();
+    writeln!(file, "{line}").unwrap();
+}
+
+/// As a real one: the guest has a RAM file and runs.
+fn boot(config: &VmProcessConfig, done: &str) -> VmAnswer {
+    let run_dir = Path::new(&config.run_dir);
+    while run_dir.join(BOOT_WAITS).exists() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    if let Ok(why) = std::fs::read_to_string(run_dir.join(BOOT_FAILS)) {
+        return VmAnswer::Error(ApiError::new(ErrorCode::Hypervisor, why));
+    }
+    let ram = std::fs::File::create(ram_file(config)).unwrap();
+    ram.set_len(spec(config.vm.as_str()).memory_bytes())
+        .unwrap();
+    std::fs::write(run_dir.join(STATE), "\"running\"").unwrap();
+    VmAnswer::Done(done.into())
+}
+
+fn ram_file(config: &VmProcessConfig) -> PathBuf {
+    Path::new(&config.ram_dir).join(format!("{}.1", config.vm))
+}
+
+fn power_off(config: &VmProcessConfig) {
+    let _ = std::fs::remove_file(Path::new(&config.run_dir).join(STATE));
+    let _ = std::fs::remove_file(ram_file(config));
+    let state = Path::new(&config.state_dir).ancestors().nth(2).unwrap();
+    let mut store = VmStore::open(state, &config.vm).unwrap();
+    let Some(mut record) = store.load().unwrap() else {
+        return;
+    };
+    if let Phase::Holds { power, .. } = &mut record.phase {
+        *power = Power::Off;
+        store.persist(&record).unwrap();
+    }
+}
+
+fn shown_state(config: &VmProcessConfig) -> VmState {
+    let text = std::fs::read(Path::new(&config.run_dir).join(STATE));
+    text.map_or(VmState::Stopped, |text| {
+        serde_json::from_slice(&text).unwrap()
+    })
+}
+
 fn status(config: &VmProcessConfig) -> VmStatus {
     VmStatus {
         vm: HostVm {
             spec: spec(config.vm.as_str()),
-            state: VmState::Stopped,
+            state: shown_state(config),
             generation: Generation(1),
             claim: godwit_types::site::Claim::Holds {
                 generation: Generation(1),

@@ -39,6 +39,7 @@ pub fn counter_vm(dir: &Path, counter: &CounterSpec, memory_mib: u64) -> anyhow:
             Accelerator::Tcg
         },
         encryption: EncryptionMode::Opportunistic,
+        on_crash: Default::default(),
         nics: Vec::new(),
         disks: Vec::new(),
     })

@@ -64,6 +64,23 @@ impl fmt::Display for Accelerator {
     }
 }
 
+/// What a host does when a VM's QEMU died although nobody asked for that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnCrash {
+    /// It boots the guest anew, a bounded number of times.
+    #[default]
+    Restart,
+    /// The VM stays crashed until a person starts it.
+    Stay,
+}
+
+impl OnCrash {
+    fn is_restart(&self) -> bool {
+        *self == Self::Restart
+    }
+}
+
 /// A network card.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -125,6 +142,9 @@ pub struct VmSpec {
     /// Encryption of migrations.
     #[serde(default)]
     pub encryption: EncryptionMode,
+    /// What happens when its QEMU dies.
+    #[serde(default, skip_serializing_if = "OnCrash::is_restart")]
+    pub on_crash: OnCrash,
     /// Network cards.
     #[serde(default, rename = "nic", skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<NicSpec>,
