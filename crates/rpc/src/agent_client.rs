@@ -92,8 +92,6 @@ pub mod path {
     pub const FORGET_RECORD: &str = "/v1/vms/{name}/forget-record";
     /// POST [`super::Empty`]: [`super::Done`]. A person lets this host boot what it holds without an answer.
     pub const BOOT_ALONE: &str = "/v1/site/boot-alone";
-    /// POST [`super::Empty`]: [`super::Done`]. A person gives up a VM's damaged record; a record that reads fine stays.
-    pub const FORGET_RECORD: &str = "/v1/vms/{name}/forget-record";
 }
 
 /// How long a guest's writes are measured.
@@ -409,11 +407,6 @@ impl AgentClient {
         self.client
             .post(path::BOOT_ALONE, &Empty {}, self.deadlines.act)
             .await
-    }
-
-    /// Gives up a VM's damaged record.
-    pub async fn forget_record(&self, name: &VmName) -> Reply<Done> {
-        self.act(path::FORGET_RECORD, name, &Empty {}).await
     }
 
     /// What the host is busy with.
