@@ -11,15 +11,18 @@ use crate::launch::make_dir;
 use crate::life::Life;
 use crate::link::Bursts;
 use crate::load::Readings;
+use crate::memory::{Memory, Promise};
 use crate::preflight;
 use crate::probe::{self, Probes};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
-use crate::records::{self, Records};
+use crate::records::Records;
+use crate::removed::Removed;
+use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::{HoldOff, Supervised, Supervisor};
 use crate::system::{Interface, System, interfaces, unix_ms};
 use crate::users::User;
-use godwit_guestmem::{mem_tmpfs, tracker};
+use godwit_guestmem::tracker;
 use godwit_rpc::Revocations;
 use godwit_types::control_api::{Done, HostCheck, ResolveRequest};
 use godwit_types::host::HostInfo;
@@ -27,10 +30,9 @@ use godwit_types::host_api::{
     HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, PutVm, VmAnswer,
     VmProcessConfig, VmRequest,
 };
-use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
+use godwit_types::migration::PreflightReport;
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
-use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
-use std::collections::BTreeSet;
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -65,7 +67,9 @@ pub(crate) struct Agent {
     pub readings: Mutex<Readings>,
     pub site: Site,
     pub boots: Boots,
-    pub removed: Mutex<BTreeSet<HostName>>,
+    pub memory: Arc<Memory>,
+    pub reports: Reports,
+    pub removed: Removed,
 }
 
 pub(crate) type Reply<T> = Result<T, ApiError>;
@@ -194,13 +198,6 @@ impl Agent {
         Ok(self.supervised(vm))
     }
 
-    /// Memory that a new guest could have, MiB: what is available less what running guests may still touch.
-    pub(crate) fn free_mib(&self) -> u64 {
-        let dir = self.config.ram_dir();
-        let available = mem_tmpfs::available_bytes(&dir).unwrap_or(0);
-        available.saturating_sub(records::untouched_bytes(&dir)) >> 20
-    }
-
     pub(crate) fn accelerator(&self) -> Accelerator {
         godwit_qemu::accel::come_to(self.config.accelerator)
     }
@@ -227,7 +224,7 @@ impl Agent {
             migration_addresses: self.migration_addresses.clone(),
             agent_address: self.config.listen,
             memory_total_mib: self.system.meminfo_mib("MemTotal").unwrap_or(0),
-            memory_free_mib: self.free_mib(),
+            memory_free_mib: self.memory.free_mib(),
             cpus: self.system.cpus(),
             boot_id: self.boot_id.clone(),
             instance,
@@ -314,6 +311,7 @@ impl Agent {
         self.supervisor.forget(name);
         drop(held);
         self.no_boot_wanted(name);
+        self.removed.begin_anew(name);
         Ok(done(format!(
             "VM '{name}' is deleted from host '{}'",
             self.host()
@@ -390,12 +388,23 @@ impl Agent {
     }
 
     /// Makes this host a destination.
-    pub(crate) async fn prepare_incoming(&self, request: PrepareIncoming) -> Reply<IncomingReady> {
+    pub(crate) async fn prepare_incoming(
+        self: &Arc<Self>,
+        request: PrepareIncoming,
+    ) -> Reply<IncomingReady> {
         request
             .spec
             .check()
             .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
         let name = request.spec.name.clone();
+        let (book, host, spec) = (
+            self.memory.clone(),
+            self.host().clone(),
+            request.spec.clone(),
+        );
+        let _promise = blocking(move || book.promise(&host, &spec)).await?;
+        self.migration_begins(&request.migration.id, &name).await?;
+        self.removed.begin_anew(&name);
         let vm = self.supervised(&name);
         vm.need(NEED).await?;
         match vm
@@ -408,12 +417,6 @@ impl Agent {
             }
             _ => Err(unexpected(&name)),
         }
-    }
-
-    /// Begins a migration here.
-    pub(crate) async fn migrate(&self, spec: MigrationSpec) -> Reply<Done> {
-        let name = spec.vm.clone();
-        self.act(&name, VmRequest::Migrate(Box::new(spec))).await
     }
 
     /// Takes a message of another host about who may run a VM; gives the replies.
@@ -505,7 +508,7 @@ impl Agent {
                 config: &self.config,
                 system: &self.system,
                 info: &self.info(),
-                free_mib: self.free_mib(),
+                free_mib: self.memory.free_mib(),
                 tracking: tracking(),
                 // A record that cannot be read may hold anything.
                 name_taken: record.is_none_or(|record| record.may_hold()),
@@ -544,74 +547,38 @@ impl Agent {
         }
     }
 
-    /// All migrations that this host knows, newest first.
-    pub(crate) async fn migrations(self: &Arc<Self>) -> Vec<MigrationReport> {
-        let mut reports = self.records.reports(&self.supervisor.names());
-        for vm in self.vms().await {
-            let Some(id) = vm.migration else { continue };
-            if let Ok(report) = self.live_report(&vm.spec.name, &id).await {
-                reports.retain(|known| known.id != report.id);
-                reports.push(report);
-            }
-        }
-        reports.sort_by_key(|report| std::cmp::Reverse(report.began_unix_s));
-        reports
-    }
-
-    pub(crate) async fn live_report(
-        &self,
-        vm: &VmName,
-        id: &MigrationId,
-    ) -> Reply<MigrationReport> {
-        let vm = self.known(vm)?;
-        let request = VmRequest::Report {
-            migration: id.clone(),
-        };
-        match vm.ask(&request, READ).await? {
-            VmAnswer::Report(report) => Ok(*report),
-            _ => Err(unexpected(&vm.config().vm)),
-        }
-    }
-
-    /// One migration.
-    pub(crate) async fn migration(self: &Arc<Self>, id: &MigrationId) -> Reply<MigrationReport> {
-        let mut reports = self.migrations().await;
-        let found = reports.iter().position(|report| report.id == *id);
-        let message = || {
-            format!(
-                "host '{}' knows no migration '{id}': see 'godwit migration list'",
-                self.host()
-            )
-        };
-        let index = found.ok_or_else(|| ApiError::new(ErrorCode::UnknownMigration, message()))?;
-        Ok(reports.swap_remove(index))
-    }
-
-    /// Cancels a migration.
-    pub(crate) async fn cancel(
-        self: &Arc<Self>,
-        id: &MigrationId,
-        reason: Option<String>,
-    ) -> Reply<Done> {
-        let report = self.migration(id).await?;
-        let reason = reason.unwrap_or_else(|| "cancelled by its user".into());
-        let migration = id.clone();
-        self.act(&report.vm, VmRequest::Cancel { migration, reason })
-            .await
-    }
-
     /// Begins the supervision of every VM that this host knows.
     pub(crate) fn take_up(self: &Arc<Self>) -> std::io::Result<()> {
         make_dir(&self.config.run_dir.join("vms"), 0o711)?;
-        for name in self.records.names() {
+        let names = self.records.names();
+        self.reports.take_up(&names);
+        for name in names {
             self.supervised(&name);
         }
         Ok(())
     }
 
+    /// Promises a VM that has no guest the memory that it needs.
+    pub(crate) async fn promise_memory(
+        self: &Arc<Self>,
+        vm: &Arc<Supervised>,
+    ) -> Reply<Option<Promise>> {
+        let (agent, vm) = (self.clone(), vm.clone());
+        blocking(move || {
+            if evidence::may_live(vm.run_dir()) {
+                return Ok(None);
+            }
+            let spec = agent.spec(&vm.config().vm)?;
+            agent.memory.promise(agent.host(), &spec).map(Some)
+        })
+        .await
+    }
+
     /// Boots a VM because somebody asked.
     pub(crate) async fn start(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
+        let promise = self.promise_memory(&self.known(name)?).await?;
         let done = self.act(name, VmRequest::Start).await?;
+        drop(promise);
         self.no_boot_wanted(name);
         let (agent, name) = (self.clone(), name.clone());
         blocking(move || {
