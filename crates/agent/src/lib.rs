@@ -14,6 +14,7 @@ pub mod config;
 mod crypto;
 mod evidence;
 mod harden;
+mod keeping;
 mod launch;
 mod life;
 mod link;
