@@ -1,7 +1,7 @@
 #!/bin/bash
 # Plants every known fault, one at a time, and shows that the test named beside it fails.
 #
-#   scripts/plant-faults.sh [PART...]     PART: ownership, wire, qemu, vmproc; all without one
+#   scripts/plant-faults.sh [PART...]     PART: ownership, wire, qemu, agent, vmproc; all without one
 #
 # A safety test counts once it has been seen to fail. Builds with planted faults go to target/plants, so that they never
 # meet the product's; the real-QEMU tests, whose VM process always has the switches, run from where they are built.
@@ -9,7 +9,7 @@
 set -u
 cd "$(dirname "$0")/.."
 export RUST_BACKTRACE=0
-parts="${*:-ownership wire qemu vmproc}"
+parts="${*:-ownership wire qemu agent vmproc}"
 logs=target/plants/logs
 mkdir -p "$logs"
 caught=0
@@ -104,6 +104,19 @@ qemu() {
     qemu_unit takes-emfile-for-gone process::tests::a_live_process_is_not_gone_because_no_descriptor_is_left
 }
 
+agent_unit() {
+    local log="$logs/agent-$1.log"
+    GODWIT_PLANT=$1 cargo test -q --release -p godwit-agent --features faults --target-dir target/plants --lib \
+        -- "$2" --exact >"$log" 2>&1
+    ran_and_failed "$log"
+    verdict agent "$1" "$2" $?
+}
+
+agent() {
+    agent_unit boots-without-asking boot::tests::a_host_whose_site_is_silent_boots_nothing_and_says_what_it_waits_for
+    agent_unit old-word-accepted site::tests::an_old_controller_is_refused_and_a_new_word_is_durable_before_its_command_is_done
+}
+
 # vmproc_case PLANT FILE TEST
 vmproc_case() {
     local log="$logs/vmproc-$1.log"
@@ -145,8 +158,8 @@ vmproc() {
 
 for part in $parts; do
     case $part in
-        ownership | wire | qemu | vmproc) "$part" ;;
-        *) echo "unknown part '$part': ownership, wire, qemu or vmproc" >&2; exit 2 ;;
+        ownership | wire | qemu | agent | vmproc) "$part" ;;
+        *) echo "unknown part '$part': ownership, wire, qemu, agent or vmproc" >&2; exit 2 ;;
     esac
 done
 echo "$caught passed, $missed failed"

@@ -11,26 +11,28 @@ use crate::launch::make_dir;
 use crate::life::Life;
 use crate::link::Bursts;
 use crate::load::Readings;
+use crate::memory::{Memory, Promise};
 use crate::preflight;
 use crate::probe::{self, Probes};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
-use crate::records::{self, Records};
+use crate::records::Records;
+use crate::removed::Removed;
+use crate::reports::Reports;
 use crate::site::Site;
-use crate::supervisor::{HoldOff, Supervised, Supervisor};
+use crate::supervisor::{Supervised, Supervisor};
 use crate::system::{Interface, System, interfaces, unix_ms};
 use crate::users::User;
-use godwit_guestmem::{mem_tmpfs, tracker};
+use godwit_guestmem::tracker;
 use godwit_rpc::Revocations;
 use godwit_types::control_api::{Done, HostCheck, ResolveRequest};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
-    HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, PutVm, VmAnswer,
+    HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, VmAnswer,
     VmProcessConfig, VmRequest,
 };
-use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
+use godwit_types::migration::PreflightReport;
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
-use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
-use std::collections::BTreeSet;
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -45,7 +47,7 @@ pub(crate) const READ: Duration = Duration::from_secs(2);
 /// Longest wait for an answer that changes something.
 pub(crate) const ACT: Duration = Duration::from_secs(50);
 /// Longest wait for this host's own tools.
-const TOOLS: Duration = Duration::from_secs(10);
+pub(crate) const TOOLS: Duration = Duration::from_secs(10);
 
 /// What the routes share.
 pub(crate) struct Agent {
@@ -65,12 +67,14 @@ pub(crate) struct Agent {
     pub readings: Mutex<Readings>,
     pub site: Site,
     pub boots: Boots,
-    pub removed: Mutex<BTreeSet<HostName>>,
+    pub memory: Arc<Memory>,
+    pub reports: Reports,
+    pub removed: Removed,
 }
 
 pub(crate) type Reply<T> = Result<T, ApiError>;
 
-fn done(message: impl Into<String>) -> Done {
+pub(crate) fn done(message: impl Into<String>) -> Done {
     Done {
         message: message.into(),
     }
@@ -179,7 +183,7 @@ impl Agent {
         }
     }
 
-    fn supervised(&self, vm: &VmName) -> Arc<Supervised> {
+    pub(crate) fn supervised(&self, vm: &VmName) -> Arc<Supervised> {
         self.supervisor.supervise(self.vm_config(vm))
     }
 
@@ -192,13 +196,6 @@ impl Agent {
             return Err(ApiError::new(ErrorCode::UnknownVm, message));
         }
         Ok(self.supervised(vm))
-    }
-
-    /// Memory that a new guest could have, MiB: what is available less what running guests may still touch.
-    pub(crate) fn free_mib(&self) -> u64 {
-        let dir = self.config.ram_dir();
-        let available = mem_tmpfs::available_bytes(&dir).unwrap_or(0);
-        available.saturating_sub(records::untouched_bytes(&dir)) >> 20
     }
 
     pub(crate) fn accelerator(&self) -> Accelerator {
@@ -227,7 +224,7 @@ impl Agent {
             migration_addresses: self.migration_addresses.clone(),
             agent_address: self.config.listen,
             memory_total_mib: self.system.meminfo_mib("MemTotal").unwrap_or(0),
-            memory_free_mib: self.free_mib(),
+            memory_free_mib: self.memory.free_mib(),
             cpus: self.system.cpus(),
             boot_id: self.boot_id.clone(),
             instance,
@@ -279,92 +276,6 @@ impl Agent {
         Ok(vm)
     }
 
-    /// Makes a VM known, or updates a stopped one.
-    pub(crate) async fn put_vm(self: &Arc<Self>, request: PutVm) -> Reply<Done> {
-        request
-            .spec
-            .check()
-            .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
-        let name = request.spec.name.clone();
-        let vm = self.supervised(&name);
-        let held = self.release(&vm).await?;
-        let agent = self.clone();
-        blocking(move || {
-            agent.records.put(&request)?;
-            match request.expect {
-                Some(_) => agent.site.granted(&request.spec.name, request.generation),
-                None => Ok(()),
-            }
-        })
-        .await?;
-        drop(held);
-        Ok(done(format!(
-            "VM '{name}' is known to host '{}'",
-            self.host()
-        )))
-    }
-
-    /// Forgets a stopped VM. One whose QEMU died is powered off first.
-    pub(crate) async fn delete_vm(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
-        let vm = self.known(name)?;
-        self.power_off_the_dead(&vm).await?;
-        let held = self.release(&vm).await?;
-        let (records, vm_name) = (self.records.clone(), name.clone());
-        blocking(move || records.delete(&vm_name)).await?;
-        self.supervisor.forget(name);
-        drop(held);
-        self.no_boot_wanted(name);
-        Ok(done(format!(
-            "VM '{name}' is deleted from host '{}'",
-            self.host()
-        )))
-    }
-
-    /// A VM that should run and has no guest is off from now on.
-    async fn power_off_the_dead(&self, vm: &Supervised) -> Reply<()> {
-        if !self.records.needs_process(&vm.config().vm) {
-            return Ok(());
-        }
-        vm.need(NEED).await?;
-        let crashed = match vm.ask(&VmRequest::Status, READ).await? {
-            VmAnswer::Status(status) => status.vm.state == VmState::Crashed,
-            _ => return Err(unexpected(&vm.config().vm)),
-        };
-        if crashed {
-            vm.ask(&VmRequest::Stop { force: true }, ACT).await?;
-        }
-        Ok(())
-    }
-
-    /// Ends the VM process of a VM that has no guest, so that its record may be written here; none is started before the
-    /// guard is dropped.
-    async fn release(&self, vm: &Arc<Supervised>) -> Reply<HoldOff> {
-        let held = vm.hold_off();
-        if !vm.is_live() {
-            return Ok(held);
-        }
-        let VmAnswer::Status(status) = vm.ask(&VmRequest::Status, READ).await? else {
-            return Err(unexpected(&vm.config().vm));
-        };
-        if !matches!(status.vm.state, VmState::Stopped | VmState::Crashed) {
-            let (name, state) = (&vm.config().vm, status.vm.state);
-            let message = format!(
-                "VM '{name}' is {state} on host '{}': stop it first",
-                self.host()
-            );
-            return Err(ApiError::new(ErrorCode::WrongState, message));
-        }
-        // It may end before its answer is out; what counts is that it ends.
-        let _ = vm.ask(&VmRequest::Detach, ACT).await;
-        if vm.ended(TOOLS).await {
-            return Ok(held);
-        }
-        Err(ApiError::new(
-            ErrorCode::Locked,
-            format!("the VM process of '{}' does not end", vm.config().vm),
-        ))
-    }
-
     /// Has the VM's process do something.
     pub(crate) async fn act(&self, name: &VmName, request: VmRequest) -> Reply<Done> {
         let vm = self.known(name)?;
@@ -390,12 +301,23 @@ impl Agent {
     }
 
     /// Makes this host a destination.
-    pub(crate) async fn prepare_incoming(&self, request: PrepareIncoming) -> Reply<IncomingReady> {
+    pub(crate) async fn prepare_incoming(
+        self: &Arc<Self>,
+        request: PrepareIncoming,
+    ) -> Reply<IncomingReady> {
         request
             .spec
             .check()
             .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
         let name = request.spec.name.clone();
+        let (book, host, spec) = (
+            self.memory.clone(),
+            self.host().clone(),
+            request.spec.clone(),
+        );
+        let _promise = blocking(move || book.promise(&host, &spec)).await?;
+        self.migration_begins(&request.migration.id, &name).await?;
+        self.removed.begin_anew(&name);
         let vm = self.supervised(&name);
         vm.need(NEED).await?;
         match vm
@@ -408,12 +330,6 @@ impl Agent {
             }
             _ => Err(unexpected(&name)),
         }
-    }
-
-    /// Begins a migration here.
-    pub(crate) async fn migrate(&self, spec: MigrationSpec) -> Reply<Done> {
-        let name = spec.vm.clone();
-        self.act(&name, VmRequest::Migrate(Box::new(spec))).await
     }
 
     /// Takes a message of another host about who may run a VM; gives the replies.
@@ -505,7 +421,7 @@ impl Agent {
                 config: &self.config,
                 system: &self.system,
                 info: &self.info(),
-                free_mib: self.free_mib(),
+                free_mib: self.memory.free_mib(),
                 tracking: tracking(),
                 // A record that cannot be read may hold anything.
                 name_taken: record.is_none_or(|record| record.may_hold()),
@@ -544,74 +460,38 @@ impl Agent {
         }
     }
 
-    /// All migrations that this host knows, newest first.
-    pub(crate) async fn migrations(self: &Arc<Self>) -> Vec<MigrationReport> {
-        let mut reports = self.records.reports(&self.supervisor.names());
-        for vm in self.vms().await {
-            let Some(id) = vm.migration else { continue };
-            if let Ok(report) = self.live_report(&vm.spec.name, &id).await {
-                reports.retain(|known| known.id != report.id);
-                reports.push(report);
-            }
-        }
-        reports.sort_by_key(|report| std::cmp::Reverse(report.began_unix_s));
-        reports
-    }
-
-    pub(crate) async fn live_report(
-        &self,
-        vm: &VmName,
-        id: &MigrationId,
-    ) -> Reply<MigrationReport> {
-        let vm = self.known(vm)?;
-        let request = VmRequest::Report {
-            migration: id.clone(),
-        };
-        match vm.ask(&request, READ).await? {
-            VmAnswer::Report(report) => Ok(*report),
-            _ => Err(unexpected(&vm.config().vm)),
-        }
-    }
-
-    /// One migration.
-    pub(crate) async fn migration(self: &Arc<Self>, id: &MigrationId) -> Reply<MigrationReport> {
-        let mut reports = self.migrations().await;
-        let found = reports.iter().position(|report| report.id == *id);
-        let message = || {
-            format!(
-                "host '{}' knows no migration '{id}': see 'godwit migration list'",
-                self.host()
-            )
-        };
-        let index = found.ok_or_else(|| ApiError::new(ErrorCode::UnknownMigration, message()))?;
-        Ok(reports.swap_remove(index))
-    }
-
-    /// Cancels a migration.
-    pub(crate) async fn cancel(
-        self: &Arc<Self>,
-        id: &MigrationId,
-        reason: Option<String>,
-    ) -> Reply<Done> {
-        let report = self.migration(id).await?;
-        let reason = reason.unwrap_or_else(|| "cancelled by its user".into());
-        let migration = id.clone();
-        self.act(&report.vm, VmRequest::Cancel { migration, reason })
-            .await
-    }
-
     /// Begins the supervision of every VM that this host knows.
     pub(crate) fn take_up(self: &Arc<Self>) -> std::io::Result<()> {
         make_dir(&self.config.run_dir.join("vms"), 0o711)?;
-        for name in self.records.names() {
+        let names = self.records.names();
+        self.reports.take_up(&names);
+        for name in names {
             self.supervised(&name);
         }
         Ok(())
     }
 
+    /// Promises a VM that has no guest the memory that it needs.
+    pub(crate) async fn promise_memory(
+        self: &Arc<Self>,
+        vm: &Arc<Supervised>,
+    ) -> Reply<Option<Promise>> {
+        let (agent, vm) = (self.clone(), vm.clone());
+        blocking(move || {
+            if evidence::may_live(vm.run_dir()) {
+                return Ok(None);
+            }
+            let spec = agent.spec(&vm.config().vm)?;
+            agent.memory.promise(agent.host(), &spec).map(Some)
+        })
+        .await
+    }
+
     /// Boots a VM because somebody asked.
     pub(crate) async fn start(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
+        let promise = self.promise_memory(&self.known(name)?).await?;
         let done = self.act(name, VmRequest::Start).await?;
+        drop(promise);
         self.no_boot_wanted(name);
         let (agent, name) = (self.clone(), name.clone());
         blocking(move || {
@@ -619,32 +499,5 @@ impl Agent {
             Ok(done)
         })
         .await
-    }
-
-    /// Gives up a VM's damaged record. A QEMU of it would be orphaned, so there must be none.
-    pub(crate) async fn forget_record(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
-        let vm = self.supervised(name);
-        let held = vm.hold_off();
-        let (agent, name) = (self.clone(), name.clone());
-        let kept = blocking(move || {
-            if evidence::may_live(vm.run_dir()) {
-                let message = format!(
-                    "VM '{name}' may have a QEMU on host '{}', which nobody could stop without its record: end that process first (its number is in {}/qemu.json)",
-                    agent.host(),
-                    vm.run_dir().display()
-                );
-                return Err(ApiError::new(ErrorCode::WrongState, message));
-            }
-            let row = agent.site.with(|site| site.table().vms.get(&name).cloned());
-            let known = row.map(|row| row.held).unwrap_or_default();
-            agent.records.forget_record(&name, known)
-        });
-        let kept = kept.await?;
-        drop(held);
-        Ok(done(format!(
-            "the damaged record is kept as {}; host '{}' holds nothing of this VM and takes nothing that is old",
-            kept.display(),
-            self.host()
-        )))
     }
 }

@@ -213,7 +213,7 @@ async fn probe_result(
 }
 
 async fn migrations(State(agent): Shared) -> ApiResult<Vec<MigrationReport>> {
-    reply(Ok(agent.migrations().await))
+    reply(agent.migrations().await)
 }
 
 async fn migration(

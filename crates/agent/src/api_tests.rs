@@ -2,8 +2,10 @@
 
 use super::*;
 use crate::boot::{Asker, Boots, Stopping};
+use crate::memory::Memory;
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFactsError;
+use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::Supervisor;
 use crate::system::System;
@@ -35,11 +37,16 @@ pub(crate) struct Served {
 
 impl Served {
     pub(crate) async fn new() -> Self {
+        Self::of_host(TestHost::new()).await
+    }
+
+    /// A host whose site does not answer.
+    pub(crate) async fn of_host(host: TestHost) -> Self {
         let nobody: Asker = Arc::new(|_, _| {
             let error = ApiError::new(ErrorCode::HostUnreachable, "nobody is there");
             Box::pin(async { Err(error) })
         });
-        Self::of(TestHost::new(), nobody, false).await
+        Self::of(host, nobody, false).await
     }
 
     /// A host whose site answers as `asker` says, and which shuts down or not.
@@ -51,6 +58,7 @@ impl Served {
             "boot-1".into(),
             "machine".into(),
         );
+        let available_mib = host.available_mib;
         let records = host.records();
         let supervisor = Supervisor::new(
             stub_program(),
@@ -63,6 +71,11 @@ impl Served {
             readings: Default::default(),
             site: site.unwrap(),
             boots: Boots::new(asker, stopping),
+            memory: Memory::with(
+                host.config.ram_dir(),
+                Box::new(move |_| available_mib << 20),
+            ),
+            reports: Reports::new(records.clone()),
             removed: Default::default(),
             config: host.config.clone(),
             system: System::default(),
@@ -332,7 +345,7 @@ async fn reports_of_ended_migrations_are_shown_without_any_vm_process() {
     assert_eq!(served.local().migrations().await.unwrap().len(), 1);
 }
 
-fn ended(id: &MigrationId) -> MigrationReport {
+pub(crate) fn ended(id: &MigrationId) -> MigrationReport {
     use godwit_types::migration::{AgentAddress, Cipher, MigrationSecret, Outcome, Side};
     let address = |name| AgentAddress {
         host: host_name(name),

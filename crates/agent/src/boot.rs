@@ -291,11 +291,13 @@ impl Agent {
 
     async fn boot_now(self: &Arc<Self>, name: &VmName) -> Reply<()> {
         let vm = self.known(name)?;
+        let promise = self.promise_memory(&vm).await?;
         vm.need(NEED).await?;
         match vm.ask(&VmRequest::Boot, ACT).await? {
             VmAnswer::Done(_) => {}
             _ => return Err(unexpected(name)),
         }
+        drop(promise);
         let (agent, name) = (Arc::clone(self), name.clone());
         blocking(move || {
             agent.remember_boot(&name);

@@ -1,26 +1,22 @@
-//! What the agent measures for others: a guest's writes, the link to another host, this host's load; and what it
-//! passes on to VM processes when a host is gone for good.
+//! What the agent measures for others: a guest's writes, the link to another host, this host's load.
 //!
 //! Part of [`Agent`]. Owns nothing. Refuses: what takes longer than a few seconds.
 
 use crate::agent::{Agent, Reply, took_too_long, unexpected};
 use crate::link::Here;
 use crate::load::{self, Reading, Wanted};
-use godwit_types::control_api::Done;
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
 use godwit_types::host_api::{HostVm, MEASURE_MS_MAX, VmAnswer, VmRequest};
 use godwit_types::load::{HostLoad, InterfaceLoad, MigrationLoad};
 use godwit_types::migration::{MigrationReport, Side};
-use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use godwit_types::{ApiError, ErrorCode, VmName};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 /// Longest wait beside the measuring itself: the descriptor, protecting all of a guest's memory.
 const GRACE: Duration = Duration::from_secs(10);
-/// Longest wait for a VM process to take in that a host is gone.
-const ACT: Duration = Duration::from_secs(10);
 
 impl Agent {
     /// Measures how a guest writes.
@@ -54,7 +50,7 @@ impl Agent {
                     agent.config.migration_ports.last,
                 ),
                 ram_dir: &agent.config.ram_dir(),
-                free_mib: agent.free_mib(),
+                free_mib: agent.memory.free_mib(),
             };
             agent.bursts.listen(&probe, &here)
         });
@@ -98,7 +94,7 @@ impl Agent {
             cpus: self.system.cpus(),
             cpu_percent: reading.cpu_percent(&base),
             memory_total_mib: self.system.meminfo_mib("MemTotal").unwrap_or(0),
-            memory_free_mib: self.free_mib(),
+            memory_free_mib: self.memory.free_mib(),
             migrations: moving
                 .iter()
                 .map(|(vm, report)| {
@@ -134,41 +130,6 @@ impl Agent {
         }
         let reading = tokio::task::block_in_place(|| Reading::take(&self.system, &wanted));
         (moving, reading)
-    }
-
-    /// Tells every VM process of hosts that are gone for good: nothing is settled with them any more.
-    pub(crate) async fn removed_hosts(&self, hosts: Vec<HostName>) -> Reply<Done> {
-        let hosts: std::collections::BTreeSet<HostName> = hosts
-            .into_iter()
-            .filter(|host| host != self.host())
-            .collect();
-        let known = {
-            let removed = self.removed.lock().unwrap_or_else(PoisonError::into_inner);
-            removed.clone()
-        };
-        for host in hosts.difference(&known) {
-            for name in self.supervisor.names() {
-                self.tell_removed(&name, host).await;
-            }
-        }
-        let message = format!("{} hosts are gone for good", hosts.len());
-        *self.removed.lock().unwrap_or_else(PoisonError::into_inner) = hosts;
-        Ok(Done { message })
-    }
-
-    /// A VM that waits for nothing from that host says so, which is fine.
-    async fn tell_removed(&self, name: &VmName, host: &HostName) {
-        if !self.records.needs_process(name) {
-            return;
-        }
-        let Ok(vm) = self.known(name) else { return };
-        let request = VmRequest::HostRemoved { host: host.clone() };
-        match vm.ask(&request, ACT).await {
-            Ok(_) => {
-                tracing::info!(vm = %name, %host, "the host that is gone was waited for; not any more")
-            }
-            Err(error) => tracing::debug!(vm = %name, %host, %error, "nothing to settle"),
-        }
     }
 }
 

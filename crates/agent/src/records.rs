@@ -8,8 +8,7 @@ use crate::launch::make_dir;
 use crate::life::{Life, phase_wants_process};
 use godwit_ownership::{Action, Event, HostRecord, PeerMessage, Phase, Power, Qemu, VmCore};
 use godwit_store::{StoreError, VmStore, load_json, remove_document, save_json};
-use godwit_types::host_api::{HostVm, PutVm, REPORTS_DIR, SPEC_FILE};
-use godwit_types::migration::MigrationReport;
+use godwit_types::host_api::{HostVm, PutVm, SPEC_FILE};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, VmName};
 use std::collections::VecDeque;
@@ -24,8 +23,6 @@ const STEPS_MAX: usize = 64;
 const LOCK_WAIT: Duration = Duration::from_secs(2);
 /// Pause between two tries of it.
 const LOCK_POLL: Duration = Duration::from_millis(5);
-/// Most reports per VM that a list shows, newest first.
-const REPORTS_MAX: usize = 200;
 /// Beside a VM's record: the boot of this host in which the VM was last seen or started.
 const BOOT_FILE: &str = "boot-id";
 /// In the state directory: serial numbers of revoked certificates.
@@ -69,26 +66,6 @@ fn unread(vm: &VmName, error: StoreError) -> ApiError {
 
 pub(crate) fn or_absent(record: Option<HostRecord>, vm: &VmName) -> HostRecord {
     record.unwrap_or_else(|| HostRecord::absent(vm.clone()))
-}
-
-/// Bytes that running guests' RAM files may still grow by.
-pub(crate) fn untouched_bytes(ram_dir: &Path) -> u64 {
-    use std::os::unix::fs::MetadataExt;
-    let mut bytes = 0u64;
-    let mut dirs = vec![(ram_dir.to_path_buf(), 0)];
-    while let Some((dir, depth)) = dirs.pop() {
-        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-            match entry.metadata() {
-                Ok(data) if data.is_dir() && depth < 2 => dirs.push((entry.path(), depth + 1)),
-                Ok(data) if data.is_file() => {
-                    let touched = data.blocks().saturating_mul(512);
-                    bytes = bytes.saturating_add(data.len().saturating_sub(touched));
-                }
-                _ => {}
-            }
-        }
-    }
-    bytes
 }
 
 /// A handover that a VM process is to settle (a QEMU may be there) is not changed behind its back.
@@ -382,13 +359,6 @@ impl Records {
         Err(internal("the ownership core came to no end"))
     }
 
-    /// Reports of ended migrations of these VMs.
-    pub(crate) fn reports(&self, vms: &[VmName]) -> Vec<MigrationReport> {
-        vms.iter()
-            .flat_map(|vm| read_reports(&self.dir(vm).join(REPORTS_DIR)))
-            .collect()
-    }
-
     /// The generation of a VM that should run here, and whether it was started in this boot of the host; none of one that
     /// is off, is paused, or waits for its former host.
     pub(crate) fn should_run(&self, vm: &VmName, boot_id: &str) -> Option<(Generation, bool)> {
@@ -421,31 +391,6 @@ impl Records {
     /// The list kept by [`Records::remember_revoked`].
     pub(crate) fn revoked(&self) -> Result<Vec<String>, StoreError> {
         Ok(load_json(&self.state_dir.join(REVOKED_FILE))?.unwrap_or_default())
-    }
-}
-
-/// The newest reports in a directory; what cannot be read is left out and logged.
-fn read_reports(dir: &Path) -> Vec<MigrationReport> {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let mut files: Vec<_> = entries
-        .filter_map(|entry| Some((entry.metadata().ok()?.modified().ok()?, entry.path())))
-        .filter(|(_, path)| {
-            path.extension()
-                .is_some_and(|extension| extension == "json")
-        })
-        .collect();
-    files.sort();
-    let newest = files.into_iter().rev().take(REPORTS_MAX);
-    newest.filter_map(|(_, path)| read_report(&path)).collect()
-}
-
-fn read_report(path: &Path) -> Option<MigrationReport> {
-    match load_json(path) {
-        Ok(report) => report,
-        Err(error) => {
-            tracing::warn!(%error, "a migration's report cannot be read");
-            None
-        }
     }
 }
 

@@ -8,9 +8,12 @@ use crate::api;
 use crate::boot::{self, Boots};
 use crate::config::{ConfigError, HostConfig};
 use crate::launch::{VmProgram, make_dir};
+use crate::memory::Memory;
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFacts;
 use crate::records::Records;
+use crate::removed::Removed;
+use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::{Carrier, Supervisor};
 use crate::system::{System, interfaces};
@@ -109,6 +112,7 @@ pub async fn run(
     let (local, remote) = listen(&agent.config).await?;
     agent.take_up().map_err(setup("take up this host's VMs"))?;
     tokio::spawn(agent.clone().keep_booting(stop.clone()));
+    tokio::spawn(agent.clone().keep_telling(stop.clone()));
     tracing::info!(host = %agent.config.name, listen = %agent.config.listen, "the agent is ready");
     tokio::join!(
         server.clone().run_unix(local, stop.clone()),
@@ -179,6 +183,8 @@ async fn make_agent(
     let name = config.name.clone();
     let site = Site::open(&config.state_dir, name, boot_id.clone(), machine_id)
         .map_err(setup("read what this host knows of its site"))?;
+    let removed = Removed::default();
+    removed.are(site.with(|site| site.table().removed.clone()));
     let asker = boot::asker(identity.clone(), config.controller);
     Ok(Agent {
         site,
@@ -186,7 +192,9 @@ async fn make_agent(
         migration_links: agent::migration_links(&migration_addresses, &interfaces),
         bursts: Arc::default(),
         readings: Mutex::default(),
-        removed: Mutex::default(),
+        memory: Memory::new(config.ram_dir()),
+        reports: Reports::new(records.clone()),
+        removed,
         boot_id,
         supervisor: Supervisor::new(program, carrier(identity.clone()), records.clone()),
         config,

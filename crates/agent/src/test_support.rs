@@ -39,6 +39,8 @@ pub fn vm(name: &str) -> VmName {
 pub struct TestHost {
     _dir: tempfile::TempDir,
     text: String,
+    /// What is free for the guests' RAM files to grow.
+    pub available_mib: u64,
     pub config: HostConfig,
 }
 
@@ -55,6 +57,7 @@ impl TestHost {
         Self {
             _dir: dir,
             text,
+            available_mib: 2000,
             config,
         }
     }

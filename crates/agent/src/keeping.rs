@@ -1,0 +1,129 @@
+//! What the agent does to a VM's durable files itself: makes it known, forgets it, gives up a damaged record.
+//!
+//! Part of [`Agent`]. No VM process is started meanwhile. Refuses: to write behind the back of a VM process whose VM has
+//! a guest.
+
+use crate::agent::{ACT, Agent, NEED, READ, Reply, TOOLS, blocking, done, unexpected};
+use crate::evidence;
+use crate::supervisor::{HoldOff, Supervised};
+use godwit_types::control_api::Done;
+use godwit_types::host_api::{PutVm, VmAnswer, VmRequest};
+use godwit_types::vm::VmState;
+use godwit_types::{ApiError, ErrorCode, VmName};
+use std::sync::Arc;
+
+impl Agent {
+    /// Makes a VM known, or updates a stopped one.
+    pub(crate) async fn put_vm(self: &Arc<Self>, request: PutVm) -> Reply<Done> {
+        request
+            .spec
+            .check()
+            .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
+        let name = request.spec.name.clone();
+        let vm = self.supervised(&name);
+        let held = self.release(&vm).await?;
+        let agent = self.clone();
+        blocking(move || {
+            agent.records.put(&request)?;
+            match request.expect {
+                Some(_) => agent.site.granted(&request.spec.name, request.generation),
+                None => Ok(()),
+            }
+        })
+        .await?;
+        drop(held);
+        Ok(done(format!(
+            "VM '{name}' is known to host '{}'",
+            self.host()
+        )))
+    }
+
+    /// Forgets a stopped VM. One whose QEMU died is powered off first.
+    pub(crate) async fn delete_vm(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
+        let vm = self.known(name)?;
+        self.power_off_the_dead(&vm).await?;
+        let held = self.release(&vm).await?;
+        let (records, vm_name) = (self.records.clone(), name.clone());
+        blocking(move || records.delete(&vm_name)).await?;
+        self.supervisor.forget(name);
+        drop(held);
+        self.no_boot_wanted(name);
+        self.removed.begin_anew(name);
+        Ok(done(format!(
+            "VM '{name}' is deleted from host '{}'",
+            self.host()
+        )))
+    }
+
+    /// A VM that should run and has no guest is off from now on.
+    async fn power_off_the_dead(&self, vm: &Supervised) -> Reply<()> {
+        if !self.records.needs_process(&vm.config().vm) {
+            return Ok(());
+        }
+        vm.need(NEED).await?;
+        let crashed = match vm.ask(&VmRequest::Status, READ).await? {
+            VmAnswer::Status(status) => status.vm.state == VmState::Crashed,
+            _ => return Err(unexpected(&vm.config().vm)),
+        };
+        if crashed {
+            vm.ask(&VmRequest::Stop { force: true }, ACT).await?;
+        }
+        Ok(())
+    }
+
+    /// Ends the VM process of a VM that has no guest, so that its record may be written here; none is started before the
+    /// guard is dropped.
+    async fn release(&self, vm: &Arc<Supervised>) -> Reply<HoldOff> {
+        let held = vm.hold_off();
+        if !vm.is_live() {
+            return Ok(held);
+        }
+        let VmAnswer::Status(status) = vm.ask(&VmRequest::Status, READ).await? else {
+            return Err(unexpected(&vm.config().vm));
+        };
+        if !matches!(status.vm.state, VmState::Stopped | VmState::Crashed) {
+            let (name, state) = (&vm.config().vm, status.vm.state);
+            let message = format!(
+                "VM '{name}' is {state} on host '{}': stop it first",
+                self.host()
+            );
+            return Err(ApiError::new(ErrorCode::WrongState, message));
+        }
+        // It may end before its answer is out; what counts is that it ends.
+        let _ = vm.ask(&VmRequest::Detach, ACT).await;
+        if vm.ended(TOOLS).await {
+            return Ok(held);
+        }
+        Err(ApiError::new(
+            ErrorCode::Locked,
+            format!("the VM process of '{}' does not end", vm.config().vm),
+        ))
+    }
+
+    /// Gives up a VM's damaged record. A QEMU of it would be orphaned, so there must be none.
+    pub(crate) async fn forget_record(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
+        let vm = self.supervised(name);
+        let held = vm.hold_off();
+        let (agent, name) = (self.clone(), name.clone());
+        let kept = blocking(move || {
+            if evidence::may_live(vm.run_dir()) {
+                let message = format!(
+                    "VM '{name}' may have a QEMU on host '{}', which nobody could stop without its record: end that process first (its number is in {}/qemu.json)",
+                    agent.host(),
+                    vm.run_dir().display()
+                );
+                return Err(ApiError::new(ErrorCode::WrongState, message));
+            }
+            let row = agent.site.with(|site| site.table().vms.get(&name).cloned());
+            let known = row.map(|row| row.held).unwrap_or_default();
+            agent.records.forget_record(&name, known)
+        });
+        let kept = kept.await?;
+        drop(held);
+        Ok(done(format!(
+            "the damaged record is kept as {}; host '{}' holds nothing of this VM and takes nothing that is old",
+            kept.display(),
+            self.host()
+        )))
+    }
+}

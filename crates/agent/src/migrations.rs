@@ -1,0 +1,104 @@
+//! What the agent does about migrations: passes them on, and finds one by its id.
+//!
+//! Part of [`Agent`]; the index is [`crate::reports::Reports`]'s. Refuses: to ask more than the one VM that a migration
+//! is of.
+
+use crate::agent::{Agent, READ, Reply, blocking, unexpected};
+use godwit_types::control_api::Done;
+use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::migration::{MigrationReport, MigrationSpec};
+use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
+use std::sync::Arc;
+
+impl Agent {
+    /// Begins a migration here.
+    pub(crate) async fn migrate(self: &Arc<Self>, spec: MigrationSpec) -> Reply<Done> {
+        let name = spec.vm.clone();
+        self.migration_begins(&spec.id, &name).await?;
+        self.act(&name, VmRequest::Migrate(Box::new(spec))).await
+    }
+
+    /// From here on the migration is found by its id.
+    pub(crate) async fn migration_begins(
+        self: &Arc<Self>,
+        id: &MigrationId,
+        vm: &VmName,
+    ) -> Reply<()> {
+        let (agent, id, vm) = (Arc::clone(self), id.clone(), vm.clone());
+        blocking(move || {
+            agent.reports.begins(&id, &vm);
+            Ok(())
+        })
+        .await
+    }
+
+    /// All migrations that this host knows, newest first.
+    pub(crate) async fn migrations(self: &Arc<Self>) -> Reply<Vec<MigrationReport>> {
+        let (agent, names) = (Arc::clone(self), self.supervisor.names());
+        let mut reports = blocking(move || Ok(agent.reports.all(&names))).await?;
+        for vm in self.vms().await {
+            let Some(id) = vm.migration else { continue };
+            if let Ok(report) = self.live_report(&vm.spec.name, &id).await {
+                reports.retain(|known| known.id != report.id);
+                reports.push(report);
+            }
+        }
+        reports.sort_by_key(|report| std::cmp::Reverse(report.began_unix_s));
+        Ok(reports)
+    }
+
+    /// The report of a VM's own process.
+    pub(crate) async fn live_report(
+        &self,
+        vm: &VmName,
+        id: &MigrationId,
+    ) -> Reply<MigrationReport> {
+        let vm = self.known(vm)?;
+        let request = VmRequest::Report {
+            migration: id.clone(),
+        };
+        match vm.ask(&request, READ).await? {
+            VmAnswer::Report(report) => Ok(*report),
+            _ => Err(unexpected(&vm.config().vm)),
+        }
+    }
+
+    fn unknown_migration(&self, id: &MigrationId) -> ApiError {
+        let message = format!(
+            "host '{}' knows no migration '{id}': see 'godwit migration list'",
+            self.host()
+        );
+        ApiError::new(ErrorCode::UnknownMigration, message)
+    }
+
+    async fn vm_of(self: &Arc<Self>, id: &MigrationId) -> Reply<VmName> {
+        let (agent, wanted) = (Arc::clone(self), id.clone());
+        let names = self.supervisor.names();
+        let found = blocking(move || Ok(agent.reports.vm_of(&wanted, &names))).await?;
+        found.ok_or_else(|| self.unknown_migration(id))
+    }
+
+    /// One migration: its VM's process says, or else its file.
+    pub(crate) async fn migration(self: &Arc<Self>, id: &MigrationId) -> Reply<MigrationReport> {
+        let vm = self.vm_of(id).await?;
+        let is_live = self.supervisor.find(&vm).is_some_and(|vm| vm.is_live());
+        if is_live && let Ok(report) = self.live_report(&vm, id).await {
+            return Ok(report);
+        }
+        let (agent, wanted) = (Arc::clone(self), id.clone());
+        let read = blocking(move || Ok(agent.reports.read(&vm, &wanted))).await?;
+        read.ok_or_else(|| self.unknown_migration(id))
+    }
+
+    /// Cancels a migration.
+    pub(crate) async fn cancel(
+        self: &Arc<Self>,
+        id: &MigrationId,
+        reason: Option<String>,
+    ) -> Reply<Done> {
+        let vm = self.vm_of(id).await?;
+        let reason = reason.unwrap_or_else(|| "cancelled by its user".into());
+        let migration = id.clone();
+        self.act(&vm, VmRequest::Cancel { migration, reason }).await
+    }
+}
