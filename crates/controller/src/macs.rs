@@ -102,7 +102,6 @@ mod tests {
         let entry = |spec: VmSpec| VmEntry {
             spec,
             resolved: None,
-            host: None,
         };
         let specs = specs.into_iter();
         specs.map(|spec| (spec.name.clone(), entry(spec))).collect()

@@ -1,6 +1,9 @@
 //! Tests of the inventory: who wins when hosts say different things.
 
 use super::*;
+use godwit_site::{Entry, HostRow};
+use godwit_types::site::{Claim, SiteHost};
+use std::collections::BTreeMap;
 
 fn host(name: &str) -> HostName {
     HostName::new(name).unwrap()
@@ -14,18 +17,33 @@ fn spec() -> VmSpec {
     VmSpec::from_toml("name = \"web\"\nvcpus = 1\nmemory_mib = 64\nkernel = \"/k\"").unwrap()
 }
 
-fn says(state: VmState, generation: u64, holds: bool) -> Vec<HostVm> {
+fn holds(generation: u64) -> Claim {
+    Claim::Holds {
+        generation: Generation(generation),
+        on: true,
+    }
+}
+
+fn gave(generation: u64) -> Claim {
+    Claim::Gave {
+        generation: Generation(generation),
+        to: host("b"),
+    }
+}
+
+fn promised(generation: u64) -> Claim {
+    Claim::Promised {
+        generation: Generation(generation),
+        from: host("a"),
+    }
+}
+
+fn says(state: VmState, generation: u64, claim: Claim) -> Vec<HostVm> {
     vec![HostVm {
         spec: spec(),
         state,
         generation: Generation(generation),
-        claim: match holds {
-            true => godwit_types::site::Claim::Holds {
-                generation: Generation(generation),
-                on: true,
-            },
-            false => godwit_types::site::Claim::No,
-        },
+        claim,
         migration: None,
         accelerator: Some(Accelerator::Tcg),
         vm_process_pid: None,
@@ -34,26 +52,58 @@ fn says(state: VmState, generation: u64, holds: bool) -> Vec<HostVm> {
     }]
 }
 
-/// Hosts a and b, connected, and VM web on record at a.
+/// Hosts a and b, and VM web, granted to host a under generation 3.
 fn state() -> State {
     let mut state = State::default();
     for name in ["a", "b"] {
-        let mut entry = HostEntry::new("192.0.2.1:1".parse().unwrap(), "1".into());
-        entry.state = HostState::Connected;
-        entry.heard = true;
+        let entry = HostEntry::new("192.0.2.1:1".parse().unwrap(), "1".into());
+        let site = SiteHost {
+            name: host(name),
+            address: entry.address,
+            serial: entry.serial.clone(),
+            counter: 0,
+        };
         state.hosts.insert(host(name), entry);
+        state.book.load_host(site, HostRow::default());
     }
+    let held = Generation(3);
+    let entry = Entry {
+        holder: Some(host("a")),
+        held,
+        highest: held,
+        may_hold: BTreeMap::from([(host("a"), held)]),
+        ..Entry::default()
+    };
+    state.book.add_entry(web(), entry);
     let entry = VmEntry {
         spec: spec(),
         resolved: None,
-        host: Some(host("a")),
     };
     state.vms.insert(web(), entry);
     state
 }
 
-fn cut(state: &mut State, name: &str) {
-    state.hosts.get_mut(&host(name)).unwrap().state = HostState::Unreachable;
+/// A host is asked and answers at once.
+fn hear(state: &mut State, name: &str, vms: Vec<HostVm>) -> Observed {
+    let ticket = state.book.ask();
+    take(state, name, ticket, vms)
+}
+
+/// A host answers what it was asked then.
+fn take(state: &mut State, name: &str, ticket: Ticket, vms: Vec<HostVm>) -> Observed {
+    let entry = state.hosts.get_mut(&host(name)).unwrap();
+    entry.state = HostState::Connected;
+    let info = unheard_info(&host(name), entry.address);
+    state.observe(&host(name), ticket, &info, vms)
+}
+
+/// The migration of VM web from a to b is permitted.
+fn permit(state: &mut State) -> u64 {
+    let permitted = state
+        .book
+        .permit_migration(&web(), &host("a"), &host("b"))
+        .unwrap();
+    permitted.0.generation.0
 }
 
 fn place_and_state(state: &State) -> (Option<String>, VmState) {
@@ -61,82 +111,94 @@ fn place_and_state(state: &State) -> (Option<String>, VmState) {
     (place, state.vm_state(&web()))
 }
 
-#[test]
-fn the_highest_held_generation_wins() {
-    let mut state = state();
-    state.observe(&host("a"), says(VmState::Running, 3, true));
-    assert_eq!(
-        place_and_state(&state),
-        (Some("a".into()), VmState::Running)
-    );
-    let changes = state.observe(&host("b"), says(VmState::Running, 4, true));
-    assert!(changes.contains(&Change::Generation(web(), Generation(4))));
-    assert!(changes.contains(&Change::Moved(web(), host("b"))));
-    assert_eq!(
-        place_and_state(&state),
-        (Some("b".into()), VmState::Running)
-    );
-    // What a said before it was cut off does not come back.
-    let changes = state.observe(&host("a"), says(VmState::Running, 3, true));
-    assert!(!changes.contains(&Change::Moved(web(), host("a"))));
-    assert_eq!(place_and_state(&state).0, Some("b".into()));
+fn is(host: &str, state: VmState) -> (Option<String>, VmState) {
+    (Some(host.to_owned()), state)
 }
 
 #[test]
-fn a_host_that_answers_and_knows_nothing_holds_nothing() {
+fn a_handover_is_seen_and_an_older_answer_does_not_bring_it_back() {
     let mut state = state();
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    assert_eq!(place_and_state(&state), is("a", VmState::Running));
+    assert_eq!(permit(&mut state), 4);
+    let early = state.book.ask();
+    let observed = hear(&mut state, "b", says(VmState::Running, 4, holds(4)));
+    let moved = News::Held {
+        vm: web(),
+        host: host("b"),
+    };
+    assert!(observed.news.contains(&moved), "{observed:?}");
+    assert_eq!(place_and_state(&state), is("b", VmState::Running));
+    // What a said before it gave the VM is late, and no second holder.
+    take(&mut state, "a", early, says(VmState::Running, 3, holds(3)));
+    assert_eq!(place_and_state(&state), is("b", VmState::Running));
+    // Asked now it still says so: two hosts hold the VM.
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    assert_eq!(place_and_state(&state), is("b", VmState::RunningTwice));
+}
+
+#[test]
+fn a_vm_is_stopped_only_when_every_host_that_may_hold_it_said_no() {
+    let mut state = state();
+    // Not heard yet.
+    assert_eq!(place_and_state(&state), is("a", VmState::Unreachable));
+    // The host that got it knows nothing of it any more: that is no binding no.
+    hear(&mut state, "b", Vec::new());
+    hear(&mut state, "a", Vec::new());
+    assert_eq!(place_and_state(&state), is("a", VmState::HandingOver));
+    state.lose(&host("a"));
+    assert_eq!(place_and_state(&state), is("a", VmState::Unreachable));
+    hear(&mut state, "a", says(VmState::Stopped, 3, Claim::No));
     assert_eq!(place_and_state(&state), (None, VmState::Stopped));
-    cut(&mut state, "a");
-    assert_eq!(
-        place_and_state(&state),
-        (Some("a".into()), VmState::Unreachable)
-    );
+}
+
+#[test]
+fn a_destination_that_was_named_and_is_silent_makes_the_vm_unreachable() {
+    let mut state = state();
+    hear(&mut state, "b", Vec::new());
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    permit(&mut state);
+    state.lose(&host("b"));
+    let moved = Claim::Moved {
+        generation: Generation(4),
+        to: host("b"),
+    };
+    hear(&mut state, "a", says(VmState::Stopped, 4, moved));
+    assert_eq!(place_and_state(&state), is("b", VmState::Unreachable));
 }
 
 #[test]
 fn an_incoming_copy_does_not_hide_the_running_one() {
     let mut state = state();
-    state.observe(&host("a"), says(VmState::Running, 3, true));
-    state.observe(&host("b"), says(VmState::Incoming, 3, false));
-    assert_eq!(
-        place_and_state(&state),
-        (Some("a".into()), VmState::Running)
-    );
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    permit(&mut state);
+    let receiving = Claim::Receiving { from: host("a") };
+    hear(&mut state, "b", says(VmState::Incoming, 3, receiving));
+    assert_eq!(place_and_state(&state), is("a", VmState::Running));
 }
 
 #[test]
 fn doubt_is_shown_until_somebody_holds_more() {
     let mut state = state();
-    state.observe(&host("a"), says(VmState::Running, 3, true));
-    state.observe(&host("a"), says(VmState::InDoubt, 4, false));
-    cut(&mut state, "b");
-    assert_eq!(
-        place_and_state(&state),
-        (Some("a".into()), VmState::InDoubt)
-    );
-    state.observe(&host("b"), says(VmState::Running, 4, true));
-    state.hosts.get_mut(&host("b")).unwrap().state = HostState::Connected;
-    assert_eq!(
-        place_and_state(&state),
-        (Some("b".into()), VmState::Running)
-    );
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    permit(&mut state);
+    hear(&mut state, "a", says(VmState::InDoubt, 4, gave(4)));
+    state.lose(&host("b"));
+    assert_eq!(place_and_state(&state), is("a", VmState::InDoubt));
+    hear(&mut state, "b", says(VmState::Running, 4, holds(4)));
+    assert_eq!(place_and_state(&state), is("b", VmState::Running));
 }
 
 #[test]
 fn a_destination_in_doubt_is_shown_when_the_source_is_gone() {
     let mut state = state();
-    state.observe(&host("a"), says(VmState::Running, 3, true));
-    state.observe(&host("b"), says(VmState::InDoubt, 3, false));
-    assert_eq!(
-        place_and_state(&state),
-        (Some("a".into()), VmState::Running)
-    );
-    cut(&mut state, "a");
-    assert_eq!(
-        place_and_state(&state),
-        (Some("b".into()), VmState::InDoubt)
-    );
-    let note = state.vm_view(&web()).unwrap().note.unwrap();
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    permit(&mut state);
+    hear(&mut state, "b", says(VmState::InDoubt, 3, promised(4)));
+    assert_eq!(place_and_state(&state), is("a", VmState::Running));
+    state.lose(&host("a"));
+    assert_eq!(place_and_state(&state), is("b", VmState::InDoubt));
+    let note = state.vm_view(&web(), 0).unwrap().note.unwrap();
     assert!(
         note.contains("godwit vm resolve web --run-on b --confirm-fenced a"),
         "{note}"
@@ -147,30 +209,50 @@ fn a_destination_in_doubt_is_shown_when_the_source_is_gone() {
 fn an_unknown_vm_that_is_held_is_adopted() {
     let mut state = state();
     state.vms.clear();
-    state.observe(&host("a"), says(VmState::Stopped, 7, false));
+    hear(&mut state, "b", says(VmState::Stopped, 3, Claim::No));
     assert!(state.vms.is_empty());
-    let changes = state.observe(&host("b"), says(VmState::Running, 7, true));
-    assert!(
-        changes
-            .iter()
-            .any(|change| matches!(change, Change::Adopted(_)))
-    );
-    assert_eq!(state.ledger.next(&web()), Some(Generation(8)));
+    let observed = hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    let adopted = |change: &Change| matches!(change, Change::Adopted(_));
+    assert!(observed.changes.iter().any(adopted), "{observed:?}");
+    assert!(state.vms.contains_key(&web()));
 }
 
 #[test]
-fn lists_begin_with_what_is_in_doubt() {
+fn what_nobody_granted_is_not_adopted_as_the_holder() {
     let mut state = state();
-    let early = VmName::new("aaa").unwrap();
-    let mut other = spec();
-    other.name = early.clone();
-    let entry = VmEntry {
-        spec: other,
-        resolved: None,
-        host: None,
-    };
-    state.vms.insert(early, entry);
-    assert_eq!(state.vm_views()[0].spec.name.as_str(), "aaa");
-    state.observe(&host("a"), says(VmState::InDoubt, 3, false));
-    assert_eq!(state.vm_views()[0].spec.name, web());
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    hear(&mut state, "b", says(VmState::Running, 9, holds(9)));
+    let entry = state.book.entry(&web()).unwrap();
+    assert_eq!(
+        (&entry.holder, entry.held),
+        (&Some(host("a")), Generation(3))
+    );
+    assert!(entry.may_hold.contains_key(&host("b")));
+    assert_eq!(entry.highest, Generation(9));
+}
+
+#[test]
+fn lists_begin_with_two_holders_then_doubt() {
+    let mut state = state();
+    for name in ["aaa", "bbb"] {
+        let mut other = spec();
+        other.name = VmName::new(name).unwrap();
+        let entry = VmEntry {
+            spec: other,
+            resolved: None,
+        };
+        state.vms.insert(VmName::new(name).unwrap(), entry);
+    }
+    let first = |state: &State| state.vm_views(0)[0].spec.name.to_string();
+    assert_eq!(first(&state), "aaa");
+    let mut doubt = says(VmState::InDoubt, 3, promised(3));
+    doubt[0].spec.name = VmName::new("bbb").unwrap();
+    hear(&mut state, "a", doubt.clone());
+    assert_eq!(first(&state), "bbb");
+    doubt.extend(says(VmState::Running, 3, holds(3)));
+    hear(&mut state, "a", doubt);
+    hear(&mut state, "b", says(VmState::Running, 3, holds(3)));
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    assert_eq!(first(&state), "web");
+    assert_eq!(state.vm_views(0)[0].copies.len(), 2);
 }

@@ -1,6 +1,7 @@
 //! What preflight makes of facts, without a host.
 
 use super::*;
+use godwit_types::site::Claim;
 use godwit_types::vm::VmState;
 use godwit_types::{Generation, VmName};
 
@@ -22,6 +23,9 @@ fn host(name: &str) -> HostInfo {
         memory_free_mib: 2048,
         cpus: 2,
         boot_id: String::new(),
+        instance: Default::default(),
+        site: Default::default(),
+        boot_alone_ignored: false,
     }
 }
 
@@ -39,7 +43,10 @@ fn facts() -> Facts {
             spec,
             state: VmState::Running,
             generation: Generation(1),
-            holds: true,
+            claim: Claim::Holds {
+                generation: Generation(1),
+                on: true,
+            },
             migration: None,
             accelerator: Some(Accelerator::Kvm),
             vm_process_pid: None,
