@@ -1,12 +1,12 @@
 -- Who may hold which VM, as the site's rules have it.
 
--- The controller's last word: one row.
+-- The controller's last word: one row. What is taken over from before, below, is its first.
 CREATE TABLE site_stamp (
     one    INTEGER PRIMARY KEY CHECK (one = 1),
     epoch  INTEGER NOT NULL,
     number INTEGER NOT NULL
 ) STRICT;
-INSERT INTO site_stamp (one, epoch, number) VALUES (1, 0, 0);
+INSERT INTO site_stamp (one, epoch, number) VALUES (1, 0, 1);
 
 -- One row a name that was ever used; it outlives the VM. A row is replaced only by a later word's.
 CREATE TABLE site_vms (
@@ -35,12 +35,22 @@ SELECT g.vm,
            'held', 0,
            'highest', g.highest,
            'may_hold', json((SELECT json_group_object(h.name, g.highest) FROM hosts h)),
-           'granted', json('[]'),
+           'granted', json((SELECT json_group_array(json_object('generation', generation, 'to', destination, 'from', source))
+                              FROM (SELECT * FROM (SELECT * FROM grants r WHERE r.vm = g.vm ORDER BY r.id DESC LIMIT 16)
+                                    ORDER BY id))),
            'deleted', json(CASE WHEN v.name IS NULL THEN 'true' ELSE 'false' END),
-           'stamp', json_object('epoch', 0, 'number', 0)),
-       0, 0
+           'stamp', json_object('epoch', 0, 'number', 1)),
+       0, 1
 FROM generations g LEFT JOIN vms v ON v.name = g.vm;
 
-ALTER TABLE vms DROP COLUMN host;
+-- Who held a VM last is in site_vms from now on.
+CREATE TABLE described (
+    name     TEXT PRIMARY KEY,
+    spec     TEXT NOT NULL,                  -- JSON, as described
+    resolved TEXT                            -- JSON, with CPU model and machine type resolved; NULL before the first start
+) STRICT;
+INSERT INTO described (name, spec, resolved) SELECT name, spec, resolved FROM vms;
+DROP TABLE vms;
+ALTER TABLE described RENAME TO vms;
 DROP TABLE generations;
 DROP TABLE grants;
