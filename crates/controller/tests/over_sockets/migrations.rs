@@ -5,6 +5,7 @@ use godwit_rpc::Client;
 use godwit_rpc::controller_client::{MigrateAnswer, path};
 use godwit_types::control_api::{CancelRequest, StopRequest};
 use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome, PEER_GAVE_UP};
+use godwit_types::site::Claim;
 use godwit_types::vm::{DiskSpec, EncryptionMode, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use std::time::Duration;
@@ -62,12 +63,12 @@ async fn a_source_that_knows_only_that_the_destination_gave_up_leaves_its_reason
 
 /// Its process is started again: what is asked of the VM is not refused but done once that answers.
 async fn asked_meanwhile<T>(house: &House, a: &Agent, asked: impl Future<Output = T>) -> T {
-    a.has("web", VmState::Unreachable, 1, true);
+    a.turns("web", VmState::Unreachable);
     house.until_vm("web", VmState::Unreachable, "a").await;
     tokio::pin!(asked);
     let meanwhile = tokio::time::timeout(Duration::from_millis(300), &mut asked).await;
     assert!(meanwhile.is_err(), "answered before the process did");
-    a.has("web", VmState::Running, 1, true);
+    a.turns("web", VmState::Running);
     asked.await
 }
 
@@ -93,8 +94,9 @@ async fn a_vm_moves_and_everybody_sees_it() {
     let spec = a.script().specs[&id].clone();
     assert_eq!(
         (spec.generation, spec.cipher),
-        (Generation(2), Cipher::Aes256Gcm)
+        (Generation(a.generation("web").0 + 1), Cipher::Aes256Gcm)
     );
+    assert_eq!(spec.generation, b.script().specs[&id].generation);
     assert_eq!((spec.secret.key.len(), spec.secret.nonce.len()), (32, 8));
     assert_eq!(spec.secret.key, b.script().specs[&id].secret.key);
     assert_eq!(spec.destination_addresses, ["127.0.0.1:9".parse().unwrap()]);
@@ -108,7 +110,7 @@ async fn a_vm_moves_and_everybody_sees_it() {
     assert_eq!(reports.last().unwrap().outcome, Some(Outcome::Completed));
     house.until_vm("web", VmState::Running, "b").await;
     let view = house.vm("web").await;
-    assert_eq!((view.generation, view.migration), (Generation(2), None));
+    assert_eq!((view.generation, view.migration), (spec.generation, None));
     assert_eq!(house.client().migrations().await.unwrap()[0].id, id);
     // The stream of one that is over gives the report once.
     assert_eq!(watch_to_the_end(&house, &id).await.len(), 1);
@@ -387,13 +389,18 @@ async fn doubt_is_shown_and_ends_when_the_hosts_agree() {
     let (house, a, mut b) = house().await;
     let id = begin(&house, &to("b")).await;
     b.cut().await;
-    a.has("web", VmState::InDoubt, 2, false);
+    let generation = a.script().specs[&id].generation;
+    let gave = Claim::Gave {
+        generation,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, generation, gave);
     a.says(&id, Some(Outcome::InDoubt));
     let report = watch_to_the_end(&house, &id).await.pop().unwrap();
     assert_eq!(report.outcome, Some(Outcome::InDoubt));
     house.until_vm("web", VmState::InDoubt, "a").await;
     assert_eq!(house.vm("web").await.migration, Some(id.to_string()));
-    hand_over_after_doubt(&a, &b, &id);
+    hand_over(&a, &b, "web", &id);
     b.heal().await;
     house.until_vm("web", VmState::Running, "b").await;
     house
@@ -401,13 +408,6 @@ async fn doubt_is_shown_and_ends_when_the_hosts_agree() {
             house.client().migration(&id).await.unwrap().outcome == Some(Outcome::Completed)
         })
         .await;
-}
-
-fn hand_over_after_doubt(a: &Agent, b: &Agent, id: &MigrationId) {
-    b.has("web", VmState::Running, 2, true);
-    b.says(id, Some(Outcome::Completed));
-    a.has("web", VmState::Stopped, 2, false);
-    a.says(id, Some(Outcome::Completed));
 }
 
 #[tokio::test]
