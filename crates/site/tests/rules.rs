@@ -1,0 +1,517 @@
+//! The site's rules, one by one: what a survey, a silence, a person's word and an old copy mean.
+
+use godwit_site::{
+    Book, Entry, Free, Heard, HostRow, HostSite, News, Refusal, Row, Surveyed, Ticket, Whereabouts,
+};
+use godwit_types::site::{
+    BootWish, Claim, Instance, RecordSaid, SiteHeard, SiteHost, SiteQuestion, SiteTable, Stamp,
+    Standing, SurveyAnswer, WholeSurvey,
+};
+use godwit_types::{Generation, HostName, VmName};
+use std::collections::BTreeMap;
+
+/// How far a grant goes beyond a host that was fenced unheard.
+const GAP: u64 = 1 << 20;
+
+fn host(name: &str) -> HostName {
+    HostName::new(name).unwrap()
+}
+
+fn vm(name: &str) -> VmName {
+    VmName::new(name).unwrap()
+}
+
+fn holds(generation: u64) -> Claim {
+    Claim::Holds {
+        generation: Generation(generation),
+        on: true,
+    }
+}
+
+fn gave(generation: u64) -> Claim {
+    Claim::Gave {
+        generation: Generation(generation),
+        to: host("b"),
+    }
+}
+
+fn moved(generation: u64) -> Claim {
+    Claim::Moved {
+        generation: Generation(generation),
+        to: host("b"),
+    }
+}
+
+fn said(name: &str, highest: u64, claim: Claim) -> RecordSaid {
+    RecordSaid {
+        vm: vm(name),
+        highest: Generation(highest),
+        claim,
+    }
+}
+
+fn life(of: &str, counter: u64) -> Instance {
+    Instance {
+        counter,
+        boot_id: "boot".into(),
+        machine_id: of.to_owned(),
+    }
+}
+
+fn enrolled(name: &str) -> SiteHost {
+    SiteHost {
+        name: host(name),
+        address: "192.0.2.1:1".parse().unwrap(),
+        serial: name.to_owned(),
+        counter: 0,
+    }
+}
+
+fn site(hosts: &[&str]) -> Book {
+    let mut book = Book::default();
+    for name in hosts {
+        book.add_host(enrolled(name), HostRow::default());
+    }
+    book
+}
+
+fn heard(of: &str, knows: Stamp, records: Vec<RecordSaid>) -> Heard {
+    Heard {
+        instance: life(of, 1),
+        knows: SiteHeard {
+            stamp: knows,
+            complete: knows,
+        },
+        records,
+    }
+}
+
+/// A host is asked and answers at once.
+fn hear(book: &mut Book, of: &str, records: Vec<RecordSaid>) -> Vec<News> {
+    let (ticket, knows) = (book.ask(), book.stamp());
+    book.hear(&host(of), ticket, heard(of, knows, records)).1
+}
+
+fn no(highest: Generation) -> SurveyAnswer {
+    SurveyAnswer {
+        highest,
+        claim: Claim::No,
+    }
+}
+
+/// Surveys a VM for a grant to a host; everybody holds nothing and says so, but for those that are silent.
+fn survey(book: &mut Book, name: &str, on: &str, silent: &[&str]) -> Surveyed {
+    let (begun, _) = book.begin_survey(&vm(name), &[host(on)]).unwrap();
+    let asked = begun.hosts.iter();
+    let answering = asked.filter(|host| !silent.contains(&host.as_str()));
+    let answers: BTreeMap<_, _> = answering
+        .map(|host| (host.clone(), no(begun.level)))
+        .collect();
+    book.take_survey(&begun, &answers).0
+}
+
+fn free(surveyed: Surveyed) -> Free {
+    match surveyed {
+        Surveyed::Free(free) => free,
+        other => panic!("not free: {other:?}"),
+    }
+}
+
+fn grant(book: &mut Book, name: &str, on: &str) -> u64 {
+    let free = free(survey(book, name, on, &[]));
+    book.grant(free, &host(on)).unwrap().0.generation.0
+}
+
+/// Host a holds VM web, both hosts are heard.
+fn web_on_a() -> (Book, u64) {
+    let mut book = site(&["a", "b"]);
+    for name in ["a", "b"] {
+        hear(&mut book, name, Vec::new());
+    }
+    let held = grant(&mut book, "web", "a");
+    hear(&mut book, "a", vec![said("web", held, holds(held))]);
+    (book, held)
+}
+
+/// What may happen next while two hosts hand a VM over and are polled meanwhile.
+#[derive(Clone)]
+struct Handover {
+    book: Book,
+    held: u64,
+    /// How far the hosts are: 0 before the gift, 1 given, 2 taken, 3 acknowledged.
+    progress: u8,
+    polls: [Polled; 2],
+}
+
+/// The polls of one host: how many are left, and the one under way.
+#[derive(Clone)]
+struct Polled {
+    left: u8,
+    asked: Option<Ticket>,
+    answer: Option<Vec<RecordSaid>>,
+}
+
+const NAMES: [&str; 2] = ["a", "b"];
+
+impl Handover {
+    fn record(&self, which: usize) -> Vec<RecordSaid> {
+        let (held, next) = (self.held, self.held + 1);
+        let claim = match (which, self.progress) {
+            (0, 0) => holds(held),
+            (0, 1 | 2) => gave(next),
+            (0, _) => moved(next),
+            (_, 0 | 1) => {
+                return vec![said(
+                    "web",
+                    held,
+                    Claim::Promised {
+                        generation: Generation(next),
+                        from: host("a"),
+                    },
+                )];
+            }
+            _ => holds(next),
+        };
+        let highest = if self.progress == 0 { held } else { next };
+        vec![said("web", highest, claim)]
+    }
+
+    /// Every next step; returns how many ends there were.
+    fn explore(&self) -> u64 {
+        let mut ends = 0;
+        let mut is_end = true;
+        if self.progress < 3 {
+            is_end = false;
+            let mut next = self.clone();
+            next.progress += 1;
+            ends += next.explore();
+        }
+        for which in 0..2 {
+            let polled = &self.polls[which];
+            if polled.left == 0 {
+                continue;
+            }
+            is_end = false;
+            let mut next = self.clone();
+            match (polled.asked, polled.answer.clone()) {
+                (None, _) => next.polls[which].asked = Some(next.book.ask()),
+                (Some(_), None) => next.polls[which].answer = Some(self.record(which)),
+                (Some(ticket), Some(records)) => {
+                    let of = NAMES[which];
+                    let knows = next.book.stamp();
+                    next.book.hear(&host(of), ticket, heard(of, knows, records));
+                    next.polls[which] = Polled {
+                        left: polled.left - 1,
+                        asked: None,
+                        answer: None,
+                    };
+                    assert_eq!(next.book.twice(&vm("web")), None);
+                    assert_ne!(next.book.whereabouts(&vm("web")), Whereabouts::Nowhere);
+                }
+            }
+            ends += next.explore();
+        }
+        ends + u64::from(is_end)
+    }
+}
+
+#[test]
+fn a_handover_never_looks_like_two_holders_whatever_the_order_of_polls() {
+    let (mut book, held) = web_on_a();
+    let permitted = book.permit_migration(&vm("web"), &host("a"), &host("b"));
+    assert_eq!(permitted.unwrap().0.generation.0, held + 1);
+    let polled = |left| Polled {
+        left,
+        asked: None,
+        answer: None,
+    };
+    let handover = Handover {
+        book,
+        held,
+        progress: 0,
+        polls: [polled(2), polled(1)],
+    };
+    assert_eq!(handover.clone().explore(), 18_480);
+    let handover = Handover {
+        polls: [polled(1), polled(2)],
+        ..handover
+    };
+    assert_eq!(handover.explore(), 18_480);
+}
+
+#[test]
+fn two_holders_are_seen_once_each_was_asked_after_the_others_claim() {
+    let (mut book, held) = web_on_a();
+    hear(&mut book, "b", vec![said("web", held + 5, holds(held + 5))]);
+    assert_eq!(book.twice(&vm("web")), None);
+    hear(&mut book, "a", vec![said("web", held, holds(held))]);
+    let twice = book.twice(&vm("web")).expect("two hosts hold it");
+    // The higher generation was never granted to b.
+    let copies: Vec<_> = twice.copies.iter().map(|copy| copy.host.as_str()).collect();
+    assert_eq!(copies, ["a", "b"]);
+    assert_eq!(twice.to_pause().collect::<Vec<_>>(), [&host("b")]);
+    assert!(matches!(
+        book.permit_migration(&vm("web"), &host("a"), &host("b")),
+        Err(Refusal::Twice { .. })
+    ));
+}
+
+#[test]
+fn of_two_granted_copies_the_lower_one_is_paused() {
+    let (mut book, held) = web_on_a();
+    let permitted = book.permit_migration(&vm("web"), &host("a"), &host("b"));
+    let next = permitted.unwrap().0.generation.0;
+    hear(&mut book, "b", vec![said("web", next, holds(next))]);
+    hear(&mut book, "a", vec![said("web", held, holds(held))]);
+    let twice = book.twice(&vm("web")).expect("two hosts hold it");
+    assert!(twice.copies.iter().all(|copy| copy.granted));
+    assert_eq!(twice.to_pause().collect::<Vec<_>>(), [&host("a")]);
+}
+
+#[test]
+fn one_dead_host_of_32_blocks_only_the_vms_that_it_may_hold() {
+    let names: Vec<String> = (0..32).map(|n| format!("h{n}")).collect();
+    let hosts: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut book = site(&hosts);
+    for name in &hosts {
+        hear(&mut book, name, Vec::new());
+        grant(&mut book, &format!("vm-{name}"), name);
+    }
+    book.lose(&host("h31"));
+    let mut started = 0;
+    for name in &hosts {
+        let vm = format!("vm-{name}");
+        match survey(&mut book, &vm, "h0", &["h31"]) {
+            Surveyed::Free(free) => {
+                book.grant(free, &host("h0")).unwrap();
+                started += 1;
+            }
+            Surveyed::Refused(Refusal::Silent { hosts, .. }) => {
+                assert_eq!((vm.as_str(), hosts), ("vm-h31", vec![host("h31")]));
+            }
+            other => panic!("{vm}: {other:?}"),
+        }
+    }
+    assert_eq!(started, 31);
+}
+
+#[test]
+fn a_fenced_host_lets_its_vm_start_far_above_and_is_no_longer_fenced_once_heard() {
+    let (mut book, held) = web_on_a();
+    assert!(matches!(
+        book.fence(&host("a")),
+        Err(Refusal::Answers { .. })
+    ));
+    book.lose(&host("a"));
+    let refused = survey(&mut book, "web", "b", &["a"]);
+    assert!(matches!(refused, Surveyed::Refused(Refusal::Silent { .. })));
+    book.fence(&host("a")).unwrap();
+    let started = grant(&mut book, "web", "b");
+    assert!(started >= held + GAP, "{started} after {held}");
+    assert!(!book.may_hold(&vm("web")).contains(&host("a")));
+    let news = hear(&mut book, "a", Vec::new());
+    assert!(
+        matches!(news[..], [News::FencedAnswered { .. }]),
+        "{news:?}"
+    );
+    assert!(!book.is_fenced(&host("a")));
+}
+
+#[test]
+fn a_grant_follows_the_last_survey_only() {
+    let (mut book, _) = web_on_a();
+    let early = free(survey(&mut book, "web", "b", &[]));
+    let late = free(survey(&mut book, "web", "b", &[]));
+    let stale = book.grant(early, &host("b"));
+    assert!(matches!(stale, Err(Refusal::Stale { .. })), "{stale:?}");
+    book.grant(late, &host("b")).unwrap();
+}
+
+#[test]
+fn a_no_from_before_a_host_was_named_does_not_take_it_out() {
+    let (mut book, _) = web_on_a();
+    let (begun, _) = book.begin_survey(&vm("web"), &[host("b")]).unwrap();
+    book.permit_migration(&vm("web"), &host("a"), &host("b"))
+        .unwrap();
+    let answers = BTreeMap::from([(host("b"), no(begun.level))]);
+    let (verdict, _) = book.take_survey(&begun, &answers);
+    assert!(matches!(verdict, Surveyed::Refused(_)), "{verdict:?}");
+    assert!(book.may_hold(&vm("web")).contains(&host("b")));
+}
+
+#[test]
+fn a_member_that_may_hold_stays_in_the_set_whatever_polls_say() {
+    let (mut book, _) = web_on_a();
+    hear(&mut book, "a", Vec::new());
+    assert!(book.may_hold(&vm("web")).contains(&host("a")));
+    assert_ne!(book.whereabouts(&vm("web")), Whereabouts::Nowhere);
+}
+
+#[test]
+fn a_migrations_end_makes_its_destination_the_holder() {
+    let (mut book, _) = web_on_a();
+    book.permit_migration(&vm("web"), &host("a"), &host("b"))
+        .unwrap();
+    book.lose(&host("b"));
+    let rows = book.migration_ended(&vm("web"), &host("b"));
+    let written = rows.iter().find_map(|row| match row {
+        Row::Vm(_, entry) => Some(entry.holder.clone()),
+        _ => None,
+    });
+    assert_eq!(written, Some(Some(host("b"))));
+    let a_gave = vec![said(
+        "web",
+        book.highest(&vm("web")).0,
+        moved(book.highest(&vm("web")).0),
+    )];
+    hear(&mut book, "a", a_gave);
+    let silent = Whereabouts::Silent {
+        hosts: vec![host("b")],
+    };
+    assert_eq!(book.whereabouts(&vm("web")), silent);
+}
+
+fn whole(of: &str, table: SiteTable, records: Vec<RecordSaid>) -> WholeSurvey {
+    WholeSurvey {
+        instance: life(of, 1),
+        records,
+        table,
+    }
+}
+
+#[test]
+fn a_restored_database_grants_nothing_until_every_host_that_a_table_names_was_read() {
+    let (mut old, _) = web_on_a();
+    let mut book = old.clone();
+    // Life goes on: host c is enrolled and gets the VM; host a's table knows.
+    old.add_host(enrolled("c"), HostRow::default());
+    hear(&mut old, "c", Vec::new());
+    let held = grant(&mut old, "web", "c");
+    let mut a = HostSite::new(host("a"), life("a", 1), SiteTable::default());
+    old.updated(&host("a"), Standing::Known, a.heard());
+    a.update(old.update_for(&host("a")).expect("news for a"))
+        .unwrap();
+    let ticket = book.ask();
+    let (_, news) = book.hear(&host("a"), ticket, heard("a", a.heard().stamp, Vec::new()));
+    assert!(
+        news.iter()
+            .any(|one| matches!(one, News::RestoredCopy { .. })),
+        "{news:?}"
+    );
+    let refused = book.begin_survey(&vm("web"), &[host("a")]);
+    assert!(matches!(refused, Err(Refusal::Restored { .. })));
+    let takeover = book.takeover().expect("it must take over");
+    assert_eq!(takeover.stamp.epoch, old.stamp().epoch + 1);
+    a.accept(takeover.stamp).unwrap();
+    book.take_whole(
+        &host("a"),
+        takeover.stamp,
+        whole("a", a.table().clone(), Vec::new()),
+    );
+    book.take_whole(
+        &host("b"),
+        takeover.stamp,
+        whole("b", SiteTable::default(), Vec::new()),
+    );
+    assert_eq!(book.waits_for(), [host("c")]);
+    assert!(book.finish_takeover().is_err());
+    let enrol = book.takeover().unwrap().enrol;
+    let named: Vec<&HostName> = enrol.iter().map(|site| &site.name).collect();
+    assert_eq!(named, [&host("c")]);
+    book.add_host(enrol[0].clone(), HostRow::default());
+    book.take_whole(
+        &host("c"),
+        takeover.stamp,
+        whole(
+            "c",
+            SiteTable::default(),
+            vec![said("web", held, holds(held))],
+        ),
+    );
+    assert!(!book.finish_takeover().unwrap().is_empty());
+    assert!(book.is_in_charge() && book.stamp() > takeover.stamp);
+    assert_eq!(book.entry(&vm("web")).unwrap().holder, Some(host("c")));
+    // Who heard the new epoch refuses the old controller.
+    assert!(a.accept(old.stamp()).is_err());
+    a.accept(book.stamp()).unwrap();
+}
+
+#[test]
+fn a_host_that_a_record_names_and_nobody_knows_stands_in_the_way_until_it_is_fenced() {
+    let (mut book, held) = web_on_a();
+    let to_x = Claim::Moved {
+        generation: Generation(held + 1),
+        to: host("x"),
+    };
+    let news = hear(&mut book, "a", vec![said("web", held + 1, to_x)]);
+    assert!(
+        news.iter().any(|one| matches!(one, News::Stranger { .. })),
+        "{news:?}"
+    );
+    let refused = survey(&mut book, "web", "b", &[]);
+    assert!(
+        matches!(refused, Surveyed::Refused(Refusal::Stranger { .. })),
+        "{refused:?}"
+    );
+    book.fence(&host("x")).unwrap();
+    assert!(grant(&mut book, "web", "b") > GAP);
+}
+
+fn question(instance: Instance) -> SiteQuestion {
+    SiteQuestion {
+        instance,
+        wishes: vec![BootWish {
+            vm: vm("web"),
+            generation: Generation(1),
+        }],
+    }
+}
+
+#[test]
+fn a_host_that_asks_is_told_who_it_is() {
+    let (mut book, held) = web_on_a();
+    hear(&mut book, "a", vec![said("web", held, holds(held))]);
+    let mut ask = |instance, other_answers| {
+        let question = question(instance);
+        book.answer(&host("a"), &question, other_answers).0
+    };
+    let same = ask(life("a", 1), false);
+    assert_eq!((same.standing, same.in_charge), (Standing::Known, true));
+    assert_eq!(same.vms[&vm("web")].holder, Some(host("a")));
+    assert_eq!(same.vms[&vm("web")].held, Generation(held));
+    let second = ask(life("clone", 2), true);
+    assert_eq!(second.standing, Standing::SecondInstance);
+    // The counter in a copied state directory is the same.
+    assert_eq!(
+        ask(life("clone", 1), false).standing,
+        Standing::SecondInstance
+    );
+    assert_eq!(ask(life("a", 2), false).standing, Standing::Known);
+    assert_eq!(ask(life("a", 1), false).standing, Standing::OldCopy);
+    let (stranger, _) = book.answer(&host("x"), &question(life("x", 1)), false);
+    assert_eq!(stranger.standing, Standing::Removed);
+}
+
+#[test]
+fn what_a_removed_host_held_is_granted_far_above() {
+    let (mut book, held) = web_on_a();
+    book.lose(&host("a"));
+    assert!(matches!(
+        book.remove(&host("a"), false),
+        Err(Refusal::MayRun { .. })
+    ));
+    book.remove(&host("a"), true).unwrap();
+    assert!(grant(&mut book, "web", "b") >= held + GAP);
+    let (answer, _) = book.answer(&host("a"), &question(life("a", 1)), false);
+    assert_eq!(answer.standing, Standing::Removed);
+}
+
+#[test]
+fn an_entry_is_kept_as_the_database_keeps_it() {
+    let (book, held) = web_on_a();
+    let entry = book.entry(&vm("web")).unwrap();
+    let text = serde_json::to_string(entry).unwrap();
+    let read: Entry = serde_json::from_str(&text).unwrap();
+    assert_eq!(&read, entry);
+    assert_eq!(read.may_hold[&host("a")], Generation(held));
+}
