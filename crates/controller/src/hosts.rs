@@ -11,7 +11,7 @@ use crate::resolve;
 use crate::state::HostEntry;
 use crate::store::Joined;
 use crate::survey::{clear, refused};
-use crate::vms::done;
+use crate::vms::{done, is_off_at, release};
 use godwit_rpc::pki::{PkiError, now_unix_s};
 use godwit_rpc::token::hash_of;
 use godwit_rpc::{ClientError, Role, Token};
@@ -119,8 +119,8 @@ fn name_taken(app: &App, request: &JoinRequest) -> String {
     let known = app.state().hosts.get(name).cloned();
     match known {
         Some(entry) if entry.info.is_none() => format!(
-            "a host {name} at {} joined before and has not been heard yet: see that its agent runs, or remove it first with 'godwit host remove {name}'",
-            entry.address
+            "a host {name} at {} joined before and has not been heard yet, now one at {} asks for that name: see that the agent of the first runs, or remove it with 'godwit host remove {name}'",
+            entry.address, request.agent_address
         ),
         _ => format!(
             "a host {name} is enrolled: choose another name, or remove it first with 'godwit host remove {name}'"
@@ -223,6 +223,22 @@ pub async fn let_go(app: &App, host: &HostName) -> Outcome<()> {
     let vms = app.state().book.may_be_on(host);
     for vm in vms {
         let _turn = app.vm_lock(&vm).await;
+        clear(app, &vm, BTreeSet::from([host.clone()])).await?;
+    }
+    Ok(())
+}
+
+/// A host gives up every VM that is off there, and what it says no to does not stand in anybody's way.
+pub async fn release_all(app: &App, host: &HostName) -> Outcome<()> {
+    let vms = app.state().book.may_be_on(host);
+    for vm in vms {
+        let _turn = app.vm_lock(&vm).await;
+        if is_off_at(app, &vm, host)
+            && let Err(error) = release(app, &vm, host).await
+        {
+            tracing::warn!(%vm, %host, %error, "the host does not give up a VM that is off");
+        }
+        app.tell_vm(&vm);
         clear(app, &vm, BTreeSet::from([host.clone()])).await?;
     }
     Ok(())

@@ -374,7 +374,7 @@ async fn begin(app: &App, plan: &Plan) -> Outcome<()> {
 }
 
 /// Whether the host that holds the VM has no guest of it.
-fn is_off_at(app: &App, name: &VmName, host: &HostName) -> bool {
+pub fn is_off_at(app: &App, name: &VmName, host: &HostName) -> bool {
     let state = app.state();
     let place = state.place(name).filter(|place| place.host == *host);
     let vm = place.and_then(|place| place.vm);

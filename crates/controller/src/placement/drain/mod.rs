@@ -4,6 +4,7 @@
 //! on after a restart of the controller. A host that is being emptied, or was, takes no VMs until somebody ends that.
 //! Refuses: to shut a VM down; to move one that preflight refuses.
 
+mod dry;
 mod patience;
 mod plan;
 mod run;
@@ -43,7 +44,7 @@ pub async fn begin(app: &Arc<App>, host: &HostName, request: &DrainRequest) -> O
         eta_s: None,
     };
     if request.dry_run {
-        run::dry(app, &mut view).await;
+        dry::dry(app, &mut view).await;
         return Ok(view);
     }
     let _turn = app.drains.turn().await;

@@ -10,7 +10,7 @@ use crate::drains::Run;
 use crate::error::ControllerError;
 use crate::placement::forecast::{self, QUICK};
 use crate::placement::place;
-use crate::{migrate, preflight};
+use crate::{hosts, migrate, preflight};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
@@ -29,17 +29,17 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 const HEAR_WAIT: Duration = Duration::from_secs(15);
 
 /// What the task knows beside the record.
-struct Work {
+pub(super) struct Work {
     began: Instant,
     /// Moves that are being begun: preflight runs.
     starting: BTreeMap<VmName, HostName>,
     begun: JoinSet<Begun>,
     /// What is waited for.
-    patience: Patience,
+    pub(super) patience: Patience,
 }
 
 impl Work {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Self {
             began: Instant::now(),
             starting: BTreeMap::new(),
@@ -104,11 +104,19 @@ async fn step(
     }
     let open = |vm: &DrainVm| matches!(vm.step, DrainStep::Waiting | DrainStep::Moving);
     if work.starting.is_empty() && !view.vms.iter().any(open) {
+        let_go(app, &view.host).await;
         view.state = DrainState::Done;
         tracing::info!(host = %view.host, stay = view.staying().count(), "nothing is left to move off the host");
     }
     view.eta_s = eta_s(app, &view);
     save(app, view, run).await
+}
+
+/// What is left at the host is off or stays: it gives up what is off, so that nobody waits for a host in maintenance.
+async fn let_go(app: &App, host: &HostName) {
+    if let Err(error) = hosts::release_all(app, host).await {
+        tracing::warn!(%host, %error, "the host may still hold VMs that are off: they start elsewhere only while it answers");
+    }
 }
 
 /// Writes what matters after a restart, shows everything; nothing once this run was ended.
@@ -269,7 +277,7 @@ fn settle_one(vm: &mut DrainVm, report: &MigrationReport, id: &MigrationId) {
 }
 
 /// Leaves where they are those that no host can take; `patient` while one that may is expected back.
-fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool) {
+pub(super) fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool) {
     let hosts = takers(app, view);
     let now = Instant::now();
     let moves = view.vms.iter().any(|vm| vm.step == DrainStep::Moving);
@@ -304,7 +312,7 @@ fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool) {
     }
 }
 
-type Taker = godwit_types::host::HostInfo;
+pub(super) type Taker = godwit_types::host::HostInfo;
 /// A host and the memory that a new guest could have there, MiB.
 type Room = (HostName, u64);
 
@@ -317,7 +325,7 @@ fn is_taker(app: &App, view: &DrainView, host: &HostName) -> bool {
 }
 
 /// Hosts that may take VMs.
-fn takers(app: &App, view: &DrainView) -> Vec<Taker> {
+pub(super) fn takers(app: &App, view: &DrainView) -> Vec<Taker> {
     let state = app.state();
     let hosts = state.hosts.iter();
     let hosts = hosts.filter(|(name, entry)| entry.is_connected() && is_taker(app, view, name));
@@ -375,13 +383,13 @@ fn may_go_to(
 }
 
 /// What the plan needs to know of those that wait and those under way.
-struct Board {
-    waiting: Vec<Waiting>,
+pub(super) struct Board {
+    pub(super) waiting: Vec<Waiting>,
     moving: Vec<Moving>,
-    rooms: Rooms,
+    pub(super) rooms: Rooms,
 }
 
-fn board(app: &App, view: &DrainView, work: &Work) -> Board {
+pub(super) fn board(app: &App, view: &DrainView, work: &Work) -> Board {
     let hosts = takers(app, view);
     let now = Instant::now();
     let rooms = hosts
@@ -428,7 +436,7 @@ fn writes_share(vm: &DrainVm) -> f64 {
 }
 
 /// Predicts the moves of those that wait, a few at a time, and puts them in order.
-async fn measure(app: &Arc<App>, view: &mut DrainView, work: &mut Work) {
+pub(super) async fn measure(app: &Arc<App>, view: &mut DrainView, work: &mut Work) {
     let board = board(app, view, work);
     let destinations = plan::destinations(&board.waiting, &board.rooms);
     let mut asked = JoinSet::new();
@@ -550,7 +558,7 @@ fn take(app: &App, host: &HostName, work: &mut Work, begun: Begun) {
 }
 
 /// What is left of all moves, one after the other, since they share the host's link.
-fn eta_s(app: &App, view: &DrainView) -> Option<f64> {
+pub(super) fn eta_s(app: &App, view: &DrainView) -> Option<f64> {
     let mut total_s = 0.0;
     for vm in &view.vms {
         let whole_s = vm.prediction.as_ref().map(|prediction| prediction.total_s);
@@ -566,73 +574,4 @@ fn eta_s(app: &App, view: &DrainView) -> Option<f64> {
         };
     }
     Some(total_s)
-}
-
-/// Plans without doing anything: preflight of every VM against its destination, and predictions.
-pub async fn dry(app: &Arc<App>, view: &mut DrainView) {
-    let mut work = Work::new();
-    look(app, view);
-    judge(app, view, &work, false);
-    // A host may refuse what another takes; each round rules out at least one pair.
-    loop {
-        let board = board(app, view, &work);
-        let destinations = plan::destinations(&board.waiting, &board.rooms);
-        let before = work.patience.refusals();
-        for vm in view
-            .vms
-            .iter_mut()
-            .filter(|vm| vm.step == DrainStep::Waiting)
-        {
-            let to = destinations.get(&vm.vm).cloned();
-            if let Some(to) = to.as_ref().filter(|_| vm.to != to)
-                && let Err(reasons) = passes(app, &vm.vm, to).await
-            {
-                let pair = (vm.vm.clone(), to.clone());
-                work.patience.refuse(pair, reasons, TRIES_MAX);
-            }
-            vm.to = to;
-        }
-        judge(app, view, &work, false);
-        if work.patience.refusals() == before {
-            break;
-        }
-    }
-    leave_without_room(view, &takers(app, view));
-    loop {
-        let before = work.patience.measurements();
-        measure(app, view, &mut work).await;
-        if work.patience.measurements() == before {
-            break;
-        }
-    }
-    view.eta_s = eta_s(app, view);
-}
-
-/// In a plan all move one after the other: who finds no room beside the others stays.
-fn leave_without_room(view: &mut DrainView, hosts: &[Taker]) {
-    for vm in view
-        .vms
-        .iter_mut()
-        .filter(|vm| vm.step == DrainStep::Waiting && vm.to.is_none())
-    {
-        vm.step = DrainStep::CannotMove;
-        vm.reasons = hosts
-            .iter()
-            .map(|host| {
-                let text = format!(
-                    "host {} has no room left for VM {} ({} MiB) beside the others: free some or add a host",
-                    host.name, vm.vm, vm.memory_mib
-                );
-                ApiError::new(ErrorCode::OutOfMemory, text).on_host(&host.name)
-            })
-            .collect();
-    }
-}
-
-async fn passes(app: &App, vm: &VmName, to: &HostName) -> Result<(), Vec<ApiError>> {
-    match preflight::run(app, vm, &MigrateRequest::plain(to.clone())).await {
-        Ok(found) if found.report.refusals.is_empty() => Ok(()),
-        Ok(found) => Err(found.report.refusals),
-        Err(error) => Err(vec![error]),
-    }
 }
