@@ -93,7 +93,7 @@ pub enum Refusal {
     },
     /// A host that may hold VMs is not removed by itself.
     #[error(
-        "host {host} does not answer and may run {}: power it off, then run 'godwit host remove {host} --confirm-unreachable'",
+        "host {host} does not answer and may run {}: bring it back; or, when it is powered off, say so with 'godwit host fenced {host}', or remove it for good with 'godwit host remove {host} --confirm-unreachable'",
         names(vms)
     )]
     MayRun {

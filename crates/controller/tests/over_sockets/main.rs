@@ -6,3 +6,4 @@ mod inventory;
 mod migrations;
 mod predictions;
 mod scripted;
+mod site;

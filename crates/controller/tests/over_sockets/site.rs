@@ -1,0 +1,386 @@
+//! One VM, exactly once, over real sockets: silent hosts, two holders, removed hosts, writes that fail.
+
+use crate::scripted::{Agent, DEADLINE, House, code, give, hand_over, host, spec, to, vm};
+use godwit_rpc::controller_client::MigrateAnswer;
+use godwit_rpc::pki::Request;
+use godwit_rpc::{Client, ControllerClient, Role};
+use godwit_types::control_api::{
+    CancelRequest, HostState, KeepRequest, ResolveRequest, StartRequest, StopRequest,
+};
+use godwit_types::drain::{DrainRequest, DrainState};
+use godwit_types::site::{Alarm, BootWish, Claim, Instance, SiteQuestion, Standing};
+use godwit_types::vm::VmState;
+use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
+use sqlx::sqlite::SqliteConnectOptions;
+use sqlx::{ConnectOptions as _, query, query_scalar};
+
+/// How far a grant goes beyond a host that was fenced unheard.
+const GAP: u64 = 1 << 20;
+
+/// Hosts a and b, VM web running on a.
+async fn house() -> (House, Agent, Agent) {
+    let house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    house.running("web", "a").await;
+    (house, a, b)
+}
+
+fn on(name: &str) -> StartRequest {
+    StartRequest {
+        on: Some(host(name)),
+    }
+}
+
+async fn begin(house: &House) -> MigrationId {
+    match house.client().migrate(&vm("web"), &to("b")).await.unwrap() {
+        MigrateAnswer::Begun(begun) => MigrationId::new(begun.id).unwrap(),
+        MigrateAnswer::Checked(report) => panic!("only checked: {report:?}"),
+    }
+}
+
+/// VM web is moved to b, whose agent falls silent before it has said so.
+async fn moved_to_silent_b() -> (House, Agent, Agent) {
+    let (house, a, mut b) = house().await;
+    let id = begin(&house).await;
+    b.cut().await;
+    give(&a, &b, "web", &id);
+    house
+        .until(async |house: &House| house.vm("web").await.migration.is_none())
+        .await;
+    (house, a, b)
+}
+
+fn must_name(error: &ApiError, name: &str) {
+    let text = &error.message;
+    assert_eq!(error.code, ErrorCode::HostUnreachable, "{text}");
+    assert!(text.contains(&format!("host {name}")), "{text}");
+    assert!(
+        text.contains(&format!("godwit host fenced {name}")),
+        "{text}"
+    );
+}
+
+/// What the database has of a VM's right to run.
+async fn on_record(house: &House) -> serde_json::Value {
+    let options = SqliteConnectOptions::new().filename(house.database());
+    let mut database = options.connect().await.unwrap();
+    let text: String = query_scalar("SELECT entry FROM site_vms WHERE vm = 'web'")
+        .fetch_one(&mut database)
+        .await
+        .unwrap();
+    serde_json::from_str(&text).unwrap()
+}
+
+async fn execute(house: &House, sql: &'static str) {
+    let options = SqliteConnectOptions::new().filename(house.database());
+    let mut database = options.connect().await.unwrap();
+    query(sql).execute(&mut database).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_vm_that_moved_to_a_host_that_is_silent_is_unreachable_until_that_is_fenced() {
+    let (house, a, mut b) = moved_to_silent_b().await;
+    let client = house.client();
+    let view = house.vm("web").await;
+    assert_eq!(
+        (view.state, view.host),
+        (VmState::Unreachable, Some(host("b")))
+    );
+    let refusals = [
+        client.start(&vm("web"), &on("a")).await.map(drop),
+        client.delete_vm(&vm("web")).await.map(drop),
+        client.edit_vm(&spec("web")).await.map(drop),
+        client.remove_host(&host("b"), false).await.map(drop),
+    ];
+    for refused in refusals {
+        must_name(&ApiError::from(refused.unwrap_err()), "b");
+    }
+    let before = a.generation("web");
+    client.fenced(&host("b")).await.unwrap();
+    assert!(client.host(&host("b")).await.unwrap().fenced);
+    client.start(&vm("web"), &on("a")).await.unwrap();
+    assert_eq!(house.vm("web").await.state, VmState::Running);
+    let after = a.generation("web");
+    assert!(after >= Generation(before.0 + GAP), "{after} {before}");
+    b.heal().await;
+    house.until_host("b", HostState::Connected).await;
+    assert!(!client.host(&host("b")).await.unwrap().fenced);
+}
+
+#[tokio::test]
+async fn a_completed_moves_destination_is_on_record_though_it_never_answers_again() {
+    let (mut house, _a, _b) = moved_to_silent_b().await;
+    assert_eq!(on_record(&house).await["holder"], "b");
+    house.stop().await;
+    house.start().await;
+    house.until_host("a", HostState::Connected).await;
+    let view = house.vm("web").await;
+    assert_eq!(
+        (view.state, view.host),
+        (VmState::Unreachable, Some(host("b")))
+    );
+    let error = house.client().start(&vm("web"), &on("a")).await;
+    must_name(&ApiError::from(error.unwrap_err()), "b");
+}
+
+#[tokio::test]
+async fn of_two_holders_the_one_that_was_never_granted_is_paused_until_a_person_decides() {
+    let (house, a, b) = house().await;
+    let client = house.client();
+    house.running("aaa", "a").await;
+    let granted = a.generation("web").0;
+    b.has("web", VmState::Running, granted + 5, true);
+    house.until_vm("web", VmState::RunningTwice, "a").await;
+    b.until_called("paused web").await;
+    let first = client.vms().await.unwrap().remove(0);
+    assert_eq!(first.spec.name, vm("web"));
+    assert_eq!(first.copies, [host("a"), host("b")]);
+    let note = first.note.unwrap();
+    assert!(note.contains("godwit vm resolve web --keep a"), "{note}");
+    let site = client.site().await.unwrap();
+    let twice = Alarm::RunningTwice {
+        vm: vm("web"),
+        hosts: vec![host("a"), host("b")],
+    };
+    assert_eq!(site.alarms, [twice]);
+    assert_eq!((b.calls("stopped web"), b.calls("delete web")), (0, 0));
+    assert_eq!(a.calls("paused web"), 0);
+    let start = client.start(&vm("web"), &on("a")).await;
+    assert_eq!(code(start), ErrorCode::RunningTwice);
+    let stranger = KeepRequest { host: host("c") };
+    let refused = client.keep(&vm("web"), &stranger).await;
+    assert_eq!(code(refused), ErrorCode::WrongState);
+    client
+        .keep(&vm("web"), &KeepRequest { host: host("a") })
+        .await
+        .unwrap();
+    assert!(b.script().vms.is_empty());
+    house.until_vm("web", VmState::Running, "a").await;
+    assert!(client.site().await.unwrap().alarms.is_empty());
+    assert_eq!(a.calls("stopped web"), 0);
+}
+
+#[tokio::test]
+async fn a_paused_copy_that_a_person_keeps_runs_on() {
+    let (house, a, b) = house().await;
+    b.has("web", VmState::Running, a.generation("web").0 + 5, true);
+    house.until_vm("web", VmState::RunningTwice, "a").await;
+    b.until_called("paused web").await;
+    house
+        .client()
+        .keep(&vm("web"), &KeepRequest { host: host("b") })
+        .await
+        .unwrap();
+    assert!(a.script().vms.is_empty());
+    house.until_vm("web", VmState::Running, "b").await;
+}
+
+#[tokio::test]
+async fn a_host_that_was_emptied_and_is_switched_off_blocks_nobody() {
+    let (house, a, mut b) = house().await;
+    let client = house.client();
+    // One that runs on b and one that is off there.
+    house.running("goes", "b").await;
+    house.running("off", "b").await;
+    client
+        .stop(&vm("off"), &StopRequest::default())
+        .await
+        .unwrap();
+    client
+        .drain(&host("b"), &DrainRequest::default())
+        .await
+        .unwrap();
+    house
+        .until(async |house: &House| {
+            let ids: Vec<MigrationId> = b.script().specs.keys().cloned().collect();
+            for id in ids {
+                if a.script().reports.contains_key(&id) && b.script().reports[&id].outcome.is_none()
+                {
+                    hand_over(&b, &a, "goes", &id);
+                }
+            }
+            let view = house.client().drain_view(&host("b")).await.unwrap();
+            view.state == DrainState::Done
+        })
+        .await;
+    b.cut().await;
+    house.until_host("b", HostState::Unreachable).await;
+    assert_eq!(house.vm("off").await.state, VmState::Stopped);
+    client.start(&vm("off"), &on("a")).await.unwrap();
+    client
+        .stop(&vm("goes"), &StopRequest::default())
+        .await
+        .unwrap();
+    client.delete_vm(&vm("goes")).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_name_that_was_never_heard_is_not_replaced_in_silence() {
+    let house = House::new().await;
+    let key = Request::new().unwrap();
+    let (first, second) = (
+        "192.0.2.7:1".parse().unwrap(),
+        "192.0.2.8:1".parse().unwrap(),
+    );
+    house.join("x", first, &key).await.unwrap();
+    let error = ApiError::from(house.join("x", second, &key).await.unwrap_err());
+    assert_eq!(error.code, ErrorCode::AlreadyExists);
+    assert!(
+        error.message.contains("192.0.2.7:1") && error.message.contains("192.0.2.8:1"),
+        "{error}"
+    );
+}
+
+#[tokio::test]
+async fn a_name_that_a_record_waits_for_does_not_join_anew() {
+    let (house, a, mut b) = house().await;
+    let client = house.client();
+    let next = Generation(a.generation("web").0 + 1);
+    let gave = Claim::Gave {
+        generation: next,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, next, gave);
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    b.cut().await;
+    house.until_host("b", HostState::Unreachable).await;
+    client.remove_host(&host("b"), true).await.unwrap();
+    let key = Request::new().unwrap();
+    let error = house.join("b", b.address, &key).await.unwrap_err();
+    assert_eq!(error.code(), ErrorCode::WrongState);
+    assert!(error.to_string().contains("VM web"), "{error}");
+}
+
+fn asking(house: &House, agent: &Agent) -> ControllerClient {
+    ControllerClient::new(Client::tls(house.address(), &agent.identity, Role::Controller).unwrap())
+}
+
+fn question(instance: Instance) -> SiteQuestion {
+    SiteQuestion {
+        instance,
+        wishes: vec![BootWish {
+            vm: vm("web"),
+            generation: Generation(1),
+        }],
+    }
+}
+
+#[tokio::test]
+async fn a_host_that_asks_before_it_boots_is_told_who_it_is() {
+    let (house, mut a, mut b) = house().await;
+    let asker = asking(&house, &a);
+    let ask = async |instance| asker.site_ask(&question(instance)).await.unwrap();
+    let mine = a.instance();
+    let known = ask(mine.clone()).await;
+    assert_eq!((known.standing, known.in_charge), (Standing::Known, true));
+    assert_eq!(known.vms[&vm("web")].holder, Some(host("a")));
+    assert_eq!(known.vms[&vm("web")].held, a.generation("web"));
+    // The life that was known answers, and another one asks.
+    let other = Instance {
+        counter: mine.counter + 1,
+        machine_id: "clone".into(),
+        ..mine.clone()
+    };
+    let second = ask(other.clone()).await;
+    assert_eq!(second.standing, Standing::SecondInstance);
+    // It has ended, so this is the host itself, begun anew; what was before is an old copy then.
+    a.cut().await;
+    house.until_host("a", HostState::Unreachable).await;
+    assert_eq!(ask(other).await.standing, Standing::Known);
+    assert_eq!(ask(mine).await.standing, Standing::OldCopy);
+    let removed = asking(&house, &b);
+    let instance = b.instance();
+    house.client().remove_host(&host("b"), false).await.unwrap();
+    let answer = removed.site_ask(&question(instance)).await.unwrap();
+    assert_eq!(answer.standing, Standing::Removed);
+    b.cut().await;
+}
+
+#[tokio::test]
+async fn a_person_who_resolves_while_the_other_host_answers_has_that_asked_instead() {
+    let (house, a, b) = house().await;
+    let id = begin(&house).await;
+    let next = a.script().specs[&id].generation;
+    let gave = Claim::Gave {
+        generation: next,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, next, gave);
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    let run_on_a = ResolveRequest {
+        run_on: host("a"),
+        give_up: false,
+        confirm_fenced: Some(host("b")),
+    };
+    // It says that it may hold the VM and cannot give it up: nobody takes a person's word for the contrary.
+    let receiving = Claim::Receiving { from: host("a") };
+    b.records("web", VmState::Incoming, next, receiving);
+    let refused = house.client().resolve(&vm("web"), &run_on_a).await;
+    let error = ApiError::from(refused.unwrap_err());
+    assert_eq!(error.code, ErrorCode::WrongState, "{error}");
+    assert_eq!(a.calls("resolve web"), 0);
+    // It has only promised: it gives that up, durably, then the other may run the VM.
+    let promised = Claim::Promised {
+        generation: next,
+        from: host("a"),
+    };
+    b.records("web", VmState::InDoubt, next, promised);
+    house.client().resolve(&vm("web"), &run_on_a).await.unwrap();
+    assert_eq!(
+        (
+            b.calls("resolve web gives up b"),
+            a.calls("resolve web on a")
+        ),
+        (1, 1)
+    );
+    assert!(!house.client().host(&host("b")).await.unwrap().fenced);
+}
+
+#[tokio::test]
+async fn a_move_is_cancelled_while_its_destination_is_still_being_told() {
+    let (house, a, b) = house().await;
+    let go_on = b.hold("prepare");
+    let client = house.client();
+    let cancel = async {
+        b.until_called("prepare").await;
+        let report = house.client().migrations().await.unwrap().remove(0);
+        let cancelled = house
+            .client()
+            .cancel(&report.id, &CancelRequest::default())
+            .await;
+        go_on.send_replace(true);
+        (report.id, cancelled)
+    };
+    let (web, request) = (vm("web"), to("b"));
+    let (begun, (id, cancelled)) = tokio::join!(client.migrate(&web, &request), cancel);
+    cancelled.unwrap();
+    let error = begun.unwrap_err();
+    assert!(error.to_string().contains("was cancelled"), "{error}");
+    assert_eq!(a.calls("migrate"), 0);
+    house
+        .until(async |house: &House| house.vm("web").await.migration.is_none())
+        .await;
+    let report = house.client().migration(&id).await.unwrap();
+    assert!(report.outcome.is_some(), "{report:?}");
+    assert_eq!(house.vm("web").await.state, VmState::Running);
+}
+
+#[tokio::test]
+async fn a_grant_that_cannot_be_written_is_not_given() {
+    let house = House::new().await;
+    let a = house.host("a").await;
+    let client = house.client();
+    client.create_vm(&spec("web")).await.unwrap();
+    let full = "CREATE TRIGGER full BEFORE UPDATE ON site_vms WHEN json_extract(NEW.entry, '$.granted[0]') IS NOT NULL BEGIN SELECT RAISE(ABORT, 'the disk is full'); END";
+    execute(&house, full).await;
+    let refused = client.start(&vm("web"), &on("a")).await;
+    assert_eq!(code(refused), ErrorCode::Internal);
+    assert_eq!((a.calls("survey web"), a.calls("put web")), (1, 0));
+    assert!(a.script().vms.is_empty());
+    execute(&house, "DROP TRIGGER full").await;
+    client.start(&vm("web"), &on("a")).await.unwrap();
+    assert_eq!(house.vm("web").await.state, VmState::Running);
+    tokio::time::timeout(DEADLINE, a.until_called("put web"))
+        .await
+        .unwrap();
+}
