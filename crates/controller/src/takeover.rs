@@ -64,6 +64,8 @@ async fn read(app: &App, host: &HostName, at: Stamp) -> Result<(), ControllerErr
     let (rows, news) = app.state().book.take_whole(host, at, whole);
     app.write(&rows).await?;
     reconcile::tell_news(host, &news);
+    // Whoever watches sees for whom this controller still waits.
+    app.tell_host(host);
     Ok(())
 }
 

@@ -5,5 +5,6 @@ mod drains;
 mod inventory;
 mod migrations;
 mod predictions;
+mod restored;
 mod scripted;
 mod site;

@@ -1,0 +1,123 @@
+//! A controller on an old copy of its database, over real sockets: what it must learn before it grants anything.
+
+use crate::scripted::{Agent, DEADLINE, House, host, spec, vm};
+use godwit_rpc::agent_client::Deadlines;
+use godwit_rpc::{AgentClient, Client, Identity, Role};
+use godwit_types::control_api::{StartRequest, StopRequest};
+use godwit_types::site::{Alarm, Stamp, SurveyRequest};
+use godwit_types::vm::VmState;
+use godwit_types::{ErrorCode, Generation};
+use std::path::Path;
+use std::sync::Arc;
+
+fn on(name: &str) -> StartRequest {
+    StartRequest {
+        on: Some(host(name)),
+    }
+}
+
+/// Puts the database back that was copied before.
+fn put_back(house: &House, backup: &Path) {
+    for end in ["-wal", "-shm"] {
+        let _ = std::fs::remove_file(format!("{}{end}", house.database().display()));
+    }
+    std::fs::copy(backup, house.database()).unwrap();
+}
+
+/// Waits for the host's table to name so many hosts.
+async fn until_told(agent: &Agent, hosts: usize) {
+    let told = async {
+        while agent.table().hosts.len() < hosts {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(DEADLINE, told)
+        .await
+        .expect("its table never came to that");
+}
+
+async fn waits_for(house: &House) -> Option<Vec<String>> {
+    let site = house.client().site().await.unwrap();
+    site.alarms.into_iter().find_map(|alarm| match alarm {
+        Alarm::RestoredController { waits_for } => {
+            Some(waits_for.iter().map(ToString::to_string).collect())
+        }
+        _ => None,
+    })
+}
+
+/// A command of the controller that has not been restored.
+async fn old_command(house: &House, agent: &Agent, stamp: Stamp) -> ErrorCode {
+    let identity = Identity::load(&house.config.state_dir).unwrap();
+    let client = Client::tls(agent.address, &identity, Role::Host(agent.name.clone())).unwrap();
+    let old = AgentClient::new(client.with_stamps(Arc::new(move || stamp)))
+        .with_deadlines(Deadlines::default());
+    let request = SurveyRequest {
+        level: Generation(1 << 40),
+    };
+    old.survey(&vm("web"), &request).await.unwrap_err().code()
+}
+
+#[tokio::test]
+async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_read() {
+    let mut house = House::new().await;
+    let (a, mut b) = (house.host("a").await, house.host("b").await);
+    house.running("web", "a").await;
+    house.stop().await;
+    let backup = house.dir.path().join("backup.db");
+    std::fs::copy(house.database(), &backup).unwrap();
+    house.start().await;
+    // Life goes on: host c joins, VM web comes to run there, and another one is made.
+    let mut c = house.host("c").await;
+    let client = house.client();
+    house.until_vm("web", VmState::Running, "a").await;
+    client
+        .stop(&vm("web"), &StopRequest::default())
+        .await
+        .unwrap();
+    client.start(&vm("web"), &on("c")).await.unwrap();
+    house.running("new", "c").await;
+    until_told(&a, 3).await;
+    let before = client.site().await.unwrap().stamp;
+    house.stop().await;
+    b.cut().await;
+    c.cut().await;
+    put_back(&house, &backup);
+    let puts = a.calls("put");
+    house.start().await;
+    house
+        .until(async |house: &House| {
+            waits_for(house).await == Some(vec!["b".to_owned(), "c".to_owned()])
+        })
+        .await;
+    let refused = house.client().start(&vm("web"), &on("a")).await;
+    assert_eq!(refused.unwrap_err().code(), ErrorCode::HostUnreachable);
+    house.client().create_vm(&spec("other")).await.unwrap();
+    let refused = house.client().start(&vm("other"), &on("a")).await;
+    assert_eq!(refused.unwrap_err().code(), ErrorCode::HostUnreachable);
+    assert_eq!(a.calls("put"), puts);
+    b.heal().await;
+    house
+        .until(async |house: &House| waits_for(house).await == Some(vec!["c".to_owned()]))
+        .await;
+    c.heal().await;
+    house
+        .until(async |house: &House| house.client().site().await.unwrap().in_charge)
+        .await;
+    house.until_vm("web", VmState::Running, "c").await;
+    house.until_vm("new", VmState::Running, "c").await;
+    let now = house.client().site().await.unwrap().stamp;
+    assert_eq!(now.epoch, before.epoch + 1);
+    assert_eq!(
+        old_command(&house, &a, before).await,
+        ErrorCode::StaleController
+    );
+    let held = c.generation("web");
+    house
+        .client()
+        .stop(&vm("web"), &StopRequest::default())
+        .await
+        .unwrap();
+    house.client().start(&vm("web"), &on("a")).await.unwrap();
+    assert!(a.generation("web") > held);
+}
