@@ -385,7 +385,7 @@ fn state_allows(here: &Source<'_>) -> Finding {
         ),
         VmState::InDoubt => refuse(
             ErrorCode::InDoubt,
-            format!("VM '{vm}' is in doubt: settle it with 'godwit vm resolve {vm}' first"),
+            format!("VM '{vm}' is in doubt: see 'godwit vm show {vm}' for what ends that"),
         ),
         VmState::Incoming => refuse(
             ErrorCode::AlreadyMigrating,

@@ -155,7 +155,7 @@ impl Records {
         };
         let spec = self.spec(vm)?.ok_or_else(unknown)?;
         let record = self.read(vm)?;
-        let (state, note) = shown(&record, life);
+        let (state, note) = shown(&record, life, &self.host);
         Ok(HostVm {
             spec,
             state,
@@ -406,8 +406,15 @@ fn migration_of(phase: &Phase) -> Option<MigrationId> {
     }
 }
 
+/// What ends a doubt, with the one condition under which a person may end it.
+fn way_out(vm: &VmName, verb: &str, here: &HostName, peer: &HostName) -> String {
+    format!(
+        "it waits for host {peer}; or, once host {peer} is powered off and only then: godwit vm resolve {vm} {verb} {here} --confirm-fenced {peer}"
+    )
+}
+
 /// State and note of a VM whose process does not answer.
-fn shown(record: &HostRecord, life: &Life) -> (VmState, Option<String>) {
+fn shown(record: &HostRecord, life: &Life, here: &HostName) -> (VmState, Option<String>) {
     let why = match life {
         Life::Starting(Some(why)) => Some(why.clone()),
         Life::Starting(None) if phase_wants_process(&record.phase) => {
@@ -417,18 +424,11 @@ fn shown(record: &HostRecord, life: &Life) -> (VmState, Option<String>) {
     };
     let vm = &record.vm;
     match &record.phase {
-        Phase::Gave { to, .. } => {
-            let settle = format!(
-                "settle it with 'godwit vm resolve {vm} --run-on HOST --confirm-fenced {to}' if {to} never answers"
-            );
-            (VmState::InDoubt, Some(settle))
-        }
-        Phase::Ready { from, .. } => {
-            let settle = format!(
-                "settle it with 'godwit vm resolve {vm} --run-on HOST --confirm-fenced {from}' if {from} never answers"
-            );
-            (VmState::InDoubt, Some(settle))
-        }
+        Phase::Gave { to, .. } => (VmState::InDoubt, Some(way_out(vm, "--run-on", here, to))),
+        Phase::Ready { from, .. } => (
+            VmState::InDoubt,
+            Some(way_out(vm, "--give-up-on", here, from)),
+        ),
         Phase::Incoming { .. } => (VmState::Incoming, why),
         Phase::Holds {
             power: Power::Off, ..
@@ -436,5 +436,41 @@ fn shown(record: &HostRecord, life: &Life) -> (VmState, Option<String>) {
         // Its QEMU may well run: only its VM process could tell.
         Phase::Holds { .. } | Phase::Stopping { .. } => (VmState::Unreachable, why),
         Phase::Absent | Phase::Moved { .. } | Phase::Refused { .. } => (VmState::Stopped, why),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn note_of(phase: Phase) -> String {
+        let record = HostRecord {
+            phase,
+            ..HostRecord::absent(VmName::new("web").unwrap())
+        };
+        let (state, note) = shown(&record, &Life::Idle, &HostName::new("a").unwrap());
+        assert_eq!(state, VmState::InDoubt);
+        note.unwrap()
+    }
+
+    #[test]
+    fn each_side_of_a_doubt_offers_its_own_way_out_with_its_condition() {
+        let peer = HostName::new("b").unwrap();
+        let (generation, migration) = (Generation(2), MigrationId::new("m").unwrap());
+        let gave = note_of(Phase::Gave {
+            generation,
+            migration: migration.clone(),
+            to: peer.clone(),
+        });
+        let ready = note_of(Phase::Ready {
+            generation,
+            migration,
+            from: peer,
+        });
+        let only = "once host b is powered off and only then: godwit vm resolve web";
+        for (note, verb) in [(gave, "--run-on a"), (ready, "--give-up-on a")] {
+            let wanted = format!("{only} {verb} --confirm-fenced b");
+            assert!(note.contains(&wanted), "{note}");
+        }
     }
 }

@@ -17,7 +17,7 @@ Exit codes:
   2    wrong usage or invalid input
   3    refused: a preflight check, a state or a permission stands in the way
   4    no such VM, host or migration
-  5    in doubt: 'godwit vm resolve' ends it
+  5    in doubt: it ends once both hosts answer; 'godwit vm show NAME' says what else ends it
   6    a promise cannot be kept (of a dry run, or with --must-keep)
   7    a VM is held by two hosts: 'godwit vm resolve NAME --keep HOST' ends it
   130  watching was interrupted; the migration goes on

@@ -95,7 +95,7 @@ impl Output {
     /// Colours stay out of the table itself, whose widths they would spoil.
     fn tone_of_line(&self, line: &str) -> String {
         let has = |word: &str| line.split_whitespace().any(|part| part == word);
-        let tone = if has("in-doubt") || has("FAILED") {
+        let tone = if has("in-doubt") || has("running-twice") || has("FAILED") {
             Tone::Bad
         } else if ["crashed", "panicked", "unreachable", "WARNING"]
             .iter()
@@ -516,7 +516,7 @@ fn headline(report: &MigrationReport) -> String {
         Some(Outcome::Cancelled) => format!("Cancelled: VM '{vm}' stays on {from}"),
         Some(Outcome::Failed) => format!("Failed: VM '{vm}' stays on {from}"),
         Some(Outcome::InDoubt) => format!(
-            "In doubt: VM '{vm}' is stopped until {to} answers, or until you run: godwit vm resolve {vm} --run-on HOST --confirm-fenced OTHER"
+            "In doubt: VM '{vm}' is stopped until {from} and {to} reach each other; 'godwit vm show {vm}' has the command for the case that one of them is powered off"
         ),
         None => format!(
             "VM '{vm}' is moving from {from} to {to}: {}",
@@ -581,25 +581,5 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn nothing_is_coloured_without_a_terminal() {
-        let plain = Output {
-            json: false,
-            colour: false,
-        };
-        assert_eq!(plain.tone_of_line(" web  in-doubt  a"), "web  in-doubt  a");
-        let colour = Output {
-            colour: true,
-            ..plain
-        };
-        assert!(
-            colour
-                .tone_of_line("web  in-doubt  a")
-                .starts_with("\x1b[1;31m")
-        );
-        assert_eq!(colour.tone_of_line("web  running  a"), "web  running  a");
-    }
-}
+#[path = "output_tests.rs"]
+mod tests;

@@ -3,18 +3,23 @@
 //! Golden texts are in `tests/golden`; `UPDATE_GOLDEN=1` writes them anew. Nothing here needs a controller.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
-/// The binary in a clean environment, pointed at sockets that do not exist.
-fn godwit(words: &[&str]) -> Output {
+/// The binary in a clean environment without a terminal, pointed at sockets that do not exist.
+fn command(words: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_godwit"));
     command
         .args(words)
         .env_clear()
         .env("GODWIT_AGENT", "/nonexistent/agent.sock")
         .env("GODWIT_CONTROLLER", "/nonexistent/controller.sock")
-        .env("COLUMNS", "100");
-    command.output().unwrap()
+        .env("COLUMNS", "100")
+        .stdin(Stdio::null());
+    command
+}
+
+fn godwit(words: &[&str]) -> Output {
+    command(words).output().unwrap()
 }
 
 fn golden(name: &str) -> PathBuf {
@@ -36,6 +41,10 @@ fn same_as_golden(name: &str, found: &str) {
         "{} differs; UPDATE_GOLDEN=1 writes it anew",
         path.display()
     );
+}
+
+fn golden_help() -> String {
+    std::fs::read_to_string(golden("help.txt")).unwrap()
 }
 
 fn fails(words: &[&str], exit: i32, sentence: &[&str]) {
@@ -66,6 +75,8 @@ const COMMANDS: &[&str] = &[
     "host check",
     "host top",
     "host drain",
+    "host fenced",
+    "host boot-alone",
     "host undrain",
     "vm",
     "vm create",
@@ -78,6 +89,7 @@ const COMMANDS: &[&str] = &[
     "vm pause",
     "vm resume",
     "vm resolve",
+    "vm forget-record",
     "vm delete",
     "vm migrate",
     "vm console",
@@ -86,6 +98,8 @@ const COMMANDS: &[&str] = &[
     "migration show",
     "migration watch",
     "migration cancel",
+    "site",
+    "site show",
     "completion",
     "man",
 ];
@@ -118,6 +132,107 @@ fn wrong_usage_is_exit_code_2() {
         2,
         &["opportunistic"],
     );
+}
+
+#[test]
+fn what_a_person_decides_names_its_host_and_vm() {
+    fails(&["host", "fenced"], 2, &["<HOST>"]);
+    fails(&["host", "fenced", "../b"], 2, &["not a valid name"]);
+    fails(
+        &["host", "boot-alone", "b"],
+        2,
+        &["unexpected argument 'b'"],
+    );
+    fails(&["vm", "forget-record"], 2, &["<VM>"]);
+    fails(&["site"], 2, &["show"]);
+    fails(&["site", "show", "b"], 2, &["unexpected argument 'b'"]);
+}
+
+#[test]
+fn a_vm_is_resolved_in_one_way_at_a_time() {
+    fails(
+        &["vm", "resolve", "web"],
+        2,
+        &["--run-on", "--give-up-on", "--keep"],
+    );
+    fails(&["vm", "resolve", "web", "--keep"], 2, &["--keep <HOST>"]);
+    for other in ["--run-on", "--give-up-on", "--confirm-fenced"] {
+        fails(
+            &["vm", "resolve", "web", "--keep", "a", other, "b"],
+            2,
+            &["--keep <HOST>", other, "cannot be used with"],
+        );
+    }
+    fails(
+        &["vm", "resolve", "web", "--run-on", "a", "--give-up-on", "b"],
+        2,
+        &["cannot be used with"],
+    );
+}
+
+/// Commands that make a VM run twice if what they say is not so, with what they ask.
+const WORDS: [(&[&str], &str); 3] = [
+    (
+        &["host", "fenced", "b"],
+        "Is host b powered off, and will it stay off until it is heard again?",
+    ),
+    (
+        &["host", "boot-alone"],
+        "Does no other host run the VMs that this host waits to boot?",
+    ),
+    (
+        &["vm", "forget-record", "web"],
+        "Does this host not run VM web?",
+    ),
+];
+
+#[test]
+fn nobody_s_word_is_given_without_a_terminal_and_without_yes() {
+    for (words, question) in WORDS {
+        fails(words, 3, &[question, "Say so with --yes"]);
+    }
+}
+
+#[test]
+fn a_yes_that_was_typed_into_a_pipe_is_no_word() {
+    use std::io::Write as _;
+    for (words, question) in WORDS {
+        let mut child = command(words)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        // It may be gone already: it does not read this.
+        let _ = child.stdin.take().unwrap().write_all(b"yes\n");
+        let output = child.wait_with_output().unwrap();
+        let errors = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(3), "{words:?}: {errors}");
+        assert!(errors.contains(question), "{errors}");
+    }
+}
+
+#[test]
+fn a_word_that_was_given_goes_to_the_controller_or_to_this_host_s_agent() {
+    let controller = "no controller listens on /nonexistent/controller.sock";
+    fails(&["host", "fenced", "b", "--yes"], 1, &[controller]);
+    let agent = "no agent runs on this machine";
+    fails(&["host", "boot-alone", "--yes"], 1, &[agent]);
+    fails(&["vm", "forget-record", "web", "--yes"], 1, &[agent]);
+}
+
+#[test]
+fn every_text_that_offers_to_resolve_a_doubt_says_when_that_is_right() {
+    let help = golden_help();
+    let offers = help
+        .split("\n\n")
+        .filter(|part| part.contains("godwit vm resolve") && part.contains("--confirm-fenced"));
+    let mut found = 0;
+    for offer in offers.filter(|part| !part.contains("Usage:")) {
+        assert!(offer.contains("powered off"), "{offer}");
+        found += 1;
+    }
+    assert!(found > 0, "no help offers it any more");
 }
 
 #[test]
@@ -165,6 +280,8 @@ fn without_controller_and_agent_every_command_says_where_to_go() {
         &["vm", "start", "web"],
         &["host", "list"],
         &["migration", "show", "m1"],
+        &["site", "show"],
+        &["vm", "resolve", "web", "--keep", "a"],
         &["vm", "migrate", "web", "--to", "b"],
     ] {
         fails(

@@ -149,7 +149,7 @@ pub struct ResolveRequest {
     /// That host gives up what it has of the VM: a destination that is ready cannot know whether the source ran on.
     #[serde(default)]
     pub give_up: bool,
-    /// The operator has made sure that this other host does not run it (powered off or cut off).
+    /// The operator has made sure that this other host is powered off.
     #[serde(default)]
     #[schema(value_type = Option<String>)]
     pub confirm_fenced: Option<HostName>,

@@ -7,6 +7,7 @@ use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
 use crate::input::Farewell;
 use crate::source::driver::Command;
+use crate::succession::way_out;
 use crate::unsure::Unsure;
 use crate::vm::{Driver, Migration, Vm};
 use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
@@ -377,10 +378,10 @@ impl Vm {
 
     fn show(&mut self, status: Status) {
         tracing::info!(?status, "status");
-        if let Status::InDoubt { command, .. } = &status
+        if let Status::InDoubt { command, peer, .. } = &status
             && let Some(migration) = &self.migration
         {
-            let reason = format!("the other host has not answered; to decide yourself: {command}");
+            let reason = way_out(peer, command);
             migration.report.end(Outcome::InDoubt, Some(reason));
         }
         self.status = status;

@@ -17,6 +17,7 @@ use crate::shared_report::SharedReport;
 use crate::source::driver::{SourceHandle, SourceParts};
 use crate::source::routes::routes;
 use crate::source::tracking::DirtyTracker;
+use crate::succession::way_out;
 use crate::throttle::SharedThrottle;
 use crate::vm::{Driver, Migration, Outcome, Vm};
 use godwit_ownership::{Event, EventKind, PeerMessage, Phase, Power, StateName, Status};
@@ -290,7 +291,7 @@ impl Vm {
 
     fn resolve(&mut self, run_here: bool, confirm_fenced: Option<HostName>) -> Reply {
         let confirm_fenced = confirm_fenced.ok_or_else(|| {
-            let message = "say which host is fenced with --confirm-fenced HOST, after making sure that it is off or cut off";
+            let message = "say which host is fenced with --confirm-fenced HOST, once it is powered off and only then";
             ApiError::new(ErrorCode::InvalidRequest, message)
         })?;
         let done = if run_here {
@@ -660,10 +661,9 @@ impl Vm {
                 None => plain(VmState::Paused),
             },
             Status::Incoming { .. } => plain(VmState::Incoming),
-            Status::InDoubt { command, .. } => (
-                VmState::InDoubt,
-                Some(format!("to decide yourself: {command}")),
-            ),
+            Status::InDoubt { command, peer, .. } => {
+                (VmState::InDoubt, Some(way_out(peer, command)))
+            }
             Status::Down { reason } => (VmState::Crashed, Some((*reason).to_owned())),
             Status::Moved { to } => (VmState::Stopped, Some(format!("it moved to host '{to}'"))),
             Status::JournalFailed => (

@@ -8,10 +8,17 @@ use crate::vm::Vm;
 use godwit_ownership::{Action, Ending, PeerMessage, Phase, Status};
 use godwit_store::{load_json, save_json};
 use godwit_types::migration::{MigrationReport, Outcome, Phase as ReportPhase, Side};
-use godwit_types::{ApiError, MigrationId};
+use godwit_types::{ApiError, HostName, MigrationId};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const DIED: &str = "the VM process of this host ended during the migration";
+
+/// What ends a doubt, with the one condition under which a person may end it.
+pub(crate) fn way_out(peer: &HostName, command: &str) -> String {
+    format!(
+        "it waits for host {peer}; or, once host {peer} is powered off and only then: {command}"
+    )
+}
 
 impl Vm {
     /// Keeps a report from the first moment, so that a successor has one to close.
@@ -51,8 +58,8 @@ impl Vm {
         if self.has_arrived(&report) {
             return self.close_report(report, Outcome::Completed, None);
         }
-        if let Status::InDoubt { command, .. } = &self.status {
-            let reason = format!("the other host has not answered; to decide yourself: {command}");
+        if let Status::InDoubt { command, peer, .. } = &self.status {
+            let reason = way_out(peer, command);
             self.orphan = Some(report.id.clone());
             return self.close_report(report, Outcome::InDoubt, Some(reason));
         }

@@ -338,6 +338,11 @@ fn a_destination_that_holds_the_vm_has_completed_its_migration_whatever_the_repo
         VmState::InDoubt,
         "its source has not confirmed"
     );
+    let note = shown(&vm).note.unwrap();
+    assert!(
+        note.contains("once host a is powered off and only then: godwit vm resolve"),
+        "{note}"
+    );
     let report: MigrationReport = load_json(&path).unwrap().unwrap();
     assert_eq!(report.outcome, Some(Outcome::Completed));
 }

@@ -1,0 +1,120 @@
+//! What lists say of VMs and hosts: the worst first, since when nothing was heard, who holds a VM twice.
+
+use super::*;
+use serde_json::json;
+
+fn vm(name: &str, state: VmState, more: serde_json::Value) -> VmView {
+    let mut value = json!({
+        "spec": { "name": name, "vcpus": 1, "memory_mib": 64, "kernel": "/k" },
+        "state": state, "host": "a", "generation": 3,
+    });
+    let object = value.as_object_mut().unwrap();
+    object.extend(more.as_object().unwrap().clone());
+    serde_json::from_value(value).unwrap()
+}
+
+fn host(more: serde_json::Value) -> HostView {
+    let mut value = json!({
+        "name": "a", "version": "", "kernel": "", "qemu": "", "accelerator": "tcg", "machine_types": [],
+        "cpu_models": [], "encryption": true, "port_groups": {}, "migration_addresses": [],
+        "agent_address": "127.0.0.1:1", "memory_total_mib": 1, "memory_free_mib": 1, "cpus": 1, "boot_id": "",
+        "state": "connected", "vms": [], "last_seen_s": 0,
+    });
+    let object = value.as_object_mut().unwrap();
+    object.extend(more.as_object().unwrap().clone());
+    serde_json::from_value(value).unwrap()
+}
+
+#[test]
+fn nothing_is_coloured_without_a_terminal() {
+    let plain = Output {
+        json: false,
+        colour: false,
+    };
+    assert_eq!(plain.tone_of_line(" web  in-doubt  a"), "web  in-doubt  a");
+    let colour = Output {
+        colour: true,
+        ..plain
+    };
+    for state in ["in-doubt", "running-twice"] {
+        let line = colour.tone_of_line(&format!("web  {state}  a"));
+        assert!(line.starts_with("\x1b[1;31m"), "{line:?}");
+    }
+    assert_eq!(colour.tone_of_line("web  running  a"), "web  running  a");
+}
+
+#[test]
+fn a_state_that_is_old_news_says_how_old() {
+    let heard = vm("web", VmState::Running, json!({}));
+    assert_eq!(state_since(&heard), "running");
+    let silent = vm("web", VmState::Unreachable, json!({ "heard_s": 90 }));
+    assert_eq!(state_since(&silent), "unreachable (90 s)");
+}
+
+#[test]
+fn every_host_that_holds_a_vm_is_named() {
+    let twice = vm(
+        "web",
+        VmState::RunningTwice,
+        json!({ "copies": ["a", "b"] }),
+    );
+    assert_eq!(hosts_of(&twice), "a and b");
+    assert_eq!(hosts_of(&vm("web", VmState::Running, json!({}))), "a");
+    let new = vm("web", VmState::Stopped, json!({ "host": null }));
+    assert_eq!(hosts_of(&new), "-");
+}
+
+#[test]
+fn what_a_person_must_end_comes_before_all_else() {
+    let states = [
+        VmState::Running,
+        VmState::InDoubt,
+        VmState::Unreachable,
+        VmState::RunningTwice,
+        VmState::Crashed,
+    ];
+    let mut sorted = states;
+    sorted.sort_by_key(|state| urgency(*state));
+    assert_eq!(sorted[..2], [VmState::RunningTwice, VmState::InDoubt]);
+    let alarming = |state: &&VmState| is_alarming(**state);
+    let found: Vec<_> = states.iter().filter(alarming).collect();
+    assert_eq!(found, [&VmState::InDoubt, &VmState::RunningTwice]);
+}
+
+#[test]
+fn a_host_that_is_not_itself_is_shown_as_that_and_not_as_connected() {
+    for (more, shown) in [
+        (json!({}), "connected"),
+        (json!({ "draining": true }), "draining"),
+        (json!({ "state": "unreachable" }), "unreachable"),
+        (
+            json!({ "state": "unreachable", "draining": true }),
+            "unreachable",
+        ),
+        (json!({ "state": "unreachable", "fenced": true }), "fenced"),
+        (json!({ "standing": "old-copy" }), "old copy"),
+        (
+            json!({ "standing": "second-instance", "fenced": true }),
+            "second instance",
+        ),
+    ] {
+        assert_eq!(host_state(&host(more.clone())), shown, "{more}");
+    }
+}
+
+#[test]
+fn a_move_in_doubt_offers_no_command_without_its_condition() {
+    let report: MigrationReport = serde_json::from_value(json!({
+        "id": "m", "vm": "web", "from": "a", "to": "b", "outcome": "in-doubt", "phase": "handover",
+        "side": "source", "encryption": "none", "streams": 2, "total_s": 1.0, "switchover_ms": 0.0,
+        "switchover_parts_ms": {"stop_ms": 0.0, "last_pages_ms": 0.0, "device_save_ms": 0.0,
+            "device_load_ms": 0.0, "permit_ms": 0.0, "resume_ms": 0.0},
+        "iterations": [], "bytes_on_wire": 0, "throughput_gb_per_s": 1.5, "cpu_source_s": 0.0,
+        "cpu_destination_s": 0.0, "dirty_mib_per_s": 0.0, "promise": {"max_downtime_ms": 50, "kept": false},
+        "ram_mib": 1024, "remaining_bytes": 0, "guest_speed_percent": 100, "began_unix_s": 0
+    }))
+    .unwrap();
+    let text = headline(&report);
+    assert!(text.contains("until a and b reach each other"), "{text}");
+    assert!(text.contains("powered off"), "{text}");
+}
