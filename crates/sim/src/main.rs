@@ -8,7 +8,7 @@ use godwit_sim::site::{SiteCoverage, SiteOptions, run_site_seed};
 use godwit_sim::{Coverage, Fault, Options, run_seed};
 use std::process::ExitCode;
 
-const USAGE: &str = "usage: godwit-sim [--site] [--seeds N] [--from SEED] [--seed SEED [--trace]] [--plant NAME] [--plants] [--pairs] [--table]";
+const USAGE: &str = "usage: godwit-sim [--site [--keep-going]] [--seeds N] [--from SEED] [--seed SEED [--trace]] [--plant NAME] [--plants] [--pairs] [--table]";
 
 #[derive(Debug, Default)]
 struct Arguments {
@@ -16,6 +16,7 @@ struct Arguments {
     seeds: u64,
     options: Options,
     site: bool,
+    keeps_going: bool,
     site_options: SiteOptions,
     list_plants: bool,
     list_pairs: bool,
@@ -49,6 +50,7 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
                 arguments.seeds = 1;
             }
             "--site" => arguments.site = true,
+            "--keep-going" => arguments.keeps_going = true,
             "--trace" => {
                 arguments.options.trace = true;
                 arguments.site_options.trace = true;
@@ -145,7 +147,7 @@ fn run(arguments: &Arguments) -> ExitCode {
 
 fn run_site(arguments: &Arguments) -> ExitCode {
     let mut coverage = SiteCoverage::default();
-    let mut hash = 0u64;
+    let (mut hash, mut broken) = (0u64, 0);
     for seed in arguments.from..arguments.from.saturating_add(arguments.seeds) {
         let outcome = run_site_seed(seed, arguments.site_options);
         for line in &outcome.trace {
@@ -153,7 +155,10 @@ fn run_site(arguments: &Arguments) -> ExitCode {
         }
         if let Some(what) = outcome.violation {
             println!("seed {seed}: {what}\nreplay: godwit-sim --site --seed {seed} --trace");
-            return ExitCode::FAILURE;
+            if !arguments.keeps_going {
+                return ExitCode::FAILURE;
+            }
+            broken += 1;
         }
         coverage.add(&outcome.coverage);
         hash = hash.rotate_left(5) ^ outcome.fingerprint;
@@ -165,6 +170,10 @@ fn run_site(arguments: &Arguments) -> ExitCode {
         for line in coverage.table() {
             println!("{line}");
         }
+    }
+    if broken > 0 {
+        println!("{broken} of {} seeds broke an invariant", arguments.seeds);
+        return ExitCode::FAILURE;
     }
     println!(
         "{} seeds of whole sites, no invariant broken, hash {hash:016x}",

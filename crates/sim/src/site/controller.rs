@@ -10,7 +10,7 @@ use super::world::Site;
 use godwit_ownership::Event;
 use godwit_site::{Book, Entry, Heard, HostRow, News, Row, Ticket};
 use godwit_types::site::{SiteHost, SiteQuestion, Stamp, Standing};
-use godwit_types::{Generation, HostName, MigrationId, VmName};
+use godwit_types::{HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
@@ -23,7 +23,6 @@ pub(crate) struct Move {
     pub vm: VmId,
     pub from: HostName,
     pub to: HostName,
-    pub generation: Generation,
     pub began: u64,
 }
 

@@ -250,6 +250,17 @@ impl Site {
                 };
                 self.ask(controller, from, what, Purpose::Job(id));
             }
+            Stage::Run if matches!(reply, Some(Reply::Refused)) => {
+                // It may be paused: then it is resumed, and that is the whole answer.
+                let vm = job.vm;
+                self.set_stage(controller, id, Stage::Last);
+                let what = Ask::Do {
+                    vm,
+                    event: Event::ResumeRequested,
+                    discards: false,
+                };
+                self.ask(controller, from, what, Purpose::Job(id));
+            }
             Stage::Last if is_done => self.last_done(controller, id),
             _ => self.end_job(controller, id),
         }
@@ -262,6 +273,7 @@ impl Site {
         let (vm, kind) = (job.vm, job.kind.clone());
         match kind {
             Kind::Stop | Kind::Pause => self.guests[vm].is_on = false,
+            Kind::Start { .. } => return self.was_started(controller, id, vm),
             Kind::End { host } => {
                 let what = Ask::Do {
                     vm,
@@ -483,7 +495,6 @@ impl Site {
             vm,
             from: from.clone(),
             to: dest.clone(),
-            generation,
             began: self.now,
         };
         let change = Change::Begun(migration.clone(), begun);

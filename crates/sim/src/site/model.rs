@@ -442,5 +442,4 @@ pub(crate) struct Guest {
     pub held_by: BTreeSet<MachineId>,
     /// Its record may be gone with a disk, by a person's word or an old copy.
     pub may_be_lost: bool,
-    pub steps_at: u64,
 }
