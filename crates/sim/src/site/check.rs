@@ -61,6 +61,10 @@ impl Site {
         if ground.by_liar {
             return Some(Exempt::LiarLetBoot);
         }
+        let has_twin = self.machines.iter().filter(|m| m.name == machine.name).count() > 1;
+        if has_twin && !ground.by_person && !ground.is_lone {
+            return Some(Exempt::CloneAndNeighbours);
+        }
         if !ground.is_missed_by_all(guest.named) {
             return None;
         }

@@ -161,6 +161,8 @@ pub(crate) struct Machine {
     pub is_clone: bool,
     /// A person has said that it is off, or took it out of the site.
     pub was_dismissed: bool,
+    /// It was removed and is off for good.
+    pub is_retired: bool,
     /// A person takes it out of the site, to let it join anew.
     pub is_leaving: bool,
     /// A person said that it is off while it was not, and it was not heard since.
@@ -193,6 +195,7 @@ impl Machine {
             is_old: false,
             is_clone: false,
             was_dismissed: false,
+            is_retired: false,
             is_leaving: false,
             falsely_fenced: false,
             heard_old_controller: false,
@@ -383,6 +386,8 @@ pub enum Exempt {
     Forgotten,
     /// A host with an old copy of its disk booted it on the word of neighbours that had missed everything since.
     OldCopyAndNeighbours,
+    /// A clone of a host's disk booted it, or the host beside its clone, on the word of neighbours.
+    CloneAndNeighbours,
     /// A host that lies let an old copy boot it.
     LiarLetBoot,
     /// A host that had been said to be off booted it on the word of neighbours that had missed everything since.
@@ -391,11 +396,12 @@ pub enum Exempt {
 
 impl Exempt {
     /// Every ground.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::FalseWord,
         Self::Liar,
         Self::Forgotten,
         Self::OldCopyAndNeighbours,
+        Self::CloneAndNeighbours,
         Self::LiarLetBoot,
         Self::DismissedAndNeighbours,
     ];
@@ -408,6 +414,9 @@ impl Exempt {
             Self::Forgotten => "a restored database forgot it",
             Self::OldCopyAndNeighbours => {
                 "an old copy booted on the word of neighbours that missed everything since"
+            }
+            Self::CloneAndNeighbours => {
+                "a clone of a host, or the host beside it, booted on the word of neighbours"
             }
             Self::LiarLetBoot => "a host that lies let another one boot it",
             Self::DismissedAndNeighbours => {

@@ -242,7 +242,9 @@ impl Site {
         &self,
         fits: impl Fn(&Self, &HostName) -> bool,
     ) -> Option<(MachineId, VmId, HostName)> {
-        for (at, machine) in self.machines.iter().enumerate() {
+        // People reach a host under its address only.
+        let reached = self.address.iter().map(|at| (*at, &self.machines[*at]));
+        for (at, machine) in reached {
             for (vm, slot) in machine.slots.iter().enumerate() {
                 let status = slot.process.as_ref().map(|p| p.core.status());
                 if let Some(Status::InDoubt { peer, .. }) = status
@@ -314,7 +316,7 @@ impl Site {
     pub(crate) fn mend(&mut self, controller: usize) {
         for at in 0..self.machines.len() {
             let machine = &self.machines[at];
-            if !machine.is_up && !machine.is_clone {
+            if !machine.is_up && !machine.is_clone && !machine.is_retired {
                 self.machines[at].stays_off = false;
                 self.machine_starts(at);
             }
@@ -349,6 +351,7 @@ impl Site {
             let lies = self.machines[at].lies;
             let is_itself = book.standing(&host) == Standing::Known;
             let awaited = book.waits_for().contains(&host);
+            let named = !book.may_be_on(&host).is_empty();
             if is_known && (lies || !is_itself) {
                 self.machines[at].lies = false;
                 self.machines[at].is_leaving = true;
@@ -361,12 +364,30 @@ impl Site {
                     self.dismiss(&[at]);
                     self.join_anew(controller, name);
                 }
-            } else if awaited && !is_known {
+            } else if !is_known && self.controllers[controller].db.removed.contains(&host) {
+                self.mend_removed(controller, name);
+            } else if !is_known && (awaited || named) {
                 let site = super::controller::site_host(&host, &HostRow::default());
                 let of = &mut self.controllers[controller];
                 let rows = of.book.add_host(site, HostRow::default());
                 self.commit(controller, rows, &[]);
             }
         }
+    }
+
+    /// A removed host that a record names: it is powered off, and a person says so.
+    fn mend_removed(&mut self, controller: usize, name: NameId) {
+        let host = self.names[name].clone();
+        let book = &self.controllers[controller].book;
+        if book.may_be_on(&host).is_empty() || book.is_fenced(&host) {
+            return;
+        }
+        for at in self.machines_of(name) {
+            self.machines[at].stays_off = true;
+            self.machines[at].is_retired = true;
+            self.crash(at);
+            self.dismiss(&[at]);
+        }
+        self.fence(controller, &host);
     }
 }
