@@ -78,9 +78,7 @@ fn plant(arguments: &mut Arguments, word: Option<String>) -> Result<(), String> 
     let core = godwit_ownership::plant::Plant::from_name(&name);
     let site = godwit_site::plant::Plant::from_name(&name);
     if core.is_none() && site.is_none() {
-        return Err(format!(
-            "no planted fault is called '{name}': see --plants"
-        ));
+        return Err(format!("no planted fault is called '{name}': see --plants"));
     }
     arguments.options.plant = core;
     arguments.site_options.plant = godwit_sim::site::SitePlant { site, core };

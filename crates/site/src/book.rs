@@ -4,7 +4,7 @@
 //! anything to a host that follows from them. A write that failed leaves the book with more than the database, never with
 //! less. Refuses: to forget that a host may hold a VM for any reason but the rules' own.
 
-use crate::hear::Said;
+use crate::hear::{News, Said};
 use crate::plant::Plant;
 use crate::takeover::Charge;
 use godwit_types::site::{Instance, SiteHeard, SiteHost, SiteUpdate, SiteVm, Stamp, Standing};
@@ -128,6 +128,8 @@ pub struct Book {
     pub(crate) strangers: BTreeMap<HostName, Option<SiteHost>>,
     pub(crate) fenced_strangers: BTreeSet<HostName>,
     pub(crate) sequence: u64,
+    /// News of a host that was met by its question, told with the next answer to a poll.
+    pub(crate) unsaid: Vec<News>,
     /// A planted fault; only in builds that can plant one.
     pub plant: Option<Plant>,
 }
@@ -150,6 +152,7 @@ impl Book {
             strangers: BTreeMap::new(),
             fenced_strangers: BTreeSet::new(),
             sequence: 0,
+            unsaid: Vec::new(),
             plant: None,
         }
     }

@@ -364,6 +364,8 @@ impl Book {
             FENCED_GAP
         };
         entry.highest = Generation(entry.highest.0.saturating_add(skip));
+        // Whatever a record says of an earlier generation is older than this: an old copy does not bring it back.
+        entry.held = entry.highest;
         entry.may_hold.clear();
         entry.holder = None;
         entry.deleted = true;

@@ -14,7 +14,9 @@ impl Site {
             self.two_or_ghost(at, at, vm, "runs after it was deleted");
         }
         let others = 0..self.machines.len();
-        let running: Vec<_> = others.filter(|m| *m != at && self.runs_at(*m, vm)).collect();
+        let running: Vec<_> = others
+            .filter(|m| *m != at && self.runs_at(*m, vm))
+            .collect();
         for other in running {
             if !self.is_exempt(vm) {
                 let what = format!("runs at {}, too", self.label(other));
@@ -61,7 +63,12 @@ impl Site {
         if ground.by_liar {
             return Some(Exempt::LiarLetBoot);
         }
-        let has_twin = self.machines.iter().filter(|m| m.name == machine.name).count() > 1;
+        let has_twin = self
+            .machines
+            .iter()
+            .filter(|m| m.name == machine.name)
+            .count()
+            > 1;
         if has_twin && !ground.by_person && !ground.is_lone {
             return Some(Exempt::CloneAndNeighbours);
         }

@@ -345,7 +345,12 @@ impl Site {
         if let Ok(rows) = of.book.finish_takeover() {
             of.is_old = false;
             self.coverage.takeovers += 1;
-            self.note(|w| format!("controller {controller} takes over: {}", w.stamp(controller)));
+            self.note(|w| {
+                format!(
+                    "controller {controller} takes over: {}",
+                    w.stamp(controller)
+                )
+            });
             // VMs that only records know are taken into the inventory.
             let found: Vec<Change> = self.vms_found(controller);
             self.commit(controller, rows, &found);
@@ -446,19 +451,28 @@ impl Site {
             self.coverage.news(one);
             self.note(|_| format!("controller {controller}: {one:?}"));
         }
-        let answered = |one: &News| matches!(one, News::FencedAnswered { .. });
-        if news.iter().any(answered) {
-            self.alarms_due.retain(|(_, due)| *due != name);
-            for machine in self.machines.iter_mut().filter(|m| m.name == name) {
-                machine.falsely_fenced = false;
+        for one in &news {
+            if let News::FencedAnswered { host, .. } = one {
+                self.alarm_shown(host);
             }
-        } else if self.machines[self.address[name]].falsely_fenced {
+        }
+        if self.machines[self.address[name]].falsely_fenced {
             let is_due = self.alarms_due.iter().any(|(_, due)| *due == name);
             if !is_due {
                 self.alarms_due.push((self.now + 5000, name));
             }
         }
         self.take_reports(controller, &host, &reports);
+    }
+
+    fn alarm_shown(&mut self, host: &HostName) {
+        let Some(name) = self.id_of(host) else {
+            return;
+        };
+        self.alarms_due.retain(|(_, due)| *due != name);
+        for machine in self.machines.iter_mut().filter(|m| m.name == name) {
+            machine.falsely_fenced = false;
+        }
     }
 
     /// A host asks before it boots.
@@ -471,7 +485,9 @@ impl Site {
         question: &SiteQuestion,
     ) {
         let name = self.name_of(asker);
-        let is_new_life = self.controllers[controller].book.is_new_life(&name, question);
+        let is_new_life = self.controllers[controller]
+            .book
+            .is_new_life(&name, question);
         let other = self.address[self.machines[asker].name];
         let other_answers = is_new_life
             && other != asker
@@ -495,10 +511,6 @@ impl Site {
             answer: Box::new(answer),
             lies: false,
         };
-        self.send(
-            Place::Controller(controller),
-            Place::Machine(asker),
-            packet,
-        );
+        self.send(Place::Controller(controller), Place::Machine(asker), packet);
     }
 }

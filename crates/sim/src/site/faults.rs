@@ -144,10 +144,10 @@ impl Site {
     }
 
     pub(crate) fn perhaps_strike(&mut self) {
-        if !self.is_faulty || !self.rng.chance(18) {
+        if !self.is_faulty || !self.rng.chance(24) {
             return;
         }
-        if !self.is_handing_over() && !self.rng.chance(350) {
+        if !self.is_handing_over() && !self.rng.chance(500) {
             return;
         }
         let fault = STRIKES[self.rng.index(STRIKES.len())];
@@ -178,6 +178,7 @@ impl Site {
     fn strike(&mut self, fault: SiteFault) -> bool {
         let at = self.rng.index(self.machines.len());
         let vm = self.rng.index(self.vms.len());
+        let at = self.fitting(fault, at, vm);
         let until = self.now + 200 + self.rng.below(6000);
         match fault {
             SiteFault::KillAgent => self.kill_agent(at),
@@ -232,6 +233,22 @@ impl Site {
             SiteFault::Liar => self.begin_to_lie(at),
             _ => false,
         }
+    }
+
+    /// Faults of a QEMU and its guest strike where there is one.
+    fn fitting(&self, fault: SiteFault, at: MachineId, vm: usize) -> MachineId {
+        let needs_guest = matches!(
+            fault,
+            SiteFault::KillQemu
+                | SiteFault::StopQemu
+                | SiteFault::StopProcess
+                | SiteFault::GuestShutdown
+                | SiteFault::GuestHalts
+                | SiteFault::Cancel
+        );
+        let mut machines = 0..self.machines.len();
+        let found = machines.find(|m| self.machines[*m].slots[vm].qemu.is_some());
+        found.filter(|_| needs_guest).unwrap_or(at)
     }
 
     pub(crate) fn kill_agent(&mut self, at: MachineId) -> bool {

@@ -4,9 +4,7 @@
 //! Works on the site. The table is on the disk before an answer leaves.
 
 use super::faults::SiteFault;
-use super::model::{
-    Agent, Ask, Ground, Happening, MachineId, Packet, Place, Reply, VmId, Waits,
-};
+use super::model::{Agent, Ask, Ground, Happening, MachineId, Packet, Place, Reply, VmId, Waits};
 use super::world::Site;
 use godwit_ownership::{Event, HostRecord, PeerMessage, Phase, Power, StateName, Status};
 use godwit_site::{Heard, HostSite, Judged, claim_of};
@@ -216,7 +214,13 @@ impl Site {
         };
         let before = agent.site.table().removed.clone();
         let result = agent.site.update(update);
-        let removed: Vec<_> = agent.site.table().removed.difference(&before).cloned().collect();
+        let removed: Vec<_> = agent
+            .site
+            .table()
+            .removed
+            .difference(&before)
+            .cloned()
+            .collect();
         let answer = Reply::Updated(agent.site.standing(), agent.site.heard());
         if result.is_err() || !self.keep_table(at) {
             return self.reply(at, controller, life, ask, Reply::Refused);

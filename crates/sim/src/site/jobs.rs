@@ -97,8 +97,15 @@ impl Site {
             Kind::Start { .. } | Kind::Delete | Kind::Clean { .. } => {
                 self.survey_stage(controller, job);
             }
-            Kind::Stop => self.to_holder(controller, job, vm, Event::StopRequested, true),
-            Kind::Pause => self.to_holder(controller, job, vm, Event::PauseRequested, false),
+            // Whether it was done is not known before the answer comes.
+            Kind::Stop => {
+                self.guests[vm].is_on = false;
+                self.to_holder(controller, job, vm, Event::StopRequested, true);
+            }
+            Kind::Pause => {
+                self.guests[vm].is_on = false;
+                self.to_holder(controller, job, vm, Event::PauseRequested, false);
+            }
             Kind::End { host } => {
                 let what = Ask::Do {
                     vm,
@@ -131,14 +138,7 @@ impl Site {
         }
     }
 
-    fn to_holder(
-        &mut self,
-        controller: usize,
-        job: u64,
-        vm: VmId,
-        event: Event,
-        discards: bool,
-    ) {
+    fn to_holder(&mut self, controller: usize, job: u64, vm: VmId, event: Event, discards: bool) {
         let book = &self.controllers[controller].book;
         let host = match book.whereabouts(&self.vms[vm]) {
             Whereabouts::Held { host, .. } => self.id_of(&host),
@@ -299,8 +299,15 @@ impl Site {
         else {
             return;
         };
-        let (verdict, rows) = self.controllers[controller].book.take_survey(&survey, &answers);
-        self.note(|_| format!("controller: survey {}: {answers:?} -> {verdict:?}", survey.vm));
+        let (verdict, rows) = self.controllers[controller]
+            .book
+            .take_survey(&survey, &answers);
+        self.note(|_| {
+            format!(
+                "controller: survey {}: {answers:?} -> {verdict:?}",
+                survey.vm
+            )
+        });
         if !self.commit(controller, rows, &[]) || matches!(kind, Kind::Clean { .. }) {
             return self.end_job(controller, id);
         }

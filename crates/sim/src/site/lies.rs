@@ -5,9 +5,7 @@
 use super::model::{Exempt, MachineId, Packet, Place, Reply};
 use super::world::Site;
 use godwit_ownership::PeerMessage;
-use godwit_types::site::{
-    Claim, RecordSaid, SiteAnswer, SiteQuestion, SiteVm, Stamp, Standing,
-};
+use godwit_types::site::{Claim, RecordSaid, SiteAnswer, SiteQuestion, SiteVm, Stamp, Standing};
 use godwit_types::{Generation, HostName, MigrationId};
 
 impl Site {

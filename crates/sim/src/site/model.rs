@@ -388,6 +388,8 @@ pub enum Exempt {
     OldCopyAndNeighbours,
     /// A clone of a host's disk booted it, or the host beside its clone, on the word of neighbours.
     CloneAndNeighbours,
+    /// An old copy of the destination's disk denied that it had taken the VM.
+    OldCopyDenied,
     /// A host that lies let an old copy boot it.
     LiarLetBoot,
     /// A host that had been said to be off booted it on the word of neighbours that had missed everything since.
@@ -396,12 +398,13 @@ pub enum Exempt {
 
 impl Exempt {
     /// Every ground.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::FalseWord,
         Self::Liar,
         Self::Forgotten,
         Self::OldCopyAndNeighbours,
         Self::CloneAndNeighbours,
+        Self::OldCopyDenied,
         Self::LiarLetBoot,
         Self::DismissedAndNeighbours,
     ];
@@ -417,6 +420,9 @@ impl Exempt {
             }
             Self::CloneAndNeighbours => {
                 "a clone of a host, or the host beside it, booted on the word of neighbours"
+            }
+            Self::OldCopyDenied => {
+                "an old copy of the destination's disk denied that it had taken the VM"
             }
             Self::LiarLetBoot => "a host that lies let another one boot it",
             Self::DismissedAndNeighbours => {

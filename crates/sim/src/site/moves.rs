@@ -2,9 +2,7 @@
 //!
 //! Works on the site. A page is nothing but the version of the guest that it belongs to.
 
-use super::model::{
-    Happening, MachineId, Outgoing, Packet, Place, QemuProcess, Receiving, VmId,
-};
+use super::model::{Happening, MachineId, Outgoing, Packet, Place, QemuProcess, Receiving, VmId};
 use super::world::Site;
 use crate::model::Version;
 use godwit_ownership::{Event, StateName, Status};

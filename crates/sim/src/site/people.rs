@@ -20,6 +20,9 @@ impl Site {
         let delay = 150 + self.rng.below(500);
         self.after(delay, Happening::PeopleAct);
         let controller = self.rng.index(self.controllers.len());
+        if self.rng.chance(100) {
+            return self.let_boot_alone();
+        }
         if !self.controllers[controller].is_up {
             return;
         }
@@ -38,7 +41,7 @@ impl Site {
             70..80 => self.say_off(controller, name),
             80..85 => self.remove_host(controller, name),
             85..88 => self.enrol_later(controller, name),
-            88..92 => self.let_boot_alone(name),
+            88..92 => self.let_boot_alone(),
             92..96 => self.resolve_doubt(),
             _ => self.resolve_twice(controller),
         }
@@ -185,16 +188,20 @@ impl Site {
     }
 
     /// A person lets a host boot what it holds: when no other host does, or (a false word) not knowing that.
-    fn let_boot_alone(&mut self, name: NameId) {
-        let at = self.address[name];
+    fn let_boot_alone(&mut self) {
+        let waits = |judged: &Judged| matches!(judged, Judged::Wait(_));
+        let mut machines = self.address.iter().copied();
+        let waiting = machines.find(|at| {
+            let agent = self.machines[*at].agent.as_ref();
+            agent.is_some_and(|agent| agent.judged.values().any(waits))
+        });
+        let Some(at) = waiting else {
+            return;
+        };
         let Some(agent) = self.machines[at].agent.as_ref() else {
             return;
         };
         if !self.allows(SiteFault::BootAlone) || agent.site.is_alone() {
-            return;
-        }
-        let waits = |judged: &Judged| matches!(judged, Judged::Wait(_));
-        if !agent.judged.values().any(waits) {
             return;
         }
         let vms: Vec<VmId> = (0..self.vms.len())
@@ -313,7 +320,7 @@ impl Site {
     }
 
     /// After the faults: people do what they are shown, until everything runs.
-    pub(crate) fn mend(&mut self, controller: usize) {
+    pub(crate) fn mend(&mut self, controller: usize, is_late: bool) {
         for at in 0..self.machines.len() {
             let machine = &self.machines[at];
             if !machine.is_up && !machine.is_clone && !machine.is_retired {
@@ -327,7 +334,7 @@ impl Site {
         self.mend_hosts(controller);
         self.resolve_twice(controller);
         let is_gone = |w: &Self, peer: &HostName| {
-            !w.controllers[controller].db.hosts.contains_key(peer)
+            is_late || !w.controllers[controller].db.hosts.contains_key(peer)
         };
         if let Some((at, vm, peer)) = self.find_doubt(is_gone) {
             self.resolve_at(at, vm, &peer);

@@ -356,15 +356,26 @@ impl Site {
         if let Some(version) = version.filter(|_| resolved) {
             self.guests[vm].current = version;
         } else if version != Some(current) && !was_running && !self.is_exempt(vm) {
-            let what = format!(
-                "{} runs {} at {version:?}, its last state was {current:?}",
-                self.label(at),
-                self.vms[vm]
-            );
-            self.violated(what);
+            self.went_back(at, vm, version);
         }
         self.guests[vm].died = false;
         self.began_to_run(at, vm);
+    }
+
+    /// A guest goes on from another state than its last one.
+    fn went_back(&mut self, at: MachineId, vm: VmId, version: Option<Version>) {
+        let took = &self.guests[vm].held_by;
+        let denied = took.iter().any(|host| self.machines[*host].is_old);
+        if denied {
+            return self.exempt(vm, Exempt::OldCopyDenied);
+        }
+        let what = format!(
+            "{} runs {} at {version:?}, its last state was {:?}",
+            self.label(at),
+            self.vms[vm],
+            self.guests[vm].current
+        );
+        self.violated(what);
     }
 
     fn kill_own_qemu(&mut self, at: MachineId, vm: VmId) {
@@ -373,10 +384,11 @@ impl Site {
             return;
         };
         let was_last = version.is_some() && version == Some(self.guests[vm].current);
-        let copies = self.machines.iter().filter_map(|m| m.slots[vm].qemu.as_ref());
-        let has_copy = copies
-            .filter_map(|q| q.version)
-            .any(|v| Some(v) == version);
+        let copies = self
+            .machines
+            .iter()
+            .filter_map(|m| m.slots[vm].qemu.as_ref());
+        let has_copy = copies.filter_map(|q| q.version).any(|v| Some(v) == version);
         let process = self.process(at, vm);
         let may = process.is_some_and(|p| p.may_discard);
         if was_last && !has_copy {
@@ -435,14 +447,7 @@ impl Site {
         self.after(delay + spread, happening);
     }
 
-    pub(crate) fn fires(
-        &mut self,
-        at: MachineId,
-        vm: VmId,
-        number: u64,
-        timer: Timer,
-        stamp: u64,
-    ) {
+    pub(crate) fn fires(&mut self, at: MachineId, vm: VmId, number: u64, timer: Timer, stamp: u64) {
         let Some(process) = self.process(at, vm).filter(|p| p.number == number) else {
             return;
         };

@@ -12,8 +12,10 @@ use godwit_ownership::{Action, HostRecord, Qemu, RecordError, VmCore};
 use godwit_site::plant::Plant;
 use godwit_types::HostName;
 
-const FAULTY_MS: u64 = 20_000;
-const HEALING_MS: u64 = 90_000;
+const FAULTY_MS: u64 = 30_000;
+const HEALING_MS: u64 = 120_000;
+/// What is still in doubt after so long is decided by people.
+const LATE_MS: u64 = 30_000;
 
 /// A planted fault.
 #[derive(Debug, Clone, Copy, Default)]
@@ -143,7 +145,7 @@ fn heal(site: &mut Site) {
     let end = site.now + HEALING_MS;
     let (mut found, mut quiet) = (Err("not healed".to_owned()), 0);
     while site.now < end && site.violation.is_none() && quiet < 12 {
-        site.mend(keep);
+        site.mend(keep, site.now + HEALING_MS > end + LATE_MS);
         let next = site.now + 1000;
         site.run_until(next);
         found = site.settled();

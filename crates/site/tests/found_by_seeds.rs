@@ -1,0 +1,148 @@
+//! What seeds of the site simulator have broken: each test is named after it.
+
+use godwit_site::{Book, Entry, Heard, HostRow, News, Surveyed};
+use godwit_types::site::{
+    BootWish, Claim, Instance, RecordSaid, SiteHeard, SiteHost, SiteQuestion, Standing,
+    SurveyAnswer,
+};
+use godwit_types::{Generation, HostName, VmName};
+use std::collections::BTreeMap;
+
+fn host(name: &str) -> HostName {
+    HostName::new(name).expect("a name")
+}
+
+fn vm() -> VmName {
+    VmName::new("web").expect("a name")
+}
+
+fn life(machine: &str, boot: &str, counter: u64) -> Instance {
+    Instance {
+        counter,
+        boot_id: boot.to_owned(),
+        machine_id: machine.to_owned(),
+    }
+}
+
+fn join(book: &mut Book, name: &str) {
+    let site = SiteHost {
+        name: host(name),
+        address: ([10, 0, 0, 1], 7000).into(),
+        serial: String::new(),
+        counter: 0,
+    };
+    book.add_host(site, HostRow::default());
+}
+
+fn poll(book: &mut Book, name: &str, instance: Instance, records: Vec<RecordSaid>) -> Vec<News> {
+    let ticket = book.ask();
+    let heard = Heard {
+        instance,
+        knows: SiteHeard::default(),
+        records,
+    };
+    book.hear(&host(name), ticket, heard).1
+}
+
+fn question(instance: Instance) -> SiteQuestion {
+    SiteQuestion {
+        instance,
+        wishes: vec![BootWish {
+            vm: vm(),
+            generation: Generation(2),
+        }],
+    }
+}
+
+fn holds(generation: u64) -> RecordSaid {
+    let generation = Generation(generation);
+    RecordSaid {
+        vm: vm(),
+        highest: generation,
+        claim: Claim::Holds {
+            generation,
+            on: true,
+        },
+    }
+}
+
+/// Grants the VM to a host that answers, after a survey of it.
+fn grant(book: &mut Book, name: &str) -> Generation {
+    let (survey, _) = book.begin_survey(&vm(), &[host(name)]).expect("a survey");
+    let no = SurveyAnswer {
+        highest: survey.level,
+        claim: Claim::No,
+    };
+    let answers = survey.hosts.iter().map(|host| (host.clone(), no.clone()));
+    let answers: BTreeMap<_, _> = answers.collect();
+    let (Surveyed::Free(free), _) = book.take_survey(&survey, &answers) else {
+        panic!("not free");
+    };
+    book.grant(free, &host(name)).expect("a grant").0.generation
+}
+
+#[test]
+fn an_old_copy_does_not_bring_a_deleted_vm_back() {
+    let mut book = Book::default();
+    join(&mut book, "a");
+    poll(&mut book, "a", life("m", "1", 1), Vec::new());
+    let held = grant(&mut book, "a");
+    let (survey, _) = book.begin_survey(&vm(), &[]).expect("a survey");
+    let no = SurveyAnswer {
+        highest: survey.level,
+        claim: Claim::No,
+    };
+    let answers = BTreeMap::from([(host("a"), no)]);
+    let (Surveyed::Free(free), _) = book.take_survey(&survey, &answers) else {
+        panic!("not free");
+    };
+    book.delete(free).expect("deleted");
+    poll(&mut book, "a", life("m", "2", 2), vec![holds(held.0)]);
+    let entry: &Entry = book.entry(&vm()).expect("an entry");
+    assert!(entry.deleted, "{entry:?}");
+    let (answer, _) = book.answer(&host("a"), &question(life("m", "2", 2)), false);
+    assert!(answer.vms.get(&vm()).is_some_and(|row| row.deleted));
+}
+
+#[test]
+fn a_fenced_host_that_is_met_by_its_question_is_news() {
+    let mut book = Book::default();
+    join(&mut book, "a");
+    join(&mut book, "b");
+    poll(&mut book, "a", life("m", "1", 1), Vec::new());
+    book.lose(&host("a"));
+    book.fence(&host("a")).expect("fenced");
+    book.answer(&host("a"), &question(life("m", "1", 1)), false);
+    let news = poll(&mut book, "b", life("n", "1", 1), Vec::new());
+    let told = News::FencedAnswered {
+        host: host("a"),
+        was_never_off: true,
+    };
+    assert!(news.contains(&told), "{news:?}");
+}
+
+#[test]
+fn a_clone_is_not_the_host_because_the_host_is_silent() {
+    let mut book = Book::default();
+    join(&mut book, "a");
+    poll(&mut book, "a", life("m", "1", 1), Vec::new());
+    book.lose(&host("a"));
+    let (answer, _) = book.answer(&host("a"), &question(life("other", "1", 2)), false);
+    assert_eq!(answer.standing, Standing::SecondInstance);
+    let (answer, _) = book.answer(&host("a"), &question(life("m", "2", 2)), false);
+    assert_eq!(answer.standing, Standing::Known);
+}
+
+#[test]
+fn a_disk_moved_to_another_machine_is_the_host_once_the_first_one_is_said_to_be_off() {
+    let mut book = Book::default();
+    join(&mut book, "a");
+    poll(&mut book, "a", life("m", "1", 1), Vec::new());
+    book.lose(&host("a"));
+    book.fence(&host("a")).expect("fenced");
+    let question = question(life("other", "1", 2));
+    let (answer, _) = book.answer(&host("a"), &question, false);
+    assert_eq!(answer.standing, Standing::Known);
+    let (again, _) = book.answer(&host("a"), &question, false);
+    assert_eq!(again.standing, Standing::Known);
+}
