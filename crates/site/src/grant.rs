@@ -102,10 +102,11 @@ impl Book {
         let level = next.ok_or_else(|| Refusal::Exhausted { vm: vm.clone() })?;
         self.vms.entry(vm.clone()).or_default().highest = level;
         let rows = self.touch(vm);
-        let known = hosts
+        // Fenced ones, too: one that answers is not off any more, and its word counts.
+        let hosts = hosts
             .into_iter()
-            .filter(|host| self.hosts.contains_key(host));
-        let hosts = known.filter(|host| !self.is_fenced(host)).collect();
+            .filter(|host| self.hosts.contains_key(host))
+            .collect();
         let survey = Survey {
             vm: vm.clone(),
             level,
@@ -345,8 +346,13 @@ impl Book {
             return Vec::new();
         }
         entry.holder = Some(at.clone());
-        let named = entry.may_hold.entry(at.clone()).or_default();
-        entry.held = entry.held.max(*named);
+        let named = *entry.may_hold.entry(at.clone()).or_default();
+        // Only a destination holds what the permission named: at the source the VM is held as before.
+        let mut granted = entry.granted.iter().rev();
+        let arrived = granted.find(|one| one.generation == named);
+        if arrived.is_some_and(|one| one.to == *at) {
+            entry.held = entry.held.max(named);
+        }
         self.touch(vm)
     }
 

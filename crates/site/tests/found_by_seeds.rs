@@ -1,9 +1,9 @@
 //! What seeds of the site simulator have broken: each test is named after it.
 
-use godwit_site::{Book, Entry, Heard, HostRow, News, Surveyed};
+use godwit_site::{Book, Entry, Heard, HostRow, HostSite, Judged, News, Surveyed};
 use godwit_types::site::{
-    BootWish, Claim, Instance, RecordSaid, SiteHeard, SiteHost, SiteQuestion, Standing,
-    SurveyAnswer,
+    BootWish, Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteHost, SiteQuestion, SiteTable,
+    SiteVm, Stamp, Standing, SurveyAnswer,
 };
 use godwit_types::{Generation, HostName, VmName};
 use std::collections::BTreeMap;
@@ -145,4 +145,99 @@ fn a_disk_moved_to_another_machine_is_the_host_once_the_first_one_is_said_to_be_
     assert_eq!(answer.standing, Standing::Known);
     let (again, _) = book.answer(&host("a"), &question, false);
     assert_eq!(again.standing, Standing::Known);
+}
+
+#[test]
+fn a_migration_that_failed_does_not_raise_what_its_source_holds() {
+    let mut book = Book::default();
+    join(&mut book, "a");
+    join(&mut book, "b");
+    let entry = Entry {
+        held: Generation(2),
+        highest: Generation(2),
+        may_hold: BTreeMap::from([(host("a"), Generation(2))]),
+        ..Entry::default()
+    };
+    book.add_entry(vm(), entry);
+    let permitted = book.permit_migration(&vm(), &host("a"), &host("b"));
+    permitted.expect("permitted");
+    book.migration_ended(&vm(), &host("a"));
+    let entry = book.entry(&vm()).expect("an entry");
+    assert_eq!(entry.holder, Some(host("a")));
+    assert_eq!(entry.held, Generation(2));
+}
+
+/// What a controller in charge answers about the VM.
+fn controller_says(row: SiteVm) -> SiteAnswer {
+    SiteAnswer {
+        from: None,
+        standing: Standing::Known,
+        in_charge: true,
+        stamp: row.stamp,
+        vms: BTreeMap::from([(vm(), row)]),
+        records: Vec::new(),
+    }
+}
+
+fn row(held: u64, may_hold: &[&str]) -> SiteVm {
+    SiteVm {
+        holder: Some(host("a")),
+        held: Generation(held),
+        may_hold: may_hold.iter().map(|name| host(name)).collect(),
+        deleted: false,
+        stamp: Stamp {
+            epoch: 0,
+            number: 9,
+        },
+    }
+}
+
+#[test]
+fn a_handover_that_no_row_tells_of_yet_is_asked_of_its_other_host() {
+    let mut site = HostSite::new(host("a"), life("m", "1", 1), SiteTable::default());
+    site.wish(vm(), Generation(2));
+    site.hear(controller_says(row(2, &["a", "b"])));
+    assert!(matches!(site.judge(&vm(), 0, false), Judged::Wait(_)));
+    let holds = RecordSaid {
+        vm: vm(),
+        highest: Generation(4),
+        claim: Claim::Holds {
+            generation: Generation(4),
+            on: true,
+        },
+    };
+    site.hear(SiteAnswer {
+        from: Some(host("b")),
+        in_charge: false,
+        records: vec![holds],
+        ..controller_says(row(2, &["a", "b"]))
+    });
+    assert!(matches!(site.judge(&vm(), 0, false), Judged::Never(_)));
+}
+
+#[test]
+fn a_host_does_not_give_way_to_a_later_life_of_its_own() {
+    let mut site = HostSite::new(host("a"), life("m", "1", 1), SiteTable::default());
+    site.wish(vm(), Generation(2));
+    site.hear(controller_says(row(4, &["a"])));
+    assert!(matches!(site.judge(&vm(), 0, false), Judged::Never(_)));
+}
+
+#[test]
+fn a_fenced_host_is_asked_by_a_survey_and_its_answer_counts() {
+    let mut book = Book::default();
+    join(&mut book, "a");
+    poll(&mut book, "a", life("m", "1", 1), Vec::new());
+    let held = grant(&mut book, "a");
+    book.lose(&host("a"));
+    book.fence(&host("a")).expect("fenced");
+    let (survey, _) = book.begin_survey(&vm(), &[]).expect("a survey");
+    assert!(survey.hosts.contains(&host("a")));
+    let answer = SurveyAnswer {
+        highest: held,
+        claim: holds(held.0).claim,
+    };
+    let answers = BTreeMap::from([(host("a"), answer)]);
+    let (found, _) = book.take_survey(&survey, &answers);
+    assert!(matches!(found, Surveyed::HeldBy { .. }), "{found:?}");
 }

@@ -56,6 +56,9 @@ impl Site {
         if guest.named_by_old {
             return Some(Exempt::Forgotten);
         }
+        if machine.was_dismissed && guest.granted_without.contains(&at) {
+            return Some(Exempt::FencedUnheard);
+        }
         let ground: &Ground = machine.booted.get(&vm)?;
         if ground.by_controller {
             return machine.heard_old_controller.then_some(Exempt::Forgotten);

@@ -445,6 +445,7 @@ impl Site {
     ) {
         let host = self.names[name].clone();
         let of = &mut self.controllers[controller];
+        let was_fenced = of.book.is_fenced(&host);
         let (rows, news) = of.book.hear(&host, ticket, heard);
         self.commit(controller, rows, &[]);
         for one in &news {
@@ -456,7 +457,7 @@ impl Site {
                 self.alarm_shown(host);
             }
         }
-        if self.machines[self.address[name]].falsely_fenced {
+        if was_fenced && self.machines[self.address[name]].falsely_fenced {
             let is_due = self.alarms_due.iter().any(|(_, due)| *due == name);
             if !is_due {
                 self.alarms_due.push((self.now + 5000, name));

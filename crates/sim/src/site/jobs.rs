@@ -381,6 +381,13 @@ impl Site {
             return self.end_job(controller, id);
         };
         let name = self.names[on].clone();
+        let book = &self.controllers[controller].book;
+        let named = book.may_hold(&self.vms[vm]).into_iter();
+        let off: Vec<HostName> = named.filter(|host| book.is_fenced(host)).collect();
+        let machines = self.machines.iter().enumerate();
+        let alive = machines.filter(|(_, m)| m.is_up && off.contains(&self.names[m.name]));
+        let alive: Vec<usize> = alive.map(|(at, _)| at).collect();
+        self.guests[vm].granted_without.extend(alive);
         match self.controllers[controller].book.grant(free, &name) {
             Ok((grant, rows)) => self.put(controller, id, vm, on, grant, rows),
             Err(refusal) => self.refused(controller, id, &refusal),

@@ -390,6 +390,8 @@ pub enum Exempt {
     CloneAndNeighbours,
     /// An old copy of the destination's disk denied that it had taken the VM.
     OldCopyDenied,
+    /// A host that was said to be off was on again and had not been heard when the VM was granted elsewhere.
+    FencedUnheard,
     /// A host that lies let an old copy boot it.
     LiarLetBoot,
     /// A host that had been said to be off booted it on the word of neighbours that had missed everything since.
@@ -398,13 +400,14 @@ pub enum Exempt {
 
 impl Exempt {
     /// Every ground.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::FalseWord,
         Self::Liar,
         Self::Forgotten,
         Self::OldCopyAndNeighbours,
         Self::CloneAndNeighbours,
         Self::OldCopyDenied,
+        Self::FencedUnheard,
         Self::LiarLetBoot,
         Self::DismissedAndNeighbours,
     ];
@@ -423,6 +426,9 @@ impl Exempt {
             }
             Self::OldCopyDenied => {
                 "an old copy of the destination's disk denied that it had taken the VM"
+            }
+            Self::FencedUnheard => {
+                "a host said to be off was on again, and not heard by the controller"
             }
             Self::LiarLetBoot => "a host that lies let another one boot it",
             Self::DismissedAndNeighbours => {
@@ -453,6 +459,8 @@ pub(crate) struct Guest {
     pub named: Stamp,
     /// A controller on an old copy of its database named a host, as if it knew all.
     pub named_by_old: bool,
+    /// It was granted while these machines counted as off and were on.
+    pub granted_without: BTreeSet<MachineId>,
     /// Hosts that may have held it.
     pub held_by: BTreeSet<MachineId>,
     /// Its record may be gone with a disk, by a person's word or an old copy.

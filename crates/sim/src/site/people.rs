@@ -272,12 +272,6 @@ impl Site {
             return false;
         };
         for other in self.machines_of(name) {
-            // Nobody decides against what was decided at the other side.
-            let decided = &self.machines[other].slots[vm].journal.seen;
-            let elsewhere = decided.as_ref().is_some_and(|r| r.may_run().is_some());
-            if elsewhere && state == StateName::ReadyInDoubt {
-                return false;
-            }
             if self.crash(other) {
                 let delay = 500 + self.rng.below(6000);
                 self.after(delay, Happening::MachineStarts { at: other });
@@ -310,8 +304,12 @@ impl Site {
             let Some(vm) = self.vm_of(&name) else {
                 continue;
             };
-            for copy in twice.copies.iter().skip(1) {
-                if let Some(host) = self.id_of(&copy.host) {
+            for copy in twice.copies.iter().rev() {
+                // A person looks first which of the copies are real.
+                let Some(host) = self.id_of(&copy.host) else {
+                    continue;
+                };
+                if self.held_elsewhere(self.address[host], vm) {
                     self.begin(controller, vm, Kind::End { host });
                     return;
                 }
