@@ -335,23 +335,36 @@ impl Book {
     }
 
     /// A migration has ended, with the VM at its destination or at its source: part of the transaction of its report.
-    pub fn migration_ended(&mut self, vm: &VmName, at: &HostName) -> Vec<Row> {
+    ///
+    /// A report may come late: what was granted or permitted since stands.
+    pub fn migration_ended(
+        &mut self,
+        vm: &VmName,
+        from: &HostName,
+        to: &HostName,
+        completed: bool,
+    ) -> Vec<Row> {
         if self.planted(Plant::ForgetDestination) {
             return Vec::new();
         }
         let Some(entry) = self.vms.get_mut(vm) else {
             return Vec::new();
         };
-        if entry.holder.as_ref() == Some(at) {
-            return Vec::new();
-        }
-        entry.holder = Some(at.clone());
-        let named = *entry.may_hold.entry(at.clone()).or_default();
-        // Only a destination holds what the permission named: at the source the VM is held as before.
         let mut granted = entry.granted.iter().rev();
-        let arrived = granted.find(|one| one.generation == named);
-        if arrived.is_some_and(|one| one.to == *at) {
-            entry.held = entry.held.max(named);
+        let permitted = granted.find(|one| one.to == *to && one.from.as_ref() == Some(from));
+        let Some(generation) = permitted.map(|one| one.generation) else {
+            return Vec::new();
+        };
+        match completed {
+            true if generation > entry.held => {
+                entry.held = generation;
+                entry.holder = Some(to.clone());
+                let named = entry.may_hold.entry(to.clone()).or_default();
+                *named = (*named).max(generation);
+            }
+            // At the source the VM is held as before.
+            false if entry.holder.is_none() => entry.holder = Some(from.clone()),
+            _ => return Vec::new(),
         }
         self.touch(vm)
     }

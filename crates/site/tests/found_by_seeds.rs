@@ -2,8 +2,8 @@
 
 use godwit_site::{Book, Entry, Heard, HostRow, HostSite, Judged, News, Surveyed};
 use godwit_types::site::{
-    BootWish, Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteHost, SiteQuestion, SiteTable,
-    SiteVm, Stamp, Standing, SurveyAnswer,
+    BootWish, Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteHost, SiteQuestion,
+    SiteTable, SiteVm, Stamp, Standing, SurveyAnswer,
 };
 use godwit_types::{Generation, HostName, VmName};
 use std::collections::BTreeMap;
@@ -161,7 +161,7 @@ fn a_migration_that_failed_does_not_raise_what_its_source_holds() {
     book.add_entry(vm(), entry);
     let permitted = book.permit_migration(&vm(), &host("a"), &host("b"));
     permitted.expect("permitted");
-    book.migration_ended(&vm(), &host("a"));
+    book.migration_ended(&vm(), &host("a"), &host("b"), false);
     let entry = book.entry(&vm()).expect("an entry");
     assert_eq!(entry.holder, Some(host("a")));
     assert_eq!(entry.held, Generation(2));
@@ -240,4 +240,25 @@ fn a_fenced_host_is_asked_by_a_survey_and_its_answer_counts() {
     let answers = BTreeMap::from([(host("a"), answer)]);
     let (found, _) = book.take_survey(&survey, &answers);
     assert!(matches!(found, Surveyed::HeldBy { .. }), "{found:?}");
+}
+
+#[test]
+fn a_late_report_does_not_undo_what_was_granted_since() {
+    let mut book = Book::default();
+    for name in ["a", "b", "c"] {
+        join(&mut book, name);
+        poll(&mut book, name, life(name, "1", 1), Vec::new());
+    }
+    grant(&mut book, "a");
+    let first = book.permit_migration(&vm(), &host("a"), &host("b"));
+    first.expect("permitted");
+    let second = book.permit_migration(&vm(), &host("b"), &host("c"));
+    let second = second.expect("permitted").0.generation;
+    book.migration_ended(&vm(), &host("b"), &host("c"), true);
+    book.migration_ended(&vm(), &host("a"), &host("b"), true);
+    let entry = book.entry(&vm()).expect("an entry");
+    assert_eq!(
+        (entry.holder.clone(), entry.held),
+        (Some(host("c")), second)
+    );
 }

@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// How often a start surveys again.
 const TRIES: u32 = 3;
 /// After so long a migration's end is read from the journals.
-const MOVE_MS: u64 = 15_000;
+const MOVE_MS: u64 = 5_000;
 
 /// What is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -482,7 +482,7 @@ impl Site {
 
     fn begin_move(&mut self, controller: usize, id: u64, vm: VmId, to: NameId) {
         let (name, dest) = (self.vms[vm].clone(), self.names[to].clone());
-        let book = &mut self.controllers[controller].book;
+        let book = &self.controllers[controller].book;
         let from = match book.whereabouts(&name) {
             Whereabouts::Held {
                 host,
@@ -490,9 +490,12 @@ impl Site {
             } => host,
             _ => return self.end_job(controller, id),
         };
-        if from == dest {
+        let of = &self.controllers[controller];
+        let is_moving = of.db.moves.values().any(|begun| begun.vm == vm);
+        if from == dest || is_moving {
             return self.end_job(controller, id);
         }
+        let book = &mut self.controllers[controller].book;
         let (permission, rows) = match book.permit_migration(&name, &from, &dest) {
             Ok(permitted) => permitted,
             Err(refusal) => return self.refused(controller, id, &refusal),
@@ -560,11 +563,14 @@ impl Site {
         let Some(begun) = of.db.moves.get(id).cloned() else {
             return;
         };
-        let (at, other) = match completed {
-            true => (&begun.to, &begun.from),
-            false => (&begun.from, &begun.to),
+        let other = match completed {
+            true => &begun.from,
+            false => &begun.to,
         };
-        let rows = of.book.migration_ended(&self.vms[begun.vm], at);
+        let name = &self.vms[begun.vm];
+        let rows = of
+            .book
+            .migration_ended(name, &begun.from, &begun.to, completed);
         if self.commit(controller, rows, &[Change::Over(id.clone())]) {
             self.coverage.reports += 1;
             if let Some(host) = self.id_of(other) {
