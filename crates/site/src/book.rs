@@ -263,8 +263,11 @@ impl Book {
 
     /// Whether a person said that a host is off, and it was not heard since.
     pub fn is_fenced(&self, host: &HostName) -> bool {
-        self.fenced_strangers.contains(host)
-            || self.hosts.get(host).is_some_and(|host| host.row.fenced)
+        // A stranger that was enrolled since is judged as what it is now.
+        match self.hosts.get(host) {
+            Some(host) => host.row.fenced,
+            None => self.fenced_strangers.contains(host),
+        }
     }
 
     /// Whether a host answered that a person had said is off, in the very life that it had before.

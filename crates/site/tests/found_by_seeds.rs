@@ -262,3 +262,12 @@ fn a_late_report_does_not_undo_what_was_granted_since() {
         (Some(host("c")), second)
     );
 }
+
+#[test]
+fn a_fenced_stranger_that_is_enrolled_again_does_not_stay_fenced() {
+    let mut book = Book::default();
+    book.add_fenced_stranger(host("a"));
+    assert!(book.is_fenced(&host("a")));
+    join(&mut book, "a");
+    assert!(!book.is_fenced(&host("a")));
+}

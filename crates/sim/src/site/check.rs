@@ -102,7 +102,8 @@ impl Site {
         }
         for vm in 0..self.vms.len() {
             let guest = &self.guests[vm];
-            let judged = guest.is_on && !guest.is_changing && !guest.may_be_lost;
+            let is_busy = self.controllers.iter().any(|c| c.is_busy(vm));
+            let judged = guest.is_on && !guest.is_changing && !guest.may_be_lost && !is_busy;
             if judged && !self.is_exempt(vm) && !self.is_on_record(vm) {
                 let what = format!("nobody holds {} any more, which was started", self.vms[vm]);
                 self.violated(what);

@@ -430,7 +430,7 @@ impl Exempt {
             Self::FencedUnheard => {
                 "a host said to be off was on again, and not heard by the controller"
             }
-            Self::LiarLetBoot => "a host that lies let another one boot it",
+            Self::LiarLetBoot => "a host that lies let another one boot it, or give it up",
             Self::DismissedAndNeighbours => {
                 "a host said to be off booted on the word of neighbours that missed everything since"
             }
