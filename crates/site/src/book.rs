@@ -68,6 +68,13 @@ impl Entry {
         }
     }
 
+    /// Whether the newest grant at or below `generation` let this host give the VM.
+    pub(crate) fn was_given_by(&self, host: &HostName, generation: Generation) -> bool {
+        let at = self.granted.iter().rev();
+        let newest = at.into_iter().find(|one| one.generation <= generation);
+        newest.is_some_and(|one| one.from.as_ref() == Some(host))
+    }
+
     /// Whether the newest grant at or below `generation` let this host hold the VM.
     pub(crate) fn was_granted(&self, host: &HostName, generation: Generation) -> bool {
         let at = self.granted.iter().rev();

@@ -269,7 +269,9 @@ impl Book {
                 *named = (*named).max(generation);
             }
             let arrived = matches!(record.claim, Claim::Moved { .. });
-            if arrived && generation > entry.held && believed(entry, to, generation) {
+            // Only the host that gave it can say that it has arrived.
+            let gave = all_is_news || entry.was_given_by(host, generation);
+            if arrived && gave && generation > entry.held && believed(entry, to, generation) {
                 entry.held = generation;
                 entry.holder = Some(to.clone());
             }

@@ -352,6 +352,8 @@ impl Site {
                     event: Event::DeleteRequested,
                     discards: true,
                 };
+                // Its record says that it is off, whatever was answered meanwhile.
+                self.guests[vm].is_on = false;
                 self.set_stage(controller, id, Stage::Release);
                 self.coverage.releases += 1;
                 self.ask(controller, at, what, Purpose::Job(id));

@@ -384,7 +384,8 @@ impl Site {
     fn mend_removed(&mut self, controller: usize, name: NameId) {
         let host = self.names[name].clone();
         let book = &self.controllers[controller].book;
-        if book.may_be_on(&host).is_empty() || book.is_fenced(&host) {
+        let is_awaited = book.waits_for().contains(&host) || !book.may_be_on(&host).is_empty();
+        if !is_awaited || book.is_fenced(&host) {
             return;
         }
         for at in self.machines_of(name) {
