@@ -78,6 +78,22 @@ ownership_case() {
     verdict ownership "$1" "$2" $?
 }
 
+site() {
+    cargo build -q --release -p godwit-sim --features planted-faults --target-dir target/plants || exit 2
+    local sim=target/plants/release/godwit-sim plant
+    "$sim" --site --seeds 2000 >"$logs/site-none.log" 2>&1
+    unplanted site "godwit-sim --site --seeds 2000" $? || return
+    for plant in $("$sim" --site --plants); do
+        timeout 300 "$sim" --site --seeds 10000 --plant "$plant" >"$logs/site-$plant.log" 2>&1
+        local status=$?
+        if [ $status -gt 1 ]; then
+            echo "the simulator did not finish: see $logs/site-$plant.log" >&2
+            exit 2
+        fi
+        verdict site "$plant" "site simulator, $(grep -o '^seed [0-9]*' "$logs/site-$plant.log" | head -1)" $status
+    done
+}
+
 wire_case() {
     local log="$logs/wire-$1.log"
     GODWIT_PLANT=$1 cargo test -q --release -p godwit-wire --features planted-faults --target-dir target/plants --lib \

@@ -128,6 +128,7 @@ build() {
 
 pure() {
     step 'simulator' "$built"/godwit-sim --seeds "$seeds"
+    step 'site simulator' "$built"/godwit-sim --site --seeds "$seeds"
     step 'fuzzing' "$built"/godwit-fuzz --runs "$fuzz_runs" --canary
 }
 

@@ -169,11 +169,13 @@ fn failed(mut report: MigrationReport, reason: &str) -> MigrationReport {
 
 /// Stores the end, with who holds the VM by that, then tells everybody.
 async fn end(app: &Arc<App>, report: MigrationReport) -> Result<(), ControllerError> {
-    let (at, other) = match report.outcome {
-        Some(End::Completed) => (&report.to, &report.from),
-        _ => (&report.from, &report.to),
-    };
-    let rows = app.state().book.migration_ended(&report.vm, at);
+    let completed = report.outcome == Some(End::Completed);
+    let other = if completed { &report.from } else { &report.to };
+    let (from, to) = (&report.from, &report.to);
+    let rows = app
+        .state()
+        .book
+        .migration_ended(&report.vm, from, to, completed);
     app.store.end_migration(&report, &rows).await?;
     app.written(&rows);
     tracing::info!(migration = %report.id, vm = %report.vm, outcome = ?report.outcome, "migration is over");

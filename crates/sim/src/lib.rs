@@ -18,6 +18,7 @@ mod faults;
 mod model;
 mod rng;
 mod run;
+pub mod site;
 mod streams;
 mod world;
 

@@ -4,16 +4,20 @@
 //! a wrong command line.
 #![forbid(unsafe_code)]
 
+use godwit_sim::site::{SiteCoverage, SiteOptions, run_site_seed};
 use godwit_sim::{Coverage, Fault, Options, run_seed};
 use std::process::ExitCode;
 
-const USAGE: &str = "usage: godwit-sim [--seeds N] [--from SEED] [--seed SEED [--trace]] [--plant NAME] [--plants] [--pairs] [--table]";
+const USAGE: &str = "usage: godwit-sim [--site [--keep-going]] [--seeds N] [--from SEED] [--seed SEED [--trace]] [--plant NAME] [--plants] [--pairs] [--table]";
 
 #[derive(Debug, Default)]
 struct Arguments {
     from: u64,
     seeds: u64,
     options: Options,
+    site: bool,
+    keeps_going: bool,
+    site_options: SiteOptions,
     list_plants: bool,
     list_pairs: bool,
     table: bool,
@@ -21,8 +25,9 @@ struct Arguments {
 
 fn main() -> ExitCode {
     match parse(std::env::args().skip(1)) {
-        Ok(arguments) if arguments.list_plants => list_plants(),
-        Ok(arguments) if arguments.table => print_table(),
+        Ok(arguments) if arguments.list_plants => list_plants(arguments.site),
+        Ok(arguments) if arguments.table && !arguments.site => print_table(),
+        Ok(arguments) if arguments.site => run_site(&arguments),
         Ok(arguments) => run(&arguments),
         Err(what) => {
             eprintln!("godwit-sim: {what}\n{USAGE}");
@@ -44,8 +49,13 @@ fn parse(mut words: impl Iterator<Item = String>) -> Result<Arguments, String> {
                 arguments.from = number(&word, words.next())?;
                 arguments.seeds = 1;
             }
-            "--trace" => arguments.options.trace = true,
-            "--plant" => arguments.options.plant = plant(words.next())?,
+            "--site" => arguments.site = true,
+            "--keep-going" => arguments.keeps_going = true,
+            "--trace" => {
+                arguments.options.trace = true;
+                arguments.site_options.trace = true;
+            }
+            "--plant" => plant(&mut arguments, words.next())?,
             "--plants" => arguments.list_plants = true,
             "--pairs" => arguments.list_pairs = true,
             "--table" => arguments.table = true,
@@ -61,22 +71,33 @@ fn number(option: &str, word: Option<String>) -> Result<u64, String> {
         .map_err(|_| format!("{option} needs a number, not '{word}'"))
 }
 
+/// Plants a fault of the cores, or one of the site's rules.
 #[cfg(feature = "planted-faults")]
-fn plant(word: Option<String>) -> Result<godwit_sim::PlantName, String> {
+fn plant(arguments: &mut Arguments, word: Option<String>) -> Result<(), String> {
     let name = word.ok_or("--plant needs a name")?;
-    let plant = godwit_ownership::plant::Plant::from_name(&name);
-    plant
-        .map(Some)
-        .ok_or_else(|| format!("no planted fault is called '{name}': see --plants"))
+    let core = godwit_ownership::plant::Plant::from_name(&name);
+    let site = godwit_site::plant::Plant::from_name(&name);
+    if core.is_none() && site.is_none() {
+        return Err(format!("no planted fault is called '{name}': see --plants"));
+    }
+    arguments.options.plant = core;
+    arguments.site_options.plant = godwit_sim::site::SitePlant { site, core };
+    Ok(())
 }
 
 #[cfg(not(feature = "planted-faults"))]
-fn plant(_word: Option<String>) -> Result<godwit_sim::PlantName, String> {
+fn plant(_arguments: &mut Arguments, _word: Option<String>) -> Result<(), String> {
     Err("this build has no planted faults: build with --features planted-faults".to_owned())
 }
 
 #[cfg(feature = "planted-faults")]
-fn list_plants() -> ExitCode {
+fn list_plants(site: bool) -> ExitCode {
+    if site {
+        for plant in godwit_site::plant::Plant::ALL {
+            println!("{}", plant.name());
+        }
+        return ExitCode::SUCCESS;
+    }
     for plant in godwit_ownership::plant::Plant::by_simulator() {
         println!("{}", plant.name());
     }
@@ -84,7 +105,7 @@ fn list_plants() -> ExitCode {
 }
 
 #[cfg(not(feature = "planted-faults"))]
-fn list_plants() -> ExitCode {
+fn list_plants(_site: bool) -> ExitCode {
     eprintln!("godwit-sim: this build has no planted faults: build with --features planted-faults");
     ExitCode::from(2)
 }
@@ -117,6 +138,43 @@ fn run(arguments: &Arguments) -> ExitCode {
     print_coverage(&coverage, arguments.list_pairs);
     println!(
         "{} seeds, no invariant broken, hash {hash:016x}",
+        arguments.seeds
+    );
+    ExitCode::SUCCESS
+}
+
+fn run_site(arguments: &Arguments) -> ExitCode {
+    let mut coverage = SiteCoverage::default();
+    let (mut hash, mut broken) = (0u64, 0);
+    for seed in arguments.from..arguments.from.saturating_add(arguments.seeds) {
+        let outcome = run_site_seed(seed, arguments.site_options);
+        for line in &outcome.trace {
+            println!("{line}");
+        }
+        if let Some(what) = outcome.violation {
+            println!("seed {seed}: {what}\nreplay: godwit-sim --site --seed {seed} --trace");
+            if !arguments.keeps_going {
+                return ExitCode::FAILURE;
+            }
+            broken += 1;
+        }
+        coverage.add(&outcome.coverage);
+        hash = hash.rotate_left(5) ^ outcome.fingerprint;
+    }
+    for line in coverage.lines() {
+        println!("{line}");
+    }
+    if arguments.table {
+        for line in coverage.table() {
+            println!("{line}");
+        }
+    }
+    if broken > 0 {
+        println!("{broken} of {} seeds broke an invariant", arguments.seeds);
+        return ExitCode::FAILURE;
+    }
+    println!(
+        "{} seeds of whole sites, no invariant broken, hash {hash:016x}",
         arguments.seeds
     );
     ExitCode::SUCCESS

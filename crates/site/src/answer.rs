@@ -18,10 +18,12 @@ impl Book {
         other_answers: bool,
     ) -> (SiteAnswer, Vec<Row>) {
         let standing = self.standing_for(asker, question, other_answers);
+        let mut news = Vec::new();
         let rows = match standing {
-            Standing::Known => self.meet(asker, &question.instance, &mut Vec::new()),
+            Standing::Known => self.meet(asker, &question.instance, &mut news),
             _ => Vec::new(),
         };
+        self.unsaid.extend(news);
         let in_charge = self.is_in_charge() || self.planted(Plant::RestoredGoesOn);
         let wishes = question.wishes.iter();
         let rows_of = wishes.filter_map(|wish| {

@@ -4,7 +4,7 @@
 //! anything to a host that follows from them. A write that failed leaves the book with more than the database, never with
 //! less. Refuses: to forget that a host may hold a VM for any reason but the rules' own.
 
-use crate::hear::Said;
+use crate::hear::{News, Said};
 use crate::plant::Plant;
 use crate::takeover::Charge;
 use godwit_types::site::{Instance, SiteHeard, SiteHost, SiteUpdate, SiteVm, Stamp, Standing};
@@ -68,6 +68,13 @@ impl Entry {
         }
     }
 
+    /// Whether the newest grant at or below `generation` let this host give the VM.
+    pub(crate) fn was_given_by(&self, host: &HostName, generation: Generation) -> bool {
+        let at = self.granted.iter().rev();
+        let newest = at.into_iter().find(|one| one.generation <= generation);
+        newest.is_some_and(|one| one.from.as_ref() == Some(host))
+    }
+
     /// Whether the newest grant at or below `generation` let this host hold the VM.
     pub(crate) fn was_granted(&self, host: &HostName, generation: Generation) -> bool {
         let at = self.granted.iter().rev();
@@ -128,6 +135,8 @@ pub struct Book {
     pub(crate) strangers: BTreeMap<HostName, Option<SiteHost>>,
     pub(crate) fenced_strangers: BTreeSet<HostName>,
     pub(crate) sequence: u64,
+    /// News of a host that was met by its question, told with the next answer to a poll.
+    pub(crate) unsaid: Vec<News>,
     /// A planted fault; only in builds that can plant one.
     pub plant: Option<Plant>,
 }
@@ -150,6 +159,7 @@ impl Book {
             strangers: BTreeMap::new(),
             fenced_strangers: BTreeSet::new(),
             sequence: 0,
+            unsaid: Vec::new(),
             plant: None,
         }
     }
@@ -260,8 +270,11 @@ impl Book {
 
     /// Whether a person said that a host is off, and it was not heard since.
     pub fn is_fenced(&self, host: &HostName) -> bool {
-        self.fenced_strangers.contains(host)
-            || self.hosts.get(host).is_some_and(|host| host.row.fenced)
+        // A stranger that was enrolled since is judged as what it is now.
+        match self.hosts.get(host) {
+            Some(host) => host.row.fenced,
+            None => self.fenced_strangers.contains(host),
+        }
     }
 
     /// Whether a host answered that a person had said is off, in the very life that it had before.

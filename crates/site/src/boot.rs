@@ -230,8 +230,8 @@ impl HostSite {
         }
         let enough = self
             .answers
-            .iter()
-            .any(|(_, answer)| self.is_enough(vm, answer));
+            .values()
+            .any(|answer| self.is_enough(vm, answer) && self.rivals_answered(vm, answer));
         if enough || self.all_answered() {
             return Judged::Boot;
         }
@@ -265,7 +265,9 @@ impl HostSite {
                 continue;
             };
             let authority = answer.from.is_none() && answer.in_charge;
-            return Some(match authority {
+            // Its own later generation is nobody else's: this record may be the last that there is.
+            let is_mine = !row.deleted && row.held > mine && row.holder.as_ref() == Some(&self.me);
+            return Some(match authority && !is_mine {
                 true => Judged::Yield(why),
                 false => Judged::Never(why),
             });
@@ -354,6 +356,17 @@ impl HostSite {
         let theirs = stamp_of(answer.vms.get(vm));
         let own = stamp_of(self.table.vms.get(vm));
         theirs >= own || self.planted(Plant::OldAnswerBoots)
+    }
+
+    /// A row that names other hosts was written before a handover whose outcome only they know: each has to answer
+    /// itself. A record that is not an old copy would know it, too; this host cannot tell.
+    fn rivals_answered(&self, vm: &VmName, answer: &SiteAnswer) -> bool {
+        let Some(row) = answer.vms.get(vm) else {
+            return true;
+        };
+        let others = row.may_hold.iter().filter(|host| **host != self.me);
+        let mut enrolled = others.filter(|host| !self.table.removed.contains(*host));
+        enrolled.all(|host| self.answers.contains_key(&Answerer::Host(host.clone())))
     }
 
     fn all_answered(&self) -> bool {

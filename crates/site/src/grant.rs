@@ -102,10 +102,11 @@ impl Book {
         let level = next.ok_or_else(|| Refusal::Exhausted { vm: vm.clone() })?;
         self.vms.entry(vm.clone()).or_default().highest = level;
         let rows = self.touch(vm);
-        let known = hosts
+        // Fenced ones, too: one that answers is not off any more, and its word counts.
+        let hosts = hosts
             .into_iter()
-            .filter(|host| self.hosts.contains_key(host));
-        let hosts = known.filter(|host| !self.is_fenced(host)).collect();
+            .filter(|host| self.hosts.contains_key(host))
+            .collect();
         let survey = Survey {
             vm: vm.clone(),
             level,
@@ -334,19 +335,37 @@ impl Book {
     }
 
     /// A migration has ended, with the VM at its destination or at its source: part of the transaction of its report.
-    pub fn migration_ended(&mut self, vm: &VmName, at: &HostName) -> Vec<Row> {
+    ///
+    /// A report may come late: what was granted or permitted since stands.
+    pub fn migration_ended(
+        &mut self,
+        vm: &VmName,
+        from: &HostName,
+        to: &HostName,
+        completed: bool,
+    ) -> Vec<Row> {
         if self.planted(Plant::ForgetDestination) {
             return Vec::new();
         }
         let Some(entry) = self.vms.get_mut(vm) else {
             return Vec::new();
         };
-        if entry.holder.as_ref() == Some(at) {
+        let mut granted = entry.granted.iter().rev();
+        let permitted = granted.find(|one| one.to == *to && one.from.as_ref() == Some(from));
+        let Some(generation) = permitted.map(|one| one.generation) else {
             return Vec::new();
+        };
+        match completed {
+            true if generation > entry.held => {
+                entry.held = generation;
+                entry.holder = Some(to.clone());
+                let named = entry.may_hold.entry(to.clone()).or_default();
+                *named = (*named).max(generation);
+            }
+            // At the source the VM is held as before.
+            false if entry.holder.is_none() => entry.holder = Some(from.clone()),
+            _ => return Vec::new(),
         }
-        entry.holder = Some(at.clone());
-        let named = entry.may_hold.entry(at.clone()).or_default();
-        entry.held = entry.held.max(*named);
         self.touch(vm)
     }
 
@@ -364,6 +383,8 @@ impl Book {
             FENCED_GAP
         };
         entry.highest = Generation(entry.highest.0.saturating_add(skip));
+        // Whatever a record says of an earlier generation is older than this: an old copy does not bring it back.
+        entry.held = entry.highest;
         entry.may_hold.clear();
         entry.holder = None;
         entry.deleted = true;

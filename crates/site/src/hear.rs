@@ -93,7 +93,7 @@ impl Book {
 
     /// A host has answered a poll.
     pub fn hear(&mut self, host: &HostName, ticket: Ticket, heard: Heard) -> (Vec<Row>, Vec<News>) {
-        let mut news = Vec::new();
+        let mut news = std::mem::take(&mut self.unsaid);
         let mut rows = self.meet(host, &heard.instance, &mut news);
         if !self.hosts.contains_key(host) {
             return (rows, news);
@@ -168,6 +168,12 @@ impl Book {
         let known = &book.row.instance;
         if self.planted(Plant::OldCopyBoots) || *known == Instance::default() {
             return Standing::Known;
+        }
+        // A reboot does not change the machine. Another machine with the same certificate is the host only when a person
+        // said that the first one is off: that it is silent proves nothing.
+        let moved = !known.machine_id.is_empty() && instance.machine_id != known.machine_id;
+        if moved && !book.row.fenced {
+            return Standing::SecondInstance;
         }
         match instance.counter.cmp(&known.counter) {
             std::cmp::Ordering::Greater => Standing::Known,
@@ -263,7 +269,9 @@ impl Book {
                 *named = (*named).max(generation);
             }
             let arrived = matches!(record.claim, Claim::Moved { .. });
-            if arrived && generation > entry.held && believed(entry, to, generation) {
+            // Only the host that gave it can say that it has arrived.
+            let gave = all_is_news || entry.was_given_by(host, generation);
+            if arrived && gave && generation > entry.held && believed(entry, to, generation) {
                 entry.held = generation;
                 entry.holder = Some(to.clone());
             }

@@ -1,0 +1,517 @@
+//! The shell of a simulated controller: its database, its polls, its tables for the hosts, its start from an old copy.
+//!
+//! Works on the site. Nothing is said to a host while rows are still to be written.
+
+use super::faults::SiteFault;
+use super::jobs::Job;
+use super::model::{Ask, Happening, MachineId, NameId, Packet, Place, Reply, Report, VmId};
+use super::run::SitePlant;
+use super::world::Site;
+use godwit_ownership::Event;
+use godwit_site::{Book, Entry, Heard, HostRow, News, Row, Ticket};
+use godwit_types::site::{SiteHost, SiteQuestion, Stamp, Standing};
+use godwit_types::{HostName, MigrationId, VmName};
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+
+const TICK_MS: u64 = 500;
+const ASK_MS: u64 = 1500;
+
+/// A migration as the database keeps it.
+#[derive(Debug, Clone)]
+pub(crate) struct Move {
+    pub vm: VmId,
+    pub from: HostName,
+    pub to: HostName,
+    pub began: u64,
+}
+
+/// The database.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Database {
+    pub stamp: Stamp,
+    pub entries: BTreeMap<VmName, Entry>,
+    pub hosts: BTreeMap<HostName, HostRow>,
+    pub removed: BTreeSet<HostName>,
+    pub fenced_strangers: BTreeSet<HostName>,
+    pub exists: BTreeSet<VmId>,
+    pub moves: BTreeMap<MigrationId, Move>,
+}
+
+/// A change of the database that is not the book's.
+#[derive(Debug, Clone)]
+pub(crate) enum Change {
+    Exists(VmId, bool),
+    Removed(HostName),
+    Begun(MigrationId, Move),
+    Over(MigrationId),
+}
+
+/// Why a host was asked something.
+#[derive(Debug, Clone)]
+pub(crate) enum Purpose {
+    Poll(Ticket),
+    Update,
+    Whole(Stamp),
+    Job(u64),
+    Nothing,
+}
+
+/// A controller.
+#[derive(Debug)]
+pub(crate) struct Controller {
+    pub is_up: bool,
+    pub stays_off: bool,
+    pub life: u64,
+    pub frozen_until: u64,
+    pub book: Book,
+    pub db: Database,
+    pub unwritten: Vec<Row>,
+    pub backup: Option<Database>,
+    pub jobs: BTreeMap<u64, Job>,
+    pub asks: BTreeMap<u64, (NameId, Purpose)>,
+    pub polled: BTreeSet<NameId>,
+    /// Its database went back, and it has not taken over since.
+    pub is_old: bool,
+}
+
+impl Controller {
+    pub(crate) fn new(plant: SitePlant) -> Self {
+        Self {
+            is_up: false,
+            stays_off: false,
+            life: 0,
+            frozen_until: 0,
+            book: empty_book(Stamp::default(), plant),
+            db: Database::default(),
+            unwritten: Vec::new(),
+            backup: None,
+            jobs: BTreeMap::new(),
+            asks: BTreeMap::new(),
+            polled: BTreeSet::new(),
+            is_old: false,
+        }
+    }
+
+    /// A VM that a job works on.
+    pub(crate) fn is_busy(&self, vm: VmId) -> bool {
+        self.jobs.values().any(|job| job.vm == vm)
+    }
+}
+
+fn empty_book(stamp: Stamp, plant: SitePlant) -> Book {
+    let mut book = Book::new(stamp);
+    book.plant = plant.site;
+    book
+}
+
+/// A host's entry in the site's table.
+pub(crate) fn site_host(name: &HostName, row: &HostRow) -> SiteHost {
+    SiteHost {
+        name: name.clone(),
+        address: SocketAddr::from(([10, 0, 0, 1], 7000)),
+        serial: String::new(),
+        counter: row.instance.counter,
+    }
+}
+
+impl Database {
+    fn write(&mut self, row: Row) {
+        match row {
+            Row::Stamp(stamp) => self.stamp = stamp,
+            Row::Vm(vm, entry) => {
+                self.entries.insert(vm, *entry);
+            }
+            Row::Host(host, row) => {
+                self.removed.remove(&host);
+                self.hosts.insert(host, row);
+            }
+            Row::FencedStranger(host) => {
+                self.fenced_strangers.insert(host);
+            }
+        }
+    }
+
+    fn change(&mut self, change: Change) {
+        match change {
+            Change::Exists(vm, true) => {
+                self.exists.insert(vm);
+            }
+            Change::Exists(vm, false) => {
+                self.exists.remove(&vm);
+            }
+            Change::Removed(host) => {
+                self.hosts.remove(&host);
+                self.removed.insert(host);
+            }
+            Change::Begun(id, begun) => {
+                self.moves.insert(id, begun);
+            }
+            Change::Over(id) => {
+                self.moves.remove(&id);
+            }
+        }
+    }
+
+    fn book(&self, plant: SitePlant) -> Book {
+        let mut book = empty_book(self.stamp, plant);
+        for (name, row) in &self.hosts {
+            book.load_host(site_host(name, row), row.clone());
+        }
+        for host in &self.removed {
+            book.add_removed(host.clone());
+        }
+        for host in &self.fenced_strangers {
+            book.add_fenced_stranger(host.clone());
+        }
+        for (vm, entry) in &self.entries {
+            book.add_entry(vm.clone(), entry.clone());
+        }
+        book
+    }
+}
+
+impl Site {
+    pub(crate) fn controller_starts(&mut self, controller: usize) {
+        let (life, plant) = (self.next_number(), self.plant);
+        let of = &mut self.controllers[controller];
+        if of.is_up || of.stays_off {
+            return;
+        }
+        of.is_up = true;
+        of.life = life;
+        of.frozen_until = 0;
+        of.book = of.db.book(plant);
+        of.unwritten.clear();
+        of.jobs.clear();
+        of.asks.clear();
+        of.polled.clear();
+        self.note(|w| format!("controller {controller} starts at {}", w.stamp(controller)));
+        self.after(1, Happening::ControllerTick { controller, life });
+    }
+
+    pub(crate) fn stamp(&self, controller: usize) -> Stamp {
+        self.controllers[controller].book.stamp()
+    }
+
+    /// Writes rows and changes in one transaction, after what could not be written before. False: they may or may not
+    /// have been written, and the rows are written again before anything is said.
+    pub(crate) fn commit(&mut self, controller: usize, rows: Vec<Row>, changes: &[Change]) -> bool {
+        let of = &mut self.controllers[controller];
+        of.unwritten.extend(rows);
+        if of.unwritten.is_empty() && changes.is_empty() {
+            return true;
+        }
+        let fails = self.strikes(SiteFault::CommitFails, 15);
+        let unknown = !fails && self.strikes(SiteFault::CommitUnknown, 15);
+        let writes = !fails && !(unknown && self.rng.chance(500));
+        let of = &mut self.controllers[controller];
+        if writes {
+            for row in of.unwritten.clone() {
+                of.db.write(row);
+            }
+            for change in changes {
+                of.db.change(change.clone());
+            }
+        }
+        if fails || unknown {
+            self.note(|_| "controller: a commit failed".to_owned());
+            return false;
+        }
+        of.unwritten.clear();
+        true
+    }
+
+    pub(crate) fn ask(&mut self, controller: usize, to: NameId, what: Ask, purpose: Purpose) {
+        let is_poll = matches!(what, Ask::Poll);
+        let has_unwritten = !self.controllers[controller].unwritten.is_empty();
+        if has_unwritten && !is_poll && !self.commit(controller, Vec::new(), &[]) {
+            if let Purpose::Job(job) = purpose {
+                self.job_hears(controller, job, to, None);
+            }
+            return;
+        }
+        let ask = self.next_number();
+        let of = &mut self.controllers[controller];
+        let stamp = match purpose {
+            Purpose::Whole(stamp) => stamp,
+            _ => of.book.stamp(),
+        };
+        of.asks.insert(ask, (to, purpose));
+        let life = of.life;
+        let packet = Packet::Ask {
+            ask,
+            life,
+            stamp,
+            what: Box::new(what),
+        };
+        self.send(Place::Controller(controller), Place::Name(to), packet);
+        let out = Happening::AskTimesOut {
+            controller,
+            life,
+            ask,
+        };
+        self.after(ASK_MS, out);
+    }
+
+    pub(crate) fn ask_times_out(&mut self, controller: usize, life: u64, ask: u64) {
+        let of = &mut self.controllers[controller];
+        if !of.is_up || of.life != life {
+            return;
+        }
+        let Some((name, purpose)) = of.asks.remove(&ask) else {
+            return;
+        };
+        match purpose {
+            Purpose::Poll(_) => {
+                of.polled.remove(&name);
+                of.book.lose(&self.names[name]);
+            }
+            Purpose::Job(job) => self.job_hears(controller, job, name, None),
+            Purpose::Update | Purpose::Whole(_) | Purpose::Nothing => {}
+        }
+    }
+
+    pub(crate) fn controller_tick(&mut self, controller: usize, life: u64) {
+        let of = &self.controllers[controller];
+        if !of.is_up || of.life != life {
+            return;
+        }
+        let pause = of.frozen_until.saturating_sub(self.now);
+        let tick = Happening::ControllerTick { controller, life };
+        if pause > 0 {
+            return self.after(pause, tick);
+        }
+        self.after(TICK_MS, tick);
+        if self.is_faulty && self.rng.chance(60) {
+            let of = &mut self.controllers[controller];
+            of.backup = Some(of.db.clone());
+        }
+        self.poll_all(controller);
+        self.take_over(controller);
+        self.update_all(controller);
+        self.pause_copies(controller);
+        self.follow_moves(controller);
+    }
+
+    fn poll_all(&mut self, controller: usize) {
+        for name in 0..self.names.len() {
+            let of = &mut self.controllers[controller];
+            let known = of.db.hosts.contains_key(&self.names[name]);
+            if known && of.polled.insert(name) {
+                let ticket = of.book.ask();
+                self.ask(controller, name, Ask::Poll, Purpose::Poll(ticket));
+            }
+        }
+    }
+
+    fn update_all(&mut self, controller: usize) {
+        for name in 0..self.names.len() {
+            let book = &self.controllers[controller].book;
+            let host = &self.names[name];
+            let update = book.update_for(host).filter(|_| book.answers(host));
+            if let Some(update) = update {
+                self.ask(controller, name, Ask::Update(update), Purpose::Update);
+            }
+        }
+    }
+
+    /// A controller on an old copy of its database reads every host, then takes over.
+    fn take_over(&mut self, controller: usize) {
+        let Some(takeover) = self.controllers[controller].book.takeover() else {
+            return;
+        };
+        self.coverage.restored += 1;
+        for site in takeover.enrol {
+            let row = HostRow::default();
+            let site = SiteHost { counter: 0, ..site };
+            let rows = self.controllers[controller].book.add_host(site, row);
+            self.commit(controller, rows, &[]);
+        }
+        for host in takeover.hosts {
+            if let Some(name) = self.id_of(&host) {
+                let purpose = Purpose::Whole(takeover.stamp);
+                self.ask(controller, name, Ask::Whole, purpose);
+            }
+        }
+        self.finish_takeover(controller);
+    }
+
+    fn finish_takeover(&mut self, controller: usize) {
+        let of = &mut self.controllers[controller];
+        if of.book.is_in_charge() {
+            return;
+        }
+        if let Ok(rows) = of.book.finish_takeover() {
+            of.is_old = false;
+            self.coverage.takeovers += 1;
+            self.note(|w| {
+                format!(
+                    "controller {controller} takes over: {}",
+                    w.stamp(controller)
+                )
+            });
+            // VMs that only records know are taken into the inventory.
+            let found: Vec<Change> = self.vms_found(controller);
+            self.commit(controller, rows, &found);
+        }
+    }
+
+    fn vms_found(&self, controller: usize) -> Vec<Change> {
+        let book = &self.controllers[controller].book;
+        let vms = self.vms.iter().enumerate();
+        vms.filter_map(|(vm, name)| {
+            let entry = book.entry(name)?;
+            Some(Change::Exists(vm, !entry.deleted))
+        })
+        .collect()
+    }
+
+    /// Of several copies all but one are paused, with their memory kept.
+    fn pause_copies(&mut self, controller: usize) {
+        let of = &self.controllers[controller];
+        if !of.book.is_in_charge() {
+            return;
+        }
+        for (name, twice) in of.book.all_twice() {
+            self.coverage.twice += 1;
+            let Some(vm) = self.vm_of(&name) else {
+                continue;
+            };
+            let ends = self.plant.ends_lower_copy();
+            let event = if ends {
+                Event::StopRequested
+            } else {
+                Event::PauseRequested
+            };
+            let hosts: Vec<HostName> = twice.to_pause().cloned().collect();
+            for host in hosts {
+                if let Some(to) = self.id_of(&host) {
+                    let what = Ask::Do {
+                        vm,
+                        event: event.clone(),
+                        discards: false,
+                    };
+                    self.ask(controller, to, what, Purpose::Nothing);
+                }
+            }
+        }
+    }
+
+    pub(crate) fn controller_hears(
+        &mut self,
+        controller: usize,
+        life: u64,
+        ask: u64,
+        from: NameId,
+        reply: Reply,
+    ) {
+        let of = &mut self.controllers[controller];
+        if of.life != life {
+            return;
+        }
+        let Some((name, purpose)) = of.asks.remove(&ask) else {
+            return;
+        };
+        if name != from {
+            return;
+        }
+        match (purpose, reply) {
+            (Purpose::Poll(ticket), Reply::Heard(heard, reports)) => {
+                of.polled.remove(&name);
+                self.hear_host(controller, name, ticket, heard, reports);
+            }
+            (Purpose::Update, Reply::Updated(you, knows)) => {
+                let host = self.names[name].clone();
+                of.book.updated(&host, you, knows);
+            }
+            (Purpose::Whole(at), Reply::Whole(whole)) => {
+                let host = self.names[name].clone();
+                let (rows, _) = of.book.take_whole(&host, at, whole);
+                self.commit(controller, rows, &[]);
+            }
+            (Purpose::Job(job), reply) => self.job_hears(controller, job, name, Some(reply)),
+            _ => {}
+        }
+    }
+
+    fn hear_host(
+        &mut self,
+        controller: usize,
+        name: NameId,
+        ticket: Ticket,
+        heard: Heard,
+        reports: Vec<Report>,
+    ) {
+        let host = self.names[name].clone();
+        let of = &mut self.controllers[controller];
+        let was_fenced = of.book.is_fenced(&host);
+        let (rows, news) = of.book.hear(&host, ticket, heard);
+        self.commit(controller, rows, &[]);
+        for one in &news {
+            self.coverage.news(one);
+            self.note(|_| format!("controller {controller}: {one:?}"));
+        }
+        for one in &news {
+            if let News::FencedAnswered { host, .. } = one {
+                self.alarm_shown(host);
+            }
+        }
+        if was_fenced && self.machines[self.address[name]].falsely_fenced {
+            let is_due = self.alarms_due.iter().any(|(_, due)| *due == name);
+            if !is_due {
+                self.alarms_due.push((self.now + 5000, name));
+            }
+        }
+        self.take_reports(controller, &host, &reports);
+    }
+
+    fn alarm_shown(&mut self, host: &HostName) {
+        let Some(name) = self.id_of(host) else {
+            return;
+        };
+        self.alarms_due.retain(|(_, due)| *due != name);
+        for machine in self.machines.iter_mut().filter(|m| m.name == name) {
+            machine.falsely_fenced = false;
+        }
+    }
+
+    /// A host asks before it boots.
+    pub(crate) fn controller_answers(
+        &mut self,
+        controller: usize,
+        asker: MachineId,
+        agent: u64,
+        round: u64,
+        question: &SiteQuestion,
+    ) {
+        let name = self.name_of(asker);
+        let is_new_life = self.controllers[controller]
+            .book
+            .is_new_life(&name, question);
+        let other = self.address[self.machines[asker].name];
+        let other_answers = is_new_life
+            && other != asker
+            && self.machines[other].agent.is_some()
+            && self.machines[other].agent_frozen_until <= self.now
+            && self.reaches(controller, other);
+        let of = &mut self.controllers[controller];
+        let (answer, rows) = of.book.answer(&name, question, other_answers);
+        if !self.commit(controller, rows, &[]) {
+            return;
+        }
+        if answer.standing == Standing::Removed {
+            self.coverage.removed_answers += 1;
+        }
+        if answer.in_charge && self.controllers[controller].is_old {
+            self.machines[asker].heard_old_controller = true;
+        }
+        let packet = Packet::Answered {
+            agent,
+            round,
+            answer: Box::new(answer),
+            lies: false,
+        };
+        self.send(Place::Controller(controller), Place::Machine(asker), packet);
+    }
+}

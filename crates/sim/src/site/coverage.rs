@@ -1,0 +1,243 @@
+//! What the seeds of the site simulator have exercised.
+//!
+//! Owned by a run, summed over runs. Refuses: nothing.
+
+use super::faults::SiteFault;
+use super::jobs::Kind;
+use super::model::Exempt;
+use godwit_ownership::{Ending, EventKind, StateName};
+use godwit_site::{Judged, News, Refusal};
+use std::collections::BTreeMap;
+
+/// Counts over any number of seeds.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct SiteCoverage {
+    /// How often each fault struck.
+    pub faults: BTreeMap<SiteFault, u64>,
+    /// How often each fault struck while a VM was in each state at some host.
+    pub struck: BTreeMap<(StateName, SiteFault), u64>,
+    /// How often each event reached a core in each state.
+    pub pairs: BTreeMap<(StateName, EventKind), u64>,
+    /// Migrations begun, completed, taken back, failed or cancelled.
+    pub migrations: [u64; 4],
+    /// Times a VM was in doubt.
+    pub doubts: u64,
+    /// Surveys begun.
+    pub surveys: u64,
+    /// Grants.
+    pub grants: u64,
+    /// Off holders asked to let a VM go.
+    pub releases: u64,
+    /// Rounds of questions before a boot, and answers to them.
+    pub questions: u64,
+    /// Answers to these questions.
+    pub answers: u64,
+    /// Words of a controller that hosts refused.
+    pub stale: u64,
+    /// Migrations whose report was written.
+    pub reports: u64,
+    /// Looks at a controller that knew to be restored from an old copy.
+    pub restored: u64,
+    /// Takeovers.
+    pub takeovers: u64,
+    /// Looks at a VM that several hosts held.
+    pub twice: u64,
+    /// Answers that a host was removed.
+    pub removed_answers: u64,
+    /// What was refused, by kind.
+    pub refusals: BTreeMap<&'static str, u64>,
+    /// What a host judged of its own VMs.
+    pub judged: BTreeMap<&'static str, u64>,
+    /// What controllers told people.
+    pub news: BTreeMap<&'static str, u64>,
+    /// What people asked.
+    pub jobs: BTreeMap<&'static str, u64>,
+    /// VMs that were not judged, by ground.
+    pub exempt: BTreeMap<Exempt, u64>,
+    /// VMs that were judged to the end.
+    pub judged_vms: u64,
+    /// Steps taken.
+    pub steps: u64,
+}
+
+fn bump<K: Ord>(counts: &mut BTreeMap<K, u64>, key: K) {
+    *counts.entry(key).or_default() += 1;
+}
+
+fn sum<K: Ord + Clone>(mine: &mut BTreeMap<K, u64>, theirs: &BTreeMap<K, u64>) {
+    for (key, n) in theirs {
+        *mine.entry(key.clone()).or_default() += n;
+    }
+}
+
+impl SiteCoverage {
+    pub(crate) fn pair(&mut self, state: StateName, event: EventKind) {
+        bump(&mut self.pairs, (state, event));
+    }
+
+    pub(crate) fn ended(&mut self, was_source: bool, outcome: Ending) {
+        if was_source {
+            let slot = match outcome {
+                Ending::Completed => 1,
+                Ending::Refused => 2,
+                Ending::Cancelled | Ending::Failed => 3,
+            };
+            self.migrations[slot] += 1;
+        }
+    }
+
+    pub(crate) fn refusal(&mut self, refusal: &Refusal) {
+        let name = match refusal {
+            Refusal::Silent { .. } => "a host is silent",
+            Refusal::Stranger { .. } => "a host is unknown",
+            Refusal::Held { .. } => "a host holds it",
+            Refusal::HandingOver { .. } => "a handover has not ended",
+            Refusal::Twice { .. } => "several hosts hold it",
+            Refusal::Stale { .. } => "something happened meanwhile",
+            Refusal::Exhausted { .. } => "no generation is left",
+            Refusal::Restored { .. } => "the database is an old copy",
+            Refusal::Answers { .. } => "a host that is said to be off answers",
+            Refusal::MayRun { .. } => "a silent host may run VMs",
+            Refusal::HoldsVms { .. } => "a host holds VMs",
+            Refusal::UnknownHost { .. } => "no such host",
+            Refusal::NotItself { .. } => "a host is not itself",
+            _ => "something else",
+        };
+        bump(&mut self.refusals, name);
+    }
+
+    pub(crate) fn judged(&mut self, judged: &Judged) {
+        let name = match judged {
+            Judged::Boot => "boots",
+            Judged::Wait(_) => "waits",
+            Judged::Never(_) => "does not boot",
+            Judged::Yield(_) => "gives way",
+        };
+        bump(&mut self.judged, name);
+    }
+
+    pub(crate) fn news(&mut self, news: &News) {
+        let name = match news {
+            News::RestoredCopy { .. } => "the database is an old copy",
+            News::FencedAnswered {
+                was_never_off: true,
+                ..
+            } => "a host said to be off was never off",
+            News::FencedAnswered { .. } => "a host said to be off answers",
+            News::NotItself { .. } => "a host is not itself",
+            News::Stranger { .. } => "a record names an unknown host",
+            News::Held { .. } => "another host holds a VM",
+        };
+        bump(&mut self.news, name);
+    }
+
+    pub(crate) fn job(&mut self, kind: &Kind) {
+        let name = match kind {
+            Kind::Create { .. } => "create",
+            Kind::Start { .. } => "start",
+            Kind::Stop => "stop",
+            Kind::Pause => "pause",
+            Kind::Delete => "delete",
+            Kind::Move { .. } => "migrate",
+            Kind::Clean { .. } => "let a host leave the set",
+            Kind::End { .. } => "end a copy",
+        };
+        bump(&mut self.jobs, name);
+    }
+
+    /// Adds another run's counts.
+    pub fn add(&mut self, other: &Self) {
+        sum(&mut self.faults, &other.faults);
+        sum(&mut self.struck, &other.struck);
+        sum(&mut self.pairs, &other.pairs);
+        sum(&mut self.refusals, &other.refusals);
+        sum(&mut self.judged, &other.judged);
+        sum(&mut self.news, &other.news);
+        sum(&mut self.jobs, &other.jobs);
+        sum(&mut self.exempt, &other.exempt);
+        for (mine, theirs) in self.migrations.iter_mut().zip(other.migrations) {
+            *mine += theirs;
+        }
+        let counts = [
+            (&mut self.doubts, other.doubts),
+            (&mut self.surveys, other.surveys),
+            (&mut self.grants, other.grants),
+            (&mut self.releases, other.releases),
+            (&mut self.questions, other.questions),
+            (&mut self.answers, other.answers),
+            (&mut self.stale, other.stale),
+            (&mut self.reports, other.reports),
+            (&mut self.restored, other.restored),
+            (&mut self.takeovers, other.takeovers),
+            (&mut self.twice, other.twice),
+            (&mut self.removed_answers, other.removed_answers),
+            (&mut self.judged_vms, other.judged_vms),
+            (&mut self.steps, other.steps),
+        ];
+        for (mine, theirs) in counts {
+            *mine += theirs;
+        }
+    }
+
+    /// The report of a run, line by line.
+    pub fn lines(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        let mut line = |n: u64, what: String| lines.push(format!("{n:>10}  {what}"));
+        for fault in SiteFault::ALL {
+            let times = self.faults.get(fault).copied().unwrap_or(0);
+            line(times, fault.name().to_owned());
+        }
+        let [begun, completed, taken_back, failed] = self.migrations;
+        line(
+            begun,
+            format!(
+                "migrations begun: {completed} completed, {taken_back} taken back after a refusal, {failed} failed or cancelled"
+            ),
+        );
+        line(self.reports, "migrations whose end was written".into());
+        line(self.doubts, "times in doubt".into());
+        line(self.surveys, "surveys".into());
+        line(self.grants, "grants".into());
+        line(self.releases, "off holders asked to let a VM go".into());
+        line(self.questions, "rounds of questions before a boot".into());
+        line(self.answers, "answers to them".into());
+        line(self.removed_answers, "of them 'removed'".into());
+        line(self.stale, "stale words of a controller refused".into());
+        line(self.takeovers, "takeovers of a restored controller".into());
+        line(self.twice, "looks at a VM that several hosts held".into());
+        let named = [
+            ("asked", &self.jobs),
+            ("refused", &self.refusals),
+            ("judged", &self.judged),
+            ("told", &self.news),
+        ];
+        for (what, counts) in named {
+            for (name, n) in counts {
+                line(*n, format!("{what}: {name}"));
+            }
+        }
+        line(self.judged_vms, "VMs judged to the end".into());
+        for why in Exempt::ALL {
+            let n = self.exempt.get(&why).copied().unwrap_or(0);
+            line(n, format!("VMs not judged: {}", why.name()));
+        }
+        line(self.pairs.len() as u64, "pairs of state and event".into());
+        line(self.struck.len() as u64, "pairs of state and fault".into());
+        line(self.steps, "steps".into());
+        lines
+    }
+
+    /// Every fault, with how often it struck in each state.
+    pub fn table(&self) -> Vec<String> {
+        let mut lines = Vec::new();
+        for fault in SiteFault::ALL {
+            let states = StateName::ALL.iter().map(|state| {
+                let n = self.struck.get(&(*state, *fault)).copied().unwrap_or(0);
+                format!("{}={n}", state.name())
+            });
+            let states: Vec<String> = states.collect();
+            lines.push(format!("{}: {}", fault.name(), states.join(" ")));
+        }
+        lines
+    }
+}

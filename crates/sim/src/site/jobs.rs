@@ -1,0 +1,628 @@
+//! What a simulated controller does for people: create, start, stop, delete, migrate, and the surveys behind these.
+//!
+//! Works on the site. Every word is in the database before a host hears it.
+
+use super::controller::{Change, Move, Purpose};
+use super::model::{Ask, NameId, Reply, Report, VmId};
+use super::world::Site;
+use godwit_ownership::Event;
+use godwit_site::{Free, Grant, Refusal, Row, Survey, Surveyed, Whereabouts};
+use godwit_types::site::{Claim, SurveyAnswer};
+use godwit_types::{HostName, MigrationId};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// How often a start surveys again.
+const TRIES: u32 = 3;
+/// After so long a migration's end is read from the journals.
+const MOVE_MS: u64 = 5_000;
+
+/// What is to be done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Create {
+        on: NameId,
+    },
+    Start {
+        on: Option<NameId>,
+    },
+    Stop,
+    Pause,
+    Delete,
+    Move {
+        to: NameId,
+    },
+    /// So that a host that holds nothing any more leaves the set.
+    Clean {
+        host: NameId,
+    },
+    /// A person ends the copy at this host.
+    End {
+        host: NameId,
+    },
+}
+
+/// How far it is.
+#[derive(Debug)]
+pub(crate) enum Stage {
+    Survey {
+        survey: Survey,
+        answers: BTreeMap<HostName, SurveyAnswer>,
+        waiting: BTreeSet<HostName>,
+    },
+    Release,
+    Put {
+        grant: Grant,
+    },
+    Run,
+    Prepare {
+        migration: MigrationId,
+        event: Event,
+        from: NameId,
+    },
+    Last,
+}
+
+/// A job.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub vm: VmId,
+    pub kind: Kind,
+    pub stage: Stage,
+    pub tries: u32,
+}
+
+impl Site {
+    /// Begins a job, unless the VM has one.
+    pub(crate) fn begin(&mut self, controller: usize, vm: VmId, kind: Kind) -> bool {
+        let of = &self.controllers[controller];
+        if !of.is_up || of.frozen_until > self.now || of.is_busy(vm) {
+            return false;
+        }
+        self.note(|w| format!("controller {controller}: {kind:?} {}", w.vms[vm]));
+        self.coverage.job(&kind);
+        let job = self.next_number();
+        let (stage, tries) = (Stage::Last, 0);
+        let made = Job {
+            vm,
+            kind: kind.clone(),
+            stage,
+            tries,
+        };
+        self.controllers[controller].jobs.insert(job, made);
+        match kind {
+            Kind::Create { .. } => {
+                self.guests[vm].is_changing = true;
+                self.survey_stage(controller, job);
+            }
+            Kind::Start { .. } | Kind::Delete | Kind::Clean { .. } => {
+                self.survey_stage(controller, job);
+            }
+            // Whether it was done is not known before the answer comes.
+            Kind::Stop => {
+                self.guests[vm].is_on = false;
+                self.to_holder(controller, job, vm, Event::StopRequested, true);
+            }
+            Kind::Pause => {
+                self.guests[vm].is_on = false;
+                self.to_holder(controller, job, vm, Event::PauseRequested, false);
+            }
+            Kind::End { host } => {
+                let what = Ask::Do {
+                    vm,
+                    event: Event::StopRequested,
+                    discards: true,
+                };
+                self.ask(controller, host, what, Purpose::Job(job));
+            }
+            Kind::Move { to } => self.begin_move(controller, job, vm, to),
+        }
+        true
+    }
+
+    /// The job is over; what it did is known where it did it.
+    fn end_job(&mut self, controller: usize, job: u64) {
+        if let Some(job) = self.controllers[controller].jobs.remove(&job) {
+            self.guests[job.vm].is_changing = false;
+        }
+    }
+
+    fn refused(&mut self, controller: usize, job: u64, refusal: &Refusal) {
+        self.note(|_| format!("controller: refused: {refusal}"));
+        self.coverage.refusal(refusal);
+        self.end_job(controller, job);
+    }
+
+    fn set_stage(&mut self, controller: usize, job: u64, stage: Stage) {
+        if let Some(job) = self.controllers[controller].jobs.get_mut(&job) {
+            job.stage = stage;
+        }
+    }
+
+    fn to_holder(&mut self, controller: usize, job: u64, vm: VmId, event: Event, discards: bool) {
+        let book = &self.controllers[controller].book;
+        let host = match book.whereabouts(&self.vms[vm]) {
+            Whereabouts::Held { host, .. } => self.id_of(&host),
+            _ => None,
+        };
+        let Some(host) = host else {
+            return self.end_job(controller, job);
+        };
+        let what = Ask::Do {
+            vm,
+            event,
+            discards,
+        };
+        self.ask(controller, host, what, Purpose::Job(job));
+    }
+
+    fn survey_stage(&mut self, controller: usize, id: u64) {
+        let Some(job) = self.controllers[controller].jobs.get_mut(&id) else {
+            return;
+        };
+        job.tries += 1;
+        let (vm, kind) = (job.vm, job.kind.clone());
+        let name = self.vms[vm].clone();
+        if self.grant_unasked(controller, id, vm, &kind) {
+            return;
+        }
+        let also: Vec<HostName> = match kind {
+            Kind::Create { on } | Kind::Start { on: Some(on) } => vec![self.names[on].clone()],
+            _ => Vec::new(),
+        };
+        let book = &mut self.controllers[controller].book;
+        let begun = match kind {
+            Kind::Clean { host } => book.survey_of(&name, [self.names[host].clone()].into()),
+            _ => book.begin_survey(&name, &also),
+        };
+        let (survey, rows) = match begun {
+            Ok(begun) => begun,
+            Err(refusal) => return self.refused(controller, id, &refusal),
+        };
+        if !self.commit(controller, rows, &[]) {
+            return self.end_job(controller, id);
+        }
+        self.coverage.surveys += 1;
+        let (level, hosts) = (survey.level, survey.hosts.clone());
+        let stage = Stage::Survey {
+            survey,
+            answers: BTreeMap::new(),
+            waiting: hosts.clone(),
+        };
+        self.set_stage(controller, id, stage);
+        if hosts.is_empty() {
+            return self.finish_survey(controller, id);
+        }
+        for host in hosts {
+            if let Some(to) = self.id_of(&host) {
+                let what = Ask::Survey { vm, level };
+                self.ask(controller, to, what, Purpose::Job(id));
+            }
+        }
+    }
+
+    /// A host has answered a job's question, or did not in time.
+    pub(crate) fn job_hears(
+        &mut self,
+        controller: usize,
+        id: u64,
+        from: NameId,
+        reply: Option<Reply>,
+    ) {
+        let host = self.names[from].clone();
+        let Some(job) = self.controllers[controller].jobs.get_mut(&id) else {
+            return;
+        };
+        let is_done = matches!(reply, Some(Reply::Done));
+        match &mut job.stage {
+            Stage::Survey {
+                answers, waiting, ..
+            } => {
+                waiting.remove(&host);
+                if let Some(Reply::Surveyed(answer)) = reply {
+                    answers.insert(host, answer);
+                }
+                if waiting.is_empty() {
+                    self.finish_survey(controller, id);
+                }
+            }
+            Stage::Release if is_done => self.survey_stage(controller, id),
+            Stage::Put { grant } if is_done => {
+                let (vm, on) = (job.vm, grant.on.clone());
+                self.was_put(controller, id, vm, &on);
+            }
+            Stage::Run if is_done => {
+                let vm = job.vm;
+                self.was_started(controller, id, vm);
+            }
+            Stage::Prepare {
+                migration,
+                event,
+                from,
+            } if is_done => {
+                let (migration, event, from) = (migration.clone(), event.clone(), *from);
+                let vm = job.vm;
+                self.set_stage(controller, id, Stage::Last);
+                self.note(|_| format!("controller: {migration} is prepared"));
+                let what = Ask::Do {
+                    vm,
+                    event,
+                    discards: false,
+                };
+                self.ask(controller, from, what, Purpose::Job(id));
+            }
+            Stage::Run if matches!(reply, Some(Reply::Refused)) => {
+                // It may be paused: then it is resumed, and that is the whole answer.
+                let vm = job.vm;
+                self.set_stage(controller, id, Stage::Last);
+                let what = Ask::Do {
+                    vm,
+                    event: Event::ResumeRequested,
+                    discards: false,
+                };
+                self.ask(controller, from, what, Purpose::Job(id));
+            }
+            Stage::Last if is_done => self.last_done(controller, id),
+            _ => self.end_job(controller, id),
+        }
+    }
+
+    fn last_done(&mut self, controller: usize, id: u64) {
+        let Some(job) = self.controllers[controller].jobs.get(&id) else {
+            return;
+        };
+        let (vm, kind) = (job.vm, job.kind.clone());
+        match kind {
+            Kind::Stop | Kind::Pause => self.guests[vm].is_on = false,
+            Kind::Start { .. } => return self.was_started(controller, id, vm),
+            Kind::End { host } => {
+                let what = Ask::Do {
+                    vm,
+                    event: Event::DeleteRequested,
+                    discards: true,
+                };
+                self.ask(controller, host, what, Purpose::Nothing);
+            }
+            _ => {}
+        }
+        self.end_job(controller, id);
+    }
+
+    fn finish_survey(&mut self, controller: usize, id: u64) {
+        let Some(job) = self.controllers[controller].jobs.get_mut(&id) else {
+            return;
+        };
+        let (vm, kind, tries) = (job.vm, job.kind.clone(), job.tries);
+        let stage = std::mem::replace(&mut job.stage, Stage::Last);
+        let Stage::Survey {
+            survey, answers, ..
+        } = stage
+        else {
+            return;
+        };
+        let (verdict, rows) = self.controllers[controller]
+            .book
+            .take_survey(&survey, &answers);
+        self.note(|_| {
+            format!(
+                "controller: survey {}: {answers:?} -> {verdict:?}",
+                survey.vm
+            )
+        });
+        if !self.commit(controller, rows, &[]) || matches!(kind, Kind::Clean { .. }) {
+            return self.end_job(controller, id);
+        }
+        match verdict {
+            Surveyed::Free(free) => match kind {
+                Kind::Delete => self.delete(controller, id, vm, free),
+                _ => self.grant(controller, id, vm, &kind, free),
+            },
+            Surveyed::HeldBy { host, on, .. } => {
+                self.is_held(controller, id, vm, &kind, &host, on, tries);
+            }
+            Surveyed::Refused(Refusal::Stale { .. }) if tries < TRIES => {
+                self.survey_stage(controller, id);
+            }
+            Surveyed::Refused(refusal) => self.refused(controller, id, &refusal),
+        }
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    fn is_held(
+        &mut self,
+        controller: usize,
+        id: u64,
+        vm: VmId,
+        kind: &Kind,
+        host: &HostName,
+        on: bool,
+        tries: u32,
+    ) {
+        let Some(at) = self.id_of(host) else {
+            return self.end_job(controller, id);
+        };
+        let moves = match kind {
+            Kind::Start { on: Some(to) } => *to != at,
+            Kind::Delete => true,
+            _ => false,
+        };
+        match kind {
+            Kind::Start { .. } | Kind::Delete if moves && !on && tries < TRIES => {
+                let what = Ask::Do {
+                    vm,
+                    event: Event::DeleteRequested,
+                    discards: true,
+                };
+                // Its record says that it is off, whatever was answered meanwhile.
+                self.guests[vm].is_on = false;
+                self.set_stage(controller, id, Stage::Release);
+                self.coverage.releases += 1;
+                self.ask(controller, at, what, Purpose::Job(id));
+            }
+            Kind::Start { .. } => self.start_at(controller, id, vm, at),
+            _ => self.end_job(controller, id),
+        }
+    }
+
+    fn start_at(&mut self, controller: usize, id: u64, vm: VmId, at: NameId) {
+        self.set_stage(controller, id, Stage::Run);
+        let what = Ask::Do {
+            vm,
+            event: Event::StartRequested,
+            discards: false,
+        };
+        self.ask(controller, at, what, Purpose::Job(id));
+    }
+
+    fn grant(&mut self, controller: usize, id: u64, vm: VmId, kind: &Kind, free: Free) {
+        let wanted = match kind {
+            Kind::Create { on } | Kind::Start { on: Some(on) } => Some(*on),
+            _ => None,
+        };
+        let on = wanted.or_else(|| self.any_answering(controller));
+        let Some(on) = on else {
+            return self.end_job(controller, id);
+        };
+        let name = self.names[on].clone();
+        let book = &self.controllers[controller].book;
+        let named = book.may_hold(&self.vms[vm]).into_iter();
+        let off: Vec<HostName> = named.filter(|host| book.is_fenced(host)).collect();
+        let machines = self.machines.iter().enumerate();
+        let alive = machines.filter(|(_, m)| m.is_up && off.contains(&self.names[m.name]));
+        let alive: Vec<usize> = alive.map(|(at, _)| at).collect();
+        self.guests[vm].granted_without.extend(alive);
+        match self.controllers[controller].book.grant(free, &name) {
+            Ok((grant, rows)) => self.put(controller, id, vm, on, grant, rows),
+            Err(refusal) => self.refused(controller, id, &refusal),
+        }
+    }
+
+    fn any_answering(&mut self, controller: usize) -> Option<NameId> {
+        let book = &self.controllers[controller].book;
+        let hosts = 0..self.names.len();
+        let able: Vec<NameId> = hosts.filter(|h| book.answers(&self.names[*h])).collect();
+        let choice = self.rng.index(able.len().max(1));
+        able.get(choice).copied()
+    }
+
+    fn put(
+        &mut self,
+        controller: usize,
+        id: u64,
+        vm: VmId,
+        on: NameId,
+        grant: Grant,
+        rows: Vec<Row>,
+    ) {
+        let is_create = self.is_create(controller, id);
+        let changes: &[Change] = match is_create {
+            true => &[Change::Exists(vm, true)],
+            false => &[],
+        };
+        if !self.commit(controller, rows, changes) {
+            return self.end_job(controller, id);
+        }
+        self.coverage.grants += 1;
+        self.was_named(controller, vm);
+        self.guests[vm].deleted = false;
+        let what = Ask::Granted {
+            vm,
+            generation: grant.generation,
+            expect: grant.expect,
+        };
+        self.set_stage(controller, id, Stage::Put { grant });
+        self.ask(controller, on, what, Purpose::Job(id));
+    }
+
+    fn is_create(&self, controller: usize, id: u64) -> bool {
+        let job = self.controllers[controller].jobs.get(&id);
+        job.is_some_and(|job| matches!(job.kind, Kind::Create { .. }))
+    }
+
+    /// Another host was named: what a host must know to be new enough.
+    fn was_named(&mut self, controller: usize, vm: VmId) {
+        let of = &self.controllers[controller];
+        let entry = of.book.entry(&self.vms[vm]);
+        let stamp = entry.map(|entry| entry.stamp).unwrap_or_default();
+        let is_old = of.is_old;
+        let guest = &mut self.guests[vm];
+        guest.named = guest.named.max(stamp);
+        guest.named_by_old |= is_old;
+    }
+
+    fn was_put(&mut self, controller: usize, id: u64, vm: VmId, on: &HostName) {
+        if self.is_create(controller, id) {
+            self.guests[vm].exists = true;
+            return self.end_job(controller, id);
+        }
+        match self.id_of(on) {
+            Some(at) => self.start_at(controller, id, vm, at),
+            None => self.end_job(controller, id),
+        }
+    }
+
+    fn was_started(&mut self, controller: usize, id: u64, vm: VmId) {
+        if self.guests[vm].exists {
+            self.guests[vm].is_on = true;
+        }
+        self.end_job(controller, id);
+    }
+
+    fn delete(&mut self, controller: usize, id: u64, vm: VmId, free: Free) {
+        self.guests[vm].exists = false;
+        self.guests[vm].is_on = false;
+        match self.controllers[controller].book.delete(free) {
+            Ok(rows) => {
+                if self.commit(controller, rows, &[Change::Exists(vm, false)]) {
+                    self.guests[vm].deleted = true;
+                    self.was_named(controller, vm);
+                }
+                self.end_job(controller, id);
+            }
+            Err(refusal) => self.refused(controller, id, &refusal),
+        }
+    }
+
+    fn begin_move(&mut self, controller: usize, id: u64, vm: VmId, to: NameId) {
+        let (name, dest) = (self.vms[vm].clone(), self.names[to].clone());
+        let book = &self.controllers[controller].book;
+        let from = match book.whereabouts(&name) {
+            Whereabouts::Held {
+                host,
+                answers: true,
+            } => host,
+            _ => return self.end_job(controller, id),
+        };
+        let of = &self.controllers[controller];
+        let is_moving = of.db.moves.values().any(|begun| begun.vm == vm);
+        if from == dest || is_moving {
+            return self.end_job(controller, id);
+        }
+        let book = &mut self.controllers[controller].book;
+        let (permission, rows) = match book.permit_migration(&name, &from, &dest) {
+            Ok(permitted) => permitted,
+            Err(refusal) => return self.refused(controller, id, &refusal),
+        };
+        self.migrations += 1;
+        let number = self.migrations;
+        let (Ok(migration), Some(source)) =
+            (MigrationId::new(format!("m{number}")), self.id_of(&from))
+        else {
+            return self.end_job(controller, id);
+        };
+        let generation = permission.generation;
+        let begun = Move {
+            vm,
+            from: from.clone(),
+            to: dest.clone(),
+            began: self.now,
+        };
+        let change = Change::Begun(migration.clone(), begun);
+        if !self.commit(controller, rows, &[change]) {
+            return self.end_job(controller, id);
+        }
+        self.coverage.migrations[0] += 1;
+        self.was_named(controller, vm);
+        let event = Event::MigrationBegan {
+            migration: migration.clone(),
+            to: dest,
+            generation,
+        };
+        let prepare = Event::PrepareIncoming {
+            migration: migration.clone(),
+            from,
+            generation,
+        };
+        let stage = Stage::Prepare {
+            migration,
+            event,
+            from: source,
+        };
+        self.set_stage(controller, id, stage);
+        let what = Ask::Do {
+            vm,
+            event: prepare,
+            discards: false,
+        };
+        self.ask(controller, to, what, Purpose::Job(id));
+    }
+
+    pub(crate) fn take_reports(&mut self, controller: usize, host: &HostName, reports: &[Report]) {
+        for report in reports {
+            let moves = &self.controllers[controller].db.moves;
+            let Some(begun) = moves.get(&report.migration) else {
+                continue;
+            };
+            let from_source = begun.from == *host;
+            let counts = from_source || begun.to == *host && report.completed;
+            if counts {
+                self.move_over(controller, &report.migration.clone(), report.completed);
+            }
+        }
+    }
+
+    fn move_over(&mut self, controller: usize, id: &MigrationId, completed: bool) {
+        let of = &mut self.controllers[controller];
+        let Some(begun) = of.db.moves.get(id).cloned() else {
+            return;
+        };
+        let other = match completed {
+            true => &begun.from,
+            false => &begun.to,
+        };
+        let name = &self.vms[begun.vm];
+        let rows = of
+            .book
+            .migration_ended(name, &begun.from, &begun.to, completed);
+        if self.commit(controller, rows, &[Change::Over(id.clone())]) {
+            self.coverage.reports += 1;
+            if let Some(host) = self.id_of(other) {
+                self.begin(controller, begun.vm, Kind::Clean { host });
+            }
+        }
+    }
+
+    /// A migration whose report never came: the journals say whether it is over.
+    pub(crate) fn follow_moves(&mut self, controller: usize) {
+        let of = &self.controllers[controller];
+        let mut over = Vec::new();
+        for (id, begun) in &of.db.moves {
+            if self.now < begun.began + MOVE_MS {
+                continue;
+            }
+            let claims = of.book.claims(&self.vms[begun.vm]);
+            let completed = match claims.get(&begun.from) {
+                Some(Claim::Moved { .. }) => Some(true),
+                Some(Claim::Holds { .. }) => Some(false),
+                Some(Claim::Gave { .. } | Claim::Promised { .. }) => None,
+                Some(Claim::No | Claim::Receiving { .. }) | None => Some(false),
+            };
+            over.extend(completed.map(|completed| (id.clone(), completed)));
+        }
+        for (id, completed) in over {
+            self.move_over(controller, &id, completed);
+        }
+    }
+
+    /// Grants on what was heard last: a fault that must be caught.
+    #[cfg(feature = "planted-faults")]
+    fn grant_unasked(&mut self, controller: usize, id: u64, vm: VmId, kind: &Kind) -> bool {
+        if !matches!(kind, Kind::Start { .. } | Kind::Create { .. }) {
+            return false;
+        }
+        let book = &mut self.controllers[controller].book;
+        let nowhere = book.whereabouts(&self.vms[vm]) == Whereabouts::Nowhere;
+        let free = nowhere.then(|| book.free_unasked(&self.vms[vm])).flatten();
+        match free {
+            Some(free) => {
+                self.grant(controller, id, vm, kind, free);
+                true
+            }
+            None => false,
+        }
+    }
+
+    #[cfg(not(feature = "planted-faults"))]
+    fn grant_unasked(&mut self, _controller: usize, _id: u64, _vm: VmId, _kind: &Kind) -> bool {
+        false
+    }
+}

@@ -1,0 +1,399 @@
+//! People: they start, move and delete VMs at the worst moments, say that hosts are off, and do what they are shown.
+//!
+//! Works on the site. Their word is true (they look first), but for the seeds in which it may be false.
+
+use super::controller::Change;
+use super::faults::SiteFault;
+use super::jobs::Kind;
+use super::model::{Exempt, Happening, Machine, MachineId, NameId, VmId};
+use super::world::Site;
+use godwit_ownership::{Event, HostRecord, StateName, Status};
+use godwit_site::{HostRow, Judged};
+use godwit_types::HostName;
+use godwit_types::site::Standing;
+
+impl Site {
+    pub(crate) fn people_act(&mut self) {
+        if !self.is_faulty {
+            return;
+        }
+        let delay = 150 + self.rng.below(500);
+        self.after(delay, Happening::PeopleAct);
+        let controller = self.rng.index(self.controllers.len());
+        if self.rng.chance(100) {
+            return self.let_boot_alone();
+        }
+        if !self.controllers[controller].is_up {
+            return;
+        }
+        let vm = self.rng.index(self.vms.len());
+        let name = self.rng.index(self.names.len());
+        match self.rng.below(100) {
+            0..30 => self.ask_for(controller, vm, Kind::Move { to: name }),
+            30..48 => {
+                let on = self.rng.chance(600).then_some(name);
+                self.ask_for(controller, vm, Kind::Start { on });
+            }
+            48..54 => self.ask_for(controller, vm, Kind::Stop),
+            54..57 => self.ask_for(controller, vm, Kind::Pause),
+            57..63 => self.ask_for(controller, vm, Kind::Delete),
+            63..70 => self.ask_for(controller, vm, Kind::Create { on: name }),
+            70..80 => self.say_off(controller, name),
+            80..85 => self.remove_host(controller, name),
+            85..88 => self.enrol_later(controller, name),
+            88..92 => self.let_boot_alone(),
+            92..96 => self.resolve_doubt(),
+            _ => self.resolve_twice(controller),
+        }
+    }
+
+    fn ask_for(&mut self, controller: usize, vm: VmId, kind: Kind) {
+        let exists = self.controllers[controller].db.exists.contains(&vm);
+        let fits = match kind {
+            Kind::Create { .. } => !exists && !self.guests[vm].exists,
+            Kind::Delete => exists && !self.guests[vm].is_on,
+            _ => exists,
+        };
+        if fits {
+            self.begin(controller, vm, kind);
+        }
+    }
+
+    /// The machines that have a host's name.
+    fn machines_of(&self, name: NameId) -> Vec<MachineId> {
+        let machines = self.machines.iter().enumerate();
+        let named = machines.filter(|(_, m)| m.name == name);
+        named.map(|(at, _)| at).collect()
+    }
+
+    /// A person powers a host off and says so, or says so falsely.
+    fn say_off(&mut self, controller: usize, name: NameId) {
+        let host = self.names[name].clone();
+        let machines = self.machines_of(name);
+        let is_off = machines.iter().all(|at| !self.machines[*at].is_up);
+        let answers = self.controllers[controller].book.answers(&host);
+        if is_off && self.allows(SiteFault::Fence) {
+            if !answers && self.fence(controller, &host) {
+                self.count(SiteFault::Fence);
+                self.dismiss(&machines);
+            }
+        } else if !answers && self.allows(SiteFault::FalseWord) {
+            if self.fence(controller, &host) {
+                self.count(SiteFault::FalseWord);
+                let address = self.address[name];
+                self.machines[address].falsely_fenced = true;
+                self.word_was_false(&machines);
+                self.dismiss(&machines);
+            }
+        } else if self.allows(SiteFault::Fence) && self.rng.chance(300) {
+            // The power goes first, the word follows at another time.
+            for at in machines {
+                if self.crash(at) {
+                    let delay = 3000 + self.rng.below(9000);
+                    self.after(delay, Happening::MachineStarts { at });
+                    self.count(SiteFault::PowerOn);
+                }
+            }
+        }
+    }
+
+    fn fence(&mut self, controller: usize, host: &HostName) -> bool {
+        let Ok(rows) = self.controllers[controller].book.fence(host) else {
+            return false;
+        };
+        self.note(|_| format!("person: host {host} is off"));
+        self.commit(controller, rows, &[])
+    }
+
+    fn dismiss(&mut self, machines: &[MachineId]) {
+        for at in machines {
+            self.machines[*at].was_dismissed = true;
+            self.lost_records(*at);
+        }
+    }
+
+    fn word_was_false(&mut self, machines: &[MachineId]) {
+        for vm in 0..self.vms.len() {
+            let held = &self.guests[vm].held_by;
+            if machines.iter().any(|at| held.contains(at)) {
+                self.exempt(vm, Exempt::FalseWord);
+            }
+        }
+    }
+
+    /// A host that is off, or holds nothing, is taken out of the site; its machine may be powered on again.
+    fn remove_host(&mut self, controller: usize, name: NameId) {
+        let host = self.names[name].clone();
+        let machines = self.machines_of(name);
+        let is_off = machines.iter().all(|at| !self.machines[*at].is_up);
+        if !self.allows(SiteFault::Remove) || self.controllers[controller].db.hosts.len() < 3 {
+            return;
+        }
+        let answers = self.controllers[controller].book.answers(&host);
+        if (is_off || answers) && self.take_out(controller, &host, is_off) {
+            self.count(SiteFault::Remove);
+            self.dismiss(&machines);
+        }
+    }
+
+    fn take_out(&mut self, controller: usize, host: &HostName, confirmed: bool) -> bool {
+        match self.controllers[controller].book.remove(host, confirmed) {
+            Ok(rows) => {
+                self.note(|_| format!("person: host {host} is removed"));
+                self.commit(controller, rows, &[Change::Removed(host.clone())])
+            }
+            Err(refusal) => {
+                self.coverage.refusal(&refusal);
+                false
+            }
+        }
+    }
+
+    fn enrol_later(&mut self, controller: usize, name: NameId) {
+        let host = self.names[name].clone();
+        let db = &self.controllers[controller].db;
+        if self.allows(SiteFault::Enrol)
+            && !db.hosts.contains_key(&host)
+            && self.join_anew(controller, name)
+        {
+            self.count(SiteFault::Enrol);
+        }
+    }
+
+    /// A machine with an empty disk joins, under a name that may have been used before.
+    pub(crate) fn join_anew(&mut self, controller: usize, name: NameId) -> bool {
+        let of = &self.controllers[controller];
+        if !of.is_up || !of.book.is_in_charge() {
+            return false;
+        }
+        for at in self.machines_of(name) {
+            self.crash(at);
+            self.lost_records(at);
+            let (boots, held_off) = (self.machines[at].boots, self.machines[at].is_clone);
+            let fresh = Machine::new(name, self.vms.len());
+            self.machines[at] = Machine {
+                boots,
+                is_clone: held_off,
+                stays_off: held_off,
+                ..fresh
+            };
+            self.after(5, Happening::MachineStarts { at });
+        }
+        let host = self.names[name].clone();
+        let site = super::controller::site_host(&host, &HostRow::default());
+        let of = &mut self.controllers[controller];
+        let rows = of.book.add_host(site, HostRow::default());
+        self.note(|_| format!("person: host {host} joins"));
+        self.commit(controller, rows, &[])
+    }
+
+    /// A person lets a host boot what it holds: when no other host does, or (a false word) not knowing that.
+    fn let_boot_alone(&mut self) {
+        let waits = |judged: &Judged| matches!(judged, Judged::Wait(_));
+        let mut machines = self.address.iter().copied();
+        let waiting = machines.find(|at| {
+            let agent = self.machines[*at].agent.as_ref();
+            agent.is_some_and(|agent| agent.judged.values().any(waits))
+        });
+        let Some(at) = waiting else {
+            return;
+        };
+        let Some(agent) = self.machines[at].agent.as_ref() else {
+            return;
+        };
+        if !self.allows(SiteFault::BootAlone) || agent.site.is_alone() {
+            return;
+        }
+        let vms: Vec<VmId> = (0..self.vms.len())
+            .filter(|vm| self.holds(at, *vm) && self.held_elsewhere(at, *vm))
+            .collect();
+        if !vms.is_empty() && !self.allows(SiteFault::FalseWord) {
+            return;
+        }
+        for vm in vms {
+            self.exempt(vm, Exempt::FalseWord);
+        }
+        self.note(|w| format!("person: {} boots alone", w.label(at)));
+        if let Some(agent) = self.machines[at].agent.as_mut() {
+            agent.site.boot_alone();
+        }
+        self.count(SiteFault::BootAlone);
+    }
+
+    fn holds(&self, at: MachineId, vm: VmId) -> bool {
+        let journal = &self.machines[at].slots[vm].journal;
+        let mut records = journal.seen.iter().chain(&journal.durable);
+        records.any(HostRecord::may_hold)
+    }
+
+    fn held_elsewhere(&self, at: MachineId, vm: VmId) -> bool {
+        let others = 0..self.machines.len();
+        let mut others = others.filter(|other| *other != at);
+        others.any(|other| self.holds(other, vm))
+    }
+
+    /// A VM is in doubt: the other host is powered off, then the command that is shown is given.
+    fn resolve_doubt(&mut self) {
+        if !self.allows(SiteFault::Resolve) {
+            return;
+        }
+        let found = self.find_doubt(|_, _| true);
+        if let Some((at, vm, peer)) = found
+            && self.resolve_at(at, vm, &peer)
+        {
+            self.count(SiteFault::Resolve);
+        }
+    }
+
+    fn find_doubt(
+        &self,
+        fits: impl Fn(&Self, &HostName) -> bool,
+    ) -> Option<(MachineId, VmId, HostName)> {
+        // People reach a host under its address only.
+        let reached = self.address.iter().map(|at| (*at, &self.machines[*at]));
+        for (at, machine) in reached {
+            for (vm, slot) in machine.slots.iter().enumerate() {
+                let status = slot.process.as_ref().map(|p| p.core.status());
+                if let Some(Status::InDoubt { peer, .. }) = status
+                    && fits(self, &peer)
+                {
+                    return Some((at, vm, peer));
+                }
+            }
+        }
+        None
+    }
+
+    fn resolve_at(&mut self, at: MachineId, vm: VmId, peer: &HostName) -> bool {
+        let Some(name) = self.id_of(peer) else {
+            return false;
+        };
+        let Some(state) = self.process(at, vm).map(|p| p.core.state_name()) else {
+            return false;
+        };
+        for other in self.machines_of(name) {
+            if self.crash(other) {
+                let delay = 500 + self.rng.below(6000);
+                self.after(delay, Happening::MachineStarts { at: other });
+            }
+        }
+        let run_here = state != StateName::ReadyInDoubt;
+        if run_here {
+            self.guests[vm].may_go_back_at = Some(at);
+        } else if let Some(process) = self.process(at, vm) {
+            process.may_discard = true;
+        }
+        self.guests[vm].may_be_lost = true;
+        self.note(|w| format!("person: resolves {} at {}", w.vms[vm], w.label(at)));
+        let confirm_fenced = peer.clone();
+        self.feed(
+            at,
+            vm,
+            Event::OperatorResolve {
+                run_here,
+                confirm_fenced,
+            },
+        );
+        true
+    }
+
+    /// Of several copies one is kept, the others are ended.
+    fn resolve_twice(&mut self, controller: usize) {
+        let twice = self.controllers[controller].book.all_twice();
+        for (name, twice) in twice {
+            let Some(vm) = self.vm_of(&name) else {
+                continue;
+            };
+            for copy in twice.copies.iter().rev() {
+                // A person looks first which of the copies are real.
+                let Some(host) = self.id_of(&copy.host) else {
+                    continue;
+                };
+                if self.held_elsewhere(self.address[host], vm) {
+                    self.begin(controller, vm, Kind::End { host });
+                    return;
+                }
+            }
+        }
+    }
+
+    /// After the faults: people do what they are shown, until everything runs.
+    pub(crate) fn mend(&mut self, controller: usize, is_late: bool) {
+        for at in 0..self.machines.len() {
+            let machine = &self.machines[at];
+            if !machine.is_up && !machine.is_clone && !machine.is_retired {
+                self.machines[at].stays_off = false;
+                self.machine_starts(at);
+            }
+        }
+        if !self.controllers[controller].is_up {
+            return self.controller_starts(controller);
+        }
+        self.mend_hosts(controller);
+        self.resolve_twice(controller);
+        let is_gone = |w: &Self, peer: &HostName| {
+            is_late || !w.controllers[controller].db.hosts.contains_key(peer)
+        };
+        if let Some((at, vm, peer)) = self.find_doubt(is_gone) {
+            self.resolve_at(at, vm, &peer);
+        }
+        for vm in 0..self.vms.len() {
+            let machines = 0..self.machines.len();
+            let running = machines.filter(|m| self.runs_at(*m, vm)).count();
+            if self.guests[vm].exists && running == 0 {
+                self.begin(controller, vm, Kind::Start { on: None });
+            }
+        }
+    }
+
+    /// Hosts that are not themselves, or lie, are removed and join anew; unknown ones are enrolled.
+    fn mend_hosts(&mut self, controller: usize) {
+        for name in 0..self.names.len() {
+            let host = self.names[name].clone();
+            let book = &self.controllers[controller].book;
+            let is_known = self.controllers[controller].db.hosts.contains_key(&host);
+            let at = self.address[name];
+            let lies = self.machines[at].lies;
+            let is_itself = book.standing(&host) == Standing::Known;
+            let awaited = book.waits_for().contains(&host);
+            let named = !book.may_be_on(&host).is_empty();
+            if is_known && (lies || !is_itself) {
+                self.machines[at].lies = false;
+                self.machines[at].is_leaving = true;
+            }
+            if self.machines[at].is_leaving {
+                self.machines[at].stays_off = true;
+                self.crash(at);
+                let off = !self.controllers[controller].book.answers(&host);
+                if off && (!is_known || self.take_out(controller, &host, true)) {
+                    self.dismiss(&[at]);
+                    self.join_anew(controller, name);
+                }
+            } else if !is_known && self.controllers[controller].db.removed.contains(&host) {
+                self.mend_removed(controller, name);
+            } else if !is_known && (awaited || named) {
+                let site = super::controller::site_host(&host, &HostRow::default());
+                let of = &mut self.controllers[controller];
+                let rows = of.book.add_host(site, HostRow::default());
+                self.commit(controller, rows, &[]);
+            }
+        }
+    }
+
+    /// A removed host that a record names: it is powered off, and a person says so.
+    fn mend_removed(&mut self, controller: usize, name: NameId) {
+        let host = self.names[name].clone();
+        let book = &self.controllers[controller].book;
+        let is_awaited = book.waits_for().contains(&host) || !book.may_be_on(&host).is_empty();
+        if !is_awaited || book.is_fenced(&host) {
+            return;
+        }
+        for at in self.machines_of(name) {
+            self.machines[at].stays_off = true;
+            self.machines[at].is_retired = true;
+            self.crash(at);
+            self.dismiss(&[at]);
+        }
+        self.fence(controller, &host);
+    }
+}
