@@ -353,7 +353,7 @@ fn a_migrations_end_makes_its_destination_the_holder() {
     book.permit_migration(&vm("web"), &host("a"), &host("b"))
         .unwrap();
     book.lose(&host("b"));
-    let rows = book.migration_ended(&vm("web"), &host("b"));
+    let rows = book.migration_ended(&vm("web"), &host("a"), &host("b"), true);
     let written = rows.iter().find_map(|row| match row {
         Row::Vm(_, entry) => Some(entry.holder.clone()),
         _ => None,
