@@ -1,7 +1,7 @@
 #!/bin/bash
 # Plants every known fault, one at a time, and shows that the test named beside it fails.
 #
-#   scripts/plant-faults.sh [PART...]     PART: ownership, wire, qemu, agent, vmproc; all without one
+#   scripts/plant-faults.sh [PART...]     PART: ownership, site, wire, qemu, agent, vmproc; all without one
 #
 # A safety test counts once it has been seen to fail. Builds with planted faults go to target/plants, so that they never
 # meet the product's; the real-QEMU tests, whose VM process always has the switches, run from where they are built.
@@ -9,7 +9,7 @@
 set -u
 cd "$(dirname "$0")/.."
 export RUST_BACKTRACE=0
-parts="${*:-ownership wire qemu agent vmproc}"
+parts="${*:-ownership site wire qemu agent vmproc}"
 logs=target/plants/logs
 mkdir -p "$logs"
 caught=0
@@ -174,8 +174,8 @@ vmproc() {
 
 for part in $parts; do
     case $part in
-        ownership | wire | qemu | agent | vmproc) "$part" ;;
-        *) echo "unknown part '$part': ownership, wire, qemu, agent or vmproc" >&2; exit 2 ;;
+        ownership | site | wire | qemu | agent | vmproc) "$part" ;;
+        *) echo "unknown part '$part': ownership, site, wire, qemu, agent or vmproc" >&2; exit 2 ;;
     esac
 done
 echo "$caught passed, $missed failed"

@@ -75,7 +75,8 @@ impl Book {
         let known = self.hosts.keys();
         let missing = known.filter(|host| !read.contains(*host) && !self.is_fenced(host));
         let strangers = self.strangers.keys();
-        let unknown = strangers.filter(|host| !self.is_fenced(host));
+        let unknown =
+            strangers.filter(|host| !self.is_fenced(host) && !self.removed.contains(*host));
         missing.chain(unknown).cloned().collect()
     }
 

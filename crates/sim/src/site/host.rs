@@ -469,12 +469,7 @@ impl Site {
 
     /// A controller in charge knows of another holder: this record goes.
     fn give_way(&mut self, at: MachineId, vm: VmId) {
-        let lying = self.machines.iter().find(|m| m.lies).map(|m| m.name);
-        let holder = |c: &super::controller::Controller| {
-            let entry = c.book.entry(&self.vms[vm])?;
-            self.id_of(entry.holder.as_ref()?)
-        };
-        if lying.is_some() && self.controllers.iter().any(|c| holder(c) == lying) {
+        if self.has_liar && self.guests[vm].is_on {
             self.exempt(vm, super::model::Exempt::LiarLetBoot);
         }
         if let Some(process) = self.process(at, vm) {

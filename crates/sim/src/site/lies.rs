@@ -14,6 +14,7 @@ impl Site {
             return false;
         }
         self.machines[at].lies = true;
+        self.has_liar = true;
         for vm in 0..self.vms.len() {
             if self.guests[vm].held_by.contains(&at) {
                 self.exempt(vm, Exempt::Liar);

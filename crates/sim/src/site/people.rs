@@ -365,6 +365,10 @@ impl Site {
                 self.machines[at].stays_off = true;
                 self.crash(at);
                 let off = !self.controllers[controller].book.answers(&host);
+                if awaited && off {
+                    // As the list says: it is powered off, and a person says so.
+                    self.fence(controller, &host);
+                }
                 if off && (!is_known || self.take_out(controller, &host, true)) {
                     self.dismiss(&[at]);
                     self.join_anew(controller, name);

@@ -30,6 +30,8 @@ pub(crate) struct Site {
     pub controllers: Vec<Controller>,
     pub cuts: BTreeSet<Cut>,
     pub swarm: BTreeSet<SiteFault>,
+    /// A host lies, or did: what was believed of it may last.
+    pub has_liar: bool,
     /// Faults strike.
     pub is_faulty: bool,
     pub coverage: SiteCoverage,
@@ -63,6 +65,7 @@ impl Site {
             controllers: vec![Controller::new(plant)],
             cuts: BTreeSet::new(),
             swarm: BTreeSet::new(),
+            has_liar: false,
             is_faulty: false,
             coverage: SiteCoverage::default(),
             violation: None,
