@@ -93,8 +93,14 @@ impl Book {
         Some(Takeover {
             stamp: *candidate,
             hosts: unread.cloned().collect(),
-            enrol: self.strangers.values().flatten().cloned().collect(),
+            enrol: self.strangers_on().cloned().collect(),
         })
+    }
+
+    /// Strangers with an address that nobody said are off.
+    fn strangers_on(&self) -> impl Iterator<Item = &SiteHost> {
+        let known = self.strangers.values().flatten();
+        known.filter(|site| !self.is_fenced(&site.name) && !self.removed.contains(&site.name))
     }
 
     /// A host was read whole at the word of [`Takeover::stamp`].
