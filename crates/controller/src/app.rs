@@ -155,6 +155,11 @@ impl App {
         }
     }
 
+    /// The newest word that a host may hear: the last one that is in the database.
+    pub fn said(&self) -> Stamp {
+        *lock(&self.said)
+    }
+
     /// Notes that a migration begins: it can be cancelled from now on, whether or not a host knows of it yet.
     pub fn begins(&self, id: &MigrationId) {
         lock(&self.beginning).insert(id.clone(), false);

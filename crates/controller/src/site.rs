@@ -74,7 +74,8 @@ pub fn view(app: &App) -> SiteView {
     }
     SiteView {
         stamp: state.book.stamp(),
-        in_charge: state.book.is_in_charge(),
+        // Until its first word is in the database, hosts refuse what it says.
+        in_charge: state.book.is_in_charge() && app.said().epoch == state.book.stamp().epoch,
         sentences: alarms.iter().map(sentence).collect(),
         alarms,
         hosts: state

@@ -186,7 +186,7 @@ impl Handover {
             next.progress += 1;
             ends += next.explore();
         }
-        for which in 0..2 {
+        for (which, of) in NAMES.into_iter().enumerate() {
             let polled = &self.polls[which];
             if polled.left == 0 {
                 continue;
@@ -197,7 +197,6 @@ impl Handover {
                 (None, _) => next.polls[which].asked = Some(next.book.ask()),
                 (Some(_), None) => next.polls[which].answer = Some(self.record(which)),
                 (Some(ticket), Some(records)) => {
-                    let of = NAMES[which];
                     let knows = next.book.stamp();
                     next.book.hear(&host(of), ticket, heard(of, knows, records));
                     next.polls[which] = Polled {

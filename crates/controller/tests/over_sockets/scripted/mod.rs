@@ -2,6 +2,7 @@
 //! answers the test decides. Owns its directories and tasks; everything ends with the test.
 
 mod agent;
+mod routes;
 
 pub use agent::{Agent, give, hand_over};
 use godwit_controller::{Controller, ControllerConfig, Initialised, init};
