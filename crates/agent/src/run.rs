@@ -179,7 +179,10 @@ async fn make_agent(
             .map_err(setup("read the list of revoked certificates"))?,
     );
     let boot_id = boot_id(&config, &system).map_err(setup("note this boot of the host"))?;
-    let machine_id = system.read("/etc/machine-id").unwrap_or_default();
+    // A copied disk has the same machine-id; the machine's own number is not on the disk.
+    let machine_id = ["/sys/class/dmi/id/product_uuid", "/etc/machine-id"]
+        .map(|path| system.read(path).unwrap_or_default().trim().to_owned())
+        .join("/");
     let name = config.name.clone();
     let site = Site::open(&config.state_dir, name, boot_id.clone(), machine_id)
         .map_err(setup("read what this host knows of its site"))?;

@@ -434,8 +434,9 @@ fn the_tables_of_rules_say_what_they_should() {
     };
     let a = Peer::Host(HostName::new("a").unwrap());
     let (agent, controller) = (agent_client::RULES, controller_client::RULES);
-    assert_eq!(may(agent, &a), ["POST /v1/vms/{name}/peer"]);
-    assert_eq!(may(controller, &a), ["POST /v1/join"]);
+    let ask = "POST /v1/site/ask";
+    assert_eq!(may(agent, &a), ["POST /v1/vms/{name}/peer", ask]);
+    assert_eq!(may(controller, &a), ["POST /v1/join", ask]);
     assert_eq!(may(controller, &Peer::Anonymous), ["POST /v1/join"]);
     assert_eq!(may(controller, &Peer::Controller), ["POST /v1/join"]);
     assert!(may(agent, &Peer::Anonymous).is_empty());
@@ -444,5 +445,11 @@ fn the_tables_of_rules_say_what_they_should() {
             .iter()
             .all(|rule| rule.starts_with("GET "))
     );
-    assert!(may(agent, &Peer::Controller).len() == agent.len() - 1);
+    let not_for_controllers = ["/peer", "/ask", "/boot-alone", "/forget-record"];
+    assert!(may(agent, &Peer::Controller).len() == agent.len() - not_for_controllers.len());
+    for rules in [agent, controller] {
+        let open = rules.iter().filter(|rule| rule.also_removed);
+        let open: Vec<&str> = open.map(|rule| rule.path).collect();
+        assert_eq!(open, ["/v1/site/ask"], "what a removed host may still call");
+    }
 }

@@ -276,17 +276,21 @@ async fn a_host_that_asks_before_it_boots_is_told_who_it_is() {
     assert_eq!(known.vms[&vm("web")].holder, Some(host("a")));
     assert_eq!(known.vms[&vm("web")].held, a.generation("web"));
     // The life that was known answers, and another one asks.
-    let other = Instance {
+    let next = Instance {
         counter: mine.counter + 1,
-        machine_id: "clone".into(),
         ..mine.clone()
     };
-    let second = ask(other.clone()).await;
+    let second = ask(next.clone()).await;
     assert_eq!(second.standing, Standing::SecondInstance);
+    let clone = Instance {
+        machine_id: "clone".into(),
+        ..next.clone()
+    };
+    assert_eq!(ask(clone).await.standing, Standing::SecondInstance);
     // It has ended, so this is the host itself, begun anew; what was before is an old copy then.
     a.cut().await;
     house.until_host("a", HostState::Unreachable).await;
-    assert_eq!(ask(other).await.standing, Standing::Known);
+    assert_eq!(ask(next).await.standing, Standing::Known);
     assert_eq!(ask(mine).await.standing, Standing::OldCopy);
     let removed = asking(&house, &b);
     let instance = b.instance();
