@@ -5,7 +5,7 @@ use anyhow::{Result, ensure};
 use godwit_e2e::stack::{
     CONTROLLER_DATABASE, Counter, HostPlan, KILL, LONG, Plan, SOON, Stack, names,
 };
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Cap that makes a move last, Mb/s.
 const CAP: [&str; 2] = ["--max-bandwidth", "100"];
@@ -34,7 +34,7 @@ fn power_off(stack: &Stack, host: &str) -> Result<()> {
     Ok(())
 }
 
-fn copy_dir(from: &PathBuf, to: &PathBuf) -> Result<()> {
+fn copy_dir(from: &Path, to: &Path) -> Result<()> {
     if to.exists() {
         for entry in std::fs::read_dir(to)?.flatten() {
             match entry.file_type()?.is_dir() {

@@ -204,7 +204,7 @@ impl Site {
         }
         let fails = self.strikes(SiteFault::CommitFails, 15);
         let unknown = !fails && self.strikes(SiteFault::CommitUnknown, 15);
-        let writes = !fails && !(unknown && self.rng.chance(500));
+        let writes = !(fails || unknown && self.rng.chance(500));
         let of = &mut self.controllers[controller];
         if writes {
             for row in of.unwritten.clone() {

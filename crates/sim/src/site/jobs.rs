@@ -100,11 +100,11 @@ impl Site {
             // Whether it was done is not known before the answer comes.
             Kind::Stop => {
                 self.guests[vm].is_on = false;
-                self.to_holder(controller, job, vm, Event::StopRequested, true);
+                self.tell_holder(controller, job, vm, Event::StopRequested, true);
             }
             Kind::Pause => {
                 self.guests[vm].is_on = false;
-                self.to_holder(controller, job, vm, Event::PauseRequested, false);
+                self.tell_holder(controller, job, vm, Event::PauseRequested, false);
             }
             Kind::End { host } => {
                 let what = Ask::Do {
@@ -138,7 +138,7 @@ impl Site {
         }
     }
 
-    fn to_holder(&mut self, controller: usize, job: u64, vm: VmId, event: Event, discards: bool) {
+    fn tell_holder(&mut self, controller: usize, job: u64, vm: VmId, event: Event, discards: bool) {
         let book = &self.controllers[controller].book;
         let host = match book.whereabouts(&self.vms[vm]) {
             Whereabouts::Held { host, .. } => self.id_of(&host),
