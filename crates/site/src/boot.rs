@@ -242,16 +242,29 @@ impl HostSite {
         if self.planted(Plant::OldCopyBoots) {
             return None;
         }
-        let what = match self.standing {
+        let (what, first) = match self.standing {
             Standing::Known => return None,
-            Standing::Removed => "this host was removed from its site",
-            Standing::SecondInstance => "another machine has this host's certificate and answers",
-            Standing::OldCopy => "this host's state directory is an older copy of itself",
+            Standing::Removed => ("this host was removed from its site", String::new()),
+            Standing::SecondInstance => (
+                "another machine has this host's certificate and answers",
+                self.removal(),
+            ),
+            Standing::OldCopy => (
+                "this host's state directory is an older copy of itself",
+                self.removal(),
+            ),
         };
         Some(format!(
-            "{what}: it boots nothing; to use it again, remove it with 'godwit host remove {}' and let it join anew with an empty state directory",
-            self.me
+            "{what}: it boots nothing; to use it again, {first}let it join anew with an empty state directory"
         ))
+    }
+
+    /// What comes before joining anew: a host that answers and may hold VMs is not removed.
+    fn removal(&self) -> String {
+        format!(
+            "power it off, run 'godwit host remove {} --confirm-unreachable' and ",
+            self.me
+        )
     }
 
     /// Somebody knows of a later holder, or of a later life of this one.

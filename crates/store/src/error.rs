@@ -41,7 +41,7 @@ pub enum StoreError {
         unchanged: bool,
     },
     /// The file is not what was written.
-    #[error("{} is damaged ({why}): it is not used; restore it, or resolve the VM by hand", path.display())]
+    #[error("{} is damaged ({why}): it is not used. An older copy must not take its place; where this host certainly does not run the VM, 'godwit vm forget-record' puts the file aside", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
