@@ -196,12 +196,20 @@ fn start_while_away(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
     let third = scene.host(vm, Role::Third)?;
     tell(scene, &["vm", "migrate", vm, "--to", &to, "--detach"])?;
     let until = Instant::now() + PATIENCE;
-    while scene.runs_at(vm).as_ref() != Some(&to) {
-        ensure!(Instant::now() < until, "{vm} did not come to {to}");
+    // From here on the move needs the destination's VM process, and its agent only to tell of it.
+    while !scene.copies(vm) && scene.runs_at(vm).as_ref() != Some(&to) {
+        ensure!(
+            Instant::now() < until,
+            "the move of {vm} to {to} does not begin"
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
     scene.kill_daemon(step, &to);
     scene.recall(&to);
+    while scene.runs_at(vm).as_ref() != Some(&to) {
+        ensure!(Instant::now() < until, "{vm} did not come to {to}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let until = Instant::now() + PATIENCE;
     while !start(scene, vm, Some(&third))? && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(500));

@@ -257,7 +257,7 @@ impl Round {
         let mut dice = Dice::new(seed, number);
         let vm = dice.below(vms);
         let destination = dice.below(2);
-        let cap_mbit = [None, Some(60), Some(120)][dice.below(3)];
+        let cap_mbit = [None, Some(100), Some(300)][dice.below(3)];
         let count = if faults.is_empty() {
             0
         } else {

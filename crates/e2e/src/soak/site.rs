@@ -29,7 +29,7 @@ const DISK: &str = "/var/lib";
 /// MiB of a guest.
 const MEMORY_MIB: u32 = 32;
 /// Idle turns of the guests for each page.
-const SPIN: u32 = 2_000;
+const SPIN: u32 = 400_000;
 
 /// The site.
 pub struct Site {
