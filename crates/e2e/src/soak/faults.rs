@@ -326,8 +326,8 @@ impl<'a> Scene<'a> {
         for host in hosts {
             self.excuse(Whose::Host(host.clone()), "its host lost power");
         }
+        self.site.power_off(hosts)?;
         for host in hosts {
-            self.site.power_off(host)?;
             self.later(step, Undo::PowerOn(host.clone()));
         }
         Ok(())

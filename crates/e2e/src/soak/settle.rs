@@ -278,7 +278,7 @@ fn holders(site: &Site, vm: &str, home: &str) -> Option<String> {
             Err(error) => return Some(format!("the agent of {host} does not say: {error:#}")),
         };
         let mut known = known.as_array().into_iter().flatten();
-        if known.any(|one| one["spec"]["name"] == vm && one["holds"] == true) {
+        if known.any(|one| one["spec"]["name"] == vm && one["claim"]["claim"] == "holds") {
             holders.push(host.as_str());
         }
     }
