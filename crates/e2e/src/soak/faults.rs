@@ -18,6 +18,9 @@ use std::time::{Duration, Instant};
 /// Shortest time from a round's begin to its healing: its move has gone some way.
 const SHORTEST: Duration = Duration::from_secs(4);
 
+/// Longest wait for the round's VM to leave its host.
+const LEAVES: Duration = Duration::from_secs(5);
+
 /// What a person wants of a VM, as far as the site said that it is so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wish {
@@ -52,6 +55,7 @@ pub struct Scene<'a> {
     pub account: Account,
     /// Where the VMs were when it began.
     pub homes: BTreeMap<String, String>,
+    moving: usize,
     destination: usize,
     began: Instant,
     running: Vec<(String, Child)>,
@@ -73,6 +77,7 @@ impl<'a> Scene<'a> {
             site,
             account: Account::default(),
             homes,
+            moving: round.vm,
             destination: round.destination,
             began: Instant::now(),
             running: Vec::new(),
@@ -259,10 +264,7 @@ impl<'a> Scene<'a> {
             Act::PowerCut => self.power_cut(step, &[host]),
             Act::PowerCutAll => self.power_cut(step, &self.site.hosts.clone()),
             Act::OldDatabase => self.old_database(),
-            Act::OldHostState => {
-                self.power_cut(step, std::slice::from_ref(&host))?;
-                self.site.restore_host(&host)
-            }
+            Act::OldHostState => self.old_host_state(step),
             Act::Person(order) => orders::give(self, step, order, &vm),
         }
     }
@@ -324,11 +326,24 @@ impl<'a> Scene<'a> {
         for host in hosts {
             self.excuse(Whose::Host(host.clone()), "its host lost power");
         }
+        self.site.power_off(hosts)?;
         for host in hosts {
-            self.site.power_off(host)?;
             self.later(step, Undo::PowerOn(host.clone()));
         }
         Ok(())
+    }
+
+    /// The copy that is put back still holds the VM whose move is under way, or done when it does not take long.
+    fn old_host_state(&mut self, step: &Step) -> Result<()> {
+        let vm = self.site.vms.get(self.moving).context("no such VM")?;
+        let host = self.host(vm, Role::Holder)?;
+        let until = Instant::now() + LEAVES;
+        while self.runs_at(vm).as_ref() == Some(&host) && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self.say(format!("the old copy is that of {host}"));
+        self.power_cut(step, std::slice::from_ref(&host))?;
+        self.site.restore_host(&host)
     }
 
     fn old_database(&mut self) -> Result<()> {
@@ -347,6 +362,13 @@ impl<'a> Scene<'a> {
             .filter(|one| one.vm == vm && one.gone.is_none());
         let last = alive.max_by_key(|one| one.windows.last().map(|window| window.to));
         last.map(|one| one.host.clone())
+    }
+
+    /// Whether a migration of a VM copies memory, as the controller says.
+    pub fn copies(&self, vm: &str) -> bool {
+        let list = self.site.ask(&["migration", "list"]).unwrap_or_default();
+        let mut list = list.as_array().into_iter().flatten();
+        list.any(|one| one["vm"] == vm && one["outcome"].is_null() && one["phase"] == "precopy")
     }
 
     /// Migrations of a VM that are under way, as the controller says.

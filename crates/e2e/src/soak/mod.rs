@@ -23,6 +23,7 @@ use report::{Outcome, Record, Report};
 use settle::{Rest, Settling};
 use site::Site;
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// What to soak.
@@ -51,6 +52,10 @@ struct Played {
 
 /// Soaks and gives the report. Ends early, without judging the round, on Ctrl-C.
 pub fn run(options: &Options) -> Result<Report> {
+    let directory = target_dir()?.join("soak");
+    if directory.exists() {
+        std::fs::remove_dir_all(&directory)?;
+    }
     let until = Instant::now() + options.time;
     let mut report = Report::default();
     let mut standing: Option<(Site, BTreeMap<String, String>)> = None;
@@ -71,8 +76,9 @@ pub fn run(options: &Options) -> Result<Report> {
             break;
         }
         println!("{}", report::line(&record));
+        report::note(&directory, &record)?;
         report.add(&record);
-        keep_violations(&mut site, &record)?;
+        keep_violations(&mut site, &record, &directory)?;
         if record.violations.is_empty() {
             standing = homes.map(|homes| (site, homes));
         }
@@ -80,15 +86,14 @@ pub fn run(options: &Options) -> Result<Report> {
     Ok(report)
 }
 
-fn keep_violations(site: &mut Site, record: &Record) -> Result<()> {
+fn keep_violations(site: &mut Site, record: &Record, directory: &Path) -> Result<()> {
     if record.violations.is_empty() {
         return Ok(());
     }
     for host in site.hosts.clone() {
         site.keep_logs(&host);
     }
-    let directory = target_dir()?.join("soak");
-    let kept = report::keep(&directory, record, site.stack.dir())?;
+    let kept = report::keep(directory, record, site.stack.dir())?;
     println!("    kept in {}", kept.display());
     Ok(())
 }

@@ -42,6 +42,7 @@ pub fn give(scene: &mut Scene, step: &Step, order: Order, vm: &str) -> Result<()
             Ok(())
         }
         Order::Recreate => recreate(scene, vm),
+        Order::FenceHost => fence_host(scene, step, vm),
         Order::ResolveFenced => resolve_fenced(scene, step, vm),
         Order::RemoveHost => remove_host(scene, step, vm),
         Order::StartWhileAway => start_while_away(scene, step, vm),
@@ -129,21 +130,40 @@ fn recreate(scene: &mut Scene, vm: &str) -> Result<()> {
     Ok(())
 }
 
-/// The holder is really off when the person says so.
-fn resolve_fenced(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
+/// Takes the power of a VM's holder and waits until that is seen. Gives the holder and another host.
+fn holder_off(scene: &mut Scene, step: &Step, vm: &str) -> Result<(String, String)> {
     let holder = scene
         .runs_at(vm)
         .map_or_else(|| scene.host(vm, Role::Holder), Ok)?;
-    let to = scene
-        .site
-        .others(&holder)
-        .into_iter()
-        .next()
-        .unwrap_or_default();
+    let to = scene.site.others(&holder).into_iter().next();
     scene.power_cut(step, std::slice::from_ref(&holder))?;
     // The power comes back with the healing: not while the person still counts on it.
     scene.recall(&holder);
-    wait_state(scene, vm, &["unreachable", "in-doubt"], SILENCE)?;
+    wait_state(
+        scene,
+        vm,
+        &["unreachable", "in-doubt", "handing-over"],
+        SILENCE,
+    )?;
+    Ok((holder, to.unwrap_or_default()))
+}
+
+/// The host is really off when the person says so.
+fn fence_host(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
+    let (holder, to) = holder_off(scene, step, vm)?;
+    if tell(scene, &["host", "fenced", &holder, "--yes"])?.code == Some(0) {
+        scene.excuse(
+            Whose::Vm(vm.to_owned()),
+            "a person started it while its host was fenced",
+        );
+        start(scene, vm, Some(&to))?;
+    }
+    Ok(())
+}
+
+/// The holder is really off when the person says so.
+fn resolve_fenced(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
+    let (holder, to) = holder_off(scene, step, vm)?;
     scene.excuse(
         Whose::Vm(vm.to_owned()),
         "a person resolved it while its host was off",
@@ -196,12 +216,20 @@ fn start_while_away(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
     let third = scene.host(vm, Role::Third)?;
     tell(scene, &["vm", "migrate", vm, "--to", &to, "--detach"])?;
     let until = Instant::now() + PATIENCE;
-    while scene.runs_at(vm).as_ref() != Some(&to) {
-        ensure!(Instant::now() < until, "{vm} did not come to {to}");
+    // From here on the move needs the destination's VM process, and its agent only to tell of it.
+    while !scene.copies(vm) && scene.runs_at(vm).as_ref() != Some(&to) {
+        ensure!(
+            Instant::now() < until,
+            "the move of {vm} to {to} does not begin"
+        );
         std::thread::sleep(Duration::from_millis(5));
     }
     scene.kill_daemon(step, &to);
     scene.recall(&to);
+    while scene.runs_at(vm).as_ref() != Some(&to) {
+        ensure!(Instant::now() < until, "{vm} did not come to {to}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
     let until = Instant::now() + PATIENCE;
     while !start(scene, vm, Some(&third))? && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(500));

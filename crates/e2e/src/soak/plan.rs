@@ -80,6 +80,8 @@ pub enum Order {
     Cancel,
     /// `vm stop --force`, `vm delete`, `vm create`, `vm start`.
     Recreate,
+    /// The holder's power goes; `host fenced`, then `vm start --on` another host; the power comes back.
+    FenceHost,
     /// The holder's power goes; `vm resolve` gives the VM to another host; the power comes back.
     ResolveFenced,
     /// A host's power goes; `host remove --confirm-unreachable`; it joins again with an empty disk.
@@ -131,7 +133,7 @@ const fn for_a_person(name: &'static str, group: &'static str, act: Act, weight:
 }
 
 /// All that can happen.
-pub static FAULTS: [Fault; 28] = [
+pub static FAULTS: [Fault; 29] = [
     fault("kill-agent", "kills", Act::Kill(Part::Agent), 4),
     fault("kill-controller", "kills", Act::Kill(Part::Controller), 4),
     fault("kill-vm-process", "kills", Act::Kill(Part::VmProcess), 4),
@@ -167,6 +169,7 @@ pub static FAULTS: [Fault; 28] = [
     fault("migrate", "commands", Act::Person(Order::Migrate), 3),
     fault("cancel", "commands", Act::Person(Order::Cancel), 3),
     heavy("recreate", "commands", Act::Person(Order::Recreate), 2),
+    heavy("fence-host", "operator", Act::Person(Order::FenceHost), 3),
     heavy(
         "resolve-fenced",
         "operator",
@@ -257,7 +260,7 @@ impl Round {
         let mut dice = Dice::new(seed, number);
         let vm = dice.below(vms);
         let destination = dice.below(2);
-        let cap_mbit = [None, Some(60), Some(120)][dice.below(3)];
+        let cap_mbit = [None, Some(100), Some(300)][dice.below(3)];
         let count = if faults.is_empty() {
             0
         } else {

@@ -8,6 +8,8 @@ use crate::soak::plan::Round;
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::fs::File;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -129,6 +131,18 @@ pub fn line(record: &Record) -> String {
         let _ = write!(line, "\n    VIOLATION {violation}");
     }
     line
+}
+
+/// Appends what was done in a round, good or bad, to `rounds.log`.
+pub fn note(directory: &Path, record: &Record) -> Result<()> {
+    std::fs::create_dir_all(directory)?;
+    let path = directory.join("rounds.log");
+    let mut log = File::options().create(true).append(true).open(path)?;
+    writeln!(log, "{}", line(record))?;
+    for one in &record.account.log {
+        writeln!(log, "    {one}")?;
+    }
+    Ok(())
 }
 
 /// Writes all that is known of a round with violations; `logs` are the site's.

@@ -3,7 +3,7 @@
 //! Rest means: each VM runs in exactly one QEMU, seen from outside, on the host that the controller's list names, and no
 //! migration is under way. The checks use the guests' memory, the processes that the system lists and the agents' records.
 
-use crate::soak::checks::{Kind, Violation};
+use crate::soak::checks::{Kind, Violation, doublings};
 use crate::soak::faults::{Account, Wish};
 use crate::soak::site::Site;
 use anyhow::{Context as _, Result};
@@ -18,6 +18,8 @@ use std::time::{Duration, Instant};
 const REST: Duration = Duration::from_secs(100);
 /// The same where a person is needed anyway.
 const REST_WITHOUT: Duration = Duration::from_secs(25);
+/// How long a VM that runs twice is left to do so.
+const TWICE: Duration = Duration::from_secs(12);
 /// How long a VM is seen in a state before a person helps.
 const HELP_AFTER: Duration = Duration::from_secs(4);
 /// How long rest must last.
@@ -88,7 +90,10 @@ impl<'a> Settling<'a> {
             {
                 return Ok(Rest::At(homes));
             }
-            if began.elapsed() > within || interrupt::caught() {
+            // Two that run do not become one by waiting; what the lists then say is worth a while.
+            let twice = began.elapsed() > TWICE && !doublings(&self.site.watch.traces()).is_empty();
+            let never = began.elapsed() > within || interrupt::caught();
+            if never || (twice && last.contains("QEMUs")) {
                 return Ok(Rest::Not(last));
             }
             std::thread::sleep(Duration::from_millis(100));
@@ -273,7 +278,7 @@ fn holders(site: &Site, vm: &str, home: &str) -> Option<String> {
             Err(error) => return Some(format!("the agent of {host} does not say: {error:#}")),
         };
         let mut known = known.as_array().into_iter().flatten();
-        if known.any(|one| one["spec"]["name"] == vm && one["holds"] == true) {
+        if known.any(|one| one["spec"]["name"] == vm && one["claim"]["claim"] == "holds") {
             holders.push(host.as_str());
         }
     }

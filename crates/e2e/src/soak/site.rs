@@ -5,9 +5,11 @@
 
 use crate::soak::watch::Watch;
 use crate::stack::{
-    CONTINUE, CONTROLLER_DATABASE, Counter, HostPlan, KILL, Link, Plan, Ran, STOP, Stack, signal,
+    CONTINUE, CONTROLLER_DATABASE, Counter, HostPlan, Link, Plan, Ran, STOP, Stack, Survives,
+    signal,
 };
 use anyhow::{Context as _, Result, ensure};
+use godwit_testkit::testvol::Volume;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -22,14 +24,12 @@ pub const COMMAND: Duration = Duration::from_secs(6);
 const QUESTION: Duration = Duration::from_secs(4);
 /// Directory of a host's durable state.
 const HOST_STATE: &str = "/var/lib/godwit";
-/// Directory of what a reboot empties.
-const RUN: &str = "/run/godwit";
 /// File system of the state directories, in each machine.
 const DISK: &str = "/var/lib";
 /// MiB of a guest.
 const MEMORY_MIB: u32 = 32;
 /// Idle turns of the guests for each page.
-const SPIN: u32 = 2_000;
+const SPIN: u32 = 400_000;
 
 /// The site.
 pub struct Site {
@@ -46,7 +46,7 @@ pub struct Site {
     removed: BTreeSet<String>,
     full: BTreeSet<String>,
     cut: Vec<(String, Link)>,
-    deaths: u32,
+    logs_kept: u32,
     watchers: Vec<JoinHandle<()>>,
 }
 
@@ -83,7 +83,7 @@ impl Site {
             removed: BTreeSet::new(),
             full: BTreeSet::new(),
             cut: Vec::new(),
-            deaths: 0,
+            logs_kept: 0,
             watchers,
         };
         for (number, vm) in site.vms.clone().iter().enumerate() {
@@ -176,54 +176,70 @@ impl Site {
         Ok(())
     }
 
-    /// Leaves a machine's state directory no room.
+    /// Leaves a machine's state directories no room.
     pub fn fill_disk(&mut self, machine: &str) -> Result<()> {
         self.full.insert(machine.to_owned());
+        let volumes = self.stack.machine(machine)?.volumes();
+        volumes.iter().for_each(Volume::fill);
+        if !volumes.is_empty() {
+            return Ok(());
+        }
         let script = format!(
             "used=$(df -k --output=used {DISK} | tail -n 1) && mount -o remount,size=${{used}}k {DISK}"
         );
         self.shell(machine, &script)
     }
 
-    /// Gives it room again.
+    /// Gives them room again.
     pub fn clear_disk(&mut self, machine: &str) -> Result<()> {
         self.full.remove(machine);
+        let volumes = self.stack.machine(machine)?.volumes();
+        for volume in volumes {
+            volume.change(|settings| settings.capacity = None);
+        }
+        if !volumes.is_empty() {
+            return Ok(());
+        }
         self.shell(machine, &format!("mount -o remount,size=50% {DISK}"))
     }
 
-    /// Takes a host's power: all that runs there ends at once, and all that a reboot empties is empty.
-    pub fn power_off(&mut self, host: &str) -> Result<()> {
-        if !self.off.insert(host.to_owned()) {
-            return Ok(());
+    /// Takes hosts' power at the same time: what was not synced is lost, all that runs there ends, and what a reboot
+    /// empties is empty.
+    pub fn power_off(&mut self, hosts: &[String]) -> Result<()> {
+        let mut going = Vec::new();
+        for host in hosts {
+            if self.off.insert(host.clone()) {
+                self.keep_logs(host);
+                going.push((host.clone(), self.survives()));
+            }
         }
-        self.keep_logs(host);
-        let machine = self.stack.machine(host)?;
-        // Stopped first: nobody may see another one die.
-        let processes = machine.processes()?;
-        for process in processes
-            .iter()
-            .filter(|one| !one.command_line.contains("qemu-system"))
-        {
-            signal(process.pid_outside, STOP)?;
-        }
-        self.stack
-            .until("nothing runs there", Duration::from_secs(30), || {
-                let processes = machine.processes()?;
-                for process in &processes {
-                    signal(process.pid_outside, KILL)?;
-                }
-                self.kill_daemon(host);
-                Ok(processes.is_empty())
-            })?;
-        self.shell(
-            host,
-            "for tap in $(ls /sys/class/net | grep ^gw); do ip link delete $tap; done",
-        )?;
-        let run = self.stack.inside(host, RUN)?;
-        if run.exists() {
-            std::fs::remove_dir_all(run).context("emptying /run")?;
+        let stack = &self.stack;
+        std::thread::scope(|scope| {
+            let cut = |(host, survives): &(String, Survives)| {
+                let (host, survives) = (host.clone(), *survives);
+                scope.spawn(move || Ok(stack.machine(&host)?.power_cut(survives)?))
+            };
+            let cuts: Vec<_> = going.iter().map(cut).collect();
+            let ended = |cut: std::thread::ScopedJoinHandle<'_, Result<()>>| {
+                cut.join()
+                    .map_err(|_| anyhow::anyhow!("a power cut panicked"))?
+            };
+            cuts.into_iter().try_for_each(ended)
+        })?;
+        for (host, _) in going {
+            self.kill_daemon(&host);
+            let taps = "for tap in $(ls /sys/class/net | grep ^gw); do ip link delete $tap; done";
+            self.shell(&host, taps)?;
         }
         Ok(())
+    }
+
+    /// What a disk has written that nobody waited for: nothing every other time.
+    fn survives(&self) -> Survives {
+        match self.logs_kept {
+            kept if kept % 2 == 0 => Survives::Nothing,
+            kept => Survives::Some(kept.into()),
+        }
     }
 
     /// Gives a host its power back.
@@ -242,7 +258,7 @@ impl Site {
 
     fn rejoin(&self, host: &str) -> Result<()> {
         for directory in [HOST_STATE, "/etc/godwit"] {
-            self.shell(host, &format!("rm -rf {directory}/*"))?;
+            self.shell(host, &format!("find {directory} -mindepth 1 -delete"))?;
         }
         let number = self.hosts.iter().position(|one| one == host);
         let number = u8::try_from(number.context("no such host")?)?;
@@ -338,20 +354,19 @@ impl Site {
     /// Puts the old state of a host without power back.
     pub fn restore_host(&self, host: &str) -> Result<()> {
         ensure!(!self.is_on(host), "host {host} has power");
-        self.shell(host, &format!("rm -rf {HOST_STATE}"))?;
-        copy_tree(
-            &self.copies().join(host),
-            &self.stack.inside(host, HOST_STATE)?,
-        )
+        self.shell(host, &format!("find {HOST_STATE} -mindepth 1 -delete"))?;
+        let kept = self.copies().join(host);
+        copy_tree(&kept, &self.stack.inside(host, HOST_STATE)?)?;
+        self.shell(host, "sync")
     }
 
     /// Appends what a host's VM processes said to a file that stays.
     pub fn keep_logs(&mut self, host: &str) {
-        self.deaths += 1;
+        self.logs_kept += 1;
         let to = self
             .stack
             .dir()
-            .join(format!("{host}-vms-{}.log", self.deaths));
+            .join(format!("{host}-vms-{}.log", self.logs_kept));
         let script =
             "for log in /run/godwit/vms/*/vm-process.log; do echo \"== $log\"; cat $log; done";
         let said = self.stack.machine(host).ok().and_then(|machine| {
@@ -363,7 +378,10 @@ impl Site {
     }
 }
 
+/// Copies what is in a directory.
 fn copy_tree(from: &Path, to: &Path) -> Result<()> {
+    std::fs::create_dir_all(to)?;
+    let from = &from.join(".");
     let status = Command::new("cp")
         .arg("-a")
         .arg("--")
