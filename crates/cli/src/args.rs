@@ -413,13 +413,14 @@ pub enum VmCommand {
     },
     /// Settle a VM that is in doubt, or that several hosts hold
     #[command(
+        group(clap::ArgGroup::new("decision").required(true).args(["run_on", "give_up_on", "keep"])),
         after_help = "In doubt; only after you made sure that the other host is powered off:\n  godwit vm resolve web --run-on a --confirm-fenced b\n\nHeld by two hosts; the copy of every other host is ended, with its memory:\n  godwit vm resolve web --keep a"
     )]
     Resolve {
         /// The VM
         vm: VmName,
         /// The host that shall run it
-        #[arg(long, value_name = "HOST", required_unless_present_any = ["give_up_on", "keep"])]
+        #[arg(long, value_name = "HOST")]
         run_on: Option<HostName>,
         /// The host that shall give up what it has of it; the VM can then be started anew
         #[arg(long, value_name = "HOST", conflicts_with = "run_on")]
