@@ -15,7 +15,7 @@ fn vm(name: &str, state: VmState, more: serde_json::Value) -> VmView {
 
 fn host(more: serde_json::Value) -> HostView {
     let mut value = json!({
-        "name": "a", "version": "", "kernel": "", "qemu": "", "accelerator": "tcg", "machine_types": [],
+        "name": "a", "version": "", "kernel": "", "qemu": "", "accelerator": "tcg", "machine_types": [], "machine_aliases": {},
         "cpu_models": [], "encryption": true, "port_groups": {}, "migration_addresses": [],
         "agent_address": "127.0.0.1:1", "memory_total_mib": 1, "memory_free_mib": 1, "cpus": 1, "boot_id": "",
         "state": "connected", "vms": [], "last_seen_s": 0,
