@@ -92,6 +92,16 @@ site() {
         fi
         verdict site "$plant" "site simulator, $(grep -o '^seed [0-9]*' "$logs/site-$plant.log" | head -1)" $status
     done
+    site_case old-no-counts a_no_from_before_a_host_was_named_again_does_not_take_it_out
+    site_case old-answer-boots an_answer_that_is_older_than_what_the_host_knows_boots_nothing
+}
+
+site_case() {
+    local log="$logs/site-$1.log"
+    GODWIT_PLANT=$1 cargo test -q --release -p godwit-site --features planted-faults --target-dir target/plants \
+        --test plants -- "$2" --exact >"$log" 2>&1
+    ran_and_failed "$log"
+    verdict site "$1" "plants::$2" $?
 }
 
 wire_case() {

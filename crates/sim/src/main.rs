@@ -93,7 +93,7 @@ fn plant(_arguments: &mut Arguments, _word: Option<String>) -> Result<(), String
 #[cfg(feature = "planted-faults")]
 fn list_plants(site: bool) -> ExitCode {
     if site {
-        for plant in godwit_site::plant::Plant::ALL {
+        for plant in godwit_site::plant::Plant::by_simulator() {
             println!("{}", plant.name());
         }
         return ExitCode::SUCCESS;

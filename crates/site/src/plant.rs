@@ -50,6 +50,17 @@ plants! {
     FenceOutlivesHearing => "fence-outlives-hearing",
 }
 
+impl Plant {
+    /// Faults that a named test judges, since no seed of the simulator shows them.
+    pub const BY_TEST: &'static [Plant] = &[Plant::OldNoCounts, Plant::OldAnswerBoots];
+
+    /// Faults that the simulator judges.
+    pub fn by_simulator() -> impl Iterator<Item = Plant> {
+        let all = Self::ALL.iter().copied();
+        all.filter(|plant| !Self::BY_TEST.contains(plant))
+    }
+}
+
 /// Whether a fault is planted: the one that a build with planted faults was given.
 #[cfg(feature = "planted-faults")]
 pub(crate) fn is(planted: Option<Plant>, plant: Plant) -> bool {
