@@ -297,6 +297,10 @@ impl SourceDriver {
         if self.parts.prepare
             && let Err(halt) = self.wait_prepared(&epoch)
         {
+            let halt = match halt {
+                Halt::Lost(reason) => self.last_word(&epoch).unwrap_or(Halt::Lost(reason)),
+                halt => halt,
+            };
             return self.give_up(&mut epoch, halt);
         }
         if !planted("tracking-after-first-read")
@@ -348,6 +352,8 @@ impl SourceDriver {
                     self.end_heard = true;
                     ended = Some(Halt::Ended(reason));
                 }
+                // The agents' message overtakes the reason, which is still to come.
+                Err(Halt::Lost(reason)) if reason == PEER_GAVE_UP => {}
                 // The control channel has nothing more to say.
                 Err(Halt::Lost(_)) => break,
                 Err(halt) => return Some(halt),
