@@ -424,7 +424,7 @@ fn twice_note(name: &VmName, twice: &Twice) -> String {
         .first()
         .map_or("HOST", |copy| copy.host.as_str());
     format!(
-        "hosts {} hold it; the copy on {} is paused, with its memory. Decide which one goes on, the others are ended: godwit vm resolve {name} --keep {keep}",
+        "hosts {} hold it; if it runs on {}, it is paused there, with its memory. Decide which one goes on, the others are ended: godwit vm resolve {name} --keep {keep}",
         copies.join(" and "),
         paused.join(" and ")
     )
