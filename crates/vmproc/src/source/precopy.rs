@@ -149,9 +149,12 @@ impl SourceDriver {
     pub(super) fn full_speed(&mut self) {
         self.parts.throttle.release();
         self.convergence.released();
-        self.parts
-            .report
-            .update(|report| report.guest_speed_percent = 100);
+        self.parts.report.update(|report| {
+            // Of a migration that is over it is told how slow the guest was, not that it is no more.
+            if report.outcome.is_none() {
+                report.guest_speed_percent = 100;
+            }
+        });
     }
 
     /// Adds what was written since the last scan; says how long ago that was, s.
