@@ -44,8 +44,9 @@ const TICK: Duration = Duration::from_millis(5);
 const APPLIED_EVERY: Duration = Duration::from_millis(20);
 /// How long it waits for the source's first word, and for a lost link to be made again.
 const SOURCE_WAIT: Duration = Duration::from_secs(75);
-/// After so long without a first connection, and again and again, the source is asked whether it comes.
-const NOBODY_AFTER: Duration = Duration::from_secs(3);
+/// After so long without a first connection, and again and again, the source is asked whether it comes. A controller on a
+/// busy machine may need seconds between telling the two hosts.
+const NOBODY_AFTER: Duration = Duration::from_secs(10);
 /// A control channel on which the source says nothing for this long is lost; it pings once a second.
 const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 /// Most bytes kept of what came behind a barrier that is not reached; after that the source has to wait.
