@@ -7,7 +7,6 @@ use crate::app::{App, site_host, unreachable_host};
 use crate::error::{ControllerError, Outcome, refuse};
 use crate::placement::drain;
 use crate::reconcile;
-use crate::resolve;
 use crate::state::HostEntry;
 use crate::store::Joined;
 use crate::survey::{clear, refused};
@@ -242,11 +241,6 @@ pub async fn release_all(app: &App, host: &HostName) -> Outcome<()> {
         clear(app, &vm, BTreeSet::from([host.clone()])).await?;
     }
     Ok(())
-}
-
-/// A person says that a host is off.
-pub async fn fenced(app: &App, host: &HostName) -> Outcome<Done> {
-    resolve::fenced(app, host).await
 }
 
 /// A host that answers is not taken out of a migration; one that is gone for good ends it.

@@ -7,7 +7,7 @@ use crate::app::App;
 use crate::error::{Outcome, refuse};
 use crate::reconcile::refresh;
 use crate::survey::{clear, refused};
-use crate::vms::{Force, done, release, view};
+use crate::vms::{done, release, view};
 use godwit_rpc::AgentClient;
 use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest};
 use godwit_types::site::Claim;
@@ -140,8 +140,7 @@ pub async fn keep(app: &App, name: &VmName, request: &KeepRequest) -> Outcome<Do
 async fn end_copy(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
     tracing::warn!(vm = %name, %host, "a person has this copy of the VM ended");
     let agent = app.connected_agent(host)?;
-    let Force(force) = Force(true);
-    match agent.stop(name, &StopRequest { force }).await {
+    match agent.stop(name, &StopRequest { force: true }).await {
         Ok(_) => {}
         Err(error) if error.code() == ErrorCode::WrongState => {}
         Err(error) => return Err(ApiError::from(error).on_host(host)),

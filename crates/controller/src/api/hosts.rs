@@ -3,6 +3,7 @@
 use super::Shared;
 use crate::error::refuse;
 use crate::hosts;
+use crate::resolve;
 use axum::Json;
 use axum::extract::{RawQuery, State};
 use godwit_rpc::{ApiResult, JsonBody, PathParam};
@@ -55,7 +56,7 @@ pub async fn fenced(
     PathParam(name): PathParam<HostName>,
     JsonBody(Empty {}): JsonBody<Empty>,
 ) -> ApiResult<Done> {
-    Ok(Json(hosts::fenced(&app, &name).await?))
+    Ok(Json(resolve::fenced(&app, &name).await?))
 }
 
 /// Checks a host: kernel, QEMU, CPU and the rest, each with its remedy.
