@@ -4,18 +4,19 @@
 //! durable record answers. Refuses: to decide who may run a VM.
 
 use crate::boot::Boots;
+use crate::cancelled::Cancelled;
 use crate::check;
 use crate::config::{BootRule, HostConfig};
 use crate::evidence;
-use crate::launch::make_dir;
-use crate::life::Life;
+use crate::launch::{self, make_dir};
+use crate::life::{Life, phase_wants_process};
 use crate::link::Bursts;
 use crate::load::Readings;
 use crate::memory::{Memory, Promise};
 use crate::preflight;
 use crate::probe::{self, Probes};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
-use crate::records::Records;
+use crate::records::{Records, VMS_MAX, internal};
 use crate::removed::Removed;
 use crate::reports::Reports;
 use crate::site::Site;
@@ -33,6 +34,7 @@ use godwit_types::host_api::{
 use godwit_types::migration::PreflightReport;
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
@@ -69,6 +71,7 @@ pub(crate) struct Agent {
     pub boots: Boots,
     pub memory: Arc<Memory>,
     pub reports: Reports,
+    pub cancelled: Cancelled,
     pub removed: Removed,
 }
 
@@ -156,6 +159,20 @@ pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostChec
     }
 }
 
+/// What stands for the description of a VM that has none that can be read.
+fn unknown(name: &VmName) -> Reply<VmSpec> {
+    let text = format!("name = \"{name}\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/unknown\"\n");
+    VmSpec::from_toml(&text).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))
+}
+
+/// What a person does about a guest that lives although the record says that it is not here.
+fn denied_note(vm: &VmName, host: &HostName, pid: Option<i32>) -> String {
+    let pid = pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
+    format!(
+        "a QEMU of it{pid} lives on host {host}, though the record there says that the VM is not on that host: its state directory is an older copy; nothing is started in its place; 'godwit vm stop {vm} --force --host {host}' ends that guest"
+    )
+}
+
 impl Agent {
     pub(crate) fn host(&self) -> &HostName {
         &self.config.name
@@ -168,7 +185,7 @@ impl Agent {
             vm: vm.clone(),
             host: self.host().clone(),
             state_dir: text(self.config.vms_dir().join(vm.as_str())),
-            run_dir: text(self.config.run_dir.join("vms").join(vm.as_str())),
+            run_dir: text(self.run_dir(vm)),
             ram_dir: text(self.config.ram_dir()),
             qemu: text(self.config.qemu.clone()),
             qemu_uid: self.user.uid,
@@ -183,17 +200,54 @@ impl Agent {
         }
     }
 
+    /// What a reboot empties of a VM.
+    pub(crate) fn run_dir(&self, vm: &VmName) -> PathBuf {
+        self.config.run_dir.join("vms").join(vm.as_str())
+    }
+
+    /// Refuses to act on a VM's record behind the back of a VM process or a QEMU that lives, whatever the record says.
+    pub(crate) fn must_not_live(&self, vm: &VmName) -> Reply<()> {
+        match self.may_live(vm)? {
+            true => Err(evidence::alive(vm, self.host(), &self.run_dir(vm))),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether anything of the VM may live: by its run directory, and by what runs on its RAM files.
+    pub(crate) fn may_live(&self, vm: &VmName) -> Reply<bool> {
+        if evidence::may_live(&self.run_dir(vm)) {
+            return Ok(true);
+        }
+        let qemus = evidence::qemus(&self.config.ram_dir(), self.user.uid).map_err(internal)?;
+        Ok(qemus.contains(vm))
+    }
+
+    /// The VM's process, where one lives or may be needed, since its record alone is no evidence while something lives.
+    pub(crate) async fn living(self: &Arc<Self>, vm: &VmName) -> Reply<Option<Arc<Supervised>>> {
+        if let Some(found) = self.supervisor.find(vm).filter(|found| found.is_live()) {
+            return Ok(Some(found));
+        }
+        let (agent, name) = (Arc::clone(self), vm.clone());
+        let alive = blocking(move || Ok(agent.must_not_live(&name).err())).await?;
+        let Some(error) = alive else { return Ok(None) };
+        let found = self.supervised(vm);
+        match found.need(SOON).await {
+            Ok(()) => Ok(Some(found)),
+            Err(why) => {
+                tracing::error!(%vm, %why, "something of the VM lives and does not answer");
+                Err(error)
+            }
+        }
+    }
+
     pub(crate) fn supervised(&self, vm: &VmName) -> Arc<Supervised> {
         self.supervisor.supervise(self.vm_config(vm))
     }
 
     pub(crate) fn known(&self, vm: &VmName) -> Reply<Arc<Supervised>> {
-        if self.records.spec(vm)?.is_none() && self.supervisor.find(vm).is_none() {
-            let message = format!(
-                "host '{}' has no VM '{vm}': see 'godwit vm list'",
-                self.host()
-            );
-            return Err(ApiError::new(ErrorCode::UnknownVm, message));
+        // One whose description cannot be read is known, and its process may still be asked.
+        if matches!(self.records.spec(vm), Ok(None)) && self.supervisor.find(vm).is_none() {
+            return Err(self.unknown_vm(vm));
         }
         Ok(self.supervised(vm))
     }
@@ -206,10 +260,10 @@ impl Agent {
     pub(crate) fn info(&self) -> HostInfo {
         let nothing = QemuFacts::default();
         let qemu = self.qemu.as_ref().unwrap_or(&nothing);
-        let (instance, site, may_be_alone) = self.site.with(|site| {
-            let instance = site.instance().clone();
-            (instance, site.heard(), site.may_be_configured_alone())
-        });
+        let site = self.site.heard();
+        let (instance, may_be_alone) = self
+            .site
+            .with(|site| (site.instance().clone(), site.may_be_configured_alone()));
         HostInfo {
             name: self.host().clone(),
             version: env!("CARGO_PKG_VERSION").into(),
@@ -230,6 +284,7 @@ impl Agent {
             instance,
             site,
             boot_alone_ignored: self.config.boot == BootRule::Alone && !may_be_alone,
+            unread: self.records.all_unread(),
         }
     }
 
@@ -263,17 +318,67 @@ impl Agent {
             && let Ok(VmAnswer::Status(status)) = vm.ask(&VmRequest::Status, READ).await
         {
             let mut vm = status.vm;
-            self.boots.show(&mut vm);
+            self.boots.show(&mut vm, self.host(), &self.log_of(name));
             return Ok(vm);
         }
         let (agent, name, life) = (self.clone(), name.clone(), vm.life());
         blocking(move || agent.read_vm(&name, &life)).await
     }
 
+    /// Where the log of a VM's process is.
+    fn log_of(&self, vm: &VmName) -> String {
+        let log = self.run_dir(vm).join(launch::LOG_FILE);
+        log.display().to_string()
+    }
+
     fn read_vm(&self, name: &VmName, life: &Life) -> Reply<HostVm> {
-        let mut vm = self.records.host_vm(name, life)?;
-        self.boots.show(&mut vm);
+        let mut vm = match self.records.spec(name) {
+            Ok(None) => self.undescribed(name)?,
+            Ok(Some(spec)) => self.records.host_vm(name, spec, life)?,
+            Err(error) => {
+                let mut vm = self.records.host_vm(name, unknown(name)?, life)?;
+                vm.note = Some(error.message);
+                vm
+            }
+        };
+        self.boots.show(&mut vm, self.host(), &self.log_of(name));
+        if self.is_denied_by_its_record(name)? {
+            let run_dir = self.run_dir(name);
+            vm.state = VmState::Unreachable;
+            vm.qemu_pid = evidence::qemu_pid(&run_dir);
+            vm.note = Some(denied_note(name, self.host(), vm.qemu_pid));
+        }
         Ok(vm)
+    }
+
+    /// Whether the VM's QEMU may live although its record says that nothing of the VM is here: the state directory is an
+    /// older copy.
+    pub(crate) fn is_denied_by_its_record(&self, name: &VmName) -> Reply<bool> {
+        let record = self.records.read(name)?;
+        let is_here = record.may_hold() || phase_wants_process(&record.phase);
+        Ok(!is_here && evidence::qemu_may_live(&self.run_dir(name)))
+    }
+
+    /// A VM without a description, of which something may live.
+    fn undescribed(&self, name: &VmName) -> Reply<HostVm> {
+        if !self.may_live(name)? {
+            return Err(self.unknown_vm(name));
+        }
+        let mut vm = self.records.host_vm(name, unknown(name)?, &Life::Idle)?;
+        vm.state = VmState::Unreachable;
+        vm.note = Some(format!(
+            "something of it lives in {}, and its description is gone: was the state directory put back?",
+            self.run_dir(name).display()
+        ));
+        Ok(vm)
+    }
+
+    fn unknown_vm(&self, name: &VmName) -> ApiError {
+        let message = format!(
+            "host '{}' has no VM '{name}': see 'godwit vm list'",
+            self.host()
+        );
+        ApiError::new(ErrorCode::UnknownVm, message)
     }
 
     /// Has the VM's process do something.
@@ -325,8 +430,12 @@ impl Agent {
             .await?
         {
             VmAnswer::IncomingReady(ready) => {
-                self.remember_boot(&name);
-                Ok(ready)
+                let agent = Arc::clone(self);
+                blocking(move || {
+                    agent.remember_boot(&name);
+                    Ok(ready)
+                })
+                .await
             }
             _ => Err(unexpected(&name)),
         }
@@ -334,16 +443,17 @@ impl Agent {
 
     /// Takes a message of another host about who may run a VM; gives the replies.
     pub(crate) async fn peer(
-        &self,
+        self: &Arc<Self>,
         name: &VmName,
         from: HostName,
         message: serde_json::Value,
     ) -> Reply<Vec<serde_json::Value>> {
-        let live = self.supervisor.find(name);
-        let needs_process = live.is_some() && self.records.needs_process(name);
-        if let Some(vm) = live
-            && (needs_process || matches!(vm.life(), Life::Live { .. }))
-        {
+        let known = self.supervisor.find(name);
+        let mut asked = known.filter(|_| self.records.needs_process(name));
+        if asked.is_none() {
+            asked = self.living(name).await?;
+        }
+        if let Some(vm) = asked {
             vm.need(NEED).await?;
             let request = VmRequest::Peer { from, message };
             return match vm.ask(&request, ACT).await? {
@@ -442,13 +552,8 @@ impl Agent {
     }
 
     fn spec(&self, name: &VmName) -> Reply<VmSpec> {
-        let unknown = || {
-            ApiError::new(
-                ErrorCode::UnknownVm,
-                format!("host '{}' has no VM '{name}'", self.host()),
-            )
-        };
-        self.records.spec(name)?.ok_or_else(unknown)
+        let spec = self.records.spec(name)?;
+        spec.ok_or_else(|| self.unknown_vm(name))
     }
 
     /// The guest's console.
@@ -460,13 +565,32 @@ impl Agent {
         }
     }
 
-    /// Begins the supervision of every VM that this host knows.
+    /// Begins the supervision of every VM that this host knows, and of every one of which something lives: its state
+    /// directory may be an older copy that knows nothing of it.
     pub(crate) fn take_up(self: &Arc<Self>) -> std::io::Result<()> {
-        make_dir(&self.config.run_dir.join("vms"), 0o711)?;
-        let names = self.records.names();
-        self.reports.take_up(&names);
-        for name in names {
-            self.supervised(&name);
+        let run_dirs = self.config.run_dir.join("vms");
+        make_dir(&run_dirs, 0o711)?;
+        let mut names: BTreeSet<_> = self.records.names()?.into_iter().collect();
+        let living = evidence::living(&run_dirs, &self.config.ram_dir(), self.user.uid)?;
+        for name in living.iter().filter(|name| !names.contains(*name)) {
+            tracing::error!(vm = %name, "something of a VM lives that no record tells of");
+        }
+        names.extend(living.iter().cloned());
+        if names.len() > VMS_MAX {
+            let message = format!(
+                "{} and {} tell of more than {VMS_MAX} VMs: see what made so many directories",
+                self.config.vms_dir().display(),
+                run_dirs.display()
+            );
+            return Err(std::io::Error::other(message));
+        }
+        self.reports.take_up(&Vec::from_iter(names.iter().cloned()));
+        for name in &names {
+            let vm = self.supervised(name);
+            if living.contains(name) {
+                // Only a VM process finds out what lives, and tells of it.
+                vm.want();
+            }
         }
         Ok(())
     }
@@ -478,7 +602,7 @@ impl Agent {
     ) -> Reply<Option<Promise>> {
         let (agent, vm) = (self.clone(), vm.clone());
         blocking(move || {
-            if evidence::may_live(vm.run_dir()) {
+            if evidence::qemu_may_live(vm.run_dir()) {
                 return Ok(None);
             }
             let spec = agent.spec(&vm.config().vm)?;

@@ -4,7 +4,7 @@
 //! path's.
 
 use crate::agent::Agent;
-use crate::agent::check_host;
+use crate::agent::{blocking, check_host};
 use crate::probe::parse_nonce;
 use crate::site;
 use axum::extract::State;
@@ -228,14 +228,15 @@ async fn cancel(
     PathParam(id): PathParam<MigrationId>,
     JsonBody(request): JsonBody<CancelRequest>,
 ) -> ApiResult<Done> {
-    reply(agent.cancel(&id, request.reason).await)
+    reply(agent.cancel(&id, request).await)
 }
 
 async fn revoked(State(agent): Shared, JsonBody(revoked): JsonBody<Revoked>) -> ApiResult<Done> {
     agent.revocations.extend(revoked.serials);
-    agent.records.remember_revoked(&agent.revocations.all())?;
-    let message = format!("{} certificates are revoked", agent.revocations.all().len());
-    reply(Ok(Done { message }))
+    let all = agent.revocations.all();
+    let message = format!("{} certificates are revoked", all.len());
+    let written = blocking(move || agent.records.remember_revoked(&all)).await;
+    reply(written.map(|()| Done { message }))
 }
 
 async fn removed_hosts(

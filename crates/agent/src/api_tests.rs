@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::boot::{Asker, Boots, Stopping};
+use crate::cancelled::Cancelled;
 use crate::memory::Memory;
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFactsError;
@@ -76,6 +77,7 @@ impl Served {
                 Box::new(move |_| available_mib << 20),
             ),
             reports: Reports::new(records.clone()),
+            cancelled: Cancelled::open(&host.config.state_dir),
             removed: Default::default(),
             config: host.config.clone(),
             system: System::default(),
@@ -346,12 +348,19 @@ async fn reports_of_ended_migrations_are_shown_without_any_vm_process() {
 }
 
 pub(crate) fn ended(id: &MigrationId) -> MigrationReport {
-    use godwit_types::migration::{AgentAddress, Cipher, MigrationSecret, Outcome, Side};
+    use godwit_types::migration::{Outcome, Side};
+    let mut report = MigrationReport::begun(&migration(id), Side::Source, 64, 1);
+    report.outcome = Some(Outcome::Completed);
+    report
+}
+
+fn migration(id: &MigrationId) -> MigrationSpec {
+    use godwit_types::migration::{AgentAddress, Cipher, MigrationSecret};
     let address = |name| AgentAddress {
         host: host_name(name),
         address: "127.0.0.1:1".parse().unwrap(),
     };
-    let spec = MigrationSpec {
+    MigrationSpec {
         id: id.clone(),
         vm: vm("web"),
         generation: Generation(2),
@@ -370,8 +379,45 @@ pub(crate) fn ended(id: &MigrationId) -> MigrationReport {
         prediction: None,
         source_addresses: vec![],
         destination_addresses: vec![],
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cancel_that_comes_before_its_migration_keeps_it_from_beginning() {
+    let served = Served::new().await;
+    served.host.hold("web", Power::On);
+    served.agent.take_up().unwrap();
+    let id = |text: &str| MigrationId::new(text).unwrap();
+    let cancel = |name: &str| CancelRequest {
+        reason: None,
+        vm: Some(vm(name)),
     };
-    let mut report = MigrationReport::begun(&spec, Side::Source, 64, 1);
-    report.outcome = Some(Outcome::Completed);
-    report
+    let unknown = CancelRequest::default();
+    assert_eq!(
+        served
+            .agent
+            .cancel(&id("m1"), unknown)
+            .await
+            .unwrap_err()
+            .code,
+        ErrorCode::UnknownMigration
+    );
+    for (text, name) in [("m1", "web"), ("m2", "new")] {
+        served.agent.cancel(&id(text), cancel(name)).await.unwrap();
+    }
+    let refused = served.agent.migrate(migration(&id("m1"))).await;
+    assert_eq!(refused.unwrap_err().code, ErrorCode::WrongState);
+    let incoming = PrepareIncoming {
+        spec: spec("new"),
+        accelerator: godwit_types::vm::Accelerator::Tcg,
+        migration: migration(&id("m2")),
+    };
+    let refused = served.agent.prepare_incoming(incoming).await;
+    assert_eq!(refused.unwrap_err().code, ErrorCode::WrongState);
+    served.agent.migrate(migration(&id("m3"))).await.unwrap();
+    served.agent.cancel(&id("m3"), cancel("web")).await.unwrap();
+    let heard = std::fs::read_to_string(served.host.run_dir("web").join(HEARD)).unwrap();
+    assert_eq!(heard, "migrate m3\ncancel m3\n", "no other one came so far");
+    assert!(served.agent.supervisor.find(&vm("new")).is_none());
+    served.end("web");
 }

@@ -8,13 +8,15 @@ use crate::agent::{ACT, Agent, NEED, READ, Reply, blocking, unexpected};
 use crate::boot_cases::{Cases, Down, Step};
 use crate::config::BootRule;
 use crate::evidence;
+use crate::keeping::changed;
 use crate::supervisor::Supervised;
 use godwit_rpc::pki::Holder;
 use godwit_rpc::{Admission, AgentClient, Client, ControllerClient, Identity, Role};
+use godwit_site::HostSite;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::site::{SiteAnswer, SiteHost, SiteQuestion};
 use godwit_types::vm::VmState;
-use godwit_types::{ApiError, ErrorCode, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::net::SocketAddr;
@@ -28,8 +30,10 @@ use tokio::task::JoinSet;
 pub(crate) const AT_ONCE: usize = 4;
 /// Between two looks at what has died.
 const LOOK_EACH: Duration = Duration::from_secs(1);
-/// Longest wait for an answer of the site.
+/// Longest wait for a host's answer.
 const ASK_WAIT: Duration = Duration::from_secs(2);
+/// Longest wait for the controller's: it may have to ask first whether another life of this host answers.
+const ASK_CONTROLLER_WAIT: Duration = Duration::from_secs(6);
 /// Longest wait for the word whether this host shuts down.
 const STOPPING_WAIT: Duration = Duration::from_secs(2);
 /// Until that is asked again.
@@ -40,6 +44,15 @@ const STOPPING_PAUSE: Duration = Duration::from_secs(5);
 pub(crate) enum Whom {
     Controller,
     Host(SiteHost),
+}
+
+impl Whom {
+    fn patience(&self) -> Duration {
+        match self {
+            Self::Controller => ASK_CONTROLLER_WAIT,
+            Self::Host(_) => ASK_WAIT,
+        }
+    }
 }
 
 type Later<T> = Pin<Box<dyn Future<Output = T> + Send>>;
@@ -81,8 +94,8 @@ impl Boots {
     }
 
     /// Shows in a list how far the VM has come.
-    pub(crate) fn show(&self, vm: &mut HostVm) {
-        self.cases().show(vm, Instant::now());
+    pub(crate) fn show(&self, vm: &mut HostVm, host: &HostName, log: &str) {
+        self.cases().show(vm, Instant::now(), host, log);
     }
 }
 
@@ -200,7 +213,7 @@ impl Agent {
     fn suspects(&self) -> Vec<(Arc<Supervised>, Down)> {
         let names = self.supervisor.names();
         let all = names.iter().filter_map(|name| self.supervisor.find(name));
-        all.filter(|vm| !evidence::may_live(vm.run_dir()))
+        all.filter(|vm| !evidence::qemu_may_live(vm.run_dir()))
             .filter_map(|vm| {
                 let name = &vm.config().vm;
                 let (generation, crashed) = self.records.should_run(name, &self.boot_id)?;
@@ -229,19 +242,19 @@ impl Agent {
         for whom in all {
             let asking = (self.boots.asker)(whom.clone(), question.clone());
             answers.spawn(async move {
-                let answer = tokio::time::timeout(ASK_WAIT, asking).await.ok()?.ok()?;
-                is_from(&answer, &whom).then_some(answer)
+                let answer = tokio::time::timeout(whom.patience(), asking).await;
+                let answer = answer.ok().and_then(Result::ok);
+                (answer.filter(|answer| is_from(answer, &whom)), whom)
             });
         }
-        let mut is_first = true;
+        // What was answered an earlier time does not count.
+        self.site.with(HostSite::forget_answers);
         while let Some(answer) = answers.join_next().await {
-            let Ok(Some(answer)) = answer else { continue };
-            self.site.with(|site| {
-                if std::mem::take(&mut is_first) {
-                    site.forget_answers();
-                }
-                site.hear(answer);
-            });
+            match answer {
+                Ok((Some(answer), _)) => self.site.with(|site| site.hear(answer)),
+                Ok((None, Whom::Controller)) => self.site.with(HostSite::no_controller),
+                Ok((None, Whom::Host(_))) | Err(_) => continue,
+            }
             self.settle();
         }
     }
@@ -283,7 +296,7 @@ impl Agent {
             }
             Err(error) => {
                 tracing::error!(vm = %name, %error, "cannot boot the VM");
-                let why = error.to_string();
+                let why = format!("it could not be booted: {error}");
                 self.boots.cases().failed(name, &why, Instant::now());
             }
         }
@@ -291,6 +304,11 @@ impl Agent {
 
     async fn boot_now(self: &Arc<Self>, name: &VmName) -> Reply<()> {
         let vm = self.known(name)?;
+        let judged = self.boots.cases().generation(name);
+        let held = self.records.should_run(name, &self.boot_id);
+        if held.map(|(generation, _)| generation) != judged {
+            return Err(changed(name, self.host()));
+        }
         let promise = self.promise_memory(&vm).await?;
         vm.need(NEED).await?;
         match vm.ask(&VmRequest::Boot, ACT).await? {
@@ -308,13 +326,16 @@ impl Agent {
 
     /// A controller that is in charge knows another holder: the VM is off here, then forgotten.
     async fn give_way(self: Arc<Self>, name: &VmName) {
-        match self.delete_vm(name).await {
-            Ok(_) => {
+        let Some(judged) = self.boots.cases().generation(name) else {
+            return;
+        };
+        match self.give_up(name, judged).await {
+            Ok(()) => {
                 tracing::warn!(vm = %name, "another host holds the VM: its record here gave way")
             }
             Err(error) => {
                 tracing::error!(vm = %name, %error, "the VM's record cannot give way");
-                let why = error.to_string();
+                let why = format!("its record on this host could not give way: {error}");
                 self.boots.cases().failed(name, &why, Instant::now());
             }
         }

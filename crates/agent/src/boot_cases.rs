@@ -7,7 +7,7 @@ use crate::backoff::Backoff;
 use godwit_site::Judged;
 use godwit_types::host_api::HostVm;
 use godwit_types::vm::{OnCrash, VmState};
-use godwit_types::{Generation, VmName};
+use godwit_types::{Generation, HostName, VmName};
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
 
@@ -104,6 +104,11 @@ impl Cases {
         (fresh, over)
     }
 
+    /// Under which generation the VM was held when it was found without a guest: that was asked about, and judged.
+    pub(crate) fn generation(&self, vm: &VmName) -> Option<Generation> {
+        self.cases.get(vm).map(|case| case.down.generation)
+    }
+
     fn begin(&mut self, vm: &VmName, down: Down, now: Instant) -> Case {
         let restarts = self.restarts.entry(vm.clone()).or_default();
         restarts.retain(|at| now.saturating_duration_since(*at) < RESTARTS_WITHIN);
@@ -113,7 +118,7 @@ impl Cases {
                 "its QEMU died and on_crash = \"stay\" is set: start it with 'godwit vm start {vm}'"
             )),
             OnCrash::Restart if restarts.len() >= RESTARTS_MAX => Some(format!(
-                "its QEMU died {} times within {} minutes, it is not booted again: see its log, then 'godwit vm start {vm}'",
+                "its QEMU died {} times within {} minutes, it is not booted again: find out why, then run 'godwit vm start {vm}'",
                 RESTARTS_MAX + 1,
                 RESTARTS_WITHIN.as_secs() / 60
             )),
@@ -200,7 +205,7 @@ impl Cases {
         case.stage = Stage::Waits;
         case.not_before = now.checked_add(wait);
         case.note = format!(
-            "it could not be booted: {why} ({} times in a row); next attempt in {wait:?}",
+            "{why} ({} times in a row); next attempt in {wait:?}",
             case.failures.failures()
         );
     }
@@ -228,8 +233,8 @@ impl Cases {
         self.restarts.remove(vm);
     }
 
-    /// Shows how far a VM has come.
-    pub(crate) fn show(&self, vm: &mut HostVm, now: Instant) {
+    /// Shows how far a VM has come on `host`, and where it is to be read what happened: `log`.
+    pub(crate) fn show(&self, vm: &mut HostVm, now: Instant, host: &HostName, log: &str) {
         let Some(case) = self.cases.get(&vm.spec.name) else {
             return;
         };
@@ -238,11 +243,22 @@ impl Cases {
         }
         vm.state = VmState::Crashed;
         let waited = now.saturating_duration_since(case.since).as_secs();
+        let note = named(&case.note, host);
         vm.note = Some(match case.stage {
-            Stage::Waits => format!("{} (since {waited} s)", case.note),
-            Stage::Never | Stage::Busy | Stage::Stays => case.note.clone(),
+            Stage::Waits => format!("{note} (since {waited} s)"),
+            Stage::Stays => format!("{note} (its log: {log} on host {host})"),
+            Stage::Never | Stage::Busy => note,
         });
     }
+}
+
+/// The same of a host that is named: lists of the controller show these words, too, where "here" is another place.
+fn named(note: &str, host: &HostName) -> String {
+    note.replace("this host's", &format!("host {host}'s"))
+        .replace("this host", &format!("host {host}"))
+        .replace("boot-alone' here", &format!("boot-alone' on host {host}"))
+        .replace("not booted here", &format!("not booted on host {host}"))
+        .replace("its record here", &format!("its record on host {host}"))
 }
 
 impl Case {

@@ -110,3 +110,47 @@ fn the_site_is_asked_each_two_seconds_while_something_waits_and_not_else() {
     assert_eq!(over, [vm("web")]);
     assert!(!cases.is_due(after(now, 100)));
 }
+
+fn shown(cases: &Cases, now: Instant) -> String {
+    let mut vm: HostVm = serde_json::from_value(serde_json::json!({
+        "spec": crate::test_support::spec("web"), "state": "crashed", "generation": 1, "claim": { "claim": "no" },
+    }))
+    .unwrap();
+    let host = HostName::new("b").unwrap();
+    cases.show(&mut vm, now, &host, "/run/web/vm-process.log");
+    vm.note.unwrap()
+}
+
+#[test]
+fn what_is_shown_of_a_vm_that_waits_names_its_host_wherever_it_is_read() {
+    let begin = Instant::now();
+    let mut cases = Cases::default();
+    let asks = || {
+        let why = "this host asks the controller; run 'godwit host boot-alone' here";
+        Judged::Wait(why.into())
+    };
+    cases.found(&web(CRASHED), begin);
+    assert_eq!(cases.judged(&vm("web"), asks()), None);
+    let note = shown(&cases, begin);
+    assert!(
+        note.contains("'godwit host boot-alone' on host b"),
+        "{note}"
+    );
+    assert!(
+        !note.contains("here") && !note.contains("this host"),
+        "{note}"
+    );
+}
+
+#[test]
+fn a_vm_that_stays_down_says_where_its_log_is() {
+    let begin = Instant::now();
+    let mut cases = Cases::default();
+    let stays = Down {
+        on_crash: OnCrash::Stay,
+        ..CRASHED
+    };
+    cases.found(&web(stays), begin);
+    let note = shown(&cases, begin);
+    assert!(note.contains("/run/web/vm-process.log on host b"), "{note}");
+}

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::api::tests::{Served, host_name};
-use crate::test_support::{BOOT_FAILS, BOOT_WAITS, BOOTED, TestHost, vm};
+use crate::test_support::{BOOT_FAILS, BOOT_WAITS, BOOTED, REVIVES, TestHost, vm};
 use godwit_ownership::{Phase, Power};
 use godwit_types::site::{SiteTable, SiteVm, Stamp, Standing};
 use godwit_types::vm::VmState;
@@ -15,6 +15,7 @@ fn neighbour(name: &str) -> SiteHost {
         address: "127.0.0.1:9".parse().unwrap(),
         serial: "1".into(),
         counter: 1,
+        machine_id: String::new(),
     }
 }
 
@@ -37,7 +38,7 @@ fn said_by(from: Option<&str>) -> SiteAnswer {
         in_charge: from.is_none(),
         stamp: Stamp::default(),
         vms: BTreeMap::new(),
-        records: vec![],
+        ..SiteAnswer::default()
     }
 }
 
@@ -181,6 +182,10 @@ fn held_by(holder: &str) -> SiteAnswer {
     };
     let mut answer = said_by(None);
     answer.vms.insert(vm("web"), row);
+    answer.stamp = Stamp {
+        epoch: 1,
+        number: 9,
+    };
     answer
 }
 
@@ -188,7 +193,9 @@ fn held_by(holder: &str) -> SiteAnswer {
 async fn an_old_record_gives_way_to_the_holder_that_the_controller_knows() {
     let host = of_two();
     host.crash("web", false);
-    let served = served(host, answers(Some(held_by("b")), None), false).await;
+    let mut answer = held_by("b");
+    answer.given_on.insert(vm("web"));
+    let served = served(host, answers(Some(answer), None), false).await;
     served.agent.boot_round().await;
     let deadline = Instant::now() + Duration::from_secs(60);
     let phase = || served.host.records().record(&vm("web")).unwrap().phase;
@@ -214,7 +221,7 @@ async fn a_host_that_knows_another_holder_keeps_the_vm_from_booting() {
         shown
             .note
             .unwrap()
-            .contains("it is not booted here: host b holds it")
+            .contains("it is not booted on host a: host b holds it")
     );
     assert!(
         shown.claim.held().is_some(),
@@ -307,6 +314,12 @@ async fn a_person_starts_a_vm_without_asking_anybody() {
 async fn booting_alone_by_configuration_counts_only_without_a_second_host() {
     let alone = "boot = \"alone\"";
     let host = TestHost::new().with(alone);
+    // Its table is older than its VM: without one it would not know that it has no neighbours.
+    godwit_store::save_json(
+        &host.config.state_dir.join("site.json"),
+        &SiteTable::default(),
+    )
+    .unwrap();
     host.crash("web", false);
     let first = served(host, nobody(), false).await;
     assert!(!first.local().host().await.unwrap().boot_alone_ignored);
@@ -328,6 +341,11 @@ async fn a_crashed_vm_is_deleted_and_not_booted_meanwhile() {
     host.crash("web", true);
     let served = served(host, nobody(), false).await;
     served.agent.boot_round().await;
+    let revives = served.host.run_dir("web").join(REVIVES);
+    std::fs::write(&revives, "").unwrap();
+    let refused = served.controller().delete_vm(&vm("web")).await.unwrap_err();
+    assert!(refused.to_string().contains("look again"), "{refused}");
+    std::fs::remove_file(revives).unwrap();
     served.controller().delete_vm(&vm("web")).await.unwrap();
     let record = served.host.records().record(&vm("web")).unwrap();
     assert_eq!(record.phase, Phase::Absent);

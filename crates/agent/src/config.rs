@@ -3,6 +3,7 @@
 //! Read once at start and owned by whoever read it. Refuses: unknown keys, ports that make no range, relative
 //! paths, a host that names neither migration addresses nor interfaces, and both at once.
 
+use godwit_store::read_text;
 use godwit_types::vm::Accelerator;
 use godwit_types::{HostName, PortGroup};
 use serde::Deserialize;
@@ -14,6 +15,9 @@ use std::path::{Path, PathBuf};
 pub const CONFIG_PATH: &str = "/etc/godwit/host.toml";
 /// Where agents listen unless said otherwise.
 pub const LISTEN_PORT: u16 = 8472;
+
+/// Longest configuration, in bytes.
+const CONFIG_MAX: u64 = 1 << 20;
 
 /// Why a configuration was refused.
 #[derive(Debug, thiserror::Error)]
@@ -157,7 +161,10 @@ impl TryFrom<String> for PortRange {
 impl HostConfig {
     /// Reads and checks the file at `path`.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+        let read = read_text(path, CONFIG_MAX).and_then(|text| {
+            text.ok_or_else(|| std::io::Error::from(std::io::ErrorKind::NotFound))
+        });
+        let text = read.map_err(|source| ConfigError::Read {
             path: path.into(),
             source,
         })?;

@@ -4,13 +4,19 @@
 //! a guest.
 
 use crate::agent::{ACT, Agent, NEED, READ, Reply, TOOLS, blocking, done, unexpected};
-use crate::evidence;
 use crate::supervisor::{HoldOff, Supervised};
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{PutVm, VmAnswer, VmRequest};
 use godwit_types::vm::VmState;
-use godwit_types::{ApiError, ErrorCode, VmName};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
 use std::sync::Arc;
+
+/// What was decided for a VM does not hold for what it is now.
+pub(crate) fn changed(vm: &VmName, host: &HostName) -> ApiError {
+    let message =
+        format!("VM '{vm}' on host '{host}' has changed since it was looked at: ask again");
+    ApiError::new(ErrorCode::WrongState, message).on_host(host)
+}
 
 impl Agent {
     /// Makes a VM known, or updates a stopped one.
@@ -24,6 +30,8 @@ impl Agent {
         let held = self.release(&vm).await?;
         let agent = self.clone();
         blocking(move || {
+            agent.must_not_live(&request.spec.name)?;
+            agent.reports.settle_last(&request.spec.name);
             agent.records.put(&request)?;
             match request.expect {
                 Some(_) => agent.site.granted(&request.spec.name, request.generation),
@@ -41,10 +49,40 @@ impl Agent {
     /// Forgets a stopped VM. One whose QEMU died is powered off first.
     pub(crate) async fn delete_vm(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
         let vm = self.known(name)?;
-        self.power_off_the_dead(&vm).await?;
-        let held = self.release(&vm).await?;
-        let (records, vm_name) = (self.records.clone(), name.clone());
-        blocking(move || records.delete(&vm_name)).await?;
+        let seen = self.held(name).await?;
+        self.delete_seen(&vm, seen).await
+    }
+
+    /// Forgets a VM that another host holds by a newer word, if it is still held here as it was when that was heard.
+    pub(crate) async fn give_up(self: &Arc<Self>, name: &VmName, judged: Generation) -> Reply<()> {
+        let vm = self.known(name)?;
+        if self.held(name).await? != Some(judged) {
+            return Err(changed(name, self.host()));
+        }
+        self.delete_seen(&vm, Some(judged)).await.map(drop)
+    }
+
+    /// Under which generation this host holds the VM by its record.
+    async fn held(self: &Arc<Self>, name: &VmName) -> Reply<Option<Generation>> {
+        let (agent, name) = (Arc::clone(self), name.clone());
+        blocking(move || Ok(agent.records.read(&name)?.may_run())).await
+    }
+
+    /// Forgets a VM that was seen to be held under this generation, or not at all: what came since stays.
+    async fn delete_seen(
+        self: &Arc<Self>,
+        vm: &Arc<Supervised>,
+        seen: Option<Generation>,
+    ) -> Reply<Done> {
+        let name = &vm.config().vm;
+        self.power_off_the_dead(vm, seen).await?;
+        let held = self.release(vm).await?;
+        let (agent, vm_name) = (Arc::clone(self), name.clone());
+        blocking(move || {
+            agent.must_not_live(&vm_name)?;
+            agent.records.delete(&vm_name, seen)
+        })
+        .await?;
         self.supervisor.forget(name);
         drop(held);
         self.no_boot_wanted(name);
@@ -56,8 +94,13 @@ impl Agent {
     }
 
     /// A VM that should run and has no guest is off from now on.
-    async fn power_off_the_dead(&self, vm: &Supervised) -> Reply<()> {
-        if !self.records.needs_process(&vm.config().vm) {
+    async fn power_off_the_dead(
+        self: &Arc<Self>,
+        vm: &Supervised,
+        seen: Option<Generation>,
+    ) -> Reply<()> {
+        let name = &vm.config().vm;
+        if !self.records.needs_process(name) && self.living(name).await?.is_none() {
             return Ok(());
         }
         vm.need(NEED).await?;
@@ -65,17 +108,20 @@ impl Agent {
             VmAnswer::Status(status) => status.vm.state == VmState::Crashed,
             _ => return Err(unexpected(&vm.config().vm)),
         };
-        if crashed {
-            vm.ask(&VmRequest::Stop { force: true }, ACT).await?;
+        if let Some(generation) = seen.filter(|_| crashed) {
+            // Between the look and this its QEMU may have been started anew, which the VM process alone can tell.
+            vm.ask(&VmRequest::PowerOffDead { generation }, ACT).await?;
         }
         Ok(())
     }
 
     /// Ends the VM process of a VM that has no guest, so that its record may be written here; none is started before the
     /// guard is dropped.
-    async fn release(&self, vm: &Arc<Supervised>) -> Reply<HoldOff> {
+    async fn release(self: &Arc<Self>, vm: &Arc<Supervised>) -> Reply<HoldOff> {
+        // One that lives and was not found yet is found first: none is started once that is held off.
+        let found = self.living(&vm.config().vm).await?;
         let held = vm.hold_off();
-        if !vm.is_live() {
+        if found.is_none() {
             return Ok(held);
         }
         let VmAnswer::Status(status) = vm.ask(&VmRequest::Status, READ).await? else {
@@ -106,11 +152,12 @@ impl Agent {
         let held = vm.hold_off();
         let (agent, name) = (self.clone(), name.clone());
         let kept = blocking(move || {
-            if evidence::may_live(vm.run_dir()) {
+            if agent.may_live(&name)? {
                 let message = format!(
-                    "VM '{name}' may have a QEMU on host '{}', which nobody could stop without its record: end that process first (its number is in {}/qemu.json)",
+                    "VM '{name}' may have a QEMU or a VM process on host '{}', which nobody could stop without its record: end those processes first (QEMU's number is in {}/qemu.json, and its command line names {}/{name}.NUMBER)",
                     agent.host(),
-                    vm.run_dir().display()
+                    vm.run_dir().display(),
+                    agent.config.ram_dir().display()
                 );
                 return Err(ApiError::new(ErrorCode::WrongState, message));
             }

@@ -3,6 +3,7 @@
 //! The process belongs to nobody afterwards: it makes a session of its own and outlives this agent. While the agent
 //! lives it is reaped here. Refuses: nothing; what fails is said.
 
+use godwit_store::read_regular;
 use godwit_types::host_api::VmProcessConfig;
 use std::ffi::OsString;
 use std::fs::OpenOptions;
@@ -97,7 +98,7 @@ fn open_log(path: &Path) -> io::Result<std::fs::File> {
 
 /// The last line of a VM process's log, for the note that people see.
 pub fn last_log_line(run_dir: &Path) -> Option<String> {
-    let text = std::fs::read(run_dir.join(LOG_FILE)).ok()?;
+    let text = read_regular(&run_dir.join(LOG_FILE), LOG_LEN_MAX).ok()??;
     let text = String::from_utf8_lossy(&text);
     let line = text.lines().rev().find(|line| !line.trim().is_empty())?;
     Some(line.chars().take(300).collect())

@@ -2,13 +2,15 @@
 //!
 //! A guest's RAM file grows as the guest touches its memory, so what is free is what the files may still grow by less.
 //! The files of living guests are measured; a guest that is being launched has no file yet and is written down here for
-//! that time. Refuses: to promise what is promised already.
+//! that time. Refuses: to promise what is promised already, or anything while the files cannot be listed.
 
 use crate::preflight::needed_mib;
+use crate::records::unlisted;
 use godwit_guestmem::mem_tmpfs;
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -71,14 +73,20 @@ impl Memory {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Memory that a new guest could have, MiB.
+    /// Memory that a new guest could have, MiB: none while that is not known.
     pub(crate) fn free_mib(&self) -> u64 {
-        self.count(&self.lock()).0 >> 20
+        let launching = self.lock();
+        match ram_files(&self.ram_dir) {
+            Ok(files) => self.count(&files, &launching).0 >> 20,
+            Err(error) => {
+                tracing::error!(%error, "what memory is free is not known, so none is offered");
+                0
+            }
+        }
     }
 
     /// Free and promised bytes.
-    fn count(&self, launching: &Launching) -> (u64, u64) {
-        let files = ram_files(&self.ram_dir);
+    fn count(&self, files: &BTreeMap<String, Files>, launching: &Launching) -> (u64, u64) {
         let mut free = (self.available)(&self.ram_dir);
         let mut promised = 0u64;
         for file in files.values() {
@@ -103,11 +111,15 @@ impl Memory {
         let vm = spec.name.clone();
         let needed = needed_mib(spec);
         let mut launching = self.lock();
-        let (free, promised) = self.count(&launching);
+        let files = ram_files(&self.ram_dir).map_err(|error| {
+            let message = format!(
+                "what memory host '{host}' has for VM '{vm}' is not known: {error}; see what is wrong with that directory"
+            );
+            ApiError::new(ErrorCode::Internal, message)
+        })?;
+        let (free, promised) = self.count(&files, &launching);
         let known = launching.contains_key(&vm);
-        let has = ram_files(&self.ram_dir)
-            .get(vm.as_str())
-            .map_or(0, |file| file.bytes);
+        let has = files.get(vm.as_str()).map_or(0, |file| file.bytes);
         let more = (needed << 20).saturating_sub(has);
         if !known && more > free {
             let message = format!(
@@ -126,13 +138,22 @@ impl Memory {
     }
 }
 
-/// RAM files by VM: each is named after its VM and the count of its launches.
-fn ram_files(dir: &Path) -> BTreeMap<String, Files> {
+/// RAM files by VM: each is named after its VM and the count of its launches. Only a directory that is not there has none.
+fn ram_files(dir: &Path) -> std::io::Result<BTreeMap<String, Files>> {
     let mut files: BTreeMap<String, Files> = BTreeMap::new();
-    for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+    let entries = match std::fs::read_dir(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(files),
+        entries => entries.map_err(|error| unlisted(dir, error))?,
+    };
+    for entry in entries {
+        let entry = entry.map_err(|error| unlisted(dir, error))?;
         let name = entry.file_name().to_string_lossy().into_owned();
         let vm = name.rsplit_once('.').map_or(name.as_str(), |(vm, _)| vm);
-        let Ok(data) = entry.metadata() else { continue };
+        let data = match entry.metadata() {
+            // It was removed meanwhile.
+            Err(error) if error.kind() == ErrorKind::NotFound => continue,
+            data => data.map_err(|error| unlisted(&entry.path(), error))?,
+        };
         if data.is_file() {
             let touched = data.blocks().saturating_mul(512);
             let file = files.entry(vm.to_owned()).or_default();
@@ -141,7 +162,7 @@ fn ram_files(dir: &Path) -> BTreeMap<String, Files> {
             file.untouched = file.untouched.saturating_add(untouched);
         }
     }
-    files
+    Ok(files)
 }
 
 #[cfg(test)]
@@ -207,6 +228,19 @@ mod tests {
         let left = served.local().host().await.unwrap().memory_free_mib;
         assert_eq!(left, free - 2 * spec("a").memory_mib);
         names.into_iter().for_each(|name| served.end(name));
+    }
+
+    #[test]
+    fn ram_files_that_cannot_be_listed_are_not_taken_for_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("ram");
+        std::fs::write(&file, "").unwrap();
+        let book = book(&file, 1000);
+        assert_eq!(book.free_mib(), 0);
+        let refused = book.promise(&host(), &spec("web")).err().unwrap();
+        assert!(refused.message.contains("cannot list"), "{refused}");
+        std::fs::remove_file(&file).unwrap();
+        assert_eq!(book.free_mib(), 1000, "a directory to be made is empty");
     }
 
     #[test]

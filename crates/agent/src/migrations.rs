@@ -4,11 +4,20 @@
 //! is of.
 
 use crate::agent::{Agent, READ, Reply, blocking, unexpected};
-use godwit_types::control_api::Done;
+use godwit_store::StoreError;
+use godwit_types::control_api::{CancelRequest, Done};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, MigrationSpec};
-use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::sync::Arc;
+
+/// The migration is known, its report is no good: its other host and the controller may have theirs.
+fn unreadable(id: &MigrationId, host: &HostName, error: &StoreError) -> ApiError {
+    let message = format!(
+        "the report of migration '{id}' on host '{host}' cannot be read: {error}; what became of its VM, 'godwit vm list' says"
+    );
+    ApiError::new(ErrorCode::Internal, message).on_host(host)
+}
 
 impl Agent {
     /// Begins a migration here.
@@ -18,7 +27,7 @@ impl Agent {
         self.act(&name, VmRequest::Migrate(Box::new(spec))).await
     }
 
-    /// From here on the migration is found by its id.
+    /// From here on the migration is found by its id. One that was cancelled does not begin.
     pub(crate) async fn migration_begins(
         self: &Arc<Self>,
         id: &MigrationId,
@@ -27,7 +36,11 @@ impl Agent {
         let (agent, id, vm) = (Arc::clone(self), id.clone(), vm.clone());
         blocking(move || {
             agent.reports.begins(&id, &vm);
-            Ok(())
+            let checked = agent.cancelled.check(&id, agent.host());
+            if checked.is_err() {
+                agent.reports.never_began(&id);
+            }
+            checked
         })
         .await
     }
@@ -86,19 +99,40 @@ impl Agent {
             return Ok(report);
         }
         let (agent, wanted) = (Arc::clone(self), id.clone());
-        let read = blocking(move || Ok(agent.reports.read(&vm, &wanted))).await?;
-        read.ok_or_else(|| self.unknown_migration(id))
+        let read = blocking(move || {
+            let read = agent.reports.read(&vm, &wanted);
+            read.map_err(|error| unreadable(&wanted, agent.host(), &error))
+        });
+        read.await?.ok_or_else(|| self.unknown_migration(id))
     }
 
-    /// Cancels a migration.
+    /// Cancels a migration: where it has come here it ends, and where it has not it never begins here.
     pub(crate) async fn cancel(
         self: &Arc<Self>,
         id: &MigrationId,
-        reason: Option<String>,
+        request: CancelRequest,
     ) -> Reply<Done> {
-        let vm = self.vm_of(id).await?;
-        let reason = reason.unwrap_or_else(|| "cancelled by its user".into());
+        if request.vm.is_some() {
+            let (agent, id) = (Arc::clone(self), id.clone());
+            blocking(move || agent.cancelled.add(&id)).await?;
+        }
+        // After that: a migration that begins is found here, or finds itself cancelled.
+        let vm = match (self.vm_of(id).await, request.vm) {
+            (Ok(vm), _) => vm,
+            (Err(unknown), None) => return Err(unknown),
+            (Err(_), Some(vm)) => {
+                let message = format!(
+                    "migration '{id}' of VM '{vm}' will not begin on host '{}'",
+                    self.host()
+                );
+                return Ok(Done { message });
+            }
+        };
+        let reason = request
+            .reason
+            .unwrap_or_else(|| "cancelled by its user".into());
         let migration = id.clone();
+        self.supervised(&vm);
         self.act(&vm, VmRequest::Cancel { migration, reason }).await
     }
 }

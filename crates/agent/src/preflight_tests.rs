@@ -98,6 +98,7 @@ fn info(config: &HostConfig) -> HostInfo {
         instance: Default::default(),
         site: Default::default(),
         boot_alone_ignored: false,
+        unread: Default::default(),
     }
 }
 

@@ -4,19 +4,22 @@
 //! gives up at once if it is held. Who may run a VM is decided by crate `ownership` alone: events in, records out.
 //! Refuses: to act on a record that cannot be read; to carry out anything that would need a hypervisor.
 
+use crate::keeping::changed;
 use crate::launch::make_dir;
 use crate::life::{Life, phase_wants_process};
+use crate::seen::Seen;
 use godwit_ownership::{Action, Event, HostRecord, PeerMessage, Phase, Power, Qemu, VmCore};
-use godwit_store::{StoreError, VmStore, load_json, remove_document, save_json};
+use godwit_store::{StoreError, VmStore, load_json, read_text, remove_document, save_json};
 use godwit_types::host_api::{HostVm, PutVm, SPEC_FILE};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, VmName};
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Most VMs that a host keeps records of; beyond it, questions about unknown VMs are not answered.
-const VMS_MAX: usize = 16_384;
+pub(crate) const VMS_MAX: usize = 16_384;
 /// Most steps that one event may take.
 const STEPS_MAX: usize = 64;
 /// Longest wait for a lock that this process itself has.
@@ -25,6 +28,8 @@ const LOCK_WAIT: Duration = Duration::from_secs(2);
 const LOCK_POLL: Duration = Duration::from_millis(5);
 /// Beside a VM's record: the boot of this host in which the VM was last seen or started.
 const BOOT_FILE: &str = "boot-id";
+/// Longest such file, in bytes.
+pub(crate) const BOOT_FILE_MAX: u64 = 256;
 /// In the state directory: serial numbers of revoked certificates.
 const REVOKED_FILE: &str = "revoked.json";
 
@@ -33,6 +38,7 @@ const REVOKED_FILE: &str = "revoked.json";
 pub(crate) struct Records {
     state_dir: PathBuf,
     host: HostName,
+    seen: Arc<(Seen<HostRecord>, Seen<VmSpec>)>,
 }
 
 pub(crate) fn internal(error: impl std::fmt::Display) -> ApiError {
@@ -47,18 +53,10 @@ pub(crate) fn stored(error: StoreError) -> ApiError {
     ApiError::new(code, error.to_string())
 }
 
-/// The same of a VM's record: one that is damaged has a command.
-fn unread(vm: &VmName, error: StoreError) -> ApiError {
-    let is_damaged = matches!(
-        error,
-        StoreError::Damaged { .. } | StoreError::TooLarge { .. } | StoreError::Record(_)
-    );
-    let error = stored(error);
-    if !is_damaged {
-        return error;
-    }
+/// A description that cannot be read, with what a person can do: the controller has it, too.
+fn undescribed(vm: &VmName, error: ApiError) -> ApiError {
     let message = format!(
-        "{}; if no copy can be put back and no host runs the VM on it, run 'godwit vm forget-record {vm}' on this host",
+        "{}; the controller writes it anew with the next 'godwit vm start {vm}', once the VM is off ('godwit vm stop {vm}')",
         error.message
     );
     ApiError::new(error.code, message)
@@ -87,6 +85,7 @@ impl Records {
         Self {
             state_dir: state_dir.into(),
             host,
+            seen: Arc::default(),
         }
     }
 
@@ -106,16 +105,13 @@ impl Records {
         &self.host
     }
 
-    /// Names of all VMs with a directory here.
-    pub(crate) fn names(&self) -> Vec<VmName> {
-        let entries = std::fs::read_dir(self.vms_dir());
-        let names = entries.into_iter().flatten().flatten();
-        names
-            .filter_map(|entry| VmName::new(entry.file_name().to_string_lossy()).ok())
-            .filter(|name| {
-                self.spec(name).is_ok_and(|spec| spec.is_some()) || self.needs_process(name)
-            })
-            .collect()
+    /// Names of all VMs with a directory here. A directory that cannot be read is not taken for an empty one.
+    pub(crate) fn names(&self) -> std::io::Result<Vec<VmName>> {
+        let mut names = named(&self.vms_dir())?;
+        names.retain(|name| {
+            self.spec(name).map_or(true, |spec| spec.is_some()) || self.needs_process(name)
+        });
+        Ok(names)
     }
 
     /// Whether the VM's record asks for a VM process; one that cannot be read does, since only a VM process can say
@@ -131,13 +127,16 @@ impl Records {
     }
 
     pub(crate) fn read(&self, vm: &VmName) -> Result<HostRecord, ApiError> {
-        let found = VmStore::peek(&self.state_dir, vm).map_err(|error| unread(vm, error))?;
-        Ok(or_absent(found, vm))
+        let path = self.dir(vm).join("ownership");
+        let peek = || VmStore::peek(&self.state_dir, vm).map_err(stored);
+        Ok(or_absent(self.seen.0.read(&path, peek)?, vm))
     }
 
     /// The VM's description, if it has one.
     pub(crate) fn spec(&self, vm: &VmName) -> Result<Option<VmSpec>, ApiError> {
-        load_json(&self.dir(vm).join(SPEC_FILE)).map_err(stored)
+        let path = self.dir(vm).join(SPEC_FILE);
+        let unread = |error| undescribed(vm, stored(error));
+        self.seen.1.read(&path, || load_json(&path).map_err(unread))
     }
 
     /// The VM's record; none if it cannot be read.
@@ -146,14 +145,12 @@ impl Records {
     }
 
     /// The VM as its files alone show it.
-    pub(crate) fn host_vm(&self, vm: &VmName, life: &Life) -> Result<HostVm, ApiError> {
-        let unknown = || {
-            ApiError::new(
-                ErrorCode::UnknownVm,
-                format!("host '{}' has no VM '{vm}'", self.host),
-            )
-        };
-        let spec = self.spec(vm)?.ok_or_else(unknown)?;
+    pub(crate) fn host_vm(
+        &self,
+        vm: &VmName,
+        spec: VmSpec,
+        life: &Life,
+    ) -> Result<HostVm, ApiError> {
         let record = self.read(vm)?;
         let (state, note) = shown(&record, life, &self.host);
         Ok(HostVm {
@@ -216,10 +213,13 @@ impl Records {
         Err(ApiError::new(ErrorCode::WrongState, message))
     }
 
-    /// Forgets a VM that is off; what generations it had stays known.
-    pub(crate) fn delete(&self, vm: &VmName) -> Result<(), ApiError> {
+    /// Forgets a VM that is off and held as it was `seen`; what generations it had stays known.
+    pub(crate) fn delete(&self, vm: &VmName, seen: Option<Generation>) -> Result<(), ApiError> {
         let mut journal = self.lock(vm)?;
         let record = or_absent(journal.load().map_err(stored)?, vm);
+        if record.may_run() != seen {
+            return Err(changed(vm, &self.host));
+        }
         not_a_process_matter(&record)?;
         if record.may_hold() {
             let (done, why) = self.drive(&mut journal, record, Event::DeleteRequested)?;
@@ -277,11 +277,15 @@ impl Records {
 
     /// A name that was never heard here makes a record; there is a bound on how many.
     pub(crate) fn check_room(&self, vm: &VmName) -> Result<(), ApiError> {
-        let count = || std::fs::read_dir(self.vms_dir()).map_or(0, Iterator::count);
-        if self.dir(vm).is_dir() || count() < VMS_MAX {
+        if self.dir(vm).is_dir() {
             return Ok(());
         }
-        Err(internal("too many VMs are on record here"))
+        let entries = std::fs::read_dir(self.vms_dir());
+        let entries = entries.map_err(|error| internal(unlisted(&self.vms_dir(), error)))?;
+        match entries.count() < VMS_MAX {
+            true => Ok(()),
+            false => Err(internal("too many VMs are on record here")),
+        }
     }
 
     /// Waits only for this very process: for another request's turn, or for a child between fork and exec, which has
@@ -306,7 +310,7 @@ impl Records {
 
     pub(crate) fn lock(&self, vm: &VmName) -> Result<VmStore, ApiError> {
         self.patiently(|| VmStore::open(&self.state_dir, vm))
-            .map_err(|error| unread(vm, error))
+            .map_err(stored)
     }
 
     /// Lets the core take one event, writing what it says; gives the record at the end and why it refused.
@@ -370,8 +374,16 @@ impl Records {
         else {
             return None;
         };
-        let seen = std::fs::read_to_string(self.dir(vm).join(BOOT_FILE)).unwrap_or_default();
-        Some((generation, seen.trim() == boot_id))
+        let path = self.dir(vm).join(BOOT_FILE);
+        let in_this_boot = match read_text(&path, BOOT_FILE_MAX) {
+            Ok(seen) => seen.is_some_and(|seen| seen.trim() == boot_id),
+            Err(error) => {
+                // Then it counts as one that died: that is the more careful of the two.
+                tracing::error!(%vm, path = %path.display(), %error, "the boot in which the VM ran cannot be read");
+                true
+            }
+        };
+        Some((generation, in_this_boot))
     }
 
     /// Notes that the VM was started in this boot of the host.
@@ -394,15 +406,29 @@ impl Records {
     }
 }
 
+pub(crate) fn unlisted(dir: &Path, error: std::io::Error) -> std::io::Error {
+    let message = format!("cannot list {}: {error}", dir.display());
+    std::io::Error::new(error.kind(), message)
+}
+
+/// The VMs after which entries of a directory are named.
+pub(crate) fn named(dir: &Path) -> std::io::Result<Vec<VmName>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(|error| unlisted(dir, error))? {
+        let entry = entry.map_err(|error| unlisted(dir, error))?;
+        names.extend(VmName::new(entry.file_name().to_string_lossy()).ok());
+    }
+    Ok(names)
+}
+
 fn migration_of(phase: &Phase) -> Option<MigrationId> {
     match phase {
         Phase::Stopping { migration, .. }
         | Phase::Gave { migration, .. }
-        | Phase::Moved { migration, .. }
         | Phase::Incoming { migration, .. }
-        | Phase::Ready { migration, .. }
-        | Phase::Refused { migration, .. } => Some(migration.clone()),
-        Phase::Holds { .. } | Phase::Absent => None,
+        | Phase::Ready { migration, .. } => Some(migration.clone()),
+        // What has ended here is no longer the VM's.
+        Phase::Holds { .. } | Phase::Absent | Phase::Moved { .. } | Phase::Refused { .. } => None,
     }
 }
 
@@ -435,7 +461,8 @@ fn shown(record: &HostRecord, life: &Life, here: &HostName) -> (VmState, Option<
         } => (VmState::Stopped, why),
         // Its QEMU may well run: only its VM process could tell.
         Phase::Holds { .. } | Phase::Stopping { .. } => (VmState::Unreachable, why),
-        Phase::Absent | Phase::Moved { .. } | Phase::Refused { .. } => (VmState::Stopped, why),
+        Phase::Moved { to, .. } => (VmState::Stopped, Some(format!("it moved to host '{to}'"))),
+        Phase::Absent | Phase::Refused { .. } => (VmState::Stopped, why),
     }
 }
 
@@ -451,6 +478,22 @@ mod tests {
         let (state, note) = shown(&record, &Life::Idle, &HostName::new("a").unwrap());
         assert_eq!(state, VmState::InDoubt);
         note.unwrap()
+    }
+
+    #[test]
+    fn a_vm_that_moved_away_says_where_to_and_has_no_migration_any_more() {
+        let phase = Phase::Moved {
+            generation: Generation(2),
+            migration: MigrationId::new("m").unwrap(),
+            to: HostName::new("b").unwrap(),
+        };
+        assert_eq!(migration_of(&phase), None);
+        let record = HostRecord {
+            phase,
+            ..HostRecord::absent(VmName::new("web").unwrap())
+        };
+        let (_, note) = shown(&record, &Life::Idle, &HostName::new("a").unwrap());
+        assert_eq!(note.as_deref(), Some("it moved to host 'b'"));
     }
 
     #[test]

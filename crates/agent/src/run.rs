@@ -6,12 +6,13 @@
 use crate::agent::{self, Agent};
 use crate::api;
 use crate::boot::{self, Boots};
+use crate::cancelled::Cancelled;
 use crate::config::{ConfigError, HostConfig};
 use crate::launch::{VmProgram, make_dir};
 use crate::memory::Memory;
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFacts;
-use crate::records::Records;
+use crate::records::{BOOT_FILE_MAX, Records};
 use crate::removed::Removed;
 use crate::reports::Reports;
 use crate::site::Site;
@@ -22,6 +23,7 @@ use godwit_guestmem::mem_tmpfs;
 use godwit_rpc::agent_client::RULES;
 use godwit_rpc::pki::PkiError;
 use godwit_rpc::{AgentClient, Client, Identity, Revocations, Role, Server, server, tls};
+use godwit_store::read_text;
 use godwit_types::control_api::HostCheck;
 use godwit_types::host_api::PeerEnvelope;
 use godwit_types::{ApiError, ErrorCode};
@@ -197,6 +199,7 @@ async fn make_agent(
         readings: Mutex::default(),
         memory: Memory::new(config.ram_dir()),
         reports: Reports::new(records.clone()),
+        cancelled: Cancelled::open(&config.state_dir),
         removed,
         boot_id,
         supervisor: Supervisor::new(program, carrier(identity.clone()), records.clone()),
@@ -215,18 +218,25 @@ async fn make_agent(
 /// only a set of namespaces.
 fn boot_id(config: &HostConfig, system: &System) -> std::io::Result<String> {
     let path = config.run_dir.join("boot");
-    let mark = match std::fs::read_to_string(&path) {
-        Ok(mark) => mark,
-        Err(_) => {
+    let named = |error: std::io::Error| {
+        std::io::Error::other(format!("cannot read or write {}: {error}", path.display()))
+    };
+    // Only a mark that is not there shows a new boot: one that cannot be read shows nothing.
+    let mark = match read_text(&path, BOOT_FILE_MAX).map_err(named)? {
+        Some(mark) => mark,
+        None => {
             let mut bytes = [0u8; 8];
             getrandom::fill(&mut bytes)
                 .map_err(|error| std::io::Error::other(error.to_string()))?;
             let mark = godwit_rpc::pki::hex(&bytes);
-            std::fs::write(&path, &mark)?;
+            std::fs::write(&path, &mark).map_err(named)?;
             mark
         }
     };
-    Ok(format!("{}-{}", system.kernel_boot_id(), mark.trim()))
+    let kernel = system.kernel_boot_id().ok_or_else(|| {
+        std::io::Error::other("cannot read the kernel's boot id, /proc/sys/kernel/random/boot_id")
+    })?;
+    Ok(format!("{kernel}-{}", mark.trim()))
 }
 
 /// Carries messages to other hosts' agents with this host's certificate.

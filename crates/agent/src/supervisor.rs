@@ -11,12 +11,13 @@
 
 use crate::agent::unexpected;
 use crate::backoff::Backoff;
+use crate::evidence;
 use crate::launch::{self, VmProgram};
 use crate::life::Life;
 use crate::records::Records;
 use crate::vm_client::{VmClientError, VmConnection, ask};
 use godwit_types::host_api::{OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest};
-use godwit_types::site::SurveyAnswer;
+use godwit_types::site::RecordAnswer;
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -36,6 +37,8 @@ const OUTBOX_WAIT: Duration = Duration::from_secs(20);
 const OUTBOX_GRACE: Duration = Duration::from_secs(10);
 /// Longest time to carry one message to the other host and to hand back its replies.
 const CARRY_WAIT: Duration = Duration::from_secs(5);
+/// Longest wait until a process that was found has looked at its record, which may wait for its disk.
+const KEEP_WAIT: Duration = Duration::from_secs(2);
 /// Longest wait for the answer to a survey, which may wait for its disk.
 const SURVEY_WAIT: Duration = Duration::from_secs(12);
 
@@ -178,13 +181,18 @@ impl Supervised {
         if matches!(*life.borrow_and_update(), Life::Live { .. }) {
             return Ok(());
         }
-        *lock(&self.needed) = true;
-        self.wake.notify_one();
+        self.want();
         let live = life.wait_for(|life| matches!(life, Life::Live { .. }));
         match tokio::time::timeout(patience, live).await {
             Ok(Ok(_)) => Ok(()),
             _ => Err(self.not_live()),
         }
+    }
+
+    /// Has a VM process made, whatever the record says.
+    pub fn want(&self) {
+        *lock(&self.needed) = true;
+        self.wake.notify_one();
     }
 
     fn not_live(&self) -> ApiError {
@@ -199,11 +207,21 @@ impl Supervised {
         ApiError::new(ErrorCode::Hypervisor, message).on_host(&self.config.host)
     }
 
-    /// Waits until no VM process lives.
+    /// Waits until no VM process lives. Its connections may close before its socket does: one of its threads may hold
+    /// that until the kernel has ended it.
     pub async fn ended(&self, patience: Duration) -> bool {
         let mut life = self.life.subscribe();
-        let ended = life.wait_for(|life| !matches!(life, Life::Live { .. }));
-        matches!(tokio::time::timeout(patience, ended).await, Ok(Ok(_)))
+        let ended = async {
+            let left = life.wait_for(|life| !matches!(life, Life::Live { .. }));
+            if left.await.is_err() {
+                return false;
+            }
+            while evidence::process_may_live(self.run_dir()) {
+                tokio::time::sleep(READY_POLL_MAX).await;
+            }
+            true
+        };
+        tokio::time::timeout(patience, ended).await.unwrap_or(false)
     }
 
     /// Asks the VM process, which must live.
@@ -212,7 +230,7 @@ impl Supervised {
     }
 
     /// Has the VM process answer a survey.
-    pub async fn survey(&self, level: Generation) -> Result<SurveyAnswer, ApiError> {
+    pub async fn survey(&self, level: Generation) -> Result<RecordAnswer, ApiError> {
         match self.ask(&VmRequest::Survey { level }, SURVEY_WAIT).await? {
             VmAnswer::Surveyed(answer) => Ok(answer),
             _ => Err(unexpected(&self.name)),
@@ -224,7 +242,8 @@ impl Supervised {
             return false;
         }
         // A QEMU that a process could not end before it died is ended by the next one.
-        let left_qemu = || Path::new(&self.config.run_dir).join("qemu.json").exists();
+        let identity = Path::new(&self.config.run_dir).join("qemu.json");
+        let left_qemu = || identity.try_exists().unwrap_or(true);
         *lock(&self.needed) || self.records.needs_process(&self.name) || left_qemu()
     }
 
@@ -232,7 +251,10 @@ impl Supervised {
         let mut backoff = Backoff::default();
         while !*lock(&self.gone) {
             let found = match self.adopt().await {
-                Some(connection) => Ok(connection),
+                Some(connection) => {
+                    self.have_record_kept().await;
+                    Ok(connection)
+                }
                 None if self.wanted() => self.start(&program).await,
                 None => {
                     self.life.send_replace(Life::Idle);
@@ -268,6 +290,13 @@ impl Supervised {
         let answer = connection.call(&VmRequest::Status, READY_WAIT).await;
         // Any answer will do: one that prepares to receive its VM has no description to show yet.
         answer.is_ok().then_some(connection)
+    }
+
+    /// A process that was found may know more than the state directory, if that was put back from an older copy.
+    async fn have_record_kept(&self) {
+        if let Err(error) = self.ask(&VmRequest::KeepRecord, KEEP_WAIT).await {
+            tracing::debug!(vm = %self.name, %error, "its record is not written again");
+        }
     }
 
     /// Starts a VM process and waits until it answers.

@@ -100,6 +100,21 @@ async fn a_vm_that_is_off_gets_a_process_only_when_somebody_needs_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_vm_process_whose_socket_still_listens_has_not_ended() {
+    let host = TestHost::new();
+    host.hold("web", Power::Off);
+    let socket = host.run_dir("web").join(SOCKET_FILE);
+    let listener = std::os::unix::net::UnixListener::bind(socket).unwrap();
+    let supervisor = supervisor(&host, nobody());
+    let vm = supervisor.supervise(host.vm_config("web"));
+    assert!(!vm.is_live());
+    assert!(!vm.ended(Duration::from_millis(50)).await);
+    drop(listener);
+    assert!(vm.ended(LONG).await);
+    supervisor.forget(&vm.name);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_vm_that_comes_for_the_first_time_gets_its_process() {
     let host = TestHost::new();
     let supervisor = supervisor(&host, nobody());

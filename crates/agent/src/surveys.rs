@@ -5,12 +5,13 @@
 //! read, and to give up one that can.
 
 use crate::life::phase_wants_process;
-use crate::records::{Records, internal, or_absent, stored};
+use crate::records::{Records, internal, named, or_absent, stored};
 use godwit_ownership::{Action, Event, HostRecord};
 use godwit_site::claim_of;
 use godwit_store::{RealFiles, StoreError, VmLock, VmStore, frame, replace_durably};
-use godwit_types::site::{RecordSaid, SurveyAnswer};
+use godwit_types::site::{RecordAnswer, RecordSaid};
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// Generations that may have been used without the record that is given up: as many as nobody tries.
@@ -26,12 +27,14 @@ fn said(record: HostRecord) -> RecordSaid {
         claim: claim_of(&record),
         highest: record.highest,
         vm: record.vm,
+        // Whoever asks here looks for a guest himself.
+        may_live: true,
     }
 }
 
 impl Records {
     /// Answers a survey for a VM without a VM process: what it may hold as it is, or a no that binds.
-    pub(crate) fn survey(&self, vm: &VmName, level: Generation) -> Result<SurveyAnswer, ApiError> {
+    pub(crate) fn survey(&self, vm: &VmName, level: Generation) -> Result<RecordAnswer, ApiError> {
         self.check_room(vm)?;
         let mut journal = self.lock(vm)?;
         let record = or_absent(journal.load().map_err(stored)?, vm);
@@ -40,7 +43,7 @@ impl Records {
             // What a dead process wrote may be readable before it is durable.
             journal.persist(&record).map_err(stored)?;
             let highest = record.highest;
-            return Ok(SurveyAnswer { highest, claim });
+            return Ok(RecordAnswer { highest, claim });
         }
         if phase_wants_process(&record.phase) {
             let message = format!("the VM process of '{vm}' is being started: ask again");
@@ -57,7 +60,7 @@ impl Records {
         if answered {
             let claim = claim_of(&record);
             let highest = record.highest;
-            return Ok(SurveyAnswer { highest, claim });
+            return Ok(RecordAnswer { highest, claim });
         }
         let message = format!(
             "VM '{vm}' is not surveyed at level {level}: {}",
@@ -71,16 +74,29 @@ impl Records {
         self.read(vm).map(said)
     }
 
-    /// What all records say. One that cannot be read is an error: it may say anything.
-    pub(crate) fn all_said(&self) -> Result<Vec<RecordSaid>, ApiError> {
-        let mut all = Vec::new();
-        for entry in std::fs::read_dir(self.vms_dir()).map_err(internal)? {
-            let name = entry.map_err(internal)?.file_name();
-            if let Ok(vm) = VmName::new(name.to_string_lossy()) {
-                all.push(self.said(&vm)?);
+    /// What all records say, and the VMs of which the record cannot be read: it may say anything.
+    pub(crate) fn all_said(&self) -> Result<(Vec<RecordSaid>, BTreeMap<VmName, String>), ApiError> {
+        let (mut all, mut unread) = (Vec::new(), BTreeMap::new());
+        for vm in named(&self.vms_dir()).map_err(internal)? {
+            match self.said(&vm) {
+                Ok(said) => all.push(said),
+                Err(error) => drop(unread.insert(vm, error.message)),
             }
         }
-        Ok(all)
+        Ok((all, unread))
+    }
+
+    /// VMs of which the record or the description cannot be read, each with what to do.
+    pub(crate) fn all_unread(&self) -> BTreeMap<VmName, String> {
+        let vms = named(&self.vms_dir()).unwrap_or_default();
+        let unread = vms.into_iter().filter_map(|vm| {
+            let error = match self.read(&vm) {
+                Err(error) => Some(error),
+                Ok(_) => self.spec(&vm).err(),
+            };
+            error.map(|error| (vm, error.message))
+        });
+        unread.collect()
     }
 
     /// Puts a damaged record aside and begins anew as a host that holds nothing and takes nothing that is old. `known` is
@@ -94,9 +110,7 @@ impl Records {
         let lock = dir.join("lock");
         let _lock = self.patiently(|| VmLock::take(&lock)).map_err(stored)?;
         match self.read_plainly(vm) {
-            Err(
-                StoreError::Damaged { .. } | StoreError::TooLarge { .. } | StoreError::Record(_),
-            ) => {}
+            Err(StoreError::DamagedRecord { .. }) => {}
             Err(other) => return Err(stored(other)),
             Ok(_) => {
                 let message = format!(

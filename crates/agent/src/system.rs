@@ -128,9 +128,8 @@ impl System {
     }
 
     /// The kernel's boot id.
-    pub fn kernel_boot_id(&self) -> String {
+    pub fn kernel_boot_id(&self) -> Option<String> {
         self.read("/proc/sys/kernel/random/boot_id")
-            .unwrap_or_default()
     }
 }
 

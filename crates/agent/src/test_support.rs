@@ -10,6 +10,7 @@ use godwit_store::{VmStore, save_json};
 use godwit_types::host_api::{
     HostVm, OutboxMessage, SOCKET_FILE, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest, VmStatus,
 };
+use godwit_types::site::{Claim, RecordAnswer};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
 use std::io::{BufRead, BufReader, Write};
@@ -22,12 +23,16 @@ pub const DIE: &str = "die-at-start";
 pub const OUTBOX: &str = "outbox.json";
 /// In the run directory: what the stub was told by `Peer` and `HostRemoved`, one line each.
 pub const HEARD: &str = "heard";
+/// In the run directory: the stub was asked to write its record again.
+pub const KEPT: &str = "kept";
 /// In the run directory: one line per boot that the stub was asked for.
 pub const BOOTED: &str = "booted";
 /// In the run directory: boots and starts fail with these words.
 pub const BOOT_FAILS: &str = "boot-fails";
 /// In the run directory: boots and starts wait while it exists.
 pub const BOOT_WAITS: &str = "boot-waits";
+/// In the run directory: the VM has a QEMU again just after the stub said that it is gone.
+pub const REVIVES: &str = "revives";
 /// In the run directory: the state that the stub shows, in the words of [`VmState`]; stopped without it.
 pub const STATE: &str = "state";
 
@@ -199,6 +204,14 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             append(&run_dir.join(HEARD), &format!("{from} {message}"));
             VmAnswer::Replies(vec![serde_json::json!({ "echo": message })])
         }
+        VmRequest::Cancel { migration, .. } => {
+            append(&run_dir.join(HEARD), &format!("cancel {migration}"));
+            VmAnswer::Done("stays where it is".into())
+        }
+        VmRequest::Migrate(spec) => {
+            append(&run_dir.join(HEARD), &format!("migrate {}", spec.id));
+            VmAnswer::Done("is on its way".into())
+        }
         VmRequest::Detach => std::process::exit(0),
         VmRequest::Console => VmAnswer::Console("login:".into()),
         VmRequest::Blockers => VmAnswer::Blockers(vec![]),
@@ -206,10 +219,26 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             append(&run_dir.join(HEARD), &format!("{host} is gone"));
             VmAnswer::Done("waits no more".into())
         }
+        VmRequest::KeepRecord => {
+            append(&run_dir.join(KEPT), "kept");
+            VmAnswer::Done("kept".into())
+        }
+        VmRequest::Survey { .. } => VmAnswer::Surveyed(RecordAnswer {
+            highest: Generation(1),
+            claim: holds_one(),
+        }),
         VmRequest::Start => boot(config, "started"),
         VmRequest::Boot => {
             append(&run_dir.join(BOOTED), "boot");
             boot(config, "booted")
+        }
+        VmRequest::PowerOffDead { generation } => {
+            let revived = run_dir.join(REVIVES).exists();
+            if revived || generation != Generation(1) {
+                return VmAnswer::Error(ApiError::new(ErrorCode::WrongState, "look again"));
+            }
+            power_off(config);
+            VmAnswer::Done("off".into())
         }
         VmRequest::Stop { force } => {
             power_off(config);
@@ -269,16 +298,20 @@ fn shown_state(config: &VmProcessConfig) -> VmState {
     })
 }
 
+fn holds_one() -> Claim {
+    Claim::Holds {
+        generation: Generation(1),
+        on: false,
+    }
+}
+
 fn status(config: &VmProcessConfig) -> VmStatus {
     VmStatus {
         vm: HostVm {
             spec: spec(config.vm.as_str()),
             state: shown_state(config),
             generation: Generation(1),
-            claim: godwit_types::site::Claim::Holds {
-                generation: Generation(1),
-                on: false,
-            },
+            claim: holds_one(),
             migration: None,
             accelerator: None,
             vm_process_pid: i32::try_from(std::process::id()).ok(),

@@ -238,7 +238,7 @@ pub enum HostCommand {
     Top(HostTopArgs),
     /// Move every VM off a host, with the guests running; the host then takes no VMs until 'host undrain'
     #[command(
-        after_help = "Never shuts a VM down. What cannot move is listed with the reason and runs on (exit code 3).\nGoes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
+        after_help = "Never shuts a VM down. What cannot move stays as it is and is listed with the reason (exit code 3): do what the\nreason says, then drain again. A VM that is off leaves the host without a move, so that it starts elsewhere. The\nhost takes no VMs until 'host undrain'. Goes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
     )]
     Drain(HostDrain),
     /// Say that a host is powered off, so that its VMs may start elsewhere; holds until it is heard again
@@ -254,7 +254,7 @@ pub enum HostCommand {
     },
     /// Let this host boot its VMs although nobody answers whether they went elsewhere (run on the host)
     #[command(
-        after_help = "After a power cut a host asks the controller and the other hosts first, and waits for one answer.\n\nExample:\n  godwit host boot-alone"
+        after_help = "After a power cut a host asks the controller and the other hosts first, and waits for one answer. This is a person's\nanswer instead: VMs that wait are booted as this host's record has them, also ones that come later, until its agent\nis started again. First see that no other host runs them: 'godwit vm list' on this host says which wait and for whom.\n\nExample:\n  godwit host boot-alone"
     )]
     BootAlone {
         /// No other host runs them: do not ask
@@ -275,6 +275,12 @@ pub enum SiteCommand {
     /// Show how the site stands: alarms with the commands that end them, hosts, the controller's last word
     #[command(after_help = "Example:\n  godwit site show --json")]
     Show,
+    /// Say that you have seen the alarms that nothing else ends: a host that was said to be off and was not, and what a
+    /// takeover forgot
+    #[command(
+        after_help = "Ends these alarms, also over a restart of the controller, and changes nothing else. Every other alarm ends with what\nraised it.\n\nExamples:\n  godwit site show\n  godwit site acknowledge"
+    )]
+    Acknowledge,
 }
 
 /// How a host is emptied.
@@ -385,13 +391,18 @@ pub enum VmCommand {
         on: Option<HostName>,
     },
     /// Ask the guest to power off
-    #[command(after_help = "Example:\n  godwit vm stop web --force")]
+    #[command(
+        after_help = "Examples:\n  godwit vm stop web --force\n  godwit vm stop web --force --host b"
+    )]
     Stop {
         /// The VM
         vm: VmName,
         /// Power off at once
         #[arg(long)]
         force: bool,
+        /// The copy on this host, wherever else the VM may be
+        #[arg(long, value_name = "HOST")]
+        host: Option<HostName>,
     },
     /// Reset the guest
     #[command(after_help = "Example:\n  godwit vm reset web")]
@@ -453,10 +464,13 @@ pub enum VmCommand {
     )]
     Migrate(VmMigrate),
     /// Print the last of what the guest wrote to its serial console
-    #[command(after_help = "Example:\n  godwit vm console web")]
+    #[command(after_help = "Examples:\n  godwit vm console web\n  godwit vm console web --host b")]
     Console {
         /// The VM
         vm: VmName,
+        /// The copy on this host, wherever else the VM may be
+        #[arg(long, value_name = "HOST")]
+        host: Option<HostName>,
     },
 }
 

@@ -39,8 +39,14 @@ pub type CommandResult = Result<(), Failure>;
 
 impl From<ApiError> for Failure {
     fn from(error: ApiError) -> Self {
+        // A host of the site that is silent is a state in the way; whoever was asked did answer.
+        let of_a_host = error.code == ErrorCode::HostUnreachable && error.host.is_some();
         Self {
-            exit: exit_of(error.code),
+            exit: if of_a_host {
+                REFUSED
+            } else {
+                exit_of(error.code)
+            },
             error,
             shown: false,
         }
@@ -67,9 +73,9 @@ impl Failure {
         if !self.shown {
             if json {
                 let text = serde_json::json!({ "error": self.error });
-                println!("{text:#}");
+                println!("{}", crate::plain::json(&format!("{text:#}")));
             } else {
-                eprintln!("godwit: {}", self.error.message);
+                crate::plain::tell(&format!("godwit: {}", self.error.message));
             }
         }
         ExitCode::from(self.exit)
@@ -131,5 +137,13 @@ mod tests {
         assert_eq!(exit_of(ErrorCode::UnknownVm), NOT_FOUND);
         assert_eq!(exit_of(ErrorCode::InvalidVm), USAGE);
         assert_eq!(exit_of(ErrorCode::HostUnreachable), FAILED);
+    }
+
+    #[test]
+    fn a_silent_host_is_a_state_in_the_way_and_a_silent_controller_a_failure() {
+        let silent = || ApiError::new(ErrorCode::HostUnreachable, "it does not answer");
+        assert_eq!(Failure::from(silent()).exit, FAILED);
+        let host = silent().on_host("b");
+        assert_eq!(Failure::from(host).exit, REFUSED);
     }
 }

@@ -9,7 +9,9 @@ mod connect;
 mod controller_file;
 mod exit;
 mod output;
+mod plain;
 mod tables;
+mod wait;
 mod watch;
 
 use args::{AgentCommand, Cli, Command, ControllerCommand};

@@ -2,13 +2,14 @@
 //!
 //! Owns the decision whether colours are used. Refuses: colours in a pipe, or where NO_COLOR is set.
 
+use crate::plain;
 use crate::tables::compared;
 use comfy_table::{ContentArrangement, Table, presets};
 use godwit_types::control_api::{HostState, HostView, VmView};
 use godwit_types::host::{Check, CheckStatus, HostInfo};
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{MigrationReport, Outcome, Phase, PreflightReport};
-use godwit_types::site::Standing;
+use godwit_types::site::{Claim, Standing};
 use godwit_types::vm::{VmState, mac_text};
 use serde::Serialize;
 use std::fmt::Display;
@@ -59,13 +60,14 @@ impl Output {
     /// Prints a value as JSON.
     pub fn json(&self, value: &impl Serialize) {
         match serde_json::to_string_pretty(value) {
-            Ok(text) => self.line(text),
+            Ok(text) => self.line(plain::json(&text)),
             Err(error) => eprintln!("godwit: the answer cannot be written as JSON: {error}"),
         }
     }
 
     /// Prints a line; a reader that has gone away is no error.
     pub fn line(&self, text: impl Display) {
+        let text = plain::lines(&text.to_string());
         let _ = writeln!(std::io::stdout(), "{text}");
     }
 
@@ -85,7 +87,7 @@ impl Output {
         table.set_content_arrangement(ContentArrangement::Disabled);
         table.set_header(header.iter().map(|name| name.to_uppercase()));
         rows.into_iter().for_each(|row| {
-            table.add_row(row);
+            table.add_row(row.iter().map(|cell| plain::sentence(cell)));
         });
         let text = table.to_string();
         text.lines()
@@ -95,16 +97,17 @@ impl Output {
     /// Colours stay out of the table itself, whose widths they would spoil.
     fn tone_of_line(&self, line: &str) -> String {
         let has = |word: &str| line.split_whitespace().any(|part| part == word);
-        let tone = if has("in-doubt") || has("running-twice") || has("FAILED") {
-            Tone::Bad
-        } else if ["crashed", "panicked", "unreachable", "WARNING"]
-            .iter()
-            .any(|word| has(word))
-        {
-            Tone::Warn
-        } else {
-            Tone::Plain
-        };
+        let tone =
+            if has("in-doubt") || has("damaged-record") || has("running-twice") || has("FAILED") {
+                Tone::Bad
+            } else if ["crashed", "panicked", "unreachable", "WARNING"]
+                .iter()
+                .any(|word| has(word))
+            {
+                Tone::Warn
+            } else {
+                Tone::Plain
+            };
         self.paint(line.strip_prefix(' ').unwrap_or(line), tone)
     }
 
@@ -151,6 +154,7 @@ impl Output {
             Tone::Warn
         };
         self.line("");
+        let note = plain::sentence(note);
         self.line(self.paint(format!("{name}: {note}"), tone));
     }
 
@@ -201,7 +205,7 @@ impl Output {
         let rows = sorted.iter().map(|vm| {
             vec![
                 vm.spec.name.to_string(),
-                vm.state.to_string(),
+                state_here(vm),
                 if vm.holds() {
                     "yes".into()
                 } else {
@@ -234,6 +238,7 @@ impl Output {
     pub fn pairs(&self, rows: &[(&str, String)]) {
         let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
         for (name, value) in rows {
+            let value = value.replace(['\n', '\r'], " ");
             self.line(format!("{name:width$}  {value}"));
         }
     }
@@ -275,7 +280,7 @@ impl Output {
         let names: Vec<String> = host.vms.iter().map(ToString::to_string).collect();
         let mut rows = info_rows(&host.info);
         rows.insert(1, ("state", host_state(host)));
-        rows.push(("last seen", format!("{} s ago", host.last_seen_s)));
+        rows.push(("not heard for", format!("{} s", host.last_seen_s)));
         rows.push(("vms", names.join(", ")));
         self.pairs(&rows);
     }
@@ -306,8 +311,8 @@ impl Output {
             };
             self.line(format!(
                 "  {}: {}",
-                self.paint(&check.name, tone),
-                check.remedy
+                self.paint(plain::sentence(&check.name), tone),
+                plain::sentence(&check.remedy)
             ));
         }
     }
@@ -320,13 +325,14 @@ impl Output {
             } else {
                 Tone::Good
             };
+            let line = plain::sentence(line);
             self.line(format!("{} {line}", self.paint("ok     ", tone)));
         }
         for refusal in &report.refusals {
             self.line(format!(
                 "{} {}",
                 self.paint("refused", Tone::Bad),
-                refusal.message
+                plain::sentence(&refusal.message)
             ));
         }
         if let Some(prediction) = &report.prediction {
@@ -369,6 +375,7 @@ impl Output {
         self.line(self.paint(headline(report), tone));
         self.pairs(&report_rows(report));
         for note in &report.notes {
+            let note = plain::sentence(note);
             self.line(self.paint(format!("note: {note}"), Tone::Warn));
         }
         self.iterations(report);
@@ -420,14 +427,25 @@ pub fn kebab(value: &impl Serialize) -> String {
 
 /// What a person must end.
 fn is_alarming(state: VmState) -> bool {
-    matches!(state, VmState::RunningTwice | VmState::InDoubt)
+    matches!(
+        state,
+        VmState::RunningTwice | VmState::InDoubt | VmState::DamagedRecord
+    )
+}
+
+/// A VM's state at one host: one that moved away is off here and may run elsewhere.
+fn state_here(vm: &HostVm) -> String {
+    match (&vm.claim, vm.state) {
+        (Claim::Moved { to, .. }, VmState::Stopped) => format!("moved to {to}"),
+        (_, state) => state.to_string(),
+    }
 }
 
 /// Worst first.
 fn urgency(state: VmState) -> u8 {
     match state {
         VmState::RunningTwice => 0,
-        VmState::InDoubt => 1,
+        VmState::InDoubt | VmState::DamagedRecord => 1,
         _ => 2,
     }
 }

@@ -118,3 +118,18 @@ fn a_move_in_doubt_offers_no_command_without_its_condition() {
     assert!(text.contains("until a and b reach each other"), "{text}");
     assert!(text.contains("powered off"), "{text}");
 }
+
+#[test]
+fn a_vm_that_moved_away_is_not_called_stopped_by_the_host_it_left() {
+    let at = |claim: serde_json::Value| -> HostVm {
+        serde_json::from_value(json!({
+            "spec": { "name": "web", "vcpus": 1, "memory_mib": 64, "kernel": "/k" },
+            "state": "stopped", "generation": 3, "claim": claim,
+        }))
+        .unwrap()
+    };
+    let moved = at(json!({ "claim": "moved", "generation": 3, "to": "b" }));
+    assert_eq!(state_here(&moved), "moved to b");
+    let off = at(json!({ "claim": "holds", "generation": 3, "on": false }));
+    assert_eq!(state_here(&off), "stopped");
+}

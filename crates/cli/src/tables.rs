@@ -3,6 +3,7 @@
 //! Part of [`Output`]. Owns nothing. Refuses: figures without what they rest on.
 
 use crate::output::{Output, kebab};
+use crate::plain;
 use godwit_types::ApiError;
 use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
 use godwit_types::forecast::{CannotKeep, Prediction};
@@ -38,7 +39,7 @@ impl Output {
             self.line(format!(
                 "CANNOT KEEP {}: {}",
                 kebab(&one.promise),
-                one.message
+                plain::sentence(&one.message)
             ));
         }
     }
@@ -47,7 +48,7 @@ impl Output {
     pub fn drain(&self, view: &DrainView) {
         self.line(drain_headline(view));
         if !view.plan.is_empty() && view.state != DrainState::Done {
-            self.line(format!("Plan: {}.", view.plan));
+            self.line(format!("Plan: {}.", plain::sentence(&view.plan)));
         }
         if view.vms.is_empty() {
             return;
@@ -215,8 +216,11 @@ fn drain_headline(view: &DrainView) -> String {
     let staying = view.staying().count();
     let stay = match staying {
         0 => String::new(),
-        1 => "; 1 VM cannot move and runs on here".to_owned(),
-        count => format!("; {count} VMs cannot move and run on here"),
+        1 => "; 1 VM cannot move and stays as it is: do what its reason says, then drain again"
+            .to_owned(),
+        count => format!(
+            "; {count} VMs cannot move and stay as they are: do what their reasons say, then drain again"
+        ),
     };
     match view.state {
         DrainState::Planned => {
@@ -257,7 +261,7 @@ fn expected(vm: &DrainVm) -> String {
 }
 
 fn reason_line(reason: &ApiError) -> String {
-    format!("  - {}", reason.message)
+    format!("  - {}", plain::sentence(&reason.message))
 }
 
 fn host_row(load: &HostLoad, draining: bool) -> Vec<String> {
@@ -360,7 +364,10 @@ mod tests {
             "1 moved, 1 moving, 0 waiting, 1 cannot move, about 2.5 min left"
         );
         let done = drain_headline(&view(DrainState::Done, vms));
-        assert!(done.contains("1 VM cannot move and runs on here"), "{done}");
+        assert!(
+            done.contains("1 VM cannot move and stays as it is: do what"),
+            "{done}"
+        );
         assert!(done.contains("godwit host undrain b"), "{done}");
     }
 

@@ -100,6 +100,7 @@ const COMMANDS: &[&str] = &[
     "migration cancel",
     "site",
     "site show",
+    "site acknowledge",
     "completion",
     "man",
 ];
@@ -172,10 +173,7 @@ fn a_vm_is_resolved_in_one_way_at_a_time() {
 
 /// Commands that make a VM run twice if what they say is not so, with what they ask.
 const WORDS: [(&[&str], &str); 3] = [
-    (
-        &["host", "fenced", "b"],
-        "Is host b powered off, and will it stay off until it is heard again?",
-    ),
+    (&["host", "fenced", "b"], "Is host b powered off now?"),
     (
         &["host", "boot-alone"],
         "Does no other host run the VMs that this host waits to boot?",
@@ -371,4 +369,24 @@ fn manual_pages_and_completions_are_made() {
             .unwrap()
             .contains("_godwit")
     );
+}
+
+#[test]
+fn a_command_that_waits_says_so_before_a_person_takes_it_for_a_fault() {
+    use std::io::{BufRead as _, BufReader};
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("controller.sock");
+    // It takes connections and answers nothing.
+    let _mute = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let mut child = command(&["vm", "stop", "web"])
+        .env("GODWIT_CONTROLLER", &socket)
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    let errors = child.stderr.take().unwrap();
+    BufReader::new(errors).read_line(&mut line).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(line.contains("waiting for the controller"), "{line}");
 }

@@ -9,12 +9,13 @@ use crate::error::{ControllerError, Outcome, refuse};
 use crate::measured::Measured;
 use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
+use crate::unread::Lack;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, Authority, Client, Identity, Revocations, Role};
-use godwit_site::{Book, Row};
+use godwit_site::{Batch, Book, HostRow, Row};
 use godwit_types::control_api::{HostState, InventoryEvent, VmView};
 use godwit_types::migration::MigrationReport;
-use godwit_types::site::{SiteHost, Stamp};
+use godwit_types::site::{SiteHost, SiteUpdate, Stamp};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,6 +33,11 @@ type Clients = BTreeMap<HostName, (SocketAddr, AgentClient)>;
 
 /// How long a command waits for a VM process that is being started again: as long as an agent lets one take.
 const TAKE_OVER_WAIT: Duration = Duration::from_secs(15);
+
+/// How long a command waits for a controller that was started just now to have asked every host.
+const STARTING_WAIT: Duration = Duration::from_secs(20);
+/// Between two looks at that.
+const STARTING_EACH: Duration = Duration::from_millis(20);
 
 /// Shared by handlers, pollers and watchers.
 pub struct App {
@@ -52,19 +58,52 @@ pub struct App {
     /// Addresses for join tokens.
     pub advertise: Vec<SocketAddr>,
     state: Mutex<State>,
+    /// The turn to write what the site's rules have changed.
+    writer: tokio::sync::Mutex<()>,
     locks: Mutex<VmLocks>,
     host_locks: Mutex<HostLocks>,
     macs: tokio::sync::Mutex<()>,
     clients: Mutex<Clients>,
     moving: Mutex<BTreeSet<VmName>>,
     live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
-    removed: Mutex<BTreeSet<HostName>>,
     /// The last word that is in the database: the newest one that a host may hear.
     said: Arc<Mutex<Stamp>>,
     /// Migrations that are beginning, and whether somebody has cancelled them since.
     beginning: Mutex<BTreeMap<MigrationId, bool>>,
     events: broadcast::Sender<InventoryEvent>,
     stop: watch::Receiver<bool>,
+}
+
+/// What is to be written; due again if it is dropped before it was.
+pub struct Due<'a> {
+    app: &'a App,
+    batch: Option<Batch>,
+    _turn: tokio::sync::MutexGuard<'a, ()>,
+}
+
+impl Due<'_> {
+    /// The rows.
+    pub fn rows(&self) -> &[Row] {
+        self.batch.as_ref().map(Batch::rows).unwrap_or_default()
+    }
+
+    /// They are in the database: their words may be said.
+    pub fn written(mut self) {
+        let mut said = lock(&self.app.said);
+        for row in self.batch.take().iter().flat_map(Batch::rows) {
+            if let Row::Stamp(stamp) = row {
+                *said = (*said).max(*stamp);
+            }
+        }
+    }
+}
+
+impl Drop for Due<'_> {
+    fn drop(&mut self) {
+        if let Some(batch) = self.batch.take() {
+            self.app.state().book.not_written(batch);
+        }
+    }
 }
 
 /// Marks a VM as about to move until dropped.
@@ -100,14 +139,11 @@ impl App {
             ..State::default()
         };
         load_book(&store, &mut state).await?;
-        for vm in store.vms().await? {
-            state.vms.insert(vm.spec.name.clone(), vm);
-        }
+        load_vms(&store, &mut state).await?;
         let revocations = Arc::new(Revocations::default());
         revocations.extend(store.revoked().await?);
-        let removed = store.removed_hosts().await?;
-        for host in &removed {
-            state.book.add_removed(host.clone());
+        for host in store.removed_hosts().await? {
+            state.book.add_removed(host);
         }
         Ok(Self {
             config,
@@ -117,9 +153,9 @@ impl App {
             revocations,
             drains: Drains::default(),
             measured: Measured::default(),
-            removed: Mutex::new(removed.into_iter().collect()),
             advertise,
             state: Mutex::new(state),
+            writer: tokio::sync::Mutex::default(),
             locks: Mutex::default(),
             host_locks: Mutex::default(),
             macs: tokio::sync::Mutex::default(),
@@ -138,21 +174,43 @@ impl App {
         lock(&self.state)
     }
 
-    /// Writes rows of the site's rules, before anything is said that follows from them.
-    pub async fn write(&self, rows: &[Row]) -> Result<(), ControllerError> {
-        self.store.write(rows).await?;
-        self.written(rows);
+    /// Writes what the site's rules have changed, before anything is said that follows from it.
+    pub async fn write(&self) -> Result<(), ControllerError> {
+        let due = self.due().await;
+        self.store.write(due.rows()).await?;
+        due.written();
         Ok(())
     }
 
-    /// Notes that rows are in the database: their words may be said.
-    pub fn written(&self, rows: &[Row]) {
-        let mut said = lock(&self.said);
-        for row in rows {
-            if let Row::Stamp(stamp) = row {
-                *said = (*said).max(*stamp);
-            }
+    /// What the site's rules have changed, for the one who writes it, perhaps with more in one transaction. One at a time,
+    /// in the order of the book.
+    pub async fn due(&self) -> Due<'_> {
+        let turn = self.writer.lock().await;
+        Due {
+            app: self,
+            batch: Some(self.state().book.take_unwritten()),
+            _turn: turn,
         }
+    }
+
+    /// What a host lacks of the site's table, unless some of that is not written yet.
+    pub fn written_update(&self, host: &HostName) -> Option<SiteUpdate> {
+        let state = self.state();
+        match state.book.has_unwritten() {
+            true => None,
+            false => state.book.update_for(host),
+        }
+    }
+
+    /// Waits until every host has answered since this controller was started, or failed to.
+    pub async fn until_started(&self) {
+        let asked = async {
+            while self.state().book.is_starting() {
+                tokio::time::sleep(STARTING_EACH).await;
+            }
+        };
+        // Who is not through by then is told so by what he does next.
+        let _ = tokio::time::timeout(STARTING_WAIT, asked).await;
     }
 
     /// The newest word that a host may hear: the last one that is in the database.
@@ -192,6 +250,12 @@ impl App {
         mutex.lock_owned().await
     }
 
+    /// This VM's turn, if nobody has it.
+    pub fn try_vm_lock(&self, vm: &VmName) -> Option<OwnedMutexGuard<()>> {
+        let mutex = lock(&self.locks).entry(vm.clone()).or_default().clone();
+        mutex.try_lock_owned().ok()
+    }
+
     /// Waits for the turn to ask this host.
     pub async fn host_lock(&self, host: &HostName) -> OwnedMutexGuard<()> {
         let mutex = lock(&self.host_locks)
@@ -221,17 +285,7 @@ impl App {
 
     /// Hosts that were removed and have not joined again.
     pub fn removed(&self) -> BTreeSet<HostName> {
-        lock(&self.removed).clone()
-    }
-
-    /// Notes that a host was removed, or has joined again.
-    pub fn note_removed(&self, host: &HostName, removed: bool) {
-        let mut hosts = lock(&self.removed);
-        if removed {
-            hosts.insert(host.clone());
-        } else {
-            hosts.remove(host);
-        }
+        self.state().book.removed().clone()
     }
 
     /// Turns true when the controller stops.
@@ -295,9 +349,25 @@ impl App {
         lock(&self.live).remove(id);
     }
 
+    /// Nobody is granted a VM while what is known of it cannot be read.
+    pub fn must_be_read(&self, vm: &VmName) -> Outcome<()> {
+        match self.state().lacking.get(vm) {
+            Some(lack @ Lack::Right(_)) => Err(lack.refusal(vm)),
+            _ => Ok(()),
+        }
+    }
+
+    /// The same, and it must be described, too.
+    pub fn must_be_described(&self, vm: &VmName) -> Outcome<()> {
+        match self.state().lacking.get(vm) {
+            Some(lack) => Err(lack.refusal(vm)),
+            None => Ok(()),
+        }
+    }
+
     /// The client of a host's agent, and its address.
     pub fn agent(&self, host: &HostName) -> Outcome<(SocketAddr, AgentClient)> {
-        let address = self.host(host)?.address;
+        let address = self.of_host(host, |entry| entry.address)?;
         if let Some((known, client)) = lock(&self.clients).get(host)
             && *known == address
         {
@@ -319,7 +389,7 @@ impl App {
 
     /// The client of a host that answers.
     pub fn connected_agent(&self, host: &HostName) -> Outcome<AgentClient> {
-        match self.host(host)?.state {
+        match self.of_host(host, |entry| entry.state)? {
             HostState::Connected => self.agent(host).map(|(_, agent)| agent),
             HostState::Unreachable => Err(unreachable_host(host)),
         }
@@ -327,8 +397,13 @@ impl App {
 
     /// A host of the inventory.
     pub fn host(&self, host: &HostName) -> Outcome<HostEntry> {
+        self.of_host(host, HostEntry::clone)
+    }
+
+    /// What is asked of a host's entry, without a copy of all that the host said.
+    pub fn of_host<T>(&self, host: &HostName, ask: impl FnOnce(&HostEntry) -> T) -> Outcome<T> {
         match self.state().hosts.get(host) {
-            Some(entry) => Ok(entry.clone()),
+            Some(entry) => Ok(ask(entry)),
             None => refuse(
                 ErrorCode::UnknownHost,
                 format!("there is no host {host}: see 'godwit host list'"),
@@ -365,6 +440,9 @@ impl App {
         match (view.state, state.place(vm)) {
             (VmState::InDoubt, _) => Err(in_doubt(vm, view.note)),
             (VmState::RunningTwice, _) => Err(held_twice(vm, view.note)),
+            (VmState::DamagedRecord, Some(place)) if place.vm.is_none() => {
+                Err(damaged(vm, view.note).on_host(&place.host))
+            }
             (VmState::Unreachable, Some(place)) if place.connected => {
                 Err(being_taken_over(vm, &place.host))
             }
@@ -412,6 +490,15 @@ pub fn in_doubt(vm: &VmName, note: Option<String>) -> ApiError {
     ApiError::new(ErrorCode::InDoubt, format!("VM {vm} is in doubt: {note}"))
 }
 
+/// What is known of a VM cannot be read, at a host or here; `note` has the way out.
+pub fn damaged(vm: &VmName, note: Option<String>) -> ApiError {
+    let note = note.unwrap_or_default();
+    ApiError::new(
+        ErrorCode::WrongState,
+        format!("what is on record of VM {vm} cannot be read: {note}"),
+    )
+}
+
 /// Several hosts hold a VM; `note` has the way out.
 pub fn held_twice(vm: &VmName, note: Option<String>) -> ApiError {
     let note = note.unwrap_or_default();
@@ -426,11 +513,17 @@ async fn load_book(store: &Store, state: &mut State) -> Result<(), ControllerErr
     let rows: BTreeMap<HostName, _> = store.host_rows().await?.into_iter().collect();
     for (name, entry) in &state.hosts {
         let row = rows.get(name).cloned().unwrap_or_default();
-        let site = site_host(name, entry, row.instance.counter);
+        let site = site_host(name, entry, &row);
         state.book.load_host(site, row);
     }
-    for (vm, entry) in store.entries().await? {
+    let (entries, unread) = store.entries().await?;
+    for (vm, entry) in entries {
         state.book.add_entry(vm, entry);
+    }
+    for row in unread {
+        let name = VmName::new(row.row.clone());
+        let vm = name.map_err(|_| ControllerError::Row(row.clone()))?;
+        state.lacks(vm, Lack::Right(row));
     }
     for host in store.fenced_strangers().await? {
         state.book.add_fenced_stranger(host);
@@ -438,13 +531,28 @@ async fn load_book(store: &Store, state: &mut State) -> Result<(), ControllerErr
     Ok(())
 }
 
+/// How VMs are described. One whose description cannot be read is shown all the same.
+async fn load_vms(store: &Store, state: &mut State) -> Result<(), ControllerError> {
+    let (vms, unread) = store.vms().await?;
+    for vm in vms {
+        state.vms.insert(vm.spec.name.clone(), vm);
+    }
+    for row in unread {
+        let unread = |_| ControllerError::Row(row.clone());
+        let vm = VmName::new(row.row.clone()).map_err(unread)?;
+        state.lacks(vm, Lack::Description(row));
+    }
+    Ok(())
+}
+
 /// A host as the site's table has it.
-pub fn site_host(name: &HostName, entry: &HostEntry, counter: u64) -> SiteHost {
+pub fn site_host(name: &HostName, entry: &HostEntry, row: &HostRow) -> SiteHost {
     SiteHost {
         name: name.clone(),
         address: entry.address,
         serial: entry.serial.clone(),
-        counter,
+        counter: row.instance.counter,
+        machine_id: row.instance.machine_id.clone(),
     }
 }
 

@@ -1,7 +1,8 @@
 //! Errors of starting and running the controller, and the short cuts to what people read.
 
+use crate::unread::UnreadRow;
 use godwit_rpc::pki::PkiError;
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, HostName};
 
 /// Why the controller could not be made or started.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +30,9 @@ pub enum ControllerError {
     /// The database's format.
     #[error("the controller's database cannot be brought up to date: {0}")]
     Format(#[from] sqlx::migrate::MigrateError),
+    /// A row without which the controller does not start.
+    #[error("{}", .0.sentence())]
+    Row(UnreadRow),
     /// Something in the database that this version cannot read.
     #[error("the controller's database holds a {what} that cannot be read: {cause}")]
     Unreadable {
@@ -48,6 +52,30 @@ impl From<ControllerError> for ApiError {
 
 /// What operations return.
 pub type Outcome<T> = Result<T, ApiError>;
+
+/// A host does not answer: names it, and the command for one that is off.
+pub fn silent(host: &HostName) -> ApiError {
+    let message = format!(
+        "host {host} does not answer: see that it is on and its agent runs; or, when it is powered off, say so with 'godwit host fenced {host}'"
+    );
+    ApiError::new(ErrorCode::HostUnreachable, message).on_host(host)
+}
+
+/// The same of an error that a silent host is the cause of; any other error as it is.
+pub fn way_out(error: ApiError) -> ApiError {
+    let named = error
+        .host
+        .as_deref()
+        .and_then(|host| HostName::new(host).ok());
+    match named {
+        Some(host)
+            if error.code == ErrorCode::HostUnreachable && !error.message.contains("fenced") =>
+        {
+            silent(&host)
+        }
+        _ => error,
+    }
+}
 
 /// An error in one sentence.
 pub fn refuse<T>(code: ErrorCode, message: impl Into<String>) -> Outcome<T> {

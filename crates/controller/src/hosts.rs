@@ -3,18 +3,19 @@
 //! Owns nothing. Refuses: a token twice, a name twice, an agent address that others cannot reach, and removing a host
 //! that holds VMs unless it does not answer and the operator says that it is off for good.
 
-use crate::app::{App, site_host, unreachable_host};
-use crate::error::{ControllerError, Outcome, refuse};
+use crate::app::{App, site_host};
+use crate::error::{ControllerError, Outcome, refuse, silent};
 use crate::placement::drain;
 use crate::reconcile;
+use crate::removed;
 use crate::state::HostEntry;
 use crate::store::Joined;
 use crate::survey::{clear, refused};
-use crate::vms::{done, is_off_at, release};
+use crate::vms::{done, is_stopped_at, release};
 use godwit_rpc::pki::{PkiError, now_unix_s};
 use godwit_rpc::token::hash_of;
 use godwit_rpc::{ClientError, Role, Token};
-use godwit_site::HostRow;
+use godwit_site::{HostRow, Refusal};
 use godwit_types::control_api::{Done, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken};
 use godwit_types::load::HostTop;
 use godwit_types::site::Claim;
@@ -26,7 +27,7 @@ use std::sync::Arc;
 pub fn view(app: &App, name: &HostName) -> Outcome<HostView> {
     app.host(name)?;
     let view = app.state().host_view(name, now_unix_s());
-    let mut view = view.ok_or_else(|| unreachable_host(name))?;
+    let mut view = view.ok_or_else(|| silent(name))?;
     view.draining = app.drains.is_draining(name);
     Ok(view)
 }
@@ -95,15 +96,14 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
         Joined::Yes => {}
     }
     app.revocations.extend(app.store.revoked().await?);
-    app.note_removed(&request.name, false);
-    let rows = {
+    {
         let mut state = app.state();
         let row = HostRow::default();
-        let site = site_host(&request.name, &entry, row.instance.counter);
+        let site = site_host(&request.name, &entry, &row);
         state.hosts.insert(request.name.clone(), entry);
-        state.book.add_host(site, row)
-    };
-    app.write(&rows).await?;
+        state.book.add_host(site, row);
+    }
+    app.write().await?;
     app.tell_host(&request.name);
     tracing::info!(host = %request.name, address = %request.agent_address, "host is enrolled");
     reconcile::spawn(app.clone(), request.name.clone());
@@ -161,7 +161,7 @@ pub async fn check(app: &App, host: &HostName) -> Outcome<HostCheck> {
     let (_, agent) = app.agent(host)?;
     let mut check = agent.check().await.map_err(|error| match error {
         ClientError::Refused(error) => error.on_host(host),
-        _ => unreachable_host(host),
+        _ => silent(host),
     })?;
     check.host = host.clone();
     Ok(check)
@@ -192,22 +192,33 @@ pub async fn top(app: &Arc<App>) -> Vec<HostTop> {
 }
 
 /// Removes a host and revokes its certificate.
-pub async fn remove(app: &App, host: &HostName, confirm_unreachable: bool) -> Outcome<Done> {
+pub async fn remove(app: &Arc<App>, host: &HostName, confirm_unreachable: bool) -> Outcome<Done> {
     reconcile::refresh(app, host).await;
     let entry = app.host(host)?;
     must_not_be_moving(app, host, &entry)?;
     if entry.is_connected() {
         let_go(app, host).await?;
     }
+    must_hold_nothing_unread(app, host, confirm_unreachable)?;
     let removed = app.state().book.remove(host, confirm_unreachable);
-    let rows = removed.map_err(refused)?;
-    app.store
-        .remove_host(host, &entry.serial, &rows, now_unix_s())
-        .await?;
-    app.written(&rows);
+    let removal = removed.map_err(refused)?;
+    let due = app.due().await;
+    let (rows, now) = (due.rows(), now_unix_s());
+    let unheard_at = (!entry.is_connected()).then_some(entry.address);
+    let written = app
+        .store
+        .remove_host(host, &entry.serial, unheard_at, rows, now);
+    if let Err(error) = written.await {
+        drop(due);
+        app.state().book.not_removed(removal);
+        return Err(error.into());
+    }
+    due.written();
     app.revocations.revoke(entry.serial);
-    app.note_removed(host, true);
     app.state().hosts.remove(host);
+    if let Some(address) = unheard_at {
+        removed::watch(app, host.clone(), address);
+    }
     // Last: no drain of a host that is not in the inventory begins.
     drain::forget(app, host).await?;
     app.tell_host(host);
@@ -215,6 +226,34 @@ pub async fn remove(app: &App, host: &HostName, confirm_unreachable: bool) -> Ou
     Ok(done(format!(
         "Host {host} is removed and its certificate revoked."
     )))
+}
+
+/// A VM whose row cannot be read is in no set of those that the host may hold: what the host says itself counts.
+fn must_hold_nothing_unread(app: &App, host: &HostName, confirmed: bool) -> Outcome<()> {
+    let state = app.state();
+    let Some(entry) = state.hosts.get(host) else {
+        return Ok(());
+    };
+    let claimed = entry.vms.iter().filter(|(_, vm)| vm.claim.may_hold());
+    let mut unread = claimed.filter_map(|(name, _)| Some((name, state.lacking.get(name)?)));
+    let Some((name, lack)) = unread.next() else {
+        return Ok(());
+    };
+    if entry.is_connected() {
+        let text = format!(
+            "host {host} says that it holds VM {name}, and is not removed while that is so: {}",
+            lack.row().sentence()
+        );
+        return Err(ApiError::new(ErrorCode::WrongState, text).on_host(host));
+    }
+    if confirmed || state.book.is_fenced(host) {
+        return Ok(());
+    }
+    let vms = std::iter::once(name).chain(unread.map(|(name, _)| name));
+    Err(refused(Refusal::MayRun {
+        host: host.clone(),
+        vms: vms.cloned().collect(),
+    }))
 }
 
 /// Asks a host about every VM that it may hold: what it says no to does not stand in anybody's way.
@@ -232,7 +271,8 @@ pub async fn release_all(app: &App, host: &HostName) -> Outcome<()> {
     let vms = app.state().book.may_be_on(host);
     for vm in vms {
         let _turn = app.vm_lock(&vm).await;
-        if is_off_at(app, &vm, host)
+        // One that is only down is booted again by its host, and stays there.
+        if is_stopped_at(app, &vm, host)
             && let Err(error) = release(app, &vm, host).await
         {
             tracing::warn!(%vm, %host, %error, "the host does not give up a VM that is off");

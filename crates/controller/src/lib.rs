@@ -7,6 +7,7 @@
 
 mod api;
 mod app;
+mod bounds;
 mod config;
 mod drains;
 mod error;
@@ -17,6 +18,7 @@ mod migrate;
 mod placement;
 mod preflight;
 mod reconcile;
+mod removed;
 mod resolve;
 mod run;
 mod secret;
@@ -25,7 +27,9 @@ mod site_store;
 mod state;
 mod store;
 mod survey;
+mod taken_over;
 mod takeover;
+mod unread;
 mod vms;
 mod watch;
 

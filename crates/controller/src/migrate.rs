@@ -20,8 +20,9 @@ use godwit_types::migration::{
     AgentAddress, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport, MigrationSpec,
     Outcome as End, Phase, PreflightReport, Side,
 };
-use godwit_types::vm::Accelerator;
-use godwit_types::{ApiError, ErrorCode, Generation, MigrationId, VmName};
+use godwit_types::site::Claim;
+use godwit_types::vm::{Accelerator, VmState};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, VmName};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -46,9 +47,11 @@ pub async fn attempt(
         return Err(one(already(name, None)));
     };
     let _turn = app.vm_lock(name).await;
+    app.must_be_described(name).map_err(one)?;
     if let Some(moving) = app.state().active.get(name) {
         return Err(one(already(name, Some(&moving.id))));
     }
+    until_settled(app, name).await.map_err(one)?;
     let mut found = preflight::run(app, name, request).await.map_err(one)?;
     let refused = !found.report.refusals.is_empty();
     if refused && !request.dry_run {
@@ -61,7 +64,7 @@ pub async fn attempt(
         return Ok(MigrateAnswer::Checked(found.report));
     }
     must_keep(&found.report, request).map_err(one)?;
-    start(app, &found, request).await.map_err(one)
+    start(app, name, &found, request).await.map_err(one)
 }
 
 fn one(error: ApiError) -> Vec<ApiError> {
@@ -114,10 +117,11 @@ fn must_keep(report: &PreflightReport, request: &MigrateRequest) -> Outcome<()> 
 
 async fn start(
     app: &Arc<App>,
+    name: &VmName,
     found: &Preflight,
     request: &MigrateRequest,
 ) -> Outcome<MigrateAnswer> {
-    let mut spec = spec_of(found, request)?;
+    let mut spec = spec_of(found, name, request)?;
     let id = spec.id.clone();
     app.begins(&id);
     let recorded = record(app, &mut spec, found.vm.spec.memory_mib).await;
@@ -128,12 +132,13 @@ async fn start(
             return Err(error);
         }
     };
-    let cancelled = app.has_begun(&id);
-    if let Err(error) = handed_out {
+    let error = match (app.has_begun(&id), handed_out) {
+        // Whatever a host made of the cancel in the meantime.
+        (true, _) => Some(cancelled_at_once(&id)),
+        (false, handed_out) => handed_out.err(),
+    };
+    if let Some(error) = error {
         return Err(undo(app, found, &id, error).await);
-    }
-    if cancelled {
-        return Err(undo(app, found, &id, cancelled_at_once(&id)).await);
     }
     let broken = found.report.cannot_keep.iter();
     let warnings = broken.map(|broken| broken.message.clone()).collect();
@@ -143,6 +148,39 @@ async fn start(
         id: id.to_string(),
         warnings,
     }))
+}
+
+/// Waits until no other host's record waits for the end of an earlier handover. A move that began before would only be
+/// refused by the hosts, and its cancel keeps them from settling that end: nothing is asked of them meanwhile.
+async fn until_settled(app: &App, name: &VmName) -> Outcome<()> {
+    let mut changes = app.listen();
+    let deadline = tokio::time::Instant::now() + UNCONFIRMED_WAIT;
+    while let Some(host) = unsettled(app, name) {
+        // To lag behind is a change too, and the channel closes only with this value.
+        let changed = tokio::time::timeout_at(deadline, changes.recv());
+        if changed.await.is_err() {
+            let message = format!(
+                "host {host} has not settled the last handover of VM {name} with the host where it runs: that passes by itself once the two reach each other; see 'godwit vm show {name}' and try again then"
+            );
+            return Err(ApiError::new(ErrorCode::Unconfirmed, message).on_host(&host));
+        }
+    }
+    Ok(())
+}
+
+/// A host that answers and whose record waits for another host, though the VM runs elsewhere.
+fn unsettled(app: &App, name: &VmName) -> Option<HostName> {
+    let state = app.state();
+    let runs = state.place(name).filter(|place| {
+        let vm = place.vm.as_ref();
+        place.connected && vm.is_some_and(|vm| vm.state == VmState::Running && vm.holds())
+    })?;
+    let waits = |claim: &Claim| matches!(claim, Claim::Gave { .. } | Claim::Promised { .. });
+    let claims = state.book.claims(name).into_iter();
+    let mut others = claims.filter(|(host, claim)| *host != runs.host && waits(claim));
+    others
+        .find(|(host, _)| state.book.answers(host))
+        .map(|(host, _)| host)
 }
 
 /// How long a source may wait for its former host's word before it refuses to move the VM on.
@@ -202,8 +240,7 @@ fn already(name: &VmName, id: Option<&MigrationId>) -> ApiError {
     )
 }
 
-fn spec_of(found: &Preflight, request: &MigrateRequest) -> Outcome<MigrationSpec> {
-    let name = &found.vm.spec.name;
+fn spec_of(found: &Preflight, name: &VmName, request: &MigrateRequest) -> Outcome<MigrationSpec> {
     let address = |end: &preflight::End| AgentAddress {
         host: end.host.clone(),
         address: end.address,
@@ -231,14 +268,17 @@ fn spec_of(found: &Preflight, request: &MigrateRequest) -> Outcome<MigrationSpec
 /// "Migration M may take generation g of this VM from A to B", durably, before either host hears of it.
 async fn record(app: &App, spec: &mut MigrationSpec, ram_mib: u64) -> Outcome<()> {
     let (from, to) = (&spec.source.host, &spec.destination.host);
+    app.until_started().await;
     let permitted = app.state().book.permit_migration(&spec.vm, from, to);
-    let (permission, rows) = permitted.map_err(refused)?;
+    let permission = permitted.map_err(refused)?;
     spec.generation = permission.generation;
     let report = MigrationReport::begun(spec, Side::Source, ram_mib, now());
-    if app.store.grant_migration(spec, &report, &rows).await? == Added::Exists {
+    let due = app.due().await;
+    let added = app.store.grant_migration(spec, &report, due.rows());
+    if added.await? == Added::Exists {
         return Err(already(&spec.vm, None));
     }
-    app.written(&rows);
+    due.written();
     let mut state = app.state();
     state.active.insert(spec.vm.clone(), watch::moving(&report));
     drop(state);
@@ -307,6 +347,7 @@ async fn undo(app: &Arc<App>, found: &Preflight, id: &MigrationId, error: ApiErr
     tracing::warn!(migration = %id, %error, "migration could not begin");
     let request = CancelRequest {
         reason: Some(format!("it could not begin: {}", error.message)),
+        vm: Some(found.vm.spec.name.clone()),
     };
     for end in [&found.source, &found.destination] {
         if let Err(error) = cancel_at(&end.agent, id, &request).await {
@@ -330,6 +371,19 @@ async fn cancel_at(
     }
 }
 
+/// Has both hosts refuse a migration that they may be told of any moment, so that the cancel outlives this controller. One
+/// that does not answer is told again when the beginning is undone.
+async fn refuse_at_hosts(app: &App, report: &MigrationReport, request: &CancelRequest) {
+    for host in [&report.from, &report.to] {
+        let Ok(agent) = app.connected_agent(host) else {
+            continue;
+        };
+        if let Err(error) = cancel_at(&agent, &report.id, request).await {
+            tracing::warn!(migration = %report.id, %host, %error, "the host does not know yet that the migration is cancelled");
+        }
+    }
+}
+
 /// Cancels a migration at its source, or, where that does not answer, at its destination.
 pub async fn cancel(app: &App, id: &MigrationId, request: &CancelRequest) -> Outcome<Done> {
     let report = watch::report(app, id).await?;
@@ -344,7 +398,12 @@ pub async fn cancel(app: &App, id: &MigrationId, request: &CancelRequest) -> Out
             format!("migration {id} is over: see 'godwit migration show {id}'"),
         );
     }
+    let request = CancelRequest {
+        reason: request.reason.clone(),
+        vm: Some(report.vm.clone()),
+    };
     if app.cancel_beginning(id) {
+        refuse_at_hosts(app, &report, &request).await;
         return Ok(Done {
             message: format!(
                 "migration {id} is cancelled: VM {} stays on host {}",
@@ -355,7 +414,7 @@ pub async fn cancel(app: &App, id: &MigrationId, request: &CancelRequest) -> Out
     let agent = app
         .connected_agent(&report.from)
         .or_else(|_| app.connected_agent(&report.to))?;
-    match agent.cancel(id, request).await {
+    match agent.cancel(id, &request).await {
         Err(error) if error.code() == ErrorCode::UnknownMigration => refuse(
             ErrorCode::WrongState,
             format!(

@@ -4,19 +4,25 @@
 //! tells agents which certificates are revoked and which hosts are gone for good.
 
 use crate::app::App;
+use crate::bounds::{self, NotTaken};
 use crate::error::ControllerError;
-use crate::state::{Change, Observed};
+use crate::state::{Change, HostEntry, Observed};
+use crate::survey;
 use crate::takeover;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, ClientError};
-use godwit_site::{News, Row, Ticket};
-use godwit_types::HostName;
+use godwit_site::{News, Ticket};
 use godwit_types::control_api::{HostState, InventoryEvent};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, RemovedHosts, Revoked};
+use godwit_types::text::{SENTENCE_LEN_MAX, cut};
 use godwit_types::vm::VmState;
+use godwit_types::{ErrorCode, HostName, VmName};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+
+/// How many grants that no host got are settled with one poll of a host.
+const SETTLED_AT_ONCE: usize = 16;
 
 /// Asks a host until it is removed or the controller stops.
 pub fn spawn(app: Arc<App>, host: HostName) {
@@ -43,9 +49,9 @@ struct Told {
 
 /// Asks once. False when the host is no more.
 async fn poll(app: &Arc<App>, host: &HostName, told: &mut Told) -> bool {
-    let serial = match app.host(host) {
-        Ok(entry) => entry.serial,
-        Err(_) => return false,
+    let serial = |entry: &HostEntry| entry.serial.clone();
+    let Ok(serial) = app.of_host(host, serial) else {
+        return false;
     };
     refresh(app, host).await;
     if let Err(error) = takeover::go_on(app, host).await {
@@ -56,9 +62,11 @@ async fn poll(app: &Arc<App>, host: &HostName, told: &mut Told) -> bool {
         tell_revoked(app, host, &mut told.revoked).await;
         tell_removed(app, host, &mut told.removed).await;
         pause_copies(app, host).await;
+        settle_undelivered(app, host).await;
     }
     // A host that was removed and joined again has a task of its own.
-    app.host(host).is_ok_and(|entry| entry.serial == serial)
+    app.of_host(host, |entry| entry.serial == serial)
+        .unwrap_or(false)
 }
 
 /// Asks a host now, so that what an operation has just changed is seen at once.
@@ -72,14 +80,61 @@ pub async fn refresh(app: &App, host: &HostName) {
         let mut state = app.state();
         (state.deletions, state.book.ask())
     };
-    match ask(&agent).await {
-        Ok(_) if app.state().deletions != deletions => {}
-        Ok((info, vms)) => {
-            if let Err(error) = learn(app, host, ticket, info, vms).await {
-                tracing::error!(%host, %error, "cannot note what the host said");
-            }
+    let (info, vms) = match ask(&agent).await {
+        Ok(answer) => answer,
+        Err(error @ (ClientError::TooLong { .. } | ClientError::Answer { .. })) => {
+            return reject(app, host, error.to_string());
         }
-        Err(error) => lose(app, host, &error),
+        Err(error) => return lose(app, host, &error),
+    };
+    let bounded = bounds::info(host, info).and_then(|info| Ok((info, bounds::vms(host, vms)?)));
+    let taken = bounded.and_then(|(info, vms)| Ok((info, must_not_swell(app, host, vms)?)));
+    let (info, vms) = match taken {
+        Ok(taken) => taken,
+        Err(error) => return reject(app, host, error.to_string()),
+    };
+    if app.state().deletions != deletions {
+        return;
+    }
+    if let Err(error) = learn(app, host, ticket, info, vms).await {
+        tracing::error!(%host, %error, "cannot note what the host said");
+    }
+}
+
+/// Each name that was ever used is kept for ever, here and in every host's table, so that one host may not bring ever new
+/// ones. What is more and not held here is left out.
+fn must_not_swell(
+    app: &App,
+    host: &HostName,
+    mut vms: Vec<HostVm>,
+) -> Result<Vec<HostVm>, NotTaken> {
+    let mut state = app.state();
+    let before = vms.len();
+    let brought = state.brought_with(host, &mut vms, bounds::NEW_NAMES_MAX);
+    bounds::new_names(host, brought.len())?;
+    if vms.len() < before {
+        let left_out = before - vms.len();
+        tracing::debug!(%host, left_out, "the host names more VMs that nobody used here than are taken");
+    }
+    if let Some(entry) = state.hosts.get_mut(host) {
+        entry.brought = brought;
+    }
+    Ok(vms)
+}
+
+/// A host answers what cannot be taken: it counts as silent, and people are told why.
+fn reject(app: &App, host: &HostName, why: String) {
+    let mut state = app.state();
+    state.lose(host);
+    let Some(entry) = state.hosts.get_mut(host) else {
+        return;
+    };
+    let is_new = entry.fault.as_ref() != Some(&why);
+    entry.fault = Some(why.clone());
+    drop(state);
+    if is_new {
+        tracing::error!(%host, why, "the host's answer is not taken");
+        app.tell_host(host);
     }
 }
 
@@ -87,10 +142,30 @@ async fn ask(agent: &AgentClient) -> Result<(HostInfo, Vec<HostVm>), ClientError
     Ok((agent.host().await?, agent.vms().await?))
 }
 
+/// Whether hosts do not accept each other because a certificate is not valid at one's time. The words are those of the TLS
+/// library: what it finds itself, and what the other side tells it.
+fn is_out_of_date(error: &ClientError) -> bool {
+    let (ClientError::NotReached { cause, .. } | ClientError::Broken { cause, .. }) = error else {
+        return false;
+    };
+    let words = [
+        "certificate expired",
+        "certificate not valid yet",
+        "alert: CertificateExpired",
+    ];
+    words.iter().any(|words| cause.contains(words))
+}
+
 fn lose(app: &App, host: &HostName, error: &ClientError) {
     let mut state = app.state();
-    let entry = state.hosts.get(host);
-    if !entry.is_some_and(|entry| entry.is_connected()) {
+    state.book.lose(host);
+    let Some(entry) = state.hosts.get_mut(host) else {
+        return;
+    };
+    let out_of_date = is_out_of_date(error);
+    let same = entry.is_out_of_date == out_of_date;
+    entry.is_out_of_date = out_of_date;
+    if !entry.is_connected() && same {
         return;
     }
     state.lose(host);
@@ -116,15 +191,13 @@ async fn learn(
         let is_new = entry.info.as_ref().is_none_or(|old| !same_host(old, &info));
         entry.state = HostState::Connected;
         entry.last_seen_unix_s = now;
+        entry.is_out_of_date = false;
         entry.info = Some(info.clone());
+        entry.fault = None;
         (state.observe(host, ticket, &info, vms), is_new, connected)
     };
-    let Observed {
-        rows,
-        news,
-        changes,
-    } = observed;
-    app.write(&rows).await?;
+    let Observed { news, changes } = observed;
+    app.write().await?;
     if is_new {
         app.store.save_host_info(host, &info, now).await?;
     }
@@ -135,29 +208,56 @@ async fn learn(
         app.tell_host(host);
     }
     tell_news(host, &news);
+    let fenced = |one: &News| matches!(one, News::FencedAnswered { .. });
+    if news.iter().any(fenced) {
+        app.tell(InventoryEvent::Site);
+    }
     for change in changes {
         note(app, host, change).await?;
     }
     Ok(())
 }
 
-/// What people should find in the log of an answer.
-pub fn tell_news(host: &HostName, news: &[News]) {
+/// The host that a piece of news is about. An answer of one host also brings what was found out about others before it.
+fn subject<'a>(asked: &'a HostName, news: &'a News) -> &'a HostName {
+    match news {
+        News::RestoredCopy { host, .. }
+        | News::Replaced { host, .. }
+        | News::Impossible { host }
+        | News::FencedAnswered { host, .. }
+        | News::NotItself { host, .. }
+        | News::Held { host, .. } => host,
+        News::Stranger { .. } => asked,
+    }
+}
+
+/// What people should find in the log of an answer of the host that was asked.
+pub fn tell_news(asked: &HostName, news: &[News]) {
     for one in news {
+        let host = subject(asked, one);
         match one {
-            News::RestoredCopy { heard } => {
+            News::RestoredCopy { heard, .. } => {
                 tracing::error!(%host, %heard, "a host has heard later words than this controller ever said: its database is an old copy. Nothing is granted until every host was read")
             }
-            News::FencedAnswered { was_never_off, .. } => {
+            News::Replaced { heard, .. } => {
+                tracing::error!(%host, %heard, "a host has heard a word of a later epoch: another controller has taken over, this one grants nothing")
+            }
+            News::Impossible { .. } => {
+                tracing::error!(%host, "a host says that it has heard a word that no controller can have said")
+            }
+            News::FencedAnswered {
+                host,
+                was_never_off,
+            } => {
                 tracing::warn!(%host, was_never_off, "a host that a person said is off answers")
             }
-            News::NotItself { standing, .. } => {
+            News::NotItself { host, standing } => {
                 tracing::error!(%host, ?standing, "the host is not the one that was enrolled, or not its newest life")
             }
             News::Stranger { vm, host: other } => {
-                tracing::error!(%host, %vm, %other, "a record names a host that is not enrolled: nothing is granted for the VM")
+                tracing::error!(%host, %vm, %other, "a host's record names another one that was never enrolled")
             }
-            News::Held { vm, host } => tracing::info!(%vm, %host, "VM is held here now"),
+            News::Held { vm, .. } => tracing::info!(%vm, %host, "VM is held here now"),
         }
     }
 }
@@ -188,20 +288,45 @@ fn same_host(old: &HostInfo, new: &HostInfo) -> bool {
 
 /// Brings the host's table of the site up to date.
 async fn tell_site(app: &App, host: &HostName) {
-    let update = app.state().book.update_for(host);
-    let (Some(update), Ok(agent)) = (update, app.connected_agent(host)) else {
-        return;
-    };
     // A word that is not in the database would make the hosts take this controller, restarted, for an old copy.
-    if let Err(error) = app.write(&[Row::Stamp(update.stamp)]).await {
+    if let Err(error) = app.write().await {
         tracing::error!(%host, %error, "cannot note this controller's last word");
         return;
     }
+    let update = app.written_update(host);
+    let (Some(update), Ok(agent)) = (update, app.connected_agent(host)) else {
+        return;
+    };
     let you = update.you;
     match agent.site(&update).await {
-        Ok(heard) => app.state().book.updated(host, you, heard),
+        Ok(heard) => {
+            note_refusal(app, host, None);
+            app.state().book.updated(host, you, heard);
+        }
+        // A host that knows of a newer controller is right, and has an alarm of its own.
+        Err(ClientError::Refused(error)) if error.code != ErrorCode::StaleController => {
+            note_refusal(app, host, Some(error.message));
+        }
         Err(error) => tracing::debug!(%host, %error, "the host's table is not brought up to date"),
     }
+}
+
+/// People are told of a table that is refused as a whole: the host goes on with an older one until something is done.
+fn note_refusal(app: &App, host: &HostName, mut why: Option<String>) {
+    why.iter_mut().for_each(|why| cut(why, SENTENCE_LEN_MAX));
+    let mut state = app.state();
+    let Some(entry) = state.hosts.get_mut(host) else {
+        return;
+    };
+    if entry.refuses_table == why {
+        return;
+    }
+    if let Some(why) = &why {
+        tracing::error!(%host, why, "the host does not take the site's table");
+    }
+    entry.refuses_table = why;
+    drop(state);
+    app.tell(InventoryEvent::Site);
 }
 
 /// Of a VM that several hosts hold, the copies that are not the rightful one stand still, with their memory.
@@ -210,17 +335,26 @@ async fn pause_copies(app: &App, host: &HostName) {
         let state = app.state();
         let twice = state.book.all_twice().into_iter();
         let here = twice.filter(|(_, twice)| twice.to_pause().any(|paused| paused == host));
-        let vms = state.hosts.get(host).map(|entry| entry.vms.clone());
-        let vms = vms.unwrap_or_default();
+        let entry = state.hosts.get(host);
         let running = |name: &godwit_types::VmName| {
-            let mut vms = vms.iter();
-            vms.any(|vm| vm.spec.name == *name && vm.state == VmState::Running)
+            let vm = entry.and_then(|entry| entry.vms.get(name));
+            vm.is_some_and(|vm| vm.state == VmState::Running)
         };
         here.filter(|(vm, _)| running(vm)).collect::<Vec<_>>()
     };
-    for (vm, twice) in runs {
+    for (vm, _) in runs {
         let Ok(agent) = app.connected_agent(host) else {
             return;
+        };
+        // Whoever has the VM's turn may just be keeping this copy by a person's word; what was heard before is looked at
+        // again once it is over.
+        let Some(_turn) = app.try_vm_lock(&vm) else {
+            continue;
+        };
+        let twice = app.state().book.twice(&vm);
+        let Some(twice) = twice.filter(|twice| twice.to_pause().any(|paused| paused == host))
+        else {
+            continue;
         };
         tracing::error!(%vm, %host, "several hosts hold the VM: this copy is paused");
         if let Err(error) = agent.pause(&vm).await {
@@ -231,6 +365,32 @@ async fn pause_copies(app: &App, host: &HostName) {
             name: vm.to_string(),
             hosts: hosts.collect(),
         });
+        app.tell_vm(&vm);
+    }
+}
+
+/// A grant that no host ever got, since the controller that gave it died: its host is asked, and says no.
+async fn settle_undelivered(app: &App, host: &HostName) {
+    let due: Vec<VmName> = {
+        let state = app.state();
+        let vms = state.book.may_be_on(host).into_iter();
+        let idle = vms.filter(|vm| !state.active.contains_key(vm) && state.book.is_undelivered(vm));
+        idle.take(SETTLED_AT_ONCE).collect()
+    };
+    for vm in due {
+        let (Some(_turn), Some(_moving)) = (app.try_vm_lock(&vm), app.begin_moving(&vm)) else {
+            continue;
+        };
+        if !app.state().book.is_undelivered(&vm) {
+            continue;
+        }
+        let members = app.state().book.may_hold(&vm);
+        match survey::clear(app, &vm, members).await {
+            Ok(()) => tracing::info!(%vm, %host, "a grant that its host never got is settled"),
+            Err(error) => {
+                tracing::warn!(%vm, %host, %error, "a grant that its host never got is not settled yet")
+            }
+        }
         app.tell_vm(&vm);
     }
 }
@@ -261,5 +421,26 @@ async fn tell_removed(app: &App, host: &HostName, told: &mut BTreeSet<HostName>)
         && agent.removed_hosts(&request).await.is_ok()
     {
         *told = removed;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::site::Standing;
+
+    #[test]
+    fn an_old_copy_is_logged_by_its_own_name_though_another_host_answered_first() {
+        let [asked, old] = ["a", "b"].map(|name| HostName::new(name).unwrap());
+        let host = old.clone();
+        let standing = Standing::OldCopy;
+        assert_eq!(subject(&asked, &News::NotItself { host, standing }), &old);
+        let host = old.clone();
+        let was_never_off = true;
+        let fenced = News::FencedAnswered {
+            host,
+            was_never_off,
+        };
+        assert_eq!(subject(&asked, &fenced), &old);
     }
 }

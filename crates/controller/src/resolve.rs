@@ -4,9 +4,10 @@
 //! silent one a person's word is taken. Refuses to end a copy that nobody named.
 
 use crate::app::App;
-use crate::error::{Outcome, refuse};
+use crate::error::{Outcome, refuse, way_out};
 use crate::reconcile::refresh;
-use crate::survey::{clear, refused};
+use crate::removed;
+use crate::survey::{claim_now, clear, refused};
 use crate::vms::{done, release, view};
 use godwit_rpc::AgentClient;
 use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest};
@@ -25,13 +26,15 @@ pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outc
             format!("VM {name} is {state}, not in doubt: there is nothing to resolve"),
         );
     }
-    let agent = app.connected_agent(&request.run_on)?;
+    let agent = app.connected_agent(&request.run_on).map_err(way_out)?;
     if let Some(other) = &request.confirm_fenced {
         must_be_another(name, request, other)?;
         refresh(app, other).await;
         let answers = app.state().book.answers(other);
         match answers {
             true => have_it_say_no(app, name, request, other).await?,
+            // One that is gone for good needs no further word; its agent, if it runs, is refused everywhere.
+            false if app.removed().contains(other) => {}
             false => take_word(app, other).await?,
         }
     }
@@ -53,8 +56,11 @@ fn must_be_another(name: &VmName, request: &ResolveRequest, fenced: &HostName) -
 
 /// The other host is silent: a person says that it is off, which holds until it is heard.
 async fn take_word(app: &App, host: &HostName) -> Outcome<()> {
-    let rows = app.state().book.fence(host).map_err(refused)?;
-    app.write(&rows).await?;
+    app.state().book.fence(host).map_err(refused)?;
+    if let Err(error) = app.write().await {
+        app.state().book.not_fenced(host);
+        return Err(error.into());
+    }
     tracing::warn!(%host, "a person says that the host is off");
     app.tell_host(host);
     Ok(())
@@ -67,25 +73,24 @@ async fn have_it_say_no(
     request: &ResolveRequest,
     other: &HostName,
 ) -> Outcome<()> {
-    let only = || BTreeSet::from([other.clone()]);
-    clear(app, name, only()).await?;
-    match claim(app, name, other) {
+    let mut claim = claim_now(app, name, other).await?;
+    match claim {
         Claim::Promised { .. } if !request.give_up => {
             let gives_up = ResolveRequest {
                 run_on: other.clone(),
                 give_up: true,
                 confirm_fenced: Some(request.run_on.clone()),
             };
-            let agent = app.connected_agent(other)?;
+            let agent = app.connected_agent(other).map_err(way_out)?;
             let given_up = agent.resolve(name, &gives_up).await;
             given_up.map_err(|error| ApiError::from(error).on_host(other))?;
-            clear(app, name, only()).await?;
+            claim = claim_now(app, name, other).await?;
         }
         // The source ran on: what the destination has is void.
         Claim::Holds { .. } if request.give_up => return Ok(()),
         _ => {}
     }
-    match claim(app, name, other) {
+    match claim {
         Claim::No | Claim::Moved { .. } => Ok(()),
         _ => Err(ApiError::new(
             ErrorCode::WrongState,
@@ -95,14 +100,6 @@ async fn have_it_say_no(
         )
         .on_host(other)),
     }
-}
-
-fn claim(app: &App, name: &VmName, host: &HostName) -> Claim {
-    app.state()
-        .book
-        .claims(name)
-        .remove(host)
-        .unwrap_or_default()
 }
 
 /// Of a VM that several hosts hold, keeps the copy of one host and ends the others.
@@ -123,7 +120,7 @@ pub async fn keep(app: &App, name: &VmName, request: &KeepRequest) -> Outcome<Do
             },
         );
     }
-    let kept = app.connected_agent(&request.host)?;
+    let kept = app.connected_agent(&request.host).map_err(way_out)?;
     for host in view.copies.iter().filter(|host| **host != request.host) {
         end_copy(app, name, host).await?;
     }
@@ -139,13 +136,17 @@ pub async fn keep(app: &App, name: &VmName, request: &KeepRequest) -> Outcome<Do
 
 async fn end_copy(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
     tracing::warn!(vm = %name, %host, "a person has this copy of the VM ended");
-    let agent = app.connected_agent(host)?;
+    let agent = app.connected_agent(host).map_err(way_out)?;
     match agent.stop(name, &StopRequest { force: true }).await {
         Ok(_) => {}
         Err(error) if error.code() == ErrorCode::WrongState => {}
         Err(error) => return Err(ApiError::from(error).on_host(host)),
     }
     release(app, name, host).await?;
+    if app.must_be_read(name).is_err() {
+        // Who may hold it is not known here, so that there is no set for this host to leave.
+        return Ok(());
+    }
     clear(app, name, BTreeSet::from([host.clone()])).await
 }
 
@@ -163,9 +164,12 @@ async fn go_on(app: &App, agent: &AgentClient, name: &VmName, host: &HostName) -
 
 /// A person says that a host is off; it holds until the host is heard.
 pub async fn fenced(app: &App, host: &HostName) -> Outcome<Done> {
+    if let Some(answer) = removed::is_off(app, host).await {
+        return answer;
+    }
     refresh(app, host).await;
     take_word(app, host).await?;
     Ok(done(format!(
-        "Host {host} counts as powered off until it is heard again: its VMs may be started elsewhere. Keep it off until then."
+        "Host {host} counts as powered off until it is heard: its VMs may be started elsewhere. It may be powered on again at any time; before it boots a VM it asks its site, and what runs elsewhere by then stays there."
     )))
 }

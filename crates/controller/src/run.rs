@@ -8,14 +8,14 @@ use crate::config::ControllerConfig;
 use crate::error::ControllerError;
 use crate::placement::drain;
 use crate::store::Store;
-use crate::{hosts, reconcile, watch};
+use crate::{hosts, reconcile, removed, taken_over, watch};
 use godwit_rpc::controller_client::RULES;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{Authority, Identity, Role, Server};
 use godwit_types::HostName;
 use godwit_types::control_api::JoinToken;
 use std::net::SocketAddr;
-use std::os::unix::fs::{DirBuilderExt as _, PermissionsExt as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tokio::net::TcpListener;
@@ -82,15 +82,22 @@ pub async fn init(config: &ControllerConfig) -> Result<Initialised, ControllerEr
     })
 }
 
+/// When a host was heard before this start is not in the database to the second, or to the day: how long it has been
+/// silent is counted from here on, so that what is shown is never more than is known.
+fn count_silence_from_now(app: &App) {
+    let now = now_unix_s();
+    for host in app.state().hosts.values_mut() {
+        host.last_seen_unix_s = now;
+    }
+}
+
 fn database(dir: &Path) -> PathBuf {
     dir.join("controller.db")
 }
 
 fn make_dir(dir: &Path) -> Result<(), ControllerError> {
-    let made = std::fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(dir)
+    let made = godwit_store::make_directory(dir, 0o700)
+        .map_err(std::io::Error::other)
         .and_then(|()| std::fs::set_permissions(dir, std::fs::Permissions::from_mode(0o700)));
     made.map_err(|source| ControllerError::Io {
         doing: "make",
@@ -154,11 +161,22 @@ impl Controller {
         )
         .await?;
         let app = Arc::new(app);
+        count_silence_from_now(&app);
+        // What the database says now is noted before any host is asked.
+        let looking = app.clone();
+        let looked = tokio::task::spawn_blocking(move || drop(taken_over::look(&looking))).await;
+        if let Err(error) = looked {
+            tracing::warn!(%error, "when this controller took over is not known");
+        }
+        tokio::spawn(taken_over::keep_looking(app.clone(), stopped.clone()));
         watch::resume(&app).await?;
         drain::resume(&app).await?;
         let names: Vec<HostName> = app.state().hosts.keys().cloned().collect();
         for host in names {
             reconcile::spawn(app.clone(), host);
+        }
+        for (host, address) in app.store.removed_unheard().await? {
+            removed::watch(&app, host, address);
         }
         let server = Server::new(api::router(app.clone()), RULES, app.revocations.clone());
         let mut listeners = vec![tokio::spawn(server.clone().run_unix(unix, stopped.clone()))];

@@ -3,10 +3,21 @@
 //! Owns nothing. Refuses: to answer for a life of a host while another one answers.
 
 use crate::app::App;
+use crate::bounds;
 use crate::error::Outcome;
-use godwit_types::HostName;
+use crate::state::State;
+use crate::taken_over;
+use crate::unread::{Lack, UnreadRow};
+use godwit_rpc::pki::now_unix_s;
+use godwit_types::control_api::{Done, InventoryEvent};
 use godwit_types::site::{Alarm, SiteAnswer, SiteQuestion, SiteView, Standing};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::time::Duration;
+
+/// How long a question of a clone is shown after it was asked: it asks every few seconds.
+const SECOND_SHOWN_S: i64 = 600;
+/// How many strangers an alarm names.
+const STRANGERS_SHOWN: usize = 5;
 
 /// How long the life of a host that was known until now gets to answer.
 const OTHER_LIFE_WAIT: Duration = Duration::from_secs(2);
@@ -18,16 +29,47 @@ pub async fn answer(
     question: &SiteQuestion,
     removed: bool,
 ) -> Outcome<SiteAnswer> {
-    let other_answers = !removed && other_life_answers(app, asker, question).await;
-    let (mut answer, rows) = app.state().book.answer(asker, question, other_answers);
-    app.write(&rows).await?;
     if removed {
-        answer.standing = Standing::Removed;
+        return Ok(only_removed(app, asker, question).await);
+    }
+    bounds::instance(asker, &question.instance)
+        .map_err(|error| ApiError::new(ErrorCode::InvalidRequest, error.to_string()))?;
+    let other_answers = other_life_answers(app, asker, question).await;
+    app.until_started().await;
+    let mut answer = app.state().book.answer(asker, question, other_answers);
+    for vm in app.state().lacking.keys() {
+        // Of these this controller knows too little to let anything boot.
+        answer.vms.remove(vm);
+        answer.given_on.remove(vm);
+        answer.unread.insert(vm.clone());
+    }
+    // Also what somebody else is just granting: no host hears of it before it is written.
+    app.write().await?;
+    if answer.standing == Standing::SecondInstance
+        && let Some(entry) = app.state().hosts.get_mut(asker)
+    {
+        entry.second_asked_unix_s = now_unix_s();
     }
     if answer.standing != Standing::Known {
+        app.tell_host(asker);
         tracing::error!(host = %asker, standing = ?answer.standing, "a host asks whether it may boot its VMs, and may not");
     }
     Ok(answer)
+}
+
+/// What a host hears whose certificate was revoked: that, and nothing of any VM or host. What it says is not believed: its
+/// name may be another host's by now.
+async fn only_removed(app: &App, asker: &HostName, question: &SiteQuestion) -> SiteAnswer {
+    tracing::warn!(host = %asker, "a host that was removed asks whether it may boot its VMs");
+    app.until_started().await;
+    let wishes = question.wishes.iter();
+    SiteAnswer {
+        standing: Standing::Removed,
+        in_charge: app.state().book.is_in_charge(),
+        stamp: app.said(),
+        unread: wishes.map(|wish| wish.vm.clone()).collect(),
+        ..SiteAnswer::default()
+    }
 }
 
 /// Whether a life of the host other than the one that asks answers now.
@@ -44,22 +86,54 @@ async fn other_life_answers(app: &App, asker: &HostName, question: &SiteQuestion
 
 /// How the site stands: what a person must know first.
 pub fn view(app: &App) -> SiteView {
+    let forgotten = taken_over::look(app);
     let state = app.state();
     let mut alarms: Vec<Alarm> = Vec::new();
     for (vm, twice) in state.book.all_twice() {
         let hosts = twice.copies.into_iter().map(|copy| copy.host).collect();
         alarms.push(Alarm::RunningTwice { vm, hosts });
     }
-    if !state.book.is_in_charge() {
+    let said_by = state.book.said_by();
+    if state.book.is_restored() {
         let waits_for = state.book.waits_for();
-        alarms.push(Alarm::RestoredController { waits_for });
+        alarms.push(Alarm::RestoredController { waits_for, said_by });
+    } else if state.book.is_replaced() {
+        alarms.push(Alarm::ReplacedController { said_by });
     }
+    for host in state.book.impossible() {
+        alarms.push(Alarm::ImpossibleWord { host: host.clone() });
+    }
+    for (host, vms) in state.removed.iter().filter(|(_, vms)| !vms.is_empty()) {
+        let (host, vms) = (host.clone(), vms.iter().cloned().collect());
+        alarms.push(Alarm::RemovedHostAnswers { host, vms });
+    }
+    for names in state.book.names_strangers() {
+        alarms.push(Alarm::NamesStrangers {
+            host: names.by,
+            named: names.named.into_iter().take(STRANGERS_SHOWN).collect(),
+            too_many: names.too_many,
+        });
+    }
+    let now = now_unix_s();
     for (name, entry) in &state.hosts {
         let host = name.clone();
+        // Its host answers the polls, so that only its question shows a clone elsewhere.
+        let second_asked = now.saturating_sub(entry.second_asked_unix_s) < SECOND_SHOWN_S;
         match state.book.standing(name) {
-            Standing::SecondInstance => alarms.push(Alarm::SecondInstance { host }),
             Standing::OldCopy => alarms.push(Alarm::OldCopy { host }),
+            Standing::SecondInstance => alarms.push(Alarm::SecondInstance { host }),
+            Standing::Known if second_asked => alarms.push(Alarm::SecondInstance { host }),
             Standing::Known | Standing::Removed => {}
+        }
+        if entry.is_out_of_date {
+            let host = name.clone();
+            alarms.push(Alarm::ClockOrCertificate { host });
+        }
+        if entry.fault.is_some() {
+            alarms.push(Alarm::AnswerNotTaken { host: name.clone() });
+        }
+        if entry.refuses_table.is_some() {
+            alarms.push(Alarm::TableNotTaken { host: name.clone() });
         }
         if state.book.was_fenced_falsely(name) {
             alarms.push(Alarm::FencedHostAnswered { host: name.clone() });
@@ -72,11 +146,21 @@ pub fn view(app: &App) -> SiteView {
             alarms.push(Alarm::BootAloneIgnored { host: name.clone() });
         }
     }
+    for (host, vm, _) in state.damaged_records() {
+        alarms.push(Alarm::DamagedRecord { host, vm });
+    }
+    let lacking = state.lacking.values().map(Lack::row);
+    for row in lacking.chain(&state.unread) {
+        let (table, row) = (row.table.to_owned(), row.row.clone());
+        alarms.push(Alarm::UnreadRow { table, row });
+    }
+    let mut sentences: Vec<String> = alarms.iter().map(|alarm| sentence(&state, alarm)).collect();
+    sentences.extend(forgotten);
     SiteView {
         stamp: state.book.stamp(),
         // Until its first word is in the database, hosts refuse what it says.
         in_charge: state.book.is_in_charge() && app.said().epoch == state.book.stamp().epoch,
-        sentences: alarms.iter().map(sentence).collect(),
+        sentences,
         alarms,
         hosts: state
             .hosts
@@ -86,25 +170,134 @@ pub fn view(app: &App) -> SiteView {
     }
 }
 
-fn sentence(alarm: &Alarm) -> String {
-    match alarm {
-        Alarm::RunningTwice { vm, hosts } => {
-            let hosts: Vec<&str> = hosts.iter().map(HostName::as_str).collect();
-            format!(
-                "VM {vm} is held by hosts {}: decide with 'godwit vm resolve {vm} --keep HOST'",
-                hosts.join(" and ")
-            )
+/// A person has seen the alarms that nothing else ends: that a host was said to be off and was not, and what a takeover
+/// forgot. They are over, also after a restart.
+pub async fn acknowledge(app: &App) -> Outcome<Done> {
+    let mut seen: Vec<String> = {
+        let state = app.state();
+        let hosts = state
+            .hosts
+            .keys()
+            .filter(|host| state.book.was_fenced_falsely(host));
+        let fences = hosts.map(|host| format!("host {host} was said to be off and was not"));
+        fences.collect()
+    };
+    app.state().book.acknowledge();
+    app.write().await?;
+    let forgot = taken_over::acknowledge(app).map_err(|error| {
+        let message = format!("the alarm about the takeover cannot be ended: {error}; see that the disk of the controller's state directory has room, and try again");
+        ApiError::new(ErrorCode::Internal, message)
+    })?;
+    if forgot {
+        seen.push("a takeover forgot what only the lost database knew".into());
+    }
+    app.tell(InventoryEvent::Site);
+    Ok(Done {
+        message: match seen.is_empty() {
+            true => "There is nothing to acknowledge: every other alarm ends with what raised it, see 'godwit site show'.".into(),
+            false => format!("Acknowledged: {}.", seen.join("; ")),
+        },
+    })
+}
+
+fn listed(hosts: &[HostName]) -> String {
+    let names: Vec<&str> = hosts.iter().map(HostName::as_str).collect();
+    names.join(", ")
+}
+
+/// Hosts, each that is not enrolled with who names it.
+fn with_tellers(state: &State, hosts: &[HostName]) -> String {
+    let shown = hosts.iter().take(STRANGERS_SHOWN * 4).map(|host| {
+        let tellers = state.book.told_by(host);
+        match state.hosts.contains_key(host) || tellers.is_empty() {
+            true => host.to_string(),
+            false => format!("{host} (named by {})", listed(&tellers)),
         }
-        Alarm::RestoredController { waits_for } => {
-            let hosts: Vec<&str> = waits_for.iter().map(HostName::as_str).collect();
-            format!(
-                "this controller works on an old copy of its database and grants nothing until it has read every host; it waits for {}: bring them back, or run 'godwit host fenced HOST' for one that is powered off",
-                if hosts.is_empty() {
-                    "their answers".to_owned()
-                } else {
-                    hosts.join(", ")
-                }
-            )
+    });
+    let shown: Vec<String> = shown.collect();
+    let more = hosts.len().saturating_sub(shown.len());
+    match more {
+        0 => shown.join(", "),
+        _ => format!("{} and {more} more", shown.join(", ")),
+    }
+}
+
+/// Both copies as they are, and how to look at them: which one is worth keeping is for a person to say.
+fn twice_sentence(state: &State, vm: &VmName) -> String {
+    let twice = state.book.twice(vm);
+    let copies = twice.map(|twice| state.copies(vm, &twice, now_unix_s()));
+    format!(
+        "VM {vm} is held by hosts {}: look at each copy with 'godwit vm console {vm} --host HOST', then keep one with 'godwit vm resolve {vm} --keep HOST'",
+        copies.unwrap_or_default()
+    )
+}
+
+fn sentence(state: &State, alarm: &Alarm) -> String {
+    match alarm {
+        Alarm::RunningTwice { vm, .. } => twice_sentence(state, vm),
+        Alarm::RestoredController { waits_for, said_by } => format!(
+            "this controller works on an old copy of its database, as {} heard, and grants nothing until it has read every host; it waits for {}: bring them back, or run 'godwit host fenced HOST' for one that is powered off. If no database was put back, and one host alone says so, that host is wrong: power it off and run 'godwit host remove HOST --confirm-unreachable'",
+            listed(said_by),
+            if waits_for.is_empty() {
+                "their answers".to_owned()
+            } else {
+                with_tellers(state, waits_for)
+            }
+        ),
+        Alarm::ReplacedController { said_by } => format!(
+            "another controller has taken over this site, as {} heard: this one grants nothing; stop it, or, if it is the one to keep, stop the other one and start this one anew. If there is no other one, those hosts are wrong: power them off and run 'godwit host remove HOST --confirm-unreachable'",
+            listed(said_by)
+        ),
+        Alarm::ImpossibleWord { host } => format!(
+            "host {host} says that it has heard what no controller can have said: it is broken or lies; power it off and run 'godwit host remove {host} --confirm-unreachable'"
+        ),
+        Alarm::NamesStrangers {
+            host,
+            too_many: true,
+            ..
+        } => format!(
+            "host {host} names more hosts than a site has that this controller never enrolled: what it tells is not believed, and it does not count as read; power it off and run 'godwit host remove {host} --confirm-unreachable'"
+        ),
+        Alarm::NamesStrangers { host, named, .. } if named[..] == [host.clone()] => format!(
+            "host {host} has a certificate of this site and asks whether it may boot its VMs, but this controller does not know it, and asks it nothing: it is enrolled by itself if its address is known; else let it join anew with 'godwit host join', or power it off and run 'godwit host fenced {host}'"
+        ),
+        Alarm::NamesStrangers { host, named, .. } => format!(
+            "records of host {host} name {}, which this controller never enrolled: no VM waits for it. If such a host was ever there, enrol it again, or, once it is powered off, run 'godwit host fenced HOST'; else host {host} is broken or lies: power it off and run 'godwit host remove {host} --confirm-unreachable'",
+            listed(named)
+        ),
+        Alarm::RemovedHostAnswers { host, vms } => format!(
+            "host {host} was removed and is not off: it says that it runs {}, which may run twice now. End what is not meant, on host {host} with 'godwit vm stop VM --force', or power it off; then run 'godwit host fenced {host}'",
+            vms.iter()
+                .map(VmName::as_str)
+                .collect::<Vec<_>>()
+                .join(", ")
+        ),
+        Alarm::ClockOrCertificate { host } => format!(
+            "host {host} does not answer because a certificate is not valid at the time of one side: compare the clocks of host {host} and of this controller and set the wrong one; if both are right, the host's certificate has expired: remove the host and let it join anew"
+        ),
+        Alarm::AnswerNotTaken { host } => {
+            let entry = state.hosts.get(host);
+            let fault = entry.and_then(|entry| entry.fault.clone());
+            fault.unwrap_or_else(|| format!("host {host} says what cannot be taken: see its log"))
+        }
+        Alarm::TableNotTaken { host } => {
+            let entry = state.hosts.get(host);
+            let why = entry.and_then(|entry| entry.refuses_table.clone());
+            let why = why.unwrap_or_else(|| "see its log".into());
+            format!("host {host} does not take the site's table and decides by an older one: {why}")
+        }
+        Alarm::DamagedRecord { host, vm } => {
+            let all = state.damaged_records().into_iter();
+            let mut own = all.filter(|(at, of, _)| at == host && of == vm);
+            let own = own.next().map(|(_, _, sentence)| sentence);
+            let own = own.unwrap_or_default();
+            format!("host {host} cannot read its record of VM {vm}, and may hold it: {own}")
+        }
+        Alarm::UnreadRow { table, row } => {
+            let lacking = state.lacking.values().map(Lack::row);
+            let mut unread = lacking.chain(&state.unread);
+            let found = unread.find(|unread| unread.table == table && unread.row == *row);
+            found.map(UnreadRow::sentence).unwrap_or_default()
         }
         Alarm::SecondInstance { host } => format!(
             "two machines have the certificate of host {host}: power off the one that is not meant; when in doubt both, then run 'godwit host remove {host} --confirm-unreachable' and let one join anew"
@@ -113,7 +306,7 @@ fn sentence(alarm: &Alarm) -> String {
             "the state directory of host {host} is an older copy of itself: it boots nothing; power it off, then run 'godwit host remove {host} --confirm-unreachable' and let it join anew with an empty state directory"
         ),
         Alarm::FencedHostAnswered { host } => format!(
-            "host {host} was said to be powered off and was not: look for VMs that ran twice with 'godwit vm list'"
+            "host {host} was said to be powered off and was not: look for VMs that ran twice with 'godwit vm list', then end this alarm with 'godwit site acknowledge'"
         ),
         Alarm::BootAloneIgnored { host } => format!(
             "boot = \"alone\" in host {host}'s host.toml is ignored, since the site has other hosts: remove the line"

@@ -1,14 +1,16 @@
 //! The site's rules' part of the database: the controller's last word, and who may hold which VM.
 //!
-//! Part of [`Store`]. Rows are written before a host hears what follows from them. Refuses to go back: a row is replaced
-//! only by one of a later word, so that writes that overtake each other do no harm.
+//! Part of [`Store`]. Rows are written before a host hears what follows from them, in the order of the book: whoever
+//! writes has the turn to. Refuses to go back to an earlier word.
 
 use crate::error::ControllerError;
-use crate::store::{Store, from_json, to_json, unreadable};
+use crate::store::{Store, apart, to_json, unreadable};
+use crate::unread::UnreadRow;
 use godwit_site::{Entry, HostRow, Row};
 use godwit_types::site::Stamp;
 use godwit_types::{HostName, VmName};
 use sqlx::{Sqlite, Transaction, query, query_as, query_scalar};
+use std::collections::BTreeSet;
 
 type Result<T> = std::result::Result<T, ControllerError>;
 
@@ -27,23 +29,26 @@ impl Store {
     /// The controller's last word.
     pub async fn stamp(&self) -> Result<Stamp> {
         let sql = "SELECT epoch, number FROM site_stamp";
-        let (epoch, number): (i64, i64) = query_as(sql).fetch_one(&self.pool).await?;
+        let row: Option<(i64, i64)> = query_as(sql).fetch_optional(&self.pool).await?;
+        let (epoch, number) = row.ok_or_else(|| stamp_unread("there is none"))?;
         Ok(Stamp {
-            epoch: u64::try_from(epoch).map_err(|e| unreadable("stamp", e))?,
-            number: u64::try_from(number).map_err(|e| unreadable("stamp", e))?,
+            epoch: u64::try_from(epoch).map_err(stamp_unread)?,
+            number: u64::try_from(number).map_err(stamp_unread)?,
         })
     }
 
-    /// Every VM's entry.
-    pub async fn entries(&self) -> Result<Vec<(VmName, Entry)>> {
+    /// Every VM's entry, and the rows that cannot be read.
+    pub async fn entries(&self) -> Result<(Vec<(VmName, Entry)>, Vec<UnreadRow>)> {
         let rows: Vec<(String, String)> = query_as("SELECT vm, entry FROM site_vms")
             .fetch_all(&self.pool)
             .await?;
-        let read = |(vm, entry): (String, String)| {
-            let vm = VmName::new(vm).map_err(|e| unreadable("VM name", e))?;
-            Ok((vm, from_json("right to run a VM", &entry)?))
-        };
-        rows.into_iter().map(read).collect()
+        let read = rows.into_iter().map(|(vm, entry)| {
+            let unread = |e: String| UnreadRow::new("site_vms", &vm, e);
+            let entry = serde_json::from_str(&entry).map_err(|e| unread(e.to_string()))?;
+            let name = VmName::new(vm.clone()).map_err(|e| unread(e.to_string()))?;
+            Ok((name, entry))
+        });
+        Ok(apart(read))
     }
 
     /// What is kept of each host beside its enrolment.
@@ -51,9 +56,12 @@ impl Store {
         let rows: Vec<(String, String)> = query_as("SELECT host, record FROM site_hosts")
             .fetch_all(&self.pool)
             .await?;
+        // It says which life of the host is its newest: without that an old copy of it would be believed.
         let read = |(host, record): (String, String)| {
-            let host = HostName::new(host).map_err(|e| unreadable("host name", e))?;
-            Ok((host, from_json("host", &record)?))
+            let unread = |e: String| ControllerError::Row(UnreadRow::new("site_hosts", &host, e));
+            let row = serde_json::from_str(&record).map_err(|e| unread(e.to_string()))?;
+            let name = HostName::new(host.clone()).map_err(|e| unread(e.to_string()))?;
+            Ok((name, row))
         };
         rows.into_iter().map(read).collect()
     }
@@ -63,11 +71,16 @@ impl Store {
         let rows: Vec<String> = query_scalar("SELECT host FROM site_strangers")
             .fetch_all(&self.pool)
             .await?;
-        let names = rows.into_iter().map(HostName::new);
-        names
-            .map(|name| name.map_err(|e| unreadable("host name", e)))
-            .collect()
+        // One that cannot be read counts as on.
+        Ok(rows
+            .into_iter()
+            .filter_map(|name| HostName::new(name).ok())
+            .collect())
     }
+}
+
+fn stamp_unread(cause: impl std::fmt::Display) -> ControllerError {
+    ControllerError::Row(UnreadRow::new("site_stamp", "1", cause))
 }
 
 /// Writes rows as part of a transaction.
@@ -84,13 +97,24 @@ pub(crate) async fn write_rows(tx: &mut Transaction<'_, Sqlite>, rows: &[Row]) -
                     .execute(&mut **tx)
                     .await?;
             }
-            Row::FencedStranger(host) => {
-                query("INSERT OR IGNORE INTO site_strangers (host) VALUES (?)")
-                    .bind(host.as_str())
-                    .execute(&mut **tx)
-                    .await?;
-            }
+            Row::FencedStrangers(hosts) => write_strangers(tx, hosts).await?,
         }
+    }
+    Ok(())
+}
+
+async fn write_strangers(
+    tx: &mut Transaction<'_, Sqlite>,
+    hosts: &BTreeSet<HostName>,
+) -> Result<()> {
+    query("DELETE FROM site_strangers")
+        .execute(&mut **tx)
+        .await?;
+    for host in hosts {
+        query("INSERT INTO site_strangers (host) VALUES (?)")
+            .bind(host.as_str())
+            .execute(&mut **tx)
+            .await?;
     }
     Ok(())
 }

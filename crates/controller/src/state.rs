@@ -4,14 +4,17 @@
 //! by crate `site` alone, whose book this holds; here are the descriptions, and what a list shows. Refuses to forget what
 //! an unreachable host said: it may still be true.
 
-use godwit_site::{Book, Heard, News, Row, Ticket, Twice, Whereabouts};
+use crate::bounds::{self, NotTaken};
+use crate::placement::place;
+use crate::unread::{self, Lack, UnreadRow};
+use godwit_site::{Book, Heard, News, Ticket, Twice, Whereabouts};
 use godwit_types::control_api::{HostState, HostView, VmView};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
-use godwit_types::site::RecordSaid;
+use godwit_types::site::{Claim, RecordSaid, WholeSurvey};
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName, VmSpec};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
 /// A host as the controller knows it.
@@ -24,11 +27,25 @@ pub struct HostEntry {
     /// What it said of itself last.
     pub info: Option<HostInfo>,
     /// Its VMs as it said last.
-    pub vms: Vec<HostVm>,
+    pub vms: BTreeMap<VmName, HostVm>,
+    /// Since when each VM has been heard to be on there without a break, seconds since 1970.
+    pub on_since: BTreeMap<VmName, i64>,
+    /// The names that it has brought and nobody had used here; bounded, since each is kept for ever.
+    pub brought: BTreeSet<VmName>,
+    /// The same, of its table and records when it was read for a takeover.
+    pub brought_whole: BTreeSet<VmName>,
+    /// What is wrong with its answers, while they cannot be taken.
+    pub fault: Option<String>,
+    /// Why it does not take the site's table, while it refuses that.
+    pub refuses_table: Option<String>,
     /// Whether it answers.
     pub state: HostState,
     /// When it answered last, seconds since 1970.
     pub last_seen_unix_s: i64,
+    /// Why it does not answer: its clock, or the dates of a certificate.
+    pub is_out_of_date: bool,
+    /// When another machine with its certificate asked whether it may boot, seconds since 1970; 0 if none did.
+    pub second_asked_unix_s: i64,
 }
 
 impl HostEntry {
@@ -38,9 +55,16 @@ impl HostEntry {
             address,
             serial,
             info: None,
-            vms: Vec::new(),
+            vms: BTreeMap::new(),
+            on_since: BTreeMap::new(),
+            brought: BTreeSet::new(),
+            brought_whole: BTreeSet::new(),
+            fault: None,
+            refuses_table: None,
             state: HostState::Unreachable,
             last_seen_unix_s: 0,
+            is_out_of_date: false,
+            second_asked_unix_s: 0,
         }
     }
 
@@ -56,7 +80,7 @@ impl HostEntry {
     }
 
     fn vm(&self, name: &VmName) -> Option<&HostVm> {
-        self.vms.iter().find(|vm| vm.spec.name == *name)
+        self.vms.get(name)
     }
 }
 
@@ -105,8 +129,6 @@ pub enum Change {
 /// What an answer of a host came to.
 #[derive(Debug, Default)]
 pub struct Observed {
-    /// To be written to the database.
-    pub rows: Vec<Row>,
     /// For people and the log.
     pub news: Vec<News>,
     /// What changed in the inventory.
@@ -124,11 +146,52 @@ pub struct State {
     pub book: Book,
     /// Migrations under way, by VM.
     pub active: BTreeMap<VmName, Move>,
+    /// Hosts that were removed while they did not answer, with the VMs that each was heard to run since.
+    pub removed: BTreeMap<HostName, BTreeSet<VmName>>,
+    /// VMs of which a row of the database cannot be read.
+    pub lacking: BTreeMap<VmName, Lack>,
+    /// Other rows that cannot be read, as sentences.
+    pub unread: Vec<UnreadRow>,
     /// How many VMs were deleted: an answer that was asked for before a deletion is stale.
     pub deletions: u64,
 }
 
 impl State {
+    /// A row of a VM cannot be read. The VM is shown all the same; what is worse counts.
+    pub fn lacks(&mut self, vm: VmName, lack: Lack) {
+        tracing::error!(%vm, "{}", lack.row().sentence());
+        if !self.vms.contains_key(&vm)
+            && let Ok(spec) = unread::placeholder(&vm)
+        {
+            let entry = VmEntry {
+                spec,
+                resolved: None,
+            };
+            self.vms.insert(vm.clone(), entry);
+        }
+        match (self.lacking.get(&vm), &lack) {
+            (Some(Lack::Right(_)), Lack::Description(_)) => {}
+            _ => {
+                if let Lack::Right(_) = lack {
+                    self.book.cannot_read(vm.clone());
+                }
+                self.lacking.insert(vm, lack);
+            }
+        }
+    }
+
+    /// A takeover read every host: who may hold which VM is known, and was written anew.
+    pub fn took_over(&mut self) {
+        let known = self.lacking.extract_if(.., |_, lack| lack.is_right_row());
+        for (vm, _) in known {
+            self.book.can_read(&vm);
+        }
+    }
+
+    fn lacks_right(&self, vm: &VmName) -> bool {
+        matches!(self.lacking.get(vm), Some(Lack::Right(_)))
+    }
+
     /// Takes in what a host said of itself and of its VMs, when it was asked with `ticket`.
     pub fn observe(
         &mut self,
@@ -142,24 +205,73 @@ impl State {
             knows: info.site,
             records: answer.iter().map(said).collect(),
         };
-        let (rows, news) = self.book.hear(host, ticket, heard);
+        let news = self.book.hear(host, ticket, heard);
         let mut changes = Vec::new();
         for vm in &answer {
             self.observe_vm(host, vm, &mut changes);
         }
         if let Some(entry) = self.hosts.get_mut(host) {
-            let gone = entry
-                .vms
-                .iter()
-                .filter(|old| !answer.iter().any(|new| new.spec.name == old.spec.name));
-            changes.extend(gone.map(|old| Change::State(old.spec.name.clone())));
-            entry.vms = answer;
+            let named = answer.into_iter().map(|vm| (vm.spec.name.clone(), vm));
+            let named = named.collect::<BTreeMap<_, _>>();
+            let gone = entry.vms.keys().filter(|old| !named.contains_key(*old));
+            changes.extend(gone.map(|old| Change::State(old.clone())));
+            let seen = entry.last_seen_unix_s;
+            entry
+                .on_since
+                .retain(|vm, _| named.get(vm).is_some_and(is_on));
+            for (vm, _) in named.iter().filter(|(_, vm)| is_on(vm)) {
+                entry.on_since.entry(vm.clone()).or_insert(seen);
+            }
+            entry.vms = named;
         }
-        Observed {
-            rows,
-            news,
-            changes,
+        Observed { news, changes }
+    }
+
+    /// Whether a name was used before. One whose row cannot be read was, and is never learned.
+    fn is_used(&self, name: &VmName) -> bool {
+        self.book.entry(name).is_some() || self.lacks_right(name)
+    }
+
+    /// The names that a host has brought, with those of this answer that nobody used before: at most `most`, those that
+    /// it may hold first. The others that it does not hold are left out of the answer, and none is learned of a name that
+    /// is in no use; with more that it may hold there are more than `most`.
+    pub fn brought_with(
+        &self,
+        host: &HostName,
+        answer: &mut Vec<HostVm>,
+        most: usize,
+    ) -> BTreeSet<VmName> {
+        let known = self.hosts.get(host).map(|entry| entry.brought.clone());
+        let mut brought = known.unwrap_or_default();
+        let is_kept = |vm: &&HostVm| vm.claim != Claim::No || vm.generation > Generation(0);
+        let fresh = answer.iter().filter(is_kept);
+        let fresh = fresh.filter(|vm| !self.is_used(&vm.spec.name));
+        let (held, past): (Vec<_>, Vec<_>) = fresh.partition(|vm| vm.claim.may_hold());
+        brought.extend(held.into_iter().map(|vm| vm.spec.name.clone()));
+        let mut left_out = BTreeSet::new();
+        for vm in past {
+            let name = &vm.spec.name;
+            match brought.len() < most || brought.contains(name) {
+                true => drop(brought.insert(name.clone())),
+                false => drop(left_out.insert(name.clone())),
+            }
         }
+        answer.retain(|vm| !left_out.contains(&vm.spec.name));
+        brought
+    }
+
+    /// Notes the names that nobody used here and that a host brings by all that it has on record.
+    pub fn bring_whole(&mut self, host: &HostName, whole: &WholeSurvey) -> Result<(), NotTaken> {
+        let known = self.hosts.get(host).map(|entry| &entry.brought_whole);
+        let records = whole.records.iter().map(|record| &record.vm);
+        let named = records.chain(whole.table.vms.keys()).chain(&whole.unread);
+        let fresh = named.filter(|name| !self.is_used(name));
+        let brought: BTreeSet<VmName> = known.into_iter().flatten().chain(fresh).cloned().collect();
+        bounds::names_of_a_takeover(host, brought.len())?;
+        if let Some(entry) = self.hosts.get_mut(host) {
+            entry.brought_whole = brought;
+        }
+        Ok(())
     }
 
     /// A host does not answer.
@@ -180,8 +292,15 @@ impl State {
         if !vm.holds() || entry.and_then(|entry| entry.holder.as_ref()) != Some(host) {
             return;
         }
+        if let Some(Lack::Description(_)) = self.lacking.get(name) {
+            // The host that holds it knows how it is described.
+            self.lacking.remove(name);
+            self.vms.remove(name);
+        }
         match self.vms.get_mut(name) {
             Some(entry) if entry.resolved.is_some() => {}
+            // A host decides no more of a description than what resolving leaves open.
+            Some(entry) if !place::may_resolve_to(&entry.spec, &vm.spec) => {}
             Some(entry) => {
                 entry.resolved = Some(vm.spec.clone());
                 changes.push(Change::Resolved(Box::new(entry.clone())));
@@ -200,7 +319,8 @@ impl State {
     /// Where a VM is, as far as was heard; none when nobody holds it.
     pub fn place(&self, name: &VmName) -> Option<Place> {
         let holder = self.holder(name);
-        let doubt = self.in_doubt(name);
+        let is_shown = |doubt: &Place| self.may_be_in_doubt(name, doubt, holder.as_ref());
+        let doubt = self.in_doubt(name).filter(is_shown);
         match (holder, doubt) {
             (Some(holder), Some(doubt)) if doubt_wins(&holder, &doubt) => Some(doubt),
             (Some(holder), _) => Some(holder),
@@ -208,19 +328,20 @@ impl State {
         }
     }
 
-    fn seen(&self, name: &VmName) -> impl Iterator<Item = (Place, Generation)> {
-        self.hosts.iter().filter_map(|(host, entry)| {
-            let vm = entry.vm(name)?;
-            let place = Place {
-                host: host.clone(),
-                connected: entry.is_connected(),
-                vm: Some(vm.clone()),
-            };
-            Some((place, vm.generation))
-        })
+    /// What each host said of a VM last, if it said anything.
+    fn seen(&self, name: &VmName) -> impl Iterator<Item = (&HostName, &HostEntry, &HostVm)> {
+        let hosts = self.hosts.iter();
+        hosts.filter_map(|(host, entry)| Some((host, entry, entry.vm(name)?)))
     }
 
     fn holder(&self, name: &VmName) -> Option<Place> {
+        if self.lacks_right(name) {
+            // As far as hosts tell; a guest that runs comes first.
+            let seen = self.seen(name).filter(|(_, _, vm)| vm.holds());
+            return seen
+                .max_by_key(|(_, entry, vm)| (entry.is_connected(), vm.generation))
+                .map(|(host, entry, vm)| said_place(host, entry, vm));
+        }
         let (host, connected) = match self.book.whereabouts(name) {
             Whereabouts::Held { host, answers } => (host, answers),
             Whereabouts::Twice(twice) => {
@@ -228,9 +349,12 @@ impl State {
                 let connected = self.book.answers(&host);
                 (host, connected)
             }
-            Whereabouts::HandingOver { host } => (host, true),
+            Whereabouts::HandingOver { host } => {
+                let damaged = self.damaged_at(name).map(|(host, _)| host.clone());
+                (damaged.unwrap_or(host), true)
+            }
             Whereabouts::Silent { hosts } => (hosts.first()?.clone(), false),
-            Whereabouts::Nowhere => return None,
+            Whereabouts::Nowhere => (self.damaged_at(name)?.0.clone(), true),
         };
         let vm = self.hosts.get(&host).and_then(|entry| entry.vm(name));
         Some(Place {
@@ -240,22 +364,54 @@ impl State {
         })
     }
 
+    /// Where a host waits for the end of a handover that was permitted: no other one's word counts.
     fn in_doubt(&self, name: &VmName) -> Option<Place> {
-        self.seen(name)
-            .filter(|(place, _)| {
-                place
-                    .vm
-                    .as_ref()
-                    .is_some_and(|vm| vm.state == VmState::InDoubt)
-                    && !self.book.is_fenced(&place.host)
-            })
-            .max_by_key(|(place, generation)| (place.connected, *generation))
-            .map(|(place, _)| place)
+        let doubted = self.seen(name).filter(|(host, _, vm)| {
+            vm.state == VmState::InDoubt
+                && !self.book.is_fenced(host)
+                && self
+                    .book
+                    .waits_by_permission(name, host, &vm.claim)
+                    .is_some()
+        });
+        doubted
+            .max_by_key(|(_, entry, vm)| (entry.is_connected(), waiting(vm)))
+            .map(|(host, entry, vm)| said_place(host, entry, vm))
+    }
+
+    /// Where this book permitted nothing (an old database was restored), a holder that answers is believed.
+    fn may_be_in_doubt(&self, name: &VmName, doubt: &Place, holder: Option<&Place>) -> bool {
+        let is_alone = holder.is_none_or(|holder| !holder.connected || holder.host == doubt.host);
+        let entry = self.book.entry(name);
+        is_alone || entry.is_some_and(|entry| !entry.granted.is_empty())
     }
 
     /// Hosts that have not answered since this controller started.
     pub fn unheard(&self) -> impl Iterator<Item = &HostName> {
         self.hosts.keys().filter(|name| !self.book.was_heard(name))
+    }
+
+    /// A host that answers, may hold the VM, and cannot read its record of it; with its own sentence.
+    pub fn damaged_at(&self, name: &VmName) -> Option<(&HostName, &str)> {
+        let may_hold = self.book.may_hold(name);
+        let mut hosts = self.hosts.iter().filter(|(_, entry)| entry.is_connected());
+        hosts.find_map(|(host, entry)| {
+            let sentence = entry.info.as_ref()?.unread.get(name)?;
+            may_hold.contains(host).then_some((host, sentence.as_str()))
+        })
+    }
+
+    /// Every damaged record of a host that answers, as a sentence.
+    pub fn damaged_records(&self) -> Vec<(HostName, VmName, String)> {
+        let hosts = self.hosts.iter().filter(|(_, entry)| entry.is_connected());
+        let unread = hosts.flat_map(|(host, entry)| {
+            let info = entry.info.iter();
+            info.flat_map(move |info| {
+                let unread = info.unread.iter();
+                unread.map(move |(vm, why)| (host.clone(), vm.clone(), why.clone()))
+            })
+        });
+        unread.collect()
     }
 
     /// State of a VM in one word.
@@ -264,12 +420,22 @@ impl State {
         if matches!(whereabouts, Whereabouts::Twice(_)) {
             return VmState::RunningTwice;
         }
+        if self.lacking.contains_key(name) {
+            return VmState::DamagedRecord;
+        }
         let Some(place) = self.place(name) else {
             return VmState::Stopped;
         };
         match place.vm.as_ref().map(|vm| vm.state) {
             Some(VmState::InDoubt) => VmState::InDoubt,
             _ if !place.connected => VmState::Unreachable,
+            _ if matches!(
+                whereabouts,
+                Whereabouts::HandingOver { .. } | Whereabouts::Nowhere
+            ) && self.damaged_at(name).is_some() =>
+            {
+                VmState::DamagedRecord
+            }
             _ if matches!(whereabouts, Whereabouts::HandingOver { .. }) => VmState::HandingOver,
             Some(state) => state,
             None => VmState::Unreachable,
@@ -311,7 +477,21 @@ impl State {
         now_unix_s: i64,
     ) -> Option<String> {
         if let Some(twice) = self.book.twice(name) {
-            return Some(twice_note(name, &twice));
+            return Some(self.twice_note(name, &twice, now_unix_s));
+        }
+        if let Some(lack) = self.lacking.get(name) {
+            let told = place.and_then(|place| {
+                Some(format!(
+                    "host {} says that it is {}; ",
+                    place.host,
+                    place.vm.as_ref()?.state
+                ))
+            });
+            return Some(format!(
+                "{}{}",
+                told.unwrap_or_default(),
+                lack.row().sentence()
+            ));
         }
         let place = place?;
         match state {
@@ -325,6 +505,9 @@ impl State {
                     place.host
                 ))
             }
+            VmState::DamagedRecord => self
+                .damaged_at(name)
+                .map(|(host, sentence)| format!("host {host} says: {sentence}")),
             VmState::HandingOver => Some(format!(
                 "it is being handed over, host {} takes part; nobody has said yet that it runs it",
                 place.host
@@ -333,30 +516,71 @@ impl State {
         }
     }
 
-    /// The command that ends an in-doubt state; where the other host is not known here, the host's own words.
+    /// Each copy as it is: what a person needs to choose.
+    pub fn copies(&self, name: &VmName, twice: &Twice, now_unix_s: i64) -> String {
+        let copies = twice.copies.iter().map(|copy| {
+            let entry = self.hosts.get(&copy.host);
+            let vm = entry.and_then(|entry| entry.vm(name));
+            let state = vm.map_or_else(|| "not heard".to_owned(), |vm| vm.state.to_string());
+            let since = entry.and_then(|entry| entry.on_since.get(name));
+            let on = since.map_or_else(String::new, |since| {
+                format!(
+                    ", known to be on for {} s",
+                    now_unix_s.saturating_sub(*since).max(0)
+                )
+            });
+            let silent = entry.and_then(|entry| entry.silent_s(now_unix_s));
+            let silent = silent.map_or_else(String::new, |s| format!(", not heard for {s} s"));
+            let granted = match copy.granted {
+                true => "",
+                false => ", which that host was never granted",
+            };
+            format!(
+                "{} ({state}{on}{silent}, generation {}{granted})",
+                copy.host, copy.generation
+            )
+        });
+        copies.collect::<Vec<_>>().join(" and ")
+    }
+
+    /// Which hosts hold a VM, and how a person ends that: which copy is worth keeping nobody else knows.
+    fn twice_note(&self, name: &VmName, twice: &Twice, now_unix_s: i64) -> String {
+        let paused: Vec<&str> = twice.to_pause().map(HostName::as_str).collect();
+        format!(
+            "hosts {} hold it; if it runs on {}, it is paused there, with its memory. Look at each copy with 'godwit vm console {name} --host HOST', then decide which one goes on; every other one is ended, with its memory: godwit vm resolve {name} --keep HOST",
+            self.copies(name, twice, now_unix_s),
+            paused.join(" and ")
+        )
+    }
+
+    /// The command that ends an in-doubt state. No host's own words are shown: a person acts on it.
     fn doubt_note(&self, name: &VmName, place: &Place) -> Option<String> {
         let here = &place.host;
-        let own = place.vm.as_ref().and_then(|vm| vm.note.clone());
-        if let Some(note) = own.filter(|note| note.contains("godwit vm resolve")) {
-            // The host knows which way out its side has.
-            return Some(note);
-        }
-        let Some(other) = self.other_host(name, here) else {
-            return place.vm.as_ref().and_then(|vm| vm.note.clone());
+        let claim = place.vm.as_ref().map(|vm| &vm.claim);
+        let named = claim.and_then(|claim| self.book.waits_by_permission(name, here, claim));
+        let Some(other) = named.or_else(|| self.other_host(name, here)) else {
+            return Some(format!(
+                "host {here} waits for the end of a handover with a host that is not known here: see the log of host {here}"
+            ));
+        };
+        // A destination cannot know whether the source ran on.
+        let verb = match claim {
+            Some(Claim::Promised { .. }) => "--give-up-on",
+            _ => "--run-on",
         };
         Some(format!(
-            "stopped until hosts {here} and {other} reach each other; or, once host {other} is powered off and only then: godwit vm resolve {name} --run-on {here} --confirm-fenced {other}"
+            "stopped until hosts {here} and {other} reach each other; or, once host {other} is powered off and only then: godwit vm resolve {name} {verb} {here} --confirm-fenced {other}"
         ))
     }
 
     fn other_host(&self, name: &VmName, here: &HostName) -> Option<HostName> {
         let moving = self.active.get(name).into_iter();
         let moving = moving.flat_map(|moving| [moving.from.clone(), moving.to.clone()]);
-        let reported = self.seen(name).map(|(place, _)| place.host);
+        let reported = self.seen(name).map(|(host, _, _)| host.clone());
         let named = self.book.may_hold(name);
         moving
-            .chain(reported)
             .chain(named)
+            .chain(reported)
             .find(|host| host != here)
     }
 
@@ -369,7 +593,7 @@ impl State {
             .collect();
         views.sort_by_key(|view| match view.state {
             VmState::RunningTwice => 0,
-            VmState::InDoubt => 1,
+            VmState::InDoubt | VmState::DamagedRecord => 1,
             _ => 2,
         });
         views
@@ -403,40 +627,48 @@ impl State {
     }
 }
 
+/// Where a VM is by what a host said of it.
+fn said_place(host: &HostName, entry: &HostEntry, vm: &HostVm) -> Place {
+    Place {
+        host: host.clone(),
+        connected: entry.is_connected(),
+        vm: Some(vm.clone()),
+    }
+}
+
 /// A VM's record at a host, as it goes into the book.
 fn said(vm: &HostVm) -> RecordSaid {
     RecordSaid {
         vm: vm.spec.name.clone(),
         highest: vm.generation,
         claim: vm.claim.clone(),
+        may_live: !matches!(vm.state, VmState::Stopped | VmState::Crashed),
     }
 }
 
-/// Which hosts hold a VM, and the command that ends that.
-fn twice_note(name: &VmName, twice: &Twice) -> String {
-    let copies = twice.copies.iter();
-    let copies: Vec<String> = copies
-        .map(|copy| format!("{} (generation {})", copy.host, copy.generation))
-        .collect();
-    let paused: Vec<&str> = twice.to_pause().map(HostName::as_str).collect();
-    let keep = twice
-        .copies
-        .first()
-        .map_or("HOST", |copy| copy.host.as_str());
-    format!(
-        "hosts {} hold it; if it runs on {}, it is paused there, with its memory. Decide which one goes on, the others are ended: godwit vm resolve {name} --keep {keep}",
-        copies.join(" and "),
-        paused.join(" and ")
-    )
+/// Whether there is a guest.
+fn is_on(vm: &HostVm) -> bool {
+    !matches!(vm.state, VmState::Stopped | VmState::Crashed)
+}
+
+/// The generation for which a host waits: no more than it has seen, and no more than its claim says.
+fn waiting(vm: &HostVm) -> Generation {
+    match &vm.claim {
+        Claim::Gave { generation, .. } | Claim::Promised { generation, .. } => {
+            vm.generation.min(*generation)
+        }
+        _ => vm.generation,
+    }
 }
 
 /// A host in doubt wins unless a holder has more: one that answers at the same generation, or any at a higher one.
 fn doubt_wins(holder: &Place, doubt: &Place) -> bool {
-    let generation = |place: &Place| place.vm.as_ref().map(|vm| vm.generation);
+    let held = holder.vm.as_ref().map(|vm| vm.generation);
+    let waits = doubt.vm.as_ref().map(waiting);
     if holder.connected {
-        generation(doubt) > generation(holder)
+        waits > held
     } else {
-        generation(doubt) >= generation(holder)
+        waits >= held
     }
 }
 
@@ -471,6 +703,7 @@ fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         instance: Default::default(),
         site: Default::default(),
         boot_alone_ignored: false,
+        unread: Default::default(),
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::*;
 use godwit_site::{Entry, HostRow};
+use godwit_types::Generation;
 use godwit_types::site::{Claim, SiteHost};
 use std::collections::BTreeMap;
 
@@ -62,9 +63,10 @@ fn state() -> State {
             address: entry.address,
             serial: entry.serial.clone(),
             counter: 0,
+            machine_id: String::new(),
         };
         state.hosts.insert(host(name), entry);
-        state.book.load_host(site, HostRow::default());
+        state.book.add_host(site, HostRow::default());
     }
     let held = Generation(3);
     let entry = Entry {
@@ -103,7 +105,7 @@ fn permit(state: &mut State) -> u64 {
         .book
         .permit_migration(&web(), &host("a"), &host("b"))
         .unwrap();
-    permitted.0.generation.0
+    permitted.generation.0
 }
 
 fn place_and_state(state: &State) -> (Option<String>, VmState) {
@@ -200,9 +202,45 @@ fn a_destination_in_doubt_is_shown_when_the_source_is_gone() {
     assert_eq!(place_and_state(&state), is("b", VmState::InDoubt));
     let note = state.vm_view(&web(), 0).unwrap().note.unwrap();
     assert!(
-        note.contains("godwit vm resolve web --run-on b --confirm-fenced a"),
+        note.contains("godwit vm resolve web --give-up-on b --confirm-fenced a"),
         "{note}"
     );
+}
+
+#[test]
+fn a_host_that_takes_no_part_puts_no_vm_in_doubt() {
+    let mut state = state();
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    let lies = [Claim::No, promised(9), promised(4), gave(9), holds(2)];
+    for claim in lies.clone() {
+        let mut lie = says(VmState::InDoubt, 9, claim);
+        lie[0].note = Some("godwit vm resolve web --run-on b --confirm-fenced a".into());
+        hear(&mut state, "b", lie);
+        hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+        let (place, shown) = place_and_state(&state);
+        assert_ne!(shown, VmState::InDoubt);
+        assert!(place.is_some());
+    }
+    // A permission for others does not make its word count.
+    let mut state = self::state();
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    permit(&mut state);
+    hear(&mut state, "b", says(VmState::InDoubt, 9, gave(4)));
+    assert_eq!(place_and_state(&state), is("a", VmState::Running));
+}
+
+#[test]
+fn what_ends_a_doubt_is_said_by_the_controller_alone() {
+    let mut state = state();
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    permit(&mut state);
+    let mut told = says(VmState::InDoubt, 4, gave(4));
+    told[0].note = Some("run godwit vm resolve web --run-on x --confirm-fenced c".into());
+    hear(&mut state, "a", told);
+    state.lose(&host("b"));
+    let note = state.vm_view(&web(), 0).unwrap().note.unwrap();
+    assert!(note.contains("--run-on a --confirm-fenced b"), "{note}");
+    assert!(!note.contains("--run-on x"), "{note}");
 }
 
 #[test]
@@ -255,4 +293,72 @@ fn lists_begin_with_two_holders_then_doubt() {
     hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
     assert_eq!(first(&state), "web");
     assert_eq!(state.vm_views(0)[0].copies.len(), 2);
+}
+
+#[test]
+fn a_vm_whose_row_cannot_be_read_is_no_new_name_and_a_new_one_counts_once() {
+    let mut state = State::default();
+    let entry = HostEntry::new("192.0.2.1:1".parse().unwrap(), "1".into());
+    state.hosts.insert(host("a"), entry);
+    let mut answer = says(VmState::Running, 3, holds(3));
+    // An answer may be heard again and again before it is learned.
+    for _ in 0..3 {
+        let brought = state.brought_with(&host("a"), &mut answer, 9);
+        assert_eq!(brought, BTreeSet::from([web()]));
+        state.hosts.get_mut(&host("a")).unwrap().brought = brought;
+    }
+    state.hosts.get_mut(&host("a")).unwrap().brought.clear();
+    let row = crate::unread::UnreadRow::new("site_vms", "web", "noise");
+    state.lacks(web(), Lack::Right(row));
+    assert!(state.brought_with(&host("a"), &mut answer, 9).is_empty());
+}
+
+/// A host's list of VMs that nobody heard of.
+fn invented(count: usize, claim: &Claim) -> Vec<HostVm> {
+    let one = says(VmState::Stopped, 3, claim.clone());
+    let names = (0..count).map(|n| VmName::new(format!("v{n}")).unwrap());
+    let named = names.zip(one.into_iter().cycle()).map(|(name, mut vm)| {
+        vm.spec.name = name;
+        vm
+    });
+    named.collect()
+}
+
+#[test]
+fn a_host_brings_no_more_new_vms_than_every_table_can_take() {
+    let mut state = State::default();
+    let entry = HostEntry::new("192.0.2.1:1".parse().unwrap(), "1".into());
+    state.hosts.insert(host("a"), entry);
+    let most = bounds::NEW_NAMES_MAX;
+    let mut past = invented(5000, &Claim::No);
+    let brought = state.brought_with(&host("a"), &mut past, most);
+    assert_eq!((brought.len(), past.len()), (most, most));
+    state.hosts.get_mut(&host("a")).unwrap().brought = brought;
+    // What it may hold is not left out in silence.
+    let mut held = invented(most, &holds(3));
+    let brought = state.brought_with(&host("a"), &mut held, most);
+    assert_eq!((brought.len(), held.len()), (most, most));
+    let mut held = invented(most + 1, &holds(3));
+    let brought = state.brought_with(&host("a"), &mut held, most);
+    assert!(bounds::new_names(&host("a"), brought.len()).is_err());
+}
+
+#[test]
+fn a_host_that_is_read_for_a_takeover_brings_no_endless_new_vms() {
+    let mut state = State::default();
+    let entry = HostEntry::new("192.0.2.1:1".parse().unwrap(), "1".into());
+    state.hosts.insert(host("a"), entry);
+    let whole = |from: usize, to: usize| WholeSurvey {
+        instance: Default::default(),
+        table: Default::default(),
+        records: Vec::new(),
+        unread: (from..to)
+            .map(|n| VmName::new(format!("v{n}")).unwrap())
+            .collect(),
+    };
+    state.bring_whole(&host("a"), &whole(0, 9000)).unwrap();
+    state.bring_whole(&host("a"), &whole(0, 9000)).unwrap();
+    state
+        .bring_whole(&host("a"), &whole(9000, 18_000))
+        .unwrap_err();
 }

@@ -6,15 +6,17 @@
 use crate::error::ControllerError;
 use crate::site_store::write_rows;
 use crate::state::{HostEntry, VmEntry};
+use crate::unread::UnreadRow;
 use godwit_site::Row;
 use godwit_types::drain::DrainView;
 use godwit_types::migration::{MigrationReport, MigrationSpec, Outcome};
-use godwit_types::{HostName, MigrationId, VmName};
+use godwit_types::{HostName, MigrationId, VmName, VmSpec};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sqlx::migrate::{Migration, MigrationType, Migrator};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use sqlx::{SqlSafeStr as _, SqlitePool, query, query_as, query_scalar};
+use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
@@ -62,6 +64,7 @@ fn formats() -> Migrator {
         one(1, "initial", include_str!("../migrations/0001_initial.sql")),
         one(2, "drains", include_str!("../migrations/0002_drains.sql")),
         one(3, "site", include_str!("../migrations/0003_site.sql")),
+        one(4, "removed", include_str!("../migrations/0004_removed.sql")),
     ])
 }
 
@@ -96,15 +99,18 @@ impl Store {
         let rows: Vec<Row> = query_as(sql).fetch_all(&self.pool).await?;
         rows.into_iter()
             .map(|(name, address, serial, info, last_seen_unix_s)| {
-                let address = address.parse().map_err(|e| unreadable("host address", e))?;
+                let unread = |e: String| ControllerError::Row(UnreadRow::new("hosts", &name, e));
+                let address = address.parse();
+                let address =
+                    address.map_err(|e: std::net::AddrParseError| unread(e.to_string()))?;
                 let mut entry = HostEntry::new(address, serial);
+                // What it said last is heard again.
                 entry.info = info
                     .as_deref()
-                    .map(|info| from_json("host", info))
-                    .transpose()?;
+                    .and_then(|info| serde_json::from_str(info).ok());
                 entry.last_seen_unix_s = last_seen_unix_s;
-                let name = HostName::new(name).map_err(|e| unreadable("host name", e))?;
-                Ok((name, entry))
+                let known = HostName::new(name.clone()).map_err(|e| unread(e.to_string()))?;
+                Ok((known, entry))
             })
             .collect()
     }
@@ -125,21 +131,26 @@ impl Store {
         Ok(())
     }
 
-    /// Removes a host and revokes its certificate, with what follows for who may hold which VM.
+    /// Removes a host and revokes its certificate, with what follows for who may hold which VM. One that did not answer is
+    /// kept with its address.
     pub async fn remove_host(
         &self,
         name: &HostName,
         serial: &str,
+        unheard_at: Option<SocketAddr>,
         rows: &[Row],
         now_unix_s: i64,
     ) -> Result<()> {
         let mut tx = self.pool.begin().await?;
-        query("INSERT OR IGNORE INTO revoked (serial, host, unix_s) VALUES (?, ?, ?)")
-            .bind(serial)
-            .bind(name.as_str())
-            .bind(now_unix_s)
-            .execute(&mut *tx)
-            .await?;
+        query(
+            "INSERT OR IGNORE INTO revoked (serial, host, unix_s, unheard_at) VALUES (?, ?, ?, ?)",
+        )
+        .bind(serial)
+        .bind(name.as_str())
+        .bind(now_unix_s)
+        .bind(unheard_at.map(|address| address.to_string()))
+        .execute(&mut *tx)
+        .await?;
         for sql in [
             "DELETE FROM hosts WHERE name = ?",
             "DELETE FROM site_hosts WHERE host = ?",
@@ -228,22 +239,16 @@ impl Store {
         Ok(count == 1)
     }
 
-    /// All VMs.
-    pub async fn vms(&self) -> Result<Vec<VmEntry>> {
-        let rows: Vec<(String, Option<String>)> = query_as("SELECT spec, resolved FROM vms")
-            .fetch_all(&self.pool)
-            .await?;
-        rows.into_iter()
-            .map(|(spec, resolved)| {
-                Ok(VmEntry {
-                    spec: from_json("VM", &spec)?,
-                    resolved: resolved
-                        .as_deref()
-                        .map(|text| from_json("VM", text))
-                        .transpose()?,
-                })
-            })
-            .collect()
+    /// All VMs, and the rows that cannot be read.
+    pub async fn vms(&self) -> Result<(Vec<VmEntry>, Vec<UnreadRow>)> {
+        let sql = "SELECT name, spec, resolved FROM vms";
+        let rows: Vec<(String, String, Option<String>)> =
+            query_as(sql).fetch_all(&self.pool).await?;
+        let read = rows.into_iter().map(|(name, spec, resolved)| {
+            let entry = vm_entry(&name, &spec, resolved.as_deref());
+            entry.map_err(|cause| UnreadRow::new("vms", &name, cause))
+        });
+        Ok(apart(read))
     }
 
     /// Adds a VM.
@@ -353,7 +358,11 @@ impl Store {
             .bind(SHOWN_MAX)
             .fetch_all(&self.pool)
             .await?;
-        rows.iter().map(|text| from_json("report", text)).collect()
+        // One that cannot be read is no reason to show none.
+        let read = rows
+            .iter()
+            .filter_map(|text| serde_json::from_str(text).ok());
+        Ok(read.collect())
     }
 
     /// Newest reports of completed migrations from one host to another.
@@ -370,19 +379,22 @@ impl Store {
             .bind(LOOKED_AT_MAX)
             .fetch_all(&self.pool)
             .await?;
-        let reports = rows.iter().map(|text| from_json("report", text));
+        let reports = rows
+            .iter()
+            .filter_map(|text| serde_json::from_str(text).ok());
         let completed = |report: &MigrationReport| report.outcome == Some(Outcome::Completed);
-        let mut reports: Vec<MigrationReport> = reports.collect::<Result<_>>()?;
-        reports.retain(completed);
-        Ok(reports)
+        Ok(reports.filter(completed).collect())
     }
 
-    /// All drains.
-    pub async fn drains(&self) -> Result<Vec<DrainView>> {
-        let rows: Vec<String> = query_scalar("SELECT record FROM drains")
+    /// All drains, and the rows that cannot be read.
+    pub async fn drains(&self) -> Result<(Vec<DrainView>, Vec<UnreadRow>)> {
+        let rows: Vec<(String, String)> = query_as("SELECT host, record FROM drains")
             .fetch_all(&self.pool)
             .await?;
-        rows.iter().map(|text| from_json("drain", text)).collect()
+        let read = rows.iter().map(|(host, record)| {
+            serde_json::from_str(record).map_err(|e| UnreadRow::new("drains", host, e))
+        });
+        Ok(apart(read))
     }
 
     /// Notes how far a drain is.
@@ -408,17 +420,43 @@ impl Store {
     pub async fn removed_hosts(&self) -> Result<Vec<HostName>> {
         let sql = "SELECT DISTINCT host FROM revoked WHERE host NOT IN (SELECT name FROM hosts)";
         let rows: Vec<String> = query_scalar(sql).fetch_all(&self.pool).await?;
-        rows.into_iter()
-            .map(|name| HostName::new(name).map_err(|e| unreadable("host name", e)))
-            .collect()
+        // A name that cannot be read counts as one of nobody, which stands in the way of more.
+        Ok(rows
+            .into_iter()
+            .filter_map(|name| HostName::new(name).ok())
+            .collect())
     }
 
-    /// Reports of migrations that have not ended.
-    pub async fn active_reports(&self) -> Result<Vec<MigrationReport>> {
-        let rows: Vec<String> = query_scalar("SELECT report FROM migrations WHERE ended = 0")
-            .fetch_all(&self.pool)
+    /// Hosts that were removed unheard and have not joined again, with where they were.
+    pub async fn removed_unheard(&self) -> Result<Vec<(HostName, SocketAddr)>> {
+        let sql = "SELECT host, unheard_at FROM revoked WHERE unheard_at IS NOT NULL AND host NOT IN (SELECT name FROM hosts)";
+        let rows: Vec<(String, String)> = query_as(sql).fetch_all(&self.pool).await?;
+        let read = |(host, address): (String, String)| {
+            let host = HostName::new(host).map_err(|e| unreadable("host name", e))?;
+            let address = address.parse().map_err(|e| unreadable("address", e))?;
+            Ok((host, address))
+        };
+        rows.into_iter().map(read).collect()
+    }
+
+    /// A host that was removed unheard is off: nobody asks it any more.
+    pub async fn forget_unheard(&self, host: &HostName) -> Result<()> {
+        query("UPDATE revoked SET unheard_at = NULL WHERE host = ?")
+            .bind(host.as_str())
+            .execute(&self.pool)
             .await?;
-        rows.iter().map(|text| from_json("report", text)).collect()
+        Ok(())
+    }
+
+    /// Reports of migrations that have not ended; VMs with a row that cannot be read.
+    pub async fn active_reports(&self) -> Result<(Vec<MigrationReport>, Vec<(String, UnreadRow)>)> {
+        let sql = "SELECT id, vm, report FROM migrations WHERE ended = 0";
+        let rows: Vec<(String, String, String)> = query_as(sql).fetch_all(&self.pool).await?;
+        let read = rows.into_iter().map(|(id, vm, report)| {
+            let read = serde_json::from_str(&report);
+            read.map_err(|e| (vm, UnreadRow::new("migrations", &id, e)))
+        });
+        Ok(apart(read))
     }
 
     /// One report.
@@ -430,6 +468,38 @@ impl Store {
             .await?;
         row.map(|text| from_json("report", &text)).transpose()
     }
+}
+
+fn vm_entry(
+    name: &str,
+    spec: &str,
+    resolved: Option<&str>,
+) -> std::result::Result<VmEntry, String> {
+    let read = |text: &str| {
+        let spec: VmSpec = serde_json::from_str(text).map_err(|e| e.to_string())?;
+        match spec.name.as_str() == name {
+            true => Ok(spec),
+            false => Err(format!("it describes VM {}", spec.name)),
+        }
+    };
+    Ok(VmEntry {
+        spec: read(spec)?,
+        resolved: resolved.map(read).transpose()?,
+    })
+}
+
+/// What could be read, and what could not.
+pub(crate) fn apart<T, E>(
+    read: impl Iterator<Item = std::result::Result<T, E>>,
+) -> (Vec<T>, Vec<E>) {
+    let (mut good, mut bad) = (Vec::new(), Vec::new());
+    for one in read {
+        match one {
+            Ok(one) => good.push(one),
+            Err(one) => bad.push(one),
+        }
+    }
+    (good, bad)
 }
 
 fn without_secret(spec: &MigrationSpec) -> Result<String> {

@@ -3,10 +3,11 @@
 //! Owns nothing; the VM's turn is the caller's. Refuses to take what was heard before for an answer.
 
 use crate::app::App;
+use crate::bounds;
 use crate::error::Outcome;
 use futures_util::future::join_all;
 use godwit_site::{Refusal, Survey, Surveyed};
-use godwit_types::site::{SurveyAnswer, SurveyRequest};
+use godwit_types::site::{Claim, SurveyAnswer, SurveyRequest};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -23,12 +24,15 @@ pub fn refused(refusal: Refusal) -> ApiError {
         Refusal::Silent { hosts, .. } => (ErrorCode::HostUnreachable, hosts.first()),
         Refusal::Stranger { host, .. } => (ErrorCode::HostUnreachable, Some(host)),
         Refusal::MayRun { host, .. } => (ErrorCode::HostUnreachable, Some(host)),
-        Refusal::Restored { .. } => (ErrorCode::HostUnreachable, None),
+        Refusal::Restored { .. } | Refusal::Starting { .. } => (ErrorCode::HostUnreachable, None),
+        Refusal::Replaced { .. } => (ErrorCode::StaleController, None),
         Refusal::UnknownHost { .. } => (ErrorCode::UnknownHost, None),
         Refusal::Twice { .. } => (ErrorCode::RunningTwice, None),
+        Refusal::HandingOver { hosts, .. } => (ErrorCode::WrongState, hosts.first()),
         Refusal::Exhausted { .. } => (ErrorCode::Internal, None),
+        Refusal::NotHolder { holder, .. } => (ErrorCode::WrongState, Some(holder)),
         Refusal::Held { host, .. }
-        | Refusal::HandingOver { host, .. }
+        | Refusal::OlderCopy { host, .. }
         | Refusal::Answers { host }
         | Refusal::HoldsVms { host, .. }
         | Refusal::NotItself { host } => (ErrorCode::WrongState, Some(host)),
@@ -43,34 +47,73 @@ pub fn refused(refusal: Refusal) -> ApiError {
 
 /// Asks every host that may hold a VM, and `also`. What has come of it is durable when this returns.
 pub async fn survey(app: &App, vm: &VmName, also: &[HostName]) -> Outcome<Surveyed> {
+    app.must_be_read(vm)?;
+    app.until_started().await;
     for _ in 0..TRIES {
         let begun = app.state().book.begin_survey(vm, also);
         match take(app, begun).await? {
             Surveyed::Refused(Refusal::Stale { .. }) => {}
+            Surveyed::Refused(Refusal::Silent { vm, hosts }) => {
+                // A host that answers and cannot tell knows better why than that it is silent.
+                let own = hosts.iter().find_map(|host| cannot_tell(app, &vm, host));
+                return own.map_or(Ok(Surveyed::Refused(Refusal::Silent { vm, hosts })), Err);
+            }
             verdict => return Ok(verdict),
         }
     }
     Err(refused(Refusal::Stale { vm: vm.clone() }))
 }
 
-type Begun = Result<(Survey, Vec<godwit_site::Row>), Refusal>;
+/// Why a host that answers does not say whether it may hold a VM, in its own words.
+fn cannot_tell(app: &App, vm: &VmName, host: &HostName) -> Option<ApiError> {
+    let state = app.state();
+    let entry = state.hosts.get(host).filter(|entry| entry.is_connected())?;
+    let sentence = entry.info.as_ref()?.unread.get(vm)?;
+    let text = format!("host {host} cannot tell whether it holds VM {vm}: {sentence}");
+    Some(ApiError::new(ErrorCode::WrongState, text).on_host(host))
+}
 
-async fn take(app: &App, begun: Begun) -> Outcome<Surveyed> {
-    let (survey, rows) = begun.map_err(refused)?;
-    app.write(&rows).await?;
+async fn take(app: &App, begun: Result<Survey, Refusal>) -> Outcome<Surveyed> {
+    let survey = begun.map_err(refused)?;
+    app.write().await?;
     let answers = ask_all(app, &survey).await;
-    let (verdict, rows) = app.state().book.take_survey(&survey, &answers);
-    app.write(&rows).await?;
+    let verdict = app.state().book.take_survey(&survey, &answers);
+    app.write().await?;
     Ok(verdict)
 }
 
 /// Asks these hosts alone, so that those that hold nothing no longer stand in the way.
 pub async fn clear(app: &App, vm: &VmName, hosts: BTreeSet<HostName>) -> Outcome<()> {
+    app.must_be_read(vm)?;
     let begun = app.state().book.survey_of(vm, hosts);
     take(app, begun).await.map(drop)
 }
 
-/// The same, in its own time: what it does not find out now is found out when somebody needs to know.
+/// What one host answers now. One that does not answer, or that cannot tell, has not said no.
+pub async fn claim_now(app: &App, vm: &VmName, host: &HostName) -> Outcome<Claim> {
+    app.must_be_read(vm)?;
+    let begun = app
+        .state()
+        .book
+        .survey_of(vm, BTreeSet::from([host.clone()]));
+    let survey = begun.map_err(refused)?;
+    app.write().await?;
+    let answers = ask_all(app, &survey).await;
+    app.state().book.take_survey(&survey, &answers);
+    app.write().await?;
+    let answer = answers.get(host).ok_or_else(|| {
+        let text = format!("host {host} does not say whether it may run VM {vm}: see its log");
+        let unknown = ApiError::new(ErrorCode::WrongState, text).on_host(host);
+        cannot_tell(app, vm, host).unwrap_or(unknown)
+    })?;
+    let is_no = matches!(answer.claim, Claim::No | Claim::Moved { .. });
+    match is_no && answer.highest < survey.level {
+        true => Err(refused(Refusal::Stale { vm: vm.clone() })),
+        false => Ok(answer.claim.clone()),
+    }
+}
+
+/// Clears a host's record of a VM as [`clear`] does, in its own time: what it does not find out now is found out when somebody needs to know.
 pub fn clear_later(app: &Arc<App>, vm: VmName, host: HostName) {
     let app = app.clone();
     tokio::spawn(async move {
@@ -101,7 +144,13 @@ async fn ask(app: &App, host: &HostName, survey: &Survey) -> Option<(HostName, S
     };
     let asked = tokio::time::timeout(patience, agent.survey(&survey.vm, &request));
     match asked.await {
-        Ok(Ok(answer)) => Some((host.clone(), answer)),
+        Ok(Ok(answer)) => match bounds::instance(host, &answer.instance) {
+            Ok(()) => Some((host.clone(), answer)),
+            Err(error) => {
+                tracing::error!(vm = %survey.vm, %host, %error, "a host's word about a VM is not taken");
+                None
+            }
+        },
         Ok(Err(error)) => {
             tracing::warn!(vm = %survey.vm, %host, %error, "a host does not say whether it holds a VM");
             None

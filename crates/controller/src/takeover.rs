@@ -4,37 +4,47 @@
 //! grant is refused by the book, and the hosts refuse this controller's commands.
 
 use crate::app::{App, site_host};
+use crate::bounds;
 use crate::error::ControllerError;
 use crate::reconcile;
 use crate::state::HostEntry;
-use godwit_rpc::pki::now_unix_s;
-use godwit_rpc::{AgentClient, Client, Role};
+use futures_util::StreamExt as _;
+use godwit_rpc::pki::{Holder, now_unix_s};
+use godwit_rpc::{Admission, AgentClient, Client, Revocations, Role};
 use godwit_site::HostRow;
 use godwit_types::HostName;
+use godwit_types::control_api::InventoryEvent;
 use godwit_types::site::{SiteHost, Stamp};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How long a host that a table names may take to show itself.
+const MET_WITHIN: Duration = Duration::from_secs(2);
+/// How many of them are asked at once.
+const MET_AT_ONCE: usize = 64;
 
 /// Reads a host whole, if that is still missing, and takes over once everybody was read.
 pub async fn go_on(app: &Arc<App>, host: &HostName) -> Result<(), ControllerError> {
+    let forgotten = app.state().book.to_enrol();
+    for site in met(app, forgotten).await {
+        enrol_again(app, site).await?;
+    }
     let Some(takeover) = app.state().book.takeover() else {
         return Ok(());
     };
-    for site in takeover.enrol {
-        enrol_again(app, site).await?;
-    }
     if takeover.hosts.contains(host) {
         read(app, host, takeover.stamp).await?;
     }
     let finished = app.state().book.finish_takeover();
-    if let Ok(rows) = finished
-        && !rows.is_empty()
-    {
-        app.write(&rows).await?;
+    if finished == Ok(true) {
+        app.write().await?;
+        app.state().took_over();
         tracing::warn!(
             stamp = %takeover.stamp,
-            "every host was read: this controller takes over from the one whose database it has an older copy of. What that one knew alone (VMs that were never started, drains, tokens, old reports) is forgotten"
+            "every host was read: this controller takes over from the one whose database it has an older copy of. What that one knew alone (removed hosts and revoked certificates, edited and deleted descriptions, VMs that were never started, drains, tokens, old reports) is forgotten"
         );
         app.tell_host(host);
+        app.tell(InventoryEvent::Site);
     }
     Ok(())
 }
@@ -50,6 +60,7 @@ async fn read(app: &App, host: &HostName, at: Stamp) -> Result<(), ControllerErr
         Some(app.revocations.clone()),
     )?;
     let agent = AgentClient::new(client.with_stamps(Arc::new(move || at)));
+    let ticket = app.state().book.ask();
     let whole = match agent
         .with_deadlines(app.config.deadlines)
         .site_survey()
@@ -61,28 +72,95 @@ async fn read(app: &App, host: &HostName, at: Stamp) -> Result<(), ControllerErr
             return Ok(());
         }
     };
-    let (rows, news) = app.state().book.take_whole(host, at, whole);
-    app.write(&rows).await?;
+    let bounded = bounds::whole(host, whole);
+    let taken = bounded.and_then(|whole| app.state().bring_whole(host, &whole).map(|()| whole));
+    let whole = match taken {
+        Ok(whole) => whole,
+        Err(error) => {
+            tracing::error!(%host, %error, "the host's records are not taken");
+            return Ok(());
+        }
+    };
+    let news = app.state().book.take_whole(host, at, ticket, whole);
+    app.write().await?;
     reconcile::tell_news(host, &news);
     // Whoever watches sees for whom this controller still waits.
     app.tell_host(host);
     Ok(())
 }
 
+/// Which certificate a host shows. By its serial number it is revoked once, so that no table says which it is.
+struct Shown {
+    revocations: Arc<Revocations>,
+    serial: Mutex<Option<String>>,
+}
+
+impl Shown {
+    fn new(revocations: Arc<Revocations>) -> Self {
+        let serial = Mutex::new(None);
+        Self {
+            revocations,
+            serial,
+        }
+    }
+
+    fn serial(&self) -> Option<String> {
+        let serial = self.serial.lock();
+        serial.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Admission for Shown {
+    fn admits(&self, holder: &Holder) -> bool {
+        let admitted = self.revocations.admits(holder);
+        if admitted {
+            let mut serial = self.serial.lock().unwrap_or_else(PoisonError::into_inner);
+            *serial = Some(holder.serial.clone());
+        }
+        admitted
+    }
+}
+
+/// Of the hosts that tables name those that show their certificate, with its serial number: a table may be invented. The
+/// others are waited for, named by their tellers, and come to no inventory.
+async fn met(app: &App, named: Vec<SiteHost>) -> Vec<SiteHost> {
+    let asked = named.into_iter().map(|site| async move {
+        let shown = Arc::new(Shown::new(app.revocations.clone()));
+        let admission = Some(shown.clone() as _);
+        let role = Role::Host(site.name.clone());
+        let client = Client::tls_admitted(site.address, &app.identity, role, admission).ok()?;
+        let agent = AgentClient::new(client).with_deadlines(app.config.deadlines);
+        let answer = tokio::time::timeout(MET_WITHIN, agent.host()).await;
+        let serial = shown.serial()?;
+        matches!(answer, Ok(Ok(_))).then_some(SiteHost { serial, ..site })
+    });
+    let asked = futures_util::stream::iter(asked).buffer_unordered(MET_AT_ONCE);
+    asked.filter_map(std::future::ready).collect().await
+}
+
 /// A host that other hosts' tables name, with the certificate that it had: the old copy of the database lacks it.
 async fn enrol_again(app: &Arc<App>, site: SiteHost) -> Result<(), ControllerError> {
+    if app.state().hosts.contains_key(&site.name) {
+        // Another host's poll was first.
+        return Ok(());
+    }
+    if app.revocations.all().contains(&site.serial) {
+        // A table that is older than its removal, or a host that lies, names it.
+        app.state().book.add_removed(site.name);
+        return Ok(());
+    }
     let mut entry = HostEntry::new(site.address, site.serial.clone());
     entry.last_seen_unix_s = now_unix_s();
     app.store.enrol_again(&site.name, &entry).await?;
     let name = site.name;
     let row = HostRow::default();
-    let rows = {
+    {
         let mut state = app.state();
-        let site = site_host(&name, &entry, row.instance.counter);
+        let site = site_host(&name, &entry, &row);
         state.hosts.insert(name.clone(), entry);
-        state.book.add_host(site, row)
-    };
-    app.write(&rows).await?;
+        state.book.add_host(site, row);
+    }
+    app.write().await?;
     tracing::warn!(host = %name, "a host that this database had forgotten is enrolled again");
     app.tell_host(&name);
     reconcile::spawn(app.clone(), name);

@@ -4,8 +4,8 @@
 //! asked now and said no; the grant is in the database before a host hears of it. Refuses to leave anything behind when a
 //! first start fails.
 
-use crate::app::{App, unknown_vm, unreachable_host};
-use crate::error::{Outcome, refuse};
+use crate::app::{App, unknown_vm};
+use crate::error::{Outcome, refuse, silent, way_out};
 use crate::macs;
 use crate::placement::place;
 use crate::reconcile::refresh;
@@ -89,7 +89,11 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     entry.resolved = entry.resolved.filter(|_| keeps_hardware);
     entry.spec = spec;
     app.store.save_vm(&entry).await?;
-    app.state().vms.insert(name.clone(), entry);
+    {
+        let mut state = app.state();
+        state.vms.insert(name.clone(), entry);
+        state.lacking.remove(name);
+    }
     app.tell_vm(name);
     view(app, name)
 }
@@ -113,9 +117,23 @@ fn must_be_off(app: &App, name: &VmName, what: &str) -> Outcome<()> {
         ),
         (VmState::Stopped | VmState::Crashed, _) => Ok(()),
         (VmState::InDoubt, _) => Err(crate::app::in_doubt(name, view.note)),
+        // It was never heard to be on, and a new description is what is missing.
+        (VmState::DamagedRecord, None) if what == "edited" && app.must_be_read(name).is_ok() => {
+            Ok(())
+        }
+        (VmState::DamagedRecord, host) => {
+            let error = crate::app::damaged(name, view.note);
+            Err(match host {
+                Some(host) => error.on_host(host),
+                None => error,
+            })
+        }
         (VmState::RunningTwice, _) => Err(crate::app::held_twice(name, view.note)),
         (VmState::Unreachable, Some(host)) => Err(
-            match app.host(&host).is_ok_and(|host| host.is_connected()) {
+            match app
+                .of_host(&host, |host| host.is_connected())
+                .unwrap_or(false)
+            {
                 true => crate::app::being_taken_over(name, &host),
                 false => may_be_elsewhere(name, &host),
             },
@@ -152,6 +170,7 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
             Surveyed::HeldBy { host, .. } if is_off_at(app, name, &host) => {
                 release(app, name, &host).await?;
             }
+            Surveyed::OlderCopy { host, .. } => release(app, name, &host).await?,
             held => return Err(not_free(name, held)),
         }
     }
@@ -161,9 +180,10 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
             forget_at(&agent, &host, name).await?;
         }
     }
-    let rows = app.state().book.delete(free).map_err(refused)?;
-    app.store.delete_vm(name, &rows).await?;
-    app.written(&rows);
+    app.state().book.delete(free).map_err(refused)?;
+    let due = app.due().await;
+    app.store.delete_vm(name, due.rows()).await?;
+    due.written();
     forget_in_state(app, name);
     app.tell_vm(name);
     drop(turn);
@@ -176,16 +196,14 @@ fn forget_in_state(app: &App, name: &VmName) {
     state.vms.remove(name);
     state.deletions += 1;
     for entry in state.hosts.values_mut() {
-        entry.vms.retain(|vm| vm.spec.name != *name);
+        entry.vms.remove(name);
     }
 }
 
 /// Hosts that answer and know the VM.
 fn hosts_with(app: &App, name: &VmName) -> Vec<HostName> {
     let state = app.state();
-    let with = |host: &crate::state::HostEntry| {
-        host.is_connected() && host.vms.iter().any(|vm| vm.spec.name == *name)
-    };
+    let with = |host: &crate::state::HostEntry| host.is_connected() && host.vms.contains_key(name);
     state
         .hosts
         .iter()
@@ -206,7 +224,7 @@ pub async fn release(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
 fn not_free(name: &VmName, surveyed: Surveyed) -> ApiError {
     refused(match surveyed {
         Surveyed::Refused(refusal) => refusal,
-        Surveyed::HeldBy { host, .. } => Refusal::Held {
+        Surveyed::HeldBy { host, .. } | Surveyed::OlderCopy { host, .. } => Refusal::Held {
             vm: name.clone(),
             host,
         },
@@ -305,6 +323,7 @@ fn wanted_host(request: &StartRequest, held: Option<&Place>) -> Option<HostName>
 
 fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan> {
     let entry = entry_of(app, name)?;
+    app.must_be_described(name)?;
     must_be_off(app, name, "started")?;
     let (held, last) = {
         let state = app.state();
@@ -316,7 +335,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         (state.place(name).filter(holds), last)
     };
     if let Some(host) = &request.on {
-        app.connected_agent(host)?;
+        app.connected_agent(host).map_err(way_out)?;
     }
     let hosts = connected(app);
     let host = match wanted_host(request, held.as_ref()) {
@@ -328,7 +347,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
     let info = hosts
         .iter()
         .find(|info| info.name == host)
-        .ok_or_else(|| unreachable_host(&host))?;
+        .ok_or_else(|| silent(&host))?;
     let mut wish = entry.spec.clone();
     if let Some(resolved) = &entry.resolved {
         wish.machine.clone_from(&resolved.machine);
@@ -367,10 +386,19 @@ async fn begin(app: &App, plan: &Plan) -> Outcome<()> {
             Surveyed::HeldBy { host, .. } if is_off_at(app, name, &host) => {
                 release(app, name, &host).await?;
             }
+            Surveyed::OlderCopy { host, .. } => release(app, name, &host).await?,
             other => return Err(not_free(name, other)),
         }
     }
     Err(refused(Refusal::Stale { vm: name.clone() }))
+}
+
+/// Whether a person, or the guest itself, has turned the VM off at the host that holds it.
+pub fn is_stopped_at(app: &App, name: &VmName, host: &HostName) -> bool {
+    let state = app.state();
+    let place = state.place(name).filter(|place| place.host == *host);
+    let vm = place.and_then(|place| place.vm);
+    vm.is_some_and(|vm| vm.state == VmState::Stopped)
 }
 
 /// Whether the host that holds the VM has no guest of it.
@@ -423,10 +451,11 @@ fn granted_entry(plan: &Plan) -> VmEntry {
 /// Nobody holds it: grants it to the host, durably before the host hears of it, and starts it.
 async fn start_granted(app: &App, agent: &AgentClient, plan: &Plan, free: Free) -> Outcome<()> {
     let granted = app.state().book.grant(free, &plan.host);
-    let (grant, rows) = granted.map_err(refused)?;
+    let grant = granted.map_err(refused)?;
     let entry = granted_entry(plan);
-    app.store.grant_start(&entry, &rows).await?;
-    app.written(&rows);
+    let due = app.due().await;
+    app.store.grant_start(&entry, due.rows()).await?;
+    due.written();
     app.state().vms.insert(entry.spec.name.clone(), entry);
     let put = PutVm {
         spec: plan.resolved.clone(),
@@ -487,22 +516,45 @@ pub struct Force(pub bool);
 pub async fn act(app: &App, name: &VmName, action: Action) -> Outcome<Done> {
     app.until_taken_over(name).await;
     let _turn = app.vm_lock(name).await;
-    let place = app.place_of(name)?;
-    let agent = app.connected_agent(&place.host)?;
-    must_be_on(name, &place)?;
+    let place = app.place_of(name).map_err(way_out)?;
+    must_be_on(name, &place, action)?;
+    act_at(app, name, &place.host, action).await
+}
+
+/// Has the copy of one host stopped, wherever else the VM may be.
+pub async fn stop_at(app: &App, name: &VmName, host: &HostName, force: Force) -> Outcome<Done> {
+    let _turn = app.vm_lock(name).await;
+    act_at(app, name, host, Action::Stop(force)).await
+}
+
+async fn act_at(app: &App, name: &VmName, host: &HostName, action: Action) -> Outcome<Done> {
+    let agent = app.connected_agent(host).map_err(way_out)?;
     let result = match action {
         Action::Stop(Force(force)) => agent.stop(name, &StopRequest { force }).await,
         Action::Reset => agent.reset(name).await,
         Action::Pause => agent.pause(name).await,
         Action::Resume => agent.resume(name).await,
     };
-    refresh(app, &place.host).await;
+    refresh(app, host).await;
     app.tell_vm(name);
-    result.map_err(|error| ApiError::from(error).on_host(&place.host))
+    result.map_err(|error| way_out(refused_by(app, ApiError::from(error)).on_host(host)))
 }
 
-fn must_be_on(name: &VmName, place: &Place) -> Outcome<()> {
+/// A host refuses the commands of a controller with an old copy of its database, which knows better why.
+fn refused_by(app: &App, error: ApiError) -> ApiError {
+    let state = app.state();
+    match error.code == ErrorCode::StaleController && state.book.is_restored() {
+        true => refused(Refusal::Restored {
+            waits_for: state.book.waits_for(),
+        }),
+        false => error,
+    }
+}
+
+fn must_be_on(name: &VmName, place: &Place, action: Action) -> Outcome<()> {
     match place.vm.as_ref().map(|vm| vm.state) {
+        // Its host would boot it again: who stops it wants it off.
+        Some(VmState::Crashed) if matches!(action, Action::Stop(_)) => Ok(()),
         Some(VmState::Stopped | VmState::Crashed) | None => refuse(
             ErrorCode::WrongState,
             format!("VM {name} is not running: run 'godwit vm start {name}'"),
@@ -511,10 +563,17 @@ fn must_be_on(name: &VmName, place: &Place) -> Outcome<()> {
     }
 }
 
-/// The guest's serial console.
-pub async fn console(app: &App, name: &VmName) -> Outcome<godwit_types::control_api::ConsoleText> {
-    let place = app.place_of(name)?;
-    let agent = app.connected_agent(&place.host)?;
+/// The guest's serial console: of the copy on one host, or where the VM is.
+pub async fn console(
+    app: &App,
+    name: &VmName,
+    host: Option<HostName>,
+) -> Outcome<godwit_types::control_api::ConsoleText> {
+    let host = match host {
+        Some(host) => host,
+        None => app.place_of(name).map_err(way_out)?.host,
+    };
+    let agent = app.connected_agent(&host).map_err(way_out)?;
     let text = agent.console(name).await;
-    text.map_err(|error| ApiError::from(error).on_host(&place.host))
+    text.map_err(|error| ApiError::from(error).on_host(&host))
 }

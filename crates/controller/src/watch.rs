@@ -1,18 +1,23 @@
 //! Follows migrations by the reports of their hosts, and stores how they ended.
 //!
 //! Owns nothing but its tasks: one per migration under way, also after a restart of the controller. The source's word
-//! counts, but for "completed", which either may say. Refuses to guess: while nobody can be reached, a migration stays
-//! as it was last known. A migration that both hosts answer not to know never began.
+//! counts where it answers, but for "completed", which either may say; else its destination's. Refuses to guess: while nobody can be reached, a migration stays
+//! as it was last known. A migration that both hosts answer not to know never began; nor did one that its source refuses
+//! from now on and holds the VM without, whatever its destination would say.
 
 use crate::app::App;
+use crate::bounds;
 use crate::error::{ControllerError, Outcome, refuse};
 use crate::reconcile::refresh;
 use crate::state::Move;
 use crate::survey::clear_later;
+use crate::unread::Lack;
 use godwit_rpc::ClientError;
-use godwit_types::control_api::InventoryEvent;
+use godwit_site::Book;
+use godwit_types::control_api::{CancelRequest, InventoryEvent};
 use godwit_types::migration::{MigrationReport, Outcome as End, PEER_GAVE_UP, Phase};
-use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
+use godwit_types::vm::VmState;
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -27,7 +32,7 @@ const SOURCE_PATIENCE: Duration = Duration::from_secs(15);
 pub enum Word {
     /// Its report.
     Report(Box<MigrationReport>),
-    /// It does not know the migration; so does a host that was removed.
+    /// It does not know the migration; so does a host that was removed, or one that does not answer and is fenced.
     Unknown,
     /// It does not answer.
     Silent,
@@ -51,9 +56,10 @@ pub fn spawn(app: Arc<App>, id: MigrationId) {
     tokio::spawn(async move {
         let mut stop = app.stopped();
         let mut waiting = None;
+        let began = Instant::now();
         loop {
             let pause = match step(&app, &id, &mut waiting).await {
-                Ok(Some(pause)) => pause,
+                Ok(Some(pause)) => pause.max(pace(began.elapsed())),
                 Ok(None) => return,
                 Err(error) => {
                     tracing::error!(migration = %id, %error, "cannot store the migration's report");
@@ -68,6 +74,12 @@ pub fn spawn(app: Arc<App>, id: MigrationId) {
     });
 }
 
+/// How long to wait at least before the next question: a twentieth of what the migration has lasted, since each question
+/// costs both hosts a handshake.
+fn pace(lasted: Duration) -> Duration {
+    (lasted / 20).min(SLOW)
+}
+
 /// Asks once; none when it is over. `waiting` is since when the source's end alone is missing.
 async fn step(
     app: &Arc<App>,
@@ -77,8 +89,8 @@ async fn step(
     let Some(last) = app.live(id).map(|live| live.borrow().clone()) else {
         return Ok(None);
     };
-    let (source, destination) = tokio::join!(ask(app, &last.from, id), ask(app, &last.to, id));
-    match judge(&source, &destination) {
+    let (source, verdict) = hear(app, &last).await;
+    match verdict {
         Verdict::Over(_) if source_is_late(&source, waiting) => Ok(Some(app.config.watch_every)),
         Verdict::GoesOn(report) => {
             let doubt = report.outcome == Some(End::InDoubt);
@@ -91,7 +103,7 @@ async fn step(
         }
         Verdict::Over(report) => end(app, *report).await.map(|()| None),
         Verdict::NeverBegan => {
-            let reason = "neither host knows of it: it was interrupted before it began";
+            let reason = "no host that answers knows of it: it was interrupted before it began";
             end(app, failed(last, reason)).await.map(|()| None)
         }
         Verdict::NoNews => Ok(Some(SLOW)),
@@ -104,18 +116,68 @@ fn source_is_late(source: &Word, waiting: &mut Option<Instant>) -> bool {
     open && waiting.get_or_insert_with(Instant::now).elapsed() < SOURCE_PATIENCE
 }
 
-async fn ask(app: &App, host: &HostName, id: &MigrationId) -> Word {
+/// What the source says, and what follows from both hosts' words.
+async fn hear(app: &App, last: &MigrationReport) -> (Word, Verdict) {
+    let (source, destination) = tokio::join!(ask(app, &last.from, last), ask(app, &last.to, last));
+    let verdict = judge(&source, &destination);
+    let only_destination_missing = matches!((&source, &destination), (Word::Unknown, Word::Silent));
+    if only_destination_missing && source_stays_without(app, last).await {
+        return (source, Verdict::NeverBegan);
+    }
+    (source, verdict)
+}
+
+/// Whether a source that does not know the migration has refused it for ever, and holds the VM: then nothing was given, and
+/// nothing will be, so that the destination need not be heard.
+async fn source_stays_without(app: &App, last: &MigrationReport) -> bool {
+    let Ok((_, agent)) = app.agent(&last.from) else {
+        return false;
+    };
+    let request = CancelRequest {
+        reason: Some(format!("host {} does not answer", last.to)),
+        vm: Some(last.vm.clone()),
+    };
+    if agent.cancel(&last.id, &request).await.is_err() {
+        return false;
+    }
+    // Asked after the refusal is durable: one that slipped in before it is known there by now.
+    let never_there = matches!(ask(app, &last.from, last).await, Word::Unknown);
+    let Ok(seen) = agent.vm(&last.vm).await else {
+        return false;
+    };
+    // A VM process that does not answer may know of a migration that its agent has not found again.
+    let is_heard = seen.state != VmState::Unreachable && seen.state != VmState::DamagedRecord;
+    let stays = seen.spec.name == last.vm && seen.claim.held().is_some();
+    never_there && is_heard && stays && seen.migration.is_none()
+}
+
+async fn ask(app: &App, host: &HostName, last: &MigrationReport) -> Word {
     let Ok((_, agent)) = app.agent(host) else {
         return Word::Unknown;
     };
-    match agent.migration(id).await {
-        Ok(report) if report.id == *id => Word::Report(Box::new(report)),
+    match agent.migration(&last.id).await {
+        Ok(report) if is_of(&report, last) => Word::Report(Box::new(bounds::report(report))),
         Ok(_) => Word::Silent,
         Err(ClientError::Refused(error)) if error.code == ErrorCode::UnknownMigration => {
             Word::Unknown
         }
+        // What was fenced is off, and nothing that it knew is of use to anybody; one that answers is heard, whatever it says.
+        Err(
+            ClientError::NotReached { .. }
+            | ClientError::Broken { .. }
+            | ClientError::Deadline { .. },
+        ) if app.state().book.is_fenced(host) => Word::Unknown,
         Err(_) => Word::Silent,
     }
+}
+
+/// Whether a host's report tells of this migration, rather than of what is none of its business.
+fn is_of(report: &MigrationReport, last: &MigrationReport) -> bool {
+    let named = |report: &MigrationReport| {
+        let hosts = (report.from.clone(), report.to.clone());
+        (report.id.clone(), report.vm.clone(), hosts)
+    };
+    named(report) == named(last)
 }
 
 /// Decides by what both hosts say. Pure.
@@ -172,12 +234,11 @@ async fn end(app: &Arc<App>, report: MigrationReport) -> Result<(), ControllerEr
     let completed = report.outcome == Some(End::Completed);
     let other = if completed { &report.from } else { &report.to };
     let (from, to) = (&report.from, &report.to);
-    let rows = app
-        .state()
-        .book
-        .migration_ended(&report.vm, from, to, completed);
-    app.store.end_migration(&report, &rows).await?;
-    app.written(&rows);
+    let ended = |book: &mut Book| book.migration_ended(&report.vm, from, to, completed);
+    ended(&mut app.state().book);
+    let due = app.due().await;
+    app.store.end_migration(&report, due.rows()).await?;
+    due.written();
     tracing::info!(migration = %report.id, vm = %report.vm, outcome = ?report.outcome, "migration is over");
     // The inventory first, so that who waits for the end then finds the VM where it is.
     refresh(app, &report.to).await;
@@ -203,9 +264,9 @@ pub async fn settle_failed_start(app: &Arc<App>, id: &MigrationId, error: &ApiEr
     let Some(last) = app.live(id).map(|live| live.borrow().clone()) else {
         return;
     };
-    let (source, destination) = tokio::join!(ask(app, &last.from, id), ask(app, &last.to, id));
+    let (source, verdict) = hear(app, &last).await;
     let never_at_source = matches!(source, Word::Unknown);
-    let settled = match judge(&source, &destination) {
+    let settled = match verdict {
         Verdict::NeverBegan => true,
         // The destination knows it as over or has been told to forget it; the source never heard of it.
         Verdict::Over(report) => never_at_source && report.outcome != Some(End::Completed),
@@ -233,7 +294,13 @@ pub fn moving(report: &MigrationReport) -> Move {
 
 /// Follows what was under way when the controller stopped.
 pub async fn resume(app: &Arc<App>) -> Result<(), ControllerError> {
-    for report in app.store.active_reports().await? {
+    let (reports, unread) = app.store.active_reports().await?;
+    for (vm, row) in unread {
+        let name = VmName::new(vm);
+        let vm = name.map_err(|_| ControllerError::Row(row.clone()))?;
+        app.state().lacks(vm, Lack::Right(row));
+    }
+    for report in reports {
         let id = report.id.clone();
         let entry = moving(&report);
         app.state().active.insert(report.vm.clone(), entry);

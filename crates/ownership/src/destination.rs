@@ -113,8 +113,10 @@ impl VmCore {
 
     /// Nothing was promised: this host's part is thrown away.
     pub(crate) fn fail_incoming(&self, with: &Handover) -> Reaction {
+        // Who carries the message knows why.
         let failed = PeerMessage::Failed {
             migration: with.migration.clone(),
+            reason: None,
         };
         let first = vec![
             kill(),

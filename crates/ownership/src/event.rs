@@ -1,12 +1,62 @@
 //! What goes into the core (events, peer messages) and what comes out of it (actions, status).
 //!
-//! Plain data. Refuses: nothing; judging is the core's business.
+//! Plain data. Refuses: a peer's reason that is longer than somebody reads; judging is the core's business.
 
 use crate::permit::RunPermit;
 use crate::record::HostRecord;
 use godwit_types::{Generation, HostName, MigrationId};
 use serde::{Deserialize, Serialize};
 use std::fmt;
+
+/// Why a host gave a migration up, in its own words: one line of a bounded length.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Reason(String);
+
+/// A reason that is too long, or not one line.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "a reason has at most {} bytes and no control characters",
+    Reason::LEN_MAX
+)]
+pub struct BadReason;
+
+impl Reason {
+    /// Longest reason, bytes.
+    pub const LEN_MAX: usize = 512;
+
+    /// As much of a text as fits, on one line.
+    pub fn clipped(text: &str) -> Self {
+        let mut line = text.replace(char::is_control, " ");
+        let mut end = line.len().min(Self::LEN_MAX);
+        while !line.is_char_boundary(end) {
+            end -= 1;
+        }
+        line.truncate(end);
+        Self(line)
+    }
+
+    /// The words.
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<String> for Reason {
+    type Error = BadReason;
+    fn try_from(text: String) -> Result<Self, BadReason> {
+        if text.len() > Self::LEN_MAX || text.contains(char::is_control) {
+            return Err(BadReason);
+        }
+        Ok(Self(text))
+    }
+}
+
+impl From<Reason> for String {
+    fn from(reason: Reason) -> String {
+        reason.0
+    }
+}
 
 /// What the hosts say to each other about ownership: on the migration's control channel while it lives, and
 /// through the hosts' agents over mutual TLS at any time. May be lost, doubled, delayed and reordered.
@@ -97,6 +147,9 @@ pub enum PeerMessage {
     Failed {
         /// The migration.
         migration: MigrationId,
+        /// Why, for people: nothing is decided by it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        reason: Option<Reason>,
     },
 }
 
@@ -486,5 +539,26 @@ impl Event {
             Event::QemuDied => EventKind::QemuDied,
             Event::OperatorResolve { .. } => EventKind::OperatorResolve,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_s_reason_is_one_line_of_bounded_length() {
+        let long = format!("first\nsecond {}", "\u{20ac}".repeat(Reason::LEN_MAX));
+        let reason = Reason::clipped(&long);
+        assert!(reason.as_str().starts_with("first second "));
+        assert!(reason.as_str().len() <= Reason::LEN_MAX);
+        assert_eq!(Reason::try_from(reason.as_str().to_owned()), Ok(reason));
+        for bad in ["x".repeat(Reason::LEN_MAX + 1), "a\u{1b}[2J".into()] {
+            let text = serde_json::json!({"message": "failed", "migration": "m", "reason": bad});
+            assert!(serde_json::from_value::<PeerMessage>(text).is_err());
+        }
+        let plain = serde_json::json!({"message": "failed", "migration": "m"});
+        let message: PeerMessage = serde_json::from_value(plain.clone()).unwrap();
+        assert_eq!(serde_json::to_value(message).unwrap(), plain);
     }
 }

@@ -91,6 +91,7 @@
 
 mod core;
 mod destination;
+mod ended;
 mod event;
 mod ledger;
 mod owner;
@@ -108,8 +109,10 @@ mod table;
 mod unrelated_tests;
 
 pub use crate::core::VmCore;
-pub use event::{Action, Ending, Event, EventKind, PeerMessage, Status, Timer};
+pub use ended::End;
+pub use event::{Action, BadReason, Ending, Event, EventKind, PeerMessage, Reason, Status, Timer};
 pub use ledger::{FENCED_GAP, GenerationLedger, GrantError};
+pub use peer::PEERS_REACH;
 pub use permit::RunPermit;
 pub use record::{Handover, HostRecord, Phase, Power, RECORD_FORMAT, RecordError};
 pub use state::{Qemu, StateName};

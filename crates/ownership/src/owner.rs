@@ -495,20 +495,17 @@ impl VmCore {
         } else {
             disarm(Timer::Ask)
         };
-        let record = self.durable.holding(next, Power::On, unconfirmed);
-        let run = if self.qemu == Qemu::Dead {
-            Step::Boot
-        } else {
-            Step::Cont
+        // A guest that is gone is booted on an operator's word alone; else its host asks first, as after any reboot.
+        let (state, run) = match (self.qemu, &unconfirmed) {
+            (Qemu::Dead, None) => (State::Held(Held::UNASKED), None),
+            (Qemu::Dead, Some(_)) => (State::Held(Held::Running), Some(Step::Boot)),
+            _ => (State::Held(Held::Running), Some(Step::Cont)),
         };
-        let then = vec![
-            again,
-            Step::Do(Action::RestoreDirty),
-            release(),
-            run,
-            end(&a.with, Ending::Refused),
-        ];
+        let record = self.durable.holding(next, Power::On, unconfirmed);
+        let mut then = vec![again, Step::Do(Action::RestoreDirty), release()];
+        then.extend(run);
+        then.push(end(&a.with, Ending::Refused));
         let back = OnFail::Back(State::Given(Given::InDoubt, a.clone()));
-        write(State::Held(Held::Running), record, back, then)
+        write(state, record, back, then)
     }
 }

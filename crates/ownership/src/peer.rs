@@ -15,6 +15,10 @@ use godwit_types::{Generation, HostName, MigrationId};
 /// A peer cannot push the counter further than this at once: nobody exhausts it with one message.
 const PLAUSIBLE_STEP: u64 = 1 << 32;
 
+/// Nor above this with any number of them: no use comes near it, and a controller believes every host up to here, so that
+/// its next survey is above whatever peers made of the counter.
+pub const PEERS_REACH: Generation = Generation(1 << 40);
+
 const FAR: &str = "a generation far beyond every one known is not believed";
 /// Why a question about an unknown generation is not answered.
 pub(crate) const UNMOVED: &str =
@@ -37,10 +41,16 @@ impl VmCore {
         generation.0 <= self.highest.0.saturating_add(PLAUSIBLE_STEP)
     }
 
+    /// Whether a peer's word may raise the counter so far.
+    fn is_in_reach(&self, generation: Generation) -> bool {
+        let in_reach = generation <= PEERS_REACH || planted!(self, PeersReachAll);
+        in_reach && self.is_plausible(generation)
+    }
+
     /// Only a host that holds nothing and expects nothing rises for a question of another one, to answer it durably.
     /// What a holder, or a destination in the middle of a migration, knows is moved by its own attempts alone.
     pub(crate) fn may_rise_to(&self, generation: Generation) -> bool {
-        let far = !self.is_plausible(generation);
+        let far = !self.is_in_reach(generation);
         match &self.state {
             State::Elsewhere(_) => !far,
             _ if planted!(self, AnybodyMovesGenerations) => !far,
@@ -80,7 +90,7 @@ impl VmCore {
     }
 
     fn learn(&self, highest: Generation) -> Reaction {
-        if !self.is_plausible(highest) {
+        if highest > self.highest && !self.is_in_reach(highest) {
             Ignore(FAR)
         } else if highest > self.highest {
             self.raise(highest, Vec::new())
@@ -212,6 +222,13 @@ impl VmCore {
                 Ignore("the source of a running migration is still to be heard")
             }
             // The host that it was given to has taken it and gone ahead by its operator's decision.
+            State::Given(_, a)
+                if a.with.peer == *from
+                    && generation > self.durable.highest
+                    && !self.is_in_reach(generation) =>
+            {
+                Ignore(FAR)
+            }
             State::Given(_, a) if a.with.peer == *from && generation > self.durable.highest => self
                 .raise(
                     generation,

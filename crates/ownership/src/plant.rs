@@ -35,6 +35,7 @@ impl Plant {
         Plant::BootsWithoutAsking,
         Plant::SuccessorLeavesGaveRunning,
         Plant::AnybodyMovesGenerations,
+        Plant::PeersReachAll,
     ];
 
     /// The faults that the simulator must catch.
@@ -75,6 +76,8 @@ plants! {
     YieldsToAnybody => "yields-to-anybody",
     /// Any host raises the generations of a holder.
     AnybodyMovesGenerations => "anybody-moves-generations",
+    /// Peers raise the generations of a host that holds nothing beyond what its controller can follow.
+    PeersReachAll => "peers-reach-all",
     /// A holder whose QEMU is gone boots its guest as soon as its record is durable, without asking anybody.
     BootsWithoutAsking => "boots-without-asking",
     /// A successor that reads "gave" lets a QEMU run on that it finds running.

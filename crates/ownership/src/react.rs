@@ -90,7 +90,7 @@ impl VmCore {
                 generation,
             } => self.on_peer_withdrawn(from, &migration, generation),
             PeerMessage::Abort { migration } => self.on_peer_aborted(from, &migration),
-            PeerMessage::Failed { migration } => self.on_peer_failed(from, &migration),
+            PeerMessage::Failed { migration, .. } => self.on_peer_failed(from, &migration),
         }
     }
 }

@@ -267,7 +267,10 @@ impl Names {
                 generation,
             },
             EventKind::PeerAborted => PeerMessage::Abort { migration },
-            EventKind::PeerFailed => PeerMessage::Failed { migration },
+            EventKind::PeerFailed => PeerMessage::Failed {
+                migration,
+                reason: None,
+            },
             _ => return None,
         };
         Some(self.message(message))

@@ -60,7 +60,10 @@ fn messages(migration: &MigrationId, generation: Generation) -> Vec<PeerMessage>
         PeerMessage::Abort {
             migration: migration.clone(),
         },
-        PeerMessage::Failed { migration },
+        PeerMessage::Failed {
+            migration,
+            reason: None,
+        },
     ]
 }
 
@@ -187,6 +190,29 @@ fn a_peer_moves_only_the_migration_that_it_is_part_of() {
                 assert!(!done.iter().any(touches_the_guest), "{what}");
                 assert_eq!(core.record(), &before, "{what}");
             }
+        }
+    }
+}
+
+/// A host that holds nothing answers a survey with a generation that a controller must believe, or no grant for this host
+/// ever follows: however often it is asked.
+#[test]
+fn asked_again_and_again_a_host_stays_within_its_controllers_reach() {
+    let names = Names::new().expect("valid names");
+    for example in examples(&names) {
+        for from in [&names.peer, &HostName::new("stranger").expect("a name")] {
+            let mut core = core(&example, &names);
+            // One that waits for this peer yields to it once, and has no guest any more.
+            let generation = core.record().held;
+            hear(&mut core, from, PeerMessage::Confirmed { generation });
+            for _ in 0..300 {
+                let next = Generation(core.highest().0.saturating_add(STEP));
+                for message in messages(&names.with().migration, next) {
+                    hear(&mut core, from, message);
+                }
+            }
+            let reached = core.highest();
+            assert!(reached <= crate::PEERS_REACH, "{:?}: {reached}", example.0);
         }
     }
 }

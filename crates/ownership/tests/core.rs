@@ -360,7 +360,7 @@ fn nothing_boots_by_itself() {
 }
 
 #[test]
-fn an_operator_and_a_refusal_boot_a_guest_whose_qemu_is_gone() {
+fn an_operator_boots_a_guest_whose_qemu_is_gone() {
     let taken = unconfirmed().core.record().clone();
     let mut b = Driven::recover(taken, "b", Qemu::Dead);
     b.feed(Event::OperatorResolve {
@@ -368,6 +368,10 @@ fn an_operator_and_a_refusal_boot_a_guest_whose_qemu_is_gone() {
         confirm_fenced: host("a"),
     });
     assert!(b.ran());
+}
+
+#[test]
+fn a_refusal_boots_no_guest_that_is_gone_before_its_host_has_asked() {
     let mut a = awaiting_ready();
     a.hear("b", ready());
     let gave = a.core.record().clone();
@@ -380,7 +384,8 @@ fn an_operator_and_a_refusal_boot_a_guest_whose_qemu_is_gone() {
             generation: Generation(2),
         },
     );
-    assert!(a.ran());
+    assert!(!a.ran());
+    assert_eq!(a.core.state_name(), StateName::Down);
 }
 
 #[test]

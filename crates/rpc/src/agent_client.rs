@@ -4,6 +4,7 @@
 
 use crate::access::{Access, Rule, rule, rule_also_removed};
 use crate::client::{Client, ClientError};
+use crate::limits::LIST_LEN_MAX;
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
 };
@@ -170,6 +171,8 @@ impl Default for Deadlines {
 #[derive(Clone)]
 pub struct AgentClient {
     client: Client,
+    /// The same for what may be long.
+    lists: Client,
     deadlines: Deadlines,
 }
 
@@ -192,6 +195,7 @@ impl AgentClient {
     /// Over `client`.
     pub fn new(client: Client) -> Self {
         Self {
+            lists: client.clone().with_answer_max(LIST_LEN_MAX),
             client,
             deadlines: Deadlines::default(),
         }
@@ -215,7 +219,7 @@ impl AgentClient {
 
     /// Its VMs.
     pub async fn vms(&self) -> Reply<Vec<HostVm>> {
-        self.client.get(path::VMS, self.deadlines.read).await
+        self.lists.get(path::VMS, self.deadlines.read).await
     }
 
     /// One of them.
@@ -305,7 +309,7 @@ impl AgentClient {
 
     /// Its migrations.
     pub async fn migrations(&self) -> Reply<Vec<MigrationReport>> {
-        self.client.get(path::MIGRATIONS, self.deadlines.read).await
+        self.lists.get(path::MIGRATIONS, self.deadlines.read).await
     }
 
     /// One migration.
@@ -385,14 +389,14 @@ impl AgentClient {
 
     /// Asks, as another host, before this one boots what nobody asked it to boot.
     pub async fn site_ask(&self, question: &SiteQuestion) -> Reply<SiteAnswer> {
-        self.client
+        self.lists
             .post(path::SITE_ASK, question, self.deadlines.read)
             .await
     }
 
     /// Reads all of the host's records, for a controller that works on an old copy of its database.
     pub async fn site_survey(&self) -> Reply<WholeSurvey> {
-        self.client
+        self.lists
             .post(path::SITE_SURVEY, &Empty {}, self.deadlines.act)
             .await
     }

@@ -1,17 +1,18 @@
 //! The HTTP client: one connection per request, a deadline on each, answers and errors decoded.
 //!
 //! Owns nothing but its set-up. It tells apart what certainly was not done ([`ClientError::NotReached`],
-//! [`ClientError::Refused`]) from what may have been. Refuses: answers over [`ANSWER_LEN_MAX`].
+//! [`ClientError::Refused`]) from what may have been. Refuses: answers over [`ANSWER_LEN_MAX`], or over what
+//! [`Client::with_answer_max`] says, before they are read.
 
-use crate::limits::ANSWER_LEN_MAX;
+use crate::limits::{ANSWER_LEN_MAX, ANSWER_WAIT, CONNECT_WAIT};
 use crate::pki::{Fingerprint, Identity, PkiError, Role};
 use crate::server::Admission;
 use crate::sse::EventStream;
 use crate::tls;
 use godwit_types::site::{STAMP_HEADER, Stamp};
 use godwit_types::{ApiError, ErrorCode};
-use http_body_util::{BodyExt as _, Full, Limited};
-use hyper::body::{Bytes, Incoming};
+use http_body_util::{BodyExt as _, Full};
+use hyper::body::{Body as _, Bytes, Incoming};
 use hyper::client::conn::http1;
 use hyper::{Method, Request, Response};
 use hyper_util::rt::TokioIo;
@@ -26,6 +27,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::task::AbortHandle;
+use tokio::time::Instant;
 use tokio_rustls::TlsConnector;
 
 /// Why a call failed.
@@ -64,6 +66,16 @@ pub enum ClientError {
         /// Why.
         cause: String,
     },
+    /// An answer that is longer than any honest one; the request may have been carried out.
+    #[error(
+        "{peer} gave an answer of more than {max} bytes, which is not read: see what is wrong there"
+    )]
+    TooLong {
+        /// Who.
+        peer: String,
+        /// The bound.
+        max: usize,
+    },
     /// The peer refused, and says why.
     #[error("{0}")]
     Refused(ApiError),
@@ -80,7 +92,7 @@ impl ClientError {
         match self {
             Self::NotReached { .. } | Self::Broken { .. } => ErrorCode::HostUnreachable,
             Self::Deadline { .. } => ErrorCode::DeadlineMissed,
-            Self::Answer { .. } => ErrorCode::Internal,
+            Self::Answer { .. } | Self::TooLong { .. } => ErrorCode::Internal,
             Self::Refused(error) => error.code,
         }
     }
@@ -107,6 +119,7 @@ pub struct Client {
     way: Way,
     name: String,
     stamps: Option<Stamps>,
+    answer_max: usize,
 }
 
 #[derive(Clone)]
@@ -131,6 +144,7 @@ impl Client {
             way: Way::Unix(path.to_owned()),
             name: path.display().to_string(),
             stamps: None,
+            answer_max: ANSWER_LEN_MAX,
         }
     }
 
@@ -153,6 +167,7 @@ impl Client {
             way: Way::Tls(address, config),
             name,
             stamps: None,
+            answer_max: ANSWER_LEN_MAX,
         })
     }
 
@@ -162,12 +177,19 @@ impl Client {
             way: Way::Tls(address, tls::joining_config(fingerprint)?),
             name: format!("the controller at {address}"),
             stamps: None,
+            answer_max: ANSWER_LEN_MAX,
         })
     }
 
     /// The same, with a controller's last word in every command.
     pub fn with_stamps(mut self, stamps: Stamps) -> Self {
         self.stamps = Some(stamps);
+        self
+    }
+
+    /// The same, for answers of at most so many bytes.
+    pub fn with_answer_max(mut self, bytes: usize) -> Self {
+        self.answer_max = bytes;
         self
     }
 
@@ -218,22 +240,16 @@ impl Client {
     /// Opens a stream of server-sent events; `deadline` is for its beginning.
     pub async fn events(&self, path: &str, deadline: Duration) -> Result<EventStream, ClientError> {
         let (_, request) = self.stamped(Method::GET, path, Bytes::new())?;
-        self.within(deadline, async {
-            let (driver, response) = self.send(request).await?;
-            if response.status().is_success() {
-                return Ok(EventStream::new(
-                    self.name.clone(),
-                    driver,
-                    response.into_body(),
-                ));
-            }
-            Err(self
-                .decode::<()>(response)
-                .await
-                .err()
-                .unwrap_or_else(|| self.answer("no events")))
-        })
-        .await
+        let (driver, response) = self.within(deadline, self.send(request)).await?;
+        if response.status().is_success() {
+            return Ok(EventStream::new(
+                self.name.clone(),
+                driver,
+                response.into_body(),
+            ));
+        }
+        let decoded = self.decode::<()>(response, deadline).await;
+        Err(decoded.err().unwrap_or_else(|| self.answer("no events")))
     }
 
     async fn call<B: Serialize, T: DeserializeOwned>(
@@ -248,21 +264,20 @@ impl Client {
             None => Vec::new(),
         }
         .into();
-        self.within(deadline, async {
-            let mut said = None;
-            for _ in 0..OVERTAKEN_MAX {
-                let (stamp, request) = self.stamped(method.clone(), path, bytes.clone())?;
-                let (_driver, response) = self.send(request).await?;
-                match self.decode(response).await {
-                    Err(error) if error.code() == ErrorCode::StaleController && stamp != said => {
-                        said = stamp;
-                    }
-                    decoded => return decoded,
+        let end = Instant::now() + deadline;
+        let mut said = None;
+        for _ in 0..OVERTAKEN_MAX {
+            let (stamp, request) = self.stamped(method.clone(), path, bytes.clone())?;
+            let sent = tokio::time::timeout_at(end, self.send(request)).await;
+            let (_driver, response) = sent.map_err(|_| self.late(deadline))??;
+            match self.decode(response, deadline).await {
+                Err(error) if error.code() == ErrorCode::StaleController && stamp != said => {
+                    said = stamp;
                 }
+                decoded => return decoded,
             }
-            Err(self.answer("other commands overtook this one again and again"))
-        })
-        .await
+        }
+        Err(self.answer("other commands overtook this one again and again"))
     }
 
     async fn within<T>(
@@ -272,10 +287,14 @@ impl Client {
     ) -> Result<T, ClientError> {
         match tokio::time::timeout(deadline, work).await {
             Ok(result) => result,
-            Err(_) => Err(ClientError::Deadline {
-                peer: self.name.clone(),
-                seconds: deadline.as_secs_f64(),
-            }),
+            Err(_) => Err(self.late(deadline)),
+        }
+    }
+
+    fn late(&self, deadline: Duration) -> ClientError {
+        ClientError::Deadline {
+            peer: self.name.clone(),
+            seconds: deadline.as_secs_f64(),
         }
     }
 
@@ -333,21 +352,45 @@ impl Client {
     async fn decode<T: DeserializeOwned>(
         &self,
         response: Response<Incoming>,
+        deadline: Duration,
     ) -> Result<T, ClientError> {
         let status = response.status();
-        let body = Limited::new(response.into_body(), ANSWER_LEN_MAX)
-            .collect()
-            .await;
-        let bytes = body
-            .map_err(|error| self.broken(error.as_ref()))?
-            .to_bytes();
+        let bytes = self
+            .within(ANSWER_WAIT, self.read(response.into_body(), deadline))
+            .await?;
         if status.is_success() {
             return serde_json::from_slice(&bytes).map_err(|error| self.answer(&error.to_string()));
         }
         Err(match serde_json::from_slice::<ApiError>(&bytes) {
-            Ok(error) => ClientError::Refused(error),
+            Ok(error) => ClientError::Refused(error.bounded()),
             Err(_) => self.answer(&format!("status {status} without an error of ours")),
         })
+    }
+
+    /// Reads an answer as long as more of it comes within `deadline`: a long list may take its time on a slow link.
+    async fn read(&self, mut body: Incoming, deadline: Duration) -> Result<Vec<u8>, ClientError> {
+        let too_long = || ClientError::TooLong {
+            peer: self.name.clone(),
+            max: self.answer_max,
+        };
+        if body.size_hint().lower() > self.answer_max as u64 {
+            return Err(too_long());
+        }
+        let mut bytes = Vec::new();
+        loop {
+            let next = tokio::time::timeout(deadline, body.frame()).await;
+            let Some(frame) = next.map_err(|_| self.late(deadline))? else {
+                return Ok(bytes);
+            };
+            let frame = frame.map_err(|error| self.broken(&error))?;
+            let Ok(piece) = frame.into_data() else {
+                continue;
+            };
+            if bytes.len().saturating_add(piece.len()) > self.answer_max {
+                return Err(too_long());
+            }
+            bytes.extend_from_slice(&piece);
+        }
     }
 
     fn broken(&self, cause: &(dyn std::error::Error + 'static)) -> ClientError {
@@ -369,12 +412,18 @@ async fn connect_tls(
     address: SocketAddr,
     config: &Arc<rustls::ClientConfig>,
 ) -> std::io::Result<tokio_rustls::client::TlsStream<TcpStream>> {
-    let stream = TcpStream::connect(address).await?;
-    stream.set_nodelay(true)?;
-    let name = ServerName::IpAddress(address.ip().into());
-    TlsConnector::from(config.clone())
-        .connect(name, stream)
-        .await
+    let connected = tokio::time::timeout(CONNECT_WAIT, async {
+        let stream = TcpStream::connect(address).await?;
+        stream.set_nodelay(true)?;
+        let name = ServerName::IpAddress(address.ip().into());
+        TlsConnector::from(config.clone())
+            .connect(name, stream)
+            .await
+    });
+    connected.await.unwrap_or_else(|_| {
+        let why = format!("no connection within {} s", CONNECT_WAIT.as_secs());
+        Err(std::io::Error::new(std::io::ErrorKind::TimedOut, why))
+    })
 }
 
 fn invalid(error: &(dyn std::error::Error + 'static)) -> ClientError {

@@ -4,6 +4,7 @@
 
 use crate::access::{Access, Rule, rule, rule_also_removed};
 use crate::client::{Client, ClientError};
+use crate::limits::{LIST_LEN_MAX, SITE_LIST_LEN_MAX};
 use crate::sse::EventStream;
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse,
@@ -56,6 +57,8 @@ pub mod path {
     pub const KEEP: &str = "/v1/vms/{name}/keep";
     /// GET: how the site stands, alarms first.
     pub const SITE: &str = "/v1/site";
+    /// POST: a person has seen the alarms that nothing else ends.
+    pub const SITE_ACKNOWLEDGE: &str = "/v1/site/acknowledge";
     /// POST, from a host: whether it may boot what nobody asked it to boot.
     pub const SITE_ASK: &str = "/v1/site/ask";
     /// POST.
@@ -107,6 +110,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::RESOLVE, PEOPLE),
     rule("POST", path::KEEP, PEOPLE),
     rule("GET", path::SITE, PEOPLE),
+    rule("POST", path::SITE_ACKNOWLEDGE, PEOPLE),
     rule_also_removed("POST", path::SITE_ASK, Access::HOST),
     rule("POST", path::MIGRATE, PEOPLE),
     rule("GET", path::CONSOLE, PEOPLE),
@@ -136,6 +140,8 @@ const ACT: Duration = Duration::from_secs(180);
 #[derive(Clone)]
 pub struct ControllerClient {
     client: Client,
+    /// The same for hosts, which need no list of everything.
+    of_host: Client,
 }
 
 type Reply<T> = Result<T, ClientError>;
@@ -143,7 +149,10 @@ type Reply<T> = Result<T, ClientError>;
 impl ControllerClient {
     /// Over `client`.
     pub fn new(client: Client) -> Self {
-        Self { client }
+        Self {
+            of_host: client.clone().with_answer_max(LIST_LEN_MAX),
+            client: client.with_answer_max(SITE_LIST_LEN_MAX),
+        }
     }
 
     /// What answers there.
@@ -214,7 +223,7 @@ impl ControllerClient {
 
     /// Enrols; for a client that was made with [`Client::joining`].
     pub async fn join(&self, request: &JoinRequest) -> Reply<JoinResponse> {
-        self.client.post(path::JOIN, request, ACT).await
+        self.of_host.post(path::JOIN, request, ACT).await
     }
 
     /// All VMs.
@@ -254,6 +263,17 @@ impl ControllerClient {
         self.vm_action(name, "stop", request).await
     }
 
+    /// Stops the copy of one host, wherever else the VM may be.
+    pub async fn stop_at(
+        &self,
+        name: &VmName,
+        host: &HostName,
+        request: &StopRequest,
+    ) -> Reply<Done> {
+        let action = format!("stop?host={host}");
+        self.vm_action(name, &action, request).await
+    }
+
     /// Resets a guest.
     pub async fn reset(&self, name: &VmName) -> Reply<Done> {
         self.vm_action(name, "reset", &Empty {}).await
@@ -291,14 +311,27 @@ impl ControllerClient {
         self.client.get(path::SITE, READ).await
     }
 
+    /// Says that a person has seen the alarms that nothing else ends.
+    pub async fn acknowledge(&self) -> Reply<Done> {
+        self.client
+            .post(path::SITE_ACKNOWLEDGE, &Empty {}, ACT)
+            .await
+    }
+
     /// Asks, as a host, before it boots what nobody asked it to boot.
     pub async fn site_ask(&self, question: &SiteQuestion) -> Reply<SiteAnswer> {
-        self.client.post(path::SITE_ASK, question, READ).await
+        self.of_host.post(path::SITE_ASK, question, READ).await
     }
 
     /// Migrates, or checks whether it could.
     pub async fn migrate(&self, name: &VmName, request: &MigrateRequest) -> Reply<MigrateAnswer> {
         self.vm_action(name, "migrate", request).await
+    }
+
+    /// The serial console of the copy on one host.
+    pub async fn console_at(&self, name: &VmName, host: &HostName) -> Reply<ConsoleText> {
+        let path = format!("/v1/vms/{name}/console?host={host}");
+        self.client.get(&path, READ).await
     }
 
     /// The guest's serial console.

@@ -20,6 +20,7 @@ pub mod server;
 pub mod sse;
 pub mod tls;
 pub mod token;
+mod unproved;
 
 pub use access::{Peer, RemovedPeer, Rule};
 pub use agent_client::AgentClient;

@@ -4,14 +4,27 @@ use std::time::Duration;
 
 /// Longest request body, bytes.
 pub const REQUEST_LEN_MAX: usize = 1 << 20;
-/// Longest answer that a client takes, bytes: a list of several thousand VMs fits.
-pub const ANSWER_LEN_MAX: usize = 16 << 20;
+/// Longest answer that a client takes of a single thing, bytes.
+pub const ANSWER_LEN_MAX: usize = 1 << 20;
+/// Longest list that a client takes from one host, bytes: a thousand VMs fit whose descriptions and notes are as long as
+/// they may be, and as many records as a host keeps.
+pub const LIST_LEN_MAX: usize = 32 << 20;
+/// Longest list that a client takes from a controller, bytes: those of all its hosts.
+pub const SITE_LIST_LEN_MAX: usize = 512 << 20;
+/// Longest time from an answer's head to its end. That more of it comes within the call's deadline is asked besides.
+pub const ANSWER_WAIT: Duration = Duration::from_secs(20);
 /// Longest request head, bytes.
 pub const HEADER_LEN_MAX: usize = 32 << 10;
 /// Longest line of an event stream, bytes.
 pub const EVENT_LINE_LEN_MAX: usize = 1 << 20;
 /// Most connections that one listener serves at a time.
 pub const CONNECTIONS_MAX: usize = 512;
+/// Most connections of one listener whose peers have shown no certificate; beyond that the oldest makes room.
+pub const UNPROVED_MAX: usize = 256;
+
+/// Longest time until a connection with a peer far away is made and both sides have proved who they are. A host that is
+/// cut off is known by that before anything was asked of it.
+pub const CONNECT_WAIT: Duration = Duration::from_secs(5);
 
 /// How long a peer may take, as a server sees it.
 #[derive(Debug, Clone, Copy)]
@@ -27,7 +40,7 @@ pub struct Limits {
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            handshake: Duration::from_secs(10),
+            handshake: CONNECT_WAIT,
             head: Duration::from_secs(10),
             body: Duration::from_secs(10),
         }

@@ -4,8 +4,9 @@
 //! Refuses: to overwrite a CA.
 
 use crate::pki::{Authority, Identity, PkiError};
+use godwit_store::read_text;
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use zeroize::Zeroizing;
@@ -39,15 +40,13 @@ fn write_inner(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 }
 
 fn read_file(path: &Path) -> Result<Zeroizing<String>, PkiError> {
-    let mut text = Zeroizing::new(String::new());
-    File::open(path)
-        .and_then(|file| file.take(PEM_LEN_MAX).read_to_string(&mut text))
-        .map_err(|source| PkiError::File {
-            doing: "read",
-            path: path.display().to_string(),
-            source,
-        })?;
-    Ok(text)
+    let read = read_text(path, PEM_LEN_MAX);
+    let text = read.and_then(|text| text.ok_or_else(|| io::ErrorKind::NotFound.into()));
+    text.map(Zeroizing::new).map_err(|source| PkiError::File {
+        doing: "read",
+        path: path.display().to_string(),
+        source,
+    })
 }
 
 impl Identity {
@@ -129,6 +128,17 @@ mod tests {
         );
         let again = Authority::load(dir.path()).unwrap();
         assert_eq!(again.fingerprint(), ca.fingerprint());
+        let certificate = dir.path().join("cert.pem");
+        let kept = fs::read(&certificate).unwrap();
+        fs::remove_file(&certificate).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, &certificate, 0o600.into()).unwrap();
+        let error = Identity::load(dir.path()).err().unwrap().to_string();
+        assert!(
+            error.contains("cert.pem") && error.contains("a named pipe"),
+            "{error}"
+        );
+        fs::remove_file(&certificate).unwrap();
+        fs::write(&certificate, kept).unwrap();
         let loaded = Identity::load(dir.path()).unwrap();
         assert_eq!(loaded.holder().unwrap(), identity.holder().unwrap());
     }

@@ -1,13 +1,15 @@
 //! The listeners: who is there, may they, and within which limits.
 //!
 //! Owns its connections and ends them at shutdown. Every request gets the extensions [`Peer`] and
-//! [`Limits`]. Refuses: more than [`CONNECTIONS_MAX`] connections, heads that trickle, peers and certificates that
+//! [`Limits`]. Refuses: more than [`CONNECTIONS_MAX`] connections of one listener (those without a certificate have a
+//! small pool of their own), heads that trickle, peers and certificates that
 //! [`Admission`] does not admit (asked at every request, so that a revocation ends open connections too).
 
 use crate::access::{self, Peer, RemovedPeer, Rule};
 use crate::extract::Failure;
-use crate::limits::{CONNECTIONS_MAX, HEADER_LEN_MAX, Limits};
+use crate::limits::{CONNECTIONS_MAX, HEADER_LEN_MAX, Limits, UNPROVED_MAX};
 use crate::pki::Holder;
+use crate::unproved::Unproved;
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
@@ -76,7 +78,14 @@ impl Admission for Revocations {
 pub struct Server {
     router: Router,
     limits: Limits,
-    connections: Arc<Semaphore>,
+}
+
+/// What lets connections in at one TLS listener.
+#[derive(Clone)]
+struct Doors {
+    acceptor: TlsAcceptor,
+    places: Arc<Semaphore>,
+    unproved: Arc<Unproved>,
 }
 
 #[derive(Clone)]
@@ -99,7 +108,6 @@ impl Server {
         Self {
             router,
             limits: Limits::default(),
-            connections: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
         }
     }
 
@@ -112,7 +120,10 @@ impl Server {
     /// Serves a Unix socket until `stop` turns true or its sender is gone.
     pub async fn run_unix(self, listener: UnixListener, stop: watch::Receiver<bool>) {
         let accept = || async { listener.accept().await.map(|(stream, _)| stream) };
-        self.accept_loop(accept, Self::serve_unix, stop).await;
+        let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+        let serve =
+            move |server: Self, stream, stop| server.serve_unix(stream, places.clone(), stop);
+        self.accept_loop(accept, serve, stop).await;
     }
 
     /// Serves TLS until `stop` turns true or its sender is gone.
@@ -122,10 +133,13 @@ impl Server {
         config: Arc<rustls::ServerConfig>,
         stop: watch::Receiver<bool>,
     ) {
-        let acceptor = TlsAcceptor::from(config);
         let accept = || async { listener.accept().await.map(|(stream, _)| stream) };
-        let serve =
-            move |server: Self, stream, stop| server.serve_tls(stream, acceptor.clone(), stop);
+        let doors = Doors {
+            acceptor: TlsAcceptor::from(config),
+            places: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
+            unproved: Unproved::new(UNPROVED_MAX),
+        };
+        let serve = move |server: Self, stream, stop| server.serve_tls(stream, doors.clone(), stop);
         self.accept_loop(accept, serve, stop).await;
     }
 
@@ -149,14 +163,7 @@ impl Server {
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             };
-            // Over the limit the connection is closed at once.
-            if let Ok(place) = self.connections.clone().try_acquire_owned() {
-                let served = serve(self.clone(), stream, stop.clone());
-                open.spawn(async move {
-                    served.await;
-                    drop(place);
-                });
-            }
+            open.spawn(serve(self.clone(), stream, stop.clone()));
         }
         let _ = tokio::time::timeout(SHUTDOWN_GRACE, async {
             while open.join_next().await.is_some() {}
@@ -164,7 +171,16 @@ impl Server {
         .await;
     }
 
-    async fn serve_unix(self, stream: UnixStream, stop: watch::Receiver<bool>) {
+    /// Over the limit the connection is closed at once.
+    async fn serve_unix(
+        self,
+        stream: UnixStream,
+        places: Arc<Semaphore>,
+        stop: watch::Receiver<bool>,
+    ) {
+        let Ok(_place) = places.try_acquire_owned() else {
+            return;
+        };
         if let Ok(credentials) = stream.peer_cred() {
             let peer = Peer::Local {
                 uid: credentials.uid(),
@@ -173,15 +189,14 @@ impl Server {
         }
     }
 
-    async fn serve_tls(
-        self,
-        stream: TcpStream,
-        acceptor: TlsAcceptor,
-        stop: watch::Receiver<bool>,
-    ) {
+    /// Until its peer has shown a certificate, a connection has only a place that a newer one may take.
+    async fn serve_tls(self, stream: TcpStream, doors: Doors, stop: watch::Receiver<bool>) {
         let _ = stream.set_nodelay(true);
-        let shaken = tokio::time::timeout(self.limits.handshake, acceptor.accept(stream)).await;
-        let Ok(Ok(stream)) = shaken else { return };
+        let mut turn = doors.unproved.enter();
+        let shaken = tokio::time::timeout(self.limits.handshake, doors.acceptor.accept(stream));
+        let Some(Ok(Ok(stream))) = turn.unless_sent_away(shaken).await else {
+            return;
+        };
         let end = stream
             .get_ref()
             .1
@@ -190,10 +205,17 @@ impl Server {
         let Ok(holder) = end.map(|der| Holder::read(der)).transpose() else {
             return;
         };
-        let peer = holder
-            .as_ref()
-            .map_or(Peer::Anonymous, |holder| holder.role.peer());
-        self.serve(stream, peer, holder, stop).await;
+        let Some(holder) = holder else {
+            let served = self.serve(stream, Peer::Anonymous, None, stop);
+            turn.unless_sent_away(served).await;
+            return;
+        };
+        let Ok(_place) = doors.places.try_acquire_owned() else {
+            return;
+        };
+        drop(turn);
+        let peer = holder.role.peer();
+        self.serve(stream, peer, Some(holder), stop).await;
     }
 
     async fn serve<Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static>(

@@ -338,6 +338,22 @@ async fn a_huge_announced_length_is_refused_unread() {
 }
 
 #[tokio::test]
+async fn a_host_that_is_cut_off_is_known_before_anything_was_asked_of_it() {
+    let house = house().await;
+    // Whoever it is takes the connection and says nothing.
+    let mute = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = mute.local_addr().unwrap();
+    let identity = house.identity(&Role::Controller);
+    let client = Client::tls(address, &identity, Role::Controller).unwrap();
+    let minute = Duration::from_secs(60);
+    let asked = client.get::<Done>("/vms/web", minute);
+    let error = tokio::time::timeout(Duration::from_secs(20), asked).await;
+    let error = error.expect("it waits too long").unwrap_err();
+    assert!(matches!(error, ClientError::NotReached { .. }), "{error}");
+    assert!(!error.may_be_done());
+}
+
+#[tokio::test]
 async fn clients_that_trickle_are_cut_off() {
     let house = house_with(Limits {
         head: SHORT,
@@ -452,4 +468,30 @@ fn the_tables_of_rules_say_what_they_should() {
         let open: Vec<&str> = open.map(|rule| rule.path).collect();
         assert_eq!(open, ["/v1/site/ask"], "what a removed host may still call");
     }
+}
+
+#[tokio::test]
+async fn a_stranger_with_many_connections_locks_nobody_out() {
+    let long = Limits {
+        handshake: DEADLINE,
+        ..Limits::default()
+    };
+    let house = house_with(long).await;
+    // None of them says a word.
+    let mut strangers = Vec::new();
+    for _ in 0..600 {
+        let stream = tokio::net::TcpStream::connect(house.address).await;
+        strangers.push(stream.unwrap());
+    }
+    let client = house.client(&host("a"));
+    assert_eq!(house.whoami(&client).await.unwrap(), "host a");
+    let local = house.whoami(&Client::unix(&house.socket)).await.unwrap();
+    assert!(!local.is_empty());
+    // One that waits to join has its turn too, and the oldest stranger made room.
+    let joining = Client::joining(house.address, house.ca.fingerprint()).unwrap();
+    let joined: Result<Done, _> = joining.post("/join", &1, DEADLINE).await;
+    assert_eq!(joined.unwrap().message, "joined");
+    let mut byte = [0];
+    let end = tokio::io::AsyncReadExt::read(&mut strangers[0], &mut byte).await;
+    assert_eq!(end.unwrap_or(0), 0, "the oldest was not sent away");
 }

@@ -1,12 +1,13 @@
 //! What the controller knows of the site: hosts, VMs, who may hold which, and which word was its last.
 //!
-//! Owned by the controller behind one lock; every change comes out as [`Row`]s, which the controller writes before it says
-//! anything to a host that follows from them. A write that failed leaves the book with more than the database, never with
-//! less. Refuses: to forget that a host may hold a VM for any reason but the rules' own.
+//! Owned by the controller behind one lock. Every change is marked, and the controller writes what is marked
+//! ([`Book::take_unwritten`]) before it says anything to a host that follows from it. Refuses: to forget that a host may hold a VM for any reason but the rules' own.
 
 use crate::hear::{News, Said};
 use crate::plant::Plant;
+use crate::strangers::Stranger;
 use crate::takeover::Charge;
+use crate::unwritten::Unwritten;
 use godwit_types::site::{Instance, SiteHeard, SiteHost, SiteUpdate, SiteVm, Stamp, Standing};
 use godwit_types::{Generation, HostName, VmName};
 use serde::{Deserialize, Serialize};
@@ -14,6 +15,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// How many grants of a VM are remembered, to tell which of two copies was never granted.
 const GRANTED_KEPT: usize = 16;
+
+/// How many VMs an update of a host's table names: what is more comes with the next ones.
+const ROWS_AT_ONCE: usize = 500;
 
 /// How far generations are skipped when a host was fenced unheard: it may have tried that many handovers.
 pub(crate) const FENCED_GAP: u64 = 1 << 20;
@@ -28,6 +32,14 @@ pub struct Granted {
     pub to: HostName,
     /// The host that may give it, for a migration: an attempt that fails leaves the VM there.
     pub from: Option<HostName>,
+}
+
+impl Granted {
+    /// Whether a generation can come from this grant: each attempt at a handover takes the next one.
+    pub(crate) fn is_of(&self, generation: Generation) -> bool {
+        let step = generation.0.checked_sub(self.generation.0);
+        step.is_some_and(|step| step < FENCED_GAP)
+    }
 }
 
 /// What the controller knows of one VM's right, as the database keeps it.
@@ -46,14 +58,21 @@ pub struct Entry {
     pub granted: Vec<Granted>,
     /// Whether the VM was deleted; its generations go on if the name is used again.
     pub deleted: bool,
+    /// Holder and deletion come from what a host said, not from what this database did.
+    #[serde(default)]
+    pub hearsay: bool,
     /// The word that wrote this.
     pub stamp: Stamp,
 }
 
 impl Entry {
     pub(crate) fn note_grant(&mut self, granted: Granted) {
+        // What is held now rests on the newest grant at or below it: older ones are over, this one stays.
+        let held = self.held;
+        let base = self.granted.iter().rposition(|one| one.generation <= held);
+        self.granted.drain(..base.unwrap_or_default());
         if self.granted.len() >= GRANTED_KEPT {
-            self.granted.remove(0);
+            self.granted.remove(1);
         }
         self.granted.push(granted);
     }
@@ -71,14 +90,31 @@ impl Entry {
     /// Whether the newest grant at or below `generation` let this host give the VM.
     pub(crate) fn was_given_by(&self, host: &HostName, generation: Generation) -> bool {
         let at = self.granted.iter().rev();
-        let newest = at.into_iter().find(|one| one.generation <= generation);
+        let newest = at.into_iter().find(|one| one.is_of(generation));
         newest.is_some_and(|one| one.from.as_ref() == Some(host))
+    }
+
+    /// Whether a grant that is remembered let this host give the VM, under whichever generation.
+    pub(crate) fn may_ever_give(&self, host: &HostName) -> bool {
+        let mut granted = self.granted.iter();
+        granted.any(|one| one.from.as_ref() == Some(host))
+    }
+
+    /// Whether this book itself let another host hold the VM under a later generation than this one, or deleted it.
+    pub(crate) fn is_superseded(&self, host: &HostName, generation: Generation) -> bool {
+        if self.hearsay || self.held <= generation {
+            return false;
+        }
+        let mut granted = self.granted.iter().rev();
+        let newest = granted.find(|one| one.generation <= self.held && one.generation > generation);
+        self.deleted
+            || newest.is_some_and(|one| one.to != *host && self.holder.as_ref() != Some(host))
     }
 
     /// Whether the newest grant at or below `generation` let this host hold the VM.
     pub(crate) fn was_granted(&self, host: &HostName, generation: Generation) -> bool {
         let at = self.granted.iter().rev();
-        let newest = at.into_iter().find(|one| one.generation <= generation);
+        let newest = at.into_iter().find(|one| one.is_of(generation));
         newest.is_some_and(|one| one.to == *host || one.from.as_ref() == Some(host))
     }
 }
@@ -91,6 +127,15 @@ pub struct HostRow {
     pub fenced: bool,
     /// Its newest life.
     pub instance: Instance,
+    /// The newest word that it acknowledged.
+    #[serde(default)]
+    pub heard: Stamp,
+    /// It acknowledged a word once and did not know it later: its state directory went back.
+    #[serde(default)]
+    pub went_back: bool,
+    /// It was never off although a person said so; until a person acknowledges it.
+    #[serde(default)]
+    pub false_fence: bool,
 }
 
 /// A change to be made durable.
@@ -102,8 +147,8 @@ pub enum Row {
     Vm(VmName, Box<Entry>),
     /// A host's row.
     Host(HostName, HostRow),
-    /// A person said that a host is off which the inventory does not know.
-    FencedStranger(HostName),
+    /// All hosts that a person said are off and which the inventory does not know.
+    FencedStrangers(BTreeSet<HostName>),
 }
 
 /// What the controller knows of a host.
@@ -111,16 +156,16 @@ pub enum Row {
 pub(crate) struct HostBook {
     pub site: SiteHost,
     pub row: HostRow,
-    /// Whether its last answer came, and how many were lost since.
+    /// Whether its last answer came.
     pub answers: bool,
     /// When the last question that it answered was asked; none before the first.
     pub heard: Option<u64>,
+    /// When its newest acknowledgement of a word was known here.
+    pub knew_at: u64,
     pub standing: Standing,
     pub knows: SiteHeard,
     pub said: BTreeMap<VmName, Said>,
     pub told: Option<Standing>,
-    /// It was never off although a person said so.
-    pub false_fence: bool,
 }
 
 /// The controller's knowledge of the site.
@@ -128,13 +173,24 @@ pub(crate) struct HostBook {
 pub struct Book {
     pub(crate) stamp: Stamp,
     pub(crate) charge: Charge,
+    /// Hosts that have neither answered nor failed to since this book was opened.
+    pub(crate) unasked: BTreeSet<HostName>,
+    /// A host has taken a word of this controller's since this book was opened.
+    pub(crate) is_proven: bool,
+    /// Hosts that say that they have heard what no controller can have said.
+    pub(crate) impossible: BTreeSet<HostName>,
     pub(crate) hosts: BTreeMap<HostName, HostBook>,
     pub(crate) vms: BTreeMap<VmName, Entry>,
+    /// VMs of which the database has a row that cannot be read: what hosts say of them is shown, and nothing follows.
+    pub(crate) unreadable: BTreeSet<VmName>,
     pub(crate) removed: BTreeSet<HostName>,
-    /// Hosts that records name and the inventory does not know; with their address where a host's table had it.
-    pub(crate) strangers: BTreeMap<HostName, Option<SiteHost>>,
+    /// Hosts that records or tables name and the inventory does not know.
+    pub(crate) strangers: BTreeMap<HostName, Stranger>,
+    /// Hosts that name too many of them.
+    pub(crate) crowding: BTreeSet<HostName>,
     pub(crate) fenced_strangers: BTreeSet<HostName>,
     pub(crate) sequence: u64,
+    pub(crate) unwritten: Unwritten,
     /// News of a host that was met by its question, told with the next answer to a poll.
     pub(crate) unsaid: Vec<News>,
     /// A planted fault; only in builds that can plant one.
@@ -152,13 +208,19 @@ impl Book {
     pub fn new(stamp: Stamp) -> Self {
         Self {
             stamp,
-            charge: Charge::InCharge,
+            charge: Charge::Held,
+            unasked: BTreeSet::new(),
+            is_proven: false,
+            impossible: BTreeSet::new(),
             hosts: BTreeMap::new(),
             vms: BTreeMap::new(),
+            unreadable: BTreeSet::new(),
             removed: BTreeSet::new(),
             strangers: BTreeMap::new(),
+            crowding: BTreeSet::new(),
             fenced_strangers: BTreeSet::new(),
             sequence: 0,
+            unwritten: Unwritten::default(),
             unsaid: Vec::new(),
             plant: None,
         }
@@ -173,8 +235,9 @@ impl Book {
         self.stamp
     }
 
-    /// The next word; its row is to be written before the word is said.
+    /// The next word.
     pub(crate) fn word(&mut self) -> Stamp {
+        self.unwritten.stamp = true;
         self.stamp.number = self.stamp.number.saturating_add(1);
         self.stamp
     }
@@ -185,11 +248,15 @@ impl Book {
     }
 
     /// A host that has just been enrolled, or was enrolled again in a restored database.
-    pub fn add_host(&mut self, site: SiteHost, row: HostRow) -> Vec<Row> {
+    pub fn add_host(&mut self, site: SiteHost, row: HostRow) {
         let name = site.name.clone();
-        self.load_host(site, row.clone());
+        self.load_host(site, row);
+        self.unasked.remove(&name);
+        if self.fenced_strangers.remove(&name) {
+            self.unwritten.strangers = true;
+        }
+        self.unwritten.hosts.insert(name);
         self.word();
-        vec![Row::Stamp(self.stamp), Row::Host(name, row)]
     }
 
     /// A host as the database has it.
@@ -197,16 +264,19 @@ impl Book {
         let name = site.name.clone();
         self.strangers.remove(&name);
         self.removed.remove(&name);
+        if !row.fenced {
+            self.unasked.insert(name.clone());
+        }
         let book = HostBook {
             site,
             row,
             answers: false,
             heard: None,
+            knew_at: 0,
             standing: Standing::Known,
             knows: SiteHeard::default(),
             said: BTreeMap::new(),
             told: None,
-            false_fence: false,
         };
         self.hosts.insert(name, book);
     }
@@ -224,6 +294,16 @@ impl Book {
     /// A VM's entry as the database has it.
     pub fn add_entry(&mut self, vm: VmName, entry: Entry) {
         self.vms.insert(vm, entry);
+    }
+
+    /// A row of the database about who may hold a VM cannot be read: nothing is learned that would be written over it.
+    pub fn cannot_read(&mut self, vm: VmName) {
+        self.unreadable.insert(vm);
+    }
+
+    /// What could not be read of a VM is known again.
+    pub fn can_read(&mut self, vm: &VmName) {
+        self.unreadable.remove(vm);
     }
 
     /// A VM's entry; none for a name that was never used.
@@ -277,9 +357,36 @@ impl Book {
         }
     }
 
+    /// Hosts that a person said are off.
+    pub(crate) fn fenced(&self) -> BTreeSet<HostName> {
+        let known = self.hosts.iter().filter(|(_, host)| host.row.fenced);
+        known.map(|(name, _)| name.clone()).collect()
+    }
+
     /// Whether a host answered that a person had said is off, in the very life that it had before.
     pub fn was_fenced_falsely(&self, host: &HostName) -> bool {
-        self.hosts.get(host).is_some_and(|host| host.false_fence)
+        self.hosts
+            .get(host)
+            .is_some_and(|host| host.row.false_fence)
+    }
+
+    /// A person has seen that hosts answered which were said to be off.
+    pub fn acknowledge(&mut self) {
+        for (name, host) in &mut self.hosts {
+            if std::mem::take(&mut host.row.false_fence) {
+                self.unwritten.hosts.insert(name.clone());
+            }
+        }
+    }
+
+    /// Hosts that say that they have heard a word which no controller can have said.
+    pub fn impossible(&self) -> &BTreeSet<HostName> {
+        &self.impossible
+    }
+
+    /// Hosts that were removed and have not joined again.
+    pub fn removed(&self) -> &BTreeSet<HostName> {
+        &self.removed
     }
 
     /// What the controller holds of the host's present life.
@@ -290,15 +397,11 @@ impl Book {
         }
     }
 
-    /// Writes an entry anew, under a new word.
-    pub(crate) fn touch(&mut self, vm: &VmName) -> Vec<Row> {
+    /// An entry has changed: it is due to be written, under a new word.
+    pub(crate) fn touch(&mut self, vm: &VmName) {
         let stamp = self.word();
-        let entry = self.vms.entry(vm.clone()).or_default();
-        entry.stamp = stamp;
-        vec![
-            Row::Stamp(stamp),
-            Row::Vm(vm.clone(), Box::new(entry.clone())),
-        ]
+        self.vms.entry(vm.clone()).or_default().stamp = stamp;
+        self.unwritten.vms.insert(vm.clone());
     }
 
     /// What a host lacks of the table; none when it has all, or when this controller is not in charge.
@@ -310,12 +413,22 @@ impl Book {
         }
         let since = book.knows.complete;
         let changed = self.vms.iter().filter(|(_, entry)| entry.stamp > since);
+        let mut changed: Vec<_> = changed.collect();
+        changed.sort_by_key(|(_, entry)| entry.stamp);
+        let more = changed.len() > ROWS_AT_ONCE;
+        changed.truncate(ROWS_AT_ONCE);
+        let upto = match changed.last() {
+            Some((_, entry)) if more => entry.stamp,
+            _ => self.stamp,
+        };
         Some(SiteUpdate {
             since,
             stamp: self.stamp,
+            upto,
             hosts: self.hosts.values().map(|host| host.site.clone()).collect(),
             removed: self.removed.clone(),
             vms: changed
+                .into_iter()
                 .map(|(vm, entry)| (vm.clone(), entry.row()))
                 .collect(),
             you: book.standing,
@@ -324,8 +437,10 @@ impl Book {
 
     /// What the host answered to an update: up to which word its table is complete now.
     pub fn updated(&mut self, host: &HostName, you: Standing, knows: SiteHeard) {
+        let now = self.next();
+        self.note_known(host, knows, now);
+        self.is_proven |= self.is_in_charge() && knows.stamp.epoch == self.stamp.epoch;
         if let Some(book) = self.hosts.get_mut(host) {
-            book.knows = knows;
             book.told = Some(you);
         }
     }

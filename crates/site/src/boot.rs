@@ -57,6 +57,8 @@ pub struct HostSite {
     table: SiteTable,
     standing: Standing,
     answers: BTreeMap<Answerer, SiteAnswer>,
+    /// The controller has not answered this round of questions, and will not.
+    no_controller: bool,
     wishes: BTreeMap<VmName, Generation>,
     alone: bool,
     /// A planted fault; only in builds that can plant one.
@@ -72,6 +74,7 @@ impl HostSite {
             table,
             standing: Standing::Known,
             answers: BTreeMap::new(),
+            no_controller: false,
             wishes: BTreeMap::new(),
             alone: false,
             plant: None,
@@ -139,7 +142,7 @@ impl HostSite {
         self.table.hosts = update.hosts;
         self.table.removed = update.removed;
         self.table.vms.extend(update.vms);
-        self.table.complete = self.table.complete.max(update.stamp);
+        self.table.complete = self.table.complete.max(update.upto);
         Ok(())
     }
 
@@ -161,6 +164,7 @@ impl HostSite {
         let wishes = self.wishes.iter();
         Some(SiteQuestion {
             instance: self.instance.clone(),
+            knows: self.heard(),
             wishes: wishes
                 .map(|(vm, generation)| BootWish {
                     vm: vm.clone(),
@@ -177,11 +181,12 @@ impl HostSite {
     }
 
     /// Takes an answer to the question.
+    ///
+    /// Who does not speak for the site, and knows less of it than this host, does not say what this host is.
     pub fn hear(&mut self, answer: SiteAnswer) {
-        if answer.standing != Standing::Known {
+        let speaks = answer.from.is_none() && answer.in_charge;
+        if speaks || answer.standing != Standing::Known && answer.stamp >= self.table.stamp {
             self.standing = answer.standing;
-        } else if answer.from.is_none() && answer.in_charge {
-            self.standing = Standing::Known;
         }
         let from = match &answer.from {
             Some(host) => Answerer::Host(host.clone()),
@@ -190,9 +195,15 @@ impl HostSite {
         self.answers.insert(from, answer);
     }
 
+    /// The controller does not answer this round of questions: what hosts answer counts from now on.
+    pub fn no_controller(&mut self) {
+        self.no_controller = true;
+    }
+
     /// Forgets what was answered: before the question is asked anew.
     pub fn forget_answers(&mut self) {
         self.answers.clear();
+        self.no_controller = false;
     }
 
     /// A person lets this host boot what it holds, for this life of it.
@@ -228,27 +239,48 @@ impl HostSite {
         if self.alone || lone && (configured_alone || waited_s >= LONE_HOST_WAITS_S) {
             return Judged::Boot;
         }
-        let enough = self
-            .answers
-            .values()
-            .any(|answer| self.is_enough(vm, answer) && self.rivals_answered(vm, answer));
-        if enough || self.all_answered() {
+        let mut answers = self.answers.values();
+        let enough =
+            answers.any(|answer| self.is_enough(vm, answer) && self.rivals_answered(vm, answer));
+        if enough || self.hosts_count() && self.all_answered(vm) {
             return Judged::Boot;
         }
-        Judged::Wait(self.waits_for())
+        Judged::Wait(self.waits_for(vm))
+    }
+
+    /// Whether hosts' answers count: a controller that answers knows more than any of them, and is heard out first.
+    fn hosts_count(&self) -> bool {
+        self.no_controller
+            || self.answers.contains_key(&Answerer::Controller)
+            || self.planted(Plant::NeighboursFirst)
+    }
+
+    /// What is held of this life, also by this host's own table: that one belongs to a machine. A controller in charge
+    /// knows better; and of another host's word a person may know better, where no controller answers.
+    fn judged_standing(&self) -> Standing {
+        let controller = self.answers.get(&Answerer::Controller);
+        let vouched =
+            controller.is_some_and(|said| said.in_charge && said.standing == Standing::Known);
+        let own = self.table.hosts.iter().find(|host| host.name == self.me);
+        let moved = own.is_some_and(|own| self.is_another_machine(own, &self.instance));
+        match self.standing {
+            Standing::Known if moved && !vouched && !self.alone => Standing::SecondInstance,
+            Standing::SecondInstance if self.alone && controller.is_none() => Standing::Known,
+            standing => standing,
+        }
     }
 
     fn not_itself(&self) -> Option<String> {
         if self.planted(Plant::OldCopyBoots) {
             return None;
         }
-        let (what, first) = match self.standing {
+        let (what, first) = match self.judged_standing() {
             Standing::Known => return None,
             Standing::Removed => ("this host was removed from its site", String::new()),
-            Standing::SecondInstance => (
-                "another machine has this host's certificate and answers",
-                self.removal(),
-            ),
+            Standing::SecondInstance => {
+                let what = "another machine has this host's certificate: it boots nothing; power off the machine that is not meant; to use this one as a host of its own, empty its state directory and let it join under another name";
+                return Some(what.to_owned());
+            }
             Standing::OldCopy => (
                 "this host's state directory is an older copy of itself",
                 self.removal(),
@@ -277,10 +309,8 @@ impl HostSite {
             let Some(why) = self.row_against(vm, mine, row) else {
                 continue;
             };
-            let authority = answer.from.is_none() && answer.in_charge;
-            // Its own later generation is nobody else's: this record may be the last that there is.
-            let is_mine = !row.deleted && row.held > mine && row.holder.as_ref() == Some(&self.me);
-            return Some(match authority && !is_mine {
+            let speaks = answer.from.is_none() && answer.in_charge;
+            return Some(match speaks && answer.given_on.contains(vm) {
                 true => Judged::Yield(why),
                 false => Judged::Never(why),
             });
@@ -360,10 +390,18 @@ impl HostSite {
         }
     }
 
-    /// A controller in charge knows all; a host knows enough when its row of the VM is at least as new as this host's.
+    /// A controller in charge knows all but what it cannot read; a host knows enough when its row of the VM is at least as
+    /// new as this host's.
     fn is_enough(&self, vm: &VmName, answer: &SiteAnswer) -> bool {
+        if !answer.knows(vm) {
+            return false;
+        }
         if answer.from.is_none() {
-            return answer.in_charge;
+            // One that was put back, and does not know it yet, has said less than this host has heard.
+            return answer.in_charge && answer.stamp >= self.table.stamp;
+        }
+        if !self.hosts_count() || self.controller_cannot_tell(vm) {
+            return false;
         }
         let stamp_of = |row: Option<&SiteVm>| row.map(|row| row.stamp).unwrap_or_default();
         let theirs = stamp_of(answer.vms.get(vm));
@@ -371,34 +409,61 @@ impl HostSite {
         theirs >= own || self.planted(Plant::OldAnswerBoots)
     }
 
+    /// A controller that answers and says nothing of the VM may have granted it since: one host's row does not stand in
+    /// for that, the answers of all hosts do.
+    fn controller_cannot_tell(&self, vm: &VmName) -> bool {
+        let controller = self.answers.get(&Answerer::Controller);
+        controller.is_some_and(|answer| !answer.knows(vm))
+    }
+
     /// A row that names other hosts was written before a handover whose outcome only they know: each has to answer
     /// itself. A record that is not an old copy would know it, too; this host cannot tell.
+    ///
+    /// A controller that is in charge says of whom it knows that he is off: nobody waits for those.
     fn rivals_answered(&self, vm: &VmName, answer: &SiteAnswer) -> bool {
         let Some(row) = answer.vms.get(vm) else {
             return true;
         };
         let others = row.may_hold.iter().filter(|host| **host != self.me);
         let mut enrolled = others.filter(|host| !self.table.removed.contains(*host));
-        enrolled.all(|host| self.answers.contains_key(&Answerer::Host(host.clone())))
+        enrolled.all(|host| answer.off.contains(host) || self.has_answered(host, vm))
     }
 
-    fn all_answered(&self) -> bool {
+    /// Whether a host has said what it knows of a VM: one that cannot read its record has not.
+    fn has_answered(&self, host: &HostName, vm: &VmName) -> bool {
+        let answer = self.answers.get(&Answerer::Host(host.clone()));
+        answer.is_some_and(|answer| answer.knows(vm))
+    }
+
+    fn all_answered(&self, vm: &VmName) -> bool {
         let mut others = self.neighbours().peekable();
-        others.peek().is_some()
-            && others.all(|host| {
-                self.answers
-                    .contains_key(&Answerer::Host(host.name.clone()))
-            })
+        others.peek().is_some() && others.all(|host| self.has_answered(&host.name, vm))
     }
 
-    fn waits_for(&self) -> String {
+    /// Hosts that the controller's own answer names beside this one, and that have not answered themselves.
+    fn waits_for_rivals(&self, vm: &VmName) -> Option<String> {
+        let answer = self.answers.get(&Answerer::Controller)?;
+        let row = answer.vms.get(vm).filter(|_| self.is_enough(vm, answer))?;
+        let silent = row.may_hold.iter().filter(|host| {
+            let counts = **host != self.me && !self.table.removed.contains(*host);
+            counts && !answer.off.contains(*host) && !self.has_answered(host, vm)
+        });
+        let silent: Vec<&str> = silent.map(HostName::as_str).collect();
+        let first = silent.first()?;
+        Some(format!(
+            "host {} asks host {} whether it holds the VM, which a handover named last: bring it back, or, once it is powered off, run 'godwit host fenced {first}' at the controller",
+            self.me,
+            silent.join(", ")
+        ))
+    }
+
+    fn waits_for(&self, vm: &VmName) -> String {
+        if let Some(sentence) = self.waits_for_rivals(vm) {
+            return sentence;
+        }
         let missing: Vec<&str> = self
             .neighbours()
-            .filter(|host| {
-                !self
-                    .answers
-                    .contains_key(&Answerer::Host(host.name.clone()))
-            })
+            .filter(|host| !self.has_answered(&host.name, vm))
             .map(|host| host.name.as_str())
             .collect();
         let whom = match missing[..] {
@@ -406,7 +471,8 @@ impl HostSite {
             _ => format!("the controller or host {}", missing.join(", ")),
         };
         format!(
-            "this host asks {whom} whether the VM went elsewhere before it boots it; if nobody will answer and no other host runs it, run 'godwit host boot-alone' here"
+            "host {me} asks {whom} whether the VM went elsewhere before it boots it; if nobody will answer and no other host runs it, run 'godwit host boot-alone' on host {me}",
+            me = self.me
         )
     }
 
@@ -429,17 +495,28 @@ impl HostSite {
                 .into_iter()
                 .filter(|record| asked.contains(&record.vm))
                 .collect(),
+            unread: BTreeSet::new(),
+            given_on: BTreeSet::new(),
+            off: BTreeSet::new(),
         }
     }
 
-    fn standing_of(&self, asker: &HostName, instance: &Instance) -> Standing {
+    /// What a life of another host is, as far as this host's table knows.
+    pub fn standing_of(&self, asker: &HostName, instance: &Instance) -> Standing {
         if self.table.removed.contains(asker) {
             return Standing::Removed;
         }
         let known = self.table.hosts.iter().find(|host| host.name == *asker);
         match known {
+            // Only the controller knows whether a person said that the first machine is off.
+            Some(host) if self.is_another_machine(host, instance) => Standing::SecondInstance,
             Some(host) if instance.counter < host.counter => Standing::OldCopy,
             _ => Standing::Known,
         }
+    }
+
+    fn is_another_machine(&self, host: &SiteHost, instance: &Instance) -> bool {
+        let differs = !host.machine_id.is_empty() && host.machine_id != instance.machine_id;
+        differs && !self.planted(Plant::CloneIsHost)
     }
 }

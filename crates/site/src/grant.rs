@@ -7,7 +7,7 @@
 //! makes them one picture: such a host can since have taken only a generation above the level, and for that its giver
 //! would have had to answer with one, too.
 
-use crate::book::{Book, FENCED_GAP, Granted, Row};
+use crate::book::{Book, FENCED_GAP, Granted, HostBook};
 use crate::plant::Plant;
 use crate::refusal::Refusal;
 use godwit_types::site::{Claim, RecordSaid, Standing, SurveyAnswer};
@@ -27,6 +27,14 @@ pub struct Survey {
     epoch: u64,
     /// When it began.
     asked: u64,
+}
+
+/// A host that was taken out of the site, until that is written.
+#[derive(Debug)]
+pub struct Removal {
+    host: HostName,
+    book: Option<HostBook>,
+    vms: Vec<VmName>,
 }
 
 /// That nobody may hold the VM: the ground of one grant.
@@ -51,6 +59,14 @@ pub enum Surveyed {
         /// Under this generation.
         generation: Generation,
         /// Whether the guest should run.
+        on: bool,
+    },
+    /// Just this host holds it, under an older generation than another host that is off: without a guest. It is to let it
+    /// go, then the VM is granted anew.
+    OlderCopy {
+        /// The host.
+        host: HostName,
+        /// Whether its guest should run: then it is turned off first.
         on: bool,
     },
     /// Neither is known.
@@ -80,41 +96,32 @@ pub struct Permission {
 }
 
 impl Book {
-    /// Begins a survey of the hosts that may hold a VM and of `also`. Its rows are written before any host is asked.
-    pub fn begin_survey(
-        &mut self,
-        vm: &VmName,
-        also: &[HostName],
-    ) -> Result<(Survey, Vec<Row>), Refusal> {
+    /// Begins a survey of the hosts that may hold a VM and of `also`. Its level is written before any host is asked.
+    pub fn begin_survey(&mut self, vm: &VmName, also: &[HostName]) -> Result<Survey, Refusal> {
         let mut hosts = self.may_hold(vm);
         hosts.extend(also.iter().cloned());
         self.survey_of(vm, hosts)
     }
 
     /// Begins a survey of these hosts alone, so that those that hold nothing leave the set.
-    pub fn survey_of(
-        &mut self,
-        vm: &VmName,
-        hosts: BTreeSet<HostName>,
-    ) -> Result<(Survey, Vec<Row>), Refusal> {
+    pub fn survey_of(&mut self, vm: &VmName, hosts: BTreeSet<HostName>) -> Result<Survey, Refusal> {
         self.must_be_in_charge()?;
         let next = self.highest(vm).next();
         let level = next.ok_or_else(|| Refusal::Exhausted { vm: vm.clone() })?;
         self.vms.entry(vm.clone()).or_default().highest = level;
-        let rows = self.touch(vm);
+        self.touch(vm);
         // Fenced ones, too: one that answers is not off any more, and its word counts.
         let hosts = hosts
             .into_iter()
             .filter(|host| self.hosts.contains_key(host))
             .collect();
-        let survey = Survey {
+        Ok(Survey {
             vm: vm.clone(),
             level,
             hosts,
             epoch: self.stamp.epoch,
             asked: self.next(),
-        };
-        Ok((survey, rows))
+        })
     }
 
     /// Takes in the answers to a survey: hosts that hold nothing leave the set. Says what it means for a grant.
@@ -122,24 +129,28 @@ impl Book {
         &mut self,
         survey: &Survey,
         answers: &BTreeMap<HostName, SurveyAnswer>,
-    ) -> (Surveyed, Vec<Row>) {
-        let mut rows = Vec::new();
+    ) -> Surveyed {
         let now = self.next();
+        let mut news = Vec::new();
         for (host, answer) in answers {
             let record = RecordSaid {
                 vm: survey.vm.clone(),
                 highest: answer.highest,
                 claim: answer.claim.clone(),
+                may_live: answer.may_live,
             };
-            rows.extend(self.take_in(host, &record, survey.asked, now, &mut Vec::new()));
+            let (life, heard) = (&answer.instance, answer.knows.stamp);
+            self.meet_asked(host, life, heard, survey.asked, &mut news);
+            self.take_in(host, &record, survey.asked, now, &mut news);
         }
+        self.unsaid.extend(news);
         let verdict = self.verdict(survey, answers);
-        rows.extend(self.let_out(survey, answers));
-        (verdict, rows)
+        self.let_out(survey, answers);
+        verdict
     }
 
     /// Takes the hosts that said a binding no out of the set.
-    fn let_out(&mut self, survey: &Survey, answers: &BTreeMap<HostName, SurveyAnswer>) -> Vec<Row> {
+    fn let_out(&mut self, survey: &Survey, answers: &BTreeMap<HostName, SurveyAnswer>) {
         let old_counts = self.planted(Plant::OldNoCounts);
         let said_no = |host: &HostName, named: Generation| {
             let answer = answers.get(host)?;
@@ -148,7 +159,7 @@ impl Book {
             (no && (binds || old_counts)).then_some(())
         };
         let Some(entry) = self.vms.get(&survey.vm) else {
-            return Vec::new();
+            return;
         };
         let members = entry.may_hold.iter();
         let out: Vec<HostName> = members
@@ -157,12 +168,12 @@ impl Book {
             .map(|(host, _)| host.clone())
             .collect();
         if out.is_empty() {
-            return Vec::new();
+            return;
         }
         if let Some(entry) = self.vms.get_mut(&survey.vm) {
             entry.may_hold.retain(|host, _| !out.contains(host));
         }
-        self.touch(&survey.vm)
+        self.touch(&survey.vm);
     }
 
     fn verdict(&self, survey: &Survey, answers: &BTreeMap<HostName, SurveyAnswer>) -> Surveyed {
@@ -185,20 +196,32 @@ impl Book {
             [] => {}
             [(host, answer)] => {
                 return match &answer.claim {
+                    Claim::Holds { generation, on } if self.is_older(&vm, *generation, answers) => {
+                        self.older_copy(vm, host, *on, answer.may_live)
+                    }
                     Claim::Holds { generation, on } => Surveyed::HeldBy {
                         host: host.clone(),
                         generation: *generation,
                         on: *on,
                     },
                     _ => {
-                        let host = host.clone();
-                        Surveyed::Refused(Refusal::HandingOver { vm, host })
+                        let hosts = vec![host.clone()];
+                        Surveyed::Refused(Refusal::HandingOver { vm, hosts })
                     }
                 };
             }
             _ => {
+                if let Some(older) = self.one_to_let_go(&vm, &holders) {
+                    return older;
+                }
+                let held = holders.iter().filter(|(_, one)| one.claim.held().is_some());
+                let is_twice = held.count() > 1;
                 let hosts = holders.into_iter().map(|(host, _)| host.clone()).collect();
-                return Surveyed::Refused(Refusal::Twice { vm, hosts });
+                // One that gave it, or waits to take it, holds no second copy.
+                return Surveyed::Refused(match is_twice {
+                    true => Refusal::Twice { vm, hosts },
+                    false => Refusal::HandingOver { vm, hosts },
+                });
             }
         }
         let at_level = answers
@@ -214,6 +237,54 @@ impl Book {
             epoch: survey.epoch,
             fenced: fenced.collect(),
         })
+    }
+
+    /// Whether a host's copy is not the newest that is known: the VM was deleted since, or another host held it later
+    /// and is off. One that says itself that it does not hold it has none.
+    fn is_older(
+        &self,
+        vm: &VmName,
+        generation: Generation,
+        answers: &BTreeMap<HostName, SurveyAnswer>,
+    ) -> bool {
+        let entry = self.vms.get(vm);
+        entry.is_some_and(|entry| {
+            let newest = entry.holder.as_ref();
+            let elsewhere = entry.deleted
+                || newest.is_some_and(|holder| {
+                    entry.may_hold.contains_key(holder) && !answers.contains_key(holder)
+                });
+            entry.held > generation && elsewhere
+        })
+    }
+
+    /// Of several records one without a guest, which this book itself went past.
+    fn one_to_let_go(
+        &self,
+        vm: &VmName,
+        holders: &[(&HostName, &SurveyAnswer)],
+    ) -> Option<Surveyed> {
+        let entry = self.vms.get(vm)?;
+        holders
+            .iter()
+            .find_map(|(host, answer)| match answer.claim {
+                Claim::Holds { generation, on }
+                    if !answer.may_live && entry.is_superseded(host, generation) =>
+                {
+                    let host = (*host).clone();
+                    Some(Surveyed::OlderCopy { host, on })
+                }
+                _ => None,
+            })
+    }
+
+    fn older_copy(&self, vm: VmName, host: &HostName, on: bool, may_live: bool) -> Surveyed {
+        let host = host.clone();
+        if !may_live {
+            return Surveyed::OlderCopy { host, on };
+        }
+        let newest = self.vms.get(&vm).and_then(|entry| entry.holder.clone());
+        Surveyed::Refused(Refusal::OlderCopy { vm, host, newest })
     }
 
     /// Members that cannot be asked, or whose word does not count.
@@ -241,12 +312,12 @@ impl Book {
         None
     }
 
-    /// Lets a host begin to hold the VM. The rows are written before the host hears of it.
-    pub fn grant(&mut self, free: Free, on: &HostName) -> Result<(Grant, Vec<Row>), Refusal> {
+    /// Lets a host begin to hold the VM. It is written before the host hears of it.
+    pub fn grant(&mut self, free: Free, on: &HostName) -> Result<Grant, Refusal> {
         self.must_be_in_charge()?;
         let vm = free.vm;
-        let stale = self.highest(&vm) != free.level || self.stamp.epoch != free.epoch;
-        if stale {
+        let fresh = self.is_still(&vm, free.level, free.epoch, &free.fenced);
+        if !fresh {
             return Err(Refusal::Stale { vm });
         }
         if self.standing(on) != Standing::Known {
@@ -264,6 +335,7 @@ impl Book {
         entry.held = generation;
         entry.holder = Some(on.clone());
         entry.deleted = false;
+        entry.hearsay = false;
         entry.may_hold.retain(|host, _| !free.fenced.contains(host));
         entry.may_hold.insert(on.clone(), generation);
         entry.note_grant(Granted {
@@ -271,14 +343,25 @@ impl Book {
             to: on.clone(),
             from: None,
         });
-        let rows = self.touch(&vm);
-        let grant = Grant {
+        self.touch(&vm);
+        Ok(Grant {
             vm,
             on: on.clone(),
             generation,
             expect: free.level,
-        };
-        Ok((grant, rows))
+        })
+    }
+
+    /// Whether what a survey found still holds: nothing was granted since, and whoever counted as off still does.
+    fn is_still(
+        &self,
+        vm: &VmName,
+        level: Generation,
+        epoch: u64,
+        off: &BTreeSet<HostName>,
+    ) -> bool {
+        let same = self.highest(vm) == level && self.stamp.epoch == epoch;
+        same && off.iter().all(|host| self.is_fenced(host))
     }
 
     /// Grants on what was heard last: a fault that the simulator must catch.
@@ -292,13 +375,13 @@ impl Book {
         })
     }
 
-    /// Permits a migration. The rows are written before either host hears of it.
+    /// Permits a migration. It is written before either host hears of it.
     pub fn permit_migration(
         &mut self,
         vm: &VmName,
         from: &HostName,
         to: &HostName,
-    ) -> Result<(Permission, Vec<Row>), Refusal> {
+    ) -> Result<Permission, Refusal> {
         self.must_be_in_charge()?;
         for host in [from, to] {
             if self.standing(host) != Standing::Known {
@@ -312,6 +395,7 @@ impl Book {
                 hosts,
             });
         }
+        self.must_come_from(vm, from)?;
         let next = self.highest(vm).next();
         let generation = next.ok_or_else(|| Refusal::Exhausted { vm: vm.clone() })?;
         let forgets = self.planted(Plant::ForgetDestination);
@@ -326,12 +410,47 @@ impl Book {
             to: to.clone(),
             from: Some(from.clone()),
         });
-        let rows = self.touch(vm);
-        let permission = Permission {
+        self.touch(vm);
+        Ok(Permission {
             vm: vm.clone(),
             generation,
+        })
+    }
+
+    /// Whether a host says of itself that it does not hold the VM, or nothing of it at all, or is known to be off.
+    fn says_it_left(&self, host: &HostName, vm: &VmName) -> bool {
+        let left = match self.said(host, vm) {
+            Some(said) => said.claim.held().is_none(),
+            None => self.answers(host),
         };
-        Ok((permission, rows))
+        left || self.is_fenced(host)
+    }
+
+    /// Only the holder gives a VM away, or a host that was granted it since: an end of a handover may be heard late. Where
+    /// the book knows no holder, or the one that it knows says itself that it holds the VM no more, the hosts alone decide:
+    /// a database that was put back forgot a handover that was under way.
+    fn must_come_from(&self, vm: &VmName, from: &HostName) -> Result<(), Refusal> {
+        let Some(entry) = self.vms.get(vm) else {
+            return Ok(());
+        };
+        let mut later = entry
+            .granted
+            .iter()
+            .filter(|one| one.generation > entry.held);
+        match &entry.holder {
+            Some(holder)
+                if holder != from
+                    && !later.any(|one| one.to == *from)
+                    && !self.says_it_left(holder, vm) =>
+            {
+                Err(Refusal::NotHolder {
+                    vm: vm.clone(),
+                    from: from.clone(),
+                    holder: holder.clone(),
+                })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// A migration has ended, with the VM at its destination or at its source: part of the transaction of its report.
@@ -343,37 +462,40 @@ impl Book {
         from: &HostName,
         to: &HostName,
         completed: bool,
-    ) -> Vec<Row> {
+    ) {
         if self.planted(Plant::ForgetDestination) {
-            return Vec::new();
+            return;
         }
+        let still_there = self.hosts.contains_key(from);
         let Some(entry) = self.vms.get_mut(vm) else {
-            return Vec::new();
+            return;
         };
         let mut granted = entry.granted.iter().rev();
         let permitted = granted.find(|one| one.to == *to && one.from.as_ref() == Some(from));
         let Some(generation) = permitted.map(|one| one.generation) else {
-            return Vec::new();
+            return;
         };
         match completed {
             true if generation > entry.held => {
                 entry.held = generation;
+                entry.hearsay = false;
                 entry.holder = Some(to.clone());
                 let named = entry.may_hold.entry(to.clone()).or_default();
                 *named = (*named).max(generation);
             }
             // At the source the VM is held as before.
-            false if entry.holder.is_none() => entry.holder = Some(from.clone()),
-            _ => return Vec::new(),
+            false if entry.holder.is_none() && still_there => entry.holder = Some(from.clone()),
+            _ => return,
         }
-        self.touch(vm)
+        self.touch(vm);
     }
 
     /// A VM is deleted: only after a survey found it free.
-    pub fn delete(&mut self, free: Free) -> Result<Vec<Row>, Refusal> {
+    pub fn delete(&mut self, free: Free) -> Result<(), Refusal> {
         self.must_be_in_charge()?;
         let vm = free.vm;
-        if self.highest(&vm) != free.level || self.stamp.epoch != free.epoch {
+        let fresh = self.is_still(&vm, free.level, free.epoch, &free.fenced);
+        if !fresh {
             return Err(Refusal::Stale { vm });
         }
         let entry = self.vms.entry(vm.clone()).or_default();
@@ -388,19 +510,21 @@ impl Book {
         entry.may_hold.clear();
         entry.holder = None;
         entry.deleted = true;
-        Ok(self.touch(&vm))
+        entry.hearsay = false;
+        self.touch(&vm);
+        Ok(())
     }
 
     /// A person says that a host is off. It holds until the host is heard.
-    pub fn fence(&mut self, host: &HostName) -> Result<Vec<Row>, Refusal> {
+    pub fn fence(&mut self, host: &HostName) -> Result<(), Refusal> {
         if let Some(book) = self.hosts.get_mut(host) {
             if book.answers {
                 return Err(Refusal::Answers { host: host.clone() });
             }
             book.row.fenced = true;
-            book.false_fence = false;
-            let row = book.row.clone();
-            return Ok(vec![Row::Host(host.clone(), row)]);
+            book.row.false_fence = false;
+            self.unwritten.hosts.insert(host.clone());
+            return Ok(());
         }
         let named = self
             .vms
@@ -408,13 +532,14 @@ impl Book {
             .any(|entry| entry.may_hold.contains_key(host));
         if named || self.strangers.contains_key(host) {
             self.fenced_strangers.insert(host.clone());
-            return Ok(vec![Row::FencedStranger(host.clone())]);
+            self.unwritten.strangers = true;
+            return Ok(());
         }
         Err(Refusal::UnknownHost { host: host.clone() })
     }
 
     /// A host is taken out of the site: one that answers once it holds nothing, one that is silent by a person's word.
-    pub fn remove(&mut self, host: &HostName, confirmed: bool) -> Result<Vec<Row>, Refusal> {
+    pub fn remove(&mut self, host: &HostName, confirmed: bool) -> Result<Removal, Refusal> {
         let Some(book) = self.hosts.get(host) else {
             return Err(Refusal::UnknownHost { host: host.clone() });
         };
@@ -426,16 +551,48 @@ impl Book {
         if !vms.is_empty() && !confirmed && !book.row.fenced {
             return Err(Refusal::MayRun { host: named, vms });
         }
-        self.hosts.remove(host);
+        let removal = Removal {
+            host: host.clone(),
+            book: self.hosts.remove(host),
+            vms: vms.clone(),
+        };
         self.removed.insert(host.clone());
-        let mut rows = vec![Row::Stamp(self.word())];
+        self.unasked.remove(host);
+        self.forget_word_of(host);
+        self.word();
         for vm in vms {
             if let Some(entry) = self.vms.get_mut(&vm) {
                 entry.may_hold.remove(host);
+                // Its copy is gone for good: an older one elsewhere is the newest there is.
+                entry.holder.take_if(|holder| holder == host);
                 entry.highest = Generation(entry.highest.0.saturating_add(FENCED_GAP));
             }
-            rows.extend(self.touch(&vm));
+            self.touch(&vm);
         }
-        Ok(rows)
+        Ok(removal)
+    }
+
+    /// A removal could not be written: the host is in the site as before, and may hold what it might.
+    pub fn not_removed(&mut self, removal: Removal) {
+        let Removal { host, book, vms } = removal;
+        let Some(book) = book else { return };
+        self.removed.remove(&host);
+        self.hosts.insert(host.clone(), book);
+        for vm in vms {
+            let entry = self.vms.entry(vm.clone()).or_default();
+            let named = entry.highest;
+            entry.may_hold.entry(host.clone()).or_insert(named);
+            self.touch(&vm);
+        }
+    }
+
+    /// A person's word that a host is off could not be written: it was not taken.
+    pub fn not_fenced(&mut self, host: &HostName) {
+        if let Some(book) = self.hosts.get_mut(host) {
+            book.row.fenced = false;
+            self.unwritten.hosts.insert(host.clone());
+        } else if self.fenced_strangers.remove(host) {
+            self.unwritten.strangers = true;
+        }
     }
 }

@@ -4,15 +4,27 @@
 //! overtake each other never look like two holders. Refuses: to drop a host from a may-hold set for a poll's sake; only a
 //! survey's no binds.
 
-use crate::book::{Book, Entry, Row};
+use crate::book::{Book, Entry};
 use crate::plant::Plant;
-use crate::takeover::Charge;
+use godwit_ownership::PEERS_REACH;
 use godwit_types::site::{Claim, Instance, RecordSaid, SiteHeard, Stamp, Standing};
 use godwit_types::{Generation, HostName, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// How far above every generation known here one that a host tells may be; what is beyond is not believed.
-const PLAUSIBLE_STEP: u64 = 1 << 32;
+pub(crate) const PLAUSIBLE_STEP: u64 = 1 << 32;
+
+/// Whether a generation that a host tells can have come about. All that hosts can make each other's counters is believed,
+/// so that the next survey is above it.
+pub(crate) fn is_plausible(known: Generation, told: Generation) -> bool {
+    told <= PEERS_REACH || told.0 <= known.0.saturating_add(PLAUSIBLE_STEP)
+}
+
+/// How far above this controller's epoch one may be that a host tells: each restored copy takes one.
+pub(crate) const PLAUSIBLE_EPOCHS: u64 = 1 << 16;
+
+/// The highest number within an epoch that can have been said.
+pub(crate) const PLAUSIBLE_NUMBER: u64 = 1 << 60;
 
 /// When a question was asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -36,6 +48,8 @@ pub enum News {
     RestoredCopy {
         /// The word that they know.
         heard: Stamp,
+        /// The host that says so.
+        host: HostName,
     },
     /// A host that was fenced has answered.
     FencedAnswered {
@@ -50,6 +64,18 @@ pub enum News {
         host: HostName,
         /// What it is instead.
         standing: Standing,
+    },
+    /// Another controller has taken over from this one.
+    Replaced {
+        /// The word that it said.
+        heard: Stamp,
+        /// The host that heard it.
+        host: HostName,
+    },
+    /// A host says that it has heard a word that no controller can have said.
+    Impossible {
+        /// The host.
+        host: HostName,
     },
     /// A record names a host that the inventory does not know.
     Stranger {
@@ -74,6 +100,8 @@ pub(crate) struct Said {
     pub highest: Generation,
     /// When that was asked.
     pub asked: u64,
+    /// Whether a guest may be there.
+    pub may_live: bool,
     /// When this claim to hold the VM was first taken in; none while it claims nothing.
     pub held_since: Option<u64>,
 }
@@ -86,45 +114,62 @@ impl Book {
 
     /// A host does not answer.
     pub fn lose(&mut self, host: &HostName) {
+        self.unasked.remove(host);
         if let Some(book) = self.hosts.get_mut(host) {
             book.answers = false;
         }
     }
 
     /// A host has answered a poll.
-    pub fn hear(&mut self, host: &HostName, ticket: Ticket, heard: Heard) -> (Vec<Row>, Vec<News>) {
+    pub fn hear(&mut self, host: &HostName, ticket: Ticket, heard: Heard) -> Vec<News> {
         let mut news = std::mem::take(&mut self.unsaid);
-        let mut rows = self.meet(host, &heard.instance, &mut news);
+        self.unasked.remove(host);
+        self.meet_asked(
+            host,
+            &heard.instance,
+            heard.knows.stamp,
+            ticket.0,
+            &mut news,
+        );
         if !self.hosts.contains_key(host) {
-            return (rows, news);
+            return news;
         }
-        self.note_word(heard.knows.stamp, &mut news);
+        self.note_known(host, heard.knows, ticket.0);
+        self.note_word(host, heard.knows.stamp, &mut news);
         let now = self.next();
         if let Some(book) = self.hosts.get_mut(host) {
             book.answers = true;
             book.heard = Some(ticket.0);
-            book.knows = heard.knows;
             let named: BTreeSet<&VmName> = heard.records.iter().map(|said| &said.vm).collect();
             book.said
                 .retain(|vm, said| said.asked > ticket.0 || named.contains(vm));
         }
         for record in &heard.records {
-            rows.extend(self.take_in(host, record, ticket.0, now, &mut news));
+            self.take_in(host, record, ticket.0, now, &mut news);
         }
-        (rows, news)
+        news
     }
 
-    /// Which of a host's lives speaks, and whether it is the one that should.
-    pub(crate) fn meet(
+    /// Which of a host's lives speaks in answer to what was asked at `asked`, and whether it is the one that should:
+    /// `heard` is the newest word that it knows.
+    pub(crate) fn meet_asked(
         &mut self,
         host: &HostName,
         instance: &Instance,
+        heard: Stamp,
+        asked: u64,
         news: &mut Vec<News>,
-    ) -> Vec<Row> {
+    ) {
+        self.note_went_back(host, heard, asked);
+        self.meet(host, instance, news);
+    }
+
+    /// Which of a host's lives speaks, whenever that was composed: what it says of words may be overtaken.
+    pub(crate) fn meet(&mut self, host: &HostName, instance: &Instance, news: &mut Vec<News>) {
         let standing = self.standing_of(host, instance);
         let keeps_fence = self.planted(Plant::FenceOutlivesHearing);
         let Some(book) = self.hosts.get_mut(host) else {
-            return Vec::new();
+            return;
         };
         let mut changed = false;
         if book.standing != standing {
@@ -135,9 +180,10 @@ impl Book {
             }
         }
         if book.row.fenced && !keeps_fence {
-            let was_never_off = book.row.instance == *instance;
+            let known = &book.row.instance.boot_id;
+            let was_never_off = !known.is_empty() && *known == instance.boot_id;
             book.row.fenced = false;
-            book.false_fence = was_never_off;
+            book.row.false_fence |= was_never_off;
             changed = true;
             let host = host.clone();
             news.push(News::FencedAnswered {
@@ -148,15 +194,46 @@ impl Book {
         if standing == Standing::Known && book.row.instance != *instance {
             book.row.instance = instance.clone();
             book.site.counter = instance.counter;
+            book.site.machine_id.clone_from(&instance.machine_id);
             changed = true;
         }
-        match changed {
-            true => {
-                let row = book.row.clone();
-                let stamp = self.word();
-                vec![Row::Stamp(stamp), Row::Host(host.clone(), row)]
-            }
-            false => Vec::new(),
+        if changed {
+            self.unwritten.hosts.insert(host.clone());
+            self.word();
+        }
+    }
+
+    /// A host that has acknowledged a word and was asked afterwards knows it, or its state directory was put back.
+    fn note_went_back(&mut self, host: &HostName, heard: Stamp, asked: u64) {
+        if self.planted(Plant::OldCopyBoots) {
+            return;
+        }
+        let misses = self.planted(Plant::MissesWentBack);
+        let Some(book) = self.hosts.get_mut(host) else {
+            return;
+        };
+        if heard < book.row.heard && asked > book.knew_at && !book.row.went_back && !misses {
+            book.row.went_back = true;
+            self.unwritten.hosts.insert(host.clone());
+        }
+    }
+
+    /// Notes what a host knows of the controller's words, as it said at `asked` or later.
+    pub(crate) fn note_known(&mut self, host: &HostName, knows: SiteHeard, asked: u64) {
+        let mine = self.stamp;
+        let Some(book) = self.hosts.get_mut(host) else {
+            return;
+        };
+        if asked < book.knew_at {
+            return;
+        }
+        book.knew_at = asked;
+        book.knows = knows;
+        // What this controller never said proves nothing about its own words.
+        let heard = knows.stamp.min(mine);
+        if heard > book.row.heard {
+            book.row.heard = heard;
+            self.unwritten.heard.insert(host.clone());
         }
     }
 
@@ -166,7 +243,13 @@ impl Book {
             return Standing::Removed;
         };
         let known = &book.row.instance;
-        if self.planted(Plant::OldCopyBoots) || *known == Instance::default() {
+        if self.planted(Plant::OldCopyBoots) {
+            return Standing::Known;
+        }
+        if book.row.went_back {
+            return Standing::OldCopy;
+        }
+        if *known == Instance::default() {
             return Standing::Known;
         }
         // A reboot does not change the machine. Another machine with the same certificate is the host only when a person
@@ -183,24 +266,6 @@ impl Book {
         }
     }
 
-    /// A host has heard a later word of a controller than this one ever said.
-    pub(crate) fn note_word(&mut self, heard: Stamp, news: &mut Vec<News>) {
-        if self.planted(Plant::RestoredGoesOn) {
-            return;
-        }
-        let known = match &self.charge {
-            Charge::InCharge => self.stamp,
-            Charge::Restored {
-                heard, candidate, ..
-            } => (*heard).max(*candidate),
-        };
-        if heard <= known {
-            return;
-        }
-        self.charge = Charge::restored(heard);
-        news.push(News::RestoredCopy { heard });
-    }
-
     /// Takes in one record that a host has told.
     pub(crate) fn take_in(
         &mut self,
@@ -209,18 +274,25 @@ impl Book {
         asked: u64,
         now: u64,
         news: &mut Vec<News>,
-    ) -> Vec<Row> {
+    ) {
         let vm = &record.vm;
         let older = self.said(host, vm).is_some_and(|said| said.asked > asked);
         if older {
-            return Vec::new();
+            return;
         }
         self.note_said(host, record, asked, now);
+        if !self.unreadable.contains(vm) {
+            self.take_up(host, record, news);
+        }
+    }
+
+    /// Learns from a record, and marks what changed by it.
+    pub(crate) fn take_up(&mut self, host: &HostName, record: &RecordSaid, news: &mut Vec<News>) {
+        let vm = &record.vm;
         let before = self.vms.get(vm).cloned();
         self.learn(host, record, news);
-        match self.vms.get(vm) == before.as_ref() {
-            true => Vec::new(),
-            false => self.touch(vm),
+        if self.vms.get(vm) != before.as_ref() {
+            self.touch(vm);
         }
     }
 
@@ -235,6 +307,7 @@ impl Book {
             claim: record.claim.clone(),
             highest: record.highest,
             asked,
+            may_live: record.may_live,
             held_since: record.claim.held().map(|_| since),
         };
         book.said.insert(record.vm.clone(), said);
@@ -251,57 +324,78 @@ impl Book {
         // What nobody here granted is believed only where this book knows nothing, or too little.
         let all_is_news = !known || !self.is_in_charge();
         let is_itself = self.standing(host) == Standing::Known;
+        let no_bound = self.planted(Plant::BelievesAnyGeneration);
+        self.note_strangers(host, record, news);
+        let may_enter = |host: &HostName| {
+            let named = self.removed.contains(host) || self.strangers.contains_key(host);
+            self.hosts.contains_key(host) || self.is_restored() && named
+        };
+        let target = record.claim.went().filter(|(_, to)| may_enter(to));
         let entry = self.vms.entry(record.vm.clone()).or_default();
         let is_news = record.highest > entry.highest;
-        if record.highest.0 <= entry.highest.0.saturating_add(PLAUSIBLE_STEP) {
-            entry.highest = entry.highest.max(record.highest);
+        // No claim is above what the next survey asks at: its host's no would never bind.
+        let before = entry.highest;
+        for told in record.generations() {
+            if is_plausible(before, told) || no_bound {
+                entry.highest = entry.highest.max(told);
+            }
         }
         let believed = |entry: &Entry, host: &HostName, generation: Generation| {
             is_itself && (all_is_news || entry.was_granted(host, generation))
         };
         if record.claim.may_hold() {
             let named = entry.may_hold.entry(host.clone()).or_default();
-            *named = (*named).max(record.claim.held().unwrap_or(record.highest));
+            let told = record.claim.held().unwrap_or(record.highest);
+            *named = (*named).max(match is_plausible(entry.highest, told) || no_bound {
+                true => told,
+                false => entry.highest,
+            });
         }
-        if let Some((generation, to)) = record.claim.went() {
-            if is_news || matches!(record.claim, Claim::Gave { .. }) {
-                let named = entry.may_hold.entry(to.clone()).or_default();
-                *named = (*named).max(generation);
-            }
-            let arrived = matches!(record.claim, Claim::Moved { .. });
+        if let Some((generation, to)) = target
+            && (is_plausible(entry.highest, generation) || no_bound)
+        {
+            // Whoever gives a VM was permitted to: in each of its answers an invented gift would name its host anew.
+            let may_give = all_is_news || entry.may_ever_give(host);
             // Only the host that gave it can say that it has arrived.
             let gave = all_is_news || entry.was_given_by(host, generation);
+            if may_give && (is_news || matches!(record.claim, Claim::Gave { .. })) {
+                self.name_holder(&record.vm, to, generation);
+            }
+            let entry = self.vms.entry(record.vm.clone()).or_default();
+            let arrived = matches!(record.claim, Claim::Moved { .. });
             if arrived && gave && generation > entry.held && believed(entry, to, generation) {
                 entry.held = generation;
                 entry.holder = Some(to.clone());
             }
         }
+        let entry = self.vms.entry(record.vm.clone()).or_default();
         if let Some(generation) = record.claim.held()
+            && (is_plausible(entry.highest, generation) || no_bound)
             && (generation > entry.held || generation == entry.held && entry.holder.is_none())
             && believed(entry, host, generation)
         {
             let moved = entry.holder.as_ref() != Some(host);
             entry.held = generation;
             entry.holder = Some(host.clone());
+            // What this book granted itself it knows, whoever is polled first.
+            entry.hearsay = !entry.was_granted(host, generation);
             entry.deleted = false;
             if moved {
                 let (vm, host) = (record.vm.clone(), host.clone());
                 news.push(News::Held { vm, host });
             }
         }
-        self.note_strangers(record, news);
     }
 
-    /// A host that a record names and nobody knows here stands in the way of every grant of the VM.
-    fn note_strangers(&mut self, record: &RecordSaid, news: &mut Vec<News>) {
+    /// A host that a record names and nobody knows here: after a restored database it may hold the VM.
+    fn note_strangers(&mut self, by: &HostName, record: &RecordSaid, news: &mut Vec<News>) {
         let Some(other) = record.claim.other() else {
             return;
         };
         let known = self.hosts.contains_key(other) || self.removed.contains(other);
-        if known || self.strangers.contains_key(other) {
+        if known || !self.note_stranger(by, other) {
             return;
         }
-        self.strangers.insert(other.clone(), None);
         news.push(News::Stranger {
             vm: record.vm.clone(),
             host: other.clone(),

@@ -19,13 +19,18 @@
 //! 5. **The order of words.** Each word of a controller has a stamp, an epoch and a number. Hosts keep the highest and
 //!    refuse lower ones. A controller that meets a higher one than its own works on an old copy of its database: it grants
 //!    nothing until every host that it knows or that any record names was read whole or fenced, then takes a new epoch.
-//! 6. **Boot.** A host that would boot a VM that no request asked for asks first. One answer that is at least as new as
-//!    what it knows itself of that VM is enough, or the answers of all hosts that it knows.
+//! 6. **Boot.** A host that would boot a VM that no request asked for asks first, and hears out a controller that answers.
+//!    Without one, an answer that is at least as new as what it knows itself of that VM is enough, or the answers of all
+//!    hosts that it knows.
+//! 7. **Lives.** A host that acknowledged a word and does not know it later stands on an old copy of its disk; another
+//!    machine than the table names is a clone. Neither's no counts.
+//! 8. **What hosts tell is bounded**: epochs, numbers and generations far beyond all that was said are not believed, nor
+//!    hosts that were never enrolled, but by a controller on an old copy, and by that one not without number.
 //!
 //! # What is not promised
 //!
-//! A host whose disk went back to an old copy, whose only reachable neighbour missed everything since that copy, while the
-//! controller is away, boots what the copy says. A person's false word ("that host is off") can let a VM run twice until
+//! While the controller is away, a host whose disk went back to an old copy, or that was truly said to be off, boots what
+//! its record says if all the neighbours that answer it missed everything since. A person's false word ("that host is off") can let a VM run twice until
 //! that host is heard; it is shown then.
 #![forbid(unsafe_code)]
 
@@ -38,7 +43,9 @@ mod hear;
 pub mod plant;
 mod refusal;
 mod show;
+mod strangers;
 mod takeover;
+mod unwritten;
 
 pub use book::{Book, Entry, Granted, HostRow, Row};
 pub use boot::{Answerer, HostSite, Judged, LONE_HOST_WAITS_S, Stale};
@@ -47,4 +54,6 @@ pub use grant::{Free, Grant, Permission, Survey, Surveyed};
 pub use hear::{Heard, News, Ticket};
 pub use refusal::Refusal;
 pub use show::{Copy, Twice, Whereabouts};
+pub use strangers::Names;
 pub use takeover::Takeover;
+pub use unwritten::Batch;

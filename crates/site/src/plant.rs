@@ -48,11 +48,35 @@ plants! {
     OldCopyBoots => "old-copy-boots",
     /// A person's word that a host is off holds after that host was heard.
     FenceOutlivesHearing => "fence-outlives-hearing",
+    /// A host hears no controller out before it believes its neighbours.
+    NeighboursFirst => "hears-neighbours-first",
+    /// What a restored database says of hosts that are off counts.
+    OldFenceCounts => "old-fence-counts",
+    /// What could not be written is never written again.
+    LosesUnwritten => "loses-unwritten",
+    /// A controller grants before it has asked every host since it was started.
+    GrantsUnheard => "grants-before-hearing",
+    /// A clone of a host is the host to its neighbours.
+    CloneIsHost => "clone-is-the-host",
+    /// Generations that a host tells are believed however high they are.
+    BelievesAnyGeneration => "believes-any-generation",
+    /// A state directory that went back within one life of its agent is not noticed.
+    MissesWentBack => "misses-went-back",
 }
 
 impl Plant {
     /// Faults that a named test judges, since no seed of the simulator shows them.
-    pub const BY_TEST: &'static [Plant] = &[Plant::OldNoCounts, Plant::OldAnswerBoots];
+    pub const BY_TEST: &'static [Plant] = &[
+        Plant::OldNoCounts,
+        Plant::OldAnswerBoots,
+        Plant::NeighboursFirst,
+        Plant::RestoredGoesOn,
+        Plant::OldFenceCounts,
+        Plant::LosesUnwritten,
+        Plant::GrantsUnheard,
+        Plant::MissesWentBack,
+        Plant::BelievesAnyGeneration,
+    ];
 
     /// Faults that the simulator judges.
     pub fn by_simulator() -> impl Iterator<Item = Plant> {

@@ -43,15 +43,28 @@ pub enum Refusal {
         /// The host.
         host: HostName,
     },
+    /// A VM is to leave a host that does not hold it.
+    #[error(
+        "host {holder} holds VM {vm}, not host {from}, so it cannot leave from there: see 'godwit vm show {vm}'"
+    )]
+    NotHolder {
+        /// The VM.
+        vm: VmName,
+        /// The host from which it was to leave.
+        from: HostName,
+        /// The host that holds it.
+        holder: HostName,
+    },
     /// A handover of the VM has not ended.
     #[error(
-        "a handover of VM {vm} at host {host} has not ended: wait for it, or see 'godwit vm list'"
+        "a handover of VM {vm} at host {} has not ended: wait for it, or see 'godwit vm show {vm}'",
+        names(hosts)
     )]
     HandingOver {
         /// The VM.
         vm: VmName,
-        /// The host.
-        host: HostName,
+        /// The hosts that take part, as far as they say.
+        hosts: Vec<HostName>,
     },
     /// Two hosts hold the VM.
     #[error(
@@ -85,6 +98,37 @@ pub enum Refusal {
         /// The hosts.
         waits_for: Vec<HostName>,
     },
+    /// Another controller has taken over.
+    #[error(
+        "another controller has taken over this site, as {} heard: this one grants nothing; stop it, or, if it is the one to keep, stop the other one and start this one anew",
+        names(said_by)
+    )]
+    Replaced {
+        /// Hosts that say so.
+        said_by: Vec<HostName>,
+    },
+    /// The controller has just been started.
+    #[error(
+        "this controller was started just now and has not asked {} yet: try again in a few seconds",
+        names(waits_for)
+    )]
+    Starting {
+        /// The hosts.
+        waits_for: Vec<HostName>,
+    },
+    /// All that is left of a VM is an older copy, and its guest may run.
+    #[error(
+        "host {host} has an older copy of VM {vm}, and a guest of it may run there, while {} had the newest one: end that copy first with 'godwit vm stop {vm} --force'",
+        newest.as_ref().map_or_else(|| "another host".to_owned(), |host| format!("host {host}"))
+    )]
+    OlderCopy {
+        /// The VM.
+        vm: VmName,
+        /// The host.
+        host: HostName,
+        /// Who held the newest one.
+        newest: Option<HostName>,
+    },
     /// A host that answers is not off.
     #[error("host {host} answers, so it is not off: nothing is changed")]
     Answers {
@@ -103,7 +147,7 @@ pub enum Refusal {
         vms: Vec<VmName>,
     },
     /// A host that holds VMs is not removed.
-    #[error("host {host} holds {} VMs ({}): migrate or delete them first", vms.len(), names(vms))]
+    #[error("host {host} may hold {} VMs ({}): empty it first with 'godwit host drain {host}', which moves what runs and lets go of what is off", vms.len(), names(vms))]
     HoldsVms {
         /// The host.
         host: HostName,

@@ -7,6 +7,7 @@ use crate::book::Book;
 use crate::plant::Plant;
 use godwit_types::site::{Claim, Standing};
 use godwit_types::{Generation, HostName, VmName};
+use std::collections::BTreeSet;
 
 /// One of several copies of a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,13 +67,10 @@ impl Book {
             return Whereabouts::Twice(twice);
         }
         if let Some((host, _)) = self.highest_holder(vm) {
-            let answers = self.answers(host);
-            if answers || !self.is_fenced(host) {
-                return Whereabouts::Held {
-                    host: host.clone(),
-                    answers,
-                };
-            }
+            return Whereabouts::Held {
+                host: host.clone(),
+                answers: self.answers(host),
+            };
         }
         let silent: Vec<HostName> = self.silent_members(vm);
         if !silent.is_empty() && !self.planted(Plant::SilenceIsNo) {
@@ -84,9 +82,38 @@ impl Book {
         }
     }
 
+    /// The host for whose word this one waits by its claim, if this book permitted that handover, or never granted the VM
+    /// at all. What a host says of anything else puts nobody's VM in doubt.
+    pub fn waits_by_permission(
+        &self,
+        vm: &VmName,
+        host: &HostName,
+        claim: &Claim,
+    ) -> Option<HostName> {
+        let generation = match claim {
+            Claim::Gave { generation, .. }
+            | Claim::Promised { generation, .. }
+            | Claim::Holds { generation, .. } => *generation,
+            Claim::No | Claim::Receiving { .. } | Claim::Moved { .. } => return None,
+        };
+        let granted = &self.vms.get(vm)?.granted;
+        let Some(permitted) = granted.iter().rev().find(|one| one.is_of(generation)) else {
+            return claim.other().filter(|_| granted.is_empty()).cloned();
+        };
+        let (from, to) = (permitted.from.as_ref()?, &permitted.to);
+        let is_of_it = match claim {
+            Claim::Gave { to: named, .. } => from == host && to == named,
+            Claim::Promised { from: named, .. } => from == named && to == host,
+            _ => to == host,
+        };
+        let other = if from == host { to } else { from };
+        is_of_it.then(|| other.clone())
+    }
+
     fn highest_holder<'a>(&'a self, vm: &'a VmName) -> Option<(&'a HostName, Generation)> {
         let words = self.words_of(vm);
-        let holders = words.filter_map(|(host, said)| Some((host, said.claim.held()?)));
+        let on = words.filter(|(host, _)| self.answers(host) || !self.is_fenced(host));
+        let holders = on.filter_map(|(host, said)| Some((host, said.claim.held()?)));
         holders.max_by_key(|(host, generation)| (*generation, self.answers(host)))
     }
 
@@ -115,11 +142,32 @@ impl Book {
             .map(|(host, _)| host.clone())
     }
 
-    /// Several hosts hold a VM: each was asked after the others' claim was known, so that no handover looks like it.
+    /// Whether a VM seems to be handed over, while every host that may hold it answers that it does not, nor waits for
+    /// another: a grant or a permission that its host never got. A survey settles it.
+    pub fn is_undelivered(&self, vm: &VmName) -> bool {
+        let says_no = |host: &HostName| match self.said(host, vm) {
+            None => true,
+            Some(said) => matches!(said.claim, Claim::No | Claim::Moved { .. }),
+        };
+        let mut members = self.may_hold(vm).into_iter();
+        matches!(self.whereabouts(vm), Whereabouts::HandingOver { .. })
+            && members.all(|host| self.is_fenced(&host) || self.answers(&host) && says_no(&host))
+    }
+
+    /// Several hosts hold a VM: each was asked after the others' claim was known, so that no handover looks like it. A host
+    /// that is off holds no copy that matters, nor does a record without a guest that this controller itself went past, or may
+    /// have gone past where it cannot read that.
     pub fn twice(&self, vm: &VmName) -> Option<Twice> {
+        let is_older = |host: &HostName, generation: Generation| {
+            let entry = self.vms.get(vm);
+            self.unreadable.contains(vm)
+                || entry.is_some_and(|entry| entry.is_superseded(host, generation))
+        };
         let holders: Vec<_> = self
             .words_of(vm)
+            .filter(|(host, _)| self.answers(host) || !self.is_fenced(host))
             .filter_map(|(host, said)| Some((host, said, said.claim.held()?)))
+            .filter(|(host, said, generation)| said.may_live || !is_older(host, *generation))
             .collect();
         let (_, newest, _) = holders
             .iter()
@@ -151,8 +199,9 @@ impl Book {
 
     /// VMs that several hosts hold.
     pub fn all_twice(&self) -> Vec<(VmName, Twice)> {
-        let vms = self.vms.keys();
-        vms.filter_map(|vm| Some((vm.clone(), self.twice(vm)?)))
+        let vms: BTreeSet<&VmName> = self.vms.keys().chain(&self.unreadable).collect();
+        vms.into_iter()
+            .filter_map(|vm| Some((vm.clone(), self.twice(vm)?)))
             .collect()
     }
 }

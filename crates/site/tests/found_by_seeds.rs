@@ -30,6 +30,7 @@ fn join(book: &mut Book, name: &str) {
         address: ([10, 0, 0, 1], 7000).into(),
         serial: String::new(),
         counter: 0,
+        machine_id: String::new(),
     };
     book.add_host(site, HostRow::default());
 }
@@ -41,12 +42,13 @@ fn poll(book: &mut Book, name: &str, instance: Instance, records: Vec<RecordSaid
         knows: SiteHeard::default(),
         records,
     };
-    book.hear(&host(name), ticket, heard).1
+    book.hear(&host(name), ticket, heard)
 }
 
 fn question(instance: Instance) -> SiteQuestion {
     SiteQuestion {
         instance,
+        knows: SiteHeard::default(),
         wishes: vec![BootWish {
             vm: vm(),
             generation: Generation(2),
@@ -63,22 +65,39 @@ fn holds(generation: u64) -> RecordSaid {
             generation,
             on: true,
         },
+        may_live: true,
+    }
+}
+
+/// A no of a host's first life.
+fn no(of: &HostName, highest: Generation) -> SurveyAnswer {
+    SurveyAnswer {
+        highest,
+        claim: Claim::No,
+        may_live: false,
+        instance: lives(of),
+        knows: SiteHeard::default(),
+    }
+}
+
+/// The life in which a host of these tests was heard first.
+fn lives(of: &HostName) -> Instance {
+    match of.as_str() {
+        "a" => life("m", "1", 1),
+        other => life(other, "1", 1),
     }
 }
 
 /// Grants the VM to a host that answers, after a survey of it.
 fn grant(book: &mut Book, name: &str) -> Generation {
-    let (survey, _) = book.begin_survey(&vm(), &[host(name)]).expect("a survey");
-    let no = SurveyAnswer {
-        highest: survey.level,
-        claim: Claim::No,
-    };
-    let answers = survey.hosts.iter().map(|host| (host.clone(), no.clone()));
+    let survey = book.begin_survey(&vm(), &[host(name)]).expect("a survey");
+    let hosts = survey.hosts.iter();
+    let answers = hosts.map(|host| (host.clone(), no(host, survey.level)));
     let answers: BTreeMap<_, _> = answers.collect();
-    let (Surveyed::Free(free), _) = book.take_survey(&survey, &answers) else {
+    let Surveyed::Free(free) = book.take_survey(&survey, &answers) else {
         panic!("not free");
     };
-    book.grant(free, &host(name)).expect("a grant").0.generation
+    book.grant(free, &host(name)).expect("a grant").generation
 }
 
 #[test]
@@ -87,20 +106,16 @@ fn an_old_copy_does_not_bring_a_deleted_vm_back() {
     join(&mut book, "a");
     poll(&mut book, "a", life("m", "1", 1), Vec::new());
     let held = grant(&mut book, "a");
-    let (survey, _) = book.begin_survey(&vm(), &[]).expect("a survey");
-    let no = SurveyAnswer {
-        highest: survey.level,
-        claim: Claim::No,
-    };
-    let answers = BTreeMap::from([(host("a"), no)]);
-    let (Surveyed::Free(free), _) = book.take_survey(&survey, &answers) else {
+    let survey = book.begin_survey(&vm(), &[]).expect("a survey");
+    let answers = BTreeMap::from([(host("a"), no(&host("a"), survey.level))]);
+    let Surveyed::Free(free) = book.take_survey(&survey, &answers) else {
         panic!("not free");
     };
     book.delete(free).expect("deleted");
     poll(&mut book, "a", life("m", "2", 2), vec![holds(held.0)]);
     let entry: &Entry = book.entry(&vm()).expect("an entry");
     assert!(entry.deleted, "{entry:?}");
-    let (answer, _) = book.answer(&host("a"), &question(life("m", "2", 2)), false);
+    let answer = book.answer(&host("a"), &question(life("m", "2", 2)), false);
     assert!(answer.vms.get(&vm()).is_some_and(|row| row.deleted));
 }
 
@@ -127,9 +142,9 @@ fn a_clone_is_not_the_host_because_the_host_is_silent() {
     join(&mut book, "a");
     poll(&mut book, "a", life("m", "1", 1), Vec::new());
     book.lose(&host("a"));
-    let (answer, _) = book.answer(&host("a"), &question(life("other", "1", 2)), false);
+    let answer = book.answer(&host("a"), &question(life("other", "1", 2)), false);
     assert_eq!(answer.standing, Standing::SecondInstance);
-    let (answer, _) = book.answer(&host("a"), &question(life("m", "2", 2)), false);
+    let answer = book.answer(&host("a"), &question(life("m", "2", 2)), false);
     assert_eq!(answer.standing, Standing::Known);
 }
 
@@ -141,9 +156,9 @@ fn a_disk_moved_to_another_machine_is_the_host_once_the_first_one_is_said_to_be_
     book.lose(&host("a"));
     book.fence(&host("a")).expect("fenced");
     let question = question(life("other", "1", 2));
-    let (answer, _) = book.answer(&host("a"), &question, false);
+    let answer = book.answer(&host("a"), &question, false);
     assert_eq!(answer.standing, Standing::Known);
-    let (again, _) = book.answer(&host("a"), &question, false);
+    let again = book.answer(&host("a"), &question, false);
     assert_eq!(again.standing, Standing::Known);
 }
 
@@ -175,7 +190,7 @@ fn controller_says(row: SiteVm) -> SiteAnswer {
         in_charge: true,
         stamp: row.stamp,
         vms: BTreeMap::from([(vm(), row)]),
-        records: Vec::new(),
+        ..SiteAnswer::default()
     }
 }
 
@@ -205,6 +220,7 @@ fn a_handover_that_no_row_tells_of_yet_is_asked_of_its_other_host() {
             generation: Generation(4),
             on: true,
         },
+        may_live: true,
     };
     site.hear(SiteAnswer {
         from: Some(host("b")),
@@ -231,14 +247,15 @@ fn a_fenced_host_is_asked_by_a_survey_and_its_answer_counts() {
     let held = grant(&mut book, "a");
     book.lose(&host("a"));
     book.fence(&host("a")).expect("fenced");
-    let (survey, _) = book.begin_survey(&vm(), &[]).expect("a survey");
+    let survey = book.begin_survey(&vm(), &[]).expect("a survey");
     assert!(survey.hosts.contains(&host("a")));
     let answer = SurveyAnswer {
-        highest: held,
         claim: holds(held.0).claim,
+        may_live: true,
+        ..no(&host("a"), held)
     };
     let answers = BTreeMap::from([(host("a"), answer)]);
-    let (found, _) = book.take_survey(&survey, &answers);
+    let found = book.take_survey(&survey, &answers);
     assert!(matches!(found, Surveyed::HeldBy { .. }), "{found:?}");
 }
 
@@ -247,13 +264,13 @@ fn a_late_report_does_not_undo_what_was_granted_since() {
     let mut book = Book::default();
     for name in ["a", "b", "c"] {
         join(&mut book, name);
-        poll(&mut book, name, life(name, "1", 1), Vec::new());
+        poll(&mut book, name, lives(&host(name)), Vec::new());
     }
     grant(&mut book, "a");
     let first = book.permit_migration(&vm(), &host("a"), &host("b"));
     first.expect("permitted");
     let second = book.permit_migration(&vm(), &host("b"), &host("c"));
-    let second = second.expect("permitted").0.generation;
+    let second = second.expect("permitted").generation;
     book.migration_ended(&vm(), &host("b"), &host("c"), true);
     book.migration_ended(&vm(), &host("a"), &host("b"), true);
     let entry = book.entry(&vm()).expect("an entry");

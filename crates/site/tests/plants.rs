@@ -1,32 +1,23 @@
 //! Rules that no seed of the simulator judges: each fails once its fault is planted (GODWIT_PLANT, in a build that can plant).
 
+mod common;
+
+use common::{enrolled, host};
 use godwit_site::plant::Plant;
-use godwit_site::{Book, HostRow, HostSite, Judged};
+use godwit_site::{Book, Heard, HostRow, HostSite, Judged, Refusal};
 use godwit_types::site::{
-    Claim, Instance, SiteAnswer, SiteHost, SiteTable, SiteVm, Stamp, Standing, SurveyAnswer,
+    Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteTable, SiteVm, Stamp, Standing,
+    SurveyAnswer,
 };
-use godwit_types::{Generation, HostName, VmName};
+use godwit_types::{Generation, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 
 fn planted() -> Option<Plant> {
     Plant::from_name(&std::env::var("GODWIT_PLANT").ok()?)
 }
 
-fn host(name: &str) -> HostName {
-    HostName::new(name).unwrap()
-}
-
 fn web() -> VmName {
     VmName::new("web").unwrap()
-}
-
-fn enrolled(name: &str) -> SiteHost {
-    SiteHost {
-        name: host(name),
-        address: "192.0.2.1:1".parse().unwrap(),
-        serial: name.to_owned(),
-        counter: 0,
-    }
 }
 
 #[test]
@@ -37,12 +28,15 @@ fn a_no_from_before_a_host_was_named_again_does_not_take_it_out() {
         book.add_host(enrolled(name), HostRow::default());
     }
     let only = BTreeSet::from([host("b")]);
-    let (survey, _) = book.survey_of(&web(), only).unwrap();
+    let survey = book.survey_of(&web(), only).unwrap();
     book.permit_migration(&web(), &host("a"), &host("b"))
         .unwrap();
     let no = SurveyAnswer {
         highest: survey.level,
         claim: Claim::No,
+        may_live: false,
+        instance: Instance::default(),
+        knows: SiteHeard::default(),
     };
     book.take_survey(&survey, &BTreeMap::from([(host("b"), no)]));
     assert!(book.may_hold(&web()).contains(&host("b")));
@@ -75,11 +69,160 @@ fn an_answer_that_is_older_than_what_the_host_knows_boots_nothing() {
         in_charge: false,
         stamp: Stamp::default(),
         vms: BTreeMap::from([(web(), row(number))]),
-        records: Vec::new(),
+        ..SiteAnswer::default()
     };
+    site.no_controller();
     site.hear(answer(4));
     let judged = site.judge(&web(), 0, false);
     assert!(matches!(judged, Judged::Wait(_)), "{judged:?}");
     site.hear(answer(5));
     assert_eq!(site.judge(&web(), 0, false), Judged::Boot);
+}
+
+#[test]
+fn a_host_hears_its_controller_out_before_its_neighbours_let_it_boot() {
+    let table = SiteTable {
+        hosts: ["a", "b"].map(enrolled).to_vec(),
+        had_second: true,
+        vms: BTreeMap::from([(web(), row(5))]),
+        ..SiteTable::default()
+    };
+    let mut site = HostSite::new(host("a"), Instance::default(), table);
+    site.plant = planted();
+    site.wish(web(), Generation(3));
+    site.hear(SiteAnswer {
+        from: Some(host("b")),
+        standing: Standing::Known,
+        vms: BTreeMap::from([(web(), row(5))]),
+        ..SiteAnswer::default()
+    });
+    let judged = site.judge(&web(), 0, false);
+    assert!(matches!(judged, Judged::Wait(_)), "{judged:?}");
+    site.no_controller();
+    assert_eq!(site.judge(&web(), 0, false), Judged::Boot);
+}
+
+fn stamp(epoch: u64, number: u64) -> Stamp {
+    Stamp { epoch, number }
+}
+
+/// A host answers a poll; `knows` is the newest word that it has heard.
+fn hear(book: &mut Book, name: &str, counter: u64, knows: Stamp) {
+    let heard = Heard {
+        instance: Instance {
+            counter,
+            boot_id: "boot".into(),
+            machine_id: name.to_owned(),
+        },
+        knows: SiteHeard {
+            stamp: knows,
+            complete: knows,
+        },
+        records: Vec::new(),
+    };
+    let ticket = book.ask();
+    book.hear(&host(name), ticket, heard);
+}
+
+/// Hosts a and b are enrolled; a was heard.
+fn two_hosts() -> Book {
+    let mut book = Book::new(stamp(0, 7));
+    book.plant = planted();
+    for name in ["a", "b"] {
+        book.add_host(enrolled(name), HostRow::default());
+    }
+    let knows = book.stamp();
+    hear(&mut book, "a", 1, knows);
+    book
+}
+
+#[test]
+fn a_controller_that_hears_a_later_word_than_its_own_grants_nothing() {
+    let mut book = two_hosts();
+    hear(&mut book, "a", 1, stamp(0, 1000));
+    let refused = book.begin_survey(&web(), &[host("a")]);
+    assert!(
+        matches!(refused, Err(Refusal::Restored { .. })),
+        "{refused:?}"
+    );
+}
+
+#[test]
+fn a_restored_database_does_not_believe_that_a_host_is_off() {
+    let mut book = two_hosts();
+    book.fence(&host("b")).unwrap();
+    hear(&mut book, "a", 1, stamp(0, 1000));
+    assert!(!book.is_fenced(&host("b")));
+    assert!(book.waits_for().contains(&host("b")));
+}
+
+#[test]
+fn what_could_not_be_written_is_due_again() {
+    let mut book = two_hosts();
+    let first = book.take_unwritten();
+    let rows = first.rows().to_vec();
+    assert!(!rows.is_empty() && !book.has_unwritten());
+    book.not_written(first);
+    assert_eq!(book.take_unwritten().rows(), rows);
+}
+
+#[test]
+fn a_controller_that_was_just_started_grants_nothing_before_it_asked_every_host() {
+    let mut book = Book::new(stamp(0, 7));
+    book.plant = planted();
+    for name in ["a", "b"] {
+        book.load_host(enrolled(name), HostRow::default());
+    }
+    let knows = book.stamp();
+    hear(&mut book, "a", 1, knows);
+    let refused = book.begin_survey(&web(), &[host("a")]);
+    assert!(
+        matches!(refused, Err(Refusal::Starting { .. })),
+        "{refused:?}"
+    );
+    book.lose(&host("b"));
+    assert!(book.begin_survey(&web(), &[host("a")]).is_ok());
+}
+
+#[test]
+fn a_host_that_forgot_a_word_which_it_acknowledged_is_an_old_copy() {
+    let mut book = two_hosts();
+    hear(&mut book, "a", 2, stamp(0, 3));
+    assert_eq!(book.standing(&host("a")), Standing::OldCopy);
+    // For good: that it hears later words again does not bring back what it forgot.
+    let knows = book.stamp();
+    hear(&mut book, "a", 3, knows);
+    assert_eq!(book.standing(&host("a")), Standing::OldCopy);
+}
+
+#[test]
+fn a_gift_at_the_end_of_all_generations_binds_no_host() {
+    let mut book = two_hosts();
+    let level = book.survey_of(&web(), BTreeSet::new()).unwrap().level;
+    let knows = book.stamp();
+    let ticket = book.ask();
+    let heard = Heard {
+        instance: Instance {
+            counter: 1,
+            boot_id: "boot".into(),
+            machine_id: "a".into(),
+        },
+        knows: SiteHeard {
+            stamp: knows,
+            complete: knows,
+        },
+        records: vec![RecordSaid {
+            vm: web(),
+            highest: level,
+            claim: Claim::Gave {
+                generation: Generation(u64::MAX),
+                to: host("b"),
+            },
+            may_live: false,
+        }],
+    };
+    book.hear(&host("a"), ticket, heard);
+    assert!(!book.may_hold(&web()).contains(&host("b")));
+    let next = book.survey_of(&web(), BTreeSet::new());
+    assert!(next.is_ok(), "there are generations left: {next:?}");
 }

@@ -3,8 +3,9 @@
 //! Owns nothing. Refuses: to hide whether the old content is known to be in place.
 
 use godwit_ownership::RecordError;
+use godwit_types::VmName;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Why something was not stored or not read.
 #[derive(Debug, thiserror::Error)]
@@ -40,11 +41,21 @@ pub enum StoreError {
         /// As in [`StoreError::Io`].
         unchanged: bool,
     },
-    /// The file is not what was written.
-    #[error("{} is damaged ({why}): it is not used. An older copy must not take its place; where this host certainly does not run the VM, 'godwit vm forget-record' puts the file aside", path.display())]
+    /// The file is not what was written, or no file at all.
+    #[error("{} is damaged ({why}): it is not used, and an older copy must not take its place", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The same of a VM's record, which a person may give up.
+    #[error("{} is damaged ({why}): it is not used. An older copy must not take its place; where no process of the VM lives on this host, 'godwit vm forget-record {vm}' there puts the file aside", path.display())]
+    DamagedRecord {
+        /// The file.
+        path: PathBuf,
+        /// Whose record it is.
+        vm: VmName,
         /// What is wrong with it.
         why: String,
     },
@@ -72,6 +83,17 @@ pub enum StoreError {
 }
 
 impl StoreError {
+    /// A file that could not be read: what is none is damaged, whatever else it is.
+    pub(crate) fn unread(path: &Path, source: io::Error) -> Self {
+        match source.kind() {
+            io::ErrorKind::InvalidData => Self::Damaged {
+                path: path.to_owned(),
+                why: source.to_string(),
+            },
+            _ => Self::io("read", path, true, source),
+        }
+    }
+
     pub(crate) fn io(
         what: &'static str,
         path: impl Into<PathBuf>,
@@ -100,6 +122,7 @@ impl StoreError {
             StoreError::Io { unchanged, .. } | StoreError::NoSpace { unchanged, .. } => *unchanged,
             StoreError::Locked { .. }
             | StoreError::Damaged { .. }
+            | StoreError::DamagedRecord { .. }
             | StoreError::TooLarge { .. }
             | StoreError::Encode { .. }
             | StoreError::Record(_) => true,

@@ -3,9 +3,10 @@
 //! Owns nothing. Refuses: to report success before the operation's own promise is kept.
 
 use crate::error::StoreError;
+use rustix::fs::OFlags;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt as _, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 /// Operations on files. An error leaves the operation undone, except where it says otherwise.
@@ -31,15 +32,7 @@ pub struct RealFiles;
 
 impl Files for RealFiles {
     fn read(&self, path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
-        let file = match File::open(path) {
-            Ok(file) => file,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
-        };
-        let mut content = Vec::new();
-        file.take(limit.saturating_add(1))
-            .read_to_end(&mut content)?;
-        Ok(Some(content))
+        read_regular(path, limit)
     }
 
     fn write(&self, path: &Path, content: &[u8]) -> io::Result<()> {
@@ -70,6 +63,64 @@ impl Files for RealFiles {
             _ => Ok(()),
         }
     }
+}
+
+/// The content of a regular file, `None` if there is no such file; at most `limit` bytes and one more. Whatever else is in
+/// its place (a named pipe, a directory, a device) is an error and is not waited for.
+pub fn read_regular(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
+    let mut options = OpenOptions::new();
+    options.read(true);
+    let file = match open_regular(&options, path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let mut content = Vec::new();
+    file.take(limit.saturating_add(1))
+        .read_to_end(&mut content)?;
+    Ok(Some(content))
+}
+
+/// As [`read_regular`], for a text of at most `limit` bytes; a longer one is an error.
+pub fn read_text(path: &Path, limit: u64) -> io::Result<Option<String>> {
+    let Some(content) = read_regular(path, limit)? else {
+        return Ok(None);
+    };
+    if content.len() as u64 > limit {
+        return Err(io::Error::other(format!("it is longer than {limit} bytes")));
+    }
+    let text = String::from_utf8(content);
+    text.map(Some)
+        .map_err(|_| io::Error::other("it is no text in UTF-8"))
+}
+
+/// Opens a regular file; the opening of what is none neither waits nor is felt by a device's other end.
+pub(crate) fn open_regular(options: &OpenOptions, path: &Path) -> io::Result<File> {
+    // A device may act when it is opened, and a pipe may wait: so what is there is looked at first, too.
+    if let Ok(found) = std::fs::metadata(path) {
+        must_be_regular(&found)?;
+    }
+    let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
+    let flags = i32::try_from(flags.bits()).map_err(io::Error::other)?;
+    let file = options.clone().custom_flags(flags).open(path)?;
+    must_be_regular(&file.metadata()?)?;
+    Ok(file)
+}
+
+fn must_be_regular(found: &fs::Metadata) -> io::Result<()> {
+    let kind = found.file_type();
+    let what = match () {
+        () if kind.is_file() => return Ok(()),
+        () if kind.is_dir() => "a directory",
+        () if kind.is_fifo() => "a named pipe",
+        () if kind.is_socket() => "a socket",
+        () => "a device",
+    };
+    Err(no_good(&format!("it is {what}, not a file")))
+}
+
+fn no_good(why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, why)
 }
 
 /// Replaces `path` by `content`: on success the new content is there after any crash; on an error, and after

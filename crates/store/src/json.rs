@@ -13,20 +13,30 @@ pub const DOCUMENT_BYTES_MAX: u64 = 4 << 20;
 
 /// Replaces the document at `path`, durably. Its directory must exist.
 pub fn save_json<T: Serialize>(path: &Path, document: &T) -> Result<(), StoreError> {
+    let text = text_of(path, document)?;
+    check_size(path, text.len() as u64)?;
+    replace_durably(&RealFiles, path, &text)
+}
+
+fn text_of<T: Serialize>(path: &Path, document: &T) -> Result<Vec<u8>, StoreError> {
     let mut text = serde_json::to_vec_pretty(document).map_err(|source| StoreError::Encode {
         path: path.to_owned(),
         source,
     })?;
     text.push(b'\n');
-    check_size(path, text.len() as u64)?;
-    replace_durably(&RealFiles, path, &text)
+    Ok(text)
+}
+
+/// How long the document would be at `path`, in bytes: it is written only up to [`DOCUMENT_BYTES_MAX`].
+pub fn json_size<T: Serialize>(path: &Path, document: &T) -> Result<u64, StoreError> {
+    text_of(path, document).map(|text| text.len() as u64)
 }
 
 /// The document at `path`, `None` if there is none.
 pub fn load_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, StoreError> {
     let content = RealFiles
         .read(path, DOCUMENT_BYTES_MAX)
-        .map_err(|e| StoreError::io("read", path, true, e))?;
+        .map_err(|e| StoreError::unread(path, e))?;
     let Some(content) = content else {
         return Ok(None);
     };

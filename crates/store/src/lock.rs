@@ -4,6 +4,7 @@
 //! inherited by children.
 
 use crate::error::StoreError;
+use crate::files::open_regular;
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, Write};
@@ -19,14 +20,15 @@ pub struct VmLock {
 impl VmLock {
     /// Takes the lock, or says who has it.
     pub fn take(path: &Path) -> Result<Self, StoreError> {
-        let mut file = OpenOptions::new()
+        let mut options = OpenOptions::new();
+        options
             .read(true)
             .write(true)
             .create(true)
             .truncate(false)
-            .mode(0o600)
-            .open(path)
-            .map_err(|e| StoreError::io("open", path, true, e))?;
+            .mode(0o600);
+        let mut file =
+            open_regular(&options, path).map_err(|e| StoreError::io("open", path, true, e))?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {

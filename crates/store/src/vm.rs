@@ -9,6 +9,7 @@ use crate::frame;
 use crate::lock::VmLock;
 use godwit_ownership::HostRecord;
 use godwit_types::VmName;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// Longest record file, in bytes: far above what a record needs.
@@ -100,15 +101,18 @@ fn read_record<F: Files>(
     path: &Path,
     vm: &VmName,
 ) -> Result<Option<HostRecord>, StoreError> {
-    let content = files
-        .read(path, RECORD_BYTES_MAX)
-        .map_err(|e| StoreError::io("read", path, true, e))?;
-    let Some(content) = content else {
-        return Ok(None);
-    };
-    let damaged = |why: String| StoreError::Damaged {
+    let damaged = |why: String| StoreError::DamagedRecord {
         path: path.to_owned(),
+        vm: vm.clone(),
         why,
+    };
+    let content = match files.read(path, RECORD_BYTES_MAX) {
+        Ok(Some(content)) => content,
+        Ok(None) => return Ok(None),
+        Err(error) if error.kind() == ErrorKind::InvalidData => {
+            return Err(damaged(error.to_string()));
+        }
+        Err(error) => return Err(StoreError::io("read", path, true, error)),
     };
     if content.len() as u64 > RECORD_BYTES_MAX {
         return Err(damaged(format!(
@@ -118,7 +122,7 @@ fn read_record<F: Files>(
     let payload = frame::decode(&content).map_err(damaged)?;
     let record: HostRecord =
         serde_json::from_slice(payload).map_err(|error| damaged(error.to_string()))?;
-    record.check()?;
+    record.check().map_err(|error| damaged(error.to_string()))?;
     if record.vm != *vm {
         return Err(damaged(format!("it is the record of '{}'", record.vm)));
     }

@@ -86,7 +86,7 @@ fn every_flipped_bit_and_every_cut_is_refused() {
             bad[at] ^= 1 << bit;
             fs::write(file(dir.path()), &bad).expect("writable");
             let error = store.load().expect_err("damaged");
-            assert!(matches!(error, StoreError::Damaged { .. }), "{error}");
+            assert!(matches!(error, StoreError::DamagedRecord { .. }), "{error}");
         }
         fs::write(file(dir.path()), &good[..at]).expect("writable");
         assert!(store.load().is_err(), "cut at {at}");
@@ -147,4 +147,70 @@ fn documents_come_back_and_have_a_bound() {
     ));
     remove_document(&path).expect("removes");
     assert_eq!(load_json::<Vec<u32>>(&path).expect("readable"), None);
+}
+
+/// Puts everything that is no file in a file's place, one after the other.
+fn in_place_of(path: &Path, check: impl Fn(&str)) {
+    let make: [(&str, &dyn Fn()); 4] = [
+        ("a named pipe", &|| {
+            rustix::fs::mkfifoat(rustix::fs::CWD, path, 0o600.into()).expect("a pipe");
+        }),
+        ("a directory", &|| {
+            fs::create_dir(path).expect("a directory")
+        }),
+        ("a socket", &|| {
+            drop(std::os::unix::net::UnixListener::bind(path).expect("a socket"));
+        }),
+        ("a device", &|| {
+            std::os::unix::fs::symlink("/dev/zero", path).expect("a link");
+        }),
+    ];
+    for (what, make) in make {
+        let _ = fs::remove_file(path).or_else(|_| fs::remove_dir(path));
+        make();
+        check(what);
+    }
+}
+
+#[test]
+fn what_is_no_file_in_the_place_of_one_is_named_and_not_waited_for() {
+    let dir = tempfile::tempdir().expect("a directory");
+    drop(VmStore::open(dir.path(), &vm()).expect("opens"));
+    let record = file(dir.path());
+    in_place_of(&record, |what| {
+        let error = VmStore::peek(dir.path(), &vm()).expect_err("no file");
+        assert!(matches!(error, StoreError::DamagedRecord { .. }), "{error}");
+        let said = error.to_string();
+        assert!(
+            said.contains(what) && said.contains("/ownership is damaged"),
+            "{said}"
+        );
+        assert!(VmStore::open(dir.path(), &vm()).is_err());
+    });
+    let document = dir.path().join("site.json");
+    in_place_of(&document, |what| {
+        let error = load_json::<u64>(&document).expect_err("no file");
+        let said = error.to_string();
+        assert!(said.contains(what) && said.contains("site.json"), "{said}");
+    });
+    let lock = dir.path().join("lock");
+    in_place_of(&lock, |what| {
+        let error = godwit_store::VmLock::take(&lock).expect_err("no file");
+        let said = error.to_string();
+        assert!(said.contains(what) && said.contains("lock"), "{said}");
+    });
+}
+
+#[test]
+fn a_huge_file_is_not_read_to_its_end() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("huge");
+    let huge = fs::File::create(&path).expect("a file");
+    huge.set_len(1 << 40).expect("a hole");
+    assert!(matches!(
+        load_json::<u64>(&path),
+        Err(StoreError::TooLarge { .. })
+    ));
+    let text = godwit_store::read_text(&path, 100).expect_err("too long");
+    assert!(text.to_string().contains("longer than 100 bytes"), "{text}");
 }

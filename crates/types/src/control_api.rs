@@ -188,6 +188,11 @@ pub struct CancelRequest {
     /// One sentence; "cancelled by its user" when absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// The migration's VM: a host that has not heard of the migration yet then refuses it for good. The controller
+    /// adds it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub vm: Option<VmName>,
 }
 
 /// The last bytes that a guest wrote to its serial console.
@@ -242,6 +247,8 @@ pub enum InventoryEvent {
         /// The hosts.
         hosts: Vec<String>,
     },
+    /// How the whole site stands has changed: an alarm that concerns no single VM came or ended.
+    Site,
     /// Events were lost because the reader is slow: read the lists again.
     Missed,
 }

@@ -48,7 +48,7 @@ pub enum DrainStep {
     Moving,
     /// It runs elsewhere.
     Moved,
-    /// It stays and runs on; see the reasons.
+    /// It stays as it is; see the reasons.
     CannotMove,
     /// It is off: nothing to move.
     Off,

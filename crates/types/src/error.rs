@@ -129,6 +129,15 @@ impl ApiError {
         }
     }
 
+    /// The same error with words that fit on a screen: it came from elsewhere.
+    pub fn bounded(mut self) -> Self {
+        crate::text::cut(&mut self.message, crate::text::SENTENCE_LEN_MAX);
+        if let Some(host) = &mut self.host {
+            crate::text::cut(host, crate::ids::NAME_LEN_MAX);
+        }
+        self
+    }
+
     /// The same error, said of a host.
     pub fn on_host(mut self, host: impl fmt::Display) -> Self {
         self.host = Some(host.to_string());

@@ -2,7 +2,7 @@
 //!
 //! Pure data: the agent measures, the controller stores, people read.
 
-use crate::ids::{HostName, PortGroup};
+use crate::ids::{HostName, PortGroup, VmName};
 use crate::site::{Instance, SiteHeard};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -84,4 +84,8 @@ pub struct HostInfo {
     /// Its configuration has `boot = "alone"`, which is ignored since a second host is known.
     #[serde(default)]
     pub boot_alone_ignored: bool,
+    /// VMs of which this host's record cannot be read, each with the host's own sentence of what to do.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schema(value_type = BTreeMap<String, String>)]
+    pub unread: BTreeMap<VmName, String>,
 }

@@ -5,8 +5,8 @@
 
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
-use crate::migration::{MigrationReport, MigrationSpec};
-use crate::site::{Claim, SurveyAnswer};
+use crate::migration::{AgentAddress, MigrationReport, MigrationSpec, Side};
+use crate::site::{Claim, RecordAnswer};
 use crate::vm::{Accelerator, VmSpec, VmState};
 use crate::{ApiError, vm};
 use serde::{Deserialize, Serialize};
@@ -14,6 +14,8 @@ use std::net::SocketAddr;
 
 /// Name of a VM's description in its state directory, a `VmSpec` as JSON.
 pub const SPEC_FILE: &str = "vm.json";
+/// Name of the note of a VM's last migration in its state directory, a [`MigrationNote`] as JSON.
+pub const NOTE_FILE: &str = "migration.json";
 /// Directory of a VM's migration reports in its state directory, `ID.json` each.
 pub const REPORTS_DIR: &str = "migrations";
 /// Name of the socket that a VM process serves, in its run directory.
@@ -21,6 +23,9 @@ pub const SOCKET_FILE: &str = "vm.sock";
 
 /// Longest time for which a guest's writes are measured, ms.
 pub const MEASURE_MS_MAX: u64 = 5_000;
+
+/// Most VMs that a host keeps records of, and names in a list.
+pub const VMS_MAX: usize = 16_384;
 
 /// Longest message on an internal interface, bytes.
 pub const MESSAGE_LEN_MAX: usize = 1 << 20;
@@ -53,6 +58,18 @@ impl HostVm {
     pub fn holds(&self) -> bool {
         self.claim.held().is_some()
     }
+}
+
+/// What a VM process keeps of the last migration that was prepared or begun on its host: everything but the secret.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigrationNote {
+    /// The migration.
+    pub migration: MigrationId,
+    /// This host's side of it.
+    pub side: Side,
+    /// The other host.
+    pub peer: AgentAddress,
 }
 
 /// Makes a VM known to a host and gives it the right to run it (the first time) or updates its description (stopped).
@@ -132,7 +149,7 @@ pub struct PeerEnvelope {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OutboxMessage {
     /// Where to.
-    pub peer: crate::migration::AgentAddress,
+    pub peer: AgentAddress,
     /// An ownership `PeerMessage`.
     pub message: serde_json::Value,
 }
@@ -152,6 +169,12 @@ pub enum VmRequest {
     Stop {
         /// Power off at once.
         force: bool,
+    },
+    /// Write that the VM is off, since its QEMU is gone. Refused where it has a QEMU again, or is not held under this
+    /// generation any more: who asks has looked before.
+    PowerOffDead {
+        /// Under which it was held when its QEMU was seen to be gone.
+        generation: Generation,
     },
     /// Reset the guest.
     Reset,
@@ -193,6 +216,9 @@ pub enum VmRequest {
         /// The survey's level.
         level: Generation,
     },
+    /// Write the VM's record again if the one on the disk is another: the state directory may have been put back while
+    /// this process lived.
+    KeepRecord,
     /// An operator settles an in-doubt state.
     Resolve {
         /// Whether this host shall run the VM.
@@ -240,7 +266,7 @@ pub enum VmAnswer {
     /// To `Peer`: ownership `PeerMessage`s to be carried back to the sender.
     Replies(Vec<serde_json::Value>),
     /// To `Survey`.
-    Surveyed(SurveyAnswer),
+    Surveyed(RecordAnswer),
     /// To `TakeOutbox`.
     Outbox(Vec<OutboxMessage>),
     /// To `Console`.

@@ -15,6 +15,7 @@ pub mod ids;
 pub mod load;
 pub mod migration;
 pub mod site;
+pub mod text;
 pub mod vm;
 
 pub use error::{ApiError, ErrorCode};

@@ -325,6 +325,27 @@ pub enum Side {
 }
 
 impl MigrationReport {
+    /// Whether its end is still to be told.
+    pub fn is_open(&self) -> bool {
+        self.outcome
+            .is_none_or(|outcome| outcome == Outcome::InDoubt)
+    }
+
+    /// Books an end that its own VM process did not book.
+    pub fn close(&mut self, outcome: Outcome, reason: Option<String>, now_unix_s: u64) {
+        self.total_s = now_unix_s.saturating_sub(self.began_unix_s) as f64;
+        self.outcome = Some(outcome);
+        self.reason = reason;
+        self.eta_s = None;
+        self.phase = match outcome {
+            Outcome::InDoubt => Phase::Handover,
+            Outcome::Completed | Outcome::Cancelled | Outcome::Failed => Phase::Ended,
+        };
+        if outcome == Outcome::Completed {
+            self.remaining_bytes = 0;
+        }
+    }
+
     /// A report of a migration that has just begun.
     pub fn begun(spec: &MigrationSpec, side: Side, ram_mib: u64, began_unix_s: u64) -> Self {
         Self {

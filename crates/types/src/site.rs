@@ -147,6 +147,15 @@ pub struct SurveyRequest {
     pub level: Generation,
 }
 
+/// What the durable record of one VM answers to a survey.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecordAnswer {
+    /// The highest generation that the host has ever seen; the level asked for, when it holds nothing.
+    pub highest: Generation,
+    /// What the record says.
+    pub claim: Claim,
+}
+
 /// A host's durable answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SurveyAnswer {
@@ -154,6 +163,12 @@ pub struct SurveyAnswer {
     pub highest: Generation,
     /// What its record says.
     pub claim: Claim,
+    /// Whether a guest of it may be there: a QEMU or a VM process of it lives, or nobody can tell.
+    pub may_live: bool,
+    /// Which of the host's lives answers.
+    pub instance: Instance,
+    /// What it knows of the controller's words.
+    pub knows: SiteHeard,
 }
 
 /// One record of a host, as it tells it to other hosts and to a controller.
@@ -165,6 +180,27 @@ pub struct RecordSaid {
     pub highest: Generation,
     /// What the record says.
     pub claim: Claim,
+    /// Whether a guest of it may be there: a QEMU or a VM process of it lives, or nobody can tell.
+    #[serde(default = "yes")]
+    pub may_live: bool,
+}
+
+impl RecordSaid {
+    /// Every generation that the record names.
+    pub fn generations(&self) -> impl Iterator<Item = Generation> {
+        let named = match &self.claim {
+            Claim::Holds { generation, .. }
+            | Claim::Gave { generation, .. }
+            | Claim::Promised { generation, .. }
+            | Claim::Moved { generation, .. } => Some(*generation),
+            Claim::No | Claim::Receiving { .. } => None,
+        };
+        [self.highest].into_iter().chain(named)
+    }
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// Which of a host's lives speaks: a copy of its disk on another machine, or put back on the same one, differs.
@@ -208,6 +244,9 @@ pub struct SiteHost {
     pub serial: String,
     /// The highest counter of its lives that was heard.
     pub counter: u64,
+    /// The machine's own id; empty before it was heard.
+    #[serde(default)]
+    pub machine_id: String,
 }
 
 /// A VM in the site's table.
@@ -248,8 +287,10 @@ pub struct SiteTable {
 pub struct SiteUpdate {
     /// Up to which word the host's table was complete; another one is answered with what it is.
     pub since: Stamp,
-    /// Up to which word it is afterwards.
+    /// The controller's newest word.
     pub stamp: Stamp,
+    /// Up to which word the table is complete afterwards: an earlier one where more is to come.
+    pub upto: Stamp,
     /// All hosts that are enrolled.
     pub hosts: Vec<SiteHost>,
     /// All hosts that were removed.
@@ -285,12 +326,15 @@ pub struct BootWish {
 pub struct SiteQuestion {
     /// The life that asks.
     pub instance: Instance,
+    /// What it knows of the controller's words.
+    #[serde(default)]
+    pub knows: SiteHeard,
     /// What it would boot.
     pub wishes: Vec<BootWish>,
 }
 
 /// The answer, from a controller or a host, from what it has on record.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SiteAnswer {
     /// The host that answers; none for a controller.
     pub from: Option<HostName>,
@@ -304,6 +348,23 @@ pub struct SiteAnswer {
     pub vms: BTreeMap<VmName, SiteVm>,
     /// Its own records of the VMs asked for; none from a controller.
     pub records: Vec<RecordSaid>,
+    /// VMs of which its record cannot be read: it has said nothing of these.
+    #[serde(default)]
+    pub unread: BTreeSet<VmName>,
+    /// Hosts that a person said are off. None from a host.
+    #[serde(default)]
+    pub off: BTreeSet<HostName>,
+    /// VMs that this controller granted to another host since, which holds them and answers: the asker's records of them
+    /// may go. None from a host.
+    #[serde(default)]
+    pub given_on: BTreeSet<VmName>,
+}
+
+impl SiteAnswer {
+    /// Whether it says anything of a VM.
+    pub fn knows(&self, vm: &VmName) -> bool {
+        !self.unread.contains(vm)
+    }
 }
 
 /// Everything a host has on record: what a restored controller reads before it takes over.
@@ -311,8 +372,11 @@ pub struct SiteAnswer {
 pub struct WholeSurvey {
     /// The host's life.
     pub instance: Instance,
-    /// All its records.
+    /// All its records that can be read.
     pub records: Vec<RecordSaid>,
+    /// VMs of which its record cannot be read: it may hold these.
+    #[serde(default)]
+    pub unread: BTreeSet<VmName>,
     /// Its table.
     pub table: SiteTable,
 }
@@ -335,6 +399,75 @@ pub enum Alarm {
         /// Hosts that must answer, or be fenced, before it takes over.
         #[schema(value_type = Vec<String>)]
         waits_for: Vec<HostName>,
+        /// Hosts that say that they have heard a later word.
+        #[schema(value_type = Vec<String>)]
+        said_by: Vec<HostName>,
+    },
+    /// Another controller has taken over from this one while it ran.
+    ReplacedController {
+        /// Hosts that say so.
+        #[schema(value_type = Vec<String>)]
+        said_by: Vec<HostName>,
+    },
+    /// A host says that it has heard a word that no controller can have said.
+    ImpossibleWord {
+        /// The host.
+        #[schema(value_type = String)]
+        host: HostName,
+    },
+    /// A host's records or table name hosts that were never enrolled.
+    NamesStrangers {
+        /// The host.
+        #[schema(value_type = String)]
+        host: HostName,
+        /// Some of those that it names.
+        #[schema(value_type = Vec<String>)]
+        named: Vec<HostName>,
+        /// It names more than can be: what it tells does not count when a restored controller takes over.
+        too_many: bool,
+    },
+    /// A host that was removed is not off: it answers.
+    RemovedHostAnswers {
+        /// The host.
+        #[schema(value_type = String)]
+        host: HostName,
+        /// VMs that it says it runs.
+        #[schema(value_type = Vec<String>)]
+        vms: Vec<VmName>,
+    },
+    /// A host and this controller do not accept each other's certificates, because of a clock or a certificate's dates.
+    ClockOrCertificate {
+        /// The host.
+        #[schema(value_type = String)]
+        host: HostName,
+    },
+    /// A host's answers are longer, or say more, than any agent's: nothing of them is taken.
+    AnswerNotTaken {
+        /// The host.
+        #[schema(value_type = String)]
+        host: HostName,
+    },
+    /// A host does not take this controller's table of the site: it decides by an older one.
+    TableNotTaken {
+        /// The host.
+        #[schema(value_type = String)]
+        host: HostName,
+    },
+    /// A host cannot read its record of a VM: it may hold it.
+    DamagedRecord {
+        /// The host.
+        #[schema(value_type = String)]
+        host: HostName,
+        /// The VM.
+        #[schema(value_type = String)]
+        vm: VmName,
+    },
+    /// A row of the controller's database cannot be read.
+    UnreadRow {
+        /// Its table.
+        table: String,
+        /// Its key.
+        row: String,
     },
     /// Two machines have the certificate of one host.
     SecondInstance {

@@ -15,6 +15,8 @@ pub const MEMORY_MIB_MIN: u64 = 16;
 pub const MEMORY_MIB_MAX: u64 = 4 << 20;
 /// Most network cards of a VM.
 pub const NICS_MAX: usize = 8;
+/// Most disks of a VM.
+pub const DISKS_MAX: usize = 16;
 /// Longest kernel command line, bytes.
 pub const CMDLINE_LEN_MAX: usize = 2048;
 
@@ -233,6 +235,12 @@ impl VmSpec {
     }
 
     fn check_disks(&self) -> Result<(), InvalidVm> {
+        if self.disks.len() > DISKS_MAX {
+            return Err(InvalidVm(format!(
+                "{} disks are too many: use at most {DISKS_MAX}",
+                self.disks.len()
+            )));
+        }
         for (index, disk) in self.disks.iter().enumerate() {
             check_path("disk path", &disk.path)?;
             if !crate::ids::is_valid_name(&disk.name)
@@ -341,6 +349,8 @@ pub enum VmState {
     Crashed,
     /// Its host does not answer.
     Unreachable,
+    /// What its host, or the controller, has on record of it cannot be read: granted to nobody until a person has decided.
+    DamagedRecord,
 }
 
 impl fmt::Display for VmState {
@@ -356,6 +366,7 @@ impl fmt::Display for VmState {
             Self::Panicked => "panicked",
             Self::Crashed => "crashed",
             Self::Unreachable => "unreachable",
+            Self::DamagedRecord => "damaged-record",
         })
     }
 }

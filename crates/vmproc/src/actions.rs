@@ -11,7 +11,7 @@ use crate::succession::way_out;
 use crate::unsure::Unsure;
 use crate::vm::{Driver, Migration, Vm};
 use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
-use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, RunPermit, Status};
+use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, Reason, RunPermit, Status};
 use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::StoreError;
 use godwit_types::host_api::OutboxMessage;
@@ -302,7 +302,8 @@ impl Vm {
         }
     }
 
-    fn send_both_ways(&mut self, to: &HostName, message: PeerMessage) {
+    fn send_both_ways(&mut self, to: &HostName, mut message: PeerMessage) {
+        self.give_reason(&mut message);
         if let Some(migration) = self
             .migration
             .as_mut()
@@ -341,6 +342,17 @@ impl Vm {
             return;
         }
         self.post(to, &message);
+    }
+
+    /// A message that this side gave up says why, whichever way it goes.
+    fn give_reason(&self, message: &mut PeerMessage) {
+        let PeerMessage::Failed { migration, reason } = message else {
+            return;
+        };
+        let mine = self.migration.as_ref().filter(|mine| mine.id == *migration);
+        *reason = mine
+            .and_then(Migration::why)
+            .map(|why| Reason::clipped(&why));
     }
 
     pub(crate) fn post(&self, to: &HostName, message: &PeerMessage) {

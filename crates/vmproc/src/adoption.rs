@@ -4,21 +4,26 @@
 //! beside it: nothing is decided until it answers, is gone, or a person gives it up with a forced stop. Meanwhile
 //! requests are answered with what is known. Owns the time between this process's start and the ownership core's.
 //!
-//! A QEMU that no identity file tells of is found by its RAM file. Where the record says that this host may hold the VM it
-//! is taken over like any other, unless it has never run its guest; elsewhere it is ended.
+//! A QEMU whose guest runs although the record says that the VM is not here shows that the state directory is an older
+//! copy: it may run the only guest, so it is left alone and told of until a person ends it.
+//!
+//! A QEMU that no identity file tells of is found by its RAM file and taken over like any other, unless it has never run
+//! its guest: then it is ended. The state directory may be new and empty while the run directory was emptied, too.
 
 use crate::faults::{planted, qemu_is};
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, KILL_WAIT, internal};
 use crate::input::{Input, Request};
 use crate::strays::{self, Stray};
-use godwit_ownership::HostRecord;
+use godwit_ownership::{HostRecord, Phase};
 use godwit_qemu::machine::RunState;
 use godwit_qemu::process::{ProcessError, QemuProcess};
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmRequest, VmStatus};
+use godwit_types::site::{Claim, RecordAnswer};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode};
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -69,12 +74,15 @@ pub(crate) fn adopt(
     strays::remove_ram_files(seat.paths, Some(identity.launch));
     qemu_is(identity.pid);
     match attempt(seat.paths, &identity) {
+        // Looked at again, and told of, while this process waits.
+        Ok((_, state)) if is_denied(seat.record, &state) => {}
         Ok((hyper, state)) => return taken(hyper, state, unknown),
         Err(error) => {
-            tracing::warn!(%error, pid = identity.pid, "QEMU lives but is not taken over yet")
+            tracing::warn!(%error, pid = identity.pid, "QEMU lives but is not taken over yet");
         }
     }
     let waiting = Waiting {
+        denied: Cell::new(false),
         seat,
         process,
         unknown,
@@ -108,14 +116,14 @@ fn find(seat: &Seat<'_>) -> Result<Option<Found>, ApiError> {
     let mut others = strays::living(seat.paths).map_err(internal)?;
     if let (Some(identity), Some(process)) = (known, process) {
         others.retain(|stray| stray.process.pid() != identity.pid);
-        end_all(&others)?;
+        end_those_that_never_ran(seat, &others)?;
         return Ok(Some(Found {
             identity,
             process,
             unknown: false,
         }));
     }
-    if !seat.record.may_hold() || planted("unknown-hypervisor-ended") {
+    if planted("unknown-hypervisor-ended") {
         end_all(&others)?;
         return Ok(None);
     }
@@ -130,12 +138,9 @@ fn end_all(others: &[Stray]) -> Result<(), ApiError> {
         .try_for_each(|stray| strays::end(stray, deadline).map_err(internal))
 }
 
-/// Takes the oldest of these for this VM's QEMU: a newer one is a start that was cut short, and ended if it says so.
-fn claim(seat: &Seat<'_>, mut others: Vec<Stray>) -> Result<Option<Found>, ApiError> {
-    let Some(oldest) = others.pop() else {
-        return Ok(None);
-    };
-    for stray in &others {
+/// A start that was cut short is ended if it says so; whatever else lives on this VM's RAM files may run its guest.
+fn end_those_that_never_ran(seat: &Seat<'_>, others: &[Stray]) -> Result<(), ApiError> {
+    for stray in others {
         match attempt(seat.paths, &identity_of(stray)) {
             Ok((_, state)) if never_ran(&state) => end_all(std::slice::from_ref(stray))?,
             _ => {
@@ -147,6 +152,15 @@ fn claim(seat: &Seat<'_>, mut others: Vec<Stray>) -> Result<Option<Found>, ApiEr
             }
         }
     }
+    Ok(())
+}
+
+/// Takes the oldest of these for this VM's QEMU: a newer one is a start that was cut short, and ended if it says so.
+fn claim(seat: &Seat<'_>, mut others: Vec<Stray>) -> Result<Option<Found>, ApiError> {
+    let Some(oldest) = others.pop() else {
+        return Ok(None);
+    };
+    end_those_that_never_ran(seat, &others)?;
     let identity = identity_of(&oldest);
     tracing::warn!(
         pid = identity.pid,
@@ -168,6 +182,19 @@ fn identity_of(stray: &Stray) -> QemuIdentity {
         accelerator: stray.accelerator,
         launch: stray.launch,
     }
+}
+
+/// Whether a guest runs although the record says that none can, now or after a message.
+fn is_denied(record: &HostRecord, state: &RunState) -> bool {
+    has_left(record) && *state == RunState::Running
+}
+
+/// Whether the record says that the VM is not here: the core has nothing of it to power off.
+fn has_left(record: &HostRecord) -> bool {
+    matches!(
+        record.phase,
+        Phase::Absent | Phase::Moved { .. } | Phase::Refused { .. }
+    )
 }
 
 /// A QEMU that was started and never let its guest run.
@@ -192,6 +219,8 @@ fn attempt(paths: &Paths, identity: &QemuIdentity) -> Attempt {
 
 struct Waiting<'a> {
     seat: &'a Seat<'a>,
+    /// It runs its guest, which the record says is not here: nobody takes it over.
+    denied: Cell<bool>,
     process: QemuProcess,
     /// No identity file told of it.
     unknown: bool,
@@ -217,7 +246,11 @@ impl Waiting<'_> {
         let mut shouted = false;
         loop {
             if let Ok((hyper, state)) = attempts.try_recv() {
-                return taken(hyper, state, self.unknown);
+                if !is_denied(self.seat.record, &state) {
+                    return taken(hyper, state, self.unknown);
+                }
+                tracing::error!("{}", self.denied_note());
+                self.denied.set(true);
             }
             if !self.process.is_alive() {
                 return Ok(Adopted::None);
@@ -269,7 +302,20 @@ impl Waiting<'_> {
     fn answer(&self, request: Request, inputs: &Sender<Input>) -> Option<Adopted> {
         let answer = match &request.request {
             VmRequest::Status => self.status(),
+            VmRequest::Survey { .. } if self.denied.get() => VmAnswer::Surveyed(RecordAnswer {
+                highest: self.seat.record.highest,
+                claim: self.claim(),
+            }),
             VmRequest::Stop { force: true } => match self.give_up() {
+                // Also before it was asked whether its guest runs: the core would only say that the VM is not here.
+                Ok(()) if has_left(self.seat.record) => {
+                    let done = format!(
+                        "the guest of VM '{}' on host '{}' is ended",
+                        self.seat.config.vm, self.seat.config.host
+                    );
+                    let _ = request.reply.send(VmAnswer::Done(done));
+                    return Some(Adopted::None);
+                }
                 Ok(()) => {
                     // Powering off is the core's to do: it hears of the request first of all.
                     let _ = inputs.send(Input::Request(request));
@@ -299,15 +345,38 @@ impl Waiting<'_> {
             .map_err(internal)
     }
 
+    /// A guest that runs is held by this host, whatever an older copy of its record says.
+    fn claim(&self) -> Claim {
+        match self.denied.get() {
+            true => Claim::Holds {
+                generation: self.seat.record.highest,
+                on: true,
+            },
+            false => godwit_site::claim_of(self.seat.record),
+        }
+    }
+
+    /// The VM's description; of a guest whose description is gone, as much as its name.
+    fn spec(&self) -> Option<VmSpec> {
+        let text = || {
+            format!(
+                "name = \"{}\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/unknown\"\n",
+                self.seat.config.vm
+            )
+        };
+        let unknown = || self.denied.get().then(|| VmSpec::from_toml(&text()).ok());
+        self.seat.spec.cloned().or_else(|| unknown().flatten())
+    }
+
     fn status(&self) -> VmAnswer {
-        let Some(spec) = self.seat.spec else {
+        let Some(spec) = self.spec() else {
             return VmAnswer::Error(ApiError::new(ErrorCode::UnknownVm, self.note()));
         };
         let vm = HostVm {
-            spec: spec.clone(),
+            spec,
             state: VmState::Unreachable,
             generation: self.seat.record.highest,
-            claim: godwit_site::claim_of(self.seat.record),
+            claim: self.claim(),
             migration: None,
             accelerator: None,
             vm_process_pid: i32::try_from(std::process::id()).ok(),
@@ -317,7 +386,19 @@ impl Waiting<'_> {
         VmAnswer::Status(Box::new(VmStatus { vm }))
     }
 
+    fn denied_note(&self) -> String {
+        format!(
+            "QEMU of VM '{vm}' (process {pid}) runs its guest on host {host}, though the record there says that the VM is not on that host: its state directory is an older copy. Nothing is started in its place; if no other host runs the VM, leave it so; 'godwit vm stop {vm} --force --host {host}' ends that guest",
+            vm = self.seat.config.vm,
+            host = self.seat.config.host,
+            pid = self.process.pid(),
+        )
+    }
+
     fn note(&self) -> String {
+        if self.denied.get() {
+            return self.denied_note();
+        }
         let monitors = [0, 1].map(|index| self.seat.paths.monitor(self.launch, index));
         if !monitors.iter().any(|path| path.exists()) {
             return format!(
@@ -337,320 +418,5 @@ impl Waiting<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::Site;
-    use godwit_ownership::{Phase, Power};
-    use godwit_types::vm::Accelerator;
-    use godwit_types::{Generation, HostName, MigrationId};
-    use std::io::{BufRead as _, BufReader, Write as _};
-    use std::os::unix::net::UnixListener;
-    use std::path::Path;
-    use std::process::{Child, Command, Stdio};
-    use std::sync::mpsc::sync_channel;
-
-    /// A process that stands for a QEMU whose control socket somebody else speaks for, or nobody.
-    struct Scene {
-        directory: std::path::PathBuf,
-        config: VmProcessConfig,
-        child: Child,
-    }
-
-    impl Scene {
-        fn new(name: &str) -> Self {
-            let directory =
-                Path::new("/dev/shm").join(format!("godwit-adopt-{}-{name}", std::process::id()));
-            let at = |name: &str| directory.join(name).to_string_lossy().into_owned();
-            let config = VmProcessConfig {
-                vm: "web".to_owned().try_into().unwrap(),
-                host: "a".to_owned().try_into().unwrap(),
-                state_dir: at("state/vms/web"),
-                run_dir: at("run"),
-                ram_dir: at("ram"),
-                qemu: "/usr/bin/qemu-system-x86_64".into(),
-                qemu_uid: 65534,
-                qemu_gid: 65534,
-                migration_ports: (0, 0),
-                port_groups: Default::default(),
-                migration_addresses: Vec::new(),
-                accelerator: Accelerator::Tcg,
-            };
-            for dir in ["state/vms/web", "run/qemu", "ram"] {
-                std::fs::create_dir_all(directory.join(dir)).unwrap();
-            }
-            let child = Command::new("sleep")
-                .arg("600")
-                .stdin(Stdio::null())
-                .spawn()
-                .unwrap();
-            Self {
-                directory,
-                config,
-                child,
-            }
-        }
-
-        fn known(&self, paths: &Paths) {
-            let pid = self.child.id() as i32;
-            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
-            let fields = stat.rsplit_once(')').unwrap().1;
-            let identity = QemuIdentity {
-                pid,
-                start_time_ticks: fields.split_whitespace().nth(19).unwrap().parse().unwrap(),
-                accelerator: Accelerator::Tcg,
-                launch: 1,
-            };
-            save_json(&paths.identity(), &identity).unwrap();
-        }
-    }
-
-    impl Drop for Scene {
-        fn drop(&mut self) {
-            let _ = self.child.kill();
-            let _ = self.child.wait();
-            let _ = std::fs::remove_dir_all(&self.directory);
-        }
-    }
-
-    fn ask(inputs: &Sender<Input>, request: VmRequest) -> Receiver<VmAnswer> {
-        let (reply, answer) = sync_channel(1);
-        inputs
-            .send(Input::Request(Request { request, reply }))
-            .unwrap();
-        answer
-    }
-
-    /// Speaks just enough QMP for a take-over, on one connection, once `silence` is over.
-    fn answer_late(path: &Path, first_words: Receiver<()>) {
-        let listener = UnixListener::bind(path).unwrap();
-        std::thread::spawn(move || {
-            first_words.recv().unwrap();
-            for stream in listener.incoming().flatten() {
-                let mut writer = stream.try_clone().unwrap();
-                let greeting = r#"{"QMP":{"version":{"qemu":{"major":7,"minor":2,"micro":0},"package":""},"capabilities":[]}}"#;
-                // A connection that gave up while nobody spoke is closed by now.
-                if writeln!(writer, "{greeting}").is_err() {
-                    continue;
-                }
-                for line in BufReader::new(stream).lines().map_while(Result::ok) {
-                    let request: serde_json::Value = serde_json::from_str(&line).unwrap();
-                    let result = match request["execute"].as_str() {
-                        Some("query-status") => {
-                            serde_json::json!({"status": "running", "running": true, "singlestep": false})
-                        }
-                        _ => serde_json::json!({}),
-                    };
-                    let answer = serde_json::json!({"return": result, "id": request["id"]});
-                    if writeln!(writer, "{answer}").is_err() {
-                        break;
-                    }
-                }
-            }
-        });
-    }
-
-    #[test]
-    fn a_hypervisor_that_lives_is_waited_for_and_never_ended() {
-        let scene = Scene::new("late");
-        let paths = Paths::of(&scene.config);
-        scene.known(&paths);
-        let ram = paths.ram_file(1);
-        godwit_guestmem::RamFile::create(&ram, 2 << 20, None).unwrap();
-        let (speak, first_words) = channel();
-        answer_late(&paths.monitor(1, 0), first_words);
-        let record = HostRecord::absent(scene.config.vm.clone());
-        let spec = VmSpec::from_toml(
-            "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/boot/vmlinuz\"",
-        )
-        .unwrap();
-        let (inputs, received) = channel();
-        let status = ask(&inputs, VmRequest::Status);
-        let start = ask(&inputs, VmRequest::Start);
-        let adopted = std::thread::scope(|scope| {
-            let seat = Seat {
-                config: &scene.config,
-                paths: &paths,
-                record: &record,
-                spec: Some(&spec),
-            };
-            let adopting = scope.spawn(move || adopt(&seat, &inputs, &received));
-            let wait = Duration::from_secs(60);
-            let VmAnswer::Status(status) = status.recv_timeout(wait).unwrap() else {
-                panic!("no status");
-            };
-            assert_eq!(status.vm.state, VmState::Unreachable);
-            assert!(status.vm.note.unwrap().contains("may be running"));
-            let VmAnswer::Error(refused) = start.recv_timeout(wait).unwrap() else {
-                panic!("nothing may be started");
-            };
-            assert_eq!(refused.code, ErrorCode::Hypervisor);
-            speak.send(()).unwrap();
-            adopting.join().unwrap()
-        });
-        assert!(
-            matches!(adopted, Ok(Adopted::Taken(_, RunState::Running))),
-            "it was slow, no more"
-        );
-    }
-
-    #[test]
-    fn a_forced_stop_gives_a_silent_hypervisor_up_and_reaches_the_core() {
-        let mut scene = Scene::new("silent");
-        let paths = Paths::of(&scene.config);
-        scene.known(&paths);
-        let record = HostRecord::absent(scene.config.vm.clone());
-        let seat = Seat {
-            config: &scene.config,
-            paths: &paths,
-            record: &record,
-            spec: None,
-        };
-        let (inputs, received) = channel();
-        let _answer = ask(&inputs, VmRequest::Stop { force: true });
-        assert!(matches!(
-            adopt(&seat, &inputs, &received),
-            Ok(Adopted::None)
-        ));
-        assert!(
-            matches!(scene.child.try_wait(), Ok(Some(_)) | Err(_)),
-            "it is gone"
-        );
-        assert!(matches!(
-            received.try_recv(),
-            Ok(Input::Request(Request {
-                request: VmRequest::Stop { force: true },
-                ..
-            }))
-        ));
-    }
-
-    fn holds() -> Phase {
-        Phase::Holds {
-            generation: Generation(2),
-            power: Power::On,
-            unconfirmed: None,
-        }
-    }
-
-    fn record(site: &Site, phase: Phase) -> HostRecord {
-        let held = if matches!(phase, Phase::Holds { .. }) {
-            2
-        } else {
-            0
-        };
-        HostRecord {
-            highest: Generation(2),
-            held: Generation(held),
-            phase,
-            ..HostRecord::absent(site.config.vm.clone())
-        }
-    }
-
-    #[test]
-    fn a_hypervisor_whose_identity_was_wiped_is_taken_over() {
-        let site = Site::new();
-        let mut qemu = site.qemu(&["running"]);
-        std::fs::remove_file(site.paths.identity()).unwrap();
-        let (record, (inputs, received)) = (record(&site, holds()), channel());
-        let seat = Seat {
-            config: &site.config,
-            paths: &site.paths,
-            record: &record,
-            spec: None,
-        };
-        let adopted = adopt(&seat, &inputs, &received);
-        let Ok(Adopted::Taken(hyper, RunState::Running)) = adopted else {
-            panic!("it is not taken over");
-        };
-        assert_eq!(hyper.pid(), qemu.child.id() as i32);
-        assert!(!qemu.is_gone() && site.paths.identity().exists());
-        assert!(site.paths.ram_file(1).exists());
-    }
-
-    #[test]
-    fn a_hypervisor_whose_start_was_cut_short_is_ended() {
-        let site = Site::new();
-        let mut qemu = site.qemu(&["prelaunch"]);
-        std::fs::remove_file(site.paths.identity()).unwrap();
-        let (record, (inputs, received)) = (record(&site, holds()), channel());
-        let seat = Seat {
-            config: &site.config,
-            paths: &site.paths,
-            record: &record,
-            spec: None,
-        };
-        assert!(matches!(
-            adopt(&seat, &inputs, &received),
-            Ok(Adopted::None)
-        ));
-        assert!(qemu.is_gone());
-    }
-
-    #[test]
-    fn a_hypervisor_of_a_vm_that_is_not_held_here_is_ended() {
-        let moved = Phase::Moved {
-            generation: Generation(2),
-            migration: MigrationId::new("m").unwrap(),
-            to: HostName::new("a").unwrap(),
-        };
-        for phase in [Phase::Absent, moved] {
-            let site = Site::new();
-            let mut qemu = site.qemu(&["running"]);
-            std::fs::remove_file(site.paths.identity()).unwrap();
-            let (record, (inputs, received)) = (record(&site, phase), channel());
-            let seat = Seat {
-                config: &site.config,
-                paths: &site.paths,
-                record: &record,
-                spec: None,
-            };
-            assert!(matches!(
-                adopt(&seat, &inputs, &received),
-                Ok(Adopted::None)
-            ));
-            assert!(qemu.is_gone() && !site.paths.ram_file(1).exists());
-        }
-    }
-
-    #[test]
-    fn a_wiped_run_directory_kills_no_guest_until_a_person_does() {
-        let site = Site::new();
-        let mut qemu = site.qemu(&["running"]);
-        std::fs::remove_dir_all(&site.paths.run).unwrap();
-        std::fs::create_dir_all(&site.paths.run).unwrap();
-        let record = record(&site, holds());
-        let spec = VmSpec::from_toml(
-            "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/boot/vmlinuz\"",
-        )
-        .unwrap();
-        let (inputs, received) = channel();
-        let status = ask(&inputs, VmRequest::Status);
-        let boot = ask(&inputs, VmRequest::Boot);
-        std::thread::scope(|scope| {
-            let seat = Seat {
-                config: &site.config,
-                paths: &site.paths,
-                record: &record,
-                spec: Some(&spec),
-            };
-            let own = inputs.clone();
-            let adopting = scope.spawn(move || adopt(&seat, &own, &received));
-            let wait = Duration::from_secs(60);
-            let VmAnswer::Status(status) = status.recv_timeout(wait).unwrap() else {
-                panic!("no status");
-            };
-            assert_eq!(status.vm.state, VmState::Unreachable);
-            assert_eq!(status.vm.qemu_pid, Some(qemu.child.id() as i32));
-            let note = status.vm.note.unwrap();
-            assert!(
-                note.contains("are gone") && note.contains("--force"),
-                "{note}"
-            );
-            assert!(matches!(boot.recv_timeout(wait), Ok(VmAnswer::Error(_))));
-            assert!(!qemu.is_gone());
-            let _stopped = ask(&inputs, VmRequest::Stop { force: true });
-            assert!(matches!(adopting.join().unwrap(), Ok(Adopted::None)));
-        });
-        assert!(qemu.is_gone());
-    }
-}
+#[path = "adoption_tests.rs"]
+mod tests;

@@ -5,9 +5,7 @@
 
 use crate::strays::living;
 use godwit_store::{load_json, save_json};
-use godwit_types::MigrationId;
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::migration::{AgentAddress, Side};
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -21,15 +19,6 @@ pub(crate) struct QemuIdentity {
     pub accelerator: Accelerator,
     /// Counts the QEMUs of this VM on this host; part of the names of its sockets and RAM file.
     pub launch: u64,
-}
-
-/// What a successor must know of a migration: everything but the secret.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct MigrationNote {
-    pub migration: MigrationId,
-    pub side: Side,
-    pub peer: AgentAddress,
 }
 
 /// Where a QEMU of the VM has its files: kept durably, since a host's configuration may change while QEMU lives.

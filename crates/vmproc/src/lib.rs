@@ -17,11 +17,13 @@ mod destination;
 mod faults;
 mod files;
 mod harden;
+mod heard;
 mod huge_pages;
 mod hypervisor;
 mod input;
 mod measure;
 mod neighbours;
+mod off;
 mod outbox;
 mod priority;
 mod requests;
@@ -41,6 +43,8 @@ mod vm;
 #[cfg(test)]
 mod vm_tests;
 
+use anyhow::Context as _;
+use godwit_store::load_json;
 use godwit_types::host_api::VmProcessConfig;
 use std::path::Path;
 
@@ -48,8 +52,8 @@ use std::path::Path;
 pub fn run(config_path: &Path) -> anyhow::Result<()> {
     harden::harden()?;
     end_with_any_thread();
-    let text = std::fs::read_to_string(config_path)?;
-    let config: VmProcessConfig = serde_json::from_str(&text)?;
+    let config: Option<VmProcessConfig> = load_json(config_path)?;
+    let config = config.with_context(|| format!("there is no {}", config_path.display()))?;
     match vm::Vm::open(config)? {
         Some(vm) => vm.run(),
         None => Ok(()),

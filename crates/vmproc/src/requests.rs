@@ -8,7 +8,6 @@ use crate::destination::arrivals::Arrivals;
 use crate::destination::driver::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::destination::memory::Memory;
 use crate::faults::reached;
-use crate::files::MigrationNote;
 use crate::hypervisor::{QMP_WAIT, internal};
 use crate::input::{DriverNews, Input, News};
 use crate::priority::cores;
@@ -20,13 +19,16 @@ use crate::source::tracking::DirtyTracker;
 use crate::succession::way_out;
 use crate::throttle::SharedThrottle;
 use crate::vm::{Driver, Migration, Outcome, Vm};
-use godwit_ownership::{Event, EventKind, PeerMessage, Phase, Power, StateName, Status};
+use godwit_ownership::{
+    Event, EventKind, HostRecord, PeerMessage, Phase, Power, StateName, Status,
+};
 use godwit_store::save_json;
 use godwit_types::host_api::{
-    HostVm, IncomingReady, PrepareIncoming, SPEC_FILE, VmAnswer, VmRequest, VmStatus,
+    HostVm, IncomingReady, MigrationNote, NOTE_FILE, PrepareIncoming, SPEC_FILE, VmAnswer,
+    VmRequest, VmStatus,
 };
 use godwit_types::migration::{MigrationReport, MigrationSpec, Side};
-use godwit_types::site::SurveyAnswer;
+use godwit_types::site::RecordAnswer;
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 use godwit_wire::Spec;
@@ -39,7 +41,7 @@ const TOO_LATE: &str = "its destination has given it up, since it did not begin 
 /// An answer that is not an error.
 pub(crate) struct Answered(pub VmAnswer);
 
-type Reply = Result<Answered, ApiError>;
+pub(crate) type Reply = Result<Answered, ApiError>;
 
 impl Vm {
     /// Answers one request.
@@ -53,6 +55,7 @@ impl Vm {
             VmRequest::Boot => self.boot_again(),
             VmRequest::Stop { force: true } => self.power_off(),
             VmRequest::Stop { force: false } => self.powerdown(),
+            VmRequest::PowerOffDead { generation } => self.power_off_dead(generation),
             VmRequest::Reset => self.reset(),
             VmRequest::Pause => {
                 self.ask_or(Event::PauseRequested, "is paused", "is paused already")
@@ -72,6 +75,7 @@ impl Vm {
                 confirm_fenced,
             } => self.resolve(run_here, confirm_fenced),
             VmRequest::Survey { level } => self.survey(level),
+            VmRequest::KeepRecord => self.keep_record(),
             VmRequest::Console => self.console(),
             VmRequest::Blockers => self.blockers(),
             VmRequest::MeasureDirtyRate { .. } => {
@@ -97,7 +101,7 @@ impl Vm {
     }
 
     /// As [`Vm::ask`], for a request without effect where the VM is as asked already.
-    fn ask_or(&mut self, event: Event, done: &str, already: &str) -> Reply {
+    pub(crate) fn ask_or(&mut self, event: Event, done: &str, already: &str) -> Reply {
         let asked = event.kind();
         self.feed(event);
         if self.was_ignored(asked).is_none() {
@@ -148,6 +152,7 @@ impl Vm {
 
     /// A person's start that fails leaves the VM as it was: off, or down and to be booted again.
     fn start(&mut self) -> Reply {
+        self.off_wanted = None;
         let was_off = matches!(self.status, Status::Off);
         let started = self.start_guest();
         if started.is_err() && was_off && matches!(self.status, Status::Down { .. }) {
@@ -173,15 +178,23 @@ impl Vm {
             );
             return Err(ApiError::new(ErrorCode::WrongState, message));
         }
+        self.refuse_if_off_is_wanted()?;
         self.start_guest()
     }
 
+    /// Starts the guest. One that waits for its former host does not run, though its start is on record.
     fn start_guest(&mut self) -> Reply {
-        self.ask_or(Event::StartRequested, "runs", "runs already")
-    }
-
-    fn power_off(&mut self) -> Reply {
-        self.ask_or(Event::StopRequested, "is powered off", "is off already")
+        let started = self.ask_or(Event::StartRequested, "runs", "runs already");
+        let Status::InDoubt { peer, command, .. } = &self.status else {
+            return started;
+        };
+        let message = format!(
+            "VM '{}' does not run yet on host '{}': {}",
+            self.config.vm,
+            self.config.host,
+            way_out(peer, command)
+        );
+        Err(ApiError::new(ErrorCode::InDoubt, message).on_host(&self.config.host))
     }
 
     fn powerdown(&mut self) -> Reply {
@@ -252,7 +265,7 @@ impl Vm {
             PeerMessage::AskGift { migration, .. } => Some(migration.clone()),
             _ => None,
         };
-        self.feed(Event::Message { from, message });
+        self.hear(from, message);
         let replies = self.outcome.replies.take();
         let mut replies = replies.map(|(_, replies)| replies).unwrap_or_default();
         if let Some(migration) = waited_for.filter(|migration| self.knows_nothing_of(migration)) {
@@ -273,10 +286,26 @@ impl Vm {
         self.feed(event);
         self.verdict(asked)?;
         let record = self.core.record();
-        Ok(Answered(VmAnswer::Surveyed(SurveyAnswer {
+        Ok(Answered(VmAnswer::Surveyed(RecordAnswer {
             highest: record.highest,
             claim: godwit_site::claim_of(record),
         })))
+    }
+
+    /// The state directory may have been put back from an older copy while this process lived: what it knows counts.
+    fn keep_record(&mut self) -> Reply {
+        let record = self.core.record().clone();
+        let is_kept = matches!(self.store.load(), Ok(Some(found)) if found == record);
+        let is_known = record != HostRecord::absent(self.config.vm.clone());
+        if !is_kept && is_known {
+            tracing::error!("the record on the disk is not this process's: it is written again");
+            std::fs::create_dir_all(&self.paths.state).map_err(internal)?;
+            self.store.persist(&record).map_err(internal)?;
+            if let Some(spec) = &self.spec {
+                save_json(&self.paths.state.join(SPEC_FILE), spec).map_err(internal)?;
+            }
+        }
+        self.done("has its record")
     }
 
     /// Whether this host holds the VM and moves it in no such migration: then nothing of it was given, and if it is refused
@@ -612,7 +641,7 @@ impl Vm {
             side,
             peer,
         };
-        save_json(&self.paths.state.join("migration.json"), &note).map_err(internal)?;
+        save_json(&self.paths.state.join(NOTE_FILE), &note).map_err(internal)?;
         self.note = Some(note);
         Ok(())
     }
@@ -646,6 +675,35 @@ impl Vm {
         })
     }
 
+    /// Why a guest stands still that nobody paused, and what lets it go on.
+    fn halted_note(&self, why: &str) -> String {
+        let vm = &self.config.vm;
+        format!(
+            "{why}; 'godwit vm resume {vm}' lets the guest go on if it can, 'godwit vm stop {vm} --force' and then 'godwit vm start {vm}' boot it anew"
+        )
+    }
+
+    /// Why there is no guest, and what brings it back where this host does not by itself.
+    fn down_note(&self, reason: &str) -> String {
+        let (vm, here) = (&self.config.vm, &self.config.host);
+        match &self.core.record().phase {
+            Phase::Holds {
+                unconfirmed: Some(with),
+                ..
+            } => {
+                let peer = &with.peer;
+                let command =
+                    format!("godwit vm resolve {vm} --run-on {here} --confirm-fenced {peer}");
+                format!("{reason}; {}", way_out(peer, &command))
+            }
+            Phase::Holds {
+                power: Power::Paused,
+                ..
+            } => format!("{reason}; 'godwit vm start {vm}' boots it anew"),
+            _ => reason.to_owned(),
+        }
+    }
+
     fn shown(&self) -> (VmState, Option<String>) {
         let plain = |state| (state, None);
         match &self.status {
@@ -657,14 +715,14 @@ impl Vm {
                 plain(VmState::Running)
             }
             Status::Paused => match &self.halted {
-                Some(why) => (VmState::Panicked, Some(why.clone())),
+                Some(why) => (VmState::Panicked, Some(self.halted_note(why))),
                 None => plain(VmState::Paused),
             },
             Status::Incoming { .. } => plain(VmState::Incoming),
             Status::InDoubt { command, peer, .. } => {
                 (VmState::InDoubt, Some(way_out(peer, command)))
             }
-            Status::Down { reason } => (VmState::Crashed, Some((*reason).to_owned())),
+            Status::Down { reason } => (VmState::Crashed, Some(self.down_note(reason))),
             Status::Moved { to } => (VmState::Stopped, Some(format!("it moved to host '{to}'"))),
             Status::JournalFailed => (
                 VmState::Paused,

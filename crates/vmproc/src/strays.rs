@@ -84,7 +84,11 @@ fn launch_of(pid: i32, prefix: &str) -> io::Result<Option<(u64, Accelerator)>> {
 /// Whether the process is of a user that QEMU of this host runs as. Others may write what they like on a command line.
 pub(crate) fn is_ours(stray: &Stray, qemu_uid: u32) -> bool {
     let owner = std::fs::metadata(format!("/proc/{}", stray.process.pid()));
-    owner.is_ok_and(|owner| owner.uid() == 0 || owner.uid() == qemu_uid)
+    match owner {
+        Ok(owner) => owner.uid() == 0 || owner.uid() == qemu_uid,
+        // One that is there and cannot be looked at may be ours.
+        Err(error) => error.kind() != io::ErrorKind::NotFound,
+    }
 }
 
 /// Ends one that does not run this VM's guest.

@@ -5,9 +5,10 @@
 
 use crate::hypervisor::internal;
 use crate::vm::Vm;
-use godwit_ownership::{Action, Ending, PeerMessage, Phase, Status};
-use godwit_store::{load_json, save_json};
-use godwit_types::migration::{MigrationReport, Outcome, Phase as ReportPhase, Side};
+use godwit_ownership::{Action, Ending, PeerMessage, Status};
+use godwit_store::{load_json, make_directory, save_json};
+use godwit_types::host_api::REPORTS_DIR;
+use godwit_types::migration::{MigrationReport, Outcome, Side};
 use godwit_types::{ApiError, HostName, MigrationId};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -29,7 +30,7 @@ impl Vm {
     pub(crate) fn write_report(&self, report: &MigrationReport) -> Result<(), ApiError> {
         let path = self.report_path(&report.id);
         if let Some(dir) = path.parent() {
-            std::fs::create_dir_all(dir).map_err(internal)?;
+            make_directory(dir, 0o700).map_err(internal)?;
         }
         save_json(&path, report).map_err(internal)
     }
@@ -44,10 +45,7 @@ impl Vm {
     fn orphan(&self, id: &MigrationId) -> Option<MigrationReport> {
         let kept = || load_json(&self.report_path(id)).ok().flatten();
         let report: MigrationReport = self.unsaved.find(id).or_else(kept)?;
-        let open = report
-            .outcome
-            .is_none_or(|outcome| outcome == Outcome::InDoubt);
-        open.then_some(report)
+        report.is_open().then_some(report)
     }
 
     /// After the core has settled: the orphan is over unless the peer must still be heard.
@@ -74,13 +72,31 @@ impl Vm {
         }
     }
 
-    /// The journal, not the report, says whether a migration is over.
+    /// The journal, not the report, says whether a migration is over. The note is of the last migration here.
     fn has_arrived(&self, report: &MigrationReport) -> bool {
-        match (report.side, &self.core.record().phase) {
-            (Side::Source, Phase::Moved { migration, .. }) => *migration == report.id,
-            // The note is of the last migration here, and nothing but that brought the VM.
-            (Side::Destination, Phase::Holds { .. }) => true,
-            _ => false,
+        let end = self.core.record().end_of(&report.id, report.side, true);
+        end.is_some_and(|(outcome, _)| outcome == Outcome::Completed)
+    }
+
+    /// Reports of migrations before the last one: each is over, also where nobody could write that.
+    pub(crate) fn close_old_reports(&mut self) {
+        let last = self.note.as_ref().map(|note| note.migration.clone());
+        let dir = self.paths.state.join(REPORTS_DIR);
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let ids = entries.filter_map(|entry| {
+            let name = entry.file_name();
+            MigrationId::new(name.to_str()?.strip_suffix(".json")?).ok()
+        });
+        let old: Vec<_> = ids.filter(|id| Some(id) != last.as_ref()).collect();
+        for report in old
+            .iter()
+            .filter_map(|id| self.orphan(id))
+            .collect::<Vec<_>>()
+        {
+            if let Some((outcome, why)) = self.core.record().end_of(&report.id, report.side, false)
+            {
+                self.close_report(report, outcome, why.map(str::to_owned));
+            }
         }
     }
 
@@ -114,13 +130,7 @@ impl Vm {
     ) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now_s = now.map_or(report.began_unix_s, |since| since.as_secs());
-        report.total_s = now_s.saturating_sub(report.began_unix_s) as f64;
-        report.outcome = Some(outcome);
-        report.reason = reason;
-        report.phase = match outcome {
-            Outcome::InDoubt => ReportPhase::Handover,
-            _ => ReportPhase::Ended,
-        };
+        report.close(outcome, reason, now_s);
         tracing::info!(migration = %report.id, ?outcome, "a predecessor's migration");
         self.keep_report(report);
     }

@@ -126,8 +126,13 @@ impl Site {
 
     /// A process that stands for this VM's QEMU, and the one who speaks for it.
     pub(crate) fn qemu(&self, statuses: &[&str]) -> FakeQemu {
+        self.qemu_of(1, statuses)
+    }
+
+    /// The same of a certain launch; the identity file tells of this one from now on.
+    pub(crate) fn qemu_of(&self, launch: u64, statuses: &[&str]) -> FakeQemu {
         // Waits for input that never comes, with a command line as QEMU's.
-        let memory = self.paths.ram_file(1);
+        let memory = self.paths.ram_file(launch);
         let memory = format!("memory-backend-file,id=ram0,mem-path={}", memory.display());
         let mut shell = Command::new("sh");
         shell.args(["-c", "read line", "sh", "-object", &memory]);
@@ -145,11 +150,11 @@ impl Site {
             pid,
             start_time_ticks: fields.split_whitespace().nth(19).unwrap().parse().unwrap(),
             accelerator: Accelerator::Tcg,
-            launch: 1,
+            launch,
         };
         save_json(&self.paths.identity(), &identity).unwrap();
-        godwit_guestmem::RamFile::create(&self.paths.ram_file(1), 2 << 20, None).unwrap();
-        FakeQemu::speaks(child, &self.paths.monitor(1, 0), statuses)
+        godwit_guestmem::RamFile::create(&self.paths.ram_file(launch), 2 << 20, None).unwrap();
+        FakeQemu::speaks(child, &self.paths.monitor(launch, 0), statuses)
     }
 }
 

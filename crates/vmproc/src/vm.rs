@@ -6,7 +6,7 @@
 use crate::actions::CONT_WAIT;
 use crate::adoption::{self, Adopted};
 use crate::faults::{cont_without_permit, patience, planted, reached};
-use crate::files::{MigrationNote, Paths};
+use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, internal, news_of};
 use crate::input::{DriverNews, Farewell, GuestNews, Input, Intake, News};
 use crate::measure::Measuring;
@@ -26,7 +26,9 @@ use godwit_ownership::{
 };
 use godwit_qemu::machine::{RunState, Running};
 use godwit_store::{VmStore, load_json};
-use godwit_types::host_api::{REPORTS_DIR, SPEC_FILE, VmProcessConfig, VmRequest};
+use godwit_types::host_api::{
+    MigrationNote, NOTE_FILE, REPORTS_DIR, SPEC_FILE, VmProcessConfig, VmRequest,
+};
 use godwit_types::migration::{MigrationReport, Side};
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, HostName, MigrationId};
@@ -162,6 +164,8 @@ pub(crate) struct Vm {
     /// What the event being handled came to, for whoever asked.
     pub outcome: Outcome,
     pub detach: bool,
+    /// A person wants the VM off, which is not written yet: when that was tried last.
+    pub off_wanted: Option<crate::off::OffWish>,
     busy_at: Instant,
 }
 
@@ -209,7 +213,7 @@ impl Vm {
             Adopted::Detached => return Ok(None),
         };
         let (core, actions) = recover(record, &config, qemu)?;
-        let note = load_json(&paths.state.join("migration.json"))?;
+        let note = load_json(&paths.state.join(NOTE_FILE))?;
         let mut vm = Self {
             status: core.status(),
             launches: hyper.as_ref().map_or(0, |hyper| hyper.identity.launch),
@@ -237,6 +241,7 @@ impl Vm {
             unsure: None,
             outcome: Outcome::default(),
             detach: false,
+            off_wanted: None,
             busy_at: Instant::now(),
             config,
         };
@@ -265,6 +270,7 @@ impl Vm {
         let orphan = self.find_orphan();
         self.perform(actions);
         self.close_orphan(orphan);
+        self.close_old_reports();
         // Unless the core wanted the guest to go on and found it so.
         if let Some(news) = self.found.take() {
             self.happened(news);
@@ -286,6 +292,7 @@ impl Vm {
             self.check_deadline();
             self.look_again();
             self.save_again();
+            self.off_again();
             self.keep_listening();
         }
         let _ = std::fs::remove_file(self.paths.socket());
@@ -325,6 +332,7 @@ impl Vm {
         let busy = self.hyper.is_some()
             || self.migration.is_some()
             || !self.unsaved.is_empty()
+            || self.off_wanted.is_some()
             || self.timers.is_armed(Timer::Ask)
             || self.timers.is_armed(Timer::Switchover);
         if busy {
@@ -435,7 +443,7 @@ impl Vm {
                     .as_ref()
                     .map(|migration| migration.peer.clone())
                 {
-                    self.feed(Event::Message { from, message });
+                    self.hear(from, message);
                 }
             }
             News::Addresses(cards) => {

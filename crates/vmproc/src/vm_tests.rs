@@ -2,7 +2,7 @@
 
 use crate::testing::{Site, migration, report};
 use crate::vm::Vm;
-use godwit_ownership::{Handover, PeerMessage, Phase, Power};
+use godwit_ownership::{Event, Handover, PeerMessage, Phase, Power, Timer};
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{HostVm, REPORTS_DIR, VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, Outcome, Side};
@@ -35,7 +35,52 @@ fn shown(vm: &Vm) -> HostVm {
     vm.host_vm().unwrap()
 }
 
+/// Held here, which the host that it came from has not confirmed.
+fn unconfirmed(power: Power) -> Phase {
+    Phase::Holds {
+        generation: Generation(2),
+        power,
+        unconfirmed: Some(Handover {
+            migration: MigrationId::new("m").unwrap(),
+            peer: HostName::new("a").unwrap(),
+        }),
+    }
+}
+
 // ---- starts ----
+
+#[test]
+fn a_start_of_a_vm_that_waits_for_its_former_host_does_not_say_that_it_runs() {
+    for power in [Power::Off, Power::Paused, Power::On] {
+        let site = Site::new();
+        site.record(unconfirmed(power));
+        let mut vm = open(&site);
+        let said = ask(&mut vm, VmRequest::Start).unwrap_err();
+        assert_eq!(said.code, ErrorCode::InDoubt, "{said}");
+        assert!(said.message.contains("does not run yet"), "{said}");
+        assert!(said.message.contains("godwit vm resolve web"), "{said}");
+        assert_eq!(shown(&vm).state, VmState::InDoubt);
+        drop(vm);
+        assert_eq!(site.phase(), unconfirmed(Power::On));
+    }
+}
+
+#[test]
+fn a_paused_vm_whose_guest_is_gone_says_what_brings_it_back() {
+    let only = "once host a is powered off and only then: godwit vm resolve web --run-on";
+    for (phase, wanted) in [
+        (holds(Power::Paused), "'godwit vm start web'"),
+        (unconfirmed(Power::Paused), only),
+    ] {
+        let site = Site::new();
+        site.record(phase);
+        let seen = shown(&open(&site));
+        assert_eq!(seen.state, VmState::Crashed);
+        let note = seen.note.unwrap();
+        assert!(note.contains("it was paused when its QEMU died"), "{note}");
+        assert!(note.contains(wanted), "{note}");
+    }
+}
 
 #[test]
 fn a_boot_that_nobody_asked_for_and_that_fails_turns_no_vm_off() {
@@ -68,6 +113,116 @@ fn a_person_s_start_that_fails_leaves_a_vm_off_that_was() {
     assert_eq!(site.phase(), holds(Power::Off));
 }
 
+#[test]
+fn a_vm_that_was_started_since_it_was_seen_dead_is_not_powered_off() {
+    let dead = |generation| VmRequest::PowerOffDead {
+        generation: Generation(generation),
+    };
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let mut qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    let refused = ask(&mut vm, dead(2)).unwrap_err();
+    assert!(refused.message.contains("look again"), "{refused}");
+    assert!(!qemu.is_gone());
+    drop((vm, qemu));
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let mut vm = open(&site);
+    assert!(ask(&mut vm, dead(1)).is_err(), "it came here since");
+    assert_eq!(shown(&vm).state, VmState::Crashed);
+    assert!(ask(&mut vm, dead(2)).is_ok());
+    drop(vm);
+    assert_eq!(site.phase(), holds(Power::Off));
+}
+
+// ---- a disk that takes nothing ----
+
+/// Has nothing written to the record while it lives.
+struct FullDisk(std::path::PathBuf);
+
+impl FullDisk {
+    fn of(site: &Site) -> Self {
+        let fresh = site.paths.state.join("ownership.new");
+        std::fs::create_dir(&fresh).unwrap();
+        Self(fresh)
+    }
+}
+
+impl Drop for FullDisk {
+    fn drop(&mut self) {
+        std::fs::remove_dir(&self.0).unwrap();
+    }
+}
+
+#[test]
+fn a_forced_stop_ends_the_guest_where_nothing_can_be_written_and_is_not_forgotten() {
+    for is_full_before in [false, true] {
+        let site = Site::new();
+        site.record(holds(Power::On));
+        let mut qemu = site.qemu(&["running"]);
+        let early = is_full_before.then(|| FullDisk::of(&site));
+        let mut vm = open(&site);
+        let full = early.unwrap_or_else(|| FullDisk::of(&site));
+        let stopped = ask(&mut vm, VmRequest::Stop { force: true }).unwrap_err();
+        assert!(stopped.message.contains("is ended, but"), "{stopped}");
+        let again = "process is restarted before that is written, the VM is booted again: then run 'godwit vm stop web --force' once more";
+        assert!(stopped.message.contains(again), "{stopped}");
+        assert!(qemu.is_gone());
+        let refused = ask(&mut vm, VmRequest::Boot).unwrap_err();
+        assert!(refused.message.contains("by a person"), "{refused}");
+        drop(full);
+        vm.feed(Event::Timeout(Timer::Ask));
+        let deadline = Instant::now() + LONG;
+        while vm.off_wanted.is_some() {
+            vm.off_again();
+            assert!(Instant::now() < deadline, "it is never written");
+            std::thread::yield_now();
+        }
+        assert_eq!(shown(&vm).state, VmState::Stopped, "{is_full_before}");
+        drop(vm);
+        assert_eq!(site.phase(), holds(Power::Off));
+    }
+}
+
+#[test]
+fn a_wish_for_off_does_not_outlive_that_the_vm_is_held_here() {
+    let site = Site::new();
+    site.record(unconfirmed(Power::On));
+    let _qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    let full = FullDisk::of(&site);
+    ask(&mut vm, VmRequest::Stop { force: true }).unwrap_err();
+    assert!(vm.off_wanted.is_some());
+    drop(full);
+    // The VM went on elsewhere: what comes here later is another guest.
+    vm.feed(Event::Message {
+        from: HostName::new("a").unwrap(),
+        message: PeerMessage::Holding {
+            migration: MigrationId::new("m").unwrap(),
+            generation: Generation(9),
+        },
+    });
+    vm.off_again();
+    assert!(vm.off_wanted.is_none(), "it would end the next guest");
+    drop(vm);
+    assert_eq!(site.phase(), Phase::Absent);
+}
+
+// ---- a state directory that is put back ----
+
+#[test]
+fn a_record_that_was_put_back_under_a_living_process_is_written_again() {
+    let site = Site::new();
+    site.record(holds(Power::Off));
+    let mut vm = open(&site);
+    std::fs::remove_dir_all(&site.paths.state).unwrap();
+    assert!(ask(&mut vm, VmRequest::KeepRecord).is_ok());
+    drop(vm);
+    assert_eq!(site.phase(), holds(Power::Off));
+    assert!(site.paths.state.join("vm.json").exists());
+}
+
 // ---- a hypervisor that is taken over ----
 
 #[test]
@@ -94,7 +249,9 @@ fn a_guest_that_panicked_unseen_stands_still_and_says_why() {
         let vm = open(&site);
         let seen = shown(&vm);
         assert_eq!(seen.state, VmState::Panicked, "{statuses:?}");
-        assert_eq!(seen.note.as_deref(), Some("the guest panicked"));
+        let note = seen.note.unwrap();
+        assert!(note.starts_with("the guest panicked"), "{note}");
+        assert!(note.contains("then 'godwit vm start web'"), "{note}");
         assert_eq!(qemu.asked("cont"), 0);
     }
 }
@@ -314,15 +471,8 @@ fn a_report_that_could_not_be_written_is_written_when_it_can() {
 #[test]
 fn a_destination_that_holds_the_vm_has_completed_its_migration_whatever_the_report_says() {
     let site = Site::new();
-    site.record(Phase::Holds {
-        generation: Generation(2),
-        power: Power::On,
-        unconfirmed: Some(Handover {
-            migration: MigrationId::new("m").unwrap(),
-            peer: HostName::new("a").unwrap(),
-        }),
-    });
-    let note = crate::files::MigrationNote {
+    site.record(unconfirmed(Power::On));
+    let note = godwit_types::host_api::MigrationNote {
         migration: MigrationId::new("m").unwrap(),
         side: Side::Destination,
         peer: migration("m").source,
@@ -345,4 +495,108 @@ fn a_destination_that_holds_the_vm_has_completed_its_migration_whatever_the_repo
     );
     let report: MigrationReport = load_json(&path).unwrap().unwrap();
     assert_eq!(report.outcome, Some(Outcome::Completed));
+}
+
+#[test]
+fn the_report_of_an_older_migration_does_not_stay_open() {
+    let site = Site::new();
+    site.record(holds(Power::Off));
+    let note = godwit_types::host_api::MigrationNote {
+        migration: MigrationId::new("later").unwrap(),
+        side: Side::Source,
+        peer: migration("later").destination,
+    };
+    save_json(&site.paths.state.join("migration.json"), &note).unwrap();
+    let path = site.paths.state.join(REPORTS_DIR).join("m.json");
+    std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+    save_json(&path, &report(Side::Source).read()).unwrap();
+    drop(open(&site));
+    let report: MigrationReport = load_json(&path).unwrap().unwrap();
+    assert_eq!(report.outcome, Some(Outcome::Failed));
+    assert_eq!(report.phase, godwit_types::migration::Phase::Ended);
+}
+
+// ---- why the other host gave up ----
+
+/// A migration between this host and host `a`, without a driver.
+fn under_way(vm: &mut Vm, side: Side) {
+    let spec = migration("m");
+    vm.note = Some(godwit_types::host_api::MigrationNote {
+        migration: spec.id.clone(),
+        side,
+        peer: spec.source.clone(),
+    });
+    vm.migration = Some(crate::vm::Migration {
+        id: spec.id,
+        side,
+        peer: spec.source.host,
+        run: 1,
+        driver: None,
+        control: Default::default(),
+        report: report(side),
+        throttle: None,
+        save_gate: Default::default(),
+        deadline: None,
+        switchover_wait: LONG,
+        reason: None,
+        journal_trouble: None,
+        unheard: false,
+        cancelled: false,
+        called_off: false,
+        stopped_at: None,
+    });
+}
+
+fn id_m() -> MigrationId {
+    MigrationId::new("m").unwrap()
+}
+
+#[test]
+fn a_source_whose_channels_are_dead_hears_through_the_agents_why_its_destination_gave_up() {
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let _qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    vm.feed(godwit_ownership::Event::MigrationBegan {
+        migration: id_m(),
+        to: HostName::new("a").unwrap(),
+        generation: Generation(3),
+    });
+    under_way(&mut vm, Side::Source);
+    let failed = |migration: &str, reason: &str| VmRequest::Peer {
+        from: HostName::new("a").unwrap(),
+        message: serde_json::json!({"message": "failed", "migration": migration, "reason": reason}),
+    };
+    ask(&mut vm, failed("other", "its cat")).unwrap();
+    assert!(ask(&mut vm, failed("m", &"x".repeat(10_000))).is_err());
+    let goes_on = vm.migration.as_ref().unwrap();
+    assert_eq!(goes_on.reason, None, "about another migration, or too long");
+    ask(&mut vm, failed("m", "its disk is full")).unwrap();
+    let ended = vm.report(&id_m()).unwrap().unwrap();
+    let why = "host a gave the migration up: its disk is full";
+    assert_eq!(
+        (ended.outcome, ended.reason.as_deref()),
+        (Some(Outcome::Failed), Some(why))
+    );
+}
+
+#[test]
+fn a_destination_that_gives_up_says_why_through_the_agents() {
+    let site = Site::new();
+    site.record(Phase::Absent);
+    let mut vm = open(&site);
+    vm.feed(godwit_ownership::Event::PrepareIncoming {
+        migration: id_m(),
+        from: HostName::new("a").unwrap(),
+        generation: Generation(3),
+    });
+    under_way(&mut vm, Side::Destination);
+    vm.outbox.take(Duration::ZERO);
+    vm.blame("its disk is full");
+    vm.feed(godwit_ownership::Event::IncomingFailed);
+    let said = vm.outbox.take(Duration::ZERO);
+    let said: Vec<_> = said.into_iter().map(|sent| sent.message).collect();
+    let failed =
+        serde_json::json!({"message": "failed", "migration": "m", "reason": "its disk is full"});
+    assert_eq!(said, [failed]);
 }

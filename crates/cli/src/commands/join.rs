@@ -16,6 +16,7 @@ use godwit_types::{ErrorCode, HostName};
 use std::fmt::Display;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 
 /// The agent's service.
@@ -47,7 +48,9 @@ pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
     let (controller, listen) = addresses(&token, arguments.listen)?;
     let text = config_text(&arguments, &name, listen, controller)?;
     // Checked before the token is used up: it is good for one joining only.
-    HostConfig::parse(&text, &arguments.config).map_err(|error| usage(error.to_string()))?;
+    let config = HostConfig::parse(&text, &arguments.config);
+    let config = config.map_err(|error| usage(error.to_string()))?;
+    no_agent_runs(&config.agent_socket())?;
     let pki = arguments.state_dir.join("pki");
     private_dir(&pki)?;
     enrol(&token, controller, &name, listen, &pki).await?;
@@ -75,6 +78,23 @@ fn chosen_name(given: Option<HostName>) -> Result<HostName, Failure> {
             "this machine's host name will not do ({error}): give --name"
         ))
     })
+}
+
+/// An agent that runs has the certificate and the table of this machine's earlier life, and would write that into the new one.
+fn no_agent_runs(socket: &Path) -> Result<(), Failure> {
+    use std::io::ErrorKind::{ConnectionRefused, NotFound};
+    match UnixStream::connect(socket) {
+        Err(error) if matches!(error.kind(), NotFound | ConnectionRefused) => return Ok(()),
+        // Whatever else it says, something may listen there.
+        _ => {}
+    }
+    Err(Failure::new(
+        ErrorCode::WrongState,
+        format!(
+            "an agent of this machine's earlier life runs ({}): stop it first, with 'systemctl stop {SERVICE}' or by hand; its guests run on. Then join again; the token is still good",
+            socket.display()
+        ),
+    ))
 }
 
 /// The controller's address that this machine has a way to, and where the agent listens.
@@ -262,6 +282,19 @@ mod tests {
             config.migration_addresses,
             ["10.0.0.2".parse::<IpAddr>().unwrap()]
         );
+    }
+
+    #[test]
+    fn a_machine_whose_former_agent_runs_does_not_join() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("agent.sock");
+        assert!(no_agent_runs(&socket).is_ok());
+        let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let refused = no_agent_runs(&socket).unwrap_err();
+        assert_eq!(refused.error.code, ErrorCode::WrongState);
+        assert!(refused.error.message.contains("stop it first"));
+        drop(listener);
+        assert!(no_agent_runs(&socket).is_ok(), "its socket was left");
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub async fn run(command: MigrationCommand, global: &Global, output: &Output) ->
         }
         MigrationCommand::Watch { id } => watch(&reader, &id, output).await?,
         MigrationCommand::Cancel { id } => {
-            let request = CancelRequest { reason: None };
+            let request = CancelRequest::default();
             let done = match &reader {
                 Reader::Controller(client) => client.cancel(&id, &request).await,
                 Reader::Agent(client) => client.cancel(&id, &request).await,

@@ -6,9 +6,12 @@ use crate::args::{Global, SiteCommand};
 use crate::connect::{agent, controller};
 use crate::exit::{CommandResult, Failure, RUNNING_TWICE};
 use crate::output::Output;
+use crate::plain;
 use crate::watch::failure;
 use godwit_rpc::ControllerClient;
+use godwit_types::control_api::{HostState, VmView};
 use godwit_types::site::{Alarm, SiteView};
+use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, HostName, VmName};
 use std::io::{BufRead as _, IsTerminal as _, Write as _};
 
@@ -16,35 +19,70 @@ use std::io::{BufRead as _, IsTerminal as _, Write as _};
 pub async fn run(command: SiteCommand, global: &Global, output: &Output) -> CommandResult {
     match command {
         SiteCommand::Show => {
-            let view = controller(global)?.site().await.map_err(failure)?;
-            output.show(&view, |output, view| show(view, output));
+            let client = controller(global)?;
+            let view = client.site().await.map_err(failure)?;
+            let vms = client.vms().await.map_err(failure)?;
+            output.show(&view, |output, view| show(view, &vms, output));
             judged(&view)
+        }
+        SiteCommand::Acknowledge => {
+            let done = controller(global)?.acknowledge().await.map_err(failure)?;
+            output.show(&done, |output, done| output.line(&done.message));
+            Ok(())
         }
     }
 }
 
-fn show(view: &SiteView, output: &Output) {
+fn show(view: &SiteView, vms: &[VmView], output: &Output) {
     let charge = match view.in_charge {
         true => "grants what is asked for",
         false => "grants nothing",
     };
     output.line(format!("controller: {charge}, last word {}", view.stamp));
     for (host, state) in &view.hosts {
-        let state = match state {
-            godwit_types::control_api::HostState::Connected => "answers",
-            godwit_types::control_api::HostState::Unreachable => "does not answer",
-        };
-        output.line(format!("host {host} {state}"));
+        output.line(host_line(host, *state, vms));
     }
+    let waiting = vms.iter().filter_map(vm_line);
+    let waiting: Vec<String> = waiting.collect();
+    let lines = waiting.iter().map(|line| plain::sentence(line));
+    lines.for_each(|line| output.line(line));
     match view.sentences.is_empty() {
         true => output.line("no alarm"),
         false => tell(view),
     }
 }
 
+/// Whether a host answers; of one that does not, which VMs wait for it and what a person may do.
+fn host_line(host: &HostName, state: HostState, vms: &[VmView]) -> String {
+    if state == HostState::Connected {
+        return format!("host {host} answers");
+    }
+    let its = vms
+        .iter()
+        .filter(|vm| vm.state == VmState::Unreachable && vm.host.as_ref() == Some(host));
+    let its: Vec<&str> = its.map(|vm| vm.spec.name.as_str()).collect();
+    match its.is_empty() {
+        true => format!("host {host} does not answer; no VM waits for it"),
+        false => format!(
+            "host {host} does not answer, and VMs wait for it: {}: bring it back; or, when it is powered off, run 'godwit host fenced {host}' and start them elsewhere",
+            its.join(", ")
+        ),
+    }
+}
+
+/// A VM that waits for something, with what ends that; those that are held twice are alarms.
+fn vm_line(vm: &VmView) -> Option<String> {
+    let waits = matches!(
+        vm.state,
+        VmState::InDoubt | VmState::DamagedRecord | VmState::Crashed | VmState::HandingOver
+    );
+    let why = vm.note.as_deref().unwrap_or("see 'godwit vm show'");
+    waits.then(|| format!("VM {} is {}: {why}", vm.spec.name, vm.state))
+}
+
 fn tell(view: &SiteView) {
     for sentence in &view.sentences {
-        eprintln!("ALARM: {sentence}");
+        plain::tell(&format!("ALARM: {sentence}"));
     }
 }
 
@@ -71,7 +109,7 @@ pub async fn alarms(client: &ControllerClient, output: &Output) -> CommandResult
 /// Says that a host is off, once the person has said yes.
 pub async fn fenced(host: &HostName, yes: bool, global: &Global, output: &Output) -> CommandResult {
     let question = format!(
-        "Is host {host} powered off, and will it stay off until it is heard again? If it runs, a VM of it may run twice."
+        "Is host {host} powered off now? If it runs, a VM of it may run twice. It may be powered on later: it asks its site before it boots a VM."
     );
     must_agree(&question, yes)?;
     let done = controller(global)?.fenced(host).await.map_err(failure)?;
@@ -127,5 +165,47 @@ fn must_agree(question: &str, yes: bool) -> CommandResult {
     match read.is_ok() && answer.trim() == "yes" {
         true => Ok(()),
         false => refused("nothing is changed"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vm(name: &str, state: VmState, note: Option<&str>) -> VmView {
+        serde_json::from_value(serde_json::json!({
+            "spec": { "name": name, "vcpus": 1, "memory_mib": 64, "kernel": "/k" },
+            "state": state, "host": "b", "generation": 3, "note": note,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn a_silent_host_is_shown_with_its_vms_and_the_command() {
+        let vms = [
+            vm("web", VmState::Unreachable, None),
+            vm("db", VmState::Running, None),
+        ];
+        let host = HostName::new("b").unwrap();
+        let line = host_line(&host, HostState::Unreachable, &vms);
+        assert!(
+            line.contains("web: bring") && !line.contains("db"),
+            "{line}"
+        );
+        assert!(line.contains("godwit host fenced b"), "{line}");
+        let line = host_line(&host, HostState::Connected, &vms);
+        assert_eq!(line, "host b answers");
+    }
+
+    #[test]
+    fn a_vm_that_waits_is_shown_with_what_it_waits_for() {
+        let waits = vm("web", VmState::InDoubt, Some("it waits for host a"));
+        let line = vm_line(&waits).unwrap();
+        assert!(
+            line.contains("in-doubt") && line.contains("it waits for host a"),
+            "{line}"
+        );
+        assert!(vm_line(&vm("web", VmState::Crashed, None)).is_some());
+        assert_eq!(vm_line(&vm("web", VmState::Running, None)), None);
     }
 }

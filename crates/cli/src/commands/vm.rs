@@ -7,15 +7,16 @@ use crate::commands::site;
 use crate::connect::{Reader, controller, reader};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
 use crate::output::Output;
+use crate::wait::{of_vm, saying};
 use crate::watch::{failure, watch};
 use godwit_agent::config::one_line;
-use godwit_rpc::ClientError;
 use godwit_rpc::controller_client::MigrateAnswer;
+use godwit_rpc::{AgentClient, ClientError};
 use godwit_types::control_api::{
     Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
 };
 use godwit_types::migration::{MigrateRequest, PreflightReport};
-use godwit_types::{ErrorCode, MigrationId, VmName, VmSpec};
+use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
 use std::path::Path;
 
 /// Carries a command out.
@@ -34,18 +35,33 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
         }
         VmCommand::List => list(global, output).await,
         VmCommand::Show { vm } => show(&vm, global, output).await,
-        VmCommand::Start { vm, on } => told(
-            controller(global)?.start(&vm, &StartRequest { on }).await,
-            output,
-        ),
-        VmCommand::Stop { vm, force } => told(
-            controller(global)?.stop(&vm, &StopRequest { force }).await,
-            output,
-        ),
-        VmCommand::Reset { vm } => told(controller(global)?.reset(&vm).await, output),
-        VmCommand::Pause { vm } => told(controller(global)?.pause(&vm).await, output),
-        VmCommand::Resume { vm } => told(controller(global)?.resume(&vm).await, output),
-        VmCommand::Delete { vm } => told(controller(global)?.delete_vm(&vm).await, output),
+        VmCommand::Start { vm, on } => {
+            let client = controller(global)?;
+            let request = StartRequest { on };
+            let done = saying(of_vm(&client, &vm), client.start(&vm, &request)).await;
+            told(done, output)
+        }
+        VmCommand::Stop { vm, force, host } => told(stop(&vm, force, host, global).await?, output),
+        VmCommand::Reset { vm } => {
+            let client = controller(global)?;
+            told(saying(of_vm(&client, &vm), client.reset(&vm)).await, output)
+        }
+        VmCommand::Pause { vm } => {
+            let client = controller(global)?;
+            told(saying(of_vm(&client, &vm), client.pause(&vm)).await, output)
+        }
+        VmCommand::Resume { vm } => {
+            let client = controller(global)?;
+            told(
+                saying(of_vm(&client, &vm), client.resume(&vm)).await,
+                output,
+            )
+        }
+        VmCommand::Delete { vm } => {
+            let client = controller(global)?;
+            let done = saying(of_vm(&client, &vm), client.delete_vm(&vm)).await;
+            told(done, output)
+        }
         VmCommand::ForgetRecord { vm, yes } => site::forget_record(&vm, yes, global, output).await,
         VmCommand::Resolve {
             vm,
@@ -53,7 +69,11 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             ..
         } => {
             let request = KeepRequest { host };
-            told(controller(global)?.keep(&vm, &request).await, output)
+            let client = controller(global)?;
+            told(
+                saying(of_vm(&client, &vm), client.keep(&vm, &request)).await,
+                output,
+            )
         }
         VmCommand::Resolve {
             vm,
@@ -63,30 +83,80 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             keep: None,
         } => {
             let give_up = give_up_on.is_some();
-            let host = run_on.or(give_up_on);
+            let run_on = run_on.or(give_up_on);
             let request = ResolveRequest {
-                run_on: host
+                run_on: run_on
                     .ok_or_else(|| Failure::new(ErrorCode::InvalidRequest, "no host was named"))?,
                 give_up,
                 confirm_fenced,
             };
-            let done = match reader(global).await? {
-                Reader::Controller(client) => client.resolve(&vm, &request).await,
-                Reader::Agent(client) => client.resolve(&vm, &request).await,
-            };
-            told(done, output)
+            told(resolve(&vm, &request, global).await?, output)
         }
         VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
-        VmCommand::Console { vm } => {
-            let text = match reader(global).await? {
-                Reader::Controller(client) => client.console(&vm).await,
-                Reader::Agent(client) => client.console(&vm).await,
+        VmCommand::Console { vm, host } => {
+            let text = match (reader(global).await?, host) {
+                (Reader::Controller(client), Some(host)) => client.console_at(&vm, &host).await,
+                (Reader::Controller(client), None) => client.console(&vm).await,
+                (Reader::Agent(client), host) => {
+                    must_be(&client, host.as_ref()).await?;
+                    client.console(&vm).await
+                }
             };
             output.show(&text.map_err(failure)?, |output, console| {
                 output.line(&console.text)
             });
             Ok(())
         }
+    }
+}
+
+/// By the controller, or by this host's own agent while no controller answers.
+async fn resolve(
+    vm: &VmName,
+    request: &ResolveRequest,
+    global: &Global,
+) -> Result<Result<Done, ClientError>, Failure> {
+    Ok(match reader(global).await? {
+        Reader::Controller(client) => saying(of_vm(&client, vm), client.resolve(vm, request)).await,
+        Reader::Agent(client) => client.resolve(vm, request).await,
+    })
+}
+
+/// By the controller; the copy of a named host also by that host's own agent while no controller answers.
+async fn stop(
+    vm: &VmName,
+    force: bool,
+    host: Option<HostName>,
+    global: &Global,
+) -> Result<Result<Done, ClientError>, Failure> {
+    let request = StopRequest { force };
+    let Some(host) = host else {
+        let client = controller(global)?;
+        return Ok(saying(of_vm(&client, vm), client.stop(vm, &request)).await);
+    };
+    Ok(match reader(global).await? {
+        Reader::Controller(client) => {
+            saying(of_vm(&client, vm), client.stop_at(vm, &host, &request)).await
+        }
+        Reader::Agent(client) => {
+            must_be(&client, Some(&host)).await?;
+            client.stop(vm, &request).await
+        }
+    })
+}
+
+/// An agent answers for its own host only.
+async fn must_be(client: &AgentClient, host: Option<&HostName>) -> CommandResult {
+    let Some(host) = host else { return Ok(()) };
+    let own = client.host().await.map_err(failure)?.name;
+    match own == *host {
+        true => Ok(()),
+        false => Err(Failure::new(
+            ErrorCode::HostUnreachable,
+            format!(
+                "no controller answers, and this is host {own}: run this on host {host}, or where the controller runs"
+            ),
+        )),
     }
 }
 
@@ -179,11 +249,9 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
         dry_run: arguments.dry_run,
     };
     let client = controller(global)?;
-    match client
-        .migrate(&arguments.vm, &request)
-        .await
-        .map_err(failure)?
-    {
+    let begins = client.migrate(&arguments.vm, &request);
+    let begun = saying(of_vm(&client, &arguments.vm), begins).await;
+    match begun.map_err(failure)? {
         MigrateAnswer::Checked(report) => checked(&report, output),
         MigrateAnswer::Begun(begun) if arguments.detach => {
             output.show(&begun, |output, begun| {
@@ -209,7 +277,7 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
 
 /// What will probably not be kept; the migration goes on.
 fn warn(text: &str) {
-    eprintln!("WARNING: {text}");
+    crate::plain::tell(&format!("WARNING: {text}"));
 }
 
 fn checked(report: &PreflightReport, output: &Output) -> CommandResult {

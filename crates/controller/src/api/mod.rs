@@ -52,6 +52,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(vms::keep))
         .routes(routes!(hosts::fenced))
         .routes(routes!(site::view))
+        .routes(routes!(site::acknowledge))
         .routes(routes!(site::ask))
         .routes(routes!(vms::migrate))
         .routes(routes!(vms::console))

@@ -5,6 +5,7 @@ use crate::site;
 use axum::extract::State;
 use axum::{Extension, Json};
 use godwit_rpc::{ApiResult, JsonBody, Peer, RemovedPeer};
+use godwit_types::control_api::{Done, Empty};
 use godwit_types::site::{SiteAnswer, SiteQuestion, SiteView};
 use godwit_types::{ApiError, ErrorCode};
 
@@ -12,6 +13,16 @@ use godwit_types::{ApiError, ErrorCode};
 #[utoipa::path(get, path = "/v1/site", responses((status = 200, body = SiteView), (status = "default", body = ApiError)))]
 pub async fn view(State(app): Shared) -> Json<SiteView> {
     Json(site::view(&app))
+}
+
+/// A person has seen the alarms that nothing else ends: a host that was said to be off and was not, and what a takeover
+/// forgot. Nothing else changes.
+#[utoipa::path(post, path = "/v1/site/acknowledge", request_body = Empty, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn acknowledge(
+    State(app): Shared,
+    JsonBody(Empty {}): JsonBody<Empty>,
+) -> ApiResult<Done> {
+    Ok(Json(site::acknowledge(&app).await?))
 }
 
 /// A host asks before it boots what nobody asked it to boot; for agents only.

@@ -1,11 +1,12 @@
 //! Handlers of VMs. Own nothing.
 
 use super::Shared;
+use crate::error::{Outcome, refuse};
 use crate::migrate;
 use crate::resolve;
 use crate::vms::{self, Action, Force};
 use axum::Json;
-use axum::extract::State;
+use axum::extract::{RawQuery, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse as _, Response};
 use godwit_rpc::controller_client::MigrateAnswer;
@@ -16,9 +17,21 @@ use godwit_types::control_api::{
     StopRequest, VmView,
 };
 use godwit_types::migration::{MigrateRequest, PreflightReport};
-use godwit_types::{ApiError, VmName, VmSpec};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 
 type Name = PathParam<VmName>;
+
+/// The host whose copy of a VM is meant, if one was named.
+fn copy_at(query: Option<&str>) -> Outcome<Option<HostName>> {
+    let Some(query) = query.filter(|query| !query.is_empty()) else {
+        return Ok(None);
+    };
+    let named = query.strip_prefix("host=");
+    match named.and_then(|name| HostName::new(name).ok()) {
+        Some(host) => Ok(Some(host)),
+        None => refuse(ErrorCode::InvalidRequest, "the only query is host=HOST"),
+    }
+}
 
 /// All VMs, those in doubt first.
 #[utoipa::path(get, path = "/v1/vms", responses((status = 200, body = Vec<VmView>), (status = "default", body = ApiError)))]
@@ -65,15 +78,18 @@ pub async fn start(
 }
 
 /// Asks a guest to power off, or forces it.
-#[utoipa::path(post, path = "/v1/vms/{name}/stop", params(("name" = String, Path)), request_body = StopRequest, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+#[utoipa::path(post, path = "/v1/vms/{name}/stop", params(("name" = String, Path), ("host" = Option<String>, Query)), request_body = StopRequest, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
 pub async fn stop(
     State(app): Shared,
     PathParam(name): Name,
+    RawQuery(query): RawQuery,
     JsonBody(request): JsonBody<StopRequest>,
 ) -> ApiResult<Done> {
-    Ok(Json(
-        vms::act(&app, &name, Action::Stop(Force(request.force))).await?,
-    ))
+    let force = Force(request.force);
+    Ok(Json(match copy_at(query.as_deref())? {
+        Some(host) => vms::stop_at(&app, &name, &host, force).await?,
+        None => vms::act(&app, &name, Action::Stop(force)).await?,
+    }))
 }
 
 /// Resets a guest.
@@ -142,7 +158,12 @@ pub async fn migrate(
 }
 
 /// The last bytes of a guest's serial console.
-#[utoipa::path(get, path = "/v1/vms/{name}/console", params(("name" = String, Path)), responses((status = 200, body = ConsoleText), (status = "default", body = ApiError)))]
-pub async fn console(State(app): Shared, PathParam(name): Name) -> ApiResult<ConsoleText> {
-    Ok(Json(vms::console(&app, &name).await?))
+#[utoipa::path(get, path = "/v1/vms/{name}/console", params(("name" = String, Path), ("host" = Option<String>, Query)), responses((status = 200, body = ConsoleText), (status = "default", body = ApiError)))]
+pub async fn console(
+    State(app): Shared,
+    PathParam(name): Name,
+    RawQuery(query): RawQuery,
+) -> ApiResult<ConsoleText> {
+    let host = copy_at(query.as_deref())?;
+    Ok(Json(vms::console(&app, &name, host).await?))
 }

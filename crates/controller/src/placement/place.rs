@@ -199,7 +199,7 @@ pub fn resolve(spec: &VmSpec, on: &HostInfo, hosts: &[HostInfo]) -> Outcome<VmSp
         .collect();
     let mut resolved = spec.clone();
     if spec.cpu == "auto" {
-        resolved.cpu = common_cpu(accelerator, &peers, &spec.name)?;
+        resolved.cpu = common_cpu(accelerator, on, &peers, &spec.name)?;
     }
     if is_alias(&spec.machine) {
         resolved.machine = common_machine(&spec.machine, on, &peers)?;
@@ -207,25 +207,64 @@ pub fn resolve(spec: &VmSpec, on: &HostInfo, hosts: &[HostInfo]) -> Outcome<VmSp
     Ok(resolved)
 }
 
-fn common_cpu(accelerator: Accelerator, hosts: &[&HostInfo], vm: &VmName) -> Outcome<String> {
-    let common = |model: &&&str| {
-        hosts
-            .iter()
-            .all(|host| host.cpu_models.iter().any(|known| known == **model))
-    };
-    let safe = (accelerator != Accelerator::Kvm).then_some(&CPU_MODEL_SAFE);
-    let found = safe
-        .filter(common)
-        .or_else(|| CPU_MODELS.iter().find(common));
-    match found {
-        Some(model) => Ok((*model).to_owned()),
-        None => refuse(
-            ErrorCode::Incompatible,
-            format!(
-                "the hosts have no CPU model in common: set cpu of VM {vm} to one that its host lists in 'godwit host show'"
-            ),
-        ),
+/// Whether the second is the first with CPU model and machine type resolved, by whatever hosts there were.
+pub fn may_resolve_to(spec: &VmSpec, resolved: &VmSpec) -> bool {
+    let mut wanted = spec.clone();
+    if spec.cpu == "auto" && CPU_MODELS.contains(&resolved.cpu.as_str()) {
+        wanted.cpu.clone_from(&resolved.cpu);
     }
+    let versioned = prefix(&spec.machine).and_then(|prefix| resolved.machine.strip_prefix(prefix));
+    if versioned.is_some_and(|text| version(text).is_some()) {
+        wanted.machine.clone_from(&resolved.machine);
+    }
+    wanted == *resolved
+}
+
+/// A host that knows none of the models that are chosen from has no say: what it lists is no ground to refuse everybody.
+fn common_cpu(
+    accelerator: Accelerator,
+    on: &HostInfo,
+    hosts: &[&HostInfo],
+    vm: &VmName,
+) -> Outcome<String> {
+    let lists = |host: &HostInfo, model: &str| host.cpu_models.iter().any(|known| known == model);
+    let has_say = |host: &HostInfo| CPU_MODELS.iter().any(|model| lists(host, model));
+    let with_say = hosts.iter().copied().filter(|host| has_say(host));
+    let peers: Vec<&HostInfo> = with_say.chain([on]).collect();
+    let common = |peers: &[&HostInfo]| {
+        let all = |model: &&&str| peers.iter().all(|host| lists(host, model));
+        let safe = (accelerator != Accelerator::Kvm).then_some(&CPU_MODEL_SAFE);
+        let found = safe.filter(all).or_else(|| CPU_MODELS.iter().find(all));
+        found.map(|model| (*model).to_owned())
+    };
+    if let Some(model) = common(&peers) {
+        return Ok(model);
+    }
+    let without = |left_out: &HostInfo| {
+        let others = peers.iter().copied();
+        common(
+            &others
+                .filter(|host| host.name != left_out.name)
+                .collect::<Vec<_>>(),
+        )
+        .is_some()
+    };
+    let mut others = peers.iter().filter(|host| host.name != on.name);
+    let excludes = match has_say(on) {
+        true => others.find(|host| without(host)).copied(),
+        false => Some(on),
+    };
+    let who = match excludes {
+        Some(host) => format!(
+            "host {} has no CPU model in common with the others",
+            host.name
+        ),
+        None => "the hosts have no CPU model in common".to_owned(),
+    };
+    refuse(
+        ErrorCode::Incompatible,
+        format!("{who}: set cpu of VM {vm} to one that its host lists in 'godwit host show'"),
+    )
 }
 
 fn is_alias(machine: &str) -> bool {
@@ -243,11 +282,19 @@ fn prefix(alias: &str) -> Option<&'static str> {
 
 fn common_machine(alias: &str, on: &HostInfo, hosts: &[&HostInfo]) -> Outcome<String> {
     let prefix = prefix(alias).unwrap_or(alias);
+    let of_alias = |name: &String| version(name.strip_prefix(prefix)?);
+    // A host without any version of it has no say.
+    let has_say = |host: &&&HostInfo| {
+        host.machine_types
+            .iter()
+            .any(|name| of_alias(name).is_some())
+    };
+    let peers: Vec<&&HostInfo> = hosts.iter().filter(has_say).collect();
     let newest = on
         .machine_types
         .iter()
-        .filter(|name| hosts.iter().all(|host| host.machine_types.contains(*name)))
-        .filter_map(|name| Some((version(name.strip_prefix(prefix)?)?, name)))
+        .filter(|name| peers.iter().all(|host| host.machine_types.contains(*name)))
+        .filter_map(|name| Some((of_alias(name)?, name)))
         .max();
     match newest {
         Some((_, name)) => Ok(name.clone()),
@@ -298,6 +345,7 @@ mod tests {
             instance: Default::default(),
             site: Default::default(),
             boot_alone_ignored: false,
+            unread: Default::default(),
         }
     }
 
@@ -344,9 +392,25 @@ mod tests {
             resolve(&spec(), &a, &[a.clone(), b]).unwrap().machine,
             "pc-q35-9.2"
         );
-        let none = host("n", 1, tcg, &["qemu64"], &[]);
+        let none = host("n", 1, tcg, &["qemu64"], &["pc-q35-1.0"]);
         let error = resolve(&spec(), &a, &[a.clone(), none]).unwrap_err();
         assert_eq!(error.code, ErrorCode::Incompatible);
+    }
+
+    #[test]
+    fn a_host_that_lists_no_known_model_keeps_no_vm_from_starting() {
+        let tcg = Accelerator::Tcg;
+        let a = host("a", 1, tcg, &["qemu64", "Haswell"], MACHINES);
+        let x = host("x", 1, tcg, &["nonsense"], &["nonsense"]);
+        let resolved = resolve(&spec(), &a, &[a.clone(), x.clone()]).unwrap();
+        assert_eq!(resolved.cpu, "qemu64");
+        assert!(may_resolve_to(&spec(), &resolved));
+        // One that excludes the rest is named, and so is the one where it cannot run.
+        let b = host("b", 1, tcg, &["EPYC"], MACHINES);
+        let error = resolve(&spec(), &a, &[a.clone(), x.clone(), b.clone()]).unwrap_err();
+        assert!(error.message.starts_with("host b has no"), "{error}");
+        let error = resolve(&spec(), &x, &[a, x.clone()]).unwrap_err();
+        assert!(error.message.starts_with("host x has no"), "{error}");
     }
 
     #[test]

@@ -26,6 +26,7 @@ fn host(name: &str) -> HostInfo {
         instance: Default::default(),
         site: Default::default(),
         boot_alone_ignored: false,
+        unread: Default::default(),
     }
 }
 

@@ -5,10 +5,12 @@
 //! the host and the remedy.
 
 mod check;
+mod described;
 
 use self::check::{Arrived, Facts, Said};
 use crate::app::App;
-use crate::error::{Outcome, refuse};
+use crate::bounds;
+use crate::error::{Outcome, refuse, silent, way_out};
 use crate::placement::place;
 use crate::reconcile::refresh;
 use crate::secret;
@@ -64,7 +66,7 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         coming: None,
         arrived: None,
     };
-    ask_source(&mut facts, &source, &destination).await?;
+    ask_source(app, name, &mut facts, &source, &destination).await?;
     let (report, cipher) = check::check(&facts);
     Ok(Preflight {
         source,
@@ -76,12 +78,22 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
 }
 
 /// Asks the source, then, if it answers, the destination.
-async fn ask_source(facts: &mut Facts, source: &End, destination: &End) -> Outcome<()> {
-    match source.agent.preflight_outgoing(&facts.vm.spec.name).await {
-        Ok(outgoing) => {
+async fn ask_source(
+    app: &App,
+    name: &VmName,
+    facts: &mut Facts,
+    source: &End,
+    destination: &End,
+) -> Outcome<()> {
+    match source.agent.preflight_outgoing(name).await {
+        Ok(mut outgoing) => {
+            let entry = app.state().vms.get(name).cloned();
+            let entry = entry.ok_or_else(|| crate::app::unknown_vm(name))?;
+            outgoing.vm.spec = described::must_match(&entry, &source.host, &outgoing)?;
+            bounds::lines(&mut outgoing.passed);
             facts.leaving = Some(Ok(Said {
                 passed: outgoing.passed,
-                refusals: outgoing.refusals,
+                refusals: bounds::refusals(outgoing.refusals),
             }));
             facts.vm = outgoing.vm;
             ask_destination(facts, source, destination, outgoing.file_hashes).await?;
@@ -111,10 +123,13 @@ async fn ask_destination(
     let answer = destination.agent.preflight_incoming(&request).await;
     let answered = answer.is_ok();
     facts.coming = Some(match answer {
-        Ok(report) => Ok(Said {
-            passed: report.passed,
-            refusals: report.refusals,
-        }),
+        Ok(mut report) => {
+            bounds::lines(&mut report.passed);
+            Ok(Said {
+                passed: report.passed,
+                refusals: bounds::refusals(report.refusals),
+            })
+        }
         Err(error) => Err(error.into()),
     });
     if answered && !request.probe_nonce.is_empty() && !check::lacks_bridge(facts) {
@@ -147,14 +162,15 @@ fn ends(app: &App, name: &VmName, to: &HostName) -> Outcome<(End, End, HostVm)> 
         return Err(crate::app::unknown_vm(name));
     }
     let destination = app.host(to)?;
-    let place = app.place_of(name)?;
+    let place = app.place_of(name).map_err(way_out)?;
     if place.host == *to {
         return refuse(
             ErrorCode::WrongState,
             format!("VM {name} is on host {to} already: choose another host"),
         );
     }
-    let vm = movable(name, &place)?;
+    let shown = app.state().vm_state(name);
+    let vm = movable(name, &place, shown)?;
     app.drains.must_take_vms(to)?;
     let source = app.host(&place.host)?;
     Ok((
@@ -164,32 +180,44 @@ fn ends(app: &App, name: &VmName, to: &HostName) -> Outcome<(End, End, HostVm)> 
     ))
 }
 
-fn movable(name: &VmName, place: &Place) -> Outcome<HostVm> {
-    match &place.vm {
-        Some(vm) if vm.state == VmState::Running => Ok(vm.clone()),
-        Some(vm) if vm.state == VmState::Paused => refuse(
-            ErrorCode::WrongState,
+/// Only a guest that runs migrates; anything else is refused with what helps.
+fn movable(name: &VmName, place: &Place, shown: VmState) -> Outcome<HostVm> {
+    let vm = place.vm.as_ref().filter(|_| shown != VmState::HandingOver);
+    let state = vm.map_or(shown, |vm| vm.state);
+    let (is, helps) = match (vm, state) {
+        (Some(vm), VmState::Running) => return Ok(vm.clone()),
+        (_, VmState::Paused) => (
+            "paused",
+            format!("resume it with 'godwit vm resume {name}'"),
+        ),
+        (_, VmState::Panicked) => (
+            "halted by its own kernel",
+            format!("reset it with 'godwit vm reset {name}'"),
+        ),
+        (_, VmState::Crashed) => (
+            "crashed",
             format!(
-                "VM {name} is paused and only a running one migrates: resume it with 'godwit vm resume {name}'"
+                "wait until its host has booted it, see 'godwit vm show {name}'; or, to have it boot elsewhere, run 'godwit vm stop {name}', then 'godwit vm start {name} --on HOST'"
             ),
         ),
-        other => {
-            let state = other.as_ref().map_or(VmState::Stopped, |vm| vm.state);
-            refuse(
-                ErrorCode::WrongState,
-                format!(
-                    "VM {name} is {state} and only a running one migrates: start it on the other host with 'godwit vm start {name} --on HOST'"
-                ),
-            )
-        }
-    }
+        (_, VmState::HandingOver | VmState::Incoming) => (
+            "being handed over",
+            format!("wait until one host says that it runs it, see 'godwit vm show {name}'"),
+        ),
+        _ => (
+            "off",
+            format!("start it on the other host with 'godwit vm start {name} --on HOST'"),
+        ),
+    };
+    refuse(
+        ErrorCode::WrongState,
+        format!("VM {name} is {is} and only a running one migrates: {helps}"),
+    )
 }
 
 fn end(app: &App, name: &HostName, entry: HostEntry) -> Outcome<End> {
-    let agent = app.connected_agent(name)?;
-    let mut info = entry
-        .info
-        .ok_or_else(|| crate::app::unreachable_host(name))?;
+    let agent = app.connected_agent(name).map_err(way_out)?;
+    let mut info = entry.info.ok_or_else(|| silent(name))?;
     info.name = name.clone();
     Ok(End {
         host: name.clone(),

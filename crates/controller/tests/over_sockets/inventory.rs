@@ -514,6 +514,31 @@ async fn in_doubt_comes_first_with_its_command_and_is_resolved_there() {
 }
 
 #[tokio::test]
+async fn a_vm_that_waits_for_a_removed_host_is_resolved_by_the_command_that_is_shown() {
+    let house = House::new().await;
+    let (a, mut b, client) = (house.host("a").await, house.host("b").await, house.client());
+    house.running("web", "a").await;
+    let to_b = serde_json::from_value(json!({"to": "b"})).unwrap();
+    client.migrate(&vm("web"), &to_b).await.unwrap();
+    let generation = Generation(a.generation("web").0 + 1);
+    let gave = Claim::Gave {
+        generation,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, generation, gave);
+    b.cut().await;
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    client.remove_host(&host("b"), true).await.unwrap();
+    let resolve = ResolveRequest {
+        run_on: host("a"),
+        give_up: false,
+        confirm_fenced: Some(host("b")),
+    };
+    client.resolve(&vm("web"), &resolve).await.unwrap();
+    assert_eq!(a.calls("resolve web on a"), 1);
+}
+
+#[tokio::test]
 async fn required_encryption_is_placed_where_it_can_be_kept() {
     let house = House::new().await;
     let (a, _b, client) = (house.host("a").await, house.host("b").await, house.client());

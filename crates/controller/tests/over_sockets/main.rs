@@ -1,10 +1,14 @@
 //! The controller over real sockets, with scripted agents. One program: each further one would compile the controller's
 //! server once more.
 
+mod alarms;
+mod bounds;
 mod drains;
+mod hostile;
 mod inventory;
 mod migrations;
 mod predictions;
 mod restored;
 mod scripted;
 mod site;
+mod unread;

@@ -1,9 +1,10 @@
 //! Migrations over real sockets: refusals, beginning exactly once, following to the end, restarts in the middle.
 
-use crate::scripted::{Agent, DEADLINE, House, code, hand_over, host, to, vm};
+use crate::scripted::{Agent, DEADLINE, House, code, hand_over, host, spec, to, vm};
 use godwit_rpc::Client;
 use godwit_rpc::controller_client::{MigrateAnswer, path};
-use godwit_types::control_api::{CancelRequest, StopRequest};
+use godwit_types::control_api::{CancelRequest, HostState, StartRequest, StopRequest};
+
 use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome, PEER_GAVE_UP};
 use godwit_types::site::Claim;
 use godwit_types::vm::{DiskSpec, EncryptionMode, VmState};
@@ -172,16 +173,22 @@ async fn what_cannot_begin_is_refused_with_its_reason() {
 
 #[tokio::test]
 async fn all_refusals_of_preflight_are_shown_together() {
-    let (house, a, b) = house().await;
+    let house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    let mut web = spec("web");
+    web.disks.push(DiskSpec {
+        name: "data".into(),
+        path: "/data.raw".into(),
+        read_only: false,
+        shared: false,
+    });
+    house.client().create_vm(&web).await.unwrap();
+    let on_a = StartRequest {
+        on: Some(host("a")),
+    };
+    house.client().start(&vm("web"), &on_a).await.unwrap();
     {
         let mut script = a.script();
-        let web = script.vms.get_mut(&vm("web")).unwrap();
-        web.spec.disks.push(DiskSpec {
-            name: "data".into(),
-            path: "/data.raw".into(),
-            read_only: false,
-            shared: false,
-        });
         script.outgoing_refusals.push(ApiError::new(
             ErrorCode::Hypervisor,
             "device x has no migration",
@@ -299,15 +306,22 @@ async fn encryption_is_decided_here_and_never_below_what_the_vm_requires() {
         watch_to_the_end(&house, &id).await.last().unwrap().outcome,
         Some(Outcome::Cancelled)
     );
-    a.script().vms.get_mut(&vm("web")).unwrap().spec.encryption = EncryptionMode::Required;
     house
         .until(async |house: &House| house.vm("web").await.migration.is_none())
         .await;
-    // The description that counts is the one it runs with.
-    for state in [VmState::Paused, VmState::Running] {
-        a.script().vms.get_mut(&vm("web")).unwrap().state = state;
-        house.until_vm("web", state, "a").await;
-    }
+    // The description that counts is the controller's own.
+    let client = house.client();
+    client
+        .stop(&vm("web"), &StopRequest { force: true })
+        .await
+        .unwrap();
+    let mut required = client.vm(&vm("web")).await.unwrap().spec;
+    required.encryption = EncryptionMode::Required;
+    client.edit_vm(&required).await.unwrap();
+    let on_a = StartRequest {
+        on: Some(host("a")),
+    };
+    client.start(&vm("web"), &on_a).await.unwrap();
     let error = refused(&house, &with(EncryptionMode::Opportunistic)).await;
     assert_eq!(error.code, ErrorCode::Encryption);
     assert!(error.message.contains("would lower"), "{error}");
@@ -417,6 +431,7 @@ async fn cancelling_reaches_the_source_and_unknown_migrations_are_said_to_be() {
     let nobody = MigrationId::new("m-0").unwrap();
     let request = CancelRequest {
         reason: Some("maintenance".into()),
+        vm: None,
     };
     assert_eq!(
         code(client.cancel(&nobody, &request).await),
@@ -439,6 +454,8 @@ async fn cancelling_reaches_the_source_and_unknown_migrations_are_said_to_be() {
     let id = begin(&house, &to("b")).await;
     client.cancel(&id, &request).await.unwrap();
     assert_eq!((a.calls("cancel"), b.calls("cancel")), (1, 0));
+    let named = format!("cancel {id} of web");
+    assert_eq!(a.calls(&named), 1, "a host may not have heard of it yet");
     let report = watch_to_the_end(&house, &id).await.pop().unwrap();
     assert_eq!(
         (report.outcome, report.reason.as_deref()),
@@ -448,4 +465,120 @@ async fn cancelling_reaches_the_source_and_unknown_migrations_are_said_to_be() {
         code(client.cancel(&id, &request).await),
         ErrorCode::WrongState
     );
+}
+
+#[tokio::test]
+async fn a_source_that_waits_for_its_former_host_is_asked_again_for_a_moment() {
+    let (house, a, b) = house().await;
+    a.script().unconfirmed = 3;
+    let id = begin(&house, &to("b")).await;
+    assert_eq!((a.calls("migrate"), b.calls("prepare")), (4, 1));
+    hand_over(&a, &b, "web", &id);
+    let report = watch_to_the_end(&house, &id).await.pop().unwrap();
+    assert_eq!(report.outcome, Some(Outcome::Completed));
+}
+
+#[tokio::test]
+async fn a_source_that_waits_too_long_for_its_former_host_refuses_the_move() {
+    let (house, a, _b) = house().await;
+    a.script().unconfirmed = usize::MAX;
+    let refused = house.client().migrate(&vm("web"), &to("b")).await;
+    assert_eq!(code(refused.map(|_| ())), ErrorCode::Unconfirmed);
+    assert!(a.calls("migrate") > 1);
+}
+
+/// Waits until both hosts have been asked about a migration once more, from the beginning.
+async fn asked_again(agents: [&Agent; 2], id: &MigrationId) {
+    let call = format!("report {id}");
+    for agent in agents {
+        // What was asked for before may still be on its way.
+        let until = agent.calls(&call) + 2;
+        let asked = async {
+            while agent.calls(&call) < until {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(DEADLINE, asked)
+            .await
+            .expect("nobody asked for its report");
+    }
+}
+
+#[tokio::test]
+async fn a_report_of_another_vm_or_of_other_hosts_ends_no_move() {
+    let (house, a, b) = house().await;
+    let id = begin(&house, &to("b")).await;
+    let good = b.script().reports[&id].clone();
+    let (mut of_another_vm, mut of_other_hosts) = (good.clone(), good.clone());
+    of_another_vm.vm = vm("aaa");
+    of_other_hosts.from = host("c");
+    for (agent, mut other) in [(&a, of_another_vm), (&b, of_other_hosts)] {
+        other.outcome = Some(Outcome::Completed);
+        other.phase = godwit_types::migration::Phase::Ended;
+        agent.script().reports.insert(id.clone(), other);
+    }
+    asked_again([&a, &b], &id).await;
+    let report = house.client().migration(&id).await.unwrap();
+    assert_eq!(report.outcome, None, "{report:?}");
+    for agent in [&a, &b] {
+        agent.script().reports.insert(id.clone(), good.clone());
+    }
+    hand_over(&a, &b, "web", &id);
+    let last = watch_to_the_end(&house, &id).await.pop().unwrap();
+    assert_eq!(last.outcome, Some(Outcome::Completed));
+}
+
+/// A controller that was gone while its migration was about to begin: the source was never told.
+async fn interrupted(house: &mut House, forgets: [&Agent; 2]) -> MigrationId {
+    let id = begin(house, &to("b")).await;
+    house.stop().await;
+    for agent in forgets {
+        agent.script().reports.clear();
+    }
+    id
+}
+
+#[tokio::test]
+async fn a_destination_that_dies_while_it_is_prepared_does_not_keep_the_vm_moving_for_ever() {
+    let (mut house, a, mut b) = house().await;
+    let id = interrupted(&mut house, [&a, &b]).await;
+    b.cut().await;
+    house.start().await;
+    let report = watch_to_the_end(&house, &id).await.pop().unwrap();
+    assert_eq!(report.outcome, Some(Outcome::Failed));
+    assert!(a.calls(&format!("cancel {id} of web")) > 0, "it is bound");
+    let free = async |house: &House| house.vm("web").await.migration.is_none();
+    house.until(free).await;
+    assert_eq!(house.vm("web").await.host, Some(host("a")));
+}
+
+#[tokio::test]
+async fn a_source_that_gave_the_vm_and_lost_its_report_ends_no_move() {
+    let (mut house, a, mut b) = house().await;
+    let id = interrupted(&mut house, [&a, &b]).await;
+    b.cut().await;
+    let generation = a.script().specs[&id].generation;
+    let gave = Claim::Gave {
+        generation,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, generation, gave);
+    house.start().await;
+    a.until_called(&format!("cancel {id} of web")).await;
+    asked_again([&a, &a], &id).await;
+    assert_eq!(house.client().migration(&id).await.unwrap().outcome, None);
+}
+
+#[tokio::test]
+async fn a_fenced_source_that_never_told_its_destination_ends_the_move() {
+    let (mut house, mut a, b) = house().await;
+    let id = interrupted(&mut house, [&a, &b]).await;
+    a.cut().await;
+    house.start().await;
+    b.until_called(&format!("report {id}")).await;
+    assert_eq!(house.client().migration(&id).await.unwrap().outcome, None);
+    house.until_host("a", HostState::Unreachable).await;
+    house.client().fenced(&host("a")).await.unwrap();
+    let report = watch_to_the_end(&house, &id).await.pop().unwrap();
+    assert_eq!(report.outcome, Some(Outcome::Failed));
 }

@@ -39,7 +39,7 @@ async fn until_told(agent: &Agent, hosts: usize) {
 async fn waits_for(house: &House) -> Option<Vec<String>> {
     let site = house.client().site().await.unwrap();
     site.alarms.into_iter().find_map(|alarm| match alarm {
-        Alarm::RestoredController { waits_for } => {
+        Alarm::RestoredController { waits_for, .. } => {
             Some(waits_for.iter().map(ToString::to_string).collect())
         }
         _ => None,
@@ -106,6 +106,14 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
         .await;
     house.until_vm("web", VmState::Running, "c").await;
     house.until_vm("new", VmState::Running, "c").await;
+    // What is forgotten is said, and not only to whoever looked at that moment.
+    for _ in 0..2 {
+        let said = house.client().site().await.unwrap().sentences.join(" ");
+        assert!(said.contains("What only the lost one knew"), "{said}");
+        house.stop().await;
+        house.start().await;
+    }
+    house.until_vm("web", VmState::Running, "c").await;
     let now = house.client().site().await.unwrap().stamp;
     assert_eq!(now.epoch, before.epoch + 1);
     assert_eq!(
@@ -120,4 +128,37 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
         .unwrap();
     house.client().start(&vm("web"), &on("a")).await.unwrap();
     assert!(a.generation("web") > held);
+}
+
+#[tokio::test]
+async fn a_table_does_not_say_which_certificate_a_forgotten_host_has() {
+    let mut house = House::new().await;
+    let a = house.host("a").await;
+    house.stop().await;
+    let backup = house.dir.path().join("backup.db");
+    std::fs::copy(house.database(), &backup).unwrap();
+    house.start().await;
+    let c = house.host("c").await;
+    until_told(&a, 2).await;
+    house.stop().await;
+    put_back(&house, &backup);
+    a.script().invented_serial = Some("00ff".into());
+    house.start().await;
+    house
+        .until(async |house: &House| {
+            let site = house.client().site().await.unwrap();
+            site.in_charge && site.stamp.epoch > 0
+        })
+        .await;
+    // What is revoked is the certificate that the host has.
+    house.client().remove_host(&c.name, false).await.unwrap();
+    let serial = c.identity.holder().unwrap().serial;
+    let revoked = async {
+        while !a.script().revoked.contains(&serial) {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(DEADLINE, revoked)
+        .await
+        .expect("another certificate was revoked");
 }

@@ -8,7 +8,7 @@ use godwit_types::control_api::{
     CancelRequest, HostState, KeepRequest, ResolveRequest, StartRequest, StopRequest,
 };
 use godwit_types::drain::{DrainRequest, DrainState};
-use godwit_types::site::{Alarm, BootWish, Claim, Instance, SiteQuestion, Standing};
+use godwit_types::site::{Alarm, BootWish, Claim, Instance, SiteHeard, SiteQuestion, Standing};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use sqlx::sqlite::SqliteConnectOptions;
@@ -136,7 +136,10 @@ async fn of_two_holders_the_one_that_was_never_granted_is_paused_until_a_person_
     assert_eq!(first.spec.name, vm("web"));
     assert_eq!(first.copies, [host("a"), host("b")]);
     let note = first.note.unwrap();
-    assert!(note.contains("godwit vm resolve web --keep a"), "{note}");
+    assert!(note.contains("godwit vm resolve web --keep HOST"), "{note}");
+    for copy in ["a (running, known to be on for ", "b ("] {
+        assert!(note.contains(copy), "{note}");
+    }
     let site = client.site().await.unwrap();
     let twice = Alarm::RunningTwice {
         vm: vm("web"),
@@ -145,6 +148,15 @@ async fn of_two_holders_the_one_that_was_never_granted_is_paused_until_a_person_
     assert_eq!(site.alarms, [twice]);
     assert_eq!((b.calls("stopped web"), b.calls("delete web")), (0, 0));
     assert_eq!(a.calls("paused web"), 0);
+    let said = site.sentences.join(" ");
+    assert!(said.contains("godwit vm console web --host HOST"), "{said}");
+    let other = format!("generation {}, which that host was never", granted + 5);
+    assert!(said.contains(&format!("generation {granted})")), "{said}");
+    assert!(said.contains(&other), "{said}");
+    for copy in ["a", "b"] {
+        // A person looks at both before deciding.
+        client.console_at(&vm("web"), &host(copy)).await.unwrap();
+    }
     let start = client.start(&vm("web"), &on("a")).await;
     assert_eq!(code(start), ErrorCode::RunningTwice);
     let stranger = KeepRequest { host: host("c") };
@@ -255,9 +267,10 @@ fn asking(house: &House, agent: &Agent) -> ControllerClient {
     ControllerClient::new(Client::tls(house.address(), &agent.identity, Role::Controller).unwrap())
 }
 
-fn question(instance: Instance) -> SiteQuestion {
+fn question(knows: SiteHeard, instance: Instance) -> SiteQuestion {
     SiteQuestion {
         instance,
+        knows,
         wishes: vec![BootWish {
             vm: vm("web"),
             generation: Generation(1),
@@ -269,7 +282,8 @@ fn question(instance: Instance) -> SiteQuestion {
 async fn a_host_that_asks_before_it_boots_is_told_who_it_is() {
     let (house, mut a, mut b) = house().await;
     let asker = asking(&house, &a);
-    let ask = async |instance| asker.site_ask(&question(instance)).await.unwrap();
+    let knows = a.knows();
+    let ask = async |instance| asker.site_ask(&question(knows, instance)).await.unwrap();
     let mine = a.instance();
     let known = ask(mine.clone()).await;
     assert_eq!((known.standing, known.in_charge), (Standing::Known, true));
@@ -295,8 +309,19 @@ async fn a_host_that_asks_before_it_boots_is_told_who_it_is() {
     let removed = asking(&house, &b);
     let instance = b.instance();
     house.client().remove_host(&host("b"), false).await.unwrap();
-    let answer = removed.site_ask(&question(instance)).await.unwrap();
+    let answer = removed
+        .site_ask(&question(b.knows(), instance))
+        .await
+        .unwrap();
     assert_eq!(answer.standing, Standing::Removed);
+    // It is told nothing else, of no VM, and nothing that it says is believed.
+    assert!(answer.vms.is_empty() && answer.off.is_empty() && !answer.knows(&vm("web")));
+    let mut later = b.knows();
+    later.stamp.epoch += 1;
+    let instance = b.instance();
+    removed.site_ask(&question(later, instance)).await.unwrap();
+    let site = house.client().site().await.unwrap();
+    assert!(site.in_charge, "{site:?}");
     b.cut().await;
 }
 
@@ -341,6 +366,54 @@ async fn a_person_who_resolves_while_the_other_host_answers_has_that_asked_inste
 }
 
 #[tokio::test]
+async fn a_host_that_cannot_read_its_record_has_not_said_no_to_a_person_who_resolves() {
+    let (house, a, b) = house().await;
+    let id = begin(&house).await;
+    let next = a.script().specs[&id].generation;
+    let gave = Claim::Gave {
+        generation: next,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, next, gave);
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    // A list leaves out what its host cannot read.
+    b.script().vms.clear();
+    let unread = ApiError::new(ErrorCode::Internal, "the record is damaged");
+    b.script().refuse_survey = Some(unread);
+    let run_on_a = ResolveRequest {
+        run_on: host("a"),
+        give_up: false,
+        confirm_fenced: Some(host("b")),
+    };
+    let refused = house.client().resolve(&vm("web"), &run_on_a).await;
+    assert_eq!(refused.unwrap_err().code(), ErrorCode::WrongState);
+    assert_eq!(a.calls("resolve web"), 0);
+}
+
+#[tokio::test]
+async fn a_vm_that_waits_for_its_host_to_boot_it_is_not_dropped_by_a_drain() {
+    let (house, _a, b) = house().await;
+    house.running("waits", "b").await;
+    b.turns("waits", VmState::Crashed);
+    house.until_vm("waits", VmState::Crashed, "b").await;
+    let client = house.client();
+    let request = DrainRequest::default();
+    client.drain(&host("b"), &request).await.unwrap();
+    let done = async |house: &House| {
+        let view = house.client().drain_view(&host("b")).await.unwrap();
+        view.state == DrainState::Done
+    };
+    house.until(done).await;
+    assert!(b.script().vms.contains_key(&vm("waits")), "it was dropped");
+    assert_eq!(b.calls("delete waits"), 0);
+    let view = client.drain_view(&host("b")).await.unwrap();
+    // The host is not empty: nobody is to switch it off in good faith.
+    let stays = view.staying().next().expect("it is said to be off");
+    let why = &stays.reasons[0].message;
+    assert!(why.contains("godwit vm stop waits"), "{why}");
+}
+
+#[tokio::test]
 async fn a_move_is_cancelled_while_its_destination_is_still_being_told() {
     let (house, a, b) = house().await;
     let go_on = b.hold("prepare");
@@ -352,7 +425,11 @@ async fn a_move_is_cancelled_while_its_destination_is_still_being_told() {
             .client()
             .cancel(&report.id, &CancelRequest::default())
             .await;
+        // Before the person is answered: this controller may be gone in a moment.
+        let named = format!("cancel {} of web", report.id);
+        let told = (a.calls(&named), b.calls(&named));
         go_on.send_replace(true);
+        assert_eq!(told, (1, 1), "both hosts refuse it from then on");
         (report.id, cancelled)
     };
     let (web, request) = (vm("web"), to("b"));
@@ -387,4 +464,175 @@ async fn a_grant_that_cannot_be_written_is_not_given() {
     tokio::time::timeout(DEADLINE, a.until_called("put web"))
         .await
         .unwrap();
+}
+
+#[tokio::test]
+async fn a_restarted_controller_counts_a_hosts_silence_from_its_own_start() {
+    let (mut house, mut a, _b) = house().await;
+    house.stop().await;
+    a.cut().await;
+    // As if the row had last been written when the host joined, long ago.
+    execute(&house, "UPDATE hosts SET last_seen_unix_s = 1000").await;
+    house.start().await;
+    let client = house.client();
+    house
+        .until(async |house: &House| house.vm("web").await.state == VmState::Unreachable)
+        .await;
+    let since_1970 = 1_000_000_000;
+    let heard = house.vm("web").await.heard_s;
+    assert!(heard.is_some_and(|s| s < since_1970), "{heard:?}");
+    let seen = client.host(&host("a")).await.unwrap().last_seen_s;
+    assert!(seen < since_1970, "{seen}");
+}
+
+#[tokio::test]
+async fn every_refusal_for_a_silent_host_names_it_and_the_command() {
+    let (house, mut a, _b) = house().await;
+    let client = house.client();
+    a.cut().await;
+    house
+        .until(async |house: &House| house.vm("web").await.state == VmState::Unreachable)
+        .await;
+    let force = StopRequest { force: true };
+    let refused = |error: godwit_rpc::ClientError| must_name(&ApiError::from(error), "a");
+    refused(client.stop(&vm("web"), &force).await.unwrap_err());
+    let stopped = client.stop_at(&vm("web"), &host("a"), &force).await;
+    refused(stopped.unwrap_err());
+    refused(client.reset(&vm("web")).await.unwrap_err());
+    refused(client.console(&vm("web")).await.unwrap_err());
+    refused(client.check_host(&host("a")).await.unwrap_err());
+    refused(client.migrate(&vm("web"), &to("b")).await.unwrap_err());
+    let drain = DrainRequest::default();
+    refused(client.drain(&host("a"), &drain).await.unwrap_err());
+}
+
+#[tokio::test]
+async fn a_crashed_vm_can_be_turned_off() {
+    let (house, a, _b) = house().await;
+    a.turns("web", VmState::Crashed);
+    house.until_vm("web", VmState::Crashed, "a").await;
+    let client = house.client();
+    let reset = client.reset(&vm("web")).await;
+    assert_eq!(code(reset), ErrorCode::WrongState);
+    for force in [false, true] {
+        let stopped = a.calls("stopped web");
+        client
+            .stop(&vm("web"), &StopRequest { force })
+            .await
+            .unwrap();
+        assert_eq!(a.calls("stopped web"), stopped + 1, "its host was not told");
+        a.turns("web", VmState::Crashed);
+        house.until_vm("web", VmState::Crashed, "a").await;
+    }
+}
+
+#[tokio::test]
+async fn an_alarm_that_nothing_else_ends_is_acknowledged_for_good() {
+    let (mut house, mut a, _b) = house().await;
+    let client = house.client();
+    a.cut().await;
+    house.until_host("a", HostState::Unreachable).await;
+    client.fenced(&host("a")).await.unwrap();
+    a.heal().await;
+    let alarm = Alarm::FencedHostAnswered { host: host("a") };
+    house
+        .until(async |house: &House| house.client().site().await.unwrap().alarms.contains(&alarm))
+        .await;
+    // As if this controller had taken over a moment ago.
+    let now = std::time::SystemTime::UNIX_EPOCH
+        .elapsed()
+        .unwrap()
+        .as_secs();
+    let path = house.config.state_dir.join("takeover.json");
+    std::fs::write(&path, format!("{{\"epoch\":0,\"unix_s\":{now}}}")).unwrap();
+    let site = client.site().await.unwrap();
+    let told = site.sentences.join(" ");
+    assert_eq!(told.matches("godwit site acknowledge").count(), 2, "{told}");
+    let done = client.acknowledge().await.unwrap().message;
+    assert!(
+        done.contains("host a") && done.contains("takeover"),
+        "{done}"
+    );
+    for _ in 0..2 {
+        let site = house.client().site().await.unwrap();
+        assert_eq!(
+            (site.alarms.len(), site.sentences.len()),
+            (0, 0),
+            "{site:?}"
+        );
+        house.stop().await;
+        house.start().await;
+        house.until_host("a", HostState::Connected).await;
+    }
+    let done = house.client().acknowledge().await.unwrap().message;
+    assert!(done.contains("nothing to acknowledge"), "{done}");
+}
+
+#[tokio::test]
+async fn a_vm_whose_state_does_not_let_it_move_is_refused_with_what_helps() {
+    let (house, a, b) = house().await;
+    let client = house.client();
+    let cases = [
+        (VmState::Paused, "godwit vm resume web"),
+        (VmState::Panicked, "godwit vm reset web"),
+        (VmState::Crashed, "godwit vm stop web"),
+        (VmState::Stopped, "godwit vm start web --on HOST"),
+        (VmState::Incoming, "godwit vm show web"),
+    ];
+    for (state, helps) in cases {
+        a.turns("web", state);
+        house.until_vm("web", state, "a").await;
+        let error = client.migrate(&vm("web"), &to("b")).await.unwrap_err();
+        assert_eq!(error.code(), ErrorCode::WrongState, "{error}");
+        assert!(error.to_string().contains(helps), "{state}: {error}");
+    }
+    a.turns("web", VmState::Running);
+    b.has("web", VmState::Running, a.generation("web").0 + 5, true);
+    house.until_vm("web", VmState::RunningTwice, "a").await;
+    let error = client.migrate(&vm("web"), &to("b")).await.unwrap_err();
+    assert_eq!(error.code(), ErrorCode::RunningTwice, "{error}");
+    assert!(error.to_string().contains("--keep HOST"), "{error}");
+    b.script().vms.clear();
+    let next = Generation(a.generation("web").0 + 1);
+    let gave = Claim::Gave {
+        generation: next,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, next, gave);
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    let error = client.migrate(&vm("web"), &to("b")).await.unwrap_err();
+    assert_eq!(error.code(), ErrorCode::InDoubt, "{error}");
+    let text = error.to_string();
+    assert!(
+        text.contains("godwit vm resolve web --run-on a --confirm-fenced b"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn a_move_waits_for_the_end_of_the_last_handover_and_disturbs_nobody_meanwhile() {
+    let (house, a, b) = house().await;
+    let generation = a.generation("web");
+    // The doubt was settled: the VM runs on a, and b has not heard that a knows.
+    let gave = Claim::Gave {
+        generation,
+        to: host("a"),
+    };
+    b.records("web", VmState::Stopped, generation, gave);
+    b.until_heard().await;
+    let client = house.client();
+    let refused = client.migrate(&vm("web"), &to("b")).await;
+    assert_eq!(code(refused), ErrorCode::Unconfirmed);
+    assert_eq!((a.calls("migrate"), b.calls("prepare")), (0, 0));
+    assert!(client.migrations().await.unwrap().is_empty());
+    let (web, request) = (vm("web"), to("b"));
+    let settle = async {
+        let moved = Claim::Moved {
+            generation,
+            to: host("a"),
+        };
+        b.records("web", VmState::Stopped, generation, moved);
+    };
+    let (begun, ()) = tokio::join!(client.migrate(&web, &request), settle);
+    begun.unwrap();
 }

@@ -8,7 +8,7 @@
 use super::Decisions;
 use crate::outcome::{self, Outcome};
 use godwit_ownership::{
-    Action, Event, EventKind, HostRecord, PeerMessage, Phase, Qemu, Timer, VmCore,
+    Action, Event, EventKind, HostRecord, PeerMessage, Phase, Qemu, Reason, Timer, VmCore,
 };
 use godwit_store::frame;
 use godwit_types::{Generation, HostName, MigrationId, VmName};
@@ -154,7 +154,10 @@ fn message(kind: u8, migration: MigrationId, generation: Generation) -> Option<P
             generation,
         },
         10 => PeerMessage::Abort { migration },
-        11 => PeerMessage::Failed { migration },
+        11 => PeerMessage::Failed {
+            migration,
+            reason: Some(Reason::clipped("its disk is full")),
+        },
         12 => PeerMessage::Prepared {
             migration,
             highest: generation,

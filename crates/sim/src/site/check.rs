@@ -5,6 +5,7 @@
 use super::model::{Exempt, Ground, Happening, MachineId, VmId};
 use super::world::Site;
 use godwit_ownership::HostRecord;
+use godwit_types::site::SiteVm;
 
 impl Site {
     /// A guest begins to run at a machine.
@@ -56,24 +57,12 @@ impl Site {
         if guest.named_by_old {
             return Some(Exempt::Forgotten);
         }
-        if machine.was_dismissed && guest.granted_without.contains(&at) {
-            return Some(Exempt::FencedUnheard);
+        if guest.deleted && self.has_forgotten_deletion(vm) {
+            return Some(Exempt::Forgotten);
         }
         let ground: &Ground = machine.booted.get(&vm)?;
         if ground.by_controller {
             return machine.heard_old_controller.then_some(Exempt::Forgotten);
-        }
-        if ground.by_liar {
-            return Some(Exempt::LiarLetBoot);
-        }
-        let has_twin = self
-            .machines
-            .iter()
-            .filter(|m| m.name == machine.name)
-            .count()
-            > 1;
-        if has_twin && !ground.by_person && !ground.is_lone {
-            return Some(Exempt::CloneAndNeighbours);
         }
         if !ground.is_missed_by_all(guest.named) {
             return None;
@@ -83,6 +72,17 @@ impl Site {
             (false, true) => Some(Exempt::DismissedAndNeighbours),
             (false, false) => None,
         }
+    }
+
+    /// Whether a database was restored since the VM was deleted, before any host had heard of that.
+    fn has_forgotten_deletion(&self, vm: VmId) -> bool {
+        let knows = |row: Option<&SiteVm>| row.is_some_and(|row| row.deleted);
+        let mut tables = self.machines.iter().map(|machine| &machine.table);
+        let database = self.controllers.iter().any(|controller| {
+            let entry = controller.db.entries.get(&self.vms[vm]);
+            entry.is_some_and(|entry| entry.deleted)
+        });
+        !database && !tables.any(|table| knows(table.vms.get(&self.vms[vm])))
     }
 
     /// Once a second: alarms that are due, and VMs that nobody holds any more.

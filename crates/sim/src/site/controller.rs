@@ -52,7 +52,7 @@ pub(crate) enum Change {
 pub(crate) enum Purpose {
     Poll(Ticket),
     Update,
-    Whole(Stamp),
+    Whole(Stamp, Ticket),
     Job(u64),
     Nothing,
 }
@@ -66,7 +66,6 @@ pub(crate) struct Controller {
     pub frozen_until: u64,
     pub book: Book,
     pub db: Database,
-    pub unwritten: Vec<Row>,
     pub backup: Option<Database>,
     pub jobs: BTreeMap<u64, Job>,
     pub asks: BTreeMap<u64, (NameId, Purpose)>,
@@ -84,7 +83,6 @@ impl Controller {
             frozen_until: 0,
             book: empty_book(Stamp::default(), plant),
             db: Database::default(),
-            unwritten: Vec::new(),
             backup: None,
             jobs: BTreeMap::new(),
             asks: BTreeMap::new(),
@@ -112,6 +110,7 @@ pub(crate) fn site_host(name: &HostName, row: &HostRow) -> SiteHost {
         address: SocketAddr::from(([10, 0, 0, 1], 7000)),
         serial: String::new(),
         counter: row.instance.counter,
+        machine_id: row.instance.machine_id.clone(),
     }
 }
 
@@ -126,9 +125,7 @@ impl Database {
                 self.removed.remove(&host);
                 self.hosts.insert(host, row);
             }
-            Row::FencedStranger(host) => {
-                self.fenced_strangers.insert(host);
-            }
+            Row::FencedStrangers(hosts) => self.fenced_strangers = hosts,
         }
     }
 
@@ -182,7 +179,6 @@ impl Site {
         of.life = life;
         of.frozen_until = 0;
         of.book = of.db.book(plant);
-        of.unwritten.clear();
         of.jobs.clear();
         of.asks.clear();
         of.polled.clear();
@@ -194,12 +190,11 @@ impl Site {
         self.controllers[controller].book.stamp()
     }
 
-    /// Writes rows and changes in one transaction, after what could not be written before. False: they may or may not
-    /// have been written, and the rows are written again before anything is said.
-    pub(crate) fn commit(&mut self, controller: usize, rows: Vec<Row>, changes: &[Change]) -> bool {
-        let of = &mut self.controllers[controller];
-        of.unwritten.extend(rows);
-        if of.unwritten.is_empty() && changes.is_empty() {
+    /// Writes what the book has changed, and `changes`, in one transaction. False: they may or may not have been written,
+    /// and the book's are due again.
+    pub(crate) fn commit(&mut self, controller: usize, changes: &[Change]) -> bool {
+        let batch = self.controllers[controller].book.take_unwritten();
+        if batch.is_empty() && changes.is_empty() {
             return true;
         }
         let fails = self.strikes(SiteFault::CommitFails, 15);
@@ -207,25 +202,24 @@ impl Site {
         let writes = !(fails || unknown && self.rng.chance(500));
         let of = &mut self.controllers[controller];
         if writes {
-            for row in of.unwritten.clone() {
-                of.db.write(row);
+            for row in batch.rows() {
+                of.db.write(row.clone());
             }
             for change in changes {
                 of.db.change(change.clone());
             }
         }
         if fails || unknown {
+            of.book.not_written(batch);
             self.note(|_| "controller: a commit failed".to_owned());
             return false;
         }
-        of.unwritten.clear();
         true
     }
 
     pub(crate) fn ask(&mut self, controller: usize, to: NameId, what: Ask, purpose: Purpose) {
         let is_poll = matches!(what, Ask::Poll);
-        let has_unwritten = !self.controllers[controller].unwritten.is_empty();
-        if has_unwritten && !is_poll && !self.commit(controller, Vec::new(), &[]) {
+        if !is_poll && !self.commit(controller, &[]) {
             if let Purpose::Job(job) = purpose {
                 self.job_hears(controller, job, to, None);
             }
@@ -234,7 +228,7 @@ impl Site {
         let ask = self.next_number();
         let of = &mut self.controllers[controller];
         let stamp = match purpose {
-            Purpose::Whole(stamp) => stamp,
+            Purpose::Whole(stamp, _) => stamp,
             _ => of.book.stamp(),
         };
         of.asks.insert(ask, (to, purpose));
@@ -268,7 +262,7 @@ impl Site {
                 of.book.lose(&self.names[name]);
             }
             Purpose::Job(job) => self.job_hears(controller, job, name, None),
-            Purpose::Update | Purpose::Whole(_) | Purpose::Nothing => {}
+            Purpose::Update | Purpose::Whole(..) | Purpose::Nothing => {}
         }
     }
 
@@ -318,19 +312,25 @@ impl Site {
 
     /// A controller on an old copy of its database reads every host, then takes over.
     fn take_over(&mut self, controller: usize) {
+        // Also a host that was off while this controller took over, and has asked since.
+        for site in self.controllers[controller].book.to_enrol() {
+            let row = HostRow::default();
+            let site = SiteHost {
+                counter: 0,
+                machine_id: String::new(),
+                ..site
+            };
+            self.controllers[controller].book.add_host(site, row);
+            self.commit(controller, &[]);
+        }
         let Some(takeover) = self.controllers[controller].book.takeover() else {
             return;
         };
         self.coverage.restored += 1;
-        for site in takeover.enrol {
-            let row = HostRow::default();
-            let site = SiteHost { counter: 0, ..site };
-            let rows = self.controllers[controller].book.add_host(site, row);
-            self.commit(controller, rows, &[]);
-        }
         for host in takeover.hosts {
             if let Some(name) = self.id_of(&host) {
-                let purpose = Purpose::Whole(takeover.stamp);
+                let ticket = self.controllers[controller].book.ask();
+                let purpose = Purpose::Whole(takeover.stamp, ticket);
                 self.ask(controller, name, Ask::Whole, purpose);
             }
         }
@@ -342,7 +342,7 @@ impl Site {
         if of.book.is_in_charge() {
             return;
         }
-        if let Ok(rows) = of.book.finish_takeover() {
+        if of.book.finish_takeover() == Ok(true) {
             of.is_old = false;
             self.coverage.takeovers += 1;
             self.note(|w| {
@@ -353,7 +353,7 @@ impl Site {
             });
             // VMs that only records know are taken into the inventory.
             let found: Vec<Change> = self.vms_found(controller);
-            self.commit(controller, rows, &found);
+            self.commit(controller, &found);
         }
     }
 
@@ -425,10 +425,10 @@ impl Site {
                 let host = self.names[name].clone();
                 of.book.updated(&host, you, knows);
             }
-            (Purpose::Whole(at), Reply::Whole(whole)) => {
+            (Purpose::Whole(at, ticket), Reply::Whole(whole)) => {
                 let host = self.names[name].clone();
-                let (rows, _) = of.book.take_whole(&host, at, whole);
-                self.commit(controller, rows, &[]);
+                of.book.take_whole(&host, at, ticket, whole);
+                self.commit(controller, &[]);
             }
             (Purpose::Job(job), reply) => self.job_hears(controller, job, name, Some(reply)),
             _ => {}
@@ -446,8 +446,8 @@ impl Site {
         let host = self.names[name].clone();
         let of = &mut self.controllers[controller];
         let was_fenced = of.book.is_fenced(&host);
-        let (rows, news) = of.book.hear(&host, ticket, heard);
-        self.commit(controller, rows, &[]);
+        let news = of.book.hear(&host, ticket, heard);
+        self.commit(controller, &[]);
         for one in &news {
             self.coverage.news(one);
             self.note(|_| format!("controller {controller}: {one:?}"));
@@ -496,8 +496,8 @@ impl Site {
             && self.machines[other].agent_frozen_until <= self.now
             && self.reaches(controller, other);
         let of = &mut self.controllers[controller];
-        let (answer, rows) = of.book.answer(&name, question, other_answers);
-        if !self.commit(controller, rows, &[]) {
+        let answer = of.book.answer(&name, question, other_answers);
+        if !self.commit(controller, &[]) {
             return;
         }
         if answer.standing == Standing::Removed {
@@ -510,7 +510,6 @@ impl Site {
             agent,
             round,
             answer: Box::new(answer),
-            lies: false,
         };
         self.send(Place::Controller(controller), Place::Machine(asker), packet);
     }

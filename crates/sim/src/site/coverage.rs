@@ -126,6 +126,8 @@ impl SiteCoverage {
             News::FencedAnswered { .. } => "a host said to be off answers",
             News::NotItself { .. } => "a host is not itself",
             News::Stranger { .. } => "a record names an unknown host",
+            News::Replaced { .. } => "another controller has taken over",
+            News::Impossible { .. } => "a host tells an impossible word",
             News::Held { .. } => "another host holds a VM",
         };
         bump(&mut self.news, name);

@@ -2,7 +2,7 @@
 //!
 //! Each seed allows its own subset, so that rare combinations are not drowned. Works on the site.
 
-use super::model::{Backup, Cut, Happening, Machine, MachineId};
+use super::model::{Backup, Cut, Happening, Machine, MachineId, Slot};
 use super::world::Site;
 use godwit_ownership::{Event, StateName};
 
@@ -57,6 +57,7 @@ faults! {
     RestoreDatabase => 250, "controller's database restored from an old copy",
     SecondController => 150, "restored controller beside the old one",
     RestoreState => 250, "host's state directory restored from an old copy",
+    RestoreUnderGuests => 200, "host's state directory put back under its guests",
     RestoreHost => 200, "whole host restored from an old copy",
     CloneHost => 150, "host's disk cloned to a second machine",
     Liar => 120, "a host lies",
@@ -104,6 +105,7 @@ const STRIKES: &[SiteFault] = &[
     SiteFault::RestoreDatabase,
     SiteFault::SecondController,
     SiteFault::RestoreState,
+    SiteFault::RestoreUnderGuests,
     SiteFault::RestoreHost,
     SiteFault::CloneHost,
     SiteFault::Liar,
@@ -228,6 +230,7 @@ impl Site {
             SiteFault::RestoreDatabase => self.restore_database(),
             SiteFault::SecondController => self.second_controller(),
             SiteFault::RestoreState => self.restore_machine(at, false),
+            SiteFault::RestoreUnderGuests => self.restore_under_guests(at),
             SiteFault::RestoreHost => self.restore_machine(at, true),
             SiteFault::CloneHost => self.clone_machine(at),
             SiteFault::Liar => self.begin_to_lie(at),
@@ -441,6 +444,31 @@ impl Site {
         self.lost_records(at);
         let delay = 100 + self.rng.below(3000);
         self.after(delay, Happening::MachineStarts { at });
+        true
+    }
+
+    /// The state directory is put back while guests run, and the agent begins anew. A VM process that lives writes its
+    /// record again; the other records are old ones.
+    fn restore_under_guests(&mut self, at: MachineId) -> bool {
+        let machine = &self.machines[at];
+        let Some(backup) = machine.backup.clone() else {
+            return false;
+        };
+        let lives = |slot: &Slot| slot.qemu.is_some() && slot.process.is_some();
+        let alone = |slot: &Slot| slot.qemu.is_some() && slot.process.is_none();
+        let fits = machine.slots.iter().any(lives) && !machine.slots.iter().any(alone);
+        if machine.is_clone || !fits || !self.kill_agent(at) {
+            return false;
+        }
+        self.put_back(at, backup);
+        for slot in &mut self.machines[at].slots {
+            if let Some(process) = &slot.process {
+                let record = Some(process.core.record().clone());
+                slot.journal.seen.clone_from(&record);
+                slot.journal.durable = record;
+            }
+        }
+        self.lost_records(at);
         true
     }
 

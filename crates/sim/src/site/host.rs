@@ -10,11 +10,13 @@ use godwit_ownership::{Event, HostRecord, PeerMessage, Phase, Power, StateName, 
 use godwit_site::{Heard, HostSite, Judged, claim_of};
 use godwit_types::Generation;
 use godwit_types::site::{
-    Instance, RecordSaid, SiteAnswer, SiteQuestion, SiteUpdate, Stamp, WholeSurvey,
+    Instance, RecordSaid, SiteAnswer, SiteQuestion, SiteUpdate, Stamp, Standing, WholeSurvey,
 };
 use std::collections::BTreeMap;
 
 const TICK_MS: u64 = 300;
+/// A controller that has not answered after so long does not answer this round.
+const CONTROLLER_MS: u64 = 800;
 /// Between two rounds of questions.
 const ROUND_MS: u64 = 1500;
 
@@ -44,6 +46,7 @@ impl Site {
             boot_id: format!("boot-{at}-{}", machine.boots),
             machine_id: format!("machine-{at}"),
         };
+        machine.instance = Some(instance.clone());
         let mut site = HostSite::new(name, instance, machine.table.clone());
         site.plant = plant;
         machine.agent = Some(Agent {
@@ -52,7 +55,6 @@ impl Site {
             round: 0,
             asked_at: 0,
             waits_since: None,
-            heard_liar: false,
             judged: BTreeMap::new(),
         });
         self.note(|w| {
@@ -79,13 +81,14 @@ impl Site {
         let slots = self.machines[at].slots.iter().enumerate();
         let slots = slots.filter(|(vm, _)| of.is_none_or(|of| of == *vm));
         let records = slots.filter_map(|(_, slot)| match &slot.process {
-            Some(process) => Some(process.core.record()),
-            None => slot.journal.seen.as_ref(),
+            Some(process) => Some((process.core.record(), slot.qemu.is_some())),
+            None => Some((slot.journal.seen.as_ref()?, slot.qemu.is_some())),
         });
-        let said = |record: &HostRecord| RecordSaid {
+        let said = |(record, may_live): (&HostRecord, bool)| RecordSaid {
             vm: record.vm.clone(),
             highest: record.highest,
             claim: claim_of(record),
+            may_live,
         };
         records.map(said).collect()
     }
@@ -147,6 +150,7 @@ impl Site {
                 let whole = self.machines[at].agent.as_ref().map(|agent| WholeSurvey {
                     instance: agent.site.instance().clone(),
                     records,
+                    unread: Default::default(),
                     table: agent.site.table().clone(),
                 });
                 if let Some(whole) = whole {
@@ -265,6 +269,9 @@ impl Site {
         message: PeerMessage,
     ) {
         self.heard_peer(at, vm);
+        if !self.is_itself(at, sender) {
+            return;
+        }
         let machine = &self.machines[at];
         if machine.slots[vm].process.is_none() {
             if machine.agent.is_none() {
@@ -274,6 +281,16 @@ impl Site {
         }
         let from = self.name_of(sender);
         self.feed(at, vm, Event::Message { from, message });
+    }
+
+    /// Whether the machine that speaks is the host of that name, as far as the table of the one that hears it knows.
+    fn is_itself(&self, at: MachineId, sender: MachineId) -> bool {
+        let Some(instance) = self.machines[sender].instance.as_ref() else {
+            return true;
+        };
+        let name = &self.names[self.machines[sender].name];
+        let agent = self.machines[at].agent.as_ref();
+        agent.is_none_or(|agent| agent.site.standing_of(name, instance) == Standing::Known)
     }
 
     /// Looks whether every VM has its process, and what should run and does not.
@@ -327,10 +344,12 @@ impl Site {
         };
         let is_due = agent.waits_since.is_none() || now >= agent.asked_at + ROUND_MS;
         if !is_due {
+            if now >= agent.asked_at + CONTROLLER_MS {
+                agent.site.no_controller();
+            }
             return;
         }
         agent.site.forget_answers();
-        agent.heard_liar = false;
         let Some(question) = agent.site.question() else {
             agent.waits_since = None;
             return;
@@ -383,7 +402,6 @@ impl Site {
             agent,
             round,
             answer: Box::new(answer),
-            lies,
         };
         self.send(Place::Machine(at), Place::Machine(asker), packet);
     }
@@ -394,7 +412,6 @@ impl Site {
         number: u64,
         round: u64,
         answer: SiteAnswer,
-        lies: bool,
     ) {
         let machine = &mut self.machines[at];
         let Some(agent) = machine.agent.as_mut() else {
@@ -408,7 +425,6 @@ impl Site {
             let row = answer.vms.get(&self.vms[vm]);
             let ground = machine.grounds.entry(vm).or_default();
             ground.by_controller |= answer.from.is_none() && answer.in_charge;
-            ground.by_liar |= lies;
             if let Some(row) = row.filter(|_| answer.from.is_some()) {
                 ground.newest = ground.newest.max(row.stamp);
             }
@@ -469,9 +485,6 @@ impl Site {
 
     /// A controller in charge knows of another holder: this record goes.
     fn give_way(&mut self, at: MachineId, vm: VmId) {
-        if self.has_liar && self.guests[vm].is_on {
-            self.exempt(vm, super::model::Exempt::LiarLetBoot);
-        }
         if let Some(process) = self.process(at, vm) {
             process.may_discard = true;
         }

@@ -6,13 +6,13 @@ use super::controller::{Change, Move, Purpose};
 use super::model::{Ask, NameId, Reply, Report, VmId};
 use super::world::Site;
 use godwit_ownership::Event;
-use godwit_site::{Free, Grant, Refusal, Row, Survey, Surveyed, Whereabouts};
+use godwit_site::{Free, Grant, Refusal, Survey, Surveyed, Whereabouts};
 use godwit_types::site::{Claim, SurveyAnswer};
 use godwit_types::{HostName, MigrationId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// How often a start surveys again.
-const TRIES: u32 = 3;
+const TRIES: u32 = 4;
 /// After so long a migration's end is read from the journals.
 const MOVE_MS: u64 = 5_000;
 
@@ -174,11 +174,11 @@ impl Site {
             Kind::Clean { host } => book.survey_of(&name, [self.names[host].clone()].into()),
             _ => book.begin_survey(&name, &also),
         };
-        let (survey, rows) = match begun {
+        let survey = match begun {
             Ok(begun) => begun,
             Err(refusal) => return self.refused(controller, id, &refusal),
         };
-        if !self.commit(controller, rows, &[]) {
+        if !self.commit(controller, &[]) {
             return self.end_job(controller, id);
         }
         self.coverage.surveys += 1;
@@ -299,7 +299,7 @@ impl Site {
         else {
             return;
         };
-        let (verdict, rows) = self.controllers[controller]
+        let verdict = self.controllers[controller]
             .book
             .take_survey(&survey, &answers);
         self.note(|_| {
@@ -308,7 +308,7 @@ impl Site {
                 survey.vm
             )
         });
-        if !self.commit(controller, rows, &[]) || matches!(kind, Kind::Clean { .. }) {
+        if !self.commit(controller, &[]) || matches!(kind, Kind::Clean { .. }) {
             return self.end_job(controller, id);
         }
         match verdict {
@@ -319,6 +319,15 @@ impl Site {
             Surveyed::HeldBy { host, on, .. } => {
                 self.is_held(controller, id, vm, &kind, &host, on, tries);
             }
+            Surveyed::OlderCopy { host, on } if tries < TRIES => {
+                let event = match on {
+                    true => Event::StopRequested,
+                    false => Event::DeleteRequested,
+                };
+                self.guests[vm].is_on = false;
+                self.release(controller, id, vm, &host, event);
+            }
+            Surveyed::OlderCopy { .. } => self.end_job(controller, id),
             Surveyed::Refused(Refusal::Stale { .. }) if tries < TRIES => {
                 self.survey_stage(controller, id);
             }
@@ -347,20 +356,28 @@ impl Site {
         };
         match kind {
             Kind::Start { .. } | Kind::Delete if moves && !on && tries < TRIES => {
-                let what = Ask::Do {
-                    vm,
-                    event: Event::DeleteRequested,
-                    discards: true,
-                };
                 // Its record says that it is off, whatever was answered meanwhile.
                 self.guests[vm].is_on = false;
-                self.set_stage(controller, id, Stage::Release);
-                self.coverage.releases += 1;
-                self.ask(controller, at, what, Purpose::Job(id));
+                self.release(controller, id, vm, host, Event::DeleteRequested);
             }
             Kind::Start { .. } => self.start_at(controller, id, vm, at),
             _ => self.end_job(controller, id),
         }
+    }
+
+    /// Has a host let a VM go, then surveys again.
+    fn release(&mut self, controller: usize, id: u64, vm: VmId, host: &HostName, event: Event) {
+        let Some(at) = self.id_of(host) else {
+            return self.end_job(controller, id);
+        };
+        let what = Ask::Do {
+            vm,
+            event,
+            discards: true,
+        };
+        self.set_stage(controller, id, Stage::Release);
+        self.coverage.releases += 1;
+        self.ask(controller, at, what, Purpose::Job(id));
     }
 
     fn start_at(&mut self, controller: usize, id: u64, vm: VmId, at: NameId) {
@@ -383,15 +400,8 @@ impl Site {
             return self.end_job(controller, id);
         };
         let name = self.names[on].clone();
-        let book = &self.controllers[controller].book;
-        let named = book.may_hold(&self.vms[vm]).into_iter();
-        let off: Vec<HostName> = named.filter(|host| book.is_fenced(host)).collect();
-        let machines = self.machines.iter().enumerate();
-        let alive = machines.filter(|(_, m)| m.is_up && off.contains(&self.names[m.name]));
-        let alive: Vec<usize> = alive.map(|(at, _)| at).collect();
-        self.guests[vm].granted_without.extend(alive);
         match self.controllers[controller].book.grant(free, &name) {
-            Ok((grant, rows)) => self.put(controller, id, vm, on, grant, rows),
+            Ok(grant) => self.put(controller, id, vm, on, grant),
             Err(refusal) => self.refused(controller, id, &refusal),
         }
     }
@@ -404,21 +414,13 @@ impl Site {
         able.get(choice).copied()
     }
 
-    fn put(
-        &mut self,
-        controller: usize,
-        id: u64,
-        vm: VmId,
-        on: NameId,
-        grant: Grant,
-        rows: Vec<Row>,
-    ) {
+    fn put(&mut self, controller: usize, id: u64, vm: VmId, on: NameId, grant: Grant) {
         let is_create = self.is_create(controller, id);
         let changes: &[Change] = match is_create {
             true => &[Change::Exists(vm, true)],
             false => &[],
         };
-        if !self.commit(controller, rows, changes) {
+        if !self.commit(controller, changes) {
             return self.end_job(controller, id);
         }
         self.coverage.grants += 1;
@@ -471,8 +473,8 @@ impl Site {
         self.guests[vm].exists = false;
         self.guests[vm].is_on = false;
         match self.controllers[controller].book.delete(free) {
-            Ok(rows) => {
-                if self.commit(controller, rows, &[Change::Exists(vm, false)]) {
+            Ok(()) => {
+                if self.commit(controller, &[Change::Exists(vm, false)]) {
                     self.guests[vm].deleted = true;
                     self.was_named(controller, vm);
                 }
@@ -498,7 +500,7 @@ impl Site {
             return self.end_job(controller, id);
         }
         let book = &mut self.controllers[controller].book;
-        let (permission, rows) = match book.permit_migration(&name, &from, &dest) {
+        let permission = match book.permit_migration(&name, &from, &dest) {
             Ok(permitted) => permitted,
             Err(refusal) => return self.refused(controller, id, &refusal),
         };
@@ -517,7 +519,7 @@ impl Site {
             began: self.now,
         };
         let change = Change::Begun(migration.clone(), begun);
-        if !self.commit(controller, rows, &[change]) {
+        if !self.commit(controller, &[change]) {
             return self.end_job(controller, id);
         }
         self.coverage.migrations[0] += 1;
@@ -570,10 +572,9 @@ impl Site {
             false => &begun.to,
         };
         let name = &self.vms[begun.vm];
-        let rows = of
-            .book
+        of.book
             .migration_ended(name, &begun.from, &begun.to, completed);
-        if self.commit(controller, rows, &[Change::Over(id.clone())]) {
+        if self.commit(controller, &[Change::Over(id.clone())]) {
             self.coverage.reports += 1;
             if let Some(host) = self.id_of(other) {
                 self.begin(controller, begun.vm, Kind::Clean { host });

@@ -5,7 +5,9 @@
 use super::model::{Exempt, MachineId, Packet, Place, Reply};
 use super::world::Site;
 use godwit_ownership::PeerMessage;
-use godwit_types::site::{Claim, RecordSaid, SiteAnswer, SiteQuestion, SiteVm, Stamp, Standing};
+use godwit_types::site::{
+    Claim, RecordSaid, SiteAnswer, SiteQuestion, SiteTable, SiteVm, Stamp, Standing,
+};
 use godwit_types::{Generation, HostName, MigrationId};
 
 impl Site {
@@ -75,6 +77,34 @@ impl Site {
             vm: self.vms[vm].clone(),
             highest: self.any_generation(near),
             claim,
+            may_live: self.rng.chance(500),
+        }
+    }
+
+    /// A word that no controller has said yet.
+    fn false_word(&mut self, heard: Stamp) -> Stamp {
+        let step = match self.rng.below(3) {
+            0 => 1,
+            1 => 1 << 40,
+            _ => u64::MAX,
+        };
+        Stamp {
+            epoch: heard.epoch.saturating_add(step),
+            number: heard.number.saturating_add(step),
+        }
+    }
+
+    /// A table that was never told: other holders, other generations, VMs that were deleted.
+    fn falsify(&mut self, table: &mut SiteTable) {
+        let holder = self.any_name();
+        let near = table.vms.values().map(|row| row.held).max();
+        let held = self.any_generation(near.unwrap_or_default());
+        for row in table.vms.values_mut() {
+            row.stamp.number = u64::MAX;
+            row.held = held;
+            row.holder = Some(holder.clone());
+            row.may_hold = [holder.clone()].into();
+            row.deleted = self.rng.chance(200);
         }
     }
 
@@ -87,6 +117,9 @@ impl Site {
                 let vm = self.rng.index(self.vms.len());
                 heard.records.retain(|r| r.vm != self.vms[vm]);
                 heard.records.push(self.false_record(vm));
+                if self.rng.chance(20) {
+                    heard.knows.stamp = self.false_word(heard.knows.stamp);
+                }
                 Reply::Heard(heard, reports)
             }
             Reply::Surveyed(mut answer) => {
@@ -100,6 +133,7 @@ impl Site {
                 let vm = self.rng.index(self.vms.len());
                 whole.records.retain(|r| r.vm != self.vms[vm]);
                 whole.records.push(self.false_record(vm));
+                self.falsify(&mut whole.table);
                 Reply::Whole(whole)
             }
             other => other,

@@ -6,8 +6,8 @@ use crate::model::Version;
 use godwit_ownership::{Action, Event, EventKind, HostRecord, PeerMessage, Timer, VmCore};
 use godwit_site::{Heard, HostSite, Judged};
 use godwit_types::site::{
-    SiteAnswer, SiteHeard, SiteQuestion, SiteTable, SiteUpdate, Stamp, Standing, SurveyAnswer,
-    WholeSurvey,
+    Instance, SiteAnswer, SiteHeard, SiteQuestion, SiteTable, SiteUpdate, Stamp, Standing,
+    SurveyAnswer, WholeSurvey,
 };
 use godwit_types::{Generation, HostName, MigrationId};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -105,8 +105,6 @@ pub(crate) struct Ground {
     pub newest: Stamp,
     /// Nobody answered: a host that knows of no other one.
     pub is_lone: bool,
-    /// A host that lies has answered.
-    pub by_liar: bool,
 }
 
 /// An agent.
@@ -118,7 +116,6 @@ pub(crate) struct Agent {
     pub round: u64,
     pub asked_at: u64,
     pub waits_since: Option<u64>,
-    pub heard_liar: bool,
     pub judged: BTreeMap<VmId, Judged>,
 }
 
@@ -142,6 +139,8 @@ pub(crate) struct Report {
 pub(crate) struct Machine {
     pub name: NameId,
     pub is_up: bool,
+    /// Its newest life.
+    pub instance: Option<Instance>,
     /// Nobody powers it on by itself.
     pub stays_off: bool,
     pub boots: u32,
@@ -180,6 +179,7 @@ impl Machine {
         Self {
             name,
             is_up: false,
+            instance: None,
             stays_off: false,
             boots: 0,
             agent: None,
@@ -273,7 +273,6 @@ pub(crate) enum Packet {
         agent: u64,
         round: u64,
         answer: Box<SiteAnswer>,
-        lies: bool,
     },
     Peer {
         vm: VmId,
@@ -386,29 +385,20 @@ pub enum Exempt {
     Forgotten,
     /// A host with an old copy of its disk booted it on the word of neighbours that had missed everything since.
     OldCopyAndNeighbours,
-    /// A clone of a host's disk booted it, or the host beside its clone, on the word of neighbours.
-    CloneAndNeighbours,
     /// An old copy of the destination's disk denied that it had taken the VM.
     OldCopyDenied,
-    /// A host that was said to be off was on again and had not been heard when the VM was granted elsewhere.
-    FencedUnheard,
-    /// A host that lies let an old copy boot it.
-    LiarLetBoot,
     /// A host that had been said to be off booted it on the word of neighbours that had missed everything since.
     DismissedAndNeighbours,
 }
 
 impl Exempt {
     /// Every ground.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 6] = [
         Self::FalseWord,
         Self::Liar,
         Self::Forgotten,
         Self::OldCopyAndNeighbours,
-        Self::CloneAndNeighbours,
         Self::OldCopyDenied,
-        Self::FencedUnheard,
-        Self::LiarLetBoot,
         Self::DismissedAndNeighbours,
     ];
 
@@ -421,16 +411,9 @@ impl Exempt {
             Self::OldCopyAndNeighbours => {
                 "an old copy booted on the word of neighbours that missed everything since"
             }
-            Self::CloneAndNeighbours => {
-                "a clone of a host, or the host beside it, booted on the word of neighbours"
-            }
             Self::OldCopyDenied => {
                 "an old copy of the destination's disk denied that it had taken the VM"
             }
-            Self::FencedUnheard => {
-                "a host said to be off was on again, and not heard by the controller"
-            }
-            Self::LiarLetBoot => "a host that lies let another one boot it, or give it up",
             Self::DismissedAndNeighbours => {
                 "a host said to be off booted on the word of neighbours that missed everything since"
             }
@@ -459,8 +442,6 @@ pub(crate) struct Guest {
     pub named: Stamp,
     /// A controller on an old copy of its database named a host, as if it knew all.
     pub named_by_old: bool,
-    /// It was granted while these machines counted as off and were on.
-    pub granted_without: BTreeSet<MachineId>,
     /// Hosts that may have held it.
     pub held_by: BTreeSet<MachineId>,
     /// Its record may be gone with a disk, by a person's word or an old copy.

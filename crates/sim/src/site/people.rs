@@ -8,7 +8,7 @@ use super::jobs::Kind;
 use super::model::{Exempt, Happening, Machine, MachineId, NameId, VmId};
 use super::world::Site;
 use godwit_ownership::{Event, HostRecord, StateName, Status};
-use godwit_site::{HostRow, Judged};
+use godwit_site::{HostRow, Judged, Whereabouts};
 use godwit_types::HostName;
 use godwit_types::site::Standing;
 
@@ -98,11 +98,15 @@ impl Site {
     }
 
     fn fence(&mut self, controller: usize, host: &HostName) -> bool {
-        let Ok(rows) = self.controllers[controller].book.fence(host) else {
+        let Ok(()) = self.controllers[controller].book.fence(host) else {
             return false;
         };
         self.note(|_| format!("person: host {host} is off"));
-        self.commit(controller, rows, &[])
+        let written = self.commit(controller, &[]);
+        if !written {
+            self.controllers[controller].book.not_fenced(host);
+        }
+        written
     }
 
     fn dismiss(&mut self, machines: &[MachineId]) {
@@ -138,9 +142,13 @@ impl Site {
 
     fn take_out(&mut self, controller: usize, host: &HostName, confirmed: bool) -> bool {
         match self.controllers[controller].book.remove(host, confirmed) {
-            Ok(rows) => {
+            Ok(removal) => {
                 self.note(|_| format!("person: host {host} is removed"));
-                self.commit(controller, rows, &[Change::Removed(host.clone())])
+                let written = self.commit(controller, &[Change::Removed(host.clone())]);
+                if !written {
+                    self.controllers[controller].book.not_removed(removal);
+                }
+                written
             }
             Err(refusal) => {
                 self.coverage.refusal(&refusal);
@@ -170,10 +178,12 @@ impl Site {
             self.crash(at);
             self.lost_records(at);
             let (boots, held_off) = (self.machines[at].boots, self.machines[at].is_clone);
+            let is_old = self.machines[at].is_old;
             let fresh = Machine::new(name, self.vms.len());
             self.machines[at] = Machine {
                 boots,
                 is_clone: held_off,
+                is_old,
                 stays_off: held_off,
                 ..fresh
             };
@@ -182,9 +192,9 @@ impl Site {
         let host = self.names[name].clone();
         let site = super::controller::site_host(&host, &HostRow::default());
         let of = &mut self.controllers[controller];
-        let rows = of.book.add_host(site, HostRow::default());
+        of.book.add_host(site, HostRow::default());
         self.note(|_| format!("person: host {host} joins"));
-        self.commit(controller, rows, &[])
+        self.commit(controller, &[])
     }
 
     /// A person lets a host boot what it holds: when no other host does, or (a false word) not knowing that.
@@ -205,7 +215,9 @@ impl Site {
             return;
         }
         let vms: Vec<VmId> = (0..self.vms.len())
-            .filter(|vm| self.holds(at, *vm) && self.held_elsewhere(at, *vm))
+            .filter(|vm| self.holds(at, *vm))
+            // Who took this host out of the site, or said that it is off, contradicts himself.
+            .filter(|vm| self.held_elsewhere(at, *vm) || self.machines[at].was_dismissed)
             .collect();
         if !vms.is_empty() && !self.allows(SiteFault::FalseWord) {
             return;
@@ -326,6 +338,10 @@ impl Site {
                 self.machine_starts(at);
             }
         }
+        if self.controllers[controller].book.is_replaced() {
+            // The other one is stopped by now, and this one is to be kept.
+            self.controllers[controller].is_up = false;
+        }
         if !self.controllers[controller].is_up {
             return self.controller_starts(controller);
         }
@@ -340,9 +356,18 @@ impl Site {
         for vm in 0..self.vms.len() {
             let machines = 0..self.machines.len();
             let running = machines.filter(|m| self.runs_at(*m, vm)).count();
-            if self.guests[vm].exists && running == 0 {
-                self.begin(controller, vm, Kind::Start { on: None });
+            if !self.guests[vm].exists || running > 0 {
+                continue;
             }
+            let book = &self.controllers[controller].book;
+            let ends = is_late && self.now.is_multiple_of(10_000);
+            if let (true, Whereabouts::Held { host, .. }) = (ends, book.whereabouts(&self.vms[vm]))
+                && let Some(host) = self.id_of(&host)
+            {
+                // As the refusals say: what is left is an older copy, and is ended first.
+                self.begin(controller, vm, Kind::End { host });
+            }
+            self.begin(controller, vm, Kind::Start { on: None });
         }
     }
 
@@ -378,8 +403,8 @@ impl Site {
             } else if !is_known && (awaited || named) {
                 let site = super::controller::site_host(&host, &HostRow::default());
                 let of = &mut self.controllers[controller];
-                let rows = of.book.add_host(site, HostRow::default());
-                self.commit(controller, rows, &[]);
+                of.book.add_host(site, HostRow::default());
+                self.commit(controller, &[]);
             }
         }
     }

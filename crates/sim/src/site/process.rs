@@ -241,11 +241,20 @@ impl Site {
     }
 
     fn surveyed(&mut self, at: MachineId, vm: VmId) {
+        let may_live = self.machines[at].slots[vm].qemu.is_some();
+        let agent = self.machines[at].agent.as_ref();
+        let Some((instance, knows)) = agent.map(|a| (a.site.instance().clone(), a.site.heard()))
+        else {
+            return;
+        };
         if let Some(process) = self.process(at, vm) {
             let record = process.core.record();
             let answer = godwit_types::site::SurveyAnswer {
                 highest: record.highest,
                 claim: godwit_site::claim_of(record),
+                may_live,
+                instance,
+                knows,
             };
             if let Some(waits) = process.current.as_mut() {
                 waits.surveyed = Some(answer);

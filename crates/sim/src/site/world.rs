@@ -305,8 +305,7 @@ impl Site {
                 agent,
                 round,
                 answer,
-                lies,
-            } => self.agent_takes(at, agent, round, *answer, lies),
+            } => self.agent_takes(at, agent, round, *answer),
             Packet::Peer { vm, message } => {
                 if let Place::Machine(sender) = from {
                     self.peer_says(at, sender, vm, message);

@@ -10,7 +10,7 @@ mod plan;
 mod run;
 
 use crate::app::{App, now};
-use crate::error::{ControllerError, Outcome, refuse};
+use crate::error::{ControllerError, Outcome, refuse, way_out};
 use godwit_types::control_api::Done;
 use godwit_types::drain::{DrainRequest, DrainState, DrainView};
 use godwit_types::{ApiError, ErrorCode, HostName};
@@ -19,7 +19,9 @@ use tokio::sync::watch;
 
 /// Goes on with what was under way when the controller stopped.
 pub async fn resume(app: &Arc<App>) -> Result<(), ControllerError> {
-    for view in app.store.drains().await? {
+    let (drains, unread) = app.store.drains().await?;
+    app.state().unread.extend(unread);
+    for view in drains {
         let (host, goes_on) = (view.host.clone(), view.state == DrainState::Draining);
         let run = app.drains.put(view);
         if goes_on {
@@ -71,7 +73,7 @@ pub async fn begin(app: &Arc<App>, host: &HostName, request: &DrainRequest) -> O
 }
 
 fn check(app: &App, host: &HostName, request: &DrainRequest) -> Outcome<()> {
-    app.connected_agent(host)?;
+    app.connected_agent(host).map_err(way_out)?;
     if request.at_once == Some(0) {
         return refuse(
             ErrorCode::InvalidRequest,

@@ -5,7 +5,7 @@
 
 use super::patience::{Patience, TRIES_MAX};
 use super::plan::{self, Moving, Rooms, Waiting};
-use crate::app::{App, in_doubt, now};
+use crate::app::{App, damaged, held_twice, in_doubt, now};
 use crate::drains::Run;
 use crate::error::ControllerError;
 use crate::placement::forecast::{self, QUICK};
@@ -206,8 +206,13 @@ fn stays(
     let because = |error: ApiError| Some(Stays::Because(Box::new(error.on_host(host))));
     let wrong = |text: String| because(ApiError::new(ErrorCode::WrongState, text));
     match state {
-        VmState::Stopped | VmState::Crashed => Some(Stays::Off),
+        VmState::Stopped => Some(Stays::Off),
         VmState::InDoubt => because(in_doubt(vm, note())),
+        VmState::RunningTwice => because(held_twice(vm, note())),
+        VmState::DamagedRecord => because(damaged(vm, note())),
+        VmState::Crashed => wrong(format!(
+            "VM {vm} is crashed, so it has no guest to move, and this host holds it: wait until it is booted again, or give it up here with 'godwit vm stop {vm}', then drain again"
+        )),
         // Nothing can be done until its host answers again or is removed.
         VmState::Unreachable => None,
         VmState::Paused => wrong(format!(

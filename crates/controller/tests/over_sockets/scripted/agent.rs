@@ -11,7 +11,7 @@ use godwit_types::forecast::{DirtyRate, LinkMeasured};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{MigrationReport, MigrationSpec, Outcome, Phase};
-use godwit_types::site::{Claim, Instance, RecordSaid, SiteTable, WholeSurvey};
+use godwit_types::site::{Claim, Instance, RecordSaid, SiteHeard, SiteTable, WholeSurvey};
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{ApiError, Generation, HostName, MigrationId, PortGroup, VmName, VmSpec};
 use std::collections::BTreeMap;
@@ -31,8 +31,17 @@ pub struct Script {
     pub refuse_start: Option<ApiError>,
     pub refuse_survey: Option<ApiError>,
     pub refuse_prepare: Option<ApiError>,
+    pub refuse_table: Option<ApiError>,
     pub refuse_migrate: Option<ApiError>,
+    /// So many requests to migrate are refused first, since the former host has not confirmed.
+    pub unconfirmed: usize,
     pub outgoing_refusals: Vec<ApiError>,
+    /// Descriptions of the VMs that it prepared to take.
+    pub prepared: BTreeMap<VmName, VmSpec>,
+    /// What it answers instead when it is asked whether this VM may leave.
+    pub outgoing: Option<VmSpec>,
+    /// The hashes that it hands over then.
+    pub file_hashes: Vec<(String, String)>,
     pub incoming_refusals: Vec<ApiError>,
     pub probe_lost: bool,
     pub revoked: Vec<String>,
@@ -46,6 +55,12 @@ pub struct Script {
     pub held: BTreeMap<&'static str, watch::Receiver<bool>>,
     /// The highest generation that it has durably seen of each VM, also of those that it has no more.
     pub highest: BTreeMap<VmName, Generation>,
+    /// How often it was asked for its VMs.
+    pub polls: usize,
+    /// VMs of which its record is damaged, with its own sentence; they are in no list.
+    pub unread: BTreeMap<VmName, String>,
+    /// The serial number that its table says of every host.
+    pub invented_serial: Option<String>,
     /// What it knows of the site.
     site: Option<HostSite>,
 }
@@ -72,6 +87,11 @@ impl Script {
         vm.map(|vm| vm.claim.clone()).unwrap_or_default()
     }
 
+    pub fn may_live(&self, name: &VmName) -> bool {
+        let vm = self.vms.get(name);
+        vm.is_some_and(|vm| !matches!(vm.state, VmState::Stopped | VmState::Crashed))
+    }
+
     pub fn said(&mut self) -> HostInfo {
         let site = self.site();
         let (instance, heard) = (site.instance().clone(), site.heard());
@@ -79,8 +99,16 @@ impl Script {
         HostInfo {
             instance,
             site: heard,
+            unread: self.unread.clone(),
             ..info
         }
+    }
+
+    pub fn listed(&mut self) -> Vec<HostVm> {
+        self.polls += 1;
+        let vms = self.vms.values();
+        let read = vms.filter(|vm| !self.unread.contains_key(&vm.spec.name));
+        read.cloned().collect()
     }
 
     pub fn whole(&mut self) -> WholeSurvey {
@@ -88,14 +116,23 @@ impl Script {
         let records = names.into_iter().map(|vm| RecordSaid {
             highest: self.highest(&vm),
             claim: self.claim(&vm),
+            may_live: true,
             vm,
         });
-        let records = records.collect();
+        let mut records: Vec<RecordSaid> = records.collect();
+        let unread: std::collections::BTreeSet<VmName> = self.unread.keys().cloned().collect();
+        records.retain(|record| !unread.contains(&record.vm));
+        let lie = self.invented_serial.clone();
         let site = self.site();
+        let mut table = site.table().clone();
+        for host in &mut table.hosts {
+            host.serial = lie.clone().unwrap_or_else(|| host.serial.clone());
+        }
         WholeSurvey {
             instance: site.instance().clone(),
             records,
-            table: site.table().clone(),
+            unread,
+            table,
         }
     }
 }
@@ -152,7 +189,11 @@ impl Agent {
         self.script().site().table().clone()
     }
 
-    /// Its life.
+    /// What it has heard of the controller's words.
+    pub fn knows(&self) -> SiteHeard {
+        self.script().site().heard()
+    }
+
     pub fn instance(&self) -> Instance {
         self.script().site().instance().clone()
     }
@@ -200,6 +241,19 @@ impl Agent {
             .expect("it was never called");
     }
 
+    /// Waits until what its script says now was heard: the controller takes one answer before it asks for the next.
+    pub async fn until_heard(&self) {
+        let enough = self.script().polls + 2;
+        let heard = async {
+            while self.script().polls < enough {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(DEADLINE, heard)
+            .await
+            .expect("it was never asked again");
+    }
+
     /// Does not answer from now on. Its port stays its own: it is bound, and nobody listens.
     pub async fn cut(&mut self) {
         self.stop.send_replace(true);
@@ -229,7 +283,10 @@ impl Agent {
     /// Its record of this VM is so now.
     pub fn records(&self, name: &str, state: VmState, generation: Generation, claim: Claim) {
         let mut script = self.script();
-        let new = known(spec(name), state, generation, claim);
+        let before = script.vms.get(&vm(name)).map(|vm| vm.spec.clone());
+        let described = before.or_else(|| script.prepared.get(&vm(name)).cloned());
+        let described = described.unwrap_or_else(|| spec(name));
+        let new = known(described, state, generation, claim);
         script.vms.insert(vm(name), new);
         script.raise(&vm(name), generation);
     }
@@ -318,5 +375,6 @@ fn info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         instance: Default::default(),
         site: Default::default(),
         boot_alone_ignored: false,
+        unread: Default::default(),
     }
 }

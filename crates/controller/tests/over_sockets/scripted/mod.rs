@@ -89,6 +89,15 @@ impl House {
     }
 
     /// The controller's database in this moment.
+    /// Does this to the database; the controller stands still.
+    pub async fn execute(&self, sql: &str) {
+        use sqlx::ConnectOptions as _;
+        let options = sqlx::sqlite::SqliteConnectOptions::new().filename(self.database());
+        let mut database = options.connect().await.unwrap();
+        let sql = sqlx::AssertSqlSafe(sql.to_owned());
+        sqlx::query(sql).execute(&mut database).await.unwrap();
+    }
+
     pub fn database(&self) -> std::path::PathBuf {
         self.config.state_dir.join("controller.db")
     }

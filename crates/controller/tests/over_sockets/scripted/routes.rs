@@ -115,6 +115,9 @@ async fn survey(
     note(&s, format!("survey {name} {}", request.level));
     hold(&s, "survey").await;
     let mut script = script(&s);
+    if let Some(sentence) = script.unread.get(&name) {
+        return Err(Failure(ApiError::new(ErrorCode::Internal, sentence)));
+    }
     if let Some(error) = script.refuse_survey.clone() {
         return Err(Failure(error));
     }
@@ -123,9 +126,16 @@ async fn survey(
         let above = Generation(script.highest(&name).0 + 1);
         script.raise(&name, request.level.max(above));
     }
+    let (instance, knows) = {
+        let site = script.site();
+        (site.instance().clone(), site.heard())
+    };
     Ok(Json(SurveyAnswer {
         highest: script.highest(&name),
+        may_live: script.may_live(&name),
         claim,
+        instance,
+        knows,
     }))
 }
 
@@ -134,6 +144,9 @@ async fn site_update(
     JsonBody(update): JsonBody<SiteUpdate>,
 ) -> ApiResult<SiteHeard> {
     let mut script = script(&s);
+    if let Some(error) = script.refuse_table.clone() {
+        return Err(Failure(error));
+    }
     let site = script.site();
     match site.update(update) {
         Ok(()) => Ok(Json(site.heard())),
@@ -181,6 +194,14 @@ async fn resolve(
     fine()
 }
 
+async fn show_vm(State(s): State<Shared>, PathParam(name): Name) -> ApiResult<HostVm> {
+    let listed = script(&s).listed();
+    match listed.into_iter().find(|vm| vm.spec.name == name) {
+        Some(vm) => Ok(Json(vm)),
+        None => unknown(ErrorCode::UnknownVm),
+    }
+}
+
 async fn start(State(s): State<Shared>, PathParam(name): Name) -> ApiResult<Done> {
     if let Some(error) = script(&s).refuse_start.clone() {
         return Err(Failure(error));
@@ -197,14 +218,17 @@ async fn preflight_outgoing(
     PathParam(name): Name,
 ) -> ApiResult<PreflightOutgoing> {
     let script = script(&s);
-    let Some(vm) = script.vms.get(&name).cloned() else {
+    let Some(mut vm) = script.vms.get(&name).cloned() else {
         return unknown(ErrorCode::UnknownVm);
     };
+    if let Some(spec) = script.outgoing.clone() {
+        vm.spec = spec;
+    }
     Ok(Json(PreflightOutgoing {
         refusals: script.outgoing_refusals.clone(),
         passed: vec!["outgoing".into()],
         vm,
-        file_hashes: Vec::new(),
+        file_hashes: script.file_hashes.clone(),
     }))
 }
 
@@ -230,6 +254,8 @@ async fn prepare(
         return Err(Failure(error));
     }
     begun(&mut script, &request.migration, Side::Destination);
+    let name = request.spec.name.clone();
+    script.prepared.insert(name, request.spec);
     // And one that is not this host's: nobody may be sent there.
     let addresses = ["127.0.0.1:9", "203.0.113.7:9"];
     Ok(Json(IncomingReady {
@@ -246,6 +272,11 @@ async fn migrate(
     if let Some(error) = script.refuse_migrate.clone() {
         return Err(Failure(error));
     }
+    if script.unconfirmed > 0 {
+        script.unconfirmed -= 1;
+        let why = "the VM's former host has not confirmed the last handover yet";
+        return Err(Failure(ApiError::new(ErrorCode::Unconfirmed, why)));
+    }
     begun(&mut script, &spec, Side::Source);
     drop(script);
     fine()
@@ -261,6 +292,7 @@ async fn migration(
     State(s): State<Shared>,
     PathParam(id): PathParam<MigrationId>,
 ) -> ApiResult<MigrationReport> {
+    note(&s, format!("report {id}"));
     match script(&s).reports.get(&id) {
         Some(report) => Ok(Json(report.clone())),
         None => unknown(ErrorCode::UnknownMigration),
@@ -272,13 +304,16 @@ async fn cancel(
     PathParam(id): PathParam<MigrationId>,
     JsonBody(request): JsonBody<CancelRequest>,
 ) -> ApiResult<Done> {
-    note(&s, format!("cancel {id}"));
+    let of = request.vm.as_ref().map_or("?", VmName::as_str);
+    note(&s, format!("cancel {id} of {of}"));
     match script(&s).reports.get_mut(&id) {
         Some(report) => {
             report.outcome = Some(Outcome::Cancelled);
             report.phase = Phase::Ended;
             report.reason = request.reason;
         }
+        // It refuses the migration from now on.
+        None if request.vm.is_some() => {}
         None => return unknown(ErrorCode::UnknownMigration),
     }
     fine()
@@ -351,12 +386,12 @@ pub fn router(shared: Shared) -> Router {
             let host = script(&s).info.clone().unwrap().name;
             Json(HostCheck { host, checks: Vec::new() })
         }))
-        .route(path::VMS, get(|State(s): S| async move { Json(script(&s).vms.values().cloned().collect::<Vec<_>>()) }))
-        .route(path::VM, put(put_vm).delete(delete_vm))
+        .route(path::VMS, get(|State(s): S| async move { Json(script(&s).listed()) }))
+        .route(path::VM, get(show_vm).put(put_vm).delete(delete_vm))
         .route(path::START, post(start))
         .route(path::STOP, post(|State(s): S, PathParam(name): Name, JsonBody(_): JsonBody<StopRequest>| async move { set(&s, &name, VmState::Stopped) }))
         .route(path::RESET, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
-        .route(path::PAUSE, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Paused) }))
+        .route(path::PAUSE, post(|State(s): S, PathParam(name): Name| async move { note(&s, format!("asked to pause {name}")); hold(&s, "pause").await; set(&s, &name, VmState::Paused) }))
         .route(path::RESUME, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
         .route(path::RESOLVE, post(resolve))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))

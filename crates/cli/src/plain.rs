@@ -1,0 +1,111 @@
+//! What reaches a terminal: hosts and guests write part of it, and none of that may steer the terminal.
+//!
+//! Pure, but for [`tell`]. Refuses: escape sequences and other control characters, marks that turn the direction of
+//! writing, new lines within a sentence, and sentences without an end.
+
+use godwit_types::text::{SENTENCE_LEN_MAX, cut};
+
+/// The only escape sequences that are printed: the colours of [`crate::output::Output`].
+pub const COLOURS: [&str; 4] = ["\x1b[32m", "\x1b[33m", "\x1b[1;31m", "\x1b[0m"];
+
+/// Stands for a character that is not printed.
+const INSTEAD: char = '\u{fffd}';
+
+fn steers(c: char) -> bool {
+    let turns =
+        matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    c.is_control() || turns
+}
+
+/// Text of several lines, with our own colours and no other control characters.
+pub fn lines(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(c) = rest.chars().next() {
+        if let Some(colour) = COLOURS.iter().find(|colour| rest.starts_with(**colour)) {
+            plain.push_str(colour);
+            rest = rest.get(colour.len()..).unwrap_or_default();
+            continue;
+        }
+        plain.push(if steers(c) && !matches!(c, '\n' | '\t') {
+            INSTEAD
+        } else {
+            c
+        });
+        rest = rest.get(c.len_utf8()..).unwrap_or_default();
+    }
+    plain
+}
+
+/// What somebody else wrote, as one line of bounded length without any control character.
+pub fn sentence(text: &str) -> String {
+    let plain = text.chars().map(|c| match c {
+        '\n' | '\r' | '\t' => ' ',
+        c if steers(c) => INSTEAD,
+        c => c,
+    });
+    let mut plain: String = plain.take(2 * SENTENCE_LEN_MAX).collect();
+    cut(&mut plain, 2 * SENTENCE_LEN_MAX);
+    plain
+}
+
+/// JSON as it is: what a terminal could take for a command is written as an escape, which means the same.
+pub fn json(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    for c in text.chars() {
+        if steers(c) && c != '\n' {
+            plain.push_str(&format!("\\u{:04x}", u32::from(c)));
+        } else {
+            plain.push(c);
+        }
+    }
+    plain
+}
+
+/// Says something to a person beside the output, with what others wrote in it.
+pub fn tell(text: &str) {
+    eprintln!("{}", sentence(text));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sets a terminal's title, clears it, goes up a line, and has it answer.
+    const HOSTILE: &str = "fine\x1b]0;owned\x07\x1b[2J\x1b[1A\u{9b}6n\rALARM\u{202e}x\x7f";
+
+    fn is_harmless(text: &str) {
+        assert!(!text.chars().any(steers), "{text:?}");
+    }
+
+    #[test]
+    fn nothing_that_steers_a_terminal_is_printed() {
+        is_harmless(&lines(HOSTILE));
+        is_harmless(&sentence(HOSTILE));
+        is_harmless(&sentence("one\ntwo"));
+        assert_eq!(sentence("one\ntwo"), "one two");
+        assert_eq!(lines("login:\n\tpassword"), "login:\n\tpassword");
+    }
+
+    #[test]
+    fn our_own_colours_stay() {
+        let painted = "\x1b[1;31min-doubt\x1b[0m";
+        assert_eq!(lines(painted), painted);
+    }
+
+    #[test]
+    fn a_sentence_has_an_end() {
+        assert!(sentence(&"\u{e4}".repeat(100_000)).len() <= 2 * SENTENCE_LEN_MAX);
+    }
+
+    #[test]
+    fn json_says_the_same_and_steers_nothing() {
+        let value = serde_json::json!({ "note": HOSTILE });
+        let text = json(&serde_json::to_string_pretty(&value).unwrap());
+        is_harmless(&text.replace('\n', ""));
+        assert_eq!(
+            serde_json::from_str::<serde_json::Value>(&text).unwrap(),
+            value
+        );
+    }
+}

@@ -1,0 +1,301 @@
+//! How much of what a host says is taken: no host fills this controller's memory, or anybody's screen.
+//!
+//! Pure. Sentences that are too long are cut. Refuses a whole answer that no agent gives: too many VMs, one of them twice,
+//! or a description that no controller ever passed on.
+
+use godwit_types::host::HostInfo;
+use godwit_types::host_api::{HostVm, VMS_MAX};
+use godwit_types::migration::MigrationReport;
+use godwit_types::site::{Instance, SiteTable, WholeSurvey};
+use godwit_types::text::{SENTENCE_LEN_MAX, cut};
+use godwit_types::vm::{DISKS_MAX, InvalidVm, VmSpec};
+use godwit_types::{ApiError, HostName, VmName};
+use std::collections::BTreeSet;
+
+/// Most passes of a migration that are kept of its report.
+const ITERATIONS_MAX: usize = 10_000;
+/// Most notes that are kept of a report, and most lines of a check.
+const LINES_MAX: usize = 100;
+
+/// Most disks of a VM that was described while nobody counted them.
+const OLD_DISKS_MAX: usize = 256;
+
+/// Most rows of VMs in a host's table: more do not fit into the 3 MiB that an agent keeps of it.
+const ROWS_MAX: usize = 65_536;
+/// Most hosts in a host's table, of each kind, and most that may hold one VM.
+const HOSTS_MAX: usize = 4096;
+/// Most VMs that nobody had used here and that one host may bring by its answers to polls, since this start.
+pub const NEW_NAMES_MAX: usize = 1024;
+/// Longest id of a machine or of a boot, bytes: each goes to every host with the site's table.
+const ID_LEN_MAX: usize = 128;
+/// Longest version, model or bridge, bytes.
+const WORD_LEN_MAX: usize = 512;
+/// Most machine types, CPU models, port groups or addresses of a host.
+const LISTED_MAX: usize = 4096;
+
+/// An answer that is not taken, and why.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "host {host} says what no agent says ({what}), so nothing of it is taken: it is broken or lies; see its log, or power it off and run 'godwit host remove {host} --confirm-unreachable'"
+)]
+pub struct NotTaken {
+    /// The host.
+    pub host: HostName,
+    /// What it said.
+    pub what: String,
+}
+
+fn not_taken(host: &HostName, what: String) -> NotTaken {
+    NotTaken {
+        host: host.clone(),
+        what,
+    }
+}
+
+/// A host's list of its VMs.
+pub fn vms(host: &HostName, mut vms: Vec<HostVm>) -> Result<Vec<HostVm>, NotTaken> {
+    let names = vms.iter().map(|vm| &vm.spec.name);
+    must_be_distinct(host, names, vms.len())?;
+    for vm in &mut vms {
+        if let Err(error) = check(&vm.spec) {
+            let what = format!("VM {}: {error}", vm.spec.name);
+            return Err(not_taken(host, shortened(what)));
+        }
+        if vm.spec.disks.len() > DISKS_MAX {
+            vm.note = Some(too_many_disks(vm));
+        }
+        vm.note.iter_mut().for_each(sentence);
+    }
+    Ok(vms)
+}
+
+/// Refuses a description that no controller ever passed on. One with more disks than a VM may have now was once passed on:
+/// it starts nowhere, and is no reason to hear nothing of its host's other VMs.
+fn check(spec: &VmSpec) -> Result<(), InvalidVm> {
+    if spec.disks.len() <= DISKS_MAX || spec.disks.len() > OLD_DISKS_MAX {
+        return spec.check();
+    }
+    let mut part = spec.clone();
+    let more = part.disks.split_off(DISKS_MAX);
+    part.check()?;
+    more.chunks(DISKS_MAX).try_for_each(|disks| {
+        part.disks = disks.to_vec();
+        part.check()
+    })
+}
+
+fn too_many_disks(vm: &HostVm) -> String {
+    let name = &vm.spec.name;
+    let way = format!(
+        "it has {} disks and starts nowhere until it has at most {DISKS_MAX}: write a description with fewer and run 'godwit vm edit {name} FILE'",
+        vm.spec.disks.len()
+    );
+    match &vm.note {
+        Some(note) => format!("{way}; {note}"),
+        None => way,
+    }
+}
+
+/// What a host says of itself. It bears the name under which it was enrolled, whatever it calls itself.
+pub fn info(host: &HostName, mut info: HostInfo) -> Result<HostInfo, NotTaken> {
+    instance(host, &info.instance)?;
+    if let Some(length) = longest_word(&info).filter(|length| *length > WORD_LEN_MAX) {
+        let what = format!("a word of {length} bytes, at most {WORD_LEN_MAX}");
+        return Err(not_taken(host, what));
+    }
+    let counts = [
+        ("machine types", info.machine_types.len(), LISTED_MAX),
+        ("machine aliases", info.machine_aliases.len(), LISTED_MAX),
+        ("CPU models", info.cpu_models.len(), LISTED_MAX),
+        ("port groups", info.port_groups.len(), LISTED_MAX),
+        ("addresses", info.migration_addresses.len(), LISTED_MAX),
+        ("damaged records", info.unread.len(), VMS_MAX),
+    ];
+    if let Some((what, count, most)) = counts.into_iter().find(|(_, count, most)| count > most) {
+        return Err(not_taken(host, format!("{count} {what}, at most {most}")));
+    }
+    info.unread.values_mut().for_each(sentence);
+    info.name = host.clone();
+    Ok(info)
+}
+
+fn longest_word(info: &HostInfo) -> Option<usize> {
+    let words = [&info.version, &info.kernel, &info.qemu, &info.boot_id];
+    let models = info.machine_types.iter().chain(&info.cpu_models);
+    let aliases = info.machine_aliases.iter();
+    let words = words.into_iter().chain(models);
+    let words = words.chain(aliases.flat_map(|(alias, name)| [alias, name]));
+    let words = words.chain(info.port_groups.values());
+    words.map(String::len).max()
+}
+
+/// Which of its lives a host says that it is: every other host is told of it.
+pub fn instance(host: &HostName, instance: &Instance) -> Result<(), NotTaken> {
+    let ids = [
+        ("machine id", &instance.machine_id),
+        ("boot id", &instance.boot_id),
+    ];
+    match ids.into_iter().find(|(_, id)| id.len() > ID_LEN_MAX) {
+        Some((what, id)) => {
+            let what = format!("a {what} of {} bytes, at most {ID_LEN_MAX}", id.len());
+            Err(not_taken(host, what))
+        }
+        None => Ok(()),
+    }
+}
+
+/// All that a host has on record.
+pub fn whole(host: &HostName, whole: WholeSurvey) -> Result<WholeSurvey, NotTaken> {
+    instance(host, &whole.instance)?;
+    let names = whole.records.iter().map(|record| &record.vm);
+    must_be_distinct(host, names, whole.records.len())?;
+    if whole.unread.len() > VMS_MAX {
+        let what = format!("more than {VMS_MAX} damaged records");
+        return Err(not_taken(host, what));
+    }
+    table(host, &whole.table)?;
+    Ok(whole)
+}
+
+/// A host's table of the site.
+fn table(host: &HostName, table: &SiteTable) -> Result<(), NotTaken> {
+    if table.vms.len() > ROWS_MAX {
+        let what = format!("{} VMs in its table, at most {ROWS_MAX}", table.vms.len());
+        return Err(not_taken(host, what));
+    }
+    let hosts = table.hosts.len().max(table.removed.len());
+    if hosts > HOSTS_MAX {
+        let what = format!("{hosts} hosts in its table, at most {HOSTS_MAX}");
+        return Err(not_taken(host, what));
+    }
+    let crowded = table.vms.iter();
+    let crowded = crowded.filter(|(_, row)| row.may_hold.len() > HOSTS_MAX);
+    match crowded.map(|(vm, row)| (vm, row.may_hold.len())).next() {
+        Some((vm, named)) => {
+            let what = format!("{named} hosts that may hold VM {vm}, at most {HOSTS_MAX}");
+            Err(not_taken(host, what))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Names that this host brings and nobody used here before: `brought` is how many it brought since this start.
+pub fn new_names(host: &HostName, brought: usize) -> Result<(), NotTaken> {
+    match brought > NEW_NAMES_MAX {
+        true => {
+            let what = format!("that it may hold more than {NEW_NAMES_MAX} VMs that are new here");
+            Err(not_taken(host, what))
+        }
+        false => Ok(()),
+    }
+}
+
+/// Names that this host brings with its table and its records in a takeover, and that nobody used here before: `brought`
+/// is how many it brought so since this start. A lost database may have known many.
+pub fn names_of_a_takeover(host: &HostName, brought: usize) -> Result<(), NotTaken> {
+    match brought > VMS_MAX {
+        true => Err(not_taken(host, format!("more than {VMS_MAX} new VMs"))),
+        false => Ok(()),
+    }
+}
+
+fn must_be_distinct<'a>(
+    host: &HostName,
+    names: impl Iterator<Item = &'a VmName>,
+    count: usize,
+) -> Result<(), NotTaken> {
+    if count > VMS_MAX {
+        return Err(not_taken(host, format!("{count} VMs, at most {VMS_MAX}")));
+    }
+    let mut seen = BTreeSet::new();
+    for name in names {
+        if !seen.insert(name) {
+            return Err(not_taken(host, format!("VM {name} twice")));
+        }
+    }
+    Ok(())
+}
+
+/// A migration's report.
+pub fn report(mut report: MigrationReport) -> MigrationReport {
+    report.iterations.truncate(ITERATIONS_MAX);
+    lines(&mut report.notes);
+    report.reason.iter_mut().for_each(sentence);
+    if let Some(prediction) = &mut report.prediction {
+        sentence(&mut prediction.basis);
+    }
+    report
+}
+
+/// Lines that a host says of a check.
+pub fn lines(lines: &mut Vec<String>) {
+    lines.truncate(LINES_MAX);
+    lines.iter_mut().for_each(sentence);
+}
+
+/// Refusals that a host says.
+pub fn refusals(refusals: Vec<ApiError>) -> Vec<ApiError> {
+    let taken = refusals.into_iter().take(LINES_MAX);
+    taken.map(ApiError::bounded).collect()
+}
+
+fn sentence(text: &mut String) {
+    cut(text, SENTENCE_LEN_MAX);
+}
+
+fn shortened(mut text: String) -> String {
+    cut(&mut text, 512);
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::site::{Instance, SiteVm};
+
+    fn told(table: SiteTable) -> Result<WholeSurvey, NotTaken> {
+        let survey = WholeSurvey {
+            instance: Instance::default(),
+            table,
+            records: Vec::new(),
+            unread: BTreeSet::default(),
+        };
+        whole(&HostName::new("x").unwrap(), survey)
+    }
+
+    fn row(hosts: usize) -> SiteVm {
+        let named = (0..hosts).map(|y| HostName::new(format!("y{y}")).unwrap());
+        SiteVm {
+            holder: None,
+            held: Default::default(),
+            may_hold: named.collect(),
+            deleted: false,
+            stamp: Default::default(),
+        }
+    }
+
+    fn names(count: usize) -> impl Iterator<Item = VmName> {
+        (0..count).map(|n| VmName::new(format!("v{n}")).unwrap())
+    }
+
+    #[test]
+    fn a_table_that_no_agent_keeps_is_not_read_in_a_takeover() {
+        let of = |count| SiteTable {
+            vms: names(count).map(|vm| (vm, row(0))).collect(),
+            ..SiteTable::default()
+        };
+        told(of(40_000)).unwrap();
+        told(of(ROWS_MAX + 1)).unwrap_err();
+        let crowded = SiteTable {
+            vms: names(1).map(|vm| (vm, row(HOSTS_MAX + 1))).collect(),
+            ..SiteTable::default()
+        };
+        let error = told(crowded).unwrap_err().to_string();
+        assert!(error.contains("that may hold VM v0"), "{error}");
+        let removed = SiteTable {
+            removed: row(HOSTS_MAX + 1).may_hold,
+            ..SiteTable::default()
+        };
+        told(removed).unwrap_err();
+    }
+}

@@ -1,0 +1,424 @@
+//! A QEMU that lives when its VM process starts: what is taken over, waited for, and ended.
+
+use super::*;
+use crate::testing::Site;
+use godwit_ownership::{Phase, Power};
+use godwit_types::vm::Accelerator;
+use godwit_types::{Generation, HostName, MigrationId};
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::sync_channel;
+
+/// A process that stands for a QEMU whose control socket somebody else speaks for, or nobody.
+struct Scene {
+    directory: std::path::PathBuf,
+    config: VmProcessConfig,
+    child: Child,
+}
+
+impl Scene {
+    fn new(name: &str) -> Self {
+        let directory =
+            Path::new("/dev/shm").join(format!("godwit-adopt-{}-{name}", std::process::id()));
+        let at = |name: &str| directory.join(name).to_string_lossy().into_owned();
+        let config = VmProcessConfig {
+            vm: "web".to_owned().try_into().unwrap(),
+            host: "a".to_owned().try_into().unwrap(),
+            state_dir: at("state/vms/web"),
+            run_dir: at("run"),
+            ram_dir: at("ram"),
+            qemu: "/usr/bin/qemu-system-x86_64".into(),
+            qemu_uid: 65534,
+            qemu_gid: 65534,
+            migration_ports: (0, 0),
+            port_groups: Default::default(),
+            migration_addresses: Vec::new(),
+            accelerator: Accelerator::Tcg,
+        };
+        for dir in ["state/vms/web", "run/qemu", "ram"] {
+            std::fs::create_dir_all(directory.join(dir)).unwrap();
+        }
+        let child = Command::new("sleep")
+            .arg("600")
+            .stdin(Stdio::null())
+            .spawn()
+            .unwrap();
+        Self {
+            directory,
+            config,
+            child,
+        }
+    }
+
+    fn known(&self, paths: &Paths) {
+        let pid = self.child.id() as i32;
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let fields = stat.rsplit_once(')').unwrap().1;
+        let identity = QemuIdentity {
+            pid,
+            start_time_ticks: fields.split_whitespace().nth(19).unwrap().parse().unwrap(),
+            accelerator: Accelerator::Tcg,
+            launch: 1,
+        };
+        save_json(&paths.identity(), &identity).unwrap();
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+fn ask(inputs: &Sender<Input>, request: VmRequest) -> Receiver<VmAnswer> {
+    let (reply, answer) = sync_channel(1);
+    inputs
+        .send(Input::Request(Request { request, reply }))
+        .unwrap();
+    answer
+}
+
+/// Speaks just enough QMP for a take-over, on one connection, once `silence` is over.
+fn answer_late(path: &Path, first_words: Receiver<()>) {
+    let listener = UnixListener::bind(path).unwrap();
+    std::thread::spawn(move || {
+        first_words.recv().unwrap();
+        for stream in listener.incoming().flatten() {
+            let mut writer = stream.try_clone().unwrap();
+            let greeting = r#"{"QMP":{"version":{"qemu":{"major":7,"minor":2,"micro":0},"package":""},"capabilities":[]}}"#;
+            // A connection that gave up while nobody spoke is closed by now.
+            if writeln!(writer, "{greeting}").is_err() {
+                continue;
+            }
+            for line in BufReader::new(stream).lines().map_while(Result::ok) {
+                let request: serde_json::Value = serde_json::from_str(&line).unwrap();
+                let result = match request["execute"].as_str() {
+                    Some("query-status") => {
+                        serde_json::json!({"status": "running", "running": true, "singlestep": false})
+                    }
+                    _ => serde_json::json!({}),
+                };
+                let answer = serde_json::json!({"return": result, "id": request["id"]});
+                if writeln!(writer, "{answer}").is_err() {
+                    break;
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_hypervisor_that_lives_is_waited_for_and_never_ended() {
+    let scene = Scene::new("late");
+    let paths = Paths::of(&scene.config);
+    scene.known(&paths);
+    let ram = paths.ram_file(1);
+    godwit_guestmem::RamFile::create(&ram, 2 << 20, None).unwrap();
+    let (speak, first_words) = channel();
+    answer_late(&paths.monitor(1, 0), first_words);
+    let record = HostRecord {
+        highest: Generation(2),
+        held: Generation(2),
+        phase: holds(),
+        ..HostRecord::absent(scene.config.vm.clone())
+    };
+    let spec =
+        VmSpec::from_toml("name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/boot/vmlinuz\"")
+            .unwrap();
+    let (inputs, received) = channel();
+    let status = ask(&inputs, VmRequest::Status);
+    let start = ask(&inputs, VmRequest::Start);
+    let adopted = std::thread::scope(|scope| {
+        let seat = Seat {
+            config: &scene.config,
+            paths: &paths,
+            record: &record,
+            spec: Some(&spec),
+        };
+        let adopting = scope.spawn(move || adopt(&seat, &inputs, &received));
+        let wait = Duration::from_secs(60);
+        let VmAnswer::Status(status) = status.recv_timeout(wait).unwrap() else {
+            panic!("no status");
+        };
+        assert_eq!(status.vm.state, VmState::Unreachable);
+        assert!(status.vm.note.unwrap().contains("may be running"));
+        let VmAnswer::Error(refused) = start.recv_timeout(wait).unwrap() else {
+            panic!("nothing may be started");
+        };
+        assert_eq!(refused.code, ErrorCode::Hypervisor);
+        speak.send(()).unwrap();
+        adopting.join().unwrap()
+    });
+    assert!(
+        matches!(adopted, Ok(Adopted::Taken(_, RunState::Running))),
+        "it was slow, no more"
+    );
+}
+
+#[test]
+fn a_forced_stop_gives_a_silent_hypervisor_up_and_reaches_the_core() {
+    let mut scene = Scene::new("silent");
+    let paths = Paths::of(&scene.config);
+    scene.known(&paths);
+    let record = HostRecord {
+        highest: Generation(2),
+        held: Generation(2),
+        phase: holds(),
+        ..HostRecord::absent(scene.config.vm.clone())
+    };
+    let seat = Seat {
+        config: &scene.config,
+        paths: &paths,
+        record: &record,
+        spec: None,
+    };
+    let (inputs, received) = channel();
+    let _answer = ask(&inputs, VmRequest::Stop { force: true });
+    assert!(matches!(
+        adopt(&seat, &inputs, &received),
+        Ok(Adopted::None)
+    ));
+    assert!(
+        matches!(scene.child.try_wait(), Ok(Some(_)) | Err(_)),
+        "it is gone"
+    );
+    assert!(matches!(
+        received.try_recv(),
+        Ok(Input::Request(Request {
+            request: VmRequest::Stop { force: true },
+            ..
+        }))
+    ));
+}
+
+#[test]
+fn a_forced_stop_that_comes_before_the_second_look_is_done_and_not_refused() {
+    let mut scene = Scene::new("early");
+    let paths = Paths::of(&scene.config);
+    scene.known(&paths);
+    let record = HostRecord::absent(scene.config.vm.clone());
+    let seat = Seat {
+        config: &scene.config,
+        paths: &paths,
+        record: &record,
+        spec: None,
+    };
+    let (inputs, received) = channel();
+    let answer = ask(&inputs, VmRequest::Stop { force: true });
+    let adopted = adopt(&seat, &inputs, &received);
+    assert!(matches!(adopted, Ok(Adopted::None)));
+    let answer = answer.try_recv();
+    assert!(matches!(answer, Ok(VmAnswer::Done(_))), "{answer:?}");
+    assert!(matches!(scene.child.try_wait(), Ok(Some(_)) | Err(_)));
+    assert!(received.try_recv().is_err(), "the core knows of no guest");
+}
+
+fn holds() -> Phase {
+    Phase::Holds {
+        generation: Generation(2),
+        power: Power::On,
+        unconfirmed: None,
+    }
+}
+
+fn record(site: &Site, phase: Phase) -> HostRecord {
+    let held = if matches!(phase, Phase::Holds { .. }) {
+        2
+    } else {
+        0
+    };
+    HostRecord {
+        highest: Generation(2),
+        held: Generation(held),
+        phase,
+        ..HostRecord::absent(site.config.vm.clone())
+    }
+}
+
+#[test]
+fn a_hypervisor_whose_identity_was_wiped_is_taken_over() {
+    let site = Site::new();
+    let mut qemu = site.qemu(&["running"]);
+    std::fs::remove_file(site.paths.identity()).unwrap();
+    let (record, (inputs, received)) = (record(&site, holds()), channel());
+    let seat = Seat {
+        config: &site.config,
+        paths: &site.paths,
+        record: &record,
+        spec: None,
+    };
+    let adopted = adopt(&seat, &inputs, &received);
+    let Ok(Adopted::Taken(hyper, RunState::Running)) = adopted else {
+        panic!("it is not taken over");
+    };
+    assert_eq!(hyper.pid(), qemu.child.id() as i32);
+    assert!(!qemu.is_gone() && site.paths.identity().exists());
+    assert!(site.paths.ram_file(1).exists());
+}
+
+#[test]
+fn a_second_hypervisor_that_may_run_the_guest_is_left_alone_beside_a_known_one() {
+    let site = Site::new();
+    let mut cut_short = site.qemu_of(3, &["prelaunch"]);
+    let mut second = site.qemu_of(2, &["running"]);
+    let mut qemu = site.qemu_of(1, &["running"]);
+    let (record, (inputs, received)) = (record(&site, holds()), channel());
+    let seat = Seat {
+        config: &site.config,
+        paths: &site.paths,
+        record: &record,
+        spec: None,
+    };
+    let adopted = adopt(&seat, &inputs, &received);
+    let Ok(Adopted::Taken(hyper, RunState::Running)) = adopted else {
+        panic!("it is not taken over");
+    };
+    assert_eq!(hyper.pid(), qemu.child.id() as i32);
+    assert!(!qemu.is_gone() && !second.is_gone() && cut_short.is_gone());
+}
+
+#[test]
+fn a_hypervisor_whose_start_was_cut_short_is_ended() {
+    let site = Site::new();
+    let mut qemu = site.qemu(&["prelaunch"]);
+    std::fs::remove_file(site.paths.identity()).unwrap();
+    let (record, (inputs, received)) = (record(&site, holds()), channel());
+    let seat = Seat {
+        config: &site.config,
+        paths: &site.paths,
+        record: &record,
+        spec: None,
+    };
+    assert!(matches!(
+        adopt(&seat, &inputs, &received),
+        Ok(Adopted::None)
+    ));
+    assert!(qemu.is_gone());
+}
+
+#[test]
+fn a_hypervisor_of_a_vm_that_is_not_held_here_and_never_ran_is_ended() {
+    let moved = Phase::Moved {
+        generation: Generation(2),
+        migration: MigrationId::new("m").unwrap(),
+        to: HostName::new("a").unwrap(),
+    };
+    for phase in [Phase::Absent, moved] {
+        let site = Site::new();
+        let mut qemu = site.qemu(&["inmigrate"]);
+        std::fs::remove_file(site.paths.identity()).unwrap();
+        let (record, (inputs, received)) = (record(&site, phase), channel());
+        let seat = Seat {
+            config: &site.config,
+            paths: &site.paths,
+            record: &record,
+            spec: None,
+        };
+        assert!(matches!(
+            adopt(&seat, &inputs, &received),
+            Ok(Adopted::None)
+        ));
+        assert!(qemu.is_gone());
+    }
+}
+
+#[test]
+fn a_guest_that_an_older_copy_of_its_record_denies_lives_and_is_told_of() {
+    let moved = Phase::Moved {
+        generation: Generation(2),
+        migration: MigrationId::new("m").unwrap(),
+        to: HostName::new("a").unwrap(),
+    };
+    // With its identity file, and with a run directory that was emptied of it.
+    for (phase, is_known) in [(Phase::Absent, true), (moved, true), (Phase::Absent, false)] {
+        let site = Site::new();
+        let mut qemu = site.qemu(&["running"]);
+        if !is_known {
+            std::fs::remove_file(site.paths.identity()).unwrap();
+        }
+        let record = record(&site, phase);
+        let (inputs, received) = channel();
+        std::thread::scope(|scope| {
+            let seat = Seat {
+                config: &site.config,
+                paths: &site.paths,
+                record: &record,
+                spec: None,
+            };
+            let own = inputs.clone();
+            let adopting = scope.spawn(move || adopt(&seat, &own, &received));
+            let claim = loop {
+                let asked = ask(
+                    &inputs,
+                    VmRequest::Survey {
+                        level: Generation(9),
+                    },
+                );
+                match asked.recv_timeout(Duration::from_secs(60)).unwrap() {
+                    VmAnswer::Surveyed(answer) => break answer.claim,
+                    // It is looked at a second time before anything is said.
+                    VmAnswer::Error(_) => std::thread::yield_now(),
+                    other => panic!("no answer to a survey: {other:?}"),
+                }
+            };
+            assert!(matches!(claim, Claim::Holds { .. }), "{claim:?}");
+            let status = ask(&inputs, VmRequest::Status);
+            let Ok(VmAnswer::Status(status)) = status.recv_timeout(Duration::from_secs(60)) else {
+                panic!("no status");
+            };
+            assert_eq!(status.vm.state, VmState::Unreachable);
+            let note = status.vm.note.unwrap();
+            assert!(note.contains("older copy") && note.contains("--force --host b"));
+            assert!(!qemu.is_gone());
+            let stopped = ask(&inputs, VmRequest::Stop { force: true });
+            assert!(matches!(adopting.join().unwrap(), Ok(Adopted::None)));
+            assert!(matches!(stopped.try_recv(), Ok(VmAnswer::Done(_))));
+        });
+        assert!(qemu.is_gone());
+    }
+}
+
+#[test]
+fn a_wiped_run_directory_kills_no_guest_until_a_person_does() {
+    let site = Site::new();
+    let mut qemu = site.qemu(&["running"]);
+    std::fs::remove_dir_all(&site.paths.run).unwrap();
+    std::fs::create_dir_all(&site.paths.run).unwrap();
+    let record = record(&site, holds());
+    let spec =
+        VmSpec::from_toml("name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/boot/vmlinuz\"")
+            .unwrap();
+    let (inputs, received) = channel();
+    let status = ask(&inputs, VmRequest::Status);
+    let boot = ask(&inputs, VmRequest::Boot);
+    std::thread::scope(|scope| {
+        let seat = Seat {
+            config: &site.config,
+            paths: &site.paths,
+            record: &record,
+            spec: Some(&spec),
+        };
+        let own = inputs.clone();
+        let adopting = scope.spawn(move || adopt(&seat, &own, &received));
+        let wait = Duration::from_secs(60);
+        let VmAnswer::Status(status) = status.recv_timeout(wait).unwrap() else {
+            panic!("no status");
+        };
+        assert_eq!(status.vm.state, VmState::Unreachable);
+        assert_eq!(status.vm.qemu_pid, Some(qemu.child.id() as i32));
+        let note = status.vm.note.unwrap();
+        assert!(
+            note.contains("are gone") && note.contains("--force"),
+            "{note}"
+        );
+        assert!(matches!(boot.recv_timeout(wait), Ok(VmAnswer::Error(_))));
+        assert!(!qemu.is_gone());
+        let _stopped = ask(&inputs, VmRequest::Stop { force: true });
+        assert!(matches!(adopting.join().unwrap(), Ok(Adopted::None)));
+    });
+    assert!(qemu.is_gone());
+}
