@@ -65,6 +65,7 @@ ownership() {
     ownership_case successor-leaves-gave-running core::a_successor_stops_a_guest_that_was_given_away
     ownership_case yields-to-anybody lib::unrelated_tests::an_unrelated_host_moves_nothing
     ownership_case anybody-moves-generations lib::unrelated_tests::an_unrelated_host_moves_nothing
+    ownership_case peers-reach-all lib::unrelated_tests::asked_again_and_again_a_host_stays_within_its_controllers_reach
 }
 
 # ownership_case PLANT FILE::TEST: what the simulator of one VM does not have. FILE is lib for tests inside the crate.
@@ -84,7 +85,7 @@ site() {
     "$sim" --site --seeds 2000 >"$logs/site-none.log" 2>&1
     unplanted site "godwit-sim --site --seeds 2000" $? || return
     for plant in $("$sim" --site --plants); do
-        timeout 300 "$sim" --site --seeds 10000 --plant "$plant" >"$logs/site-$plant.log" 2>&1
+        timeout 300 "$sim" --site --seeds 40000 --plant "$plant" >"$logs/site-$plant.log" 2>&1
         local status=$?
         if [ $status -gt 1 ]; then
             echo "the simulator did not finish: see $logs/site-$plant.log" >&2
@@ -94,6 +95,13 @@ site() {
     done
     site_case old-no-counts a_no_from_before_a_host_was_named_again_does_not_take_it_out
     site_case old-answer-boots an_answer_that_is_older_than_what_the_host_knows_boots_nothing
+    site_case restored-controller-goes-on a_controller_that_hears_a_later_word_than_its_own_grants_nothing
+    site_case hears-neighbours-first a_host_hears_its_controller_out_before_its_neighbours_let_it_boot
+    site_case old-fence-counts a_restored_database_does_not_believe_that_a_host_is_off
+    site_case loses-unwritten what_could_not_be_written_is_due_again
+    site_case grants-before-hearing a_controller_that_was_just_started_grants_nothing_before_it_asked_every_host
+    site_case believes-any-generation a_gift_at_the_end_of_all_generations_binds_no_host
+    site_case misses-went-back a_host_that_forgot_a_word_which_it_acknowledged_is_an_old_copy
 }
 
 site_case() {

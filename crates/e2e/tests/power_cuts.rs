@@ -3,6 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use godwit_ownership::{HostRecord, Phase, Power};
 use godwit_store::{Files, RealFiles, StoreError, VmStore, load_json, save_json};
+use godwit_testkit::guest::linux::target_dir;
 use godwit_testkit::lab::Machine;
 use godwit_testkit::lab::namespace::Plan;
 use godwit_testkit::testvol::{self, Survives};
@@ -18,13 +19,17 @@ const CUTS: u64 = 200;
 
 /// A machine with a volume; none, and a line that says so, where there is no FUSE.
 fn machine() -> Result<Option<Machine>> {
+    machine_that_sees(&[])
+}
+
+fn machine_that_sees(visible: &[PathBuf]) -> Result<Option<Machine>> {
     if let Some(why) = testvol::unavailable() {
         println!("skipped: {why}");
         return Ok(None);
     }
     let mut machine = Machine::start(&Plan {
         name: "journal",
-        visible: &[],
+        visible,
         shared: &[],
         outlive_maker: false,
     })?;
@@ -247,6 +252,29 @@ fn a_document_that_was_saved_survives() -> Result<()> {
         cut(&machine, value)?;
         let there: u64 = load_json(&path)?.context("it is gone")?;
         ensure!(there == value, "{there} in place of {value}");
+    }
+    Ok(())
+}
+
+/// What `controller init` said is made must not be gone with the directory that it is in.
+#[test]
+fn a_controller_that_was_just_made_survives() -> Result<()> {
+    let target = target_dir()?;
+    let Some(machine) = machine_that_sees(std::slice::from_ref(&target))? else {
+        return Ok(());
+    };
+    let godwit = target.join("release/godwit");
+    ensure!(godwit.exists(), "{} is missing", godwit.display());
+    let dir = "/var/lib/godwit/site/controller";
+    let mut command = machine.command(godwit);
+    command.args(["controller", "init", "--state-dir", dir]);
+    let made = command.args(["--listen", "127.0.0.1:7443"]).output()?;
+    let said = String::from_utf8_lossy(&made.stderr);
+    ensure!(made.status.success(), "{said}");
+    machine.volume(AT)?.cut(Survives::Nothing);
+    let dir = machine.path_from_outside(dir);
+    for file in ["ca.key", "key.pem", "controller.db", "operator/key.pem"] {
+        ensure!(dir.join(file).exists(), "{file} is gone");
     }
     Ok(())
 }

@@ -2,67 +2,18 @@
 //! is not what it was. Each case is one that once ran a VM twice, or left it down.
 
 use anyhow::{Result, ensure};
-use godwit_e2e::stack::{
-    CONTROLLER_DATABASE, Counter, HostPlan, KILL, LONG, Plan, SOON, Stack, names,
-};
-use std::path::{Path, PathBuf};
+use godwit_e2e::stack::site::HOST_STATE;
+use godwit_e2e::stack::{CONTROLLER_DATABASE, Counter, HostPlan, KILL, LONG, Plan, SOON, Stack};
+use std::path::PathBuf;
 
 /// Cap that makes a move last, Mb/s.
 const CAP: [&str; 2] = ["--max-bandwidth", "100"];
 /// Signal that ends a program in good order.
 const TERMINATE: i32 = 15;
-/// A host's state directory, on its machine.
-const STATE: &str = "/var/lib/godwit";
 
 /// A guest whose pages take about five seconds at [`CAP`], and that dirties few of them meanwhile.
 fn lasting(name: &str) -> Counter {
     Counter::flat(name, 64).slowed(800_000)
-}
-
-/// Kills all that runs on a host and empties what a reboot empties.
-fn power_off(stack: &Stack, host: &str) -> Result<()> {
-    stack.kill_daemon(host)?;
-    let machine = stack.machine(host)?;
-    stack.until("nothing runs there", SOON, || {
-        let processes = machine.processes()?;
-        for process in &processes {
-            machine.kill(process.pid_inside, KILL)?;
-        }
-        Ok(processes.is_empty())
-    })?;
-    std::fs::remove_dir_all(stack.inside(host, "/run/godwit")?)?;
-    Ok(())
-}
-
-fn copy_dir(from: &Path, to: &Path) -> Result<()> {
-    if to.exists() {
-        for entry in std::fs::read_dir(to)?.flatten() {
-            match entry.file_type()?.is_dir() {
-                true => std::fs::remove_dir_all(entry.path())?,
-                false => std::fs::remove_file(entry.path())?,
-            }
-        }
-    }
-    std::fs::create_dir_all(to)?;
-    let source = format!("{}/.", from.display());
-    let copied = std::process::Command::new("cp")
-        .args(["-a", &source])
-        .arg(to)
-        .status()?;
-    ensure!(copied.success(), "cannot copy {}", from.display());
-    Ok(())
-}
-
-/// All QEMUs of a VM, on both hosts.
-fn copies(stack: &Stack, vm: &str) -> Result<usize> {
-    Ok(stack.hypervisors(vm, "a")?.len() + stack.hypervisors(vm, "b")?.len())
-}
-
-/// A command that must not be carried out; what it says names these words.
-fn is_refused(stack: &Stack, command: &[&str], words: &[&str]) -> Result<()> {
-    let ran = stack.run("controller", command)?;
-    ensure!(ran.code != Some(0), "{command:?} was carried out: {ran:?}");
-    names(&ran.stderr, words)
 }
 
 #[test]
@@ -80,10 +31,10 @@ fn a_vm_whose_new_hosts_agent_is_silent_is_not_started_again() -> Result<()> {
         Ok(state == "unreachable")
     })?;
     for command in [["vm", "start", "quiet"], ["vm", "delete", "quiet"]] {
-        is_refused(&stack, &command, &["b", "godwit host fenced b"])?;
+        stack.is_refused("controller", &command, &["b", "godwit host fenced b"])?;
     }
-    is_refused(&stack, &["host", "remove", "b"], &["b", "quiet"])?;
-    ensure!(copies(&stack, "quiet")? == 1, "not one copy");
+    stack.is_refused("controller", &["host", "remove", "b"], &["b", "quiet"])?;
+    ensure!(stack.copies("quiet")? == 1, "not one copy");
     stack.start_daemon("b")?;
     stack.wait_connected()?;
     stack.runs_on("quiet", "b")?;
@@ -94,7 +45,7 @@ fn a_vm_whose_new_hosts_agent_is_silent_is_not_started_again() -> Result<()> {
 fn join_anew(stack: &Stack) -> Result<()> {
     stack.ok("controller", &["host", "remove", "b"])?;
     stack.kill_daemon("b")?;
-    let state = stack.inside("b", STATE)?;
+    let state = stack.inside("b", HOST_STATE)?;
     for entry in std::fs::read_dir(&state)?.flatten() {
         match entry.file_type()?.is_dir() {
             true => std::fs::remove_dir_all(entry.path())?,
@@ -142,7 +93,7 @@ fn a_controller_with_an_old_database_reads_every_host_before_it_grants() -> Resu
             vm["state"] != "stopped",
             "a VM that runs is shown as stopped"
         );
-        ensure!(copies(&stack, "kept")? == 1, "not one copy");
+        ensure!(stack.copies("kept")? == 1, "not one copy");
         Ok(vm["state"] == "running" && vm["host"] == "b")
     })?;
     stack.migrate("kept", "a", &[])?;
@@ -154,13 +105,12 @@ fn a_controller_with_an_old_database_reads_every_host_before_it_grants() -> Resu
 fn a_host_whose_disk_went_back_boots_nothing() -> Result<()> {
     let stack = Stack::new("site-old-disk", &Plan::default())?;
     stack.start_counter(&Counter::small("gone"), "a")?;
-    let state = stack.inside("a", STATE)?;
     let copy = stack.dir().join("state-of-a");
-    copy_dir(&state, &copy)?;
+    stack.copy_state("a", &copy)?;
     stack.migrate("gone", "b", &[])?;
     stack.runs_on("gone", "b")?;
-    power_off(&stack, "a")?;
-    copy_dir(&copy, &state)?;
+    stack.power_off("a")?;
+    stack.put_state(&copy, "a")?;
     stack.start_daemon("a")?;
     stack.until("host a says that it boots nothing", SOON, || {
         let listed = stack.json("a", &["vm", "list"])?;
@@ -168,7 +118,7 @@ fn a_host_whose_disk_went_back_boots_nothing() -> Result<()> {
         Ok(said.contains("boots nothing") || !said.contains("\"claim\":\"holds\""))
     })?;
     stack.wait_passes("gone", "b", 2)?;
-    ensure!(copies(&stack, "gone")? == 1, "not one copy");
+    ensure!(stack.copies("gone")? == 1, "not one copy");
     // Its record still claims the VM until a person ends that, which has an exit code of its own.
     let shown = stack.run("controller", &["vm", "show", "gone", "--json"])?;
     ensure!(matches!(shown.code, Some(0 | 7)), "{shown:?}");
@@ -181,15 +131,74 @@ fn a_host_whose_disk_went_back_boots_nothing() -> Result<()> {
 }
 
 #[test]
+fn a_guest_that_lives_is_not_denied_by_a_state_directory_that_was_put_back() -> Result<()> {
+    let stack = Stack::new("site-put-back", &Plan::default())?;
+    stack.start_counter(&Counter::small("lives"), "b")?;
+    let copy = stack.dir().join("state-of-a");
+    stack.copy_state("a", &copy)?;
+    stack.migrate("lives", "a", &[])?;
+    stack.runs_on("lives", "a")?;
+    let start = ["vm", "start", "lives", "--on", "b"];
+    // Its VM process lives and knows better than the directory.
+    stack.kill_daemon("a")?;
+    stack.put_state(&copy, "a")?;
+    stack.start_daemon("a")?;
+    // The controller may not have missed it: the agent itself is asked until it answers.
+    let listed_at_a = || {
+        let listed = stack.run("a", &["vm", "list", "--json"])?;
+        anyhow::Ok(listed.stdout)
+    };
+    stack.until("host a says that it holds the VM", SOON, || {
+        let listed = listed_at_a()?;
+        Ok(listed.contains("\"holds\"") && listed.contains("\"running\""))
+    })?;
+    stack.wait_connected()?;
+    stack.runs_on("lives", "a")?;
+    stack.is_refused("controller", &start, &["lives"])?;
+    ensure!(stack.copies("lives")? == 1, "not one copy");
+    // Only its QEMU lives.
+    let process = stack.vm_at("lives", "a")?["vm_process_pid"].as_i64();
+    stack.kill_daemon("a")?;
+    stack.put_state(&copy, "a")?;
+    let machine = stack.machine("a")?;
+    machine.kill(i32::try_from(process.unwrap_or(0))?, KILL)?;
+    stack.start_daemon("a")?;
+    stack.until("host a says what lives there", SOON, || {
+        Ok(listed_at_a()?.contains("older copy"))
+    })?;
+    stack.wait_connected()?;
+    stack.is_refused("controller", &start, &["lives"])?;
+    ensure!(stack.copies("lives")? == 1, "not one copy");
+    // The way out that its note names, also while its VM process has just been started.
+    let process = || anyhow::Ok(stack.vm_at("lives", "a")?["vm_process_pid"].as_i64());
+    stack.until("its VM process answers", SOON, || Ok(process()?.is_some()))?;
+    machine.kill(i32::try_from(process()?.unwrap_or(0))?, KILL)?;
+    let stop = ["vm", "stop", "lives", "--force", "--host", "a"];
+    stack.ok("controller", &stop)?;
+    ensure!(stack.copies("lives")? == 0, "the guest was not ended");
+    // Its directory is an older copy, whose no frees no VM: the host goes first.
+    stack.power_off("a")?;
+    stack.until("host a is missed", SOON, || {
+        Ok(stack.site()?["hosts"]["a"] == "unreachable")
+    })?;
+    let remove = ["host", "remove", "a", "--confirm-unreachable"];
+    stack.ok("controller", &remove)?;
+    stack.ok("controller", &start)?;
+    stack.wait_passes("lives", "b", 2)?;
+    ensure!(stack.copies("lives")? == 1, "not one copy");
+    Ok(())
+}
+
+#[test]
 fn a_removed_host_that_comes_back_boots_nothing() -> Result<()> {
     let stack = Stack::new("site-removed", &Plan::default())?;
     stack.start_counter(&Counter::small("moved"), "b")?;
-    power_off(&stack, "b")?;
+    stack.power_off("b")?;
     stack.until("host b is missed", SOON, || {
         Ok(stack.vm("moved")?["state"] == "unreachable")
     })?;
-    is_refused(
-        &stack,
+    stack.is_refused(
+        "controller",
         &["vm", "start", "moved"],
         &["b", "godwit host fenced b"],
     )?;
@@ -202,7 +211,7 @@ fn a_removed_host_that_comes_back_boots_nothing() -> Result<()> {
         let listed = stack.json("b", &["vm", "list"])?.to_string();
         Ok(listed.contains("removed from its site"))
     })?;
-    ensure!(copies(&stack, "moved")? == 1, "not one copy");
+    ensure!(stack.copies("moved")? == 1, "not one copy");
     stack.wait_passes("moved", "a", 2)
 }
 
@@ -213,7 +222,7 @@ fn two_hosts_come_up_by_themselves_after_a_power_cut_without_a_controller() -> R
     stack.start_counter(&Counter::small("two"), "b")?;
     stack.kill_daemon("controller")?;
     for host in ["a", "b"] {
-        power_off(&stack, host)?;
+        stack.power_off(host)?;
     }
     for host in ["a", "b"] {
         stack.start_daemon(host)?;
@@ -223,7 +232,7 @@ fn two_hosts_come_up_by_themselves_after_a_power_cut_without_a_controller() -> R
             Ok(stack.vm_at(vm, host)?["state"] == "running")
         })?;
         stack.wait_passes(vm, host, 2)?;
-        ensure!(copies(&stack, vm)? == 1, "not one copy of {vm}");
+        ensure!(stack.copies(vm)? == 1, "not one copy of {vm}");
     }
     stack.start_daemon("controller")?;
     stack.wait_connected()?;
@@ -236,7 +245,7 @@ fn a_start_that_fails_after_a_reboot_is_tried_again() -> Result<()> {
     let stack = Stack::new("site-bridge", &Plan::default())?;
     let guest = Counter::small("wired").with("[[nic]]\nport_group = \"vm\"");
     stack.start_counter(&guest, "b")?;
-    power_off(&stack, "b")?;
+    stack.power_off("b")?;
     let rename = |from: &str, to: &str| {
         let script =
             format!("ip link set {from} down; ip link set {from} name {to}; ip link set {to} up");

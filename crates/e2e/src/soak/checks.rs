@@ -3,12 +3,15 @@
 //! Pure: judges records of [`crate::soak::watch`] and the reasons that the round gave; knows nothing of the product.
 //! Times are nanoseconds since the watch began.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 /// CPU time that a vCPU thread of a QEMU that only waits for a guest does not use up within one window.
 pub const ADVANCE_NS: u64 = 4_000_000;
 /// What a thread's CPU time may be behind, or be booked too late, at each reading.
 const BOOKING_NS: u64 = 12_000_000;
+/// How long after a reason a guest may end by it: a killed process is seen to be gone a little later.
+pub const FOLLOWS_NS: u64 = 3_000_000_000;
 /// How old a list's knowledge may be where the site is well.
 pub const LIST_AGE_NS: u64 = 6_000_000_000;
 
@@ -67,6 +70,10 @@ pub enum Kind {
     Doubled,
     /// A guest or pages of it were lost for no reason that the round gives.
     Lost,
+    /// The site did not say what a person must know.
+    Unsaid,
+    /// A VM certainly ran twice, by a person's false word, and this check did not see it.
+    Blind,
     /// A list said of a VM that runs that it is stopped.
     WrongList,
     /// Not exactly one host holds a VM that runs.
@@ -86,6 +93,8 @@ impl fmt::Display for Kind {
         f.write_str(match self {
             Self::Doubled => "running twice",
             Self::Lost => "lost",
+            Self::Unsaid => "unsaid",
+            Self::Blind => "blind",
             Self::WrongList => "wrong list",
             Self::Holders => "holders",
             Self::LeftOver => "left over",
@@ -136,14 +145,50 @@ pub enum Whose {
 }
 
 /// A reason of the round's for a guest to begin anew.
+///
+/// It explains what ended while it was done, or soon after: neither what had ended before, nor what ended much later.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Excuse {
-    /// When it was given.
+    /// When it began to be done.
     pub at: u64,
+    /// When it was done; none while that is not known, as of a command that nobody answered.
+    pub until: Option<u64>,
     /// Whose.
     pub whose: Whose,
     /// What was done.
     pub why: &'static str,
+}
+
+impl Excuse {
+    /// Whether something at that time can come from it.
+    fn spans(&self, time: u64) -> bool {
+        let over = |until| time > until + FOLLOWS_NS;
+        self.at <= time && !self.until.is_some_and(over)
+    }
+
+    /// Whether it is why a QEMU ended, or, where that one lives on, why another one began at that time.
+    fn explains(&self, trace: &Trace, began: u64) -> bool {
+        self.covers(trace) && self.spans(trace.gone.unwrap_or(began))
+    }
+
+    fn covers(&self, trace: &Trace) -> bool {
+        match &self.whose {
+            Whose::Vm(vm) => *vm == trace.vm,
+            Whose::Host(host) => *host == trace.host,
+            Whose::Qemu(pid) => *pid == trace.pid,
+        }
+    }
+}
+
+/// A promise that a VM was off: a command that ends a guest was answered with exit code 0.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ended {
+    /// The VM.
+    pub vm: String,
+    /// When the command was given.
+    pub asked: u64,
+    /// When it was answered.
+    pub answered: u64,
 }
 
 /// A line of a list of VMs.
@@ -187,6 +232,24 @@ pub fn doublings(traces: &[Trace]) -> Vec<Violation> {
     found
 }
 
+/// The same, but those that a person's false word explains. Of `doubled` it is known that they ran twice: not to see that
+/// is a violation, too.
+pub fn unexplained(
+    found: Vec<Violation>,
+    false_words: &BTreeSet<String>,
+    doubled: &BTreeSet<String>,
+) -> Vec<Violation> {
+    let seen: BTreeSet<String> = found.iter().map(|one| one.of.clone()).collect();
+    let mut left = found;
+    left.retain(|one| !false_words.contains(&one.of));
+    let unseen = doubled.iter().filter(|vm| !seen.contains(*vm));
+    left.extend(unseen.map(|vm| {
+        let what = "it ran on two hosts by a person's false word, and that was not seen";
+        Violation::new(Kind::Blind, vm, what)
+    }));
+    left
+}
+
 /// When `inner` ran after `outer` and before `outer` ran again.
 fn between(outer: &Trace, inner: &Trace) -> Option<u64> {
     let first = outer.windows.first()?;
@@ -218,8 +281,43 @@ pub fn losses(traces: &[Trace], excuses: &[Excuse], since: u64) -> Vec<Violation
         if let Some(what) = went_back(trace, excuses, since) {
             found.push(Violation::new(Kind::Lost, &trace.vm, what));
         }
+        if let Some(what) = ended_unasked(trace, traces, excuses) {
+            found.push(Violation::new(Kind::Lost, &trace.vm, what));
+        }
     }
     found
+}
+
+/// Of the QEMUs that are gone, those that a round must still know of when the next one begins: what ran a VM last, where no
+/// QEMU that lives has run it since. A guest that such a VM boots later began anew.
+pub fn last_of_each(gone: &[Trace], alive: &[Trace]) -> Vec<Trace> {
+    let is_last = |one: &&Trace| {
+        let mut others = gone.iter().chain(alive);
+        let later = |other: &Trace| {
+            other.vm == one.vm && other.pid != one.pid && other.last_ran() > one.last_ran()
+        };
+        one.last_ran().is_some() && !others.any(later)
+    };
+    gone.iter().filter(is_last).cloned().collect()
+}
+
+/// QEMUs that ran on although a person was told that their VM is off.
+pub fn not_ended(traces: &[Trace], ended: &[Ended]) -> Vec<Violation> {
+    let ran_on = |promise: &Ended| {
+        let since = promise.answered + FOLLOWS_NS;
+        let mut traces = traces.iter();
+        let one = traces.find(|one| {
+            let was_there = one.vm == promise.vm && one.first_ran() < Some(promise.asked);
+            was_there && one.windows.iter().any(|window| window.from > since)
+        })?;
+        let what = format!(
+            "a person was told at {:.3} s that it is off, and {} ran on",
+            promise.answered as f64 / 1e9,
+            one.name()
+        );
+        Some(Violation::new(Kind::Undone, &promise.vm, what))
+    };
+    ended.iter().filter_map(ran_on).collect()
 }
 
 /// QEMUs that booted a guest in the round.
@@ -250,8 +348,8 @@ fn booted_unasked(
         .filter(before)
         .filter(|one| one.first_ran().is_some());
     let last = last.max_by_key(|one| one.last_ran())?;
-    let explains = |excuse: &&Excuse| excuse.at <= ran && covers(excuse, last);
-    if excuses.iter().any(|excuse| explains(&excuse)) {
+    let explains = |excuse: &Excuse| excuse.at <= ran && excuse.explains(last, ran);
+    if excuses.iter().any(explains) {
         return None;
     }
     let end = match last.gone {
@@ -269,25 +367,39 @@ fn booted_unasked(
     ))
 }
 
-fn covers(excuse: &Excuse, trace: &Trace) -> bool {
-    match &excuse.whose {
-        Whose::Vm(vm) => *vm == trace.vm,
-        Whose::Host(host) => *host == trace.host,
-        Whose::Qemu(pid) => *pid == trace.pid,
+/// What ran a VM last has ended, nothing runs it now, and the round gives no reason.
+fn ended_unasked(trace: &Trace, traces: &[Trace], excuses: &[Excuse]) -> Option<String> {
+    let gone = trace.gone?;
+    let ran = trace.last_ran()?;
+    let goes_on = |one: &Trace| {
+        one.vm == trace.vm
+            && one.pid != trace.pid
+            && (one.gone.is_none() || one.last_ran() > Some(ran))
+    };
+    let explained = excuses.iter().any(|excuse| excuse.explains(trace, gone));
+    if explained || traces.iter().any(goes_on) {
+        return None;
     }
+    Some(format!(
+        "{} ended at {:.3} s for no reason of ours, and nothing runs it since",
+        trace.name(),
+        gone as f64 / 1e9
+    ))
 }
 
 /// Within one QEMU a guest's passes only grow.
 fn went_back(trace: &Trace, excuses: &[Excuse], since: u64) -> Option<String> {
-    let of_vm = |excuse: &Excuse| excuse.whose == Whose::Vm(trace.vm.clone());
-    if excuses.iter().any(of_vm) {
-        return None;
-    }
+    let excused = |at: u64| {
+        let of_vm = |excuse: &Excuse| matches!(excuse.whose, Whose::Vm(_)) && excuse.covers(trace);
+        excuses
+            .iter()
+            .any(|excuse| of_vm(excuse) && excuse.spans(at))
+    };
     // What a destination's memory holds before its guest runs is being copied.
     let ran = trace.first_ran()?.max(since);
     let known: Vec<_> = trace.passes.iter().filter(|(at, _)| *at >= ran).collect();
     let back = known.iter().zip(known.iter().skip(1));
-    let mut back = back.filter(|((_, first), (_, then))| then < first);
+    let mut back = back.filter(|((_, first), (at, then))| then < first && !excused(*at));
     back.next().map(|((_, first), (at, then))| {
         format!(
             "{}: passes went from {first} to {then} at {:.3} s",
@@ -355,6 +467,15 @@ mod tests {
         }
     }
 
+    fn excuse(at: u64, until: Option<u64>, whose: Whose) -> Excuse {
+        Excuse {
+            at,
+            until,
+            whose,
+            why: "test",
+        }
+    }
+
     #[test]
     fn two_that_run_in_the_same_windows_are_found() {
         let traces = [trace(1, "a", false, 0..40), trace(2, "b", false, 20..60)];
@@ -373,6 +494,21 @@ mod tests {
         let turns = (0..10).chain(30..40);
         let traces = [trace(1, "a", false, turns), trace(2, "b", true, 15..20)];
         assert_eq!(doublings(&traces).len(), 1);
+    }
+
+    #[test]
+    fn what_a_false_word_doubled_is_explained_and_not_to_see_it_is_a_violation() {
+        let set = |names: &[&str]| -> BTreeSet<String> {
+            names.iter().map(|name| (*name).to_owned()).collect()
+        };
+        let traces = [trace(1, "a", false, 0..40), trace(2, "b", false, 20..60)];
+        let found = || doublings(&traces);
+        assert_eq!(unexplained(found(), &set(&["vm"]), &set(&["vm"])), []);
+        let left = unexplained(found(), &set(&["another"]), &set(&[]));
+        assert_eq!(left, found());
+        let blind = unexplained(Vec::new(), &set(&["vm"]), &set(&["vm"]));
+        assert_eq!(blind[0].kind, Kind::Blind);
+        assert_eq!(unexplained(Vec::new(), &set(&["vm"]), &set(&[])), []);
     }
 
     #[test]
@@ -403,11 +539,7 @@ mod tests {
     #[test]
     fn a_boot_is_a_loss_unless_the_round_explains_it() {
         let traces = [trace(1, "a", false, 0..10), trace(2, "b", false, 20..30)];
-        let excuse = |at, whose| Excuse {
-            at,
-            whose,
-            why: "test",
-        };
+        let excuse = |at, whose| excuse(at, None, whose);
         let lost = |excuses: &[Excuse]| losses(&traces, excuses, 1).len();
         assert_eq!(lost(&[]), 1);
         assert_eq!(lost(&[excuse(5, Whose::Qemu(1))]), 0);
@@ -460,5 +592,86 @@ mod tests {
         assert_eq!(wrong(&[line("unreachable", 10)]), 0);
         assert_eq!(wrong(&[line("stopped", 3)]), 0, "it began a moment ago");
         assert_eq!(wrong(&[line("stopped", 21)]), 0, "it had ended");
+    }
+
+    /// A guest that ended at `gone`, and that another QEMU booted anew at 20 s.
+    fn booted_anew(gone: u64) -> [Trace; 2] {
+        let mut old = trace(1, "a", false, 600..gone / 15 / MS);
+        old.gone = Some(gone);
+        [old, trace(2, "a", false, 1333..1340)]
+    }
+
+    #[test]
+    fn a_reason_does_not_explain_what_had_ended_before_it() {
+        let lost = |excuse: Excuse| losses(&booted_anew(12_000 * MS), &[excuse], 1).len();
+        for whose in [
+            Whose::Host("a".into()),
+            Whose::Qemu(1),
+            Whose::Vm("vm".into()),
+        ] {
+            let after = excuse(13_000 * MS, Some(13_100 * MS), whose.clone());
+            assert_eq!(lost(after), 1, "{whose:?}");
+            let open = excuse(13_000 * MS, None, whose.clone());
+            assert_eq!(lost(open), 1, "{whose:?}");
+            let before = excuse(11_900 * MS, Some(11_990 * MS), whose);
+            assert_eq!(lost(before), 0);
+        }
+    }
+
+    #[test]
+    fn a_reason_that_is_over_does_not_explain_what_ends_later() {
+        let host = || Whose::Host("a".into());
+        let lost = |excuse: Excuse| losses(&booted_anew(18_000 * MS), &[excuse], 1).len();
+        // The guest booted after a power cut, then ended by itself, and was booted once more.
+        assert_eq!(lost(excuse(9_000 * MS, Some(9_100 * MS), host())), 1);
+        assert_eq!(lost(excuse(9_000 * MS, Some(17_000 * MS), host())), 0);
+        assert_eq!(
+            lost(excuse(9_000 * MS, None, host())),
+            0,
+            "nobody knows when it was done"
+        );
+    }
+
+    #[test]
+    fn a_guest_that_ended_as_the_round_ended_is_known_in_the_next() {
+        let mut old = trace(1, "a", false, 0..10);
+        old.gone = Some(150 * MS);
+        let mut idle = trace(3, "b", true, []);
+        idle.gone = Some(160 * MS);
+        let kept = last_of_each(&[old.clone(), idle], &[]);
+        assert_eq!(kept, [old.clone()]);
+        let next = trace(2, "a", false, 20..30);
+        let traces = [kept[0].clone(), next.clone()];
+        assert_eq!(losses(&traces, &[], 200 * MS).len(), 1);
+        assert_eq!(last_of_each(&[old], &[next]), [], "it runs since");
+    }
+
+    #[test]
+    fn a_guest_that_ended_and_that_nothing_runs_is_lost() {
+        let mut one = trace(1, "a", false, 0..10);
+        assert_eq!(losses(&[one.clone()], &[], 1), []);
+        one.gone = Some(150 * MS);
+        assert_eq!(losses(&[one.clone()], &[], 1).len(), 1);
+        let power = excuse(140 * MS, Some(145 * MS), Whose::Host("a".into()));
+        assert_eq!(losses(&[one.clone()], &[power], 1), []);
+        assert_eq!(
+            losses(&[one, trace(2, "b", true, 10..30)], &[], 1),
+            [],
+            "it moved"
+        );
+    }
+
+    #[test]
+    fn a_guest_that_runs_on_after_it_was_called_off_is_found() {
+        let promise = Ended {
+            vm: "vm".into(),
+            asked: 5_000 * MS,
+            answered: 5_500 * MS,
+        };
+        let found = |traces: &[Trace]| not_ended(traces, std::slice::from_ref(&promise)).len();
+        assert_eq!(found(&[trace(1, "a", false, 0..700)]), 1);
+        assert_eq!(found(&[trace(1, "a", false, 0..360)]), 0);
+        let anew = trace(2, "a", false, 400..700);
+        assert_eq!(found(&[trace(1, "a", false, 0..360), anew]), 0);
     }
 }

@@ -3,15 +3,16 @@
 //! Owns a round's [`Account`] while it is played. A step that cannot be done at the moment (its process is not there, its
 //! command is refused) is written down and is no failure: the site is being broken.
 
-use crate::soak::checks::{Excuse, Whose};
+use crate::soak::checks::{Ended, Excuse, Violation, Whose};
 use crate::soak::orders;
 use crate::soak::plan::{Act, Cut, Part, Place, Role, Round, Step};
+use crate::soak::rules;
 use crate::soak::site::Site;
 use crate::stack::{CONTINUE, KILL, Link, STOP, signal};
 use anyhow::{Context as _, Result};
 use godwit_testkit::interrupt;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
@@ -43,8 +44,30 @@ pub struct Account {
     pub needs_person: bool,
     /// Everything, with times, for the reader.
     pub log: Vec<String>,
+    /// VMs that a person's false word may run twice.
+    pub false_words: BTreeSet<String>,
+    /// Hosts that a person said to be off, and that were not.
+    pub falsely_off: BTreeSet<String>,
+    /// Those VMs that certainly ran twice.
+    pub doubled: BTreeSet<String>,
+    /// What the site did not say where it had to.
+    pub violations: Vec<Violation>,
     /// Times at which a person had to help.
     pub helped: u32,
+    /// Commands that ended a guest, as a person was told.
+    pub ended: Vec<Ended>,
+    /// Migrations that began, as a person was told.
+    pub begun: BTreeSet<String>,
+    /// Migrations that a person cancelled, and was told so.
+    pub cancelled: BTreeSet<String>,
+    /// Whether the controller forgot something, as its database is an older one.
+    pub forgot: bool,
+    /// Faults that were carried out to their end, with every command that they gave.
+    pub in_full: BTreeSet<&'static str>,
+    /// Commands that did not end with exit code 0.
+    pub in_vain: u32,
+    /// Whether a command was given that nobody answered: it may be carried out at any time.
+    pub unanswered: bool,
 }
 
 /// A round that is being played.
@@ -97,8 +120,13 @@ impl<'a> Scene<'a> {
             }
             let name = step.fault.name;
             self.account.needs_person |= step.fault.needs_person;
-            if let Err(error) = self.act(step) {
-                self.say(format!("{name}: not done: {error:#}"));
+            let in_vain = self.account.in_vain;
+            match self.act(step) {
+                Ok(()) if in_vain == self.account.in_vain => {
+                    self.account.in_full.insert(name);
+                }
+                Ok(()) => {}
+                Err(error) => self.say(format!("{name}: not done: {error:#}")),
             }
         }
         let rest = self.undo.iter().map(|(at, _)| *at).max();
@@ -116,7 +144,10 @@ impl<'a> Scene<'a> {
             child.kill()?;
             let output = child.wait_with_output()?;
             let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-            self.say(format!("{what}: {ended:?} {said}"));
+            let code = ended.and_then(|ended| ended.code());
+            self.account.begun.extend(begun(code, &output.stdout));
+            self.account.unanswered |= code.is_none();
+            self.say(format!("{what}: {code:?} {said}"));
         }
         self.site.heal_all()
     }
@@ -127,11 +158,22 @@ impl<'a> Scene<'a> {
         self.account.log.push(format!("{at:9.3} {}", what.as_ref()));
     }
 
-    /// From now on this explains that a guest begins anew.
-    pub fn excuse(&mut self, whose: Whose, why: &'static str) {
-        let at = self.site.watch.now();
-        self.say(format!("excuse: {whose:?}, {why}"));
-        self.account.excuses.push(Excuse { at, whose, why });
+    /// What was done from that time until then, if it is over, explains that a guest begins anew.
+    pub fn excuse(&mut self, at: u64, until: Option<u64>, whose: Whose, why: &'static str) {
+        let end = until.map_or("open".to_owned(), |until| {
+            format!("{:.3}", until as f64 / 1e9)
+        });
+        self.say(format!(
+            "excuse: {whose:?}, {why}, {:.3} to {end}",
+            at as f64 / 1e9
+        ));
+        let excuse = Excuse {
+            at,
+            until,
+            whose,
+            why,
+        };
+        self.account.excuses.push(excuse);
     }
 
     /// From now on a person wants this of a VM.
@@ -147,6 +189,11 @@ impl<'a> Scene<'a> {
         Ok(())
     }
 
+    /// Whether nothing is broken at the moment.
+    pub fn is_whole(&self) -> bool {
+        self.undo.is_empty() && self.site.is_whole()
+    }
+
     /// A host by its role for a VM.
     pub fn host(&self, vm: &str, role: Role) -> Result<String> {
         let home = self.homes.get(vm).context("it was nowhere")?;
@@ -160,13 +207,18 @@ impl<'a> Scene<'a> {
         host.context("too few hosts")
     }
 
+    /// Begins a move, and does not wait for its end.
+    pub fn migrate(&mut self, vm: &str, to: &str, cap_mbit: Option<u64>) -> Result<()> {
+        let cap = cap_mbit.map(|cap| cap.to_string());
+        let mut command = vec!["vm", "migrate", vm, "--to", to, "--detach", "--json"];
+        command.extend(cap.iter().flat_map(|cap| ["--max-bandwidth", cap.as_str()]));
+        self.spawn(&command)
+    }
+
     fn begin_move(&mut self, round: &Round) -> Result<()> {
         let vm = self.site.vms.get(round.vm).context("no such VM")?.clone();
         let to = self.host(&vm, Role::Destination)?;
-        let cap = round.cap_mbit.map(|cap| cap.to_string());
-        let mut command = vec!["vm", "migrate", &vm, "--to", &to, "--detach"];
-        command.extend(cap.iter().flat_map(|cap| ["--max-bandwidth", cap.as_str()]));
-        self.spawn(&command)
+        self.migrate(&vm, &to, round.cap_mbit)
     }
 
     /// Waits until so long after the begin; undoes meanwhile what is due.
@@ -221,6 +273,8 @@ impl<'a> Scene<'a> {
                 self.say(format!("starts the daemon of {machine}"));
                 self.site.start_daemon(&machine)
             }
+            // It joins anew, which needs a controller that is well: the healing does it.
+            Undo::PowerOn(host) if self.site.is_removed(&host) => Ok(()),
             Undo::PowerOn(host) => {
                 self.say(format!("power on {host}"));
                 self.site.power_on(&host)
@@ -265,6 +319,8 @@ impl<'a> Scene<'a> {
             Act::PowerCutAll => self.power_cut(step, &self.site.hosts.clone()),
             Act::OldDatabase => self.old_database(),
             Act::OldHostState => self.old_host_state(step),
+            Act::OldLeftHost => rules::old_left_host(self, step, &vm),
+            Act::Clone => rules::clone(self, step, &vm),
             Act::Person(order) => orders::give(self, step, order, &vm),
         }
     }
@@ -281,10 +337,12 @@ impl<'a> Scene<'a> {
             }
             Part::VmProcess | Part::Qemu => {
                 for pid in self.processes(part, vm, host)? {
-                    if part == Part::Qemu {
-                        self.excuse(Whose::Qemu(pid), "its QEMU was killed");
-                    }
+                    let at = self.site.watch.now();
                     signal(pid, KILL)?;
+                    if part == Part::Qemu {
+                        let until = self.site.watch.now();
+                        self.excuse(at, Some(until), Whose::Qemu(pid), "its QEMU was killed");
+                    }
                 }
             }
         }
@@ -323,14 +381,22 @@ impl<'a> Scene<'a> {
 
     /// Takes the power of hosts until later.
     pub fn power_cut(&mut self, step: &Step, hosts: &[String]) -> Result<()> {
-        for host in hosts {
-            self.excuse(Whose::Host(host.clone()), "its host lost power");
-        }
-        self.site.power_off(hosts)?;
+        self.power_off(hosts)?;
         for host in hosts {
             self.later(step, Undo::PowerOn(host.clone()));
         }
         Ok(())
+    }
+
+    /// Takes the power of hosts until the healing.
+    pub fn power_off(&mut self, hosts: &[String]) -> Result<()> {
+        let at = self.site.watch.now();
+        let cut = self.site.power_off(hosts);
+        let until = cut.is_ok().then(|| self.site.watch.now());
+        for host in hosts {
+            self.excuse(at, until, Whose::Host(host.clone()), "its host lost power");
+        }
+        cut
     }
 
     /// The copy that is put back still holds the VM whose move is under way, or done when it does not take long.
@@ -347,6 +413,7 @@ impl<'a> Scene<'a> {
     }
 
     fn old_database(&mut self) -> Result<()> {
+        self.account.forgot = true;
         // It may forget what the round's commands did.
         for wish in self.account.wishes.values_mut() {
             *wish = Wish::Unknown;
@@ -379,6 +446,13 @@ impl<'a> Scene<'a> {
         let id = |one: &Value| one["id"].as_str().map(str::to_owned);
         Ok(open.filter_map(id).collect())
     }
+}
+
+/// The migration that a command began, where it said so.
+fn begun(code: Option<i32>, stdout: &[u8]) -> Option<String> {
+    let said: Value = serde_json::from_slice(stdout).ok()?;
+    let id = said["id"].as_str()?;
+    (code == Some(0)).then(|| id.to_owned())
 }
 
 fn links(cut: Cut) -> Vec<Link> {

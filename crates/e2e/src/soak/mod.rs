@@ -1,6 +1,6 @@
 //! A soak: the whole product on three test hosts is broken at random for a time, and looked at from outside.
 //!
-//! [`plan`] works out each round from a seed, [`faults`] and [`orders`] do it to the [`site`], [`watch`] looks at it
+//! [`plan`] works out each round from a seed, [`faults`], [`orders`] and [`rules`] do it to the [`site`], [`watch`] looks at it
 //! meanwhile, [`settle`] waits until it has come to rest, [`checks`] judges, [`report`] tells. After a violation
 //! the site is built anew, so that each round stands for itself.
 
@@ -9,12 +9,13 @@ pub mod faults;
 pub mod orders;
 pub mod plan;
 pub mod report;
+pub mod rules;
 pub mod settle;
 pub mod site;
 pub mod watch;
 
 use anyhow::{Context as _, Result};
-use checks::{Kind, Violation, boots, doublings, losses, wrong_lists};
+use checks::{Kind, Violation, boots, doublings, losses, not_ended, unexplained, wrong_lists};
 use faults::{Account, Scene};
 use godwit_testkit::guest::linux::target_dir;
 use godwit_testkit::interrupt;
@@ -22,7 +23,7 @@ use plan::{Fault, Round};
 use report::{Outcome, Record, Report};
 use settle::{Rest, Settling};
 use site::Site;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -41,6 +42,8 @@ pub struct Options {
     pub vms: usize,
     /// What may happen.
     pub faults: Vec<&'static Fault>,
+    /// Whether a VM that a person's false word ran twice is no violation.
+    pub forgives: bool,
 }
 
 /// A round's part that the watchers see.
@@ -71,7 +74,7 @@ pub fn run(options: &Options) -> Result<Report> {
             None => build(options.vms)?,
         };
         let round = Round::plan(options.seed, number, &options.faults, options.vms);
-        let (record, homes) = one_round(&mut site, round, homes)?;
+        let (record, homes) = one_round(&mut site, round, homes, options.forgives)?;
         if interrupt::caught() {
             break;
         }
@@ -114,26 +117,53 @@ fn one_round(
     site: &mut Site,
     round: Round,
     homes: BTreeMap<String, String>,
+    forgives: bool,
 ) -> Result<(Record, Option<BTreeMap<String, String>>)> {
     let began = Instant::now();
     let since = site.watch.begin_round();
     let mut scene = Scene::new(site, &round, homes);
     let played = scene.play(&round);
-    scene.heal().context("healing the site")?;
+    let healed = scene.heal().context("healing the site");
     let account = scene.account;
-    played?;
+    played.and(healed).with_context(|| {
+        let log = account.log.join("\n  ");
+        format!(
+            "round {} ({round}) cannot be played to its end:\n  {log}\n ",
+            round.number
+        )
+    })?;
     let mut played = Played {
         account,
         violations: Vec::new(),
         homes: None,
     };
     conclude(site, &round, &mut played)?;
+    if played.homes.is_none() && played.account.needs_person && !interrupt::caught() {
+        way_out(site, &round, &mut played)?;
+        conclude(site, &round, &mut played)?;
+    }
     let (traces, shown) = (site.watch.traces(), site.watch.shown());
-    played.violations.extend(doublings(&traces));
+    let (none, account) = (BTreeSet::new(), &mut played.account);
+    let explained = if forgives {
+        &account.false_words
+    } else {
+        &none
+    };
+    let doubled = unexplained(doublings(&traces), explained, &account.doubled);
+    played.violations.append(&mut account.violations);
+    played.violations.extend(doubled);
     played
         .violations
         .extend(losses(&traces, &played.account.excuses, since));
-    played.violations.extend(wrong_lists(&shown, &traces));
+    // Of a VM that runs twice one copy may be ended and the other run on.
+    let false_words = &played.account.false_words;
+    let ended = &mut played.account.ended;
+    ended.retain(|promise| !false_words.contains(&promise.vm));
+    played.violations.extend(not_ended(&traces, ended));
+    // A host that a person falsely said to be off counts as one in lists, too.
+    let (falsely_off, mut seen) = (&played.account.falsely_off, traces.clone());
+    seen.retain(|trace| !falsely_off.contains(&trace.host));
+    played.violations.extend(wrong_lists(&shown, &seen));
     let outcome = outcome(&played, boots(&traces, since));
     let record = Record {
         round,
@@ -147,6 +177,37 @@ fn one_round(
     Ok((record, played.homes))
 }
 
+/// Whether a person has something to do: a VM is down, or, though all run, a host stands on an old copy of its disk.
+fn waits_for_person(site: &Site, rest: &Rest, played: &mut Played) -> Result<bool> {
+    let old = rules::old_copies(&site.stack.site()?);
+    let why = match rest {
+        Rest::At(_) if old.is_empty() => return Ok(false),
+        Rest::At(_) => "all VMs run",
+        Rest::Not(why) => why,
+    };
+    let at = site.watch.now() as f64 / 1e9;
+    let log = &mut played.account.log;
+    log.push(format!("{at:9.3} old copies on {old:?}, and: {why}"));
+    played.violations.extend(settle::down_and_shown(site));
+    Ok(true)
+}
+
+/// A person does what the site says that has to be done. After that nobody is needed any more.
+fn way_out(site: &mut Site, round: &Round, played: &mut Played) -> Result<()> {
+    let mut scene = Scene::new(site, round, BTreeMap::new());
+    scene.account = std::mem::take(&mut played.account);
+    let taken = rules::take_out_old_copies(&mut scene);
+    scene.account.needs_person = false;
+    if let Err(error) = taken {
+        let what = format!("the way out that an alarm names is none: {error:#}");
+        let violation = Violation::new(Kind::Stuck, "site", what);
+        scene.account.violations.push(violation);
+    }
+    let healed = scene.heal().context("healing the site");
+    played.account = scene.account;
+    healed
+}
+
 /// What is true once the site is at rest, and one more move.
 fn conclude(site: &Site, round: &Round, played: &mut Played) -> Result<()> {
     let mut settling = Settling::new(site, &mut played.account);
@@ -155,9 +216,11 @@ fn conclude(site: &Site, round: &Round, played: &mut Played) -> Result<()> {
     if interrupt::caught() {
         return Ok(());
     }
+    if played.account.needs_person && waits_for_person(site, &rest, played)? {
+        return Ok(());
+    }
     let mut homes = match rest {
         Rest::At(homes) => homes,
-        Rest::Not(_) if played.account.needs_person => return Ok(()),
         Rest::Not(why) => {
             played
                 .violations
@@ -166,6 +229,9 @@ fn conclude(site: &Site, round: &Round, played: &mut Played) -> Result<()> {
         }
     };
     played.violations.extend(settle::inspect(site, &homes));
+    played
+        .violations
+        .extend(settle::moves(site, &played.account));
     let vm = site.vms.get(round.vm).context("no such VM")?;
     let home = homes.get(vm).context("it is nowhere")?;
     match settle::move_once(site, vm, home) {

@@ -3,9 +3,10 @@
 //! What a command was answered decides what the person may rely on afterwards: exit code 0 is a promise, a refusal
 //! changes nothing, anything else leaves it open.
 
-use crate::soak::checks::Whose;
+use crate::soak::checks::{Ended, Whose};
 use crate::soak::faults::{Scene, Wish};
 use crate::soak::plan::{Order, Role, Step};
+use crate::soak::rules;
 use crate::stack::Ran;
 use anyhow::{Result, ensure};
 use std::time::{Duration, Instant};
@@ -13,9 +14,9 @@ use std::time::{Duration, Instant};
 /// Exit code of a refusal.
 const REFUSED: i32 = 3;
 /// Longest wait for something that a person waits for before the next command.
-const PATIENCE: Duration = Duration::from_secs(8);
+pub const PATIENCE: Duration = Duration::from_secs(8);
 /// Longest wait until a host without power is shown as such.
-const SILENCE: Duration = Duration::from_secs(15);
+pub const SILENCE: Duration = Duration::from_secs(15);
 
 /// Gives the order of a step.
 pub fn give(scene: &mut Scene, step: &Step, order: Order, vm: &str) -> Result<()> {
@@ -33,28 +34,65 @@ pub fn give(scene: &mut Scene, step: &Step, order: Order, vm: &str) -> Result<()
         Order::Restart => restart(scene, vm),
         Order::Migrate => {
             let to = scene.host(vm, step.role)?;
-            scene.spawn(&["vm", "migrate", vm, "--to", &to, "--detach"])
+            scene.migrate(vm, &to, None)
         }
-        Order::Cancel => {
-            for id in scene.migrations(vm)? {
-                tell(scene, &["migration", "cancel", &id])?;
-            }
-            Ok(())
-        }
+        Order::Cancel => cancel_all(scene, vm),
         Order::Recreate => recreate(scene, vm),
         Order::FenceHost => fence_host(scene, step, vm),
         Order::ResolveFenced => resolve_fenced(scene, step, vm),
+        Order::FalseWord => rules::false_word(scene, step, vm),
+        Order::BootAlone => rules::boot_alone(scene, step, vm),
         Order::RemoveHost => remove_host(scene, step, vm),
         Order::StartWhileAway => start_while_away(scene, step, vm),
     }
 }
 
 /// Runs a command and writes down how it ended.
-fn tell(scene: &mut Scene, command: &[&str]) -> Result<Ran> {
+pub fn tell(scene: &mut Scene, command: &[&str]) -> Result<Ran> {
     let ran = scene.site.person(command)?;
     let said = ran.stderr.trim();
     scene.say(format!("{}: {:?} {said}", command.join(" "), ran.code));
+    scene.account.unanswered |= ran.code.is_none();
+    scene.account.in_vain += u32::from(ran.code != Some(0));
     Ok(ran)
+}
+
+/// The same, of a command that ends a guest: it excuses that, unless it was refused.
+pub fn tell_excused(
+    scene: &mut Scene,
+    whose: &[Whose],
+    why: &'static str,
+    command: &[&str],
+) -> Result<Ran> {
+    let at = scene.site.watch.now();
+    let ran = tell(scene, command)?;
+    let answered = scene.site.watch.now();
+    if let Some(until) = excused(ran.code, answered) {
+        for whose in whose {
+            scene.excuse(at, until, whose.clone(), why);
+        }
+    }
+    Ok(ran)
+}
+
+/// Until when a command that was answered so explains an end: not at all after a refusal, at any time while nobody knows
+/// whether it was carried out.
+fn excused(code: Option<i32>, answered: u64) -> Option<Option<u64>> {
+    match code {
+        Some(REFUSED) => None,
+        Some(0) => Some(Some(answered)),
+        _ => Some(None),
+    }
+}
+
+/// Cancels what is under way of a VM.
+pub fn cancel_all(scene: &mut Scene, vm: &str) -> Result<()> {
+    for id in scene.migrations(vm)? {
+        if tell(scene, &["migration", "cancel", &id])?.code == Some(0) {
+            scene.account.cancelled.insert(id);
+        }
+    }
+    Ok(())
 }
 
 /// What a command leaves a person to rely on.
@@ -66,28 +104,42 @@ fn outcome(ran: &Ran, done: Wish) -> Option<Wish> {
     }
 }
 
-fn start(scene: &mut Scene, vm: &str, on: Option<&str>) -> Result<bool> {
+/// `vm start`; whether it was done.
+pub fn start(scene: &mut Scene, vm: &str, on: Option<&str>) -> Result<bool> {
+    Ok(try_start(scene, vm, on)? == Some(Wish::On))
+}
+
+/// `vm start`; what may have come of it, none if it was refused.
+pub fn try_start(scene: &mut Scene, vm: &str, on: Option<&str>) -> Result<Option<Wish>> {
     let mut command = vec!["vm", "start", vm];
     command.extend(on.iter().flat_map(|host| ["--on", host]));
     let ran = tell(scene, &command)?;
-    if let Some(wish) = outcome(&ran, Wish::On) {
+    let wish = outcome(&ran, Wish::On);
+    if let Some(wish) = wish {
         scene.wish(vm, wish);
     }
-    Ok(ran.code == Some(0))
+    Ok(wish)
 }
 
 fn force_stop(scene: &mut Scene, vm: &str) -> Result<bool> {
-    scene.excuse(Whose::Vm(vm.to_owned()), "a person forced it off");
-    scene.wish(vm, Wish::Unknown);
-    let ran = tell(scene, &["vm", "stop", vm, "--force"])?;
+    let asked = scene.site.watch.now();
+    let (whose, why) = ([Whose::Vm(vm.to_owned())], "a person forced it off");
+    let ran = tell_excused(scene, &whose, why, &["vm", "stop", vm, "--force"])?;
+    if let Some(wish) = outcome(&ran, Wish::Off) {
+        scene.wish(vm, wish);
+    }
     if ran.code == Some(0) {
-        scene.wish(vm, Wish::Off);
+        scene.account.ended.push(Ended {
+            vm: vm.to_owned(),
+            asked,
+            answered: scene.site.watch.now(),
+        });
     }
     Ok(ran.code == Some(0))
 }
 
 /// Waits until the controller shows a VM in one of these states.
-fn wait_state(scene: &Scene, vm: &str, states: &[&str], within: Duration) -> Result<()> {
+pub fn wait_state(scene: &Scene, vm: &str, states: &[&str], within: Duration) -> Result<()> {
     let until = Instant::now() + within;
     loop {
         let state = scene
@@ -152,10 +204,6 @@ fn holder_off(scene: &mut Scene, step: &Step, vm: &str) -> Result<(String, Strin
 fn fence_host(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
     let (holder, to) = holder_off(scene, step, vm)?;
     if tell(scene, &["host", "fenced", &holder, "--yes"])?.code == Some(0) {
-        scene.excuse(
-            Whose::Vm(vm.to_owned()),
-            "a person started it while its host was fenced",
-        );
         start(scene, vm, Some(&to))?;
     }
     Ok(())
@@ -164,8 +212,8 @@ fn fence_host(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
 /// The holder is really off when the person says so.
 fn resolve_fenced(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
     let (holder, to) = holder_off(scene, step, vm)?;
-    scene.excuse(
-        Whose::Vm(vm.to_owned()),
+    let (whose, why) = (
+        [Whose::Vm(vm.to_owned())],
         "a person resolved it while its host was off",
     );
     let command = [
@@ -177,7 +225,7 @@ fn resolve_fenced(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
         "--confirm-fenced",
         &holder,
     ];
-    let ran = tell(scene, &command)?;
+    let ran = tell_excused(scene, &whose, why, &command)?;
     if let Some(wish) = outcome(&ran, Wish::On) {
         scene.wish(vm, wish);
     }
@@ -189,17 +237,22 @@ fn remove_host(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
     let host = scene.host(vm, step.role)?;
     scene.power_cut(step, std::slice::from_ref(&host))?;
     scene.recall(&host);
+    remove(scene, &host)
+}
+
+/// Takes a host without power out of the site, for good.
+pub fn remove(scene: &mut Scene, host: &str) -> Result<()> {
     let until = Instant::now() + SILENCE;
-    while scene.site.ask(&["host", "show", &host])?["state"] != "unreachable" {
+    while scene.site.ask(&["host", "show", host])?["state"] != "unreachable" {
         ensure!(
             Instant::now() < until,
             "host {host} is still shown as connected"
         );
         std::thread::sleep(Duration::from_millis(50));
     }
-    let ran = tell(scene, &["host", "remove", &host, "--confirm-unreachable"])?;
+    let ran = tell(scene, &["host", "remove", host, "--confirm-unreachable"])?;
     if ran.code == Some(0) {
-        scene.site.forget(&host);
+        scene.site.forget(host);
         for vm in scene.site.vms.clone() {
             if scene.runs_at(&vm).is_none() {
                 scene.wish(&vm, Wish::Unknown);
@@ -235,4 +288,17 @@ fn start_while_away(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
         std::thread::sleep(Duration::from_millis(500));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_command_excuses_nothing() {
+        assert_eq!(excused(Some(REFUSED), 7), None);
+        assert_eq!(excused(Some(0), 7), Some(Some(7)));
+        assert_eq!(excused(None, 7), Some(None), "it may be carried out later");
+        assert_eq!(excused(Some(1), 7), Some(None));
+    }
 }

@@ -24,6 +24,10 @@ pub enum Act {
     OldDatabase,
     /// Puts an older copy of a host's state directory back while the host is off.
     OldHostState,
+    /// The same, certainly of a host that the VM has left; a person takes the host out of the site then.
+    OldLeftHost,
+    /// Starts a copy of a host's disk on another machine.
+    Clone,
     /// A person's ordinary command.
     Person(Order),
 }
@@ -84,6 +88,10 @@ pub enum Order {
     FenceHost,
     /// The holder's power goes; `vm resolve` gives the VM to another host; the power comes back.
     ResolveFenced,
+    /// The holder's links are cut; a person says that it is off, starts the VM on another host, and keeps one copy.
+    FalseWord,
+    /// All power goes, the controller's too; one host comes back and `host boot-alone` is said there.
+    BootAlone,
     /// A host's power goes; `host remove --confirm-unreachable`; it joins again with an empty disk.
     RemoveHost,
     /// A move whose destination's agent dies before it can report, then `vm start --on` a third host.
@@ -133,7 +141,7 @@ const fn for_a_person(name: &'static str, group: &'static str, act: Act, weight:
 }
 
 /// All that can happen.
-pub static FAULTS: [Fault; 29] = [
+pub static FAULTS: [Fault; 33] = [
     fault("kill-agent", "kills", Act::Kill(Part::Agent), 4),
     fault("kill-controller", "kills", Act::Kill(Part::Controller), 4),
     fault("kill-vm-process", "kills", Act::Kill(Part::VmProcess), 4),
@@ -156,6 +164,8 @@ pub static FAULTS: [Fault; 29] = [
     heavy("power-all", "power", Act::PowerCutAll, 2),
     heavy("old-database", "old-copies", Act::OldDatabase, 3),
     for_a_person("old-host-state", "old-copies", Act::OldHostState, 2),
+    heavy("old-left-host", "old-copies", Act::OldLeftHost, 3),
+    heavy("clone", "old-copies", Act::Clone, 3),
     fault("start", "commands", Act::Person(Order::Start), 2),
     fault(
         "start-elsewhere",
@@ -169,6 +179,8 @@ pub static FAULTS: [Fault; 29] = [
     fault("migrate", "commands", Act::Person(Order::Migrate), 3),
     fault("cancel", "commands", Act::Person(Order::Cancel), 3),
     heavy("recreate", "commands", Act::Person(Order::Recreate), 2),
+    heavy("false-word", "operator", Act::Person(Order::FalseWord), 3),
+    heavy("boot-alone", "operator", Act::Person(Order::BootAlone), 2),
     heavy("fence-host", "operator", Act::Person(Order::FenceHost), 3),
     heavy(
         "resolve-fenced",
@@ -412,7 +424,7 @@ mod tests {
         };
         assert_eq!(
             names(&["old-copies"], &["old-database"]).unwrap(),
-            ["old-host-state"]
+            ["old-host-state", "old-left-host", "clone"]
         );
         assert!(!names(&[], &["kills"]).unwrap().contains(&"kill-qemu"));
         assert!(names(&[], &["all"]).unwrap().is_empty());

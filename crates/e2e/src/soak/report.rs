@@ -62,6 +62,7 @@ pub struct Report {
     violations: u64,
     kinds: BTreeMap<String, u64>,
     faults: BTreeMap<&'static str, BTreeMap<Outcome, u64>>,
+    in_full: BTreeMap<&'static str, u64>,
 }
 
 impl Report {
@@ -81,6 +82,9 @@ impl Report {
         if names.is_empty() {
             names.push("nothing");
         }
+        for name in &record.account.in_full {
+            *self.in_full.entry(name).or_default() += 1;
+        }
         for name in names {
             *self
                 .faults
@@ -98,12 +102,14 @@ impl Report {
 
     /// The table and the last line.
     pub fn text(&self) -> String {
-        let mut text = format!("\n{:<18}{:>8}", "fault", "rounds");
+        let mut text = format!("\n{:<18}{:>8}{:>9}", "fault", "rounds", "in full");
         for (_, name) in OUTCOMES {
             let _ = write!(text, "{name:>13}");
         }
         for (fault, outcomes) in &self.faults {
-            let _ = write!(text, "\n{fault:<18}{:>8}", outcomes.values().sum::<u64>());
+            let rounds = outcomes.values().sum::<u64>();
+            let in_full = self.in_full.get(fault).copied().unwrap_or(0);
+            let _ = write!(text, "\n{fault:<18}{rounds:>8}{in_full:>9}");
             for (outcome, _) in OUTCOMES {
                 let _ = write!(text, "{:>13}", outcomes.get(&outcome).copied().unwrap_or(0));
             }
@@ -209,14 +215,18 @@ mod tests {
     use crate::soak::plan::choose;
 
     #[test]
-    fn the_table_counts_by_fault_and_outcome_and_ends_with_the_violations() {
+    fn the_table_counts_by_fault_and_outcome_and_what_was_done_in_full_and_ends_with_the_violations()
+     {
         let faults = choose(&["kill-qemu".into()], &[]).unwrap();
         let mut report = Report::default();
         for (number, outcome) in [(1, Outcome::BootedAnew), (2, Outcome::Violated)] {
             let violated = outcome == Outcome::Violated;
             report.add(&Record {
                 round: Round::plan(1, number, &faults, 3),
-                account: Account::default(),
+                account: Account {
+                    in_full: (number == 1).then_some("kill-qemu").into_iter().collect(),
+                    ..Account::default()
+                },
                 traces: Vec::new(),
                 shown: Vec::new(),
                 violations: violated
@@ -233,7 +243,7 @@ mod tests {
             .find(|line| line.starts_with("kill-qemu"))
             .unwrap();
         let cells: Vec<&str> = row.split_whitespace().collect();
-        assert_eq!(cells, ["kill-qemu", "2", "0", "1", "0", "0", "1"]);
+        assert_eq!(cells, ["kill-qemu", "2", "1", "0", "1", "0", "0", "1"]);
         assert!(text.contains("\nrunning twice: 1\n"), "{text}");
         assert!(text.ends_with("\nviolations: 1"), "{text}");
     }

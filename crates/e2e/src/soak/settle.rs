@@ -3,14 +3,14 @@
 //! Rest means: each VM runs in exactly one QEMU, seen from outside, on the host that the controller's list names, and no
 //! migration is under way. The checks use the guests' memory, the processes that the system lists and the agents' records.
 
-use crate::soak::checks::{Kind, Violation, doublings};
+use crate::soak::checks::{Kind, Violation, doublings, unexplained};
 use crate::soak::faults::{Account, Wish};
-use crate::soak::site::Site;
+use crate::soak::site::{CLONES, Site};
 use anyhow::{Context as _, Result};
 use godwit_testkit::guest::checker;
 use godwit_testkit::interrupt;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::time::{Duration, Instant};
 
@@ -24,6 +24,9 @@ const TWICE: Duration = Duration::from_secs(12);
 const HELP_AFTER: Duration = Duration::from_secs(4);
 /// How long rest must last.
 const STANDS: Duration = Duration::from_millis(300);
+/// The same where a command may still be carried out that nobody answered: it reaches its host when that is reached again, and a
+/// move asks both hosts before it begins.
+const STANDS_UNANSWERED: Duration = Duration::from_secs(15);
 /// A guest that runs has used CPU time this lately.
 const LATELY_NS: u64 = 3_000_000_000;
 /// Longest wait for what follows from rest: traces of a move that are cleaned up, a record that is written.
@@ -80,18 +83,21 @@ impl<'a> Settling<'a> {
         } else {
             REST
         };
+        let stands = stands(self.account.unanswered);
         let mut since: Option<Instant> = None;
         let mut last = String::new();
         loop {
             let homes = self.look(&mut last);
             since = homes.as_ref().and(since.or_else(|| Some(Instant::now())));
             if let (Some(homes), Some(since)) = (homes, since)
-                && since.elapsed() > STANDS
+                && since.elapsed() > stands
             {
                 return Ok(Rest::At(homes));
             }
             // Two that run do not become one by waiting; what the lists then say is worth a while.
-            let twice = began.elapsed() > TWICE && !doublings(&self.site.watch.traces()).is_empty();
+            let found = doublings(&self.site.watch.traces());
+            let unexplained = unexplained(found, &self.account.false_words, &BTreeSet::new());
+            let twice = began.elapsed() > TWICE && !unexplained.is_empty();
             let never = began.elapsed() > within || interrupt::caught();
             if never || (twice && last.contains("QEMUs")) {
                 return Ok(Rest::Not(last));
@@ -211,11 +217,27 @@ impl<'a> Settling<'a> {
                     },
                 );
             }
+            ("running-twice", _) if self.account.false_words.contains(vm) => {
+                self.account.helped += 1;
+                self.keep_running(vm);
+            }
             ("paused" | "panicked", _) => {
                 self.account.helped += 1;
                 self.tell(&["vm", "resume", vm]);
             }
             _ => {}
+        }
+    }
+
+    /// Of a VM that is held twice a person keeps the copy that runs.
+    fn keep_running(&mut self, vm: &str) {
+        let traces = self.site.watch.traces();
+        let alive = traces
+            .iter()
+            .filter(|one| one.vm == vm && one.gone.is_none());
+        let last = alive.max_by_key(|one| one.windows.last().map(|window| window.to));
+        if let Some(one) = last {
+            self.tell(&["vm", "resolve", vm, "--keep", &one.host]);
         }
     }
 
@@ -238,6 +260,15 @@ impl<'a> Settling<'a> {
     }
 }
 
+/// How long rest must last.
+fn stands(unanswered: bool) -> Duration {
+    if unanswered {
+        STANDS_UNANSWERED
+    } else {
+        STANDS
+    }
+}
+
 /// Checks a site at rest; each VM is where `homes` says.
 pub fn inspect(site: &Site, homes: &BTreeMap<String, String>) -> Vec<Violation> {
     let mut found = Vec::new();
@@ -246,16 +277,77 @@ pub fn inspect(site: &Site, homes: &BTreeMap<String, String>) -> Vec<Violation> 
             soon(|| holders(site, vm, home)).map(|what| Violation::new(Kind::Holders, vm, what)),
         );
         found.extend(memory(site, vm, home).err().map(|error| {
-            Violation::new(Kind::Lost, vm, format!("its memory on {home}: {error:#}"))
+            // What follows the first line are logs, which are kept anyway.
+            let error = format!("{error:#}");
+            let error = error.lines().next().unwrap_or_default();
+            Violation::new(Kind::Lost, vm, format!("its memory on {home}: {error}"))
         }));
     }
-    for host in &site.hosts {
+    for host in site.hosts.iter().chain([&CLONES.to_owned()]) {
         found.extend(
             soon(|| left_over(site, host, homes))
                 .map(|what| Violation::new(Kind::LeftOver, host, what)),
         );
     }
     found
+}
+
+/// What a person was told of moves, on a site at rest: what began has ended, what was cancelled was not done.
+pub fn moves(site: &Site, account: &Account) -> Vec<Violation> {
+    if account.forgot {
+        return Vec::new();
+    }
+    let told = account.begun.union(&account.cancelled);
+    let broken = |id: &String| {
+        let what = soon(|| {
+            let report = site.ask(&["migration", "show", id]).ok()?;
+            broken_word(&report, account.cancelled.contains(id))
+        })?;
+        Some(Violation::new(Kind::Undone, id, what))
+    };
+    told.filter_map(broken).collect()
+}
+
+/// What is wrong with the report of a move that a person began, or cancelled.
+fn broken_word(report: &Value, cancelled: bool) -> Option<String> {
+    let outcome = &report["outcome"];
+    if outcome.is_null() || outcome == "in-doubt" {
+        return Some(format!("all VMs are at rest, and its outcome is {outcome}"));
+    }
+    let done = cancelled && outcome == "completed";
+    done.then(|| "a person was told that it is cancelled, and it is completed".to_owned())
+}
+
+/// A site that waits for a person says of no VM that it runs while nothing runs it.
+pub fn down_and_shown(site: &Site) -> Vec<Violation> {
+    let wrong = || {
+        let list = match site.ask(&["vm", "list"]) {
+            Ok(list) => list,
+            Err(error) => {
+                return Some(("site".into(), format!("no list of what waits: {error:#}")));
+            }
+        };
+        let traces = site.watch.traces();
+        let runs = traces.iter().filter(|one| one.gone.is_none());
+        shown_as_running(&list, &runs.map(|one| one.vm.as_str()).collect())
+    };
+    // A list is a few seconds behind.
+    let still = soon(|| wrong().map(|_| String::new())).and_then(|_| wrong());
+    let violation = |(vm, what): (String, String)| Violation::new(Kind::WrongList, &vm, what);
+    still.map(violation).into_iter().collect()
+}
+
+/// A VM that is shown as running while no QEMU of it lives.
+fn shown_as_running(list: &Value, live: &BTreeSet<&str>) -> Option<(String, String)> {
+    let mut all = list.as_array().into_iter().flatten();
+    let name = |view: &Value| view["spec"]["name"].as_str().unwrap_or_default().to_owned();
+    let wrong = all.find(|view| view["state"] == "running" && !live.contains(name(view).as_str()));
+    wrong.map(|view| {
+        (
+            name(view),
+            "shown as running, and nothing runs it".to_owned(),
+        )
+    })
 }
 
 /// What is still wrong when time is up.
@@ -375,5 +467,38 @@ pub fn move_once(site: &Site, vm: &str, home: &str) -> Result<String> {
             "move of {vm} to {to} does not end: {report}"
         );
         std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_move_that_was_called_cancelled_and_was_done_breaks_a_word() {
+        let report = |outcome: Value| json!({ "outcome": outcome });
+        let completed = report("completed".into());
+        assert!(broken_word(&completed, true).is_some_and(|what| what.contains("cancelled")));
+        assert_eq!(broken_word(&completed, false), None);
+        assert_eq!(broken_word(&report("cancelled".into()), true), None);
+        assert_eq!(broken_word(&report("failed".into()), true), None);
+        for open in [Value::Null, "in-doubt".into()] {
+            assert!(
+                broken_word(&report(open.clone()), false).is_some(),
+                "{open}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_vm_that_waits_for_a_person_and_is_shown_as_running_is_found() {
+        let list = json!([
+            {"spec": {"name": "vm0"}, "state": "running"},
+            {"spec": {"name": "vm1"}, "state": "crashed"},
+        ]);
+        assert_eq!(shown_as_running(&list, &BTreeSet::from(["vm0"])), None);
+        let found = shown_as_running(&list, &BTreeSet::new());
+        assert_eq!(found.map(|(vm, _)| vm).as_deref(), Some("vm0"));
     }
 }

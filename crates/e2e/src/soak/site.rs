@@ -4,6 +4,7 @@
 //! can be undone. Knows of the product what [`Stack`] knows, and where its state lies.
 
 use crate::soak::watch::Watch;
+use crate::stack::site::HOST_STATE;
 use crate::stack::{
     CONTINUE, CONTROLLER_DATABASE, Counter, HostPlan, Link, Plan, Ran, STOP, Stack, Survives,
     signal,
@@ -22,8 +23,8 @@ use std::time::Duration;
 pub const COMMAND: Duration = Duration::from_secs(6);
 /// Longest wait for a question.
 const QUESTION: Duration = Duration::from_secs(4);
-/// Directory of a host's durable state.
-const HOST_STATE: &str = "/var/lib/godwit";
+/// The machine that copies of hosts' disks are started on.
+pub const CLONES: &str = "client";
 /// File system of the state directories, in each machine.
 const DISK: &str = "/var/lib";
 /// MiB of a guest.
@@ -142,6 +143,13 @@ impl Site {
         !self.off.contains(host)
     }
 
+    /// Whether all daemons live, all hosts have power and room, and all links carry.
+    pub fn is_whole(&self) -> bool {
+        let mut machines = self.machines().into_iter();
+        let lives = machines.all(|machine| self.stack.daemon_lives(&machine));
+        lives && self.off.is_empty() && self.full.is_empty() && self.cut.is_empty()
+    }
+
     /// Ends a daemon; one that has ended is no error.
     pub fn kill_daemon(&self, machine: &str) {
         let _ = self.stack.kill_daemon(machine);
@@ -256,17 +264,36 @@ impl Site {
         self.removed.insert(host.to_owned());
     }
 
+    /// Whether the controller knows a host no more.
+    pub fn is_removed(&self, host: &str) -> bool {
+        self.removed.contains(host)
+    }
+
     fn rejoin(&self, host: &str) -> Result<()> {
         for directory in [HOST_STATE, "/etc/godwit"] {
-            self.shell(host, &format!("find {directory} -mindepth 1 -delete"))?;
+            let script = format!("find {directory} -mindepth 1 -delete && sync {directory}");
+            self.shell(host, &script)?;
         }
         let number = self.hosts.iter().position(|one| one == host);
         let number = u8::try_from(number.context("no such host")?)?;
         self.stack.join(number, &HostPlan::default())
     }
 
+    /// Starts a copy of a host's disk, as it is now, on another machine.
+    pub fn start_clone(&self, host: &str) -> Result<()> {
+        let state = self.stack.dir().join("clone");
+        if state.exists() {
+            std::fs::remove_dir_all(&state)?;
+        }
+        copy_tree(&self.stack.inside(host, HOST_STATE)?, &state)?;
+        self.stack.start_clone(host, &state)
+    }
+
     /// Undoes all that is broken.
     pub fn heal_all(&mut self) -> Result<()> {
+        if self.stack.daemon_pid(CLONES).is_some() {
+            self.stack.power_off(CLONES)?;
+        }
         for machine in self.machines() {
             for process in self.stack.machine(&machine)?.processes()? {
                 signal(process.pid_outside, CONTINUE)?;
@@ -357,7 +384,8 @@ impl Site {
         self.shell(host, &format!("find {HOST_STATE} -mindepth 1 -delete"))?;
         let kept = self.copies().join(host);
         copy_tree(&kept, &self.stack.inside(host, HOST_STATE)?)?;
-        self.shell(host, "sync")
+        // The test volumes know the sync of one file or directory, not that of all.
+        self.shell(host, &format!("find {HOST_STATE} -exec sync {{}} +"))
     }
 
     /// Appends what a host's VM processes said to a file that stays.
@@ -378,24 +406,29 @@ impl Site {
     }
 }
 
+/// How often a directory is copied in which files were replaced meanwhile.
+const COPIES_MAX: usize = 20;
+/// How `cp` ends its word of such a file.
+const REPLACED: &str = "as it was replaced while being copied";
+
 /// Copies what is in a directory, as a copy of a running host is made: what goes away meanwhile is not in it.
 fn copy_tree(from: &Path, to: &Path) -> Result<()> {
     std::fs::create_dir_all(to)?;
     let from = &from.join(".");
-    let copied = Command::new("cp")
-        .arg("-a")
-        .arg("--")
-        .args([from, to])
-        .output()?;
-    let said = String::from_utf8_lossy(&copied.stderr);
-    let vanished = !said.is_empty()
-        && said
-            .lines()
-            .all(|line| line.ends_with("No such file or directory"));
-    ensure!(
-        copied.status.success() || vanished,
-        "copying {} failed: {said}",
-        from.display()
-    );
-    Ok(())
+    for _ in 0..COPIES_MAX {
+        let copied = Command::new("cp")
+            .arg("-a")
+            .arg("--")
+            .args([from, to])
+            .output()?;
+        let said = String::from_utf8_lossy(&copied.stderr);
+        let all = |end: &str| !said.is_empty() && said.lines().all(|line| line.ends_with(end));
+        if copied.status.success() || all("No such file or directory") {
+            return Ok(());
+        }
+        // Not in the copy at all: it is made again, over what there is.
+        let replaced = said.lines().any(|line| line.ends_with(REPLACED));
+        ensure!(replaced, "copying {} failed: {said}", from.display());
+    }
+    anyhow::bail!("{} does not stand still to be copied", from.display())
 }

@@ -5,7 +5,8 @@
 //! believes that only against what it saw itself. It lets vCPU threads run behind everything else, so that guests that
 //! count for ever do not starve those who decide about them.
 
-use crate::soak::checks::{ADVANCE_NS, Shown, Trace, Window};
+use crate::soak::checks::{ADVANCE_NS, Shown, Trace, Window, last_of_each};
+use crate::soak::site::CLONES;
 use crate::stack::Stack;
 use anyhow::Result;
 use godwit_testkit::guest::checker;
@@ -58,7 +59,7 @@ impl Watch {
     /// Of these hosts.
     pub fn new(stack: &Stack) -> Result<Self> {
         let mut hosts = Vec::new();
-        for host in stack.hosts() {
+        for host in stack.hosts().into_iter().chain([CLONES.to_owned()]) {
             let init = stack.machine(&host)?.init_pid();
             let namespace = std::fs::read_link(format!("/proc/{init}/ns/pid"))?;
             hosts.push((host.clone(), namespace, stack.inside(&host, "/")?));
@@ -87,23 +88,28 @@ impl Watch {
         self.over.load(Ordering::SeqCst)
     }
 
-    /// Begins a round: forgets windows and QEMUs that are gone. Gives the time.
+    /// Begins a round: forgets windows, and QEMUs that are gone unless a VM ran last in them. Gives the time.
     pub fn begin_round(&self) -> u64 {
-        lock(&self.ended).clear();
+        // Held together: a QEMU that ends meanwhile is in one of the two.
+        let (mut live, mut ended) = (lock(&self.live), lock(&self.ended));
         lock(&self.shown).clear();
-        for one in lock(&self.live).values_mut() {
-            let keep = one.trace.windows.len().saturating_sub(1);
-            one.trace.windows.drain(..keep);
-            let keep = one.trace.passes.len().saturating_sub(1);
-            one.trace.passes.drain(..keep);
+        let alive: Vec<Trace> = live.values().map(|one| one.trace.clone()).collect();
+        *ended = last_of_each(&ended, &alive);
+        let living = live.values_mut().map(|one| &mut one.trace);
+        for trace in living.chain(ended.iter_mut()) {
+            let keep = trace.windows.len().saturating_sub(1);
+            trace.windows.drain(..keep);
+            let keep = trace.passes.len().saturating_sub(1);
+            trace.passes.drain(..keep);
         }
         self.now()
     }
 
     /// All QEMUs of the round.
     pub fn traces(&self) -> Vec<Trace> {
+        let live = lock(&self.live);
         let mut all = lock(&self.ended).clone();
-        all.extend(lock(&self.live).values().map(|one| one.trace.clone()));
+        all.extend(live.values().map(|one| one.trace.clone()));
         all
     }
 

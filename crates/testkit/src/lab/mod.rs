@@ -122,6 +122,9 @@ pub struct Addresses {
     pub migration6: IpAddr,
 }
 
+/// Most hosts of a lab.
+pub const HOSTS_MAX: u8 = 32;
+
 /// Running test hosts.
 pub struct Lab {
     config: LabConfig,
@@ -351,8 +354,10 @@ fn check_config(config: &LabConfig) -> io::Result<()> {
             config.name
         ));
     }
-    if !(1..=8).contains(&config.hosts) || config.routed && config.hosts != 2 {
-        return refuse("a lab has 1 to 8 hosts, a routed one has 2".to_owned());
+    if !(1..=HOSTS_MAX).contains(&config.hosts) || config.routed && config.hosts != 2 {
+        return refuse(format!(
+            "a lab has 1 to {HOSTS_MAX} hosts, a routed one has 2"
+        ));
     }
     if !(1280..=9216).contains(&config.migration_mtu) {
         return refuse(format!(
@@ -388,8 +393,13 @@ fn has_volumes() -> bool {
     }
 }
 
-fn host_name(index: u8) -> String {
-    char::from(b'a' + index % 26).to_string()
+/// Name of host number 0, 1, ...: `a` to `z`, then `aa`, `ab` and so on.
+pub fn host_name(index: u8) -> String {
+    let letter = char::from(b'a' + index % 26);
+    match index / 26 {
+        0 => letter.to_string(),
+        round => format!("{}{letter}", char::from(b'a' + (round - 1) % 26)),
+    }
 }
 
 /// The build directory and the current directory stay visible even if they lie in a directory that is private.

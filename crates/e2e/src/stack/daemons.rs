@@ -1,0 +1,64 @@
+//! The controller's and the agents' processes of a stack.
+//!
+//! Each is a child of the test's process; its log stays in the stack's directory. Refuses: to end a daemon that was not
+//! started here.
+
+use super::Stack;
+use anyhow::{Context as _, Result};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::process::{Child, Stdio};
+use std::sync::{MutexGuard, PoisonError};
+
+impl Stack {
+    fn daemons(&self) -> MutexGuard<'_, BTreeMap<String, Child>> {
+        self.daemons.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts the controller or a host's agent.
+    pub fn start_daemon(&self, machine: &str) -> Result<()> {
+        let role = if machine == "controller" {
+            "controller"
+        } else {
+            "agent"
+        };
+        let log = File::options()
+            .create(true)
+            .append(true)
+            .open(self.dir.join(format!("{machine}.log")))?;
+        let mut command = self.machine(machine)?.command(&self.godwit);
+        command.args([role, "run"]).stdin(Stdio::null());
+        let child = command.stdout(log.try_clone()?).stderr(log).spawn()?;
+        self.daemons().insert(machine.to_owned(), child);
+        Ok(())
+    }
+
+    /// Ends the controller or a host's agent at once, as `kill -9` does.
+    pub fn kill_daemon(&self, machine: &str) -> Result<()> {
+        let child = self.daemons().remove(machine);
+        let mut child = child.with_context(|| format!("no daemon runs on {machine}"))?;
+        child.kill()?;
+        child.wait()?;
+        Ok(())
+    }
+
+    /// Whether the controller or a host's agent runs.
+    pub fn daemon_lives(&self, machine: &str) -> bool {
+        let mut daemons = self.daemons();
+        let child = daemons.get_mut(machine);
+        child.is_some_and(|child| matches!(child.try_wait(), Ok(None)))
+    }
+
+    /// Process id of the controller or a host's agent, as this process sees it.
+    pub fn daemon_pid(&self, machine: &str) -> Option<i32> {
+        let id = self.daemons().get(machine).map(Child::id);
+        id.and_then(|id| i32::try_from(id).ok())
+    }
+
+    /// Ends it and starts it again, and waits until it answers.
+    pub fn restart_daemon(&self, machine: &str) -> Result<()> {
+        self.kill_daemon(machine)?;
+        self.start_daemon(machine)?;
+        self.wait_connected()
+    }
+}
