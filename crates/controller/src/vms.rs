@@ -7,7 +7,7 @@
 use crate::app::{App, unknown_vm};
 use crate::error::{Outcome, refuse, silent, way_out};
 use crate::macs;
-use crate::placement::place;
+use crate::placement::place::{self, WrittenOn};
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::store::Added;
@@ -15,7 +15,7 @@ use crate::survey::{clear, refused, survey};
 use futures_util::future::join_all;
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
-use godwit_site::{Free, Refusal, Surveyed};
+use godwit_site::{Book, Free, Refusal, Surveyed};
 use godwit_types::control_api::{Done, StartRequest, StopRequest, VmView};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::PutVm;
@@ -321,18 +321,27 @@ fn wanted_host(request: &StartRequest, held: Option<&Place>) -> Option<HostName>
     request.on.clone().or_else(held)
 }
 
+/// Where the disks of a VM were written last, as the book knows it.
+fn written_on(book: &Book, name: &VmName, is_named: bool) -> WrittenOn {
+    let Some(entry) = book.entry(name).filter(|entry| !entry.deleted) else {
+        return WrittenOn::Nowhere;
+    };
+    match &entry.holder {
+        Some(host) if book.is_enrolled(host) => WrittenOn::Host(host.clone()),
+        None if entry.held == Generation(0) => WrittenOn::Nowhere,
+        _ => WrittenOn::Removed { is_named },
+    }
+}
+
 fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan> {
     let entry = entry_of(app, name)?;
     app.must_be_described(name)?;
     must_be_off(app, name, "started")?;
-    let (held, last) = {
+    let (held, written) = {
         let state = app.state();
         let holds = |place: &Place| place.vm.as_ref().is_some_and(|vm| vm.holds());
-        let last = state
-            .book
-            .entry(name)
-            .and_then(|entry| entry.holder.clone());
-        (state.place(name).filter(holds), last)
+        let written = written_on(&state.book, name, request.on.is_some());
+        (state.place(name).filter(holds), written)
     };
     if let Some(host) = &request.on {
         app.connected_agent(host).map_err(way_out)?;
@@ -343,7 +352,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
     };
     app.drains.must_take_vms(&host)?;
-    place::disks_are_there(&entry.spec, last.as_ref(), &host)?;
+    place::disks_are_there(&entry.spec, &written, &host)?;
     let info = hosts
         .iter()
         .find(|info| info.name == host)

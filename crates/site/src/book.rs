@@ -341,6 +341,11 @@ impl Book {
         self.hosts.get(host).is_some_and(|host| host.answers)
     }
 
+    /// Whether a host is one of this site's.
+    pub fn is_enrolled(&self, host: &HostName) -> bool {
+        self.hosts.contains_key(host)
+    }
+
     /// Whether a host has answered since this book was opened.
     pub fn was_heard(&self, host: &HostName) -> bool {
         self.hosts

@@ -34,7 +34,8 @@ pub struct Survey {
 pub struct Removal {
     host: HostName,
     book: Option<HostBook>,
-    vms: Vec<VmName>,
+    /// The VMs that it may hold, and whether it held each last.
+    vms: Vec<(VmName, bool)>,
 }
 
 /// That nobody may hold the VM: the ground of one grant.
@@ -551,10 +552,10 @@ impl Book {
         if !vms.is_empty() && !confirmed && !book.row.fenced {
             return Err(Refusal::MayRun { host: named, vms });
         }
-        let removal = Removal {
+        let mut removal = Removal {
             host: host.clone(),
             book: self.hosts.remove(host),
-            vms: vms.clone(),
+            vms: Vec::with_capacity(vms.len()),
         };
         self.removed.insert(host.clone());
         self.unasked.remove(host);
@@ -564,8 +565,9 @@ impl Book {
             if let Some(entry) = self.vms.get_mut(&vm) {
                 entry.may_hold.remove(host);
                 // Its copy is gone for good: an older one elsewhere is the newest there is.
-                entry.holder.take_if(|holder| holder == host);
+                let held_last = entry.holder.take_if(|holder| holder == host).is_some();
                 entry.highest = Generation(entry.highest.0.saturating_add(FENCED_GAP));
+                removal.vms.push((vm.clone(), held_last));
             }
             self.touch(&vm);
         }
@@ -578,10 +580,13 @@ impl Book {
         let Some(book) = book else { return };
         self.removed.remove(&host);
         self.hosts.insert(host.clone(), book);
-        for vm in vms {
+        for (vm, held_last) in vms {
             let entry = self.vms.entry(vm.clone()).or_default();
             let named = entry.highest;
             entry.may_hold.entry(host.clone()).or_insert(named);
+            if held_last && entry.holder.is_none() {
+                entry.holder = Some(host.clone());
+            }
             self.touch(&vm);
         }
     }

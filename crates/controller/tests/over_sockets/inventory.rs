@@ -6,11 +6,11 @@ use godwit_controller::{Controller, openapi};
 use godwit_rpc::controller_client::{MigrateAnswer, RULES, path};
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role, Token};
-use godwit_types::control_api::{JoinRequest, ResolveRequest, StartRequest, StopRequest};
+use godwit_types::control_api::{HostState, JoinRequest, ResolveRequest, StartRequest, StopRequest};
 use godwit_types::migration::MigrateRequest;
 use godwit_types::site::Claim;
 use godwit_types::vm::{DiskSpec, EncryptionMode, VmState, mac_text};
-use godwit_types::{ApiError, ErrorCode, Generation};
+use godwit_types::{ApiError, ErrorCode, Generation, VmSpec};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -308,11 +308,8 @@ async fn a_stopped_vm_leaves_its_host_before_another_gets_it() {
     assert!(house.vm("web").await.generation > Generation(1 << 20));
 }
 
-#[tokio::test]
-async fn a_vm_with_a_writable_disk_starts_elsewhere_only_if_the_disk_is_shared() {
-    let house = House::new().await;
-    let (a, b) = (house.host("a").await, house.host("b").await);
-    let client = house.client();
+/// VM web with a disk of its own, writable and not shared.
+fn with_a_disk() -> VmSpec {
     let mut wish = spec("web");
     wish.disks.push(DiskSpec {
         name: "data".into(),
@@ -320,6 +317,37 @@ async fn a_vm_with_a_writable_disk_starts_elsewhere_only_if_the_disk_is_shared()
         read_only: false,
         shared: false,
     });
+    wish
+}
+
+#[tokio::test]
+async fn a_disk_that_a_removed_host_wrote_last_is_looked_for_by_a_person() {
+    let house = House::new().await;
+    let (mut a, b) = (house.host("a").await, house.host("b").await);
+    let client = house.client();
+    client.create_vm(&with_a_disk()).await.unwrap();
+    let on = |name: &str| StartRequest {
+        on: Some(host(name)),
+    };
+    client.start(&vm("web"), &on("a")).await.unwrap();
+    a.cut().await;
+    house.until_host("a", HostState::Unreachable).await;
+    client.remove_host(&host("a"), true).await.unwrap();
+    let anywhere = StartRequest::default();
+    let error = client.start(&vm("web"), &anywhere).await.unwrap_err();
+    assert_eq!(error.code(), ErrorCode::WrongState);
+    assert!(error.to_string().contains("--on HOST"), "{error}");
+    assert_eq!(b.calls("put"), 0);
+    client.start(&vm("web"), &on("b")).await.unwrap();
+    assert_eq!(house.vm("web").await.host, Some(host("b")));
+}
+
+#[tokio::test]
+async fn a_vm_with_a_writable_disk_starts_elsewhere_only_if_the_disk_is_shared() {
+    let house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    let client = house.client();
+    let mut wish = with_a_disk();
     let on = |name: &str| StartRequest {
         on: Some(host(name)),
     };
