@@ -81,6 +81,23 @@ pub struct Due<'a> {
     _turn: tokio::sync::MutexGuard<'a, ()>,
 }
 
+/// The turn to write what the site's rules change.
+pub struct Turn<'a> {
+    app: &'a App,
+    turn: tokio::sync::MutexGuard<'a, ()>,
+}
+
+impl<'a> Turn<'a> {
+    /// What is to be written now.
+    pub fn due(self) -> Due<'a> {
+        Due {
+            app: self.app,
+            batch: Some(self.app.state().book.take_unwritten()),
+            _turn: self.turn,
+        }
+    }
+}
+
 impl Due<'_> {
     /// The rows.
     pub fn rows(&self) -> &[Row] {
@@ -185,11 +202,14 @@ impl App {
     /// What the site's rules have changed, for the one who writes it, perhaps with more in one transaction. One at a time,
     /// in the order of the book.
     pub async fn due(&self) -> Due<'_> {
-        let turn = self.writer.lock().await;
-        Due {
+        self.turn_to_write().await.due()
+    }
+
+    /// The turn to write, for a change of the book that nobody else is to write.
+    pub async fn turn_to_write(&self) -> Turn<'_> {
+        Turn {
             app: self,
-            batch: Some(self.state().book.take_unwritten()),
-            _turn: turn,
+            turn: self.writer.lock().await,
         }
     }
 

@@ -145,6 +145,14 @@ fn must_not_be_waited_for(app: &App, name: &HostName) -> Outcome<()> {
                 ),
             );
         }
+        if let Some(silent) = state.book.may_wait_for(vm, name) {
+            return refuse(
+                ErrorCode::HostUnreachable,
+                format!(
+                    "VM {vm} may wait on host {silent}, which does not answer, for a word of a former host {name}: bring {silent} back, or power it off and run 'godwit host fenced {silent}', or choose another name"
+                ),
+            );
+        }
     }
     Ok(())
 }
@@ -200,9 +208,10 @@ pub async fn remove(app: &Arc<App>, host: &HostName, confirm_unreachable: bool) 
         let_go(app, host).await?;
     }
     must_hold_nothing_unread(app, host, confirm_unreachable)?;
+    let writer = app.turn_to_write().await;
     let removed = app.state().book.remove(host, confirm_unreachable);
     let removal = removed.map_err(refused)?;
-    let due = app.due().await;
+    let due = writer.due();
     let (rows, now) = (due.rows(), now_unix_s());
     let unheard_at = (!entry.is_connected()).then_some(entry.address);
     let written = app

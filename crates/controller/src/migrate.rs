@@ -372,16 +372,56 @@ async fn cancel_at(
 }
 
 /// Has both hosts refuse a migration that they may be told of any moment, so that the cancel outlives this controller. One
-/// that does not answer is told again when the beginning is undone.
-async fn refuse_at_hosts(app: &App, report: &MigrationReport, request: &CancelRequest) {
-    for host in [&report.from, &report.to] {
-        let Ok(agent) = app.connected_agent(host) else {
-            continue;
-        };
-        if let Err(error) = cancel_at(&agent, &report.id, request).await {
-            tracing::warn!(migration = %report.id, %host, %error, "the host does not know yet that the migration is cancelled");
-        }
+/// that does not answer is told again when the beginning is undone; only what the source refuses is cancelled for certain.
+async fn refuse_at_hosts(
+    app: &App,
+    report: &MigrationReport,
+    request: &CancelRequest,
+) -> Outcome<Done> {
+    let (source, destination) = tokio::join!(
+        refuse_at(app, &report.from, report, request),
+        refuse_at(app, &report.to, report, request)
+    );
+    if let Err(error) = destination {
+        tracing::warn!(migration = %report.id, %error, "the destination does not know yet that the migration is cancelled");
     }
+    match source {
+        Ok(_) => Ok(Done {
+            message: format!(
+                "migration {} is cancelled: VM {} stays on host {}",
+                report.id, report.vm, report.from
+            ),
+        }),
+        Err(error) if error.code == ErrorCode::UnknownMigration => Err(too_late(report)),
+        Err(error) => Err(ApiError::new(
+            error.code,
+            format!(
+                "migration {0} is to be cancelled, but host {1} has not said that it refuses it ({2}): whether VM {3} moves is not known yet, see 'godwit migration show {0}'",
+                report.id, report.from, error.message, report.vm
+            ),
+        )
+        .on_host(&report.from)),
+    }
+}
+
+async fn refuse_at(
+    app: &App,
+    host: &HostName,
+    report: &MigrationReport,
+    request: &CancelRequest,
+) -> Outcome<Done> {
+    let agent = app.connected_agent(host)?;
+    Ok(agent.cancel(&report.id, request).await?)
+}
+
+fn too_late(report: &MigrationReport) -> ApiError {
+    ApiError::new(
+        ErrorCode::WrongState,
+        format!(
+            "migration {0} cannot be cancelled any more: VM {1} is handed over, or the migration is over; see 'godwit migration show {0}'",
+            report.id, report.vm
+        ),
+    )
 }
 
 /// Cancels a migration at its source, or, where that does not answer, at its destination.
@@ -403,25 +443,13 @@ pub async fn cancel(app: &App, id: &MigrationId, request: &CancelRequest) -> Out
         vm: Some(report.vm.clone()),
     };
     if app.cancel_beginning(id) {
-        refuse_at_hosts(app, &report, &request).await;
-        return Ok(Done {
-            message: format!(
-                "migration {id} is cancelled: VM {} stays on host {}",
-                report.vm, report.from
-            ),
-        });
+        return refuse_at_hosts(app, &report, &request).await;
     }
     let agent = app
         .connected_agent(&report.from)
         .or_else(|_| app.connected_agent(&report.to))?;
     match agent.cancel(id, &request).await {
-        Err(error) if error.code() == ErrorCode::UnknownMigration => refuse(
-            ErrorCode::WrongState,
-            format!(
-                "migration {id} cannot be cancelled any more: VM {} is handed over, or the migration is over; see 'godwit migration show {id}'",
-                report.vm
-            ),
-        ),
+        Err(error) if error.code() == ErrorCode::UnknownMigration => Err(too_late(&report)),
         answer => Ok(answer?),
     }
 }

@@ -7,7 +7,7 @@ use crate::bounds;
 use crate::error::Outcome;
 use futures_util::future::join_all;
 use godwit_site::{Refusal, Survey, Surveyed};
-use godwit_types::site::{Claim, SurveyAnswer, SurveyRequest};
+use godwit_types::site::{Claim, Standing, SurveyAnswer, SurveyRequest};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -99,8 +99,15 @@ pub async fn claim_now(app: &App, vm: &VmName, host: &HostName) -> Outcome<Claim
     let survey = begun.map_err(refused)?;
     app.write().await?;
     let answers = ask_all(app, &survey).await;
-    app.state().book.take_survey(&survey, &answers);
+    let standing = {
+        let mut state = app.state();
+        state.book.take_survey(&survey, &answers);
+        state.book.standing(host)
+    };
     app.write().await?;
+    if answers.contains_key(host) && standing != Standing::Known {
+        return Err(refused(Refusal::NotItself { host: host.clone() }));
+    }
     let answer = answers.get(host).ok_or_else(|| {
         let text = format!("host {host} does not say whether it may run VM {vm}: see its log");
         let unknown = ApiError::new(ErrorCode::WrongState, text).on_host(host);

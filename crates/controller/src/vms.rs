@@ -180,9 +180,14 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
             forget_at(&agent, &host, name).await?;
         }
     }
-    app.state().book.delete(free).map_err(refused)?;
-    let due = app.due().await;
-    app.store.delete_vm(name, due.rows()).await?;
+    let writer = app.turn_to_write().await;
+    let deletion = app.state().book.delete(free).map_err(refused)?;
+    let due = writer.due();
+    if let Err(error) = app.store.delete_vm(name, due.rows()).await {
+        drop(due);
+        app.state().book.not_deleted(deletion);
+        return Err(error.into());
+    }
     due.written();
     forget_in_state(app, name);
     app.tell_vm(name);
@@ -538,6 +543,13 @@ pub async fn stop_at(app: &App, name: &VmName, host: &HostName, force: Force) ->
 
 async fn act_at(app: &App, name: &VmName, host: &HostName, action: Action) -> Outcome<Done> {
     let agent = app.connected_agent(host).map_err(way_out)?;
+    if matches!(action, Action::Stop(_)) {
+        app.state().book.order(name);
+        // A stop is carried out also over a database that cannot be written.
+        if let Err(error) = app.write().await {
+            tracing::error!(vm = %name, %error, "cannot note that a VM is to be stopped");
+        }
+    }
     let result = match action {
         Action::Stop(Force(force)) => agent.stop(name, &StopRequest { force }).await,
         Action::Reset => agent.reset(name).await,

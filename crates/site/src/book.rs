@@ -341,6 +341,22 @@ impl Book {
         self.hosts.get(host).is_some_and(|host| host.answers)
     }
 
+    /// A silent host that may have given a VM to `other`, or taken it from there, and waits for its word.
+    pub fn may_wait_for(&self, vm: &VmName, other: &HostName) -> Option<&HostName> {
+        let entry = self.vms.get(vm)?;
+        let pairs = entry.granted.iter().filter_map(|one| {
+            let from = one.from.as_ref()?;
+            match (from == other, one.to == *other) {
+                (true, false) => Some(&one.to),
+                (false, true) => Some(from),
+                _ => None,
+            }
+        });
+        let mut silent =
+            pairs.filter(|host| entry.may_hold.contains_key(*host) && !self.answers(host));
+        silent.find(|host| !self.is_fenced(host))
+    }
+
     /// Whether a host is one of this site's.
     pub fn is_enrolled(&self, host: &HostName) -> bool {
         self.hosts.contains_key(host)

@@ -7,7 +7,7 @@
 //! makes them one picture: such a host can since have taken only a generation above the level, and for that its giver
 //! would have had to answer with one, too.
 
-use crate::book::{Book, FENCED_GAP, Granted, HostBook};
+use crate::book::{Book, Entry, FENCED_GAP, Granted, HostBook};
 use crate::plant::Plant;
 use crate::refusal::Refusal;
 use godwit_types::site::{Claim, RecordSaid, Standing, SurveyAnswer};
@@ -34,8 +34,23 @@ pub struct Survey {
 pub struct Removal {
     host: HostName,
     book: Option<HostBook>,
-    /// The VMs that it may hold, and whether it held each last.
-    vms: Vec<(VmName, bool)>,
+    vms: Vec<LetGo>,
+}
+
+/// What a removal takes from one VM.
+#[derive(Debug)]
+struct LetGo {
+    vm: VmName,
+    might_hold: bool,
+    held_last: bool,
+}
+
+/// A deletion that is not written yet.
+#[derive(Debug)]
+#[must_use = "one that cannot be written did not happen"]
+pub struct Deletion {
+    vm: VmName,
+    before: Entry,
 }
 
 /// That nobody may hold the VM: the ground of one grant.
@@ -468,6 +483,7 @@ impl Book {
             return;
         }
         let still_there = self.hosts.contains_key(from);
+        let arrives = self.hosts.contains_key(to);
         let Some(entry) = self.vms.get_mut(vm) else {
             return;
         };
@@ -480,9 +496,12 @@ impl Book {
             true if generation > entry.held => {
                 entry.held = generation;
                 entry.hearsay = false;
-                entry.holder = Some(to.clone());
-                let named = entry.may_hold.entry(to.clone()).or_default();
-                *named = (*named).max(generation);
+                // What is on a host that was removed since is gone with it.
+                entry.holder = arrives.then(|| to.clone());
+                if arrives {
+                    let named = entry.may_hold.entry(to.clone()).or_default();
+                    *named = (*named).max(generation);
+                }
             }
             // At the source the VM is held as before.
             false if entry.holder.is_none() && still_there => entry.holder = Some(from.clone()),
@@ -492,7 +511,7 @@ impl Book {
     }
 
     /// A VM is deleted: only after a survey found it free.
-    pub fn delete(&mut self, free: Free) -> Result<(), Refusal> {
+    pub fn delete(&mut self, free: Free) -> Result<Deletion, Refusal> {
         self.must_be_in_charge()?;
         let vm = free.vm;
         let fresh = self.is_still(&vm, free.level, free.epoch, &free.fenced);
@@ -500,6 +519,7 @@ impl Book {
             return Err(Refusal::Stale { vm });
         }
         let entry = self.vms.entry(vm.clone()).or_default();
+        let before = entry.clone();
         let skip = if free.fenced.is_empty() {
             0
         } else {
@@ -513,7 +533,31 @@ impl Book {
         entry.deleted = true;
         entry.hearsay = false;
         self.touch(&vm);
-        Ok(())
+        Ok(Deletion { vm, before })
+    }
+
+    /// A deletion could not be written: the VM is there as before. What was heard of it since stands.
+    pub fn not_deleted(&mut self, deletion: Deletion) {
+        let Deletion { vm, before } = deletion;
+        let entry = self.vms.entry(vm.clone()).or_default();
+        for (host, named) in before.may_hold {
+            entry.may_hold.entry(host).or_insert(named);
+        }
+        if entry.deleted {
+            entry.deleted = before.deleted;
+            entry.holder = before.holder;
+            entry.held = before.held;
+            entry.hearsay = before.hearsay;
+        }
+        self.touch(&vm);
+    }
+
+    /// A person has a host do something to a VM that its record keeps: it hears so under a word of its own, and an older
+    /// copy of its state directory is known as one by that.
+    pub fn order(&mut self, vm: &VmName) {
+        if self.vms.contains_key(vm) {
+            self.touch(vm);
+        }
     }
 
     /// A person says that a host is off. It holds until the host is heard.
@@ -555,21 +599,29 @@ impl Book {
         let mut removal = Removal {
             host: host.clone(),
             book: self.hosts.remove(host),
-            vms: Vec::with_capacity(vms.len()),
+            vms: Vec::new(),
         };
         self.removed.insert(host.clone());
         self.unasked.remove(host);
         self.forget_word_of(host);
         self.word();
-        for vm in vms {
-            if let Some(entry) = self.vms.get_mut(&vm) {
-                entry.may_hold.remove(host);
-                // Its copy is gone for good: an older one elsewhere is the newest there is.
-                let held_last = entry.holder.take_if(|holder| holder == host).is_some();
+        for (vm, entry) in &mut self.vms {
+            let might_hold = entry.may_hold.remove(host).is_some();
+            // Its copy is gone for good: an older one elsewhere is the newest there is.
+            let held_last = entry.holder.take_if(|holder| holder == host).is_some();
+            if might_hold {
                 entry.highest = Generation(entry.highest.0.saturating_add(FENCED_GAP));
-                removal.vms.push((vm.clone(), held_last));
             }
-            self.touch(&vm);
+            if might_hold || held_last {
+                removal.vms.push(LetGo {
+                    vm: vm.clone(),
+                    might_hold,
+                    held_last,
+                });
+            }
+        }
+        for gone in &removal.vms {
+            self.touch(&gone.vm);
         }
         Ok(removal)
     }
@@ -580,14 +632,16 @@ impl Book {
         let Some(book) = book else { return };
         self.removed.remove(&host);
         self.hosts.insert(host.clone(), book);
-        for (vm, held_last) in vms {
-            let entry = self.vms.entry(vm.clone()).or_default();
+        for gone in vms {
+            let entry = self.vms.entry(gone.vm.clone()).or_default();
             let named = entry.highest;
-            entry.may_hold.entry(host.clone()).or_insert(named);
-            if held_last && entry.holder.is_none() {
+            if gone.might_hold {
+                entry.may_hold.entry(host.clone()).or_insert(named);
+            }
+            if gone.held_last && entry.holder.is_none() {
                 entry.holder = Some(host.clone());
             }
-            self.touch(&vm);
+            self.touch(&gone.vm);
         }
     }
 

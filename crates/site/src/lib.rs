@@ -50,7 +50,7 @@ mod unwritten;
 pub use book::{Book, Entry, Granted, HostRow, Row};
 pub use boot::{Answerer, HostSite, Judged, LONE_HOST_WAITS_S, Stale};
 pub use claim::claim_of;
-pub use grant::{Free, Grant, Permission, Survey, Surveyed};
+pub use grant::{Deletion, Free, Grant, Permission, Survey, Surveyed};
 pub use hear::{Heard, News, Ticket};
 pub use refusal::Refusal;
 pub use show::{Copy, Twice, Whereabouts};

@@ -111,7 +111,7 @@ fn an_old_copy_does_not_bring_a_deleted_vm_back() {
     let Surveyed::Free(free) = book.take_survey(&survey, &answers) else {
         panic!("not free");
     };
-    book.delete(free).expect("deleted");
+    drop(book.delete(free).expect("deleted"));
     poll(&mut book, "a", life("m", "2", 2), vec![holds(held.0)]);
     let entry: &Entry = book.entry(&vm()).expect("an entry");
     assert!(entry.deleted, "{entry:?}");

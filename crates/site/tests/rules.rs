@@ -652,19 +652,6 @@ fn what_a_removed_host_held_is_granted_far_above() {
 }
 
 #[test]
-fn a_removal_that_was_not_written_leaves_the_holder_known() {
-    let (mut book, _) = web_on_a();
-    book.lose(&host("a"));
-    let before = book.entry(&vm("web")).unwrap().clone();
-    let removal = book.remove(&host("a"), true).unwrap();
-    assert_eq!(book.entry(&vm("web")).unwrap().holder, None);
-    book.not_removed(removal);
-    let after = book.entry(&vm("web")).unwrap();
-    assert_eq!(after.holder, before.holder);
-    assert!(after.may_hold.contains_key(&host("a")));
-}
-
-#[test]
 fn an_entry_is_kept_as_the_database_keeps_it() {
     let (book, held) = web_on_a();
     let entry = book.entry(&vm("web")).unwrap();

@@ -6,7 +6,9 @@ use godwit_controller::{Controller, openapi};
 use godwit_rpc::controller_client::{MigrateAnswer, RULES, path};
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role, Token};
-use godwit_types::control_api::{HostState, JoinRequest, ResolveRequest, StartRequest, StopRequest};
+use godwit_types::control_api::{
+    HostState, JoinRequest, ResolveRequest, StartRequest, StopRequest,
+};
 use godwit_types::migration::MigrateRequest;
 use godwit_types::site::Claim;
 use godwit_types::vm::{DiskSpec, EncryptionMode, VmState, mac_text};

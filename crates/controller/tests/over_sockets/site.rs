@@ -263,6 +263,56 @@ async fn a_name_that_a_record_waits_for_does_not_join_anew() {
     assert!(error.to_string().contains("VM web"), "{error}");
 }
 
+#[tokio::test]
+async fn a_name_that_a_silent_host_may_wait_for_does_not_join_anew() {
+    let (house, mut a, mut b) = house().await;
+    begin(&house).await;
+    // Whether a gave the VM away is not known: it has not been heard since.
+    a.cut().await;
+    b.cut().await;
+    for name in ["a", "b"] {
+        house.until_host(name, HostState::Unreachable).await;
+    }
+    house.client().fenced(&host("b")).await.unwrap();
+    house
+        .until(async |house: &House| house.client().remove_host(&host("b"), true).await.is_ok())
+        .await;
+    let key = Request::new().unwrap();
+    let error = house.join("b", b.address, &key).await.unwrap_err();
+    assert_eq!(error.code(), ErrorCode::HostUnreachable);
+    let text = error.to_string();
+    assert!(
+        text.contains("VM web") && text.contains("host fenced a"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn the_no_of_a_clone_is_not_taken_for_the_hosts_own() {
+    let (house, a, b) = house().await;
+    let id = begin(&house).await;
+    let generation = a.script().specs[&id].generation;
+    let gave = Claim::Gave {
+        generation,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, generation, gave);
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    // Another machine answers with the certificate of b.
+    b.lives(2, "clone");
+    b.script().vms.clear();
+    b.until_heard().await;
+    let run_on_a = ResolveRequest {
+        run_on: host("a"),
+        give_up: false,
+        confirm_fenced: Some(host("b")),
+    };
+    let refused = house.client().resolve(&vm("web"), &run_on_a).await;
+    let error = ApiError::from(refused.unwrap_err());
+    assert!(error.message.contains("same certificate"), "{error}");
+    assert_eq!(a.calls("resolve web"), 0);
+}
+
 fn asking(house: &House, agent: &Agent) -> ControllerClient {
     ControllerClient::new(Client::tls(house.address(), &agent.identity, Role::Controller).unwrap())
 }
@@ -444,6 +494,29 @@ async fn a_move_is_cancelled_while_its_destination_is_still_being_told() {
     let report = house.client().migration(&id).await.unwrap();
     assert!(report.outcome.is_some(), "{report:?}");
     assert_eq!(house.vm("web").await.state, VmState::Running);
+}
+
+#[tokio::test]
+async fn a_cancel_that_the_source_has_not_heard_is_not_said_to_be_done() {
+    let (house, mut a, b) = house().await;
+    let go_on = b.hold("prepare");
+    let client = house.client();
+    let cancel = async {
+        b.until_called("prepare").await;
+        let report = house.client().migrations().await.unwrap().remove(0);
+        a.cut().await;
+        house.until_host("a", HostState::Unreachable).await;
+        let request = CancelRequest::default();
+        let cancelled = house.client().cancel(&report.id, &request).await;
+        go_on.send_replace(true);
+        cancelled
+    };
+    let (web, request) = (vm("web"), to("b"));
+    let (begun, cancelled) = tokio::join!(client.migrate(&web, &request), cancel);
+    begun.unwrap_err();
+    let error = ApiError::from(cancelled.unwrap_err());
+    assert_eq!(error.code, ErrorCode::HostUnreachable);
+    assert!(error.message.contains("not known yet"), "{error}");
 }
 
 #[tokio::test]

@@ -113,10 +113,13 @@ fn start_falsely(scene: &mut Scene, vm: &str, holder: &str, to: &str) -> Result<
         SILENCE,
     )?;
     let fenced = tell(scene, &["host", "fenced", holder, "--yes"])?;
+    // Of a word that nobody answered it is not known whether it was taken.
+    if fenced.code.is_none_or(|code| code == 0) {
+        scene.account.falsely_off.insert(holder.to_owned());
+    }
     if fenced.code != Some(0) {
         return Ok(false);
     }
-    scene.account.falsely_off.insert(holder.to_owned());
     scene.account.false_words.insert(vm.to_owned());
     let at = scene.site.watch.now();
     let started = try_start(scene, vm, Some(to));

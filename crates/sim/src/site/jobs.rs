@@ -99,6 +99,9 @@ impl Site {
             }
             // Whether it was done is not known before the answer comes.
             Kind::Stop => {
+                let name = self.vms[vm].clone();
+                self.controllers[controller].book.order(&name);
+                self.commit(controller, &[]);
                 self.guests[vm].is_on = false;
                 self.tell_holder(controller, job, vm, Event::StopRequested, true);
             }
@@ -473,10 +476,12 @@ impl Site {
         self.guests[vm].exists = false;
         self.guests[vm].is_on = false;
         match self.controllers[controller].book.delete(free) {
-            Ok(()) => {
+            Ok(deletion) => {
                 if self.commit(controller, &[Change::Exists(vm, false)]) {
                     self.guests[vm].deleted = true;
                     self.was_named(controller, vm);
+                } else {
+                    self.controllers[controller].book.not_deleted(deletion);
                 }
                 self.end_job(controller, id);
             }
