@@ -1,19 +1,19 @@
-//! A forced stop, also where nothing can be written.
+//! A forced stop, and the guest's own power-off, also where nothing can be written.
 //!
 //! Part of [`Vm`]. To end a guest is safe whatever the record says, since nobody else begins to run it by that: only that it
-//! is off must be written before it counts. Owns the wish until then, for as long as the VM is held as it was. Refuses: a boot that nobody asked for meanwhile, and
-//! to end a guest whose handover is under way.
+//! is off must be written before it counts. Owns the wish until then, for as long as the VM is held as it was. Refuses: a
+//! boot that nobody asked for meanwhile, and to end a guest whose handover is under way.
 
 use crate::requests::Reply;
 use crate::vm::Vm;
-use godwit_ownership::{Event, Phase, StateName};
+use godwit_ownership::{Event, Phase, Power, StateName};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use std::time::{Duration, Instant};
 
 /// Pause between two tries to write that the VM is off.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
 
-/// A person wants the VM off, which is not written yet.
+/// A person wants the VM off, or its guest powered itself off, which is not written yet.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OffWish {
     /// Under which generation the VM was held then: of a VM that comes here again nobody wished it.
@@ -38,9 +38,7 @@ impl Vm {
         if !holds || !had_guest || self.hyper.is_some() {
             return Err(error);
         }
-        let tried = Instant::now();
-        let held = self.core.record().may_run();
-        self.off_wanted = held.map(|held| OffWish { held, tried });
+        self.want_off();
         let message = format!(
             "the guest of VM '{vm}' on host '{}' is ended, but that the VM is off is not written yet: {}; make room there. If the host or the VM's process is restarted before that is written, the VM is booted again: then run 'godwit vm stop {vm} --force' once more",
             self.config.host,
@@ -48,6 +46,26 @@ impl Vm {
             vm = self.config.vm
         );
         Err(ApiError::new(error.code, message).on_host(&self.config.host))
+    }
+
+    /// A guest that powered itself off is not taken for one that crashed where that could not be written.
+    pub(crate) fn stay_off(&mut self) {
+        let is_written = matches!(
+            self.core.record().phase,
+            Phase::Holds {
+                power: Power::Off,
+                ..
+            }
+        );
+        if self.hyper.is_none() && !is_written {
+            self.want_off();
+        }
+    }
+
+    fn want_off(&mut self) {
+        let tried = Instant::now();
+        let held = self.core.record().may_run();
+        self.off_wanted = held.map(|held| OffWish { held, tried });
     }
 
     /// Writes that the VM is off, if it is still the one that was seen without a QEMU.
@@ -89,14 +107,14 @@ impl Vm {
         }
     }
 
-    /// Refuses a boot that no person asked for while a person wants the VM off.
+    /// Refuses a boot that no person asked for while the VM is to be off.
     pub(crate) fn refuse_if_off_is_wanted(&self) -> Result<(), ApiError> {
         let held = self.core.record().may_run();
         if self.off_wanted.is_none_or(|wish| Some(wish.held) != held) {
             return Ok(());
         }
         let message = format!(
-            "VM '{}' was stopped by a person, which host '{}' cannot write yet",
+            "VM '{}' was stopped by a person or by its guest, which host '{}' cannot write yet",
             self.config.vm, self.config.host
         );
         Err(ApiError::new(ErrorCode::WrongState, message).on_host(&self.config.host))

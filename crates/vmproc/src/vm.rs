@@ -164,7 +164,7 @@ pub(crate) struct Vm {
     /// What the event being handled came to, for whoever asked.
     pub outcome: Outcome,
     pub detach: bool,
-    /// A person wants the VM off, which is not written yet: when that was tried last.
+    /// The VM is to be off, which is not written yet: when that was tried last.
     pub off_wanted: Option<crate::off::OffWish>,
     busy_at: Instant,
 }
@@ -268,12 +268,16 @@ impl Vm {
             }
         }
         let orphan = self.find_orphan();
+        let was_off = self.found == Some(GuestNews::Shutdown);
         self.perform(actions);
         self.close_orphan(orphan);
         self.close_old_reports();
         // Unless the core wanted the guest to go on and found it so.
         if let Some(news) = self.found.take() {
             self.happened(news);
+        }
+        if was_off {
+            self.stay_off();
         }
         Ok(())
     }
@@ -385,7 +389,11 @@ impl Vm {
 
     pub(crate) fn happened(&mut self, news: GuestNews) {
         let event = self.event_of(news);
+        let is_off = event == Event::GuestShutdown;
         self.feed(event);
+        if is_off {
+            self.stay_off();
+        }
     }
 
     /// What the core hears of it.

@@ -1,5 +1,6 @@
 //! A whole VM process but its threads of control: what it makes of records, of a hypervisor that speaks, and of requests.
 
+use crate::input::GuestNews;
 use crate::testing::{Site, migration, report};
 use crate::vm::Vm;
 use godwit_ownership::{Event, Handover, PeerMessage, Phase, Power, Timer};
@@ -155,6 +156,15 @@ impl Drop for FullDisk {
     }
 }
 
+fn until_off_is_written(vm: &mut Vm) {
+    let deadline = Instant::now() + LONG;
+    while vm.off_wanted.is_some() {
+        vm.off_again();
+        assert!(Instant::now() < deadline, "it is never written");
+        std::thread::yield_now();
+    }
+}
+
 #[test]
 fn a_forced_stop_ends_the_guest_where_nothing_can_be_written_and_is_not_forgotten() {
     for is_full_before in [false, true] {
@@ -173,16 +183,79 @@ fn a_forced_stop_ends_the_guest_where_nothing_can_be_written_and_is_not_forgotte
         assert!(refused.message.contains("by a person"), "{refused}");
         drop(full);
         vm.feed(Event::Timeout(Timer::Ask));
-        let deadline = Instant::now() + LONG;
-        while vm.off_wanted.is_some() {
-            vm.off_again();
-            assert!(Instant::now() < deadline, "it is never written");
-            std::thread::yield_now();
-        }
+        until_off_is_written(&mut vm);
         assert_eq!(shown(&vm).state, VmState::Stopped, "{is_full_before}");
         drop(vm);
         assert_eq!(site.phase(), holds(Power::Off));
     }
+}
+
+#[test]
+fn a_guest_that_powered_itself_off_on_a_full_disk_is_not_booted_again() {
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let mut qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    let full = FullDisk::of(&site);
+    ask(&mut vm, VmRequest::Stop { force: false }).unwrap();
+    vm.happened(GuestNews::Shutdown);
+    assert!(qemu.is_gone());
+    let refused = ask(&mut vm, VmRequest::Boot).unwrap_err();
+    assert!(refused.message.contains("or by its guest"), "{refused}");
+    drop(full);
+    until_off_is_written(&mut vm);
+    assert_eq!(shown(&vm).state, VmState::Stopped);
+    drop(vm);
+    assert_eq!(site.phase(), holds(Power::Off));
+}
+
+#[test]
+fn a_guest_that_powered_itself_off_unseen_on_a_full_disk_is_not_booted_again() {
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let mut qemu = site.qemu(&["shutdown"]);
+    let full = FullDisk::of(&site);
+    let mut vm = open(&site);
+    assert!(qemu.is_gone());
+    let refused = ask(&mut vm, VmRequest::Boot).unwrap_err();
+    assert_eq!(refused.code, ErrorCode::WrongState, "{refused}");
+    drop(full);
+    vm.feed(Event::Timeout(Timer::Ask));
+    until_off_is_written(&mut vm);
+    assert_eq!(shown(&vm).state, VmState::Stopped);
+    drop(vm);
+    assert_eq!(site.phase(), holds(Power::Off));
+}
+
+#[test]
+fn a_start_after_a_power_off_on_a_full_disk_is_not_refused() {
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let _qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    let full = FullDisk::of(&site);
+    vm.happened(GuestNews::Shutdown);
+    drop(full);
+    for request in [VmRequest::Start, VmRequest::Boot] {
+        let said = ask(&mut vm, request).unwrap_err();
+        assert_eq!(said.code, ErrorCode::MissingFile, "{said}");
+    }
+}
+
+#[test]
+fn a_guest_whose_hypervisor_died_on_a_full_disk_is_booted_again() {
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let _qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    let full = FullDisk::of(&site);
+    vm.happened(GuestNews::Died);
+    assert!(vm.off_wanted.is_none());
+    drop(full);
+    let said = ask(&mut vm, VmRequest::Boot).unwrap_err();
+    assert_eq!(said.code, ErrorCode::MissingFile, "{said}");
+    drop(vm);
+    assert_eq!(site.phase(), holds(Power::On));
 }
 
 #[test]
