@@ -165,6 +165,13 @@ fn unknown(name: &VmName) -> Reply<VmSpec> {
     VmSpec::from_toml(&text).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))
 }
 
+/// What a person does about a VM whose description was not written, or was lost.
+fn missing_note(vm: &VmName, host: &HostName) -> String {
+    format!(
+        "host {host} has no description of it; the controller writes it anew with the next 'godwit vm start {vm}', once the VM is off"
+    )
+}
+
 /// What a person does about a guest that lives although the record says that it is not here.
 fn denied_note(vm: &VmName, host: &HostName, pid: Option<i32>) -> String {
     let pid = pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
@@ -333,7 +340,7 @@ impl Agent {
 
     fn read_vm(&self, name: &VmName, life: &Life) -> Reply<HostVm> {
         let mut vm = match self.records.spec(name) {
-            Ok(None) => self.undescribed(name)?,
+            Ok(None) => self.undescribed(name, life)?,
             Ok(Some(spec)) => self.records.host_vm(name, spec, life)?,
             Err(error) => {
                 let mut vm = self.records.host_vm(name, unknown(name)?, life)?;
@@ -359,12 +366,18 @@ impl Agent {
         Ok(!is_here && evidence::qemu_may_live(&self.run_dir(name)))
     }
 
-    /// A VM without a description, of which something may live.
-    fn undescribed(&self, name: &VmName) -> Reply<HostVm> {
-        if !self.may_live(name)? {
+    /// A VM without a description, which this host may hold, or of which something may live.
+    fn undescribed(&self, name: &VmName, life: &Life) -> Reply<HostVm> {
+        let may_hold = self.records.may_hold(name);
+        if !may_hold && !self.may_live(name)? {
             return Err(self.unknown_vm(name));
         }
-        let mut vm = self.records.host_vm(name, unknown(name)?, &Life::Idle)?;
+        let mut vm = self.records.host_vm(name, unknown(name)?, life)?;
+        if may_hold && !evidence::qemu_may_live(&self.run_dir(name)) {
+            let note = || missing_note(name, self.host());
+            vm.note.get_or_insert_with(note);
+            return Ok(vm);
+        }
         vm.state = VmState::Unreachable;
         vm.note = Some(format!(
             "something of it lives in {}, and its description is gone: was the state directory put back?",

@@ -104,15 +104,25 @@ impl Agent {
             return Ok(());
         }
         vm.need(NEED).await?;
-        let crashed = match vm.ask(&VmRequest::Status, READ).await? {
-            VmAnswer::Status(status) => status.vm.state == VmState::Crashed,
-            _ => return Err(unexpected(&vm.config().vm)),
-        };
+        let crashed = self.state_of(vm).await? == VmState::Crashed;
         if let Some(generation) = seen.filter(|_| crashed) {
             // Between the look and this its QEMU may have been started anew, which the VM process alone can tell.
             vm.ask(&VmRequest::PowerOffDead { generation }, ACT).await?;
         }
         Ok(())
+    }
+
+    /// How the VM is, as its process says. One that has no description to show is off if its record says so.
+    async fn state_of(&self, vm: &Supervised) -> Reply<VmState> {
+        let name = &vm.config().vm;
+        match vm.ask(&VmRequest::Status, READ).await {
+            Ok(VmAnswer::Status(status)) => Ok(status.vm.state),
+            Ok(_) => Err(unexpected(name)),
+            Err(error) if error.code == ErrorCode::UnknownVm && self.records.is_off(name) => {
+                Ok(VmState::Stopped)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Ends the VM process of a VM that has no guest, so that its record may be written here; none is started before the
@@ -124,11 +134,9 @@ impl Agent {
         if found.is_none() {
             return Ok(held);
         }
-        let VmAnswer::Status(status) = vm.ask(&VmRequest::Status, READ).await? else {
-            return Err(unexpected(&vm.config().vm));
-        };
-        if !matches!(status.vm.state, VmState::Stopped | VmState::Crashed) {
-            let (name, state) = (&vm.config().vm, status.vm.state);
+        let state = self.state_of(vm).await?;
+        if !matches!(state, VmState::Stopped | VmState::Crashed) {
+            let name = &vm.config().vm;
             let message = format!(
                 "VM '{name}' is {state} on host '{}': stop it first",
                 self.host()

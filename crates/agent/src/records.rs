@@ -105,13 +105,32 @@ impl Records {
         &self.host
     }
 
-    /// Names of all VMs with a directory here. A directory that cannot be read is not taken for an empty one.
+    /// Names of all VMs that are described here, or that this host may hold: a grant is durable before its description is.
+    /// A directory that cannot be read is not taken for an empty one.
     pub(crate) fn names(&self) -> std::io::Result<Vec<VmName>> {
         let mut names = named(&self.vms_dir())?;
         names.retain(|name| {
-            self.spec(name).map_or(true, |spec| spec.is_some()) || self.needs_process(name)
+            let is_described = self.spec(name).map_or(true, |spec| spec.is_some());
+            is_described || self.needs_process(name) || self.may_hold(name)
         });
         Ok(names)
+    }
+
+    /// Whether this host may hold the VM by its record; of one that cannot be read nobody knows.
+    pub(crate) fn may_hold(&self, vm: &VmName) -> bool {
+        self.record(vm).is_some_and(|record| record.may_hold())
+    }
+
+    /// Whether this host holds the VM and it is off, by its record.
+    pub(crate) fn is_off(&self, vm: &VmName) -> bool {
+        let power = self.record(vm).map(|record| record.phase);
+        matches!(
+            power,
+            Some(Phase::Holds {
+                power: Power::Off,
+                ..
+            })
+        )
     }
 
     /// Whether the VM's record asks for a VM process; one that cannot be read does, since only a VM process can say

@@ -139,6 +139,58 @@ async fn a_vm_whose_description_is_damaged_is_shown_with_why_and_can_be_stopped(
     served.local().stop(&vm("web"), &force).await.unwrap();
 }
 
+/// A host that was granted a VM and could not write its description, as its next agent finds it.
+async fn without_description() -> Served {
+    let host = TestHost::new();
+    let full = host.config.vms_dir().join("web/vm.json.new");
+    std::fs::create_dir_all(&full).unwrap();
+    host.records().put(&put("web", 1)).unwrap_err();
+    std::fs::remove_dir(full).unwrap();
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    served
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_grant_whose_description_was_not_written_is_shown_and_can_be_started() {
+    let served = without_description().await;
+    let vms = served.controller().vms().await.unwrap();
+    assert_eq!(vms.len(), 1, "who holds it says so");
+    let (generation, on) = (Generation(1), false);
+    assert_eq!(vms[0].claim, Claim::Holds { generation, on });
+    assert_eq!(vms[0].state, VmState::Stopped);
+    let note = vms[0].note.clone().unwrap_or_default();
+    assert!(note.contains("godwit vm start web"), "{note}");
+    let web = vm("web");
+    let force = StopRequest { force: true };
+    served.controller().stop(&web, &force).await.unwrap();
+    let again = PutVm {
+        expect: None,
+        ..put("web", 1)
+    };
+    served.controller().put_vm(&again).await.unwrap();
+    served.controller().start(&web).await.unwrap();
+    let vms = served.controller().vms().await.unwrap();
+    assert_eq!(vms[0].state, VmState::Running);
+    served.end("web");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_grant_whose_description_was_not_written_can_be_deleted() {
+    for has_process in [false, true] {
+        let served = without_description().await;
+        let web = vm("web");
+        if has_process {
+            let force = StopRequest { force: true };
+            served.controller().stop(&web, &force).await.unwrap();
+        }
+        served.controller().delete_vm(&web).await.unwrap();
+        assert_eq!(served.controller().vms().await.unwrap(), []);
+        let record = served.host.records().record(&web).unwrap();
+        assert_eq!(record.phase, Phase::Absent);
+    }
+}
+
 #[test]
 fn a_table_that_would_be_too_long_is_refused_and_commands_go_on() {
     let host = TestHost::new();
