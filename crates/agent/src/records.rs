@@ -307,8 +307,7 @@ impl Records {
         }
     }
 
-    /// Waits only for this very process: for another request's turn, or for a child between fork and exec, which has
-    /// the lock's descriptor for that moment.
+    /// Waits only for this very process: for another request's turn.
     pub(crate) fn patiently<T>(
         &self,
         open: impl Fn() -> Result<T, StoreError>,

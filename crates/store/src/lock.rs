@@ -1,7 +1,7 @@
 //! One process acts for a VM at a host: the exclusive lock.
 //!
-//! Owns the lock file's descriptor; the lock ends with it, also by kill -9. Refuses: to wait, and to be
-//! inherited by children.
+//! Owns the lock file's descriptor; the lock ends with it, also by kill -9. Refuses: to wait, to be inherited by children,
+//! and to outlive its owner in a child that is between fork and exec.
 
 use crate::error::StoreError;
 use crate::files::open_regular;
@@ -14,7 +14,7 @@ use std::path::Path;
 /// The right to act for a VM, as long as it lives.
 #[derive(Debug)]
 pub struct VmLock {
-    _file: File,
+    file: File,
 }
 
 impl VmLock {
@@ -41,7 +41,14 @@ impl VmLock {
         }
         // The pid is for people only: that it cannot be written (disk full) must not stop a VM.
         let _ = note_holder(&mut file);
-        Ok(Self { _file: file })
+        Ok(Self { file })
+    }
+}
+
+impl Drop for VmLock {
+    fn drop(&mut self) {
+        // A child that has not come to its exec yet has this descriptor, too: to close it alone would not end the lock.
+        let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 
@@ -55,4 +62,24 @@ fn note_holder(file: &mut File) -> std::io::Result<()> {
     file.rewind()?;
     file.set_len(0)?;
     writeln!(file, "{}", std::process::id())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_does_not_outlive_its_owner_in_a_child_before_its_exec() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("lock");
+        let lock = VmLock::take(&path).unwrap();
+        let in_child = lock.file.try_clone().unwrap();
+        assert!(matches!(
+            VmLock::take(&path),
+            Err(StoreError::Locked { .. })
+        ));
+        drop(lock);
+        VmLock::take(&path).unwrap();
+        drop(in_child);
+    }
 }
