@@ -101,6 +101,8 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
         let row = HostRow::default();
         let site = site_host(&request.name, &entry, &row);
         state.hosts.insert(request.name.clone(), entry);
+        // What is said of a former host of this name is not about this one.
+        state.removed.remove(&request.name);
         state.book.add_host(site, row);
     }
     app.write().await?;

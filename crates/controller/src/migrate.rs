@@ -14,6 +14,7 @@ use crate::survey::refused;
 use crate::watch;
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::{AgentClient, ClientError};
+use godwit_site::Refusal;
 use godwit_types::control_api::{CancelRequest, Done, InventoryEvent, MigrationBegun};
 use godwit_types::host_api::PrepareIncoming;
 use godwit_types::migration::{
@@ -43,6 +44,8 @@ pub async fn attempt(
     request: &MigrateRequest,
 ) -> Result<MigrateAnswer, Vec<ApiError>> {
     check_request(request).map_err(one)?;
+    // Hosts would refuse it, too, without knowing what this controller waits for.
+    must_be_newest(app).map_err(one)?;
     let Some(_moving) = app.begin_moving(name) else {
         return Err(one(already(name, None)));
     };
@@ -288,6 +291,16 @@ async fn record(app: &App, spec: &mut MigrationSpec, ram_mib: u64) -> Outcome<()
     });
     app.tell_vm(&spec.vm);
     Ok(())
+}
+
+fn must_be_newest(app: &App) -> Outcome<()> {
+    let state = app.state();
+    match state.book.is_restored() {
+        true => Err(refused(Refusal::Restored {
+            waits_for: state.book.waits_for(),
+        })),
+        false => Ok(()),
+    }
 }
 
 fn cancelled_at_once(id: &MigrationId) -> ApiError {

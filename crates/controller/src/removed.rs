@@ -6,8 +6,10 @@
 
 use crate::app::App;
 use crate::error::Outcome;
+use crate::survey::refused;
 use crate::vms::done;
 use godwit_rpc::{AgentClient, Client, ClientError, Role};
+use godwit_site::Refusal;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::HostVm;
 use godwit_types::vm::VmState;
@@ -19,10 +21,23 @@ use std::time::Duration;
 
 /// Between two questions, at least.
 const ASK_EACH: Duration = Duration::from_secs(5);
+/// How long a host that a person says is off may take to show that it is not.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(3);
+
+/// A host that was removed while it did not answer.
+#[derive(Debug, Clone)]
+pub struct Removed {
+    /// Where it was.
+    pub address: SocketAddr,
+    /// The VMs that it was heard to run since.
+    pub runs: BTreeSet<VmName>,
+}
 
 /// Asks a removed host from now on whether it runs VMs, until it joins anew, or a person says that it is off now.
 pub fn watch(app: &Arc<App>, host: HostName, address: SocketAddr) {
-    let known = app.state().removed.insert(host.clone(), BTreeSet::new());
+    let runs = BTreeSet::new();
+    let removed = Removed { address, runs };
+    let known = app.state().removed.insert(host.clone(), removed);
     if known.is_some() {
         return;
     }
@@ -76,7 +91,7 @@ fn heard(app: &App, host: &HostName, vms: &[HostVm]) {
     let changed = {
         let mut state = app.state();
         let known = state.removed.get_mut(host);
-        known.is_some_and(|known| std::mem::replace(known, running.clone()) != running)
+        known.is_some_and(|known| std::mem::replace(&mut known.runs, running.clone()) != running)
     };
     if changed {
         tracing::error!(%host, vms = ?running, "a host that was removed answers, and says that it runs these VMs");
@@ -92,6 +107,11 @@ pub async fn is_off(app: &App, host: &HostName) -> Option<Outcome<Done>> {
     // A host that joined under the name since is another one.
     if !is_watched(app, host) {
         return None;
+    }
+    let address = app.state().removed.get(host).map(|known| known.address)?;
+    let asked = tokio::time::timeout(ANSWERS_WITHIN, ask(app, host, address)).await;
+    if matches!(asked, Ok(Ok(_))) {
+        return Some(Err(refused(Refusal::Answers { host: host.clone() })));
     }
     if let Err(error) = app.store.forget_unheard(host).await {
         return Some(Err(error.into()));

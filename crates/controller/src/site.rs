@@ -103,8 +103,9 @@ pub fn view(app: &App) -> SiteView {
     for host in state.book.impossible() {
         alarms.push(Alarm::ImpossibleWord { host: host.clone() });
     }
-    for (host, vms) in state.removed.iter().filter(|(_, vms)| !vms.is_empty()) {
-        let (host, vms) = (host.clone(), vms.iter().cloned().collect());
+    let removed = state.removed.iter();
+    for (host, known) in removed.filter(|(_, known)| !known.runs.is_empty()) {
+        let (host, vms) = (host.clone(), known.runs.iter().cloned().collect());
         alarms.push(Alarm::RemovedHostAnswers { host, vms });
     }
     for names in state.book.names_strangers() {
@@ -117,6 +118,11 @@ pub fn view(app: &App) -> SiteView {
     let now = now_unix_s();
     for (name, entry) in &state.hosts {
         let host = name.clone();
+        let vms: Vec<VmName> = state.undescribed_on(entry).cloned().collect();
+        if !vms.is_empty() {
+            let host = name.clone();
+            alarms.push(Alarm::RunsUnknownVms { host, vms });
+        }
         // Its host answers the polls, so that only its question shows a clone elsewhere.
         let second_asked = now.saturating_sub(entry.second_asked_unix_s) < SECOND_SHOWN_S;
         match state.book.standing(name) {
@@ -266,7 +272,14 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
             listed(named)
         ),
         Alarm::RemovedHostAnswers { host, vms } => format!(
-            "host {host} was removed and is not off: it says that it runs {}, which may run twice now. End what is not meant, on host {host} with 'godwit vm stop VM --force', or power it off; then run 'godwit host fenced {host}'",
+            "host {host} was removed and is not off: it says that it runs {}, which may run twice now. End what is not meant there: log in on host {host} and run 'godwit vm stop VM --force --host {host}', or power it off and run 'godwit host fenced {host}'",
+            vms.iter()
+                .map(VmName::as_str)
+                .collect::<Vec<_>>()
+                .join(", ")
+        ),
+        Alarm::RunsUnknownVms { host, vms } => format!(
+            "host {host} runs {}, which this controller does not know: nothing else lists, moves or ends such a VM. Describe it again with 'godwit vm create', or end it with 'godwit vm stop VM --force --host {host}'",
             vms.iter()
                 .map(VmName::as_str)
                 .collect::<Vec<_>>()

@@ -6,6 +6,7 @@
 
 use crate::bounds::{self, NotTaken};
 use crate::placement::place;
+use crate::removed::Removed;
 use crate::unread::{self, Lack, UnreadRow};
 use godwit_site::{Book, Heard, News, Ticket, Twice, Whereabouts};
 use godwit_types::control_api::{HostState, HostView, VmView};
@@ -147,7 +148,7 @@ pub struct State {
     /// Migrations under way, by VM.
     pub active: BTreeMap<VmName, Move>,
     /// Hosts that were removed while they did not answer, with the VMs that each was heard to run since.
-    pub removed: BTreeMap<HostName, BTreeSet<VmName>>,
+    pub removed: BTreeMap<HostName, Removed>,
     /// VMs of which a row of the database cannot be read.
     pub lacking: BTreeMap<VmName, Lack>,
     /// Other rows that cannot be read, as sentences.
@@ -603,6 +604,17 @@ impl State {
     pub fn vms_on(&self, host: &HostName) -> Vec<VmName> {
         let here = |name: &&VmName| self.place(name).is_some_and(|place| place.host == *host);
         self.vms.keys().filter(here).cloned().collect()
+    }
+
+    /// VMs that a host says it runs and that are not in the inventory.
+    pub fn undescribed_on<'a>(&'a self, host: &'a HostEntry) -> impl Iterator<Item = &'a VmName> {
+        let runs = |vm: &HostVm| {
+            let is_down = matches!(vm.state, VmState::Stopped | VmState::Crashed);
+            vm.state == VmState::Unreachable || vm.holds() && !is_down
+        };
+        let vms = host.vms.iter().filter(move |(_, vm)| runs(vm));
+        vms.map(|(name, _)| name)
+            .filter(|name| !self.vms.contains_key(*name))
     }
 
     /// A host as people see it.

@@ -6,6 +6,7 @@ use crate::app::App;
 use crate::bounds;
 use crate::error::Outcome;
 use futures_util::future::join_all;
+use godwit_rpc::ClientError;
 use godwit_site::{Refusal, Survey, Surveyed};
 use godwit_types::site::{Claim, Standing, SurveyAnswer, SurveyRequest};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -53,11 +54,6 @@ pub async fn survey(app: &App, vm: &VmName, also: &[HostName]) -> Outcome<Survey
         let begun = app.state().book.begin_survey(vm, also);
         match take(app, begun).await? {
             Surveyed::Refused(Refusal::Stale { .. }) => {}
-            Surveyed::Refused(Refusal::Silent { vm, hosts }) => {
-                // A host that answers and cannot tell knows better why than that it is silent.
-                let own = hosts.iter().find_map(|host| cannot_tell(app, &vm, host));
-                return own.map_or(Ok(Surveyed::Refused(Refusal::Silent { vm, hosts })), Err);
-            }
             verdict => return Ok(verdict),
         }
     }
@@ -76,10 +72,27 @@ fn cannot_tell(app: &App, vm: &VmName, host: &HostName) -> Option<ApiError> {
 async fn take(app: &App, begun: Result<Survey, Refusal>) -> Outcome<Surveyed> {
     let survey = begun.map_err(refused)?;
     app.write().await?;
-    let answers = ask_all(app, &survey).await;
+    let (answers, refusals) = ask_all(app, &survey).await;
     let verdict = app.state().book.take_survey(&survey, &answers);
     app.write().await?;
-    Ok(verdict)
+    let Surveyed::Refused(Refusal::Silent { vm, hosts }) = &verdict else {
+        return Ok(verdict);
+    };
+    // A host that answers and cannot tell knows better why than that it is silent.
+    let own = hosts.iter().find_map(|host| {
+        let refusal = || refusals.get(host).map(|error| cannot_say(vm, host, error));
+        cannot_tell(app, vm, host).or_else(refusal)
+    });
+    own.map_or(Ok(verdict), Err)
+}
+
+/// A host answers, but not whether it may hold a VM.
+fn cannot_say(vm: &VmName, host: &HostName, error: &ApiError) -> ApiError {
+    let text = format!(
+        "host {host} answers, but cannot say whether it may run VM {vm}: {}",
+        error.message
+    );
+    ApiError::new(ErrorCode::WrongState, text).on_host(host)
 }
 
 /// Asks these hosts alone, so that those that hold nothing no longer stand in the way.
@@ -98,7 +111,7 @@ pub async fn claim_now(app: &App, vm: &VmName, host: &HostName) -> Outcome<Claim
         .survey_of(vm, BTreeSet::from([host.clone()]));
     let survey = begun.map_err(refused)?;
     app.write().await?;
-    let answers = ask_all(app, &survey).await;
+    let (answers, refusals) = ask_all(app, &survey).await;
     let standing = {
         let mut state = app.state();
         state.book.take_survey(&survey, &answers);
@@ -110,8 +123,11 @@ pub async fn claim_now(app: &App, vm: &VmName, host: &HostName) -> Outcome<Claim
     }
     let answer = answers.get(host).ok_or_else(|| {
         let text = format!("host {host} does not say whether it may run VM {vm}: see its log");
-        let unknown = ApiError::new(ErrorCode::WrongState, text).on_host(host);
-        cannot_tell(app, vm, host).unwrap_or(unknown)
+        let unknown = || ApiError::new(ErrorCode::WrongState, text).on_host(host);
+        let refusal = || refusals.get(host).map(|error| cannot_say(vm, host, error));
+        cannot_tell(app, vm, host)
+            .or_else(refusal)
+            .unwrap_or_else(unknown)
     })?;
     let is_no = matches!(answer.claim, Claim::No | Claim::Moved { .. });
     match is_no && answer.highest < survey.level {
@@ -134,14 +150,35 @@ pub fn clear_later(app: &Arc<App>, vm: VmName, host: HostName) {
     });
 }
 
-async fn ask_all(app: &App, survey: &Survey) -> BTreeMap<HostName, SurveyAnswer> {
-    let asked = survey.hosts.iter().map(|host| ask(app, host, survey));
-    let answers = join_all(asked).await.into_iter().flatten();
-    answers.collect()
+/// What hosts answered, and why others that answered did not say it.
+type Answered = (
+    BTreeMap<HostName, SurveyAnswer>,
+    BTreeMap<HostName, ApiError>,
+);
+
+async fn ask_all(app: &App, survey: &Survey) -> Answered {
+    let asked = survey
+        .hosts
+        .iter()
+        .map(async |host| (host, ask(app, host, survey).await));
+    let (mut answers, mut refusals) = Answered::default();
+    for (host, answer) in join_all(asked).await {
+        match answer {
+            Ok(answer) => drop(answers.insert(host.clone(), answer)),
+            Err(Some(refusal)) => drop(refusals.insert(host.clone(), refusal)),
+            Err(None) => {}
+        }
+    }
+    (answers, refusals)
 }
 
-async fn ask(app: &App, host: &HostName, survey: &Survey) -> Option<(HostName, SurveyAnswer)> {
-    let (_, agent) = app.agent(host).ok()?;
+/// Asks one host; one that answers and does not say it has a reason.
+async fn ask(
+    app: &App,
+    host: &HostName,
+    survey: &Survey,
+) -> Result<SurveyAnswer, Option<ApiError>> {
+    let (_, agent) = app.agent(host).map_err(|_| None)?;
     let request = SurveyRequest {
         level: survey.level,
     };
@@ -152,16 +189,19 @@ async fn ask(app: &App, host: &HostName, survey: &Survey) -> Option<(HostName, S
     let asked = tokio::time::timeout(patience, agent.survey(&survey.vm, &request));
     match asked.await {
         Ok(Ok(answer)) => match bounds::instance(host, &answer.instance) {
-            Ok(()) => Some((host.clone(), answer)),
+            Ok(()) => Ok(answer),
             Err(error) => {
                 tracing::error!(vm = %survey.vm, %host, %error, "a host's word about a VM is not taken");
-                None
+                Err(None)
             }
         },
         Ok(Err(error)) => {
             tracing::warn!(vm = %survey.vm, %host, %error, "a host does not say whether it holds a VM");
-            None
+            match error {
+                ClientError::Refused(error) => Err(Some(error)),
+                _ => Err(None),
+            }
         }
-        Err(_) => None,
+        Err(_) => Err(None),
     }
 }

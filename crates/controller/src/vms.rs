@@ -138,6 +138,10 @@ fn must_be_off(app: &App, name: &VmName, what: &str) -> Outcome<()> {
                 false => may_be_elsewhere(name, &host),
             },
         ),
+        (VmState::Running, Some(host)) if what == "started" => refuse(
+            ErrorCode::WrongState,
+            format!("VM {name} is running already, on host {host}"),
+        ),
         (state, _) => refuse(
             ErrorCode::WrongState,
             format!(
@@ -297,7 +301,11 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
     let result = begin(app, &plan).await;
     refresh(app, &host).await;
     app.tell_vm(name);
-    result.map_err(|error| error.on_host(&host))?;
+    // Another host may be in the way.
+    result.map_err(|error| match error.host {
+        Some(_) => error,
+        None => error.on_host(&host),
+    })?;
     Ok(done(format!("VM {name} runs on host {host}.")))
 }
 

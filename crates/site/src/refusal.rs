@@ -147,7 +147,7 @@ pub enum Refusal {
         vms: Vec<VmName>,
     },
     /// A host that holds VMs is not removed.
-    #[error("host {host} may hold {} VMs ({}): empty it first with 'godwit host drain {host}', which moves what runs and lets go of what is off", vms.len(), names(vms))]
+    #[error("host {host} may hold {} VMs ({}): empty it first with 'godwit host drain {host}', which moves what runs, lets go of what is off and says what stands in the way of the rest", vms.len(), names(vms))]
     HoldsVms {
         /// The host.
         host: HostName,

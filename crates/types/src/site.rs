@@ -435,6 +435,15 @@ pub enum Alarm {
         #[schema(value_type = Vec<String>)]
         vms: Vec<VmName>,
     },
+    /// A host runs VMs that this controller does not know, or that were deleted.
+    RunsUnknownVms {
+        /// The host.
+        #[schema(value_type = String)]
+        host: HostName,
+        /// The VMs.
+        #[schema(value_type = Vec<String>)]
+        vms: Vec<VmName>,
+    },
     /// A host and this controller do not accept each other's certificates, because of a clock or a certificate's dates.
     ClockOrCertificate {
         /// The host.

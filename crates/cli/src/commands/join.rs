@@ -51,6 +51,7 @@ pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
     let config = HostConfig::parse(&text, &arguments.config);
     let config = config.map_err(|error| usage(error.to_string()))?;
     no_agent_runs(&config.agent_socket())?;
+    nothing_is_left(&arguments.state_dir)?;
     let pki = arguments.state_dir.join("pki");
     private_dir(&pki)?;
     enrol(&token, controller, &name, listen, &pki).await?;
@@ -60,6 +61,22 @@ pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
     let message = format!("host '{name}' has joined the controller at {controller}; {next}");
     output.show(&Done { message }, |output, done| output.line(&done.message));
     Ok(())
+}
+
+/// What an earlier life of this machine held is not this host's: its records would speak for what the site has gone past.
+fn nothing_is_left(state_dir: &Path) -> Result<(), Failure> {
+    let vms = state_dir.join("vms");
+    let has_records = std::fs::read_dir(&vms).is_ok_and(|mut entries| entries.next().is_some());
+    if !has_records && !state_dir.join("site.json").exists() {
+        return Ok(());
+    }
+    Err(Failure::new(
+        ErrorCode::AlreadyExists,
+        format!(
+            "{} holds what this machine was before: empty it, or move it away, then join",
+            state_dir.display()
+        ),
+    ))
 }
 
 fn chosen_name(given: Option<HostName>) -> Result<HostName, Failure> {
@@ -254,6 +271,22 @@ mod tests {
             here,
             "10.0.0.1:8471".parse().unwrap(),
         )
+    }
+
+    #[test]
+    fn a_machine_joins_without_the_records_of_its_former_life() {
+        let dir = tempfile::tempdir().unwrap();
+        // What an earlier try to join leaves, and empty directories, are in nobody's way.
+        for made in ["pki", "vms"] {
+            std::fs::create_dir(dir.path().join(made)).unwrap();
+        }
+        assert!(nothing_is_left(dir.path()).is_ok());
+        std::fs::create_dir(dir.path().join("vms/web")).unwrap();
+        let refused = nothing_is_left(dir.path()).unwrap_err();
+        assert_eq!(refused.error.code, ErrorCode::AlreadyExists);
+        std::fs::remove_dir(dir.path().join("vms/web")).unwrap();
+        std::fs::write(dir.path().join("site.json"), "{}").unwrap();
+        assert!(nothing_is_left(dir.path()).is_err());
     }
 
     #[test]

@@ -51,7 +51,13 @@ async fn a_host_that_was_removed_and_runs_its_vm_on_is_an_alarm() {
         .until(async |house: &House| has_alarm(house, &alarm).await)
         .await;
     let sentence = said(&house).await;
-    assert!(sentence.contains("godwit host fenced a"), "{sentence}");
+    for command in ["godwit host fenced a", "--force --host a"] {
+        assert!(sentence.contains(command), "{sentence}");
+    }
+    // It answers, so it is not off, whoever says so.
+    let refused = client.fenced(&host("a")).await.unwrap_err();
+    assert!(refused.to_string().contains("host a answers"), "{refused}");
+    assert!(has_alarm(&house, &alarm).await);
     // Also for the next life of the controller, and when it falls silent again.
     house.stop().await;
     house.start().await;
@@ -68,6 +74,49 @@ async fn a_host_that_was_removed_and_runs_its_vm_on_is_an_alarm() {
     a.heal().await;
     house.until_host("b", HostState::Connected).await;
     assert!(!has_alarm(&house, &alarm).await);
+}
+
+#[tokio::test]
+async fn an_alarm_about_a_removed_host_is_not_about_the_one_that_joins_under_its_name() {
+    let (house, mut a, _b) = house().await;
+    a.cut().await;
+    house.until_host("a", HostState::Unreachable).await;
+    house.client().remove_host(&host("a"), true).await.unwrap();
+    a.heal().await;
+    let alarm = Alarm::RemovedHostAnswers {
+        host: host("a"),
+        vms: vec![vm("web")],
+    };
+    house
+        .until(async |house: &House| has_alarm(house, &alarm).await)
+        .await;
+    let _joined = house.host("a").await;
+    assert!(!has_alarm(&house, &alarm).await);
+}
+
+#[tokio::test]
+async fn a_guest_of_a_vm_that_was_deleted_is_an_alarm() {
+    let (house, mut a, _b) = house().await;
+    let client = house.client();
+    a.cut().await;
+    house.until_host("a", HostState::Unreachable).await;
+    client.fenced(&host("a")).await.unwrap();
+    client.delete_vm(&vm("web")).await.unwrap();
+    // The person was wrong: it runs on.
+    a.heal().await;
+    let alarm = Alarm::RunsUnknownVms {
+        host: host("a"),
+        vms: vec![vm("web")],
+    };
+    house
+        .until(async |house: &House| has_alarm(house, &alarm).await)
+        .await;
+    let sentence = said(&house).await;
+    assert!(sentence.contains("--force --host a"), "{sentence}");
+    a.script().vms.clear();
+    house
+        .until(async |house: &House| !has_alarm(house, &alarm).await)
+        .await;
 }
 
 #[tokio::test]

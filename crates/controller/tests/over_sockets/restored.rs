@@ -1,6 +1,6 @@
 //! A controller on an old copy of its database, over real sockets: what it must learn before it grants anything.
 
-use crate::scripted::{Agent, DEADLINE, House, host, spec, vm};
+use crate::scripted::{Agent, DEADLINE, House, host, spec, to, vm};
 use godwit_rpc::agent_client::Deadlines;
 use godwit_rpc::{AgentClient, Client, Identity, Role};
 use godwit_types::control_api::{StartRequest, StopRequest};
@@ -92,6 +92,9 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
         .await;
     let refused = house.client().start(&vm("web"), &on("a")).await;
     assert_eq!(refused.unwrap_err().code(), ErrorCode::HostUnreachable);
+    let refused = house.client().migrate(&vm("web"), &to("b")).await;
+    let error = refused.map(drop).unwrap_err();
+    assert_eq!(error.code(), ErrorCode::HostUnreachable, "{error}");
     house.client().create_vm(&spec("other")).await.unwrap();
     let refused = house.client().start(&vm("other"), &on("a")).await;
     assert_eq!(refused.unwrap_err().code(), ErrorCode::HostUnreachable);

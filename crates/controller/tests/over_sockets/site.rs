@@ -159,6 +159,16 @@ async fn of_two_holders_the_one_that_was_never_granted_is_paused_until_a_person_
     }
     let start = client.start(&vm("web"), &on("a")).await;
     assert_eq!(code(start), ErrorCode::RunningTwice);
+    // A host that has only the paused copy is not empty.
+    let drain = DrainRequest::default();
+    client.drain(&host("b"), &drain).await.unwrap();
+    house
+        .until(async |house: &House| {
+            let view = house.client().drain_view(&host("b")).await.unwrap();
+            view.staying().any(|stays| stays.vm == vm("web"))
+        })
+        .await;
+    client.undrain(&host("b")).await.unwrap();
     let stranger = KeepRequest { host: host("c") };
     let refused = client.keep(&vm("web"), &stranger).await;
     assert_eq!(code(refused), ErrorCode::WrongState);
@@ -261,6 +271,23 @@ async fn a_name_that_a_record_waits_for_does_not_join_anew() {
     let error = house.join("b", b.address, &key).await.unwrap_err();
     assert_eq!(error.code(), ErrorCode::WrongState);
     assert!(error.to_string().contains("VM web"), "{error}");
+}
+
+#[tokio::test]
+async fn a_host_that_answers_and_cannot_write_its_no_is_not_called_silent() {
+    let (house, _a, b) = house().await;
+    house.running("other", "b").await;
+    let client = house.client();
+    let stopped = client.stop(&vm("other"), &StopRequest::default()).await;
+    stopped.unwrap();
+    let full = ApiError::new(ErrorCode::Internal, "no space left to write site.json");
+    b.script().refuse_survey = Some(full);
+    let refused = client.start(&vm("other"), &on("a")).await;
+    let error = ApiError::from(refused.unwrap_err());
+    assert_eq!(error.host.as_deref(), Some("b"));
+    let text = &error.message;
+    assert!(text.starts_with("host b answers, but cannot say"), "{text}");
+    assert!(text.contains("no space left"), "{text}");
 }
 
 #[tokio::test]

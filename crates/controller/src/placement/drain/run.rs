@@ -17,7 +17,7 @@ use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
 use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome as End};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
@@ -146,7 +146,17 @@ async fn save(app: &App, view: DrainView, run: Run) -> Result<(), ControllerErro
 /// Takes in where the host's VMs are now.
 pub fn look(app: &App, view: &mut DrainView) {
     let state = app.state();
-    for name in state.vms_on(&view.host) {
+    // A copy of a VM that two hosts hold is here, too, wherever the other one runs.
+    let twice = state.book.all_twice().into_iter();
+    let copies: BTreeSet<VmName> = twice
+        .filter(|(_, twice)| twice.copies.iter().any(|copy| copy.host == view.host))
+        .map(|(vm, _)| vm)
+        .collect();
+    for name in state
+        .vms_on(&view.host)
+        .into_iter()
+        .chain(copies.iter().cloned())
+    {
         if !view.vms.iter().any(|vm| vm.vm == name) {
             let memory_mib = state.vms.get(&name).map_or(0, |vm| vm.spec.memory_mib);
             view.vms.push(DrainVm::waiting(name, memory_mib));
@@ -164,6 +174,16 @@ pub fn look(app: &App, view: &mut DrainView) {
             vm.migration = Some(moving.id.clone());
             continue;
         }
+        let note = || {
+            state
+                .vm_view(&vm.vm, now_unix_s())
+                .and_then(|view| view.note)
+        };
+        if copies.contains(&vm.vm) {
+            let reason = held_twice(&vm.vm, note()).on_host(&view.host);
+            (vm.step, vm.reasons) = (DrainStep::CannotMove, vec![reason]);
+            continue;
+        }
         let Some(place) = state.place(&vm.vm) else {
             vm.step = DrainStep::Off;
             continue;
@@ -173,11 +193,6 @@ pub fn look(app: &App, view: &mut DrainView) {
             (vm.reasons, vm.percent) = (Vec::new(), None);
             continue;
         }
-        let note = || {
-            state
-                .vm_view(&vm.vm, now_unix_s())
-                .and_then(|view| view.note)
-        };
         let stays = stays(&vm.vm, &view.host, state.vm_state(&vm.vm), note);
         match (stays, vm.step) {
             (Some(Stays::Off), _) => vm.step = DrainStep::Off,
