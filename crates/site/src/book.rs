@@ -235,10 +235,13 @@ impl Book {
         self.stamp
     }
 
-    /// The next word.
+    /// The next word. A controller that is not in charge has none: one on an old copy would count up to what it forgot, and
+    /// its next life would take itself for the newest. All rows get a word of the new epoch when it takes over.
     pub(crate) fn word(&mut self) -> Stamp {
         self.unwritten.stamp = true;
-        self.stamp.number = self.stamp.number.saturating_add(1);
+        if self.charge == Charge::Held {
+            self.stamp.number = self.stamp.number.saturating_add(1);
+        }
         self.stamp
     }
 

@@ -162,6 +162,24 @@ fn a_host_that_is_put_back_to_before_a_stop_is_known_as_an_old_copy() {
 }
 
 #[test]
+fn a_restored_controller_does_not_count_up_to_the_words_that_it_forgot() {
+    let mut book = web_on_a();
+    let before = book.stamp();
+    let later = Stamp {
+        number: before.number + 2,
+        ..before
+    };
+    hear(&mut book, "b", later, Claim::No);
+    assert!(book.is_restored());
+    for _ in 0..3 {
+        book.order(&web());
+    }
+    book.lose(&host("c"));
+    drop(book.remove(&host("c"), true).unwrap());
+    assert_eq!(book.stamp(), before);
+}
+
+#[test]
 fn a_silent_host_may_wait_for_whom_it_was_to_give_a_vm_to() {
     let mut book = web_on_a();
     let waits = |book: &Book| book.may_wait_for(&web(), &host("b")).cloned();
