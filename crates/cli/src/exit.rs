@@ -53,19 +53,6 @@ impl From<ApiError> for Failure {
     }
 }
 
-/// What is wrong, and on which host where the sentence does not say it.
-fn sentence(error: &ApiError) -> String {
-    let message = &error.message;
-    let is_named = |host: &str| {
-        let words = message.split(|c: char| !(c.is_alphanumeric() || "-_.".contains(c)));
-        words.into_iter().any(|word| word == host)
-    };
-    match &error.host {
-        Some(host) if !is_named(host.as_str()) => format!("host {host}: {message}"),
-        _ => message.clone(),
-    }
-}
-
 impl Failure {
     /// An error of the command line's own.
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
@@ -88,7 +75,7 @@ impl Failure {
                 let text = serde_json::json!({ "error": self.error });
                 println!("{}", crate::plain::json(&format!("{text:#}")));
             } else {
-                crate::plain::tell(&format!("godwit: {}", sentence(&self.error)));
+                crate::plain::tell(&format!("godwit: {}", self.error.message));
             }
         }
         ExitCode::from(self.exit)
@@ -158,15 +145,5 @@ mod tests {
         assert_eq!(Failure::from(silent()).exit, FAILED);
         let host = silent().on_host("b");
         assert_eq!(Failure::from(host).exit, REFUSED);
-    }
-
-    #[test]
-    fn a_sentence_that_does_not_name_its_host_is_told_with_it() {
-        let full = ApiError::new(ErrorCode::Internal, "no space left on a file system");
-        let of = |error: ApiError, host: &str| sentence(&error.on_host(host));
-        assert_eq!(sentence(&full), full.message);
-        assert!(of(full.clone(), "b").starts_with("host b: no space"));
-        let named = ApiError::new(ErrorCode::Internal, "host 'b' is full: see its log");
-        assert_eq!(of(named.clone(), "b"), named.message);
     }
 }
