@@ -10,11 +10,10 @@ use crate::placement::place::joined;
 use crate::preflight::{self, Preflight};
 use crate::secret;
 use crate::store::Added;
-use crate::survey::refused;
+use crate::survey::{must_be_newest, refused};
 use crate::watch;
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::{AgentClient, ClientError};
-use godwit_site::Refusal;
 use godwit_types::control_api::{CancelRequest, Done, InventoryEvent, MigrationBegun};
 use godwit_types::host_api::PrepareIncoming;
 use godwit_types::migration::{
@@ -291,16 +290,6 @@ async fn record(app: &App, spec: &mut MigrationSpec, ram_mib: u64) -> Outcome<()
     });
     app.tell_vm(&spec.vm);
     Ok(())
-}
-
-fn must_be_newest(app: &App) -> Outcome<()> {
-    let state = app.state();
-    match state.book.is_restored() {
-        true => Err(refused(Refusal::Restored {
-            waits_for: state.book.waits_for(),
-        })),
-        false => Ok(()),
-    }
 }
 
 fn cancelled_at_once(id: &MigrationId) -> ApiError {

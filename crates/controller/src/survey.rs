@@ -46,6 +46,17 @@ pub fn refused(refusal: Refusal) -> ApiError {
     }
 }
 
+/// Refuses while this controller works on an old copy of its database, and says what it waits for.
+pub fn must_be_newest(app: &App) -> Outcome<()> {
+    let state = app.state();
+    match state.book.is_restored() {
+        true => Err(refused(Refusal::Restored {
+            waits_for: state.book.waits_for(),
+        })),
+        false => Ok(()),
+    }
+}
+
 /// Asks every host that may hold a VM, and `also`. What has come of it is durable when this returns.
 pub async fn survey(app: &App, vm: &VmName, also: &[HostName]) -> Outcome<Surveyed> {
     app.must_be_read(vm)?;
@@ -60,12 +71,29 @@ pub async fn survey(app: &App, vm: &VmName, also: &[HostName]) -> Outcome<Survey
     Err(refused(Refusal::Stale { vm: vm.clone() }))
 }
 
-/// Why a host that answers does not say whether it may hold a VM, in its own words.
-fn cannot_tell(app: &App, vm: &VmName, host: &HostName) -> Option<ApiError> {
-    let state = app.state();
-    let entry = state.hosts.get(host).filter(|entry| entry.is_connected())?;
-    let sentence = entry.info.as_ref()?.unread.get(vm)?;
-    let text = format!("host {host} cannot tell whether it holds VM {vm}: {sentence}");
+/// Why a host that answers does not say whether it may hold a VM: in the words of its last poll, or of this answer.
+fn why_unsaid(
+    app: &App,
+    vm: &VmName,
+    host: &HostName,
+    refusals: &BTreeMap<HostName, ApiError>,
+) -> Option<ApiError> {
+    let cannot_tell = || {
+        let state = app.state();
+        let entry = state.hosts.get(host).filter(|entry| entry.is_connected())?;
+        let sentence = entry.info.as_ref()?.unread.get(vm)?;
+        Some(format!(
+            "host {host} cannot tell whether it holds VM {vm}: {sentence}"
+        ))
+    };
+    let cannot_say = || {
+        let error = refusals.get(host)?;
+        Some(format!(
+            "host {host} answers, but cannot say whether it may run VM {vm}: {}",
+            error.message
+        ))
+    };
+    let text = cannot_tell().or_else(cannot_say)?;
     Some(ApiError::new(ErrorCode::WrongState, text).on_host(host))
 }
 
@@ -79,20 +107,9 @@ async fn take(app: &App, begun: Result<Survey, Refusal>) -> Outcome<Surveyed> {
         return Ok(verdict);
     };
     // A host that answers and cannot tell knows better why than that it is silent.
-    let own = hosts.iter().find_map(|host| {
-        let refusal = || refusals.get(host).map(|error| cannot_say(vm, host, error));
-        cannot_tell(app, vm, host).or_else(refusal)
-    });
+    let why = |host: &HostName| why_unsaid(app, vm, host, &refusals);
+    let own = hosts.iter().find_map(why);
     own.map_or(Ok(verdict), Err)
-}
-
-/// A host answers, but not whether it may hold a VM.
-fn cannot_say(vm: &VmName, host: &HostName, error: &ApiError) -> ApiError {
-    let text = format!(
-        "host {host} answers, but cannot say whether it may run VM {vm}: {}",
-        error.message
-    );
-    ApiError::new(ErrorCode::WrongState, text).on_host(host)
 }
 
 /// Asks these hosts alone, so that those that hold nothing no longer stand in the way.
@@ -124,10 +141,7 @@ pub async fn claim_now(app: &App, vm: &VmName, host: &HostName) -> Outcome<Claim
     let answer = answers.get(host).ok_or_else(|| {
         let text = format!("host {host} does not say whether it may run VM {vm}: see its log");
         let unknown = || ApiError::new(ErrorCode::WrongState, text).on_host(host);
-        let refusal = || refusals.get(host).map(|error| cannot_say(vm, host, error));
-        cannot_tell(app, vm, host)
-            .or_else(refusal)
-            .unwrap_or_else(unknown)
+        why_unsaid(app, vm, host, &refusals).unwrap_or_else(unknown)
     })?;
     let is_no = matches!(answer.claim, Claim::No | Claim::Moved { .. });
     match is_no && answer.highest < survey.level {

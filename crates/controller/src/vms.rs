@@ -11,7 +11,7 @@ use crate::placement::place::{self, WrittenOn};
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::store::Added;
-use crate::survey::{clear, refused, survey};
+use crate::survey::{clear, must_be_newest, refused, survey};
 use futures_util::future::join_all;
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
@@ -571,12 +571,9 @@ async fn act_at(app: &App, name: &VmName, host: &HostName, action: Action) -> Ou
 
 /// A host refuses the commands of a controller with an old copy of its database, which knows better why.
 fn refused_by(app: &App, error: ApiError) -> ApiError {
-    let state = app.state();
-    match error.code == ErrorCode::StaleController && state.book.is_restored() {
-        true => refused(Refusal::Restored {
-            waits_for: state.book.waits_for(),
-        }),
-        false => error,
+    match error.code {
+        ErrorCode::StaleController => must_be_newest(app).err().unwrap_or(error),
+        _ => error,
     }
 }
 

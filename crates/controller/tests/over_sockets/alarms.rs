@@ -29,6 +29,13 @@ async fn has_alarm(house: &House, alarm: &Alarm) -> bool {
     house.client().site().await.unwrap().alarms.contains(alarm)
 }
 
+fn a_runs_web_though_removed() -> Alarm {
+    Alarm::RemovedHostAnswers {
+        host: host("a"),
+        vms: vec![vm("web")],
+    }
+}
+
 async fn said(house: &House) -> String {
     house.client().site().await.unwrap().sentences.join(" ")
 }
@@ -43,10 +50,7 @@ async fn a_host_that_was_removed_and_runs_its_vm_on_is_an_alarm() {
     client.start(&vm("web"), &on("b")).await.unwrap();
     // It was never off: it is heard, and its guest runs.
     a.heal().await;
-    let alarm = Alarm::RemovedHostAnswers {
-        host: host("a"),
-        vms: vec![vm("web")],
-    };
+    let alarm = a_runs_web_though_removed();
     house
         .until(async |house: &House| has_alarm(house, &alarm).await)
         .await;
@@ -83,10 +87,7 @@ async fn an_alarm_about_a_removed_host_is_not_about_the_one_that_joins_under_its
     house.until_host("a", HostState::Unreachable).await;
     house.client().remove_host(&host("a"), true).await.unwrap();
     a.heal().await;
-    let alarm = Alarm::RemovedHostAnswers {
-        host: host("a"),
-        vms: vec![vm("web")],
-    };
+    let alarm = a_runs_web_though_removed();
     house
         .until(async |house: &House| has_alarm(house, &alarm).await)
         .await;

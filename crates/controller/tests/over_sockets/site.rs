@@ -50,6 +50,28 @@ async fn moved_to_silent_b() -> (House, Agent, Agent) {
     (house, a, b)
 }
 
+/// Host a says that it gave VM web to b in a migration, and nobody has said yet that it arrived.
+async fn given_to_b(house: &House, a: &Agent) -> Generation {
+    let id = begin(house).await;
+    let generation = a.script().specs[&id].generation;
+    let gave = Claim::Gave {
+        generation,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, generation, gave);
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    generation
+}
+
+/// A person has VM web run on a, and says that b is off.
+fn run_on_a() -> ResolveRequest {
+    ResolveRequest {
+        run_on: host("a"),
+        give_up: false,
+        confirm_fenced: Some(host("b")),
+    }
+}
+
 fn must_name(error: &ApiError, name: &str) {
     let text = &error.message;
     assert_eq!(error.code, ErrorCode::HostUnreachable, "{text}");
@@ -317,23 +339,12 @@ async fn a_name_that_a_silent_host_may_wait_for_does_not_join_anew() {
 #[tokio::test]
 async fn the_no_of_a_clone_is_not_taken_for_the_hosts_own() {
     let (house, a, b) = house().await;
-    let id = begin(&house).await;
-    let generation = a.script().specs[&id].generation;
-    let gave = Claim::Gave {
-        generation,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, generation, gave);
-    house.until_vm("web", VmState::InDoubt, "a").await;
+    given_to_b(&house, &a).await;
     // Another machine answers with the certificate of b.
     b.lives(2, "clone");
     b.script().vms.clear();
     b.until_heard().await;
-    let run_on_a = ResolveRequest {
-        run_on: host("a"),
-        give_up: false,
-        confirm_fenced: Some(host("b")),
-    };
+    let run_on_a = run_on_a();
     let refused = house.client().resolve(&vm("web"), &run_on_a).await;
     let error = ApiError::from(refused.unwrap_err());
     assert!(error.message.contains("same certificate"), "{error}");
@@ -405,19 +416,8 @@ async fn a_host_that_asks_before_it_boots_is_told_who_it_is() {
 #[tokio::test]
 async fn a_person_who_resolves_while_the_other_host_answers_has_that_asked_instead() {
     let (house, a, b) = house().await;
-    let id = begin(&house).await;
-    let next = a.script().specs[&id].generation;
-    let gave = Claim::Gave {
-        generation: next,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, next, gave);
-    house.until_vm("web", VmState::InDoubt, "a").await;
-    let run_on_a = ResolveRequest {
-        run_on: host("a"),
-        give_up: false,
-        confirm_fenced: Some(host("b")),
-    };
+    let next = given_to_b(&house, &a).await;
+    let run_on_a = run_on_a();
     // It says that it may hold the VM and cannot give it up: nobody takes a person's word for the contrary.
     let receiving = Claim::Receiving { from: host("a") };
     b.records("web", VmState::Incoming, next, receiving);
@@ -445,23 +445,12 @@ async fn a_person_who_resolves_while_the_other_host_answers_has_that_asked_inste
 #[tokio::test]
 async fn a_host_that_cannot_read_its_record_has_not_said_no_to_a_person_who_resolves() {
     let (house, a, b) = house().await;
-    let id = begin(&house).await;
-    let next = a.script().specs[&id].generation;
-    let gave = Claim::Gave {
-        generation: next,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, next, gave);
-    house.until_vm("web", VmState::InDoubt, "a").await;
+    given_to_b(&house, &a).await;
     // A list leaves out what its host cannot read.
     b.script().vms.clear();
     let unread = ApiError::new(ErrorCode::Internal, "the record is damaged");
     b.script().refuse_survey = Some(unread);
-    let run_on_a = ResolveRequest {
-        run_on: host("a"),
-        give_up: false,
-        confirm_fenced: Some(host("b")),
-    };
+    let run_on_a = run_on_a();
     let refused = house.client().resolve(&vm("web"), &run_on_a).await;
     assert_eq!(refused.unwrap_err().code(), ErrorCode::WrongState);
     assert_eq!(a.calls("resolve web"), 0);
