@@ -225,6 +225,16 @@ fn holds() -> Phase {
     }
 }
 
+/// The place of a VM process on this host that knows no description.
+fn seat<'a>(site: &'a Site, record: &'a HostRecord) -> Seat<'a> {
+    Seat {
+        config: &site.config,
+        paths: &site.paths,
+        record,
+        spec: None,
+    }
+}
+
 fn record(site: &Site, phase: Phase) -> HostRecord {
     let held = if matches!(phase, Phase::Holds { .. }) {
         2
@@ -245,12 +255,7 @@ fn a_hypervisor_whose_identity_was_wiped_is_taken_over() {
     let mut qemu = site.qemu(&["running"]);
     std::fs::remove_file(site.paths.identity()).unwrap();
     let (record, (inputs, received)) = (record(&site, holds()), channel());
-    let seat = Seat {
-        config: &site.config,
-        paths: &site.paths,
-        record: &record,
-        spec: None,
-    };
+    let seat = seat(&site, &record);
     let adopted = adopt(&seat, &inputs, &received);
     let Ok(Adopted::Taken(hyper, RunState::Running)) = adopted else {
         panic!("it is not taken over");
@@ -267,12 +272,7 @@ fn a_second_hypervisor_that_may_run_the_guest_is_left_alone_beside_a_known_one()
     let mut second = site.qemu_of(2, &["running"]);
     let mut qemu = site.qemu_of(1, &["running"]);
     let (record, (inputs, received)) = (record(&site, holds()), channel());
-    let seat = Seat {
-        config: &site.config,
-        paths: &site.paths,
-        record: &record,
-        spec: None,
-    };
+    let seat = seat(&site, &record);
     let adopted = adopt(&seat, &inputs, &received);
     let Ok(Adopted::Taken(hyper, RunState::Running)) = adopted else {
         panic!("it is not taken over");
@@ -287,12 +287,7 @@ fn a_hypervisor_whose_start_was_cut_short_is_ended() {
     let mut qemu = site.qemu(&["prelaunch"]);
     std::fs::remove_file(site.paths.identity()).unwrap();
     let (record, (inputs, received)) = (record(&site, holds()), channel());
-    let seat = Seat {
-        config: &site.config,
-        paths: &site.paths,
-        record: &record,
-        spec: None,
-    };
+    let seat = seat(&site, &record);
     assert!(matches!(
         adopt(&seat, &inputs, &received),
         Ok(Adopted::None)
@@ -312,12 +307,7 @@ fn a_hypervisor_of_a_vm_that_is_not_held_here_and_never_ran_is_ended() {
         let mut qemu = site.qemu(&["inmigrate"]);
         std::fs::remove_file(site.paths.identity()).unwrap();
         let (record, (inputs, received)) = (record(&site, phase), channel());
-        let seat = Seat {
-            config: &site.config,
-            paths: &site.paths,
-            record: &record,
-            spec: None,
-        };
+        let seat = seat(&site, &record);
         assert!(matches!(
             adopt(&seat, &inputs, &received),
             Ok(Adopted::None)
@@ -343,12 +333,7 @@ fn a_guest_that_an_older_copy_of_its_record_denies_lives_and_is_told_of() {
         let record = record(&site, phase);
         let (inputs, received) = channel();
         std::thread::scope(|scope| {
-            let seat = Seat {
-                config: &site.config,
-                paths: &site.paths,
-                record: &record,
-                spec: None,
-            };
+            let seat = seat(&site, &record);
             let own = inputs.clone();
             let adopting = scope.spawn(move || adopt(&seat, &own, &received));
             let claim = loop {
