@@ -52,12 +52,13 @@ pub struct Cli {
 #[derive(Debug, Clone, Args)]
 pub struct Global {
     /// Print JSON for scripts
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = "Global options")]
     pub json: bool,
     /// The controller: a Unix socket's path, or ADDRESS:PORT with an operator certificate
     #[arg(
         long,
         global = true,
+        help_heading = "Global options",
         value_name = "WHERE",
         env = "GODWIT_CONTROLLER",
         hide_env_values = true
@@ -67,6 +68,7 @@ pub struct Global {
     #[arg(
         long,
         global = true,
+        help_heading = "Global options",
         value_name = "DIR",
         env = "GODWIT_CERTIFICATE",
         hide_env_values = true
@@ -76,6 +78,7 @@ pub struct Global {
     #[arg(
         long,
         global = true,
+        help_heading = "Global options",
         value_name = "PATH",
         env = "GODWIT_AGENT",
         hide_env_values = true
@@ -104,6 +107,11 @@ pub enum Command {
     /// The whole site: how the controller stands, and what a person must know first
     #[command(subcommand)]
     Site(SiteCommand),
+    /// Who asked the controller for what, when, and what came of it
+    #[command(
+        after_help = "Times are this machine's. Who became root by sudo or su is named, where the system keeps logins.\n\nExamples:\n  godwit audit\n  godwit audit --about web --last 10\n  godwit audit --json"
+    )]
+    Audit(AuditArgs),
     /// Measure moves against QEMU's own migration (by the program godwit-bench beside this one)
     #[command(
         after_help = "Examples:\n  godwit bench memory --quick\n  godwit bench memory --scenario idle --runs 3"
@@ -281,6 +289,17 @@ pub enum SiteCommand {
         after_help = "Ends these alarms, also over a restart of the controller, and changes nothing else. Every other alarm ends with what\nraised it.\n\nExamples:\n  godwit site show\n  godwit site acknowledge"
     )]
     Acknowledge,
+}
+
+/// Which part of the audit log.
+#[derive(Debug, Args)]
+pub struct AuditArgs {
+    /// Only what concerns this VM, host or migration
+    #[arg(long, value_name = "NAME")]
+    pub about: Option<String>,
+    /// Entries at most, the newest
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub last: u32,
 }
 
 /// How a host is emptied.

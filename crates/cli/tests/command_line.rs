@@ -66,6 +66,7 @@ const COMMANDS: &[&str] = &[
     "controller run",
     "agent",
     "agent run",
+    "audit",
     "host",
     "host join",
     "host list",

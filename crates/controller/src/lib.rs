@@ -7,6 +7,7 @@
 
 mod api;
 mod app;
+mod audit;
 mod bounds;
 mod config;
 mod drains;

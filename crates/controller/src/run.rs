@@ -4,6 +4,7 @@
 
 use crate::api;
 use crate::app::App;
+use crate::audit::AuditLog;
 use crate::config::ControllerConfig;
 use crate::error::ControllerError;
 use crate::placement::drain;
@@ -178,7 +179,12 @@ impl Controller {
         for (host, address) in app.store.removed_unheard().await? {
             removed::watch(&app, host, address);
         }
-        let server = Server::new(api::router(app.clone()), RULES, app.revocations.clone());
+        let server = Server::audited(
+            api::router(app.clone()),
+            RULES,
+            app.revocations.clone(),
+            Arc::new(AuditLog::new(app.store.clone())),
+        );
         let mut listeners = vec![tokio::spawn(server.clone().run_unix(unix, stopped.clone()))];
         for listener in tcp {
             listeners.push(tokio::spawn(server.clone().run_tls(

@@ -65,6 +65,7 @@ fn formats() -> Migrator {
         one(2, "drains", include_str!("../migrations/0002_drains.sql")),
         one(3, "site", include_str!("../migrations/0003_site.sql")),
         one(4, "removed", include_str!("../migrations/0004_removed.sql")),
+        one(5, "audit", include_str!("../migrations/0005_audit.sql")),
     ])
 }
 

@@ -6,6 +6,7 @@ use crate::access::{Access, Rule, rule, rule_also_removed};
 use crate::client::{Client, ClientError};
 use crate::limits::{LIST_LEN_MAX, SITE_LIST_LEN_MAX};
 use crate::sse::EventStream;
+use godwit_types::audit::{AuditEntry, AuditQuery};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse,
     JoinToken, KeepRequest, MigrationBegun, ResolveRequest, StartRequest, StopRequest, VersionView,
@@ -75,6 +76,8 @@ pub mod path {
     pub const CANCEL: &str = "/v1/migrations/{id}/cancel";
     /// GET: changes of the inventory as server-sent events.
     pub const EVENTS: &str = "/v1/events";
+    /// GET: who asked for what (`?last=N&about=NAME`).
+    pub const AUDIT: &str = "/v1/audit";
     /// GET: what answers here.
     pub const VERSION: &str = "/v1/version";
     /// GET: the interface's description.
@@ -119,6 +122,7 @@ pub const RULES: &[Rule] = &[
     rule("GET", path::MIGRATION_EVENTS, PEOPLE),
     rule("POST", path::CANCEL, PEOPLE),
     rule("GET", path::EVENTS, PEOPLE),
+    rule("GET", path::AUDIT, PEOPLE),
     rule("GET", path::VERSION, PEOPLE),
     rule("GET", path::OPENAPI, PEOPLE),
 ];
@@ -362,6 +366,12 @@ impl ControllerClient {
         self.client
             .events(&format!("/v1/migrations/{id}/events"), READ)
             .await
+    }
+
+    /// Who asked for what, newest first.
+    pub async fn audit(&self, query: &AuditQuery) -> Reply<Vec<AuditEntry>> {
+        let path = format!("{}?{}", path::AUDIT, query.to_text());
+        self.client.get(&path, READ).await
     }
 
     /// Changes of the inventory.

@@ -2,6 +2,7 @@
 //!
 //! Refuses: bodies that are too long, too slow or not what the route's type says (unknown keys included).
 
+use crate::audit::BodySlot;
 use crate::limits::{Limits, REQUEST_LEN_MAX};
 use axum::Json;
 use axum::extract::{FromRequest, FromRequestParts, RawPathParams, Request};
@@ -31,7 +32,9 @@ impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let status = StatusCode::from_u16(self.0.code.http_status())
             .unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        (status, Json(self.0)).into_response()
+        let mut response = (status, Json(&self.0)).into_response();
+        response.extensions_mut().insert(self.0);
+        response
     }
 }
 
@@ -52,12 +55,16 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for JsonBody<T> {
         if request.body().size_hint().lower() > REQUEST_LEN_MAX as u64 {
             return Err(too_large());
         }
+        let slot = request.extensions().get::<BodySlot>().cloned();
         let body = Limited::new(request.into_body(), REQUEST_LEN_MAX);
         let bytes = tokio::time::timeout(limits.body, body.collect())
             .await
             .map_err(|_| slow())?
             .map_err(|error| unreadable(error.as_ref()))?
             .to_bytes();
+        if let Some(slot) = slot {
+            slot.keep(&bytes);
+        }
         decode(&bytes).map(Self).map_err(Failure)
     }
 }

@@ -9,6 +9,7 @@
 
 pub mod access;
 pub mod agent_client;
+pub mod audit;
 pub mod client;
 pub mod controller_client;
 pub mod extract;

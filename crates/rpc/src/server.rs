@@ -6,6 +6,7 @@
 //! [`Admission`] does not admit (asked at every request, so that a revocation ends open connections too).
 
 use crate::access::{self, Peer, RemovedPeer, Rule};
+use crate::audit::{Auditor, Entry, Login};
 use crate::extract::Failure;
 use crate::limits::{CONNECTIONS_MAX, HEADER_LEN_MAX, Limits, UNPROVED_MAX};
 use crate::pki::Holder;
@@ -88,18 +89,63 @@ struct Doors {
     unproved: Arc<Unproved>,
 }
 
+/// Who is at the other end of one connection.
+#[derive(Clone)]
+struct Who {
+    peer: Peer,
+    holder: Option<Holder>,
+    login: Option<Login>,
+}
+
+impl Who {
+    fn stranger() -> Self {
+        Self {
+            peer: Peer::Anonymous,
+            holder: None,
+            login: None,
+        }
+    }
+
+    fn write_on(self, extensions: &mut axum::http::Extensions) {
+        extensions.insert(self.peer);
+        self.holder.map(|holder| extensions.insert(holder));
+        self.login.map(|login| extensions.insert(login));
+    }
+}
+
 #[derive(Clone)]
 struct Guard {
     rules: Arc<[Rule]>,
     admission: Arc<dyn Admission>,
+    auditor: Option<Arc<dyn Auditor>>,
 }
 
 impl Server {
     /// A server of `router` whose every route has a rule in `rules`.
     pub fn new(router: Router, rules: &[Rule], admission: Arc<dyn Admission>) -> Self {
+        Self::guarded(router, rules, admission, None)
+    }
+
+    /// The same, telling `auditor` of every request that changes something.
+    pub fn audited(
+        router: Router,
+        rules: &[Rule],
+        admission: Arc<dyn Admission>,
+        auditor: Arc<dyn Auditor>,
+    ) -> Self {
+        Self::guarded(router, rules, admission, Some(auditor))
+    }
+
+    fn guarded(
+        router: Router,
+        rules: &[Rule],
+        admission: Arc<dyn Admission>,
+        auditor: Option<Arc<dyn Auditor>>,
+    ) -> Self {
         let guard = Guard {
             rules: rules.into(),
             admission,
+            auditor,
         };
         let router = router
             .fallback(not_found)
@@ -182,10 +228,14 @@ impl Server {
             return;
         };
         if let Ok(credentials) = stream.peer_cred() {
-            let peer = Peer::Local {
-                uid: credentials.uid(),
+            let uid = credentials.uid();
+            let login = credentials.pid().and_then(Login::of_process);
+            let who = Who {
+                peer: Peer::Local { uid },
+                holder: None,
+                login,
             };
-            self.serve(stream, peer, None, stop).await;
+            self.serve(stream, who, stop).await;
         }
     }
 
@@ -206,7 +256,7 @@ impl Server {
             return;
         };
         let Some(holder) = holder else {
-            let served = self.serve(stream, Peer::Anonymous, None, stop);
+            let served = self.serve(stream, Who::stranger(), stop);
             turn.unless_sent_away(served).await;
             return;
         };
@@ -214,24 +264,25 @@ impl Server {
             return;
         };
         drop(turn);
-        let peer = holder.role.peer();
-        self.serve(stream, peer, Some(holder), stop).await;
+        let who = Who {
+            peer: holder.role.peer(),
+            holder: Some(holder),
+            login: None,
+        };
+        self.serve(stream, who, stop).await;
     }
 
     async fn serve<Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
         self,
         stream: Stream,
-        peer: Peer,
-        holder: Option<Holder>,
+        who: Who,
         mut stop: watch::Receiver<bool>,
     ) {
         let (router, limits) = (self.router, self.limits);
         let service = hyper::service::service_fn(move |mut request: hyper::Request<_>| {
-            request.extensions_mut().insert(peer.clone());
-            request.extensions_mut().insert(limits);
-            if let Some(holder) = &holder {
-                request.extensions_mut().insert(holder.clone());
-            }
+            let extensions = request.extensions_mut();
+            extensions.insert(limits);
+            who.clone().write_on(extensions);
             router.clone().oneshot(request)
         });
         let connection = hyper::server::conn::http1::Builder::new()
@@ -248,24 +299,40 @@ impl Server {
     }
 }
 
-/// Each request runs in a task of its own, to its end: a client that goes away in the middle leaves nothing half done,
-/// and a fault in a handler is an answer.
 async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> Response {
-    match guard.admit(&request) {
-        Ok(Admitted::Yes) => {}
+    let admitted = guard.admit(&request);
+    let entry = Entry::begin(guard.auditor.as_ref(), &mut request, admitted.is_ok()).await;
+    let refused = match admitted {
+        Ok(Admitted::Yes) => None,
         Ok(Admitted::Removed) => {
             request.extensions_mut().insert(RemovedPeer);
+            None
         }
-        Err(error) => return Failure(error).into_response(),
-    }
-    match tokio::spawn(next.run(request)).await {
-        Ok(response) => response,
-        Err(_) => Failure(ApiError::new(
-            ErrorCode::Internal,
-            "this request met a fault of Godwit's own: see the log",
-        ))
-        .into_response(),
-    }
+        Err(error) => Some(Failure(error).into_response()),
+    };
+    // A task of its own: a client that goes away in the middle leaves nothing half done and nothing unsaid.
+    let task = tokio::spawn(async move {
+        let response = match refused {
+            Some(refused) => refused,
+            None => answer(request, next).await,
+        };
+        match entry {
+            Some(entry) => entry.end(response).await,
+            None => response,
+        }
+    });
+    task.await.unwrap_or_else(|_| own_fault())
+}
+
+/// A fault in a handler is an answer.
+async fn answer(request: Request, next: Next) -> Response {
+    let task = tokio::spawn(next.run(request));
+    task.await.unwrap_or_else(|_| own_fault())
+}
+
+fn own_fault() -> Response {
+    let message = "this request met a fault of Godwit's own: see the log";
+    Failure(ApiError::new(ErrorCode::Internal, message)).into_response()
 }
 
 /// How a request is let in.

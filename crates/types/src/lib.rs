@@ -4,6 +4,7 @@
 //! Pure data: no IO, no clock, no threads. Refuses: anything that is only one crate's business.
 #![forbid(unsafe_code)]
 
+pub mod audit;
 pub mod base64_bytes;
 pub mod control_api;
 pub mod drain;

@@ -1,6 +1,7 @@
 //! The commands, one file per noun.
 
 pub mod agent;
+pub mod audit;
 pub mod bench;
 mod config_file;
 pub mod controller;
@@ -27,6 +28,7 @@ pub async fn run(cli: Cli, output: &Output) -> CommandResult {
         Command::Host(command) => host::run(command, global, output).await,
         Command::Vm(command) => vm::run(command, global, output).await,
         Command::Migration(command) => migration::run(command, global, output).await,
+        Command::Audit(arguments) => audit::run(arguments, global, output).await,
         Command::Site(command) => site::run(command, global, output).await,
         Command::Bench { arguments } => bench::run(&arguments),
         Command::Completion { shell } => pages::completion(shell),

@@ -3,6 +3,7 @@
 //! Owns nothing. Who may call what is `godwit_rpc::controller_client::RULES`; a test holds rules, routes and document
 //! together.
 
+mod audit;
 mod drains;
 mod events;
 mod hosts;
@@ -61,6 +62,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(migrations::cancel))
         .routes(routes!(events::migration))
         .routes(routes!(events::inventory))
+        .routes(routes!(audit::list))
         .routes(routes!(version))
         .routes(routes!(document))
 }

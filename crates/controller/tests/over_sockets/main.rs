@@ -2,6 +2,7 @@
 //! server once more.
 
 mod alarms;
+mod audit;
 mod bounds;
 mod drains;
 mod hostile;

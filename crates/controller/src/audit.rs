@@ -1,0 +1,261 @@
+//! The audit log: who asked this controller for what, when, and what came of it, refused or not.
+//!
+//! Owns the table `audit`. An entry is written before its request is carried out and completed when it was answered; it
+//! also goes to the log. A log that cannot be written refuses nothing: a person must be able to stop a VM while the
+//! disk is full, and the log has the line. Keeps the newest [`KEPT`] entries.
+
+use crate::store::{Store, unreadable};
+use godwit_rpc::Peer;
+use godwit_rpc::audit::{Answered, Asked, Auditor, Later, Login};
+use godwit_rpc::controller_client::path;
+use godwit_rpc::pki::now_unix_s;
+use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
+use sqlx::{query, query_as};
+
+type Result<T> = std::result::Result<T, crate::error::ControllerError>;
+
+/// Entries that are kept; at some hundred bytes each.
+const KEPT: i64 = 100_000;
+/// Of these, requests of clients without certificate: attempts to join.
+const STRANGERS_KEPT: i64 = 1_000;
+/// Entries between two looks at what is too old.
+const PRUNED_EVERY: i64 = 100;
+/// A message is cut here.
+const MESSAGE_LEN_MAX: usize = 1_000;
+/// The number of an entry that could not be written.
+const UNWRITTEN: i64 = 0;
+
+/// Writes the log into the controller's database.
+pub struct AuditLog {
+    store: Store,
+}
+
+impl AuditLog {
+    pub fn new(store: Store) -> Self {
+        Self { store }
+    }
+}
+
+impl Auditor for AuditLog {
+    fn asked(&self, asked: Asked) -> Later<'_, i64> {
+        Box::pin(async move {
+            let what = what(&asked);
+            let subject = asked.subject.as_deref().unwrap_or_default();
+            let who = who(&asked.peer, asked.login);
+            tracing::info!("{who} asks: {what} {subject}");
+            let written = self.store.audit_asked(&who, &what, &asked).await;
+            written.unwrap_or_else(|error| {
+                tracing::warn!(%error, "this is missing in the audit log");
+                UNWRITTEN
+            })
+        })
+    }
+
+    fn answered(&self, number: i64, answered: Answered) -> Later<'_, ()> {
+        Box::pin(async move {
+            if let Some(error) = &answered.error {
+                let result = AuditResult::of_status(Some(answered.status));
+                tracing::info!("{result}: {error}");
+            }
+            if number == UNWRITTEN {
+                return;
+            }
+            if let Err(error) = self.store.audit_answered(number, &answered).await {
+                tracing::warn!(%error, "the audit log does not say how this ended");
+            }
+        })
+    }
+}
+
+impl Store {
+    async fn audit_asked(&self, who: &str, what: &str, asked: &Asked) -> Result<i64> {
+        let sql = "INSERT INTO audit (unix_s, who, certificate, what, subject, detail) VALUES (?, ?, ?, ?, ?, ?)";
+        let written = query(sql)
+            .bind(now_unix_s())
+            .bind(who)
+            .bind(&asked.serial)
+            .bind(what)
+            .bind(&asked.subject)
+            .bind(&asked.query)
+            .execute(&self.pool)
+            .await?;
+        let id = written.last_insert_rowid();
+        if id % PRUNED_EVERY == 0 {
+            self.prune().await?;
+        }
+        Ok(id)
+    }
+
+    /// Strangers who try to join do not push out what people did.
+    async fn prune(&self) -> Result<()> {
+        let strangers = "DELETE FROM audit WHERE who = ?1 AND id <= (SELECT id FROM audit WHERE who = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)";
+        query(strangers)
+            .bind(Peer::Anonymous.to_string())
+            .bind(STRANGERS_KEPT)
+            .execute(&self.pool)
+            .await?;
+        let oldest = "DELETE FROM audit WHERE id <= (SELECT id FROM audit ORDER BY id DESC LIMIT 1 OFFSET ?)";
+        query(oldest).bind(KEPT).execute(&self.pool).await?;
+        Ok(())
+    }
+
+    async fn audit_answered(&self, id: i64, answered: &Answered) -> Result<()> {
+        let message = answered.error.as_ref().map(|error| {
+            let text = error.to_string();
+            text.chars().take(MESSAGE_LEN_MAX).collect::<String>()
+        });
+        // A description's name is what the request is about, where the path names nothing.
+        let sql = "UPDATE audit SET status = ?, message = ?, detail = coalesce(?, detail), subject = coalesce(subject, ?) WHERE id = ?";
+        query(sql)
+            .bind(i64::from(answered.status))
+            .bind(message)
+            .bind(detail(answered))
+            .bind(named(answered))
+            .bind(id)
+            .execute(&self.pool)
+            .await?;
+        Ok(())
+    }
+
+    /// Entries of the log, newest first.
+    pub async fn audit(&self, wished: &AuditQuery) -> Result<Vec<AuditEntry>> {
+        type Row = (
+            i64,
+            i64,
+            String,
+            Option<String>,
+            String,
+            Option<String>,
+            Option<String>,
+            Option<i64>,
+            Option<String>,
+        );
+        let sql = "SELECT id, unix_s, who, certificate, what, subject, detail, status, message FROM audit WHERE ?1 IS NULL OR subject = ?1 ORDER BY id DESC LIMIT ?2";
+        let rows: Vec<Row> = query_as(sql)
+            .bind(&wished.about)
+            .bind(i64::from(wished.last.unwrap_or(AuditQuery::LAST)))
+            .fetch_all(&self.pool)
+            .await?;
+        rows.into_iter()
+            .map(
+                |(id, unix_s, who, certificate, what, subject, detail, status, message)| {
+                    let status = status.map(u16::try_from).transpose();
+                    let status = status.map_err(|e| unreadable("status in the audit log", e))?;
+                    Ok(AuditEntry {
+                        id,
+                        unix_s,
+                        who,
+                        certificate,
+                        what,
+                        subject,
+                        detail,
+                        result: AuditResult::of_status(status),
+                        message,
+                    })
+                },
+            )
+            .collect()
+    }
+}
+
+/// An empty request says nothing.
+fn detail(answered: &Answered) -> Option<&str> {
+    let body = answered.body.as_deref()?.trim();
+    (body != "{}").then_some(body)
+}
+
+/// The name within a description.
+fn named(answered: &Answered) -> Option<String> {
+    let body: serde_json::Value = serde_json::from_str(answered.body.as_deref()?).ok()?;
+    let name = body.get("name")?.as_str()?;
+    Some(name.chars().take(128).collect())
+}
+
+fn who(peer: &Peer, login: Option<Login>) -> String {
+    let Peer::Local { uid } = peer else {
+        return peer.to_string();
+    };
+    let user = user_name(*uid);
+    match login.filter(|login| login.0 != *uid) {
+        Some(login) => format!("{user}, logged in as {}", user_name(login.0)),
+        None => user,
+    }
+}
+
+/// A user's name; the number where this machine knows none.
+fn user_name(uid: u32) -> String {
+    let known = std::fs::read_to_string("/etc/passwd")
+        .ok()
+        .and_then(|users| {
+            users.lines().find_map(|line| {
+                let mut fields = line.split(':');
+                let name = fields.next()?;
+                (fields.nth(1)?.parse() == Ok(uid)).then(|| name.to_owned())
+            })
+        });
+    known.unwrap_or_else(|| format!("user {uid}"))
+}
+
+/// The command that makes a request.
+fn what(asked: &Asked) -> String {
+    let command = match (asked.method.as_str(), asked.route.as_str()) {
+        ("POST", path::HOSTS) => "host add",
+        ("DELETE", path::HOST) => "host remove",
+        ("POST", path::FENCED) => "host fenced",
+        ("POST", path::DRAIN) => "host drain",
+        ("DELETE", path::DRAIN) => "host undrain",
+        ("POST", path::JOIN) => "host join",
+        ("POST", path::VMS) => "vm create",
+        ("PUT", path::VM) => "vm edit",
+        ("DELETE", path::VM) => "vm delete",
+        ("POST", path::START) => "vm start",
+        ("POST", path::STOP) => "vm stop",
+        ("POST", path::RESET) => "vm reset",
+        ("POST", path::PAUSE) => "vm pause",
+        ("POST", path::RESUME) => "vm resume",
+        ("POST", path::RESOLVE) => "vm resolve --run-on",
+        ("POST", path::KEEP) => "vm resolve --keep",
+        ("POST", path::SITE_ACKNOWLEDGE) => "site acknowledge",
+        ("POST", path::MIGRATE) => "vm migrate",
+        ("POST", path::CANCEL) => "migration cancel",
+        (method, route) => return format!("{method} {route}"),
+    };
+    command.to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_rpc::controller_client::RULES;
+
+    #[test]
+    fn every_request_that_changes_something_has_its_commands_name() {
+        let people = |rule: &&godwit_rpc::Rule| {
+            rule.method != "GET" && rule.access.allows(&Peer::Local { uid: 0 })
+        };
+        for rule in RULES.iter().filter(people) {
+            let asked = Asked {
+                peer: Peer::Local { uid: 0 },
+                serial: None,
+                login: None,
+                method: rule.method.parse().unwrap(),
+                route: rule.path.into(),
+                subject: None,
+                query: None,
+            };
+            let what = what(&asked);
+            assert!(!what.contains('/'), "{what}: add its command to `what`");
+        }
+    }
+
+    #[test]
+    fn a_person_who_became_root_is_named() {
+        let root = Peer::Local { uid: 0 };
+        assert_eq!(who(&root, None), "root");
+        assert_eq!(who(&root, Some(Login(0))), "root");
+        let odd = Some(Login(4_000_000_001));
+        assert_eq!(who(&root, odd), "root, logged in as user 4000000001");
+        let remote = Peer::Operator("jane".into());
+        assert_eq!(who(&remote, None), "operator jane");
+    }
+}

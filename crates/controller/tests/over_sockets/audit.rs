@@ -1,0 +1,91 @@
+//! The audit log over real sockets: who asked for what, what came of it, and what it does not tell.
+
+use crate::scripted::{House, code, spec, vm};
+use godwit_rpc::controller_client::path;
+use godwit_rpc::pki::Request;
+use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role};
+use godwit_types::ErrorCode;
+use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
+use godwit_types::control_api::StartRequest;
+use serde_json::{Value, json};
+use std::time::Duration;
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+async fn log(house: &House, about: Option<&str>) -> Vec<AuditEntry> {
+    let query = AuditQuery {
+        last: None,
+        about: about.map(str::to_owned),
+    };
+    let mut entries = house.client().audit(&query).await.unwrap();
+    entries.reverse();
+    entries
+}
+
+#[tokio::test]
+async fn who_created_started_and_deleted_a_vm_is_in_the_log_with_what_was_refused() {
+    let mut house = House::new().await;
+    let (_a, client) = (house.host("a").await, house.client());
+    client.create_vm(&spec("web")).await.unwrap();
+    let request = StartRequest::default();
+    client.start(&vm("web"), &request).await.unwrap();
+    let refused = client.delete_vm(&vm("web")).await;
+    assert_eq!(code(refused), ErrorCode::WrongState);
+    client.vms().await.unwrap();
+    let entries = log(&house, Some("web")).await;
+    let told: Vec<_> = entries
+        .iter()
+        .map(|entry| (entry.what.as_str(), entry.result))
+        .collect();
+    let expected = [
+        ("vm create", AuditResult::Done),
+        ("vm start", AuditResult::Done),
+        ("vm delete", AuditResult::Refused),
+    ];
+    assert_eq!(told, expected);
+    assert!(entries.iter().all(|entry| entry.who.starts_with("root")));
+    let created = entries[0].detail.as_deref().unwrap();
+    assert!(created.contains("\"memory_mib\":64"), "{created}");
+    let why = entries[2].message.as_deref().unwrap();
+    assert!(why.contains("godwit vm stop web"), "{why}");
+    // It is in the database, not in a process.
+    house.stop().await;
+    house.start().await;
+    assert_eq!(log(&house, Some("web")).await, entries);
+}
+
+#[tokio::test]
+async fn an_operator_is_named_by_the_certificate_and_a_join_tells_no_secret() {
+    let house = House::new().await;
+    let admin = Identity::load(&house.made.operator_dir).unwrap();
+    let serial = admin.holder().unwrap().serial;
+    let remote = Client::tls(house.address(), &admin, Role::Controller).unwrap();
+    ControllerClient::new(remote).add_host().await.unwrap();
+    let key = Request::new().unwrap();
+    house
+        .join("a", "127.0.0.1:1".parse().unwrap(), &key)
+        .await
+        .unwrap();
+    let entries = log(&house, None).await;
+    let added = entries.iter().find(|entry| entry.what == "host add");
+    let added = added.unwrap();
+    assert!(added.who.starts_with("operator "), "{added:?}");
+    assert_eq!(added.certificate.as_ref(), Some(&serial));
+    let joined = entries.iter().find(|entry| entry.what == "host join");
+    let joined = joined.unwrap();
+    assert_eq!(joined.who, "a client without certificate");
+    assert_eq!(joined.detail, None);
+}
+
+#[tokio::test]
+async fn a_stranger_who_is_turned_away_writes_nothing_into_the_log() {
+    let house = House::new().await;
+    let token = house.token().await;
+    let before = log(&house, None).await;
+    let stranger = Client::joining(house.address(), token.fingerprint).unwrap();
+    let answer: Result<Value, ClientError> = stranger
+        .post(path::VMS, &json!({ "name": "web" }), DEADLINE)
+        .await;
+    assert_eq!(code(answer), ErrorCode::NotAllowed);
+    assert_eq!(log(&house, None).await, before);
+}
