@@ -33,7 +33,7 @@ pub fn done(message: impl Into<String>) -> Done {
 }
 
 fn check(spec: &VmSpec) -> Outcome<()> {
-    spec.check()
+    spec.check_new()
         .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))
 }
 
@@ -350,6 +350,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
     let entry = entry_of(app, name)?;
     app.must_be_described(name)?;
     must_be_off(app, name, "started")?;
+    check(&entry.spec)?;
     let (held, written) = {
         let state = app.state();
         let holds = |place: &Place| place.vm.as_ref().is_some_and(|vm| vm.holds());

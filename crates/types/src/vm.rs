@@ -2,6 +2,8 @@
 //!
 //! Owns nothing. Refuses: unknown keys, sizes out of bounds, names that could escape a path.
 
+mod new;
+
 use crate::ids::{PortGroup, VmName};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -17,8 +19,15 @@ pub const MEMORY_MIB_MAX: u64 = 4 << 20;
 pub const NICS_MAX: usize = 8;
 /// Most disks of a VM.
 pub const DISKS_MAX: usize = 16;
-/// Longest kernel command line, bytes.
+/// Longest kernel command line in a record, bytes.
 pub const CMDLINE_LEN_MAX: usize = 2048;
+/// Longest kernel command line of a new VM, bytes: a kernel has room for a zero byte more.
+pub const NEW_CMDLINE_LEN_MAX: usize = 2047;
+/// Longest name of a new VM's disk: the guest sees it as the serial number, which has so many bytes.
+pub const DISK_NAME_LEN_MAX: usize = 20;
+/// The user ids that QEMUs run as, one for each VM: systemd leaves this range unused, so that neither people, services nor
+/// containers have one of them.
+pub const UIDS: std::ops::RangeInclusive<u32> = 1_879_048_192..=2_147_483_647;
 
 /// Per-VM encryption mode, with vSphere's meaning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
@@ -147,6 +156,10 @@ pub struct VmSpec {
     /// What happens when its QEMU dies.
     #[serde(default, skip_serializing_if = "OnCrash::is_restart")]
     pub on_crash: OnCrash,
+    /// User and group id that its QEMU runs as, the same on every host. The controller allots one that no other VM has,
+    /// and writes it down here; without one the VM has not started since there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
     /// Network cards.
     #[serde(default, rename = "nic", skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<NicSpec>,
@@ -169,17 +182,16 @@ fn q35() -> String {
 pub struct InvalidVm(pub String);
 
 impl VmSpec {
-    /// Reads a VM from TOML and checks it.
-    pub fn from_toml(text: &str) -> Result<Self, InvalidVm> {
-        let spec: Self = toml::from_str(text)
-            .map_err(|error| InvalidVm(format!("the VM description is not valid: {error}")))?;
-        spec.check()?;
-        Ok(spec)
-    }
-
     /// Checks all bounds; every VM from outside passes through here.
     pub fn check(&self) -> Result<(), InvalidVm> {
         self.check_sizes()?;
+        if let Some(uid) = self.uid.filter(|uid| !UIDS.contains(uid)) {
+            return Err(InvalidVm(format!(
+                "uid = {uid} is not valid: the controller gives out {} to {}, so leave it out",
+                UIDS.start(),
+                UIDS.end()
+            )));
+        }
         self.check_texts()?;
         self.check_nics()?;
         self.check_disks()
@@ -227,7 +239,8 @@ impl VmSpec {
         for mac in self.nics.iter().filter_map(|nic| nic.mac.as_deref()) {
             if parse_mac(mac).is_none() {
                 return Err(InvalidVm(format!(
-                    "mac = \"{mac}\" is not a unicast MAC address: use six pairs of hex digits such as 52:54:00:12:34:56"
+                    "mac = \"{}\" is not a unicast MAC address: use six pairs of hex digits such as 52:54:00:12:34:56",
+                    mac.escape_debug()
                 )));
             }
         }
@@ -248,7 +261,7 @@ impl VmSpec {
             {
                 return Err(InvalidVm(format!(
                     "disk name '{}' is not valid or not unique in this VM",
-                    disk.name
+                    disk.name.escape_debug()
                 )));
             }
         }
@@ -285,7 +298,8 @@ fn check_path(key: &str, path: &str) -> Result<(), InvalidVm> {
         return Ok(());
     }
     Err(InvalidVm(format!(
-        "{key} = \"{path}\" is not valid: give an absolute path on the host"
+        "{key} = \"{}\" is not valid: give an absolute path on the host",
+        path.escape_debug()
     )))
 }
 
@@ -298,6 +312,7 @@ fn check_word(key: &str, text: &str, others: &str) -> Result<(), InvalidVm> {
     if fine {
         return Ok(());
     }
+    let text = text.escape_debug();
     Err(InvalidVm(format!("{key} = \"{text}\" is not valid")))
 }
 

@@ -9,7 +9,6 @@ use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
 use crate::output::Output;
 use crate::wait::{of_vm, saying};
 use crate::watch::{failure, watch};
-use godwit_agent::config::one_line;
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::{AgentClient, ClientError};
 use godwit_types::control_api::{
@@ -168,11 +167,10 @@ fn read_spec(file: &Path) -> Result<VmSpec, Failure> {
         );
         Failure::new(ErrorCode::InvalidVm, message)
     })?;
-    let invalid =
-        |why: String| Failure::new(ErrorCode::InvalidVm, format!("{}: {why}", file.display()));
-    let spec: VmSpec = toml::from_str(&text).map_err(|error| invalid(one_line(&text, &error)))?;
-    spec.check().map_err(|error| invalid(error.to_string()))?;
-    Ok(spec)
+    VmSpec::from_toml(&text).map_err(|why| {
+        let message = format!("{}: {why}", file.display());
+        Failure::new(ErrorCode::InvalidVm, message)
+    })
 }
 
 fn same_name(vm: &VmName, spec: &VmSpec, file: &Path) -> CommandResult {

@@ -74,6 +74,7 @@ fn differences(described: &VmSpec, told: &VmSpec) -> Vec<&'static str> {
         ("accelerator", described.accelerator == told.accelerator),
         ("encryption", described.encryption == told.encryption),
         ("on_crash", described.on_crash == told.on_crash),
+        ("uid", described.uid == told.uid),
         ("nic", described.nics == told.nics),
         ("disk", described.disks == told.disks),
     ];

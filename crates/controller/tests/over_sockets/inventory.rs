@@ -89,6 +89,17 @@ async fn each_bad_input_gets_one_sentence_and_leaves_nothing() {
         (with("memory_mib", json!(-1)), ErrorCode::InvalidRequest),
         (with("vcpus", json!(0)), ErrorCode::InvalidVm),
         (with("kernel", json!("vmlinuz")), ErrorCode::InvalidVm),
+        (with("kernel", json!("/\u{1b}]0;x")), ErrorCode::InvalidVm),
+        (with("cmdline", json!("a\tb")), ErrorCode::InvalidVm),
+        (
+            with("cmdline", json!("x".repeat(2048))),
+            ErrorCode::InvalidVm,
+        ),
+        (with("cpu", json!("a,+")), ErrorCode::InvalidVm),
+        (
+            with("disk", json!([{"name": "d".repeat(21), "path": "/d"}])),
+            ErrorCode::InvalidVm,
+        ),
         (json!([]), ErrorCode::InvalidRequest),
         (json!({}), ErrorCode::InvalidRequest),
     ];
