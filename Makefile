@@ -10,7 +10,10 @@ CARGO      ?= cargo
 export CARGO_TERM_COLOR ?= auto
 export SEEDS FUZZ_RUNS CARGO
 
-.PHONY: all build deps test test-unit test-sim test-qemu fuzz plant-faults demo guests bench bench-quick soak tidy lint clean-demo help
+PREFIX     ?= /usr/local
+export PREFIX
+
+.PHONY: all build deb install uninstall deps test test-unit test-sim test-qemu fuzz plant-faults demo guests bench bench-quick soak tidy lint clean-demo help
 
 all: build
 
@@ -22,6 +25,15 @@ deps: ## Install what tests and demo need from the distribution's packages
 
 build: ## Build the product
 	$(CARGO) build --release -p godwit
+
+deb: build ## Make the Debian package below target/deb
+	@scripts/deb.sh
+
+install: ## Install what 'make build' made below PREFIX=/usr/local; DESTDIR= for packagers
+	@scripts/install.sh install
+
+uninstall: ## Take it away again; refused while VMs run here, records are kept
+	@scripts/install.sh uninstall
 
 guests: deps ## Make the guest images below target/guests
 	$(CARGO) build --release -p godwit-testkit

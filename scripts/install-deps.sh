@@ -42,7 +42,9 @@ missing_packages() {
         iproute2=/sbin/ip \
         binutils=/usr/bin/strip \
         xz-utils=/usr/bin/xz \
-        zstd=/usr/bin/zstd
+        zstd=/usr/bin/zstd \
+        mmdebstrap=/usr/bin/mmdebstrap \
+        systemd-container=/usr/bin/systemd-nspawn
     do
         [ -e "${pair#*=}" ] || printf '%s ' "${pair%%=*}"
     done

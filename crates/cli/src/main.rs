@@ -7,6 +7,8 @@ mod args;
 mod commands;
 mod connect;
 mod controller_file;
+#[cfg(test)]
+mod examples_tests;
 mod exit;
 mod output;
 mod plain;
