@@ -5,6 +5,7 @@
 
 mod args;
 mod commands;
+mod complete;
 mod connect;
 mod controller_file;
 #[cfg(test)]
@@ -28,6 +29,7 @@ use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
 fn main() -> ExitCode {
+    complete::answer();
     let cli = Cli::parse();
     start_logging(&cli.command);
     let json = cli.global.json;

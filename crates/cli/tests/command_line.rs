@@ -391,3 +391,54 @@ fn a_command_that_waits_says_so_before_a_person_takes_it_for_a_fault() {
     child.wait().unwrap();
     assert!(line.contains("waiting for the controller"), "{line}");
 }
+
+/// What the shell is offered after these words.
+fn offered(words: &[&str], controller: &Path) -> String {
+    let mut command = command(&["--", "godwit"]);
+    let output = command
+        .args(words)
+        .env("GODWIT_CONTROLLER", controller)
+        .env("COMPLETE", "bash")
+        .env("_CLAP_IFS", "\n")
+        .env("_CLAP_COMPLETE_INDEX", words.len().to_string())
+        .env("_CLAP_COMPLETE_COMP_TYPE", "9")
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(output.stderr.is_empty(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn the_shell_completes_options_without_a_controller() {
+    let nobody = Path::new("/nonexistent/controller.sock");
+    assert!(offered(&["vm", "migrate", "--t"], nobody).contains("--to"));
+    assert_eq!(offered(&["vm", "migrate", "we"], nobody), "");
+}
+
+#[test]
+fn the_shell_completes_names_that_the_controller_knows() {
+    use std::io::{Read as _, Write as _};
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("controller.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    std::thread::spawn(move || {
+        while let Ok((mut stream, _)) = listener.accept() {
+            let mut head = [0; 4096];
+            let len = stream.read(&mut head).unwrap();
+            let is_vms = head[..len].starts_with(b"GET /v1/vms ");
+            let vm = r#"[{"spec":{"name":"web","vcpus":1,"memory_mib":64,"kernel":"/k"},"state":"running","host":"a","generation":1}]"#;
+            let body = if is_vms {
+                vm
+            } else {
+                r#"{"version":"1","ca_fingerprint":"f"}"#
+            };
+            let answer = format!(
+                "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+                body.len()
+            );
+            stream.write_all(answer.as_bytes()).unwrap();
+        }
+    });
+    assert_eq!(offered(&["vm", "migrate", "we"], &socket).trim(), "web");
+}

@@ -3,6 +3,7 @@
 //! Owns nothing. Refuses: to make the directory's parents.
 
 use crate::args::Cli;
+use crate::complete;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
 use clap::{Command, CommandFactory};
@@ -12,7 +13,8 @@ use std::path::Path;
 /// Prints a shell's completions.
 pub fn completion(shell: clap_complete::Shell) -> CommandResult {
     let mut text = Vec::new();
-    clap_complete::generate(shell, &mut Cli::command(), "godwit", &mut text);
+    complete::register(shell, &mut text)
+        .map_err(|error| Failure::new(ErrorCode::Internal, format!("no completions: {error}")))?;
     // A pipe that was closed early, as by `head`, is no failure.
     let _ = std::io::Write::write_all(&mut std::io::stdout(), &text);
     Ok(())
