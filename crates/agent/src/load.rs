@@ -36,7 +36,7 @@ pub struct Reading {
     cpu_ticks: (u64, u64),
     /// By process id.
     processes: BTreeMap<i32, ProcessTimes>,
-    /// Guest memory that is still to be sent, bytes, by migration.
+    /// Bytes that the migration's channels had carried, by migration.
     migrations: BTreeMap<MigrationId, u64>,
 }
 
@@ -45,7 +45,7 @@ pub struct Reading {
 pub struct Wanted {
     /// Processes.
     pub processes: Vec<i32>,
-    /// Migrations and what each has still to send, bytes.
+    /// Migrations and what the channels of each have carried so far, bytes.
     pub migrations: BTreeMap<MigrationId, u64>,
 }
 
@@ -122,13 +122,12 @@ impl Reading {
     /// The busiest thread of a process since then, and its CPU, percent of one core.
     pub fn busiest_thread(&self, base: &Self, pid: Option<i32>) -> (String, f64) {
         let seconds = self.seconds_since(base);
-        let threads = |reading: &Self| {
-            let process = pid.and_then(|pid| reading.processes.get(&pid));
-            process
-                .map(|process| process.threads.clone())
-                .unwrap_or_default()
+        let process = |reading: &Self| reading.processes.get(&pid?).cloned();
+        // A process that was not read before is not busy with all that it ever did.
+        let Some((now, then)) = process(self).zip(process(base)) else {
+            return Default::default();
         };
-        let (now, then) = (threads(self), threads(base));
+        let (now, then) = (now.threads, then.threads);
         let shares = now.into_iter().map(|(id, (name, cpu_s))| {
             let before = then.get(&id).map_or(0.0, |(_, cpu_s)| *cpu_s);
             (name, percent(Some(cpu_s), Some(before), seconds))
@@ -138,19 +137,10 @@ impl Reading {
             .unwrap_or_default()
     }
 
-    /// A migration's part of what its host's interfaces carried: by what each migration got through since then, evenly
-    /// where nobody tells (a destination does not know what is left).
-    pub fn migration_share(&self, base: &Self, id: &MigrationId) -> f64 {
-        let done = |id: &MigrationId, now: u64| {
-            let then = base.migrations.get(id).copied().unwrap_or(now);
-            then.saturating_sub(now) as f64
-        };
-        let all: f64 = self.migrations.iter().map(|(id, now)| done(id, *now)).sum();
-        match self.migrations.get(id) {
-            None => 0.0,
-            Some(now) if all > 0.0 => done(id, *now) / all,
-            Some(_) => 1.0 / self.migrations.len() as f64,
-        }
+    /// Bytes per second that a migration's own channels carried since then.
+    pub fn migration_rate(&self, base: &Self, id: &MigrationId) -> Option<f64> {
+        let (now, then) = (self.migrations.get(id)?, base.migrations.get(id)?);
+        Some(rate(*now, *then, self.seconds_since(base)))
     }
 
     /// An interface's traffic since then.
@@ -319,16 +309,47 @@ mod tests {
         assert_eq!(now.process_percent(&then, Some(9)), 0.0);
         assert_eq!(now.process_percent(&then, None), 0.0);
         assert_eq!(now.busiest_thread(&then, Some(7)), ("send-0".into(), 75.0));
-        let id = MigrationId::new("m").unwrap();
-        // Alone it has everything; beside one that got through three times as much, a quarter.
-        assert_eq!(now.migration_share(&then, &id), 1.0);
-        let other = MigrationId::new("n").unwrap();
-        let with = |mut reading: Reading, own: u64, others: u64| {
-            reading.migrations = [(id.clone(), own), (other.clone(), others)].into();
-            reading
+    }
+
+    #[test]
+    fn two_moves_to_one_host_show_their_own_rates_and_not_half_of_the_interface_each() {
+        let start = Instant::now();
+        let (m, n) = (
+            MigrationId::new("m").unwrap(),
+            MigrationId::new("n").unwrap(),
+        );
+        let reading = |seconds: u64, carried: [u64; 2]| Reading {
+            at: start + Duration::from_secs(seconds),
+            interfaces: BTreeMap::new(),
+            cpu_ticks: (0, 0),
+            processes: BTreeMap::new(),
+            migrations: [m.clone(), n.clone()].into_iter().zip(carried).collect(),
         };
-        let (then, now) = (with(then, 1000, 1000), with(now, 900, 700));
-        assert_eq!(now.migration_share(&then, &id), 0.25);
-        assert_eq!(now.migration_share(&now, &id), 0.5);
+        let (then, now) = (reading(0, [1000, 1000]), reading(2, [7000, 1200]));
+        assert_eq!(now.migration_rate(&then, &m), Some(3000.0));
+        assert_eq!(now.migration_rate(&then, &n), Some(100.0));
+        let unknown = MigrationId::new("o").unwrap();
+        assert_eq!(now.migration_rate(&then, &unknown), None);
+    }
+
+    #[test]
+    fn a_process_that_was_not_read_before_is_not_busy_with_all_that_it_ever_did() {
+        let start = Instant::now();
+        let reading = |seconds: u64, known: bool| {
+            let times = ProcessTimes {
+                cpu_s: 0.46,
+                threads: [(8, ("godwit".to_owned(), 0.46))].into(),
+            };
+            Reading {
+                at: start + Duration::from_secs(seconds),
+                interfaces: BTreeMap::new(),
+                cpu_ticks: (0, 0),
+                processes: known.then_some((7, times)).into_iter().collect(),
+                migrations: BTreeMap::new(),
+            }
+        };
+        let (then, now) = (reading(0, false), reading(2, true));
+        assert_eq!(now.process_percent(&then, Some(7)), 0.0);
+        assert_eq!(now.busiest_thread(&then, Some(7)), (String::new(), 0.0));
     }
 }

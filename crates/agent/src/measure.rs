@@ -10,7 +10,7 @@ use godwit_types::forecast::{
 };
 use godwit_types::host_api::{HostVm, MEASURE_MS_MAX, VmAnswer, VmRequest};
 use godwit_types::load::{HostLoad, InterfaceLoad, MigrationLoad};
-use godwit_types::migration::{MigrationReport, Side};
+use godwit_types::migration::MigrationReport;
 use godwit_types::{ApiError, ErrorCode, VmName};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -84,10 +84,6 @@ impl Agent {
             .iter()
             .map(|(name, addresses)| reading.interface(&base, &self.system, name, addresses))
             .collect();
-        let carried = interfaces
-            .iter()
-            .map(|link| link.received_bytes_per_s + link.sent_bytes_per_s)
-            .sum::<f64>();
         HostLoad {
             host: self.host().clone(),
             seconds: reading.seconds_since(&base),
@@ -97,10 +93,7 @@ impl Agent {
             memory_free_mib: self.memory.free_mib(),
             migrations: moving
                 .iter()
-                .map(|(vm, report)| {
-                    let share = reading.migration_share(&base, &report.id);
-                    migration_load(vm, report, &reading, &base, share * carried)
-                })
+                .map(|(vm, report)| migration_load(vm, report, &reading, &base))
                 .collect(),
             interfaces,
         }
@@ -126,7 +119,7 @@ impl Agent {
             wanted.processes.extend(vm.qemu_pid);
             wanted
                 .migrations
-                .insert(report.id.clone(), report.remaining_bytes);
+                .insert(report.id.clone(), report.bytes_on_wire);
         }
         let reading = tokio::task::block_in_place(|| Reading::take(&self.system, &wanted));
         (moving, reading)
@@ -138,11 +131,10 @@ fn migration_load(
     report: &MigrationReport,
     now: &Reading,
     base: &Reading,
-    bytes_per_s: f64,
 ) -> MigrationLoad {
     let (busiest_thread, busiest_thread_percent) = now.busiest_thread(base, vm.vm_process_pid);
-    let ram_bytes = (report.ram_mib << 20).max(1);
-    let left = report.remaining_bytes.min(ram_bytes);
+    // One that has just begun says itself how fast it is.
+    let bytes_per_s = now.migration_rate(base, &report.id);
     MigrationLoad {
         id: report.id.clone(),
         vm: report.vm.clone(),
@@ -151,15 +143,12 @@ fn migration_load(
         side: report.side,
         phase: report.phase,
         streams: report.streams,
-        bytes_per_s,
+        bytes_per_s: bytes_per_s.unwrap_or(report.wire_bytes_per_s),
         cpu_percent: now.process_percent(base, vm.vm_process_pid),
         busiest_thread_percent,
         busiest_thread,
         hypervisor_cpu_percent: now.process_percent(base, vm.qemu_pid),
-        percent: match report.side {
-            Side::Source => 100.0 * (ram_bytes - left) as f64 / ram_bytes as f64,
-            Side::Destination => 0.0,
-        },
+        percent: report.done_percent,
         guest_speed_percent: report.guest_speed_percent,
         eta_s: report.eta_s,
     }
