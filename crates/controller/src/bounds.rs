@@ -220,6 +220,10 @@ fn must_be_distinct<'a>(
 pub fn report(mut report: MigrationReport) -> MigrationReport {
     report.iterations.truncate(ITERATIONS_MAX);
     lines(&mut report.notes);
+    report.events.truncate(LINES_MAX);
+    for event in &mut report.events {
+        sentence(&mut event.message);
+    }
     report.reason.iter_mut().for_each(sentence);
     if let Some(prediction) = &mut report.prediction {
         sentence(&mut prediction.basis);

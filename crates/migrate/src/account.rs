@@ -1,8 +1,9 @@
-//! Keeps the books of one migration: iterations and what limited each.
+//! Names what limited an iteration.
 //!
-//! Pure; every duration comes in as an argument. Refuses: to guess what is left, which is [`crate::convergence`]'s.
+//! Pure; every duration comes in as an argument. Refuses: to guess what is left, which is [`crate::convergence`]'s, and to
+//! keep sums, which are [`crate::ledger`]'s.
 
-use godwit_types::migration::{IterationReport, LimitedBy, MigrationReport};
+use godwit_types::migration::LimitedBy;
 
 /// Bytes of a guest page.
 pub const PAGE_BYTES: u64 = 4096;
@@ -40,29 +41,6 @@ pub fn limited_by(shares: Shares, iteration: u32, sent_bytes: u64, dirty_bytes: 
         return LimitedBy::DestinationCpu;
     }
     LimitedBy::Link
-}
-
-/// Books one iteration into the report and renews its totals. `dirty_bytes` is what the guest wrote meanwhile; `None`
-/// when it was stopped.
-pub fn book(report: &mut MigrationReport, iteration: IterationReport, dirty_bytes: Option<u64>) {
-    report.bytes_on_wire += iteration.bytes;
-    if let Some(bytes) = dirty_bytes.filter(|_| iteration.seconds > 0.0) {
-        report.dirty_mib_per_s = bytes as f64 / iteration.seconds / f64::from(1 << 20);
-    }
-    report.remaining_bytes = dirty_bytes.unwrap_or(0);
-    report.iterations.push(iteration);
-    report.throughput_gb_per_s = throughput_gb_per_s(&report.iterations);
-}
-
-/// Page bytes per second over all iterations, GB/s.
-fn throughput_gb_per_s(iterations: &[IterationReport]) -> f64 {
-    let bytes: u64 = iterations.iter().map(|i| i.pages_sent * PAGE_BYTES).sum();
-    let seconds: f64 = iterations.iter().map(|i| i.seconds).sum();
-    if seconds > 0.0 {
-        bytes as f64 / seconds / 1e9
-    } else {
-        0.0
-    }
 }
 
 #[cfg(test)]

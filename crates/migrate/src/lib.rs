@@ -9,6 +9,8 @@ pub mod addresses;
 pub mod convergence;
 pub mod curve;
 pub mod governor;
+pub mod ledger;
 pub mod predict;
 pub mod protocol;
+pub mod rate;
 pub mod streams;

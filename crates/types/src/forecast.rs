@@ -5,6 +5,7 @@
 
 use crate::ids::MigrationId;
 use crate::migration::{Cipher, MigrationSecret};
+use crate::round::{rounded, rounded_finely, rounded_option};
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 use utoipa::ToSchema;
@@ -14,14 +15,18 @@ use utoipa::ToSchema;
 #[serde(default)]
 pub struct Prediction {
     /// From the request to the guest running at the destination, s.
+    #[serde(serialize_with = "rounded")]
     pub total_s: f64,
     /// No vCPU runs anywhere for this long, ms.
+    #[serde(serialize_with = "rounded")]
     pub downtime_ms: f64,
     /// Percent of its speed that the guest is left with while it is slowed; 100 = not slowed.
     pub guest_speed_percent: u32,
     /// Page bytes per second that the move gets through, GB/s.
+    #[serde(serialize_with = "rounded_finely")]
     pub throughput_gb_per_s: f64,
     /// What the guest writes anew per second at the pace of the passes, MiB/s.
+    #[serde(serialize_with = "rounded")]
     pub dirty_mib_per_s: f64,
     /// Guest memory that has content, MiB.
     pub data_mib: u64,
@@ -47,9 +52,10 @@ pub struct CannotKeep {
     /// Which.
     pub promise: PromiseKind,
     /// What was asked: s, ms or percent.
+    #[serde(serialize_with = "rounded")]
     pub asked: f64,
     /// What is expected, in the same unit; none where no value would do.
-    #[serde(default)]
+    #[serde(default, serialize_with = "rounded_option")]
     pub predicted: Option<f64>,
     /// One sentence: why, and what would help.
     pub message: String,

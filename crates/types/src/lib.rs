@@ -15,6 +15,7 @@ pub mod host_api;
 pub mod ids;
 pub mod load;
 pub mod migration;
+mod round;
 pub mod site;
 pub mod text;
 pub mod vm;

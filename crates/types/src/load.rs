@@ -4,6 +4,7 @@
 
 use crate::ids::{HostName, MigrationId, VmName};
 use crate::migration::{Phase, Side};
+use crate::round::{rounded, rounded_option};
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 use utoipa::ToSchema;
@@ -19,8 +20,10 @@ pub struct InterfaceLoad {
     /// Its speed as its driver says, Mb/s; none where it does not.
     pub speed_mbit_per_s: Option<u64>,
     /// Bytes received per second.
+    #[serde(serialize_with = "rounded")]
     pub received_bytes_per_s: f64,
     /// Bytes sent per second.
+    #[serde(serialize_with = "rounded")]
     pub sent_bytes_per_s: f64,
 }
 
@@ -45,22 +48,27 @@ pub struct MigrationLoad {
     pub phase: Phase,
     /// Data channels.
     pub streams: u32,
-    /// Bytes on the wire per second, both ways.
+    /// Bytes per second that this migration's own data channels carried.
+    #[serde(serialize_with = "rounded")]
     pub bytes_per_s: f64,
     /// CPU of the VM process, percent of one core.
+    #[serde(serialize_with = "rounded")]
     pub cpu_percent: f64,
     /// CPU of its busiest thread, percent of one core: at 100 that thread is the limit.
+    #[serde(serialize_with = "rounded")]
     pub busiest_thread_percent: f64,
     /// That thread's name.
     pub busiest_thread: String,
     /// CPU of the hypervisor, percent of one core.
+    #[serde(serialize_with = "rounded")]
     pub hypervisor_cpu_percent: f64,
-    /// Percent of the guest's memory that is done with.
+    /// Percent of what has to go that has gone; 0 at a destination, which does not know.
+    #[serde(serialize_with = "rounded")]
     pub percent: f64,
     /// Percent of its speed that the guest is left with.
     pub guest_speed_percent: u32,
     /// Estimated seconds to the end.
-    #[serde(default)]
+    #[serde(default, serialize_with = "rounded_option")]
     pub eta_s: Option<f64>,
 }
 
@@ -71,10 +79,12 @@ pub struct HostLoad {
     #[schema(value_type = String)]
     pub host: HostName,
     /// Rates are averages over this time, s.
+    #[serde(serialize_with = "rounded")]
     pub seconds: f64,
     /// Cores.
     pub cpus: u32,
     /// CPU in use, percent of all cores.
+    #[serde(serialize_with = "rounded")]
     pub cpu_percent: f64,
     /// Memory, MiB.
     pub memory_total_mib: u64,

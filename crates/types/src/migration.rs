@@ -4,6 +4,7 @@
 
 pub use crate::forecast::{CannotKeep, Prediction};
 use crate::ids::{Generation, HostName, MigrationId, VmName};
+use crate::round::{rounded, rounded_finely, rounded_option};
 use crate::vm::EncryptionMode;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
@@ -177,9 +178,60 @@ pub struct IterationReport {
     /// Bytes on the wire.
     pub bytes: u64,
     /// How long it took, s.
+    #[serde(serialize_with = "rounded")]
     pub seconds: f64,
     /// What limited it.
     pub limited_by: LimitedBy,
+}
+
+/// The pass that is under way, or that a cancel or a failure cut short.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PassUnderWay {
+    /// Which pass, from 1.
+    pub number: u32,
+    /// Pages sent with their bytes so far.
+    pub pages_sent: u64,
+    /// Pages sent as zero so far.
+    pub zero_pages: u64,
+    /// Bytes on the wire so far.
+    pub bytes: u64,
+    /// Since it began, s.
+    #[serde(serialize_with = "rounded")]
+    pub seconds: f64,
+}
+
+/// What happened to a migration beside its plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum MoveEventKind {
+    /// No byte got through for a while, on channels that were not lost.
+    LinkSilent,
+    /// The channels to the other host were lost; lasts until new ones are made.
+    LinkLost,
+    /// The switchover was called off and the guest went on at the source; lasts while the guest stood still.
+    SwitchoverCalledOff,
+    /// Something that this version does not know.
+    #[serde(other)]
+    Other,
+}
+
+/// Something that happened to a migration beside its plan, and when.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct MoveEvent {
+    /// When it began, s after the migration did.
+    #[serde(serialize_with = "rounded")]
+    pub at_s: f64,
+    /// What.
+    pub kind: MoveEventKind,
+    /// How long it lasted, s; absent while it lasts.
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        serialize_with = "rounded_option"
+    )]
+    pub lasted_s: Option<f64>,
+    /// Why, one sentence.
+    pub message: String,
 }
 
 /// How a migration ended, or that it has not.
@@ -216,16 +268,22 @@ pub enum Phase {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct SwitchoverParts {
     /// Stopping the vCPUs at the source.
+    #[serde(serialize_with = "rounded")]
     pub stop_ms: f64,
     /// Final scan and the last pages, applied.
+    #[serde(serialize_with = "rounded")]
     pub last_pages_ms: f64,
     /// Saving device state at the source and carrying it over.
+    #[serde(serialize_with = "rounded")]
     pub device_save_ms: f64,
     /// Loading device state, until the destination said ready.
+    #[serde(serialize_with = "rounded")]
     pub device_load_ms: f64,
     /// Ready, gift and permit: both hosts' journals and the ways of the messages.
+    #[serde(serialize_with = "rounded")]
     pub permit_ms: f64,
     /// Letting the guest run at the destination.
+    #[serde(serialize_with = "rounded")]
     pub resume_ms: f64,
 }
 
@@ -239,6 +297,12 @@ pub struct Promise {
 }
 
 /// The report of one migration; both hosts keep it under the same id.
+///
+/// While it moves, all figures are as of now and renewed about ten times a second, also in the first pass:
+/// `bytes_on_wire` is what the data channels have carried so far, `wire_bytes_per_s` their rate over the last second or so
+/// (the rate that `godwit host top` shows), `throughput_gb_per_s` the average of guest memory with content, which zero
+/// pages do not count in, `pass` the pass under way, `done_percent` how much of what has to go has gone. When it is over,
+/// however it ended, they stay as they were last, but `wire_bytes_per_s`, which is then the average of all passes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationReport {
     /// The migration.
@@ -266,21 +330,32 @@ pub struct MigrationReport {
     pub encryption: Cipher,
     /// Data channels.
     pub streams: u32,
-    /// From the request to the guest running at the destination, s.
+    /// From the request to the guest running at the destination, or to the end that it had instead, s.
+    #[serde(serialize_with = "rounded")]
     pub total_s: f64,
-    /// No vCPU ran anywhere for this long, ms, by the source's clock.
+    /// No vCPU ran anywhere for this long, ms, by the source's clock; 0 while no switchover was made.
+    #[serde(serialize_with = "rounded")]
     pub switchover_ms: f64,
     /// Its parts.
     pub switchover_parts_ms: SwitchoverParts,
-    /// Precopy passes and the last one.
+    /// Precopy passes and the last one, as far as they are complete.
     pub iterations: Vec<IterationReport>,
-    /// All bytes that this side sent or received.
+    /// The pass under way; in a migration that was cancelled or failed, the one that it cut short.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pass: Option<PassUnderWay>,
+    /// All bytes that this side's data channels sent or received so far.
     pub bytes_on_wire: u64,
-    /// Page bytes per second of precopy, GB/s.
+    /// Bytes per second on the wire: over the last second or so while it moves, on the average of all passes afterwards.
+    #[serde(default, serialize_with = "rounded")]
+    pub wire_bytes_per_s: f64,
+    /// Guest memory with content that was sent per second of all passes so far, GB/s.
+    #[serde(serialize_with = "rounded_finely")]
     pub throughput_gb_per_s: f64,
     /// CPU seconds of the source's VM process in this migration.
+    #[serde(serialize_with = "rounded")]
     pub cpu_source_s: f64,
     /// CPU seconds of the destination's VM process in this migration.
+    #[serde(serialize_with = "rounded")]
     pub cpu_destination_s: f64,
     /// Longest silence seen by a 1 ms ping, ms; only a measuring client can tell.
     #[serde(default)]
@@ -288,27 +363,40 @@ pub struct MigrationReport {
     /// How far the guest's clock fell behind, ms; only a measuring client can tell.
     #[serde(default)]
     pub guest_clock_lag_ms: Option<f64>,
-    /// Pages the guest dirtied per second in precopy, MiB/s.
+    /// Memory that the guest wrote, on the average of all the time in which its writes were tracked, MiB/s.
+    #[serde(serialize_with = "rounded")]
     pub dirty_mib_per_s: f64,
     /// Downtime promised and kept or missed.
     pub promise: Promise,
     /// Guest memory, MiB.
     pub ram_mib: u64,
+    /// Guest memory that had content when it began: what has to go at least, bytes. 0 where that is not known.
+    #[serde(default)]
+    pub content_bytes: u64,
     /// Bytes of guest memory still to be sent, while it goes on.
     pub remaining_bytes: u64,
+    /// How much of what has to go has gone, percent; never less than before, and 100 once it has completed.
+    #[serde(default, serialize_with = "rounded")]
+    pub done_percent: f64,
     /// Estimated seconds to the end, while it goes on and where an honest estimate exists.
-    #[serde(default)]
+    #[serde(default, serialize_with = "rounded_option")]
     pub eta_s: Option<f64>,
     /// Percent of its speed that a guest that does not converge is left with; 100 = not slowed.
     pub guest_speed_percent: u32,
     /// When it began, seconds since 1970, UTC.
     pub began_unix_s: u64,
+    /// When it ended, seconds since 1970, UTC; absent while it goes on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended_unix_s: Option<u64>,
     /// Allocating the destination's memory before anything was sent, s; part of the total.
-    #[serde(default)]
+    #[serde(default, serialize_with = "rounded")]
     pub prepare_s: f64,
     /// What made it slower than it could be, with the remedy; one sentence each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub notes: Vec<String>,
+    /// What happened beside the plan, in order: links lost and made again, switchovers that were called off.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub events: Vec<MoveEvent>,
     /// What was predicted when it began.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prediction: Option<Prediction>,
@@ -334,6 +422,7 @@ impl MigrationReport {
     /// Books an end that its own VM process did not book.
     pub fn close(&mut self, outcome: Outcome, reason: Option<String>, now_unix_s: u64) {
         self.total_s = now_unix_s.saturating_sub(self.began_unix_s) as f64;
+        self.ended_unix_s = (outcome != Outcome::InDoubt).then_some(now_unix_s);
         self.outcome = Some(outcome);
         self.reason = reason;
         self.eta_s = None;
@@ -343,7 +432,23 @@ impl MigrationReport {
         };
         if outcome == Outcome::Completed {
             self.remaining_bytes = 0;
+            self.done_percent = 100.0;
         }
+    }
+
+    /// The pass that is under way, from 1; the last one where none is.
+    pub fn pass_number(&self) -> usize {
+        let under_way = usize::from(self.pass.is_some());
+        (self.iterations.len() + under_way).max(1)
+    }
+
+    /// What goes on beside the plan now: a link that is silent or lost.
+    pub fn trouble_under_way(&self) -> Option<&MoveEvent> {
+        let lasting = |event: &&MoveEvent| event.lasted_s.is_none();
+        self.events
+            .last()
+            .filter(|_| self.outcome.is_none())
+            .filter(lasting)
     }
 
     /// A report of a migration that has just begun.
@@ -363,7 +468,9 @@ impl MigrationReport {
             switchover_ms: 0.0,
             switchover_parts_ms: SwitchoverParts::default(),
             iterations: Vec::new(),
+            pass: None,
             bytes_on_wire: 0,
+            wire_bytes_per_s: 0.0,
             throughput_gb_per_s: 0.0,
             cpu_source_s: 0.0,
             cpu_destination_s: 0.0,
@@ -375,12 +482,16 @@ impl MigrationReport {
                 kept: false,
             },
             ram_mib,
+            content_bytes: 0,
             remaining_bytes: ram_mib << 20,
+            done_percent: 0.0,
             eta_s: None,
             guest_speed_percent: 100,
             began_unix_s,
+            ended_unix_s: None,
             prepare_s: 0.0,
             notes: Vec::new(),
+            events: Vec::new(),
             prediction: spec.prediction.clone(),
         }
     }

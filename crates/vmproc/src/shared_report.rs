@@ -2,12 +2,15 @@
 //!
 //! Owned by the VM; the lock is held for the time of a copy. Data-path threads never touch it.
 
-use godwit_types::migration::{MigrationReport, Outcome, Phase};
+use godwit_migrate::ledger::average_wire_rate;
+use godwit_types::migration::{MigrationReport, MoveEvent, MoveEventKind, Outcome, Phase, Side};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Most notes of one report.
 const NOTES_MAX: usize = 32;
+/// Most events of one report.
+const EVENTS_MAX: usize = 32;
 
 /// The report and the clock it is measured by.
 #[derive(Debug, Clone)]
@@ -79,12 +82,73 @@ impl SharedReport {
         let Pause::Since(at) = std::mem::take(&mut *self.pause()) else {
             return;
         };
-        let ms = at.elapsed().as_millis();
+        let stood_s = at.elapsed().as_secs_f64();
         self.update(|report| {
-            let note =
-                format!("a switchover was called off after the guest had stood still for {ms} ms");
-            report.notes.push(note);
+            let event = MoveEvent {
+                at_s: (report.total_s - stood_s).max(0.0),
+                kind: MoveEventKind::SwitchoverCalledOff,
+                lasted_s: Some(stood_s),
+                message: format!(
+                    "the switchover was called off after the guest had stood still for {:.0} ms; it goes on at its source",
+                    1e3 * stood_s
+                ),
+            };
+            push(report, event);
         });
+    }
+
+    /// Something beside the plan has begun.
+    pub(crate) fn happened(&self, kind: MoveEventKind, message: &str) {
+        self.update(|report| {
+            let event = MoveEvent {
+                at_s: report.total_s,
+                kind,
+                lasted_s: None,
+                message: message.to_owned(),
+            };
+            push(report, event);
+        });
+    }
+
+    /// Something beside the plan is over; says how long it lasted, s.
+    pub(crate) fn passed(&self, kind: MoveEventKind) -> Option<f64> {
+        self.update(|report| {
+            let open = |event: &&mut MoveEvent| event.kind == kind && event.lasted_s.is_none();
+            let now_s = report.total_s;
+            let event = report.events.iter_mut().rev().find(open)?;
+            let lasted_s = (now_s - event.at_s).max(0.0);
+            event.lasted_s = Some(lasted_s);
+            Some(lasted_s)
+        })
+    }
+
+    /// (source) No byte has moved for so long; from `limit_s` on that is told, until one does.
+    pub(crate) fn silent_for(&self, silent_s: f64, limit_s: f64) {
+        if silent_s < limit_s {
+            if let Some(seconds) = self.passed(MoveEventKind::LinkSilent) {
+                tracing::info!(seconds, "pages get through again");
+            }
+            return;
+        }
+        let began = self.update(|report| {
+            let open = |event: &MoveEvent| {
+                event.kind == MoveEventKind::LinkSilent && event.lasted_s.is_none()
+            };
+            if report.events.last().is_some_and(open) {
+                return false;
+            }
+            let event = MoveEvent {
+                at_s: (report.total_s - silent_s).max(0.0),
+                kind: MoveEventKind::LinkSilent,
+                lasted_s: None,
+                message: "nothing got through to the other host".into(),
+            };
+            push(report, event);
+            true
+        });
+        if began {
+            tracing::warn!(silent_s, "nothing gets through to the other host");
+        }
     }
 
     /// (source) The destination said at `at` that the guest runs there: the switchover is over, by this side's clock.
@@ -142,12 +206,47 @@ impl SharedReport {
             report.eta_s = None;
             if outcome == Outcome::Completed {
                 report.remaining_bytes = 0;
+                report.done_percent = 100.0;
+            }
+            if outcome != Outcome::InDoubt {
+                close(report);
             }
             if report.reason.is_none() {
                 report.reason = reason;
             }
         });
     }
+}
+
+/// Adds an event; of very many the first and the last are kept. One that another follows is over.
+fn push(report: &mut MigrationReport, event: MoveEvent) {
+    end_events(report, event.at_s);
+    if report.events.len() >= EVENTS_MAX {
+        report.events.pop();
+    }
+    report.events.push(event);
+}
+
+fn end_events(report: &mut MigrationReport, now_s: f64) {
+    let open = report
+        .events
+        .iter_mut()
+        .filter(|event| event.lasted_s.is_none());
+    for event in open {
+        event.lasted_s = Some((now_s - event.at_s).max(0.0));
+    }
+}
+
+/// What is said of a migration that is over: nothing lasts any more, and rates are averages.
+fn close(report: &mut MigrationReport) {
+    end_events(report, report.total_s);
+    report.wire_bytes_per_s = match report.side {
+        Side::Source => average_wire_rate(report),
+        // It does not know the passes.
+        Side::Destination => report.bytes_on_wire as f64 / report.total_s.max(1e-3),
+    };
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    report.ended_unix_s = now.ok().map(|since| since.as_secs());
 }
 
 fn book_pause(report: &mut MigrationReport, time: Duration) {

@@ -217,7 +217,8 @@ impl Channels {
         )))
     }
 
-    fn bytes(&self) -> u64 {
+    /// Bytes that have come on them so far.
+    pub(super) fn bytes(&self) -> u64 {
         let meters = self.slots.iter().filter_map(|slot| slot.meter.as_ref());
         meters.map(|meter| meter.read().bytes).sum()
     }

@@ -26,11 +26,12 @@ use crate::shared_report::SharedReport;
 use godwit_migrate::protocol::{
     ToDestination, ToSource, clip_reason, decode_to_destination, encode,
 };
+use godwit_migrate::rate::WireRate;
 use godwit_ownership::{Event, PeerMessage};
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
 use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportError};
-use godwit_types::migration::Phase;
+use godwit_types::migration::{MoveEventKind, Phase};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -124,6 +125,9 @@ impl DestinationHandle {
             lingers: false,
             connected: false,
             first_pass: Arc::new(AtomicBool::new(true)),
+            carried: 0,
+            wire: WireRate::default(),
+            began: Instant::now(),
         };
         let thread = std::thread::Builder::new()
             .name("destination".into())
@@ -230,6 +234,10 @@ pub(super) struct DestinationDriver {
     connected: bool,
     /// Page threads give way to vCPUs until a pass is complete.
     first_pass: Arc<AtomicBool>,
+    /// Bytes that came on the channels of earlier epochs.
+    carried: u64,
+    wire: WireRate,
+    began: Instant,
 }
 
 impl DestinationDriver {
@@ -286,7 +294,10 @@ impl DestinationDriver {
                     self.held_back.clear();
                     return wait_for_end(&self.arrivals, self.next_control.take(), &self.commands);
                 }
-                (Halt::Lost(_), _) => self.tell(News::Core(Event::LinkLost)),
+                (Halt::Lost(reason), _) => {
+                    self.report.happened(MoveEventKind::LinkLost, &reason);
+                    self.tell(News::Core(Event::LinkLost));
+                }
                 (halt, _) => return halt,
             }
         }
@@ -309,7 +320,9 @@ impl DestinationDriver {
     }
 
     /// Ends a connection set: when this returns nothing of it writes memory any more.
-    fn close(&self, mut epoch: Epoch, orderly: bool) {
+    fn close(&mut self, mut epoch: Epoch, orderly: bool) {
+        self.show_received(&epoch);
+        self.carried = self.carried.saturating_add(epoch.channels.bytes());
         self.control.clear();
         if orderly {
             epoch.control.finish();
@@ -366,6 +379,7 @@ impl DestinationDriver {
         let control = Arc::new(SharedControl::new(sender));
         self.control.set(&control);
         self.connected = true;
+        self.report.passed(MoveEventKind::LinkLost);
         self.report.update(|report| report.phase = Phase::Precopy);
         let now = Instant::now();
         Ok(Epoch {
@@ -512,11 +526,25 @@ impl DestinationDriver {
             return Ok(());
         }
         epoch.told = Instant::now();
+        self.show_received(epoch);
         if let Some(end) = epoch.channels.failure() {
             return Err(halt_of_end(end));
         }
         let told = epoch.channels.tell_applied(&epoch.control);
         told.map_err(|error| halt_of(&error))
+    }
+
+    /// Shows what has come so far, and how fast.
+    fn show_received(&mut self, epoch: &Epoch) {
+        let bytes = self.carried.saturating_add(epoch.channels.bytes());
+        self.wire.sample(self.began.elapsed().as_secs_f64(), bytes);
+        let bytes_per_s = self.wire.bytes_per_s().unwrap_or_default();
+        self.report.update(|report| {
+            report.bytes_on_wire = bytes;
+            if report.outcome.is_none() {
+                report.wire_bytes_per_s = bytes_per_s;
+            }
+        });
     }
 
     /// Says that the memory asked for is there; ends the migration when there is not enough. Not before all channels have

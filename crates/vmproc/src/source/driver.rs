@@ -25,12 +25,14 @@ use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
 use crate::throttle::SharedThrottle;
 use godwit_guestmem::{PageSet, RamFile};
+use godwit_migrate::account::PAGE_BYTES;
 use godwit_migrate::convergence::{Convergence, Goal};
+use godwit_migrate::ledger::{Counters, Ledger};
 use godwit_migrate::protocol::ToSource;
 use godwit_qemu::machine::Machine;
 use godwit_transport::{Class, TransportError};
 use godwit_types::Generation;
-use godwit_types::migration::PEER_GAVE_UP;
+use godwit_types::migration::{MoveEventKind, PEER_GAVE_UP};
 use godwit_wire::Spec;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -206,6 +208,9 @@ pub(super) struct SourceDriver {
     pub(super) passed: bool,
     pub(super) pass: Option<Arc<Pass>>,
     pub(super) convergence: Convergence,
+    pub(super) ledger: Ledger,
+    /// What the channels of earlier epochs had carried.
+    pub(super) carried: Counters,
     pub(super) began: Instant,
     /// When it was last asked what the guest has written.
     pub(super) scanned: Instant,
@@ -232,6 +237,8 @@ impl SourceDriver {
         Self {
             dirty: PageSet::new(parts.ram.page_count()),
             convergence: Convergence::new(goal),
+            ledger: Ledger::default(),
+            carried: Counters::default(),
             began: Instant::now(),
             scanned: Instant::now(),
             looks: 0,
@@ -288,6 +295,7 @@ impl SourceDriver {
             Ok(pages) => self.dirty = pages,
             Err(error) => return Halt::Failed(error.to_string()),
         }
+        self.show_content();
         let mut epoch = match self.connect(true) {
             Ok(epoch) => epoch,
             Err(halt) => return halt,
@@ -320,24 +328,41 @@ impl SourceDriver {
                 Halt::CalledOff => self.hear_verdict(&epoch),
                 halt => halt,
             };
-            let reason = match halt {
+            match halt {
                 Halt::Lost(reason) => match self.last_word(&epoch) {
                     Some(halt) => return self.give_up(&mut epoch, halt),
-                    None => reason,
+                    None => self.note_lost(&reason),
                 },
-                Halt::CalledOff => "the switchover was called off".into(),
+                Halt::CalledOff => {
+                    let why = "the switchover was called off: the channels are made anew";
+                    tracing::warn!("{why}");
+                    self.parts.report.trouble(Some(why.into()));
+                }
                 halt => return self.give_up(&mut epoch, halt),
-            };
-            tracing::warn!(reason, "the channels are made anew");
+            }
             self.full_speed();
             self.abandon(&mut epoch);
-            let trouble = format!("link lost, connecting again: {reason}");
-            self.parts.report.trouble(Some(trouble));
             epoch = match self.connect(false) {
                 Ok(epoch) => epoch,
                 Err(halt) => return halt,
             };
-            self.parts.report.trouble(None);
+            self.note_remade();
+        }
+    }
+
+    /// Says that the link is lost, for as long as it is.
+    fn note_lost(&self, reason: &str) {
+        tracing::warn!(reason, "the link is lost; the channels are made anew");
+        let report = &self.parts.report;
+        report.happened(MoveEventKind::LinkLost, reason);
+        report.trouble(Some(format!("link lost, connecting again: {reason}")));
+    }
+
+    fn note_remade(&self) {
+        let report = &self.parts.report;
+        report.trouble(None);
+        if let Some(seconds) = report.passed(MoveEventKind::LinkLost) {
+            tracing::info!(seconds, "the link is made again");
         }
     }
 
@@ -370,10 +395,9 @@ impl SourceDriver {
             pass.stop();
         }
         let mut lost = PageSet::new(self.dirty.page_count());
-        let bytes = epoch.unbooked_bytes();
-        self.parts
-            .report
-            .update(|report| report.bytes_on_wire += bytes);
+        self.show_sent(epoch);
+        self.carried = self.carried.and(epoch.counters());
+        self.ledger.abandon_pass();
         epoch.abandon(&mut lost);
         if let Some(pass) = self.pass.take() {
             pass.put_back_untaken(&mut lost);
@@ -424,7 +448,17 @@ impl SourceDriver {
         if !planted("tracking-after-first-read") {
             self.dirty.merge(&pages);
         }
+        self.show_content();
         Ok(())
+    }
+
+    /// Says what has to go at least: memory without content does not.
+    fn show_content(&self) {
+        let bytes = self.dirty.count() * PAGE_BYTES;
+        self.parts.report.update(|report| {
+            report.content_bytes = bytes;
+            report.remaining_bytes = bytes;
+        });
     }
 
     /// Makes an epoch. A link that is away is waited for, at the start as later; a destination that refuses this migration

@@ -18,6 +18,7 @@ use super::sender::{FINISH_WAIT, PassEnd, SenderHandle};
 use crate::control::SharedControl;
 use crate::priority::cores;
 use godwit_guestmem::{PageSet, RamFile};
+use godwit_migrate::ledger::Counters;
 use godwit_migrate::protocol::{
     EXTENTS_PER_MESSAGE, Extent, PROTOCOL_VERSION, STREAMS_MAX, ToDestination, WARM_LEN_MAX,
 };
@@ -96,7 +97,6 @@ pub(crate) struct Epoch {
     rtt: Duration,
     notes: Vec<String>,
     hemmed_noted: bool,
-    booked_bytes: u64,
 }
 
 /// What an epoch is made of.
@@ -170,7 +170,6 @@ impl Epoch {
                 rtt,
                 notes: granted.send_notes(),
                 hemmed_noted: false,
-                booked_bytes: 0,
             };
             epoch.open_data(joining, until, plan.ending)?;
             Ok(epoch)
@@ -369,9 +368,8 @@ impl Epoch {
         })
     }
 
-    /// Books what was sent so far as part of the report's iterations.
-    pub(crate) fn book(&mut self) {
-        self.booked_bytes = self.sent_bytes();
+    /// Looks once whether windows were too small for the link.
+    pub(crate) fn note_windows(&mut self) {
         if self.hemmed_noted {
             return;
         }
@@ -385,13 +383,17 @@ impl Epoch {
         }
     }
 
-    /// Bytes of an iteration that did not end.
-    pub(crate) fn unbooked_bytes(&self) -> u64 {
-        self.sent_bytes().saturating_sub(self.booked_bytes)
-    }
-
-    fn sent_bytes(&self) -> u64 {
-        self.lanes.iter().map(|lane| lane.meter.read().bytes).sum()
+    /// What the channels of this epoch have carried so far.
+    pub(crate) fn counters(&self) -> Counters {
+        let counted = self.lanes.iter().map(|lane| {
+            let (pages, zero_pages) = lane.sender.live().pages();
+            Counters {
+                bytes: lane.meter.read().bytes,
+                pages,
+                zero_pages,
+            }
+        });
+        counted.fold(Counters::default(), Counters::and)
     }
 
     /// Nothing more will come on the data channels: their final records follow the last pages.

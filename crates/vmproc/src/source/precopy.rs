@@ -12,8 +12,9 @@ use super::sender::PassFigures;
 use crate::faults::{planted, reached};
 use crate::input::News;
 use godwit_guestmem::PageSet;
-use godwit_migrate::account::{PAGE_BYTES, Shares, book, limited_by};
+use godwit_migrate::account::{PAGE_BYTES, Shares, limited_by};
 use godwit_migrate::convergence::{Decision, IterationFacts};
+use godwit_migrate::ledger::ToDo;
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_ownership::Event;
 use godwit_qemu::device_state::SaveNews;
@@ -34,6 +35,11 @@ const SWITCHOVER_PING_EVERY: Duration = Duration::from_millis(100);
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 /// Age of the first look at what the guest writes; each further one at twice the age.
 const LOOK_FIRST: Duration = Duration::from_millis(200);
+
+/// Channels that should carry a pass and carry nothing for so long are silent, s.
+const SILENT_S: f64 = 2.0;
+/// A cap holds a channel back after each chunk of so many bytes.
+const CHUNK_BYTES: f64 = 2_097_152.0;
 
 /// What one iteration came to.
 #[derive(Debug, Default)]
@@ -65,7 +71,8 @@ impl SourceDriver {
                 slowing: self.parts.throttle.slowing(),
             };
             let decision = self.convergence.decide(facts);
-            self.book(&iteration, Some(dirty_bytes));
+            self.ledger.scanned(seconds, dirty_bytes);
+            self.book(epoch, &iteration, dirty_bytes);
             self.note_unslowed();
             match decision {
                 Decision::Iterate {
@@ -177,6 +184,7 @@ impl SourceDriver {
         let written = written.map_err(|error| Halt::Failed(error.to_string()))?;
         let bytes = written.count() * PAGE_BYTES;
         self.convergence.looked(age.as_secs_f64(), bytes);
+        self.ledger.looked(age.as_secs_f64(), bytes);
         Ok(())
     }
 
@@ -193,6 +201,9 @@ impl SourceDriver {
     fn send_dirty(&mut self, epoch: &mut Epoch) -> Result<(Iteration, Instant), Halt> {
         let began = Instant::now();
         self.iteration += 1;
+        let counters = self.carried.and(epoch.counters());
+        self.ledger
+            .begin_pass(self.began.elapsed().as_secs_f64(), counters);
         let gives_way = !self.passed;
         let pass = Pass::new(&self.dirty, self.parts.cap_bytes_per_s, gives_way);
         let pass = Arc::new(pass);
@@ -207,7 +218,7 @@ impl SourceDriver {
     }
 
     fn close_iteration(&mut self, epoch: &mut Epoch, iteration: &mut Iteration, began: Instant) {
-        epoch.book();
+        epoch.note_windows();
         self.passed = true;
         iteration.elapsed = began.elapsed();
         let threads_s = iteration.elapsed.as_secs_f64() * epoch.streams().max(1) as f64;
@@ -242,7 +253,8 @@ impl SourceDriver {
             }
             self.sign_of_life(epoch, PING_EVERY)?;
             self.look()?;
-            self.progress();
+            self.progress(epoch);
+            self.mind_silence(epoch);
             if working > 0 {
                 working += epoch.tend(pass).map_err(halt_of)?;
             }
@@ -288,7 +300,9 @@ impl SourceDriver {
         let mut moved = Instant::now();
         loop {
             self.sign_of_life(epoch, ping_every)?;
-            match self.peer_within(epoch, ping_every, moved + BARRIER_WAIT)? {
+            self.show_sent(epoch);
+            let wait = ping_every.min(PROGRESS_EVERY);
+            match self.peer_within(epoch, wait, moved + BARRIER_WAIT)? {
                 // The destination lives; that nothing moves on a channel is for its own eyes.
                 Some(ToSource::Applied { .. } | ToSource::Pong { .. }) => moved = Instant::now(),
                 Some(ToSource::BarrierDone {
@@ -305,7 +319,8 @@ impl SourceDriver {
         }
     }
 
-    fn book(&mut self, iteration: &Iteration, dirty_bytes: Option<u64>) {
+    /// Books a complete pass; `dirty_bytes` is what the guest wrote meanwhile and is left to send.
+    fn book(&mut self, epoch: &Epoch, iteration: &Iteration, dirty_bytes: u64) {
         let figures = iteration.figures;
         let data_bytes = figures.pages * PAGE_BYTES;
         let entry = IterationReport {
@@ -313,23 +328,39 @@ impl SourceDriver {
             zero_pages: figures.zero_pages,
             bytes: figures.bytes,
             seconds: iteration.elapsed.as_secs_f64(),
-            limited_by: limited_by(
-                iteration.shares,
-                self.iteration,
-                data_bytes,
-                dirty_bytes.unwrap_or(0),
-            ),
+            limited_by: limited_by(iteration.shares, self.iteration, data_bytes, dirty_bytes),
         };
         let cpu_s = self.parts.report.cpu_s();
+        let ledger = &mut self.ledger;
         self.parts.report.update(|report| {
-            book(report, entry, dirty_bytes);
+            ledger.book(report, entry);
+            report.remaining_bytes = dirty_bytes;
             report.cpu_source_s = cpu_s;
         });
-        self.progress();
+        self.progress(epoch);
+    }
+
+    /// Shows what the channels have carried so far, and how fast.
+    pub(super) fn show_sent(&mut self, epoch: &Epoch) {
+        let now_s = self.began.elapsed().as_secs_f64();
+        let counters = self.carried.and(epoch.counters());
+        let ledger = &mut self.ledger;
+        let show = |report: &mut MigrationReport| ledger.show(report, now_s, counters);
+        self.parts.report.update(show);
+    }
+
+    /// Says when nothing gets through on channels that should carry a pass, and when something does again.
+    fn mind_silence(&self, epoch: &Epoch) {
+        let cap = self.parts.cap_bytes_per_s;
+        let ahead_bytes = 2.0 * CHUNK_BYTES * epoch.streams() as f64;
+        let capped_s = cap.map_or(0.0, |bytes_per_s| ahead_bytes / bytes_per_s);
+        let silent_s = self.ledger.silent_s(self.began.elapsed().as_secs_f64());
+        self.parts.report.silent_for(silent_s, SILENT_S + capped_s);
     }
 
     /// Shows where it is: what is left of this pass, the guest's speed, and when it will be done.
-    fn progress(&self) {
+    fn progress(&mut self, epoch: &Epoch) {
+        self.show_sent(epoch);
         let passed_s = self.scanned.elapsed().as_secs_f64();
         let (left_bytes, bytes_per_s) = match &self.pass {
             Some(pass) => pass_progress(pass, passed_s),
@@ -339,10 +370,13 @@ impl SourceDriver {
             .convergence
             .estimate_s(left_bytes as f64, bytes_per_s, passed_s);
         let guest_speed_percent = self.parts.throttle.lowest_percent();
+        let counters = self.carried.and(epoch.counters());
+        let ledger = &self.ledger;
         self.parts.report.update(|report| {
             if report.phase != Phase::Precopy {
                 return;
             }
+            ledger.show_done(report, counters, ToDo { left_bytes, eta_s });
             report.remaining_bytes = left_bytes;
             report.eta_s = eta_s;
             report.guest_speed_percent = guest_speed_percent;
@@ -466,7 +500,7 @@ impl SourceDriver {
         }
         self.close_iteration(epoch, &mut iteration, pass_began);
         epoch.close_data();
-        self.book(&iteration, None);
+        self.book(epoch, &iteration, 0);
         let ms = began.elapsed().as_secs_f64() * 1e3;
         self.parts
             .report

@@ -78,6 +78,8 @@ enum Task {
 /// What others may see of a sender while it works, and the wish that it leaves.
 #[derive(Debug, Default)]
 pub(crate) struct Live {
+    pages: AtomicU64,
+    zero_pages: AtomicU64,
     capped_us: AtomicU64,
     cpu_us: AtomicU64,
     leave: AtomicBool,
@@ -92,6 +94,17 @@ impl Live {
     /// Time on a core.
     pub(crate) fn cpu(&self) -> Duration {
         Duration::from_micros(self.cpu_us.load(Ordering::Relaxed))
+    }
+
+    /// Pages sent with their bytes and as zero, in all passes so far.
+    pub(crate) fn pages(&self) -> (u64, u64) {
+        let read = |pages: &AtomicU64| pages.load(Ordering::Relaxed);
+        (read(&self.pages), read(&self.zero_pages))
+    }
+
+    fn sent(&self, pages: u64, zero_pages: u64) {
+        self.pages.fetch_add(pages, Ordering::Relaxed);
+        self.zero_pages.fetch_add(zero_pages, Ordering::Relaxed);
     }
 
     fn book(&self, capped: Duration) {
@@ -276,7 +289,10 @@ impl DataSender {
         {
             *current = Some(*chunk);
             let before = self.meter.read().bytes;
+            let (pages, zero_pages) = (figures.pages, figures.zero_pages);
             self.send_chunk(chunk, figures)?;
+            self.live
+                .sent(figures.pages - pages, figures.zero_pages - zero_pages);
             let capped = pass.keep_pace(self.meter.read().bytes - before);
             figures.capped += capped;
             self.live.book(capped);

@@ -270,9 +270,7 @@ fn settle_one(vm: &mut DrainVm, report: &MigrationReport, id: &MigrationId) {
     vm.percent = None;
     match report.outcome {
         None | Some(End::InDoubt) => {
-            let ram = report.ram_mib.saturating_mul(1 << 20).max(1);
-            let left = report.remaining_bytes.min(ram);
-            vm.percent = Some(100.0 * (ram - left) as f64 / ram as f64);
+            vm.percent = Some(report.done_percent.clamp(0.0, 100.0));
         }
         Some(End::Completed) => {
             vm.step = DrainStep::Moved;

@@ -105,6 +105,9 @@ fn driver(
         lingers: false,
         connected: false,
         first_pass: Arc::new(AtomicBool::new(true)),
+        carried: 0,
+        wire: WireRate::default(),
+        began: Instant::now(),
     };
     (driver, commands, news, file)
 }
