@@ -285,7 +285,7 @@ impl App {
         mutex.lock_owned().await
     }
 
-    /// Waits for the turn to allot MAC addresses; held until the VM that has them is in the inventory.
+    /// Waits for the turn to allot MAC addresses and user ids; held until the VM that has them is in the inventory.
     pub async fn macs_turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
         self.macs.lock().await
     }

@@ -30,6 +30,7 @@ mod store;
 mod survey;
 mod taken_over;
 mod takeover;
+mod uids;
 mod unread;
 mod vms;
 mod watch;

@@ -66,6 +66,7 @@ fn formats() -> Migrator {
         one(3, "site", include_str!("../migrations/0003_site.sql")),
         one(4, "removed", include_str!("../migrations/0004_removed.sql")),
         one(5, "audit", include_str!("../migrations/0005_audit.sql")),
+        one(6, "uids", include_str!("../migrations/0006_uids.sql")),
     ])
 }
 
@@ -238,6 +239,22 @@ impl Store {
             .fetch_one(&self.pool)
             .await?;
         Ok(count == 1)
+    }
+
+    /// The user id that is given out next.
+    pub async fn next_uid(&self) -> Result<i64> {
+        Ok(query_scalar("SELECT next FROM uids")
+            .fetch_one(&self.pool)
+            .await?)
+    }
+
+    /// Notes the user id that is given out next, before the one before it is used.
+    pub async fn uids_go_on_at(&self, next: i64) -> Result<()> {
+        query("UPDATE uids SET next = ?")
+            .bind(next)
+            .execute(&self.pool)
+            .await?;
+        Ok(())
     }
 
     /// All VMs, and the rows that cannot be read.

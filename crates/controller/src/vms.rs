@@ -12,6 +12,7 @@ use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::store::Added;
 use crate::survey::{clear, must_be_newest, refused, survey};
+use crate::uids;
 use futures_util::future::join_all;
 use godwit_rpc::AgentClient;
 use godwit_rpc::pki::now_unix_s;
@@ -43,18 +44,24 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     let name = spec.name.clone();
     let _turn = app.vm_lock(&name).await;
     let _macs = app.macs_turn().await;
+    let exists = || {
+        let message = format!(
+            "there is a VM {name} already: choose another name, or change it with 'godwit vm edit {name}'"
+        );
+        ApiError::new(ErrorCode::AlreadyExists, message)
+    };
+    if app.state().vms.contains_key(&name) {
+        return Err(exists());
+    }
+    let mut spec = macs::allot(spec, &app.state())?;
+    uids::keep(&mut spec, None)?;
+    uids::give(app, &mut spec).await?;
     let entry = VmEntry {
-        spec: macs::allot(spec, &app.state().vms)?,
+        spec,
         resolved: None,
     };
-    let known = app.state().vms.contains_key(&name);
-    if known || app.store.add_vm(&entry).await? == Added::Exists {
-        return refuse(
-            ErrorCode::AlreadyExists,
-            format!(
-                "there is a VM {name} already: choose another name, or change it with 'godwit vm edit {name}'"
-            ),
-        );
+    if app.store.add_vm(&entry).await? == Added::Exists {
+        return Err(exists());
     }
     app.state().vms.insert(name.clone(), entry);
     app.tell_vm(&name);
@@ -84,7 +91,9 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     let mut entry = entry_of(app, name)?;
     must_be_off(app, name, "edited")?;
     let _macs = app.macs_turn().await;
-    let spec = macs::allot(spec, &app.state().vms)?;
+    let mut spec = macs::allot(spec, &app.state())?;
+    uids::keep(&mut spec, Some(&entry.spec))?;
+    uids::give(app, &mut spec).await?;
     let keeps_hardware = entry.spec.machine == spec.machine;
     entry.resolved = entry.resolved.filter(|_| keeps_hardware);
     entry.spec = spec;
@@ -297,6 +306,7 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
         }
         plan => plan?,
     };
+    let plan = settled(app, plan).await?;
     let host = plan.host.clone();
     let result = begin(app, &plan).await;
     refresh(app, &host).await;
@@ -307,6 +317,21 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
         None => error.on_host(&host),
     })?;
     Ok(done(format!("VM {name} runs on host {host}.")))
+}
+
+/// A VM starts with addresses and a user id that no other VM has: one of before there were any gets its own now.
+async fn settled(app: &App, mut plan: Plan) -> Outcome<Plan> {
+    let _macs = app.macs_turn().await;
+    macs::must_be_alone(&plan.entry.spec, &app.state())?;
+    let had = plan.entry.spec.uid;
+    uids::give(app, &mut plan.entry.spec).await?;
+    plan.resolved.uid = plan.entry.spec.uid;
+    if plan.entry.spec.uid != had {
+        app.store.save_vm(&plan.entry).await?;
+        let name = plan.entry.spec.name.clone();
+        app.state().vms.insert(name, plan.entry.clone());
+    }
+    Ok(plan)
 }
 
 /// Asks the hosts again that seem too full for a VM: what is known of their memory is up to a poll old, and nobody is

@@ -12,4 +12,5 @@ mod predictions;
 mod restored;
 mod scripted;
 mod site;
+mod uids;
 mod unread;

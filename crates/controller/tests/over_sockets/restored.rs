@@ -17,7 +17,7 @@ fn on(name: &str) -> StartRequest {
 }
 
 /// Puts the database back that was copied before.
-fn put_back(house: &House, backup: &Path) {
+pub fn put_back(house: &House, backup: &Path) {
     for end in ["-wal", "-shm"] {
         let _ = std::fs::remove_file(format!("{}{end}", house.database().display()));
     }
