@@ -42,7 +42,7 @@ pub struct MigrateRequest {
     /// Have the destination allocate the guest's memory before anything is sent.
     #[serde(default)]
     pub prepare: bool,
-    /// Refuse to begin when the prediction says that a promise cannot be kept; without it that is a warning.
+    /// Refuse to begin when the prediction says that a target cannot be met; without it that is a warning.
     #[serde(default)]
     pub must_keep: bool,
     /// Run all preflight checks and predict, start nothing.
@@ -54,7 +54,7 @@ impl MigrateRequest {
     /// A move to this host that nothing special is asked of: what a request means that names the host alone.
     ///
     /// The VM's own encryption mode, the default downtime, no deadline, no cap, no limit to how far the guest may be
-    /// slowed; memory is allocated as pages arrive, a promise that cannot be kept is a warning, and it really begins.
+    /// slowed; memory is allocated as pages arrive, a target that cannot be met is a warning, and it really begins.
     pub fn plain(to: HostName) -> Self {
         Self {
             to,
@@ -287,12 +287,12 @@ pub struct SwitchoverParts {
     pub resume_ms: f64,
 }
 
-/// Whether the promised downtime was kept.
+/// The target of the pause and whether it was met; the names are older than the word.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Promise {
-    /// The promise, ms.
+    /// The target, ms.
     pub max_downtime_ms: u64,
-    /// Whether it was kept.
+    /// Whether it was met.
     pub kept: bool,
 }
 
@@ -324,6 +324,9 @@ pub struct MigrationReport {
     /// Why it failed or was cancelled, one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// Whether the guest ended before it had moved: powered off by its user or by itself, halted, or crashed.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub guest_ended: bool,
     /// Which side wrote this report: `source` or `destination`.
     pub side: Side,
     /// Encryption of memory pages.
@@ -366,7 +369,7 @@ pub struct MigrationReport {
     /// Memory that the guest wrote, on the average of all the time in which its writes were tracked, MiB/s.
     #[serde(serialize_with = "rounded")]
     pub dirty_mib_per_s: f64,
-    /// Downtime promised and kept or missed.
+    /// The target of the pause, met or missed.
     pub promise: Promise,
     /// Guest memory, MiB.
     pub ram_mib: u64,
@@ -461,6 +464,7 @@ impl MigrationReport {
             outcome: None,
             phase: Phase::Setup,
             reason: None,
+            guest_ended: false,
             side,
             encryption: spec.cipher,
             streams: 0,
@@ -507,7 +511,7 @@ pub struct PreflightReport {
     /// What the migration is expected to be, where it may start and could be measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prediction: Option<Prediction>,
-    /// Promises that it cannot keep.
+    /// Targets that it cannot meet.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub cannot_keep: Vec<CannotKeep>,
 }

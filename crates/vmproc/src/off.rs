@@ -25,7 +25,7 @@ impl Vm {
     /// Ends the guest, and writes that the VM is off; now, or as soon as that can be written.
     pub(crate) fn power_off(&mut self) -> Reply {
         let had_guest = self.hyper.is_some();
-        self.blame("powered off by its user");
+        self.guest_ended("powered off by its user");
         let asked = self.ask_or(Event::StopRequested, "is powered off", "is off already");
         let Err(error) = asked else {
             self.off_wanted = None;

@@ -401,16 +401,16 @@ impl Vm {
         match news {
             GuestNews::Reset => Event::GuestReset,
             GuestNews::Shutdown => {
-                self.blame("the guest powered itself off during the migration");
+                self.guest_ended("the guest powered itself off during the migration");
                 Event::GuestShutdown
             }
             GuestNews::Halted(why) => {
-                self.blame(&format!("{why} during the migration"));
+                self.guest_ended(&format!("{why} during the migration"));
                 self.halted = Some(why);
                 Event::GuestHalted
             }
             GuestNews::Died => {
-                self.blame("the hypervisor of the guest died during the migration");
+                self.guest_ended("the hypervisor of the guest died during the migration");
                 self.forget_qemu();
                 Event::QemuDied
             }
@@ -535,6 +535,16 @@ impl Vm {
         }
     }
 
+    /// The guest is no more, which ends its migration, unless that is past the handover.
+    pub(crate) fn guest_ended(&mut self, reason: &str) {
+        self.blame(reason);
+        if let Some(migration) = &self.migration
+            && migration.side == Side::Source
+        {
+            migration.report.update(|report| report.guest_ended = true);
+        }
+    }
+
     fn check_deadline(&mut self) {
         let missed = self
             .migration
@@ -558,7 +568,7 @@ impl Vm {
     /// A guest must not be taken into a QEMU that is gone: refused in time, it runs on at the source.
     fn notice_a_dead_qemu(&mut self) {
         if self.hyper.as_ref().is_some_and(|hyper| !hyper.is_alive()) {
-            self.blame("the hypervisor of the guest died during the migration");
+            self.guest_ended("the hypervisor of the guest died during the migration");
             self.forget_qemu();
             self.feed(Event::QemuDied);
         }
