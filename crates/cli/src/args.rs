@@ -18,7 +18,7 @@ Exit codes:
   3    refused: a preflight check, a state or a permission stands in the way
   4    no such VM, host or migration
   5    in doubt: it ends once both hosts answer; 'godwit vm show NAME' says what else ends it
-  6    a promise cannot be kept (of a dry run, or with --must-keep)
+  6    a target cannot be met (of a dry run, or with --must-keep)
   7    a VM is held by two hosts: 'godwit vm resolve NAME --keep HOST' ends it
   130  watching was interrupted; the migration goes on
 
@@ -504,7 +504,7 @@ pub struct VmMigrate {
     /// Encryption of this move; the VM's own mode when left out
     #[arg(long, value_enum)]
     pub encryption: Option<Encryption>,
-    /// Longest pause, milliseconds (50 when left out)
+    /// Target of the pause, milliseconds at most (50 when left out)
     #[arg(long, value_name = "MS")]
     pub max_downtime: Option<u64>,
     /// Cancel when not done after this many seconds; the guest stays where it is
@@ -519,7 +519,7 @@ pub struct VmMigrate {
     /// Have the destination allocate all of the guest's memory first
     #[arg(long)]
     pub prepare: bool,
-    /// Refuse to begin when a promise above cannot be kept; else that is a warning
+    /// Refuse to begin when the prediction misses a target above; else that is a warning
     #[arg(long)]
     pub must_keep: bool,
     /// Make all preflight checks and predict, start nothing

@@ -16,7 +16,7 @@ pub const REFUSED: u8 = 3;
 pub const NOT_FOUND: u8 = 4;
 /// Exit code: in doubt.
 pub const IN_DOUBT: u8 = 5;
-/// Exit code: a promise cannot be kept.
+/// Exit code: a target cannot be met.
 pub const CANNOT_KEEP: u8 = 6;
 /// Exit code: a VM is held by two hosts.
 pub const RUNNING_TWICE: u8 = 7;

@@ -11,6 +11,9 @@ mod controller_file;
 #[cfg(test)]
 mod examples_tests;
 mod exit;
+mod figures;
+mod keys;
+mod move_report;
 mod output;
 mod plain;
 mod tables;

@@ -2,13 +2,13 @@
 //!
 //! Owns the decision whether colours are used. Refuses: colours in a pipe, or where NO_COLOR is set.
 
+use crate::figures::columns;
 use crate::plain;
-use crate::tables::compared;
 use comfy_table::{ContentArrangement, Table, presets};
 use godwit_types::control_api::{HostState, HostView, VmView};
 use godwit_types::host::{Check, CheckStatus, HostInfo};
 use godwit_types::host_api::HostVm;
-use godwit_types::migration::{MigrationReport, Outcome, Phase, PreflightReport};
+use godwit_types::migration::{MigrationReport, Outcome, PreflightReport};
 use godwit_types::site::{Claim, Standing};
 use godwit_types::vm::{VmState, mac_text};
 use serde::Serialize;
@@ -25,7 +25,7 @@ pub struct Output {
 
 /// Something to colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Tone {
+pub enum Tone {
     Plain,
     Good,
     Warn,
@@ -43,7 +43,8 @@ impl Output {
         }
     }
 
-    fn paint(&self, text: impl Display, tone: Tone) -> String {
+    /// Text in a colour, where colours are shown.
+    pub fn paint(&self, text: impl Display, tone: Tone) -> String {
         let code = match tone {
             Tone::Good => "32",
             Tone::Warn => "33",
@@ -92,6 +93,13 @@ impl Output {
         let text = table.to_string();
         text.lines()
             .for_each(|line| self.line(self.tone_of_line(line.trim_end())));
+    }
+
+    /// A table from which columns are left out, the last named first, until it fits the terminal.
+    pub fn fitting_table(&self, header: &[&str], rows: Vec<Vec<String>>, needless: &[&str]) {
+        let room = columns(std::io::stdout()).unwrap_or(usize::MAX);
+        let (header, rows) = fit(header, rows, needless, room);
+        self.table(&header, rows);
     }
 
     /// Colours stay out of the table itself, whose widths they would spoil.
@@ -351,10 +359,9 @@ impl Output {
                 report.to.to_string(),
                 state_of(report),
                 format!("{:.1} s", report.total_s),
-                if report.outcome.is_some() {
-                    format!("{:.1} ms", report.switchover_ms)
-                } else {
-                    "-".into()
+                match report.outcome {
+                    Some(Outcome::Completed) => format!("{:.1} ms", report.switchover_ms),
+                    _ => "-".into(),
                 },
             ]
         });
@@ -363,58 +370,36 @@ impl Output {
             rows.collect(),
         );
     }
+}
 
-    /// One migration's report.
-    pub fn migration(&self, report: &MigrationReport) {
-        let tone = match report.outcome {
-            Some(Outcome::Completed) => Tone::Good,
-            Some(Outcome::InDoubt | Outcome::Failed) => Tone::Bad,
-            Some(Outcome::Cancelled) => Tone::Warn,
-            None => Tone::Plain,
+/// Leaves out columns until a table fits into so much room.
+fn fit<'a>(
+    header: &[&'a str],
+    mut rows: Vec<Vec<String>>,
+    needless: &[&str],
+    room: usize,
+) -> (Vec<&'a str>, Vec<Vec<String>>) {
+    let mut header = header.to_vec();
+    for name in needless.iter().rev() {
+        let widest = |column: usize| {
+            let cells = rows.iter().filter_map(|row| row.get(column));
+            let cells = cells.map(|cell| cell.chars().count());
+            let name = header.get(column).map_or(0, |name| name.chars().count());
+            // A space on each side.
+            cells.max().unwrap_or(0).max(name) + 2
         };
-        self.line(self.paint(headline(report), tone));
-        self.pairs(&report_rows(report));
-        for note in &report.notes {
-            let note = plain::sentence(note);
-            self.line(self.paint(format!("note: {note}"), Tone::Warn));
+        if (0..header.len()).map(widest).sum::<usize>() <= room {
+            break;
         }
-        self.iterations(report);
-    }
-
-    fn iterations(&self, report: &MigrationReport) {
-        if report.iterations.is_empty() {
-            return;
+        let Some(column) = header.iter().position(|other| other == name) else {
+            continue;
+        };
+        header.remove(column);
+        for row in rows.iter_mut().filter(|row| row.len() > column) {
+            row.remove(column);
         }
-        self.line("");
-        let rows = report
-            .iterations
-            .iter()
-            .enumerate()
-            .map(|(index, iteration)| {
-                let seconds = iteration.seconds.max(1e-9);
-                vec![
-                    (index + 1).to_string(),
-                    iteration.pages_sent.to_string(),
-                    iteration.zero_pages.to_string(),
-                    mib(iteration.bytes),
-                    format!("{:.2} s", iteration.seconds),
-                    format!("{:.2} GB/s", iteration.bytes as f64 / 1e9 / seconds),
-                    kebab(&iteration.limited_by),
-                ]
-            });
-        self.table(
-            &[
-                "iteration",
-                "pages",
-                "zero pages",
-                "bytes",
-                "time",
-                "rate",
-                "limited by",
-            ],
-            rows.collect(),
-        );
     }
+    (header, rows)
 }
 
 /// A value's name as JSON has it.
@@ -525,77 +510,6 @@ fn state_of(report: &MigrationReport) -> String {
         Some(outcome) => kebab(&outcome),
         None => kebab(&report.phase),
     }
-}
-
-fn headline(report: &MigrationReport) -> String {
-    let MigrationReport { vm, from, to, .. } = report;
-    match report.outcome {
-        Some(Outcome::Completed) => format!("VM '{vm}' moved from {from} to {to}"),
-        Some(Outcome::Cancelled) => format!("Cancelled: VM '{vm}' stays on {from}"),
-        Some(Outcome::Failed) => format!("Failed: VM '{vm}' stays on {from}"),
-        Some(Outcome::InDoubt) => format!(
-            "In doubt: VM '{vm}' is stopped until {from} and {to} reach each other; 'godwit vm show {vm}' has the command for the case that one of them is powered off"
-        ),
-        None => format!(
-            "VM '{vm}' is moving from {from} to {to}: {}",
-            kebab(&report.phase)
-        ),
-    }
-}
-
-fn mib(bytes: u64) -> String {
-    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
-}
-
-fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
-    let kept = match (report.outcome, report.promise.kept) {
-        (Some(Outcome::Completed), true) => "kept",
-        (Some(Outcome::Completed), false) => "missed",
-        _ => "open",
-    };
-    let mut rows = vec![
-        ("id", report.id.to_string()),
-        ("encryption", kebab(&report.encryption)),
-        ("total time", format!("{:.2} s", report.total_s)),
-        (
-            "switchover",
-            format!(
-                "{:.1} ms (promised at most {} ms: {kept})",
-                report.switchover_ms, report.promise.max_downtime_ms
-            ),
-        ),
-        ("bytes on wire", mib(report.bytes_on_wire)),
-        (
-            "throughput",
-            format!(
-                "{:.2} GB/s over {} streams",
-                report.throughput_gb_per_s, report.streams
-            ),
-        ),
-        (
-            "CPU",
-            format!(
-                "{:.2} s at the source, {:.2} s at the destination",
-                report.cpu_source_s, report.cpu_destination_s
-            ),
-        ),
-        (
-            "guest dirtied",
-            format!("{:.1} MiB/s", report.dirty_mib_per_s),
-        ),
-    ];
-    if report.prepare_s > 0.0 {
-        let prepare = format!("{:.2} s allocating memory first", report.prepare_s);
-        rows.insert(3, ("of it prepare", prepare));
-    }
-    if let Some(reason) = &report.reason {
-        rows.insert(1, ("reason", reason.clone()));
-    }
-    if report.outcome.is_none() && report.phase != Phase::Ended {
-        rows.push(("remaining", mib(report.remaining_bytes)));
-    }
-    rows.extend(compared(report));
-    rows
 }
 
 #[cfg(test)]

@@ -103,20 +103,16 @@ fn a_host_that_is_not_itself_is_shown_as_that_and_not_as_connected() {
 }
 
 #[test]
-fn a_move_in_doubt_offers_no_command_without_its_condition() {
-    let report: MigrationReport = serde_json::from_value(json!({
-        "id": "m", "vm": "web", "from": "a", "to": "b", "outcome": "in-doubt", "phase": "handover",
-        "side": "source", "encryption": "none", "streams": 2, "total_s": 1.0, "switchover_ms": 0.0,
-        "switchover_parts_ms": {"stop_ms": 0.0, "last_pages_ms": 0.0, "device_save_ms": 0.0,
-            "device_load_ms": 0.0, "permit_ms": 0.0, "resume_ms": 0.0},
-        "iterations": [], "bytes_on_wire": 0, "throughput_gb_per_s": 1.5, "cpu_source_s": 0.0,
-        "cpu_destination_s": 0.0, "dirty_mib_per_s": 0.0, "promise": {"max_downtime_ms": 50, "kept": false},
-        "ram_mib": 1024, "remaining_bytes": 0, "guest_speed_percent": 100, "began_unix_s": 0
-    }))
-    .unwrap();
-    let text = headline(&report);
-    assert!(text.contains("until a and b reach each other"), "{text}");
-    assert!(text.contains("powered off"), "{text}");
+fn a_table_that_is_too_wide_loses_what_is_needed_least() {
+    let rows = vec![vec!["web".into(), "30.8 MB/s".into(), "send-0 23 %".into()]];
+    let header = ["vm", "rate", "busiest thread"];
+    let needless = ["rate", "busiest thread"];
+    let shown = |room| fit(&header, rows.clone(), &needless, room).0;
+    assert_eq!(shown(80), header);
+    assert_eq!(shown(20), ["vm", "rate"]);
+    assert_eq!(shown(6), ["vm"]);
+    let (_, rows) = fit(&header, rows, &needless, 20);
+    assert_eq!(rows, [["web", "30.8 MB/s"]]);
 }
 
 #[test]

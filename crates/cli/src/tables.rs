@@ -2,13 +2,14 @@
 //!
 //! Part of [`Output`]. Owns nothing. Refuses: figures without what they rest on.
 
+use crate::figures::{guest_speed, rate, seconds};
 use crate::output::{Output, kebab};
 use crate::plain;
 use godwit_types::ApiError;
 use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
 use godwit_types::forecast::{CannotKeep, Prediction};
 use godwit_types::load::{HostLoad, HostTop, MigrationLoad};
-use godwit_types::migration::{MigrationReport, Outcome, Side};
+use godwit_types::migration::Side;
 
 impl Output {
     /// What a migration is expected to be.
@@ -21,10 +22,7 @@ impl Output {
                 format!("{:.0} ms", prediction.downtime_ms),
             ),
             ("guest speed", guest_speed(prediction.guest_speed_percent)),
-            (
-                "throughput",
-                format!("{:.2} GB/s", prediction.throughput_gb_per_s),
-            ),
+            ("throughput", rate(1e9 * prediction.throughput_gb_per_s)),
             (
                 "guest dirties",
                 format!("{:.1} MiB/s", prediction.dirty_mib_per_s),
@@ -33,11 +31,11 @@ impl Output {
         ]);
     }
 
-    /// Promises that cannot be kept.
+    /// Targets that cannot be met.
     pub fn cannot_keep(&self, broken: &[CannotKeep]) {
         for one in broken {
             self.line(format!(
-                "CANNOT KEEP {}: {}",
+                "CANNOT MEET TARGET {}: {}",
                 kebab(&one.promise),
                 plain::sentence(&one.message)
             ));
@@ -93,11 +91,11 @@ impl Output {
                 row
             }
         });
-        self.table(
+        self.fitting_table(
             &[
                 "host",
                 "state",
-                "cpu",
+                "cpus in use",
                 "memory free",
                 "interface",
                 "in",
@@ -105,6 +103,15 @@ impl Output {
                 "speed",
             ],
             rows.collect(),
+            &[
+                "state",
+                "out",
+                "in",
+                "interface",
+                "memory free",
+                "cpus in use",
+                "speed",
+            ],
         );
         let loads = || tops.iter().filter_map(|top| top.load.as_ref());
         for load in loads() {
@@ -126,7 +133,7 @@ impl Output {
             self.line("No migration is under way.");
             return;
         }
-        self.table(
+        self.fitting_table(
             &[
                 "migration",
                 "vm",
@@ -143,54 +150,19 @@ impl Output {
                 "left",
             ],
             rows,
+            &[
+                "left",
+                "phase",
+                "side",
+                "guest",
+                "migration",
+                "cpu",
+                "streams",
+                "qemu",
+                "busiest thread",
+            ],
         );
     }
-}
-
-/// What was predicted beside what came, for a report that has both.
-pub fn compared(report: &MigrationReport) -> Vec<(&'static str, String)> {
-    let Some(prediction) = &report.prediction else {
-        return Vec::new();
-    };
-    if report.outcome != Some(Outcome::Completed) {
-        let text = format!(
-            "{}, pause {:.0} ms",
-            seconds(prediction.total_s),
-            prediction.downtime_ms
-        );
-        return vec![("predicted", text)];
-    }
-    let off = |predicted: f64, actual: f64| {
-        let percent = 100.0 * (predicted - actual) / actual.max(1e-9);
-        format!("{percent:+.0} %")
-    };
-    vec![
-        (
-            "predicted time",
-            format!(
-                "{}, was {} ({})",
-                seconds(prediction.total_s),
-                seconds(report.total_s),
-                off(prediction.total_s, report.total_s)
-            ),
-        ),
-        (
-            "predicted pause",
-            format!(
-                "{:.0} ms, was {:.0} ms",
-                prediction.downtime_ms, report.switchover_ms
-            ),
-        ),
-        (
-            "predicted speed",
-            format!(
-                "{}, was {}",
-                guest_speed(prediction.guest_speed_percent),
-                guest_speed(report.guest_speed_percent)
-            ),
-        ),
-        ("basis", prediction.basis.clone()),
-    ]
 }
 
 /// One line of a drain that goes on.
@@ -302,29 +274,6 @@ fn move_row(load: &HostLoad, moving: &MigrationLoad) -> Vec<String> {
     ]
 }
 
-fn guest_speed(percent: u32) -> String {
-    match percent {
-        100.. => "not slowed".into(),
-        _ => format!("slowed to {percent} %"),
-    }
-}
-
-fn rate(bytes_per_s: f64) -> String {
-    match bytes_per_s {
-        gb if gb >= 1e9 => format!("{:.2} GB/s", gb / 1e9),
-        mb if mb >= 1e6 => format!("{:.1} MB/s", mb / 1e6),
-        kb => format!("{:.0} kB/s", kb / 1e3),
-    }
-}
-
-fn seconds(seconds: f64) -> String {
-    match seconds {
-        long if long >= 5400.0 => format!("{:.1} h", long / 3600.0),
-        long if long >= 100.0 => format!("{:.1} min", long / 60.0),
-        short => format!("{short:.1} s"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -369,16 +318,5 @@ mod tests {
             "{done}"
         );
         assert!(done.contains("godwit host undrain b"), "{done}");
-    }
-
-    #[test]
-    fn figures_have_units_that_fit_them() {
-        assert_eq!(seconds(12.34), "12.3 s");
-        assert_eq!(seconds(7200.0), "2.0 h");
-        assert_eq!(rate(1.25e9), "1.25 GB/s");
-        assert_eq!(rate(12e6), "12.0 MB/s");
-        assert_eq!(rate(0.0), "0 kB/s");
-        assert_eq!(guest_speed(100), "not slowed");
-        assert_eq!(guest_speed(30), "slowed to 30 %");
     }
 }

@@ -4,6 +4,8 @@
 
 use crate::connect::Reader;
 use crate::exit::{DETACHED, Failure, exit_of_outcome};
+use crate::figures::{columns, fitting, rate};
+use crate::move_report::trouble;
 use crate::output::{Output, kebab};
 use godwit_rpc::ControllerClient;
 use godwit_types::migration::{IterationReport, MigrationReport, Phase};
@@ -117,97 +119,142 @@ async fn one_stream(
 }
 
 /// The progress line, on standard error and only on a terminal.
-struct Progress(ProgressBar);
+struct Progress {
+    bar: ProgressBar,
+    /// Columns beside the bar.
+    room: usize,
+}
+
+/// Columns of the bar, and those that are left for words beside it and the phase.
+fn shape(columns: usize) -> (usize, usize) {
+    let bar = if columns < 110 { 12 } else { 30 };
+    // The phase, its space, the bar's brackets with a space, and the last column, where a terminal wraps.
+    (bar, columns.saturating_sub(10 + 2 + bar + 2 + 1))
+}
 
 impl Progress {
     fn new(output: &Output) -> Self {
+        let (bar_columns, room) = shape(columns(std::io::stderr()).unwrap_or(80));
         if output.json {
-            return Self(ProgressBar::hidden());
+            let bar = ProgressBar::hidden();
+            return Self { bar, room };
         }
         let bar = ProgressBar::new(1000);
-        if let Ok(style) = ProgressStyle::with_template("{prefix:>10} [{bar:30}] {msg}") {
+        let template = format!("{{prefix:>10}} [{{bar:{bar_columns}}}] {{msg}}");
+        if let Ok(style) = ProgressStyle::with_template(&template) {
             bar.set_style(style.progress_chars("=> "));
         }
-        Self(bar)
+        Self { bar, room }
     }
 
     fn show(&self, report: &MigrationReport) {
-        self.0.set_prefix(kebab(&report.phase));
-        self.0.set_position(permille(report));
-        self.0.set_message(line(report));
+        self.bar.set_prefix(kebab(&report.phase));
+        self.bar.set_position(permille(report));
+        self.bar.set_message(line(report, self.room));
     }
 
     fn clear(&self) {
-        self.0.finish_and_clear();
+        self.bar.finish_and_clear();
     }
 }
 
 fn permille(report: &MigrationReport) -> u64 {
-    let total = u128::from(report.ram_mib << 20).max(1);
-    let left = u128::from(report.remaining_bytes).min(total);
-    u64::try_from((total - left) * 1000 / total).unwrap_or(0)
+    (10.0 * report.done_percent.clamp(0.0, 100.0)) as u64
 }
 
-fn line(report: &MigrationReport) -> String {
+/// What the bar cannot show, in so many columns; what matters most comes first.
+fn line(report: &MigrationReport, columns: usize) -> String {
+    let trouble = trouble(report);
     if report.phase != Phase::Precopy {
-        return format!("{:.1} s", report.total_s);
+        let mut parts = vec![format!("{:.1} s", report.total_s)];
+        parts.extend(trouble);
+        return fitting(&parts, columns);
     }
-    let mut parts = vec![
-        format!("{}%", permille(report) / 10),
-        format!("{:.2} GB/s", report.throughput_gb_per_s),
-        format!("iteration {}", report.iterations.len().max(1)),
-        format!("{} MiB left", report.remaining_bytes >> 20),
-    ];
+    let mut parts = vec![format!("{:.0} %", report.done_percent)];
+    match trouble {
+        Some(trouble) => parts.push(trouble),
+        None => parts.push(rate(report.wire_bytes_per_s)),
+    }
+    parts.push(format!("{} MiB left", report.remaining_bytes >> 20));
     if let Some(eta) = report.eta_s {
         parts.push(format!("about {eta:.0} s"));
+    }
+    parts.push(format!("iteration {}", report.pass_number()));
+    if report.guest_speed_percent < 100 {
+        parts.push(format!("guest slowed to {} %", report.guest_speed_percent));
     }
     if let Some(IterationReport { limited_by, .. }) = report.iterations.last() {
         parts.push(format!("limited by {}", kebab(limited_by)));
     }
-    if report.guest_speed_percent < 100 {
-        parts.push(format!("guest slowed to {}%", report.guest_speed_percent));
-    }
-    parts.join(", ")
+    fitting(&parts, columns)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::move_report::tests::report;
+    use serde_json::json;
 
-    fn report(json: serde_json::Value) -> MigrationReport {
-        let mut base = serde_json::json!({
-            "id": "m", "vm": "web", "from": "a", "to": "b", "outcome": null, "phase": "precopy", "side": "source",
-            "encryption": "none", "streams": 2, "total_s": 1.0, "switchover_ms": 0.0,
-            "switchover_parts_ms": {"stop_ms": 0.0, "last_pages_ms": 0.0, "device_save_ms": 0.0,
-                "device_load_ms": 0.0, "permit_ms": 0.0, "resume_ms": 0.0},
-            "iterations": [], "bytes_on_wire": 0, "throughput_gb_per_s": 1.5, "cpu_source_s": 0.0,
-            "cpu_destination_s": 0.0, "dirty_mib_per_s": 0.0, "promise": {"max_downtime_ms": 50, "kept": false},
-            "ram_mib": 1024, "remaining_bytes": 536870912, "guest_speed_percent": 100, "began_unix_s": 0
+    fn moving(fields: serde_json::Value) -> MigrationReport {
+        let mut moving = json!({
+            "outcome": null, "phase": "precopy", "wire_bytes_per_s": 30.8e6, "done_percent": 24.0,
+            "remaining_bytes": 536870912, "pass": {"number": 1, "pages_sent": 1, "zero_pages": 0, "bytes": 1, "seconds": 1.0}
         });
-        base.as_object_mut()
-            .unwrap()
-            .extend(json.as_object().unwrap().clone());
-        serde_json::from_value(base).unwrap()
+        let fields = fields.as_object().unwrap().clone();
+        moving.as_object_mut().unwrap().extend(fields);
+        report(moving)
+    }
+
+    const WIDE: usize = 200;
+
+    #[test]
+    fn the_line_names_rate_rest_and_limit_of_the_pass_under_way() {
+        let second = moving(json!({
+            "eta_s": 3.2, "guest_speed_percent": 40,
+            "iterations": [{"pages_sent": 1, "zero_pages": 0, "bytes": 1, "seconds": 1.0, "limited_by": "guest-writes"}]
+        }));
+        assert_eq!(
+            line(&second, WIDE),
+            "24 %, 30.8 MB/s, 512 MiB left, about 3 s, iteration 2, guest slowed to 40 %, limited by guest-writes"
+        );
     }
 
     #[test]
-    fn the_line_names_rate_rest_and_limit() {
-        let text = line(&report(serde_json::json!({
-            "eta_s": 3.2, "guest_speed_percent": 40,
-            "iterations": [{"pages_sent": 1, "zero_pages": 0, "bytes": 1, "seconds": 1.0, "limited_by": "guest-writes"}]
-        })));
-        let expected = "50%, 1.50 GB/s, iteration 1, 512 MiB left, about 3 s, limited by guest-writes, guest slowed to 40%";
-        assert_eq!(text, expected);
+    fn the_first_pass_does_not_show_0_00_gb_per_s() {
+        let text = line(&moving(json!({})), WIDE);
+        assert_eq!(text, "24 %, 30.8 MB/s, 512 MiB left, iteration 1");
+    }
+
+    #[test]
+    fn a_link_that_is_lost_is_said_while_it_lasts() {
+        let events = json!([{"at_s": 23.9, "kind": "link-lost", "message": "connection reset"}]);
+        let text = line(&moving(json!({ "events": events })), WIDE);
+        assert!(text.contains("link lost 3 s ago, remaking"), "{text}");
+    }
+
+    #[test]
+    fn the_line_does_not_wrap_at_80_columns() {
+        let long = moving(json!({
+            "eta_s": 86_400.0, "guest_speed_percent": 40, "wire_bytes_per_s": 999.9e6,
+            "remaining_bytes": u64::MAX, "phase": "precopy",
+            "iterations": [{"pages_sent": 1, "zero_pages": 0, "bytes": 1, "seconds": 1.0, "limited_by": "destination-memory"}]
+        }));
+        let (bar, room) = shape(80);
+        let shown = 10 + 2 + bar + 2 + line(&long, room).chars().count();
+        assert!(shown < 80, "{shown}");
+        assert!(line(&long, room).contains("999.9 MB/s"));
+        assert_eq!(shape(0).1, 0);
     }
 
     #[test]
     fn no_estimate_is_shown_where_none_exists() {
-        assert!(!line(&report(serde_json::json!({}))).contains("about"));
+        assert!(!line(&moving(json!({})), WIDE).contains("about"));
     }
 
     #[test]
-    fn nonsense_sizes_do_not_overflow() {
-        let odd = report(serde_json::json!({ "ram_mib": 0, "remaining_bytes": u64::MAX }));
-        assert_eq!(permille(&odd), 0);
+    fn nonsense_figures_do_not_overflow() {
+        for done in [-1.0, 1e300] {
+            assert!(permille(&moving(json!({ "done_percent": done }))) <= 1000);
+        }
     }
 }

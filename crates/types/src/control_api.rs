@@ -176,7 +176,7 @@ pub struct Done {
 pub struct MigrationBegun {
     /// Its id; watch it under `/v1/migrations/ID`.
     pub id: String,
-    /// Promises that it will probably not keep, one sentence each.
+    /// Targets that it will probably miss, one sentence each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
 }

@@ -82,7 +82,7 @@ codes! {
     MissingFile = ("missing-file", 412),
     /// A port is in use.
     PortInUse = ("port-in-use", 409),
-    /// The prediction says that a promise which must be kept cannot be.
+    /// The prediction says that a target which must be met cannot be.
     CannotKeep = ("cannot-keep", 412),
     /// No such drain.
     NotDraining = ("not-draining", 404),

@@ -34,7 +34,7 @@ pub struct Prediction {
     pub basis: String,
 }
 
-/// Which promise of a migration.
+/// Which target of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum PromiseKind {
@@ -46,7 +46,7 @@ pub enum PromiseKind {
     MaxGuestSlowdown,
 }
 
-/// A promise that the prediction says cannot be kept.
+/// A target that the prediction says cannot be met; the names are older than the word.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CannotKeep {
     /// Which.

@@ -5,6 +5,7 @@
 use crate::args::{Global, HostDrain, HostTopArgs};
 use crate::connect::{Reader, controller, reader};
 use crate::exit::{CommandResult, DETACHED, Failure, REFUSED};
+use crate::keys::Keys;
 use crate::output::Output;
 use crate::tables::drain_line;
 use crate::watch::failure;
@@ -220,6 +221,7 @@ fn permille(percent: f64) -> u64 {
 pub async fn top(arguments: HostTopArgs, global: &Global, output: &Output) -> CommandResult {
     let reader = reader(global).await?;
     let live = std::io::stdout().is_terminal() && !arguments.once && !output.json;
+    let mut keys = live.then(Keys::listen);
     loop {
         let mut tops = loads(&reader).await?;
         if let Some(host) = &arguments.host {
@@ -238,12 +240,20 @@ pub async fn top(arguments: HostTopArgs, global: &Global, output: &Output) -> Co
             return Ok(());
         }
         if live {
-            output.line("\nCtrl-C ends this.");
+            output.line("\nq or Ctrl-C ends this.");
         }
         tokio::select! {
             () = tokio::time::sleep(Duration::from_secs(arguments.every.into())) => {}
             _ = tokio::signal::ctrl_c() => return Ok(()),
+            () = quit(keys.as_mut()) => return Ok(()),
         }
+    }
+}
+
+async fn quit(keys: Option<&mut Keys>) {
+    match keys {
+        Some(keys) => keys.quit().await,
+        None => std::future::pending().await,
     }
 }
 

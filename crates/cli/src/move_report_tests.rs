@@ -1,0 +1,119 @@
+//! What a report says of moves that completed, were cancelled, failed, or go on.
+
+use super::*;
+use serde_json::json;
+
+/// A report of a move that completed, with these fields instead.
+pub fn report(fields: serde_json::Value) -> MigrationReport {
+    let mut base = json!({
+        "id": "m", "vm": "web", "from": "a", "to": "b", "outcome": "completed", "phase": "ended", "side": "source",
+        "encryption": "none", "streams": 2, "total_s": 26.9, "switchover_ms": 53.6,
+        "switchover_parts_ms": {"stop_ms": 0.0, "last_pages_ms": 0.0, "device_save_ms": 0.0,
+            "device_load_ms": 0.0, "permit_ms": 0.0, "resume_ms": 0.0},
+        "iterations": [], "bytes_on_wire": 121_634_816, "wire_bytes_per_s": 13.5e6, "throughput_gb_per_s": 0.0135,
+        "cpu_source_s": 0.0, "cpu_destination_s": 0.0, "dirty_mib_per_s": 0.0,
+        "promise": {"max_downtime_ms": 50, "kept": false},
+        "ram_mib": 1024, "remaining_bytes": 0, "guest_speed_percent": 100, "began_unix_s": 0
+    });
+    base.as_object_mut()
+        .unwrap()
+        .extend(fields.as_object().unwrap().clone());
+    serde_json::from_value(base).unwrap()
+}
+
+fn row(report: &MigrationReport, name: &str) -> Option<String> {
+    let rows = report_rows(report);
+    let row = rows.into_iter().find(|(row, _)| *row == name);
+    row.map(|(_, value)| value)
+}
+
+#[test]
+fn a_missed_wish_is_a_target_and_not_a_promise() {
+    let missed = row(&report(json!({})), "switchover").unwrap();
+    assert_eq!(missed, "53.6 ms (target 50 ms: missed by 3.6 ms)");
+    let kept = json!({"switchover_ms": 21.6, "promise": {"max_downtime_ms": 50, "kept": true}});
+    let kept = row(&report(kept), "switchover").unwrap();
+    assert_eq!(kept, "21.6 ms (target 50 ms: met)");
+}
+
+#[test]
+fn a_cancelled_or_failed_move_tells_of_no_switchover_that_it_did_not_make() {
+    for outcome in ["cancelled", "failed"] {
+        let ended = report(json!({ "outcome": outcome, "switchover_ms": 0.0 }));
+        assert_eq!(row(&ended, "switchover"), None, "{outcome}");
+        // Its bytes are told.
+        assert_eq!(row(&ended, "bytes on wire").unwrap(), "116.0 MiB");
+        assert_eq!(row(&ended, "rate").unwrap(), "13.5 MB/s on average");
+    }
+}
+
+#[test]
+fn a_vm_that_is_off_does_not_stay_anywhere() {
+    let off = report(json!({ "outcome": "failed", "guest_ended": true }));
+    assert_eq!(headline(&off), "VM 'web' was not moved to b: it is off");
+    let runs = report(json!({ "outcome": "failed" }));
+    assert_eq!(headline(&runs), "Failed: VM 'web' stays on a");
+}
+
+#[test]
+fn a_prediction_says_which_figure_is_the_base() {
+    let prediction = json!({"total_s": 15.5, "downtime_ms": 13.0, "guest_speed_percent": 100,
+        "throughput_gb_per_s": 0.1, "dirty_mib_per_s": 0.3, "data_mib": 1, "basis": "a burst"});
+    let told = report(json!({ "prediction": prediction }));
+    assert_eq!(row(&told, "time").unwrap(), "took 26.9 s, predicted 15.5 s");
+    assert_eq!(row(&told, "pause").unwrap(), "was 54 ms, predicted 13 ms");
+}
+
+#[test]
+fn a_lost_link_and_a_called_off_switchover_are_told() {
+    let events = json!([
+        {"at_s": 3.2, "kind": "link-lost", "lasted_s": 4.8, "message": "connection reset"},
+        {"at_s": 9.0, "kind": "link-silent", "lasted_s": 5.0, "message": "nothing got through to the other host"},
+        {"at_s": 20.0, "kind": "switchover-called-off", "lasted_s": 0.7, "message": "the switchover was called off"},
+        {"at_s": 21.0, "kind": "told-by-a-later-version", "message": "something else"},
+        {"at_s": 23.9, "kind": "link-lost", "message": "connection reset"},
+    ]);
+    let moving = report(json!({ "outcome": null, "phase": "precopy", "events": events }));
+    let lines: Vec<String> = moving.events.iter().map(event_line).collect();
+    assert_eq!(
+        lines,
+        [
+            "at 3.2 s: the link was lost and made again after 4.8 s: connection reset",
+            "at 9.0 s: nothing got through to the other host for 5.0 s",
+            "at 20.0 s: the switchover was called off",
+            "at 21.0 s: something else",
+            "at 23.9 s: the link is lost: connection reset",
+        ]
+    );
+    assert_eq!(trouble(&moving).unwrap(), "link lost 3 s ago, remaking");
+    assert!(headline(&moving).ends_with("precopy, link lost 3 s ago, remaking"));
+}
+
+#[test]
+fn the_pass_under_way_has_a_row_of_its_own() {
+    let pass =
+        json!({"number": 1, "pages_sent": 100, "zero_pages": 7, "bytes": 410_000, "seconds": 0.5});
+    let moving = report(json!({ "outcome": null, "phase": "precopy", "pass": pass }));
+    let rows = iteration_rows(&moving);
+    assert_eq!(rows.len(), 1);
+    assert_eq!(
+        rows[0],
+        [
+            "1",
+            "100",
+            "7",
+            "0.4 MiB",
+            "0.50 s",
+            "820 kB/s",
+            "(under way)"
+        ]
+    );
+}
+
+#[test]
+fn a_move_in_doubt_offers_no_command_without_its_condition() {
+    let doubt = report(json!({ "outcome": "in-doubt", "phase": "handover" }));
+    let text = headline(&doubt);
+    assert!(text.contains("until a and b reach each other"), "{text}");
+    assert!(text.contains("powered off"), "{text}");
+}
