@@ -36,6 +36,8 @@ pub struct Host {
     accelerator: Accelerator,
     /// First and last port for migrations; (0, 0) is any.
     pub ports: (u16, u16),
+    /// QEMU's program.
+    pub qemu: Mutex<PathBuf>,
     process: Mutex<Option<Child>>,
     fault: Mutex<Option<Fault>>,
     /// Shortest silence in a switchover that counts, ms; the product's is 500, which a busy test machine exceeds.
@@ -71,6 +73,7 @@ impl Host {
             addresses,
             accelerator,
             ports: (0, 0),
+            qemu: Mutex::new("/usr/bin/qemu-system-x86_64".into()),
             process: Mutex::new(None),
             fault: Mutex::new(None),
             patience_ms: AtomicU32::new(3000),
@@ -106,7 +109,12 @@ impl Host {
             state_dir: text(self.state_dir()),
             run_dir: text(self.run_dir()),
             ram_dir: text(self.ram.clone()),
-            qemu: "/usr/bin/qemu-system-x86_64".into(),
+            qemu: text(
+                self.qemu
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .clone(),
+            ),
             // A user without privileges may not open /dev/kvm everywhere.
             qemu_uid: if self.accelerator == Accelerator::Kvm {
                 0

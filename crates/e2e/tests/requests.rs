@@ -9,7 +9,9 @@ use godwit_types::host_api::VmRequest;
 use godwit_types::migration::{MigrationReport, Outcome};
 use godwit_types::vm::Accelerator;
 use godwit_types::{ApiError, ErrorCode, MigrationId};
-use std::sync::Arc;
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt as _;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -240,6 +242,33 @@ fn a_port_range_in_use_is_refused_by_name() -> anyhow::Result<()> {
     anyhow::ensure!(error.code == ErrorCode::PortInUse, "{error:?}");
     drop(taken);
     pair.conclude(None)?;
+    Ok(())
+}
+
+/// Found at start, not by the first migration.
+#[test]
+fn a_qemu_that_loses_its_preloaded_library_is_refused_at_start() -> anyhow::Result<()> {
+    let pair = Pair::new(Accelerator::Tcg)?;
+    let mut qemu = pair.a.qemu.lock().unwrap_or_else(PoisonError::into_inner);
+    let script = pair.dir().join("qemu-wrapper");
+    let text = format!(
+        "#!/bin/sh\nunset LD_PRELOAD\nexec {} \"$@\"\n",
+        qemu.display()
+    );
+    std::fs::write(&script, text)?;
+    std::fs::set_permissions(&script, Permissions::from_mode(0o755))?;
+    *qemu = script;
+    drop(qemu);
+    let spec = counter_vm(pair.dir(), &CounterSpec::flat(24), 64)?;
+    let refused = match pair.boot(&spec) {
+        Ok(()) => anyhow::bail!("the guest runs, and could never be migrated"),
+        Err(error) => format!("{error:#}"),
+    };
+    anyhow::ensure!(refused.contains("without the library"), "{refused}");
+    anyhow::ensure!(
+        pair.a.vm()?.qemu_pid.is_none(),
+        "its QEMU was left: {refused}"
+    );
     Ok(())
 }
 

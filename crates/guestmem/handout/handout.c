@@ -169,13 +169,18 @@ static void keep_for_this_process(int fd)
 
 __attribute__((constructor)) static void begin(void)
 {
-    int flags;
+    int flags, library_fd;
 
+    library_fd = descriptor_from("GODWIT_HANDOUT_LIBRARY_FD");
     device_fd = descriptor_from("GODWIT_UFFD_DEVICE_FD");
     listen_fd = descriptor_from("GODWIT_HANDOUT_LISTEN_FD");
     unsetenv("LD_PRELOAD");
+    unsetenv("GODWIT_HANDOUT_LIBRARY_FD");
     unsetenv("GODWIT_UFFD_DEVICE_FD");
     unsetenv("GODWIT_HANDOUT_LISTEN_FD");
+    /* This library is mapped by now: the descriptor it came through is of no more use. */
+    if (library_fd >= 0)
+        close(library_fd);
     if (device_fd < 0 || listen_fd < 0)
         return;
     keep_for_this_process(device_fd);

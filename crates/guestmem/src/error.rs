@@ -99,6 +99,26 @@ pub enum Error {
         "QEMU's writes can no longer be tracked: its process has ended or has mapped guest RAM anew"
     )]
     TrackingLost,
+    /// The host lets the preloaded library be loaded from nowhere.
+    #[error(
+        "the library that QEMU has to preload may not be loaded here, so no VM can be tracked (in memory: {reasons}): mount the file system of {path} without noexec"
+    )]
+    Library {
+        /// The directory that was tried after memory.
+        path: PathBuf,
+        /// What is wrong with memory and with the directory.
+        reasons: String,
+    },
+    /// QEMU runs without the library that it was told to preload.
+    #[error(
+        "QEMU (pid {pid}) runs without the library that it has to preload, so its VM could not be migrated: let 'qemu' in host.toml name the QEMU program itself, no script around it; it said: {stderr}"
+    )]
+    NotPreloaded {
+        /// QEMU's process.
+        pid: u32,
+        /// What QEMU, or the loader in its place, said.
+        stderr: String,
+    },
     /// The preloaded library did not hand out a descriptor.
     #[error("QEMU did not hand out a userfaultfd at {path}: {reason}")]
     Handout {

@@ -12,16 +12,15 @@
 //! What it refuses: an answer from another process than the QEMU meant, or in another format.
 
 use std::fs::{self, File};
-use std::io::{self, IoSliceMut, Write};
+use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::fs::StatVfsMountFlags;
 use rustix::io::Errno;
 use rustix::net::sockopt::{self, Timeout};
 use rustix::net::{
@@ -32,54 +31,10 @@ use rustix::net::{
 use crate::Error;
 use crate::ram_file::file_error;
 
-/// The library, as built for this machine.
-static LIBRARY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/handout.so"));
-/// Its name in the directory it is installed to.
-pub const LIBRARY_NAME: &str = "godwit-handout.so";
 const DEVICE: &str = "/dev/userfaultfd";
 const REPLY_MAGIC: u32 = u32::from_le_bytes(*b"GWUF");
 const REPLY_VERSION: u32 = 1;
 const REPLY_LEN: usize = 16;
-
-/// Writes the library to `dir` (mode 0755) and returns its path. A running QEMU keeps the file it
-/// has loaded: the new one replaces it by a rename. QEMU's user must be able to reach `dir`, and
-/// a file system mounted `noexec` is refused: nothing can be loaded from it.
-pub fn install(dir: &Path) -> Result<PathBuf, Error> {
-    let path = dir.join(LIBRARY_NAME);
-    refuse_noexec(dir).map_err(|source| file_error("load libraries from", dir, source))?;
-    let staged = dir.join(format!("{LIBRARY_NAME}.{}", std::process::id()));
-    let written = write_library(&staged).and_then(|()| fs::rename(&staged, &path));
-    if let Err(source) = written {
-        // It may not exist; what matters is the first error.
-        let _ = fs::remove_file(&staged);
-        return Err(file_error(
-            "install the preloaded library as",
-            &path,
-            source,
-        ));
-    }
-    Ok(path)
-}
-
-fn refuse_noexec(dir: &Path) -> io::Result<()> {
-    let flags = rustix::fs::statvfs(dir)?.f_flag;
-    if flags.contains(StatVfsMountFlags::NOEXEC) {
-        let reason = "its file system is mounted noexec; choose another directory";
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, reason));
-    }
-    Ok(())
-}
-
-fn write_library(path: &Path) -> io::Result<()> {
-    let mut file = File::options()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o755)
-        .open(path)?;
-    file.set_permissions(fs::Permissions::from_mode(0o755))?;
-    file.write_all(LIBRARY)
-}
 
 /// Opens `/dev/userfaultfd`, to be inherited by QEMU. Needs root.
 pub fn open_device() -> Result<OwnedFd, Error> {
@@ -104,20 +59,16 @@ pub fn listen(path: &Path) -> Result<OwnedFd, Error> {
 /// What QEMU's environment needs. The numbers are those that the descriptors have in QEMU, where
 /// they must be inheritable and above 2.
 pub fn environment(
-    library: &Path,
+    library: BorrowedFd<'_>,
     device: BorrowedFd<'_>,
     listener: BorrowedFd<'_>,
-) -> [(&'static str, std::ffi::OsString); 3] {
+) -> [(&'static str, String); 4] {
+    let library = library.as_raw_fd();
     [
-        ("LD_PRELOAD", library.as_os_str().to_owned()),
-        (
-            "GODWIT_UFFD_DEVICE_FD",
-            device.as_raw_fd().to_string().into(),
-        ),
-        (
-            "GODWIT_HANDOUT_LISTEN_FD",
-            listener.as_raw_fd().to_string().into(),
-        ),
+        ("LD_PRELOAD", format!("/proc/self/fd/{library}")),
+        ("GODWIT_HANDOUT_LIBRARY_FD", library.to_string()),
+        ("GODWIT_UFFD_DEVICE_FD", device.as_raw_fd().to_string()),
+        ("GODWIT_HANDOUT_LISTEN_FD", listener.as_raw_fd().to_string()),
     ]
 }
 

@@ -24,6 +24,7 @@ mod error;
 mod gather;
 pub mod handout;
 mod kernel;
+pub mod library;
 pub mod mapping;
 pub mod mem_tmpfs;
 mod mmap;
@@ -35,6 +36,7 @@ pub mod zero;
 
 pub use collapse::{Collapse, CollapseCounts};
 pub use error::Error;
+pub use library::Library;
 pub use mapping::GuestMapping;
 pub use page_set::{AtomicPageSet, PageSet};
 pub use ram_file::{Owner, RamFile};

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use common::{Copy, Memory, read_page};
 use godwit_guestmem::{
-    Collapse, Error, GuestMapping, Owner, PageSet, RamFile, ScanMode, Tracking, Untracked,
-    collapse, handout, tracker,
+    Collapse, Error, GuestMapping, Library, Owner, PageSet, RamFile, ScanMode, Tracking, Untracked,
+    collapse, handout, library, tracker,
 };
 use rustix::io::FdFlags;
 use rustix::process::{Pid, Resource, Rlimit, Signal};
@@ -140,17 +140,12 @@ fn start(accelerator: &str, uid: u32) -> Option<Qemu> {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let everyone = std::fs::Permissions::from_mode(0o755);
     std::fs::set_permissions(directory.path(), everyone).expect("it is ours");
-    let on_tmpfs = handout::install(memory.path());
-    assert!(
-        on_tmpfs.is_err(),
-        "nothing can be loaded from there: {on_tmpfs:?}"
-    );
-    let library = handout::install(directory.path()).expect("installed");
+    let library = Library::make(directory.path()).expect("made");
     let socket = directory.path().join("handout");
     let disk = directory.path().join("boot");
     write_boot_disk(&disk);
     let arguments = arguments(accelerator, ram.path(), &disk);
-    let child = spawn(arguments, &library, &socket, uid);
+    let child = spawn(arguments, library, &socket, uid);
     let qemu = Qemu {
         child,
         ram,
@@ -159,20 +154,22 @@ fn start(accelerator: &str, uid: u32) -> Option<Qemu> {
         _directory: directory,
     };
     qemu.wait_for_progress();
+    assert!(library::is_loaded(qemu.pid()).expect("its maps"));
     Some(qemu)
 }
 
 /// Starts QEMU with two descriptors of ours. One at a time, or another QEMU would inherit them
 /// too and keep the socket open.
-fn spawn(arguments: Vec<String>, library: &Path, socket: &Path, uid: u32) -> Child {
+fn spawn(arguments: Vec<String>, library: Library, socket: &Path, uid: u32) -> Child {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let listener = inheritable(handout::listen(socket).expect("a socket"));
     let device = inheritable(handout::open_device().expect("root may open it"));
+    let library = inheritable(library.fd().try_clone_to_owned().expect("a copy"));
     Command::new(QEMU)
         .args(arguments)
         .envs(handout::environment(
-            library,
+            library.as_fd(),
             device.as_fd(),
             listener.as_fd(),
         ))

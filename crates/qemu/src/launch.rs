@@ -30,8 +30,9 @@ const KILL_TIME: Duration = Duration::from_secs(10);
 /// The library that makes userfaultfd descriptors inside QEMU, and what it needs.
 #[derive(Debug, Clone)]
 pub struct Handout<'fd> {
-    /// The library's path, loaded before all others.
-    pub library: PathBuf,
+    /// The library, an open file that is loaded before all others and closed by the library itself; QEMU finds its
+    /// number in `GODWIT_HANDOUT_LIBRARY_FD`.
+    pub library: BorrowedFd<'fd>,
     /// An open `/dev/userfaultfd`; QEMU finds its number in `GODWIT_UFFD_DEVICE_FD`.
     pub uffd_device: BorrowedFd<'fd>,
     /// A listening Unix socket; QEMU finds its number in `GODWIT_HANDOUT_LISTEN_FD`.
@@ -246,7 +247,9 @@ fn command(
         .env("LANG", "C")
         .current_dir("/");
     if let Some(handout) = &spec.handout {
-        command.env("LD_PRELOAD", &handout.library);
+        let library = handout.library.as_raw_fd();
+        command.env("LD_PRELOAD", format!("/proc/self/fd/{library}"));
+        command.env("GODWIT_HANDOUT_LIBRARY_FD", library.to_string());
         command.env(
             "GODWIT_UFFD_DEVICE_FD",
             handout.uffd_device.as_raw_fd().to_string(),
@@ -310,7 +313,8 @@ fn inherited(spec: &LaunchSpec<'_>, monitor_fds: &[RawFd]) -> Result<Vec<RawFd>,
     let handout = spec
         .handout
         .iter()
-        .flat_map(|h| [h.uffd_device.as_raw_fd(), h.listener.as_raw_fd()]);
+        .flat_map(|h| [h.library, h.uffd_device, h.listener])
+        .map(|fd| fd.as_raw_fd());
     let all: Vec<RawFd> = given
         .chain(handout)
         .chain(monitor_fds.iter().copied())

@@ -663,8 +663,9 @@ fn the_handout_library_and_its_descriptors_reach_the_hypervisor() {
         .expect("a C library");
     let copy = place.spec.machine.kernel.with_file_name("handout.so");
     fs::copy(library, &copy).expect("copied");
+    let library = fs::File::open(&copy).expect("the copy");
     let handout = Handout {
-        library: copy.clone(),
+        library: library.as_fd(),
         uffd_device: device.as_fd(),
         listener: listener.as_fd(),
     };
@@ -677,6 +678,7 @@ fn the_handout_library_and_its_descriptors_reach_the_hypervisor() {
     let environment = fs::read_to_string(proc("environ")).expect("environment");
     let numbers = (device.as_raw_fd(), listener.as_raw_fd());
     for (name, number) in [
+        ("GODWIT_HANDOUT_LIBRARY_FD", library.as_raw_fd()),
         ("GODWIT_UFFD_DEVICE_FD", numbers.0),
         ("GODWIT_HANDOUT_LISTEN_FD", numbers.1),
     ] {
@@ -700,7 +702,7 @@ fn the_handout_library_and_its_descriptors_reach_the_hypervisor() {
         .collect();
     assert_eq!(
         names.iter().filter(|name| !name.is_empty()).count(),
-        5,
+        6,
         "nothing of ours: {names:?}"
     );
     assert!(

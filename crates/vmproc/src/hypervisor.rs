@@ -10,7 +10,7 @@ use crate::harden::stay_private;
 use crate::huge_pages::HugePages;
 use crate::input::{GuestNews, Input};
 use crate::neighbours::Neighbours;
-use godwit_guestmem::{Owner, RamFile, handout};
+use godwit_guestmem::{Library, Owner, RamFile, handout, library};
 use godwit_qemu::command_line::{self, Disk, MachineConfig, Nic};
 use godwit_qemu::disk::{DiskError, open_image};
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
@@ -246,7 +246,7 @@ fn launch_qemu(
 ) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>), ApiError> {
     let taps = open_taps(start.config, start.spec)?;
     let images = open_images(start.config, start.spec)?;
-    let library = handout::install(&start.paths.run).map_err(memory)?;
+    let library = Library::make(&start.paths.state).map_err(memory)?;
     let device = handout::open_device().map_err(memory)?;
     let socket = start.paths.handout(start.launch);
     // Of a start that was cut short before anybody could know it.
@@ -263,7 +263,7 @@ fn launch_qemu(
         uid: start.config.qemu_uid,
         gid: start.config.qemu_gid,
         handout: Some(Handout {
-            library,
+            library: library.fd(),
             uffd_device: device.as_fd(),
             listener: listener.as_fd(),
         }),
@@ -273,8 +273,28 @@ fn launch_qemu(
             .chain(images.iter().map(AsFd::as_fd))
             .collect(),
     };
-    let launched = launch(&spec, Instant::now() + START_WAIT).map_err(hypervisor)?;
+    let deadline = Instant::now() + START_WAIT;
+    let launched = launch(&spec, deadline).map_err(hypervisor)?;
+    if let Err(error) = can_be_tracked(&launched, &socket, deadline) {
+        let _ = launched.process.kill_verified(Instant::now() + KILL_WAIT);
+        return Err(memory(error));
+    }
     Ok((launched, taps))
+}
+
+/// The loader passes over a library that it cannot load, so QEMU would run without it until the first migration fails.
+fn can_be_tracked(
+    launched: &godwit_qemu::launch::Hypervisor,
+    socket: &Path,
+    deadline: Instant,
+) -> Result<(), godwit_guestmem::Error> {
+    let pid = launched.process.pid().unsigned_abs();
+    // One whose map cannot be read has to answer all the same.
+    if !library::is_loaded(pid).unwrap_or(true) {
+        let stderr = launched.machine.stderr_tail();
+        return Err(godwit_guestmem::Error::NotPreloaded { pid, stderr });
+    }
+    handout::request_uffd(socket, pid, deadline).map(drop)
 }
 
 fn machine_config(

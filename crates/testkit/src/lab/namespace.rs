@@ -11,7 +11,8 @@ use std::io::{self, Read};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
-/// Directories that each machine has empty and to itself; everything else is read-only.
+/// Directories that each machine has empty and to itself; everything else is read-only. Nothing in `/run` can be run, as
+/// on Debian and Ubuntu.
 pub const PRIVATE_DIRECTORIES: [&str; 7] = [
     "/run",
     "/var/lib",
@@ -176,14 +177,13 @@ fn prepare(prepared: &Prepared) -> Step {
         at(3, || open_tree(&kept.path).map(|fd| *tree = fd))?;
     }
     for path in &prepared.private {
-        at(4, || {
-            mount(
-                Some(c"tmpfs"),
-                path,
-                Some(c"tmpfs"),
-                libc::MS_NOSUID | libc::MS_NODEV,
-            )
-        })?;
+        let noexec = if path.as_c_str() == c"/run" {
+            libc::MS_NOEXEC
+        } else {
+            0
+        };
+        let flags = libc::MS_NOSUID | libc::MS_NODEV | noexec;
+        at(4, || mount(Some(c"tmpfs"), path, Some(c"tmpfs"), flags))?;
     }
     at(5, || {
         mount(
