@@ -31,6 +31,9 @@ const HOSTS: &[&str] = &[
 ];
 const MIGRATIONS: &[&str] = &["id"];
 
+/// Asks for the names of one kind.
+type Names = fn() -> Vec<CompletionCandidate>;
+
 /// Answers a shell that asks for completions, and ends the process then.
 pub fn answer() {
     CompleteEnv::with_factory(tree).var(VAR).complete();
@@ -51,8 +54,7 @@ fn tree() -> Command {
 }
 
 fn named(mut command: Command) -> Command {
-    let kinds: [(&[&str], fn() -> Vec<CompletionCandidate>); 3] =
-        [(VMS, vms), (HOSTS, hosts), (MIGRATIONS, migrations)];
+    let kinds: [(&[&str], Names); 3] = [(VMS, vms), (HOSTS, hosts), (MIGRATIONS, migrations)];
     for (ids, candidates) in kinds {
         for id in ids {
             let takes = |arg: &clap::Arg| arg.get_id() == id && arg.get_action().takes_values();
