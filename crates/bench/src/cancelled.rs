@@ -8,7 +8,7 @@ use crate::guest::{self, Steps};
 use crate::memory::Memory;
 use crate::qmp::refuse_if_interrupted;
 use crate::row::Row;
-use crate::stage::Stage;
+use crate::stage::{SOON, Stage};
 use crate::usage;
 use anyhow::{Context as _, Result, ensure};
 use godwit_testkit::guest::checker;
@@ -35,13 +35,13 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, row: &mut Row) -> Result<(
     let huge_before = usage::huge_mapped_mib(machine);
     let id = begin(stage, &vm, run.settings, encrypted, false)?;
     let show = ["migration", "show", &id];
-    stage.until("the migration sends memory", |stage| {
+    stage.until("the migration sends memory", SOON, || {
         Ok(stage.json("controller", &show)?["phase"] == "precopy")
     })?;
     let during = speed(&memory)?;
     let huge_during = usage::huge_mapped_mib(machine);
-    stage.run("controller", &["migration", "cancel", &id])?;
-    stage.until("the migration has ended", |stage| {
+    stage.ok("controller", &["migration", "cancel", &id])?;
+    stage.until("the migration has ended", SOON, || {
         Ok(!stage.json("controller", &show)?["outcome"].is_null())
     })?;
     let ended = Instant::now();

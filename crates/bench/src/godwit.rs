@@ -50,13 +50,13 @@ impl<'a> Vm<'a> {
         }
         let file = stage.dir().join(format!("{name}.toml"));
         std::fs::write(&file, text)?;
-        stage.run("controller", &["vm", "create", &file.to_string_lossy()])?;
+        stage.ok("controller", &["vm", "create", &file.to_string_lossy()])?;
         let vm = Self {
             stage,
             name: name.to_owned(),
         };
         stage.wait_for_room(run.cell.ram_mib)?;
-        stage.run("controller", &["vm", "start", name, "--on", "a"])?;
+        stage.ok("controller", &["vm", "start", name, "--on", "a"])?;
         Ok(vm)
     }
 
@@ -93,15 +93,15 @@ impl<'a> Vm<'a> {
 
 impl Drop for Vm<'_> {
     fn drop(&mut self) {
-        let off = |stage: &Stage| {
-            let vm = stage.json("controller", &["vm", "show", &self.name])?;
+        let off = || {
+            let vm = self.stage.json("controller", &["vm", "show", &self.name])?;
             Ok(vm["state"] == "stopped")
         };
         // What does not go is ended with the lab.
         let _ = self
             .stage
             .run("controller", &["vm", "stop", &self.name, "--force"]);
-        let _ = self.stage.until("the VM is off", off);
+        let _ = self.stage.until("the VM is off", SOON, off);
         let _ = self.stage.run("controller", &["vm", "delete", &self.name]);
     }
 }
@@ -294,7 +294,7 @@ pub(crate) fn why(stage: &Stage, id: &str, error: anyhow::Error) -> anyhow::Erro
 
 pub(crate) fn finished(stage: &Stage, id: &str) -> Result<Value> {
     let show = ["migration", "show", id];
-    stage.until("the migration has ended", |stage| {
+    stage.until("the migration has ended", SOON, || {
         Ok(!stage.json("controller", &show)?["outcome"].is_null())
     })?;
     let report = stage.json("controller", &show)?;

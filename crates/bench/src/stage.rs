@@ -1,47 +1,44 @@
 //! Two test hosts with the product on them and a network between them that can be made like another.
 //!
-//! Owns the lab, the daemons in it and the link emulator; all of it ends with the value. A stage serves the cells that
-//! share an address family and the use of the emulator. Refuses: to go on when something does not come about in time.
+//! Owns the testkit's stage and the link emulator; all of it ends with the value. A stage serves the cells that share an
+//! address family and the use of the emulator. Refuses: to go on when something does not come about in time.
 
 use crate::plan::Network;
-use crate::qmp::refuse_if_interrupted;
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use godwit_testkit::guest::linux::target_dir;
-use godwit_testkit::lab::{Lab, LabConfig, Machine, MachineCommand};
+use godwit_testkit::lab::{Lab, LabConfig, MachineCommand};
 use godwit_testkit::link::{End, Link, LinkSpec};
+use godwit_testkit::stage;
 use serde_json::Value;
-use std::fs::File;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
-use std::time::{Duration, Instant};
 
-const CONTROLLER: &str = "10.76.0.100:8471";
+pub use godwit_testkit::stage::SOON;
+
 /// Where the peers' RAM files lie, on each host: a tmpfs like that of the product.
 pub const PEER_RAM: &str = "/run/peers";
-/// Longest wait for what takes a moment on a quiet machine.
-pub const SOON: Duration = Duration::from_secs(60);
 
 /// The hosts.
 pub struct Stage {
-    lab: Lab,
-    godwit: PathBuf,
-    dir: PathBuf,
-    daemons: Vec<Child>,
+    // Before the machines that it joins.
     links: Vec<Link>,
+    stage: stage::Stage,
     network: Network,
     prepares: bool,
+}
+
+impl Deref for Stage {
+    type Target = stage::Stage;
+
+    fn deref(&self) -> &stage::Stage {
+        &self.stage
+    }
 }
 
 impl Stage {
     /// Brings up what cells with this network need. `bin` is where the product's program lies, `dir` a directory that
     /// all hosts may read.
     pub fn new(network: &Network, bin: &Path, dir: &Path) -> Result<Self> {
-        let godwit = bin.join("godwit");
-        ensure!(
-            godwit.exists(),
-            "{} is missing: run 'cargo build --release -p godwit'",
-            godwit.display()
-        );
         let lab = Lab::new(LabConfig {
             name: format!("bench-{}", std::process::id()),
             // Whoever wants the results below /tmp wants them there: the hosts have a /tmp of their own.
@@ -49,10 +46,7 @@ impl Stage {
             ..LabConfig::default()
         })?;
         let mut stage = Self {
-            lab,
-            godwit,
-            dir: dir.to_owned(),
-            daemons: Vec::new(),
+            stage: stage::Stage::new(lab, bin, dir)?,
             links: Vec::new(),
             network: *network,
             prepares: false,
@@ -128,34 +122,15 @@ impl Stage {
     }
 
     fn bring_up(&mut self) -> Result<()> {
-        self.run(
-            "controller",
-            &["controller", "init", "--listen", CONTROLLER],
-        )?;
-        self.daemon("controller", "controller")?;
-        self.until("the controller answers", |stage| {
-            Ok(stage.run("controller", &["host", "list"]).is_ok())
-        })?;
+        self.start_controller()?;
         for (index, host) in [(0, "a"), (1, "b")] {
-            let token = self.json("controller", &["host", "add"])?;
-            let token = token["token"].as_str().context("no token")?.to_owned();
-            let addresses = self.addresses(index);
-            let of_card = |address| ["--migration", address];
-            let mut join = vec!["host", "join", &token, "--name", host];
-            join.extend(addresses.iter().map(String::as_str).flat_map(of_card));
-            join.extend(["--port-group", "vm=vmbr0", "--no-start"]);
-            self.run(host, &join)?;
-            self.daemon(host, "agent")?;
+            self.join(host, &self.addresses(index), &[])?;
+            self.start_daemon(host)?;
             self.peer_ram(host)?;
         }
-        self.until("both hosts are connected", |stage| {
-            let hosts = stage.json("controller", &["host", "list"])?;
-            let mut hosts = hosts.as_array().into_iter().flatten();
-            Ok(hosts.clone().count() == 2 && hosts.all(|host| host["state"] == "connected"))
-        })?;
-        self.prepares = self
-            .run("controller", &["vm", "migrate", "--help"])?
-            .contains("--prepare");
+        self.wait_connected()?;
+        let help = self.ok("controller", &["vm", "migrate", "--help"])?;
+        self.prepares = help.contains("--prepare");
         Ok(())
     }
 
@@ -182,8 +157,8 @@ impl Stage {
     /// has just gone.
     pub fn wait_for_room(&self, ram_mib: u32) -> Result<()> {
         let room = |host: &Value| host["memory_free_mib"].as_u64() >= Some(u64::from(ram_mib));
-        self.until("both hosts have room for the guest", |stage| {
-            let hosts = stage.json("controller", &["host", "list"])?;
+        self.until("both hosts have room for the guest", SOON, || {
+            let hosts = self.json("controller", &["host", "list"])?;
             Ok(hosts.as_array().is_some_and(|hosts| hosts.iter().all(room)))
         })
     }
@@ -232,82 +207,9 @@ impl Stage {
         self.prepares
     }
 
-    /// One of the machines.
-    pub fn machine(&self, name: &str) -> Result<&Machine> {
-        Ok(self.lab.machine(name)?)
-    }
-
     /// A command on a machine.
     pub fn command(&self, machine: &str, program: impl AsRef<Path>) -> Result<MachineCommand> {
         Ok(self.machine(machine)?.command(program.as_ref()))
-    }
-
-    /// A file of a machine as this process reaches it.
-    pub fn inside(&self, machine: &str, path: impl AsRef<Path>) -> Result<PathBuf> {
-        Ok(self.machine(machine)?.path_from_outside(path))
-    }
-
-    /// Directory that all machines may read.
-    pub fn dir(&self) -> &Path {
-        &self.dir
-    }
-
-    /// Runs `godwit` on a machine; it must succeed. Gives what it printed.
-    pub fn run(&self, machine: &str, arguments: &[&str]) -> Result<String> {
-        refuse_if_interrupted()?;
-        let output = self
-            .command(machine, &self.godwit)?
-            .args(arguments)
-            .output()?;
-        if !output.status.success() {
-            // With --json the reason is on the standard output.
-            let said = [&output.stderr[..], &output.stdout].concat();
-            let said = String::from_utf8_lossy(&said);
-            bail!("godwit {}: {}", arguments.join(" "), said.trim());
-        }
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    }
-
-    /// The same with `--json`.
-    pub fn json(&self, machine: &str, arguments: &[&str]) -> Result<Value> {
-        let text = self.run(machine, &[arguments, &["--json"]].concat())?;
-        Ok(serde_json::from_str(&text)?)
-    }
-
-    /// Waits until something is so; an error on the way is told only when time is up.
-    pub fn until(&self, what: &str, is_so: impl Fn(&Self) -> Result<bool>) -> Result<()> {
-        let deadline = Instant::now() + SOON;
-        loop {
-            refuse_if_interrupted()?;
-            let seen = match is_so(self) {
-                Ok(true) => return Ok(()),
-                Ok(false) => String::new(),
-                Err(error) => format!(" ({error:#})"),
-            };
-            if Instant::now() > deadline {
-                bail!("it did not come to this within {SOON:?}: {what}{seen}");
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
-    }
-
-    fn daemon(&mut self, machine: &str, role: &str) -> Result<()> {
-        let log = File::create(self.dir.join(format!("{machine}.log")))?;
-        let mut command = self.command(machine, &self.godwit)?;
-        command.args([role, "run"]).stdin(Stdio::null());
-        let child = command.stdout(log.try_clone()?).stderr(log).spawn()?;
-        self.daemons.push(child);
-        Ok(())
-    }
-}
-
-impl Drop for Stage {
-    fn drop(&mut self) {
-        self.links.clear();
-        let _ = self.lab.end(); // what is left ends with this process
-        for child in &mut self.daemons {
-            let _ = child.wait();
-        }
     }
 }
 

@@ -10,5 +10,6 @@ pub mod link;
 pub mod load;
 pub mod qemu;
 pub mod report;
+pub mod stage;
 pub mod testvol;
 pub mod touch;

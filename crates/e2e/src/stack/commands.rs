@@ -1,52 +1,16 @@
-//! The `godwit` command line on a stack's machines.
+//! What the cases ask of the `godwit` command line beyond running it.
 //!
 //! Owns nothing. Refuses: an error that is not one sentence, or that says something else to scripts than to people.
 
-use super::{KILL, Stack, signal};
+use super::{KILL, Ran, Stack, signal};
 use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
-use std::process::{Child, Output, Stdio};
 use std::time::Duration;
 
 /// Exit code of an answer that shows a VM that is held by two hosts.
 const RUNNING_TWICE: i32 = 7;
 
-/// How a command ended.
-#[derive(Debug)]
-pub struct Ran {
-    /// Exit code; none after a signal.
-    pub code: Option<i32>,
-    /// What it printed.
-    pub stdout: String,
-    /// What it complained.
-    pub stderr: String,
-}
-
-impl From<Output> for Ran {
-    fn from(output: Output) -> Self {
-        Self {
-            code: output.status.code(),
-            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
-            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-        }
-    }
-}
-
 impl Stack {
-    /// Runs `godwit` on a machine.
-    pub fn run(&self, machine: &str, arguments: &[&str]) -> Result<Ran> {
-        let mut command = self.machine(machine)?.command(&self.godwit);
-        Ok(command.args(arguments).output()?.into())
-    }
-
-    /// Starts `godwit` on a machine and does not wait for it.
-    pub fn spawn(&self, machine: &str, arguments: &[&str]) -> Result<Child> {
-        let mut command = self.machine(machine)?.command(&self.godwit);
-        command.args(arguments).stdin(Stdio::null());
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        Ok(command.spawn()?)
-    }
-
     /// Runs `godwit` on a machine for at most so long; what takes longer is killed, and its outcome is unknown.
     pub fn run_within(&self, machine: &str, arguments: &[&str], within: Duration) -> Result<Ran> {
         let child = self.spawn(machine, arguments)?;
@@ -74,26 +38,6 @@ impl Stack {
         let ran = self.run_within(machine, &[arguments, &["--json"]].concat(), within)?;
         let said = arguments.join(" ");
         answer(&ran).with_context(|| format!("godwit {said} on {machine}: {ran:?}"))
-    }
-
-    /// Runs a command that must succeed and gives what it printed.
-    pub fn ok(&self, machine: &str, arguments: &[&str]) -> Result<String> {
-        let ran = self.run(machine, arguments)?;
-        ensure!(
-            ran.code == Some(0),
-            "godwit {} on {machine} ended with {:?}: {}{}",
-            arguments.join(" "),
-            ran.code,
-            ran.stderr,
-            ran.stdout
-        );
-        Ok(ran.stdout)
-    }
-
-    /// Runs a command that must succeed with `--json` and reads its answer.
-    pub fn json(&self, machine: &str, arguments: &[&str]) -> Result<Value> {
-        let text = self.ok(machine, &[arguments, &["--json"]].concat())?;
-        Ok(serde_json::from_str(&text)?)
     }
 
     /// Runs a command that must be refused, for people and for scripts: the exit code, one sentence on standard error,

@@ -65,14 +65,14 @@ impl Counter {
 impl Stack {
     /// Writes a VM's description and gives its path.
     pub fn describe(&self, name: &str, text: &str) -> Result<String> {
-        let path = self.dir.join(format!("{name}.toml"));
+        let path = self.dir().join(format!("{name}.toml"));
         std::fs::write(&path, text)?;
         Ok(path.to_string_lossy().into_owned())
     }
 
     /// The description of a counter guest; its kernel is written beside it.
     pub fn describe_counter(&self, guest: &Counter) -> Result<String> {
-        let kernel = self.dir.join(format!("{}.kernel", guest.name));
+        let kernel = self.dir().join(format!("{}.kernel", guest.name));
         std::fs::write(&kernel, counter::build(&guest.spec)?)?;
         let text = format!(
             "name = \"{}\"\nvcpus = 1\nmemory_mib = {}\nkernel = \"{}\"\naccelerator = \"tcg\"\n{}",

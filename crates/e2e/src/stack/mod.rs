@@ -1,35 +1,31 @@
 //! The whole product as it is shipped: a controller and two hosts in namespaces of their own, driven by the command
 //! line of the `godwit` program that the release build made.
 //!
-//! A [`Stack`] owns its lab, the daemons in it and a directory of kernels and logs below the target directory; all of it
-//! ends with the value or its process. It uses no product code: what it knows of the product is its commands, its JSON
-//! and where its files are. Modules: commands, daemons, guests, moves, site. Refuses: to go on when something does not come about in the time given.
+//! A [`Stack`] is a [`Stage`] of the testkit with a directory of kernels and logs of its own below the target directory; all
+//! of it ends with the value or its process. It uses no product code: what it knows of the product is its commands, its
+//! JSON and where its files are. Refuses: to go on when something does not come about in the time given.
 
 mod commands;
-mod daemons;
 mod guests;
 mod moves;
 pub mod site;
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result};
 use godwit_testkit::guest::linux::target_dir;
-use godwit_testkit::lab::{Lab, LabConfig, Machine, host_name};
+use godwit_testkit::lab::{Lab, LabConfig, host_name};
 use godwit_testkit::link::LinkSpec;
-use std::collections::BTreeMap;
+use godwit_testkit::stage::Stage;
 use std::fmt::Write as _;
 use std::fs::File;
-use std::path::{Path, PathBuf};
-use std::process::Child;
-use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::ops::Deref;
+use std::time::Duration;
 
-pub use commands::{Ran, names};
+pub use commands::names;
 pub use godwit_testkit::lab::{Link, Process, Subnets};
+pub use godwit_testkit::stage::Ran;
 pub use godwit_testkit::testvol::Survives;
 pub use guests::Counter;
 
-/// Address that hosts reach the controller at.
-const CONTROLLER: &str = "10.76.0.100:8471";
 /// Where the controller keeps its database, on its machine.
 pub const CONTROLLER_DATABASE: &str = "/var/lib/godwit-controller/controller.db";
 /// The controller's local socket, on its machine.
@@ -80,24 +76,20 @@ pub struct Plan {
 }
 
 /// A running controller with two hosts.
-pub struct Stack {
-    /// The machines and their networks.
-    pub lab: Lab,
-    godwit: PathBuf,
-    dir: PathBuf,
-    daemons: Mutex<BTreeMap<String, Child>>,
+pub struct Stack(Stage);
+
+impl Deref for Stack {
+    type Target = Stage;
+
+    fn deref(&self) -> &Stage {
+        &self.0
+    }
 }
 
 impl Stack {
     /// Brings everything up and waits until both hosts are connected.
     pub fn new(name: &str, plan: &Plan) -> Result<Self> {
         let target = target_dir()?;
-        let godwit = target.join("release/godwit");
-        ensure!(
-            godwit.exists(),
-            "{} is missing: run 'cargo build --release -p godwit'",
-            godwit.display()
-        );
         let dir = target.join("stack-tests").join(name);
         if dir.exists() {
             std::fs::remove_dir_all(&dir)?;
@@ -113,31 +105,15 @@ impl Stack {
             volumes: !plan.in_memory,
             ..LabConfig::default()
         })?;
-        let stack = Self {
-            lab,
-            godwit,
-            dir,
-            daemons: Mutex::default(),
-        };
-        stack.bring_up(plan)?;
-        Ok(stack)
-    }
-
-    fn bring_up(&self, plan: &Plan) -> Result<()> {
-        self.ok(
-            "controller",
-            &["controller", "init", "--listen", CONTROLLER],
-        )?;
-        self.start_daemon("controller")?;
-        self.until("the controller answers", SOON, || {
-            Ok(self.run("controller", &["host", "list"])?.code == Some(0))
-        })?;
+        let stack = Self(Stage::new(lab, &target.join("release"), &dir)?);
+        stack.start_controller()?;
         let plain = HostPlan::default();
         let more = (0..plan.more).map(|_| &plain);
         for (index, host) in (0..).zip(plan.hosts.iter().chain(more)) {
-            self.join(index, host)?;
+            stack.join(index, host)?;
         }
-        self.wait_connected()
+        stack.wait_connected()?;
+        Ok(stack)
     }
 
     /// Names of the hosts.
@@ -148,7 +124,6 @@ impl Stack {
     /// Makes a machine a host of the controller and starts its agent; machines are counted from 0.
     pub fn join(&self, index: u8, plan: &HostPlan) -> Result<()> {
         let host = &host_name(index);
-        let token = self.token()?;
         let own = self.lab.addresses(index);
         let migration = match plan.migration.as_slice() {
             [] if self.lab.config().migration_nics > 1 => (0..self.lab.config().migration_nics)
@@ -157,15 +132,8 @@ impl Stack {
             [] => vec![own.migration4.to_string(), own.migration6.to_string()],
             given => given.to_vec(),
         };
-        let mut arguments: Vec<&str> = vec!["host", "join", &token, "--name", host, "--no-start"];
-        arguments.extend(["--port-group", "vm=vmbr0"]);
-        arguments.extend(
-            migration
-                .iter()
-                .flat_map(|address| ["--migration", address.as_str()]),
-        );
-        arguments.extend(plan.join.iter().map(String::as_str));
-        self.ok(host, &arguments)?;
+        let more: Vec<&str> = plan.join.iter().map(String::as_str).collect();
+        self.0.join(host, &migration, &more)?;
         let config = self.inside(host, "/etc/godwit/host.toml")?;
         let text = std::fs::read_to_string(&config)?;
         std::fs::write(&config, format!("{}\n{text}", plan.config))?;
@@ -174,64 +142,20 @@ impl Stack {
         self.start_daemon(host)
     }
 
-    /// A new join token.
-    pub fn token(&self) -> Result<String> {
-        let token = self.json("controller", &["host", "add"])?;
-        Ok(token["token"].as_str().context("no token")?.to_owned())
-    }
-
-    /// Waits until the controller has heard from all hosts.
-    pub fn wait_connected(&self) -> Result<()> {
-        let count = usize::from(self.lab.config().hosts);
-        self.until("all hosts are connected", SOON, || {
-            let hosts = self.json("controller", &["host", "list"])?;
-            let mut hosts = hosts.as_array().into_iter().flatten();
-            Ok(hosts.clone().count() == count && hosts.all(|host| host["state"] == "connected"))
-        })
-    }
-
-    /// One of the machines: `a`, `b`, `controller`, `client`, `switch`, `router`.
-    pub fn machine(&self, name: &str) -> Result<&Machine> {
-        Ok(self.lab.machine(name)?)
-    }
-
-    /// A file of a machine as this process reaches it.
-    pub fn inside(&self, machine: &str, path: impl AsRef<Path>) -> Result<PathBuf> {
-        Ok(self.machine(machine)?.path_from_outside(path))
-    }
-
-    /// Directory that all machines see, read-only.
-    pub fn dir(&self) -> &Path {
-        &self.dir
-    }
-
-    /// Waits until something is so. An error while waiting is only told when time is up.
+    /// Waits until something is so. An error while waiting is only told when time is up, with the hosts' logs.
     pub fn until(
         &self,
         what: &str,
         within: Duration,
         is_so: impl Fn() -> Result<bool>,
     ) -> Result<()> {
-        let deadline = Instant::now() + within;
-        loop {
-            let seen = match is_so() {
-                Ok(true) => return Ok(()),
-                Ok(false) => String::new(),
-                Err(error) => format!(" ({error:#})"),
-            };
-            if Instant::now() > deadline {
-                bail!(
-                    "it did not come to this within {within:?}: {what}{seen}; {}",
-                    self.logs()
-                );
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let waited = self.0.until(what, within, is_so);
+        waited.map_err(|error| error.context(self.logs()))
     }
 
-    /// What the hosts' VM processes said last, which ends with the lab, and where the other logs stay.
+    /// What the hosts' VM processes said last, which ends with the lab.
     fn logs(&self) -> String {
-        let mut said = format!("logs are in {}", self.dir.display());
+        let mut said = String::new();
         for host in self.hosts() {
             let tails = self.machine(&host).and_then(|machine| {
                 let script = format!("tail -n 25 {VM_PROCESS_LOGS}");
@@ -239,7 +163,7 @@ impl Stack {
             });
             let text = tails.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
             let text = text.unwrap_or_else(|error| format!("{error:#}"));
-            let _ = write!(said, "\nhost {host}:\n{text}");
+            let _ = write!(said, "host {host}:\n{text}\n");
         }
         said
     }

@@ -7,22 +7,19 @@ use std::io::{BufRead as _, BufReader};
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitCode, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use godwit_testkit::guest::linux::{GuestNetwork, LinuxGuest, command_line, target_dir};
+use godwit_testkit::interrupt;
 use godwit_testkit::lab::{Lab, LabConfig, Machine};
+use godwit_testkit::stage::{Stage, go_on};
 use serde_json::Value;
-
-/// Set by Ctrl-C.
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
 const GUEST: &str = "10.77.0.10";
 const GUEST6: &str = "fd77::10";
-const CONTROLLER: &str = "10.76.0.100:8471";
 /// Memory of the guest, MiB.
 const MEMORY_MIB: u64 = 1024;
 
@@ -51,10 +48,10 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    on_interrupt();
+    interrupt::catch();
     match Demo::run(&arguments) {
         Ok(()) => ExitCode::SUCCESS,
-        Err(_) if INTERRUPTED.load(Ordering::SeqCst) => {
+        Err(_) if interrupt::caught() => {
             eprintln!("demo: interrupted; everything that it started is ended");
             ExitCode::from(130)
         }
@@ -65,30 +62,11 @@ fn main() -> ExitCode {
     }
 }
 
-extern "C" fn interrupted(_: libc::c_int) {
-    INTERRUPTED.store(true, Ordering::SeqCst);
-}
-
-fn on_interrupt() {
-    let handler = interrupted as extern "C" fn(libc::c_int) as libc::sighandler_t;
-    for signal in [libc::SIGINT, libc::SIGTERM] {
-        // SAFETY: the handler only stores to an atomic, which is allowed in a signal handler.
-        unsafe { libc::signal(signal, handler) };
-    }
-}
-
-fn check_interrupt() -> Result<()> {
-    if INTERRUPTED.load(Ordering::SeqCst) {
-        bail!("interrupted");
-    }
-    Ok(())
-}
-
 /// Waits at the demo's own pace, and hears Ctrl-C.
 fn pause(seconds: u64) -> Result<()> {
     let until = Instant::now() + Duration::from_secs(seconds);
     while Instant::now() < until {
-        check_interrupt()?;
+        go_on()?;
         std::thread::sleep(Duration::from_millis(100));
     }
     Ok(())
@@ -109,11 +87,10 @@ struct Move {
 
 struct Demo<'a> {
     arguments: &'a Arguments,
-    lab: Lab,
+    stage: Stage,
     bin: PathBuf,
     out: PathBuf,
     began: Instant,
-    daemons: Vec<Child>,
 }
 
 impl<'a> Demo<'a> {
@@ -142,27 +119,22 @@ impl<'a> Demo<'a> {
             .to_owned();
         let mut demo = Self {
             arguments,
-            lab,
+            stage: Stage::new(lab, &bin, &out)?,
             bin,
             out,
             began,
-            daemons: Vec::new(),
         };
         let result = demo.play(&guest);
         if arguments.keep && result.is_ok() {
             demo.tell_how_to_look();
         } else {
-            demo.lab.end()?;
+            demo.stage.lab.end()?;
         }
         result
     }
 
     fn play(&mut self, guest: &LinuxGuest) -> Result<()> {
-        self.start_controller()?;
-        for host in ["a", "b"] {
-            self.join(host)?;
-        }
-        self.wait_hosts()?;
+        self.start_product()?;
         self.start_guest(guest)?;
         let (mut load, lines) = self.start_load()?;
         self.wait_line(&mut load, &lines, "running")?;
@@ -177,96 +149,21 @@ impl<'a> Demo<'a> {
     }
 
     fn machine(&self, name: &str) -> Result<&Machine> {
-        Ok(self.lab.machine(name)?)
+        self.stage.machine(name)
     }
 
-    /// Runs the product's command line on a machine and gives what it printed.
-    fn godwit(&self, machine: &str, arguments: &[&str]) -> Result<String> {
-        let output = self
-            .machine(machine)?
-            .command(self.bin.join("godwit"))
-            .args(arguments)
-            .output()?;
-        if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr);
-            bail!("godwit {}: {}", arguments.join(" "), said.trim());
+    fn start_product(&self) -> Result<()> {
+        self.stage.start_controller()?;
+        say(self.began, "the controller answers");
+        for (index, host) in [(0, "a"), (1, "b")] {
+            let own = self.stage.lab.addresses(index);
+            let migration = [own.migration4.to_string(), own.migration6.to_string()];
+            self.stage.join(host, &migration, &[])?;
+            self.stage.start_daemon(host)?;
         }
-        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
-    }
-
-    fn godwit_json(&self, arguments: &[&str]) -> Result<Value> {
-        Ok(serde_json::from_str(
-            &self.godwit("controller", arguments)?,
-        )?)
-    }
-
-    fn daemon(&mut self, machine: &str, arguments: &[&str]) -> Result<()> {
-        let log = std::fs::File::create(self.out.join(format!("{machine}.log")))?;
-        let child = self
-            .machine(machine)?
-            .command(self.bin.join("godwit"))
-            .args(arguments)
-            .stdin(Stdio::null())
-            .stdout(log.try_clone()?)
-            .stderr(log)
-            .spawn()?;
-        self.daemons.push(child);
+        self.stage.wait_connected()?;
+        say(self.began, "both hosts are connected");
         Ok(())
-    }
-
-    fn start_controller(&mut self) -> Result<()> {
-        self.godwit(
-            "controller",
-            &["controller", "init", "--listen", CONTROLLER],
-        )?;
-        self.daemon("controller", &["controller", "run"])?;
-        self.until("the controller answers", Duration::from_secs(15), |demo| {
-            Ok(demo
-                .godwit("controller", &["host", "list", "--json"])
-                .is_ok())
-        })
-    }
-
-    fn join(&mut self, host: &str) -> Result<()> {
-        let token = self.godwit_json(&["host", "add", "--json"])?;
-        let token = token["token"]
-            .as_str()
-            .context("no token in the answer")?
-            .to_owned();
-        let index = if host == "a" { 1 } else { 2 };
-        let (v4, v6) = (format!("10.78.0.{index}"), format!("fd78::{index}"));
-        let arguments = [
-            "host",
-            "join",
-            &token,
-            "--name",
-            host,
-            "--migration",
-            &v4,
-            "--migration",
-            &v6,
-            "--port-group",
-            "vm=vmbr0",
-            "--no-start",
-        ];
-        self.godwit(host, &arguments)?;
-        self.daemon(host, &["agent", "run"])
-    }
-
-    fn wait_hosts(&self) -> Result<()> {
-        self.until(
-            "both hosts are connected",
-            Duration::from_secs(30),
-            |demo| {
-                let hosts = demo.godwit_json(&["host", "list", "--json"])?;
-                let states = hosts
-                    .as_array()
-                    .into_iter()
-                    .flatten()
-                    .filter(|host| host["state"] == "connected");
-                Ok(states.count() == 2)
-            },
-        )
     }
 
     fn start_guest(&self, guest: &LinuxGuest) -> Result<()> {
@@ -282,21 +179,22 @@ impl<'a> Demo<'a> {
         );
         let file = self.out.join("redis.toml");
         std::fs::write(&file, description)?;
-        self.godwit("controller", &["vm", "create", &file.to_string_lossy()])?;
-        self.godwit("controller", &["vm", "start", "redis", "--on", "a"])?;
+        let file = file.to_string_lossy();
+        self.stage.ok("controller", &["vm", "create", &file])?;
+        self.stage
+            .ok("controller", &["vm", "start", "redis", "--on", "a"])?;
         say(
             self.began,
             "the guest boots on host a (1 GiB, Linux, Redis), encryption required",
         );
-        self.until(
-            "Redis answers in the guest",
-            Duration::from_secs(120),
-            |demo| {
-                let redis = SocketAddr::new(GUEST.parse()?, 6379);
-                let connect = || TcpStream::connect_timeout(&redis, Duration::from_secs(1)).is_ok();
-                Ok(demo.machine("client")?.in_network(connect)?)
-            },
-        )
+        let what = "Redis answers in the guest";
+        self.stage.until(what, Duration::from_secs(120), || {
+            let redis = SocketAddr::new(GUEST.parse()?, 6379);
+            let connect = || TcpStream::connect_timeout(&redis, Duration::from_secs(1)).is_ok();
+            Ok(self.machine("client")?.in_network(connect)?)
+        })?;
+        say(self.began, what);
+        Ok(())
     }
 
     /// The guest's clock and ours, ns.
@@ -358,7 +256,7 @@ impl<'a> Demo<'a> {
     fn wait_line(&self, load: &mut Child, lines: &Receiver<String>, wanted: &str) -> Result<()> {
         let deadline = Instant::now() + Duration::from_secs(300);
         loop {
-            check_interrupt()?;
+            go_on()?;
             if Instant::now() > deadline {
                 bail!("the load was not ready within five minutes");
             }
@@ -397,7 +295,7 @@ impl<'a> Demo<'a> {
     }
 
     fn migrate(&self, to: &str) -> Result<Move> {
-        check_interrupt()?;
+        go_on()?;
         say(
             self.began,
             &format!("moving the guest to host {to}, encrypted, under load"),
@@ -430,11 +328,12 @@ impl<'a> Demo<'a> {
         let after = self.probe(GUEST6)?;
         let lag_ms = ((after.1 - before.1) - (after.0 - before.0)) as f64 / 1e6;
         let report = self.out.join(format!("migration-to-{to}.json"));
-        let migrations = self.godwit_json(&["migration", "list", "--json"])?;
+        let migrations = self.stage.json("controller", &["migration", "list"])?;
         let id = newest(&migrations).context("no migration in the list")?;
         std::fs::write(
             &report,
-            self.godwit("controller", &["migration", "show", &id, "--json"])?,
+            self.stage
+                .ok("controller", &["migration", "show", &id, "--json"])?,
         )?;
         Ok(Move {
             report,
@@ -454,7 +353,7 @@ impl<'a> Demo<'a> {
                 self.out.join(file),
             )?;
         }
-        let accelerator = self.godwit_json(&["vm", "show", "redis", "--json"])?;
+        let accelerator = self.stage.json("controller", &["vm", "show", "redis"])?;
         let accelerator = accelerator["accelerator"]
             .as_str()
             .unwrap_or("tcg")
@@ -546,7 +445,7 @@ impl<'a> Demo<'a> {
         let lab = format!(
             "{} --name {}",
             self.bin.join("godwit-lab").display(),
-            self.lab.config().name
+            self.stage.lab.config().name
         );
         let godwit = self.bin.join("godwit").display().to_string();
         println!("\neverything is left running; look around with:");
@@ -554,32 +453,6 @@ impl<'a> Demo<'a> {
         println!("  {lab} exec controller -- {godwit} vm migrate redis --to b");
         println!("  {lab} exec a -- {godwit} migration list");
         println!("  {lab} down        ends it all");
-    }
-
-    fn until(
-        &self,
-        what: &str,
-        within: Duration,
-        ready: impl Fn(&Self) -> Result<bool>,
-    ) -> Result<()> {
-        let deadline = Instant::now() + within;
-        loop {
-            check_interrupt()?;
-            match ready(self) {
-                Ok(true) => {
-                    say(self.began, what);
-                    return Ok(());
-                }
-                Ok(false) if Instant::now() < deadline => {}
-                Ok(false) => bail!(
-                    "it did not come to this within {within:?}: {what}; logs are in {}",
-                    self.out.display()
-                ),
-                Err(error) if Instant::now() < deadline => drop(error),
-                Err(error) => return Err(error.context(format!("waiting until {what}"))),
-            }
-            std::thread::sleep(Duration::from_millis(200));
-        }
     }
 }
 

@@ -1,31 +1,28 @@
-//! The controller's and the agents' processes of a stack.
+//! The controller's and the agents' processes of a stage.
 //!
-//! Each is a child of the test's process; its log stays in the stack's directory. Refuses: to end a daemon that was not
+//! Each is a child of this process; its log stays in the stage's directory. Refuses: to end a daemon that was not
 //! started here.
 
-use super::Stack;
+use super::Stage;
 use anyhow::{Context as _, Result};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::process::{Child, Stdio};
 use std::sync::{MutexGuard, PoisonError};
 
-impl Stack {
+impl Stage {
     fn daemons(&self) -> MutexGuard<'_, BTreeMap<String, Child>> {
         self.daemons.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Starts the controller or a host's agent.
     pub fn start_daemon(&self, machine: &str) -> Result<()> {
-        let role = if machine == "controller" {
-            "controller"
-        } else {
-            "agent"
+        let role = match machine {
+            "controller" => "controller",
+            _ => "agent",
         };
-        let log = File::options()
-            .create(true)
-            .append(true)
-            .open(self.dir.join(format!("{machine}.log")))?;
+        let log = self.dir.join(format!("{machine}.log"));
+        let log = File::options().create(true).append(true).open(log)?;
         let mut command = self.machine(machine)?.command(&self.godwit);
         command.args([role, "run"]).stdin(Stdio::null());
         let child = command.stdout(log.try_clone()?).stderr(log).spawn()?;
@@ -60,5 +57,16 @@ impl Stack {
         self.kill_daemon(machine)?;
         self.start_daemon(machine)?;
         self.wait_connected()
+    }
+
+    /// Ends the machines, and with them every daemon, unless the lab is one to be kept.
+    pub(super) fn end(&mut self) {
+        if self.lab.config().keep {
+            return;
+        }
+        let _ = self.lab.end(); // what is left ends with this process
+        for child in self.daemons().values_mut() {
+            let _ = child.wait();
+        }
     }
 }
