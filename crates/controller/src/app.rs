@@ -6,11 +6,13 @@
 use crate::config::ControllerConfig;
 use crate::drains::Drains;
 use crate::error::{ControllerError, Outcome, refuse};
+use crate::hosts;
 use crate::measured::Measured;
 use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use crate::unread::Lack;
 use godwit_rpc::pki::now_unix_s;
+use godwit_rpc::rate::Rate;
 use godwit_rpc::{AgentClient, Authority, Client, Identity, Revocations, Role};
 use godwit_site::{Batch, Book, HostRow, Row};
 use godwit_types::control_api::{HostState, InventoryEvent, VmView};
@@ -19,9 +21,9 @@ use godwit_types::site::{SiteHost, SiteUpdate, Stamp};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::{OwnedMutexGuard, broadcast, watch};
 
 /// Events that a slow reader may fall behind by.
@@ -65,6 +67,8 @@ pub struct App {
     macs: tokio::sync::Mutex<()>,
     clients: Mutex<Clients>,
     moving: Mutex<BTreeSet<VmName>>,
+    /// How often each address may try to join.
+    joins: Mutex<Rate>,
     live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
     /// The last word that is in the database: the newest one that a host may hear.
     said: Arc<Mutex<Stamp>>,
@@ -178,6 +182,7 @@ impl App {
             macs: tokio::sync::Mutex::default(),
             clients: Mutex::default(),
             moving: Mutex::default(),
+            joins: Mutex::new(Rate::new(hosts::JOINS_AT_ONCE, hosts::JOIN_EACH)),
             live: Mutex::default(),
             said: Arc::new(Mutex::new(said)),
             beginning: Mutex::default(),
@@ -189,6 +194,11 @@ impl App {
     /// The inventory, for a short step.
     pub fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
+    }
+
+    /// Whether somebody at this address may try to join now.
+    pub fn admits_join(&self, from: IpAddr) -> bool {
+        lock(&self.joins).admits(from, Instant::now())
     }
 
     /// Writes what the site's rules have changed, before anything is said that follows from it.

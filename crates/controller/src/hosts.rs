@@ -14,7 +14,7 @@ use crate::survey::{clear, refused};
 use crate::vms::{done, is_stopped_at, release};
 use godwit_rpc::pki::{PkiError, now_unix_s};
 use godwit_rpc::token::hash_of;
-use godwit_rpc::{ClientError, Role, Token};
+use godwit_rpc::{CameFrom, ClientError, Role, Token};
 use godwit_site::{HostRow, Refusal};
 use godwit_types::control_api::{Done, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken};
 use godwit_types::load::HostTop;
@@ -22,6 +22,7 @@ use godwit_types::site::Claim;
 use godwit_types::{ApiError, ErrorCode, HostName};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A host as people see it.
 pub fn view(app: &App, name: &HostName) -> Outcome<HostView> {
@@ -61,6 +62,22 @@ pub async fn token(app: &App) -> Result<JoinToken, ControllerError> {
         token: text,
         valid_for_s,
     })
+}
+
+/// One address may try to join so often at once.
+pub const JOINS_AT_ONCE: u32 = 64;
+/// One more try of an address after each such time.
+pub const JOIN_EACH: Duration = Duration::from_millis(500);
+
+/// Refuses an address that tries to join too often.
+pub fn may_try_to_join(app: &App, from: Option<CameFrom>) -> Outcome<()> {
+    match from {
+        Some(CameFrom(from)) if !app.admits_join(from) => refuse(
+            ErrorCode::NotAllowed,
+            format!("{from} tries to join too often: wait half a minute, then try once"),
+        ),
+        _ => Ok(()),
+    }
 }
 
 /// Enrols a host: uses the token up and certifies its key, or does neither.

@@ -19,8 +19,14 @@ pub const HEADER_LEN_MAX: usize = 32 << 10;
 pub const EVENT_LINE_LEN_MAX: usize = 1 << 20;
 /// Most connections that one listener serves at a time.
 pub const CONNECTIONS_MAX: usize = 512;
-/// Most connections of one listener whose peers have shown no certificate; beyond that the oldest makes room.
-pub const UNPROVED_MAX: usize = 256;
+/// Most connections of one listener that have not ended their TLS handshake; beyond that one makes room.
+pub const HANDSHAKES_MAX: usize = 256;
+/// Most of these from one source address: all hosts of a small site may stand behind one.
+pub const HANDSHAKES_PER_SOURCE: usize = 64;
+/// Most connections of one listener whose peers have shown no certificate: each may ask once, to join.
+pub const STRANGERS_MAX: usize = 64;
+/// Most of these from one source address.
+pub const STRANGERS_PER_SOURCE: usize = 16;
 
 /// Longest time until a connection with a peer far away is made and both sides have proved who they are. A host that is
 /// cut off is known by that before anything was asked of it.

@@ -1,14 +1,18 @@
 //! The listeners: who is there, may they, and within which limits.
 //!
 //! Owns its connections and ends them at shutdown. Every request gets the extensions [`Peer`] and
-//! [`Limits`]. Refuses: more than [`CONNECTIONS_MAX`] connections of one listener (those without a certificate have a
-//! small pool of their own), heads that trickle, peers and certificates that
-//! [`Admission`] does not admit (asked at every request, so that a revocation ends open connections too).
+//! [`Limits`]. Refuses: more than [`CONNECTIONS_MAX`] connections of one listener (handshakes, and those without a
+//! certificate, have small pools of their own), a second request of a peer without certificate, heads that trickle,
+//! peers and certificates that [`Admission`] does not admit (asked at every request, so that a revocation ends open
+//! connections too).
 
 use crate::access::{self, Peer, RemovedPeer, Rule};
 use crate::audit::{Auditor, Entry, Login};
 use crate::extract::Failure;
-use crate::limits::{CONNECTIONS_MAX, HEADER_LEN_MAX, Limits, UNPROVED_MAX};
+use crate::limits::{
+    CONNECTIONS_MAX, HANDSHAKES_MAX, HANDSHAKES_PER_SOURCE, HEADER_LEN_MAX, Limits, STRANGERS_MAX,
+    STRANGERS_PER_SOURCE,
+};
 use crate::pki::Holder;
 use crate::unproved::Unproved;
 use axum::Router;
@@ -20,6 +24,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::io;
+use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -86,8 +91,13 @@ pub struct Server {
 struct Doors {
     acceptor: TlsAcceptor,
     places: Arc<Semaphore>,
-    unproved: Arc<Unproved>,
+    handshakes: Arc<Unproved>,
+    strangers: Arc<Unproved>,
 }
+
+/// The address that a request came from over the network; set by the server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CameFrom(pub IpAddr);
 
 /// Who is at the other end of one connection.
 #[derive(Clone)]
@@ -95,14 +105,18 @@ struct Who {
     peer: Peer,
     holder: Option<Holder>,
     login: Option<Login>,
+    from: Option<CameFrom>,
 }
 
 impl Who {
-    fn stranger() -> Self {
+    /// Who came over the network, by the certificate that was shown.
+    fn from_afar(holder: Option<Holder>, from: IpAddr) -> Self {
+        let peer = holder.as_ref().map(|holder| holder.role.peer());
         Self {
-            peer: Peer::Anonymous,
-            holder: None,
+            peer: peer.unwrap_or(Peer::Anonymous),
+            holder,
             login: None,
+            from: Some(CameFrom(from)),
         }
     }
 
@@ -110,6 +124,7 @@ impl Who {
         extensions.insert(self.peer);
         self.holder.map(|holder| extensions.insert(holder));
         self.login.map(|login| extensions.insert(login));
+        self.from.map(|from| extensions.insert(from));
     }
 }
 
@@ -179,13 +194,15 @@ impl Server {
         config: Arc<rustls::ServerConfig>,
         stop: watch::Receiver<bool>,
     ) {
-        let accept = || async { listener.accept().await.map(|(stream, _)| stream) };
+        let accept = || listener.accept();
         let doors = Doors {
             acceptor: TlsAcceptor::from(config),
             places: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
-            unproved: Unproved::new(UNPROVED_MAX),
+            handshakes: Unproved::new(HANDSHAKES_MAX, HANDSHAKES_PER_SOURCE),
+            strangers: Unproved::new(STRANGERS_MAX, STRANGERS_PER_SOURCE),
         };
-        let serve = move |server: Self, stream, stop| server.serve_tls(stream, doors.clone(), stop);
+        let serve =
+            move |server: Self, accepted, stop| server.serve_tls(accepted, doors.clone(), stop);
         self.accept_loop(accept, serve, stop).await;
     }
 
@@ -234,15 +251,22 @@ impl Server {
                 peer: Peer::Local { uid },
                 holder: None,
                 login,
+                from: None,
             };
             self.serve(stream, who, stop).await;
         }
     }
 
     /// Until its peer has shown a certificate, a connection has only a place that a newer one may take.
-    async fn serve_tls(self, stream: TcpStream, doors: Doors, stop: watch::Receiver<bool>) {
+    async fn serve_tls(
+        self,
+        (stream, address): (TcpStream, SocketAddr),
+        doors: Doors,
+        stop: watch::Receiver<bool>,
+    ) {
+        let from = address.ip().to_canonical();
         let _ = stream.set_nodelay(true);
-        let mut turn = doors.unproved.enter();
+        let mut turn = doors.handshakes.enter(from);
         let shaken = tokio::time::timeout(self.limits.handshake, doors.acceptor.accept(stream));
         let Some(Ok(Ok(stream))) = turn.unless_sent_away(shaken).await else {
             return;
@@ -256,7 +280,9 @@ impl Server {
             return;
         };
         let Some(holder) = holder else {
-            let served = self.serve(stream, Who::stranger(), stop);
+            drop(turn);
+            let mut turn = doors.strangers.enter(from);
+            let served = self.serve(stream, Who::from_afar(None, from), stop);
             turn.unless_sent_away(served).await;
             return;
         };
@@ -264,11 +290,7 @@ impl Server {
             return;
         };
         drop(turn);
-        let who = Who {
-            peer: holder.role.peer(),
-            holder: Some(holder),
-            login: None,
-        };
+        let who = Who::from_afar(Some(holder), from);
         self.serve(stream, who, stop).await;
     }
 
@@ -279,6 +301,7 @@ impl Server {
         mut stop: watch::Receiver<bool>,
     ) {
         let (router, limits) = (self.router, self.limits);
+        let is_stranger = who.peer == Peer::Anonymous;
         let service = hyper::service::service_fn(move |mut request: hyper::Request<_>| {
             let extensions = request.extensions_mut();
             extensions.insert(limits);
@@ -289,6 +312,8 @@ impl Server {
             .timer(TokioTimer::new())
             .header_read_timeout(limits.head)
             .max_buf_size(HEADER_LEN_MAX)
+            // A stranger asks once: whatever the answer is, the connection ends with it.
+            .keep_alive(!is_stranger)
             .serve_connection(TokioIo::new(stream), service);
         let mut connection = std::pin::pin!(connection);
         tokio::select! {

@@ -4,9 +4,9 @@ use super::Shared;
 use crate::error::refuse;
 use crate::hosts;
 use crate::resolve;
-use axum::Json;
 use axum::extract::{RawQuery, State};
-use godwit_rpc::{ApiResult, JsonBody, PathParam};
+use axum::{Extension, Json};
+use godwit_rpc::{ApiResult, CameFrom, JsonBody, PathParam};
 use godwit_types::control_api::{
     Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken,
 };
@@ -78,7 +78,10 @@ pub async fn top(State(app): Shared) -> Json<Vec<HostTop>> {
 #[utoipa::path(post, path = "/v1/join", request_body = JoinRequest, responses((status = 200, body = JoinResponse), (status = "default", body = ApiError)))]
 pub async fn join(
     State(app): Shared,
+    from: Option<Extension<CameFrom>>,
     JsonBody(request): JsonBody<JoinRequest>,
 ) -> ApiResult<JoinResponse> {
+    // Before anything is read from the database for somebody who is not known.
+    hosts::may_try_to_join(&app, from.map(|Extension(from)| from))?;
     Ok(Json(hosts::join(&app, &request).await?))
 }
