@@ -13,7 +13,9 @@ use crate::stderr_log::StderrLog;
 use rustix::fd::{AsRawFd, BorrowedFd, RawFd};
 use rustix::fs::{Gid, Uid};
 use rustix::io::{FdFlags, fcntl_setfd};
-use rustix::process::{Resource, Rlimit, setrlimit, setsid};
+use rustix::process::{
+    Resource, Rlimit, Signal, set_parent_process_death_signal, setrlimit, setsid,
+};
 use rustix::thread::{set_no_new_privs, set_thread_gid, set_thread_groups, set_thread_uid};
 use std::fs::{self, DirBuilder, Permissions};
 use std::io;
@@ -123,6 +125,14 @@ pub enum LaunchError {
         /// The end of its standard error.
         stderr: String,
     },
+    /// The files of a trial cannot be made.
+    #[error("cannot make the files of a trial guest in {path}: {source}")]
+    Trial {
+        /// The directory.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// The process is gone or cannot be watched.
     #[error(transparent)]
     Process(#[from] ProcessError),
@@ -130,6 +140,22 @@ pub enum LaunchError {
 
 /// Starts QEMU and waits until it answers. The guest does not run.
 pub fn launch(spec: &LaunchSpec<'_>, deadline: Instant) -> Result<Hypervisor, LaunchError> {
+    start(spec, false, deadline)
+}
+
+/// As [`launch`], for a QEMU that is of no use without the thread that starts it, and is killed when that ends.
+pub(crate) fn launch_for_caller(
+    spec: &LaunchSpec<'_>,
+    deadline: Instant,
+) -> Result<Hypervisor, LaunchError> {
+    start(spec, true, deadline)
+}
+
+fn start(
+    spec: &LaunchSpec<'_>,
+    ends_with_caller: bool,
+    deadline: Instant,
+) -> Result<Hypervisor, LaunchError> {
     let first = spec.monitors.first().ok_or(LaunchError::NoMonitor)?;
     let listeners = spec
         .monitors
@@ -143,6 +169,10 @@ pub fn launch(spec: &LaunchSpec<'_>, deadline: Instant) -> Result<Hypervisor, La
     };
     let stderr = StderrLog::create().map_err(start)?;
     let mut command = command(spec, &monitor_fds, &stderr)?;
+    if ends_with_caller {
+        // SAFETY: runs between fork and exec, behind the change of user, which would undo it; one system call.
+        unsafe { command.pre_exec(|| Ok(set_parent_process_death_signal(Some(Signal::KILL))?)) };
+    }
     let mut child = command.spawn().map_err(start)?;
     // Our copies must go: QEMU's end is seen because it held the last ones.
     drop((command, listeners));

@@ -21,3 +21,4 @@ mod sync;
 pub mod tap;
 mod text;
 pub mod throttle;
+pub mod trial;
