@@ -15,14 +15,16 @@ use crate::load::Readings;
 use crate::memory::{Memory, Promise};
 use crate::preflight;
 use crate::probe::{self, Probes};
-use crate::qemu_facts::{QemuFacts, QemuFactsError};
+use crate::qemu_facts::QemuFacts;
+use crate::qemu_now::{self, QemuNow};
+use crate::qemu_trial::TrialSetting;
 use crate::records::{Records, VMS_MAX, internal};
 use crate::removed::Removed;
 use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::{Supervised, Supervisor};
 use crate::system::{Interface, System, interfaces, unix_ms};
-use crate::users::User;
+use crate::users::{self, NOBODY, User};
 use godwit_guestmem::tracker;
 use godwit_rpc::Revocations;
 use godwit_types::control_api::{Done, HostCheck, ResolveRequest};
@@ -39,6 +41,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use tokio::sync::watch;
 
 /// Longest wait for a VM process to be there.
 pub(crate) const NEED: Duration = Duration::from_secs(20);
@@ -56,7 +59,7 @@ pub(crate) struct Agent {
     pub config: HostConfig,
     pub system: System,
     pub user: User,
-    pub qemu: Result<QemuFacts, QemuFactsError>,
+    pub qemu: QemuNow,
     pub migration_addresses: Vec<IpAddr>,
     pub boot_id: String,
     pub supervisor: Supervisor,
@@ -142,20 +145,26 @@ pub(crate) fn migration_addresses(config: &HostConfig, interfaces: &[Interface])
 
 /// Checks this host without an agent.
 pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostCheck {
-    let qemu = QemuFacts::ask(&config.qemu, TOOLS).await;
+    let user = users::qemu_user(config.qemu_user.as_deref()).unwrap_or(NOBODY);
+    let qemu = qemu_now::ask(config, user).await;
     let interfaces = interfaces(TOOLS).await;
     let addresses = migration_addresses(config, &interfaces);
-    let inputs = check::Inputs {
-        config,
-        system,
-        qemu: &qemu,
-        interfaces: &interfaces,
-        migration_addresses: &addresses,
-        userfaultfd: tracking(),
-    };
+    let checks = tokio::task::block_in_place(|| {
+        let setting = TrialSetting::new(config, user);
+        let guests = qemu.as_ref().map(|facts| setting.run_guests(&facts.tried));
+        check::run(&check::Inputs {
+            config,
+            system,
+            qemu: &qemu,
+            guests: &guests.unwrap_or_default(),
+            interfaces: &interfaces,
+            migration_addresses: &addresses,
+            userfaultfd: tracking(),
+        })
+    });
     HostCheck {
         host: config.name.clone(),
-        checks: tokio::task::block_in_place(|| check::run(&inputs)),
+        checks,
     }
 }
 
@@ -263,10 +272,18 @@ impl Agent {
         godwit_qemu::accel::come_to(self.config.accelerator)
     }
 
+    /// Looks for another QEMU until told to stop.
+    pub(crate) async fn keep_qemu_known(self: Arc<Self>, stop: watch::Receiver<bool>) {
+        self.qemu.keep(&self.config, self.user, stop).await;
+    }
+
     /// What this host says of itself.
     pub(crate) fn info(&self) -> HostInfo {
+        let known = self.qemu.get();
         let nothing = QemuFacts::default();
-        let qemu = self.qemu.as_ref().unwrap_or(&nothing);
+        let qemu = known.as_ref().as_ref().unwrap_or(&nothing);
+        let cpu_models_under = qemu.cpu_models();
+        let accelerator = self.accelerator();
         let site = self.site.heard();
         let (instance, may_be_alone) = self
             .site
@@ -276,10 +293,14 @@ impl Agent {
             version: env!("CARGO_PKG_VERSION").into(),
             kernel: self.system.kernel(),
             qemu: qemu.version.clone(),
-            accelerator: self.accelerator(),
+            accelerator,
             machine_types: qemu.machine_types.clone(),
             machine_aliases: qemu.machine_aliases.clone(),
-            cpu_models: qemu.cpu_models.clone(),
+            cpu_models: cpu_models_under
+                .get(&accelerator)
+                .cloned()
+                .unwrap_or_default(),
+            cpu_models_under,
             encryption: self.config.encryption,
             port_groups: self.config.port_groups.clone(),
             migration_addresses: self.migration_addresses.clone(),
@@ -539,13 +560,17 @@ impl Agent {
     fn look_at_incoming(&self, request: &PreflightIncoming, unix_ms: u64) -> PreflightReport {
         let (free_ports, _) = check::free_ports(&self.config, &self.migration_addresses);
         let record = self.records.record(&request.spec.name);
+        let known = self.qemu.get();
+        let tried = known.as_ref().as_ref().ok().map(|facts| &facts.tried);
+        let no_handout = tried.and_then(|tried| tried.no_handout.clone());
         preflight::incoming(
             &preflight::Destination {
                 config: &self.config,
                 system: &self.system,
                 info: &self.info(),
                 free_mib: self.memory.free_mib(),
-                tracking: tracking(),
+                cpus: tried.and_then(|tried| tried.cpus.get(&request.accelerator)),
+                tracking: tracking().and(no_handout.map_or(Ok(()), Err)),
                 // A record that cannot be read may hold anything.
                 name_taken: record.is_none_or(|record| record.may_hold()),
                 free_ports,

@@ -6,6 +6,7 @@ use crate::cancelled::Cancelled;
 use crate::memory::Memory;
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFactsError;
+use crate::qemu_now::QemuNow;
 use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::Supervisor;
@@ -85,10 +86,10 @@ impl Served {
                 uid: 65534,
                 gid: 65534,
             },
-            qemu: Err(QemuFactsError::NoVersion {
+            qemu: QemuNow::told(Err(QemuFactsError::NoVersion {
                 program: "none".into(),
                 text: String::new(),
-            }),
+            })),
             migration_addresses: host.config.migration_addresses.clone(),
             boot_id: "boot-1".into(),
             supervisor,

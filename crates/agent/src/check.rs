@@ -4,8 +4,9 @@
 
 use crate::config::HostConfig;
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
+use crate::qemu_trial::GuestRun;
 use crate::system::{Interface, KERNEL_MIN, System};
-use crate::{crypto, sys, users};
+use crate::{check_qemu, crypto, sys, users};
 use godwit_types::host::{Check, CheckStatus};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
@@ -24,6 +25,8 @@ pub struct Inputs<'a> {
     pub system: &'a System,
     /// QEMU, or why it told nothing.
     pub qemu: &'a Result<QemuFacts, QemuFactsError>,
+    /// What came of a guest of ours under each accelerator.
+    pub guests: &'a [GuestRun],
     /// Interfaces.
     pub interfaces: &'a [Interface],
     /// Addresses on the migration networks.
@@ -32,15 +35,20 @@ pub struct Inputs<'a> {
     pub userfaultfd: Result<(), String>,
 }
 
-fn ok(name: &str, found: impl Into<String>) -> Check {
+pub(crate) fn ok(name: &str, found: impl Into<String>) -> Check {
     check(name, CheckStatus::Ok, found, "")
 }
 
-fn warning(name: &str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
+/// Works, and could be better: nothing has to be done.
+pub(crate) fn note(name: &str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
+    check(name, CheckStatus::Note, found, remedy)
+}
+
+pub(crate) fn warning(name: &str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
     check(name, CheckStatus::Warning, found, remedy)
 }
 
-fn failed(name: &str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
+pub(crate) fn failed(name: &str, found: impl Into<String>, remedy: impl Into<String>) -> Check {
     check(name, CheckStatus::Failed, found, remedy)
 }
 
@@ -76,6 +84,7 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
         cgroup_cpu(inputs.system),
     ];
     checks.extend(bridges(inputs.system, inputs.config));
+    checks.extend(check_qemu::run(inputs.qemu, inputs.guests));
     checks
 }
 
@@ -431,6 +440,7 @@ mod tests {
             config: &config,
             system: &System::under(dir.path()),
             qemu: &qemu,
+            guests: &[],
             interfaces: &[],
             migration_addresses: &[],
             userfaultfd: Err("no device".into()),

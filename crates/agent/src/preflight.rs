@@ -7,6 +7,8 @@ use crate::config::HostConfig;
 use crate::crypto::sha256_of_file;
 use crate::qemu_facts::version_numbers;
 use crate::system::{KERNEL_MIN, System};
+use godwit_qemu::trial::CpuFacts;
+use godwit_types::cpu::CpuWish;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::PreflightIncoming;
 use godwit_types::migration::PreflightReport;
@@ -32,6 +34,8 @@ pub struct Destination<'a> {
     pub info: &'a HostInfo,
     /// Memory that a new guest could have, MiB.
     pub free_mib: u64,
+    /// What the VM's accelerator can give a guest's CPU here, or why that is not known; none if it was never asked.
+    pub cpus: Option<&'a Result<CpuFacts, String>>,
     /// Whether dirty tracking works, else why not.
     pub tracking: Result<(), String>,
     /// Whether this host may hold a VM of that name already.
@@ -81,7 +85,7 @@ pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> Prefligh
         name_is_free(here, spec),
         memory(here, spec),
         machine(here, spec),
-        cpu_model(here, spec),
+        cpu_model(here, spec, request.accelerator),
         accelerator(here, request.accelerator),
         encryption(here, spec),
         kernel(host, here.system),
@@ -110,6 +114,7 @@ pub fn outgoing(here: &Source<'_>) -> PreflightReport {
         kernel(here.host, here.system),
         tracking(here.host, &here.tracking),
     ];
+    findings.extend(stays_by_description(here).map(Err));
     findings.extend(here.spec.disks.iter().map(|disk| {
         if disk.read_only {
             return Ok(format!("disk '{}' is read-only", disk.name));
@@ -128,6 +133,25 @@ pub fn outgoing(here: &Source<'_>) -> PreflightReport {
         )
     }));
     collect(findings, here.host)
+}
+
+/// What in the VM's description keeps it where it is.
+fn stays_by_description(here: &Source<'_>) -> Option<ApiError> {
+    let (spec, wish) = (here.spec, CpuWish::parse(&here.spec.cpu));
+    let vm = &spec.name;
+    let why = if !spec.movable {
+        format!(
+            "VM '{vm}' has movable = false: change that with 'godwit vm edit {vm}' while it is stopped"
+        )
+    } else if wish.is_of_one_host() {
+        wish.why_not_movable(vm)
+    } else {
+        let feature = wish.nested()?;
+        format!(
+            "VM '{vm}' has CPU feature '{feature}', with which it may run guests of its own, whose writes cannot be tracked: remove the feature, with the VM stopped"
+        )
+    };
+    Some(ApiError::new(ErrorCode::NotMigratable, why))
 }
 
 /// Paths of the files that a VM boots from.
@@ -215,27 +239,55 @@ fn machine(here: &Destination<'_>, spec: &VmSpec) -> Finding {
     ))
 }
 
-fn cpu_model(here: &Destination<'_>, spec: &VmSpec) -> Finding {
-    let host = &here.config.name;
-    let model = spec.cpu.split(',').next().unwrap_or_default();
-    if model == "host" {
-        return refuse(
-            ErrorCode::Incompatible,
-            format!(
-                "VM '{}' has CPU model 'host', which no other host is sure to have: use cpu = \"auto\"",
-                spec.name
-            ),
-        );
+fn cpu_model(here: &Destination<'_>, spec: &VmSpec, accelerator: Accelerator) -> Finding {
+    let (host, wish) = (&here.config.name, CpuWish::parse(&spec.cpu));
+    let model = &wish.model;
+    let no = |message| refuse(ErrorCode::Incompatible, message);
+    if wish.is_of_one_host() {
+        return no(wish.why_not_movable(&spec.name));
     }
-    if !here.info.cpu_models.iter().any(|known| known == model) {
-        return refuse(
-            ErrorCode::Incompatible,
-            format!(
-                "CPU model '{model}' is not available on host '{host}': use cpu = \"auto\" and start the VM anew, or choose another host"
-            ),
-        );
+    let cpus = match here.cpus {
+        Some(Ok(cpus)) => cpus,
+        unknown => {
+            let why = unknown.and_then(|cpus| cpus.as_ref().err());
+            let why = why.map_or("it was never asked", String::as_str);
+            return no(format!(
+                "what QEMU can give a guest under {accelerator} is not known on host '{host}' ({why}): see 'godwit host check' there"
+            ));
+        }
+    };
+    let Some(lacking) = cpus.lacking(model) else {
+        return no(format!(
+            "QEMU on host '{host}' does not know CPU model '{model}': use cpu = \"auto\" and start the VM anew, or choose another host"
+        ));
+    };
+    if !lacking.is_empty() {
+        return no(format!(
+            "host '{host}' cannot give CPU model '{model}' whole under {accelerator}, it lacks {}: use cpu = \"auto\" and start the VM anew, or choose another host",
+            some_of(lacking)
+        ));
     }
-    Ok(format!("CPU model {model} is available on host '{host}'"))
+    let wanted = wish.features.iter().filter(|(_, on)| *on);
+    let mut missing = wanted.filter(|(name, _)| cpus.features.get(name) == Some(&false));
+    if let Some((feature, _)) = missing.next() {
+        return no(format!(
+            "host '{host}' has no CPU feature '{feature}' for a guest under {accelerator}, which VM '{}' has: start the VM anew without it, or choose another host",
+            spec.name
+        ));
+    }
+    Ok(format!(
+        "CPU model {model} is available whole on host '{host}' under {accelerator}"
+    ))
+}
+
+/// The first few of a list, and how many more there are.
+pub fn some_of(names: &[String]) -> String {
+    const SHOWN: usize = 5;
+    let shown: Vec<&str> = names.iter().take(SHOWN).map(String::as_str).collect();
+    match names.len().saturating_sub(SHOWN) {
+        0 => shown.join(", "),
+        more => format!("{} and {more} more", shown.join(", ")),
+    }
 }
 
 fn accelerator(here: &Destination<'_>, wanted: Accelerator) -> Finding {

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::check::free_ports;
+use godwit_qemu::machine::CpuModel;
 use godwit_types::vm::DiskSpec;
 use std::collections::BTreeMap;
 use std::net::TcpListener;
@@ -11,6 +12,7 @@ struct Environment {
     config: HostConfig,
     system: System,
     info: HostInfo,
+    cpus: Result<CpuFacts, String>,
     request: PreflightIncoming,
 }
 
@@ -48,6 +50,7 @@ impl Environment {
         Self {
             system: System::under(&root),
             info: info(&config),
+            cpus: Ok(cpus()),
             dir,
             config,
             request,
@@ -60,6 +63,7 @@ impl Environment {
             system: &self.system,
             info: &self.info,
             free_mib: 4096,
+            cpus: Some(&self.cpus),
             tracking: Ok(()),
             name_taken: false,
             free_ports: 10,
@@ -77,6 +81,18 @@ impl Environment {
     }
 }
 
+fn cpus() -> CpuFacts {
+    let model = |name: &str, lacking: &[&str]| CpuModel {
+        name: name.into(),
+        unavailable: lacking.iter().map(|one| (*one).into()).collect(),
+    };
+    let lacking = ["sse4a", "a", "b", "c", "d", "e"];
+    CpuFacts {
+        models: vec![model("Nehalem", &[]), model("EPYC", &lacking)],
+        features: [("avx".into(), true), ("avx512f".into(), false)].into(),
+    }
+}
+
 fn info(config: &HostConfig) -> HostInfo {
     HostInfo {
         name: config.name.clone(),
@@ -87,6 +103,7 @@ fn info(config: &HostConfig) -> HostInfo {
         machine_types: vec!["pc-q35-7.2".into()],
         machine_aliases: BTreeMap::new(),
         cpu_models: vec!["Nehalem".into()],
+        cpu_models_under: Default::default(),
         encryption: config.encryption,
         port_groups: config.port_groups.clone(),
         migration_addresses: vec![],
@@ -181,18 +198,32 @@ fn machine_types_and_cpu_models_must_be_known() {
         &["pc-q35-10.0", "not older"],
     );
     env.request.spec.machine = "pc-q35-7.2".into();
-    env.request.spec.cpu = "EPYC,+x2apic".into();
+    let refused = |env: &mut Environment, cpu: &str, words: &[&str]| {
+        env.request.spec.cpu = cpu.into();
+        only(env.refusals(&env.here()), ErrorCode::Incompatible, words);
+    };
+    refused(&mut env, "Abacus,+x2apic", &["'Abacus'", "auto"]);
+    refused(&mut env, "host", &["host,", "auto", "movable"]);
+    refused(&mut env, "max", &["max,", "auto", "movable"]);
+    env.cpus = Err("QEMU said no".into());
+    refused(&mut env, "Nehalem", &["QEMU said no", "host check"]);
+}
+
+#[test]
+fn a_model_that_qemu_lists_and_the_host_cannot_give_is_refused_before_the_stop() {
+    let mut env = Environment::new();
+    env.request.spec.cpu = "EPYC".into();
+    let words = ["'EPYC' whole", "sse4a, a, b, c, d and 1 more", "auto"];
+    only(env.refusals(&env.here()), ErrorCode::Incompatible, &words);
+    env.request.spec.cpu = "Nehalem,+avx512f".into();
     only(
         env.refusals(&env.here()),
         ErrorCode::Incompatible,
-        &["'EPYC'", "auto"],
+        &["'avx512f'", "'web'"],
     );
-    env.request.spec.cpu = "host".into();
-    only(
-        env.refusals(&env.here()),
-        ErrorCode::Incompatible,
-        &["'host'"],
-    );
+    // A feature that the host has, and one that is switched off.
+    env.request.spec.cpu = "Nehalem,+avx,-avx512f".into();
+    assert_eq!(env.refusals(&env.here()), []);
 }
 
 #[test]
@@ -320,4 +351,29 @@ fn the_source_names_a_writable_disk_blockers_and_states() {
         source(VmState::Stopped).refusals[0].code,
         ErrorCode::WrongState
     );
+}
+
+#[test]
+fn what_keeps_a_vm_where_it_is_names_the_way_out() {
+    let mut env = Environment::new();
+    let leave = |env: &Environment| {
+        let report = outgoing(&Source {
+            host: &env.config.name,
+            spec: &env.request.spec,
+            state: VmState::Running,
+            blockers: &[],
+            system: &env.system,
+            tracking: Ok(()),
+        });
+        let refusals = report.refusals.into_iter();
+        refusals.map(|e| (e.code, e.message)).collect::<Vec<_>>()
+    };
+    assert_eq!(leave(&env), []);
+    let code = ErrorCode::NotMigratable;
+    env.request.spec.cpu = "EPYC,+svm".into();
+    only(leave(&env), code, &["'svm'", "guests of its own"]);
+    env.request.spec.cpu = "max".into();
+    only(leave(&env), code, &["max", "auto"]);
+    env.request.spec.movable = false;
+    only(leave(&env), code, &["movable = false", "vm edit web"]);
 }

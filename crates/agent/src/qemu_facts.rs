@@ -1,7 +1,9 @@
-//! What the installed QEMU is and can: version, machine types, CPU models, sandbox.
+//! What the installed QEMU is and can: version, machine types, sandbox, and what a trial of it shows.
 //!
-//! Asked once at start by running the program; owned by the agent. Refuses: to wait longer than it was told.
+//! Asked by running the program; owned by whoever asked. Refuses: to wait longer than it was told.
 
+use crate::qemu_trial::{TrialSetting, Tried};
+use godwit_types::vm::Accelerator;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
@@ -50,25 +52,46 @@ pub struct QemuFacts {
     pub machine_types: Vec<String>,
     /// `q35` and `pc` and what they stand for.
     pub machine_aliases: BTreeMap<String, String>,
-    /// CPU models.
-    pub cpu_models: Vec<String>,
+    /// What it showed when it was started.
+    pub tried: Tried,
     /// Whether it was built with its seccomp sandbox.
     pub sandbox: bool,
 }
 
 impl QemuFacts {
+    /// Asks the program, and starts it as for a VM; each question may take `patience`.
+    pub async fn ask_and_try(
+        program: &Path,
+        setting: TrialSetting,
+        patience: Duration,
+    ) -> Result<Self, QemuFactsError> {
+        let mut facts = Self::ask(program, patience).await?;
+        let tried = tokio::task::spawn_blocking(move || setting.ask()).await;
+        facts.tried = tried.unwrap_or_default();
+        Ok(facts)
+    }
+
+    /// CPU models that a guest can have whole under each accelerator that was asked.
+    pub fn cpu_models(&self) -> BTreeMap<Accelerator, Vec<String>> {
+        let asked = self.tried.cpus.iter();
+        let whole = asked.filter_map(|(accelerator, cpus)| {
+            let cpus = cpus.as_ref().ok()?;
+            Some((*accelerator, cpus.whole().map(str::to_owned).collect()))
+        });
+        whole.collect()
+    }
+
     /// Asks the program; each question may take `patience`.
-    pub async fn ask(program: &Path, patience: Duration) -> Result<Self, QemuFactsError> {
+    async fn ask(program: &Path, patience: Duration) -> Result<Self, QemuFactsError> {
         let version = parse_version(program, &run(program, &["--version"], patience).await?)?;
         let (machine_types, machine_aliases) =
             parse_machines(&run(program, &["-machine", "help"], patience).await?);
-        let cpu_models = parse_cpus(&run(program, &["-cpu", "help"], patience).await?);
         let help = run(program, &["--help"], patience).await?;
         Ok(Self {
             version,
             machine_types,
             machine_aliases,
-            cpu_models,
+            tried: Tried::default(),
             sandbox: help.contains("-sandbox"),
         })
     }
@@ -125,19 +148,6 @@ fn parse_machines(text: &str) -> (Vec<String>, BTreeMap<String, String>) {
     (types, aliases)
 }
 
-fn parse_cpus(text: &str) -> Vec<String> {
-    text.lines()
-        .take_while(|line| !line.starts_with("Recognized CPUID"))
-        .filter_map(|line| {
-            let mut words = line.split_whitespace();
-            let first = words.next()?;
-            // QEMU before 9.2 writes "x86 NAME", later ones only the name.
-            let name = if first == "x86" { words.next()? } else { first };
-            (!line.ends_with(':') && name != "host").then(|| name.to_string())
-        })
-        .collect()
-}
-
 /// Numbers of a version such as `7.2.22` or `pc-q35-10.0`, for comparing.
 pub fn version_numbers(text: &str) -> Vec<u32> {
     let tail = text.rsplit('-').next().unwrap_or(text);
@@ -156,13 +166,6 @@ mod tests {
         let (types, aliases) = parse_machines(text);
         assert_eq!(types, ["pc-i440fx-7.2", "pc-q35-7.2"]);
         assert_eq!(aliases["q35"], "pc-q35-7.2");
-    }
-
-    #[test]
-    fn cpu_models_of_old_and_new_versions_are_read() {
-        let old = "Available CPUs:\nx86 Nehalem-v1  Intel Core\nx86 host  processor\n\nRecognized CPUID flags:\n  3dnow\n";
-        assert_eq!(parse_cpus(old), ["Nehalem-v1"]);
-        assert_eq!(parse_cpus("Available CPUs:\n  EPYC-v4  AMD\n"), ["EPYC-v4"]);
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::config::{ConfigError, HostConfig};
 use crate::launch::{VmProgram, make_dir};
 use crate::memory::Memory;
 use crate::probe::Probes;
-use crate::qemu_facts::QemuFacts;
+use crate::qemu_now::QemuNow;
 use crate::records::{BOOT_FILE_MAX, Records};
 use crate::removed::Removed;
 use crate::reports::Reports;
@@ -115,6 +115,7 @@ pub async fn run(
     agent.take_up().map_err(setup("take up this host's VMs"))?;
     tokio::spawn(agent.clone().keep_booting(stop.clone()));
     tokio::spawn(agent.clone().keep_telling(stop.clone()));
+    tokio::spawn(agent.clone().keep_qemu_known(stop.clone()));
     tracing::info!(host = %agent.config.name, listen = %agent.config.listen, "the agent is ready");
     tokio::join!(
         server.clone().run_unix(local, stop.clone()),
@@ -167,10 +168,7 @@ async fn make_agent(
     identity: &Identity,
 ) -> Result<Agent, AgentError> {
     let user = users::qemu_user(config.qemu_user.as_deref())?;
-    let qemu = QemuFacts::ask(&config.qemu, TOOLS).await;
-    if let Err(error) = &qemu {
-        tracing::error!(%error, "no VM can run here");
-    }
+    let qemu = QemuNow::begin(&config, user).await;
     let interfaces = interfaces(TOOLS).await;
     let migration_addresses = agent::migration_addresses(&config, &interfaces);
     let records = Records::new(&config.state_dir, config.name.clone());

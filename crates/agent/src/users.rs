@@ -14,6 +14,12 @@ pub struct User {
     pub gid: u32,
 }
 
+/// The user without rights of its own.
+pub const NOBODY: User = User {
+    uid: 65534,
+    gid: 65534,
+};
+
 /// Why no user could be found for QEMU.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -298,6 +298,7 @@ impl Output {
         let rows = checks.iter().map(|check| {
             let status = match check.status {
                 CheckStatus::Ok => "ok",
+                CheckStatus::Note => "note",
                 CheckStatus::Warning => "WARNING",
                 CheckStatus::Failed => "FAILED",
             };
@@ -484,6 +485,7 @@ fn info_rows(info: &HostInfo) -> Vec<(&'static str, String)> {
         ("kernel", info.kernel.clone()),
         ("qemu", info.qemu.clone()),
         ("runs guests on", info.accelerator.to_string()),
+        ("cpu models", models_of(info)),
         (
             "encryption",
             if info.encryption {
@@ -503,6 +505,16 @@ fn info_rows(info: &HostInfo) -> Vec<(&'static str, String)> {
         ("migration addresses", addresses.join(", ")),
         ("port groups", groups.join(", ")),
     ]
+}
+
+/// Without the names that stand for a version of the same model.
+fn models_of(info: &HostInfo) -> String {
+    let plain = |name: &&String| {
+        let version = name.rsplit_once("-v").map(|(_, version)| version);
+        version.is_none_or(|version| !version.bytes().all(|byte| byte.is_ascii_digit()))
+    };
+    let names = info.models_under(info.accelerator).iter().filter(plain);
+    names.map(String::as_str).collect::<Vec<_>>().join(", ")
 }
 
 fn state_of(report: &MigrationReport) -> String {

@@ -103,10 +103,13 @@ pub fn info(host: &HostName, mut info: HostInfo) -> Result<HostInfo, NotTaken> {
         let what = format!("a word of {length} bytes, at most {WORD_LEN_MAX}");
         return Err(not_taken(host, what));
     }
+    let under = info.cpu_models_under.values().map(Vec::len);
+    let most_models = under.max().unwrap_or(0);
     let counts = [
         ("machine types", info.machine_types.len(), LISTED_MAX),
         ("machine aliases", info.machine_aliases.len(), LISTED_MAX),
         ("CPU models", info.cpu_models.len(), LISTED_MAX),
+        ("CPU models under an accelerator", most_models, LISTED_MAX),
         ("port groups", info.port_groups.len(), LISTED_MAX),
         ("addresses", info.migration_addresses.len(), LISTED_MAX),
         ("damaged records", info.unread.len(), VMS_MAX),
@@ -121,7 +124,9 @@ pub fn info(host: &HostName, mut info: HostInfo) -> Result<HostInfo, NotTaken> {
 
 fn longest_word(info: &HostInfo) -> Option<usize> {
     let words = [&info.version, &info.kernel, &info.qemu, &info.boot_id];
+    let under = info.cpu_models_under.values().flatten();
     let models = info.machine_types.iter().chain(&info.cpu_models);
+    let models = models.chain(under);
     let aliases = info.machine_aliases.iter();
     let words = words.into_iter().chain(models);
     let words = words.chain(aliases.flat_map(|(alias, name)| [alias, name]));

@@ -704,6 +704,7 @@ fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         machine_types: Vec::new(),
         machine_aliases: BTreeMap::new(),
         cpu_models: Vec::new(),
+        cpu_models_under: Default::default(),
         encryption: false,
         port_groups: BTreeMap::new(),
         migration_addresses: Vec::new(),

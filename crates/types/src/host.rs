@@ -15,6 +15,8 @@ use utoipa::ToSchema;
 pub enum CheckStatus {
     /// As it should be.
     Ok,
+    /// As it mostly is: worth knowing, nothing has to be done.
+    Note,
     /// Works, but not at its best.
     Warning,
     /// Does not work.
@@ -53,8 +55,11 @@ pub struct HostInfo {
     pub machine_types: Vec<String>,
     /// What `q35` and `pc` stand for here.
     pub machine_aliases: BTreeMap<String, String>,
-    /// CPU models that it can give a guest.
+    /// CPU models that it can give a guest whole, under what runs guests by default.
     pub cpu_models: Vec<String>,
+    /// The same under each accelerator that it could ask; empty from an agent that did not ask.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub cpu_models_under: BTreeMap<crate::vm::Accelerator, Vec<String>>,
     /// Whether it encrypts migrations.
     pub encryption: bool,
     /// Port groups and the bridge each stands for.
@@ -88,4 +93,21 @@ pub struct HostInfo {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schema(value_type = BTreeMap<String, String>)]
     pub unread: BTreeMap<VmName, String>,
+}
+
+impl HostInfo {
+    /// CPU models that it can give a guest under an accelerator.
+    pub fn models_under(&self, accelerator: crate::vm::Accelerator) -> &[String] {
+        if self.cpu_models_under.is_empty() {
+            return &self.cpu_models;
+        }
+        let found = self.cpu_models_under.get(&accelerator);
+        found.map(Vec::as_slice).unwrap_or_default()
+    }
+
+    /// Whether it can give a guest this CPU model under an accelerator.
+    pub fn gives(&self, accelerator: crate::vm::Accelerator, model: &str) -> bool {
+        let mut models = self.models_under(accelerator).iter();
+        models.any(|known| known == model)
+    }
 }

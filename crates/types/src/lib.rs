@@ -7,6 +7,7 @@
 pub mod audit;
 pub mod base64_bytes;
 pub mod control_api;
+pub mod cpu;
 pub mod drain;
 pub mod error;
 pub mod forecast;

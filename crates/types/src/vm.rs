@@ -53,7 +53,20 @@ impl fmt::Display for EncryptionMode {
 }
 
 /// What runs the guest's instructions.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Serialize,
+    Deserialize,
+    ToSchema,
+    Default,
+)]
 #[serde(rename_all = "kebab-case")]
 pub enum Accelerator {
     /// KVM where the CPU has vmx or svm, else TCG.
@@ -133,7 +146,8 @@ pub struct VmSpec {
     pub vcpus: u32,
     /// Guest memory, MiB, a multiple of 2.
     pub memory_mib: u64,
-    /// QEMU CPU model; `auto` = the greatest that all enrolled hosts have.
+    /// QEMU CPU model; `auto` = the greatest that all hosts can give under what runs the VM. `host` and `max` are for
+    /// VMs that never move.
     #[serde(default = "auto")]
     pub cpu: String,
     /// QEMU machine type, `q35` unless given. Resolved to a versioned type when the VM first starts.
@@ -160,6 +174,9 @@ pub struct VmSpec {
     /// and writes it down here; without one the VM has not started since there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
+    /// Whether it may be moved while it runs.
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub movable: bool,
     /// Network cards.
     #[serde(default, rename = "nic", skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<NicSpec>,
@@ -170,6 +187,14 @@ pub struct VmSpec {
 
 fn auto() -> String {
     "auto".into()
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn is_yes(value: &bool) -> bool {
+    *value
 }
 
 fn q35() -> String {

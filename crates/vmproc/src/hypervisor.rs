@@ -19,6 +19,7 @@ use godwit_qemu::process::QemuProcess;
 use godwit_qemu::qmp::{EventKind, EventsError};
 use godwit_qemu::tap::Tap;
 use godwit_store::{load_json, remove_document, save_json};
+use godwit_types::cpu::CpuWish;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{Accelerator, DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName};
@@ -311,15 +312,15 @@ fn machine_config(
             tap_fd: tap.as_fd().as_raw_fd(),
         })
     };
-    let (cpu_model, cpu_features) = cpu(&spec.cpu);
+    let cpu = CpuWish::parse(&spec.cpu);
     MachineConfig {
         name: spec.name.to_string(),
         uuid: uuid_of(spec.name.as_str()),
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
         machine_type: spec.machine.clone(),
-        cpu_model,
-        cpu_features,
+        cpu_model: cpu.model,
+        cpu_features: cpu.features,
         cpu_enforce: start.accelerator == Accelerator::Kvm,
         accelerator: match start.accelerator {
             Accelerator::Kvm => command_line::Accelerator::Kvm,
@@ -339,25 +340,6 @@ fn machine_config(
         ram_file: ram_path.to_owned(),
         incoming: start.incoming,
     }
-}
-
-/// Model and features of a CPU written as QEMU's users write it: `model,-one,+two,three=off`.
-fn cpu(text: &str) -> (String, Vec<(String, bool)>) {
-    let mut parts = text.split(',');
-    let model = parts.next().unwrap_or_default().to_owned();
-    let feature = |part: &str| {
-        let (name, on) = match part.split_once('=') {
-            Some((name, "on")) => (name, true),
-            Some((name, "off")) => (name, false),
-            // With a value it is no name of a feature, and refused as that.
-            _ => match part.strip_prefix('-') {
-                Some(name) => (name, false),
-                None => (part.strip_prefix('+').unwrap_or(part), true),
-            },
-        };
-        (name.to_owned(), on)
-    };
-    (model, parts.map(feature).collect())
 }
 
 fn open_taps(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<Tap>, ApiError> {
@@ -487,27 +469,6 @@ fn hypervisor(error: LaunchError) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_cpu_is_a_model_and_features() {
-        assert_eq!(cpu("qemu64"), ("qemu64".to_owned(), Vec::new()));
-        let on = |name: &str| (name.to_owned(), true);
-        let off = |name: &str| (name.to_owned(), false);
-        let (model, features) = cpu("host,-arch-capabilities,+avx,x2apic=off,pcid=on,vendor=x");
-        assert_eq!(model, "host");
-        let wanted = [
-            off("arch-capabilities"),
-            on("avx"),
-            off("x2apic"),
-            on("pcid"),
-        ];
-        assert_eq!(features[..4], wanted);
-        assert_eq!(
-            features[4],
-            on("vendor=x"),
-            "refused as no name by the command line"
-        );
-    }
 
     #[test]
     fn only_a_guest_s_own_shutdown_is_its_wish() {

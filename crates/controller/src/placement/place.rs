@@ -3,41 +3,10 @@
 //! Owns nothing. Refuses hosts that lack something, each with its reason.
 
 use crate::error::{Outcome, refuse};
+use godwit_types::cpu::{AUTO_MODELS, CpuWish, SAFE_MODEL, greatest};
 use godwit_types::host::HostInfo;
 use godwit_types::vm::{Accelerator, EncryptionMode};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
-
-/// CPU models for `auto` under KVM, greatest first. QEMU gives an unversioned name its first version on every machine
-/// type here, so that it means the same everywhere. A host lists only what it can give a guest.
-const CPU_MODELS: &[&str] = &[
-    "EPYC-Genoa",
-    "EPYC-Milan",
-    "EPYC-Rome",
-    "EPYC",
-    "GraniteRapids",
-    "SapphireRapids",
-    "Icelake-Server-noTSX",
-    "Icelake-Server",
-    "Cascadelake-Server-noTSX",
-    "Cascadelake-Server",
-    "Skylake-Server-noTSX-IBRS",
-    "Skylake-Server-IBRS",
-    "Skylake-Server",
-    "Broadwell-noTSX",
-    "Broadwell",
-    "Haswell-noTSX",
-    "Haswell",
-    "IvyBridge",
-    "SandyBridge",
-    "Westmere",
-    "Nehalem",
-    "Penryn",
-    "Conroe",
-    CPU_MODEL_SAFE,
-];
-
-/// What every QEMU gives every guest the same way: the choice under TCG, whose `max` differs between versions.
-const CPU_MODEL_SAFE: &str = "qemu64";
 
 /// What runs a VM on this host.
 pub fn accelerator_on(spec: &VmSpec, host: &HostInfo) -> Accelerator {
@@ -89,25 +58,23 @@ pub fn lacks(spec: &VmSpec, host: &HostInfo) -> Vec<ApiError> {
             ),
         );
     }
-    if let Some(model) = spec
-        .cpu
-        .split(',')
-        .next()
-        .filter(|model| !has_cpu(host, model))
-    {
-        add(
-            ErrorCode::Incompatible,
-            format!(
-                "host {name} cannot give a guest CPU model {model}: use one that 'godwit host show {name}' lists, or \"auto\""
-            ),
-        );
+    if let Some(message) = lacks_cpu(spec, host) {
+        add(ErrorCode::Incompatible, message);
     }
     found
 }
 
-fn has_cpu(host: &HostInfo, model: &str) -> bool {
-    let any = ["auto", "host", "max"];
-    any.contains(&model) || host.cpu_models.iter().any(|known| known == model)
+/// Why a host cannot give a VM its CPU.
+fn lacks_cpu(spec: &VmSpec, host: &HostInfo) -> Option<String> {
+    let (wish, name) = (CpuWish::parse(&spec.cpu), &host.name);
+    let (model, accelerator) = (&wish.model, accelerator_on(spec, host));
+    if wish.is_of_one_host() {
+        return spec.movable.then(|| wish.why_not_movable(&spec.name));
+    }
+    let is_there = model == "auto" || host.gives(accelerator, model);
+    (!is_there).then(|| format!(
+        "host {name} cannot give a guest CPU model {model} whole under {accelerator}: use one that 'godwit host show {name}' lists, or \"auto\""
+    ))
 }
 
 /// Whether there is room; the remedy differs from caller to caller.
@@ -224,7 +191,7 @@ pub fn resolve(spec: &VmSpec, on: &HostInfo, hosts: &[HostInfo]) -> Outcome<VmSp
 /// Whether the second is the first with CPU model and machine type resolved, by whatever hosts there were.
 pub fn may_resolve_to(spec: &VmSpec, resolved: &VmSpec) -> bool {
     let mut wanted = spec.clone();
-    if spec.cpu == "auto" && CPU_MODELS.contains(&resolved.cpu.as_str()) {
+    if spec.cpu == "auto" && AUTO_MODELS.contains(&resolved.cpu.as_str()) {
         wanted.cpu.clone_from(&resolved.cpu);
     }
     let versioned = prefix(&spec.machine).and_then(|prefix| resolved.machine.strip_prefix(prefix));
@@ -241,15 +208,17 @@ fn common_cpu(
     hosts: &[&HostInfo],
     vm: &VmName,
 ) -> Outcome<String> {
-    let lists = |host: &HostInfo, model: &str| host.cpu_models.iter().any(|known| known == model);
-    let has_say = |host: &HostInfo| CPU_MODELS.iter().any(|model| lists(host, model));
+    let lists = |host: &HostInfo, model: &str| host.gives(accelerator, model);
+    let has_say = |host: &HostInfo| AUTO_MODELS.iter().any(|model| lists(host, model));
     let with_say = hosts.iter().copied().filter(|host| has_say(host));
     let peers: Vec<&HostInfo> = with_say.chain([on]).collect();
     let common = |peers: &[&HostInfo]| {
-        let all = |model: &&&str| peers.iter().all(|host| lists(host, model));
-        let safe = (accelerator != Accelerator::Kvm).then_some(&CPU_MODEL_SAFE);
-        let found = safe.filter(all).or_else(|| CPU_MODELS.iter().find(all));
-        found.map(|model| (*model).to_owned())
+        let all = |model: &str| peers.iter().all(|host| lists(host, model));
+        let safe = accelerator != Accelerator::Kvm && all(SAFE_MODEL);
+        match safe {
+            true => Some(SAFE_MODEL.to_owned()),
+            false => greatest(all).map(str::to_owned),
+        }
     };
     if let Some(model) = common(&peers) {
         return Ok(model);
@@ -348,6 +317,7 @@ mod tests {
             machine_types: owned(machines),
             machine_aliases: Default::default(),
             cpu_models: owned(models),
+            cpu_models_under: Default::default(),
             encryption: name != "plain",
             port_groups: Default::default(),
             migration_addresses: Vec::new(),
@@ -389,6 +359,43 @@ mod tests {
             "Skylake-Server"
         );
         assert_eq!(resolve(&spec(), &t, &[a, t.clone()]).unwrap().cpu, "qemu64");
+    }
+
+    #[test]
+    fn auto_looks_at_what_the_accelerator_gives_and_not_at_what_qemu_lists() {
+        let (kvm, tcg) = (Accelerator::Kvm, Accelerator::Tcg);
+        let mut a = host("a", 1, kvm, &["EPYC-Genoa", "qemu64"], MACHINES);
+        let under = |models: &[&str]| models.iter().map(|name| (*name).to_owned()).collect();
+        a.cpu_models_under = [
+            (kvm, under(&["Westmere", "qemu64"])),
+            (tcg, under(&["qemu64"])),
+        ]
+        .into();
+        let hosts = std::slice::from_ref(&a);
+        assert_eq!(resolve(&spec(), &a, hosts).unwrap().cpu, "Westmere");
+        let mut vm = spec();
+        vm.accelerator = tcg;
+        assert_eq!(resolve(&vm, &a, hosts).unwrap().cpu, "qemu64");
+        vm.cpu = "Westmere".into();
+        assert!(lacks(&vm, &a)[0].message.contains("whole under tcg"));
+        vm.accelerator = kvm;
+        assert_eq!(lacks(&vm, &a), []);
+        // Where it could not be asked, nothing is given.
+        a.cpu_models_under.remove(&kvm);
+        assert_eq!(lacks(&vm, &a).len(), 1);
+    }
+
+    #[test]
+    fn a_model_that_is_whatever_a_host_has_is_for_vms_that_never_move() {
+        let a = host("a", 1, Accelerator::Tcg, &["qemu64"], MACHINES);
+        let mut vm = spec();
+        for model in ["max", "host", "max,-avx"] {
+            vm.cpu = model.into();
+            let found = lacks(&vm, &a);
+            assert!(found[0].message.contains("cpu = \"auto\""), "{found:?}");
+        }
+        vm.movable = false;
+        assert_eq!(lacks(&vm, &a), []);
     }
 
     #[test]

@@ -15,6 +15,7 @@ fn host(name: &str) -> HostInfo {
         machine_types: vec!["pc-q35-9.2".into()],
         machine_aliases: BTreeMap::new(),
         cpu_models: vec!["Haswell".into()],
+        cpu_models_under: Default::default(),
         encryption: true,
         port_groups: BTreeMap::from([(group(), "br0".to_owned())]),
         migration_addresses: vec!["192.0.2.1".parse().unwrap()],

@@ -364,6 +364,7 @@ fn info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         machine_types: vec!["pc-q35-7.1".into(), "pc-q35-7.2".into()],
         machine_aliases: BTreeMap::new(),
         cpu_models: vec!["qemu64".into(), "max".into()],
+        cpu_models_under: Default::default(),
         encryption: true,
         port_groups: [(PortGroup::new("vm").unwrap(), "br0".to_owned())].into(),
         migration_addresses: vec!["127.0.0.1".parse().unwrap()],
