@@ -84,7 +84,7 @@ async fn foresee(app: &App, found: &mut Preflight, request: &MigrateRequest) {
     let foreseen = if request.dry_run || promised {
         forecast::foresee(app, found, request, effort).await
     } else {
-        match forecast::remembered(app, found, request) {
+        match forecast::remembered(app, found, request).await {
             Some(foreseen) => Ok(foreseen),
             None => return,
         }

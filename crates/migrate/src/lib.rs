@@ -10,6 +10,7 @@ pub mod convergence;
 pub mod curve;
 pub mod governor;
 pub mod ledger;
+pub mod pause;
 pub mod predict;
 pub mod protocol;
 pub mod rate;

@@ -6,6 +6,7 @@
 
 use crate::convergence::{Convergence, Decision, Goal, IterationFacts, Slowing};
 use crate::curve::DirtyCurve;
+use crate::pause::PauseHistory;
 use godwit_types::forecast::{CannotKeep, DirtyAge, PromiseKind};
 
 /// A guest keeps this share of its speed at least, whatever was asked: what hosts can hold a vCPU to.
@@ -37,6 +38,8 @@ pub struct Inputs {
     pub bytes_per_s: f64,
     /// Round trip, s.
     pub rtt_s: f64,
+    /// What earlier pauses cost beside memory, where there were any.
+    pub pause: Option<PauseHistory>,
 }
 
 /// What was asked.
@@ -85,7 +88,13 @@ pub fn predict(inputs: &Inputs, asked: &Asked) -> Option<Forecast> {
     })
 }
 
-/// The promises that cannot be kept, each with what would help.
+/// The part of the pause that depends on no memory: as it was before, else as it is without a busy host.
+fn fixed_s(inputs: &Inputs) -> f64 {
+    let estimated = FIXED_S + 2.5 * inputs.rtt_s.max(0.0);
+    inputs.pause.map_or(estimated, |pause| pause.fixed_ms / 1e3)
+}
+
+/// The targets that cannot be met, each with what would help.
 pub fn cannot_keep(inputs: &Inputs, asked: &Asked) -> Vec<CannotKeep> {
     let unhurried = Asked {
         deadline_s: None,
@@ -156,15 +165,7 @@ fn broken_downtime(inputs: &Inputs, asked: &Asked, forecast: &Forecast) -> Optio
     if forecast.converges && expected_ms <= promised_ms {
         return None;
     }
-    let far = 1000.0 * (FIXED_S + 2.5 * inputs.rtt_s) > promised_ms;
-    let why = if far {
-        format!(
-            "the round trip of {:.0} ms alone makes it longer",
-            1000.0 * inputs.rtt_s
-        )
-    } else {
-        "the guest writes memory faster than it can be sent, however slow it is made".to_owned()
-    };
+    let why = why_paused(inputs, forecast, promised_ms);
     Some(CannotKeep {
         promise: PromiseKind::MaxDowntime,
         asked: promised_ms,
@@ -173,6 +174,27 @@ fn broken_downtime(inputs: &Inputs, asked: &Asked, forecast: &Forecast) -> Optio
             "the pause would be about {expected_ms:.0} ms, not {promised_ms:.0} ms: {why}; allow a longer one with --max-downtime"
         ),
     })
+}
+
+/// The greatest reason for a pause that is longer than it shall be.
+fn why_paused(inputs: &Inputs, forecast: &Forecast, promised_ms: f64) -> String {
+    let fixed_ms = 1e3 * fixed_s(inputs);
+    let trips_ms = 2.5e3 * inputs.rtt_s.max(0.0);
+    match inputs.pause {
+        Some(pause) if fixed_ms > promised_ms => pause.why(),
+        None if fixed_ms > promised_ms && trips_ms > 1e3 * FIXED_S => format!(
+            "the round trip of {:.1} ms alone makes it longer",
+            1e3 * inputs.rtt_s
+        ),
+        None if fixed_ms > promised_ms => format!(
+            "saving and loading its devices and handing it over take about {:.0} ms on an idle host",
+            1e3 * FIXED_S
+        ),
+        _ if forecast.converges => format!(
+            "{fixed_ms:.0} ms of it are for devices and the handover, the rest for the last pages"
+        ),
+        _ => "the guest writes memory faster than it can be sent, however slow it is made".into(),
+    }
 }
 
 /// The guest as it was measured.
@@ -283,7 +305,7 @@ impl Play<'_> {
     }
 
     fn downtime_s(&self, dirty: f64) -> f64 {
-        FIXED_S + 2.5 * self.rtt_s + dirty / self.inputs.bytes_per_s
+        fixed_s(self.inputs) + dirty / self.inputs.bytes_per_s
     }
 }
 
@@ -305,6 +327,7 @@ mod tests {
             ages: ages.to_vec(),
             bytes_per_s: gb_per_s * 1e9,
             rtt_s: rtt_ms / 1000.0,
+            pause: None,
         }
     }
 
@@ -402,6 +425,47 @@ mod tests {
             ..ASKED
         };
         assert_eq!(cannot_keep(&far, &asked), []);
+    }
+
+    #[test]
+    fn a_pause_that_took_100_ms_ten_times_is_not_expected_to_take_13_ms() {
+        let learnt = Inputs {
+            pause: Some(PauseHistory {
+                moves: 5,
+                fixed_ms: 100.0,
+                device_save_ms: 36.0,
+                device_load_ms: 27.0,
+                permit_ms: 29.0,
+            }),
+            ..inputs(GB, 0.0, 0.0, 0.125, 0.5)
+        };
+        let forecast = predict(&learnt, &ASKED).unwrap();
+        assert!((0.1..0.11).contains(&forecast.downtime_s), "{forecast:?}");
+        let found = cannot_keep(&learnt, &ASKED);
+        assert_eq!(promises(&found), [PromiseKind::MaxDowntime]);
+        let message = &found[0].message;
+        assert!(message.contains("in the last 5 migrations"), "{message}");
+        let asked = Asked {
+            max_downtime_ms: 150,
+            ..ASKED
+        };
+        assert_eq!(cannot_keep(&learnt, &asked), []);
+    }
+
+    #[test]
+    fn a_round_trip_of_0_ms_is_not_the_reason_of_a_pause_of_12_ms() {
+        let near = inputs(GB, 0.0, 0.0, 0.125, 0.04);
+        let asked = Asked {
+            max_downtime_ms: 5,
+            ..ASKED
+        };
+        let found = cannot_keep(&near, &asked);
+        let message = &found[0].message;
+        assert!(!message.contains("round trip"), "{message}");
+        assert!(
+            message.contains("saving and loading its devices"),
+            "{message}"
+        );
     }
 
     #[test]

@@ -8,6 +8,7 @@ use crate::app::App;
 use crate::measured::{KEPT, Link};
 use crate::preflight::{End, Preflight};
 use crate::secret;
+use godwit_migrate::pause::PauseHistory;
 use godwit_migrate::predict::{self, Asked, Inputs};
 use godwit_migrate::streams::{Room, first_streams};
 use godwit_rpc::AgentClient;
@@ -16,7 +17,7 @@ use godwit_types::load::HostLoad;
 use godwit_types::migration::{
     CannotKeep, Cipher, LimitedBy, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport,
 };
-use godwit_types::{ApiError, ErrorCode, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
@@ -46,7 +47,7 @@ pub const THOROUGH: Effort = Effort {
     link_ms: 600,
     age: Duration::ZERO,
 };
-/// Before a migration that promised something, and in a drain.
+/// Before a migration with targets, and in a drain.
 pub const QUICK: Effort = Effort {
     guest_ms: 400,
     link_ms: 300,
@@ -58,7 +59,7 @@ pub const QUICK: Effort = Effort {
 pub struct Foreseen {
     /// The figures.
     pub prediction: Prediction,
-    /// Promises that do not fit them.
+    /// Targets that do not fit them.
     pub cannot_keep: Vec<CannotKeep>,
 }
 
@@ -74,16 +75,53 @@ pub async fn foresee(
     let rate = rate(app, &source.agent, name, effort);
     let link = link(app, source, destination, found.cipher, effort);
     let (rate, link) = tokio::join!(rate, link);
-    Ok(predict(&rate?, &link?, request))
+    let pause = pause(app, name, &source.host, &destination.host).await?;
+    Ok(predict(&rate?, &link?, pause, request))
 }
 
 /// What is remembered of an earlier prediction's measurements, without asking anybody.
-pub fn remembered(app: &App, found: &Preflight, request: &MigrateRequest) -> Option<Foreseen> {
+pub async fn remembered(
+    app: &App,
+    found: &Preflight,
+    request: &MigrateRequest,
+) -> Option<Foreseen> {
     let measured = &app.measured;
     let hosts = (found.source.host.clone(), found.destination.host.clone());
     let rate = measured.rates.young(&found.vm.spec.name, KEPT)?;
     let link = measured.links.young(&hosts, KEPT)?;
-    Some(predict(&rate, &link, request))
+    let pause = pause(app, &found.vm.spec.name, &hosts.0, &hosts.1).await;
+    // What was remembered may be told without it.
+    let pause = pause.unwrap_or_else(|error| {
+        tracing::warn!(%error, "earlier reports cannot be read");
+        None
+    });
+    Some(predict(&rate, &link, pause, request))
+}
+
+/// What pauses cost before: this VM's between the two hosts, either way; else those of others on the same way.
+pub async fn pause(
+    app: &App,
+    vm: &VmName,
+    source: &HostName,
+    destination: &HostName,
+) -> Result<Option<PauseHistory>, ApiError> {
+    let there = app.store.reports_between(source, destination).await?;
+    let back = app.store.reports_between(destination, source).await?;
+    Ok(learnt(vm, there, back))
+}
+
+fn learnt(
+    vm: &VmName,
+    there: Vec<MigrationReport>,
+    back: Vec<MigrationReport>,
+) -> Option<PauseHistory> {
+    let mut own: Vec<&MigrationReport> = there
+        .iter()
+        .chain(&back)
+        .filter(|report| report.vm == *vm)
+        .collect();
+    own.sort_by_key(|report| std::cmp::Reverse(report.began_unix_s));
+    PauseHistory::of(own).or_else(|| PauseHistory::of(&there))
 }
 
 /// How a guest writes.
@@ -255,7 +293,12 @@ fn driver_mbit_per_s(load: &HostLoad) -> Option<u64> {
 }
 
 /// Puts a guest and a link together.
-pub fn predict(rate: &DirtyRate, link: &Link, request: &MigrateRequest) -> Foreseen {
+pub fn predict(
+    rate: &DirtyRate,
+    link: &Link,
+    pause: Option<PauseHistory>,
+    request: &MigrateRequest,
+) -> Foreseen {
     let cap = request
         .max_bandwidth_mbit_per_s
         .map_or(f64::INFINITY, |mbit| mbit as f64 * 125_000.0);
@@ -265,6 +308,7 @@ pub fn predict(rate: &DirtyRate, link: &Link, request: &MigrateRequest) -> Fores
         ages: rate.ages.clone(),
         bytes_per_s: link.bytes_per_s.min(cap),
         rtt_s: link.rtt_s,
+        pause,
     };
     let asked = Asked {
         max_downtime_ms: request.max_downtime_ms.unwrap_or(MAX_DOWNTIME_MS_DEFAULT),
@@ -278,6 +322,9 @@ pub fn predict(rate: &DirtyRate, link: &Link, request: &MigrateRequest) -> Fores
         rate.ram_mib,
         link.basis
     );
+    if let Some(pause) = pause {
+        basis.push_str(&format!(", {}", pause.basis()));
+    }
     if cap < link.bytes_per_s {
         basis.push_str(", capped as asked");
     }
@@ -304,7 +351,7 @@ mod tests {
     use godwit_types::migration::{
         AgentAddress, IterationReport, MigrationSecret, MigrationSpec, Side,
     };
-    use godwit_types::{Generation, HostName, MigrationId};
+    use godwit_types::{Generation, MigrationId};
 
     fn report(cipher: Cipher, gb_per_s: f64, limited_by: LimitedBy) -> MigrationReport {
         let host = |name: &str| AgentAddress {
@@ -359,6 +406,27 @@ mod tests {
         assert!((speed / 1e9 - 0.2).abs() < 1e-6, "{speed}");
         assert_eq!(count, 3);
         assert_eq!(achieved(&[], sealed), None);
+    }
+
+    #[test]
+    fn a_pause_is_learnt_from_the_vms_own_moves_either_way_first() {
+        let moved = |vm: &str, switchover_ms: f64, began_unix_s| {
+            let mut moved = report(Cipher::None, 1.0, LimitedBy::Link);
+            moved.vm = VmName::new(vm).unwrap();
+            moved.outcome = Some(godwit_types::migration::Outcome::Completed);
+            (moved.switchover_ms, moved.began_unix_s) = (switchover_ms, began_unix_s);
+            moved
+        };
+        let fixed_ms = |vm: &str, there, back| {
+            let vm = VmName::new(vm).unwrap();
+            learnt(&vm, there, back).map(|pause| (pause.moves, pause.fixed_ms))
+        };
+        let there = || vec![moved("sq", 100.0, 3), moved("mc", 10.0, 2)];
+        let back = || vec![moved("sq", 120.0, 4), moved("mc", 20.0, 1)];
+        assert_eq!(fixed_ms("sq", there(), back()), Some((2, 120.0)));
+        // A VM that never moved between them: as others did on this way.
+        assert_eq!(fixed_ms("new", there(), back()), Some((2, 100.0)));
+        assert_eq!(fixed_ms("new", vec![], back()), None);
     }
 
     #[test]
@@ -436,12 +504,12 @@ mod tests {
             dry_run: true,
             ..MigrateRequest::plain(HostName::new("b").unwrap())
         };
-        let free = predict(&rate, &link, &request);
+        let free = predict(&rate, &link, None, &request);
         assert!((1.0..2.5).contains(&free.prediction.total_s), "{free:?}");
         assert_eq!(free.cannot_keep, []);
         assert!(free.prediction.basis.contains("1000 of 2048 MiB"));
         request.max_bandwidth_mbit_per_s = Some(800);
-        let capped = predict(&rate, &link, &request);
+        let capped = predict(&rate, &link, None, &request);
         assert!(
             (10.0..12.5).contains(&capped.prediction.total_s),
             "{capped:?}"

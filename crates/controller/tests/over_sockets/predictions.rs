@@ -109,6 +109,7 @@ async fn the_prediction_goes_with_the_migration_and_history_beats_a_burst() {
     for agent in [&a, &b] {
         let mut script = agent.script();
         let report = script.reports.get_mut(&id).unwrap();
+        report.switchover_ms = 100.0;
         report.iterations = vec![godwit_types::migration::IterationReport {
             pages_sent: 100_000,
             zero_pages: 0,
@@ -150,6 +151,15 @@ async fn the_prediction_goes_with_the_migration_and_history_beats_a_burst() {
         again.basis
     );
     assert!((again.throughput_gb_per_s - 0.2).abs() < 1e-6);
+    // So does its pause: what took 100 ms is not begun where 50 must be kept.
+    assert!(again.downtime_ms >= 100.0, "{again:?}");
+    let strict = MigrateRequest {
+        must_keep: true,
+        max_downtime_ms: Some(50),
+        ..to("b")
+    };
+    let refused = house.client().migrate(&vm("web"), &strict).await;
+    assert_eq!(code(refused), ErrorCode::CannotKeep);
 }
 
 #[tokio::test]

@@ -519,7 +519,8 @@ async fn predict(
     match (rate, link) {
         (Ok(rate), Ok(link)) => {
             let request = MigrateRequest::plain(to.clone());
-            Some(forecast::predict(&rate, &link, &request).prediction)
+            let pause = forecast::pause(app, vm, from, to).await.ok().flatten();
+            Some(forecast::predict(&rate, &link, pause, &request).prediction)
         }
         (Err(error), _) | (_, Err(error)) => {
             tracing::info!(%vm, %error, "the VM's move cannot be predicted");
