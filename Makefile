@@ -13,7 +13,7 @@ export SEEDS FUZZ_RUNS CARGO
 PREFIX     ?= /usr/local
 export PREFIX
 
-.PHONY: all build deb install uninstall deps test test-unit test-sim test-qemu fuzz plant-faults demo guests bench bench-quick soak tidy lint clean-demo help
+.PHONY: all build deb install uninstall deps test test-unit test-sim test-qemu fuzz plant-faults demo guests stock-vm bench bench-quick soak tidy lint clean-demo help
 
 all: build
 
@@ -47,6 +47,9 @@ bench: ## Measure moves of memory against QEMU's own migration, the whole set (u
 
 bench-quick: ## A small part of it, under 8 minutes
 	@scripts/bench.sh --quick
+
+stock-vm: deps ## Two emulated machines with Debian and KVM: a Linux guest moves between their kernels (30 minutes)
+	@scripts/stock-vm.sh
 
 soak: deps ## Break three hosts at random for MINUTES=30 and check from outside; SEED=n, SOAK='--without NAME'
 	@scripts/soak.sh --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(SOAK)

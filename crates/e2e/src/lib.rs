@@ -7,6 +7,7 @@
 pub mod guests;
 pub mod host;
 pub mod pair;
+pub mod person;
 pub mod relay;
 pub mod small_ram;
 pub mod soak;

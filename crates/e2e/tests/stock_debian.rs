@@ -1,0 +1,230 @@
+//! Debian 12 and Debian 13 as their packages make them, with systemd, in containers: the package is installed from
+//! nothing and a person does what the README says.
+
+use anyhow::{Context as _, Result, ensure};
+use godwit_e2e::person::container::{Container, Images, cable, images};
+use godwit_e2e::person::{Host, Transcript, memory, readme, way};
+use godwit_testkit::guest::linux::{GuestNetwork, LinuxGuest, command_line, target_dir};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+/// Longest time for a command, or for what it sets going.
+const PATIENCE: Duration = Duration::from_secs(120);
+/// Where the Linux guest answers.
+const GUEST: &str = "10.77.0.10";
+/// The VM whose every page is checked.
+const COUNTER: &str = "counter";
+
+type Debian = Host<Container>;
+
+struct Site {
+    a: Debian,
+    b: Debian,
+    target: PathBuf,
+}
+
+fn repository() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// Makes the package of the program under test and gives its path.
+fn package(dir: &Path, target: &Path) -> Result<PathBuf> {
+    let output = Command::new(repository().join("scripts/deb.sh"))
+        .arg("--out")
+        .arg(dir)
+        .env("BINARY", target.join("release/godwit"))
+        .env("DEB_COMPRESSION", "1")
+        .output()?;
+    ensure!(
+        output.status.success(),
+        "no package: {}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let made = String::from_utf8(output.stdout)?;
+    Ok(PathBuf::from(
+        made.lines().last().context("no package is named")?,
+    ))
+}
+
+/// Boots both systems, lays cables between them and puts the package and the guests where a person would.
+fn bring_up(images: [PathBuf; 2], target: PathBuf) -> Result<Site> {
+    let dir = target.join("debian/running");
+    std::fs::create_dir_all(&dir)?;
+    let package = package(&dir, &target)?;
+    let transcript = Transcript::new(&target.join("debian/transcript.txt"))?;
+    let [twelve, thirteen] = images;
+    let boot = |name: &str, image: &Path| -> Result<Debian> {
+        let container = Container::boot(name, image, &dir)?;
+        Ok(Host::new(name, container, &transcript, PATIENCE))
+    };
+    let (a, b) = (boot("a", &twelve)?, boot("b", &thirteen)?);
+    for name in ["mgmt", "migr", "port"] {
+        cable(name, [&a.machine, &b.machine])?;
+    }
+    let guest = LinuxGuest::find(&target)?;
+    for (host, number) in [(&a, 1), (&b, 2)] {
+        host.value(&format!(
+            "for i in mgmt migr port; do ip link set $i up; done && ip addr add 10.0.0.{number}/24 dev mgmt \
+             && ip addr add 10.1.0.{number}/24 dev migr && ip link add vmbr0 type bridge && ip link set vmbr0 up \
+             && ip link set port master vmbr0 && ip addr add 10.77.0.{number}/24 dev vmbr0"
+        ))?;
+        std::fs::copy(&package, host.machine.inside(way::PACKAGE))?;
+        std::fs::copy(&guest.kernel, host.machine.inside("srv/images/vmlinuz"))?;
+        std::fs::copy(&guest.initrd, host.machine.inside("srv/images/initrd"))?;
+        let counter = host.machine.inside("srv/images/counter");
+        let text = memory::describe(COUNTER, &counter, "/srv/images/counter")?;
+        std::fs::write(host.machine.inside("root/counter.toml"), text)?;
+    }
+    std::fs::write(a.machine.inside("root/web.toml"), web()?)?;
+    a.ok("grep PRETTY /etc/os-release; findmnt -n /run; cat web.toml")?;
+    b.ok("grep PRETTY /etc/os-release; findmnt -n /run")?;
+    Ok(Site { a, b, target })
+}
+
+/// The README's VM, smaller, emulated, and with an address to ask it at.
+fn web() -> Result<String> {
+    let network = GuestNetwork {
+        ip4: Some(format!("{GUEST}/24")),
+        ip6: None,
+    };
+    let line = format!("\"{} godwit.redis=no\"", command_line(&network));
+    let text = readme::with(&readme::description()?, "memory_mib", "256");
+    let text = readme::with(&text, "accelerator", "\"tcg\"");
+    Ok(readme::with(&text, "cmdline", &line))
+}
+
+impl Site {
+    /// Whether the Linux guest answers somebody in a host's network.
+    fn guest_answers(&self, host: &Debian) -> Result<()> {
+        host.until("the guest answers", "true", |_| {
+            let probe = self.target.join("release/godwit-probe");
+            let mut ask = host.machine.in_network(&probe);
+            let asked = ask.args(["--timeout-s", "5", GUEST, "uptime"]).output();
+            asked.is_ok_and(|output| output.status.success())
+        })
+        .map(drop)
+    }
+
+    fn start_guests(&self) -> Result<()> {
+        let (a, commands) = (&self.a, readme::commands()?);
+        a.ok(&commands.create)?;
+        a.ok("godwit vm create counter.toml && godwit vm start counter --on a")?;
+        a.ok("godwit vm list")?;
+        let on_b = a.value("godwit vm show web --json")?.contains("\"b\"");
+        if on_b {
+            way::migrate(a, "web", "a")?;
+        }
+        self.guest_answers(a)
+    }
+
+    /// Both guests go to a host; each page of the counter's memory is looked at there.
+    fn move_to(&self, to: &Debian) -> Result<()> {
+        way::migrate(&self.a, "web", &to.name)?;
+        way::migrate(&self.a, COUNTER, &to.name)?;
+        self.guest_answers(to)?;
+        self.unharmed(to)
+    }
+
+    fn unharmed(&self, on: &Debian) -> Result<()> {
+        memory::check(on, &self.a, &on.machine.inside("/"), COUNTER).map(drop)
+    }
+
+    /// The QEMUs of a host, by number and start: the same before and after means that no guest was touched.
+    fn hypervisors(&self, host: &Debian) -> Result<String> {
+        // The agent asks a QEMU without a guest what it can do when it starts.
+        host.value(
+            "for p in $(pgrep qemu-system | sort -n); do grep -q /ram/ /proc/$p/cmdline && cut -d' ' -f1,22 /proc/$p/stat; done; true",
+        )
+    }
+
+    /// What is restarted by `script` goes on with every guest as it was, and with the same site.
+    fn goes_on(&self, host: &Debian, script: &str) -> Result<()> {
+        let agent = "systemctl show -p MainPID --value godwit-agent";
+        let before = (self.hypervisors(host)?, host.value(agent)?);
+        ensure!(before.0.lines().count() == 2, "QEMUs before: {before:?}");
+        host.ok(script)?;
+        host.until("the agent is another process", agent, |ran| {
+            ran.stdout.trim() != before.1 && ran.stdout.trim() != "0"
+        })?;
+        way::connected(&self.a)?;
+        let running = |text: &str| text.replace(' ', "").matches("\"running\"").count() == 2;
+        self.a
+            .until("both VMs run", "godwit vm list --json", |ran| {
+                running(&ran.stdout)
+            })?;
+        let after = self.hypervisors(host)?;
+        ensure!(
+            after == before.0,
+            "'{script}' touched guests: {before:?} {after}"
+        );
+        self.guest_answers(host)?;
+        self.unharmed(host)
+    }
+}
+
+/// Skips with a reason, or gives what a site is made of.
+fn ready() -> Result<Option<([PathBuf; 2], PathBuf)>> {
+    match images(&repository())? {
+        Images::Here(images) => Ok(Some((images, target_dir()?))),
+        Images::NotHere(why) => {
+            println!("skipped: {why}");
+            Ok(None)
+        }
+    }
+}
+
+#[test]
+fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<()> {
+    let Some((images, target)) = ready()? else {
+        return Ok(());
+    };
+    let Site { a, b, target } = bring_up(images, target)?;
+    let site = Site { a, b, target };
+    way::install(&site.a)?;
+    way::install(&site.b)?;
+    way::set_up([&site.a, &site.b])?;
+    site.start_guests()?;
+    site.move_to(&site.b)?;
+    site.goes_on(&site.b, "systemctl restart godwit-agent")?;
+    site.a.ok("systemctl restart godwit-controller")?;
+    site.a
+        .until("the controller answers", "godwit vm list", |ran| {
+            ran.code == Some(0)
+        })?;
+    let upgrade = format!("dpkg -i {}", way::PACKAGE);
+    site.goes_on(&site.b, &upgrade)?;
+    let said = site.b.refused("apt-get remove -q -y godwit")?;
+    ensure!(
+        said.contains("VMs run on this host: counter web"),
+        "the refusal does not name the VMs: {said}"
+    );
+    site.b.ok("systemctl is-active godwit-agent")?;
+    way::connected(&site.a)?;
+    site.move_to(&site.a)?;
+    site.goes_on(&site.a, &upgrade)?;
+    purge(&site)
+}
+
+/// A host without VMs lets the package go and keeps what says who may run a VM.
+fn purge(site: &Site) -> Result<()> {
+    let b = &site.b;
+    let said = b.ok("apt-get purge -q -y godwit 2>&1")?;
+    for kept in ["/var/lib/godwit", "/etc/godwit/host.toml"] {
+        ensure!(said.contains(&format!("kept: {kept}")), "{kept}: {said}");
+    }
+    b.ok("test -s /etc/godwit/host.toml && test -s /var/lib/godwit/site.json && ls /var/lib/godwit /srv/images")?;
+    b.refused("pgrep -x godwit || systemctl cat godwit-agent || godwit --version")?;
+    // Installed again, the host is what it was.
+    b.ok(&format!(
+        "dpkg -i {} && systemctl enable --now godwit-agent",
+        way::PACKAGE
+    ))?;
+    b.until(
+        "the agent answers",
+        "godwit vm list --agent /run/godwit/agent.sock",
+        |ran| ran.code == Some(0),
+    )?;
+    way::connected(&site.a)?;
+    site.move_to(b)
+}
