@@ -25,7 +25,7 @@ pub const CMDLINE_LEN_MAX: usize = 2048;
 pub const NEW_CMDLINE_LEN_MAX: usize = 2047;
 /// Longest name of a new VM's disk: the guest sees it as the serial number, which has so many bytes.
 pub const DISK_NAME_LEN_MAX: usize = 20;
-/// The user ids that QEMUs run as, one for each VM: systemd leaves this range unused, so that neither people, services nor
+/// The user ids that are kept for QEMUs, one for each VM: systemd leaves this range unused, so that neither people, services nor
 /// containers have one of them.
 pub const UIDS: std::ops::RangeInclusive<u32> = 1_879_048_192..=2_147_483_647;
 
@@ -170,8 +170,8 @@ pub struct VmSpec {
     /// What happens when its QEMU dies.
     #[serde(default, skip_serializing_if = "OnCrash::is_restart")]
     pub on_crash: OnCrash,
-    /// User and group id that its QEMU runs as, the same on every host. The controller allots one that no other VM has,
-    /// and writes it down here; without one the VM has not started since there are any.
+    /// User and group id kept for its QEMU, the same on every host; QEMU does not run as it yet. The controller allots one
+    /// that no other VM has, and writes it down here; without one the VM has not started since there are any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
     /// Whether it may be moved while it runs.
