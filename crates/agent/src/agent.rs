@@ -27,11 +27,11 @@ use crate::system::{Interface, System, interfaces, unix_ms};
 use crate::users::{self, NOBODY, User};
 use godwit_guestmem::tracker;
 use godwit_rpc::Revocations;
-use godwit_types::control_api::{Done, HostCheck, ResolveRequest};
+use godwit_types::control_api::{Done, HostCheck};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
-    HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, VmAnswer,
-    VmProcessConfig, VmRequest,
+    HostResolve, HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming,
+    VmAnswer, VmProcessConfig, VmRequest,
 };
 use godwit_types::migration::PreflightReport;
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
@@ -426,7 +426,7 @@ impl Agent {
     }
 
     /// Settles a VM that is in doubt.
-    pub(crate) async fn resolve(&self, name: &VmName, request: ResolveRequest) -> Reply<Done> {
+    pub(crate) async fn resolve(&self, name: &VmName, request: HostResolve) -> Reply<Done> {
         let run_here = request.run_on == *self.host() && !request.give_up;
         let confirm_fenced = request.confirm_fenced;
         self.act(

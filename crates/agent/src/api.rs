@@ -13,16 +13,15 @@ use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
 use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, JsonBody, PathParam, Peer, RemovedPeer};
-use godwit_types::control_api::{
-    CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
-};
+use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
-    HostVm, IncomingReady, PeerEnvelope, PreflightIncoming, PreflightOutgoing, PrepareIncoming,
-    ProbeRequest, ProbeResult, PutVm, RemovedHosts, Revoked, VmRequest,
+    HostCancel, HostResolve, HostStop, HostVm, IncomingReady, PeerEnvelope, PreflightIncoming,
+    PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm, RemovedHosts, Revoked,
+    VmRequest,
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
@@ -129,7 +128,7 @@ async fn start(State(agent): Shared, PathParam(name): PathParam<VmName>) -> ApiR
 async fn stop(
     State(agent): Shared,
     PathParam(name): PathParam<VmName>,
-    JsonBody(request): JsonBody<StopRequest>,
+    JsonBody(request): JsonBody<HostStop>,
 ) -> ApiResult<Done> {
     let force = request.force;
     reply(agent.act(&name, VmRequest::Stop { force }).await)
@@ -138,7 +137,7 @@ async fn stop(
 async fn resolve(
     State(agent): Shared,
     PathParam(name): PathParam<VmName>,
-    JsonBody(request): JsonBody<ResolveRequest>,
+    JsonBody(request): JsonBody<HostResolve>,
 ) -> ApiResult<Done> {
     reply(agent.resolve(&name, request).await)
 }
@@ -226,7 +225,7 @@ async fn migration(
 async fn cancel(
     State(agent): Shared,
     PathParam(id): PathParam<MigrationId>,
-    JsonBody(request): JsonBody<CancelRequest>,
+    JsonBody(request): JsonBody<HostCancel>,
 ) -> ApiResult<Done> {
     reply(agent.cancel(&id, request).await)
 }

@@ -19,6 +19,7 @@ use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{
     AgentClient, Authority, Client, ClientError, Revocations, Role, Server, server, tls,
 };
+use godwit_types::control_api::{CancelRequest, StopRequest};
 use godwit_types::site::Stamp;
 use godwit_types::{Generation, HostName};
 use rustix::process::{Pid, Signal, kill_process};

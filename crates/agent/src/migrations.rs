@@ -5,7 +5,8 @@
 
 use crate::agent::{Agent, READ, Reply, blocking, unexpected};
 use godwit_store::StoreError;
-use godwit_types::control_api::{CancelRequest, Done};
+use godwit_types::control_api::Done;
+use godwit_types::host_api::HostCancel;
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, MigrationSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
@@ -110,7 +111,7 @@ impl Agent {
     pub(crate) async fn cancel(
         self: &Arc<Self>,
         id: &MigrationId,
-        request: CancelRequest,
+        request: HostCancel,
     ) -> Reply<Done> {
         if request.vm.is_some() {
             let (agent, id) = (Arc::clone(self), id.clone());

@@ -288,8 +288,9 @@ impl Supervised {
     async fn adopt(&self) -> Option<VmConnection> {
         let mut connection = VmConnection::open(&self.socket(), READY_WAIT).await.ok()?;
         let answer = connection.call(&VmRequest::Status, READY_WAIT).await;
-        // Any answer will do: one that prepares to receive its VM has no description to show yet.
-        answer.is_ok().then_some(connection)
+        // Any answer will do: one that prepares to receive its VM has no description to show yet, and one of a newer
+        // version may say what is not known here.
+        matches!(answer, Ok(_) | Err(VmClientError::Nonsense(_))).then_some(connection)
     }
 
     /// A process that was found may know more than the state directory, if that was put back from an older copy.

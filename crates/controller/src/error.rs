@@ -30,6 +30,14 @@ pub enum ControllerError {
     /// The database's format.
     #[error("the controller's database cannot be brought up to date: {0}")]
     Format(#[from] sqlx::migrate::MigrateError),
+    /// A later version of the software has changed the database's format.
+    #[error("the controller's database was written by a newer Godwit (its format is {format}, this version reads {}): nothing is changed; install that version again here", newest.unwrap_or_default())]
+    Newer {
+        /// The format found.
+        format: i64,
+        /// The latest that this build reads.
+        newest: Option<i64>,
+    },
     /// A row without which the controller does not start.
     #[error("{}", .0.sentence())]
     Row(UnreadRow),

@@ -139,7 +139,10 @@ fn reject(app: &App, host: &HostName, why: String) {
 }
 
 async fn ask(agent: &AgentClient) -> Result<(HostInfo, Vec<HostVm>), ClientError> {
-    Ok((agent.host().await?, agent.vms().await?))
+    let (mut info, heard) = (agent.host().await?, agent.heard_vms().await?);
+    // As a VM whose record the host itself cannot read: shown, held by nobody else, granted to nobody.
+    info.unread.extend(heard.unread);
+    Ok((info, heard.vms))
 }
 
 /// Whether hosts do not accept each other because a certificate is not valid at one's time. The words are those of the TLS

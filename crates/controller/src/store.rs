@@ -13,7 +13,7 @@ use godwit_types::migration::{MigrationReport, MigrationSpec, Outcome};
 use godwit_types::{HostName, MigrationId, VmName, VmSpec};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use sqlx::migrate::{Migration, MigrationType, Migrator};
+use sqlx::migrate::{MigrateError, Migration, MigrationType, Migrator};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use sqlx::{SqlSafeStr as _, SqlitePool, query, query_as, query_scalar};
 use std::net::SocketAddr;
@@ -85,7 +85,13 @@ impl Store {
             .max_connections(1)
             .connect_with(options)
             .await?;
-        formats().run(&pool).await?;
+        formats().run(&pool).await.map_err(|error| match error {
+            MigrateError::VersionMissing(format) => ControllerError::Newer {
+                format,
+                newest: formats().iter().map(|known| known.version).max(),
+            },
+            other => other.into(),
+        })?;
         Ok(Self { pool })
     }
 

@@ -63,7 +63,7 @@ pub type Extent = (u64, u64);
 
 /// Source to destination.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "m", rename_all = "kebab-case", deny_unknown_fields)]
+#[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToDestination {
     /// First message of an epoch.
     Begin {
@@ -134,7 +134,7 @@ pub enum ToDestination {
 
 /// Destination to source.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "m", rename_all = "kebab-case", deny_unknown_fields)]
+#[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToSource {
     /// The epoch may begin: older channels are dead and what they carried is applied or dropped.
     Begun {

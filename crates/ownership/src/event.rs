@@ -61,7 +61,7 @@ impl From<Reason> for String {
 /// What the hosts say to each other about ownership: on the migration's control channel while it lives, and
 /// through the hosts' agents over mutual TLS at any time. May be lost, doubled, delayed and reordered.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(tag = "message", rename_all = "kebab-case", deny_unknown_fields)]
+#[serde(tag = "message", rename_all = "kebab-case")]
 pub enum PeerMessage {
     /// Destination: prepared to receive; attempts must have a generation above `highest`.
     Prepared {

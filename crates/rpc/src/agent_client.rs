@@ -13,8 +13,8 @@ use godwit_types::forecast::{
 };
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
-    HostVm, IncomingReady, PeerEnvelope, PreflightIncoming, PreflightOutgoing, PrepareIncoming,
-    ProbeRequest, ProbeResult, PutVm, RemovedHosts, Revoked,
+    HostCancel, HostResolve, HostStop, HostVm, IncomingReady, PeerEnvelope, PreflightIncoming,
+    PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm, RemovedHosts, Revoked,
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
@@ -23,6 +23,7 @@ use godwit_types::site::{
 };
 use godwit_types::{MigrationId, VmName};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Paths of the agent's routes.
@@ -37,7 +38,7 @@ pub mod path {
     pub const VM: &str = "/v1/vms/{name}";
     /// POST [`super::Empty`]: [`super::Done`].
     pub const START: &str = "/v1/vms/{name}/start";
-    /// POST [`super::StopRequest`]: [`super::Done`].
+    /// POST [`super::HostStop`]: [`super::Done`].
     pub const STOP: &str = "/v1/vms/{name}/stop";
     /// POST [`super::Empty`]: [`super::Done`].
     pub const RESET: &str = "/v1/vms/{name}/reset";
@@ -45,7 +46,7 @@ pub mod path {
     pub const PAUSE: &str = "/v1/vms/{name}/pause";
     /// POST [`super::Empty`]: [`super::Done`].
     pub const RESUME: &str = "/v1/vms/{name}/resume";
-    /// POST [`super::ResolveRequest`]: [`super::Done`].
+    /// POST [`super::HostResolve`]: [`super::Done`].
     pub const RESOLVE: &str = "/v1/vms/{name}/resolve";
     /// POST [`super::PrepareIncoming`]: [`super::IncomingReady`].
     pub const PREPARE_INCOMING: &str = "/v1/vms/{name}/prepare-incoming";
@@ -67,7 +68,7 @@ pub mod path {
     pub const MIGRATIONS: &str = "/v1/migrations";
     /// GET: [`super::MigrationReport`].
     pub const MIGRATION: &str = "/v1/migrations/{id}";
-    /// POST [`super::CancelRequest`]: [`super::Done`].
+    /// POST [`super::HostCancel`]: [`super::Done`].
     pub const CANCEL: &str = "/v1/migrations/{id}/cancel";
     /// PUT [`super::Revoked`]: [`super::Done`].
     pub const REVOKED: &str = "/v1/revoked";
@@ -97,7 +98,6 @@ pub mod path {
 
 /// How long a guest's writes are measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Measure {
     /// The time, ms.
     pub millis: u64,
@@ -145,6 +145,37 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::BOOT_ALONE, Access::LOCAL),
     rule("POST", path::FORGET_RECORD, Access::LOCAL),
 ];
+
+/// The VMs of a host, as far as its words are known here.
+#[derive(Debug, Clone, Default)]
+pub struct HeardVms {
+    /// Those that were understood.
+    pub vms: Vec<HostVm>,
+    /// Those that were not, each with what to do.
+    pub unread: BTreeMap<VmName, String>,
+}
+
+impl Client {
+    fn read_vms(&self, told: Vec<serde_json::Value>) -> Reply<HeardVms> {
+        let mut heard = HeardVms::default();
+        for one in told {
+            let named = one.pointer("/spec/name").cloned().unwrap_or_default();
+            match serde_json::from_value::<HostVm>(one) {
+                Ok(vm) => heard.vms.push(vm),
+                Err(error) => {
+                    let name = serde_json::from_value(named)
+                        .map_err(|_| self.answer(&error.to_string()))?;
+                    let why = format!(
+                        "{} tells of it in words that this version of Godwit does not know ({error}): update this side, too",
+                        self.name()
+                    );
+                    heard.unread.insert(name, why);
+                }
+            }
+        }
+        Ok(heard)
+    }
+}
 
 /// How long the client waits, by kind of call.
 #[derive(Debug, Clone, Copy)]
@@ -222,6 +253,12 @@ impl AgentClient {
         self.lists.get(path::VMS, self.deadlines.read).await
     }
 
+    /// Its VMs. One that it tells of in words that this version does not know is unread; the others are not lost by it.
+    pub async fn heard_vms(&self) -> Reply<HeardVms> {
+        let told: Vec<serde_json::Value> = self.lists.get(path::VMS, self.deadlines.read).await?;
+        self.client.read_vms(told)
+    }
+
     /// One of them.
     pub async fn vm(&self, name: &VmName) -> Reply<HostVm> {
         self.client
@@ -249,7 +286,7 @@ impl AgentClient {
 
     /// Stops a VM.
     pub async fn stop(&self, name: &VmName, request: &StopRequest) -> Reply<Done> {
-        self.slow(path::STOP, name, request).await
+        self.slow(path::STOP, name, &HostStop::from(request)).await
     }
 
     /// Resets a guest.
@@ -269,7 +306,8 @@ impl AgentClient {
 
     /// Settles an in-doubt VM.
     pub async fn resolve(&self, name: &VmName, request: &ResolveRequest) -> Reply<Done> {
-        self.act(path::RESOLVE, name, request).await
+        self.act(path::RESOLVE, name, &HostResolve::from(request))
+            .await
     }
 
     /// Makes a destination ready.
@@ -321,8 +359,9 @@ impl AgentClient {
 
     /// Cancels a migration.
     pub async fn cancel(&self, id: &MigrationId, request: &CancelRequest) -> Reply<Done> {
+        let request = HostCancel::from(request);
         self.client
-            .post(&fill(path::CANCEL, id), request, self.deadlines.act)
+            .post(&fill(path::CANCEL, id), &request, self.deadlines.act)
             .await
     }
 

@@ -400,7 +400,7 @@ impl Client {
         }
     }
 
-    fn answer(&self, cause: &str) -> ClientError {
+    pub(crate) fn answer(&self, cause: &str) -> ClientError {
         ClientError::Answer {
             peer: self.name.clone(),
             cause: cause.to_owned(),

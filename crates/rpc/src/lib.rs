@@ -25,7 +25,7 @@ pub mod token;
 mod unproved;
 
 pub use access::{Peer, RemovedPeer, Rule};
-pub use agent_client::AgentClient;
+pub use agent_client::{AgentClient, HeardVms};
 pub use client::{Client, ClientError, Stamps};
 pub use controller_client::ControllerClient;
 pub use extract::{ApiResult, Failure, JsonBody, PathParam};

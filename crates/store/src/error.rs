@@ -59,6 +59,14 @@ pub enum StoreError {
         /// What is wrong with it.
         why: String,
     },
+    /// A later version of the software wrote the file: it is no damage, and nothing may be done as if it were not there.
+    #[error("{} was written by a newer Godwit ({why}): this version does not use it and changes nothing that it is about; install that version again on this host", path.display())]
+    Newer {
+        /// The file.
+        path: PathBuf,
+        /// What this build does not know of it.
+        why: String,
+    },
     /// More than the limit.
     #[error("{} is {size} bytes long, the limit is {limit}", path.display())]
     TooLarge {
@@ -123,6 +131,7 @@ impl StoreError {
             StoreError::Locked { .. }
             | StoreError::Damaged { .. }
             | StoreError::DamagedRecord { .. }
+            | StoreError::Newer { .. }
             | StoreError::TooLarge { .. }
             | StoreError::Encode { .. }
             | StoreError::Record(_) => true,

@@ -9,7 +9,12 @@
 //!     20     n  payload: JSON of the record; the file ends here
 //! ```
 //!
-//! Owns nothing. Refuses: any file that differs from that by one bit.
+//! Every later format keeps these 20 bytes, so that a build that does not know it still tells it from a damaged file.
+//!
+//! Owns nothing. Refuses: any file that differs from that by one bit, and whole files of a later format.
+
+use std::cmp::Ordering;
+use std::fmt;
 
 /// First bytes of the file.
 pub const MAGIC: &[u8; 8] = b"GODWITOR";
@@ -44,35 +49,59 @@ pub fn encode(payload: &[u8]) -> Option<Vec<u8>> {
     Some(out)
 }
 
+/// Why a file has no payload that this build reads.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Unread {
+    /// It is not what was written.
+    Damaged(String),
+    /// It is whole, and a newer build wrote it.
+    Newer(String),
+}
+
+impl From<String> for Unread {
+    fn from(why: String) -> Self {
+        Self::Damaged(why)
+    }
+}
+
+impl fmt::Display for Unread {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Damaged(why) | Self::Newer(why)) = self;
+        f.write_str(why)
+    }
+}
+
 /// The payload of a whole, undamaged file; else what is wrong with it.
-pub fn decode(file: &[u8]) -> Result<&[u8], String> {
+pub fn decode(file: &[u8]) -> Result<&[u8], Unread> {
     let Some((header, payload)) = file.split_first_chunk::<HEADER_BYTES>() else {
         return Err(format!(
             "{} bytes are too few for its header of {HEADER_BYTES}",
             file.len()
-        ));
+        )
+        .into());
     };
     let [m @ .., v0, v1, v2, v3, l0, l1, l2, l3, c0, c1, c2, c3] = header;
     if m != MAGIC.as_slice() {
-        return Err("it does not begin as an ownership record".to_owned());
+        return Err("it does not begin as an ownership record".to_owned().into());
     }
     let crc = u32::from_le_bytes([*c0, *c1, *c2, *c3]);
     let length = u32::from_le_bytes([*l0, *l1, *l2, *l3]);
     let version = u32::from_le_bytes([*v0, *v1, *v2, *v3]);
-    if version != VERSION {
-        return Err(format!(
-            "its format is {version}, this build reads {VERSION}"
-        ));
-    }
     if usize::try_from(length) != Ok(payload.len()) {
         return Err(format!(
             "its payload is {} bytes long instead of {length}",
             payload.len()
-        ));
+        )
+        .into());
     }
     let (checked, _) = header.split_at(16);
     if crc32(&[checked, payload]) != crc {
-        return Err("its checksum is wrong".to_owned());
+        return Err("its checksum is wrong".to_owned().into());
     }
-    Ok(payload)
+    let why = || format!("its format is {version}, this build reads {VERSION}");
+    match version.cmp(&VERSION) {
+        Ordering::Equal => Ok(payload),
+        Ordering::Greater => Err(Unread::Newer(why())),
+        Ordering::Less => Err(Unread::Damaged(why())),
+    }
 }

@@ -1,15 +1,38 @@
 //! Small documents as JSON: VM definitions, migration reports, QEMU's identity.
 //!
-//! Owns nothing. Refuses: documents beyond a bound, and to leave half of one behind.
+//! A document without the number `format` has format 1, as all have today. A change after which an older build must not
+//! use a document raises it; other changes add fields with defaults. Owns nothing. Refuses: documents beyond a bound,
+//! those of a later format or with words that this build does not know, and to leave half of one behind.
 
 use crate::error::StoreError;
 use crate::files::{Files, RealFiles, directory_of, replace_durably};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use std::path::Path;
 
 /// Longest document, in bytes.
 pub const DOCUMENT_BYTES_MAX: u64 = 4 << 20;
+
+/// The latest format of a document that this build reads.
+pub const DOCUMENT_FORMAT: u64 = 1;
+
+/// The part of a document that every version keeps.
+#[derive(Deserialize)]
+struct Formatted {
+    format: u64,
+}
+
+/// The format that a text says it has.
+pub(crate) fn format_of(text: &[u8]) -> Option<u64> {
+    let read: Option<Formatted> = serde_json::from_slice(text).ok();
+    read.map(|read| read.format)
+}
+
+/// Whether a whole text was refused for words that this build does not know.
+pub(crate) fn is_unknown_word(error: &serde_json::Error) -> bool {
+    let text = error.to_string();
+    error.is_data() && (text.starts_with("unknown field") || text.starts_with("unknown variant"))
+}
 
 /// Replaces the document at `path`, durably. Its directory must exist.
 pub fn save_json<T: Serialize>(path: &Path, document: &T) -> Result<(), StoreError> {
@@ -41,12 +64,23 @@ pub fn load_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, StoreErr
         return Ok(None);
     };
     check_size(path, content.len() as u64)?;
-    serde_json::from_slice(&content)
-        .map(Some)
-        .map_err(|error| StoreError::Damaged {
+    let newer = |why: String| StoreError::Newer {
+        path: path.to_owned(),
+        why,
+    };
+    if let Some(format) = format_of(&content).filter(|format| *format > DOCUMENT_FORMAT) {
+        let why = format!("its format is {format}, this build reads {DOCUMENT_FORMAT}");
+        return Err(newer(why));
+    }
+    serde_json::from_slice(&content).map(Some).map_err(|error| {
+        if is_unknown_word(&error) {
+            return newer(error.to_string());
+        }
+        StoreError::Damaged {
             path: path.to_owned(),
             why: error.to_string(),
-        })
+        }
+    })
 }
 
 /// Removes the document at `path`, durably; no error if there is none.

@@ -1,13 +1,14 @@
 //! The journal of one VM at one host.
 //!
 //! Owns the VM's directory while it lives. Refuses: a second writer, a record of another VM, a generation that
-//! goes back, a damaged file.
+//! goes back, a damaged file, and one that a newer build wrote.
 
 use crate::error::StoreError;
 use crate::files::{Files, RealFiles, make_directory, replace_durably};
-use crate::frame;
+use crate::frame::{self, Unread};
+use crate::json::{format_of, is_unknown_word};
 use crate::lock::VmLock;
-use godwit_ownership::HostRecord;
+use godwit_ownership::{HostRecord, RECORD_FORMAT};
 use godwit_types::VmName;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -119,9 +120,24 @@ fn read_record<F: Files>(
             "it is longer than {RECORD_BYTES_MAX} bytes"
         )));
     }
-    let payload = frame::decode(&content).map_err(damaged)?;
+    let newer = |why: String| StoreError::Newer {
+        path: path.to_owned(),
+        why,
+    };
+    let payload = frame::decode(&content).map_err(|unread| match unread {
+        Unread::Damaged(why) => damaged(why),
+        Unread::Newer(why) => newer(why),
+    })?;
+    if let Some(format) = format_of(payload).filter(|format| *format > RECORD_FORMAT.into()) {
+        let why = format!("its format is {format}, this build reads {RECORD_FORMAT}");
+        return Err(newer(why));
+    }
+    // The checksum says that every byte is as it was written.
     let record: HostRecord =
-        serde_json::from_slice(payload).map_err(|error| damaged(error.to_string()))?;
+        serde_json::from_slice(payload).map_err(|error| match is_unknown_word(&error) {
+            true => newer(error.to_string()),
+            false => damaged(error.to_string()),
+        })?;
     record.check().map_err(|error| damaged(error.to_string()))?;
     if record.vm != *vm {
         return Err(damaged(format!("it is the record of '{}'", record.vm)));

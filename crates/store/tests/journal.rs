@@ -117,6 +117,78 @@ fn a_record_that_contradicts_itself_is_refused() {
     assert!(VmStore::open(dir.path(), &vm()).is_err());
 }
 
+/// A whole record file with this payload, as a build of frame format `version` would write it.
+fn whole_file(version: u32, payload: &[u8]) -> Vec<u8> {
+    let mut file = frame::encode(payload).expect("short");
+    file[8..12].copy_from_slice(&version.to_le_bytes());
+    let crc = frame::crc32(&[&file[..16], payload]);
+    file[16..20].copy_from_slice(&crc.to_le_bytes());
+    file
+}
+
+#[test]
+fn a_record_of_a_newer_godwit_is_neither_damaged_nor_absent() {
+    let text = serde_json::to_string(&holds(4)).expect("encodes");
+    let payloads = [
+        (2, text.clone()),
+        (1, text.replace("\"format\":1", "\"format\":2")),
+        (1, text.replace("\"format\":1", "\"format\":2,\"x\":1")),
+        (1, text.replacen('{', "{\"x\":1,", 1)),
+        (
+            1,
+            text.replace("\"phase\":\"holds\"", "\"phase\":\"lends\""),
+        ),
+    ];
+    for (version, payload) in payloads {
+        let dir = tempfile::tempdir().expect("a directory");
+        fs::create_dir_all(VmStore::directory(dir.path(), &vm())).expect("made");
+        let content = whole_file(version, payload.as_bytes());
+        fs::write(file(dir.path()), &content).expect("writable");
+        let error = VmStore::open(dir.path(), &vm()).expect_err("newer");
+        assert!(
+            matches!(error, StoreError::Newer { .. }),
+            "{error} {payload}"
+        );
+        assert!(error.to_string().contains("written by a newer Godwit"));
+        let peeked = VmStore::peek(dir.path(), &vm());
+        assert!(matches!(peeked, Err(StoreError::Newer { .. })), "{payload}");
+        assert_eq!(fs::read(file(dir.path())).expect("kept"), content);
+    }
+}
+
+#[test]
+fn a_bit_that_fell_over_in_the_version_is_damage() {
+    let dir = tempfile::tempdir().expect("a directory");
+    fs::create_dir_all(VmStore::directory(dir.path(), &vm())).expect("made");
+    let payload = serde_json::to_vec(&holds(4)).expect("encodes");
+    let mut content = frame::encode(&payload).expect("short");
+    content[8] ^= 2;
+    fs::write(file(dir.path()), content).expect("writable");
+    let error = VmStore::open(dir.path(), &vm()).expect_err("damaged");
+    assert!(matches!(error, StoreError::DamagedRecord { .. }), "{error}");
+}
+
+#[test]
+fn a_document_of_a_later_format_is_told_from_a_damaged_one() {
+    #[derive(serde::Serialize, serde::Deserialize, Debug, PartialEq)]
+    #[serde(deny_unknown_fields)]
+    struct Document {
+        one: u32,
+    }
+    let dir = tempfile::tempdir().expect("a directory");
+    let path = dir.path().join("document.json");
+    for (text, newer) in [
+        ("{\"format\":2,\"one\":1}", true),
+        ("{\"one\":1,\"two\":2}", true),
+        ("{\"one\":1,", false),
+        ("{\"one\":\"x\"}", false),
+    ] {
+        fs::write(&path, text).expect("writable");
+        let error = load_json::<Document>(&path).expect_err("refused");
+        assert_eq!(matches!(error, StoreError::Newer { .. }), newer, "{error}");
+    }
+}
+
 #[test]
 fn the_checksum_is_the_common_one() {
     assert_eq!(frame::crc32(&[b"1234", b"56789"]), 0xcbf4_3926);

@@ -87,7 +87,6 @@ pub struct JoinToken {
 
 /// What a joining host sends.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
 pub struct JoinRequest {
     /// The secret part of the token.
     pub secret: String,
@@ -204,7 +203,6 @@ pub struct ConsoleText {
 
 /// A request that needs no parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
 pub struct Empty {}
 
 /// What answers here.

@@ -2,7 +2,7 @@
 //!
 //! Codes are part of the REST interface: they are added, never renamed. Refuses: free-form codes.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
 use utoipa::ToSchema;
 
@@ -110,13 +110,20 @@ impl fmt::Display for ErrorCode {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema, thiserror::Error)]
 #[error("{message}")]
 pub struct ApiError {
-    /// Stable code for scripts.
+    /// Stable code for scripts. One that a newer peer has and this build does not is `internal` here.
+    #[serde(deserialize_with = "known_code")]
     pub code: ErrorCode,
     /// One sentence: what is wrong, where, and what to do.
     pub message: String,
     /// The host it concerns, when there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
+}
+
+fn known_code<'de, D: Deserializer<'de>>(code: D) -> Result<ErrorCode, D::Error> {
+    let text = String::deserialize(code)?;
+    let known = ErrorCode::ALL.iter().find(|code| code.as_str() == text);
+    Ok(known.copied().unwrap_or(ErrorCode::Internal))
 }
 
 impl ApiError {
@@ -148,6 +155,14 @@ impl ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_newer_peers_code_leaves_its_sentence() {
+        let text = r#"{"code":"frozen-over","message":"the lake is closed"}"#;
+        let error: ApiError = serde_json::from_str(text).unwrap();
+        let known = ApiError::new(ErrorCode::Internal, "the lake is closed");
+        assert_eq!(error, known);
+    }
 
     #[test]
     fn code_text_is_what_json_says() {

@@ -83,7 +83,6 @@ pub struct DirtyRate {
 
 /// Has a host listen for a burst of records that measures the link to it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct LinkProbeListen {
     /// Names the burst in both hosts' logs.
     pub id: MigrationId,
@@ -102,7 +101,6 @@ pub struct LinkProbeReady {
 
 /// Has the other host send the burst.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct LinkProbeSend {
     /// What the listener was told.
     pub listen: LinkProbeListen,

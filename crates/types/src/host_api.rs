@@ -1,8 +1,11 @@
 //! Bodies between controller and agent, between two hosts' agents, and between an agent and its VM processes.
 //!
 //! Pure data. The agent serves [`HostRequest`]-like paths over mutual TLS; the VM process serves [`VmRequest`] over a
-//! Unix socket, one JSON line in, one JSON line out. Refuses: anything over [`MESSAGE_LEN_MAX`].
+//! Unix socket, one JSON line in, one JSON line out. Both sides may be of different versions: fields that a reader does
+//! not know are left out, but for a VM's description, which is understood wholly or refused. Refuses: anything over
+//! [`MESSAGE_LEN_MAX`].
 
+use crate::control_api::{CancelRequest, ResolveRequest, StopRequest};
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::migration::{AgentAddress, MigrationReport, MigrationSpec, Side};
@@ -72,9 +75,65 @@ pub struct MigrationNote {
     pub peer: AgentAddress,
 }
 
+/// How a host's agent is to stop a VM: a person's [`StopRequest`], as machines say it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostStop {
+    /// Power off at once instead of asking the guest.
+    #[serde(default)]
+    pub force: bool,
+}
+
+impl From<&StopRequest> for HostStop {
+    fn from(said: &StopRequest) -> Self {
+        Self { force: said.force }
+    }
+}
+
+/// How a host's agent is to settle an in-doubt VM: a person's [`ResolveRequest`], as machines say it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostResolve {
+    /// The host that shall run it; with `give_up`, the host that shall not.
+    pub run_on: HostName,
+    /// That host gives up what it has of the VM.
+    #[serde(default)]
+    pub give_up: bool,
+    /// The operator has made sure that this other host is powered off.
+    #[serde(default)]
+    pub confirm_fenced: Option<HostName>,
+}
+
+impl From<&ResolveRequest> for HostResolve {
+    fn from(said: &ResolveRequest) -> Self {
+        Self {
+            run_on: said.run_on.clone(),
+            give_up: said.give_up,
+            confirm_fenced: said.confirm_fenced.clone(),
+        }
+    }
+}
+
+/// How a host's agent is to cancel a migration: a person's [`CancelRequest`], as machines say it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostCancel {
+    /// One sentence.
+    #[serde(default)]
+    pub reason: Option<String>,
+    /// The migration's VM: a host that has not heard of the migration yet then refuses it for good.
+    #[serde(default)]
+    pub vm: Option<VmName>,
+}
+
+impl From<&CancelRequest> for HostCancel {
+    fn from(said: &CancelRequest) -> Self {
+        Self {
+            reason: said.reason.clone(),
+            vm: said.vm.clone(),
+        }
+    }
+}
+
 /// Makes a VM known to a host and gives it the right to run it (the first time) or updates its description (stopped).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct PutVm {
     /// The VM with CPU model and machine type resolved.
     pub spec: VmSpec,
@@ -88,7 +147,6 @@ pub struct PutVm {
 
 /// Asks a host to be a destination.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct PrepareIncoming {
     /// The VM as it runs at the source (resolved).
     pub spec: VmSpec,
@@ -107,7 +165,6 @@ pub struct IncomingReady {
 
 /// What a VM needs of a destination, asked before anything starts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct PreflightIncoming {
     /// The VM as it runs at the source.
     pub spec: VmSpec,
@@ -139,7 +196,6 @@ pub struct PreflightOutgoing {
 /// `ownership`'s `PeerMessage`; here it is carried, not read. The answer is a list of such messages (the replies that
 /// are ready at once), which the asking agent gives to its own VM process as [`VmRequest::Peer`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct PeerEnvelope {
     /// An ownership `PeerMessage`.
     pub message: serde_json::Value,
@@ -156,7 +212,7 @@ pub struct OutboxMessage {
 
 /// A request from the agent to a VM process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case", tag = "request", deny_unknown_fields)]
+#[serde(rename_all = "kebab-case", tag = "request")]
 pub enum VmRequest {
     /// How is the VM?
     Status,
@@ -281,7 +337,6 @@ pub enum VmAnswer {
 
 /// How an agent starts a VM process: everything it needs, as a JSON file in the VM's run directory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct VmProcessConfig {
     /// The VM.
     pub vm: VmName,
@@ -312,7 +367,6 @@ pub struct VmProcessConfig {
 
 /// Asks the source to send a probe frame into each port group of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct ProbeRequest {
     /// The nonce that the destination listens for.
     pub nonce: String,
@@ -327,7 +381,6 @@ pub struct ProbeResult {
 
 /// Serial numbers of certificates that the controller has revoked: all of them, each time.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Revoked {
     /// Serial numbers, lower-case hex.
     pub serials: Vec<String>,
@@ -335,7 +388,6 @@ pub struct Revoked {
 
 /// Hosts that an operator has removed for good: all of them that may matter, each time.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct RemovedHosts {
     /// Their names.
     pub hosts: Vec<HostName>,

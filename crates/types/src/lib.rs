@@ -19,6 +19,7 @@ pub mod migration;
 mod round;
 pub mod site;
 pub mod text;
+pub mod version;
 pub mod vm;
 
 pub use error::{ApiError, ErrorCode};

@@ -111,7 +111,6 @@ pub struct AgentAddress {
 
 /// What the controller gives to both hosts before a migration begins.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct MigrationSpec {
     /// The migration's id on both hosts.
     pub id: MigrationId,

@@ -30,7 +30,6 @@ pub const STAMP_HEADER: &str = "godwit-stamp";
     Deserialize,
     ToSchema,
 )]
-#[serde(deny_unknown_fields)]
 pub struct Stamp {
     /// Rises when a restored database takes over.
     pub epoch: u64,
@@ -62,7 +61,7 @@ impl std::str::FromStr for Stamp {
 
 /// What a host's durable record of a VM says, in one word.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
-#[serde(tag = "claim", rename_all = "kebab-case", deny_unknown_fields)]
+#[serde(tag = "claim", rename_all = "kebab-case")]
 pub enum Claim {
     /// Nothing of the VM is held or awaited here.
     #[default]
@@ -141,7 +140,6 @@ impl Claim {
 
 /// Asks a host whether it may hold a VM; a no binds: the host refuses older grants and permissions from then on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct SurveyRequest {
     /// A generation above every one that the controller knows.
     pub level: Generation,
@@ -283,7 +281,6 @@ pub struct SiteTable {
 
 /// What the controller adds to a host's table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct SiteUpdate {
     /// Up to which word the host's table was complete; another one is answered with what it is.
     pub since: Stamp,
@@ -312,7 +309,6 @@ pub struct SiteHeard {
 
 /// A VM that a host holds and would boot, though no request asked for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct BootWish {
     /// The VM.
     pub vm: VmName,
@@ -322,7 +318,6 @@ pub struct BootWish {
 
 /// A host asks the controller and every other host, once for all its VMs, before it boots what nobody asked for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct SiteQuestion {
     /// The life that asks.
     pub instance: Instance,

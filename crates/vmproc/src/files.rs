@@ -114,3 +114,26 @@ impl Paths {
         self.ram.join(format!("{}.{launch}", self.vm))
     }
 }
+
+#[cfg(test)]
+#[path = "../../types/tests/common/golden.rs"]
+mod golden;
+
+#[cfg(test)]
+mod tests {
+    use super::golden::{again, check};
+    use super::*;
+    use std::path::Path;
+
+    #[test]
+    fn files_are_as_their_golden_file_says() {
+        let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/files");
+        check(
+            &file,
+            &[
+                ("QemuIdentity", again::<QemuIdentity>),
+                ("Places", again::<Places>),
+            ],
+        );
+    }
+}

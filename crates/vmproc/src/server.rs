@@ -7,6 +7,7 @@
 use crate::input::{Input, Request};
 use crate::outbox::Outbox;
 use godwit_types::host_api::{MESSAGE_LEN_MAX, VmAnswer, VmRequest};
+use godwit_types::version::VERSION;
 use godwit_types::{ApiError, ErrorCode};
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
@@ -93,7 +94,9 @@ fn answer(line: &[u8], inputs: &Sender<Input>, outbox: &Outbox) -> VmAnswer {
         Err(problem) => {
             return error(
                 ErrorCode::InvalidRequest,
-                &format!("the request cannot be read: {problem}"),
+                &format!(
+                    "this VM process, of Godwit {VERSION}, cannot read the request ({problem}): if its agent is newer, renew it with 'godwit vm renew'"
+                ),
             );
         }
     };

@@ -14,3 +14,4 @@ mod scripted;
 mod site;
 mod uids;
 mod unread;
+mod versions;

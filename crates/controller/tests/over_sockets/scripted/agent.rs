@@ -20,6 +20,9 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::sync::watch;
 
+/// Changes the JSON of a message: of a request where the first is true, of an answer otherwise.
+pub type Between = Arc<dyn Fn(bool, &mut serde_json::Value) + Send + Sync>;
+
 /// What a scripted agent answers, and what it was asked.
 #[derive(Default)]
 pub struct Script {
@@ -61,6 +64,8 @@ pub struct Script {
     pub unread: BTreeMap<VmName, String>,
     /// The serial number that its table says of every host.
     pub invented_serial: Option<String>,
+    /// Stands between it and the controller, and changes every message.
+    pub between: Option<Between>,
     /// What it knows of the site.
     site: Option<HostSite>,
 }

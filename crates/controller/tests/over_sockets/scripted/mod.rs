@@ -4,7 +4,7 @@
 mod agent;
 mod routes;
 
-pub use agent::{Agent, give, hand_over};
+pub use agent::{Agent, Between, give, hand_over};
 use godwit_controller::{Controller, ControllerConfig, Initialised, init};
 use godwit_rpc::agent_client::Deadlines;
 use godwit_rpc::pki::Request;

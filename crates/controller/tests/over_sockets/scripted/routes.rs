@@ -2,6 +2,7 @@
 //! script.
 
 use super::agent::{Script, Shared, holding, known, script};
+use axum::body::Body;
 use axum::extract::{Request, State};
 use axum::http::Method;
 use axum::middleware::{Next, from_fn_with_state};
@@ -10,15 +11,13 @@ use axum::routing::{get, post, put};
 use axum::{Json, Router};
 use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam};
-use godwit_types::control_api::{
-    CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
-};
+use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
 use godwit_types::host_api::{
-    HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest,
-    ProbeResult, PutVm, RemovedHosts, Revoked,
+    HostCancel, HostResolve, HostStop, HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing,
+    PrepareIncoming, ProbeRequest, ProbeResult, PutVm, RemovedHosts, Revoked,
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{
@@ -182,7 +181,7 @@ async fn accept(State(s): State<Shared>, request: Request, next: Next) -> Respon
 async fn resolve(
     State(s): State<Shared>,
     PathParam(name): Name,
-    JsonBody(request): JsonBody<ResolveRequest>,
+    JsonBody(request): JsonBody<HostResolve>,
 ) -> ApiResult<Done> {
     let what = if request.give_up { "gives up" } else { "on" };
     note(&s, format!("resolve {name} {what} {}", request.run_on));
@@ -302,7 +301,7 @@ async fn migration(
 async fn cancel(
     State(s): State<Shared>,
     PathParam(id): PathParam<MigrationId>,
-    JsonBody(request): JsonBody<CancelRequest>,
+    JsonBody(request): JsonBody<HostCancel>,
 ) -> ApiResult<Done> {
     let of = request.vm.as_ref().map_or("?", VmName::as_str);
     note(&s, format!("cancel {id} of {of}"));
@@ -378,6 +377,26 @@ async fn load(State(s): State<Shared>) -> ApiResult<HostLoad> {
     }))
 }
 
+/// What stands between the controller and this agent sees every body.
+async fn between(State(s): State<Shared>, request: Request, next: Next) -> Response {
+    let Some(between) = script(&s).between.clone() else {
+        return next.run(request).await;
+    };
+    let change = async |is_request, body: Body| {
+        let bytes = axum::body::to_bytes(body, 8 << 20).await.unwrap();
+        let Ok(mut value) = serde_json::from_slice(&bytes) else {
+            return Body::from(bytes);
+        };
+        between(is_request, &mut value);
+        Body::from(value.to_string())
+    };
+    let (head, body) = request.into_parts();
+    let request = Request::from_parts(head, change(true, body).await);
+    let (mut head, body) = next.run(request).await.into_parts();
+    head.headers.remove("content-length");
+    Response::from_parts(head, change(false, body).await)
+}
+
 pub fn router(shared: Shared) -> Router {
     type S = State<Shared>;
     Router::new()
@@ -389,7 +408,7 @@ pub fn router(shared: Shared) -> Router {
         .route(path::VMS, get(|State(s): S| async move { Json(script(&s).listed()) }))
         .route(path::VM, get(show_vm).put(put_vm).delete(delete_vm))
         .route(path::START, post(start))
-        .route(path::STOP, post(|State(s): S, PathParam(name): Name, JsonBody(_): JsonBody<StopRequest>| async move { set(&s, &name, VmState::Stopped) }))
+        .route(path::STOP, post(|State(s): S, PathParam(name): Name, JsonBody(_): JsonBody<HostStop>| async move { set(&s, &name, VmState::Stopped) }))
         .route(path::RESET, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
         .route(path::PAUSE, post(|State(s): S, PathParam(name): Name| async move { note(&s, format!("asked to pause {name}")); hold(&s, "pause").await; set(&s, &name, VmState::Paused) }))
         .route(path::RESUME, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
@@ -425,5 +444,6 @@ pub fn router(shared: Shared) -> Router {
             Json(script(&s).whole())
         }))
         .layer(from_fn_with_state(shared.clone(), accept))
+        .layer(from_fn_with_state(shared.clone(), between))
         .with_state(shared)
 }

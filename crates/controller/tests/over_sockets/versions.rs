@@ -1,0 +1,148 @@
+//! A controller among agents of the version before and after: something between them takes a field out of every message,
+//! or puts one in.
+
+use crate::scripted::{Agent, Between, House, hand_over, host, to, vm};
+use godwit_rpc::controller_client::MigrateAnswer;
+use godwit_types::MigrationId;
+use godwit_types::control_api::{HostState, StartRequest, StopRequest};
+use godwit_types::migration::Outcome;
+use godwit_types::vm::VmState;
+use serde_json::Value;
+use std::sync::Arc;
+
+/// Objects below these keys are maps, or a VM's description, which is understood wholly or refused.
+const CLOSED: &[&str] = &[
+    "spec",
+    "port_groups",
+    "machine_aliases",
+    "unread",
+    "arrived",
+    "vms",
+];
+/// Fields that the version before does not know, nor say.
+const NEWEST: &[&str] = &[
+    "max_guest_slowdown_percent",
+    "boot_alone_ignored",
+    "machine_id",
+];
+
+/// A neighbour one version newer: each message has a field more.
+fn newer() -> Between {
+    Arc::new(|_, message| more(message))
+}
+
+fn more(value: &mut Value) {
+    match value {
+        Value::Array(items) => items.iter_mut().for_each(more),
+        Value::Object(fields) => {
+            let open = fields.iter_mut();
+            open.filter(|(key, _)| !CLOSED.contains(&key.as_str()))
+                .for_each(|(_, value)| more(value));
+            fields.insert("of_a_newer_version".into(), Value::from("new"));
+        }
+        _ => {}
+    }
+}
+
+/// A neighbour one version older: what was added since is in no message.
+fn older() -> Between {
+    Arc::new(|_, message| less(message))
+}
+
+fn less(value: &mut Value) {
+    match value {
+        Value::Array(items) => items.iter_mut().for_each(less),
+        Value::Object(fields) => {
+            fields.retain(|key, _| !NEWEST.contains(&key.as_str()));
+            fields.values_mut().for_each(less);
+        }
+        _ => {}
+    }
+}
+
+/// A VM's whole life among such hosts: started, moved there and back, stopped.
+async fn lives(house: &House, a: &Agent, b: &Agent) {
+    let client = house.client();
+    house.running("web", "a").await;
+    for (from, there) in [(a, b), (b, a)] {
+        let name = if std::ptr::eq(there, b) { "b" } else { "a" };
+        let begun = client.migrate(&vm("web"), &to(name)).await.unwrap();
+        let MigrateAnswer::Begun(begun) = begun else {
+            panic!("only checked");
+        };
+        let id = MigrationId::new(begun.id).unwrap();
+        hand_over(from, there, "web", &id);
+        house.until_vm("web", VmState::Running, name).await;
+        house
+            .until(async |house: &House| {
+                let report = house.client().migration(&id).await.unwrap();
+                report.outcome == Some(Outcome::Completed)
+            })
+            .await;
+    }
+    let stop = StopRequest { force: true };
+    client.stop(&vm("web"), &stop).await.unwrap();
+    house.until_vm("web", VmState::Stopped, "a").await;
+    let again = StartRequest::default();
+    client.start(&vm("web"), &again).await.unwrap();
+}
+
+#[tokio::test]
+async fn agents_one_version_newer_and_older_live_with_this_controller() {
+    for (first, second) in [(newer(), older()), (newer(), newer()), (older(), older())] {
+        let house = House::new().await;
+        let (a, b) = (house.host("a").await, house.host("b").await);
+        a.script().between = Some(first);
+        b.script().between = Some(second);
+        lives(&house, &a, &b).await;
+    }
+}
+
+#[tokio::test]
+async fn a_vm_told_of_in_newer_words_is_shown_and_the_others_are_managed() {
+    let house = House::new().await;
+    let (a, _b) = (house.host("a").await, house.host("b").await);
+    for name in ["web", "old"] {
+        house.running(name, "a").await;
+    }
+    a.script().between = Some(Arc::new(|is_request, message| {
+        let all = message.as_array_mut().filter(|_| !is_request);
+        for one in all.into_iter().flatten() {
+            if one.pointer("/spec/name") == Some(&"web".into()) {
+                one["state"] = "dreaming".into();
+                one["spec"]["dream"] = "deep".into();
+            }
+        }
+    }));
+    house.until_vm("web", VmState::DamagedRecord, "a").await;
+    let note = house.vm("web").await.note.unwrap();
+    assert!(
+        note.contains("this version of Godwit does not know"),
+        "{note}"
+    );
+    house.until_host("a", HostState::Connected).await;
+    let client = house.client();
+    let there = StartRequest {
+        on: Some(host("b")),
+    };
+    client.start(&vm("web"), &there).await.unwrap_err();
+    client.migrate(&vm("web"), &to("b")).await.unwrap_err();
+    client.pause(&vm("old")).await.unwrap();
+    house.until_vm("old", VmState::Paused, "a").await;
+    a.script().between = None;
+    house.until_vm("web", VmState::Running, "a").await;
+}
+
+#[tokio::test]
+async fn a_database_of_a_newer_godwit_is_left_as_it_is() {
+    let mut house = House::new().await;
+    house.stop().await;
+    let sql = "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time) VALUES (99, 'later', 1, x'00', 0)";
+    house.execute(sql).await;
+    let refused = godwit_controller::Controller::start(house.config.clone()).await;
+    let why = refused.err().unwrap().to_string();
+    assert!(
+        why.contains("written by a newer Godwit (its format is 99"),
+        "{why}"
+    );
+}

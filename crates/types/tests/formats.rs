@@ -1,0 +1,79 @@
+//! Messages between machines and between an agent and its VM processes, and records, against their golden file.
+
+#[path = "common/golden.rs"]
+mod golden;
+
+use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck, JoinRequest, JoinResponse};
+use godwit_types::forecast::{
+    DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
+};
+use godwit_types::host::HostInfo;
+use godwit_types::host_api::{
+    HostCancel, HostResolve, HostStop, HostVm, IncomingReady, MigrationNote, PeerEnvelope,
+    PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm,
+    RemovedHosts, Revoked, VmAnswer, VmProcessConfig, VmRequest,
+};
+use godwit_types::load::HostLoad;
+use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
+use godwit_types::site::{
+    Claim, SiteAnswer, SiteHeard, SiteQuestion, SiteTable, SiteUpdate, SurveyAnswer, SurveyRequest,
+    WholeSurvey,
+};
+use godwit_types::{ApiError, VmSpec};
+use golden::{again, check};
+use std::path::Path;
+
+#[test]
+fn messages_and_records_are_as_their_golden_file_says() {
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/messages");
+    check(
+        &file,
+        &[
+            ("VmSpec", again::<VmSpec>),
+            ("HostInfo", again::<HostInfo>),
+            ("HostVm", again::<HostVm>),
+            ("HostCheck", again::<HostCheck>),
+            ("PutVm", again::<PutVm>),
+            ("PrepareIncoming", again::<PrepareIncoming>),
+            ("IncomingReady", again::<IncomingReady>),
+            ("PreflightIncoming", again::<PreflightIncoming>),
+            ("PreflightOutgoing", again::<PreflightOutgoing>),
+            ("PreflightReport", again::<PreflightReport>),
+            ("PeerEnvelope", again::<PeerEnvelope>),
+            ("Claim", again::<Claim>),
+            ("VmRequest", again::<VmRequest>),
+            ("VmAnswer", again::<VmAnswer>),
+            ("VmProcessConfig", again::<VmProcessConfig>),
+            ("MigrationNote", again::<MigrationNote>),
+            ("MigrationSpec", again::<MigrationSpec>),
+            ("MigrationReport", again::<MigrationReport>),
+            ("ProbeRequest", again::<ProbeRequest>),
+            ("ProbeResult", again::<ProbeResult>),
+            ("Revoked", again::<Revoked>),
+            ("RemovedHosts", again::<RemovedHosts>),
+            ("HostStop", again::<HostStop>),
+            ("HostResolve", again::<HostResolve>),
+            ("HostCancel", again::<HostCancel>),
+            ("Done", again::<Done>),
+            ("Empty", again::<Empty>),
+            ("ConsoleText", again::<ConsoleText>),
+            ("ApiError", again::<ApiError>),
+            ("JoinRequest", again::<JoinRequest>),
+            ("JoinResponse", again::<JoinResponse>),
+            ("DirtyRate", again::<DirtyRate>),
+            ("LinkProbeListen", again::<LinkProbeListen>),
+            ("LinkProbeReady", again::<LinkProbeReady>),
+            ("LinkProbeSend", again::<LinkProbeSend>),
+            ("LinkMeasured", again::<LinkMeasured>),
+            ("HostLoad", again::<HostLoad>),
+            ("SurveyRequest", again::<SurveyRequest>),
+            ("SurveyAnswer", again::<SurveyAnswer>),
+            ("SiteTable", again::<SiteTable>),
+            ("SiteUpdate", again::<SiteUpdate>),
+            ("SiteHeard", again::<SiteHeard>),
+            ("SiteQuestion", again::<SiteQuestion>),
+            ("SiteAnswer", again::<SiteAnswer>),
+            ("WholeSurvey", again::<WholeSurvey>),
+        ],
+    );
+}
