@@ -34,6 +34,7 @@ use godwit_types::host_api::{
     VmAnswer, VmProcessConfig, VmRequest,
 };
 use godwit_types::migration::PreflightReport;
+use godwit_types::version::{Speaks, VERSION};
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeSet;
@@ -290,7 +291,8 @@ impl Agent {
             .with(|site| (site.instance().clone(), site.may_be_configured_alone()));
         HostInfo {
             name: self.host().clone(),
-            version: env!("CARGO_PKG_VERSION").into(),
+            version: VERSION.into(),
+            speaks: Speaks::here(),
             kernel: self.system.kernel(),
             qemu: qemu.version.clone(),
             accelerator,

@@ -6,6 +6,7 @@
 use crate::agent::Agent;
 use crate::agent::{blocking, check_host};
 use crate::probe::parse_nonce;
+use crate::renew;
 use crate::site;
 use axum::extract::State;
 use axum::middleware::from_fn_with_state;
@@ -53,6 +54,7 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::PAUSE, action(|| VmRequest::Pause))
         .route(path::RESUME, action(|| VmRequest::Resume))
         .route(path::RESOLVE, post(resolve))
+        .route(path::RENEW, post(renew_vm))
         .route(path::PREPARE_INCOMING, post(prepare_incoming))
         .route(path::MIGRATE, post(migrate))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
@@ -97,7 +99,9 @@ async fn host(State(agent): Shared) -> ApiResult<HostInfo> {
 }
 
 async fn check(State(agent): Shared) -> ApiResult<HostCheck> {
-    reply(Ok(check_host(&agent.config, &agent.system).await))
+    let mut found = check_host(&agent.config, &agent.system).await;
+    found.checks.push(renew::check(&agent.vms().await));
+    reply(Ok(found))
 }
 
 async fn vms(State(agent): Shared) -> ApiResult<Vec<HostVm>> {
@@ -140,6 +144,10 @@ async fn resolve(
     JsonBody(request): JsonBody<HostResolve>,
 ) -> ApiResult<Done> {
     reply(agent.resolve(&name, request).await)
+}
+
+async fn renew_vm(State(agent): Shared, PathParam(name): PathParam<VmName>) -> ApiResult<Done> {
+    reply(agent.renew(&name).await)
 }
 
 async fn prepare_incoming(

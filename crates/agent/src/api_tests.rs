@@ -19,7 +19,8 @@ use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{
     AgentClient, Authority, Client, ClientError, Revocations, Role, Server, server, tls,
 };
-use godwit_types::control_api::{CancelRequest, StopRequest};
+use godwit_types::control_api::StopRequest;
+use godwit_types::host_api::HostCancel;
 use godwit_types::site::Stamp;
 use godwit_types::{Generation, HostName};
 use rustix::process::{Pid, Signal, kill_process};
@@ -268,6 +269,55 @@ async fn a_vm_is_made_started_and_deleted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_renewed_vm_has_another_process_and_one_without_a_process_has_nothing_to_renew() {
+    let served = Served::new().await;
+    let controller = served.controller();
+    let web = vm("web");
+    controller.put_vm(&put("web", 1)).await.unwrap();
+    assert_eq!(code(controller.renew(&web).await), ErrorCode::WrongState);
+    controller.start(&web).await.unwrap();
+    let before = controller.vm(&web).await.unwrap();
+    let said = served.local().renew(&web).await.unwrap().message;
+    assert!(
+        said.contains("the one before was of a version that it does not tell"),
+        "{said}"
+    );
+    let after = controller.vm(&web).await.unwrap();
+    assert_ne!(after.vm_process_pid, before.vm_process_pid);
+    assert_eq!((after.state, after.claim), (before.state, before.claim));
+    served.end("web");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn commands_in_a_protocol_without_a_common_version_change_nothing() {
+    use godwit_types::version::PROTOCOL_HEADER;
+    let served = Served::new().await;
+    let socket = served.host.config.agent_socket();
+    let ask = async |method: &str, path: &str, header: &str| {
+        let mut stream = tokio::net::UnixStream::connect(&socket).await.unwrap();
+        let text = format!(
+            "{method} {path} HTTP/1.1\r\nhost: godwit\r\n{PROTOCOL_HEADER}: {header}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+        );
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+        stream.write_all(text.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        answer
+    };
+    for header in ["7-8", "0-0", "x"] {
+        let refused = ask("POST", "/v1/vms/web/start", header).await;
+        assert!(
+            refused.contains("\"incompatible\"") && refused.contains("speaks protocol 1"),
+            "{refused}"
+        );
+        let read = ask("GET", "/v1/host", header).await;
+        assert!(read.starts_with("HTTP/1.1 200"), "{read}");
+    }
+    let known = ask("POST", "/v1/vms/web/start", "1-9").await;
+    assert!(known.contains("unknown-vm"), "{known}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_generation_below_the_known_one_is_refused() {
     let served = Served::new().await;
     let moved = Phase::Moved {
@@ -378,6 +428,7 @@ fn migration(id: &MigrationId) -> MigrationSpec {
         max_bandwidth_mbit_per_s: None,
         max_guest_slowdown_percent: None,
         prepare_memory: false,
+        control_protocol: None,
         prediction: None,
         source_addresses: vec![],
         destination_addresses: vec![],
@@ -390,11 +441,11 @@ async fn a_cancel_that_comes_before_its_migration_keeps_it_from_beginning() {
     served.host.hold("web", Power::On);
     served.agent.take_up().unwrap();
     let id = |text: &str| MigrationId::new(text).unwrap();
-    let cancel = |name: &str| CancelRequest {
+    let cancel = |name: &str| HostCancel {
         reason: None,
         vm: Some(vm(name)),
     };
-    let unknown = CancelRequest::default();
+    let unknown = HostCancel::default();
     assert_eq!(
         served
             .agent

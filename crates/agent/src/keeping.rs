@@ -144,7 +144,14 @@ impl Agent {
             return Err(ApiError::new(ErrorCode::WrongState, message));
         }
         // It may end before its answer is out; what counts is that it ends.
-        let _ = vm.ask(&VmRequest::Detach, ACT).await;
+        let _ = vm
+            .ask(
+                &VmRequest::Detach {
+                    unless_moving: false,
+                },
+                ACT,
+            )
+            .await;
         if vm.ended(TOOLS).await {
             return Ok(held);
         }

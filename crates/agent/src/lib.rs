@@ -31,6 +31,7 @@ mod qemu_now;
 mod qemu_trial;
 mod records;
 mod removed;
+mod renew;
 mod reports;
 mod run;
 mod seen;

@@ -97,6 +97,7 @@ fn info(config: &HostConfig) -> HostInfo {
     HostInfo {
         name: config.name.clone(),
         version: "0".into(),
+        speaks: Default::default(),
         kernel: "6.18.0".into(),
         qemu: "7.2.22".into(),
         accelerator: Accelerator::Tcg,

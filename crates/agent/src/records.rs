@@ -180,6 +180,7 @@ impl Records {
             migration: migration_of(&record.phase),
             accelerator: None,
             vm_process_pid: None,
+            vm_process: None,
             qemu_pid: None,
             note,
         })

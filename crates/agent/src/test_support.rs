@@ -212,7 +212,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             append(&run_dir.join(HEARD), &format!("migrate {}", spec.id));
             VmAnswer::Done("is on its way".into())
         }
-        VmRequest::Detach => std::process::exit(0),
+        VmRequest::Detach { .. } => std::process::exit(0),
         VmRequest::Console => VmAnswer::Console("login:".into()),
         VmRequest::Blockers => VmAnswer::Blockers(vec![]),
         VmRequest::HostRemoved { host } => {
@@ -315,6 +315,7 @@ fn status(config: &VmProcessConfig) -> VmStatus {
             migration: None,
             accelerator: None,
             vm_process_pid: i32::try_from(std::process::id()).ok(),
+            vm_process: None,
             qemu_pid: None,
             note: None,
         },

@@ -429,6 +429,23 @@ pub enum VmCommand {
         /// The VM
         vm: VmName,
     },
+    /// Have the installed version of Godwit take over a running guest
+    ///
+    /// A VM process lives as long as its guest, also when a newer Godwit is installed. This replaces it; the guest goes on.
+    #[command(
+        group(clap::ArgGroup::new("which").required(true).multiple(true).args(["vm", "all", "host"])),
+        after_help = "Examples:\n  godwit vm renew web\n  godwit vm renew --all\n  godwit vm renew --host a"
+    )]
+    Renew {
+        /// The VM
+        vm: Option<VmName>,
+        /// Every VM that is on
+        #[arg(long, conflicts_with = "vm")]
+        all: bool,
+        /// Every VM that is on on this host
+        #[arg(long, value_name = "HOST", conflicts_with_all = ["vm", "all"])]
+        host: Option<HostName>,
+    },
     /// Stop the guest where it stands, keep its memory
     #[command(after_help = "Example:\n  godwit vm pause web")]
     Pause {

@@ -199,6 +199,9 @@ impl Output {
                 ),
             ));
         }
+        if let Some(version) = &vm.vm_process_version {
+            rows.push(("vm process", format!("godwit {version}")));
+        }
         if let Some(migration) = &vm.migration {
             rows.push(("migration", migration.clone()));
         }
@@ -268,6 +271,7 @@ impl Output {
                     "no".into()
                 },
                 host.vms.len().to_string(),
+                info.version.clone(),
             ]
         });
         let header = [
@@ -279,6 +283,7 @@ impl Output {
             "runs on",
             "encryption",
             "vms",
+            "godwit",
         ];
         self.table(&header, rows.collect());
     }
@@ -482,6 +487,13 @@ fn info_rows(info: &HostInfo) -> Vec<(&'static str, String)> {
         ("name", info.name.to_string()),
         ("agent", info.agent_address.to_string()),
         ("godwit", info.version.clone()),
+        (
+            "speaks",
+            format!(
+                "protocol {}, migration {}, hardware {}",
+                info.speaks.protocol, info.speaks.migration, info.speaks.hardware
+            ),
+        ),
         ("kernel", info.kernel.clone()),
         ("qemu", info.qemu.clone()),
         ("runs guests on", info.accelerator.to_string()),

@@ -87,6 +87,7 @@ const COMMANDS: &[&str] = &[
     "vm start",
     "vm stop",
     "vm reset",
+    "vm renew",
     "vm pause",
     "vm resume",
     "vm resolve",

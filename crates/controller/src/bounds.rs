@@ -73,7 +73,7 @@ pub fn vms(host: &HostName, mut vms: Vec<HostVm>) -> Result<Vec<HostVm>, NotTake
 /// it starts nowhere, and is no reason to hear nothing of its host's other VMs.
 fn check(spec: &VmSpec) -> Result<(), InvalidVm> {
     if spec.disks.len() <= DISKS_MAX || spec.disks.len() > OLD_DISKS_MAX {
-        return spec.check();
+        return spec.check_bounds();
     }
     let mut part = spec.clone();
     let more = part.disks.split_off(DISKS_MAX);

@@ -224,6 +224,7 @@ mod tests {
             migration: None,
             accelerator: None,
             vm_process_pid: None,
+            vm_process: None,
             qemu_pid: None,
             note: None,
             spec,

@@ -261,6 +261,7 @@ fn spec_of(found: &Preflight, name: &VmName, request: &MigrateRequest) -> Outcom
         max_bandwidth_mbit_per_s: request.max_bandwidth_mbit_per_s,
         max_guest_slowdown_percent: request.max_guest_slowdown_percent,
         prepare_memory: request.prepare,
+        control_protocol: found.control_protocol(),
         prediction: found.report.prediction.clone(),
         source_addresses: found.source.info.migration_addresses.clone(),
         destination_addresses: Vec::new(),

@@ -16,6 +16,7 @@ use godwit_types::control_api::{HostState, InventoryEvent};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, RemovedHosts, Revoked};
 use godwit_types::text::{SENTENCE_LEN_MAX, cut};
+use godwit_types::version::stranger;
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, HostName, VmName};
 use std::collections::BTreeSet;
@@ -81,7 +82,8 @@ pub async fn refresh(app: &App, host: &HostName) {
         (state.deletions, state.book.ask())
     };
     let (info, vms) = match ask(&agent).await {
-        Ok(answer) => answer,
+        Ok(Ok(answer)) => answer,
+        Ok(Err(why)) => return reject(app, host, why),
         Err(error @ (ClientError::TooLong { .. } | ClientError::Answer { .. })) => {
             return reject(app, host, error.to_string());
         }
@@ -138,11 +140,17 @@ fn reject(app: &App, host: &HostName, why: String) {
     }
 }
 
-async fn ask(agent: &AgentClient) -> Result<(HostInfo, Vec<HostVm>), ClientError> {
-    let (mut info, heard) = (agent.host().await?, agent.heard_vms().await?);
+/// What a host says, or why nothing that it says is to be understood: it has no version of the protocol in common with this
+/// controller.
+async fn ask(agent: &AgentClient) -> Result<Result<(HostInfo, Vec<HostVm>), String>, ClientError> {
+    let mut info = agent.host().await?;
+    if let Some(why) = stranger(&info.name, &info.version, info.speaks.protocol) {
+        return Ok(Err(why));
+    }
+    let heard = agent.heard_vms().await?;
     // As a VM whose record the host itself cannot read: shown, held by nobody else, granted to nobody.
     info.unread.extend(heard.unread);
-    Ok((info, heard.vms))
+    Ok(Ok((info, heard.vms)))
 }
 
 /// Whether hosts do not accept each other because a certificate is not valid at one's time. The words are those of the TLS

@@ -466,6 +466,9 @@ impl State {
             heard_s: heard.and_then(|host| host.silent_s(now_unix_s)),
             copies: copies.map(|copy| copy.host.clone()).collect(),
             migration: self.active.get(name).map(|moving| moving.id.to_string()),
+            vm_process_version: place
+                .as_ref()
+                .and_then(|place| Some(place.vm.as_ref()?.vm_process.as_ref()?.version.clone())),
             accelerator: accelerator.filter(|kind| *kind != Accelerator::Auto),
         })
     }
@@ -698,6 +701,7 @@ fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
     HostInfo {
         name: name.clone(),
         version: String::new(),
+        speaks: Default::default(),
         kernel: String::new(),
         qemu: String::new(),
         accelerator: Accelerator::Auto,

@@ -48,6 +48,7 @@ fn says(state: VmState, generation: u64, claim: Claim) -> Vec<HostVm> {
         migration: None,
         accelerator: Some(Accelerator::Tcg),
         vm_process_pid: None,
+        vm_process: None,
         qemu_pid: None,
         note: None,
     }]

@@ -20,6 +20,7 @@ use godwit_site::{Book, Free, Refusal, Surveyed};
 use godwit_types::control_api::{Done, StartRequest, StopRequest, VmView};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::PutVm;
+use godwit_types::version::HARDWARE;
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName, VmSpec};
 
@@ -56,6 +57,7 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     let mut spec = macs::allot(spec, &app.state())?;
     uids::keep(&mut spec, None)?;
     uids::give(app, &mut spec).await?;
+    spec.set_hardware(spec.hardware.or_else(|| newest_hardware(app)));
     let entry = VmEntry {
         spec,
         resolved: None,
@@ -66,6 +68,14 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     app.state().vms.insert(name.clone(), entry);
     app.tell_vm(&name);
     view(app, &name)
+}
+
+/// The newest hardware that this controller and every enrolled host know: a new VM can run and move everywhere.
+fn newest_hardware(app: &App) -> Option<u32> {
+    let state = app.state();
+    let hosts = state.hosts.values();
+    let known = hosts.filter_map(|host| Some(host.info.as_ref()?.speaks.hardware.max));
+    known.chain([HARDWARE.max]).min()
 }
 
 /// A VM as people see it.
@@ -94,6 +104,7 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     let mut spec = macs::allot(spec, &app.state())?;
     uids::keep(&mut spec, Some(&entry.spec))?;
     uids::give(app, &mut spec).await?;
+    spec.set_hardware(spec.hardware.or(entry.spec.hardware));
     let keeps_hardware = entry.spec.machine == spec.machine;
     entry.resolved = entry.resolved.filter(|_| keeps_hardware);
     entry.spec = spec;
@@ -554,6 +565,8 @@ pub enum Action {
     Pause,
     /// Let them go on.
     Resume,
+    /// Have a VM process of the installed program take it over.
+    Renew,
 }
 
 /// Whether to force a stop.
@@ -589,6 +602,7 @@ async fn act_at(app: &App, name: &VmName, host: &HostName, action: Action) -> Ou
         Action::Reset => agent.reset(name).await,
         Action::Pause => agent.pause(name).await,
         Action::Resume => agent.resume(name).await,
+        Action::Renew => agent.renew(name).await,
     };
     refresh(app, host).await;
     app.tell_vm(name);

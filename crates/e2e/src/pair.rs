@@ -237,6 +237,7 @@ impl Pair {
             max_bandwidth_mbit_per_s: options.max_bandwidth_mbit_per_s,
             max_guest_slowdown_percent: options.max_guest_slowdown_percent,
             prepare_memory: options.prepare,
+            control_protocol: None,
             prediction: None,
             source_addresses: from.addresses.clone(),
             destination_addresses: Vec::new(),

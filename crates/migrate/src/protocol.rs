@@ -42,11 +42,12 @@
 use crate::addresses;
 use godwit_ownership::PeerMessage;
 use godwit_types::Generation;
+use godwit_types::version::MIGRATION;
 use serde::{Deserialize, Serialize};
 use std::net::IpAddr;
 
-/// Version of the control protocol; both sides must speak the same.
-pub const PROTOCOL_VERSION: u32 = 4;
+/// The newest version of the control protocol; both sides speak the same one, which they agree on beforehand.
+pub const PROTOCOL_VERSION: u32 = MIGRATION.max;
 /// Most data channels that one epoch has had, also those that have left.
 pub const STREAMS_MAX: u32 = 64;
 /// Most extents in one message (keeps it far below the record limit).
@@ -67,7 +68,7 @@ pub type Extent = (u64, u64);
 pub enum ToDestination {
     /// First message of an epoch.
     Begin {
-        /// Must equal [`PROTOCOL_VERSION`].
+        /// The version of everything that follows: one of [`MIGRATION`].
         version: u32,
         /// Epoch: 0 at first, one more each time the channels are made anew.
         epoch: u16,
@@ -203,7 +204,7 @@ pub enum ProtocolError {
     OutOfBounds(&'static str),
     /// Another version.
     #[error(
-        "the peer speaks migration protocol {theirs}, this host speaks {PROTOCOL_VERSION}: install the same version of Godwit on both hosts"
+        "the peer speaks migration protocol {theirs}, this host speaks {MIGRATION}: install the same version of Godwit on both hosts"
     )]
     Version {
         /// What it speaks.
@@ -230,7 +231,7 @@ pub fn encode<M: Serialize>(message: &M) -> Vec<u8> {
 pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, ProtocolError> {
     let message: ToDestination = parse(bytes)?;
     match &message {
-        ToDestination::Begin { version, .. } if *version != PROTOCOL_VERSION => {
+        ToDestination::Begin { version, .. } if !MIGRATION.contains(*version) => {
             return Err(ProtocolError::Version { theirs: *version });
         }
         ToDestination::Begin { streams, .. } if *streams == 0 || *streams > STREAMS_MAX => {

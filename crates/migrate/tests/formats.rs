@@ -1,6 +1,6 @@
 //! The words of the control channel, against their golden file.
 
-#[path = "../../types/tests/common/golden.rs"]
+#[path = "../../store/tests/common/golden.rs"]
 mod golden;
 
 use godwit_migrate::protocol::{ToDestination, ToSource};

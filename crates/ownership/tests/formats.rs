@@ -1,6 +1,6 @@
 //! The durable record and the hosts' messages about it, against their golden file.
 
-#[path = "../../types/tests/common/golden.rs"]
+#[path = "../../store/tests/common/golden.rs"]
 mod golden;
 
 use godwit_ownership::{HostRecord, PeerMessage};

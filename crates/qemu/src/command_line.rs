@@ -66,6 +66,9 @@ pub struct Disk {
 /// disks' `fd` and `incoming`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MachineConfig {
+    /// Which version of the virtual hardware the arguments describe: `godwit_types::version::HARDWARE` has those that are known. What a guest
+    /// sees of a version never changes, since a QEMU takes the device state of no other; a change gets a version of its own.
+    pub hardware: u32,
     /// The machine's name: letters, digits, `.`, `_` and `-`, 64 at most.
     pub name: String,
     /// The machine's UUID in its usual text form.
@@ -114,6 +117,9 @@ pub enum ConfigError {
         /// What it holds, control characters escaped.
         value: String,
     },
+    /// Hardware that this build does not know.
+    #[error("the hardware version {0} is not known to this Godwit: update it on this host")]
+    Hardware(u32),
     /// Not a UUID.
     #[error("the UUID '{value}' is not of the form 8-4-4-4-12 hexadecimal digits")]
     Uuid {
@@ -155,6 +161,14 @@ pub enum ConfigError {
 /// per control socket.
 pub fn build(config: &MachineConfig, monitor_fds: &[i32]) -> Result<Vec<OsString>, ConfigError> {
     check(config)?;
+    match config.hardware {
+        1 => version_1(config, monitor_fds),
+        unknown => Err(ConfigError::Hardware(unknown)),
+    }
+}
+
+/// Never changed: guests that were started by it move to a QEMU that is started by it.
+fn version_1(config: &MachineConfig, monitor_fds: &[i32]) -> Result<Vec<OsString>, ConfigError> {
     let mut line = Line::default();
     line.flags(&["-S", "-nodefaults", "-no-user-config", "-only-migratable"]);
     line.pair("-display", "none")

@@ -397,6 +397,7 @@ fn machine(
     ram_file: PathBuf,
 ) -> MachineConfig {
     MachineConfig {
+        hardware: 1,
         name: "godwit-trial".to_owned(),
         uuid: "00000000-0000-4000-8000-000000000000".to_owned(),
         vcpus: 1,

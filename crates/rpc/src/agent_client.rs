@@ -90,6 +90,8 @@ pub mod path {
     pub const SITE_ASK: &str = "/v1/site/ask";
     /// POST [`super::Empty`]: [`super::WholeSurvey`].
     pub const SITE_SURVEY: &str = "/v1/site/survey";
+    /// POST [`super::Empty`]: [`super::Done`]. Another VM process, of the installed program, takes the guest over.
+    pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
     pub const FORGET_RECORD: &str = "/v1/vms/{name}/forget-record";
     /// POST [`super::Empty`]: [`super::Done`]. A person lets this host boot what it holds without an answer.
@@ -121,6 +123,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::PAUSE, POWER),
     rule("POST", path::RESUME, POWER),
     rule("POST", path::RESOLVE, POWER),
+    rule("POST", path::RENEW, POWER),
     rule("POST", path::PREPARE_INCOMING, CONTROLLER),
     rule("POST", path::MIGRATE, CONTROLLER),
     rule("POST", path::PREFLIGHT_OUTGOING, CONTROLLER),
@@ -308,6 +311,11 @@ impl AgentClient {
     pub async fn resolve(&self, name: &VmName, request: &ResolveRequest) -> Reply<Done> {
         self.act(path::RESOLVE, name, &HostResolve::from(request))
             .await
+    }
+
+    /// Has a VM process of the installed program take the guest over.
+    pub async fn renew(&self, name: &VmName) -> Reply<Done> {
+        self.slow(path::RENEW, name, &Empty {}).await
     }
 
     /// Makes a destination ready.

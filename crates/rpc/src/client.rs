@@ -10,6 +10,7 @@ use crate::server::Admission;
 use crate::sse::EventStream;
 use crate::tls;
 use godwit_types::site::{STAMP_HEADER, Stamp};
+use godwit_types::version::{PROTOCOL, PROTOCOL_HEADER};
 use godwit_types::{ApiError, ErrorCode};
 use http_body_util::{BodyExt as _, Full};
 use hyper::body::{Body as _, Bytes, Incoming};
@@ -311,7 +312,8 @@ impl Client {
             .method(method)
             .uri(path)
             .header("host", "godwit")
-            .header("content-type", "application/json");
+            .header("content-type", "application/json")
+            .header(PROTOCOL_HEADER, PROTOCOL.header());
         if let Some(stamp) = stamp {
             request = request.header(STAMP_HEADER, stamp.to_string());
         }

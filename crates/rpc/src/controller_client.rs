@@ -53,6 +53,8 @@ pub mod path {
     /// POST.
     pub const RESUME: &str = "/v1/vms/{name}/resume";
     /// POST.
+    pub const RENEW: &str = "/v1/vms/{name}/renew";
+    /// POST.
     pub const RESOLVE: &str = "/v1/vms/{name}/resolve";
     /// POST: of a VM that several hosts hold, keep the copy of one.
     pub const KEEP: &str = "/v1/vms/{name}/keep";
@@ -108,6 +110,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::START, PEOPLE),
     rule("POST", path::STOP, PEOPLE),
     rule("POST", path::RESET, PEOPLE),
+    rule("POST", path::RENEW, PEOPLE),
     rule("POST", path::PAUSE, PEOPLE),
     rule("POST", path::RESUME, PEOPLE),
     rule("POST", path::RESOLVE, PEOPLE),
@@ -276,6 +279,11 @@ impl ControllerClient {
     ) -> Reply<Done> {
         let action = format!("stop?host={host}");
         self.vm_action(name, &action, request).await
+    }
+
+    /// Has a VM process of the version installed on its host take a guest over.
+    pub async fn renew(&self, name: &VmName) -> Reply<Done> {
+        self.vm_action(name, "renew", &Empty {}).await
     }
 
     /// Resets a guest.

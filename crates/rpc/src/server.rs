@@ -17,8 +17,10 @@ use crate::pki::Holder;
 use crate::unproved::Unproved;
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
+use axum::http::Method;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
+use godwit_types::version::{PROTOCOL, PROTOCOL_HEADER, Range, VERSION};
 use godwit_types::{ApiError, ErrorCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use std::collections::BTreeSet;
@@ -326,6 +328,7 @@ impl Server {
 
 async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> Response {
     let admitted = guard.admit(&request);
+    let admitted = admitted.and_then(|how| understood(&request).map(|()| how));
     let entry = Entry::begin(guard.auditor.as_ref(), &mut request, admitted.is_ok()).await;
     let refused = match admitted {
         Ok(Admitted::Yes) => None,
@@ -358,6 +361,23 @@ async fn answer(request: Request, next: Next) -> Response {
 fn own_fault() -> Response {
     let message = "this request met a fault of Godwit's own: see the log";
     Failure(ApiError::new(ErrorCode::Internal, message)).into_response()
+}
+
+/// Nothing is changed by words that may mean something else here. Reading is always allowed: so are versions found out.
+fn understood(request: &Request) -> Result<(), ApiError> {
+    let said = request.headers().get(PROTOCOL_HEADER);
+    let theirs = said.map_or(Some(Range::FIRST), |said| said.to_str().ok()?.parse().ok());
+    let speaks = theirs.filter(|theirs| PROTOCOL.common(*theirs).is_some());
+    if speaks.is_some() || request.method() == Method::GET {
+        return Ok(());
+    }
+    let theirs = theirs.map_or("nothing that can be read".into(), |theirs| {
+        theirs.to_string()
+    });
+    let message = format!(
+        "this is Godwit {VERSION}, which speaks protocol {PROTOCOL}, and the request is in {theirs}: install the same version on both sides"
+    );
+    Err(ApiError::new(ErrorCode::Incompatible, message))
 }
 
 /// How a request is let in.

@@ -1,6 +1,6 @@
 //! Rows of the controller's database about who may hold what, against their golden file.
 
-#[path = "../../types/tests/common/golden.rs"]
+#[path = "../../store/tests/common/golden.rs"]
 mod golden;
 
 use godwit_site::{Entry, HostRow};

@@ -66,6 +66,9 @@ pub struct VmView {
     /// The migration under way, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub migration: Option<String>,
+    /// Version of Godwit that its VM process is of; none while there is no process, or one that does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vm_process_version: Option<String>,
     /// What runs it: `kvm` or `tcg`; none while stopped.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accelerator: Option<crate::vm::Accelerator>,
@@ -210,6 +213,9 @@ pub struct Empty {}
 pub struct VersionView {
     /// Version of Godwit.
     pub version: String,
+    /// What it speaks with hosts.
+    #[serde(default)]
+    pub speaks: crate::version::Speaks,
     /// Fingerprint of the CA, hex.
     pub ca_fingerprint: String,
 }

@@ -45,6 +45,9 @@ pub struct HostInfo {
     pub name: HostName,
     /// Version of Godwit.
     pub version: String,
+    /// What it speaks with others.
+    #[serde(default)]
+    pub speaks: crate::version::Speaks,
     /// Kernel release.
     pub kernel: String,
     /// QEMU's version.

@@ -50,6 +50,9 @@ pub struct HostVm {
     pub accelerator: Option<Accelerator>,
     /// Process id of its VM process, while there is one.
     pub vm_process_pid: Option<i32>,
+    /// Which Godwit its VM process is, while there is one that says so.
+    #[serde(default)]
+    pub vm_process: Option<crate::version::Build>,
     /// Process id of its QEMU, while there is one.
     pub qemu_pid: Option<i32>,
     /// What a person should know.
@@ -297,7 +300,11 @@ pub enum VmRequest {
         host: HostName,
     },
     /// End this VM process and leave QEMU running (an upgrade); the next one takes it over.
-    Detach,
+    Detach {
+        /// Refuse while a migration is under way. One that does not know this ends all the same: whoever asks has looked.
+        #[serde(default)]
+        unless_moving: bool,
+    },
 }
 
 /// What a VM process answers to `Status`.

@@ -139,6 +139,9 @@ pub struct MigrationSpec {
     /// The destination allocates the guest's memory before anything is sent.
     #[serde(default)]
     pub prepare_memory: bool,
+    /// The version of the control channel that both sides speak; the source's newest when absent.
+    #[serde(default)]
+    pub control_protocol: Option<u32>,
     /// What was predicted, to be kept with both hosts' reports.
     #[serde(default)]
     pub prediction: Option<Prediction>,

@@ -14,6 +14,12 @@ pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// meaning changes, or that must not be overlooked.
 pub const PROTOCOL: Range = Range { min: 1, max: 1 };
 
+/// The control channel of a migration: both sides speak the same one, the newest that both know.
+pub const MIGRATION: Range = Range { min: 4, max: 4 };
+
+/// Header of every request between machines: from which to which version of [`PROTOCOL`] its sender speaks.
+pub const PROTOCOL_HEADER: &str = "godwit-protocol";
+
 /// The hardware versions of VMs whose command line this build can make.
 pub const HARDWARE: Range = Range { min: 1, max: 1 };
 
@@ -42,9 +48,26 @@ impl Range {
         (newest >= self.min && newest >= other.min).then_some(newest)
     }
 
+    /// The text of [`PROTOCOL_HEADER`].
+    pub fn header(self) -> String {
+        format!("{}-{}", self.min, self.max)
+    }
+
     /// Whether this version is spoken.
     pub fn contains(self, version: u32) -> bool {
         (self.min..=self.max).contains(&version)
+    }
+}
+
+impl std::str::FromStr for Range {
+    type Err = ();
+
+    /// As [`Range::header`] writes it.
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (min, max) = text.split_once('-').ok_or(())?;
+        let number = |text: &str| text.parse::<u32>().map_err(|_| ());
+        let (min, max) = (number(min)?, number(max)?);
+        (min <= max).then_some(Self { min, max }).ok_or(())
     }
 }
 
@@ -69,11 +92,11 @@ pub struct Speaks {
 }
 
 impl Speaks {
-    /// This build, whose migrations have these versions.
-    pub fn here(migration: Range) -> Self {
+    /// This build.
+    pub const fn here() -> Self {
         Self {
             protocol: PROTOCOL,
-            migration,
+            migration: MIGRATION,
             hardware: HARDWARE,
         }
     }
@@ -88,6 +111,54 @@ impl Default for Speaks {
             hardware: Range::FIRST,
         }
     }
+}
+
+/// A program that runs: its version, and what it speaks.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
+pub struct Build {
+    /// Version of Godwit.
+    pub version: String,
+    /// What it speaks.
+    #[serde(default)]
+    pub speaks: Speaks,
+}
+
+impl Build {
+    /// This very program.
+    pub fn here() -> Self {
+        Self {
+            version: VERSION.into(),
+            speaks: Speaks::here(),
+        }
+    }
+}
+
+/// Why two builds cannot migrate a VM between them, if they cannot: `source` is its VM process on `from`.
+pub fn cannot_migrate(
+    from: &HostName,
+    source: &Build,
+    to: &HostName,
+    there: &Build,
+) -> Option<String> {
+    if source
+        .speaks
+        .migration
+        .common(there.speaks.migration)
+        .is_some()
+    {
+        return None;
+    }
+    let way_out = match source.speaks.migration.max < there.speaks.migration.min {
+        true => format!(
+            "install Godwit {} on host {from} and run 'godwit vm renew'",
+            there.version
+        ),
+        false => format!("install Godwit {} on host {to}", source.version),
+    };
+    Some(format!(
+        "the VM process on host {from}, Godwit {}, speaks migration protocol {}, and host {to}, Godwit {}, speaks {}: {way_out}",
+        source.version, source.speaks.migration, there.version, there.speaks.migration
+    ))
 }
 
 /// Why this build and a host's do not work together, if they do not.
@@ -115,6 +186,39 @@ mod tests {
         assert_eq!(range(2, 5).common(range(1, 3)), Some(3));
         assert_eq!(range(1, 1).common(range(2, 5)), None);
         assert_eq!(range(4, 5).common(range(2, 3)), None);
+    }
+
+    #[test]
+    fn a_header_is_read_as_it_is_written() {
+        let range = Range { min: 2, max: 13 };
+        assert_eq!(range.header().parse(), Ok(range));
+        for bad in ["", "1", "2-1", "-1-2", "1-x", "1-2-3"] {
+            assert_eq!(bad.parse::<Range>(), Err(()), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_source_that_is_too_old_is_renewed_and_a_destination_is_updated() {
+        let [a, b] = ["a", "b"].map(|name| HostName::new(name).unwrap());
+        let build = |version: &str, min, max| Build {
+            version: version.into(),
+            speaks: Speaks {
+                migration: Range { min, max },
+                ..Speaks::here()
+            },
+        };
+        let said = |source, there| cannot_migrate(&a, &source, &b, &there);
+        assert_eq!(said(build("1", 4, 5), build("2", 5, 6)), None);
+        let old_source = said(build("1", 4, 5), build("3", 6, 7)).unwrap();
+        assert!(
+            old_source.contains("install Godwit 3 on host a and run 'godwit vm renew'"),
+            "{old_source}"
+        );
+        let old_there = said(build("3", 6, 7), build("1", 4, 5)).unwrap();
+        assert!(
+            old_there.contains("install Godwit 3 on host b"),
+            "{old_there}"
+        );
     }
 
     #[test]

@@ -5,6 +5,7 @@
 mod new;
 
 use crate::ids::{PortGroup, VmName};
+use crate::version::{HARDWARE, VERSION};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use utoipa::ToSchema;
@@ -153,6 +154,10 @@ pub struct VmSpec {
     /// QEMU machine type, `q35` unless given. Resolved to a versioned type when the VM first starts.
     #[serde(default = "q35")]
     pub machine: String,
+    /// Which version of the virtual hardware QEMU's command line describes, for as long as the VM lives: the newest that
+    /// the site knew when the VM was described. Version 1 is not written.
+    #[serde(default, skip_serializing_if = "is_first")]
+    pub hardware: Option<u32>,
     /// Kernel image on the host.
     pub kernel: String,
     /// Initial RAM file system on the host.
@@ -185,6 +190,10 @@ pub struct VmSpec {
     pub disks: Vec<DiskSpec>,
 }
 
+fn is_first(hardware: &Option<u32>) -> bool {
+    hardware.is_none_or(|version| version == 1)
+}
+
 fn auto() -> String {
     "auto".into()
 }
@@ -207,8 +216,14 @@ fn q35() -> String {
 pub struct InvalidVm(pub String);
 
 impl VmSpec {
-    /// Checks all bounds; every VM from outside passes through here.
+    /// Checks all bounds, and that its hardware is known here; every VM that is to run passes through here.
     pub fn check(&self) -> Result<(), InvalidVm> {
+        self.check_hardware()?;
+        self.check_bounds()
+    }
+
+    /// Checks all bounds: for a VM that another host tells of.
+    pub fn check_bounds(&self) -> Result<(), InvalidVm> {
         self.check_sizes()?;
         if let Some(uid) = self.uid.filter(|uid| !UIDS.contains(uid)) {
             return Err(InvalidVm(format!(
@@ -220,6 +235,27 @@ impl VmSpec {
         self.check_texts()?;
         self.check_nics()?;
         self.check_disks()
+    }
+
+    /// The version of its virtual hardware.
+    pub fn hardware(&self) -> u32 {
+        self.hardware.unwrap_or(1)
+    }
+
+    /// Gives it a version of virtual hardware; the first is the one that is not written.
+    pub fn set_hardware(&mut self, version: Option<u32>) {
+        self.hardware = version.filter(|version| *version != 1);
+    }
+
+    fn check_hardware(&self) -> Result<(), InvalidVm> {
+        if HARDWARE.contains(self.hardware()) {
+            return Ok(());
+        }
+        Err(InvalidVm(format!(
+            "VM '{}' has hardware version {}, and Godwit {VERSION} knows {HARDWARE}: update Godwit here before the VM comes here",
+            self.name,
+            self.hardware()
+        )))
     }
 
     fn check_sizes(&self) -> Result<(), InvalidVm> {
@@ -450,6 +486,19 @@ mod tests {
             ("\"web\"", "\"../web\""),
         ] {
             assert!(VmSpec::from_toml(&WEB.replace(from, to)).is_err(), "{to}");
+        }
+    }
+
+    #[test]
+    fn hardware_that_this_build_does_not_know_is_refused_and_the_first_is_not_written() {
+        let of = |line: &str| {
+            VmSpec::from_toml(&WEB.replace("vcpus = 2", &format!("vcpus = 2\n{line}")))
+        };
+        let first = serde_json::to_string(&of("hardware = 1").unwrap()).unwrap();
+        assert!(!first.contains("hardware"), "{first}");
+        for unknown in ["hardware = 0", "hardware = 99"] {
+            let error = of(unknown).unwrap_err();
+            assert!(error.0.contains("update Godwit here"), "{error}");
         }
     }
 

@@ -1,6 +1,6 @@
 //! Messages between machines and between an agent and its VM processes, and records, against their golden file.
 
-#[path = "common/golden.rs"]
+#[path = "../../store/tests/common/golden.rs"]
 mod golden;
 
 use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck, JoinRequest, JoinResponse};

@@ -21,6 +21,7 @@ use godwit_qemu::process::{ProcessError, QemuProcess};
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmRequest, VmStatus};
 use godwit_types::site::{Claim, RecordAnswer};
+use godwit_types::version::Build;
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode};
 use std::cell::Cell;
@@ -323,7 +324,7 @@ impl Waiting<'_> {
                 }
                 Err(error) => VmAnswer::Error(error),
             },
-            VmRequest::Detach => {
+            VmRequest::Detach { .. } => {
                 let done = format!(
                     "VM '{}' is left to its next VM process",
                     self.seat.config.vm
@@ -380,6 +381,7 @@ impl Waiting<'_> {
             migration: None,
             accelerator: None,
             vm_process_pid: i32::try_from(std::process::id()).ok(),
+            vm_process: Some(Build::here()),
             qemu_pid: Some(self.process.pid()),
             note: Some(self.note()),
         };

@@ -116,7 +116,7 @@ impl Paths {
 }
 
 #[cfg(test)]
-#[path = "../../types/tests/common/golden.rs"]
+#[path = "../../store/tests/common/golden.rs"]
 mod golden;
 
 #[cfg(test)]

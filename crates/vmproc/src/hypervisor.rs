@@ -314,6 +314,7 @@ fn machine_config(
     };
     let cpu = CpuWish::parse(&spec.cpu);
     MachineConfig {
+        hardware: spec.hardware(),
         name: spec.name.to_string(),
         uuid: uuid_of(spec.name.as_str()),
         vcpus: spec.vcpus,

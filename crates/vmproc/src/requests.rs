@@ -29,6 +29,7 @@ use godwit_types::host_api::{
 };
 use godwit_types::migration::{MigrationReport, MigrationSpec, Side};
 use godwit_types::site::RecordAnswer;
+use godwit_types::version::{Build, MIGRATION, VERSION};
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 use godwit_wire::Spec;
@@ -37,6 +38,19 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// Why a migration is refused whose destination has asked for it in vain.
 const TOO_LATE: &str = "its destination has given it up, since it did not begin in time";
+
+/// The version of the control channel that the controller found both sides to speak.
+fn agreed_protocol(spec: &MigrationSpec) -> Result<u32, ApiError> {
+    let agreed = spec.control_protocol.unwrap_or(MIGRATION.max);
+    if MIGRATION.contains(agreed) {
+        return Ok(agreed);
+    }
+    let message = format!(
+        "migration '{}' is to speak migration protocol {agreed}, and the VM process on host {}, Godwit {VERSION}, speaks {MIGRATION}: run 'godwit vm renew {}' there",
+        spec.id, spec.source.host, spec.vm
+    );
+    Err(ApiError::new(ErrorCode::Incompatible, message))
+}
 
 /// An answer that is not an error.
 pub(crate) struct Answered(pub VmAnswer);
@@ -85,7 +99,14 @@ impl Vm {
                 let done = "waits for that host no more";
                 self.ask_or(Event::HostRemoved { host }, done, done)
             }
-            VmRequest::Detach => {
+            VmRequest::Detach { unless_moving } => {
+                if let Some(moving) = self.migration.as_ref().filter(|_| unless_moving) {
+                    let message = format!(
+                        "VM '{}' keeps its VM process while migration '{}' is under way: wait for its end",
+                        self.config.vm, moving.id
+                    );
+                    return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
+                }
                 self.detach = true;
                 self.done("is left to its next VM process")
             }
@@ -530,6 +551,7 @@ impl Vm {
     fn start_source(&mut self, spec: &MigrationSpec) -> Result<Prepared, ApiError> {
         // A measuring has the tracking that the migration needs.
         self.measuring = None;
+        let protocol = agreed_protocol(spec)?;
         self.keep_note(spec, Side::Source)?;
         let secret = Arc::new(wire_spec(spec)?);
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
@@ -551,6 +573,7 @@ impl Vm {
         );
         let parts = SourceParts {
             spec: secret,
+            protocol,
             routes,
             ram: Arc::clone(&hyper.ram),
             machine: Arc::clone(&hyper.machine),
@@ -670,6 +693,7 @@ impl Vm {
                 .map(|migration| migration.id.clone()),
             accelerator: self.hyper.as_ref().map(|hyper| hyper.identity.accelerator),
             vm_process_pid: i32::try_from(std::process::id()).ok(),
+            vm_process: Some(Build::here()),
             qemu_pid: self.hyper.as_ref().map(crate::hypervisor::Hyper::pid),
             note,
         })

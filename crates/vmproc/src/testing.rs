@@ -50,6 +50,7 @@ pub(crate) fn migration(id: &str) -> MigrationSpec {
         max_bandwidth_mbit_per_s: None,
         max_guest_slowdown_percent: None,
         prepare_memory: false,
+        control_protocol: None,
         prediction: None,
         source_addresses: Vec::new(),
         destination_addresses: Vec::new(),

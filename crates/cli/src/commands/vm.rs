@@ -7,6 +7,7 @@ use crate::commands::site;
 use crate::connect::{Reader, controller, reader};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
 use crate::output::Output;
+use crate::plain;
 use crate::wait::{of_vm, saying};
 use crate::watch::{failure, watch};
 use godwit_rpc::controller_client::MigrateAnswer;
@@ -15,6 +16,7 @@ use godwit_types::control_api::{
     Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
 };
 use godwit_types::migration::{MigrateRequest, PreflightReport};
+use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
 use std::path::Path;
 
@@ -45,6 +47,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             let client = controller(global)?;
             told(saying(of_vm(&client, &vm), client.reset(&vm)).await, output)
         }
+        VmCommand::Renew { vm, host, .. } => renew(vm, host, global, output).await,
         VmCommand::Pause { vm } => {
             let client = controller(global)?;
             told(saying(of_vm(&client, &vm), client.pause(&vm)).await, output)
@@ -107,6 +110,56 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             Ok(())
         }
     }
+}
+
+/// By the controller, or by this host's own agent while no controller answers.
+async fn renew_one(vm: &VmName, global: &Global) -> Result<Result<Done, ClientError>, Failure> {
+    Ok(match reader(global).await? {
+        Reader::Controller(client) => saying(of_vm(&client, vm), client.renew(vm)).await,
+        Reader::Agent(client) => client.renew(vm).await,
+    })
+}
+
+async fn renew(
+    vm: Option<VmName>,
+    host: Option<HostName>,
+    global: &Global,
+    output: &Output,
+) -> CommandResult {
+    match vm {
+        Some(vm) => told(renew_one(&vm, global).await?, output),
+        None => renew_all(host.as_ref(), global, output).await,
+    }
+}
+
+/// Renews one VM process after the other; one that cannot be is told and keeps none of the others from it.
+async fn renew_all(host: Option<&HostName>, global: &Global, output: &Output) -> CommandResult {
+    let is_on = |state: VmState| !matches!(state, VmState::Stopped | VmState::Crashed);
+    let vms: Vec<VmName> = match reader(global).await? {
+        Reader::Controller(client) => {
+            let vms = client.vms().await.map_err(failure)?.into_iter();
+            let wanted =
+                vms.filter(|vm| is_on(vm.state) && (host.is_none() || vm.host.as_ref() == host));
+            wanted.map(|vm| vm.spec.name).collect()
+        }
+        Reader::Agent(client) => {
+            must_be(&client, host).await?;
+            let vms = client.vms().await.map_err(failure)?.into_iter();
+            let wanted = vms.filter(|vm| is_on(vm.state));
+            wanted.map(|vm| vm.spec.name).collect()
+        }
+    };
+    if vms.is_empty() {
+        output.line("No VM is on there.");
+    }
+    let mut last = Ok(());
+    for vm in vms {
+        if let Err(error) = told(renew_one(&vm, global).await?, output) {
+            plain::tell(&error.error.message);
+            last = Err(error);
+        }
+    }
+    last
 }
 
 /// By the controller, or by this host's own agent while no controller answers.

@@ -16,6 +16,7 @@ use axum::extract::State;
 use axum::{Json, Router};
 use godwit_types::ApiError;
 use godwit_types::control_api::VersionView;
+use godwit_types::version::{Speaks, VERSION};
 use std::sync::Arc;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
@@ -47,6 +48,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(vms::start))
         .routes(routes!(vms::stop))
         .routes(routes!(vms::reset))
+        .routes(routes!(vms::renew))
         .routes(routes!(vms::pause))
         .routes(routes!(vms::resume))
         .routes(routes!(vms::resolve))
@@ -83,7 +85,8 @@ pub fn openapi() -> utoipa::openapi::OpenApi {
 #[utoipa::path(get, path = "/v1/version", responses((status = 200, body = VersionView), (status = "default", body = ApiError)))]
 async fn version(State(app): Shared) -> Json<VersionView> {
     Json(VersionView {
-        version: env!("CARGO_PKG_VERSION").into(),
+        speaks: Speaks::here(),
+        version: VERSION.into(),
         ca_fingerprint: app.authority.fingerprint().to_string(),
     })
 }

@@ -122,6 +122,16 @@ pub async fn resume(
     Ok(Json(vms::act(&app, &name, Action::Resume).await?))
 }
 
+/// Has a VM process of the version that is installed on its host take a guest over, which goes on meanwhile.
+#[utoipa::path(post, path = "/v1/vms/{name}/renew", params(("name" = String, Path)), request_body = Empty, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn renew(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(Empty {}): JsonBody<Empty>,
+) -> ApiResult<Done> {
+    Ok(Json(vms::act(&app, &name, Action::Renew).await?))
+}
+
 /// Settles an in-doubt VM.
 #[utoipa::path(post, path = "/v1/vms/{name}/resolve", params(("name" = String, Path)), request_body = ResolveRequest, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
 pub async fn resolve(

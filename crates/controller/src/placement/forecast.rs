@@ -374,6 +374,7 @@ mod tests {
             max_bandwidth_mbit_per_s: None,
             max_guest_slowdown_percent: None,
             prepare_memory: false,
+            control_protocol: None,
             prediction: None,
             source_addresses: vec![],
             destination_addresses: vec![],

@@ -49,6 +49,18 @@ pub fn lacks(spec: &VmSpec, host: &HostInfo) -> Vec<ApiError> {
             ),
         );
     }
+    if !host.speaks.hardware.contains(spec.hardware()) {
+        add(
+            ErrorCode::Incompatible,
+            format!(
+                "VM {} has hardware version {}, and Godwit {} on host {name} knows {}: update Godwit there",
+                spec.name,
+                spec.hardware(),
+                host.version,
+                host.speaks.hardware
+            ),
+        );
+    }
     if !is_alias(&spec.machine) && !host.machine_types.contains(&spec.machine) {
         add(
             ErrorCode::Incompatible,
@@ -311,6 +323,7 @@ mod tests {
         HostInfo {
             name: HostName::new(name).unwrap(),
             version: "0".into(),
+            speaks: Default::default(),
             kernel: "6.18".into(),
             qemu: "7.2.22".into(),
             accelerator,

@@ -9,6 +9,7 @@ use crate::placement::place;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{Cipher, PreflightReport};
+use godwit_types::version::{Build, Speaks, cannot_migrate};
 use godwit_types::vm::{Accelerator, EncryptionMode};
 use godwit_types::{ApiError, ErrorCode, HostName, PortGroup, VmSpec};
 use std::collections::{BTreeMap, BTreeSet};
@@ -137,6 +138,7 @@ fn from_inventory(facts: &Facts) -> (Vec<Finding>, Cipher) {
         let error = ApiError::new(ErrorCode::Preflight, message).on_host(&source.name);
         found.push(Finding::Known(error));
     }
+    found.extend(no_common_version(facts).map(Finding::Known));
     found.extend(no_common_family(source, destination).map(Finding::Known));
     let cipher = decide_cipher(&vm.spec, facts.wish, source, destination);
     let cipher = cipher.unwrap_or_else(|error| {
@@ -144,6 +146,30 @@ fn from_inventory(facts: &Facts) -> (Vec<Finding>, Cipher) {
         Cipher::Aes256Gcm
     });
     (found, cipher)
+}
+
+/// The build that a VM's process is of; one that does not say speaks what was spoken before any did.
+pub fn vm_process(vm: &HostVm) -> Build {
+    vm.vm_process.clone().unwrap_or_else(|| Build {
+        version: "of an unknown version".into(),
+        speaks: Speaks::default(),
+    })
+}
+
+/// Both sides of a migration speak one version of its control channel.
+fn no_common_version(facts: &Facts) -> Option<ApiError> {
+    let (source, destination) = (&facts.source, &facts.destination);
+    let there = Build {
+        version: destination.version.clone(),
+        speaks: destination.speaks.clone(),
+    };
+    let why = cannot_migrate(
+        &source.name,
+        &vm_process(&facts.vm),
+        &destination.name,
+        &there,
+    )?;
+    Some(ApiError::new(ErrorCode::Incompatible, why).on_host(&destination.name))
 }
 
 fn writable_disks(spec: &VmSpec, host: &HostName) -> Vec<ApiError> {

@@ -2,6 +2,7 @@
 
 use super::*;
 use godwit_types::site::Claim;
+use godwit_types::version::Range;
 use godwit_types::vm::VmState;
 use godwit_types::{Generation, VmName};
 
@@ -9,6 +10,7 @@ fn host(name: &str) -> HostInfo {
     HostInfo {
         name: HostName::new(name).unwrap(),
         version: "0".into(),
+        speaks: Default::default(),
         kernel: "6.18".into(),
         qemu: "9.2.0".into(),
         accelerator: Accelerator::Kvm,
@@ -52,6 +54,7 @@ fn facts() -> Facts {
             migration: None,
             accelerator: Some(Accelerator::Kvm),
             vm_process_pid: None,
+            vm_process: None,
             qemu_pid: None,
             note: None,
         },
@@ -115,6 +118,47 @@ fn what_a_host_says_of_a_matter_counts_more_than_the_inventory() {
     facts.coming = said(&[]);
     facts.leaving = said(&[(ErrorCode::OutOfMemory, "a is full")]);
     assert_eq!(refusals(&facts).len(), 3);
+}
+
+#[test]
+fn two_versions_without_a_common_control_channel_are_refused_in_one_sentence() {
+    let mut facts = facts();
+    let spoken = |version: &str, min, max| Build {
+        version: version.into(),
+        speaks: Speaks {
+            migration: Range { min, max },
+            ..Speaks::here()
+        },
+    };
+    facts.vm.vm_process = Some(spoken("0.9", 3, 4));
+    facts.destination.speaks = spoken("1.1", 5, 6).speaks;
+    facts.destination.version = "1.1".into();
+    let (report, _) = check(&facts);
+    let [refusal] = &report.refusals[..] else {
+        panic!("{:?}", report.refusals);
+    };
+    assert_eq!(refusal.code, ErrorCode::Incompatible);
+    let why = &refusal.message;
+    assert!(
+        why.contains("install Godwit 1.1 on host a and run 'godwit vm renew'"),
+        "{why}"
+    );
+    facts.vm.vm_process = Some(spoken("1.0", 4, 5));
+    assert_eq!(refusals(&facts), []);
+}
+
+#[test]
+fn hardware_that_the_destination_does_not_know_is_refused_before_anything_starts() {
+    let mut facts = facts();
+    facts.vm.spec.hardware = Some(2);
+    let (report, _) = check(&facts);
+    let why = &report.refusals[0].message;
+    assert!(
+        why.contains("hardware version 2") && why.contains("host b"),
+        "{why}"
+    );
+    facts.destination.speaks.hardware = Range { min: 1, max: 2 };
+    assert_eq!(refusals(&facts), []);
 }
 
 #[test]

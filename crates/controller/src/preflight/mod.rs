@@ -49,6 +49,14 @@ pub struct Preflight {
     pub report: PreflightReport,
 }
 
+impl Preflight {
+    /// The version of the control channel that both sides speak.
+    pub fn control_protocol(&self) -> Option<u32> {
+        let source = check::vm_process(&self.vm).speaks.migration;
+        source.common(self.destination.info.speaks.migration)
+    }
+}
+
 /// Looks at everything. An error is what makes looking further pointless.
 pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<Preflight> {
     let (mut source, mut destination, mut vm) = ends(app, name, &request.to)?;

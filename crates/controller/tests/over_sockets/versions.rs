@@ -20,11 +20,7 @@ const CLOSED: &[&str] = &[
     "vms",
 ];
 /// Fields that the version before does not know, nor say.
-const NEWEST: &[&str] = &[
-    "max_guest_slowdown_percent",
-    "boot_alone_ignored",
-    "machine_id",
-];
+const NEWEST: &[&str] = &["speaks", "vm_process", "control_protocol"];
 
 /// A neighbour one version newer: each message has a field more.
 fn newer() -> Between {
@@ -131,6 +127,68 @@ async fn a_vm_told_of_in_newer_words_is_shown_and_the_others_are_managed() {
     house.until_vm("old", VmState::Paused, "a").await;
     a.script().between = None;
     house.until_vm("web", VmState::Running, "a").await;
+}
+
+#[tokio::test]
+async fn a_host_without_a_common_protocol_is_refused_by_name_and_the_others_are_managed() {
+    let house = House::new().await;
+    let (_a, b) = (house.host("a").await, house.host("b").await);
+    house.running("web", "a").await;
+    b.script().between = Some(speaking("protocol", 7, 8));
+    house.until_host("b", HostState::Unreachable).await;
+    let site = house.client().site().await.unwrap();
+    let told = serde_json::to_string(&site).unwrap();
+    assert!(
+        told.contains("host b runs Godwit") && told.contains("protocol 7 to 8"),
+        "{told}"
+    );
+    house.client().pause(&vm("web")).await.unwrap();
+    house.until_vm("web", VmState::Paused, "a").await;
+    b.script().between = None;
+    house.until_host("b", HostState::Connected).await;
+}
+
+/// An agent whose build has this range of versions.
+fn speaking(what: &'static str, min: u32, max: u32) -> Between {
+    Arc::new(move |is_request, message| {
+        if !is_request && message.get("kernel").is_some() {
+            message["speaks"][what] = serde_json::json!({"min": min, "max": max});
+        }
+    })
+}
+
+#[tokio::test]
+async fn a_move_without_a_common_control_channel_is_refused_and_the_newest_common_one_is_spoken() {
+    let house = House::new().await;
+    let (a, b) = (house.host("a").await, house.host("b").await);
+    house.running("web", "a").await;
+    let client = house.client();
+    let spoken = async |newest: u32| {
+        house
+            .until(async |house: &House| {
+                let hosts = house.client().hosts().await.unwrap();
+                let mut newests = hosts.iter().map(|host| host.info.speaks.migration.max);
+                newests.any(|max| max == newest)
+            })
+            .await;
+    };
+    b.script().between = Some(speaking("migration", 5, 6));
+    spoken(6).await;
+    let refused = client.migrate(&vm("web"), &to("b")).await.unwrap_err();
+    let why = refused.to_string();
+    assert!(
+        why.contains("speaks migration protocol 4") && why.contains("speaks 5 to 6"),
+        "{why}"
+    );
+    assert_eq!(b.calls("prepare"), 0);
+    b.script().between = Some(speaking("migration", 3, 9));
+    spoken(9).await;
+    let begun = client.migrate(&vm("web"), &to("b")).await.unwrap();
+    let MigrateAnswer::Begun(begun) = begun else {
+        panic!("only checked");
+    };
+    let id = MigrationId::new(begun.id).unwrap();
+    assert_eq!(a.script().specs[&id].control_protocol, Some(4));
 }
 
 #[tokio::test]

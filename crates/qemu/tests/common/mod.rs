@@ -136,6 +136,7 @@ impl Place {
             .expect("size");
         chown(at("ram"), Some(UID), Some(UID)).expect("chown");
         let machine = MachineConfig {
+            hardware: 1,
             name: "tiny".into(),
             uuid: "8c5b8a3e-0d5c-4a43-9d0e-6d0d8f1c2b3a".into(),
             vcpus: 1,

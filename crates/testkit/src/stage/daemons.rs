@@ -7,6 +7,7 @@ use super::Stage;
 use anyhow::{Context as _, Result};
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::path::Path;
 use std::process::{Child, Stdio};
 use std::sync::{MutexGuard, PoisonError};
 
@@ -17,13 +18,23 @@ impl Stage {
 
     /// Starts the controller or a host's agent.
     pub fn start_daemon(&self, machine: &str) -> Result<()> {
+        self.start_daemon_of(machine, &self.godwit)
+    }
+
+    /// The program that was built.
+    pub fn godwit(&self) -> &Path {
+        &self.godwit
+    }
+
+    /// Starts the controller or a host's agent with another program than the one that was built.
+    pub fn start_daemon_of(&self, machine: &str, program: &Path) -> Result<()> {
         let role = match machine {
             "controller" => "controller",
             _ => "agent",
         };
         let log = self.dir.join(format!("{machine}.log"));
         let log = File::options().create(true).append(true).open(log)?;
-        let mut command = self.machine(machine)?.command(&self.godwit);
+        let mut command = self.machine(machine)?.command(program);
         command.args([role, "run"]).stdin(Stdio::null());
         let child = command.stdout(log.try_clone()?).stderr(log).spawn()?;
         self.daemons().insert(machine.to_owned(), child);

@@ -108,6 +108,8 @@ pub(crate) enum Command {
 /// What a driver is made of.
 pub(crate) struct SourceParts {
     pub spec: Arc<Spec>,
+    /// The version of the control channel.
+    pub protocol: u32,
     pub routes: Vec<Route>,
     pub ram: Arc<RamFile>,
     pub machine: Arc<Machine>,
@@ -496,6 +498,7 @@ impl SourceDriver {
             .ok_or(Halt::Failed("too many lost links".into()))?;
         let plan = EpochPlan {
             number,
+            protocol: self.parts.protocol,
             spec: &self.parts.spec,
             routes: &self.parts.routes,
             ram: &self.parts.ram,

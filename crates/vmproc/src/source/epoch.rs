@@ -20,7 +20,7 @@ use crate::priority::cores;
 use godwit_guestmem::{PageSet, RamFile};
 use godwit_migrate::ledger::Counters;
 use godwit_migrate::protocol::{
-    EXTENTS_PER_MESSAGE, Extent, PROTOCOL_VERSION, STREAMS_MAX, ToDestination, WARM_LEN_MAX,
+    EXTENTS_PER_MESSAGE, Extent, STREAMS_MAX, ToDestination, WARM_LEN_MAX,
 };
 use godwit_migrate::streams::{Facts, Room, Step, StreamPlan, first_streams};
 use godwit_transport::{
@@ -102,6 +102,8 @@ pub(crate) struct Epoch {
 /// What an epoch is made of.
 pub(crate) struct EpochPlan<'a> {
     pub number: u16,
+    /// The version of the control channel.
+    pub protocol: u32,
     pub spec: &'a Arc<Spec>,
     pub routes: &'a [Route],
     pub ram: &'a Arc<RamFile>,
@@ -146,7 +148,7 @@ impl Epoch {
         };
         hearing.begin(receiver);
         let begin = ToDestination::Begin {
-            version: PROTOCOL_VERSION,
+            version: plan.protocol,
             epoch: plan.number,
             streams,
             pages: plan.ram.page_count(),
@@ -608,6 +610,7 @@ mod tests {
     use crate::input::Farewell;
     use crate::source::routes::routes;
     use crate::testing::spec;
+    use godwit_migrate::protocol::PROTOCOL_VERSION;
     use godwit_migrate::protocol::decode_to_destination;
     use godwit_transport::{
         ConnectOptions, ControlSender, Gate, Incoming, Listener, Tuning, connect,

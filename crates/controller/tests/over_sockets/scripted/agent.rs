@@ -328,6 +328,7 @@ pub fn known(spec: VmSpec, state: VmState, generation: Generation, claim: Claim)
         migration: None,
         accelerator: Some(Accelerator::Tcg),
         vm_process_pid: None,
+        vm_process: None,
         qemu_pid: None,
         note: None,
     }
@@ -363,6 +364,7 @@ fn info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
     HostInfo {
         name: name.clone(),
         version: "0".into(),
+        speaks: Default::default(),
         kernel: "6.18".into(),
         qemu: "7.2.22".into(),
         accelerator: Accelerator::Tcg,
