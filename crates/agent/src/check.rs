@@ -6,7 +6,7 @@ use crate::config::HostConfig;
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::qemu_trial::GuestRun;
 use crate::system::{Interface, KERNEL_MIN, System};
-use crate::{check_qemu, crypto, sys, users};
+use crate::{check_groups, check_qemu, crypto, sys, users};
 use godwit_types::host::{Check, CheckStatus};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
@@ -81,7 +81,7 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
         huge_pages(inputs.system),
         socket_buffers(inputs.system),
         memory(inputs.system),
-        cgroup_cpu(inputs.system),
+        check_groups::check(inputs.system, inputs.config),
     ];
     checks.extend(bridges(inputs.system, inputs.config));
     checks.extend(check_qemu::run(inputs.qemu, inputs.guests));
@@ -343,23 +343,6 @@ fn memory(system: &System) -> Check {
         Some(free) => ok("memory", format!("{free} MiB of {total} MiB available")),
         None => warning("memory", "cannot read /proc/meminfo", "mount /proc"),
     }
-}
-
-fn cgroup_cpu(system: &System) -> Check {
-    let second = system
-        .read("/sys/fs/cgroup/cgroup.controllers")
-        .is_some_and(|text| text.split_whitespace().any(|word| word == "cpu"));
-    if second {
-        return ok("cgroup-cpu", "cgroup v2 with the cpu controller");
-    }
-    if system.exists("/sys/fs/cgroup/cpu/cpu.cfs_quota_us") {
-        return ok("cgroup-cpu", "cgroup v1 cpu controller");
-    }
-    warning(
-        "cgroup-cpu",
-        "no cpu controller of cgroups",
-        "mount cgroup v2 with the cpu controller: without it a guest that does not converge cannot be slowed",
-    )
 }
 
 fn bridges(system: &System, config: &HostConfig) -> Vec<Check> {

@@ -3,6 +3,8 @@
 //! The process belongs to nobody afterwards: it makes a session of its own and outlives this agent. While the agent
 //! lives it is reaped here. Refuses: nothing; what fails is said.
 
+use crate::scope::{Place, Scopes};
+use godwit_qemu::scope::JOIN_VARIABLE;
 use godwit_store::read_regular;
 use godwit_types::host_api::VmProcessConfig;
 use std::ffi::OsString;
@@ -15,6 +17,8 @@ use tokio::process::{Child, Command};
 
 /// Log of a VM process, in its run directory.
 pub const LOG_FILE: &str = "vm-process.log";
+/// What a VM process that failed ends with: never what systemd-run ends with, which stands before it.
+pub const VM_PROCESS_FAILED: u8 = 70;
 /// Size from which a log is begun anew at the next start, bytes.
 const LOG_LEN_MAX: u64 = 4 << 20;
 
@@ -25,6 +29,8 @@ pub struct VmProgram {
     pub program: PathBuf,
     /// What stands before `--config FILE`.
     pub arguments: Vec<OsString>,
+    /// How this host gives each VM a scope.
+    pub scopes: Scopes,
 }
 
 impl VmProgram {
@@ -39,18 +45,19 @@ impl VmProgram {
         Ok(Self {
             program,
             arguments: vec!["vm-process".into()],
+            scopes: Scopes::default(),
         })
     }
 
     /// Writes the configuration into its run directory and starts the process.
-    pub fn start(&self, config: &VmProcessConfig) -> io::Result<Child> {
+    pub fn start(&self, config: &VmProcessConfig, place: &Place) -> io::Result<Child> {
         let run_dir = Path::new(&config.run_dir);
         make_dir(run_dir, 0o711)?;
         make_dir(Path::new(&config.state_dir), 0o700)?;
         let path = run_dir.join("vm-process.json");
         write_private(&path, &serde_json::to_vec_pretty(config)?)?;
         let log = open_log(&run_dir.join(LOG_FILE))?;
-        Command::new(&self.program)
+        self.command(config, place)
             .args(&self.arguments)
             .arg("--config")
             .arg(&path)
@@ -60,6 +67,24 @@ impl VmProgram {
             .current_dir("/")
             .kill_on_drop(false)
             .spawn()
+    }
+
+    fn command(&self, config: &VmProcessConfig, place: &Place) -> Command {
+        let mut command = match place {
+            Place::New => {
+                let mut runner = Command::new(&self.scopes.runner);
+                runner
+                    .args(self.scopes.words(&config.vm))
+                    .arg(&self.program);
+                runner
+            }
+            Place::Beside | Place::Join(_) => Command::new(&self.program),
+        };
+        match place {
+            Place::Join(scope) => command.env(JOIN_VARIABLE, scope.path()),
+            Place::Beside | Place::New => command.env_remove(JOIN_VARIABLE),
+        };
+        command
     }
 }
 

@@ -15,6 +15,7 @@ use crate::evidence;
 use crate::launch::{self, VmProgram};
 use crate::life::Life;
 use crate::records::Records;
+use crate::scope::{self, Place};
 use crate::vm_client::{VmClientError, VmConnection, ask};
 use godwit_types::host_api::{OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::site::RecordAnswer;
@@ -31,6 +32,9 @@ use tokio::sync::{Notify, watch};
 const READY_WAIT: Duration = Duration::from_secs(15);
 /// Longest pause between two looks at whether a starting process listens.
 const READY_POLL_MAX: Duration = Duration::from_millis(10);
+/// How often systemd is asked for a scope before a VM does without, and how much longer to wait after each time.
+const SCOPE_TURNS: u32 = 4;
+const SCOPE_PAUSE: Duration = Duration::from_millis(50);
 /// Wait of one call for a process's outgoing messages.
 const OUTBOX_WAIT: Duration = Duration::from_secs(20);
 /// How much longer than asked that call may take.
@@ -86,6 +90,23 @@ pub struct Supervisor {
     carrier: Carrier,
     records: Records,
     vms: Mutex<BTreeMap<VmName, Arc<Supervised>>>,
+}
+
+/// Why there is no VM process.
+enum NotStarted {
+    /// It could not be started, or ended.
+    Failed(String),
+    /// Systemd gave it no scope.
+    NoScope(String),
+    /// Systemd cannot be asked, or says nothing.
+    Hung(String),
+}
+
+impl NotStarted {
+    fn why(self) -> String {
+        let (Self::Failed(why) | Self::NoScope(why) | Self::Hung(why)) = self;
+        why
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
@@ -300,33 +321,88 @@ impl Supervised {
         }
     }
 
-    /// Starts a VM process and waits until it answers.
+    /// Starts a VM process and waits until it answers; in a scope of its own, if this host can give one.
     async fn start(&self, program: &VmProgram) -> Result<VmConnection, String> {
         if !matches!(self.life(), Life::Starting(_)) {
             self.life.send_replace(Life::Starting(None));
         }
+        let mut refused = String::new();
+        for turn in 1..=SCOPE_TURNS {
+            let place = program.scopes.place(&self.name);
+            match self.start_at(program, &place).await {
+                Ok(connection) => return Ok(connection),
+                Err(NotStarted::Failed(why)) => return Err(why),
+                Err(NotStarted::Hung(why)) => {
+                    refused = why;
+                    break;
+                }
+                // A scope whose last process has just gone is there until systemd has taken it away.
+                Err(NotStarted::NoScope(why)) => refused = why,
+            }
+            tokio::time::sleep(SCOPE_PAUSE * turn).await;
+        }
+        tracing::warn!(vm = %self.name, why = refused, "systemd gives the VM no scope: it shares the agent's control group");
+        let beside = self.start_at(program, &Place::Beside).await;
+        beside.map_err(NotStarted::why)
+    }
+
+    async fn start_at(
+        &self,
+        program: &VmProgram,
+        place: &Place,
+    ) -> Result<VmConnection, NotStarted> {
         let began = Instant::now();
-        let mut child = program
-            .start(&self.config)
-            .map_err(|error| format!("cannot start {}: {error}", program.program.display()))?;
+        let mut child = match program.start(&self.config, place) {
+            Ok(child) => child,
+            Err(error) if *place == Place::New => {
+                return Err(NotStarted::Hung(format!(
+                    "systemd-run cannot be started: {error}"
+                )));
+            }
+            Err(error) => {
+                let program = program.program.display();
+                return Err(NotStarted::Failed(format!(
+                    "cannot start {program}: {error}"
+                )));
+            }
+        };
         tracing::info!(vm = %self.name, pid = child.id(), "started a VM process");
         // Most answer within 3 ms, and a migration waits for this one.
         let mut pause = Duration::from_millis(1);
         while began.elapsed() < READY_WAIT {
             match child.try_wait() {
-                Ok(Some(status)) => return Err(self.last_words(&status.to_string())),
+                Ok(Some(status)) => return Err(self.ended_early(place, status)),
                 Ok(None) => {}
-                Err(error) => return Err(format!("cannot wait for it: {error}")),
+                Err(error) => {
+                    return Err(NotStarted::Failed(format!("cannot wait for it: {error}")));
+                }
             }
             if let Some(connection) = self.adopt().await {
                 tokio::spawn(reap(self.name.clone(), child));
                 return Ok(connection);
             }
+            let hung = *place == Place::New && began.elapsed() > program.scopes.patience;
+            if hung && child.id().is_some_and(|pid| program.scopes.is_waiting(pid)) {
+                // Gone before another is started: it must not become a second VM process later.
+                return Err(match child.kill().await {
+                    Ok(()) => NotStarted::Hung("systemd does not answer".into()),
+                    Err(error) => NotStarted::Failed(format!("cannot end systemd-run: {error}")),
+                });
+            }
             tokio::time::sleep(pause).await;
             pause = (pause * 2).min(READY_POLL_MAX);
         }
         tokio::spawn(reap(self.name.clone(), child));
-        Err("the VM process lives but does not answer".into())
+        let why = "the VM process lives but does not answer";
+        Err(NotStarted::Failed(why.into()))
+    }
+
+    fn ended_early(&self, place: &Place, status: std::process::ExitStatus) -> NotStarted {
+        if scope::was_refused(place, status) {
+            let words = launch::last_log_line(Path::new(&self.config.run_dir));
+            return NotStarted::NoScope(words.unwrap_or_default());
+        }
+        NotStarted::Failed(self.last_words(&status.to_string()))
     }
 
     fn last_words(&self, status: &str) -> String {

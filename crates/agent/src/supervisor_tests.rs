@@ -65,6 +65,75 @@ async fn a_killed_vm_process_is_followed_by_another_within_a_second() {
     end(&supervisor, &vm).await;
 }
 
+/// A host whose systemd-run is this script; its VM processes go through it.
+fn with_runner(host: &TestHost, script: &str) -> VmProgram {
+    use std::os::unix::fs::PermissionsExt as _;
+    let dir = Path::new(&host.vm_config("web").run_dir).with_file_name("scopes");
+    std::fs::create_dir_all(&dir).unwrap();
+    std::fs::write(dir.join("cgroup.controllers"), "cpu").unwrap();
+    let runner = dir.join("runner");
+    let marked = format!(
+        "#!/bin/sh\necho \"$*\" >> {}/asked\n{script}\n",
+        dir.display()
+    );
+    std::fs::write(&runner, marked).unwrap();
+    std::fs::set_permissions(&runner, std::fs::Permissions::from_mode(0o755)).unwrap();
+    let scopes = scope::Scopes {
+        systemd: dir.clone(),
+        cgroups: dir.clone(),
+        runner,
+        patience: Duration::from_millis(200),
+    };
+    VmProgram {
+        scopes,
+        ..stub_program()
+    }
+}
+
+/// How often systemd was asked until a VM process lived.
+async fn asked_with(script: &str) -> usize {
+    let host = TestHost::new();
+    host.hold("web", Power::On);
+    let program = with_runner(&host, script);
+    let asked = program.scopes.systemd.join("asked");
+    let supervisor = Supervisor::new(program, nobody(), host.records());
+    let vm = supervisor.supervise(host.vm_config("web"));
+    pid_but(&vm, 0).await;
+    let asked = std::fs::read_to_string(asked).unwrap();
+    assert!(asked.contains("--unit=godwit-vm-web.scope"), "{asked}");
+    end(&supervisor, &vm).await;
+    asked.lines().count()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_process_is_what_systemd_run_becomes() {
+    let become_it = "while [ \"$1\" != -- ]; do shift; done; shift; exec \"$@\"";
+    assert_eq!(asked_with(become_it).await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_systemd_that_gives_no_scope_keeps_no_guest_from_starting() {
+    let asked = asked_with("echo 'Failed to start transient scope unit' >&2; exit 1").await;
+    assert_eq!(asked, SCOPE_TURNS as usize);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_systemd_that_hangs_keeps_no_guest_from_starting() {
+    assert_eq!(asked_with("kill -STOP $$").await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_without_systemd_run_starts_its_guests() {
+    let host = TestHost::new();
+    host.hold("web", Power::On);
+    let mut program = with_runner(&host, "");
+    program.scopes.runner = "/nonexistent/systemd-run".into();
+    let supervisor = Supervisor::new(program, nobody(), host.records());
+    let vm = supervisor.supervise(host.vm_config("web"));
+    pid_but(&vm, 0).await;
+    end(&supervisor, &vm).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_new_agent_adopts_the_vm_process_that_it_finds() {
     let host = TestHost::new();

@@ -5,6 +5,7 @@
 use crate::config::HostConfig;
 use crate::launch::VmProgram;
 use crate::records::Records;
+use crate::scope::Scopes;
 use godwit_ownership::{HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
 use godwit_types::host_api::{
@@ -142,6 +143,14 @@ pub fn spec(name: &str) -> VmSpec {
     .unwrap()
 }
 
+/// A host without systemd, wherever the test runs.
+fn no_scopes() -> Scopes {
+    Scopes {
+        systemd: "/nonexistent".into(),
+        ..Scopes::default()
+    }
+}
+
 /// This test program as a VM process.
 pub fn stub_program() -> VmProgram {
     let words = [
@@ -154,6 +163,7 @@ pub fn stub_program() -> VmProgram {
     VmProgram {
         program: std::env::current_exe().unwrap(),
         arguments: words.map(Into::into).to_vec(),
+        scopes: no_scopes(),
     }
 }
 

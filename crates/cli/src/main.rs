@@ -83,7 +83,10 @@ fn internal(error: impl std::fmt::Display) -> Failure {
 fn vm_process(config: &Path) -> exit::CommandResult {
     // Fails only where it leads its session already.
     let _ = rustix::process::setsid();
-    godwit_vmproc::run(config).map_err(|error| internal(format!("{error:#}")))
+    godwit_vmproc::run(config).map_err(|error| Failure {
+        exit: godwit_agent::VM_PROCESS_FAILED,
+        ..internal(format!("{error:#}"))
+    })
 }
 
 fn in_runtime(cli: Cli) -> exit::CommandResult {

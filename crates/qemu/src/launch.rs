@@ -300,9 +300,11 @@ fn command(
     Ok(command)
 }
 
-/// In the child: a session of its own, only the listed descriptors, no core dumps of guest memory, no privileges.
+/// In the child: a session of its own, only the listed descriptors, no core dumps of guest memory, no privileges, and no
+/// more protection than other programs when the host runs out of memory.
 fn become_qemu(inherited: &[RawFd], groups: &[Gid], uid: Uid, gid: Gid) -> io::Result<()> {
     setsid()?;
+    be_no_better_than_others();
     mark_all_close_on_exec()?;
     for &fd in inherited {
         // SAFETY: the descriptor is open: the parent borrows it for as long as it starts the child.
@@ -320,6 +322,19 @@ fn become_qemu(inherited: &[RawFd], groups: &[Gid], uid: Uid, gid: Gid) -> io::R
     set_thread_gid(gid)?;
     set_thread_uid(uid)?;
     Ok(set_no_new_privs(true)?)
+}
+
+/// What QEMU would inherit is its VM process's, or the agent's. A kernel that refuses leaves it protected.
+fn be_no_better_than_others() {
+    let flags = rustix::fs::OFlags::WRONLY | rustix::fs::OFlags::CLOEXEC;
+    let file = rustix::fs::open(
+        c"/proc/self/oom_score_adj",
+        flags,
+        rustix::fs::Mode::empty(),
+    );
+    if let Ok(file) = file {
+        let _ = rustix::io::write(&file, b"0");
+    }
 }
 
 fn mark_all_close_on_exec() -> io::Result<()> {

@@ -16,6 +16,7 @@ pub mod machine;
 pub mod packet;
 pub mod process;
 pub mod qmp;
+pub mod scope;
 pub mod stderr_log;
 mod sync;
 pub mod tap;

@@ -29,6 +29,14 @@ pub enum ThrottleError {
     /// No control group hierarchy has the controller.
     #[error("this host offers no cpu controller, so the guest cannot be slowed")]
     NoController,
+    /// The guest's own control group has no such controller.
+    #[error(
+        "control group {group} has no cpu controller, so the guest cannot be slowed: see 'godwit host check'"
+    )]
+    NotDelegated {
+        /// The group.
+        group: PathBuf,
+    },
     /// A control file could not be used.
     #[error("cannot use control group file {path}: {source}")]
     Io {
@@ -127,6 +135,7 @@ impl Throttle {
 
     fn add(&mut self, thread: i32) -> Result<(), ThrottleError> {
         let home = self.hierarchy.group_of(thread)?;
+        self.hierarchy.check(&home)?;
         let path = home.join(group_name(thread)?);
         match fs::create_dir(&path) {
             // Left by a thread that had this number before.
@@ -179,20 +188,36 @@ fn group_name(thread: i32) -> Result<String, ThrottleError> {
     }
 }
 
-/// Undoes what a process that died has left on these threads.
+/// Undoes what a process that died has left on these threads. Goes through all of them and reports the first failure.
 pub fn release_leftovers(threads: &[i32]) -> Result<(), ThrottleError> {
     let hierarchy = hierarchy()?;
+    let mut outcome = Ok(());
     for &thread in threads {
-        let group = hierarchy.group_of(thread)?;
-        let ours = group
-            .file_name()
-            .and_then(|name| name.to_str())
-            .is_some_and(|name| name.starts_with(PREFIX));
-        if let (true, Some(home)) = (ours, group.parent()) {
-            hierarchy.release(thread, home, &group)?;
-        }
+        outcome = outcome.and(release_leftover(&hierarchy, thread));
+    }
+    outcome
+}
+
+fn release_leftover(hierarchy: &Hierarchy, thread: i32) -> Result<(), ThrottleError> {
+    let group = match hierarchy.group_of(thread) {
+        // One that has ended since they were listed has no limit any more.
+        Err(ThrottleError::Io { source, .. }) if is_gone(&source) => return Ok(()),
+        found => found?,
+    };
+    let ours = group
+        .file_name()
+        .and_then(|name| name.to_str())
+        .is_some_and(|name| name.starts_with(PREFIX));
+    if let (true, Some(home)) = (ours, group.parent()) {
+        // First: it frees the thread also where it cannot be moved.
+        let lifted = hierarchy.set_quota(&group, None, None);
+        return hierarchy.release(thread, home, &group).and(lifted);
     }
     Ok(())
+}
+
+fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
 
 /// The same for all threads of a process.
@@ -211,6 +236,17 @@ pub fn release_leftovers_of(process: i32) -> Result<(), ThrottleError> {
 }
 
 impl Hierarchy {
+    /// A group has the controller only where whoever manages the groups above it has passed it on. Looked at each time:
+    /// it comes and goes with other programs' groups.
+    fn check(&self, home: &Path) -> Result<(), ThrottleError> {
+        let offered = || fs::read_to_string(home.join("cgroup.controllers")).unwrap_or_default();
+        if !self.unified || offered().split_whitespace().any(|name| name == "cpu") {
+            return Ok(());
+        }
+        let group = home.to_owned();
+        Err(ThrottleError::NotDelegated { group })
+    }
+
     fn group_of(&self, thread: i32) -> Result<PathBuf, ThrottleError> {
         let path = PathBuf::from(format!("/proc/{thread}/cgroup"));
         let table =
@@ -463,7 +499,7 @@ mod tests {
         });
         match limited {
             Ok(throttle) => Some(throttle),
-            Err(error @ (ThrottleError::NoController | ThrottleError::Io { .. })) => {
+            Err(error) => {
                 println!("skipped: {error}");
                 None
             }
@@ -517,6 +553,34 @@ mod tests {
             let again = Throttle::prepare(&[thread]).expect("takes over");
             assert_eq!(again.groups[0].home, home);
             drop(again);
+            assert_eq!(hierarchy.group_of(thread).expect("its group"), home);
+        }
+        child.kill().and_then(|()| child.wait()).expect("killed");
+    }
+
+    #[test]
+    fn a_group_without_the_controller_is_named() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let hierarchy = Hierarchy {
+            mount: dir.path().to_owned(),
+            unified: true,
+        };
+        fs::write(dir.path().join("cgroup.controllers"), "memory pids").expect("written");
+        let error = hierarchy.check(dir.path()).expect_err("no cpu there");
+        let named = dir.path().display().to_string();
+        assert!(error.to_string().contains(&named), "{error}");
+        fs::write(dir.path().join("cgroup.controllers"), "cpu memory").expect("written");
+        hierarchy.check(dir.path()).expect("it has come");
+    }
+
+    #[test]
+    fn a_thread_that_has_ended_does_not_keep_the_others_slowed() {
+        let mut child = spinner();
+        let thread = child.id() as i32;
+        if let Some(throttle) = throttled(thread, 0.2) {
+            let (hierarchy, home) = (throttle.hierarchy.clone(), throttle.groups[0].home.clone());
+            std::mem::forget(throttle);
+            release_leftovers(&[i32::MAX, thread]).expect("the first is gone");
             assert_eq!(hierarchy.group_of(thread).expect("its group"), home);
         }
         child.kill().and_then(|()| child.wait()).expect("killed");

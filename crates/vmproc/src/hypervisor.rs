@@ -6,6 +6,7 @@
 use crate::announce::Voice;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
+use crate::group::limit_memory;
 use crate::harden::stay_private;
 use crate::huge_pages::HugePages;
 use crate::input::{GuestNews, Input};
@@ -79,6 +80,7 @@ impl Hyper {
         };
         let ram_path = start.paths.ram_file(start.launch);
         check_files(start.spec, &start.config.host)?;
+        limit_memory(start.spec.memory_bytes());
         let ram =
             RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner)).map_err(memory)?;
         let started = launch_qemu(start, &ram_path).and_then(|(launched, taps)| {

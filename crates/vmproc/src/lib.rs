@@ -16,6 +16,7 @@ mod control_slot;
 mod destination;
 mod faults;
 mod files;
+mod group;
 mod harden;
 mod heard;
 mod huge_pages;
@@ -50,6 +51,7 @@ use std::path::Path;
 
 /// Runs the VM process described by the file at `config_path` until it is told to detach or the VM is gone.
 pub fn run(config_path: &Path) -> anyhow::Result<()> {
+    group::settle();
     harden::harden()?;
     end_with_any_thread();
     let config: Option<VmProcessConfig> = load_json(config_path)?;

@@ -266,6 +266,10 @@ impl Vm {
             if let Err(error) = godwit_qemu::throttle::release_leftovers_of(hyper.pid()) {
                 tracing::warn!(%error, "a predecessor's throttle may be left");
             }
+            crate::group::take_in(hyper.pid());
+            // Of the guest that runs: its description may be of another size by now.
+            let mapped = hyper.ram.page_count();
+            crate::group::limit_memory(mapped.saturating_mul(godwit_guestmem::PAGE_SIZE as u64));
         }
         let orphan = self.find_orphan();
         let was_off = self.found == Some(GuestNews::Shutdown);
