@@ -167,8 +167,8 @@ fn switch_on(arguments: &Arguments) -> Result<Site> {
 fn prepare(host: &Host<Emulated>, number: u8) -> Result<()> {
     let script = format!(
         "i=$(ls /sys/class/net | grep -v -e lo -e vmbr0 | head -n 1); hostname {name}; modprobe kvm_amd
-         ip link set $i up; ip addr add 10.0.0.{number}/24 dev $i; ip addr add 10.1.0.{number}/24 dev $i
-         ip link add vmbr0 type bridge; ip link set vmbr0 up
+         ip link add vmbr0 type bridge; ip link set $i master vmbr0; ip link set $i up; ip link set vmbr0 up
+         ip addr add 10.0.0.{number}/24 dev vmbr0; ip addr add 10.1.0.{number}/24 dev vmbr0
          cp /payload/godwit.deb /root/; cp /payload/vmlinuz /payload/initrd /srv/images/; chmod 644 /srv/images/*",
         name = host.name
     );
@@ -214,7 +214,11 @@ impl Site {
         let cpu = arguments.cpu.clone();
         self.show("a Linux guest with two vCPUs runs under KVM", |site| {
             let text = readme::with(&readme::description()?, "memory_mib", "192");
-            let text = readme::with(&text, "cmdline", "\"console=ttyS0 quiet panic=-1\"");
+            let text = readme::with(
+                &text,
+                "cmdline",
+                "\"console=ttyS0 quiet panic=-1 rest_us=50000\"",
+            );
             let text = match cpu {
                 Some(cpu) => readme::with(&text, "cpu", &format!("\"{cpu}\"")),
                 None => text,

@@ -2,6 +2,7 @@
  * init of a Linux guest that proves its memory: every thread owns pages, numbers them, steps them at random and looks
  * whether each still holds what was written last. One line a second: steps, and how often a page held something else.
  *
+ * The kernel hands `rest_us=N` of its command line over: how long a thread rests after four steps, below 1000000.
  * Linked statically, with a thread for every processor. Build: gcc -O2 -static -pthread.
  */
 #include <fcntl.h>
@@ -21,6 +22,7 @@
 #define THREADS_MAX 16
 
 static atomic_ulong steps, wrong;
+static long rest_us = 200;
 
 static uint64_t next(uint64_t *state)
 {
@@ -45,16 +47,15 @@ static void *check(void *argument)
         memory[page * WORDS + WORDS - 1] = thread << 32 | page;
     }
     for (;;) {
-        for (int turn = 0; turn < 64; turn++) {
+        for (int turn = 0; turn < 4; turn++) {
             uint64_t page = (next(&state) >> 20) % PAGES;
             volatile uint64_t *at = memory + page * WORDS;
             if (at[0] != last[page] || at[WORDS - 1] != (thread << 32 | page))
                 atomic_fetch_add(&wrong, 1);
             at[0] = ++last[page];
         }
-        atomic_fetch_add(&steps, 64);
-        /* Enough to be slowed for, little enough for an emulated machine to move it. */
-        struct timespec rest = {0, 200000};
+        atomic_fetch_add(&steps, 4);
+        struct timespec rest = {0, rest_us * 1000};
         nanosleep(&rest, NULL);
     }
 }
@@ -66,8 +67,10 @@ int main(void)
         for (int descriptor = 0; descriptor < 3; descriptor++)
             dup2(console, descriptor);
     setvbuf(stdout, NULL, _IONBF, 0);
+    const char *rest = getenv("rest_us");
+    if (rest != NULL && atol(rest) > 0 && atol(rest) < 1000000)
+        rest_us = atol(rest);
     long processors = sysconf(_SC_NPROCESSORS_ONLN);
-    printf("checker: begins on %ld processors\n", processors);
     for (long thread = 0; thread < processors && thread < THREADS_MAX; thread++) {
         pthread_t one;
         if (pthread_create(&one, NULL, check, (void *)(uintptr_t)thread) != 0)
@@ -75,6 +78,6 @@ int main(void)
     }
     for (;;) {
         sleep(1);
-        printf("checker: steps %lu wrong %lu\n", atomic_load(&steps), atomic_load(&wrong));
+        printf("checker: steps %lu wrong %lu on %ld processors\n", atomic_load(&steps), atomic_load(&wrong), processors);
     }
 }
