@@ -147,6 +147,7 @@ impl Site {
         host.until("the agent is another process", agent, |ran| {
             ran.stdout.trim() != before.1 && ran.stdout.trim() != "0"
         })?;
+        way::agent_listens(host)?;
         way::connected(&self.a)?;
         let running = |text: &str| text.replace(' ', "").matches("\"running\"").count() == 2;
         self.a
@@ -200,6 +201,7 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
         "the refusal does not name the VMs: {said}"
     );
     site.b.ok("systemctl is-active godwit-agent")?;
+    way::agent_listens(&site.b)?;
     way::connected(&site.a)?;
     site.move_to(&site.a)?;
     site.goes_on(&site.a, &upgrade)?;
@@ -220,11 +222,7 @@ fn purge(site: &Site) -> Result<()> {
         "dpkg -i {} && systemctl enable --now godwit-agent",
         way::PACKAGE
     ))?;
-    b.until(
-        "the agent answers",
-        "godwit vm list --agent /run/godwit/agent.sock",
-        |ran| ran.code == Some(0),
-    )?;
+    way::agent_listens(b)?;
     way::connected(&site.a)?;
     site.move_to(b)
 }

@@ -52,6 +52,14 @@ pub fn set_up<M: Machine>(hosts: [&Host<M>; 2]) -> Result<()> {
     Ok(())
 }
 
+/// Waits until an agent that was just started takes connections: the controller's list says what was heard a moment ago.
+pub fn agent_listens<M: Machine>(host: &Host<M>) -> Result<()> {
+    let ran = host.until("the agent listens", "ss -Hltn 'sport = :8472'", |ran| {
+        ran.stdout.contains(":8472")
+    });
+    ran.map(drop)
+}
+
 /// Waits until the controller has heard from both hosts.
 pub fn connected<M: Machine>(controller: &Host<M>) -> Result<()> {
     let list = "godwit host list --json";
