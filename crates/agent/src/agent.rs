@@ -460,6 +460,7 @@ impl Agent {
         self.migration_begins(&request.migration.id, &name).await?;
         self.removed.begin_anew(&name);
         let vm = self.supervised(&name);
+        self.renew_idle(&vm).await?;
         vm.need(NEED).await?;
         match vm
             .ask(&VmRequest::PrepareIncoming(Box::new(request)), ACT)
@@ -653,7 +654,9 @@ impl Agent {
 
     /// Boots a VM because somebody asked.
     pub(crate) async fn start(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
-        let promise = self.promise_memory(&self.known(name)?).await?;
+        let vm = self.known(name)?;
+        self.renew_idle(&vm).await?;
+        let promise = self.promise_memory(&vm).await?;
         let done = self.act(name, VmRequest::Start).await?;
         drop(promise);
         self.no_boot_wanted(name);

@@ -318,6 +318,34 @@ async fn commands_in_a_protocol_without_a_common_version_change_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_stopped_vm_starts_the_qemu_that_host_toml_names_now() {
+    let served = Served::new().await;
+    let controller = served.controller();
+    let web = vm("web");
+    controller.put_vm(&put("web", 1)).await.unwrap();
+    controller.start(&web).await.unwrap();
+    let pid = || match served.agent.supervised(&web).life() {
+        crate::life::Life::Live { pid } => pid,
+        other => panic!("{other:?}"),
+    };
+    let first = pid();
+    let told = served.host.run_dir("web").join(crate::launch::CONFIG_FILE);
+    let now = std::fs::read_to_string(&told).unwrap();
+    let before = now.replace("/nonexistent/qemu", "/nonexistent/qemu-of-before");
+    assert_ne!(now, before);
+    // With a guest its process stays: that one is not started anew.
+    std::fs::write(&told, &before).unwrap();
+    controller.start(&web).await.unwrap();
+    assert_eq!(pid(), first);
+    let force = true;
+    controller.stop(&web, &StopRequest { force }).await.unwrap();
+    controller.start(&web).await.unwrap();
+    assert_ne!(pid(), first);
+    assert_eq!(std::fs::read_to_string(&told).unwrap(), now);
+    served.end("web");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_generation_below_the_known_one_is_refused() {
     let served = Served::new().await;
     let moved = Phase::Moved {

@@ -6,7 +6,7 @@ use crate::config::HostConfig;
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::qemu_trial::GuestRun;
 use crate::system::{Interface, KERNEL_MIN, System};
-use crate::{check_groups, check_qemu, crypto, sys, users};
+use crate::{check_groups, check_host, check_qemu, crypto, sys, users};
 use godwit_types::host::{Check, CheckStatus};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
@@ -75,15 +75,29 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
         user(inputs.config),
         cpu(inputs.system),
         aes(inputs.system, inputs.config),
-        mtu(inputs.interfaces, inputs.migration_addresses),
+        mtu(
+            inputs.interfaces,
+            inputs.migration_addresses,
+            inputs.config.is_joined(),
+        ),
         clock(sys::clock_state()),
         ports(inputs.config, inputs.migration_addresses),
         huge_pages(inputs.system),
         socket_buffers(inputs.system),
         memory(inputs.system),
         check_groups::check(inputs.system, inputs.config),
+        check_host::first_touch(inputs.system),
+        check_host::room(inputs.config),
     ];
-    checks.extend(bridges(inputs.system, inputs.config));
+    if inputs.config.is_joined() {
+        checks.extend(bridges(inputs.system, inputs.config));
+    } else {
+        checks.push(note(
+            "configuration",
+            "this host has not joined: looked at with what a host has by default",
+            "get a command for it with 'godwit host add' where the controller runs",
+        ));
+    }
     checks.extend(check_qemu::run(inputs.qemu, inputs.guests));
     checks
 }
@@ -97,8 +111,25 @@ fn kernel(system: &System) -> Check {
     failed(
         "kernel",
         found,
-        format!("boot Linux {major}.{minor} or newer: dirty tracking needs its PAGEMAP_SCAN"),
+        format!(
+            "boot Linux {major}.{minor} or newer: dirty tracking needs its PAGEMAP_SCAN{}",
+            newer_kernel(system)
+        ),
     )
+}
+
+/// Where a distribution whose own kernel is too old has a newer one.
+fn newer_kernel(system: &System) -> &'static str {
+    let release = system.read("/etc/os-release").unwrap_or_default();
+    match release
+        .lines()
+        .any(|line| line == "VERSION_CODENAME=bookworm")
+    {
+        true => {
+            "; on Debian 12 add bookworm-backports to apt's sources, then 'apt-get update && apt-get install -t bookworm-backports linux-image-amd64' and reboot"
+        }
+        false => "",
+    }
 }
 
 fn userfaultfd(usable: &Result<(), String>) -> Check {
@@ -193,7 +224,7 @@ fn aes(system: &System, config: &HostConfig) -> Check {
     }
 }
 
-fn mtu(interfaces: &[Interface], addresses: &[IpAddr]) -> Check {
+fn mtu(interfaces: &[Interface], addresses: &[IpAddr], is_joined: bool) -> Check {
     let carriers: Vec<&Interface> = interfaces
         .iter()
         .filter(|interface| {
@@ -211,6 +242,13 @@ fn mtu(interfaces: &[Interface], addresses: &[IpAddr]) -> Check {
         })
         .map(ToString::to_string)
         .collect();
+    if !is_joined {
+        return note(
+            "mtu",
+            "not known before this host has joined: no migration address is configured",
+            "",
+        );
+    }
     if !missing.is_empty() || addresses.is_empty() {
         return failed(
             "mtu",
@@ -229,7 +267,7 @@ fn mtu(interfaces: &[Interface], addresses: &[IpAddr]) -> Check {
     if carriers.iter().all(|interface| interface.mtu >= MTU_GOOD) {
         return ok("mtu", found);
     }
-    warning(
+    note(
         "mtu",
         found,
         format!(
@@ -328,7 +366,7 @@ fn socket_buffers(system: &System) -> Check {
         return ok("socket-buffers", found);
     }
     let mbit_per_s = smallest.saturating_mul(8) / 100_000;
-    warning(
+    note(
         "socket-buffers",
         found,
         format!(
@@ -430,7 +468,7 @@ mod tests {
         });
         assert!(checks.len() >= 13);
         for check in checks {
-            let fine = check.status == CheckStatus::Ok
+            let fine = matches!(check.status, CheckStatus::Ok | CheckStatus::Note)
                 || !check.remedy.is_empty()
                 || check.name == "socket-buffers";
             assert!(fine, "{} has no remedy", check.name);

@@ -181,6 +181,21 @@ impl HostConfig {
         Ok(config)
     }
 
+    /// What a host has that has not joined: nothing but defaults.
+    pub fn before_joining() -> Result<Self, ConfigError> {
+        let text = format!(
+            "name = \"this-host\"\nlisten = \"0.0.0.0:{LISTEN_PORT}\"\nmigration_interfaces = [\"lo\"]\n"
+        );
+        let mut config = Self::parse(&text, Path::new(CONFIG_PATH))?;
+        config.migration_interfaces.clear();
+        Ok(config)
+    }
+
+    /// Whether it says where migrations go, as every written one does.
+    pub fn is_joined(&self) -> bool {
+        !self.migration_addresses.is_empty() || !self.migration_interfaces.is_empty()
+    }
+
     fn check(&self, path: &Path) -> Result<(), ConfigError> {
         let refuse = |key: &'static str, message: &str| {
             Err(ConfigError::Value {

@@ -161,6 +161,21 @@ impl Agent {
         ))
     }
 
+    /// A VM process without a guest that was started by an agent with another configuration would start another QEMU than
+    /// host.toml names: it ends, and the next one is told what holds now.
+    pub(crate) async fn renew_idle(self: &Arc<Self>, vm: &Arc<Supervised>) -> Reply<()> {
+        if !vm.is_live() || !vm.was_told_otherwise() {
+            return Ok(());
+        }
+        match self.release(vm).await {
+            Ok(held) => drop(held),
+            // It has a guest, or is receiving one: that goes on as it was begun.
+            Err(error) if error.code == ErrorCode::WrongState => {}
+            Err(error) => return Err(error),
+        }
+        Ok(())
+    }
+
     /// Gives up a VM's damaged record. A QEMU of it would be orphaned, so there must be none.
     pub(crate) async fn forget_record(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
         let vm = self.supervised(name);

@@ -15,6 +15,8 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use tokio::process::{Child, Command};
 
+/// What a VM process was told, in its run directory.
+pub const CONFIG_FILE: &str = "vm-process.json";
 /// Log of a VM process, in its run directory.
 pub const LOG_FILE: &str = "vm-process.log";
 /// What a VM process that failed ends with: never what systemd-run ends with, which stands before it.
@@ -54,7 +56,7 @@ impl VmProgram {
         let run_dir = Path::new(&config.run_dir);
         make_dir(run_dir, 0o711)?;
         make_dir(Path::new(&config.state_dir), 0o700)?;
-        let path = run_dir.join("vm-process.json");
+        let path = run_dir.join(CONFIG_FILE);
         write_private(&path, &serde_json::to_vec_pretty(config)?)?;
         let log = open_log(&run_dir.join(LOG_FILE))?;
         self.command(config, place)

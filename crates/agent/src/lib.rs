@@ -12,6 +12,7 @@ mod boot_cases;
 mod cancelled;
 mod check;
 mod check_groups;
+mod check_host;
 mod check_qemu;
 pub mod config;
 mod crypto;

@@ -7,7 +7,7 @@ use crate::agent::{self, Agent};
 use crate::api;
 use crate::boot::{self, Boots};
 use crate::cancelled::Cancelled;
-use crate::config::{ConfigError, HostConfig};
+use crate::config::{CONFIG_PATH, ConfigError, HostConfig};
 use crate::launch::{VmProgram, make_dir};
 use crate::memory::Memory;
 use crate::probe::Probes;
@@ -92,9 +92,13 @@ fn setup<E: std::fmt::Display>(doing: &'static str) -> impl FnOnce(E) -> AgentEr
     }
 }
 
-/// Checks this host by its configuration file.
+/// Checks this host by its configuration file, or, before it has joined, with the defaults.
 pub async fn check(config: &Path) -> Result<HostCheck, AgentError> {
-    let config = HostConfig::load(config)?;
+    let is_default = config == Path::new(CONFIG_PATH);
+    let config = match config.try_exists() {
+        Ok(false) if is_default => HostConfig::before_joining()?,
+        _ => HostConfig::load(config)?,
+    };
     Ok(agent::check_host(&config, &System::default()).await)
 }
 

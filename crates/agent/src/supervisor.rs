@@ -17,6 +17,7 @@ use crate::life::Life;
 use crate::records::Records;
 use crate::scope::{self, Place};
 use crate::vm_client::{VmClientError, VmConnection, ask};
+use godwit_store::load_json;
 use godwit_types::host_api::{OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::site::RecordAnswer;
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
@@ -173,6 +174,16 @@ impl Supervised {
     /// How its VM process was told to be.
     pub fn config(&self) -> &VmProcessConfig {
         &self.config
+    }
+
+    /// Whether its VM process was told otherwise when it was started, by an agent with another configuration.
+    pub fn was_told_otherwise(&self) -> bool {
+        let path = self.run_dir().join(launch::CONFIG_FILE);
+        match load_json::<VmProcessConfig>(&path) {
+            Ok(Some(told)) => told != self.config,
+            // What cannot be read is no ground to end anything.
+            Ok(None) | Err(_) => false,
+        }
     }
 
     /// Whether a VM process lives.

@@ -141,7 +141,7 @@ impl Output {
                 "host",
                 "vcpus",
                 "memory",
-                "runs on",
+                "accel",
                 "migration",
             ],
             rows.collect(),
@@ -185,7 +185,7 @@ impl Output {
             ("kernel", vm.spec.kernel.clone()),
             ("encryption", vm.spec.encryption.to_string()),
             (
-                "runs on",
+                "accel",
                 vm.accelerator.map_or("-".into(), |a| a.to_string()),
             ),
         ];
@@ -258,20 +258,22 @@ impl Output {
     pub fn hosts(&self, hosts: &[HostView]) {
         let rows = hosts.iter().map(|host| {
             let info = &host.info;
+            // A host that was never heard has said nothing of itself.
+            let heard = |text: String| match info.version.is_empty() {
+                true => "-".to_owned(),
+                false => text,
+            };
+            let memory = format!("{} of {} MiB", info.memory_free_mib, info.memory_total_mib);
             vec![
                 info.name.to_string(),
                 host_state(host),
                 info.agent_address.to_string(),
-                info.cpus.to_string(),
-                format!("{} of {} MiB", info.memory_free_mib, info.memory_total_mib),
-                info.accelerator.to_string(),
-                if info.encryption {
-                    "yes".into()
-                } else {
-                    "no".into()
-                },
-                host.vms.len().to_string(),
-                info.version.clone(),
+                heard(info.cpus.to_string()),
+                heard(memory),
+                heard(info.accelerator.to_string()),
+                heard(if info.encryption { "yes" } else { "no" }.to_owned()),
+                heard(host.vms.len().to_string()),
+                heard(info.version.clone()),
             ]
         });
         let header = [
@@ -280,7 +282,7 @@ impl Output {
             "agent",
             "cpus",
             "memory free",
-            "runs on",
+            "accel",
             "encryption",
             "vms",
             "godwit",
