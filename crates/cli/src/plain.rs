@@ -27,12 +27,14 @@ pub fn lines(text: &str) -> String {
             rest = rest.get(colour.len()..).unwrap_or_default();
             continue;
         }
-        plain.push(if steers(c) && !matches!(c, '\n' | '\t') {
-            INSTEAD
-        } else {
-            c
-        });
         rest = rest.get(c.len_utf8()..).unwrap_or_default();
+        match c {
+            '\n' | '\t' => plain.push(c),
+            // A serial line ends its lines so; alone it would go back over what stands there.
+            '\r' if rest.starts_with(['\r', '\n']) => {}
+            c if steers(c) => plain.push(INSTEAD),
+            c => plain.push(c),
+        }
     }
     plain
 }
@@ -85,6 +87,13 @@ mod tests {
         is_harmless(&sentence("one\ntwo"));
         assert_eq!(sentence("one\ntwo"), "one two");
         assert_eq!(lines("login:\n\tpassword"), "login:\n\tpassword");
+    }
+
+    #[test]
+    fn lines_of_a_serial_console_end_without_a_stray_character() {
+        assert_eq!(lines("one\r\ntwo\r\r\n"), "one\ntwo\n");
+        is_harmless(&lines("one\rALARM"));
+        assert_eq!(lines("one\rALARM"), format!("one{INSTEAD}ALARM"));
     }
 
     #[test]
