@@ -168,7 +168,7 @@ impl TrialSetting {
     fn run_guest(&self, accelerator: Accelerator, cpus: &CpuFacts) -> GuestRun {
         let auto = auto_model(accelerator, cpus);
         let wishes: &[&str] = match auto {
-            Some(ref model) => &[*model],
+            Some(model) => &[model],
             None => &["host", "host,-arch-capabilities", "max"],
         };
         let mut first = None;

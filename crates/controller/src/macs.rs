@@ -166,7 +166,7 @@ mod tests {
         let (a, b) = namesakes();
         let first = allot(vm(&a, &[""]), &[]).unwrap();
         assert_eq!(first.nics[0].mac, Some(mac_text(first.default_mac(0))));
-        let second = allot(vm(&b, &[""]), &[first.clone()]).unwrap();
+        let second = allot(vm(&b, &[""]), std::slice::from_ref(&first)).unwrap();
         assert_eq!(second.default_mac(0), first.default_mac(0));
         assert_ne!(second.mac(0), first.mac(0));
         assert!(second.nics[0].mac.is_some());
@@ -197,12 +197,15 @@ mod tests {
     fn an_edited_vm_keeps_the_mac_that_it_was_allotted() {
         let (a, b) = namesakes();
         let first = allot(vm(&a, &[""]), &[]).unwrap();
-        let second = allot(vm(&b, &[""]), &[first.clone()]).unwrap();
+        let second = allot(vm(&b, &[""]), std::slice::from_ref(&first)).unwrap();
         // The other one is gone, and the address made from the name is free again.
-        let edited = allot(vm(&b, &["", ""]), &[second.clone()]).unwrap();
+        let edited = allot(vm(&b, &["", ""]), std::slice::from_ref(&second)).unwrap();
         assert_eq!(edited.mac(0), second.mac(0));
         assert_ne!(edited.mac(1), edited.mac(0));
-        assert_eq!(allot(edited.clone(), &[edited.clone()]).unwrap(), edited);
+        assert_eq!(
+            allot(edited.clone(), std::slice::from_ref(&edited)).unwrap(),
+            edited
+        );
     }
 
     #[test]

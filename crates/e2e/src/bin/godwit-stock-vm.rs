@@ -60,7 +60,7 @@ fn main() -> ExitCode {
 
 fn run(arguments: &Arguments) -> Result<bool> {
     let mut site = switch_on(arguments)?;
-    site.from_nothing();
+    site.install_from_nothing();
     site.guest(arguments);
     site.moves();
     site.small_pages();
@@ -191,7 +191,7 @@ impl Site {
         fine
     }
 
-    fn from_nothing(&mut self) {
+    fn install_from_nothing(&mut self) {
         self.show("two Debians, each with a kernel, cgroup v2 and KVM of its own, /run noexec", |site| {
             let mut note = String::new();
             for host in [&site.a, &site.b] {
