@@ -6,6 +6,8 @@
 mod args;
 mod commands;
 mod complete;
+#[cfg(test)]
+mod configuration_tests;
 mod connect;
 mod controller_file;
 #[cfg(test)]

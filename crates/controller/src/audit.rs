@@ -213,6 +213,7 @@ fn what(asked: &Asked) -> String {
         ("POST", path::RESET) => "vm reset",
         ("POST", path::PAUSE) => "vm pause",
         ("POST", path::RESUME) => "vm resume",
+        ("POST", path::RENEW) => "vm renew",
         ("POST", path::RESOLVE) => "vm resolve --run-on",
         ("POST", path::KEEP) => "vm resolve --keep",
         ("POST", path::SITE_ACKNOWLEDGE) => "site acknowledge",
