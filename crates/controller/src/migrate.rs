@@ -17,8 +17,8 @@ use godwit_rpc::{AgentClient, ClientError};
 use godwit_types::control_api::{CancelRequest, Done, InventoryEvent, MigrationBegun};
 use godwit_types::host_api::PrepareIncoming;
 use godwit_types::migration::{
-    AgentAddress, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport, MigrationSpec,
-    Outcome as End, Phase, PreflightReport, Side,
+    AgentAddress, COULD_NOT_BEGIN, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport,
+    MigrationSpec, Outcome as End, Phase, PreflightReport, Side,
 };
 use godwit_types::site::Claim;
 use godwit_types::vm::{Accelerator, VmState};
@@ -136,11 +136,11 @@ async fn start(
     };
     let error = match (app.has_begun(&id), handed_out) {
         // Whatever a host made of the cancel in the meantime.
-        (true, _) => Some(cancelled_at_once(&id)),
-        (false, handed_out) => handed_out.err(),
+        (true, _) => Some((cancelled_at_once(&id), End::Cancelled)),
+        (false, handed_out) => handed_out.err().map(|error| (error, End::Failed)),
     };
-    if let Some(error) = error {
-        return Err(undo(app, found, &id, error).await);
+    if let Some((error, outcome)) = error {
+        return Err(undo(app, found, &id, error, outcome).await);
     }
     let broken = found.report.cannot_keep.iter();
     let warnings = broken.map(|broken| broken.message.clone()).collect();
@@ -346,10 +346,21 @@ async fn begin_at_source(source: &preflight::End, spec: &MigrationSpec) -> Resul
 }
 
 /// Whatever a host may have begun is cancelled; the watcher waits until both have said how it ended.
-async fn undo(app: &Arc<App>, found: &Preflight, id: &MigrationId, error: ApiError) -> ApiError {
+async fn undo(
+    app: &Arc<App>,
+    found: &Preflight,
+    id: &MigrationId,
+    error: ApiError,
+    outcome: End,
+) -> ApiError {
     tracing::warn!(migration = %id, %error, "migration could not begin");
+    // What a person cancelled is told as that.
+    let reason = match outcome {
+        End::Cancelled => error.message.clone(),
+        _ => format!("{COULD_NOT_BEGIN}{}", error.message),
+    };
     let request = CancelRequest {
-        reason: Some(format!("it could not begin: {}", error.message)),
+        reason: Some(reason),
         vm: Some(found.vm.spec.name.clone()),
     };
     for end in [&found.source, &found.destination] {
@@ -357,7 +368,7 @@ async fn undo(app: &Arc<App>, found: &Preflight, id: &MigrationId, error: ApiErr
             tracing::warn!(migration = %id, host = %end.host, %error, "cannot tell the host that the migration is cancelled");
         }
     }
-    watch::settle_failed_start(app, id, &error).await;
+    watch::settle_failed_start(app, id, &error, outcome).await;
     error
 }
 

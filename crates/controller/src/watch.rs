@@ -15,7 +15,9 @@ use crate::unread::Lack;
 use godwit_rpc::ClientError;
 use godwit_site::Book;
 use godwit_types::control_api::{CancelRequest, InventoryEvent};
-use godwit_types::migration::{MigrationReport, Outcome as End, PEER_GAVE_UP, Phase};
+use godwit_types::migration::{
+    COULD_NOT_BEGIN, MigrationReport, Outcome as End, PEER_GAVE_UP, Phase,
+};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::sync::Arc;
@@ -215,15 +217,25 @@ fn judge_both(source: &MigrationReport, destination: &MigrationReport) -> Verdic
 }
 
 fn judge_one(report: &MigrationReport) -> Verdict {
-    let report = Box::new(report.clone());
+    let mut report = Box::new(report.clone());
+    let could_not_begin = |why: &String| why.starts_with(COULD_NOT_BEGIN);
+    if report.outcome == Some(End::Cancelled) && report.reason.as_ref().is_some_and(could_not_begin)
+    {
+        // Nobody cancelled it; a VM process of before this word was known says so.
+        report.outcome = Some(End::Failed);
+    }
     match report.outcome {
         Some(End::Completed | End::Cancelled | End::Failed) => Verdict::Over(report),
         Some(End::InDoubt) | None => Verdict::GoesOn(report),
     }
 }
 
-fn failed(mut report: MigrationReport, reason: &str) -> MigrationReport {
-    report.outcome = Some(End::Failed);
+fn failed(report: MigrationReport, reason: &str) -> MigrationReport {
+    ended(report, End::Failed, reason)
+}
+
+fn ended(mut report: MigrationReport, outcome: End, reason: &str) -> MigrationReport {
+    report.outcome = Some(outcome);
     report.phase = Phase::Ended;
     report.reason = Some(reason.to_owned());
     report
@@ -234,8 +246,8 @@ async fn end(app: &Arc<App>, report: MigrationReport) -> Result<(), ControllerEr
     let completed = report.outcome == Some(End::Completed);
     let other = if completed { &report.from } else { &report.to };
     let (from, to) = (&report.from, &report.to);
-    let ended = |book: &mut Book| book.migration_ended(&report.vm, from, to, completed);
-    ended(&mut app.state().book);
+    let note = |book: &mut Book| book.migration_ended(&report.vm, from, to, completed);
+    note(&mut app.state().book);
     let due = app.due().await;
     app.store.end_migration(&report, due.rows()).await?;
     due.written();
@@ -260,7 +272,7 @@ fn tell(app: &App, report: &MigrationReport) {
 }
 
 /// After a begin that failed: ends it if both hosts are sure that it is over, else follows it.
-pub async fn settle_failed_start(app: &Arc<App>, id: &MigrationId, error: &ApiError) {
+pub async fn settle_failed_start(app: &Arc<App>, id: &MigrationId, error: &ApiError, outcome: End) {
     let Some(last) = app.live(id).map(|live| live.borrow().clone()) else {
         return;
     };
@@ -273,7 +285,7 @@ pub async fn settle_failed_start(app: &Arc<App>, id: &MigrationId, error: &ApiEr
         _ => false,
     };
     if settled {
-        match end(app, failed(last, &error.message)).await {
+        match end(app, ended(last, outcome, &error.message)).await {
             Ok(()) => return,
             Err(error) => {
                 tracing::error!(migration = %id, %error, "cannot store the migration's end")

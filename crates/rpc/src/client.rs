@@ -341,7 +341,7 @@ impl Client {
             peer: self.name.clone(),
             cause,
         };
-        let stream = stream.map_err(|error| not_reached(cause(&error)))?;
+        let stream = stream.map_err(|error| not_reached(self.why_not(&error)))?;
         let (sender, connection) = http1::handshake(TokioIo::new(stream))
             .await
             .map_err(|error| not_reached(error.to_string()))?;
@@ -395,6 +395,16 @@ impl Client {
         }
     }
 
+    fn why_not(&self, error: &std::io::Error) -> String {
+        let denied = error.kind() == std::io::ErrorKind::PermissionDenied;
+        match self.way {
+            Way::Unix(_) if denied => {
+                "you may not: join the group godwit ('usermod -aG godwit USER', then log in again), or use sudo".into()
+            }
+            _ => cause(error),
+        }
+    }
+
     fn broken(&self, cause: &(dyn std::error::Error + 'static)) -> ClientError {
         ClientError::Broken {
             peer: self.name.clone(),
@@ -436,7 +446,7 @@ fn invalid(error: &(dyn std::error::Error + 'static)) -> ClientError {
 }
 
 /// An error with its sources, joined.
-fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
@@ -482,5 +492,15 @@ mod tests {
         let wanted = "the connection to /run/b broke: it ended before the answer was complete";
         assert_eq!(broken.to_string(), wanted);
         assert_eq!(cause(&ended), "it ended before the answer was complete");
+    }
+
+    #[test]
+    fn who_may_not_open_the_socket_is_told_how_to() {
+        let denied = std::io::Error::from(std::io::ErrorKind::PermissionDenied);
+        let told = Client::unix(Path::new("/run/b")).why_not(&denied);
+        assert!(
+            told.contains("group godwit") && told.contains("sudo"),
+            "{told}"
+        );
     }
 }

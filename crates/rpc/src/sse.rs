@@ -2,7 +2,7 @@
 //!
 //! Owns one connection; dropping the stream closes it. Refuses: lines over [`EVENT_LINE_LEN_MAX`].
 
-use crate::client::{ClientError, Driver};
+use crate::client::{ClientError, Driver, chain};
 use crate::limits::EVENT_LINE_LEN_MAX;
 use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
@@ -113,7 +113,7 @@ impl EventStream {
             let Some(frame) = self.body.frame().await else {
                 return Ok(None);
             };
-            let frame = frame.map_err(|error| self.broken(error.to_string()))?;
+            let frame = frame.map_err(|error| self.broken(chain(&error)))?;
             if let Ok(bytes) = frame.into_data() {
                 let events = self.parser.push(&bytes);
                 self.ready

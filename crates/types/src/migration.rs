@@ -14,6 +14,10 @@ use zeroize::{Zeroize, ZeroizeOnDrop};
 /// What a host knows of a migration that the other one gave up without saying more, as [`MigrationReport::reason`].
 pub const PEER_GAVE_UP: &str = "the other host gave the migration up; see its log";
 
+/// How the reason begins that a controller gives the hosts of a migration that could not begin: nobody cancelled that
+/// one, so that it failed.
+pub const COULD_NOT_BEGIN: &str = "it could not begin: ";
+
 /// Downtime that a migration aims at unless asked otherwise, ms.
 pub const MAX_DOWNTIME_MS_DEFAULT: u64 = 50;
 

@@ -27,7 +27,7 @@ use godwit_types::host_api::{
     HostVm, IncomingReady, MigrationNote, NOTE_FILE, PrepareIncoming, SPEC_FILE, VmAnswer,
     VmRequest, VmStatus,
 };
-use godwit_types::migration::{MigrationReport, MigrationSpec, Side};
+use godwit_types::migration::{COULD_NOT_BEGIN, MigrationReport, MigrationSpec, Side};
 use godwit_types::site::RecordAnswer;
 use godwit_types::version::{Build, MIGRATION, VERSION};
 use godwit_types::vm::{Accelerator, VmSpec, VmState};
@@ -361,7 +361,8 @@ impl Vm {
     fn cancel(&mut self, id: &MigrationId, reason: &str) -> Reply {
         match &mut self.migration {
             Some(migration) if migration.id == *id => {
-                migration.cancelled = true;
+                // The controller takes back what could not begin: that was nobody's wish.
+                migration.cancelled = !reason.starts_with(COULD_NOT_BEGIN);
                 migration.reason.get_or_insert_with(|| reason.to_owned());
             }
             _ => return self.cancel_early(id),
