@@ -20,13 +20,15 @@ use crate::qemu_now::{self, QemuNow};
 use crate::qemu_trial::TrialSetting;
 use crate::records::{Records, VMS_MAX, internal};
 use crate::removed::Removed;
+use crate::renewal::Certificate;
 use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::{Supervised, Supervisor};
 use crate::system::{Interface, System, interfaces, unix_ms};
 use crate::users::{self, NOBODY, User};
 use godwit_guestmem::tracker;
-use godwit_rpc::Revocations;
+use godwit_rpc::{Identity, Revocations};
+use godwit_types::certificate::CertificateDates;
 use godwit_types::control_api::{Done, HostCheck};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
@@ -77,6 +79,7 @@ pub(crate) struct Agent {
     pub reports: Reports,
     pub cancelled: Cancelled,
     pub removed: Removed,
+    pub certificate: Certificate,
 }
 
 pub(crate) type Reply<T> = Result<T, ApiError>;
@@ -144,6 +147,15 @@ pub(crate) fn migration_addresses(config: &HostConfig, interfaces: &[Interface])
         .collect()
 }
 
+/// When this host's certificate was made and ends, as its files say.
+pub(crate) fn certificate(config: &HostConfig) -> Result<CertificateDates, String> {
+    let identity = Identity::load(&config.pki_dir());
+    let holder = identity.and_then(|identity| identity.holder());
+    holder
+        .map(|holder| holder.dates())
+        .map_err(|error| error.to_string())
+}
+
 /// Checks this host without an agent.
 pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostCheck {
     let user = users::qemu_user(config.qemu_user.as_deref()).unwrap_or(NOBODY);
@@ -161,6 +173,7 @@ pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostChec
             interfaces: &interfaces,
             migration_addresses: &addresses,
             userfaultfd: tracking(),
+            certificate: certificate(config),
         })
     });
     HostCheck {
@@ -315,6 +328,7 @@ impl Agent {
             site,
             boot_alone_ignored: self.config.boot == BootRule::Alone && !may_be_alone,
             unread: self.records.all_unread(),
+            certificate: Some(self.certificate.info()),
         }
     }
 

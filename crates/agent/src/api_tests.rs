@@ -7,6 +7,7 @@ use crate::memory::Memory;
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFactsError;
 use crate::qemu_now::QemuNow;
+use crate::renewal::Certificate;
 use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::Supervisor;
@@ -14,6 +15,7 @@ use crate::system::System;
 use crate::test_support::{HEARD, TestHost, spec, stub_program, vm};
 use crate::users::User;
 use godwit_ownership::{Phase, Power};
+use godwit_rpc::Current;
 use godwit_rpc::agent_client::RULES;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{
@@ -69,7 +71,16 @@ impl Served {
             Arc::new(|_, _| Box::pin(async { Ok(vec![]) })),
             records.clone(),
         );
+        let authority = Authority::create(now_unix_s()).unwrap();
+        let identity = authority
+            .identity(&Role::Host(host_name("a")), now_unix_s())
+            .unwrap();
         let agent = Arc::new(Agent {
+            certificate: Certificate::new(
+                Current::new(identity.clone()).unwrap(),
+                host.config.pki_dir(),
+                None,
+            ),
             bursts: Arc::default(),
             migration_links: Vec::new(),
             readings: Default::default(),
@@ -99,10 +110,6 @@ impl Served {
             probes: Probes::default(),
             revocations: Arc::new(Revocations::default()),
         });
-        let authority = Authority::create(now_unix_s()).unwrap();
-        let identity = authority
-            .identity(&Role::Host(host_name("a")), now_unix_s())
-            .unwrap();
         let (stop, stopped) = watch::channel(false);
         let server = Server::new(router(agent.clone()), RULES, agent.revocations.clone());
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -11,7 +11,7 @@ use crate::evidence;
 use crate::keeping::changed;
 use crate::supervisor::Supervised;
 use godwit_rpc::pki::Holder;
-use godwit_rpc::{Admission, AgentClient, Client, ControllerClient, Identity, Role};
+use godwit_rpc::{Admission, AgentClient, Client, ControllerClient, Current, Role};
 use godwit_site::HostSite;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::site::{SiteAnswer, SiteHost, SiteQuestion};
@@ -100,10 +100,9 @@ impl Boots {
 }
 
 /// Asks over mutual TLS, as this host.
-pub(crate) fn asker(identity: Identity, controller: Option<SocketAddr>) -> Asker {
-    let identity = Arc::new(identity);
+pub(crate) fn asker(current: Arc<Current>, controller: Option<SocketAddr>) -> Asker {
     Arc::new(move |whom, question| {
-        let identity = Arc::clone(&identity);
+        let identity = current.identity();
         Box::pin(async move {
             let internal = |error: godwit_rpc::pki::PkiError| {
                 ApiError::new(ErrorCode::Internal, error.to_string())
@@ -132,12 +131,13 @@ pub(crate) fn asker(identity: Identity, controller: Option<SocketAddr>) -> Asker
     })
 }
 
-/// Only the certificate that the site's table names: a removed host does not answer for the one that took its name.
+/// Only certificates of the life that the site's table names: a removed host does not answer for the one that took its
+/// name.
 struct Enrolled(String);
 
 impl Admission for Enrolled {
     fn admits(&self, holder: &Holder) -> bool {
-        holder.serial == self.0
+        holder.life == self.0
     }
 }
 

@@ -7,6 +7,8 @@ use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::qemu_trial::GuestRun;
 use crate::system::{Interface, KERNEL_MIN, System};
 use crate::{check_groups, check_host, check_qemu, crypto, sys, users};
+use godwit_rpc::pki::now_unix_s;
+use godwit_types::certificate::{CertificateDates, CertificateStage};
 use godwit_types::host::{Check, CheckStatus};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
@@ -33,6 +35,8 @@ pub struct Inputs<'a> {
     pub migration_addresses: &'a [IpAddr],
     /// Features of the userfaultfd device, or why it cannot be used.
     pub userfaultfd: Result<(), String>,
+    /// When this host's certificate was made and ends, or why that cannot be read.
+    pub certificate: Result<CertificateDates, String>,
 }
 
 pub(crate) fn ok(name: &str, found: impl Into<String>) -> Check {
@@ -90,6 +94,7 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
         check_host::room(inputs.config),
     ];
     if inputs.config.is_joined() {
+        checks.push(certificate(&inputs.certificate, now_unix_s()));
         checks.extend(bridges(inputs.system, inputs.config));
     } else {
         checks.push(note(
@@ -129,6 +134,29 @@ fn newer_kernel(system: &System) -> &'static str {
             "; on Debian 12 add bookworm-backports to apt's sources, then 'apt-get update && apt-get install -t bookworm-backports linux-image-amd64' and reboot"
         }
         false => "",
+    }
+}
+
+fn certificate(dates: &Result<CertificateDates, String>, now_unix_s: i64) -> Check {
+    const RENEW: &str = "see why in the agent's log; or run 'godwit host add' where the controller is and 'godwit host renew TOKEN' here: this host's VMs run on";
+    let dates = match dates {
+        Ok(dates) => dates,
+        Err(why) => {
+            return failed(
+                "certificate",
+                why.clone(),
+                "join a controller with 'godwit host join'",
+            );
+        }
+    };
+    let found = format!("this host's certificate {}", dates.left(now_unix_s));
+    match dates.stage(now_unix_s) {
+        CertificateStage::Fresh | CertificateStage::Due => ok("certificate", found),
+        CertificateStage::NearEnd => {
+            let found = format!("{found} and was not renewed");
+            warning("certificate", found, RENEW)
+        }
+        CertificateStage::Ended => failed("certificate", found, RENEW),
     }
 }
 
@@ -450,6 +478,25 @@ mod tests {
     }
 
     #[test]
+    fn a_certificate_is_warned_of_before_it_ends() {
+        let dates = CertificateDates {
+            made_unix_s: 0,
+            ends_unix_s: 600,
+        };
+        for (now, status) in [
+            (300, CheckStatus::Ok),
+            (450, CheckStatus::Ok),
+            (550, CheckStatus::Warning),
+            (600, CheckStatus::Failed),
+        ] {
+            let found = certificate(&Ok(dates), now);
+            assert_eq!(found.status, status, "at {now}");
+            let fine = status == CheckStatus::Ok;
+            assert_eq!(found.remedy.contains("godwit host renew"), !fine);
+        }
+    }
+
+    #[test]
     fn every_finding_that_is_not_ok_says_what_to_do() {
         let config = config("49500-49501");
         let qemu = Err(QemuFactsError::NoVersion {
@@ -465,6 +512,7 @@ mod tests {
             interfaces: &[],
             migration_addresses: &[],
             userfaultfd: Err("no device".into()),
+            certificate: Err("there is none".into()),
         });
         assert!(checks.len() >= 13);
         for check in checks {

@@ -34,6 +34,7 @@ mod qemu_trial;
 mod records;
 mod removed;
 mod renew;
+mod renewal;
 mod reports;
 mod run;
 mod scope;

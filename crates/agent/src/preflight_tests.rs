@@ -117,6 +117,7 @@ fn info(config: &HostConfig) -> HostInfo {
         site: Default::default(),
         boot_alone_ignored: false,
         unread: Default::default(),
+        certificate: None,
     }
 }
 

@@ -14,6 +14,7 @@ use crate::probe::Probes;
 use crate::qemu_now::QemuNow;
 use crate::records::{BOOT_FILE_MAX, Records};
 use crate::removed::Removed;
+use crate::renewal::Certificate;
 use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::{Carrier, Supervisor};
@@ -22,7 +23,7 @@ use crate::users::{self, UserError};
 use godwit_guestmem::mem_tmpfs;
 use godwit_rpc::agent_client::RULES;
 use godwit_rpc::pki::PkiError;
-use godwit_rpc::{AgentClient, Client, Identity, Revocations, Role, Server, server, tls};
+use godwit_rpc::{AgentClient, Client, Current, Identity, Revocations, Role, Server, server, tls};
 use godwit_store::read_text;
 use godwit_types::control_api::HostCheck;
 use godwit_types::host_api::PeerEnvelope;
@@ -109,17 +110,19 @@ pub async fn run(
     stop: watch::Receiver<bool>,
 ) -> Result<(), AgentError> {
     let config = HostConfig::load(config)?;
-    let identity = identity(&config)?;
+    let current = Current::new(identity(&config)?).map_err(setup("use this host's certificate"))?;
     let system = System::default();
     prepare_dirs(&config, &system)?;
-    let agent = Arc::new(make_agent(config, system, program, &identity).await?);
+    let agent = Arc::new(make_agent(config, system, program, &current).await?);
     let server = Server::new(api::router(agent.clone()), RULES, agent.revocations.clone());
-    let tls = tls::server_config(&identity).map_err(setup("use this host's certificate"))?;
+    let tls = tls::server_config_of(&current).map_err(setup("use this host's certificate"))?;
     let (local, remote) = listen(&agent.config).await?;
     agent.take_up().map_err(setup("take up this host's VMs"))?;
     tokio::spawn(agent.clone().keep_booting(stop.clone()));
     tokio::spawn(agent.clone().keep_telling(stop.clone()));
     tokio::spawn(agent.clone().keep_qemu_known(stop.clone()));
+    let (keeper, ends) = (agent.clone(), stop.clone());
+    tokio::spawn(async move { keeper.certificate.keep(ends).await });
     tracing::info!(host = %agent.config.name, listen = %agent.config.listen, "the agent is ready");
     tokio::join!(
         server.clone().run_unix(local, stop.clone()),
@@ -169,7 +172,7 @@ async fn make_agent(
     config: HostConfig,
     system: System,
     program: VmProgram,
-    identity: &Identity,
+    current: &Arc<Current>,
 ) -> Result<Agent, AgentError> {
     let user = users::qemu_user(config.qemu_user.as_deref())?;
     let qemu = QemuNow::begin(&config, user).await;
@@ -192,7 +195,7 @@ async fn make_agent(
         .map_err(setup("read what this host knows of its site"))?;
     let removed = Removed::default();
     removed.are(site.with(|site| site.table().removed.clone()));
-    let asker = boot::asker(identity.clone(), config.controller);
+    let asker = boot::asker(current.clone(), config.controller);
     Ok(Agent {
         site,
         boots: Boots::new(asker, boot::system_is_stopping()),
@@ -203,8 +206,9 @@ async fn make_agent(
         reports: Reports::new(records.clone()),
         cancelled: Cancelled::open(&config.state_dir),
         removed,
+        certificate: Certificate::new(current.clone(), config.pki_dir(), config.controller),
         boot_id,
-        supervisor: Supervisor::new(program, carrier(identity.clone()), records.clone()),
+        supervisor: Supervisor::new(program, carrier(current.clone()), records.clone()),
         config,
         system,
         user,
@@ -242,9 +246,9 @@ fn boot_id(config: &HostConfig, system: &System) -> std::io::Result<String> {
 }
 
 /// Carries messages to other hosts' agents with this host's certificate.
-fn carrier(identity: Identity) -> Carrier {
+fn carrier(current: Arc<Current>) -> Carrier {
     Arc::new(move |vm, message| {
-        let identity = identity.clone();
+        let identity = current.identity();
         Box::pin(async move {
             let role = Role::Host(message.peer.host.clone());
             let client = Client::tls(message.peer.address, &identity, role)

@@ -122,7 +122,7 @@ impl Stage {
     }
 
     fn bring_up(&mut self) -> Result<()> {
-        self.start_controller()?;
+        self.start_controller(&[])?;
         for (index, host) in [(0, "a"), (1, "b")] {
             self.join(host, &self.addresses(index), &[])?;
             self.start_daemon(host)?;

@@ -4,11 +4,14 @@
 //! exit code 2.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use godwit_agent::config::CONFIG_PATH;
+use godwit_agent::config::{CONFIG_PATH, LISTEN_PORT};
 use godwit_types::vm::EncryptionMode;
 use godwit_types::{HostName, MigrationId, VmName};
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+
+/// Where controllers listen unless said otherwise.
+const CONTROLLER_PORT: u16 = 8471;
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -98,6 +101,9 @@ pub enum Command {
     /// Hosts: join, list, check, top, drain, remove
     #[command(subcommand)]
     Host(HostCommand),
+    /// Certificates for people and scripts on other machines
+    #[command(subcommand)]
+    Operator(OperatorCommand),
     /// Virtual machines
     #[command(subcommand)]
     Vm(VmCommand),
@@ -164,11 +170,11 @@ pub enum ControllerCommand {
 /// How to set the controller up.
 #[derive(Debug, Args)]
 pub struct ControllerInit {
-    /// Address that hosts reach the controller at
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    /// Address that hosts reach the controller at; port 8471 when left out
+    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = address::<CONTROLLER_PORT>)]
     pub listen: SocketAddr,
     /// Address that hosts reach it by, where that differs; may be given several times
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = address::<CONTROLLER_PORT>)]
     pub advertise: Vec<SocketAddr>,
     /// Configuration file to write
     #[arg(
@@ -187,6 +193,9 @@ pub struct ControllerInit {
         default_value = "/run/godwit/controller.sock"
     )]
     pub socket: PathBuf,
+    /// How long certificates are good for, seconds
+    #[arg(long, value_name = "SECONDS", hide = true)]
+    pub certificate_life_s: Option<u64>,
 }
 
 /// The agent.
@@ -209,6 +218,16 @@ pub enum HostCommand {
         after_help = "Example:\n  godwit host join TOKEN --name a --migration 10.1.0.1 --port-group vm=vmbr0"
     )]
     Join(HostJoin),
+    /// Give this host another certificate after its own has ended (run on the host, with a token from 'host add')
+    #[command(
+        after_help = "Certificates renew themselves; this is for a host that was off, or cut off, for so long that its own has ended. It\nstays the host that it was: its records stay, its VMs run on, its former certificate is revoked. A running agent\ntakes the new one by itself.\n\nExample:\n  godwit host renew TOKEN"
+    )]
+    Renew(HostRenew),
+    /// Take this machine out of its site (run on the host; it must hold no VM)
+    #[command(
+        after_help = "The controller removes the host and revokes its certificate; then the agent is stopped, its records are moved aside, and\ncertificate and configuration are removed, so that the machine may join again. Move its VMs away first, with\n'godwit host drain'.\n\nExample:\n  godwit host leave"
+    )]
+    Leave(HostLeave),
     /// List the hosts
     #[command(after_help = "Example:\n  godwit host list --json")]
     List,
@@ -349,7 +368,7 @@ pub struct HostJoin {
     #[arg(long)]
     pub name: Option<HostName>,
     /// Where the agent listens; port 8472 on the address that reaches the controller when left out
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = address::<LISTEN_PORT>)]
     pub listen: Option<SocketAddr>,
     /// Address on a migration network; may be given several times; the listening address when left out
     #[arg(long, value_name = "ADDRESS")]
@@ -372,6 +391,60 @@ pub struct HostJoin {
     /// Do not start the agent's service
     #[arg(long)]
     pub no_start: bool,
+}
+
+/// How a host leaves its site.
+#[derive(Debug, Args)]
+pub struct HostLeave {
+    /// The controller is gone for good: leave without telling it
+    #[arg(long)]
+    pub controller_is_gone: bool,
+    /// This machine's configuration
+    #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
+    pub config: PathBuf,
+}
+
+/// Reads an address with a port, or without one where there is a usual one.
+fn address<const PORT: u16>(text: &str) -> Result<SocketAddr, String> {
+    let bare = text
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'));
+    let with_port = text.parse::<SocketAddr>();
+    let alone = || bare.unwrap_or(text).parse::<IpAddr>();
+    with_port
+        .or_else(|_| alone().map(|ip| SocketAddr::new(ip, PORT)))
+        .map_err(|_| format!("write ADDRESS or ADDRESS:PORT, such as 10.0.0.1 or 10.0.0.1:{PORT}"))
+}
+
+/// How a host gets another certificate.
+#[derive(Debug, Args)]
+pub struct HostRenew {
+    /// The one-time token that 'godwit host add' printed
+    pub token: String,
+    /// This machine's configuration
+    #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
+    pub config: PathBuf,
+}
+
+/// Certificates of people and scripts on other machines.
+#[derive(Debug, Subcommand)]
+pub enum OperatorCommand {
+    /// Make an operator's certificate (run where the controller runs)
+    #[command(
+        after_help = "The directory gets the certificate, its key and the authority's certificate: carry it to where its owner works and\nname it with --certificate. It renews itself when it is used, once two thirds of its life are over.\n\nExample:\n  godwit operator add eve --dir ./eve"
+    )]
+    Add {
+        /// The operator's name, as the audit log shows it
+        name: HostName,
+        /// Directory to write the certificate into
+        #[arg(long, value_name = "DIR")]
+        dir: PathBuf,
+    },
+    /// Renew the operator certificate named with --certificate now
+    #[command(
+        after_help = "Example:\n  godwit operator renew --controller 10.0.0.1:8471 --certificate ./eve"
+    )]
+    Renew,
 }
 
 /// Virtual machines.
@@ -598,6 +671,23 @@ pub enum MigrationCommand {
 mod tests {
     use super::*;
     use clap::CommandFactory;
+
+    #[test]
+    fn an_address_without_a_port_gets_the_usual_one() {
+        for (text, expected) in [
+            ("10.0.0.1", "10.0.0.1:8471"),
+            ("10.0.0.1:9", "10.0.0.1:9"),
+            ("fd00::1", "[fd00::1]:8471"),
+            ("[fd00::1]", "[fd00::1]:8471"),
+            ("[fd00::1]:9", "[fd00::1]:9"),
+        ] {
+            assert_eq!(address::<8471>(text).unwrap().to_string(), expected);
+        }
+        for bad in ["", "host", "10.0.0", "10.0.0.1:", "10.0.0.1:70000"] {
+            let error = address::<8471>(bad).unwrap_err();
+            assert!(error.contains("10.0.0.1:8471"), "{bad}: {error}");
+        }
+    }
 
     #[test]
     fn the_command_tree_is_consistent() {

@@ -7,7 +7,12 @@ use godwit_controller::ControllerConfig;
 use godwit_types::ErrorCode;
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Seconds that certificates may be good for: long enough to be renewed, and not longer than ten years.
+const LIVES_S: RangeInclusive<u64> = 10..=10 * 365 * 86_400;
 
 /// The file's content.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,6 +27,9 @@ pub struct ControllerFile {
     pub state_dir: PathBuf,
     /// Unix socket for local commands.
     pub socket: PathBuf,
+    /// How long certificates are good for, seconds; a year unless said otherwise. They renew themselves at two thirds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub certificate_life_s: Option<u64>,
 }
 
 impl ControllerFile {
@@ -49,6 +57,18 @@ impl ControllerFile {
             );
             return Err(Failure::new(ErrorCode::InvalidRequest, message));
         }
+        if file
+            .certificate_life_s
+            .is_some_and(|life| !LIVES_S.contains(&life))
+        {
+            let message = format!(
+                "{}: certificate_life_s is not between {} and {} seconds",
+                path.display(),
+                LIVES_S.start(),
+                LIVES_S.end()
+            );
+            return Err(Failure::new(ErrorCode::InvalidRequest, message));
+        }
         Ok(file)
     }
 
@@ -56,6 +76,9 @@ impl ControllerFile {
     pub fn config(self) -> ControllerConfig {
         let mut config = ControllerConfig::new(self.state_dir, self.socket, self.listen);
         config.advertise = self.advertise;
+        if let Some(seconds) = self.certificate_life_s {
+            config.certificate_valid = Duration::from_secs(seconds);
+        }
         config
     }
 }

@@ -13,7 +13,7 @@ use crate::store::Store;
 use crate::unread::Lack;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::rate::Rate;
-use godwit_rpc::{AgentClient, Authority, Client, Identity, Revocations, Role};
+use godwit_rpc::{AgentClient, Authority, Client, Current, Revocations, Role};
 use godwit_site::{Batch, Book, HostRow, Row};
 use godwit_types::control_api::{HostState, InventoryEvent, VmView};
 use godwit_types::migration::MigrationReport;
@@ -50,7 +50,7 @@ pub struct App {
     /// The CA.
     pub authority: Authority,
     /// Own certificate.
-    pub identity: Identity,
+    pub identity: Arc<Current>,
     /// Revoked certificates, shared with the server.
     pub revocations: Arc<Revocations>,
     /// Hosts that are being emptied.
@@ -149,7 +149,7 @@ impl App {
         config: ControllerConfig,
         store: Store,
         authority: Authority,
-        identity: Identity,
+        identity: Arc<Current>,
         advertise: Vec<SocketAddr>,
         stop: watch::Receiver<bool>,
     ) -> Result<Self, ControllerError> {
@@ -405,7 +405,7 @@ impl App {
         }
         let client = Client::tls_admitted(
             address,
-            &self.identity,
+            &self.identity.identity(),
             Role::Host(host.clone()),
             Some(self.revocations.clone()),
         )
@@ -415,6 +415,11 @@ impl App {
         let agent = AgentClient::new(client).with_deadlines(self.config.deadlines);
         lock(&self.clients).insert(host.clone(), (address, agent.clone()));
         Ok((address, agent))
+    }
+
+    /// Makes every host's client anew when it is wanted next: the controller has another certificate.
+    pub fn forget_clients(&self) {
+        lock(&self.clients).clear();
     }
 
     /// The client of a host that answers.

@@ -118,6 +118,11 @@ pub fn info(host: &HostName, mut info: HostInfo) -> Result<HostInfo, NotTaken> {
         return Err(not_taken(host, format!("{count} {what}, at most {most}")));
     }
     info.unread.values_mut().for_each(sentence);
+    if let Some(certificate) = &mut info.certificate
+        && let Some(problem) = &mut certificate.problem
+    {
+        sentence(problem);
+    }
     info.name = host.clone();
     Ok(info)
 }
@@ -125,10 +130,12 @@ pub fn info(host: &HostName, mut info: HostInfo) -> Result<HostInfo, NotTaken> {
 fn longest_word(info: &HostInfo) -> Option<usize> {
     let words = [&info.version, &info.kernel, &info.qemu, &info.boot_id];
     let under = info.cpu_models_under.values().flatten();
+    let certificate = info.certificate.iter().map(|said| &said.serial);
+    let words = words.into_iter().chain(certificate);
     let models = info.machine_types.iter().chain(&info.cpu_models);
     let models = models.chain(under);
     let aliases = info.machine_aliases.iter();
-    let words = words.into_iter().chain(models);
+    let words = words.chain(models);
     let words = words.chain(aliases.flat_map(|(alias, name)| [alias, name]));
     let words = words.chain(info.port_groups.values());
     words.map(String::len).max()

@@ -1,9 +1,14 @@
 //! What a controller is told when it starts. Owns nothing.
 
 use godwit_rpc::agent_client::Deadlines;
+use godwit_rpc::pki::CERTIFICATE_DAYS;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
+
+/// How long certificates are good for unless said otherwise.
+pub const CERTIFICATE_VALID: Duration =
+    Duration::from_secs(CERTIFICATE_DAYS.unsigned_abs() * 86_400);
 
 /// A controller's configuration.
 #[derive(Debug, Clone)]
@@ -24,6 +29,8 @@ pub struct ControllerConfig {
     pub deadlines: Deadlines,
     /// How long a join token is good for.
     pub token_valid: Duration,
+    /// How long a certificate is good for; it is renewed when two thirds of that are over.
+    pub certificate_valid: Duration,
 }
 
 impl ControllerConfig {
@@ -38,6 +45,7 @@ impl ControllerConfig {
             watch_every: Duration::from_millis(200),
             deadlines: Deadlines::default(),
             token_valid: Duration::from_secs(3600),
+            certificate_valid: CERTIFICATE_VALID,
         }
     }
 }

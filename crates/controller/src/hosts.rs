@@ -4,6 +4,7 @@
 //! that holds VMs unless it does not answer and the operator says that it is off for good.
 
 use crate::app::{App, site_host};
+use crate::certificates;
 use crate::error::{ControllerError, Outcome, refuse, silent};
 use crate::placement::drain;
 use crate::reconcile;
@@ -12,7 +13,7 @@ use crate::state::HostEntry;
 use crate::store::Joined;
 use crate::survey::{clear, refused};
 use crate::vms::{done, is_stopped_at, release};
-use godwit_rpc::pki::{PkiError, now_unix_s};
+use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::token::hash_of;
 use godwit_rpc::{CameFrom, ClientError, Role, Token};
 use godwit_site::{HostRow, Refusal};
@@ -87,6 +88,9 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
     if !app.store.token_is_good(&hash, now).await? {
         return Err(bad_token());
     }
+    if let Some(former) = &request.former {
+        return certificates::go_on(app, request, former).await;
+    }
     if request.agent_address.ip().is_unspecified() || request.agent_address.port() == 0 {
         return refuse(
             ErrorCode::InvalidRequest,
@@ -98,13 +102,8 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
     }
     must_not_be_waited_for(app, &request.name)?;
     let role = Role::Host(request.name.clone());
-    let issued = app
-        .authority
-        .sign(&request.csr_pem, &role, now)
-        .map_err(|error| match error {
-            PkiError::Request(_) => ApiError::new(ErrorCode::InvalidRequest, error.to_string()),
-            other => ControllerError::from(other).into(),
-        })?;
+    let issued = app.authority.sign(&request.csr_pem, &role, now);
+    let issued = issued.map_err(certificates::not_signed)?;
     let mut entry = HostEntry::new(request.agent_address, issued.serial);
     entry.last_seen_unix_s = now;
     match app.store.join(&hash, &request.name, &entry, now).await? {
@@ -140,9 +139,15 @@ fn name_taken(app: &App, request: &JoinRequest) -> String {
             "a host {name} at {} joined before and has not been heard yet, now one at {} asks for that name: see that the agent of the first runs, or remove it with 'godwit host remove {name}'",
             entry.address, request.agent_address
         ),
-        _ => format!(
-            "a host {name} is enrolled: choose another name, or remove it first with 'godwit host remove {name}'"
+        Some(entry) => format!(
+            "a host {name} is enrolled, at {}, {}: choose another name, or remove it first with 'godwit host remove {name}'; if this machine is that host, leave first with 'godwit host leave'",
+            entry.address,
+            match entry.silent_s(now_unix_s()) {
+                None => "and answers".to_owned(),
+                Some(silent) => format!("last heard {silent} s ago"),
+            }
         ),
+        None => format!("a host {name} was just enrolled: choose another name"),
     }
 }
 
@@ -176,7 +181,8 @@ fn must_not_be_waited_for(app: &App, name: &HostName) -> Outcome<()> {
     Ok(())
 }
 
-fn bad_token() -> ApiError {
+/// The token is none that could be used.
+pub fn bad_token() -> ApiError {
     ApiError::new(
         ErrorCode::BadToken,
         "the join token is wrong, used or expired: get a new one with 'godwit host add'",

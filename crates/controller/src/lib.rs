@@ -9,6 +9,7 @@ mod api;
 mod app;
 mod audit;
 mod bounds;
+mod certificates;
 mod config;
 mod drains;
 mod error;

@@ -68,7 +68,7 @@ fn is_watched(app: &App, host: &HostName) -> bool {
 
 /// Its certificate is revoked, so that it is no host of this site; it is asked under its own name all the same.
 async fn ask(app: &App, host: &HostName, address: SocketAddr) -> Result<Vec<HostVm>, ClientError> {
-    let client = Client::tls(address, &app.identity, Role::Host(host.clone()));
+    let client = Client::tls(address, &app.identity.identity(), Role::Host(host.clone()));
     let client = client.map_err(|error| {
         let text = error.to_string();
         ClientError::Refused(godwit_types::ApiError::new(

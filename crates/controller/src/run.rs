@@ -9,10 +9,10 @@ use crate::config::ControllerConfig;
 use crate::error::ControllerError;
 use crate::placement::drain;
 use crate::store::Store;
-use crate::{hosts, reconcile, removed, taken_over, watch};
+use crate::{certificates, hosts, reconcile, removed, taken_over, watch};
 use godwit_rpc::controller_client::RULES;
 use godwit_rpc::pki::now_unix_s;
-use godwit_rpc::{Authority, Identity, Role, Server};
+use godwit_rpc::{Authority, Current, Identity, Role, Server};
 use godwit_types::HostName;
 use godwit_types::control_api::JoinToken;
 use std::net::SocketAddr;
@@ -23,8 +23,6 @@ use tokio::net::TcpListener;
 use tokio::sync::watch as signal;
 use tokio::task::JoinHandle;
 
-/// The controller renews its own certificate when it starts with less than this left.
-const RENEW_BEFORE_S: i64 = 60 * 86_400;
 /// Name in the first operator's certificate.
 const FIRST_OPERATOR: &str = "admin";
 
@@ -50,7 +48,7 @@ pub async fn init(config: &ControllerConfig) -> Result<Initialised, ControllerEr
     }
     make_dir(dir)?;
     let now = now_unix_s();
-    let authority = Authority::create(now)?;
+    let authority = Authority::create(now)?.with_validity(config.certificate_valid);
     let operator_dir = dir.join("operator");
     make_dir(&operator_dir)?;
     let admin =
@@ -63,7 +61,7 @@ pub async fn init(config: &ControllerConfig) -> Result<Initialised, ControllerEr
     // Last, since it says that there is a controller here.
     authority.save(dir)?;
     let (_stop, stopped) = signal::channel(false);
-    let identity = Identity::load(dir)?;
+    let identity = Current::new(Identity::load(dir)?)?;
     let advertise = addresses(config, &config.listen);
     let app = App::load(
         config.clone(),
@@ -138,8 +136,9 @@ impl Controller {
                 dir.display()
             )));
         }
-        let authority = Authority::load(&dir)?;
-        let identity = renewed(&authority, Identity::load(&dir)?, &dir)?;
+        let authority = Authority::load(&dir)?.with_validity(config.certificate_valid);
+        let identity = Current::new(Identity::load(&dir)?)?;
+        certificates::renew_own(&authority, &identity, &dir, now_unix_s())?;
         let store = Store::open(&database(&dir), false).await?;
         let (tcp, addresses) = listen(&config.listen).await?;
         let unix = godwit_rpc::server::bind_unix(&config.socket).map_err(|source| {
@@ -150,7 +149,7 @@ impl Controller {
             }
         })?;
         let (stop, stopped) = signal::channel(false);
-        let tls = godwit_rpc::tls::server_config(&identity)?;
+        let tls = godwit_rpc::tls::server_config_of(&identity)?;
         let advertise = self::addresses(&config, &addresses);
         let app = App::load(
             config,
@@ -169,6 +168,7 @@ impl Controller {
         if let Err(error) = looked {
             tracing::warn!(%error, "when this controller took over is not known");
         }
+        tokio::spawn(certificates::keep_own(app.clone()));
         tokio::spawn(taken_over::keep_looking(app.clone(), stopped.clone()));
         watch::resume(&app).await?;
         drain::resume(&app).await?;
@@ -227,22 +227,6 @@ async fn listen(
         listeners.push(listener);
     }
     Ok((listeners, addresses))
-}
-
-/// The controller's own certificate, made anew when it is about to end.
-fn renewed(
-    authority: &Authority,
-    identity: Identity,
-    dir: &Path,
-) -> Result<Identity, ControllerError> {
-    let now = now_unix_s();
-    if identity.holder()?.not_after_unix_s.saturating_sub(now) > RENEW_BEFORE_S {
-        return Ok(identity);
-    }
-    let identity = authority.identity(&Role::Controller, now)?;
-    identity.save(dir)?;
-    tracing::info!("the controller's certificate was about to end and is renewed");
-    Ok(identity)
 }
 
 /// Runs a controller until SIGINT or SIGTERM; for the command line.

@@ -4,6 +4,7 @@
 
 use crate::app::App;
 use crate::bounds;
+use crate::certificates;
 use crate::error::Outcome;
 use crate::state::State;
 use crate::taken_over;
@@ -144,14 +145,12 @@ pub fn view(app: &App) -> SiteView {
         if state.book.was_fenced_falsely(name) {
             alarms.push(Alarm::FencedHostAnswered { host: name.clone() });
         }
-        if entry
-            .info
-            .as_ref()
-            .is_some_and(|info| info.boot_alone_ignored)
-        {
+        let info = entry.info.as_ref();
+        if info.is_some_and(|info| info.boot_alone_ignored) {
             alarms.push(Alarm::BootAloneIgnored { host: name.clone() });
         }
     }
+    alarms.extend(certificates::alarms(app, &state, now));
     for (host, vm, _) in state.damaged_records() {
         alarms.push(Alarm::DamagedRecord { host, vm });
     }
@@ -211,8 +210,11 @@ fn listed(hosts: &[HostName]) -> String {
     names.join(", ")
 }
 
-/// Hosts, each that is not enrolled with who names it.
+/// What is waited for: hosts, each that is not enrolled with who names it, or, of none, their answers.
 fn with_tellers(state: &State, hosts: &[HostName]) -> String {
+    if hosts.is_empty() {
+        return "their answers".to_owned();
+    }
     let shown = hosts.iter().take(STRANGERS_SHOWN * 4).map(|host| {
         let tellers = state.book.told_by(host);
         match state.hosts.contains_key(host) || tellers.is_empty() {
@@ -244,11 +246,7 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
         Alarm::RestoredController { waits_for, said_by } => format!(
             "this controller works on an old copy of its database, as {} heard, and grants nothing until it has read every host; it waits for {}: bring them back, or run 'godwit host fenced HOST' for one that is powered off. If no database was put back, and one host alone says so, that host is wrong: power it off and run 'godwit host remove HOST --confirm-unreachable'",
             listed(said_by),
-            if waits_for.is_empty() {
-                "their answers".to_owned()
-            } else {
-                with_tellers(state, waits_for)
-            }
+            with_tellers(state, waits_for)
         ),
         Alarm::ReplacedController { said_by } => format!(
             "another controller has taken over this site, as {} heard: this one grants nothing; stop it, or, if it is the one to keep, stop the other one and start this one anew. If there is no other one, those hosts are wrong: power them off and run 'godwit host remove HOST --confirm-unreachable'",
@@ -286,7 +284,7 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
                 .join(", ")
         ),
         Alarm::ClockOrCertificate { host } => format!(
-            "host {host} does not answer because a certificate is not valid at the time of one side: compare the clocks of host {host} and of this controller and set the wrong one; if both are right, the host's certificate has expired: remove the host and let it join anew"
+            "host {host} does not answer because a certificate is not valid at the time of one side: compare the clocks of host {host} and of this controller and set the wrong one; if both are right, the host's certificate has ended: run 'godwit host add' here and 'godwit host renew TOKEN' on host {host}; its VMs run on"
         ),
         Alarm::AnswerNotTaken { host } => {
             let entry = state.hosts.get(host);
@@ -321,6 +319,9 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
         Alarm::FencedHostAnswered { host } => format!(
             "host {host} was said to be powered off and was not: look for VMs that ran twice with 'godwit vm list', then end this alarm with 'godwit site acknowledge'"
         ),
+        Alarm::CertificateEnds { .. }
+        | Alarm::ControllerCertificateEnds { .. }
+        | Alarm::AuthorityEnds { .. } => certificates::sentence(state, alarm, now_unix_s()),
         Alarm::BootAloneIgnored { host } => format!(
             "boot = \"alone\" in host {host}'s host.toml is ignored, since the site has other hosts: remove the line"
         ),

@@ -75,7 +75,7 @@ impl HostEntry {
     }
 
     /// How long it has been silent at `now_unix_s`, seconds; none while it answers, or when it was never heard.
-    fn silent_s(&self, now_unix_s: i64) -> Option<u64> {
+    pub fn silent_s(&self, now_unix_s: i64) -> Option<u64> {
         let silent = !self.is_connected() && self.last_seen_unix_s > 0;
         silent.then(|| u64::try_from(now_unix_s - self.last_seen_unix_s).unwrap_or(0))
     }
@@ -721,6 +721,7 @@ fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         site: Default::default(),
         boot_alone_ignored: false,
         unread: Default::default(),
+        certificate: None,
     }
 }
 

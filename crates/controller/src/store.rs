@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use sqlx::migrate::{MigrateError, Migration, MigrationType, Migrator};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
-use sqlx::{SqlSafeStr as _, SqlitePool, query, query_as, query_scalar};
+use sqlx::{SqlSafeStr as _, Sqlite, SqlitePool, Transaction, query, query_as, query_scalar};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
@@ -170,6 +170,29 @@ impl Store {
         Ok(())
     }
 
+    /// Uses a token up and revokes one certificate of a host that goes on, or does neither; false when the token is not
+    /// good.
+    pub async fn revoke_one(
+        &self,
+        hash: &str,
+        host: &HostName,
+        certificate: &str,
+        now_unix_s: i64,
+    ) -> Result<bool> {
+        let mut tx = self.pool.begin().await?;
+        if !use_token(&mut tx, hash, now_unix_s).await? {
+            return Ok(false);
+        }
+        query("INSERT OR IGNORE INTO revoked (serial, host, unix_s) VALUES (?, ?, ?)")
+            .bind(certificate)
+            .bind(host.as_str())
+            .bind(now_unix_s)
+            .execute(&mut *tx)
+            .await?;
+        tx.commit().await?;
+        Ok(true)
+    }
+
     /// Serial numbers of all revoked certificates.
     pub async fn revoked(&self) -> Result<Vec<String>> {
         Ok(query_scalar("SELECT serial FROM revoked")
@@ -201,13 +224,7 @@ impl Store {
         now_unix_s: i64,
     ) -> Result<Joined> {
         let mut tx = self.pool.begin().await?;
-        let used = query("UPDATE tokens SET used_unix_s = ? WHERE hash = ? AND used_unix_s IS NULL AND expires_unix_s > ?")
-            .bind(now_unix_s)
-            .bind(hash)
-            .bind(now_unix_s)
-            .execute(&mut *tx)
-            .await?;
-        if used.rows_affected() != 1 {
+        if !use_token(&mut tx, hash, now_unix_s).await? {
             return Ok(Joined::BadToken);
         }
         let added = query("INSERT OR IGNORE INTO hosts (name, agent_address, serial, last_seen_unix_s) VALUES (?, ?, ?, ?)")
@@ -492,6 +509,16 @@ impl Store {
             .await?;
         row.map(|text| from_json("report", &text)).transpose()
     }
+}
+
+async fn use_token(tx: &mut Transaction<'_, Sqlite>, hash: &str, now_unix_s: i64) -> Result<bool> {
+    let sql = "UPDATE tokens SET used_unix_s = ?1 WHERE hash = ?2 AND used_unix_s IS NULL AND expires_unix_s > ?1";
+    let used = query(sql)
+        .bind(now_unix_s)
+        .bind(hash)
+        .execute(&mut **tx)
+        .await?;
+    Ok(used.rows_affected() == 1)
 }
 
 fn vm_entry(

@@ -55,7 +55,7 @@ async fn read(app: &App, host: &HostName, at: Stamp) -> Result<(), ControllerErr
     };
     let client = Client::tls_admitted(
         entry.address,
-        &app.identity,
+        &app.identity.identity(),
         Role::Host(host.clone()),
         Some(app.revocations.clone()),
     )?;
@@ -89,7 +89,7 @@ async fn read(app: &App, host: &HostName, at: Stamp) -> Result<(), ControllerErr
     Ok(())
 }
 
-/// Which certificate a host shows. By its serial number it is revoked once, so that no table says which it is.
+/// Which life a host's certificate is of. By that it is revoked once, so that no table says which it is.
 struct Shown {
     revocations: Arc<Revocations>,
     serial: Mutex<Option<String>>,
@@ -115,7 +115,7 @@ impl Admission for Shown {
         let admitted = self.revocations.admits(holder);
         if admitted {
             let mut serial = self.serial.lock().unwrap_or_else(PoisonError::into_inner);
-            *serial = Some(holder.serial.clone());
+            *serial = Some(holder.life.clone());
         }
         admitted
     }
@@ -128,7 +128,8 @@ async fn met(app: &App, named: Vec<SiteHost>) -> Vec<SiteHost> {
         let shown = Arc::new(Shown::new(app.revocations.clone()));
         let admission = Some(shown.clone() as _);
         let role = Role::Host(site.name.clone());
-        let client = Client::tls_admitted(site.address, &app.identity, role, admission).ok()?;
+        let client =
+            Client::tls_admitted(site.address, &app.identity.identity(), role, admission).ok()?;
         let agent = AgentClient::new(client).with_deadlines(app.config.deadlines);
         let answer = tokio::time::timeout(MET_WITHIN, agent.host()).await;
         let serial = shown.serial()?;

@@ -9,8 +9,8 @@ use crate::sse::EventStream;
 use godwit_types::audit::{AuditEntry, AuditQuery};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse,
-    JoinToken, KeepRequest, MigrationBegun, ResolveRequest, StartRequest, StopRequest, VersionView,
-    VmView,
+    JoinToken, KeepRequest, MigrationBegun, OperatorRequest, RenewRequest, ResolveRequest,
+    StartRequest, StopRequest, VersionView, VmView,
 };
 use godwit_types::drain::{DrainRequest, DrainView};
 use godwit_types::load::HostTop;
@@ -38,6 +38,10 @@ pub mod path {
     pub const TOP: &str = "/v1/top";
     /// POST: enrol a host.
     pub const JOIN: &str = "/v1/join";
+    /// GET: whether the certificate that is shown is wanted; POST: renew it; DELETE: a host leaves.
+    pub const CERTIFICATE: &str = "/v1/certificate";
+    /// POST, on this machine: make an operator's certificate.
+    pub const OPERATORS: &str = "/v1/operators";
     /// GET: list of VMs; POST: create one.
     pub const VMS: &str = "/v1/vms";
     /// GET: a VM; PUT: edit it; DELETE: delete it.
@@ -87,6 +91,8 @@ pub mod path {
 }
 
 const PEOPLE: Access = Access::PEOPLE;
+/// Who has a certificate from the controller.
+const CERTIFIED: Access = Access::HOST.or(Access::OPERATOR);
 
 /// Who may call which route of the controller.
 pub const RULES: &[Rule] = &[
@@ -102,6 +108,10 @@ pub const RULES: &[Rule] = &[
     rule("GET", path::DRAIN_EVENTS, PEOPLE),
     rule("GET", path::TOP, PEOPLE),
     rule("POST", path::JOIN, Access::ANYONE),
+    rule("GET", path::CERTIFICATE, CERTIFIED),
+    rule("POST", path::CERTIFICATE, CERTIFIED),
+    rule("DELETE", path::CERTIFICATE, Access::HOST),
+    rule("POST", path::OPERATORS, Access::LOCAL),
     rule("GET", path::VMS, PEOPLE),
     rule("POST", path::VMS, PEOPLE),
     rule("GET", path::VM, PEOPLE),
@@ -231,6 +241,26 @@ impl ControllerClient {
     /// Enrols; for a client that was made with [`Client::joining`].
     pub async fn join(&self, request: &JoinRequest) -> Reply<JoinResponse> {
         self.of_host.post(path::JOIN, request, ACT).await
+    }
+
+    /// Whether the certificate that this client shows is wanted.
+    pub async fn certificate(&self) -> Reply<Done> {
+        self.of_host.get(path::CERTIFICATE, READ).await
+    }
+
+    /// Another certificate in place of the one that this client shows.
+    pub async fn renew_certificate(&self, request: &RenewRequest) -> Reply<JoinResponse> {
+        self.of_host.post(path::CERTIFICATE, request, READ).await
+    }
+
+    /// Takes the host that this client shows the certificate of out of the site.
+    pub async fn leave(&self) -> Reply<Done> {
+        self.of_host.delete(path::CERTIFICATE, ACT).await
+    }
+
+    /// An operator's certificate.
+    pub async fn add_operator(&self, request: &OperatorRequest) -> Reply<JoinResponse> {
+        self.of_host.post(path::OPERATORS, request, READ).await
     }
 
     /// All VMs.

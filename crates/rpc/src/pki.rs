@@ -2,11 +2,13 @@
 //!
 //! Owns the CA's key while a controller runs; files are in `pki_files`. A host makes its key itself and sends a
 //! signing request; of the request only the public key counts, names and uses are the CA's own decision. Keys are
-//! ECDSA P-256. Certificates are good for [`CERTIFICATE_DAYS`]; renewal is leaving and joining again. Refuses:
-//! certificates with no, several or unknown `godwit:` roles.
+//! ECDSA P-256. Certificates are good for [`CERTIFICATE_DAYS`] unless the CA was told otherwise. A renewed one has a
+//! serial number and a key of its own and names the **life** that it continues: the serial number of the first one. A
+//! life is what is enrolled and what is revoked. Refuses: certificates with no, several or unknown `godwit:` roles.
 
 use crate::access::Peer;
 use godwit_types::HostName;
+use godwit_types::certificate::CertificateDates;
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateSigningRequestParams, DistinguishedName,
     DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair, KeyUsagePurpose,
@@ -14,6 +16,7 @@ use rcgen::{
 };
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
 use std::fmt;
+use std::time::Duration;
 use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
 use zeroize::Zeroizing;
 
@@ -25,6 +28,8 @@ pub const CA_DAYS: i64 = 3650;
 const BACKDATED_S: i64 = 3600;
 const DAY_S: i64 = 86_400;
 const SERIAL_LEN: usize = 16;
+/// Before the life that a renewed certificate names.
+const LIFE: &str = "life ";
 
 /// Why something with certificates failed.
 #[derive(Debug, thiserror::Error)]
@@ -126,6 +131,10 @@ pub struct Holder {
     pub role: Role,
     /// Serial number, lower-case hex.
     pub serial: String,
+    /// Serial number of the first certificate of this life, lower-case hex; its own unless it renewed another.
+    pub life: String,
+    /// When it was made, seconds since 1970.
+    pub made_unix_s: i64,
     /// When it ends, seconds since 1970.
     pub not_after_unix_s: i64,
 }
@@ -135,11 +144,40 @@ impl Holder {
     pub fn read(der: &[u8]) -> Result<Self, PkiError> {
         let (_, certificate) = X509Certificate::from_der(der)
             .map_err(|error| PkiError::Certificate(error.to_string()))?;
+        let serial = hex(certificate.raw_serial());
+        let validity = certificate.validity();
+        let not_before = validity.not_before.timestamp();
         Ok(Self {
             role: role_of(&certificate)?,
-            serial: hex(certificate.raw_serial()),
-            not_after_unix_s: certificate.validity().not_after.timestamp(),
+            life: life_of(&certificate)?.unwrap_or_else(|| serial.clone()),
+            serial,
+            made_unix_s: not_before.saturating_add(BACKDATED_S),
+            not_after_unix_s: validity.not_after.timestamp(),
         })
+    }
+
+    /// When it was made and when it ends.
+    pub fn dates(&self) -> CertificateDates {
+        CertificateDates {
+            made_unix_s: self.made_unix_s,
+            ends_unix_s: self.not_after_unix_s,
+        }
+    }
+}
+
+/// The life that a renewed certificate names, in its subject, which the CA alone writes.
+fn life_of(certificate: &X509Certificate<'_>) -> Result<Option<String>, PkiError> {
+    let mut named = certificate.subject().iter_organizational_unit();
+    let Some(unit) = named.next() else {
+        return Ok(None);
+    };
+    let text = unit.as_str().ok().and_then(|text| text.strip_prefix(LIFE));
+    let hex = |c: char| c.is_ascii_digit() || ('a'..='f').contains(&c);
+    match (text, named.next()) {
+        (Some(life), None) if life.len() == 2 * SERIAL_LEN && life.chars().all(hex) => {
+            Ok(Some(life.to_owned()))
+        }
+        _ => Err(PkiError::Certificate("it names no life, or several".into())),
     }
 }
 
@@ -289,6 +327,9 @@ pub struct Authority {
     pub(crate) certificate_pem: String,
     issuer: Issuer<'static, KeyPair>,
     fingerprint: Fingerprint,
+    ends_unix_s: i64,
+    /// How long what it signs is good for, seconds.
+    valid_s: i64,
 }
 
 impl fmt::Debug for Authority {
@@ -310,7 +351,7 @@ impl Authority {
     /// Makes a new CA.
     pub fn create(now_unix_s: i64) -> Result<Self, PkiError> {
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256)?;
-        let mut params = params("Godwit CA", now_unix_s, CA_DAYS)?;
+        let mut params = params("Godwit CA", now_unix_s, CA_DAYS * DAY_S)?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
         let pem = params.self_signed(&key)?.pem();
@@ -325,7 +366,24 @@ impl Authority {
             certificate_pem,
             issuer,
             fingerprint: Fingerprint::of(&der),
+            ends_unix_s: ends(&der)?,
+            valid_s: CERTIFICATE_DAYS * DAY_S,
         })
+    }
+
+    /// The same, signing certificates that are good for so long.
+    pub fn with_validity(mut self, validity: Duration) -> Self {
+        let seconds = i64::try_from(validity.as_secs()).unwrap_or(i64::MAX);
+        self.valid_s = seconds.clamp(1, CA_DAYS * DAY_S);
+        self
+    }
+
+    /// When its own certificate was made and when it ends.
+    pub fn dates(&self) -> CertificateDates {
+        CertificateDates {
+            made_unix_s: self.ends_unix_s.saturating_sub(CA_DAYS * DAY_S),
+            ends_unix_s: self.ends_unix_s,
+        }
     }
 
     pub(crate) fn key_pem(&self) -> Zeroizing<String> {
@@ -346,7 +404,20 @@ impl Authority {
     pub fn sign(&self, csr_pem: &str, role: &Role, now_unix_s: i64) -> Result<Issued, PkiError> {
         let request = CertificateSigningRequestParams::from_pem(csr_pem)
             .map_err(|error| PkiError::Request(error.to_string()))?;
-        self.certify(&request.public_key, role, now_unix_s)
+        self.certify(&request.public_key, role, None, now_unix_s)
+    }
+
+    /// Certifies a new key for who has a certificate already: the same role, and the same life.
+    pub fn sign_again(
+        &self,
+        csr_pem: &str,
+        holder: &Holder,
+        now_unix_s: i64,
+    ) -> Result<Issued, PkiError> {
+        let request = CertificateSigningRequestParams::from_pem(csr_pem)
+            .map_err(|error| PkiError::Request(error.to_string()))?;
+        let life = Some(holder.life.as_str());
+        self.certify(&request.public_key, &holder.role, life, now_unix_s)
     }
 
     /// Makes a key and a certificate for `role`.
@@ -360,9 +431,16 @@ impl Authority {
         &self,
         key: &impl PublicKeyData,
         role: &Role,
+        life: Option<&str>,
         now_unix_s: i64,
     ) -> Result<Issued, PkiError> {
-        let mut params = params(&role.uri(), now_unix_s, CERTIFICATE_DAYS)?;
+        let mut params = params(&role.uri(), now_unix_s, self.valid_s)?;
+        if let Some(life) = life {
+            let unit = DnType::OrganizationalUnitName;
+            params
+                .distinguished_name
+                .push(unit, format!("{LIFE}{life}"));
+        }
         let uri = role.uri().try_into()?;
         params.subject_alt_names = vec![SanType::URI(uri)];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
@@ -379,7 +457,13 @@ impl Authority {
     }
 }
 
-fn params(common_name: &str, now_unix_s: i64, days: i64) -> Result<CertificateParams, PkiError> {
+fn ends(der: &[u8]) -> Result<i64, PkiError> {
+    let (_, certificate) =
+        X509Certificate::from_der(der).map_err(|error| PkiError::Certificate(error.to_string()))?;
+    Ok(certificate.validity().not_after.timestamp())
+}
+
+fn params(common_name: &str, now_unix_s: i64, valid_s: i64) -> Result<CertificateParams, PkiError> {
     let mut name = DistinguishedName::new();
     name.push(DnType::CommonName, common_name);
     let mut serial = [0u8; SERIAL_LEN];
@@ -393,7 +477,7 @@ fn params(common_name: &str, now_unix_s: i64, days: i64) -> Result<CertificatePa
     };
     let mut params = CertificateParams::default();
     params.not_before = at(now_unix_s.checked_sub(BACKDATED_S))?;
-    params.not_after = at(now_unix_s.checked_add(days * DAY_S))?;
+    params.not_after = at(now_unix_s.checked_add(valid_s))?;
     params.serial_number = Some(SerialNumber::from_slice(&serial));
     params.distinguished_name = name;
     Ok(params)
@@ -460,6 +544,45 @@ mod tests {
         for bad in ["", "hello", ca.certificate_pem()] {
             assert!(ca.sign(bad, &Role::Controller, NOW).is_err());
         }
+    }
+
+    #[test]
+    fn a_renewed_certificate_is_another_one_of_the_same_life() {
+        let ca = Authority::create(NOW).unwrap();
+        let role = Role::Host(HostName::new("a").unwrap());
+        let first = ca.identity(&role, NOW).unwrap().holder().unwrap();
+        assert_eq!(first.life, first.serial);
+        assert_eq!(first.dates().made_unix_s, NOW);
+        let mut last = first.clone();
+        for renewal in 1..4 {
+            let request = Request::new().unwrap();
+            let now = NOW + renewal * 200 * DAY_S;
+            let issued = ca.sign_again(&request.csr_pem, &last, now).unwrap();
+            let der = certificate_from_pem(&issued.certificate_pem).unwrap();
+            let next = Holder::read(&der).unwrap();
+            assert_eq!((&next.role, &next.life), (&role, &first.serial));
+            assert_ne!(next.serial, last.serial);
+            assert_eq!(next.dates().made_unix_s, now);
+            last = next;
+        }
+        let short = ca.with_validity(Duration::from_secs(60));
+        let holder = short.identity(&role, NOW).unwrap().holder().unwrap();
+        assert_eq!(holder.dates().life_s(), 60);
+        assert_eq!(short.dates().ends_unix_s, NOW + CA_DAYS * DAY_S);
+    }
+
+    #[test]
+    fn a_life_in_a_signing_request_is_ignored() {
+        let ca = Authority::create(NOW).unwrap();
+        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
+        let mut wish = CertificateParams::default();
+        let life = format!("{LIFE}{}", "ab".repeat(SERIAL_LEN));
+        wish.distinguished_name
+            .push(DnType::OrganizationalUnitName, life);
+        let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
+        let issued = ca.sign(&csr, &Role::Controller, NOW).unwrap();
+        let der = certificate_from_pem(&issued.certificate_pem).unwrap();
+        assert_eq!(Holder::read(&der).unwrap().life, issued.serial);
     }
 
     #[test]

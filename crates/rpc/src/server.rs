@@ -74,10 +74,18 @@ impl Revocations {
     }
 }
 
+/// How a list of revocations names one certificate of a life that goes on.
+pub fn one_certificate(serial: &str) -> String {
+    format!("one:{serial}")
+}
+
 impl Admission for Revocations {
     fn admits(&self, holder: &Holder) -> bool {
         let set = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        !set.contains(&holder.serial)
+        // What is revoked is a life with all its certificates, or one certificate of a life that goes on.
+        !set.contains(&holder.life)
+            && !set.contains(&holder.serial)
+            && !set.contains(&one_certificate(&holder.serial))
     }
 }
 

@@ -5,6 +5,7 @@
 //! carry the expected role; host names in certificates play no part. Joining: the CA is known by fingerprint only.
 //! Refuses: TLS 1.2, session resumption (each connection shows its certificate, so that revocation holds).
 
+use crate::current::Current;
 use crate::pki::{Fingerprint, Holder, Identity, PkiError, Role, certificate_from_pem};
 use crate::server::Admission;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -34,7 +35,13 @@ fn roots(ca: CertificateDer<'static>) -> Result<RootCertStore, PkiError> {
 
 /// Set-up of a server with this identity.
 pub fn server_config(identity: &Identity) -> Result<Arc<ServerConfig>, PkiError> {
-    let roots = Arc::new(roots(certificate_from_pem(&identity.ca_pem)?)?);
+    server_config_of(&Current::new(identity.clone())?)
+}
+
+/// Set-up of a server that shows whichever identity is the current one.
+pub fn server_config_of(current: &Arc<Current>) -> Result<Arc<ServerConfig>, PkiError> {
+    let ca = certificate_from_pem(&current.identity().ca_pem)?;
+    let roots = Arc::new(roots(ca)?);
     let clients = WebPkiClientVerifier::builder_with_provider(roots, provider())
         .allow_unauthenticated()
         .build()
@@ -43,8 +50,7 @@ pub fn server_config(identity: &Identity) -> Result<Arc<ServerConfig>, PkiError>
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(tls_error)?
         .with_client_cert_verifier(clients)
-        .with_single_cert(identity.chain()?, identity.key()?)
-        .map_err(tls_error)?;
+        .with_cert_resolver(current.clone());
     config.session_storage = Arc::new(NoServerSessionStorage {});
     config.send_tls13_tickets = 0;
     Ok(Arc::new(config))
@@ -69,6 +75,20 @@ pub fn client_config(
 pub fn joining_config(fingerprint: Fingerprint) -> Result<Arc<ClientConfig>, PkiError> {
     let builder = client_builder(Trust::Fingerprint(fingerprint), Role::Controller, None)?;
     Ok(Arc::new(builder.with_no_client_auth()))
+}
+
+/// Whether this certificate was made by that CA, whatever the time is now.
+pub(crate) fn was_made_by(ca: CertificateDer<'static>, end: &CertificateDer<'_>, at: i64) -> bool {
+    let at = u64::try_from(at).unwrap_or(0);
+    let at = UnixTime::since_unix_epoch(std::time::Duration::from_secs(at));
+    let verify = || {
+        let roots = roots(ca).ok()?;
+        let parsed = ParsedCertificate::try_from(end).ok()?;
+        let provider = provider();
+        let algorithms = provider.signature_verification_algorithms.all;
+        verify_server_cert_signed_by_trust_anchor(&parsed, &roots, &[], at, algorithms).ok()
+    };
+    verify().is_some()
 }
 
 type ClientBuilder = rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>;

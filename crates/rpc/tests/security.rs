@@ -6,8 +6,8 @@ use godwit_rpc::access::{Access, Rule, rule};
 use godwit_rpc::limits::{Limits, REQUEST_LEN_MAX};
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{
-    Authority, Client, ClientError, Fingerprint, Identity, JsonBody, PathParam, Peer, Revocations,
-    Role, Server, agent_client, controller_client,
+    Authority, Client, ClientError, Current, Fingerprint, Identity, JsonBody, PathParam, Peer,
+    Revocations, Role, Server, agent_client, controller_client,
 };
 use godwit_types::control_api::{CancelRequest, Done};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -452,7 +452,12 @@ fn the_tables_of_rules_say_what_they_should() {
     let (agent, controller) = (agent_client::RULES, controller_client::RULES);
     let ask = "POST /v1/site/ask";
     assert_eq!(may(agent, &a), ["POST /v1/vms/{name}/peer", ask]);
-    assert_eq!(may(controller, &a), ["POST /v1/join", ask]);
+    let [look, renew, leave] =
+        ["GET", "POST", "DELETE"].map(|method| format!("{method} /v1/certificate"));
+    let own = ["POST /v1/join", &look, &renew, &leave, ask];
+    assert_eq!(may(controller, &a), own);
+    let operator = may(controller, &Peer::Operator("eve".into()));
+    assert!(!operator.contains(&"POST /v1/operators".to_owned()));
     assert_eq!(may(controller, &Peer::Anonymous), ["POST /v1/join"]);
     assert_eq!(may(controller, &Peer::Controller), ["POST /v1/join"]);
     assert!(may(agent, &Peer::Anonymous).is_empty());
@@ -523,4 +528,28 @@ async fn a_strangers_connection_ends_with_its_first_answer() {
     let answer = ask_as_stranger(&house, &ask.repeat(2)).await;
     assert!(answer.starts_with("HTTP/1.1 403"), "{answer}");
     assert_eq!(answer.matches("HTTP/1.1").count(), 1, "{answer}");
+}
+
+#[tokio::test]
+async fn a_server_shows_a_renewed_certificate_without_a_restart() {
+    let house = house().await;
+    let seen = Arc::new(Revocations::default());
+    let current = Current::new(house.identity(&Role::Controller)).unwrap();
+    let first = current.holder().serial;
+    let router = Router::new().route("/whoami", get(|| async { done("here") }));
+    let server = Server::new(router, RULES, seen.clone());
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let config = godwit_rpc::tls::server_config_of(&current).unwrap();
+    let (_stop, stopped) = watch::channel(false);
+    tokio::spawn(server.run_tls(listener, config, stopped));
+    // Who refuses the first certificate sees which one is shown.
+    let refuses_first = Arc::new(Revocations::default());
+    refuses_first.revoke(first);
+    let identity = house.identity(&operator("eve"));
+    let admission = Some(refuses_first as _);
+    let client = Client::tls_admitted(address, &identity, Role::Controller, admission).unwrap();
+    assert!(client.get::<Done>("/whoami", DEADLINE).await.is_err());
+    current.replace(house.identity(&Role::Controller)).unwrap();
+    client.get::<Done>("/whoami", DEADLINE).await.unwrap();
 }

@@ -101,6 +101,38 @@ pub struct JoinRequest {
     pub agent_address: std::net::SocketAddr,
     /// Certificate signing request, PEM.
     pub csr_pem: String,
+    /// Of a host that is enrolled and whose certificate has ended: that it is that host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub former: Option<FormerCertificate>,
+}
+
+/// Shows that whoever asks has the key of a certificate that may have ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct FormerCertificate {
+    /// The certificate, PEM.
+    pub certificate_pem: String,
+    /// Signature of its key over the token's secret and the signing request, hex.
+    pub signature: String,
+}
+
+/// What somebody sends whose certificate is to be renewed.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct RenewRequest {
+    /// Certificate signing request for a new key, PEM.
+    pub csr_pem: String,
+}
+
+/// What an operator's first certificate is made from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct OperatorRequest {
+    /// The operator's name.
+    #[schema(value_type = String)]
+    pub name: HostName,
+    /// Certificate signing request, PEM.
+    pub csr_pem: String,
 }
 
 /// What it gets back.

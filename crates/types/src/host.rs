@@ -2,6 +2,7 @@
 //!
 //! Pure data: the agent measures, the controller stores, people read.
 
+use crate::certificate::CertificateInfo;
 use crate::ids::{HostName, PortGroup, VmName};
 use crate::site::{Instance, SiteHeard};
 use serde::{Deserialize, Serialize};
@@ -96,6 +97,9 @@ pub struct HostInfo {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schema(value_type = BTreeMap<String, String>)]
     pub unread: BTreeMap<VmName, String>,
+    /// Its certificate; none of an agent that says nothing of it yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub certificate: Option<CertificateInfo>,
 }
 
 impl HostInfo {

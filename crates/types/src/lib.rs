@@ -6,6 +6,7 @@
 
 pub mod audit;
 pub mod base64_bytes;
+pub mod certificate;
 pub mod control_api;
 pub mod cpu;
 pub mod drain;

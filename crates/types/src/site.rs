@@ -3,6 +3,7 @@
 //!
 //! Pure data; what follows from it is decided by crate `site`. Refuses: nothing.
 
+use crate::certificate::CertificateDates;
 use crate::control_api::HostState;
 use crate::ids::{Generation, HostName, VmName};
 use serde::{Deserialize, Serialize};
@@ -490,6 +491,27 @@ pub enum Alarm {
         /// The host.
         #[schema(value_type = String)]
         host: HostName,
+    },
+    /// A host's certificate is near its end, or past it, and was not renewed.
+    CertificateEnds {
+        /// The host.
+        #[schema(value_type = String)]
+        host: HostName,
+        /// When it was made and ends.
+        #[serde(flatten)]
+        dates: CertificateDates,
+    },
+    /// The controller's own certificate is near its end, or past it, and was not renewed.
+    ControllerCertificateEnds {
+        /// When it was made and ends.
+        #[serde(flatten)]
+        dates: CertificateDates,
+    },
+    /// The certificate authority ends within two years.
+    AuthorityEnds {
+        /// When it was made and ends.
+        #[serde(flatten)]
+        dates: CertificateDates,
     },
     /// `boot = "alone"` is ignored, since the site has more than one host.
     BootAloneIgnored {

@@ -3,7 +3,7 @@
 //! Owns the configuration file that it writes. Refuses: to set up over an existing configuration.
 
 use crate::args::ControllerInit;
-use crate::commands::config_file;
+use crate::commands::{config_file, join};
 use crate::controller_file::ControllerFile;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
@@ -40,11 +40,13 @@ pub async fn init(arguments: ControllerInit, output: &Output) -> CommandResult {
         );
         return Err(Failure::new(ErrorCode::AlreadyExists, message));
     }
+    join::must_be_own(arguments.listen.ip())?;
     let file = ControllerFile {
         listen: vec![arguments.listen],
         advertise: arguments.advertise,
         state_dir: arguments.state_dir,
         socket: arguments.socket,
+        certificate_life_s: arguments.certificate_life_s,
     };
     let text = toml::to_string(&file).map_err(|error| failed(&error))?;
     let made = godwit_controller::init(&file.config())
@@ -62,7 +64,7 @@ pub async fn init(arguments: ControllerInit, output: &Output) -> CommandResult {
     output.show(&shown, |output, _| {
         output.line("The controller is set up. Start it with 'systemctl enable --now godwit-controller' or 'godwit controller run'.");
         output.line("Then run this on the first host:");
-        output.line(format!("\n  {}\n", made.join.command));
+        join::show_command(output, &made.join.command);
         output.line(format!("The operator's certificate for other machines is in {}.", made.operator_dir.display()));
     });
     Ok(())

@@ -1,9 +1,9 @@
-//! `godwit host`: join, list, show, add, remove, check; what empties and watches hosts is in `drain`.
+//! `godwit host`: join, leave, renew, list, show, add, remove, check; what empties and watches hosts is in `drain`.
 //!
 //! Owns nothing.
 
 use crate::args::{Global, HostCommand};
-use crate::commands::{drain, join, site};
+use crate::commands::{drain, join, leave, renew, site};
 use crate::connect::controller;
 use crate::exit::{CommandResult, FAILED, Failure};
 use crate::output::Output;
@@ -16,6 +16,8 @@ use std::path::Path;
 pub async fn run(command: HostCommand, global: &Global, output: &Output) -> CommandResult {
     match command {
         HostCommand::Join(arguments) => join::run(arguments, output).await,
+        HostCommand::Renew(arguments) => renew::run(arguments, output).await,
+        HostCommand::Leave(arguments) => leave::run(arguments, output).await,
         HostCommand::List => {
             let client = controller(global)?;
             let alarms = site::alarms(&client, output).await;
@@ -35,7 +37,7 @@ pub async fn run(command: HostCommand, global: &Global, output: &Output) -> Comm
                     "Run this on the new host within {} minutes:",
                     token.valid_for_s / 60
                 ));
-                output.line(format!("\n  {}\n", token.command));
+                join::show_command(output, &token.command);
             });
             Ok(())
         }

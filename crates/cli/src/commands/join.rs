@@ -39,13 +39,18 @@ pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
         return Err(Failure::new(
             ErrorCode::AlreadyExists,
             format!(
-                "{} exists: this machine has joined already; remove the file to join anew",
+                "{} exists: this machine has joined already; take it out of its site with 'godwit host leave', then join anew",
                 arguments.config.display()
             ),
         ));
     }
     let name = chosen_name(arguments.name.clone())?;
     let (controller, listen) = addresses(&token, arguments.listen)?;
+    must_be_own(listen.ip())?;
+    arguments
+        .migration
+        .iter()
+        .try_for_each(|address| must_be_own(*address))?;
     let text = config_text(&arguments, &name, listen, controller)?;
     // Checked before the token is used up: it is good for one joining only.
     let config = HostConfig::parse(&text, &arguments.config);
@@ -58,9 +63,45 @@ pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
     config_file::write(&arguments.config, &text)
         .map_err(|error| local("write the configuration")(&error))?;
     let next = begin(arguments.no_start, &arguments.config).await;
-    let message = format!("host '{name}' has joined the controller at {controller}; {next}");
+    let mut message = format!("host '{name}' has joined the controller at {controller}; {next}");
+    for (group, bridge) in &config.port_groups {
+        if !is_bridge(bridge) {
+            message.push_str(&format!(
+                "\nwarning: there is no bridge {bridge} here, which port group {group} stands for: make it, or correct {}",
+                arguments.config.display()
+            ));
+        }
+    }
     output.show(&Done { message }, |output, done| output.line(&done.message));
     Ok(())
+}
+
+/// The options that a joining host mostly needs beside its token.
+const OPTIONS: &str = "--name NAME --migration ADDRESS --port-group vm=BRIDGE";
+
+/// Shows how a host joins: the command, and what is that host's own in it.
+pub fn show_command(output: &Output, command: &str) {
+    output.line(format!("\n  {command} {OPTIONS}\n"));
+    output.line("NAME: the host's name, its host name when left out. ADDRESS: its address on the migration network, that which");
+    output.line("reaches the controller when left out. BRIDGE: the bridge that its guests' port group 'vm' stands for.");
+}
+
+/// Refuses an address that this machine does not have: nothing could listen there.
+pub fn must_be_own(address: IpAddr) -> Result<(), Failure> {
+    match UdpSocket::bind(SocketAddr::new(address, 0)) {
+        Err(error) if error.kind() == std::io::ErrorKind::AddrNotAvailable => Err(usage(format!(
+            "this machine has no address {address}: see its addresses with 'ip address', and give one of them"
+        ))),
+        // What else stands in the way is told by who listens.
+        _ => Ok(()),
+    }
+}
+
+fn is_bridge(name: &str) -> bool {
+    Path::new("/sys/class/net")
+        .join(name)
+        .join("bridge")
+        .exists()
 }
 
 /// What an earlier life of this machine held is not this host's: its records would speak for what the site has gone past.
@@ -209,6 +250,7 @@ async fn enrol(
         name: name.clone(),
         agent_address: listen,
         csr_pem: request.csr_pem.clone(),
+        former: None,
     };
     let answer = ControllerClient::new(client)
         .join(&body)
@@ -328,6 +370,14 @@ mod tests {
         assert!(refused.error.message.contains("stop it first"));
         drop(listener);
         assert!(no_agent_runs(&socket).is_ok(), "its socket was left");
+    }
+
+    #[test]
+    fn an_address_of_another_machine_is_refused() {
+        assert!(must_be_own("127.0.0.1".parse().unwrap()).is_ok());
+        let refused = must_be_own("192.0.2.77".parse().unwrap()).unwrap_err();
+        assert!(refused.error.message.contains("no address 192.0.2.77"));
+        assert!(!is_bridge("lo") && !is_bridge("no-such-bridge"));
     }
 
     #[test]

@@ -8,8 +8,11 @@ pub mod controller;
 pub mod drain;
 pub mod host;
 pub mod join;
+pub mod leave;
 pub mod migration;
+pub mod operator;
 pub mod pages;
+pub mod renew;
 pub mod site;
 pub mod vm;
 
@@ -20,12 +23,14 @@ use crate::output::Output;
 /// Carries a command out.
 pub async fn run(cli: Cli, output: &Output) -> CommandResult {
     let global = &cli.global;
+    operator::renew_if_due(global).await;
     match cli.command {
         Command::Controller(ControllerCommand::Init(arguments)) => {
             controller::init(arguments, output).await
         }
         Command::Agent(command) => agent::run(command).await,
         Command::Host(command) => host::run(command, global, output).await,
+        Command::Operator(command) => operator::run(command, global, output).await,
         Command::Vm(command) => vm::run(command, global, output).await,
         Command::Migration(command) => migration::run(command, global, output).await,
         Command::Audit(arguments) => audit::run(arguments, global, output).await,

@@ -1,14 +1,17 @@
 //! Handlers of hosts. Own nothing.
 
 use super::Shared;
+use crate::certificates;
 use crate::error::refuse;
 use crate::hosts;
 use crate::resolve;
 use axum::extract::{RawQuery, State};
 use axum::{Extension, Json};
+use godwit_rpc::pki::Holder;
 use godwit_rpc::{ApiResult, CameFrom, JsonBody, PathParam};
 use godwit_types::control_api::{
-    Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken,
+    Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken, OperatorRequest,
+    RenewRequest,
 };
 use godwit_types::load::HostTop;
 use godwit_types::{ApiError, ErrorCode, HostName};
@@ -84,4 +87,45 @@ pub async fn join(
     // Before anything is read from the database for somebody who is not known.
     hosts::may_try_to_join(&app, from.map(|Extension(from)| from))?;
     Ok(Json(hosts::join(&app, &request).await?))
+}
+
+/// Whether the certificate that is shown is still wanted.
+#[utoipa::path(get, path = "/v1/certificate", responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn certificate(State(app): Shared, holder: Option<Extension<Holder>>) -> ApiResult<Done> {
+    Ok(Json(certificates::standing(&app, &shown(holder)?)?))
+}
+
+/// Renews the certificate that is shown, for a new key.
+#[utoipa::path(post, path = "/v1/certificate", request_body = RenewRequest, responses((status = 200, body = JoinResponse), (status = "default", body = ApiError)))]
+pub async fn renew(
+    State(app): Shared,
+    holder: Option<Extension<Holder>>,
+    JsonBody(request): JsonBody<RenewRequest>,
+) -> ApiResult<JoinResponse> {
+    let holder = shown(holder)?;
+    Ok(Json(certificates::renew(&app, &holder, &request)?))
+}
+
+/// Removes the host that the certificate which is shown is that of.
+#[utoipa::path(delete, path = "/v1/certificate", responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn leave(State(app): Shared, holder: Option<Extension<Holder>>) -> ApiResult<Done> {
+    let holder = shown(holder)?;
+    let host = certificates::leaving(&app, &holder)?;
+    Ok(Json(hosts::remove(&app, &host, false).await?))
+}
+
+/// Makes an operator's certificate; only for people on this machine.
+#[utoipa::path(post, path = "/v1/operators", request_body = OperatorRequest, responses((status = 200, body = JoinResponse), (status = "default", body = ApiError)))]
+pub async fn operator(
+    State(app): Shared,
+    JsonBody(request): JsonBody<OperatorRequest>,
+) -> ApiResult<JoinResponse> {
+    Ok(Json(certificates::operator(&app, &request)?))
+}
+
+fn shown(holder: Option<Extension<Holder>>) -> Result<Holder, ApiError> {
+    match holder {
+        Some(Extension(holder)) => Ok(holder),
+        None => refuse(ErrorCode::NotAllowed, "no certificate is shown here"),
+    }
 }

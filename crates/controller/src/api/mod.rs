@@ -40,6 +40,8 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(hosts::show, hosts::remove))
         .routes(routes!(hosts::check))
         .routes(routes!(hosts::join))
+        .routes(routes!(hosts::certificate, hosts::renew, hosts::leave))
+        .routes(routes!(hosts::operator))
         .routes(routes!(hosts::top))
         .routes(routes!(drains::show, drains::begin, drains::stop))
         .routes(routes!(drains::events))

@@ -343,6 +343,7 @@ mod tests {
             site: Default::default(),
             boot_alone_ignored: false,
             unread: Default::default(),
+            certificate: None,
         }
     }
 

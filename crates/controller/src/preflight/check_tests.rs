@@ -30,6 +30,7 @@ fn host(name: &str) -> HostInfo {
         site: Default::default(),
         boot_alone_ignored: false,
         unread: Default::default(),
+        certificate: None,
     }
 }
 

@@ -423,6 +423,7 @@ async fn tokens_are_good_once_and_for_a_while() {
             name: host(name),
             agent_address: "127.0.0.1:9".parse().unwrap(),
             csr_pem: key.csr_pem.clone(),
+            former: None,
         };
         house.joining(token).join(&request).await
     };

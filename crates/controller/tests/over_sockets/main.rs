@@ -4,6 +4,7 @@
 mod alarms;
 mod audit;
 mod bounds;
+mod certificates;
 mod drains;
 mod hostile;
 mod inventory;

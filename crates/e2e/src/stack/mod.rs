@@ -73,6 +73,8 @@ pub struct Plan {
     pub in_memory: bool,
     /// What the migration network is like; as fast as the machine without it.
     pub link: Option<LinkSpec>,
+    /// How long certificates are good for, seconds; a year when 0.
+    pub certificate_life_s: u64,
 }
 
 /// A running controller with two hosts.
@@ -106,7 +108,11 @@ impl Stack {
             ..LabConfig::default()
         })?;
         let stack = Self(Stage::new(lab, &target.join("release"), &dir)?);
-        stack.start_controller()?;
+        let life_s = plan.certificate_life_s.to_string();
+        match plan.certificate_life_s {
+            0 => stack.start_controller(&[])?,
+            _ => stack.start_controller(&["--certificate-life-s", &life_s])?,
+        }
         let plain = HostPlan::default();
         let more = (0..plan.more).map(|_| &plain);
         for (index, host) in (0..).zip(plan.hosts.iter().chain(more)) {

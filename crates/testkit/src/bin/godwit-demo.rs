@@ -153,7 +153,7 @@ impl<'a> Demo<'a> {
     }
 
     fn start_product(&self) -> Result<()> {
-        self.stage.start_controller()?;
+        self.stage.start_controller(&[])?;
         say(self.began, "the controller answers");
         for (index, host) in [(0, "a"), (1, "b")] {
             let own = self.stage.lab.addresses(index);

@@ -45,10 +45,10 @@ impl Stage {
         })
     }
 
-    /// Makes a controller, starts it and waits until it answers.
-    pub fn start_controller(&self) -> Result<()> {
+    /// Makes a controller, starts it and waits until it answers. `more` are further arguments.
+    pub fn start_controller(&self, more: &[&str]) -> Result<()> {
         let init = ["controller", "init", "--listen", CONTROLLER];
-        self.ok("controller", &init)?;
+        self.ok("controller", &[&init, more].concat())?;
         self.start_daemon("controller")?;
         self.until("the controller answers", SOON, || {
             Ok(self.run("controller", &["host", "list"])?.code == Some(0))

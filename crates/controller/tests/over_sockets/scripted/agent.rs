@@ -269,6 +269,11 @@ impl Agent {
         self.kept = Some(kept);
     }
 
+    /// Whether it does not answer.
+    pub fn is_cut(&self) -> bool {
+        self.kept.is_some()
+    }
+
     /// Answers again.
     pub async fn heal(&mut self) {
         let kept = self.kept.take().unwrap();
@@ -384,5 +389,6 @@ fn info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         site: Default::default(),
         boot_alone_ignored: false,
         unread: Default::default(),
+        certificate: None,
     }
 }

@@ -131,6 +131,7 @@ impl House {
             name: host(name),
             agent_address,
             csr_pem: key.csr_pem.clone(),
+            former: None,
         };
         self.joining(&token).join(&request).await
     }

@@ -1,0 +1,174 @@
+//! This host's certificate: renewed from the controller when two thirds of its life are over, for a key made here.
+//!
+//! Owns the identity that the agent speaks with and its files. The old one is good until its end and is kept until the
+//! new one is durable, so that a process that ends at any step speaks with one that fits. The controller says which life
+//! the new one is of: the host stays the host that was enrolled. Refuses: to renew one that has ended, which the
+//! controller does not accept; a person says then that this is still that host, with 'godwit host renew'.
+
+use godwit_rpc::pki::{Holder, PkiError, Request, now_unix_s};
+use godwit_rpc::{Client, ControllerClient, Current, Identity, Role};
+use godwit_types::ErrorCode;
+use godwit_types::certificate::{CertificateInfo, CertificateStage};
+use godwit_types::control_api::RenewRequest;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::watch;
+
+/// Longest time between two looks.
+const LOOK_EACH: Duration = Duration::from_secs(600);
+
+/// This host's certificate.
+pub(crate) struct Certificate {
+    current: Arc<Current>,
+    dir: PathBuf,
+    controller: Option<SocketAddr>,
+    /// Why it is not renewed, or not accepted.
+    problem: Mutex<Option<String>>,
+}
+
+impl Certificate {
+    /// The one in `dir`, which the controller at that address renews.
+    pub(crate) fn new(current: Arc<Current>, dir: PathBuf, controller: Option<SocketAddr>) -> Self {
+        Self {
+            current,
+            dir,
+            controller,
+            problem: Mutex::default(),
+        }
+    }
+
+    /// What is said of it.
+    pub(crate) fn info(&self) -> CertificateInfo {
+        let holder = self.current.holder();
+        let problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        CertificateInfo {
+            dates: holder.dates(),
+            serial: holder.serial,
+            problem: problem.clone(),
+        }
+    }
+
+    /// Looks after it until `stop` turns true.
+    pub(crate) async fn keep(&self, mut stop: watch::Receiver<bool>) {
+        while !*stop.borrow_and_update() {
+            let found = self.look(now_unix_s()).await;
+            self.note(found);
+            tokio::select! {
+                () = tokio::time::sleep(self.look_each()) => {}
+                changed = stop.changed() => if changed.is_err() { return },
+            }
+        }
+    }
+
+    fn look_each(&self) -> Duration {
+        let life_s = self.current.holder().dates().life_s();
+        let life = Duration::from_secs(u64::try_from(life_s).unwrap_or(0));
+        (life / 30).clamp(Duration::from_secs(1), LOOK_EACH)
+    }
+
+    /// Each problem is logged once, and its end.
+    fn note(&self, found: Option<String>) {
+        let mut problem = self.problem.lock().unwrap_or_else(PoisonError::into_inner);
+        if *problem == found {
+            return;
+        }
+        match &found {
+            Some(found) => tracing::error!("this host's certificate: {found}"),
+            None => tracing::info!("this host's certificate is in order again"),
+        }
+        *problem = found;
+    }
+
+    /// Does what is due at that time; says what is wrong.
+    pub(crate) async fn look(&self, now_unix_s: i64) -> Option<String> {
+        self.take_what_a_person_brought();
+        let holder = self.current.holder();
+        let stage = holder.dates().stage(now_unix_s);
+        if stage == CertificateStage::Ended {
+            return Some(format!(
+                "it {}, and nobody accepts it: run 'godwit host add' where the controller is and 'godwit host renew TOKEN' here; this host's VMs run on",
+                holder.dates().left(now_unix_s)
+            ));
+        }
+        let Some(controller) = self.controller else {
+            let why = "host.toml does not say where the controller listens, so that it cannot be renewed: add controller = \"ADDRESS:PORT\"";
+            return (stage >= CertificateStage::Due).then(|| why.into());
+        };
+        let client = Client::tls(controller, &self.current.identity(), Role::Controller);
+        let client = match client {
+            Ok(client) => ControllerClient::new(client),
+            Err(error) => return Some(error.to_string()),
+        };
+        if stage >= CertificateStage::Due {
+            let renewed = self.renew(&client, &holder).await;
+            return renewed
+                .err()
+                .map(|why| format!("it cannot be renewed: {why}"));
+        }
+        match client.certificate().await {
+            // Of an older controller, which has no such route, nothing is known.
+            Err(error) if error.code() == ErrorCode::NotAllowed && self.is_refused(&error) => {
+                Some(format!("the controller does not accept it: {error}"))
+            }
+            _ => None,
+        }
+    }
+
+    fn is_refused(&self, error: &godwit_rpc::ClientError) -> bool {
+        matches!(error, godwit_rpc::ClientError::Refused(_))
+    }
+
+    /// 'godwit host renew' writes beside a running agent.
+    fn take_what_a_person_brought(&self) {
+        let Ok(found) = Identity::load(&self.dir) else {
+            return;
+        };
+        let held = self.current.holder();
+        let newer = |found: &Holder| {
+            found.serial != held.serial
+                && found.role == held.role
+                && found.not_after_unix_s >= held.not_after_unix_s
+        };
+        if found.holder().is_ok_and(|found| newer(&found)) && self.current.replace(found).is_ok() {
+            let now = self.current.holder().serial;
+            tracing::info!(before = %held.serial, %now, "this host's certificate was replaced");
+        }
+    }
+
+    async fn renew(&self, client: &ControllerClient, before: &Holder) -> Result<(), String> {
+        let text = |error: PkiError| error.to_string();
+        let request = Request::new().map_err(text)?;
+        let csr_pem = request.csr_pem.clone();
+        let answer = client.renew_certificate(&RenewRequest { csr_pem }).await;
+        let answer = answer.map_err(|error| error.to_string())?;
+        let known = self.current.identity();
+        if answer.ca_pem != known.ca_pem {
+            return Err("the controller answered with another CA: nothing was kept".into());
+        }
+        let identity = request
+            .into_identity(answer.certificate_pem, answer.ca_pem)
+            .map_err(text)?;
+        let now = identity.holder().map_err(text)?;
+        if now.role != before.role || now.life != before.life {
+            return Err(
+                "the controller answered with a certificate that is not this host's".into(),
+            );
+        }
+        let dir = self.dir.clone();
+        // Durable before it is shown: an agent that is started again shows it too.
+        let saved = tokio::task::spawn_blocking(move || identity.save(&dir).map(|()| identity));
+        let identity = saved
+            .await
+            .map_err(|error| error.to_string())?
+            .map_err(text)?;
+        self.current.replace(identity).map_err(text)?;
+        tracing::info!(before = %before.serial, now = %now.serial, "this host's certificate is renewed");
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[path = "renewal_tests.rs"]
+mod tests;
