@@ -6,6 +6,7 @@
 use crate::boot::Boots;
 use crate::cancelled::Cancelled;
 use crate::check;
+use crate::closing::Closing;
 use crate::config::{BootRule, HostConfig};
 use crate::evidence;
 use crate::launch::{self, make_dir};
@@ -75,6 +76,7 @@ pub(crate) struct Agent {
     pub readings: Mutex<Readings>,
     pub site: Site,
     pub boots: Boots,
+    pub closing: Closing,
     pub memory: Arc<Memory>,
     pub reports: Reports,
     pub cancelled: Cancelled,
@@ -363,6 +365,7 @@ impl Agent {
         {
             let mut vm = status.vm;
             self.boots.show(&mut vm, self.host(), &self.log_of(name));
+            self.closing.show(&mut vm, self.host());
             return Ok(vm);
         }
         let (agent, name, life) = (self.clone(), name.clone(), vm.life());
@@ -386,6 +389,7 @@ impl Agent {
             }
         };
         self.boots.show(&mut vm, self.host(), &self.log_of(name));
+        self.closing.show(&mut vm, self.host());
         if self.is_denied_by_its_record(name)? {
             let run_dir = self.run_dir(name);
             vm.state = VmState::Unreachable;
@@ -464,6 +468,7 @@ impl Agent {
             .spec
             .check()
             .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
+        self.closing.refuse(self.host())?;
         let name = request.spec.name.clone();
         let (book, host, spec) = (
             self.memory.clone(),
@@ -668,6 +673,7 @@ impl Agent {
 
     /// Boots a VM because somebody asked.
     pub(crate) async fn start(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
+        self.closing.refuse(self.host())?;
         let vm = self.known(name)?;
         self.renew_idle(&vm).await?;
         let promise = self.promise_memory(&vm).await?;

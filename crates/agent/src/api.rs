@@ -20,9 +20,9 @@ use godwit_types::forecast::{
 };
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
-    HostCancel, HostResolve, HostStop, HostVm, IncomingReady, PeerEnvelope, PreflightIncoming,
-    PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm, RemovedHosts, Revoked,
-    VmRequest,
+    HostCancel, HostClosing, HostResolve, HostStop, HostVm, IncomingReady, PeerEnvelope,
+    PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm,
+    RemovedHosts, Revoked, VmRequest,
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
@@ -76,6 +76,8 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::SITE, put(site_update))
         .route(path::SITE_ASK, post(site_ask))
         .route(path::SITE_SURVEY, post(site_survey))
+        .route(path::CLOSE, get(closing).post(close))
+        .route(path::OPEN, post(open))
         .route(path::BOOT_ALONE, post(boot_alone))
         .route(path::FORGET_RECORD, post(forget_record))
         .layer(from_fn_with_state(agent.clone(), site::stamped))
@@ -312,6 +314,21 @@ async fn site_survey(
     JsonBody(Empty {}): JsonBody<Empty>,
 ) -> ApiResult<WholeSurvey> {
     reply(agent.site_survey().await)
+}
+
+async fn close(
+    State(agent): Shared,
+    JsonBody(Empty {}): JsonBody<Empty>,
+) -> ApiResult<HostClosing> {
+    reply(agent.close().await)
+}
+
+async fn closing(State(agent): Shared) -> ApiResult<HostClosing> {
+    reply(Ok(agent.closing.shown()))
+}
+
+async fn open(State(agent): Shared, JsonBody(Empty {}): JsonBody<Empty>) -> ApiResult<Done> {
+    reply(agent.open().await)
 }
 
 async fn boot_alone(State(agent): Shared) -> ApiResult<Done> {

@@ -3,6 +3,7 @@
 use super::*;
 use crate::boot::{Asker, Boots, Stopping};
 use crate::cancelled::Cancelled;
+use crate::closing::Closing;
 use crate::memory::Memory;
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFactsError;
@@ -86,6 +87,8 @@ impl Served {
             readings: Default::default(),
             site: site.unwrap(),
             boots: Boots::new(asker, stopping),
+            closing: Closing::open(&host.config.run_dir, "boot-1", host.config.guest_shutdown_s)
+                .unwrap(),
             memory: Memory::with(
                 host.config.ram_dir(),
                 Box::new(move |_| available_mib << 20),

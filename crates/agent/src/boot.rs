@@ -143,14 +143,15 @@ impl Admission for Enrolled {
 
 /// Whether the system manager is taking this host down; no system manager says no.
 pub(crate) fn system_is_stopping() -> Stopping {
-    Arc::new(|| {
-        Box::pin(async {
-            let mut command = tokio::process::Command::new("systemctl");
-            command.arg("is-system-running").kill_on_drop(true);
-            let said = tokio::time::timeout(STOPPING_WAIT, command.output()).await;
-            matches!(said, Ok(Ok(output)) if output.stdout.trim_ascii() == b"stopping")
-        })
-    })
+    Arc::new(|| Box::pin(host_is_shutting_down(STOPPING_WAIT)))
+}
+
+/// Whether the system manager says within `patience` that it takes this host down.
+pub async fn host_is_shutting_down(patience: Duration) -> bool {
+    let mut command = tokio::process::Command::new("systemctl");
+    command.arg("is-system-running").kill_on_drop(true);
+    let said = tokio::time::timeout(patience, command.output()).await;
+    matches!(said, Ok(Ok(output)) if output.stdout.trim_ascii() == b"stopping")
 }
 
 impl Agent {
@@ -170,7 +171,10 @@ impl Agent {
     }
 
     /// Looks, asks if it is time to, judges.
-    async fn boot_round(self: &Arc<Self>) {
+    pub(crate) async fn boot_round(self: &Arc<Self>) {
+        if self.closing.is_on() {
+            return;
+        }
         self.look_for_the_dead().await;
         if self.boots.cases().is_due(Instant::now()) {
             self.ask_the_site().await;
@@ -283,7 +287,7 @@ impl Agent {
             return;
         };
         let ends = *self.boots.ends.borrow();
-        if ends || crashed && (self.boots.stopping)().await {
+        if ends || self.closing.is_on() || crashed && (self.boots.stopping)().await {
             let until = Instant::now().checked_add(STOPPING_PAUSE);
             let why = "this host shuts down, so it is not booted";
             return self.boots.cases().put_off(name, why, until);

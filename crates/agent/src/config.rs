@@ -16,6 +16,9 @@ pub const CONFIG_PATH: &str = "/etc/godwit/host.toml";
 /// Where agents listen unless said otherwise.
 pub const LISTEN_PORT: u16 = 8472;
 
+/// Longest time that guests may be given to power off, s: godwit-guests.service waits longer.
+const GUEST_SHUTDOWN_S_MAX: u64 = 3000;
+
 /// Longest configuration, in bytes.
 const CONFIG_MAX: u64 = 1 << 20;
 
@@ -95,6 +98,9 @@ pub struct HostConfig {
     /// Whether this host asks before it boots what no request asked for.
     #[serde(default)]
     pub boot: BootRule,
+    /// How long guests are given to power off when this host shuts down, s.
+    #[serde(default = "guest_shutdown_s")]
+    pub guest_shutdown_s: u64,
 }
 
 /// What a host does before it boots a VM that no request asked for.
@@ -106,6 +112,10 @@ pub enum BootRule {
     Ask,
     /// Boots at once. Ignored from the moment at which a second host is known.
     Alone,
+}
+
+fn guest_shutdown_s() -> u64 {
+    120
 }
 
 fn state_dir() -> PathBuf {
@@ -225,6 +235,9 @@ impl HostConfig {
                 return refuse(key, "give an absolute path");
             }
         }
+        if self.guest_shutdown_s > GUEST_SHUTDOWN_S_MAX {
+            return refuse("guest_shutdown_s", "give 0 to 3000 seconds");
+        }
         let names = self
             .migration_interfaces
             .iter()
@@ -300,6 +313,7 @@ mod tests {
         assert_eq!(config.migration_ports, PortRange::default());
         assert!(config.encryption);
         assert_eq!(config.boot, BootRule::Ask);
+        assert_eq!(config.guest_shutdown_s, 120);
         let alone = parse(&PLAIN.replace("listen =", "boot = \"alone\"\nlisten =")).unwrap();
         assert_eq!(alone.boot, BootRule::Alone);
         assert_eq!(config.agent_socket(), Path::new("/run/godwit/agent.sock"));
@@ -334,6 +348,7 @@ mod tests {
                 "49500-49599",
             ),
             ("listen =", "run_dir = \"run\"\nlisten =", "absolute"),
+            ("listen =", "guest_shutdown_s = 3001\nlisten =", "3000"),
             ("vmbr0", "../vmbr0", "1 to 15"),
         ] {
             let error = parse(&PLAIN.replace(from, to)).unwrap_err();

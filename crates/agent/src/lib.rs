@@ -14,6 +14,7 @@ mod check;
 mod check_groups;
 mod check_host;
 mod check_qemu;
+mod closing;
 pub mod config;
 mod crypto;
 mod evidence;
@@ -50,6 +51,7 @@ mod test_support;
 mod users;
 mod vm_client;
 
+pub use boot::host_is_shutting_down;
 pub use harden::harden;
 pub use launch::{VM_PROCESS_FAILED, VmProgram};
 pub use run::{AgentError, check, run};

@@ -23,6 +23,7 @@ fn unreadable(id: &MigrationId, host: &HostName, error: &StoreError) -> ApiError
 impl Agent {
     /// Begins a migration here.
     pub(crate) async fn migrate(self: &Arc<Self>, spec: MigrationSpec) -> Reply<Done> {
+        self.closing.refuse(self.host())?;
         let name = spec.vm.clone();
         self.migration_begins(&spec.id, &name).await?;
         self.act(&name, VmRequest::Migrate(Box::new(spec))).await

@@ -414,6 +414,17 @@ impl Records {
         std::fs::rename(fresh, dir.join(BOOT_FILE))
     }
 
+    /// From here on the VM counts as one that was not started in this boot.
+    pub(crate) fn forget_boot(&self, vm: &VmName) {
+        let path = self.dir(vm).join(BOOT_FILE);
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                tracing::error!(%vm, path = %path.display(), %error, "cannot be removed");
+            }
+            _ => {}
+        }
+    }
+
     /// Keeps the list of revoked certificates over a restart.
     pub(crate) fn remember_revoked(&self, serials: &[String]) -> Result<(), ApiError> {
         save_json(&self.state_dir.join(REVOKED_FILE), &serials).map_err(stored)

@@ -7,6 +7,7 @@ use crate::agent::{self, Agent};
 use crate::api;
 use crate::boot::{self, Boots};
 use crate::cancelled::Cancelled;
+use crate::closing::Closing;
 use crate::config::{CONFIG_PATH, ConfigError, HostConfig};
 use crate::launch::{VmProgram, make_dir};
 use crate::memory::Memory;
@@ -118,6 +119,7 @@ pub async fn run(
     let tls = tls::server_config_of(&current).map_err(setup("use this host's certificate"))?;
     let (local, remote) = listen(&agent.config).await?;
     agent.take_up().map_err(setup("take up this host's VMs"))?;
+    agent.go_on_closing();
     tokio::spawn(agent.clone().keep_booting(stop.clone()));
     tokio::spawn(agent.clone().keep_telling(stop.clone()));
     tokio::spawn(agent.clone().keep_qemu_known(stop.clone()));
@@ -199,6 +201,8 @@ async fn make_agent(
     Ok(Agent {
         site,
         boots: Boots::new(asker, boot::system_is_stopping()),
+        closing: Closing::open(&config.run_dir, &boot_id, config.guest_shutdown_s)
+            .map_err(setup("read whether this host shuts down"))?,
         migration_links: agent::migration_links(&migration_addresses, &interfaces),
         bursts: Arc::default(),
         readings: Mutex::default(),

@@ -9,7 +9,8 @@ use crate::scope::Scopes;
 use godwit_ownership::{HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
 use godwit_types::host_api::{
-    HostVm, OutboxMessage, SOCKET_FILE, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest, VmStatus,
+    CloseState, CloseStep, ClosingVm, HostVm, OutboxMessage, SOCKET_FILE, SPEC_FILE, VmAnswer,
+    VmProcessConfig, VmRequest, VmStatus,
 };
 use godwit_types::site::{Claim, RecordAnswer};
 use godwit_types::vm::{VmSpec, VmState};
@@ -36,6 +37,11 @@ pub const BOOT_WAITS: &str = "boot-waits";
 pub const REVIVES: &str = "revives";
 /// In the run directory: the state that the stub shows, in the words of [`VmState`]; stopped without it.
 pub const STATE: &str = "state";
+
+/// In the run directory: what the guest does when its host shuts down, `obeys`, `deaf` or `left`.
+pub const CLOSES: &str = "closes";
+/// In the run directory: each step to which the stub was asked then, but looks.
+pub const CLOSED: &str = "closed";
 
 pub fn vm(name: &str) -> VmName {
     VmName::new(name).unwrap()
@@ -250,6 +256,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             power_off(config);
             VmAnswer::Done("off".into())
         }
+        VmRequest::Close { step } => VmAnswer::Closing(close(step, config)),
         VmRequest::Stop { force } => {
             power_off(config);
             VmAnswer::Done(format!("stopped, force = {force}"))
@@ -281,6 +288,34 @@ fn boot(config: &VmProcessConfig, done: &str) -> VmAnswer {
         .unwrap();
     std::fs::write(run_dir.join(STATE), "\"running\"").unwrap();
     VmAnswer::Done(done.into())
+}
+
+fn close(step: CloseStep, config: &VmProcessConfig) -> ClosingVm {
+    let run_dir = Path::new(&config.run_dir);
+    let closes = std::fs::read_to_string(run_dir.join(CLOSES)).unwrap_or_default();
+    let state = match (step, closes.as_str()) {
+        (_, "left") => CloseState::Left,
+        (CloseStep::End, _) => CloseState::Ended,
+        _ => CloseState::Waits,
+    };
+    match step {
+        CloseStep::Look => {}
+        CloseStep::Press => append(&run_dir.join(CLOSED), "press"),
+        CloseStep::End => append(&run_dir.join(CLOSED), "end"),
+    }
+    if state == CloseState::Ended || step == CloseStep::Press && closes == "obeys" {
+        let identity = std::fs::read(run_dir.join("qemu.json")).unwrap();
+        let identity: serde_json::Value = serde_json::from_slice(&identity).unwrap();
+        let pid = identity["pid"].as_i64().unwrap() as i32;
+        let pid = rustix::process::Pid::from_raw(pid).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        std::fs::write(run_dir.join(STATE), "\"crashed\"").unwrap();
+    }
+    ClosingVm {
+        vm: config.vm.clone(),
+        state,
+        why: None,
+    }
 }
 
 fn ram_file(config: &VmProcessConfig) -> PathBuf {

@@ -288,6 +288,18 @@ pub enum HostCommand {
         #[arg(long)]
         yes: bool,
     },
+    /// Power this host's guests down, as before a shutdown; none starts until the next boot or 'host open' (run on the host)
+    #[command(
+        after_help = "Presses every guest's power key and waits; who is not off within guest_shutdown_s of host.toml (120 s) is stopped hard.\nNobody asked for these VMs to be off: they are booted when the host is back. Moves under way are called off. Paused\nVMs and VMs in doubt are left as they are. godwit-guests.service runs this with --at-shutdown when the host shuts down.\n\nExamples:\n  godwit host close\n  godwit host open"
+    )]
+    Close {
+        /// Do nothing unless the system manager takes this host down
+        #[arg(long)]
+        at_shutdown: bool,
+    },
+    /// Run guests again after 'host close'; those that ran before are booted (run on the host)
+    #[command(after_help = "Example:\n  godwit host open")]
+    Open,
     /// Let a host take VMs again; moves under way go on to their end
     #[command(after_help = "Example:\n  godwit host undrain b")]
     Undrain {

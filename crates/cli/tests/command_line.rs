@@ -78,6 +78,8 @@ const COMMANDS: &[&str] = &[
     "host drain",
     "host fenced",
     "host boot-alone",
+    "host close",
+    "host open",
     "host undrain",
     "vm",
     "vm create",

@@ -13,8 +13,9 @@ use godwit_types::forecast::{
 };
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
-    HostCancel, HostResolve, HostStop, HostVm, IncomingReady, PeerEnvelope, PreflightIncoming,
-    PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm, RemovedHosts, Revoked,
+    HostCancel, HostClosing, HostResolve, HostStop, HostVm, IncomingReady, PeerEnvelope,
+    PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm,
+    RemovedHosts, Revoked,
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
@@ -94,6 +95,10 @@ pub mod path {
     pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
     pub const FORGET_RECORD: &str = "/v1/vms/{name}/forget-record";
+    /// POST [`super::Empty`]: [`super::HostClosing`], begun: the host shuts down. GET: the same, as far as it has come.
+    pub const CLOSE: &str = "/v1/close";
+    /// POST [`super::Empty`]: [`super::Done`]. The host runs guests again.
+    pub const OPEN: &str = "/v1/open";
     /// POST [`super::Empty`]: [`super::Done`]. A person lets this host boot what it holds without an answer.
     pub const BOOT_ALONE: &str = "/v1/site/boot-alone";
 }
@@ -145,6 +150,9 @@ pub const RULES: &[Rule] = &[
     rule("PUT", path::SITE, CONTROLLER),
     rule_also_removed("POST", path::SITE_ASK, Access::HOST),
     rule("POST", path::SITE_SURVEY, CONTROLLER),
+    rule("POST", path::CLOSE, Access::LOCAL),
+    rule("GET", path::CLOSE, Access::LOCAL),
+    rule("POST", path::OPEN, Access::LOCAL),
     rule("POST", path::BOOT_ALONE, Access::LOCAL),
     rule("POST", path::FORGET_RECORD, Access::LOCAL),
 ];
@@ -451,6 +459,25 @@ impl AgentClient {
     /// Has a damaged record put aside.
     pub async fn forget_record(&self, name: &VmName) -> Reply<Done> {
         self.act(path::FORGET_RECORD, name, &Empty {}).await
+    }
+
+    /// Has the host power its guests down and take no VMs.
+    pub async fn close(&self) -> Reply<HostClosing> {
+        self.client
+            .post(path::CLOSE, &Empty {}, self.deadlines.act)
+            .await
+    }
+
+    /// How far it has come with that.
+    pub async fn closing(&self) -> Reply<HostClosing> {
+        self.client.get(path::CLOSE, self.deadlines.read).await
+    }
+
+    /// Has the host run guests again.
+    pub async fn open(&self) -> Reply<Done> {
+        self.client
+            .post(path::OPEN, &Empty {}, self.deadlines.act)
+            .await
     }
 
     /// Lets the host boot what it holds without an answer of the site.

@@ -24,6 +24,10 @@ pub const REPORTS_DIR: &str = "migrations";
 /// Name of the socket that a VM process serves, in its run directory.
 pub const SOCKET_FILE: &str = "vm.sock";
 
+/// Name of the mark, in a host's run directory, that the host shuts down: a guest that powers itself off while it is there
+/// counts as one whose host lost its power, and none starts. It holds the boot that is about to end.
+pub const CLOSING_FILE: &str = "closing";
+
 /// Longest time for which a guest's writes are measured, ms.
 pub const MEASURE_MS_MAX: u64 = 5_000;
 
@@ -299,12 +303,82 @@ pub enum VmRequest {
         /// The host that is gone.
         host: HostName,
     },
+    /// This host shuts down: have the guest power off, without a word in the record. Answered by `Closing`; refused where
+    /// the host has no [`CLOSING_FILE`].
+    Close {
+        /// How far to go.
+        step: CloseStep,
+    },
     /// End this VM process and leave QEMU running (an upgrade); the next one takes it over.
     Detach {
         /// Refuse while a migration is under way. One that does not know this ends all the same: whoever asks has looked.
         #[serde(default)]
         unless_moving: bool,
     },
+}
+
+/// How far a VM process goes with a guest whose host shuts down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CloseStep {
+    /// Only look.
+    Look,
+    /// Press the guest's power key; call off a migration that is under way.
+    Press,
+    /// End the guest.
+    End,
+}
+
+/// How far a guest has come whose host shuts down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum CloseState {
+    /// No guest runs any more.
+    Off,
+    /// It has not powered off yet.
+    Waits,
+    /// A migration is under way, which is called off if it still can be.
+    Migrating,
+    /// It is left as it is, since the power key is of no use to it or it is not certain who holds it.
+    Left,
+    /// It did not power off in time and was ended.
+    Ended,
+}
+
+/// A VM whose host shuts down.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClosingVm {
+    /// The VM.
+    pub vm: VmName,
+    /// How far its guest has come.
+    pub state: CloseState,
+    /// Why it is not off.
+    #[serde(default)]
+    pub why: Option<String>,
+}
+
+/// How far a host has come with powering its guests down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ClosingStage {
+    /// Not begun: the host runs guests.
+    #[default]
+    Open,
+    /// Guests are being powered down.
+    Closing,
+    /// That is over, and no guest starts.
+    Closed,
+}
+
+/// A host that shuts down, or does not.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct HostClosing {
+    /// How far it has come.
+    pub stage: ClosingStage,
+    /// How long guests are given, s.
+    pub limit_s: u64,
+    /// All VMs that had a guest when it began.
+    pub vms: Vec<ClosingVm>,
 }
 
 /// What a VM process answers to `Status`.
@@ -338,6 +412,8 @@ pub enum VmAnswer {
     Blockers(Vec<String>),
     /// To `MeasureDirtyRate`.
     DirtyRate(DirtyRate),
+    /// To `Close`.
+    Closing(ClosingVm),
     /// Anything that went wrong.
     Error(ApiError),
 }

@@ -11,6 +11,9 @@
 mod actions;
 mod adoption;
 mod announce;
+mod closing;
+#[cfg(test)]
+mod closing_tests;
 mod control;
 mod control_slot;
 mod destination;

@@ -99,6 +99,7 @@ impl Vm {
                 let done = "waits for that host no more";
                 self.ask_or(Event::HostRemoved { host }, done, done)
             }
+            VmRequest::Close { step } => self.close(step),
             VmRequest::Detach { unless_moving } => {
                 if let Some(moving) = self.migration.as_ref().filter(|_| unless_moving) {
                     let message = format!(
@@ -205,6 +206,7 @@ impl Vm {
 
     /// Starts the guest. One that waits for its former host does not run, though its start is on record.
     fn start_guest(&mut self) -> Reply {
+        self.refuse_while_closing()?;
         let started = self.ask_or(Event::StartRequested, "runs", "runs already");
         let Status::InDoubt { peer, command, .. } = &self.status else {
             return started;
@@ -358,7 +360,7 @@ impl Vm {
         )
     }
 
-    fn cancel(&mut self, id: &MigrationId, reason: &str) -> Reply {
+    pub(crate) fn cancel(&mut self, id: &MigrationId, reason: &str) -> Reply {
         match &mut self.migration {
             Some(migration) if migration.id == *id => {
                 // The controller takes back what could not begin: that was nobody's wish.
@@ -420,6 +422,7 @@ impl Vm {
     // ---- becoming a destination ----
 
     fn prepare_incoming(&mut self, request: PrepareIncoming) -> Reply {
+        self.refuse_while_closing()?;
         refuse_writable_disks(&request.spec)?;
         self.refuse_cancelled(&request.migration.id)?;
         if self.migration.is_some() {
@@ -506,6 +509,7 @@ impl Vm {
     // ---- becoming a source ----
 
     fn migrate(&mut self, spec: &MigrationSpec) -> Reply {
+        self.refuse_while_closing()?;
         self.refuse_cancelled(&spec.id)?;
         if spec.id.as_str().is_empty() || self.migration.is_some() {
             let message = format!("VM '{}' is already moving", self.config.vm);
@@ -792,7 +796,7 @@ fn unknown_migration(id: &MigrationId) -> ApiError {
     )
 }
 
-fn qmp(error: impl std::fmt::Display) -> ApiError {
+pub(crate) fn qmp(error: impl std::fmt::Display) -> ApiError {
     ApiError::new(ErrorCode::Hypervisor, error.to_string())
 }
 

@@ -78,7 +78,7 @@ impl Site {
             vm: VmName::new("web").unwrap(),
             host: HostName::new("b").unwrap(),
             state_dir: at("state/vms/web"),
-            run_dir: at("run"),
+            run_dir: at("run/vms/web"),
             ram_dir: at("ram"),
             qemu: "/usr/bin/qemu-system-x86_64".into(),
             qemu_uid: 65534,
@@ -88,7 +88,7 @@ impl Site {
             migration_addresses: vec![[127, 0, 0, 1].into()],
             accelerator: Accelerator::Tcg,
         };
-        for name in ["state/vms/web", "run/qemu", "ram"] {
+        for name in ["state/vms/web", "run/vms/web/qemu", "ram"] {
             std::fs::create_dir_all(dir.path().join(name)).unwrap();
         }
         let paths = Paths::of(&config);

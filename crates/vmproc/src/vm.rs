@@ -272,7 +272,7 @@ impl Vm {
             crate::group::limit_memory(mapped.saturating_mul(godwit_guestmem::PAGE_SIZE as u64));
         }
         let orphan = self.find_orphan();
-        let was_off = self.found == Some(GuestNews::Shutdown);
+        let was_off = self.found == Some(GuestNews::Shutdown) && !self.host_closes();
         self.perform(actions);
         self.close_orphan(orphan);
         self.close_old_reports();
@@ -404,6 +404,12 @@ impl Vm {
     pub(crate) fn event_of(&mut self, news: GuestNews) -> Event {
         match news {
             GuestNews::Reset => Event::GuestReset,
+            GuestNews::Shutdown if self.host_closes() => {
+                tracing::info!("the guest powered off, since its host shuts down");
+                self.blame("the guest powered itself off during the migration");
+                self.kill_qemu();
+                Event::QemuDied
+            }
             GuestNews::Shutdown => {
                 self.guest_ended("the guest powered itself off during the migration");
                 Event::GuestShutdown

@@ -3,7 +3,7 @@
 //! Owns nothing.
 
 use crate::args::{Global, HostCommand};
-use crate::commands::{drain, join, leave, renew, site};
+use crate::commands::{close, drain, join, leave, renew, site};
 use crate::connect::controller;
 use crate::exit::{CommandResult, FAILED, Failure};
 use crate::output::Output;
@@ -67,6 +67,8 @@ pub async fn run(command: HostCommand, global: &Global, output: &Output) -> Comm
         HostCommand::Drain(arguments) => drain::drain(arguments, global, output).await,
         HostCommand::Fenced { host, yes } => site::fenced(&host, yes, global, output).await,
         HostCommand::BootAlone { yes } => site::boot_alone(yes, global, output).await,
+        HostCommand::Close { at_shutdown } => close::close(at_shutdown, global, output).await,
+        HostCommand::Open => close::open(global, output).await,
         HostCommand::Undrain { host } => drain::undrain(&host, global, output).await,
     }
 }

@@ -3,6 +3,7 @@
 pub mod agent;
 pub mod audit;
 pub mod bench;
+pub mod close;
 mod config_file;
 pub mod controller;
 pub mod drain;

@@ -1,0 +1,126 @@
+//! A host that shuts down, with stub VM processes whose guests are processes that wait.
+
+use super::*;
+use crate::api::tests::Served;
+use crate::test_support::{BOOTED, CLOSED, CLOSES, TestHost, vm};
+use godwit_ownership::Power;
+use std::process::{Child, Command, Stdio};
+
+/// A VM whose guest runs, and does as told when its power key is pressed.
+fn guest(host: &TestHost, name: &str, closes: &str) -> Child {
+    host.hold(name, Power::On);
+    host.records().remember_boot(&vm(name), "boot-1").unwrap();
+    let run_dir = host.run_dir(name);
+    std::fs::write(run_dir.join(CLOSES), closes).unwrap();
+    let child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
+    let after_name = stat.rsplit_once(')').unwrap().1;
+    let start: u64 = after_name
+        .split_whitespace()
+        .nth(19)
+        .unwrap()
+        .parse()
+        .unwrap();
+    let identity = serde_json::json!({
+        "pid": child.id(), "start_time_ticks": start, "accelerator": "tcg", "launch": 1,
+    });
+    std::fs::write(run_dir.join("qemu.json"), identity.to_string()).unwrap();
+    child
+}
+
+async fn closed(served: &Served) -> BTreeMap<VmName, CloseState> {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while served.agent.closing.stage() != ClosingStage::Closed {
+        assert!(Instant::now() < deadline, "it came to no end");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let shown = served.agent.closing.shown();
+    let states = shown.vms.into_iter().map(|seen| (seen.vm, seen.state));
+    states.collect()
+}
+
+fn steps(served: &Served, name: &str) -> String {
+    std::fs::read_to_string(served.host.run_dir(name).join(CLOSED)).unwrap_or_default()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_shuts_down_powers_its_guests_down_and_boots_none_before_it_is_back() {
+    let host = TestHost::new().with("guest_shutdown_s = 1\nboot = \"alone\"");
+    let _children = [
+        guest(&host, "obeys", "obeys"),
+        guest(&host, "deaf", "deaf"),
+        guest(&host, "paused", "left"),
+    ];
+    host.hold("off", Power::Off);
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    served.agent.close().await.unwrap();
+    let wanted = [
+        ("deaf", CloseState::Ended),
+        ("obeys", CloseState::Off),
+        ("paused", CloseState::Left),
+    ];
+    assert_eq!(
+        closed(&served).await,
+        wanted.map(|(name, state)| (vm(name), state)).into()
+    );
+    assert!(steps(&served, "obeys").starts_with("press\n"));
+    assert!(steps(&served, "deaf").ends_with("end\n"));
+    assert_eq!(steps(&served, "off"), "", "nobody touches a VM that is off");
+
+    served.agent.boot_round().await;
+    let refused = served.agent.start(&vm("off")).await.unwrap_err();
+    assert!(refused.message.contains("shuts down"), "{refused}");
+    let boots = |name: &str| served.host.run_dir(name).join(BOOTED).exists();
+    assert!(!boots("obeys") && !boots("deaf"));
+    // As a power cut leaves them: meant to run, and none of them counts as crashed.
+    let should_run = |name| served.agent.records.should_run(&vm(name), "boot-1");
+    assert!(matches!(should_run("obeys"), Some((_, false))));
+    assert!(matches!(should_run("deaf"), Some((_, false))));
+    assert!(should_run("off").is_none());
+
+    served.agent.open().await.unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !boots("obeys") || !boots("deaf") {
+        assert!(Instant::now() < deadline, "they are not booted");
+        served.agent.boot_round().await;
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    assert!(!boots("off"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_agent_that_died_while_its_host_shut_down_goes_on() {
+    let host = TestHost::new();
+    let _child = guest(&host, "obeys", "obeys");
+    std::fs::write(host.config.run_dir.join(CLOSING_FILE), "boot-1").unwrap();
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    served.agent.go_on_closing();
+    assert_eq!(
+        closed(&served).await,
+        [(vm("obeys"), CloseState::Off)].into()
+    );
+}
+
+#[test]
+fn the_mark_of_an_earlier_boot_means_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let mark = dir.path().join(CLOSING_FILE);
+    std::fs::write(&mark, "boot-1").unwrap();
+    assert!(Closing::open(dir.path(), "boot-1", 1).unwrap().is_on());
+    assert!(!Closing::open(dir.path(), "boot-2", 1).unwrap().is_on());
+    assert!(!mark.exists(), "VM processes look at it, too");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_whose_guests_are_being_powered_down_is_not_opened() {
+    let host = TestHost::new();
+    let _child = guest(&host, "deaf", "deaf");
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    served.agent.close().await.unwrap();
+    let refused = served.agent.open().await.unwrap_err();
+    assert!(refused.message.contains("wait for the end"), "{refused}");
+    assert!(served.agent.closing.is_on());
+}

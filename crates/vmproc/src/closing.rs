@@ -1,0 +1,96 @@
+//! A guest whose host shuts down.
+//!
+//! Part of [`Vm`]. Nobody asked for the VM to be off: a guest that powers itself off while its host closes is gone as in a
+//! power cut, the record goes on saying that the VM runs, and the host's next boot decides by it. That the host closes is
+//! the mark that the agent puts into the host's run directory, which a reboot empties: a successor of this process sees it,
+//! too. Refuses: to power anything down without the mark, to start or take a guest while it is there, and to touch a VM
+//! that is in doubt.
+
+use crate::hypervisor::QMP_WAIT;
+use crate::requests::{Answered, Reply, qmp};
+use crate::vm::Vm;
+use godwit_ownership::{Event, Status};
+use godwit_types::host_api::{
+    CLOSING_FILE, CloseState, CloseStep, ClosingVm, VmAnswer, VmProcessConfig,
+};
+use godwit_types::{ApiError, ErrorCode};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// The host's mark, where the VM's run directory is `RUN/vms/NAME`.
+fn mark(config: &VmProcessConfig) -> Option<PathBuf> {
+    let vms = Path::new(&config.run_dir).parent()?;
+    let is_vms = vms.file_name().is_some_and(|name| name == "vms");
+    is_vms.then(|| vms.with_file_name(CLOSING_FILE))
+}
+
+impl Vm {
+    /// Whether this host shuts down.
+    pub(crate) fn host_closes(&self) -> bool {
+        mark(&self.config).is_some_and(|mark| mark.exists())
+    }
+
+    /// Refuses a guest that would be cut off at once.
+    pub(crate) fn refuse_while_closing(&self) -> Result<(), ApiError> {
+        if !self.host_closes() {
+            return Ok(());
+        }
+        let host = &self.config.host;
+        let message = format!(
+            "host '{host}' shuts down: no guest starts there, comes there or leaves it; 'godwit host open' on it ends that"
+        );
+        Err(ApiError::new(ErrorCode::WrongState, message).on_host(host))
+    }
+
+    /// One step on the guest's way down.
+    pub(crate) fn close(&mut self, step: CloseStep) -> Reply {
+        if !self.host_closes() {
+            let message = format!("host '{}' does not shut down", self.config.host);
+            return Err(ApiError::new(ErrorCode::WrongState, message));
+        }
+        let (state, why) = self.closed_by(step)?;
+        Ok(Answered(VmAnswer::Closing(ClosingVm {
+            vm: self.config.vm.clone(),
+            state,
+            why,
+        })))
+    }
+
+    fn closed_by(&mut self, step: CloseStep) -> Result<(CloseState, Option<String>), ApiError> {
+        let left = |why: &str| Ok((CloseState::Left, Some(why.to_owned())));
+        if matches!(self.status, Status::InDoubt { .. }) {
+            return left("it is in doubt which host holds it");
+        }
+        if let Some(id) = self
+            .migration
+            .as_ref()
+            .map(|migration| migration.id.clone())
+        {
+            if step != CloseStep::Look {
+                let why = format!("host '{}' shuts down", self.config.host);
+                // One that cannot be called off any more is over in a moment.
+                let _ = self.cancel(&id, &why);
+            }
+            return Ok((CloseState::Migrating, None));
+        }
+        let Some(hyper) = &self.hyper else {
+            return Ok((CloseState::Off, None));
+        };
+        if !matches!(self.status, Status::Running { .. }) {
+            return left("its guest stands still, and what its memory holds is lost with the host");
+        }
+        match step {
+            CloseStep::Look => {}
+            CloseStep::Press => {
+                let pressed = hyper.machine.powerdown(Instant::now() + QMP_WAIT);
+                pressed.map_err(qmp)?;
+            }
+            CloseStep::End => {
+                self.kill_qemu();
+                self.feed(Event::QemuDied);
+                return Ok((CloseState::Ended, None));
+            }
+        }
+        Ok((CloseState::Waits, None))
+    }
+}
