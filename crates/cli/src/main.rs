@@ -14,6 +14,7 @@ mod controller_file;
 mod examples_tests;
 mod exit;
 mod figures;
+mod journal;
 mod keys;
 mod move_report;
 mod output;
@@ -29,6 +30,7 @@ use godwit_types::ErrorCode;
 use output::Output;
 use std::path::Path;
 use std::process::ExitCode;
+use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
@@ -71,6 +73,10 @@ fn start_logging(command: &Command) {
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(false);
+    let lines = match journal::is_stderr() {
+        true => lines.event_format(journal::Lines).boxed(),
+        false => lines.boxed(),
+    };
     tracing_subscriber::registry()
         .with(lines)
         .with(filter.unwrap_or_else(|| Targets::new().with_default(usual)))

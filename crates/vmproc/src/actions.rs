@@ -425,11 +425,32 @@ impl Vm {
             Side::Source => report.cpu_source_s = cpu_s,
             Side::Destination => report.cpu_destination_s = cpu_s,
         });
-        tracing::info!(migration = %id, ?outcome, ?reason, "the migration is over");
+        self.say_end(&migration, outcome, reason.as_deref());
         // Kept before the driver's threads are waited for: whoever asks meanwhile finds the end, not the beginning.
         self.keep_report(migration.report.read());
         self.remember(migration.report.clone());
         self.end_driver(&mut migration, outcome, reason);
+    }
+
+    /// Tells the migration's end in a sentence.
+    fn say_end(&self, migration: &Migration, outcome: Outcome, reason: Option<&str>) {
+        let (from, to) = match migration.side {
+            Side::Source => (&self.config.host, &migration.peer),
+            Side::Destination => (&migration.peer, &self.config.host),
+        };
+        let end = match outcome {
+            Outcome::Completed => "is completed",
+            Outcome::Cancelled => "was cancelled",
+            Outcome::Failed => "failed",
+            Outcome::InDoubt => "is in doubt",
+        };
+        let (vm, id) = (&self.config.vm, &migration.id);
+        match reason {
+            None => tracing::info!("migration {id} of VM {vm} from {from} to {to} {end}"),
+            Some(why) => {
+                tracing::warn!("migration {id} of VM {vm} from {from} to {to} {end}: {why}");
+            }
+        }
     }
 
     fn end_driver(&mut self, migration: &mut Migration, outcome: Outcome, reason: Option<String>) {

@@ -9,7 +9,7 @@ use crate::files::{Paths, QemuIdentity};
 use crate::group::limit_memory;
 use crate::harden::stay_private;
 use crate::huge_pages::HugePages;
-use crate::input::{GuestNews, Input};
+use crate::input::{GuestNews, Input, Waiting};
 use crate::neighbours::Neighbours;
 use godwit_guestmem::{Library, Owner, RamFile, handout, library};
 use godwit_qemu::command_line::{self, Disk, MachineConfig, Nic};
@@ -183,7 +183,18 @@ impl Hyper {
         std::thread::Builder::new()
             .name("qemu-events".into())
             .spawn(move || {
-                let tell = |news| inputs.send(Input::Guest { launch, news }).is_ok();
+                let waiting = Arc::new(Waiting::default());
+                let tell = |news| {
+                    let Some(place) = waiting.place(&news) else {
+                        return true;
+                    };
+                    let told = inputs.send(Input::Guest {
+                        launch,
+                        news,
+                        place,
+                    });
+                    told.is_ok()
+                };
                 loop {
                     match events.next(Instant::now() + Duration::from_secs(3600)) {
                         Ok(event) => {

@@ -7,9 +7,9 @@
 use godwit_migrate::protocol::{ToDestination, clip_reason};
 use godwit_ownership::{Event, PeerMessage};
 use godwit_types::host_api::{VmAnswer, VmRequest};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// Most messages of one peer that wait for the VM's thread; a migration has a handful in all.
 const SAID_MAX: usize = 64;
@@ -32,6 +32,45 @@ pub(crate) enum GuestNews {
     Reset,
     /// QEMU is gone.
     Died,
+}
+
+/// Most news of one hypervisor that wait for the VM's thread.
+const GUEST_NEWS_MAX: usize = 64;
+
+/// How much of what one hypervisor does waits for the VM's thread. A guest that resets in a loop is told of once; one that
+/// thinks of more makes its own events wait, of which the oldest are lost.
+#[derive(Debug, Default)]
+pub(crate) struct Waiting {
+    /// How many, and the last of them.
+    news: Mutex<(usize, Option<GuestNews>)>,
+    fewer: Condvar,
+}
+
+/// The place of one of them, free again once it is dropped.
+#[derive(Debug)]
+pub(crate) struct Place(Arc<Waiting>);
+
+impl Waiting {
+    /// A place for the news; none where the last that waits says the same. Waits where too much does.
+    pub(crate) fn place(self: &Arc<Self>, news: &GuestNews) -> Option<Place> {
+        let waiting = self.news.lock().unwrap_or_else(PoisonError::into_inner);
+        if waiting.0 > 0 && waiting.1.as_ref() == Some(news) {
+            return None;
+        }
+        let full = |waiting: &mut (usize, Option<GuestNews>)| waiting.0 >= GUEST_NEWS_MAX;
+        let waiting = self.fewer.wait_while(waiting, full);
+        let mut waiting = waiting.unwrap_or_else(PoisonError::into_inner);
+        *waiting = (waiting.0 + 1, Some(news.clone()));
+        Some(Place(Arc::clone(self)))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut waiting = self.0.news.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.0 = waiting.0.saturating_sub(1);
+        self.0.fewer.notify_one();
+    }
 }
 
 /// What the migration's driver reports. `run` tells one driver from the next.
@@ -138,7 +177,11 @@ pub(crate) enum Input {
     /// From the socket.
     Request(Request),
     /// From QEMU number `launch`.
-    Guest { launch: u64, news: GuestNews },
+    Guest {
+        launch: u64,
+        news: GuestNews,
+        place: Place,
+    },
     /// From the migration's driver.
     Driver(DriverNews),
     /// The guest's writes were measured.
@@ -155,6 +198,46 @@ mod tests {
         News::Peer(PeerMessage::Confirmed {
             generation: Generation(7),
         })
+    }
+
+    #[test]
+    fn a_guest_that_resets_in_a_loop_makes_one_reset_wait() {
+        let waiting = Arc::<Waiting>::default();
+        let mut places: Vec<Place> = (0..1_600_000)
+            .filter_map(|_| waiting.place(&GuestNews::Reset))
+            .collect();
+        assert_eq!(places.len(), 1);
+        // What happens after it is told, in order.
+        places.extend(waiting.place(&GuestNews::Shutdown));
+        places.extend(waiting.place(&GuestNews::Reset));
+        assert_eq!(places.len(), 3);
+        places.clear();
+        assert!(
+            waiting.place(&GuestNews::Reset).is_some(),
+            "none waits any more"
+        );
+    }
+
+    #[test]
+    fn a_hypervisor_that_floods_waits_for_the_vm_s_thread() {
+        let waiting = Arc::<Waiting>::default();
+        let (sender, queue) = channel();
+        let floods = std::thread::spawn(move || {
+            for halt in 0..10 * GUEST_NEWS_MAX {
+                let place = waiting.place(&GuestNews::Halted(halt.to_string()));
+                sender.send(place.expect("each is another")).unwrap();
+            }
+        });
+        let mut most = 0;
+        let mut held = std::collections::VecDeque::new();
+        for place in &queue {
+            held.push_back(place);
+            held.extend(queue.try_iter());
+            most = most.max(held.len());
+            held.pop_front();
+        }
+        floods.join().unwrap();
+        assert!(most <= GUEST_NEWS_MAX, "{most} wait");
     }
 
     #[test]

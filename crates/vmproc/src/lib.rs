@@ -30,6 +30,7 @@ mod neighbours;
 mod off;
 mod outbox;
 mod priority;
+mod rate;
 mod requests;
 mod save_gate;
 mod server;

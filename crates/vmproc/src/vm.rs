@@ -11,6 +11,7 @@ use crate::hypervisor::{Hyper, QMP_WAIT, internal, news_of};
 use crate::input::{DriverNews, Farewell, GuestNews, Input, Intake, News};
 use crate::measure::Measuring;
 use crate::outbox::Outbox;
+use crate::rate::Rate;
 use crate::requests::Answered;
 use crate::save_gate::SaveGate;
 use crate::server;
@@ -163,6 +164,8 @@ pub(crate) struct Vm {
     pub unsure: Option<Unsure>,
     /// What the event being handled came to, for whoever asked.
     pub outcome: Outcome,
+    /// What is written of what the guest does.
+    pub said: Rate,
     pub detach: bool,
     /// The VM is to be off, which is not written yet: when that was tried last.
     pub off_wanted: Option<crate::off::OffWish>,
@@ -240,6 +243,7 @@ impl Vm {
             cont_wait: CONT_WAIT,
             unsure: None,
             outcome: Outcome::default(),
+            said: Rate::new(Instant::now()),
             detach: false,
             off_wanted: None,
             busy_at: Instant::now(),
@@ -364,7 +368,15 @@ impl Vm {
                 // Nobody waits any more: the request is carried out all the same.
                 let _ = request.reply.send(answer);
             }
-            Input::Guest { launch, news } => self.guest_news(launch, news),
+            Input::Guest {
+                launch,
+                news,
+                place,
+            } => {
+                // What happens from here on is told anew.
+                drop(place);
+                self.guest_news(launch, news);
+            }
             Input::Measured => self.measuring = None,
             Input::Driver(DriverNews { run, news }) => {
                 let migration = self.migration.as_ref();
@@ -387,8 +399,27 @@ impl Vm {
         {
             return;
         }
-        tracing::info!(?news, "QEMU said");
+        self.say(&news);
         self.happened(news);
+    }
+
+    /// A guest may do the same for ever.
+    fn say(&mut self, news: &GuestNews) {
+        let Some(left_out) = self.said.admits(Instant::now()) else {
+            return;
+        };
+        if left_out > 0 {
+            tracing::warn!("{left_out} more lines about what the guest did were left out");
+        }
+        match news {
+            GuestNews::Shutdown => tracing::info!("the guest powered itself off"),
+            GuestNews::Reset => tracing::info!("the guest was reset"),
+            GuestNews::Halted(why) => tracing::warn!("the guest stands still: {why}"),
+            GuestNews::Died => tracing::warn!("the guest's QEMU is gone"),
+        }
+        if self.said.is_spent() {
+            tracing::warn!("that is too much: what the guest does is not written for a minute");
+        }
     }
 
     pub(crate) fn happened(&mut self, news: GuestNews) {
