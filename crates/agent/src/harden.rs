@@ -9,6 +9,7 @@
 //! QEMU), `SYS_NICE` (huge pages put back by process_madvise, page threads no longer nice), `SYS_RESOURCE` (limits of
 //! QEMU), `IPC_LOCK` (locked memory), `SETPCAP` (giving up more).
 
+use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
 fn kept() -> CapabilitySet {
@@ -29,9 +30,20 @@ fn kept() -> CapabilitySet {
         | CapabilitySet::SETPCAP
 }
 
+/// Keeps this process's memory, which holds keys, from core dumps and from debuggers of other users.
+pub fn keep_memory_private() -> std::io::Result<()> {
+    let none = Rlimit {
+        current: Some(0),
+        maximum: Some(0),
+    };
+    setrlimit(Resource::Core, none)?;
+    Ok(set_dumpable_behavior(DumpableBehavior::NotDumpable)?)
+}
+
 /// Gives up all other capabilities and the right to gain any by running a program; files are private from here on.
 pub fn harden() -> std::io::Result<()> {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+    keep_memory_private()?;
     rustix::thread::set_no_new_privs(true)?;
     let now = rustix::thread::capabilities(None)?;
     for capability in CapabilitySet::all().difference(kept()).iter() {
@@ -45,4 +57,31 @@ pub fn harden() -> std::io::Result<()> {
     };
     rustix::thread::set_capabilities(None, sets)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHILD: &str = "GODWIT_TEST_KEEPS_MEMORY";
+
+    /// In a process of its own, since none of it can be taken back.
+    #[test]
+    fn memory_with_keys_is_in_no_core_dump() {
+        if std::env::var_os(CHILD).is_some() {
+            harden().expect("hardened");
+            let dumpable = rustix::process::dumpable_behavior().expect("asked");
+            assert_eq!(dumpable, DumpableBehavior::NotDumpable);
+            let core = rustix::process::getrlimit(Resource::Core);
+            assert_eq!((core.current, core.maximum), (Some(0), Some(0)));
+            return;
+        }
+        let mut child = std::process::Command::new(std::env::current_exe().expect("this program"));
+        child.args([
+            "--exact",
+            "harden::tests::memory_with_keys_is_in_no_core_dump",
+        ]);
+        let ended = child.env(CHILD, "1").output().expect("run");
+        assert!(ended.status.success(), "{ended:?}");
+    }
 }

@@ -52,6 +52,6 @@ mod users;
 mod vm_client;
 
 pub use boot::host_is_shutting_down;
-pub use harden::harden;
+pub use harden::{harden, keep_memory_private};
 pub use launch::{VM_PROCESS_FAILED, VmProgram};
 pub use run::{AgentError, check, run};

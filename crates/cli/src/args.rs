@@ -374,8 +374,13 @@ pub struct HostTopArgs {
 /// How this machine joins.
 #[derive(Debug, Args)]
 pub struct HostJoin {
-    /// The one-time token that 'godwit host add' or 'godwit controller init' printed
-    pub token: String,
+    /// The one-time token that 'godwit host add' or 'godwit controller init' printed; '-' reads it from standard input,
+    /// so that no list of processes shows it
+    #[arg(required_unless_present = "token_file")]
+    pub token: Option<String>,
+    /// File that holds the token
+    #[arg(long, value_name = "FILE", conflicts_with = "token")]
+    pub token_file: Option<PathBuf>,
     /// This host's name; its host name when left out
     #[arg(long)]
     pub name: Option<HostName>,

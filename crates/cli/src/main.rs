@@ -43,7 +43,7 @@ fn main() -> ExitCode {
     let result = match &cli.command {
         Command::VmProcess { config } => vm_process(config),
         Command::Controller(ControllerCommand::Run { config }) => {
-            commands::controller::serve(config)
+            keep_memory_private().and_then(|()| commands::controller::serve(config))
         }
         _ => in_runtime(cli),
     };
@@ -97,11 +97,20 @@ fn vm_process(config: &Path) -> exit::CommandResult {
     })
 }
 
+/// Of whoever holds keys: agent, controller, and the commands that make them.
+fn keep_memory_private() -> exit::CommandResult {
+    godwit_agent::keep_memory_private()
+        .map_err(|error| internal(format!("cannot keep keys out of core dumps: {error}")))
+}
+
 fn in_runtime(cli: Cli) -> exit::CommandResult {
     if matches!(cli.command, Command::Agent(_)) {
         // Before any other thread exists, since what is given up here is given up per thread.
         godwit_agent::harden()
             .map_err(|error| internal(format!("cannot give up privileges: {error}")))?;
+    }
+    if matches!(cli.command, Command::Controller(_) | Command::Host(_)) {
+        keep_memory_private()?;
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
