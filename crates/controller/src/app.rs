@@ -459,6 +459,19 @@ impl App {
         }
     }
 
+    /// Waits until a host does not answer.
+    pub async fn until_lost(&self, host: &HostName) {
+        let mut changes = self.listen();
+        let is_connected = || {
+            let state = self.of_host(host, |entry| entry.state);
+            matches!(state, Ok(HostState::Connected))
+        };
+        while is_connected() {
+            // To lag behind is a change too, and the channel closes only with this value.
+            let _ = changes.recv().await;
+        }
+    }
+
     fn is_being_taken_over(&self, vm: &VmName) -> bool {
         let state = self.state();
         let silent = |view: VmView| view.state == VmState::Unreachable;

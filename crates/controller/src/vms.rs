@@ -597,16 +597,31 @@ async fn act_at(app: &App, name: &VmName, host: &HostName, action: Action) -> Ou
             tracing::error!(vm = %name, %error, "cannot note that a VM is to be stopped");
         }
     }
-    let result = match action {
-        Action::Stop(Force(force)) => agent.stop(name, &StopRequest { force }).await,
-        Action::Reset => agent.reset(name).await,
-        Action::Pause => agent.pause(name).await,
-        Action::Resume => agent.resume(name).await,
-        Action::Renew => agent.renew(name).await,
+    let asked = async {
+        match action {
+            Action::Stop(Force(force)) => agent.stop(name, &StopRequest { force }).await,
+            Action::Reset => agent.reset(name).await,
+            Action::Pause => agent.pause(name).await,
+            Action::Resume => agent.resume(name).await,
+            Action::Renew => agent.renew(name).await,
+        }
+    };
+    let result = tokio::select! {
+        result = asked => result,
+        // Nobody waits a minute for a host that is gone, nor what comes next for this VM.
+        () = app.until_lost(host) => return Err(lost_meanwhile(name, host)),
     };
     refresh(app, host).await;
     app.tell_vm(name);
     result.map_err(|error| way_out(refused_by(app, ApiError::from(error)).on_host(host)))
+}
+
+/// The host does not answer any more, and may have done what it was asked for.
+fn lost_meanwhile(name: &VmName, host: &HostName) -> ApiError {
+    let message = format!(
+        "host {host} stopped answering while it was asked about VM {name}: whether that was done is not known; if host {host} lost its power, it boots what ran when it is back: look with 'godwit vm show {name}' then"
+    );
+    ApiError::new(ErrorCode::HostUnreachable, message).on_host(host)
 }
 
 /// A host refuses the commands of a controller with an old copy of its database, which knows better why.

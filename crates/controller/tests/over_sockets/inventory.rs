@@ -274,6 +274,36 @@ async fn memory_given_back_since_the_last_look_is_not_refused() {
 }
 
 #[tokio::test]
+async fn a_stop_on_a_host_that_loses_its_power_is_answered_once_the_host_is_missed() {
+    let mut house = House::new().await;
+    // A guest may take its time to power off.
+    house.stop().await;
+    house.config.deadlines.slow = std::time::Duration::from_secs(60);
+    house.start().await;
+    let (a, client) = (house.host("a").await, house.client());
+    house.running("web", "a").await;
+    let _stop_held = a.hold("stop");
+    let stop = tokio::spawn({
+        let client = client.clone();
+        let request = StopRequest { force: true };
+        async move { client.stop(&vm("web"), &request).await }
+    });
+    a.until_called("asked to stop web").await;
+    // From here on the host says nothing to anybody, as one without power.
+    let _host_held = a.hold("host");
+    let began = std::time::Instant::now();
+    let refused = stop.await.unwrap().unwrap_err();
+    assert!(
+        refused.to_string().contains("stopped answering"),
+        "{refused}"
+    );
+    assert!(began.elapsed() < std::time::Duration::from_secs(50));
+    // What comes next for the VM does not wait behind it.
+    let next = client.stop(&vm("web"), &StopRequest { force: true }).await;
+    assert!(next.unwrap_err().to_string().contains("does not answer"));
+}
+
+#[tokio::test]
 async fn a_stopped_vm_leaves_its_host_before_another_gets_it() {
     let house = House::new().await;
     let (a, mut b, client) = (house.host("a").await, house.host("b").await, house.client());

@@ -400,7 +400,7 @@ async fn between(State(s): State<Shared>, request: Request, next: Next) -> Respo
 pub fn router(shared: Shared) -> Router {
     type S = State<Shared>;
     Router::new()
-        .route(path::HOST, get(|State(s): S| async move { Json(script(&s).said()) }))
+        .route(path::HOST, get(|State(s): S| async move { hold(&s, "host").await; Json(script(&s).said()) }))
         .route(path::CHECK, get(|State(s): S| async move {
             let host = script(&s).info.clone().unwrap().name;
             Json(HostCheck { host, checks: Vec::new() })
@@ -408,7 +408,7 @@ pub fn router(shared: Shared) -> Router {
         .route(path::VMS, get(|State(s): S| async move { Json(script(&s).listed()) }))
         .route(path::VM, get(show_vm).put(put_vm).delete(delete_vm))
         .route(path::START, post(start))
-        .route(path::STOP, post(|State(s): S, PathParam(name): Name, JsonBody(_): JsonBody<HostStop>| async move { set(&s, &name, VmState::Stopped) }))
+        .route(path::STOP, post(|State(s): S, PathParam(name): Name, JsonBody(_): JsonBody<HostStop>| async move { note(&s, format!("asked to stop {name}")); hold(&s, "stop").await; set(&s, &name, VmState::Stopped) }))
         .route(path::RESET, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
         .route(path::PAUSE, post(|State(s): S, PathParam(name): Name| async move { note(&s, format!("asked to pause {name}")); hold(&s, "pause").await; set(&s, &name, VmState::Paused) }))
         .route(path::RESUME, post(|State(s): S, PathParam(name): Name| async move { set(&s, &name, VmState::Running) }))
