@@ -3,8 +3,8 @@
 //! Begins with a mark in the run directory, which a reboot empties: while it is there no guest starts, comes or leaves,
 //! and one that powers itself off counts as one whose host lost its power, so that it is booted by the usual rules when the
 //! host is back. An agent that dies in the middle goes on where it was. Owns the mark and how far each guest has come.
-//! Refuses: to write into a VM's record, to touch a VM that is in doubt or paused, and to end before every guest was
-//! looked at once more.
+//! Refuses: to write into a VM's record, to touch a VM that is in doubt or paused or whose VM process is too old to know
+//! what the power key means then, and to end before every guest was looked at once more.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, done, unexpected};
 use crate::evidence;
@@ -309,6 +309,9 @@ async fn close_guest(vm: &Arc<Supervised>, step: CloseStep) -> ClosingVm {
     asked.await.unwrap_or_else(|error| ClosingVm {
         vm: vm.config().vm.clone(),
         state: match step {
+            // A VM process of an older version cannot read the request. A guest that powers itself off would be off on
+            // record with it, so its power key is left alone: it goes as in a power cut, with the host.
+            _ if error.code == ErrorCode::InvalidRequest => CloseState::Left,
             CloseStep::Look | CloseStep::Press => CloseState::Waits,
             CloseStep::End => CloseState::Left,
         },

@@ -4,10 +4,21 @@ use super::*;
 use crate::api::tests::Served;
 use crate::test_support::{BOOTED, CLOSED, CLOSES, TestHost, vm};
 use godwit_ownership::Power;
+use godwit_types::site::SiteTable;
 use std::process::{Child, Command, Stdio};
 
+/// A guest's process, ended with the test.
+struct Guest(Child);
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// A VM whose guest runs, and does as told when its power key is pressed.
-fn guest(host: &TestHost, name: &str, closes: &str) -> Child {
+fn guest(host: &TestHost, name: &str, closes: &str) -> Guest {
     host.hold(name, Power::On);
     host.records().remember_boot(&vm(name), "boot-1").unwrap();
     let run_dir = host.run_dir(name);
@@ -25,7 +36,7 @@ fn guest(host: &TestHost, name: &str, closes: &str) -> Child {
         "pid": child.id(), "start_time_ticks": start, "accelerator": "tcg", "launch": 1,
     });
     std::fs::write(run_dir.join("qemu.json"), identity.to_string()).unwrap();
-    child
+    Guest(child)
 }
 
 async fn closed(served: &Served) -> BTreeMap<VmName, CloseState> {
@@ -46,6 +57,9 @@ fn steps(served: &Served, name: &str) -> String {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_that_shuts_down_powers_its_guests_down_and_boots_none_before_it_is_back() {
     let host = TestHost::new().with("guest_shutdown_s = 1\nboot = \"alone\"");
+    // Its table is older than its VMs: without one it would not know that it has no neighbours.
+    let table = host.config.state_dir.join("site.json");
+    godwit_store::save_json(&table, &SiteTable::default()).unwrap();
     let _children = [
         guest(&host, "obeys", "obeys"),
         guest(&host, "deaf", "deaf"),
@@ -82,11 +96,34 @@ async fn a_host_that_shuts_down_powers_its_guests_down_and_boots_none_before_it_
     served.agent.open().await.unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     while !boots("obeys") || !boots("deaf") {
-        assert!(Instant::now() < deadline, "they are not booted");
+        let shown = served.agent.vm(&vm("deaf")).await.unwrap();
+        assert!(Instant::now() < deadline, "they are not booted: {shown:?}");
         served.agent.boot_round().await;
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert!(!boots("off"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_process_too_old_to_know_that_its_host_shuts_down_presses_no_power_key() {
+    let host = TestHost::new().with("guest_shutdown_s = 3000");
+    let mut child = guest(&host, "old", "too old");
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    served.agent.close().await.unwrap();
+    // Nor is it waited for.
+    assert_eq!(
+        closed(&served).await,
+        [(vm("old"), CloseState::Left)].into()
+    );
+    let heard = std::fs::read_dir(served.host.run_dir("old")).unwrap();
+    assert_eq!(
+        heard
+            .filter(|file| file.as_ref().unwrap().file_name() == CLOSED)
+            .count(),
+        0
+    );
+    assert!(child.0.try_wait().unwrap().is_none(), "its guest runs on");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -18,7 +18,9 @@ use crate::records::Records;
 use crate::scope::{self, Place};
 use crate::vm_client::{VmClientError, VmConnection, ask};
 use godwit_store::load_json;
-use godwit_types::host_api::{OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest};
+use godwit_types::host_api::{
+    OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest, closing_mark,
+};
 use godwit_types::site::RecordAnswer;
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
 use std::collections::BTreeMap;
@@ -338,8 +340,12 @@ impl Supervised {
             self.life.send_replace(Life::Starting(None));
         }
         let mut refused = String::new();
+        let mark = closing_mark(self.run_dir());
         for turn in 1..=SCOPE_TURNS {
-            let place = program.scopes.place(&self.name);
+            let place = {
+                let closes = mark.as_ref().is_some_and(|mark| mark.exists());
+                program.scopes.place(&self.name, closes)
+            };
             match self.start_at(program, &place).await {
                 Ok(connection) => return Ok(connection),
                 Err(NotStarted::Failed(why)) => return Err(why),

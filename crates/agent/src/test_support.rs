@@ -38,7 +38,7 @@ pub const REVIVES: &str = "revives";
 /// In the run directory: the state that the stub shows, in the words of [`VmState`]; stopped without it.
 pub const STATE: &str = "state";
 
-/// In the run directory: what the guest does when its host shuts down, `obeys`, `deaf` or `left`.
+/// In the run directory: what the guest does when its host shuts down, `obeys`, `deaf`, `left` or `too old`.
 pub const CLOSES: &str = "closes";
 /// In the run directory: each step to which the stub was asked then, but looks.
 pub const CLOSED: &str = "closed";
@@ -256,6 +256,9 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             power_off(config);
             VmAnswer::Done("off".into())
         }
+        VmRequest::Close { .. } if is_too_old(config) => {
+            VmAnswer::Error(ApiError::new(ErrorCode::InvalidRequest, "cannot read it"))
+        }
         VmRequest::Close { step } => VmAnswer::Closing(close(step, config)),
         VmRequest::Stop { force } => {
             power_off(config);
@@ -288,6 +291,11 @@ fn boot(config: &VmProcessConfig, done: &str) -> VmAnswer {
         .unwrap();
     std::fs::write(run_dir.join(STATE), "\"running\"").unwrap();
     VmAnswer::Done(done.into())
+}
+
+fn is_too_old(config: &VmProcessConfig) -> bool {
+    let closes = std::fs::read(Path::new(&config.run_dir).join(CLOSES));
+    closes.is_ok_and(|closes| closes == b"too old")
 }
 
 fn close(step: CloseStep, config: &VmProcessConfig) -> ClosingVm {

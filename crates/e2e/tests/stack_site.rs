@@ -2,7 +2,7 @@
 //! is not what it was. Each case is one that once ran a VM twice, or left it down.
 
 use anyhow::{Result, ensure};
-use godwit_e2e::stack::site::HOST_STATE;
+use godwit_e2e::stack::site::{HOST_CONFIG, HOST_STATE};
 use godwit_e2e::stack::{CONTROLLER_DATABASE, Counter, HostPlan, KILL, LONG, Plan, SOON, Stack};
 use std::path::PathBuf;
 
@@ -238,6 +238,62 @@ fn two_hosts_come_up_by_themselves_after_a_power_cut_without_a_controller() -> R
     stack.wait_connected()?;
     stack.runs_on("one", "a")?;
     stack.runs_on("two", "b")
+}
+
+/// Ends a host's agent and starts it again; the controller's word of a moment ago does not count.
+fn agent_begins_anew(stack: &Stack, host: &str) -> Result<()> {
+    stack.kill_daemon(host)?;
+    stack.until("the controller misses the agent", SOON, || {
+        let hosts = stack.json("controller", &["host", "list"])?;
+        let mut hosts = hosts.as_array().into_iter().flatten();
+        Ok(hosts.any(|of| of["name"] == host && of["state"] != "connected"))
+    })?;
+    stack.start_daemon(host)?;
+    stack.wait_connected()
+}
+
+#[test]
+fn guests_of_a_host_that_shut_down_in_order_run_again_when_it_is_back() -> Result<()> {
+    let stack = Stack::new("site-close", &Plan::default())?;
+    let config = stack.inside("a", HOST_CONFIG)?;
+    // A counter guest does not know its power key: only the end of its time ends it.
+    let text = std::fs::read_to_string(&config)?;
+    std::fs::write(&config, format!("guest_shutdown_s = 2\n{text}"))?;
+    agent_begins_anew(&stack, "a")?;
+    stack.start_counter(&Counter::small("runs"), "a")?;
+    stack.start_counter(&Counter::small("user-off"), "a")?;
+    stack.ok("controller", &["vm", "stop", "user-off", "--force"])?;
+    stack.wait_state("user-off", "stopped", SOON)?;
+
+    let closed = stack.ok("a", &["host", "close"])?;
+    ensure!(
+        closed.contains("VM runs did not power off in time"),
+        "{closed}"
+    );
+    ensure!(stack.copies("runs")? == 0, "its guest runs on");
+    stack.is_refused("controller", &["vm", "start", "user-off"], &["shuts down"])?;
+    // An agent that is started anew before the power goes boots nothing either.
+    agent_begins_anew(&stack, "a")?;
+    stack.is_refused("controller", &["vm", "start", "runs"], &["shuts down"])?;
+    ensure!(
+        stack.copies("runs")? == 0,
+        "it was booted before the host was back"
+    );
+
+    stack.power_off("a")?;
+    stack.start_daemon("a")?;
+    stack.until("what ran is booted", LONG, || {
+        Ok(stack.vm_at("runs", "a")?["state"] == "running")
+    })?;
+    stack.wait_passes("runs", "a", 2)?;
+    ensure!(stack.copies("runs")? == 1, "not one copy");
+    let off = stack.vm_at("user-off", "a")?;
+    ensure!(off["state"] == "stopped", "{off}");
+    ensure!(
+        stack.copies("user-off")? == 0,
+        "a VM that was off was booted"
+    );
+    Ok(())
 }
 
 #[test]

@@ -14,6 +14,7 @@ use crate::vm::{Accelerator, VmSpec, VmState};
 use crate::{ApiError, vm};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
 
 /// Name of a VM's description in its state directory, a `VmSpec` as JSON.
 pub const SPEC_FILE: &str = "vm.json";
@@ -27,6 +28,13 @@ pub const SOCKET_FILE: &str = "vm.sock";
 /// Name of the mark, in a host's run directory, that the host shuts down: a guest that powers itself off while it is there
 /// counts as one whose host lost its power, and none starts. It holds the boot that is about to end.
 pub const CLOSING_FILE: &str = "closing";
+
+/// Where a host's [`CLOSING_FILE`] is, seen from a VM's run directory `RUN/vms/NAME`.
+pub fn closing_mark(vm_run_dir: &Path) -> Option<PathBuf> {
+    let vms = vm_run_dir.parent()?;
+    let is_vms = vms.file_name().is_some_and(|name| name == "vms");
+    is_vms.then(|| vms.with_file_name(CLOSING_FILE))
+}
 
 /// Longest time for which a guest's writes are measured, ms.
 pub const MEASURE_MS_MAX: u64 = 5_000;

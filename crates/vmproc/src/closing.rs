@@ -10,24 +10,15 @@ use crate::hypervisor::QMP_WAIT;
 use crate::requests::{Answered, Reply, qmp};
 use crate::vm::Vm;
 use godwit_ownership::{Event, Status};
-use godwit_types::host_api::{
-    CLOSING_FILE, CloseState, CloseStep, ClosingVm, VmAnswer, VmProcessConfig,
-};
+use godwit_types::host_api::{CloseState, CloseStep, ClosingVm, VmAnswer, closing_mark};
 use godwit_types::{ApiError, ErrorCode};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
-
-/// The host's mark, where the VM's run directory is `RUN/vms/NAME`.
-fn mark(config: &VmProcessConfig) -> Option<PathBuf> {
-    let vms = Path::new(&config.run_dir).parent()?;
-    let is_vms = vms.file_name().is_some_and(|name| name == "vms");
-    is_vms.then(|| vms.with_file_name(CLOSING_FILE))
-}
 
 impl Vm {
     /// Whether this host shuts down.
     pub(crate) fn host_closes(&self) -> bool {
-        mark(&self.config).is_some_and(|mark| mark.exists())
+        closing_mark(Path::new(&self.config.run_dir)).is_some_and(|mark| mark.exists())
     }
 
     /// Refuses a guest that would be cut off at once.

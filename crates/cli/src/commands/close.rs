@@ -33,7 +33,14 @@ pub async fn close(at_shutdown: bool, global: &Global, output: &Output) -> Comma
     let closed = until_closed(&client).await?;
     output.show(&closed, |output, closed| {
         closed.vms.iter().for_each(|vm| output.line(outcome(vm)));
-        output.line("This host's guests are down. They are booted when the host is back; 'godwit host open' boots them now.");
+        let is_down = |vm: &ClosingVm| matches!(vm.state, CloseState::Off | CloseState::Ended);
+        let down = match closed.vms.iter().all(is_down) {
+            true => "This host's guests are down.",
+            false => "This host's other guests are down.",
+        };
+        output.line(format!(
+            "{down} They are booted when the host is back; 'godwit host open' boots them now."
+        ));
     });
     Ok(())
 }
