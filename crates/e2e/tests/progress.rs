@@ -16,6 +16,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// A pair whose migration is capped so that its first pass takes about ten seconds.
 fn capped(options: Options) -> anyhow::Result<(Pair, MigrationId)> {
+    capped_at(40, options)
+}
+
+fn capped_at(mbit_per_s: u32, options: Options) -> anyhow::Result<(Pair, MigrationId)> {
     let pair = Pair::new(Accelerator::Tcg)?;
     pair.boot(&counter_vm(
         pair.dir(),
@@ -24,7 +28,7 @@ fn capped(options: Options) -> anyhow::Result<(Pair, MigrationId)> {
     )?)?;
     wait_passes(&pair.a.ram_file()?, 0, LONG)?;
     let options = Options {
-        max_bandwidth_mbit_per_s: Some(40),
+        max_bandwidth_mbit_per_s: Some(mbit_per_s),
         ..options
     };
     let id = pair.begin(&pair.a, &pair.b, &options)?;
@@ -160,7 +164,8 @@ fn a_link_that_says_nothing_for_seconds_is_told_though_no_channel_was_lost() -> 
         relayed: true,
         ..Options::default()
     };
-    let (pair, id) = capped(relayed)?;
+    // Under a lower cap the channels are allowed to be silent for nearly as long as it takes to lose the link.
+    let (pair, id) = capped_at(160, relayed)?;
     pair.patience(LONG);
     until(&pair, &id, "under way", |report| report.bytes_on_wire > 0)?;
     pair.link(Mode::Stalled);

@@ -149,7 +149,7 @@ fn the_host_takes_vms_again(stack: &Stack) -> Result<()> {
     );
     let id = report["id"].as_str().context("no id")?;
     let text = stack.ok("controller", &["migration", "show", id])?;
-    ensure!(text.contains("predicted time"), "{text}");
+    ensure!(text.contains("s, predicted "), "{text}");
     println!("{text}");
     stack.until("host b is as every other", SOON, || {
         let view = stack.json("controller", &["host", "show", "b"])?;
