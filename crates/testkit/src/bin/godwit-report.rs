@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
-use godwit_testkit::report::{Guest, Migration, Report, WallWindow, compose, html};
+use godwit_testkit::report::{Guest, Made, Migration, Report, WallWindow, compose, html};
 use serde::de::DeserializeOwned;
 
 #[derive(Parser)]
@@ -58,6 +58,18 @@ struct ComposeArguments {
     /// How far the guest's clock fell behind in that migration, for all or none of them, in the same order
     #[arg(long = "clock-lag-ms", allow_negative_numbers = true)]
     clock_lags_ms: Vec<f64>,
+    /// Godwit's version
+    #[arg(long, default_value = env!("CARGO_PKG_VERSION"))]
+    godwit: String,
+    /// QEMU's version
+    #[arg(long, default_value = "")]
+    qemu: String,
+    /// The command that made the run
+    #[arg(long, default_value = "")]
+    made_by: String,
+    /// Fresh memory that a thread touched per second, GB/s
+    #[arg(long)]
+    first_touch: Option<f64>,
     /// Every value that the load wrote to guest memory was read back and found equal
     #[arg(long)]
     ram_verified: bool,
@@ -129,6 +141,16 @@ fn compose_report(arguments: &ComposeArguments) -> Result<()> {
         migrations,
         workload,
         ram_verified,
+        made: Made {
+            godwit: arguments.godwit.clone(),
+            qemu: arguments.qemu.clone(),
+            kernel: std::fs::read_to_string("/proc/sys/kernel/osrelease")
+                .unwrap_or_default()
+                .trim()
+                .to_owned(),
+            command: arguments.made_by.clone(),
+            first_touch_gb_per_s: arguments.first_touch,
+        },
     };
     let report = compose(report, &arguments.windows, ping.as_ref());
     write(

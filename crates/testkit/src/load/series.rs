@@ -6,7 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 /// One second of the run.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Second {
     /// Seconds since the start of the run.
     pub t: u32,
@@ -58,6 +58,12 @@ pub struct Workload {
     pub after_ops_per_s: f64,
     /// Longest time from the end of a migration until a second with 95 % of the operations before; absent if never.
     pub recovered_after_s: Option<f64>,
+    /// Median of the medians of the seconds before the first migration, ms.
+    pub median_before_ms: Option<f64>,
+    /// Greatest median of a second from the first migration on, ms.
+    pub worst_median_ms: Option<f64>,
+    /// Seconds from the first migration on whose median was above ten times that before, or in which nothing came.
+    pub seconds_above_10x: Option<u32>,
 }
 
 /// When a migration ran, in seconds since the start of the run.
@@ -70,11 +76,38 @@ pub struct Window {
 }
 
 impl Workload {
+    /// The seconds but the last, which is seldom a whole one.
+    pub fn whole_seconds(&self) -> &[Second] {
+        let whole = self.seconds.len().saturating_sub(1);
+        self.seconds.get(..whole).unwrap_or_default()
+    }
+
+    fn judge_latency(&mut self, from_s: f64) {
+        let whole = self.whole_seconds();
+        let ends_before = |second: &&Second| f64::from(second.t) + 1.0 <= from_s;
+        let mut before: Vec<f64> = whole
+            .iter()
+            .filter(ends_before)
+            .map(|second| second.p50_ms)
+            .collect();
+        before.sort_by(f64::total_cmp);
+        let Some(median) = before.get(before.len() / 2).copied() else {
+            return;
+        };
+        let after = || whole.iter().filter(|second| !ends_before(second));
+        let is_bad = |second: &&Second| second.ops == 0 || second.p50_ms > 10.0 * median;
+        let worst = after().map(|second| second.p50_ms).reduce(f64::max);
+        let bad = after().filter(is_bad).count() as u32;
+        (self.median_before_ms, self.worst_median_ms) = (Some(median), worst);
+        self.seconds_above_10x = Some(bad);
+    }
+
     /// Fills in what the migrations did to the load. The last second is left out: it is seldom a whole one.
     pub fn judge(&mut self, windows: &[Window]) {
         let (Some(first), Some(last)) = (windows.first(), windows.last()) else {
             return;
         };
+        self.judge_latency(first.from_s);
         let whole = &self.seconds[..self.seconds.len().saturating_sub(1)];
         let start = |second: &&Second| f64::from(second.t);
         let touches = |second: &&Second, window: &Window| {

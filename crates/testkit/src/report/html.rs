@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::svg::{Band, Line, Part, Scale, TimeChart, escape, figure, stacked_bar};
 use super::{Migration, Report};
+use crate::load::series::Workload;
 
 /// The whole page.
 pub fn page(report: &Report) -> String {
@@ -38,6 +39,7 @@ fn header(html: &mut String, report: &Report) {
         escape(&accelerator(&guest.accelerator)),
         figure(guest.dirty_mib_per_s)
     );
+    let _ = write!(html, "<p class=\"soft\">{}</p>", escape(&made(report)));
     if guest.accelerator.eq_ignore_ascii_case("tcg") {
         html.push_str(
             "<p class=\"note\">This guest was <b>emulated</b> (TCG), which is 10 to 50 times slower than hardware and leaves less \
@@ -83,19 +85,32 @@ fn tiles(html: &mut String, report: &Report) {
         .iter()
         .map(|migration| figure(migration.switchover_ms))
         .collect();
-    let promises = report
+    let targets = report
         .migrations
         .iter()
         .filter_map(|migration| migration.promise.as_ref());
-    let kept = promises
-        .map(|promise| promise.kept)
-        .reduce(|all, kept| all && kept);
-    let label = match kept {
-        Some(true) => "ms switchover, as promised",
-        Some(false) => "ms switchover, promise missed",
-        None => "ms switchover, nothing promised",
+    let met = targets
+        .map(|target| target.kept)
+        .reduce(|all, met| all && met);
+    let label = match met {
+        Some(true) => "ms switchover, within the target",
+        Some(false) => "ms switchover, target missed",
+        None => "ms switchover, without a target",
     };
-    tile(html, &pauses.join(" / "), label, kept);
+    let silences: Vec<String> = report
+        .migrations
+        .iter()
+        .filter_map(|migration| migration.network_gap_ms)
+        .map(figure)
+        .collect();
+    let label = match silences.is_empty() {
+        true => label.to_owned(),
+        false => format!(
+            "{label}; longest silence of a 1 ms ping {} ms",
+            silences.join(" / ")
+        ),
+    };
+    tile(html, &pauses.join(" / "), &label, met);
     let workload = &report.workload;
     let lost = workload.connections_lost;
     tile(
@@ -119,6 +134,7 @@ fn tiles(html: &mut String, report: &Report) {
         ),
         None => tile(html, "never", "back to 95 % of before", Some(false)),
     }
+    worst_tile(html, workload);
     let verified = if report.ram_verified {
         "equal"
     } else {
@@ -131,6 +147,52 @@ fn tiles(html: &mut String, report: &Report) {
         report.ram_verified.then_some(true),
     );
     html.push_str("</div>");
+}
+
+/// The worst that the client saw.
+fn worst_tile(html: &mut String, workload: &Workload) {
+    let (Some(before), Some(worst), Some(bad)) = (
+        workload.median_before_ms,
+        workload.worst_median_ms,
+        workload.seconds_above_10x,
+    ) else {
+        return;
+    };
+    let label = format!(
+        "median latency of the worst second, {} ms before; {bad} s above ten times that",
+        figure(before)
+    );
+    let good = if bad > 0 { Some(false) } else { None };
+    tile(html, &format!("{} ms", figure(worst)), &label, good);
+}
+
+/// The day and time of the run, UTC, and on what it was made.
+fn made(report: &Report) -> String {
+    let made = &report.made;
+    let mut parts = Vec::new();
+    if report.workload.started_unix_ms > 0 {
+        parts.push(moment(report.workload.started_unix_ms / 1000));
+    }
+    let known = [
+        ("Godwit", &made.godwit),
+        ("QEMU", &made.qemu),
+        ("Linux", &made.kernel),
+    ];
+    let known = known.iter().filter(|(_, version)| !version.is_empty());
+    parts.extend(known.map(|(name, version)| format!("{name} {version}")));
+    if !made.command.is_empty() {
+        parts.push(made.command.clone());
+    }
+    parts.join(" · ")
+}
+
+/// A moment by the calendar, UTC.
+fn moment(unix_s: u64) -> String {
+    let at = i64::try_from(unix_s).map(jiff::Timestamp::from_second);
+    match at {
+        Ok(Ok(at)) => at.strftime("%Y-%m-%d %H:%M UTC").to_string(),
+        _ => "-".to_owned(),
+    }
 }
 
 fn tile(html: &mut String, value: &str, label: &str, good: Option<bool>) {
@@ -182,7 +244,7 @@ fn workload(html: &mut String, report: &Report) {
             value: |second| second.p50_ms,
         },
     ];
-    let seconds = &workload.seconds[..];
+    let seconds = workload.whole_seconds();
     let chart = |lines, unit, scale, height| {
         TimeChart {
             seconds,
@@ -231,15 +293,46 @@ fn migration_section(html: &mut String, report: &Report, migration: &Migration, 
         figure(migration.total_s),
         escape(&migration.id)
     );
+    limit(html, report, migration);
     switchover(html, report, migration);
     iterations(html, migration);
+}
+
+/// What limited it for most of its time, and what this machine gave.
+fn limit(html: &mut String, report: &Report, migration: &Migration) {
+    let longest = migration
+        .iterations
+        .iter()
+        .max_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    let Some(longest) = longest.filter(|pass| !pass.limited_by.is_empty()) else {
+        return;
+    };
+    let _ = write!(
+        html,
+        "<p>Its longest pass took {} s, limited by <b>{}</b>.",
+        figure(longest.seconds),
+        escape(&longest.limited_by.replace('-', " "))
+    );
+    if let Some(touched) = report.made.first_touch_gb_per_s {
+        let slow = if touched < 2.0 {
+            ", which is slow and limits every move here (a hypervisor that takes back free memory does that)"
+        } else {
+            ""
+        };
+        let _ = write!(
+            html,
+            " One thread touched fresh memory of this machine at {} GB/s before the run{slow}.",
+            figure(touched)
+        );
+    }
+    html.push_str("</p>");
 }
 
 fn switchover(html: &mut String, report: &Report, migration: &Migration) {
     let promise = migration.promise.as_ref();
     let verdict = match promise {
-        Some(promise) if promise.kept => " <span class=\"good\">promise kept</span>",
-        Some(_) => " <span class=\"bad\">promise missed</span>",
+        Some(promise) if promise.kept => " <span class=\"good\">target met</span>",
+        Some(_) => " <span class=\"bad\">target missed</span>",
         None => "",
     };
     let _ = write!(
@@ -278,9 +371,9 @@ fn switchover(html: &mut String, report: &Report, migration: &Migration) {
 const PARTS: [(&str, &str); 6] = [
     ("stop_ms", "stop"),
     ("last_pages_ms", "last pages"),
-    ("device_save_ms", "save devices"),
-    ("device_load_ms", "load devices"),
-    ("permit_ms", "permit"),
+    ("device_save_ms", "save device state"),
+    ("device_load_ms", "load device state"),
+    ("permit_ms", "hand over the right to run"),
     ("resume_ms", "resume"),
 ];
 
@@ -306,7 +399,7 @@ fn parts(migration: &Migration) -> Vec<Part> {
 
 fn iterations(html: &mut String, migration: &Migration) {
     html.push_str(
-        "<div class=\"card\"><h3>Iterations</h3><table><thead><tr><th>Pass</th><th style=\"text-align:left\">Sent</th><th>MiB</th>\
+        "<div class=\"card\"><h3>Iterations</h3><table class=\"passes\"><thead><tr><th>Pass</th><th style=\"text-align:left\">Sent</th><th>MiB</th>\
          <th>Pages</th><th>Zero pages</th><th>Seconds</th><th style=\"text-align:left\">Limited by</th></tr></thead><tbody>",
     );
     let largest = migration
@@ -339,7 +432,7 @@ type Row = (&'static str, fn(&Migration) -> Option<f64>);
 const ROWS: [Row; 11] = [
     ("Total, s", |migration| Some(migration.total_s)),
     ("Switchover, ms", |migration| Some(migration.switchover_ms)),
-    ("Promised at most, ms", |migration| {
+    ("Target of the pause, ms", |migration| {
         migration
             .promise
             .as_ref()
@@ -472,6 +565,50 @@ mod tests {
     fn an_empty_report_is_still_a_page() {
         let html = page(&Report::default());
         assert!(html.contains("0 of 0") && html.ends_with("</html>\n"));
+    }
+
+    #[test]
+    fn the_tiles_tell_the_worst_as_well() {
+        let mut report = Report::default();
+        report.migrations = vec![Migration {
+            switchover_ms: 21.6,
+            network_gap_ms: Some(106.0),
+            ..Migration::default()
+        }];
+        let second = |t: u32, ops: u64, p50_ms: f64| crate::load::series::Second {
+            t,
+            ops,
+            p50_ms,
+            ..Default::default()
+        };
+        let medians = [5.0, 5.0, 5.0, 1662.0, 600.0, 6.0, 9000.0];
+        let seconds = (0..).zip(medians).map(|(t, ms)| second(t, 100, ms));
+        report.workload.seconds = seconds.collect();
+        let window = |from_s, to_s| crate::load::series::Window { from_s, to_s };
+        report.workload.judge(&[window(3.2, 4.0)]);
+        let html = page(&report);
+        assert!(html.contains("longest silence of a 1 ms ping 106 ms"));
+        assert!(
+            html.contains(
+                "median latency of the worst second, 5 ms before; 2 s above ten times that"
+            )
+        );
+        // The last second is no whole one, and is not shown.
+        assert!(!html.contains("9,000") && report.workload.worst_median_ms == Some(1662.0));
+    }
+
+    #[test]
+    fn a_page_says_when_and_on_what_it_was_made() {
+        let mut report = Report::default();
+        report.workload.started_unix_ms = 1_709_210_096_000;
+        report.made.godwit = "0.1.0".into();
+        report.made.command = "make demo".into();
+        assert_eq!(
+            made(&report),
+            "2024-02-29 12:34 UTC · Godwit 0.1.0 · make demo"
+        );
+        assert_eq!(moment(0), "1970-01-01 00:00 UTC");
+        assert_eq!(moment(4_102_444_799), "2099-12-31 23:59 UTC");
     }
 
     #[test]

@@ -25,8 +25,26 @@ pub struct Report {
     pub migrations: Vec<Migration>,
     /// What the client saw.
     pub workload: Workload,
+    /// What made the report, on what.
+    pub made: Made,
     /// Whether every value that the load wrote was read back and found equal.
     pub ram_verified: bool,
+}
+
+/// What made a report: all of it empty where nobody said.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Made {
+    /// Godwit's version.
+    pub godwit: String,
+    /// QEMU's.
+    pub qemu: String,
+    /// The kernel's.
+    pub kernel: String,
+    /// The command that was given.
+    pub command: String,
+    /// Fresh memory that one thread of this machine touched per second before the run, GB/s.
+    pub first_touch_gb_per_s: Option<f64>,
 }
 
 /// The guest.

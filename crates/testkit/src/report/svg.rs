@@ -338,7 +338,7 @@ pub fn stacked_bar(parts: &[Part], longest_ms: f64, promise_ms: Option<f64>) -> 
         let _ = write!(
             svg,
             "<line class=\"promise\" x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"6\" y2=\"54\"/>\
-             <text class=\"tick\" text-anchor=\"{anchor}\" x=\"{text_x:.1}\" y=\"14\">promised at most {} ms</text>",
+             <text class=\"tick\" text-anchor=\"{anchor}\" x=\"{text_x:.1}\" y=\"14\">target {} ms</text>",
             figure(promise)
         );
     }
