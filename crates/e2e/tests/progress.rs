@@ -19,7 +19,7 @@ fn capped(options: Options) -> anyhow::Result<(Pair, MigrationId)> {
     capped_at(40, options)
 }
 
-fn capped_at(mbit_per_s: u32, options: Options) -> anyhow::Result<(Pair, MigrationId)> {
+fn capped_at(mbit_per_s: u64, options: Options) -> anyhow::Result<(Pair, MigrationId)> {
     let pair = Pair::new(Accelerator::Tcg)?;
     pair.boot(&counter_vm(
         pair.dir(),

@@ -21,7 +21,7 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     /// Puts report.json together
-    Compose(ComposeArguments),
+    Compose(Box<ComposeArguments>),
     /// Makes a page of report.json
     Html {
         /// The report

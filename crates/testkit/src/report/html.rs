@@ -183,7 +183,7 @@ fn made(report: &Report) -> String {
     if !made.command.is_empty() {
         parts.push(made.command.clone());
     }
-    parts.join(" · ")
+    parts.join(" \u{b7} ")
 }
 
 /// A moment by the calendar, UTC.
@@ -569,12 +569,15 @@ mod tests {
 
     #[test]
     fn the_tiles_tell_the_worst_as_well() {
-        let mut report = Report::default();
-        report.migrations = vec![Migration {
+        let migration = Migration {
             switchover_ms: 21.6,
             network_gap_ms: Some(106.0),
             ..Migration::default()
-        }];
+        };
+        let mut report = Report {
+            migrations: vec![migration],
+            ..Report::default()
+        };
         let second = |t: u32, ops: u64, p50_ms: f64| crate::load::series::Second {
             t,
             ops,
@@ -605,7 +608,7 @@ mod tests {
         report.made.command = "make demo".into();
         assert_eq!(
             made(&report),
-            "2024-02-29 12:34 UTC · Godwit 0.1.0 · make demo"
+            "2024-02-29 12:34 UTC \u{b7} Godwit 0.1.0 \u{b7} make demo"
         );
         assert_eq!(moment(0), "1970-01-01 00:00 UTC");
         assert_eq!(moment(4_102_444_799), "2099-12-31 23:59 UTC");
