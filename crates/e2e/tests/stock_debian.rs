@@ -138,11 +138,34 @@ impl Site {
         )
     }
 
+    /// Each VM has a scope of its own in the VMs' slice, which systemd leaves to us.
+    fn has_scopes(&self, host: &Debian) -> Result<()> {
+        if host.value("stat -fc %T /sys/fs/cgroup")? != "cgroup2fs" {
+            println!(
+                "skipped: scopes on {}: no unified control groups here",
+                host.name
+            );
+            return Ok(());
+        }
+        for vm in ["web", COUNTER] {
+            let said = host.ok(&format!(
+                "systemctl show godwit-vm-{vm}.scope -p Slice,Delegate,ActiveState"
+            ))?;
+            for line in ["Slice=godwit.slice", "Delegate=yes", "ActiveState=active"] {
+                ensure!(said.lines().any(|one| one == line), "{vm}: {said}");
+            }
+        }
+        Ok(())
+    }
+
     /// What is restarted by `script` goes on with every guest as it was, and with the same site.
     fn goes_on(&self, host: &Debian, script: &str) -> Result<()> {
         let agent = "systemctl show -p MainPID --value godwit-agent";
         let before = (self.hypervisors(host)?, host.value(agent)?);
         ensure!(before.0.lines().count() == 2, "QEMUs before: {before:?}");
+        let cursor =
+            host.value("journalctl -n 0 --show-cursor --no-pager | sed -n 's/^-- cursor: //p'")?;
+        ensure!(!cursor.is_empty(), "no place in the journal");
         host.ok(script)?;
         host.until("the agent is another process", agent, |ran| {
             ran.stdout.trim() != before.1 && ran.stdout.trim() != "0"
@@ -159,8 +182,23 @@ impl Site {
             after == before.0,
             "'{script}' touched guests: {before:?} {after}"
         );
+        self.nothing_left_over(host, &cursor)?;
         self.guest_answers(host)?;
         self.unharmed(host)
+    }
+
+    /// systemd found no process of a VM in the agent's group since then.
+    fn nothing_left_over(&self, host: &Debian, cursor: &str) -> Result<()> {
+        let said = host.value(&format!(
+            "journalctl -o cat --no-pager -u godwit-agent --after-cursor '{cursor}'"
+        ))?;
+        ensure!(!said.is_empty(), "the journal tells of no restart");
+        let left: Vec<&str> = said
+            .lines()
+            .filter(|line| line.contains("left-over") || line.contains("remains running"))
+            .collect();
+        ensure!(left.is_empty(), "{left:?}");
+        self.has_scopes(host)
     }
 }
 
@@ -186,6 +224,7 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
     way::install(&site.b)?;
     way::set_up([&site.a, &site.b])?;
     site.start_guests()?;
+    site.has_scopes(&site.a)?;
     site.move_to(&site.b)?;
     site.goes_on(&site.b, "systemctl restart godwit-agent")?;
     site.a.ok("systemctl restart godwit-controller")?;
