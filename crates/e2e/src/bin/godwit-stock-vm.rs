@@ -19,6 +19,16 @@ const PATIENCE: Duration = Duration::from_secs(300);
 const QEMU: &str =
     "q=$(for p in $(pgrep qemu-system); do grep -q /ram/ /proc/$p/cmdline && echo $p; done)";
 
+/// Finds its VM process.
+const VM_PROCESS: &str = "pgrep -f '^[^ ]*godwit vm-process' | head -n 1";
+/// Where the guest's processes live.
+const GROUP: &str = "/sys/fs/cgroup/godwit.slice/godwit-vm-web.scope/vm";
+/// Waits until a vCPU has a quota, has systemd read its units again, and tells what was left of the quotas.
+const RELOAD: &str = "i=0; while [ $i -lt 1200 ]; do
+ cat $s/godwit-throttle-*/cpu.max 2>/dev/null | grep -v '^max' >/tmp/quotas && break; i=$((i+1)); sleep 0.1; done
+ echo before $(cat /tmp/quotas); systemctl daemon-reload
+ echo after $(cat $s/godwit-throttle-*/cpu.max 2>/dev/null), $(cat $s/cgroup.controllers 2>/dev/null)";
+
 /// Boots Debian 12 and Debian 13 in emulated machines and shows that a KVM guest moves between their kernels.
 ///
 /// Needs the images of scripts/debian-images.sh machines and the package of scripts/deb.sh. Prints a list: what was shown and
@@ -238,11 +248,25 @@ impl Site {
         self.show("it has a scope of its own with a cpu controller", |site| {
             let host = site.holder()?;
             let group = host.value(&format!("{QEMU}; sed -n 's/^0:://p' /proc/$q/cgroup"))?;
-            ensure!(group.contains(".scope"), "its group is {group}");
-            let controllers =
-                host.value(&format!("cat /sys/fs/cgroup{group}/cgroup.controllers"))?;
-            ensure!(controllers.contains("cpu"), "{group} has {controllers}");
-            Ok(format!(" ({group})"))
+            ensure!(
+                group.starts_with("/godwit.slice/godwit-vm-web.scope"),
+                "its group is {group}"
+            );
+            let controllers = host.value(&format!("cat {GROUP}/cgroup.controllers"))?;
+            let has = |name: &str| controllers.split_whitespace().any(|word| word == name);
+            ensure!(has("cpu") && has("memory"), "{group} has {controllers}");
+            Ok(format!(" ({group}: {controllers})"))
+        });
+        self.show("its memory is bounded, and QEMU is ended before its VM process", |site| {
+            let script = format!("{QEMU}; cat {GROUP}/memory.max /proc/$q/oom_score_adj /proc/$({VM_PROCESS})/oom_score_adj");
+            let said = site.holder()?.value(&script)?;
+            let words: Vec<&str> = said.split_whitespace().collect();
+            let [limit, "0", "-500"] = words[..] else {
+                anyhow::bail!("memory.max, score of QEMU, score of the VM process: {said}");
+            };
+            let bytes: u64 = limit.parse().context("memory.max is no number")?;
+                ensure!((192 << 20..4 << 30).contains(&bytes), "memory.max is {limit}");
+                Ok(format!(" (memory.max {limit}, scores 0 and -500)"))
         });
         self.show("its memory is in huge pages", |site| {
             let huge = site.huge_kib()?;
@@ -319,6 +343,10 @@ impl Site {
                 report = one;
             }
         }
+        ensure!(
+            !report.to_string().contains("could not be slowed"),
+            "{report}"
+        );
         Ok((
             format!(" ({from} to {to}, {before} then {after} steps, none wrong)"),
             report,
@@ -331,6 +359,10 @@ impl Site {
                 format!("the guest moves between two kernels and two QEMUs, encrypted, {way}");
             self.show(&what, |site| site.move_over().map(|(note, _)| note));
         }
+        self.show(
+            "systemd reads its units again while the guest is slowed, and the move completes",
+            Self::reload_while_slowed,
+        );
         self.show("a move is cancelled and the guest stays", |site| {
             let from = site.holder()?.name.clone();
             let to = if from == "a" { "b" } else { "a" };
@@ -345,6 +377,32 @@ impl Site {
             ensure!(after > before, "{before} steps, then {after}");
             Ok(format!(" ({id}, {before} then {after} steps)"))
         });
+    }
+
+    fn reload_while_slowed(&self) -> Result<String> {
+        let from = self.holder()?;
+        let to = if from.name == "a" { "b" } else { "a" };
+        let before = steps(&self.checks()?)?;
+        self.a.value(&format!(
+            "(godwit vm migrate web --to {to}; echo ended $?) >/tmp/reloaded 2>&1 </dev/null &"
+        ))?;
+        let said = from.ok(&format!("s={GROUP}; {RELOAD}"))?;
+        let ended = self
+            .a
+            .until("the move has ended", "cat /tmp/reloaded", |ran| {
+                ran.stdout.contains("ended ")
+            })?;
+        ensure!(ended.stdout.contains("ended 0"), "{said}{}", ended.stdout);
+        let first = said.lines().find_map(|line| line.strip_prefix("before "));
+        let slowed = first.is_some_and(|rest| rest.starts_with(|c: char| c.is_ascii_digit()));
+        ensure!(slowed, "the guest was not slowed: {said}");
+        ensure!(self.holder()?.name == to, "it did not leave {}", from.name);
+        let after = steps(&self.checks()?)?;
+        ensure!(after > before, "{before} steps, then {after}");
+        Ok(format!(
+            " ({}; {before} then {after} steps)",
+            said.trim().replace('\n', "; ")
+        ))
     }
 
     fn small_pages(&mut self) {
@@ -371,9 +429,7 @@ impl Site {
             let host = site.holder()?;
             let before = steps(&site.checks()?)?;
             let qemu = host.value(&format!("{QEMU}; echo $q"))?;
-            let killed = host.value(
-                "p=$(pgrep -f '^[^ ]*godwit vm-process' | head -n 1); kill -9 $p; echo $p",
-            )?;
+            let killed = host.value(&format!("p=$({VM_PROCESS}); kill -9 $p; echo $p"))?;
             host.until(
                 "another VM process runs",
                 "pgrep -f '^[^ ]*godwit vm-process'",
@@ -385,13 +441,17 @@ impl Site {
             );
             let after = steps(&site.checks()?)?;
             ensure!(after > before, "{before} steps, then {after}");
-            Ok(format!(" ({before} then {after} steps)"))
+            let joined = host.value(&format!("sed -n 's/^0:://p' /proc/$({VM_PROCESS})/cgroup"))?;
+            ensure!(GROUP.ends_with(&joined), "the successor is in {joined}");
+            Ok(format!(
+                " ({before} then {after} steps; the successor in {joined})"
+            ))
         });
         self.show("agents restart and leave nothing over", |site| {
             for host in [&site.a, &site.b] {
-                host.ok("systemctl restart godwit-agent")?;
-                let left = host.value("sleep 3; journalctl -o cat -u godwit-agent --no-pager | grep -c -i 'left-over' || true")?;
-                ensure!(left == "0", "{} lines of left-over processes on {}", left, host.name);
+                let cursor = "journalctl -n 0 --show-cursor --no-pager | sed -n 's/^-- cursor: //p'";
+                let left = host.value(&format!("c=$({cursor}); systemctl restart godwit-agent; sleep 3; journalctl -o cat -u godwit-agent --no-pager --after-cursor \"$c\" | grep -i -e 'left-over' -e 'remains running' || true"))?;
+                ensure!(left.is_empty(), "on {}: {left}", host.name);
             }
             site.checks().map(|_| String::new())
         });
