@@ -33,6 +33,13 @@ mirror=${DEBIAN_MIRROR:-$(apt-get indextargets --format '$(ORIGIN) $(RELEASE) $(
 
 basis=systemd,systemd-sysv,dbus,udev,iproute2,kmod,procps,qemu-system-x86,seabios,apt
 
+# reachable SUITE: whether the mirror gives it now. A mirror that is away is no fault of what is tested.
+reachable() {
+    /usr/lib/apt/apt-helper download-file "${mirror%/}/dists/$1/InRelease" "$dir/$1.InRelease" >/dev/null 2>&1 ||
+        cannot "the mirror of Debian does not give $1 now"
+    rm -f "$dir/$1.InRelease"
+}
+
 # bootstrap SUITE FORMAT TARGET PACKAGES [ARGUMENT...]
 bootstrap() {
     suite=$1 format=$2 target=$3 packages=$4
@@ -57,6 +64,7 @@ bootstrap() {
 
 container() {
     [ -e "$dir/$1-$made.tar" ] && return
+    reachable "$1"
     rm -f "$dir/$1"-*.tar
     bootstrap "$1" tar "$dir/$1.tar.partial" "$basis"
     mv "$dir/$1.tar.partial" "$dir/$1-$made.tar"
@@ -83,6 +91,7 @@ S
 
 machine() {
     [ -e "$dir/$1-$made/disk.raw" ] && return
+    reachable "$1"
     rm -rf "$dir/$1"-[0-9]*[0-9] "$dir/$1.machine"
     kernel=linux-image-amd64
     if [ "$1" = bookworm ]; then kernel=linux-image-amd64/bookworm-backports; fi
@@ -106,5 +115,5 @@ for suite in bookworm trixie; do
     if [ "$what" = containers ]; then container $suite & else machine $suite & fi
     pids="$pids $!"
 done
-for pid in $pids; do wait "$pid"; done
+for pid in $pids; do wait "$pid" || exit $?; done
 if [ "$what" = containers ]; then ls -d "$dir"/*-"$made".tar; else ls -d "$dir"/*-"$made"; fi
