@@ -466,7 +466,15 @@ fn the_tables_of_rules_say_what_they_should() {
             .iter()
             .all(|rule| rule.starts_with("GET "))
     );
-    let not_for_controllers = ["/peer", "/ask", "/boot-alone", "/forget-record"];
+    let not_for_controllers = [
+        "/peer",
+        "/ask",
+        "/boot-alone",
+        "/forget-record",
+        "GET /close",
+        "POST /close",
+        "/open",
+    ];
     assert!(may(agent, &Peer::Controller).len() == agent.len() - not_for_controllers.len());
     for rules in [agent, controller] {
         let open = rules.iter().filter(|rule| rule.also_removed);
