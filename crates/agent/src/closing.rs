@@ -44,6 +44,16 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Makes the mark appear with all of its content or not at all: VM processes look whether it is there.
+fn write_whole(mark: &Path, text: &str) -> std::io::Result<()> {
+    let partial = mark.with_extension("partial");
+    let written = std::fs::write(&partial, text).and_then(|()| std::fs::rename(&partial, mark));
+    if written.is_err() {
+        let _ = std::fs::remove_file(&partial);
+    }
+    written
+}
+
 impl Closing {
     /// Reads the mark: one of another boot is over with that, one of this boot goes on.
     pub(crate) fn open(run_dir: &Path, boot_id: &str, limit_s: u64) -> std::io::Result<Self> {
@@ -92,7 +102,7 @@ impl Closing {
         if *stage == ClosingStage::Closing {
             return Ok(false);
         }
-        std::fs::write(&self.mark, &self.boot_id)
+        write_whole(&self.mark, &self.boot_id)
             .map_err(|error| internal(format!("cannot write {}: {error}", self.mark.display())))?;
         *stage = ClosingStage::Closing;
         Ok(true)

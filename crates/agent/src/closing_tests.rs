@@ -56,7 +56,7 @@ fn steps(served: &Served, name: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_that_shuts_down_powers_its_guests_down_and_boots_none_before_it_is_back() {
-    let host = TestHost::new().with("guest_shutdown_s = 1\nboot = \"alone\"");
+    let host = TestHost::new().with("guest_shutdown_s = 10\nboot = \"alone\"");
     // Its table is older than its VMs: without one it would not know that it has no neighbours.
     let table = host.config.state_dir.join("site.json");
     godwit_store::save_json(&table, &SiteTable::default()).unwrap();
@@ -138,6 +138,23 @@ async fn an_agent_that_died_while_its_host_shut_down_goes_on() {
         closed(&served).await,
         [(vm("obeys"), CloseState::Off)].into()
     );
+}
+
+#[test]
+fn a_mark_that_cannot_be_written_whole_is_not_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let mark = dir.path().join(CLOSING_FILE);
+    let full = std::path::Path::new("/dev/full");
+    if !full.exists() {
+        println!("skipped: this machine has no /dev/full");
+        return;
+    }
+    // Whatever is written there does not fit.
+    std::os::unix::fs::symlink(full, mark.with_extension("partial")).unwrap();
+    assert!(write_whole(&mark, "boot").is_err());
+    assert!(std::fs::symlink_metadata(&mark).is_err());
+    write_whole(&mark, "boot").unwrap();
+    assert_eq!(std::fs::read_to_string(&mark).unwrap(), "boot");
 }
 
 #[test]

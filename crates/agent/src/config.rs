@@ -13,6 +13,9 @@ use std::path::{Path, PathBuf};
 
 /// Where the configuration is unless said otherwise.
 pub const CONFIG_PATH: &str = "/etc/godwit/host.toml";
+/// File in the state directory by which 'godwit host leave' knows that an earlier try got as far as clearing up. An agent that
+/// starts removes it: what this host holds may change from then on.
+pub const LEAVING_FILE: &str = "leaving.json";
 /// Where agents listen unless said otherwise.
 pub const LISTEN_PORT: u16 = 8472;
 

@@ -8,7 +8,7 @@ use crate::api;
 use crate::boot::{self, Boots};
 use crate::cancelled::Cancelled;
 use crate::closing::Closing;
-use crate::config::{CONFIG_PATH, ConfigError, HostConfig};
+use crate::config::{CONFIG_PATH, ConfigError, HostConfig, LEAVING_FILE};
 use crate::launch::{VmProgram, make_dir};
 use crate::memory::Memory;
 use crate::probe::Probes;
@@ -114,6 +114,7 @@ pub async fn run(
     let current = Current::new(identity(&config)?).map_err(setup("use this host's certificate"))?;
     let system = System::default();
     prepare_dirs(&config, &system)?;
+    stay(&config.state_dir).map_err(setup("forget that this host was about to leave"))?;
     let agent = Arc::new(make_agent(config, system, program, &current).await?);
     let server = Server::new(api::router(agent.clone()), RULES, agent.revocations.clone());
     let tls = tls::server_config_of(&current).map_err(setup("use this host's certificate"))?;
@@ -149,6 +150,14 @@ fn identity(config: &HostConfig) -> Result<Identity, AgentError> {
         });
     }
     Ok(identity)
+}
+
+/// A host whose agent starts has not left: the note of a try to leave would let a later one clear records away unasked.
+fn stay(state_dir: &Path) -> std::io::Result<()> {
+    match std::fs::remove_file(state_dir.join(LEAVING_FILE)) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
 }
 
 fn prepare_dirs(config: &HostConfig, system: &System) -> Result<(), AgentError> {
@@ -275,4 +284,19 @@ async fn listen(
         .await
         .map_err(failed(config.listen.to_string()))?;
     Ok((local, remote))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_that_stayed_is_not_cleared_by_a_note_of_an_earlier_try_to_leave() {
+        let dir = tempfile::tempdir().unwrap();
+        let note = dir.path().join(LEAVING_FILE);
+        std::fs::write(&note, "{}").unwrap();
+        stay(dir.path()).unwrap();
+        assert!(!note.exists());
+        stay(dir.path()).unwrap();
+    }
 }

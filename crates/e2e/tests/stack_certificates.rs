@@ -36,11 +36,14 @@ fn wait_renewals(stack: &Stack, times: usize) -> Result<()> {
     Ok(())
 }
 
+/// A starved machine may come near a certificate's end for a moment.
 fn has_no_alarm(stack: &Stack) -> Result<()> {
-    let site = stack.site()?;
-    let sentences = site["sentences"].as_array().context("no sentences")?;
-    ensure!(sentences.is_empty(), "{sentences:?}");
-    Ok(())
+    stack.until("no alarm is left", SOON, || {
+        let site = stack.site()?;
+        let sentences = site["sentences"].as_array().context("no sentences")?;
+        ensure!(sentences.is_empty(), "{sentences:?}");
+        Ok(true)
+    })
 }
 
 #[test]

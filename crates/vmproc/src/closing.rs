@@ -16,9 +16,11 @@ use std::path::Path;
 use std::time::Instant;
 
 impl Vm {
-    /// Whether this host shuts down.
+    /// Whether this host shuts down. Only a mark that is not there shows that it does not: one that cannot be looked at
+    /// would have a guest's last power-off taken for its own wish.
     pub(crate) fn host_closes(&self) -> bool {
-        closing_mark(Path::new(&self.config.run_dir)).is_some_and(|mark| mark.exists())
+        let mark = closing_mark(Path::new(&self.config.run_dir));
+        mark.is_some_and(|mark| mark.try_exists().unwrap_or(true))
     }
 
     /// Refuses a guest that would be cut off at once.

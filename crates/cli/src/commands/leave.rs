@@ -9,7 +9,7 @@ use crate::args::HostLeave;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
 use crate::watch::failure;
-use godwit_agent::config::HostConfig;
+use godwit_agent::config::{HostConfig, LEAVING_FILE};
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, Client, ClientError, ControllerClient, Identity, Role};
 use godwit_types::control_api::Done;
@@ -24,8 +24,6 @@ const STOPS_WITHIN: Duration = Duration::from_secs(60);
 /// What stays in the state directory: it is removed by itself, or is of an earlier leaving.
 const PKI: &str = "pki";
 const FORMER: &str = "former-";
-/// Says that an earlier try got as far as clearing up.
-const LEAVING: &str = "leaving.json";
 const NO_WORD: &str =
     "no agent runs here that could say whether this host holds VMs: start it, then leave";
 
@@ -130,7 +128,7 @@ async fn tell_controller(config: &HostConfig) -> Result<Removal, Failure> {
 /// Notes durably that the controller removed this host or its agent held nothing, for who has to leave once more. A host
 /// that was removed before while nobody could say what it holds keeps its records: a guest of it may live.
 fn may_clear(said: Said, removal: Removal, state_dir: &Path) -> CommandResult {
-    let note = state_dir.join(LEAVING);
+    let note = state_dir.join(LEAVING_FILE);
     if (said, removal) == (Said::NoWord, Removal::Before) {
         let no_records = match std::fs::read_dir(state_dir.join("vms")) {
             Ok(mut records) => records.next().is_none(),
@@ -180,7 +178,7 @@ fn clear(config: &HostConfig, file: &Path, now_unix_s: i64) -> Result<Option<Pat
         Err(error) => return Err(failed("read", state, error)),
     };
     // The note last: until then a crash lets this be done once more.
-    entries.sort_by_key(|entry| entry.file_name() == LEAVING);
+    entries.sort_by_key(|entry| entry.file_name() == LEAVING_FILE);
     let mut moved = false;
     for entry in entries {
         let name = entry.file_name();
@@ -221,11 +219,11 @@ mod tests {
         may_clear(Said::NoWord, Removal::Now, state).unwrap();
         // Left once more after a crash, or after the agent was stopped by hand.
         silent().unwrap();
-        std::fs::remove_file(state.join(LEAVING)).unwrap();
+        std::fs::remove_file(state.join(LEAVING_FILE)).unwrap();
         assert!(silent().is_err());
         may_clear(Said::Nothing, Removal::Before, state).unwrap();
         silent().unwrap();
-        std::fs::remove_file(state.join(LEAVING)).unwrap();
+        std::fs::remove_file(state.join(LEAVING_FILE)).unwrap();
         std::fs::remove_dir_all(state.join("vms")).unwrap();
         silent().unwrap();
     }
