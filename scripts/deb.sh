@@ -43,8 +43,11 @@ mkdir -p "$doc" "$tree/DEBIAN"
     printf 'Copyright: The authors of Godwit\nLicense: Apache-2.0\n On Debian systems the text is in /usr/share/common-licenses/Apache-2.0.\n'
 } >"$doc/copyright"
 gzip -9nc CHANGELOG.md >"$doc/changelog.gz"
-cp README.md docs/when-things-break.md docs/security.md "$doc/"
-chmod 644 "$doc"/*
+# Where the README says that they are.
+mkdir -p "$doc/docs"
+cp README.md ARCHITECTURE.md "$doc/"
+cp docs/*.md "$doc/docs/"
+find "$doc" -type f -exec chmod 644 {} +
 
 size=$(du -sk --exclude=DEBIAN "$tree" | cut -f1)
 sed -e "s/@VERSION@/$version/" -e "s/@ARCHITECTURE@/$architecture/" -e "s/@GLIBC@/${glibc#GLIBC_}/" \

@@ -42,7 +42,8 @@ impl Auditor for AuditLog {
             let what = what(&asked);
             let subject = asked.subject.as_deref().unwrap_or_default();
             let who = who(&asked.peer, asked.login);
-            tracing::info!("{who} asks: {what} {subject}");
+            // Not looked at by anybody yet: a name may be any text.
+            tracing::info!("{who} asks: {what} {subject:?}");
             let written = self.store.audit_asked(&who, &what, &asked).await;
             written.unwrap_or_else(|error| {
                 tracing::warn!(%error, "this is missing in the audit log");

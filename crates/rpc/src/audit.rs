@@ -2,8 +2,8 @@
 //!
 //! Owns nothing: a server that was made with an [`Auditor`] tells it of every request that changes something, before it
 //! is carried out and when it was answered, refused ones included. Left out: reading requests, what hosts and the
-//! controller say to each other, and strangers who are refused at the door (they could fill any log). Bodies are told
-//! of where they are short, and never of somebody without a certificate: a join request holds a secret.
+//! controller say to each other (but that a host leaves), and strangers who are refused at the door (they could fill any
+//! log). Bodies are told of where they are short, and never of a join, which holds a secret.
 
 use crate::access::Peer;
 use crate::pki::Holder;
@@ -110,7 +110,7 @@ impl Entry {
         let auditor = auditor?.clone();
         let asked = asked(request, is_let_in).await?;
         let body = BodySlot::default();
-        if asked.peer != Peer::Anonymous {
+        if asked.route != crate::controller_client::path::JOIN {
             request.extensions_mut().insert(body.clone());
         }
         let number = auditor.asked(asked).await;
@@ -141,6 +141,8 @@ async fn asked(request: &mut Request, is_let_in: bool) -> Option<Asked> {
     let peer = request.extensions().get::<Peer>().cloned();
     let peer = peer.unwrap_or(Peer::Anonymous);
     match peer {
+        // A host that leaves is told of: its site loses it.
+        Peer::Host(_) if method == Method::DELETE => {}
         Peer::Host(_) | Peer::Controller => return None,
         Peer::Anonymous if !is_let_in => return None,
         _ => {}
