@@ -1,5 +1,6 @@
 //! What a migration says of itself while it moves, and what its report keeps of it however it ends.
 
+use anyhow::Context as _;
 use godwit_e2e::guests::{counter_vm, wait_passes};
 use godwit_e2e::pair::{Options, Pair};
 use godwit_e2e::relay::Mode;
@@ -54,6 +55,30 @@ fn until(
         );
         std::thread::sleep(LOOK_EVERY);
     }
+}
+
+/// The report of a migration that completed in spite of what happened to it, which its report tells with how long that
+/// lasted.
+fn completed_after(
+    pair: &Pair,
+    id: &MigrationId,
+    kind: MoveEventKind,
+    longer_than_s: f64,
+) -> anyhow::Result<MigrationReport> {
+    let report = pair.wait_end(&pair.a, id, LONG)?;
+    anyhow::ensure!(
+        report.outcome == Some(Outcome::Completed),
+        "{:?}",
+        report.reason
+    );
+    let lasted_s = event(&report, kind).and_then(|event| event.lasted_s);
+    anyhow::ensure!(
+        lasted_s.is_some_and(|s| s > longer_than_s),
+        "{:?}",
+        report.events
+    );
+    pair.conclude(Some(id))?;
+    Ok(report)
 }
 
 fn ended(pair: &Pair, id: &MigrationId, request: &VmRequest) -> anyhow::Result<MigrationReport> {
@@ -144,17 +169,8 @@ fn a_link_that_was_lost_and_made_again_is_told_with_its_times() -> anyhow::Resul
     })?;
     anyhow::ensure!(remade.bytes_on_wire >= lost.bytes_on_wire);
     anyhow::ensure!(remade.done_percent >= lost.done_percent);
-    let report = pair.wait_end(&pair.a, &id, LONG)?;
-    anyhow::ensure!(
-        report.outcome == Some(Outcome::Completed),
-        "{:?}",
-        report.reason
-    );
-    let told = event(&report, MoveEventKind::LinkLost);
-    let lasted = told.and_then(|event| event.lasted_s);
-    anyhow::ensure!(lasted.is_some_and(|s| s > 0.0), "{:?}", report.events);
+    let report = completed_after(&pair, &id, MoveEventKind::LinkLost, 0.0)?;
     anyhow::ensure!(report.done_percent == 100.0);
-    pair.conclude(Some(&id))?;
     Ok(())
 }
 
@@ -172,20 +188,8 @@ fn a_link_that_says_nothing_for_seconds_is_told_though_no_channel_was_lost() -> 
     let told = |report: &MigrationReport| event(report, MoveEventKind::LinkSilent).is_some();
     let silent = until(&pair, &id, "silent", told)?;
     pair.link(Mode::Open);
-    let report = pair.wait_end(&pair.a, &id, LONG)?;
-    anyhow::ensure!(
-        report.outcome == Some(Outcome::Completed),
-        "{:?}",
-        report.reason
-    );
-    let told = event(&report, MoveEventKind::LinkSilent);
-    anyhow::ensure!(
-        told.is_some_and(|event| event.lasted_s.is_some_and(|s| s > 1.9)),
-        "{:?}, before {:?}",
-        report.events,
-        silent.events
-    );
-    pair.conclude(Some(&id))?;
+    let over = completed_after(&pair, &id, MoveEventKind::LinkSilent, 1.9);
+    over.with_context(|| format!("before {:?}", silent.events))?;
     Ok(())
 }
 
@@ -213,18 +217,5 @@ fn a_switchover_that_was_called_off_is_told_with_how_long_the_guest_stood_still(
         |report: &MigrationReport| event(report, MoveEventKind::SwitchoverCalledOff).is_some();
     until(&pair, &id, "called off", told)?;
     pair.link(Mode::Open);
-    let report = pair.wait_end(&pair.a, &id, LONG)?;
-    anyhow::ensure!(
-        report.outcome == Some(Outcome::Completed),
-        "{:?}",
-        report.reason
-    );
-    let told = event(&report, MoveEventKind::SwitchoverCalledOff);
-    anyhow::ensure!(
-        told.is_some_and(|event| event.lasted_s.is_some_and(|s| s > 0.0)),
-        "{:?}",
-        report.events
-    );
-    pair.conclude(Some(&id))?;
-    Ok(())
+    completed_after(&pair, &id, MoveEventKind::SwitchoverCalledOff, 0.0).map(drop)
 }
