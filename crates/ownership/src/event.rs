@@ -421,7 +421,6 @@ macro_rules! event_kinds {
     ($($kind:ident => $name:literal),+ $(,)?) => {
         /// The kind of an event, one per row of the transition table.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        #[allow(missing_docs)]
         pub enum EventKind { $($kind),+ }
 
         impl EventKind {

@@ -114,7 +114,6 @@ macro_rules! state_names {
     ($($name:ident => $text:literal),+ $(,)?) => {
         /// The name of a state: one column of the transition table.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        #[allow(missing_docs)]
         pub enum StateName { $($name),+ }
 
         impl StateName {

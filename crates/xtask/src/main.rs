@@ -1,10 +1,13 @@
-//! Checks of the house itself: layers, purity, sizes, banned calls. `cargo run -p xtask -- tidy` prints what is wrong
+//! Checks of the house itself: layers, purity, sizes, doc comments, banned calls. `cargo run -p xtask -- tidy` prints what is wrong
 //! and fails; `make test` runs it.
 //!
 //! Owns nothing. Refuses: rules that a reader could not find in ARCHITECTURE.md.
 #![forbid(unsafe_code)]
 
+mod docs;
+mod functions;
 mod layers;
+mod ratchet;
 mod sources;
 
 use std::path::{Path, PathBuf};
