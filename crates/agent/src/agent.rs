@@ -616,7 +616,6 @@ impl Agent {
         spec.ok_or_else(|| self.unknown_vm(name))
     }
 
-    /// The guest's console.
     pub(crate) async fn console(&self, name: &VmName) -> Reply<String> {
         let vm = self.known(name)?;
         match vm.ask(&VmRequest::Console, READ).await? {

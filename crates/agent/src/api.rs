@@ -34,7 +34,6 @@ use std::sync::Arc;
 
 type Shared = State<Arc<Agent>>;
 
-/// The agent's router.
 pub(crate) fn router(agent: Arc<Agent>) -> Router {
     let action = |request: fn() -> VmRequest| {
         post(

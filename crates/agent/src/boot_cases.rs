@@ -58,13 +58,11 @@ struct Case {
 /// What is to be done for a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Boot it.
     Boot,
     /// Let its record give way to another host's.
     GiveWay,
 }
 
-/// All of them.
 #[derive(Debug, Default)]
 pub(crate) struct Cases {
     cases: BTreeMap<VmName, Case>,
@@ -219,7 +217,6 @@ impl Cases {
         }
     }
 
-    /// It runs.
     pub(crate) fn booted(&mut self, vm: &VmName, now: Instant) {
         let case = self.cases.remove(vm);
         if case.is_some_and(|case| case.down.crashed) {

@@ -21,15 +21,12 @@ const CLOCK_ERROR_MAX_US: i64 = 1_000_000;
 
 /// What the checks look at, gathered beforehand.
 pub struct Inputs<'a> {
-    /// The configuration.
     pub config: &'a HostConfig,
-    /// The machine.
     pub system: &'a System,
     /// QEMU, or why it told nothing.
     pub qemu: &'a Result<QemuFacts, QemuFactsError>,
     /// What came of a guest of ours under each accelerator.
     pub guests: &'a [GuestRun],
-    /// Interfaces.
     pub interfaces: &'a [Interface],
     /// Addresses on the migration networks.
     pub migration_addresses: &'a [IpAddr],
@@ -70,7 +67,7 @@ fn check(
     }
 }
 
-/// Runs every check.
+/// Checks this host wholly, in the order in which people read the list.
 pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
     let mut checks = vec![
         kernel(inputs.system),

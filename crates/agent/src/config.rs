@@ -32,25 +32,16 @@ pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read {path}: {source}; write it, or let 'godwit host join' write it")]
     Read {
-        /// The file.
         path: PathBuf,
-        /// Why.
         source: std::io::Error,
     },
     /// The file is not valid TOML or has an unknown key.
     #[error("{path} is not valid: {message}")]
-    Syntax {
-        /// The file.
-        path: PathBuf,
-        /// Where and why.
-        message: String,
-    },
+    Syntax { path: PathBuf, message: String },
     /// A value is out of bounds.
     #[error("{path}: {key} is not valid: {message}")]
     Value {
-        /// The file.
         path: PathBuf,
-        /// The key.
         key: &'static str,
         /// What to write instead.
         message: String,
@@ -61,7 +52,6 @@ pub enum ConfigError {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HostConfig {
-    /// This host's name.
     pub name: HostName,
     /// Where the agent listens for the controller and for other hosts, with mutual TLS.
     pub listen: SocketAddr,
@@ -74,7 +64,6 @@ pub struct HostConfig {
     /// State that a reboot empties: sockets and the RAM files.
     #[serde(default = "run_dir")]
     pub run_dir: PathBuf,
-    /// QEMU's program.
     #[serde(default = "qemu")]
     pub qemu: PathBuf,
     /// User that QEMU runs as; `godwit-qemu` where it exists, else `nobody`.
@@ -141,9 +130,7 @@ fn yes() -> bool {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct PortRange {
-    /// First port.
     pub first: u16,
-    /// Last port.
     pub last: u16,
 }
 

@@ -27,7 +27,6 @@ const LOG_LEN_MAX: u64 = 4 << 20;
 /// The program that is a VM process: `godwit vm-process --config FILE`.
 #[derive(Debug, Clone)]
 pub struct VmProgram {
-    /// The program.
     pub program: PathBuf,
     /// What stands before `--config FILE`.
     pub arguments: Vec<OsString>,

@@ -5,13 +5,10 @@ use godwit_ownership::{Phase, Power};
 /// Whether a VM process lives.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Life {
-    /// None is needed.
     Idle,
     /// One is being found or started; what went wrong so far.
     Starting(Option<String>),
-    /// One answers.
     Live {
-        /// Its process id.
         pid: i32,
     },
 }

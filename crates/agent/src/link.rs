@@ -121,7 +121,6 @@ impl Bursts {
 
 /// What the listening side has.
 pub struct Here<'a> {
-    /// Migration addresses.
     pub addresses: &'a [IpAddr],
     /// First and last port.
     pub ports: (u16, u16),

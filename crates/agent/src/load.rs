@@ -34,7 +34,6 @@ pub struct Reading {
     interfaces: BTreeMap<String, (u64, u64)>,
     /// Busy and all time of all cores, ticks.
     cpu_ticks: (u64, u64),
-    /// By process id.
     processes: BTreeMap<i32, ProcessTimes>,
     /// Bytes that the migration's channels had carried, by migration.
     migrations: BTreeMap<MigrationId, u64>,
@@ -43,13 +42,12 @@ pub struct Reading {
 /// What is asked about.
 #[derive(Debug, Clone, Default)]
 pub struct Wanted {
-    /// Processes.
     pub processes: Vec<i32>,
     /// Migrations and what the channels of each have carried so far, bytes.
     pub migrations: BTreeMap<MigrationId, u64>,
 }
 
-/// The last readings.
+/// The two newest readings, of which a load is the difference.
 #[derive(Debug, Default)]
 pub struct Readings {
     newer: Option<Reading>,
@@ -85,7 +83,6 @@ pub fn wait() -> Duration {
 }
 
 impl Reading {
-    /// Reads everything now.
     pub fn take(system: &System, wanted: &Wanted) -> Self {
         let processes = wanted
             .processes

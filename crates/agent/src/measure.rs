@@ -58,7 +58,6 @@ impl Agent {
         listening.map_err(|error| error.on_host(self.host()))
     }
 
-    /// Sends a burst.
     pub(crate) async fn link_send(&self, probe: LinkProbeSend) -> Reply<LinkMeasured> {
         let bursts = Arc::clone(&self.bursts);
         let sent = tokio::task::spawn_blocking(move || bursts.send(&probe));

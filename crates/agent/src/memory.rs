@@ -21,7 +21,6 @@ pub(crate) type Available = Box<dyn Fn(&Path) -> u64 + Send + Sync>;
 /// Launches under way: the bytes that each will need, and how many there are.
 type Launching = BTreeMap<VmName, (u64, u32)>;
 
-/// The book.
 pub(crate) struct Memory {
     ram_dir: PathBuf,
     available: Available,

@@ -26,9 +26,7 @@ type Finding = Result<String, ApiError>;
 
 /// What the destination is, gathered beforehand.
 pub struct Destination<'a> {
-    /// The configuration.
     pub config: &'a HostConfig,
-    /// The machine.
     pub system: &'a System,
     /// What the host says of itself.
     pub info: &'a HostInfo,
@@ -48,15 +46,12 @@ pub struct Destination<'a> {
 
 /// What the source is, gathered beforehand.
 pub struct Source<'a> {
-    /// This host.
     pub host: &'a HostName,
-    /// The VM.
     pub spec: &'a VmSpec,
     /// Where it is in its life.
     pub state: VmState,
     /// QEMU's own reasons against it.
     pub blockers: &'a [String],
-    /// The machine.
     pub system: &'a System,
     /// Whether dirty tracking works, else why not.
     pub tracking: Result<(), String>,

@@ -17,7 +17,7 @@ struct Environment {
 }
 
 impl Environment {
-    /// Everything in order.
+    /// A host with everything in order.
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("root");

@@ -18,29 +18,20 @@ pub enum QemuFactsError {
         "cannot run {program}: {source}; install QEMU (package qemu-system-x86) or set qemu in the configuration"
     )]
     Run {
-        /// The program.
         program: String,
-        /// Why.
         source: std::io::Error,
     },
     /// It did not answer.
     #[error("{program} {argument} did not answer within {seconds} s")]
     Silent {
-        /// The program.
         program: String,
         /// What it was asked.
         argument: String,
-        /// For how long.
         seconds: u64,
     },
     /// Its answer was not understood.
     #[error("{program} --version says '{text}', which names no version")]
-    NoVersion {
-        /// The program.
-        program: String,
-        /// What it said.
-        text: String,
-    },
+    NoVersion { program: String, text: String },
 }
 
 /// What QEMU is and can.
@@ -48,7 +39,6 @@ pub enum QemuFactsError {
 pub struct QemuFacts {
     /// Version, such as `7.2.22`.
     pub version: String,
-    /// Versioned machine types.
     pub machine_types: Vec<String>,
     /// `q35` and `pc` and what they stand for.
     pub machine_aliases: BTreeMap<String, String>,

@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What makes a file another one: device, inode, size, time of its last change.
 type FileIs = (u64, u64, u64, i64, i64);
-/// The last answer.
+/// What QEMU's program said of itself when it was asked last.
 pub type Answer = Arc<Result<QemuFacts, QemuFactsError>>;
 
 /// The last answer, and of which file it was.
@@ -74,7 +74,6 @@ impl QemuNow {
         Self(RwLock::new((None, Arc::new(answer))))
     }
 
-    /// The last answer.
     pub fn get(&self) -> Answer {
         self.0
             .read()

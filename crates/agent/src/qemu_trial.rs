@@ -29,7 +29,7 @@ pub struct TrialSetting {
     accelerators: Vec<Accelerator>,
 }
 
-/// What was seen.
+/// What a trial of QEMU on this host has shown.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Tried {
     /// What each accelerator can give a guest's CPU, or why that is not known.
@@ -41,7 +41,6 @@ pub struct Tried {
 /// What came of a guest of ours under one accelerator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestRun {
-    /// What executed it.
     pub accelerator: Accelerator,
     /// The CPU that it had.
     pub cpu: String,

@@ -19,7 +19,6 @@ use tokio::sync::watch;
 /// Longest time between two looks.
 const LOOK_EACH: Duration = Duration::from_secs(600);
 
-/// This host's certificate.
 pub(crate) struct Certificate {
     current: Arc<Current>,
     dir: PathBuf,

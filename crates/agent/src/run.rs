@@ -41,13 +41,10 @@ const TOOLS: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AgentError {
-    /// Its configuration.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// QEMU's user.
     #[error(transparent)]
     User(#[from] UserError),
-    /// This host's certificate.
     #[error(
         "this host has no usable certificate in {dir}: {source}; join a controller with 'godwit host join'"
     )]
@@ -62,9 +59,7 @@ pub enum AgentError {
         "the certificate in {dir} is that of {found}, the configuration says host '{name}': join again or correct the name"
     )]
     OtherHost {
-        /// Where it is.
         dir: PathBuf,
-        /// Whose it is.
         found: String,
         /// Who this host is.
         name: String,
@@ -74,15 +69,12 @@ pub enum AgentError {
     Listen {
         /// The address or path.
         place: String,
-        /// Why.
         source: std::io::Error,
     },
     /// A directory or the RAM file system.
     #[error("cannot {doing}: {message}")]
     Setup {
-        /// What was tried.
         doing: &'static str,
-        /// Why it failed.
         message: String,
     },
 }

@@ -67,15 +67,12 @@ pub(crate) enum SiteError {
         "{0}. Without it this host does not know what it was told, so its agent does not start; its guests run on. Keep the file where it is, shut its guests down from inside, power this host off, run 'godwit host remove' with its name and --confirm-unreachable where the controller is, and let it join anew with an empty state directory"
     )]
     Damaged(StoreError),
-    /// Anything else.
     #[error(transparent)]
     Store(StoreError),
     /// The records cannot be listed.
     #[error("cannot list {}: {source}", path.display())]
     Unlisted {
-        /// Their directory.
         path: PathBuf,
-        /// Why.
         source: std::io::Error,
     },
 }

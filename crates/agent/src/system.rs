@@ -19,15 +19,13 @@ pub struct System {
     root: PathBuf,
 }
 
-/// A network interface.
+/// One network interface of this host, as `ip -json` lists it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Interface {
-    /// Its name.
     #[serde(rename = "ifname")]
     pub name: String,
     /// Largest packet, bytes.
     pub mtu: u32,
-    /// Its addresses.
     #[serde(default)]
     addr_info: Vec<InterfaceAddress>,
 }
@@ -111,7 +109,6 @@ impl System {
         flags.is_some_and(|line| line.split_whitespace().any(|word| word == flag))
     }
 
-    /// Number of CPUs.
     pub fn cpus(&self) -> u32 {
         let text = self.read("/proc/cpuinfo").unwrap_or_default();
         let count = text
@@ -127,7 +124,6 @@ impl System {
             && self.exists(&format!("/sys/class/net/{name}/bridge"))
     }
 
-    /// The kernel's boot id.
     pub fn kernel_boot_id(&self) -> Option<String> {
         self.read("/proc/sys/kernel/random/boot_id")
     }

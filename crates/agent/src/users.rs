@@ -5,12 +5,10 @@
 /// The user that QEMU should have.
 pub const QEMU_USER: &str = "godwit-qemu";
 
-/// A user's numbers.
+/// A user as the kernel knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct User {
-    /// User id.
     pub uid: u32,
-    /// Primary group id.
     pub gid: u32,
 }
 

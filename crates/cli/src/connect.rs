@@ -14,15 +14,13 @@ pub const CONTROLLER_SOCKET: &str = "/run/godwit/controller.sock";
 /// The agent's socket unless said otherwise.
 pub const AGENT_SOCKET: &str = "/run/godwit/agent.sock";
 
-/// Whoever answers reads.
+/// The one whom commands that only read may ask.
 pub enum Reader {
-    /// The controller.
     Controller(ControllerClient),
-    /// The local agent.
     Agent(AgentClient),
 }
 
-/// The controller.
+/// A connection to the controller that the options name.
 pub fn controller(global: &Global) -> Result<ControllerClient, Failure> {
     let place = global.controller.as_deref().unwrap_or(CONTROLLER_SOCKET);
     match place.parse::<SocketAddr>() {

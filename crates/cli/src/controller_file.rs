@@ -14,7 +14,7 @@ use std::time::Duration;
 /// Seconds that certificates may be good for: long enough to be renewed, and not longer than ten years.
 const LIVES_S: RangeInclusive<u64> = 10..=10 * 365 * 86_400;
 
-/// The file's content.
+/// What `controller.toml` says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ControllerFile {

@@ -6,7 +6,7 @@ use godwit_types::migration::Outcome;
 use godwit_types::{ApiError, ErrorCode};
 use std::process::ExitCode;
 
-/// Exit code: failed.
+/// Exit code: the command was tried and failed.
 pub const FAILED: u8 = 1;
 /// Exit code: wrong usage or invalid input.
 pub const USAGE: u8 = 2;
@@ -26,7 +26,6 @@ pub const DETACHED: u8 = 130;
 /// Why a command did not do what was asked.
 #[derive(Debug)]
 pub struct Failure {
-    /// Exit code.
     pub exit: u8,
     /// The error; its message is what people see.
     pub error: ApiError,

@@ -47,7 +47,6 @@ where
     }
 }
 
-/// Syslog's number.
 fn priority(level: Level) -> u8 {
     match level {
         Level::ERROR => 3,

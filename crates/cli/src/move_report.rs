@@ -10,7 +10,6 @@ use godwit_types::migration::{
 };
 
 impl Output {
-    /// One migration's report.
     pub fn migration(&self, report: &MigrationReport) {
         let tone = match report.outcome {
             Some(Outcome::Completed) => Tone::Good,

@@ -18,12 +18,11 @@ use std::io::{IsTerminal, Write};
 /// How things are shown.
 #[derive(Debug, Clone, Copy)]
 pub struct Output {
-    /// JSON for scripts.
     pub json: bool,
     colour: bool,
 }
 
-/// Something to colour.
+/// What a word means for the reader, which decides its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tone {
     Plain,
@@ -81,7 +80,6 @@ impl Output {
         }
     }
 
-    /// A table.
     pub fn table(&self, header: &[&str], rows: Vec<Vec<String>>) {
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
@@ -166,7 +164,6 @@ impl Output {
         self.line(self.paint(format!("{name}: {note}"), tone));
     }
 
-    /// One VM.
     pub fn vm(&self, vm: &VmView) {
         let tone = if is_alarming(vm.state) {
             Tone::Bad
@@ -254,7 +251,6 @@ impl Output {
         }
     }
 
-    /// Hosts.
     pub fn hosts(&self, hosts: &[HostView]) {
         let rows = hosts.iter().map(|host| {
             let info = &host.info;
@@ -290,7 +286,6 @@ impl Output {
         self.table(&header, rows.collect());
     }
 
-    /// One host.
     pub fn host(&self, host: &HostView) {
         let names: Vec<String> = host.vms.iter().map(ToString::to_string).collect();
         let mut rows = info_rows(&host.info);
@@ -300,7 +295,6 @@ impl Output {
         self.pairs(&rows);
     }
 
-    /// A host's checks.
     pub fn checks(&self, checks: &[Check]) {
         let rows = checks.iter().map(|check| {
             let status = match check.status {
@@ -357,7 +351,6 @@ impl Output {
         self.cannot_keep(&report.cannot_keep);
     }
 
-    /// Migrations.
     pub fn migrations(&self, reports: &[MigrationReport]) {
         let rows = reports.iter().map(|report| {
             vec![
@@ -434,7 +427,7 @@ fn state_here(vm: &HostVm) -> String {
     }
 }
 
-/// Worst first.
+/// Orders a list so that what needs a person stands first.
 fn urgency(state: VmState) -> u8 {
     match state {
         VmState::RunningTwice => 0,

@@ -45,11 +45,8 @@ const STARTING_EACH: Duration = Duration::from_millis(20);
 pub struct App {
     /// How it was started.
     pub config: ControllerConfig,
-    /// The database.
     pub store: Store,
-    /// The CA.
     pub authority: Authority,
-    /// Own certificate.
     pub identity: Arc<Current>,
     /// Revoked certificates, shared with the server.
     pub revocations: Arc<Revocations>,
@@ -103,7 +100,6 @@ impl<'a> Turn<'a> {
 }
 
 impl Due<'_> {
-    /// The rows.
     pub fn rows(&self) -> &[Row] {
         self.batch.as_ref().map(Batch::rows).unwrap_or_default()
     }
@@ -504,7 +500,7 @@ impl App {
     }
 }
 
-/// No such VM.
+/// The answer to a request that names an unknown VM.
 pub fn unknown_vm(vm: &VmName) -> ApiError {
     ApiError::new(
         ErrorCode::UnknownVm,

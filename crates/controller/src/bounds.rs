@@ -39,9 +39,7 @@ const LISTED_MAX: usize = 4096;
     "host {host} says what no agent says ({what}), so nothing of it is taken: it is broken or lies; see its log, or power it off and run 'godwit host remove {host} --confirm-unreachable'"
 )]
 pub struct NotTaken {
-    /// The host.
     pub host: HostName,
-    /// What it said.
     pub what: String,
 }
 
@@ -228,7 +226,7 @@ fn must_be_distinct<'a>(
     Ok(())
 }
 
-/// A migration's report.
+/// A host's report, cut down to what the controller keeps of it.
 pub fn report(mut report: MigrationReport) -> MigrationReport {
     report.iterations.truncate(ITERATIONS_MAX);
     lines(&mut report.notes);

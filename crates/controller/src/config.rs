@@ -10,7 +10,7 @@ use std::time::Duration;
 pub const CERTIFICATE_VALID: Duration =
     Duration::from_secs(CERTIFICATE_DAYS.unsigned_abs() * 86_400);
 
-/// A controller's configuration.
+/// What `controller.toml` and the command line decide about a controller.
 #[derive(Debug, Clone)]
 pub struct ControllerConfig {
     /// Directory of the database, CA and keys.

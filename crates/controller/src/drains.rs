@@ -14,14 +14,13 @@ use tokio::sync::watch;
 /// Which beginning of a drain: a task works for one only.
 pub type Run = u64;
 
-/// A drain.
 #[derive(Debug)]
 struct Record {
     run: Run,
     view: watch::Sender<DrainView>,
 }
 
-/// All drains.
+/// The drains under way, of which each host has at most one.
 #[derive(Debug, Default)]
 pub struct Drains {
     records: Mutex<BTreeMap<HostName, Record>>,

@@ -14,26 +14,19 @@ pub enum ControllerError {
     /// A file or socket.
     #[error("cannot {doing} {what}: {source}")]
     Io {
-        /// Doing.
         doing: &'static str,
-        /// What with.
         what: String,
-        /// Why.
         source: std::io::Error,
     },
-    /// Certificates.
     #[error(transparent)]
     Pki(#[from] PkiError),
-    /// The database.
     #[error("the controller's database failed: {0}; see that its disk has room and is writable")]
     Database(#[from] sqlx::Error),
-    /// The database's format.
     #[error("the controller's database cannot be brought up to date: {0}")]
     Format(#[from] sqlx::migrate::MigrateError),
     /// A later version of the software has changed the database's format.
     #[error("the controller's database was written by a newer Godwit (its format is {format}, this version reads {}): nothing is changed; install that version again here", newest.unwrap_or_default())]
     Newer {
-        /// The format found.
         format: i64,
         /// The latest that this build reads.
         newest: Option<i64>,
@@ -43,12 +36,7 @@ pub enum ControllerError {
     Row(UnreadRow),
     /// Something in the database that this version cannot read.
     #[error("the controller's database holds a {what} that cannot be read: {cause}")]
-    Unreadable {
-        /// What.
-        what: &'static str,
-        /// Why.
-        cause: String,
-    },
+    Unreadable { what: &'static str, cause: String },
 }
 
 impl From<ControllerError> for ApiError {
@@ -58,7 +46,7 @@ impl From<ControllerError> for ApiError {
     }
 }
 
-/// What operations return.
+/// The result of an operation: a value, or an error that people can read.
 pub type Outcome<T> = Result<T, ApiError>;
 
 /// A host does not answer: names it, and the command for one that is off.

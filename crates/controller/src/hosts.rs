@@ -34,7 +34,7 @@ pub fn view(app: &App, name: &HostName) -> Outcome<HostView> {
     Ok(view)
 }
 
-/// All hosts.
+/// Every enrolled host as people see it.
 pub fn views(app: &App) -> Vec<HostView> {
     let state = app.state();
     let now = now_unix_s();

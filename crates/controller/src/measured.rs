@@ -17,13 +17,12 @@ pub const KEPT: Duration = Duration::from_secs(600);
 pub struct Link {
     /// Page bytes per second.
     pub bytes_per_s: f64,
-    /// Round trip, s.
     pub rtt_s: f64,
     /// What this rests on.
     pub basis: String,
 }
 
-/// Source and destination.
+/// The two hosts between which a link was measured, the sender first.
 pub type Pair = (HostName, HostName);
 
 /// The newest measurements of one kind, each with when it came.
@@ -56,12 +55,10 @@ impl<K: Ord, V: Clone> Newest<K, V> {
     }
 }
 
-/// All measurements.
+/// What was measured lately about guests and links.
 #[derive(Debug, Default)]
 pub struct Measured {
-    /// How guests write.
     pub rates: Newest<VmName, DirtyRate>,
-    /// What links carry.
     pub links: Newest<Pair, Link>,
     /// Links that are being measured: two bursts at once would halve each other.
     measuring: Mutex<BTreeMap<Pair, Arc<tokio::sync::Mutex<()>>>>,

@@ -42,7 +42,6 @@ pub fn spawn(app: Arc<App>, host: HostName) {
 /// What a host was told.
 #[derive(Default)]
 struct Told {
-    /// How many revocations.
     revoked: usize,
     /// Which hosts are gone for good.
     removed: BTreeSet<HostName>,

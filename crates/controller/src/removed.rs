@@ -27,7 +27,6 @@ const ANSWERS_WITHIN: Duration = Duration::from_secs(3);
 /// A host that was removed while it did not answer.
 #[derive(Debug, Clone)]
 pub struct Removed {
-    /// Where it was.
     pub address: SocketAddr,
     /// The VMs that it was heard to run since.
     pub runs: BTreeSet<VmName>,

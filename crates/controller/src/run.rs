@@ -117,7 +117,7 @@ fn addresses(config: &ControllerConfig, listening: &[SocketAddr]) -> Vec<SocketA
     }
 }
 
-/// A running controller.
+/// A controller whose servers and tasks run until it is dropped or stopped.
 pub struct Controller {
     /// Where it listens for TLS.
     pub addresses: Vec<SocketAddr>,

@@ -39,7 +39,6 @@ pub struct HostEntry {
     pub fault: Option<String>,
     /// Why it does not take the site's table, while it refuses that.
     pub refuses_table: Option<String>,
-    /// Whether it answers.
     pub state: HostState,
     /// When it answered last, seconds since 1970.
     pub last_seen_unix_s: i64,
@@ -69,7 +68,6 @@ impl HostEntry {
         }
     }
 
-    /// Whether it answers.
     pub fn is_connected(&self) -> bool {
         self.state == HostState::Connected
     }
@@ -88,7 +86,6 @@ impl HostEntry {
 /// A VM as the controller knows it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VmEntry {
-    /// As described.
     pub spec: VmSpec,
     /// With CPU model and machine type resolved, since its first start.
     pub resolved: Option<VmSpec>,
@@ -97,7 +94,6 @@ pub struct VmEntry {
 /// Where a VM is.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Place {
-    /// The host.
     pub host: HostName,
     /// Whether that host answers.
     pub connected: bool,
@@ -108,11 +104,8 @@ pub struct Place {
 /// A migration under way.
 #[derive(Debug, Clone)]
 pub struct Move {
-    /// Its id.
     pub id: MigrationId,
-    /// Its source.
     pub from: HostName,
-    /// Its destination.
     pub to: HostName,
 }
 
@@ -136,12 +129,10 @@ pub struct Observed {
     pub changes: Vec<Change>,
 }
 
-/// The inventory.
+/// The inventory: every enrolled host and every VM that the site knows.
 #[derive(Debug, Default)]
 pub struct State {
-    /// Hosts by name.
     pub hosts: BTreeMap<HostName, HostEntry>,
-    /// VMs by name.
     pub vms: BTreeMap<VmName, VmEntry>,
     /// Who may hold which VM.
     pub book: Book,

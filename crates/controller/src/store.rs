@@ -22,7 +22,7 @@ use std::time::Duration;
 
 type Result<T> = std::result::Result<T, ControllerError>;
 
-/// The database.
+/// A pool of connections to the controller's SQLite database.
 #[derive(Debug, Clone)]
 pub struct Store {
     pub(crate) pool: SqlitePool,
@@ -31,7 +31,6 @@ pub struct Store {
 /// How an attempt to join ended.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Joined {
-    /// Enrolled.
     Yes,
     /// The token is unknown, used or expired.
     BadToken,
@@ -42,7 +41,6 @@ pub enum Joined {
 /// Whether a row could be added.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Added {
-    /// It was.
     Yes,
     /// There is one already.
     Exists,
@@ -95,12 +93,10 @@ impl Store {
         Ok(Self { pool })
     }
 
-    /// Closes it.
     pub async fn close(&self) {
         self.pool.close().await;
     }
 
-    /// All hosts.
     pub async fn hosts(&self) -> Result<Vec<(HostName, HostEntry)>> {
         type Row = (String, String, String, Option<String>, i64);
         let sql = "SELECT name, agent_address, serial, info, last_seen_unix_s FROM hosts";
@@ -292,7 +288,6 @@ impl Store {
         Ok(apart(read))
     }
 
-    /// Adds a VM.
     pub async fn add_vm(&self, vm: &VmEntry) -> Result<Added> {
         let done = query("INSERT OR IGNORE INTO vms (name, spec, resolved) VALUES (?, ?, ?)")
             .bind(vm.spec.name.as_str())
@@ -448,7 +443,6 @@ impl Store {
         Ok(())
     }
 
-    /// Forgets a drain.
     pub async fn delete_drain(&self, host: &HostName) -> Result<()> {
         query("DELETE FROM drains WHERE host = ?")
             .bind(host.as_str())
@@ -500,7 +494,6 @@ impl Store {
         Ok(apart(read))
     }
 
-    /// One report.
     pub async fn report(&self, id: &MigrationId) -> Result<Option<MigrationReport>> {
         let sql = "SELECT report FROM migrations WHERE id = ?";
         let row: Option<String> = query_scalar(sql)

@@ -14,7 +14,6 @@ use tokio::sync::watch;
 
 /// For how long people are told, seconds.
 const TOLD_FOR_S: i64 = 24 * 3600;
-/// Between two looks.
 const LOOK_EACH: Duration = Duration::from_secs(1);
 
 /// The epoch that was noted last, which rises with a takeover and never else.

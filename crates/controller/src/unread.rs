@@ -11,11 +11,8 @@ pub const WAY_OUT: &str = "stop the controller, put the newest good copy of cont
 /// A row that cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnreadRow {
-    /// Its table.
     pub table: &'static str,
-    /// Its key.
     pub row: String,
-    /// Why.
     pub cause: String,
 }
 
@@ -55,7 +52,6 @@ pub enum Lack {
 }
 
 impl Lack {
-    /// The row.
     pub fn row(&self) -> &UnreadRow {
         match self {
             Self::Right(row) | Self::Description(row) => row,

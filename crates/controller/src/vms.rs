@@ -270,7 +270,6 @@ async fn forget_at(agent: &AgentClient, host: &HostName, name: &VmName) -> Outco
     }
 }
 
-/// Hosts that answer.
 fn connected(app: &App) -> Vec<HostInfo> {
     let state = app.state();
     let hosts = state.hosts.iter().filter(|(_, host)| host.is_connected());
@@ -559,9 +558,7 @@ async fn take_back(app: &App, agent: &AgentClient, plan: &Plan) {
 pub enum Action {
     /// Ask it to power off, or force it.
     Stop(Force),
-    /// Reset it.
     Reset,
-    /// Stop its vCPUs.
     Pause,
     /// Let them go on.
     Resume,

@@ -32,7 +32,6 @@ const SOURCE_PATIENCE: Duration = Duration::from_secs(15);
 /// What one host says of a migration.
 #[derive(Debug, Clone)]
 pub enum Word {
-    /// Its report.
     Report(Box<MigrationReport>),
     /// It does not know the migration; so does a host that was removed, or one that does not answer and is fenced.
     Unknown,
@@ -47,7 +46,6 @@ pub enum Verdict {
     GoesOn(Box<MigrationReport>),
     /// It is over, as in this report.
     Over(Box<MigrationReport>),
-    /// It never began.
     NeverBegan,
     /// Nobody knows more than before.
     NoNews,

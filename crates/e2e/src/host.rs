@@ -22,21 +22,17 @@ use std::time::{Duration, Instant};
 /// A user without privileges that every system has.
 const NOBODY: u32 = 65534;
 
-/// A host.
 #[derive(Debug)]
 pub struct Host {
-    /// Its name.
     pub name: HostName,
     /// The VM of the test.
     pub vm: VmName,
     dir: PathBuf,
     ram: PathBuf,
-    /// Its migration addresses.
     pub addresses: Vec<IpAddr>,
     accelerator: Accelerator,
     /// First and last port for migrations; (0, 0) is any.
     pub ports: (u16, u16),
-    /// QEMU's program.
     pub qemu: Mutex<PathBuf>,
     process: Mutex<Option<Child>>,
     fault: Mutex<Option<Fault>>,
@@ -49,7 +45,6 @@ pub struct Host {
 /// Something that shall happen at a point of the VM process; see `faults.rs` of crate `vmproc`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
-    /// Where.
     pub point: &'static str,
     /// `kill`, `kill-qemu`, `hold` or `slow`.
     pub action: &'static str,
@@ -342,7 +337,6 @@ impl Host {
         }
     }
 
-    /// The VM here.
     pub fn vm(&self) -> anyhow::Result<HostVm> {
         self.vm_within(Duration::from_secs(30))
     }
@@ -360,7 +354,6 @@ impl Host {
         Ok(self.vm()?.state)
     }
 
-    /// A migration's report.
     pub fn report(&self, id: &MigrationId) -> anyhow::Result<MigrationReport> {
         match self.ask(&VmRequest::Report {
             migration: id.clone(),

@@ -18,12 +18,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Two hosts.
 #[derive(Debug)]
 pub struct Pair {
     /// Where the VM begins.
     pub a: Arc<Host>,
-    /// The other one.
     pub b: Arc<Host>,
     dir: tempfile::TempDir,
     ram: tempfile::TempDir,

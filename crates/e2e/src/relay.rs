@@ -15,7 +15,6 @@ const TURN: Duration = Duration::from_millis(2);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Mode {
-    /// They pass.
     Open,
     /// Connections are closed, new ones as well.
     Cut,
@@ -57,7 +56,6 @@ impl Relay {
         Ok(relay)
     }
 
-    /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

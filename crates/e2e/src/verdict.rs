@@ -33,7 +33,6 @@ const WATCH_MAX: Duration = Duration::from_secs(5);
 pub struct Settled {
     /// The host that runs it.
     pub owner: Arc<Host>,
-    /// The other one.
     pub other: Arc<Host>,
     /// Whether the guest was lost with its QEMU and had to be started anew.
     pub lost: bool,
@@ -208,9 +207,7 @@ impl Pair {
 pub struct Conclusion {
     /// Where the guest was after the fault.
     pub settled: Settled,
-    /// Its memory then.
     pub checked: Checked,
-    /// The source's report.
     pub report: Option<MigrationReport>,
 }
 

@@ -138,7 +138,6 @@ fn nobody_runs_before_the_holding_is_durable() -> anyhow::Result<()> {
     stands_still(false, "journal.holds.before")
 }
 
-/// The VM's QEMU.
 fn running(pair: &Pair) -> anyhow::Result<i32> {
     pair.a
         .vm()?

@@ -297,7 +297,6 @@ fn part(stack: &Stack) -> Result<()> {
     Ok(())
 }
 
-/// Undoes that.
 fn join(stack: &Stack) -> Result<()> {
     for host in ["a", "b"] {
         let flush = "ip route flush type blackhole && ip -6 route flush type blackhole";

@@ -36,16 +36,12 @@ const MINIMISE_MAX: usize = 4000;
 pub enum Limit {
     /// After this many executions.
     Runs(u64),
-    /// After this time.
     Time(Duration),
 }
 
-/// How to run.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Decides every choice.
     pub seed: u64,
-    /// When to end.
     pub limit: Limit,
     /// Where findings go; exists.
     pub directory: PathBuf,
@@ -56,7 +52,6 @@ pub struct Options {
 pub struct Finding {
     /// The input, made smaller where that was possible.
     pub input: Vec<u8>,
-    /// What it breaks.
     pub what: String,
     /// Where it is kept.
     pub file: Option<PathBuf>,
@@ -69,7 +64,6 @@ pub struct Report {
     pub executions: u64,
     /// How long it took.
     pub time: Duration,
-    /// Distinct outcomes.
     pub outcomes: usize,
     /// The first finding, which ends a run.
     pub finding: Option<Finding>,

@@ -2,7 +2,6 @@
 //!
 //! Owns one word of state. Refuses: to be used for secrets.
 
-/// A generator.
 #[derive(Debug, Clone)]
 pub struct Rng(u64);
 
@@ -27,7 +26,6 @@ impl Rng {
         self.bits().checked_rem(end).unwrap_or(0) as usize
     }
 
-    /// A byte.
     pub fn byte(&mut self) -> u8 {
         self.bits() as u8
     }

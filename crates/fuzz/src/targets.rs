@@ -12,7 +12,6 @@ mod wire;
 
 use crate::outcome::Outcome;
 
-/// One decoder.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
     /// Its name on the command line.
@@ -21,7 +20,6 @@ pub struct Target {
     pub about: &'static str,
     /// Reads one input; panics when it finds something wrong.
     pub run: fn(&[u8]) -> Outcome,
-    /// Valid inputs.
     pub seeds: fn() -> Vec<Vec<u8>>,
 }
 

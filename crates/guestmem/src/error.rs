@@ -12,7 +12,6 @@ pub enum Error {
     File {
         /// What was tried, as a verb phrase.
         action: &'static str,
-        /// On which file.
         path: PathBuf,
         /// What the kernel said.
         source: io::Error,
@@ -64,23 +63,17 @@ pub enum Error {
         "destination out of memory: {path} has no room for 2 MiB more at page {page}; free memory or enlarge its tmpfs"
     )]
     OutOfMemory {
-        /// The RAM file.
         path: PathBuf,
         /// First page of the chunk that found no room.
         page: u64,
     },
     /// The kernel lacks what tracking needs.
     #[error("this kernel cannot track guest writes ({missing}): Linux 6.7 or newer is needed")]
-    KernelTooOld {
-        /// What it lacks.
-        missing: &'static str,
-    },
+    KernelTooOld { missing: &'static str },
     /// QEMU does not map the RAM file as it must.
     #[error("QEMU (pid {pid}) does not map {path} as guest RAM: {reason}")]
     Mapping {
-        /// QEMU's process.
         pid: u32,
-        /// The RAM file.
         path: PathBuf,
         /// What is wrong with the mapping.
         reason: &'static str,
@@ -88,7 +81,6 @@ pub enum Error {
     /// A set of pages has another size than guest RAM.
     #[error("a page set of {set_pages} pages cannot describe guest RAM of {page_count} pages")]
     SetSize {
-        /// Pages in the set.
         set_pages: u64,
         /// Pages in guest RAM.
         page_count: u64,
@@ -114,7 +106,6 @@ pub enum Error {
         "QEMU (pid {pid}) runs without the library that it has to preload, so its VM could not be migrated: let 'qemu' in host.toml name the QEMU program itself, no script around it; it said: {stderr}"
     )]
     NotPreloaded {
-        /// QEMU's process.
         pid: u32,
         /// What QEMU, or the loader in its place, said.
         stderr: String,

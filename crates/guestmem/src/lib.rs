@@ -47,5 +47,5 @@ pub use zero::ChunkContent;
 pub const PAGE_SIZE: usize = 4096;
 /// Bytes in a chunk: the size and alignment of a huge page.
 pub const CHUNK_SIZE: usize = 2 * 1024 * 1024;
-/// Pages in a chunk.
+/// A chunk holds so many pages of 4 KiB.
 pub const CHUNK_PAGES: u64 = (CHUNK_SIZE / PAGE_SIZE) as u64;

@@ -16,7 +16,6 @@ pub struct Segment {
     pub address: u64,
     /// Its first page in guest RAM.
     pub first_page: u64,
-    /// Its pages.
     pub page_count: u64,
 }
 

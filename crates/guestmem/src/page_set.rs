@@ -10,7 +10,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Pages in one word.
+/// Each `u64` of a set stands for 64 neighbouring pages.
 pub const WORD_PAGES: u64 = 64;
 /// Words in a chunk of 512 pages (2 MiB).
 pub const CHUNK_WORDS: usize = 8;

@@ -28,9 +28,7 @@ use crate::{
 /// The user and group that QEMU runs as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Owner {
-    /// User id.
     pub uid: u32,
-    /// Group id.
     pub gid: u32,
 }
 

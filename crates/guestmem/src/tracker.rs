@@ -67,7 +67,6 @@ pub struct ScanStats {
     pub hinted_pages: u64,
     /// Pages reported as written and protected again.
     pub written_pages: u64,
-    /// Calls that protected.
     pub protect_calls: u64,
 }
 

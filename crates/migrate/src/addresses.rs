@@ -6,7 +6,7 @@
 use crate::protocol::ProtocolError;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Most network cards.
+/// A list for more cards than a VM can have is refused.
 pub const CARDS_MAX: usize = godwit_types::vm::NICS_MAX;
 /// Most addresses of one card.
 pub const ADDRESSES_MAX: usize = 16;

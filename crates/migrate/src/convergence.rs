@@ -57,7 +57,6 @@ const OVERHEAD_S: f64 = 0.003;
 /// What was asked of a migration.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Goal {
-    /// Longest pause, s.
     pub max_downtime_s: f64,
     /// The part of a switchover that does not depend on memory (stop, device state, permit), s.
     pub fixed_s: f64,
@@ -164,7 +163,6 @@ impl Carried {
 }
 
 impl Convergence {
-    /// A new history.
     pub fn new(goal: Goal) -> Self {
         Self {
             goal,

@@ -9,14 +9,13 @@ use std::collections::VecDeque;
 /// Measurements that are kept; a guest that changes its ways is believed after this many looks.
 const SAMPLES_MAX: usize = 4;
 
-/// One measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Sample {
     age_s: f64,
     bytes: f64,
 }
 
-/// The curve.
+/// The newest measurements of what a guest dirties within a time.
 #[derive(Debug, Clone, Default)]
 pub struct DirtyCurve {
     samples: VecDeque<Sample>,

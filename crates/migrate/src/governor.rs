@@ -42,7 +42,7 @@ struct Vcpu {
     share: f64,
 }
 
-/// The controller.
+/// Decides how much CPU time each vCPU gets while the guest outruns the link.
 #[derive(Debug, Clone)]
 pub struct Governor {
     floor: f64,

@@ -23,7 +23,6 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Adds another epoch's.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {
@@ -70,7 +69,6 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// A pass begins.
     pub fn begin_pass(&mut self, now_s: f64, counters: Counters) {
         self.pass_began = Some((now_s, counters));
         self.wire.awaits(now_s);

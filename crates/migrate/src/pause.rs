@@ -19,7 +19,6 @@ pub struct PauseHistory {
     pub fixed_ms: f64,
     /// Saving device state, ms.
     pub device_save_ms: f64,
-    /// Loading it, ms.
     pub device_load_ms: f64,
     /// Permit: both hosts' journals and the ways of the messages, ms.
     pub permit_ms: f64,

@@ -28,7 +28,6 @@ const MIB: f64 = 1_048_576.0;
 /// What is known before.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Inputs {
-    /// Guest memory, bytes.
     pub ram_bytes: u64,
     /// Guest memory with content, bytes.
     pub data_bytes: u64,
@@ -36,16 +35,14 @@ pub struct Inputs {
     pub ages: Vec<DirtyAge>,
     /// Page bytes per second that get through.
     pub bytes_per_s: f64,
-    /// Round trip, s.
     pub rtt_s: f64,
     /// What earlier pauses cost beside memory, where there were any.
     pub pause: Option<PauseHistory>,
 }
 
-/// What was asked.
+/// The limits that the request sets for the migration.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Asked {
-    /// Longest pause, ms.
     pub max_downtime_ms: u64,
     /// Time by which it must be done, s.
     pub deadline_s: Option<u64>,
@@ -58,7 +55,6 @@ pub struct Asked {
 pub struct Forecast {
     /// From the request to the guest running, s; at the give-up when it does not converge.
     pub total_s: f64,
-    /// The pause, s.
     pub downtime_s: f64,
     /// The guest's share of its speed in the pass in which it is slowed most.
     pub speed: f64,

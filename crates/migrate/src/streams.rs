@@ -57,7 +57,6 @@ pub struct Facts {
     pub repeated: f64,
     /// Round trip with queues by round trip without, 1 or more.
     pub queued: f64,
-    /// Round trip, s.
     pub rtt_s: f64,
     /// Whether the congestion control takes loss for a full link (BBR does not).
     pub minds_loss: bool,
@@ -72,14 +71,11 @@ pub struct Room {
     pub routes: u32,
 }
 
-/// What to do.
+/// How the number of data channels should change now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// Nothing.
     Keep,
-    /// One channel more.
     Add,
-    /// One channel less.
     Remove,
 }
 

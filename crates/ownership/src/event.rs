@@ -36,7 +36,6 @@ impl Reason {
         Self(line)
     }
 
-    /// The words.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -65,44 +64,33 @@ impl From<Reason> for String {
 pub enum PeerMessage {
     /// Destination: prepared to receive; attempts must have a generation above `highest`.
     Prepared {
-        /// The migration.
         migration: MigrationId,
         /// The highest generation known to the sender.
         highest: Generation,
     },
     /// Destination: applied, verified, loaded, paused, and durably so.
     Ready {
-        /// The migration.
         migration: MigrationId,
         /// The generation of this attempt.
         generation: Generation,
     },
     /// Source: the gift is durable; the destination may take it.
     Permit {
-        /// The migration.
         migration: MigrationId,
-        /// The generation given.
         generation: Generation,
     },
     /// Source in doubt: the gift is durable; do you hold it? Counts as a permit, too.
     AskHolding {
-        /// The migration.
         migration: MigrationId,
-        /// The generation given.
         generation: Generation,
     },
     /// Destination: holds (or has held and moved on) the generation, durably.
     Holding {
-        /// The migration.
         migration: MigrationId,
-        /// The generation taken.
         generation: Generation,
     },
     /// Source: knows, durably, that the destination holds it.
-    Confirmed {
-        /// The generation.
-        generation: Generation,
-    },
+    Confirmed { generation: Generation },
     /// Source: `generation` is void, this host holds `by`.
     Superseded {
         /// The generation that was claimed.
@@ -112,40 +100,28 @@ pub enum PeerMessage {
     },
     /// Destination: did not take it and never will, durably.
     Refused {
-        /// The migration.
         migration: MigrationId,
-        /// The generation.
         generation: Generation,
     },
     /// Destination that said ready: did you give it?
     AskGift {
-        /// The migration.
         migration: MigrationId,
-        /// The generation.
         generation: Generation,
     },
     /// Source: not given so far, may still be.
     Undecided {
-        /// The migration.
         migration: MigrationId,
-        /// The generation.
         generation: Generation,
     },
     /// Source: this attempt's generation was not given and never will be; the migration may go on.
     Withdrawn {
-        /// The migration.
         migration: MigrationId,
-        /// The generation.
         generation: Generation,
     },
     /// Source: nothing of this migration was given and nothing will be.
-    Abort {
-        /// The migration.
-        migration: MigrationId,
-    },
+    Abort { migration: MigrationId },
     /// Destination that has promised nothing: cannot go on.
     Failed {
-        /// The migration.
         migration: MigrationId,
         /// Why, for people: nothing is decided by it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -163,7 +139,7 @@ pub enum Timer {
     Ask,
 }
 
-/// What happened.
+/// Everything that can happen to one VM at one host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// The record of the last [`Action::Persist`] is durable (file and directory).
@@ -191,14 +167,12 @@ pub enum Event {
     /// That host was removed for good: nothing is waited for from it any more. May be told again: where nothing is
     /// waited for it is [`Action::Ignored`]. A VM in doubt because of that host is resolved by an operator.
     HostRemoved {
-        /// The host.
         host: HostName,
     },
     /// Forget the VM (only when it is off).
     DeleteRequested,
     /// Let the guest run.
     StartRequested,
-    /// Power off.
     StopRequested,
     /// Stop the guest where it stands.
     PauseRequested,
@@ -208,7 +182,6 @@ pub enum Event {
     MigrationBegan {
         /// The migration, never used before.
         migration: MigrationId,
-        /// Its destination.
         to: HostName,
         /// The permission's generation: above every one that this host knows. Attempts take it or a later one.
         generation: Generation,
@@ -223,19 +196,15 @@ pub enum Event {
     /// Source: the last pages are on their way in order: the destination has acknowledged them as applied and verified,
     /// or, far away, loads no device before it has applied them and says so when it is ready.
     LastPagesApplied {
-        /// The attempt's generation.
         attempt: Generation,
     },
     /// Source: the device state has left completely, QEMU says completed.
     DeviceStateSent {
-        /// The attempt's generation.
         attempt: Generation,
     },
     /// Destination: prepare to receive.
     PrepareIncoming {
-        /// The migration.
         migration: MigrationId,
-        /// Its source.
         from: HostName,
         /// The permission's generation: above every one that this host knows.
         generation: Generation,
@@ -249,9 +218,7 @@ pub enum Event {
     IncomingFailed,
     /// From the other host, whose name the channel's authentication gave.
     Message {
-        /// The sender.
         from: HostName,
-        /// What it said.
         message: PeerMessage,
     },
     /// Every channel to the peer is gone.
@@ -288,17 +255,14 @@ pub enum Action {
     Cont(RunPermit),
     /// QMP `stop`; then feed [`Event::Stopped`] with the attempt, unless it is `None` (a pause).
     StopGuest {
-        /// The attempt's generation.
         attempt: Option<Generation>,
     },
     /// Final scan; send the last pages, with the attempt's generation.
     SendLastPages {
-        /// The attempt's generation.
         attempt: Generation,
     },
     /// Save the device state and send it, with the attempt's generation.
     SendDeviceState {
-        /// The attempt's generation.
         attempt: Generation,
     },
     /// Put back the dirty bits of what the peer may not have applied.
@@ -307,45 +271,33 @@ pub enum Action {
     ReleaseThrottle,
     /// Send to the peer, on every path there is; doubles are harmless.
     Send {
-        /// The host.
         to: HostName,
-        /// What to say.
         message: PeerMessage,
     },
     /// Kill this host's QEMU of the VM and wait until it is dead; later actions only after that.
     KillQemu,
     /// Remove RAM file, sockets and whatever else the migration or the guest left here.
     Cleanup,
-    /// Start the timer.
     Arm(Timer),
-    /// Stop the timer.
     Disarm(Timer),
     /// The migration is over at this host.
     EndMigration {
-        /// The migration.
         migration: MigrationId,
-        /// How.
         outcome: Ending,
     },
-    /// Show this.
     Report(Status),
     /// The answer to [`Event::SurveyRequested`]: this record is durable.
     Surveyed {
-        /// The survey's level.
         level: Generation,
     },
     /// Tell whoever asked that it is not done, and why.
     Refuse {
-        /// What was asked.
         event: EventKind,
-        /// Why not.
         why: &'static str,
     },
     /// For the log: the event had no effect, and why.
     Ignored {
-        /// The event.
         event: EventKind,
-        /// Why.
         why: &'static str,
     },
 }
@@ -368,49 +320,39 @@ pub enum Ending {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum Status {
-    /// Not here.
     Absent,
     /// Held here, powered off.
     Off,
-    /// Running here.
     Running {
-        /// Under this generation.
         generation: Generation,
     },
     /// Held here, stopped by request or because the guest halted.
     Paused,
     /// Running here and being moved away.
     Migrating {
-        /// The migration.
         migration: MigrationId,
     },
     /// Stopped for a moment: the handover is within its deadline.
     SwitchingOver {
-        /// The migration.
         migration: MigrationId,
     },
-    /// Being received here.
     Incoming {
-        /// The migration.
         migration: MigrationId,
     },
     /// Nobody may run it until the peer answers or an operator decides.
     InDoubt {
         /// The generation that only the peer knows about.
         generation: Generation,
-        /// The peer.
         peer: HostName,
         /// The command that ends it.
         command: String,
     },
     /// Held here, should run, has no QEMU.
     Down {
-        /// Why.
         reason: &'static str,
     },
     /// Moved to that host.
     Moved {
-        /// The host.
         to: HostName,
     },
     /// The journal of this host cannot be written; nothing is done until it can.
@@ -506,7 +448,6 @@ impl PeerMessage {
 }
 
 impl Event {
-    /// Its kind.
     pub fn kind(&self) -> EventKind {
         match self {
             Event::Persisted => EventKind::Persisted,

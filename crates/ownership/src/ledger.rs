@@ -29,18 +29,12 @@ pub enum GrantError {
         "{} may hold the VM and did not answer: bring it back, or fence it and confirm that",
         list(hosts)
     )]
-    Unheard {
-        /// The hosts.
-        hosts: Vec<HostName>,
-    },
+    Unheard { hosts: Vec<HostName> },
     /// This host holds it, or waits for an answer about it.
     #[error(
         "'{host}' holds the VM or waits for the end of a handover: it is there that it starts or is resolved"
     )]
-    Held {
-        /// The host.
-        host: HostName,
-    },
+    Held { host: HostName },
     /// The answers do not belong together.
     #[error(
         "the hosts' answers were overtaken by something that happened meanwhile: survey them again"

@@ -40,7 +40,6 @@ impl RunPermit {
         self.generation
     }
 
-    /// The VM.
     pub fn vm(&self) -> &VmName {
         &self.vm
     }

@@ -17,7 +17,6 @@ pub enum Power {
     On,
     /// Stopped where it stands (asked for, or the guest panicked): only a request resumes it.
     Paused,
-    /// No QEMU.
     Off,
 }
 
@@ -25,7 +24,6 @@ pub enum Power {
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Handover {
-    /// The migration.
     pub migration: MigrationId,
     /// The host at its other end.
     pub peer: HostName,
@@ -44,7 +42,6 @@ pub enum Phase {
     Absent,
     /// This host holds `generation`: it alone may run the VM.
     Holds {
-        /// The generation held.
         generation: Generation,
         /// Whether the guest should run.
         power: Power,
@@ -55,56 +52,42 @@ pub enum Phase {
     },
     /// Source: the guest is being stopped or is stopped for a switchover. Still the owner: a failure resumes.
     Stopping {
-        /// The generation held.
         generation: Generation,
         /// The generation that this attempt would give.
         next: Generation,
-        /// The migration.
         migration: MigrationId,
-        /// Its destination.
         to: HostName,
     },
     /// Source: `generation` was given away. From here this host never resumes by itself.
     Gave {
-        /// The generation given.
         generation: Generation,
-        /// The migration.
         migration: MigrationId,
         /// The host that may take it.
         to: HostName,
     },
     /// Source: the destination said that it holds `generation`.
     Moved {
-        /// The generation given.
         generation: Generation,
-        /// The migration.
         migration: MigrationId,
         /// The host that took it.
         to: HostName,
     },
     /// Destination: receiving; nothing is promised.
     Incoming {
-        /// The migration.
         migration: MigrationId,
-        /// Its source.
         from: HostName,
     },
     /// Destination: everything applied, verified and loaded, the guest paused; promised to the source.
     Ready {
         /// The generation that may be taken once it is given.
         generation: Generation,
-        /// The migration.
         migration: MigrationId,
-        /// Its source.
         from: HostName,
     },
     /// Destination: this generation was not taken and never will be.
     Refused {
-        /// The generation refused.
         generation: Generation,
-        /// The migration.
         migration: MigrationId,
-        /// Its source.
         from: HostName,
     },
 }
@@ -115,13 +98,11 @@ pub enum Phase {
 pub struct HostRecord {
     /// [`RECORD_FORMAT`].
     pub format: u32,
-    /// The VM.
     pub vm: VmName,
     /// The highest generation ever seen, offered or held here. Never goes down.
     pub highest: Generation,
     /// The highest generation ever held here; 0 if none was.
     pub held: Generation,
-    /// The present phase.
     pub phase: Phase,
 }
 
@@ -133,28 +114,16 @@ pub enum RecordError {
     #[error(
         "the ownership record of '{vm}' has format {found}, this build reads format {RECORD_FORMAT}: use the version that wrote it"
     )]
-    Format {
-        /// The VM.
-        vm: VmName,
-        /// The format found.
-        found: u32,
-    },
+    Format { vm: VmName, found: u32 },
     /// Its parts do not fit together.
     #[error("the ownership record of '{vm}' contradicts itself: {what}; it is not used")]
-    Contradiction {
-        /// The VM.
-        vm: VmName,
-        /// Which parts.
-        what: &'static str,
-    },
+    Contradiction { vm: VmName, what: &'static str },
     /// The new record would forget a generation.
     #[error(
         "the new ownership record of '{vm}' goes back from generation {known} to {offered}; it is not written"
     )]
     GoesBack {
-        /// The VM.
         vm: VmName,
-        /// Highest generation known.
         known: Generation,
         /// Highest generation of the new record.
         offered: Generation,

@@ -210,7 +210,6 @@ pub(crate) struct Plan {
     pub then: Vec<Step>,
 }
 
-/// A handler's verdict.
 #[derive(Debug)]
 pub(crate) enum Reaction {
     Ignore(&'static str),

@@ -15,9 +15,7 @@ use godwit_types::{Generation, HostName, MigrationId, VmName};
 /// One cell of the table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cell {
-    /// The state before.
     pub state: StateName,
-    /// The event.
     pub event: EventKind,
     /// The state after; the same if nothing changes.
     pub next: StateName,

@@ -12,7 +12,6 @@ use std::path::Path;
 pub struct Choice {
     /// What executes the guest.
     pub accelerator: Accelerator,
-    /// Why.
     pub why: String,
 }
 

@@ -8,7 +8,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// An Ethernet address.
+/// The six bytes of an Ethernet address, in the order of the wire.
 pub type Mac = [u8; 6];
 
 /// The type of probe frames: IEEE's first local experimental one.

@@ -21,9 +21,7 @@ pub const CONSOLE_BYTES: usize = 64 << 10;
 /// What executes the guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accelerator {
-    /// The CPU's virtualisation.
     Kvm,
-    /// QEMU's translator.
     Tcg,
 }
 
@@ -40,7 +38,6 @@ impl Accelerator {
 /// One virtio network card on a tap that the caller has opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Nic {
-    /// The card's address.
     pub mac: [u8; 6],
     /// The tap's descriptor, by the number it has in QEMU (`launch` keeps numbers).
     pub tap_fd: i32,
@@ -112,7 +109,6 @@ pub enum ConfigError {
         "the {what} '{value}' is not usable: it may have letters, digits, '.', '_', '+' and '-', 1 to 64 of them"
     )]
     Name {
-        /// Which field.
         what: &'static str,
         /// What it holds, control characters escaped.
         value: String,
@@ -120,7 +116,6 @@ pub enum ConfigError {
     /// Hardware that this build does not know.
     #[error("the hardware version {0} is not known to this Godwit: update it on this host")]
     Hardware(u32),
-    /// Not a UUID.
     #[error("the UUID '{value}' is not of the form 8-4-4-4-12 hexadecimal digits")]
     Uuid {
         /// What the field holds, control characters escaped.
@@ -131,7 +126,6 @@ pub enum ConfigError {
         "the path of the {what}, '{value}', must be absolute, UTF-8 and without control characters"
     )]
     Path {
-        /// Which field.
         what: &'static str,
         /// What it holds, control characters escaped.
         value: String,
@@ -139,9 +133,7 @@ pub enum ConfigError {
     /// A number out of its range.
     #[error("{what} is {value}: {allowed}")]
     Number {
-        /// Which field.
         what: &'static str,
-        /// What it holds.
         value: u64,
         /// What may stand there.
         allowed: &'static str,
@@ -151,10 +143,7 @@ pub enum ConfigError {
     KernelArguments,
     /// A card's address that a bridge would not deliver to.
     #[error("the network card's address {mac} is a group address: its first byte must be even")]
-    GroupAddress {
-        /// The address.
-        mac: String,
-    },
+    GroupAddress { mac: String },
 }
 
 /// The arguments, without the program's name. `monitor_fds` are listening Unix sockets, by their number in QEMU, one

@@ -37,20 +37,13 @@ pub enum DeviceStateError {
     /// The guest runs, or is in a state that a rollback could not restore: after a save QEMU would let a guest run
     /// that had powered itself off.
     #[error("the guest is '{state:?}': its devices are saved only while it is paused")]
-    NotPaused {
-        /// Its state.
-        state: RunState,
-    },
+    NotPaused { state: RunState },
     /// A device or a setting forbids the move.
     #[error("the machine cannot be moved: {}", reasons.join("; "))]
-    Blocked {
-        /// QEMU's reasons.
-        reasons: Vec<String>,
-    },
+    Blocked { reasons: Vec<String> },
     /// QEMU gave up on saving or loading.
     #[error("the hypervisor failed to {doing} the device state: {why}")]
     Failed {
-        /// `save` or `load`.
         doing: &'static str,
         /// QEMU's words, or the end of its standard error.
         why: String,
@@ -60,10 +53,7 @@ pub enum DeviceStateError {
     TooLarge,
     /// The bytes did not flow before the deadline.
     #[error("the hypervisor did not {doing} the device state in time")]
-    Deadline {
-        /// `save` or `load`.
-        doing: &'static str,
-    },
+    Deadline { doing: &'static str },
     /// Whoever takes the bytes refused them.
     #[error("the device state could not be passed on: {0}")]
     Sink(io::Error),
@@ -72,10 +62,7 @@ pub enum DeviceStateError {
     Io(io::Error),
     /// The machine runs though nobody let it.
     #[error("the loaded machine is '{state:?}' before anybody let it run: end this hypervisor")]
-    RunsByItself {
-        /// Its state.
-        state: RunState,
-    },
+    RunsByItself { state: RunState },
 }
 
 /// Our end of the stream into a QEMU that waits for device state.

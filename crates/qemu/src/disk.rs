@@ -16,34 +16,23 @@ use std::path::{Path, PathBuf};
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
-    /// There is none.
     #[error("the disk image {path} does not exist: copy it there or correct the VM")]
-    Missing {
-        /// Its path.
-        path: PathBuf,
-    },
+    Missing { path: PathBuf },
     /// QEMU's user may not use it.
     #[error(
         "QEMU's user (uid {uid}) may not open the disk image {path} for {access}: give it to that user (chown {uid} {path}), and let it pass through the directories above"
     )]
     Denied {
-        /// Its path.
         path: PathBuf,
-        /// The user.
         uid: u32,
         /// What was asked for.
         access: &'static str,
     },
     /// A directory, a pipe, a terminal.
     #[error("{path} is no disk image: it must be a regular file or a block device")]
-    Kind {
-        /// Its path.
-        path: PathBuf,
-    },
-    /// Another failure.
+    Kind { path: PathBuf },
     #[error("cannot open the disk image {path}: {source}")]
     Io {
-        /// Its path.
         path: PathBuf,
         /// What the kernel said.
         source: io::Error,

@@ -18,7 +18,6 @@ use std::time::Instant;
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunState {
-    /// vCPUs run.
     Running,
     /// Stopped by a command, or loaded and never started.
     Paused,
@@ -40,7 +39,6 @@ pub enum RunState {
     IoError,
     /// KVM or a device gave up.
     InternalError,
-    /// The watchdog fired.
     Watchdog,
     /// Another one, by QEMU's name.
     Other(String),
@@ -101,11 +99,9 @@ impl Running {
 #[derive(Debug, thiserror::Error)]
 #[error("cannot let the guest run: {source}")]
 pub struct ContError {
-    /// The permit.
     pub permit: RunPermit,
     /// Whether the guest may run all the same: no answer came. Ask for the state, or end the hypervisor.
     pub maybe_running: bool,
-    /// What happened.
     pub source: QmpError,
 }
 
@@ -167,7 +163,6 @@ impl Machine {
         self.client.is_closed()
     }
 
-    /// The machine's state.
     pub fn query_status(&self, deadline: Instant) -> Result<RunState, QmpError> {
         let answer = self.ask("query-status", deadline)?;
         let name = answer.get("status").and_then(Value::as_str);

@@ -20,21 +20,17 @@ const LONGEST: usize = 2048;
 pub enum PacketError {
     /// No interface has this name.
     #[error("network interface '{name}' does not exist on this host")]
-    NoInterface {
-        /// The name.
-        name: String,
-    },
+    NoInterface { name: String },
     /// A system call failed.
     #[error("cannot use network interface '{name}' for raw frames: {source}")]
     Io {
-        /// The interface's name.
         name: String,
         /// What the kernel said.
         source: io::Error,
     },
 }
 
-/// An open interface.
+/// A raw socket that is bound to one network interface.
 #[derive(Debug)]
 pub struct PacketSocket {
     socket: OwnedFd,

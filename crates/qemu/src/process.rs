@@ -21,24 +21,14 @@ use std::time::Instant;
 pub enum ProcessError {
     /// No such process, or the pid belongs to another one by now.
     #[error("the hypervisor process {pid} is gone")]
-    Gone {
-        /// Its pid.
-        pid: i32,
-    },
+    Gone { pid: i32 },
     /// It still exists though it was killed, as a process in uninterruptible sleep does.
     #[error(
         "the hypervisor process {pid} was killed but has not ended in time: it may hang in the kernel"
     )]
-    NotEnded {
-        /// Its pid.
-        pid: i32,
-    },
-    /// It still runs.
+    NotEnded { pid: i32 },
     #[error("the hypervisor process {pid} has not ended in time")]
-    StillRuns {
-        /// Its pid.
-        pid: i32,
-    },
+    StillRuns { pid: i32 },
     /// A system call failed.
     #[error("cannot watch the hypervisor process: {0}")]
     Io(#[from] io::Error),
@@ -91,7 +81,6 @@ impl QemuProcess {
         })
     }
 
-    /// The process id.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw_nonzero().get()
     }

@@ -25,7 +25,7 @@ const SUFFIX: &str = ".scope";
 /// by QEMU (up to 1 GiB), streams of a migration, page tables. A bound for what goes wrong, far from daily use.
 const OVERHEAD_BYTES: u64 = 2 << 30;
 
-/// A VM's scope.
+/// The control group of one VM's QEMU and VM process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scope {
     path: PathBuf,
@@ -66,7 +66,6 @@ impl Scope {
         }))
     }
 
-    /// Its directory.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -22,7 +22,6 @@ pub struct StderrLog {
 }
 
 impl StderrLog {
-    /// An empty one.
     pub(crate) fn create() -> io::Result<StderrLog> {
         let fd = memfd_create(
             "qemu-stderr",

@@ -29,28 +29,17 @@ pub enum TapError {
     #[error(
         "bridge '{name}' does not exist on this host: create it (ip link add {name} type bridge) or change the port group"
     )]
-    NoBridge {
-        /// The bridge's name.
-        name: String,
-    },
+    NoBridge { name: String },
     /// There is an interface of that name, but it is no bridge.
     #[error("network interface '{name}' is not a bridge: change the port group")]
-    NotABridge {
-        /// The interface's name.
-        name: String,
-    },
+    NotABridge { name: String },
     /// The tap exists and belongs to somebody.
     #[error("tap '{name}' is in use by another process")]
-    InUse {
-        /// The tap's name.
-        name: String,
-    },
+    InUse { name: String },
     /// A system call failed.
     #[error("cannot {doing} '{name}': {source}")]
     Io {
-        /// What was tried.
         doing: &'static str,
-        /// On which interface.
         name: String,
         /// What the kernel said.
         source: io::Error,
@@ -94,7 +83,6 @@ impl Tap {
         Ok(tap)
     }
 
-    /// The tap's name.
     pub fn name(&self) -> &str {
         &self.name
     }

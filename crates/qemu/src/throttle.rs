@@ -33,14 +33,10 @@ pub enum ThrottleError {
     #[error(
         "control group {group} has no cpu controller, so the guest cannot be slowed: see 'godwit host check'"
     )]
-    NotDelegated {
-        /// The group.
-        group: PathBuf,
-    },
+    NotDelegated { group: PathBuf },
     /// A control file could not be used.
     #[error("cannot use control group file {path}: {source}")]
     Io {
-        /// The file.
         path: PathBuf,
         /// What the kernel said.
         source: io::Error,
@@ -69,7 +65,6 @@ struct Group {
 pub struct ThreadUse {
     /// Page faults that needed no disk. While guest RAM is tracked, a vCPU has one for each page that it writes first.
     pub faults: u64,
-    /// CPU time, ns.
     pub cpu_ns: u64,
 }
 

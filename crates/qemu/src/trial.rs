@@ -143,13 +143,10 @@ fn image() -> Vec<u8> {
 /// Where and as whom a trial runs.
 #[derive(Debug, Clone)]
 pub struct TrialPlace<'a> {
-    /// QEMU's program.
     pub binary: &'a Path,
     /// Where its files are made; one trial at a time.
     pub dir: &'a TrialDir,
-    /// QEMU's user.
     pub uid: u32,
-    /// QEMU's group.
     pub gid: u32,
     /// What executes the guest.
     pub accelerator: Accelerator,
@@ -158,7 +155,6 @@ pub struct TrialPlace<'a> {
 /// How far the guest came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reached {
-    /// It said nothing.
     Nothing,
     /// 16-bit code, as firmware is.
     RealMode,
@@ -232,7 +228,6 @@ impl TrialDir {
         Ok(dir)
     }
 
-    /// Where it is.
     pub fn path(&self) -> &Path {
         &self.0
     }
@@ -309,7 +304,6 @@ impl Trial {
         Ok(Trial { hypervisor })
     }
 
-    /// QEMU's process id.
     pub fn pid(&self) -> i32 {
         self.hypervisor.process.pid()
     }

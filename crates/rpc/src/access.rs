@@ -11,12 +11,9 @@ use std::fmt;
 pub enum Peer {
     /// A process on this machine that may open the Unix socket.
     Local {
-        /// Its user.
         uid: u32,
     },
-    /// An enrolled host.
     Host(HostName),
-    /// The controller.
     Controller,
     /// A person or script with an operator's certificate.
     Operator(String),
@@ -41,20 +38,15 @@ impl fmt::Display for Peer {
 pub struct Access(u8);
 
 impl Access {
-    /// The Unix socket.
     pub const LOCAL: Self = Self(1);
-    /// Enrolled hosts.
     pub const HOST: Self = Self(2);
-    /// The controller.
     pub const CONTROLLER: Self = Self(4);
-    /// Operator certificates.
     pub const OPERATOR: Self = Self(8);
     /// People: here or with a certificate.
     pub const PEOPLE: Self = Self::LOCAL.or(Self::OPERATOR);
     /// Everybody, also without certificate: joining only.
     pub const ANYONE: Self = Self(31);
 
-    /// Both sets.
     pub const fn or(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
@@ -79,7 +71,6 @@ pub struct Rule {
     pub method: &'static str,
     /// Path as given to the router, with `{name}` parameters.
     pub path: &'static str,
-    /// Who may.
     pub access: Access,
     /// Whether a peer whose certificate was revoked may call it, too: to be told that it was removed.
     pub also_removed: bool,

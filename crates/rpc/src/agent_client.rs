@@ -191,9 +191,7 @@ impl Client {
 /// How long the client waits, by kind of call.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadlines {
-    /// Reading state.
     pub read: Duration,
-    /// Changing it.
     pub act: Duration,
     /// Starting a hypervisor, hashing files, checking a host.
     pub slow: Duration,
@@ -209,7 +207,7 @@ impl Default for Deadlines {
     }
 }
 
-/// Calls an agent.
+/// Calls an agent's routes over any client, each with a deadline.
 #[derive(Clone)]
 pub struct AgentClient {
     client: Client,
@@ -234,7 +232,6 @@ fn fill(path: &str, name: impl std::fmt::Display) -> String {
 }
 
 impl AgentClient {
-    /// Over `client`.
     pub fn new(client: Client) -> Self {
         Self {
             lists: client.clone().with_answer_max(LIST_LEN_MAX),
@@ -254,12 +251,10 @@ impl AgentClient {
         self.client.get(path::HOST, self.deadlines.read).await
     }
 
-    /// Its checks.
     pub async fn check(&self) -> Reply<HostCheck> {
         self.client.get(path::CHECK, self.deadlines.slow).await
     }
 
-    /// Its VMs.
     pub async fn vms(&self) -> Reply<Vec<HostVm>> {
         self.lists.get(path::VMS, self.deadlines.read).await
     }
@@ -270,7 +265,6 @@ impl AgentClient {
         self.client.read_vms(told)
     }
 
-    /// One of them.
     pub async fn vm(&self, name: &VmName) -> Reply<HostVm> {
         self.client
             .get(&fill(path::VM, name), self.deadlines.read)
@@ -290,22 +284,18 @@ impl AgentClient {
             .await
     }
 
-    /// Boots a VM.
     pub async fn start(&self, name: &VmName) -> Reply<Done> {
         self.slow(path::START, name, &Empty {}).await
     }
 
-    /// Stops a VM.
     pub async fn stop(&self, name: &VmName, request: &StopRequest) -> Reply<Done> {
         self.slow(path::STOP, name, &HostStop::from(request)).await
     }
 
-    /// Resets a guest.
     pub async fn reset(&self, name: &VmName) -> Reply<Done> {
         self.act(path::RESET, name, &Empty {}).await
     }
 
-    /// Pauses a guest.
     pub async fn pause(&self, name: &VmName) -> Reply<Done> {
         self.act(path::PAUSE, name, &Empty {}).await
     }
@@ -361,19 +351,16 @@ impl AgentClient {
             .await
     }
 
-    /// Its migrations.
     pub async fn migrations(&self) -> Reply<Vec<MigrationReport>> {
         self.lists.get(path::MIGRATIONS, self.deadlines.read).await
     }
 
-    /// One migration.
     pub async fn migration(&self, id: &MigrationId) -> Reply<MigrationReport> {
         self.client
             .get(&fill(path::MIGRATION, id), self.deadlines.read)
             .await
     }
 
-    /// Cancels a migration.
     pub async fn cancel(&self, id: &MigrationId, request: &CancelRequest) -> Reply<Done> {
         let request = HostCancel::from(request);
         self.client
@@ -423,7 +410,6 @@ impl AgentClient {
             .await
     }
 
-    /// Sends that burst.
     pub async fn link_send(&self, probe: &LinkProbeSend) -> Reply<LinkMeasured> {
         self.client
             .post(path::LINK_SEND, probe, self.deadlines.act)

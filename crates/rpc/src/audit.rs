@@ -39,15 +39,12 @@ impl Login {
 /// A request that changes something.
 #[derive(Debug, Clone)]
 pub struct Asked {
-    /// Who asks.
     pub peer: Peer,
     /// The serial number of the certificate that was shown.
     pub serial: Option<String>,
     /// Who logged in, of a local process.
     pub login: Option<Login>,
-    /// HTTP method.
     pub method: Method,
-    /// The route's pattern.
     pub route: String,
     /// What the path names: a VM, host or migration.
     pub subject: Option<String>,
@@ -58,7 +55,6 @@ pub struct Asked {
 /// How it was answered.
 #[derive(Debug, Clone)]
 pub struct Answered {
-    /// HTTP status.
     pub status: u16,
     /// The error, of a request that was refused or failed.
     pub error: Option<ApiError>,
@@ -66,12 +62,11 @@ pub struct Answered {
     pub body: Option<String>,
 }
 
-/// Keeps the log.
+/// Writes down who asked for what, and what came of it.
 pub trait Auditor: Send + Sync {
     /// A request was let in, or turned away from a route that its peer may not call; it is carried out once this is
     /// done. The number is given back with the answer.
     fn asked(&self, asked: Asked) -> Later<'_, i64>;
-    /// It was answered.
     fn answered(&self, number: i64, answered: Answered) -> Later<'_, ()>;
 }
 

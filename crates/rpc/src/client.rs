@@ -37,46 +37,25 @@ use tokio_rustls::TlsConnector;
 pub enum ClientError {
     /// No connection was made: nothing was done there.
     #[error("cannot reach {peer}: {cause}")]
-    NotReached {
-        /// Whom.
-        peer: String,
-        /// Why.
-        cause: String,
-    },
+    NotReached { peer: String, cause: String },
     /// The answer did not come in time; the request may have been carried out.
     #[error("{peer} did not answer within {seconds} s")]
     Deadline {
-        /// Who.
         peer: String,
         /// The deadline, s.
         seconds: f64,
     },
     /// The connection broke before the answer; the request may have been carried out.
     #[error("the connection to {peer} broke: {cause}")]
-    Broken {
-        /// Whose.
-        peer: String,
-        /// Why.
-        cause: String,
-    },
+    Broken { peer: String, cause: String },
     /// An answer that cannot be read; the request may have been carried out.
     #[error("{peer} gave an answer that cannot be read: {cause}")]
-    Answer {
-        /// Who.
-        peer: String,
-        /// Why.
-        cause: String,
-    },
+    Answer { peer: String, cause: String },
     /// An answer that is longer than any honest one; the request may have been carried out.
     #[error(
         "{peer} gave an answer of more than {max} bytes, which is not read: see what is wrong there"
     )]
-    TooLong {
-        /// Who.
-        peer: String,
-        /// The bound.
-        max: usize,
-    },
+    TooLong { peer: String, max: usize },
     /// The peer refused, and says why.
     #[error("{0}")]
     Refused(ApiError),
@@ -199,7 +178,6 @@ impl Client {
         &self.name
     }
 
-    /// GET.
     pub async fn get<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -208,7 +186,6 @@ impl Client {
         self.call::<(), T>(Method::GET, path, None, deadline).await
     }
 
-    /// DELETE.
     pub async fn delete<T: DeserializeOwned>(
         &self,
         path: &str,
@@ -218,7 +195,6 @@ impl Client {
             .await
     }
 
-    /// POST.
     pub async fn post<B: Serialize, T: DeserializeOwned>(
         &self,
         path: &str,
@@ -228,7 +204,6 @@ impl Client {
         self.call(Method::POST, path, Some(body), deadline).await
     }
 
-    /// PUT.
     pub async fn put<B: Serialize, T: DeserializeOwned>(
         &self,
         path: &str,

@@ -144,16 +144,14 @@ pub const RULES: &[Rule] = &[
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum MigrateAnswer {
-    /// It has begun.
     Begun(MigrationBegun),
-    /// Dry run.
     Checked(PreflightReport),
 }
 
 const READ: Duration = Duration::from_secs(10);
 const ACT: Duration = Duration::from_secs(180);
 
-/// Calls the controller.
+/// Calls the controller's routes over any client.
 #[derive(Clone)]
 pub struct ControllerClient {
     client: Client,
@@ -164,7 +162,6 @@ pub struct ControllerClient {
 type Reply<T> = Result<T, ClientError>;
 
 impl ControllerClient {
-    /// Over `client`.
     pub fn new(client: Client) -> Self {
         Self {
             of_host: client.clone().with_answer_max(LIST_LEN_MAX),
@@ -172,17 +169,14 @@ impl ControllerClient {
         }
     }
 
-    /// What answers there.
     pub async fn version(&self) -> Reply<VersionView> {
         self.client.get(path::VERSION, READ).await
     }
 
-    /// All hosts.
     pub async fn hosts(&self) -> Reply<Vec<HostView>> {
         self.client.get(path::HOSTS, READ).await
     }
 
-    /// One host.
     pub async fn host(&self, name: &HostName) -> Reply<HostView> {
         self.client.get(&format!("/v1/hosts/{name}"), READ).await
     }
@@ -192,13 +186,11 @@ impl ControllerClient {
         self.client.post(path::HOSTS, &Empty {}, READ).await
     }
 
-    /// Removes a host.
     pub async fn remove_host(&self, name: &HostName, confirm_unreachable: bool) -> Reply<Done> {
         let path = format!("/v1/hosts/{name}?confirm_unreachable={confirm_unreachable}");
         self.client.delete(&path, ACT).await
     }
 
-    /// Checks a host.
     pub async fn check_host(&self, name: &HostName) -> Reply<HostCheck> {
         self.client
             .get(&format!("/v1/hosts/{name}/check"), ACT)
@@ -258,22 +250,18 @@ impl ControllerClient {
         self.of_host.delete(path::CERTIFICATE, ACT).await
     }
 
-    /// An operator's certificate.
     pub async fn add_operator(&self, request: &OperatorRequest) -> Reply<JoinResponse> {
         self.of_host.post(path::OPERATORS, request, READ).await
     }
 
-    /// All VMs.
     pub async fn vms(&self) -> Reply<Vec<VmView>> {
         self.client.get(path::VMS, READ).await
     }
 
-    /// One VM.
     pub async fn vm(&self, name: &VmName) -> Reply<VmView> {
         self.client.get(&format!("/v1/vms/{name}"), READ).await
     }
 
-    /// Creates a VM.
     pub async fn create_vm(&self, spec: &VmSpec) -> Reply<VmView> {
         self.client.post(path::VMS, spec, READ).await
     }
@@ -290,12 +278,10 @@ impl ControllerClient {
         self.client.delete(&format!("/v1/vms/{name}"), ACT).await
     }
 
-    /// Starts a VM.
     pub async fn start(&self, name: &VmName, request: &StartRequest) -> Reply<Done> {
         self.vm_action(name, "start", request).await
     }
 
-    /// Stops a VM.
     pub async fn stop(&self, name: &VmName, request: &StopRequest) -> Reply<Done> {
         self.vm_action(name, "stop", request).await
     }
@@ -316,12 +302,10 @@ impl ControllerClient {
         self.vm_action(name, "renew", &Empty {}).await
     }
 
-    /// Resets a guest.
     pub async fn reset(&self, name: &VmName) -> Reply<Done> {
         self.vm_action(name, "reset", &Empty {}).await
     }
 
-    /// Pauses a guest.
     pub async fn pause(&self, name: &VmName) -> Reply<Done> {
         self.vm_action(name, "pause", &Empty {}).await
     }
@@ -388,12 +372,10 @@ impl ControllerClient {
         self.client.get(path::MIGRATIONS, READ).await
     }
 
-    /// One migration.
     pub async fn migration(&self, id: &MigrationId) -> Reply<MigrationReport> {
         self.client.get(&format!("/v1/migrations/{id}"), READ).await
     }
 
-    /// Cancels one.
     pub async fn cancel(&self, id: &MigrationId, request: &CancelRequest) -> Reply<Done> {
         let path = format!("/v1/migrations/{id}/cancel");
         self.client.post(&path, request, ACT).await

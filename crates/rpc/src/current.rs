@@ -51,7 +51,6 @@ impl Current {
             .clone()
     }
 
-    /// The identity.
     pub fn identity(&self) -> Arc<Identity> {
         self.held().identity.clone()
     }

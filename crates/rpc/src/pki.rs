@@ -49,7 +49,6 @@ pub enum PkiError {
     Pem {
         /// What was looked for.
         what: &'static str,
-        /// Where.
         place: String,
     },
     /// A signing request that is not valid.
@@ -58,11 +57,8 @@ pub enum PkiError {
     /// A file could not be read or written.
     #[error("cannot {doing} {path}: {source}")]
     File {
-        /// Read or write.
         doing: &'static str,
-        /// Which file.
         path: String,
-        /// Why.
         source: std::io::Error,
     },
     /// A time that no certificate can carry.
@@ -76,11 +72,8 @@ pub enum PkiError {
 /// What a certificate says its holder is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// An enrolled host.
     Host(HostName),
-    /// The controller.
     Controller,
-    /// An operator.
     Operator(HostName),
 }
 
@@ -237,9 +230,7 @@ pub fn hex(bytes: &[u8]) -> String {
 /// A certificate with its key and the CA's certificate: what one party needs to speak.
 #[derive(Clone)]
 pub struct Identity {
-    /// Its certificate, PEM.
     pub certificate_pem: String,
-    /// Its key, PEM.
     pub key_pem: Zeroizing<String>,
     /// The CA's certificate, PEM.
     pub ca_pem: String,
@@ -257,7 +248,6 @@ impl Identity {
         Holder::read(&certificate_from_pem(&self.certificate_pem)?)
     }
 
-    /// The CA's fingerprint.
     pub fn ca_fingerprint(&self) -> Result<Fingerprint, PkiError> {
         Ok(Fingerprint::of(&certificate_from_pem(&self.ca_pem)?))
     }
@@ -341,7 +331,6 @@ impl fmt::Debug for Authority {
 /// A certificate that the CA has made.
 #[derive(Debug, Clone)]
 pub struct Issued {
-    /// The certificate, PEM.
     pub certificate_pem: String,
     /// Its serial number, lower-case hex.
     pub serial: String,

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 /// Most sources that are remembered.
 const SOURCES_MAX: usize = 4096;
 
-/// The buckets.
+/// One bucket of tries for each source address, 4,096 at most.
 #[derive(Debug)]
 pub struct Rate {
     burst: u32,

@@ -55,7 +55,6 @@ pub trait Admission: Send + Sync {
 pub struct Revocations(RwLock<BTreeSet<String>>);
 
 impl Revocations {
-    /// Adds one.
     pub fn revoke(&self, serial: impl Into<String>) {
         let mut set = self.0.write().unwrap_or_else(PoisonError::into_inner);
         set.insert(serial.into());
@@ -67,7 +66,6 @@ impl Revocations {
         set.extend(serials);
     }
 
-    /// All of them.
     pub fn all(&self) -> Vec<String> {
         let set = self.0.read().unwrap_or_else(PoisonError::into_inner);
         set.iter().cloned().collect()

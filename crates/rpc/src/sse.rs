@@ -8,12 +8,11 @@ use http_body_util::BodyExt as _;
 use hyper::body::Incoming;
 use std::time::Duration;
 
-/// One event.
+/// A server-sent event as it was read from a stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Event {
     /// Its kind; empty unless the server gave one.
     pub name: String,
-    /// Its data.
     pub data: String,
 }
 

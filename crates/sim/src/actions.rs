@@ -10,7 +10,6 @@ use godwit_types::Generation;
 
 /// Silence during switchover, in simulated milliseconds.
 const SWITCHOVER_MS: u64 = 500;
-/// Between two questions.
 const ASK_MS: u64 = 1000;
 
 impl World {

@@ -9,7 +9,6 @@ use godwit_ownership::{Event, GenerationLedger, HostRecord, Phase, StateName, St
 use godwit_types::{Generation, HostName, MigrationId};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The controller.
 #[derive(Debug, Default)]
 pub(crate) struct Controller {
     pub is_up: bool,

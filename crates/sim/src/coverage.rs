@@ -17,7 +17,6 @@ pub struct Coverage {
     pub migrations: [u64; 4],
     /// Times a VM was in doubt.
     pub doubts: u64,
-    /// Steps taken.
     pub steps: u64,
 }
 

@@ -18,7 +18,6 @@ macro_rules! faults {
         }
 
         impl Fault {
-            /// Every kind.
             pub const ALL: &'static [Fault] = &[$(Fault::$fault),+];
 
             /// Its name in the printed table.

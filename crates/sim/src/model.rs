@@ -6,9 +6,7 @@ use godwit_ownership::{Event, HostRecord, PeerMessage, Timer, VmCore};
 use godwit_types::{Generation, MigrationId};
 use std::collections::{BTreeMap, VecDeque};
 
-/// A host's number.
 pub(crate) type HostId = usize;
-/// Number of hosts.
 pub(crate) const HOSTS: usize = 3;
 
 /// One state of the guest's memory: which boot, how many steps after it.
@@ -27,7 +25,6 @@ pub(crate) struct Disk {
     pub durable: Option<HostRecord>,
 }
 
-/// A QEMU.
 #[derive(Debug, Clone)]
 pub(crate) struct QemuProcess {
     /// The guest's state in it; `None` while a destination has not loaded anything.
@@ -44,7 +41,6 @@ pub(crate) struct Outgoing {
     pub acknowledged: u32,
 }
 
-/// The destination half.
 #[derive(Debug, Clone)]
 pub(crate) struct Receiving {
     pub migration: MigrationId,
@@ -78,7 +74,6 @@ pub(crate) struct Process {
     pub asked: BTreeMap<MigrationId, HostId>,
 }
 
-/// A host.
 #[derive(Debug, Default)]
 pub(crate) struct Host {
     pub is_up: bool,

@@ -2,7 +2,6 @@
 //!
 //! Owns its state. Refuses: nothing; it is not for secrets.
 
-/// The generator.
 #[derive(Debug, Clone)]
 pub(crate) struct Rng(u64);
 

@@ -23,7 +23,6 @@ pub type PlantName = Option<godwit_ownership::plant::Plant>;
 #[cfg(not(feature = "planted-faults"))]
 pub type PlantName = Option<std::convert::Infallible>;
 
-/// What to run.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
     /// A fault planted into every core.
@@ -37,7 +36,6 @@ pub struct Options {
 pub struct Outcome {
     /// The invariant that broke, if one did.
     pub violation: Option<String>,
-    /// What was exercised.
     pub coverage: Coverage,
     /// Equal for equal runs.
     pub fingerprint: u64,
@@ -45,7 +43,6 @@ pub struct Outcome {
     pub trace: Vec<String>,
 }
 
-/// Runs one seed.
 pub fn run_seed(seed: u64, options: Options) -> Outcome {
     let Some(mut world) = World::new(seed, options.plant, options.trace) else {
         return Outcome {

@@ -12,7 +12,6 @@ use godwit_ownership::{Action, Event, HostRecord, Phase, Qemu, Status, Timer, Vm
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// One simulated world.
 #[derive(Debug)]
 pub struct World {
     pub(crate) now: u64,

@@ -48,7 +48,6 @@ impl Granted {
 pub struct Entry {
     /// Who held it last.
     pub holder: Option<HostName>,
-    /// Under which generation.
     pub held: Generation,
     /// The highest generation ever seen, granted or surveyed.
     pub highest: Generation,
@@ -125,7 +124,6 @@ impl Entry {
 pub struct HostRow {
     /// A person said that it is off; holds until it is heard.
     pub fenced: bool,
-    /// Its newest life.
     pub instance: Instance,
     /// The newest word that it acknowledged.
     #[serde(default)]
@@ -143,9 +141,7 @@ pub struct HostRow {
 pub enum Row {
     /// The controller's last word.
     Stamp(Stamp),
-    /// A VM's entry.
     Vm(VmName, Box<Entry>),
-    /// A host's row.
     Host(HostName, HostRow),
     /// All hosts that a person said are off and which the inventory does not know.
     FencedStrangers(BTreeSet<HostName>),

@@ -15,12 +15,10 @@ use std::collections::{BTreeMap, BTreeSet};
 /// How long a host that never had a neighbour asks its controller before it boots alone, seconds.
 pub const LONE_HOST_WAITS_S: u64 = 30;
 
-/// Who answered.
+/// Who answered a host that asked before it boots.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Answerer {
-    /// A controller.
     Controller,
-    /// A host.
     Host(HostName),
 }
 
@@ -30,7 +28,6 @@ pub enum Answerer {
     "the command has stamp {said}, this host has heard {heard}: it comes from a controller with an old copy of its database, or from one that was replaced; stop that one"
 )]
 pub struct Stale {
-    /// The command's stamp.
     pub said: Stamp,
     /// The highest one heard.
     pub heard: Stamp,
@@ -39,7 +36,6 @@ pub struct Stale {
 /// Whether a VM may be booted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Judged {
-    /// It may.
     Boot,
     /// Not yet; why, as one sentence.
     Wait(String),
@@ -90,7 +86,6 @@ impl HostSite {
         &self.table
     }
 
-    /// This host's life.
     pub fn instance(&self) -> &Instance {
         &self.instance
     }

@@ -17,15 +17,11 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A survey that has begun: ask each host at this level.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Survey {
-    /// The VM.
     pub vm: VmName,
-    /// The level.
     pub level: Generation,
-    /// Whom to ask.
     pub hosts: BTreeSet<HostName>,
     /// The epoch in which it began.
     epoch: u64,
-    /// When it began.
     asked: u64,
 }
 
@@ -70,9 +66,7 @@ pub enum Surveyed {
     Free(Free),
     /// Just this host holds it; every other one said no, or is fenced.
     HeldBy {
-        /// The host.
         host: HostName,
-        /// Under this generation.
         generation: Generation,
         /// Whether the guest should run.
         on: bool,
@@ -80,23 +74,18 @@ pub enum Surveyed {
     /// Just this host holds it, under an older generation than another host that is off: without a guest. It is to let it
     /// go, then the VM is granted anew.
     OlderCopy {
-        /// The host.
         host: HostName,
         /// Whether its guest should run: then it is turned off first.
         on: bool,
     },
-    /// Neither is known.
     Refused(Refusal),
 }
 
 /// A right to begin, for one host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Grant {
-    /// The VM.
     pub vm: VmName,
-    /// The host.
     pub on: HostName,
-    /// The generation granted.
     pub generation: Generation,
     /// The level of the survey that it follows.
     pub expect: Generation,
@@ -105,7 +94,6 @@ pub struct Grant {
 /// The permission of a migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Permission {
-    /// The VM.
     pub vm: VmName,
     /// Attempts to hand over begin at this generation.
     pub generation: Generation,

@@ -33,7 +33,6 @@ pub struct Ticket(pub(crate) u64);
 /// A host's answer to a poll.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Heard {
-    /// Its life.
     pub instance: Instance,
     /// What it knows of the controller's words.
     pub knows: SiteHeard,
@@ -53,14 +52,12 @@ pub enum News {
     },
     /// A host that was fenced has answered.
     FencedAnswered {
-        /// The host.
         host: HostName,
         /// It is the same life as before: it was never off.
         was_never_off: bool,
     },
     /// The host's life is not the one that it should be.
     NotItself {
-        /// The host.
         host: HostName,
         /// What it is instead.
         standing: Standing,
@@ -73,24 +70,11 @@ pub enum News {
         host: HostName,
     },
     /// A host says that it has heard a word that no controller can have said.
-    Impossible {
-        /// The host.
-        host: HostName,
-    },
+    Impossible { host: HostName },
     /// A record names a host that the inventory does not know.
-    Stranger {
-        /// The VM.
-        vm: VmName,
-        /// The host.
-        host: HostName,
-    },
+    Stranger { vm: VmName, host: HostName },
     /// Another host holds the VM than was known.
-    Held {
-        /// The VM.
-        vm: VmName,
-        /// The host.
-        host: HostName,
-    },
+    Held { vm: VmName, host: HostName },
 }
 
 /// What a host said of one VM last.

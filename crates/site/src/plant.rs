@@ -9,7 +9,6 @@ macro_rules! plants {
         pub enum Plant { $($(#[$doc])* $plant),+ }
 
         impl Plant {
-            /// Every fault.
             pub const ALL: &'static [Plant] = &[$(Plant::$plant),+];
 
             /// Its name on the command line.

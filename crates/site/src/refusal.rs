@@ -19,36 +19,20 @@ pub enum Refusal {
         names(hosts),
         hosts.first().map(ToString::to_string).unwrap_or_default()
     )]
-    Silent {
-        /// The VM.
-        vm: VmName,
-        /// The hosts.
-        hosts: Vec<HostName>,
-    },
+    Silent { vm: VmName, hosts: Vec<HostName> },
     /// A host that a record names is not in the inventory.
     #[error(
         "a record says that VM {vm} went to host {host}, which this controller does not know: enrol it again, or, when it is powered off, say so with 'godwit host fenced {host}'"
     )]
-    Stranger {
-        /// The VM.
-        vm: VmName,
-        /// The host.
-        host: HostName,
-    },
+    Stranger { vm: VmName, host: HostName },
     /// A host holds the VM.
     #[error("host {host} holds VM {vm}: it starts there, or after it was stopped there")]
-    Held {
-        /// The VM.
-        vm: VmName,
-        /// The host.
-        host: HostName,
-    },
+    Held { vm: VmName, host: HostName },
     /// A VM is to leave a host that does not hold it.
     #[error(
         "host {holder} holds VM {vm}, not host {from}, so it cannot leave from there: see 'godwit vm show {vm}'"
     )]
     NotHolder {
-        /// The VM.
         vm: VmName,
         /// The host from which it was to leave.
         from: HostName,
@@ -61,7 +45,6 @@ pub enum Refusal {
         names(hosts)
     )]
     HandingOver {
-        /// The VM.
         vm: VmName,
         /// The hosts that take part, as far as they say.
         hosts: Vec<HostName>,
@@ -71,33 +54,19 @@ pub enum Refusal {
         "VM {vm} is held by {}: end that first with 'godwit vm resolve {vm} --keep HOST'",
         names(hosts)
     )]
-    Twice {
-        /// The VM.
-        vm: VmName,
-        /// The hosts.
-        hosts: Vec<HostName>,
-    },
+    Twice { vm: VmName, hosts: Vec<HostName> },
     /// Something happened between the answers; asking again helps.
     #[error("something happened to VM {vm} while its hosts were asked: try again")]
-    Stale {
-        /// The VM.
-        vm: VmName,
-    },
+    Stale { vm: VmName },
     /// The counter of the VM is used up.
     #[error("VM {vm} has no generation left")]
-    Exhausted {
-        /// The VM.
-        vm: VmName,
-    },
+    Exhausted { vm: VmName },
     /// The controller's database is an old copy.
     #[error(
         "this controller works on an old copy of its database and grants nothing until it has read every host; it waits for {}: bring them back, or, when one is powered off, say so with 'godwit host fenced HOST'",
         if waits_for.is_empty() { "their answers".to_owned() } else { names(waits_for) }
     )]
-    Restored {
-        /// The hosts.
-        waits_for: Vec<HostName>,
-    },
+    Restored { waits_for: Vec<HostName> },
     /// Another controller has taken over.
     #[error(
         "another controller has taken over this site, as {} heard: this one grants nothing; stop it, or, if it is the one to keep, stop the other one and start this one anew",
@@ -112,60 +81,36 @@ pub enum Refusal {
         "this controller was started just now and has not asked {} yet: try again in a few seconds",
         names(waits_for)
     )]
-    Starting {
-        /// The hosts.
-        waits_for: Vec<HostName>,
-    },
+    Starting { waits_for: Vec<HostName> },
     /// All that is left of a VM is an older copy, and its guest may run.
     #[error(
         "host {host} has an older copy of VM {vm}, and a guest of it may run there, while {} had the newest one: end that copy first with 'godwit vm stop {vm} --force'",
         newest.as_ref().map_or_else(|| "another host".to_owned(), |host| format!("host {host}"))
     )]
     OlderCopy {
-        /// The VM.
         vm: VmName,
-        /// The host.
         host: HostName,
         /// Who held the newest one.
         newest: Option<HostName>,
     },
     /// A host that answers is not off.
     #[error("host {host} answers, so it is not off: nothing is changed")]
-    Answers {
-        /// The host.
-        host: HostName,
-    },
+    Answers { host: HostName },
     /// A host that may hold VMs is not removed by itself.
     #[error(
         "host {host} does not answer and may run {}: bring it back; or, when it is powered off, say so with 'godwit host fenced {host}', or remove it for good with 'godwit host remove {host} --confirm-unreachable'",
         names(vms)
     )]
-    MayRun {
-        /// The host.
-        host: HostName,
-        /// The VMs.
-        vms: Vec<VmName>,
-    },
+    MayRun { host: HostName, vms: Vec<VmName> },
     /// A host that holds VMs is not removed.
     #[error("host {host} may hold {} VMs ({}): empty it first with 'godwit host drain {host}', which moves what runs, lets go of what is off and says what stands in the way of the rest", vms.len(), names(vms))]
-    HoldsVms {
-        /// The host.
-        host: HostName,
-        /// The VMs.
-        vms: Vec<VmName>,
-    },
+    HoldsVms { host: HostName, vms: Vec<VmName> },
     /// Nobody knows such a host.
     #[error("there is no host {host}: see 'godwit host list'")]
-    UnknownHost {
-        /// The host.
-        host: HostName,
-    },
+    UnknownHost { host: HostName },
     /// The host's own state is not to be believed.
     #[error(
         "host {host} is an old copy, or a second machine with the same certificate: it gets no VM; see 'godwit host list'"
     )]
-    NotItself {
-        /// The host.
-        host: HostName,
-    },
+    NotItself { host: HostName },
 }

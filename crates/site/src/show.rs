@@ -12,7 +12,6 @@ use std::collections::BTreeSet;
 /// One of several copies of a VM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Copy {
-    /// The host.
     pub host: HostName,
     /// The generation that its record holds.
     pub generation: Generation,
@@ -38,12 +37,7 @@ impl Twice {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Whereabouts {
     /// This host holds it.
-    Held {
-        /// The host.
-        host: HostName,
-        /// Whether it answers.
-        answers: bool,
-    },
+    Held { host: HostName, answers: bool },
     /// Several hosts hold it.
     Twice(Twice),
     /// It is between two hosts, or just was: nobody has said yet that it holds it.
@@ -52,10 +46,7 @@ pub enum Whereabouts {
         host: HostName,
     },
     /// Hosts that may hold it do not answer.
-    Silent {
-        /// The hosts.
-        hosts: Vec<HostName>,
-    },
+    Silent { hosts: Vec<HostName> },
     /// Every host that may hold it said no.
     Nowhere,
 }

@@ -26,9 +26,7 @@ pub(crate) struct Stranger {
 /// A host that names others which were never enrolled.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Names {
-    /// The host.
     pub by: HostName,
-    /// Whom it names.
     pub named: BTreeSet<HostName>,
     /// It names more than can be; what it tells does not count for a takeover.
     pub too_many: bool,

@@ -34,7 +34,6 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// The rows.
     pub fn rows(&self) -> &[Row] {
         &self.rows
     }

@@ -14,7 +14,6 @@ pub enum StoreError {
     /// Another process has the VM.
     #[error("{} is in use by process {}: only one process may act for a VM", path.display(), holder.map_or("unknown".to_owned(), |pid| pid.to_string()))]
     Locked {
-        /// The lock file.
         path: PathBuf,
         /// The holder, if it could be read.
         holder: Option<u32>,
@@ -28,7 +27,6 @@ pub enum StoreError {
         path: PathBuf,
         /// Whether the old content is known to be what a reader finds, now and after a crash.
         unchanged: bool,
-        /// The cause.
         source: io::Error,
     },
     /// The disk is full.
@@ -36,7 +34,6 @@ pub enum StoreError {
     NoSpace {
         /// The operation, as a verb.
         what: &'static str,
-        /// The file.
         path: PathBuf,
         /// As in [`StoreError::Io`].
         unchanged: bool,
@@ -44,7 +41,6 @@ pub enum StoreError {
     /// The file is not what was written, or no file at all.
     #[error("{} is damaged ({why}): it is not used, and an older copy must not take its place", path.display())]
     Damaged {
-        /// The file.
         path: PathBuf,
         /// What is wrong with it.
         why: String,
@@ -52,7 +48,6 @@ pub enum StoreError {
     /// The same of a VM's record, which a person may give up.
     #[error("{} is damaged ({why}): it is not used. An older copy must not take its place; where no process of the VM lives on this host, 'godwit vm forget-record {vm}' there puts the file aside", path.display())]
     DamagedRecord {
-        /// The file.
         path: PathBuf,
         /// Whose record it is.
         vm: VmName,
@@ -62,7 +57,6 @@ pub enum StoreError {
     /// A later version of the software wrote the file: it is no damage, and nothing may be done as if it were not there.
     #[error("{} was written by a newer Godwit ({why}): this version does not use it and changes nothing that it is about; install that version again on this host", path.display())]
     Newer {
-        /// The file.
         path: PathBuf,
         /// What this build does not know of it.
         why: String,
@@ -70,7 +64,6 @@ pub enum StoreError {
     /// More than the limit.
     #[error("{} is {size} bytes long, the limit is {limit}", path.display())]
     TooLarge {
-        /// The file.
         path: PathBuf,
         /// Its size, in bytes (or one more than the limit if it was not read to its end).
         size: u64,
@@ -82,7 +75,6 @@ pub enum StoreError {
     Encode {
         /// The file it was for.
         path: PathBuf,
-        /// The cause.
         source: serde_json::Error,
     },
     /// The record itself is wrong.

@@ -58,7 +58,6 @@ impl Connection {
         }
     }
 
-    /// Which channel it is.
     pub fn channel(&self) -> ChannelId {
         self.session.channel
     }

@@ -19,7 +19,7 @@ pub enum Incoming {
     End,
 }
 
-/// The sending half.
+/// Sends on a control channel; the receiving half may be on another thread.
 pub struct ControlSender(RecordWriter);
 
 impl ControlSender {
@@ -39,7 +39,7 @@ impl ControlSender {
             .send(RecordKind::DeviceState, piece, &Patience::until(deadline))
     }
 
-    /// Ends this direction.
+    /// Tells the peer that nothing more follows in this direction.
     pub fn finish(&mut self, deadline: Instant) -> Result<(), TransportError> {
         self.0.finish(&Patience::until(deadline))
     }
@@ -55,7 +55,7 @@ impl ControlSender {
     }
 }
 
-/// The receiving half.
+/// Receives from a control channel, in order.
 pub struct ControlReceiver(RecordReader);
 
 impl ControlReceiver {

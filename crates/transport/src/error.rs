@@ -34,11 +34,8 @@ pub enum TransportError {
         "cannot listen on {address} at any port from {first} to {last} (at the last: {source}): free one or configure another range"
     )]
     Bind {
-        /// The address.
         address: IpAddr,
-        /// First port tried.
         first: u16,
-        /// Last port tried.
         last: u16,
         /// What the last one failed with.
         source: io::Error,
@@ -47,16 +44,10 @@ pub enum TransportError {
     #[error(
         "cannot connect to {peer} ({source}): check that the migration networks of both hosts reach each other"
     )]
-    Connect {
-        /// Whom.
-        peer: SocketAddr,
-        /// The system's reason.
-        source: io::Error,
-    },
+    Connect { peer: SocketAddr, source: io::Error },
     /// The peer did not finish the handshake in time.
     #[error("{peer} did not answer the handshake within {ms} ms")]
     HandshakeSilent {
-        /// Whom.
         peer: SocketAddr,
         /// How long this side waited.
         ms: u64,
@@ -65,10 +56,7 @@ pub enum TransportError {
     #[error(
         "{peer} closed the connection during the handshake: it does not expect this migration, or is no godwit host"
     )]
-    HandshakeClosed {
-        /// Whom.
-        peer: SocketAddr,
-    },
+    HandshakeClosed { peer: SocketAddr },
     /// No channel was made by the peer in time.
     #[error("no channel was opened within {ms} ms; strangers turned away: {strangers}{last}")]
     AcceptDeadline {
@@ -82,7 +70,6 @@ pub enum TransportError {
     /// Nothing came for too long.
     #[error("channel {channel}: nothing came for {ms} ms")]
     Silent {
-        /// The channel.
         channel: ChannelId,
         /// How long this side waited.
         ms: u64,
@@ -90,7 +77,6 @@ pub enum TransportError {
     /// The peer, or the network, took nothing for too long.
     #[error("channel {channel}: nothing could be sent for {ms} ms")]
     Stalled {
-        /// The channel.
         channel: ChannelId,
         /// How long this side waited.
         ms: u64,
@@ -98,44 +84,33 @@ pub enum TransportError {
     /// The peer closed without a final record.
     #[error("channel {channel} was closed at byte {offset} of record {counter}, before its end")]
     Closed {
-        /// The channel.
         channel: ChannelId,
         /// The record that was due.
         counter: u64,
         /// How many bytes of it had come.
         offset: usize,
     },
-    /// The connection failed.
     #[error("channel {channel} failed: {source}")]
     Broken {
-        /// The channel.
         channel: ChannelId,
-        /// The system's reason.
         source: io::Error,
     },
     /// An earlier send or receive failed halfway: this half cannot be used any more.
     #[error("channel {channel} cannot be used after its earlier error")]
-    Unusable {
-        /// The channel.
-        channel: ChannelId,
-    },
+    Unusable { channel: ChannelId },
     /// This side closed it.
     #[error("the channel was closed by this host")]
     Cancelled,
     /// This side's own mistake.
     #[error("channel {channel}: {what}")]
     Misuse {
-        /// The channel.
         channel: ChannelId,
-        /// What is wrong.
         what: &'static str,
     },
     /// The system refused a socket operation.
     #[error("cannot {doing}: {source}")]
     System {
-        /// What was tried.
         doing: &'static str,
-        /// The system's reason.
         source: io::Error,
     },
 }

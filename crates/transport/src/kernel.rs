@@ -20,7 +20,6 @@ pub(crate) struct Info {
 }
 
 impl Info {
-    /// Asks the kernel.
     pub(crate) fn of(socket: impl AsFd) -> Option<Self> {
         let mut bytes = [0; INFO_LEN];
         let len = get(

@@ -20,7 +20,6 @@ pub struct LinkReading {
     pub delivery_bytes_per_s: u64,
     /// Bytes sent, repetitions included.
     pub sent_bytes: u64,
-    /// Bytes sent again.
     pub repeated_bytes: u64,
     /// Bytes that the peer's receive window allows to be on their way.
     pub window_bytes: u64,

@@ -40,7 +40,6 @@ const ACCEPT_BATCH: usize = 16;
 pub struct Strangers {
     /// Spoke another protocol, or none that made sense.
     pub not_godwit: u64,
-    /// Spoke another version.
     pub wrong_version: u64,
     /// Asked for another migration.
     pub wrong_migration: u64,
@@ -59,7 +58,6 @@ pub struct Strangers {
 }
 
 impl Strangers {
-    /// All of them.
     pub fn total(&self) -> u64 {
         [
             self.not_godwit,
@@ -289,7 +287,6 @@ impl Listener {
         })
     }
 
-    /// Where it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

@@ -65,14 +65,12 @@ pub struct Meter {
 pub struct MeterReading {
     /// Bytes of records on the wire, headers and tags included.
     pub bytes: u64,
-    /// Whole records.
     pub records: u64,
     /// Time spent waiting for the socket, in microseconds; copying and sealing excluded.
     pub blocked_us: u64,
 }
 
 impl Meter {
-    /// The counters now.
     pub fn read(&self) -> MeterReading {
         MeterReading {
             bytes: self.bytes.load(Ordering::Relaxed),
@@ -144,14 +142,12 @@ impl Closer {
     }
 }
 
-/// One half.
 pub(crate) struct Pipe {
     closer: Closer,
     channel: ChannelId,
     meter: Arc<Meter>,
 }
 
-/// What reading found.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Read {
     Bytes(usize),

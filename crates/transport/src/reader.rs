@@ -12,11 +12,9 @@ use std::sync::Arc;
 /// A record that was opened.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Record<'a> {
-    /// What it carries.
     pub kind: RecordKind,
     /// Its number in its direction of its channel, from 0.
     pub counter: u64,
-    /// Its content.
     pub payload: &'a [u8],
 }
 
@@ -48,7 +46,6 @@ impl RecordReader {
         }
     }
 
-    /// The channel.
     pub fn channel(&self) -> ChannelId {
         self.pipe.channel()
     }

@@ -36,7 +36,6 @@ impl RecordWriter {
         }
     }
 
-    /// The channel.
     pub fn channel(&self) -> ChannelId {
         self.pipe.channel()
     }

@@ -41,7 +41,6 @@ pub enum AuditResult {
     Done,
     /// It may not be asked by this person, or a state, a check or its own form stands against it.
     Refused,
-    /// It was tried.
     Failed,
     /// It has not been answered: it is under way, or the controller ended in the middle.
     Open,

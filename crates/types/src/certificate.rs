@@ -12,7 +12,6 @@ use utoipa::ToSchema;
 pub struct CertificateDates {
     /// When it was made.
     pub made_unix_s: i64,
-    /// When it ends.
     pub ends_unix_s: i64,
 }
 

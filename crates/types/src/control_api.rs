@@ -12,7 +12,6 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum HostState {
-    /// Its agent answers.
     Connected,
     /// Its agent does not answer.
     Unreachable,
@@ -24,7 +23,6 @@ pub struct HostView {
     /// What the host said of itself last.
     #[serde(flatten)]
     pub info: HostInfo,
-    /// Whether it answers.
     pub state: HostState,
     /// VMs whose right to run it holds.
     #[schema(value_type = Vec<String>)]
@@ -110,7 +108,6 @@ pub struct JoinRequest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct FormerCertificate {
-    /// The certificate, PEM.
     pub certificate_pem: String,
     /// Signature of its key over the token's secret and the signing request, hex.
     pub signature: String,
@@ -128,7 +125,6 @@ pub struct RenewRequest {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct OperatorRequest {
-    /// The operator's name.
     #[schema(value_type = String)]
     pub name: HostName,
     /// Certificate signing request, PEM.
@@ -138,7 +134,6 @@ pub struct OperatorRequest {
 /// What it gets back.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct JoinResponse {
-    /// Its certificate, PEM.
     pub certificate_pem: String,
     /// The CA's certificate, PEM.
     pub ca_pem: String,
@@ -147,10 +142,8 @@ pub struct JoinResponse {
 /// What a host check found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct HostCheck {
-    /// The host.
     #[schema(value_type = String)]
     pub host: HostName,
-    /// Each check.
     pub checks: Vec<Check>,
 }
 
@@ -240,10 +233,9 @@ pub struct ConsoleText {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Empty {}
 
-/// What answers here.
+/// What a controller says of its own build.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct VersionView {
-    /// Version of Godwit.
     pub version: String,
     /// What it speaks with hosts.
     #[serde(default)]
@@ -257,32 +249,15 @@ pub struct VersionView {
 #[serde(rename_all = "kebab-case", tag = "kind")]
 pub enum InventoryEvent {
     /// A host came, went, or changed its state.
-    Host {
-        /// Its name.
-        name: String,
-    },
+    Host { name: String },
     /// A VM came, went, or changed its state or place.
-    Vm {
-        /// Its name.
-        name: String,
-    },
+    Vm { name: String },
     /// A migration began or ended.
-    Migration {
-        /// Its id.
-        id: String,
-    },
+    Migration { id: String },
     /// The emptying of a host began, went on or ended.
-    Drain {
-        /// The host.
-        host: String,
-    },
+    Drain { host: String },
     /// Several hosts hold a VM; a copy has been paused.
-    RunningTwice {
-        /// The VM's name.
-        name: String,
-        /// The hosts.
-        hosts: Vec<String>,
-    },
+    RunningTwice { name: String, hosts: Vec<String> },
     /// How the whole site stands has changed: an alarm that concerns no single VM came or ended.
     Site,
     /// Events were lost because the reader is slow: read the lists again.

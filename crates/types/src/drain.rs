@@ -46,7 +46,6 @@ pub enum DrainStep {
     Waiting,
     /// It is on its way.
     Moving,
-    /// It runs elsewhere.
     Moved,
     /// It stays as it is; see the reasons.
     CannotMove,
@@ -57,12 +56,9 @@ pub enum DrainStep {
 /// A VM of a host that is emptied.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DrainVm {
-    /// The VM.
     #[schema(value_type = String)]
     pub vm: VmName,
-    /// Where it is.
     pub step: DrainStep,
-    /// Its memory, MiB.
     pub memory_mib: u64,
     /// Where it goes or went.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -106,14 +102,11 @@ impl DrainVm {
 /// The emptying of a host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct DrainView {
-    /// The host.
     #[schema(value_type = String)]
     pub host: HostName,
-    /// Where it is.
     pub state: DrainState,
     /// When it was asked for, seconds since 1970, UTC.
     pub began_unix_s: u64,
-    /// What was asked.
     pub request: DrainRequest,
     /// Its VMs in the order of their moves.
     pub vms: Vec<DrainVm>,

@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 
 macro_rules! codes {
     ($($(#[$doc:meta])* $name:ident = ($text:literal, $status:literal),)*) => {
-        /// Stable error codes.
+        /// Error codes that scripts rely on: added, never renamed.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
         #[serde(rename_all = "kebab-case")]
         #[non_exhaustive]
@@ -40,13 +40,9 @@ codes! {
     NotAllowed = ("not-allowed", 403),
     /// The join token is wrong, used or expired.
     BadToken = ("bad-token", 403),
-    /// No such VM.
     UnknownVm = ("unknown-vm", 404),
-    /// No such host.
     UnknownHost = ("unknown-host", 404),
-    /// No such migration.
     UnknownMigration = ("unknown-migration", 404),
-    /// No such path.
     NotFound = ("not-found", 404),
     /// The path exists, the method does not.
     MethodNotAllowed = ("method-not-allowed", 405),
@@ -80,11 +76,9 @@ codes! {
     MissingBridge = ("missing-bridge", 412),
     /// A file does not exist.
     MissingFile = ("missing-file", 412),
-    /// A port is in use.
     PortInUse = ("port-in-use", 409),
     /// The prediction says that a target which must be met cannot be.
     CannotKeep = ("cannot-keep", 412),
-    /// No such drain.
     NotDraining = ("not-draining", 404),
     /// The encryption mode cannot be met.
     Encryption = ("encryption", 412),
@@ -92,7 +86,6 @@ codes! {
     HostUnreachable = ("host-unreachable", 503),
     /// The migration failed; the guest runs at the source.
     MigrationFailed = ("migration-failed", 502),
-    /// A deadline passed.
     DeadlineMissed = ("deadline-missed", 504),
     /// The hypervisor failed or refused.
     Hypervisor = ("hypervisor", 502),

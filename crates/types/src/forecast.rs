@@ -49,7 +49,6 @@ pub enum PromiseKind {
 /// A target that the prediction says cannot be met; the names are older than the word.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct CannotKeep {
-    /// Which.
     pub promise: PromiseKind,
     /// What was asked: s, ms or percent.
     #[serde(serialize_with = "rounded")]
@@ -73,7 +72,6 @@ pub struct DirtyAge {
 /// How a running guest uses its memory, measured at its host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DirtyRate {
-    /// Guest memory, MiB.
     pub ram_mib: u64,
     /// Guest memory that has content, MiB.
     pub data_mib: u64,
@@ -92,7 +90,7 @@ pub struct LinkProbeListen {
     pub cipher: Cipher,
 }
 
-/// Where it listens.
+/// The answer of a host that waits for the burst.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkProbeReady {
     /// Migration addresses with ports, best first.
@@ -104,11 +102,9 @@ pub struct LinkProbeReady {
 pub struct LinkProbeSend {
     /// What the listener was told.
     pub listen: LinkProbeListen,
-    /// Where it listens.
     pub destination_addresses: Vec<SocketAddr>,
     /// Addresses to send from.
     pub source_addresses: Vec<IpAddr>,
-    /// Data channels.
     pub streams: u32,
     /// How long to send at most, ms.
     pub millis: u64,
@@ -119,7 +115,6 @@ pub struct LinkProbeSend {
 pub struct LinkMeasured {
     /// Page bytes per second that arrived.
     pub bytes_per_s: f64,
-    /// Round trip, ms.
     pub rtt_ms: f64,
     /// Data channels that carried them.
     pub streams: u32,

@@ -20,7 +20,6 @@ pub enum CheckStatus {
     Note,
     /// Works, but not at its best.
     Warning,
-    /// Does not work.
     Failed,
 }
 
@@ -29,9 +28,7 @@ pub enum CheckStatus {
 pub struct Check {
     /// Short name: `kernel`, `userfaultfd`, `qemu`, `cpu`, `aes`, `mtu`, `clock`, `ports`, `huge-pages`...
     pub name: String,
-    /// How it ended.
     pub status: CheckStatus,
-    /// What was found.
     pub found: String,
     /// What to do; empty when fine.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -41,17 +38,13 @@ pub struct Check {
 /// What a host reports of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct HostInfo {
-    /// Its name.
     #[schema(value_type = String)]
     pub name: HostName,
-    /// Version of Godwit.
     pub version: String,
     /// What it speaks with others.
     #[serde(default)]
     pub speaks: crate::version::Speaks,
-    /// Kernel release.
     pub kernel: String,
-    /// QEMU's version.
     pub qemu: String,
     /// What runs guests by default: `kvm` or `tcg`.
     pub accelerator: crate::vm::Accelerator,
@@ -75,7 +68,6 @@ pub struct HostInfo {
     /// Where its agent listens.
     #[schema(value_type = String)]
     pub agent_address: SocketAddr,
-    /// Memory, MiB.
     pub memory_total_mib: u64,
     /// Memory that a new guest could have, MiB.
     pub memory_free_mib: u64,

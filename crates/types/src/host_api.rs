@@ -82,11 +82,9 @@ impl HostVm {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MigrationNote {
-    /// The migration.
     pub migration: MigrationId,
     /// This host's side of it.
     pub side: Side,
-    /// The other host.
     pub peer: AgentAddress,
 }
 
@@ -130,7 +128,6 @@ impl From<&ResolveRequest> for HostResolve {
 /// How a host's agent is to cancel a migration: a person's [`CancelRequest`], as machines say it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostCancel {
-    /// One sentence.
     #[serde(default)]
     pub reason: Option<String>,
     /// The migration's VM: a host that has not heard of the migration yet then refuses it for good.
@@ -167,7 +164,6 @@ pub struct PrepareIncoming {
     pub spec: VmSpec,
     /// What runs it at the source; the destination uses the same.
     pub accelerator: Accelerator,
-    /// The migration.
     pub migration: MigrationSpec,
 }
 
@@ -212,16 +208,15 @@ pub struct PreflightOutgoing {
 /// are ready at once), which the asking agent gives to its own VM process as [`VmRequest::Peer`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerEnvelope {
-    /// An ownership `PeerMessage`.
+    /// An `ownership::PeerMessage`, which this crate does not know.
     pub message: serde_json::Value,
 }
 
 /// A message that a VM process wants carried to the other host's agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OutboxMessage {
-    /// Where to.
     pub peer: AgentAddress,
-    /// An ownership `PeerMessage`.
+    /// An `ownership::PeerMessage`, which this crate does not know.
     pub message: serde_json::Value,
 }
 
@@ -247,11 +242,9 @@ pub enum VmRequest {
         /// Under which it was held when its QEMU was seen to be gone.
         generation: Generation,
     },
-    /// Reset the guest.
     Reset,
     /// Stop the vCPUs, keep memory.
     Pause,
-    /// Go on.
     Resume,
     /// Become the destination of a migration.
     PrepareIncoming(Box<PrepareIncoming>),
@@ -259,32 +252,27 @@ pub enum VmRequest {
     Migrate(Box<MigrationSpec>),
     /// Cancel the migration under way.
     Cancel {
-        /// Which.
         migration: MigrationId,
-        /// Why, one sentence.
         reason: String,
     },
     /// The migration's report so far, or at its end.
     Report {
-        /// Which.
         migration: MigrationId,
     },
     /// A message from the other host about who may run the VM; answered by `Replies`.
     Peer {
         /// The host that sent it, as its certificate says.
         from: HostName,
-        /// An ownership `PeerMessage`.
+        /// An `ownership::PeerMessage`, which this crate does not know.
         message: serde_json::Value,
     },
     /// Hands over, once, the messages that wait to be carried to other hosts; waits up to `wait_ms` for the first
     /// one. An agent keeps one such call open per VM: its connection's end is how it learns that the process died.
     TakeOutbox {
-        /// Longest wait, ms.
         wait_ms: u64,
     },
     /// The controller surveys who may hold the VM; answered by `Surveyed`, durably.
     Survey {
-        /// The survey's level.
         level: Generation,
     },
     /// Write the VM's record again if the one on the disk is another: the state directory may have been put back while
@@ -329,11 +317,9 @@ pub enum VmRequest {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CloseStep {
-    /// Only look.
     Look,
     /// Press the guest's power key; call off a migration that is under way.
     Press,
-    /// End the guest.
     End,
 }
 
@@ -356,7 +342,6 @@ pub enum CloseState {
 /// A VM whose host shuts down.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClosingVm {
-    /// The VM.
     pub vm: VmName,
     /// How far its guest has come.
     pub state: CloseState,
@@ -392,7 +377,6 @@ pub struct HostClosing {
 /// What a VM process answers to `Status`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct VmStatus {
-    /// The VM.
     pub vm: HostVm,
 }
 
@@ -400,27 +384,17 @@ pub struct VmStatus {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "answer", content = "body")]
 pub enum VmAnswer {
-    /// Done, one sentence.
     Done(String),
-    /// To `Status`.
     Status(Box<VmStatus>),
-    /// To `PrepareIncoming`.
     IncomingReady(IncomingReady),
-    /// To `Report`.
     Report(Box<MigrationReport>),
     /// To `Peer`: ownership `PeerMessage`s to be carried back to the sender.
     Replies(Vec<serde_json::Value>),
-    /// To `Survey`.
     Surveyed(RecordAnswer),
-    /// To `TakeOutbox`.
     Outbox(Vec<OutboxMessage>),
-    /// To `Console`.
     Console(String),
-    /// To `Blockers`.
     Blockers(Vec<String>),
-    /// To `MeasureDirtyRate`.
     DirtyRate(DirtyRate),
-    /// To `Close`.
     Closing(ClosingVm),
     /// Anything that went wrong.
     Error(ApiError),
@@ -429,9 +403,7 @@ pub enum VmAnswer {
 /// How an agent starts a VM process: everything it needs, as a JSON file in the VM's run directory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct VmProcessConfig {
-    /// The VM.
     pub vm: VmName,
-    /// This host.
     pub host: HostName,
     /// Durable directory of this VM (`STATE/vms/NAME`): journal, description, reports.
     pub state_dir: String,
@@ -439,7 +411,6 @@ pub struct VmProcessConfig {
     pub run_dir: String,
     /// Directory on a tmpfs for the RAM file.
     pub ram_dir: String,
-    /// QEMU's program.
     pub qemu: String,
     /// User that QEMU runs as.
     pub qemu_uid: u32,
@@ -466,7 +437,6 @@ pub struct ProbeRequest {
 /// Whether the probe frames arrived at the destination.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProbeResult {
-    /// By port group.
     pub arrived: std::collections::BTreeMap<crate::ids::PortGroup, bool>,
 }
 
@@ -480,6 +450,5 @@ pub struct Revoked {
 /// Hosts that an operator has removed for good: all of them that may matter, each time.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RemovedHosts {
-    /// Their names.
     pub hosts: Vec<HostName>,
 }

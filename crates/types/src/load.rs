@@ -12,7 +12,6 @@ use utoipa::ToSchema;
 /// Traffic of an interface that carries migrations.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct InterfaceLoad {
-    /// Its name.
     pub name: String,
     /// Migration addresses on it.
     #[schema(value_type = Vec<String>)]
@@ -30,23 +29,17 @@ pub struct InterfaceLoad {
 /// A migration as one of its hosts sees it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationLoad {
-    /// The migration.
     #[schema(value_type = String)]
     pub id: MigrationId,
-    /// The VM.
     #[schema(value_type = String)]
     pub vm: VmName,
-    /// Source host.
     #[schema(value_type = String)]
     pub from: HostName,
-    /// Destination host.
     #[schema(value_type = String)]
     pub to: HostName,
     /// Which side this host is.
     pub side: Side,
-    /// Where it is.
     pub phase: Phase,
-    /// Data channels.
     pub streams: u32,
     /// Bytes per second that this migration's own data channels carried.
     #[serde(serialize_with = "rounded")]
@@ -57,7 +50,6 @@ pub struct MigrationLoad {
     /// CPU of its busiest thread, percent of one core: at 100 that thread is the limit.
     #[serde(serialize_with = "rounded")]
     pub busiest_thread_percent: f64,
-    /// That thread's name.
     pub busiest_thread: String,
     /// CPU of the hypervisor, percent of one core.
     #[serde(serialize_with = "rounded")]
@@ -75,7 +67,6 @@ pub struct MigrationLoad {
 /// What a host is busy with.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HostLoad {
-    /// The host.
     #[schema(value_type = String)]
     pub host: HostName,
     /// Rates are averages over this time, s.
@@ -86,20 +77,17 @@ pub struct HostLoad {
     /// CPU in use, percent of all cores.
     #[serde(serialize_with = "rounded")]
     pub cpu_percent: f64,
-    /// Memory, MiB.
     pub memory_total_mib: u64,
     /// Memory that a new guest could have, MiB.
     pub memory_free_mib: u64,
     /// Interfaces that carry migrations.
     pub interfaces: Vec<InterfaceLoad>,
-    /// Migrations under way.
     pub migrations: Vec<MigrationLoad>,
 }
 
 /// One host among all.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HostTop {
-    /// The host.
     #[schema(value_type = String)]
     pub host: HostName,
     /// What it is busy with; none when it does not answer.

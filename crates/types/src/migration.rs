@@ -25,7 +25,6 @@ pub const MAX_DOWNTIME_MS_DEFAULT: u64 = 50;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct MigrateRequest {
-    /// Destination host.
     #[schema(value_type = String)]
     pub to: HostName,
     /// Overrides the VM's encryption mode for this move (never below `required`).
@@ -94,7 +93,6 @@ impl std::fmt::Debug for MigrationSecret {
 /// Encryption that a migration uses, decided by the controller.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 pub enum Cipher {
-    /// Everything sealed.
     #[serde(rename = "aes-256-gcm")]
     Aes256Gcm,
     /// Memory pages in clear; handshake and control channel sealed.
@@ -105,10 +103,8 @@ pub enum Cipher {
 /// How a host's agent is reached by the other host's.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct AgentAddress {
-    /// The host.
     #[schema(value_type = String)]
     pub host: HostName,
-    /// Its agent's address.
     #[schema(value_type = String)]
     pub address: SocketAddr,
 }
@@ -118,16 +114,13 @@ pub struct AgentAddress {
 pub struct MigrationSpec {
     /// The migration's id on both hosts.
     pub id: MigrationId,
-    /// The VM.
     pub vm: VmName,
     /// The permission: above every generation that the controller knows of the VM. A host that knows one as high
     /// refuses the migration; its attempts to switch over take this generation or a later one.
     pub generation: Generation,
     /// Where it runs now.
     pub source: AgentAddress,
-    /// Where it goes.
     pub destination: AgentAddress,
-    /// Key and nonce.
     pub secret: MigrationSecret,
     /// Encryption of memory pages.
     pub cipher: Cipher,
@@ -162,7 +155,6 @@ pub struct MigrationSpec {
 pub enum LimitedBy {
     /// The source's cores.
     SourceCpu,
-    /// The network.
     Link,
     /// The destination's cores.
     DestinationCpu,
@@ -186,7 +178,6 @@ pub struct IterationReport {
     /// How long it took, s.
     #[serde(serialize_with = "rounded")]
     pub seconds: f64,
-    /// What limited it.
     pub limited_by: LimitedBy,
 }
 
@@ -227,7 +218,6 @@ pub struct MoveEvent {
     /// When it began, s after the migration did.
     #[serde(serialize_with = "rounded")]
     pub at_s: f64,
-    /// What.
     pub kind: MoveEventKind,
     /// How long it lasted, s; absent while it lasts.
     #[serde(
@@ -236,7 +226,6 @@ pub struct MoveEvent {
         serialize_with = "rounded_option"
     )]
     pub lasted_s: Option<f64>,
-    /// Why, one sentence.
     pub message: String,
 }
 
@@ -296,7 +285,6 @@ pub struct SwitchoverParts {
 /// The target of the pause and whether it was met; the names are older than the word.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Promise {
-    /// The target, ms.
     pub max_downtime_ms: u64,
     /// Whether it was met.
     pub kept: bool,
@@ -311,21 +299,16 @@ pub struct Promise {
 /// however it ended, they stay as they were last, but `wire_bytes_per_s`, which is then the average of all passes.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationReport {
-    /// The migration.
     #[schema(value_type = String)]
     pub id: MigrationId,
-    /// The VM.
     #[schema(value_type = String)]
     pub vm: VmName,
-    /// Source host.
     #[schema(value_type = String)]
     pub from: HostName,
-    /// Destination host.
     #[schema(value_type = String)]
     pub to: HostName,
     /// How it ended; absent while it goes on.
     pub outcome: Option<Outcome>,
-    /// Where it is.
     pub phase: Phase,
     /// Why it failed or was cancelled, one sentence.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -337,7 +320,6 @@ pub struct MigrationReport {
     pub side: Side,
     /// Encryption of memory pages.
     pub encryption: Cipher,
-    /// Data channels.
     pub streams: u32,
     /// From the request to the guest running at the destination, or to the end that it had instead, s.
     #[serde(serialize_with = "rounded")]
@@ -345,7 +327,6 @@ pub struct MigrationReport {
     /// No vCPU ran anywhere for this long, ms, by the source's clock; 0 while no switchover was made.
     #[serde(serialize_with = "rounded")]
     pub switchover_ms: f64,
-    /// Its parts.
     pub switchover_parts_ms: SwitchoverParts,
     /// Precopy passes and the last one, as far as they are complete.
     pub iterations: Vec<IterationReport>,
@@ -377,7 +358,6 @@ pub struct MigrationReport {
     pub dirty_mib_per_s: f64,
     /// The target of the pause, met or missed.
     pub promise: Promise,
-    /// Guest memory, MiB.
     pub ram_mib: u64,
     /// Guest memory that had content when it began: what has to go at least, bytes. 0 where that is not known.
     #[serde(default)]

@@ -68,20 +68,15 @@ pub enum Claim {
     #[default]
     No,
     /// The VM is being received; nothing is promised.
-    Receiving {
-        /// The migration's source.
-        from: HostName,
-    },
+    Receiving { from: HostName },
     /// This host alone may run the VM.
     Holds {
-        /// Under this generation.
         generation: Generation,
         /// Whether the guest should run (or be paused), rather than be off.
         on: bool,
     },
     /// The VM was given away; the other host has not answered yet.
     Gave {
-        /// The generation given.
         generation: Generation,
         /// The host that may take it.
         to: HostName,
@@ -90,12 +85,10 @@ pub enum Claim {
     Promised {
         /// The generation that would be taken.
         generation: Generation,
-        /// The migration's source.
         from: HostName,
     },
     /// The VM was given away and has arrived.
     Moved {
-        /// The generation given.
         generation: Generation,
         /// The host that took it.
         to: HostName,
@@ -173,7 +166,6 @@ pub struct SurveyAnswer {
 /// One record of a host, as it tells it to other hosts and to a controller.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordSaid {
-    /// The VM.
     pub vm: VmName,
     /// The highest generation that the host has ever seen.
     pub highest: Generation,
@@ -235,7 +227,6 @@ pub enum Standing {
 /// A host in the site's table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SiteHost {
-    /// Its name.
     pub name: HostName,
     /// Where its agent listens.
     pub address: SocketAddr,
@@ -253,7 +244,6 @@ pub struct SiteHost {
 pub struct SiteVm {
     /// Who held it last, as far as the controller knows.
     pub holder: Option<HostName>,
-    /// Under which generation.
     pub held: Generation,
     /// Every host that may hold it.
     pub may_hold: BTreeSet<HostName>,
@@ -276,7 +266,6 @@ pub struct SiteTable {
     pub had_second: bool,
     /// Hosts that were removed.
     pub removed: BTreeSet<HostName>,
-    /// VMs.
     pub vms: BTreeMap<VmName, SiteVm>,
 }
 
@@ -311,7 +300,6 @@ pub struct SiteHeard {
 /// A VM that a host holds and would boot, though no request asked for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BootWish {
-    /// The VM.
     pub vm: VmName,
     /// The generation that the host's record holds.
     pub generation: Generation,
@@ -366,14 +354,12 @@ impl SiteAnswer {
 /// Everything a host has on record: what a restored controller reads before it takes over.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WholeSurvey {
-    /// The host's life.
     pub instance: Instance,
     /// All its records that can be read.
     pub records: Vec<RecordSaid>,
     /// VMs of which its record cannot be read: it may hold these.
     #[serde(default)]
     pub unread: BTreeSet<VmName>,
-    /// Its table.
     pub table: SiteTable,
 }
 
@@ -383,10 +369,8 @@ pub struct WholeSurvey {
 pub enum Alarm {
     /// Several hosts hold one VM.
     RunningTwice {
-        /// The VM.
         #[schema(value_type = String)]
         vm: VmName,
-        /// The hosts.
         #[schema(value_type = Vec<String>)]
         hosts: Vec<HostName>,
     },
@@ -407,13 +391,11 @@ pub enum Alarm {
     },
     /// A host says that it has heard a word that no controller can have said.
     ImpossibleWord {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
     },
     /// A host's records or table name hosts that were never enrolled.
     NamesStrangers {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
         /// Some of those that it names.
@@ -424,7 +406,6 @@ pub enum Alarm {
     },
     /// A host that was removed is not off: it answers.
     RemovedHostAnswers {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
         /// VMs that it says it runs.
@@ -433,68 +414,52 @@ pub enum Alarm {
     },
     /// A host runs VMs that this controller does not know, or that were deleted.
     RunsUnknownVms {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
-        /// The VMs.
         #[schema(value_type = Vec<String>)]
         vms: Vec<VmName>,
     },
     /// A host and this controller do not accept each other's certificates, because of a clock or a certificate's dates.
     ClockOrCertificate {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
     },
     /// A host's answers are longer, or say more, than any agent's: nothing of them is taken.
     AnswerNotTaken {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
     },
     /// A host does not take this controller's table of the site: it decides by an older one.
     TableNotTaken {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
     },
     /// A host cannot read its record of a VM: it may hold it.
     DamagedRecord {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
-        /// The VM.
         #[schema(value_type = String)]
         vm: VmName,
     },
     /// A row of the controller's database cannot be read.
-    UnreadRow {
-        /// Its table.
-        table: String,
-        /// Its key.
-        row: String,
-    },
+    UnreadRow { table: String, row: String },
     /// Two machines have the certificate of one host.
     SecondInstance {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
     },
     /// A host's state directory is an older copy.
     OldCopy {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
     },
     /// A host that was said to be off has answered.
     FencedHostAnswered {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
     },
     /// A host's certificate is near its end, or past it, and was not renewed.
     CertificateEnds {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
         /// When it was made and ends.
@@ -515,7 +480,6 @@ pub enum Alarm {
     },
     /// `boot = "alone"` is ignored, since the site has more than one host.
     BootAloneIgnored {
-        /// The host.
         #[schema(value_type = String)]
         host: HostName,
     },

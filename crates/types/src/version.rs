@@ -26,9 +26,7 @@ pub const HARDWARE: Range = Range { min: 1, max: 1 };
 /// Versions of a protocol that somebody speaks, from the oldest to the newest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 pub struct Range {
-    /// The oldest.
     pub min: u32,
-    /// The newest.
     pub max: u32,
 }
 
@@ -36,7 +34,6 @@ impl Range {
     /// Builds that said nothing of versions speak the first one.
     pub const FIRST: Self = Self { min: 1, max: 1 };
 
-    /// One version alone.
     pub const fn only(version: u32) -> Self {
         let (min, max) = (version, version);
         Self { min, max }
@@ -92,7 +89,7 @@ pub struct Speaks {
 }
 
 impl Speaks {
-    /// This build.
+    /// What this build speaks.
     pub const fn here() -> Self {
         Self {
             protocol: PROTOCOL,
@@ -116,15 +113,12 @@ impl Default for Speaks {
 /// A program that runs: its version, and what it speaks.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 pub struct Build {
-    /// Version of Godwit.
     pub version: String,
-    /// What it speaks.
     #[serde(default)]
     pub speaks: Speaks,
 }
 
 impl Build {
-    /// This very program.
     pub fn here() -> Self {
         Self {
             version: VERSION.into(),

@@ -73,7 +73,6 @@ pub enum Accelerator {
     /// KVM where the CPU has vmx or svm, else TCG.
     #[default]
     Auto,
-    /// Hardware virtualisation.
     Kvm,
     /// QEMU's translator, 10 to 50 times slower.
     Tcg,
@@ -106,7 +105,7 @@ impl OnCrash {
     }
 }
 
-/// A network card.
+/// One virtual network card, and the network that it is plugged into.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NicSpec {
@@ -140,10 +139,8 @@ pub struct DiskSpec {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct VmSpec {
-    /// Unique name.
     #[schema(value_type = String)]
     pub name: VmName,
-    /// Virtual CPUs.
     pub vcpus: u32,
     /// Guest memory, MiB, a multiple of 2.
     pub memory_mib: u64,
@@ -163,13 +160,11 @@ pub struct VmSpec {
     /// Initial RAM file system on the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub initramfs: Option<String>,
-    /// Kernel command line.
     #[serde(default)]
     pub cmdline: String,
     /// What runs the guest.
     #[serde(default)]
     pub accelerator: Accelerator,
-    /// Encryption of migrations.
     #[serde(default)]
     pub encryption: EncryptionMode,
     /// What happens when its QEMU dies.
@@ -182,10 +177,8 @@ pub struct VmSpec {
     /// Whether it may be moved while it runs.
     #[serde(default = "yes", skip_serializing_if = "is_yes")]
     pub movable: bool,
-    /// Network cards.
     #[serde(default, rename = "nic", skip_serializing_if = "Vec::is_empty")]
     pub nics: Vec<NicSpec>,
-    /// Disks.
     #[serde(default, rename = "disk", skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<DiskSpec>,
 }
@@ -409,7 +402,6 @@ pub enum VmState {
     RunningTwice,
     /// Nobody knows which host may run it after a switchover was cut in the middle: stopped until settled.
     InDoubt,
-    /// Runs.
     Running,
     /// Stopped by its user with memory kept.
     Paused,
@@ -417,7 +409,6 @@ pub enum VmState {
     Incoming,
     /// Between two hosts: one has given it, the other has not been heard to hold it yet.
     HandingOver,
-    /// Not powered on.
     Stopped,
     /// The guest panicked and is kept for inspection.
     Panicked,

@@ -26,20 +26,13 @@ pub enum WireError {
     /// The first bytes are not ours: a port scanner, or another program.
     #[error("the peer does not speak godwit's migration protocol")]
     NotGodwit,
-    /// Protocol versions differ.
     #[error(
         "the peer speaks version {theirs} of the migration protocol and this host version {ours}: install the same release on both"
     )]
-    Version {
-        /// This side's version.
-        ours: u16,
-        /// The peer's version.
-        theirs: u16,
-    },
+    Version { ours: u16, theirs: u16 },
     /// A handshake message has the wrong kind, length or content.
     #[error("malformed handshake: {what} at byte {offset}")]
     Handshake {
-        /// What is wrong.
         what: &'static str,
         /// Where, from the start of the message.
         offset: usize,
@@ -58,11 +51,9 @@ pub enum WireError {
     /// A record header that is not valid.
     #[error("malformed record {counter} on channel {channel}: {what} at byte {offset}")]
     Header {
-        /// The channel.
         channel: ChannelId,
         /// The counter that was expected.
         counter: u64,
-        /// What is wrong.
         what: &'static str,
         /// Where, from the start of the record.
         offset: usize,
@@ -72,7 +63,6 @@ pub enum WireError {
         "record {counter} on channel {channel} announces {length} bytes, the most allowed is {max}"
     )]
     Length {
-        /// The channel.
         channel: ChannelId,
         /// The counter that was expected.
         counter: u64,
@@ -84,7 +74,6 @@ pub enum WireError {
     /// A record was repeated, lost or reordered.
     #[error("record {got} on channel {channel} where {expected} was due: replayed or lost")]
     Counter {
-        /// The channel.
         channel: ChannelId,
         /// The counter that was due.
         expected: u64,
@@ -95,18 +84,11 @@ pub enum WireError {
     #[error(
         "record {counter} on channel {channel} failed authentication: altered, or sealed for another channel"
     )]
-    Tag {
-        /// The channel.
-        channel: ChannelId,
-        /// The record's counter.
-        counter: u64,
-    },
+    Tag { channel: ChannelId, counter: u64 },
     /// A kind of record that may not come here.
     #[error("{kind} record {counter} on channel {channel}: {why}")]
     Unexpected {
-        /// The channel.
         channel: ChannelId,
-        /// The record's counter.
         counter: u64,
         /// The kind that came.
         kind: RecordKind,
@@ -116,7 +98,6 @@ pub enum WireError {
     /// The stream ended without a final record.
     #[error("channel {channel} ended at byte {offset} of record {counter} without a final record")]
     Truncated {
-        /// The channel.
         channel: ChannelId,
         /// The record that was due.
         counter: u64,
@@ -126,23 +107,17 @@ pub enum WireError {
     /// A list of pages that is not valid.
     #[error("invalid page list: {what} at byte {offset}")]
     Pages {
-        /// What is wrong.
         what: &'static str,
         /// Where, from the start of the payload.
         offset: usize,
     },
     /// All counters of this key are used.
     #[error("channel {channel} has used all its record counters")]
-    CountersUsedUp {
-        /// The channel.
-        channel: ChannelId,
-    },
+    CountersUsedUp { channel: ChannelId },
     /// This side asked for something that makes no valid record.
     #[error("cannot make a record on channel {channel}: {what}")]
     Misuse {
-        /// The channel.
         channel: ChannelId,
-        /// What is wrong.
         what: &'static str,
     },
     /// This side put pages into a list out of order or beyond its size.

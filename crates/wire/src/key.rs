@@ -37,7 +37,6 @@ impl fmt::Debug for MigrationKey {
 pub struct Spec {
     /// The migration's name on both hosts.
     pub migration: MigrationId,
-    /// The secret.
     pub key: MigrationKey,
     /// 64 random bits, part of every key derivation.
     pub nonce: u64,

@@ -23,7 +23,7 @@ const ZERO_HEAD_LEN: usize = 12;
 /// Longest encoded zero-page bitmap, in bytes.
 pub const ZERO_LEN_MAX: usize = ZERO_HEAD_LEN + ZERO_SPAN_MAX as usize / 8;
 
-/// Neighbouring guest pages.
+/// Neighbouring guest pages, which one entry of a record names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PageRun {
     /// Index of the first page, from the start of guest memory.
@@ -57,7 +57,6 @@ pub struct PageRuns {
 }
 
 impl PageRuns {
-    /// An empty list.
     pub fn new() -> Self {
         Self::default()
     }
@@ -68,12 +67,11 @@ impl PageRuns {
         self.pages = 0;
     }
 
-    /// The runs, ascending.
+    /// In ascending order, without overlap.
     pub fn runs(&self) -> &[PageRun] {
         &self.runs
     }
 
-    /// Pages in all.
     pub fn pages(&self) -> u32 {
         self.pages
     }
@@ -179,7 +177,6 @@ pub struct ZeroPages {
 }
 
 impl ZeroPages {
-    /// An empty bitmap.
     pub fn new() -> Self {
         Self::default()
     }

@@ -235,7 +235,7 @@ fn is_door(name: &str, lines: &[&str], at: usize) -> bool {
     if !kinds.iter().any(|kind| rest.starts_with(kind)) && functions::after_fn(rest).is_none() {
         return false;
     }
-    if !PRODUCT.iter().any(|krate| product(krate)) || name.contains("test") {
+    if !PRODUCT.iter().any(product) || name.contains("test") {
         return false;
     }
     let mut above = at;

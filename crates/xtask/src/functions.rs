@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. A function within a function counts by itself and for the one around it.
 
-/// Longest function, lines.
+/// A function may span 70 lines, from its head to its brace.
 pub const LINES_MAX: usize = 70;
 /// What may stand between the visibility and `fn`.
 const QUALIFIERS: [&str; 5] = ["default", "const", "async", "unsafe", "extern"];

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::ratchet::Excess;
 use crate::{docs, functions, ratchet};
 
-/// Longest file, lines.
+/// A source file may have 600 lines.
 const FILE_LINES_MAX: usize = 600;
 /// Crates in which `unsafe` may stand.
 const UNSAFE_CRATES: [&str; 6] = [

@@ -8,7 +8,6 @@ use godwit_types::ErrorCode;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
-/// The program's name.
 const PROGRAM: &str = "godwit-bench";
 
 /// Gives way to the bench; returns only when that cannot be.

@@ -22,7 +22,6 @@ use std::path::Path;
 
 /// Longest file that holds a token, bytes.
 const TOKEN_FILE_MAX: u64 = 4096;
-/// The agent's service.
 const SERVICE: &str = "godwit-agent.service";
 
 fn usage(message: impl Into<String>) -> Failure {
@@ -56,7 +55,7 @@ fn token_text(arguments: &HostJoin, stdin: impl std::io::Read) -> Result<String,
     Ok(text)
 }
 
-/// Joins.
+/// Enrols this host at the controller and starts its agent.
 pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
     let token = Token::parse(token_text(&arguments, std::io::stdin().lock())?.trim())
         .map_err(|error| Failure::new(ErrorCode::BadToken, error.to_string()))?;

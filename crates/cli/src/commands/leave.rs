@@ -17,7 +17,6 @@ use godwit_types::{ErrorCode, VmName};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// The agent's service.
 const SERVICE: &str = "godwit-agent.service";
 /// Longest wait for the service to stop.
 const STOPS_WITHIN: Duration = Duration::from_secs(60);
@@ -31,7 +30,7 @@ fn refused(message: impl Into<String>) -> Failure {
     Failure::new(ErrorCode::WrongState, message)
 }
 
-/// Leaves.
+/// Takes this host out of its site, if it holds no VM.
 pub async fn run(arguments: HostLeave, output: &Output) -> CommandResult {
     let config = HostConfig::load(&arguments.config)
         .map_err(|error| Failure::new(ErrorCode::InvalidRequest, error.to_string()))?;
@@ -57,7 +56,6 @@ pub async fn run(arguments: HostLeave, output: &Output) -> CommandResult {
 /// What the agent said of the VMs that this host holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Said {
-    /// There are none.
     Nothing,
     /// No agent runs that could say.
     NoWord,
@@ -72,7 +70,6 @@ enum Removal {
     Before,
 }
 
-/// Asks the agent.
 async fn must_hold_nothing(config: &HostConfig) -> Result<Said, Failure> {
     let agent = AgentClient::new(Client::unix(&config.agent_socket()));
     let vms = match agent.vms().await {

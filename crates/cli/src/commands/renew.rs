@@ -19,7 +19,7 @@ fn wrong(error: PkiError) -> Failure {
     Failure::new(ErrorCode::Internal, message)
 }
 
-/// Renews.
+/// Replaces this host's certificate, also one that has expired.
 pub async fn run(arguments: HostRenew, output: &Output) -> CommandResult {
     let token = Token::parse(&arguments.token)
         .map_err(|error| Failure::new(ErrorCode::BadToken, error.to_string()))?;

@@ -15,6 +15,7 @@ use std::convert::Infallible;
 use tokio::sync::watch::Receiver;
 use tokio_stream::wrappers::BroadcastStream;
 
+/// What a stream of server-sent events yields; it never fails.
 pub type Item = Result<Event, Infallible>;
 
 /// A migration's report about five times a second until it ends.
@@ -58,11 +59,9 @@ pub async fn migration(
 
 /// Where the next report comes from.
 enum Next {
-    /// It goes on.
     Live(Receiver<MigrationReport>),
     /// It has just ended: the stored report is the last one.
     Stored,
-    /// There is none.
     End,
 }
 
@@ -74,7 +73,7 @@ pub async fn inventory(State(app): Shared) -> Sse<impl Stream<Item = Item>> {
     Sse::new(events).keep_alive(KeepAlive::default())
 }
 
-/// One event.
+/// A server-sent event with `data` as JSON.
 pub fn event(name: &str, data: &impl serde::Serialize) -> Item {
     // Our own reports always encode; should one not, the reader gets an empty event rather than a broken stream.
     Ok(Event::default()

@@ -21,7 +21,7 @@ use std::sync::Arc;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-/// What handlers share.
+/// The state that every handler is given.
 pub type Shared = State<Arc<App>>;
 
 #[derive(utoipa::OpenApi)]
@@ -71,7 +71,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(document))
 }
 
-/// The router.
+/// All routes of the REST interface, with the checks that stand before them.
 pub fn router(app: Arc<App>) -> Router {
     routes().split_for_parts().0.with_state(app)
 }

@@ -57,7 +57,6 @@ pub const QUICK: Effort = Effort {
 /// What is to be expected.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Foreseen {
-    /// The figures.
     pub prediction: Prediction,
     /// Targets that do not fit them.
     pub cannot_keep: Vec<CannotKeep>,

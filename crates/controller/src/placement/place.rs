@@ -137,7 +137,6 @@ pub fn choose(spec: &VmSpec, hosts: &[HostInfo]) -> Outcome<HostName> {
 pub enum WrittenOn {
     /// The VM has not run.
     Nowhere,
-    /// On this host.
     Host(HostName),
     /// On a host that was removed since; a person names the host that has what was saved of it.
     Removed {

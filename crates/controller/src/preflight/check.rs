@@ -20,7 +20,6 @@ use std::net::IpAddr;
 pub struct Said {
     /// What was fine, one line each.
     pub passed: Vec<String>,
-    /// What was not.
     pub refusals: Vec<ApiError>,
 }
 

@@ -25,25 +25,19 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// One end of a migration.
 pub struct End {
-    /// The host.
     pub host: HostName,
     /// What it says of itself.
     pub info: HostInfo,
-    /// Its agent's address.
     pub address: std::net::SocketAddr,
-    /// Its agent.
     pub agent: AgentClient,
 }
 
-/// What preflight found.
+/// A migration as preflight has seen it, before anything is begun.
 pub struct Preflight {
-    /// Where it runs.
     pub source: End,
-    /// Where it goes.
     pub destination: End,
     /// The VM as it runs.
     pub vm: HostVm,
-    /// Encryption decided on.
     pub cipher: Cipher,
     /// What was fine and what was not.
     pub report: PreflightReport,

@@ -20,7 +20,6 @@ const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin
 /// Exit code of the script that makes root file systems for "not on this machine".
 const NOT_HERE: i32 = 3;
 
-/// A running system.
 pub struct Container {
     dir: PathBuf,
     cgroup: PathBuf,

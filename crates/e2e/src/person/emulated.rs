@@ -28,7 +28,6 @@ while IFS=' ' read -r number limit script <&3; do
 done
 "#;
 
-/// A running machine.
 pub struct Emulated {
     qemu: Child,
     dir: PathBuf,
@@ -45,7 +44,6 @@ pub struct Plan<'a> {
     pub segment: &'a Path,
     /// 1 makes the segment, 2 joins it.
     pub number: u8,
-    /// Memory, MiB.
     pub memory_mib: u32,
 }
 

@@ -30,12 +30,10 @@ pub trait Machine {
 pub struct Transcript(Arc<Mutex<File>>);
 
 impl Transcript {
-    /// A new one.
     pub fn new(path: &Path) -> Result<Self> {
         Ok(Self(Arc::new(Mutex::new(File::create(path)?))))
     }
 
-    /// Adds a heading.
     pub fn heading(&self, text: &str) {
         println!("  {text}");
         self.add(&format!("\n== {text}\n"));

@@ -15,7 +15,6 @@ pub struct Commands {
     pub check: String,
     /// Makes and starts a VM.
     pub create: String,
-    /// Moves it.
     pub migrate: String,
 }
 

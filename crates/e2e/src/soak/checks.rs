@@ -18,9 +18,7 @@ pub const LIST_AGE_NS: u64 = 6_000_000_000;
 /// A span of time in which a QEMU's vCPUs used CPU time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Window {
-    /// The reading before.
     pub from: u64,
-    /// The reading after.
     pub to: u64,
     /// CPU time used between the two, of all its vCPUs.
     pub ran_ns: u64,
@@ -29,9 +27,7 @@ pub struct Window {
 /// One QEMU as it was seen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Trace {
-    /// Its VM.
     pub vm: String,
-    /// Its host.
     pub host: String,
     /// Its process id outside of the lab.
     pub pid: i32,
@@ -63,7 +59,6 @@ impl Trace {
     }
 }
 
-/// What went wrong.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Kind {
     /// A VM ran in two QEMUs at the same time.
@@ -108,11 +103,9 @@ impl fmt::Display for Kind {
 /// Something that must not be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Violation {
-    /// Its kind.
     pub kind: Kind,
     /// The VM, or the host where no VM is concerned.
     pub of: String,
-    /// What was seen.
     pub what: String,
 }
 
@@ -153,9 +146,7 @@ pub struct Excuse {
     pub at: u64,
     /// When it was done; none while that is not known, as of a command that nobody answered.
     pub until: Option<u64>,
-    /// Whose.
     pub whose: Whose,
-    /// What was done.
     pub why: &'static str,
 }
 
@@ -183,7 +174,6 @@ impl Excuse {
 /// A promise that a VM was off: a command that ends a guest was answered with exit code 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ended {
-    /// The VM.
     pub vm: String,
     /// When the command was given.
     pub asked: u64,
@@ -196,9 +186,7 @@ pub struct Ended {
 pub struct Shown {
     /// When the list was asked for.
     pub asked: u64,
-    /// When it came.
     pub answered: u64,
-    /// The VM.
     pub vm: String,
     /// Its state, as the list says.
     pub state: String,

@@ -25,7 +25,6 @@ const LEAVES: Duration = Duration::from_secs(5);
 /// What a person wants of a VM, as far as the site said that it is so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wish {
-    /// It runs.
     On,
     /// It is off, and the command that did it said that it was done.
     Off,
@@ -72,7 +71,6 @@ pub struct Account {
 
 /// A round that is being played.
 pub struct Scene<'a> {
-    /// The site.
     pub site: &'a mut Site,
     /// What was done so far.
     pub account: Account,
@@ -94,7 +92,6 @@ enum Undo {
 }
 
 impl<'a> Scene<'a> {
-    /// Before a round.
     pub fn new(site: &'a mut Site, round: &Round, homes: BTreeMap<String, String>) -> Self {
         Self {
             site,

@@ -27,10 +27,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// What to soak.
 #[derive(Debug)]
 pub struct Options {
-    /// For how long.
     pub time: Duration,
     /// At most so many rounds.
     pub rounds: Option<u32>,
@@ -38,9 +36,7 @@ pub struct Options {
     pub seed: u64,
     /// The first round's number.
     pub first: u32,
-    /// Number of VMs.
     pub vms: usize,
-    /// What may happen.
     pub faults: Vec<&'static Fault>,
     /// Whether a VM that a person's false word ran twice is no violation.
     pub forgives: bool,

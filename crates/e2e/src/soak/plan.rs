@@ -37,7 +37,6 @@ pub enum Act {
 pub enum Part {
     /// The agent of a host.
     Agent,
-    /// The controller.
     Controller,
     /// The VM process of a VM on a host.
     VmProcess,
@@ -48,20 +47,15 @@ pub enum Part {
 /// Which links are cut.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Cut {
-    /// The migration network's.
     Migration,
-    /// The management network's.
     Management,
-    /// Both.
     Both,
 }
 
 /// Whose disk is full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Place {
-    /// A host's.
     Host,
-    /// The controller's.
     Controller,
 }
 
@@ -74,7 +68,6 @@ pub enum Order {
     StartElsewhere,
     /// `vm stop`, which these guests do not hear.
     Stop,
-    /// `vm stop --force`.
     ForceStop,
     /// `vm stop --force`, then `vm start`.
     Restart,
@@ -105,7 +98,6 @@ pub struct Fault {
     pub name: &'static str,
     /// What `--only` and `--without` call it with its likes.
     pub group: &'static str,
-    /// What it does.
     pub act: Act,
     /// How often it is drawn, beside the others.
     pub weight: u32,
@@ -204,7 +196,6 @@ pub enum Role {
     Holder,
     /// The one that the round's move goes to.
     Destination,
-    /// Neither.
     Third,
 }
 
@@ -215,15 +206,12 @@ pub struct Step {
     pub at_ms: u64,
     /// How long, for what passes.
     pub for_ms: u64,
-    /// What.
     pub fault: &'static Fault,
     /// Which VM, by number.
     pub vm: usize,
-    /// Which host.
     pub role: Role,
 }
 
-/// A round's plan.
 #[derive(Debug, Clone)]
 pub struct Round {
     /// From 1 on.

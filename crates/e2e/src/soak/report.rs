@@ -39,17 +39,12 @@ const OUTCOMES: [(Outcome, &str); 5] = [
 /// What was recorded of a round.
 #[derive(Debug)]
 pub struct Record {
-    /// Its plan.
     pub round: Round,
-    /// What was done.
     pub account: Account,
-    /// QEMUs.
     pub traces: Vec<Trace>,
-    /// Lists.
     pub shown: Vec<Shown>,
     /// What must not be.
     pub violations: Vec<Violation>,
-    /// How it ended.
     pub outcome: Outcome,
     /// How long it took.
     pub took: Duration,
@@ -66,7 +61,6 @@ pub struct Report {
 }
 
 impl Report {
-    /// Counts a round.
     pub fn add(&mut self, record: &Record) {
         self.rounds += 1;
         self.violations += record.violations.len() as u64;
@@ -95,7 +89,6 @@ impl Report {
         }
     }
 
-    /// Violations so far.
     pub fn violations(&self) -> u64 {
         self.violations
     }
@@ -123,7 +116,6 @@ impl Report {
     }
 }
 
-/// A round's line.
 pub fn line(record: &Record) -> String {
     let outcome = OUTCOMES.iter().find(|(one, _)| *one == record.outcome);
     let outcome = outcome.map_or("", |(_, name)| name);

@@ -60,7 +60,6 @@ pub struct Settling<'a> {
 }
 
 impl<'a> Settling<'a> {
-    /// After a round.
     pub fn new(site: &'a Site, account: &'a mut Account) -> Self {
         Self {
             site,
@@ -75,7 +74,6 @@ impl<'a> Settling<'a> {
         self.account.log.push(format!("{at:9.3} {}", what.as_ref()));
     }
 
-    /// Waits for it.
     pub fn rest(&mut self) -> Result<Rest> {
         let began = Instant::now();
         let within = if self.account.needs_person {

@@ -32,13 +32,10 @@ const MEMORY_MIB: u32 = 32;
 /// Idle turns of the guests for each page.
 const SPIN: u32 = 400_000;
 
-/// The site.
 pub struct Site {
     /// The machines and daemons.
     pub stack: Arc<Stack>,
-    /// Its hosts' names.
     pub hosts: Vec<String>,
-    /// Its VMs' names.
     pub vms: Vec<String>,
     /// What looks at it.
     pub watch: Arc<Watch>,
@@ -122,7 +119,6 @@ impl Site {
         self.stack.run_within("controller", arguments, COMMAND)
     }
 
-    /// Asks the controller.
     pub fn ask(&self, arguments: &[&str]) -> Result<Value> {
         self.stack.json_within("controller", arguments, QUESTION)
     }

@@ -30,7 +30,6 @@ const LIST_EVERY: Duration = Duration::from_millis(1_000);
 const WINDOW_MAX_NS: u64 = 60_000_000;
 /// Kindness of vCPU threads.
 const VCPU_NICE: i32 = 10;
-/// And of the sampler.
 const SAMPLER_NICE: i32 = -10;
 
 /// A QEMU that lives.
@@ -56,7 +55,6 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Of these hosts.
     pub fn new(stack: &Stack) -> Result<Self> {
         let mut hosts = Vec::new();
         for host in stack.hosts().into_iter().chain([CLONES.to_owned()]) {

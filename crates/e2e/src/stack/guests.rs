@@ -22,11 +22,8 @@ const HALT: [u8; 4] = [0xfa, 0xf4, 0xeb, 0xfd];
 /// A guest of a stack that counts for ever.
 #[derive(Debug, Clone)]
 pub struct Counter {
-    /// The VM's name.
     pub name: String,
-    /// Guest memory, MiB.
     pub memory_mib: u64,
-    /// What it counts.
     pub spec: CounterSpec,
     /// Further lines of the description.
     pub lines: String,

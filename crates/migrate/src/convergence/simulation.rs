@@ -173,7 +173,6 @@ impl Sim<'_> {
     }
 }
 
-/// A whole migration.
 pub(super) fn migrate(world: &World, goal: Goal) -> End {
     let mut sim = Sim {
         world,

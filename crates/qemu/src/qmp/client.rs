@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 /// A command's outcome as the reader thread hands it over.
 type Answer = Result<Value, (String, String)>;
 
-/// A negotiated connection.
+/// A QMP connection that is past its greeting and takes commands.
 #[derive(Debug)]
 pub struct Client {
     socket: UnixStream,

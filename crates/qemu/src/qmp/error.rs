@@ -11,7 +11,6 @@ pub enum QmpError {
     /// Nobody answers at this path.
     #[error("cannot connect to the hypervisor's control socket {path}: {source}")]
     Connect {
-        /// The socket's path.
         path: PathBuf,
         /// What the kernel said.
         source: io::Error,
@@ -21,18 +20,13 @@ pub enum QmpError {
     Closed,
     /// No answer before the deadline. The command may still take effect later.
     #[error("the hypervisor did not answer '{command}' in time")]
-    Deadline {
-        /// What was asked.
-        command: String,
-    },
+    Deadline { command: String },
     /// QEMU refused the command; nothing was done.
     #[error("the hypervisor refused '{command}': {description} ({class})")]
     Refused {
-        /// What was asked.
         command: String,
         /// QEMU's class of error, such as `GenericError`.
         class: String,
-        /// QEMU's words.
         description: String,
     },
     /// The peer does not speak QMP.
@@ -40,12 +34,7 @@ pub enum QmpError {
     Protocol(#[from] ParseError),
     /// The answer has another shape than QEMU documents.
     #[error("the hypervisor's answer to '{command}' lacks {what}")]
-    Shape {
-        /// What was asked.
-        command: String,
-        /// What is missing.
-        what: &'static str,
-    },
+    Shape { command: String, what: &'static str },
     /// A system call on the socket failed.
     #[error("cannot talk to the hypervisor: {0}")]
     Io(#[from] io::Error),

@@ -13,13 +13,12 @@ use std::time::Instant;
 /// Events that one listener may leave unread.
 pub(crate) const QUEUE_LIMIT: usize = 1024;
 
-/// What happened.
+/// The events of QEMU that the product acts on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EventKind {
     /// No vCPU runs any more.
     Stop,
-    /// The vCPUs run.
     Resume,
     /// The machine was reset; `guest` tells whether the guest asked for it.
     Reset {
@@ -51,7 +50,6 @@ pub enum EventKind {
 /// One event and when we saw it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// What happened.
     pub kind: EventKind,
     /// QEMU's data; `Null` where there is none.
     pub data: Value,

@@ -56,17 +56,15 @@ pub struct RawEvent {
     pub wall_clock_us: Option<u64>,
 }
 
-/// One line's meaning.
+/// What one line from QEMU says.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Message {
     /// The first line of a connection.
     Greeting(Greeting),
-    /// A command succeeded.
     Return {
         /// The command's id; `None` where it is missing or none of ours.
         id: Option<u64>,
-        /// What it returned.
         value: Value,
     },
     /// A command was refused.
@@ -75,10 +73,8 @@ pub enum Message {
         id: Option<u64>,
         /// QEMU's class of error, such as `GenericError`.
         class: String,
-        /// QEMU's words.
         description: String,
     },
-    /// Something happened.
     Event(RawEvent),
 }
 

@@ -26,7 +26,6 @@ pub(crate) struct Move {
     pub began: u64,
 }
 
-/// The database.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Database {
     pub stamp: Stamp,
@@ -57,7 +56,6 @@ pub(crate) enum Purpose {
     Nothing,
 }
 
-/// A controller.
 #[derive(Debug)]
 pub(crate) struct Controller {
     pub is_up: bool,

@@ -22,9 +22,7 @@ pub struct SiteCoverage {
     pub migrations: [u64; 4],
     /// Times a VM was in doubt.
     pub doubts: u64,
-    /// Surveys begun.
     pub surveys: u64,
-    /// Grants.
     pub grants: u64,
     /// Off holders asked to let a VM go.
     pub releases: u64,
@@ -38,7 +36,6 @@ pub struct SiteCoverage {
     pub reports: u64,
     /// Looks at a controller that knew to be restored from an old copy.
     pub restored: u64,
-    /// Takeovers.
     pub takeovers: u64,
     /// Looks at a VM that several hosts held.
     pub twice: u64,
@@ -50,13 +47,11 @@ pub struct SiteCoverage {
     pub judged: BTreeMap<&'static str, u64>,
     /// What controllers told people.
     pub news: BTreeMap<&'static str, u64>,
-    /// What people asked.
     pub jobs: BTreeMap<&'static str, u64>,
     /// VMs that were not judged, by ground.
     pub exempt: BTreeMap<Exempt, u64>,
     /// VMs that were judged to the end.
     pub judged_vms: u64,
-    /// Steps taken.
     pub steps: u64,
 }
 

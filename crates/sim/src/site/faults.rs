@@ -18,7 +18,6 @@ macro_rules! faults {
         }
 
         impl SiteFault {
-            /// Every kind.
             pub const ALL: &'static [SiteFault] = &[$(SiteFault::$fault),+];
 
             /// Its name in the printed table.

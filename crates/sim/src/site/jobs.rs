@@ -62,7 +62,6 @@ pub(crate) enum Stage {
     Last,
 }
 
-/// A job.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub vm: VmId,

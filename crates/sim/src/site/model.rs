@@ -16,7 +16,6 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 pub(crate) type MachineId = usize;
 /// A host name's number.
 pub(crate) type NameId = usize;
-/// A VM's number.
 pub(crate) type VmId = usize;
 
 /// A journal with a page cache.
@@ -28,7 +27,6 @@ pub(crate) struct Journal {
     pub durable: Option<HostRecord>,
 }
 
-/// A QEMU.
 #[derive(Debug, Clone)]
 pub(crate) struct QemuProcess {
     /// The guest's state in it; none while a destination has not loaded anything.
@@ -44,7 +42,6 @@ pub(crate) struct Outgoing {
     pub began: u64,
 }
 
-/// The destination half.
 #[derive(Debug, Clone)]
 pub(crate) struct Receiving {
     pub migration: MigrationId,
@@ -107,7 +104,6 @@ pub(crate) struct Ground {
     pub is_lone: bool,
 }
 
-/// An agent.
 #[derive(Debug)]
 pub(crate) struct Agent {
     pub number: u64,
@@ -134,12 +130,10 @@ pub(crate) struct Report {
     pub completed: bool,
 }
 
-/// A machine.
 #[derive(Debug)]
 pub(crate) struct Machine {
     pub name: NameId,
     pub is_up: bool,
-    /// Its newest life.
     pub instance: Option<Instance>,
     /// Nobody powers it on by itself.
     pub stays_off: bool,
@@ -392,7 +386,6 @@ pub enum Exempt {
 }
 
 impl Exempt {
-    /// Every ground.
     pub const ALL: [Self; 6] = [
         Self::FalseWord,
         Self::Liar,

@@ -17,12 +17,10 @@ const HEALING_MS: u64 = 120_000;
 /// What is still in doubt after so long is decided by people.
 const LATE_MS: u64 = 30_000;
 
-/// A planted fault.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SitePlant {
     /// In the rules of the site.
     pub site: Option<Plant>,
-    /// In the cores.
     pub core: PlantName,
 }
 
@@ -32,10 +30,8 @@ impl SitePlant {
     }
 }
 
-/// What to run.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SiteOptions {
-    /// A planted fault.
     pub plant: SitePlant,
     /// Keep a readable trace.
     pub trace: bool,
@@ -46,7 +42,6 @@ pub struct SiteOptions {
 pub struct SiteOutcome {
     /// The invariant that broke, if one did.
     pub violation: Option<String>,
-    /// What was exercised.
     pub coverage: SiteCoverage,
     /// Equal for equal runs.
     pub fingerprint: u64,

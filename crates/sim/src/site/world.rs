@@ -14,7 +14,6 @@ use crate::rng::Rng;
 use godwit_types::{HostName, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// One simulated site.
 #[derive(Debug)]
 pub(crate) struct Site {
     pub now: u64,
@@ -32,7 +31,6 @@ pub(crate) struct Site {
     pub swarm: BTreeSet<SiteFault>,
     /// A host lies, or did: what was believed of it may last.
     pub has_liar: bool,
-    /// Faults strike.
     pub is_faulty: bool,
     pub coverage: SiteCoverage,
     pub violation: Option<String>,

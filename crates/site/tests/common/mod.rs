@@ -3,7 +3,6 @@
 use godwit_types::HostName;
 use godwit_types::site::SiteHost;
 
-/// A host's name.
 pub fn host(name: &str) -> HostName {
     HostName::new(name).unwrap()
 }

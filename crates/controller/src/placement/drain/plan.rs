@@ -19,9 +19,7 @@ const WRITES_SHARE: f64 = 0.5;
 /// A VM that is to move.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Waiting {
-    /// Its name.
     pub name: VmName,
-    /// Its memory, MiB.
     pub memory_mib: u64,
     /// Expected time of its move, s.
     pub estimate_s: Option<f64>,
@@ -34,9 +32,7 @@ pub struct Waiting {
 /// A VM that is on its way.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Moving {
-    /// Where it goes.
     pub to: HostName,
-    /// Its memory, MiB.
     pub memory_mib: u64,
     /// What it writes, as a share of its link's speed.
     pub writes_share: f64,

@@ -148,7 +148,6 @@ pub fn script(shared: &Shared) -> MutexGuard<'_, Script> {
     shared.lock().unwrap()
 }
 
-/// A scripted agent.
 pub struct Agent {
     pub name: HostName,
     pub address: SocketAddr,
@@ -274,7 +273,6 @@ impl Agent {
         self.kept.is_some()
     }
 
-    /// Answers again.
     pub async fn heal(&mut self) {
         let kept = self.kept.take().unwrap();
         self.serve(kept.listen(1024).unwrap()).await;
