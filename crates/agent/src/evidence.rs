@@ -4,6 +4,7 @@
 //! a death: what cannot be read may live.
 
 use crate::records::{VMS_MAX, named};
+use godwit_qemu::on_ram::ram_file_of;
 use godwit_store::read_regular;
 use godwit_types::host_api::SOCKET_FILE;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -11,16 +12,13 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use serde::Deserialize;
 use std::collections::BTreeSet;
-use std::io::{ErrorKind, Read as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// In a VM's run directory: which QEMU is its.
 const IDENTITY_FILE: &str = "qemu.json";
 /// Longest such file, in bytes.
 const IDENTITY_MAX: u64 = 4096;
-/// Longest command line that is looked at, in bytes: QEMU's names its RAM file among the first of its words.
-const COMMAND_LINE_MAX: u64 = 1 << 20;
 
 #[derive(Deserialize)]
 struct Identity {
@@ -77,20 +75,17 @@ pub(crate) fn living(
     Ok(living)
 }
 
-/// The VMs on whose RAM files a process lives, whatever became of their run directories: what QEMU's command line says.
-/// Only processes of root and of QEMU's user count: others may write what they like on a command line.
+/// The VMs on whose RAM files a process lives, whatever became of their run directories. Only what runs as a QEMU of this
+/// host may, or maps such a file, counts: others may write what they like on a command line.
 pub(crate) fn qemus(ram_dir: &Path, qemu_uid: u32) -> std::io::Result<BTreeSet<VmName>> {
     let mut found = BTreeSet::new();
     for entry in std::fs::read_dir("/proc")? {
         let name = entry?.file_name();
-        let Some(pid) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else {
+        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
             continue;
         };
-        if let Some(vm) = vm_of(pid, ram_dir)?
-            && is_ours(pid, qemu_uid)
-        {
-            found.insert(vm);
-        }
+        let file = ram_file_of(pid, ram_dir, qemu_uid)?;
+        found.extend(file.and_then(|file| vm_on(&file)));
         if found.len() > VMS_MAX {
             let message = format!("more than {VMS_MAX} VMs seem to live on this host");
             return Err(std::io::Error::other(message));
@@ -99,36 +94,9 @@ pub(crate) fn qemus(ram_dir: &Path, qemu_uid: u32) -> std::io::Result<BTreeSet<V
     Ok(found)
 }
 
-/// Whether the process is of a user that QEMU of this host runs as; one that cannot be asked for may be.
-fn is_ours(pid: u32, qemu_uid: u32) -> bool {
-    match std::fs::metadata(format!("/proc/{pid}")) {
-        Ok(owner) => owner.uid() == 0 || owner.uid() == qemu_uid,
-        Err(error) => error.kind() != ErrorKind::NotFound,
-    }
-}
-
-/// On which VM's RAM file a process lives, if on any.
-fn vm_of(pid: u32, ram_dir: &Path) -> std::io::Result<Option<VmName>> {
-    let mut line = Vec::new();
-    let read = std::fs::File::open(format!("/proc/{pid}/cmdline"))
-        .and_then(|file| file.take(COMMAND_LINE_MAX).read_to_end(&mut line));
-    if let Err(error) = read {
-        let is_gone =
-            error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH);
-        return if is_gone { Ok(None) } else { Err(error) };
-    }
-    let mut arguments = line.split(|byte| *byte == 0);
-    Ok(arguments.find_map(|argument| vm_on(argument, ram_dir)))
-}
-
-fn vm_on(argument: &[u8], ram_dir: &Path) -> Option<VmName> {
-    let text = std::str::from_utf8(argument).ok()?;
-    let parts = text.strip_prefix("memory-backend-file,")?;
-    let path = parts
-        .split(',')
-        .find_map(|part| part.strip_prefix("mem-path="))?;
-    let name = Path::new(path).strip_prefix(ram_dir).ok()?.to_str()?;
-    let (vm, launch) = name.rsplit_once('.')?;
+/// Whose RAM file has this name.
+fn vm_on(file: &str) -> Option<VmName> {
+    let (vm, launch) = file.rsplit_once('.')?;
     launch.parse::<u64>().ok()?;
     VmName::new(vm).ok()
 }
@@ -222,19 +190,11 @@ mod tests {
     }
 
     #[test]
-    fn a_hypervisor_is_known_by_its_ram_file_alone() {
-        let ram = Path::new("/dev/shm/godwit");
-        let on = |text: &str| vm_on(text.as_bytes(), ram).map(|vm| vm.to_string());
-        let backend = "memory-backend-file,id=ram,size=1M,mem-path=";
-        let found = on(&format!("{backend}/dev/shm/godwit/web.3,share=on"));
-        assert_eq!(found.as_deref(), Some("web"));
-        for other in [
-            "/dev/shm/godwit/web",
-            "/dev/shm/other/web.3",
-            "/dev/shm/godwit/a/web.3",
-        ] {
-            assert_eq!(on(&format!("{backend}{other}")), None, "{other}");
+    fn a_ram_file_s_name_tells_the_vm() {
+        let on = |file: &str| vm_on(file).map(|vm| vm.to_string());
+        assert_eq!(on("web.3").as_deref(), Some("web"));
+        for other in ["web", "web.x", ".3", "3"] {
+            assert_eq!(on(other), None, "{other}");
         }
-        assert_eq!(on("mem-path=/dev/shm/godwit/web.3"), None);
     }
 }

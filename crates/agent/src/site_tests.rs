@@ -9,8 +9,9 @@ use godwit_rpc::Role;
 use godwit_types::control_api::StopRequest;
 use godwit_types::host_api::{PutVm, Revoked};
 use godwit_types::site::{BootWish, Claim, SiteVm};
-use godwit_types::vm::VmState;
+use godwit_types::vm::{UIDS, VmState};
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::process::CommandExt as _;
 
 fn stamp(epoch: u64, number: u64) -> Stamp {
     Stamp { epoch, number }
@@ -350,6 +351,10 @@ fn wiped_qemu(host: &TestHost, name: &str) -> std::process::Child {
     );
     let mut command = std::process::Command::new("sh");
     command.args(["-c", "read line", "qemu", "-object", &backend]);
+    if rustix::process::geteuid().is_root() {
+        // Not the common user of this host's QEMUs: one that a VM has for itself.
+        command.uid(*UIDS.start());
+    }
     command.stdin(std::process::Stdio::piped()).spawn().unwrap()
 }
 

@@ -13,6 +13,7 @@ pub mod device_state;
 pub mod disk;
 pub mod launch;
 pub mod machine;
+pub mod on_ram;
 pub mod packet;
 pub mod process;
 pub mod qmp;

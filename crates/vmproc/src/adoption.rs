@@ -114,7 +114,7 @@ fn find(seat: &Seat<'_>) -> Result<Option<Found>, ApiError> {
             Err(error) => return Err(internal(error)),
         },
     };
-    let mut others = strays::living(seat.paths).map_err(internal)?;
+    let mut others = strays::living(seat.paths, seat.config.qemu_uid).map_err(internal)?;
     if let (Some(identity), Some(process)) = (known, process) {
         others.retain(|stray| stray.process.pid() != identity.pid);
         end_those_that_never_ran(seat, &others)?;
@@ -128,7 +128,6 @@ fn find(seat: &Seat<'_>) -> Result<Option<Found>, ApiError> {
         end_all(&others)?;
         return Ok(None);
     }
-    others.retain(|stray| strays::is_ours(stray, seat.config.qemu_uid));
     claim(seat, others)
 }
 

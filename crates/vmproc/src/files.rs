@@ -8,7 +8,7 @@ use godwit_store::{load_json, save_json};
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Which QEMU is this VM's: enough to take it over and never to take another process for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,7 +68,7 @@ impl Paths {
         let before: Option<Places> = load_json(&kept)?;
         if let Some(before) = before.as_ref().filter(|before| **before != now) {
             let old = Self::at(config, before);
-            if !living(&old)?.is_empty() {
+            if !living(&old, config.qemu_uid)?.is_empty() {
                 tracing::warn!(
                     ?before,
                     ?now,
@@ -88,10 +88,15 @@ impl Paths {
         self.socket.clone()
     }
 
-    /// What the names of all RAM files of this VM begin with; a number follows. Nothing where it is no text.
-    pub(crate) fn ram_prefix(&self) -> Option<String> {
-        let first = self.ram_file(0);
-        Some(first.to_str()?.strip_suffix('0')?.to_owned())
+    /// Where all VMs of this host have their RAM files.
+    pub(crate) fn ram_dir(&self) -> &Path {
+        &self.ram
+    }
+
+    /// Of which QEMU of this VM a file in that directory is the RAM, if of any.
+    pub(crate) fn launch_of(&self, file: &str) -> Option<u64> {
+        let launch = file.strip_prefix(&self.vm)?.strip_prefix('.')?;
+        launch.parse().ok()
     }
 
     pub(crate) fn identity(&self) -> PathBuf {
@@ -123,7 +128,6 @@ mod golden;
 mod tests {
     use super::golden::{again, check};
     use super::*;
-    use std::path::Path;
 
     #[test]
     fn files_are_as_their_golden_file_says() {

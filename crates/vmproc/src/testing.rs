@@ -8,12 +8,13 @@ use godwit_types::host_api::{SPEC_FILE, VmProcessConfig};
 use godwit_types::migration::{
     AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Side,
 };
-use godwit_types::vm::{Accelerator, VmSpec};
+use godwit_types::vm::{Accelerator, UIDS, VmSpec};
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use godwit_wire::Spec;
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
@@ -137,6 +138,9 @@ impl Site {
         let memory = format!("memory-backend-file,id=ram0,mem-path={}", memory.display());
         let mut shell = Command::new("sh");
         shell.args(["-c", "read line", "sh", "-object", &memory]);
+        if rustix::process::geteuid().is_root() {
+            shell.uid(*UIDS.start());
+        }
         let child = shell.stdin(Stdio::piped()).spawn().unwrap();
         let pid = child.id() as i32;
         // A process is there an instant before its command line is.

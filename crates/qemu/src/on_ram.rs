@@ -1,0 +1,223 @@
+//! On which RAM file a process lives: how a QEMU is found that no identity file tells of.
+//!
+//! Owns nothing. What a process maps is the kernel's word and cannot be forged: only a QEMU of the VM may open the VM's
+//! RAM file. One that has not come that far has a command line alone, which its own program may change; it is believed of
+//! root, of the common user of this host's QEMUs, and of every user id that a VM may have. Refuses: to take a process that
+//! could not be looked at for one that is gone, since a QEMU that is missed may run a guest that is started a second time.
+
+use godwit_types::vm::UIDS;
+use rustix::io::Errno;
+use std::fs::File;
+use std::io::{self, Read as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
+/// Longest command line and longest list of mappings that are looked at, in bytes.
+const TEXT_MAX: u64 = 16 << 20;
+/// What the kernel puts behind the path of a file that has no name any more.
+const DELETED: &str = " (deleted)";
+
+/// Whether a QEMU of this host may run as this user. VMs that were started before each had a user of its own, or that have
+/// none, run as the common one.
+pub fn is_qemus(uid: u32, common_uid: u32) -> bool {
+    uid == 0 || uid == common_uid || UIDS.contains(&uid)
+}
+
+/// The name of the file in `ram_dir` that a process lives on, if it lives on any.
+pub fn ram_file_of(pid: i32, ram_dir: &Path, common_uid: u32) -> io::Result<Option<String>> {
+    let proc = Path::new("/proc").join(pid.to_string());
+    let Some(line) = gone_is_none(read(&proc.join("cmdline")))? else {
+        return Ok(None);
+    };
+    let told = told(&line, ram_dir);
+    let uid = match gone_is_none(std::fs::metadata(&proc)) {
+        Ok(None) => return Ok(None),
+        Ok(Some(owner)) => Some(owner.uid()),
+        // One that is there and cannot be looked at may be ours.
+        Err(_) => None,
+    };
+    // Others of root are many and never ours without saying so.
+    if told.is_none() && !uid.is_some_and(|uid| uid != 0 && is_qemus(uid, common_uid)) {
+        return Ok(None);
+    }
+    match gone_is_none(read(&proc.join("maps"))) {
+        Ok(None) => return Ok(None),
+        Ok(Some(maps)) => {
+            let mapped = mapped(&maps, ram_dir);
+            if let Some(name) = mapped {
+                return Ok(Some(name));
+            }
+        }
+        // What it says of itself has to do.
+        Err(_) => {}
+    }
+    Ok(told.filter(|_| uid.is_none_or(|uid| is_qemus(uid, common_uid))))
+}
+
+/// Only these two mean that a process is gone.
+fn gone_is_none<T>(looked: io::Result<T>) -> io::Result<Option<T>> {
+    match looked {
+        Ok(seen) => Ok(Some(seen)),
+        Err(error) => match Errno::from_io_error(&error) {
+            Some(Errno::NOENT | Errno::SRCH) => Ok(None),
+            _ => Err(error),
+        },
+    }
+}
+
+fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    File::open(path)?.take(TEXT_MAX).read_to_end(&mut text)?;
+    Ok(text)
+}
+
+/// The RAM file on a command line.
+fn told(line: &[u8], ram_dir: &Path) -> Option<String> {
+    line.split(|byte| *byte == 0).find_map(|argument| {
+        let text = std::str::from_utf8(argument).ok()?;
+        let parts = text.strip_prefix("memory-backend-file,")?;
+        let mut parts = parts.split(',');
+        let path = parts.find_map(|part| part.strip_prefix("mem-path="))?;
+        name_in(ram_dir, path)
+    })
+}
+
+/// The RAM file in a list of mappings: a line has five words before the path, which may hold spaces.
+fn mapped(maps: &[u8], ram_dir: &Path) -> Option<String> {
+    let text = String::from_utf8_lossy(maps);
+    text.lines().find_map(|line| {
+        let path = line.get(line.find(" /")?..)?.trim_start();
+        name_in(ram_dir, path.strip_suffix(DELETED).unwrap_or(path))
+    })
+}
+
+fn name_in(ram_dir: &Path, path: &str) -> Option<String> {
+    let name = Path::new(path).strip_prefix(ram_dir).ok()?.to_str()?;
+    let is_name = !name.is_empty() && !name.contains('/');
+    is_name.then(|| name.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::process::CommandExt as _;
+    use std::process::{Child, Command, Stdio};
+
+    const COMMON: u32 = 61_234;
+
+    struct Ended(Child);
+
+    impl Drop for Ended {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    impl Ended {
+        fn pid(&self) -> i32 {
+            self.0.id() as i32
+        }
+    }
+
+    /// A process of this user with this word on its command line, which is there when this returns.
+    fn process(uid: u32, word: &str) -> Ended {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "echo; read line", "qemu", "-object", word]);
+        shell.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = shell.uid(uid).gid(uid).spawn().expect("a shell");
+        let mut said = [0];
+        let stdout = child.stdout.as_mut().expect("a pipe");
+        stdout.read_exact(&mut said).expect("a line");
+        Ended(child)
+    }
+
+    fn backend(dir: &Path, name: &str) -> String {
+        format!(
+            "memory-backend-file,id=ram,size=1M,mem-path={},share=on",
+            dir.join(name).display()
+        )
+    }
+
+    #[test]
+    fn a_hypervisor_is_found_under_the_common_user_and_under_every_id_that_a_vm_may_have() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: becoming another user needs root");
+        }
+        let dir = Path::new("/nonexistent/ram");
+        let ours = [0, COMMON, *UIDS.start(), UIDS.start() + 77, *UIDS.end()];
+        for uid in ours {
+            let qemu = process(uid, &backend(dir, "web.3"));
+            let found = ram_file_of(qemu.pid(), dir, COMMON).expect("looked at");
+            assert_eq!(found.as_deref(), Some("web.3"), "user {uid}");
+        }
+        for uid in [COMMON + 1, UIDS.start() - 1] {
+            let other = process(uid, &backend(dir, "web.3"));
+            let found = ram_file_of(other.pid(), dir, COMMON).expect("looked at");
+            assert_eq!(found, None, "user {uid} may write what it likes");
+        }
+    }
+
+    /// Maps a file of this directory and waits; its command line names another one.
+    fn on(dir: &Path, file: &str, uid: u32) -> Ended {
+        let script = "import mmap,os,sys\n\
+             f=open(sys.argv[1],'r+b');m=mmap.mmap(f.fileno(),0);os.setuid(int(sys.argv[2]))\n\
+             print('x',flush=True);sys.stdin.read(1)";
+        let path = dir.join(file);
+        std::fs::write(&path, [0; 4096]).expect("a file");
+        let mut python = Command::new("python3");
+        python.args(["-c", script]).arg(path).arg(uid.to_string());
+        python.arg(backend(dir, "other.1"));
+        let mut child = python
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python3");
+        let stdout = child.stdout.as_mut().expect("a pipe");
+        stdout.read_exact(&mut [0]).expect("a line");
+        Ended(child)
+    }
+
+    #[test]
+    fn what_is_mapped_counts_before_what_a_command_line_says_and_whoever_maps_it() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: becoming another user needs root");
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let dir = &dir.path().canonicalize().expect("its path");
+        // The last one: the administrator has changed the common user meanwhile.
+        for uid in [COMMON, UIDS.start() + 5, COMMON + 1] {
+            let qemu = on(dir, "web.7", uid);
+            let found = || ram_file_of(qemu.pid(), dir, COMMON).expect("looked at");
+            assert_eq!(found().as_deref(), Some("web.7"), "user {uid}");
+            std::fs::remove_file(dir.join("web.7")).expect("removed");
+            assert_eq!(found().as_deref(), Some("web.7"), "its name is gone");
+        }
+    }
+
+    #[test]
+    fn a_process_that_is_gone_lives_on_nothing() {
+        let found = ram_file_of(i32::MAX, Path::new("/dev/shm"), COMMON);
+        assert_eq!(found.expect("a clear no"), None);
+    }
+
+    #[test]
+    fn a_file_of_another_directory_is_none_of_ours() {
+        let dir = Path::new("/dev/shm/godwit");
+        let on = |path: &str| {
+            let word = format!("memory-backend-file,id=ram,mem-path={path},share=on");
+            told(word.as_bytes(), dir)
+        };
+        assert_eq!(on("/dev/shm/godwit/web.3").as_deref(), Some("web.3"));
+        for other in [
+            "/dev/shm/godwit",
+            "/dev/shm/other/web.3",
+            "/dev/shm/godwit/a/web.3",
+        ] {
+            assert_eq!(on(other), None, "{other}");
+        }
+        assert_eq!(told(b"mem-path=/dev/shm/godwit/web.3", dir), None);
+        let maps = b"7f0-7f1 rw-s 00000000 00:1f 7    /dev/shm/godwit/web.3 (deleted)\n";
+        assert_eq!(mapped(maps, dir).as_deref(), Some("web.3"));
+    }
+}
