@@ -3,12 +3,17 @@
 //! Plain data made by clap; help, man pages and completions all come from here. Refuses: whatever clap refuses, with
 //! exit code 2.
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
-use godwit_agent::config::{CONFIG_PATH, LISTEN_PORT};
-use godwit_types::vm::EncryptionMode;
-use godwit_types::{HostName, MigrationId, VmName};
+use clap::{Args, Parser, Subcommand};
+use godwit_agent::config::CONFIG_PATH;
+use godwit_types::{HostName, MigrationId};
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+
+mod host;
+mod vm;
+
+pub use host::{HostCommand, HostDrain, HostJoin, HostLeave, HostRenew, HostTopArgs};
+pub use vm::{VmCommand, VmMigrate};
 
 /// Where controllers listen unless said otherwise.
 const CONTROLLER_PORT: u16 = 8471;
@@ -210,104 +215,6 @@ pub enum AgentCommand {
     },
 }
 
-/// Hosts.
-#[derive(Debug, Subcommand)]
-pub enum HostCommand {
-    /// Make this machine a host of a controller (run on the host, with the token from 'host add')
-    #[command(
-        after_help = "Example:\n  godwit host join TOKEN --name a --migration 10.1.0.1 --port-group vm=vmbr0"
-    )]
-    Join(HostJoin),
-    /// Give this host another certificate after its own has ended (run on the host, with a token from 'host add')
-    #[command(
-        after_help = "Certificates renew themselves; this is for a host that was off, or cut off, for so long that its own has ended. It\nstays the host that it was: its records stay, its VMs run on, its former certificate is revoked. A running agent\ntakes the new one by itself.\n\nExample:\n  godwit host renew TOKEN"
-    )]
-    Renew(HostRenew),
-    /// Take this machine out of its site (run on the host; it must hold no VM)
-    #[command(
-        after_help = "The controller removes the host and revokes its certificate; then the agent is stopped, its records are moved aside, and\ncertificate and configuration are removed, so that the machine may join again. Move its VMs away first, with\n'godwit host drain'.\n\nExample:\n  godwit host leave"
-    )]
-    Leave(HostLeave),
-    /// List the hosts
-    #[command(after_help = "Example:\n  godwit host list --json")]
-    List,
-    /// Show one host
-    #[command(after_help = "Example:\n  godwit host show a")]
-    Show {
-        /// The host
-        host: HostName,
-    },
-    /// Make a one-time token for another host to join with
-    #[command(after_help = "Example:\n  godwit host add")]
-    Add,
-    /// Remove a host and revoke its certificate
-    #[command(after_help = "Example:\n  godwit host remove a")]
-    Remove {
-        /// The host
-        host: HostName,
-        /// It does not answer and is certainly off, although it may hold VMs
-        #[arg(long)]
-        confirm_unreachable: bool,
-    },
-    /// Check a host: kernel, userfaultfd, QEMU, CPU, AES, MTU, clock, ports, huge pages; each with its remedy
-    #[command(
-        after_help = "Examples:\n  godwit host check          (this machine)\n  godwit host check b        (through the controller)"
-    )]
-    Check {
-        /// The host; this machine when left out
-        host: Option<HostName>,
-        /// This machine's configuration
-        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-        config: PathBuf,
-    },
-    /// Show what hosts are busy with: migration interfaces, cores, memory, each migration's share
-    #[command(after_help = "Examples:\n  godwit host top\n  godwit host top b --once --json")]
-    Top(HostTopArgs),
-    /// Move every VM off a host, with the guests running; the host then takes no VMs until 'host undrain'
-    #[command(
-        after_help = "Never shuts a VM down. What cannot move stays as it is and is listed with the reason (exit code 3): do what the\nreason says, then drain again. A VM that is off leaves the host without a move, so that it starts elsewhere. The\nhost takes no VMs until 'host undrain'. Goes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
-    )]
-    Drain(HostDrain),
-    /// Say that a host is powered off, so that its VMs may start elsewhere; holds until it is heard again
-    #[command(
-        after_help = "Only for a host that is off: a VM of a host that runs may run twice.\n\nExample:\n  godwit host fenced b"
-    )]
-    Fenced {
-        /// The host
-        host: HostName,
-        /// It is off: do not ask
-        #[arg(long)]
-        yes: bool,
-    },
-    /// Let this host boot its VMs although nobody answers whether they went elsewhere (run on the host)
-    #[command(
-        after_help = "After a power cut a host asks the controller and the other hosts first, and waits for one answer. This is a person's\nanswer instead: VMs that wait are booted as this host's record has them, also ones that come later, until its agent\nis started again. First see that no other host runs them: 'godwit vm list' on this host says which wait and for whom.\n\nExample:\n  godwit host boot-alone"
-    )]
-    BootAlone {
-        /// No other host runs them: do not ask
-        #[arg(long)]
-        yes: bool,
-    },
-    /// Power this host's guests down, as before a shutdown; none starts until the next boot or 'host open' (run on the host)
-    #[command(
-        after_help = "Presses every guest's power key and waits; who is not off within guest_shutdown_s of host.toml (120 s) is stopped hard.\nNobody asked for these VMs to be off: they are booted when the host is back. Moves under way are called off. Paused\nVMs and VMs in doubt are left as they are. godwit-guests.service runs this with --at-shutdown when the host shuts down.\n\nExamples:\n  godwit host close\n  godwit host open"
-    )]
-    Close {
-        /// Do nothing unless the system manager takes this host down
-        #[arg(long)]
-        at_shutdown: bool,
-    },
-    /// Run guests again after 'host close'; those that ran before are booted (run on the host)
-    #[command(after_help = "Example:\n  godwit host open")]
-    Open,
-    /// Let a host take VMs again; moves under way go on to their end
-    #[command(after_help = "Example:\n  godwit host undrain b")]
-    Undrain {
-        /// The host
-        host: HostName,
-    },
-}
-
 /// The whole site.
 #[derive(Debug, Subcommand)]
 pub enum SiteCommand {
@@ -333,94 +240,6 @@ pub struct AuditArgs {
     pub last: u32,
 }
 
-/// How a host is emptied.
-#[derive(Debug, Args)]
-pub struct HostDrain {
-    /// The host
-    pub host: HostName,
-    /// Make all preflight checks and predict, move nothing
-    #[arg(long)]
-    pub dry_run: bool,
-    /// Moves at the same time at most; chosen by links and memory when left out
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
-    pub at_once: Option<u32>,
-    /// Only to this host; may be given several times
-    #[arg(long, value_name = "HOST")]
-    pub to: Vec<HostName>,
-    /// Begin and return at once
-    #[arg(long)]
-    pub detach: bool,
-    /// Show how far it is
-    #[arg(long, conflicts_with_all = ["dry_run", "at_once", "to", "detach"])]
-    pub status: bool,
-    /// End it: the same as 'host undrain'
-    #[arg(long, conflicts_with_all = ["dry_run", "at_once", "to", "detach", "status"])]
-    pub stop: bool,
-}
-
-/// What to watch.
-#[derive(Debug, Args)]
-pub struct HostTopArgs {
-    /// The host; all when left out
-    pub host: Option<HostName>,
-    /// Show it once
-    #[arg(long)]
-    pub once: bool,
-    /// Pause between two looks, seconds
-    #[arg(long, value_name = "S", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
-    pub every: u32,
-}
-
-/// How this machine joins.
-#[derive(Debug, Args)]
-pub struct HostJoin {
-    /// The one-time token that 'godwit host add' or 'godwit controller init' printed; '-' reads it from standard input,
-    /// so that no list of processes shows it
-    #[arg(required_unless_present = "token_file")]
-    pub token: Option<String>,
-    /// File that holds the token
-    #[arg(long, value_name = "FILE", conflicts_with = "token")]
-    pub token_file: Option<PathBuf>,
-    /// This host's name; its host name when left out
-    #[arg(long)]
-    pub name: Option<HostName>,
-    /// Where the agent listens; port 8472 on the address that reaches the controller when left out
-    #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = address::<LISTEN_PORT>)]
-    pub listen: Option<SocketAddr>,
-    /// Address on a migration network; may be given several times; the listening address when left out
-    #[arg(long, value_name = "ADDRESS")]
-    pub migration: Vec<IpAddr>,
-    /// A port group and its bridge; may be given several times
-    #[arg(long = "port-group", value_name = "GROUP=BRIDGE")]
-    pub port_groups: Vec<String>,
-    /// This host does not encrypt migrations
-    #[arg(long)]
-    pub no_encryption: bool,
-    /// Configuration file to write
-    #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-    pub config: PathBuf,
-    /// Directory of durable state
-    #[arg(long, value_name = "DIR", default_value = "/var/lib/godwit")]
-    pub state_dir: PathBuf,
-    /// Directory of sockets and RAM files
-    #[arg(long, value_name = "DIR", default_value = "/run/godwit")]
-    pub run_dir: PathBuf,
-    /// Do not start the agent's service
-    #[arg(long)]
-    pub no_start: bool,
-}
-
-/// How a host leaves its site.
-#[derive(Debug, Args)]
-pub struct HostLeave {
-    /// The controller is gone for good: leave without telling it
-    #[arg(long)]
-    pub controller_is_gone: bool,
-    /// This machine's configuration
-    #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-    pub config: PathBuf,
-}
-
 /// Reads an address with a port, or without one where there is a usual one.
 fn address<const PORT: u16>(text: &str) -> Result<SocketAddr, String> {
     let bare = text
@@ -431,16 +250,6 @@ fn address<const PORT: u16>(text: &str) -> Result<SocketAddr, String> {
     with_port
         .or_else(|_| alone().map(|ip| SocketAddr::new(ip, PORT)))
         .map_err(|_| format!("write ADDRESS or ADDRESS:PORT, such as 10.0.0.1 or 10.0.0.1:{PORT}"))
-}
-
-/// How a host gets another certificate.
-#[derive(Debug, Args)]
-pub struct HostRenew {
-    /// The one-time token that 'godwit host add' printed
-    pub token: String,
-    /// This machine's configuration
-    #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
-    pub config: PathBuf,
 }
 
 /// Certificates of people and scripts on other machines.
@@ -462,200 +271,6 @@ pub enum OperatorCommand {
         after_help = "Example:\n  godwit operator renew --controller 10.0.0.1:8471 --certificate ./eve"
     )]
     Renew,
-}
-
-/// Virtual machines.
-#[derive(Debug, Subcommand)]
-pub enum VmCommand {
-    /// Make a VM from a description
-    #[command(after_help = "Example:\n  godwit vm create web.toml")]
-    Create {
-        /// The description, TOML
-        file: PathBuf,
-    },
-    /// Replace a stopped VM's description
-    #[command(after_help = "Example:\n  godwit vm edit web web.toml")]
-    Edit {
-        /// The VM
-        vm: VmName,
-        /// The new description, TOML
-        file: PathBuf,
-    },
-    /// List the VMs, those in doubt first
-    #[command(after_help = "Example:\n  godwit vm list --json")]
-    List,
-    /// Show one VM
-    #[command(after_help = "Example:\n  godwit vm show web")]
-    Show {
-        /// The VM
-        vm: VmName,
-    },
-    /// Power a VM on
-    #[command(after_help = "Example:\n  godwit vm start web --on a")]
-    Start {
-        /// The VM
-        vm: VmName,
-        /// Host; chosen by free memory when left out
-        #[arg(long, value_name = "HOST")]
-        on: Option<HostName>,
-    },
-    /// Ask the guest to power off
-    #[command(
-        after_help = "Examples:\n  godwit vm stop web --force\n  godwit vm stop web --force --host b"
-    )]
-    Stop {
-        /// The VM
-        vm: VmName,
-        /// Power off at once
-        #[arg(long)]
-        force: bool,
-        /// The copy on this host, wherever else the VM may be
-        #[arg(long, value_name = "HOST")]
-        host: Option<HostName>,
-    },
-    /// Reset the guest
-    #[command(after_help = "Example:\n  godwit vm reset web")]
-    Reset {
-        /// The VM
-        vm: VmName,
-    },
-    /// Have the installed version of Godwit take over a running guest
-    ///
-    /// A VM process lives as long as its guest, also when a newer Godwit is installed. This replaces it; the guest goes on.
-    #[command(
-        group(clap::ArgGroup::new("which").required(true).multiple(true).args(["vm", "all", "host"])),
-        after_help = "Examples:\n  godwit vm renew web\n  godwit vm renew --all\n  godwit vm renew --host a"
-    )]
-    Renew {
-        /// The VM
-        vm: Option<VmName>,
-        /// Every VM that is on
-        #[arg(long, conflicts_with = "vm")]
-        all: bool,
-        /// Every VM that is on on this host
-        #[arg(long, value_name = "HOST", conflicts_with_all = ["vm", "all"])]
-        host: Option<HostName>,
-    },
-    /// Stop the guest where it stands, keep its memory
-    #[command(after_help = "Example:\n  godwit vm pause web")]
-    Pause {
-        /// The VM
-        vm: VmName,
-    },
-    /// Let a paused guest go on
-    #[command(after_help = "Example:\n  godwit vm resume web")]
-    Resume {
-        /// The VM
-        vm: VmName,
-    },
-    /// Settle a VM that is in doubt, or that several hosts hold
-    #[command(
-        group(clap::ArgGroup::new("decision").required(true).args(["run_on", "give_up_on", "keep"])),
-        after_help = "In doubt; only after you made sure that the other host is powered off:\n  godwit vm resolve web --run-on a --confirm-fenced b\n\nHeld by two hosts; the copy of every other host is ended, with its memory:\n  godwit vm resolve web --keep a"
-    )]
-    Resolve {
-        /// The VM
-        vm: VmName,
-        /// The host that shall run it
-        #[arg(long, value_name = "HOST")]
-        run_on: Option<HostName>,
-        /// The host that shall give up what it has of it; the VM can then be started anew
-        #[arg(long, value_name = "HOST", conflicts_with = "run_on")]
-        give_up_on: Option<HostName>,
-        /// The other host, which is powered off
-        #[arg(long, value_name = "HOST")]
-        confirm_fenced: Option<HostName>,
-        /// Of a VM that several hosts hold: the host whose copy goes on
-        #[arg(long, value_name = "HOST", conflicts_with_all = ["run_on", "give_up_on", "confirm_fenced"])]
-        keep: Option<HostName>,
-    },
-    /// Put a damaged record of this host aside, so that the VM may start elsewhere (run on the host)
-    #[command(after_help = "Example:\n  godwit vm forget-record web")]
-    ForgetRecord {
-        /// The VM
-        vm: VmName,
-        /// This host does not run it: do not ask
-        #[arg(long)]
-        yes: bool,
-    },
-    /// Delete a stopped VM
-    #[command(after_help = "Example:\n  godwit vm delete web")]
-    Delete {
-        /// The VM
-        vm: VmName,
-    },
-    /// Move a running VM to another host
-    #[command(
-        after_help = "Examples:\n  godwit vm migrate web --to b\n  godwit vm migrate web --to b --max-downtime 20 --deadline 120 --dry-run\n  godwit vm migrate web --to b --max-guest-slowdown 30 --must-keep"
-    )]
-    Migrate(VmMigrate),
-    /// Print the last of what the guest wrote to its serial console
-    #[command(after_help = "Examples:\n  godwit vm console web\n  godwit vm console web --host b")]
-    Console {
-        /// The VM
-        vm: VmName,
-        /// The copy on this host, wherever else the VM may be
-        #[arg(long, value_name = "HOST")]
-        host: Option<HostName>,
-    },
-}
-
-/// How to move a VM.
-#[derive(Debug, Args)]
-pub struct VmMigrate {
-    /// The VM
-    pub vm: VmName,
-    /// Destination host
-    #[arg(long, value_name = "HOST")]
-    pub to: HostName,
-    /// Encryption of this move; the VM's own mode when left out
-    #[arg(long, value_enum)]
-    pub encryption: Option<Encryption>,
-    /// Target of the pause, milliseconds at most (50 when left out)
-    #[arg(long, value_name = "MS")]
-    pub max_downtime: Option<u64>,
-    /// Cancel when not done after this many seconds; the guest stays where it is
-    #[arg(long, value_name = "S")]
-    pub deadline: Option<u64>,
-    /// Cap of the migration's traffic, Mb/s
-    #[arg(long, value_name = "MBIT")]
-    pub max_bandwidth: Option<u64>,
-    /// Slow the guest by at most this percent, also where it writes faster than the link
-    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=99))]
-    pub max_guest_slowdown: Option<u32>,
-    /// Have the destination allocate all of the guest's memory first
-    #[arg(long)]
-    pub prepare: bool,
-    /// Refuse to begin when the prediction misses a target above; else that is a warning
-    #[arg(long)]
-    pub must_keep: bool,
-    /// Make all preflight checks and predict, start nothing
-    #[arg(long)]
-    pub dry_run: bool,
-    /// Begin and return at once
-    #[arg(long)]
-    pub detach: bool,
-}
-
-/// Encryption modes as written on the command line.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Encryption {
-    /// In clear; handshake and control stay authenticated
-    Disabled,
-    /// Encrypted when both hosts can
-    Opportunistic,
-    /// Only hosts that can encrypt
-    Required,
-}
-
-impl From<Encryption> for EncryptionMode {
-    fn from(mode: Encryption) -> Self {
-        match mode {
-            Encryption::Disabled => Self::Disabled,
-            Encryption::Opportunistic => Self::Opportunistic,
-            Encryption::Required => Self::Required,
-        }
-    }
 }
 
 /// Migrations.

@@ -1,0 +1,202 @@
+//! `godwit vm`: its commands, options and examples.
+//!
+//! Plain data made by clap. Refuses: whatever clap refuses, with exit code 2.
+
+use clap::{Args, Subcommand, ValueEnum};
+use godwit_types::vm::EncryptionMode;
+use godwit_types::{HostName, VmName};
+use std::path::PathBuf;
+
+/// Virtual machines.
+#[derive(Debug, Subcommand)]
+pub enum VmCommand {
+    /// Make a VM from a description
+    #[command(after_help = "Example:\n  godwit vm create web.toml")]
+    Create {
+        /// The description, TOML
+        file: PathBuf,
+    },
+    /// Replace a stopped VM's description
+    #[command(after_help = "Example:\n  godwit vm edit web web.toml")]
+    Edit {
+        /// The VM
+        vm: VmName,
+        /// The new description, TOML
+        file: PathBuf,
+    },
+    /// List the VMs, those in doubt first
+    #[command(after_help = "Example:\n  godwit vm list --json")]
+    List,
+    /// Show one VM
+    #[command(after_help = "Example:\n  godwit vm show web")]
+    Show {
+        /// The VM
+        vm: VmName,
+    },
+    /// Power a VM on
+    #[command(after_help = "Example:\n  godwit vm start web --on a")]
+    Start {
+        /// The VM
+        vm: VmName,
+        /// Host; chosen by free memory when left out
+        #[arg(long, value_name = "HOST")]
+        on: Option<HostName>,
+    },
+    /// Ask the guest to power off
+    #[command(
+        after_help = "Examples:\n  godwit vm stop web --force\n  godwit vm stop web --force --host b"
+    )]
+    Stop {
+        /// The VM
+        vm: VmName,
+        /// Power off at once
+        #[arg(long)]
+        force: bool,
+        /// The copy on this host, wherever else the VM may be
+        #[arg(long, value_name = "HOST")]
+        host: Option<HostName>,
+    },
+    /// Reset the guest
+    #[command(after_help = "Example:\n  godwit vm reset web")]
+    Reset {
+        /// The VM
+        vm: VmName,
+    },
+    /// Have the installed version of Godwit take over a running guest
+    ///
+    /// A VM process lives as long as its guest, also when a newer Godwit is installed. This replaces it; the guest goes on.
+    #[command(
+        group(clap::ArgGroup::new("which").required(true).multiple(true).args(["vm", "all", "host"])),
+        after_help = "Examples:\n  godwit vm renew web\n  godwit vm renew --all\n  godwit vm renew --host a"
+    )]
+    Renew {
+        /// The VM
+        vm: Option<VmName>,
+        /// Every VM that is on
+        #[arg(long, conflicts_with = "vm")]
+        all: bool,
+        /// Every VM that is on on this host
+        #[arg(long, value_name = "HOST", conflicts_with_all = ["vm", "all"])]
+        host: Option<HostName>,
+    },
+    /// Stop the guest where it stands, keep its memory
+    #[command(after_help = "Example:\n  godwit vm pause web")]
+    Pause {
+        /// The VM
+        vm: VmName,
+    },
+    /// Let a paused guest go on
+    #[command(after_help = "Example:\n  godwit vm resume web")]
+    Resume {
+        /// The VM
+        vm: VmName,
+    },
+    /// Settle a VM that is in doubt, or that several hosts hold
+    #[command(
+        group(clap::ArgGroup::new("decision").required(true).args(["run_on", "give_up_on", "keep"])),
+        after_help = "In doubt; only after you made sure that the other host is powered off:\n  godwit vm resolve web --run-on a --confirm-fenced b\n\nHeld by two hosts; the copy of every other host is ended, with its memory:\n  godwit vm resolve web --keep a"
+    )]
+    Resolve {
+        /// The VM
+        vm: VmName,
+        /// The host that shall run it
+        #[arg(long, value_name = "HOST")]
+        run_on: Option<HostName>,
+        /// The host that shall give up what it has of it; the VM can then be started anew
+        #[arg(long, value_name = "HOST", conflicts_with = "run_on")]
+        give_up_on: Option<HostName>,
+        /// The other host, which is powered off
+        #[arg(long, value_name = "HOST")]
+        confirm_fenced: Option<HostName>,
+        /// Of a VM that several hosts hold: the host whose copy goes on
+        #[arg(long, value_name = "HOST", conflicts_with_all = ["run_on", "give_up_on", "confirm_fenced"])]
+        keep: Option<HostName>,
+    },
+    /// Put a damaged record of this host aside, so that the VM may start elsewhere (run on the host)
+    #[command(after_help = "Example:\n  godwit vm forget-record web")]
+    ForgetRecord {
+        /// The VM
+        vm: VmName,
+        /// This host does not run it: do not ask
+        #[arg(long)]
+        yes: bool,
+    },
+    /// Delete a stopped VM
+    #[command(after_help = "Example:\n  godwit vm delete web")]
+    Delete {
+        /// The VM
+        vm: VmName,
+    },
+    /// Move a running VM to another host
+    #[command(
+        after_help = "Examples:\n  godwit vm migrate web --to b\n  godwit vm migrate web --to b --max-downtime 20 --deadline 120 --dry-run\n  godwit vm migrate web --to b --max-guest-slowdown 30 --must-keep"
+    )]
+    Migrate(VmMigrate),
+    /// Print the last of what the guest wrote to its serial console
+    #[command(after_help = "Examples:\n  godwit vm console web\n  godwit vm console web --host b")]
+    Console {
+        /// The VM
+        vm: VmName,
+        /// The copy on this host, wherever else the VM may be
+        #[arg(long, value_name = "HOST")]
+        host: Option<HostName>,
+    },
+}
+
+/// How to move a VM.
+#[derive(Debug, Args)]
+pub struct VmMigrate {
+    /// The VM
+    pub vm: VmName,
+    /// Destination host
+    #[arg(long, value_name = "HOST")]
+    pub to: HostName,
+    /// Encryption of this move; the VM's own mode when left out
+    #[arg(long, value_enum)]
+    pub encryption: Option<Encryption>,
+    /// Target of the pause, milliseconds at most (50 when left out)
+    #[arg(long, value_name = "MS")]
+    pub max_downtime: Option<u64>,
+    /// Cancel when not done after this many seconds; the guest stays where it is
+    #[arg(long, value_name = "S")]
+    pub deadline: Option<u64>,
+    /// Cap of the migration's traffic, Mb/s
+    #[arg(long, value_name = "MBIT")]
+    pub max_bandwidth: Option<u64>,
+    /// Slow the guest by at most this percent, also where it writes faster than the link
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=99))]
+    pub max_guest_slowdown: Option<u32>,
+    /// Have the destination allocate all of the guest's memory first
+    #[arg(long)]
+    pub prepare: bool,
+    /// Refuse to begin when the prediction misses a target above; else that is a warning
+    #[arg(long)]
+    pub must_keep: bool,
+    /// Make all preflight checks and predict, start nothing
+    #[arg(long)]
+    pub dry_run: bool,
+    /// Begin and return at once
+    #[arg(long)]
+    pub detach: bool,
+}
+
+/// Encryption modes as written on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Encryption {
+    /// In clear; handshake and control stay authenticated
+    Disabled,
+    /// Encrypted when both hosts can
+    Opportunistic,
+    /// Only hosts that can encrypt
+    Required,
+}
+
+impl From<Encryption> for EncryptionMode {
+    fn from(mode: Encryption) -> Self {
+        match mode {
+            Encryption::Disabled => Self::Disabled,
+            Encryption::Opportunistic => Self::Opportunistic,
+            Encryption::Required => Self::Required,
+        }
+    }
+}
