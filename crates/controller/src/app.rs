@@ -5,7 +5,10 @@
 
 use crate::config::ControllerConfig;
 use crate::drains::Drains;
-use crate::error::{ControllerError, Outcome, refuse};
+use crate::error::{
+    ControllerError, Outcome, being_taken_over, damaged, held_twice, in_doubt, refuse, unknown_vm,
+    unreachable_host,
+};
 use crate::hosts;
 use crate::measured::Measured;
 use crate::state::{HostEntry, Place, State};
@@ -19,7 +22,7 @@ use godwit_types::control_api::{HostState, InventoryEvent, VmView};
 use godwit_types::migration::MigrationReport;
 use godwit_types::site::{SiteHost, SiteUpdate, Stamp};
 use godwit_types::vm::VmState;
-use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
+use godwit_types::{ErrorCode, HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -498,58 +501,6 @@ impl App {
             ),
         }
     }
-}
-
-/// The answer to a request that names an unknown VM.
-pub fn unknown_vm(vm: &VmName) -> ApiError {
-    ApiError::new(
-        ErrorCode::UnknownVm,
-        format!("there is no VM {vm}: see 'godwit vm list'"),
-    )
-}
-
-/// A host does not answer.
-pub fn unreachable_host(host: &HostName) -> ApiError {
-    ApiError::new(
-        ErrorCode::HostUnreachable,
-        format!("host {host} does not answer: see that it is on and its agent runs"),
-    )
-    .on_host(host)
-}
-
-/// A host answers but its VM process does not yet.
-pub fn being_taken_over(vm: &VmName, host: &HostName) -> ApiError {
-    ApiError::new(
-        ErrorCode::WrongState,
-        format!(
-            "the process of VM {vm} on host {host} is being started: try again in a few seconds"
-        ),
-    )
-    .on_host(host)
-}
-
-/// A VM is in doubt; `note` has the way out.
-pub fn in_doubt(vm: &VmName, note: Option<String>) -> ApiError {
-    let note = note.unwrap_or_default();
-    ApiError::new(ErrorCode::InDoubt, format!("VM {vm} is in doubt: {note}"))
-}
-
-/// What is known of a VM cannot be read, at a host or here; `note` has the way out.
-pub fn damaged(vm: &VmName, note: Option<String>) -> ApiError {
-    let note = note.unwrap_or_default();
-    ApiError::new(
-        ErrorCode::WrongState,
-        format!("what is on record of VM {vm} cannot be read: {note}"),
-    )
-}
-
-/// Several hosts hold a VM; `note` has the way out.
-pub fn held_twice(vm: &VmName, note: Option<String>) -> ApiError {
-    let note = note.unwrap_or_default();
-    ApiError::new(
-        ErrorCode::RunningTwice,
-        format!("VM {vm} is held twice: {note}"),
-    )
 }
 
 /// What the database knows of hosts and of who may hold which VM.

@@ -2,7 +2,7 @@
 
 use crate::unread::UnreadRow;
 use godwit_rpc::pki::PkiError;
-use godwit_types::{ApiError, ErrorCode, HostName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 
 /// Why the controller could not be made or started.
 #[derive(Debug, thiserror::Error)]
@@ -76,4 +76,56 @@ pub fn way_out(error: ApiError) -> ApiError {
 /// An error in one sentence.
 pub fn refuse<T>(code: ErrorCode, message: impl Into<String>) -> Outcome<T> {
     Err(ApiError::new(code, message))
+}
+
+/// The answer to a request that names an unknown VM.
+pub fn unknown_vm(vm: &VmName) -> ApiError {
+    ApiError::new(
+        ErrorCode::UnknownVm,
+        format!("there is no VM {vm}: see 'godwit vm list'"),
+    )
+}
+
+/// A host does not answer.
+pub fn unreachable_host(host: &HostName) -> ApiError {
+    ApiError::new(
+        ErrorCode::HostUnreachable,
+        format!("host {host} does not answer: see that it is on and its agent runs"),
+    )
+    .on_host(host)
+}
+
+/// A host answers but its VM process does not yet.
+pub fn being_taken_over(vm: &VmName, host: &HostName) -> ApiError {
+    ApiError::new(
+        ErrorCode::WrongState,
+        format!(
+            "the process of VM {vm} on host {host} is being started: try again in a few seconds"
+        ),
+    )
+    .on_host(host)
+}
+
+/// A VM is in doubt; `note` has the way out.
+pub fn in_doubt(vm: &VmName, note: Option<String>) -> ApiError {
+    let note = note.unwrap_or_default();
+    ApiError::new(ErrorCode::InDoubt, format!("VM {vm} is in doubt: {note}"))
+}
+
+/// What is known of a VM cannot be read, at a host or here; `note` has the way out.
+pub fn damaged(vm: &VmName, note: Option<String>) -> ApiError {
+    let note = note.unwrap_or_default();
+    ApiError::new(
+        ErrorCode::WrongState,
+        format!("what is on record of VM {vm} cannot be read: {note}"),
+    )
+}
+
+/// Several hosts hold a VM; `note` has the way out.
+pub fn held_twice(vm: &VmName, note: Option<String>) -> ApiError {
+    let note = note.unwrap_or_default();
+    ApiError::new(
+        ErrorCode::RunningTwice,
+        format!("VM {vm} is held twice: {note}"),
+    )
 }

@@ -1,9 +1,11 @@
 //! Tests of the inventory: who wins when hosts say different things.
 
+use super::shown::unheard_info;
 use super::*;
 use godwit_site::{Entry, HostRow};
 use godwit_types::Generation;
 use godwit_types::site::{Claim, SiteHost};
+use godwit_types::vm::Accelerator;
 use std::collections::BTreeMap;
 
 fn host(name: &str) -> HostName {

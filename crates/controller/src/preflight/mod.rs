@@ -90,7 +90,7 @@ async fn ask_source(
     match source.agent.preflight_outgoing(name).await {
         Ok(mut outgoing) => {
             let entry = app.state().vms.get(name).cloned();
-            let entry = entry.ok_or_else(|| crate::app::unknown_vm(name))?;
+            let entry = entry.ok_or_else(|| crate::error::unknown_vm(name))?;
             outgoing.vm.spec = described::must_match(&entry, &source.host, &outgoing)?;
             bounds::lines(&mut outgoing.passed);
             facts.leaving = Some(Ok(Said {
@@ -161,7 +161,7 @@ pub fn two_ends(app: &App, from: &HostName, to: &HostName) -> Outcome<(End, End)
 
 fn ends(app: &App, name: &VmName, to: &HostName) -> Outcome<(End, End, HostVm)> {
     if !app.state().vms.contains_key(name) {
-        return Err(crate::app::unknown_vm(name));
+        return Err(crate::error::unknown_vm(name));
     }
     let destination = app.host(to)?;
     let place = app.place_of(name).map_err(way_out)?;

@@ -5,9 +5,9 @@
 
 use super::patience::{Patience, TRIES_MAX};
 use super::plan::{self, Moving, Rooms, Waiting};
-use crate::app::{App, damaged, held_twice, in_doubt, now};
+use crate::app::{App, now};
 use crate::drains::Run;
-use crate::error::ControllerError;
+use crate::error::{ControllerError, damaged, held_twice, in_doubt};
 use crate::placement::forecast::{self, QUICK};
 use crate::placement::place;
 use crate::{hosts, migrate, preflight};

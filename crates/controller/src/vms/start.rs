@@ -1,0 +1,289 @@
+//! Powering a VM on: where it may run, the survey and the grant before it, and what is taken back when it fails.
+//!
+//! Owns no state; the book is the inventory's. Refuses: a start without a grant, a host that is silent or full.
+
+use super::{
+    RELEASES_MAX, check, done, entry_of, forget_at, is_off_at, must_be_off, not_free, release,
+};
+use crate::app::App;
+use crate::error::{Outcome, refuse, silent, way_out};
+use crate::macs;
+use crate::placement::place::{self, WrittenOn};
+use crate::reconcile::refresh;
+use crate::state::{Place, VmEntry};
+use crate::survey::{clear, refused, survey};
+use crate::uids;
+use futures_util::future::join_all;
+use godwit_rpc::AgentClient;
+use godwit_site::{Book, Free, Refusal, Surveyed};
+use godwit_types::control_api::{Done, StartRequest};
+use godwit_types::host::HostInfo;
+use godwit_types::host_api::PutVm;
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName, VmSpec};
+
+fn connected(app: &App) -> Vec<HostInfo> {
+    let state = app.state();
+    let hosts = state.hosts.iter().filter(|(_, host)| host.is_connected());
+    let infos = hosts.filter_map(|(name, host)| {
+        // What an agent calls itself does not count, its certificate does.
+        let mut info = host.info.clone()?;
+        info.name = name.clone();
+        Some(info)
+    });
+    infos.collect()
+}
+
+/// Those of them that take VMs.
+fn taking(app: &App, hosts: &[HostInfo]) -> Outcome<Vec<HostInfo>> {
+    let takes = |host: &&HostInfo| !app.drains.is_draining(&host.name);
+    let taking: Vec<HostInfo> = hosts.iter().filter(takes).cloned().collect();
+    if taking.is_empty() && !hosts.is_empty() {
+        return refuse(
+            ErrorCode::WrongState,
+            "every host that answers is being emptied: end that with 'godwit host undrain HOST', or enrol another host",
+        );
+    }
+    Ok(taking)
+}
+
+/// A start that may go ahead.
+struct Plan {
+    entry: VmEntry,
+    host: HostName,
+    resolved: VmSpec,
+    held: Option<Place>,
+}
+
+/// Starts a VM where it is held, where it was asked for, or where there is room.
+pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Done> {
+    let _turn = app.vm_lock(name).await;
+    let plan = match plan_start(app, name, request) {
+        // One refusal is shown as it is, several as one of preflight.
+        Err(error)
+            if matches!(error.code, ErrorCode::OutOfMemory | ErrorCode::Preflight)
+                && ask_the_full(app, name, request).await =>
+        {
+            plan_start(app, name, request)?
+        }
+        plan => plan?,
+    };
+    let plan = settled(app, plan).await?;
+    let host = plan.host.clone();
+    let result = begin(app, &plan).await;
+    refresh(app, &host).await;
+    app.tell_vm(name);
+    // Another host may be in the way.
+    result.map_err(|error| match error.host {
+        Some(_) => error,
+        None => error.on_host(&host),
+    })?;
+    Ok(done(format!("VM {name} runs on host {host}.")))
+}
+
+/// A VM starts with addresses and a user id that no other VM has: one of before there were any gets its own now.
+async fn settled(app: &App, mut plan: Plan) -> Outcome<Plan> {
+    let _macs = app.macs_turn().await;
+    macs::must_be_alone(&plan.entry.spec, &app.state())?;
+    let had = plan.entry.spec.uid;
+    uids::give(app, &mut plan.entry.spec).await?;
+    plan.resolved.uid = plan.entry.spec.uid;
+    if plan.entry.spec.uid != had {
+        app.store.save_vm(&plan.entry).await?;
+        let name = plan.entry.spec.name.clone();
+        app.state().vms.insert(name, plan.entry.clone());
+    }
+    Ok(plan)
+}
+
+/// Asks the hosts again that seem too full for a VM: what is known of their memory is up to a poll old, and nobody is
+/// refused for what has been given back since. False when there is none.
+async fn ask_the_full(app: &App, name: &VmName, request: &StartRequest) -> bool {
+    let Ok(entry) = entry_of(app, name) else {
+        return false;
+    };
+    let only = wanted_host(request, app.state().place(name).as_ref());
+    let mut hosts = connected(app);
+    hosts.retain(|host| {
+        let may = match &only {
+            Some(only) => *only == host.name,
+            None => !app.drains.is_draining(&host.name),
+        };
+        may && !place::has_room(&entry.spec, host)
+    });
+    join_all(hosts.iter().map(|host| refresh(app, &host.name))).await;
+    !hosts.is_empty()
+}
+
+/// The host that was named, else the one that holds the VM; without either the controller chooses.
+fn wanted_host(request: &StartRequest, held: Option<&Place>) -> Option<HostName> {
+    let held = || held.map(|held| held.host.clone());
+    request.on.clone().or_else(held)
+}
+
+/// Where the disks of a VM were written last, as the book knows it.
+fn written_on(book: &Book, name: &VmName, is_named: bool) -> WrittenOn {
+    let Some(entry) = book.entry(name).filter(|entry| !entry.deleted) else {
+        return WrittenOn::Nowhere;
+    };
+    match &entry.holder {
+        Some(host) if book.is_enrolled(host) => WrittenOn::Host(host.clone()),
+        None if entry.held == Generation(0) => WrittenOn::Nowhere,
+        _ => WrittenOn::Removed { is_named },
+    }
+}
+
+fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan> {
+    let entry = entry_of(app, name)?;
+    app.must_be_described(name)?;
+    must_be_off(app, name, "started")?;
+    check(&entry.spec)?;
+    let (held, written) = {
+        let state = app.state();
+        let holds = |place: &Place| place.vm.as_ref().is_some_and(|vm| vm.holds());
+        let written = written_on(&state.book, name, request.on.is_some());
+        (state.place(name).filter(holds), written)
+    };
+    if let Some(host) = &request.on {
+        app.connected_agent(host).map_err(way_out)?;
+    }
+    let hosts = connected(app);
+    let host = match wanted_host(request, held.as_ref()) {
+        Some(host) => host,
+        None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
+    };
+    app.drains.must_take_vms(&host)?;
+    place::disks_are_there(&entry.spec, &written, &host)?;
+    let info = hosts
+        .iter()
+        .find(|info| info.name == host)
+        .ok_or_else(|| silent(&host))?;
+    let mut wish = entry.spec.clone();
+    if let Some(resolved) = &entry.resolved {
+        wish.machine.clone_from(&resolved.machine);
+    }
+    let mut lacking = place::lacks(&wish, info);
+    if !place::has_room(&wish, info) {
+        lacking.push(place::no_room(&wish, info));
+    }
+    if !lacking.is_empty() {
+        return Err(place::joined(lacking));
+    }
+    let resolved = place::resolve(&wish, info, &hosts)?;
+    Ok(Plan {
+        entry,
+        host,
+        resolved,
+        held,
+    })
+}
+
+/// Asks who may hold the VM, now, and starts it where it is held, or where nobody else does.
+async fn begin(app: &App, plan: &Plan) -> Outcome<()> {
+    let name = &plan.entry.spec.name;
+    let agent = app.connected_agent(&plan.host)?;
+    for _ in 0..RELEASES_MAX {
+        match survey(app, name, std::slice::from_ref(&plan.host)).await? {
+            Surveyed::Free(free) => return start_granted(app, &agent, plan, free).await,
+            Surveyed::HeldBy {
+                host, generation, ..
+            } if host == plan.host => {
+                if keep_held(app, &agent, plan, generation).await? {
+                    return agent.start(name).await.map(|_| ()).map_err(ApiError::from);
+                }
+                release(app, name, &host).await?;
+            }
+            Surveyed::HeldBy { host, .. } if is_off_at(app, name, &host) => {
+                release(app, name, &host).await?;
+            }
+            Surveyed::OlderCopy { host, .. } => release(app, name, &host).await?,
+            other => return Err(not_free(name, other)),
+        }
+    }
+    Err(refused(Refusal::Stale { vm: name.clone() }))
+}
+
+/// The host holds the right already: brings its description up to date. False when the host wants a new generation
+/// for that.
+async fn keep_held(
+    app: &App,
+    agent: &AgentClient,
+    plan: &Plan,
+    generation: Generation,
+) -> Outcome<bool> {
+    let known = plan.held.as_ref().and_then(|held| held.vm.as_ref());
+    if known.is_none_or(|known| known.spec != plan.resolved) {
+        let put = PutVm {
+            spec: plan.resolved.clone(),
+            generation,
+            expect: None,
+        };
+        match agent.put_vm(&put).await {
+            Ok(_) => {}
+            Err(error) if error.code() == ErrorCode::WrongState => return Ok(false),
+            Err(error) => return Err(ApiError::from(error).on_host(&plan.host)),
+        }
+    }
+    save_resolved(app, plan).await?;
+    Ok(true)
+}
+
+async fn save_resolved(app: &App, plan: &Plan) -> Outcome<()> {
+    let entry = granted_entry(plan);
+    app.store.save_vm(&entry).await?;
+    app.state().vms.insert(entry.spec.name.clone(), entry);
+    Ok(())
+}
+
+fn granted_entry(plan: &Plan) -> VmEntry {
+    VmEntry {
+        resolved: Some(plan.resolved.clone()),
+        ..plan.entry.clone()
+    }
+}
+
+/// Nobody holds it: grants it to the host, durably before the host hears of it, and starts it.
+async fn start_granted(app: &App, agent: &AgentClient, plan: &Plan, free: Free) -> Outcome<()> {
+    let granted = app.state().book.grant(free, &plan.host);
+    let grant = granted.map_err(refused)?;
+    let entry = granted_entry(plan);
+    let due = app.due().await;
+    app.store.grant_start(&entry, due.rows()).await?;
+    due.written();
+    app.state().vms.insert(entry.spec.name.clone(), entry);
+    let put = PutVm {
+        spec: plan.resolved.clone(),
+        generation: grant.generation,
+        expect: Some(grant.expect),
+    };
+    let result = put_and_start(agent, &put).await;
+    if let Err(error) = &result
+        && !error.may_be_done()
+    {
+        take_back(app, agent, plan).await;
+    }
+    result.map_err(ApiError::from)
+}
+
+async fn put_and_start(agent: &AgentClient, put: &PutVm) -> Result<(), godwit_rpc::ClientError> {
+    agent.put_vm(put).await?;
+    agent.start(&put.spec.name).await?;
+    Ok(())
+}
+
+/// A start that was refused leaves nothing behind at the host; the generation is used up.
+async fn take_back(app: &App, agent: &AgentClient, plan: &Plan) {
+    let name = &plan.entry.spec.name;
+    if let Err(error) = forget_at(agent, &plan.host, name).await {
+        tracing::warn!(vm = %name, host = %plan.host, %error, "the host keeps a VM that did not start");
+        return;
+    }
+    let only = std::collections::BTreeSet::from([plan.host.clone()]);
+    if let Err(error) = clear(app, name, only).await {
+        tracing::warn!(vm = %name, host = %plan.host, %error, "the host still counts as one that may hold the VM");
+    }
+    let entry = plan.entry.clone();
+    if let Err(error) = app.store.save_vm(&entry).await {
+        tracing::error!(vm = %name, %error, "cannot note how a VM is described");
+    }
+    app.state().vms.insert(name.clone(), entry);
+}
