@@ -20,6 +20,8 @@ mod move_report;
 mod output;
 mod plain;
 mod tables;
+#[cfg(test)]
+mod troubleshooting_tests;
 mod wait;
 mod watch;
 
