@@ -9,13 +9,11 @@ use crate::check;
 use crate::closing::Closing;
 use crate::config::{BootRule, HostConfig};
 use crate::evidence;
-use crate::launch::{self, make_dir};
-use crate::life::{Life, phase_wants_process};
+use crate::launch::make_dir;
 use crate::link::Bursts;
 use crate::load::Readings;
 use crate::memory::{Memory, Promise};
-use crate::preflight;
-use crate::probe::{self, Probes};
+use crate::probe::Probes;
 use crate::qemu_facts::QemuFacts;
 use crate::qemu_now::{self, QemuNow};
 use crate::qemu_trial::TrialSetting;
@@ -25,20 +23,16 @@ use crate::renewal::Certificate;
 use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::{Supervised, Supervisor};
-use crate::system::{Interface, System, interfaces, unix_ms};
+use crate::system::{System, interfaces};
 use crate::users::{self, NOBODY, User};
 use godwit_guestmem::tracker;
 use godwit_rpc::{Identity, Revocations};
 use godwit_types::certificate::CertificateDates;
 use godwit_types::control_api::{Done, HostCheck};
 use godwit_types::host::HostInfo;
-use godwit_types::host_api::{
-    HostResolve, HostVm, IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming,
-    VmAnswer, VmProcessConfig, VmRequest,
-};
-use godwit_types::migration::PreflightReport;
+use godwit_types::host_api::{HostResolve, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::version::{Speaks, VERSION};
-use godwit_types::vm::{Accelerator, VmSpec, VmState};
+use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -46,6 +40,11 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
+
+mod moving;
+mod shown;
+
+pub(crate) use moving::{migration_addresses, migration_links};
 
 /// Longest wait for a VM process to be there.
 pub(crate) const NEED: Duration = Duration::from_secs(20);
@@ -119,36 +118,6 @@ pub(crate) fn tracking() -> Result<(), String> {
     tracker::check_kernel().map_err(|error| error.to_string())
 }
 
-/// The interfaces that have migration addresses.
-pub(crate) fn migration_links(
-    addresses: &[IpAddr],
-    interfaces: &[Interface],
-) -> Vec<(String, Vec<IpAddr>)> {
-    let of_migrations = |interface: &Interface| -> Vec<IpAddr> {
-        let all = interface.addresses();
-        all.filter(|address| addresses.contains(address)).collect()
-    };
-    interfaces
-        .iter()
-        .map(|interface| (interface.name.clone(), of_migrations(interface)))
-        .filter(|(_, addresses)| !addresses.is_empty())
-        .collect()
-}
-
-/// The addresses that migrations use: the configured ones, or all of the configured interfaces.
-pub(crate) fn migration_addresses(config: &HostConfig, interfaces: &[Interface]) -> Vec<IpAddr> {
-    let of_interfaces = interfaces
-        .iter()
-        .filter(|interface| config.migration_interfaces.contains(&interface.name))
-        .flat_map(Interface::addresses);
-    config
-        .migration_addresses
-        .iter()
-        .copied()
-        .chain(of_interfaces)
-        .collect()
-}
-
 /// When this host's certificate was made and ends, as its files say.
 pub(crate) fn certificate(config: &HostConfig) -> Result<CertificateDates, String> {
     let identity = Identity::load(&config.pki_dir());
@@ -182,27 +151,6 @@ pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostChec
         host: config.name.clone(),
         checks,
     }
-}
-
-/// What stands for the description of a VM that has none that can be read.
-fn unknown(name: &VmName) -> Reply<VmSpec> {
-    let text = format!("name = \"{name}\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/unknown\"\n");
-    VmSpec::from_toml(&text).map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))
-}
-
-/// What a person does about a VM whose description was not written, or was lost.
-fn missing_note(vm: &VmName, host: &HostName) -> String {
-    format!(
-        "host {host} has no description of it; the controller writes it anew with the next 'godwit vm start {vm}', once the VM is off"
-    )
-}
-
-/// What a person does about a guest that lives although the record says that it is not here.
-fn denied_note(vm: &VmName, host: &HostName, pid: Option<i32>) -> String {
-    let pid = pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
-    format!(
-        "a QEMU of it{pid} lives on host {host}, though the record there says that the VM is not on that host: its state directory is an older copy; nothing is started in its place; 'godwit vm stop {vm} --force --host {host}' ends that guest"
-    )
 }
 
 impl Agent {
@@ -334,107 +282,6 @@ impl Agent {
         }
     }
 
-    /// All VMs, each asked at the same time.
-    pub(crate) async fn vms(self: &Arc<Self>) -> Vec<HostVm> {
-        let names = self.supervisor.names();
-        let all = names.iter().filter_map(|name| self.supervisor.find(name));
-        let (live, others): (Vec<_>, Vec<_>) = all.partition(|vm| vm.is_live());
-        let mut asked = tokio::task::JoinSet::new();
-        for vm in live {
-            let agent = self.clone();
-            asked.spawn(async move { agent.vm(&vm.config().vm).await });
-        }
-        let agent = self.clone();
-        let read = blocking(move || {
-            let read = others
-                .iter()
-                .map(|vm| agent.read_vm(&vm.config().vm, &vm.life()));
-            Ok(read.flatten().collect::<Vec<_>>())
-        });
-        let mut vms = read.await.unwrap_or_default();
-        vms.extend(asked.join_all().await.into_iter().flatten());
-        vms.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
-        vms
-    }
-
-    /// One VM, from its process or its record.
-    pub(crate) async fn vm(self: &Arc<Self>, name: &VmName) -> Reply<HostVm> {
-        let vm = self.known(name)?;
-        if vm.is_live()
-            && let Ok(VmAnswer::Status(status)) = vm.ask(&VmRequest::Status, READ).await
-        {
-            let mut vm = status.vm;
-            self.boots.show(&mut vm, self.host(), &self.log_of(name));
-            self.closing.show(&mut vm, self.host());
-            return Ok(vm);
-        }
-        let (agent, name, life) = (self.clone(), name.clone(), vm.life());
-        blocking(move || agent.read_vm(&name, &life)).await
-    }
-
-    /// Where the log of a VM's process is.
-    fn log_of(&self, vm: &VmName) -> String {
-        let log = self.run_dir(vm).join(launch::LOG_FILE);
-        log.display().to_string()
-    }
-
-    fn read_vm(&self, name: &VmName, life: &Life) -> Reply<HostVm> {
-        let mut vm = match self.records.spec(name) {
-            Ok(None) => self.undescribed(name, life)?,
-            Ok(Some(spec)) => self.records.host_vm(name, spec, life)?,
-            Err(error) => {
-                let mut vm = self.records.host_vm(name, unknown(name)?, life)?;
-                vm.note = Some(error.message);
-                vm
-            }
-        };
-        self.boots.show(&mut vm, self.host(), &self.log_of(name));
-        self.closing.show(&mut vm, self.host());
-        if self.is_denied_by_its_record(name)? {
-            let run_dir = self.run_dir(name);
-            vm.state = VmState::Unreachable;
-            vm.qemu_pid = evidence::qemu_pid(&run_dir);
-            vm.note = Some(denied_note(name, self.host(), vm.qemu_pid));
-        }
-        Ok(vm)
-    }
-
-    /// Whether the VM's QEMU may live although its record says that nothing of the VM is here: the state directory is an
-    /// older copy.
-    pub(crate) fn is_denied_by_its_record(&self, name: &VmName) -> Reply<bool> {
-        let record = self.records.read(name)?;
-        let is_here = record.may_hold() || phase_wants_process(&record.phase);
-        Ok(!is_here && evidence::qemu_may_live(&self.run_dir(name)))
-    }
-
-    /// A VM without a description, which this host may hold, or of which something may live.
-    fn undescribed(&self, name: &VmName, life: &Life) -> Reply<HostVm> {
-        let may_hold = self.records.may_hold(name);
-        if !may_hold && !self.may_live(name)? {
-            return Err(self.unknown_vm(name));
-        }
-        let mut vm = self.records.host_vm(name, unknown(name)?, life)?;
-        if may_hold && !evidence::qemu_may_live(&self.run_dir(name)) {
-            let note = || missing_note(name, self.host());
-            vm.note.get_or_insert_with(note);
-            return Ok(vm);
-        }
-        vm.state = VmState::Unreachable;
-        vm.note = Some(format!(
-            "something of it lives in {}, and its description is gone: was the state directory put back?",
-            self.run_dir(name).display()
-        ));
-        Ok(vm)
-    }
-
-    fn unknown_vm(&self, name: &VmName) -> ApiError {
-        let message = format!(
-            "host '{}' has no VM '{name}': see 'godwit vm list'",
-            self.host()
-        );
-        ApiError::new(ErrorCode::UnknownVm, message)
-    }
-
     /// Has the VM's process do something.
     pub(crate) async fn act(&self, name: &VmName, request: VmRequest) -> Reply<Done> {
         let vm = self.known(name)?;
@@ -457,44 +304,6 @@ impl Agent {
             },
         )
         .await
-    }
-
-    /// Makes this host a destination.
-    pub(crate) async fn prepare_incoming(
-        self: &Arc<Self>,
-        request: PrepareIncoming,
-    ) -> Reply<IncomingReady> {
-        request
-            .spec
-            .check()
-            .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
-        self.closing.refuse(self.host())?;
-        let name = request.spec.name.clone();
-        let (book, host, spec) = (
-            self.memory.clone(),
-            self.host().clone(),
-            request.spec.clone(),
-        );
-        let _promise = blocking(move || book.promise(&host, &spec)).await?;
-        self.migration_begins(&request.migration.id, &name).await?;
-        self.removed.begin_anew(&name);
-        let vm = self.supervised(&name);
-        self.renew_idle(&vm).await?;
-        vm.need(NEED).await?;
-        match vm
-            .ask(&VmRequest::PrepareIncoming(Box::new(request)), ACT)
-            .await?
-        {
-            VmAnswer::IncomingReady(ready) => {
-                let agent = Arc::clone(self);
-                blocking(move || {
-                    agent.remember_boot(&name);
-                    Ok(ready)
-                })
-                .await
-            }
-            _ => Err(unexpected(&name)),
-        }
     }
 
     /// Takes a message of another host about who may run a VM; gives the replies.
@@ -520,95 +329,6 @@ impl Agent {
         let (records, name) = (self.records.clone(), name.clone());
         let answered = tokio::task::spawn_blocking(move || records.answer(&name, from, message));
         answered.await.map_err(took_too_long)?
-    }
-
-    /// What stands in the way of the VM leaving here.
-    pub(crate) async fn preflight_outgoing(
-        self: &Arc<Self>,
-        name: &VmName,
-    ) -> Reply<PreflightOutgoing> {
-        let supervised = self.known(name)?;
-        let vm = self.vm(name).await?;
-        let mut blockers = Vec::new();
-        if matches!(vm.state, VmState::Running | VmState::Paused) {
-            match supervised.ask(&VmRequest::Blockers, ACT).await? {
-                VmAnswer::Blockers(found) => blockers = found,
-                _ => return Err(unexpected(name)),
-            }
-        }
-        let report = preflight::outgoing(&preflight::Source {
-            host: self.host(),
-            spec: &vm.spec,
-            state: vm.state,
-            blockers: &blockers,
-            system: &self.system,
-            tracking: tracking(),
-        });
-        let (host, spec) = (self.host().clone(), vm.spec.clone());
-        let hashed = tokio::task::spawn_blocking(move || preflight::hash_files(&host, &spec));
-        let (file_hashes, missing) = hashed.await.map_err(took_too_long)?;
-        Ok(PreflightOutgoing {
-            refusals: report.refusals.into_iter().chain(missing).collect(),
-            passed: report.passed,
-            vm,
-            file_hashes,
-        })
-    }
-
-    /// What stands in the way of a VM coming here; listens for its probe from here on.
-    pub(crate) async fn preflight_incoming(
-        self: &Arc<Self>,
-        request: PreflightIncoming,
-    ) -> Reply<PreflightReport> {
-        request
-            .spec
-            .check()
-            .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
-        let arrived_ms = unix_ms();
-        let agent = self.clone();
-        let looked = tokio::task::spawn_blocking(move || {
-            let report = agent.look_at_incoming(&request, arrived_ms);
-            (request, report)
-        });
-        let (request, report) = looked.await.map_err(took_too_long)?;
-        if report.refusals.is_empty() && !request.probe_nonce.is_empty() {
-            let nonce = probe::parse_nonce(&request.probe_nonce)?;
-            self.probes
-                .listen(nonce, &probe::bridges_of(&self.config, &request.spec))?;
-        }
-        Ok(report)
-    }
-
-    fn look_at_incoming(&self, request: &PreflightIncoming, unix_ms: u64) -> PreflightReport {
-        let (free_ports, _) = check::free_ports(&self.config, &self.migration_addresses);
-        let record = self.records.record(&request.spec.name);
-        let known = self.qemu.get();
-        let tried = known.as_ref().as_ref().ok().map(|facts| &facts.tried);
-        let no_handout = tried.and_then(|tried| tried.no_handout.clone());
-        preflight::incoming(
-            &preflight::Destination {
-                config: &self.config,
-                system: &self.system,
-                info: &self.info(),
-                free_mib: self.memory.free_mib(),
-                cpus: tried.and_then(|tried| tried.cpus.get(&request.accelerator)),
-                tracking: tracking().and(no_handout.map_or(Ok(()), Err)),
-                // A record that cannot be read may hold anything.
-                name_taken: record.is_none_or(|record| record.may_hold()),
-                free_ports,
-                unix_ms,
-            },
-            request,
-        )
-    }
-
-    /// Sends the probe from each of the VM's port groups.
-    pub(crate) fn probe(&self, name: &VmName, nonce: &str) -> Reply<Done> {
-        let nonce = probe::parse_nonce(nonce)?;
-        let spec = self.spec(name)?;
-        let bridges = probe::bridges_of(&self.config, &spec);
-        probe::send(nonce, &bridges)?;
-        Ok(done(format!("sent from {} port groups", bridges.len())))
     }
 
     fn spec(&self, name: &VmName) -> Reply<VmSpec> {

@@ -1,0 +1,178 @@
+//! A VM that comes or goes: what stands in the way at this end, and how this host becomes a destination.
+//!
+//! Owns nothing. Refuses: a VM for which there is no memory, one whose record may hold it here already.
+
+use super::{ACT, Agent, NEED, Reply, blocking, done, took_too_long, tracking, unexpected};
+use crate::check;
+use crate::config::HostConfig;
+use crate::preflight;
+use crate::probe::{self};
+use crate::system::{Interface, unix_ms};
+use godwit_types::control_api::Done;
+use godwit_types::host_api::{
+    IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, VmAnswer, VmRequest,
+};
+use godwit_types::migration::PreflightReport;
+use godwit_types::vm::VmState;
+use godwit_types::{ApiError, ErrorCode, VmName};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+impl Agent {
+    /// Makes this host a destination.
+    pub(crate) async fn prepare_incoming(
+        self: &Arc<Self>,
+        request: PrepareIncoming,
+    ) -> Reply<IncomingReady> {
+        request
+            .spec
+            .check()
+            .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
+        self.closing.refuse(self.host())?;
+        let name = request.spec.name.clone();
+        let (book, host, spec) = (
+            self.memory.clone(),
+            self.host().clone(),
+            request.spec.clone(),
+        );
+        let _promise = blocking(move || book.promise(&host, &spec)).await?;
+        self.migration_begins(&request.migration.id, &name).await?;
+        self.removed.begin_anew(&name);
+        let vm = self.supervised(&name);
+        self.renew_idle(&vm).await?;
+        vm.need(NEED).await?;
+        match vm
+            .ask(&VmRequest::PrepareIncoming(Box::new(request)), ACT)
+            .await?
+        {
+            VmAnswer::IncomingReady(ready) => {
+                let agent = Arc::clone(self);
+                blocking(move || {
+                    agent.remember_boot(&name);
+                    Ok(ready)
+                })
+                .await
+            }
+            _ => Err(unexpected(&name)),
+        }
+    }
+
+    /// What stands in the way of the VM leaving here.
+    pub(crate) async fn preflight_outgoing(
+        self: &Arc<Self>,
+        name: &VmName,
+    ) -> Reply<PreflightOutgoing> {
+        let supervised = self.known(name)?;
+        let vm = self.vm(name).await?;
+        let mut blockers = Vec::new();
+        if matches!(vm.state, VmState::Running | VmState::Paused) {
+            match supervised.ask(&VmRequest::Blockers, ACT).await? {
+                VmAnswer::Blockers(found) => blockers = found,
+                _ => return Err(unexpected(name)),
+            }
+        }
+        let report = preflight::outgoing(&preflight::Source {
+            host: self.host(),
+            spec: &vm.spec,
+            state: vm.state,
+            blockers: &blockers,
+            system: &self.system,
+            tracking: tracking(),
+        });
+        let (host, spec) = (self.host().clone(), vm.spec.clone());
+        let hashed = tokio::task::spawn_blocking(move || preflight::hash_files(&host, &spec));
+        let (file_hashes, missing) = hashed.await.map_err(took_too_long)?;
+        Ok(PreflightOutgoing {
+            refusals: report.refusals.into_iter().chain(missing).collect(),
+            passed: report.passed,
+            vm,
+            file_hashes,
+        })
+    }
+
+    /// What stands in the way of a VM coming here; listens for its probe from here on.
+    pub(crate) async fn preflight_incoming(
+        self: &Arc<Self>,
+        request: PreflightIncoming,
+    ) -> Reply<PreflightReport> {
+        request
+            .spec
+            .check()
+            .map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
+        let arrived_ms = unix_ms();
+        let agent = self.clone();
+        let looked = tokio::task::spawn_blocking(move || {
+            let report = agent.look_at_incoming(&request, arrived_ms);
+            (request, report)
+        });
+        let (request, report) = looked.await.map_err(took_too_long)?;
+        if report.refusals.is_empty() && !request.probe_nonce.is_empty() {
+            let nonce = probe::parse_nonce(&request.probe_nonce)?;
+            self.probes
+                .listen(nonce, &probe::bridges_of(&self.config, &request.spec))?;
+        }
+        Ok(report)
+    }
+
+    fn look_at_incoming(&self, request: &PreflightIncoming, unix_ms: u64) -> PreflightReport {
+        let (free_ports, _) = check::free_ports(&self.config, &self.migration_addresses);
+        let record = self.records.record(&request.spec.name);
+        let known = self.qemu.get();
+        let tried = known.as_ref().as_ref().ok().map(|facts| &facts.tried);
+        let no_handout = tried.and_then(|tried| tried.no_handout.clone());
+        preflight::incoming(
+            &preflight::Destination {
+                config: &self.config,
+                system: &self.system,
+                info: &self.info(),
+                free_mib: self.memory.free_mib(),
+                cpus: tried.and_then(|tried| tried.cpus.get(&request.accelerator)),
+                tracking: tracking().and(no_handout.map_or(Ok(()), Err)),
+                // A record that cannot be read may hold anything.
+                name_taken: record.is_none_or(|record| record.may_hold()),
+                free_ports,
+                unix_ms,
+            },
+            request,
+        )
+    }
+
+    /// Sends the probe from each of the VM's port groups.
+    pub(crate) fn probe(&self, name: &VmName, nonce: &str) -> Reply<Done> {
+        let nonce = probe::parse_nonce(nonce)?;
+        let spec = self.spec(name)?;
+        let bridges = probe::bridges_of(&self.config, &spec);
+        probe::send(nonce, &bridges)?;
+        Ok(done(format!("sent from {} port groups", bridges.len())))
+    }
+}
+
+/// The interfaces that have migration addresses.
+pub(crate) fn migration_links(
+    addresses: &[IpAddr],
+    interfaces: &[Interface],
+) -> Vec<(String, Vec<IpAddr>)> {
+    let of_migrations = |interface: &Interface| -> Vec<IpAddr> {
+        let all = interface.addresses();
+        all.filter(|address| addresses.contains(address)).collect()
+    };
+    interfaces
+        .iter()
+        .map(|interface| (interface.name.clone(), of_migrations(interface)))
+        .filter(|(_, addresses)| !addresses.is_empty())
+        .collect()
+}
+
+/// The addresses that migrations use: the configured ones, or all of the configured interfaces.
+pub(crate) fn migration_addresses(config: &HostConfig, interfaces: &[Interface]) -> Vec<IpAddr> {
+    let of_interfaces = interfaces
+        .iter()
+        .filter(|interface| config.migration_interfaces.contains(&interface.name))
+        .flat_map(Interface::addresses);
+    config
+        .migration_addresses
+        .iter()
+        .copied()
+        .chain(of_interfaces)
+        .collect()
+}
