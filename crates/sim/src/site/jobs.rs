@@ -2,20 +2,17 @@
 //!
 //! Works on the site. Every word is in the database before a host hears it.
 
-use super::controller::{Change, Move, Purpose};
-use super::model::{Ask, NameId, Reply, Report, VmId};
+use super::controller::{Change, Purpose};
+use super::model::{Ask, NameId, Reply, VmId};
 use super::world::Site;
 use godwit_ownership::Event;
 use godwit_site::{Free, Grant, Refusal, Survey, Surveyed, Whereabouts};
-use godwit_types::site::{Claim, SurveyAnswer};
+use godwit_types::site::SurveyAnswer;
 use godwit_types::{HostName, MigrationId};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// How often a start surveys again.
 const TRIES: u32 = 4;
-/// After so long a migration's end is read from the journals.
-const MOVE_MS: u64 = 5_000;
-
 /// What is to be done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -122,19 +119,19 @@ impl Site {
     }
 
     /// The job is over; what it did is known where it did it.
-    fn end_job(&mut self, controller: usize, job: u64) {
+    pub(super) fn end_job(&mut self, controller: usize, job: u64) {
         if let Some(job) = self.controllers[controller].jobs.remove(&job) {
             self.guests[job.vm].is_changing = false;
         }
     }
 
-    fn refused(&mut self, controller: usize, job: u64, refusal: &Refusal) {
+    pub(super) fn refused(&mut self, controller: usize, job: u64, refusal: &Refusal) {
         self.note(|_| format!("controller: refused: {refusal}"));
         self.coverage.refusal(refusal);
         self.end_job(controller, job);
     }
 
-    fn set_stage(&mut self, controller: usize, job: u64, stage: Stage) {
+    pub(super) fn set_stage(&mut self, controller: usize, job: u64, stage: Stage) {
         if let Some(job) = self.controllers[controller].jobs.get_mut(&job) {
             job.stage = stage;
         }
@@ -443,7 +440,7 @@ impl Site {
     }
 
     /// Another host was named: what a host must know to be new enough.
-    fn was_named(&mut self, controller: usize, vm: VmId) {
+    pub(super) fn was_named(&mut self, controller: usize, vm: VmId) {
         let of = &self.controllers[controller];
         let entry = of.book.entry(&self.vms[vm]);
         let stamp = entry.map(|entry| entry.stamp).unwrap_or_default();
@@ -485,126 +482,6 @@ impl Site {
                 self.end_job(controller, id);
             }
             Err(refusal) => self.refused(controller, id, &refusal),
-        }
-    }
-
-    fn begin_move(&mut self, controller: usize, id: u64, vm: VmId, to: NameId) {
-        let (name, dest) = (self.vms[vm].clone(), self.names[to].clone());
-        let book = &self.controllers[controller].book;
-        let from = match book.whereabouts(&name) {
-            Whereabouts::Held {
-                host,
-                answers: true,
-            } => host,
-            _ => return self.end_job(controller, id),
-        };
-        let of = &self.controllers[controller];
-        let is_moving = of.db.moves.values().any(|begun| begun.vm == vm);
-        if from == dest || is_moving {
-            return self.end_job(controller, id);
-        }
-        let book = &mut self.controllers[controller].book;
-        let permission = match book.permit_migration(&name, &from, &dest) {
-            Ok(permitted) => permitted,
-            Err(refusal) => return self.refused(controller, id, &refusal),
-        };
-        self.migrations += 1;
-        let number = self.migrations;
-        let (Ok(migration), Some(source)) =
-            (MigrationId::new(format!("m{number}")), self.id_of(&from))
-        else {
-            return self.end_job(controller, id);
-        };
-        let generation = permission.generation;
-        let begun = Move {
-            vm,
-            from: from.clone(),
-            to: dest.clone(),
-            began: self.now,
-        };
-        let change = Change::Begun(migration.clone(), begun);
-        if !self.commit(controller, &[change]) {
-            return self.end_job(controller, id);
-        }
-        self.coverage.migrations[0] += 1;
-        self.was_named(controller, vm);
-        let event = Event::MigrationBegan {
-            migration: migration.clone(),
-            to: dest,
-            generation,
-        };
-        let prepare = Event::PrepareIncoming {
-            migration: migration.clone(),
-            from,
-            generation,
-        };
-        let stage = Stage::Prepare {
-            migration,
-            event,
-            from: source,
-        };
-        self.set_stage(controller, id, stage);
-        let what = Ask::Do {
-            vm,
-            event: prepare,
-            discards: false,
-        };
-        self.ask(controller, to, what, Purpose::Job(id));
-    }
-
-    pub(crate) fn take_reports(&mut self, controller: usize, host: &HostName, reports: &[Report]) {
-        for report in reports {
-            let moves = &self.controllers[controller].db.moves;
-            let Some(begun) = moves.get(&report.migration) else {
-                continue;
-            };
-            let from_source = begun.from == *host;
-            let counts = from_source || begun.to == *host && report.completed;
-            if counts {
-                self.move_over(controller, &report.migration.clone(), report.completed);
-            }
-        }
-    }
-
-    fn move_over(&mut self, controller: usize, id: &MigrationId, completed: bool) {
-        let of = &mut self.controllers[controller];
-        let Some(begun) = of.db.moves.get(id).cloned() else {
-            return;
-        };
-        let other = match completed {
-            true => &begun.from,
-            false => &begun.to,
-        };
-        let name = &self.vms[begun.vm];
-        of.book
-            .migration_ended(name, &begun.from, &begun.to, completed);
-        if self.commit(controller, &[Change::Over(id.clone())]) {
-            self.coverage.reports += 1;
-            if let Some(host) = self.id_of(other) {
-                self.begin(controller, begun.vm, Kind::Clean { host });
-            }
-        }
-    }
-
-    /// A migration whose report never came: the journals say whether it is over.
-    pub(crate) fn follow_moves(&mut self, controller: usize) {
-        let of = &self.controllers[controller];
-        let mut over = Vec::new();
-        for (id, begun) in &of.db.moves {
-            if self.now < begun.began + MOVE_MS {
-                continue;
-            }
-            let claims = of.book.claims(&self.vms[begun.vm]);
-            let completed = match claims.get(&begun.from) {
-                Some(Claim::Moved { .. }) => Some(true),
-                Some(Claim::Holds { .. }) => Some(false),
-                Some(Claim::Gave { .. } | Claim::Promised { .. }) => None,
-                Some(Claim::No | Claim::Receiving { .. }) | None => Some(false),
-            };
-            over.extend(completed.map(|completed| (id.clone(), completed)));
-        }
-        for (id, completed) in over {
-            self.move_over(controller, &id, completed);
         }
     }
 

@@ -12,6 +12,7 @@ mod faults;
 mod host;
 mod jobs;
 mod lies;
+mod migrate;
 mod model;
 mod moves;
 mod people;
