@@ -6,7 +6,7 @@ use crate::config::HostConfig;
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::qemu_trial::GuestRun;
 use crate::system::{Interface, KERNEL_MIN, System};
-use crate::{check_groups, check_host, check_qemu, crypto, sys, users};
+use crate::{check_groups, check_host, check_qemu, check_users, crypto, sys};
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::certificate::{CertificateDates, CertificateStage};
 use godwit_types::host::{Check, CheckStatus};
@@ -69,11 +69,13 @@ fn check(
 
 /// Checks this host wholly, in the order in which people read the list.
 pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
+    let [common_user, vm_users] = check_users::check(inputs.system, inputs.config);
     let mut checks = vec![
         kernel(inputs.system),
         userfaultfd(&inputs.userfaultfd),
         qemu(inputs.qemu),
-        user(inputs.config),
+        common_user,
+        vm_users,
         cpu(inputs.system),
         aes(inputs.system, inputs.config),
         mtu(
@@ -186,25 +188,6 @@ fn qemu(facts: &Result<QemuFacts, QemuFactsError>) -> Check {
                 facts.version,
                 facts.machine_types.len()
             ),
-        ),
-    }
-}
-
-fn user(config: &HostConfig) -> Check {
-    match users::qemu_user(config.qemu_user.as_deref()) {
-        Err(error) => failed(
-            "qemu-user",
-            error.to_string(),
-            "set qemu_user to a user that exists",
-        ),
-        Ok(user) if config.qemu_user.is_none() && user.uid == 65534 => warning(
-            "qemu-user",
-            "QEMU runs as nobody, which other programs may share",
-            "useradd --system --no-create-home godwit-qemu",
-        ),
-        Ok(user) => ok(
-            "qemu-user",
-            format!("QEMU runs as uid {}, gid {}", user.uid, user.gid),
         ),
     }
 }

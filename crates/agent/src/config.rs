@@ -66,7 +66,7 @@ pub struct HostConfig {
     pub run_dir: PathBuf,
     #[serde(default = "qemu")]
     pub qemu: PathBuf,
-    /// User that QEMU runs as; `godwit-qemu` where it exists, else `nobody`.
+    /// Common user of QEMUs whose VM has none of its own; `godwit-qemu` where it exists, else `nobody`.
     #[serde(default)]
     pub qemu_user: Option<String>,
     /// Addresses on the migration networks.

@@ -14,6 +14,7 @@ mod check;
 mod check_groups;
 mod check_host;
 mod check_qemu;
+mod check_users;
 mod closing;
 pub mod config;
 mod crypto;
