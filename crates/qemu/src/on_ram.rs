@@ -100,6 +100,9 @@ fn name_in(ram_dir: &Path, path: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::Permissions;
+    use std::io::{BufRead as _, BufReader};
+    use std::os::unix::fs::PermissionsExt as _;
     use std::os::unix::process::CommandExt as _;
     use std::process::{Child, Command, Stdio};
 
@@ -158,36 +161,60 @@ mod tests {
         }
     }
 
-    /// Maps a file of this directory and waits; its command line names another one.
-    fn on(dir: &Path, file: &str, uid: u32) -> Ended {
-        let script = "import mmap,os,sys\n\
-             f=open(sys.argv[1],'r+b');m=mmap.mmap(f.fileno(),0);os.setuid(int(sys.argv[2]))\n\
-             print('x',flush=True);sys.stdin.read(1)";
+    const MAPS: &str = "GODWIT_TEST_MAPS";
+    const NAME: &str =
+        "on_ram::tests::what_is_mapped_counts_before_what_a_command_line_says_and_whoever_maps_it";
+
+    /// This very test as another process: it maps a file of this directory and waits, and its command line names another.
+    fn on(dir: &Path, program: &Path, file: &str, uid: u32) -> Ended {
         let path = dir.join(file);
         std::fs::write(&path, [0; 4096]).expect("a file");
-        let mut python = Command::new("python3");
-        python.args(["-c", script]).arg(path).arg(uid.to_string());
-        python.arg(backend(dir, "other.1"));
-        let mut child = python
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("python3");
-        let stdout = child.stdout.as_mut().expect("a pipe");
-        stdout.read_exact(&mut [0]).expect("a line");
+        let mut test = Command::new(program);
+        test.args(["--exact", NAME, "--nocapture", "--skip"]);
+        test.arg(backend(dir, "other.1"));
+        test.env(MAPS, &path).uid(uid);
+        std::os::unix::fs::chown(&path, Some(uid), None).expect("chown");
+        let (stdin, stdout) = (Stdio::piped(), Stdio::piped());
+        let mut child = test.stdin(stdin).stdout(stdout).spawn().expect("a test");
+        let lines = BufReader::new(child.stdout.as_mut().expect("a pipe")).lines();
+        let mut lines = lines.map_while(Result::ok);
+        assert!(
+            lines.any(|line| line.contains("mapped")),
+            "it did not begin"
+        );
         Ended(child)
+    }
+
+    fn map_and_wait(path: &std::ffi::OsStr) {
+        use rustix::mm::{MapFlags, ProtFlags, mmap};
+        let file = File::open(path).expect("its file");
+        let (prot, flags) = (ProtFlags::READ, MapFlags::SHARED);
+        // SAFETY: a new mapping at an address of the kernel's choice that nobody reads.
+        unsafe { mmap(std::ptr::null_mut(), 4096, prot, flags, &file, 0) }.expect("mapped");
+        println!("mapped");
+        let _ = io::stdin().read(&mut [0]);
     }
 
     #[test]
     fn what_is_mapped_counts_before_what_a_command_line_says_and_whoever_maps_it() {
+        if let Some(path) = std::env::var_os(MAPS) {
+            return map_and_wait(&path);
+        }
         if !rustix::process::geteuid().is_root() {
             return println!("skipped: becoming another user needs root");
         }
         let dir = tempfile::tempdir().expect("a directory");
+        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o711)).expect("chmod");
         let dir = &dir.path().canonicalize().expect("its path");
+        // Where every user reaches it.
+        let elsewhere = tempfile::tempdir().expect("a directory");
+        std::fs::set_permissions(elsewhere.path(), Permissions::from_mode(0o711)).expect("chmod");
+        let program = &elsewhere.path().join("test");
+        let this = std::env::current_exe().expect("this test");
+        std::fs::copy(this, program).expect("a copy");
         // The last one: the administrator has changed the common user meanwhile.
         for uid in [COMMON, UIDS.start() + 5, COMMON + 1] {
-            let qemu = on(dir, "web.7", uid);
+            let qemu = on(dir, program, "web.7", uid);
             let found = || ram_file_of(qemu.pid(), dir, COMMON).expect("looked at");
             assert_eq!(found().as_deref(), Some("web.7"), "user {uid}");
             std::fs::remove_file(dir.join("web.7")).expect("removed");

@@ -412,9 +412,9 @@ pub struct VmProcessConfig {
     /// Directory on a tmpfs for the RAM file.
     pub ram_dir: String,
     pub qemu: String,
-    /// User that QEMU runs as.
+    /// The common user, for a VM without a user id of its own.
     pub qemu_uid: u32,
-    /// Group that QEMU runs as.
+    /// The group for what all VMs of the host may use.
     pub qemu_gid: u32,
     /// First and last port for migrations.
     pub migration_ports: (u16, u16),

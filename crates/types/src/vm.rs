@@ -170,8 +170,8 @@ pub struct VmSpec {
     /// What happens when its QEMU dies.
     #[serde(default, skip_serializing_if = "OnCrash::is_restart")]
     pub on_crash: OnCrash,
-    /// User and group id kept for its QEMU, the same on every host; QEMU does not run as it yet. The controller allots one
-    /// that no other VM has, and writes it down here; without one the VM has not started since there are any.
+    /// User and group id of its QEMU, the same on every host. The controller allots one that no other VM has, and writes it
+    /// down here; without one the VM has not started since there are any, and its QEMU runs as its host's common user.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
     /// Whether it may be moved while it runs.

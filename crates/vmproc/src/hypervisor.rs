@@ -7,13 +7,12 @@ use crate::announce::Voice;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
 use crate::group::limit_memory;
-use crate::harden::stay_private;
 use crate::huge_pages::HugePages;
 use crate::input::{GuestNews, Input, Waiting};
 use crate::neighbours::Neighbours;
+use crate::user;
 use godwit_guestmem::{Library, Owner, RamFile, handout, library};
 use godwit_qemu::command_line::{self, Disk, MachineConfig, Nic};
-use godwit_qemu::disk::{DiskError, open_image};
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
 use godwit_qemu::machine::{Machine, RunState};
 use godwit_qemu::process::QemuProcess;
@@ -22,8 +21,8 @@ use godwit_qemu::tap::Tap;
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::cpu::CpuWish;
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::vm::{Accelerator, DiskSpec, VmSpec};
-use godwit_types::{ApiError, ErrorCode, HostName};
+use godwit_types::vm::{Accelerator, VmSpec};
+use godwit_types::{ApiError, ErrorCode};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -74,16 +73,12 @@ pub(crate) struct Start<'a> {
 impl Hyper {
     /// Starts QEMU; the guest does not run.
     pub(crate) fn start(start: &Start<'_>) -> Result<Self, ApiError> {
-        let owner = Owner {
-            uid: start.config.qemu_uid,
-            gid: start.config.qemu_gid,
-        };
+        let owner = user::of(start.config, start.spec)?;
         let ram_path = start.paths.ram_file(start.launch);
-        check_files(start.spec, &start.config.host)?;
         limit_memory(start.spec.memory_bytes());
         let ram =
             RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner)).map_err(memory)?;
-        let started = launch_qemu(start, &ram_path).and_then(|(launched, taps)| {
+        let started = launch_qemu(start, owner, &ram_path).and_then(|(launched, taps)| {
             qemu_is(launched.process.pid());
             reached("qemu.started");
             let identity = QemuIdentity {
@@ -256,10 +251,11 @@ pub(crate) fn news_of(state: &RunState) -> Option<GuestNews> {
 
 fn launch_qemu(
     start: &Start<'_>,
+    owner: Owner,
     ram_path: &Path,
 ) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>), ApiError> {
     let taps = open_taps(start.config, start.spec)?;
-    let images = open_images(start.config, start.spec)?;
+    let images = user::open_disks(start.config, start.spec, owner)?;
     let library = Library::make(&start.paths.state).map_err(memory)?;
     let device = handout::open_device().map_err(memory)?;
     let socket = start.paths.handout(start.launch);
@@ -274,8 +270,8 @@ fn launch_qemu(
         binary: PathBuf::from(&start.config.qemu),
         machine: machine_config(start, ram_path, &taps, &images),
         monitors,
-        uid: start.config.qemu_uid,
-        gid: start.config.qemu_gid,
+        uid: owner.uid,
+        gid: owner.gid,
         handout: Some(Handout {
             library: library.fd(),
             uffd_device: device.as_fd(),
@@ -375,27 +371,6 @@ fn open_taps(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<Tap>, ApiErr
     Ok(taps)
 }
 
-/// The images of all disks, with the rights of QEMU's user.
-fn open_images(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<OwnedFd>, ApiError> {
-    let open = |disk: &DiskSpec| {
-        let path = Path::new(&disk.path);
-        open_image(path, disk.read_only, config.qemu_uid, config.qemu_gid).map_err(|error| {
-            let code = match error {
-                DiskError::Missing { .. } => ErrorCode::MissingFile,
-                _ => ErrorCode::InvalidRequest,
-            };
-            let message = format!(
-                "disk '{}' of VM '{}' on host '{}': {error}",
-                disk.name, spec.name, config.host
-            );
-            ApiError::new(code, message).on_host(&config.host)
-        })
-    };
-    let images = spec.disks.iter().map(open).collect();
-    stay_private().map_err(internal)?;
-    images
-}
-
 /// A name of at most 15 bytes that is this card's alone.
 pub(crate) fn tap_name(spec: &VmSpec, index: usize) -> String {
     let mac = spec.mac(index).unwrap_or_default();
@@ -423,19 +398,6 @@ fn uuid_of(name: &str) -> String {
         part(17, 20),
         part(20, 32)
     )
-}
-
-fn check_files(spec: &VmSpec, host: &HostName) -> Result<(), ApiError> {
-    for path in std::iter::once(&spec.kernel).chain(&spec.initramfs) {
-        if !Path::new(path).is_file() {
-            let message = format!(
-                "the file {path} of VM '{}' does not exist on host '{host}': copy it there or correct the VM",
-                spec.name
-            );
-            return Err(ApiError::new(ErrorCode::MissingFile, message).on_host(host));
-        }
-    }
-    Ok(())
 }
 
 /// Removes everything that a QEMU of this VM left on this host.

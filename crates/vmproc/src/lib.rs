@@ -44,6 +44,7 @@ mod throttle;
 mod timers;
 mod unsaved;
 mod unsure;
+mod user;
 mod vm;
 #[cfg(test)]
 mod vm_tests;

@@ -1,0 +1,231 @@
+//! Whom a VM's QEMU runs as, and opening files with the rights of that user.
+//!
+//! Owns nothing. A VM has a user id of its own, the same on every host, and a group of the same number, so that a QEMU that
+//! was taken over reaches nothing of its neighbours. One without, described by an older controller, runs as the common user
+//! and group of the host's QEMUs; so does every one where this process cannot become another user. What a person gives to
+//! the common user or group is for all VMs: disks are opened with those rights, and QEMU gets the open file; it is in the
+//! common group itself only where its kernel or initramfs, which it opens itself, is for that group. Refuses: a file that
+//! may not be opened so.
+
+use crate::harden::stay_private;
+use crate::hypervisor::internal;
+use godwit_guestmem::Owner;
+use godwit_qemu::disk::{DiskError, open_image};
+use godwit_types::host_api::VmProcessConfig;
+use godwit_types::vm::{DiskSpec, UIDS, VmSpec};
+use godwit_types::{ApiError, ErrorCode};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+/// The user and group of a QEMU that is started now, which can read what it boots from.
+pub(crate) fn of(config: &VmProcessConfig, spec: &VmSpec) -> Result<Owner, ApiError> {
+    let common = Owner {
+        uid: config.qemu_uid,
+        gid: config.qemu_gid,
+    };
+    let Some(uid) = own(spec) else {
+        return check_boot_files(config, spec, common).map(|()| common);
+    };
+    let alone = Owner { uid, gid: uid };
+    let in_group = Owner { uid, ..common };
+    match check_boot_files(config, spec, alone) {
+        Ok(()) => Ok(alone),
+        Err(_) => check_boot_files(config, spec, in_group).map(|()| in_group),
+    }
+}
+
+/// The VM's own user id, if it has one that this process can become.
+fn own(spec: &VmSpec) -> Option<u32> {
+    let uid = spec.uid.filter(|uid| UIDS.contains(uid))?;
+    let exists = |map| std::fs::read_to_string(map).is_ok_and(|map| is_mapped(&map, uid));
+    let is_able = rustix::process::geteuid().is_root()
+        && exists("/proc/self/uid_map")
+        && exists("/proc/self/gid_map");
+    if !is_able {
+        tracing::warn!(
+            uid,
+            "this process cannot become the VM's own user: QEMU runs as the common one"
+        );
+    }
+    is_able.then_some(uid)
+}
+
+/// Whether an id exists in a user namespace with this map.
+fn is_mapped(map: &str, uid: u32) -> bool {
+    map.lines().any(|line| {
+        let mut numbers = line.split_whitespace().map(str::parse::<u64>);
+        let (Some(Ok(first)), Some(Ok(_)), Some(Ok(count))) =
+            (numbers.next(), numbers.next(), numbers.next())
+        else {
+            return false;
+        };
+        (first..first.saturating_add(count)).contains(&u64::from(uid))
+    })
+}
+
+/// The images of all disks, with the rights of the VM's own user and of the common one.
+pub(crate) fn open_disks(
+    config: &VmProcessConfig,
+    spec: &VmSpec,
+    owner: Owner,
+) -> Result<Vec<OwnedFd>, ApiError> {
+    let open = |disk: &DiskSpec| {
+        let (path, read_only) = (Path::new(&disk.path), disk.read_only);
+        let opened = match open_image(path, read_only, owner.uid, config.qemu_gid) {
+            Err(DiskError::Denied { .. }) if owner.uid != config.qemu_uid => {
+                open_image(path, read_only, config.qemu_uid, config.qemu_gid)
+            }
+            opened => opened,
+        };
+        opened.map_err(|error| {
+            let code = match error {
+                DiskError::Missing { .. } => ErrorCode::MissingFile,
+                _ => ErrorCode::InvalidRequest,
+            };
+            let message = format!(
+                "disk '{}' of VM '{}' on host '{}': {error}",
+                disk.name, spec.name, config.host
+            );
+            ApiError::new(code, message).on_host(&config.host)
+        })
+    };
+    let images = spec.disks.iter().map(open).collect();
+    stay_private().map_err(internal)?;
+    images
+}
+
+/// Kernel and initramfs, which QEMU opens itself, must be there and be readable for it.
+fn check_boot_files(config: &VmProcessConfig, spec: &VmSpec, owner: Owner) -> Result<(), ApiError> {
+    let (vm, host) = (&spec.name, &config.host);
+    let check = |path: &String| {
+        let opened = open_image(Path::new(path), true, owner.uid, owner.gid);
+        let (code, why) = match opened {
+            Ok(_) => return Ok(()),
+            Err(DiskError::Missing { .. }) => (
+                ErrorCode::MissingFile,
+                "does not exist: copy it there or correct the VM".to_owned(),
+            ),
+            Err(DiskError::Denied { .. }) => (
+                ErrorCode::InvalidRequest,
+                format!(
+                    "may not be read by QEMU, which runs as user {} of group {}: let everybody read it (chmod a+r {path}), and pass through the directories above",
+                    owner.uid, owner.gid
+                ),
+            ),
+            Err(error) => (
+                ErrorCode::InvalidRequest,
+                format!("cannot be used: {error}"),
+            ),
+        };
+        let message = format!("the file {path} of VM '{vm}' on host '{host}' {why}");
+        Err(ApiError::new(code, message).on_host(host))
+    };
+    let mut files = std::iter::once(&spec.kernel).chain(&spec.initramfs);
+    let checked = files.try_for_each(check);
+    stay_private().map_err(internal)?;
+    checked
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Site;
+    use std::fs::Permissions;
+    use std::os::unix::fs::{PermissionsExt as _, chown};
+
+    const ALL: &str = "         0          0 4294967295\n";
+
+    #[test]
+    fn only_ids_that_exist_here_are_taken_on() {
+        let last = *UIDS.end();
+        assert!(is_mapped(ALL, last));
+        assert!(is_mapped(
+            "0 100000 65536\n1879048192 200000 5\n",
+            *UIDS.start()
+        ));
+        assert!(!is_mapped("0 100000 65536\n", last));
+        assert!(!is_mapped("0 0\nx y z\n", 0));
+    }
+
+    fn spec(uid: Option<u32>, lines: &str) -> VmSpec {
+        let head = "name = \"web\"\nvcpus = 1\nmemory_mib = 16\n";
+        let mut spec = VmSpec::from_toml(&format!("{head}{lines}")).unwrap();
+        spec.uid = uid;
+        spec
+    }
+
+    fn file(dir: &Path, name: &str, (uid, gid): (u32, u32), mode: u32) -> String {
+        let path = dir.join(name);
+        std::fs::write(&path, [0; 512]).unwrap();
+        std::fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+        chown(&path, Some(uid), Some(gid)).unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    fn place() -> (Site, tempfile::TempDir) {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o711)).unwrap();
+        (Site::new(), dir)
+    }
+
+    fn is_root() -> bool {
+        let is_root = rustix::process::geteuid().is_root();
+        if !is_root {
+            println!("skipped: becoming another user needs root");
+        }
+        is_root
+    }
+
+    const COMMON: u32 = 65534;
+    const OWN: u32 = *UIDS.start();
+
+    #[test]
+    fn a_vm_runs_as_its_own_user_and_one_without_as_the_common_one() {
+        if !is_root() {
+            return;
+        }
+        let (site, dir) = place();
+        let of = |uid, (owner, group, mode)| {
+            let kernel = file(dir.path(), "kernel", (owner, group), mode);
+            let spec = spec(uid, &format!("kernel = \"{kernel}\"\n"));
+            of(&site.config, &spec).map(|owner| (owner.uid, owner.gid))
+        };
+        let for_all = (0, 0, 0o644);
+        assert_eq!(of(None, for_all).unwrap(), (COMMON, COMMON));
+        let never_root = of(Some(0), for_all).unwrap();
+        assert_eq!(never_root, (COMMON, COMMON), "whatever a record says");
+        assert_eq!(of(Some(OWN), for_all).unwrap(), (OWN, OWN));
+        // Its kernel is for the common group alone: the documentation allows it.
+        assert_eq!(of(Some(OWN), (0, COMMON, 0o640)).unwrap(), (OWN, COMMON));
+        assert_eq!(of(None, (0, COMMON, 0o640)).unwrap(), (COMMON, COMMON));
+        let error = of(Some(OWN), (0, 0, 0o600)).unwrap_err().to_string();
+        let words = "runs as user 1879048192 of group 65534";
+        assert!(error.contains(words), "{error}");
+        std::fs::remove_file(dir.path().join("kernel")).unwrap();
+        let gone = dir.path().join("kernel").display().to_string();
+        let spec = spec(Some(OWN), &format!("kernel = \"{gone}\"\n"));
+        let error = super::of(&site.config, &spec).unwrap_err();
+        assert_eq!(error.code, ErrorCode::MissingFile);
+    }
+
+    #[test]
+    fn a_disk_for_the_common_user_or_group_or_the_vm_is_opened_and_no_other() {
+        if !is_root() {
+            return;
+        }
+        let (site, dir) = place();
+        let alone = Owner { uid: OWN, gid: OWN };
+        let open = |owner, mode| {
+            let path = file(dir.path(), "disk", owner, mode);
+            let disk = format!("kernel = \"/k\"\n[[disk]]\nname = \"d\"\npath = \"{path}\"\n");
+            open_disks(&site.config, &spec(Some(OWN), &disk), alone).map(|files| files.len())
+        };
+        assert_eq!(open((OWN, 0), 0o600).unwrap(), 1);
+        assert_eq!(open((COMMON, 0), 0o600).unwrap(), 1);
+        assert_eq!(open((0, COMMON), 0o660).unwrap(), 1);
+        for other in [(0, 0), (OWN + 1, OWN + 1)] {
+            let error = open(other, 0o660).unwrap_err().to_string();
+            assert!(error.contains("(uid 65534) may not open"), "{error}");
+        }
+    }
+}
