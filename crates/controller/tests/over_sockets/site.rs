@@ -1,11 +1,13 @@
 //! One VM, exactly once, over real sockets: silent hosts, two holders, removed hosts, writes that fail.
 
+mod moves;
+
 use crate::scripted::{Agent, DEADLINE, House, code, give, hand_over, host, spec, to, vm};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ControllerClient, Role};
 use godwit_types::control_api::{
-    CancelRequest, HostState, KeepRequest, ResolveRequest, StartRequest, StopRequest,
+    HostState, KeepRequest, ResolveRequest, StartRequest, StopRequest,
 };
 use godwit_types::drain::{DrainRequest, DrainState};
 use godwit_types::site::{Alarm, BootWish, Claim, Instance, SiteHeard, SiteQuestion, Standing};
@@ -457,85 +459,6 @@ async fn a_host_that_cannot_read_its_record_has_not_said_no_to_a_person_who_reso
 }
 
 #[tokio::test]
-async fn a_vm_that_waits_for_its_host_to_boot_it_is_not_dropped_by_a_drain() {
-    let (house, _a, b) = house().await;
-    house.running("waits", "b").await;
-    b.turns("waits", VmState::Crashed);
-    house.until_vm("waits", VmState::Crashed, "b").await;
-    let client = house.client();
-    let request = DrainRequest::default();
-    client.drain(&host("b"), &request).await.unwrap();
-    let done = async |house: &House| {
-        let view = house.client().drain_view(&host("b")).await.unwrap();
-        view.state == DrainState::Done
-    };
-    house.until(done).await;
-    assert!(b.script().vms.contains_key(&vm("waits")), "it was dropped");
-    assert_eq!(b.calls("delete waits"), 0);
-    let view = client.drain_view(&host("b")).await.unwrap();
-    // The host is not empty: nobody is to switch it off in good faith.
-    let stays = view.staying().next().expect("it is said to be off");
-    let why = &stays.reasons[0].message;
-    assert!(why.contains("godwit vm stop waits"), "{why}");
-}
-
-#[tokio::test]
-async fn a_move_is_cancelled_while_its_destination_is_still_being_told() {
-    let (house, a, b) = house().await;
-    let go_on = b.hold("prepare");
-    let client = house.client();
-    let cancel = async {
-        b.until_called("prepare").await;
-        let report = house.client().migrations().await.unwrap().remove(0);
-        let cancelled = house
-            .client()
-            .cancel(&report.id, &CancelRequest::default())
-            .await;
-        // Before the person is answered: this controller may be gone in a moment.
-        let named = format!("cancel {} of web", report.id);
-        let told = (a.calls(&named), b.calls(&named));
-        go_on.send_replace(true);
-        assert_eq!(told, (1, 1), "both hosts refuse it from then on");
-        (report.id, cancelled)
-    };
-    let (web, request) = (vm("web"), to("b"));
-    let (begun, (id, cancelled)) = tokio::join!(client.migrate(&web, &request), cancel);
-    cancelled.unwrap();
-    let error = begun.unwrap_err();
-    assert!(error.to_string().contains("was cancelled"), "{error}");
-    assert_eq!(a.calls("migrate"), 0);
-    house
-        .until(async |house: &House| house.vm("web").await.migration.is_none())
-        .await;
-    let report = house.client().migration(&id).await.unwrap();
-    assert!(report.outcome.is_some(), "{report:?}");
-    assert_eq!(house.vm("web").await.state, VmState::Running);
-}
-
-#[tokio::test]
-async fn a_cancel_that_the_source_has_not_heard_is_not_said_to_be_done() {
-    let (house, mut a, b) = house().await;
-    let go_on = b.hold("prepare");
-    let client = house.client();
-    let cancel = async {
-        b.until_called("prepare").await;
-        let report = house.client().migrations().await.unwrap().remove(0);
-        a.cut().await;
-        house.until_host("a", HostState::Unreachable).await;
-        let request = CancelRequest::default();
-        let cancelled = house.client().cancel(&report.id, &request).await;
-        go_on.send_replace(true);
-        cancelled
-    };
-    let (web, request) = (vm("web"), to("b"));
-    let (begun, cancelled) = tokio::join!(client.migrate(&web, &request), cancel);
-    begun.unwrap_err();
-    let error = ApiError::from(cancelled.unwrap_err());
-    assert_eq!(error.code, ErrorCode::HostUnreachable);
-    assert!(error.message.contains("not known yet"), "{error}");
-}
-
-#[tokio::test]
 async fn a_grant_that_cannot_be_written_is_not_given() {
     let house = House::new().await;
     let a = house.host("a").await;
@@ -655,73 +578,4 @@ async fn an_alarm_that_nothing_else_ends_is_acknowledged_for_good() {
     }
     let done = house.client().acknowledge().await.unwrap().message;
     assert!(done.contains("nothing to acknowledge"), "{done}");
-}
-
-#[tokio::test]
-async fn a_vm_whose_state_does_not_let_it_move_is_refused_with_what_helps() {
-    let (house, a, b) = house().await;
-    let client = house.client();
-    let cases = [
-        (VmState::Paused, "godwit vm resume web"),
-        (VmState::Panicked, "godwit vm reset web"),
-        (VmState::Crashed, "godwit vm stop web"),
-        (VmState::Stopped, "godwit vm start web --on HOST"),
-        (VmState::Incoming, "godwit vm show web"),
-    ];
-    for (state, helps) in cases {
-        a.turns("web", state);
-        house.until_vm("web", state, "a").await;
-        let error = client.migrate(&vm("web"), &to("b")).await.unwrap_err();
-        assert_eq!(error.code(), ErrorCode::WrongState, "{error}");
-        assert!(error.to_string().contains(helps), "{state}: {error}");
-    }
-    a.turns("web", VmState::Running);
-    b.has("web", VmState::Running, a.generation("web").0 + 5, true);
-    house.until_vm("web", VmState::RunningTwice, "a").await;
-    let error = client.migrate(&vm("web"), &to("b")).await.unwrap_err();
-    assert_eq!(error.code(), ErrorCode::RunningTwice, "{error}");
-    assert!(error.to_string().contains("--keep HOST"), "{error}");
-    b.script().vms.clear();
-    let next = Generation(a.generation("web").0 + 1);
-    let gave = Claim::Gave {
-        generation: next,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, next, gave);
-    house.until_vm("web", VmState::InDoubt, "a").await;
-    let error = client.migrate(&vm("web"), &to("b")).await.unwrap_err();
-    assert_eq!(error.code(), ErrorCode::InDoubt, "{error}");
-    let text = error.to_string();
-    assert!(
-        text.contains("godwit vm resolve web --run-on a --confirm-fenced b"),
-        "{text}"
-    );
-}
-
-#[tokio::test]
-async fn a_move_waits_for_the_end_of_the_last_handover_and_disturbs_nobody_meanwhile() {
-    let (house, a, b) = house().await;
-    let generation = a.generation("web");
-    // The doubt was settled: the VM runs on a, and b has not heard that a knows.
-    let gave = Claim::Gave {
-        generation,
-        to: host("a"),
-    };
-    b.records("web", VmState::Stopped, generation, gave);
-    b.until_heard().await;
-    let client = house.client();
-    let refused = client.migrate(&vm("web"), &to("b")).await;
-    assert_eq!(code(refused), ErrorCode::Unconfirmed);
-    assert_eq!((a.calls("migrate"), b.calls("prepare")), (0, 0));
-    assert!(client.migrations().await.unwrap().is_empty());
-    let (web, request) = (vm("web"), to("b"));
-    let settle = async {
-        let moved = Claim::Moved {
-            generation,
-            to: host("a"),
-        };
-        b.records("web", VmState::Stopped, generation, moved);
-    };
-    let (begun, ()) = tokio::join!(client.migrate(&web, &request), settle);
-    begun.unwrap();
 }

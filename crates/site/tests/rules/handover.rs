@@ -1,0 +1,227 @@
+//! A VM passes from host to host: no order of polls looks like two holders, and it leaves only from where it is.
+
+use super::common::host;
+use super::{gave, hear, heard, holds, moved, said, vm, web_on_a};
+use godwit_site::{Book, Refusal, Row, Ticket, Whereabouts};
+use godwit_types::Generation;
+use godwit_types::site::{Claim, RecordSaid};
+
+/// What may happen next while two hosts hand a VM over and are polled meanwhile.
+#[derive(Clone)]
+struct Handover {
+    book: Book,
+    held: u64,
+    /// How far the hosts are: 0 before the gift, 1 given, 2 taken, 3 acknowledged.
+    progress: u8,
+    polls: [Polled; 2],
+}
+
+/// The polls of one host: how many are left, and the one under way.
+#[derive(Clone)]
+struct Polled {
+    left: u8,
+    asked: Option<Ticket>,
+    answer: Option<Vec<RecordSaid>>,
+}
+
+const NAMES: [&str; 2] = ["a", "b"];
+
+impl Handover {
+    fn record(&self, which: usize) -> Vec<RecordSaid> {
+        let (held, next) = (self.held, self.held + 1);
+        let claim = match (which, self.progress) {
+            (0, 0) => holds(held),
+            (0, 1 | 2) => gave(next),
+            (0, _) => moved(next),
+            (_, 0 | 1) => {
+                return vec![said(
+                    "web",
+                    held,
+                    Claim::Promised {
+                        generation: Generation(next),
+                        from: host("a"),
+                    },
+                )];
+            }
+            _ => holds(next),
+        };
+        let highest = if self.progress == 0 { held } else { next };
+        vec![said("web", highest, claim)]
+    }
+
+    /// Every next step; returns how many ends there were.
+    fn explore(&self) -> u64 {
+        let mut ends = 0;
+        let mut is_end = true;
+        if self.progress < 3 {
+            is_end = false;
+            let mut next = self.clone();
+            next.progress += 1;
+            ends += next.explore();
+        }
+        for (which, of) in NAMES.into_iter().enumerate() {
+            let polled = &self.polls[which];
+            if polled.left == 0 {
+                continue;
+            }
+            is_end = false;
+            let mut next = self.clone();
+            match (polled.asked, polled.answer.clone()) {
+                (None, _) => next.polls[which].asked = Some(next.book.ask()),
+                (Some(_), None) => next.polls[which].answer = Some(self.record(which)),
+                (Some(ticket), Some(records)) => {
+                    let knows = next.book.stamp();
+                    next.book.hear(&host(of), ticket, heard(of, knows, records));
+                    next.polls[which] = Polled {
+                        left: polled.left - 1,
+                        asked: None,
+                        answer: None,
+                    };
+                    assert_eq!(next.book.twice(&vm("web")), None);
+                    assert_ne!(next.book.whereabouts(&vm("web")), Whereabouts::Nowhere);
+                }
+            }
+            ends += next.explore();
+        }
+        ends + u64::from(is_end)
+    }
+}
+
+#[test]
+fn a_handover_never_looks_like_two_holders_whatever_the_order_of_polls() {
+    let (mut book, held) = web_on_a();
+    let permitted = book.permit_migration(&vm("web"), &host("a"), &host("b"));
+    assert_eq!(permitted.unwrap().generation.0, held + 1);
+    let polled = |left| Polled {
+        left,
+        asked: None,
+        answer: None,
+    };
+    let handover = Handover {
+        book,
+        held,
+        progress: 0,
+        polls: [polled(2), polled(1)],
+    };
+    assert_eq!(handover.clone().explore(), 18_480);
+    let handover = Handover {
+        polls: [polled(1), polled(2)],
+        ..handover
+    };
+    assert_eq!(handover.explore(), 18_480);
+}
+
+#[test]
+fn two_holders_are_seen_once_each_was_asked_after_the_others_claim() {
+    let (mut book, held) = web_on_a();
+    hear(&mut book, "b", vec![said("web", held + 5, holds(held + 5))]);
+    assert_eq!(book.twice(&vm("web")), None);
+    hear(&mut book, "a", vec![said("web", held, holds(held))]);
+    let twice = book.twice(&vm("web")).expect("two hosts hold it");
+    // The higher generation was never granted to b.
+    let copies: Vec<_> = twice.copies.iter().map(|copy| copy.host.as_str()).collect();
+    assert_eq!(copies, ["a", "b"]);
+    assert_eq!(twice.to_pause().collect::<Vec<_>>(), [&host("b")]);
+    assert!(matches!(
+        book.permit_migration(&vm("web"), &host("a"), &host("b")),
+        Err(Refusal::Twice { .. })
+    ));
+}
+
+#[test]
+fn of_two_granted_copies_the_lower_one_is_paused() {
+    let (mut book, held) = web_on_a();
+    let permitted = book.permit_migration(&vm("web"), &host("a"), &host("b"));
+    let next = permitted.unwrap().generation.0;
+    hear(&mut book, "b", vec![said("web", next, holds(next))]);
+    hear(&mut book, "a", vec![said("web", held, holds(held))]);
+    let twice = book.twice(&vm("web")).expect("two hosts hold it");
+    assert!(twice.copies.iter().all(|copy| copy.granted));
+    assert_eq!(twice.to_pause().collect::<Vec<_>>(), [&host("a")]);
+}
+
+#[test]
+fn a_migrations_end_makes_its_destination_the_holder() {
+    let (mut book, _) = web_on_a();
+    book.permit_migration(&vm("web"), &host("a"), &host("b"))
+        .unwrap();
+    book.lose(&host("b"));
+    book.migration_ended(&vm("web"), &host("a"), &host("b"), true);
+    let batch = book.take_unwritten();
+    let written = batch.rows().iter().find_map(|row| match row {
+        Row::Vm(_, entry) => Some(entry.holder.clone()),
+        _ => None,
+    });
+    assert_eq!(written, Some(Some(host("b"))));
+    let a_gave = vec![said(
+        "web",
+        book.highest(&vm("web")).0,
+        moved(book.highest(&vm("web")).0),
+    )];
+    hear(&mut book, "a", a_gave);
+    let silent = Whereabouts::Silent {
+        hosts: vec![host("b")],
+    };
+    assert_eq!(book.whereabouts(&vm("web")), silent);
+}
+
+#[test]
+fn a_vm_leaves_only_from_its_holder() {
+    let (mut book, held) = web_on_a();
+    let refused = book.permit_migration(&vm("web"), &host("b"), &host("a"));
+    assert!(
+        matches!(&refused, Err(Refusal::NotHolder { holder, .. }) if *holder == host("a")),
+        "{refused:?}"
+    );
+    assert_eq!(book.highest(&vm("web")).0, held);
+    // A host that it may have reached since may pass it on, before the end is heard.
+    let first = book.permit_migration(&vm("web"), &host("a"), &host("b"));
+    first.expect("from its holder");
+    let second = book.permit_migration(&vm("web"), &host("b"), &host("a"));
+    second.expect("from where it went");
+}
+
+#[test]
+fn a_vm_leaves_from_where_it_arrived_by_a_handover_that_a_restored_database_forgot() {
+    let (mut book, held) = web_on_a();
+    let arrived = Generation(held + 1);
+    let record = |highest, claim| RecordSaid {
+        vm: vm("web"),
+        highest,
+        claim,
+        may_live: false,
+    };
+    let holds = Claim::Holds {
+        generation: arrived,
+        on: true,
+    };
+    hear(&mut book, "b", vec![record(arrived, holds)]);
+    let early = book.permit_migration(&vm("web"), &host("b"), &host("a"));
+    assert!(matches!(early, Err(Refusal::NotHolder { .. })), "{early:?}");
+    let moved = Claim::Moved {
+        generation: arrived,
+        to: host("b"),
+    };
+    hear(&mut book, "a", vec![record(arrived, moved)]);
+    book.permit_migration(&vm("web"), &host("b"), &host("a"))
+        .expect("its former holder says that it went");
+}
+
+#[test]
+fn a_copy_that_a_person_kept_can_be_moved() {
+    let (mut book, held) = web_on_a();
+    let kept = RecordSaid {
+        vm: vm("web"),
+        highest: Generation(held),
+        claim: Claim::Holds {
+            generation: Generation(held - 1),
+            on: true,
+        },
+        may_live: true,
+    };
+    hear(&mut book, "b", vec![kept]);
+    // The other copy was ended, and its host has nothing of the VM left.
+    hear(&mut book, "a", Vec::new());
+    book.permit_migration(&vm("web"), &host("b"), &host("a"))
+        .expect("nobody else holds it");
+}

@@ -1,0 +1,182 @@
+//! What an old copy of the database may not grant, and whom it believes while it learns.
+
+use super::common::{enrolled, host};
+use super::{GAP, grant, hear, heard, holds, life, said, vm, web_on_a};
+use godwit_site::{Book, HostRow, HostSite, News, Refusal};
+use godwit_types::site::{Claim, RecordSaid, SiteTable, Stamp, Standing, WholeSurvey};
+use godwit_types::{Generation, HostName};
+
+fn whole(of: &str, table: SiteTable, records: Vec<RecordSaid>) -> WholeSurvey {
+    WholeSurvey {
+        instance: life(of, 1),
+        records,
+        unread: Default::default(),
+        table,
+    }
+}
+
+/// The table of a host that has heard a word and knows nothing else.
+fn at(stamp: Stamp) -> SiteTable {
+    SiteTable {
+        stamp,
+        ..SiteTable::default()
+    }
+}
+
+fn read(book: &mut Book, of: &str, at: Stamp, whole: WholeSurvey) {
+    let ticket = book.ask();
+    book.take_whole(&host(of), at, ticket, whole);
+}
+
+#[test]
+fn a_restored_database_grants_nothing_until_every_host_that_a_table_names_was_read() {
+    let (mut old, _) = web_on_a();
+    let mut book = old.clone();
+    // Life goes on: host c is enrolled and gets the VM; host a's table knows.
+    old.add_host(enrolled("c"), HostRow::default());
+    hear(&mut old, "c", Vec::new());
+    let held = grant(&mut old, "web", "c");
+    let mut a = HostSite::new(host("a"), life("a", 1), SiteTable::default());
+    old.updated(&host("a"), Standing::Known, a.heard());
+    a.update(old.update_for(&host("a")).expect("news for a"))
+        .unwrap();
+    let ticket = book.ask();
+    let news = book.hear(&host("a"), ticket, heard("a", a.heard().stamp, Vec::new()));
+    assert!(
+        news.iter()
+            .any(|one| matches!(one, News::RestoredCopy { .. })),
+        "{news:?}"
+    );
+    let refused = book.begin_survey(&vm("web"), &[host("a")]);
+    assert!(matches!(refused, Err(Refusal::Restored { .. })));
+    let takeover = book.takeover().expect("it must take over");
+    assert_eq!(takeover.stamp.epoch, old.stamp().epoch + 1);
+    a.accept(takeover.stamp).unwrap();
+    read(
+        &mut book,
+        "a",
+        takeover.stamp,
+        whole("a", a.table().clone(), Vec::new()),
+    );
+    read(
+        &mut book,
+        "b",
+        takeover.stamp,
+        whole("b", at(takeover.stamp), Vec::new()),
+    );
+    assert_eq!(book.waits_for(), [host("c")]);
+    assert!(book.finish_takeover().is_err());
+    let enrol = book.takeover().unwrap().enrol;
+    let named: Vec<&HostName> = enrol.iter().map(|site| &site.name).collect();
+    assert_eq!(named, [&host("c")]);
+    book.add_host(enrol[0].clone(), HostRow::default());
+    read(
+        &mut book,
+        "c",
+        takeover.stamp,
+        whole(
+            "c",
+            at(takeover.stamp),
+            vec![said("web", held, holds(held))],
+        ),
+    );
+    assert_eq!(book.finish_takeover(), Ok(true));
+    assert!(book.is_in_charge() && book.stamp() > takeover.stamp);
+    assert_eq!(book.entry(&vm("web")).unwrap().holder, Some(host("c")));
+    // Who heard the new epoch refuses the old controller.
+    assert!(a.accept(old.stamp()).is_err());
+    a.accept(book.stamp()).unwrap();
+}
+
+pub(super) fn moved_to(generation: u64, to: &str) -> Claim {
+    Claim::Moved {
+        generation: Generation(generation),
+        to: host(to),
+    }
+}
+
+pub(super) fn gave_to(generation: u64, to: &str) -> Claim {
+    Claim::Gave {
+        generation: Generation(generation),
+        to: host(to),
+    }
+}
+
+#[test]
+fn a_host_that_nobody_enrolled_is_shown_with_who_names_it_and_holds_no_vm() {
+    let (mut book, held) = web_on_a();
+    // Host b lies about a VM that host a has.
+    let lies = vec![said("web", held + 1, gave_to(held + 1, "x"))];
+    let news = hear(&mut book, "b", lies);
+    assert!(
+        news.iter().any(|one| matches!(one, News::Stranger { .. })),
+        "{news:?}"
+    );
+    assert!(!book.may_hold(&vm("web")).contains(&host("x")));
+    let names = book.names_strangers();
+    assert_eq!(names.len(), 1, "{names:?}");
+    assert_eq!(names[0].by, host("b"));
+    assert!(names[0].named.contains(&host("x")) && !names[0].too_many);
+    // The liar takes it back: the VM starts elsewhere, without anybody's word about x.
+    hear(&mut book, "b", Vec::new());
+    assert_eq!(book.names_strangers(), []);
+    assert!(grant(&mut book, "web", "b") > held);
+    // A person may say that x is off; then it is not shown any more.
+    hear(
+        &mut book,
+        "b",
+        vec![said("web", held + 1, moved_to(held + 1, "x"))],
+    );
+    assert_eq!(book.names_strangers().len(), 1);
+    book.fence(&host("x")).unwrap();
+    assert_eq!(book.names_strangers(), []);
+}
+
+/// A book on an old copy of its database, as host a has heard, and the word that it would take over with.
+fn restored() -> (Book, Stamp) {
+    let (mut book, _) = web_on_a();
+    let later = Stamp {
+        epoch: 0,
+        number: 1 << 20,
+    };
+    let ticket = book.ask();
+    book.hear(&host("a"), ticket, heard("a", later, Vec::new()));
+    let at = book.takeover().expect("it must take over").stamp;
+    (book, at)
+}
+
+#[test]
+fn a_restored_controller_waits_for_the_host_that_a_record_names_until_it_is_fenced() {
+    let (mut book, word) = restored();
+    let to_x = vec![said("web", 9, moved_to(9, "x"))];
+    read(&mut book, "a", word, whole("a", at(word), to_x));
+    read(&mut book, "b", word, whole("b", at(word), Vec::new()));
+    assert_eq!(book.waits_for(), [host("x")]);
+    assert_eq!(book.told_by(&host("x")), [host("a")]);
+    book.fence(&host("x")).unwrap();
+    assert_eq!(book.finish_takeover(), Ok(true));
+    hear(&mut book, "a", vec![said("web", 9, moved_to(9, "x"))]);
+    assert!(grant(&mut book, "web", "b") > GAP);
+}
+
+#[test]
+fn a_table_of_thousands_of_invented_hosts_is_not_believed_and_ends_with_its_teller() {
+    let (mut book, word) = restored();
+    let invented = (0..5000).map(|number| enrolled(&format!("x{number}")));
+    let table = SiteTable {
+        hosts: invented.collect(),
+        complete: word,
+        ..at(word)
+    };
+    read(&mut book, "a", word, whole("a", at(word), Vec::new()));
+    read(&mut book, "b", word, whole("b", table, Vec::new()));
+    let enrol = book.takeover().expect("it takes over").enrol;
+    assert!(enrol.len() <= 512, "{}", enrol.len());
+    let names = book.names_strangers();
+    assert_eq!((names.len(), &names[0].by), (1, &host("b")));
+    assert!(names[0].too_many && book.waits_for().contains(&host("b")));
+    book.lose(&host("b"));
+    drop(book.remove(&host("b"), true).unwrap());
+    assert_eq!(book.waits_for(), []);
+    assert_eq!(book.finish_takeover(), Ok(true));
+}
