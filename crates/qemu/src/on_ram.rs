@@ -102,8 +102,10 @@ mod tests {
     use super::*;
     use std::fs::Permissions;
     use std::io::{BufRead as _, BufReader};
+    use std::os::fd::AsRawFd as _;
     use std::os::unix::fs::PermissionsExt as _;
     use std::os::unix::process::CommandExt as _;
+    use std::path::PathBuf;
     use std::process::{Child, Command, Stdio};
 
     const COMMON: u32 = 61_234;
@@ -206,12 +208,10 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         std::fs::set_permissions(dir.path(), Permissions::from_mode(0o711)).expect("chmod");
         let dir = &dir.path().canonicalize().expect("its path");
-        // Where every user reaches it.
-        let elsewhere = tempfile::tempdir().expect("a directory");
-        std::fs::set_permissions(elsewhere.path(), Permissions::from_mode(0o711)).expect("chmod");
-        let program = &elsewhere.path().join("test");
-        let this = std::env::current_exe().expect("this test");
-        std::fs::copy(this, program).expect("a copy");
+        // By its descriptor every user reaches it, wherever it lies. A copy elsewhere could not be run while a process that
+        // another test is just starting still has it open for writing.
+        let this = File::open("/proc/self/exe").expect("this test");
+        let program = &PathBuf::from(format!("/proc/self/fd/{}", this.as_raw_fd()));
         // The last one: the administrator has changed the common user meanwhile.
         for uid in [COMMON, UIDS.start() + 5, COMMON + 1] {
             let qemu = on(dir, program, "web.7", uid);
