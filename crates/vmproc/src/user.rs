@@ -99,25 +99,26 @@ fn check_boot_files(config: &VmProcessConfig, spec: &VmSpec, owner: Owner) -> Re
     let (vm, host) = (&spec.name, &config.host);
     let check = |path: &String| {
         let opened = open_image(Path::new(path), true, owner.uid, owner.gid);
-        let (code, why) = match opened {
+        let (code, message) = match opened {
             Ok(_) => return Ok(()),
             Err(DiskError::Missing { .. }) => (
                 ErrorCode::MissingFile,
-                "does not exist: copy it there or correct the VM".to_owned(),
+                format!(
+                    "the file {path} of VM '{vm}' does not exist on host '{host}': copy it there or correct the VM"
+                ),
             ),
             Err(DiskError::Denied { .. }) => (
                 ErrorCode::InvalidRequest,
                 format!(
-                    "may not be read by QEMU, which runs as user {} of group {}: let everybody read it (chmod a+r {path}), and pass through the directories above",
+                    "the file {path} of VM '{vm}' on host '{host}' may not be read by QEMU, which runs as user {} of group {}: let everybody read it (chmod a+r {path}), and pass through the directories above",
                     owner.uid, owner.gid
                 ),
             ),
             Err(error) => (
                 ErrorCode::InvalidRequest,
-                format!("cannot be used: {error}"),
+                format!("the file {path} of VM '{vm}' on host '{host}' cannot be used: {error}"),
             ),
         };
-        let message = format!("the file {path} of VM '{vm}' on host '{host}' {why}");
         Err(ApiError::new(code, message).on_host(host))
     };
     let mut files = std::iter::once(&spec.kernel).chain(&spec.initramfs);
