@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 /// QEMU's time to start and answer.
 const START: Duration = Duration::from_secs(10);
-/// The guest's time, of which it needs a tenth.
+/// The guest's processor time, of which it needs a tenth.
 const RUN: Duration = Duration::from_secs(2);
 
 /// What is started, and how.
@@ -204,7 +204,7 @@ impl TrialSetting {
             Instant::now() + START,
         );
         let trial = trial.map_err(|error| error.to_string())?;
-        let shown = trial.run(Instant::now() + RUN);
+        let shown = trial.run(RUN);
         let shown = shown.map_err(|error| error.to_string())?;
         match shown.reached {
             Reached::Nothing => Err(shown.stopped_by),

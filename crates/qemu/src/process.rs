@@ -13,7 +13,7 @@ use rustix::process::{
 };
 use std::fs;
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Why a process cannot be watched or ended.
 #[derive(Debug, thiserror::Error)]
@@ -177,6 +177,27 @@ fn start_time_ticks(pid: i32) -> io::Result<u64> {
     })
 }
 
+/// The processor time that a process has had with all its threads, guest's included.
+pub(crate) fn cpu_time(pid: i32) -> io::Result<Duration> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    parse_cpu_time(&stat).ok_or_else(|| {
+        let text = format!("/proc/{pid}/stat has no processor time");
+        io::Error::new(io::ErrorKind::InvalidData, text)
+    })
+}
+
+/// Fields 14 and 15 of `/proc/PID/stat`, in ticks of 10 ms on every architecture that runs guests here.
+fn parse_cpu_time(stat: &str) -> Option<Duration> {
+    let (_, after_name) = stat.rsplit_once(')')?;
+    let mut times = after_name.split_ascii_whitespace().skip(11);
+    let (user, system) = (times.next()?, times.next()?);
+    let ticks = user
+        .parse::<u64>()
+        .ok()?
+        .checked_add(system.parse().ok()?)?;
+    Some(Duration::from_millis(ticks.checked_mul(10)?))
+}
+
 /// Field 22 of `/proc/PID/stat`; the process's name may itself hold spaces and parentheses.
 fn parse_start_time(stat: &str) -> Option<u64> {
     let (_, after_name) = stat.rsplit_once(')')?;
@@ -206,6 +227,7 @@ mod tests {
         let fields: Vec<String> = (3..=52).map(|n| n.to_string()).collect();
         let stat = format!("7 (a) b (c)) S {}", fields[1..].join(" "));
         assert_eq!(parse_start_time(&stat), Some(22));
+        assert_eq!(parse_cpu_time(&stat), Some(Duration::from_millis(290)));
         assert_eq!(parse_start_time("7 (a"), None);
     }
 

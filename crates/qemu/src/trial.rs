@@ -9,6 +9,7 @@
 use crate::command_line::{Accelerator, MachineConfig};
 use crate::launch::{Handout, Hypervisor, LaunchError, LaunchSpec, launch_for_caller};
 use crate::machine::{CpuModel, RunState};
+use crate::process::cpu_time;
 use crate::qmp::{EventKind, EventsError, QmpError};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -26,6 +27,8 @@ const MEMORY_MIB: u64 = 32;
 const PREFIX: &str = "godwit-trial.";
 /// QEMU's time to be gone.
 const KILL_TIME: Duration = Duration::from_secs(10);
+/// How often a running guest's processor time is looked at.
+const LOOK: Duration = Duration::from_millis(100);
 const SECTOR: usize = 512;
 /// Sectors that the boot sector says follow it.
 const SETUP_SECTORS: usize = 4;
@@ -317,14 +320,21 @@ impl Trial {
         })
     }
 
-    /// Lets the guest run until it turns itself off, fails, or the deadline.
-    pub fn run(&self, deadline: Instant) -> Result<Shown, QmpError> {
+    /// Lets the guest run until it turns itself off, fails, or has had its share of a processor; ten times that by the clock at
+    /// most, since a busy host gives it later and a guest that halts takes none.
+    pub fn run(&self, share: Duration) -> Result<Shown, QmpError> {
         let machine = &self.hypervisor.machine;
+        let deadline = Instant::now() + 10 * share;
+        let before = cpu_time(self.pid()).unwrap_or_default();
+        let has_had_it = || {
+            let now = cpu_time(self.pid()).unwrap_or(Duration::MAX);
+            Instant::now() >= deadline || now.saturating_sub(before) >= share
+        };
         let events = machine.events();
         // No permit: this is nobody's VM, and its kernel can be no other than ours.
         machine.client().execute("cont", json!({}), deadline)?;
         let stopped_by = loop {
-            match events.next(deadline) {
+            match events.next(deadline.min(Instant::now() + LOOK)) {
                 Ok(event) => match event.kind {
                     EventKind::Shutdown { .. } => break String::new(),
                     EventKind::Reset { guest: true } => {
@@ -333,6 +343,7 @@ impl Trial {
                     EventKind::Stop => break self.stopped(deadline),
                     _ => {}
                 },
+                Err(EventsError::Deadline) if !has_had_it() => {}
                 Err(EventsError::Deadline) => break "the guest went no further".to_owned(),
                 Err(_) => break machine.stderr_tail(),
             }
