@@ -1,4 +1,4 @@
-//! Where the VM's thread finds the control channel of the present epoch, to send ownership messages on.
+//! Where the VM's thread finds the control channel of the present connection set, to send ownership messages on.
 //!
 //! Filled and emptied by the migration's driver. A message that finds it empty travels through the agents alone.
 

@@ -17,7 +17,7 @@ const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
 /// A listener waits for the whole migration, in turns of this length.
 const TURN: Duration = Duration::from_secs(3600);
 
-/// Most channels that wait for the driver: two epochs' worth. The others wait with the listener, and the source with them.
+/// Most channels that wait for the driver: those of two sets. The others wait with the listener, and the source with them.
 const WAITING_MAX: usize = 2 * STREAMS_MAX as usize;
 
 /// The listening side.

@@ -1,6 +1,6 @@
-//! The data channels of one epoch at the destination, and the barrier that waits for what they carry.
+//! The data channels of one connection set at the destination, and the barrier that waits for what they carry.
 //!
-//! Owned by the driver. Channels join as long as the epoch lives and end in good order or take the epoch with them. A
+//! Owned by the driver. Channels join as long as the set lives and end in good order or take the set with them. A
 //! barrier is a state and no wait, so that the driver hears its other peers meanwhile. Refuses: an index beyond the
 //! protocol's bound, and a barrier for which nothing moves any more.
 
@@ -45,7 +45,7 @@ pub(super) struct Shares {
     pub busy: f32,
 }
 
-/// The channels of an epoch.
+/// The channels of a connection set.
 pub(super) struct Channels {
     slots: Vec<Channel>,
     /// So many connect at once; further ones join later.
@@ -60,7 +60,7 @@ pub(super) struct Channels {
 }
 
 impl Channels {
-    /// None yet: the epoch's first word has not come. `first_pass` outlives the epoch: whether no pass was complete so far.
+    /// None yet: the set's first word has not come. `first_pass` outlives the set: whether no pass was complete so far.
     pub(super) fn new(first_pass: Arc<AtomicBool>) -> Self {
         Self {
             slots: Vec::new(),
@@ -73,7 +73,7 @@ impl Channels {
         }
     }
 
-    /// The epoch has begun with this many; `false`: it had begun before.
+    /// The set has begun with this many; `false`: it had begun before.
     pub(super) fn begin(&mut self, first: u32) -> bool {
         if !self.slots.is_empty() {
             return false;
@@ -95,7 +95,7 @@ impl Channels {
         self.slots.iter().filter(open).count() as u32
     }
 
-    /// Takes a channel in; gives it back when the epoch has not begun.
+    /// Takes a channel in; gives it back when the set has not begun.
     pub(super) fn admit(
         &mut self,
         connection: Connection,
@@ -121,7 +121,7 @@ impl Channels {
         Ok(None)
     }
 
-    /// One that was on its way when the last pages had come: it carries nothing, and stays open until the epoch ends.
+    /// One that was on its way when the last pages had come: it carries nothing, and stays open until the set ends.
     fn keep_unread(&mut self, connection: Connection) -> Result<(), String> {
         if self.late.len() >= STREAMS_MAX as usize {
             return Err("the source opened more channels than may be".into());
@@ -131,7 +131,7 @@ impl Channels {
     }
 
     /// Everything has come: when this returns nothing that the source sends reaches guest memory any more, neither on
-    /// these channels nor on later ones of this epoch.
+    /// these channels nor on later ones of this set.
     pub(super) fn end_receiving(&mut self) {
         self.received = true;
         for closer in self.slots.iter().filter_map(|slot| slot.closer.as_ref()) {

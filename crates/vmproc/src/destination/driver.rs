@@ -177,7 +177,7 @@ pub(super) enum Halt {
     Failed(String),
 }
 
-/// How far the present epoch is; device state is taken only after the last barrier.
+/// How far the present connection set is; device state is taken only after the last barrier.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
 pub(super) enum Stage {
     Precopy,
@@ -190,7 +190,7 @@ pub(super) enum Stage {
     Loaded,
 }
 
-pub(super) struct Epoch {
+pub(super) struct ConnectionSet {
     number: u16,
     pub(super) control: Arc<SharedControl>,
     pub(super) receiver: ControlReceiver,
@@ -225,16 +225,16 @@ pub(super) struct DestinationDriver {
     said: Sender<Farewell>,
     commands: Receiver<Command>,
     pub(super) pages: u64,
-    /// Data channels that arrived before their epoch's first word.
+    /// Data channels that arrived before their set's first word.
     held_back: Vec<Connection>,
-    /// The control channel of the next epoch, which came before the present one was known to be lost.
+    /// The control channel of the next set, which came before the present one was known to be lost.
     next_control: Option<Connection>,
     lingers: bool,
     /// A control channel has come.
     connected: bool,
     /// Page threads give way to vCPUs until a pass is complete.
     first_pass: Arc<AtomicBool>,
-    /// Bytes that came on the channels of earlier epochs.
+    /// Bytes that came on the channels of earlier sets.
     carried: u64,
     wire: WireRate,
     began: Instant,
@@ -262,26 +262,26 @@ impl DestinationDriver {
 
     fn receive(&mut self) -> Halt {
         loop {
-            let mut epoch = match self.wait_for_epoch() {
-                Ok(epoch) => epoch,
+            let mut set = match self.wait_for_set() {
+                Ok(set) => set,
                 Err(halt) => return halt,
             };
-            let halt = self.follow(&mut epoch);
-            let halt = self.or_farewell(&mut epoch, halt);
+            let halt = self.follow(&mut set);
+            let halt = self.or_farewell(&mut set, halt);
             if let Halt::Failed(reason) = &halt {
                 reached("destination.giving-up");
-                let _ = epoch.control.send(&ToSource::Failed {
+                let _ = set.control.send(&ToSource::Failed {
                     reason: clip_reason(reason),
                 });
             }
             if let Halt::Ended(Some(reason)) = &halt {
-                let _ = epoch.control.send(&ToSource::Failed {
+                let _ = set.control.send(&ToSource::Failed {
                     reason: clip_reason(reason),
                 });
             }
             let finished = matches!(halt, Halt::Ended(_) | Halt::Failed(_) | Halt::Cancelled(_));
-            let stage = epoch.stage;
-            self.close(epoch, finished);
+            let stage = set.stage;
+            self.close(set, finished);
             match (halt, stage) {
                 (Halt::Lost(_), _) if self.lingers => return Halt::Ended(None),
                 (Halt::Lost(reason), Stage::Loading) => {
@@ -303,9 +303,9 @@ impl DestinationDriver {
         }
     }
 
-    /// What ends an epoch here may overtake the source's word on the control channel that it has ended the migration: data
-    /// channels are closed behind it, and the agents' message ends QEMU while it still loads.
-    fn or_farewell(&self, epoch: &mut Epoch, halt: Halt) -> Halt {
+    /// What ends a connection set here may overtake the source's word on the control channel that it has ended the
+    /// migration: data channels are closed behind it, and the agents' message ends QEMU while it still loads.
+    fn or_farewell(&self, set: &mut ConnectionSet, halt: Halt) -> Halt {
         let wait = match &halt {
             Halt::Lost(_) if !self.lingers => LAST_WORD_WAIT,
             // The source waits for the reason. What it had to say before is there.
@@ -313,26 +313,26 @@ impl DestinationDriver {
             _ => return halt,
         };
         let tell = |message| self.tell(News::Peer(message));
-        match unread_farewell(&mut epoch.receiver, self.pages, wait, tell) {
+        match unread_farewell(&mut set.receiver, self.pages, wait, tell) {
             Some(farewell) => Halt::Cancelled(farewell),
             None => halt,
         }
     }
 
     /// Ends a connection set: when this returns nothing of it writes memory any more.
-    fn close(&mut self, mut epoch: Epoch, orderly: bool) {
-        self.show_received(&epoch);
-        self.carried = self.carried.saturating_add(epoch.channels.bytes());
+    fn close(&mut self, mut set: ConnectionSet, orderly: bool) {
+        self.show_received(&set);
+        self.carried = self.carried.saturating_add(set.channels.bytes());
         self.control.clear();
         if orderly {
-            epoch.control.finish();
+            set.control.finish();
         }
-        epoch.control.close();
-        epoch.channels.close();
+        set.control.close();
+        set.channels.close();
     }
 
     /// Waits for a control channel.
-    fn wait_for_epoch(&mut self) -> Result<Epoch, Halt> {
+    fn wait_for_set(&mut self) -> Result<ConnectionSet, Halt> {
         if let Some(connection) = self.next_control.take() {
             return self.open(connection);
         }
@@ -361,18 +361,17 @@ impl DestinationDriver {
         }
     }
 
-    /// Keeps a data channel until its epoch begins. What an earlier epoch left is of no use any more.
+    /// Keeps a data channel until its set begins. What an earlier set left is of no use any more.
     fn hold_back(&mut self, connection: Connection) {
-        let epoch = connection.channel().epoch();
-        self.held_back
-            .retain(|held| held.channel().epoch() >= epoch);
+        let set = connection.channel().set();
+        self.held_back.retain(|held| held.channel().set() >= set);
         if self.held_back.len() < godwit_migrate::protocol::STREAMS_MAX as usize {
             self.held_back.push(connection);
         }
     }
 
-    fn open(&mut self, connection: Connection) -> Result<Epoch, Halt> {
-        let number = connection.channel().epoch();
+    fn open(&mut self, connection: Connection) -> Result<ConnectionSet, Halt> {
+        let number = connection.channel().set();
         let (sender, receiver) = connection
             .into_control()
             .map_err(|error| Halt::Failed(error.to_string()))?;
@@ -382,7 +381,7 @@ impl DestinationDriver {
         self.report.passed(MoveEventKind::LinkLost);
         self.report.update(|report| report.phase = Phase::Precopy);
         let now = Instant::now();
-        Ok(Epoch {
+        Ok(ConnectionSet {
             number,
             control,
             receiver,
@@ -411,78 +410,76 @@ impl DestinationDriver {
         }
     }
 
-    /// Follows one epoch to its end.
-    fn follow(&mut self, epoch: &mut Epoch) -> Halt {
+    /// Follows one connection set to its end.
+    fn follow(&mut self, set: &mut ConnectionSet) -> Halt {
         loop {
-            if let Err(halt) = self.turn(epoch) {
+            if let Err(halt) = self.turn(set) {
                 return halt;
             }
         }
     }
 
-    fn turn(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+    fn turn(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         self.commands()?;
-        self.admit(epoch)?;
-        self.look_at_channels(epoch)?;
-        self.look_at_memory(epoch)?;
-        let Some(incoming) = self.next(epoch)? else {
+        self.admit(set)?;
+        self.look_at_channels(set)?;
+        self.look_at_memory(set)?;
+        let Some(incoming) = self.next(set)? else {
             return Ok(());
         };
         match incoming {
             Incoming::Message(bytes) => {
                 let message = decode_to_destination(&bytes, self.pages);
                 let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
-                if epoch.channels.is_barred() && !is_urgent(&message) {
-                    epoch.hold(Incoming::Message(bytes));
+                if set.channels.is_barred() && !is_urgent(&message) {
+                    set.hold(Incoming::Message(bytes));
                     return Ok(());
                 }
-                self.message(epoch, message)
+                self.message(set, message)
             }
-            Incoming::DeviceState(piece) if epoch.channels.is_barred() => {
-                epoch.hold(Incoming::DeviceState(piece));
+            Incoming::DeviceState(piece) if set.channels.is_barred() => {
+                set.hold(Incoming::DeviceState(piece));
                 Ok(())
             }
-            Incoming::DeviceState(piece) => self.device_state(epoch, &piece),
+            Incoming::DeviceState(piece) => self.device_state(set, &piece),
             Incoming::End => Err(Halt::Lost("the source closed the control channel".into())),
         }
     }
 
     /// What is to be looked at next, if anything. Behind a barrier the control channel is heard without waiting for it,
     /// since the barrier is what is waited for.
-    fn next(&mut self, epoch: &mut Epoch) -> Result<Option<Incoming>, Halt> {
+    fn next(&mut self, set: &mut ConnectionSet) -> Result<Option<Incoming>, Halt> {
         let mut wait = TICK;
-        if epoch.channels.is_barred() {
+        if set.channels.is_barred() {
             wait = Duration::ZERO;
-            let reached = epoch.channels.reach_barrier(TICK);
+            let reached = set.channels.reach_barrier(TICK);
             match reached.map_err(halt_of_end)? {
-                Some(iteration) => return self.barrier_done(epoch, iteration).map(|()| None),
-                None if epoch.held_bytes > HELD_BYTES_MAX => return Ok(None),
+                Some(iteration) => return self.barrier_done(set, iteration).map(|()| None),
+                None if set.held_bytes > HELD_BYTES_MAX => return Ok(None),
                 None => {}
             }
-        } else if let Some(held) = epoch.held.pop_front() {
-            epoch.held_bytes -= held_len(&held);
+        } else if let Some(held) = set.held.pop_front() {
+            set.held_bytes -= held_len(&held);
             return Ok(Some(held));
         }
-        match epoch.receiver.recv(Instant::now() + wait) {
+        match set.receiver.recv(Instant::now() + wait) {
             Ok(incoming) => {
-                epoch.heard = Instant::now();
+                set.heard = Instant::now();
                 self.tell(News::Heard);
                 Ok(Some(incoming))
             }
-            Err(TransportError::Silent { .. }) if epoch.heard.elapsed() < CONTROL_SILENCE => {
-                Ok(None)
-            }
+            Err(TransportError::Silent { .. }) if set.heard.elapsed() < CONTROL_SILENCE => Ok(None),
             Err(error) => Err(halt_of(&error)),
         }
     }
 
-    /// New connections: data channels of this epoch, or the control channel of the next.
-    fn admit(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+    /// New connections: data channels of this set, or the control channel of the next.
+    fn admit(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         while let Ok(connection) = self.arrivals.connections.try_recv() {
             if connection.channel().is_control() {
-                // The source has given this epoch up before this side noticed.
-                let next = connection.channel().epoch();
-                self.held_back.retain(|data| data.channel().epoch() == next);
+                // The source has given this set up before this side noticed.
+                let next = connection.channel().set();
+                self.held_back.retain(|data| data.channel().set() == next);
                 self.next_control = Some(connection);
                 return Err(Halt::Lost("the source makes the channels anew".into()));
             } else {
@@ -490,53 +487,53 @@ impl DestinationDriver {
             }
         }
         for connection in std::mem::take(&mut self.held_back) {
-            self.admit_data(epoch, connection)?;
+            self.admit_data(set, connection)?;
         }
         Ok(())
     }
 
-    fn admit_data(&mut self, epoch: &mut Epoch, connection: Connection) -> Result<(), Halt> {
+    fn admit_data(&mut self, set: &mut ConnectionSet, connection: Connection) -> Result<(), Halt> {
         let channel = connection.channel();
-        if channel.epoch() > epoch.number {
-            // Of the next epoch, whose control channel is on its way.
+        if channel.set() > set.number {
+            // Of the next set, whose control channel is on its way.
             self.hold_back(connection);
             return Ok(());
         }
-        if channel.epoch() != epoch.number {
+        if channel.set() != set.number {
             connection.closer().close();
             return Ok(());
         }
         let notes = connection.granted().receive_notes();
-        let back = epoch.channels.admit(connection, &self.memory);
+        let back = set.channels.admit(connection, &self.memory);
         match back.map_err(Halt::Failed)? {
             // Its `Begin` has not come yet.
             Some(connection) => self.hold_back(connection),
             None => {
                 self.report.note(notes);
-                let open = epoch.channels.open();
+                let open = set.channels.open();
                 self.report.update(|report| report.streams = open);
             }
         }
         Ok(())
     }
 
-    /// Says what was applied; ends the epoch when a channel has failed.
-    fn look_at_channels(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
-        if epoch.told.elapsed() < APPLIED_EVERY {
+    /// Says what was applied; ends the set when a channel has failed.
+    fn look_at_channels(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        if set.told.elapsed() < APPLIED_EVERY {
             return Ok(());
         }
-        epoch.told = Instant::now();
-        self.show_received(epoch);
-        if let Some(end) = epoch.channels.failure() {
+        set.told = Instant::now();
+        self.show_received(set);
+        if let Some(end) = set.channels.failure() {
             return Err(halt_of_end(end));
         }
-        let told = epoch.channels.tell_applied(&epoch.control);
+        let told = set.channels.tell_applied(&set.control);
         told.map_err(|error| halt_of(&error))
     }
 
     /// Shows what has come so far, and how fast.
-    fn show_received(&mut self, epoch: &Epoch) {
-        let bytes = self.carried.saturating_add(epoch.channels.bytes());
+    fn show_received(&mut self, set: &ConnectionSet) {
+        let bytes = self.carried.saturating_add(set.channels.bytes());
         self.wire.sample(self.began.elapsed().as_secs_f64(), bytes);
         let bytes_per_s = self.wire.bytes_per_s().unwrap_or_default();
         self.report.update(|report| {
@@ -549,11 +546,11 @@ impl DestinationDriver {
 
     /// Says that the memory asked for is there; ends the migration when there is not enough. Not before all channels have
     /// come: a source that still connects would not hear the reason.
-    fn look_at_memory(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
-        if !epoch.channels.complete() {
+    fn look_at_memory(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        if !set.channels.complete() {
             return Ok(());
         }
-        if let Some(reason) = epoch.no_room.take() {
+        if let Some(reason) = set.no_room.take() {
             return Err(Halt::Failed(reason));
         }
         if !self.prepare || self.told_prepared {
@@ -565,58 +562,58 @@ impl DestinationDriver {
         self.told_prepared = true;
         let seconds = took.as_secs_f64();
         self.report.update(|report| report.prepare_s = seconds);
-        let told = epoch.control.send(&ToSource::Prepared { seconds });
+        let told = set.control.send(&ToSource::Prepared { seconds });
         told.map_err(|error| halt_of(&error))
     }
 
     pub(super) fn message(
         &mut self,
-        epoch: &mut Epoch,
+        set: &mut ConnectionSet,
         message: ToDestination,
     ) -> Result<(), Halt> {
         match message {
             ToDestination::Begin {
-                epoch: number,
+                set: number,
                 streams,
                 ..
-            } => self.begin(epoch, number, streams),
+            } => self.begin(set, number, streams),
             ToDestination::Extents { extents } => {
                 for (first, count) in extents {
-                    epoch.announced_pages = epoch.announced_pages.saturating_add(count);
-                    if epoch.announced_pages > self.pages {
+                    set.announced_pages = set.announced_pages.saturating_add(count);
+                    if set.announced_pages > self.pages {
                         let reason = "the source announced more memory than the guest has";
                         return Err(Halt::Failed(reason.into()));
                     }
-                    epoch.missing_pages += self.memory.ram.without_memory(first..first + count);
+                    set.missing_pages += self.memory.ram.without_memory(first..first + count);
                 }
                 Ok(())
             }
             ToDestination::ExtentsEnd => {
                 // A preparation has looked by itself.
                 if !self.prepare {
-                    epoch.no_room = self.memory.room_for(epoch.missing_pages).err();
+                    set.no_room = self.memory.room_for(set.missing_pages).err();
                 }
                 Ok(())
             }
-            ToDestination::Barrier { iteration, sent } => self.barrier(epoch, iteration, sent),
+            ToDestination::Barrier { iteration, sent } => self.barrier(set, iteration, sent),
             ToDestination::Stopped => {
-                if epoch.stage != Stage::Precopy {
+                if set.stage != Stage::Precopy {
                     return Err(Halt::Failed("the source stopped its guest twice".into()));
                 }
-                epoch.stage = Stage::Stopped;
+                set.stage = Stage::Stopped;
                 self.report
                     .update(|report| report.phase = Phase::Switchover);
                 Ok(())
             }
             ToDestination::Addresses { cards } => {
                 // Once is enough: each is written to a file.
-                if !std::mem::replace(&mut epoch.addresses_known, true) {
+                if !std::mem::replace(&mut set.addresses_known, true) {
                     self.tell(News::Addresses(cards));
                 }
                 Ok(())
             }
-            ToDestination::DeviceStateWhole => self.state_whole(epoch),
-            ToDestination::DeviceStateEnd { attempt, .. } => self.load(epoch, attempt),
+            ToDestination::DeviceStateWhole => self.state_whole(set),
+            ToDestination::DeviceStateEnd { attempt, .. } => self.load(set, attempt),
             ToDestination::Warm { .. } => Ok(()),
             ToDestination::Cancel { reason, cancelled } => {
                 Err(Halt::Cancelled(Farewell { reason, cancelled }))
@@ -625,41 +622,47 @@ impl DestinationDriver {
                 self.tell(News::Peer(message));
                 Ok(())
             }
-            ToDestination::Ping { nonce } => epoch
+            ToDestination::Ping { nonce } => set
                 .control
                 .send(&ToSource::Pong { nonce })
                 .map_err(|error| halt_of(&error)),
         }
     }
 
-    fn begin(&mut self, epoch: &mut Epoch, number: u16, streams: u32) -> Result<(), Halt> {
-        if number != epoch.number || !epoch.channels.begin(streams) {
-            return Err(Halt::Failed("the source began an epoch twice".into()));
+    fn begin(&mut self, set: &mut ConnectionSet, number: u16, streams: u32) -> Result<(), Halt> {
+        if number != set.number || !set.channels.begin(streams) {
+            return Err(Halt::Failed(
+                "the source began a set of connections twice".into(),
+            ));
         }
         if self.prepare {
             // Only now, so that the source's total contains it.
             self.memory.prepare(self.cores);
         }
-        epoch
-            .control
-            .send(&ToSource::Begun { epoch: number })
+        set.control
+            .send(&ToSource::Begun { set: number })
             .map_err(|error| halt_of(&error))
     }
 
-    fn barrier(&mut self, epoch: &mut Epoch, iteration: u32, sent: Vec<u64>) -> Result<(), Halt> {
+    fn barrier(
+        &mut self,
+        set: &mut ConnectionSet,
+        iteration: u32,
+        sent: Vec<u64>,
+    ) -> Result<(), Halt> {
         if planted("barrier-not-awaited") {
-            return self.barrier_done(epoch, iteration);
+            return self.barrier_done(set, iteration);
         }
-        epoch.channels.raise_barrier(iteration, sent);
+        set.channels.raise_barrier(iteration, sent);
         Ok(())
     }
 
-    fn barrier_done(&mut self, epoch: &mut Epoch, iteration: u32) -> Result<(), Halt> {
-        let shares = epoch.channels.take_shares();
-        if epoch.stage == Stage::Stopped {
-            epoch.stage = Stage::LastApplied;
+    fn barrier_done(&mut self, set: &mut ConnectionSet, iteration: u32) -> Result<(), Halt> {
+        let shares = set.channels.take_shares();
+        if set.stage == Stage::Stopped {
+            set.stage = Stage::LastApplied;
             if !planted("receivers-outlive-load") {
-                epoch.channels.end_receiving();
+                set.channels.end_receiving();
             }
         }
         let done = ToSource::BarrierDone {
@@ -667,11 +670,11 @@ impl DestinationDriver {
             memory_wait: shares.memory_wait,
             busy: shares.busy,
         };
-        epoch.control.send(&done).map_err(|error| halt_of(&error))
+        set.control.send(&done).map_err(|error| halt_of(&error))
     }
 }
 
-impl Epoch {
+impl ConnectionSet {
     /// Keeps what came behind a barrier until it is reached.
     pub(super) fn hold(&mut self, incoming: Incoming) {
         self.held_bytes += held_len(&incoming);

@@ -57,8 +57,8 @@ impl Memory {
         })
     }
 
-    /// Begins to allocate all of the guest's memory, with this many threads, in the background. Once: an epoch that is
-    /// made anew finds it begun.
+    /// Begins to allocate all of the guest's memory, with this many threads, in the background. Once: a connection set
+    /// that is made anew finds it begun.
     pub(crate) fn prepare(self: &Arc<Self>, threads: usize) {
         if self.preparation.begun.swap(true, Ordering::AcqRel) {
             return;

@@ -1,8 +1,8 @@
 //! The destination's side of a migration.
 //!
 //! `driver` runs it, `receiver` is one data channel's thread, `memory` allocates guest RAM ahead of the stream,
-//! `arrivals` are the channels that prove themselves, `channels` those of one epoch, `loading` is what becomes of device
-//! state.
+//! `arrivals` are the channels that prove themselves, `channels` those of one connection set, `loading` is what becomes
+//! of device state.
 
 pub(crate) mod arrivals;
 mod channels;

@@ -11,8 +11,8 @@
 //!    +------------------------------------------  last pages -> device state -> core hands over
 //! ```
 
+use super::connections::{ConnectionSet, SetPlan, extents};
 use super::ending::Ending;
-use super::epoch::{Epoch, EpochPlan, extents};
 use super::hearing::Seat;
 use super::pass::Pass;
 use super::routes::Route;
@@ -57,10 +57,10 @@ pub(super) const SAVE_WAIT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(crate) enum DriverInput {
     /// A sender finished a pass.
-    PassEnd { epoch: u16, end: Box<PassEnd> },
+    PassEnd { set: u16, end: Box<PassEnd> },
     /// From the control channel.
     Peer {
-        epoch: u16,
+        set: u16,
         from: FromPeer,
         at: Instant,
     },
@@ -124,7 +124,7 @@ pub(crate) struct SourceParts {
     pub max_downtime_ms: u64,
     pub deadline_s: Option<u64>,
     pub cap_bytes_per_s: Option<f64>,
-    /// Where a new epoch's control channel is put, so that the VM's thread can send on it.
+    /// Where a new set's control channel is put, so that the VM's thread can send on it.
     pub control: crate::control_slot::ControlSlot,
     pub news: Tell,
 }
@@ -204,14 +204,14 @@ pub(super) struct SourceDriver {
     pub(super) inputs: Receiver<DriverInput>,
     ending: Ending,
     pub(super) dirty: PageSet,
-    pub(super) next_epoch: u16,
+    pub(super) next_set: u16,
     pub(super) iteration: u32,
     /// Whether a pass is complete: from then on each races with what the guest writes.
     pub(super) passed: bool,
     pub(super) pass: Option<Arc<Pass>>,
     pub(super) convergence: Convergence,
     pub(super) ledger: Ledger,
-    /// What the channels of earlier epochs had carried.
+    /// What the channels of earlier sets had carried.
     pub(super) carried: Counters,
     pub(super) began: Instant,
     /// When it was last asked what the guest has written.
@@ -248,7 +248,7 @@ impl SourceDriver {
             own,
             inputs,
             ending,
-            next_epoch: 0,
+            next_set: 0,
             iteration: 0,
             passed: false,
             pass: None,
@@ -298,41 +298,41 @@ impl SourceDriver {
             Err(error) => return Halt::Failed(error.to_string()),
         }
         self.show_content();
-        let mut epoch = match self.connect(true) {
-            Ok(epoch) => epoch,
+        let mut set = match self.connect(true) {
+            Ok(set) => set,
             Err(halt) => return halt,
         };
         self.parts.report.trouble(None);
         reached("source.connected");
         if self.parts.prepare
-            && let Err(halt) = self.wait_prepared(&epoch)
+            && let Err(halt) = self.wait_prepared(&set)
         {
             let halt = match halt {
-                Halt::Lost(reason) => self.last_word(&epoch).unwrap_or(Halt::Lost(reason)),
+                Halt::Lost(reason) => self.last_word(&set).unwrap_or(Halt::Lost(reason)),
                 halt => halt,
             };
-            return self.give_up(&mut epoch, halt);
+            return self.give_up(&mut set, halt);
         }
         if !planted("tracking-after-first-read")
             && let Err(error) = self.begin_tracking()
         {
-            return self.give_up(&mut epoch, Halt::Failed(error));
+            return self.give_up(&mut set, Halt::Failed(error));
         }
         reached("source.tracking");
         let switchover_wait = Duration::from_secs_f64(4.0 * self.rtt_s);
         self.tell(News::Began { switchover_wait });
         loop {
-            let halt = match self.precopy(&mut epoch) {
-                Ok(()) => self.switchover(&mut epoch),
+            let halt = match self.precopy(&mut set) {
+                Ok(()) => self.switchover(&mut set),
                 Err(halt) => halt,
             };
             let halt = match halt {
-                Halt::CalledOff => self.hear_verdict(&epoch),
+                Halt::CalledOff => self.hear_verdict(&set),
                 halt => halt,
             };
             match halt {
-                Halt::Lost(reason) => match self.last_word(&epoch) {
-                    Some(halt) => return self.give_up(&mut epoch, halt),
+                Halt::Lost(reason) => match self.last_word(&set) {
+                    Some(halt) => return self.give_up(&mut set, halt),
                     None => self.note_lost(&reason),
                 },
                 Halt::CalledOff => {
@@ -340,12 +340,12 @@ impl SourceDriver {
                     tracing::warn!("{why}");
                     self.parts.report.trouble(Some(why.into()));
                 }
-                halt => return self.give_up(&mut epoch, halt),
+                halt => return self.give_up(&mut set, halt),
             }
             self.full_speed();
-            self.abandon(&mut epoch);
-            epoch = match self.connect(false) {
-                Ok(epoch) => epoch,
+            self.abandon(&mut set);
+            set = match self.connect(false) {
+                Ok(set) => set,
                 Err(halt) => return halt,
             };
             self.note_remade();
@@ -369,11 +369,11 @@ impl SourceDriver {
     }
 
     /// A destination that fails closes its channels after it has said why, but the two may come in another order.
-    fn last_word(&mut self, epoch: &Epoch) -> Option<Halt> {
+    fn last_word(&mut self, set: &ConnectionSet) -> Option<Halt> {
         let until = Instant::now() + LAST_WORD_WAIT + Duration::from_secs_f64(2.0 * self.rtt_s);
         let mut ended = None;
         while Instant::now() < until {
-            match self.peer(epoch, until) {
+            match self.peer(set, until) {
                 Ok(_) | Err(Halt::CalledOff) => {}
                 Err(Halt::Ended(reason)) => {
                     self.end_heard = true;
@@ -389,18 +389,18 @@ impl SourceDriver {
         ended
     }
 
-    /// Closes an epoch; what may not have been applied is dirty again.
-    fn abandon(&mut self, epoch: &mut Epoch) {
+    /// Closes a connection set; what may not have been applied is dirty again.
+    fn abandon(&mut self, set: &mut ConnectionSet) {
         self.parts.control.clear();
         if let Some(pass) = &self.pass {
             // A sender that a cap holds back would sleep on.
             pass.stop();
         }
         let mut lost = PageSet::new(self.dirty.page_count());
-        self.show_sent(epoch);
-        self.carried = self.carried.and(epoch.counters());
+        self.show_sent(set);
+        self.carried = self.carried.and(set.counters());
         self.ledger.abandon_pass();
-        epoch.abandon(&mut lost);
+        set.abandon(&mut lost);
         if let Some(pass) = self.pass.take() {
             pass.put_back_untaken(&mut lost);
         }
@@ -410,7 +410,7 @@ impl SourceDriver {
     }
 
     /// Tells the peer, if it can be told, and closes.
-    fn give_up(&mut self, epoch: &mut Epoch, halt: Halt) -> Halt {
+    fn give_up(&mut self, set: &mut ConnectionSet, halt: Halt) -> Halt {
         let reason = match &halt {
             Halt::Ended(reason) => reason.clone(),
             Halt::Lost(reason) | Halt::Failed(reason) => Some(Farewell {
@@ -425,11 +425,11 @@ impl SourceDriver {
             self.parts.tracker.stop();
         }
         match reason {
-            None => epoch.finish(),
+            None => set.finish(),
             Some(farewell) => {
-                let _ = epoch.control.send(&farewell.message());
-                epoch.control.finish();
-                self.abandon(epoch);
+                let _ = set.control.send(&farewell.message());
+                set.control.finish();
+                self.abandon(set);
             }
         }
         halt
@@ -463,15 +463,15 @@ impl SourceDriver {
         });
     }
 
-    /// Makes an epoch. A link that is away is waited for, at the start as later; a destination that refuses this migration
-    /// at the start is not.
-    fn connect(&mut self, first: bool) -> Result<Epoch, Halt> {
+    /// Makes a connection set. A link that is away is waited for, at the start as later; a destination that refuses this
+    /// migration at the start is not.
+    fn connect(&mut self, first: bool) -> Result<ConnectionSet, Halt> {
         let give_up_at = Instant::now() + RECONNECT_FOR;
         loop {
             // A command that came meanwhile goes first.
             self.pause(Duration::ZERO)?;
             let reason = match self.connect_once(first) {
-                Ok(epoch) => return Ok(epoch),
+                Ok(set) => return Ok(set),
                 Err(Halt::Lost(reason)) => reason,
                 Err(halt) => return Err(halt),
             };
@@ -491,12 +491,12 @@ impl SourceDriver {
         }
     }
 
-    fn connect_once(&mut self, first: bool) -> Result<Epoch, Halt> {
-        let number = self.next_epoch;
-        self.next_epoch = number
+    fn connect_once(&mut self, first: bool) -> Result<ConnectionSet, Halt> {
+        let number = self.next_set;
+        self.next_set = number
             .checked_add(1)
             .ok_or(Halt::Failed("too many lost links".into()))?;
-        let plan = EpochPlan {
+        let plan = SetPlan {
             number,
             protocol: self.parts.protocol,
             spec: &self.parts.spec,
@@ -512,38 +512,38 @@ impl SourceDriver {
             TransportError::HandshakeClosed { .. } if first => Halt::Failed(error.to_string()),
             error => halt_of(error),
         };
-        let mut epoch = Epoch::open(&plan, &extents(&self.dirty)).map_err(lost)?;
-        if let Err(halt) = self.wait_begun(&epoch) {
+        let mut set = ConnectionSet::open(&plan, &extents(&self.dirty)).map_err(lost)?;
+        if let Err(halt) = self.wait_begun(&set) {
             if let Halt::Ended(Some(farewell)) = &halt {
                 // Whoever does not hear it learns it from the agents.
-                let _ = epoch.control.send(&farewell.message());
+                let _ = set.control.send(&farewell.message());
             }
-            epoch.abandon(&mut self.dirty);
+            set.abandon(&mut self.dirty);
             return Err(halt);
         }
-        if let Err(error) = epoch.warm(&self.ending) {
-            epoch.abandon(&mut self.dirty);
+        if let Err(error) = set.warm(&self.ending) {
+            set.abandon(&mut self.dirty);
             return Err(halt_of(error));
         }
-        self.parts.control.set(&epoch.control);
-        let notes = epoch.take_notes();
+        self.parts.control.set(&set.control);
+        let notes = set.take_notes();
         self.parts.report.update(|report| {
-            report.streams = epoch.streams() as u32;
+            report.streams = set.streams() as u32;
         });
         self.parts.report.note(notes);
-        Ok(epoch)
+        Ok(set)
     }
 
-    fn wait_begun(&mut self, epoch: &Epoch) -> Result<(), Halt> {
+    fn wait_begun(&mut self, set: &ConnectionSet) -> Result<(), Halt> {
         let until = Instant::now() + BARRIER_WAIT;
         loop {
-            match self.peer(epoch, until)? {
-                Some(ToSource::Begun { epoch: begun }) if begun == epoch.number => break,
+            match self.peer(set, until)? {
+                Some(ToSource::Begun { set: begun }) if begun == set.number => break,
                 Some(ToSource::Failed { reason }) => return Err(Halt::Failed(reason)),
                 _ => {}
             }
         }
-        self.rtt_s = epoch.rtt_s().min(1.0);
+        self.rtt_s = set.rtt_s().min(1.0);
         Ok(())
     }
 
@@ -565,29 +565,27 @@ impl SourceDriver {
         }
     }
 
-    /// The next message of this epoch, or nothing when something else came.
+    /// The next message of this set, or nothing when something else came.
     pub(super) fn peer(
         &mut self,
-        epoch: &Epoch,
+        set: &ConnectionSet,
         deadline: Instant,
     ) -> Result<Option<ToSource>, Halt> {
-        self.peer_within(epoch, Duration::MAX, deadline)
+        self.peer_within(set, Duration::MAX, deadline)
     }
 
     /// As [`SourceDriver::peer`], but comes back after `wait` with nothing, so that the peer can hear from us.
     pub(super) fn peer_within(
         &mut self,
-        epoch: &Epoch,
+        set: &ConnectionSet,
         wait: Duration,
         deadline: Instant,
     ) -> Result<Option<ToSource>, Halt> {
         let left = deadline.saturating_duration_since(Instant::now());
         match self.inputs.recv_timeout(left.min(wait)) {
             Ok(DriverInput::Peer {
-                epoch: number,
-                from,
-                ..
-            }) if number == epoch.number => self.hear_peer(from),
+                set: number, from, ..
+            }) if number == set.number => self.hear_peer(from),
             Ok(DriverInput::Command(Command::End { reason })) => Err(Halt::Ended(reason)),
             Ok(DriverInput::Command(Command::CalledOff)) => Err(Halt::CalledOff),
             Ok(DriverInput::Command(Command::PeerGaveUp)) => Err(Halt::Lost(PEER_GAVE_UP.into())),

@@ -1,6 +1,6 @@
 //! Hears what the destination says on the control channel and passes it on to the driver.
 //!
-//! One thread per epoch, which ends with the channel. Signs of life are passed on now and then. Everything else takes one
+//! One thread per set, which ends with the channel. Signs of life are passed on now and then. Everything else takes one
 //! of [`WAITING_MAX`] seats until the driver has looked at it: where none is free the channel is not read on, so that a
 //! peer that floods is held up by TCP and costs no memory. The driver never waits for this thread. Refuses: what is no
 //! message of the protocol.
@@ -53,7 +53,7 @@ impl Drop for Seat {
 
 /// What hears a destination.
 pub(super) struct Hearing {
-    pub epoch: u16,
+    pub set: u16,
     pub inputs: Sender<DriverInput>,
     /// By index: records that the destination has applied.
     pub applied: Vec<Arc<AtomicU64>>,
@@ -108,7 +108,7 @@ impl Hearing {
 
     fn pass_on(&self, from: FromPeer) -> Option<()> {
         let input = DriverInput::Peer {
-            epoch: self.epoch,
+            set: self.set,
             from,
             at: Instant::now(),
         };
@@ -145,7 +145,7 @@ mod tests {
         let (sender, receiver) = made.unwrap().into_control().unwrap();
         let (inputs, received) = channel();
         let hearing = Hearing {
-            epoch: 0,
+            set: 0,
             inputs,
             applied: Vec::new(),
             control: Arc::new(SharedControl::new(sender)),

@@ -3,7 +3,7 @@
 //! Each thread owns its channel and the list of what the destination has not yet applied. Threads share the RAM file
 //! (read only), the pass (one atomic add per chunk of 512 pages) and nothing else. When a channel fails, its thread ends
 //! and gives back everything that is dirty again. A channel that is taken out sends its final record after its present
-//! chunk; its thread stays until the epoch ends, since what it sent may still have to be sent again.
+//! chunk; its thread stays until the set ends, since what it sent may still have to be sent again.
 
 use super::pass::{Pass, put_back_chunk};
 use super::unacked::Unacked;

@@ -1,8 +1,8 @@
 //! One set of channels at the source: made together, lost together.
 //!
-//! Owned by the driver. Losing any channel ends the epoch: the rest is closed, everything that was not acknowledged as
-//! applied is dirty again, and a new epoch with new channel ids and keys may be made. While a pass runs, data channels
-//! join and leave as the choice of streams wants it; an index is never used twice in an epoch.
+//! Owned by the driver. Losing any channel ends the set: the rest is closed, everything that was not acknowledged as
+//! applied is dirty again, and a new set with new channel ids and keys may be made. While a pass runs, data channels
+//! join and leave as the choice of streams wants it; an index is never used twice in a connection set.
 //!
 //! Connecting costs three round trips: a connection, then its proof and the first words, and beside these the connections
 //! and proofs of all data channels at once.
@@ -84,7 +84,7 @@ struct Supplies {
 }
 
 /// A set of channels.
-pub(crate) struct Epoch {
+pub(crate) struct ConnectionSet {
     pub number: u16,
     pub control: Arc<SharedControl>,
     maker: Maker,
@@ -99,8 +99,8 @@ pub(crate) struct Epoch {
     hemmed_noted: bool,
 }
 
-/// What an epoch is made of.
-pub(crate) struct EpochPlan<'a> {
+/// What a connection set is made of.
+pub(crate) struct SetPlan<'a> {
     pub number: u16,
     /// The version of the control channel.
     pub protocol: u32,
@@ -111,10 +111,10 @@ pub(crate) struct EpochPlan<'a> {
     pub ending: &'a Ending,
 }
 
-impl Epoch {
+impl ConnectionSet {
     /// Connects the control channel over the first route that works and data channels over all, and says what will
     /// come.
-    pub(crate) fn open(plan: &EpochPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
+    pub(crate) fn open(plan: &SetPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
         let outgoing = outgoing::Look::begin();
         let reached = reach(plan.routes, plan.ending)?;
         let near = reached.iter().map(|way| way.dialed.rtt()).min();
@@ -141,7 +141,7 @@ impl Epoch {
         let control = Arc::new(SharedControl::new(sender));
         let applied: Vec<_> = (0..STREAMS_MAX).map(|_| Arc::default()).collect();
         let hearing = Hearing {
-            epoch: plan.number,
+            set: plan.number,
             inputs: plan.inputs.clone(),
             applied: applied.clone(),
             control: Arc::clone(&control),
@@ -149,13 +149,13 @@ impl Epoch {
         hearing.begin(receiver);
         let begin = ToDestination::Begin {
             version: plan.protocol,
-            epoch: plan.number,
+            set: plan.number,
             streams,
             pages: plan.ram.page_count(),
         };
         while_unheard(&control, plan.ending, || {
             announce(&control, &begin, extents, plan.ending)?;
-            let mut epoch = Self {
+            let mut set = Self {
                 number: plan.number,
                 control: Arc::clone(&control),
                 maker,
@@ -173,8 +173,8 @@ impl Epoch {
                 notes: granted.send_notes(),
                 hemmed_noted: false,
             };
-            epoch.open_data(joining, until, plan.ending)?;
-            Ok(epoch)
+            set.open_data(joining, until, plan.ending)?;
+            Ok(set)
         })
     }
 
@@ -203,7 +203,7 @@ impl Epoch {
         let ends = move |end: PassEnd| {
             // The driver is gone only when nobody waits for this any more.
             let _ = inputs.send(DriverInput::PassEnd {
-                epoch: number,
+                set: number,
                 end: Box::new(end),
             });
         };
@@ -385,7 +385,7 @@ impl Epoch {
         }
     }
 
-    /// What the channels of this epoch have carried so far.
+    /// What the channels of this set have carried so far.
     pub(crate) fn counters(&self) -> Counters {
         let counted = self.lanes.iter().map(|lane| {
             let (pages, zero_pages) = lane.sender.live().pages();
@@ -671,7 +671,7 @@ mod tests {
 
     const BEGIN: ToDestination = ToDestination::Begin {
         version: PROTOCOL_VERSION,
-        epoch: 0,
+        set: 0,
         streams: 1,
         pages: u64::MAX,
     };
