@@ -3,9 +3,9 @@
 //! Each action is finished before the next; what it brings about comes back as an event. Part of [`Vm`].
 
 use crate::announce;
+use crate::farewell::Farewell;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
-use crate::input::Farewell;
 use crate::source::driver::Command;
 use crate::succession::way_out;
 use crate::unsure::Unsure;

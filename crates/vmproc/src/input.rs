@@ -4,7 +4,7 @@
 //! waiting for them. So what a peer can cause is bounded by an [`Intake`]: what is too much is left out. Ownership
 //! messages may be lost anyway, and whoever needs an answer asks again.
 
-use godwit_migrate::protocol::{ToDestination, clip_reason};
+use crate::farewell::Farewell;
 use godwit_ownership::{Event, PeerMessage};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -103,24 +103,6 @@ pub(crate) enum News {
     Failed(String),
     /// (destination) The source ended the migration.
     SourceEnded(Farewell),
-}
-
-/// Why a side ends a migration.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Farewell {
-    pub reason: String,
-    /// A person or a deadline wanted it.
-    pub cancelled: bool,
-}
-
-impl Farewell {
-    /// As the other side hears it.
-    pub(crate) fn message(&self) -> ToDestination {
-        ToDestination::Cancel {
-            reason: clip_reason(&self.reason),
-            cancelled: self.cancelled,
-        }
-    }
 }
 
 /// Where a driver's news go.

@@ -17,6 +17,7 @@ mod closing_tests;
 mod control;
 mod control_slot;
 mod destination;
+mod farewell;
 mod faults;
 mod files;
 mod group;

@@ -5,10 +5,11 @@
 
 use crate::actions::CONT_WAIT;
 use crate::adoption::{self, Adopted};
+use crate::farewell::Farewell;
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, internal, news_of};
-use crate::input::{DriverNews, Farewell, GuestNews, Input, Intake, News};
+use crate::input::{DriverNews, GuestNews, Input, Intake, News};
 use crate::measure::Measuring;
 use crate::outbox::Outbox;
 use crate::rate::Rate;

@@ -20,8 +20,9 @@ use super::memory::Memory;
 use super::progress::End;
 use crate::control::SharedControl;
 use crate::control_slot::ControlSlot;
+use crate::farewell::Farewell;
 use crate::faults::{planted, reached};
-use crate::input::{Farewell, Intake, News, Tell};
+use crate::input::{Intake, News, Tell};
 use crate::shared_report::SharedReport;
 use godwit_migrate::protocol::{
     ToDestination, ToSource, clip_reason, decode_to_destination, encode,

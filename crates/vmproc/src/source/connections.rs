@@ -607,7 +607,7 @@ pub(crate) fn extents(pages: &PageSet) -> Vec<Extent> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::input::Farewell;
+    use crate::farewell::Farewell;
     use crate::source::routes::routes;
     use crate::testing::spec;
     use godwit_migrate::protocol::PROTOCOL_VERSION;

@@ -3,7 +3,7 @@
 //! Shared by the VM's thread, which raises it, and the driver while it makes channels. Who waits for something looks here
 //! meanwhile; who sends says on which channel, and has it closed when it does not come back soon. Refuses nothing.
 
-use crate::input::Farewell;
+use crate::farewell::Farewell;
 use godwit_transport::{Closer, TransportError};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
