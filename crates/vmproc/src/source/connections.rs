@@ -7,8 +7,8 @@
 //! Connecting costs three round trips: a connection, then its proof and the first words, and beside these the connections
 //! and proofs of all data channels at once.
 
-use super::driver::DriverInput;
 use super::ending::Ending;
+use super::events::{Happened, SetEvent, TellDriver};
 use super::gauge::Gauge;
 use super::hearing::Hearing;
 use super::outgoing;
@@ -29,7 +29,7 @@ use godwit_transport::{
 use godwit_wire::{ChannelId, Spec};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::{Duration, Instant};
 
 /// Longest time for one handshake.
@@ -78,7 +78,7 @@ struct Maker {
 /// What a sender needs beside its channel.
 struct Supplies {
     ram: Arc<RamFile>,
-    inputs: Sender<DriverInput>,
+    tell: TellDriver,
     /// By index: records that the destination has applied.
     applied: Vec<Arc<AtomicU64>>,
 }
@@ -107,7 +107,7 @@ pub(crate) struct SetPlan<'a> {
     pub spec: &'a Arc<Spec>,
     pub routes: &'a [Route],
     pub ram: &'a Arc<RamFile>,
-    pub inputs: &'a Sender<DriverInput>,
+    pub tell: &'a TellDriver,
     pub ending: &'a Ending,
 }
 
@@ -142,7 +142,7 @@ impl ConnectionSet {
         let applied: Vec<_> = (0..STREAMS_MAX).map(|_| Arc::default()).collect();
         let hearing = Hearing {
             set: plan.number,
-            inputs: plan.inputs.clone(),
+            tell: Arc::clone(plan.tell),
             applied: applied.clone(),
             control: Arc::clone(&control),
         };
@@ -161,7 +161,7 @@ impl ConnectionSet {
                 maker,
                 supplies: Supplies {
                     ram: Arc::clone(plan.ram),
-                    inputs: plan.inputs.clone(),
+                    tell: Arc::clone(plan.tell),
                     applied,
                 },
                 lanes: Vec::new(),
@@ -199,13 +199,11 @@ impl ConnectionSet {
         let applied = applied.ok_or(too_many(self.number))?;
         let writer = connection.split().1;
         let meter = writer.meter();
-        let (inputs, number) = (self.supplies.inputs.clone(), self.number);
+        let (tell, set) = (Arc::clone(&self.supplies.tell), self.number);
         let ends = move |end: PassEnd| {
             // The driver is gone only when nobody waits for this any more.
-            let _ = inputs.send(DriverInput::PassEnd {
-                set: number,
-                end: Box::new(end),
-            });
+            let what = Happened::PassEnd(Box::new(end));
+            let _ = tell(SetEvent { set, what });
         };
         let ram = Arc::clone(&self.supplies.ram);
         let sender = SenderHandle::start(index, writer, ram, applied, ends).map_err(|source| {

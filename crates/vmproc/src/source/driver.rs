@@ -13,10 +13,9 @@
 
 use super::connections::{ConnectionSet, SetPlan, extents};
 use super::ending::Ending;
-use super::hearing::Seat;
+use super::events::{FromPeer, Happened, SetEvent, TellDriver};
 use super::pass::Pass;
 use super::routes::Route;
-use super::sender::PassEnd;
 use super::tracking::DirtyTracker;
 use crate::farewell::Farewell;
 use crate::faults::{planted, reached};
@@ -57,36 +56,10 @@ pub(super) const SAVE_WAIT: Duration = Duration::from_secs(10);
 /// What reaches the driver.
 #[derive(Debug)]
 pub(crate) enum DriverInput {
-    /// A sender finished a pass.
-    PassEnd { set: u16, end: Box<PassEnd> },
-    /// From the control channel.
-    Peer {
-        set: u16,
-        from: FromPeer,
-        at: Instant,
-    },
+    /// From a set of connections.
+    Set(SetEvent),
     /// From the VM's thread.
     Command(Command),
-}
-
-/// What the control channel's reader passes on.
-#[derive(Debug)]
-pub(crate) enum FromPeer {
-    /// A message, and its place among those that wait.
-    Said(Box<ToSource>, Seat),
-    /// The channel is gone; it may be made again.
-    Lost(String),
-    /// The peer broke the protocol: the migration ends.
-    Broken(String),
-}
-
-impl FromPeer {
-    pub(crate) fn of(error: &TransportError) -> Self {
-        match error.class() {
-            Class::Lost | Class::Cancelled => Self::Lost(error.to_string()),
-            _ => Self::Broken(error.to_string()),
-        }
-    }
 }
 
 /// What the VM's thread tells the driver.
@@ -147,6 +120,7 @@ impl SourceHandle {
         let (intake, ending) = (Arc::<Intake>::default(), Ending::default());
         parts.news = intake.bound(parts.news);
         let (own, ended) = (inputs.clone(), ending.clone());
+        let own: TellDriver = Arc::new(move |event| own.send(DriverInput::Set(event)).is_ok());
         let run = move || SourceDriver::new(parts, own, received, ended).run();
         let thread = std::thread::Builder::new()
             .name("source".into())
@@ -201,7 +175,7 @@ pub(super) enum Halt {
 
 pub(super) struct SourceDriver {
     pub(super) parts: SourceParts,
-    pub(super) own: Sender<DriverInput>,
+    own: TellDriver,
     pub(super) inputs: Receiver<DriverInput>,
     ending: Ending,
     pub(super) dirty: PageSet,
@@ -228,7 +202,7 @@ pub(super) struct SourceDriver {
 impl SourceDriver {
     fn new(
         parts: SourceParts,
-        own: Sender<DriverInput>,
+        own: TellDriver,
         inputs: Receiver<DriverInput>,
         ending: Ending,
     ) -> Self {
@@ -503,7 +477,7 @@ impl SourceDriver {
             spec: &self.parts.spec,
             routes: &self.parts.routes,
             ram: &self.parts.ram,
-            inputs: &self.own,
+            tell: &self.own,
             ending: &self.ending,
         };
         // A card without its address or a host without a core for a moment is a link that can be made again.
@@ -584,9 +558,10 @@ impl SourceDriver {
     ) -> Result<Option<ToSource>, Halt> {
         let left = deadline.saturating_duration_since(Instant::now());
         match self.inputs.recv_timeout(left.min(wait)) {
-            Ok(DriverInput::Peer {
-                set: number, from, ..
-            }) if number == set.number => self.hear_peer(from),
+            Ok(DriverInput::Set(SetEvent {
+                set: number,
+                what: Happened::Peer { from, .. },
+            })) if number == set.number => self.hear_peer(from),
             Ok(DriverInput::Command(Command::End { reason })) => Err(Halt::Ended(reason)),
             Ok(DriverInput::Command(Command::CalledOff)) => Err(Halt::CalledOff),
             Ok(DriverInput::Command(Command::PeerGaveUp)) => Err(Halt::Lost(PEER_GAVE_UP.into())),

@@ -2,12 +2,13 @@
 //!
 //! `driver` runs it, `precopy` is its iterations, `connections` a set of channels, `sender` one channel's thread, `pass`
 //! the work they share, `routes` the ways to the destination, `ending` that nobody wants them any more, `hearing` what the
-//! destination says, `gauge` what the choice of streams looks at, `outgoing` what the whole host sends,
+//! destination says, `events` what a set tells, `gauge` what the choice of streams looks at, `outgoing` what the whole host sends,
 //! `tracking` what the guest wrote.
 
 pub(crate) mod connections;
 pub(crate) mod driver;
 mod ending;
+mod events;
 mod gauge;
 mod hearing;
 mod outgoing;

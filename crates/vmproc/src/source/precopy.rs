@@ -7,6 +7,7 @@ use super::connections::ConnectionSet;
 use super::driver::{
     BARRIER_WAIT, Command, DriverInput, Halt, PING_EVERY, SAVE_WAIT, SourceDriver, halt_of,
 };
+use super::events::{FromPeer, Happened, SetEvent};
 use super::pass::Pass;
 use super::sender::PassFigures;
 use crate::faults::{planted, reached};
@@ -91,9 +92,10 @@ impl SourceDriver {
         loop {
             self.sign_of_life(set, PING_EVERY)?;
             match self.inputs.recv_timeout(PING_EVERY) {
-                Ok(DriverInput::Peer {
-                    set: number, from, ..
-                }) if number == set.number => {
+                Ok(DriverInput::Set(SetEvent {
+                    set: number,
+                    what: Happened::Peer { from, .. },
+                })) if number == set.number => {
                     heard = Instant::now();
                     if let Some(ToSource::Prepared { seconds }) = self.hear_peer(from)? {
                         let update = |report: &mut MigrationReport| report.prepare_s = seconds;
@@ -242,7 +244,10 @@ impl SourceDriver {
         }
         while working > 0 {
             match self.inputs.recv_timeout(PROGRESS_EVERY) {
-                Ok(DriverInput::PassEnd { set: number, end }) if number == set.number => {
+                Ok(DriverInput::Set(SetEvent {
+                    set: number,
+                    what: Happened::PassEnd(end),
+                })) if number == set.number => {
                     if let Some(error) = end.error {
                         return Err(halt_of_send(error));
                     }
@@ -274,9 +279,10 @@ impl SourceDriver {
             DriverInput::Command(Command::End { reason }) => Err(Halt::Ended(reason)),
             DriverInput::Command(Command::CalledOff) => Err(Halt::CalledOff),
             DriverInput::Command(Command::PeerGaveUp) => Err(Halt::Lost(PEER_GAVE_UP.into())),
-            DriverInput::Peer {
-                set: number, from, ..
-            } if number == set.number => self.hear_peer(from).map(drop),
+            DriverInput::Set(SetEvent {
+                set: number,
+                what: Happened::Peer { from, .. },
+            }) if number == set.number => self.hear_peer(from).map(drop),
             _ => Ok(()),
         }
     }
@@ -399,11 +405,10 @@ impl SourceDriver {
                 Ok(DriverInput::Command(Command::DeviceState { attempt })) => {
                     self.device_state(set, attempt)
                 }
-                Ok(DriverInput::Peer {
+                Ok(DriverInput::Set(SetEvent {
                     set: number,
-                    from,
-                    at,
-                }) if number == set.number => self.hear(from, at),
+                    what: Happened::Peer { from, at },
+                })) if number == set.number => self.hear(from, at),
                 Ok(input) => self.beside(set, input),
                 Err(RecvTimeoutError::Timeout) => self.sign_of_life(set, SWITCHOVER_PING_EVERY),
                 Err(RecvTimeoutError::Disconnected) => Err(Halt::Ended(None)),
@@ -448,7 +453,7 @@ impl SourceDriver {
         }
     }
 
-    fn hear(&mut self, from: super::driver::FromPeer, at: Instant) -> Result<(), Halt> {
+    fn hear(&mut self, from: FromPeer, at: Instant) -> Result<(), Halt> {
         match self.hear_peer(from)? {
             Some(ToSource::Loaded { load_ms }) => {
                 self.parts
