@@ -16,6 +16,7 @@ use super::ending::Ending;
 use super::events::{FromPeer, Happened, SetEvent, TellDriver};
 use super::pass::Pass;
 use super::routes::Route;
+use super::sender::PassEnd;
 use super::tracking::DirtyTracker;
 use crate::farewell::Farewell;
 use crate::faults::{planted, reached};
@@ -78,6 +79,26 @@ pub(crate) enum Command {
     /// The migration is over here; tell the peer why, if it is no success.
     End { reason: Option<Farewell> },
 }
+
+/// What the driver goes on with. That the migration is over, called off or given up is no step but a [`Halt`].
+#[derive(Debug)]
+pub(super) enum Step {
+    /// The guest is stopped: send what is left.
+    LastPages(Generation),
+    /// Send the device state.
+    DeviceState(Generation),
+    /// The guest runs again: new channels.
+    GoOn,
+    /// The destination said something, which came at this time.
+    Peer(ToSource, Instant),
+    /// A sender finished a pass.
+    PassEnd(Box<PassEnd>),
+    /// The time is up, or what came needs nothing more.
+    Nothing,
+}
+
+/// A wait that only something to do or a halt ends.
+pub(super) const FOR_EVER: Duration = Duration::MAX;
 
 /// What a driver is made of.
 pub(crate) struct SourceParts {
@@ -176,7 +197,7 @@ pub(super) enum Halt {
 pub(super) struct SourceDriver {
     pub(super) parts: SourceParts,
     own: TellDriver,
-    pub(super) inputs: Receiver<DriverInput>,
+    inputs: Receiver<DriverInput>,
     ending: Ending,
     pub(super) dirty: PageSet,
     pub(super) next_set: u16,
@@ -195,6 +216,8 @@ pub(super) struct SourceDriver {
     pub(super) looks: u32,
     pub(super) rtt_s: f64,
     pub(super) pinged: Instant,
+    /// When the destination said something last.
+    pub(super) heard: Instant,
     /// Whether the VM's thread has said that it is over; it says so once.
     end_heard: bool,
 }
@@ -229,6 +252,7 @@ impl SourceDriver {
             pass: None,
             rtt_s: 0.0005,
             pinged: Instant::now(),
+            heard: Instant::now(),
             end_heard: false,
         }
     }
@@ -259,10 +283,8 @@ impl SourceDriver {
 
     fn wait_for_end(&mut self) {
         while !self.end_heard {
-            match self.inputs.recv() {
-                Ok(DriverInput::Command(Command::End { .. })) | Err(_) => self.end_heard = true,
-                Ok(_) => {}
-            }
+            // Whatever else is wanted comes too late.
+            drop(self.next(None, FOR_EVER));
         }
     }
 
@@ -350,10 +372,7 @@ impl SourceDriver {
         while Instant::now() < until {
             match self.peer(set, until) {
                 Ok(_) | Err(Halt::CalledOff) => {}
-                Err(Halt::Ended(reason)) => {
-                    self.end_heard = true;
-                    ended = Some(Halt::Ended(reason));
-                }
+                Err(Halt::Ended(reason)) => ended = Some(Halt::Ended(reason)),
                 // The agents' message overtakes the reason, which is still to come.
                 Err(Halt::Lost(reason)) if reason == PEER_GAVE_UP => {}
                 // The control channel has nothing more to say.
@@ -513,8 +532,7 @@ impl SourceDriver {
         let until = Instant::now() + BARRIER_WAIT;
         loop {
             match self.peer(set, until)? {
-                Some(ToSource::Begun { set: begun }) if begun == set.number => break,
-                Some(ToSource::Failed { reason }) => return Err(Halt::Failed(reason)),
+                ToSource::Begun { set: begun } if begun == set.number => break,
                 _ => {}
             }
         }
@@ -526,56 +544,82 @@ impl SourceDriver {
     fn pause(&mut self, time: Duration) -> Result<(), Halt> {
         let until = Instant::now() + time;
         loop {
-            match self
-                .inputs
-                .recv_timeout(until.saturating_duration_since(Instant::now()))
-            {
-                Ok(DriverInput::Command(Command::End { reason })) => {
-                    return Err(Halt::Ended(reason));
-                }
-                Ok(_) => {}
-                Err(RecvTimeoutError::Timeout) => return Ok(()),
-                Err(RecvTimeoutError::Disconnected) => return Err(Halt::Ended(None)),
+            match self.next(None, until.saturating_duration_since(Instant::now())) {
+                Ok(Step::Nothing) => return Ok(()),
+                Err(Halt::Ended(reason)) => return Err(Halt::Ended(reason)),
+                // Of channels that are gone.
+                Ok(_) | Err(_) => {}
             }
         }
     }
 
-    /// The next message of this set, or nothing when something else came.
-    pub(super) fn peer(
+    /// Waits for what comes next: from the VM's thread and, with a set of connections, from that. Everything that ends
+    /// what the driver does comes from here as a halt; events of earlier sets are passed over.
+    pub(super) fn next(
         &mut self,
-        set: &ConnectionSet,
-        deadline: Instant,
-    ) -> Result<Option<ToSource>, Halt> {
-        self.peer_within(set, Duration::MAX, deadline)
-    }
-
-    /// As [`SourceDriver::peer`], but comes back after `wait` with nothing, so that the peer can hear from us.
-    pub(super) fn peer_within(
-        &mut self,
-        set: &ConnectionSet,
+        set: Option<&ConnectionSet>,
         wait: Duration,
-        deadline: Instant,
-    ) -> Result<Option<ToSource>, Halt> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match self.inputs.recv_timeout(left.min(wait)) {
-            Ok(DriverInput::Set(SetEvent {
-                set: number,
-                what: Happened::Peer { from, .. },
-            })) if number == set.number => self.hear_peer(from),
-            Ok(DriverInput::Command(Command::End { reason })) => Err(Halt::Ended(reason)),
-            Ok(DriverInput::Command(Command::CalledOff)) => Err(Halt::CalledOff),
-            Ok(DriverInput::Command(Command::PeerGaveUp)) => Err(Halt::Lost(PEER_GAVE_UP.into())),
-            Ok(_) => Ok(None),
-            Err(RecvTimeoutError::Timeout) if wait < left => Ok(None),
-            Err(RecvTimeoutError::Timeout) => {
-                Err(Halt::Lost("the destination did not answer in time".into()))
+    ) -> Result<Step, Halt> {
+        // Too late to be told in time is for ever.
+        let until = Instant::now().checked_add(wait);
+        let left = || {
+            until.map_or(FOR_EVER, |until| {
+                until.saturating_duration_since(Instant::now())
+            })
+        };
+        let happened = loop {
+            match self.inputs.recv_timeout(left()) {
+                Ok(DriverInput::Command(command)) => return self.obey(command),
+                Ok(DriverInput::Set(event)) => {
+                    if set.is_some_and(|set| set.number == event.set) {
+                        break event.what;
+                    }
+                }
+                Err(RecvTimeoutError::Timeout) => return Ok(Step::Nothing),
+                // The VM's thread is gone.
+                Err(RecvTimeoutError::Disconnected) => {
+                    return self.obey(Command::End { reason: None });
+                }
             }
-            Err(RecvTimeoutError::Disconnected) => Err(Halt::Ended(None)),
+        };
+        match happened {
+            Happened::PassEnd(end) => Ok(Step::PassEnd(end)),
+            Happened::Peer { from, at } => {
+                let message = self.hear_peer(from)?;
+                Ok(message.map_or(Step::Nothing, |message| Step::Peer(message, at)))
+            }
         }
     }
 
-    pub(super) fn hear_peer(&mut self, from: FromPeer) -> Result<Option<ToSource>, Halt> {
+    fn obey(&mut self, command: Command) -> Result<Step, Halt> {
+        match command {
+            Command::LastPages { attempt } => Ok(Step::LastPages(attempt)),
+            Command::DeviceState { attempt } => Ok(Step::DeviceState(attempt)),
+            Command::GoOn => Ok(Step::GoOn),
+            Command::CalledOff => Err(Halt::CalledOff),
+            Command::PeerGaveUp => Err(Halt::Lost(PEER_GAVE_UP.into())),
+            Command::End { reason } => {
+                self.end_heard = true;
+                Err(Halt::Ended(reason))
+            }
+        }
+    }
+
+    /// The next message of this set, if it comes by the deadline.
+    fn peer(&mut self, set: &ConnectionSet, deadline: Instant) -> Result<ToSource, Halt> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.next(Some(set), left)? {
+                Step::Peer(message, _) => return Ok(message),
+                _ if left.is_zero() => return Err(unanswered()),
+                _ => {}
+            }
+        }
+    }
+
+    fn hear_peer(&mut self, from: FromPeer) -> Result<Option<ToSource>, Halt> {
         self.tell(News::Heard);
+        self.heard = Instant::now();
         match from {
             FromPeer::Said(message, _seat) => match *message {
                 ToSource::Peer { message } => {
@@ -591,6 +635,11 @@ impl SourceDriver {
             FromPeer::Broken(reason) => Err(Halt::Failed(reason)),
         }
     }
+}
+
+/// A destination that is silent when it should speak.
+pub(super) fn unanswered() -> Halt {
+    Halt::Lost("the destination did not answer in time".into())
 }
 
 /// A transport error as the driver sees it.

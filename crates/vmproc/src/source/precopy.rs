@@ -5,9 +5,8 @@
 
 use super::connections::ConnectionSet;
 use super::driver::{
-    BARRIER_WAIT, Command, DriverInput, Halt, PING_EVERY, SAVE_WAIT, SourceDriver, halt_of,
+    BARRIER_WAIT, FOR_EVER, Halt, PING_EVERY, SAVE_WAIT, SourceDriver, Step, halt_of, unanswered,
 };
-use super::events::{FromPeer, Happened, SetEvent};
 use super::pass::Pass;
 use super::sender::PassFigures;
 use crate::faults::{planted, reached};
@@ -20,9 +19,8 @@ use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_ownership::Event;
 use godwit_qemu::device_state::SaveNews;
 use godwit_types::Generation;
-use godwit_types::migration::{IterationReport, MigrationReport, PEER_GAVE_UP, Phase};
+use godwit_types::migration::{IterationReport, MigrationReport, Phase};
 use std::sync::Arc;
-use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 /// From this round trip on the stopped guest does not wait for an answer that readiness implies, s.
@@ -88,28 +86,20 @@ impl SourceDriver {
 
     /// Waits until the destination has allocated all of the guest's memory; nothing is tracked yet.
     pub(super) fn wait_prepared(&mut self, set: &ConnectionSet) -> Result<(), Halt> {
-        let mut heard = Instant::now();
+        self.heard = Instant::now();
         loop {
             self.sign_of_life(set, PING_EVERY)?;
-            match self.inputs.recv_timeout(PING_EVERY) {
-                Ok(DriverInput::Set(SetEvent {
-                    set: number,
-                    what: Happened::Peer { from, .. },
-                })) if number == set.number => {
-                    heard = Instant::now();
-                    if let Some(ToSource::Prepared { seconds }) = self.hear_peer(from)? {
-                        let update = |report: &mut MigrationReport| report.prepare_s = seconds;
-                        self.parts.report.update(update);
-                        return Ok(());
-                    }
+            match self.next(Some(set), PING_EVERY)? {
+                Step::Peer(ToSource::Prepared { seconds }, _) => {
+                    let update = |report: &mut MigrationReport| report.prepare_s = seconds;
+                    self.parts.report.update(update);
+                    return Ok(());
                 }
-                Ok(input) => self.beside(set, input)?,
-                Err(RecvTimeoutError::Timeout) if heard.elapsed() < BARRIER_WAIT => {}
-                Err(RecvTimeoutError::Timeout) => {
+                Step::Nothing if self.heard.elapsed() >= BARRIER_WAIT => {
                     let silent = "the destination did not answer while it allocated memory";
                     return Err(Halt::Lost(silent.into()));
                 }
-                Err(RecvTimeoutError::Disconnected) => return Err(Halt::Ended(None)),
+                _ => {}
             }
         }
     }
@@ -243,21 +233,13 @@ impl SourceDriver {
             return Err(Halt::Lost("a data channel has ended".into()));
         }
         while working > 0 {
-            match self.inputs.recv_timeout(PROGRESS_EVERY) {
-                Ok(DriverInput::Set(SetEvent {
-                    set: number,
-                    what: Happened::PassEnd(end),
-                })) if number == set.number => {
-                    if let Some(error) = end.error {
-                        return Err(halt_of_send(error));
-                    }
-                    working -= 1;
-                    add(&mut iteration.figures, end.figures);
-                    set.sent(end.index, end.figures.records);
+            if let Step::PassEnd(end) = self.next(Some(set), PROGRESS_EVERY)? {
+                if let Some(error) = end.error {
+                    return Err(halt_of_send(error));
                 }
-                Ok(input) => self.beside(set, input)?,
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Err(Halt::Ended(None)),
+                working -= 1;
+                add(&mut iteration.figures, end.figures);
+                set.sent(end.index, end.figures.records);
             }
             self.sign_of_life(set, PING_EVERY)?;
             self.look()?;
@@ -271,20 +253,6 @@ impl SourceDriver {
             return Err(Halt::Lost("no data channel is left".into()));
         }
         Ok(iteration)
-    }
-
-    /// Inputs that come while something else is waited for.
-    fn beside(&mut self, set: &ConnectionSet, input: DriverInput) -> Result<(), Halt> {
-        match input {
-            DriverInput::Command(Command::End { reason }) => Err(Halt::Ended(reason)),
-            DriverInput::Command(Command::CalledOff) => Err(Halt::CalledOff),
-            DriverInput::Command(Command::PeerGaveUp) => Err(Halt::Lost(PEER_GAVE_UP.into())),
-            DriverInput::Set(SetEvent {
-                set: number,
-                what: Happened::Peer { from, .. },
-            }) if number == set.number => self.hear_peer(from).map(drop),
-            _ => Ok(()),
-        }
     }
 
     fn sign_of_life(&mut self, set: &ConnectionSet, every: Duration) -> Result<(), Halt> {
@@ -307,19 +275,24 @@ impl SourceDriver {
         loop {
             self.sign_of_life(set, ping_every)?;
             self.show_sent(set);
-            let wait = ping_every.min(PROGRESS_EVERY);
-            match self.peer_within(set, wait, moved + BARRIER_WAIT)? {
+            match self.next(Some(set), ping_every.min(PROGRESS_EVERY))? {
                 // The destination lives; that nothing moves on a channel is for its own eyes.
-                Some(ToSource::Applied { .. } | ToSource::Pong { .. }) => moved = Instant::now(),
-                Some(ToSource::BarrierDone {
-                    iteration: done,
-                    memory_wait,
-                    busy,
-                }) if done == self.iteration => {
+                Step::Peer(ToSource::Applied { .. } | ToSource::Pong { .. }, _) => {
+                    moved = Instant::now();
+                }
+                Step::Peer(
+                    ToSource::BarrierDone {
+                        iteration: done,
+                        memory_wait,
+                        busy,
+                    },
+                    _,
+                ) if done == self.iteration => {
                     iteration.shares.destination_memory = f64::from(memory_wait.clamp(0.0, 1.0));
                     iteration.shares.destination_busy = f64::from(busy.clamp(0.0, 1.0));
                     return Ok(());
                 }
+                Step::Nothing if moved.elapsed() >= BARRIER_WAIT => return Err(unanswered()),
                 _ => {}
             }
         }
@@ -398,20 +371,16 @@ impl SourceDriver {
             .update(|report| report.guest_speed_percent = slowest);
         self.tell(News::Converged);
         loop {
-            let result = match self.inputs.recv_timeout(SWITCHOVER_PING_EVERY) {
-                Ok(DriverInput::Command(Command::LastPages { attempt })) => {
-                    self.last_pages(set, attempt)
+            let result = match self.next(Some(set), SWITCHOVER_PING_EVERY) {
+                Ok(Step::LastPages(attempt)) => self.last_pages(set, attempt),
+                Ok(Step::DeviceState(attempt)) => self.device_state(set, attempt),
+                Ok(Step::Peer(message, at)) => {
+                    self.book_answer(&message, at);
+                    Ok(())
                 }
-                Ok(DriverInput::Command(Command::DeviceState { attempt })) => {
-                    self.device_state(set, attempt)
-                }
-                Ok(DriverInput::Set(SetEvent {
-                    set: number,
-                    what: Happened::Peer { from, at },
-                })) if number == set.number => self.hear(from, at),
-                Ok(input) => self.beside(set, input),
-                Err(RecvTimeoutError::Timeout) => self.sign_of_life(set, SWITCHOVER_PING_EVERY),
-                Err(RecvTimeoutError::Disconnected) => Err(Halt::Ended(None)),
+                Ok(Step::Nothing) => self.sign_of_life(set, SWITCHOVER_PING_EVERY),
+                Ok(Step::GoOn | Step::PassEnd(_)) => Ok(()),
+                Err(halt) => Err(halt),
             };
             match result {
                 Ok(()) => {}
@@ -426,11 +395,10 @@ impl SourceDriver {
         self.parts.control.clear();
         self.tell(News::Core(Event::LinkLost));
         loop {
-            match self.inputs.recv() {
-                Ok(DriverInput::Command(Command::End { reason })) => return Halt::Ended(reason),
-                Ok(DriverInput::Command(Command::GoOn)) => return Halt::Lost(reason),
-                Ok(_) => {}
-                Err(_) => return Halt::Ended(None),
+            match self.next(None, FOR_EVER) {
+                Err(Halt::Ended(reason)) => return Halt::Ended(reason),
+                Ok(Step::GoOn) => return Halt::Lost(reason),
+                Ok(_) | Err(_) => {}
             }
         }
     }
@@ -439,11 +407,10 @@ impl SourceDriver {
     /// channels stay: if it is over, the destination hears on them who wanted that.
     pub(super) fn hear_verdict(&mut self, set: &ConnectionSet) -> Halt {
         loop {
-            let result = match self.inputs.recv_timeout(SWITCHOVER_PING_EVERY) {
-                Ok(DriverInput::Command(Command::GoOn)) => return Halt::CalledOff,
-                Ok(input) => self.beside(set, input),
-                Err(RecvTimeoutError::Timeout) => self.sign_of_life(set, SWITCHOVER_PING_EVERY),
-                Err(RecvTimeoutError::Disconnected) => return Halt::Ended(None),
+            let result = match self.next(Some(set), SWITCHOVER_PING_EVERY) {
+                Ok(Step::GoOn) => return Halt::CalledOff,
+                Ok(Step::Nothing) => self.sign_of_life(set, SWITCHOVER_PING_EVERY),
+                other => other.map(drop),
             };
             match result {
                 // A link that is lost now is made again, or needed no more.
@@ -453,20 +420,20 @@ impl SourceDriver {
         }
     }
 
-    fn hear(&mut self, from: FromPeer, at: Instant) -> Result<(), Halt> {
-        match self.hear_peer(from)? {
-            Some(ToSource::Loaded { load_ms }) => {
+    /// Books the figures that the destination tells in a switchover.
+    fn book_answer(&self, message: &ToSource, at: Instant) {
+        match *message {
+            ToSource::Loaded { load_ms } => {
                 self.parts
                     .report
                     .update(|report| report.switchover_parts_ms.device_load_ms = load_ms);
             }
-            Some(ToSource::Resumed { resume_ms, cpu_s }) => {
+            ToSource::Resumed { resume_ms, cpu_s } => {
                 // Booked here and now: the VM's thread may be busy ending its hypervisor.
                 self.parts.report.resumed(at, resume_ms, cpu_s);
             }
             _ => {}
         }
-        Ok(())
     }
 
     /// The guest is stopped: one complete look, one pass, one barrier.
