@@ -45,6 +45,11 @@ impl Pass {
         }
     }
 
+    /// What holds it back, if anything does.
+    pub(crate) fn cap_bytes_per_s(&self) -> Option<f64> {
+        self.pace.as_ref().map(|pace| pace.bytes_per_s)
+    }
+
     /// Whether its threads give way to vCPUs.
     pub(crate) fn gives_way(&self) -> bool {
         self.gives_way

@@ -180,22 +180,26 @@ impl SourceDriver {
 
     /// Sends everything that is dirty and waits until it is applied.
     fn iterate(&mut self, set: &mut ConnectionSet) -> Result<Iteration, Halt> {
-        let (mut iteration, began) = self.send_dirty(set)?;
+        let (mut iteration, began) = self.send_dirty(set, self.parts.cap_bytes_per_s)?;
         self.reach_barrier(set, &mut iteration, PING_EVERY)?;
         reached("source.barrier");
         self.close_iteration(set, &mut iteration, began);
         Ok(iteration)
     }
 
-    /// Sends everything that is dirty, and the barrier behind it.
-    fn send_dirty(&mut self, set: &mut ConnectionSet) -> Result<(Iteration, Instant), Halt> {
+    /// Sends everything that is dirty, at most so many bytes per second, and the barrier behind it.
+    fn send_dirty(
+        &mut self,
+        set: &mut ConnectionSet,
+        cap_bytes_per_s: Option<f64>,
+    ) -> Result<(Iteration, Instant), Halt> {
         let began = Instant::now();
         self.iteration += 1;
         let counters = self.carried.and(set.counters());
         self.ledger
             .begin_pass(self.began.elapsed().as_secs_f64(), counters);
         let gives_way = !self.passed;
-        let pass = Pass::new(&self.dirty, self.parts.cap_bytes_per_s, gives_way);
+        let pass = Pass::new(&self.dirty, cap_bytes_per_s, gives_way);
         let pass = Arc::new(pass);
         self.dirty = PageSet::new(self.dirty.page_count());
         self.pass = Some(Arc::clone(&pass));
@@ -244,7 +248,7 @@ impl SourceDriver {
             self.sign_of_life(set, PING_EVERY)?;
             self.look()?;
             self.progress(set);
-            self.mind_silence(set);
+            self.mind_silence(set, pass.cap_bytes_per_s());
             if working > 0 {
                 working += set.tend(pass).map_err(halt_of)?;
             }
@@ -329,10 +333,9 @@ impl SourceDriver {
     }
 
     /// Says when nothing gets through on channels that should carry a pass, and when something does again.
-    fn mind_silence(&self, set: &ConnectionSet) {
-        let cap = self.parts.cap_bytes_per_s;
+    fn mind_silence(&self, set: &ConnectionSet, cap_bytes_per_s: Option<f64>) {
         let ahead_bytes = 2.0 * CHUNK_BYTES * set.streams() as f64;
-        let capped_s = cap.map_or(0.0, |bytes_per_s| ahead_bytes / bytes_per_s);
+        let capped_s = cap_bytes_per_s.map_or(0.0, |bytes_per_s| ahead_bytes / bytes_per_s);
         let silent_s = self.ledger.silent_s(self.began.elapsed().as_secs_f64());
         self.parts.report.silent_for(silent_s, SILENT_S + capped_s);
     }
@@ -459,10 +462,8 @@ impl SourceDriver {
         if planted("last-pages-not-sent") {
             self.dirty = PageSet::new(self.dirty.page_count());
         }
-        let cap = self.parts.cap_bytes_per_s.take();
-        let sent = self.send_dirty(set);
-        self.parts.cap_bytes_per_s = cap;
-        let (mut iteration, pass_began) = sent?;
+        // A stopped guest waits for no cap.
+        let (mut iteration, pass_began) = self.send_dirty(set, None)?;
         if self.rtt_s < FAR_RTT_S {
             self.reach_barrier(set, &mut iteration, SWITCHOVER_PING_EVERY)?;
         }
