@@ -7,11 +7,10 @@ use crate::announce::Voice;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
 use crate::group::limit_memory;
-use crate::huge_pages::HugePages;
 use crate::input::{GuestNews, Input, Waiting};
 use crate::neighbours::Neighbours;
 use crate::user;
-use godwit_guestmem::{Library, Owner, RamFile, handout, library};
+use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout, library};
 use godwit_qemu::command_line::{self, Disk, MachineConfig, Nic};
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
 use godwit_qemu::machine::{Machine, RunState};
@@ -100,7 +99,7 @@ impl Hyper {
                 Ok(Self {
                     neighbours: Neighbours::load(start.paths, start.launch),
                     voice: Voice::new(taps),
-                    huge_pages: HugePages::of(&identity, &ram),
+                    huge_pages: HugePages::of(identity.pid, &ram),
                     identity,
                     process: launched.process,
                     machine: Arc::new(launched.machine),
@@ -135,7 +134,7 @@ impl Hyper {
         let ram = RamFile::open(&paths.ram_file(identity.launch)).map_err(memory)?;
         let ram = Arc::new(ram);
         let hyper = Self {
-            huge_pages: HugePages::of(identity, &ram),
+            huge_pages: HugePages::of(identity.pid, &ram),
             identity: identity.clone(),
             process: taken.process,
             machine: Arc::new(taken.machine),

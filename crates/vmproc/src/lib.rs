@@ -23,7 +23,6 @@ mod files;
 mod group;
 mod harden;
 mod heard;
-mod huge_pages;
 mod hypervisor;
 mod input;
 mod measure;

@@ -5,12 +5,11 @@
 //! migration that begins, QEMU's end) the tracking is put away first and huge pages are put back afterwards. Refuses:
 //! to measure beside a migration, which needs the tracking for itself, and a guest that does not run.
 
-use crate::huge_pages::HugePages;
 use crate::hypervisor::internal;
 use crate::input::Input;
-use crate::source::tracking::begin;
 use crate::vm::Vm;
-use godwit_guestmem::{CHUNK_PAGES, Error, PageSet, RamFile, Tracking};
+use godwit_guestmem::dirty_tracker::begin;
+use godwit_guestmem::{CHUNK_PAGES, Error, HugePages, PageSet, RamFile, Tracking};
 use godwit_ownership::Status;
 use godwit_types::forecast::{DirtyAge, DirtyRate};
 use godwit_types::host_api::{MEASURE_MS_MAX, VmAnswer};

@@ -15,10 +15,10 @@ use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
 use crate::source::driver::{SourceHandle, SourceParts};
 use crate::source::routes::routes;
-use crate::source::tracking::DirtyTracker;
 use crate::succession::way_out;
 use crate::throttle::SharedThrottle;
 use crate::vm::{Driver, Migration, Outcome, Vm};
+use godwit_guestmem::DirtyTracker;
 use godwit_ownership::{
     Event, EventKind, HostRecord, PeerMessage, Phase, Power, StateName, Status,
 };

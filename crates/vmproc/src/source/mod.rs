@@ -2,8 +2,8 @@
 //!
 //! `driver` runs it, `precopy` is its iterations, `connections` a set of channels, `sender` one channel's thread, `pass`
 //! the work they share, `routes` the ways to the destination, `ending` that nobody wants them any more, `hearing` what the
-//! destination says, `events` what a set tells, `gauge` what the choice of streams looks at, `outgoing` what the whole host sends,
-//! `tracking` what the guest wrote.
+//! destination says, `events` what a set tells, `gauge` what the choice of streams looks at, `outgoing` what the whole
+//! host sends.
 
 pub(crate) mod connections;
 pub(crate) mod driver;
@@ -16,5 +16,4 @@ mod pass;
 mod precopy;
 pub(crate) mod routes;
 mod sender;
-pub(crate) mod tracking;
 mod unacked;
