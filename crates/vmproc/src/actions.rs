@@ -2,7 +2,6 @@
 //!
 //! Each action is finished before the next; what it brings about comes back as an event. Part of [`Vm`].
 
-use crate::announce;
 use crate::farewell::Farewell;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
@@ -202,7 +201,7 @@ impl Vm {
         });
         // The network first: the source only waits for figures.
         if let (Some(hyper), Some(spec)) = (&self.hyper, &self.spec) {
-            announce::announce(hyper, spec, &self.config.port_groups);
+            hyper.announce(spec, &self.config.port_groups);
             hyper.huge_pages.put_back();
         }
         migration

@@ -3,25 +3,26 @@
 //! Owns nothing beyond a QEMU's life: dropping a [`Hyper`] leaves QEMU running, as an upgrade of this process needs.
 //! Refuses: to start a second QEMU while one is known.
 
-use crate::announce::Voice;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
 use crate::group::limit_memory;
 use crate::input::{GuestNews, Input, Waiting};
-use crate::neighbours::Neighbours;
 use crate::user;
 use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout, library};
 use godwit_qemu::command_line::{self, Disk, MachineConfig, Nic};
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
 use godwit_qemu::machine::{Machine, RunState};
+use godwit_qemu::neighbours::Neighbours;
 use godwit_qemu::process::QemuProcess;
 use godwit_qemu::qmp::{EventKind, EventsError};
-use godwit_qemu::tap::Tap;
+use godwit_qemu::tap::{Tap, name_of};
+use godwit_qemu::voice::{Voice, announce};
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::cpu::CpuWish;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{Accelerator, VmSpec};
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, PortGroup};
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -97,7 +98,7 @@ impl Hyper {
             Ok((identity, launched, taps)) => {
                 let ram = Arc::new(ram);
                 Ok(Self {
-                    neighbours: Neighbours::load(start.paths, start.launch),
+                    neighbours: Neighbours::load(start.paths.addresses(start.launch)),
                     voice: Voice::new(taps),
                     huge_pages: HugePages::of(identity.pid, &ram),
                     identity,
@@ -139,7 +140,7 @@ impl Hyper {
             process: taken.process,
             machine: Arc::new(taken.machine),
             ram,
-            neighbours: Neighbours::load(paths, identity.launch),
+            neighbours: Neighbours::load(paths.addresses(identity.launch)),
             voice: Voice::default(),
         };
         Ok((hyper, state))
@@ -151,7 +152,13 @@ impl Hyper {
         save_json(&paths.identity(), &self.identity).map_err(internal)
     }
 
-    /// QEMU's process id.
+    /// Tells the network that the guest runs here since just now.
+    pub(crate) fn announce(&self, spec: &VmSpec, bridges: &BTreeMap<PortGroup, String>) {
+        let known = self.neighbours.read();
+        announce(&self.voice, &self.machine, spec, &known, bridges);
+    }
+
+    /// The process that is watched and killed.
     pub(crate) fn pid(&self) -> i32 {
         self.identity.pid
     }
@@ -361,24 +368,13 @@ fn open_taps(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<Tap>, ApiErr
             );
             ApiError::new(ErrorCode::MissingBridge, message).on_host(&config.host)
         })?;
-        let tap = Tap::create(&tap_name(spec, index), bridge).map_err(|error| {
+        let tap = Tap::create(&name_of(spec, index), bridge).map_err(|error| {
             let message = format!("host '{}': {error}", config.host);
             ApiError::new(ErrorCode::MissingBridge, message).on_host(&config.host)
         })?;
         taps.push(tap);
     }
     Ok(taps)
-}
-
-/// A name of at most 15 bytes that is this card's alone.
-pub(crate) fn tap_name(spec: &VmSpec, index: usize) -> String {
-    let mac = spec.mac(index).unwrap_or_default();
-    let hex: String = mac
-        .iter()
-        .skip(2)
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
-    format!("gw{hex}{index}")
 }
 
 /// The same UUID on every host: made from the VM's name, in the form of a random one.

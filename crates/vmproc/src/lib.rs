@@ -10,7 +10,6 @@
 
 mod actions;
 mod adoption;
-mod announce;
 mod closing;
 #[cfg(test)]
 mod closing_tests;
@@ -26,7 +25,6 @@ mod heard;
 mod hypervisor;
 mod input;
 mod measure;
-mod neighbours;
 mod off;
 mod outbox;
 mod priority;
@@ -40,7 +38,6 @@ mod strays;
 mod succession;
 #[cfg(test)]
 mod testing;
-mod throttle;
 mod timers;
 mod unsaved;
 mod unsure;

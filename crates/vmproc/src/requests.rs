@@ -16,12 +16,12 @@ use crate::shared_report::SharedReport;
 use crate::source::driver::{SourceHandle, SourceParts};
 use crate::source::routes::routes;
 use crate::succession::way_out;
-use crate::throttle::SharedThrottle;
 use crate::vm::{Driver, Migration, Outcome, Vm};
 use godwit_guestmem::DirtyTracker;
 use godwit_ownership::{
     Event, EventKind, HostRecord, PeerMessage, Phase, Power, StateName, Status,
 };
+use godwit_qemu::allowance::SharedThrottle;
 use godwit_store::save_json;
 use godwit_types::host_api::{
     HostVm, IncomingReady, MigrationNote, NOTE_FILE, PrepareIncoming, SPEC_FILE, VmAnswer,

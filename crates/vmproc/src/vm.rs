@@ -17,7 +17,6 @@ use crate::requests::Answered;
 use crate::save_gate::SaveGate;
 use crate::server;
 use crate::shared_report::SharedReport;
-use crate::throttle::SharedThrottle;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
@@ -26,6 +25,7 @@ use godwit_ownership::{
     Action, Event, EventKind, HostRecord, PeerMessage, Qemu, RecordError, StateName, Status, Timer,
     VmCore,
 };
+use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::machine::{RunState, Running};
 use godwit_store::{VmStore, load_json};
 use godwit_types::host_api::{
