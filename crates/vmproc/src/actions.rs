@@ -2,7 +2,6 @@
 //!
 //! Each action is finished before the next; what it brings about comes back as an event. Part of [`Vm`].
 
-use crate::farewell::Farewell;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
 use crate::source::driver::Command;
@@ -13,6 +12,7 @@ use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
 use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, Reason, RunPermit, Status};
 use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::StoreError;
+use godwit_streams::Farewell;
 use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::{Outcome, PEER_GAVE_UP, Phase, Side};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};

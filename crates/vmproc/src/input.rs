@@ -4,8 +4,8 @@
 //! waiting for them. So what a peer can cause is bounded by an [`Intake`]: what is too much is left out. Ownership
 //! messages may be lost anyway, and whoever needs an answer asks again.
 
-use crate::farewell::Farewell;
 use godwit_ownership::{Event, PeerMessage};
+use godwit_streams::Farewell;
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;

@@ -13,10 +13,7 @@ mod adoption;
 mod closing;
 #[cfg(test)]
 mod closing_tests;
-mod control;
-mod control_slot;
 mod destination;
-mod farewell;
 mod faults;
 mod files;
 mod group;
@@ -27,7 +24,6 @@ mod input;
 mod measure;
 mod off;
 mod outbox;
-mod priority;
 mod rate;
 mod requests;
 mod save_gate;

@@ -5,7 +5,6 @@
 
 use crate::actions::CONT_WAIT;
 use crate::adoption::{self, Adopted};
-use crate::farewell::Farewell;
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, internal, news_of};
@@ -20,7 +19,7 @@ use crate::shared_report::SharedReport;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
-use crate::{control_slot::ControlSlot, destination, source};
+use crate::{destination, source};
 use godwit_ownership::{
     Action, Event, EventKind, HostRecord, PeerMessage, Qemu, RecordError, StateName, Status, Timer,
     VmCore,
@@ -28,6 +27,7 @@ use godwit_ownership::{
 use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::machine::{RunState, Running};
 use godwit_store::{VmStore, load_json};
+use godwit_streams::{ControlSlot, Farewell};
 use godwit_types::host_api::{
     MigrationNote, NOTE_FILE, REPORTS_DIR, SPEC_FILE, VmProcessConfig, VmRequest,
 };

@@ -14,13 +14,6 @@
 //! lost after it was loaded changes nothing: the core asks the source through the agents. A source that connects then all
 //! the same has withdrawn its gift: it hears that there is nothing to go on with.
 
-use super::arrivals::Arrivals;
-use super::channels::Channels;
-use super::memory::Memory;
-use super::progress::End;
-use crate::control::SharedControl;
-use crate::control_slot::ControlSlot;
-use crate::farewell::Farewell;
 use crate::faults::{planted, reached};
 use crate::input::{Intake, News, Tell};
 use crate::shared_report::SharedReport;
@@ -31,6 +24,8 @@ use godwit_migrate::rate::WireRate;
 use godwit_ownership::{Event, PeerMessage};
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
+use godwit_streams::destination::{Arrivals, Channels, End, Memory};
+use godwit_streams::{ControlSlot, Farewell, SharedControl};
 use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::{MoveEventKind, Phase};
 use std::collections::VecDeque;

@@ -8,12 +8,12 @@ use super::driver::{
     ConnectionSet, DestinationDriver, HELD_BYTES_MAX, Halt, LIFE_EVERY, Stage, UNREAD_MAX, halt_of,
     is_urgent,
 };
-use crate::control::SharedControl;
 use crate::faults::reached;
 use crate::input::News;
 use godwit_migrate::protocol::{ToDestination, ToSource, decode_to_destination};
 use godwit_ownership::{Event, PeerMessage};
 use godwit_qemu::device_state::DeviceStateError;
+use godwit_streams::SharedControl;
 use godwit_transport::{Incoming, TransportError};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};

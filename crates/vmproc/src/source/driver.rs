@@ -11,13 +11,6 @@
 //!    +------------------------------------------  last pages -> device state -> core hands over
 //! ```
 
-use super::connections::{ConnectionSet, SetPlan, extents};
-use super::ending::Ending;
-use super::events::{FromPeer, Happened, SetEvent, TellDriver};
-use super::pass::Pass;
-use super::routes::Route;
-use super::sender::PassEnd;
-use crate::farewell::Farewell;
 use crate::faults::{planted, reached};
 use crate::input::{Intake, News, Tell};
 use crate::save_gate::SaveGate;
@@ -30,6 +23,11 @@ use godwit_migrate::protocol::ToSource;
 use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::machine::Machine;
 use godwit_qemu::neighbours::Neighbours;
+use godwit_streams::source::{
+    ConnectionSet, Ending, FromPeer, Happened, Pass, PassEnd, Route, SetEvent, SetPlan, TellDriver,
+    extents,
+};
+use godwit_streams::{ControlSlot, Farewell};
 use godwit_transport::{Class, TransportError};
 use godwit_types::Generation;
 use godwit_types::migration::{MoveEventKind, PEER_GAVE_UP};
@@ -119,7 +117,7 @@ pub(crate) struct SourceParts {
     pub deadline_s: Option<u64>,
     pub cap_bytes_per_s: Option<f64>,
     /// Where a new set's control channel is put, so that the VM's thread can send on it.
-    pub control: crate::control_slot::ControlSlot,
+    pub control: ControlSlot,
     pub news: Tell,
 }
 

@@ -3,12 +3,9 @@
 //! Works on the driver's state. Every iteration ends in a barrier, so that no older copy of a page is applied after a
 //! newer one.
 
-use super::connections::ConnectionSet;
 use super::driver::{
     BARRIER_WAIT, FOR_EVER, Halt, PING_EVERY, SAVE_WAIT, SourceDriver, Step, halt_of, unanswered,
 };
-use super::pass::Pass;
-use super::sender::PassFigures;
 use crate::faults::{planted, reached};
 use crate::input::News;
 use godwit_guestmem::PageSet;
@@ -18,6 +15,7 @@ use godwit_migrate::ledger::ToDo;
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_ownership::Event;
 use godwit_qemu::device_state::SaveNews;
+use godwit_streams::source::{ConnectionSet, Pass, PassFigures, SendError};
 use godwit_types::Generation;
 use godwit_types::migration::{IterationReport, MigrationReport, Phase};
 use std::sync::Arc;
@@ -541,9 +539,9 @@ fn pass_progress(pass: &Pass, passed_s: f64) -> (u64, Option<f64>) {
     (left * PAGE_BYTES, bytes_per_s)
 }
 
-fn halt_of_send(error: super::sender::SendError) -> Halt {
+fn halt_of_send(error: SendError) -> Halt {
     match error {
-        super::sender::SendError::Transport(error) => halt_of(error),
+        SendError::Transport(error) => halt_of(error),
         other => Halt::Failed(other.to_string()),
     }
 }

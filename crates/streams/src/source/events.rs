@@ -11,15 +11,15 @@ use std::time::Instant;
 
 /// Something that happened on the channels of one set.
 #[derive(Debug)]
-pub(crate) struct SetEvent {
+pub struct SetEvent {
     /// Its number: events of a set that is gone may still be on their way.
     pub set: u16,
     pub what: Happened,
 }
 
-/// The kinds of events.
+/// What it was that happened.
 #[derive(Debug)]
-pub(crate) enum Happened {
+pub enum Happened {
     /// A sender finished a pass.
     PassEnd(Box<PassEnd>),
     /// Something came on the control channel, at this time.
@@ -28,7 +28,7 @@ pub(crate) enum Happened {
 
 /// What the control channel's reader passes on.
 #[derive(Debug)]
-pub(crate) enum FromPeer {
+pub enum FromPeer {
     /// A message, and its place among those that wait.
     Said(Box<ToSource>, Seat),
     /// The channel is gone; it may be made again.
@@ -39,7 +39,7 @@ pub(crate) enum FromPeer {
 
 impl FromPeer {
     /// How a channel's error counts.
-    pub(crate) fn of(error: &TransportError) -> Self {
+    pub fn of(error: &TransportError) -> Self {
         match error.class() {
             Class::Lost | Class::Cancelled => Self::Lost(error.to_string()),
             _ => Self::Broken(error.to_string()),
@@ -48,4 +48,4 @@ impl FromPeer {
 }
 
 /// Where a set's events go; `false`: the driver is gone.
-pub(crate) type TellDriver = Arc<dyn Fn(SetEvent) -> bool + Send + Sync>;
+pub type TellDriver = Arc<dyn Fn(SetEvent) -> bool + Send + Sync>;

@@ -6,7 +6,7 @@ use godwit_migrate::protocol::{ToDestination, clip_reason};
 
 /// Why a side ends a migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Farewell {
+pub struct Farewell {
     pub reason: String,
     /// A person or a deadline wanted it.
     pub cancelled: bool,
@@ -14,7 +14,7 @@ pub(crate) struct Farewell {
 
 impl Farewell {
     /// As the other side hears it.
-    pub(crate) fn message(&self) -> ToDestination {
+    pub fn message(&self) -> ToDestination {
         ToDestination::Cancel {
             reason: clip_reason(&self.reason),
             cancelled: self.cancelled,

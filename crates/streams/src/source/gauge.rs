@@ -9,7 +9,7 @@ use godwit_migrate::streams::Facts;
 use godwit_transport::LinkReading;
 use std::time::{Duration, Instant};
 
-/// Between two looks.
+/// Least time between two looks: a choice of streams needs no more.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Counters of one channel at one look.

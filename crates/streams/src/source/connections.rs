@@ -83,8 +83,8 @@ struct Supplies {
     applied: Vec<Arc<AtomicU64>>,
 }
 
-/// A set of channels.
-pub(crate) struct ConnectionSet {
+/// A control channel and the data channels beside it, which live and end together.
+pub struct ConnectionSet {
     pub number: u16,
     pub control: Arc<SharedControl>,
     maker: Maker,
@@ -100,7 +100,7 @@ pub(crate) struct ConnectionSet {
 }
 
 /// What a connection set is made of.
-pub(crate) struct SetPlan<'a> {
+pub struct SetPlan<'a> {
     pub number: u16,
     /// The version of the control channel.
     pub protocol: u32,
@@ -114,7 +114,7 @@ pub(crate) struct SetPlan<'a> {
 impl ConnectionSet {
     /// Connects the control channel over the first route that works and data channels over all, and says what will
     /// come.
-    pub(crate) fn open(plan: &SetPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
+    pub fn open(plan: &SetPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
         let outgoing = outgoing::Look::begin();
         let reached = reach(plan.routes, plan.ending)?;
         let near = reached.iter().map(|way| way.dialed.rtt()).min();
@@ -225,24 +225,24 @@ impl ConnectionSet {
     }
 
     /// Starts a pass on all channels; returns how many will report its end.
-    pub(crate) fn begin(&mut self, pass: &Arc<Pass>) -> usize {
+    pub fn begin(&mut self, pass: &Arc<Pass>) -> usize {
         self.gauge.restart(&self.lanes);
         let open = self.lanes.iter().filter(|lane| !lane.left);
         open.filter(|lane| lane.sender.begin(pass)).count()
     }
 
     /// Data channels that are open.
-    pub(crate) fn streams(&self) -> usize {
+    pub fn streams(&self) -> usize {
         self.lanes.iter().filter(|lane| !lane.left).count()
     }
 
     /// What keeps the channels slower than the link could be, with the remedy; each sentence once.
-    pub(crate) fn take_notes(&mut self) -> Vec<String> {
+    pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
     }
 
     /// While a pass runs: lets channels join and leave. Returns how many more will report its end.
-    pub(crate) fn tend(&mut self, pass: &Arc<Pass>) -> Result<usize, TransportError> {
+    pub fn tend(&mut self, pass: &Arc<Pass>) -> Result<usize, TransportError> {
         let joined = self.welcome(pass)?;
         if self.joining.is_none()
             && let Some(facts) = self.gauge.look(&self.lanes)
@@ -330,13 +330,13 @@ impl ConnectionSet {
     }
 
     /// The round trip of the control channel before anything else was on the link, s.
-    pub(crate) fn rtt_s(&self) -> f64 {
+    pub fn rtt_s(&self) -> f64 {
         self.rtt.as_secs_f64()
     }
 
     /// On a far link: opens the control channel's window once, so that device state later leaves in one go. Costs what a
     /// few hundred pages cost, beside the first pass.
-    pub(crate) fn warm(&self, ending: &Ending) -> Result<(), TransportError> {
+    pub fn warm(&self, ending: &Ending) -> Result<(), TransportError> {
         if self.rtt < WARM_RTT {
             return Ok(());
         }
@@ -354,14 +354,14 @@ impl ConnectionSet {
     }
 
     /// Books how far a channel is.
-    pub(crate) fn sent(&mut self, index: usize, records: u64) {
+    pub fn sent(&mut self, index: usize, records: u64) {
         if let Some(lane) = self.lanes.get_mut(index) {
             lane.records = records;
         }
     }
 
     /// Tells the destination that an iteration is complete.
-    pub(crate) fn barrier(&self, iteration: u32) -> Result<(), TransportError> {
+    pub fn barrier(&self, iteration: u32) -> Result<(), TransportError> {
         self.control.send(&ToDestination::Barrier {
             iteration,
             sent: self.lanes.iter().map(|lane| lane.records).collect(),
@@ -369,7 +369,7 @@ impl ConnectionSet {
     }
 
     /// Looks once whether windows were too small for the link.
-    pub(crate) fn note_windows(&mut self) {
+    pub fn note_windows(&mut self) {
         if self.hemmed_noted {
             return;
         }
@@ -384,7 +384,7 @@ impl ConnectionSet {
     }
 
     /// What the channels of this set have carried so far.
-    pub(crate) fn counters(&self) -> Counters {
+    pub fn counters(&self) -> Counters {
         let counted = self.lanes.iter().map(|lane| {
             let (pages, zero_pages) = lane.sender.live().pages();
             Counters {
@@ -397,7 +397,7 @@ impl ConnectionSet {
     }
 
     /// Nothing more will come on the data channels: their final records follow the last pages.
-    pub(crate) fn close_data(&mut self) {
+    pub fn close_data(&mut self) {
         for lane in self.lanes.iter_mut().filter(|lane| !lane.left) {
             lane.left = true;
             lane.sender.leave();
@@ -405,7 +405,7 @@ impl ConnectionSet {
     }
 
     /// Closes all channels at once and adds to `dirty` what was not acknowledged as applied.
-    pub(crate) fn abandon(&mut self, dirty: &mut PageSet) {
+    pub fn abandon(&mut self, dirty: &mut PageSet) {
         self.control.close();
         self.lanes.iter().for_each(|lane| lane.closer.close());
         for lane in self.lanes.drain(..) {
@@ -417,7 +417,7 @@ impl ConnectionSet {
     }
 
     /// Ends all channels in good order: final records, then the control channel.
-    pub(crate) fn finish(&mut self) {
+    pub fn finish(&mut self) {
         self.close_data();
         if let Some(Ok(Ok(late))) = self.joining.take().map(|joining| joining.made.try_recv()) {
             let _ = late.split().1.finish(&Patience::idle(FINISH_WAIT));
@@ -529,7 +529,7 @@ impl Maker {
     }
 }
 
-/// Says what will come.
+/// Tells the destination how much memory will come, and where it holds data.
 fn announce(
     control: &SharedControl,
     begin: &ToDestination,
@@ -595,7 +595,7 @@ fn too_many(number: u16) -> TransportError {
 }
 
 /// The pages of a set as extents.
-pub(crate) fn extents(pages: &PageSet) -> Vec<Extent> {
+pub fn extents(pages: &PageSet) -> Vec<Extent> {
     pages
         .runs()
         .map(|run| (run.start, run.end - run.start))
@@ -606,7 +606,7 @@ pub(crate) fn extents(pages: &PageSet) -> Vec<Extent> {
 mod tests {
     use super::*;
     use crate::farewell::Farewell;
-    use crate::source::routes::routes;
+    use crate::source::routes;
     use crate::testing::spec;
     use godwit_migrate::protocol::PROTOCOL_VERSION;
     use godwit_migrate::protocol::decode_to_destination;

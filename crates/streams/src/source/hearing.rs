@@ -40,7 +40,7 @@ impl Seats {
 
 /// A place, free again when dropped.
 #[derive(Debug)]
-pub(crate) struct Seat(Arc<Seats>);
+pub struct Seat(Arc<Seats>);
 
 impl Drop for Seat {
     fn drop(&mut self) {
