@@ -11,9 +11,10 @@ use super::ending::Ending;
 use super::events::{Happened, SetEvent, TellDriver};
 use super::gauge::Gauge;
 use super::hearing::Hearing;
+use super::maker::{Joining, Maker, gone, too_many};
 use super::outgoing;
 use super::pass::Pass;
-use super::routes::{DIAL_WAIT, Route, reach};
+use super::routes::{Route, reach};
 use super::sender::{FINISH_WAIT, PassEnd, SenderHandle};
 use crate::control::SharedControl;
 use crate::priority::cores;
@@ -26,19 +27,14 @@ use godwit_migrate::streams::{Facts, Room, Step, StreamPlan, first_streams};
 use godwit_transport::{
     Closer, Connection, Dialed, LinkReading, Meter, Patience, Probe, TransportError,
 };
-use godwit_wire::{ChannelId, Spec};
+use godwit_wire::Spec;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::sync::mpsc::TryRecvError;
 use std::time::{Duration, Instant};
 
-/// Longest time for one handshake.
-const HANDSHAKE_WAIT: Duration = Duration::from_secs(3);
 /// Longest time to make a channel, however many ways are tried: a connection and a handshake.
 const CHANNEL_WAIT: Duration = Duration::from_secs(5);
-/// What a thread gets beyond its deadline to say how it ended.
-const GRACE: Duration = Duration::from_millis(200);
-
 /// From this round trip on a closed window is felt in a switchover.
 const WARM_RTT: Duration = Duration::from_millis(5);
 /// Enough for the device state of most machines.
@@ -59,20 +55,6 @@ pub(super) struct Lane {
     closer: Closer,
     route: usize,
     records: u64,
-}
-
-/// A channel that is being made, and its route.
-struct Joining {
-    route: usize,
-    made: Receiver<Result<Connection, TransportError>>,
-}
-
-/// What makes channels, from any thread.
-#[derive(Clone)]
-struct Maker {
-    spec: Arc<Spec>,
-    number: u16,
-    routes: Arc<Vec<Route>>,
 }
 
 /// What a sender needs beside its channel.
@@ -429,106 +411,6 @@ impl ConnectionSet {
     }
 }
 
-impl Joining {
-    /// Waits for it, no longer than its maker may take.
-    fn wait(&self, until: Instant, ending: &Ending) -> Result<Connection, TransportError> {
-        let made = ending.wait(&self.made, until + GRACE)?;
-        made.unwrap_or(Err(gone()))
-    }
-}
-
-impl Maker {
-    /// Begins to make the control channel and, beside it, the first data channels. The connections that are there serve
-    /// the control channel and the other routes' first data channels.
-    fn make_first(
-        &self,
-        streams: u32,
-        mut dialed: Vec<Option<Dialed>>,
-        until: Instant,
-    ) -> Result<(Joining, Vec<Joining>), TransportError> {
-        let for_control = dialed.first_mut().and_then(Option::take);
-        let mut joining = Vec::new();
-        for index in 0..streams as usize {
-            let route = index % self.routes.len().max(1);
-            let dialed = dialed.get_mut(route).and_then(Option::take);
-            joining.push(self.begin_data(index, route, dialed, until)?);
-        }
-        let control = self.begin(ChannelId::control(self.number), 0, for_control, until)?;
-        Ok((control, joining))
-    }
-
-    fn begin_data(
-        &self,
-        index: usize,
-        route: usize,
-        dialed: Option<Dialed>,
-        until: Instant,
-    ) -> Result<Joining, TransportError> {
-        let channel_id = u16::try_from(index)
-            .ok()
-            .and_then(|index| ChannelId::data(self.number, index))
-            .ok_or(too_many(self.number))?;
-        self.begin(channel_id, route, dialed, until)
-    }
-
-    /// Makes a channel in a thread of its own, over `route` or, where that does not work any more, over another.
-    fn begin(
-        &self,
-        channel_id: ChannelId,
-        route: usize,
-        dialed: Option<Dialed>,
-        until: Instant,
-    ) -> Result<Joining, TransportError> {
-        let (maker, (result, made)) = (self.clone(), channel());
-        let work = move || {
-            let _ = result.send(maker.make(channel_id, route, dialed, until));
-        };
-        let spawned = std::thread::Builder::new().name("join".into()).spawn(work);
-        spawned.map_err(|source| TransportError::System {
-            doing: "start a thread to connect with",
-            source,
-        })?;
-        Ok(Joining { route, made })
-    }
-
-    /// All ways together have until `until`: each that is dead would else add its own time.
-    fn make(
-        &self,
-        channel: ChannelId,
-        route: usize,
-        dialed: Option<Dialed>,
-        until: Instant,
-    ) -> Result<Connection, TransportError> {
-        let mut failure = gone();
-        let mut dialed = dialed.map(Ok);
-        for route in self
-            .routes
-            .iter()
-            .cycle()
-            .skip(route)
-            .take(self.routes.len())
-        {
-            let now = Instant::now();
-            if now >= until {
-                break;
-            }
-            let dialed = dialed
-                .take()
-                .unwrap_or_else(|| route.dial(until.min(now + DIAL_WAIT)));
-            // An id that was not proved is still unused.
-            let made = dialed.and_then(|dialed| {
-                let deadline = until.min(Instant::now() + HANDSHAKE_WAIT);
-                dialed.introduce(&self.spec, channel, deadline)
-            });
-            match made {
-                Ok(connection) => return Ok(connection),
-                Err(error) => failure = error,
-            }
-        }
-        Err(failure)
-    }
-}
-
 /// Tells the destination how much memory will come, and where it holds data.
 fn announce(
     control: &SharedControl,
@@ -580,20 +462,6 @@ fn window_note(link: &LinkReading) -> Option<String> {
     })
 }
 
-fn gone() -> TransportError {
-    TransportError::System {
-        doing: "make a channel",
-        source: std::io::Error::other("no route to the destination works"),
-    }
-}
-
-fn too_many(number: u16) -> TransportError {
-    TransportError::Misuse {
-        channel: ChannelId::control(number),
-        what: "too many channels",
-    }
-}
-
 /// The pages of a set as extents.
 pub fn extents(pages: &PageSet) -> Vec<Extent> {
     pages
@@ -606,55 +474,14 @@ pub fn extents(pages: &PageSet) -> Vec<Extent> {
 mod tests {
     use super::*;
     use crate::farewell::Farewell;
-    use crate::source::routes;
     use crate::testing::spec;
-    use godwit_migrate::protocol::PROTOCOL_VERSION;
-    use godwit_migrate::protocol::decode_to_destination;
+    use godwit_migrate::protocol::{PROTOCOL_VERSION, decode_to_destination};
     use godwit_transport::{
         ConnectOptions, ControlSender, Gate, Incoming, Listener, Tuning, connect,
     };
-    use std::net::{SocketAddr, TcpListener};
+    use godwit_wire::ChannelId;
 
     const LONG: Duration = Duration::from_secs(120);
-
-    /// Destinations that take connections and say nothing.
-    fn silent(count: usize) -> (Vec<TcpListener>, Maker) {
-        let listen = |_| TcpListener::bind("127.0.0.1:0").unwrap();
-        let listeners: Vec<TcpListener> = (0..count).map(listen).collect();
-        let addresses: Vec<SocketAddr> = listeners
-            .iter()
-            .map(|listener| listener.local_addr().unwrap())
-            .collect();
-        let maker = Maker {
-            spec: spec(),
-            number: 0,
-            routes: Arc::new(routes(&[], &addresses)),
-        };
-        (listeners, maker)
-    }
-
-    #[test]
-    fn many_dead_ways_together_take_no_longer_than_one() {
-        let (_listeners, maker) = silent(32);
-        let began = Instant::now();
-        let until = began + Duration::from_secs(3);
-        let made = maker.make(ChannelId::control(0), 0, None, until);
-        assert!(matches!(made, Err(TransportError::HandshakeSilent { .. })));
-        let one = HANDSHAKE_WAIT + DIAL_WAIT;
-        assert!(began.elapsed() < 10 * one, "{:?}", began.elapsed());
-    }
-
-    #[test]
-    fn an_end_is_heard_while_channels_are_made() {
-        let (_listeners, maker) = silent(1);
-        let ending = Ending::default();
-        // Nobody waits for so long.
-        let until = Instant::now() + Duration::from_secs(600);
-        let (control, _) = maker.make_first(1, Vec::new(), until).unwrap();
-        ending.raise(None);
-        let waited = control.wait(until, &ending);
-        assert!(matches!(waited, Err(TransportError::Cancelled)));
-    }
 
     /// A source's sending half and the destination's whole end, which nobody reads.
     fn unread() -> (ControlSender, Connection) {
