@@ -4,7 +4,7 @@
 
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
-use crate::source::driver::Command;
+use crate::source::Command;
 use crate::succession::way_out;
 use crate::unsure::Unsure;
 use crate::vm::{Driver, Migration, Vm};

@@ -3,13 +3,13 @@
 //! Part of [`Vm`]. Refuses with a sentence: what the core refuses, what needs a hypervisor that is not there, and a
 //! migration that could not begin; then nothing half-done stays behind.
 
-use crate::destination::driver::{DestinationHandle, DestinationParts, WaitingQemu};
+use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::faults::reached;
 use crate::hypervisor::{QMP_WAIT, internal};
 use crate::input::{DriverNews, Input, News};
 use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
-use crate::source::driver::{SourceHandle, SourceParts};
+use crate::source::{SourceHandle, SourceParts};
 use crate::succession::way_out;
 use crate::vm::{Driver, Migration, Outcome, Vm};
 use godwit_guestmem::DirtyTracker;

@@ -58,8 +58,8 @@ const REFUSED_KEPT: usize = 64;
 /// The driver of a migration.
 #[derive(Debug)]
 pub(crate) enum Driver {
-    Source(source::driver::SourceHandle),
-    Destination(destination::driver::DestinationHandle),
+    Source(source::SourceHandle),
+    Destination(destination::DestinationHandle),
 }
 
 impl Driver {

@@ -14,16 +14,15 @@
 //! lost after it was loaded changes nothing: the core asks the source through the agents. A source that connects then all
 //! the same has withdrawn its gift: it hears that there is nothing to go on with.
 
-use crate::faults::{planted, reached};
+use super::handle::{Command, DestinationParts, WaitingQemu};
+use super::last_words::wait_for_end;
+use super::messages::is_urgent;
+use crate::faults::reached;
 use crate::input::{Intake, News, Tell};
 use crate::shared_report::SharedReport;
-use godwit_migrate::protocol::{
-    ToDestination, ToSource, clip_reason, decode_to_destination, encode,
-};
+use godwit_migrate::protocol::{ToSource, clip_reason, decode_to_destination};
 use godwit_migrate::rate::WireRate;
-use godwit_ownership::{Event, PeerMessage};
-use godwit_qemu::device_state::Incoming as DeviceStream;
-use godwit_qemu::machine::Machine;
+use godwit_ownership::Event;
 use godwit_streams::destination::{Arrivals, Channels, End, Memory};
 use godwit_streams::{ControlSlot, Farewell, SharedControl};
 use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportError};
@@ -31,8 +30,7 @@ use godwit_types::migration::{MoveEventKind, Phase};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 /// How often the driver looks at everything that may have come.
@@ -50,116 +48,6 @@ const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 pub(super) const HELD_BYTES_MAX: usize = 64 << 20;
 /// How often the source hears something while devices are loaded.
 pub(super) const LIFE_EVERY: Duration = Duration::from_millis(100);
-/// How long a source may take to hear why it comes too late.
-const TOO_LATE_WAIT: Duration = Duration::from_millis(100);
-/// What a source hears that connects when devices are loaded.
-const TOO_LATE: &str = "the device state of a switchover that was called off is loaded there, which can be done once: begin a new migration";
-/// How long the source's reason may come after the fact that it ended the migration, which also takes another way.
-const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
-/// Most messages among which it is looked for.
-pub(super) const UNREAD_MAX: usize = 1024;
-
-/// A QEMU that waits for its device state.
-#[derive(Debug)]
-pub(crate) struct WaitingQemu {
-    pub machine: Arc<Machine>,
-    pub stream: DeviceStream,
-}
-
-/// What the VM's thread tells the driver.
-#[derive(Debug)]
-pub(crate) enum Command {
-    /// The migration is over here; tell the source why, if it is a failure.
-    End { reason: Option<String> },
-    /// The guest runs here: when the source closes the channels, that is the end and no loss.
-    Linger,
-}
-
-/// What a driver is made of.
-pub(crate) struct DestinationParts {
-    pub arrivals: Arrivals,
-    pub memory: Arc<Memory>,
-    pub qemu: WaitingQemu,
-    pub report: SharedReport,
-    pub control: ControlSlot,
-    /// Allocate all of the guest's memory before anything comes.
-    pub prepare: bool,
-    pub cores: usize,
-    pub news: Tell,
-}
-
-/// The running driver, as the VM's thread holds it.
-#[derive(Debug)]
-pub(crate) struct DestinationHandle {
-    commands: Sender<Command>,
-    intake: Arc<Intake>,
-    farewell: Receiver<Farewell>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl DestinationHandle {
-    /// Starts the thread.
-    pub(crate) fn start(parts: DestinationParts) -> std::io::Result<Self> {
-        let (commands, received) = channel();
-        let (said, farewell) = channel();
-        let intake = Arc::<Intake>::default();
-        let driver = DestinationDriver {
-            pages: parts.memory.ram.page_count(),
-            qemu: Some(parts.qemu),
-            arrivals: parts.arrivals,
-            memory: parts.memory,
-            report: parts.report,
-            control: parts.control,
-            prepare: parts.prepare,
-            cores: parts.cores,
-            told_prepared: false,
-            news: intake.bound(parts.news),
-            said,
-            commands: received,
-            held_back: Vec::new(),
-            next_control: None,
-            lingers: false,
-            connected: false,
-            first_pass: Arc::new(AtomicBool::new(true)),
-            carried: 0,
-            wire: WireRate::default(),
-            began: Instant::now(),
-        };
-        let thread = std::thread::Builder::new()
-            .name("destination".into())
-            .spawn(move || driver.run())?;
-        Ok(Self {
-            commands,
-            intake,
-            farewell,
-            thread: Some(thread),
-        })
-    }
-
-    /// What waits of its news.
-    pub(crate) fn intake(&self) -> &Intake {
-        &self.intake
-    }
-
-    /// Why the source ended the migration, if it says so soon.
-    pub(crate) fn last_word(&self) -> Option<Farewell> {
-        self.farewell.recv_timeout(LAST_WORD_WAIT).ok()
-    }
-
-    /// The guest runs here; the driver ends when the source closes the channels.
-    pub(crate) fn linger(&self) {
-        let _ = self.commands.send(Command::Linger);
-    }
-
-    /// Ends the driver and waits until nothing writes guest memory any more.
-    pub(crate) fn end(mut self, reason: Option<String>) {
-        let _ = self.commands.send(Command::End { reason });
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
 /// Why an activity of the driver stopped.
 #[derive(Debug)]
 pub(super) enum Halt {
@@ -186,22 +74,23 @@ pub(super) enum Stage {
     Loaded,
 }
 
+/// The channels of the present set, and how far the migration is on them.
 pub(super) struct ConnectionSet {
-    number: u16,
+    pub(super) number: u16,
     pub(super) control: Arc<SharedControl>,
     pub(super) receiver: ControlReceiver,
-    channels: Channels,
+    pub(super) channels: Channels,
     /// What came behind a barrier that is not reached.
     held: VecDeque<Incoming>,
     pub(super) held_bytes: usize,
     /// Device state that QEMU has not got.
     pub(super) device_state: Vec<u8>,
     /// Pages that will come, and those of them that have no memory here yet.
-    announced_pages: u64,
-    missing_pages: u64,
+    pub(super) announced_pages: u64,
+    pub(super) missing_pages: u64,
     /// Why what will come does not fit here.
-    no_room: Option<String>,
-    addresses_known: bool,
+    pub(super) no_room: Option<String>,
+    pub(super) addresses_known: bool,
     pub(super) stage: Stage,
     heard: Instant,
     told: Instant,
@@ -209,12 +98,12 @@ pub(super) struct ConnectionSet {
 
 pub(super) struct DestinationDriver {
     arrivals: Arrivals,
-    memory: Arc<Memory>,
+    pub(super) memory: Arc<Memory>,
     pub(super) qemu: Option<WaitingQemu>,
     pub(super) report: SharedReport,
     control: ControlSlot,
-    prepare: bool,
-    cores: usize,
+    pub(super) prepare: bool,
+    pub(super) cores: usize,
     told_prepared: bool,
     news: Tell,
     /// Where the source's last word goes.
@@ -225,7 +114,7 @@ pub(super) struct DestinationDriver {
     held_back: Vec<Connection>,
     /// The control channel of the next set, which came before the present one was known to be lost.
     next_control: Option<Connection>,
-    lingers: bool,
+    pub(super) lingers: bool,
     /// A control channel has come.
     connected: bool,
     /// Page threads give way to vCPUs until a pass is complete.
@@ -237,7 +126,38 @@ pub(super) struct DestinationDriver {
 }
 
 impl DestinationDriver {
-    fn run(mut self) {
+    /// One that has heard nothing yet. The source's last word goes to `said`.
+    pub(super) fn new(
+        parts: DestinationParts,
+        intake: &Arc<Intake>,
+        said: Sender<Farewell>,
+        commands: Receiver<Command>,
+    ) -> Self {
+        Self {
+            pages: parts.memory.ram.page_count(),
+            qemu: Some(parts.qemu),
+            arrivals: parts.arrivals,
+            memory: parts.memory,
+            report: parts.report,
+            control: parts.control,
+            prepare: parts.prepare,
+            cores: parts.cores,
+            told_prepared: false,
+            news: intake.bound(parts.news),
+            said,
+            commands,
+            held_back: Vec::new(),
+            next_control: None,
+            lingers: false,
+            connected: false,
+            first_pass: Arc::new(AtomicBool::new(true)),
+            carried: 0,
+            wire: WireRate::default(),
+            began: Instant::now(),
+        }
+    }
+
+    pub(super) fn run(mut self) {
         let halt = self.receive();
         self.memory.cancel();
         match halt {
@@ -296,22 +216,6 @@ impl DestinationDriver {
                 }
                 (halt, _) => return halt,
             }
-        }
-    }
-
-    /// What ends a connection set here may overtake the source's word on the control channel that it has ended the
-    /// migration: data channels are closed behind it, and the agents' message ends QEMU while it still loads.
-    fn or_farewell(&self, set: &mut ConnectionSet, halt: Halt) -> Halt {
-        let wait = match &halt {
-            Halt::Lost(_) if !self.lingers => LAST_WORD_WAIT,
-            // The source waits for the reason. What it had to say before is there.
-            Halt::Failed(_) => Duration::ZERO,
-            _ => return halt,
-        };
-        let tell = |message| self.tell(News::Peer(message));
-        match unread_farewell(&mut set.receiver, self.pages, wait, tell) {
-            Some(farewell) => Halt::Cancelled(farewell),
-            None => halt,
         }
     }
 
@@ -561,113 +465,6 @@ impl DestinationDriver {
         let told = set.control.send(&ToSource::Prepared { seconds });
         told.map_err(|error| halt_of(&error))
     }
-
-    pub(super) fn message(
-        &mut self,
-        set: &mut ConnectionSet,
-        message: ToDestination,
-    ) -> Result<(), Halt> {
-        match message {
-            ToDestination::Begin {
-                set: number,
-                streams,
-                ..
-            } => self.begin(set, number, streams),
-            ToDestination::Extents { extents } => {
-                for (first, count) in extents {
-                    set.announced_pages = set.announced_pages.saturating_add(count);
-                    if set.announced_pages > self.pages {
-                        let reason = "the source announced more memory than the guest has";
-                        return Err(Halt::Failed(reason.into()));
-                    }
-                    set.missing_pages += self.memory.ram.without_memory(first..first + count);
-                }
-                Ok(())
-            }
-            ToDestination::ExtentsEnd => {
-                // A preparation has looked by itself.
-                if !self.prepare {
-                    set.no_room = self.memory.room_for(set.missing_pages).err();
-                }
-                Ok(())
-            }
-            ToDestination::Barrier { iteration, sent } => self.barrier(set, iteration, sent),
-            ToDestination::Stopped => {
-                if set.stage != Stage::Precopy {
-                    return Err(Halt::Failed("the source stopped its guest twice".into()));
-                }
-                set.stage = Stage::Stopped;
-                self.report
-                    .update(|report| report.phase = Phase::Switchover);
-                Ok(())
-            }
-            ToDestination::Addresses { cards } => {
-                // Once is enough: each is written to a file.
-                if !std::mem::replace(&mut set.addresses_known, true) {
-                    self.tell(News::Addresses(cards));
-                }
-                Ok(())
-            }
-            ToDestination::DeviceStateWhole => self.state_whole(set),
-            ToDestination::DeviceStateEnd { attempt, .. } => self.load(set, attempt),
-            ToDestination::Warm { .. } => Ok(()),
-            ToDestination::Cancel { reason, cancelled } => {
-                Err(Halt::Cancelled(Farewell { reason, cancelled }))
-            }
-            ToDestination::Peer { message } => {
-                self.tell(News::Peer(message));
-                Ok(())
-            }
-            ToDestination::Ping { nonce } => set
-                .control
-                .send(&ToSource::Pong { nonce })
-                .map_err(|error| halt_of(&error)),
-        }
-    }
-
-    fn begin(&mut self, set: &mut ConnectionSet, number: u16, streams: u32) -> Result<(), Halt> {
-        if number != set.number || !set.channels.begin(streams) {
-            return Err(Halt::Failed(
-                "the source began a set of connections twice".into(),
-            ));
-        }
-        if self.prepare {
-            // Only now, so that the source's total contains it.
-            self.memory.prepare(self.cores);
-        }
-        set.control
-            .send(&ToSource::Begun { set: number })
-            .map_err(|error| halt_of(&error))
-    }
-
-    fn barrier(
-        &mut self,
-        set: &mut ConnectionSet,
-        iteration: u32,
-        sent: Vec<u64>,
-    ) -> Result<(), Halt> {
-        if planted("barrier-not-awaited") {
-            return self.barrier_done(set, iteration);
-        }
-        set.channels.raise_barrier(iteration, sent);
-        Ok(())
-    }
-
-    fn barrier_done(&mut self, set: &mut ConnectionSet, iteration: u32) -> Result<(), Halt> {
-        let shares = set.channels.take_shares();
-        if set.stage == Stage::Stopped {
-            set.stage = Stage::LastApplied;
-            if !planted("receivers-outlive-load") {
-                set.channels.end_receiving();
-            }
-        }
-        let done = ToSource::BarrierDone {
-            iteration,
-            memory_wait: shares.memory_wait,
-            busy: shares.busy,
-        };
-        set.control.send(&done).map_err(|error| halt_of(&error))
-    }
 }
 
 impl ConnectionSet {
@@ -684,83 +481,6 @@ fn held_len(incoming: &Incoming) -> usize {
         Incoming::Message(bytes) | Incoming::DeviceState(bytes) => bytes.len() + 64,
         Incoming::End => 64,
     }
-}
-
-/// Words that mean the same before and behind a barrier.
-pub(super) fn is_urgent(message: &ToDestination) -> bool {
-    matches!(
-        message,
-        ToDestination::Warm { .. }
-            | ToDestination::Ping { .. }
-            | ToDestination::Peer { .. }
-            | ToDestination::Cancel { .. }
-    )
-}
-
-/// Looks for the source's last word in what is left to read of a control channel; what it says about ownership counts
-/// all the same.
-fn unread_farewell(
-    receiver: &mut ControlReceiver,
-    pages: u64,
-    wait: Duration,
-    tell: impl Fn(PeerMessage),
-) -> Option<Farewell> {
-    let until = Instant::now() + wait;
-    for _ in 0..UNREAD_MAX {
-        let Incoming::Message(bytes) = receiver.recv(until).ok()? else {
-            continue;
-        };
-        match decode_to_destination(&bytes, pages).ok()? {
-            ToDestination::Cancel { reason, cancelled } => {
-                return Some(Farewell { reason, cancelled });
-            }
-            ToDestination::Peer { message } => tell(message),
-            _ => {}
-        }
-    }
-    None
-}
-
-/// Everything is loaded: only the VM's thread says how it ends. A channel that comes now is turned away, one at a time.
-fn wait_for_end(
-    arrivals: &Arrivals,
-    mut late: Option<Connection>,
-    commands: &Receiver<Command>,
-) -> Halt {
-    loop {
-        let came = late.take().or_else(|| arrivals.connections.try_recv().ok());
-        let wait = match came {
-            Some(_) => Duration::ZERO,
-            None => LIFE_EVERY,
-        };
-        if let Some(connection) = came {
-            turn_away(connection);
-        }
-        match commands.recv_timeout(wait) {
-            Ok(Command::End { reason }) => return Halt::Ended(reason),
-            Ok(Command::Linger) | Err(RecvTimeoutError::Disconnected) => return Halt::Ended(None),
-            Err(RecvTimeoutError::Timeout) => {}
-        }
-    }
-}
-
-/// Tells a source that it comes too late, as far as it listens.
-fn turn_away(connection: Connection) {
-    let closer = connection.closer();
-    if let Ok((mut sender, mut receiver)) = connection.into_control() {
-        let deadline = Instant::now() + TOO_LATE_WAIT;
-        let failed = ToSource::Failed {
-            reason: TOO_LATE.into(),
-        };
-        // What it says is read, since the kernel would throw the answer away with it.
-        let _ = sender
-            .send(&encode(&failed), deadline)
-            .and_then(|()| sender.finish(deadline));
-        while Instant::now() < deadline
-            && !matches!(receiver.recv(deadline), Ok(Incoming::End) | Err(_))
-        {}
-    }
-    closer.close();
 }
 
 pub(super) fn halt_of(error: &TransportError) -> Halt {

@@ -5,9 +5,10 @@
 //! device state before the last pages, and an end without any.
 
 use super::driver::{
-    ConnectionSet, DestinationDriver, HELD_BYTES_MAX, Halt, LIFE_EVERY, Stage, UNREAD_MAX, halt_of,
-    is_urgent,
+    ConnectionSet, DestinationDriver, HELD_BYTES_MAX, Halt, LIFE_EVERY, Stage, halt_of,
 };
+use super::last_words::UNREAD_MAX;
+use super::messages::is_urgent;
 use crate::faults::reached;
 use crate::input::News;
 use godwit_migrate::protocol::{ToDestination, ToSource, decode_to_destination};

@@ -11,35 +11,22 @@
 //!    +------------------------------------------  last pages -> device state -> core hands over
 //! ```
 
+use super::handle::SourceParts;
+use super::steps::{DriverInput, FOR_EVER};
 use crate::faults::{planted, reached};
-use crate::input::{Intake, News, Tell};
-use crate::save_gate::SaveGate;
-use crate::shared_report::SharedReport;
-use godwit_guestmem::{DirtyTracker, PageSet, RamFile};
+use crate::input::News;
+use godwit_guestmem::PageSet;
 use godwit_migrate::account::PAGE_BYTES;
 use godwit_migrate::convergence::{Convergence, Goal};
 use godwit_migrate::ledger::{Counters, Ledger};
-use godwit_migrate::protocol::ToSource;
-use godwit_qemu::allowance::SharedThrottle;
-use godwit_qemu::machine::Machine;
-use godwit_qemu::neighbours::Neighbours;
-use godwit_streams::source::{
-    ConnectionSet, Ending, FromPeer, Happened, Pass, PassEnd, Route, SetEvent, SetPlan, TellDriver,
-    extents,
-};
-use godwit_streams::{ControlSlot, Farewell};
+use godwit_streams::Farewell;
+use godwit_streams::source::{ConnectionSet, Ending, Pass, TellDriver};
 use godwit_transport::{Class, TransportError};
-use godwit_types::Generation;
 use godwit_types::migration::{MoveEventKind, PEER_GAVE_UP};
-use godwit_wire::Spec;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-/// For how long a lost link is tried again.
-const RECONNECT_FOR: Duration = Duration::from_secs(60);
-/// Pause between two tries.
-const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
 /// How often the destination is asked for a sign of life.
 pub(super) const PING_EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for the answer to a barrier while the guest runs.
@@ -48,135 +35,6 @@ pub(super) const BARRIER_WAIT: Duration = Duration::from_secs(30);
 const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
 /// Part of a switchover that does not depend on memory, as first estimate, s.
 const FIXED_SWITCHOVER_S: f64 = 0.012;
-/// QEMU's time to save its devices.
-pub(super) const SAVE_WAIT: Duration = Duration::from_secs(10);
-
-/// What reaches the driver.
-#[derive(Debug)]
-pub(crate) enum DriverInput {
-    /// From a set of connections.
-    Set(SetEvent),
-    /// From the VM's thread.
-    Command(Command),
-}
-
-/// What the VM's thread tells the driver.
-#[derive(Debug)]
-pub(crate) enum Command {
-    /// The guest is stopped: send what is left.
-    LastPages { attempt: Generation },
-    /// Send the device state.
-    DeviceState { attempt: Generation },
-    /// The switchover is called off: leave the guest alone and wait for `GoOn` or `End`.
-    CalledOff,
-    /// After a switchover that was called off the guest runs again: go on, with new channels.
-    GoOn,
-    /// The destination's agent says that it gave up: its own words may be on their way.
-    PeerGaveUp,
-    /// The migration is over here; tell the peer why, if it is no success.
-    End { reason: Option<Farewell> },
-}
-
-/// What the driver goes on with. That the migration is over, called off or given up is no step but a [`Halt`].
-#[derive(Debug)]
-pub(super) enum Step {
-    /// The guest is stopped: send what is left.
-    LastPages(Generation),
-    /// Send the device state.
-    DeviceState(Generation),
-    /// The guest runs again: new channels.
-    GoOn,
-    /// The destination said something, which came at this time.
-    Peer(ToSource, Instant),
-    /// A sender finished a pass.
-    PassEnd(Box<PassEnd>),
-    /// The time is up, or what came needs nothing more.
-    Nothing,
-}
-
-/// A wait that only something to do or a halt ends.
-pub(super) const FOR_EVER: Duration = Duration::MAX;
-
-/// What a driver is made of.
-pub(crate) struct SourceParts {
-    pub spec: Arc<Spec>,
-    /// The version of the control channel.
-    pub protocol: u32,
-    pub routes: Vec<Route>,
-    pub ram: Arc<RamFile>,
-    pub machine: Arc<Machine>,
-    pub tracker: DirtyTracker,
-    pub throttle: SharedThrottle,
-    /// Whom the destination tells where the guest is.
-    pub neighbours: Neighbours,
-    pub save_gate: SaveGate,
-    pub report: SharedReport,
-    /// Wait until the destination has allocated all of the guest's memory.
-    pub prepare: bool,
-    pub max_downtime_ms: u64,
-    pub deadline_s: Option<u64>,
-    pub cap_bytes_per_s: Option<f64>,
-    /// Where a new set's control channel is put, so that the VM's thread can send on it.
-    pub control: ControlSlot,
-    pub news: Tell,
-}
-
-/// The running driver, as the VM's thread holds it.
-#[derive(Debug)]
-pub(crate) struct SourceHandle {
-    inputs: Sender<DriverInput>,
-    ending: Ending,
-    intake: Arc<Intake>,
-    /// Gives the reason why it failed, if it did.
-    thread: Option<std::thread::JoinHandle<Option<String>>>,
-}
-
-impl SourceHandle {
-    /// Starts the thread.
-    pub(crate) fn start(mut parts: SourceParts) -> std::io::Result<Self> {
-        let (inputs, received) = channel();
-        let (intake, ending) = (Arc::<Intake>::default(), Ending::default());
-        parts.news = intake.bound(parts.news);
-        let (own, ended) = (inputs.clone(), ending.clone());
-        let own: TellDriver = Arc::new(move |event| own.send(DriverInput::Set(event)).is_ok());
-        let run = move || SourceDriver::new(parts, own, received, ended).run();
-        let thread = std::thread::Builder::new()
-            .name("source".into())
-            .spawn(run)?;
-        Ok(Self {
-            inputs,
-            ending,
-            intake,
-            thread: Some(thread),
-        })
-    }
-
-    /// What waits of its news.
-    pub(crate) fn intake(&self) -> &Intake {
-        &self.intake
-    }
-
-    /// Gives a command; one that comes too late is nobody's loss.
-    pub(crate) fn command(&self, command: Command) {
-        let _ = self.inputs.send(DriverInput::Command(command));
-    }
-
-    /// Ends the driver and waits until tracking is off. Gives the reason for which it had failed already.
-    pub(crate) fn end(mut self, reason: Option<Farewell>) -> Option<String> {
-        self.command(Command::End {
-            reason: reason.clone(),
-        });
-        // Whoever sees this finds the command.
-        self.ending.raise(reason);
-        self.thread.take().and_then(|thread| thread.join().ok())?
-    }
-
-    /// As [`SourceHandle::end`], for a destination that gave up: hears out why.
-    pub(crate) fn end_after_last_word(self, reason: Option<Farewell>) -> Option<String> {
-        self.command(Command::PeerGaveUp);
-        self.end(reason)
-    }
-}
 
 /// Why an activity of the driver stopped.
 #[derive(Debug)]
@@ -187,15 +45,15 @@ pub(super) enum Halt {
     Lost(String),
     /// The core called the switchover off: it goes on with new channels, or is over.
     CalledOff,
-    /// It cannot go on.
+    /// It cannot go on, for this reason.
     Failed(String),
 }
 
 pub(super) struct SourceDriver {
     pub(super) parts: SourceParts,
-    own: TellDriver,
-    inputs: Receiver<DriverInput>,
-    ending: Ending,
+    pub(super) own: TellDriver,
+    pub(super) inputs: Receiver<DriverInput>,
+    pub(super) ending: Ending,
     pub(super) dirty: PageSet,
     pub(super) next_set: u16,
     pub(super) iteration: u32,
@@ -216,11 +74,11 @@ pub(super) struct SourceDriver {
     /// When the destination said something last.
     pub(super) heard: Instant,
     /// Whether the VM's thread has said that it is over; it says so once.
-    end_heard: bool,
+    pub(super) end_heard: bool,
 }
 
 impl SourceDriver {
-    fn new(
+    pub(super) fn new(
         parts: SourceParts,
         own: TellDriver,
         inputs: Receiver<DriverInput>,
@@ -254,7 +112,7 @@ impl SourceDriver {
         }
     }
 
-    fn run(mut self) -> Option<String> {
+    pub(super) fn run(mut self) -> Option<String> {
         let halt = self.migrate();
         // Tracking off first: the guest must not pay for a migration that is over.
         self.parts.throttle.release();
@@ -453,190 +311,6 @@ impl SourceDriver {
             report.remaining_bytes = bytes;
         });
     }
-
-    /// Makes a connection set. A link that is away is waited for, at the start as later; a destination that refuses this
-    /// migration at the start is not.
-    fn connect(&mut self, first: bool) -> Result<ConnectionSet, Halt> {
-        let give_up_at = Instant::now() + RECONNECT_FOR;
-        loop {
-            // A command that came meanwhile goes first.
-            self.pause(Duration::ZERO)?;
-            let reason = match self.connect_once(first) {
-                Ok(set) => return Ok(set),
-                Err(Halt::Lost(reason)) => reason,
-                Err(halt) => return Err(halt),
-            };
-            self.pause(Duration::ZERO)?;
-            if Instant::now() >= give_up_at {
-                return Err(if first {
-                    Halt::Failed(reason)
-                } else {
-                    Halt::Lost(reason)
-                });
-            }
-            if first {
-                let trouble = format!("not connected yet, trying again: {reason}");
-                self.parts.report.trouble(Some(trouble));
-            }
-            self.pause(RECONNECT_PAUSE)?;
-        }
-    }
-
-    fn connect_once(&mut self, first: bool) -> Result<ConnectionSet, Halt> {
-        let number = self.next_set;
-        self.next_set = number
-            .checked_add(1)
-            .ok_or(Halt::Failed("too many lost links".into()))?;
-        let plan = SetPlan {
-            number,
-            protocol: self.parts.protocol,
-            spec: &self.parts.spec,
-            routes: &self.parts.routes,
-            ram: &self.parts.ram,
-            tell: &self.own,
-            ending: &self.ending,
-        };
-        // A card without its address or a host without a core for a moment is a link that can be made again.
-        let lost = |error| match error {
-            TransportError::System { .. } => Halt::Lost(error.to_string()),
-            // So ends who does not prove the migration's key.
-            TransportError::HandshakeClosed { .. } if first => Halt::Failed(error.to_string()),
-            error => halt_of(error),
-        };
-        let mut set = ConnectionSet::open(&plan, &extents(&self.dirty)).map_err(lost)?;
-        if let Err(halt) = self.wait_begun(&set) {
-            if let Halt::Ended(Some(farewell)) = &halt {
-                // Whoever does not hear it learns it from the agents.
-                let _ = set.control.send(&farewell.message());
-            }
-            set.abandon(&mut self.dirty);
-            return Err(halt);
-        }
-        if let Err(error) = set.warm(&self.ending) {
-            set.abandon(&mut self.dirty);
-            return Err(halt_of(error));
-        }
-        self.parts.control.set(&set.control);
-        let notes = set.take_notes();
-        self.parts.report.update(|report| {
-            report.streams = set.streams() as u32;
-        });
-        self.parts.report.note(notes);
-        Ok(set)
-    }
-
-    fn wait_begun(&mut self, set: &ConnectionSet) -> Result<(), Halt> {
-        let until = Instant::now() + BARRIER_WAIT;
-        loop {
-            match self.peer(set, until)? {
-                ToSource::Begun { set: begun } if begun == set.number => break,
-                _ => {}
-            }
-        }
-        self.rtt_s = set.rtt_s().min(1.0);
-        Ok(())
-    }
-
-    /// Sleeps without going deaf.
-    fn pause(&mut self, time: Duration) -> Result<(), Halt> {
-        let until = Instant::now() + time;
-        loop {
-            match self.next(None, until.saturating_duration_since(Instant::now())) {
-                Ok(Step::Nothing) => return Ok(()),
-                Err(Halt::Ended(reason)) => return Err(Halt::Ended(reason)),
-                // Of channels that are gone.
-                Ok(_) | Err(_) => {}
-            }
-        }
-    }
-
-    /// Waits for what comes next: from the VM's thread and, with a set of connections, from that. Everything that ends
-    /// what the driver does comes from here as a halt; events of earlier sets are passed over.
-    pub(super) fn next(
-        &mut self,
-        set: Option<&ConnectionSet>,
-        wait: Duration,
-    ) -> Result<Step, Halt> {
-        // Too late to be told in time is for ever.
-        let until = Instant::now().checked_add(wait);
-        let left = || {
-            until.map_or(FOR_EVER, |until| {
-                until.saturating_duration_since(Instant::now())
-            })
-        };
-        let happened = loop {
-            match self.inputs.recv_timeout(left()) {
-                Ok(DriverInput::Command(command)) => return self.obey(command),
-                Ok(DriverInput::Set(event)) => {
-                    if set.is_some_and(|set| set.number == event.set) {
-                        break event.what;
-                    }
-                }
-                Err(RecvTimeoutError::Timeout) => return Ok(Step::Nothing),
-                // The VM's thread is gone.
-                Err(RecvTimeoutError::Disconnected) => {
-                    return self.obey(Command::End { reason: None });
-                }
-            }
-        };
-        match happened {
-            Happened::PassEnd(end) => Ok(Step::PassEnd(end)),
-            Happened::Peer { from, at } => {
-                let message = self.hear_peer(from)?;
-                Ok(message.map_or(Step::Nothing, |message| Step::Peer(message, at)))
-            }
-        }
-    }
-
-    fn obey(&mut self, command: Command) -> Result<Step, Halt> {
-        match command {
-            Command::LastPages { attempt } => Ok(Step::LastPages(attempt)),
-            Command::DeviceState { attempt } => Ok(Step::DeviceState(attempt)),
-            Command::GoOn => Ok(Step::GoOn),
-            Command::CalledOff => Err(Halt::CalledOff),
-            Command::PeerGaveUp => Err(Halt::Lost(PEER_GAVE_UP.into())),
-            Command::End { reason } => {
-                self.end_heard = true;
-                Err(Halt::Ended(reason))
-            }
-        }
-    }
-
-    /// The next message of this set, if it comes by the deadline.
-    fn peer(&mut self, set: &ConnectionSet, deadline: Instant) -> Result<ToSource, Halt> {
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.next(Some(set), left)? {
-                Step::Peer(message, _) => return Ok(message),
-                _ if left.is_zero() => return Err(unanswered()),
-                _ => {}
-            }
-        }
-    }
-
-    fn hear_peer(&mut self, from: FromPeer) -> Result<Option<ToSource>, Halt> {
-        self.tell(News::Heard);
-        self.heard = Instant::now();
-        match from {
-            FromPeer::Said(message, _seat) => match *message {
-                ToSource::Peer { message } => {
-                    self.tell(News::Peer(message));
-                    Ok(None)
-                }
-                ToSource::Failed { reason } => {
-                    Err(Halt::Failed(format!("the destination gave up: {reason}")))
-                }
-                message => Ok(Some(message)),
-            },
-            FromPeer::Lost(reason) => Err(Halt::Lost(reason)),
-            FromPeer::Broken(reason) => Err(Halt::Failed(reason)),
-        }
-    }
-}
-
-/// A destination that is silent when it should speak.
-pub(super) fn unanswered() -> Halt {
-    Halt::Lost("the destination did not answer in time".into())
 }
 
 /// A transport error as the driver sees it.

@@ -1,6 +1,13 @@
 //! The source's side of a migration.
 //!
-//! `driver` runs it on the channels of crate `streams`, `precopy` is its iterations.
+//! `handle` is what the VM's thread holds, `driver` runs the migration on the channels of crate `streams`, `steps` is what
+//! it hears, `connect` makes its channels, `precopy` is its iterations, `switchover` the last of them and the device state.
 
-pub(crate) mod driver;
+mod connect;
+mod driver;
+mod handle;
 mod precopy;
+mod steps;
+mod switchover;
+
+pub(crate) use handle::{Command, SourceHandle, SourceParts};

@@ -1,14 +1,17 @@
 //! Sources that a destination's driver must bear: late ones, and hostile ones.
 
 use super::*;
+use crate::destination::last_words::unread_farewell;
 use crate::testing::spec;
 use godwit_guestmem::{PAGE_SIZE, RamFile};
-use godwit_migrate::protocol::{PROTOCOL_VERSION, decode_to_source};
+use godwit_migrate::protocol::{PROTOCOL_VERSION, ToDestination, decode_to_source, encode};
+use godwit_ownership::PeerMessage;
 use godwit_transport::{ConnectOptions, ControlReceiver, ControlSender, Patience, connect};
 use godwit_types::MigrationId;
 use godwit_types::migration::Side;
 use godwit_wire::{ChannelId, PageRun, PageRuns};
 use std::os::unix::fs::FileExt as _;
+use std::sync::mpsc::channel;
 
 #[test]
 fn a_cancel_that_a_lost_channel_overtook_is_heard() {
