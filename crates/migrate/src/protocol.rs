@@ -63,7 +63,7 @@ pub const FIGURE_MAX: f64 = 1e9;
 /// A run of guest pages that hold data: first page and count.
 pub type Extent = (u64, u64);
 
-/// Source to destination.
+/// What the source says, in the order of the diagram above.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToDestination {
@@ -88,7 +88,7 @@ pub enum ToDestination {
     ExtentsEnd,
     /// Everything sent before must be applied before anything sent after.
     Barrier {
-        /// Iteration that ends.
+        /// The one that ends with it.
         iteration: u32,
         /// Records sent on each data channel that this set has had, by index; final records do not count.
         sent: Vec<u64>,
@@ -130,12 +130,12 @@ pub enum ToDestination {
     },
     /// Keeps silence meaningful; answered by `Pong`.
     Ping {
-        /// Echoed.
+        /// Comes back in the answer.
         nonce: u64,
     },
 }
 
-/// Destination to source.
+/// What the destination says.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToSource {
@@ -185,12 +185,12 @@ pub enum ToSource {
     },
     /// The destination gives up; nothing there will ever run.
     Failed {
-        /// Why, one sentence.
+        /// One sentence for people, of at most [`REASON_LEN_MAX`] bytes.
         reason: String,
     },
-    /// Answer to `Ping`.
+    /// Answers a `Ping`: the destination lives and hears.
     Pong {
-        /// As asked.
+        /// The one that came with the question.
         nonce: u64,
     },
 }
@@ -205,12 +205,12 @@ pub enum ProtocolError {
     /// A number out of its bounds.
     #[error("the peer sent a control message with {0} out of bounds")]
     OutOfBounds(&'static str),
-    /// Another version.
+    /// The peer is of a release that this host does not understand.
     #[error(
         "the peer speaks migration protocol {theirs}, this host speaks {MIGRATION}: install the same version of Godwit on both hosts"
     )]
     Version {
-        /// What it speaks.
+        /// The one in its first word.
         theirs: u32,
     },
 }

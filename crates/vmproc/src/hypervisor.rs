@@ -45,11 +45,11 @@ pub(crate) struct Hyper {
     process: QemuProcess,
     pub machine: Arc<Machine>,
     pub ram: Arc<RamFile>,
-    /// What tracking splits.
+    /// Tracking splits them; they are put back afterwards.
     pub huge_pages: Arc<HugePages>,
     /// The guest's addresses on the network.
     pub neighbours: Neighbours,
-    /// Announces the guest.
+    /// Speaks in the guest's name once it runs here.
     pub voice: Voice,
 }
 
@@ -60,7 +60,7 @@ impl Drop for Hyper {
     }
 }
 
-/// What to start.
+/// A QEMU that is to be started, for which VM and where.
 pub(crate) struct Start<'a> {
     pub config: &'a VmProcessConfig,
     pub paths: &'a Paths,

@@ -30,7 +30,7 @@ pub(crate) enum GuestNews {
     Halted(String),
     /// The guest reset itself.
     Reset,
-    /// QEMU is gone.
+    /// The process is gone, by whoever's hand.
     Died,
 }
 
@@ -80,7 +80,7 @@ pub(crate) struct DriverNews {
     pub news: News,
 }
 
-/// The news themselves.
+/// What a driver has to tell.
 #[derive(Debug)]
 pub(crate) enum News {
     /// (source) Channels are up and the copying begins.
@@ -156,7 +156,7 @@ impl Intake {
 /// An input of the VM's thread.
 #[derive(Debug)]
 pub(crate) enum Input {
-    /// From the socket.
+    /// Somebody asks on the socket.
     Request(Request),
     /// From QEMU number `launch`.
     Guest {

@@ -14,7 +14,7 @@ const CLOSE_WAIT: Duration = Duration::from_millis(500);
 /// Pause between two looks whether it has.
 const CLOSE_PAUSE: Duration = Duration::from_millis(2);
 
-/// The gate.
+/// Lets a save of device state begin, or calls it off.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SaveGate(Arc<Gate>);
 

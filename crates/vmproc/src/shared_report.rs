@@ -27,12 +27,12 @@ enum Pause {
     #[default]
     None,
     Since(Instant),
-    /// Over, and booked.
+    /// Its length stands in the report.
     Over,
 }
 
 impl SharedReport {
-    /// Starts the clock.
+    /// Takes a report whose migration begins now.
     pub(crate) fn new(report: MigrationReport) -> Self {
         Self {
             report: Arc::new(Mutex::new(report)),
@@ -42,12 +42,12 @@ impl SharedReport {
         }
     }
 
-    /// A copy.
+    /// The report as it stands, to be shown.
     pub(crate) fn read(&self) -> MigrationReport {
         self.update(|report| report.clone())
     }
 
-    /// Changes it.
+    /// Lets `change` at the report, whose total time is brought up to date before.
     pub(crate) fn update<R>(&self, change: impl FnOnce(&mut MigrationReport) -> R) -> R {
         let mut report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
         if report.outcome.is_none() || report.outcome == Some(Outcome::InDoubt) {
@@ -194,7 +194,7 @@ impl SharedReport {
         });
     }
 
-    /// Books the end.
+    /// Books how the migration ended; a reason that stands there already is kept.
     pub(crate) fn end(&self, outcome: Outcome, reason: Option<String>) {
         self.update(|report| {
             report.outcome = Some(outcome);

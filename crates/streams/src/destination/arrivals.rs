@@ -20,7 +20,7 @@ const TURN: Duration = Duration::from_secs(3600);
 /// Most channels that wait for the driver: those of two sets. The others wait with the listener, and the source with them.
 const WAITING_MAX: usize = 2 * STREAMS_MAX as usize;
 
-/// The listening side.
+/// Listens on the destination's addresses until it is dropped.
 pub struct Arrivals {
     gate: Arc<Gate>,
     closers: Vec<ListenerCloser>,
