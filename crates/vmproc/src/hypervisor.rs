@@ -5,25 +5,24 @@
 
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
-use crate::group::limit_memory;
 use crate::input::{GuestNews, Input, Waiting};
 use crate::user;
 use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout, library};
-use godwit_qemu::command_line::{self, Disk, MachineConfig, Nic};
+use godwit_qemu::described::{Wanted, open_taps};
+use godwit_qemu::group::limit_memory;
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
 use godwit_qemu::machine::{Machine, RunState};
 use godwit_qemu::neighbours::Neighbours;
 use godwit_qemu::process::QemuProcess;
 use godwit_qemu::qmp::{EventKind, EventsError};
-use godwit_qemu::tap::{Tap, name_of};
+use godwit_qemu::tap::Tap;
 use godwit_qemu::voice::{Voice, announce};
 use godwit_store::{load_json, remove_document, save_json};
-use godwit_types::cpu::CpuWish;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{ApiError, ErrorCode, PortGroup};
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -260,7 +259,8 @@ fn launch_qemu(
     owner: Owner,
     ram_path: &Path,
 ) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>), ApiError> {
-    let taps = open_taps(start.config, start.spec)?;
+    let (host, groups) = (&start.config.host, &start.config.port_groups);
+    let taps = open_taps(start.spec, host, groups)?;
     let images = user::open_disks(start.config, start.spec, owner)?;
     let library = Library::make(&start.paths.state).map_err(memory)?;
     let device = handout::open_device().map_err(memory)?;
@@ -272,9 +272,15 @@ fn launch_qemu(
     let monitors: Vec<PathBuf> = (0..2)
         .map(|index| start.paths.monitor(start.launch, index))
         .collect();
+    let wanted = Wanted {
+        spec: start.spec,
+        accelerator: start.accelerator,
+        ram_file: ram_path,
+        incoming: start.incoming,
+    };
     let spec = LaunchSpec {
         binary: PathBuf::from(&start.config.qemu),
-        machine: machine_config(start, ram_path, &taps, &images),
+        machine: wanted.machine(&taps, &images),
         monitors,
         uid: owner.uid,
         gid: owner.gid,
@@ -311,88 +317,6 @@ fn can_be_tracked(
         return Err(godwit_guestmem::Error::NotPreloaded { pid, stderr });
     }
     handout::request_uffd(socket, pid, deadline).map(drop)
-}
-
-fn machine_config(
-    start: &Start<'_>,
-    ram_path: &Path,
-    taps: &[Tap],
-    images: &[OwnedFd],
-) -> MachineConfig {
-    let spec = start.spec;
-    let disks = spec.disks.iter().zip(images);
-    let nic = |(index, tap): (usize, &Tap)| {
-        Some(Nic {
-            mac: spec.mac(index)?,
-            tap_fd: tap.as_fd().as_raw_fd(),
-        })
-    };
-    let cpu = CpuWish::parse(&spec.cpu);
-    MachineConfig {
-        hardware: spec.hardware(),
-        name: spec.name.to_string(),
-        uuid: uuid_of(spec.name.as_str()),
-        vcpus: spec.vcpus,
-        memory_mib: spec.memory_mib,
-        machine_type: spec.machine.clone(),
-        cpu_model: cpu.model,
-        cpu_features: cpu.features,
-        cpu_enforce: start.accelerator == Accelerator::Kvm,
-        accelerator: match start.accelerator {
-            Accelerator::Kvm => command_line::Accelerator::Kvm,
-            Accelerator::Auto | Accelerator::Tcg => command_line::Accelerator::Tcg,
-        },
-        kernel: PathBuf::from(&spec.kernel),
-        initramfs: spec.initramfs.as_ref().map(PathBuf::from),
-        kernel_arguments: spec.cmdline.clone(),
-        nics: taps.iter().enumerate().filter_map(nic).collect(),
-        disks: disks
-            .map(|(disk, image)| Disk {
-                name: disk.name.clone(),
-                fd: image.as_raw_fd(),
-                read_only: disk.read_only,
-            })
-            .collect(),
-        ram_file: ram_path.to_owned(),
-        incoming: start.incoming,
-    }
-}
-
-fn open_taps(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<Tap>, ApiError> {
-    let mut taps = Vec::new();
-    for (index, nic) in spec.nics.iter().enumerate() {
-        let bridge = config.port_groups.get(&nic.port_group).ok_or_else(|| {
-            let message = format!(
-                "host '{}' has no port group '{}': add it to [port_groups] in its host.toml, or change the VM's",
-                config.host, nic.port_group
-            );
-            ApiError::new(ErrorCode::MissingBridge, message).on_host(&config.host)
-        })?;
-        let tap = Tap::create(&name_of(spec, index), bridge).map_err(|error| {
-            let message = format!("host '{}': {error}", config.host);
-            ApiError::new(ErrorCode::MissingBridge, message).on_host(&config.host)
-        })?;
-        taps.push(tap);
-    }
-    Ok(taps)
-}
-
-/// The same UUID on every host: made from the VM's name, in the form of a random one.
-fn uuid_of(name: &str) -> String {
-    let mut state: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
-    for byte in name.bytes() {
-        state = (state ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
-    }
-    let hex = format!("{state:032x}");
-    let part = |from: usize, to: usize| hex.get(from..to).unwrap_or_default();
-    format!(
-        "{}-{}-4{}-a{}-{}",
-        part(0, 8),
-        part(8, 12),
-        part(13, 16),
-        part(17, 20),
-        part(20, 32)
-    )
 }
 
 /// Removes everything that a QEMU of this VM left on this host.
@@ -454,17 +378,5 @@ mod tests {
         }
         let panicked = Some(GuestNews::Halted(PANICKED.into()));
         assert_eq!(guest_news(&kind(true, "guest-panic")), panicked);
-    }
-
-    #[test]
-    fn the_uuid_has_its_form_and_is_the_vms_own() {
-        let uuid = uuid_of("web");
-        assert_eq!(uuid.len(), 36);
-        assert_eq!(
-            uuid.split('-').map(str::len).collect::<Vec<_>>(),
-            [8, 4, 4, 4, 12]
-        );
-        assert_eq!(uuid, uuid_of("web"));
-        assert_ne!(uuid, uuid_of("db"));
     }
 }

@@ -16,7 +16,6 @@ mod closing_tests;
 mod destination;
 mod faults;
 mod files;
-mod group;
 mod harden;
 mod heard;
 mod hypervisor;
@@ -43,6 +42,7 @@ mod vm;
 mod vm_tests;
 
 use anyhow::Context as _;
+use godwit_qemu::group;
 use godwit_store::load_json;
 use godwit_types::host_api::VmProcessConfig;
 use std::path::Path;
