@@ -34,6 +34,7 @@ pub mod page_set;
 mod populate;
 pub mod ram_file;
 pub mod tracker;
+pub mod usage;
 pub mod zero;
 
 pub use collapse::{Collapse, CollapseCounts};
