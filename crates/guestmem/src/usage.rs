@@ -30,7 +30,7 @@ pub struct Subject {
 pub struct Usage {
     /// Pages that are not zero, judged by a sample where there are many.
     pub data_pages: u64,
-    /// By ascending time.
+    /// One look each, the earliest first.
     pub written: Vec<Written>,
 }
 

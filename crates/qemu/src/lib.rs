@@ -28,4 +28,5 @@ pub mod tap;
 mod text;
 pub mod throttle;
 pub mod trial;
+pub mod user;
 pub mod voice;

@@ -5,8 +5,8 @@
 
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
+use crate::harden::stay_private;
 use crate::input::{GuestNews, Input, Waiting};
-use crate::user;
 use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout, library};
 use godwit_qemu::described::{Wanted, open_taps};
 use godwit_qemu::group::limit_memory;
@@ -16,6 +16,7 @@ use godwit_qemu::neighbours::Neighbours;
 use godwit_qemu::process::QemuProcess;
 use godwit_qemu::qmp::{EventKind, EventsError};
 use godwit_qemu::tap::Tap;
+use godwit_qemu::user::{self, Common, User};
 use godwit_qemu::voice::{Voice, announce};
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::host_api::VmProcessConfig;
@@ -69,15 +70,26 @@ pub(crate) struct Start<'a> {
     pub incoming: bool,
 }
 
+impl Start<'_> {
+    /// Whom the host's QEMUs may all be.
+    fn common(&self) -> Common<'_> {
+        let (uid, gid) = (self.config.qemu_uid, self.config.qemu_gid);
+        Common {
+            host: &self.config.host,
+            user: User { uid, gid },
+        }
+    }
+}
+
 impl Hyper {
     /// Starts QEMU; the guest does not run.
     pub(crate) fn start(start: &Start<'_>) -> Result<Self, ApiError> {
-        let owner = user::of(start.config, start.spec)?;
+        let user = with_other_rights(|| user::of(start.common(), start.spec))?;
         let ram_path = start.paths.ram_file(start.launch);
         limit_memory(start.spec.memory_bytes());
-        let ram =
-            RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner)).map_err(memory)?;
-        let started = launch_qemu(start, owner, &ram_path).and_then(|(launched, taps)| {
+        let ram = RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner_of(user)))
+            .map_err(memory)?;
+        let started = launch_qemu(start, user, &ram_path).and_then(|(launched, taps)| {
             qemu_is(launched.process.pid());
             reached("qemu.started");
             let identity = QemuIdentity {
@@ -254,14 +266,26 @@ pub(crate) fn news_of(state: &RunState) -> Option<GuestNews> {
     Some(GuestNews::Halted(why.into()))
 }
 
+/// Opens files as other users, after which this process stays unreadable for them.
+fn with_other_rights<R>(open: impl FnOnce() -> Result<R, ApiError>) -> Result<R, ApiError> {
+    let opened = open();
+    stay_private().map_err(internal)?;
+    opened
+}
+
+fn owner_of(user: User) -> Owner {
+    let User { uid, gid } = user;
+    Owner { uid, gid }
+}
+
 fn launch_qemu(
     start: &Start<'_>,
-    owner: Owner,
+    user: User,
     ram_path: &Path,
 ) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>), ApiError> {
     let (host, groups) = (&start.config.host, &start.config.port_groups);
     let taps = open_taps(start.spec, host, groups)?;
-    let images = user::open_disks(start.config, start.spec, owner)?;
+    let images = with_other_rights(|| user::open_disks(start.common(), start.spec, user))?;
     let library = Library::make(&start.paths.state).map_err(memory)?;
     let device = handout::open_device().map_err(memory)?;
     let socket = start.paths.handout(start.launch);
@@ -282,8 +306,8 @@ fn launch_qemu(
         binary: PathBuf::from(&start.config.qemu),
         machine: wanted.machine(&taps, &images),
         monitors,
-        uid: owner.uid,
-        gid: owner.gid,
+        uid: user.uid,
+        gid: user.gid,
         handout: Some(Handout {
             library: library.fd(),
             uffd_device: device.as_fd(),

@@ -36,7 +36,6 @@ mod testing;
 mod timers;
 mod unsaved;
 mod unsure;
-mod user;
 mod vm;
 #[cfg(test)]
 mod vm_tests;
