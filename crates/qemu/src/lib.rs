@@ -21,6 +21,7 @@ pub mod on_ram;
 pub mod packet;
 pub mod process;
 pub mod qmp;
+pub mod save_gate;
 pub mod scope;
 pub mod stderr_log;
 mod sync;

@@ -25,7 +25,6 @@ mod off;
 mod outbox;
 mod rate;
 mod requests;
-mod save_gate;
 mod server;
 mod shared_report;
 mod source;

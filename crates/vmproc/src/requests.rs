@@ -7,7 +7,6 @@ use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::faults::reached;
 use crate::hypervisor::{QMP_WAIT, internal};
 use crate::input::{DriverNews, Input, News};
-use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
 use crate::source::{SourceHandle, SourceParts};
 use crate::succession::way_out;
@@ -17,6 +16,7 @@ use godwit_ownership::{
     Event, EventKind, HostRecord, PeerMessage, Phase, Power, StateName, Status,
 };
 use godwit_qemu::allowance::SharedThrottle;
+use godwit_qemu::save_gate::SaveGate;
 use godwit_store::save_json;
 use godwit_streams::destination::{Arrivals, Memory, empty};
 use godwit_streams::source::routes;

@@ -13,7 +13,6 @@ use crate::measure::Measuring;
 use crate::outbox::Outbox;
 use crate::rate::Rate;
 use crate::requests::Answered;
-use crate::save_gate::SaveGate;
 use crate::server;
 use crate::shared_report::SharedReport;
 use crate::timers::Timers;
@@ -26,6 +25,7 @@ use godwit_ownership::{
 };
 use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::machine::{RunState, Running};
+use godwit_qemu::save_gate::SaveGate;
 use godwit_store::{VmStore, load_json};
 use godwit_streams::{ControlSlot, Farewell};
 use godwit_types::host_api::{

@@ -5,12 +5,12 @@
 use super::driver::SourceDriver;
 use super::steps::DriverInput;
 use crate::input::{Intake, Tell};
-use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
 use godwit_guestmem::{DirtyTracker, RamFile};
 use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::machine::Machine;
 use godwit_qemu::neighbours::Neighbours;
+use godwit_qemu::save_gate::SaveGate;
 use godwit_streams::source::{Ending, Route, TellDriver};
 use godwit_streams::{ControlSlot, Farewell};
 use godwit_types::Generation;
