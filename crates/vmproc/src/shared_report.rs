@@ -4,6 +4,7 @@
 
 use godwit_migrate::records;
 use godwit_types::migration::{MigrationReport, MoveEventKind, Outcome};
+use rustix::time::{ClockId, clock_gettime};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -152,14 +153,6 @@ impl SharedReport {
 
 /// CPU seconds of this process, user and system.
 fn cpu_s() -> f64 {
-    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: the structure is ours, zeroed and of the type that the call fills in.
-    let usage = unsafe {
-        if libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) != 0 {
-            return 0.0;
-        }
-        usage.assume_init()
-    };
-    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
-    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+    let spent = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::try_from(spent).unwrap_or_default().as_secs_f64()
 }
