@@ -2,11 +2,9 @@
 //!
 //! Each action is finished before the next; what it brings about comes back as an event. Part of [`Vm`].
 
-use crate::announce;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
-use crate::input::Farewell;
-use crate::source::driver::Command;
+use crate::source::Command;
 use crate::succession::way_out;
 use crate::unsure::Unsure;
 use crate::vm::{Driver, Migration, Vm};
@@ -14,6 +12,7 @@ use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
 use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, Reason, RunPermit, Status};
 use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::StoreError;
+use godwit_streams::Farewell;
 use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::{Outcome, PEER_GAVE_UP, Phase, Side};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
@@ -202,7 +201,7 @@ impl Vm {
         });
         // The network first: the source only waits for figures.
         if let (Some(hyper), Some(spec)) = (&self.hyper, &self.spec) {
-            announce::announce(hyper, spec, &self.config.port_groups);
+            hyper.announce(spec, &self.config.port_groups);
             hyper.huge_pages.put_back();
         }
         migration

@@ -4,8 +4,8 @@
 //! waiting for them. So what a peer can cause is bounded by an [`Intake`]: what is too much is left out. Ownership
 //! messages may be lost anyway, and whoever needs an answer asks again.
 
-use godwit_migrate::protocol::{ToDestination, clip_reason};
 use godwit_ownership::{Event, PeerMessage};
+use godwit_streams::Farewell;
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -30,7 +30,7 @@ pub(crate) enum GuestNews {
     Halted(String),
     /// The guest reset itself.
     Reset,
-    /// QEMU is gone.
+    /// The process is gone, by whoever's hand.
     Died,
 }
 
@@ -80,7 +80,7 @@ pub(crate) struct DriverNews {
     pub news: News,
 }
 
-/// The news themselves.
+/// What a driver has to tell.
 #[derive(Debug)]
 pub(crate) enum News {
     /// (source) Channels are up and the copying begins.
@@ -103,24 +103,6 @@ pub(crate) enum News {
     Failed(String),
     /// (destination) The source ended the migration.
     SourceEnded(Farewell),
-}
-
-/// Why a side ends a migration.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Farewell {
-    pub reason: String,
-    /// A person or a deadline wanted it.
-    pub cancelled: bool,
-}
-
-impl Farewell {
-    /// As the other side hears it.
-    pub(crate) fn message(&self) -> ToDestination {
-        ToDestination::Cancel {
-            reason: clip_reason(&self.reason),
-            cancelled: self.cancelled,
-        }
-    }
 }
 
 /// Where a driver's news go.
@@ -174,7 +156,7 @@ impl Intake {
 /// An input of the VM's thread.
 #[derive(Debug)]
 pub(crate) enum Input {
-    /// From the socket.
+    /// Somebody asks on the socket.
     Request(Request),
     /// From QEMU number `launch`.
     Guest {

@@ -10,29 +10,21 @@
 
 mod actions;
 mod adoption;
-mod announce;
 mod closing;
 #[cfg(test)]
 mod closing_tests;
-mod control;
-mod control_slot;
 mod destination;
 mod faults;
 mod files;
-mod group;
 mod harden;
 mod heard;
-mod huge_pages;
 mod hypervisor;
 mod input;
 mod measure;
-mod neighbours;
 mod off;
 mod outbox;
-mod priority;
 mod rate;
 mod requests;
-mod save_gate;
 mod server;
 mod shared_report;
 mod source;
@@ -40,16 +32,15 @@ mod strays;
 mod succession;
 #[cfg(test)]
 mod testing;
-mod throttle;
 mod timers;
 mod unsaved;
 mod unsure;
-mod user;
 mod vm;
 #[cfg(test)]
 mod vm_tests;
 
 use anyhow::Context as _;
+use godwit_qemu::group;
 use godwit_store::load_json;
 use godwit_types::host_api::VmProcessConfig;
 use std::path::Path;

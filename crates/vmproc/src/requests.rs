@@ -3,26 +3,24 @@
 //! Part of [`Vm`]. Refuses with a sentence: what the core refuses, what needs a hypervisor that is not there, and a
 //! migration that could not begin; then nothing half-done stays behind.
 
-use crate::control_slot::ControlSlot;
-use crate::destination::arrivals::Arrivals;
-use crate::destination::driver::{DestinationHandle, DestinationParts, WaitingQemu};
-use crate::destination::memory::Memory;
+use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::faults::reached;
 use crate::hypervisor::{QMP_WAIT, internal};
 use crate::input::{DriverNews, Input, News};
-use crate::priority::cores;
-use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
-use crate::source::driver::{SourceHandle, SourceParts};
-use crate::source::routes::routes;
-use crate::source::tracking::DirtyTracker;
+use crate::source::{SourceHandle, SourceParts};
 use crate::succession::way_out;
-use crate::throttle::SharedThrottle;
 use crate::vm::{Driver, Migration, Outcome, Vm};
+use godwit_guestmem::DirtyTracker;
 use godwit_ownership::{
     Event, EventKind, HostRecord, PeerMessage, Phase, Power, StateName, Status,
 };
+use godwit_qemu::allowance::SharedThrottle;
+use godwit_qemu::save_gate::SaveGate;
 use godwit_store::save_json;
+use godwit_streams::destination::{Arrivals, Memory, empty};
+use godwit_streams::source::routes;
+use godwit_streams::{ControlSlot, cores};
 use godwit_types::host_api::{
     HostVm, IncomingReady, MigrationNote, NOTE_FILE, PrepareIncoming, SPEC_FILE, VmAnswer,
     VmRequest, VmStatus,
@@ -479,7 +477,7 @@ impl Vm {
             .machine
             .prepare_incoming(Instant::now() + QMP_WAIT)
             .map_err(internal)?;
-        crate::destination::memory::empty(&hyper.ram).map_err(internal)?;
+        empty(&hyper.ram).map_err(internal)?;
         let report = self.new_report(spec, Side::Destination);
         self.save_begun(&report.read())?;
         let control = ControlSlot::default();

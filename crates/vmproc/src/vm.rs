@@ -8,25 +8,26 @@ use crate::adoption::{self, Adopted};
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, internal, news_of};
-use crate::input::{DriverNews, Farewell, GuestNews, Input, Intake, News};
+use crate::input::{DriverNews, GuestNews, Input, Intake, News};
 use crate::measure::Measuring;
 use crate::outbox::Outbox;
 use crate::rate::Rate;
 use crate::requests::Answered;
-use crate::save_gate::SaveGate;
 use crate::server;
 use crate::shared_report::SharedReport;
-use crate::throttle::SharedThrottle;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
-use crate::{control_slot::ControlSlot, destination, source};
+use crate::{destination, source};
 use godwit_ownership::{
     Action, Event, EventKind, HostRecord, PeerMessage, Qemu, RecordError, StateName, Status, Timer,
     VmCore,
 };
+use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::machine::{RunState, Running};
+use godwit_qemu::save_gate::SaveGate;
 use godwit_store::{VmStore, load_json};
+use godwit_streams::{ControlSlot, Farewell};
 use godwit_types::host_api::{
     MigrationNote, NOTE_FILE, REPORTS_DIR, SPEC_FILE, VmProcessConfig, VmRequest,
 };
@@ -57,8 +58,8 @@ const REFUSED_KEPT: usize = 64;
 /// The driver of a migration.
 #[derive(Debug)]
 pub(crate) enum Driver {
-    Source(source::driver::SourceHandle),
-    Destination(destination::driver::DestinationHandle),
+    Source(source::SourceHandle),
+    Destination(destination::DestinationHandle),
 }
 
 impl Driver {
