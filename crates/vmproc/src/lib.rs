@@ -26,6 +26,7 @@ mod huge_pages;
 mod hypervisor;
 mod input;
 mod measure;
+mod migration;
 mod neighbours;
 mod off;
 mod outbox;

@@ -8,19 +8,17 @@ use crate::adoption::{self, Adopted};
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, internal, news_of};
-use crate::input::{DriverNews, Farewell, GuestNews, Input, Intake, News};
+use crate::input::{DriverNews, GuestNews, Input, News};
 use crate::measure::Measuring;
+use crate::migration::Migration;
 use crate::outbox::Outbox;
 use crate::rate::Rate;
 use crate::requests::Answered;
-use crate::save_gate::SaveGate;
 use crate::server;
 use crate::shared_report::SharedReport;
-use crate::throttle::SharedThrottle;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
-use crate::{control_slot::ControlSlot, destination, source};
 use godwit_ownership::{
     Action, Event, EventKind, HostRecord, PeerMessage, Qemu, RecordError, StateName, Status, Timer,
     VmCore,
@@ -53,80 +51,6 @@ const ASK_WAIT: Duration = Duration::from_secs(1);
 const REPORTS_KEPT: usize = 8;
 /// So many migrations that were over before this process heard of them are remembered.
 const REFUSED_KEPT: usize = 64;
-
-/// The driver of a migration.
-#[derive(Debug)]
-pub(crate) enum Driver {
-    Source(source::driver::SourceHandle),
-    Destination(destination::driver::DestinationHandle),
-}
-
-impl Driver {
-    /// What waits of its news.
-    fn intake(&self) -> &Intake {
-        match self {
-            Self::Source(source) => source.intake(),
-            Self::Destination(destination) => destination.intake(),
-        }
-    }
-}
-
-/// The migration in progress.
-#[derive(Debug)]
-pub(crate) struct Migration {
-    pub id: MigrationId,
-    pub side: Side,
-    pub peer: HostName,
-    pub run: u64,
-    pub driver: Option<Driver>,
-    pub control: ControlSlot,
-    pub report: SharedReport,
-    pub throttle: Option<SharedThrottle>,
-    pub save_gate: SaveGate,
-    pub deadline: Option<Instant>,
-    pub switchover_wait: Duration,
-    /// Why it ends, when it is not a success.
-    pub reason: Option<String>,
-    /// The reason where there is no other: what kept this host's journal from being written.
-    pub journal_trouble: Option<String>,
-    /// (destination) The source had to be asked where it is.
-    pub unheard: bool,
-    /// A person or a deadline ended it.
-    pub cancelled: bool,
-    /// (source) The driver waits to hear whether it goes on.
-    pub called_off: bool,
-    pub stopped_at: Option<Instant>,
-}
-
-impl Migration {
-    /// Why it ends, as far as this host knows.
-    pub(crate) fn why(&self) -> Option<String> {
-        self.reason.clone().or_else(|| self.journal_trouble.clone())
-    }
-
-    /// (source) Why it ends, as the destination is told.
-    pub(crate) fn farewell(&self) -> Option<Farewell> {
-        self.why().map(|reason| Farewell {
-            reason,
-            cancelled: self.cancelled,
-        })
-    }
-
-    /// (destination) Notes the source's reason, unless this side had one.
-    pub(crate) fn heard_farewell(&mut self, farewell: Farewell) {
-        if self.reason.is_some() {
-            return;
-        }
-        self.cancelled = farewell.cancelled;
-        self.reason = Some(match farewell {
-            Farewell {
-                reason,
-                cancelled: true,
-            } => reason,
-            Farewell { reason, .. } => format!("the source ended the migration: {reason}"),
-        });
-    }
-}
 
 /// The VM.
 pub(crate) struct Vm {
@@ -566,43 +490,6 @@ impl Vm {
         {
             self.kill_qemu();
             self.feed(Event::QemuDied);
-        }
-    }
-
-    /// Notes why the migration ends, unless that is known already.
-    pub(crate) fn blame(&mut self, reason: &str) {
-        if let Some(migration) = &mut self.migration {
-            migration.reason.get_or_insert_with(|| reason.to_owned());
-        }
-    }
-
-    /// The guest is no more, which ends its migration, unless that is past the handover.
-    pub(crate) fn guest_ended(&mut self, reason: &str) {
-        self.blame(reason);
-        if let Some(migration) = &self.migration
-            && migration.side == Side::Source
-        {
-            migration.report.update(|report| report.guest_ended = true);
-        }
-    }
-
-    fn check_deadline(&mut self) {
-        let missed = self
-            .migration
-            .as_mut()
-            .filter(|migration| migration.deadline.is_some_and(|at| Instant::now() >= at));
-        let Some(migration) = missed else { return };
-        migration.deadline = None;
-        let before = (migration.cancelled, migration.reason.clone());
-        migration.cancelled = true;
-        self.blame(
-            "the deadline passed before the migration was done; the guest stays where it is",
-        );
-        self.outcome.refused = None;
-        self.feed(Event::Cancel);
-        // Too late: the destination has the guest.
-        if let (Some(migration), Some(_)) = (&mut self.migration, self.outcome.refused.take()) {
-            (migration.cancelled, migration.reason) = before;
         }
     }
 

@@ -601,7 +601,7 @@ fn under_way(vm: &mut Vm, side: Side) {
         side,
         peer: spec.source.clone(),
     });
-    vm.migration = Some(crate::vm::Migration {
+    vm.migration = Some(crate::migration::Migration {
         id: spec.id,
         side,
         peer: spec.source.host,

@@ -1,0 +1,618 @@
+//! The migration under way: how it begins on either side, why it ends, and its end.
+//!
+//! Part of [`Vm`], which has one at most. The ownership core decides whether it begins and how it ended; here are the
+//! driver that carries it, and the reason that people are told. Refuses: to begin beside another one, and what was
+//! cancelled before it came; what could not begin leaves nothing half-done behind.
+
+use crate::control_slot::ControlSlot;
+use crate::destination::arrivals::Arrivals;
+use crate::destination::driver::{DestinationHandle, DestinationParts, WaitingQemu};
+use crate::destination::memory::Memory;
+use crate::faults::reached;
+use crate::hypervisor::{QMP_WAIT, internal};
+use crate::input::{DriverNews, Farewell, Input, Intake, News};
+use crate::priority::cores;
+use crate::requests::{Answered, Reply};
+use crate::save_gate::SaveGate;
+use crate::shared_report::SharedReport;
+use crate::source::driver::{SourceHandle, SourceParts};
+use crate::source::routes::routes;
+use crate::source::tracking::DirtyTracker;
+use crate::throttle::SharedThrottle;
+use crate::vm::Vm;
+use godwit_ownership::{Ending, Event, EventKind, Phase};
+use godwit_store::save_json;
+use godwit_types::host_api::{
+    IncomingReady, MigrationNote, NOTE_FILE, PrepareIncoming, SPEC_FILE, VmAnswer,
+};
+use godwit_types::migration::{
+    COULD_NOT_BEGIN, MigrationReport, MigrationSpec, Outcome, PEER_GAVE_UP, Phase as MovePhase,
+    Side,
+};
+use godwit_types::version::{MIGRATION, VERSION};
+use godwit_types::vm::VmSpec;
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
+use godwit_wire::Spec;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// How long a source that knows its guest to be elsewhere waits for the figures of its resuming.
+const RESUMED_WAIT: Duration = Duration::from_millis(250);
+
+/// The driver of a migration.
+#[derive(Debug)]
+pub(crate) enum Driver {
+    Source(SourceHandle),
+    Destination(DestinationHandle),
+}
+
+impl Driver {
+    /// What waits of its news.
+    pub(crate) fn intake(&self) -> &Intake {
+        match self {
+            Self::Source(source) => source.intake(),
+            Self::Destination(destination) => destination.intake(),
+        }
+    }
+}
+
+/// The migration in progress.
+#[derive(Debug)]
+pub(crate) struct Migration {
+    pub id: MigrationId,
+    pub side: Side,
+    pub peer: HostName,
+    pub run: u64,
+    pub driver: Option<Driver>,
+    pub control: ControlSlot,
+    pub report: SharedReport,
+    pub throttle: Option<SharedThrottle>,
+    pub save_gate: SaveGate,
+    pub deadline: Option<Instant>,
+    pub switchover_wait: Duration,
+    /// Why it ends, when it is not a success.
+    pub reason: Option<String>,
+    /// The reason where there is no other: what kept this host's journal from being written.
+    pub journal_trouble: Option<String>,
+    /// (destination) The source had to be asked where it is.
+    pub unheard: bool,
+    /// A person or a deadline ended it.
+    pub cancelled: bool,
+    /// (source) The driver waits to hear whether it goes on.
+    pub called_off: bool,
+    pub stopped_at: Option<Instant>,
+}
+
+impl Migration {
+    /// Why it ends, as far as this host knows.
+    pub(crate) fn why(&self) -> Option<String> {
+        self.reason.clone().or_else(|| self.journal_trouble.clone())
+    }
+
+    /// (source) Why it ends, as the destination is told.
+    pub(crate) fn farewell(&self) -> Option<Farewell> {
+        self.why().map(|reason| Farewell {
+            reason,
+            cancelled: self.cancelled,
+        })
+    }
+
+    /// (destination) Notes the source's reason, unless this side had one.
+    pub(crate) fn heard_farewell(&mut self, farewell: Farewell) {
+        if self.reason.is_some() {
+            return;
+        }
+        self.cancelled = farewell.cancelled;
+        self.reason = Some(match farewell {
+            Farewell {
+                reason,
+                cancelled: true,
+            } => reason,
+            Farewell { reason, .. } => format!("the source ended the migration: {reason}"),
+        });
+    }
+}
+
+impl Vm {
+    // ---- its beginning ----
+
+    pub(crate) fn prepare_incoming(&mut self, request: PrepareIncoming) -> Reply {
+        self.refuse_while_closing()?;
+        refuse_writable_disks(&request.spec)?;
+        self.refuse_cancelled(&request.migration.id)?;
+        if self.migration.is_some() {
+            let message = format!("VM '{}' is already moving", self.config.vm);
+            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
+        }
+        let migration = &request.migration;
+        let event = Event::PrepareIncoming {
+            migration: migration.id.clone(),
+            from: migration.source.host.clone(),
+            generation: migration.generation,
+        };
+        let asked = event.kind();
+        self.feed(event);
+        self.verdict(asked)?;
+        match self.receive(&request) {
+            Ok(ready) => Ok(Answered(VmAnswer::IncomingReady(ready))),
+            Err(error) => {
+                self.feed(Event::IncomingFailed);
+                Err(error.on_host(&self.config.host))
+            }
+        }
+    }
+
+    fn receive(&mut self, request: &PrepareIncoming) -> Result<IncomingReady, ApiError> {
+        let migration = &request.migration;
+        let mut spec = request.spec.clone();
+        spec.accelerator = request.accelerator;
+        save_json(&self.paths.state.join(SPEC_FILE), &spec).map_err(internal)?;
+        self.spec = Some(spec);
+        self.keep_note(migration, Side::Destination)?;
+        let secret = Arc::new(wire_spec(migration)?);
+        let arrivals = Arrivals::listen(
+            &secret,
+            &self.config.migration_addresses,
+            self.config.migration_ports,
+        )
+        .map_err(|error| ApiError::new(ErrorCode::PortInUse, error.to_string()))?;
+        let addresses = arrivals.addresses.clone();
+        self.launch(true)?;
+        let driver = self.start_destination(migration, arrivals)?;
+        self.put_migration(migration, Side::Destination, driver);
+        reached("destination.prepared");
+        Ok(IncomingReady { addresses })
+    }
+
+    fn start_destination(
+        &mut self,
+        spec: &MigrationSpec,
+        arrivals: Arrivals,
+    ) -> Result<Prepared, ApiError> {
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        let stream = hyper
+            .machine
+            .prepare_incoming(Instant::now() + QMP_WAIT)
+            .map_err(internal)?;
+        crate::destination::memory::empty(&hyper.ram).map_err(internal)?;
+        let report = self.new_report(spec, Side::Destination);
+        self.save_begun(&report.read())?;
+        let control = ControlSlot::default();
+        let parts = DestinationParts {
+            arrivals,
+            memory: Arc::new(Memory::new(Arc::clone(&hyper.ram)).map_err(internal)?),
+            qemu: WaitingQemu {
+                machine: Arc::clone(&hyper.machine),
+                stream,
+            },
+            report: report.clone(),
+            control: control.clone(),
+            prepare: spec.prepare_memory,
+            cores: cores(),
+            news: self.news(),
+        };
+        let handle = DestinationHandle::start(parts).map_err(internal)?;
+        Ok(Prepared {
+            driver: Driver::Destination(handle),
+            report,
+            control,
+            throttle: None,
+            save_gate: SaveGate::default(),
+        })
+    }
+
+    pub(crate) fn migrate(&mut self, spec: &MigrationSpec) -> Reply {
+        self.refuse_while_closing()?;
+        self.refuse_cancelled(&spec.id)?;
+        if spec.id.as_str().is_empty() || self.migration.is_some() {
+            let message = format!("VM '{}' is already moving", self.config.vm);
+            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
+        }
+        self.spec
+            .as_ref()
+            .map_or(Ok(()), refuse_writable_disks)
+            .map_err(|error| error.on_host(&self.config.host))?;
+        let began = Event::MigrationBegan {
+            migration: spec.id.clone(),
+            to: spec.destination.host.clone(),
+            generation: spec.generation,
+        };
+        let asked = began.kind();
+        // What passes by itself is told apart, so that the controller asks again for a moment.
+        let unconfirmed = matches!(
+            self.core.record().phase,
+            Phase::Holds {
+                unconfirmed: Some(_),
+                ..
+            }
+        );
+        self.feed(began);
+        self.verdict(asked).map_err(|error| match unconfirmed {
+            true => ApiError {
+                code: ErrorCode::Unconfirmed,
+                ..error
+            },
+            false => error,
+        })?;
+        match self.start_source(spec) {
+            Ok(prepared) => {
+                self.put_migration(spec, Side::Source, prepared);
+                self.done("is on its way")
+            }
+            Err(error) => {
+                self.feed(Event::Cancel);
+                Err(error.on_host(&self.config.host))
+            }
+        }
+    }
+
+    fn start_source(&mut self, spec: &MigrationSpec) -> Result<Prepared, ApiError> {
+        // A measuring has the tracking that the migration needs.
+        self.measuring = None;
+        let protocol = agreed_protocol(spec)?;
+        self.keep_note(spec, Side::Source)?;
+        let secret = Arc::new(wire_spec(spec)?);
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        hyper
+            .machine
+            .prepare_outgoing(Instant::now() + QMP_WAIT)
+            .map_err(|error| ApiError::new(ErrorCode::NotMigratable, error.to_string()))?;
+        let routes = routes(&spec.source_addresses, &spec.destination_addresses);
+        if routes.is_empty() {
+            let message = "the two hosts have no migration addresses of the same family (IPv4 or IPv6): add one in host.toml";
+            return Err(ApiError::new(ErrorCode::Incompatible, message));
+        }
+        let report = self.new_report(spec, Side::Source);
+        self.save_begun(&report.read())?;
+        let save_gate = SaveGate::default();
+        let (control, throttle) = (
+            ControlSlot::default(),
+            SharedThrottle::new(Arc::clone(&hyper.machine), spec.max_guest_slowdown_percent),
+        );
+        let parts = SourceParts {
+            spec: secret,
+            protocol,
+            routes,
+            ram: Arc::clone(&hyper.ram),
+            machine: Arc::clone(&hyper.machine),
+            tracker: DirtyTracker::new(
+                Arc::clone(&hyper.ram),
+                u32::try_from(hyper.pid()).map_err(internal)?,
+                self.paths.handout(hyper.identity.launch),
+                Arc::clone(&hyper.huge_pages),
+            ),
+            throttle: throttle.clone(),
+            neighbours: hyper.neighbours.clone(),
+            save_gate: save_gate.clone(),
+            report: report.clone(),
+            prepare: spec.prepare_memory,
+            max_downtime_ms: spec.max_downtime_ms,
+            deadline_s: spec.deadline_s,
+            cap_bytes_per_s: spec
+                .max_bandwidth_mbit_per_s
+                .map(|mbit| mbit.max(1) as f64 * 125_000.0),
+            control: control.clone(),
+            news: self.news(),
+        };
+        let handle = SourceHandle::start(parts).map_err(internal)?;
+        Ok(Prepared {
+            driver: Driver::Source(handle),
+            report,
+            control,
+            throttle: Some(throttle),
+            save_gate,
+        })
+    }
+
+    /// What a driver tells goes to this thread, marked as this run's. The run begins with [`Vm::put_migration`].
+    fn news(&mut self) -> Box<dyn Fn(News) + Send> {
+        self.runs += 1;
+        let (run, inputs) = (self.runs, self.inputs.clone());
+        Box::new(move |news| {
+            let _ = inputs.send(Input::Driver(DriverNews { run, news }));
+        })
+    }
+
+    fn new_report(&self, spec: &MigrationSpec, side: Side) -> SharedReport {
+        let ram_mib = self.spec.as_ref().map_or(0, |spec| spec.memory_mib);
+        let now_s = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |since| since.as_secs());
+        SharedReport::new(MigrationReport::begun(spec, side, ram_mib, now_s))
+    }
+
+    fn put_migration(&mut self, spec: &MigrationSpec, side: Side, prepared: Prepared) {
+        let peer = match side {
+            Side::Source => spec.destination.host.clone(),
+            Side::Destination => spec.source.host.clone(),
+        };
+        let deadline = spec.deadline_s.filter(|_| side == Side::Source);
+        self.migration = Some(Migration {
+            id: spec.id.clone(),
+            side,
+            peer,
+            run: self.runs,
+            driver: Some(prepared.driver),
+            control: prepared.control,
+            report: prepared.report,
+            throttle: prepared.throttle,
+            save_gate: prepared.save_gate,
+            deadline: deadline
+                .and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds))),
+            switchover_wait: Duration::from_millis(500),
+            reason: None,
+            journal_trouble: None,
+            unheard: false,
+            cancelled: false,
+            called_off: false,
+            stopped_at: None,
+        });
+    }
+
+    /// Durable before anything is promised: a successor must be able to ask the peer.
+    fn keep_note(&mut self, spec: &MigrationSpec, side: Side) -> Result<(), ApiError> {
+        let peer = match side {
+            Side::Source => spec.destination.clone(),
+            Side::Destination => spec.source.clone(),
+        };
+        let note = MigrationNote {
+            migration: spec.id.clone(),
+            side,
+            peer,
+        };
+        save_json(&self.paths.state.join(NOTE_FILE), &note).map_err(internal)?;
+        self.note = Some(note);
+        Ok(())
+    }
+
+    // ---- why it ends ----
+
+    pub(crate) fn cancel(&mut self, id: &MigrationId, reason: &str) -> Reply {
+        match &mut self.migration {
+            Some(migration) if migration.id == *id => {
+                // The controller takes back what could not begin: that was nobody's wish.
+                migration.cancelled = !reason.starts_with(COULD_NOT_BEGIN);
+                migration.reason.get_or_insert_with(|| reason.to_owned());
+            }
+            _ => return self.cancel_early(id),
+        }
+        self.feed(Event::Cancel);
+        if let Err(refused) = self.verdict(EventKind::Cancel) {
+            if let Some(migration) = &mut self.migration {
+                (migration.cancelled, migration.reason) = (false, None);
+            }
+            return Err(refused);
+        }
+        self.done("stays where it is")
+    }
+
+    pub(crate) fn check_deadline(&mut self) {
+        let missed = self
+            .migration
+            .as_mut()
+            .filter(|migration| migration.deadline.is_some_and(|at| Instant::now() >= at));
+        let Some(migration) = missed else { return };
+        migration.deadline = None;
+        let before = (migration.cancelled, migration.reason.clone());
+        migration.cancelled = true;
+        self.blame(
+            "the deadline passed before the migration was done; the guest stays where it is",
+        );
+        self.outcome.refused = None;
+        self.feed(Event::Cancel);
+        // Too late: the destination has the guest.
+        if let (Some(migration), Some(_)) = (&mut self.migration, self.outcome.refused.take()) {
+            (migration.cancelled, migration.reason) = before;
+        }
+    }
+
+    /// Notes why the migration ends, unless that is known already.
+    pub(crate) fn blame(&mut self, reason: &str) {
+        if let Some(migration) = &mut self.migration {
+            migration.reason.get_or_insert_with(|| reason.to_owned());
+        }
+    }
+
+    /// The guest is no more, which ends its migration, unless that is past the handover.
+    pub(crate) fn guest_ended(&mut self, reason: &str) {
+        self.blame(reason);
+        if let Some(migration) = &self.migration
+            && migration.side == Side::Source
+        {
+            migration.report.update(|report| report.guest_ended = true);
+        }
+    }
+
+    // ---- its end ----
+
+    pub(crate) fn end_migration(&mut self, id: &MigrationId, ending: Ending) {
+        let Some(mut migration) = self.migration.take_if(|migration| migration.id == *id) else {
+            return self.end_orphan(id, ending);
+        };
+        hear_out(&mut migration, ending);
+        let outcome = outcome(&migration, ending);
+        let reason = match outcome {
+            // What was tried against it came too late.
+            Outcome::Completed => None,
+            _ => migration
+                .why()
+                .or_else(|| never_began(&migration))
+                .or_else(|| last_word(&mut migration, outcome))
+                .or_else(|| default_reason(outcome)),
+        };
+        if migration.side == Side::Source && outcome == Outcome::Completed {
+            migration.report.wait_resumed(RESUMED_WAIT);
+        }
+        migration.report.update(|report| report.reason = None);
+        migration.report.end(outcome, reason.clone());
+        let cpu_s = migration.report.cpu_s();
+        migration.report.update(|report| match migration.side {
+            Side::Source => report.cpu_source_s = cpu_s,
+            Side::Destination => report.cpu_destination_s = cpu_s,
+        });
+        self.say_end(&migration, outcome, reason.as_deref());
+        // Kept before the driver's threads are waited for: whoever asks meanwhile finds the end, not the beginning.
+        self.keep_report(migration.report.read());
+        self.remember(migration.report.clone());
+        self.end_driver(&mut migration, outcome, reason);
+    }
+
+    /// Tells the migration's end in a sentence.
+    fn say_end(&self, migration: &Migration, outcome: Outcome, reason: Option<&str>) {
+        let (from, to) = match migration.side {
+            Side::Source => (&self.config.host, &migration.peer),
+            Side::Destination => (&migration.peer, &self.config.host),
+        };
+        let end = match outcome {
+            Outcome::Completed => "is completed",
+            Outcome::Cancelled => "was cancelled",
+            Outcome::Failed => "failed",
+            Outcome::InDoubt => "is in doubt",
+        };
+        let (vm, id) = (&self.config.vm, &migration.id);
+        match reason {
+            None => tracing::info!("migration {id} of VM {vm} from {from} to {to} {end}"),
+            Some(why) => {
+                tracing::warn!("migration {id} of VM {vm} from {from} to {to} {end}: {why}");
+            }
+        }
+    }
+
+    fn end_driver(&mut self, migration: &mut Migration, outcome: Outcome, reason: Option<String>) {
+        let reason = if outcome == Outcome::Completed {
+            None
+        } else {
+            reason
+        };
+        match migration.driver.take() {
+            Some(Driver::Source(source)) => {
+                let cancelled = outcome == Outcome::Cancelled;
+                drop(source.end(reason.map(|reason| Farewell { reason, cancelled })));
+            }
+            Some(Driver::Destination(destination)) if outcome == Outcome::Completed => {
+                destination.linger()
+            }
+            Some(Driver::Destination(destination)) => destination.end(reason),
+            None => {}
+        }
+    }
+}
+
+/// A driver that runs, and what belongs to it.
+struct Prepared {
+    driver: Driver,
+    report: SharedReport,
+    control: ControlSlot,
+    throttle: Option<SharedThrottle>,
+    save_gate: SaveGate,
+}
+
+/// The version of the control channel that the controller found both sides to speak.
+fn agreed_protocol(spec: &MigrationSpec) -> Result<u32, ApiError> {
+    let agreed = spec.control_protocol.unwrap_or(MIGRATION.max);
+    if MIGRATION.contains(agreed) {
+        return Ok(agreed);
+    }
+    let message = format!(
+        "migration '{}' is to speak migration protocol {agreed}, and the VM process on host {}, Godwit {VERSION}, speaks {MIGRATION}: run 'godwit vm renew {}' there",
+        spec.id, spec.source.host, spec.vm
+    );
+    Err(ApiError::new(ErrorCode::Incompatible, message))
+}
+
+fn wire_spec(spec: &MigrationSpec) -> Result<Spec, ApiError> {
+    Spec::new(spec.id.clone(), &spec.secret, spec.cipher)
+        .map_err(|error| ApiError::new(ErrorCode::InvalidRequest, error.to_string()))
+}
+
+/// What is written to a disk does not travel: the destination's image would be another one.
+fn refuse_writable_disks(spec: &VmSpec) -> Result<(), ApiError> {
+    match spec.disks.iter().find(|disk| !disk.read_only) {
+        None => Ok(()),
+        Some(disk) => {
+            let message = format!(
+                "VM '{}' has the writable disk '{}', which cannot move yet: make it read_only = true or remove it, with the VM stopped",
+                spec.name, disk.name
+            );
+            Err(ApiError::new(ErrorCode::NotMigratable, message))
+        }
+    }
+}
+
+/// The agents' message that the source ended the migration may overtake the source's own, which says why.
+fn hear_out(migration: &mut Migration, ending: Ending) {
+    if ending == Ending::Completed || migration.cancelled || migration.why().is_some() {
+        return;
+    }
+    if let Some(Driver::Destination(driver)) = &migration.driver
+        && let Some(farewell) = driver.last_word()
+    {
+        migration.heard_farewell(farewell);
+    }
+}
+
+/// A source that had to be asked and never connected.
+fn never_began(migration: &Migration) -> Option<String> {
+    let setup = migration.report.read().phase == MovePhase::Setup;
+    (migration.unheard && setup).then(|| "the source did not begin the migration".into())
+}
+
+/// The agents' message that the destination gave up may overtake the driver's, which says why.
+fn last_word(migration: &mut Migration, outcome: Outcome) -> Option<String> {
+    if outcome != Outcome::Failed {
+        return None;
+    }
+    let gave_up = default_reason(outcome).map(|reason| Farewell {
+        reason,
+        cancelled: false,
+    });
+    match migration.driver.take() {
+        Some(Driver::Source(driver)) => driver.end_after_last_word(gave_up),
+        other => {
+            migration.driver = other;
+            None
+        }
+    }
+}
+
+fn outcome(migration: &Migration, ending: Ending) -> Outcome {
+    match ending {
+        Ending::Completed => Outcome::Completed,
+        Ending::Cancelled if migration.cancelled => Outcome::Cancelled,
+        Ending::Cancelled | Ending::Failed | Ending::Refused => {
+            if migration.cancelled {
+                Outcome::Cancelled
+            } else {
+                Outcome::Failed
+            }
+        }
+    }
+}
+
+fn default_reason(outcome: Outcome) -> Option<String> {
+    match outcome {
+        Outcome::Completed => None,
+        Outcome::Cancelled => Some("cancelled".into()),
+        Outcome::Failed | Outcome::InDoubt => Some(PEER_GAVE_UP.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_writable_disk_is_refused_by_name() {
+        let spec = |read_only| {
+            let text = format!(
+                "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/k\"\n[[disk]]\nname = \"data\"\npath = \"/d\"\nread_only = {read_only}"
+            );
+            VmSpec::from_toml(&text).unwrap()
+        };
+        let refused = refuse_writable_disks(&spec(false)).unwrap_err();
+        assert_eq!(refused.code, ErrorCode::NotMigratable);
+        let message = "VM 'web' has the writable disk 'data', which cannot move yet: ";
+        assert!(refused.message.starts_with(message), "{}", refused.message);
+        assert!(refuse_writable_disks(&spec(true)).is_ok());
+    }
+}
