@@ -29,6 +29,7 @@ mod measure;
 mod migration;
 mod neighbours;
 mod off;
+mod opening;
 mod outbox;
 mod priority;
 mod rate;

@@ -3,11 +3,9 @@
 //! Owns everything about this VM on this host. Blocks only on QEMU's control socket and the journal, each with a
 //! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
 
-use crate::actions::CONT_WAIT;
-use crate::adoption::{self, Adopted};
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
-use crate::hypervisor::{Hyper, QMP_WAIT, internal, news_of};
+use crate::hypervisor::{Hyper, internal};
 use crate::input::{DriverNews, GuestNews, Input, News};
 use crate::measure::Measuring;
 use crate::migration::Migration;
@@ -19,22 +17,17 @@ use crate::shared_report::SharedReport;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
-use godwit_ownership::{
-    Action, Event, EventKind, HostRecord, PeerMessage, Qemu, RecordError, StateName, Status, Timer,
-    VmCore,
-};
-use godwit_qemu::machine::{RunState, Running};
+use godwit_ownership::{Action, Event, EventKind, PeerMessage, StateName, Status, Timer, VmCore};
+use godwit_qemu::machine::Running;
 use godwit_store::{VmStore, load_json};
-use godwit_types::host_api::{
-    MigrationNote, NOTE_FILE, REPORTS_DIR, SPEC_FILE, VmProcessConfig, VmRequest,
-};
+use godwit_types::host_api::{MigrationNote, REPORTS_DIR, VmProcessConfig, VmRequest};
 use godwit_types::migration::{MigrationReport, Side};
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, HostName, MigrationId};
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 /// A VM process with nothing to do ends after this long; the agent starts one when it is needed.
@@ -66,7 +59,7 @@ pub(crate) struct Vm {
     pub timers: Timers,
     pub outbox: Arc<Outbox>,
     pub inputs: Sender<Input>,
-    received: Receiver<Input>,
+    pub received: Receiver<Input>,
     pub migration: Option<Migration>,
     pub measuring: Option<Measuring>,
     pub note: Option<MigrationNote>,
@@ -93,7 +86,7 @@ pub(crate) struct Vm {
     pub detach: bool,
     /// The VM is to be off, which is not written yet: when that was tried last.
     pub off_wanted: Option<crate::off::OffWish>,
-    busy_at: Instant,
+    pub busy_at: Instant,
 }
 
 /// What an event came to.
@@ -108,112 +101,6 @@ pub(crate) struct Outcome {
 }
 
 impl Vm {
-    /// Takes the VM's lock, reads its journal, takes its QEMU over if one is there, and serves its socket.
-    /// Nothing when it was told to leave before QEMU answered.
-    pub(crate) fn open(config: VmProcessConfig) -> anyhow::Result<Option<Self>> {
-        let state_root = state_root(Path::new(&config.state_dir))?;
-        let store = VmStore::open(&state_root, &config.vm)?;
-        let paths = Paths::settle(&config)?;
-        std::fs::create_dir_all(&paths.run)?;
-        std::fs::create_dir_all(&config.run_dir)?;
-        let record = store
-            .load()?
-            .unwrap_or_else(|| HostRecord::absent(config.vm.clone()));
-        let spec = load_json(&paths.state.join(SPEC_FILE))?;
-        let (inputs, received) = channel();
-        let outbox = Arc::new(Outbox::default());
-        server::serve(
-            server::bind(&paths.socket())?,
-            inputs.clone(),
-            Arc::clone(&outbox),
-        );
-        let seat = adoption::Seat {
-            config: &config,
-            paths: &paths,
-            record: &record,
-            spec: spec.as_ref(),
-        };
-        let (hyper, qemu, found) = match adoption::adopt(&seat, &inputs, &received)? {
-            Adopted::None => (None, Qemu::Dead, None),
-            Adopted::Taken(hyper, RunState::Running) => (Some(*hyper), Qemu::Running, None),
-            Adopted::Taken(hyper, state) => (Some(*hyper), Qemu::Paused, news_of(&state)),
-            Adopted::Detached => return Ok(None),
-        };
-        let (core, actions) = recover(record, &config, qemu)?;
-        let note = load_json(&paths.state.join(NOTE_FILE))?;
-        let mut vm = Self {
-            status: core.status(),
-            launches: hyper.as_ref().map_or(0, |hyper| hyper.identity.launch),
-            paths,
-            store,
-            core,
-            spec,
-            hyper,
-            running: None,
-            timers: Timers::default(),
-            outbox,
-            inputs,
-            received,
-            migration: None,
-            measuring: None,
-            note,
-            reports: VecDeque::new(),
-            unsaved: Unsaved::default(),
-            orphan: None,
-            refused: VecDeque::new(),
-            runs: 0,
-            halted: None,
-            found,
-            cont_wait: CONT_WAIT,
-            unsure: None,
-            outcome: Outcome::default(),
-            said: Rate::new(Instant::now()),
-            detach: false,
-            off_wanted: None,
-            busy_at: Instant::now(),
-            config,
-        };
-        vm.take_up(actions)?;
-        Ok(Some(vm))
-    }
-
-    /// What a successor does first: watch the QEMU that is there, lift what its predecessor put on it, settle.
-    fn take_up(&mut self, actions: Vec<Action>) -> anyhow::Result<()> {
-        if let Some(hyper) = &self.hyper {
-            tracing::info!(pid = hyper.pid(), "QEMU is taken over");
-            hyper.watch(self.inputs.clone())?;
-            // What happened between the first look and the subscription to events is seen here.
-            match hyper.machine.query_status(Instant::now() + QMP_WAIT) {
-                Ok(state) => self.found = news_of(&state),
-                Err(error) => tracing::warn!(%error, "QEMU was not looked at a second time"),
-            }
-            if let Some(spec) = &self.spec {
-                hyper.neighbours.listen(spec);
-            }
-            // Without asking QEMU, which a limit that was left may keep from answering.
-            if let Err(error) = godwit_qemu::throttle::release_leftovers_of(hyper.pid()) {
-                tracing::warn!(%error, "a predecessor's throttle may be left");
-            }
-            crate::group::take_in(hyper.pid());
-            // Of the guest that runs: its description may be of another size by now.
-            let mapped = hyper.ram.page_count();
-            crate::group::limit_memory(mapped.saturating_mul(godwit_guestmem::PAGE_SIZE as u64));
-        }
-        let orphan = self.find_orphan();
-        let was_off = self.found == Some(GuestNews::Shutdown) && !self.host_closes();
-        self.perform(actions);
-        self.close_orphan(orphan);
-        self.close_old_reports();
-        // Unless the core wanted the guest to go on and found it so.
-        if let Some(news) = self.found.take() {
-            self.happened(news);
-        }
-        if was_off {
-            self.stay_off();
-        }
-        Ok(())
-    }
-
     /// Runs until detached, or idle for long.
     pub(crate) fn run(mut self) -> anyhow::Result<()> {
         while !self.detach && !self.is_idle() {
@@ -522,7 +409,7 @@ impl Vm {
     }
 
     /// Carries out a batch strictly in order, then what follows from it.
-    fn perform(&mut self, actions: Vec<Action>) {
+    pub(crate) fn perform(&mut self, actions: Vec<Action>) {
         let mut batches = VecDeque::from([actions]);
         while let Some(batch) = batches.pop_front() {
             let mut follow = Vec::new();
@@ -587,29 +474,4 @@ impl Vm {
         self.reports.push_front(report);
         self.reports.truncate(REPORTS_KEPT);
     }
-}
-
-/// `<state>/vms/<name>` belongs to the store of `<state>`.
-fn state_root(dir: &Path) -> anyhow::Result<PathBuf> {
-    let root = dir.parent().and_then(Path::parent);
-    root.map(Path::to_owned).ok_or_else(|| {
-        anyhow::anyhow!(
-            "state_dir {} is not of the form STATE/vms/NAME",
-            dir.display()
-        )
-    })
-}
-
-/// The core for a process that has just taken the VM's lock.
-fn recover(
-    record: HostRecord,
-    config: &VmProcessConfig,
-    qemu: Qemu,
-) -> Result<(VmCore, Vec<Action>), RecordError> {
-    #[cfg(feature = "faults")]
-    if let Ok(name) = std::env::var("GODWIT_PLANT") {
-        let plant = godwit_ownership::plant::Plant::from_name(&name);
-        return VmCore::recover_planted(record, config.host.clone(), qemu, plant);
-    }
-    VmCore::recover(record, config.host.clone(), qemu)
 }
