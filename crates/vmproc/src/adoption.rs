@@ -10,6 +10,7 @@
 //! A QEMU that no identity file tells of is found by its RAM file and taken over like any other, unless it has never run
 //! its guest: then it is ended. The state directory may be new and empty while the run directory was emptied, too.
 
+use crate::ask::Now;
 use crate::faults::{planted, qemu_is};
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, KILL_WAIT, internal};
@@ -19,7 +20,7 @@ use godwit_ownership::{HostRecord, Phase};
 use godwit_qemu::machine::RunState;
 use godwit_qemu::process::{ProcessError, QemuProcess};
 use godwit_store::{load_json, save_json};
-use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmRequest, VmStatus};
+use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmStatus};
 use godwit_types::site::{Claim, RecordAnswer};
 use godwit_types::version::Build;
 use godwit_types::vm::{VmSpec, VmState};
@@ -260,11 +261,12 @@ impl Waiting<'_> {
                 tracing::error!("{}", self.note());
             }
             match received.recv_timeout(LOOK_EVERY) {
-                Ok(Input::Request(request)) => {
+                Ok(Input::Now(request)) => {
                     if let Some(looked) = self.answer(request, inputs) {
                         return Ok(looked);
                     }
                 }
+                Ok(Input::Later(request)) => drop(request.reply.send(self.not_now())),
                 // Nothing else can come: no QEMU is watched and no migration runs.
                 Ok(_) | Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Ok(Looked::Detached),
@@ -299,14 +301,14 @@ impl Waiting<'_> {
     }
 
     /// Answers one request; says when the waiting is over by it.
-    fn answer(&self, request: Request, inputs: &Sender<Input>) -> Option<Looked> {
-        let answer = match &request.request {
-            VmRequest::Status => self.status(),
-            VmRequest::Survey { .. } if self.denied.get() => VmAnswer::Surveyed(RecordAnswer {
+    fn answer(&self, request: Request<Now>, inputs: &Sender<Input>) -> Option<Looked> {
+        let answer = match &request.ask {
+            Now::Status => self.status(),
+            Now::Survey { .. } if self.denied.get() => VmAnswer::Surveyed(RecordAnswer {
                 highest: self.known.record.highest,
                 claim: self.claim(),
             }),
-            VmRequest::Stop { force: true } => match self.give_up() {
+            Now::Stop { force: true } => match self.give_up() {
                 // Also before it was asked whether its guest runs: the core would only say that the VM is not here.
                 Ok(()) if has_left(self.known.record) => {
                     let done = format!(
@@ -318,12 +320,12 @@ impl Waiting<'_> {
                 }
                 Ok(()) => {
                     // Powering off is the core's to do: it hears of the request first of all.
-                    let _ = inputs.send(Input::Request(request));
+                    let _ = inputs.send(Input::Now(request));
                     return Some(Looked::None);
                 }
                 Err(error) => VmAnswer::Error(error),
             },
-            VmRequest::Detach { .. } => {
+            Now::Detach { .. } => {
                 let done = format!(
                     "VM '{}' is left to its next VM process",
                     self.known.config.vm
@@ -331,10 +333,15 @@ impl Waiting<'_> {
                 let _ = request.reply.send(VmAnswer::Done(done));
                 return Some(Looked::Detached);
             }
-            _ => VmAnswer::Error(ApiError::new(ErrorCode::Hypervisor, self.note())),
+            _ => self.not_now(),
         };
         let _ = request.reply.send(answer);
         None
+    }
+
+    /// The answer to what has to wait for QEMU.
+    fn not_now(&self) -> VmAnswer {
+        VmAnswer::Error(ApiError::new(ErrorCode::Hypervisor, self.note()))
     }
 
     /// A person has decided that this guest is lost.

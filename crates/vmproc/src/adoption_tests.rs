@@ -1,8 +1,9 @@
 //! A QEMU that lives when its VM process starts: what is taken over, waited for, and ended.
 
 use super::*;
-use crate::testing::Site;
+use crate::testing::{Site, now};
 use godwit_ownership::{Phase, Power};
+use godwit_types::host_api::VmRequest;
 use godwit_types::vm::Accelerator;
 use godwit_types::{Generation, HostName, MigrationId};
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -77,7 +78,10 @@ impl Drop for Scene {
 fn ask(inputs: &Sender<Input>, request: VmRequest) -> Receiver<VmAnswer> {
     let (reply, answer) = sync_channel(1);
     inputs
-        .send(Input::Request(Request { request, reply }))
+        .send(Input::Now(Request {
+            ask: now(request).unwrap(),
+            reply,
+        }))
         .unwrap();
     answer
 }
@@ -188,8 +192,8 @@ fn a_forced_stop_gives_a_silent_hypervisor_up_and_reaches_the_core() {
     );
     assert!(matches!(
         received.try_recv(),
-        Ok(Input::Request(Request {
-            request: VmRequest::Stop { force: true },
+        Ok(Input::Now(Request {
+            ask: Now::Stop { force: true },
             ..
         }))
     ));

@@ -11,6 +11,7 @@
 mod actions;
 mod adoption;
 mod announce;
+mod ask;
 mod closing;
 #[cfg(test)]
 mod closing_tests;

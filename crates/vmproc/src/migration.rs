@@ -12,7 +12,7 @@ use crate::faults::reached;
 use crate::hypervisor::{QMP_WAIT, internal};
 use crate::input::{DriverNews, Farewell, Input, Intake, News};
 use crate::priority::cores;
-use crate::requests::{Answered, Reply};
+use crate::requests::Reply;
 use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
 use crate::source::driver::{SourceHandle, SourceParts};
@@ -134,7 +134,7 @@ impl Vm {
         self.feed(event);
         self.verdict(asked)?;
         match self.receive(&request) {
-            Ok(ready) => Ok(Answered(VmAnswer::IncomingReady(ready))),
+            Ok(ready) => Ok(VmAnswer::IncomingReady(ready)),
             Err(error) => {
                 self.feed(Event::IncomingFailed);
                 Err(error.on_host(&self.config.host))

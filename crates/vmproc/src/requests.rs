@@ -3,6 +3,7 @@
 //! Part of [`Vm`]. Refuses with a sentence: what the core refuses, what needs a hypervisor that is not there, and a
 //! migration that could not begin; then nothing half-done stays behind.
 
+use crate::ask::Now;
 use crate::hypervisor::{QMP_WAIT, internal};
 use crate::succession::way_out;
 use crate::vm::{Outcome, Vm};
@@ -10,7 +11,7 @@ use godwit_ownership::{
     Event, EventKind, HostRecord, PeerMessage, Phase, Power, StateName, Status,
 };
 use godwit_store::save_json;
-use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmRequest, VmStatus};
+use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmStatus};
 use godwit_types::site::RecordAnswer;
 use godwit_types::version::Build;
 use godwit_types::vm::{Accelerator, VmState};
@@ -20,55 +21,47 @@ use std::time::Instant;
 /// Why a migration is refused whose destination has asked for it in vain.
 const TOO_LATE: &str = "its destination has given it up, since it did not begin in time";
 
-/// An answer that is not an error.
-pub(crate) struct Answered(pub VmAnswer);
-
-pub(crate) type Reply = Result<Answered, ApiError>;
+/// The answer to a request, or its refusal.
+pub(crate) type Reply = Result<VmAnswer, ApiError>;
 
 impl Vm {
     /// Answers one request.
-    pub(crate) fn answer(&mut self, request: VmRequest) -> Reply {
+    pub(crate) fn answer(&mut self, request: Now) -> Reply {
         self.outcome = Outcome::default();
         match request {
-            VmRequest::Status => Ok(Answered(VmAnswer::Status(Box::new(VmStatus {
+            Now::Status => Ok(VmAnswer::Status(Box::new(VmStatus {
                 vm: self.host_vm()?,
-            })))),
-            VmRequest::Start => self.start(),
-            VmRequest::Boot => self.boot_again(),
-            VmRequest::Stop { force: true } => self.power_off(),
-            VmRequest::Stop { force: false } => self.powerdown(),
-            VmRequest::PowerOffDead { generation } => self.power_off_dead(generation),
-            VmRequest::Reset => self.reset(),
-            VmRequest::Pause => {
-                self.ask_or(Event::PauseRequested, "is paused", "is paused already")
-            }
-            VmRequest::Resume => self.ask_or(Event::ResumeRequested, "goes on", "runs already"),
-            VmRequest::PrepareIncoming(request) => self.prepare_incoming(*request),
-            VmRequest::Migrate(spec) => self.migrate(&spec),
-            VmRequest::Cancel { migration, reason } => self.cancel(&migration, &reason),
-            VmRequest::Report { migration } => match self.report(&migration)? {
-                Some(report) => Ok(Answered(VmAnswer::Report(Box::new(report)))),
+            }))),
+            Now::Start => self.start(),
+            Now::Boot => self.boot_again(),
+            Now::Stop { force: true } => self.power_off(),
+            Now::Stop { force: false } => self.powerdown(),
+            Now::PowerOffDead { generation } => self.power_off_dead(generation),
+            Now::Reset => self.reset(),
+            Now::Pause => self.ask_or(Event::PauseRequested, "is paused", "is paused already"),
+            Now::Resume => self.ask_or(Event::ResumeRequested, "goes on", "runs already"),
+            Now::PrepareIncoming(request) => self.prepare_incoming(*request),
+            Now::Migrate(spec) => self.migrate(&spec),
+            Now::Cancel { migration, reason } => self.cancel(&migration, &reason),
+            Now::Report { migration } => match self.report(&migration)? {
+                Some(report) => Ok(VmAnswer::Report(Box::new(report))),
                 None => Err(unknown_migration(&migration)),
             },
-            VmRequest::Peer { from, message } => self.peer(from, message),
-            VmRequest::TakeOutbox { .. } => Err(internal("an outbox is taken from its own thread")),
-            VmRequest::Resolve {
+            Now::Peer { from, message } => self.peer(from, message),
+            Now::Resolve {
                 run_here,
                 confirm_fenced,
             } => self.resolve(run_here, confirm_fenced),
-            VmRequest::Survey { level } => self.survey(level),
-            VmRequest::KeepRecord => self.keep_record(),
-            VmRequest::Console => self.console(),
-            VmRequest::Blockers => self.blockers(),
-            VmRequest::MeasureDirtyRate { .. } => {
-                Err(internal("writes are measured by a thread of their own"))
-            }
-            VmRequest::HostRemoved { host } => {
+            Now::Survey { level } => self.survey(level),
+            Now::KeepRecord => self.keep_record(),
+            Now::Console => self.console(),
+            Now::Blockers => self.blockers(),
+            Now::HostRemoved { host } => {
                 let done = "waits for that host no more";
                 self.ask_or(Event::HostRemoved { host }, done, done)
             }
-            VmRequest::Close { step } => self.close(step),
-            VmRequest::Detach { unless_moving } => {
+            Now::Close { step } => self.close(step),
+            Now::Detach { unless_moving } => {
                 if let Some(moving) = self.migration.as_ref().filter(|_| unless_moving) {
                     let message = format!(
                         "VM '{}' keeps its VM process while migration '{}' is under way: wait for its end",
@@ -134,10 +127,7 @@ impl Vm {
     }
 
     pub(crate) fn done(&self, what: &str) -> Reply {
-        Ok(Answered(VmAnswer::Done(format!(
-            "VM '{}' {what}",
-            self.config.vm
-        ))))
+        Ok(VmAnswer::Done(format!("VM '{}' {what}", self.config.vm)))
     }
 
     /// A person's start that fails leaves the VM as it was: off, or down and to be booted again.
@@ -216,9 +206,9 @@ impl Vm {
             .machine
             .console(Instant::now() + QMP_WAIT)
             .map_err(qmp)?;
-        Ok(Answered(VmAnswer::Console(
+        Ok(VmAnswer::Console(
             String::from_utf8_lossy(&bytes).into_owned(),
-        )))
+        ))
     }
 
     fn blockers(&mut self) -> Reply {
@@ -227,7 +217,7 @@ impl Vm {
             .machine
             .blocked_reasons(Instant::now() + QMP_WAIT)
             .map_err(qmp)?;
-        Ok(Answered(VmAnswer::Blockers(reasons)))
+        Ok(VmAnswer::Blockers(reasons))
     }
 
     pub(crate) fn not_running(&self) -> ApiError {
@@ -238,13 +228,7 @@ impl Vm {
         ApiError::new(ErrorCode::WrongState, message)
     }
 
-    fn peer(&mut self, from: HostName, message: serde_json::Value) -> Reply {
-        let message: PeerMessage = serde_json::from_value(message).map_err(|error| {
-            ApiError::new(
-                ErrorCode::InvalidRequest,
-                format!("the other host's message cannot be read: {error}"),
-            )
-        })?;
+    fn peer(&mut self, from: HostName, message: PeerMessage) -> Reply {
         // Only a question is answered in place: the agents carry an answer back, but no answer to that. The rest goes by
         // the outbox.
         let asks = matches!(
@@ -267,7 +251,7 @@ impl Vm {
             .iter()
             .map(serde_json::to_value)
             .collect::<Result<_, _>>();
-        Ok(Answered(VmAnswer::Replies(replies.map_err(internal)?)))
+        Ok(VmAnswer::Replies(replies.map_err(internal)?))
     }
 
     /// What the record says, durably; a no binds from then on.
@@ -277,10 +261,10 @@ impl Vm {
         self.feed(event);
         self.verdict(asked)?;
         let record = self.core.record();
-        Ok(Answered(VmAnswer::Surveyed(RecordAnswer {
+        Ok(VmAnswer::Surveyed(RecordAnswer {
             highest: record.highest,
             claim: godwit_site::claim_of(record),
-        })))
+        }))
     }
 
     /// The state directory may have been put back from an older copy while this process lived: what it knows counts.
@@ -342,10 +326,10 @@ impl Vm {
             return Err(ApiError::new(ErrorCode::WrongState, message));
         }
         self.refuse_later(id, "it was cancelled");
-        Ok(Answered(VmAnswer::Done(format!(
+        Ok(VmAnswer::Done(format!(
             "migration '{id}' of VM '{}' will not begin on host '{}'",
             self.config.vm, self.config.host
-        ))))
+        )))
     }
 
     pub(crate) fn refuse_cancelled(&self, id: &MigrationId) -> Result<(), ApiError> {

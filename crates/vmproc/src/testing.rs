@@ -1,15 +1,18 @@
 //! What several modules' tests need.
 
+use crate::ask::{Ask, Now};
 use crate::files::{Paths, QemuIdentity};
+use crate::requests::Reply;
 use crate::shared_report::SharedReport;
+use crate::vm::Vm;
 use godwit_ownership::{HostRecord, Phase};
 use godwit_store::{VmStore, save_json};
-use godwit_types::host_api::{SPEC_FILE, VmProcessConfig};
+use godwit_types::host_api::{SPEC_FILE, VmProcessConfig, VmRequest};
 use godwit_types::migration::{
     AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Side,
 };
 use godwit_types::vm::{Accelerator, UIDS, VmSpec};
-use godwit_types::{Generation, HostName, MigrationId, VmName};
+use godwit_types::{ApiError, Generation, HostName, MigrationId, VmName};
 use godwit_wire::Spec;
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -18,6 +21,19 @@ use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
+
+/// A request that the VM's thread answers at once.
+pub(crate) fn now(request: VmRequest) -> Result<Now, ApiError> {
+    Ask::of(request).map(|ask| match ask {
+        Ask::Now(now) => now,
+        other => panic!("{other:?}"),
+    })
+}
+
+/// What a VM answers to it.
+pub(crate) fn answer(vm: &mut Vm, request: VmRequest) -> Reply {
+    vm.answer(now(request)?)
+}
 
 /// An encrypted migration named `m`.
 pub(crate) fn spec() -> Arc<Spec> {

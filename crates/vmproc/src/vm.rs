@@ -3,6 +3,7 @@
 //! Owns everything about this VM on this host. Blocks only on QEMU's control socket and the journal, each with a
 //! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
 
+use crate::ask::Later;
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, internal};
@@ -11,7 +12,6 @@ use crate::measure::Measuring;
 use crate::migration::Migration;
 use crate::outbox::Outbox;
 use crate::rate::Rate;
-use crate::requests::Answered;
 use crate::server;
 use crate::shared_report::SharedReport;
 use crate::timers::Timers;
@@ -20,7 +20,7 @@ use crate::unsure::Unsure;
 use godwit_ownership::{Action, Event, EventKind, PeerMessage, StateName, Status, Timer, VmCore};
 use godwit_qemu::machine::Running;
 use godwit_store::{VmStore, load_json};
-use godwit_types::host_api::{MigrationNote, REPORTS_DIR, VmProcessConfig, VmRequest};
+use godwit_types::host_api::{MigrationNote, REPORTS_DIR, VmAnswer, VmProcessConfig};
 use godwit_types::migration::{MigrationReport, Side};
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, HostName, MigrationId};
@@ -166,18 +166,17 @@ impl Vm {
 
     fn take(&mut self, input: Input) {
         match input {
-            Input::Request(request) => {
+            Input::Now(request) => {
                 self.busy_at = Instant::now();
-                if let VmRequest::MeasureDirtyRate { millis } = request.request {
-                    // Answered by a thread of its own, when it is done.
-                    return self.measure(millis, request.reply);
-                }
-                let answer = match self.answer(request.request) {
-                    Ok(Answered(answer)) => answer,
-                    Err(error) => godwit_types::host_api::VmAnswer::Error(error),
-                };
+                let answer = self.answer(request.ask).unwrap_or_else(VmAnswer::Error);
                 // Nobody waits any more: the request is carried out all the same.
                 let _ = request.reply.send(answer);
+            }
+            Input::Later(request) => {
+                self.busy_at = Instant::now();
+                match request.ask {
+                    Later::MeasureDirtyRate { millis } => self.measure(millis, request.reply),
+                }
             }
             Input::Guest {
                 launch,

@@ -1,7 +1,7 @@
 //! A whole VM process but its threads of control: what it makes of records, of a hypervisor that speaks, and of requests.
 
 use crate::input::GuestNews;
-use crate::testing::{Site, migration, report};
+use crate::testing::{Site, answer, migration, report};
 use crate::vm::Vm;
 use godwit_ownership::{Event, Handover, PeerMessage, Phase, Power, Timer};
 use godwit_store::{load_json, save_json};
@@ -26,7 +26,7 @@ fn open(site: &Site) -> Vm {
 }
 
 fn ask(vm: &mut Vm, request: VmRequest) -> Result<String, ApiError> {
-    vm.answer(request).map(|answered| match answered.0 {
+    answer(vm, request).map(|answer| match answer {
         VmAnswer::Done(text) => text,
         other => format!("{other:?}"),
     })
@@ -475,7 +475,7 @@ fn asked_for(vm: &mut Vm, id: &str) -> Vec<serde_json::Value> {
         from: HostName::new("a").unwrap(),
         message: serde_json::to_value(question).unwrap(),
     };
-    match vm.answer(request).unwrap().0 {
+    match answer(vm, request).unwrap() {
         VmAnswer::Replies(replies) => replies,
         other => panic!("{other:?}"),
     }
