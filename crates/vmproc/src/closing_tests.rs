@@ -1,19 +1,11 @@
 //! What becomes of a guest and its record while its host shuts down.
 
 use crate::input::GuestNews;
-use crate::testing::{FakeQemu, Site, answer, migration};
+use crate::testing::{FakeQemu, Site, answer, holds, migration, open};
 use crate::vm::Vm;
 use godwit_ownership::{Phase, Power};
 use godwit_types::host_api::{CLOSING_FILE, CloseState, CloseStep, VmAnswer, VmRequest};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
-
-fn holds(power: Power) -> Phase {
-    Phase::Holds {
-        generation: Generation(2),
-        power,
-        unconfirmed: None,
-    }
-}
 
 fn site(phase: Phase, closes: bool) -> Site {
     let site = Site::new();
@@ -23,10 +15,6 @@ fn site(phase: Phase, closes: bool) -> Site {
         std::fs::write(host.join(CLOSING_FILE), "boot-1").unwrap();
     }
     site
-}
-
-fn open(site: &Site) -> Vm {
-    Vm::open(site.config.clone()).unwrap().unwrap()
 }
 
 fn close(vm: &mut Vm, step: CloseStep) -> Result<CloseState, ApiError> {

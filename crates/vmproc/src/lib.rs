@@ -28,8 +28,12 @@ mod hypervisor;
 mod input;
 mod measure;
 mod migration;
+#[cfg(test)]
+mod migration_tests;
 mod neighbours;
 mod off;
+#[cfg(test)]
+mod off_tests;
 mod opening;
 mod outbox;
 mod priority;

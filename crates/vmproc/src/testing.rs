@@ -5,9 +5,9 @@ use crate::files::{Paths, QemuIdentity};
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
 use crate::vm::Vm;
-use godwit_ownership::{HostRecord, Phase};
+use godwit_ownership::{Handover, HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
-use godwit_types::host_api::{SPEC_FILE, VmProcessConfig, VmRequest};
+use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::migration::{
     AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Side,
 };
@@ -21,6 +21,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
 /// A request that the VM's thread answers at once.
 pub(crate) fn now(request: VmRequest) -> Result<Now, ApiError> {
@@ -33,6 +34,48 @@ pub(crate) fn now(request: VmRequest) -> Result<Now, ApiError> {
 /// What a VM answers to it.
 pub(crate) fn answer(vm: &mut Vm, request: VmRequest) -> Reply {
     vm.answer(now(request)?)
+}
+
+/// How long a test waits for what has to come.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+/// Held here, under the generation that a [`Site`]'s records have.
+pub(crate) fn holds(power: Power) -> Phase {
+    Phase::Holds {
+        generation: Generation(2),
+        power,
+        unconfirmed: None,
+    }
+}
+
+/// The VM, opened as its process does.
+pub(crate) fn open(site: &Site) -> Vm {
+    Vm::open(site.config.clone()).unwrap().unwrap()
+}
+
+/// What is said to whoever asks.
+pub(crate) fn ask(vm: &mut Vm, request: VmRequest) -> Result<String, ApiError> {
+    answer(vm, request).map(|answer| match answer {
+        VmAnswer::Done(text) => text,
+        other => format!("{other:?}"),
+    })
+}
+
+/// The VM as its host sees it.
+pub(crate) fn shown(vm: &Vm) -> HostVm {
+    vm.host_vm().unwrap()
+}
+
+/// Held here, which the host that it came from has not confirmed.
+pub(crate) fn unconfirmed(power: Power) -> Phase {
+    Phase::Holds {
+        generation: Generation(2),
+        power,
+        unconfirmed: Some(Handover {
+            migration: MigrationId::new("m").unwrap(),
+            peer: HostName::new("a").unwrap(),
+        }),
+    }
 }
 
 /// An encrypted migration named `m`.
