@@ -87,6 +87,11 @@ impl Vm {
     pub(crate) fn ask_or(&mut self, event: Event, done: &str, already: &str) -> Reply {
         let asked = event.kind();
         self.feed(event);
+        self.verdict_or(asked, done, already)
+    }
+
+    /// The answer to what the core was asked, also where it had no effect.
+    pub(crate) fn verdict_or(&mut self, asked: EventKind, done: &str, already: &str) -> Reply {
         if self.was_ignored(asked).is_none() {
             self.verdict(asked)?;
             return self.done(done);
@@ -245,7 +250,11 @@ impl Vm {
         let mut replies = replies.map(|(_, replies)| replies).unwrap_or_default();
         if let Some(migration) = waited_for.filter(|migration| self.knows_nothing_of(migration)) {
             self.refuse_later(&migration, TOO_LATE);
-            replies.push(PeerMessage::Abort { migration });
+            replies.push(PeerMessage::Abort {
+                migration,
+                reason: None,
+                cancelled: false,
+            });
         }
         let replies = replies
             .iter()

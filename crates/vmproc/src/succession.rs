@@ -67,7 +67,11 @@ impl Vm {
             // Nothing was given: this host holds the VM. The destination would wait for long.
             self.act(Action::Send {
                 to: note.peer.host,
-                message: PeerMessage::Abort { migration: id },
+                message: PeerMessage::Abort {
+                    migration: id,
+                    reason: None,
+                    cancelled: false,
+                },
             });
         }
     }

@@ -23,6 +23,8 @@ fn a_cancel_that_a_lost_channel_overtook_is_heard() {
     let (mut source, _hearing) = made.into_control().unwrap();
     let abort = PeerMessage::Abort {
         migration: MigrationId::new("m").unwrap(),
+        reason: None,
+        cancelled: false,
     };
     let farewell = Farewell {
         reason: "enough".into(),
