@@ -5,7 +5,7 @@
 use crate::announce;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
-use crate::migration::{Driver, Migration};
+use crate::migration::{Driver, Migration, Why};
 use crate::source::driver::Command;
 use crate::succession::way_out;
 use crate::unsure::Unsure;
@@ -21,6 +21,8 @@ use std::time::{Duration, Instant};
 
 /// How long a hypervisor is asked to let its guest run before its state is called unknown.
 pub(crate) const CONT_WAIT: Duration = Duration::from_secs(30);
+/// Why a migration ends whose end a process tells that did not begin it.
+const PREDECESSOR_DIED: &str = "its VM process ended during the migration";
 /// Pause before a hypervisor that refused to let its guest run is asked again.
 const REFUSED_PAUSE: Duration = Duration::from_millis(5);
 
@@ -324,9 +326,8 @@ impl Vm {
                 }
                 Side::Destination => {
                     // The reason first: the source reads no further than the fact.
-                    if let (PeerMessage::Failed { .. }, Some(reason)) = (&message, migration.why())
-                    {
-                        let reason = clip_reason(&reason);
+                    if let (PeerMessage::Failed { .. }, Some(why)) = (&message, migration.why()) {
+                        let reason = clip_reason(&why.reason);
                         migration.control.send(&ToSource::Failed { reason });
                     }
                     migration.control.send(&ToSource::Peer { message });
@@ -342,15 +343,27 @@ impl Vm {
         self.post(to, &message);
     }
 
-    /// A message that this side gave up says why, whichever way it goes.
+    /// A message that this side has ended the migration says why, whichever way it goes.
     fn give_reason(&self, message: &mut PeerMessage) {
-        let PeerMessage::Failed { migration, reason } = message else {
-            return;
+        let (id, reason) = match message {
+            PeerMessage::Failed { migration, reason } => (migration, reason),
+            PeerMessage::Abort {
+                migration, reason, ..
+            } => (migration, reason),
+            _ => return,
         };
-        let mine = self.migration.as_ref().filter(|mine| mine.id == *migration);
-        *reason = mine
-            .and_then(Migration::why)
-            .map(|why| Reason::clipped(&why));
+        let why = match self.migration.as_ref().filter(|mine| mine.id == *id) {
+            Some(mine) => mine.why(),
+            None => {
+                let failed = self.outcome.failed.as_ref().map(|error| &error.message);
+                let here = self.outcome.not_begun.as_ref().or(failed);
+                Some(Why::failure(here.map_or(PREDECESSOR_DIED, |why| why)))
+            }
+        };
+        *reason = why.as_ref().map(|why| Reason::clipped(&why.reason));
+        if let PeerMessage::Abort { cancelled, .. } = message {
+            *cancelled = why.is_some_and(|why| why.cancelled);
+        }
     }
 
     pub(crate) fn post(&self, to: &HostName, message: &PeerMessage) {

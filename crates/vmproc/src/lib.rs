@@ -22,7 +22,6 @@ mod faults;
 mod files;
 mod group;
 mod harden;
-mod heard;
 mod huge_pages;
 mod hypervisor;
 mod input;

@@ -20,7 +20,7 @@ use crate::source::routes::routes;
 use crate::source::tracking::DirtyTracker;
 use crate::throttle::SharedThrottle;
 use crate::vm::Vm;
-use godwit_ownership::{Ending, Event, EventKind, Phase};
+use godwit_ownership::{Action, Ending, Event, EventKind, PeerMessage, Phase};
 use godwit_store::save_json;
 use godwit_types::host_api::{
     IncomingReady, MigrationNote, NOTE_FILE, PrepareIncoming, SPEC_FILE, VmAnswer,
@@ -56,7 +56,66 @@ impl Driver {
     }
 }
 
-/// The migration in progress.
+/// Why a migration ends without success.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Why {
+    /// One sentence for people.
+    pub reason: String,
+    /// A person or a deadline wanted it; else it failed.
+    pub cancelled: bool,
+    /// There is no guest any more that could move.
+    pub guest_ended: bool,
+}
+
+impl Why {
+    /// Something failed, and nobody wanted that.
+    pub(crate) fn failure(reason: impl Into<String>) -> Self {
+        Self {
+            reason: reason.into(),
+            cancelled: false,
+            guest_ended: false,
+        }
+    }
+
+    /// A person or a deadline wanted it.
+    fn wish(reason: impl Into<String>) -> Self {
+        Self {
+            cancelled: true,
+            ..Self::failure(reason)
+        }
+    }
+
+    /// The guest is no more.
+    pub(crate) fn guest_ended(reason: impl Into<String>) -> Self {
+        Self {
+            guest_ended: true,
+            ..Self::failure(reason)
+        }
+    }
+
+    /// What the other host says of why it ended the migration, if that is what it says.
+    fn said_by(from: &HostName, message: &PeerMessage) -> Option<Self> {
+        match message {
+            PeerMessage::Failed {
+                reason: Some(why), ..
+            } => Some(Self::failure(format!(
+                "host {from} gave the migration up: {}",
+                why.as_str()
+            ))),
+            PeerMessage::Abort {
+                reason: Some(why),
+                cancelled,
+                ..
+            } => Some(match cancelled {
+                true => Self::wish(why.as_str()),
+                false => Self::failure(format!("the source ended the migration: {}", why.as_str())),
+            }),
+            _ => None,
+        }
+    }
+}
+
+/// A migration that this host takes part in, from its first promise to its end.
 #[derive(Debug)]
 pub(crate) struct Migration {
     pub id: MigrationId,
@@ -70,14 +129,12 @@ pub(crate) struct Migration {
     pub save_gate: SaveGate,
     pub deadline: Option<Instant>,
     pub switchover_wait: Duration,
-    /// Why it ends, when it is not a success.
-    pub reason: Option<String>,
+    /// Why it ends, when it is not a success: the first reason that was taken.
+    pub why: Option<Why>,
     /// The reason where there is no other: what kept this host's journal from being written.
     pub journal_trouble: Option<String>,
     /// (destination) The source had to be asked where it is.
     pub unheard: bool,
-    /// A person or a deadline ended it.
-    pub cancelled: bool,
     /// (source) The driver waits to hear whether it goes on.
     pub called_off: bool,
     pub stopped_at: Option<Instant>,
@@ -85,30 +142,25 @@ pub(crate) struct Migration {
 
 impl Migration {
     /// Why it ends, as far as this host knows.
-    pub(crate) fn why(&self) -> Option<String> {
-        self.reason.clone().or_else(|| self.journal_trouble.clone())
+    pub(crate) fn why(&self) -> Option<Why> {
+        let journal = || self.journal_trouble.clone().map(Why::failure);
+        self.why.clone().or_else(journal)
     }
 
     /// (source) Why it ends, as the destination is told.
     pub(crate) fn farewell(&self) -> Option<Farewell> {
-        self.why().map(|reason| Farewell {
-            reason,
-            cancelled: self.cancelled,
+        self.why().map(|why| Farewell {
+            reason: why.reason,
+            cancelled: why.cancelled,
         })
     }
 
     /// (destination) Notes the source's reason, unless this side had one.
     pub(crate) fn heard_farewell(&mut self, farewell: Farewell) {
-        if self.reason.is_some() {
-            return;
-        }
-        self.cancelled = farewell.cancelled;
-        self.reason = Some(match farewell {
-            Farewell {
-                reason,
-                cancelled: true,
-            } => reason,
-            Farewell { reason, .. } => format!("the source ended the migration: {reason}"),
+        let Farewell { reason, cancelled } = farewell;
+        self.why.get_or_insert(match cancelled {
+            true => Why::wish(reason),
+            false => Why::failure(format!("the source ended the migration: {reason}")),
         });
     }
 }
@@ -136,6 +188,7 @@ impl Vm {
         match self.receive(&request) {
             Ok(ready) => Ok(VmAnswer::IncomingReady(ready)),
             Err(error) => {
+                self.outcome.not_begun = Some(error.message.clone());
                 self.feed(Event::IncomingFailed);
                 Err(error.on_host(&self.config.host))
             }
@@ -240,6 +293,7 @@ impl Vm {
                 self.done("is on its way")
             }
             Err(error) => {
+                self.outcome.not_begun = Some(error.message.clone());
                 self.feed(Event::Cancel);
                 Err(error.on_host(&self.config.host))
             }
@@ -340,10 +394,9 @@ impl Vm {
             deadline: deadline
                 .and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds))),
             switchover_wait: Duration::from_millis(500),
-            reason: None,
+            why: None,
             journal_trouble: None,
             unheard: false,
-            cancelled: false,
             called_off: false,
             stopped_at: None,
         });
@@ -368,21 +421,20 @@ impl Vm {
     // ---- why it ends ----
 
     pub(crate) fn cancel(&mut self, id: &MigrationId, reason: &str) -> Reply {
-        match &mut self.migration {
-            Some(migration) if migration.id == *id => {
-                // The controller takes back what could not begin: that was nobody's wish.
-                migration.cancelled = !reason.starts_with(COULD_NOT_BEGIN);
-                migration.reason.get_or_insert_with(|| reason.to_owned());
-            }
-            _ => return self.cancel_early(id),
+        if self
+            .migration
+            .as_ref()
+            .is_none_or(|migration| migration.id != *id)
+        {
+            return self.cancel_early(id);
         }
-        self.feed(Event::Cancel);
-        if let Err(refused) = self.verdict(EventKind::Cancel) {
-            if let Some(migration) = &mut self.migration {
-                (migration.cancelled, migration.reason) = (false, None);
-            }
-            return Err(refused);
-        }
+        // The controller takes back what could not begin: that was nobody's wish.
+        let why = match reason.starts_with(COULD_NOT_BEGIN) {
+            true => Why::failure(reason),
+            false => Why::wish(reason),
+        };
+        self.feed_because(Event::Cancel, Some(why));
+        self.verdict(EventKind::Cancel)?;
         self.done("stays where it is")
     }
 
@@ -393,34 +445,48 @@ impl Vm {
             .filter(|migration| migration.deadline.is_some_and(|at| Instant::now() >= at));
         let Some(migration) = missed else { return };
         migration.deadline = None;
-        let before = (migration.cancelled, migration.reason.clone());
-        migration.cancelled = true;
-        self.blame(
-            "the deadline passed before the migration was done; the guest stays where it is",
-        );
-        self.outcome.refused = None;
-        self.feed(Event::Cancel);
-        // Too late: the destination has the guest.
-        if let (Some(migration), Some(_)) = (&mut self.migration, self.outcome.refused.take()) {
-            (migration.cancelled, migration.reason) = before;
+        let why = "the deadline passed before the migration was done; the guest stays where it is";
+        // It may be too late: the destination has the guest.
+        self.feed_because(Event::Cancel, Some(Why::wish(why)));
+    }
+
+    /// Hands the other host's message to the core. Why that host ended the migration is this side's reason, too.
+    pub(crate) fn hear(&mut self, from: HostName, message: PeerMessage) {
+        let why = Why::said_by(&from, &message);
+        self.feed_because(Event::Message { from, message }, why);
+    }
+
+    /// Hands an event to the core that ends the migration for this reason, if the core takes it; what it does not take leaves
+    /// no reason behind.
+    pub(crate) fn feed_because(&mut self, event: Event, why: Option<Why>) {
+        let asked = event.kind();
+        let actions = self.judge(event);
+        let declines = |action: &Action| matches!(action, Action::Refuse { event, .. } | Action::Ignored { event, .. } if *event == asked);
+        if !actions.iter().any(declines) {
+            self.note_why(why);
         }
+        self.perform(actions);
     }
 
     /// Notes why the migration ends, unless that is known already.
-    pub(crate) fn blame(&mut self, reason: &str) {
-        if let Some(migration) = &mut self.migration {
-            migration.reason.get_or_insert_with(|| reason.to_owned());
+    fn note_why(&mut self, why: Option<Why>) {
+        let (Some(migration), Some(why)) = (&mut self.migration, why) else {
+            return;
+        };
+        if why.guest_ended && migration.side == Side::Source {
+            migration.report.update(|report| report.guest_ended = true);
         }
+        migration.why.get_or_insert(why);
+    }
+
+    /// Something has failed, which ends the migration.
+    pub(crate) fn blame(&mut self, reason: &str) {
+        self.note_why(Some(Why::failure(reason)));
     }
 
     /// The guest is no more, which ends its migration, unless that is past the handover.
     pub(crate) fn guest_ended(&mut self, reason: &str) {
-        self.blame(reason);
-        if let Some(migration) = &self.migration
-            && migration.side == Side::Source
-        {
-            migration.report.update(|report| report.guest_ended = true);
-        }
+        self.note_why(Some(Why::guest_ended(reason)));
     }
 
     // ---- its end ----
@@ -430,12 +496,17 @@ impl Vm {
             return self.end_orphan(id, ending);
         };
         hear_out(&mut migration, ending);
-        let outcome = outcome(&migration, ending);
+        let why = migration.why();
+        let outcome = match &why {
+            _ if ending == Ending::Completed => Outcome::Completed,
+            Some(why) if why.cancelled => Outcome::Cancelled,
+            _ => Outcome::Failed,
+        };
         let reason = match outcome {
             // What was tried against it came too late.
             Outcome::Completed => None,
-            _ => migration
-                .why()
+            _ => why
+                .map(|why| why.reason)
                 .or_else(|| never_began(&migration))
                 .or_else(|| last_word(&mut migration, outcome))
                 .or_else(|| default_reason(outcome)),
@@ -541,7 +612,7 @@ fn refuse_writable_disks(spec: &VmSpec) -> Result<(), ApiError> {
 
 /// The agents' message that the source ended the migration may overtake the source's own, which says why.
 fn hear_out(migration: &mut Migration, ending: Ending) {
-    if ending == Ending::Completed || migration.cancelled || migration.why().is_some() {
+    if ending == Ending::Completed || migration.why().is_some() {
         return;
     }
     if let Some(Driver::Destination(driver)) = &migration.driver
@@ -571,20 +642,6 @@ fn last_word(migration: &mut Migration, outcome: Outcome) -> Option<String> {
         other => {
             migration.driver = other;
             None
-        }
-    }
-}
-
-fn outcome(migration: &Migration, ending: Ending) -> Outcome {
-    match ending {
-        Ending::Completed => Outcome::Completed,
-        Ending::Cancelled if migration.cancelled => Outcome::Cancelled,
-        Ending::Cancelled | Ending::Failed | Ending::Refused => {
-            if migration.cancelled {
-                Outcome::Cancelled
-            } else {
-                Outcome::Failed
-            }
         }
     }
 }

@@ -109,10 +109,9 @@ fn under_way(vm: &mut Vm, side: Side) {
         save_gate: Default::default(),
         deadline: None,
         switchover_wait: LONG,
-        reason: None,
+        why: None,
         journal_trouble: None,
         unheard: false,
-        cancelled: false,
         called_off: false,
         stopped_at: None,
     });
@@ -141,7 +140,7 @@ fn a_source_whose_channels_are_dead_hears_through_the_agents_why_its_destination
     ask(&mut vm, failed("other", "its cat")).unwrap();
     assert!(ask(&mut vm, failed("m", &"x".repeat(10_000))).is_err());
     let goes_on = vm.migration.as_ref().unwrap();
-    assert_eq!(goes_on.reason, None, "about another migration, or too long");
+    assert_eq!(goes_on.why, None, "about another migration, or too long");
     ask(&mut vm, failed("m", "its disk is full")).unwrap();
     let ended = vm.report(&id_m()).unwrap().unwrap();
     let why = "host a gave the migration up: its disk is full";
@@ -170,4 +169,139 @@ fn a_destination_that_gives_up_says_why_through_the_agents() {
     let failed =
         serde_json::json!({"message": "failed", "migration": "m", "reason": "its disk is full"});
     assert_eq!(said, [failed]);
+}
+
+/// What was left to the agent to carry since the last look.
+fn posted(vm: &Vm) -> Vec<serde_json::Value> {
+    let sent = vm.outbox.take(Duration::ZERO);
+    sent.into_iter().map(|sent| sent.message).collect()
+}
+
+fn cancel() -> VmRequest {
+    VmRequest::Cancel {
+        migration: id_m(),
+        reason: "enough".into(),
+    }
+}
+
+/// A source under way, to host `a`.
+fn source(site: &Site) -> (Vm, crate::testing::FakeQemu) {
+    site.record(holds(Power::On));
+    let qemu = site.qemu(&["running"]);
+    let mut vm = open(site);
+    vm.feed(Event::MigrationBegan {
+        migration: id_m(),
+        to: HostName::new("a").unwrap(),
+        generation: Generation(3),
+    });
+    under_way(&mut vm, Side::Source);
+    (vm, qemu)
+}
+
+#[test]
+fn a_source_that_ends_a_migration_says_why_through_the_agents() {
+    let abort =
+        |reason: &str| serde_json::json!({"message": "abort", "migration": "m", "reason": reason});
+    let mut wish = abort("enough");
+    wish["cancelled"] = true.into();
+    let site = Site::new();
+    let (mut vm, _qemu) = source(&site);
+    ask(&mut vm, cancel()).unwrap();
+    assert_eq!(posted(&vm), [wish]);
+    let ended = vm.report(&id_m()).unwrap().unwrap();
+    assert_eq!(ended.outcome, Some(Outcome::Cancelled));
+    drop((vm, _qemu, site));
+    let site = Site::new();
+    let (mut vm, _qemu) = source(&site);
+    vm.happened(crate::input::GuestNews::Died);
+    let died = "the hypervisor of the guest died during the migration";
+    assert_eq!(posted(&vm), [abort(died)]);
+}
+
+#[test]
+fn a_destination_hears_through_the_agents_why_its_source_ended_the_migration() {
+    let cases = [
+        (true, Outcome::Cancelled, "enough"),
+        (
+            false,
+            Outcome::Failed,
+            "the source ended the migration: enough",
+        ),
+    ];
+    for (cancelled, outcome, reason) in cases {
+        let site = Site::new();
+        site.record(Phase::Absent);
+        let mut vm = open(&site);
+        vm.feed(Event::PrepareIncoming {
+            migration: id_m(),
+            from: HostName::new("a").unwrap(),
+            generation: Generation(3),
+        });
+        under_way(&mut vm, Side::Destination);
+        let message = serde_json::json!({
+            "message": "abort", "migration": "m", "reason": "enough", "cancelled": cancelled
+        });
+        let from = HostName::new("a").unwrap();
+        ask(&mut vm, VmRequest::Peer { from, message }).unwrap();
+        let ended = vm.report(&id_m()).unwrap().unwrap();
+        assert_eq!(ended.outcome, Some(outcome));
+        assert_eq!(ended.reason.as_deref(), Some(reason));
+    }
+}
+
+#[test]
+fn a_destination_hears_why_its_source_could_not_begin() {
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let _qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    let mut spec = migration("m");
+    // The other way round than the other tests' migrations.
+    std::mem::swap(&mut spec.source, &mut spec.destination);
+    spec.generation = Generation(3);
+    let refused = ask(&mut vm, VmRequest::Migrate(Box::new(spec))).unwrap_err();
+    let said = posted(&vm);
+    assert_eq!(said.len(), 1, "{said:?}");
+    assert_eq!(said[0]["message"], "abort");
+    assert_eq!(said[0]["reason"], refused.message);
+}
+
+#[test]
+fn a_destination_hears_that_its_source_s_vm_process_died() {
+    let site = Site::new();
+    let (vm, qemu) = source(&site);
+    let note = vm.note.clone().unwrap();
+    godwit_store::save_json(&site.paths.state.join("migration.json"), &note).unwrap();
+    vm.write_report(&report(Side::Source).read()).unwrap();
+    drop(vm);
+    let vm = open(&site);
+    let abort = serde_json::json!({
+        "message": "abort", "migration": "m", "reason": "its VM process ended during the migration"
+    });
+    assert_eq!(posted(&vm), [abort]);
+    drop(qemu);
+}
+
+// ---- what comes too late ----
+
+#[test]
+fn a_cancel_or_a_forced_stop_that_comes_too_late_leaves_the_reason_as_it_was() {
+    let known = Some(crate::migration::Why::failure("the link was lost"));
+    for why in [None, known] {
+        for request in [cancel(), VmRequest::Stop { force: true }] {
+            let site = Site::new();
+            site.record(Phase::Gave {
+                generation: Generation(2),
+                migration: id_m(),
+                to: HostName::new("a").unwrap(),
+            });
+            let mut vm = open(&site);
+            under_way(&mut vm, Side::Source);
+            vm.migration.as_mut().unwrap().why = why.clone();
+            ask(&mut vm, request).unwrap_err();
+            let goes_on = vm.migration.as_ref().unwrap();
+            assert_eq!(goes_on.why, why);
+            assert!(!goes_on.report.read().guest_ended);
+        }
+    }
 }

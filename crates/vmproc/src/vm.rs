@@ -96,6 +96,8 @@ pub(crate) struct Outcome {
     /// The first event that had no effect, and why.
     pub ignored: Option<(EventKind, &'static str)>,
     pub failed: Option<ApiError>,
+    /// Why a migration that was asked for could not begin here.
+    pub not_begun: Option<String>,
     /// Messages for the peer that asked; `Some` while its request is handled.
     pub replies: Option<(HostName, Vec<PeerMessage>)>,
 }
@@ -390,6 +392,12 @@ impl Vm {
 
     /// Hands an event to the core and does what it says, until nothing follows.
     pub(crate) fn feed(&mut self, event: Event) {
+        let actions = self.judge(event);
+        self.perform(actions);
+    }
+
+    /// What the core says to an event; nothing of it is done yet.
+    pub(crate) fn judge(&mut self, event: Event) -> Vec<Action> {
         if let Event::Message {
             message: PeerMessage::Permit { .. },
             ..
@@ -403,8 +411,7 @@ impl Vm {
             state = self.core.state_name().name(),
             "event"
         );
-        let actions = self.core.handle(event);
-        self.perform(actions);
+        self.core.handle(event)
     }
 
     /// Carries out a batch strictly in order, then what follows from it.
