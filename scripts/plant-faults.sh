@@ -168,6 +168,15 @@ vmproc_unit() {
     verdict vmproc "$1" "$2" $?
 }
 
+# Planted in what carries the VM process's pages.
+streams_unit() {
+    local log="$logs/streams-$1.log"
+    GODWIT_PLANT=$1 cargo test -q --release -p godwit-streams --features faults --target-dir target/plants --lib \
+        -- "$2" --exact >"$log" 2>&1
+    ran_and_failed "$log"
+    verdict vmproc "$1" "$2" $?
+}
+
 vmproc() {
     cargo build -q --release -p godwit-e2e --tests --bins || exit 2
     # Left out or too early in the data path.
@@ -175,7 +184,7 @@ vmproc() {
     vmproc_case final-scan-skipped moves a_guest_that_writes_rarely_loses_nothing
     vmproc_case tracking-after-first-read moves a_guest_that_writes_rarely_loses_nothing
     vmproc_case barrier-not-awaited moves a_destination_that_is_slow_to_apply_loses_nothing
-    vmproc_unit zero-pages-not-cleared destination::memory::tests::a_page_that_comes_as_zero_is_cleared
+    streams_unit zero-pages-not-cleared destination::memory::tests::a_page_that_comes_as_zero_is_cleared
     vmproc_unit receivers-outlive-load destination::driver::tests::a_source_that_has_sent_its_last_pages_has_no_way_left_into_guest_memory
     vmproc_case lost-channel-not-put-back links a_link_cut_in_precopy_is_made_again_and_nothing_is_lost
     vmproc_unit any-shutdown-is-a-wish hypervisor::tests::only_a_guest_s_own_shutdown_is_its_wish

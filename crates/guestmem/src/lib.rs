@@ -20,9 +20,11 @@ compile_error!("godwit-guestmem needs 64-bit Linux");
 
 mod claim;
 pub mod collapse;
+pub mod dirty_tracker;
 mod error;
 mod gather;
 pub mod handout;
+mod huge_pages;
 mod kernel;
 pub mod library;
 pub mod mapping;
@@ -32,10 +34,13 @@ pub mod page_set;
 mod populate;
 pub mod ram_file;
 pub mod tracker;
+pub mod usage;
 pub mod zero;
 
 pub use collapse::{Collapse, CollapseCounts};
+pub use dirty_tracker::DirtyTracker;
 pub use error::Error;
+pub use huge_pages::HugePages;
 pub use library::Library;
 pub use mapping::GuestMapping;
 pub use page_set::{AtomicPageSet, PageSet};

@@ -11,7 +11,7 @@ use godwit_types::migration::{IterationReport, MigrationReport, PassUnderWay};
 const DONE_MAX: f64 = 99.9;
 const MIB: f64 = 1_048_576.0;
 
-/// What data channels have counted, of all epochs.
+/// What data channels have counted, of all connection sets.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Bytes on the wire.

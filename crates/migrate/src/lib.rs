@@ -14,4 +14,5 @@ pub mod pause;
 pub mod predict;
 pub mod protocol;
 pub mod rate;
+pub mod records;
 pub mod streams;

@@ -5,9 +5,9 @@
 //!
 //! ```text
 //! source                                              destination (prepared, QEMU waits with -S)
-//!   Begin{epoch, streams}      ------------------->
+//!   Begin{set, streams}        ------------------->
 //!   Extents{..}* ExtentsEnd    ------------------->     finds that there is room for them
-//!                              <-------------------   Begun{epoch}
+//!                              <-------------------   Begun{set}
 //!                              <-------------------   Prepared             only if asked for: all memory is allocated
 //!   data channels: pages of iteration 1
 //!                              <-------------------   Applied{channel, records}   every few ms of traffic
@@ -29,9 +29,10 @@
 //! ```
 //!
 //! Barriers make iterations strict: a page sent twice travels on whichever channel is free, and only the barrier keeps
-//! its older copy from being applied last. Data channels join and leave while an epoch lives: one that leaves sends its
-//! final record, and barriers go on naming what it sent. A lost channel ends its *epoch*: all channels are made again
-//! with new ids and keys, and what was not acknowledged as applied is dirty again.
+//! its older copy from being applied last. Data channels join and leave while a connection set lives: one that leaves
+//! sends its final record, and barriers go on naming what it sent. A lost channel ends its *connection set*: all channels
+//! are made again with new ids and keys, and what was not acknowledged as applied is dirty again. On the wire the number
+//! of a set is called `epoch`.
 //!
 //! Who may run the VM is not decided here: those messages are crate `ownership`'s and travel inside `Peer`, on this
 //! channel while it lives and through the hosts' agents at any time.
@@ -48,7 +49,7 @@ use std::net::IpAddr;
 
 /// The newest version of the control protocol; both sides speak the same one, which they agree on beforehand.
 pub const PROTOCOL_VERSION: u32 = MIGRATION.max;
-/// Most data channels that one epoch has had, also those that have left.
+/// Most data channels that one connection set has had, also those that have left.
 pub const STREAMS_MAX: u32 = 64;
 /// Most extents in one message (keeps it far below the record limit).
 pub const EXTENTS_PER_MESSAGE: usize = 8192;
@@ -62,16 +63,17 @@ pub const FIGURE_MAX: f64 = 1e9;
 /// A run of guest pages that hold data: first page and count.
 pub type Extent = (u64, u64);
 
-/// Source to destination.
+/// What the source says, in the order of the diagram above.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToDestination {
-    /// First message of an epoch.
+    /// First message of a connection set.
     Begin {
         /// The version of everything that follows: one of [`MIGRATION`].
         version: u32,
-        /// Epoch: 0 at first, one more each time the channels are made anew.
-        epoch: u16,
+        /// Its number: 0 at first, one more each time the channels are made anew.
+        #[serde(rename = "epoch")]
+        set: u16,
         /// Data channels that connect at once; further ones may join and leave at any time before the last barrier.
         streams: u32,
         /// Guest memory, pages of 4 KiB; must equal the destination's own figure.
@@ -86,9 +88,9 @@ pub enum ToDestination {
     ExtentsEnd,
     /// Everything sent before must be applied before anything sent after.
     Barrier {
-        /// Iteration that ends.
+        /// The one that ends with it.
         iteration: u32,
-        /// Records sent on each data channel that this epoch has had, by index; final records do not count.
+        /// Records sent on each data channel that this set has had, by index; final records do not count.
         sent: Vec<u64>,
     },
     /// The guest at the source has been stopped: from here on time counts.
@@ -96,21 +98,21 @@ pub enum ToDestination {
     /// The guest's addresses, as heard on its network cards: one list per card, bounded by
     /// [`addresses`](crate::addresses).
     Addresses {
-        /// By card.
+        /// One list per card, in the order of the cards.
         cards: Vec<Vec<IpAddr>>,
     },
     /// All of the device state has been sent. Whether its save was a success follows.
     DeviceStateWhole,
     /// The device state was saved well.
     DeviceStateEnd {
-        /// Its length.
+        /// How long it is.
         bytes: u64,
         /// The generation that this attempt at a switchover would give.
         attempt: Generation,
     },
     /// The migration is over; the guest stays at the source.
     Cancel {
-        /// Why.
+        /// What is shown to people.
         reason: String,
         /// A person or a deadline wanted it; without it the source has failed.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -118,7 +120,7 @@ pub enum ToDestination {
     },
     /// About who may run the VM.
     Peer {
-        /// The message.
+        /// What crate `ownership` has to say.
         message: PeerMessage,
     },
     /// Says nothing: opens the control channel's window on a far link, so that device state later leaves at once.
@@ -128,19 +130,20 @@ pub enum ToDestination {
     },
     /// Keeps silence meaningful; answered by `Pong`.
     Ping {
-        /// Echoed.
+        /// Comes back in the answer.
         nonce: u64,
     },
 }
 
-/// Destination to source.
+/// What the destination says.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToSource {
-    /// The epoch may begin: older channels are dead and what they carried is applied or dropped.
+    /// The set may begin: older channels are dead and what they carried is applied or dropped.
     Begun {
-        /// The epoch.
-        epoch: u16,
+        /// Its number, as `Begin` said it.
+        #[serde(rename = "epoch")]
+        set: u16,
     },
     /// All of the guest's memory is allocated, as was asked for; until then nothing is sent.
     Prepared {
@@ -149,14 +152,14 @@ pub enum ToSource {
     },
     /// Cumulative: so many records of the channel are applied.
     Applied {
-        /// Index of the channel in this epoch.
+        /// Index of the channel in this set.
         channel: u32,
-        /// Records.
+        /// How many, since the channel was made.
         records: u64,
     },
     /// The barrier is reached.
     BarrierDone {
-        /// Its iteration.
+        /// The one that the barrier ended.
         iteration: u32,
         /// Share of the iteration that the destination waited for memory, 0 to 1.
         memory_wait: f32,
@@ -170,7 +173,7 @@ pub enum ToSource {
     },
     /// About who may run the VM.
     Peer {
-        /// The message.
+        /// What crate `ownership` has to say.
         message: PeerMessage,
     },
     /// The guest runs there.
@@ -182,12 +185,12 @@ pub enum ToSource {
     },
     /// The destination gives up; nothing there will ever run.
     Failed {
-        /// Why, one sentence.
+        /// One sentence for people, of at most [`REASON_LEN_MAX`] bytes.
         reason: String,
     },
-    /// Answer to `Ping`.
+    /// Answers a `Ping`: the destination lives and hears.
     Pong {
-        /// As asked.
+        /// The one that came with the question.
         nonce: u64,
     },
 }
@@ -202,12 +205,12 @@ pub enum ProtocolError {
     /// A number out of its bounds.
     #[error("the peer sent a control message with {0} out of bounds")]
     OutOfBounds(&'static str),
-    /// Another version.
+    /// The peer is of a release that this host does not understand.
     #[error(
         "the peer speaks migration protocol {theirs}, this host speaks {MIGRATION}: install the same version of Godwit on both hosts"
     )]
     Version {
-        /// What it speaks.
+        /// The one in its first word.
         theirs: u32,
     },
 }
@@ -350,7 +353,7 @@ mod tests {
     fn another_version_is_named() {
         let begin = ToDestination::Begin {
             version: 9,
-            epoch: 0,
+            set: 0,
             streams: 1,
             pages: 10,
         };
@@ -362,7 +365,7 @@ mod tests {
     fn stream_and_channel_numbers_are_bounded() {
         let begin = |streams| ToDestination::Begin {
             version: PROTOCOL_VERSION,
-            epoch: 0,
+            set: 0,
             streams,
             pages: 10,
         };

@@ -1,22 +1,27 @@
 //! Everything that talks to an unmodified QEMU.
 //!
 //! Starts it as an unprivileged, sandboxed process with the guest stopped; takes it over after a restart; speaks its
-//! machine protocol; saves and loads device state; slows its vCPUs; makes its taps and opens its disks; announces its
-//! guest on the network.
+//! machine protocol; saves and loads device state; slows its vCPUs; makes its taps and opens its disks; learns its guest's
+//! addresses and announces it on the network.
 //! Synchronous, on plain threads; every wait has a deadline. Refuses direct disk IO, balloons and whatever else would
 //! make guest memory change unseen. Knows nothing of migration streams or of guest memory.
 
 pub mod accel;
+pub mod allowance;
 pub mod announce;
 pub mod command_line;
+pub mod described;
 pub mod device_state;
 pub mod disk;
+pub mod group;
 pub mod launch;
 pub mod machine;
+pub mod neighbours;
 pub mod on_ram;
 pub mod packet;
 pub mod process;
 pub mod qmp;
+pub mod save_gate;
 pub mod scope;
 pub mod stderr_log;
 mod sync;
@@ -24,3 +29,5 @@ pub mod tap;
 mod text;
 pub mod throttle;
 pub mod trial;
+pub mod user;
+pub mod voice;

@@ -4,6 +4,7 @@
 //! dies. It takes the bridge's MTU and says nothing by itself. Bridges are the operator's: they are never made here.
 //! Everything happens in the calling thread's network namespace. Needs CAP_NET_ADMIN.
 
+use godwit_types::vm::VmSpec;
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
@@ -44,6 +45,17 @@ pub enum TapError {
         /// What the kernel said.
         source: io::Error,
     },
+}
+
+/// The name of a card's tap: at most 15 bytes, and this card's alone.
+pub fn name_of(spec: &VmSpec, index: usize) -> String {
+    let mac = spec.mac(index).unwrap_or_default();
+    let hex: String = mac
+        .iter()
+        .skip(2)
+        .map(|byte| format!("{byte:02x}"))
+        .collect();
+    format!("gw{hex}{index}")
 }
 
 /// An open tap, ready to be given to QEMU by its descriptor.

@@ -2,11 +2,10 @@
 //!
 //! Each action is finished before the next; what it brings about comes back as an event. Part of [`Vm`].
 
-use crate::announce;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
 use crate::migration::{Driver, Migration, Why};
-use crate::source::driver::Command;
+use crate::source::Command;
 use crate::succession::way_out;
 use crate::unsure::Unsure;
 use crate::vm::Vm;
@@ -202,7 +201,7 @@ impl Vm {
         });
         // The network first: the source only waits for figures.
         if let (Some(hyper), Some(spec)) = (&self.hyper, &self.spec) {
-            announce::announce(hyper, spec, &self.config.port_groups);
+            hyper.announce(spec, &self.config.port_groups);
             hyper.huge_pages.put_back();
         }
         migration

@@ -1,96 +1,11 @@
-//! Faults on purpose: what the real-QEMU tests use to stop, kill or spoil this process at a named point.
+//! Faults on purpose in the VM process: those of crate `streams`, what stands at the journal, and a `cont` that nobody may
+//! send.
 //!
-//! Compiled to nothing without the feature `faults`, which no product build has. With it the environment of the process
-//! says what happens: `GODWIT_FAULT` names a point, `GODWIT_FAULT_DO` is `kill` (this process), `kill-qemu`, `hold`
-//! (stop there until the marker file is removed) or `slow` (20 ms each time); `GODWIT_FAULT_MARK` is the marker file,
-//! created when the point is reached, so that everything but `slow` happens once. `GODWIT_PLANT` names a planted fault:
-//! a step of the product left out or done too early, which a test must notice. `GODWIT_PATIENCE_MS` replaces the shortest
-//! silence that counts in a switchover, for machines that are busier than any host should be.
+//! Owns nothing. Compiled to nothing without the feature `faults`, which no product build has.
 
 #[cfg(feature = "faults")]
 mod active {
-    use std::path::{Path, PathBuf};
-    use std::sync::OnceLock;
-    use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
-    use std::time::{Duration, Instant};
-
-    /// Longest hold: a test that died must not leave processes behind for ever.
-    const HOLD_MAX: Duration = Duration::from_secs(120);
-
-    static QEMU: AtomicI32 = AtomicI32::new(0);
-    static DONE: AtomicBool = AtomicBool::new(false);
-
-    struct Armed {
-        point: String,
-        action: String,
-        mark: PathBuf,
-    }
-
-    fn armed() -> Option<&'static Armed> {
-        static ARMED: OnceLock<Option<Armed>> = OnceLock::new();
-        ARMED
-            .get_or_init(|| {
-                Some(Armed {
-                    point: std::env::var("GODWIT_FAULT").ok()?,
-                    action: std::env::var("GODWIT_FAULT_DO").ok()?,
-                    mark: std::env::var_os("GODWIT_FAULT_MARK")?.into(),
-                })
-            })
-            .as_ref()
-    }
-
-    pub(crate) fn qemu_is(pid: i32) {
-        QEMU.store(pid, Ordering::SeqCst);
-    }
-
-    pub(crate) fn reached(point: &str) {
-        let Some(armed) = armed().filter(|armed| armed.point == point) else {
-            return;
-        };
-        if armed.action == "slow" {
-            std::thread::sleep(Duration::from_millis(20));
-            return;
-        }
-        if DONE.swap(true, Ordering::SeqCst) {
-            return;
-        }
-        tracing::warn!(point, action = armed.action, "fault on purpose");
-        let marked = std::fs::write(&armed.mark, point);
-        match armed.action.as_str() {
-            "hold" if marked.is_ok() => hold(&armed.mark),
-            "kill" => kill(std::process::id() as i32),
-            "kill-qemu" => kill(QEMU.load(Ordering::SeqCst)),
-            _ => {}
-        }
-    }
-
-    pub(crate) fn patience(product: Duration) -> Duration {
-        let wanted = std::env::var("GODWIT_PATIENCE_MS").ok();
-        wanted
-            .and_then(|ms| ms.parse().ok())
-            .map_or(product, Duration::from_millis)
-    }
-
-    fn hold(mark: &Path) {
-        let began = Instant::now();
-        while mark.exists() && began.elapsed() < HOLD_MAX {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    fn kill(pid: i32) {
-        if let Some(pid) = rustix::process::Pid::from_raw(pid) {
-            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-        }
-    }
-
-    pub(crate) fn planted(plant: &str) -> bool {
-        static PLANT: OnceLock<Option<String>> = OnceLock::new();
-        PLANT
-            .get_or_init(|| std::env::var("GODWIT_PLANT").ok())
-            .as_deref()
-            == Some(plant)
-    }
+    use std::path::Path;
 
     /// What the permit is there to prevent: somebody who reaches QEMU lets the guest run.
     pub(crate) fn cont_without_permit(monitor: &Path) {
@@ -113,26 +28,11 @@ mod active {
 #[cfg(not(feature = "faults"))]
 mod active {
     #[inline(always)]
-    pub(crate) fn qemu_is(_pid: i32) {}
-
-    #[inline(always)]
-    pub(crate) fn reached(_point: &str) {}
-
-    #[inline(always)]
-    pub(crate) fn patience(product: std::time::Duration) -> std::time::Duration {
-        product
-    }
-
-    #[inline(always)]
-    pub(crate) fn planted(_plant: &str) -> bool {
-        false
-    }
-
-    #[inline(always)]
     pub(crate) fn cont_without_permit(_monitor: &std::path::Path) {}
 }
 
-pub(crate) use active::{cont_without_permit, patience, planted, qemu_is, reached};
+pub(crate) use active::cont_without_permit;
+pub(crate) use godwit_streams::faults::{patience, planted, qemu_is, reached};
 
 use godwit_ownership::{HostRecord, Phase};
 

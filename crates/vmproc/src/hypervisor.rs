@@ -3,27 +3,27 @@
 //! Owns nothing beyond a QEMU's life: dropping a [`Hyper`] leaves QEMU running, as an upgrade of this process needs.
 //! Refuses: to start a second QEMU while one is known.
 
-use crate::announce::Voice;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
-use crate::group::limit_memory;
-use crate::huge_pages::HugePages;
+use crate::harden::stay_private;
 use crate::input::{GuestNews, Input, Waiting};
-use crate::neighbours::Neighbours;
-use crate::user;
-use godwit_guestmem::{Library, Owner, RamFile, handout, library};
-use godwit_qemu::command_line::{self, Disk, MachineConfig, Nic};
+use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout, library};
+use godwit_qemu::described::{Wanted, open_taps};
+use godwit_qemu::group::limit_memory;
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
 use godwit_qemu::machine::{Machine, RunState};
+use godwit_qemu::neighbours::Neighbours;
 use godwit_qemu::process::QemuProcess;
 use godwit_qemu::qmp::{EventKind, EventsError};
 use godwit_qemu::tap::Tap;
+use godwit_qemu::user::{self, Common, User};
+use godwit_qemu::voice::{Voice, announce};
 use godwit_store::{load_json, remove_document, save_json};
-use godwit_types::cpu::CpuWish;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{Accelerator, VmSpec};
-use godwit_types::{ApiError, ErrorCode};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use godwit_types::{ApiError, ErrorCode, PortGroup};
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -45,11 +45,11 @@ pub(crate) struct Hyper {
     process: QemuProcess,
     pub machine: Arc<Machine>,
     pub ram: Arc<RamFile>,
-    /// What tracking splits.
+    /// Tracking splits them; they are put back afterwards.
     pub huge_pages: Arc<HugePages>,
     /// The guest's addresses on the network.
     pub neighbours: Neighbours,
-    /// Announces the guest.
+    /// Speaks in the guest's name once it runs here.
     pub voice: Voice,
 }
 
@@ -60,7 +60,7 @@ impl Drop for Hyper {
     }
 }
 
-/// What to start.
+/// A QEMU that is to be started, for which VM and where.
 pub(crate) struct Start<'a> {
     pub config: &'a VmProcessConfig,
     pub paths: &'a Paths,
@@ -70,15 +70,26 @@ pub(crate) struct Start<'a> {
     pub incoming: bool,
 }
 
+impl Start<'_> {
+    /// Whom the host's QEMUs may all be.
+    fn common(&self) -> Common<'_> {
+        let (uid, gid) = (self.config.qemu_uid, self.config.qemu_gid);
+        Common {
+            host: &self.config.host,
+            user: User { uid, gid },
+        }
+    }
+}
+
 impl Hyper {
     /// Starts QEMU; the guest does not run.
     pub(crate) fn start(start: &Start<'_>) -> Result<Self, ApiError> {
-        let owner = user::of(start.config, start.spec)?;
+        let user = with_other_rights(|| user::of(start.common(), start.spec))?;
         let ram_path = start.paths.ram_file(start.launch);
         limit_memory(start.spec.memory_bytes());
-        let ram =
-            RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner)).map_err(memory)?;
-        let started = launch_qemu(start, owner, &ram_path).and_then(|(launched, taps)| {
+        let ram = RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner_of(user)))
+            .map_err(memory)?;
+        let started = launch_qemu(start, user, &ram_path).and_then(|(launched, taps)| {
             qemu_is(launched.process.pid());
             reached("qemu.started");
             let identity = QemuIdentity {
@@ -98,9 +109,9 @@ impl Hyper {
             Ok((identity, launched, taps)) => {
                 let ram = Arc::new(ram);
                 Ok(Self {
-                    neighbours: Neighbours::load(start.paths, start.launch),
+                    neighbours: Neighbours::load(start.paths.addresses(start.launch)),
                     voice: Voice::new(taps),
-                    huge_pages: HugePages::of(&identity, &ram),
+                    huge_pages: HugePages::of(identity.pid, &ram),
                     identity,
                     process: launched.process,
                     machine: Arc::new(launched.machine),
@@ -135,12 +146,12 @@ impl Hyper {
         let ram = RamFile::open(&paths.ram_file(identity.launch)).map_err(memory)?;
         let ram = Arc::new(ram);
         let hyper = Self {
-            huge_pages: HugePages::of(identity, &ram),
+            huge_pages: HugePages::of(identity.pid, &ram),
             identity: identity.clone(),
             process: taken.process,
             machine: Arc::new(taken.machine),
             ram,
-            neighbours: Neighbours::load(paths, identity.launch),
+            neighbours: Neighbours::load(paths.addresses(identity.launch)),
             voice: Voice::default(),
         };
         Ok((hyper, state))
@@ -152,7 +163,13 @@ impl Hyper {
         save_json(&paths.identity(), &self.identity).map_err(internal)
     }
 
-    /// QEMU's process id.
+    /// Tells the network that the guest runs here since just now.
+    pub(crate) fn announce(&self, spec: &VmSpec, bridges: &BTreeMap<PortGroup, String>) {
+        let known = self.neighbours.read();
+        announce(&self.voice, &self.machine, spec, &known, bridges);
+    }
+
+    /// The process that is watched and killed.
     pub(crate) fn pid(&self) -> i32 {
         self.identity.pid
     }
@@ -249,13 +266,26 @@ pub(crate) fn news_of(state: &RunState) -> Option<GuestNews> {
     Some(GuestNews::Halted(why.into()))
 }
 
+/// Opens files as other users, after which this process stays unreadable for them.
+fn with_other_rights<R>(open: impl FnOnce() -> Result<R, ApiError>) -> Result<R, ApiError> {
+    let opened = open();
+    stay_private().map_err(internal)?;
+    opened
+}
+
+fn owner_of(user: User) -> Owner {
+    let User { uid, gid } = user;
+    Owner { uid, gid }
+}
+
 fn launch_qemu(
     start: &Start<'_>,
-    owner: Owner,
+    user: User,
     ram_path: &Path,
 ) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>), ApiError> {
-    let taps = open_taps(start.config, start.spec)?;
-    let images = user::open_disks(start.config, start.spec, owner)?;
+    let (host, groups) = (&start.config.host, &start.config.port_groups);
+    let taps = open_taps(start.spec, host, groups)?;
+    let images = with_other_rights(|| user::open_disks(start.common(), start.spec, user))?;
     let library = Library::make(&start.paths.state).map_err(memory)?;
     let device = handout::open_device().map_err(memory)?;
     let socket = start.paths.handout(start.launch);
@@ -266,12 +296,18 @@ fn launch_qemu(
     let monitors: Vec<PathBuf> = (0..2)
         .map(|index| start.paths.monitor(start.launch, index))
         .collect();
+    let wanted = Wanted {
+        spec: start.spec,
+        accelerator: start.accelerator,
+        ram_file: ram_path,
+        incoming: start.incoming,
+    };
     let spec = LaunchSpec {
         binary: PathBuf::from(&start.config.qemu),
-        machine: machine_config(start, ram_path, &taps, &images),
+        machine: wanted.machine(&taps, &images),
         monitors,
-        uid: owner.uid,
-        gid: owner.gid,
+        uid: user.uid,
+        gid: user.gid,
         handout: Some(Handout {
             library: library.fd(),
             uffd_device: device.as_fd(),
@@ -305,99 +341,6 @@ fn can_be_tracked(
         return Err(godwit_guestmem::Error::NotPreloaded { pid, stderr });
     }
     handout::request_uffd(socket, pid, deadline).map(drop)
-}
-
-fn machine_config(
-    start: &Start<'_>,
-    ram_path: &Path,
-    taps: &[Tap],
-    images: &[OwnedFd],
-) -> MachineConfig {
-    let spec = start.spec;
-    let disks = spec.disks.iter().zip(images);
-    let nic = |(index, tap): (usize, &Tap)| {
-        Some(Nic {
-            mac: spec.mac(index)?,
-            tap_fd: tap.as_fd().as_raw_fd(),
-        })
-    };
-    let cpu = CpuWish::parse(&spec.cpu);
-    MachineConfig {
-        hardware: spec.hardware(),
-        name: spec.name.to_string(),
-        uuid: uuid_of(spec.name.as_str()),
-        vcpus: spec.vcpus,
-        memory_mib: spec.memory_mib,
-        machine_type: spec.machine.clone(),
-        cpu_model: cpu.model,
-        cpu_features: cpu.features,
-        cpu_enforce: start.accelerator == Accelerator::Kvm,
-        accelerator: match start.accelerator {
-            Accelerator::Kvm => command_line::Accelerator::Kvm,
-            Accelerator::Auto | Accelerator::Tcg => command_line::Accelerator::Tcg,
-        },
-        kernel: PathBuf::from(&spec.kernel),
-        initramfs: spec.initramfs.as_ref().map(PathBuf::from),
-        kernel_arguments: spec.cmdline.clone(),
-        nics: taps.iter().enumerate().filter_map(nic).collect(),
-        disks: disks
-            .map(|(disk, image)| Disk {
-                name: disk.name.clone(),
-                fd: image.as_raw_fd(),
-                read_only: disk.read_only,
-            })
-            .collect(),
-        ram_file: ram_path.to_owned(),
-        incoming: start.incoming,
-    }
-}
-
-fn open_taps(config: &VmProcessConfig, spec: &VmSpec) -> Result<Vec<Tap>, ApiError> {
-    let mut taps = Vec::new();
-    for (index, nic) in spec.nics.iter().enumerate() {
-        let bridge = config.port_groups.get(&nic.port_group).ok_or_else(|| {
-            let message = format!(
-                "host '{}' has no port group '{}': add it to [port_groups] in its host.toml, or change the VM's",
-                config.host, nic.port_group
-            );
-            ApiError::new(ErrorCode::MissingBridge, message).on_host(&config.host)
-        })?;
-        let tap = Tap::create(&tap_name(spec, index), bridge).map_err(|error| {
-            let message = format!("host '{}': {error}", config.host);
-            ApiError::new(ErrorCode::MissingBridge, message).on_host(&config.host)
-        })?;
-        taps.push(tap);
-    }
-    Ok(taps)
-}
-
-/// A name of at most 15 bytes that is this card's alone.
-pub(crate) fn tap_name(spec: &VmSpec, index: usize) -> String {
-    let mac = spec.mac(index).unwrap_or_default();
-    let hex: String = mac
-        .iter()
-        .skip(2)
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
-    format!("gw{hex}{index}")
-}
-
-/// The same UUID on every host: made from the VM's name, in the form of a random one.
-fn uuid_of(name: &str) -> String {
-    let mut state: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
-    for byte in name.bytes() {
-        state = (state ^ u128::from(byte)).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013b);
-    }
-    let hex = format!("{state:032x}");
-    let part = |from: usize, to: usize| hex.get(from..to).unwrap_or_default();
-    format!(
-        "{}-{}-4{}-a{}-{}",
-        part(0, 8),
-        part(8, 12),
-        part(13, 16),
-        part(17, 20),
-        part(20, 32)
-    )
 }
 
 /// Removes everything that a QEMU of this VM left on this host.
@@ -459,17 +402,5 @@ mod tests {
         }
         let panicked = Some(GuestNews::Halted(PANICKED.into()));
         assert_eq!(guest_news(&kind(true, "guest-panic")), panicked);
-    }
-
-    #[test]
-    fn the_uuid_has_its_form_and_is_the_vms_own() {
-        let uuid = uuid_of("web");
-        assert_eq!(uuid.len(), 36);
-        assert_eq!(
-            uuid.split('-').map(str::len).collect::<Vec<_>>(),
-            [8, 4, 4, 4, 12]
-        );
-        assert_eq!(uuid, uuid_of("web"));
-        assert_ne!(uuid, uuid_of("db"));
     }
 }

@@ -5,8 +5,8 @@
 //! messages may be lost anyway, and whoever needs an answer asks again.
 
 use crate::ask::{Later, Now};
-use godwit_migrate::protocol::{ToDestination, clip_reason};
 use godwit_ownership::{Event, PeerMessage};
+use godwit_streams::Farewell;
 use godwit_types::host_api::VmAnswer;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -31,7 +31,7 @@ pub(crate) enum GuestNews {
     Halted(String),
     /// The guest reset itself.
     Reset,
-    /// QEMU is gone.
+    /// The process is gone, by whoever's hand.
     Died,
 }
 
@@ -81,7 +81,7 @@ pub(crate) struct DriverNews {
     pub news: News,
 }
 
-/// The news themselves.
+/// What a driver has to tell.
 #[derive(Debug)]
 pub(crate) enum News {
     /// (source) Channels are up and the copying begins.
@@ -104,24 +104,6 @@ pub(crate) enum News {
     Failed(String),
     /// (destination) The source ended the migration.
     SourceEnded(Farewell),
-}
-
-/// Why a side ends a migration.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Farewell {
-    pub reason: String,
-    /// A person or a deadline wanted it.
-    pub cancelled: bool,
-}
-
-impl Farewell {
-    /// As the other side hears it.
-    pub(crate) fn message(&self) -> ToDestination {
-        ToDestination::Cancel {
-            reason: clip_reason(&self.reason),
-            cancelled: self.cancelled,
-        }
-    }
 }
 
 /// Where a driver's news go.

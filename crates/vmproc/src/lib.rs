@@ -10,35 +10,27 @@
 
 mod actions;
 mod adoption;
-mod announce;
 mod ask;
 mod closing;
 #[cfg(test)]
 mod closing_tests;
-mod control;
-mod control_slot;
 mod destination;
 mod faults;
 mod files;
-mod group;
 mod harden;
-mod huge_pages;
 mod hypervisor;
 mod input;
 mod measure;
 mod migration;
 #[cfg(test)]
 mod migration_tests;
-mod neighbours;
 mod off;
 #[cfg(test)]
 mod off_tests;
 mod opening;
 mod outbox;
-mod priority;
 mod rate;
 mod requests;
-mod save_gate;
 mod server;
 mod shared_report;
 mod source;
@@ -46,16 +38,15 @@ mod strays;
 mod succession;
 #[cfg(test)]
 mod testing;
-mod throttle;
 mod timers;
 mod unsaved;
 mod unsure;
-mod user;
 mod vm;
 #[cfg(test)]
 mod vm_tests;
 
 use anyhow::Context as _;
+use godwit_qemu::group;
 use godwit_store::load_json;
 use godwit_types::host_api::VmProcessConfig;
 use std::path::Path;

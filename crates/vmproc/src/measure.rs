@@ -5,38 +5,21 @@
 //! migration that begins, QEMU's end) the tracking is put away first and huge pages are put back afterwards. Refuses:
 //! to measure beside a migration, which needs the tracking for itself, and a guest that does not run.
 
-use crate::huge_pages::HugePages;
 use crate::hypervisor::internal;
 use crate::input::Input;
-use crate::source::tracking::begin;
 use crate::vm::Vm;
-use godwit_guestmem::{CHUNK_PAGES, Error, PageSet, RamFile, Tracking};
+use godwit_guestmem::usage::{Subject, Usage, Written, measure};
 use godwit_ownership::Status;
 use godwit_types::forecast::{DirtyAge, DirtyRate};
 use godwit_types::host_api::{MEASURE_MS_MAX, VmAnswer};
 use godwit_types::{ApiError, ErrorCode};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, SyncSender, channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// Looks, as shares of the whole time: a working set shows by growing ever more slowly.
-const LOOKS: [f64; 5] = [0.06, 0.15, 0.35, 0.6, 1.0];
-/// Chunks whose content is looked at; more memory than this is judged by a sample, evenly spread.
-const CHUNKS_READ_MAX: u64 = 256;
 const MIB: f64 = 1_048_576.0;
 const PAGES_PER_MIB: f64 = 256.0;
-
-/// What is measured, and where.
-#[derive(Debug)]
-pub(crate) struct Subject {
-    pub ram: Arc<RamFile>,
-    pub huge_pages: Arc<HugePages>,
-    pub qemu_pid: u32,
-    pub handout_socket: PathBuf,
-    pub millis: u64,
-}
 
 /// A measuring under way. Dropping it ends it, with the tracking put away.
 #[derive(Debug)]
@@ -53,13 +36,14 @@ impl Measuring {
         inputs: Sender<Input>,
     ) -> std::io::Result<Self> {
         let (end, ended) = channel();
+        let ram_bytes = subject.ram.byte_count();
         let work = move || {
             let wait = |time| match ended.recv_timeout(time) {
                 Err(RecvTimeoutError::Timeout) => true,
                 Ok(()) | Err(RecvTimeoutError::Disconnected) => false,
             };
             let answer = match measure(&subject, wait) {
-                Ok(Some(rate)) => VmAnswer::DirtyRate(rate),
+                Ok(Some(usage)) => VmAnswer::DirtyRate(rate(&usage, ram_bytes)),
                 Ok(None) => VmAnswer::Error(ApiError::new(
                     ErrorCode::AlreadyMigrating,
                     "the measuring was ended because the VM began to move or stop",
@@ -119,7 +103,7 @@ impl Vm {
             huge_pages: Arc::clone(&hyper.huge_pages),
             qemu_pid: u32::try_from(hyper.pid()).map_err(internal)?,
             handout_socket: self.paths.handout(hyper.identity.launch),
-            millis,
+            within: Duration::from_millis(millis.clamp(1, MEASURE_MS_MAX)),
         })
     }
 }
@@ -134,112 +118,15 @@ impl Drop for Measuring {
     }
 }
 
-/// `None` when `wait`, which says whether the time has passed undisturbed, said no.
-fn measure(subject: &Subject, wait: impl Fn(Duration) -> bool) -> Result<Option<DirtyRate>, Error> {
-    let data_pages = data_pages(&subject.ram)?;
-    let tracking = begin(
-        &subject.ram,
-        subject.qemu_pid,
-        &subject.handout_socket,
-        &subject.huge_pages,
-    )?;
-    let looked = look(subject, tracking, wait);
-    subject.huge_pages.put_back();
-    Ok(looked?.map(|ages| DirtyRate {
-        ram_mib: (subject.ram.byte_count() as f64 / MIB) as u64,
-        data_mib: (data_pages as f64 / PAGES_PER_MIB).ceil() as u64,
-        ages,
-    }))
-}
-
-/// Looks at what has been written since the beginning, several times. Puts the tracking away, whatever happens.
-fn look(
-    subject: &Subject,
-    mut tracking: Tracking,
-    wait: impl Fn(Duration) -> bool,
-) -> Result<Option<Vec<DirtyAge>>, Error> {
-    let began = Instant::now();
-    let whole_s = subject.millis.clamp(1, MEASURE_MS_MAX) as f64 / 1000.0;
-    let mut written = PageSet::new(subject.ram.page_count());
-    let mut ages = Vec::with_capacity(LOOKS.len());
-    for share in LOOKS {
-        let at = Duration::from_secs_f64(share * whole_s);
-        if !wait(at.saturating_sub(began.elapsed())) {
-            return Ok(None);
-        }
-        let pages = tracking.peek(&mut written)?;
-        ages.push(DirtyAge {
-            seconds: began.elapsed().as_secs_f64(),
-            mib: pages as f64 / PAGES_PER_MIB,
-        });
-    }
-    tracking.stop()?;
-    Ok(Some(ages))
-}
-
-/// Pages that are not zero, judged by a sample where there are many.
-fn data_pages(ram: &RamFile) -> Result<u64, Error> {
-    let present = ram.data_pages()?.count();
-    let chunks = ram.page_count() / CHUNK_PAGES;
-    let step = chunks.div_ceil(CHUNKS_READ_MAX).max(1);
-    let (mut seen, mut data) = (0_u64, 0_u64);
-    let mut chunk = 0;
-    while chunk < chunks {
-        let first = chunk * CHUNK_PAGES;
-        seen += ram
-            .data_extents(first..first + CHUNK_PAGES)?
-            .iter()
-            .map(|extent| extent.end - extent.start)
-            .sum::<u64>();
-        let content = ram.classify_chunk(first, [u64::MAX; CHUNK_PAGES as usize / 64])?;
-        data += content
-            .data
-            .iter()
-            .map(|word| u64::from(word.count_ones()))
-            .sum::<u64>();
-        chunk += step;
-    }
-    Ok(scaled(present, data, seen))
-}
-
-/// The share of data among what was seen, of all that is present.
-fn scaled(present: u64, data: u64, seen: u64) -> u64 {
-    if seen == 0 {
-        // No sample fell on memory: all of what there is may be data.
-        return present;
-    }
-    (present as f64 * data as f64 / seen as f64).round() as u64
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn shm_file(pages: u64) -> (tempfile::TempDir, RamFile) {
-        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-        let ram = RamFile::create(&dir.path().join("ram"), pages * 4096, None).unwrap();
-        (dir, ram)
-    }
-
-    #[test]
-    fn untouched_and_zero_memory_is_no_data() {
-        use std::os::unix::fs::FileExt as _;
-        let (_dir, ram) = shm_file(4 * CHUNK_PAGES);
-        assert_eq!(data_pages(&ram).unwrap(), 0);
-        let file = std::fs::OpenOptions::new()
-            .write(true)
-            .open(ram.path())
-            .unwrap();
-        file.write_all_at(&[1; 4096], 0).unwrap();
-        file.write_all_at(&[0; 4096], 3 * 4096).unwrap();
-        file.write_all_at(&[7; 8192], 600 * 4096).unwrap();
-        assert_eq!(data_pages(&ram).unwrap(), 3);
-    }
-
-    #[test]
-    fn a_sample_speaks_for_the_rest() {
-        assert_eq!(scaled(1000, 30, 60), 500);
-        assert_eq!(scaled(1000, 0, 60), 0);
-        assert_eq!(scaled(1000, 0, 0), 1000);
+/// As a prediction wants it.
+fn rate(usage: &Usage, ram_bytes: u64) -> DirtyRate {
+    let age = |written: &Written| DirtyAge {
+        seconds: written.after.as_secs_f64(),
+        mib: written.pages as f64 / PAGES_PER_MIB,
+    };
+    DirtyRate {
+        ram_mib: (ram_bytes as f64 / MIB) as u64,
+        data_mib: (usage.data_pages as f64 / PAGES_PER_MIB).ceil() as u64,
+        ages: usage.written.iter().map(age).collect(),
     }
 }

@@ -4,24 +4,22 @@
 //! driver that carries it, and the reason that people are told. Refuses: to begin beside another one, and what was
 //! cancelled before it came; what could not begin leaves nothing half-done behind.
 
-use crate::control_slot::ControlSlot;
-use crate::destination::arrivals::Arrivals;
-use crate::destination::driver::{DestinationHandle, DestinationParts, WaitingQemu};
-use crate::destination::memory::Memory;
+use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::faults::reached;
 use crate::hypervisor::{QMP_WAIT, internal};
-use crate::input::{DriverNews, Farewell, Input, Intake, News};
-use crate::priority::cores;
+use crate::input::{DriverNews, Input, Intake, News};
 use crate::requests::Reply;
-use crate::save_gate::SaveGate;
 use crate::shared_report::SharedReport;
-use crate::source::driver::{SourceHandle, SourceParts};
-use crate::source::routes::routes;
-use crate::source::tracking::DirtyTracker;
-use crate::throttle::SharedThrottle;
+use crate::source::{SourceHandle, SourceParts};
 use crate::vm::Vm;
+use godwit_guestmem::DirtyTracker;
 use godwit_ownership::{Action, Ending, Event, EventKind, PeerMessage, Phase};
+use godwit_qemu::allowance::SharedThrottle;
+use godwit_qemu::save_gate::SaveGate;
 use godwit_store::save_json;
+use godwit_streams::destination::{Arrivals, Memory, empty};
+use godwit_streams::source::routes;
+use godwit_streams::{ControlSlot, Farewell, cores};
 use godwit_types::host_api::{
     IncomingReady, MigrationNote, NOTE_FILE, PrepareIncoming, SPEC_FILE, VmAnswer,
 };
@@ -227,7 +225,7 @@ impl Vm {
             .machine
             .prepare_incoming(Instant::now() + QMP_WAIT)
             .map_err(internal)?;
-        crate::destination::memory::empty(&hyper.ram).map_err(internal)?;
+        empty(&hyper.ram).map_err(internal)?;
         let report = self.new_report(spec, Side::Destination);
         self.save_begun(&report.read())?;
         let control = ControlSlot::default();

@@ -17,6 +17,7 @@ use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::vm::{Outcome, Vm};
 use godwit_ownership::{Action, HostRecord, Qemu, RecordError, VmCore};
+use godwit_qemu::group;
 use godwit_qemu::machine::RunState;
 use godwit_store::{VmStore, load_json};
 use godwit_types::host_api::{MigrationNote, NOTE_FILE, SPEC_FILE, VmProcessConfig};
@@ -139,10 +140,10 @@ impl Serving {
         if let Err(error) = godwit_qemu::throttle::release_leftovers_of(hyper.pid()) {
             tracing::warn!(%error, "a predecessor's throttle may be left");
         }
-        crate::group::take_in(hyper.pid());
+        group::take_in(hyper.pid());
         // Of the guest that runs: its description may be of another size by now.
         let mapped = hyper.ram.page_count();
-        crate::group::limit_memory(mapped.saturating_mul(godwit_guestmem::PAGE_SIZE as u64));
+        group::limit_memory(mapped.saturating_mul(godwit_guestmem::PAGE_SIZE as u64));
         Ok(found)
     }
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 /// Most messages that wait; older ones give way, since the newest question is the one that counts.
 const WAITING_MAX: usize = 64;
 
-/// The waiting messages.
+/// Messages for other hosts that no agent has taken yet.
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
     waiting: Mutex<Vec<OutboxMessage>>,

@@ -4,9 +4,9 @@
 
 use std::time::{Duration, Instant};
 
-/// Lines a minute.
+/// Most lines in each minute.
 const LINES_MAX: u64 = 20;
-/// A minute.
+/// For how long the count goes on.
 const EACH: Duration = Duration::from_secs(60);
 
 /// What is said of one kind of thing.

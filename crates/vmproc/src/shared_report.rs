@@ -2,15 +2,11 @@
 //!
 //! Owned by the VM; the lock is held for the time of a copy. Data-path threads never touch it.
 
-use godwit_migrate::ledger::average_wire_rate;
-use godwit_types::migration::{MigrationReport, MoveEvent, MoveEventKind, Outcome, Phase, Side};
+use godwit_migrate::records;
+use godwit_types::migration::{MigrationReport, MoveEventKind, Outcome};
+use rustix::time::{ClockId, clock_gettime};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
-
-/// Most notes of one report.
-const NOTES_MAX: usize = 32;
-/// Most events of one report.
-const EVENTS_MAX: usize = 32;
 
 /// The report and the clock it is measured by.
 #[derive(Debug, Clone)]
@@ -27,12 +23,12 @@ enum Pause {
     #[default]
     None,
     Since(Instant),
-    /// Over, and booked.
+    /// Its length stands in the report.
     Over,
 }
 
 impl SharedReport {
-    /// Starts the clock.
+    /// Takes a report whose migration begins now.
     pub(crate) fn new(report: MigrationReport) -> Self {
         Self {
             report: Arc::new(Mutex::new(report)),
@@ -42,12 +38,12 @@ impl SharedReport {
         }
     }
 
-    /// A copy.
+    /// The report as it stands, to be shown.
     pub(crate) fn read(&self) -> MigrationReport {
         self.update(|report| report.clone())
     }
 
-    /// Changes it.
+    /// Lets `change` at the report, whose total time is brought up to date before.
     pub(crate) fn update<R>(&self, change: impl FnOnce(&mut MigrationReport) -> R) -> R {
         let mut report = self.report.lock().unwrap_or_else(PoisonError::into_inner);
         if report.outcome.is_none() || report.outcome == Some(Outcome::InDoubt) {
@@ -58,13 +54,7 @@ impl SharedReport {
 
     /// Notes what made it slower: each sentence once, and no more of them than somebody reads.
     pub(crate) fn note(&self, notes: Vec<String>) {
-        self.update(|report| {
-            for note in notes {
-                if report.notes.len() < NOTES_MAX && !report.notes.contains(&note) {
-                    report.notes.push(note);
-                }
-            }
-        });
+        self.update(|report| records::note(report, notes));
     }
 
     /// CPU seconds of this process since the migration began.
@@ -83,43 +73,17 @@ impl SharedReport {
             return;
         };
         let stood_s = at.elapsed().as_secs_f64();
-        self.update(|report| {
-            let event = MoveEvent {
-                at_s: (report.total_s - stood_s).max(0.0),
-                kind: MoveEventKind::SwitchoverCalledOff,
-                lasted_s: Some(stood_s),
-                message: format!(
-                    "the switchover was called off after the guest had stood still for {:.0} ms; it goes on at its source",
-                    1e3 * stood_s
-                ),
-            };
-            push(report, event);
-        });
+        self.update(|report| records::went_on(report, stood_s));
     }
 
     /// Something beside the plan has begun.
     pub(crate) fn happened(&self, kind: MoveEventKind, message: &str) {
-        self.update(|report| {
-            let event = MoveEvent {
-                at_s: report.total_s,
-                kind,
-                lasted_s: None,
-                message: message.to_owned(),
-            };
-            push(report, event);
-        });
+        self.update(|report| records::happened(report, kind, message));
     }
 
     /// Something beside the plan is over; says how long it lasted, s.
     pub(crate) fn passed(&self, kind: MoveEventKind) -> Option<f64> {
-        self.update(|report| {
-            let open = |event: &&mut MoveEvent| event.kind == kind && event.lasted_s.is_none();
-            let now_s = report.total_s;
-            let event = report.events.iter_mut().rev().find(open)?;
-            let lasted_s = (now_s - event.at_s).max(0.0);
-            event.lasted_s = Some(lasted_s);
-            Some(lasted_s)
-        })
+        self.update(|report| records::passed(report, kind))
     }
 
     /// (source) No byte has moved for so long; from `limit_s` on that is told, until one does.
@@ -130,22 +94,7 @@ impl SharedReport {
             }
             return;
         }
-        let began = self.update(|report| {
-            let open = |event: &MoveEvent| {
-                event.kind == MoveEventKind::LinkSilent && event.lasted_s.is_none()
-            };
-            if report.events.last().is_some_and(open) {
-                return false;
-            }
-            let event = MoveEvent {
-                at_s: (report.total_s - silent_s).max(0.0),
-                kind: MoveEventKind::LinkSilent,
-                lasted_s: None,
-                message: "nothing got through to the other host".into(),
-            };
-            push(report, event);
-            true
-        });
+        let began = self.update(|report| records::fell_silent(report, silent_s));
         if began {
             tracing::warn!(silent_s, "nothing gets through to the other host");
         }
@@ -161,7 +110,7 @@ impl SharedReport {
         self.update(|report| {
             report.cpu_destination_s = cpu_s;
             report.switchover_parts_ms.resume_ms = resume_ms;
-            book_pause(report, at.saturating_duration_since(stopped_at));
+            records::book_pause(report, at.saturating_duration_since(stopped_at));
         });
         self.pause.1.notify_all();
     }
@@ -177,7 +126,7 @@ impl SharedReport {
         if let Pause::Since(stopped_at) = *pause {
             *pause = Pause::Over;
             let time = stopped_at.elapsed().saturating_sub(wait);
-            self.update(|report| book_pause(report, time));
+            self.update(|report| records::book_pause(report, time));
         }
     }
 
@@ -194,84 +143,16 @@ impl SharedReport {
         });
     }
 
-    /// Books the end.
+    /// Books how the migration ended; a reason that stands there already is kept.
     pub(crate) fn end(&self, outcome: Outcome, reason: Option<String>) {
-        self.update(|report| {
-            report.outcome = Some(outcome);
-            report.phase = if outcome == Outcome::InDoubt {
-                Phase::Handover
-            } else {
-                Phase::Ended
-            };
-            report.eta_s = None;
-            if outcome == Outcome::Completed {
-                report.remaining_bytes = 0;
-                report.done_percent = 100.0;
-            }
-            if outcome != Outcome::InDoubt {
-                close(report);
-            }
-            if report.reason.is_none() {
-                report.reason = reason;
-            }
-        });
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let now_unix_s = now.ok().map(|since| since.as_secs());
+        self.update(|report| records::end(report, outcome, reason, now_unix_s));
     }
-}
-
-/// Adds an event; of very many the first and the last are kept. One that another follows is over.
-fn push(report: &mut MigrationReport, event: MoveEvent) {
-    end_events(report, event.at_s);
-    if report.events.len() >= EVENTS_MAX {
-        report.events.pop();
-    }
-    report.events.push(event);
-}
-
-fn end_events(report: &mut MigrationReport, now_s: f64) {
-    let open = report
-        .events
-        .iter_mut()
-        .filter(|event| event.lasted_s.is_none());
-    for event in open {
-        event.lasted_s = Some((now_s - event.at_s).max(0.0));
-    }
-}
-
-/// What is said of a migration that is over: nothing lasts any more, and rates are averages.
-fn close(report: &mut MigrationReport) {
-    end_events(report, report.total_s);
-    report.wire_bytes_per_s = match report.side {
-        Side::Source => average_wire_rate(report),
-        // It does not know the passes.
-        Side::Destination => report.bytes_on_wire as f64 / report.total_s.max(1e-3),
-    };
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    report.ended_unix_s = now.ok().map(|since| since.as_secs());
-}
-
-fn book_pause(report: &mut MigrationReport, time: Duration) {
-    report.switchover_ms = time.as_secs_f64() * 1e3;
-    report.promise.kept = report.switchover_ms <= report.promise.max_downtime_ms as f64;
-    let parts = &mut report.switchover_parts_ms;
-    // What is left are both journals and the ways of ready, permit and the answer.
-    let timed = parts.stop_ms
-        + parts.last_pages_ms
-        + parts.device_save_ms
-        + parts.device_load_ms
-        + parts.resume_ms;
-    parts.permit_ms = (report.switchover_ms - timed).max(0.0);
 }
 
 /// CPU seconds of this process, user and system.
 fn cpu_s() -> f64 {
-    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: the structure is ours, zeroed and of the type that the call fills in.
-    let usage = unsafe {
-        if libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) != 0 {
-            return 0.0;
-        }
-        usage.assume_init()
-    };
-    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
-    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+    let spent = clock_gettime(ClockId::ProcessCPUTime);
+    Duration::try_from(spent).unwrap_or_default().as_secs_f64()
 }

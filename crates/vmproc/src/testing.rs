@@ -234,7 +234,7 @@ struct Script {
     statuses: VecDeque<String>,
     /// It answers nothing from this command on.
     hangs_at: Option<&'static str>,
-    /// Refused.
+    /// It answers this command with an error.
     refuses: Option<&'static str>,
     asked: Vec<String>,
 }
@@ -267,7 +267,7 @@ impl FakeQemu {
         self.change(|script| script.hangs_at = command);
     }
 
-    /// Refuses a command.
+    /// Answers this command with an error from now on.
     pub(crate) fn refuses(&self, command: Option<&'static str>) {
         self.change(|script| script.refuses = command);
     }

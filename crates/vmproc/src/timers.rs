@@ -6,7 +6,7 @@ use godwit_ownership::Timer;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-/// Armed timers.
+/// When which of the core's timers is due.
 #[derive(Debug, Default)]
 pub(crate) struct Timers {
     armed: BTreeMap<Timer, Instant>,
@@ -18,7 +18,7 @@ impl Timers {
         self.armed.insert(timer, Instant::now() + after);
     }
 
-    /// Stops a timer.
+    /// Forgets a timer that has not gone off.
     pub(crate) fn disarm(&mut self, timer: Timer) {
         self.armed.remove(&timer);
     }

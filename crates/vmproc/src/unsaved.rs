@@ -21,7 +21,7 @@ pub(crate) struct Unsaved {
 }
 
 impl Unsaved {
-    /// Whether none waits.
+    /// Whether everything is on the disk.
     pub(crate) fn is_empty(&self) -> bool {
         self.reports.is_empty()
     }

@@ -22,7 +22,7 @@ pub(crate) struct Unsure {
 }
 
 impl Unsure {
-    /// From now on.
+    /// Begins to count now.
     pub(crate) fn begun() -> Self {
         let now = Instant::now();
         Self {

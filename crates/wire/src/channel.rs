@@ -1,34 +1,34 @@
 //! Which stream a record belongs to and which way it travels.
 //!
-//! Owns nothing: that an id is never used twice within a migration is the caller's promise, kept by counting epochs.
+//! Owns nothing: that an id is never used twice within a migration is the caller's promise, kept by counting sets.
 
 use std::fmt;
 
-/// Index that stands for the control channel of an epoch.
+/// Index that stands for the control channel of a connection set.
 const CONTROL_INDEX: u16 = u16::MAX;
 
 /// One connection of a migration. The high half counts the connection sets (a channel that is made again gets a new
-/// epoch), the low half numbers the channels of a set. Never used twice in one migration.
+/// set), the low half numbers the channels of one. Never used twice in one migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChannelId(pub u32);
 
 impl ChannelId {
-    /// The data channel `index` of connection set `epoch`; `None` for the index reserved for control.
-    pub fn data(epoch: u16, index: u16) -> Option<Self> {
-        (index != CONTROL_INDEX).then(|| Self::join(epoch, index))
+    /// The data channel `index` of connection set `set`; `None` for the index reserved for control.
+    pub fn data(set: u16, index: u16) -> Option<Self> {
+        (index != CONTROL_INDEX).then(|| Self::join(set, index))
     }
 
-    /// The control channel of connection set `epoch`.
-    pub fn control(epoch: u16) -> Self {
-        Self::join(epoch, CONTROL_INDEX)
+    /// The control channel of connection set `set`.
+    pub fn control(set: u16) -> Self {
+        Self::join(set, CONTROL_INDEX)
     }
 
-    fn join(epoch: u16, index: u16) -> Self {
-        Self(u32::from(epoch) << 16 | u32::from(index))
+    fn join(set: u16, index: u16) -> Self {
+        Self(u32::from(set) << 16 | u32::from(index))
     }
 
     /// The connection set it belongs to.
-    pub fn epoch(self) -> u16 {
+    pub fn set(self) -> u16 {
         let [_, _, low, high] = self.0.to_le_bytes();
         u16::from_le_bytes([low, high])
     }
@@ -48,9 +48,9 @@ impl ChannelId {
 impl fmt::Display for ChannelId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_control() {
-            write!(f, "{}.control", self.epoch())
+            write!(f, "{}.control", self.set())
         } else {
-            write!(f, "{}.{}", self.epoch(), self.index())
+            write!(f, "{}.{}", self.set(), self.index())
         }
     }
 }

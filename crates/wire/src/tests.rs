@@ -479,12 +479,9 @@ fn a_peer_with_the_key_is_held_to_the_rules_too() {
 }
 
 #[test]
-fn channel_ids_keep_epoch_and_index() {
+fn channel_ids_keep_their_set_and_index() {
     let data = ChannelId::data(3, 4).expect("a data channel");
-    assert_eq!(
-        (data.epoch(), data.index(), data.is_control()),
-        (3, 4, false)
-    );
+    assert_eq!((data.set(), data.index(), data.is_control()), (3, 4, false));
     assert!(ChannelId::control(3).is_control());
     assert_eq!(ChannelId::data(3, u16::MAX), None);
     assert_eq!(ChannelId::control(1).to_string(), "1.control");

@@ -57,7 +57,7 @@ const TELLING: [&str; 40] = [
 /// A comment of so few words is refused unless one of them tells something.
 const SHORT: usize = 3;
 /// Crates of the product, whose doors are documented; the tools beside it may leave that to their headers.
-const PRODUCT: [&str; 14] = [
+const PRODUCT: [&str; 15] = [
     "types",
     "wire",
     "ownership",
@@ -66,6 +66,7 @@ const PRODUCT: [&str; 14] = [
     "guestmem",
     "qemu",
     "transport",
+    "streams",
     "store",
     "rpc",
     "vmproc",

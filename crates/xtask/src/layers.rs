@@ -9,7 +9,10 @@ use std::path::Path;
 /// Rings from the inside out; a crate uses its own ring and those further in.
 const RINGS: [(&str, &[&str]); 4] = [
     ("pure", &["types", "wire", "migrate", "ownership", "site"]),
-    ("edge", &["guestmem", "qemu", "transport", "store", "rpc"]),
+    (
+        "edge",
+        &["guestmem", "qemu", "transport", "streams", "store", "rpc"],
+    ),
     ("glue", &["vmproc", "agent", "controller", "cli"]),
     (
         "beside",

@@ -101,7 +101,7 @@ pub fn to_destination_seeds() -> Vec<Vec<u8>> {
     let mut messages = vec![
         ToDestination::Begin {
             version: PROTOCOL_VERSION,
-            epoch: 0,
+            set: 0,
             streams: STREAMS,
             pages: PAGES,
         },
@@ -134,7 +134,7 @@ pub fn to_destination_seeds() -> Vec<Vec<u8>> {
 
 pub fn to_source_seeds() -> Vec<Vec<u8>> {
     let mut messages = vec![
-        ToSource::Begun { epoch: 0 },
+        ToSource::Begun { set: 0 },
         ToSource::Applied {
             channel: 1,
             records: 900,

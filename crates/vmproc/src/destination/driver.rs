@@ -14,29 +14,23 @@
 //! lost after it was loaded changes nothing: the core asks the source through the agents. A source that connects then all
 //! the same has withdrawn its gift: it hears that there is nothing to go on with.
 
-use super::arrivals::Arrivals;
-use super::channels::Channels;
-use super::memory::Memory;
-use super::progress::End;
-use crate::control::SharedControl;
-use crate::control_slot::ControlSlot;
-use crate::faults::{planted, reached};
-use crate::input::{Farewell, Intake, News, Tell};
+use super::handle::{Command, DestinationParts, WaitingQemu};
+use super::last_words::wait_for_end;
+use super::messages::is_urgent;
+use crate::faults::reached;
+use crate::input::{Intake, News, Tell};
 use crate::shared_report::SharedReport;
-use godwit_migrate::protocol::{
-    ToDestination, ToSource, clip_reason, decode_to_destination, encode,
-};
+use godwit_migrate::protocol::{ToSource, clip_reason, decode_to_destination};
 use godwit_migrate::rate::WireRate;
-use godwit_ownership::{Event, PeerMessage};
-use godwit_qemu::device_state::Incoming as DeviceStream;
-use godwit_qemu::machine::Machine;
+use godwit_ownership::Event;
+use godwit_streams::destination::{Arrivals, Channels, End, Memory};
+use godwit_streams::{ControlSlot, Farewell, SharedControl};
 use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::{MoveEventKind, Phase};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::thread::JoinHandle;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 /// How often the driver looks at everything that may have come.
@@ -54,116 +48,6 @@ const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 pub(super) const HELD_BYTES_MAX: usize = 64 << 20;
 /// How often the source hears something while devices are loaded.
 pub(super) const LIFE_EVERY: Duration = Duration::from_millis(100);
-/// How long a source may take to hear why it comes too late.
-const TOO_LATE_WAIT: Duration = Duration::from_millis(100);
-/// What a source hears that connects when devices are loaded.
-const TOO_LATE: &str = "the device state of a switchover that was called off is loaded there, which can be done once: begin a new migration";
-/// How long the source's reason may come after the fact that it ended the migration, which also takes another way.
-const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
-/// Most messages among which it is looked for.
-pub(super) const UNREAD_MAX: usize = 1024;
-
-/// A QEMU that waits for its device state.
-#[derive(Debug)]
-pub(crate) struct WaitingQemu {
-    pub machine: Arc<Machine>,
-    pub stream: DeviceStream,
-}
-
-/// What the VM's thread tells the driver.
-#[derive(Debug)]
-pub(crate) enum Command {
-    /// The migration is over here; tell the source why, if it is a failure.
-    End { reason: Option<String> },
-    /// The guest runs here: when the source closes the channels, that is the end and no loss.
-    Linger,
-}
-
-/// What a driver is made of.
-pub(crate) struct DestinationParts {
-    pub arrivals: Arrivals,
-    pub memory: Arc<Memory>,
-    pub qemu: WaitingQemu,
-    pub report: SharedReport,
-    pub control: ControlSlot,
-    /// Allocate all of the guest's memory before anything comes.
-    pub prepare: bool,
-    pub cores: usize,
-    pub news: Tell,
-}
-
-/// The running driver, as the VM's thread holds it.
-#[derive(Debug)]
-pub(crate) struct DestinationHandle {
-    commands: Sender<Command>,
-    intake: Arc<Intake>,
-    farewell: Receiver<Farewell>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl DestinationHandle {
-    /// Starts the thread.
-    pub(crate) fn start(parts: DestinationParts) -> std::io::Result<Self> {
-        let (commands, received) = channel();
-        let (said, farewell) = channel();
-        let intake = Arc::<Intake>::default();
-        let driver = DestinationDriver {
-            pages: parts.memory.ram.page_count(),
-            qemu: Some(parts.qemu),
-            arrivals: parts.arrivals,
-            memory: parts.memory,
-            report: parts.report,
-            control: parts.control,
-            prepare: parts.prepare,
-            cores: parts.cores,
-            told_prepared: false,
-            news: intake.bound(parts.news),
-            said,
-            commands: received,
-            held_back: Vec::new(),
-            next_control: None,
-            lingers: false,
-            connected: false,
-            first_pass: Arc::new(AtomicBool::new(true)),
-            carried: 0,
-            wire: WireRate::default(),
-            began: Instant::now(),
-        };
-        let thread = std::thread::Builder::new()
-            .name("destination".into())
-            .spawn(move || driver.run())?;
-        Ok(Self {
-            commands,
-            intake,
-            farewell,
-            thread: Some(thread),
-        })
-    }
-
-    /// What waits of its news.
-    pub(crate) fn intake(&self) -> &Intake {
-        &self.intake
-    }
-
-    /// Why the source ended the migration, if it says so soon.
-    pub(crate) fn last_word(&self) -> Option<Farewell> {
-        self.farewell.recv_timeout(LAST_WORD_WAIT).ok()
-    }
-
-    /// The guest runs here; the driver ends when the source closes the channels.
-    pub(crate) fn linger(&self) {
-        let _ = self.commands.send(Command::Linger);
-    }
-
-    /// Ends the driver and waits until nothing writes guest memory any more.
-    pub(crate) fn end(mut self, reason: Option<String>) {
-        let _ = self.commands.send(Command::End { reason });
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
 /// Why an activity of the driver stopped.
 #[derive(Debug)]
 pub(super) enum Halt {
@@ -177,7 +61,7 @@ pub(super) enum Halt {
     Failed(String),
 }
 
-/// How far the present epoch is; device state is taken only after the last barrier.
+/// How far the present connection set is; device state is taken only after the last barrier.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
 pub(super) enum Stage {
     Precopy,
@@ -190,22 +74,23 @@ pub(super) enum Stage {
     Loaded,
 }
 
-pub(super) struct Epoch {
-    number: u16,
+/// The channels of the present set, and how far the migration is on them.
+pub(super) struct ConnectionSet {
+    pub(super) number: u16,
     pub(super) control: Arc<SharedControl>,
     pub(super) receiver: ControlReceiver,
-    channels: Channels,
+    pub(super) channels: Channels,
     /// What came behind a barrier that is not reached.
     held: VecDeque<Incoming>,
     pub(super) held_bytes: usize,
     /// Device state that QEMU has not got.
     pub(super) device_state: Vec<u8>,
     /// Pages that will come, and those of them that have no memory here yet.
-    announced_pages: u64,
-    missing_pages: u64,
+    pub(super) announced_pages: u64,
+    pub(super) missing_pages: u64,
     /// Why what will come does not fit here.
-    no_room: Option<String>,
-    addresses_known: bool,
+    pub(super) no_room: Option<String>,
+    pub(super) addresses_known: bool,
     pub(super) stage: Stage,
     heard: Instant,
     told: Instant,
@@ -213,35 +98,66 @@ pub(super) struct Epoch {
 
 pub(super) struct DestinationDriver {
     arrivals: Arrivals,
-    memory: Arc<Memory>,
+    pub(super) memory: Arc<Memory>,
     pub(super) qemu: Option<WaitingQemu>,
     pub(super) report: SharedReport,
     control: ControlSlot,
-    prepare: bool,
-    cores: usize,
+    pub(super) prepare: bool,
+    pub(super) cores: usize,
     told_prepared: bool,
     news: Tell,
     /// Where the source's last word goes.
     said: Sender<Farewell>,
     commands: Receiver<Command>,
     pub(super) pages: u64,
-    /// Data channels that arrived before their epoch's first word.
+    /// Data channels that arrived before their set's first word.
     held_back: Vec<Connection>,
-    /// The control channel of the next epoch, which came before the present one was known to be lost.
+    /// The control channel of the next set, which came before the present one was known to be lost.
     next_control: Option<Connection>,
-    lingers: bool,
+    pub(super) lingers: bool,
     /// A control channel has come.
     connected: bool,
     /// Page threads give way to vCPUs until a pass is complete.
     first_pass: Arc<AtomicBool>,
-    /// Bytes that came on the channels of earlier epochs.
+    /// Bytes that came on the channels of earlier sets.
     carried: u64,
     wire: WireRate,
     began: Instant,
 }
 
 impl DestinationDriver {
-    fn run(mut self) {
+    /// One that has heard nothing yet. The source's last word goes to `said`.
+    pub(super) fn new(
+        parts: DestinationParts,
+        intake: &Arc<Intake>,
+        said: Sender<Farewell>,
+        commands: Receiver<Command>,
+    ) -> Self {
+        Self {
+            pages: parts.memory.ram.page_count(),
+            qemu: Some(parts.qemu),
+            arrivals: parts.arrivals,
+            memory: parts.memory,
+            report: parts.report,
+            control: parts.control,
+            prepare: parts.prepare,
+            cores: parts.cores,
+            told_prepared: false,
+            news: intake.bound(parts.news),
+            said,
+            commands,
+            held_back: Vec::new(),
+            next_control: None,
+            lingers: false,
+            connected: false,
+            first_pass: Arc::new(AtomicBool::new(true)),
+            carried: 0,
+            wire: WireRate::default(),
+            began: Instant::now(),
+        }
+    }
+
+    pub(super) fn run(mut self) {
         let halt = self.receive();
         self.memory.cancel();
         match halt {
@@ -262,26 +178,26 @@ impl DestinationDriver {
 
     fn receive(&mut self) -> Halt {
         loop {
-            let mut epoch = match self.wait_for_epoch() {
-                Ok(epoch) => epoch,
+            let mut set = match self.wait_for_set() {
+                Ok(set) => set,
                 Err(halt) => return halt,
             };
-            let halt = self.follow(&mut epoch);
-            let halt = self.or_farewell(&mut epoch, halt);
+            let halt = self.follow(&mut set);
+            let halt = self.or_farewell(&mut set, halt);
             if let Halt::Failed(reason) = &halt {
                 reached("destination.giving-up");
-                let _ = epoch.control.send(&ToSource::Failed {
+                let _ = set.control.send(&ToSource::Failed {
                     reason: clip_reason(reason),
                 });
             }
             if let Halt::Ended(Some(reason)) = &halt {
-                let _ = epoch.control.send(&ToSource::Failed {
+                let _ = set.control.send(&ToSource::Failed {
                     reason: clip_reason(reason),
                 });
             }
             let finished = matches!(halt, Halt::Ended(_) | Halt::Failed(_) | Halt::Cancelled(_));
-            let stage = epoch.stage;
-            self.close(epoch, finished);
+            let stage = set.stage;
+            self.close(set, finished);
             match (halt, stage) {
                 (Halt::Lost(_), _) if self.lingers => return Halt::Ended(None),
                 (Halt::Lost(reason), Stage::Loading) => {
@@ -303,36 +219,20 @@ impl DestinationDriver {
         }
     }
 
-    /// What ends an epoch here may overtake the source's word on the control channel that it has ended the migration: data
-    /// channels are closed behind it, and the agents' message ends QEMU while it still loads.
-    fn or_farewell(&self, epoch: &mut Epoch, halt: Halt) -> Halt {
-        let wait = match &halt {
-            Halt::Lost(_) if !self.lingers => LAST_WORD_WAIT,
-            // The source waits for the reason. What it had to say before is there.
-            Halt::Failed(_) => Duration::ZERO,
-            _ => return halt,
-        };
-        let tell = |message| self.tell(News::Peer(message));
-        match unread_farewell(&mut epoch.receiver, self.pages, wait, tell) {
-            Some(farewell) => Halt::Cancelled(farewell),
-            None => halt,
-        }
-    }
-
     /// Ends a connection set: when this returns nothing of it writes memory any more.
-    fn close(&mut self, mut epoch: Epoch, orderly: bool) {
-        self.show_received(&epoch);
-        self.carried = self.carried.saturating_add(epoch.channels.bytes());
+    fn close(&mut self, mut set: ConnectionSet, orderly: bool) {
+        self.show_received(&set);
+        self.carried = self.carried.saturating_add(set.channels.bytes());
         self.control.clear();
         if orderly {
-            epoch.control.finish();
+            set.control.finish();
         }
-        epoch.control.close();
-        epoch.channels.close();
+        set.control.close();
+        set.channels.close();
     }
 
     /// Waits for a control channel.
-    fn wait_for_epoch(&mut self) -> Result<Epoch, Halt> {
+    fn wait_for_set(&mut self) -> Result<ConnectionSet, Halt> {
         if let Some(connection) = self.next_control.take() {
             return self.open(connection);
         }
@@ -361,18 +261,17 @@ impl DestinationDriver {
         }
     }
 
-    /// Keeps a data channel until its epoch begins. What an earlier epoch left is of no use any more.
+    /// Keeps a data channel until its set begins. What an earlier set left is of no use any more.
     fn hold_back(&mut self, connection: Connection) {
-        let epoch = connection.channel().epoch();
-        self.held_back
-            .retain(|held| held.channel().epoch() >= epoch);
+        let set = connection.channel().set();
+        self.held_back.retain(|held| held.channel().set() >= set);
         if self.held_back.len() < godwit_migrate::protocol::STREAMS_MAX as usize {
             self.held_back.push(connection);
         }
     }
 
-    fn open(&mut self, connection: Connection) -> Result<Epoch, Halt> {
-        let number = connection.channel().epoch();
+    fn open(&mut self, connection: Connection) -> Result<ConnectionSet, Halt> {
+        let number = connection.channel().set();
         let (sender, receiver) = connection
             .into_control()
             .map_err(|error| Halt::Failed(error.to_string()))?;
@@ -382,7 +281,7 @@ impl DestinationDriver {
         self.report.passed(MoveEventKind::LinkLost);
         self.report.update(|report| report.phase = Phase::Precopy);
         let now = Instant::now();
-        Ok(Epoch {
+        Ok(ConnectionSet {
             number,
             control,
             receiver,
@@ -411,78 +310,76 @@ impl DestinationDriver {
         }
     }
 
-    /// Follows one epoch to its end.
-    fn follow(&mut self, epoch: &mut Epoch) -> Halt {
+    /// Follows one connection set to its end.
+    fn follow(&mut self, set: &mut ConnectionSet) -> Halt {
         loop {
-            if let Err(halt) = self.turn(epoch) {
+            if let Err(halt) = self.turn(set) {
                 return halt;
             }
         }
     }
 
-    fn turn(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+    fn turn(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         self.commands()?;
-        self.admit(epoch)?;
-        self.look_at_channels(epoch)?;
-        self.look_at_memory(epoch)?;
-        let Some(incoming) = self.next(epoch)? else {
+        self.admit(set)?;
+        self.look_at_channels(set)?;
+        self.look_at_memory(set)?;
+        let Some(incoming) = self.next(set)? else {
             return Ok(());
         };
         match incoming {
             Incoming::Message(bytes) => {
                 let message = decode_to_destination(&bytes, self.pages);
                 let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
-                if epoch.channels.is_barred() && !is_urgent(&message) {
-                    epoch.hold(Incoming::Message(bytes));
+                if set.channels.is_barred() && !is_urgent(&message) {
+                    set.hold(Incoming::Message(bytes));
                     return Ok(());
                 }
-                self.message(epoch, message)
+                self.message(set, message)
             }
-            Incoming::DeviceState(piece) if epoch.channels.is_barred() => {
-                epoch.hold(Incoming::DeviceState(piece));
+            Incoming::DeviceState(piece) if set.channels.is_barred() => {
+                set.hold(Incoming::DeviceState(piece));
                 Ok(())
             }
-            Incoming::DeviceState(piece) => self.device_state(epoch, &piece),
+            Incoming::DeviceState(piece) => self.device_state(set, &piece),
             Incoming::End => Err(Halt::Lost("the source closed the control channel".into())),
         }
     }
 
     /// What is to be looked at next, if anything. Behind a barrier the control channel is heard without waiting for it,
     /// since the barrier is what is waited for.
-    fn next(&mut self, epoch: &mut Epoch) -> Result<Option<Incoming>, Halt> {
+    fn next(&mut self, set: &mut ConnectionSet) -> Result<Option<Incoming>, Halt> {
         let mut wait = TICK;
-        if epoch.channels.is_barred() {
+        if set.channels.is_barred() {
             wait = Duration::ZERO;
-            let reached = epoch.channels.reach_barrier(TICK);
+            let reached = set.channels.reach_barrier(TICK);
             match reached.map_err(halt_of_end)? {
-                Some(iteration) => return self.barrier_done(epoch, iteration).map(|()| None),
-                None if epoch.held_bytes > HELD_BYTES_MAX => return Ok(None),
+                Some(iteration) => return self.barrier_done(set, iteration).map(|()| None),
+                None if set.held_bytes > HELD_BYTES_MAX => return Ok(None),
                 None => {}
             }
-        } else if let Some(held) = epoch.held.pop_front() {
-            epoch.held_bytes -= held_len(&held);
+        } else if let Some(held) = set.held.pop_front() {
+            set.held_bytes -= held_len(&held);
             return Ok(Some(held));
         }
-        match epoch.receiver.recv(Instant::now() + wait) {
+        match set.receiver.recv(Instant::now() + wait) {
             Ok(incoming) => {
-                epoch.heard = Instant::now();
+                set.heard = Instant::now();
                 self.tell(News::Heard);
                 Ok(Some(incoming))
             }
-            Err(TransportError::Silent { .. }) if epoch.heard.elapsed() < CONTROL_SILENCE => {
-                Ok(None)
-            }
+            Err(TransportError::Silent { .. }) if set.heard.elapsed() < CONTROL_SILENCE => Ok(None),
             Err(error) => Err(halt_of(&error)),
         }
     }
 
-    /// New connections: data channels of this epoch, or the control channel of the next.
-    fn admit(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+    /// New connections: data channels of this set, or the control channel of the next.
+    fn admit(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         while let Ok(connection) = self.arrivals.connections.try_recv() {
             if connection.channel().is_control() {
-                // The source has given this epoch up before this side noticed.
-                let next = connection.channel().epoch();
-                self.held_back.retain(|data| data.channel().epoch() == next);
+                // The source has given this set up before this side noticed.
+                let next = connection.channel().set();
+                self.held_back.retain(|data| data.channel().set() == next);
                 self.next_control = Some(connection);
                 return Err(Halt::Lost("the source makes the channels anew".into()));
             } else {
@@ -490,53 +387,53 @@ impl DestinationDriver {
             }
         }
         for connection in std::mem::take(&mut self.held_back) {
-            self.admit_data(epoch, connection)?;
+            self.admit_data(set, connection)?;
         }
         Ok(())
     }
 
-    fn admit_data(&mut self, epoch: &mut Epoch, connection: Connection) -> Result<(), Halt> {
+    fn admit_data(&mut self, set: &mut ConnectionSet, connection: Connection) -> Result<(), Halt> {
         let channel = connection.channel();
-        if channel.epoch() > epoch.number {
-            // Of the next epoch, whose control channel is on its way.
+        if channel.set() > set.number {
+            // Of the next set, whose control channel is on its way.
             self.hold_back(connection);
             return Ok(());
         }
-        if channel.epoch() != epoch.number {
+        if channel.set() != set.number {
             connection.closer().close();
             return Ok(());
         }
         let notes = connection.granted().receive_notes();
-        let back = epoch.channels.admit(connection, &self.memory);
+        let back = set.channels.admit(connection, &self.memory);
         match back.map_err(Halt::Failed)? {
             // Its `Begin` has not come yet.
             Some(connection) => self.hold_back(connection),
             None => {
                 self.report.note(notes);
-                let open = epoch.channels.open();
+                let open = set.channels.open();
                 self.report.update(|report| report.streams = open);
             }
         }
         Ok(())
     }
 
-    /// Says what was applied; ends the epoch when a channel has failed.
-    fn look_at_channels(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
-        if epoch.told.elapsed() < APPLIED_EVERY {
+    /// Says what was applied; ends the set when a channel has failed.
+    fn look_at_channels(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        if set.told.elapsed() < APPLIED_EVERY {
             return Ok(());
         }
-        epoch.told = Instant::now();
-        self.show_received(epoch);
-        if let Some(end) = epoch.channels.failure() {
+        set.told = Instant::now();
+        self.show_received(set);
+        if let Some(end) = set.channels.failure() {
             return Err(halt_of_end(end));
         }
-        let told = epoch.channels.tell_applied(&epoch.control);
+        let told = set.channels.tell_applied(&set.control);
         told.map_err(|error| halt_of(&error))
     }
 
     /// Shows what has come so far, and how fast.
-    fn show_received(&mut self, epoch: &Epoch) {
-        let bytes = self.carried.saturating_add(epoch.channels.bytes());
+    fn show_received(&mut self, set: &ConnectionSet) {
+        let bytes = self.carried.saturating_add(set.channels.bytes());
         self.wire.sample(self.began.elapsed().as_secs_f64(), bytes);
         let bytes_per_s = self.wire.bytes_per_s().unwrap_or_default();
         self.report.update(|report| {
@@ -549,11 +446,11 @@ impl DestinationDriver {
 
     /// Says that the memory asked for is there; ends the migration when there is not enough. Not before all channels have
     /// come: a source that still connects would not hear the reason.
-    fn look_at_memory(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
-        if !epoch.channels.complete() {
+    fn look_at_memory(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        if !set.channels.complete() {
             return Ok(());
         }
-        if let Some(reason) = epoch.no_room.take() {
+        if let Some(reason) = set.no_room.take() {
             return Err(Halt::Failed(reason));
         }
         if !self.prepare || self.told_prepared {
@@ -565,113 +462,12 @@ impl DestinationDriver {
         self.told_prepared = true;
         let seconds = took.as_secs_f64();
         self.report.update(|report| report.prepare_s = seconds);
-        let told = epoch.control.send(&ToSource::Prepared { seconds });
+        let told = set.control.send(&ToSource::Prepared { seconds });
         told.map_err(|error| halt_of(&error))
-    }
-
-    pub(super) fn message(
-        &mut self,
-        epoch: &mut Epoch,
-        message: ToDestination,
-    ) -> Result<(), Halt> {
-        match message {
-            ToDestination::Begin {
-                epoch: number,
-                streams,
-                ..
-            } => self.begin(epoch, number, streams),
-            ToDestination::Extents { extents } => {
-                for (first, count) in extents {
-                    epoch.announced_pages = epoch.announced_pages.saturating_add(count);
-                    if epoch.announced_pages > self.pages {
-                        let reason = "the source announced more memory than the guest has";
-                        return Err(Halt::Failed(reason.into()));
-                    }
-                    epoch.missing_pages += self.memory.ram.without_memory(first..first + count);
-                }
-                Ok(())
-            }
-            ToDestination::ExtentsEnd => {
-                // A preparation has looked by itself.
-                if !self.prepare {
-                    epoch.no_room = self.memory.room_for(epoch.missing_pages).err();
-                }
-                Ok(())
-            }
-            ToDestination::Barrier { iteration, sent } => self.barrier(epoch, iteration, sent),
-            ToDestination::Stopped => {
-                if epoch.stage != Stage::Precopy {
-                    return Err(Halt::Failed("the source stopped its guest twice".into()));
-                }
-                epoch.stage = Stage::Stopped;
-                self.report
-                    .update(|report| report.phase = Phase::Switchover);
-                Ok(())
-            }
-            ToDestination::Addresses { cards } => {
-                // Once is enough: each is written to a file.
-                if !std::mem::replace(&mut epoch.addresses_known, true) {
-                    self.tell(News::Addresses(cards));
-                }
-                Ok(())
-            }
-            ToDestination::DeviceStateWhole => self.state_whole(epoch),
-            ToDestination::DeviceStateEnd { attempt, .. } => self.load(epoch, attempt),
-            ToDestination::Warm { .. } => Ok(()),
-            ToDestination::Cancel { reason, cancelled } => {
-                Err(Halt::Cancelled(Farewell { reason, cancelled }))
-            }
-            ToDestination::Peer { message } => {
-                self.tell(News::Peer(message));
-                Ok(())
-            }
-            ToDestination::Ping { nonce } => epoch
-                .control
-                .send(&ToSource::Pong { nonce })
-                .map_err(|error| halt_of(&error)),
-        }
-    }
-
-    fn begin(&mut self, epoch: &mut Epoch, number: u16, streams: u32) -> Result<(), Halt> {
-        if number != epoch.number || !epoch.channels.begin(streams) {
-            return Err(Halt::Failed("the source began an epoch twice".into()));
-        }
-        if self.prepare {
-            // Only now, so that the source's total contains it.
-            self.memory.prepare(self.cores);
-        }
-        epoch
-            .control
-            .send(&ToSource::Begun { epoch: number })
-            .map_err(|error| halt_of(&error))
-    }
-
-    fn barrier(&mut self, epoch: &mut Epoch, iteration: u32, sent: Vec<u64>) -> Result<(), Halt> {
-        if planted("barrier-not-awaited") {
-            return self.barrier_done(epoch, iteration);
-        }
-        epoch.channels.raise_barrier(iteration, sent);
-        Ok(())
-    }
-
-    fn barrier_done(&mut self, epoch: &mut Epoch, iteration: u32) -> Result<(), Halt> {
-        let shares = epoch.channels.take_shares();
-        if epoch.stage == Stage::Stopped {
-            epoch.stage = Stage::LastApplied;
-            if !planted("receivers-outlive-load") {
-                epoch.channels.end_receiving();
-            }
-        }
-        let done = ToSource::BarrierDone {
-            iteration,
-            memory_wait: shares.memory_wait,
-            busy: shares.busy,
-        };
-        epoch.control.send(&done).map_err(|error| halt_of(&error))
     }
 }
 
-impl Epoch {
+impl ConnectionSet {
     /// Keeps what came behind a barrier until it is reached.
     pub(super) fn hold(&mut self, incoming: Incoming) {
         self.held_bytes += held_len(&incoming);
@@ -685,83 +481,6 @@ fn held_len(incoming: &Incoming) -> usize {
         Incoming::Message(bytes) | Incoming::DeviceState(bytes) => bytes.len() + 64,
         Incoming::End => 64,
     }
-}
-
-/// Words that mean the same before and behind a barrier.
-pub(super) fn is_urgent(message: &ToDestination) -> bool {
-    matches!(
-        message,
-        ToDestination::Warm { .. }
-            | ToDestination::Ping { .. }
-            | ToDestination::Peer { .. }
-            | ToDestination::Cancel { .. }
-    )
-}
-
-/// Looks for the source's last word in what is left to read of a control channel; what it says about ownership counts
-/// all the same.
-fn unread_farewell(
-    receiver: &mut ControlReceiver,
-    pages: u64,
-    wait: Duration,
-    tell: impl Fn(PeerMessage),
-) -> Option<Farewell> {
-    let until = Instant::now() + wait;
-    for _ in 0..UNREAD_MAX {
-        let Incoming::Message(bytes) = receiver.recv(until).ok()? else {
-            continue;
-        };
-        match decode_to_destination(&bytes, pages).ok()? {
-            ToDestination::Cancel { reason, cancelled } => {
-                return Some(Farewell { reason, cancelled });
-            }
-            ToDestination::Peer { message } => tell(message),
-            _ => {}
-        }
-    }
-    None
-}
-
-/// Everything is loaded: only the VM's thread says how it ends. A channel that comes now is turned away, one at a time.
-fn wait_for_end(
-    arrivals: &Arrivals,
-    mut late: Option<Connection>,
-    commands: &Receiver<Command>,
-) -> Halt {
-    loop {
-        let came = late.take().or_else(|| arrivals.connections.try_recv().ok());
-        let wait = match came {
-            Some(_) => Duration::ZERO,
-            None => LIFE_EVERY,
-        };
-        if let Some(connection) = came {
-            turn_away(connection);
-        }
-        match commands.recv_timeout(wait) {
-            Ok(Command::End { reason }) => return Halt::Ended(reason),
-            Ok(Command::Linger) | Err(RecvTimeoutError::Disconnected) => return Halt::Ended(None),
-            Err(RecvTimeoutError::Timeout) => {}
-        }
-    }
-}
-
-/// Tells a source that it comes too late, as far as it listens.
-fn turn_away(connection: Connection) {
-    let closer = connection.closer();
-    if let Ok((mut sender, mut receiver)) = connection.into_control() {
-        let deadline = Instant::now() + TOO_LATE_WAIT;
-        let failed = ToSource::Failed {
-            reason: TOO_LATE.into(),
-        };
-        // What it says is read, since the kernel would throw the answer away with it.
-        let _ = sender
-            .send(&encode(&failed), deadline)
-            .and_then(|()| sender.finish(deadline));
-        while Instant::now() < deadline
-            && !matches!(receiver.recv(deadline), Ok(Incoming::End) | Err(_))
-        {}
-    }
-    closer.close();
 }
 
 pub(super) fn halt_of(error: &TransportError) -> Halt {

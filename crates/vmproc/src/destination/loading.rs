@@ -1,19 +1,20 @@
 //! Device state at the destination: kept until all of it has come, then loaded by QEMU.
 //!
-//! Works on the driver's state. QEMU loads once, so that whatever ends an epoch before leaves the next one a QEMU that
-//! still waits; the source says when all has been sent, and again when its own QEMU calls the save a success. Refuses:
+//! Works on the driver's state. QEMU loads once, so that whatever ends a connection set before leaves the next one a QEMU
+//! that still waits; the source says when all has been sent, and again when its own QEMU calls the save a success. Refuses:
 //! device state before the last pages, and an end without any.
 
 use super::driver::{
-    DestinationDriver, Epoch, HELD_BYTES_MAX, Halt, LIFE_EVERY, Stage, UNREAD_MAX, halt_of,
-    is_urgent,
+    ConnectionSet, DestinationDriver, HELD_BYTES_MAX, Halt, LIFE_EVERY, Stage, halt_of,
 };
-use crate::control::SharedControl;
+use super::last_words::UNREAD_MAX;
+use super::messages::is_urgent;
 use crate::faults::reached;
 use crate::input::News;
 use godwit_migrate::protocol::{ToDestination, ToSource, decode_to_destination};
 use godwit_ownership::{Event, PeerMessage};
 use godwit_qemu::device_state::DeviceStateError;
+use godwit_streams::SharedControl;
 use godwit_transport::{Incoming, TransportError};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -27,9 +28,13 @@ const NO_QEMU: &str = "no hypervisor waits for device state";
 const LOAD_WAIT: Duration = Duration::from_secs(20);
 
 impl DestinationDriver {
-    pub(super) fn device_state(&mut self, epoch: &mut Epoch, piece: &[u8]) -> Result<(), Halt> {
-        match epoch.stage {
-            Stage::LastApplied => epoch.stage = Stage::StateComes,
+    pub(super) fn device_state(
+        &mut self,
+        set: &mut ConnectionSet,
+        piece: &[u8],
+    ) -> Result<(), Halt> {
+        match set.stage {
+            Stage::LastApplied => set.stage = Stage::StateComes,
             Stage::StateComes | Stage::Loading => {}
             _ => {
                 return Err(Halt::Failed(
@@ -37,28 +42,28 @@ impl DestinationDriver {
                 ));
             }
         }
-        if epoch.device_state.len() + piece.len() <= DEVICE_STATE_KEPT_MAX {
-            epoch.device_state.extend_from_slice(piece);
+        if set.device_state.len() + piece.len() <= DEVICE_STATE_KEPT_MAX {
+            set.device_state.extend_from_slice(piece);
             reached("destination.state-comes");
             return Ok(());
         }
-        let control = Arc::clone(&epoch.control);
+        let control = Arc::clone(&set.control);
         with_signs_of_life(&control, || {
-            self.pass_on(epoch)?;
-            epoch.device_state.extend_from_slice(piece);
-            self.pass_on(epoch)
+            self.pass_on(set)?;
+            set.device_state.extend_from_slice(piece);
+            self.pass_on(set)
         })
     }
 
     /// Gives QEMU the device state that was kept: from here on there is no other attempt.
-    fn pass_on(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
-        epoch.stage = Stage::Loading;
+    fn pass_on(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        set.stage = Stage::Loading;
         reached("destination.loading");
         let qemu = self.qemu.as_mut();
         let qemu = qemu.ok_or(Halt::Failed(NO_QEMU.into()))?;
         let deadline = Instant::now() + LOAD_WAIT;
-        let written = qemu.stream.write(&epoch.device_state, deadline);
-        epoch.device_state.clear();
+        let written = qemu.stream.write(&set.device_state, deadline);
+        set.device_state.clear();
         match written {
             Ok(()) => Ok(()),
             // It has hung up: its own reason is better than ours.
@@ -78,20 +83,20 @@ impl DestinationDriver {
 
     /// Looks whether the source has called the switchover off behind what was read of the control channel: a destination
     /// that was kept from its work finds both at once.
-    fn look_behind(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+    fn look_behind(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         let mut unread = UNREAD_MAX;
-        while unread > 0 && epoch.held_bytes <= HELD_BYTES_MAX {
+        while unread > 0 && set.held_bytes <= HELD_BYTES_MAX {
             unread -= 1;
-            match epoch.receiver.recv(Instant::now()) {
+            match set.receiver.recv(Instant::now()) {
                 Ok(Incoming::Message(bytes)) => {
                     let message = decode_to_destination(&bytes, self.pages);
                     let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
                     if !is_urgent(&message) {
-                        epoch.hold(Incoming::Message(bytes));
+                        set.hold(Incoming::Message(bytes));
                         continue;
                     }
                     let called_off = is_withdrawal(&message);
-                    self.message(epoch, message)?;
+                    self.message(set, message)?;
                     if called_off {
                         return Err(Halt::Lost("the source called the switchover off".into()));
                     }
@@ -99,7 +104,7 @@ impl DestinationDriver {
                 Ok(Incoming::End) => {
                     return Err(Halt::Lost("the source closed the control channel".into()));
                 }
-                Ok(piece) => epoch.hold(piece),
+                Ok(piece) => set.hold(piece),
                 Err(TransportError::Silent { .. }) => return Ok(()),
                 Err(error) => return Err(halt_of(&error)),
             }
@@ -108,40 +113,40 @@ impl DestinationDriver {
     }
 
     /// All of the device state is here. From its load on there is no other attempt.
-    pub(super) fn state_whole(&mut self, epoch: &mut Epoch) -> Result<(), Halt> {
+    pub(super) fn state_whole(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         // Nothing to load, and nothing that may make this look again and again.
-        if epoch.device_state.is_empty() {
+        if set.device_state.is_empty() {
             return Ok(());
         }
-        if epoch.stage == Stage::StateComes {
+        if set.stage == Stage::StateComes {
             reached("destination.state-whole");
-            self.look_behind(epoch)?;
+            self.look_behind(set)?;
         }
-        let control = Arc::clone(&epoch.control);
-        with_signs_of_life(&control, || self.pass_on(epoch))
+        let control = Arc::clone(&set.control);
+        with_signs_of_life(&control, || self.pass_on(set))
     }
 
     pub(super) fn load(
         &mut self,
-        epoch: &mut Epoch,
+        set: &mut ConnectionSet,
         attempt: godwit_types::Generation,
     ) -> Result<(), Halt> {
-        self.state_whole(epoch)?;
-        if epoch.stage != Stage::Loading {
+        self.state_whole(set)?;
+        if set.stage != Stage::Loading {
             return Err(Halt::Failed(
                 "the source ended a device state that it did not send".into(),
             ));
         }
         let began = Instant::now();
-        let control = Arc::clone(&epoch.control);
+        let control = Arc::clone(&set.control);
         with_signs_of_life(&control, || self.finish(began + LOAD_WAIT))?;
-        epoch.stage = Stage::Loaded;
+        set.stage = Stage::Loaded;
         let load_ms = began.elapsed().as_secs_f64() * 1e3;
         self.report
             .update(|report| report.switchover_parts_ms.device_load_ms = load_ms);
         reached("destination.loaded");
         // Only a figure: whether the link still lives is seen when it is read.
-        let _ = epoch.control.send(&ToSource::Loaded { load_ms });
+        let _ = set.control.send(&ToSource::Loaded { load_ms });
         self.tell(News::Core(Event::Loaded { attempt }));
         Ok(())
     }

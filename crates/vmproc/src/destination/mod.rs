@@ -1,13 +1,12 @@
 //! The destination's side of a migration.
 //!
-//! `driver` runs it, `receiver` is one data channel's thread, `memory` allocates guest RAM ahead of the stream,
-//! `arrivals` are the channels that prove themselves, `channels` those of one epoch, `loading` is what becomes of device
-//! state.
+//! `handle` is what the VM's thread holds, `driver` runs the migration on the channels of crate `streams`, `messages` is
+//! what it does at each word of the source, `loading` what becomes of device state, `last_words` what something else may overtake.
 
-pub(crate) mod arrivals;
-mod channels;
-pub(crate) mod driver;
+mod driver;
+mod handle;
+mod last_words;
 mod loading;
-pub(crate) mod memory;
-mod progress;
-mod receiver;
+mod messages;
+
+pub(crate) use handle::{DestinationHandle, DestinationParts, WaitingQemu};

@@ -11,37 +11,22 @@
 //!    +------------------------------------------  last pages -> device state -> core hands over
 //! ```
 
-use super::ending::Ending;
-use super::epoch::{Epoch, EpochPlan, extents};
-use super::hearing::Seat;
-use super::pass::Pass;
-use super::routes::Route;
-use super::sender::PassEnd;
-use super::tracking::DirtyTracker;
+use super::handle::SourceParts;
+use super::steps::{DriverInput, FOR_EVER};
 use crate::faults::{planted, reached};
-use crate::input::{Farewell, Intake, News, Tell};
-use crate::neighbours::Neighbours;
-use crate::save_gate::SaveGate;
-use crate::shared_report::SharedReport;
-use crate::throttle::SharedThrottle;
-use godwit_guestmem::{PageSet, RamFile};
+use crate::input::News;
+use godwit_guestmem::PageSet;
 use godwit_migrate::account::PAGE_BYTES;
 use godwit_migrate::convergence::{Convergence, Goal};
 use godwit_migrate::ledger::{Counters, Ledger};
-use godwit_migrate::protocol::ToSource;
-use godwit_qemu::machine::Machine;
+use godwit_streams::Farewell;
+use godwit_streams::source::{ConnectionSet, Ending, Pass, TellDriver};
 use godwit_transport::{Class, TransportError};
-use godwit_types::Generation;
 use godwit_types::migration::{MoveEventKind, PEER_GAVE_UP};
-use godwit_wire::Spec;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
-/// For how long a lost link is tried again.
-const RECONNECT_FOR: Duration = Duration::from_secs(60);
-/// Pause between two tries.
-const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
 /// How often the destination is asked for a sign of life.
 pub(super) const PING_EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for the answer to a barrier while the guest runs.
@@ -50,140 +35,6 @@ pub(super) const BARRIER_WAIT: Duration = Duration::from_secs(30);
 const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
 /// Part of a switchover that does not depend on memory, as first estimate, s.
 const FIXED_SWITCHOVER_S: f64 = 0.012;
-/// QEMU's time to save its devices.
-pub(super) const SAVE_WAIT: Duration = Duration::from_secs(10);
-
-/// What reaches the driver.
-#[derive(Debug)]
-pub(crate) enum DriverInput {
-    /// A sender finished a pass.
-    PassEnd { epoch: u16, end: Box<PassEnd> },
-    /// From the control channel.
-    Peer {
-        epoch: u16,
-        from: FromPeer,
-        at: Instant,
-    },
-    /// From the VM's thread.
-    Command(Command),
-}
-
-/// What the control channel's reader passes on.
-#[derive(Debug)]
-pub(crate) enum FromPeer {
-    /// A message, and its place among those that wait.
-    Said(Box<ToSource>, Seat),
-    /// The channel is gone; it may be made again.
-    Lost(String),
-    /// The peer broke the protocol: the migration ends.
-    Broken(String),
-}
-
-impl FromPeer {
-    pub(crate) fn of(error: &TransportError) -> Self {
-        match error.class() {
-            Class::Lost | Class::Cancelled => Self::Lost(error.to_string()),
-            _ => Self::Broken(error.to_string()),
-        }
-    }
-}
-
-/// What the VM's thread tells the driver.
-#[derive(Debug)]
-pub(crate) enum Command {
-    /// The guest is stopped: send what is left.
-    LastPages { attempt: Generation },
-    /// Send the device state.
-    DeviceState { attempt: Generation },
-    /// The switchover is called off: leave the guest alone and wait for `GoOn` or `End`.
-    CalledOff,
-    /// After a switchover that was called off the guest runs again: go on, with new channels.
-    GoOn,
-    /// The destination's agent says that it gave up: its own words may be on their way.
-    PeerGaveUp,
-    /// The migration is over here; tell the peer why, if it is no success.
-    End { reason: Option<Farewell> },
-}
-
-/// What a driver is made of.
-pub(crate) struct SourceParts {
-    pub spec: Arc<Spec>,
-    /// The version of the control channel.
-    pub protocol: u32,
-    pub routes: Vec<Route>,
-    pub ram: Arc<RamFile>,
-    pub machine: Arc<Machine>,
-    pub tracker: DirtyTracker,
-    pub throttle: SharedThrottle,
-    /// Whom the destination tells where the guest is.
-    pub neighbours: Neighbours,
-    pub save_gate: SaveGate,
-    pub report: SharedReport,
-    /// Wait until the destination has allocated all of the guest's memory.
-    pub prepare: bool,
-    pub max_downtime_ms: u64,
-    pub deadline_s: Option<u64>,
-    pub cap_bytes_per_s: Option<f64>,
-    /// Where a new epoch's control channel is put, so that the VM's thread can send on it.
-    pub control: crate::control_slot::ControlSlot,
-    pub news: Tell,
-}
-
-/// The running driver, as the VM's thread holds it.
-#[derive(Debug)]
-pub(crate) struct SourceHandle {
-    inputs: Sender<DriverInput>,
-    ending: Ending,
-    intake: Arc<Intake>,
-    /// Gives the reason why it failed, if it did.
-    thread: Option<std::thread::JoinHandle<Option<String>>>,
-}
-
-impl SourceHandle {
-    /// Starts the thread.
-    pub(crate) fn start(mut parts: SourceParts) -> std::io::Result<Self> {
-        let (inputs, received) = channel();
-        let (intake, ending) = (Arc::<Intake>::default(), Ending::default());
-        parts.news = intake.bound(parts.news);
-        let (own, ended) = (inputs.clone(), ending.clone());
-        let run = move || SourceDriver::new(parts, own, received, ended).run();
-        let thread = std::thread::Builder::new()
-            .name("source".into())
-            .spawn(run)?;
-        Ok(Self {
-            inputs,
-            ending,
-            intake,
-            thread: Some(thread),
-        })
-    }
-
-    /// What waits of its news.
-    pub(crate) fn intake(&self) -> &Intake {
-        &self.intake
-    }
-
-    /// Gives a command; one that comes too late is nobody's loss.
-    pub(crate) fn command(&self, command: Command) {
-        let _ = self.inputs.send(DriverInput::Command(command));
-    }
-
-    /// Ends the driver and waits until tracking is off. Gives the reason for which it had failed already.
-    pub(crate) fn end(mut self, reason: Option<Farewell>) -> Option<String> {
-        self.command(Command::End {
-            reason: reason.clone(),
-        });
-        // Whoever sees this finds the command.
-        self.ending.raise(reason);
-        self.thread.take().and_then(|thread| thread.join().ok())?
-    }
-
-    /// As [`SourceHandle::end`], for a destination that gave up: hears out why.
-    pub(crate) fn end_after_last_word(self, reason: Option<Farewell>) -> Option<String> {
-        self.command(Command::PeerGaveUp);
-        self.end(reason)
-    }
-}
 
 /// Why an activity of the driver stopped.
 #[derive(Debug)]
@@ -194,24 +45,24 @@ pub(super) enum Halt {
     Lost(String),
     /// The core called the switchover off: it goes on with new channels, or is over.
     CalledOff,
-    /// It cannot go on.
+    /// It cannot go on, for this reason.
     Failed(String),
 }
 
 pub(super) struct SourceDriver {
     pub(super) parts: SourceParts,
-    pub(super) own: Sender<DriverInput>,
+    pub(super) own: TellDriver,
     pub(super) inputs: Receiver<DriverInput>,
-    ending: Ending,
+    pub(super) ending: Ending,
     pub(super) dirty: PageSet,
-    pub(super) next_epoch: u16,
+    pub(super) next_set: u16,
     pub(super) iteration: u32,
     /// Whether a pass is complete: from then on each races with what the guest writes.
     pub(super) passed: bool,
     pub(super) pass: Option<Arc<Pass>>,
     pub(super) convergence: Convergence,
     pub(super) ledger: Ledger,
-    /// What the channels of earlier epochs had carried.
+    /// What the channels of earlier sets had carried.
     pub(super) carried: Counters,
     pub(super) began: Instant,
     /// When it was last asked what the guest has written.
@@ -220,14 +71,16 @@ pub(super) struct SourceDriver {
     pub(super) looks: u32,
     pub(super) rtt_s: f64,
     pub(super) pinged: Instant,
+    /// When the destination said something last.
+    pub(super) heard: Instant,
     /// Whether the VM's thread has said that it is over; it says so once.
-    end_heard: bool,
+    pub(super) end_heard: bool,
 }
 
 impl SourceDriver {
-    fn new(
+    pub(super) fn new(
         parts: SourceParts,
-        own: Sender<DriverInput>,
+        own: TellDriver,
         inputs: Receiver<DriverInput>,
         ending: Ending,
     ) -> Self {
@@ -248,17 +101,18 @@ impl SourceDriver {
             own,
             inputs,
             ending,
-            next_epoch: 0,
+            next_set: 0,
             iteration: 0,
             passed: false,
             pass: None,
             rtt_s: 0.0005,
             pinged: Instant::now(),
+            heard: Instant::now(),
             end_heard: false,
         }
     }
 
-    fn run(mut self) -> Option<String> {
+    pub(super) fn run(mut self) -> Option<String> {
         let halt = self.migrate();
         // Tracking off first: the guest must not pay for a migration that is over.
         self.parts.throttle.release();
@@ -284,10 +138,8 @@ impl SourceDriver {
 
     fn wait_for_end(&mut self) {
         while !self.end_heard {
-            match self.inputs.recv() {
-                Ok(DriverInput::Command(Command::End { .. })) | Err(_) => self.end_heard = true,
-                Ok(_) => {}
-            }
+            // Whatever else is wanted comes too late.
+            drop(self.next(None, FOR_EVER));
         }
     }
 
@@ -298,41 +150,41 @@ impl SourceDriver {
             Err(error) => return Halt::Failed(error.to_string()),
         }
         self.show_content();
-        let mut epoch = match self.connect(true) {
-            Ok(epoch) => epoch,
+        let mut set = match self.connect(true) {
+            Ok(set) => set,
             Err(halt) => return halt,
         };
         self.parts.report.trouble(None);
         reached("source.connected");
         if self.parts.prepare
-            && let Err(halt) = self.wait_prepared(&epoch)
+            && let Err(halt) = self.wait_prepared(&set)
         {
             let halt = match halt {
-                Halt::Lost(reason) => self.last_word(&epoch).unwrap_or(Halt::Lost(reason)),
+                Halt::Lost(reason) => self.last_word(&set).unwrap_or(Halt::Lost(reason)),
                 halt => halt,
             };
-            return self.give_up(&mut epoch, halt);
+            return self.give_up(&mut set, halt);
         }
         if !planted("tracking-after-first-read")
             && let Err(error) = self.begin_tracking()
         {
-            return self.give_up(&mut epoch, Halt::Failed(error));
+            return self.give_up(&mut set, Halt::Failed(error));
         }
         reached("source.tracking");
         let switchover_wait = Duration::from_secs_f64(4.0 * self.rtt_s);
         self.tell(News::Began { switchover_wait });
         loop {
-            let halt = match self.precopy(&mut epoch) {
-                Ok(()) => self.switchover(&mut epoch),
+            let halt = match self.precopy(&mut set) {
+                Ok(()) => self.switchover(&mut set),
                 Err(halt) => halt,
             };
             let halt = match halt {
-                Halt::CalledOff => self.hear_verdict(&epoch),
+                Halt::CalledOff => self.hear_verdict(&set),
                 halt => halt,
             };
             match halt {
-                Halt::Lost(reason) => match self.last_word(&epoch) {
-                    Some(halt) => return self.give_up(&mut epoch, halt),
+                Halt::Lost(reason) => match self.last_word(&set) {
+                    Some(halt) => return self.give_up(&mut set, halt),
                     None => self.note_lost(&reason),
                 },
                 Halt::CalledOff => {
@@ -340,12 +192,12 @@ impl SourceDriver {
                     tracing::warn!("{why}");
                     self.parts.report.trouble(Some(why.into()));
                 }
-                halt => return self.give_up(&mut epoch, halt),
+                halt => return self.give_up(&mut set, halt),
             }
             self.full_speed();
-            self.abandon(&mut epoch);
-            epoch = match self.connect(false) {
-                Ok(epoch) => epoch,
+            self.abandon(&mut set);
+            set = match self.connect(false) {
+                Ok(set) => set,
                 Err(halt) => return halt,
             };
             self.note_remade();
@@ -369,16 +221,13 @@ impl SourceDriver {
     }
 
     /// A destination that fails closes its channels after it has said why, but the two may come in another order.
-    fn last_word(&mut self, epoch: &Epoch) -> Option<Halt> {
+    fn last_word(&mut self, set: &ConnectionSet) -> Option<Halt> {
         let until = Instant::now() + LAST_WORD_WAIT + Duration::from_secs_f64(2.0 * self.rtt_s);
         let mut ended = None;
         while Instant::now() < until {
-            match self.peer(epoch, until) {
+            match self.peer(set, until) {
                 Ok(_) | Err(Halt::CalledOff) => {}
-                Err(Halt::Ended(reason)) => {
-                    self.end_heard = true;
-                    ended = Some(Halt::Ended(reason));
-                }
+                Err(Halt::Ended(reason)) => ended = Some(Halt::Ended(reason)),
                 // The agents' message overtakes the reason, which is still to come.
                 Err(Halt::Lost(reason)) if reason == PEER_GAVE_UP => {}
                 // The control channel has nothing more to say.
@@ -389,18 +238,18 @@ impl SourceDriver {
         ended
     }
 
-    /// Closes an epoch; what may not have been applied is dirty again.
-    fn abandon(&mut self, epoch: &mut Epoch) {
+    /// Closes a connection set; what may not have been applied is dirty again.
+    fn abandon(&mut self, set: &mut ConnectionSet) {
         self.parts.control.clear();
         if let Some(pass) = &self.pass {
             // A sender that a cap holds back would sleep on.
             pass.stop();
         }
         let mut lost = PageSet::new(self.dirty.page_count());
-        self.show_sent(epoch);
-        self.carried = self.carried.and(epoch.counters());
+        self.show_sent(set);
+        self.carried = self.carried.and(set.counters());
         self.ledger.abandon_pass();
-        epoch.abandon(&mut lost);
+        set.abandon(&mut lost);
         if let Some(pass) = self.pass.take() {
             pass.put_back_untaken(&mut lost);
         }
@@ -410,7 +259,7 @@ impl SourceDriver {
     }
 
     /// Tells the peer, if it can be told, and closes.
-    fn give_up(&mut self, epoch: &mut Epoch, halt: Halt) -> Halt {
+    fn give_up(&mut self, set: &mut ConnectionSet, halt: Halt) -> Halt {
         let reason = match &halt {
             Halt::Ended(reason) => reason.clone(),
             Halt::Lost(reason) | Halt::Failed(reason) => Some(Farewell {
@@ -425,11 +274,11 @@ impl SourceDriver {
             self.parts.tracker.stop();
         }
         match reason {
-            None => epoch.finish(),
+            None => set.finish(),
             Some(farewell) => {
-                let _ = epoch.control.send(&farewell.message());
-                epoch.control.finish();
-                self.abandon(epoch);
+                let _ = set.control.send(&farewell.message());
+                set.control.finish();
+                self.abandon(set);
             }
         }
         halt
@@ -461,161 +310,6 @@ impl SourceDriver {
             report.content_bytes = bytes;
             report.remaining_bytes = bytes;
         });
-    }
-
-    /// Makes an epoch. A link that is away is waited for, at the start as later; a destination that refuses this migration
-    /// at the start is not.
-    fn connect(&mut self, first: bool) -> Result<Epoch, Halt> {
-        let give_up_at = Instant::now() + RECONNECT_FOR;
-        loop {
-            // A command that came meanwhile goes first.
-            self.pause(Duration::ZERO)?;
-            let reason = match self.connect_once(first) {
-                Ok(epoch) => return Ok(epoch),
-                Err(Halt::Lost(reason)) => reason,
-                Err(halt) => return Err(halt),
-            };
-            self.pause(Duration::ZERO)?;
-            if Instant::now() >= give_up_at {
-                return Err(if first {
-                    Halt::Failed(reason)
-                } else {
-                    Halt::Lost(reason)
-                });
-            }
-            if first {
-                let trouble = format!("not connected yet, trying again: {reason}");
-                self.parts.report.trouble(Some(trouble));
-            }
-            self.pause(RECONNECT_PAUSE)?;
-        }
-    }
-
-    fn connect_once(&mut self, first: bool) -> Result<Epoch, Halt> {
-        let number = self.next_epoch;
-        self.next_epoch = number
-            .checked_add(1)
-            .ok_or(Halt::Failed("too many lost links".into()))?;
-        let plan = EpochPlan {
-            number,
-            protocol: self.parts.protocol,
-            spec: &self.parts.spec,
-            routes: &self.parts.routes,
-            ram: &self.parts.ram,
-            inputs: &self.own,
-            ending: &self.ending,
-        };
-        // A card without its address or a host without a core for a moment is a link that can be made again.
-        let lost = |error| match error {
-            TransportError::System { .. } => Halt::Lost(error.to_string()),
-            // So ends who does not prove the migration's key.
-            TransportError::HandshakeClosed { .. } if first => Halt::Failed(error.to_string()),
-            error => halt_of(error),
-        };
-        let mut epoch = Epoch::open(&plan, &extents(&self.dirty)).map_err(lost)?;
-        if let Err(halt) = self.wait_begun(&epoch) {
-            if let Halt::Ended(Some(farewell)) = &halt {
-                // Whoever does not hear it learns it from the agents.
-                let _ = epoch.control.send(&farewell.message());
-            }
-            epoch.abandon(&mut self.dirty);
-            return Err(halt);
-        }
-        if let Err(error) = epoch.warm(&self.ending) {
-            epoch.abandon(&mut self.dirty);
-            return Err(halt_of(error));
-        }
-        self.parts.control.set(&epoch.control);
-        let notes = epoch.take_notes();
-        self.parts.report.update(|report| {
-            report.streams = epoch.streams() as u32;
-        });
-        self.parts.report.note(notes);
-        Ok(epoch)
-    }
-
-    fn wait_begun(&mut self, epoch: &Epoch) -> Result<(), Halt> {
-        let until = Instant::now() + BARRIER_WAIT;
-        loop {
-            match self.peer(epoch, until)? {
-                Some(ToSource::Begun { epoch: begun }) if begun == epoch.number => break,
-                Some(ToSource::Failed { reason }) => return Err(Halt::Failed(reason)),
-                _ => {}
-            }
-        }
-        self.rtt_s = epoch.rtt_s().min(1.0);
-        Ok(())
-    }
-
-    /// Sleeps without going deaf.
-    fn pause(&mut self, time: Duration) -> Result<(), Halt> {
-        let until = Instant::now() + time;
-        loop {
-            match self
-                .inputs
-                .recv_timeout(until.saturating_duration_since(Instant::now()))
-            {
-                Ok(DriverInput::Command(Command::End { reason })) => {
-                    return Err(Halt::Ended(reason));
-                }
-                Ok(_) => {}
-                Err(RecvTimeoutError::Timeout) => return Ok(()),
-                Err(RecvTimeoutError::Disconnected) => return Err(Halt::Ended(None)),
-            }
-        }
-    }
-
-    /// The next message of this epoch, or nothing when something else came.
-    pub(super) fn peer(
-        &mut self,
-        epoch: &Epoch,
-        deadline: Instant,
-    ) -> Result<Option<ToSource>, Halt> {
-        self.peer_within(epoch, Duration::MAX, deadline)
-    }
-
-    /// As [`SourceDriver::peer`], but comes back after `wait` with nothing, so that the peer can hear from us.
-    pub(super) fn peer_within(
-        &mut self,
-        epoch: &Epoch,
-        wait: Duration,
-        deadline: Instant,
-    ) -> Result<Option<ToSource>, Halt> {
-        let left = deadline.saturating_duration_since(Instant::now());
-        match self.inputs.recv_timeout(left.min(wait)) {
-            Ok(DriverInput::Peer {
-                epoch: number,
-                from,
-                ..
-            }) if number == epoch.number => self.hear_peer(from),
-            Ok(DriverInput::Command(Command::End { reason })) => Err(Halt::Ended(reason)),
-            Ok(DriverInput::Command(Command::CalledOff)) => Err(Halt::CalledOff),
-            Ok(DriverInput::Command(Command::PeerGaveUp)) => Err(Halt::Lost(PEER_GAVE_UP.into())),
-            Ok(_) => Ok(None),
-            Err(RecvTimeoutError::Timeout) if wait < left => Ok(None),
-            Err(RecvTimeoutError::Timeout) => {
-                Err(Halt::Lost("the destination did not answer in time".into()))
-            }
-            Err(RecvTimeoutError::Disconnected) => Err(Halt::Ended(None)),
-        }
-    }
-
-    pub(super) fn hear_peer(&mut self, from: FromPeer) -> Result<Option<ToSource>, Halt> {
-        self.tell(News::Heard);
-        match from {
-            FromPeer::Said(message, _seat) => match *message {
-                ToSource::Peer { message } => {
-                    self.tell(News::Peer(message));
-                    Ok(None)
-                }
-                ToSource::Failed { reason } => {
-                    Err(Halt::Failed(format!("the destination gave up: {reason}")))
-                }
-                message => Ok(Some(message)),
-            },
-            FromPeer::Lost(reason) => Err(Halt::Lost(reason)),
-            FromPeer::Broken(reason) => Err(Halt::Failed(reason)),
-        }
     }
 }
 

@@ -1,19 +1,13 @@
 //! The source's side of a migration.
 //!
-//! `driver` runs it, `precopy` is its iterations, `epoch` a set of channels, `sender` one channel's thread, `pass` the
-//! work they share, `routes` the ways to the destination, `ending` that nobody wants them any more, `hearing` what the
-//! destination says, `gauge` what the choice of streams looks at, `outgoing` what the whole host sends,
-//! `tracking` what the guest wrote.
+//! `handle` is what the VM's thread holds, `driver` runs the migration on the channels of crate `streams`, `steps` is what
+//! it hears, `connect` makes its channels, `precopy` is its iterations, `switchover` the last of them and the device state.
 
-pub(crate) mod driver;
-mod ending;
-pub(crate) mod epoch;
-mod gauge;
-mod hearing;
-mod outgoing;
-mod pass;
+mod connect;
+mod driver;
+mod handle;
 mod precopy;
-pub(crate) mod routes;
-mod sender;
-pub(crate) mod tracking;
-mod unacked;
+mod steps;
+mod switchover;
+
+pub(crate) use handle::{Command, SourceHandle, SourceParts};

@@ -1,14 +1,17 @@
 //! Sources that a destination's driver must bear: late ones, and hostile ones.
 
 use super::*;
+use crate::destination::last_words::unread_farewell;
 use crate::testing::spec;
 use godwit_guestmem::{PAGE_SIZE, RamFile};
-use godwit_migrate::protocol::{PROTOCOL_VERSION, decode_to_source};
+use godwit_migrate::protocol::{PROTOCOL_VERSION, ToDestination, decode_to_source, encode};
+use godwit_ownership::PeerMessage;
 use godwit_transport::{ConnectOptions, ControlReceiver, ControlSender, Patience, connect};
 use godwit_types::MigrationId;
 use godwit_types::migration::Side;
 use godwit_wire::{ChannelId, PageRun, PageRuns};
 use std::os::unix::fs::FileExt as _;
+use std::sync::mpsc::channel;
 
 #[test]
 fn a_cancel_that_a_lost_channel_overtook_is_heard() {
@@ -60,9 +63,9 @@ fn a_source_that_comes_back_after_the_load_hears_that_it_is_too_late() {
     let (commands, received) = channel();
     let waiting = std::thread::spawn(move || wait_for_end(&arrivals, None, &received));
     let until = Instant::now() + Duration::from_secs(60);
-    for epoch in 1..3 {
+    for set in 1..3 {
         let options = ConnectOptions::default();
-        let made = connect(to, &options, &spec, ChannelId::control(epoch), until).unwrap();
+        let made = connect(to, &options, &spec, ChannelId::control(set), until).unwrap();
         let (_sender, mut receiver) = made.into_control().unwrap();
         let Ok(Incoming::Message(bytes)) = receiver.recv(until) else {
             panic!("it is not answered");
@@ -158,7 +161,7 @@ fn a_source_that_has_sent_its_last_pages_has_no_way_left_into_guest_memory() {
     let mut control = made(ChannelId::control(0)).into_control().unwrap();
     let begin = ToDestination::Begin {
         version: PROTOCOL_VERSION,
-        epoch: 0,
+        set: 0,
         streams: 1,
         pages: 1024,
     };

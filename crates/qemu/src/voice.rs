@@ -5,13 +5,14 @@
 //! bridge by the guest's own port, as if the guest had sent them. Beside that QEMU announces its cards and asks the
 //! guest's driver to. Owns this process's copies of the taps. Failing costs time on the network, not the guest.
 
-use crate::hypervisor::Hyper;
-use godwit_qemu::announce::announcement;
-use godwit_qemu::packet::PacketSocket;
-use godwit_qemu::tap::Tap;
+use crate::announce::announcement;
+use crate::machine::Machine;
+use crate::packet::PacketSocket;
+use crate::tap::Tap;
 use godwit_types::PortGroup;
 use godwit_types::vm::VmSpec;
 use std::collections::BTreeMap;
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -22,7 +23,7 @@ const ARP: u16 = 0x0806;
 
 /// The right to speak in the guest's name on this host. Silent until the guest runs here.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Voice(Arc<Mutex<State>>);
+pub struct Voice(Arc<Mutex<State>>);
 
 #[derive(Debug, Default)]
 struct State {
@@ -38,14 +39,14 @@ struct Card {
 
 impl Voice {
     /// With the taps as they were opened for QEMU, in the order of the cards.
-    pub(crate) fn new(taps: Vec<Tap>) -> Self {
+    pub fn new(taps: Vec<Tap>) -> Self {
         let may_speak = false;
         Self(Arc::new(Mutex::new(State { may_speak, taps })))
     }
 
     /// From here on nothing more is said: the guest is about to stop, or its QEMU is gone. When this returns the last
     /// frame has left.
-    pub(crate) fn silence(&self) {
+    pub fn silence(&self) {
         *self.lock() = State::default();
     }
 
@@ -90,12 +91,17 @@ fn send<E: std::fmt::Display>(
         .map_err(|error| error.to_string())
 }
 
-/// Announces all cards of a guest that runs here since just now.
-pub(crate) fn announce(hyper: &Hyper, spec: &VmSpec, bridges: &BTreeMap<PortGroup, String>) {
+/// Announces all cards of a guest that runs here since just now, with the addresses that are known of each.
+pub fn announce(
+    voice: &Voice,
+    machine: &Machine,
+    spec: &VmSpec,
+    known: &[Vec<IpAddr>],
+    bridges: &BTreeMap<PortGroup, String>,
+) {
     if spec.nics.is_empty() {
         return;
     }
-    let known = hyper.neighbours.read();
     let card = |index: usize| {
         let addresses = known.get(index).map_or(&[][..], Vec::as_slice);
         let nic = spec.nics.get(index);
@@ -107,8 +113,8 @@ pub(crate) fn announce(hyper: &Hyper, spec: &VmSpec, bridges: &BTreeMap<PortGrou
         }
     };
     let cards: Vec<Card> = (0..spec.nics.len()).map(card).collect();
-    hyper.voice.open();
-    let (voice, began) = (hyper.voice.clone(), Instant::now());
+    voice.open();
+    let (voice, began) = (voice.clone(), Instant::now());
     let rounds = move || {
         for at in ROUNDS_MS.map(Duration::from_millis) {
             std::thread::sleep(at.saturating_sub(began.elapsed()));
@@ -124,7 +130,7 @@ pub(crate) fn announce(hyper: &Hyper, spec: &VmSpec, bridges: &BTreeMap<PortGrou
         tracing::warn!(%error, "the guest is announced by QEMU alone");
     }
     let deadline = Instant::now() + Duration::from_secs(2);
-    if let Err(error) = hyper.machine.announce_self(deadline) {
+    if let Err(error) = machine.announce_self(deadline) {
         tracing::warn!(%error, "QEMU does not announce the guest");
     }
 }
@@ -132,8 +138,8 @@ pub(crate) fn announce(hyper: &Hyper, spec: &VmSpec, bridges: &BTreeMap<PortGrou
 #[cfg(test)]
 mod tests {
     use super::*;
-    use godwit_qemu::announce::rarp;
-    use godwit_qemu::tap::TapError;
+    use crate::announce::rarp;
+    use crate::tap::TapError;
 
     fn ip(arguments: &str) {
         let status = std::process::Command::new("ip")

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 /// Longest time that a control message may take to leave.
 const SEND_WAIT: Duration = Duration::from_secs(10);
 
-/// The shared sending half.
-pub(crate) struct SharedControl {
+/// The sending half as several threads hold it.
+pub struct SharedControl {
     sender: Mutex<ControlSender>,
     closer: Closer,
 }
@@ -26,36 +26,36 @@ impl std::fmt::Debug for SharedControl {
 
 impl SharedControl {
     /// Takes the half over.
-    pub(crate) fn new(sender: ControlSender) -> Self {
+    pub fn new(sender: ControlSender) -> Self {
         Self {
             closer: sender.closer(),
             sender: Mutex::new(sender),
         }
     }
 
-    /// Sends a message.
-    pub(crate) fn send<M: Serialize>(&self, message: &M) -> Result<(), TransportError> {
+    /// Sends a message after those of other threads; one that fails closes the channel.
+    pub fn send<M: Serialize>(&self, message: &M) -> Result<(), TransportError> {
         self.with(|sender| sender.send(&encode(message), Instant::now() + SEND_WAIT))
     }
 
     /// Sends a piece of device state.
-    pub(crate) fn send_device_state(&self, piece: &[u8]) -> Result<(), TransportError> {
+    pub fn send_device_state(&self, piece: &[u8]) -> Result<(), TransportError> {
         self.with(|sender| sender.send_device_state(piece, Instant::now() + SEND_WAIT))
     }
 
     /// Says that nothing more will come.
-    pub(crate) fn finish(&self) {
+    pub fn finish(&self) {
         // A peer that is gone does not need to hear it.
         let _ = self.with(|sender| sender.finish(Instant::now() + Duration::from_secs(1)));
     }
 
     /// What closes both directions at once, also for one who waits in a send.
-    pub(crate) fn closer(&self) -> Closer {
+    pub fn closer(&self) -> Closer {
         self.closer.clone()
     }
 
     /// Closes both directions at once.
-    pub(crate) fn close(&self) {
+    pub fn close(&self) {
         self.closer.close();
     }
 

@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Memory of the guest that is coming.
+/// What a guest that comes will live in.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub struct Memory {
     pub ram: Arc<RamFile>,
     /// Pages that ever held data here: only these have to be cleared when they come as zero.
     touched: AtomicPageSet,
@@ -33,7 +33,7 @@ struct Preparation {
 
 /// Makes sure that a file into which a guest will come reads as zero everywhere: what is a hole at the source is never
 /// sent.
-pub(crate) fn empty(ram: &RamFile) -> Result<(), Error> {
+pub fn empty(ram: &RamFile) -> Result<(), Error> {
     for extent in ram.data_extents(0..ram.page_count())? {
         tracing::warn!(?extent, "guest memory that was to be empty is cleared");
         ram.write_zero(extent)?;
@@ -43,7 +43,7 @@ pub(crate) fn empty(ram: &RamFile) -> Result<(), Error> {
 
 impl Memory {
     /// Takes the file over; what it holds already counts as touched.
-    pub(crate) fn new(ram: Arc<RamFile>) -> Result<Self, Error> {
+    pub fn new(ram: Arc<RamFile>) -> Result<Self, Error> {
         let pages = ram.page_count();
         let touched = AtomicPageSet::new(pages);
         for extent in ram.data_extents(0..pages)? {
@@ -57,9 +57,9 @@ impl Memory {
         })
     }
 
-    /// Begins to allocate all of the guest's memory, with this many threads, in the background. Once: an epoch that is
-    /// made anew finds it begun.
-    pub(crate) fn prepare(self: &Arc<Self>, threads: usize) {
+    /// Begins to allocate all of the guest's memory, with this many threads, in the background. Once: a connection set
+    /// that is made anew finds it begun.
+    pub fn prepare(self: &Arc<Self>, threads: usize) {
         if self.preparation.begun.swap(true, Ordering::AcqRel) {
             return;
         }
@@ -118,7 +118,7 @@ impl Memory {
     }
 
     /// Whether there is room for so many pages more; else why not.
-    pub(crate) fn room_for(&self, pages: u64) -> Result<(), String> {
+    pub fn room_for(&self, pages: u64) -> Result<(), String> {
         let needed = pages.saturating_mul(PAGE_SIZE as u64);
         let directory = self.ram.path().parent().unwrap_or(self.ram.path());
         let available = mem_tmpfs::available_bytes(directory).map_err(|error| error.to_string())?;
@@ -134,20 +134,20 @@ impl Memory {
     }
 
     /// How long the preparation took, once it is done; its failure as soon as there is one.
-    pub(crate) fn preparation(&self) -> Result<Option<Duration>, String> {
+    pub fn preparation(&self) -> Result<Option<Duration>, String> {
         match self.preparation.failure.get() {
             Some(reason) => Err(reason.clone()),
             None => Ok(self.preparation.took.get().copied()),
         }
     }
 
-    /// Ends the preparation.
-    pub(crate) fn cancel(&self) {
+    /// Has the preparation end before its next chunk.
+    pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::Relaxed);
     }
 
     /// Sees to it that the pages have memory; says how long that took.
-    pub(crate) fn allocate(&self, pages: Range<u64>) -> Result<Duration, Error> {
+    pub fn allocate(&self, pages: Range<u64>) -> Result<Duration, Error> {
         if self.ram.has_memory(pages.clone()) {
             return Ok(Duration::ZERO);
         }
@@ -157,7 +157,7 @@ impl Memory {
     }
 
     /// Lends pages that have memory, to be filled where they are.
-    pub(crate) fn fill<R>(
+    pub fn fill<R>(
         &self,
         pages: Range<u64>,
         fill: impl FnOnce(&mut [u8]) -> R,
@@ -168,7 +168,7 @@ impl Memory {
     }
 
     /// Clears pages that come as zero, where they ever held anything.
-    pub(crate) fn zero(&self, pages: Range<u64>) -> Result<(), Error> {
+    pub fn zero(&self, pages: Range<u64>) -> Result<(), Error> {
         if crate::faults::planted("zero-pages-not-cleared") {
             return Ok(());
         }

@@ -24,7 +24,7 @@ const SHARING: u32 = 4;
 
 /// How the destination is reached.
 #[derive(Debug, Clone)]
-pub(crate) struct Route {
+pub struct Route {
     pub from: Option<IpAddr>,
     pub to: SocketAddr,
     /// The interface that has our address, where there are several.
@@ -83,7 +83,7 @@ fn speed_of(interface: &str) -> Option<u64> {
 }
 
 /// Pairs our addresses with the destination's of the same family, so that each of either side has its part.
-pub(crate) fn routes(ours: &[IpAddr], theirs: &[SocketAddr]) -> Vec<Route> {
+pub fn routes(ours: &[IpAddr], theirs: &[SocketAddr]) -> Vec<Route> {
     if ours.is_empty() {
         let any = theirs.iter().map(|to| Route::new(None, *to));
         return any.take(ROUTES_MAX).collect();

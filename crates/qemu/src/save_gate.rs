@@ -14,9 +14,9 @@ const CLOSE_WAIT: Duration = Duration::from_millis(500);
 /// Pause between two looks whether it has.
 const CLOSE_PAUSE: Duration = Duration::from_millis(2);
 
-/// The gate.
+/// Lets a save of device state begin, or calls it off.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct SaveGate(Arc<Gate>);
+pub struct SaveGate(Arc<Gate>);
 
 #[derive(Debug, Default)]
 struct Gate {
@@ -27,28 +27,28 @@ struct Gate {
 
 /// A save that may go on.
 #[derive(Debug)]
-pub(crate) struct Saving<'a> {
+pub struct Saving<'a> {
     _held: MutexGuard<'a, Option<Generation>>,
     closing: &'a AtomicBool,
 }
 
 impl Saving<'_> {
     /// Whether the attempt is being called off: the save must end at once.
-    pub(crate) fn is_called_off(&self) -> bool {
+    pub fn is_called_off(&self) -> bool {
         self.closing.load(Ordering::SeqCst)
     }
 }
 
 impl SaveGate {
     /// Lets this attempt save.
-    pub(crate) fn open(&self, attempt: Generation) {
+    pub fn open(&self, attempt: Generation) {
         *self.lock() = Some(attempt);
         self.0.closing.store(false, Ordering::SeqCst);
     }
 
     /// Lets nothing save; returns when no save goes on. One that does not end by itself soon waits for the link:
     /// `unblock` is called then.
-    pub(crate) fn close(&self, unblock: impl FnOnce()) {
+    pub fn close(&self, unblock: impl FnOnce()) {
         self.0.closing.store(true, Ordering::SeqCst);
         let until = Instant::now() + CLOSE_WAIT;
         while matches!(self.0.attempt.try_lock(), Err(TryLockError::WouldBlock)) {
@@ -62,7 +62,7 @@ impl SaveGate {
     }
 
     /// Begins a save; `None`: the attempt was called off.
-    pub(crate) fn begin(&self, attempt: Generation) -> Option<Saving<'_>> {
+    pub fn begin(&self, attempt: Generation) -> Option<Saving<'_>> {
         let held = self.lock();
         (*held == Some(attempt)).then_some(Saving {
             _held: held,

@@ -4,9 +4,8 @@
 //! begins to track calls [`HugePages::leave`] first, after which one huge page more at most is joined, and whoever ends
 //! puts back. Failing is harmless: the guest is slower.
 
-use crate::files::QemuIdentity;
-use godwit_guestmem::collapse::open_pidfd;
-use godwit_guestmem::{Collapse, GuestMapping, RamFile};
+use crate::collapse::open_pidfd;
+use crate::{Collapse, GuestMapping, RamFile};
 use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,7 +16,7 @@ const COLLAPSE_PAUSE: Duration = Duration::from_millis(2);
 
 /// The huge pages of one QEMU.
 #[derive(Debug)]
-pub(crate) struct HugePages {
+pub struct HugePages {
     ram: Arc<RamFile>,
     qemu_pid: Option<u32>,
     turn: Turn,
@@ -39,17 +38,17 @@ impl Turn {
 }
 
 impl HugePages {
-    /// Nothing is put back yet.
-    pub(crate) fn of(qemu: &QemuIdentity, ram: &Arc<RamFile>) -> Arc<Self> {
+    /// Those of the QEMU with this process id; nothing is put back yet.
+    pub fn of(qemu_pid: i32, ram: &Arc<RamFile>) -> Arc<Self> {
         Arc::new(Self {
             ram: Arc::clone(ram),
-            qemu_pid: u32::try_from(qemu.pid).ok(),
+            qemu_pid: u32::try_from(qemu_pid).ok(),
             turn: Turn::default(),
         })
     }
 
     /// Goes through guest memory in the background, until done or left.
-    pub(crate) fn put_back(&self) {
+    pub fn put_back(&self) {
         let Some(qemu_pid) = self.qemu_pid else {
             return;
         };
@@ -61,7 +60,7 @@ impl HugePages {
     }
 
     /// Leaves the rest as it is, at once.
-    pub(crate) fn leave(&self) {
+    pub fn leave(&self) {
         self.turn.next();
     }
 }

@@ -1,12 +1,12 @@
-//! What the guest has written, from start to stop of the tracking.
+//! What a QEMU's guest has written, from start to stop of the tracking.
 //!
-//! Owned by the driver; ends with it. Asks QEMU's preloaded library for a fresh descriptor each time, so that a VM
-//! process that took QEMU over can track as well as the one that started it.
+//! Owned by whoever tracks; ends with that. Asks QEMU's preloaded library for a fresh descriptor each time, so that a VM
+//! process that took QEMU over can track as well as the one that started it. Huge pages are left alone meanwhile. Refuses
+//! to look where nothing is tracked.
 
-use crate::huge_pages::HugePages;
-use godwit_guestmem::tracker::open_pagemap;
-use godwit_guestmem::{
-    Error, GuestMapping, PageSet, RamFile, ScanMode, Tracking, Untracked, handout,
+use crate::tracker::open_pagemap;
+use crate::{
+    Error, GuestMapping, HugePages, PageSet, RamFile, ScanMode, Tracking, Untracked, handout,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,17 +17,17 @@ const HANDOUT_WAIT: Duration = Duration::from_secs(5);
 
 /// How QEMU's writes are tracked.
 #[derive(Debug)]
-pub(crate) struct DirtyTracker {
-    pub ram: Arc<RamFile>,
-    pub qemu_pid: u32,
-    pub handout_socket: PathBuf,
+pub struct DirtyTracker {
+    ram: Arc<RamFile>,
+    qemu_pid: u32,
+    handout_socket: PathBuf,
     tracking: Option<Tracking>,
     huge_pages: Arc<HugePages>,
 }
 
 impl DirtyTracker {
     /// A tracker for a QEMU.
-    pub(crate) fn new(
+    pub fn new(
         ram: Arc<RamFile>,
         qemu_pid: u32,
         handout_socket: PathBuf,
@@ -43,7 +43,7 @@ impl DirtyTracker {
     }
 
     /// Begins: every page counts as dirty now.
-    pub(crate) fn start(&mut self) -> Result<(), Error> {
+    pub fn start(&mut self) -> Result<(), Error> {
         let socket = &self.handout_socket;
         let tracking = begin(&self.ram, self.qemu_pid, socket, &self.huge_pages)?;
         self.tracking = Some(tracking);
@@ -51,7 +51,7 @@ impl DirtyTracker {
     }
 
     /// Adds what was written since the last scan.
-    pub(crate) fn scan(&mut self, dirty: &mut PageSet) -> Result<(), Error> {
+    pub fn scan(&mut self, dirty: &mut PageSet) -> Result<(), Error> {
         match &mut self.tracking {
             Some(tracking) => tracking.scan(dirty, ScanMode::default()).map(drop),
             None => Err(Error::TrackingLost),
@@ -59,7 +59,7 @@ impl DirtyTracker {
     }
 
     /// What was written since the last scan; changes nothing.
-    pub(crate) fn peek(&mut self, page_count: u64) -> Result<PageSet, Error> {
+    pub fn peek(&mut self, page_count: u64) -> Result<PageSet, Error> {
         let mut written = PageSet::new(page_count);
         match &mut self.tracking {
             Some(tracking) => tracking.peek(&mut written).map(|_| written),
@@ -68,7 +68,7 @@ impl DirtyTracker {
     }
 
     /// Ends the tracking; huge pages are put back in the background.
-    pub(crate) fn stop(&mut self) {
+    pub fn stop(&mut self) {
         let Some(tracking) = self.tracking.take() else {
             return;
         };
@@ -79,7 +79,7 @@ impl DirtyTracker {
 }
 
 /// Begins to track a QEMU's writes; huge pages are left alone from then on, and put back at once where it fails.
-pub(crate) fn begin(
+pub fn begin(
     ram: &RamFile,
     qemu_pid: u32,
     handout_socket: &Path,

@@ -1,15 +1,14 @@
 //! The guest's addresses, learned from what its network cards say of themselves.
 //!
 //! One thread per card listens on the guest's port for ARP and neighbour discovery. Owns the lists, which are bounded,
-//! and keeps them in the run directory for a successor. A guest may say anything: its claims are checked, a flood of
+//! and keeps them in a file for a successor. A guest may say anything: its claims are checked, a flood of
 //! them costs this host little, and nothing but announcements in the guest's own name is made of them. Refuses: to
 //! listen to anything but what the card says of itself.
 
-use crate::files::Paths;
-use crate::hypervisor::tap_name;
+use crate::announce::{Mac, claimed_address};
+use crate::packet::PacketSocket;
+use crate::tap::name_of;
 use godwit_migrate::addresses::{CARDS_MAX, check, note};
-use godwit_qemu::announce::{Mac, claimed_address};
-use godwit_qemu::packet::PacketSocket;
 use godwit_store::{load_json, save_json};
 use godwit_types::vm::VmSpec;
 use std::net::IpAddr;
@@ -26,7 +25,7 @@ const SAVE_EVERY: Duration = Duration::from_secs(2);
 
 /// The lists, by card.
 #[derive(Debug, Clone)]
-pub(crate) struct Neighbours(Arc<Shared>);
+pub struct Neighbours(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
@@ -35,9 +34,8 @@ struct Shared {
 }
 
 impl Neighbours {
-    /// What a predecessor knew of this QEMU's guest; nothing for a new one.
-    pub(crate) fn load(paths: &Paths, launch: u64) -> Self {
-        let file = paths.addresses(launch);
+    /// What a predecessor kept of this QEMU's guest in `file`; nothing for a new one.
+    pub fn load(file: PathBuf) -> Self {
         let kept: Option<Vec<Vec<IpAddr>>> = load_json(&file).unwrap_or_default();
         let cards = kept
             .filter(|cards| check(cards).is_ok())
@@ -49,12 +47,12 @@ impl Neighbours {
     }
 
     /// All that is known.
-    pub(crate) fn read(&self) -> Vec<Vec<IpAddr>> {
+    pub fn read(&self) -> Vec<Vec<IpAddr>> {
         self.0.lock().clone()
     }
 
-    /// What the source knew.
-    pub(crate) fn merge(&self, cards: &[Vec<IpAddr>]) {
+    /// Adds what another host knew.
+    pub fn merge(&self, cards: &[Vec<IpAddr>]) {
         for (card, addresses) in cards.iter().enumerate() {
             for address in addresses {
                 self.0.learn(card, *address);
@@ -64,9 +62,9 @@ impl Neighbours {
     }
 
     /// Listens to all cards until this is dropped. What cannot be listened to is said; the guest runs all the same.
-    pub(crate) fn listen(&self, spec: &VmSpec) {
+    pub fn listen(&self, spec: &VmSpec) {
         for card in 0..spec.nics.len() {
-            let (Some(mac), name) = (spec.mac(card), tap_name(spec, card)) else {
+            let (Some(mac), name) = (spec.mac(card), name_of(spec, card)) else {
                 continue;
             };
             let shared = Arc::downgrade(&self.0);

@@ -4,11 +4,11 @@
 //! it says anything to QEMU that must not wait. Owns the vCPUs' control groups and, while something is limited, a thread
 //! that looks at what each vCPU did and sets its share of a CPU. Refuses: to limit anything after it was released.
 
+use crate::machine::Machine;
+use crate::throttle::{LOWEST_SHARE, ThreadUse, Throttle, thread_use};
 use godwit_migrate::account::PAGE_BYTES;
 use godwit_migrate::convergence::Slowing;
 use godwit_migrate::governor::{Governor, VcpuUse};
-use godwit_qemu::machine::Machine;
-use godwit_qemu::throttle::{LOWEST_SHARE, ThreadUse, Throttle, thread_use};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ const FAILURES_MAX: u32 = 5;
 
 /// The throttle of one migration.
 #[derive(Debug, Clone)]
-pub(crate) struct SharedThrottle {
+pub struct SharedThrottle {
     machine: Arc<Machine>,
     floor: f64,
     shared: Arc<Shared>,
@@ -79,7 +79,7 @@ impl Shared {
 
 impl SharedThrottle {
     /// Nothing is limited yet. `max_slowdown_percent` is what was promised about the guest's speed.
-    pub(crate) fn new(machine: Arc<Machine>, max_slowdown_percent: Option<u32>) -> Self {
+    pub fn new(machine: Arc<Machine>, max_slowdown_percent: Option<u32>) -> Self {
         let promised = max_slowdown_percent.map_or(0.0, |percent| 1.0 - f64::from(percent) / 100.0);
         Self {
             machine,
@@ -89,7 +89,7 @@ impl SharedThrottle {
     }
 
     /// From now on the guest may dirty so many bytes per second.
-    pub(crate) fn allow(&self, bytes_per_s: f64) {
+    pub fn allow(&self, bytes_per_s: f64) {
         let mut state = self.shared.lock();
         state.allowed_bytes_per_s = Some(bytes_per_s);
         if state.governed || state.failures >= FAILURES_MAX {
@@ -108,12 +108,12 @@ impl SharedThrottle {
     }
 
     /// Why the guest cannot be slowed although that was wanted.
-    pub(crate) fn unable(&self) -> Option<String> {
+    pub fn unable(&self) -> Option<String> {
         self.shared.lock().unable.clone()
     }
 
     /// Whether the guest could be slowed more at any time since this was last asked.
-    pub(crate) fn slowing(&self) -> Slowing {
+    pub fn slowing(&self) -> Slowing {
         let mut state = self.shared.lock();
         match state.unable {
             Some(_) => Slowing::Least,
@@ -122,24 +122,24 @@ impl SharedThrottle {
     }
 
     /// The speed of the vCPU that is slowed most, percent.
-    pub(crate) fn lowest_percent(&self) -> u32 {
+    pub fn lowest_percent(&self) -> u32 {
         let lowest = self.shared.lock().lowest.unwrap_or(1.0);
         (100.0 * lowest).round() as u32
     }
 
     /// What the guest was slowed to at most so far, for about a second, percent.
-    pub(crate) fn slowest_percent(&self) -> u32 {
+    pub fn slowest_percent(&self) -> u32 {
         let slowest = self.shared.lock().slowest.unwrap_or(1.0);
         (100.0 * slowest).round() as u32
     }
 
     /// The least speed that was promised, percent.
-    pub(crate) fn floor_percent(&self) -> u32 {
+    pub fn floor_percent(&self) -> u32 {
         (100.0 * self.floor).round() as u32
     }
 
     /// Full speed at once; the vCPUs' groups stay for the next limit.
-    pub(crate) fn lift(&self) {
+    pub fn lift(&self) {
         let mut state = self.shared.lock();
         (state.allowed_bytes_per_s, state.lowest) = (None, None);
         (state.average, state.slowing) = (None, Slowing::NotYet);
@@ -154,7 +154,7 @@ impl SharedThrottle {
     }
 
     /// Full speed, and nothing left behind.
-    pub(crate) fn release(&self) {
+    pub fn release(&self) {
         self.lift();
         // Dropping it moves the threads back, which takes a while: not under the lock.
         let throttle = self.shared.lock().throttle.take();

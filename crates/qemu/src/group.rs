@@ -3,7 +3,7 @@
 //! Owns nothing; the group is the kernel's, the scope around it systemd's. Refuses: nothing: a guest starts also where a
 //! host gives it none of this, and the log says what is missing.
 
-use godwit_qemu::scope::{CGROUPS, JOIN_VARIABLE, Scope, memory_limit};
+use crate::scope::{CGROUPS, JOIN_VARIABLE, Scope, memory_limit};
 use std::io;
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use std::path::Path;
 const OOM_SCORE: &str = "-500";
 
 /// Takes this process's place. Must run before capabilities are given up: its own score may have to be lowered.
-pub(crate) fn settle() {
+pub fn settle() {
     if let Err(error) = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE) {
         tracing::debug!(%error, "this process is as likely as others to be ended when memory runs out");
     }
@@ -43,7 +43,7 @@ fn own_scope() -> io::Result<Option<Scope>> {
 }
 
 /// Bounds what this process and QEMU take together, for a guest of this size.
-pub(crate) fn limit_memory(guest_bytes: u64) {
+pub fn limit_memory(guest_bytes: u64) {
     let limited = own_scope().and_then(|scope| match scope {
         Some(scope) => scope.limit_memory(memory_limit(guest_bytes)),
         None => Ok(()),
@@ -54,7 +54,7 @@ pub(crate) fn limit_memory(guest_bytes: u64) {
 }
 
 /// Has a QEMU that was started elsewhere, while the host had no scope to give, live where this process does.
-pub(crate) fn take_in(qemu: i32) {
+pub fn take_in(qemu: i32) {
     let moved = own_scope().and_then(|own| {
         let theirs = Scope::of_process(Path::new(CGROUPS), &qemu.to_string())?;
         match own {

@@ -3,7 +3,7 @@
 //! Shared by the VM's thread, which raises it, and the driver while it makes channels. Who waits for something looks here
 //! meanwhile; who sends says on which channel, and has it closed when it does not come back soon. Refuses nothing.
 
-use crate::input::Farewell;
+use crate::farewell::Farewell;
 use godwit_transport::{Closer, TransportError};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -16,7 +16,7 @@ const SENDING_WAIT: Duration = Duration::from_millis(200);
 
 /// Raised once, with what the destination is told.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Ending(Arc<Shared>);
+pub struct Ending(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
@@ -28,11 +28,11 @@ struct Shared {
 
 /// Somebody sends; over when dropped.
 #[derive(Debug)]
-pub(super) struct Sending<'a>(&'a Shared);
+pub struct Sending<'a>(&'a Shared);
 
 impl Ending {
     /// Says that it is over. Who sends on a channel that takes nothing any more is not waited for.
-    pub(super) fn raise(&self, farewell: Option<Farewell>) {
+    pub fn raise(&self, farewell: Option<Farewell>) {
         // Raised twice it is as over as once.
         let _ = self.0.raised.set(farewell);
         let sending = self.0.lock();
@@ -45,17 +45,17 @@ impl Ending {
         }
     }
 
-    pub(super) fn is_raised(&self) -> bool {
+    pub fn is_raised(&self) -> bool {
         self.0.raised.get().is_some()
     }
 
     /// Why it is over, once it is raised.
-    pub(super) fn farewell(&self) -> Option<&Farewell> {
+    pub fn farewell(&self) -> Option<&Farewell> {
         self.0.raised.get()?.as_ref()
     }
 
     /// An error once it is raised.
-    pub(super) fn check(&self) -> Result<(), TransportError> {
+    pub fn check(&self) -> Result<(), TransportError> {
         if self.is_raised() {
             return Err(TransportError::Cancelled);
         }
@@ -64,13 +64,13 @@ impl Ending {
 
     /// For the time of a send on this channel. Whoever looks here between two messages misses nothing: what is raised
     /// before is seen, what is raised after finds the channel.
-    pub(super) fn sending(&self, closer: Closer) -> Sending<'_> {
+    pub fn sending(&self, closer: Closer) -> Sending<'_> {
         *self.0.lock() = Some(closer);
         Sending(&self.0)
     }
 
     /// Waits for what a thread makes; an error once this is raised.
-    pub(super) fn wait<T>(
+    pub fn wait<T>(
         &self,
         made: &Receiver<T>,
         until: Instant,

@@ -1,15 +1,15 @@
 //! What the senders and the kernel showed in a short interval of a pass, as the choice of streams wants it.
 //!
-//! Owned by the epoch. Compares counters with those of the last look; a channel that is new since then waits for the
+//! Owned by the set. Compares counters with those of the last look; a channel that is new since then waits for the
 //! next one.
 
-use super::epoch::Lane;
+use super::connections::Lane;
 use super::outgoing;
 use godwit_migrate::streams::Facts;
 use godwit_transport::LinkReading;
 use std::time::{Duration, Instant};
 
-/// Between two looks.
+/// Least time between two looks: a choice of streams needs no more.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// Counters of one channel at one look.

@@ -17,14 +17,14 @@ const HANDSHAKE_TIME: Duration = Duration::from_secs(3);
 /// A listener waits for the whole migration, in turns of this length.
 const TURN: Duration = Duration::from_secs(3600);
 
-/// Most channels that wait for the driver: two epochs' worth. The others wait with the listener, and the source with them.
+/// Most channels that wait for the driver: those of two sets. The others wait with the listener, and the source with them.
 const WAITING_MAX: usize = 2 * STREAMS_MAX as usize;
 
-/// The listening side.
-pub(crate) struct Arrivals {
+/// Listens on the destination's addresses until it is dropped.
+pub struct Arrivals {
     gate: Arc<Gate>,
     closers: Vec<ListenerCloser>,
-    /// Where it listens.
+    /// In the order of the addresses that were asked for, with the ports that were free.
     pub addresses: Vec<SocketAddr>,
     /// Channels that proved themselves.
     pub connections: Receiver<Connection>,
@@ -32,7 +32,7 @@ pub(crate) struct Arrivals {
 
 impl Arrivals {
     /// Listens on every address.
-    pub(crate) fn listen(
+    pub fn listen(
         spec: &Arc<Spec>,
         addresses: &[IpAddr],
         ports: (u16, u16),
@@ -80,7 +80,7 @@ impl Arrivals {
     }
 
     /// What to add to an error when nobody came: strangers that were turned away.
-    pub(crate) fn strangers(&self) -> String {
+    pub fn strangers(&self) -> String {
         let strangers = self.gate.strangers();
         match strangers.last.as_ref().filter(|_| strangers.total() > 0) {
             Some(last) => format!(

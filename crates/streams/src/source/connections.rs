@@ -1,19 +1,20 @@
 //! One set of channels at the source: made together, lost together.
 //!
-//! Owned by the driver. Losing any channel ends the epoch: the rest is closed, everything that was not acknowledged as
-//! applied is dirty again, and a new epoch with new channel ids and keys may be made. While a pass runs, data channels
-//! join and leave as the choice of streams wants it; an index is never used twice in an epoch.
+//! Owned by the driver. Losing any channel ends the set: the rest is closed, everything that was not acknowledged as
+//! applied is dirty again, and a new set with new channel ids and keys may be made. While a pass runs, data channels
+//! join and leave as the choice of streams wants it; an index is never used twice in a connection set.
 //!
 //! Connecting costs three round trips: a connection, then its proof and the first words, and beside these the connections
 //! and proofs of all data channels at once.
 
-use super::driver::DriverInput;
 use super::ending::Ending;
+use super::events::{Happened, SetEvent, TellDriver};
 use super::gauge::Gauge;
 use super::hearing::Hearing;
+use super::maker::{Joining, Maker, gone, too_many};
 use super::outgoing;
 use super::pass::Pass;
-use super::routes::{DIAL_WAIT, Route, reach};
+use super::routes::{Route, reach};
 use super::sender::{FINISH_WAIT, PassEnd, SenderHandle};
 use crate::control::SharedControl;
 use crate::priority::cores;
@@ -26,19 +27,14 @@ use godwit_migrate::streams::{Facts, Room, Step, StreamPlan, first_streams};
 use godwit_transport::{
     Closer, Connection, Dialed, LinkReading, Meter, Patience, Probe, TransportError,
 };
-use godwit_wire::{ChannelId, Spec};
+use godwit_wire::Spec;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::TryRecvError;
 use std::time::{Duration, Instant};
 
-/// Longest time for one handshake.
-const HANDSHAKE_WAIT: Duration = Duration::from_secs(3);
 /// Longest time to make a channel, however many ways are tried: a connection and a handshake.
 const CHANNEL_WAIT: Duration = Duration::from_secs(5);
-/// What a thread gets beyond its deadline to say how it ended.
-const GRACE: Duration = Duration::from_millis(200);
-
 /// From this round trip on a closed window is felt in a switchover.
 const WARM_RTT: Duration = Duration::from_millis(5);
 /// Enough for the device state of most machines.
@@ -61,30 +57,16 @@ pub(super) struct Lane {
     records: u64,
 }
 
-/// A channel that is being made, and its route.
-struct Joining {
-    route: usize,
-    made: Receiver<Result<Connection, TransportError>>,
-}
-
-/// What makes channels, from any thread.
-#[derive(Clone)]
-struct Maker {
-    spec: Arc<Spec>,
-    number: u16,
-    routes: Arc<Vec<Route>>,
-}
-
 /// What a sender needs beside its channel.
 struct Supplies {
     ram: Arc<RamFile>,
-    inputs: Sender<DriverInput>,
+    tell: TellDriver,
     /// By index: records that the destination has applied.
     applied: Vec<Arc<AtomicU64>>,
 }
 
-/// A set of channels.
-pub(crate) struct Epoch {
+/// A control channel and the data channels beside it, which live and end together.
+pub struct ConnectionSet {
     pub number: u16,
     pub control: Arc<SharedControl>,
     maker: Maker,
@@ -99,22 +81,22 @@ pub(crate) struct Epoch {
     hemmed_noted: bool,
 }
 
-/// What an epoch is made of.
-pub(crate) struct EpochPlan<'a> {
+/// What a connection set is made of.
+pub struct SetPlan<'a> {
     pub number: u16,
     /// The version of the control channel.
     pub protocol: u32,
     pub spec: &'a Arc<Spec>,
     pub routes: &'a [Route],
     pub ram: &'a Arc<RamFile>,
-    pub inputs: &'a Sender<DriverInput>,
+    pub tell: &'a TellDriver,
     pub ending: &'a Ending,
 }
 
-impl Epoch {
+impl ConnectionSet {
     /// Connects the control channel over the first route that works and data channels over all, and says what will
     /// come.
-    pub(crate) fn open(plan: &EpochPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
+    pub fn open(plan: &SetPlan<'_>, extents: &[Extent]) -> Result<Self, TransportError> {
         let outgoing = outgoing::Look::begin();
         let reached = reach(plan.routes, plan.ending)?;
         let near = reached.iter().map(|way| way.dialed.rtt()).min();
@@ -141,27 +123,27 @@ impl Epoch {
         let control = Arc::new(SharedControl::new(sender));
         let applied: Vec<_> = (0..STREAMS_MAX).map(|_| Arc::default()).collect();
         let hearing = Hearing {
-            epoch: plan.number,
-            inputs: plan.inputs.clone(),
+            set: plan.number,
+            tell: Arc::clone(plan.tell),
             applied: applied.clone(),
             control: Arc::clone(&control),
         };
         hearing.begin(receiver);
         let begin = ToDestination::Begin {
             version: plan.protocol,
-            epoch: plan.number,
+            set: plan.number,
             streams,
             pages: plan.ram.page_count(),
         };
         while_unheard(&control, plan.ending, || {
             announce(&control, &begin, extents, plan.ending)?;
-            let mut epoch = Self {
+            let mut set = Self {
                 number: plan.number,
                 control: Arc::clone(&control),
                 maker,
                 supplies: Supplies {
                     ram: Arc::clone(plan.ram),
-                    inputs: plan.inputs.clone(),
+                    tell: Arc::clone(plan.tell),
                     applied,
                 },
                 lanes: Vec::new(),
@@ -173,8 +155,8 @@ impl Epoch {
                 notes: granted.send_notes(),
                 hemmed_noted: false,
             };
-            epoch.open_data(joining, until, plan.ending)?;
-            Ok(epoch)
+            set.open_data(joining, until, plan.ending)?;
+            Ok(set)
         })
     }
 
@@ -199,13 +181,11 @@ impl Epoch {
         let applied = applied.ok_or(too_many(self.number))?;
         let writer = connection.split().1;
         let meter = writer.meter();
-        let (inputs, number) = (self.supplies.inputs.clone(), self.number);
+        let (tell, set) = (Arc::clone(&self.supplies.tell), self.number);
         let ends = move |end: PassEnd| {
             // The driver is gone only when nobody waits for this any more.
-            let _ = inputs.send(DriverInput::PassEnd {
-                epoch: number,
-                end: Box::new(end),
-            });
+            let what = Happened::PassEnd(Box::new(end));
+            let _ = tell(SetEvent { set, what });
         };
         let ram = Arc::clone(&self.supplies.ram);
         let sender = SenderHandle::start(index, writer, ram, applied, ends).map_err(|source| {
@@ -227,24 +207,24 @@ impl Epoch {
     }
 
     /// Starts a pass on all channels; returns how many will report its end.
-    pub(crate) fn begin(&mut self, pass: &Arc<Pass>) -> usize {
+    pub fn begin(&mut self, pass: &Arc<Pass>) -> usize {
         self.gauge.restart(&self.lanes);
         let open = self.lanes.iter().filter(|lane| !lane.left);
         open.filter(|lane| lane.sender.begin(pass)).count()
     }
 
     /// Data channels that are open.
-    pub(crate) fn streams(&self) -> usize {
+    pub fn streams(&self) -> usize {
         self.lanes.iter().filter(|lane| !lane.left).count()
     }
 
     /// What keeps the channels slower than the link could be, with the remedy; each sentence once.
-    pub(crate) fn take_notes(&mut self) -> Vec<String> {
+    pub fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
     }
 
     /// While a pass runs: lets channels join and leave. Returns how many more will report its end.
-    pub(crate) fn tend(&mut self, pass: &Arc<Pass>) -> Result<usize, TransportError> {
+    pub fn tend(&mut self, pass: &Arc<Pass>) -> Result<usize, TransportError> {
         let joined = self.welcome(pass)?;
         if self.joining.is_none()
             && let Some(facts) = self.gauge.look(&self.lanes)
@@ -332,13 +312,13 @@ impl Epoch {
     }
 
     /// The round trip of the control channel before anything else was on the link, s.
-    pub(crate) fn rtt_s(&self) -> f64 {
+    pub fn rtt_s(&self) -> f64 {
         self.rtt.as_secs_f64()
     }
 
     /// On a far link: opens the control channel's window once, so that device state later leaves in one go. Costs what a
     /// few hundred pages cost, beside the first pass.
-    pub(crate) fn warm(&self, ending: &Ending) -> Result<(), TransportError> {
+    pub fn warm(&self, ending: &Ending) -> Result<(), TransportError> {
         if self.rtt < WARM_RTT {
             return Ok(());
         }
@@ -356,14 +336,14 @@ impl Epoch {
     }
 
     /// Books how far a channel is.
-    pub(crate) fn sent(&mut self, index: usize, records: u64) {
+    pub fn sent(&mut self, index: usize, records: u64) {
         if let Some(lane) = self.lanes.get_mut(index) {
             lane.records = records;
         }
     }
 
     /// Tells the destination that an iteration is complete.
-    pub(crate) fn barrier(&self, iteration: u32) -> Result<(), TransportError> {
+    pub fn barrier(&self, iteration: u32) -> Result<(), TransportError> {
         self.control.send(&ToDestination::Barrier {
             iteration,
             sent: self.lanes.iter().map(|lane| lane.records).collect(),
@@ -371,7 +351,7 @@ impl Epoch {
     }
 
     /// Looks once whether windows were too small for the link.
-    pub(crate) fn note_windows(&mut self) {
+    pub fn note_windows(&mut self) {
         if self.hemmed_noted {
             return;
         }
@@ -385,8 +365,8 @@ impl Epoch {
         }
     }
 
-    /// What the channels of this epoch have carried so far.
-    pub(crate) fn counters(&self) -> Counters {
+    /// What the channels of this set have carried so far.
+    pub fn counters(&self) -> Counters {
         let counted = self.lanes.iter().map(|lane| {
             let (pages, zero_pages) = lane.sender.live().pages();
             Counters {
@@ -399,7 +379,7 @@ impl Epoch {
     }
 
     /// Nothing more will come on the data channels: their final records follow the last pages.
-    pub(crate) fn close_data(&mut self) {
+    pub fn close_data(&mut self) {
         for lane in self.lanes.iter_mut().filter(|lane| !lane.left) {
             lane.left = true;
             lane.sender.leave();
@@ -407,7 +387,7 @@ impl Epoch {
     }
 
     /// Closes all channels at once and adds to `dirty` what was not acknowledged as applied.
-    pub(crate) fn abandon(&mut self, dirty: &mut PageSet) {
+    pub fn abandon(&mut self, dirty: &mut PageSet) {
         self.control.close();
         self.lanes.iter().for_each(|lane| lane.closer.close());
         for lane in self.lanes.drain(..) {
@@ -419,7 +399,7 @@ impl Epoch {
     }
 
     /// Ends all channels in good order: final records, then the control channel.
-    pub(crate) fn finish(&mut self) {
+    pub fn finish(&mut self) {
         self.close_data();
         if let Some(Ok(Ok(late))) = self.joining.take().map(|joining| joining.made.try_recv()) {
             let _ = late.split().1.finish(&Patience::idle(FINISH_WAIT));
@@ -431,107 +411,7 @@ impl Epoch {
     }
 }
 
-impl Joining {
-    /// Waits for it, no longer than its maker may take.
-    fn wait(&self, until: Instant, ending: &Ending) -> Result<Connection, TransportError> {
-        let made = ending.wait(&self.made, until + GRACE)?;
-        made.unwrap_or(Err(gone()))
-    }
-}
-
-impl Maker {
-    /// Begins to make the control channel and, beside it, the first data channels. The connections that are there serve
-    /// the control channel and the other routes' first data channels.
-    fn make_first(
-        &self,
-        streams: u32,
-        mut dialed: Vec<Option<Dialed>>,
-        until: Instant,
-    ) -> Result<(Joining, Vec<Joining>), TransportError> {
-        let for_control = dialed.first_mut().and_then(Option::take);
-        let mut joining = Vec::new();
-        for index in 0..streams as usize {
-            let route = index % self.routes.len().max(1);
-            let dialed = dialed.get_mut(route).and_then(Option::take);
-            joining.push(self.begin_data(index, route, dialed, until)?);
-        }
-        let control = self.begin(ChannelId::control(self.number), 0, for_control, until)?;
-        Ok((control, joining))
-    }
-
-    fn begin_data(
-        &self,
-        index: usize,
-        route: usize,
-        dialed: Option<Dialed>,
-        until: Instant,
-    ) -> Result<Joining, TransportError> {
-        let channel_id = u16::try_from(index)
-            .ok()
-            .and_then(|index| ChannelId::data(self.number, index))
-            .ok_or(too_many(self.number))?;
-        self.begin(channel_id, route, dialed, until)
-    }
-
-    /// Makes a channel in a thread of its own, over `route` or, where that does not work any more, over another.
-    fn begin(
-        &self,
-        channel_id: ChannelId,
-        route: usize,
-        dialed: Option<Dialed>,
-        until: Instant,
-    ) -> Result<Joining, TransportError> {
-        let (maker, (result, made)) = (self.clone(), channel());
-        let work = move || {
-            let _ = result.send(maker.make(channel_id, route, dialed, until));
-        };
-        let spawned = std::thread::Builder::new().name("join".into()).spawn(work);
-        spawned.map_err(|source| TransportError::System {
-            doing: "start a thread to connect with",
-            source,
-        })?;
-        Ok(Joining { route, made })
-    }
-
-    /// All ways together have until `until`: each that is dead would else add its own time.
-    fn make(
-        &self,
-        channel: ChannelId,
-        route: usize,
-        dialed: Option<Dialed>,
-        until: Instant,
-    ) -> Result<Connection, TransportError> {
-        let mut failure = gone();
-        let mut dialed = dialed.map(Ok);
-        for route in self
-            .routes
-            .iter()
-            .cycle()
-            .skip(route)
-            .take(self.routes.len())
-        {
-            let now = Instant::now();
-            if now >= until {
-                break;
-            }
-            let dialed = dialed
-                .take()
-                .unwrap_or_else(|| route.dial(until.min(now + DIAL_WAIT)));
-            // An id that was not proved is still unused.
-            let made = dialed.and_then(|dialed| {
-                let deadline = until.min(Instant::now() + HANDSHAKE_WAIT);
-                dialed.introduce(&self.spec, channel, deadline)
-            });
-            match made {
-                Ok(connection) => return Ok(connection),
-                Err(error) => failure = error,
-            }
-        }
-        Err(failure)
-    }
-}
-
-/// Says what will come.
+/// Tells the destination how much memory will come, and where it holds data.
 fn announce(
     control: &SharedControl,
     begin: &ToDestination,
@@ -582,22 +462,8 @@ fn window_note(link: &LinkReading) -> Option<String> {
     })
 }
 
-fn gone() -> TransportError {
-    TransportError::System {
-        doing: "make a channel",
-        source: std::io::Error::other("no route to the destination works"),
-    }
-}
-
-fn too_many(number: u16) -> TransportError {
-    TransportError::Misuse {
-        channel: ChannelId::control(number),
-        what: "too many channels",
-    }
-}
-
 /// The pages of a set as extents.
-pub(crate) fn extents(pages: &PageSet) -> Vec<Extent> {
+pub fn extents(pages: &PageSet) -> Vec<Extent> {
     pages
         .runs()
         .map(|run| (run.start, run.end - run.start))
@@ -607,56 +473,15 @@ pub(crate) fn extents(pages: &PageSet) -> Vec<Extent> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::input::Farewell;
-    use crate::source::routes::routes;
+    use crate::farewell::Farewell;
     use crate::testing::spec;
-    use godwit_migrate::protocol::PROTOCOL_VERSION;
-    use godwit_migrate::protocol::decode_to_destination;
+    use godwit_migrate::protocol::{PROTOCOL_VERSION, decode_to_destination};
     use godwit_transport::{
         ConnectOptions, ControlSender, Gate, Incoming, Listener, Tuning, connect,
     };
-    use std::net::{SocketAddr, TcpListener};
+    use godwit_wire::ChannelId;
 
     const LONG: Duration = Duration::from_secs(120);
-
-    /// Destinations that take connections and say nothing.
-    fn silent(count: usize) -> (Vec<TcpListener>, Maker) {
-        let listen = |_| TcpListener::bind("127.0.0.1:0").unwrap();
-        let listeners: Vec<TcpListener> = (0..count).map(listen).collect();
-        let addresses: Vec<SocketAddr> = listeners
-            .iter()
-            .map(|listener| listener.local_addr().unwrap())
-            .collect();
-        let maker = Maker {
-            spec: spec(),
-            number: 0,
-            routes: Arc::new(routes(&[], &addresses)),
-        };
-        (listeners, maker)
-    }
-
-    #[test]
-    fn many_dead_ways_together_take_no_longer_than_one() {
-        let (_listeners, maker) = silent(32);
-        let began = Instant::now();
-        let until = began + Duration::from_secs(3);
-        let made = maker.make(ChannelId::control(0), 0, None, until);
-        assert!(matches!(made, Err(TransportError::HandshakeSilent { .. })));
-        let one = HANDSHAKE_WAIT + DIAL_WAIT;
-        assert!(began.elapsed() < 10 * one, "{:?}", began.elapsed());
-    }
-
-    #[test]
-    fn an_end_is_heard_while_channels_are_made() {
-        let (_listeners, maker) = silent(1);
-        let ending = Ending::default();
-        // Nobody waits for so long.
-        let until = Instant::now() + Duration::from_secs(600);
-        let (control, _) = maker.make_first(1, Vec::new(), until).unwrap();
-        ending.raise(None);
-        let waited = control.wait(until, &ending);
-        assert!(matches!(waited, Err(TransportError::Cancelled)));
-    }
 
     /// A source's sending half and the destination's whole end, which nobody reads.
     fn unread() -> (ControlSender, Connection) {
@@ -671,7 +496,7 @@ mod tests {
 
     const BEGIN: ToDestination = ToDestination::Begin {
         version: PROTOCOL_VERSION,
-        epoch: 0,
+        set: 0,
         streams: 1,
         pages: u64::MAX,
     };

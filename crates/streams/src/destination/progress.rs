@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Progress of one channel.
+/// How far one channel has come.
 #[derive(Debug, Default)]
-pub(crate) struct Progress {
+pub struct Progress {
     state: Mutex<State>,
     moved: Condvar,
     memory_wait_us: AtomicU64,
@@ -24,10 +24,10 @@ struct State {
 
 /// How a channel's thread ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum End {
-    /// In good order.
+pub enum End {
+    /// In good order, with a final record.
     Finished,
-    /// The connection is gone.
+    /// The connection is gone, and may be made again.
     Lost(String),
     /// The peer broke the protocol, or memory ran out: the migration ends.
     Failed(String),
@@ -35,7 +35,7 @@ pub(crate) enum End {
 
 impl Progress {
     /// Books that so many records are applied.
-    pub(crate) fn applied(&self, records: u64) {
+    pub fn applied(&self, records: u64) {
         self.state
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -43,8 +43,8 @@ impl Progress {
         self.moved.notify_all();
     }
 
-    /// Books the end.
-    pub(crate) fn ended(&self, end: End) {
+    /// Books how the channel's thread ended, and wakes whoever waits for it.
+    pub fn ended(&self, end: End) {
         self.state
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -53,13 +53,13 @@ impl Progress {
     }
 
     /// Records applied and the end, if it has come.
-    pub(crate) fn read(&self) -> (u64, Option<End>) {
+    pub fn read(&self) -> (u64, Option<End>) {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         (state.applied, state.end.clone())
     }
 
     /// Waits until so many records are applied. `false`: not by the deadline. `Err`: it cannot come to that.
-    pub(crate) fn wait_for(&self, records: u64, deadline: Instant) -> Result<bool, End> {
+    pub fn wait_for(&self, records: u64, deadline: Instant) -> Result<bool, End> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         while state.applied < records {
             if let Some(end) = &state.end {
@@ -81,14 +81,14 @@ impl Progress {
     }
 
     /// Books time spent working on records and, of that, waiting for memory.
-    pub(crate) fn spent(&self, busy: Duration, memory: Duration) {
+    pub fn spent(&self, busy: Duration, memory: Duration) {
         let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         self.busy_us.fetch_add(us(busy), Ordering::Relaxed);
         self.memory_wait_us.fetch_add(us(memory), Ordering::Relaxed);
     }
 
     /// Takes the times booked since the last call: working, waiting for memory.
-    pub(crate) fn take_times(&self) -> (Duration, Duration) {
+    pub fn take_times(&self) -> (Duration, Duration) {
         let take = |time: &AtomicU64| Duration::from_micros(time.swap(0, Ordering::Relaxed));
         (take(&self.busy_us), take(&self.memory_wait_us))
     }

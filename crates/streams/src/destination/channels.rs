@@ -1,6 +1,6 @@
-//! The data channels of one epoch at the destination, and the barrier that waits for what they carry.
+//! The data channels of one connection set at the destination, and the barrier that waits for what they carry.
 //!
-//! Owned by the driver. Channels join as long as the epoch lives and end in good order or take the epoch with them. A
+//! Owned by the driver. Channels join as long as the set lives and end in good order or take the set with them. A
 //! barrier is a state and no wait, so that the driver hears its other peers meanwhile. Refuses: an index beyond the
 //! protocol's bound, and a barrier for which nothing moves any more.
 
@@ -40,13 +40,13 @@ struct Barrier {
 }
 
 /// What an iteration looked like from here: shares of its time, means over the channels.
-pub(super) struct Shares {
+pub struct Shares {
     pub memory_wait: f32,
     pub busy: f32,
 }
 
-/// The channels of an epoch.
-pub(super) struct Channels {
+/// The channels of a connection set.
+pub struct Channels {
     slots: Vec<Channel>,
     /// So many connect at once; further ones join later.
     first: usize,
@@ -60,8 +60,8 @@ pub(super) struct Channels {
 }
 
 impl Channels {
-    /// None yet: the epoch's first word has not come. `first_pass` outlives the epoch: whether no pass was complete so far.
-    pub(super) fn new(first_pass: Arc<AtomicBool>) -> Self {
+    /// None yet: the set's first word has not come. `first_pass` outlives the set: whether no pass was complete so far.
+    pub fn new(first_pass: Arc<AtomicBool>) -> Self {
         Self {
             slots: Vec::new(),
             first: 0,
@@ -73,8 +73,8 @@ impl Channels {
         }
     }
 
-    /// The epoch has begun with this many; `false`: it had begun before.
-    pub(super) fn begin(&mut self, first: u32) -> bool {
+    /// The set has begun with this many; `false`: it had begun before.
+    pub fn begin(&mut self, first: u32) -> bool {
         if !self.slots.is_empty() {
             return false;
         }
@@ -84,19 +84,19 @@ impl Channels {
     }
 
     /// Whether those that connect at once have come.
-    pub(super) fn complete(&self) -> bool {
+    pub fn complete(&self) -> bool {
         let come = self.slots.iter().filter(|slot| slot.thread.is_some());
         !self.slots.is_empty() && come.count() >= self.first
     }
 
     /// Channels that carry something now.
-    pub(super) fn open(&self) -> u32 {
+    pub fn open(&self) -> u32 {
         let open = |slot: &&Channel| slot.thread.is_some() && slot.progress.read().1.is_none();
         self.slots.iter().filter(open).count() as u32
     }
 
-    /// Takes a channel in; gives it back when the epoch has not begun.
-    pub(super) fn admit(
+    /// Takes a channel in; gives it back when the set has not begun.
+    pub fn admit(
         &mut self,
         connection: Connection,
         memory: &Arc<Memory>,
@@ -121,7 +121,7 @@ impl Channels {
         Ok(None)
     }
 
-    /// One that was on its way when the last pages had come: it carries nothing, and stays open until the epoch ends.
+    /// One that was on its way when the last pages had come: it carries nothing, and stays open until the set ends.
     fn keep_unread(&mut self, connection: Connection) -> Result<(), String> {
         if self.late.len() >= STREAMS_MAX as usize {
             return Err("the source opened more channels than may be".into());
@@ -131,8 +131,8 @@ impl Channels {
     }
 
     /// Everything has come: when this returns nothing that the source sends reaches guest memory any more, neither on
-    /// these channels nor on later ones of this epoch.
-    pub(super) fn end_receiving(&mut self) {
+    /// these channels nor on later ones of this set.
+    pub fn end_receiving(&mut self) {
         self.received = true;
         for closer in self.slots.iter().filter_map(|slot| slot.closer.as_ref()) {
             closer.stop_reading();
@@ -144,7 +144,7 @@ impl Channels {
     }
 
     /// How a channel ended that did not end in good order.
-    pub(super) fn failure(&self) -> Option<End> {
+    pub fn failure(&self) -> Option<End> {
         if self.received {
             return None;
         }
@@ -153,7 +153,7 @@ impl Channels {
     }
 
     /// Says what was applied since it was last said.
-    pub(super) fn tell_applied(&mut self, control: &SharedControl) -> Result<(), TransportError> {
+    pub fn tell_applied(&mut self, control: &SharedControl) -> Result<(), TransportError> {
         for (index, slot) in self.slots.iter_mut().enumerate() {
             let (applied, _) = slot.progress.read();
             if applied > slot.told {
@@ -168,7 +168,7 @@ impl Channels {
     }
 
     /// Everything that was sent before must be applied before anything that follows.
-    pub(super) fn raise_barrier(&mut self, iteration: u32, sent: Vec<u64>) {
+    pub fn raise_barrier(&mut self, iteration: u32, sent: Vec<u64>) {
         self.barrier = Some(Barrier {
             iteration,
             sent,
@@ -178,12 +178,12 @@ impl Channels {
     }
 
     /// Whether a barrier waits.
-    pub(super) fn is_barred(&self) -> bool {
+    pub fn is_barred(&self) -> bool {
         self.barrier.is_some()
     }
 
     /// Waits a moment for the barrier; gives its iteration once it is reached.
-    pub(super) fn reach_barrier(&mut self, moment: Duration) -> Result<Option<u32>, End> {
+    pub fn reach_barrier(&mut self, moment: Duration) -> Result<Option<u32>, End> {
         let Some(barrier) = &self.barrier else {
             return Ok(None);
         };
@@ -218,13 +218,13 @@ impl Channels {
     }
 
     /// Bytes that have come on them so far.
-    pub(super) fn bytes(&self) -> u64 {
+    pub fn bytes(&self) -> u64 {
         let meters = self.slots.iter().filter_map(|slot| slot.meter.as_ref());
         meters.map(|meter| meter.read().bytes).sum()
     }
 
     /// What the iteration that ends now looked like.
-    pub(super) fn take_shares(&mut self) -> Shares {
+    pub fn take_shares(&mut self) -> Shares {
         let times = self.slots.iter().map(|slot| slot.progress.take_times());
         let (busy, memory) = times.fold((0.0, 0.0), |(busy, memory), (b, m)| {
             (busy + b.as_secs_f64(), memory + m.as_secs_f64())
@@ -238,7 +238,7 @@ impl Channels {
     }
 
     /// Closes all: when this returns nothing of them writes memory any more.
-    pub(super) fn close(&mut self) {
+    pub fn close(&mut self) {
         for slot in &mut self.slots {
             if let Some(closer) = &slot.closer {
                 closer.close();

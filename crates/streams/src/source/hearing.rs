@@ -1,16 +1,15 @@
 //! Hears what the destination says on the control channel and passes it on to the driver.
 //!
-//! One thread per epoch, which ends with the channel. Signs of life are passed on now and then. Everything else takes one
+//! One thread per set, which ends with the channel. Signs of life are passed on now and then. Everything else takes one
 //! of [`WAITING_MAX`] seats until the driver has looked at it: where none is free the channel is not read on, so that a
 //! peer that floods is held up by TCP and costs no memory. The driver never waits for this thread. Refuses: what is no
 //! message of the protocol.
 
-use super::driver::{DriverInput, FromPeer};
+use super::events::{FromPeer, Happened, SetEvent, TellDriver};
 use crate::control::SharedControl;
 use godwit_migrate::protocol::{STREAMS_MAX, ToSource, decode_to_source};
 use godwit_transport::{ControlReceiver, Incoming};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -41,7 +40,7 @@ impl Seats {
 
 /// A place, free again when dropped.
 #[derive(Debug)]
-pub(crate) struct Seat(Arc<Seats>);
+pub struct Seat(Arc<Seats>);
 
 impl Drop for Seat {
     fn drop(&mut self) {
@@ -53,8 +52,8 @@ impl Drop for Seat {
 
 /// What hears a destination.
 pub(super) struct Hearing {
-    pub epoch: u16,
-    pub inputs: Sender<DriverInput>,
+    pub set: u16,
+    pub tell: TellDriver,
     /// By index: records that the destination has applied.
     pub applied: Vec<Arc<AtomicU64>>,
     pub control: Arc<SharedControl>,
@@ -107,12 +106,12 @@ impl Hearing {
     }
 
     fn pass_on(&self, from: FromPeer) -> Option<()> {
-        let input = DriverInput::Peer {
-            epoch: self.epoch,
-            from,
-            at: Instant::now(),
+        let at = Instant::now();
+        let event = SetEvent {
+            set: self.set,
+            what: Happened::Peer { from, at },
         };
-        self.inputs.send(input).ok()
+        (self.tell)(event).then_some(())
     }
 }
 
@@ -128,7 +127,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(120);
 
     /// A destination's sending half, and what its source's driver gets.
-    fn heard() -> (ControlSender, Receiver<DriverInput>) {
+    fn heard() -> (ControlSender, Receiver<SetEvent>) {
         let gate = Gate::new(spec(), Tuning::default(), LONG);
         let mut listener = Listener::bind(gate, [127, 0, 0, 1].into(), 0..=0).unwrap();
         let address = listener.address();
@@ -143,10 +142,10 @@ mod tests {
             until,
         );
         let (sender, receiver) = made.unwrap().into_control().unwrap();
-        let (inputs, received) = channel();
+        let (events, received) = channel();
         let hearing = Hearing {
-            epoch: 0,
-            inputs,
+            set: 0,
+            tell: Arc::new(move |event| events.send(event).is_ok()),
             applied: Vec::new(),
             control: Arc::new(SharedControl::new(sender)),
         };
@@ -154,9 +153,9 @@ mod tests {
         (accepted.join().unwrap().into_control().unwrap().0, received)
     }
 
-    fn next(inputs: &Receiver<DriverInput>) -> FromPeer {
-        match inputs.recv_timeout(LONG) {
-            Ok(DriverInput::Peer { from, .. }) => from,
+    fn next(events: &Receiver<SetEvent>) -> FromPeer {
+        match events.recv_timeout(LONG).map(|event| event.what) {
+            Ok(Happened::Peer { from, .. }) => from,
             other => panic!("{other:?}"),
         }
     }

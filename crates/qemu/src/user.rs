@@ -5,32 +5,39 @@
 //! and group of the host's QEMUs; so does every one where this process cannot become another user. What a person gives to
 //! the common user or group is for all VMs: disks are opened with those rights, and QEMU gets the open file; it is in the
 //! common group itself only where its kernel or initramfs, which it opens itself, is for that group. Refuses: a file that
-//! may not be opened so.
+//! may not be opened so. Opening as another user may make this process readable for that user: its caller sees to that.
 
-use crate::harden::stay_private;
-use crate::hypervisor::internal;
-use godwit_guestmem::Owner;
-use godwit_qemu::disk::{DiskError, open_image};
-use godwit_types::host_api::VmProcessConfig;
+use crate::disk::{DiskError, open_image};
 use godwit_types::vm::{DiskSpec, UIDS, VmSpec};
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, HostName};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
+/// A user and a group, by their numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct User {
+    pub uid: u32,
+    pub gid: u32,
+}
+
+/// A host, and the user and group that all its QEMUs may have.
+#[derive(Debug, Clone, Copy)]
+pub struct Common<'a> {
+    pub host: &'a HostName,
+    pub user: User,
+}
+
 /// The user and group of a QEMU that is started now, which can read what it boots from.
-pub(crate) fn of(config: &VmProcessConfig, spec: &VmSpec) -> Result<Owner, ApiError> {
-    let common = Owner {
-        uid: config.qemu_uid,
-        gid: config.qemu_gid,
-    };
+pub fn of(common: Common<'_>, spec: &VmSpec) -> Result<User, ApiError> {
+    let Common { host, user } = common;
     let Some(uid) = own(spec) else {
-        return check_boot_files(config, spec, common).map(|()| common);
+        return check_boot_files(host, spec, user).map(|()| user);
     };
-    let alone = Owner { uid, gid: uid };
-    let in_group = Owner { uid, ..common };
-    match check_boot_files(config, spec, alone) {
+    let alone = User { uid, gid: uid };
+    let in_group = User { uid, ..user };
+    match check_boot_files(host, spec, alone) {
         Ok(()) => Ok(alone),
-        Err(_) => check_boot_files(config, spec, in_group).map(|()| in_group),
+        Err(_) => check_boot_files(host, spec, in_group).map(|()| in_group),
     }
 }
 
@@ -64,16 +71,17 @@ fn is_mapped(map: &str, uid: u32) -> bool {
 }
 
 /// The images of all disks, with the rights of the VM's own user and of the common one.
-pub(crate) fn open_disks(
-    config: &VmProcessConfig,
+pub fn open_disks(
+    common: Common<'_>,
     spec: &VmSpec,
-    owner: Owner,
+    owner: User,
 ) -> Result<Vec<OwnedFd>, ApiError> {
+    let Common { host, user } = common;
     let open = |disk: &DiskSpec| {
         let (path, read_only) = (Path::new(&disk.path), disk.read_only);
-        let opened = match open_image(path, read_only, owner.uid, config.qemu_gid) {
-            Err(DiskError::Denied { .. }) if owner.uid != config.qemu_uid => {
-                open_image(path, read_only, config.qemu_uid, config.qemu_gid)
+        let opened = match open_image(path, read_only, owner.uid, user.gid) {
+            Err(DiskError::Denied { .. }) if owner.uid != user.uid => {
+                open_image(path, read_only, user.uid, user.gid)
             }
             opened => opened,
         };
@@ -83,20 +91,18 @@ pub(crate) fn open_disks(
                 _ => ErrorCode::InvalidRequest,
             };
             let message = format!(
-                "disk '{}' of VM '{}' on host '{}': {error}",
-                disk.name, spec.name, config.host
+                "disk '{}' of VM '{}' on host '{host}': {error}",
+                disk.name, spec.name
             );
-            ApiError::new(code, message).on_host(&config.host)
+            ApiError::new(code, message).on_host(host)
         })
     };
-    let images = spec.disks.iter().map(open).collect();
-    stay_private().map_err(internal)?;
-    images
+    spec.disks.iter().map(open).collect()
 }
 
 /// Kernel and initramfs, which QEMU opens itself, must be there and be readable for it.
-fn check_boot_files(config: &VmProcessConfig, spec: &VmSpec, owner: Owner) -> Result<(), ApiError> {
-    let (vm, host) = (&spec.name, &config.host);
+fn check_boot_files(host: &HostName, spec: &VmSpec, owner: User) -> Result<(), ApiError> {
+    let vm = &spec.name;
     let check = |path: &String| {
         let opened = open_image(Path::new(path), true, owner.uid, owner.gid);
         let (code, why) = match opened {
@@ -121,15 +127,12 @@ fn check_boot_files(config: &VmProcessConfig, spec: &VmSpec, owner: Owner) -> Re
         Err(ApiError::new(code, message).on_host(host))
     };
     let mut files = std::iter::once(&spec.kernel).chain(&spec.initramfs);
-    let checked = files.try_for_each(check);
-    stay_private().map_err(internal)?;
-    checked
+    files.try_for_each(check)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::Site;
     use std::fs::Permissions;
     use std::os::unix::fs::{PermissionsExt as _, chown};
 
@@ -162,10 +165,18 @@ mod tests {
         path.to_str().unwrap().to_owned()
     }
 
-    fn place() -> (Site, tempfile::TempDir) {
+    fn place() -> (HostName, tempfile::TempDir) {
         let dir = tempfile::tempdir().unwrap();
         std::fs::set_permissions(dir.path(), Permissions::from_mode(0o711)).unwrap();
-        (Site::new(), dir)
+        (HostName::new("b").unwrap(), dir)
+    }
+
+    fn common(host: &HostName) -> Common<'_> {
+        let (uid, gid) = (COMMON, COMMON);
+        Common {
+            host,
+            user: User { uid, gid },
+        }
     }
 
     fn is_root() -> bool {
@@ -184,11 +195,11 @@ mod tests {
         if !is_root() {
             return;
         }
-        let (site, dir) = place();
+        let (host, dir) = place();
         let of = |uid, (owner, group, mode)| {
             let kernel = file(dir.path(), "kernel", (owner, group), mode);
             let spec = spec(uid, &format!("kernel = \"{kernel}\"\n"));
-            of(&site.config, &spec).map(|owner| (owner.uid, owner.gid))
+            of(common(&host), &spec).map(|owner| (owner.uid, owner.gid))
         };
         let for_all = (0, 0, 0o644);
         assert_eq!(of(None, for_all).unwrap(), (COMMON, COMMON));
@@ -204,7 +215,7 @@ mod tests {
         std::fs::remove_file(dir.path().join("kernel")).unwrap();
         let gone = dir.path().join("kernel").display().to_string();
         let spec = spec(Some(OWN), &format!("kernel = \"{gone}\"\n"));
-        let error = super::of(&site.config, &spec).unwrap_err();
+        let error = super::of(common(&host), &spec).unwrap_err();
         assert_eq!(error.code, ErrorCode::MissingFile);
     }
 
@@ -213,12 +224,12 @@ mod tests {
         if !is_root() {
             return;
         }
-        let (site, dir) = place();
-        let alone = Owner { uid: OWN, gid: OWN };
+        let (host, dir) = place();
+        let alone = User { uid: OWN, gid: OWN };
         let open = |owner, mode| {
             let path = file(dir.path(), "disk", owner, mode);
             let disk = format!("kernel = \"/k\"\n[[disk]]\nname = \"d\"\npath = \"{path}\"\n");
-            open_disks(&site.config, &spec(Some(OWN), &disk), alone).map(|files| files.len())
+            open_disks(common(&host), &spec(Some(OWN), &disk), alone).map(|files| files.len())
         };
         assert_eq!(open((OWN, 0), 0o600).unwrap(), 1);
         assert_eq!(open((COMMON, 0), 0o600).unwrap(), 1);

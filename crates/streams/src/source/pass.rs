@@ -12,7 +12,7 @@ const NAP_MAX: Duration = Duration::from_millis(50);
 
 /// The chunks of one iteration.
 #[derive(Debug)]
-pub(crate) struct Pass {
+pub struct Pass {
     chunks: Vec<Chunk>,
     next: AtomicUsize,
     stopped: AtomicBool,
@@ -30,7 +30,7 @@ struct Pace {
 
 impl Pass {
     /// A pass over the set's pages, at most `cap_bytes_per_s`. Its threads give way to vCPUs or take their full share.
-    pub(crate) fn new(pages: &PageSet, cap_bytes_per_s: Option<f64>, gives_way: bool) -> Self {
+    pub fn new(pages: &PageSet, cap_bytes_per_s: Option<f64>, gives_way: bool) -> Self {
         let pace = cap_bytes_per_s.map(|bytes_per_s| Pace {
             began: Instant::now(),
             bytes_per_s,
@@ -45,13 +45,18 @@ impl Pass {
         }
     }
 
+    /// What holds it back, if anything does.
+    pub fn cap_bytes_per_s(&self) -> Option<f64> {
+        self.pace.as_ref().map(|pace| pace.bytes_per_s)
+    }
+
     /// Whether its threads give way to vCPUs.
-    pub(crate) fn gives_way(&self) -> bool {
+    pub fn gives_way(&self) -> bool {
         self.gives_way
     }
 
     /// The next chunk, until there is none or the pass was stopped.
-    pub(crate) fn take(&self) -> Option<&Chunk> {
+    pub fn take(&self) -> Option<&Chunk> {
         if self.stopped.load(Ordering::Relaxed) {
             return None;
         }
@@ -59,23 +64,23 @@ impl Pass {
     }
 
     /// Pages of the whole pass.
-    pub(crate) fn pages(&self) -> u64 {
+    pub fn pages(&self) -> u64 {
         self.chunks.iter().map(Chunk::count).sum()
     }
 
     /// Pages of the chunks that nobody has taken so far.
-    pub(crate) fn left_pages(&self) -> u64 {
+    pub fn left_pages(&self) -> u64 {
         let taken = self.next.load(Ordering::Relaxed).min(self.chunks.len());
         self.chunks.iter().skip(taken).map(Chunk::count).sum()
     }
 
     /// Ends the pass early: a cancel or a lost channel.
-    pub(crate) fn stop(&self) {
+    pub fn stop(&self) {
         self.stopped.store(true, Ordering::Relaxed);
     }
 
     /// Adds the pages of all chunks that nobody took. Only once every thread has reported its end.
-    pub(crate) fn put_back_untaken(&self, pages: &mut PageSet) {
+    pub fn put_back_untaken(&self, pages: &mut PageSet) {
         let taken = self.next.load(Ordering::Relaxed).min(self.chunks.len());
         for chunk in self.chunks.iter().skip(taken) {
             put_back_chunk(chunk, pages);
@@ -83,7 +88,7 @@ impl Pass {
     }
 
     /// Books bytes against the cap and sleeps while ahead of it; says how long it slept.
-    pub(crate) fn keep_pace(&self, bytes: u64) -> Duration {
+    pub fn keep_pace(&self, bytes: u64) -> Duration {
         let Some(pace) = &self.pace else {
             return Duration::ZERO;
         };
@@ -102,7 +107,7 @@ impl Pass {
 }
 
 /// Adds a chunk's pages to a set.
-pub(crate) fn put_back_chunk(chunk: &Chunk, pages: &mut PageSet) {
+pub fn put_back_chunk(chunk: &Chunk, pages: &mut PageSet) {
     for run in chunk.runs() {
         pages.insert_range(run);
     }

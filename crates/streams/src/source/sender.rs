@@ -3,7 +3,7 @@
 //! Each thread owns its channel and the list of what the destination has not yet applied. Threads share the RAM file
 //! (read only), the pass (one atomic add per chunk of 512 pages) and nothing else. When a channel fails, its thread ends
 //! and gives back everything that is dirty again. A channel that is taken out sends its final record after its present
-//! chunk; its thread stays until the epoch ends, since what it sent may still have to be sent again.
+//! chunk; its thread stays until the set ends, since what it sent may still have to be sent again.
 
 use super::pass::{Pass, put_back_chunk};
 use super::unacked::Unacked;
@@ -21,17 +21,17 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// A channel on which nothing moves for this long is lost.
-pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(10);
+pub const SILENCE_MAX: Duration = Duration::from_secs(10);
 
 /// Longest wait to get rid of a final record.
-pub(crate) const FINISH_WAIT: Duration = Duration::from_millis(500);
+pub const FINISH_WAIT: Duration = Duration::from_millis(500);
 
 /// What a sender did in one pass.
 #[derive(Debug, Default, Clone, Copy)]
-pub(crate) struct PassFigures {
+pub struct PassFigures {
     /// Pages sent with their bytes.
     pub pages: u64,
-    /// Pages sent as zero.
+    /// Pages of which only the number was sent, since they hold nothing.
     pub zero_pages: u64,
     /// Bytes on the wire.
     pub bytes: u64,
@@ -45,22 +45,22 @@ pub(crate) struct PassFigures {
 
 /// How a sender's pass ended.
 #[derive(Debug)]
-pub(crate) struct PassEnd {
+pub struct PassEnd {
     /// Which channel, by index.
     pub index: usize,
-    /// What it did.
+    /// Counts and times of this pass alone.
     pub figures: PassFigures,
     /// Its failure; the thread ends then and gives back what is dirty again.
     pub error: Option<SendError>,
 }
 
-/// Why a sender failed.
+/// What ends a sender's thread before its time.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum SendError {
-    /// The channel.
+pub enum SendError {
+    /// The channel failed, which may be a lost link.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// Guest memory.
+    /// Guest memory could not be read.
     #[error(transparent)]
     Memory(#[from] godwit_guestmem::Error),
     /// A page list that cannot be.
@@ -77,7 +77,7 @@ enum Task {
 
 /// What others may see of a sender while it works, and the wish that it leaves.
 #[derive(Debug, Default)]
-pub(crate) struct Live {
+pub struct Live {
     pages: AtomicU64,
     zero_pages: AtomicU64,
     capped_us: AtomicU64,
@@ -87,17 +87,17 @@ pub(crate) struct Live {
 
 impl Live {
     /// Time held back by the cap.
-    pub(crate) fn capped(&self) -> Duration {
+    pub fn capped(&self) -> Duration {
         Duration::from_micros(self.capped_us.load(Ordering::Relaxed))
     }
 
     /// Time on a core.
-    pub(crate) fn cpu(&self) -> Duration {
+    pub fn cpu(&self) -> Duration {
         Duration::from_micros(self.cpu_us.load(Ordering::Relaxed))
     }
 
     /// Pages sent with their bytes and as zero, in all passes so far.
-    pub(crate) fn pages(&self) -> (u64, u64) {
+    pub fn pages(&self) -> (u64, u64) {
         let read = |pages: &AtomicU64| pages.load(Ordering::Relaxed);
         (read(&self.pages), read(&self.zero_pages))
     }
@@ -118,7 +118,7 @@ impl Live {
 
 /// A running sender, as the driver holds it.
 #[derive(Debug)]
-pub(crate) struct SenderHandle {
+pub struct SenderHandle {
     tasks: Sender<Task>,
     live: Arc<Live>,
     thread: JoinHandle<PageSet>,
@@ -126,7 +126,7 @@ pub(crate) struct SenderHandle {
 
 impl SenderHandle {
     /// Starts the thread; every pass given to it ends in one [`PassEnd`] on `ends`.
-    pub(crate) fn start(
+    pub fn start(
         index: usize,
         writer: RecordWriter,
         ram: Arc<RamFile>,
@@ -147,25 +147,25 @@ impl SenderHandle {
     }
 
     /// Gives a pass to the thread; `false`: the thread has ended.
-    pub(crate) fn begin(&self, pass: &Arc<Pass>) -> bool {
+    pub fn begin(&self, pass: &Arc<Pass>) -> bool {
         self.tasks.send(Task::Pass(Arc::clone(pass))).is_ok()
     }
 
     /// Ends the channel in good order after its present chunk. A pass that it works on ends for it with a [`PassEnd`].
-    pub(crate) fn leave(&self) {
+    pub fn leave(&self) {
         self.live.leave.store(true, Ordering::Relaxed);
         // A thread that has ended has left.
         let _ = self.tasks.send(Task::Leave);
     }
 
-    /// What it does now.
-    pub(crate) fn live(&self) -> &Live {
+    /// Counters that others may read while it works.
+    pub fn live(&self) -> &Live {
         &self.live
     }
 
     /// Ends the thread after its pass and gives what the destination has not acknowledged as applied; `None` when the
     /// thread died, and nobody knows.
-    pub(crate) fn end(self) -> Option<PageSet> {
+    pub fn end(self) -> Option<PageSet> {
         drop(self.tasks);
         self.thread.join().ok()
     }

@@ -1,0 +1,15 @@
+//! The receiving side: channels that come, and guest memory that fills.
+//!
+//! `arrivals` are the channels that prove themselves, `channels` those of one connection set and their barrier,
+//! `receiver` is one data channel's thread, `progress` how far it has come, `memory` where its pages go.
+
+mod arrivals;
+mod channels;
+mod memory;
+mod progress;
+mod receiver;
+
+pub use arrivals::Arrivals;
+pub use channels::{Channels, Shares};
+pub use memory::{Memory, empty};
+pub use progress::End;

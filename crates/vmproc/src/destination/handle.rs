@@ -1,0 +1,95 @@
+//! The destination's driver as the VM's thread holds it: what it is made of, what it is told, how it is ended.
+//!
+//! Owns the driver's thread. Refuses nothing: a command that comes too late is nobody's loss.
+
+use super::driver::DestinationDriver;
+use super::last_words::LAST_WORD_WAIT;
+use crate::input::{Intake, Tell};
+use crate::shared_report::SharedReport;
+use godwit_qemu::device_state::Incoming as DeviceStream;
+use godwit_qemu::machine::Machine;
+use godwit_streams::destination::{Arrivals, Memory};
+use godwit_streams::{ControlSlot, Farewell};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+
+/// A QEMU that waits for its device state.
+#[derive(Debug)]
+pub(crate) struct WaitingQemu {
+    pub machine: Arc<Machine>,
+    pub stream: DeviceStream,
+}
+
+/// What the VM's thread tells the driver.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// The migration is over here; tell the source why, if it is a failure.
+    End { reason: Option<String> },
+    /// The guest runs here: when the source closes the channels, that is the end and no loss.
+    Linger,
+}
+
+/// What a driver is made of.
+pub(crate) struct DestinationParts {
+    pub arrivals: Arrivals,
+    pub memory: Arc<Memory>,
+    pub qemu: WaitingQemu,
+    pub report: SharedReport,
+    pub control: ControlSlot,
+    /// Allocate all of the guest's memory before anything comes.
+    pub prepare: bool,
+    pub cores: usize,
+    pub news: Tell,
+}
+
+/// The running driver, as the VM's thread holds it.
+#[derive(Debug)]
+pub(crate) struct DestinationHandle {
+    commands: Sender<Command>,
+    intake: Arc<Intake>,
+    farewell: Receiver<Farewell>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl DestinationHandle {
+    /// Lets the driver wait for its source.
+    pub(crate) fn start(parts: DestinationParts) -> std::io::Result<Self> {
+        let (commands, received) = channel();
+        let (said, farewell) = channel();
+        let intake = Arc::<Intake>::default();
+        let driver = DestinationDriver::new(parts, &intake, said, received);
+        let thread = std::thread::Builder::new()
+            .name("destination".into())
+            .spawn(move || driver.run())?;
+        Ok(Self {
+            commands,
+            intake,
+            farewell,
+            thread: Some(thread),
+        })
+    }
+
+    /// What waits of its news.
+    pub(crate) fn intake(&self) -> &Intake {
+        &self.intake
+    }
+
+    /// Why the source ended the migration, if it says so soon.
+    pub(crate) fn last_word(&self) -> Option<Farewell> {
+        self.farewell.recv_timeout(LAST_WORD_WAIT).ok()
+    }
+
+    /// The guest runs here; the driver ends when the source closes the channels.
+    pub(crate) fn linger(&self) {
+        let _ = self.commands.send(Command::Linger);
+    }
+
+    /// Ends the driver and waits until nothing writes guest memory any more.
+    pub(crate) fn end(mut self, reason: Option<String>) {
+        let _ = self.commands.send(Command::End { reason });
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! What the destination does at each word of the source.
+//!
+//! Works on the driver's state. Refuses: what the order of the protocol does not allow, and more memory than the guest has.
+
+use super::driver::{ConnectionSet, DestinationDriver, Halt, Stage, halt_of};
+use crate::faults::planted;
+use crate::input::News;
+use godwit_migrate::protocol::{ToDestination, ToSource};
+use godwit_streams::Farewell;
+use godwit_types::migration::Phase;
+
+impl DestinationDriver {
+    pub(super) fn message(
+        &mut self,
+        set: &mut ConnectionSet,
+        message: ToDestination,
+    ) -> Result<(), Halt> {
+        match message {
+            ToDestination::Begin {
+                set: number,
+                streams,
+                ..
+            } => self.begin(set, number, streams),
+            ToDestination::Extents { extents } => {
+                for (first, count) in extents {
+                    set.announced_pages = set.announced_pages.saturating_add(count);
+                    if set.announced_pages > self.pages {
+                        let reason = "the source announced more memory than the guest has";
+                        return Err(Halt::Failed(reason.into()));
+                    }
+                    set.missing_pages += self.memory.ram.without_memory(first..first + count);
+                }
+                Ok(())
+            }
+            ToDestination::ExtentsEnd => {
+                // A preparation has looked by itself.
+                if !self.prepare {
+                    set.no_room = self.memory.room_for(set.missing_pages).err();
+                }
+                Ok(())
+            }
+            ToDestination::Barrier { iteration, sent } => self.barrier(set, iteration, sent),
+            ToDestination::Stopped => {
+                if set.stage != Stage::Precopy {
+                    return Err(Halt::Failed("the source stopped its guest twice".into()));
+                }
+                set.stage = Stage::Stopped;
+                self.report
+                    .update(|report| report.phase = Phase::Switchover);
+                Ok(())
+            }
+            ToDestination::Addresses { cards } => {
+                // Once is enough: each is written to a file.
+                if !std::mem::replace(&mut set.addresses_known, true) {
+                    self.tell(News::Addresses(cards));
+                }
+                Ok(())
+            }
+            ToDestination::DeviceStateWhole => self.state_whole(set),
+            ToDestination::DeviceStateEnd { attempt, .. } => self.load(set, attempt),
+            ToDestination::Warm { .. } => Ok(()),
+            ToDestination::Cancel { reason, cancelled } => {
+                Err(Halt::Cancelled(Farewell { reason, cancelled }))
+            }
+            ToDestination::Peer { message } => {
+                self.tell(News::Peer(message));
+                Ok(())
+            }
+            ToDestination::Ping { nonce } => set
+                .control
+                .send(&ToSource::Pong { nonce })
+                .map_err(|error| halt_of(&error)),
+        }
+    }
+
+    fn begin(&mut self, set: &mut ConnectionSet, number: u16, streams: u32) -> Result<(), Halt> {
+        if number != set.number || !set.channels.begin(streams) {
+            return Err(Halt::Failed(
+                "the source began a set of connections twice".into(),
+            ));
+        }
+        if self.prepare {
+            // Only now, so that the source's total contains it.
+            self.memory.prepare(self.cores);
+        }
+        set.control
+            .send(&ToSource::Begun { set: number })
+            .map_err(|error| halt_of(&error))
+    }
+
+    fn barrier(
+        &mut self,
+        set: &mut ConnectionSet,
+        iteration: u32,
+        sent: Vec<u64>,
+    ) -> Result<(), Halt> {
+        if planted("barrier-not-awaited") {
+            return self.barrier_done(set, iteration);
+        }
+        set.channels.raise_barrier(iteration, sent);
+        Ok(())
+    }
+
+    pub(super) fn barrier_done(
+        &mut self,
+        set: &mut ConnectionSet,
+        iteration: u32,
+    ) -> Result<(), Halt> {
+        let shares = set.channels.take_shares();
+        if set.stage == Stage::Stopped {
+            set.stage = Stage::LastApplied;
+            if !planted("receivers-outlive-load") {
+                set.channels.end_receiving();
+            }
+        }
+        let done = ToSource::BarrierDone {
+            iteration,
+            memory_wait: shares.memory_wait,
+            busy: shares.busy,
+        };
+        set.control.send(&done).map_err(|error| halt_of(&error))
+    }
+}
+
+/// Words that mean the same before and behind a barrier.
+pub(super) fn is_urgent(message: &ToDestination) -> bool {
+    matches!(
+        message,
+        ToDestination::Warm { .. }
+            | ToDestination::Ping { .. }
+            | ToDestination::Peer { .. }
+            | ToDestination::Cancel { .. }
+    )
+}
