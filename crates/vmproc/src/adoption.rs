@@ -42,7 +42,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 pub(crate) enum Looked {
     /// There is none, or it is gone for sure.
     None,
-    /// It answers.
+    /// It answers, and this is what its guest does.
     Taken(Box<Hyper>, RunState),
     /// This process was told to leave while it waited.
     Detached,
@@ -304,7 +304,7 @@ impl Waiting<'_> {
     fn answer(&self, request: Request<Now>, inputs: &Sender<Input>) -> Option<Looked> {
         let answer = match &request.ask {
             Now::Status => self.status(),
-            Now::Survey { .. } if self.denied.get() => VmAnswer::Surveyed(RecordAnswer {
+            Now::Survey(_) if self.denied.get() => VmAnswer::Surveyed(RecordAnswer {
                 highest: self.known.record.highest,
                 claim: self.claim(),
             }),

@@ -2,7 +2,8 @@
 //! thread begins.
 //!
 //! Made once, where a request comes in, from the wire's [`VmRequest`], which says nothing of threads. Plain data.
-//! Refuses: a message of the other host that cannot be read.
+//! Refuses: a message of the other host that cannot be read, and a person's decision about a host that
+//! is not said to be fenced.
 
 use godwit_ownership::PeerMessage;
 use godwit_types::host_api::{CloseStep, PrepareIncoming, VmRequest};
@@ -12,6 +13,9 @@ use std::time::Duration;
 
 /// Longest wait that a request for the outbox may ask for, ms.
 const OUTBOX_WAIT_MS_MAX: u64 = 60_000;
+/// What a person hears who decides without that.
+const UNFENCED: &str =
+    "say which host is fenced with --confirm-fenced HOST, once it is powered off and only then";
 
 /// A request, by who answers it.
 #[derive(Debug)]
@@ -36,41 +40,25 @@ pub(crate) enum Now {
     Stop {
         force: bool,
     },
-    PowerOffDead {
-        generation: Generation,
-    },
+    PowerOffDead(Generation),
     Reset,
     Pause,
     Resume,
     PrepareIncoming(Box<PrepareIncoming>),
     Migrate(Box<MigrationSpec>),
-    Cancel {
-        migration: MigrationId,
-        reason: String,
-    },
-    Report {
-        migration: MigrationId,
-    },
-    Peer {
-        from: HostName,
-        message: PeerMessage,
-    },
-    Survey {
-        level: Generation,
-    },
+    Cancel(MigrationId, String),
+    Report(MigrationId),
+    Peer(HostName, PeerMessage),
+    Survey(Generation),
     KeepRecord,
-    Resolve {
-        run_here: bool,
-        confirm_fenced: Option<HostName>,
-    },
+    /// A person decides, who swears that this host is fenced.
+    RunHere(HostName),
+    /// As [`Now::RunHere`], the other way.
+    GiveUpHere(HostName),
     Console,
     Blockers,
-    HostRemoved {
-        host: HostName,
-    },
-    Close {
-        step: CloseStep,
-    },
+    HostRemoved(HostName),
+    Close(CloseStep),
     Detach {
         unless_moving: bool,
     },
@@ -97,39 +85,41 @@ impl Ask {
             VmRequest::Start => Now::Start,
             VmRequest::Boot => Now::Boot,
             VmRequest::Stop { force } => Now::Stop { force },
-            VmRequest::PowerOffDead { generation } => Now::PowerOffDead { generation },
+            VmRequest::PowerOffDead { generation } => Now::PowerOffDead(generation),
             VmRequest::Reset => Now::Reset,
             VmRequest::Pause => Now::Pause,
             VmRequest::Resume => Now::Resume,
             VmRequest::PrepareIncoming(request) => Now::PrepareIncoming(request),
             VmRequest::Migrate(spec) => Now::Migrate(spec),
-            VmRequest::Cancel { migration, reason } => Now::Cancel { migration, reason },
-            VmRequest::Report { migration } => Now::Report { migration },
-            VmRequest::Peer { from, message } => Now::Peer {
-                from,
-                message: read(message)?,
-            },
-            VmRequest::Survey { level } => Now::Survey { level },
+            VmRequest::Cancel { migration, reason } => Now::Cancel(migration, reason),
+            VmRequest::Report { migration } => Now::Report(migration),
+            VmRequest::Peer { from, message } => Now::Peer(from, read(message)?),
+            VmRequest::Survey { level } => Now::Survey(level),
             VmRequest::KeepRecord => Now::KeepRecord,
             VmRequest::Resolve {
                 run_here,
                 confirm_fenced,
-            } => Now::Resolve {
-                run_here,
-                confirm_fenced,
-            },
+            } => {
+                let fenced = confirm_fenced.ok_or_else(|| invalid(UNFENCED.into()))?;
+                match run_here {
+                    true => Now::RunHere(fenced),
+                    false => Now::GiveUpHere(fenced),
+                }
+            }
             VmRequest::Console => Now::Console,
             VmRequest::Blockers => Now::Blockers,
-            VmRequest::HostRemoved { host } => Now::HostRemoved { host },
-            VmRequest::Close { step } => Now::Close { step },
+            VmRequest::HostRemoved { host } => Now::HostRemoved(host),
+            VmRequest::Close { step } => Now::Close(step),
             VmRequest::Detach { unless_moving } => Now::Detach { unless_moving },
         }))
     }
 }
 
 fn read(message: serde_json::Value) -> Result<PeerMessage, ApiError> {
-    serde_json::from_value(message).map_err(|error| {
-        let message = format!("the other host's message cannot be read: {error}");
-        ApiError::new(ErrorCode::InvalidRequest, message)
-    })
+    let unread = |error| invalid(format!("the other host's message cannot be read: {error}"));
+    serde_json::from_value(message).map_err(unread)
+}
+
+fn invalid(message: String) -> ApiError {
+    ApiError::new(ErrorCode::InvalidRequest, message)
 }
