@@ -35,7 +35,8 @@
 //! of a set is called `epoch`.
 //!
 //! Who may run the VM is not decided here: those messages are crate `ownership`'s and travel inside `Peer`, on this
-//! channel while it lives and through the hosts' agents at any time.
+//! channel while it lives and through the hosts' agents at any time. A side that ends the migration says so, and why, in one
+//! of them, so that whichever way it comes first tells all.
 //!
 //! Refuses: unknown messages, more than [`STREAMS_MAX`] streams, extents outside of the guest's memory, figures that
 //! are negative or no number.
@@ -110,7 +111,8 @@ pub enum ToDestination {
         /// The generation that this attempt at a switchover would give.
         attempt: Generation,
     },
-    /// The migration is over; the guest stays at the source.
+    /// The migration is over; the guest stays at the source. Said by sources of the version before: an abort among the
+    /// messages of `Peer` says as much, with its reason.
     Cancel {
         /// What is shown to people.
         reason: String,
@@ -183,7 +185,8 @@ pub enum ToSource {
         /// CPU seconds of the VM process in this migration.
         cpu_s: f64,
     },
-    /// The destination gives up; nothing there will ever run.
+    /// The destination gives up; nothing there will ever run. Said to a source that comes too late, and by destinations of the
+    /// version before: a failure among the messages of `Peer` says as much.
     Failed {
         /// One sentence for people, of at most [`REASON_LEN_MAX`] bytes.
         reason: String,
@@ -216,7 +219,7 @@ pub enum ProtocolError {
 }
 
 /// Cuts a reason to what may cross the wire, on one line.
-pub fn clip_reason(reason: &str) -> String {
+fn clip_reason(reason: &str) -> String {
     Reason::clipped(reason).into()
 }
 

@@ -4,13 +4,14 @@
 
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
-use crate::migration::{Driver, Migration, Why};
+use crate::migration::{Driver, Migration};
 use crate::source::Command;
 use crate::succession::way_out;
 use crate::unsure::Unsure;
 use crate::vm::Vm;
-use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
-use godwit_ownership::{Action, Event, HostRecord, PeerMessage, Reason, RunPermit, Status};
+use godwit_migrate::protocol::{ToDestination, ToSource};
+use godwit_migrate::why::Why;
+use godwit_ownership::{Action, Event, HostRecord, PeerMessage, RunPermit, Status};
 use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::StoreError;
 use godwit_types::host_api::OutboxMessage;
@@ -315,22 +316,8 @@ impl Vm {
             }
             let message = message.clone();
             match migration.side {
-                Side::Source => {
-                    let over = matches!(message, PeerMessage::Abort { .. });
-                    migration.control.send(&ToDestination::Peer { message });
-                    // The fact first, since the other side reads no further than the reason. It waits for that a moment.
-                    if over && let Some(farewell) = migration.farewell() {
-                        migration.control.send(&farewell.message());
-                    }
-                }
-                Side::Destination => {
-                    // The reason first: the source reads no further than the fact.
-                    if let (PeerMessage::Failed { .. }, Some(why)) = (&message, migration.why()) {
-                        let reason = clip_reason(&why.reason);
-                        migration.control.send(&ToSource::Failed { reason });
-                    }
-                    migration.control.send(&ToSource::Peer { message });
-                }
+                Side::Source => migration.control.send(&ToDestination::Peer { message }),
+                Side::Destination => migration.control.send(&ToSource::Peer { message }),
             }
         }
         if let Some((asker, replies)) = &mut self.outcome.replies
@@ -344,12 +331,10 @@ impl Vm {
 
     /// A message that this side has ended the migration says why, whichever way it goes.
     fn give_reason(&self, message: &mut PeerMessage) {
-        let (id, reason) = match message {
-            PeerMessage::Failed { migration, reason } => (migration, reason),
-            PeerMessage::Abort {
-                migration, reason, ..
-            } => (migration, reason),
-            _ => return,
+        let (PeerMessage::Failed { migration: id, .. } | PeerMessage::Abort { migration: id, .. }) =
+            message
+        else {
+            return;
         };
         let why = match self.migration.as_ref().filter(|mine| mine.id == *id) {
             Some(mine) => mine.why(),
@@ -359,10 +344,7 @@ impl Vm {
                 Some(Why::failure(here.map_or(PREDECESSOR_DIED, |why| why)))
             }
         };
-        *reason = why.as_ref().map(|why| Reason::clipped(&why.reason));
-        if let PeerMessage::Abort { cancelled, .. } = message {
-            *cancelled = why.is_some_and(|why| why.cancelled);
-        }
+        Why::tell(why.as_ref(), message);
     }
 
     pub(crate) fn post(&self, to: &HostName, message: &PeerMessage) {

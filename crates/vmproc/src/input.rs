@@ -6,7 +6,6 @@
 
 use crate::ask::{Later, Now};
 use godwit_ownership::{Event, PeerMessage};
-use godwit_streams::Farewell;
 use godwit_types::host_api::VmAnswer;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -102,8 +101,6 @@ pub(crate) enum News {
     Heard,
     /// The driver gives up, with its reason.
     Failed(String),
-    /// (destination) The source ended the migration.
-    SourceEnded(Farewell),
 }
 
 /// Where a driver's news go.

@@ -13,22 +13,21 @@ use crate::shared_report::SharedReport;
 use crate::source::{SourceHandle, SourceParts};
 use crate::vm::Vm;
 use godwit_guestmem::DirtyTracker;
+use godwit_migrate::admission::{agreed_protocol, refuse_writable_disks};
+use godwit_migrate::protocol::ToDestination;
+use godwit_migrate::why::Why;
 use godwit_ownership::{Action, Ending, Event, EventKind, PeerMessage, Phase};
 use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::save_gate::SaveGate;
 use godwit_store::save_json;
 use godwit_streams::destination::{Arrivals, Memory, empty};
 use godwit_streams::source::routes;
-use godwit_streams::{ControlSlot, Farewell, cores};
-use godwit_types::host_api::{
-    IncomingReady, MigrationNote, NOTE_FILE, PrepareIncoming, SPEC_FILE, VmAnswer,
-};
+use godwit_streams::{ControlSlot, cores};
+use godwit_types::host_api::{IncomingReady, PrepareIncoming, SPEC_FILE, VmAnswer};
 use godwit_types::migration::{
     COULD_NOT_BEGIN, MigrationReport, MigrationSpec, Outcome, PEER_GAVE_UP, Phase as MovePhase,
     Side,
 };
-use godwit_types::version::{MIGRATION, VERSION};
-use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
 use godwit_wire::Spec;
 use std::sync::Arc;
@@ -50,65 +49,6 @@ impl Driver {
         match self {
             Self::Source(source) => source.intake(),
             Self::Destination(destination) => destination.intake(),
-        }
-    }
-}
-
-/// Why a migration ends without success.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Why {
-    /// One sentence for people.
-    pub reason: String,
-    /// A person or a deadline wanted it; else it failed.
-    pub cancelled: bool,
-    /// There is no guest any more that could move.
-    pub guest_ended: bool,
-}
-
-impl Why {
-    /// Something failed, and nobody wanted that.
-    pub(crate) fn failure(reason: impl Into<String>) -> Self {
-        Self {
-            reason: reason.into(),
-            cancelled: false,
-            guest_ended: false,
-        }
-    }
-
-    /// A person or a deadline wanted it.
-    fn wish(reason: impl Into<String>) -> Self {
-        Self {
-            cancelled: true,
-            ..Self::failure(reason)
-        }
-    }
-
-    /// The guest is no more.
-    pub(crate) fn guest_ended(reason: impl Into<String>) -> Self {
-        Self {
-            guest_ended: true,
-            ..Self::failure(reason)
-        }
-    }
-
-    /// What the other host says of why it ended the migration, if that is what it says.
-    fn said_by(from: &HostName, message: &PeerMessage) -> Option<Self> {
-        match message {
-            PeerMessage::Failed {
-                reason: Some(why), ..
-            } => Some(Self::failure(format!(
-                "host {from} gave the migration up: {}",
-                why.as_str()
-            ))),
-            PeerMessage::Abort {
-                reason: Some(why),
-                cancelled,
-                ..
-            } => Some(match cancelled {
-                true => Self::wish(why.as_str()),
-                false => Self::failure(format!("the source ended the migration: {}", why.as_str())),
-            }),
-            _ => None,
         }
     }
 }
@@ -143,23 +83,6 @@ impl Migration {
     pub(crate) fn why(&self) -> Option<Why> {
         let journal = || self.journal_trouble.clone().map(Why::failure);
         self.why.clone().or_else(journal)
-    }
-
-    /// (source) Why it ends, as the destination is told.
-    pub(crate) fn farewell(&self) -> Option<Farewell> {
-        self.why().map(|why| Farewell {
-            reason: why.reason,
-            cancelled: why.cancelled,
-        })
-    }
-
-    /// (destination) Notes the source's reason, unless this side had one.
-    pub(crate) fn heard_farewell(&mut self, farewell: Farewell) {
-        let Farewell { reason, cancelled } = farewell;
-        self.why.get_or_insert(match cancelled {
-            true => Why::wish(reason),
-            false => Why::failure(format!("the source ended the migration: {reason}")),
-        });
     }
 }
 
@@ -400,22 +323,6 @@ impl Vm {
         });
     }
 
-    /// Durable before anything is promised: a successor must be able to ask the peer.
-    fn keep_note(&mut self, spec: &MigrationSpec, side: Side) -> Result<(), ApiError> {
-        let peer = match side {
-            Side::Source => spec.destination.clone(),
-            Side::Destination => spec.source.clone(),
-        };
-        let note = MigrationNote {
-            migration: spec.id.clone(),
-            side,
-            peer,
-        };
-        save_json(&self.paths.state.join(NOTE_FILE), &note).map_err(internal)?;
-        self.note = Some(note);
-        Ok(())
-    }
-
     // ---- why it ends ----
 
     pub(crate) fn cancel(&mut self, id: &MigrationId, reason: &str) -> Reply {
@@ -490,10 +397,9 @@ impl Vm {
     // ---- its end ----
 
     pub(crate) fn end_migration(&mut self, id: &MigrationId, ending: Ending) {
-        let Some(mut migration) = self.migration.take_if(|migration| migration.id == *id) else {
+        let Some(migration) = self.migration.take_if(|migration| migration.id == *id) else {
             return self.end_orphan(id, ending);
         };
-        hear_out(&mut migration, ending);
         let why = migration.why();
         let outcome = match &why {
             _ if ending == Ending::Completed => Outcome::Completed,
@@ -506,8 +412,7 @@ impl Vm {
             _ => why
                 .map(|why| why.reason)
                 .or_else(|| never_began(&migration))
-                .or_else(|| last_word(&mut migration, outcome))
-                .or_else(|| default_reason(outcome)),
+                .or_else(|| Some(PEER_GAVE_UP.into())),
         };
         if migration.side == Side::Source && outcome == Outcome::Completed {
             migration.report.wait_resumed(RESUMED_WAIT);
@@ -523,7 +428,7 @@ impl Vm {
         // Kept before the driver's threads are waited for: whoever asks meanwhile finds the end, not the beginning.
         self.keep_report(migration.report.read());
         self.remember(migration.report.clone());
-        self.end_driver(&mut migration, outcome, reason);
+        end_driver(migration, ending);
     }
 
     /// Tells the migration's end in a sentence.
@@ -546,25 +451,6 @@ impl Vm {
             }
         }
     }
-
-    fn end_driver(&mut self, migration: &mut Migration, outcome: Outcome, reason: Option<String>) {
-        let reason = if outcome == Outcome::Completed {
-            None
-        } else {
-            reason
-        };
-        match migration.driver.take() {
-            Some(Driver::Source(source)) => {
-                let cancelled = outcome == Outcome::Cancelled;
-                drop(source.end(reason.map(|reason| Farewell { reason, cancelled })));
-            }
-            Some(Driver::Destination(destination)) if outcome == Outcome::Completed => {
-                destination.linger()
-            }
-            Some(Driver::Destination(destination)) => destination.end(reason),
-            None => {}
-        }
-    }
 }
 
 /// A driver that runs, and what belongs to it.
@@ -576,47 +462,25 @@ struct Prepared {
     save_gate: SaveGate,
 }
 
-/// The version of the control channel that the controller found both sides to speak.
-fn agreed_protocol(spec: &MigrationSpec) -> Result<u32, ApiError> {
-    let agreed = spec.control_protocol.unwrap_or(MIGRATION.max);
-    if MIGRATION.contains(agreed) {
-        return Ok(agreed);
-    }
-    let message = format!(
-        "migration '{}' is to speak migration protocol {agreed}, and the VM process on host {}, Godwit {VERSION}, speaks {MIGRATION}: run 'godwit vm renew {}' there",
-        spec.id, spec.source.host, spec.vm
-    );
-    Err(ApiError::new(ErrorCode::Incompatible, message))
-}
-
 fn wire_spec(spec: &MigrationSpec) -> Result<Spec, ApiError> {
     Spec::new(spec.id.clone(), &spec.secret, spec.cipher)
         .map_err(|error| ApiError::new(ErrorCode::InvalidRequest, error.to_string()))
 }
 
-/// What is written to a disk does not travel: the destination's image would be another one.
-fn refuse_writable_disks(spec: &VmSpec) -> Result<(), ApiError> {
-    match spec.disks.iter().find(|disk| !disk.read_only) {
-        None => Ok(()),
-        Some(disk) => {
-            let message = format!(
-                "VM '{}' has the writable disk '{}', which cannot move yet: make it read_only = true or remove it, with the VM stopped",
-                spec.name, disk.name
-            );
-            Err(ApiError::new(ErrorCode::NotMigratable, message))
+/// Ends the driver. What a source's destination is told goes the way of all messages about ownership, too.
+fn end_driver(migration: Migration, ending: Ending) {
+    let is_aborted = matches!(ending, Ending::Cancelled | Ending::Failed);
+    let why = migration.why();
+    let abort = is_aborted.then(|| ToDestination::Peer {
+        message: Why::abort(migration.id, why.as_ref()),
+    });
+    match migration.driver {
+        Some(Driver::Source(source)) => source.end(abort),
+        Some(Driver::Destination(destination)) if ending == Ending::Completed => {
+            destination.linger();
         }
-    }
-}
-
-/// The agents' message that the source ended the migration may overtake the source's own, which says why.
-fn hear_out(migration: &mut Migration, ending: Ending) {
-    if ending == Ending::Completed || migration.why().is_some() {
-        return;
-    }
-    if let Some(Driver::Destination(driver)) = &migration.driver
-        && let Some(farewell) = driver.last_word()
-    {
-        migration.heard_farewell(farewell);
+        Some(Driver::Destination(destination)) => destination.end(),
+        None => {}
     }
 }
 
@@ -624,50 +488,4 @@ fn hear_out(migration: &mut Migration, ending: Ending) {
 fn never_began(migration: &Migration) -> Option<String> {
     let setup = migration.report.read().phase == MovePhase::Setup;
     (migration.unheard && setup).then(|| "the source did not begin the migration".into())
-}
-
-/// The agents' message that the destination gave up may overtake the driver's, which says why.
-fn last_word(migration: &mut Migration, outcome: Outcome) -> Option<String> {
-    if outcome != Outcome::Failed {
-        return None;
-    }
-    let gave_up = default_reason(outcome).map(|reason| Farewell {
-        reason,
-        cancelled: false,
-    });
-    match migration.driver.take() {
-        Some(Driver::Source(driver)) => driver.end_after_last_word(gave_up),
-        other => {
-            migration.driver = other;
-            None
-        }
-    }
-}
-
-fn default_reason(outcome: Outcome) -> Option<String> {
-    match outcome {
-        Outcome::Completed => None,
-        Outcome::Cancelled => Some("cancelled".into()),
-        Outcome::Failed | Outcome::InDoubt => Some(PEER_GAVE_UP.into()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_writable_disk_is_refused_by_name() {
-        let spec = |read_only| {
-            let text = format!(
-                "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/k\"\n[[disk]]\nname = \"data\"\npath = \"/d\"\nread_only = {read_only}"
-            );
-            VmSpec::from_toml(&text).unwrap()
-        };
-        let refused = refuse_writable_disks(&spec(false)).unwrap_err();
-        assert_eq!(refused.code, ErrorCode::NotMigratable);
-        let message = "VM 'web' has the writable disk 'data', which cannot move yet: ";
-        assert!(refused.message.starts_with(message), "{}", refused.message);
-        assert!(refuse_writable_disks(&spec(true)).is_ok());
-    }
 }

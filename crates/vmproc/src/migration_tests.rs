@@ -2,6 +2,7 @@
 
 use crate::testing::{LONG, Site, answer, ask, holds, migration, open, report};
 use crate::vm::Vm;
+use godwit_migrate::why::Why;
 use godwit_ownership::{Event, PeerMessage, Phase, Power};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::migration::{Outcome, Side};
@@ -286,7 +287,7 @@ fn a_destination_hears_that_its_source_s_vm_process_died() {
 
 #[test]
 fn a_cancel_or_a_forced_stop_that_comes_too_late_leaves_the_reason_as_it_was() {
-    let known = Some(crate::migration::Why::failure("the link was lost"));
+    let known = Some(Why::failure("the link was lost"));
     for why in [None, known] {
         for request in [cancel(), VmRequest::Stop { force: true }] {
             let site = Site::new();

@@ -4,9 +4,9 @@
 //! is off must be written before it counts. Owns the wish until then, for as long as the VM is held as it was. Refuses: a
 //! boot that nobody asked for meanwhile, and to end a guest whose handover is under way.
 
-use crate::migration::Why;
 use crate::requests::Reply;
 use crate::vm::Vm;
+use godwit_migrate::why::Why;
 use godwit_ownership::{Event, EventKind, Phase, Power, StateName};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use std::time::{Duration, Instant};

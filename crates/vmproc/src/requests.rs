@@ -25,7 +25,7 @@ const TOO_LATE: &str = "its destination has given it up, since it did not begin 
 pub(crate) type Reply = Result<VmAnswer, ApiError>;
 
 impl Vm {
-    /// Answers one request.
+    /// Carries a request out; what comes of it is the answer.
     pub(crate) fn answer(&mut self, request: Now) -> Reply {
         self.outcome = Outcome::default();
         match request {
@@ -36,31 +36,29 @@ impl Vm {
             Now::Boot => self.boot_again(),
             Now::Stop { force: true } => self.power_off(),
             Now::Stop { force: false } => self.powerdown(),
-            Now::PowerOffDead { generation } => self.power_off_dead(generation),
+            Now::PowerOffDead(generation) => self.power_off_dead(generation),
             Now::Reset => self.reset(),
             Now::Pause => self.ask_or(Event::PauseRequested, "is paused", "is paused already"),
             Now::Resume => self.ask_or(Event::ResumeRequested, "goes on", "runs already"),
             Now::PrepareIncoming(request) => self.prepare_incoming(*request),
             Now::Migrate(spec) => self.migrate(&spec),
-            Now::Cancel { migration, reason } => self.cancel(&migration, &reason),
-            Now::Report { migration } => match self.report(&migration)? {
+            Now::Cancel(migration, reason) => self.cancel(&migration, &reason),
+            Now::Report(migration) => match self.report(&migration)? {
                 Some(report) => Ok(VmAnswer::Report(Box::new(report))),
                 None => Err(unknown_migration(&migration)),
             },
-            Now::Peer { from, message } => self.peer(from, message),
-            Now::Resolve {
-                run_here,
-                confirm_fenced,
-            } => self.resolve(run_here, confirm_fenced),
-            Now::Survey { level } => self.survey(level),
+            Now::Peer(from, message) => self.peer(from, message),
+            Now::RunHere(fenced) => self.resolve(true, fenced),
+            Now::GiveUpHere(fenced) => self.resolve(false, fenced),
+            Now::Survey(level) => self.survey(level),
             Now::KeepRecord => self.keep_record(),
             Now::Console => self.console(),
             Now::Blockers => self.blockers(),
-            Now::HostRemoved { host } => {
+            Now::HostRemoved(host) => {
                 let done = "waits for that host no more";
                 self.ask_or(Event::HostRemoved { host }, done, done)
             }
-            Now::Close { step } => self.close(step),
+            Now::Close(step) => self.close(step),
             Now::Detach { unless_moving } => {
                 if let Some(moving) = self.migration.as_ref().filter(|_| unless_moving) {
                     let message = format!(
@@ -302,11 +300,7 @@ impl Vm {
             && current.is_none_or(|migration| migration.id != *id)
     }
 
-    fn resolve(&mut self, run_here: bool, confirm_fenced: Option<HostName>) -> Reply {
-        let confirm_fenced = confirm_fenced.ok_or_else(|| {
-            let message = "say which host is fenced with --confirm-fenced HOST, once it is powered off and only then";
-            ApiError::new(ErrorCode::InvalidRequest, message)
-        })?;
+    fn resolve(&mut self, run_here: bool, confirm_fenced: HostName) -> Reply {
         let done = if run_here {
             "is resolved: it runs here"
         } else {

@@ -45,7 +45,7 @@ const REPORTS_KEPT: usize = 8;
 /// So many migrations that were over before this process heard of them are remembered.
 const REFUSED_KEPT: usize = 64;
 
-/// The VM.
+/// One VM on this host: all that its thread owns.
 pub(crate) struct Vm {
     pub config: VmProcessConfig,
     pub paths: Paths,
@@ -316,12 +316,6 @@ impl Vm {
                 if self.timers.is_armed(Timer::Switchover) && !self.pause_is_too_long() {
                     self.arm(Timer::Switchover);
                 }
-            }
-            News::SourceEnded(farewell) => {
-                if let Some(migration) = &mut self.migration {
-                    migration.heard_farewell(farewell);
-                }
-                self.feed(Event::IncomingFailed);
             }
             News::Failed(reason) => {
                 self.blame(&reason);
