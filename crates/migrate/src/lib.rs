@@ -6,6 +6,7 @@
 
 pub mod account;
 pub mod addresses;
+pub mod admission;
 pub mod convergence;
 pub mod curve;
 pub mod governor;
@@ -16,3 +17,4 @@ pub mod protocol;
 pub mod rate;
 pub mod records;
 pub mod streams;
+pub mod why;

@@ -35,13 +35,14 @@
 //! of a set is called `epoch`.
 //!
 //! Who may run the VM is not decided here: those messages are crate `ownership`'s and travel inside `Peer`, on this
-//! channel while it lives and through the hosts' agents at any time.
+//! channel while it lives and through the hosts' agents at any time. A side that ends the migration says so, and why, in one
+//! of them, so that whichever way it comes first tells all.
 //!
 //! Refuses: unknown messages, more than [`STREAMS_MAX`] streams, extents outside of the guest's memory, figures that
 //! are negative or no number.
 
 use crate::addresses;
-use godwit_ownership::PeerMessage;
+use godwit_ownership::{PeerMessage, Reason};
 use godwit_types::Generation;
 use godwit_types::version::MIGRATION;
 use serde::{Deserialize, Serialize};
@@ -54,7 +55,7 @@ pub const STREAMS_MAX: u32 = 64;
 /// Most extents in one message (keeps it far below the record limit).
 pub const EXTENTS_PER_MESSAGE: usize = 8192;
 /// Longest reason that crosses the wire, bytes; longer ones are cut.
-pub const REASON_LEN_MAX: usize = 512;
+pub const REASON_LEN_MAX: usize = Reason::LEN_MAX;
 /// Longest filling of a message that only warms a channel, bytes.
 pub const WARM_LEN_MAX: usize = 64 << 10;
 /// Largest figure (a share, milliseconds, seconds) that a peer may report: 31 years in seconds.
@@ -110,7 +111,8 @@ pub enum ToDestination {
         /// The generation that this attempt at a switchover would give.
         attempt: Generation,
     },
-    /// The migration is over; the guest stays at the source.
+    /// The migration is over; the guest stays at the source. Said by sources of the version before: an abort among the
+    /// messages of `Peer` says as much, with its reason.
     Cancel {
         /// What is shown to people.
         reason: String,
@@ -183,7 +185,8 @@ pub enum ToSource {
         /// CPU seconds of the VM process in this migration.
         cpu_s: f64,
     },
-    /// The destination gives up; nothing there will ever run.
+    /// The destination gives up; nothing there will ever run. Said to a source that comes too late, and by destinations of the
+    /// version before: a failure among the messages of `Peer` says as much.
     Failed {
         /// One sentence for people, of at most [`REASON_LEN_MAX`] bytes.
         reason: String,
@@ -215,13 +218,18 @@ pub enum ProtocolError {
     },
 }
 
-/// Cuts a reason to what may cross the wire.
-pub fn clip_reason(reason: &str) -> String {
-    let mut end = reason.len().min(REASON_LEN_MAX);
-    while !reason.is_char_boundary(end) {
-        end -= 1;
+/// Cuts a reason to what may cross the wire, on one line.
+fn clip_reason(reason: &str) -> String {
+    Reason::clipped(reason).into()
+}
+
+/// A peer's reason as people may be shown it.
+fn shown(reason: &mut String) -> Result<(), ProtocolError> {
+    if reason.len() > REASON_LEN_MAX {
+        return Err(ProtocolError::OutOfBounds("the length of the reason"));
     }
-    reason.get(..end).unwrap_or_default().to_owned()
+    *reason = clip_reason(reason);
+    Ok(())
 }
 
 /// Writes a control message.
@@ -232,8 +240,8 @@ pub fn encode<M: Serialize>(message: &M) -> Vec<u8> {
 
 /// Reads a message from the source; `pages` is the guest's memory.
 pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, ProtocolError> {
-    let message: ToDestination = parse(bytes)?;
-    match &message {
+    let mut message: ToDestination = parse(bytes)?;
+    match &mut message {
         ToDestination::Begin { version, .. } if !MIGRATION.contains(*version) => {
             return Err(ProtocolError::Version { theirs: *version });
         }
@@ -251,9 +259,7 @@ pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, 
         ToDestination::Warm { filling } if filling.len() > WARM_LEN_MAX => {
             return Err(ProtocolError::OutOfBounds("the filling"));
         }
-        ToDestination::Cancel { reason, .. } if reason.len() > REASON_LEN_MAX => {
-            return Err(ProtocolError::OutOfBounds("the length of the reason"));
-        }
+        ToDestination::Cancel { reason, .. } => shown(reason)?,
         _ => {}
     }
     Ok(message)
@@ -261,13 +267,14 @@ pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, 
 
 /// Reads a message from the destination; `streams` is the number of data channels.
 pub fn decode_to_source(bytes: &[u8], streams: u32) -> Result<ToSource, ProtocolError> {
-    let message: ToSource = parse(bytes)?;
-    match &message {
+    let mut message: ToSource = parse(bytes)?;
+    match &mut message {
         ToSource::Applied { channel, .. } if *channel >= streams => {
             Err(ProtocolError::OutOfBounds("the channel"))
         }
-        ToSource::Failed { reason } if reason.len() > REASON_LEN_MAX => {
-            Err(ProtocolError::OutOfBounds("the length of the reason"))
+        ToSource::Failed { reason } => {
+            shown(reason)?;
+            Ok(message)
         }
         ToSource::BarrierDone {
             memory_wait, busy, ..
@@ -398,6 +405,24 @@ mod tests {
                 "{text}"
             );
         }
+    }
+
+    #[test]
+    fn control_characters_of_a_peer_s_reason_are_not_shown() {
+        let failed = br#"{"m":"failed","reason":"its disk\u001b[2J\nis full"}"#;
+        let reason = "its disk [2J is full".to_owned();
+        assert_eq!(
+            decode_to_source(failed, 1),
+            Ok(ToSource::Failed {
+                reason: reason.clone()
+            })
+        );
+        let cancel = br#"{"m":"cancel","reason":"its disk\u001b[2J\nis full"}"#;
+        let cancelled = false;
+        assert_eq!(
+            decode_to_destination(cancel, 1),
+            Ok(ToDestination::Cancel { reason, cancelled })
+        );
     }
 
     #[test]

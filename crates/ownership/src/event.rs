@@ -119,7 +119,15 @@ pub enum PeerMessage {
         generation: Generation,
     },
     /// Source: nothing of this migration was given and nothing will be.
-    Abort { migration: MigrationId },
+    Abort {
+        migration: MigrationId,
+        /// Why, for people: nothing is decided by it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        reason: Option<Reason>,
+        /// A person or a deadline wanted it, which is for people, too; without it something has failed.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        cancelled: bool,
+    },
     /// Destination that has promised nothing: cannot go on.
     Failed {
         migration: MigrationId,

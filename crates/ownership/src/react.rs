@@ -89,7 +89,7 @@ impl VmCore {
                 migration,
                 generation,
             } => self.on_peer_withdrawn(from, &migration, generation),
-            PeerMessage::Abort { migration } => self.on_peer_aborted(from, &migration),
+            PeerMessage::Abort { migration, .. } => self.on_peer_aborted(from, &migration),
             PeerMessage::Failed { migration, .. } => self.on_peer_failed(from, &migration),
         }
     }

@@ -290,8 +290,11 @@ pub(crate) fn release() -> Step {
 pub(crate) fn abort(with: &Handover) -> Step {
     send(
         &with.peer,
+        // Who carries the message knows why.
         PeerMessage::Abort {
             migration: with.migration.clone(),
+            reason: None,
+            cancelled: false,
         },
     )
 }

@@ -264,7 +264,11 @@ impl Names {
                 migration,
                 generation,
             },
-            EventKind::PeerAborted => PeerMessage::Abort { migration },
+            EventKind::PeerAborted => PeerMessage::Abort {
+                migration,
+                reason: None,
+                cancelled: false,
+            },
             EventKind::PeerFailed => PeerMessage::Failed {
                 migration,
                 reason: None,

@@ -59,6 +59,8 @@ fn messages(migration: &MigrationId, generation: Generation) -> Vec<PeerMessage>
         },
         PeerMessage::Abort {
             migration: migration.clone(),
+            reason: None,
+            cancelled: false,
         },
         PeerMessage::Failed {
             migration,

@@ -11,7 +11,6 @@
 mod control;
 mod control_slot;
 pub mod destination;
-mod farewell;
 pub mod faults;
 mod priority;
 pub mod source;
@@ -20,5 +19,4 @@ mod testing;
 
 pub use control::SharedControl;
 pub use control_slot::ControlSlot;
-pub use farewell::Farewell;
 pub use priority::cores;

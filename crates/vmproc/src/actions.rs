@@ -4,26 +4,27 @@
 
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
+use crate::migration::{Driver, Migration};
 use crate::source::Command;
 use crate::succession::way_out;
 use crate::unsure::Unsure;
-use crate::vm::{Driver, Migration, Vm};
-use godwit_migrate::protocol::{ToDestination, ToSource, clip_reason};
-use godwit_ownership::{Action, Ending, Event, HostRecord, PeerMessage, Reason, RunPermit, Status};
+use crate::vm::Vm;
+use godwit_migrate::protocol::{ToDestination, ToSource};
+use godwit_migrate::why::Why;
+use godwit_ownership::{Action, Event, HostRecord, PeerMessage, RunPermit, Status};
 use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::StoreError;
-use godwit_streams::Farewell;
 use godwit_types::host_api::OutboxMessage;
-use godwit_types::migration::{Outcome, PEER_GAVE_UP, Phase, Side};
-use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
+use godwit_types::migration::{Outcome, Phase, Side};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName};
 use std::time::{Duration, Instant};
 
 /// How long a hypervisor is asked to let its guest run before its state is called unknown.
 pub(crate) const CONT_WAIT: Duration = Duration::from_secs(30);
+/// Why a migration ends whose end a process tells that did not begin it.
+const PREDECESSOR_DIED: &str = "its VM process ended during the migration";
 /// Pause before a hypervisor that refused to let its guest run is asked again.
 const REFUSED_PAUSE: Duration = Duration::from_millis(5);
-/// How long a source that knows its guest to be elsewhere waits for the figures of its resuming.
-const RESUMED_WAIT: Duration = Duration::from_millis(250);
 
 impl Vm {
     /// Carries out one action; returns the events that follow from it.
@@ -315,23 +316,8 @@ impl Vm {
             }
             let message = message.clone();
             match migration.side {
-                Side::Source => {
-                    let over = matches!(message, PeerMessage::Abort { .. });
-                    migration.control.send(&ToDestination::Peer { message });
-                    // The fact first, since the other side reads no further than the reason. It waits for that a moment.
-                    if over && let Some(farewell) = migration.farewell() {
-                        migration.control.send(&farewell.message());
-                    }
-                }
-                Side::Destination => {
-                    // The reason first: the source reads no further than the fact.
-                    if let (PeerMessage::Failed { .. }, Some(reason)) = (&message, migration.why())
-                    {
-                        let reason = clip_reason(&reason);
-                        migration.control.send(&ToSource::Failed { reason });
-                    }
-                    migration.control.send(&ToSource::Peer { message });
-                }
+                Side::Source => migration.control.send(&ToDestination::Peer { message }),
+                Side::Destination => migration.control.send(&ToSource::Peer { message }),
             }
         }
         if let Some((asker, replies)) = &mut self.outcome.replies
@@ -343,15 +329,22 @@ impl Vm {
         self.post(to, &message);
     }
 
-    /// A message that this side gave up says why, whichever way it goes.
+    /// A message that this side has ended the migration says why, whichever way it goes.
     fn give_reason(&self, message: &mut PeerMessage) {
-        let PeerMessage::Failed { migration, reason } = message else {
+        let (PeerMessage::Failed { migration: id, .. } | PeerMessage::Abort { migration: id, .. }) =
+            message
+        else {
             return;
         };
-        let mine = self.migration.as_ref().filter(|mine| mine.id == *migration);
-        *reason = mine
-            .and_then(Migration::why)
-            .map(|why| Reason::clipped(&why));
+        let why = match self.migration.as_ref().filter(|mine| mine.id == *id) {
+            Some(mine) => mine.why(),
+            None => {
+                let failed = self.outcome.failed.as_ref().map(|error| &error.message);
+                let here = self.outcome.not_begun.as_ref().or(failed);
+                Some(Why::failure(here.map_or(PREDECESSOR_DIED, |why| why)))
+            }
+        };
+        Why::tell(why.as_ref(), message);
     }
 
     pub(crate) fn post(&self, to: &HostName, message: &PeerMessage) {
@@ -398,114 +391,6 @@ impl Vm {
         self.status = status;
         self.settle_orphan();
     }
-
-    fn end_migration(&mut self, id: &MigrationId, ending: Ending) {
-        let Some(mut migration) = self.migration.take_if(|migration| migration.id == *id) else {
-            return self.end_orphan(id, ending);
-        };
-        hear_out(&mut migration, ending);
-        let outcome = outcome(&migration, ending);
-        let reason = match outcome {
-            // What was tried against it came too late.
-            Outcome::Completed => None,
-            _ => migration
-                .why()
-                .or_else(|| never_began(&migration))
-                .or_else(|| last_word(&mut migration, outcome))
-                .or_else(|| default_reason(outcome)),
-        };
-        if migration.side == Side::Source && outcome == Outcome::Completed {
-            migration.report.wait_resumed(RESUMED_WAIT);
-        }
-        migration.report.update(|report| report.reason = None);
-        migration.report.end(outcome, reason.clone());
-        let cpu_s = migration.report.cpu_s();
-        migration.report.update(|report| match migration.side {
-            Side::Source => report.cpu_source_s = cpu_s,
-            Side::Destination => report.cpu_destination_s = cpu_s,
-        });
-        self.say_end(&migration, outcome, reason.as_deref());
-        // Kept before the driver's threads are waited for: whoever asks meanwhile finds the end, not the beginning.
-        self.keep_report(migration.report.read());
-        self.remember(migration.report.clone());
-        self.end_driver(&mut migration, outcome, reason);
-    }
-
-    /// Tells the migration's end in a sentence.
-    fn say_end(&self, migration: &Migration, outcome: Outcome, reason: Option<&str>) {
-        let (from, to) = match migration.side {
-            Side::Source => (&self.config.host, &migration.peer),
-            Side::Destination => (&migration.peer, &self.config.host),
-        };
-        let end = match outcome {
-            Outcome::Completed => "is completed",
-            Outcome::Cancelled => "was cancelled",
-            Outcome::Failed => "failed",
-            Outcome::InDoubt => "is in doubt",
-        };
-        let (vm, id) = (&self.config.vm, &migration.id);
-        match reason {
-            None => tracing::info!("migration {id} of VM {vm} from {from} to {to} {end}"),
-            Some(why) => {
-                tracing::warn!("migration {id} of VM {vm} from {from} to {to} {end}: {why}");
-            }
-        }
-    }
-
-    fn end_driver(&mut self, migration: &mut Migration, outcome: Outcome, reason: Option<String>) {
-        let reason = if outcome == Outcome::Completed {
-            None
-        } else {
-            reason
-        };
-        match migration.driver.take() {
-            Some(Driver::Source(source)) => {
-                let cancelled = outcome == Outcome::Cancelled;
-                drop(source.end(reason.map(|reason| Farewell { reason, cancelled })));
-            }
-            Some(Driver::Destination(destination)) if outcome == Outcome::Completed => {
-                destination.linger()
-            }
-            Some(Driver::Destination(destination)) => destination.end(reason),
-            None => {}
-        }
-    }
-}
-
-/// The agents' message that the source ended the migration may overtake the source's own, which says why.
-fn hear_out(migration: &mut Migration, ending: Ending) {
-    if ending == Ending::Completed || migration.cancelled || migration.why().is_some() {
-        return;
-    }
-    if let Some(Driver::Destination(driver)) = &migration.driver
-        && let Some(farewell) = driver.last_word()
-    {
-        migration.heard_farewell(farewell);
-    }
-}
-
-/// A source that had to be asked and never connected.
-fn never_began(migration: &Migration) -> Option<String> {
-    let setup = migration.report.read().phase == Phase::Setup;
-    (migration.unheard && setup).then(|| "the source did not begin the migration".into())
-}
-
-/// The agents' message that the destination gave up may overtake the driver's, which says why.
-fn last_word(migration: &mut Migration, outcome: Outcome) -> Option<String> {
-    if outcome != Outcome::Failed {
-        return None;
-    }
-    let gave_up = default_reason(outcome).map(|reason| Farewell {
-        reason,
-        cancelled: false,
-    });
-    match migration.driver.take() {
-        Some(Driver::Source(driver)) => driver.end_after_last_word(gave_up),
-        other => {
-            migration.driver = other;
-            None
-        }
-    }
 }
 
 /// A hypervisor that does not answer is asked again: saying it twice does no harm.
@@ -539,26 +424,4 @@ fn may_go_on(machine: &Machine) -> bool {
             | RunState::IoError
             | RunState::Watchdog)
     )
-}
-
-fn outcome(migration: &Migration, ending: Ending) -> Outcome {
-    match ending {
-        Ending::Completed => Outcome::Completed,
-        Ending::Cancelled if migration.cancelled => Outcome::Cancelled,
-        Ending::Cancelled | Ending::Failed | Ending::Refused => {
-            if migration.cancelled {
-                Outcome::Cancelled
-            } else {
-                Outcome::Failed
-            }
-        }
-    }
-}
-
-fn default_reason(outcome: Outcome) -> Option<String> {
-    match outcome {
-        Outcome::Completed => None,
-        Outcome::Cancelled => Some("cancelled".into()),
-        Outcome::Failed | Outcome::InDoubt => Some(PEER_GAVE_UP.into()),
-    }
 }

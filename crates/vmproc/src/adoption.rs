@@ -10,6 +10,7 @@
 //! A QEMU that no identity file tells of is found by its RAM file and taken over like any other, unless it has never run
 //! its guest: then it is ended. The state directory may be new and empty while the run directory was emptied, too.
 
+use crate::ask::Now;
 use crate::faults::{planted, qemu_is};
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, KILL_WAIT, internal};
@@ -19,7 +20,7 @@ use godwit_ownership::{HostRecord, Phase};
 use godwit_qemu::machine::RunState;
 use godwit_qemu::process::{ProcessError, QemuProcess};
 use godwit_store::{load_json, save_json};
-use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmRequest, VmStatus};
+use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmStatus};
 use godwit_types::site::{Claim, RecordAnswer};
 use godwit_types::version::Build;
 use godwit_types::vm::{VmSpec, VmState};
@@ -38,17 +39,17 @@ const PAUSE: Duration = Duration::from_millis(500);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// What became of the predecessor's QEMU.
-pub(crate) enum Adopted {
+pub(crate) enum Looked {
     /// There is none, or it is gone for sure.
     None,
-    /// It answers.
+    /// It answers, and this is what its guest does.
     Taken(Box<Hyper>, RunState),
     /// This process was told to leave while it waited.
     Detached,
 }
 
 /// What is known of the VM before its QEMU is.
-pub(crate) struct Seat<'a> {
+pub(crate) struct Known<'a> {
     pub config: &'a VmProcessConfig,
     pub paths: &'a Paths,
     pub record: &'a HostRecord,
@@ -59,24 +60,24 @@ type Attempt = Result<(Box<Hyper>, RunState), String>;
 
 /// Takes QEMU over. Returns at once where there is none or it answers; else answers requests until it does.
 pub(crate) fn adopt(
-    seat: &Seat<'_>,
+    known: &Known<'_>,
     inputs: &Sender<Input>,
     received: &Receiver<Input>,
-) -> Result<Adopted, ApiError> {
-    let Some(found) = find(seat)? else {
-        strays::remove_ram_files(seat.paths, None);
-        return Ok(Adopted::None);
+) -> Result<Looked, ApiError> {
+    let Some(found) = find(known)? else {
+        strays::remove_ram_files(known.paths, None);
+        return Ok(Looked::None);
     };
     let Found {
         identity,
         process,
         unknown,
     } = found;
-    strays::remove_ram_files(seat.paths, Some(identity.launch));
+    strays::remove_ram_files(known.paths, Some(identity.launch));
     qemu_is(identity.pid);
-    match attempt(seat.paths, &identity) {
+    match attempt(known.paths, &identity) {
         // Looked at again, and told of, while this process waits.
-        Ok((_, state)) if is_denied(seat.record, &state) => {}
+        Ok((_, state)) if is_denied(known.record, &state) => {}
         Ok((hyper, state)) => return taken(hyper, state, unknown),
         Err(error) => {
             tracing::warn!(%error, pid = identity.pid, "QEMU lives but is not taken over yet");
@@ -84,7 +85,7 @@ pub(crate) fn adopt(
     }
     let waiting = Waiting {
         denied: Cell::new(false),
-        seat,
+        known,
         process,
         unknown,
         launch: identity.launch,
@@ -103,21 +104,21 @@ struct Found {
 }
 
 /// This VM's QEMU. All others on its RAM files are ended but those that may run its guest.
-fn find(seat: &Seat<'_>) -> Result<Option<Found>, ApiError> {
-    let known = load_json::<QemuIdentity>(&seat.paths.identity()).map_err(internal)?;
-    let process = match &known {
+fn find(known: &Known<'_>) -> Result<Option<Found>, ApiError> {
+    let written = load_json::<QemuIdentity>(&known.paths.identity()).map_err(internal)?;
+    let process = match &written {
         None => None,
-        Some(known) => match QemuProcess::adopt(known.pid, known.start_time_ticks) {
+        Some(written) => match QemuProcess::adopt(written.pid, written.start_time_ticks) {
             Ok(process) => Some(process),
             Err(ProcessError::Gone { .. }) => None,
             // Not knowing whether it lives is no reason to take it for dead.
             Err(error) => return Err(internal(error)),
         },
     };
-    let mut others = strays::living(seat.paths, seat.config.qemu_uid).map_err(internal)?;
-    if let (Some(identity), Some(process)) = (known, process) {
+    let mut others = strays::living(known.paths, known.config.qemu_uid).map_err(internal)?;
+    if let (Some(identity), Some(process)) = (written, process) {
         others.retain(|stray| stray.process.pid() != identity.pid);
-        end_those_that_never_ran(seat, &others)?;
+        end_those_that_never_ran(known, &others)?;
         return Ok(Some(Found {
             identity,
             process,
@@ -128,7 +129,7 @@ fn find(seat: &Seat<'_>) -> Result<Option<Found>, ApiError> {
         end_all(&others)?;
         return Ok(None);
     }
-    claim(seat, others)
+    claim(known, others)
 }
 
 fn end_all(others: &[Stray]) -> Result<(), ApiError> {
@@ -139,9 +140,9 @@ fn end_all(others: &[Stray]) -> Result<(), ApiError> {
 }
 
 /// A start that was cut short is ended if it says so; whatever else lives on this VM's RAM files may run its guest.
-fn end_those_that_never_ran(seat: &Seat<'_>, others: &[Stray]) -> Result<(), ApiError> {
+fn end_those_that_never_ran(known: &Known<'_>, others: &[Stray]) -> Result<(), ApiError> {
     for stray in others {
-        match attempt(seat.paths, &identity_of(stray)) {
+        match attempt(known.paths, &identity_of(stray)) {
             Ok((_, state)) if never_ran(&state) => end_all(std::slice::from_ref(stray))?,
             _ => {
                 let pid = stray.process.pid();
@@ -156,18 +157,18 @@ fn end_those_that_never_ran(seat: &Seat<'_>, others: &[Stray]) -> Result<(), Api
 }
 
 /// Takes the oldest of these for this VM's QEMU: a newer one is a start that was cut short, and ended if it says so.
-fn claim(seat: &Seat<'_>, mut others: Vec<Stray>) -> Result<Option<Found>, ApiError> {
+fn claim(known: &Known<'_>, mut others: Vec<Stray>) -> Result<Option<Found>, ApiError> {
     let Some(oldest) = others.pop() else {
         return Ok(None);
     };
-    end_those_that_never_ran(seat, &others)?;
+    end_those_that_never_ran(known, &others)?;
     let identity = identity_of(&oldest);
     tracing::warn!(
         pid = identity.pid,
         "QEMU is found by its RAM file: its identity file is gone"
     );
-    std::fs::create_dir_all(seat.paths.run.join("qemu")).map_err(internal)?;
-    save_json(&seat.paths.identity(), &identity).map_err(internal)?;
+    std::fs::create_dir_all(known.paths.run.join("qemu")).map_err(internal)?;
+    save_json(&known.paths.identity(), &identity).map_err(internal)?;
     Ok(Some(Found {
         identity,
         process: oldest.process,
@@ -202,13 +203,13 @@ fn never_ran(state: &RunState) -> bool {
     matches!(state, RunState::Prelaunch | RunState::Inmigrate)
 }
 
-fn taken(hyper: Box<Hyper>, state: RunState, unknown: bool) -> Result<Adopted, ApiError> {
+fn taken(hyper: Box<Hyper>, state: RunState, unknown: bool) -> Result<Looked, ApiError> {
     if unknown && never_ran(&state) {
         tracing::warn!(pid = hyper.pid(), "its start was cut short: it is ended");
         hyper.kill()?;
-        return Ok(Adopted::None);
+        return Ok(Looked::None);
     }
-    Ok(Adopted::Taken(hyper, state))
+    Ok(Looked::Taken(hyper, state))
 }
 
 fn attempt(paths: &Paths, identity: &QemuIdentity) -> Attempt {
@@ -218,7 +219,7 @@ fn attempt(paths: &Paths, identity: &QemuIdentity) -> Attempt {
 }
 
 struct Waiting<'a> {
-    seat: &'a Seat<'a>,
+    known: &'a Known<'a>,
     /// It runs its guest, which the record says is not here: nobody takes it over.
     denied: Cell<bool>,
     process: QemuProcess,
@@ -241,33 +242,34 @@ impl Waiting<'_> {
         identity: QemuIdentity,
         inputs: &Sender<Input>,
         received: &Receiver<Input>,
-    ) -> Result<Adopted, ApiError> {
+    ) -> Result<Looked, ApiError> {
         let attempts = self.keep_trying(identity).map_err(internal)?;
         let mut shouted = false;
         loop {
             if let Ok((hyper, state)) = attempts.try_recv() {
-                if !is_denied(self.seat.record, &state) {
+                if !is_denied(self.known.record, &state) {
                     return taken(hyper, state, self.unknown);
                 }
                 tracing::error!("{}", self.denied_note());
                 self.denied.set(true);
             }
             if !self.process.is_alive() {
-                return Ok(Adopted::None);
+                return Ok(Looked::None);
             }
             if !shouted && self.since.elapsed() > PATIENCE {
                 shouted = true;
                 tracing::error!("{}", self.note());
             }
             match received.recv_timeout(LOOK_EVERY) {
-                Ok(Input::Request(request)) => {
-                    if let Some(adopted) = self.answer(request, inputs) {
-                        return Ok(adopted);
+                Ok(Input::Now(request)) => {
+                    if let Some(looked) = self.answer(request, inputs) {
+                        return Ok(looked);
                     }
                 }
+                Ok(Input::Later(request)) => drop(request.reply.send(self.not_now())),
                 // Nothing else can come: no QEMU is watched and no migration runs.
                 Ok(_) | Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Ok(Adopted::Detached),
+                Err(RecvTimeoutError::Disconnected) => return Ok(Looked::Detached),
             }
         }
     }
@@ -278,7 +280,7 @@ impl Waiting<'_> {
         identity: QemuIdentity,
     ) -> std::io::Result<Receiver<(Box<Hyper>, RunState)>> {
         let (results, taken) = channel();
-        let (paths, ended) = (self.seat.paths.clone(), Arc::clone(&self.ended));
+        let (paths, ended) = (self.known.paths.clone(), Arc::clone(&self.ended));
         let work = move || {
             while !ended.load(Ordering::Relaxed) {
                 match attempt(&paths, &identity) {
@@ -299,42 +301,47 @@ impl Waiting<'_> {
     }
 
     /// Answers one request; says when the waiting is over by it.
-    fn answer(&self, request: Request, inputs: &Sender<Input>) -> Option<Adopted> {
-        let answer = match &request.request {
-            VmRequest::Status => self.status(),
-            VmRequest::Survey { .. } if self.denied.get() => VmAnswer::Surveyed(RecordAnswer {
-                highest: self.seat.record.highest,
+    fn answer(&self, request: Request<Now>, inputs: &Sender<Input>) -> Option<Looked> {
+        let answer = match &request.ask {
+            Now::Status => self.status(),
+            Now::Survey(_) if self.denied.get() => VmAnswer::Surveyed(RecordAnswer {
+                highest: self.known.record.highest,
                 claim: self.claim(),
             }),
-            VmRequest::Stop { force: true } => match self.give_up() {
+            Now::Stop { force: true } => match self.give_up() {
                 // Also before it was asked whether its guest runs: the core would only say that the VM is not here.
-                Ok(()) if has_left(self.seat.record) => {
+                Ok(()) if has_left(self.known.record) => {
                     let done = format!(
                         "the guest of VM '{}' on host '{}' is ended",
-                        self.seat.config.vm, self.seat.config.host
+                        self.known.config.vm, self.known.config.host
                     );
                     let _ = request.reply.send(VmAnswer::Done(done));
-                    return Some(Adopted::None);
+                    return Some(Looked::None);
                 }
                 Ok(()) => {
                     // Powering off is the core's to do: it hears of the request first of all.
-                    let _ = inputs.send(Input::Request(request));
-                    return Some(Adopted::None);
+                    let _ = inputs.send(Input::Now(request));
+                    return Some(Looked::None);
                 }
                 Err(error) => VmAnswer::Error(error),
             },
-            VmRequest::Detach { .. } => {
+            Now::Detach { .. } => {
                 let done = format!(
                     "VM '{}' is left to its next VM process",
-                    self.seat.config.vm
+                    self.known.config.vm
                 );
                 let _ = request.reply.send(VmAnswer::Done(done));
-                return Some(Adopted::Detached);
+                return Some(Looked::Detached);
             }
-            _ => VmAnswer::Error(ApiError::new(ErrorCode::Hypervisor, self.note())),
+            _ => self.not_now(),
         };
         let _ = request.reply.send(answer);
         None
+    }
+
+    /// The answer to what has to wait for QEMU.
+    fn not_now(&self) -> VmAnswer {
+        VmAnswer::Error(ApiError::new(ErrorCode::Hypervisor, self.note()))
     }
 
     /// A person has decided that this guest is lost.
@@ -349,10 +356,10 @@ impl Waiting<'_> {
     fn claim(&self) -> Claim {
         match self.denied.get() {
             true => Claim::Holds {
-                generation: self.seat.record.highest,
+                generation: self.known.record.highest,
                 on: true,
             },
-            false => godwit_site::claim_of(self.seat.record),
+            false => godwit_site::claim_of(self.known.record),
         }
     }
 
@@ -361,11 +368,11 @@ impl Waiting<'_> {
         let text = || {
             format!(
                 "name = \"{}\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/unknown\"\n",
-                self.seat.config.vm
+                self.known.config.vm
             )
         };
         let unknown = || self.denied.get().then(|| VmSpec::from_toml(&text()).ok());
-        self.seat.spec.cloned().or_else(|| unknown().flatten())
+        self.known.spec.cloned().or_else(|| unknown().flatten())
     }
 
     fn status(&self) -> VmAnswer {
@@ -375,7 +382,7 @@ impl Waiting<'_> {
         let vm = HostVm {
             spec,
             state: VmState::Unreachable,
-            generation: self.seat.record.highest,
+            generation: self.known.record.highest,
             claim: self.claim(),
             migration: None,
             accelerator: None,
@@ -390,8 +397,8 @@ impl Waiting<'_> {
     fn denied_note(&self) -> String {
         format!(
             "QEMU of VM '{vm}' (process {pid}) runs its guest on host {host}, though the record there says that the VM is not on that host: its state directory is an older copy. Nothing is started in its place; if no other host runs the VM, leave it so; 'godwit vm stop {vm} --force --host {host}' ends that guest",
-            vm = self.seat.config.vm,
-            host = self.seat.config.host,
+            vm = self.known.config.vm,
+            host = self.known.config.host,
             pid = self.process.pid(),
         )
     }
@@ -400,18 +407,18 @@ impl Waiting<'_> {
         if self.denied.get() {
             return self.denied_note();
         }
-        let monitors = [0, 1].map(|index| self.seat.paths.monitor(self.launch, index));
+        let monitors = [0, 1].map(|index| self.known.paths.monitor(self.launch, index));
         if !monitors.iter().any(|path| path.exists()) {
             return format!(
                 "QEMU of VM '{vm}' (process {pid}) cannot be asked, since its control sockets in {dir} are gone: was that directory emptied? Its guest may be running, so nothing is started in its place; 'godwit vm stop {vm} --force' ends it",
-                vm = self.seat.config.vm,
+                vm = self.known.config.vm,
                 pid = self.process.pid(),
-                dir = self.seat.paths.run.join("qemu").display(),
+                dir = self.known.paths.run.join("qemu").display(),
             );
         }
         format!(
             "QEMU of VM '{vm}' (process {pid}) has not answered for {seconds} s; its guest may be running, so nothing is started in its place: it is asked again, and 'godwit vm stop {vm} --force' gives the guest up",
-            vm = self.seat.config.vm,
+            vm = self.known.config.vm,
             pid = self.process.pid(),
             seconds = self.since.elapsed().as_secs()
         )

@@ -1,8 +1,9 @@
 //! A QEMU that lives when its VM process starts: what is taken over, waited for, and ended.
 
 use super::*;
-use crate::testing::Site;
+use crate::testing::{Site, now};
 use godwit_ownership::{Phase, Power};
+use godwit_types::host_api::VmRequest;
 use godwit_types::vm::Accelerator;
 use godwit_types::{Generation, HostName, MigrationId};
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -77,7 +78,10 @@ impl Drop for Scene {
 fn ask(inputs: &Sender<Input>, request: VmRequest) -> Receiver<VmAnswer> {
     let (reply, answer) = sync_channel(1);
     inputs
-        .send(Input::Request(Request { request, reply }))
+        .send(Input::Now(Request {
+            ask: now(request).unwrap(),
+            reply,
+        }))
         .unwrap();
     answer
 }
@@ -133,13 +137,13 @@ fn a_hypervisor_that_lives_is_waited_for_and_never_ended() {
     let status = ask(&inputs, VmRequest::Status);
     let start = ask(&inputs, VmRequest::Start);
     let adopted = std::thread::scope(|scope| {
-        let seat = Seat {
+        let known = Known {
             config: &scene.config,
             paths: &paths,
             record: &record,
             spec: Some(&spec),
         };
-        let adopting = scope.spawn(move || adopt(&seat, &inputs, &received));
+        let adopting = scope.spawn(move || adopt(&known, &inputs, &received));
         let wait = Duration::from_secs(60);
         let VmAnswer::Status(status) = status.recv_timeout(wait).unwrap() else {
             panic!("no status");
@@ -154,7 +158,7 @@ fn a_hypervisor_that_lives_is_waited_for_and_never_ended() {
         adopting.join().unwrap()
     });
     assert!(
-        matches!(adopted, Ok(Adopted::Taken(_, RunState::Running))),
+        matches!(adopted, Ok(Looked::Taken(_, RunState::Running))),
         "it was slow, no more"
     );
 }
@@ -170,7 +174,7 @@ fn a_forced_stop_gives_a_silent_hypervisor_up_and_reaches_the_core() {
         phase: holds(),
         ..HostRecord::absent(scene.config.vm.clone())
     };
-    let seat = Seat {
+    let known = Known {
         config: &scene.config,
         paths: &paths,
         record: &record,
@@ -179,8 +183,8 @@ fn a_forced_stop_gives_a_silent_hypervisor_up_and_reaches_the_core() {
     let (inputs, received) = channel();
     let _answer = ask(&inputs, VmRequest::Stop { force: true });
     assert!(matches!(
-        adopt(&seat, &inputs, &received),
-        Ok(Adopted::None)
+        adopt(&known, &inputs, &received),
+        Ok(Looked::None)
     ));
     assert!(
         matches!(scene.child.try_wait(), Ok(Some(_)) | Err(_)),
@@ -188,8 +192,8 @@ fn a_forced_stop_gives_a_silent_hypervisor_up_and_reaches_the_core() {
     );
     assert!(matches!(
         received.try_recv(),
-        Ok(Input::Request(Request {
-            request: VmRequest::Stop { force: true },
+        Ok(Input::Now(Request {
+            ask: Now::Stop { force: true },
             ..
         }))
     ));
@@ -201,7 +205,7 @@ fn a_forced_stop_that_comes_before_the_second_look_is_done_and_not_refused() {
     let paths = Paths::of(&scene.config);
     scene.known(&paths);
     let record = HostRecord::absent(scene.config.vm.clone());
-    let seat = Seat {
+    let known = Known {
         config: &scene.config,
         paths: &paths,
         record: &record,
@@ -209,8 +213,8 @@ fn a_forced_stop_that_comes_before_the_second_look_is_done_and_not_refused() {
     };
     let (inputs, received) = channel();
     let answer = ask(&inputs, VmRequest::Stop { force: true });
-    let adopted = adopt(&seat, &inputs, &received);
-    assert!(matches!(adopted, Ok(Adopted::None)));
+    let adopted = adopt(&known, &inputs, &received);
+    assert!(matches!(adopted, Ok(Looked::None)));
     let answer = answer.try_recv();
     assert!(matches!(answer, Ok(VmAnswer::Done(_))), "{answer:?}");
     assert!(matches!(scene.child.try_wait(), Ok(Some(_)) | Err(_)));
@@ -226,8 +230,8 @@ fn holds() -> Phase {
 }
 
 /// The place of a VM process on this host that knows no description.
-fn seat<'a>(site: &'a Site, record: &'a HostRecord) -> Seat<'a> {
-    Seat {
+fn known<'a>(site: &'a Site, record: &'a HostRecord) -> Known<'a> {
+    Known {
         config: &site.config,
         paths: &site.paths,
         record,
@@ -255,9 +259,9 @@ fn a_hypervisor_whose_identity_was_wiped_is_taken_over() {
     let mut qemu = site.qemu(&["running"]);
     std::fs::remove_file(site.paths.identity()).unwrap();
     let (record, (inputs, received)) = (record(&site, holds()), channel());
-    let seat = seat(&site, &record);
-    let adopted = adopt(&seat, &inputs, &received);
-    let Ok(Adopted::Taken(hyper, RunState::Running)) = adopted else {
+    let known = known(&site, &record);
+    let adopted = adopt(&known, &inputs, &received);
+    let Ok(Looked::Taken(hyper, RunState::Running)) = adopted else {
         panic!("it is not taken over");
     };
     assert_eq!(hyper.pid(), qemu.child.id() as i32);
@@ -272,9 +276,9 @@ fn a_second_hypervisor_that_may_run_the_guest_is_left_alone_beside_a_known_one()
     let mut second = site.qemu_of(2, &["running"]);
     let mut qemu = site.qemu_of(1, &["running"]);
     let (record, (inputs, received)) = (record(&site, holds()), channel());
-    let seat = seat(&site, &record);
-    let adopted = adopt(&seat, &inputs, &received);
-    let Ok(Adopted::Taken(hyper, RunState::Running)) = adopted else {
+    let known = known(&site, &record);
+    let adopted = adopt(&known, &inputs, &received);
+    let Ok(Looked::Taken(hyper, RunState::Running)) = adopted else {
         panic!("it is not taken over");
     };
     assert_eq!(hyper.pid(), qemu.child.id() as i32);
@@ -287,10 +291,10 @@ fn a_hypervisor_whose_start_was_cut_short_is_ended() {
     let mut qemu = site.qemu(&["prelaunch"]);
     std::fs::remove_file(site.paths.identity()).unwrap();
     let (record, (inputs, received)) = (record(&site, holds()), channel());
-    let seat = seat(&site, &record);
+    let known = known(&site, &record);
     assert!(matches!(
-        adopt(&seat, &inputs, &received),
-        Ok(Adopted::None)
+        adopt(&known, &inputs, &received),
+        Ok(Looked::None)
     ));
     assert!(qemu.is_gone());
 }
@@ -307,10 +311,10 @@ fn a_hypervisor_of_a_vm_that_is_not_held_here_and_never_ran_is_ended() {
         let mut qemu = site.qemu(&["inmigrate"]);
         std::fs::remove_file(site.paths.identity()).unwrap();
         let (record, (inputs, received)) = (record(&site, phase), channel());
-        let seat = seat(&site, &record);
+        let known = known(&site, &record);
         assert!(matches!(
-            adopt(&seat, &inputs, &received),
-            Ok(Adopted::None)
+            adopt(&known, &inputs, &received),
+            Ok(Looked::None)
         ));
         assert!(qemu.is_gone());
     }
@@ -333,9 +337,9 @@ fn a_guest_that_an_older_copy_of_its_record_denies_lives_and_is_told_of() {
         let record = record(&site, phase);
         let (inputs, received) = channel();
         std::thread::scope(|scope| {
-            let seat = seat(&site, &record);
+            let known = known(&site, &record);
             let own = inputs.clone();
-            let adopting = scope.spawn(move || adopt(&seat, &own, &received));
+            let adopting = scope.spawn(move || adopt(&known, &own, &received));
             let claim = loop {
                 let asked = ask(
                     &inputs,
@@ -360,7 +364,7 @@ fn a_guest_that_an_older_copy_of_its_record_denies_lives_and_is_told_of() {
             assert!(note.contains("older copy") && note.contains("--force --host b"));
             assert!(!qemu.is_gone());
             let stopped = ask(&inputs, VmRequest::Stop { force: true });
-            assert!(matches!(adopting.join().unwrap(), Ok(Adopted::None)));
+            assert!(matches!(adopting.join().unwrap(), Ok(Looked::None)));
             assert!(matches!(stopped.try_recv(), Ok(VmAnswer::Done(_))));
         });
         assert!(qemu.is_gone());
@@ -381,14 +385,14 @@ fn a_wiped_run_directory_kills_no_guest_until_a_person_does() {
     let status = ask(&inputs, VmRequest::Status);
     let boot = ask(&inputs, VmRequest::Boot);
     std::thread::scope(|scope| {
-        let seat = Seat {
+        let known = Known {
             config: &site.config,
             paths: &site.paths,
             record: &record,
             spec: Some(&spec),
         };
         let own = inputs.clone();
-        let adopting = scope.spawn(move || adopt(&seat, &own, &received));
+        let adopting = scope.spawn(move || adopt(&known, &own, &received));
         let wait = Duration::from_secs(60);
         let VmAnswer::Status(status) = status.recv_timeout(wait).unwrap() else {
             panic!("no status");
@@ -403,7 +407,7 @@ fn a_wiped_run_directory_kills_no_guest_until_a_person_does() {
         assert!(matches!(boot.recv_timeout(wait), Ok(VmAnswer::Error(_))));
         assert!(!qemu.is_gone());
         let _stopped = ask(&inputs, VmRequest::Stop { force: true });
-        assert!(matches!(adopting.join().unwrap(), Ok(Adopted::None)));
+        assert!(matches!(adopting.join().unwrap(), Ok(Looked::None)));
     });
     assert!(qemu.is_gone());
 }

@@ -7,7 +7,7 @@
 //! that is in doubt.
 
 use crate::hypervisor::QMP_WAIT;
-use crate::requests::{Answered, Reply, qmp};
+use crate::requests::{Reply, qmp};
 use crate::vm::Vm;
 use godwit_ownership::{Event, Status};
 use godwit_types::host_api::{CloseState, CloseStep, ClosingVm, VmAnswer, closing_mark};
@@ -42,11 +42,11 @@ impl Vm {
             return Err(ApiError::new(ErrorCode::WrongState, message));
         }
         let (state, why) = self.closed_by(step)?;
-        Ok(Answered(VmAnswer::Closing(ClosingVm {
+        Ok(VmAnswer::Closing(ClosingVm {
             vm: self.config.vm.clone(),
             state,
             why,
-        })))
+        }))
     }
 
     fn closed_by(&mut self, step: CloseStep) -> Result<(CloseState, Option<String>), ApiError> {

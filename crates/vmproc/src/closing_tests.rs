@@ -1,19 +1,11 @@
 //! What becomes of a guest and its record while its host shuts down.
 
 use crate::input::GuestNews;
-use crate::testing::{FakeQemu, Site, migration};
+use crate::testing::{FakeQemu, Site, answer, holds, migration, open};
 use crate::vm::Vm;
 use godwit_ownership::{Phase, Power};
 use godwit_types::host_api::{CLOSING_FILE, CloseState, CloseStep, VmAnswer, VmRequest};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
-
-fn holds(power: Power) -> Phase {
-    Phase::Holds {
-        generation: Generation(2),
-        power,
-        unconfirmed: None,
-    }
-}
 
 fn site(phase: Phase, closes: bool) -> Site {
     let site = Site::new();
@@ -25,12 +17,8 @@ fn site(phase: Phase, closes: bool) -> Site {
     site
 }
 
-fn open(site: &Site) -> Vm {
-    Vm::open(site.config.clone()).unwrap().unwrap()
-}
-
 fn close(vm: &mut Vm, step: CloseStep) -> Result<CloseState, ApiError> {
-    match vm.answer(VmRequest::Close { step })?.0 {
+    match answer(vm, VmRequest::Close { step })? {
         VmAnswer::Closing(closing) => Ok(closing.state),
         other => panic!("{other:?}"),
     }
@@ -92,9 +80,7 @@ fn a_guest_that_does_not_power_off_is_ended_without_a_word_in_its_record() {
 #[test]
 fn a_person_s_stop_counts_also_while_the_host_shuts_down() {
     let (site, mut qemu, mut vm) = running(true);
-    vm.answer(VmRequest::Stop { force: true })
-        .map(drop)
-        .unwrap();
+    answer(&mut vm, VmRequest::Stop { force: true }).unwrap();
     assert!(qemu.is_gone());
     drop(vm);
     assert_eq!(site.phase(), holds(Power::Off));
@@ -106,7 +92,7 @@ fn no_guest_starts_or_moves_while_its_host_shuts_down() {
     let mut vm = open(&site);
     let moves = VmRequest::Migrate(Box::new(migration("m")));
     for request in [VmRequest::Start, VmRequest::Boot, moves] {
-        let refused = vm.answer(request).map(drop).unwrap_err();
+        let refused = answer(&mut vm, request).unwrap_err();
         assert_eq!(refused.code, ErrorCode::WrongState);
         assert!(refused.message.contains("shuts down"), "{refused}");
     }

@@ -33,7 +33,7 @@ struct Places {
 #[derive(Debug, Clone)]
 pub(crate) struct Paths {
     pub state: PathBuf,
-    /// Of QEMU's files.
+    /// QEMU's sockets and files stand below it.
     pub run: PathBuf,
     ram: PathBuf,
     vm: String,

@@ -4,9 +4,9 @@
 //! waiting for them. So what a peer can cause is bounded by an [`Intake`]: what is too much is left out. Ownership
 //! messages may be lost anyway, and whoever needs an answer asks again.
 
+use crate::ask::{Later, Now};
 use godwit_ownership::{Event, PeerMessage};
-use godwit_streams::Farewell;
-use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::host_api::VmAnswer;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -16,8 +16,8 @@ const SAID_MAX: usize = 64;
 
 /// A request and where its answer goes.
 #[derive(Debug)]
-pub(crate) struct Request {
-    pub request: VmRequest,
+pub(crate) struct Request<A> {
+    pub ask: A,
     pub reply: SyncSender<VmAnswer>,
 }
 
@@ -101,8 +101,6 @@ pub(crate) enum News {
     Heard,
     /// The driver gives up, with its reason.
     Failed(String),
-    /// (destination) The source ended the migration.
-    SourceEnded(Farewell),
 }
 
 /// Where a driver's news go.
@@ -156,8 +154,10 @@ impl Intake {
 /// An input of the VM's thread.
 #[derive(Debug)]
 pub(crate) enum Input {
-    /// Somebody asks on the socket.
-    Request(Request),
+    /// From the socket, to be answered before anything else is taken.
+    Now(Request<Now>),
+    /// From the socket, to be begun: it is answered when it is done.
+    Later(Request<Later>),
     /// From QEMU number `launch`.
     Guest {
         launch: u64,

@@ -10,6 +10,7 @@
 
 mod actions;
 mod adoption;
+mod ask;
 mod closing;
 #[cfg(test)]
 mod closing_tests;
@@ -17,11 +18,16 @@ mod destination;
 mod faults;
 mod files;
 mod harden;
-mod heard;
 mod hypervisor;
 mod input;
 mod measure;
+mod migration;
+#[cfg(test)]
+mod migration_tests;
 mod off;
+#[cfg(test)]
+mod off_tests;
+mod opening;
 mod outbox;
 mod rate;
 mod requests;

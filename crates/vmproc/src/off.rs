@@ -6,7 +6,8 @@
 
 use crate::requests::Reply;
 use crate::vm::Vm;
-use godwit_ownership::{Event, Phase, Power, StateName};
+use godwit_migrate::why::Why;
+use godwit_ownership::{Event, EventKind, Phase, Power, StateName};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use std::time::{Duration, Instant};
 
@@ -25,8 +26,9 @@ impl Vm {
     /// Ends the guest, and writes that the VM is off; now, or as soon as that can be written.
     pub(crate) fn power_off(&mut self) -> Reply {
         let had_guest = self.hyper.is_some();
-        self.guest_ended("powered off by its user");
-        let asked = self.ask_or(Event::StopRequested, "is powered off", "is off already");
+        let why = Why::guest_ended("powered off by its user");
+        self.feed_because(Event::StopRequested, Some(why));
+        let asked = self.verdict_or(EventKind::StopRequested, "is powered off", "is off already");
         let Err(error) = asked else {
             self.off_wanted = None;
             return asked;

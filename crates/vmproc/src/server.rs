@@ -4,6 +4,7 @@
 //! thread and the answer comes back on a channel. Refuses: peers other than root and this process's own user, lines
 //! over the limit, more connections than the limit.
 
+use crate::ask::{Ask, Connection};
 use crate::input::{Input, Request};
 use crate::outbox::Outbox;
 use godwit_types::host_api::{MESSAGE_LEN_MAX, VmAnswer, VmRequest};
@@ -22,8 +23,6 @@ use std::time::Duration;
 const CONNECTIONS_MAX: usize = 32;
 /// Longest time that a request may take before its caller is told that it goes on.
 const ANSWER_WAIT: Duration = Duration::from_secs(120);
-/// Longest wait that `TakeOutbox` may ask for, ms.
-const OUTBOX_WAIT_MS_MAX: u64 = 60_000;
 
 /// Binds the socket; only root gets at it.
 pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
@@ -100,15 +99,16 @@ fn answer(line: &[u8], inputs: &Sender<Input>, outbox: &Outbox) -> VmAnswer {
             );
         }
     };
-    if let VmRequest::TakeOutbox { wait_ms } = request {
-        let wait = Duration::from_millis(wait_ms.min(OUTBOX_WAIT_MS_MAX));
-        return VmAnswer::Outbox(outbox.take(wait));
-    }
     let (reply, replied) = sync_channel(1);
-    if inputs
-        .send(Input::Request(Request { request, reply }))
-        .is_err()
-    {
+    let input = match Ask::of(request) {
+        Ok(Ask::Connection(Connection::TakeOutbox { wait })) => {
+            return VmAnswer::Outbox(outbox.take(wait));
+        }
+        Ok(Ask::Now(ask)) => Input::Now(Request { ask, reply }),
+        Ok(Ask::Later(ask)) => Input::Later(Request { ask, reply }),
+        Err(error) => return VmAnswer::Error(error),
+    };
+    if inputs.send(input).is_err() {
         return error(
             ErrorCode::Internal,
             "the VM process is ending; ask again in a second",

@@ -7,8 +7,8 @@ use crate::hypervisor::internal;
 use crate::vm::Vm;
 use godwit_ownership::{Action, Ending, PeerMessage, Status};
 use godwit_store::{load_json, make_directory, save_json};
-use godwit_types::host_api::REPORTS_DIR;
-use godwit_types::migration::{MigrationReport, Outcome, Side};
+use godwit_types::host_api::{MigrationNote, NOTE_FILE, REPORTS_DIR};
+use godwit_types::migration::{MigrationReport, MigrationSpec, Outcome, Side};
 use godwit_types::{ApiError, HostName, MigrationId};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -25,6 +25,22 @@ impl Vm {
     /// Keeps a report from the first moment, so that a successor has one to close.
     pub(crate) fn save_begun(&self, report: &MigrationReport) -> Result<(), ApiError> {
         self.write_report(report)
+    }
+
+    /// Durable before anything is promised: a successor must be able to ask the peer.
+    pub(crate) fn keep_note(&mut self, spec: &MigrationSpec, side: Side) -> Result<(), ApiError> {
+        let peer = match side {
+            Side::Source => spec.destination.clone(),
+            Side::Destination => spec.source.clone(),
+        };
+        let note = MigrationNote {
+            migration: spec.id.clone(),
+            side,
+            peer,
+        };
+        save_json(&self.paths.state.join(NOTE_FILE), &note).map_err(internal)?;
+        self.note = Some(note);
+        Ok(())
     }
 
     pub(crate) fn write_report(&self, report: &MigrationReport) -> Result<(), ApiError> {
@@ -67,7 +83,11 @@ impl Vm {
             // Nothing was given: this host holds the VM. The destination would wait for long.
             self.act(Action::Send {
                 to: note.peer.host,
-                message: PeerMessage::Abort { migration: id },
+                message: PeerMessage::Abort {
+                    migration: id,
+                    reason: None,
+                    cancelled: false,
+                },
             });
         }
     }

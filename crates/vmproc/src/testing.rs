@@ -1,15 +1,18 @@
 //! What several modules' tests need.
 
+use crate::ask::{Ask, Now};
 use crate::files::{Paths, QemuIdentity};
+use crate::requests::Reply;
 use crate::shared_report::SharedReport;
-use godwit_ownership::{HostRecord, Phase};
+use crate::vm::Vm;
+use godwit_ownership::{Handover, HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
-use godwit_types::host_api::{SPEC_FILE, VmProcessConfig};
+use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::migration::{
     AgentAddress, Cipher, MigrationReport, MigrationSecret, MigrationSpec, Side,
 };
 use godwit_types::vm::{Accelerator, UIDS, VmSpec};
-use godwit_types::{Generation, HostName, MigrationId, VmName};
+use godwit_types::{ApiError, Generation, HostName, MigrationId, VmName};
 use godwit_wire::Spec;
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -18,6 +21,62 @@ use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+/// A request that the VM's thread answers at once.
+pub(crate) fn now(request: VmRequest) -> Result<Now, ApiError> {
+    Ask::of(request).map(|ask| match ask {
+        Ask::Now(now) => now,
+        other => panic!("{other:?}"),
+    })
+}
+
+/// What a VM answers to it.
+pub(crate) fn answer(vm: &mut Vm, request: VmRequest) -> Reply {
+    vm.answer(now(request)?)
+}
+
+/// How long a test waits for what has to come.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+/// Held here, under the generation that a [`Site`]'s records have.
+pub(crate) fn holds(power: Power) -> Phase {
+    Phase::Holds {
+        generation: Generation(2),
+        power,
+        unconfirmed: None,
+    }
+}
+
+/// The VM, opened as its process does.
+pub(crate) fn open(site: &Site) -> Vm {
+    Vm::open(site.config.clone()).unwrap().unwrap()
+}
+
+/// What is said to whoever asks.
+pub(crate) fn ask(vm: &mut Vm, request: VmRequest) -> Result<String, ApiError> {
+    answer(vm, request).map(|answer| match answer {
+        VmAnswer::Done(text) => text,
+        other => format!("{other:?}"),
+    })
+}
+
+/// The VM as its host sees it.
+pub(crate) fn shown(vm: &Vm) -> HostVm {
+    vm.host_vm().unwrap()
+}
+
+/// Held here, which the host that it came from has not confirmed.
+pub(crate) fn unconfirmed(power: Power) -> Phase {
+    Phase::Holds {
+        generation: Generation(2),
+        power,
+        unconfirmed: Some(Handover {
+            migration: MigrationId::new("m").unwrap(),
+            peer: HostName::new("a").unwrap(),
+        }),
+    }
+}
 
 /// An encrypted migration named `m`.
 pub(crate) fn spec() -> Arc<Spec> {

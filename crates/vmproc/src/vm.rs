@@ -3,41 +3,31 @@
 //! Owns everything about this VM on this host. Blocks only on QEMU's control socket and the journal, each with a
 //! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
 
-use crate::actions::CONT_WAIT;
-use crate::adoption::{self, Adopted};
+use crate::ask::Later;
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
-use crate::hypervisor::{Hyper, QMP_WAIT, internal, news_of};
-use crate::input::{DriverNews, GuestNews, Input, Intake, News};
+use crate::hypervisor::{Hyper, internal};
+use crate::input::{DriverNews, GuestNews, Input, News};
 use crate::measure::Measuring;
+use crate::migration::Migration;
 use crate::outbox::Outbox;
 use crate::rate::Rate;
-use crate::requests::Answered;
 use crate::server;
 use crate::shared_report::SharedReport;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
-use crate::{destination, source};
-use godwit_ownership::{
-    Action, Event, EventKind, HostRecord, PeerMessage, Qemu, RecordError, StateName, Status, Timer,
-    VmCore,
-};
-use godwit_qemu::allowance::SharedThrottle;
-use godwit_qemu::machine::{RunState, Running};
-use godwit_qemu::save_gate::SaveGate;
+use godwit_ownership::{Action, Event, EventKind, PeerMessage, StateName, Status, Timer, VmCore};
+use godwit_qemu::machine::Running;
 use godwit_store::{VmStore, load_json};
-use godwit_streams::{ControlSlot, Farewell};
-use godwit_types::host_api::{
-    MigrationNote, NOTE_FILE, REPORTS_DIR, SPEC_FILE, VmProcessConfig, VmRequest,
-};
+use godwit_types::host_api::{MigrationNote, REPORTS_DIR, VmAnswer, VmProcessConfig};
 use godwit_types::migration::{MigrationReport, Side};
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, HostName, MigrationId};
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 /// A VM process with nothing to do ends after this long; the agent starts one when it is needed.
@@ -55,81 +45,7 @@ const REPORTS_KEPT: usize = 8;
 /// So many migrations that were over before this process heard of them are remembered.
 const REFUSED_KEPT: usize = 64;
 
-/// The driver of a migration.
-#[derive(Debug)]
-pub(crate) enum Driver {
-    Source(source::SourceHandle),
-    Destination(destination::DestinationHandle),
-}
-
-impl Driver {
-    /// What waits of its news.
-    fn intake(&self) -> &Intake {
-        match self {
-            Self::Source(source) => source.intake(),
-            Self::Destination(destination) => destination.intake(),
-        }
-    }
-}
-
-/// The migration in progress.
-#[derive(Debug)]
-pub(crate) struct Migration {
-    pub id: MigrationId,
-    pub side: Side,
-    pub peer: HostName,
-    pub run: u64,
-    pub driver: Option<Driver>,
-    pub control: ControlSlot,
-    pub report: SharedReport,
-    pub throttle: Option<SharedThrottle>,
-    pub save_gate: SaveGate,
-    pub deadline: Option<Instant>,
-    pub switchover_wait: Duration,
-    /// Why it ends, when it is not a success.
-    pub reason: Option<String>,
-    /// The reason where there is no other: what kept this host's journal from being written.
-    pub journal_trouble: Option<String>,
-    /// (destination) The source had to be asked where it is.
-    pub unheard: bool,
-    /// A person or a deadline ended it.
-    pub cancelled: bool,
-    /// (source) The driver waits to hear whether it goes on.
-    pub called_off: bool,
-    pub stopped_at: Option<Instant>,
-}
-
-impl Migration {
-    /// Why it ends, as far as this host knows.
-    pub(crate) fn why(&self) -> Option<String> {
-        self.reason.clone().or_else(|| self.journal_trouble.clone())
-    }
-
-    /// (source) Why it ends, as the destination is told.
-    pub(crate) fn farewell(&self) -> Option<Farewell> {
-        self.why().map(|reason| Farewell {
-            reason,
-            cancelled: self.cancelled,
-        })
-    }
-
-    /// (destination) Notes the source's reason, unless this side had one.
-    pub(crate) fn heard_farewell(&mut self, farewell: Farewell) {
-        if self.reason.is_some() {
-            return;
-        }
-        self.cancelled = farewell.cancelled;
-        self.reason = Some(match farewell {
-            Farewell {
-                reason,
-                cancelled: true,
-            } => reason,
-            Farewell { reason, .. } => format!("the source ended the migration: {reason}"),
-        });
-    }
-}
-
-/// The VM.
+/// One VM on this host: all that its thread owns.
 pub(crate) struct Vm {
     pub config: VmProcessConfig,
     pub paths: Paths,
@@ -143,7 +59,7 @@ pub(crate) struct Vm {
     pub timers: Timers,
     pub outbox: Arc<Outbox>,
     pub inputs: Sender<Input>,
-    received: Receiver<Input>,
+    pub received: Receiver<Input>,
     pub migration: Option<Migration>,
     pub measuring: Option<Measuring>,
     pub note: Option<MigrationNote>,
@@ -170,7 +86,7 @@ pub(crate) struct Vm {
     pub detach: bool,
     /// The VM is to be off, which is not written yet: when that was tried last.
     pub off_wanted: Option<crate::off::OffWish>,
-    busy_at: Instant,
+    pub busy_at: Instant,
 }
 
 /// What an event came to.
@@ -180,117 +96,13 @@ pub(crate) struct Outcome {
     /// The first event that had no effect, and why.
     pub ignored: Option<(EventKind, &'static str)>,
     pub failed: Option<ApiError>,
+    /// Why a migration that was asked for could not begin here.
+    pub not_begun: Option<String>,
     /// Messages for the peer that asked; `Some` while its request is handled.
     pub replies: Option<(HostName, Vec<PeerMessage>)>,
 }
 
 impl Vm {
-    /// Takes the VM's lock, reads its journal, takes its QEMU over if one is there, and serves its socket.
-    /// Nothing when it was told to leave before QEMU answered.
-    pub(crate) fn open(config: VmProcessConfig) -> anyhow::Result<Option<Self>> {
-        let state_root = state_root(Path::new(&config.state_dir))?;
-        let store = VmStore::open(&state_root, &config.vm)?;
-        let paths = Paths::settle(&config)?;
-        std::fs::create_dir_all(&paths.run)?;
-        std::fs::create_dir_all(&config.run_dir)?;
-        let record = store
-            .load()?
-            .unwrap_or_else(|| HostRecord::absent(config.vm.clone()));
-        let spec = load_json(&paths.state.join(SPEC_FILE))?;
-        let (inputs, received) = channel();
-        let outbox = Arc::new(Outbox::default());
-        server::serve(
-            server::bind(&paths.socket())?,
-            inputs.clone(),
-            Arc::clone(&outbox),
-        );
-        let seat = adoption::Seat {
-            config: &config,
-            paths: &paths,
-            record: &record,
-            spec: spec.as_ref(),
-        };
-        let (hyper, qemu, found) = match adoption::adopt(&seat, &inputs, &received)? {
-            Adopted::None => (None, Qemu::Dead, None),
-            Adopted::Taken(hyper, RunState::Running) => (Some(*hyper), Qemu::Running, None),
-            Adopted::Taken(hyper, state) => (Some(*hyper), Qemu::Paused, news_of(&state)),
-            Adopted::Detached => return Ok(None),
-        };
-        let (core, actions) = recover(record, &config, qemu)?;
-        let note = load_json(&paths.state.join(NOTE_FILE))?;
-        let mut vm = Self {
-            status: core.status(),
-            launches: hyper.as_ref().map_or(0, |hyper| hyper.identity.launch),
-            paths,
-            store,
-            core,
-            spec,
-            hyper,
-            running: None,
-            timers: Timers::default(),
-            outbox,
-            inputs,
-            received,
-            migration: None,
-            measuring: None,
-            note,
-            reports: VecDeque::new(),
-            unsaved: Unsaved::default(),
-            orphan: None,
-            refused: VecDeque::new(),
-            runs: 0,
-            halted: None,
-            found,
-            cont_wait: CONT_WAIT,
-            unsure: None,
-            outcome: Outcome::default(),
-            said: Rate::new(Instant::now()),
-            detach: false,
-            off_wanted: None,
-            busy_at: Instant::now(),
-            config,
-        };
-        vm.take_up(actions)?;
-        Ok(Some(vm))
-    }
-
-    /// What a successor does first: watch the QEMU that is there, lift what its predecessor put on it, settle.
-    fn take_up(&mut self, actions: Vec<Action>) -> anyhow::Result<()> {
-        if let Some(hyper) = &self.hyper {
-            tracing::info!(pid = hyper.pid(), "QEMU is taken over");
-            hyper.watch(self.inputs.clone())?;
-            // What happened between the first look and the subscription to events is seen here.
-            match hyper.machine.query_status(Instant::now() + QMP_WAIT) {
-                Ok(state) => self.found = news_of(&state),
-                Err(error) => tracing::warn!(%error, "QEMU was not looked at a second time"),
-            }
-            if let Some(spec) = &self.spec {
-                hyper.neighbours.listen(spec);
-            }
-            // Without asking QEMU, which a limit that was left may keep from answering.
-            if let Err(error) = godwit_qemu::throttle::release_leftovers_of(hyper.pid()) {
-                tracing::warn!(%error, "a predecessor's throttle may be left");
-            }
-            crate::group::take_in(hyper.pid());
-            // Of the guest that runs: its description may be of another size by now.
-            let mapped = hyper.ram.page_count();
-            crate::group::limit_memory(mapped.saturating_mul(godwit_guestmem::PAGE_SIZE as u64));
-        }
-        let orphan = self.find_orphan();
-        let was_off = self.found == Some(GuestNews::Shutdown) && !self.host_closes();
-        self.perform(actions);
-        self.close_orphan(orphan);
-        self.close_old_reports();
-        // Unless the core wanted the guest to go on and found it so.
-        if let Some(news) = self.found.take() {
-            self.happened(news);
-        }
-        if was_off {
-            self.stay_off();
-        }
-        Ok(())
-    }
-
     /// Runs until detached, or idle for long.
     pub(crate) fn run(mut self) -> anyhow::Result<()> {
         while !self.detach && !self.is_idle() {
@@ -356,18 +168,17 @@ impl Vm {
 
     fn take(&mut self, input: Input) {
         match input {
-            Input::Request(request) => {
+            Input::Now(request) => {
                 self.busy_at = Instant::now();
-                if let VmRequest::MeasureDirtyRate { millis } = request.request {
-                    // Answered by a thread of its own, when it is done.
-                    return self.measure(millis, request.reply);
-                }
-                let answer = match self.answer(request.request) {
-                    Ok(Answered(answer)) => answer,
-                    Err(error) => godwit_types::host_api::VmAnswer::Error(error),
-                };
+                let answer = self.answer(request.ask).unwrap_or_else(VmAnswer::Error);
                 // Nobody waits any more: the request is carried out all the same.
                 let _ = request.reply.send(answer);
+            }
+            Input::Later(request) => {
+                self.busy_at = Instant::now();
+                match request.ask {
+                    Later::MeasureDirtyRate { millis } => self.measure(millis, request.reply),
+                }
             }
             Input::Guest {
                 launch,
@@ -506,12 +317,6 @@ impl Vm {
                     self.arm(Timer::Switchover);
                 }
             }
-            News::SourceEnded(farewell) => {
-                if let Some(migration) = &mut self.migration {
-                    migration.heard_farewell(farewell);
-                }
-                self.feed(Event::IncomingFailed);
-            }
             News::Failed(reason) => {
                 self.blame(&reason);
                 let source = self
@@ -570,43 +375,6 @@ impl Vm {
         }
     }
 
-    /// Notes why the migration ends, unless that is known already.
-    pub(crate) fn blame(&mut self, reason: &str) {
-        if let Some(migration) = &mut self.migration {
-            migration.reason.get_or_insert_with(|| reason.to_owned());
-        }
-    }
-
-    /// The guest is no more, which ends its migration, unless that is past the handover.
-    pub(crate) fn guest_ended(&mut self, reason: &str) {
-        self.blame(reason);
-        if let Some(migration) = &self.migration
-            && migration.side == Side::Source
-        {
-            migration.report.update(|report| report.guest_ended = true);
-        }
-    }
-
-    fn check_deadline(&mut self) {
-        let missed = self
-            .migration
-            .as_mut()
-            .filter(|migration| migration.deadline.is_some_and(|at| Instant::now() >= at));
-        let Some(migration) = missed else { return };
-        migration.deadline = None;
-        let before = (migration.cancelled, migration.reason.clone());
-        migration.cancelled = true;
-        self.blame(
-            "the deadline passed before the migration was done; the guest stays where it is",
-        );
-        self.outcome.refused = None;
-        self.feed(Event::Cancel);
-        // Too late: the destination has the guest.
-        if let (Some(migration), Some(_)) = (&mut self.migration, self.outcome.refused.take()) {
-            (migration.cancelled, migration.reason) = before;
-        }
-    }
-
     /// A guest must not be taken into a QEMU that is gone: refused in time, it runs on at the source.
     fn notice_a_dead_qemu(&mut self) {
         if self.hyper.as_ref().is_some_and(|hyper| !hyper.is_alive()) {
@@ -618,6 +386,12 @@ impl Vm {
 
     /// Hands an event to the core and does what it says, until nothing follows.
     pub(crate) fn feed(&mut self, event: Event) {
+        let actions = self.judge(event);
+        self.perform(actions);
+    }
+
+    /// What the core says to an event; nothing of it is done yet.
+    pub(crate) fn judge(&mut self, event: Event) -> Vec<Action> {
         if let Event::Message {
             message: PeerMessage::Permit { .. },
             ..
@@ -631,12 +405,11 @@ impl Vm {
             state = self.core.state_name().name(),
             "event"
         );
-        let actions = self.core.handle(event);
-        self.perform(actions);
+        self.core.handle(event)
     }
 
     /// Carries out a batch strictly in order, then what follows from it.
-    fn perform(&mut self, actions: Vec<Action>) {
+    pub(crate) fn perform(&mut self, actions: Vec<Action>) {
         let mut batches = VecDeque::from([actions]);
         while let Some(batch) = batches.pop_front() {
             let mut follow = Vec::new();
@@ -701,29 +474,4 @@ impl Vm {
         self.reports.push_front(report);
         self.reports.truncate(REPORTS_KEPT);
     }
-}
-
-/// `<state>/vms/<name>` belongs to the store of `<state>`.
-fn state_root(dir: &Path) -> anyhow::Result<PathBuf> {
-    let root = dir.parent().and_then(Path::parent);
-    root.map(Path::to_owned).ok_or_else(|| {
-        anyhow::anyhow!(
-            "state_dir {} is not of the form STATE/vms/NAME",
-            dir.display()
-        )
-    })
-}
-
-/// The core for a process that has just taken the VM's lock.
-fn recover(
-    record: HostRecord,
-    config: &VmProcessConfig,
-    qemu: Qemu,
-) -> Result<(VmCore, Vec<Action>), RecordError> {
-    #[cfg(feature = "faults")]
-    if let Ok(name) = std::env::var("GODWIT_PLANT") {
-        let plant = godwit_ownership::plant::Plant::from_name(&name);
-        return VmCore::recover_planted(record, config.host.clone(), qemu, plant);
-    }
-    VmCore::recover(record, config.host.clone(), qemu)
 }

@@ -153,7 +153,11 @@ fn message(kind: u8, migration: MigrationId, generation: Generation) -> Option<P
             migration,
             generation,
         },
-        10 => PeerMessage::Abort { migration },
+        10 => PeerMessage::Abort {
+            migration,
+            reason: Some(Reason::clipped("nobody wants it")),
+            cancelled: true,
+        },
         11 => PeerMessage::Failed {
             migration,
             reason: Some(Reason::clipped("its disk is full")),

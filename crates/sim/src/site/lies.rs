@@ -217,7 +217,11 @@ impl Site {
                 migration,
                 generation,
             },
-            8 => PeerMessage::Abort { migration },
+            8 => PeerMessage::Abort {
+                migration,
+                reason: None,
+                cancelled: false,
+            },
             _ => PeerMessage::Withdrawn {
                 migration,
                 generation,

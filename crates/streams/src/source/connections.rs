@@ -439,9 +439,9 @@ fn while_unheard<R>(
     let _sending = ending.sending(control.closer());
     let done = work();
     if done.is_err() {
-        if let Some(farewell) = ending.farewell() {
+        if let Some(word) = ending.word() {
             // Whoever does not hear it learns from the agents that it is over.
-            let _ = control.send(&farewell.message());
+            let _ = control.send(word);
             control.finish();
         }
         control.close();
@@ -473,7 +473,6 @@ pub fn extents(pages: &PageSet) -> Vec<Extent> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::farewell::Farewell;
     use crate::testing::spec;
     use godwit_migrate::protocol::{PROTOCOL_VERSION, decode_to_destination};
     use godwit_transport::{
@@ -536,11 +535,11 @@ mod tests {
     fn a_destination_hears_why_its_channels_are_not_made() {
         let (sender, destination) = unread();
         let ending = Ending::default();
-        let farewell = Farewell {
+        let word = ToDestination::Cancel {
             reason: "nobody wants it".into(),
             cancelled: true,
         };
-        ending.raise(Some(farewell.clone()));
+        ending.raise(Some(word.clone()));
         let control = SharedControl::new(sender);
         let announced = while_unheard(&control, &ending, || {
             announce(&control, &BEGIN, &[], &ending)
@@ -550,6 +549,6 @@ mod tests {
         let Ok(Incoming::Message(bytes)) = receiver.recv(Instant::now() + LONG) else {
             panic!("it hears nothing");
         };
-        assert_eq!(decode_to_destination(&bytes, 1), Ok(farewell.message()));
+        assert_eq!(decode_to_destination(&bytes, 1), Ok(word));
     }
 }

@@ -3,7 +3,7 @@
 //! Shared by the VM's thread, which raises it, and the driver while it makes channels. Who waits for something looks here
 //! meanwhile; who sends says on which channel, and has it closed when it does not come back soon. Refuses nothing.
 
-use crate::farewell::Farewell;
+use godwit_migrate::protocol::ToDestination;
 use godwit_transport::{Closer, TransportError};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -20,7 +20,7 @@ pub struct Ending(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    raised: OnceLock<Option<Farewell>>,
+    raised: OnceLock<Option<ToDestination>>,
     /// The channel on which somebody sends who hears no command.
     sending: Mutex<Option<Closer>>,
     sent: Condvar,
@@ -32,9 +32,9 @@ pub struct Sending<'a>(&'a Shared);
 
 impl Ending {
     /// Says that it is over. Who sends on a channel that takes nothing any more is not waited for.
-    pub fn raise(&self, farewell: Option<Farewell>) {
+    pub fn raise(&self, word: Option<ToDestination>) {
         // Raised twice it is as over as once.
-        let _ = self.0.raised.set(farewell);
+        let _ = self.0.raised.set(word);
         let sending = self.0.lock();
         let waited = self
             .0
@@ -49,8 +49,8 @@ impl Ending {
         self.0.raised.get().is_some()
     }
 
-    /// Why it is over, once it is raised.
-    pub fn farewell(&self) -> Option<&Farewell> {
+    /// What the destination is told of it, once it is raised.
+    pub fn word(&self) -> Option<&ToDestination> {
         self.0.raised.get()?.as_ref()
     }
 

@@ -15,22 +15,22 @@
 //! the same has withdrawn its gift: it hears that there is nothing to go on with.
 
 use super::handle::{Command, DestinationParts, WaitingQemu};
-use super::last_words::wait_for_end;
+use super::last_words::{hear_rest, wait_for_end};
 use super::messages::is_urgent;
 use crate::faults::reached;
 use crate::input::{Intake, News, Tell};
 use crate::shared_report::SharedReport;
-use godwit_migrate::protocol::{ToSource, clip_reason, decode_to_destination};
+use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_migrate::rate::WireRate;
 use godwit_ownership::Event;
 use godwit_streams::destination::{Arrivals, Channels, End, Memory};
-use godwit_streams::{ControlSlot, Farewell, SharedControl};
+use godwit_streams::{ControlSlot, SharedControl};
 use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::{MoveEventKind, Phase};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 /// How often the driver looks at everything that may have come.
@@ -52,9 +52,7 @@ pub(super) const LIFE_EVERY: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub(super) enum Halt {
     /// The VM's thread wants it to be over.
-    Ended(Option<String>),
-    /// The source ended the migration.
-    Cancelled(Farewell),
+    Ended,
     /// The link is lost.
     Lost(String),
     /// It cannot go on.
@@ -106,8 +104,6 @@ pub(super) struct DestinationDriver {
     pub(super) cores: usize,
     told_prepared: bool,
     news: Tell,
-    /// Where the source's last word goes.
-    said: Sender<Farewell>,
     commands: Receiver<Command>,
     pub(super) pages: u64,
     /// Data channels that arrived before their set's first word.
@@ -126,11 +122,10 @@ pub(super) struct DestinationDriver {
 }
 
 impl DestinationDriver {
-    /// One that has heard nothing yet. The source's last word goes to `said`.
+    /// One that has heard nothing yet.
     pub(super) fn new(
         parts: DestinationParts,
         intake: &Arc<Intake>,
-        said: Sender<Farewell>,
         commands: Receiver<Command>,
     ) -> Self {
         Self {
@@ -144,7 +139,6 @@ impl DestinationDriver {
             cores: parts.cores,
             told_prepared: false,
             news: intake.bound(parts.news),
-            said,
             commands,
             held_back: Vec::new(),
             next_control: None,
@@ -161,12 +155,7 @@ impl DestinationDriver {
         let halt = self.receive();
         self.memory.cancel();
         match halt {
-            Halt::Ended(_) => {}
-            Halt::Cancelled(farewell) => {
-                // The VM's thread may be waiting for nothing else.
-                let _ = self.said.send(farewell.clone());
-                self.tell(News::SourceEnded(farewell));
-            }
+            Halt::Ended => {}
             Halt::Lost(reason) | Halt::Failed(reason) => self.tell(News::Failed(reason)),
         }
         self.control.clear();
@@ -183,23 +172,19 @@ impl DestinationDriver {
                 Err(halt) => return halt,
             };
             let halt = self.follow(&mut set);
-            let halt = self.or_farewell(&mut set, halt);
-            if let Halt::Failed(reason) = &halt {
-                reached("destination.giving-up");
-                let _ = set.control.send(&ToSource::Failed {
-                    reason: clip_reason(reason),
+            if !matches!(halt, Halt::Ended) && !self.lingers {
+                hear_rest(&mut set.receiver, self.pages, |message| {
+                    self.tell(News::Peer(message));
                 });
             }
-            if let Halt::Ended(Some(reason)) = &halt {
-                let _ = set.control.send(&ToSource::Failed {
-                    reason: clip_reason(reason),
-                });
-            }
-            let finished = matches!(halt, Halt::Ended(_) | Halt::Failed(_) | Halt::Cancelled(_));
+            let halt = match halt {
+                Halt::Failed(reason) => self.confess(reason),
+                halt => halt,
+            };
             let stage = set.stage;
-            self.close(set, finished);
+            self.close(set, matches!(halt, Halt::Ended));
             match (halt, stage) {
-                (Halt::Lost(_), _) if self.lingers => return Halt::Ended(None),
+                (Halt::Lost(_), _) if self.lingers => return Halt::Ended,
                 (Halt::Lost(reason), Stage::Loading) => {
                     return Halt::Failed(format!(
                         "the link was lost while device state was loaded: {reason}"
@@ -217,6 +202,13 @@ impl DestinationDriver {
                 (halt, _) => return halt,
             }
         }
+    }
+
+    /// Says why it cannot go on. The VM's thread finds the channel open, tells the source on it, and ends this.
+    fn confess(&mut self, reason: String) -> Halt {
+        reached("destination.giving-up");
+        self.tell(News::Failed(reason));
+        wait_for_end(&self.arrivals, self.next_control.take(), &self.commands)
     }
 
     /// Ends a connection set: when this returns nothing of it writes memory any more.
@@ -302,10 +294,10 @@ impl DestinationDriver {
     fn commands(&mut self) -> Result<(), Halt> {
         loop {
             match self.commands.try_recv() {
-                Ok(Command::End { reason }) => return Err(Halt::Ended(reason)),
+                Ok(Command::End) => return Err(Halt::Ended),
                 Ok(Command::Linger) => self.lingers = true,
                 Err(std::sync::mpsc::TryRecvError::Empty) => return Ok(()),
-                Err(std::sync::mpsc::TryRecvError::Disconnected) => return Err(Halt::Ended(None)),
+                Err(std::sync::mpsc::TryRecvError::Disconnected) => return Err(Halt::Ended),
             }
         }
     }

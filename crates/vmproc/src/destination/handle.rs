@@ -3,15 +3,14 @@
 //! Owns the driver's thread. Refuses nothing: a command that comes too late is nobody's loss.
 
 use super::driver::DestinationDriver;
-use super::last_words::LAST_WORD_WAIT;
 use crate::input::{Intake, Tell};
 use crate::shared_report::SharedReport;
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
+use godwit_streams::ControlSlot;
 use godwit_streams::destination::{Arrivals, Memory};
-use godwit_streams::{ControlSlot, Farewell};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
 /// A QEMU that waits for its device state.
@@ -24,8 +23,8 @@ pub(crate) struct WaitingQemu {
 /// What the VM's thread tells the driver.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// The migration is over here; tell the source why, if it is a failure.
-    End { reason: Option<String> },
+    /// The migration is over here.
+    End,
     /// The guest runs here: when the source closes the channels, that is the end and no loss.
     Linger,
 }
@@ -48,25 +47,22 @@ pub(crate) struct DestinationParts {
 pub(crate) struct DestinationHandle {
     commands: Sender<Command>,
     intake: Arc<Intake>,
-    farewell: Receiver<Farewell>,
-    thread: Option<JoinHandle<()>>,
+    thread: JoinHandle<()>,
 }
 
 impl DestinationHandle {
     /// Lets the driver wait for its source.
     pub(crate) fn start(parts: DestinationParts) -> std::io::Result<Self> {
         let (commands, received) = channel();
-        let (said, farewell) = channel();
         let intake = Arc::<Intake>::default();
-        let driver = DestinationDriver::new(parts, &intake, said, received);
+        let driver = DestinationDriver::new(parts, &intake, received);
         let thread = std::thread::Builder::new()
             .name("destination".into())
             .spawn(move || driver.run())?;
         Ok(Self {
             commands,
             intake,
-            farewell,
-            thread: Some(thread),
+            thread,
         })
     }
 
@@ -75,21 +71,15 @@ impl DestinationHandle {
         &self.intake
     }
 
-    /// Why the source ended the migration, if it says so soon.
-    pub(crate) fn last_word(&self) -> Option<Farewell> {
-        self.farewell.recv_timeout(LAST_WORD_WAIT).ok()
-    }
-
     /// The guest runs here; the driver ends when the source closes the channels.
     pub(crate) fn linger(&self) {
         let _ = self.commands.send(Command::Linger);
     }
 
     /// Ends the driver and waits until nothing writes guest memory any more.
-    pub(crate) fn end(mut self, reason: Option<String>) {
-        let _ = self.commands.send(Command::End { reason });
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+    pub(crate) fn end(self) {
+        let _ = self.commands.send(Command::End);
+        // A panic ends the process anyway.
+        let _ = self.thread.join();
     }
 }

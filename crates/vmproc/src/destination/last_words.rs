@@ -1,67 +1,39 @@
-//! Words between the two sides that something else has overtaken: the source's last one, and that it comes too late.
+//! Words between the two sides that something else has overtaken: what a lost channel still holds, and that a source comes
+//! too late.
 //!
 //! Owns nothing. Refuses: a source that connects once device state is loaded, which can be done once.
 
-use super::driver::{ConnectionSet, DestinationDriver, Halt, LIFE_EVERY};
+use super::driver::{Halt, LIFE_EVERY};
 use super::handle::Command;
-use crate::input::News;
 use godwit_migrate::protocol::{ToDestination, ToSource, decode_to_destination, encode};
 use godwit_ownership::PeerMessage;
-use godwit_streams::Farewell;
 use godwit_streams::destination::Arrivals;
 use godwit_transport::{Connection, ControlReceiver, Incoming};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-/// How long the source's reason may come after the fact that it ended the migration, which also takes another way.
-pub(super) const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
-/// Most messages among which it is looked for.
+/// Most messages of a lost channel that are still heard.
 pub(super) const UNREAD_MAX: usize = 1024;
 /// How long a source may take to hear why it comes too late.
 const TOO_LATE_WAIT: Duration = Duration::from_millis(100);
 /// What a source hears that connects when devices are loaded.
 const TOO_LATE: &str = "the device state of a switchover that was called off is loaded there, which can be done once: begin a new migration";
 
-impl DestinationDriver {
-    /// What ends a connection set here may overtake the source's word on the control channel that it has ended the
-    /// migration: data channels are closed behind it, and the agents' message ends QEMU while it still loads.
-    pub(super) fn or_farewell(&self, set: &mut ConnectionSet, halt: Halt) -> Halt {
-        let wait = match &halt {
-            Halt::Lost(_) if !self.lingers => LAST_WORD_WAIT,
-            // The source waits for the reason. What it had to say before is there.
-            Halt::Failed(_) => Duration::ZERO,
-            _ => return halt,
-        };
-        let tell = |message| self.tell(News::Peer(message));
-        match unread_farewell(&mut set.receiver, self.pages, wait, tell) {
-            Some(farewell) => Halt::Cancelled(farewell),
-            None => halt,
-        }
-    }
-}
-
-/// Looks for the source's last word in what is left to read of a control channel; what it says about ownership counts
-/// all the same.
-pub(super) fn unread_farewell(
-    receiver: &mut ControlReceiver,
-    pages: u64,
-    wait: Duration,
-    tell: impl Fn(PeerMessage),
-) -> Option<Farewell> {
-    let until = Instant::now() + wait;
+/// Hears what is left to read of a control channel that is lost: what the source said before about ownership counts all the
+/// same. Nothing is waited for: what is still on its way comes through the agents, too.
+pub(super) fn hear_rest(receiver: &mut ControlReceiver, pages: u64, tell: impl Fn(PeerMessage)) {
     for _ in 0..UNREAD_MAX {
-        let Incoming::Message(bytes) = receiver.recv(until).ok()? else {
-            continue;
+        let bytes = match receiver.recv(Instant::now()) {
+            Ok(Incoming::Message(bytes)) => bytes,
+            Ok(Incoming::DeviceState(_)) => continue,
+            Ok(Incoming::End) | Err(_) => return,
         };
-        match decode_to_destination(&bytes, pages).ok()? {
-            ToDestination::Cancel { reason, cancelled } => {
-                return Some(Farewell { reason, cancelled });
-            }
-            ToDestination::Peer { message } => tell(message),
-            _ => {}
+        match decode_to_destination(&bytes, pages) {
+            Ok(ToDestination::Peer { message }) => tell(message),
+            Ok(_) => {}
+            Err(_) => return,
         }
     }
-    None
 }
 
 /// Everything is loaded: only the VM's thread says how it ends. A channel that comes now is turned away, one at a time.
@@ -80,8 +52,9 @@ pub(super) fn wait_for_end(
             turn_away(connection);
         }
         match commands.recv_timeout(wait) {
-            Ok(Command::End { reason }) => return Halt::Ended(reason),
-            Ok(Command::Linger) | Err(RecvTimeoutError::Disconnected) => return Halt::Ended(None),
+            Ok(Command::End | Command::Linger) | Err(RecvTimeoutError::Disconnected) => {
+                return Halt::Ended;
+            }
             Err(RecvTimeoutError::Timeout) => {}
         }
     }

@@ -6,7 +6,6 @@ use super::driver::{ConnectionSet, DestinationDriver, Halt, Stage, halt_of};
 use crate::faults::planted;
 use crate::input::News;
 use godwit_migrate::protocol::{ToDestination, ToSource};
-use godwit_streams::Farewell;
 use godwit_types::migration::Phase;
 
 impl DestinationDriver {
@@ -59,9 +58,10 @@ impl DestinationDriver {
             ToDestination::DeviceStateWhole => self.state_whole(set),
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(set, attempt),
             ToDestination::Warm { .. } => Ok(()),
-            ToDestination::Cancel { reason, cancelled } => {
-                Err(Halt::Cancelled(Farewell { reason, cancelled }))
-            }
+            // So says a source of the version before, beside its abort.
+            ToDestination::Cancel { reason, .. } => Err(Halt::Failed(format!(
+                "the source ended the migration: {reason}"
+            ))),
             ToDestination::Peer { message } => {
                 self.tell(News::Peer(message));
                 Ok(())

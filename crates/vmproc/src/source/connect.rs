@@ -65,9 +65,9 @@ impl SourceDriver {
         };
         let mut set = ConnectionSet::open(&plan, &extents(&self.dirty)).map_err(lost)?;
         if let Err(halt) = self.wait_begun(&set) {
-            if let Halt::Ended(Some(farewell)) = &halt {
+            if let Halt::Ended(Some(abort)) = &halt {
                 // Whoever does not hear it learns it from the agents.
-                let _ = set.control.send(&farewell.message());
+                let _ = set.control.send(abort);
             }
             set.abandon(&mut self.dirty);
             return Err(halt);

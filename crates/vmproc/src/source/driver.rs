@@ -19,10 +19,10 @@ use godwit_guestmem::PageSet;
 use godwit_migrate::account::PAGE_BYTES;
 use godwit_migrate::convergence::{Convergence, Goal};
 use godwit_migrate::ledger::{Counters, Ledger};
-use godwit_streams::Farewell;
+use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::{ConnectionSet, Ending, Pass, TellDriver};
 use godwit_transport::{Class, TransportError};
-use godwit_types::migration::{MoveEventKind, PEER_GAVE_UP};
+use godwit_types::migration::MoveEventKind;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
@@ -31,8 +31,8 @@ use std::time::{Duration, Instant};
 pub(super) const PING_EVERY: Duration = Duration::from_secs(1);
 /// Longest wait for the answer to a barrier while the guest runs.
 pub(super) const BARRIER_WAIT: Duration = Duration::from_secs(30);
-/// How long a destination's reason may come after its closed channel.
-const LAST_WORD_WAIT: Duration = Duration::from_millis(200);
+/// Most messages of a lost channel that are still heard.
+const UNREAD_MAX: usize = 1024;
 /// Part of a switchover that does not depend on memory, as first estimate, s.
 const FIXED_SWITCHOVER_S: f64 = 0.012;
 
@@ -40,7 +40,7 @@ const FIXED_SWITCHOVER_S: f64 = 0.012;
 #[derive(Debug)]
 pub(super) enum Halt {
     /// The VM's thread wants the migration to be over.
-    Ended(Option<Farewell>),
+    Ended(Option<ToDestination>),
     /// The link is lost.
     Lost(String),
     /// The core called the switchover off: it goes on with new channels, or is over.
@@ -112,24 +112,28 @@ impl SourceDriver {
         }
     }
 
-    pub(super) fn run(mut self) -> Option<String> {
+    pub(super) fn run(mut self) {
         let halt = self.migrate();
         // Tracking off first: the guest must not pay for a migration that is over.
         self.parts.throttle.release();
         self.parts.tracker.stop();
-        let failure = match halt {
-            Halt::Failed(reason) => Some(reason),
-            Halt::Lost(reason) => Some(format!(
+        self.confess(&halt);
+        self.parts.control.clear();
+    }
+
+    /// Says why it cannot go on, unless the VM's thread has ended it, and waits until that does.
+    fn confess(&mut self, halt: &Halt) {
+        let reason = match halt {
+            Halt::Failed(reason) => reason.clone(),
+            Halt::Lost(reason) => format!(
                 "the link to the destination was lost and could not be made again: {reason}"
-            )),
-            Halt::Ended(_) | Halt::CalledOff => None,
+            ),
+            Halt::Ended(_) | Halt::CalledOff => return,
         };
-        if let Some(reason) = &failure {
-            self.tell(News::Failed(reason.clone()));
+        if !self.end_heard {
+            self.tell(News::Failed(reason));
             self.wait_for_end();
         }
-        self.parts.control.clear();
-        failure
     }
 
     pub(super) fn tell(&self, news: News) {
@@ -160,7 +164,7 @@ impl SourceDriver {
             && let Err(halt) = self.wait_prepared(&set)
         {
             let halt = match halt {
-                Halt::Lost(reason) => self.last_word(&set).unwrap_or(Halt::Lost(reason)),
+                Halt::Lost(reason) => self.hear_rest(&set).unwrap_or(Halt::Lost(reason)),
                 halt => halt,
             };
             return self.give_up(&mut set, halt);
@@ -183,7 +187,7 @@ impl SourceDriver {
                 halt => halt,
             };
             match halt {
-                Halt::Lost(reason) => match self.last_word(&set) {
+                Halt::Lost(reason) => match self.hear_rest(&set) {
                     Some(halt) => return self.give_up(&mut set, halt),
                     None => self.note_lost(&reason),
                 },
@@ -220,22 +224,18 @@ impl SourceDriver {
         }
     }
 
-    /// A destination that fails closes its channels after it has said why, but the two may come in another order.
-    fn last_word(&mut self, set: &ConnectionSet) -> Option<Halt> {
-        let until = Instant::now() + LAST_WORD_WAIT + Duration::from_secs_f64(2.0 * self.rtt_s);
-        let mut ended = None;
-        while Instant::now() < until {
-            match self.peer(set, until) {
+    /// What the destination said before its channels were lost counts all the same. Nothing is waited for: what is still on
+    /// its way comes through the agents, too.
+    fn hear_rest(&mut self, set: &ConnectionSet) -> Option<Halt> {
+        for _ in 0..UNREAD_MAX {
+            match self.next(Some(set), Duration::ZERO) {
                 Ok(_) | Err(Halt::CalledOff) => {}
-                Err(Halt::Ended(reason)) => ended = Some(Halt::Ended(reason)),
-                // The agents' message overtakes the reason, which is still to come.
-                Err(Halt::Lost(reason)) if reason == PEER_GAVE_UP => {}
                 // The control channel has nothing more to say.
-                Err(Halt::Lost(_)) => break,
+                Err(Halt::Lost(_)) => return None,
                 Err(halt) => return Some(halt),
             }
         }
-        ended
+        None
     }
 
     /// Closes a connection set; what may not have been applied is dirty again.
@@ -258,29 +258,26 @@ impl SourceDriver {
         }
     }
 
-    /// Tells the peer, if it can be told, and closes.
+    /// Has the peer told why, if it can be told, and closes.
     fn give_up(&mut self, set: &mut ConnectionSet, halt: Halt) -> Halt {
-        let reason = match &halt {
-            Halt::Ended(reason) => reason.clone(),
-            Halt::Lost(reason) | Halt::Failed(reason) => Some(Farewell {
-                reason: reason.clone(),
-                cancelled: false,
-            }),
-            Halt::CalledOff => None,
-        };
-        // The guest first: saying farewell to a peer may take long.
+        // The guest first: what is said to a peer may take long.
         self.full_speed();
         if !matches!(halt, Halt::Lost(_)) {
             self.parts.tracker.stop();
         }
-        match reason {
-            None => set.finish(),
-            Some(farewell) => {
-                let _ = set.control.send(&farewell.message());
-                set.control.finish();
-                self.abandon(set);
+        match &halt {
+            Halt::Ended(None) | Halt::CalledOff => {
+                set.finish();
+                return halt;
             }
+            Halt::Ended(Some(abort)) => {
+                let _ = set.control.send(abort);
+            }
+            // The VM's thread finds the channel open, and says it there.
+            Halt::Lost(_) | Halt::Failed(_) => self.confess(&halt),
         }
+        set.control.finish();
+        self.abandon(set);
         halt
     }
 

@@ -7,12 +7,13 @@ use super::steps::DriverInput;
 use crate::input::{Intake, Tell};
 use crate::shared_report::SharedReport;
 use godwit_guestmem::{DirtyTracker, RamFile};
+use godwit_migrate::protocol::ToDestination;
 use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::machine::Machine;
 use godwit_qemu::neighbours::Neighbours;
 use godwit_qemu::save_gate::SaveGate;
+use godwit_streams::ControlSlot;
 use godwit_streams::source::{Ending, Route, TellDriver};
-use godwit_streams::{ControlSlot, Farewell};
 use godwit_types::Generation;
 use godwit_wire::Spec;
 use std::sync::Arc;
@@ -29,10 +30,8 @@ pub(crate) enum Command {
     CalledOff,
     /// After a switchover that was called off the guest runs again: go on, with new channels.
     GoOn,
-    /// The destination's agent says that it gave up: its own words may be on their way.
-    PeerGaveUp,
-    /// The migration is over here; tell the peer why, if it is no success.
-    End { reason: Option<Farewell> },
+    /// The migration is over here. If it is no success, this is what the destination is told, which may have heard it.
+    End { abort: Option<ToDestination> },
 }
 
 /// Everything that a migration's source needs.
@@ -65,8 +64,7 @@ pub(crate) struct SourceHandle {
     inputs: Sender<DriverInput>,
     ending: Ending,
     intake: Arc<Intake>,
-    /// Gives the reason why it failed, if it did.
-    thread: Option<std::thread::JoinHandle<Option<String>>>,
+    thread: std::thread::JoinHandle<()>,
 }
 
 impl SourceHandle {
@@ -85,7 +83,7 @@ impl SourceHandle {
             inputs,
             ending,
             intake,
-            thread: Some(thread),
+            thread,
         })
     }
 
@@ -99,19 +97,14 @@ impl SourceHandle {
         let _ = self.inputs.send(DriverInput::Command(command));
     }
 
-    /// Ends the driver and waits until tracking is off. Gives the reason for which it had failed already.
-    pub(crate) fn end(mut self, reason: Option<Farewell>) -> Option<String> {
+    /// Ends the driver and waits until tracking is off.
+    pub(crate) fn end(self, abort: Option<ToDestination>) {
         self.command(Command::End {
-            reason: reason.clone(),
+            abort: abort.clone(),
         });
         // Whoever sees this finds the command.
-        self.ending.raise(reason);
-        self.thread.take().and_then(|thread| thread.join().ok())?
-    }
-
-    /// As [`SourceHandle::end`], for a destination that gave up: hears out why.
-    pub(crate) fn end_after_last_word(self, reason: Option<Farewell>) -> Option<String> {
-        self.command(Command::PeerGaveUp);
-        self.end(reason)
+        self.ending.raise(abort);
+        // A panic ends the process anyway.
+        let _ = self.thread.join();
     }
 }

@@ -1,6 +1,6 @@
 //! What the source's driver hears, and what it goes on with: the one place that receives.
 //!
-//! Works on the driver's state. That the migration is over, called off or given up, that the link is lost or the peer
+//! Works on the driver's state. That the migration is over or called off, that the link is lost or the peer
 //! breaks the protocol is told as a halt here and nowhere else. Refuses: what earlier sets of connections still tell.
 
 use super::driver::{Halt, SourceDriver};
@@ -9,7 +9,6 @@ use crate::input::News;
 use godwit_migrate::protocol::ToSource;
 use godwit_streams::source::{ConnectionSet, FromPeer, Happened, PassEnd, SetEvent};
 use godwit_types::Generation;
-use godwit_types::migration::PEER_GAVE_UP;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
@@ -22,7 +21,7 @@ pub(crate) enum DriverInput {
     Command(Command),
 }
 
-/// What the driver goes on with. That the migration is over, called off or given up is no step but a [`Halt`].
+/// What the driver goes on with. That the migration is over or called off is no step but a [`Halt`].
 #[derive(Debug)]
 pub(super) enum Step {
     /// The guest is stopped: send what is left.
@@ -49,7 +48,7 @@ impl SourceDriver {
         loop {
             match self.next(None, until.saturating_duration_since(Instant::now())) {
                 Ok(Step::Nothing) => return Ok(()),
-                Err(Halt::Ended(reason)) => return Err(Halt::Ended(reason)),
+                Err(Halt::Ended(abort)) => return Err(Halt::Ended(abort)),
                 // Of channels that are gone.
                 Ok(_) | Err(_) => {}
             }
@@ -81,7 +80,7 @@ impl SourceDriver {
                 Err(RecvTimeoutError::Timeout) => return Ok(Step::Nothing),
                 // The VM's thread is gone.
                 Err(RecvTimeoutError::Disconnected) => {
-                    return self.obey(Command::End { reason: None });
+                    return self.obey(Command::End { abort: None });
                 }
             }
         };
@@ -100,10 +99,9 @@ impl SourceDriver {
             Command::DeviceState { attempt } => Ok(Step::DeviceState(attempt)),
             Command::GoOn => Ok(Step::GoOn),
             Command::CalledOff => Err(Halt::CalledOff),
-            Command::PeerGaveUp => Err(Halt::Lost(PEER_GAVE_UP.into())),
-            Command::End { reason } => {
+            Command::End { abort } => {
                 self.end_heard = true;
-                Err(Halt::Ended(reason))
+                Err(Halt::Ended(abort))
             }
         }
     }

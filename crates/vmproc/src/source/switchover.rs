@@ -59,7 +59,7 @@ impl SourceDriver {
         self.tell(News::Core(Event::LinkLost));
         loop {
             match self.next(None, FOR_EVER) {
-                Err(Halt::Ended(reason)) => return Halt::Ended(reason),
+                Err(Halt::Ended(abort)) => return Halt::Ended(abort),
                 Ok(Step::GoOn) => return Halt::Lost(reason),
                 Ok(_) | Err(_) => {}
             }

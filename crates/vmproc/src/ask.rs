@@ -1,0 +1,125 @@
+//! The agent's requests, by who answers them: the connection itself, the VM's thread at once, or a thread that the VM's
+//! thread begins.
+//!
+//! Made once, where a request comes in, from the wire's [`VmRequest`], which says nothing of threads. Plain data.
+//! Refuses: a message of the other host that cannot be read, and a person's decision about a host that
+//! is not said to be fenced.
+
+use godwit_ownership::PeerMessage;
+use godwit_types::host_api::{CloseStep, PrepareIncoming, VmRequest};
+use godwit_types::migration::MigrationSpec;
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
+use std::time::Duration;
+
+/// Longest wait that a request for the outbox may ask for, ms.
+const OUTBOX_WAIT_MS_MAX: u64 = 60_000;
+/// What a person hears who decides without that.
+const UNFENCED: &str =
+    "say which host is fenced with --confirm-fenced HOST, once it is powered off and only then";
+
+/// A request, by who answers it.
+#[derive(Debug)]
+pub(crate) enum Ask {
+    Connection(Connection),
+    Now(Now),
+    Later(Later),
+}
+
+/// What a connection answers from what it shares with the VM's thread.
+#[derive(Debug)]
+pub(crate) enum Connection {
+    TakeOutbox { wait: Duration },
+}
+
+/// What the VM's thread answers before it takes anything else.
+#[derive(Debug)]
+pub(crate) enum Now {
+    Status,
+    Start,
+    Boot,
+    Stop {
+        force: bool,
+    },
+    PowerOffDead(Generation),
+    Reset,
+    Pause,
+    Resume,
+    PrepareIncoming(Box<PrepareIncoming>),
+    Migrate(Box<MigrationSpec>),
+    Cancel(MigrationId, String),
+    Report(MigrationId),
+    Peer(HostName, PeerMessage),
+    Survey(Generation),
+    KeepRecord,
+    /// A person decides, who swears that this host is fenced.
+    RunHere(HostName),
+    /// As [`Now::RunHere`], the other way.
+    GiveUpHere(HostName),
+    Console,
+    Blockers,
+    HostRemoved(HostName),
+    Close(CloseStep),
+    Detach {
+        unless_moving: bool,
+    },
+}
+
+/// What takes so long that the VM's thread only begins it: the answer comes from a thread of its own.
+#[derive(Debug)]
+pub(crate) enum Later {
+    MeasureDirtyRate { millis: u64 },
+}
+
+impl Ask {
+    /// Who answers this request.
+    pub(crate) fn of(request: VmRequest) -> Result<Self, ApiError> {
+        Ok(Self::Now(match request {
+            VmRequest::TakeOutbox { wait_ms } => {
+                let wait = Duration::from_millis(wait_ms.min(OUTBOX_WAIT_MS_MAX));
+                return Ok(Self::Connection(Connection::TakeOutbox { wait }));
+            }
+            VmRequest::MeasureDirtyRate { millis } => {
+                return Ok(Self::Later(Later::MeasureDirtyRate { millis }));
+            }
+            VmRequest::Status => Now::Status,
+            VmRequest::Start => Now::Start,
+            VmRequest::Boot => Now::Boot,
+            VmRequest::Stop { force } => Now::Stop { force },
+            VmRequest::PowerOffDead { generation } => Now::PowerOffDead(generation),
+            VmRequest::Reset => Now::Reset,
+            VmRequest::Pause => Now::Pause,
+            VmRequest::Resume => Now::Resume,
+            VmRequest::PrepareIncoming(request) => Now::PrepareIncoming(request),
+            VmRequest::Migrate(spec) => Now::Migrate(spec),
+            VmRequest::Cancel { migration, reason } => Now::Cancel(migration, reason),
+            VmRequest::Report { migration } => Now::Report(migration),
+            VmRequest::Peer { from, message } => Now::Peer(from, read(message)?),
+            VmRequest::Survey { level } => Now::Survey(level),
+            VmRequest::KeepRecord => Now::KeepRecord,
+            VmRequest::Resolve {
+                run_here,
+                confirm_fenced,
+            } => {
+                let fenced = confirm_fenced.ok_or_else(|| invalid(UNFENCED.into()))?;
+                match run_here {
+                    true => Now::RunHere(fenced),
+                    false => Now::GiveUpHere(fenced),
+                }
+            }
+            VmRequest::Console => Now::Console,
+            VmRequest::Blockers => Now::Blockers,
+            VmRequest::HostRemoved { host } => Now::HostRemoved(host),
+            VmRequest::Close { step } => Now::Close(step),
+            VmRequest::Detach { unless_moving } => Now::Detach { unless_moving },
+        }))
+    }
+}
+
+fn read(message: serde_json::Value) -> Result<PeerMessage, ApiError> {
+    let unread = |error| invalid(format!("the other host's message cannot be read: {error}"));
+    serde_json::from_value(message).map_err(unread)
+}
+
+fn invalid(message: String) -> ApiError {
+    ApiError::new(ErrorCode::InvalidRequest, message)
+}

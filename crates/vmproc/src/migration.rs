@@ -1,0 +1,491 @@
+//! The migration under way: how it begins on either side, why it ends, and its end.
+//!
+//! Part of [`Vm`], which has one at most. The ownership core decides whether it begins and how it ended; here are the
+//! driver that carries it, and the reason that people are told. Refuses: to begin beside another one, and what was
+//! cancelled before it came; what could not begin leaves nothing half-done behind.
+
+use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
+use crate::faults::reached;
+use crate::hypervisor::{QMP_WAIT, internal};
+use crate::input::{DriverNews, Input, Intake, News};
+use crate::requests::Reply;
+use crate::shared_report::SharedReport;
+use crate::source::{SourceHandle, SourceParts};
+use crate::vm::Vm;
+use godwit_guestmem::DirtyTracker;
+use godwit_migrate::admission::{agreed_protocol, refuse_writable_disks};
+use godwit_migrate::protocol::ToDestination;
+use godwit_migrate::why::Why;
+use godwit_ownership::{Action, Ending, Event, EventKind, PeerMessage, Phase};
+use godwit_qemu::allowance::SharedThrottle;
+use godwit_qemu::save_gate::SaveGate;
+use godwit_store::save_json;
+use godwit_streams::destination::{Arrivals, Memory, empty};
+use godwit_streams::source::routes;
+use godwit_streams::{ControlSlot, cores};
+use godwit_types::host_api::{IncomingReady, PrepareIncoming, SPEC_FILE, VmAnswer};
+use godwit_types::migration::{
+    COULD_NOT_BEGIN, MigrationReport, MigrationSpec, Outcome, PEER_GAVE_UP, Phase as MovePhase,
+    Side,
+};
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
+use godwit_wire::Spec;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// How long a source that knows its guest to be elsewhere waits for the figures of its resuming.
+const RESUMED_WAIT: Duration = Duration::from_millis(250);
+
+/// The driver of a migration.
+#[derive(Debug)]
+pub(crate) enum Driver {
+    Source(SourceHandle),
+    Destination(DestinationHandle),
+}
+
+impl Driver {
+    /// What waits of its news.
+    pub(crate) fn intake(&self) -> &Intake {
+        match self {
+            Self::Source(source) => source.intake(),
+            Self::Destination(destination) => destination.intake(),
+        }
+    }
+}
+
+/// A migration that this host takes part in, from its first promise to its end.
+#[derive(Debug)]
+pub(crate) struct Migration {
+    pub id: MigrationId,
+    pub side: Side,
+    pub peer: HostName,
+    pub run: u64,
+    pub driver: Option<Driver>,
+    pub control: ControlSlot,
+    pub report: SharedReport,
+    pub throttle: Option<SharedThrottle>,
+    pub save_gate: SaveGate,
+    pub deadline: Option<Instant>,
+    pub switchover_wait: Duration,
+    /// Why it ends, when it is not a success: the first reason that was taken.
+    pub why: Option<Why>,
+    /// The reason where there is no other: what kept this host's journal from being written.
+    pub journal_trouble: Option<String>,
+    /// (destination) The source had to be asked where it is.
+    pub unheard: bool,
+    /// (source) The driver waits to hear whether it goes on.
+    pub called_off: bool,
+    pub stopped_at: Option<Instant>,
+}
+
+impl Migration {
+    /// Why it ends, as far as this host knows.
+    pub(crate) fn why(&self) -> Option<Why> {
+        let journal = || self.journal_trouble.clone().map(Why::failure);
+        self.why.clone().or_else(journal)
+    }
+}
+
+impl Vm {
+    // ---- its beginning ----
+
+    pub(crate) fn prepare_incoming(&mut self, request: PrepareIncoming) -> Reply {
+        self.refuse_while_closing()?;
+        refuse_writable_disks(&request.spec)?;
+        self.refuse_cancelled(&request.migration.id)?;
+        if self.migration.is_some() {
+            let message = format!("VM '{}' is already moving", self.config.vm);
+            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
+        }
+        let migration = &request.migration;
+        let event = Event::PrepareIncoming {
+            migration: migration.id.clone(),
+            from: migration.source.host.clone(),
+            generation: migration.generation,
+        };
+        let asked = event.kind();
+        self.feed(event);
+        self.verdict(asked)?;
+        match self.receive(&request) {
+            Ok(ready) => Ok(VmAnswer::IncomingReady(ready)),
+            Err(error) => {
+                self.outcome.not_begun = Some(error.message.clone());
+                self.feed(Event::IncomingFailed);
+                Err(error.on_host(&self.config.host))
+            }
+        }
+    }
+
+    fn receive(&mut self, request: &PrepareIncoming) -> Result<IncomingReady, ApiError> {
+        let migration = &request.migration;
+        let mut spec = request.spec.clone();
+        spec.accelerator = request.accelerator;
+        save_json(&self.paths.state.join(SPEC_FILE), &spec).map_err(internal)?;
+        self.spec = Some(spec);
+        self.keep_note(migration, Side::Destination)?;
+        let secret = Arc::new(wire_spec(migration)?);
+        let arrivals = Arrivals::listen(
+            &secret,
+            &self.config.migration_addresses,
+            self.config.migration_ports,
+        )
+        .map_err(|error| ApiError::new(ErrorCode::PortInUse, error.to_string()))?;
+        let addresses = arrivals.addresses.clone();
+        self.launch(true)?;
+        let driver = self.start_destination(migration, arrivals)?;
+        self.put_migration(migration, Side::Destination, driver);
+        reached("destination.prepared");
+        Ok(IncomingReady { addresses })
+    }
+
+    fn start_destination(
+        &mut self,
+        spec: &MigrationSpec,
+        arrivals: Arrivals,
+    ) -> Result<Prepared, ApiError> {
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        let stream = hyper
+            .machine
+            .prepare_incoming(Instant::now() + QMP_WAIT)
+            .map_err(internal)?;
+        empty(&hyper.ram).map_err(internal)?;
+        let report = self.new_report(spec, Side::Destination);
+        self.save_begun(&report.read())?;
+        let control = ControlSlot::default();
+        let parts = DestinationParts {
+            arrivals,
+            memory: Arc::new(Memory::new(Arc::clone(&hyper.ram)).map_err(internal)?),
+            qemu: WaitingQemu {
+                machine: Arc::clone(&hyper.machine),
+                stream,
+            },
+            report: report.clone(),
+            control: control.clone(),
+            prepare: spec.prepare_memory,
+            cores: cores(),
+            news: self.news(),
+        };
+        let handle = DestinationHandle::start(parts).map_err(internal)?;
+        Ok(Prepared {
+            driver: Driver::Destination(handle),
+            report,
+            control,
+            throttle: None,
+            save_gate: SaveGate::default(),
+        })
+    }
+
+    pub(crate) fn migrate(&mut self, spec: &MigrationSpec) -> Reply {
+        self.refuse_while_closing()?;
+        self.refuse_cancelled(&spec.id)?;
+        if spec.id.as_str().is_empty() || self.migration.is_some() {
+            let message = format!("VM '{}' is already moving", self.config.vm);
+            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
+        }
+        self.spec
+            .as_ref()
+            .map_or(Ok(()), refuse_writable_disks)
+            .map_err(|error| error.on_host(&self.config.host))?;
+        let began = Event::MigrationBegan {
+            migration: spec.id.clone(),
+            to: spec.destination.host.clone(),
+            generation: spec.generation,
+        };
+        let asked = began.kind();
+        // What passes by itself is told apart, so that the controller asks again for a moment.
+        let unconfirmed = matches!(
+            self.core.record().phase,
+            Phase::Holds {
+                unconfirmed: Some(_),
+                ..
+            }
+        );
+        self.feed(began);
+        self.verdict(asked).map_err(|error| match unconfirmed {
+            true => ApiError {
+                code: ErrorCode::Unconfirmed,
+                ..error
+            },
+            false => error,
+        })?;
+        match self.start_source(spec) {
+            Ok(prepared) => {
+                self.put_migration(spec, Side::Source, prepared);
+                self.done("is on its way")
+            }
+            Err(error) => {
+                self.outcome.not_begun = Some(error.message.clone());
+                self.feed(Event::Cancel);
+                Err(error.on_host(&self.config.host))
+            }
+        }
+    }
+
+    fn start_source(&mut self, spec: &MigrationSpec) -> Result<Prepared, ApiError> {
+        // A measuring has the tracking that the migration needs.
+        self.measuring = None;
+        let protocol = agreed_protocol(spec)?;
+        self.keep_note(spec, Side::Source)?;
+        let secret = Arc::new(wire_spec(spec)?);
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        hyper
+            .machine
+            .prepare_outgoing(Instant::now() + QMP_WAIT)
+            .map_err(|error| ApiError::new(ErrorCode::NotMigratable, error.to_string()))?;
+        let routes = routes(&spec.source_addresses, &spec.destination_addresses);
+        if routes.is_empty() {
+            let message = "the two hosts have no migration addresses of the same family (IPv4 or IPv6): add one in host.toml";
+            return Err(ApiError::new(ErrorCode::Incompatible, message));
+        }
+        let report = self.new_report(spec, Side::Source);
+        self.save_begun(&report.read())?;
+        let save_gate = SaveGate::default();
+        let (control, throttle) = (
+            ControlSlot::default(),
+            SharedThrottle::new(Arc::clone(&hyper.machine), spec.max_guest_slowdown_percent),
+        );
+        let parts = SourceParts {
+            spec: secret,
+            protocol,
+            routes,
+            ram: Arc::clone(&hyper.ram),
+            machine: Arc::clone(&hyper.machine),
+            tracker: DirtyTracker::new(
+                Arc::clone(&hyper.ram),
+                u32::try_from(hyper.pid()).map_err(internal)?,
+                self.paths.handout(hyper.identity.launch),
+                Arc::clone(&hyper.huge_pages),
+            ),
+            throttle: throttle.clone(),
+            neighbours: hyper.neighbours.clone(),
+            save_gate: save_gate.clone(),
+            report: report.clone(),
+            prepare: spec.prepare_memory,
+            max_downtime_ms: spec.max_downtime_ms,
+            deadline_s: spec.deadline_s,
+            cap_bytes_per_s: spec
+                .max_bandwidth_mbit_per_s
+                .map(|mbit| mbit.max(1) as f64 * 125_000.0),
+            control: control.clone(),
+            news: self.news(),
+        };
+        let handle = SourceHandle::start(parts).map_err(internal)?;
+        Ok(Prepared {
+            driver: Driver::Source(handle),
+            report,
+            control,
+            throttle: Some(throttle),
+            save_gate,
+        })
+    }
+
+    /// What a driver tells goes to this thread, marked as this run's. The run begins with [`Vm::put_migration`].
+    fn news(&mut self) -> Box<dyn Fn(News) + Send> {
+        self.runs += 1;
+        let (run, inputs) = (self.runs, self.inputs.clone());
+        Box::new(move |news| {
+            let _ = inputs.send(Input::Driver(DriverNews { run, news }));
+        })
+    }
+
+    fn new_report(&self, spec: &MigrationSpec, side: Side) -> SharedReport {
+        let ram_mib = self.spec.as_ref().map_or(0, |spec| spec.memory_mib);
+        let now_s = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |since| since.as_secs());
+        SharedReport::new(MigrationReport::begun(spec, side, ram_mib, now_s))
+    }
+
+    fn put_migration(&mut self, spec: &MigrationSpec, side: Side, prepared: Prepared) {
+        let peer = match side {
+            Side::Source => spec.destination.host.clone(),
+            Side::Destination => spec.source.host.clone(),
+        };
+        let deadline = spec.deadline_s.filter(|_| side == Side::Source);
+        self.migration = Some(Migration {
+            id: spec.id.clone(),
+            side,
+            peer,
+            run: self.runs,
+            driver: Some(prepared.driver),
+            control: prepared.control,
+            report: prepared.report,
+            throttle: prepared.throttle,
+            save_gate: prepared.save_gate,
+            deadline: deadline
+                .and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds))),
+            switchover_wait: Duration::from_millis(500),
+            why: None,
+            journal_trouble: None,
+            unheard: false,
+            called_off: false,
+            stopped_at: None,
+        });
+    }
+
+    // ---- why it ends ----
+
+    pub(crate) fn cancel(&mut self, id: &MigrationId, reason: &str) -> Reply {
+        if self
+            .migration
+            .as_ref()
+            .is_none_or(|migration| migration.id != *id)
+        {
+            return self.cancel_early(id);
+        }
+        // The controller takes back what could not begin: that was nobody's wish.
+        let why = match reason.starts_with(COULD_NOT_BEGIN) {
+            true => Why::failure(reason),
+            false => Why::wish(reason),
+        };
+        self.feed_because(Event::Cancel, Some(why));
+        self.verdict(EventKind::Cancel)?;
+        self.done("stays where it is")
+    }
+
+    pub(crate) fn check_deadline(&mut self) {
+        let missed = self
+            .migration
+            .as_mut()
+            .filter(|migration| migration.deadline.is_some_and(|at| Instant::now() >= at));
+        let Some(migration) = missed else { return };
+        migration.deadline = None;
+        let why = "the deadline passed before the migration was done; the guest stays where it is";
+        // It may be too late: the destination has the guest.
+        self.feed_because(Event::Cancel, Some(Why::wish(why)));
+    }
+
+    /// Hands the other host's message to the core. Why that host ended the migration is this side's reason, too.
+    pub(crate) fn hear(&mut self, from: HostName, message: PeerMessage) {
+        let why = Why::said_by(&from, &message);
+        self.feed_because(Event::Message { from, message }, why);
+    }
+
+    /// Hands an event to the core that ends the migration for this reason, if the core takes it; what it does not take leaves
+    /// no reason behind.
+    pub(crate) fn feed_because(&mut self, event: Event, why: Option<Why>) {
+        let asked = event.kind();
+        let actions = self.judge(event);
+        let declines = |action: &Action| matches!(action, Action::Refuse { event, .. } | Action::Ignored { event, .. } if *event == asked);
+        if !actions.iter().any(declines) {
+            self.note_why(why);
+        }
+        self.perform(actions);
+    }
+
+    /// Notes why the migration ends, unless that is known already.
+    fn note_why(&mut self, why: Option<Why>) {
+        let (Some(migration), Some(why)) = (&mut self.migration, why) else {
+            return;
+        };
+        if why.guest_ended && migration.side == Side::Source {
+            migration.report.update(|report| report.guest_ended = true);
+        }
+        migration.why.get_or_insert(why);
+    }
+
+    /// Something has failed, which ends the migration.
+    pub(crate) fn blame(&mut self, reason: &str) {
+        self.note_why(Some(Why::failure(reason)));
+    }
+
+    /// The guest is no more, which ends its migration, unless that is past the handover.
+    pub(crate) fn guest_ended(&mut self, reason: &str) {
+        self.note_why(Some(Why::guest_ended(reason)));
+    }
+
+    // ---- its end ----
+
+    pub(crate) fn end_migration(&mut self, id: &MigrationId, ending: Ending) {
+        let Some(migration) = self.migration.take_if(|migration| migration.id == *id) else {
+            return self.end_orphan(id, ending);
+        };
+        let why = migration.why();
+        let outcome = match &why {
+            _ if ending == Ending::Completed => Outcome::Completed,
+            Some(why) if why.cancelled => Outcome::Cancelled,
+            _ => Outcome::Failed,
+        };
+        let reason = match outcome {
+            // What was tried against it came too late.
+            Outcome::Completed => None,
+            _ => why
+                .map(|why| why.reason)
+                .or_else(|| never_began(&migration))
+                .or_else(|| Some(PEER_GAVE_UP.into())),
+        };
+        if migration.side == Side::Source && outcome == Outcome::Completed {
+            migration.report.wait_resumed(RESUMED_WAIT);
+        }
+        migration.report.update(|report| report.reason = None);
+        migration.report.end(outcome, reason.clone());
+        let cpu_s = migration.report.cpu_s();
+        migration.report.update(|report| match migration.side {
+            Side::Source => report.cpu_source_s = cpu_s,
+            Side::Destination => report.cpu_destination_s = cpu_s,
+        });
+        self.say_end(&migration, outcome, reason.as_deref());
+        // Kept before the driver's threads are waited for: whoever asks meanwhile finds the end, not the beginning.
+        self.keep_report(migration.report.read());
+        self.remember(migration.report.clone());
+        end_driver(migration, ending);
+    }
+
+    /// Tells the migration's end in a sentence.
+    fn say_end(&self, migration: &Migration, outcome: Outcome, reason: Option<&str>) {
+        let (from, to) = match migration.side {
+            Side::Source => (&self.config.host, &migration.peer),
+            Side::Destination => (&migration.peer, &self.config.host),
+        };
+        let end = match outcome {
+            Outcome::Completed => "is completed",
+            Outcome::Cancelled => "was cancelled",
+            Outcome::Failed => "failed",
+            Outcome::InDoubt => "is in doubt",
+        };
+        let (vm, id) = (&self.config.vm, &migration.id);
+        match reason {
+            None => tracing::info!("migration {id} of VM {vm} from {from} to {to} {end}"),
+            Some(why) => {
+                tracing::warn!("migration {id} of VM {vm} from {from} to {to} {end}: {why}");
+            }
+        }
+    }
+}
+
+/// A driver that runs, and what belongs to it.
+struct Prepared {
+    driver: Driver,
+    report: SharedReport,
+    control: ControlSlot,
+    throttle: Option<SharedThrottle>,
+    save_gate: SaveGate,
+}
+
+fn wire_spec(spec: &MigrationSpec) -> Result<Spec, ApiError> {
+    Spec::new(spec.id.clone(), &spec.secret, spec.cipher)
+        .map_err(|error| ApiError::new(ErrorCode::InvalidRequest, error.to_string()))
+}
+
+/// Ends the driver. What a source's destination is told goes the way of all messages about ownership, too.
+fn end_driver(migration: Migration, ending: Ending) {
+    let is_aborted = matches!(ending, Ending::Cancelled | Ending::Failed);
+    let why = migration.why();
+    let abort = is_aborted.then(|| ToDestination::Peer {
+        message: Why::abort(migration.id, why.as_ref()),
+    });
+    match migration.driver {
+        Some(Driver::Source(source)) => source.end(abort),
+        Some(Driver::Destination(destination)) if ending == Ending::Completed => {
+            destination.linger();
+        }
+        Some(Driver::Destination(destination)) => destination.end(),
+        None => {}
+    }
+}
+
+/// A source that had to be asked and never connected.
+fn never_began(migration: &Migration) -> Option<String> {
+    let setup = migration.report.read().phase == MovePhase::Setup;
+    (migration.unheard && setup).then(|| "the source did not begin the migration".into())
+}

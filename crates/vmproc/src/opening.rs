@@ -1,0 +1,246 @@
+//! How a process comes to its VM: it takes the VM's seat, serves, looks at QEMU, and has the VM.
+//!
+//! Each step is a type that the next one consumes, so that no other order compiles. The lock comes before anything is
+//! read. This process serves before it looks at QEMU: that may take long, people ask meanwhile, and what QEMU needs of
+//! this process must be there before QEMU is asked anything. QEMU comes before the ownership core, which has to know
+//! whether a guest runs. Owns what was made until the [`Vm`] does. Refuses: a VM whose lock another process has.
+
+use crate::actions::CONT_WAIT;
+use crate::adoption::{self, Known, Looked};
+use crate::files::Paths;
+use crate::hypervisor::{Hyper, QMP_WAIT, news_of};
+use crate::input::{GuestNews, Input};
+use crate::outbox::Outbox;
+use crate::rate::Rate;
+use crate::server;
+use crate::timers::Timers;
+use crate::unsaved::Unsaved;
+use crate::vm::{Outcome, Vm};
+use godwit_ownership::{Action, HostRecord, Qemu, RecordError, VmCore};
+use godwit_qemu::group;
+use godwit_qemu::machine::RunState;
+use godwit_store::{VmStore, load_json};
+use godwit_types::host_api::{MigrationNote, NOTE_FILE, SPEC_FILE, VmProcessConfig};
+use godwit_types::vm::VmSpec;
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Instant;
+
+/// This process has the VM's lock, and knows what the VM's files say.
+pub(crate) struct Seat {
+    config: VmProcessConfig,
+    paths: Paths,
+    store: VmStore,
+    record: HostRecord,
+    spec: Option<VmSpec>,
+    note: Option<MigrationNote>,
+}
+
+/// The socket is up: whoever asks gets an answer.
+pub(crate) struct Serving {
+    seat: Seat,
+    inputs: Sender<Input>,
+    received: Receiver<Input>,
+    outbox: Arc<Outbox>,
+}
+
+/// It is known whether the VM has a QEMU; one that lives is this process's, and watched.
+pub(crate) struct Adopted {
+    serving: Serving,
+    hyper: Option<Hyper>,
+    qemu: Qemu,
+    /// What the guest did while nobody listened.
+    found: Option<GuestNews>,
+}
+
+impl Seat {
+    /// Takes the VM's lock and reads its journal.
+    pub(crate) fn take(config: VmProcessConfig) -> anyhow::Result<Self> {
+        let state_root = state_root(Path::new(&config.state_dir))?;
+        let store = VmStore::open(&state_root, &config.vm)?;
+        let paths = Paths::settle(&config)?;
+        std::fs::create_dir_all(&paths.run)?;
+        std::fs::create_dir_all(&config.run_dir)?;
+        let record = store
+            .load()?
+            .unwrap_or_else(|| HostRecord::absent(config.vm.clone()));
+        Ok(Self {
+            spec: load_json(&paths.state.join(SPEC_FILE))?,
+            note: load_json(&paths.state.join(NOTE_FILE))?,
+            config,
+            paths,
+            store,
+            record,
+        })
+    }
+
+    /// Binds the socket and answers on it.
+    pub(crate) fn serve(self) -> anyhow::Result<Serving> {
+        let (inputs, received) = channel();
+        let outbox = Arc::new(Outbox::default());
+        let listener = server::bind(&self.paths.socket())?;
+        server::serve(listener, inputs.clone(), Arc::clone(&outbox));
+        Ok(Serving {
+            seat: self,
+            inputs,
+            received,
+            outbox,
+        })
+    }
+}
+
+impl Serving {
+    /// Takes over the QEMU that is there. Nothing when this process was told to leave before QEMU answered.
+    pub(crate) fn adopt(self) -> anyhow::Result<Option<Adopted>> {
+        let seat = &self.seat;
+        let known = Known {
+            config: &seat.config,
+            paths: &seat.paths,
+            record: &seat.record,
+            spec: seat.spec.as_ref(),
+        };
+        let (hyper, qemu, found) = match adoption::adopt(&known, &self.inputs, &self.received)? {
+            Looked::None => (None, Qemu::Dead, None),
+            Looked::Detached => return Ok(None),
+            Looked::Taken(hyper, state) => {
+                let qemu = match state {
+                    RunState::Running => Qemu::Running,
+                    _ => Qemu::Paused,
+                };
+                let found = self.take_in(&hyper, &state)?;
+                (Some(*hyper), qemu, found)
+            }
+        };
+        Ok(Some(Adopted {
+            serving: self,
+            hyper,
+            qemu,
+            found,
+        }))
+    }
+
+    /// Watches a QEMU that was taken over and lifts what a predecessor put on it; says what its guest did meanwhile.
+    fn take_in(&self, hyper: &Hyper, state: &RunState) -> anyhow::Result<Option<GuestNews>> {
+        tracing::info!(pid = hyper.pid(), "QEMU is taken over");
+        hyper.watch(self.inputs.clone())?;
+        // What happened between the first look and the subscription to events is seen here.
+        let found = match hyper.machine.query_status(Instant::now() + QMP_WAIT) {
+            Ok(state) => news_of(&state),
+            Err(error) => {
+                tracing::warn!(%error, "QEMU was not looked at a second time");
+                news_of(state)
+            }
+        };
+        if let Some(spec) = &self.seat.spec {
+            hyper.neighbours.listen(spec);
+        }
+        // Without asking QEMU, which a limit that was left may keep from answering.
+        if let Err(error) = godwit_qemu::throttle::release_leftovers_of(hyper.pid()) {
+            tracing::warn!(%error, "a predecessor's throttle may be left");
+        }
+        group::take_in(hyper.pid());
+        // Of the guest that runs: its description may be of another size by now.
+        let mapped = hyper.ram.page_count();
+        group::limit_memory(mapped.saturating_mul(godwit_guestmem::PAGE_SIZE as u64));
+        Ok(found)
+    }
+}
+
+impl Adopted {
+    /// Wakes the ownership core and settles what a predecessor left.
+    pub(crate) fn open(self) -> anyhow::Result<Vm> {
+        let Serving {
+            seat,
+            inputs,
+            received,
+            outbox,
+        } = self.serving;
+        let (core, actions) = recover(seat.record, &seat.config, self.qemu)?;
+        let launch = |hyper: &Hyper| hyper.identity.launch;
+        let mut vm = Vm {
+            status: core.status(),
+            launches: self.hyper.as_ref().map_or(0, launch),
+            config: seat.config,
+            paths: seat.paths,
+            store: seat.store,
+            core,
+            spec: seat.spec,
+            hyper: self.hyper,
+            running: None,
+            timers: Timers::default(),
+            outbox,
+            inputs,
+            received,
+            migration: None,
+            measuring: None,
+            note: seat.note,
+            reports: VecDeque::new(),
+            unsaved: Unsaved::default(),
+            orphan: None,
+            refused: VecDeque::new(),
+            runs: 0,
+            halted: None,
+            found: self.found,
+            cont_wait: CONT_WAIT,
+            unsure: None,
+            outcome: Outcome::default(),
+            said: Rate::new(Instant::now()),
+            detach: false,
+            off_wanted: None,
+            busy_at: Instant::now(),
+        };
+        vm.settle(actions);
+        Ok(vm)
+    }
+}
+
+impl Vm {
+    /// Takes all steps. Nothing when this process was told to leave meanwhile.
+    pub(crate) fn open(config: VmProcessConfig) -> anyhow::Result<Option<Self>> {
+        let adopted = Seat::take(config)?.serve()?.adopt()?;
+        adopted.map(Adopted::open).transpose()
+    }
+
+    /// What a successor does first: what the core wants, the end of its predecessor's migration, what the guest did.
+    fn settle(&mut self, actions: Vec<Action>) {
+        let orphan = self.find_orphan();
+        let was_off = self.found == Some(GuestNews::Shutdown) && !self.host_closes();
+        self.perform(actions);
+        self.close_orphan(orphan);
+        self.close_old_reports();
+        // Unless the core wanted the guest to go on and found it so.
+        if let Some(news) = self.found.take() {
+            self.happened(news);
+        }
+        if was_off {
+            self.stay_off();
+        }
+    }
+}
+
+/// `<state>/vms/<name>` belongs to the store of `<state>`.
+fn state_root(dir: &Path) -> anyhow::Result<PathBuf> {
+    let root = dir.parent().and_then(Path::parent);
+    root.map(Path::to_owned).ok_or_else(|| {
+        anyhow::anyhow!(
+            "state_dir {} is not of the form STATE/vms/NAME",
+            dir.display()
+        )
+    })
+}
+
+/// The core for a process that has just taken the VM's lock.
+fn recover(
+    record: HostRecord,
+    config: &VmProcessConfig,
+    qemu: Qemu,
+) -> Result<(VmCore, Vec<Action>), RecordError> {
+    #[cfg(feature = "faults")]
+    if let Ok(name) = std::env::var("GODWIT_PLANT") {
+        let plant = godwit_ownership::plant::Plant::from_name(&name);
+        return VmCore::recover_planted(record, config.host.clone(), qemu, plant);
+    }
+    VmCore::recover(record, config.host.clone(), qemu)
+}
