@@ -62,7 +62,7 @@ pub const FIGURE_MAX: f64 = 1e9;
 /// A run of guest pages that hold data: first page and count.
 pub type Extent = (u64, u64);
 
-/// Source to destination.
+/// What the source says on the control channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToDestination {
@@ -86,7 +86,7 @@ pub enum ToDestination {
     ExtentsEnd,
     /// Everything sent before must be applied before anything sent after.
     Barrier {
-        /// Iteration that ends.
+        /// Number of the iteration that ends here; 0 is the first one.
         iteration: u32,
         /// Records sent on each data channel that this epoch has had, by index; final records do not count.
         sent: Vec<u64>,
@@ -96,21 +96,21 @@ pub enum ToDestination {
     /// The guest's addresses, as heard on its network cards: one list per card, bounded by
     /// [`addresses`](crate::addresses).
     Addresses {
-        /// By card.
+        /// One list of addresses for each of the guest's cards, in their order.
         cards: Vec<Vec<IpAddr>>,
     },
     /// All of the device state has been sent. Whether its save was a success follows.
     DeviceStateWhole,
     /// The device state was saved well.
     DeviceStateEnd {
-        /// Its length.
+        /// Length of the whole device state.
         bytes: u64,
         /// The generation that this attempt at a switchover would give.
         attempt: Generation,
     },
     /// The migration is over; the guest stays at the source.
     Cancel {
-        /// Why.
+        /// One sentence for people, at most [`REASON_LEN_MAX`] bytes.
         reason: String,
         /// A person or a deadline wanted it; without it the source has failed.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -118,7 +118,7 @@ pub enum ToDestination {
     },
     /// About who may run the VM.
     Peer {
-        /// The message.
+        /// A question, a gift or an answer of the ownership core.
         message: PeerMessage,
     },
     /// Says nothing: opens the control channel's window on a far link, so that device state later leaves at once.
@@ -128,18 +128,18 @@ pub enum ToDestination {
     },
     /// Keeps silence meaningful; answered by `Pong`.
     Ping {
-        /// Echoed.
+        /// Comes back in the `Pong` that answers.
         nonce: u64,
     },
 }
 
-/// Destination to source.
+/// What the destination says on the control channel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToSource {
     /// The epoch may begin: older channels are dead and what they carried is applied or dropped.
     Begun {
-        /// The epoch.
+        /// The set of channels that may begin: that of the `Begin` which is answered.
         epoch: u16,
     },
     /// All of the guest's memory is allocated, as was asked for; until then nothing is sent.
@@ -151,12 +151,12 @@ pub enum ToSource {
     Applied {
         /// Index of the channel in this epoch.
         channel: u32,
-        /// Records.
+        /// How many records of it are applied since it connected.
         records: u64,
     },
     /// The barrier is reached.
     BarrierDone {
-        /// Its iteration.
+        /// Number of the iteration that the barrier ended.
         iteration: u32,
         /// Share of the iteration that the destination waited for memory, 0 to 1.
         memory_wait: f32,
@@ -170,7 +170,7 @@ pub enum ToSource {
     },
     /// About who may run the VM.
     Peer {
-        /// The message.
+        /// A question or an answer of the ownership core.
         message: PeerMessage,
     },
     /// The guest runs there.
@@ -182,12 +182,12 @@ pub enum ToSource {
     },
     /// The destination gives up; nothing there will ever run.
     Failed {
-        /// Why, one sentence.
+        /// One sentence for people, at most [`REASON_LEN_MAX`] bytes.
         reason: String,
     },
-    /// Answer to `Ping`.
+    /// Says that this side is alive and reads.
     Pong {
-        /// As asked.
+        /// That of the `Ping` which is answered.
         nonce: u64,
     },
 }
@@ -202,12 +202,12 @@ pub enum ProtocolError {
     /// A number out of its bounds.
     #[error("the peer sent a control message with {0} out of bounds")]
     OutOfBounds(&'static str),
-    /// Another version.
+    /// The peer speaks a version that this build does not.
     #[error(
         "the peer speaks migration protocol {theirs}, this host speaks {MIGRATION}: install the same version of Godwit on both hosts"
     )]
     Version {
-        /// What it speaks.
+        /// That of the peer's `Begin`.
         theirs: u32,
     },
 }
