@@ -51,12 +51,18 @@ pub(crate) struct Receiving {
     pub loaded: bool,
 }
 
-/// Who waits for the outcome of an event.
-#[derive(Debug, Clone)]
-pub(crate) struct Waits {
+/// The controller that asked something, in which of its lives, and which question it was.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Caller {
     pub controller: usize,
     pub life: u64,
     pub ask: u64,
+}
+
+/// Who waits for the outcome of an event.
+#[derive(Debug, Clone)]
+pub(crate) struct Waits {
+    pub caller: Caller,
     pub kind: EventKind,
     pub refused: bool,
     pub surveyed: Option<SurveyAnswer>,
@@ -247,14 +253,12 @@ pub(crate) enum Place {
 #[derive(Debug, Clone)]
 pub(crate) enum Packet {
     Ask {
-        ask: u64,
-        life: u64,
+        caller: Caller,
         stamp: Stamp,
         what: Box<Ask>,
     },
     Reply {
-        ask: u64,
-        life: u64,
+        caller: Caller,
         from: NameId,
         reply: Box<Reply>,
     },
@@ -349,11 +353,7 @@ pub(crate) enum Happening {
     ControllerStarts {
         controller: usize,
     },
-    AskTimesOut {
-        controller: usize,
-        life: u64,
-        ask: u64,
-    },
+    AskTimesOut(Caller),
     PeopleAct,
     Heal {
         what: Cut,
