@@ -34,6 +34,13 @@ pub(crate) fn host_name(name: &str) -> HostName {
     HostName::new(name).unwrap()
 }
 
+fn no_qemu() -> QemuNow {
+    QemuNow::told(Err(QemuFactsError::NoVersion {
+        program: "none".into(),
+        text: String::new(),
+    }))
+}
+
 pub(crate) struct Served {
     pub host: TestHost,
     pub agent: Arc<Agent>,
@@ -102,10 +109,7 @@ impl Served {
                 uid: 65534,
                 gid: 65534,
             },
-            qemu: QemuNow::told(Err(QemuFactsError::NoVersion {
-                program: "none".into(),
-                text: String::new(),
-            })),
+            qemu: no_qemu(),
             migration_addresses: host.config.migration_addresses.clone(),
             boot_id: "boot-1".into(),
             supervisor,

@@ -113,8 +113,8 @@ impl Output {
                 "speed",
             ],
         );
-        let loads = || tops.iter().filter_map(|top| top.load.as_ref());
-        for load in loads() {
+        let loads: Vec<&HostLoad> = tops.iter().filter_map(|top| top.load.as_ref()).collect();
+        for load in &loads {
             for link in load.interfaces.iter().skip(1) {
                 self.line(format!(
                     "{}: also {} in {} out {}",
@@ -126,7 +126,13 @@ impl Output {
             }
         }
         self.line("");
-        let rows: Vec<Vec<String>> = loads()
+        self.moves(&loads);
+    }
+
+    /// The migrations that hosts take part in, each side on a row of its own.
+    fn moves(&self, loads: &[&HostLoad]) {
+        let rows: Vec<Vec<String>> = loads
+            .iter()
             .flat_map(|load| load.migrations.iter().map(|moving| move_row(load, moving)))
             .collect();
         if rows.is_empty() {

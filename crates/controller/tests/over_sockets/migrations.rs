@@ -5,7 +5,9 @@ use godwit_rpc::Client;
 use godwit_rpc::controller_client::{MigrateAnswer, path};
 use godwit_types::control_api::{CancelRequest, HostState, StartRequest, StopRequest};
 
-use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome, PEER_GAVE_UP};
+use godwit_types::migration::{
+    Cipher, MigrateRequest, MigrationReport, Outcome, PEER_GAVE_UP, PreflightReport,
+};
 use godwit_types::site::Claim;
 use godwit_types::vm::{DiskSpec, EncryptionMode, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
@@ -171,6 +173,17 @@ async fn what_cannot_begin_is_refused_with_its_reason() {
     assert_eq!(a.calls("migrate") + b.calls("prepare"), 0);
 }
 
+async fn dry_run(house: &House) -> PreflightReport {
+    let dry = MigrateRequest {
+        dry_run: true,
+        ..to("b")
+    };
+    match house.client().migrate(&vm("web"), &dry).await.unwrap() {
+        MigrateAnswer::Checked(report) => report,
+        MigrateAnswer::Begun(begun) => panic!("a dry run began: {begun:?}"),
+    }
+}
+
 #[tokio::test]
 async fn all_refusals_of_preflight_are_shown_together() {
     let house = House::new().await;
@@ -213,14 +226,7 @@ async fn all_refusals_of_preflight_are_shown_together() {
             b.info.migration_addresses[0].is_ipv6() && !house.vm("web").await.spec.disks.is_empty()
         })
         .await;
-    let dry = MigrateRequest {
-        dry_run: true,
-        ..to("b")
-    };
-    let MigrateAnswer::Checked(report) = house.client().migrate(&vm("web"), &dry).await.unwrap()
-    else {
-        panic!("a dry run began");
-    };
+    let report = dry_run(&house).await;
     let found = |text: &str| {
         report
             .refusals
@@ -251,14 +257,7 @@ async fn all_refusals_of_preflight_are_shown_together() {
 #[tokio::test]
 async fn a_dry_run_that_finds_nothing_says_what_was_fine() {
     let (house, a, _b) = house().await;
-    let dry = MigrateRequest {
-        dry_run: true,
-        ..to("b")
-    };
-    let MigrateAnswer::Checked(report) = house.client().migrate(&vm("web"), &dry).await.unwrap()
-    else {
-        panic!("a dry run began");
-    };
+    let report = dry_run(&house).await;
     assert!(report.refusals.is_empty(), "{report:?}");
     assert!(
         report
