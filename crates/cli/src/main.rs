@@ -14,6 +14,7 @@ mod controller_file;
 mod examples_tests;
 mod exit;
 mod figures;
+mod file_pages;
 mod journal;
 mod keys;
 mod move_report;
