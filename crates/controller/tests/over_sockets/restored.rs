@@ -1,9 +1,9 @@
 //! A controller on an old copy of its database, over real sockets: what it must learn before it grants anything.
 
-use crate::scripted::{Agent, DEADLINE, House, host, spec, to, vm};
+use crate::scripted::{Agent, DEADLINE, House, STOP, host, spec, to, vm};
 use godwit_rpc::agent_client::Deadlines;
 use godwit_rpc::{AgentClient, Client, Identity, Role};
-use godwit_types::control_api::{StartRequest, StopRequest};
+use godwit_types::control_api::StartRequest;
 use godwit_types::site::{Alarm, Stamp, SurveyRequest};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, Generation};
@@ -80,10 +80,7 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
     let mut c = house.host("c").await;
     let client = house.client();
     house.until_vm("web", VmState::Running, "a").await;
-    client
-        .stop(&vm("web"), &StopRequest::default())
-        .await
-        .unwrap();
+    client.stop(&vm("web"), &STOP).await.unwrap();
     client.start(&vm("web"), &on("c")).await.unwrap();
     house.running("new", "c").await;
     until_told(&a, 3).await;
@@ -107,9 +104,7 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
     b.heal().await;
     until_waits_for(&house, &["c"]).await;
     c.heal().await;
-    house
-        .until(async |house: &House| house.client().site().await.unwrap().in_charge)
-        .await;
+    house.until_in_charge().await;
     house.until_vm("web", VmState::Running, "c").await;
     house.until_vm("new", VmState::Running, "c").await;
     // What is forgotten is said, and not only to whoever looked at that moment.
@@ -127,11 +122,7 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
         ErrorCode::StaleController
     );
     let held = c.generation("web");
-    house
-        .client()
-        .stop(&vm("web"), &StopRequest::default())
-        .await
-        .unwrap();
+    house.client().stop(&vm("web"), &STOP).await.unwrap();
     house.client().start(&vm("web"), &on("a")).await.unwrap();
     assert!(a.generation("web") > held);
 }
