@@ -15,6 +15,7 @@ pub mod launch;
 pub mod machine;
 pub mod on_ram;
 pub mod packet;
+pub mod privileges;
 pub mod process;
 pub mod qmp;
 pub mod scope;
