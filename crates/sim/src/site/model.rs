@@ -2,7 +2,8 @@
 //!
 //! Plain data, owned by [`Site`](super::world::Site). Refuses: nothing.
 
-use crate::model::Version;
+pub(crate) use crate::model::{Disk as Journal, QemuProcess, Version};
+
 use godwit_ownership::{Action, Event, EventKind, HostRecord, PeerMessage, Timer, VmCore};
 use godwit_site::{Heard, HostSite, Judged};
 use godwit_types::site::{
@@ -17,22 +18,6 @@ pub(crate) type MachineId = usize;
 /// A host name's number.
 pub(crate) type NameId = usize;
 pub(crate) type VmId = usize;
-
-/// A journal with a page cache.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Journal {
-    /// What a reader finds.
-    pub seen: Option<HostRecord>,
-    /// What a power cut leaves for certain.
-    pub durable: Option<HostRecord>,
-}
-
-#[derive(Debug, Clone)]
-pub(crate) struct QemuProcess {
-    /// The guest's state in it; none while a destination has not loaded anything.
-    pub version: Option<Version>,
-    pub running: bool,
-}
 
 /// The source half of a migration.
 #[derive(Debug, Clone)]
