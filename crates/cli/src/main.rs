@@ -15,6 +15,7 @@ mod examples_tests;
 mod exit;
 mod figures;
 mod file_pages;
+mod follow;
 mod journal;
 mod keys;
 mod move_report;
