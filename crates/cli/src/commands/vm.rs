@@ -117,7 +117,7 @@ async fn console(
         }
     };
     output.show(&text.map_err(failure)?, |output, console| {
-        output.line(&console.text)
+        output.verbatim(&console.text)
     });
     Ok(())
 }
@@ -160,7 +160,7 @@ async fn renew_all(host: Option<&HostName>, global: &Global, output: &Output) ->
         }
     };
     if vms.is_empty() {
-        output.line("No VM is on there.");
+        output.line("No VM is running there.");
     }
     let mut last = Ok(());
     for vm in vms {
@@ -329,7 +329,9 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
                 .map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()))?;
             if !output.json {
                 begun.warnings.iter().for_each(|text| warn(text));
-                eprintln!("migration {id}: Ctrl-C stops watching, the migration goes on");
+                plain::tell(&format!(
+                    "migration {id}: Ctrl-C stops watching; the migration continues"
+                ));
             }
             watch(&Reader::Controller(client), &id, output).await
         }
