@@ -275,16 +275,16 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
     match alarm {
         Alarm::RunningTwice { vm, .. } => twice_sentence(state, vm),
         Alarm::RestoredController { waits_for, said_by } => format!(
-            "this controller works on an old copy of its database, as {} heard, and grants nothing until it has read every host; it waits for {}: bring them back, or run 'godwit host fenced HOST' for one that is powered off. If no database was put back, and one host alone says so, that host is wrong: power it off and run 'godwit host remove HOST --confirm-unreachable'",
+            "this controller works on an old copy of its database, as {} can tell, and starts and moves no VM until it has read every host; it waits for {}: bring them back, or run 'godwit host fenced HOST' for one that is powered off. If no database was put back, and one host alone says so, that host is wrong: power it off and run 'godwit host remove HOST --confirm-unreachable'",
             listed(said_by),
             with_tellers(state, waits_for)
         ),
         Alarm::ReplacedController { said_by } => format!(
-            "another controller has taken over this site, as {} heard: this one grants nothing; stop it, or, if it is the one to keep, stop the other one and start this one anew. If there is no other one, those hosts are wrong: power them off and run 'godwit host remove HOST --confirm-unreachable'",
+            "another controller has taken over this site, as {} can tell: this one starts and moves no VM; stop it, or, if it is the one to keep, stop the other one and start this one anew. If there is no other one, those hosts are wrong: power them off and run 'godwit host remove HOST --confirm-unreachable'",
             listed(said_by)
         ),
         Alarm::ImpossibleWord { host } => format!(
-            "host {host} says that it has heard what no controller can have said: it is broken or lies; power it off and run 'godwit host remove {host} --confirm-unreachable'"
+            "host {host} claims to know a command that no controller can have given: it is broken or lies; power it off and run 'godwit host remove {host} --confirm-unreachable'"
         ),
         Alarm::NamesStrangers {
             host,
