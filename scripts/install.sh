@@ -44,9 +44,9 @@ pages_and_completions() {
     trap 'rm -rf "$made"' EXIT
     mkdir "$made/man"
     "$binary" man "$made/man" >/dev/null || die "$binary does not write its manual pages"
-    for page in "$made"/man/*.1; do
+    for page in "$made"/man/*.[15]; do
         gzip -9n "$page"
-        file 644 "$page.gz" "$prefix/share/man/man1/$(basename "$page").gz"
+        file 644 "$page.gz" "$prefix/share/man/man${page##*.}/$(basename "$page").gz"
     done
     for shell in bash zsh fish; do
         "$binary" completion $shell >"$made/$shell" || die "$binary does not write completions for $shell"
@@ -89,6 +89,7 @@ do_uninstall() {
         rm -f "$dest$etc/godwit/$(basename "$example")"
     done
     rm -f "$dest$prefix/bin/godwit" "$dest$prefix"/share/man/man1/godwit.1.gz "$dest$prefix"/share/man/man1/godwit-*.1.gz \
+        "$dest$prefix"/share/man/man5/godwit-*.5.gz \
         "$dest$prefix/share/bash-completion/completions/godwit" "$dest$zsh/_godwit" \
         "$dest$prefix/share/fish/vendor_completions.d/godwit.fish" \
         "$dest$prefix/lib/sysusers.d/godwit.conf" "$dest$prefix/lib/tmpfiles.d/godwit.conf"

@@ -95,22 +95,10 @@ fn same(path: &VmName, body: &VmName) -> Result<(), ApiError> {
     Err(ApiError::new(ErrorCode::InvalidRequest, message))
 }
 
-async fn host(State(agent): Shared) -> ApiResult<HostInfo> {
-    reply(Ok(tokio::task::block_in_place(|| agent.info())))
-}
-
 async fn check(State(agent): Shared) -> ApiResult<HostCheck> {
     let mut found = check_host(&agent.config, &agent.system).await;
     found.checks.push(renew::check(&agent.vms().await));
     reply(Ok(found))
-}
-
-async fn vms(State(agent): Shared) -> ApiResult<Vec<HostVm>> {
-    reply(Ok(agent.vms().await))
-}
-
-async fn vm(State(agent): Shared, PathParam(name): PathParam<VmName>) -> ApiResult<HostVm> {
-    reply(agent.vm(&name).await)
 }
 
 async fn put_vm(
@@ -122,14 +110,6 @@ async fn put_vm(
     reply(agent.put_vm(request).await)
 }
 
-async fn delete_vm(State(agent): Shared, PathParam(name): PathParam<VmName>) -> ApiResult<Done> {
-    reply(agent.delete_vm(&name).await)
-}
-
-async fn start(State(agent): Shared, PathParam(name): PathParam<VmName>) -> ApiResult<Done> {
-    reply(agent.start(&name).await)
-}
-
 async fn stop(
     State(agent): Shared,
     PathParam(name): PathParam<VmName>,
@@ -137,18 +117,6 @@ async fn stop(
 ) -> ApiResult<Done> {
     let force = request.force;
     reply(agent.act(&name, VmRequest::Stop { force }).await)
-}
-
-async fn resolve(
-    State(agent): Shared,
-    PathParam(name): PathParam<VmName>,
-    JsonBody(request): JsonBody<HostResolve>,
-) -> ApiResult<Done> {
-    reply(agent.resolve(&name, request).await)
-}
-
-async fn renew_vm(State(agent): Shared, PathParam(name): PathParam<VmName>) -> ApiResult<Done> {
-    reply(agent.renew(&name).await)
 }
 
 async fn prepare_incoming(
@@ -170,21 +138,6 @@ async fn migrate(
     reply(agent.migrate(spec).await)
 }
 
-async fn preflight_outgoing(
-    State(agent): Shared,
-    PathParam(name): PathParam<VmName>,
-) -> ApiResult<PreflightOutgoing> {
-    reply(agent.preflight_outgoing(&name).await)
-}
-
-async fn probe(
-    State(agent): Shared,
-    PathParam(name): PathParam<VmName>,
-    JsonBody(request): JsonBody<ProbeRequest>,
-) -> ApiResult<Done> {
-    reply(agent.probe(&name, &request.nonce))
-}
-
 async fn peer(
     State(agent): Shared,
     Extension(caller): Extension<Peer>,
@@ -198,20 +151,6 @@ async fn peer(
     reply(agent.peer(&name, from, envelope.message).await)
 }
 
-async fn console(
-    State(agent): Shared,
-    PathParam(name): PathParam<VmName>,
-) -> ApiResult<ConsoleText> {
-    reply(agent.console(&name).await.map(|text| ConsoleText { text }))
-}
-
-async fn preflight_incoming(
-    State(agent): Shared,
-    JsonBody(request): JsonBody<PreflightIncoming>,
-) -> ApiResult<PreflightReport> {
-    reply(agent.preflight_incoming(request).await)
-}
-
 async fn probe_result(
     State(agent): Shared,
     PathParam(nonce): PathParam<String>,
@@ -220,79 +159,12 @@ async fn probe_result(
     reply(agent.probes.result(nonce).await)
 }
 
-async fn migrations(State(agent): Shared) -> ApiResult<Vec<MigrationReport>> {
-    reply(agent.migrations().await)
-}
-
-async fn migration(
-    State(agent): Shared,
-    PathParam(id): PathParam<MigrationId>,
-) -> ApiResult<MigrationReport> {
-    reply(agent.migration(&id).await)
-}
-
-async fn cancel(
-    State(agent): Shared,
-    PathParam(id): PathParam<MigrationId>,
-    JsonBody(request): JsonBody<HostCancel>,
-) -> ApiResult<Done> {
-    reply(agent.cancel(&id, request).await)
-}
-
 async fn revoked(State(agent): Shared, JsonBody(revoked): JsonBody<Revoked>) -> ApiResult<Done> {
     agent.revocations.extend(revoked.serials);
     let all = agent.revocations.all();
     let message = format!("{} certificates are revoked", all.len());
     let written = blocking(move || agent.records.remember_revoked(&all)).await;
     reply(written.map(|()| Done { message }))
-}
-
-async fn removed_hosts(
-    State(agent): Shared,
-    JsonBody(removed): JsonBody<RemovedHosts>,
-) -> ApiResult<Done> {
-    reply(agent.removed_hosts(removed.hosts).await)
-}
-
-async fn measure(
-    State(agent): Shared,
-    PathParam(name): PathParam<VmName>,
-    JsonBody(request): JsonBody<Measure>,
-) -> ApiResult<DirtyRate> {
-    reply(agent.measure(&name, request.millis).await)
-}
-
-async fn link_listen(
-    State(agent): Shared,
-    JsonBody(probe): JsonBody<LinkProbeListen>,
-) -> ApiResult<LinkProbeReady> {
-    reply(agent.link_listen(probe).await)
-}
-
-async fn link_send(
-    State(agent): Shared,
-    JsonBody(probe): JsonBody<LinkProbeSend>,
-) -> ApiResult<LinkMeasured> {
-    reply(agent.link_send(probe).await)
-}
-
-async fn load(State(agent): Shared) -> ApiResult<HostLoad> {
-    reply(Ok(agent.load().await))
-}
-
-async fn survey(
-    State(agent): Shared,
-    PathParam(name): PathParam<VmName>,
-    JsonBody(request): JsonBody<SurveyRequest>,
-) -> ApiResult<SurveyAnswer> {
-    reply(agent.survey(&name, request).await)
-}
-
-async fn site_update(
-    State(agent): Shared,
-    JsonBody(update): JsonBody<SiteUpdate>,
-) -> ApiResult<SiteHeard> {
-    reply(agent.site_update(update).await)
 }
 
 async fn site_ask(
@@ -308,37 +180,58 @@ async fn site_ask(
     reply(agent.site_ask(asker, removed.is_some(), question).await)
 }
 
-async fn site_survey(
-    State(agent): Shared,
-    JsonBody(Empty {}): JsonBody<Empty>,
-) -> ApiResult<WholeSurvey> {
-    reply(agent.site_survey().await)
+/// Handlers that hand a request to the agent and answer what it says: what the path names, what the body is, the answer.
+macro_rules! handlers {
+    ($($name:ident($agent:ident $(, path $of:ident: $Of:ty)? $(, body $body:ident: $Body:ty)?) -> $answer:ty
+        = $does:expr;)*) => {
+        $(async fn $name(
+            State($agent): Shared,
+            $(PathParam($of): PathParam<$Of>,)?
+            $(JsonBody($body): JsonBody<$Body>,)?
+        ) -> ApiResult<$answer> {
+            reply($does)
+        })*
+    };
 }
 
-async fn close(
-    State(agent): Shared,
-    JsonBody(Empty {}): JsonBody<Empty>,
-) -> ApiResult<HostClosing> {
-    reply(agent.close().await)
-}
-
-async fn closing(State(agent): Shared) -> ApiResult<HostClosing> {
-    reply(Ok(agent.closing.shown()))
-}
-
-async fn open(State(agent): Shared, JsonBody(Empty {}): JsonBody<Empty>) -> ApiResult<Done> {
-    reply(agent.open().await)
-}
-
-async fn boot_alone(State(agent): Shared) -> ApiResult<Done> {
-    reply(Ok(agent.boot_alone()))
-}
-
-async fn forget_record(
-    State(agent): Shared,
-    PathParam(name): PathParam<VmName>,
-) -> ApiResult<Done> {
-    reply(agent.forget_record(&name).await)
+handlers! {
+    host(agent) -> HostInfo = Ok(tokio::task::block_in_place(|| agent.info()));
+    vms(agent) -> Vec<HostVm> = Ok(agent.vms().await);
+    vm(agent, path name: VmName) -> HostVm = agent.vm(&name).await;
+    delete_vm(agent, path name: VmName) -> Done = agent.delete_vm(&name).await;
+    start(agent, path name: VmName) -> Done = agent.start(&name).await;
+    resolve(agent, path name: VmName, body request: HostResolve) -> Done
+        = agent.resolve(&name, request).await;
+    renew_vm(agent, path name: VmName) -> Done = agent.renew(&name).await;
+    preflight_outgoing(agent, path name: VmName) -> PreflightOutgoing
+        = agent.preflight_outgoing(&name).await;
+    probe(agent, path name: VmName, body request: ProbeRequest) -> Done
+        = agent.probe(&name, &request.nonce);
+    console(agent, path name: VmName) -> ConsoleText
+        = agent.console(&name).await.map(|text| ConsoleText { text });
+    preflight_incoming(agent, body request: PreflightIncoming) -> PreflightReport
+        = agent.preflight_incoming(request).await;
+    migrations(agent) -> Vec<MigrationReport> = agent.migrations().await;
+    migration(agent, path id: MigrationId) -> MigrationReport = agent.migration(&id).await;
+    cancel(agent, path id: MigrationId, body request: HostCancel) -> Done
+        = agent.cancel(&id, request).await;
+    removed_hosts(agent, body removed: RemovedHosts) -> Done
+        = agent.removed_hosts(removed.hosts).await;
+    measure(agent, path name: VmName, body request: Measure) -> DirtyRate
+        = agent.measure(&name, request.millis).await;
+    link_listen(agent, body probe: LinkProbeListen) -> LinkProbeReady
+        = agent.link_listen(probe).await;
+    link_send(agent, body probe: LinkProbeSend) -> LinkMeasured = agent.link_send(probe).await;
+    load(agent) -> HostLoad = Ok(agent.load().await);
+    survey(agent, path name: VmName, body request: SurveyRequest) -> SurveyAnswer
+        = agent.survey(&name, request).await;
+    site_update(agent, body update: SiteUpdate) -> SiteHeard = agent.site_update(update).await;
+    site_survey(agent, body _empty: Empty) -> WholeSurvey = agent.site_survey().await;
+    close(agent, body _empty: Empty) -> HostClosing = agent.close().await;
+    closing(agent) -> HostClosing = Ok(agent.closing.shown());
+    open(agent, body _empty: Empty) -> Done = agent.open().await;
+    boot_alone(agent) -> Done = Ok(agent.boot_alone());
+    forget_record(agent, path name: VmName) -> Done = agent.forget_record(&name).await;
 }
 
 #[cfg(test)]

@@ -34,6 +34,13 @@ pub(crate) fn host_name(name: &str) -> HostName {
     HostName::new(name).unwrap()
 }
 
+fn no_qemu() -> QemuNow {
+    QemuNow::told(Err(QemuFactsError::NoVersion {
+        program: "none".into(),
+        text: String::new(),
+    }))
+}
+
 pub(crate) struct Served {
     pub host: TestHost,
     pub agent: Arc<Agent>,
@@ -102,10 +109,7 @@ impl Served {
                 uid: 65534,
                 gid: 65534,
             },
-            qemu: QemuNow::told(Err(QemuFactsError::NoVersion {
-                program: "none".into(),
-                text: String::new(),
-            })),
+            qemu: no_qemu(),
             migration_addresses: host.config.migration_addresses.clone(),
             boot_id: "boot-1".into(),
             supervisor,
@@ -176,6 +180,17 @@ impl Served {
     }
 }
 
+/// Asserts that a call was refused with this code.
+macro_rules! refused {
+    ($answer:expr, $code:ident) => {
+        assert_eq!(
+            crate::api::tests::code($answer),
+            godwit_types::ErrorCode::$code
+        )
+    };
+}
+pub(crate) use refused;
+
 pub(crate) fn code<T: std::fmt::Debug>(result: Result<T, ClientError>) -> ErrorCode {
     result.unwrap_err().code()
 }
@@ -199,35 +214,24 @@ fn ask_holding(generation: u64) -> PeerEnvelope {
 async fn each_kind_of_caller_may_do_only_its_own() {
     let served = Served::new().await;
     let peer = served.client(&Role::Host(host_name("b")));
-    assert_eq!(code(peer.vms().await), ErrorCode::NotAllowed);
-    assert_eq!(
-        code(peer.put_vm(&put("web", 1)).await),
-        ErrorCode::NotAllowed
-    );
+    refused!(peer.vms().await, NotAllowed);
+    refused!(peer.put_vm(&put("web", 1)).await, NotAllowed);
     let operator = served.client(&Role::Operator(host_name("ann")));
     assert_eq!(operator.vms().await.unwrap(), []);
-    assert_eq!(
-        code(
-            operator
-                .stop(&vm("web"), &StopRequest { force: true })
-                .await
-        ),
-        ErrorCode::NotAllowed
+    refused!(
+        operator
+            .stop(&vm("web"), &StopRequest { force: true })
+            .await,
+        NotAllowed
     );
     let local = served.local();
     assert_eq!(local.vms().await.unwrap(), []);
-    assert_eq!(
-        code(local.put_vm(&put("web", 1)).await),
-        ErrorCode::NotAllowed
-    );
-    assert_eq!(
-        code(local.peer(&vm("web"), &ask_holding(2)).await),
-        ErrorCode::NotAllowed
-    );
+    refused!(local.put_vm(&put("web", 1)).await, NotAllowed);
+    refused!(local.peer(&vm("web"), &ask_holding(2)).await, NotAllowed);
     let controller = served.controller();
-    assert_eq!(
-        code(controller.peer(&vm("web"), &ask_holding(2)).await),
-        ErrorCode::NotAllowed
+    refused!(
+        controller.peer(&vm("web"), &ask_holding(2)).await,
+        NotAllowed
     );
 }
 
@@ -249,10 +253,7 @@ async fn a_revoked_host_is_refused_at_once() {
         })
         .await
         .unwrap();
-    assert_eq!(
-        code(peer.peer(&vm("web"), &ask_holding(2)).await),
-        ErrorCode::NotAllowed
-    );
+    refused!(peer.peer(&vm("web"), &ask_holding(2)).await, NotAllowed);
     assert_eq!(served.host.records().revoked().unwrap(), [serial]);
 }
 
@@ -261,20 +262,20 @@ async fn a_vm_is_made_started_and_deleted() {
     let served = Served::new().await;
     let controller = served.controller();
     let web = vm("web");
-    assert_eq!(code(controller.start(&web).await), ErrorCode::UnknownVm);
+    refused!(controller.start(&web).await, UnknownVm);
     controller.put_vm(&put("web", 1)).await.unwrap();
     let shown = controller.vm(&web).await.unwrap();
     assert!(shown.holds() && shown.generation == Generation(1));
     assert_eq!(controller.start(&web).await.unwrap().message, "started");
     assert_eq!(controller.console(&web).await.unwrap().text, "login:");
     let running = controller.put_vm(&put("web", 1)).await;
-    assert_eq!(code(running), ErrorCode::WrongState);
+    refused!(running, WrongState);
     let force = true;
     controller.stop(&web, &StopRequest { force }).await.unwrap();
     // It is off now, so its process gives way to the agent's own writing.
     controller.put_vm(&put("web", 1)).await.unwrap();
     controller.delete_vm(&web).await.unwrap();
-    assert_eq!(code(controller.vm(&web).await), ErrorCode::UnknownVm);
+    refused!(controller.vm(&web).await, UnknownVm);
     served.end("web");
 }
 
@@ -284,7 +285,7 @@ async fn a_renewed_vm_has_another_process_and_one_without_a_process_has_nothing_
     let controller = served.controller();
     let web = vm("web");
     controller.put_vm(&put("web", 1)).await.unwrap();
-    assert_eq!(code(controller.renew(&web).await), ErrorCode::WrongState);
+    refused!(controller.renew(&web).await, WrongState);
     controller.start(&web).await.unwrap();
     let before = controller.vm(&web).await.unwrap();
     let said = served.local().renew(&web).await.unwrap().message;
@@ -382,11 +383,11 @@ async fn the_path_and_the_body_must_name_the_same_vm() {
         .with_stamps(Arc::new(move || stamp));
     let wait = std::time::Duration::from_secs(10);
     let result: Result<Done, ClientError> = client.put("/v1/vms/other", &put("web", 1), wait).await;
-    assert_eq!(code(result), ErrorCode::InvalidRequest);
+    refused!(result, InvalidRequest);
     let result: Result<Done, ClientError> = client
         .post("/v1/vms/..%2f/start", &serde_json::json!({}), wait)
         .await;
-    assert_eq!(code(result), ErrorCode::InvalidRequest);
+    refused!(result, InvalidRequest);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -398,12 +399,10 @@ async fn a_destination_that_knows_nothing_refuses_durably_before_it_says_so() {
     assert_eq!(replies[0]["message"], "refused");
     let record = served.host.records().record(&vm("web")).unwrap();
     assert!(record.highest >= Generation(2), "{record:?}");
-    assert_eq!(
-        code(
-            peer.peer(&vm("web"), &PeerEnvelope { message: 1.into() })
-                .await
-        ),
-        ErrorCode::InvalidRequest
+    refused!(
+        peer.peer(&vm("web"), &PeerEnvelope { message: 1.into() })
+            .await,
+        InvalidRequest
     );
 }
 

@@ -9,8 +9,9 @@
 //! QEMU), `SYS_NICE` (huge pages put back by process_madvise, page threads no longer nice), `SYS_RESOURCE` (limits of
 //! QEMU), `IPC_LOCK` (locked memory), `SETPCAP` (giving up more).
 
-use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
-use rustix::thread::{CapabilitySet, CapabilitySets};
+pub use privileges::keep_memory_private;
+
+use godwit_qemu::privileges::{self, CapabilitySet};
 
 fn kept() -> CapabilitySet {
     CapabilitySet::CHOWN
@@ -30,38 +31,17 @@ fn kept() -> CapabilitySet {
         | CapabilitySet::SETPCAP
 }
 
-/// Keeps this process's memory, which holds keys, from core dumps and from debuggers of other users.
-pub fn keep_memory_private() -> std::io::Result<()> {
-    let none = Rlimit {
-        current: Some(0),
-        maximum: Some(0),
-    };
-    setrlimit(Resource::Core, none)?;
-    Ok(set_dumpable_behavior(DumpableBehavior::NotDumpable)?)
-}
-
 /// Gives up all other capabilities and the right to gain any by running a program; files are private from here on.
 pub fn harden() -> std::io::Result<()> {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     keep_memory_private()?;
-    rustix::thread::set_no_new_privs(true)?;
-    let now = rustix::thread::capabilities(None)?;
-    for capability in CapabilitySet::all().difference(kept()).iter() {
-        // One that this kernel does not know, or that is gone already, needs no removing.
-        let _ = rustix::thread::remove_capability_from_bounding_set(capability);
-    }
-    let sets = CapabilitySets {
-        effective: now.effective.intersection(kept()),
-        permitted: now.permitted.intersection(kept()),
-        inheritable: CapabilitySet::empty(),
-    };
-    rustix::thread::set_capabilities(None, sets)?;
-    Ok(())
+    privileges::keep_only(kept())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::process::{DumpableBehavior, Resource};
 
     const CHILD: &str = "GODWIT_TEST_KEEPS_MEMORY";
 

@@ -184,7 +184,7 @@ impl Agent {
         let kept = blocking(move || {
             if agent.may_live(&name)? {
                 let message = format!(
-                    "VM '{name}' may have a QEMU or a VM process on host '{}', which nobody could stop without its record: end those processes first (QEMU's number is in {}/qemu.json, and its command line names {}/{name}.NUMBER)",
+                    "VM '{name}' may have a QEMU or a VM process on host '{}', which could not be stopped once its record is put aside: end those processes first (QEMU's number is in {}/qemu.json, and its command line names {}/{name}.NUMBER)",
                     agent.host(),
                     vm.run_dir().display(),
                     agent.config.ram_dir().display()

@@ -87,7 +87,7 @@ impl Certificate {
         let stage = holder.dates().stage(now_unix_s);
         if stage == CertificateStage::Ended {
             return Some(format!(
-                "it {}, and nobody accepts it: run 'godwit host add' where the controller is and 'godwit host renew TOKEN' here; this host's VMs run on",
+                "it {}, and neither the controller nor another host accepts it: run 'godwit host add' where the controller is and 'godwit host renew TOKEN' here; this host's VMs run on",
                 holder.dates().left(now_unix_s)
             ));
         }

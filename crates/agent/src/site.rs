@@ -98,7 +98,7 @@ fn has_records(state_dir: &Path) -> Result<bool, SiteError> {
 
 /// The table of a host that has records and lost its table: it may have had neighbours, so it does not boot alone.
 fn begun_anew(path: &Path) -> Result<SiteTable, StoreError> {
-    tracing::error!(path = %path.display(), "the site's table is gone: nothing is booted before the controller is heard");
+    tracing::error!(path = %path.display(), "the site's table is gone: no VM is booted until the controller has answered");
     let table = SiteTable {
         had_second: true,
         ..SiteTable::default()
@@ -241,7 +241,7 @@ impl Site {
             return Ok(());
         }
         let message = format!(
-            "the site's table on host '{}' would be {grown} bytes long with {} VMs and {} hosts, its limit is {limit}: {} is kept as it is, and no more is told to this host. Names of deleted VMs count, too, and are kept for ever: give new VMs such names",
+            "the site's table on host '{}' would be {grown} bytes long with {} VMs and {} hosts, its limit is {limit}: {} is kept as it is, and no more is told to this host. Names of deleted VMs count, too, and are never dropped: give new VMs such names",
             self.me,
             after.table().vms.len(),
             after.table().hosts.len(),

@@ -4,7 +4,7 @@
 mod living;
 
 use super::*;
-use crate::api::tests::{Served, code, host_name, put};
+use crate::api::tests::{Served, host_name, put, refused};
 use crate::test_support::{DIE, TestHost, vm};
 use godwit_ownership::{Phase, Power};
 use godwit_rpc::Role;
@@ -262,7 +262,7 @@ async fn a_command_of_a_controller_without_a_stamp_is_refused() {
     let served = Served::new().await;
     let unstamped = served.client(&Role::Controller);
     let refused = unstamped.put_vm(&put("web", 1)).await;
-    assert_eq!(code(refused), ErrorCode::InvalidRequest);
+    refused!(refused, InvalidRequest);
     assert!(served.host.records().names().unwrap().is_empty());
     // Reading changes nothing and needs none.
     assert_eq!(unstamped.vms().await.unwrap(), []);
@@ -278,14 +278,14 @@ async fn a_stop_is_carried_out_where_no_stamp_can_be_written_and_nothing_else_is
     std::fs::create_dir(&fresh).unwrap();
     let full = served.controller_at(1, 9);
     let web = vm("web");
-    assert_eq!(code(full.delete_vm(&web).await), ErrorCode::Internal);
+    refused!(full.delete_vm(&web).await, Internal);
     let force = StopRequest { force: true };
     full.stop(&web, &force).await.unwrap();
     assert_eq!(on_disk(&served.host).stamp, stamp(1, 1), "nor is it told");
     assert_eq!(served.agent.site.heard().stamp, stamp(1, 1));
     // One of before is refused all the same.
     let old = served.controller_at(1, 0).stop(&web, &force).await;
-    assert_eq!(code(old), ErrorCode::StaleController);
+    refused!(old, StaleController);
     std::fs::remove_dir(fresh).unwrap();
     served.end("web");
 }
@@ -322,15 +322,12 @@ async fn a_survey_of_an_unknown_vm_binds_and_a_grant_must_follow_the_newest() {
     );
     // A grant of before the survey.
     let old = controller.put_vm(&put("web", 5)).await;
-    assert_eq!(code(old), ErrorCode::WrongState);
+    refused!(old, WrongState);
     let overtaken = PutVm {
         expect: Some(Generation(4)),
         ..put("web", 6)
     };
-    assert_eq!(
-        code(controller.put_vm(&overtaken).await),
-        ErrorCode::WrongState
-    );
+    refused!(controller.put_vm(&overtaken).await, WrongState);
     controller.put_vm(&put("web", 6)).await.unwrap();
     let row = on_disk(&served.host).vms[&vm("web")].clone();
     assert_eq!(
@@ -353,17 +350,14 @@ async fn a_description_alone_is_for_the_holder_only() {
         expect: None,
         ..put("web", 1)
     };
-    assert_eq!(
-        code(controller.put_vm(&description).await),
-        ErrorCode::WrongState
-    );
+    refused!(controller.put_vm(&description).await, WrongState);
     controller.put_vm(&put("web", 1)).await.unwrap();
     controller.put_vm(&description).await.unwrap();
     let other = PutVm {
         generation: Generation(2),
         ..description
     };
-    assert_eq!(code(controller.put_vm(&other).await), ErrorCode::WrongState);
+    refused!(controller.put_vm(&other).await, WrongState);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -419,7 +413,7 @@ async fn a_removed_host_is_told_so_though_its_certificate_is_revoked() {
     // It hears nothing of any VM, which is not the same as that there is none.
     assert!(answer.vms.is_empty() && answer.records.is_empty());
     assert!(!answer.knows(&vm("web")));
-    assert_eq!(code(asking.vms().await), ErrorCode::NotAllowed);
+    refused!(asking.vms().await, NotAllowed);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -456,7 +450,7 @@ async fn a_damaged_record_is_given_up_by_a_person_and_nothing_old_is_taken_after
     std::fs::write(served.host.run_dir("web").join(DIE), "none").unwrap();
     served.host.hold("web", Power::On);
     let kept = served.local().forget_record(&vm("web")).await;
-    assert_eq!(code(kept), ErrorCode::WrongState);
+    refused!(kept, WrongState);
     let dir = served.host.config.vms_dir().join("web");
     std::fs::write(dir.join("ownership"), "noise").unwrap();
     let error = served.local().vm(&vm("web")).await.unwrap_err();
@@ -464,9 +458,9 @@ async fn a_damaged_record_is_given_up_by_a_person_and_nothing_old_is_taken_after
         error.to_string().contains("godwit vm forget-record web"),
         "{error}"
     );
-    assert_eq!(
-        code(served.controller_at(1, 3).forget_record(&vm("web")).await),
-        ErrorCode::NotAllowed
+    refused!(
+        served.controller_at(1, 3).forget_record(&vm("web")).await,
+        NotAllowed
     );
     served.local().forget_record(&vm("web")).await.unwrap();
     assert_eq!(
@@ -477,6 +471,6 @@ async fn a_damaged_record_is_given_up_by_a_person_and_nothing_old_is_taken_after
     assert_eq!(record.phase, Phase::Absent);
     assert_eq!(record.highest, Generation(7 + (1 << 20)));
     let old = served.controller_at(1, 3).put_vm(&put("web", 8)).await;
-    assert_eq!(code(old), ErrorCode::WrongState);
+    refused!(old, WrongState);
     served.end("web");
 }

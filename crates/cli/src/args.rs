@@ -138,8 +138,10 @@ pub enum Command {
         /// The shell
         shell: clap_complete::Shell,
     },
-    /// Write the manual pages into a directory
-    #[command(after_help = "Example:\n  godwit man /usr/local/share/man/man1")]
+    /// Write the manual pages of all commands (.1) and files (.5) into a directory
+    #[command(
+        after_help = "Example:\n  mkdir pages && godwit man pages && man -l pages/godwit-host.toml.5"
+    )]
     Man {
         /// Where to
         dir: PathBuf,

@@ -9,6 +9,7 @@ use crate::connect::{Reader, reader};
 use clap::{Command, CommandFactory};
 use clap_complete::engine::{ArgValueCandidates, CompletionCandidate};
 use clap_complete::env::{CompleteEnv, Shells};
+use godwit_rpc::ClientError;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -68,50 +69,33 @@ fn named(mut command: Command) -> Command {
 
 fn vms() -> Vec<CompletionCandidate> {
     ask(async |reader| match reader {
-        Reader::Controller(client) => {
-            let vms = client.vms().await.ok()?.into_iter();
-            Some(
-                vms.map(|vm| (vm.spec.name.to_string(), vm.state.to_string()))
-                    .collect(),
-            )
-        }
-        Reader::Agent(client) => {
-            let vms = client.vms().await.ok()?.into_iter();
-            Some(
-                vms.map(|vm| (vm.spec.name.to_string(), vm.state.to_string()))
-                    .collect(),
-            )
-        }
+        Reader::Controller(client) => told(client.vms().await, |vm| (vm.spec.name, vm.state)),
+        Reader::Agent(client) => told(client.vms().await, |vm| (vm.spec.name, vm.state)),
     })
 }
 
 fn hosts() -> Vec<CompletionCandidate> {
     ask(async |reader| match reader {
-        Reader::Controller(client) => {
-            let hosts = client.hosts().await.ok()?.into_iter();
-            Some(
-                hosts
-                    .map(|host| (host.info.name.to_string(), String::new()))
-                    .collect(),
-            )
-        }
+        Reader::Controller(client) => told(client.hosts().await, |host| (host.info.name, "")),
         Reader::Agent(_) => None,
     })
 }
 
 fn migrations() -> Vec<CompletionCandidate> {
-    ask(async |reader| {
-        let reports = match reader {
-            Reader::Controller(client) => client.migrations().await,
-            Reader::Agent(client) => client.migrations().await,
-        };
-        let reports = reports.ok()?.into_iter();
-        Some(
-            reports
-                .map(|report| (report.id.to_string(), report.vm.to_string()))
-                .collect(),
-        )
+    ask(async |reader| match reader {
+        Reader::Controller(client) => told(client.migrations().await, |one| (one.id, one.vm)),
+        Reader::Agent(client) => told(client.migrations().await, |one| (one.id, one.vm)),
     })
+}
+
+/// Each one's name and a word about it, if they were told.
+fn told<T, N: ToString, W: ToString>(
+    all: Result<Vec<T>, ClientError>,
+    about: impl Fn(T) -> (N, W),
+) -> Option<Vec<(String, String)>> {
+    let pairs = all.ok()?.into_iter().map(about);
+    let texts = pairs.map(|(name, word)| (name.to_string(), word.to_string()));
+    Some(texts.collect())
 }
 
 /// Names with a word about each, from whoever answers in time.

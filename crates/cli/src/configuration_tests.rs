@@ -1,21 +1,17 @@
-//! Holds docs/configuration.md and the packaged examples against what the files' readers know.
+//! Holds docs/configuration.md, the manual pages made of it and the packaged examples against what the files' readers know.
 
 use crate::controller_file::ControllerFile;
+use crate::file_pages::{self, DOCUMENT};
 use godwit_agent::config::HostConfig;
 use godwit_types::VmSpec;
 use std::path::Path;
+use std::process::{Command, Output};
 
 /// The keys that a reader names when it meets one that it does not know.
 fn keys(refusal: &str) -> Vec<&str> {
     let (_, known) = refusal.split_once("expected").unwrap_or_default();
     let quoted = known.split('`').skip(1).step_by(2);
     quoted.collect()
-}
-
-/// The part of the document under a heading, up to the next one of its kind.
-fn part<'a>(document: &'a str, heading: &str) -> &'a str {
-    let (_, rest) = document.split_once(heading).unwrap();
-    rest.split_once("\n## ").map_or(rest, |(part, _)| part)
 }
 
 fn repository(path: &str) -> String {
@@ -51,11 +47,10 @@ fn files() -> [(&'static str, &'static str, String, usize); 5] {
 
 #[test]
 fn every_key_of_every_file_stands_in_the_document() {
-    let document = repository("docs/configuration.md");
     for (heading, _, refusal, at_least) in files() {
         let keys = keys(&refusal);
         assert!(keys.len() >= at_least, "{heading}: {refusal}");
-        let part = part(&document, heading);
+        let part = file_pages::part(DOCUMENT, heading).unwrap();
         let keys = keys.iter().filter(|key| !matches!(**key, "nic" | "disk"));
         let missing: Vec<_> = keys
             .filter(|key| !part.contains(&format!("`{key}`")))
@@ -66,12 +61,11 @@ fn every_key_of_every_file_stands_in_the_document() {
 
 #[test]
 fn every_key_that_people_may_write_stands_in_the_example() {
-    let document = repository("docs/configuration.md");
     for (heading, example, refusal, _) in files() {
         let text = repository(&format!("packaging/examples/{example}.example"));
         let is_left_out = |key: &&&str| {
             let named = format!("`{key}`");
-            let mut rows = part(&document, heading).lines();
+            let mut rows = file_pages::part(DOCUMENT, heading).unwrap().lines();
             rows.any(|row| row.contains(&named) && row.contains("Leave it out"))
         };
         let shown = |key: &&&str| {
@@ -83,5 +77,57 @@ fn every_key_that_people_may_write_stands_in_the_example() {
         let missing = keys.iter().filter(|key| !shown(key));
         let missing: Vec<_> = missing.filter(|key| !is_left_out(key)).collect();
         assert!(missing.is_empty(), "{example}: {missing:?}");
+    }
+}
+
+#[test]
+fn every_key_of_every_file_stands_in_its_manual_page() {
+    for (heading, file, refusal, _) in files() {
+        let mut pages = file_pages::all();
+        let (name, page) = pages.find(|(name, _)| name.ends_with(file)).unwrap();
+        let tables = keys(&refusal)
+            .into_iter()
+            .filter(|key| !matches!(*key, "nic" | "disk"));
+        for key in tables {
+            let entry = page.split(".TP\n").find(|entry| {
+                let tag = entry.lines().next().unwrap_or_default();
+                tag.ends_with(&format!("\\fB{key}\\fR"))
+            });
+            let entry = entry.unwrap_or_else(|| panic!("{name} lacks {key} of {heading}"));
+            assert!(
+                entry.lines().count() > 1,
+                "{name}: nothing is said of {key}"
+            );
+        }
+    }
+}
+
+/// What a tool of the manual says of a page; `None` on a machine that does not have it.
+fn told(tool: &str, arguments: &[&str], page: &Path) -> Option<Output> {
+    let mut command = Command::new(tool);
+    match command.args(arguments).arg(page).output() {
+        Ok(output) => Some(output),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
+        Err(error) => panic!("{tool}: {error}"),
+    }
+}
+
+#[test]
+fn the_manual_pages_of_files_are_good_roff() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, text) in file_pages::all() {
+        let page = dir.path().join(format!("{name}.5"));
+        std::fs::write(&page, text).unwrap();
+        if let Some(said) = told("groff", &["-man", "-ww", "-z", "-Tascii"], &page) {
+            let warnings = String::from_utf8_lossy(&said.stderr);
+            assert!(
+                said.status.success() && warnings.is_empty(),
+                "{name}: {warnings}"
+            );
+        }
+        if let Some(said) = told("lexgrog", &[], &page) {
+            let whatis = String::from_utf8_lossy(&said.stdout);
+            assert!(whatis.contains(&format!("\"{name} - ")), "{name}: {whatis}");
+        }
     }
 }

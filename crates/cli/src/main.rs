@@ -14,6 +14,8 @@ mod controller_file;
 mod examples_tests;
 mod exit;
 mod figures;
+mod file_pages;
+mod follow;
 mod journal;
 mod keys;
 mod move_report;

@@ -45,7 +45,7 @@ impl Output {
             "rate",
             "limited by",
         ];
-        self.table(&header, rows);
+        self.fitting_table(&header, rows, &["limited by", "zero pages"]);
     }
 }
 

@@ -20,7 +20,12 @@ use std::io::{IsTerminal, Write};
 pub struct Output {
     pub json: bool,
     colour: bool,
+    /// Of the terminal; a pipe has none, and gets every line whole.
+    columns: Option<usize>,
 }
+
+/// Narrower than this no last column is broken into lines.
+const LAST_COLUMN_MIN: usize = 20;
 
 /// What a word means for the reader, which decides its colour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +44,7 @@ impl Output {
         Self {
             json,
             colour: terminal && !no_colour,
+            columns: columns(std::io::stdout()),
         }
     }
 
@@ -60,14 +66,29 @@ impl Output {
     /// Prints a value as JSON.
     pub fn json(&self, value: &impl Serialize) {
         match serde_json::to_string_pretty(value) {
-            Ok(text) => self.line(plain::json(&text)),
+            Ok(text) => self.verbatim(plain::json(&text)),
             Err(error) => eprintln!("godwit: the answer cannot be written as JSON: {error}"),
         }
     }
 
-    /// Prints a line; a reader that has gone away is no error.
+    /// Prints a line, broken at words where the terminal ends; what follows hangs two columns behind its first word.
     pub fn line(&self, text: impl Display) {
+        for line in text.to_string().split('\n') {
+            let indent = line.len() - line.trim_start_matches(' ').len();
+            self.hanging(line, indent + 2);
+        }
+    }
+
+    /// The same with another place for what follows.
+    fn hanging(&self, text: &str, hang: usize) {
+        self.verbatim(plain::wrapped(text, self.columns, hang));
+    }
+
+    /// Prints text as it stands: commands to copy, a guest's console. A reader that has gone away is no error.
+    pub fn verbatim(&self, text: impl Display) {
         let text = plain::lines(&text.to_string());
+        #[cfg(test)]
+        tests::PRINTED.with_borrow_mut(|printed| printed.extend(text.lines().map(String::from)));
         let _ = writeln!(std::io::stdout(), "{text}");
     }
 
@@ -80,22 +101,32 @@ impl Output {
         }
     }
 
+    /// A table whose last column is broken into lines where it is too wide for the terminal.
     pub fn table(&self, header: &[&str], rows: Vec<Vec<String>>) {
+        let clean = |row: Vec<String>| row.iter().map(|cell| plain::sentence(cell)).collect();
+        let mut rows: Vec<Vec<String>> = rows.into_iter().map(clean).collect();
+        let last = header.len().saturating_sub(1);
+        let before: usize = (0..last).map(|column| widest(header, &rows, column)).sum();
+        let room = self
+            .columns
+            .map(|columns| columns.saturating_sub(before + 1));
+        let room = room.filter(|room| *room >= LAST_COLUMN_MIN);
+        for cell in rows.iter_mut().filter_map(|row| row.get_mut(last)) {
+            *cell = plain::wrapped(cell, room, 0);
+        }
         let mut table = Table::new();
         table.load_style(presets::NOTHING);
         table.set_content_arrangement(ContentArrangement::Disabled);
         table.set_header(header.iter().map(|name| name.to_uppercase()));
-        rows.into_iter().for_each(|row| {
-            table.add_row(row.iter().map(|cell| plain::sentence(cell)));
-        });
+        table.add_rows(rows);
         let text = table.to_string();
         text.lines()
-            .for_each(|line| self.line(self.tone_of_line(line.trim_end())));
+            .for_each(|line| self.verbatim(self.tone_of_line(line.trim_end())));
     }
 
     /// A table from which columns are left out, the last named first, until it fits the terminal.
     pub fn fitting_table(&self, header: &[&str], rows: Vec<Vec<String>>, needless: &[&str]) {
-        let room = columns(std::io::stdout()).unwrap_or(usize::MAX);
+        let room = self.columns.unwrap_or(usize::MAX);
         let (header, rows) = fit(header, rows, needless, room);
         self.table(&header, rows);
     }
@@ -132,7 +163,7 @@ impl Output {
                 vm.migration.clone().unwrap_or_else(|| "-".into()),
             ]
         });
-        self.table(
+        self.fitting_table(
             &[
                 "name",
                 "state",
@@ -143,6 +174,7 @@ impl Output {
                 "migration",
             ],
             rows.collect(),
+            &["host", "migration", "memory", "vcpus", "accel"],
         );
         for vm in sorted {
             self.note(&vm.spec.name, vm.state, vm.note.as_deref());
@@ -226,7 +258,7 @@ impl Output {
                     .map_or("-".into(), ToString::to_string),
             ]
         });
-        self.table(
+        self.fitting_table(
             &[
                 "name",
                 "state",
@@ -236,6 +268,7 @@ impl Output {
                 "migration",
             ],
             rows.collect(),
+            &["held here", "migration", "memory", "generation"],
         );
         for vm in sorted {
             self.note(&vm.spec.name, vm.state, vm.note.as_deref());
@@ -247,7 +280,7 @@ impl Output {
         let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
         for (name, value) in rows {
             let value = value.replace(['\n', '\r'], " ");
-            self.line(format!("{name:width$}  {value}"));
+            self.hanging(&format!("{name:width$}  {value}"), width + 2);
         }
     }
 
@@ -283,7 +316,16 @@ impl Output {
             "vms",
             "godwit",
         ];
-        self.table(&header, rows.collect());
+        let needless = [
+            "agent",
+            "memory free",
+            "vms",
+            "cpus",
+            "godwit",
+            "encryption",
+            "accel",
+        ];
+        self.fitting_table(&header, rows.collect(), &needless);
     }
 
     pub fn host(&self, host: &HostView) {
@@ -319,11 +361,9 @@ impl Output {
             } else {
                 Tone::Warn
             };
-            self.line(format!(
-                "  {}: {}",
-                self.paint(plain::sentence(&check.name), tone),
-                plain::sentence(&check.remedy)
-            ));
+            let name = self.paint(plain::sentence(&check.name), tone);
+            let remedy = plain::sentence(&check.remedy);
+            self.line(format!("  {name}: {remedy}"));
         }
     }
 
@@ -336,14 +376,12 @@ impl Output {
                 Tone::Good
             };
             let line = plain::sentence(line);
-            self.line(format!("{} {line}", self.paint("ok     ", tone)));
+            self.hanging(&format!("{} {line}", self.paint("ok     ", tone)), 8);
         }
         for refusal in &report.refusals {
-            self.line(format!(
-                "{} {}",
-                self.paint("refused", Tone::Bad),
-                plain::sentence(&refusal.message)
-            ));
+            let refused = self.paint("refused", Tone::Bad);
+            let why = plain::sentence(&refusal.message);
+            self.hanging(&format!("{refused} {why}"), 8);
         }
         if let Some(prediction) = &report.prediction {
             self.prediction(prediction);
@@ -366,11 +404,20 @@ impl Output {
                 },
             ]
         });
-        self.table(
+        self.fitting_table(
             &["id", "vm", "from", "to", "state", "time", "switchover"],
             rows.collect(),
+            &["from", "to", "switchover", "time"],
         );
     }
+}
+
+/// Columns that a table's column takes, with a space on each side.
+fn widest(header: &[&str], rows: &[Vec<String>], column: usize) -> usize {
+    let cells = rows.iter().filter_map(|row| row.get(column));
+    let cells = cells.map(|cell| cell.chars().count());
+    let name = header.get(column).map_or(0, |name| name.chars().count());
+    cells.max().unwrap_or(0).max(name) + 2
 }
 
 /// Leaves out columns until a table fits into so much room.
@@ -382,14 +429,10 @@ fn fit<'a>(
 ) -> (Vec<&'a str>, Vec<Vec<String>>) {
     let mut header = header.to_vec();
     for name in needless.iter().rev() {
-        let widest = |column: usize| {
-            let cells = rows.iter().filter_map(|row| row.get(column));
-            let cells = cells.map(|cell| cell.chars().count());
-            let name = header.get(column).map_or(0, |name| name.chars().count());
-            // A space on each side.
-            cells.max().unwrap_or(0).max(name) + 2
-        };
-        if (0..header.len()).map(widest).sum::<usize>() <= room {
+        let columns = 0..header.len();
+        let wide: usize = columns.map(|column| widest(&header, &rows, column)).sum();
+        // The space before the first column is not printed.
+        if wide <= room.saturating_add(1) {
             break;
         }
         let Some(column) = header.iter().position(|other| other == name) else {

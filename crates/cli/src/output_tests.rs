@@ -2,6 +2,35 @@
 
 use super::*;
 use serde_json::json;
+use std::cell::RefCell;
+
+thread_local! {
+    /// What was printed by this test, line by line.
+    pub static PRINTED: RefCell<Vec<String>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What is printed on a terminal of 80 columns.
+fn at_80(print: impl FnOnce(&Output)) -> Vec<String> {
+    PRINTED.take();
+    print(&Output {
+        json: false,
+        colour: false,
+        columns: Some(80),
+    });
+    PRINTED.take()
+}
+
+/// No line is wider than the terminal, and all of these words are there.
+fn fits(lines: &[String], words: &[&str]) {
+    let wide: Vec<_> = lines
+        .iter()
+        .filter(|line| plain::width(line) > 80)
+        .collect();
+    assert!(wide.is_empty(), "{wide:#?}");
+    let text = lines.join("\n");
+    let words = words.iter().filter(|word| !text.contains(**word));
+    assert_eq!(words.collect::<Vec<_>>(), Vec::<&&str>::new(), "{text}");
+}
 
 fn vm(name: &str, state: VmState, more: serde_json::Value) -> VmView {
     let mut value = json!({
@@ -30,6 +59,7 @@ fn nothing_is_coloured_without_a_terminal() {
     let plain = Output {
         json: false,
         colour: false,
+        columns: None,
     };
     assert_eq!(plain.tone_of_line(" web  in-doubt  a"), "web  in-doubt  a");
     let colour = Output {
@@ -128,4 +158,111 @@ fn a_vm_that_moved_away_is_not_called_stopped_by_the_host_it_left() {
     assert_eq!(state_here(&moved), "moved to b");
     let off = at(json!({ "claim": "holds", "generation": 3, "on": false }));
     assert_eq!(state_here(&off), "stopped");
+}
+
+const LONG_ID: &str = "mig-0123456789abcdef-0123";
+const LONG_NOTE: &str = "it is held by host b, which does not answer: bring it back; or, when it is powered off, run 'godwit host fenced b'";
+
+#[test]
+fn lists_of_vms_keep_within_80_columns() {
+    let more = json!({ "heard_s": 86_400, "migration": LONG_ID, "note": LONG_NOTE });
+    let list = [vm("web-server-of-accounting", VmState::Unreachable, more)];
+    let lines = at_80(|output| output.vms(&list));
+    fits(
+        &lines,
+        &[
+            "web-server-of-accounting",
+            "unreachable (86400 s)",
+            "HOST",
+            "fenced b'",
+        ],
+    );
+    fits(
+        &at_80(|output| output.vm(&list[0])),
+        &[LONG_ID, "fenced b'"],
+    );
+    let here: HostVm = serde_json::from_value(json!({
+        "spec": { "name": "web-server-of-accounting", "vcpus": 1, "memory_mib": 4_194_304, "kernel": "/k" },
+        "state": "stopped", "generation": 1_000_000, "migration": LONG_ID,
+        "claim": { "claim": "moved", "generation": 3, "to": "rack-12-host-b" },
+    }))
+    .unwrap();
+    let lines = at_80(|output| output.host_vms(&[here]));
+    fits(&lines, &["moved to rack-12-host-b", "HELD HERE"]);
+}
+
+#[test]
+fn lists_of_hosts_keep_within_80_columns() {
+    let more = json!({
+        "name": "rack-12-host-b", "version": "0.1.0", "agent_address": "203.0.113.254:8472", "cpus": 128,
+        "memory_total_mib": 1_048_576, "memory_free_mib": 1_000_000, "vms": ["web", "db"], "accelerator": "kvm",
+        "cpu_models": ["qemu64", "EPYC-Milan", "EPYC-Rome", "EPYC", "Nehalem", "Westmere", "SandyBridge"],
+    });
+    let hosts = [host(more)];
+    let lines = at_80(|output| output.hosts(&hosts));
+    fits(
+        &lines,
+        &[
+            "rack-12-host-b",
+            "connected",
+            "203.0.113.254:8472",
+            "1000000 of 1048576 MiB",
+        ],
+    );
+    fits(&at_80(|output| output.host(&hosts[0])), &["kvm"]);
+}
+
+#[test]
+fn what_a_check_found_hangs_below_its_column() {
+    let check: Check = serde_json::from_value(json!({
+        "name": "guest tracking", "status": "failed", "found": LONG_NOTE, "remedy": LONG_NOTE,
+    }))
+    .unwrap();
+    let lines = at_80(|output| output.checks(&[check]));
+    fits(&lines, &["FAILED", "it is held by host b", "fenced b'"]);
+    let column = lines[0].find("FOUND").unwrap();
+    let below = lines[2].len() - lines[2].trim_start().len();
+    assert_eq!(below, column, "{lines:#?}");
+}
+
+#[test]
+fn dry_runs_and_reports_keep_within_80_columns() {
+    let report: PreflightReport = serde_json::from_value(json!({
+        "passed": ["port group vm: a frame of the probe arrived at host rack-12-host-b within 0.2 ms, and its bridge is vmbr0"],
+        "refusals": [{ "code": "preflight", "message": LONG_NOTE }],
+    }))
+    .unwrap();
+    let lines = at_80(|output| output.preflight(&report));
+    fits(&lines, &["refused it is held", "ok      port group vm"]);
+    assert!(lines[1].starts_with("        "), "{lines:#?}");
+    let report = crate::move_report::tests::report(json!({
+        "id": LONG_ID, "vm": "web-server-of-accounting", "from": "rack-12-host-a", "to": "rack-12-host-b",
+        "outcome": "failed", "reason": LONG_NOTE, "notes": [LONG_NOTE],
+        "iterations": [{"pages_sent": 268_435_456, "zero_pages": 268_435_456, "bytes": 1_u64 << 40, "seconds": 1234.5, "limited_by": "destination-memory"}],
+    }));
+    let lines = at_80(|output| output.migration(&report));
+    fits(
+        &lines,
+        &["destination-memory", "1048576.0 MiB", "fenced b'"],
+    );
+    fits(
+        &at_80(|output| output.migrations(&[report])),
+        &[LONG_ID, "failed"],
+    );
+}
+
+#[test]
+fn a_pipe_gets_every_line_whole() {
+    PRINTED.take();
+    let plain = Output {
+        json: false,
+        colour: false,
+        columns: None,
+    };
+    plain.pairs(&[("note", LONG_NOTE.into())]);
+    plain.line(LONG_NOTE);
+    assert_eq!(
+        PRINTED.take(),
+        [format!("note  {LONG_NOTE}"), LONG_NOTE.to_owned()]
+    );
 }

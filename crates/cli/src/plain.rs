@@ -1,9 +1,11 @@
 //! What reaches a terminal: hosts and guests write part of it, and none of that may steer the terminal.
 //!
-//! Pure, but for [`tell`]. Refuses: escape sequences and other control characters, marks that turn the direction of
+//! Pure, but for [`tell`] and [`ask`]. Refuses: escape sequences and other control characters, marks that turn the direction of
 //! writing, new lines within a sentence, and sentences without an end.
 
+use crate::figures::columns;
 use godwit_types::text::{SENTENCE_LEN_MAX, cut};
+use std::io::Write as _;
 
 /// The only escape sequences that are printed: the colours of [`crate::output::Output`].
 pub const COLOURS: [&str; 4] = ["\x1b[32m", "\x1b[33m", "\x1b[1;31m", "\x1b[0m"];
@@ -64,9 +66,54 @@ pub fn json(text: &str) -> String {
     plain
 }
 
+/// Text broken at words into lines of so many columns, if any are known; lines after the first begin with `hang` spaces.
+/// A word that is longer than that, such as a path, stays whole.
+pub fn wrapped(text: &str, columns: Option<usize>, hang: usize) -> String {
+    let Some(columns) = columns.filter(|columns| width(text) > *columns) else {
+        return text.to_owned();
+    };
+    let mut wrapped = String::with_capacity(text.len() + 16);
+    let mut used = 0;
+    let mut is_blank = true;
+    for (index, word) in text.split(' ').enumerate() {
+        let wide = width(word);
+        if index > 0 && !is_blank && used + 1 + wide > columns {
+            wrapped.truncate(wrapped.trim_end_matches(' ').len());
+            wrapped.push('\n');
+            wrapped.extend(std::iter::repeat_n(' ', hang));
+            (used, is_blank) = (hang, true);
+        } else if index > 0 {
+            wrapped.push(' ');
+            used += 1;
+        }
+        wrapped.push_str(word);
+        used += wide;
+        is_blank &= wide == 0;
+    }
+    wrapped
+}
+
+/// Columns that a text takes; our own colours take none.
+pub fn width(text: &str) -> usize {
+    let colours = COLOURS
+        .iter()
+        .map(|colour| text.matches(colour).count() * colour.len());
+    text.chars().count().saturating_sub(colours.sum())
+}
+
 /// Says something to a person beside the output, with what others wrote in it.
 pub fn tell(text: &str) {
-    eprintln!("{}", sentence(text));
+    eprintln!("{}", beside(text));
+}
+
+/// Asks a person something; the answer is typed behind it.
+pub fn ask(text: &str) {
+    eprint!("{} ", beside(text));
+    let _ = std::io::stderr().flush();
+}
+
+fn beside(text: &str) -> String {
+    wrapped(&sentence(text), columns(std::io::stderr()), 2)
 }
 
 #[cfg(test)]
@@ -94,6 +141,21 @@ mod tests {
         assert_eq!(lines("one\r\ntwo\r\r\n"), "one\ntwo\n");
         is_harmless(&lines("one\rALARM"));
         assert_eq!(lines("one\rALARM"), format!("one{INSTEAD}ALARM"));
+    }
+
+    #[test]
+    fn a_long_line_is_broken_at_words_and_hangs() {
+        let text = "  - refused: the disk /a/very/long/path/of/an/image stays";
+        let lines = wrapped(text, Some(30), 4);
+        assert_eq!(
+            lines,
+            "  - refused: the disk\n    /a/very/long/path/of/an/image\n    stays"
+        );
+        assert_eq!(wrapped(text, None, 4), text);
+        assert_eq!(wrapped(text, Some(80), 4), text);
+        assert_eq!(wrapped("one two", Some(1), 2), "one\n  two");
+        let painted = "\x1b[32mok\x1b[0m it is so";
+        assert_eq!(wrapped(painted, Some(11), 2), painted);
     }
 
     #[test]

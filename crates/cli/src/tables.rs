@@ -64,9 +64,10 @@ impl Output {
                     .map_or("-".into(), ToString::to_string),
             ]
         });
-        self.table(
+        self.fitting_table(
             &["vm", "step", "to", "memory", "expected", "migration"],
             rows.collect(),
+            &["to", "expected", "migration", "memory"],
         );
         for vm in view.vms.iter().filter(|vm| !vm.reasons.is_empty()) {
             self.line("");
@@ -113,8 +114,8 @@ impl Output {
                 "speed",
             ],
         );
-        let loads = || tops.iter().filter_map(|top| top.load.as_ref());
-        for load in loads() {
+        let loads: Vec<&HostLoad> = tops.iter().filter_map(|top| top.load.as_ref()).collect();
+        for load in &loads {
             for link in load.interfaces.iter().skip(1) {
                 self.line(format!(
                     "{}: also {} in {} out {}",
@@ -126,7 +127,13 @@ impl Output {
             }
         }
         self.line("");
-        let rows: Vec<Vec<String>> = loads()
+        self.moves(&loads);
+    }
+
+    /// The migrations that hosts take part in, each side on a row of its own.
+    fn moves(&self, loads: &[&HostLoad]) {
+        let rows: Vec<Vec<String>> = loads
+            .iter()
             .flat_map(|load| load.migrations.iter().map(|moving| move_row(load, moving)))
             .collect();
         if rows.is_empty() {
@@ -165,8 +172,8 @@ impl Output {
     }
 }
 
-/// One line of a drain that goes on.
-pub fn drain_line(view: &DrainView) -> String {
+/// How far a drain is; what matters most comes first.
+pub fn drain_parts(view: &DrainView) -> Vec<String> {
     let count = |step| view.vms.iter().filter(|vm| vm.step == step).count();
     let mut parts = vec![
         format!("{} moved", count(DrainStep::Moved)),
@@ -180,7 +187,7 @@ pub fn drain_line(view: &DrainView) -> String {
     if let Some(eta_s) = view.eta_s.filter(|eta_s| *eta_s > 0.0) {
         parts.push(format!("about {} left", seconds(eta_s)));
     }
-    parts.join(", ")
+    parts
 }
 
 fn drain_headline(view: &DrainView) -> String {
@@ -201,26 +208,29 @@ fn drain_headline(view: &DrainView) -> String {
                 .map_or_else(String::new, |eta_s| format!(" in about {}", seconds(eta_s)));
             let moving = view.vms.iter().filter(|vm| vm.step == DrainStep::Waiting);
             format!(
-                "Host {host} would be emptied of {} VMs{eta}{stay}",
-                moving.count()
+                "Host {host} would be emptied of {}{eta}{stay}",
+                vms(moving.count())
             )
         }
-        DrainState::Draining => format!("Host {host}: {}", drain_line(view)),
+        DrainState::Draining => format!("Host {host}: {}", drain_parts(view).join(", ")),
         DrainState::Done => format!(
-            "Host {host}: {}, nothing is left to move{stay}; it takes no VMs until 'godwit host undrain {host}'",
-            match view
+            "Host {host}: {} moved, nothing is left to move{stay}; it takes no VMs until 'godwit host undrain {host}'",
+            vms(view
                 .vms
                 .iter()
                 .filter(|vm| vm.step == DrainStep::Moved)
-                .count()
-            {
-                1 => "1 VM moved".to_owned(),
-                count => format!("{count} VMs moved"),
-            }
+                .count())
         ),
         DrainState::Stopped => {
             format!("Host {host} is not emptied any further and takes VMs again")
         }
+    }
+}
+
+fn vms(count: usize) -> String {
+    match count {
+        1 => "1 VM".to_owned(),
+        count => format!("{count} VMs"),
     }
 }
 
@@ -301,6 +311,13 @@ mod tests {
     }
 
     #[test]
+    fn one_vm_is_not_called_1_vms() {
+        let planned = view(DrainState::Planned, vec![vm("one", DrainStep::Waiting)]);
+        let headline = drain_headline(&planned);
+        assert_eq!(headline, "Host b would be emptied of 1 VM in about 2.5 min");
+    }
+
+    #[test]
     fn a_drain_says_how_far_it_is_and_who_stays() {
         let vms = vec![
             vm("one", DrainStep::Moved),
@@ -309,7 +326,7 @@ mod tests {
         ];
         let draining = view(DrainState::Draining, vms.clone());
         assert_eq!(
-            drain_line(&draining),
+            drain_parts(&draining).join(", "),
             "1 moved, 1 moving, 0 waiting, 1 cannot move, about 2.5 min left"
         );
         let done = drain_headline(&view(DrainState::Done, vms));

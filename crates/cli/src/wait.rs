@@ -42,9 +42,11 @@ pub async fn of_vm(client: &ControllerClient, vm: &VmName) -> String {
         None => format!("the hosts that VM {vm} may be on"),
     };
     match silent.is_empty() {
-        true => format!("waiting for {whom} (Ctrl-C: what was asked for may be done all the same)"),
+        true => format!(
+            "waiting for {whom} (Ctrl-C stops waiting; the request may still be carried out)"
+        ),
         false => format!(
-            "waiting for {whom}; no answer comes from: {}",
+            "waiting for {whom}; no answer yet from: {}",
             silent.join(", ")
         ),
     }

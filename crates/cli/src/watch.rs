@@ -3,51 +3,35 @@
 //! Owns the progress line. Ctrl-C detaches; it never cancels. Refuses: to show an estimate where none is honest.
 
 use crate::connect::Reader;
-use crate::exit::{DETACHED, Failure, exit_of_outcome};
+use crate::exit::{Failure, exit_of_outcome};
 use crate::figures::{columns, fitting, rate};
+use crate::follow::{self, until_left};
 use crate::move_report::trouble;
 use crate::output::{Output, kebab};
-use godwit_rpc::ControllerClient;
+use godwit_types::MigrationId;
 use godwit_types::migration::{IterationReport, MigrationReport, Phase};
-use godwit_types::{ErrorCode, MigrationId};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::Duration;
 
-/// Longest silence of the event stream, which speaks several times a second.
-const SILENCE: Duration = Duration::from_secs(30);
 /// Pause between two looks where there is no event stream.
 const POLL: Duration = Duration::from_millis(500);
-/// How often a broken event stream is opened again.
-const REOPEN_MAX: u32 = 5;
 
 /// Watches until the migration ends, shows its report, and fails unless it completed.
 pub async fn watch(reader: &Reader, id: &MigrationId, output: &Output) -> Result<(), Failure> {
     let progress = Progress::new(output);
-    let ended = tokio::select! {
-        ended = follow(reader, id, &progress) => ended,
-        _ = tokio::signal::ctrl_c() => {
-            progress.clear();
-            return Err(detached(id, output));
-        }
-    };
-    progress.clear();
-    let report = ended?;
+    let left = (
+        serde_json::json!({ "detached": true, "id": id }),
+        format!(
+            "Detached: the migration continues.\n  watch it again:  godwit migration watch {id}\n  stop it:         godwit migration cancel {id}"
+        ),
+    );
+    let ended = follow(reader, id, &progress);
+    let report = until_left(ended, || progress.clear(), output, left).await?;
     output.show(&report, |output, report| output.migration(report));
     match exit_of_outcome(report.outcome) {
         0 => Ok(()),
         exit => Err(Failure::told(exit)),
     }
-}
-
-fn detached(id: &MigrationId, output: &Output) -> Failure {
-    if output.json {
-        output.json(&serde_json::json!({ "detached": true, "id": id }));
-    } else {
-        eprintln!(
-            "\nDetached: the migration goes on.\n  watch it again:  godwit migration watch {id}\n  stop it:         godwit migration cancel {id}"
-        );
-    }
-    Failure::told(DETACHED)
 }
 
 async fn follow(
@@ -56,13 +40,18 @@ async fn follow(
     progress: &Progress,
 ) -> Result<MigrationReport, Failure> {
     match reader {
-        Reader::Controller(client) => follow_events(client, id, progress).await,
+        Reader::Controller(client) => {
+            let open = async || client.migration_events(id).await;
+            let look = async || client.migration(id).await;
+            let again =
+                format!("the migration continues; watch it with 'godwit migration watch {id}'");
+            follow::events(open, look, |report| progress.show(report), &again).await
+        }
         Reader::Agent(client) => loop {
             let report = client.migration(id).await.map_err(failure)?;
-            if report.outcome.is_some() {
-                return Ok(report);
+            if let Some(ended) = progress.show(report) {
+                return Ok(ended);
             }
-            progress.show(&report);
             tokio::time::sleep(POLL).await;
         },
     }
@@ -73,51 +62,6 @@ pub fn failure(error: godwit_rpc::ClientError) -> Failure {
     Failure::from(godwit_types::ApiError::from(error))
 }
 
-async fn follow_events(
-    client: &ControllerClient,
-    id: &MigrationId,
-    progress: &Progress,
-) -> Result<MigrationReport, Failure> {
-    let mut broken = 0;
-    loop {
-        match one_stream(client, id, progress).await {
-            Ok(Some(report)) => return Ok(report),
-            Ok(None) => {}
-            // What was refused stays refused; a controller that restarts comes back.
-            Err(error) if !error.may_be_done() && broken == 0 => return Err(failure(error)),
-            Err(error) if broken >= REOPEN_MAX => {
-                let message = format!(
-                    "{error}; the migration goes on, watch it with 'godwit migration watch {id}'"
-                );
-                return Err(Failure::new(ErrorCode::HostUnreachable, message));
-            }
-            Err(_) => {}
-        }
-        broken += 1;
-        tokio::time::sleep(POLL * broken).await;
-    }
-}
-
-/// One event stream to its end; the last report if the migration has ended.
-async fn one_stream(
-    client: &ControllerClient,
-    id: &MigrationId,
-    progress: &Progress,
-) -> Result<Option<MigrationReport>, godwit_rpc::ClientError> {
-    let mut events = client.migration_events(id).await?;
-    while let Some(event) = events.next(SILENCE).await? {
-        let Ok(report) = serde_json::from_str::<MigrationReport>(&event.data) else {
-            continue;
-        };
-        if report.outcome.is_some() {
-            return Ok(Some(report));
-        }
-        progress.show(&report);
-    }
-    let report = client.migration(id).await?;
-    Ok(report.outcome.is_some().then_some(report))
-}
-
 /// The progress line, on standard error and only on a terminal.
 struct Progress {
     bar: ProgressBar,
@@ -125,32 +69,45 @@ struct Progress {
     room: usize,
 }
 
-/// Columns of the bar, and those that are left for words beside it and the phase.
-fn shape(columns: usize) -> (usize, usize) {
+/// Columns of the longest phase, which stands before the bar.
+const PREFIX: usize = 10;
+
+/// Columns of the bar, and those that are left for words beside it and its prefix.
+pub fn shape(columns: usize, prefix: usize) -> (usize, usize) {
     let bar = if columns < 110 { 12 } else { 30 };
-    // The phase, its space, the bar's brackets with a space, and the last column, where a terminal wraps.
-    (bar, columns.saturating_sub(10 + 2 + bar + 2 + 1))
+    // The prefix, its space, the bar's brackets with a space, and the last column, where a terminal wraps.
+    (bar, columns.saturating_sub(prefix + 2 + bar + 2 + 1))
+}
+
+/// A bar of a thousand steps behind a prefix of so many columns, and the room for words beside it.
+pub fn bar(prefix: usize) -> (ProgressBar, usize) {
+    let (columns, room) = shape(columns(std::io::stderr()).unwrap_or(80), prefix);
+    let bar = ProgressBar::new(1000);
+    let template = format!("{{prefix:>{prefix}}} [{{bar:{columns}}}] {{msg}}");
+    if let Ok(style) = ProgressStyle::with_template(&template) {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    (bar, room)
 }
 
 impl Progress {
     fn new(output: &Output) -> Self {
-        let (bar_columns, room) = shape(columns(std::io::stderr()).unwrap_or(80));
+        let (bar, room) = bar(PREFIX);
         if output.json {
-            let bar = ProgressBar::hidden();
-            return Self { bar, room };
-        }
-        let bar = ProgressBar::new(1000);
-        let template = format!("{{prefix:>10}} [{{bar:{bar_columns}}}] {{msg}}");
-        if let Ok(style) = ProgressStyle::with_template(&template) {
-            bar.set_style(style.progress_chars("=> "));
+            bar.set_draw_target(ProgressDrawTarget::hidden());
         }
         Self { bar, room }
     }
 
-    fn show(&self, report: &MigrationReport) {
+    /// Shows a migration that goes on; hands back one that has ended.
+    fn show(&self, report: MigrationReport) -> Option<MigrationReport> {
+        if report.outcome.is_some() {
+            return Some(report);
+        }
         self.bar.set_prefix(kebab(&report.phase));
-        self.bar.set_position(permille(report));
-        self.bar.set_message(line(report, self.room));
+        self.bar.set_position(permille(report.done_percent));
+        self.bar.set_message(line(&report, self.room));
+        None
     }
 
     fn clear(&self) {
@@ -158,8 +115,9 @@ impl Progress {
     }
 }
 
-fn permille(report: &MigrationReport) -> u64 {
-    (10.0 * report.done_percent.clamp(0.0, 100.0)) as u64
+/// Steps of a bar that is full at 100 percent.
+pub fn permille(percent: f64) -> u64 {
+    (10.0 * percent.clamp(0.0, 100.0)) as u64
 }
 
 /// What the bar cannot show, in so many columns; what matters most comes first.
@@ -239,11 +197,11 @@ mod tests {
             "remaining_bytes": u64::MAX, "phase": "precopy",
             "iterations": [{"pages_sent": 1, "zero_pages": 0, "bytes": 1, "seconds": 1.0, "limited_by": "destination-memory"}]
         }));
-        let (bar, room) = shape(80);
+        let (bar, room) = shape(80, PREFIX);
         let shown = 10 + 2 + bar + 2 + line(&long, room).chars().count();
         assert!(shown < 80, "{shown}");
         assert!(line(&long, room).contains("999.9 MB/s"));
-        assert_eq!(shape(0).1, 0);
+        assert_eq!(shape(0, PREFIX).1, 0);
     }
 
     #[test]
@@ -254,7 +212,7 @@ mod tests {
     #[test]
     fn nonsense_figures_do_not_overflow() {
         for done in [-1.0, 1e300] {
-            assert!(permille(&moving(json!({ "done_percent": done }))) <= 1000);
+            assert!(permille(done) <= 1000);
         }
     }
 }

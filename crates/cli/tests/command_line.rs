@@ -110,6 +110,17 @@ const COMMANDS: &[&str] = &[
 ];
 
 #[test]
+fn help_of_every_command_keeps_within_80_columns() {
+    for words in COMMANDS {
+        let mut help = command(&words.split_whitespace().collect::<Vec<_>>());
+        let output = help.arg("--help").env("COLUMNS", "80").output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let wide = text.lines().filter(|line| line.chars().count() > 80);
+        assert_eq!(wide.collect::<Vec<_>>(), Vec::<&str>::new(), "{words}");
+    }
+}
+
+#[test]
 fn help_of_every_command_is_as_it_was() {
     let mut all = String::new();
     for command in COMMANDS {
@@ -367,6 +378,8 @@ fn manual_pages_and_completions_are_made() {
     let main = std::fs::read_to_string(dir.path().join("godwit.1")).unwrap();
     assert!(main.contains("in doubt"), "{main}");
     assert!(!dir.path().join("godwit-vm-process.1").exists());
+    let file = std::fs::read_to_string(dir.path().join("godwit-host.toml.5")).unwrap();
+    assert!(file.contains("migration_ports"), "{file}");
     let output = godwit(&["completion", "bash"]);
     assert!(
         String::from_utf8(output.stdout)

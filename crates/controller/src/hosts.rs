@@ -136,7 +136,7 @@ fn name_taken(app: &App, request: &JoinRequest) -> String {
     let known = app.state().hosts.get(name).cloned();
     match known {
         Some(entry) if entry.info.is_none() => format!(
-            "a host {name} at {} joined before and has not been heard yet, now one at {} asks for that name: see that the agent of the first runs, or remove it with 'godwit host remove {name}'",
+            "a host {name} at {} joined before and has not answered yet, and now one at {} asks for that name: see that the agent of the first runs, or remove it with 'godwit host remove {name}'",
             entry.address, request.agent_address
         ),
         Some(entry) => format!(

@@ -170,6 +170,6 @@ pub async fn fenced(app: &App, host: &HostName) -> Outcome<Done> {
     refresh(app, host).await;
     take_word(app, host).await?;
     Ok(done(format!(
-        "Host {host} counts as powered off until it is heard: its VMs may be started elsewhere. It may be powered on again at any time; before it boots a VM it asks its site, and what runs elsewhere by then stays there."
+        "Host {host} counts as powered off until it answers again: its VMs may be started elsewhere. It may be powered on at any time: before it boots a VM it asks the other hosts, and a VM that runs elsewhere by then stays there."
     )))
 }

@@ -170,15 +170,7 @@ impl Controller {
         }
         tokio::spawn(certificates::keep_own(app.clone()));
         tokio::spawn(taken_over::keep_looking(app.clone(), stopped.clone()));
-        watch::resume(&app).await?;
-        drain::resume(&app).await?;
-        let names: Vec<HostName> = app.state().hosts.keys().cloned().collect();
-        for host in names {
-            reconcile::spawn(app.clone(), host);
-        }
-        for (host, address) in app.store.removed_unheard().await? {
-            removed::watch(&app, host, address);
-        }
+        resume(&app).await?;
         let server = Server::audited(
             api::router(app.clone()),
             RULES,
@@ -210,6 +202,20 @@ impl Controller {
         }
         self.app.store.close().await;
     }
+}
+
+/// Goes on with what the database says was under way: migrations, drains, the polls of every host.
+async fn resume(app: &Arc<App>) -> Result<(), ControllerError> {
+    watch::resume(app).await?;
+    drain::resume(app).await?;
+    let names: Vec<HostName> = app.state().hosts.keys().cloned().collect();
+    for host in names {
+        reconcile::spawn(app.clone(), host);
+    }
+    for (host, address) in app.store.removed_unheard().await? {
+        removed::watch(app, host, address);
+    }
+    Ok(())
 }
 
 async fn listen(

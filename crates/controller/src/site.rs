@@ -6,7 +6,7 @@ use crate::app::App;
 use crate::bounds;
 use crate::certificates;
 use crate::error::Outcome;
-use crate::state::State;
+use crate::state::{HostEntry, State};
 use crate::taken_over;
 use crate::unread::{Lack, UnreadRow};
 use godwit_rpc::pki::now_unix_s;
@@ -118,37 +118,7 @@ pub fn view(app: &App) -> SiteView {
     }
     let now = now_unix_s();
     for (name, entry) in &state.hosts {
-        let host = name.clone();
-        let vms: Vec<VmName> = state.undescribed_on(entry).cloned().collect();
-        if !vms.is_empty() {
-            let host = name.clone();
-            alarms.push(Alarm::RunsUnknownVms { host, vms });
-        }
-        // Its host answers the polls, so that only its question shows a clone elsewhere.
-        let second_asked = now.saturating_sub(entry.second_asked_unix_s) < SECOND_SHOWN_S;
-        match state.book.standing(name) {
-            Standing::OldCopy => alarms.push(Alarm::OldCopy { host }),
-            Standing::SecondInstance => alarms.push(Alarm::SecondInstance { host }),
-            Standing::Known if second_asked => alarms.push(Alarm::SecondInstance { host }),
-            Standing::Known | Standing::Removed => {}
-        }
-        if entry.is_out_of_date {
-            let host = name.clone();
-            alarms.push(Alarm::ClockOrCertificate { host });
-        }
-        if entry.fault.is_some() {
-            alarms.push(Alarm::AnswerNotTaken { host: name.clone() });
-        }
-        if entry.refuses_table.is_some() {
-            alarms.push(Alarm::TableNotTaken { host: name.clone() });
-        }
-        if state.book.was_fenced_falsely(name) {
-            alarms.push(Alarm::FencedHostAnswered { host: name.clone() });
-        }
-        let info = entry.info.as_ref();
-        if info.is_some_and(|info| info.boot_alone_ignored) {
-            alarms.push(Alarm::BootAloneIgnored { host: name.clone() });
-        }
+        alarms.extend(host_alarms(&state, name, entry, now));
     }
     alarms.extend(certificates::alarms(app, &state, now));
     for (host, vm, _) in state.damaged_records() {
@@ -173,6 +143,41 @@ pub fn view(app: &App) -> SiteView {
             .map(|(name, host)| (name.clone(), host.state))
             .collect(),
     }
+}
+
+/// What a person must know of one enrolled host.
+fn host_alarms(state: &State, name: &HostName, entry: &HostEntry, now: i64) -> Vec<Alarm> {
+    let host = || name.clone();
+    let mut alarms = Vec::new();
+    let vms: Vec<VmName> = state.undescribed_on(entry).cloned().collect();
+    if !vms.is_empty() {
+        alarms.push(Alarm::RunsUnknownVms { host: host(), vms });
+    }
+    // Its host answers the polls, so that only its question shows a clone elsewhere.
+    let second_asked = now.saturating_sub(entry.second_asked_unix_s) < SECOND_SHOWN_S;
+    match state.book.standing(name) {
+        Standing::OldCopy => alarms.push(Alarm::OldCopy { host: host() }),
+        Standing::SecondInstance => alarms.push(Alarm::SecondInstance { host: host() }),
+        Standing::Known if second_asked => alarms.push(Alarm::SecondInstance { host: host() }),
+        Standing::Known | Standing::Removed => {}
+    }
+    if entry.is_out_of_date {
+        alarms.push(Alarm::ClockOrCertificate { host: host() });
+    }
+    if entry.fault.is_some() {
+        alarms.push(Alarm::AnswerNotTaken { host: host() });
+    }
+    if entry.refuses_table.is_some() {
+        alarms.push(Alarm::TableNotTaken { host: host() });
+    }
+    if state.book.was_fenced_falsely(name) {
+        alarms.push(Alarm::FencedHostAnswered { host: host() });
+    }
+    let info = entry.info.as_ref();
+    if info.is_some_and(|info| info.boot_alone_ignored) {
+        alarms.push(Alarm::BootAloneIgnored { host: host() });
+    }
+    alarms
 }
 
 /// A person has seen the alarms that nothing else ends: that a host was said to be off and was not, and what a takeover
@@ -205,8 +210,8 @@ pub async fn acknowledge(app: &App) -> Outcome<Done> {
     })
 }
 
-fn listed(hosts: &[HostName]) -> String {
-    let names: Vec<&str> = hosts.iter().map(HostName::as_str).collect();
+fn listed<N: ToString>(names: &[N]) -> String {
+    let names: Vec<String> = names.iter().map(ToString::to_string).collect();
     names.join(", ")
 }
 
@@ -240,48 +245,59 @@ fn twice_sentence(state: &State, vm: &VmName) -> String {
     )
 }
 
+fn damaged_sentence(state: &State, host: &HostName, vm: &VmName) -> String {
+    let all = state.damaged_records().into_iter();
+    let mut own = all.filter(|(at, of, _)| at == host && of == vm);
+    let own = own.next().map(|(_, _, sentence)| sentence);
+    let own = own.unwrap_or_default();
+    format!("host {host} cannot read its record of VM {vm}, and may hold it: {own}")
+}
+
+/// Names that this controller never enrolled, told by one host: too many, its own, or another one's.
+fn strangers_sentence(host: &HostName, named: &[HostName], too_many: bool) -> String {
+    if too_many {
+        return format!(
+            "host {host} names more hosts than a site has that this controller never enrolled: what it tells is not believed, and it does not count as read; power it off and run 'godwit host remove {host} --confirm-unreachable'"
+        );
+    }
+    if matches!(named, [own] if own == host) {
+        return format!(
+            "host {host} has a certificate of this site and asks whether it may boot its VMs, but this controller does not know it, and asks it nothing: it is enrolled by itself if its address is known; else let it join anew with 'godwit host join', or power it off and run 'godwit host fenced {host}'"
+        );
+    }
+    format!(
+        "records of host {host} name {}, which this controller never enrolled: no VM waits for it. If such a host was ever there, enrol it again, or, once it is powered off, run 'godwit host fenced HOST'; else host {host} is broken or lies: power it off and run 'godwit host remove {host} --confirm-unreachable'",
+        listed(named)
+    )
+}
+
 fn sentence(state: &State, alarm: &Alarm) -> String {
     match alarm {
         Alarm::RunningTwice { vm, .. } => twice_sentence(state, vm),
         Alarm::RestoredController { waits_for, said_by } => format!(
-            "this controller works on an old copy of its database, as {} heard, and grants nothing until it has read every host; it waits for {}: bring them back, or run 'godwit host fenced HOST' for one that is powered off. If no database was put back, and one host alone says so, that host is wrong: power it off and run 'godwit host remove HOST --confirm-unreachable'",
+            "this controller works on an old copy of its database, as {} can tell, and starts and moves no VM until it has read every host; it waits for {}: bring them back, or run 'godwit host fenced HOST' for one that is powered off. If no database was put back, and one host alone says so, that host is wrong: power it off and run 'godwit host remove HOST --confirm-unreachable'",
             listed(said_by),
             with_tellers(state, waits_for)
         ),
         Alarm::ReplacedController { said_by } => format!(
-            "another controller has taken over this site, as {} heard: this one grants nothing; stop it, or, if it is the one to keep, stop the other one and start this one anew. If there is no other one, those hosts are wrong: power them off and run 'godwit host remove HOST --confirm-unreachable'",
+            "another controller has taken over this site, as {} can tell: this one starts and moves no VM; stop it, or, if it is the one to keep, stop the other one and start this one anew. If there is no other one, those hosts are wrong: power them off and run 'godwit host remove HOST --confirm-unreachable'",
             listed(said_by)
         ),
         Alarm::ImpossibleWord { host } => format!(
-            "host {host} says that it has heard what no controller can have said: it is broken or lies; power it off and run 'godwit host remove {host} --confirm-unreachable'"
+            "host {host} claims to know a command that no controller can have given: it is broken or lies; power it off and run 'godwit host remove {host} --confirm-unreachable'"
         ),
         Alarm::NamesStrangers {
             host,
-            too_many: true,
-            ..
-        } => format!(
-            "host {host} names more hosts than a site has that this controller never enrolled: what it tells is not believed, and it does not count as read; power it off and run 'godwit host remove {host} --confirm-unreachable'"
-        ),
-        Alarm::NamesStrangers { host, named, .. } if named[..] == [host.clone()] => format!(
-            "host {host} has a certificate of this site and asks whether it may boot its VMs, but this controller does not know it, and asks it nothing: it is enrolled by itself if its address is known; else let it join anew with 'godwit host join', or power it off and run 'godwit host fenced {host}'"
-        ),
-        Alarm::NamesStrangers { host, named, .. } => format!(
-            "records of host {host} name {}, which this controller never enrolled: no VM waits for it. If such a host was ever there, enrol it again, or, once it is powered off, run 'godwit host fenced HOST'; else host {host} is broken or lies: power it off and run 'godwit host remove {host} --confirm-unreachable'",
-            listed(named)
-        ),
+            named,
+            too_many,
+        } => strangers_sentence(host, named, *too_many),
         Alarm::RemovedHostAnswers { host, vms } => format!(
             "host {host} was removed and is not off: it says that it runs {}, which may run twice now. End what is not meant there: log in on host {host} and run 'godwit vm stop VM --force --host {host}', or power it off and run 'godwit host fenced {host}'",
-            vms.iter()
-                .map(VmName::as_str)
-                .collect::<Vec<_>>()
-                .join(", ")
+            listed(vms)
         ),
         Alarm::RunsUnknownVms { host, vms } => format!(
             "host {host} runs {}, which this controller does not know: nothing else lists, moves or ends such a VM. Describe it again with 'godwit vm create', or end it with 'godwit vm stop VM --force --host {host}'",
-            vms.iter()
-                .map(VmName::as_str)
-                .collect::<Vec<_>>()
-                .join(", ")
+            listed(vms)
         ),
         Alarm::ClockOrCertificate { host } => format!(
             "host {host} does not answer because a certificate is not valid at the time of one side: compare the clocks of host {host} and of this controller and set the wrong one; if both are right, the host's certificate has ended: run 'godwit host add' here and 'godwit host renew TOKEN' on host {host}; its VMs run on"
@@ -297,13 +313,7 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
             let why = why.unwrap_or_else(|| "see its log".into());
             format!("host {host} does not take the site's table and decides by an older one: {why}")
         }
-        Alarm::DamagedRecord { host, vm } => {
-            let all = state.damaged_records().into_iter();
-            let mut own = all.filter(|(at, of, _)| at == host && of == vm);
-            let own = own.next().map(|(_, _, sentence)| sentence);
-            let own = own.unwrap_or_default();
-            format!("host {host} cannot read its record of VM {vm}, and may hold it: {own}")
-        }
+        Alarm::DamagedRecord { host, vm } => damaged_sentence(state, host, vm),
         Alarm::UnreadRow { table, row } => {
             let lacking = state.lacking.values().map(Lack::row);
             let mut unread = lacking.chain(&state.unread);

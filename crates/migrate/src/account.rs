@@ -3,10 +3,9 @@
 //! Pure; every duration comes in as an argument. Refuses: to guess what is left, which is [`crate::convergence`]'s, and to
 //! keep sums, which are [`crate::ledger`]'s.
 
-use godwit_types::migration::LimitedBy;
+pub use godwit_types::PAGE_BYTES;
 
-/// Bytes of a guest page.
-pub const PAGE_BYTES: u64 = 4096;
+use godwit_types::migration::LimitedBy;
 
 /// Shares of an iteration's time, each 0 to 1 and averaged over the channels, from which the limit is named.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]

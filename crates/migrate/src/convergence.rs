@@ -10,49 +10,10 @@
 //!
 //! Owns: the history of one migration's iterations. Refuses: to guess from an iteration too short to measure.
 
-use crate::curve::DirtyCurve;
+mod tuning;
 
-/// What may be dirtied of what the link carries: each iteration leaves four fifths of the last one.
-const ALLOWED_SHARE: f64 = 0.8;
-/// The least that is ever allowed; slower than this a guest stands still for all practical purposes.
-const ALLOWED_SHARE_MIN: f64 = 0.02;
-/// An iteration that would leave more than this share of the last one dirty is no progress.
-const PROGRESS_SHARE: f64 = 0.85;
-/// Of the promised pause; the rest is for what a prediction cannot know.
-const PROMISE_SHARE: f64 = 0.85;
-/// What is left of the time to the deadline is used up to this share.
-const DEADLINE_SHARE: f64 = 0.8;
-/// Last pages that take less than this are not worth another iteration, s.
-const SHORT_S: f64 = 0.002;
-/// Nor are those that take less than this share of a round trip: over a long link the pause is made of those, and each
-/// further iteration costs at least one.
-const SHORT_OF_TRIP: f64 = 0.2;
-/// One that makes the pause shorter than this share is.
-const WORTH_SHARE: f64 = 0.7;
-/// Allowed share in an iteration whose only aim is a shorter pause.
-const SQUEEZE_SHARE: f64 = 0.5;
-/// Iterations whose only aim is a shorter pause.
-const SQUEEZES_MAX: u32 = 8;
-/// More than this times the allowance is more than a controller's error.
-const OVERSPENT: f64 = 1.15;
-/// A guest that overspends has this long and so many iterations to converge.
-const STUCK_S: f64 = 6.0;
-const STUCK_ITERATIONS: u32 = 5;
-/// One that still does not, although it could be slowed more, has its allowance lowered by what it overspends in each
-/// iteration, by a factor between these.
-const STUCK_FACTOR: f64 = 0.6;
-const STUCK_FACTOR_MIN: f64 = 0.25;
-/// From here on each iteration lowers the allowance, by this factor.
-const PATIENT_ITERATIONS: u32 = 40;
-const IMPATIENCE: f64 = 0.95;
-/// Iterations in all before giving up.
-pub const ITERATIONS_MAX: u32 = 500;
-/// A pass over fewer bytes says more about its round trips than about the link.
-const BYTES_MEASURABLE: u64 = 4 << 20;
-/// A pass that took this long is believed to show the link's speed, s.
-const SECONDS_MEASURABLE: f64 = 0.1;
-/// First estimate of what an iteration costs beside its pages and a round trip, s.
-const OVERHEAD_S: f64 = 0.003;
+use crate::curve::DirtyCurve;
+use tuning::TUNING;
 
 /// What was asked of a migration.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -154,7 +115,7 @@ struct Carried {
 impl Carried {
     /// Whether it is enough to tell the link's speed.
     fn tells(&self) -> bool {
-        self.bytes >= BYTES_MEASURABLE && self.seconds >= SECONDS_MEASURABLE
+        self.bytes >= TUNING.bytes_measurable && self.seconds >= TUNING.seconds_measurable
     }
 
     fn bytes_per_s(&self) -> f64 {
@@ -168,7 +129,7 @@ impl Convergence {
             goal,
             bytes_per_s: None,
             short: Carried::default(),
-            overhead_s: OVERHEAD_S,
+            overhead_s: TUNING.overhead_s,
             rtt_s: 0.0,
             curve: DirtyCurve::default(),
             allowed_share: None,
@@ -209,8 +170,8 @@ impl Convergence {
     /// Longest predicted pause at which the guest is stopped, s. A promise that the distance alone breaks is no reason
     /// never to move.
     fn pause_s(&self, rtt_s: f64) -> f64 {
-        let distance_s = self.predict_s(0.0, rtt_s) + (SHORT_OF_TRIP * rtt_s).max(0.005);
-        (PROMISE_SHARE * self.goal.max_downtime_s).max(distance_s)
+        let distance_s = self.predict_s(0.0, rtt_s) + (TUNING.short_of_trip * rtt_s).max(0.005);
+        (TUNING.promise_share * self.goal.max_downtime_s).max(distance_s)
     }
 
     fn fits(&self, dirty_bytes: f64) -> bool {
@@ -225,7 +186,7 @@ impl Convergence {
         self.curve.learn(facts.seconds, facts.dirty_bytes);
         let Some(speed) = self.bytes_per_s else {
             // Nothing was sent so far, so nothing can be predicted.
-            let measurable = facts.dirty_bytes > BYTES_MEASURABLE;
+            let measurable = facts.dirty_bytes > TUNING.bytes_measurable;
             return if measurable {
                 self.iterate()
             } else {
@@ -237,12 +198,12 @@ impl Convergence {
         if self.fits(dirty_bytes) {
             return self.stop_or_squeeze(facts, next_s);
         }
-        if self.iterations >= ITERATIONS_MAX || self.is_stuck(facts) {
+        if self.iterations >= TUNING.iterations_max || self.is_stuck(facts) {
             return Decision::GiveUp;
         }
         let left = self.bytes_after(next_s, speed);
-        if left > PROGRESS_SHARE * dirty_bytes || self.misses_deadline(facts) {
-            self.allowed_share.get_or_insert(ALLOWED_SHARE);
+        if left > TUNING.progress_share * dirty_bytes || self.misses_deadline(facts) {
+            self.allowed_share.get_or_insert(TUNING.allowed_share);
         }
         if self.allowed_share.is_some() {
             self.allowed_share = Some(self.share_for(facts, next_s));
@@ -268,16 +229,16 @@ impl Convergence {
             .goal
             .deadline_s
             .is_some_and(|deadline_s| facts.elapsed_s + 4.0 * next_s > deadline_s);
-        let short = dirty_bytes / speed <= SHORT_S.max(SHORT_OF_TRIP * facts.rtt_s);
+        let short = dirty_bytes / speed <= TUNING.short_s.max(TUNING.short_of_trip * facts.rtt_s);
         let last = self.squeezed_bytes.replace(facts.dirty_bytes);
-        let pointless = last.is_some_and(|last| dirty_bytes > 0.9 * last as f64);
-        if late || short || pointless || self.squeezes >= SQUEEZES_MAX {
+        let pointless = last.is_some_and(|last| dirty_bytes > TUNING.better_share * last as f64);
+        if late || short || pointless || self.squeezes >= TUNING.squeezes_max {
             return Decision::Switchover;
         }
         if self.allowed_share.is_some() {
-            self.allowed_share = Some(SQUEEZE_SHARE.min(self.share_for(facts, next_s)));
+            self.allowed_share = Some(TUNING.squeeze_share.min(self.share_for(facts, next_s)));
         }
-        if self.bytes_after(next_s, speed) > WORTH_SHARE * dirty_bytes {
+        if self.bytes_after(next_s, speed) > TUNING.worth_share * dirty_bytes {
             return Decision::Switchover;
         }
         self.squeezes += 1;
@@ -296,26 +257,26 @@ impl Convergence {
     /// every iteration costs some time beside its pages, and one that the deadline leaves room for.
     fn share_for(&self, facts: IterationFacts, next_s: f64) -> f64 {
         let pages_s = next_s - self.overhead_s - facts.rtt_s;
-        let mut share = (0.8 * pages_s / next_s).min(ALLOWED_SHARE);
+        let mut share = (TUNING.allowed_share * pages_s / next_s).min(TUNING.allowed_share);
         if let Some(deadline_s) = self.goal.deadline_s {
-            let time_s = DEADLINE_SHARE * (deadline_s - facts.elapsed_s);
+            let time_s = TUNING.deadline_share * (deadline_s - facts.elapsed_s);
             share = share.min(1.0 - pages_s / time_s.max(f64::MIN_POSITIVE));
         }
-        (share * self.impatience() * self.stuck_factor).max(ALLOWED_SHARE_MIN)
+        (share * self.impatience() * self.stuck_factor).max(TUNING.allowed_share_min)
     }
 
     /// What was allowed for so many iterations without an end in sight was too much: on a busy host neither the link's
     /// speed nor the guest's is what was measured.
     fn impatience(&self) -> f64 {
-        let beyond = self.iterations.saturating_sub(PATIENT_ITERATIONS);
-        IMPATIENCE.powf(f64::from(beyond))
+        let beyond = self.iterations.saturating_sub(TUNING.patient_iterations);
+        TUNING.impatience.powf(f64::from(beyond))
     }
 
     fn misses_deadline(&self, facts: IterationFacts) -> bool {
         let Some(deadline_s) = self.goal.deadline_s else {
             return false;
         };
-        let left_s = DEADLINE_SHARE * (deadline_s - facts.elapsed_s);
+        let left_s = TUNING.deadline_share * (deadline_s - facts.elapsed_s);
         self.estimate_s(facts.dirty_bytes as f64, None, 0.0)
             .is_none_or(|estimate_s| estimate_s > left_s)
     }
@@ -330,10 +291,10 @@ impl Convergence {
             .map_or(f64::INFINITY, |(share, speed)| share * speed);
         let allowed_bytes = allowed * facts.seconds;
         let dirty_bytes = facts.dirty_bytes as f64;
-        if dirty_bytes <= OVERSPENT * allowed_bytes {
+        if dirty_bytes <= TUNING.overspent * allowed_bytes {
             self.stuck = None;
             // What was wrong about the guest or the link may be over.
-            self.stuck_factor = (self.stuck_factor / STUCK_FACTOR).min(1.0);
+            self.stuck_factor = (self.stuck_factor / TUNING.stuck_factor).min(1.0);
             return false;
         }
         let stuck = self.stuck.get_or_insert(Stuck {
@@ -345,7 +306,7 @@ impl Convergence {
             (stuck.since_s, stuck.iterations) = (facts.elapsed_s, 0);
             return false;
         }
-        if dirty_bytes < 0.9 * stuck.best_bytes as f64 {
+        if dirty_bytes < TUNING.better_share * stuck.best_bytes as f64 {
             *stuck = Stuck {
                 since_s: facts.elapsed_s,
                 iterations: 0,
@@ -353,14 +314,14 @@ impl Convergence {
             };
         }
         stuck.iterations += 1;
-        let patient =
-            stuck.iterations < STUCK_ITERATIONS || facts.elapsed_s - stuck.since_s < STUCK_S;
+        let patient = stuck.iterations < TUNING.stuck_iterations
+            || facts.elapsed_s - stuck.since_s < TUNING.stuck_s;
         let least = self
             .allowed_share
-            .is_some_and(|share| share <= ALLOWED_SHARE_MIN);
+            .is_some_and(|share| share <= TUNING.allowed_share_min);
         if !patient && facts.slowing == Slowing::More && !least {
             let kept = allowed_bytes / dirty_bytes;
-            self.stuck_factor *= kept.clamp(STUCK_FACTOR_MIN, STUCK_FACTOR);
+            self.stuck_factor *= kept.clamp(TUNING.stuck_factor_min, TUNING.stuck_factor);
             return false;
         }
         !patient
@@ -385,7 +346,7 @@ impl Convergence {
             return;
         }
         let rest_s = facts.seconds - facts.data_bytes as f64 / speed - facts.rtt_s;
-        self.overhead_s += 0.3 * (rest_s.max(0.0) - self.overhead_s);
+        self.overhead_s += TUNING.overhead_weight * (rest_s.max(0.0) - self.overhead_s);
         self.short.bytes += pass.bytes;
         self.short.seconds += pass.seconds;
         if self.short.tells() {

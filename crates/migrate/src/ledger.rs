@@ -3,8 +3,8 @@
 //! Owned by the driver, which reads the channels' counters and a clock and hands both in; pure. Refuses: to guess a rate
 //! from less than [`crate::rate::RATE_MIN_S`], and to let what is done fall back.
 
-use crate::account::PAGE_BYTES;
 use crate::rate::WireRate;
+use godwit_types::PAGE_BYTES;
 use godwit_types::migration::{IterationReport, MigrationReport, PassUnderWay};
 
 /// What is done while it moves is shown as this at most, percent.

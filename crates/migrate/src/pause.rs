@@ -2,7 +2,7 @@
 //!
 //! Pure. Owns nothing. Refuses: reports of migrations that did not complete, and figures that no pause can have.
 
-use crate::account::PAGE_BYTES;
+use godwit_types::PAGE_BYTES;
 use godwit_types::migration::{MigrationReport, Outcome, SwitchoverParts};
 
 /// Newest migrations that are looked at.

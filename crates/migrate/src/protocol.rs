@@ -64,7 +64,7 @@ pub const FIGURE_MAX: f64 = 1e9;
 /// A run of guest pages that hold data: first page and count.
 pub type Extent = (u64, u64);
 
-/// What the source says, in the order of the diagram above.
+/// What the source says on the control channel.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToDestination {
@@ -89,7 +89,7 @@ pub enum ToDestination {
     ExtentsEnd,
     /// Everything sent before must be applied before anything sent after.
     Barrier {
-        /// The one that ends with it.
+        /// Number of the iteration that ends here; 0 is the first one.
         iteration: u32,
         /// Records sent on each data channel that this set has had, by index; final records do not count.
         sent: Vec<u64>,
@@ -99,14 +99,14 @@ pub enum ToDestination {
     /// The guest's addresses, as heard on its network cards: one list per card, bounded by
     /// [`addresses`](crate::addresses).
     Addresses {
-        /// One list per card, in the order of the cards.
+        /// One list of addresses for each of the guest's cards, in their order.
         cards: Vec<Vec<IpAddr>>,
     },
     /// All of the device state has been sent. Whether its save was a success follows.
     DeviceStateWhole,
     /// The device state was saved well.
     DeviceStateEnd {
-        /// How long it is.
+        /// Length of the whole device state.
         bytes: u64,
         /// The generation that this attempt at a switchover would give.
         attempt: Generation,
@@ -114,7 +114,7 @@ pub enum ToDestination {
     /// The migration is over; the guest stays at the source. Said by sources of the version before: an abort among the
     /// messages of `Peer` says as much, with its reason.
     Cancel {
-        /// What is shown to people.
+        /// One sentence for people, at most [`REASON_LEN_MAX`] bytes.
         reason: String,
         /// A person or a deadline wanted it; without it the source has failed.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -122,7 +122,7 @@ pub enum ToDestination {
     },
     /// About who may run the VM.
     Peer {
-        /// What crate `ownership` has to say.
+        /// A question, a gift or an answer of the ownership core.
         message: PeerMessage,
     },
     /// Says nothing: opens the control channel's window on a far link, so that device state later leaves at once.
@@ -132,18 +132,18 @@ pub enum ToDestination {
     },
     /// Keeps silence meaningful; answered by `Pong`.
     Ping {
-        /// Comes back in the answer.
+        /// Comes back in the `Pong` that answers.
         nonce: u64,
     },
 }
 
-/// What the destination says.
+/// What the destination says on the control channel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "m", rename_all = "kebab-case")]
 pub enum ToSource {
     /// The set may begin: older channels are dead and what they carried is applied or dropped.
     Begun {
-        /// Its number, as `Begin` said it.
+        /// The set of channels that may begin: that of the `Begin` which is answered.
         #[serde(rename = "epoch")]
         set: u16,
     },
@@ -156,12 +156,12 @@ pub enum ToSource {
     Applied {
         /// Index of the channel in this set.
         channel: u32,
-        /// How many, since the channel was made.
+        /// How many records of it are applied since it connected.
         records: u64,
     },
     /// The barrier is reached.
     BarrierDone {
-        /// The one that the barrier ended.
+        /// Number of the iteration that the barrier ended.
         iteration: u32,
         /// Share of the iteration that the destination waited for memory, 0 to 1.
         memory_wait: f32,
@@ -175,7 +175,7 @@ pub enum ToSource {
     },
     /// About who may run the VM.
     Peer {
-        /// What crate `ownership` has to say.
+        /// A question or an answer of the ownership core.
         message: PeerMessage,
     },
     /// The guest runs there.
@@ -188,12 +188,12 @@ pub enum ToSource {
     /// The destination gives up; nothing there will ever run. Said to a source that comes too late, and by destinations of the
     /// version before: a failure among the messages of `Peer` says as much.
     Failed {
-        /// One sentence for people, of at most [`REASON_LEN_MAX`] bytes.
+        /// One sentence for people, at most [`REASON_LEN_MAX`] bytes.
         reason: String,
     },
-    /// Answers a `Ping`: the destination lives and hears.
+    /// Says that this side is alive and reads.
     Pong {
-        /// The one that came with the question.
+        /// That of the `Ping` which is answered.
         nonce: u64,
     },
 }
@@ -208,12 +208,12 @@ pub enum ProtocolError {
     /// A number out of its bounds.
     #[error("the peer sent a control message with {0} out of bounds")]
     OutOfBounds(&'static str),
-    /// The peer is of a release that this host does not understand.
+    /// The peer speaks a version that this build does not.
     #[error(
         "the peer speaks migration protocol {theirs}, this host speaks {MIGRATION}: install the same version of Godwit on both hosts"
     )]
     Version {
-        /// The one in its first word.
+        /// That of the peer's `Begin`.
         theirs: u32,
     },
 }

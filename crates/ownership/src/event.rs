@@ -4,7 +4,7 @@
 
 use crate::permit::RunPermit;
 use crate::record::HostRecord;
-use godwit_types::{Generation, HostName, MigrationId};
+use godwit_types::{Generation, HostName, MigrationId, named};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -367,65 +367,50 @@ pub enum Status {
     JournalFailed,
 }
 
-macro_rules! event_kinds {
-    ($($kind:ident => $name:literal),+ $(,)?) => {
-        /// The kind of an event, one per row of the transition table.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub enum EventKind { $($kind),+ }
-
-        impl EventKind {
-            /// Every kind, in the table's order.
-            pub const ALL: &'static [EventKind] = &[$(EventKind::$kind),+];
-
-            /// Its name in the table and in traces.
-            pub fn name(self) -> &'static str {
-                match self { $(EventKind::$kind => $name),+ }
-            }
-        }
-    };
-}
-
-event_kinds! {
-    Persisted => "persisted",
-    PersistFailed => "persist-failed",
-    Granted => "granted",
-    SurveyRequested => "survey-requested",
-    HostRemoved => "host-removed",
-    DeleteRequested => "delete-requested",
-    StartRequested => "start-requested",
-    StopRequested => "stop-requested",
-    PauseRequested => "pause-requested",
-    ResumeRequested => "resume-requested",
-    MigrationBegan => "migration-began",
-    SwitchoverRequested => "switchover-requested",
-    Stopped => "stopped",
-    LastPagesApplied => "last-pages-applied",
-    DeviceStateSent => "device-state-sent",
-    PrepareIncoming => "prepare-incoming",
-    Loaded => "loaded",
-    IncomingFailed => "incoming-failed",
-    PeerPrepared => "peer-prepared",
-    PeerReady => "peer-ready",
-    PermitReceived => "permit-received",
-    AskedHolding => "asked-holding",
-    PeerHolding => "peer-holding",
-    PeerConfirmed => "peer-confirmed",
-    PeerSuperseded => "peer-superseded",
-    PeerRefused => "peer-refused",
-    AskedGift => "asked-gift",
-    PeerUndecided => "peer-undecided",
-    PeerWithdrawn => "peer-withdrawn",
-    PeerAborted => "peer-aborted",
-    PeerFailed => "peer-failed",
-    LinkLost => "link-lost",
-    SwitchoverTimeout => "switchover-timeout",
-    AskTimeout => "ask-timeout",
-    Cancel => "cancel",
-    GuestShutdown => "guest-shutdown",
-    GuestHalted => "guest-halted",
-    GuestReset => "guest-reset",
-    QemuDied => "qemu-died",
-    OperatorResolve => "operator-resolve",
+named! {
+    /// The kind of an event, one per row of the transition table.
+    pub enum EventKind {
+        Persisted => "persisted",
+        PersistFailed => "persist-failed",
+        Granted => "granted",
+        SurveyRequested => "survey-requested",
+        HostRemoved => "host-removed",
+        DeleteRequested => "delete-requested",
+        StartRequested => "start-requested",
+        StopRequested => "stop-requested",
+        PauseRequested => "pause-requested",
+        ResumeRequested => "resume-requested",
+        MigrationBegan => "migration-began",
+        SwitchoverRequested => "switchover-requested",
+        Stopped => "stopped",
+        LastPagesApplied => "last-pages-applied",
+        DeviceStateSent => "device-state-sent",
+        PrepareIncoming => "prepare-incoming",
+        Loaded => "loaded",
+        IncomingFailed => "incoming-failed",
+        PeerPrepared => "peer-prepared",
+        PeerReady => "peer-ready",
+        PermitReceived => "permit-received",
+        AskedHolding => "asked-holding",
+        PeerHolding => "peer-holding",
+        PeerConfirmed => "peer-confirmed",
+        PeerSuperseded => "peer-superseded",
+        PeerRefused => "peer-refused",
+        AskedGift => "asked-gift",
+        PeerUndecided => "peer-undecided",
+        PeerWithdrawn => "peer-withdrawn",
+        PeerAborted => "peer-aborted",
+        PeerFailed => "peer-failed",
+        LinkLost => "link-lost",
+        SwitchoverTimeout => "switchover-timeout",
+        AskTimeout => "ask-timeout",
+        Cancel => "cancel",
+        GuestShutdown => "guest-shutdown",
+        GuestHalted => "guest-halted",
+        GuestReset => "guest-reset",
+        QemuDied => "qemu-died",
+        OperatorResolve => "operator-resolve",
+    }
 }
 
 impl fmt::Display for EventKind {

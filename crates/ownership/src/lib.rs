@@ -104,6 +104,7 @@ mod record;
 mod recover;
 mod source;
 mod state;
+#[cfg(any(test, feature = "table"))]
 mod table;
 #[cfg(test)]
 mod unrelated_tests;
@@ -116,4 +117,5 @@ pub use peer::PEERS_REACH;
 pub use permit::RunPermit;
 pub use record::{Handover, HostRecord, Phase, Power, RECORD_FORMAT, RecordError};
 pub use state::{Qemu, StateName};
+#[cfg(any(test, feature = "table"))]
 pub use table::{Cell, transition_table};

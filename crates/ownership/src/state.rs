@@ -4,7 +4,7 @@
 
 use crate::event::{Action, Ending, PeerMessage, Timer};
 use crate::record::{Handover, HostRecord};
-use godwit_types::{Generation, HostName};
+use godwit_types::{Generation, HostName, named};
 
 /// What is known about this host's QEMU of the VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -110,46 +110,31 @@ pub(crate) enum Promise {
     InDoubt,
 }
 
-macro_rules! state_names {
-    ($($name:ident => $text:literal),+ $(,)?) => {
-        /// The name of a state: one column of the transition table.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        pub enum StateName { $($name),+ }
-
-        impl StateName {
-            /// Every state, in the table's order.
-            pub const ALL: &'static [StateName] = &[$(StateName::$name),+];
-
-            /// Its name in the table and in traces.
-            pub fn name(self) -> &'static str {
-                match self { $(StateName::$name => $text),+ }
-            }
-        }
-    };
-}
-
-state_names! {
-    Recovering => "recovering",
-    Absent => "absent",
-    Off => "off",
-    Down => "down",
-    Paused => "paused",
-    Running => "running",
-    Unconfirmed => "unconfirmed",
-    Precopy => "precopy",
-    Stopping => "stopping",
-    LastPages => "last-pages",
-    Devices => "devices",
-    AwaitingReady => "awaiting-ready",
-    GiftUncertain => "gift-uncertain",
-    Gave => "gave",
-    InDoubt => "in-doubt",
-    Moved => "moved",
-    Incoming => "incoming",
-    Ready => "ready",
-    ReadyInDoubt => "ready-in-doubt",
-    Refusing => "refusing",
-    Refused => "refused",
+named! {
+    /// The name of a state: one column of the transition table.
+    pub enum StateName {
+        Recovering => "recovering",
+        Absent => "absent",
+        Off => "off",
+        Down => "down",
+        Paused => "paused",
+        Running => "running",
+        Unconfirmed => "unconfirmed",
+        Precopy => "precopy",
+        Stopping => "stopping",
+        LastPages => "last-pages",
+        Devices => "devices",
+        AwaitingReady => "awaiting-ready",
+        GiftUncertain => "gift-uncertain",
+        Gave => "gave",
+        InDoubt => "in-doubt",
+        Moved => "moved",
+        Incoming => "incoming",
+        Ready => "ready",
+        ReadyInDoubt => "ready-in-doubt",
+        Refusing => "refusing",
+        Refused => "refused",
+    }
 }
 
 impl State {

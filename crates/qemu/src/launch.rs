@@ -44,9 +44,9 @@ pub struct Handout<'fd> {
 /// Everything needed to start one QEMU.
 #[derive(Debug, Clone)]
 pub struct LaunchSpec<'fd> {
-    /// QEMU's program.
+    /// Path of the QEMU to start; it may be a script around one.
     pub binary: PathBuf,
-    /// The machine.
+    /// What the command line is made of.
     pub machine: MachineConfig,
     /// Paths of the control sockets, at least one. Each directory is made if it is missing, and closed to all but root.
     pub monitors: Vec<PathBuf>,
@@ -63,9 +63,9 @@ pub struct LaunchSpec<'fd> {
 /// A running QEMU: its process and its control connection.
 #[derive(Debug)]
 pub struct Hypervisor {
-    /// The process.
+    /// Waits for its end and can end it.
     pub process: QemuProcess,
-    /// The machine inside.
+    /// What commands and events go through.
     pub machine: Machine,
 }
 
@@ -84,13 +84,13 @@ pub enum LaunchError {
         "descriptor {fd} cannot be given to the hypervisor: it is not in the list of inherited ones, or below 3"
     )]
     Descriptor {
-        /// Its number.
+        /// Descriptor as the machine's description names it.
         fd: RawFd,
     },
     /// The control socket cannot be made.
     #[error("cannot make the control socket {path}: {source}")]
     Monitor {
-        /// The socket's path.
+        /// Where it was to be.
         path: PathBuf,
         /// What the kernel said.
         source: io::Error,
@@ -100,13 +100,13 @@ pub enum LaunchError {
         "user {uid} may not open /dev/kvm: give the device a group (chgrp kvm /dev/kvm; chmod 660 /dev/kvm), or use tcg"
     )]
     KvmAccess {
-        /// The user.
+        /// Whom QEMU would become.
         uid: u32,
     },
     /// The program cannot be started.
     #[error("cannot start {binary}: {source}")]
     Start {
-        /// The program.
+        /// Path as it was given.
         binary: PathBuf,
         /// What the kernel said.
         source: io::Error,
@@ -128,7 +128,7 @@ pub enum LaunchError {
     /// The files of a trial cannot be made.
     #[error("cannot make the files of a trial guest in {path}: {source}")]
     Trial {
-        /// The directory.
+        /// Where they were to be, removed afterwards.
         path: PathBuf,
         /// What the kernel said.
         source: io::Error,

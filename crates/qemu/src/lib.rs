@@ -19,6 +19,7 @@ pub mod machine;
 pub mod neighbours;
 pub mod on_ram;
 pub mod packet;
+pub mod privileges;
 pub mod process;
 pub mod qmp;
 pub mod save_gate;

@@ -3,7 +3,10 @@
 //! The agent's router uses the paths of [`RULES`], so that both sides agree by construction. Owns nothing.
 
 use crate::access::{Access, Rule, rule, rule_also_removed};
-use crate::client::{Client, ClientError};
+use crate::client::{Client, Reply, calls, fill};
+
+pub use crate::client::Deadlines;
+
 use crate::limits::LIST_LEN_MAX;
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
@@ -25,7 +28,6 @@ use godwit_types::site::{
 use godwit_types::{MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 /// Paths of the agent's routes.
 pub mod path {
@@ -188,25 +190,6 @@ impl Client {
     }
 }
 
-/// How long the client waits, by kind of call.
-#[derive(Debug, Clone, Copy)]
-pub struct Deadlines {
-    pub read: Duration,
-    pub act: Duration,
-    /// Starting a hypervisor, hashing files, checking a host.
-    pub slow: Duration,
-}
-
-impl Default for Deadlines {
-    fn default() -> Self {
-        Self {
-            read: Duration::from_secs(3),
-            act: Duration::from_secs(15),
-            slow: Duration::from_secs(60),
-        }
-    }
-}
-
 /// Calls an agent's routes over any client, each with a deadline.
 #[derive(Clone)]
 pub struct AgentClient {
@@ -214,21 +197,6 @@ pub struct AgentClient {
     /// The same for what may be long.
     lists: Client,
     deadlines: Deadlines,
-}
-
-type Reply<T> = Result<T, ClientError>;
-
-/// Puts a name into a path; names have no characters that need escaping.
-fn fill(path: &str, name: impl std::fmt::Display) -> String {
-    let (Some(open), Some(close)) = (path.find('{'), path.find('}')) else {
-        return path.to_owned();
-    };
-    let (before, after) = (path.get(..open), path.get(close + 1..));
-    format!(
-        "{}{name}{}",
-        before.unwrap_or_default(),
-        after.unwrap_or_default()
-    )
 }
 
 impl AgentClient {
@@ -246,257 +214,93 @@ impl AgentClient {
         self
     }
 
-    /// What the host says of itself.
-    pub async fn host(&self) -> Reply<HostInfo> {
-        self.client.get(path::HOST, self.deadlines.read).await
-    }
-
-    pub async fn check(&self) -> Reply<HostCheck> {
-        self.client.get(path::CHECK, self.deadlines.slow).await
-    }
-
-    pub async fn vms(&self) -> Reply<Vec<HostVm>> {
-        self.lists.get(path::VMS, self.deadlines.read).await
-    }
-
     /// Its VMs. One that it tells of in words that this version does not know is unread; the others are not lost by it.
     pub async fn heard_vms(&self) -> Reply<HeardVms> {
         let told: Vec<serde_json::Value> = self.lists.get(path::VMS, self.deadlines.read).await?;
         self.client.read_vms(told)
     }
+}
 
-    pub async fn vm(&self, name: &VmName) -> Reply<HostVm> {
-        self.client
-            .get(&fill(path::VM, name), self.deadlines.read)
-            .await
-    }
-
-    /// Makes a VM known or updates it.
-    pub async fn put_vm(&self, vm: &PutVm) -> Reply<Done> {
-        let path = fill(path::VM, &vm.spec.name);
-        self.client.put(&path, vm, self.deadlines.act).await
-    }
-
+calls! { AgentClient
+    /// What the host says of itself.
+    host() -> HostInfo = get client (path::HOST) in read;
+    check() -> HostCheck = get client (path::CHECK) in slow;
+    vms() -> Vec<HostVm> = get lists (path::VMS) in read;
+    vm(name: &VmName) -> HostVm = get client (fill(path::VM, name)) in read;
     /// Forgets a stopped VM.
-    pub async fn delete_vm(&self, name: &VmName) -> Reply<Done> {
-        self.client
-            .delete(&fill(path::VM, name), self.deadlines.act)
-            .await
-    }
-
-    pub async fn start(&self, name: &VmName) -> Reply<Done> {
-        self.slow(path::START, name, &Empty {}).await
-    }
-
-    pub async fn stop(&self, name: &VmName, request: &StopRequest) -> Reply<Done> {
-        self.slow(path::STOP, name, &HostStop::from(request)).await
-    }
-
-    pub async fn reset(&self, name: &VmName) -> Reply<Done> {
-        self.act(path::RESET, name, &Empty {}).await
-    }
-
-    pub async fn pause(&self, name: &VmName) -> Reply<Done> {
-        self.act(path::PAUSE, name, &Empty {}).await
-    }
-
+    delete_vm(name: &VmName) -> Done = delete client (fill(path::VM, name)) in act;
+    start(name: &VmName) -> Done = post client (fill(path::START, name), &Empty {}) in slow;
+    stop(name: &VmName, request: &StopRequest) -> Done
+        = post client (fill(path::STOP, name), &HostStop::from(request)) in slow;
+    reset(name: &VmName) -> Done = post client (fill(path::RESET, name), &Empty {}) in act;
+    pause(name: &VmName) -> Done = post client (fill(path::PAUSE, name), &Empty {}) in act;
     /// Lets it go on.
-    pub async fn resume(&self, name: &VmName) -> Reply<Done> {
-        self.act(path::RESUME, name, &Empty {}).await
-    }
-
+    resume(name: &VmName) -> Done = post client (fill(path::RESUME, name), &Empty {}) in act;
     /// Settles an in-doubt VM.
-    pub async fn resolve(&self, name: &VmName, request: &ResolveRequest) -> Reply<Done> {
-        self.act(path::RESOLVE, name, &HostResolve::from(request))
-            .await
-    }
-
+    resolve(name: &VmName, request: &ResolveRequest) -> Done
+        = post client (fill(path::RESOLVE, name), &HostResolve::from(request)) in act;
     /// Has a VM process of the installed program take the guest over.
-    pub async fn renew(&self, name: &VmName) -> Reply<Done> {
-        self.slow(path::RENEW, name, &Empty {}).await
-    }
-
+    renew(name: &VmName) -> Done = post client (fill(path::RENEW, name), &Empty {}) in slow;
     /// Makes a destination ready.
-    pub async fn prepare_incoming(&self, request: &PrepareIncoming) -> Reply<IncomingReady> {
-        self.slow(path::PREPARE_INCOMING, &request.spec.name, request)
-            .await
-    }
-
+    prepare_incoming(request: &PrepareIncoming) -> IncomingReady
+        = post client (fill(path::PREPARE_INCOMING, &request.spec.name), request) in slow;
     /// Begins a migration at its source.
-    pub async fn migrate(&self, spec: &MigrationSpec) -> Reply<Done> {
-        self.act(path::MIGRATE, &spec.vm, spec).await
-    }
-
+    migrate(spec: &MigrationSpec) -> Done
+        = post client (fill(path::MIGRATE, &spec.vm), spec) in act;
     /// The source's side of preflight.
-    pub async fn preflight_outgoing(&self, name: &VmName) -> Reply<PreflightOutgoing> {
-        self.slow(path::PREFLIGHT_OUTGOING, name, &Empty {}).await
-    }
-
+    preflight_outgoing(name: &VmName) -> PreflightOutgoing
+        = post client (fill(path::PREFLIGHT_OUTGOING, name), &Empty {}) in slow;
     /// The destination's side of preflight.
-    pub async fn preflight_incoming(&self, request: &PreflightIncoming) -> Reply<PreflightReport> {
-        self.client
-            .post(path::PREFLIGHT_INCOMING, request, self.deadlines.slow)
-            .await
-    }
-
+    preflight_incoming(request: &PreflightIncoming) -> PreflightReport
+        = post client (path::PREFLIGHT_INCOMING, request) in slow;
     /// Sends probe frames from a VM's port groups.
-    pub async fn probe(&self, name: &VmName, request: &ProbeRequest) -> Reply<Done> {
-        self.act(path::PROBE, name, request).await
-    }
-
+    probe(name: &VmName, request: &ProbeRequest) -> Done
+        = post client (fill(path::PROBE, name), request) in act;
     /// Which probe frames arrived; `nonce` is lower-case hex.
-    pub async fn probe_result(&self, nonce: &str) -> Reply<ProbeResult> {
-        self.client
-            .get(&fill(path::PROBE_RESULT, nonce), self.deadlines.act)
-            .await
-    }
-
-    pub async fn migrations(&self) -> Reply<Vec<MigrationReport>> {
-        self.lists.get(path::MIGRATIONS, self.deadlines.read).await
-    }
-
-    pub async fn migration(&self, id: &MigrationId) -> Reply<MigrationReport> {
-        self.client
-            .get(&fill(path::MIGRATION, id), self.deadlines.read)
-            .await
-    }
-
-    pub async fn cancel(&self, id: &MigrationId, request: &CancelRequest) -> Reply<Done> {
-        let request = HostCancel::from(request);
-        self.client
-            .post(&fill(path::CANCEL, id), &request, self.deadlines.act)
-            .await
-    }
-
+    probe_result(nonce: &str) -> ProbeResult = get client (fill(path::PROBE_RESULT, nonce)) in act;
+    migrations() -> Vec<MigrationReport> = get lists (path::MIGRATIONS) in read;
+    migration(id: &MigrationId) -> MigrationReport = get client (fill(path::MIGRATION, id)) in read;
     /// Carries an ownership message to the other host.
-    pub async fn peer(
-        &self,
-        name: &VmName,
-        message: &PeerEnvelope,
-    ) -> Reply<Vec<serde_json::Value>> {
-        self.act(path::PEER, name, message).await
-    }
-
+    peer(name: &VmName, message: &PeerEnvelope) -> Vec<serde_json::Value>
+        = post client (fill(path::PEER, name), message) in act;
     /// The guest's serial console.
-    pub async fn console(&self, name: &VmName) -> Reply<ConsoleText> {
-        self.client
-            .get(&fill(path::CONSOLE, name), self.deadlines.read)
-            .await
-    }
-
+    console(name: &VmName) -> ConsoleText = get client (fill(path::CONSOLE, name)) in read;
     /// Tells which certificates are revoked.
-    pub async fn revoked(&self, revoked: &Revoked) -> Reply<Done> {
-        self.client
-            .put(path::REVOKED, revoked, self.deadlines.read)
-            .await
-    }
-
+    revoked(revoked: &Revoked) -> Done = put client (path::REVOKED, revoked) in read;
     /// Tells which hosts are gone for good.
-    pub async fn removed_hosts(&self, removed: &RemovedHosts) -> Reply<Done> {
-        self.client
-            .put(path::REMOVED_HOSTS, removed, self.deadlines.act)
-            .await
-    }
-
+    removed_hosts(removed: &RemovedHosts) -> Done
+        = put client (path::REMOVED_HOSTS, removed) in act;
     /// Measures how a guest writes.
-    pub async fn measure(&self, name: &VmName, millis: u64) -> Reply<DirtyRate> {
-        self.act(path::MEASURE, name, &Measure { millis }).await
-    }
-
+    measure(name: &VmName, millis: u64) -> DirtyRate
+        = post client (fill(path::MEASURE, name), &Measure { millis }) in act;
     /// Listens for a burst that measures the link.
-    pub async fn link_listen(&self, probe: &LinkProbeListen) -> Reply<LinkProbeReady> {
-        self.client
-            .post(path::LINK_LISTEN, probe, self.deadlines.read)
-            .await
-    }
-
-    pub async fn link_send(&self, probe: &LinkProbeSend) -> Reply<LinkMeasured> {
-        self.client
-            .post(path::LINK_SEND, probe, self.deadlines.act)
-            .await
-    }
-
+    link_listen(probe: &LinkProbeListen) -> LinkProbeReady
+        = post client (path::LINK_LISTEN, probe) in read;
+    link_send(probe: &LinkProbeSend) -> LinkMeasured = post client (path::LINK_SEND, probe) in act;
     /// Asks whether the host may hold a VM.
-    pub async fn survey(&self, name: &VmName, request: &SurveyRequest) -> Reply<SurveyAnswer> {
-        self.act(path::SURVEY, name, request).await
-    }
-
+    survey(name: &VmName, request: &SurveyRequest) -> SurveyAnswer
+        = post client (fill(path::SURVEY, name), request) in act;
     /// Adds to the host's table of the site.
-    pub async fn site(&self, update: &SiteUpdate) -> Reply<SiteHeard> {
-        self.client
-            .put(path::SITE, update, self.deadlines.read)
-            .await
-    }
-
-    /// Asks, as another host, before this one boots what nobody asked it to boot.
-    pub async fn site_ask(&self, question: &SiteQuestion) -> Reply<SiteAnswer> {
-        self.lists
-            .post(path::SITE_ASK, question, self.deadlines.read)
-            .await
-    }
-
-    /// Reads all of the host's records, for a controller that works on an old copy of its database.
-    pub async fn site_survey(&self) -> Reply<WholeSurvey> {
-        self.lists
-            .post(path::SITE_SURVEY, &Empty {}, self.deadlines.act)
-            .await
-    }
-
+    site(update: &SiteUpdate) -> SiteHeard = put client (path::SITE, update) in read;
     /// Has a damaged record put aside.
-    pub async fn forget_record(&self, name: &VmName) -> Reply<Done> {
-        self.act(path::FORGET_RECORD, name, &Empty {}).await
-    }
-
+    forget_record(name: &VmName) -> Done
+        = post client (fill(path::FORGET_RECORD, name), &Empty {}) in act;
     /// Has the host power its guests down and take no VMs.
-    pub async fn close(&self) -> Reply<HostClosing> {
-        self.client
-            .post(path::CLOSE, &Empty {}, self.deadlines.act)
-            .await
-    }
-
+    close() -> HostClosing = post client (path::CLOSE, &Empty {}) in act;
     /// How far it has come with that.
-    pub async fn closing(&self) -> Reply<HostClosing> {
-        self.client.get(path::CLOSE, self.deadlines.read).await
-    }
-
+    closing() -> HostClosing = get client (path::CLOSE) in read;
     /// Has the host run guests again.
-    pub async fn open(&self) -> Reply<Done> {
-        self.client
-            .post(path::OPEN, &Empty {}, self.deadlines.act)
-            .await
-    }
-
+    open() -> Done = post client (path::OPEN, &Empty {}) in act;
     /// Lets the host boot what it holds without an answer of the site.
-    pub async fn boot_alone(&self) -> Reply<Done> {
-        self.client
-            .post(path::BOOT_ALONE, &Empty {}, self.deadlines.act)
-            .await
-    }
-
+    boot_alone() -> Done = post client (path::BOOT_ALONE, &Empty {}) in act;
     /// What the host is busy with.
-    pub async fn load(&self) -> Reply<HostLoad> {
-        self.client.get(path::LOAD, self.deadlines.read).await
-    }
-
-    async fn act<B: serde::Serialize, T: serde::de::DeserializeOwned>(
-        &self,
-        path: &str,
-        name: &VmName,
-        body: &B,
-    ) -> Reply<T> {
-        self.client
-            .post(&fill(path, name), body, self.deadlines.act)
-            .await
-    }
-
-    async fn slow<B: serde::Serialize, T: serde::de::DeserializeOwned>(
-        &self,
-        path: &str,
-        name: &VmName,
-        body: &B,
-    ) -> Reply<T> {
-        self.client
-            .post(&fill(path, name), body, self.deadlines.slow)
-            .await
-    }
+    load() -> HostLoad = get client (path::LOAD) in read;
+    /// Makes a VM known or updates it.
+    put_vm(vm: &PutVm) -> Done = put client (fill(path::VM, &vm.spec.name), vm) in act;
+    cancel(id: &MigrationId, request: &CancelRequest) -> Done
+        = post client (fill(path::CANCEL, id), &HostCancel::from(request)) in act;
+    /// Asks, as another host, before this one boots what nobody asked it to boot.
+    site_ask(question: &SiteQuestion) -> SiteAnswer = post lists (path::SITE_ASK, question) in read;
+    /// Reads all of the host's records, for a controller that works on an old copy of its database.
+    site_survey() -> WholeSurvey = post lists (path::SITE_SURVEY, &Empty {}) in act;
 }

@@ -453,6 +453,57 @@ fn cause(error: &std::io::Error) -> String {
     }
 }
 
+/// What a client's method comes to.
+pub(crate) type Reply<T> = Result<T, ClientError>;
+
+/// How long the client waits, by kind of call.
+#[derive(Debug, Clone, Copy)]
+pub struct Deadlines {
+    pub read: Duration,
+    pub act: Duration,
+    /// Starting a hypervisor, hashing files, checking a host.
+    pub slow: Duration,
+}
+
+impl Default for Deadlines {
+    fn default() -> Self {
+        Self {
+            read: Duration::from_secs(3),
+            act: Duration::from_secs(15),
+            slow: Duration::from_secs(60),
+        }
+    }
+}
+
+/// Puts a name into a path; names have no characters that need escaping.
+pub(crate) fn fill(path: &str, name: impl std::fmt::Display) -> String {
+    let (Some(open), Some(close)) = (path.find('{'), path.find('}')) else {
+        return path.to_owned();
+    };
+    let (before, after) = (path.get(..open), path.get(close + 1..));
+    format!(
+        "{}{name}{}",
+        before.unwrap_or_default(),
+        after.unwrap_or_default()
+    )
+}
+
+/// The methods of a client, one for each route: parameters, answer, verb, which of its clients, path with body, deadline.
+macro_rules! calls {
+    ($client:ident
+        $($(#[$doc:meta])* $name:ident($($arg:ident: $ty:ty),*) -> $answer:ty
+            = $verb:ident $by:ident ($path:expr $(, $body:expr)?) in $time:ident;)*
+    ) => {
+        impl $client {
+            $($(#[$doc])*
+            pub async fn $name(&self, $($arg: $ty),*) -> Reply<$answer> {
+                self.$by.$verb(&$path, $($body,)? self.deadlines.$time).await
+            })*
+        }
+    };
+}
+pub(crate) use calls;
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,7 +3,7 @@
 //! Owns nothing.
 
 use crate::access::{Access, Rule, rule, rule_also_removed};
-use crate::client::{Client, ClientError};
+use crate::client::{Client, Deadlines, Reply, calls, fill};
 use crate::limits::{LIST_LEN_MAX, SITE_LIST_LEN_MAX};
 use crate::sse::EventStream;
 use godwit_types::audit::{AuditEntry, AuditQuery};
@@ -148,8 +148,11 @@ pub enum MigrateAnswer {
     Checked(PreflightReport),
 }
 
-const READ: Duration = Duration::from_secs(10);
-const ACT: Duration = Duration::from_secs(180);
+const DEADLINES: Deadlines = Deadlines {
+    read: Duration::from_secs(10),
+    act: Duration::from_secs(180),
+    slow: Duration::from_secs(180),
+};
 
 /// Calls the controller's routes over any client.
 #[derive(Clone)]
@@ -157,256 +160,105 @@ pub struct ControllerClient {
     client: Client,
     /// The same for hosts, which need no list of everything.
     of_host: Client,
+    deadlines: Deadlines,
 }
-
-type Reply<T> = Result<T, ClientError>;
 
 impl ControllerClient {
     pub fn new(client: Client) -> Self {
         Self {
             of_host: client.clone().with_answer_max(LIST_LEN_MAX),
             client: client.with_answer_max(SITE_LIST_LEN_MAX),
+            deadlines: DEADLINES,
         }
     }
+}
 
-    pub async fn version(&self) -> Reply<VersionView> {
-        self.client.get(path::VERSION, READ).await
-    }
-
-    pub async fn hosts(&self) -> Reply<Vec<HostView>> {
-        self.client.get(path::HOSTS, READ).await
-    }
-
-    pub async fn host(&self, name: &HostName) -> Reply<HostView> {
-        self.client.get(&format!("/v1/hosts/{name}"), READ).await
-    }
-
+calls! { ControllerClient
+    version() -> VersionView = get client (path::VERSION) in read;
+    hosts() -> Vec<HostView> = get client (path::HOSTS) in read;
+    host(name: &HostName) -> HostView = get client (fill(path::HOST, name)) in read;
     /// A new join token.
-    pub async fn add_host(&self) -> Reply<JoinToken> {
-        self.client.post(path::HOSTS, &Empty {}, READ).await
-    }
-
-    pub async fn remove_host(&self, name: &HostName, confirm_unreachable: bool) -> Reply<Done> {
-        let path = format!("/v1/hosts/{name}?confirm_unreachable={confirm_unreachable}");
-        self.client.delete(&path, ACT).await
-    }
-
-    pub async fn check_host(&self, name: &HostName) -> Reply<HostCheck> {
-        self.client
-            .get(&format!("/v1/hosts/{name}/check"), ACT)
-            .await
-    }
-
+    add_host() -> JoinToken = post client (path::HOSTS, &Empty {}) in read;
+    check_host(name: &HostName) -> HostCheck = get client (fill(path::HOST_CHECK, name)) in act;
     /// Empties a host, or says how it would.
-    pub async fn drain(&self, name: &HostName, request: &DrainRequest) -> Reply<DrainView> {
-        self.client
-            .post(&format!("/v1/hosts/{name}/drain"), request, ACT)
-            .await
-    }
-
+    drain(name: &HostName, request: &DrainRequest) -> DrainView
+        = post client (fill(path::DRAIN, name), request) in act;
     /// How far the emptying of a host is.
-    pub async fn drain_view(&self, name: &HostName) -> Reply<DrainView> {
-        self.client
-            .get(&format!("/v1/hosts/{name}/drain"), READ)
-            .await
-    }
-
+    drain_view(name: &HostName) -> DrainView = get client (fill(path::DRAIN, name)) in read;
     /// Ends it: no further move begins, the host takes VMs again.
-    pub async fn undrain(&self, name: &HostName) -> Reply<Done> {
-        self.client
-            .delete(&format!("/v1/hosts/{name}/drain"), ACT)
-            .await
-    }
-
+    undrain(name: &HostName) -> Done = delete client (fill(path::DRAIN, name)) in act;
     /// The emptying at every change until nothing is left to move; each event's data is a [`DrainView`].
-    pub async fn drain_events(&self, name: &HostName) -> Reply<EventStream> {
-        self.client
-            .events(&format!("/v1/hosts/{name}/drain/events"), READ)
-            .await
-    }
-
+    drain_events(name: &HostName) -> EventStream
+        = events client (fill(path::DRAIN_EVENTS, name)) in read;
     /// What every host is busy with.
-    pub async fn top(&self) -> Reply<Vec<HostTop>> {
-        self.client.get(path::TOP, READ).await
-    }
-
+    top() -> Vec<HostTop> = get client (path::TOP) in read;
     /// Enrols; for a client that was made with [`Client::joining`].
-    pub async fn join(&self, request: &JoinRequest) -> Reply<JoinResponse> {
-        self.of_host.post(path::JOIN, request, ACT).await
-    }
-
+    join(request: &JoinRequest) -> JoinResponse = post of_host (path::JOIN, request) in act;
     /// Whether the certificate that this client shows is wanted.
-    pub async fn certificate(&self) -> Reply<Done> {
-        self.of_host.get(path::CERTIFICATE, READ).await
-    }
-
+    certificate() -> Done = get of_host (path::CERTIFICATE) in read;
     /// Another certificate in place of the one that this client shows.
-    pub async fn renew_certificate(&self, request: &RenewRequest) -> Reply<JoinResponse> {
-        self.of_host.post(path::CERTIFICATE, request, READ).await
-    }
-
+    renew_certificate(request: &RenewRequest) -> JoinResponse
+        = post of_host (path::CERTIFICATE, request) in read;
     /// Takes the host that this client shows the certificate of out of the site.
-    pub async fn leave(&self) -> Reply<Done> {
-        self.of_host.delete(path::CERTIFICATE, ACT).await
-    }
-
-    pub async fn add_operator(&self, request: &OperatorRequest) -> Reply<JoinResponse> {
-        self.of_host.post(path::OPERATORS, request, READ).await
-    }
-
-    pub async fn vms(&self) -> Reply<Vec<VmView>> {
-        self.client.get(path::VMS, READ).await
-    }
-
-    pub async fn vm(&self, name: &VmName) -> Reply<VmView> {
-        self.client.get(&format!("/v1/vms/{name}"), READ).await
-    }
-
-    pub async fn create_vm(&self, spec: &VmSpec) -> Reply<VmView> {
-        self.client.post(path::VMS, spec, READ).await
-    }
-
+    leave() -> Done = delete of_host (path::CERTIFICATE) in act;
+    add_operator(request: &OperatorRequest) -> JoinResponse
+        = post of_host (path::OPERATORS, request) in read;
+    vms() -> Vec<VmView> = get client (path::VMS) in read;
+    vm(name: &VmName) -> VmView = get client (fill(path::VM, name)) in read;
+    create_vm(spec: &VmSpec) -> VmView = post client (path::VMS, spec) in read;
     /// Edits a stopped VM.
-    pub async fn edit_vm(&self, spec: &VmSpec) -> Reply<VmView> {
-        self.client
-            .put(&format!("/v1/vms/{}", spec.name), spec, ACT)
-            .await
-    }
-
+    edit_vm(spec: &VmSpec) -> VmView = put client (fill(path::VM, &spec.name), spec) in act;
     /// Deletes a stopped VM.
-    pub async fn delete_vm(&self, name: &VmName) -> Reply<Done> {
-        self.client.delete(&format!("/v1/vms/{name}"), ACT).await
-    }
-
-    pub async fn start(&self, name: &VmName, request: &StartRequest) -> Reply<Done> {
-        self.vm_action(name, "start", request).await
-    }
-
-    pub async fn stop(&self, name: &VmName, request: &StopRequest) -> Reply<Done> {
-        self.vm_action(name, "stop", request).await
-    }
-
-    /// Stops the copy of one host, wherever else the VM may be.
-    pub async fn stop_at(
-        &self,
-        name: &VmName,
-        host: &HostName,
-        request: &StopRequest,
-    ) -> Reply<Done> {
-        let action = format!("stop?host={host}");
-        self.vm_action(name, &action, request).await
-    }
-
+    delete_vm(name: &VmName) -> Done = delete client (fill(path::VM, name)) in act;
+    start(name: &VmName, request: &StartRequest) -> Done
+        = post client (fill(path::START, name), request) in act;
+    stop(name: &VmName, request: &StopRequest) -> Done
+        = post client (fill(path::STOP, name), request) in act;
     /// Has a VM process of the version installed on its host take a guest over.
-    pub async fn renew(&self, name: &VmName) -> Reply<Done> {
-        self.vm_action(name, "renew", &Empty {}).await
-    }
-
-    pub async fn reset(&self, name: &VmName) -> Reply<Done> {
-        self.vm_action(name, "reset", &Empty {}).await
-    }
-
-    pub async fn pause(&self, name: &VmName) -> Reply<Done> {
-        self.vm_action(name, "pause", &Empty {}).await
-    }
-
+    renew(name: &VmName) -> Done = post client (fill(path::RENEW, name), &Empty {}) in act;
+    reset(name: &VmName) -> Done = post client (fill(path::RESET, name), &Empty {}) in act;
+    pause(name: &VmName) -> Done = post client (fill(path::PAUSE, name), &Empty {}) in act;
     /// Lets it go on.
-    pub async fn resume(&self, name: &VmName) -> Reply<Done> {
-        self.vm_action(name, "resume", &Empty {}).await
-    }
-
+    resume(name: &VmName) -> Done = post client (fill(path::RESUME, name), &Empty {}) in act;
     /// Settles an in-doubt VM.
-    pub async fn resolve(&self, name: &VmName, request: &ResolveRequest) -> Reply<Done> {
-        self.vm_action(name, "resolve", request).await
-    }
-
+    resolve(name: &VmName, request: &ResolveRequest) -> Done
+        = post client (fill(path::RESOLVE, name), request) in act;
     /// Of a VM that several hosts hold, keeps the copy of one host and ends the others.
-    pub async fn keep(&self, name: &VmName, request: &KeepRequest) -> Reply<Done> {
-        self.vm_action(name, "keep", request).await
-    }
-
+    keep(name: &VmName, request: &KeepRequest) -> Done
+        = post client (fill(path::KEEP, name), request) in act;
     /// Says that a host is off.
-    pub async fn fenced(&self, host: &HostName) -> Reply<Done> {
-        self.client
-            .post(&format!("/v1/hosts/{host}/fenced"), &Empty {}, ACT)
-            .await
-    }
-
+    fenced(host: &HostName) -> Done = post client (fill(path::FENCED, host), &Empty {}) in act;
     /// How the site stands.
-    pub async fn site(&self) -> Reply<SiteView> {
-        self.client.get(path::SITE, READ).await
-    }
-
+    site() -> SiteView = get client (path::SITE) in read;
     /// Says that a person has seen the alarms that nothing else ends.
-    pub async fn acknowledge(&self) -> Reply<Done> {
-        self.client
-            .post(path::SITE_ACKNOWLEDGE, &Empty {}, ACT)
-            .await
-    }
-
+    acknowledge() -> Done = post client (path::SITE_ACKNOWLEDGE, &Empty {}) in act;
     /// Asks, as a host, before it boots what nobody asked it to boot.
-    pub async fn site_ask(&self, question: &SiteQuestion) -> Reply<SiteAnswer> {
-        self.of_host.post(path::SITE_ASK, question, READ).await
-    }
-
+    site_ask(question: &SiteQuestion) -> SiteAnswer
+        = post of_host (path::SITE_ASK, question) in read;
     /// Migrates, or checks whether it could.
-    pub async fn migrate(&self, name: &VmName, request: &MigrateRequest) -> Reply<MigrateAnswer> {
-        self.vm_action(name, "migrate", request).await
-    }
-
-    /// The serial console of the copy on one host.
-    pub async fn console_at(&self, name: &VmName, host: &HostName) -> Reply<ConsoleText> {
-        let path = format!("/v1/vms/{name}/console?host={host}");
-        self.client.get(&path, READ).await
-    }
-
+    migrate(name: &VmName, request: &MigrateRequest) -> MigrateAnswer
+        = post client (fill(path::MIGRATE, name), request) in act;
     /// The guest's serial console.
-    pub async fn console(&self, name: &VmName) -> Reply<ConsoleText> {
-        self.client
-            .get(&format!("/v1/vms/{name}/console"), READ)
-            .await
-    }
-
+    console(name: &VmName) -> ConsoleText = get client (fill(path::CONSOLE, name)) in read;
     /// All migrations, newest first, those in doubt before.
-    pub async fn migrations(&self) -> Reply<Vec<MigrationReport>> {
-        self.client.get(path::MIGRATIONS, READ).await
-    }
-
-    pub async fn migration(&self, id: &MigrationId) -> Reply<MigrationReport> {
-        self.client.get(&format!("/v1/migrations/{id}"), READ).await
-    }
-
-    pub async fn cancel(&self, id: &MigrationId, request: &CancelRequest) -> Reply<Done> {
-        let path = format!("/v1/migrations/{id}/cancel");
-        self.client.post(&path, request, ACT).await
-    }
-
+    migrations() -> Vec<MigrationReport> = get client (path::MIGRATIONS) in read;
+    migration(id: &MigrationId) -> MigrationReport = get client (fill(path::MIGRATION, id)) in read;
     /// Its report about five times a second until it ends; each event's data is a [`MigrationReport`].
-    pub async fn migration_events(&self, id: &MigrationId) -> Reply<EventStream> {
-        self.client
-            .events(&format!("/v1/migrations/{id}/events"), READ)
-            .await
-    }
-
-    /// Who asked for what, newest first.
-    pub async fn audit(&self, query: &AuditQuery) -> Reply<Vec<AuditEntry>> {
-        let path = format!("{}?{}", path::AUDIT, query.to_text());
-        self.client.get(&path, READ).await
-    }
-
+    migration_events(id: &MigrationId) -> EventStream
+        = events client (fill(path::MIGRATION_EVENTS, id)) in read;
     /// Changes of the inventory.
-    pub async fn events(&self) -> Reply<EventStream> {
-        self.client.events(path::EVENTS, READ).await
-    }
-
-    async fn vm_action<B: Serialize, T: serde::de::DeserializeOwned>(
-        &self,
-        name: &VmName,
-        action: &str,
-        body: &B,
-    ) -> Reply<T> {
-        self.client
-            .post(&format!("/v1/vms/{name}/{action}"), body, ACT)
-            .await
-    }
+    events() -> EventStream = events client (path::EVENTS) in read;
+    remove_host(name: &HostName, confirm_unreachable: bool) -> Done
+        = delete client (format!("/v1/hosts/{name}?confirm_unreachable={confirm_unreachable}")) in act;
+    /// Stops the copy of one host, wherever else the VM may be.
+    stop_at(name: &VmName, host: &HostName, request: &StopRequest) -> Done
+        = post client (format!("/v1/vms/{name}/stop?host={host}"), request) in act;
+    /// The serial console of the copy on one host.
+    console_at(name: &VmName, host: &HostName) -> ConsoleText
+        = get client (format!("/v1/vms/{name}/console?host={host}")) in read;
+    cancel(id: &MigrationId, request: &CancelRequest) -> Done
+        = post client (fill(path::CANCEL, id), request) in act;
+    /// Who asked for what, newest first.
+    audit(query: &AuditQuery) -> Vec<AuditEntry>
+        = get client (format!("{}?{}", path::AUDIT, query.to_text())) in read;
 }

@@ -15,6 +15,7 @@ pub mod controller_client;
 mod current;
 pub mod extract;
 mod former;
+#[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 pub mod limits;
 pub mod pki;

@@ -5,50 +5,32 @@
 use crate::model::{HOSTS, Happening, HostId};
 use crate::world::World;
 use godwit_ownership::{Event, StateName};
+use godwit_types::named;
 
-macro_rules! faults {
-    ($($fault:ident => $name:literal),+ $(,)?) => {
-        /// A kind of fault.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        pub enum Fault {
-            $(
-                #[doc = $name]
-                $fault
-            ),+
-        }
-
-        impl Fault {
-            pub const ALL: &'static [Fault] = &[$(Fault::$fault),+];
-
-            /// Its name in the printed table.
-            pub fn name(self) -> &'static str {
-                match self { $(Fault::$fault => $name),+ }
-            }
-        }
-    };
-}
-
-faults! {
-    KillProcess => "VM process killed",
-    KillQemu => "QEMU killed",
-    KillAgent => "agent killed",
-    KillController => "controller killed",
-    CrashHost => "host crashed",
-    CutLink => "link cut",
-    LoseMessage => "message lost",
-    DoubleMessage => "message doubled",
-    DelayMessage => "message delayed",
-    WriteFails => "journal write failed, old record kept",
-    WriteUnknown => "journal write failed, outcome unknown",
-    Cancel => "migration cancelled",
-    GuestShutdown => "guest shut down",
-    GuestHalts => "guest halted",
-    GuestResets => "guest reset",
-    LinkReset => "channels reset",
-    RestoreController => "controller restored from an old database",
-    OperatorResolves => "operator resolved, peer fenced",
-    OperatorGivesUp => "operator gave up a destination, source fenced",
-    HostLost => "host dead for good, VM begun anew elsewhere",
+named! {
+    /// A kind of fault.
+    pub enum Fault {
+        KillProcess => "VM process killed",
+        KillQemu => "QEMU killed",
+        KillAgent => "agent killed",
+        KillController => "controller killed",
+        CrashHost => "host crashed",
+        CutLink => "link cut",
+        LoseMessage => "message lost",
+        DoubleMessage => "message doubled",
+        DelayMessage => "message delayed",
+        WriteFails => "journal write failed, old record kept",
+        WriteUnknown => "journal write failed, outcome unknown",
+        Cancel => "migration cancelled",
+        GuestShutdown => "guest shut down",
+        GuestHalts => "guest halted",
+        GuestResets => "guest reset",
+        LinkReset => "channels reset",
+        RestoreController => "controller restored from an old database",
+        OperatorResolves => "operator resolved, peer fenced",
+        OperatorGivesUp => "operator gave up a destination, source fenced",
+        HostLost => "host dead for good, VM begun anew elsewhere",
+    }
 }
 
 /// Faults that strike something at a moment; the others strike messages and writes as they happen.

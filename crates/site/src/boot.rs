@@ -25,7 +25,7 @@ pub enum Answerer {
 /// A controller's word is below one that was heard already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the command has stamp {said}, this host has heard {heard}: it comes from a controller with an old copy of its database, or from one that was replaced; stop that one"
+    "the command has stamp {said}, and this host knows stamp {heard} already: the command comes from a controller with an old copy of its database, or from one that was replaced; stop that controller"
 )]
 pub struct Stale {
     pub said: Stamp,
@@ -466,7 +466,7 @@ impl HostSite {
             _ => format!("the controller or host {}", missing.join(", ")),
         };
         format!(
-            "host {me} asks {whom} whether the VM went elsewhere before it boots it; if nobody will answer and no other host runs it, run 'godwit host boot-alone' on host {me}",
+            "host {me} asks {whom} whether the VM went elsewhere before it boots it; if none of them will answer and no other host runs it, run 'godwit host boot-alone' on host {me}",
             me = self.me
         )
     }

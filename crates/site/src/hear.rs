@@ -317,24 +317,10 @@ impl Book {
         let target = record.claim.went().filter(|(_, to)| may_enter(to));
         let entry = self.vms.entry(record.vm.clone()).or_default();
         let is_news = record.highest > entry.highest;
-        // No claim is above what the next survey asks at: its host's no would never bind.
-        let before = entry.highest;
-        for told in record.generations() {
-            if is_plausible(before, told) || no_bound {
-                entry.highest = entry.highest.max(told);
-            }
-        }
+        enter(entry, host, record, no_bound);
         let believed = |entry: &Entry, host: &HostName, generation: Generation| {
             is_itself && (all_is_news || entry.was_granted(host, generation))
         };
-        if record.claim.may_hold() {
-            let named = entry.may_hold.entry(host.clone()).or_default();
-            let told = record.claim.held().unwrap_or(record.highest);
-            *named = (*named).max(match is_plausible(entry.highest, told) || no_bound {
-                true => told,
-                false => entry.highest,
-            });
-        }
         if let Some((generation, to)) = target
             && (is_plausible(entry.highest, generation) || no_bound)
         {
@@ -405,5 +391,23 @@ impl Book {
         words
             .map(|(host, said)| (host.clone(), said.claim.clone()))
             .collect()
+    }
+}
+
+/// Raises an entry by what a record tells, and takes its host into the set. No claim is above what the next survey asks
+/// at: its host's no would never bind.
+fn enter(entry: &mut Entry, host: &HostName, record: &RecordSaid, no_bound: bool) {
+    let before = entry.highest;
+    for told in record.generations() {
+        if is_plausible(before, told) || no_bound {
+            entry.highest = entry.highest.max(told);
+        }
+    }
+    if record.claim.may_hold() {
+        let told = record.claim.held().unwrap_or(record.highest);
+        let is_bounded = is_plausible(entry.highest, told) || no_bound;
+        let told = if is_bounded { told } else { entry.highest };
+        let named = entry.may_hold.entry(host.clone()).or_default();
+        *named = (*named).max(told);
     }
 }

@@ -2,65 +2,48 @@
 //!
 //! Owns nothing. Refuses: to do anything in a product build, where [`is`] is `false` at compile time.
 
-macro_rules! plants {
-    ($($(#[$doc:meta])* $plant:ident => $name:literal),+ $(,)?) => {
-        /// A fault to plant into a controller's book or a host's knowledge of the site.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-        pub enum Plant { $($(#[$doc])* $plant),+ }
+use godwit_types::named;
 
-        impl Plant {
-            pub const ALL: &'static [Plant] = &[$(Plant::$plant),+];
-
-            /// Its name on the command line.
-            pub fn name(self) -> &'static str {
-                match self { $(Plant::$plant => $name),+ }
-            }
-
-            /// The fault of that name.
-            pub fn from_name(name: &str) -> Option<Plant> {
-                Self::ALL.iter().copied().find(|plant| plant.name() == name)
-            }
-        }
-    };
-}
-
-plants! {
-    /// A host that does not answer counts as one that said no.
-    SilenceIsNo => "counts-silence-as-stopped",
-    /// A grant follows whatever was heard last, without asking.
-    GrantWithoutSurvey => "grants-without-survey",
-    /// The destination of a migration is not written into the set of hosts that may hold the VM.
-    ForgetDestination => "forgets-the-destination",
-    /// A host boots what its record says without asking anybody.
-    BootWithoutAsking => "boots-without-asking",
-    /// Of two running copies the lower one is ended instead of paused.
-    EndLowerCopy => "ends-lower-copy",
-    /// A restored controller goes on as if it knew everything.
-    RestoredGoesOn => "restored-controller-goes-on",
-    /// A no that was said before a host was named again takes it out of the set.
-    OldNoCounts => "old-no-counts",
-    /// Answers older than what the asking host knows let it boot.
-    OldAnswerBoots => "old-answer-boots",
-    /// A host accepts words of a controller below the highest that it has heard.
-    OldWordAccepted => "old-word-accepted",
-    /// A host's old copy, or a second life with its certificate, is treated as the host itself.
-    OldCopyBoots => "old-copy-boots",
-    /// A person's word that a host is off holds after that host was heard.
-    FenceOutlivesHearing => "fence-outlives-hearing",
-    /// A host hears no controller out before it believes its neighbours.
-    NeighboursFirst => "hears-neighbours-first",
-    /// What a restored database says of hosts that are off counts.
-    OldFenceCounts => "old-fence-counts",
-    /// What could not be written is never written again.
-    LosesUnwritten => "loses-unwritten",
-    /// A controller grants before it has asked every host since it was started.
-    GrantsUnheard => "grants-before-hearing",
-    /// A clone of a host is the host to its neighbours.
-    CloneIsHost => "clone-is-the-host",
-    /// Generations that a host tells are believed however high they are.
-    BelievesAnyGeneration => "believes-any-generation",
-    /// A state directory that went back within one life of its agent is not noticed.
-    MissesWentBack => "misses-went-back",
+named! {
+    /// A fault to plant into a controller's book or a host's knowledge of the site.
+    pub enum Plant {
+        /// A host that does not answer counts as one that said no.
+        SilenceIsNo => "counts-silence-as-stopped",
+        /// A grant follows whatever was heard last, without asking.
+        GrantWithoutSurvey => "grants-without-survey",
+        /// The destination of a migration is not written into the set of hosts that may hold the VM.
+        ForgetDestination => "forgets-the-destination",
+        /// A host boots what its record says without asking anybody.
+        BootWithoutAsking => "boots-without-asking",
+        /// Of two running copies the lower one is ended instead of paused.
+        EndLowerCopy => "ends-lower-copy",
+        /// A restored controller goes on as if it knew everything.
+        RestoredGoesOn => "restored-controller-goes-on",
+        /// A no that was said before a host was named again takes it out of the set.
+        OldNoCounts => "old-no-counts",
+        /// Answers older than what the asking host knows let it boot.
+        OldAnswerBoots => "old-answer-boots",
+        /// A host accepts words of a controller below the highest that it has heard.
+        OldWordAccepted => "old-word-accepted",
+        /// A host's old copy, or a second life with its certificate, is treated as the host itself.
+        OldCopyBoots => "old-copy-boots",
+        /// A person's word that a host is off holds after that host was heard.
+        FenceOutlivesHearing => "fence-outlives-hearing",
+        /// A host hears no controller out before it believes its neighbours.
+        NeighboursFirst => "hears-neighbours-first",
+        /// What a restored database says of hosts that are off counts.
+        OldFenceCounts => "old-fence-counts",
+        /// What could not be written is never written again.
+        LosesUnwritten => "loses-unwritten",
+        /// A controller grants before it has asked every host since it was started.
+        GrantsUnheard => "grants-before-hearing",
+        /// A clone of a host is the host to its neighbours.
+        CloneIsHost => "clone-is-the-host",
+        /// Generations that a host tells are believed however high they are.
+        BelievesAnyGeneration => "believes-any-generation",
+        /// A state directory that went back within one life of its agent is not noticed.
+        MissesWentBack => "misses-went-back",
+    }
 }
 
 impl Plant {

@@ -69,7 +69,7 @@ pub enum Refusal {
     Restored { waits_for: Vec<HostName> },
     /// Another controller has taken over.
     #[error(
-        "another controller has taken over this site, as {} heard: this one grants nothing; stop it, or, if it is the one to keep, stop the other one and start this one anew",
+        "another controller has taken over this site, as {} can tell: this one starts and moves no VM; stop it, or, if it is the one to keep, stop the other one and start this one anew",
         names(said_by)
     )]
     Replaced {

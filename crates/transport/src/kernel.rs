@@ -2,48 +2,32 @@
 //!
 //! Owns nothing. Refuses nothing: a kernel that does not tell gives `None`, and the caller goes on with what it has.
 
+use linux_raw_sys::net::tcp_info;
 use rustix::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ffi::CStr;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
-/// Bytes asked for of `struct tcp_info`; an older kernel fills fewer.
-const INFO_LEN: usize = 256;
 /// `SO_BUF_LOCK`: which buffers keep a fixed size.
 const SO_BUF_LOCK: libc::c_int = 72;
 /// `SO_BINDTOIFINDEX`: the interface that a socket is bound to.
 const SO_BINDTOIFINDEX: libc::c_int = 62;
 
-/// `struct tcp_info`, as far as the kernel filled it. Its layout only ever grows at the end.
-pub(crate) struct Info {
-    bytes: [u8; INFO_LEN],
-    len: usize,
-}
-
-impl Info {
-    pub(crate) fn of(socket: impl AsFd) -> Option<Self> {
-        let mut bytes = [0; INFO_LEN];
-        let len = get(
-            socket.as_fd(),
+/// What the kernel counts of a connection. Fields that it is too old to fill are 0.
+pub(crate) fn info_of(socket: impl AsFd) -> Option<tcp_info> {
+    // SAFETY: `tcp_info` is plain numbers, for which zero is a value.
+    let mut info: tcp_info = unsafe { std::mem::zeroed() };
+    let mut len = size_of::<tcp_info>() as libc::socklen_t;
+    // SAFETY: `info` has room for `len` bytes, the kernel writes no more than that, and any bytes are numbers.
+    let done = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
             libc::IPPROTO_TCP,
             libc::TCP_INFO,
-            &mut bytes,
-        )?;
-        Some(Self { bytes, len })
-    }
-
-    /// The 32-bit field at this offset; 0 when the kernel is too old to fill it.
-    pub(crate) fn u32_at(&self, at: usize) -> u32 {
-        self.chunk(at).map_or(0, |bytes| u32::from_ne_bytes(*bytes))
-    }
-
-    /// The 64-bit field at this offset; 0 when the kernel is too old to fill it.
-    pub(crate) fn u64_at(&self, at: usize) -> u64 {
-        self.chunk(at).map_or(0, |bytes| u64::from_ne_bytes(*bytes))
-    }
-
-    fn chunk<const N: usize>(&self, at: usize) -> Option<&[u8; N]> {
-        self.bytes.get(at..self.len)?.first_chunk()
-    }
+            (&raw mut info).cast(),
+            &mut len,
+        )
+    };
+    (done == 0).then_some(info)
 }
 
 /// Lets the kernel size both buffers by itself again.
@@ -110,26 +94,6 @@ unsafe fn ip_of(address: *const libc::sockaddr) -> Option<IpAddr> {
         }
         _ => None,
     }
-}
-
-fn get(
-    socket: BorrowedFd<'_>,
-    level: libc::c_int,
-    name: libc::c_int,
-    value: &mut [u8],
-) -> Option<usize> {
-    let mut len = libc::socklen_t::try_from(value.len()).ok()?;
-    // SAFETY: `value` has room for `len` bytes, and the kernel writes no more than that.
-    let done = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            level,
-            name,
-            value.as_mut_ptr().cast(),
-            &mut len,
-        )
-    };
-    (done == 0).then_some((len as usize).min(value.len()))
 }
 
 fn set(socket: BorrowedFd<'_>, level: libc::c_int, name: libc::c_int, value: libc::c_int) -> bool {

@@ -3,8 +3,9 @@
 //! A [`Probe`] owns nothing but a share of the socket and may be used from any thread. Figures that the kernel does not
 //! tell are 0.
 
-use crate::kernel::Info;
+use crate::kernel::info_of;
 use crate::socket::{Granted, Tuning, granted, size_send_buffer};
+use linux_raw_sys::net::tcp_info;
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Duration;
@@ -32,18 +33,18 @@ pub struct LinkReading {
 }
 
 impl LinkReading {
-    fn of(info: &Info) -> Self {
+    fn of(info: &tcp_info) -> Self {
         let us = |us: u64| Duration::from_micros(us);
         Self {
-            rtt: us(info.u32_at(68).into()),
-            min_rtt: us(info.u32_at(148).into()),
-            delivery_bytes_per_s: info.u64_at(160),
-            sent_bytes: info.u64_at(200),
-            repeated_bytes: info.u64_at(208),
-            window_bytes: info.u32_at(228).into(),
-            busy: us(info.u64_at(168)),
-            window_limited: us(info.u64_at(176)),
-            buffer_limited: us(info.u64_at(184)),
+            rtt: us(info.tcpi_rtt.into()),
+            min_rtt: us(info.tcpi_min_rtt.into()),
+            delivery_bytes_per_s: info.tcpi_delivery_rate,
+            sent_bytes: info.tcpi_bytes_sent,
+            repeated_bytes: info.tcpi_bytes_retrans,
+            window_bytes: info.tcpi_snd_wnd.into(),
+            busy: us(info.tcpi_busy_time),
+            window_limited: us(info.tcpi_rwnd_limited),
+            buffer_limited: us(info.tcpi_sndbuf_limited),
         }
     }
 }
@@ -59,7 +60,7 @@ impl Probe {
 
     /// What the kernel says now; `None` when it says nothing.
     pub fn read(&self) -> Option<LinkReading> {
-        Info::of(&*self.0).map(|info| LinkReading::of(&info))
+        info_of(&*self.0).map(|info| LinkReading::of(&info))
     }
 
     /// Makes room for what this link needs, now that it is known better. Never less than before.
@@ -71,7 +72,7 @@ impl Probe {
 
 /// The round trip that the kernel has measured on a connection, if it has.
 pub(crate) fn rtt(stream: &TcpStream) -> Option<Duration> {
-    let info = Info::of(stream)?;
+    let info = info_of(stream)?;
     let reading = LinkReading::of(&info);
     let shortest = if reading.min_rtt.is_zero() || reading.min_rtt > reading.rtt {
         reading.rtt

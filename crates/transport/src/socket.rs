@@ -300,8 +300,8 @@ mod tests {
         let bound = rustix::net::getsockname(listener).expect("its name");
         let bound = SocketAddr::try_from(bound).expect("an address");
         let client = std::net::TcpStream::connect(bound).expect("connected");
-        let info = kernel::Info::of(&client).expect("the kernel tells");
-        info.u32_at(4).to_ne_bytes()[2] & 0x0f
+        let info = kernel::info_of(&client).expect("the kernel tells");
+        info.tcpi_snd_wscale()
     }
 
     #[test]

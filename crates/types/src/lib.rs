@@ -17,6 +17,7 @@ pub mod host_api;
 pub mod ids;
 pub mod load;
 pub mod migration;
+mod named;
 mod round;
 pub mod site;
 pub mod text;
@@ -26,3 +27,6 @@ pub mod vm;
 pub use error::{ApiError, ErrorCode};
 pub use ids::{Generation, HostName, InvalidName, MigrationId, PortGroup, VmName};
 pub use vm::VmSpec;
+
+/// Bytes of a guest page: what is tracked, sent and counted.
+pub const PAGE_BYTES: u64 = 4096;

@@ -18,8 +18,9 @@
 //! process holds the keys of a migration: no core dump is written of it and no other user's debugger is let in. QEMU,
 //! started from here, has no capability at all.
 
-use rustix::process::{DumpableBehavior, Resource, Rlimit, set_dumpable_behavior, setrlimit};
-use rustix::thread::{CapabilitySet, CapabilitySets};
+pub(crate) use privileges::stay_private;
+
+use godwit_qemu::privileges::{self, CapabilitySet};
 use std::io;
 
 fn kept() -> CapabilitySet {
@@ -36,39 +37,16 @@ fn kept() -> CapabilitySet {
 
 /// Gives all of it up.
 pub(crate) fn harden() -> io::Result<()> {
-    let none = Rlimit {
-        current: Some(0),
-        maximum: Some(0),
-    };
-    setrlimit(Resource::Core, none)?;
-    give_up_capabilities()?;
-    rustix::thread::set_no_new_privs(true)?;
+    // Private last, too: what is given up sets the process back to what the system does.
+    privileges::keep_memory_private()?;
+    privileges::keep_only(kept())?;
     stay_private()
-}
-
-/// Keeps memory from core dumps and debuggers. To be said again after any thread has changed its user, which sets the
-/// whole process back to what the system does with such programs.
-pub(crate) fn stay_private() -> io::Result<()> {
-    Ok(set_dumpable_behavior(DumpableBehavior::NotDumpable)?)
-}
-
-fn give_up_capabilities() -> io::Result<()> {
-    let now = rustix::thread::capabilities(None)?;
-    for capability in CapabilitySet::all().difference(kept()).iter() {
-        // One that this kernel does not know, or that is gone already, needs no removing.
-        let _ = rustix::thread::remove_capability_from_bounding_set(capability);
-    }
-    let sets = CapabilitySets {
-        effective: now.effective.intersection(kept()),
-        permitted: now.permitted.intersection(kept()),
-        inheritable: CapabilitySet::empty(),
-    };
-    Ok(rustix::thread::set_capabilities(None, sets)?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::process::{DumpableBehavior, Resource};
 
     /// In a thread, since most of it cannot be taken back.
     #[test]

@@ -27,6 +27,7 @@
 
 mod channel;
 mod error;
+#[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 pub mod handshake;
 mod key;

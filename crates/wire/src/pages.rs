@@ -4,10 +4,11 @@
 //! overlapping, past the guest's end or not in its one canonical form.
 
 use crate::{PAYLOAD_LEN_MAX, WireError};
+use godwit_types::PAGE_BYTES;
 use std::ops::Range;
 
 /// Bytes of one guest page.
-pub const PAGE_SIZE: usize = 4096;
+pub const PAGE_SIZE: usize = PAGE_BYTES as usize;
 /// Most pages of one payload record: 1 MiB.
 pub const PAGES_MAX: u32 = (PAYLOAD_LEN_MAX / PAGE_SIZE) as u32;
 /// Most runs of one list: a run has at least one page.

@@ -67,7 +67,7 @@ pub enum HostCommand {
         after_help = "Never shuts a VM down. What cannot move stays as it is and is listed with the reason (exit code 3): do what the\nreason says, then drain again. A VM that is off leaves the host without a move, so that it starts elsewhere. The\nhost takes no VMs until 'host undrain'. Goes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
     )]
     Drain(HostDrain),
-    /// Say that a host is powered off, so that its VMs may start elsewhere; holds until it is heard again
+    /// Say that a host is powered off, so that its VMs may start elsewhere, until it answers again
     #[command(
         after_help = "Only for a host that is off: a VM of a host that runs may run twice.\n\nExample:\n  godwit host fenced b"
     )]
@@ -78,7 +78,7 @@ pub enum HostCommand {
         #[arg(long)]
         yes: bool,
     },
-    /// Let this host boot its VMs although nobody answers whether they went elsewhere (run on the host)
+    /// Let this host boot its VMs although no other host says whether they moved (run on the host)
     #[command(
         after_help = "After a power cut a host asks the controller and the other hosts first, and waits for one answer. This is a person's\nanswer instead: VMs that wait are booted as this host's record has them, also ones that come later, until its agent\nis started again. First see that no other host runs them: 'godwit vm list' on this host says which wait and for whom.\n\nExample:\n  godwit host boot-alone"
     )]

@@ -64,7 +64,7 @@ pub enum VmCommand {
     },
     /// Have the installed version of Godwit take over a running guest
     ///
-    /// A VM process lives as long as its guest, also when a newer Godwit is installed. This replaces it; the guest goes on.
+    /// A VM process lives as long as its guest, also when a newer Godwit is installed. This replaces it; the guest keeps running.
     #[command(
         group(clap::ArgGroup::new("which").required(true).multiple(true).args(["vm", "all", "host"])),
         after_help = "Examples:\n  godwit vm renew web\n  godwit vm renew --all\n  godwit vm renew --host a"
@@ -72,10 +72,10 @@ pub enum VmCommand {
     Renew {
         /// The VM
         vm: Option<VmName>,
-        /// Every VM that is on
+        /// Every running VM
         #[arg(long, conflicts_with = "vm")]
         all: bool,
-        /// Every VM that is on on this host
+        /// Every running VM of this host
         #[arg(long, value_name = "HOST", conflicts_with_all = ["vm", "all"])]
         host: Option<HostName>,
     },
@@ -85,7 +85,7 @@ pub enum VmCommand {
         /// The VM
         vm: VmName,
     },
-    /// Let a paused guest go on
+    /// Let a paused guest run again
     #[command(after_help = "Example:\n  godwit vm resume web")]
     Resume {
         /// The VM
@@ -94,6 +94,7 @@ pub enum VmCommand {
     /// Settle a VM that is in doubt, or that several hosts hold
     #[command(
         group(clap::ArgGroup::new("decision").required(true).args(["run_on", "give_up_on", "keep"])),
+        override_usage = "godwit vm resolve [OPTIONS] <--run-on|--give-up-on|--keep> <HOST> <VM>",
         after_help = "In doubt; only after you made sure that the other host is powered off:\n  godwit vm resolve web --run-on a --confirm-fenced b\n\nHeld by two hosts; the copy of every other host is ended, with its memory:\n  godwit vm resolve web --keep a"
     )]
     Resolve {
@@ -108,7 +109,7 @@ pub enum VmCommand {
         /// The other host, which is powered off
         #[arg(long, value_name = "HOST")]
         confirm_fenced: Option<HostName>,
-        /// Of a VM that several hosts hold: the host whose copy goes on
+        /// Of a VM that several hosts hold: the host whose copy is kept
         #[arg(long, value_name = "HOST", conflicts_with_all = ["run_on", "give_up_on", "confirm_fenced"])]
         keep: Option<HostName>,
     },

@@ -27,7 +27,7 @@ pub async fn run(arguments: AuditArgs, global: &Global, output: &Output) -> Comm
 
 fn show(entries: &[AuditEntry], output: &Output) {
     if entries.is_empty() {
-        return output.line("nothing is in the log");
+        return output.line("The audit log is empty.");
     }
     let zone = TimeZone::system();
     let rows = entries.iter().map(|entry| {

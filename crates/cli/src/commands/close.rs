@@ -86,7 +86,7 @@ fn outcome(vm: &ClosingVm) -> String {
         CloseState::Ended => format!("VM {name} did not power off in time: it was stopped hard"),
         CloseState::Left => format!("VM {name} is left as it is: {why}"),
         CloseState::Waits | CloseState::Migrating => {
-            format!("VM {name} did not come to an end: {why}")
+            format!("VM {name} was not powered down: {why}")
         }
     }
 }

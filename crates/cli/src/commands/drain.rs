@@ -4,25 +4,25 @@
 
 use crate::args::{Global, HostDrain, HostTopArgs};
 use crate::connect::{Reader, controller, reader};
-use crate::exit::{CommandResult, DETACHED, Failure, REFUSED};
+use crate::exit::{CommandResult, Failure, REFUSED};
+use crate::figures::fitting;
+use crate::follow::{self, until_left};
 use crate::keys::Keys;
 use crate::output::Output;
-use crate::tables::drain_line;
-use crate::watch::failure;
-use godwit_rpc::{ClientError, ControllerClient};
+use crate::plain;
+use crate::tables::drain_parts;
+use crate::watch::{bar, failure, permille};
+use godwit_rpc::ControllerClient;
 use godwit_types::drain::{DrainRequest, DrainState, DrainStep, DrainView};
 use godwit_types::load::HostTop;
 use godwit_types::{ErrorCode, HostName};
-use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar};
 use std::collections::BTreeMap;
 use std::io::{IsTerminal as _, Write as _};
 use std::time::Duration;
 
-/// Longest silence of the event stream, which is kept alive while nothing changes.
-const SILENCE: Duration = Duration::from_secs(60);
-/// Pause before a broken event stream is opened again, and how often.
-const REOPEN_WAIT: Duration = Duration::from_millis(500);
-const REOPEN_MAX: u32 = 20;
+/// Columns of a name before its bar.
+const PREFIX: usize = 16;
 
 /// Empties a host, says how it would, shows how far it is, or ends it.
 pub async fn drain(arguments: HostDrain, global: &Global, output: &Output) -> CommandResult {
@@ -51,20 +51,19 @@ pub async fn drain(arguments: HostDrain, global: &Global, output: &Output) -> Co
         };
     }
     if !output.json {
-        eprintln!(
-            "Ctrl-C stops watching, the work goes on; end it with 'godwit host undrain {host}'"
-        );
+        plain::tell(&format!(
+            "Ctrl-C stops watching; the moves continue. End them with 'godwit host undrain {host}'"
+        ));
     }
     let bars = Bars::new(output);
-    let ended = tokio::select! {
-        ended = follow(&client, host, &bars) => ended,
-        _ = tokio::signal::ctrl_c() => {
-            bars.clear();
-            return Err(detached(host, output));
-        }
-    };
-    bars.clear();
-    let view = ended?;
+    let left = (
+        serde_json::json!({ "detached": true, "host": host }),
+        format!(
+            "Detached: the host is still being emptied.\n  see how far it is:  godwit host drain {host} --status\n  end it:             godwit host undrain {host}"
+        ),
+    );
+    let ended = follow(&client, host, &bars);
+    let view = until_left(ended, || bars.clear(), output, left).await?;
     output.show(&view, |output, view| output.drain(view));
     judged(&view)
 }
@@ -91,72 +90,25 @@ fn judged(view: &DrainView) -> CommandResult {
     Ok(())
 }
 
-fn detached(host: &HostName, output: &Output) -> Failure {
-    if output.json {
-        output.json(&serde_json::json!({ "detached": true, "host": host }));
-    } else {
-        eprintln!(
-            "\nDetached: the host is emptied all the same.\n  see how far it is:  godwit host drain {host} --status\n  end it:             godwit host undrain {host}"
-        );
-    }
-    Failure::told(DETACHED)
-}
-
-/// Follows until nothing is left to move; a controller that restarts comes back.
+/// Follows until nothing is left to move.
 async fn follow(
     client: &ControllerClient,
     host: &HostName,
     bars: &Bars,
 ) -> Result<DrainView, Failure> {
-    let mut broken = 0;
-    loop {
-        match one_stream(client, host, bars).await {
-            Ok(Some(view)) => return Ok(view),
-            Ok(None) => {}
-            Err(ClientError::Refused(error)) => return Err(Failure::from(error)),
-            Err(error) if broken >= REOPEN_MAX => {
-                let message =
-                    format!("{error}; see how far it is with 'godwit host drain {host} --status'");
-                return Err(Failure::new(ErrorCode::HostUnreachable, message));
-            }
-            Err(_) => {}
-        }
-        broken += 1;
-        tokio::time::sleep(REOPEN_WAIT).await;
-    }
-}
-
-async fn one_stream(
-    client: &ControllerClient,
-    host: &HostName,
-    bars: &Bars,
-) -> Result<Option<DrainView>, ClientError> {
-    let mut events = client.drain_events(host).await?;
-    while let Some(event) = events.next(SILENCE).await? {
-        let Ok(view) = serde_json::from_str::<DrainView>(&event.data) else {
-            continue;
-        };
-        if view.state != DrainState::Draining {
-            return Ok(Some(view));
-        }
-        bars.show(&view);
-    }
-    Ok(None)
+    let open = async || client.drain_events(host).await;
+    let look = async || client.drain_view(host).await;
+    let again = format!("see how far it is with 'godwit host drain {host} --status'");
+    follow::events(open, look, |view| bars.show(view), &again).await
 }
 
 /// One bar for the whole and one for each VM on its way, on standard error and only on a terminal.
 struct Bars {
     all: MultiProgress,
     whole: ProgressBar,
+    /// Columns beside a bar.
+    room: usize,
     vms: std::cell::RefCell<BTreeMap<String, ProgressBar>>,
-}
-
-fn bar() -> ProgressBar {
-    let bar = ProgressBar::new(1000);
-    if let Ok(style) = ProgressStyle::with_template("{prefix:>16} [{bar:30}] {msg}") {
-        bar.set_style(style.progress_chars("=> "));
-    }
-    bar
 }
 
 impl Bars {
@@ -165,14 +117,20 @@ impl Bars {
         if output.json {
             all.set_draw_target(indicatif::ProgressDrawTarget::hidden());
         }
+        let (whole, room) = bar(PREFIX);
         Self {
-            whole: all.add(bar()),
+            whole: all.add(whole),
+            room,
             all,
             vms: Default::default(),
         }
     }
 
-    fn show(&self, view: &DrainView) {
+    /// Shows a drain that goes on; hands back one that is over.
+    fn show(&self, view: DrainView) -> Option<DrainView> {
+        if view.state != DrainState::Draining {
+            return Some(view);
+        }
         let done = view.vms.iter().map(|vm| match vm.step {
             DrainStep::Waiting => 0.0,
             DrainStep::Moving => vm.percent.unwrap_or(0.0) / 100.0,
@@ -181,7 +139,8 @@ impl Bars {
         let share = done.sum::<f64>() / view.vms.len().max(1) as f64;
         self.whole.set_prefix(view.host.to_string());
         self.whole.set_position(permille(100.0 * share));
-        self.whole.set_message(drain_line(view));
+        self.whole
+            .set_message(fitting(&drain_parts(&view), self.room));
         let mut bars = self.vms.borrow_mut();
         for vm in &view.vms {
             let name = vm.vm.to_string();
@@ -193,7 +152,7 @@ impl Bars {
             }
             let bar = bars
                 .entry(name.clone())
-                .or_insert_with(|| self.all.add(bar()));
+                .or_insert_with(|| self.all.add(bar(PREFIX).0));
             let percent = vm.percent.unwrap_or(0.0);
             bar.set_prefix(name);
             bar.set_position(permille(percent));
@@ -203,6 +162,7 @@ impl Bars {
                 .map_or(String::new(), |to| format!(" to {to}"));
             bar.set_message(format!("{percent:.0} %{to}"));
         }
+        None
     }
 
     fn clear(&self) {
@@ -211,10 +171,6 @@ impl Bars {
             bar.finish_and_clear();
         }
     }
-}
-
-fn permille(percent: f64) -> u64 {
-    (10.0 * percent.clamp(0.0, 100.0)) as u64
 }
 
 /// Shows what hosts are busy with, again and again.

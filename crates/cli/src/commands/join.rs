@@ -105,9 +105,12 @@ const OPTIONS: &str = "--name NAME --migration ADDRESS --port-group vm=BRIDGE";
 
 /// Shows how a host joins: the command, and what is that host's own in it.
 pub fn show_command(output: &Output, command: &str) {
-    output.line(format!("\n  {command} {OPTIONS}\n"));
-    output.line("NAME: the host's name, its host name when left out. ADDRESS: its address on the migration network, that which");
-    output.line("reaches the controller when left out. BRIDGE: the bridge that its guests' port group 'vm' stands for.");
+    output.verbatim(format!("\n  {command} {OPTIONS}\n"));
+    output.line("NAME: the host's name; the machine's own when left out.");
+    output.line("ADDRESS: its address on the migration network; the one that reaches the controller when left out.");
+    output.line(
+        "BRIDGE: the bridge that port group 'vm' of VM descriptions stands for on this host.",
+    );
 }
 
 /// Refuses an address that this machine does not have: nothing could listen there.

@@ -6,6 +6,7 @@ use crate::args::{Global, OperatorCommand};
 use crate::connect::controller;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
+use crate::plain;
 use crate::watch::failure;
 use godwit_rpc::pki::{PkiError, Request, now_unix_s};
 use godwit_rpc::{ControllerClient, Identity};
@@ -107,11 +108,11 @@ pub async fn renew_if_due(global: &Global) {
         Err(error) => Err(error),
     };
     if let (Err(failure), CertificateStage::NearEnd) = (renewed, stage) {
-        eprintln!(
+        plain::tell(&format!(
             "warning: the operator certificate in {} {} and cannot be renewed: {}",
             dir.display(),
             dates.left(now),
             failure.error.message
-        );
+        ));
     }
 }

@@ -1,10 +1,11 @@
-//! Manual pages and completions, both made from the command tree.
+//! Manual pages and completions: made from the command tree, those of files from `docs/configuration.md`.
 //!
 //! Owns nothing. Refuses: to make the directory's parents.
 
 use crate::args::Cli;
 use crate::complete;
 use crate::exit::{CommandResult, Failure};
+use crate::file_pages;
 use crate::output::Output;
 use clap::{Command, CommandFactory};
 use godwit_types::ErrorCode;
@@ -20,7 +21,7 @@ pub fn completion(shell: clap_complete::Shell) -> CommandResult {
     Ok(())
 }
 
-/// Writes a page per command.
+/// Writes a page per command (section 1) and per file (section 5).
 pub fn man(dir: &Path, output: &Output) -> CommandResult {
     let written = write_all(dir).map_err(|error| {
         let message = format!(
@@ -41,6 +42,10 @@ fn write_all(dir: &Path) -> std::io::Result<usize> {
     root.build();
     let mut written = 0;
     write_page(&root, "godwit", dir, &mut written)?;
+    for (name, text) in file_pages::all() {
+        std::fs::write(dir.join(format!("{name}.5")), text)?;
+        written += 1;
+    }
     Ok(written)
 }
 

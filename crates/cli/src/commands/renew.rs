@@ -58,7 +58,7 @@ pub async fn run(arguments: HostRenew, output: &Output) -> CommandResult {
     }
     identity.save(&dir).map_err(wrong)?;
     let message = format!(
-        "host '{}' goes on with a new certificate; its agent takes it within ten minutes, or at once when it is restarted; its VMs run on",
+        "host '{}' has a new certificate; its agent takes it within ten minutes, or at once when it is restarted; its VMs keep running",
         config.name
     );
     output.show(&Done { message }, |output, done| output.line(&done.message));

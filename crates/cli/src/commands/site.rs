@@ -13,7 +13,7 @@ use godwit_types::control_api::{HostState, VmView};
 use godwit_types::site::{Alarm, SiteView};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, HostName, VmName};
-use std::io::{BufRead as _, IsTerminal as _, Write as _};
+use std::io::{BufRead as _, IsTerminal as _};
 
 /// Carries a command out.
 pub async fn run(command: SiteCommand, global: &Global, output: &Output) -> CommandResult {
@@ -158,13 +158,12 @@ fn must_agree(question: &str, yes: bool) -> CommandResult {
     if !std::io::stdin().is_terminal() {
         return refused(&format!("{question} Say so with --yes"));
     }
-    eprint!("{question} Type 'yes': ");
-    let _ = std::io::stderr().flush();
+    plain::ask(&format!("{question} Type 'yes':"));
     let mut answer = String::new();
     let read = std::io::stdin().lock().read_line(&mut answer);
     match read.is_ok() && answer.trim() == "yes" {
         true => Ok(()),
-        false => refused("nothing is changed"),
+        false => refused("nothing was changed"),
     }
 }
 

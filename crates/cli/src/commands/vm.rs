@@ -11,7 +11,7 @@ use crate::plain;
 use crate::wait::{of_vm, saying};
 use crate::watch::{failure, watch};
 use godwit_rpc::controller_client::MigrateAnswer;
-use godwit_rpc::{AgentClient, ClientError};
+use godwit_rpc::{AgentClient, ClientError, ControllerClient};
 use godwit_types::control_api::{
     Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
 };
@@ -37,32 +37,27 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
         VmCommand::List => list(global, output).await,
         VmCommand::Show { vm } => show(&vm, global, output).await,
         VmCommand::Start { vm, on } => {
-            let client = controller(global)?;
             let request = StartRequest { on };
-            let done = saying(of_vm(&client, &vm), client.start(&vm, &request)).await;
-            told(done, output)
+            let start = async |client: &ControllerClient| client.start(&vm, &request).await;
+            order(&vm, start, global, output).await
         }
         VmCommand::Stop { vm, force, host } => told(stop(&vm, force, host, global).await?, output),
         VmCommand::Reset { vm } => {
-            let client = controller(global)?;
-            told(saying(of_vm(&client, &vm), client.reset(&vm)).await, output)
+            let reset = async |client: &ControllerClient| client.reset(&vm).await;
+            order(&vm, reset, global, output).await
         }
         VmCommand::Renew { vm, host, .. } => renew(vm, host, global, output).await,
         VmCommand::Pause { vm } => {
-            let client = controller(global)?;
-            told(saying(of_vm(&client, &vm), client.pause(&vm)).await, output)
+            let pause = async |client: &ControllerClient| client.pause(&vm).await;
+            order(&vm, pause, global, output).await
         }
         VmCommand::Resume { vm } => {
-            let client = controller(global)?;
-            told(
-                saying(of_vm(&client, &vm), client.resume(&vm)).await,
-                output,
-            )
+            let resume = async |client: &ControllerClient| client.resume(&vm).await;
+            order(&vm, resume, global, output).await
         }
         VmCommand::Delete { vm } => {
-            let client = controller(global)?;
-            let done = saying(of_vm(&client, &vm), client.delete_vm(&vm)).await;
-            told(done, output)
+            let delete = async |client: &ControllerClient| client.delete_vm(&vm).await;
+            order(&vm, delete, global, output).await
         }
         VmCommand::ForgetRecord { vm, yes } => site::forget_record(&vm, yes, global, output).await,
         VmCommand::Resolve {
@@ -71,11 +66,8 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             ..
         } => {
             let request = KeepRequest { host };
-            let client = controller(global)?;
-            told(
-                saying(of_vm(&client, &vm), client.keep(&vm, &request)).await,
-                output,
-            )
+            let keep = async |client: &ControllerClient| client.keep(&vm, &request).await;
+            order(&vm, keep, global, output).await
         }
         VmCommand::Resolve {
             vm,
@@ -95,21 +87,39 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             told(resolve(&vm, &request, global).await?, output)
         }
         VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
-        VmCommand::Console { vm, host } => {
-            let text = match (reader(global).await?, host) {
-                (Reader::Controller(client), Some(host)) => client.console_at(&vm, &host).await,
-                (Reader::Controller(client), None) => client.console(&vm).await,
-                (Reader::Agent(client), host) => {
-                    must_be(&client, host.as_ref()).await?;
-                    client.console(&vm).await
-                }
-            };
-            output.show(&text.map_err(failure)?, |output, console| {
-                output.line(&console.text)
-            });
-            Ok(())
-        }
+        VmCommand::Console { vm, host } => console(&vm, host.as_ref(), global, output).await,
     }
+}
+
+/// Has the controller carry out one command about a VM, and says what became of it.
+async fn order(
+    vm: &VmName,
+    ordered: impl AsyncFnOnce(&ControllerClient) -> Result<Done, ClientError>,
+    global: &Global,
+    output: &Output,
+) -> CommandResult {
+    let client = controller(global)?;
+    told(saying(of_vm(&client, vm), ordered(&client)).await, output)
+}
+
+async fn console(
+    vm: &VmName,
+    host: Option<&HostName>,
+    global: &Global,
+    output: &Output,
+) -> CommandResult {
+    let text = match (reader(global).await?, host) {
+        (Reader::Controller(client), Some(host)) => client.console_at(vm, host).await,
+        (Reader::Controller(client), None) => client.console(vm).await,
+        (Reader::Agent(client), host) => {
+            must_be(&client, host).await?;
+            client.console(vm).await
+        }
+    };
+    output.show(&text.map_err(failure)?, |output, console| {
+        output.verbatim(&console.text)
+    });
+    Ok(())
 }
 
 /// By the controller, or by this host's own agent while no controller answers.
@@ -150,7 +160,7 @@ async fn renew_all(host: Option<&HostName>, global: &Global, output: &Output) ->
         }
     };
     if vms.is_empty() {
-        output.line("No VM is on there.");
+        output.line("No VM is running there.");
     }
     let mut last = Ok(());
     for vm in vms {
@@ -319,7 +329,9 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
                 .map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()))?;
             if !output.json {
                 begun.warnings.iter().for_each(|text| warn(text));
-                eprintln!("migration {id}: Ctrl-C stops watching, the migration goes on");
+                plain::tell(&format!(
+                    "migration {id}: Ctrl-C stops watching; the migration continues"
+                ));
             }
             watch(&Reader::Controller(client), &id, output).await
         }

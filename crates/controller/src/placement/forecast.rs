@@ -17,13 +17,12 @@ use godwit_types::load::HostLoad;
 use godwit_types::migration::{
     CannotKeep, Cipher, LimitedBy, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport,
 };
-use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, PAGE_BYTES, VmName};
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 /// Passes over fewer pages say more about their round trips than about the link.
 const PAGES_MEASURABLE: u64 = 4096;
-const PAGE_BYTES: f64 = 4096.0;
 /// Newest migrations that tell a link's speed.
 const HISTORY: usize = 5;
 /// Share of the drivers' speed that page data gets at most.
@@ -197,7 +196,7 @@ fn achieved(reports: &[MigrationReport], cipher: Cipher) -> Option<(f64, usize)>
             (pages, seconds + pass.seconds)
         });
         let usable = seconds > 0.0 && f64::is_finite(seconds);
-        usable.then(|| pages as f64 * PAGE_BYTES / seconds)
+        usable.then(|| pages as f64 * PAGE_BYTES as f64 / seconds)
     };
     let same = reports.iter().filter(|report| report.encryption == cipher);
     let mut speeds: Vec<f64> = same.filter_map(speed).take(HISTORY).collect();
@@ -384,7 +383,7 @@ mod tests {
             pages_sent,
             zero_pages: 0,
             bytes: 0,
-            seconds: pages_sent as f64 * PAGE_BYTES / gb_per_s / 1e9,
+            seconds: pages_sent as f64 * PAGE_BYTES as f64 / gb_per_s / 1e9,
             limited_by,
         };
         report.iterations = vec![pass(pages_sent, limited_by), pass(10, LimitedBy::Link)];

@@ -111,7 +111,7 @@ impl State {
                 .damaged_at(name)
                 .map(|(host, sentence)| format!("host {host} says: {sentence}")),
             VmState::HandingOver => Some(format!(
-                "it is being handed over, host {} takes part; nobody has said yet that it runs it",
+                "it is being handed over and host {} takes part; no host has said yet that the VM runs there",
                 place.host
             )),
             _ => place.vm.as_ref().and_then(|vm| vm.note.clone()),
@@ -149,7 +149,7 @@ impl State {
     fn twice_note(&self, name: &VmName, twice: &Twice, now_unix_s: i64) -> String {
         let paused: Vec<&str> = twice.to_pause().map(HostName::as_str).collect();
         format!(
-            "hosts {} hold it; if it runs on {}, it is paused there, with its memory. Look at each copy with 'godwit vm console {name} --host HOST', then decide which one goes on; every other one is ended, with its memory: godwit vm resolve {name} --keep HOST",
+            "hosts {} hold it; if it runs on {}, it is paused there, with its memory. Look at each copy with 'godwit vm console {name} --host HOST', then decide which one to keep; every other one is ended, with its memory: godwit vm resolve {name} --keep HOST",
             self.copies(name, twice, now_unix_s),
             paused.join(" and ")
         )

@@ -51,9 +51,7 @@ async fn a_host_that_was_removed_and_runs_its_vm_on_is_an_alarm() {
     // It was never off: it is heard, and its guest runs.
     a.heal().await;
     let alarm = a_runs_web_though_removed();
-    house
-        .until(async |house: &House| has_alarm(house, &alarm).await)
-        .await;
+    house.until_alarm(&alarm).await;
     let sentence = said(&house).await;
     for command in ["godwit host fenced a", "--force --host a"] {
         assert!(sentence.contains(command), "{sentence}");
@@ -65,9 +63,7 @@ async fn a_host_that_was_removed_and_runs_its_vm_on_is_an_alarm() {
     // Also for the next life of the controller, and when it falls silent again.
     house.stop().await;
     house.start().await;
-    house
-        .until(async |house: &House| has_alarm(house, &alarm).await)
-        .await;
+    house.until_alarm(&alarm).await;
     a.cut().await;
     let client = house.client();
     assert!(has_alarm(&house, &alarm).await);
@@ -88,9 +84,7 @@ async fn an_alarm_about_a_removed_host_is_not_about_the_one_that_joins_under_its
     house.client().remove_host(&host("a"), true).await.unwrap();
     a.heal().await;
     let alarm = a_runs_web_though_removed();
-    house
-        .until(async |house: &House| has_alarm(house, &alarm).await)
-        .await;
+    house.until_alarm(&alarm).await;
     let _joined = house.host("a").await;
     assert!(!has_alarm(&house, &alarm).await);
 }
@@ -109,9 +103,7 @@ async fn a_guest_of_a_vm_that_was_deleted_is_an_alarm() {
         host: host("a"),
         vms: vec![vm("web")],
     };
-    house
-        .until(async |house: &House| has_alarm(house, &alarm).await)
-        .await;
+    house.until_alarm(&alarm).await;
     let sentence = said(&house).await;
     assert!(sentence.contains("--force --host a"), "{sentence}");
     a.script().vms.clear();
@@ -219,9 +211,7 @@ async fn a_host_whose_certificate_is_not_valid_now_is_said_to_be_so() {
         house.until_host("a", HostState::Unreachable).await;
         a.identity = authority.identity(&role, then).unwrap();
         a.heal().await;
-        house
-            .until(async |house: &House| has_alarm(house, &alarm).await)
-            .await;
+        house.until_alarm(&alarm).await;
         a.cut().await;
         a.identity = good.clone();
         a.heal().await;
@@ -266,16 +256,12 @@ async fn hosts_that_a_table_invents_are_named_and_come_to_no_inventory() {
         waits_for: vec![host("x")],
         said_by: vec![host("a")],
     };
-    house
-        .until(async |house: &House| has_alarm(house, &alarm).await)
-        .await;
+    house.until_alarm(&alarm).await;
     let sentence = said(&house).await;
     assert!(sentence.contains("x (named by a)"), "{sentence}");
     assert_eq!(house.client().hosts().await.unwrap().len(), 1);
     house.client().fenced(&host("x")).await.unwrap();
-    house
-        .until(async |house: &House| house.client().site().await.unwrap().in_charge)
-        .await;
+    house.until_in_charge().await;
     assert_eq!(house.client().hosts().await.unwrap().len(), 1);
 }
 

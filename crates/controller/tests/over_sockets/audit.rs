@@ -1,10 +1,9 @@
 //! The audit log over real sockets: who asked for what, what came of it, and what it does not tell.
 
-use crate::scripted::{House, code, spec, vm};
+use crate::scripted::{House, refused, spec, vm};
 use godwit_rpc::controller_client::path;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role};
-use godwit_types::ErrorCode;
 use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
 use godwit_types::control_api::StartRequest;
 use serde_json::{Value, json};
@@ -30,7 +29,7 @@ async fn who_created_started_and_deleted_a_vm_is_in_the_log_with_what_was_refuse
     let request = StartRequest::default();
     client.start(&vm("web"), &request).await.unwrap();
     let refused = client.delete_vm(&vm("web")).await;
-    assert_eq!(code(refused), ErrorCode::WrongState);
+    refused!(refused, WrongState);
     client.vms().await.unwrap();
     let entries = log(&house, Some("web")).await;
     let told: Vec<_> = entries
@@ -86,6 +85,6 @@ async fn a_stranger_who_is_turned_away_writes_nothing_into_the_log() {
     let answer: Result<Value, ClientError> = stranger
         .post(path::VMS, &json!({ "name": "web" }), DEADLINE)
         .await;
-    assert_eq!(code(answer), ErrorCode::NotAllowed);
+    refused!(answer, NotAllowed);
     assert_eq!(log(&house, None).await, before);
 }

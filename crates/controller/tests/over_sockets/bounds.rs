@@ -23,9 +23,7 @@ fn many(agent: &Agent, count: usize, change: impl Fn(&mut HostVm)) {
 
 async fn until_refused(house: &House, name: &str) -> String {
     let alarm = Alarm::AnswerNotTaken { host: host(name) };
-    house
-        .until(async |house: &House| house.client().site().await.unwrap().alarms.contains(&alarm))
-        .await;
+    house.until_alarm(&alarm).await;
     house.client().site().await.unwrap().sentences.join(" ")
 }
 
@@ -64,9 +62,7 @@ async fn a_host_that_says_too_much_is_named_and_nothing_of_it_is_taken() {
     assert_eq!(house.vm("web").await.state, VmState::Running);
     assert_eq!(house.client().vms().await.unwrap().len(), 1);
     a.script().vms.clear();
-    house
-        .until(async |house: &House| house.client().site().await.unwrap().alarms.is_empty())
-        .await;
+    house.until_no_alarm().await;
 }
 
 #[tokio::test]
@@ -77,9 +73,7 @@ async fn a_host_with_more_vms_than_an_agent_keeps_or_one_that_none_describes_is_
     let said = until_refused(&house, "a").await;
     assert!(said.contains("vcpus = 100000"), "{said}");
     a.script().vms.clear();
-    house
-        .until(async |house: &House| house.client().site().await.unwrap().alarms.is_empty())
-        .await;
+    house.until_no_alarm().await;
     many(&a, VMS_MAX, |_| {});
     let said = until_refused(&house, "a").await;
     assert!(said.contains(&VMS_MAX.to_string()), "{said}");

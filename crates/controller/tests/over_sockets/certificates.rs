@@ -1,6 +1,6 @@
 //! Certificates over real sockets: renewed, given anew after their end, and given back.
 
-use crate::scripted::{Agent, DEADLINE, House, code, host, vm};
+use crate::scripted::{Agent, DEADLINE, House, code, host, refused, vm};
 use godwit_rpc::controller_client::path;
 use godwit_rpc::pki::{Request, now_unix_s};
 use godwit_rpc::{Authority, Client, ClientError, ControllerClient, Identity, Role};
@@ -174,7 +174,7 @@ async fn operators_are_made_where_the_controller_is_and_renew_from_afar() {
     };
     let admin = Identity::load(&house.made.operator_dir).unwrap();
     let error = client(&house, &admin).add_operator(&request).await;
-    assert_eq!(code(error), ErrorCode::NotAllowed);
+    refused!(error, NotAllowed);
     let answer = house.client().add_operator(&request).await.unwrap();
     let eve = key
         .into_identity(answer.certificate_pem, answer.ca_pem)
@@ -252,5 +252,5 @@ async fn an_address_that_tries_tokens_is_slowed_and_people_here_are_not() {
     assert!(slowed);
     let local = Client::unix(&house.config.socket);
     let asked = local.post::<_, Value>(path::JOIN, &request, DEADLINE).await;
-    assert_eq!(code(asked), ErrorCode::BadToken);
+    refused!(asked, BadToken);
 }

@@ -1,8 +1,10 @@
 //! Emptying a host over real sockets: everything leaves in order, restarts in the middle, and what stays is told why.
 
-use crate::scripted::{Agent, DEADLINE, House, code, hand_over, host, spec, to, vm};
+use crate::scripted::{
+    ANYWHERE, Agent, DEADLINE, DRAIN, FORCED, House, hand_over, host, refused, spec, to, vm,
+};
 use godwit_rpc::controller_client::MigrateAnswer;
-use godwit_types::control_api::{CancelRequest, HostState, StartRequest, StopRequest};
+use godwit_types::control_api::{CancelRequest, HostState, StartRequest};
 use godwit_types::drain::{DrainRequest, DrainState, DrainStep, DrainView, DrainVm};
 use godwit_types::forecast::{DirtyAge, DirtyRate, LinkMeasured};
 use godwit_types::migration::{MigrateRequest, Outcome};
@@ -95,10 +97,10 @@ async fn everything_leaves_and_the_host_takes_no_vms_until_that_is_ended() {
     b.script().link = Some(gigabit());
     let client = house.client();
     client.create_vm(&spec("off")).await.unwrap();
-    let begun = client.drain(&host("b"), &DrainRequest::default()).await;
+    let begun = client.drain(&host("b"), &DRAIN).await;
     assert_eq!(begun.unwrap().state, DrainState::Draining);
-    let again = client.drain(&host("b"), &DrainRequest::default()).await;
-    assert_eq!(code(again), ErrorCode::WrongState);
+    let again = client.drain(&host("b"), &DRAIN).await;
+    refused!(again, WrongState);
     let done = until_done(&house, &b, &a).await;
     for name in ["one", "two", "three"] {
         let moved = one(&done, name);
@@ -118,25 +120,13 @@ async fn everything_leaves_and_the_host_takes_no_vms_until_that_is_ended() {
     let on_b = StartRequest {
         on: Some(host("b")),
     };
-    assert_eq!(
-        code(client.start(&vm("off"), &on_b).await),
-        ErrorCode::WrongState
-    );
-    client
-        .start(&vm("off"), &StartRequest::default())
-        .await
-        .unwrap();
+    refused!(client.start(&vm("off"), &on_b).await, WrongState);
+    client.start(&vm("off"), &ANYWHERE).await.unwrap();
     assert_eq!(house.vm("off").await.host, Some(host("a")));
     client.undrain(&host("b")).await.unwrap();
     assert!(!client.host(&host("b")).await.unwrap().draining);
-    assert_eq!(
-        code(client.drain_view(&host("b")).await),
-        ErrorCode::NotDraining
-    );
-    assert_eq!(
-        code(client.undrain(&host("b")).await),
-        ErrorCode::NotDraining
-    );
+    refused!(client.drain_view(&host("b")).await, NotDraining);
+    refused!(client.undrain(&host("b")).await, NotDraining);
 }
 
 #[tokio::test]
@@ -217,10 +207,7 @@ async fn what_cannot_move_is_told_why_and_runs_on() {
         )
         .await
         .unwrap();
-    client
-        .drain(&host("b"), &DrainRequest::default())
-        .await
-        .unwrap();
+    client.drain(&host("b"), &DRAIN).await.unwrap();
     let done = until_done(&house, &b, &a).await;
     assert_eq!(planned.state, DrainState::Planned);
     assert_eq!(one(&planned, "free").step, DrainStep::Waiting);
@@ -253,10 +240,7 @@ async fn a_dry_run_moves_nothing_and_lists_every_refusal() {
     assert_eq!(web.step, DrainStep::CannotMove);
     let texts: Vec<&str> = web.reasons.iter().map(|r| r.message.as_str()).collect();
     assert_eq!(texts, ["the clocks differ", "no port is free"]);
-    assert_eq!(
-        code(house.client().drain_view(&host("b")).await),
-        ErrorCode::NotDraining
-    );
+    refused!(house.client().drain_view(&host("b")).await, NotDraining);
     assert!(!house.client().host(&host("b")).await.unwrap().draining);
     assert_eq!(b.calls("migrate"), 0);
 }
@@ -264,11 +248,7 @@ async fn a_dry_run_moves_nothing_and_lists_every_refusal() {
 #[tokio::test]
 async fn a_vm_whose_moves_fail_is_tried_three_times_and_left() {
     let (house, a, b) = house(&["web"]).await;
-    house
-        .client()
-        .drain(&host("b"), &DrainRequest::default())
-        .await
-        .unwrap();
+    house.client().drain(&host("b"), &DRAIN).await.unwrap();
     house
         .until(async |house: &House| {
             for (id, _) in under_way(&b) {
@@ -292,10 +272,7 @@ async fn a_vm_whose_moves_fail_is_tried_three_times_and_left() {
 async fn a_move_that_somebody_cancels_is_not_tried_again() {
     let (house, _a, b) = house(&["web"]).await;
     let client = house.client();
-    client
-        .drain(&host("b"), &DrainRequest::default())
-        .await
-        .unwrap();
+    client.drain(&host("b"), &DRAIN).await.unwrap();
     until_under_way(&b).await;
     let (id, _) = under_way(&b).remove(0);
     house
@@ -367,7 +344,7 @@ async fn two_requests_at_once_begin_one_drain() {
     let answers = [answers.0, answers.1];
     assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), 1);
     for refused in answers.into_iter().filter(|answer| answer.is_err()) {
-        assert_eq!(code(refused), ErrorCode::WrongState);
+        refused!(refused, WrongState);
     }
     until_done(&house, &b, &a).await;
     assert_eq!(b.calls("migrate"), 1);
@@ -378,10 +355,7 @@ async fn a_move_that_is_just_beginning_when_the_drain_is_ended_goes_on() {
     let (house, a, b) = house(&["web"]).await;
     let client = house.client();
     let go_on = a.hold("prepare");
-    client
-        .drain(&host("b"), &DrainRequest::default())
-        .await
-        .unwrap();
+    client.drain(&host("b"), &DRAIN).await.unwrap();
     a.until_called("prepare").await;
     let mut events = client.drain_events(&host("b")).await.unwrap();
     client.undrain(&host("b")).await.unwrap();
@@ -408,10 +382,7 @@ async fn a_drain_that_is_ended_while_it_measures_begins_no_move() {
     b.script().link = Some(gigabit());
     let client = house.client();
     let go_on = b.hold("measure");
-    client
-        .drain(&host("b"), &DrainRequest::default())
-        .await
-        .unwrap();
+    client.drain(&host("b"), &DRAIN).await.unwrap();
     b.until_called("measure").await;
     client.undrain(&host("b")).await.unwrap();
     go_on.send_replace(true);
@@ -425,10 +396,7 @@ async fn a_drain_that_is_ended_while_it_measures_begins_no_move() {
         assert!(matches!(answer, MigrateAnswer::Checked(_)));
     }
     assert_eq!((a.calls("prepare"), b.calls("migrate")), (0, 0));
-    assert_eq!(
-        code(client.drain_view(&host("b")).await),
-        ErrorCode::NotDraining
-    );
+    refused!(client.drain_view(&host("b")).await, NotDraining);
 }
 
 #[tokio::test]
@@ -441,10 +409,7 @@ async fn a_destination_that_is_lost_for_a_moment_is_waited_for() {
     a.cut().await;
     house.until(lost).await;
     let client = house.client();
-    client
-        .drain(&host("b"), &DrainRequest::default())
-        .await
-        .unwrap();
+    client.drain(&host("b"), &DRAIN).await.unwrap();
     // It looks at once, and at each change of the inventory.
     client.create_vm(&spec("off")).await.unwrap();
     assert_eq!(one(&view(&house).await, "web").step, DrainStep::Waiting);
@@ -460,26 +425,17 @@ async fn bad_requests_are_refused() {
     let (house, _a, _b) = house(&[]).await;
     let client = house.client();
     let none = DrainRequest::default();
-    assert_eq!(
-        code(client.drain(&host("x"), &none).await),
-        ErrorCode::UnknownHost
-    );
+    refused!(client.drain(&host("x"), &none).await, UnknownHost);
     let zero = DrainRequest {
         at_once: Some(0),
         ..DrainRequest::default()
     };
-    assert_eq!(
-        code(client.drain(&host("b"), &zero).await),
-        ErrorCode::InvalidRequest
-    );
+    refused!(client.drain(&host("b"), &zero).await, InvalidRequest);
     let itself = DrainRequest {
         to: vec![host("b")],
         ..DrainRequest::default()
     };
-    assert_eq!(
-        code(client.drain(&host("b"), &itself).await),
-        ErrorCode::InvalidRequest
-    );
+    refused!(client.drain(&host("b"), &itself).await, InvalidRequest);
     // An empty host is done at once.
     client.drain(&host("b"), &none).await.unwrap();
     house
@@ -496,10 +452,7 @@ async fn bad_requests_are_refused() {
         .await;
     let view = client.drain_view(&host("a")).await.unwrap();
     assert_eq!(view.staying().count(), 1);
-    client
-        .stop(&vm("web"), &StopRequest { force: true })
-        .await
-        .unwrap();
-    let start = client.start(&vm("web"), &StartRequest::default()).await;
-    assert_eq!(code(start), ErrorCode::WrongState);
+    client.stop(&vm("web"), &FORCED).await.unwrap();
+    let start = client.start(&vm("web"), &ANYWHERE).await;
+    refused!(start, WrongState);
 }

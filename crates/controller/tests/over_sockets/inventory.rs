@@ -2,7 +2,9 @@
 
 mod hosts;
 
-use crate::scripted::{Agent, DEADLINE, House, code, host, spec, to, vm};
+use crate::scripted::{
+    ANYWHERE, Agent, DEADLINE, FORCED, House, STOP, host, refused, spec, to, vm,
+};
 use futures_util::future::join_all;
 use godwit_controller::{Controller, openapi};
 use godwit_rpc::controller_client::{MigrateAnswer, RULES, path};
@@ -24,10 +26,7 @@ async fn a_vm_is_described_started_and_deleted() {
         (view.state, view.host, view.generation),
         (VmState::Stopped, None, Generation(0))
     );
-    client
-        .start(&vm("web"), &StartRequest::default())
-        .await
-        .unwrap();
+    client.start(&vm("web"), &ANYWHERE).await.unwrap();
     let view = house.vm("web").await;
     assert_eq!(
         (view.state, view.host, view.generation),
@@ -39,26 +38,17 @@ async fn a_vm_is_described_started_and_deleted() {
         ("qemu64", "pc-q35-7.2")
     );
     assert_eq!(client.console(&vm("web")).await.unwrap().text, "login:");
-    assert_eq!(
-        code(client.delete_vm(&vm("web")).await),
-        ErrorCode::WrongState
-    );
-    assert_eq!(
-        code(client.edit_vm(&spec("web")).await),
-        ErrorCode::WrongState
-    );
+    refused!(client.delete_vm(&vm("web")).await, WrongState);
+    refused!(client.edit_vm(&spec("web")).await, WrongState);
     client.pause(&vm("web")).await.unwrap();
     assert_eq!(house.vm("web").await.state, VmState::Paused);
     client.resume(&vm("web")).await.unwrap();
     client.reset(&vm("web")).await.unwrap();
-    client
-        .stop(&vm("web"), &StopRequest { force: true })
-        .await
-        .unwrap();
-    assert_eq!(code(client.reset(&vm("web")).await), ErrorCode::WrongState);
+    client.stop(&vm("web"), &FORCED).await.unwrap();
+    refused!(client.reset(&vm("web")).await, WrongState);
     client.delete_vm(&vm("web")).await.unwrap();
     assert!(a.script().vms.is_empty());
-    assert_eq!(code(client.vm(&vm("web")).await), ErrorCode::UnknownVm);
+    refused!(client.vm(&vm("web")).await, UnknownVm);
     // A name that is used again goes on above every generation it ever had.
     house.running("web", "a").await;
     assert!(house.vm("web").await.generation > first);
@@ -110,27 +100,15 @@ async fn each_bad_input_gets_one_sentence_and_leaves_nothing() {
     }
     assert!(client.vms().await.unwrap().is_empty());
     client.create_vm(&spec("web")).await.unwrap();
-    assert_eq!(
-        code(client.create_vm(&spec("web")).await),
-        ErrorCode::AlreadyExists
-    );
+    refused!(client.create_vm(&spec("web")).await, AlreadyExists);
     let result: Result<Value, ClientError> = raw.put("/v1/vms/other", &good, DEADLINE).await;
-    assert_eq!(code(result), ErrorCode::InvalidRequest);
-    assert_eq!(
-        code(client.edit_vm(&spec("other")).await),
-        ErrorCode::UnknownVm
-    );
-    assert_eq!(
-        code(client.start(&vm("other"), &StartRequest::default()).await),
-        ErrorCode::UnknownVm
-    );
+    refused!(result, InvalidRequest);
+    refused!(client.edit_vm(&spec("other")).await, UnknownVm);
+    refused!(client.start(&vm("other"), &ANYWHERE).await, UnknownVm);
     let nowhere = StartRequest {
         on: Some(host("b")),
     };
-    assert_eq!(
-        code(client.start(&vm("web"), &nowhere).await),
-        ErrorCode::UnknownHost
-    );
+    refused!(client.start(&vm("web"), &nowhere).await, UnknownHost);
     assert_eq!(a.calls("put"), 0);
 }
 
@@ -161,7 +139,7 @@ async fn a_mac_is_given_to_one_vm_only_and_written_down() {
         assert!(error.to_string().contains("taken by VM web"), "{error}");
     }
     let signed = client.create_vm(&with("third", "+2:54:00:00:00:01")).await;
-    assert_eq!(code(signed), ErrorCode::InvalidVm);
+    refused!(signed, InvalidVm);
     client.delete_vm(&vm("db")).await.unwrap();
     house.stop().await;
     house.start().await;
@@ -193,10 +171,7 @@ async fn a_start_that_cannot_be_leaves_nothing_behind() {
         let mut wish = spec("web");
         change(&mut wish);
         client.create_vm(&wish).await.unwrap();
-        let error = client
-            .start(&vm("web"), &StartRequest::default())
-            .await
-            .unwrap_err();
+        let error = client.start(&vm("web"), &ANYWHERE).await.unwrap_err();
         client.delete_vm(&vm("web")).await.unwrap();
         error.code()
     };
@@ -246,7 +221,7 @@ async fn memory_given_back_since_the_last_look_is_not_refused() {
         .await;
     let client = house.client();
     client.create_vm(&spec("web")).await.unwrap();
-    let start = async || client.start(&vm("web"), &StartRequest::default()).await;
+    let start = async || client.start(&vm("web"), &ANYWHERE).await;
     let error = start().await.unwrap_err();
     assert!(error.to_string().contains("MiB of memory free"), "{error}");
     free(&b, 4096);
@@ -257,11 +232,7 @@ async fn memory_given_back_since_the_last_look_is_not_refused() {
         ..to("b")
     };
     free(&b, 1);
-    house
-        .client()
-        .stop(&vm("web"), &StopRequest::default())
-        .await
-        .unwrap();
+    house.client().stop(&vm("web"), &STOP).await.unwrap();
     let refusals = async || match house.client().migrate(&vm("moving"), &dry).await.unwrap() {
         MigrateAnswer::Checked(report) => report.refusals,
         MigrateAnswer::Begun(_) => panic!("a dry run began"),
@@ -297,7 +268,7 @@ async fn a_stop_on_a_host_that_loses_its_power_is_answered_once_the_host_is_miss
     );
     assert!(began.elapsed() < std::time::Duration::from_secs(50));
     // What comes next for the VM does not wait behind it.
-    let next = client.stop(&vm("web"), &StopRequest { force: true }).await;
+    let next = client.stop(&vm("web"), &FORCED).await;
     assert!(next.unwrap_err().to_string().contains("does not answer"));
 }
 
@@ -306,10 +277,7 @@ async fn a_stopped_vm_leaves_its_host_before_another_gets_it() {
     let house = House::new().await;
     let (a, mut b, client) = (house.host("a").await, house.host("b").await, house.client());
     house.running("web", "a").await;
-    client
-        .stop(&vm("web"), &StopRequest::default())
-        .await
-        .unwrap();
+    client.stop(&vm("web"), &STOP).await.unwrap();
     let on_b = StartRequest {
         on: Some(host("b")),
     };
@@ -322,27 +290,15 @@ async fn a_stopped_vm_leaves_its_host_before_another_gets_it() {
     );
     assert!(b.generation("web") > a.generation("web"));
     // While its host does not answer nobody else gets it.
-    client
-        .stop(&vm("web"), &StopRequest::default())
-        .await
-        .unwrap();
+    client.stop(&vm("web"), &STOP).await.unwrap();
     b.cut().await;
     house.until_vm("web", VmState::Unreachable, "b").await;
     let on_a = StartRequest {
         on: Some(host("a")),
     };
-    assert_eq!(
-        code(client.start(&vm("web"), &on_a).await),
-        ErrorCode::HostUnreachable
-    );
-    assert_eq!(
-        code(client.delete_vm(&vm("web")).await),
-        ErrorCode::HostUnreachable
-    );
-    assert_eq!(
-        code(client.remove_host(&host("b"), false).await),
-        ErrorCode::HostUnreachable
-    );
+    refused!(client.start(&vm("web"), &on_a).await, HostUnreachable);
+    refused!(client.delete_vm(&vm("web")).await, HostUnreachable);
+    refused!(client.remove_host(&host("b"), false).await, HostUnreachable);
     // Its operator says that it is gone for good: what it may have done stays below.
     client.remove_host(&host("b"), true).await.unwrap();
     client.start(&vm("web"), &on_a).await.unwrap();
@@ -393,7 +349,7 @@ async fn a_vm_with_a_writable_disk_starts_elsewhere_only_if_the_disk_is_shared()
         on: Some(host(name)),
     };
     let stop = async || {
-        let stopped = client.stop(&vm("web"), &StopRequest::default()).await;
+        let stopped = client.stop(&vm("web"), &STOP).await;
         stopped.unwrap();
     };
     client.create_vm(&wish).await.unwrap();
@@ -467,14 +423,8 @@ async fn required_encryption_is_placed_where_it_can_be_kept() {
     let on_a = StartRequest {
         on: Some(host("a")),
     };
-    assert_eq!(
-        code(client.start(&vm("web"), &on_a).await),
-        ErrorCode::Encryption
-    );
-    client
-        .start(&vm("web"), &StartRequest::default())
-        .await
-        .unwrap();
+    refused!(client.start(&vm("web"), &on_a).await, Encryption);
+    client.start(&vm("web"), &ANYWHERE).await.unwrap();
     assert_eq!(house.vm("web").await.host, Some(host("b")));
 }
 

@@ -1,11 +1,15 @@
 //! Migrations over real sockets: refusals, beginning exactly once, following to the end, restarts in the middle.
 
-use crate::scripted::{Agent, DEADLINE, House, code, hand_over, host, spec, to, vm};
+use crate::scripted::{
+    Agent, DEADLINE, FORCED, House, STOP, hand_over, host, refused, spec, to, vm,
+};
 use godwit_rpc::Client;
 use godwit_rpc::controller_client::{MigrateAnswer, path};
-use godwit_types::control_api::{CancelRequest, HostState, StartRequest, StopRequest};
+use godwit_types::control_api::{CancelRequest, HostState, StartRequest};
 
-use godwit_types::migration::{Cipher, MigrateRequest, MigrationReport, Outcome, PEER_GAVE_UP};
+use godwit_types::migration::{
+    Cipher, MigrateRequest, MigrationReport, Outcome, PEER_GAVE_UP, PreflightReport,
+};
 use godwit_types::site::Claim;
 use godwit_types::vm::{DiskSpec, EncryptionMode, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
@@ -88,9 +92,9 @@ async fn a_vm_moves_and_everybody_sees_it() {
     let (house, a, b) = house().await;
     let id = begin(&house, &to("b")).await;
     assert_eq!(house.vm("web").await.migration, Some(id.to_string()));
-    assert_eq!(
-        code(house.client().migrate(&vm("web"), &to("b")).await),
-        ErrorCode::AlreadyMigrating
+    refused!(
+        house.client().migrate(&vm("web"), &to("b")).await,
+        AlreadyMigrating
     );
     let spec = a.script().specs[&id].clone();
     assert_eq!(
@@ -133,10 +137,7 @@ async fn a_vm_moves_and_everybody_sees_it() {
 async fn what_cannot_begin_is_refused_with_its_reason() {
     let (house, a, mut b) = house().await;
     let client = house.client();
-    assert_eq!(
-        code(client.migrate(&vm("nobody"), &to("b")).await),
-        ErrorCode::UnknownVm
-    );
+    refused!(client.migrate(&vm("nobody"), &to("b")).await, UnknownVm);
     assert_eq!(refused(&house, &to("x")).await.code, ErrorCode::UnknownHost);
     assert_eq!(refused(&house, &to("a")).await.code, ErrorCode::WrongState);
     let zero = MigrateRequest {
@@ -149,10 +150,7 @@ async fn what_cannot_begin_is_refused_with_its_reason() {
     assert_eq!(refused(&house, &to("b")).await.code, ErrorCode::InDoubt);
     a.script().vms.get_mut(&vm("web")).unwrap().state = VmState::Running;
     house.until_vm("web", VmState::Running, "a").await;
-    client
-        .stop(&vm("web"), &StopRequest::default())
-        .await
-        .unwrap();
+    client.stop(&vm("web"), &STOP).await.unwrap();
     assert_eq!(refused(&house, &to("b")).await.code, ErrorCode::WrongState);
     a.script().vms.get_mut(&vm("web")).unwrap().state = VmState::Running;
     house.until_vm("web", VmState::Running, "a").await;
@@ -169,6 +167,17 @@ async fn what_cannot_begin_is_refused_with_its_reason() {
     );
     assert!(client.migrations().await.unwrap().is_empty());
     assert_eq!(a.calls("migrate") + b.calls("prepare"), 0);
+}
+
+async fn dry_run(house: &House) -> PreflightReport {
+    let dry = MigrateRequest {
+        dry_run: true,
+        ..to("b")
+    };
+    match house.client().migrate(&vm("web"), &dry).await.unwrap() {
+        MigrateAnswer::Checked(report) => report,
+        MigrateAnswer::Begun(begun) => panic!("a dry run began: {begun:?}"),
+    }
 }
 
 #[tokio::test]
@@ -213,14 +222,7 @@ async fn all_refusals_of_preflight_are_shown_together() {
             b.info.migration_addresses[0].is_ipv6() && !house.vm("web").await.spec.disks.is_empty()
         })
         .await;
-    let dry = MigrateRequest {
-        dry_run: true,
-        ..to("b")
-    };
-    let MigrateAnswer::Checked(report) = house.client().migrate(&vm("web"), &dry).await.unwrap()
-    else {
-        panic!("a dry run began");
-    };
+    let report = dry_run(&house).await;
     let found = |text: &str| {
         report
             .refusals
@@ -251,14 +253,7 @@ async fn all_refusals_of_preflight_are_shown_together() {
 #[tokio::test]
 async fn a_dry_run_that_finds_nothing_says_what_was_fine() {
     let (house, a, _b) = house().await;
-    let dry = MigrateRequest {
-        dry_run: true,
-        ..to("b")
-    };
-    let MigrateAnswer::Checked(report) = house.client().migrate(&vm("web"), &dry).await.unwrap()
-    else {
-        panic!("a dry run began");
-    };
+    let report = dry_run(&house).await;
     assert!(report.refusals.is_empty(), "{report:?}");
     assert!(
         report
@@ -306,15 +301,10 @@ async fn encryption_is_decided_here_and_never_below_what_the_vm_requires() {
         watch_to_the_end(&house, &id).await.last().unwrap().outcome,
         Some(Outcome::Cancelled)
     );
-    house
-        .until(async |house: &House| house.vm("web").await.migration.is_none())
-        .await;
+    house.until_not_moving("web").await;
     // The description that counts is the controller's own.
     let client = house.client();
-    client
-        .stop(&vm("web"), &StopRequest { force: true })
-        .await
-        .unwrap();
+    client.stop(&vm("web"), &FORCED).await.unwrap();
     let mut required = client.vm(&vm("web")).await.unwrap().spec;
     required.encryption = EncryptionMode::Required;
     client.edit_vm(&required).await.unwrap();
@@ -433,23 +423,17 @@ async fn cancelling_reaches_the_source_and_unknown_migrations_are_said_to_be() {
         reason: Some("maintenance".into()),
         vm: None,
     };
-    assert_eq!(
-        code(client.cancel(&nobody, &request).await),
-        ErrorCode::UnknownMigration
-    );
-    assert_eq!(
-        code(client.migration(&nobody).await),
-        ErrorCode::UnknownMigration
-    );
-    assert_eq!(
-        code(client.migration_events(&nobody).await.map(|_| ())),
-        ErrorCode::UnknownMigration
+    refused!(client.cancel(&nobody, &request).await, UnknownMigration);
+    refused!(client.migration(&nobody).await, UnknownMigration);
+    refused!(
+        client.migration_events(&nobody).await.map(|_| ()),
+        UnknownMigration
     );
     let raw = Client::unix(&house.config.socket);
     let odd = format!("{}/m'%20OR%201=1", path::MIGRATIONS);
-    assert_eq!(
-        code(raw.get::<MigrationReport>(&odd, DEADLINE).await),
-        ErrorCode::InvalidRequest
+    refused!(
+        raw.get::<MigrationReport>(&odd, DEADLINE).await,
+        InvalidRequest
     );
     let id = begin(&house, &to("b")).await;
     client.cancel(&id, &request).await.unwrap();
@@ -461,10 +445,7 @@ async fn cancelling_reaches_the_source_and_unknown_migrations_are_said_to_be() {
         (report.outcome, report.reason.as_deref()),
         (Some(Outcome::Cancelled), Some("maintenance"))
     );
-    assert_eq!(
-        code(client.cancel(&id, &request).await),
-        ErrorCode::WrongState
-    );
+    refused!(client.cancel(&id, &request).await, WrongState);
 }
 
 #[tokio::test]
@@ -483,7 +464,7 @@ async fn a_source_that_waits_too_long_for_its_former_host_refuses_the_move() {
     let (house, a, _b) = house().await;
     a.script().unconfirmed = usize::MAX;
     let refused = house.client().migrate(&vm("web"), &to("b")).await;
-    assert_eq!(code(refused.map(|_| ())), ErrorCode::Unconfirmed);
+    refused!(refused.map(|_| ()), Unconfirmed);
     assert!(a.calls("migrate") > 1);
 }
 

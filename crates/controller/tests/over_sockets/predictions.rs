@@ -1,10 +1,10 @@
 //! Dry runs that predict, promises that cannot be kept, and what agents are told and asked beside migrations.
 
-use crate::scripted::{Agent, House, code, hand_over, host, to, vm};
+use crate::scripted::{Agent, House, hand_over, host, refused, to, vm};
 use godwit_rpc::controller_client::MigrateAnswer;
+use godwit_types::MigrationId;
 use godwit_types::forecast::{DirtyAge, DirtyRate, LinkMeasured, PromiseKind};
 use godwit_types::migration::{MigrateRequest, PreflightReport};
-use godwit_types::{ErrorCode, MigrationId};
 
 /// VM web on host a writes so much; the link to host b carries 100 MB/s.
 async fn house(writes_mib_per_s: f64) -> (House, Agent, Agent) {
@@ -84,7 +84,7 @@ async fn promises_that_cannot_be_kept_are_listed_warned_of_or_refused() {
         ..asked.clone()
     };
     let refused = house.client().migrate(&vm("web"), &strict).await;
-    assert_eq!(code(refused), ErrorCode::CannotKeep);
+    refused!(refused, CannotKeep);
     assert_eq!(a.calls("migrate"), 0);
     match house.client().migrate(&vm("web"), &asked).await.unwrap() {
         MigrateAnswer::Begun(begun) => assert!(!begun.warnings.is_empty()),
@@ -159,7 +159,7 @@ async fn the_prediction_goes_with_the_migration_and_history_beats_a_burst() {
         ..to("b")
     };
     let refused = house.client().migrate(&vm("web"), &strict).await;
-    assert_eq!(code(refused), ErrorCode::CannotKeep);
+    refused!(refused, CannotKeep);
 }
 
 #[tokio::test]
@@ -181,7 +181,7 @@ async fn a_slowdown_of_everything_is_no_valid_wish() {
         ..to("b")
     };
     let refused = house.client().migrate(&vm("web"), &request).await;
-    assert_eq!(code(refused), ErrorCode::InvalidRequest);
+    refused!(refused, InvalidRequest);
 }
 
 #[tokio::test]

@@ -1,13 +1,13 @@
 //! A controller on an old copy of its database, over real sockets: what it must learn before it grants anything.
 
-use crate::scripted::{Agent, DEADLINE, House, host, spec, to, vm};
+use crate::scripted::{Agent, DEADLINE, House, STOP, host, spec, to, vm};
 use godwit_rpc::agent_client::Deadlines;
 use godwit_rpc::{AgentClient, Client, Identity, Role};
-use godwit_types::control_api::{StartRequest, StopRequest};
+use godwit_types::control_api::StartRequest;
 use godwit_types::site::{Alarm, Stamp, SurveyRequest};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, Generation};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 fn on(name: &str) -> StartRequest {
@@ -36,14 +36,26 @@ async fn until_told(agent: &Agent, hosts: usize) {
         .expect("its table never came to that");
 }
 
-async fn waits_for(house: &House) -> Option<Vec<String>> {
-    let site = house.client().site().await.unwrap();
-    site.alarms.into_iter().find_map(|alarm| match alarm {
-        Alarm::RestoredController { waits_for, .. } => {
-            Some(waits_for.iter().map(ToString::to_string).collect())
-        }
-        _ => None,
-    })
+/// A copy of the database as it is now.
+async fn backed_up(house: &mut House) -> PathBuf {
+    house.stop().await;
+    let backup = house.dir.path().join("backup.db");
+    std::fs::copy(house.database(), &backup).unwrap();
+    house.start().await;
+    backup
+}
+
+/// Waits for the alarm that names these hosts as those that are not read yet.
+async fn until_waits_for(house: &House, hosts: &[&str]) {
+    let named: Vec<_> = hosts.iter().map(|name| host(name)).collect();
+    house
+        .until(async |house: &House| {
+            let site = house.client().site().await.unwrap();
+            site.alarms.iter().any(|alarm| {
+                matches!(alarm, Alarm::RestoredController { waits_for, .. } if *waits_for == named)
+            })
+        })
+        .await;
 }
 
 /// A command of the controller that has not been restored.
@@ -63,18 +75,12 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
     let mut house = House::new().await;
     let (a, mut b) = (house.host("a").await, house.host("b").await);
     house.running("web", "a").await;
-    house.stop().await;
-    let backup = house.dir.path().join("backup.db");
-    std::fs::copy(house.database(), &backup).unwrap();
-    house.start().await;
+    let backup = backed_up(&mut house).await;
     // Life goes on: host c joins, VM web comes to run there, and another one is made.
     let mut c = house.host("c").await;
     let client = house.client();
     house.until_vm("web", VmState::Running, "a").await;
-    client
-        .stop(&vm("web"), &StopRequest::default())
-        .await
-        .unwrap();
+    client.stop(&vm("web"), &STOP).await.unwrap();
     client.start(&vm("web"), &on("c")).await.unwrap();
     house.running("new", "c").await;
     until_told(&a, 3).await;
@@ -85,11 +91,7 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
     put_back(&house, &backup);
     let puts = a.calls("put");
     house.start().await;
-    house
-        .until(async |house: &House| {
-            waits_for(house).await == Some(vec!["b".to_owned(), "c".to_owned()])
-        })
-        .await;
+    until_waits_for(&house, &["b", "c"]).await;
     let refused = house.client().start(&vm("web"), &on("a")).await;
     assert_eq!(refused.unwrap_err().code(), ErrorCode::HostUnreachable);
     let refused = house.client().migrate(&vm("web"), &to("b")).await;
@@ -100,13 +102,9 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
     assert_eq!(refused.unwrap_err().code(), ErrorCode::HostUnreachable);
     assert_eq!(a.calls("put"), puts);
     b.heal().await;
-    house
-        .until(async |house: &House| waits_for(house).await == Some(vec!["c".to_owned()]))
-        .await;
+    until_waits_for(&house, &["c"]).await;
     c.heal().await;
-    house
-        .until(async |house: &House| house.client().site().await.unwrap().in_charge)
-        .await;
+    house.until_in_charge().await;
     house.until_vm("web", VmState::Running, "c").await;
     house.until_vm("new", VmState::Running, "c").await;
     // What is forgotten is said, and not only to whoever looked at that moment.
@@ -124,11 +122,7 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
         ErrorCode::StaleController
     );
     let held = c.generation("web");
-    house
-        .client()
-        .stop(&vm("web"), &StopRequest::default())
-        .await
-        .unwrap();
+    house.client().stop(&vm("web"), &STOP).await.unwrap();
     house.client().start(&vm("web"), &on("a")).await.unwrap();
     assert!(a.generation("web") > held);
 }
@@ -137,10 +131,7 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
 async fn a_table_does_not_say_which_certificate_a_forgotten_host_has() {
     let mut house = House::new().await;
     let a = house.host("a").await;
-    house.stop().await;
-    let backup = house.dir.path().join("backup.db");
-    std::fs::copy(house.database(), &backup).unwrap();
-    house.start().await;
+    let backup = backed_up(&mut house).await;
     let c = house.host("c").await;
     until_told(&a, 2).await;
     house.stop().await;

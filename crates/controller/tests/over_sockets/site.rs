@@ -2,7 +2,9 @@
 
 mod moves;
 
-use crate::scripted::{Agent, DEADLINE, House, code, give, hand_over, host, spec, to, vm};
+use crate::scripted::{
+    Agent, DEADLINE, DRAIN, House, STOP, give, hand_over, host, refused, spec, to, vm,
+};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ControllerClient, Role};
@@ -46,9 +48,7 @@ async fn moved_to_silent_b() -> (House, Agent, Agent) {
     let id = begin(&house).await;
     b.cut().await;
     give(&a, &b, "web", &id);
-    house
-        .until(async |house: &House| house.vm("web").await.migration.is_none())
-        .await;
+    house.until_not_moving("web").await;
     (house, a, b)
 }
 
@@ -182,7 +182,7 @@ async fn of_two_holders_the_one_that_was_never_granted_is_paused_until_a_person_
         client.console_at(&vm("web"), &host(copy)).await.unwrap();
     }
     let start = client.start(&vm("web"), &on("a")).await;
-    assert_eq!(code(start), ErrorCode::RunningTwice);
+    refused!(start, RunningTwice);
     // A host that has only the paused copy is not empty.
     let drain = DrainRequest::default();
     client.drain(&host("b"), &drain).await.unwrap();
@@ -195,7 +195,7 @@ async fn of_two_holders_the_one_that_was_never_granted_is_paused_until_a_person_
     client.undrain(&host("b")).await.unwrap();
     let stranger = KeepRequest { host: host("c") };
     let refused = client.keep(&vm("web"), &stranger).await;
-    assert_eq!(code(refused), ErrorCode::WrongState);
+    refused!(refused, WrongState);
     client
         .keep(&vm("web"), &KeepRequest { host: host("a") })
         .await
@@ -228,14 +228,8 @@ async fn a_host_that_was_emptied_and_is_switched_off_blocks_nobody() {
     // One that runs on b and one that is off there.
     house.running("goes", "b").await;
     house.running("off", "b").await;
-    client
-        .stop(&vm("off"), &StopRequest::default())
-        .await
-        .unwrap();
-    client
-        .drain(&host("b"), &DrainRequest::default())
-        .await
-        .unwrap();
+    client.stop(&vm("off"), &STOP).await.unwrap();
+    client.drain(&host("b"), &DRAIN).await.unwrap();
     house
         .until(async |house: &House| {
             let ids: Vec<MigrationId> = b.script().specs.keys().cloned().collect();
@@ -253,10 +247,7 @@ async fn a_host_that_was_emptied_and_is_switched_off_blocks_nobody() {
     house.until_host("b", HostState::Unreachable).await;
     assert_eq!(house.vm("off").await.state, VmState::Stopped);
     client.start(&vm("off"), &on("a")).await.unwrap();
-    client
-        .stop(&vm("goes"), &StopRequest::default())
-        .await
-        .unwrap();
+    client.stop(&vm("goes"), &STOP).await.unwrap();
     client.delete_vm(&vm("goes")).await.unwrap();
 }
 
@@ -302,7 +293,7 @@ async fn a_host_that_answers_and_cannot_write_its_no_is_not_called_silent() {
     let (house, _a, b) = house().await;
     house.running("other", "b").await;
     let client = house.client();
-    let stopped = client.stop(&vm("other"), &StopRequest::default()).await;
+    let stopped = client.stop(&vm("other"), &STOP).await;
     stopped.unwrap();
     let full = ApiError::new(ErrorCode::Internal, "no space left to write site.json");
     b.script().refuse_survey = Some(full);
@@ -467,7 +458,7 @@ async fn a_grant_that_cannot_be_written_is_not_given() {
     let full = "CREATE TRIGGER full BEFORE UPDATE ON site_vms WHEN json_extract(NEW.entry, '$.granted[0]') IS NOT NULL BEGIN SELECT RAISE(ABORT, 'the disk is full'); END";
     execute(&house, full).await;
     let refused = client.start(&vm("web"), &on("a")).await;
-    assert_eq!(code(refused), ErrorCode::Internal);
+    refused!(refused, Internal);
     assert_eq!((a.calls("survey web"), a.calls("put web")), (1, 0));
     assert!(a.script().vms.is_empty());
     execute(&house, "DROP TRIGGER full").await;
@@ -525,7 +516,7 @@ async fn a_crashed_vm_can_be_turned_off() {
     house.until_vm("web", VmState::Crashed, "a").await;
     let client = house.client();
     let reset = client.reset(&vm("web")).await;
-    assert_eq!(code(reset), ErrorCode::WrongState);
+    refused!(reset, WrongState);
     for force in [false, true] {
         let stopped = a.calls("stopped web");
         client
@@ -547,9 +538,7 @@ async fn an_alarm_that_nothing_else_ends_is_acknowledged_for_good() {
     client.fenced(&host("a")).await.unwrap();
     a.heal().await;
     let alarm = Alarm::FencedHostAnswered { host: host("a") };
-    house
-        .until(async |house: &House| house.client().site().await.unwrap().alarms.contains(&alarm))
-        .await;
+    house.until_alarm(&alarm).await;
     // As if this controller had taken over a moment ago.
     let now = std::time::SystemTime::UNIX_EPOCH
         .elapsed()

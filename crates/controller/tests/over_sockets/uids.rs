@@ -1,9 +1,8 @@
 //! The user id of each VM's QEMU: one for each VM, the same on every host, never another VM's.
 
 use crate::restored::put_back;
-use crate::scripted::{House, code, host, spec, to, vm};
-use godwit_types::ErrorCode;
-use godwit_types::control_api::{StartRequest, StopRequest};
+use crate::scripted::{House, STOP, host, refused, spec, to, vm};
+use godwit_types::control_api::StartRequest;
 use godwit_types::vm::{UIDS, VmState};
 
 async fn uid(house: &House, name: &str) -> u32 {
@@ -35,10 +34,10 @@ async fn a_person_may_repeat_a_user_id_and_not_choose_one() {
     let client = house.client();
     let mut wish = spec("web");
     wish.uid = Some(*UIDS.start() + 7);
-    assert_eq!(code(client.create_vm(&wish).await), ErrorCode::InvalidVm);
+    refused!(client.create_vm(&wish).await, InvalidVm);
     client.create_vm(&spec("web")).await.unwrap();
     let own = uid(&house, "web").await;
-    assert_eq!(code(client.edit_vm(&wish).await), ErrorCode::InvalidVm);
+    refused!(client.edit_vm(&wish).await, InvalidVm);
     wish.uid = Some(own);
     client.edit_vm(&wish).await.unwrap();
     let edited = client.edit_vm(&spec("web")).await.unwrap();
@@ -76,10 +75,7 @@ async fn a_vm_of_before_gets_its_user_id_with_its_next_start() {
     let a = house.host("a").await;
     house.running("web", "a").await;
     let client = house.client();
-    client
-        .stop(&vm("web"), &StopRequest::default())
-        .await
-        .unwrap();
+    client.stop(&vm("web"), &STOP).await.unwrap();
     house.stop().await;
     house
         .execute("UPDATE vms SET spec = json_remove(spec, '$.uid'), resolved = json_remove(resolved, '$.uid')")
@@ -110,9 +106,7 @@ async fn an_old_copy_of_the_database_gives_no_vm_the_user_id_of_another() {
     house.stop().await;
     put_back(&house, &backup);
     house.start().await;
-    house
-        .until(async |house: &House| house.client().site().await.unwrap().in_charge)
-        .await;
+    house.until_in_charge().await;
     let knows = async |house: &House| house.client().vm(&vm("new")).await.is_ok();
     house.until(knows).await;
     assert_eq!(uid(&house, "new").await, new);

@@ -1,6 +1,6 @@
 //! Rows of the database that cannot be read: the controller starts where that is safe, and names the row everywhere.
 
-use crate::scripted::{Agent, House, host, spec, to, vm};
+use crate::scripted::{ANYWHERE, Agent, House, STOP, host, spec, to, vm};
 use godwit_controller::Controller;
 use godwit_types::ApiError;
 use godwit_types::control_api::{HostState, KeepRequest, StartRequest, StopRequest};
@@ -79,10 +79,7 @@ async fn a_vm_whose_right_cannot_be_read_is_shown_and_granted_to_nobody() {
     );
     assert_eq!((a.calls("put"), b.calls("put")), (a_put, b_put));
     // The others go on.
-    client
-        .start(&vm("off"), &StartRequest::default())
-        .await
-        .unwrap();
+    client.start(&vm("off"), &ANYWHERE).await.unwrap();
     // Nothing was written over what a person may still read.
     let options = SqliteConnectOptions::new().filename(house.database());
     let mut database = options.connect().await.unwrap();
@@ -155,17 +152,14 @@ async fn a_vm_that_is_described_unreadably_is_described_anew_by_its_host_or_a_pe
     let off = house.vm("off").await;
     assert_eq!(off.state, VmState::DamagedRecord);
     let client = house.client();
-    let refused = client.start(&vm("off"), &StartRequest::default()).await;
+    let refused = client.start(&vm("off"), &ANYWHERE).await;
     has(
         refused.unwrap_err(),
         &["row 'off' of table vms", "godwit vm edit off"],
     );
     client.edit_vm(&spec("off")).await.unwrap();
     assert!(client.site().await.unwrap().alarms.is_empty());
-    client
-        .start(&vm("off"), &StartRequest::default())
-        .await
-        .unwrap();
+    client.start(&vm("off"), &ANYWHERE).await.unwrap();
     // It is so for good.
     house.stop().await;
     start(&mut house).await;
@@ -250,10 +244,7 @@ async fn a_damaged_record_of_a_host_is_shown_and_every_refusal_has_the_hosts_own
     );
     has(client.delete_vm(&vm("web")).await.unwrap_err(), &[SENTENCE]);
     has(
-        client
-            .stop(&vm("web"), &StopRequest::default())
-            .await
-            .unwrap_err(),
+        client.stop(&vm("web"), &STOP).await.unwrap_err(),
         &[SENTENCE],
     );
     let removed = client.remove_host(&host("a"), false).await;
@@ -262,8 +253,6 @@ async fn a_damaged_record_of_a_host_is_shown_and_every_refusal_has_the_hosts_own
     // A person has it put aside: the host says no from then on.
     a.script().vms.clear();
     a.script().unread.clear();
-    house
-        .until(async |house: &House| house.client().site().await.unwrap().alarms.is_empty())
-        .await;
+    house.until_no_alarm().await;
     client.start(&vm("web"), &request).await.unwrap();
 }

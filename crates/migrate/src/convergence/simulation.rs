@@ -83,12 +83,35 @@ struct Sim<'a> {
     seed: u64,
 }
 
-impl Sim<'_> {
+impl<'a> Sim<'a> {
+    fn new(world: &'a World) -> Self {
+        Self {
+            world,
+            dirty: vec![false; world.pages as usize],
+            dirty_count: 0,
+            clocks: vec![Clock::default(); world.vcpus.len()],
+            governor: Governor::new(world.vcpus.len(), world.floor, PAGE),
+            allowed: None,
+            slowing: Slowing::NotYet,
+            now_s: 0.0,
+            next_tick_s: TICK_S,
+            seed: 0x2545_f491_4f6c_dd1d,
+        }
+    }
+
     fn random(&mut self, below: u64) -> u64 {
         self.seed ^= self.seed << 13;
         self.seed ^= self.seed >> 7;
         self.seed ^= self.seed << 17;
         self.seed % below.max(1)
+    }
+
+    /// How much longer an iteration takes by chance.
+    fn late_s(&mut self) -> f64 {
+        match self.world.jitter_s {
+            0.0 => 0.0,
+            jitter_s => jitter_s * self.random(1000) as f64 / 1000.0,
+        }
     }
 
     fn noisy(&mut self, seconds: f64) -> f64 {
@@ -174,29 +197,14 @@ impl Sim<'_> {
 }
 
 pub(super) fn migrate(world: &World, goal: Goal) -> End {
-    let mut sim = Sim {
-        world,
-        dirty: vec![false; world.pages as usize],
-        dirty_count: 0,
-        clocks: vec![Clock::default(); world.vcpus.len()],
-        governor: Governor::new(world.vcpus.len(), world.floor, PAGE),
-        allowed: None,
-        slowing: Slowing::NotYet,
-        now_s: 0.0,
-        next_tick_s: TICK_S,
-        seed: 0x2545_f491_4f6c_dd1d,
-    };
+    let mut sim = Sim::new(world);
     let mut convergence = Convergence::new(goal);
     let mut end = End::default();
     let (mut to_send, mut dirtied, mut limited_s) = (world.pages, 0, 0.0);
     let mut cpu_s = vec![0.0; world.vcpus.len()];
     loop {
         let pass_s = (to_send * PAGE) as f64 / world.link_bytes_per_s;
-        let late_s = match world.jitter_s {
-            0.0 => 0.0,
-            jitter_s => jitter_s * sim.random(1000) as f64 / 1000.0,
-        };
-        let overhead_s = world.overhead_s + world.rtt_s + late_s;
+        let overhead_s = world.overhead_s + world.rtt_s + sim.late_s();
         let (began_s, taken_s) = (sim.now_s, pass_s + overhead_s);
         let (later, mut looks) = (end.iterations > 0, 0);
         sim.run_for(taken_s, |sim| {

@@ -89,7 +89,7 @@ fn a_larger_promise_ends_earlier() {
 fn a_guest_that_cannot_be_slowed_enough_is_given_up_within_seconds() {
     let mut history = Convergence::new(GOAL);
     let mut elapsed_s = 0.0;
-    let rounds = (1..ITERATIONS_MAX).find(|_| {
+    let rounds = (1..TUNING.iterations_max).find(|_| {
         elapsed_s += 1.0;
         let facts = IterationFacts {
             elapsed_s,

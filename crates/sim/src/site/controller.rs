@@ -4,7 +4,7 @@
 
 use super::faults::SiteFault;
 use super::jobs::Job;
-use super::model::{Ask, Happening, MachineId, NameId, Packet, Place, Reply, Report, VmId};
+use super::model::{Ask, Caller, Happening, MachineId, NameId, Packet, Place, Reply, Report, VmId};
 use super::run::SitePlant;
 use super::world::Site;
 use godwit_ownership::Event;
@@ -230,30 +230,34 @@ impl Site {
             _ => of.book.stamp(),
         };
         of.asks.insert(ask, (to, purpose));
-        let life = of.life;
-        let packet = Packet::Ask {
+        let caller = Caller {
+            controller,
+            life: of.life,
             ask,
-            life,
+        };
+        let what = Box::new(what);
+        let packet = Packet::Ask {
+            caller,
             stamp,
-            what: Box::new(what),
+            what,
         };
         self.send(Place::Controller(controller), Place::Name(to), packet);
-        let out = Happening::AskTimesOut {
-            controller,
-            life,
-            ask,
-        };
-        self.after(ASK_MS, out);
+        self.after(ASK_MS, Happening::AskTimesOut(caller));
     }
 
-    pub(crate) fn ask_times_out(&mut self, controller: usize, life: u64, ask: u64) {
-        let of = &mut self.controllers[controller];
-        if !of.is_up || of.life != life {
-            return;
-        }
-        let Some((name, purpose)) = of.asks.remove(&ask) else {
+    /// Whom a caller asked and why, once; nothing once it was answered or is another life.
+    fn take_asked(&mut self, caller: Caller) -> Option<(NameId, Purpose)> {
+        let of = &mut self.controllers[caller.controller];
+        (of.is_up && of.life == caller.life).then_some(())?;
+        of.asks.remove(&caller.ask)
+    }
+
+    pub(crate) fn ask_times_out(&mut self, caller: Caller) {
+        let controller = caller.controller;
+        let Some((name, purpose)) = self.take_asked(caller) else {
             return;
         };
+        let of = &mut self.controllers[controller];
         match purpose {
             Purpose::Poll(_) => {
                 of.polled.remove(&name);
@@ -396,24 +400,13 @@ impl Site {
         }
     }
 
-    pub(crate) fn controller_hears(
-        &mut self,
-        controller: usize,
-        life: u64,
-        ask: u64,
-        from: NameId,
-        reply: Reply,
-    ) {
-        let of = &mut self.controllers[controller];
-        if of.life != life {
-            return;
-        }
-        let Some((name, purpose)) = of.asks.remove(&ask) else {
+    pub(crate) fn controller_hears(&mut self, caller: Caller, from: NameId, reply: Reply) {
+        let controller = caller.controller;
+        let asked = self.take_asked(caller);
+        let Some((name, purpose)) = asked.filter(|(name, _)| *name == from) else {
             return;
         };
-        if name != from {
-            return;
-        }
+        let of = &mut self.controllers[controller];
         match (purpose, reply) {
             (Purpose::Poll(ticket), Reply::Heard(heard, reports)) => {
                 of.polled.remove(&name);

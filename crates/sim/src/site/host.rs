@@ -4,7 +4,9 @@
 //! Works on the site. The table is on the disk before an answer leaves.
 
 use super::faults::SiteFault;
-use super::model::{Agent, Ask, Ground, Happening, MachineId, Packet, Place, Reply, VmId, Waits};
+use super::model::{
+    Agent, Ask, Caller, Ground, Happening, MachineId, Packet, Place, Reply, VmId, Waits,
+};
 use super::world::Site;
 use godwit_ownership::{Event, HostRecord, PeerMessage, Phase, Power, StateName, Status};
 use godwit_site::{Heard, HostSite, Judged, claim_of};
@@ -93,37 +95,15 @@ impl Site {
         records.map(said).collect()
     }
 
-    /// A controller asks or commands something.
-    pub(crate) fn agent_hears(
-        &mut self,
-        at: MachineId,
-        controller: usize,
-        life: u64,
-        ask: u64,
-        stamp: Stamp,
-        what: Ask,
-    ) {
-        let records = match what {
-            Ask::Poll | Ask::Whole => self.records_of(at, None),
-            _ => Vec::new(),
-        };
-        let reports = match what {
-            Ask::Poll => self.machines[at].reports.clone(),
-            _ => Vec::new(),
-        };
+    /// A controller asks or commands something. A poll is a question of any controller, also of an old one.
+    pub(crate) fn agent_hears(&mut self, at: MachineId, caller: Caller, stamp: Stamp, what: Ask) {
+        if matches!(what, Ask::Poll) {
+            return self.agent_polled(at, caller);
+        }
         let Some(agent) = self.machines[at].agent.as_mut() else {
             return;
         };
-        if matches!(what, Ask::Poll) {
-            let heard = Heard {
-                instance: agent.site.instance().clone(),
-                knows: agent.site.heard(),
-                records,
-            };
-            return self.reply(at, controller, life, ask, Reply::Heard(heard, reports));
-        }
-        let accepted = agent.site.accept(stamp);
-        let kept = match accepted {
+        let kept = match agent.site.accept(stamp) {
             Err(_) => {
                 self.coverage.stale += 1;
                 self.note(|w| format!("{}: refuses a stale word {stamp}", w.label(at)));
@@ -133,34 +113,14 @@ impl Site {
             Ok(false) => true,
         };
         if !kept {
-            return self.reply(at, controller, life, ask, Reply::Refused);
+            return self.reply(at, caller, Reply::Refused);
         }
-        let waits = |kind| Waits {
-            controller,
-            life,
-            ask,
-            kind,
-            refused: false,
-            surveyed: None,
-        };
         match what {
             Ask::Poll => {}
-            Ask::Update(update) => self.agent_updates(at, controller, life, ask, update),
-            Ask::Whole => {
-                let whole = self.machines[at].agent.as_ref().map(|agent| WholeSurvey {
-                    instance: agent.site.instance().clone(),
-                    records,
-                    unread: Default::default(),
-                    table: agent.site.table().clone(),
-                });
-                if let Some(whole) = whole {
-                    self.reply(at, controller, life, ask, Reply::Whole(whole));
-                }
-            }
+            Ask::Update(update) => self.agent_updates(at, caller, update),
+            Ask::Whole => self.agent_surveyed(at, caller),
             Ask::Survey { vm, level } => {
-                let event = Event::SurveyRequested { level };
-                let waits = waits(event.kind());
-                self.act_for(at, vm, event, waits);
+                self.act_for(at, vm, Event::SurveyRequested { level }, caller);
             }
             Ask::Granted {
                 vm,
@@ -172,18 +132,15 @@ impl Site {
                     agent.site.granted(&name, generation);
                 }
                 if !self.keep_table(at) {
-                    return self.reply(at, controller, life, ask, Reply::Refused);
+                    return self.reply(at, caller, Reply::Refused);
                 }
-                let event = Event::Granted { generation, expect };
-                let waits = waits(event.kind());
-                self.act_for(at, vm, event, waits);
+                self.act_for(at, vm, Event::Granted { generation, expect }, caller);
             }
             Ask::Do {
                 vm,
                 event,
                 discards,
             } => {
-                let waits = waits(event.kind());
                 if self.machines[at].slots[vm].process.is_none() {
                     self.spawn(at, vm);
                 }
@@ -193,26 +150,52 @@ impl Site {
                 if discards && let Some(process) = self.process(at, vm) {
                     process.may_discard = true;
                 }
-                self.act_for(at, vm, event, waits);
+                self.act_for(at, vm, event, caller);
             }
         }
     }
 
-    fn act_for(&mut self, at: MachineId, vm: VmId, event: Event, waits: Waits) {
+    fn agent_polled(&mut self, at: MachineId, caller: Caller) {
+        let records = self.records_of(at, None);
+        let machine = &self.machines[at];
+        if let Some(agent) = machine.agent.as_ref() {
+            let heard = Heard {
+                instance: agent.site.instance().clone(),
+                knows: agent.site.heard(),
+                records,
+            };
+            let reports = machine.reports.clone();
+            self.reply(at, caller, Reply::Heard(heard, reports));
+        }
+    }
+
+    fn agent_surveyed(&mut self, at: MachineId, caller: Caller) {
+        let records = self.records_of(at, None);
+        if let Some(agent) = self.machines[at].agent.as_ref() {
+            let whole = WholeSurvey {
+                instance: agent.site.instance().clone(),
+                records,
+                unread: Default::default(),
+                table: agent.site.table().clone(),
+            };
+            self.reply(at, caller, Reply::Whole(whole));
+        }
+    }
+
+    fn act_for(&mut self, at: MachineId, vm: VmId, event: Event, caller: Caller) {
+        let waits = Waits {
+            caller,
+            kind: event.kind(),
+            refused: false,
+            surveyed: None,
+        };
         if self.machines[at].slots[vm].process.is_none() {
             self.spawn(at, vm);
         }
         self.feed_for(at, vm, event, Some(waits));
     }
 
-    fn agent_updates(
-        &mut self,
-        at: MachineId,
-        controller: usize,
-        life: u64,
-        ask: u64,
-        update: SiteUpdate,
-    ) {
+    fn agent_updates(&mut self, at: MachineId, caller: Caller, update: SiteUpdate) {
         let Some(agent) = self.machines[at].agent.as_mut() else {
             return;
         };
@@ -227,7 +210,7 @@ impl Site {
             .collect();
         let answer = Reply::Updated(agent.site.standing(), agent.site.heard());
         if result.is_err() || !self.keep_table(at) {
-            return self.reply(at, controller, life, ask, Reply::Refused);
+            return self.reply(at, caller, Reply::Refused);
         }
         for host in removed {
             for vm in 0..self.vms.len() {
@@ -235,29 +218,22 @@ impl Site {
                 self.feed(at, vm, event);
             }
         }
-        self.reply(at, controller, life, ask, answer);
+        self.reply(at, caller, answer);
     }
 
-    pub(crate) fn reply(
-        &mut self,
-        at: MachineId,
-        controller: usize,
-        life: u64,
-        ask: u64,
-        reply: Reply,
-    ) {
+    pub(crate) fn reply(&mut self, at: MachineId, caller: Caller, reply: Reply) {
         let reply = if self.machines[at].lies {
             self.lie(reply)
         } else {
             reply
         };
         let packet = Packet::Reply {
-            ask,
-            life,
+            caller,
             from: self.machines[at].name,
             reply: Box::new(reply),
         };
-        self.send(Place::Machine(at), Place::Controller(controller), packet);
+        let to = Place::Controller(caller.controller);
+        self.send(Place::Machine(at), to, packet);
     }
 
     /// Another host's word about a VM, brought by its agent or its VM process.

@@ -2,7 +2,8 @@
 //!
 //! Plain data, owned by [`Site`](super::world::Site). Refuses: nothing.
 
-use crate::model::Version;
+pub(crate) use crate::model::{Disk as Journal, QemuProcess, Version};
+
 use godwit_ownership::{Action, Event, EventKind, HostRecord, PeerMessage, Timer, VmCore};
 use godwit_site::{Heard, HostSite, Judged};
 use godwit_types::site::{
@@ -17,22 +18,6 @@ pub(crate) type MachineId = usize;
 /// A host name's number.
 pub(crate) type NameId = usize;
 pub(crate) type VmId = usize;
-
-/// A journal with a page cache.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Journal {
-    /// What a reader finds.
-    pub seen: Option<HostRecord>,
-    /// What a power cut leaves for certain.
-    pub durable: Option<HostRecord>,
-}
-
-#[derive(Debug, Clone)]
-pub(crate) struct QemuProcess {
-    /// The guest's state in it; none while a destination has not loaded anything.
-    pub version: Option<Version>,
-    pub running: bool,
-}
 
 /// The source half of a migration.
 #[derive(Debug, Clone)]
@@ -51,12 +36,18 @@ pub(crate) struct Receiving {
     pub loaded: bool,
 }
 
-/// Who waits for the outcome of an event.
-#[derive(Debug, Clone)]
-pub(crate) struct Waits {
+/// The controller that asked something, in which of its lives, and which question it was.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Caller {
     pub controller: usize,
     pub life: u64,
     pub ask: u64,
+}
+
+/// Who waits for the outcome of an event.
+#[derive(Debug, Clone)]
+pub(crate) struct Waits {
+    pub caller: Caller,
     pub kind: EventKind,
     pub refused: bool,
     pub surveyed: Option<SurveyAnswer>,
@@ -247,14 +238,12 @@ pub(crate) enum Place {
 #[derive(Debug, Clone)]
 pub(crate) enum Packet {
     Ask {
-        ask: u64,
-        life: u64,
+        caller: Caller,
         stamp: Stamp,
         what: Box<Ask>,
     },
     Reply {
-        ask: u64,
-        life: u64,
+        caller: Caller,
         from: NameId,
         reply: Box<Reply>,
     },
@@ -349,11 +338,7 @@ pub(crate) enum Happening {
     ControllerStarts {
         controller: usize,
     },
-    AskTimesOut {
-        controller: usize,
-        life: u64,
-        ask: u64,
-    },
+    AskTimesOut(Caller),
     PeopleAct,
     Heal {
         what: Cut,

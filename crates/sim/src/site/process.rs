@@ -139,7 +139,7 @@ impl Site {
             (false, Some(answer)) => Reply::Surveyed(answer),
             (false, None) => Reply::Done,
         };
-        self.reply(at, waits.controller, waits.life, waits.ask, reply);
+        self.reply(at, waits.caller, reply);
     }
 
     /// Gives an event to the core.

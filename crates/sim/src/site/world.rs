@@ -186,11 +186,7 @@ impl Site {
                 self.controller_tick(controller, life);
             }
             Happening::ControllerStarts { controller } => self.controller_starts(controller),
-            Happening::AskTimesOut {
-                controller,
-                life,
-                ask,
-            } => self.ask_times_out(controller, life, ask),
+            Happening::AskTimesOut(caller) => self.ask_times_out(caller),
             Happening::PeopleAct => self.people_act(),
             Happening::Heal { what } => {
                 self.cuts.remove(&what);
@@ -281,15 +277,10 @@ impl Site {
         }
         match packet {
             Packet::Ask {
-                ask,
-                life,
+                caller,
                 stamp,
                 what,
-            } => {
-                if let Place::Controller(controller) = from {
-                    self.agent_hears(at, controller, life, ask, stamp, *what);
-                }
-            }
+            } => self.agent_hears(at, caller, stamp, *what),
             Packet::Question {
                 agent,
                 round,
@@ -341,11 +332,10 @@ impl Site {
         }
         match packet {
             Packet::Reply {
-                ask,
-                life,
+                caller,
                 from,
                 reply,
-            } => self.controller_hears(controller, life, ask, from, *reply),
+            } => self.controller_hears(caller, from, *reply),
             Packet::Question {
                 agent,
                 round,

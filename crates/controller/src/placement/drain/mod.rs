@@ -122,7 +122,7 @@ pub async fn stop(app: &App, host: &HostName) -> Outcome<Done> {
         .count();
     let rest = match going_on {
         0 => String::new(),
-        1 => "; one migration from it goes on".to_owned(),
+        1 => "; one migration from it is still under way".to_owned(),
         count => format!("; {count} migrations from it go on"),
     };
     let was = if view.state == DrainState::Draining {

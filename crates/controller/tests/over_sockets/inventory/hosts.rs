@@ -1,13 +1,13 @@
 //! Hosts and operators that come and go: tokens, certificates, doubt about a host that left.
 
-use crate::scripted::{DEADLINE, House, code, host, spec, vm};
+use crate::scripted::{ANYWHERE, DEADLINE, House, host, refused, spec, vm};
 use godwit_rpc::controller_client::path;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ControllerClient, Identity, Role, Token};
-use godwit_types::control_api::{JoinRequest, ResolveRequest, StartRequest};
+use godwit_types::Generation;
+use godwit_types::control_api::{JoinRequest, ResolveRequest};
 use godwit_types::site::Claim;
 use godwit_types::vm::VmState;
-use godwit_types::{ErrorCode, Generation};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -27,20 +27,14 @@ async fn tokens_are_good_once_and_for_a_while() {
         house.joining(token).join(&request).await
     };
     let token = house.token().await;
-    assert_eq!(
-        code(join(&house, &token, "wrong", "b").await),
-        ErrorCode::BadToken
-    );
+    refused!(join(&house, &token, "wrong", "b").await, BadToken);
     // A name that is taken does not use the token up.
-    assert_eq!(
-        code(join(&house, &token, token.secret(), "a").await),
-        ErrorCode::AlreadyExists
+    refused!(
+        join(&house, &token, token.secret(), "a").await,
+        AlreadyExists
     );
     join(&house, &token, token.secret(), "b").await.unwrap();
-    assert_eq!(
-        code(join(&house, &token, token.secret(), "c").await),
-        ErrorCode::BadToken
-    );
+    refused!(join(&house, &token, token.secret(), "c").await, BadToken);
     // The first token, printed by init, is as good as any.
     let first = Token::parse(&house.made.join.token).unwrap();
     assert!(house.made.join.command.contains(&house.made.join.token));
@@ -49,9 +43,9 @@ async fn tokens_are_good_once_and_for_a_while() {
     house.config.token_valid = Duration::ZERO;
     house.start().await;
     let expired = house.token().await;
-    assert_eq!(
-        code(join(&house, &expired, expired.secret(), "d").await),
-        ErrorCode::BadToken
+    refused!(
+        join(&house, &expired, expired.secret(), "d").await,
+        BadToken
     );
     // Neither token nor secret is in the database.
     let bytes = std::fs::read(house.database()).unwrap();
@@ -64,14 +58,8 @@ async fn a_removed_host_is_shut_out_and_others_hear_of_it() {
     let house = House::new().await;
     let (a, b, client) = (house.host("a").await, house.host("b").await, house.client());
     house.running("web", "a").await;
-    assert_eq!(
-        code(client.remove_host(&host("a"), true).await),
-        ErrorCode::WrongState
-    );
-    assert_eq!(
-        code(client.remove_host(&host("x"), true).await),
-        ErrorCode::UnknownHost
-    );
+    refused!(client.remove_host(&host("a"), true).await, WrongState);
+    refused!(client.remove_host(&host("x"), true).await, UnknownHost);
     let serial = b.identity.holder().unwrap().serial;
     let as_b = Client::tls(house.address(), &b.identity, Role::Controller).unwrap();
     client.remove_host(&host("b"), false).await.unwrap();
@@ -98,11 +86,8 @@ async fn operators_come_in_from_afar_and_hosts_do_not_operate() {
     );
     let as_host =
         ControllerClient::new(Client::tls(house.address(), &a.identity, Role::Controller).unwrap());
-    assert_eq!(code(as_host.vms().await), ErrorCode::NotAllowed);
-    assert_eq!(
-        code(as_host.create_vm(&spec("web")).await),
-        ErrorCode::NotAllowed
-    );
+    refused!(as_host.vms().await, NotAllowed);
+    refused!(as_host.create_vm(&spec("web")).await, NotAllowed);
 }
 
 #[tokio::test]
@@ -116,10 +101,7 @@ async fn in_doubt_comes_first_with_its_command_and_is_resolved_there() {
         give_up: false,
         confirm_fenced: Some(host("b")),
     };
-    assert_eq!(
-        code(client.resolve(&vm("web"), &resolve).await),
-        ErrorCode::WrongState
-    );
+    refused!(client.resolve(&vm("web"), &resolve).await, WrongState);
     let to_b = serde_json::from_value(json!({"to": "b"})).unwrap();
     client.migrate(&vm("web"), &to_b).await.unwrap();
     let generation = Generation(a.generation("web").0 + 1);
@@ -137,19 +119,13 @@ async fn in_doubt_comes_first_with_its_command_and_is_resolved_there() {
         note.contains("godwit vm resolve web --run-on a --confirm-fenced b"),
         "{note}"
     );
-    assert_eq!(
-        code(client.start(&vm("web"), &StartRequest::default()).await),
-        ErrorCode::InDoubt
-    );
-    assert_eq!(code(client.delete_vm(&vm("web")).await), ErrorCode::InDoubt);
+    refused!(client.start(&vm("web"), &ANYWHERE).await, InDoubt);
+    refused!(client.delete_vm(&vm("web")).await, InDoubt);
     let same = ResolveRequest {
         confirm_fenced: Some(host("a")),
         ..resolve.clone()
     };
-    assert_eq!(
-        code(client.resolve(&vm("web"), &same).await),
-        ErrorCode::InvalidRequest
-    );
+    refused!(client.resolve(&vm("web"), &same).await, InvalidRequest);
     client.resolve(&vm("web"), &resolve).await.unwrap();
     assert_eq!(a.calls("resolve web on a"), 1);
 }

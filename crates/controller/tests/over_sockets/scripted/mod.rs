@@ -9,13 +9,31 @@ use godwit_controller::{Controller, ControllerConfig, Initialised, init};
 use godwit_rpc::agent_client::Deadlines;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Role, Token};
-use godwit_types::control_api::{HostState, JoinRequest, JoinResponse, VmView};
+use godwit_types::control_api::{
+    HostState, JoinRequest, JoinResponse, StartRequest, StopRequest, VmView,
+};
+use godwit_types::drain::DrainRequest;
 use godwit_types::migration::MigrateRequest;
+use godwit_types::site::Alarm;
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, HostName, VmName, VmSpec};
 use std::net::SocketAddr;
 use std::time::Duration;
 use tokio::net::TcpListener;
+
+/// A stop by the guest's own means.
+pub const STOP: StopRequest = StopRequest { force: false };
+/// A stop without asking the guest.
+pub const FORCED: StopRequest = StopRequest { force: true };
+/// A start on the host that the controller chooses.
+pub const ANYWHERE: StartRequest = StartRequest { on: None };
+
+/// All VMs of a host, anywhere.
+pub const DRAIN: DrainRequest = DrainRequest {
+    dry_run: false,
+    at_once: None,
+    to: Vec::new(),
+};
 
 /// Longest wait for anything.
 pub const DEADLINE: Duration = Duration::from_secs(20);
@@ -39,6 +57,17 @@ pub fn spec(name: &str) -> VmSpec {
     ))
     .unwrap()
 }
+
+/// Asserts that a call was refused with this code.
+macro_rules! refused {
+    ($answer:expr, $code:ident) => {
+        assert_eq!(
+            crate::scripted::code($answer),
+            godwit_types::ErrorCode::$code
+        )
+    };
+}
+pub(crate) use refused;
 
 pub fn code<T: std::fmt::Debug>(result: Result<T, ClientError>) -> ErrorCode {
     result.unwrap_err().code()
@@ -182,6 +211,33 @@ impl House {
             .expect("it never came to that");
     }
 
+    /// Waits until the controller may grant.
+    pub async fn until_in_charge(&self) {
+        self.until(async |house: &House| house.client().site().await.unwrap().in_charge)
+            .await;
+    }
+
+    /// Waits until this is among the alarms.
+    pub async fn until_alarm(&self, alarm: &Alarm) {
+        self.until(async |house: &House| {
+            let site = house.client().site().await.unwrap();
+            site.alarms.contains(alarm)
+        })
+        .await;
+    }
+
+    /// Waits until there is no alarm.
+    pub async fn until_no_alarm(&self) {
+        self.until(async |house: &House| house.client().site().await.unwrap().alarms.is_empty())
+            .await;
+    }
+
+    /// Waits until no migration of a VM is under way.
+    pub async fn until_not_moving(&self, name: &str) {
+        self.until(async |house: &House| house.vm(name).await.migration.is_none())
+            .await;
+    }
+
     pub async fn vm(&self, name: &str) -> VmView {
         self.client().vm(&vm(name)).await.unwrap()
     }
@@ -199,7 +255,7 @@ impl House {
     pub async fn running(&self, name: &str, on: &str) {
         let client = self.client();
         client.create_vm(&spec(name)).await.unwrap();
-        let request = godwit_types::control_api::StartRequest { on: Some(host(on)) };
+        let request = StartRequest { on: Some(host(on)) };
         client.start(&vm(name), &request).await.unwrap();
     }
 }

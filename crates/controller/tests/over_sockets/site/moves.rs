@@ -1,7 +1,7 @@
 //! Moves and drains that are cancelled, refused, or wait for a host or an earlier handover.
 
 use super::house;
-use crate::scripted::{House, code, host, to, vm};
+use crate::scripted::{House, host, refused, to, vm};
 use godwit_types::control_api::{CancelRequest, HostState};
 use godwit_types::drain::{DrainRequest, DrainState};
 use godwit_types::site::Claim;
@@ -33,9 +33,7 @@ async fn a_move_is_cancelled_while_its_destination_is_still_being_told() {
     let error = begun.unwrap_err();
     assert!(error.to_string().contains("was cancelled"), "{error}");
     assert_eq!(a.calls("migrate"), 0);
-    house
-        .until(async |house: &House| house.vm("web").await.migration.is_none())
-        .await;
+    house.until_not_moving("web").await;
     let report = house.client().migration(&id).await.unwrap();
     assert!(report.outcome.is_some(), "{report:?}");
     assert_eq!(house.vm("web").await.state, VmState::Running);
@@ -118,7 +116,7 @@ async fn a_move_waits_for_the_end_of_the_last_handover_and_disturbs_nobody_meanw
     b.until_heard().await;
     let client = house.client();
     let refused = client.migrate(&vm("web"), &to("b")).await;
-    assert_eq!(code(refused), ErrorCode::Unconfirmed);
+    refused!(refused, Unconfirmed);
     assert_eq!((a.calls("migrate"), b.calls("prepare")), (0, 0));
     assert!(client.migrations().await.unwrap().is_empty());
     let (web, request) = (vm("web"), to("b"));
