@@ -10,7 +10,7 @@ use crate::error::{ControllerError, Outcome, refuse};
 use crate::hosts::bad_token;
 use crate::state::State;
 use godwit_rpc::pki::{Holder, Issued, PkiError, now_unix_s};
-use godwit_rpc::server::one_certificate;
+use godwit_rpc::revocations::one_certificate;
 use godwit_rpc::token::hash_of;
 use godwit_rpc::{Authority, Current, Role};
 use godwit_types::certificate::{CertificateDates, CertificateStage};

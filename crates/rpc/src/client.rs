@@ -6,7 +6,7 @@
 
 use crate::limits::{ANSWER_LEN_MAX, ANSWER_WAIT, CONNECT_WAIT};
 use crate::pki::{Fingerprint, Identity, PkiError, Role};
-use crate::server::Admission;
+use crate::revocations::Admission;
 use crate::sse::EventStream;
 use crate::tls;
 use godwit_types::site::{STAMP_HEADER, Stamp};

@@ -14,6 +14,7 @@ use crate::limits::{
     STRANGERS_PER_SOURCE,
 };
 use crate::pki::Holder;
+use crate::revocations::Admission;
 use crate::unproved::Unproved;
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
@@ -23,13 +24,12 @@ use axum::response::{IntoResponse as _, Response};
 use godwit_types::version::{PROTOCOL, PROTOCOL_HEADER, Range, VERSION};
 use godwit_types::{ApiError, ErrorCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use std::collections::BTreeSet;
 use std::future::Future;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
@@ -43,49 +43,6 @@ const GROUP: &str = "godwit";
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
 /// Pause after `accept` fails (no descriptors left), so that it is not tried in a tight loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
-/// Whether a certificate whose chain is fine is still wanted.
-pub trait Admission: Send + Sync {
-    /// Asked at every request.
-    fn admits(&self, holder: &Holder) -> bool;
-}
-
-/// Serial numbers of revoked certificates, shared between a server and whoever revokes.
-#[derive(Debug, Default)]
-pub struct Revocations(RwLock<BTreeSet<String>>);
-
-impl Revocations {
-    pub fn revoke(&self, serial: impl Into<String>) {
-        let mut set = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        set.insert(serial.into());
-    }
-
-    /// Replaces all by what the controller says; revoking is for ever, so nothing is taken back.
-    pub fn extend(&self, serials: impl IntoIterator<Item = String>) {
-        let mut set = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        set.extend(serials);
-    }
-
-    pub fn all(&self) -> Vec<String> {
-        let set = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        set.iter().cloned().collect()
-    }
-}
-
-/// How a list of revocations names one certificate of a life that goes on.
-pub fn one_certificate(serial: &str) -> String {
-    format!("one:{serial}")
-}
-
-impl Admission for Revocations {
-    fn admits(&self, holder: &Holder) -> bool {
-        let set = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        // What is revoked is a life with all its certificates, or one certificate of a life that goes on.
-        !set.contains(&holder.life)
-            && !set.contains(&holder.serial)
-            && !set.contains(&one_certificate(&holder.serial))
-    }
-}
 
 /// An HTTP interface, to be served on any number of listeners.
 #[derive(Clone)]
