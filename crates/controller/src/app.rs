@@ -11,6 +11,7 @@ use crate::error::{
 };
 use crate::hosts;
 use crate::measured::Measured;
+use crate::moving::{Mark, Marks, Why};
 use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use crate::unread::Lack;
@@ -66,7 +67,8 @@ pub struct App {
     host_locks: Mutex<HostLocks>,
     macs: tokio::sync::Mutex<()>,
     clients: Mutex<Clients>,
-    moving: Mutex<BTreeSet<VmName>>,
+    /// VMs that nobody begins to move now.
+    pub moving: Marks,
     /// How often each address may try to join.
     joins: Mutex<Rate>,
     live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
@@ -126,18 +128,6 @@ impl Drop for Due<'_> {
     }
 }
 
-/// Marks a VM as about to move until dropped.
-pub struct Moving<'a> {
-    app: &'a App,
-    vm: VmName,
-}
-
-impl Drop for Moving<'_> {
-    fn drop(&mut self) {
-        lock(&self.app.moving).remove(&self.vm);
-    }
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -180,7 +170,7 @@ impl App {
             host_locks: Mutex::default(),
             macs: tokio::sync::Mutex::default(),
             clients: Mutex::default(),
-            moving: Mutex::default(),
+            moving: Marks::default(),
             joins: Mutex::new(Rate::new(hosts::JOINS_AT_ONCE, hosts::JOIN_EACH)),
             live: Mutex::default(),
             said: Arc::new(Mutex::new(said)),
@@ -304,12 +294,16 @@ impl App {
         lock(&self.locks).remove(vm);
     }
 
-    /// Marks a VM as about to move; none when it is already.
-    pub fn begin_moving(&self, vm: &VmName) -> Option<Moving<'_>> {
-        lock(&self.moving).insert(vm.clone()).then(|| Moving {
-            app: self,
-            vm: vm.clone(),
-        })
+    /// Marks a VM as about to move; none when it is already. What the controller asks by itself is waited for: it is over
+    /// with the VM's turn.
+    pub async fn begin_moving(&self, vm: &VmName) -> Option<Mark<'_>> {
+        match self.moving.mark(vm, Why::Moves) {
+            Err(Why::IsAsked) => {
+                let _turn = self.vm_lock(vm).await;
+                self.moving.mark(vm, Why::Moves).ok()
+            }
+            marked => marked.ok(),
+        }
     }
 
     /// Hosts that were removed and have not joined again.

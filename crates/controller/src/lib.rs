@@ -17,6 +17,7 @@ mod hosts;
 mod macs;
 mod measured;
 mod migrate;
+mod moving;
 mod placement;
 mod preflight;
 mod reconcile;

@@ -6,6 +6,7 @@
 use crate::app::App;
 use crate::bounds::{self, NotTaken};
 use crate::error::ControllerError;
+use crate::moving::Why;
 use crate::state::{Change, HostEntry, Observed};
 use crate::survey;
 use crate::takeover;
@@ -388,7 +389,10 @@ async fn settle_undelivered(app: &App, host: &HostName) {
         idle.take(SETTLED_AT_ONCE).collect()
     };
     for vm in due {
-        let (Some(_turn), Some(_moving)) = (app.try_vm_lock(&vm), app.begin_moving(&vm)) else {
+        let Some(_turn) = app.try_vm_lock(&vm) else {
+            continue;
+        };
+        let Ok(_mark) = app.moving.mark(&vm, Why::IsAsked) else {
             continue;
         };
         if !app.state().book.is_undelivered(&vm) {
