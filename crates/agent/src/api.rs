@@ -77,6 +77,7 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::SITE_SURVEY, post(site_survey))
         .route(path::CLOSE, get(closing).post(close))
         .route(path::OPEN, post(open))
+        .route(path::CERTIFICATE, post(take_certificate))
         .route(path::BOOT_ALONE, post(boot_alone))
         .route(path::FORGET_RECORD, post(forget_record))
         .layer(from_fn_with_state(agent.clone(), site::stamped))
@@ -328,6 +329,10 @@ async fn closing(State(agent): Shared) -> ApiResult<HostClosing> {
 
 async fn open(State(agent): Shared, JsonBody(Empty {}): JsonBody<Empty>) -> ApiResult<Done> {
     reply(agent.open().await)
+}
+
+async fn take_certificate(State(agent): Shared) -> ApiResult<Done> {
+    reply(agent.certificate.take_now().await)
 }
 
 async fn boot_alone(State(agent): Shared) -> ApiResult<Done> {

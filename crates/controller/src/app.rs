@@ -12,18 +12,20 @@ use crate::error::{
 use crate::hosts;
 use crate::measured::Measured;
 use crate::moving::{Mark, Marks, Why};
+use crate::operators::Operators;
 use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use crate::unread::Lack;
+use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::rate::Rate;
-use godwit_rpc::{AgentClient, Authority, Client, Current, Revocations, Role};
+use godwit_rpc::{Admission, AgentClient, Authority, Client, Current, Revocations, Role};
 use godwit_site::{Batch, Book, HostRow, Row};
 use godwit_types::control_api::{HostState, InventoryEvent, VmView};
 use godwit_types::migration::MigrationReport;
 use godwit_types::site::{SiteHost, SiteUpdate, Stamp};
 use godwit_types::vm::VmState;
-use godwit_types::{ErrorCode, HostName, MigrationId, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -69,6 +71,8 @@ pub struct App {
     clients: Mutex<Clients>,
     /// VMs that nobody begins to move now.
     pub moving: Marks,
+    /// People and scripts on other machines.
+    pub operators: Operators,
     /// How often each address may try to join.
     joins: Mutex<Rate>,
     live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
@@ -171,6 +175,7 @@ impl App {
             macs: tokio::sync::Mutex::default(),
             clients: Mutex::default(),
             moving: Marks::default(),
+            operators: Operators::default(),
             joins: Mutex::new(Rate::new(hosts::JOINS_AT_ONCE, hosts::JOIN_EACH)),
             live: Mutex::default(),
             said: Arc::new(Mutex::new(said)),
@@ -494,6 +499,28 @@ impl App {
                 format!("VM {vm} is not started: run 'godwit vm start {vm}'"),
             ),
         }
+    }
+}
+
+impl Admission for App {
+    fn admits(&self, holder: &Holder) -> bool {
+        self.revocations.admits(holder)
+    }
+
+    fn admits_on(&self, holder: &Holder, open_since: Instant) -> bool {
+        let admitted = self.revocations.admits_on(holder, open_since);
+        if admitted {
+            self.operators.see(holder);
+        }
+        admitted
+    }
+
+    fn changes(&self) -> Option<watch::Receiver<u64>> {
+        self.revocations.changes()
+    }
+
+    fn may_try(&self, from: IpAddr) -> Result<(), ApiError> {
+        hosts::may_try_to_join(self, from)
     }
 }
 

@@ -43,7 +43,8 @@ pub fn spawn(app: Arc<App>, host: HostName) {
 /// What a host was told.
 #[derive(Default)]
 struct Told {
-    revoked: usize,
+    /// How far the list of revocations had grown.
+    revoked: Option<u64>,
     /// Which hosts are gone for good.
     removed: BTreeSet<HostName>,
 }
@@ -409,16 +410,17 @@ async fn settle_undelivered(app: &App, host: &HostName) {
     }
 }
 
-async fn tell_revoked(app: &App, host: &HostName, told: &mut usize) {
-    let serials = app.revocations.all();
-    if serials.len() == *told {
+async fn tell_revoked(app: &App, host: &HostName, told: &mut Option<u64>) {
+    // Read first: what comes in between is told once more.
+    let version = app.revocations.version();
+    if *told == Some(version) {
         return;
     }
-    let count = serials.len();
+    let serials = app.revocations.all();
     if let Ok(agent) = app.connected_agent(host)
         && agent.revoked(&Revoked { serials }).await.is_ok()
     {
-        *told = count;
+        *told = Some(version);
     }
 }
 

@@ -99,6 +99,8 @@ pub mod path {
     pub const CLOSE: &str = "/v1/close";
     /// POST [`super::Empty`]: [`super::Done`]. The host runs guests again.
     pub const OPEN: &str = "/v1/open";
+    /// POST [`super::Empty`]: [`super::Done`]. The agent takes the certificate that a person has renewed in its directory.
+    pub const CERTIFICATE: &str = "/v1/certificate";
     /// POST [`super::Empty`]: [`super::Done`]. A person lets this host boot what it holds without an answer.
     pub const BOOT_ALONE: &str = "/v1/site/boot-alone";
 }
@@ -153,6 +155,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::CLOSE, Access::LOCAL),
     rule("GET", path::CLOSE, Access::LOCAL),
     rule("POST", path::OPEN, Access::LOCAL),
+    rule("POST", path::CERTIFICATE, Access::LOCAL),
     rule("POST", path::BOOT_ALONE, Access::LOCAL),
     rule("POST", path::FORGET_RECORD, Access::LOCAL),
 ];
@@ -463,6 +466,13 @@ impl AgentClient {
     pub async fn open(&self) -> Reply<Done> {
         self.client
             .post(path::OPEN, &Empty {}, self.deadlines.act)
+            .await
+    }
+
+    /// Has the agent take the certificate that stands in its directory now.
+    pub async fn take_certificate(&self) -> Reply<Done> {
+        self.client
+            .post(path::CERTIFICATE, &Empty {}, self.deadlines.act)
             .await
     }
 

@@ -26,6 +26,7 @@ pub mod sse;
 pub mod tls;
 pub mod token;
 mod unproved;
+mod until;
 
 pub use access::{Peer, RemovedPeer, Rule};
 pub use agent_client::{AgentClient, HeardVms};

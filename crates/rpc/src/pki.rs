@@ -44,6 +44,9 @@ pub enum PkiError {
     /// Not a valid certificate of this house.
     #[error("not a certificate of a Godwit role: {0}")]
     Certificate(String),
+    /// A certificate that does not go on from the one before.
+    #[error("the certificate does not take the place of the one before: {0}; nothing was kept")]
+    Successor(String),
     /// A PEM file or text without what it should hold.
     #[error("no {what} in {place}")]
     Pem {
@@ -99,6 +102,10 @@ impl Role {
             "operator" => Some(Self::Operator(name)),
             _ => None,
         }
+    }
+
+    pub fn is_host(&self) -> bool {
+        matches!(self, Self::Host(_))
     }
 
     /// The peer that a certificate of this role makes.
@@ -252,6 +259,26 @@ impl Identity {
         Ok(Fingerprint::of(&certificate_from_pem(&self.ca_pem)?))
     }
 
+    /// Refuses to take the place of `before` unless both are of the same CA, role and life, and this one was made later:
+    /// whoever speaks with it stays who it was.
+    pub fn must_succeed(&self, before: &Self) -> Result<(), PkiError> {
+        let refused = |why: &str| Err(PkiError::Successor(why.into()));
+        if self.ca_fingerprint()? != before.ca_fingerprint()? {
+            return refused("it is from another CA");
+        }
+        let (was, is) = (before.holder()?, self.holder()?);
+        if is.role != was.role {
+            return refused(&format!("it is that of {}", is.role));
+        }
+        if is.life != was.life {
+            return refused("it begins a life of its own");
+        }
+        if is.made_unix_s < was.made_unix_s || is.serial == was.serial {
+            return refused("it is not the later one");
+        }
+        Ok(())
+    }
+
     /// Own certificate first, then the CA's, so that a joining host can compare the fingerprint.
     pub(crate) fn chain(&self) -> Result<Vec<CertificateDer<'static>>, PkiError> {
         Ok(vec![
@@ -310,6 +337,18 @@ impl Request {
             ca_pem,
         })
     }
+
+    /// The identity that takes the place of `before`. Refuses one that does not: see [`Identity::must_succeed`].
+    pub fn into_successor(
+        self,
+        certificate_pem: String,
+        ca_pem: String,
+        before: &Identity,
+    ) -> Result<Identity, PkiError> {
+        let identity = self.into_identity(certificate_pem, ca_pem)?;
+        identity.must_succeed(before)?;
+        Ok(identity)
+    }
 }
 
 /// The CA: its certificate and key.
@@ -334,6 +373,13 @@ pub struct Issued {
     pub certificate_pem: String,
     /// Its serial number, lower-case hex.
     pub serial: String,
+}
+
+impl Issued {
+    /// What it says.
+    pub fn holder(&self) -> Result<Holder, PkiError> {
+        Holder::read(&certificate_from_pem(&self.certificate_pem)?)
+    }
 }
 
 impl Authority {
@@ -558,6 +604,45 @@ mod tests {
         let holder = short.identity(&role, NOW).unwrap().holder().unwrap();
         assert_eq!(holder.dates().life_s(), 60);
         assert_eq!(short.dates().ends_unix_s, NOW + CA_DAYS * DAY_S);
+    }
+
+    #[test]
+    fn only_a_later_one_of_the_same_ca_role_and_life_takes_the_place_of_an_identity() {
+        let (ca, other) = (
+            Authority::create(NOW).unwrap(),
+            Authority::create(NOW).unwrap(),
+        );
+        let role = |name| Role::Operator(HostName::new(name).unwrap());
+        let before = ca.identity(&role("eve"), NOW).unwrap();
+        let holder = before.holder().unwrap();
+        let made = |ca: &Authority, holder: &Holder, at| {
+            let request = Request::new().unwrap();
+            let issued = ca.sign_again(&request.csr_pem, holder, at).unwrap();
+            let ca_pem = ca.certificate_pem().to_owned();
+            request.into_successor(issued.certificate_pem, ca_pem, &before)
+        };
+        assert!(made(&ca, &holder, NOW + 1).is_ok());
+        let jane = Holder {
+            role: role("jane"),
+            ..holder.clone()
+        };
+        let born = Holder {
+            life: "ab".repeat(SERIAL_LEN),
+            ..holder.clone()
+        };
+        for (refused, why) in [
+            (made(&other, &holder, NOW + 1), "another CA"),
+            (made(&ca, &jane, NOW + 1), "operator jane"),
+            (made(&ca, &born, NOW + 1), "a life of its own"),
+            (made(&ca, &holder, NOW - 1), "not the later one"),
+        ] {
+            let error = refused.unwrap_err().to_string();
+            assert!(
+                error.contains(why) && error.contains("nothing was kept"),
+                "{error}"
+            );
+        }
+        assert!(before.must_succeed(&before).is_err());
     }
 
     #[test]

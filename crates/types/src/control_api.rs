@@ -2,6 +2,7 @@
 //!
 //! Pure data. Everything that a script reads is here or in a type named here; field names are stable.
 
+use crate::certificate::CertificateDates;
 use crate::host::{Check, HostInfo};
 use crate::ids::{Generation, HostName, VmName};
 use crate::vm::{VmSpec, VmState};
@@ -129,6 +130,17 @@ pub struct OperatorRequest {
     pub name: HostName,
     /// Certificate signing request, PEM.
     pub csr_pem: String,
+}
+
+/// An operator's certificate, renewals included.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct OperatorView {
+    pub name: String,
+    /// Serial number of the first certificate, lower-case hex, which renewed ones name.
+    pub life: String,
+    /// When the newest one was made and when it ends.
+    #[serde(flatten)]
+    pub dates: CertificateDates,
 }
 
 /// What it gets back.
