@@ -27,6 +27,7 @@ pub mod tls;
 pub mod token;
 mod unproved;
 mod until;
+pub mod wiped;
 
 pub use access::{Peer, RemovedPeer, Rule};
 pub use agent_client::{AgentClient, HeardVms};

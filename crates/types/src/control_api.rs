@@ -8,6 +8,7 @@ use crate::ids::{Generation, HostName, VmName};
 use crate::vm::{VmSpec, VmState};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
+use zeroize::Zeroize as _;
 
 /// Whether the controller has heard from a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -88,7 +89,7 @@ pub struct JoinToken {
 }
 
 /// What a joining host sends.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct JoinRequest {
     /// The secret part of the token.
     pub secret: String,
@@ -103,6 +104,18 @@ pub struct JoinRequest {
     /// Of a host that is enrolled and whose certificate has ended: that it is that host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub former: Option<FormerCertificate>,
+}
+
+impl std::fmt::Debug for JoinRequest {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "JoinRequest({}, secret not shown)", self.name)
+    }
+}
+
+impl Drop for JoinRequest {
+    fn drop(&mut self) {
+        self.secret.zeroize();
+    }
 }
 
 /// Shows that whoever asks has the key of a certificate that may have ended.
