@@ -147,6 +147,7 @@ fn must_be_enrolled(app: &App, holder: &Holder) -> Outcome<()> {
     }
 }
 
+/// What somebody gets who has a new certificate.
 pub fn response(app: &App, issued: Issued) -> JoinResponse {
     JoinResponse {
         certificate_pem: issued.certificate_pem,

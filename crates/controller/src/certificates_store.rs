@@ -14,7 +14,7 @@ type Result<T> = std::result::Result<T, ControllerError>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OperatorRow {
     pub name: String,
-    /// Its serial number.
+    /// Serial number of the first certificate.
     pub life: String,
     pub made_unix_s: i64,
     pub ends_unix_s: i64,

@@ -15,6 +15,7 @@ pub enum Why {
     IsAsked,
 }
 
+/// The VMs that are marked now.
 #[derive(Debug, Default)]
 pub struct Marks(Mutex<BTreeMap<VmName, Why>>);
 

@@ -19,7 +19,7 @@ use std::sync::{Mutex, PoisonError};
 /// Who came with an operator's certificate since the controller started, and the turn to make and to end such.
 #[derive(Debug, Default)]
 pub struct Operators {
-    /// By life.
+    /// The newest certificate of each life.
     seen: Mutex<BTreeMap<String, Holder>>,
     turn: tokio::sync::Mutex<()>,
 }

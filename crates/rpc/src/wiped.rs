@@ -14,7 +14,7 @@ const CAPACITY: usize = 4096;
 pub struct Wiped(Zeroizing<Vec<u8>>);
 
 impl Wiped {
-    /// A value's JSON.
+    /// Written piece by piece, so that no other buffer has the whole text.
     pub fn json(value: &impl Serialize) -> serde_json::Result<Self> {
         let mut text = Self::default();
         serde_json::to_writer(&mut text, value)?;
@@ -24,7 +24,9 @@ impl Wiped {
     pub fn push(&mut self, bytes: &[u8]) {
         let wanted = self.0.len().saturating_add(bytes.len());
         if wanted > self.0.capacity() {
-            let capacity = wanted.max(self.0.capacity().saturating_mul(2)).max(CAPACITY);
+            let capacity = wanted
+                .max(self.0.capacity().saturating_mul(2))
+                .max(CAPACITY);
             let mut greater = Zeroizing::new(Vec::with_capacity(capacity));
             greater.extend_from_slice(&self.0);
             self.0 = greater;

@@ -22,7 +22,7 @@ pub(crate) fn sealed(mut text: Vec<u8>) -> Vec<u8> {
 pub(crate) enum Seal {
     /// Its checksum: every byte is as it was written.
     Right,
-    /// No checksum.
+    /// An older build has written it, or an editor.
     None,
     /// One that is another text's, or what is left of one.
     Wrong,

@@ -12,7 +12,7 @@ use zeroize::Zeroizing;
 /// Longest file that holds a token, bytes.
 const TOKEN_FILE_MAX: u64 = 4096;
 
-/// Reads the token.
+/// Takes the token from the command line, a file or standard input.
 pub fn read(arguments: &TokenArgs) -> Result<Token, Failure> {
     let text = text(arguments, std::io::stdin().lock())?;
     Token::parse(text.trim()).map_err(|error| Failure::new(ErrorCode::BadToken, error.to_string()))
