@@ -5,7 +5,7 @@
 # Usage: scripts/install.sh [install|uninstall]
 #
 # PREFIX (/usr/local) is where everything goes; ETC (/etc) gets the examples; DESTDIR is put before both
-# and starts nothing: a package is made of such a directory. BINARY (target/release/godwit) is the program.
+# and starts nothing: a package is made of such a directory. Uninstall takes the same PREFIX. BINARY (target/release/godwit) is the program.
 # Records of VMs, configuration and images are never touched.
 set -eu
 
@@ -76,14 +76,25 @@ do_install() {
         systemd-sysusers "$prefix/lib/sysusers.d/godwit.conf"
         systemd-tmpfiles --create "$prefix/lib/tmpfiles.d/godwit.conf"
         systemctl daemon-reload
+        case $units in
+            /usr/lib/* | /usr/local/lib/*) ;;
+            *) echo "install: systemd does not look for units in $units: enable them by their paths, such as 'systemctl enable --now $units/godwit-agent.service'" ;;
+        esac
         echo "install: installed; agents and controllers that run take the new program with 'systemctl try-restart godwit-agent godwit-controller'"
     fi
 }
 
 do_uninstall() {
-    if is_live; then packaging/debian/prerm remove; fi
+    # Refused while VMs run; the units that stand there are stopped and disabled, wherever PREFIX put them.
+    if is_live; then GODWIT_UNITS=$units packaging/debian/prerm remove; fi
     for unit in packaging/*.service packaging/*.slice packaging/*.target; do
-        rm -f "$dest$units/$(basename "$unit")"
+        [ -e "$unit" ] || continue
+        name=$(basename "$unit")
+        # What enabled it: a link to it, of another system's /etc too, below DESTDIR.
+        if [ -e "$dest$units/$name" ] && [ -d "$dest/etc/systemd/system" ]; then
+            find "$dest/etc/systemd/system" -type l -lname "$units/$name" -delete
+        fi
+        rm -f "$dest$units/$name"
     done
     for example in packaging/examples/*.example; do
         rm -f "$dest$etc/godwit/$(basename "$example")"

@@ -77,6 +77,7 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::SITE_SURVEY, post(site_survey))
         .route(path::CLOSE, get(closing).post(close))
         .route(path::OPEN, post(open))
+        .route(path::CERTIFICATE, post(take_certificate))
         .route(path::BOOT_ALONE, post(boot_alone))
         .route(path::FORGET_RECORD, post(forget_record))
         .layer(from_fn_with_state(agent.clone(), site::stamped))
@@ -230,6 +231,7 @@ handlers! {
     close(agent, body _empty: Empty) -> HostClosing = agent.close().await;
     closing(agent) -> HostClosing = Ok(agent.closing.shown());
     open(agent, body _empty: Empty) -> Done = agent.open().await;
+    take_certificate(agent, body _empty: Empty) -> Done = agent.certificate.take_now().await;
     boot_alone(agent) -> Done = Ok(agent.boot_alone());
     forget_record(agent, path name: VmName) -> Done = agent.forget_record(&name).await;
 }

@@ -2,14 +2,15 @@
 //!
 //! Owns the identity that the agent speaks with and its files. The old one is good until its end and is kept until the
 //! new one is durable, so that a process that ends at any step speaks with one that fits. The controller says which life
-//! the new one is of: the host stays the host that was enrolled. Refuses: to renew one that has ended, which the
+//! the new one is of: the host stays the host that was enrolled. One that a person brought is taken at once; the
+//! controller is shown a new one as soon as it is spoken with, and refuses those before it from then on. Refuses: to renew one that has ended, which the
 //! controller does not accept; a person says then that this is still that host, with 'godwit host renew'.
 
-use godwit_rpc::pki::{Holder, PkiError, Request, now_unix_s};
+use godwit_rpc::pki::{PkiError, Request, now_unix_s};
 use godwit_rpc::{Client, ControllerClient, Current, Identity, Role};
-use godwit_types::ErrorCode;
 use godwit_types::certificate::{CertificateInfo, CertificateStage};
-use godwit_types::control_api::RenewRequest;
+use godwit_types::control_api::{Done, RenewRequest};
+use godwit_types::{ApiError, ErrorCode};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,6 +24,8 @@ pub(crate) struct Certificate {
     current: Arc<Current>,
     dir: PathBuf,
     controller: Option<SocketAddr>,
+    /// One at a time looks after it: what a person brought is not replaced by what was asked for before.
+    turn: tokio::sync::Mutex<()>,
     /// Why it is not renewed, or not accepted.
     problem: Mutex<Option<String>>,
 }
@@ -34,6 +37,7 @@ impl Certificate {
             current,
             dir,
             controller,
+            turn: tokio::sync::Mutex::default(),
             problem: Mutex::default(),
         }
     }
@@ -80,8 +84,21 @@ impl Certificate {
         *problem = found;
     }
 
+    /// Takes what a person brought, and shows it to the controller before it answers.
+    pub(crate) async fn take_now(&self) -> Result<Done, ApiError> {
+        let found = self.look(now_unix_s()).await;
+        self.note(found.clone());
+        match found {
+            Some(problem) => Err(ApiError::new(ErrorCode::WrongState, problem)),
+            None => Ok(Done {
+                message: format!("the agent goes on with {}", self.current.holder().serial),
+            }),
+        }
+    }
+
     /// Does what is due at that time; says what is wrong.
     pub(crate) async fn look(&self, now_unix_s: i64) -> Option<String> {
+        let _turn = self.turn.lock().await;
         self.take_what_a_person_brought();
         let holder = self.current.holder();
         let stage = holder.dates().stage(now_unix_s);
@@ -95,17 +112,20 @@ impl Certificate {
             let why = "host.toml does not say where the controller listens, so that it cannot be renewed: add controller = \"ADDRESS:PORT\"";
             return (stage >= CertificateStage::Due).then(|| why.into());
         };
-        let client = Client::tls(controller, &self.current.identity(), Role::Controller);
-        let client = match client {
-            Ok(client) => ControllerClient::new(client),
-            Err(error) => return Some(error.to_string()),
-        };
         if stage >= CertificateStage::Due {
-            let renewed = self.renew(&client, &holder).await;
-            return renewed
-                .err()
-                .map(|why| format!("it cannot be renewed: {why}"));
+            let renewed = match self.client(controller) {
+                Ok(client) => self.renew(&client).await,
+                Err(why) => Err(why),
+            };
+            if let Err(why) = renewed {
+                return Some(format!("it cannot be renewed: {why}"));
+            }
         }
+        // With the one that it has now: the controller then refuses those before it.
+        let client = match self.client(controller) {
+            Ok(client) => client,
+            Err(why) => return Some(why),
+        };
         match client.certificate().await {
             // Of an older controller, which has no such route, nothing is known.
             Err(error) if error.code() == ErrorCode::NotAllowed && self.is_refused(&error) => {
@@ -113,6 +133,12 @@ impl Certificate {
             }
             _ => None,
         }
+    }
+
+    fn client(&self, controller: SocketAddr) -> Result<ControllerClient, String> {
+        let client = Client::tls(controller, &self.current.identity(), Role::Controller);
+        let client = client.map_err(|error| error.to_string())?;
+        Ok(ControllerClient::new(client))
     }
 
     fn is_refused(&self, error: &godwit_rpc::ClientError) -> bool {
@@ -124,37 +150,27 @@ impl Certificate {
         let Ok(found) = Identity::load(&self.dir) else {
             return;
         };
-        let held = self.current.holder();
-        let newer = |found: &Holder| {
-            found.serial != held.serial
-                && found.role == held.role
-                && found.not_after_unix_s >= held.not_after_unix_s
-        };
-        if found.holder().is_ok_and(|found| newer(&found)) && self.current.replace(found).is_ok() {
-            let now = self.current.holder().serial;
-            tracing::info!(before = %held.serial, %now, "this host's certificate was replaced");
+        let held = self.current.identity();
+        if found.must_succeed(&held).is_ok() {
+            let before = self.current.holder().serial;
+            if self.current.replace(found).is_ok() {
+                let now = self.current.holder().serial;
+                tracing::info!(%before, %now, "this host's certificate was replaced");
+            }
         }
     }
 
-    async fn renew(&self, client: &ControllerClient, before: &Holder) -> Result<(), String> {
+    async fn renew(&self, client: &ControllerClient) -> Result<(), String> {
         let text = |error: PkiError| error.to_string();
         let request = Request::new().map_err(text)?;
         let csr_pem = request.csr_pem.clone();
         let answer = client.renew_certificate(&RenewRequest { csr_pem }).await;
         let answer = answer.map_err(|error| error.to_string())?;
         let known = self.current.identity();
-        if answer.ca_pem != known.ca_pem {
-            return Err("the controller answered with another CA: nothing was kept".into());
-        }
         let identity = request
-            .into_identity(answer.certificate_pem, answer.ca_pem)
-            .map_err(text)?;
-        let now = identity.holder().map_err(text)?;
-        if now.role != before.role || now.life != before.life {
-            return Err(
-                "the controller answered with a certificate that is not this host's".into(),
-            );
-        }
+            .into_successor(answer.certificate_pem, answer.ca_pem, &known)
+            .map_err(|error| format!("the controller's answer is not this host's: {error}"))?;
+        let before = self.current.holder().serial;
         let dir = self.dir.clone();
         // Durable before it is shown: an agent that is started again shows it too.
         let saved = tokio::task::spawn_blocking(move || identity.save(&dir).map(|()| identity));
@@ -163,7 +179,8 @@ impl Certificate {
             .map_err(|error| error.to_string())?
             .map_err(text)?;
         self.current.replace(identity).map_err(text)?;
-        tracing::info!(before = %before.serial, now = %now.serial, "this host's certificate is renewed");
+        let now = self.current.holder().serial;
+        tracing::info!(%before, %now, "this host's certificate is renewed");
         Ok(())
     }
 }

@@ -4,6 +4,7 @@ use super::*;
 use axum::routing::get;
 use axum::{Extension, Json, Router};
 use godwit_rpc::access::{Access, rule};
+use godwit_rpc::pki::Holder;
 use godwit_rpc::{Authority, JsonBody, Revocations, Server, tls};
 use godwit_types::HostName;
 use godwit_types::control_api::{Done, JoinResponse};
@@ -20,6 +21,8 @@ struct House {
     authority: Arc<Authority>,
     revocations: Arc<Revocations>,
     bends: Arc<Bends>,
+    /// What hosts have shown to ask whether it is good, in turn.
+    shown: Arc<Mutex<Vec<String>>>,
     address: SocketAddr,
     dir: tempfile::TempDir,
     _stop: watch::Sender<bool>,
@@ -41,7 +44,10 @@ async fn house() -> House {
             ca_pem: signing.certificate_pem().to_owned(),
         })
     };
-    let standing = || async {
+    let shown = Arc::new(Mutex::new(Vec::new()));
+    let noting = shown.clone();
+    let standing = move |Extension(holder): Extension<Holder>| async move {
+        noting.lock().unwrap().push(holder.serial);
         Json(Done {
             message: "good".into(),
         })
@@ -60,6 +66,7 @@ async fn house() -> House {
         authority,
         revocations,
         bends,
+        shown,
         address,
         dir: tempfile::tempdir().unwrap(),
         _stop,
@@ -98,6 +105,8 @@ async fn a_certificate_is_renewed_once_two_thirds_of_its_life_are_over() {
     assert_ne!(second.serial, first.serial);
     assert_eq!((&second.life, &second.role), (&first.life, &first.role));
     assert_eq!(house.on_disk(), second.serial);
+    // It is shown as soon as it is there, so that the one before is refused.
+    assert_eq!(house.shown.lock().unwrap().last(), Some(&second.serial));
     // And again, by the one that it has now.
     assert_eq!(certificate.look(at(&certificate, 5)).await, None);
     let third = certificate.current.holder();
@@ -158,4 +167,38 @@ async fn what_a_person_brought_is_taken_without_a_restart() {
     assert_eq!(certificate.look(now_unix_s()).await, None);
     assert_eq!(certificate.current.holder().serial, house.on_disk());
     assert_ne!(certificate.current.holder().serial, holder.serial);
+}
+
+impl House {
+    /// What 'godwit host renew' writes; good for so long.
+    fn brought(&self, holder: &Holder, life: Duration) -> String {
+        let ca = tempfile::tempdir().unwrap();
+        self.authority.save(ca.path()).unwrap();
+        let authority = Authority::load(ca.path()).unwrap().with_validity(life);
+        let request = Request::new().unwrap();
+        let issued = authority.sign_again(&request.csr_pem, holder, now_unix_s() + 1);
+        let ca_pem = authority.certificate_pem().to_owned();
+        let brought = request.into_identity(issued.unwrap().certificate_pem, ca_pem);
+        brought.unwrap().save(self.dir.path()).unwrap();
+        self.on_disk()
+    }
+}
+
+#[tokio::test]
+async fn an_agent_takes_a_certificate_that_ends_sooner_and_shows_it_before_it_says_so() {
+    let house = house().await;
+    let certificate = house.certificate();
+    let before = certificate.current.holder();
+    let brought = house.brought(&before, Duration::from_secs(3600));
+    certificate.take_now().await.unwrap();
+    let now = certificate.current.holder();
+    assert_eq!(now.serial, brought);
+    assert!(now.not_after_unix_s < before.not_after_unix_s);
+    assert_eq!(*house.shown.lock().unwrap(), [brought]);
+    // One of another life is not taken, whoever has put it there.
+    let role = Role::Host(HostName::new("a").unwrap());
+    let other = house.authority.identity(&role, now_unix_s() + 9).unwrap();
+    other.save(house.dir.path()).unwrap();
+    certificate.take_now().await.unwrap();
+    assert_eq!(certificate.current.holder(), now);
 }

@@ -23,8 +23,11 @@ use crate::system::{System, interfaces};
 use crate::users::{self, UserError};
 use godwit_guestmem::mem_tmpfs;
 use godwit_rpc::agent_client::RULES;
+use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::PkiError;
-use godwit_rpc::{AgentClient, Client, Current, Identity, Revocations, Role, Server, server, tls};
+use godwit_rpc::{
+    Admission, AgentClient, Client, Current, Identity, Revocations, Role, Server, server, tls,
+};
 use godwit_store::read_text;
 use godwit_types::control_api::HostCheck;
 use godwit_types::host_api::PeerEnvelope;
@@ -213,7 +216,11 @@ async fn make_agent(
         removed,
         certificate: Certificate::new(current.clone(), config.pki_dir(), config.controller),
         boot_id,
-        supervisor: Supervisor::new(program, carrier(current.clone()), records.clone()),
+        supervisor: Supervisor::new(
+            program,
+            carrier(current.clone(), revocations.clone()),
+            records.clone(),
+        ),
         config,
         system,
         user,
@@ -250,13 +257,24 @@ fn boot_id(config: &HostConfig, system: &System) -> std::io::Result<String> {
     Ok(format!("{kernel}-{}", mark.trim()))
 }
 
+/// Lets only certificates through that no later one of their life has replaced. Hosts that were removed are spoken with:
+/// what they know of a VM in doubt may be all there is.
+struct NotReplaced(Arc<Revocations>);
+
+impl Admission for NotReplaced {
+    fn admits(&self, holder: &Holder) -> bool {
+        !self.0.is_replaced(holder)
+    }
+}
+
 /// Carries messages to other hosts' agents with this host's certificate.
-fn carrier(current: Arc<Current>) -> Carrier {
+fn carrier(current: Arc<Current>, revocations: Arc<Revocations>) -> Carrier {
+    let admission: Arc<dyn Admission> = Arc::new(NotReplaced(revocations));
     Arc::new(move |vm, message| {
-        let identity = current.identity();
+        let (identity, admission) = (current.identity(), Some(admission.clone()));
         Box::pin(async move {
             let role = Role::Host(message.peer.host.clone());
-            let client = Client::tls(message.peer.address, &identity, role)
+            let client = Client::tls_admitted(message.peer.address, &identity, role, admission)
                 .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
             let envelope = PeerEnvelope {
                 message: message.message,

@@ -3,6 +3,7 @@
 //! A connection is owned by whoever opened it and used for one request at a time. Refuses: answers longer than
 //! [`MESSAGE_LEN_MAX`] and waits without an end.
 
+use godwit_rpc::wiped::Wiped;
 use godwit_types::host_api::{MESSAGE_LEN_MAX, VmAnswer, VmRequest};
 use godwit_types::{ApiError, ErrorCode};
 use serde::Serialize;
@@ -70,7 +71,7 @@ impl VmConnection {
         patience: Duration,
     ) -> Result<VmAnswer, VmClientError> {
         let line = to_line(request)?;
-        tokio::time::timeout(patience, self.exchange(&line))
+        tokio::time::timeout(patience, self.exchange(line.as_ref()))
             .await
             .map_err(|_| VmClientError::Silent(patience))?
     }
@@ -97,10 +98,11 @@ impl VmConnection {
     }
 }
 
-fn to_line(request: &impl Serialize) -> Result<Vec<u8>, VmClientError> {
+/// It may hold a migration's key.
+fn to_line(request: &impl Serialize) -> Result<Wiped, VmClientError> {
     let mut line =
-        serde_json::to_vec(request).map_err(|error| VmClientError::Nonsense(error.to_string()))?;
-    line.push(b'\n');
+        Wiped::json(request).map_err(|error| VmClientError::Nonsense(error.to_string()))?;
+    line.push(b"\n");
     Ok(line)
 }
 

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 mod host;
 mod vm;
 
-pub use host::{HostCommand, HostDrain, HostJoin, HostLeave, HostRenew, HostTopArgs};
+pub use host::{HostCommand, HostDrain, HostJoin, HostLeave, HostRenew, HostTopArgs, TokenArgs};
 pub use vm::{VmCommand, VmMigrate};
 
 /// Where controllers listen unless said otherwise.
@@ -267,6 +267,19 @@ pub enum OperatorCommand {
         /// Directory to write the certificate into
         #[arg(long, value_name = "DIR")]
         dir: PathBuf,
+    },
+    /// List the operators' certificates
+    #[command(
+        after_help = "A certificate that an older version made is listed once it was used since the controller started.\n\nExample:\n  godwit operator list"
+    )]
+    List,
+    /// Revoke every certificate of an operator, also on open connections (run where the controller runs)
+    #[command(
+        after_help = "It is refused at once, and not renewed. Who works where the controller runs needs no certificate, so that the last\noperator may be removed, too; 'godwit operator add' makes a new certificate of the same name.\n\nExample:\n  godwit operator remove eve"
+    )]
+    Remove {
+        /// The operator
+        operator: HostName,
     },
     /// Renew the operator certificate named with --certificate now
     #[command(

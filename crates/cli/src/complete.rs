@@ -1,5 +1,5 @@
-//! What the shell offers when a person presses the tab key: commands, options, and the names of VMs, hosts and
-//! migrations as the controller knows them now.
+//! What the shell offers when a person presses the tab key: commands, options, and the names of VMs, hosts, migrations
+//! and operators as the controller knows them now.
 //!
 //! Owns nothing. Names come from whom the environment names, else the local sockets. Refuses: to keep a person waiting
 //! longer than [`WAIT`] or to print an error where none can be read; then no name is offered.
@@ -31,6 +31,7 @@ const HOSTS: &[&str] = &[
     "keep",
 ];
 const MIGRATIONS: &[&str] = &["id"];
+const OPERATORS: &[&str] = &["operator"];
 
 /// Asks for the names of one kind.
 type Names = fn() -> Vec<CompletionCandidate>;
@@ -55,7 +56,12 @@ fn tree() -> Command {
 }
 
 fn named(mut command: Command) -> Command {
-    let kinds: [(&[&str], Names); 3] = [(VMS, vms), (HOSTS, hosts), (MIGRATIONS, migrations)];
+    let kinds: [(&[&str], Names); 4] = [
+        (VMS, vms),
+        (HOSTS, hosts),
+        (MIGRATIONS, migrations),
+        (OPERATORS, operators),
+    ];
     for (ids, candidates) in kinds {
         for id in ids {
             let takes = |arg: &clap::Arg| arg.get_id() == id && arg.get_action().takes_values();
@@ -77,6 +83,16 @@ fn vms() -> Vec<CompletionCandidate> {
 fn hosts() -> Vec<CompletionCandidate> {
     ask(async |reader| match reader {
         Reader::Controller(client) => told(client.hosts().await, |host| (host.info.name, "")),
+        Reader::Agent(_) => None,
+    })
+}
+
+fn operators() -> Vec<CompletionCandidate> {
+    ask(async |reader| match reader {
+        Reader::Controller(client) => {
+            let operators = client.operators().await.ok()?.into_iter();
+            Some(operators.map(|one| (one.name, String::new())).collect())
+        }
         Reader::Agent(_) => None,
     })
 }

@@ -11,18 +11,21 @@ use crate::error::{
 };
 use crate::hosts;
 use crate::measured::Measured;
+use crate::moving::{Mark, Marks, Why};
+use crate::operators::Operators;
 use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use crate::unread::Lack;
+use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::rate::Rate;
-use godwit_rpc::{AgentClient, Authority, Client, Current, Revocations, Role};
+use godwit_rpc::{Admission, AgentClient, Authority, Client, Current, Revocations, Role};
 use godwit_site::{Batch, Book, HostRow, Row};
 use godwit_types::control_api::{HostState, InventoryEvent, VmView};
 use godwit_types::migration::MigrationReport;
 use godwit_types::site::{SiteHost, SiteUpdate, Stamp};
 use godwit_types::vm::VmState;
-use godwit_types::{ErrorCode, HostName, MigrationId, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, MigrationId, VmName};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -66,7 +69,10 @@ pub struct App {
     host_locks: Mutex<HostLocks>,
     macs: tokio::sync::Mutex<()>,
     clients: Mutex<Clients>,
-    moving: Mutex<BTreeSet<VmName>>,
+    /// VMs that nobody begins to move now.
+    pub moving: Marks,
+    /// People and scripts on other machines.
+    pub operators: Operators,
     /// How often each address may try to join.
     joins: Mutex<Rate>,
     live: Mutex<BTreeMap<MigrationId, watch::Sender<MigrationReport>>>,
@@ -126,18 +132,6 @@ impl Drop for Due<'_> {
     }
 }
 
-/// Marks a VM as about to move until dropped.
-pub struct Moving<'a> {
-    app: &'a App,
-    vm: VmName,
-}
-
-impl Drop for Moving<'_> {
-    fn drop(&mut self) {
-        lock(&self.app.moving).remove(&self.vm);
-    }
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -180,7 +174,8 @@ impl App {
             host_locks: Mutex::default(),
             macs: tokio::sync::Mutex::default(),
             clients: Mutex::default(),
-            moving: Mutex::default(),
+            moving: Marks::default(),
+            operators: Operators::default(),
             joins: Mutex::new(Rate::new(hosts::JOINS_AT_ONCE, hosts::JOIN_EACH)),
             live: Mutex::default(),
             said: Arc::new(Mutex::new(said)),
@@ -304,12 +299,16 @@ impl App {
         lock(&self.locks).remove(vm);
     }
 
-    /// Marks a VM as about to move; none when it is already.
-    pub fn begin_moving(&self, vm: &VmName) -> Option<Moving<'_>> {
-        lock(&self.moving).insert(vm.clone()).then(|| Moving {
-            app: self,
-            vm: vm.clone(),
-        })
+    /// Marks a VM as about to move; none when it is already. What the controller asks by itself is waited for: it is over
+    /// with the VM's turn.
+    pub async fn begin_moving(&self, vm: &VmName) -> Option<Mark<'_>> {
+        match self.moving.mark(vm, Why::Moves) {
+            Err(Why::IsAsked) => {
+                let _turn = self.vm_lock(vm).await;
+                self.moving.mark(vm, Why::Moves).ok()
+            }
+            marked => marked.ok(),
+        }
     }
 
     /// Hosts that were removed and have not joined again.
@@ -500,6 +499,28 @@ impl App {
                 format!("VM {vm} is not started: run 'godwit vm start {vm}'"),
             ),
         }
+    }
+}
+
+impl Admission for App {
+    fn admits(&self, holder: &Holder) -> bool {
+        self.revocations.admits(holder)
+    }
+
+    fn admits_on(&self, holder: &Holder, open_since: Instant) -> bool {
+        let admitted = self.revocations.admits_on(holder, open_since);
+        if admitted {
+            self.operators.see(holder);
+        }
+        admitted
+    }
+
+    fn changes(&self) -> Option<watch::Receiver<u64>> {
+        self.revocations.changes()
+    }
+
+    fn may_try(&self, from: IpAddr) -> Result<(), ApiError> {
+        hosts::may_try_to_join(self, from)
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! Owns the table `audit`. An entry is written before its request is carried out and completed when it was answered; it
 //! also goes to the log. A log that cannot be written refuses nothing: a person must be able to stop a VM while the
-//! disk is full, and the log has the line. Keeps the newest [`KEPT`] entries.
+//! disk is full, and the log has the line. Keeps the newest [`KEPT`] entries. What strangers try and are refused is
+//! counted, in one row a day and reason: it pushes out nothing that people did.
 
 use crate::store::{Store, unreadable};
 use godwit_rpc::Peer;
@@ -10,14 +11,17 @@ use godwit_rpc::audit::{Answered, Asked, Auditor, Later, Login};
 use godwit_rpc::controller_client::path;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
-use sqlx::{query, query_as};
+use sqlx::{Sqlite, Transaction, query, query_as, query_scalar};
+use std::sync::atomic::Ordering;
 
 type Result<T> = std::result::Result<T, crate::error::ControllerError>;
 
 /// Entries that are kept; at some hundred bytes each.
 const KEPT: i64 = 100_000;
-/// Of these, requests of clients without certificate: attempts to join.
+/// Of these, refused attempts of clients without certificate, each counted for [`COUNTED_S`].
 const STRANGERS_KEPT: i64 = 1_000;
+/// For so long such attempts are counted in one row, s.
+const COUNTED_S: i64 = 86_400;
 /// Entries between two looks at what is too old.
 const PRUNED_EVERY: i64 = 100;
 /// A message is cut here.
@@ -66,6 +70,10 @@ impl Auditor for AuditLog {
             }
         })
     }
+
+    fn turned_away(&self) {
+        self.store.turned_away.fetch_add(1, Ordering::Relaxed);
+    }
 }
 
 impl Store {
@@ -77,7 +85,7 @@ impl Store {
             .bind(&asked.serial)
             .bind(what)
             .bind(&asked.subject)
-            .bind(&asked.query)
+            .bind(asked.query.clone().or_else(|| stranger_from(asked)))
             .execute(&self.pool)
             .await?;
         let id = written.last_insert_rowid();
@@ -89,7 +97,7 @@ impl Store {
 
     /// Strangers who try to join do not push out what people did.
     async fn prune(&self) -> Result<()> {
-        let strangers = "DELETE FROM audit WHERE who = ?1 AND id <= (SELECT id FROM audit WHERE who = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)";
+        let strangers = "DELETE FROM audit WHERE who = ?1 AND status >= 400 AND id <= (SELECT id FROM audit WHERE who = ?1 AND status >= 400 ORDER BY id DESC LIMIT 1 OFFSET ?2)";
         query(strangers)
             .bind(Peer::Anonymous.to_string())
             .bind(STRANGERS_KEPT)
@@ -106,13 +114,38 @@ impl Store {
             text.chars().take(MESSAGE_LEN_MAX).collect::<String>()
         });
         // A description's name is what the request is about, where the path names nothing.
-        let sql = "UPDATE audit SET status = ?, message = ?, detail = coalesce(?, detail), subject = coalesce(subject, ?) WHERE id = ?";
+        let mut tx = self.pool.begin().await?;
+        let sql = "UPDATE audit SET status = ?1, message = ?2, detail = coalesce(?3, CASE WHEN who = ?6 AND ?1 < 400 THEN NULL ELSE detail END), subject = coalesce(subject, ?4) WHERE id = ?5";
         query(sql)
             .bind(i64::from(answered.status))
             .bind(message)
             .bind(detail(answered))
             .bind(named(answered))
             .bind(id)
+            .bind(Peer::Anonymous.to_string())
+            .execute(&mut *tx)
+            .await?;
+        if answered.error.is_some() {
+            count(&mut tx, id).await?;
+        }
+        tx.commit().await?;
+        Ok(())
+    }
+
+    /// Adds who came too often to the newest row of strangers.
+    async fn count_turned_away(&self) -> Result<()> {
+        let times = self.turned_away.swap(0, Ordering::Relaxed);
+        let Ok(times) = i64::try_from(times) else {
+            return Ok(());
+        };
+        if times == 0 {
+            return Ok(());
+        }
+        let sql = "UPDATE audit SET times = times + ?1, last_unix_s = ?2 WHERE id = (SELECT max(id) FROM audit WHERE who = ?3 AND status >= 400)";
+        query(sql)
+            .bind(times)
+            .bind(now_unix_s())
+            .bind(Peer::Anonymous.to_string())
             .execute(&self.pool)
             .await?;
         Ok(())
@@ -130,8 +163,11 @@ impl Store {
             Option<String>,
             Option<i64>,
             Option<String>,
+            i64,
+            Option<i64>,
         );
-        let sql = "SELECT id, unix_s, who, certificate, what, subject, detail, status, message FROM audit WHERE ?1 IS NULL OR subject = ?1 ORDER BY id DESC LIMIT ?2";
+        self.count_turned_away().await?;
+        let sql = "SELECT id, unix_s, who, certificate, what, subject, detail, status, message, times, last_unix_s FROM audit WHERE ?1 IS NULL OR subject = ?1 ORDER BY id DESC LIMIT ?2";
         let rows: Vec<Row> = query_as(sql)
             .bind(&wished.about)
             .bind(i64::from(wished.last.unwrap_or(AuditQuery::LAST)))
@@ -139,7 +175,19 @@ impl Store {
             .await?;
         rows.into_iter()
             .map(
-                |(id, unix_s, who, certificate, what, subject, detail, status, message)| {
+                |(
+                    id,
+                    unix_s,
+                    who,
+                    certificate,
+                    what,
+                    subject,
+                    detail,
+                    status,
+                    message,
+                    times,
+                    last,
+                )| {
                     let status = status.map(u16::try_from).transpose();
                     let status = status.map_err(|e| unreadable("status in the audit log", e))?;
                     Ok(AuditEntry {
@@ -152,11 +200,46 @@ impl Store {
                         detail,
                         result: AuditResult::of_status(status),
                         message,
+                        times: u64::try_from(times).unwrap_or(1),
+                        last_unix_s: last,
                     })
                 },
             )
             .collect()
     }
+}
+
+/// Counts a stranger's refused attempt in the row of the same kind that was begun within [`COUNTED_S`], if there is one.
+async fn count(tx: &mut Transaction<'_, Sqlite>, id: i64) -> Result<()> {
+    let earlier = "SELECT max(old.id) FROM audit old JOIN audit new ON new.id = ?1 WHERE old.who = ?2 AND new.who = ?2 AND old.id < ?1 AND old.what = new.what AND old.status = new.status AND old.message IS new.message AND old.unix_s > ?3";
+    let now = now_unix_s();
+    let earlier: Option<i64> = query_scalar(earlier)
+        .bind(id)
+        .bind(Peer::Anonymous.to_string())
+        .bind(now.saturating_sub(COUNTED_S))
+        .fetch_one(&mut **tx)
+        .await?;
+    let Some(earlier) = earlier else {
+        return Ok(());
+    };
+    let counted = "UPDATE audit SET times = times + 1, last_unix_s = ?1, detail = (SELECT detail FROM audit WHERE id = ?2) WHERE id = ?3";
+    query(counted)
+        .bind(now)
+        .bind(id)
+        .bind(earlier)
+        .execute(&mut **tx)
+        .await?;
+    query("DELETE FROM audit WHERE id = ?")
+        .bind(id)
+        .execute(&mut **tx)
+        .await?;
+    Ok(())
+}
+
+/// Of somebody who has no name, where the request came from.
+fn stranger_from(asked: &Asked) -> Option<String> {
+    let from = asked.from.filter(|_| asked.peer == Peer::Anonymous)?;
+    Some(format!("from {from}"))
 }
 
 /// An empty request says nothing.
@@ -209,6 +292,7 @@ fn what(asked: &Asked) -> String {
         ("POST", path::CERTIFICATE) => "certificate renew",
         ("DELETE", path::CERTIFICATE) => "host leave",
         ("POST", path::OPERATORS) => "operator add",
+        ("DELETE", path::OPERATOR) => "operator remove",
         ("POST", path::VMS) => "vm create",
         ("PUT", path::VM) => "vm edit",
         ("DELETE", path::VM) => "vm delete",
@@ -243,6 +327,7 @@ mod tests {
                 peer: Peer::Local { uid: 0 },
                 serial: None,
                 login: None,
+                from: None,
                 method: rule.method.parse().unwrap(),
                 route: rule.path.into(),
                 subject: None,

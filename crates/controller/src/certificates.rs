@@ -1,22 +1,22 @@
 //! Certificates after the first one: renewed for who has one, given anew to a host whose own has ended, kept fresh for the
 //! controller itself; and what a person must know of them.
 //!
-//! Owns nothing durable but the revocation of what a host left behind. A renewed certificate names the life that it
-//! continues, so that nothing needs to be written for it to be accepted, and one that gets lost on its way is missed by
-//! nobody. Refuses: hosts of another life than the enrolled one, and whoever does not have the former certificate's key.
+//! Owns nothing durable but what it refuses. A renewed certificate names the life that it continues, so that nothing needs
+//! to be written for it to be accepted, and one that gets lost on its way is missed by nobody. Once a host has shown a
+//! later one, those before it are refused, by every host, too: who has an old copy of the key is not that host. Refuses:
+//! hosts of another life than the enrolled one, and whoever does not have the former certificate's key.
 
 use crate::app::App;
 use crate::error::{ControllerError, Outcome, refuse};
 use crate::hosts::bad_token;
+use crate::operators;
 use crate::state::State;
 use godwit_rpc::pki::{Holder, Issued, PkiError, now_unix_s};
-use godwit_rpc::server::one_certificate;
+use godwit_rpc::revocations::made_before;
 use godwit_rpc::token::hash_of;
 use godwit_rpc::{Authority, Current, Role};
 use godwit_types::certificate::{CertificateDates, CertificateStage};
-use godwit_types::control_api::{
-    Done, FormerCertificate, JoinRequest, JoinResponse, OperatorRequest, RenewRequest,
-};
+use godwit_types::control_api::{Done, FormerCertificate, JoinRequest, JoinResponse, RenewRequest};
 use godwit_types::site::Alarm;
 use godwit_types::{ApiError, ErrorCode, HostName};
 use std::sync::Arc;
@@ -24,26 +24,49 @@ use std::time::Duration;
 
 /// Longest time between two looks at the controller's own certificate.
 const LOOK_EACH: Duration = Duration::from_secs(600);
-/// The CA's end is told this long before: every host has to join anew by then, s.
+/// The CA's end is told this long before, s: whoever has programs that look at it has time.
 const CA_WARNED_S: i64 = 2 * 365 * 86_400;
 
 /// Answers somebody with a certificate whether it is still wanted.
-pub fn standing(app: &App, holder: &Holder) -> Outcome<Done> {
+pub async fn standing(app: &App, holder: &Holder) -> Outcome<Done> {
     must_be_enrolled(app, holder)?;
+    end_earlier(app, holder).await?;
     Ok(Done {
         message: format!("The certificate of {} is good here.", holder.role),
     })
 }
 
 /// Certifies a new key for who shows a certificate.
-pub fn renew(app: &App, holder: &Holder, request: &RenewRequest) -> Outcome<JoinResponse> {
+pub async fn renew(app: &App, holder: &Holder, request: &RenewRequest) -> Outcome<JoinResponse> {
+    if let Role::Operator(name) = &holder.role {
+        return operators::renew(app, name, holder, request).await;
+    }
     must_be_enrolled(app, holder)?;
-    let issued = app
-        .authority
-        .sign_again(&request.csr_pem, holder, now_unix_s());
-    let issued = issued.map_err(not_signed)?;
+    end_earlier(app, holder).await?;
+    let issued = sign_again(app, &request.csr_pem, holder)?;
     tracing::info!(whose = %holder.role, before = %holder.serial, now = %issued.serial, "a certificate is renewed");
     Ok(response(app, issued))
+}
+
+/// Which one of a host's life is the later one is seen by when it was made, to the second.
+fn sign_again(app: &App, csr_pem: &str, holder: &Holder) -> Outcome<Issued> {
+    let at = now_unix_s().max(holder.made_unix_s.saturating_add(1));
+    let issued = app.authority.sign_again(csr_pem, holder, at);
+    issued.map_err(not_signed)
+}
+
+/// Who shows a renewed certificate has it, with its key: what was made before it is refused from now on. Noted before it
+/// is answered, since the host may forget the one before by that.
+async fn end_earlier(app: &App, holder: &Holder) -> Outcome<()> {
+    let (life, made) = (&holder.life, holder.made_unix_s);
+    let known = app.revocations.made_before(life);
+    if !holder.role.is_host() || holder.serial == *life || known >= Some(made) {
+        return Ok(());
+    }
+    app.store.revoke_before(life, made).await?;
+    app.revocations.revoke(made_before(life, made));
+    tracing::info!(whose = %holder.role, now = %holder.serial, "a renewed certificate is in use: those before it are refused");
+    Ok(())
 }
 
 /// The host that may leave with this certificate.
@@ -58,17 +81,8 @@ pub fn leaving(app: &App, holder: &Holder) -> Outcome<HostName> {
     }
 }
 
-/// Makes an operator's first certificate.
-pub fn operator(app: &App, request: &OperatorRequest) -> Outcome<JoinResponse> {
-    let role = Role::Operator(request.name.clone());
-    let issued = app.authority.sign(&request.csr_pem, &role, now_unix_s());
-    let issued = issued.map_err(not_signed)?;
-    tracing::info!(whose = %role, serial = %issued.serial, "an operator has a certificate");
-    Ok(response(app, issued))
-}
-
-/// Gives a host whose certificate has ended another one of the same life: its records and VMs stay as they are. The token
-/// is used up and the former certificate revoked, or neither.
+/// Gives a host whose certificate has ended another one of the same life: its records and VMs stay as they are. The former
+/// one is good until the new one is used: should the answer be lost, the host asks again with another token.
 pub async fn go_on(
     app: &App,
     request: &JoinRequest,
@@ -95,15 +109,19 @@ pub async fn go_on(
         );
     }
     must_be_enrolled(app, &holder)?;
-    let issued = app.authority.sign_again(&request.csr_pem, &holder, now);
-    let issued = issued.map_err(not_signed)?;
-    let revoked = one_certificate(&holder.serial);
-    let hash = hash_of(&request.secret);
-    let used = app.store.revoke_one(&hash, &request.name, &revoked, now);
-    if !used.await? {
+    if app.revocations.is_replaced(&holder) {
+        return refuse(
+            ErrorCode::NotAllowed,
+            format!(
+                "host {0} has used a later certificate than this one, which is that of an old copy of its disk or key: if this machine is host {0} all the same, remove that one with 'godwit host remove {0}', then leave with 'godwit host leave' and join anew",
+                request.name
+            ),
+        );
+    }
+    let issued = sign_again(app, &request.csr_pem, &holder)?;
+    if !app.store.use_up(&hash_of(&request.secret), now).await? {
         return Err(bad_token());
     }
-    app.revocations.revoke(revoked);
     tracing::info!(host = %request.name, before = %holder.serial, now = %issued.serial, "the host goes on with a new certificate");
     Ok(response(app, issued))
 }
@@ -129,7 +147,8 @@ fn must_be_enrolled(app: &App, holder: &Holder) -> Outcome<()> {
     }
 }
 
-fn response(app: &App, issued: Issued) -> JoinResponse {
+/// What somebody gets who has a new certificate.
+pub fn response(app: &App, issued: Issued) -> JoinResponse {
     JoinResponse {
         certificate_pem: issued.certificate_pem,
         ca_pem: app.authority.certificate_pem().to_owned(),
@@ -238,7 +257,7 @@ pub fn sentence(state: &State, alarm: &Alarm, now_unix_s: i64) -> String {
             dates.left(now_unix_s)
         ),
         Alarm::AuthorityEnds { dates } => format!(
-            "the certificate authority of this site {}: Godwit's own hosts go on, other programs that check its certificates will not; set up another controller and let the hosts join that before then",
+            "the certificate authority of this site {}: hosts, controller and operators go on as before, also after that, since Godwit knows the authority by its key; other programs that reach the controller by its certificate (curl, scripts) will refuse it. Who uses such does what \"When the authority ends\" in docs/security.md says",
             dates.left(now_unix_s)
         ),
         _ => String::new(),

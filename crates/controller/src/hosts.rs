@@ -15,13 +15,14 @@ use crate::survey::{clear, refused};
 use crate::vms::{done, is_stopped_at, release};
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::token::hash_of;
-use godwit_rpc::{CameFrom, ClientError, Role, Token};
+use godwit_rpc::{ClientError, Role, Token};
 use godwit_site::{HostRow, Refusal};
 use godwit_types::control_api::{Done, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken};
 use godwit_types::load::HostTop;
 use godwit_types::site::Claim;
 use godwit_types::{ApiError, ErrorCode, HostName};
 use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -71,13 +72,13 @@ pub const JOINS_AT_ONCE: u32 = 64;
 pub const JOIN_EACH: Duration = Duration::from_millis(500);
 
 /// Refuses an address that tries to join too often.
-pub fn may_try_to_join(app: &App, from: Option<CameFrom>) -> Outcome<()> {
-    match from {
-        Some(CameFrom(from)) if !app.admits_join(from) => refuse(
+pub fn may_try_to_join(app: &App, from: IpAddr) -> Outcome<()> {
+    match app.admits_join(from) {
+        true => Ok(()),
+        false => refuse(
             ErrorCode::NotAllowed,
             format!("{from} tries to join too often: wait half a minute, then try once"),
         ),
-        _ => Ok(()),
     }
 }
 

@@ -45,7 +45,7 @@ pub async fn attempt(
     check_request(request).map_err(one)?;
     // Hosts would refuse it, too, without knowing what this controller waits for.
     must_be_newest(app).map_err(one)?;
-    let Some(_moving) = app.begin_moving(name) else {
+    let Some(_moving) = app.begin_moving(name).await else {
         return Err(one(already(name, None)));
     };
     let _turn = app.vm_lock(name).await;

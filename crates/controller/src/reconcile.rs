@@ -6,6 +6,7 @@
 use crate::app::App;
 use crate::bounds::{self, NotTaken};
 use crate::error::ControllerError;
+use crate::moving::Why;
 use crate::state::{Change, HostEntry, Observed};
 use crate::survey;
 use crate::takeover;
@@ -42,7 +43,8 @@ pub fn spawn(app: Arc<App>, host: HostName) {
 /// What a host was told.
 #[derive(Default)]
 struct Told {
-    revoked: usize,
+    /// How far the list of revocations had grown.
+    revoked: Option<u64>,
     /// Which hosts are gone for good.
     removed: BTreeSet<HostName>,
 }
@@ -388,7 +390,10 @@ async fn settle_undelivered(app: &App, host: &HostName) {
         idle.take(SETTLED_AT_ONCE).collect()
     };
     for vm in due {
-        let (Some(_turn), Some(_moving)) = (app.try_vm_lock(&vm), app.begin_moving(&vm)) else {
+        let Some(_turn) = app.try_vm_lock(&vm) else {
+            continue;
+        };
+        let Ok(_mark) = app.moving.mark(&vm, Why::IsAsked) else {
             continue;
         };
         if !app.state().book.is_undelivered(&vm) {
@@ -405,16 +410,17 @@ async fn settle_undelivered(app: &App, host: &HostName) {
     }
 }
 
-async fn tell_revoked(app: &App, host: &HostName, told: &mut usize) {
-    let serials = app.revocations.all();
-    if serials.len() == *told {
+async fn tell_revoked(app: &App, host: &HostName, told: &mut Option<u64>) {
+    // Read first: what comes in between is told once more.
+    let version = app.revocations.version();
+    if *told == Some(version) {
         return;
     }
-    let count = serials.len();
+    let serials = app.revocations.all();
     if let Ok(agent) = app.connected_agent(host)
         && agent.revoked(&Revoked { serials }).await.is_ok()
     {
-        *told = count;
+        *told = Some(version);
     }
 }
 

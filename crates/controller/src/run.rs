@@ -9,7 +9,7 @@ use crate::config::ControllerConfig;
 use crate::error::ControllerError;
 use crate::placement::drain;
 use crate::store::Store;
-use crate::{certificates, hosts, reconcile, removed, taken_over, watch};
+use crate::{certificates, hosts, operators, reconcile, removed, taken_over, watch};
 use godwit_rpc::controller_client::RULES;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{Authority, Current, Identity, Role, Server};
@@ -53,11 +53,11 @@ pub async fn init(config: &ControllerConfig) -> Result<Initialised, ControllerEr
     make_dir(&operator_dir)?;
     let admin =
         HostName::new(FIRST_OPERATOR).map_err(|error| ControllerError::Setup(error.to_string()))?;
-    authority
-        .identity(&Role::Operator(admin), now)?
-        .save(&operator_dir)?;
+    let first = authority.identity(&Role::Operator(admin.clone()), now)?;
+    first.save(&operator_dir)?;
     authority.identity(&Role::Controller, now)?.save(dir)?;
     let store = Store::open(&database(dir), true).await?;
+    operators::note_first(&store, &admin, &first).await?;
     // Last, since it says that there is a controller here.
     authority.save(dir)?;
     let (_stop, stopped) = signal::channel(false);
@@ -174,7 +174,7 @@ impl Controller {
         let server = Server::audited(
             api::router(app.clone()),
             RULES,
-            app.revocations.clone(),
+            app.clone(),
             Arc::new(AuditLog::new(app.store.clone())),
         );
         let mut listeners = vec![tokio::spawn(server.clone().run_unix(unix, stopped.clone()))];

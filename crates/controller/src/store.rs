@@ -18,6 +18,8 @@ use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, S
 use sqlx::{SqlSafeStr as _, Sqlite, SqlitePool, Transaction, query, query_as, query_scalar};
 use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 type Result<T> = std::result::Result<T, ControllerError>;
@@ -26,6 +28,8 @@ type Result<T> = std::result::Result<T, ControllerError>;
 #[derive(Debug, Clone)]
 pub struct Store {
     pub(crate) pool: SqlitePool,
+    /// Requests that came too often and are not in the audit log yet.
+    pub(crate) turned_away: Arc<AtomicU64>,
 }
 
 /// How an attempt to join ended.
@@ -65,6 +69,11 @@ fn formats() -> Migrator {
         one(4, "removed", include_str!("../migrations/0004_removed.sql")),
         one(5, "audit", include_str!("../migrations/0005_audit.sql")),
         one(6, "uids", include_str!("../migrations/0006_uids.sql")),
+        one(
+            7,
+            "certificates",
+            include_str!("../migrations/0007_certificates.sql"),
+        ),
     ])
 }
 
@@ -90,7 +99,10 @@ impl Store {
             },
             other => other.into(),
         })?;
-        Ok(Self { pool })
+        Ok(Self {
+            pool,
+            turned_away: Arc::default(),
+        })
     }
 
     pub async fn close(&self) {
@@ -164,36 +176,6 @@ impl Store {
         write_rows(&mut tx, rows).await?;
         tx.commit().await?;
         Ok(())
-    }
-
-    /// Uses a token up and revokes one certificate of a host that goes on, or does neither; false when the token is not
-    /// good.
-    pub async fn revoke_one(
-        &self,
-        hash: &str,
-        host: &HostName,
-        certificate: &str,
-        now_unix_s: i64,
-    ) -> Result<bool> {
-        let mut tx = self.pool.begin().await?;
-        if !use_token(&mut tx, hash, now_unix_s).await? {
-            return Ok(false);
-        }
-        query("INSERT OR IGNORE INTO revoked (serial, host, unix_s) VALUES (?, ?, ?)")
-            .bind(certificate)
-            .bind(host.as_str())
-            .bind(now_unix_s)
-            .execute(&mut *tx)
-            .await?;
-        tx.commit().await?;
-        Ok(true)
-    }
-
-    /// Serial numbers of all revoked certificates.
-    pub async fn revoked(&self) -> Result<Vec<String>> {
-        Ok(query_scalar("SELECT serial FROM revoked")
-            .fetch_all(&self.pool)
-            .await?)
     }
 
     /// Notes a new token, and forgets those that ended long ago.
@@ -504,7 +486,12 @@ impl Store {
     }
 }
 
-async fn use_token(tx: &mut Transaction<'_, Sqlite>, hash: &str, now_unix_s: i64) -> Result<bool> {
+/// Uses a token up; false when it is not good.
+pub async fn use_token(
+    tx: &mut Transaction<'_, Sqlite>,
+    hash: &str,
+    now_unix_s: i64,
+) -> Result<bool> {
     let sql = "UPDATE tokens SET used_unix_s = ?1 WHERE hash = ?2 AND used_unix_s IS NULL AND expires_unix_s > ?1";
     let used = query(sql)
         .bind(now_unix_s)

@@ -71,6 +71,26 @@ fn certificates_renew_themselves_while_a_vm_runs_and_moves() -> Result<()> {
 }
 
 #[test]
+fn a_host_that_is_renewed_long_before_its_certificate_ends_goes_on_speaking() -> Result<()> {
+    let stack = Stack::new("renewed", &Plan::default())?;
+    stack.start_counter(&Counter::small("web"), "b")?;
+    for _ in 0..2 {
+        let before = serial(&stack, "b")?;
+        let token = stack.token()?;
+        let said = stack.ok("b", &["host", "renew", &token])?;
+        ensure!(said.contains("its agent speaks with it"), "{said}");
+        // The next command needs the host, and is refused by nobody.
+        stack.ok("controller", &["host", "check", "b"])?;
+        stack.until("the host names the new one", SOON, || {
+            Ok(serial(&stack, "b")? != before)
+        })?;
+    }
+    has_no_alarm(&stack)?;
+    stack.migrate("web", "a", &[])?;
+    stack.runs_on("web", "a")
+}
+
+#[test]
 fn a_host_whose_certificate_has_ended_comes_back_with_its_vm() -> Result<()> {
     let stack = Stack::new("expired", &plan())?;
     stack.start_counter(&Counter::small("web"), "b")?;

@@ -104,6 +104,12 @@ pub(crate) fn is_open_to_removed(rules: &[Rule], method: &str, path: Option<&str
     rules.any(|rule| rule.also_removed && rule.method == method && Some(rule.path) == path)
 }
 
+/// Whether this is a request that needs no certificate.
+pub(crate) fn is_open_to_all(rules: &[Rule], method: &str, path: Option<&str>) -> bool {
+    let mut rules = rules.iter().filter(|rule| rule.access == Access::ANYONE);
+    rules.any(|rule| rule.method == method && Some(rule.path) == path)
+}
+
 /// Decides on a request; `path` is the router's matched pattern, if any matched.
 pub(crate) fn decide(
     rules: &[Rule],

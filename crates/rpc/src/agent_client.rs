@@ -101,6 +101,8 @@ pub mod path {
     pub const CLOSE: &str = "/v1/close";
     /// POST [`super::Empty`]: [`super::Done`]. The host runs guests again.
     pub const OPEN: &str = "/v1/open";
+    /// POST [`super::Empty`]: [`super::Done`]. The agent takes the certificate that a person has renewed in its directory.
+    pub const CERTIFICATE: &str = "/v1/certificate";
     /// POST [`super::Empty`]: [`super::Done`]. A person lets this host boot what it holds without an answer.
     pub const BOOT_ALONE: &str = "/v1/site/boot-alone";
 }
@@ -155,6 +157,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::CLOSE, Access::LOCAL),
     rule("GET", path::CLOSE, Access::LOCAL),
     rule("POST", path::OPEN, Access::LOCAL),
+    rule("POST", path::CERTIFICATE, Access::LOCAL),
     rule("POST", path::BOOT_ALONE, Access::LOCAL),
     rule("POST", path::FORGET_RECORD, Access::LOCAL),
 ];
@@ -291,6 +294,8 @@ calls! { AgentClient
     closing() -> HostClosing = get client (path::CLOSE) in read;
     /// Has the host run guests again.
     open() -> Done = post client (path::OPEN, &Empty {}) in act;
+    /// Has the agent take the certificate that stands in its directory now.
+    take_certificate() -> Done = post client (path::CERTIFICATE, &Empty {}) in act;
     /// Lets the host boot what it holds without an answer of the site.
     boot_alone() -> Done = post client (path::BOOT_ALONE, &Empty {}) in act;
     /// What the host is busy with.

@@ -3,15 +3,17 @@
 //! Owns nothing: a server that was made with an [`Auditor`] tells it of every request that changes something, before it
 //! is carried out and when it was answered, refused ones included. Left out: reading requests, what hosts and the
 //! controller say to each other (but that a host leaves), and strangers who are refused at the door (they could fill any
-//! log). Bodies are told of where they are short, and never of a join, which holds a secret.
+//! log; those who come too often are counted). Bodies are told of where they are short, and never of a join, which holds a secret.
 
 use crate::access::Peer;
 use crate::pki::Holder;
+use crate::server::CameFrom;
 use axum::extract::{MatchedPath, RawPathParams, Request};
 use axum::http::Method;
 use axum::response::Response;
 use godwit_types::ApiError;
 use std::future::Future;
+use std::net::IpAddr;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -44,6 +46,8 @@ pub struct Asked {
     pub serial: Option<String>,
     /// Who logged in, of a local process.
     pub login: Option<Login>,
+    /// Where it came from, over the network.
+    pub from: Option<IpAddr>,
     pub method: Method,
     pub route: String,
     /// What the path names: a VM, host or migration.
@@ -68,6 +72,8 @@ pub trait Auditor: Send + Sync {
     /// done. The number is given back with the answer.
     fn asked(&self, asked: Asked) -> Later<'_, i64>;
     fn answered(&self, number: i64, answered: Answered) -> Later<'_, ()>;
+    /// Somebody asked too often and was not let in: to be counted, no more, since there may be any number.
+    fn turned_away(&self);
 }
 
 /// Where [`crate::JsonBody`] leaves what it has read.
@@ -151,6 +157,7 @@ async fn asked(request: &mut Request, is_let_in: bool) -> Option<Asked> {
             .get::<Holder>()
             .map(|h| h.serial.clone()),
         login: request.extensions().get::<Login>().copied(),
+        from: request.extensions().get::<CameFrom>().map(|from| from.0),
         method,
         route,
         query: request.uri().query().map(cut),

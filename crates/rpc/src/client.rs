@@ -6,9 +6,10 @@
 
 use crate::limits::{ANSWER_LEN_MAX, ANSWER_WAIT, CONNECT_WAIT};
 use crate::pki::{Fingerprint, Identity, PkiError, Role};
-use crate::server::Admission;
+use crate::revocations::Admission;
 use crate::sse::EventStream;
 use crate::tls;
+use crate::wiped::Wiped;
 use godwit_types::site::{STAMP_HEADER, Stamp};
 use godwit_types::version::{PROTOCOL, PROTOCOL_HEADER};
 use godwit_types::{ApiError, ErrorCode};
@@ -235,11 +236,11 @@ impl Client {
         body: Option<&B>,
         deadline: Duration,
     ) -> Result<T, ClientError> {
-        let bytes: Bytes = match body {
-            Some(body) => serde_json::to_vec(body).map_err(|error| invalid(&error))?,
-            None => Vec::new(),
-        }
-        .into();
+        // It may hold a migration's key or a token.
+        let bytes = match body {
+            Some(body) => Bytes::from_owner(Wiped::json(body).map_err(|error| invalid(&error))?),
+            None => Bytes::new(),
+        };
         let end = Instant::now() + deadline;
         let mut said = None;
         for _ in 0..OVERTAKEN_MAX {

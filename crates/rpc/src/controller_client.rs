@@ -9,8 +9,8 @@ use crate::sse::EventStream;
 use godwit_types::audit::{AuditEntry, AuditQuery};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse,
-    JoinToken, KeepRequest, MigrationBegun, OperatorRequest, RenewRequest, ResolveRequest,
-    StartRequest, StopRequest, VersionView, VmView,
+    JoinToken, KeepRequest, MigrationBegun, OperatorRequest, OperatorView, RenewRequest,
+    ResolveRequest, StartRequest, StopRequest, VersionView, VmView,
 };
 use godwit_types::drain::{DrainRequest, DrainView};
 use godwit_types::load::HostTop;
@@ -40,8 +40,10 @@ pub mod path {
     pub const JOIN: &str = "/v1/join";
     /// GET: whether the certificate that is shown is wanted; POST: renew it; DELETE: a host leaves.
     pub const CERTIFICATE: &str = "/v1/certificate";
-    /// POST, on this machine: make an operator's certificate.
+    /// GET: operators' certificates; POST, on this machine: make one.
     pub const OPERATORS: &str = "/v1/operators";
+    /// DELETE, on this machine: revoke every certificate of an operator.
+    pub const OPERATOR: &str = "/v1/operators/{name}";
     /// GET: list of VMs; POST: create one.
     pub const VMS: &str = "/v1/vms";
     /// GET: a VM; PUT: edit it; DELETE: delete it.
@@ -111,7 +113,9 @@ pub const RULES: &[Rule] = &[
     rule("GET", path::CERTIFICATE, CERTIFIED),
     rule("POST", path::CERTIFICATE, CERTIFIED),
     rule("DELETE", path::CERTIFICATE, Access::HOST),
+    rule("GET", path::OPERATORS, PEOPLE),
     rule("POST", path::OPERATORS, Access::LOCAL),
+    rule("DELETE", path::OPERATOR, Access::LOCAL),
     rule("GET", path::VMS, PEOPLE),
     rule("POST", path::VMS, PEOPLE),
     rule("GET", path::VM, PEOPLE),
@@ -203,6 +207,9 @@ calls! { ControllerClient
     leave() -> Done = delete of_host (path::CERTIFICATE) in act;
     add_operator(request: &OperatorRequest) -> JoinResponse
         = post of_host (path::OPERATORS, request) in read;
+    operators() -> Vec<OperatorView> = get client (path::OPERATORS) in read;
+    /// Revokes every certificate of an operator.
+    remove_operator(name: &HostName) -> Done = delete client (fill(path::OPERATOR, name)) in read;
     vms() -> Vec<VmView> = get client (path::VMS) in read;
     vm(name: &VmName) -> VmView = get client (fill(path::VM, name)) in read;
     create_vm(spec: &VmSpec) -> VmView = post client (path::VMS, spec) in read;

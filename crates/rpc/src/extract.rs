@@ -4,7 +4,9 @@
 
 use crate::audit::BodySlot;
 use crate::limits::{Limits, REQUEST_LEN_MAX};
+use crate::wiped::{Wiped, wipe};
 use axum::Json;
+use axum::body::Body;
 use axum::extract::{FromRequest, FromRequestParts, RawPathParams, Request};
 use axum::http::{StatusCode, request::Parts};
 use axum::response::{IntoResponse, Response};
@@ -57,16 +59,27 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for JsonBody<T> {
         }
         let slot = request.extensions().get::<BodySlot>().cloned();
         let body = Limited::new(request.into_body(), REQUEST_LEN_MAX);
-        let bytes = tokio::time::timeout(limits.body, body.collect())
+        // It may hold a migration's key or a token.
+        let bytes = tokio::time::timeout(limits.body, read(body))
             .await
             .map_err(|_| slow())?
-            .map_err(|error| unreadable(error.as_ref()))?
-            .to_bytes();
+            .map_err(|error| unreadable(error.as_ref()))?;
         if let Some(slot) = slot {
-            slot.keep(&bytes);
+            slot.keep(bytes.as_ref());
         }
-        decode(&bytes).map(Self).map_err(Failure)
+        decode(bytes.as_ref()).map(Self).map_err(Failure)
     }
+}
+
+async fn read(mut body: Limited<Body>) -> Result<Wiped, Box<dyn std::error::Error + Send + Sync>> {
+    let mut bytes = Wiped::default();
+    while let Some(frame) = body.frame().await {
+        if let Ok(piece) = frame?.into_data() {
+            bytes.push(&piece);
+            wipe(piece);
+        }
+    }
+    Ok(bytes)
 }
 
 /// Decodes a request's body.

@@ -44,6 +44,9 @@ pub enum PkiError {
     /// Not a valid certificate of this house.
     #[error("not a certificate of a Godwit role: {0}")]
     Certificate(String),
+    /// A certificate that does not go on from the one before.
+    #[error("the certificate does not take the place of the one before: {0}; nothing was kept")]
+    Successor(String),
     /// A PEM file or text without what it should hold.
     #[error("no {what} in {place}")]
     Pem {
@@ -99,6 +102,10 @@ impl Role {
             "operator" => Some(Self::Operator(name)),
             _ => None,
         }
+    }
+
+    pub fn is_host(&self) -> bool {
+        matches!(self, Self::Host(_))
     }
 
     /// The peer that a certificate of this role makes.
@@ -252,6 +259,26 @@ impl Identity {
         Ok(Fingerprint::of(&certificate_from_pem(&self.ca_pem)?))
     }
 
+    /// Refuses to take the place of `before` unless both are of the same CA, role and life, and this one was made later:
+    /// whoever speaks with it stays who it was.
+    pub fn must_succeed(&self, before: &Self) -> Result<(), PkiError> {
+        let refused = |why: &str| Err(PkiError::Successor(why.into()));
+        if self.ca_fingerprint()? != before.ca_fingerprint()? {
+            return refused("it is from another CA");
+        }
+        let (was, is) = (before.holder()?, self.holder()?);
+        if is.role != was.role {
+            return refused(&format!("it is that of {}", is.role));
+        }
+        if is.life != was.life {
+            return refused("it begins a life of its own");
+        }
+        if is.made_unix_s < was.made_unix_s || is.serial == was.serial {
+            return refused("it is not the later one");
+        }
+        Ok(())
+    }
+
     /// Own certificate first, then the CA's, so that a joining host can compare the fingerprint.
     pub(crate) fn chain(&self) -> Result<Vec<CertificateDer<'static>>, PkiError> {
         Ok(vec![
@@ -310,6 +337,18 @@ impl Request {
             ca_pem,
         })
     }
+
+    /// The identity that takes the place of `before`. Refuses one that does not: see [`Identity::must_succeed`].
+    pub fn into_successor(
+        self,
+        certificate_pem: String,
+        ca_pem: String,
+        before: &Identity,
+    ) -> Result<Identity, PkiError> {
+        let identity = self.into_identity(certificate_pem, ca_pem)?;
+        identity.must_succeed(before)?;
+        Ok(identity)
+    }
 }
 
 /// The CA: its certificate and key.
@@ -334,6 +373,13 @@ pub struct Issued {
     pub certificate_pem: String,
     /// Its serial number, lower-case hex.
     pub serial: String,
+}
+
+impl Issued {
+    /// Reads what the CA has put into it.
+    pub fn holder(&self) -> Result<Holder, PkiError> {
+        Holder::read(&certificate_from_pem(&self.certificate_pem)?)
+    }
 }
 
 impl Authority {
@@ -482,109 +528,5 @@ pub fn now_unix_s() -> i64 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const NOW: i64 = 1_800_000_000;
-
-    #[test]
-    fn a_role_goes_into_the_certificate_and_back() {
-        let ca = Authority::create(NOW).unwrap();
-        for role in [
-            Role::Host(HostName::new("a").unwrap()),
-            Role::Controller,
-            Role::Operator(HostName::new("eve").unwrap()),
-        ] {
-            let holder = ca.identity(&role, NOW).unwrap().holder().unwrap();
-            assert_eq!(holder.role, role);
-            assert_eq!(holder.serial.len(), 2 * SERIAL_LEN);
-            assert_eq!(holder.not_after_unix_s, NOW + CERTIFICATE_DAYS * DAY_S);
-        }
-    }
-
-    #[test]
-    fn names_in_a_signing_request_are_ignored() {
-        let ca = Authority::create(NOW).unwrap();
-        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
-        let mut wish = CertificateParams::default();
-        wish.subject_alt_names = vec![SanType::URI("godwit:controller".try_into().unwrap())];
-        wish.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
-        let role = Role::Host(HostName::new("a").unwrap());
-        let issued = ca.sign(&csr, &role, NOW).unwrap();
-        let der = certificate_from_pem(&issued.certificate_pem).unwrap();
-        assert_eq!(Holder::read(&der).unwrap().role, role);
-        let (_, certificate) = X509Certificate::from_der(&der).unwrap();
-        assert!(!certificate.is_ca());
-    }
-
-    #[test]
-    fn a_certificate_for_another_key_is_refused() {
-        let ca = Authority::create(NOW).unwrap();
-        let (mine, other) = (Request::new().unwrap(), Request::new().unwrap());
-        let issued = ca.sign(&other.csr_pem, &Role::Controller, NOW).unwrap();
-        let ca_pem = ca.certificate_pem().to_owned();
-        assert!(mine.into_identity(issued.certificate_pem, ca_pem).is_err());
-    }
-
-    #[test]
-    fn garbage_is_not_a_request() {
-        let ca = Authority::create(NOW).unwrap();
-        for bad in ["", "hello", ca.certificate_pem()] {
-            assert!(ca.sign(bad, &Role::Controller, NOW).is_err());
-        }
-    }
-
-    #[test]
-    fn a_renewed_certificate_is_another_one_of_the_same_life() {
-        let ca = Authority::create(NOW).unwrap();
-        let role = Role::Host(HostName::new("a").unwrap());
-        let first = ca.identity(&role, NOW).unwrap().holder().unwrap();
-        assert_eq!(first.life, first.serial);
-        assert_eq!(first.dates().made_unix_s, NOW);
-        let mut last = first.clone();
-        for renewal in 1..4 {
-            let request = Request::new().unwrap();
-            let now = NOW + renewal * 200 * DAY_S;
-            let issued = ca.sign_again(&request.csr_pem, &last, now).unwrap();
-            let der = certificate_from_pem(&issued.certificate_pem).unwrap();
-            let next = Holder::read(&der).unwrap();
-            assert_eq!((&next.role, &next.life), (&role, &first.serial));
-            assert_ne!(next.serial, last.serial);
-            assert_eq!(next.dates().made_unix_s, now);
-            last = next;
-        }
-        let short = ca.with_validity(Duration::from_secs(60));
-        let holder = short.identity(&role, NOW).unwrap().holder().unwrap();
-        assert_eq!(holder.dates().life_s(), 60);
-        assert_eq!(short.dates().ends_unix_s, NOW + CA_DAYS * DAY_S);
-    }
-
-    #[test]
-    fn a_life_in_a_signing_request_is_ignored() {
-        let ca = Authority::create(NOW).unwrap();
-        let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
-        let mut wish = CertificateParams::default();
-        let life = format!("{LIFE}{}", "ab".repeat(SERIAL_LEN));
-        wish.distinguished_name
-            .push(DnType::OrganizationalUnitName, life);
-        let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
-        let issued = ca.sign(&csr, &Role::Controller, NOW).unwrap();
-        let der = certificate_from_pem(&issued.certificate_pem).unwrap();
-        assert_eq!(Holder::read(&der).unwrap().life, issued.serial);
-    }
-
-    #[test]
-    fn unknown_roles_are_no_roles() {
-        for bad in [
-            "",
-            "godwit:",
-            "godwit:root",
-            "godwit:host:",
-            "godwit:host:../x",
-            "host:a",
-        ] {
-            assert_eq!(Role::from_uri(bad), None, "{bad}");
-        }
-    }
-}
+#[path = "pki_tests.rs"]
+mod tests;

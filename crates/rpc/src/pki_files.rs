@@ -19,6 +19,8 @@ use zeroize::Zeroizing;
 const NEXT_KEY: &str = "next.key";
 /// A certificate that is about to be the present one.
 const NEXT_CERTIFICATE: &str = "next.pem";
+/// Locked by who replaces an identity.
+const TURN: &str = "turn";
 const PEM_LEN_MAX: u64 = 1 << 16;
 
 /// Writes `bytes` durably under `path` with `mode`.
@@ -60,6 +62,8 @@ fn read_file(path: &Path) -> Result<Zeroizing<String>, PkiError> {
 impl Identity {
     /// Writes `cert.pem`, `key.pem` and `ca.pem` into a directory, in place of what is there.
     pub fn save(&self, dir: &Path) -> Result<(), PkiError> {
+        // An agent and a person's command may do so at the same time: their steps must not mix.
+        let _turn = turn(dir)?;
         // What an earlier renewal left half done is ended first: its key is not to be written over before that.
         settle(dir)?;
         for step in self.steps() {
@@ -103,6 +107,22 @@ impl Identity {
         }
         Ok(identity)
     }
+}
+
+/// Waits for the turn to replace what is in a directory; it ends with the value.
+fn turn(dir: &Path) -> Result<File, PkiError> {
+    let path = dir.join(TURN);
+    let mut options = OpenOptions::new();
+    options.create(true).truncate(false).write(true).mode(0o600);
+    let locked = options.open(&path).and_then(|file| {
+        file.lock()?;
+        Ok(file)
+    });
+    locked.map_err(|source| PkiError::File {
+        doing: "lock",
+        path: path.display().to_string(),
+        source,
+    })
 }
 
 /// One step of replacing an identity; each is durable before the next.
@@ -232,6 +252,26 @@ mod tests {
             let left = ["next.key", "next.pem"].map(|name| dir.path().join(name).exists());
             assert_eq!(left, [false, false]);
         }
+    }
+
+    #[test]
+    fn two_who_replace_an_identity_at_the_same_time_leave_a_pair_that_fits() {
+        let dir = tempfile::tempdir().unwrap();
+        let ca = Authority::create(1_800_000_000).unwrap();
+        let identities: Vec<Identity> = (0..8)
+            .map(|_| ca.identity(&Role::Controller, 1_800_000_000).unwrap())
+            .collect();
+        std::thread::scope(|scope| {
+            for identity in &identities {
+                scope.spawn(|| (0..5).for_each(|_| identity.save(dir.path()).unwrap()));
+            }
+        });
+        let left = serial(dir.path());
+        assert!(
+            identities
+                .iter()
+                .any(|it| it.holder().unwrap().serial == left)
+        );
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! [`Limits`]. Refuses: more than [`CONNECTIONS_MAX`] connections of one listener (handshakes, and those without a
 //! certificate, have small pools of their own), a second request of a peer without certificate, heads that trickle,
 //! peers and certificates that [`Admission`] does not admit (asked at every request, so that a revocation ends open
-//! connections too).
+//! connections too, and what is being streamed on them), and who tries a route that is open to everybody too often.
 
 use crate::access::{self, Peer, RemovedPeer, Rule};
 use crate::audit::{Auditor, Entry, Login};
@@ -13,8 +13,10 @@ use crate::limits::{
     CONNECTIONS_MAX, HANDSHAKES_MAX, HANDSHAKES_PER_SOURCE, HEADER_LEN_MAX, Limits, STRANGERS_MAX,
     STRANGERS_PER_SOURCE,
 };
-use crate::pki::Holder;
+use crate::pki::{Holder, Role};
+use crate::revocations::Admission;
 use crate::unproved::Unproved;
+use crate::until::{Gone, Until};
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
 use axum::http::Method;
@@ -23,14 +25,13 @@ use axum::response::{IntoResponse as _, Response};
 use godwit_types::version::{PROTOCOL, PROTOCOL_HEADER, Range, VERSION};
 use godwit_types::{ApiError, ErrorCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use std::collections::BTreeSet;
 use std::future::Future;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::sync::{Arc, PoisonError, RwLock};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{Semaphore, watch};
@@ -43,49 +44,6 @@ const GROUP: &str = "godwit";
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
 /// Pause after `accept` fails (no descriptors left), so that it is not tried in a tight loop.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
-/// Whether a certificate whose chain is fine is still wanted.
-pub trait Admission: Send + Sync {
-    /// Asked at every request.
-    fn admits(&self, holder: &Holder) -> bool;
-}
-
-/// Serial numbers of revoked certificates, shared between a server and whoever revokes.
-#[derive(Debug, Default)]
-pub struct Revocations(RwLock<BTreeSet<String>>);
-
-impl Revocations {
-    pub fn revoke(&self, serial: impl Into<String>) {
-        let mut set = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        set.insert(serial.into());
-    }
-
-    /// Replaces all by what the controller says; revoking is for ever, so nothing is taken back.
-    pub fn extend(&self, serials: impl IntoIterator<Item = String>) {
-        let mut set = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        set.extend(serials);
-    }
-
-    pub fn all(&self) -> Vec<String> {
-        let set = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        set.iter().cloned().collect()
-    }
-}
-
-/// How a list of revocations names one certificate of a life that goes on.
-pub fn one_certificate(serial: &str) -> String {
-    format!("one:{serial}")
-}
-
-impl Admission for Revocations {
-    fn admits(&self, holder: &Holder) -> bool {
-        let set = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        // What is revoked is a life with all its certificates, or one certificate of a life that goes on.
-        !set.contains(&holder.life)
-            && !set.contains(&holder.serial)
-            && !set.contains(&one_certificate(&holder.serial))
-    }
-}
 
 /// An HTTP interface, to be served on any number of listeners.
 #[derive(Clone)]
@@ -107,9 +65,14 @@ struct Doors {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CameFrom(pub IpAddr);
 
+/// Since when a connection is open; set by the server.
+#[derive(Debug, Clone, Copy)]
+struct OpenSince(Instant);
+
 /// Who is at the other end of one connection.
 #[derive(Clone)]
 struct Who {
+    since: OpenSince,
     peer: Peer,
     holder: Option<Holder>,
     login: Option<Login>,
@@ -118,9 +81,10 @@ struct Who {
 
 impl Who {
     /// Who came over the network, by the certificate that was shown.
-    fn from_afar(holder: Option<Holder>, from: IpAddr) -> Self {
+    fn from_afar(holder: Option<Holder>, from: IpAddr, since: OpenSince) -> Self {
         let peer = holder.as_ref().map(|holder| holder.role.peer());
         Self {
+            since,
             peer: peer.unwrap_or(Peer::Anonymous),
             holder,
             login: None,
@@ -129,6 +93,7 @@ impl Who {
     }
 
     fn write_on(self, extensions: &mut axum::http::Extensions) {
+        extensions.insert(self.since);
         extensions.insert(self.peer);
         self.holder.map(|holder| extensions.insert(holder));
         self.login.map(|login| extensions.insert(login));
@@ -256,6 +221,7 @@ impl Server {
             let uid = credentials.uid();
             let login = credentials.pid().and_then(Login::of_process);
             let who = Who {
+                since: OpenSince(Instant::now()),
                 peer: Peer::Local { uid },
                 holder: None,
                 login,
@@ -272,7 +238,7 @@ impl Server {
         doors: Doors,
         stop: watch::Receiver<bool>,
     ) {
-        let from = address.ip().to_canonical();
+        let (from, since) = (address.ip().to_canonical(), OpenSince(Instant::now()));
         let _ = stream.set_nodelay(true);
         let mut turn = doors.handshakes.enter(from);
         let shaken = tokio::time::timeout(self.limits.handshake, doors.acceptor.accept(stream));
@@ -290,7 +256,7 @@ impl Server {
         let Some(holder) = holder else {
             drop(turn);
             let mut turn = doors.strangers.enter(from);
-            let served = self.serve(stream, Who::from_afar(None, from), stop);
+            let served = self.serve(stream, Who::from_afar(None, from, since), stop);
             turn.unless_sent_away(served).await;
             return;
         };
@@ -298,7 +264,7 @@ impl Server {
             return;
         };
         drop(turn);
-        let who = Who::from_afar(Some(holder), from);
+        let who = Who::from_afar(Some(holder), from, since);
         self.serve(stream, who, stop).await;
     }
 
@@ -335,6 +301,9 @@ impl Server {
 async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> Response {
     let admitted = guard.admit(&request);
     let admitted = admitted.and_then(|how| understood(&request).map(|()| how));
+    // Before anything is written down of somebody who is not known.
+    let admitted = admitted.and_then(|how| guard.may_try(&request).map(|()| how));
+    let wanted = guard.while_wanted(&request);
     let entry = Entry::begin(guard.auditor.as_ref(), &mut request, admitted.is_ok()).await;
     let refused = match admitted {
         Ok(Admitted::Yes) => None,
@@ -355,7 +324,8 @@ async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> 
             None => response,
         }
     });
-    task.await.unwrap_or_else(|_| own_fault())
+    let response = task.await.unwrap_or_else(|_| own_fault());
+    Until::ends(response, wanted)
 }
 
 /// A fault in a handler is an answer.
@@ -393,21 +363,65 @@ enum Admitted {
     Removed,
 }
 
+fn revoked_text(holder: &Holder) -> String {
+    let role = &holder.role;
+    match role {
+        Role::Operator(name) => format!(
+            "the certificate of {role} was revoked: get another one where the controller is, with 'godwit operator add {name}'"
+        ),
+        _ => format!(
+            "the certificate of {role} was revoked, by removing it or by using a later one: if this machine is no old copy, join again"
+        ),
+    }
+}
+
 impl Guard {
+    /// Who comes over the network to a route that is open to everybody may not come too often.
+    fn may_try(&self, request: &Request) -> Result<(), ApiError> {
+        let extensions = request.extensions();
+        let path = extensions.get::<MatchedPath>().map(MatchedPath::as_str);
+        let Some(CameFrom(from)) = extensions.get::<CameFrom>() else {
+            return Ok(());
+        };
+        if !access::is_open_to_all(&self.rules, request.method().as_str(), path) {
+            return Ok(());
+        }
+        self.admission.may_try(*from).inspect_err(|_| {
+            if let Some(auditor) = &self.auditor {
+                auditor.turned_away();
+            }
+        })
+    }
+
+    /// Ends when the certificate that is shown is not wanted any more; none where it is not at stake.
+    fn while_wanted(&self, request: &Request) -> Option<Gone> {
+        let holder = request.extensions().get::<Holder>()?.clone();
+        let mut changes = self.admission.changes()?;
+        let admission = self.admission.clone();
+        Some(Box::pin(async move {
+            while admission.admits(&holder) {
+                if changes.changed().await.is_err() {
+                    return std::future::pending().await;
+                }
+            }
+        }))
+    }
+
     fn admit(&self, request: &Request) -> Result<Admitted, ApiError> {
         let extensions = request.extensions();
         let peer = extensions.get::<Peer>().unwrap_or(&Peer::Anonymous);
         let path = extensions.get::<MatchedPath>().map(MatchedPath::as_str);
         let method = request.method().as_str();
         let revoked = extensions.get::<Holder>();
-        let revoked = revoked.filter(|holder| !self.admission.admits(holder));
+        let since = extensions.get::<OpenSince>();
+        let revoked = revoked.filter(|holder| match since {
+            Some(OpenSince(since)) => !self.admission.admits_on(holder, *since),
+            None => !self.admission.admits(holder),
+        });
         if let Some(holder) = revoked
             && !access::is_open_to_removed(&self.rules, method, path)
         {
-            return Err(ApiError::new(
-                ErrorCode::NotAllowed,
-                format!("the certificate of {} was revoked: join again", holder.role),
-            ));
+            return Err(ApiError::new(ErrorCode::NotAllowed, revoked_text(holder)));
         }
         access::decide(&self.rules, peer, method, path)?;
         Ok(match revoked {

@@ -7,7 +7,7 @@
 
 use crate::current::Current;
 use crate::pki::{Fingerprint, Holder, Identity, PkiError, Role, certificate_from_pem};
-use crate::server::Admission;
+use crate::revocations::Admission;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::verify_server_cert_signed_by_trust_anchor;
 use rustls::crypto::{CryptoProvider, aws_lc_rs, verify_tls13_signature};

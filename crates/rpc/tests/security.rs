@@ -457,7 +457,9 @@ fn the_tables_of_rules_say_what_they_should() {
     let own = ["POST /v1/join", &look, &renew, &leave, ask];
     assert_eq!(may(controller, &a), own);
     let operator = may(controller, &Peer::Operator("eve".into()));
-    assert!(!operator.contains(&"POST /v1/operators".to_owned()));
+    for made_here in ["POST /v1/operators", "DELETE /v1/operators/{name}"] {
+        assert!(!operator.contains(&made_here.to_owned()), "{made_here}");
+    }
     assert_eq!(may(controller, &Peer::Anonymous), ["POST /v1/join"]);
     assert_eq!(may(controller, &Peer::Controller), ["POST /v1/join"]);
     assert!(may(agent, &Peer::Anonymous).is_empty());
@@ -470,6 +472,7 @@ fn the_tables_of_rules_say_what_they_should() {
         "/peer",
         "/ask",
         "/boot-alone",
+        "/certificate",
         "/forget-record",
         "GET /close",
         "POST /close",

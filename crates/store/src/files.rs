@@ -75,7 +75,9 @@ pub fn read_regular(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
     };
-    let mut content = Vec::new();
+    // Room for all of it at once: a buffer that grows leaves parts of itself in memory, and the file may hold a key.
+    let length = file.metadata()?.len().min(limit).saturating_add(1);
+    let mut content = Vec::with_capacity(usize::try_from(length).unwrap_or(0));
     file.take(limit.saturating_add(1))
         .read_to_end(&mut content)?;
     Ok(Some(content))

@@ -25,16 +25,32 @@ pub const HEADER_BYTES: usize = 20;
 
 /// CRC-32 as of IEEE 802.3 over several pieces.
 pub fn crc32(pieces: &[&[u8]]) -> u32 {
-    let mut crc = !0u32;
-    for byte in pieces.iter().flat_map(|p| p.iter()) {
-        crc ^= u32::from(*byte);
-        for _ in 0..8 {
-            let mask = (crc & 1).wrapping_neg();
-            crc = (crc >> 1) ^ (0xedb8_8320 & mask);
-        }
-    }
+    let bytes = pieces.iter().flat_map(|piece| piece.iter());
+    let crc = bytes.fold(!0u32, |crc, byte| {
+        let [low, ..] = crc.to_le_bytes();
+        let rest = CRC_OF_BYTE.get(usize::from(low ^ byte));
+        (crc >> 8) ^ rest.copied().unwrap_or_default()
+    });
     !crc
 }
+
+/// What each value of a byte adds.
+const CRC_OF_BYTE: [u32; 256] = {
+    let mut table = [0u32; 256];
+    let mut byte = 0;
+    while byte < table.len() {
+        let mut crc = byte as u32;
+        let mut bit = 0;
+        while bit < 8 {
+            let mask = (crc & 1).wrapping_neg();
+            crc = (crc >> 1) ^ (0xedb8_8320 & mask);
+            bit += 1;
+        }
+        table[byte] = crc;
+        byte += 1;
+    }
+    table
+};
 
 /// A payload with its header; `None` if it is too long for the format.
 pub fn encode(payload: &[u8]) -> Option<Vec<u8>> {

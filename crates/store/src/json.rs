@@ -1,9 +1,12 @@
 //! Small documents as JSON: VM definitions, migration reports, QEMU's identity.
 //!
 //! A document without the number `format` has format 1, as all have today. A change after which an older build must not
-//! use a document raises it; other changes add fields with defaults. Owns nothing. Refuses: documents beyond a bound,
-//! those of a later format or with words that this build does not know, and to leave half of one behind.
+//! use a document raises it; other changes add fields with defaults. Documents are written with a checksum and read without
+//! one, too, so that a flipped letter is told as damage, not as a word of a newer version. Owns nothing. Refuses: documents
+//! beyond a bound, damaged ones, those of a later format or with words that this build does not know, and to leave half of
+//! one behind.
 
+use crate::checksum::{Seal, seal_of, sealed};
 use crate::error::StoreError;
 use crate::files::{Files, RealFiles, directory_of, replace_durably};
 use serde::de::DeserializeOwned;
@@ -47,7 +50,7 @@ fn text_of<T: Serialize>(path: &Path, document: &T) -> Result<Vec<u8>, StoreErro
         source,
     })?;
     text.push(b'\n');
-    Ok(text)
+    Ok(sealed(text))
 }
 
 /// How long the document would be at `path`, in bytes: it is written only up to [`DOCUMENT_BYTES_MAX`].
@@ -68,6 +71,12 @@ pub fn load_json<T: DeserializeOwned>(path: &Path) -> Result<Option<T>, StoreErr
         path: path.to_owned(),
         why,
     };
+    if seal_of(&content) == Seal::Wrong {
+        return Err(StoreError::Damaged {
+            path: path.to_owned(),
+            why: "its checksum is wrong; who has edited it by hand takes the last line, of blanks, away".into(),
+        });
+    }
     if let Some(format) = format_of(&content).filter(|format| *format > DOCUMENT_FORMAT) {
         let why = format!("its format is {format}, this build reads {DOCUMENT_FORMAT}");
         return Err(newer(why));

@@ -10,6 +10,7 @@
 //! before acting on it (the ownership core's first action is exactly that).
 #![forbid(unsafe_code)]
 
+mod checksum;
 mod error;
 mod files;
 pub mod frame;

@@ -31,6 +31,20 @@ pub struct AuditEntry {
     /// Why it was refused or failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
+    /// How often: refused attempts of clients without certificate are counted.
+    #[serde(default = "once", skip_serializing_if = "is_once")]
+    pub times: u64,
+    /// When the last of them was, seconds since 1970.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_unix_s: Option<i64>,
+}
+
+fn once() -> u64 {
+    1
+}
+
+fn is_once(times: &u64) -> bool {
+    *times == 1
 }
 
 /// What came of a request.

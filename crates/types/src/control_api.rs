@@ -2,11 +2,13 @@
 //!
 //! Pure data. Everything that a script reads is here or in a type named here; field names are stable.
 
+use crate::certificate::CertificateDates;
 use crate::host::{Check, HostInfo};
 use crate::ids::{Generation, HostName, VmName};
 use crate::vm::{VmSpec, VmState};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
+use zeroize::Zeroize as _;
 
 /// Whether the controller has heard from a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -87,7 +89,7 @@ pub struct JoinToken {
 }
 
 /// What a joining host sends.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct JoinRequest {
     /// The secret part of the token.
     pub secret: String,
@@ -102,6 +104,18 @@ pub struct JoinRequest {
     /// Of a host that is enrolled and whose certificate has ended: that it is that host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub former: Option<FormerCertificate>,
+}
+
+impl std::fmt::Debug for JoinRequest {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "JoinRequest({}, secret not shown)", self.name)
+    }
+}
+
+impl Drop for JoinRequest {
+    fn drop(&mut self) {
+        self.secret.zeroize();
+    }
 }
 
 /// Shows that whoever asks has the key of a certificate that may have ended.
@@ -129,6 +143,17 @@ pub struct OperatorRequest {
     pub name: HostName,
     /// Certificate signing request, PEM.
     pub csr_pem: String,
+}
+
+/// An operator's certificate, renewals included.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct OperatorView {
+    pub name: String,
+    /// Serial number of the first certificate, lower-case hex, which renewed ones name.
+    pub life: String,
+    /// When the newest one was made and when it ends.
+    #[serde(flatten)]
+    pub dates: CertificateDates,
 }
 
 /// What it gets back.

@@ -19,7 +19,7 @@ pub enum HostCommand {
     Join(HostJoin),
     /// Give this host another certificate after its own has ended (run on the host, with a token from 'host add')
     #[command(
-        after_help = "Certificates renew themselves; this is for a host that was off, or cut off, for so long that its own has ended. It\nstays the host that it was: its records stay, its VMs run on, its former certificate is revoked. A running agent\ntakes the new one by itself.\n\nExample:\n  godwit host renew TOKEN"
+        after_help = "Certificates renew themselves; this is for a host that was off, or cut off, for so long that its own has ended. It\nstays the host that it was: its records stay, its VMs run on. A running agent takes the new one at once, and\nthe former one is refused from then on.\n\nExamples:\n  godwit host renew TOKEN\n  godwit host renew - < token"
     )]
     Renew(HostRenew),
     /// Take this machine out of its site (run on the host; it must hold no VM)
@@ -148,13 +148,8 @@ pub struct HostTopArgs {
 /// How this machine joins.
 #[derive(Debug, Args)]
 pub struct HostJoin {
-    /// The one-time token that 'godwit host add' or 'godwit controller init' printed; '-' reads it from standard input,
-    /// so that no list of processes shows it
-    #[arg(required_unless_present = "token_file")]
-    pub token: Option<String>,
-    /// File that holds the token
-    #[arg(long, value_name = "FILE", conflicts_with = "token")]
-    pub token_file: Option<PathBuf>,
+    #[command(flatten)]
+    pub token: TokenArgs,
     /// This host's name; its host name when left out
     #[arg(long)]
     pub name: Option<HostName>,
@@ -195,11 +190,23 @@ pub struct HostLeave {
     pub config: PathBuf,
 }
 
+/// Where a one-time token is given.
+#[derive(Debug, Args)]
+pub struct TokenArgs {
+    /// The one-time token that 'godwit host add' or 'godwit controller init' printed; '-' reads it from standard input,
+    /// so that no list of processes shows it
+    #[arg(required_unless_present = "token_file")]
+    pub token: Option<String>,
+    /// File that holds the token
+    #[arg(long, value_name = "FILE", conflicts_with = "token")]
+    pub token_file: Option<PathBuf>,
+}
+
 /// How a host gets another certificate.
 #[derive(Debug, Args)]
 pub struct HostRenew {
-    /// The one-time token that 'godwit host add' printed
-    pub token: String,
+    #[command(flatten)]
+    pub token: TokenArgs,
     /// This machine's configuration
     #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
     pub config: PathBuf,

@@ -44,9 +44,16 @@ fn show(entries: &[AuditEntry], output: &Output) {
 }
 
 fn result(entry: &AuditEntry) -> String {
+    let times = match (entry.times, entry.last_unix_s) {
+        (0 | 1, _) => String::new(),
+        (times, None) => format!(" {times} times"),
+        (times, Some(last)) => {
+            format!(" {times} times until {}", time(last, &TimeZone::system()))
+        }
+    };
     match &entry.message {
-        Some(message) => format!("{}: {message}", entry.result),
-        None => entry.result.to_string(),
+        Some(message) => format!("{}{times}: {message}", entry.result),
+        None => format!("{}{times}", entry.result),
     }
 }
 

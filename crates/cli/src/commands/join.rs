@@ -4,7 +4,7 @@
 //! overwrite the configuration of a host that has joined already.
 
 use crate::args::HostJoin;
-use crate::commands::config_file;
+use crate::commands::{config_file, token};
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
 use crate::watch::failure;
@@ -14,14 +14,11 @@ use godwit_rpc::{Client, ControllerClient, Token};
 use godwit_types::control_api::{Done, JoinRequest};
 use godwit_types::{ErrorCode, HostName};
 use std::fmt::Display;
-use std::io::Read as _;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-/// Longest file that holds a token, bytes.
-const TOKEN_FILE_MAX: u64 = 4096;
 const SERVICE: &str = "godwit-agent.service";
 
 fn usage(message: impl Into<String>) -> Failure {
@@ -33,32 +30,9 @@ fn local(doing: &str) -> impl Fn(&dyn Display) -> Failure {
     move |error| Failure::new(ErrorCode::Internal, format!("cannot {doing}: {error}"))
 }
 
-/// The token, wherever it was given.
-fn token_text(arguments: &HostJoin, stdin: impl std::io::Read) -> Result<String, Failure> {
-    let given = arguments.token.as_deref().unwrap_or_default();
-    if given != "-" && arguments.token_file.is_none() {
-        return Ok(given.to_owned());
-    }
-    let mut text = String::new();
-    let (place, read) = match &arguments.token_file {
-        Some(path) => {
-            let read = std::fs::File::open(path)
-                .and_then(|file| file.take(TOKEN_FILE_MAX).read_to_string(&mut text));
-            (path.display().to_string(), read)
-        }
-        None => (
-            "standard input".to_owned(),
-            stdin.take(TOKEN_FILE_MAX).read_to_string(&mut text),
-        ),
-    };
-    read.map_err(|error| local(&format!("read the token from {place}"))(&error))?;
-    Ok(text)
-}
-
 /// Enrols this host at the controller and starts its agent.
 pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
-    let token = Token::parse(token_text(&arguments, std::io::stdin().lock())?.trim())
-        .map_err(|error| Failure::new(ErrorCode::BadToken, error.to_string()))?;
+    let token = token::read(&arguments.token)?;
     if arguments.config.exists() {
         return Err(Failure::new(
             ErrorCode::AlreadyExists,
@@ -329,37 +303,6 @@ mod tests {
             crate::args::Command::Host(crate::args::HostCommand::Join(join)) => join,
             other => panic!("{other:?}"),
         }
-    }
-
-    fn joining(words: &[&str]) -> HostJoin {
-        use clap::Parser;
-        let cli = crate::args::Cli::parse_from(["godwit", "host", "join"].iter().chain(words));
-        match cli.command {
-            crate::args::Command::Host(crate::args::HostCommand::Join(join)) => join,
-            other => panic!("{other:?}"),
-        }
-    }
-
-    #[test]
-    fn a_token_need_not_stand_where_every_user_reads_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("token");
-        std::fs::write(&path, "from-file\n").unwrap();
-        let path = path.to_str().unwrap();
-        let stdin = || &b"from-stdin\n"[..];
-        for (words, wanted) in [
-            (vec!["plain"], "plain"),
-            (vec!["-"], "from-stdin"),
-            (vec!["--token-file", path], "from-file"),
-        ] {
-            let text = token_text(&joining(&words), stdin()).unwrap();
-            assert_eq!(text.trim(), wanted);
-        }
-        let endless = token_text(&joining(&["-"]), std::io::repeat(b'x')).unwrap();
-        assert_eq!(endless.len() as u64, TOKEN_FILE_MAX);
-        let missing = joining(&["--token-file", "/no/such"]);
-        let refused = token_text(&missing, stdin()).unwrap_err();
-        assert!(format!("{refused:?}").contains("/no/such"), "{refused:?}");
     }
 
     fn text(extra: &[&str]) -> Result<String, Failure> {

@@ -3,7 +3,8 @@
 //! Owns what it removes: certificate and configuration. The agent's records are moved aside, never deleted. Every step can
 //! be taken again: what is known of the site goes last. Refuses: while VMs are held here, while the controller does not
 //! answer (unless a person says that it is gone), to clear up under a running agent, and to clear records away while nobody
-//! can say what they hold.
+//! can say what they hold: by what was said before only within [`NOTE_GOOD_S`] of the same boot, of the same life of this
+//! host, and never a record that holds a VM or may.
 
 use crate::args::HostLeave;
 use crate::exit::{CommandResult, Failure};
@@ -12,8 +13,10 @@ use crate::watch::failure;
 use godwit_agent::config::{HostConfig, LEAVING_FILE};
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, Client, ClientError, ControllerClient, Identity, Role};
+use godwit_store::{VmStore, load_json, save_json};
 use godwit_types::control_api::Done;
-use godwit_types::{ErrorCode, VmName};
+use godwit_types::{ErrorCode, HostName, VmName};
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -25,6 +28,39 @@ const PKI: &str = "pki";
 const FORMER: &str = "former-";
 const NO_WORD: &str =
     "no agent runs here that could say whether this host holds VMs: start it, then leave";
+/// How long a note is good for, s: leaving is one command, and the same once more after a crash in its middle.
+const NOTE_GOOD_S: i64 = 3600;
+
+/// What is noted of a try to leave: that nothing was held then.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Leaving {
+    /// The life of this host's certificate; none when there is none any more.
+    life: Option<String>,
+    /// The kernel's name of this boot.
+    boot: String,
+    unix_s: i64,
+}
+
+impl Leaving {
+    fn now(config: &HostConfig) -> Self {
+        let holder = Identity::load(&config.pki_dir()).and_then(|identity| identity.holder());
+        let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+        Self {
+            life: holder.ok().map(|holder| holder.life),
+            boot: boot.unwrap_or_default().trim().to_owned(),
+            unix_s: now_unix_s(),
+        }
+    }
+
+    /// Whether what was noted then still says something now.
+    fn is_good(&self, now: &Self) -> bool {
+        let age = now.unix_s.saturating_sub(self.unix_s);
+        self.life.is_some()
+            && self.life == now.life
+            && self.boot == now.boot
+            && (0..=NOTE_GOOD_S).contains(&age)
+    }
+}
 
 fn refused(message: impl Into<String>) -> Failure {
     Failure::new(ErrorCode::WrongState, message)
@@ -39,7 +75,7 @@ pub async fn run(arguments: HostLeave, output: &Output) -> CommandResult {
         true => Removal::Before,
         false => tell_controller(&config).await?,
     };
-    may_clear(said, removal, &config.state_dir)?;
+    may_clear(said, removal, &config, &Leaving::now(&config))?;
     stop_agent(&config).await?;
     let kept = clear(&config, &arguments.config, now_unix_s())?;
     let kept = kept.map_or_else(String::new, |kept| {
@@ -87,7 +123,7 @@ async fn must_hold_nothing(config: &HostConfig) -> Result<Said, Failure> {
     }
 }
 
-fn holds(host: &godwit_types::HostName, held: &[VmName]) -> String {
+fn holds(host: &HostName, held: &[VmName]) -> String {
     let names: Vec<&str> = held.iter().map(VmName::as_str).collect();
     format!(
         "host {host} holds {}: move them away with 'godwit host drain {host}', then leave",
@@ -124,23 +160,58 @@ async fn tell_controller(config: &HostConfig) -> Result<Removal, Failure> {
 
 /// Notes durably that the controller removed this host or its agent held nothing, for who has to leave once more. A host
 /// that was removed before while nobody could say what it holds keeps its records: a guest of it may live.
-fn may_clear(said: Said, removal: Removal, state_dir: &Path) -> CommandResult {
-    let note = state_dir.join(LEAVING_FILE);
-    if (said, removal) == (Said::NoWord, Removal::Before) {
-        let no_records = match std::fs::read_dir(state_dir.join("vms")) {
-            Ok(mut records) => records.next().is_none(),
-            Err(error) => error.kind() == std::io::ErrorKind::NotFound,
-        };
-        return match no_records || note.exists() {
-            true => Ok(()),
-            false => Err(refused(NO_WORD)),
-        };
+fn may_clear(said: Said, removal: Removal, config: &HostConfig, now: &Leaving) -> CommandResult {
+    let note = config.state_dir.join(LEAVING_FILE);
+    if (said, removal) != (Said::NoWord, Removal::Before) {
+        return save_json(&note, now)
+            .map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()));
     }
-    godwit_store::save_json(
-        &note,
-        &"the controller removed this host, or its agent held no VM",
-    )
-    .map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()))
+    let records = records(config)?;
+    if records.is_empty() {
+        return Ok(());
+    }
+    let held: Vec<VmName> = records
+        .into_iter()
+        .filter(|vm| {
+            let record = VmStore::peek(&config.state_dir, vm);
+            // One that cannot be read may hold its VM.
+            record.map_or(true, |record| record.is_some_and(|it| it.may_hold()))
+        })
+        .collect();
+    if !held.is_empty() {
+        let holds = holds(&config.name, &held);
+        return Err(refused(format!("{NO_WORD}; by its records {holds}")));
+    }
+    // One that cannot be read says nothing.
+    match load_json::<Leaving>(&note) {
+        Ok(Some(then)) if then.is_good(now) => Ok(()),
+        _ => Err(refused(NO_WORD)),
+    }
+}
+
+/// The VMs that this host has a record of, or a directory for one.
+fn records(config: &HostConfig) -> Result<Vec<VmName>, Failure> {
+    let dir = config.state_dir.join("vms");
+    let unread = |why: String| {
+        refused(format!(
+            "{NO_WORD}; {} cannot be read: {why}",
+            dir.display()
+        ))
+    };
+    let entries = match std::fs::read_dir(&dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(unread(error.to_string())),
+    };
+    entries
+        .map(|entry| {
+            let name = entry
+                .map_err(|error| unread(error.to_string()))?
+                .file_name();
+            let name = name.to_string_lossy().into_owned();
+            VmName::new(name.clone()).map_err(|_| unread(format!("'{name}' is no VM's name")))
+        })
+        .collect()
 }
 
 async fn stop_agent(config: &HostConfig) -> CommandResult {
@@ -205,23 +276,105 @@ fn clear(config: &HostConfig, file: &Path, now_unix_s: i64) -> Result<Option<Pat
 #[cfg(test)]
 mod tests {
     use super::*;
+    use godwit_rpc::Authority;
+
+    /// A host that has joined, with its certificate.
+    fn host(dir: &Path, ca: &Authority) -> HostConfig {
+        let text = format!(
+            "name = \"a\"\nlisten = \"127.0.0.1:1\"\nmigration_addresses = [\"127.0.0.1\"]\nstate_dir = \"{}\"\n",
+            dir.display()
+        );
+        let config = HostConfig::parse(&text, Path::new("t")).unwrap();
+        join(&config, ca);
+        config
+    }
+
+    fn join(config: &HostConfig, ca: &Authority) {
+        let identity = ca.identity(&Role::Host(config.name.clone()), now_unix_s());
+        std::fs::create_dir_all(config.pki_dir()).unwrap();
+        identity.unwrap().save(&config.pki_dir()).unwrap();
+    }
 
     #[test]
     fn a_host_that_was_removed_and_whose_agent_is_silent_keeps_its_records() {
         let dir = tempfile::tempdir().unwrap();
         let state = dir.path();
+        let ca = Authority::create(now_unix_s()).unwrap();
+        let config = host(state, &ca);
         std::fs::create_dir_all(state.join("vms/web")).unwrap();
-        let silent = || may_clear(Said::NoWord, Removal::Before, state);
+        let may_clear = |said, removal| may_clear(said, removal, &config, &Leaving::now(&config));
+        let silent = || may_clear(Said::NoWord, Removal::Before);
         assert_eq!(silent().unwrap_err().error.message, NO_WORD);
-        may_clear(Said::NoWord, Removal::Now, state).unwrap();
+        may_clear(Said::NoWord, Removal::Now).unwrap();
         // Left once more after a crash, or after the agent was stopped by hand.
         silent().unwrap();
         std::fs::remove_file(state.join(LEAVING_FILE)).unwrap();
         assert!(silent().is_err());
-        may_clear(Said::Nothing, Removal::Before, state).unwrap();
+        may_clear(Said::Nothing, Removal::Before).unwrap();
         silent().unwrap();
         std::fs::remove_file(state.join(LEAVING_FILE)).unwrap();
         std::fs::remove_dir_all(state.join("vms")).unwrap();
+        silent().unwrap();
+    }
+
+    #[test]
+    fn a_note_of_another_life_boot_or_hour_clears_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let ca = Authority::create(now_unix_s()).unwrap();
+        let config = host(dir.path(), &ca);
+        std::fs::create_dir_all(dir.path().join("vms/web")).unwrap();
+        let noted = Leaving::now(&config);
+        may_clear(Said::Nothing, Removal::Before, &config, &noted).unwrap();
+        let silent = |now: &Leaving| may_clear(Said::NoWord, Removal::Before, &config, now);
+        silent(&Leaving::now(&config)).unwrap();
+        for (boot, unix_s) in [
+            ("another", noted.unix_s),
+            (noted.boot.as_str(), noted.unix_s + NOTE_GOOD_S + 1),
+            (noted.boot.as_str(), noted.unix_s - 1),
+        ] {
+            let (life, boot) = (noted.life.clone(), boot.to_owned());
+            let now = Leaving { life, boot, unix_s };
+            assert_eq!(silent(&now).unwrap_err().error.message, NO_WORD, "{now:?}");
+        }
+        // It joined anew since.
+        join(&config, &ca);
+        assert!(silent(&Leaving::now(&config)).is_err());
+        // What an older version has noted says nothing.
+        let note = dir.path().join(LEAVING_FILE);
+        save_json(
+            &note,
+            &"the controller removed this host, or its agent held no VM",
+        )
+        .unwrap();
+        assert!(silent(&Leaving::now(&config)).is_err());
+    }
+
+    #[test]
+    fn a_note_does_not_clear_a_record_that_holds_its_vm_or_may() {
+        let dir = tempfile::tempdir().unwrap();
+        let ca = Authority::create(now_unix_s()).unwrap();
+        let config = host(dir.path(), &ca);
+        may_clear(
+            Said::Nothing,
+            Removal::Before,
+            &config,
+            &Leaving::now(&config),
+        )
+        .unwrap();
+        let web = dir.path().join("vms/web");
+        std::fs::create_dir_all(&web).unwrap();
+        std::fs::write(web.join("ownership"), "noise").unwrap();
+        let silent = || {
+            may_clear(
+                Said::NoWord,
+                Removal::Before,
+                &config,
+                &Leaving::now(&config),
+            )
+        };
+        let told = silent().unwrap_err().error.message;
+        assert!(told.contains("holds web"), "{told}");
+        std::fs::remove_file(web.join("ownership")).unwrap();
         silent().unwrap();
     }
 

@@ -15,6 +15,7 @@ pub mod operator;
 pub mod pages;
 pub mod renew;
 pub mod site;
+mod token;
 pub mod vm;
 
 use crate::args::{Cli, Command, ControllerCommand};

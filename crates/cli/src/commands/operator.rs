@@ -1,6 +1,6 @@
 //! `godwit operator`: certificates of people and scripts on other machines.
 //!
-//! Owns what it writes. Refuses: to write over a certificate that is there.
+//! Owns what it writes. Refuses: to write over a certificate that is there, but by one that takes its place.
 
 use crate::args::{Global, OperatorCommand};
 use crate::connect::controller;
@@ -25,6 +25,11 @@ fn wrong(error: PkiError) -> Failure {
 pub async fn run(command: OperatorCommand, global: &Global, output: &Output) -> CommandResult {
     let message = match command {
         OperatorCommand::Add { name, dir } => add(name, &dir, global).await?,
+        OperatorCommand::List => return list(global, output).await,
+        OperatorCommand::Remove { operator } => {
+            let done = controller(global)?.remove_operator(&operator).await;
+            done.map_err(failure)?.message
+        }
         OperatorCommand::Renew => {
             let Some(dir) = global.certificate.as_deref() else {
                 return Err(Failure::new(
@@ -36,6 +41,22 @@ pub async fn run(command: OperatorCommand, global: &Global, output: &Output) -> 
         }
     };
     output.show(&Done { message }, |output, done| output.line(&done.message));
+    Ok(())
+}
+
+async fn list(global: &Global, output: &Output) -> CommandResult {
+    let operators = controller(global)?.operators().await.map_err(failure)?;
+    let now = now_unix_s();
+    output.show(&operators, |output, operators| {
+        if operators.is_empty() {
+            return output.line("no operator has a certificate: see 'godwit operator add'");
+        }
+        let rows = operators.iter().map(|one| {
+            let left = one.dates.left(now);
+            vec![one.name.clone(), one.life.clone(), left]
+        });
+        output.table(&["name", "certificate", "until"], rows.collect());
+    });
     Ok(())
 }
 
@@ -75,14 +96,8 @@ async fn renew(client: &ControllerClient, dir: &Path) -> Result<String, Failure>
     let csr_pem = request.csr_pem.clone();
     let answer = client.renew_certificate(&RenewRequest { csr_pem }).await;
     let answer = answer.map_err(failure)?;
-    let identity = request.into_identity(answer.certificate_pem, answer.ca_pem);
+    let identity = request.into_successor(answer.certificate_pem, answer.ca_pem, &known);
     let identity = identity.map_err(wrong)?;
-    if identity.ca_pem != known.ca_pem {
-        return Err(Failure::new(
-            ErrorCode::Internal,
-            "the controller answered with another authority: nothing was kept",
-        ));
-    }
     identity.save(dir).map_err(wrong)?;
     let left = identity.holder().map_err(wrong)?.dates().left(now_unix_s());
     Ok(format!("The certificate in {} {left}.", dir.display()))

@@ -1,15 +1,17 @@
 //! `godwit host renew`: another certificate for a host whose own has ended.
 //!
 //! Owns what it writes: the certificate and its key. It shows the key that the host had, so that the controller knows it
-//! for the host that is enrolled. Refuses: a machine that has not joined, a token of another controller.
+//! for the host that is enrolled, and has a running agent take the new one before it ends. Refuses: a machine that has not
+//! joined, a token of another controller.
 
 use crate::args::HostRenew;
+use crate::commands::token;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
 use crate::watch::failure;
 use godwit_agent::config::HostConfig;
 use godwit_rpc::pki::{PkiError, Request};
-use godwit_rpc::{Client, ControllerClient, Identity, Token};
+use godwit_rpc::{AgentClient, Client, ClientError, ControllerClient, Identity, Token};
 use godwit_types::ErrorCode;
 use godwit_types::control_api::{Done, JoinRequest};
 use std::net::SocketAddr;
@@ -21,8 +23,7 @@ fn wrong(error: PkiError) -> Failure {
 
 /// Replaces this host's certificate, also one that has expired.
 pub async fn run(arguments: HostRenew, output: &Output) -> CommandResult {
-    let token = Token::parse(&arguments.token)
-        .map_err(|error| Failure::new(ErrorCode::BadToken, error.to_string()))?;
+    let token = token::read(&arguments.token)?;
     let config = HostConfig::load(&arguments.config)
         .map_err(|error| Failure::new(ErrorCode::InvalidRequest, error.to_string()))?;
     let dir = config.pki_dir();
@@ -46,23 +47,29 @@ pub async fn run(arguments: HostRenew, output: &Output) -> CommandResult {
     let places: Vec<SocketAddr> = known.chain(&token.addresses).copied().collect();
     let answer = ask(&token, &places, &body).await?;
     let identity = request
-        .into_identity(answer.certificate_pem, answer.ca_pem)
+        .into_successor(answer.certificate_pem, answer.ca_pem, &former)
         .map_err(wrong)?;
-    let (was, is) = (former.holder(), identity.holder());
-    let (was, is) = (was.map_err(wrong)?, is.map_err(wrong)?);
-    if identity.ca_pem != former.ca_pem || is.role != was.role || is.life != was.life {
-        return Err(Failure::new(
-            ErrorCode::Internal,
-            "the controller answered with a certificate that is not this host's: nothing was kept",
-        ));
-    }
     identity.save(&dir).map_err(wrong)?;
+    let taken = take(&config).await;
     let message = format!(
-        "host '{}' has a new certificate; its agent takes it within ten minutes, or at once when it is restarted; its VMs keep running",
+        "host '{}' has a new certificate; {taken}; its VMs keep running",
         config.name
     );
     output.show(&Done { message }, |output, done| output.line(&done.message));
     Ok(())
+}
+
+/// Has a running agent take what was written; says how that went.
+async fn take(config: &HostConfig) -> String {
+    let agent = AgentClient::new(Client::unix(&config.agent_socket()));
+    match agent.take_certificate().await {
+        Ok(_) => "its agent speaks with it".into(),
+        Err(ClientError::NotReached { .. }) => "its agent takes it when it starts".into(),
+        Err(ClientError::Refused(error)) if error.code == ErrorCode::NotFound => {
+            "its agent is of an older version, and takes it within ten minutes, or at once when it is restarted".into()
+        }
+        Err(error) => format!("its agent says: {error}"),
+    }
 }
 
 /// Asks at each place until one is reached.

@@ -8,10 +8,9 @@ use crate::resolve;
 use axum::extract::{RawQuery, State};
 use axum::{Extension, Json};
 use godwit_rpc::pki::Holder;
-use godwit_rpc::{ApiResult, CameFrom, JsonBody, PathParam};
+use godwit_rpc::{ApiResult, JsonBody, PathParam};
 use godwit_types::control_api::{
-    Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken, OperatorRequest,
-    RenewRequest,
+    Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse, JoinToken, RenewRequest,
 };
 use godwit_types::load::HostTop;
 use godwit_types::{ApiError, ErrorCode, HostName};
@@ -81,18 +80,15 @@ pub async fn top(State(app): Shared) -> Json<Vec<HostTop>> {
 #[utoipa::path(post, path = "/v1/join", request_body = JoinRequest, responses((status = 200, body = JoinResponse), (status = "default", body = ApiError)))]
 pub async fn join(
     State(app): Shared,
-    from: Option<Extension<CameFrom>>,
     JsonBody(request): JsonBody<JoinRequest>,
 ) -> ApiResult<JoinResponse> {
-    // Before anything is read from the database for somebody who is not known.
-    hosts::may_try_to_join(&app, from.map(|Extension(from)| from))?;
     Ok(Json(hosts::join(&app, &request).await?))
 }
 
 /// Whether the certificate that is shown is still wanted.
 #[utoipa::path(get, path = "/v1/certificate", responses((status = 200, body = Done), (status = "default", body = ApiError)))]
 pub async fn certificate(State(app): Shared, holder: Option<Extension<Holder>>) -> ApiResult<Done> {
-    Ok(Json(certificates::standing(&app, &shown(holder)?)?))
+    Ok(Json(certificates::standing(&app, &shown(holder)?).await?))
 }
 
 /// Renews the certificate that is shown, for a new key.
@@ -103,7 +99,7 @@ pub async fn renew(
     JsonBody(request): JsonBody<RenewRequest>,
 ) -> ApiResult<JoinResponse> {
     let holder = shown(holder)?;
-    Ok(Json(certificates::renew(&app, &holder, &request)?))
+    Ok(Json(certificates::renew(&app, &holder, &request).await?))
 }
 
 /// Removes the host that the certificate which is shown is that of.
@@ -112,15 +108,6 @@ pub async fn leave(State(app): Shared, holder: Option<Extension<Holder>>) -> Api
     let holder = shown(holder)?;
     let host = certificates::leaving(&app, &holder)?;
     Ok(Json(hosts::remove(&app, &host, false).await?))
-}
-
-/// Makes an operator's certificate; only for people on this machine.
-#[utoipa::path(post, path = "/v1/operators", request_body = OperatorRequest, responses((status = 200, body = JoinResponse), (status = "default", body = ApiError)))]
-pub async fn operator(
-    State(app): Shared,
-    JsonBody(request): JsonBody<OperatorRequest>,
-) -> ApiResult<JoinResponse> {
-    Ok(Json(certificates::operator(&app, &request)?))
 }
 
 fn shown(holder: Option<Extension<Holder>>) -> Result<Holder, ApiError> {

@@ -8,6 +8,7 @@ mod drains;
 mod events;
 mod hosts;
 mod migrations;
+mod operators;
 mod site;
 mod vms;
 
@@ -41,7 +42,8 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(hosts::check))
         .routes(routes!(hosts::join))
         .routes(routes!(hosts::certificate, hosts::renew, hosts::leave))
-        .routes(routes!(hosts::operator))
+        .routes(routes!(operators::list, operators::add))
+        .routes(routes!(operators::remove))
         .routes(routes!(hosts::top))
         .routes(routes!(drains::show, drains::begin, drains::stop))
         .routes(routes!(drains::events))

@@ -1,11 +1,11 @@
 //! The audit log over real sockets: who asked for what, what came of it, and what it does not tell.
 
-use crate::scripted::{House, refused, spec, vm};
+use crate::scripted::{House, code, host, refused, spec, vm};
 use godwit_rpc::controller_client::path;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role};
 use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
-use godwit_types::control_api::StartRequest;
+use godwit_types::control_api::{JoinRequest, StartRequest};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -74,6 +74,38 @@ async fn an_operator_is_named_by_the_certificate_and_a_join_tells_no_secret() {
     let joined = joined.unwrap();
     assert_eq!(joined.who, "a client without certificate");
     assert_eq!(joined.detail, None);
+}
+
+#[tokio::test]
+async fn strangers_who_try_tokens_are_counted_and_push_out_nothing() {
+    let house = House::new().await;
+    let token = house.token().await;
+    let key = Request::new().unwrap();
+    let address = "127.0.0.1:9".parse().unwrap();
+    house.join("a", address, &key).await.unwrap();
+    let before = log(&house, None).await;
+    let request = JoinRequest {
+        secret: "wrong".into(),
+        name: host("b"),
+        agent_address: address,
+        csr_pem: key.csr_pem.clone(),
+        former: None,
+    };
+    let mut turned_away = 0;
+    for _ in 0..300 {
+        match code(house.joining(&token).join(&request).await) {
+            ErrorCode::BadToken => {}
+            ErrorCode::NotAllowed => turned_away += 1,
+            other => panic!("{other}"),
+        }
+    }
+    assert!(turned_away > 0);
+    let mut after = log(&house, None).await;
+    let counted = after.pop().unwrap();
+    assert_eq!(after, before, "one row more");
+    assert_eq!((counted.what.as_str(), counted.times), ("host join", 300));
+    assert_eq!(counted.detail.as_deref(), Some("from 127.0.0.1"));
+    assert!(counted.last_unix_s >= Some(counted.unix_s));
 }
 
 #[tokio::test]

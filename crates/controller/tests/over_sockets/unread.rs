@@ -209,6 +209,22 @@ async fn reports_and_drains_that_cannot_be_read_stop_nobody() {
     client.migrate(&vm("web"), &to("b")).await.unwrap();
 }
 
+#[tokio::test]
+async fn a_vm_that_the_controller_asks_its_host_about_is_not_said_to_migrate() {
+    let house = House::new().await;
+    let (a, _b) = (house.host("a").await, house.host("b").await);
+    house.running("web", "a").await;
+    // What the host does not tell of any more may be a grant that it never got: the controller asks.
+    let (_free, asked) = (a.hold("survey"), a.calls("survey"));
+    a.script().unread = [(vm("web"), SENTENCE.to_owned())].into();
+    house
+        .until(async |_: &House| a.calls("survey") > asked)
+        .await;
+    // The question is answered by nobody until its deadline; what is asked meanwhile waits for that.
+    let refused = house.client().migrate(&vm("web"), &to("b")).await;
+    has(refused.unwrap_err(), &[SENTENCE, "host a"]);
+}
+
 const SENTENCE: &str = "the record is damaged: run 'godwit vm forget-record web' on this host";
 
 #[tokio::test]

@@ -1,0 +1,145 @@
+//! The house's certificates: what goes into one and comes back, and what is refused.
+
+use super::*;
+
+const NOW: i64 = 1_800_000_000;
+
+#[test]
+fn a_role_goes_into_the_certificate_and_back() {
+    let ca = Authority::create(NOW).unwrap();
+    for role in [
+        Role::Host(HostName::new("a").unwrap()),
+        Role::Controller,
+        Role::Operator(HostName::new("eve").unwrap()),
+    ] {
+        let holder = ca.identity(&role, NOW).unwrap().holder().unwrap();
+        assert_eq!(holder.role, role);
+        assert_eq!(holder.serial.len(), 2 * SERIAL_LEN);
+        assert_eq!(holder.not_after_unix_s, NOW + CERTIFICATE_DAYS * DAY_S);
+    }
+}
+
+#[test]
+fn names_in_a_signing_request_are_ignored() {
+    let ca = Authority::create(NOW).unwrap();
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
+    let mut wish = CertificateParams::default();
+    wish.subject_alt_names = vec![SanType::URI("godwit:controller".try_into().unwrap())];
+    wish.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
+    let role = Role::Host(HostName::new("a").unwrap());
+    let issued = ca.sign(&csr, &role, NOW).unwrap();
+    let der = certificate_from_pem(&issued.certificate_pem).unwrap();
+    assert_eq!(Holder::read(&der).unwrap().role, role);
+    let (_, certificate) = X509Certificate::from_der(&der).unwrap();
+    assert!(!certificate.is_ca());
+}
+
+#[test]
+fn a_certificate_for_another_key_is_refused() {
+    let ca = Authority::create(NOW).unwrap();
+    let (mine, other) = (Request::new().unwrap(), Request::new().unwrap());
+    let issued = ca.sign(&other.csr_pem, &Role::Controller, NOW).unwrap();
+    let ca_pem = ca.certificate_pem().to_owned();
+    assert!(mine.into_identity(issued.certificate_pem, ca_pem).is_err());
+}
+
+#[test]
+fn garbage_is_not_a_request() {
+    let ca = Authority::create(NOW).unwrap();
+    for bad in ["", "hello", ca.certificate_pem()] {
+        assert!(ca.sign(bad, &Role::Controller, NOW).is_err());
+    }
+}
+
+#[test]
+fn a_renewed_certificate_is_another_one_of_the_same_life() {
+    let ca = Authority::create(NOW).unwrap();
+    let role = Role::Host(HostName::new("a").unwrap());
+    let first = ca.identity(&role, NOW).unwrap().holder().unwrap();
+    assert_eq!(first.life, first.serial);
+    assert_eq!(first.dates().made_unix_s, NOW);
+    let mut last = first.clone();
+    for renewal in 1..4 {
+        let request = Request::new().unwrap();
+        let now = NOW + renewal * 200 * DAY_S;
+        let issued = ca.sign_again(&request.csr_pem, &last, now).unwrap();
+        let der = certificate_from_pem(&issued.certificate_pem).unwrap();
+        let next = Holder::read(&der).unwrap();
+        assert_eq!((&next.role, &next.life), (&role, &first.serial));
+        assert_ne!(next.serial, last.serial);
+        assert_eq!(next.dates().made_unix_s, now);
+        last = next;
+    }
+    let short = ca.with_validity(Duration::from_secs(60));
+    let holder = short.identity(&role, NOW).unwrap().holder().unwrap();
+    assert_eq!(holder.dates().life_s(), 60);
+    assert_eq!(short.dates().ends_unix_s, NOW + CA_DAYS * DAY_S);
+}
+
+#[test]
+fn only_a_later_one_of_the_same_ca_role_and_life_takes_the_place_of_an_identity() {
+    let (ca, other) = (
+        Authority::create(NOW).unwrap(),
+        Authority::create(NOW).unwrap(),
+    );
+    let role = |name| Role::Operator(HostName::new(name).unwrap());
+    let before = ca.identity(&role("eve"), NOW).unwrap();
+    let holder = before.holder().unwrap();
+    let made = |ca: &Authority, holder: &Holder, at| {
+        let request = Request::new().unwrap();
+        let issued = ca.sign_again(&request.csr_pem, holder, at).unwrap();
+        let ca_pem = ca.certificate_pem().to_owned();
+        request.into_successor(issued.certificate_pem, ca_pem, &before)
+    };
+    assert!(made(&ca, &holder, NOW + 1).is_ok());
+    let jane = Holder {
+        role: role("jane"),
+        ..holder.clone()
+    };
+    let born = Holder {
+        life: "ab".repeat(SERIAL_LEN),
+        ..holder.clone()
+    };
+    for (refused, why) in [
+        (made(&other, &holder, NOW + 1), "another CA"),
+        (made(&ca, &jane, NOW + 1), "operator jane"),
+        (made(&ca, &born, NOW + 1), "a life of its own"),
+        (made(&ca, &holder, NOW - 1), "not the later one"),
+    ] {
+        let error = refused.unwrap_err().to_string();
+        assert!(
+            error.contains(why) && error.contains("nothing was kept"),
+            "{error}"
+        );
+    }
+    assert!(before.must_succeed(&before).is_err());
+}
+
+#[test]
+fn a_life_in_a_signing_request_is_ignored() {
+    let ca = Authority::create(NOW).unwrap();
+    let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).unwrap();
+    let mut wish = CertificateParams::default();
+    let life = format!("{LIFE}{}", "ab".repeat(SERIAL_LEN));
+    wish.distinguished_name
+        .push(DnType::OrganizationalUnitName, life);
+    let csr = wish.serialize_request(&key).unwrap().pem().unwrap();
+    let issued = ca.sign(&csr, &Role::Controller, NOW).unwrap();
+    let der = certificate_from_pem(&issued.certificate_pem).unwrap();
+    assert_eq!(Holder::read(&der).unwrap().life, issued.serial);
+}
+
+#[test]
+fn unknown_roles_are_no_roles() {
+    for bad in [
+        "",
+        "godwit:",
+        "godwit:root",
+        "godwit:host:",
+        "godwit:host:../x",
+        "host:a",
+    ] {
+        assert_eq!(Role::from_uri(bad), None, "{bad}");
+    }
+}
