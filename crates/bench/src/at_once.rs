@@ -7,9 +7,9 @@ use crate::courses::jain_index;
 use crate::godwit::{Arrival, Vm, begin, finished, retried, why};
 use crate::guest::{self, Steps};
 use crate::memory::Memory;
-use crate::qmp::Qmp;
 use crate::stage::{SOON, Stage};
 use anyhow::Result;
+use godwit_testkit::qmp::Qmp;
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -22,7 +22,6 @@ struct Mover<'a> {
     monitor: Qmp,
 }
 
-/// A move under way.
 struct Under {
     id: String,
     began: f64,
@@ -88,13 +87,9 @@ fn make<'a>(stage: &'a Stage, run: &Run, index: u32) -> Result<Mover<'a>> {
 fn start(stage: &Stage, run: &Run, mover: &Mover, encrypted: bool) -> Result<Under> {
     let arrival = Arrival::watch(mover.vm.sockets("b")?, Instant::now() + run.limit);
     let began = unix_now();
-    match begin(stage, &mover.vm, run.settings, encrypted, false) {
-        Ok(id) => Ok(Under { id, began, arrival }),
-        Err(error) => {
-            arrival.give_up();
-            Err(error)
-        }
-    }
+    let begun = begin(stage, &mover.vm, run.settings, encrypted, false);
+    let (id, arrival) = arrival.unless(begun)?;
+    Ok(Under { id, began, arrival })
 }
 
 fn finish(

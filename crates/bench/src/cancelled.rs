@@ -6,12 +6,12 @@ use crate::bench::{Run, unix_now};
 use crate::godwit::{Vm, begin, retried};
 use crate::guest::{self, Steps};
 use crate::memory::Memory;
-use crate::qmp::refuse_if_interrupted;
 use crate::row::Row;
 use crate::stage::{SOON, Stage};
 use crate::usage;
 use anyhow::{Context as _, Result, ensure};
 use godwit_testkit::guest::checker;
+use godwit_testkit::stage::{go_on, pause};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -83,7 +83,7 @@ fn speed(memory: &Memory) -> Result<f64> {
     let mut steps = Steps::default();
     let until = Instant::now() + LOOK_FOR;
     while Instant::now() < until {
-        refuse_if_interrupted()?;
+        go_on()?;
         steps.look(memory, unix_now());
         std::thread::sleep(LOOK_EVERY);
     }
@@ -91,13 +91,4 @@ fn speed(memory: &Memory) -> Result<f64> {
     let rate = rate.context("the guest was not seen to step")?;
     ensure!(rate > 0.0, "the guest did not step");
     Ok(rate)
-}
-
-fn pause(length: Duration) -> Result<()> {
-    let until = Instant::now() + length;
-    while Instant::now() < until {
-        refuse_if_interrupted()?;
-        std::thread::sleep(LOOK_EVERY.min(until.saturating_duration_since(Instant::now())));
-    }
-    Ok(())
 }
