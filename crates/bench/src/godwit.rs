@@ -5,7 +5,7 @@
 
 use crate::bench::{Ended, Moved, Run, Settings, unix_now};
 use crate::courses::Beside;
-use crate::guest::{self, Boot, CPU, MAC, Steps};
+use crate::guest::{Boot, CPU, MAC, Steps};
 use crate::memory::Memory;
 use crate::plan::Guest;
 use crate::stage::{SOON, Stage};

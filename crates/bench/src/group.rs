@@ -3,7 +3,7 @@
 //!
 //! Pure. Refuses nothing; numbers that were not measured are none.
 
-use crate::plan::SCENARIOS;
+use crate::plan::scenarios;
 use crate::row::{CUT_OFF, Row};
 
 /// A number of a row, where it was measured.
@@ -11,10 +11,6 @@ pub(crate) type Number = fn(&Row) -> Option<f64>;
 
 pub(crate) fn is_encrypted(row: &Row) -> bool {
     row.encryption != "none"
-}
-
-pub(crate) fn is_prepared(row: &Row) -> bool {
-    row.destination == "prepared"
 }
 
 pub(crate) fn is_ours(row: &Row) -> bool {
@@ -46,13 +42,9 @@ pub fn median(numbers: &[f64]) -> Option<f64> {
 /// Median, smallest and largest.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spread {
-    /// Median.
     pub median: f64,
-    /// Smallest.
     pub least: f64,
-    /// Largest.
     pub most: f64,
-    /// How many there are.
     pub runs: usize,
 }
 
@@ -87,7 +79,6 @@ impl<'a> Group<'a> {
         Spread::of(&done.filter_map(|row| number(row)).collect::<Vec<_>>())
     }
 
-    /// Its median.
     pub fn median(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<f64> {
         self.spread(number).map(|spread| spread.median)
     }
@@ -146,8 +137,8 @@ pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
         }
     }
     groups.sort_by_key(|group| {
-        let scenario = group.head().scenario.as_str();
-        SCENARIOS.iter().position(|name| *name == scenario)
+        let scenario = &group.head().scenario;
+        scenarios().iter().position(|name| name == scenario)
     });
     groups
 }

@@ -47,7 +47,6 @@ fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// What it is.
 pub fn describe(programs: &Path, ten: Option<&Path>) -> Value {
     let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
@@ -94,7 +93,6 @@ pub struct CpuTime {
 }
 
 impl CpuTime {
-    /// Until now.
     pub fn now() -> Option<Self> {
         Self::parse(&first_line("/proc/stat")?)
     }

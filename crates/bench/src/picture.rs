@@ -4,7 +4,7 @@
 
 use crate::group::{Group, Number, Spread, beside_ours, groups, is_encrypted};
 use crate::plan::scenarios;
-use crate::row::{Results, Row};
+use crate::row::Results;
 use crate::table::figures;
 use godwit_testkit::page::figure;
 use godwit_testkit::page::svg::{Svg, ticks};
@@ -152,6 +152,7 @@ fn one(svg: &mut Svg, bar: &Bar, top: f64, x: &impl Fn(f64) -> f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::row::Row;
     use serde_json::Value;
 
     #[test]

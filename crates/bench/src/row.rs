@@ -6,7 +6,6 @@
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// `memory.json`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Results {
     /// What it ran on, and how it was prepared.
@@ -33,11 +32,8 @@ pub struct Row {
     pub prepare_s: f64,
     /// `none`, `aes-256-gcm` (Godwit) or `tls` (QEMU).
     pub encryption: String,
-    /// Data channels.
     pub streams: u32,
-    /// Guest memory.
     pub ram_gib: f64,
-    /// Virtual CPUs of the guest.
     pub vcpus: u32,
     /// Rate of the link; absent when it is not shaped.
     pub link_gbps: Option<f64>,
@@ -92,7 +88,6 @@ impl Row {
         place(self) == place(other) && system(self) == system(other)
     }
 
-    /// A number of the details.
     pub fn detail(&self, name: &str) -> Option<f64> {
         self.details.get(name)?.as_f64()
     }
