@@ -6,6 +6,7 @@ use crate::bench::{Moved, Run, unix_now};
 use crate::courses::jain_index;
 use crate::godwit::{Arrival, Vm, begin, finished, retried, why};
 use crate::guest::{self, Steps};
+use crate::machine::{FirstTouch, warm_again};
 use crate::memory::Memory;
 use crate::stage::{SOON, Stage};
 use anyhow::Result;
@@ -34,6 +35,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, moves: u32) -> Result<Opti
     for index in 0..moves {
         movers.push(make(stage, run, index)?);
     }
+    let first_touch = warm_again(run.cell.ram_mib * moves)?;
     let mut under = Vec::new();
     for mover in &movers {
         match start(stage, run, mover, encrypted) {
@@ -68,7 +70,10 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, moves: u32) -> Result<Opti
     if moments.len() < movers.len() {
         return Ok(None);
     }
-    finish(stage, run, &movers, &moments).map(Some)
+    let mut all = finish(stage, run, &movers, &moments)?;
+    all.iter_mut()
+        .for_each(|moved| moved.first_touch = first_touch);
+    Ok(Some(all))
 }
 
 fn make<'a>(stage: &'a Stage, run: &Run, index: u32) -> Result<Mover<'a>> {
@@ -119,6 +124,7 @@ fn finish(
             streams: report["streams"].as_u64().unwrap_or(0) as u32,
             usage: Vec::new(),
             steps: Steps::default(),
+            first_touch: FirstTouch::default(),
             equal,
             guest_memory_counted: false,
             details: json!({

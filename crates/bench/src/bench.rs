@@ -6,7 +6,7 @@
 use crate::client::Client;
 use crate::group::is_ours;
 use crate::guest::{self, Boot, Spins, Steps};
-use crate::machine::CpuTime;
+use crate::machine::{CpuTime, FirstTouch};
 use crate::memory::Memory;
 use crate::peer::Programs;
 use crate::plan::{CUT_OFF_FACTOR, Cell, Course, Guest};
@@ -76,6 +76,8 @@ pub struct Moved {
     pub usage: Vec<Usage>,
     /// A counter guest's course.
     pub steps: Steps,
+    /// How fast memory came right before.
+    pub first_touch: FirstTouch,
     pub equal: bool,
     /// Whether the usage holds the guest's memory too.
     pub guest_memory_counted: bool,
@@ -415,6 +417,8 @@ fn fill_in(row: &mut Row, moved: &Moved) {
     row.streams = moved.streams;
     row.ram_equal = Some(moved.equal);
     row.details = moved.details.clone();
+    row.first_touch_gb_per_s = Some(moved.first_touch.warm);
+    row.details["first_touch_found_gb_per_s"] = json!(moved.first_touch.found);
     let cost = |index: usize| moved.usage.get(index).map(|usage| usage.cpu_s / gb);
     row.cpu_source_s_per_gb = cost(0);
     row.cpu_destination_s_per_gb = cost(1);
@@ -482,12 +486,13 @@ fn line(row: &Row) -> String {
         return format!("{head} {} {}", speed.unwrap_or_default(), row.outcome);
     };
     format!(
-        "{head} {total_s:6.2} s ({:.2} s prepared)  stop {:6.1} ms  {:.2} GB/s  cpu {:.2}/{:.2} s/GB  equal: {}{}",
+        "{head} {total_s:6.2} s ({:.2} s prepared)  stop {:6.1} ms  {:.2} GB/s  cpu {:.2}/{:.2} s/GB  first touch {:.1} GB/s  equal: {}{}",
         row.prepare_s,
         row.switchover_ms.unwrap_or(0.0),
         row.throughput_gb_per_s.unwrap_or(0.0),
         row.cpu_source_s_per_gb.unwrap_or(0.0),
         row.cpu_destination_s_per_gb.unwrap_or(0.0),
+        row.first_touch_gb_per_s.unwrap_or(0.0),
         row.ram_equal
             .map_or("not compared", |equal| if equal { "yes" } else { "NO" }),
         row.guest_speed_during

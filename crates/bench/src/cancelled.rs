@@ -5,6 +5,7 @@
 use crate::bench::{Run, unix_now};
 use crate::godwit::{Vm, begin, retried};
 use crate::guest::{self, Steps};
+use crate::machine::warm_again;
 use crate::memory::Memory;
 use crate::row::Row;
 use crate::stage::{SOON, Stage};
@@ -33,6 +34,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, row: &mut Row) -> Result<(
     pause(SETTLE)?;
     let before = speed(&memory)?;
     let huge_before = usage::huge_mapped_mib(machine);
+    let first_touch = warm_again(run.cell.ram_mib)?;
     let id = begin(stage, &vm, run.settings, encrypted, false)?;
     let show = ["migration", "show", &id];
     stage.until("the migration sends memory", SOON, || {
@@ -60,6 +62,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, row: &mut Row) -> Result<(
     let checked = checker::check(&memory);
     row.ram_equal = Some(checked.is_ok_and(|checked| checked.control.boots == 1));
     row.guest_speed_during = Some(during / before);
+    row.first_touch_gb_per_s = Some(first_touch.warm);
     row.streams = report["streams"].as_u64().unwrap_or(0) as u32;
     let mib_per_s = |pages_per_s: f64| (pages_per_s / 2.56).round() / 100.0;
     row.details = json!({

@@ -6,6 +6,7 @@
 use crate::bench::{Ended, Moved, Run, Settings, unix_now};
 use crate::courses::Beside;
 use crate::guest::{Boot, CPU, MAC, Steps};
+use crate::machine::warm_again;
 use crate::memory::Memory;
 use crate::plan::Guest;
 use crate::stage::{SOON, Stage};
@@ -117,7 +118,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
     let mut monitor = Qmp::connect(&vm.monitor("a")?, Instant::now() + SOON)?;
     let mut steps = Steps::default();
     run.watch(&source, &mut steps)?;
-    crate::machine::touch_again(run.cell.ram_mib)?;
+    let first_touch = warm_again(run.cell.ram_mib)?;
     let watch = Watch::start(&[stage.machine("a")?, stage.machine("b")?])?;
     let sent = stage.sent_bytes("a")?;
     let arrival = Arrival::watch(vm.sockets("b")?, Instant::now() + run.limit);
@@ -165,6 +166,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
         streams: report["streams"].as_u64().unwrap_or(0) as u32,
         usage,
         steps,
+        first_touch,
         equal,
         guest_memory_counted: false,
         details,

@@ -5,6 +5,7 @@
 
 use crate::plan::scenarios;
 use crate::row::{CUT_OFF, Row};
+use std::collections::HashMap;
 
 /// A number of a row, where it was measured.
 pub(crate) type Number = fn(&Row) -> Option<f64>;
@@ -141,6 +142,45 @@ pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
         scenarios().iter().position(|name| name == scenario)
     });
     groups
+}
+
+/// Which rows met memory that came far slower than the best of their call's: where a hypervisor takes back what is free, the
+/// next touch of it costs many times as much, whoever's move it is.
+pub struct SlowMemory(HashMap<u64, f64>);
+
+impl SlowMemory {
+    /// Slower than this part of the best is slow; shared cores make less of a difference.
+    const PART: f64 = 0.25;
+
+    pub fn among<'a>(rows: impl IntoIterator<Item = &'a Row>) -> Self {
+        let mut best = HashMap::new();
+        for row in rows {
+            if let Some(speed) = row.first_touch_gb_per_s {
+                let most: &mut f64 = best.entry(row.call_unix_s).or_default();
+                *most = most.max(speed);
+            }
+        }
+        Self(best)
+    }
+
+    pub fn has(&self, row: &Row) -> bool {
+        let best = self.0.get(&row.call_unix_s).copied().unwrap_or(0.0);
+        row.first_touch_gb_per_s
+            .is_some_and(|speed| speed < best * Self::PART)
+    }
+}
+
+/// What ratios and pictures are made of: no row on slow memory, ours or a peer's, and no peer's that was not measured beside
+/// one of ours that is left.
+pub fn comparable<'a>(groups: &[Group<'a>]) -> Vec<Group<'a>> {
+    let slow = SlowMemory::among(groups.iter().flat_map(|group| group.rows.iter().copied()));
+    let fast = groups.iter().map(|group| Group {
+        rows: (group.rows.iter().copied())
+            .filter(|row| !slow.has(row))
+            .collect(),
+    });
+    let fast: Vec<Group> = fast.filter(|group| !group.rows.is_empty()).collect();
+    beside_ours(&fast)
 }
 
 /// The same groups with nothing in them that was not measured beside us: a peer's row stays where the call of the bench

@@ -2,7 +2,7 @@
 //!
 //! Pure. Refuses to judge what was not measured: such a line says so.
 
-use crate::group::{Group, Spread, beside_ours, groups, place};
+use crate::group::{Group, Spread, comparable, groups, place};
 use crate::promises::{self, Chosen, Figure, Promise, Run};
 use crate::row::Row;
 use serde::Deserialize;
@@ -133,7 +133,8 @@ impl Pick<'_> {
 
 /// Every comparison that the rows allow, cell by cell.
 pub fn lines(rows: &[Row]) -> Vec<Line> {
-    let groups = beside_ours(&groups(rows));
+    let all = groups(rows);
+    let groups = comparable(&all);
     let mut cells: Vec<(&str, &str)> = Vec::new();
     for group in &groups {
         let cell = place(group.head());
@@ -153,7 +154,7 @@ pub fn lines(rows: &[Row]) -> Vec<Line> {
             .filter(|promise| promise.is_at(scenario, cell));
         lines.extend(due.map(|promise| pick.line(promise)));
     }
-    lines.extend(promises::of_all(&groups));
+    lines.extend(promises::of_all(&all, &groups));
     lines.retain(|line| {
         let alone = matches!(line.target, Target::Below(_) | Target::Above(_));
         line.ours.is_some() && (line.peer.is_some() || alone || !line.note.is_empty())
@@ -247,6 +248,40 @@ mod tests {
         let (spread, name) = peer(&rows);
         assert!(name.starts_with("qemu-10.0"), "{name}");
         assert_eq!(spread.median, 9.0);
+    }
+
+    #[test]
+    fn a_row_on_memory_that_the_hypervisor_took_back_is_in_no_ratio_ours_or_a_peers() {
+        let touched = |speed: f64, mut row: Row| {
+            row.first_touch_gb_per_s = Some(speed);
+            row.ram_equal = Some(true);
+            row
+        };
+        let mut rows = vec![
+            touched(10.0, row("godwit", "none", "cold", 2.0)),
+            touched(0.3, row("godwit", "none", "cold", 0.2)),
+            touched(9.0, row("qemu-10.0", "none", "cold", 1.0)),
+            touched(0.4, row("qemu-10.0", "none", "cold", 0.1)),
+            touched(4.0, row("qemu-10.0", "none", "cold", 1.0)),
+        ];
+        let all = lines(&rows);
+        let cold = find(&all, "GB/s, plain, cold");
+        let (ours, peer) = (cold.ours.unwrap(), cold.peer.as_ref().unwrap().0);
+        assert_eq!((ours.median, ours.runs), (2.0, 1));
+        assert_eq!((peer.least, peer.runs), (1.0, 2));
+        // They were moves all the same: none may be lost or unequal unseen.
+        assert_eq!(
+            find(&all, "part of our runs that came").ours.unwrap().runs,
+            2
+        );
+        // In another call the whole machine was slow, and nothing of it is left out.
+        for row in &mut rows {
+            row.call_unix_s = u64::from(row.first_touch_gb_per_s < Some(1.0));
+        }
+        assert_eq!(
+            find(&lines(&rows), "GB/s, plain, cold").ours.unwrap().runs,
+            2
+        );
     }
 
     #[test]

@@ -6,6 +6,7 @@
 use crate::bench::{Ended, Moved, Run, Settings, unix_now};
 use crate::courses::Beside;
 use crate::guest::{self, Boot, CPU, MAC, Spins, Steps};
+use crate::machine::warm_again;
 use crate::memory::Memory;
 use crate::plan::{Cell, Guest};
 use crate::stage::{PEER_RAM, SOON, Stage};
@@ -372,7 +373,7 @@ fn moved(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64) -
     let mut steps = Steps::default();
     run.watch(&memory, &mut steps)?;
     source.qmp.forget_events();
-    crate::machine::touch_again(run.cell.ram_mib)?;
+    let first_touch = warm_again(run.cell.ram_mib)?;
     let watch = Watch::of_qemu(&[stage.machine("a")?, stage.machine("b")?])?;
     let mut beside = Beside::begin(stage, run);
     let began = unix_now();
@@ -409,6 +410,7 @@ fn moved(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64) -
         streams: way.channels.unwrap_or(1),
         usage,
         steps,
+        first_touch,
         equal,
         guest_memory_counted: way.backend == Backend::Anonymous,
         details,

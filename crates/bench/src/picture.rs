@@ -2,7 +2,7 @@
 //!
 //! Pure: out of rows alone. Every mark carries its figures as a title, which browsers show under the pointer.
 
-use crate::group::{Group, Number, Spread, beside_ours, groups, is_encrypted};
+use crate::group::{Group, Number, Spread, comparable, groups, is_encrypted};
 use crate::plan::scenarios;
 use crate::row::Results;
 use crate::table::figures;
@@ -32,7 +32,7 @@ struct Bar {
 
 /// File names and documents, one for every scenario and number that the rows have.
 pub fn files(results: &Results) -> Vec<(String, String)> {
-    let groups = beside_ours(&groups(&results.rows));
+    let groups = comparable(&groups(&results.rows));
     let numbers: [(&str, &str, Number); 5] = [
         ("throughput", "GB/s", |row| row.throughput_gb_per_s),
         (

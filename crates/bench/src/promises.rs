@@ -204,8 +204,9 @@ impl Figure {
     }
 }
 
-/// Promises that hold everywhere: the worst cell is shown.
-pub(crate) fn of_all(groups: &[Group]) -> Vec<Line> {
+/// Promises that hold everywhere: the worst cell is shown. What must never happen is looked for in all rows, costs in those
+/// that are compared.
+pub(crate) fn of_all(groups: &[Group], compared: &[Group]) -> Vec<Line> {
     let everywhere = |what: String, ours, target| Line {
         cell: "every cell".into(),
         what,
@@ -217,9 +218,9 @@ pub(crate) fn of_all(groups: &[Group]) -> Vec<Line> {
     let ours = || groups.iter().filter(|group| is_ours(group.head()));
     let mut found = Vec::new();
     for dearest in &BOOK.dearest {
-        let chosen = ours().filter(|group| {
+        let chosen = compared.iter().filter(|group| {
             let row = group.head();
-            is_encrypted(row) && row.link_gbps.is_some() == dearest.emulated
+            is_ours(row) && is_encrypted(row) && row.link_gbps.is_some() == dearest.emulated
         });
         let costs = chosen.filter_map(|group| {
             let spread = group.spread(|row| Some(dearest.figure.of(row)? / volume(row)))?;

@@ -55,6 +55,9 @@ pub struct Row {
     pub peak_rss_mib: Option<f64>,
     /// The guest's speed while it was moved over its speed before.
     pub guest_speed_during: Option<f64>,
+    /// How fast all cores touched fresh memory right before the move, GB/s: far below the other rows' where a hypervisor has
+    /// taken free memory back.
+    pub first_touch_gb_per_s: Option<f64>,
     /// Whether the destination held what the source had; see `ram_checked` in the details for what was compared.
     pub ram_equal: Option<bool>,
     /// `completed`, `cut-off`, `failed: ...` or `skipped: ...`.

@@ -4,7 +4,8 @@
 //! Pure: out of the results alone. Text of others (sentences of failures) is escaped on the page.
 
 use crate::group::{
-    Group, STOP, Spread, TOTAL, beside_ours, groups, is_encrypted, is_ours, is_qemu, place,
+    Group, STOP, SlowMemory, Spread, TOTAL, comparable, groups, is_encrypted, is_ours, is_qemu,
+    place,
 };
 use crate::judge::{Line, Target, lines};
 use crate::picture;
@@ -114,16 +115,18 @@ fn abouts(results: &Results) -> Vec<String> {
         ABOUT.to_owned(),
         NUMBERS.to_owned(),
         disturbance(&results.rows),
+        memory(&results.rows),
     ];
     told.into_iter().filter(|text| !text.is_empty()).collect()
 }
 
 fn sections(results: &Results) -> Vec<Section> {
     let groups = groups(&results.rows);
-    let compared = beside_ours(&groups);
+    let compared = comparable(&groups);
     let mut sections = vec![moves(&compared), comparisons(&lines(&results.rows))];
     sections.extend(parts(&groups));
-    sections.extend(everything(&groups, &compared));
+    let slow = SlowMemory::among(&results.rows);
+    sections.extend(everything(&groups, &compared, &slow));
     sections
 }
 
@@ -147,6 +150,36 @@ fn disturbance(rows: &[Row]) -> String {
         rows.len(),
         median * 100.0,
         most * 100.0
+    )
+}
+
+/// How fast memory came right before the moves, and what follows from it; nothing where it was not measured.
+fn memory(rows: &[Row]) -> String {
+    let speeds: Vec<f64> = rows
+        .iter()
+        .filter_map(|row| row.first_touch_gb_per_s)
+        .collect();
+    let Some(Spread {
+        median,
+        least,
+        most,
+        ..
+    }) = Spread::of(&speeds)
+    else {
+        return String::new();
+    };
+    let slow = SlowMemory::among(rows);
+    let left_out = match rows.iter().filter(|row| slow.has(row)).count() {
+        0 => "No row met less than a quarter of the best of its call.".to_owned(),
+        count => format!(
+            "**{count} of {} rows** met less than a quarter of the best of their call, as where a hypervisor takes free memory back: they \
+             are marked in the tables and left out of ratios and pictures, ours and the peers' alike.",
+            rows.len()
+        ),
+    };
+    format!(
+        "Right before each move, whoever's it was, as much memory as its destination needs was touched and given back, and then 256 MiB \
+         of free memory were touched by all cores: at {median:.1} GB/s in the median, {least:.1} to {most:.1}. {left_out}"
     )
 }
 
@@ -345,7 +378,7 @@ pub fn figures(spread: Spread) -> String {
 /// A number's title, and how a row has it.
 type Column = (&'static str, fn(&Row) -> Option<f64>);
 
-const COLUMNS: [Column; 8] = [
+const COLUMNS: [Column; 9] = [
     ("s from the command", |row| row.total_s),
     ("of these prepared", |row| {
         (row.prepare_s > 0.0).then_some(row.prepare_s)
@@ -356,9 +389,10 @@ const COLUMNS: [Column; 8] = [
     ("core-s/GB destination", |row| row.cpu_destination_s_per_gb),
     ("guest speed", |row| row.guest_speed_during),
     ("memory MiB", |row| row.peak_rss_mib),
+    ("first touch GB/s", |row| row.first_touch_gb_per_s),
 ];
 
-fn everything(groups: &[Group], compared: &[Group]) -> Vec<Section> {
+fn everything(groups: &[Group], compared: &[Group], slow: &SlowMemory) -> Vec<Section> {
     let before = ["cell", "system", "destination", "encryption", "runs"];
     let titles = before.into_iter().chain(COLUMNS.map(|(title, _)| title));
     let titles: Vec<&str> = titles.chain(["RAM equal", "also", "outcome"]).collect();
@@ -371,7 +405,7 @@ fn everything(groups: &[Group], compared: &[Group]) -> Vec<Section> {
     for scenario in groups.chunk_by(|one, two| one.head().scenario == two.head().scenario) {
         let mut table = Table::new(titles.clone());
         for group in scenario {
-            table.row(one(group, compared));
+            table.row(one(group, compared, slow));
         }
         let title = scenario[0].head().scenario.clone();
         sections.push(Section {
@@ -384,16 +418,19 @@ fn everything(groups: &[Group], compared: &[Group]) -> Vec<Section> {
     sections
 }
 
-fn one(group: &Group, compared: &[Group]) -> Vec<String> {
+fn one(group: &Group, compared: &[Group], slow: &SlowMemory) -> Vec<String> {
     let row = group.head();
     let runs = group.rows.len();
     let same = |other: &&Group| other.head().is_like(row);
     let beside = compared.iter().find(same).map_or(0, |same| same.rows.len());
-    let runs = if beside == runs {
-        runs.to_string()
-    } else {
-        format!("{runs}, {beside} of them beside ours")
-    };
+    let slow = group.rows.iter().filter(|row| slow.has(row)).count();
+    let mut told = runs.to_string();
+    if slow > 0 {
+        told += &format!(", {slow} on slow memory");
+    }
+    if beside + slow != runs {
+        told += &format!(", {beside} of them beside ours");
+    }
     let equal = match group.equal() {
         Some(true) => "yes",
         Some(false) => "**no**",
@@ -404,7 +441,7 @@ fn one(group: &Group, compared: &[Group]) -> Vec<String> {
         group.name(),
         row.destination.clone(),
         row.encryption.clone(),
-        runs,
+        told,
     ];
     shown.extend(COLUMNS.map(|(_, number)| group.spread(number).map_or("-".into(), figures)));
     shown.extend([equal.into(), also(group), group.outcome()]);
@@ -488,6 +525,41 @@ mod tests {
         assert!(text.contains("| 2, 1 of them beside ours |"), "{text}");
         assert!(!text.contains("hypervisor below took"), "{text}");
         assert!(text.contains("| 4.00 (1 run) qemu-7.2"), "{text}");
+    }
+
+    #[test]
+    fn rows_on_slow_memory_are_marked_and_the_page_says_that_they_are_left_out() {
+        let row = |system: &str, touched: f64| Row {
+            scenario: "idle".into(),
+            cell: "base".into(),
+            system: system.into(),
+            encryption: "none".into(),
+            destination: "cold".into(),
+            total_s: Some(2.0),
+            first_touch_gb_per_s: Some(touched),
+            outcome: "completed".into(),
+            ..Row::default()
+        };
+        let mut results = Results {
+            rows: vec![row("godwit", 8.0), row("godwit", 0.3), row("qemu-7.2", 6.0)],
+            ..Results::default()
+        };
+        for text in [markdown(&results), html(&results)] {
+            assert!(
+                text.contains("2, 1 on slow memory") && !text.contains("beside ours"),
+                "{text}"
+            );
+            assert!(
+                text.contains("left out of ratios") && text.contains("1 of 3 rows"),
+                "{text}"
+            );
+            assert!(
+                text.contains("at 6.0 GB/s in the median, 0.3 to 8.0"),
+                "{text}"
+            );
+        }
+        results.rows.remove(1);
+        assert!(markdown(&results).contains("No row met less than a quarter"));
     }
 
     #[test]
