@@ -92,7 +92,7 @@ fn make<'a>(stage: &'a Stage, run: &Run, index: u32) -> Result<Mover<'a>> {
 fn start(stage: &Stage, run: &Run, mover: &Mover, encrypted: bool) -> Result<Under> {
     let arrival = Arrival::watch(mover.vm.sockets("b")?, Instant::now() + run.limit);
     let began = unix_now();
-    let begun = begin(stage, &mover.vm, run.settings, encrypted, false);
+    let begun = begin(stage, &mover.vm, encrypted, false);
     let (id, arrival) = arrival.unless(begun)?;
     Ok(Under { id, began, arrival })
 }

@@ -35,25 +35,12 @@ const STOLEN_MAX: f64 = 0.1;
 /// So often such a run is made again.
 const DISTURBED_MAX: u32 = 2;
 
-/// What all systems are asked for.
-#[derive(Debug, Clone)]
-pub struct Settings {
-    /// Longest pause aimed at; the peers' downtime limit.
-    pub max_downtime_ms: u64,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            max_downtime_ms: 50,
-        }
-    }
-}
+/// Longest pause that all systems are asked for, in ms: the peers' downtime limit.
+pub const MAX_DOWNTIME_MS: u64 = 50;
 
 pub struct Run<'a> {
     pub cell: &'a Cell,
     pub boot: &'a Boot,
-    pub settings: &'a Settings,
     /// A name for files and machines.
     pub name: String,
     /// Longest that the move may take.
@@ -147,7 +134,6 @@ pub struct Bench {
     out: PathBuf,
     guests: PathBuf,
     programs: Programs,
-    settings: Settings,
     results: Results,
     stage: Option<Stage>,
     spins: Option<Spins>,
@@ -168,7 +154,6 @@ impl Bench {
             out: out.to_owned(),
             programs: Programs::find(target, &tls),
             guests,
-            settings: Settings::default(),
             results,
             stage: None,
             spins: None,
@@ -278,11 +263,9 @@ impl Bench {
         let boot = self.boot(cell)?;
         self.count += 1;
         let limit = self.limit(cell, system);
-        let settings = self.settings.clone();
         let run = Run {
             cell,
             boot: &boot,
-            settings: &settings,
             name: format!("bench{}", self.count),
             limit,
             seed: u64::from(self.count) << 40,

@@ -35,7 +35,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, row: &mut Row) -> Result<(
     let before = speed(&memory)?;
     let huge_before = usage::huge_mapped_mib(machine);
     let first_touch = warm_again(run.cell.ram_mib)?;
-    let id = begin(stage, &vm, run.settings, encrypted, false)?;
+    let id = begin(stage, &vm, encrypted, false)?;
     let show = ["migration", "show", &id];
     stage.until("the migration sends memory", SOON, || {
         Ok(stage.json("controller", &show)?["phase"] == "precopy")

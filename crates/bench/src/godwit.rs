@@ -3,7 +3,7 @@
 //! The second control socket of each QEMU, which the product keeps for a successor of its VM process, is listened to for
 //! the moments of STOP and RESUME; nothing is sent there but the greeting. Owns the VM that it made, and removes it.
 
-use crate::bench::{Ended, Moved, Run, Settings, unix_now};
+use crate::bench::{Ended, MAX_DOWNTIME_MS, Moved, Run, unix_now};
 use crate::courses::Beside;
 use crate::guest::{Boot, CPU, MAC, Steps};
 use crate::machine::warm_again;
@@ -124,7 +124,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
     let arrival = Arrival::watch(vm.sockets("b")?, Instant::now() + run.limit);
     let mut beside = Beside::begin(stage, run);
     let began = unix_now();
-    let begun = begin(stage, &vm, run.settings, encrypted, prepared);
+    let begun = begin(stage, &vm, encrypted, prepared);
     let (id, arrival) = arrival.unless(begun)?;
     let mut each_look = || {
         if matches!(run.cell.guest, Guest::Counter { .. }) {
@@ -173,15 +173,9 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
     })))
 }
 
-pub(crate) fn begin(
-    stage: &Stage,
-    vm: &Vm,
-    settings: &Settings,
-    encrypted: bool,
-    prepared: bool,
-) -> Result<String> {
+pub(crate) fn begin(stage: &Stage, vm: &Vm, encrypted: bool, prepared: bool) -> Result<String> {
     let encryption = if encrypted { "required" } else { "disabled" };
-    let downtime = settings.max_downtime_ms.to_string();
+    let downtime = MAX_DOWNTIME_MS.to_string();
     let mut command = vec!["vm", "migrate", &vm.name, "--to", "b", "--detach"];
     command.extend(["--encryption", encryption, "--max-downtime", &downtime]);
     if prepared {

@@ -170,16 +170,10 @@ mod tests {
 
     fn row(system: &str, encryption: &str, destination: &str, rate: f64) -> Row {
         Row {
-            scenario: "idle".into(),
-            cell: "base".into(),
-            system: system.into(),
-            encryption: encryption.into(),
-            destination: destination.into(),
             throughput_gb_per_s: Some(rate),
             total_s: Some(1.0 / rate),
             switchover_ms: Some(5.0),
-            outcome: "completed".into(),
-            ..Row::default()
+            ..Row::sample(system, encryption, destination)
         }
     }
 

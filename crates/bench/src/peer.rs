@@ -3,7 +3,7 @@
 //! The destination runs the guest by itself as soon as it can (no `-S`), bandwidth is unlimited, the downtime limit is
 //! ours. Owns both processes and ends them.
 
-use crate::bench::{Ended, Moved, Run, Settings, unix_now};
+use crate::bench::{Ended, MAX_DOWNTIME_MS, Moved, Run, unix_now};
 use crate::courses::Beside;
 use crate::guest::{self, Boot, CPU, MAC, Spins, Steps};
 use crate::machine::warm_again;
@@ -211,7 +211,7 @@ impl Side<'_> {
         let mut capabilities = vec![capability("events")];
         let mut parameters = json!({
             "max-bandwidth": BYTES_PER_S,
-            "downtime-limit": self.run.settings.max_downtime_ms,
+            "downtime-limit": MAX_DOWNTIME_MS,
             "announce-initial": 50,
         });
         if let Some(channels) = self.way.channels {
@@ -298,11 +298,9 @@ pub fn measure_spins(stage: &Stage, programs: &Programs, dir: &Path) -> Result<S
         };
         let cell = Cell::alone(guest);
         let boot = Boot::make(&guest, dir, &spins)?;
-        let settings = Settings::default();
         let run = Run {
             cell: &cell,
             boot: &boot,
-            settings: &settings,
             name: "spins".into(),
             limit: SOON,
             seed: 1,

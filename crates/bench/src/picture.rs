@@ -158,14 +158,10 @@ mod tests {
     #[test]
     fn a_picture_shows_every_group_and_says_what_was_cut_off() {
         let row = |system: &str, rate: Option<f64>, outcome: &str| Row {
-            scenario: "idle".into(),
-            cell: "base".into(),
-            system: system.into(),
-            encryption: "none".into(),
             throughput_gb_per_s: rate,
             total_s: rate,
             outcome: outcome.into(),
-            ..Row::default()
+            ..Row::sample(system, "none", "")
         };
         let results = Results {
             machine: Value::Null,

@@ -303,14 +303,11 @@ mod tests {
         Row {
             scenario: scenario.into(),
             cell: cell.into(),
-            system: "godwit".into(),
-            encryption: "aes-256-gcm".into(),
-            destination: "cold".into(),
             ram_gib: 1.0,
             ram_equal: Some(true),
-            outcome: "completed".into(),
+            total_s: None,
             details,
-            ..Row::default()
+            ..Row::sample("godwit", "aes-256-gcm", "cold")
         }
     }
 

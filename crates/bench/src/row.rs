@@ -103,3 +103,20 @@ impl Row {
 
 /// Outcome of a run that was ended because it took too long.
 pub const CUT_OFF: &str = "cut-off";
+
+#[cfg(test)]
+impl Row {
+    /// A run of the base cell that came to its end in a second.
+    pub fn sample(system: &str, encryption: &str, destination: &str) -> Self {
+        Self {
+            scenario: "idle".into(),
+            cell: "base".into(),
+            system: system.into(),
+            encryption: encryption.into(),
+            destination: destination.into(),
+            total_s: Some(1.0),
+            outcome: "completed".into(),
+            ..Self::default()
+        }
+    }
+}

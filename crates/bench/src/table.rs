@@ -477,14 +477,10 @@ mod tests {
     #[test]
     fn the_losing_cells_and_those_left_out_are_in_the_table() {
         let row = |system: &str, rate: Option<f64>, outcome: &str| Row {
-            scenario: "idle".into(),
-            cell: "base".into(),
-            system: system.into(),
-            encryption: "none".into(),
-            destination: "cold".into(),
+            total_s: None,
             throughput_gb_per_s: rate,
             outcome: outcome.into(),
-            ..Row::default()
+            ..Row::sample(system, "none", "cold")
         };
         let rows = [
             row("godwit", Some(1.0), "completed"),
@@ -504,15 +500,9 @@ mod tests {
     #[test]
     fn a_peer_of_another_call_is_shown_and_said_to_be_so() {
         let row = |system: &str, total_s: f64, call_unix_s: u64| Row {
-            scenario: "idle".into(),
-            cell: "base".into(),
-            system: system.into(),
-            encryption: "none".into(),
-            destination: "cold".into(),
             total_s: Some(total_s),
-            outcome: "completed".into(),
             call_unix_s,
-            ..Row::default()
+            ..Row::sample(system, "none", "cold")
         };
         let text = markdown(&Results {
             rows: vec![
@@ -530,15 +520,8 @@ mod tests {
     #[test]
     fn rows_on_slow_memory_are_marked_and_the_page_says_that_they_are_left_out() {
         let row = |system: &str, touched: f64| Row {
-            scenario: "idle".into(),
-            cell: "base".into(),
-            system: system.into(),
-            encryption: "none".into(),
-            destination: "cold".into(),
-            total_s: Some(2.0),
             first_touch_gb_per_s: Some(touched),
-            outcome: "completed".into(),
-            ..Row::default()
+            ..Row::sample(system, "none", "cold")
         };
         let mut results = Results {
             rows: vec![row("godwit", 8.0), row("godwit", 0.3), row("qemu-7.2", 6.0)],

@@ -27,6 +27,17 @@ impl Page {
         let _ = write!(self.0, "<p class=\"{class}\">{}</p>", marked(text));
     }
 
+    /// A box whose heading ends in a verdict: whether it is a good one, and its words.
+    pub fn judged_card(&mut self, heading: &str, verdict: Option<(bool, &str)>, markup: &str) {
+        let class = |good| if good { "good" } else { "bad" };
+        let told = verdict.map(|(good, words)| {
+            let (class, words) = (class(good), escape(words));
+            format!(" <span class=\"{class}\">{words}</span>")
+        });
+        let (heading, told) = (marked(heading), told.unwrap_or_default());
+        self.card("", &format!("<h3>{heading}{told}</h3>{markup}"));
+    }
+
     /// A box with a heading, or without where that is empty.
     pub fn card(&mut self, heading: &str, markup: &str) {
         self.0.push_str("<div class=\"card\">");

@@ -352,95 +352,66 @@ fn iterations(page: &mut Page, migration: &Migration) {
     );
 }
 
-/// Name and unit, and how to read it from a migration.
-type Row = (&'static str, fn(&Migration) -> Option<f64>);
+/// A title, where the figure stands in the JSON, and what it is divided by; of a list the length is shown.
+type Figure = (&'static str, &'static str, f64);
 
-const ROWS: [Row; 11] = [
-    ("Total, s", |migration| Some(migration.total_s)),
-    ("Switchover, ms", |migration| Some(migration.switchover_ms)),
-    ("Target of the pause, ms", |migration| {
-        migration
-            .promise
-            .as_ref()
-            .map(|promise| promise.max_downtime_ms)
-    }),
-    ("Longest silence of a 1 ms ping, ms", |migration| {
-        migration.network_gap_ms
-    }),
-    ("Guest clock fell behind, ms", |migration| {
-        migration.guest_clock_lag_ms
-    }),
-    ("Throughput, GB/s", |migration| {
-        Some(migration.throughput_gb_per_s)
-    }),
-    ("On the wire, MiB", |migration| {
-        Some(migration.bytes_on_wire as f64 / 1_048_576.0)
-    }),
-    ("Iterations", |migration| {
-        Some(migration.iterations.len() as f64)
-    }),
-    ("CPU at the source, s", |migration| {
-        Some(migration.cpu_source_s)
-    }),
-    ("CPU at the destination, s", |migration| {
-        Some(migration.cpu_destination_s)
-    }),
-    ("Guest wrote, MiB/s", |migration| {
-        migration
-            .other
-            .get("dirty_mib_per_s")
-            .and_then(Value::as_f64)
-    }),
+const OF_MIGRATION: [Figure; 11] = [
+    ("Total, s", "/total_s", 1.0),
+    ("Switchover, ms", "/switchover_ms", 1.0),
+    ("Target of the pause, ms", "/promise/max_downtime_ms", 1.0),
+    ("Longest silence of a 1 ms ping, ms", "/network_gap_ms", 1.0),
+    ("Guest clock fell behind, ms", "/guest_clock_lag_ms", 1.0),
+    ("Throughput, GB/s", "/throughput_gb_per_s", 1.0),
+    ("On the wire, MiB", "/bytes_on_wire", 1_048_576.0),
+    ("Iterations", "/iterations", 1.0),
+    ("CPU at the source, s", "/cpu_source_s", 1.0),
+    ("CPU at the destination, s", "/cpu_destination_s", 1.0),
+    ("Guest wrote, MiB/s", "/dirty_mib_per_s", 1.0),
+];
+
+const OF_WORKLOAD: [(&str, &str); 12] = [
+    ("Operations/s before", "/before_ops_per_s"),
+    ("Operations/s during migrations", "/during_ops_per_s"),
+    ("Operations/s after", "/after_ops_per_s"),
+    ("Most the guest could serve, operations/s", "/max_ops_per_s"),
+    ("Back to 95 % after, s", "/recovered_after_s"),
+    ("Connections lost", "/connections_lost"),
+    ("Reads checked byte for byte", "/verified_reads"),
+    ("Damaged reads", "/damaged_reads"),
+    ("Acknowledged writes lost", "/lost_writes"),
+    ("Error answers", "/errors"),
+    ("Keys", "/keys"),
+    ("Filled in, s", "/fill_seconds"),
 ];
 
 fn figures(page: &mut Page, report: &Report) {
+    let told = |json: &Value, (_, at, unit): Figure, none: &str| {
+        let found = json.pointer(at);
+        let length = found
+            .and_then(Value::as_array)
+            .map(|list| list.len() as f64);
+        let number = length.or_else(|| found?.as_f64());
+        number.map_or(none.to_owned(), |number| figure(number / unit))
+    };
+    let json = serde_json::to_value(report).unwrap_or_default();
+    let migrations = json["migrations"].as_array().into_iter().flatten();
     page.heading(2, "All figures");
     let moves = report.migrations.iter();
     let names = moves.map(|migration| format!("{} to {}", migration.from, migration.to));
     let mut table = Table::new(std::iter::once("Migration".to_owned()).chain(names));
-    for (name, read) in ROWS {
-        let told = |migration| read(migration).map_or("not measured".to_owned(), figure);
-        table.row(std::iter::once(name.to_owned()).chain(report.migrations.iter().map(told)));
+    for row in OF_MIGRATION {
+        let each = migrations
+            .clone()
+            .map(|json| told(json, row, "not measured"));
+        table.row(std::iter::once(row.0.to_owned()).chain(each));
     }
     page.card("", &table.html(""));
     let mut table = Table::new(["Workload", ""]);
-    for (name, value) in workload_rows(report) {
-        table.row([name.to_owned(), value]);
+    for (title, at) in OF_WORKLOAD {
+        let value = told(&json["workload"], (title, at, 1.0), "never");
+        table.row([title.to_owned(), value]);
     }
     page.card("", &table.html(""));
-}
-
-fn workload_rows(report: &Report) -> Vec<(&'static str, String)> {
-    let workload = &report.workload;
-    let count = |value: u64| figure(value as f64);
-    vec![
-        ("Operations/s before", figure(workload.before_ops_per_s)),
-        (
-            "Operations/s during migrations",
-            figure(workload.during_ops_per_s),
-        ),
-        ("Operations/s after", figure(workload.after_ops_per_s)),
-        (
-            "Most the guest could serve, operations/s",
-            figure(workload.max_ops_per_s),
-        ),
-        (
-            "Back to 95 % after, s",
-            workload
-                .recovered_after_s
-                .map_or("never".to_owned(), figure),
-        ),
-        ("Connections lost", count(workload.connections_lost)),
-        (
-            "Reads checked byte for byte",
-            count(workload.verified_reads),
-        ),
-        ("Damaged reads", count(workload.damaged_reads)),
-        ("Acknowledged writes lost", count(workload.lost_writes)),
-        ("Error answers", count(workload.errors)),
-        ("Keys", count(workload.keys)),
-        ("Filled in, s", figure(workload.fill_seconds)),
-    ]
 }
 
 fn footer(page: &mut Page, report: &Report) {

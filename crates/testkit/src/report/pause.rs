@@ -10,11 +10,13 @@ use serde_json::Value;
 
 pub(super) fn section(page: &mut Page, report: &Report, migration: &Migration) {
     let promised = |migration: &Migration| Some(migration.promise.as_ref()?.max_downtime_ms);
-    let verdict = match &migration.promise {
-        Some(promise) if promise.kept => ": target met",
-        Some(_) => ": **target missed**",
-        None => "",
-    };
+    let verdict = migration
+        .promise
+        .as_ref()
+        .map(|promise| match promise.kept {
+            true => (true, "target met"),
+            false => (false, "target missed"),
+        });
     let parts = parts(migration);
     // One axis for all migrations, so that their bars can be compared.
     let reach = |migration: &Migration| {
@@ -29,8 +31,9 @@ pub(super) fn section(page: &mut Page, report: &Report, migration: &Migration) {
     };
     let keys: Vec<_> = parts.iter().enumerate().map(key).collect();
     let ms = figure(migration.switchover_ms);
-    page.card(
-        &format!("Switchover: {ms} ms in which no vCPU ran anywhere{verdict}"),
+    page.judged_card(
+        &format!("Switchover: {ms} ms in which no vCPU ran anywhere"),
+        verdict,
         &(stacked_bar(&parts, longest, promised(migration)) + &legend(&keys)),
     );
 }
