@@ -265,12 +265,3 @@ fn jitter_keeps_the_order_unless_asked_for() {
     let numbers = numbered_flow(&lab, of_b(&lab)[0], 5_000, 1_000);
     assert!(!numbers.is_sorted());
 }
-
-/// Lets a child that waits go on, whatever becomes of the test: it holds a copy of the pipe itself.
-struct GoOn(std::io::PipeWriter);
-
-impl Drop for GoOn {
-    fn drop(&mut self) {
-        let _ = self.0.write_all(b"!"); // nobody reads when the fork has failed
-    }
-}
