@@ -142,10 +142,10 @@ fn disturbance(rows: &[Row]) -> String {
     let again: f64 = rows
         .iter()
         .filter_map(|row| row.detail("disturbed_before"))
-        .sum();
+        .fold(0.0, |all, one| all + one);
     format!(
         "In {} of {} rows it is known what the hypervisor below took of all cores' time: {:.1} % in the median, {:.1} % at most. \
-         {again} runs were made again since it took more than a tenth.",
+         {again:.0} runs were made again since it took more than a tenth.",
         shares.len(),
         rows.len(),
         median * 100.0,

@@ -77,7 +77,7 @@ pub fn marked(text: &str) -> String {
     let mut markup = escape(text);
     for (mark, tag) in [("**", "b"), ("`", "code")] {
         let parts: Vec<&str> = markup.split(mark).collect();
-        if parts.len() % 2 == 0 {
+        if parts.len().is_multiple_of(2) {
             continue;
         }
         let each = parts
