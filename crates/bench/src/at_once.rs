@@ -6,10 +6,11 @@ use crate::bench::{Moved, Run, unix_now};
 use crate::courses::jain_index;
 use crate::godwit::{Arrival, Vm, begin, finished, retried, why};
 use crate::guest::{self, Steps};
+use crate::machine::{FirstTouch, warm_again};
 use crate::memory::Memory;
-use crate::qmp::Qmp;
 use crate::stage::{SOON, Stage};
 use anyhow::Result;
+use godwit_testkit::qmp::Qmp;
 use serde_json::{Value, json};
 use std::time::Instant;
 
@@ -22,7 +23,6 @@ struct Mover<'a> {
     monitor: Qmp,
 }
 
-/// A move under way.
 struct Under {
     id: String,
     began: f64,
@@ -35,6 +35,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, moves: u32) -> Result<Opti
     for index in 0..moves {
         movers.push(make(stage, run, index)?);
     }
+    let first_touch = warm_again(run.cell.ram_mib * moves)?;
     let mut under = Vec::new();
     for mover in &movers {
         match start(stage, run, mover, encrypted) {
@@ -69,7 +70,10 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, moves: u32) -> Result<Opti
     if moments.len() < movers.len() {
         return Ok(None);
     }
-    finish(stage, run, &movers, &moments).map(Some)
+    let mut all = finish(stage, run, &movers, &moments)?;
+    all.iter_mut()
+        .for_each(|moved| moved.first_touch = first_touch);
+    Ok(Some(all))
 }
 
 fn make<'a>(stage: &'a Stage, run: &Run, index: u32) -> Result<Mover<'a>> {
@@ -88,13 +92,9 @@ fn make<'a>(stage: &'a Stage, run: &Run, index: u32) -> Result<Mover<'a>> {
 fn start(stage: &Stage, run: &Run, mover: &Mover, encrypted: bool) -> Result<Under> {
     let arrival = Arrival::watch(mover.vm.sockets("b")?, Instant::now() + run.limit);
     let began = unix_now();
-    match begin(stage, &mover.vm, run.settings, encrypted, false) {
-        Ok(id) => Ok(Under { id, began, arrival }),
-        Err(error) => {
-            arrival.give_up();
-            Err(error)
-        }
-    }
+    let begun = begin(stage, &mover.vm, encrypted, false);
+    let (id, arrival) = arrival.unless(begun)?;
+    Ok(Under { id, began, arrival })
 }
 
 fn finish(
@@ -124,6 +124,7 @@ fn finish(
             streams: report["streams"].as_u64().unwrap_or(0) as u32,
             usage: Vec::new(),
             steps: Steps::default(),
+            first_touch: FirstTouch::default(),
             equal,
             guest_memory_counted: false,
             details: json!({

@@ -6,17 +6,18 @@
 use crate::client::Client;
 use crate::group::is_ours;
 use crate::guest::{self, Boot, Spins, Steps};
-use crate::machine::CpuTime;
+use crate::machine::{CpuTime, FirstTouch};
 use crate::memory::Memory;
-use crate::peer::{Programs, Way};
-use crate::plan::{CUT_OFF_FACTOR, Cell, Course, Guest, System};
-use crate::qmp::refuse_if_interrupted;
+use crate::peer::Programs;
+use crate::plan::{CUT_OFF_FACTOR, Cell, Course, Guest};
 use crate::row::{CUT_OFF, Results, Row};
 use crate::stage::Stage;
+use crate::system::System;
 use crate::usage::Usage;
 use crate::{at_once, cancelled, courses, godwit, limits, machine, peer};
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use godwit_testkit::interrupt;
+use godwit_testkit::stage::go_on;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -34,29 +35,12 @@ const STOLEN_MAX: f64 = 0.1;
 /// So often such a run is made again.
 const DISTURBED_MAX: u32 = 2;
 
-/// What all systems are asked for.
-#[derive(Debug, Clone)]
-pub struct Settings {
-    /// Longest pause aimed at; the peers' downtime limit.
-    pub max_downtime_ms: u64,
-}
+/// Longest pause that all systems are asked for, in ms: the peers' downtime limit.
+pub const MAX_DOWNTIME_MS: u64 = 50;
 
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            max_downtime_ms: 50,
-        }
-    }
-}
-
-/// One run of one system.
 pub struct Run<'a> {
-    /// The cell.
     pub cell: &'a Cell,
-    /// What boots.
     pub boot: &'a Boot,
-    /// The same for all systems.
-    pub settings: &'a Settings,
     /// A name for files and machines.
     pub name: String,
     /// Longest that the move may take.
@@ -73,23 +57,20 @@ pub struct Moved {
     pub stop: f64,
     /// RESUME at the destination.
     pub resume: f64,
-    /// Seconds of preparation.
     pub prepare_s: f64,
-    /// Data channels.
     pub streams: u32,
     /// What host a and host b spent.
     pub usage: Vec<Usage>,
     /// A counter guest's course.
     pub steps: Steps,
-    /// Whether the memories were equal.
+    /// How fast memory came right before.
+    pub first_touch: FirstTouch,
     pub equal: bool,
     /// Whether the usage holds the guest's memory too.
     pub guest_memory_counted: bool,
-    /// What else is kept.
     pub details: Value,
 }
 
-/// How a run ended.
 pub enum Ended {
     /// The guest runs at the destination.
     Moved(Box<Moved>),
@@ -109,23 +90,31 @@ impl Run<'_> {
         Ok(None)
     }
 
-    /// Looks at a counter guest's speed before it is moved.
-    pub fn watch_before(&self, memory: &Memory, steps: &mut Steps) -> Result<()> {
-        self.watch(memory, steps)
+    /// What becomes of the guest after it has arrived: its client reads everything back, or it is stopped and its memory is
+    /// compared with the source's. Gives whether all is equal, what was compared, and what the client saw.
+    pub fn check(
+        &self,
+        client: Option<Client>,
+        (began, resume): (f64, f64),
+        (source, destination): (&Memory, &Memory),
+        stop: impl FnOnce() -> Result<()>,
+    ) -> Result<(bool, Value, Value)> {
+        if let Some(client) = client {
+            return client.end(began, resume);
+        }
+        stop()?;
+        let (equal, checked) = guest::check(self.cell, source, destination)?;
+        Ok((equal, checked, Value::Null))
     }
 
-    /// And after.
-    pub fn watch_after(&self, memory: &Memory, steps: &mut Steps) -> Result<()> {
-        self.watch(memory, steps)
-    }
-
-    fn watch(&self, memory: &Memory, steps: &mut Steps) -> Result<()> {
+    /// Looks at a counter guest's speed for a while, before it is moved or after.
+    pub fn watch(&self, memory: &Memory, steps: &mut Steps) -> Result<()> {
         if !matches!(self.cell.guest, Guest::Counter { .. }) {
             return Ok(());
         }
         let until = Instant::now() + LOOK_FOR;
         while Instant::now() < until {
-            refuse_if_interrupted()?;
+            go_on()?;
             steps.look(memory, unix_now());
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -140,13 +129,11 @@ pub fn unix_now() -> f64 {
         .map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// A bench under way.
 pub struct Bench {
     bin: PathBuf,
     out: PathBuf,
     guests: PathBuf,
     programs: Programs,
-    settings: Settings,
     results: Results,
     stage: Option<Stage>,
     spins: Option<Spins>,
@@ -167,7 +154,6 @@ impl Bench {
             out: out.to_owned(),
             programs: Programs::find(target, &tls),
             guests,
-            settings: Settings::default(),
             results,
             stage: None,
             spins: None,
@@ -265,7 +251,7 @@ impl Bench {
 
     fn attempt(&mut self, cell: &Cell, system: &System, mut row: Row) -> Result<Vec<Row>> {
         if let Err(error) = self.set_stage(cell) {
-            refuse_if_interrupted()?;
+            go_on()?;
             row.outcome = format!("skipped: {error:#}");
             return Ok(vec![row]);
         }
@@ -277,11 +263,9 @@ impl Bench {
         let boot = self.boot(cell)?;
         self.count += 1;
         let limit = self.limit(cell, system);
-        let settings = self.settings.clone();
         let run = Run {
             cell,
             boot: &boot,
-            settings: &settings,
             name: format!("bench{}", self.count),
             limit,
             seed: u64::from(self.count) << 40,
@@ -326,9 +310,11 @@ impl Bench {
         {
             return godwit::run(stage, run, encrypted, prepared);
         }
-        let way = Way::of(system).context("no such system")?;
+        let System::Qemu(way) = *system else {
+            bail!("{} moves nothing", system.name());
+        };
         let mut bare_s = 0.0;
-        if way.prepared && way.available(&self.programs) {
+        if way.prepared && self.programs.of(way.version).is_ok() {
             bare_s = match self.bare_s.get(&(system.name(), way.tls)) {
                 Some(known) => *known,
                 None => peer::bare_start_s(stage, run, &self.programs, way)?,
@@ -414,6 +400,8 @@ fn fill_in(row: &mut Row, moved: &Moved) {
     row.streams = moved.streams;
     row.ram_equal = Some(moved.equal);
     row.details = moved.details.clone();
+    row.first_touch_gb_per_s = Some(moved.first_touch.warm);
+    row.details["first_touch_found_gb_per_s"] = json!(moved.first_touch.found);
     let cost = |index: usize| moved.usage.get(index).map(|usage| usage.cpu_s / gb);
     row.cpu_source_s_per_gb = cost(0);
     row.cpu_destination_s_per_gb = cost(1);
@@ -481,12 +469,13 @@ fn line(row: &Row) -> String {
         return format!("{head} {} {}", speed.unwrap_or_default(), row.outcome);
     };
     format!(
-        "{head} {total_s:6.2} s ({:.2} s prepared)  stop {:6.1} ms  {:.2} GB/s  cpu {:.2}/{:.2} s/GB  equal: {}{}",
+        "{head} {total_s:6.2} s ({:.2} s prepared)  stop {:6.1} ms  {:.2} GB/s  cpu {:.2}/{:.2} s/GB  first touch {:.1} GB/s  equal: {}{}",
         row.prepare_s,
         row.switchover_ms.unwrap_or(0.0),
         row.throughput_gb_per_s.unwrap_or(0.0),
         row.cpu_source_s_per_gb.unwrap_or(0.0),
         row.cpu_destination_s_per_gb.unwrap_or(0.0),
+        row.first_touch_gb_per_s.unwrap_or(0.0),
         row.ram_equal
             .map_or("not compared", |equal| if equal { "yes" } else { "NO" }),
         row.guest_speed_during

@@ -5,13 +5,14 @@
 use crate::bench::{Run, unix_now};
 use crate::godwit::{Vm, begin, retried};
 use crate::guest::{self, Steps};
+use crate::machine::warm_again;
 use crate::memory::Memory;
-use crate::qmp::refuse_if_interrupted;
 use crate::row::Row;
 use crate::stage::{SOON, Stage};
 use crate::usage;
 use anyhow::{Context as _, Result, ensure};
 use godwit_testkit::guest::checker;
+use godwit_testkit::stage::{go_on, pause};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -33,7 +34,8 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, row: &mut Row) -> Result<(
     pause(SETTLE)?;
     let before = speed(&memory)?;
     let huge_before = usage::huge_mapped_mib(machine);
-    let id = begin(stage, &vm, run.settings, encrypted, false)?;
+    let first_touch = warm_again(run.cell.ram_mib)?;
+    let id = begin(stage, &vm, encrypted, false)?;
     let show = ["migration", "show", &id];
     stage.until("the migration sends memory", SOON, || {
         Ok(stage.json("controller", &show)?["phase"] == "precopy")
@@ -60,6 +62,7 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, row: &mut Row) -> Result<(
     let checked = checker::check(&memory);
     row.ram_equal = Some(checked.is_ok_and(|checked| checked.control.boots == 1));
     row.guest_speed_during = Some(during / before);
+    row.first_touch_gb_per_s = Some(first_touch.warm);
     row.streams = report["streams"].as_u64().unwrap_or(0) as u32;
     let mib_per_s = |pages_per_s: f64| (pages_per_s / 2.56).round() / 100.0;
     row.details = json!({
@@ -83,7 +86,7 @@ fn speed(memory: &Memory) -> Result<f64> {
     let mut steps = Steps::default();
     let until = Instant::now() + LOOK_FOR;
     while Instant::now() < until {
-        refuse_if_interrupted()?;
+        go_on()?;
         steps.look(memory, unix_now());
         std::thread::sleep(LOOK_EVERY);
     }
@@ -91,13 +94,4 @@ fn speed(memory: &Memory) -> Result<f64> {
     let rate = rate.context("the guest was not seen to step")?;
     ensure!(rate > 0.0, "the guest did not step");
     Ok(rate)
-}
-
-fn pause(length: Duration) -> Result<()> {
-    let until = Instant::now() + length;
-    while Instant::now() < until {
-        refuse_if_interrupted()?;
-        std::thread::sleep(LOOK_EVERY.min(until.saturating_duration_since(Instant::now())));
-    }
-    Ok(())
 }

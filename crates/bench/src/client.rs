@@ -5,10 +5,10 @@
 
 use crate::guest::ADDRESS;
 use crate::plan::Guest;
-use crate::qmp::refuse_if_interrupted;
 use crate::stage::{Stage, programs};
 use anyhow::{Context as _, Result, bail, ensure};
 use godwit_testkit::load::series::{Window, Workload};
+use godwit_testkit::stage::{go_on, pause};
 use serde_json::{Value, json};
 use std::io::{BufRead as _, BufReader};
 use std::net::{SocketAddr, TcpStream};
@@ -24,7 +24,6 @@ const READ_BACK: Duration = Duration::from_secs(300);
 /// Seconds of load before and after the move.
 const AROUND: Duration = Duration::from_secs(6);
 
-/// A load under way.
 pub struct Client {
     child: Child,
     report: PathBuf,
@@ -114,7 +113,7 @@ impl Client {
             if let Some(status) = self.child.try_wait()? {
                 return Ok(status);
             }
-            refuse_if_interrupted()?;
+            go_on()?;
             ensure!(
                 Instant::now() < deadline,
                 "the client had not read all values back within {READ_BACK:?}"
@@ -135,7 +134,7 @@ fn wait_for_redis(stage: &Stage) -> Result<()> {
     let deadline = Instant::now() + BOOT;
     let redis: SocketAddr = format!("{ADDRESS}:6379").parse()?;
     loop {
-        refuse_if_interrupted()?;
+        go_on()?;
         let connect = || TcpStream::connect_timeout(&redis, Duration::from_secs(1)).is_ok();
         if stage.machine("client")?.in_network(connect)? {
             return Ok(());
@@ -163,7 +162,7 @@ fn lines_of(child: &mut Child) -> Result<Receiver<String>> {
 fn wait_running(lines: &Receiver<String>) -> Result<()> {
     let deadline = Instant::now() + BOOT;
     loop {
-        refuse_if_interrupted()?;
+        go_on()?;
         match lines.recv_timeout(Duration::from_millis(200)) {
             Ok(line) if line.starts_with("running") => return Ok(()),
             Ok(_) => {}
@@ -174,13 +173,4 @@ fn wait_running(lines: &Receiver<String>) -> Result<()> {
             ),
         }
     }
-}
-
-fn pause(time: Duration) -> Result<()> {
-    let until = Instant::now() + time;
-    while Instant::now() < until {
-        refuse_if_interrupted()?;
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    Ok(())
 }

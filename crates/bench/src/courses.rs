@@ -17,7 +17,6 @@ const A_TENTH: f64 = 0.1;
 /// Where in the first pass a link is cut.
 const CUT_AT: f64 = 0.4;
 
-/// A move's company.
 pub struct Beside<'a> {
     stage: &'a Stage,
     began: f64,
@@ -33,7 +32,6 @@ struct Cut {
     healed: bool,
 }
 
-/// What was foretold.
 #[derive(Debug, Clone, Copy)]
 struct Estimate {
     at_s: f64,

@@ -2,7 +2,8 @@
 //!
 //! Pure. Refuses nothing; a busy machine needs more.
 
-use crate::plan::{CUT_OFF_FACTOR, Cell, Course, Guest, System, Version};
+use crate::plan::{CUT_OFF_FACTOR, Cell, Course, Guest};
+use crate::system::{System, Version, Way};
 
 /// Bringing up hosts for a cell, where they cannot be used again.
 const STAGE_S: f64 = 2.0;
@@ -11,7 +12,6 @@ const AROUND_REDIS_S: f64 = 33.0;
 /// What a link carries of its rate is not all guest memory.
 const LINK_OVERHEAD: f64 = 1.08;
 
-/// Seconds for all of them.
 pub fn estimate_s(cells: &[Cell]) -> f64 {
     cells.iter().map(cell_s).sum()
 }
@@ -34,7 +34,7 @@ fn run_s(cell: &Cell, system: &System) -> f64 {
     match system {
         System::Iperf { .. } => return 3.3,
         System::FirstTouch { .. } | System::Cipher { .. } => return 1.2,
-        System::Godwit { .. } | System::Qemu { .. } => {}
+        System::Godwit { .. } | System::Qemu(_) => {}
     }
     around_s(cell) + move_s(cell, system)
 }
@@ -91,13 +91,13 @@ fn ours(system: &System) -> bool {
 fn seconds_per_gb(system: &System) -> f64 {
     match system {
         System::Godwit { .. } => 0.55,
-        System::Qemu {
+        System::Qemu(Way {
             version: Version::Ten,
             tls: true,
             channels: Some(_),
             ..
-        } => 1.45,
-        System::Qemu { tls: true, .. } => 2.4,
+        }) => 1.45,
+        System::Qemu(Way { tls: true, .. }) => 2.4,
         _ => 0.55,
     }
 }
@@ -136,7 +136,10 @@ mod tests {
             mib_per_s: None,
             reader: false,
         };
-        cell.network = crate::plan::Network::rate(1.0);
+        cell.network = crate::plan::Network {
+            gbps: Some(1.0),
+            ..Default::default()
+        };
         cell.systems.retain(|system| !ours(system));
         cell.systems.truncate(1);
         let once = cell_s(&cell);

@@ -3,15 +3,17 @@
 //! The second control socket of each QEMU, which the product keeps for a successor of its VM process, is listened to for
 //! the moments of STOP and RESUME; nothing is sent there but the greeting. Owns the VM that it made, and removes it.
 
-use crate::bench::{Ended, Moved, Run, Settings, unix_now};
+use crate::bench::{Ended, MAX_DOWNTIME_MS, Moved, Run, unix_now};
 use crate::courses::Beside;
-use crate::guest::{self, Boot, CPU, MAC, Steps};
+use crate::guest::{Boot, CPU, MAC, Steps};
+use crate::machine::warm_again;
 use crate::memory::Memory;
 use crate::plan::Guest;
-use crate::qmp::{Qmp, refuse_if_interrupted};
 use crate::stage::{SOON, Stage};
 use crate::usage::Watch;
 use anyhow::{Context as _, Result, bail, ensure};
+use godwit_testkit::qmp::Qmp;
+use godwit_testkit::stage::go_on;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -31,7 +33,6 @@ pub struct Vm<'a> {
 }
 
 impl<'a> Vm<'a> {
-    /// Makes and starts it.
     pub fn start(stage: &'a Stage, name: &str, run: &Run, boot: &Boot) -> Result<Self> {
         let mut text = format!(
             "name = \"{name}\"\nvcpus = {}\nmemory_mib = {}\nkernel = \"{}\"\naccelerator = \"tcg\"\ncpu = \"{CPU}\"\n",
@@ -73,7 +74,6 @@ impl<'a> Vm<'a> {
             .inside(host, format!("/run/godwit/vms/{}/qemu", self.name))
     }
 
-    /// The spare one.
     pub(crate) fn monitor(&self, host: &str) -> Result<PathBuf> {
         newest(&self.sockets(host)?, is_spare_socket)
     }
@@ -117,38 +117,29 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
     let client = run.begin_guest(stage, &source)?;
     let mut monitor = Qmp::connect(&vm.monitor("a")?, Instant::now() + SOON)?;
     let mut steps = Steps::default();
-    run.watch_before(&source, &mut steps)?;
-    crate::machine::touch_again(run.cell.ram_mib)?;
+    run.watch(&source, &mut steps)?;
+    let first_touch = warm_again(run.cell.ram_mib)?;
     let watch = Watch::start(&[stage.machine("a")?, stage.machine("b")?])?;
     let sent = stage.sent_bytes("a")?;
     let arrival = Arrival::watch(vm.sockets("b")?, Instant::now() + run.limit);
     let mut beside = Beside::begin(stage, run);
     let began = unix_now();
-    let id = match begin(stage, &vm, run.settings, encrypted, prepared) {
-        Ok(id) => id,
-        Err(error) => {
-            arrival.give_up();
-            return Err(error);
-        }
-    };
+    let begun = begin(stage, &vm, encrypted, prepared);
+    let (id, arrival) = arrival.unless(begun)?;
     let mut each_look = || {
         if matches!(run.cell.guest, Guest::Counter { .. }) {
             steps.look(&source, unix_now());
         }
         beside.look(Some(&id))
     };
-    let stop = match stopped(stage, &id, run, &mut monitor, &mut each_look) {
-        Ok(stop) => stop,
-        Err(error) => {
-            arrival.give_up();
-            return Err(why(stage, &id, error));
-        }
-    };
+    let stopped = stopped(stage, &id, run, &mut monitor, &mut each_look);
+    let (stop, arrival) = arrival
+        .unless(stopped)
+        .map_err(|error| why(stage, &id, error))?;
     let resume = arrival.moment();
     let usage = watch.end();
-    let sent_after = stage.sent_bytes("a")?;
+    let sent_after = stage.sent_bytes("a")?.into_iter();
     let sent: Vec<u64> = sent_after
-        .iter()
         .zip(sent)
         .map(|(after, before)| after - before)
         .collect();
@@ -159,16 +150,10 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
         return Ok(Ended::CutOff);
     };
     let destination = Memory::of_file(&vm.ram("b")?)?;
-    run.watch_after(&destination, &mut steps)?;
+    run.watch(&destination, &mut steps)?;
     let report = finished(stage, &id)?;
-    let (equal, checked, client) = match client {
-        Some(client) => client.end(began, resume)?,
-        None => {
-            vm.pause()?;
-            let (equal, checked) = guest::check(run.cell, &source, &destination)?;
-            (equal, checked, Value::Null)
-        }
-    };
+    let memories = (&source, &destination);
+    let (equal, checked, client) = run.check(client, (began, resume), memories, || vm.pause())?;
     let mut details = json!({
         "report": report, "sent_bytes_by_card": sent, "ram_checked": checked, "client": client,
     });
@@ -181,21 +166,16 @@ pub fn run(stage: &Stage, run: &Run, encrypted: bool, prepared: bool) -> Result<
         streams: report["streams"].as_u64().unwrap_or(0) as u32,
         usage,
         steps,
+        first_touch,
         equal,
         guest_memory_counted: false,
         details,
     })))
 }
 
-pub(crate) fn begin(
-    stage: &Stage,
-    vm: &Vm,
-    settings: &Settings,
-    encrypted: bool,
-    prepared: bool,
-) -> Result<String> {
+pub(crate) fn begin(stage: &Stage, vm: &Vm, encrypted: bool, prepared: bool) -> Result<String> {
     let encryption = if encrypted { "required" } else { "disabled" };
-    let downtime = settings.max_downtime_ms.to_string();
+    let downtime = MAX_DOWNTIME_MS.to_string();
     let mut command = vec!["vm", "migrate", &vm.name, "--to", "b", "--detach"];
     command.extend(["--encryption", encryption, "--max-downtime", &downtime]);
     if prepared {
@@ -246,6 +226,17 @@ impl Arrival {
         self.thread.join().map_err(panicked)?
     }
 
+    /// Goes on watching unless something has failed.
+    pub(crate) fn unless<T>(self, done: Result<T>) -> Result<(T, Self)> {
+        match done {
+            Ok(value) => Ok((value, self)),
+            Err(error) => {
+                self.give_up();
+                Err(error)
+            }
+        }
+    }
+
     pub(crate) fn give_up(self) {
         self.give_up.store(true, Ordering::Relaxed);
         let _ = self.moment(); // nobody asks any more
@@ -263,7 +254,7 @@ fn stopped(
     let limit = Instant::now() + run.limit;
     let mut next_question = Instant::now() + ASK_EVERY;
     while Instant::now() < limit {
-        refuse_if_interrupted()?;
+        go_on()?;
         if let Some(stop) = source.moment_of("STOP", Instant::now() + LOOK_EVERY)? {
             return Ok(Some(stop));
         }
@@ -310,7 +301,7 @@ pub(crate) fn finished(stage: &Stage, id: &str) -> Result<Value> {
 pub(crate) fn retried<T>(action: impl Fn() -> Result<T>) -> Result<T> {
     let deadline = Instant::now() + SOON;
     loop {
-        refuse_if_interrupted()?;
+        go_on()?;
         match action() {
             Err(error) if Instant::now() > deadline => return Err(error),
             Err(_) => std::thread::sleep(Duration::from_millis(5)),

@@ -3,18 +3,15 @@
 //!
 //! Pure. Refuses nothing; numbers that were not measured are none.
 
-use crate::plan::SCENARIOS;
+use crate::plan::scenarios;
 use crate::row::{CUT_OFF, Row};
+use std::collections::HashMap;
 
 /// A number of a row, where it was measured.
 pub(crate) type Number = fn(&Row) -> Option<f64>;
 
 pub(crate) fn is_encrypted(row: &Row) -> bool {
     row.encryption != "none"
-}
-
-pub(crate) fn is_prepared(row: &Row) -> bool {
-    row.destination == "prepared"
 }
 
 pub(crate) fn is_ours(row: &Row) -> bool {
@@ -46,13 +43,9 @@ pub fn median(numbers: &[f64]) -> Option<f64> {
 /// Median, smallest and largest.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spread {
-    /// Median.
     pub median: f64,
-    /// Smallest.
     pub least: f64,
-    /// Largest.
     pub most: f64,
-    /// How many there are.
     pub runs: usize,
 }
 
@@ -87,7 +80,6 @@ impl<'a> Group<'a> {
         Spread::of(&done.filter_map(|row| number(row)).collect::<Vec<_>>())
     }
 
-    /// Its median.
     pub fn median(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<f64> {
         self.spread(number).map(|spread| spread.median)
     }
@@ -146,10 +138,49 @@ pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
         }
     }
     groups.sort_by_key(|group| {
-        let scenario = group.head().scenario.as_str();
-        SCENARIOS.iter().position(|name| *name == scenario)
+        let scenario = &group.head().scenario;
+        scenarios().iter().position(|name| name == scenario)
     });
     groups
+}
+
+/// Which rows met memory that came far slower than the best of their call's: where a hypervisor takes back what is free, the
+/// next touch of it costs many times as much, whoever's move it is.
+pub struct SlowMemory(HashMap<u64, f64>);
+
+impl SlowMemory {
+    /// Slower than this part of the best is slow; shared cores make less of a difference.
+    const PART: f64 = 0.25;
+
+    pub fn among<'a>(rows: impl IntoIterator<Item = &'a Row>) -> Self {
+        let mut best = HashMap::new();
+        for row in rows {
+            if let Some(speed) = row.first_touch_gb_per_s {
+                let most: &mut f64 = best.entry(row.call_unix_s).or_default();
+                *most = most.max(speed);
+            }
+        }
+        Self(best)
+    }
+
+    pub fn has(&self, row: &Row) -> bool {
+        let best = self.0.get(&row.call_unix_s).copied().unwrap_or(0.0);
+        row.first_touch_gb_per_s
+            .is_some_and(|speed| speed < best * Self::PART)
+    }
+}
+
+/// What ratios and pictures are made of: no row on slow memory, ours or a peer's, and no peer's that was not measured beside
+/// one of ours that is left.
+pub fn comparable<'a>(groups: &[Group<'a>]) -> Vec<Group<'a>> {
+    let slow = SlowMemory::among(groups.iter().flat_map(|group| group.rows.iter().copied()));
+    let fast = groups.iter().map(|group| Group {
+        rows: (group.rows.iter().copied())
+            .filter(|row| !slow.has(row))
+            .collect(),
+    });
+    let fast: Vec<Group> = fast.filter(|group| !group.rows.is_empty()).collect();
+    beside_ours(&fast)
 }
 
 /// The same groups with nothing in them that was not measured beside us: a peer's row stays where the call of the bench

@@ -6,11 +6,11 @@
 
 use crate::memory::Memory;
 use crate::plan::{Cell, Guest};
-use crate::qmp::refuse_if_interrupted;
 use anyhow::{Result, bail, ensure};
 use godwit_testkit::guest::checker;
 use godwit_testkit::guest::counter::{self, CounterSpec};
 use godwit_testkit::guest::linux::{GuestNetwork, LinuxGuest, command_line, target_dir};
+use godwit_testkit::stage::go_on;
 use serde_json::{Value, json};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -34,14 +34,10 @@ const FREE_FROM: u64 = 2 << 20;
 /// Longest wait for a small guest to come up, on a busy machine.
 const BOOT: Duration = Duration::from_secs(60);
 
-/// What QEMU boots.
 #[derive(Debug, Clone)]
 pub struct Boot {
-    /// Kernel.
     pub kernel: PathBuf,
-    /// Initial RAM file system.
     pub initramfs: Option<PathBuf>,
-    /// Kernel command line.
     pub arguments: String,
     /// Whether it has a network card.
     pub card: bool,
@@ -130,7 +126,7 @@ impl Spins {
 pub fn get_ready(guest: &Guest, memory: &Memory, seed: u64) -> Result<()> {
     let deadline = Instant::now() + BOOT;
     while !is_up(guest, memory)? {
-        refuse_if_interrupted()?;
+        go_on()?;
         ensure!(
             Instant::now() < deadline,
             "the guest did not come up within {BOOT:?}"

@@ -2,19 +2,15 @@
 //!
 //! Pure. Refuses to judge what was not measured: such a line says so.
 
-use crate::group::{
-    COST_DESTINATION, COST_SOURCE, Group, Number, RATE, STOP, Spread, TOTAL, beside_ours, groups,
-    is_encrypted, is_ours, is_prepared, is_qemu, place,
-};
-use crate::promises;
+use crate::group::{Group, Spread, comparable, groups, place};
+use crate::promises::{self, Chosen, Figure, Promise, Run};
 use crate::row::Row;
+use serde::Deserialize;
 
 /// Our figure against the best peer's, in one cell.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Line {
-    /// Scenario and cell.
     pub cell: String,
-    /// What is compared.
     pub what: String,
     /// Ours, with its spread.
     pub ours: Option<Spread>,
@@ -27,7 +23,8 @@ pub struct Line {
 }
 
 /// What a line has to reach.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Target {
     /// Ours over the peer's is at least this.
     AtLeast(f64),
@@ -39,7 +36,7 @@ pub enum Target {
     Below(f64),
     /// Ours is at least this, whatever the peer's is.
     Above(f64),
-    /// Shown only.
+    #[default]
     None,
 }
 
@@ -67,63 +64,80 @@ impl Line {
     }
 }
 
-/// Which groups a line draws on.
-pub(crate) struct Pick<'a> {
-    pub groups: &'a [Group<'a>],
-    pub scenario: &'a str,
-    pub cell: &'a str,
+/// Groups of one place.
+struct Pick<'a> {
+    groups: &'a [Group<'a>],
+    scenario: &'a str,
+    cell: &'a str,
 }
 
 impl Pick<'_> {
-    pub fn ours(&self, encrypted: bool, prepared: bool, number: Number) -> Option<Spread> {
-        let fits = |row: &Row| {
-            is_ours(row) && is_encrypted(row) == encrypted && is_prepared(row) == prepared
+    fn line(&self, promise: &Promise) -> Line {
+        let figure = &promise.figure;
+        let ours = self.matching(&promise.ours).next();
+        let ours = ours.and_then(|group| group.spread(|row| figure.of(row)));
+        let judged = |all: Spread| match promise.run {
+            Run::Median => all.median,
+            Run::Least => all.least,
+            Run::Most => all.most,
         };
-        let mut all = self.matching(fits);
-        all.next()?.spread(number)
+        let peer = promise.peer.as_ref();
+        Line {
+            cell: format!("{} {}", self.scenario, self.cell),
+            what: promise.what.clone(),
+            ours: ours.map(|all| Spread {
+                median: judged(all),
+                ..all
+            }),
+            peer: peer.and_then(|chosen| self.best(chosen, figure)),
+            note: peer.map_or(String::new(), |chosen| self.none_ended(chosen)),
+            target: promise.target,
+        }
     }
 
     /// The peer with the best median.
-    pub fn best(
-        &self,
-        more: bool,
-        number: Number,
-        fits: impl Fn(&Row) -> bool,
-    ) -> Option<(Spread, String)> {
+    fn best(&self, chosen: &Chosen, figure: &Figure) -> Option<(Spread, String)> {
+        let elsewhere = chosen
+            .cell
+            .as_ref()
+            .map_or(String::new(), |cell| format!(", {cell}"));
         let spreads = self
-            .matching(fits)
+            .matching(chosen)
             // Who lost a write on the way has not moved the guest.
             .filter(|group| group.equal() != Some(false))
-            .filter_map(|group| Some((group.spread(number)?, group.full_name())));
-        let sign = if more { 1.0 } else { -1.0 };
+            .filter_map(|group| {
+                let spread = group.spread(|row| figure.of(row))?;
+                Some((spread, group.full_name() + &elsewhere))
+            });
+        let sign = if *figure == Figure::Rate { 1.0 } else { -1.0 };
         spreads.max_by(|one, two| (sign * one.0.median).total_cmp(&(sign * two.0.median)))
     }
 
     /// That peers were here and none came to its end; else nothing.
-    fn none_ended(&self, fits: impl Fn(&Row) -> bool) -> String {
-        let mut peers = self.matching(fits).peekable();
-        let some = peers.peek().is_some();
-        if some && peers.all(|group| group.cut_off() && group.median(TOTAL).is_none()) {
+    fn none_ended(&self, chosen: &Chosen) -> String {
+        let mut peers = self.matching(chosen).peekable();
+        let some = peers.peek().is_some() && chosen.system.starts_with("qemu");
+        if some && peers.all(|group| group.cut_off() && group.median(|row| row.total_s).is_none()) {
             return "none: every peer was cut off at ten times our time".into();
         }
         String::new()
     }
 
-    fn matching(&self, fits: impl Fn(&Row) -> bool) -> impl Iterator<Item = &Group<'_>> {
+    fn matching<'b>(&'b self, chosen: &'b Chosen) -> impl Iterator<Item = &'b Group<'b>> {
+        let cell = chosen.cell.as_deref().unwrap_or(self.cell);
         self.groups.iter().filter(move |group| {
-            let row = group.head();
-            place(row) == (self.scenario, self.cell) && fits(row)
+            place(group.head()) == (self.scenario, cell) && chosen.fits(group.head())
         })
     }
 }
 
 /// Every comparison that the rows allow, cell by cell.
 pub fn lines(rows: &[Row]) -> Vec<Line> {
-    let groups = beside_ours(&groups(rows));
+    let all = groups(rows);
+    let groups = comparable(&all);
     let mut cells: Vec<(&str, &str)> = Vec::new();
     for group in &groups {
-        let row = group.head();
-        let cell = place(row);
+        let cell = place(group.head());
         if !cells.contains(&cell) {
             cells.push(cell);
         }
@@ -135,15 +149,12 @@ pub fn lines(rows: &[Row]) -> Vec<Line> {
             scenario,
             cell,
         };
-        if scenario == "idle" {
-            lines.extend(throughput(&pick));
-            lines.extend(cost(&pick));
-        }
-        lines.extend(general(&pick));
-        lines.extend(promises::of_cell(&pick));
+        let due = promises::all()
+            .iter()
+            .filter(|promise| promise.is_at(scenario, cell));
+        lines.extend(due.map(|promise| pick.line(promise)));
     }
-    lines.extend(across(&groups));
-    lines.extend(promises::of_all(&groups));
+    lines.extend(promises::of_all(&all, &groups));
     lines.retain(|line| {
         let alone = matches!(line.target, Target::Below(_) | Target::Above(_));
         line.ours.is_some() && (line.peer.is_some() || alone || !line.note.is_empty())
@@ -151,265 +162,18 @@ pub fn lines(rows: &[Row]) -> Vec<Line> {
     lines
 }
 
-pub(crate) fn line(
-    pick: &Pick,
-    what: &str,
-    ours: Option<Spread>,
-    peer: Option<(Spread, String)>,
-    target: Target,
-) -> Line {
-    Line {
-        cell: format!("{} {}", pick.scenario, pick.cell),
-        what: what.to_owned(),
-        ours,
-        peer,
-        note: String::new(),
-        target,
-    }
-}
-
-fn throughput(pick: &Pick) -> Vec<Line> {
-    let plain = |prepared: bool| {
-        move |row: &Row| is_qemu(row) && !is_encrypted(row) && is_prepared(row) == prepared
-    };
-    let tls = |row: &Row| is_qemu(row) && is_encrypted(row);
-    let network = |row: &Row| row.system == "iperf3";
-    vec![
-        line(
-            pick,
-            "GB/s, plain, cold, against the best cold plain",
-            pick.ours(false, false, RATE),
-            pick.best(true, RATE, plain(false)),
-            Target::AtLeast(3.0),
-        ),
-        line(
-            pick,
-            "s from the command, plain, cold, against the best prepared plain",
-            pick.ours(false, false, TOTAL),
-            pick.best(false, TOTAL, plain(true)),
-            Target::AtMost(1.0),
-        ),
-        line(
-            pick,
-            "GB/s, plain, prepared, against the best plain of either kind",
-            pick.ours(false, true, RATE),
-            pick.best(true, RATE, |row| is_qemu(row) && !is_encrypted(row)),
-            Target::AtLeast(1.0),
-        ),
-        line(
-            pick,
-            "GB/s, plain, prepared, against the network",
-            pick.ours(false, true, RATE),
-            pick.best(true, RATE, network),
-            Target::AtLeast(0.85),
-        ),
-        line(
-            pick,
-            "GB/s, encrypted, cold, against the best TLS of either kind",
-            pick.ours(true, false, RATE),
-            pick.best(true, RATE, tls),
-            Target::AtLeast(5.0),
-        ),
-        line(
-            pick,
-            "GB/s, encrypted, prepared, against the best TLS of either kind",
-            pick.ours(true, true, RATE),
-            pick.best(true, RATE, tls),
-            Target::AtLeast(5.0),
-        ),
-    ]
-}
-
-fn cost(pick: &Pick) -> Vec<Line> {
-    let mut lines = Vec::new();
-    for (side, number, paper) in [
-        ("source", COST_SOURCE, 1.6),
-        ("destination", COST_DESTINATION, 1.2),
-    ] {
-        for (prepared, target) in [(false, Target::AtMost(1.0)), (true, Target::AtMost(1.4))] {
-            let kind = if prepared { "prepared" } else { "cold" };
-            let plain =
-                |row: &Row| is_qemu(row) && !is_encrypted(row) && is_prepared(row) == prepared;
-            let ours = pick.ours(true, prepared, number);
-            let what = format!("core-s/GB, {side}, encrypted, {kind}, against the cheapest plain");
-            lines.push(line(
-                pick,
-                &what,
-                ours,
-                pick.best(false, number, plain),
-                target,
-            ));
-            let what = format!("core-s/GB, {side}, encrypted, {kind}, against the paper's");
-            lines.push(line(pick, &what, ours, None, Target::Below(paper)));
-            let without = pick
-                .ours(false, prepared, number)
-                .map(|spread| (spread, "godwit, plain".to_owned()));
-            let what = format!("core-s/GB, {side}, {kind}: what encryption adds");
-            lines.push(line(pick, &what, ours, without, Target::MoreByAtMost(0.2)));
-        }
-    }
-    lines
-}
-
-/// Our own cells against each other: scenario, cell, the cell it is held against, target of the duration and of the
-/// switchover.
-const ACROSS: [(&str, &str, &str, Target, Target); 9] = [
-    (
-        "idle",
-        "ram=8,vcpus=4",
-        "ram=1",
-        Target::None,
-        Target::MoreByAtMost(10.0),
-    ),
-    ("ipv6", "unshaped,ipv6", "unshaped,ipv4", SIX, Target::None),
-    ("ipv6", "gbps=1,ipv6", "gbps=1,ipv4", SIX, Target::None),
-    (
-        "link",
-        "cut=30",
-        "gbps=1,ram=2",
-        Target::MoreByAtMost(35.0),
-        Target::None,
-    ),
-    far("rtt=5,loss=0", 5.0),
-    far("rtt=50,loss=0", 50.0),
-    far("rtt=100,loss=0", 100.0),
-    far("rtt=150,loss=0", 150.0),
-    (
-        "distance",
-        "ram=8,rtt=150",
-        "ram=8,rtt=0.5",
-        Target::AtMost(1.05),
-        Target::MoreByAtMost(300.0),
-    ),
-];
-
-const SIX: Target = Target::AtMost(1.05);
-
-/// A long way costs the switchover two round trips at most. Its duration counts where memory is large.
-const fn far(
-    cell: &'static str,
-    rtt_ms: f64,
-) -> (&'static str, &'static str, &'static str, Target, Target) {
-    let more = Target::MoreByAtMost(2.0 * rtt_ms);
-    ("distance", cell, "rtt=0.5,loss=0", Target::None, more)
-}
-
-fn across(groups: &[Group]) -> Vec<Line> {
-    let mut lines = Vec::new();
-    for (scenario, cell, other, duration, switchover) in ACROSS {
-        let at = |cell| Pick {
-            groups,
-            scenario,
-            cell,
-        };
-        for (unit, number, target) in [
-            ("s from the command", TOTAL, duration),
-            ("ms switchover", STOP, switchover),
-        ] {
-            if target != Target::None {
-                let peer = at(other)
-                    .ours(true, false, number)
-                    .map(|spread| (spread, format!("godwit, {other}")));
-                let what = format!("{unit}, encrypted, against {other}");
-                lines.push(line(
-                    &at(cell),
-                    &what,
-                    at(cell).ours(true, false, number),
-                    peer,
-                    target,
-                ));
-            }
-        }
-    }
-    lines
-}
-
-fn general(pick: &Pick) -> Vec<Line> {
-    let mut lines = Vec::new();
-    for encrypted in [false, true] {
-        let kind = if encrypted { "encrypted" } else { "plain" };
-        if pick.scenario != "idle" {
-            let alike = move |row: &Row| is_qemu(row) && is_encrypted(row) == encrypted;
-            let what = format!("s from the command, {kind}");
-            let ours = pick.ours(encrypted, false, TOTAL);
-            let peer = pick.best(false, TOTAL, alike);
-            let mut found = line(pick, &what, ours, peer, Target::None);
-            found.note = pick.none_ended(alike);
-            lines.push(found);
-        }
-        lines.extend(switchover(pick, encrypted, kind));
-    }
-    if pick.scenario == "link" && pick.cell.starts_with("gbps") {
-        for (what, number) in [("s from the command", TOTAL), ("ms switchover", STOP)] {
-            let plain = pick
-                .ours(false, false, number)
-                .map(|spread| (spread, "godwit, plain".to_owned()));
-            let what = format!("{what}: encrypted against plain");
-            lines.push(line(
-                pick,
-                &what,
-                pick.ours(true, false, number),
-                plain,
-                Target::AtMost(1.03),
-            ));
-        }
-    }
-    lines
-}
-
-/// Against the peer's shortest of either encryption, which is the harder way to read it.
-fn switchover(pick: &Pick, encrypted: bool, kind: &str) -> Vec<Line> {
-    let ours = pick.ours(encrypted, false, STOP);
-    let idle = pick.scenario == "idle";
-    let fits = |row: &Row| is_qemu(row) && (!idle || row.system == "qemu-10.0");
-    let at_rest = pick.cell == "rate=0";
-    let target = match pick.scenario {
-        "idle" | "zero" => Target::MoreByAtMost(10.0),
-        "hot" if at_rest => Target::MoreByAtMost(10.0),
-        "hot" | "redis" => Target::AtMost(0.2),
-        _ => Target::None,
-    };
-    let what = format!("ms switchover, {kind}");
-    let mut against = line(pick, &what, ours, pick.best(false, STOP, fits), target);
-    against.note = pick.none_ended(fits);
-    let most = match (pick.scenario, pick.cell) {
-        ("idle", _) => Some((15.0, "idle")),
-        ("hot", cell) if cell.starts_with("rate=2") => Some((300.0, "twice the link, the longest")),
-        ("redis", "set=100") => Some((100.0, "the busiest mix")),
-        _ => None,
-    };
-    let alone = most.map(|(most, name)| {
-        let what = format!("ms switchover, {kind}, {name}");
-        // Twice the link: every run.
-        let judged = match pick.cell {
-            cell if cell.starts_with("rate=2") => ours.map(|ours| Spread {
-                median: ours.most,
-                ..ours
-            }),
-            _ => ours,
-        };
-        line(pick, &what, judged, None, Target::Below(most))
-    });
-    std::iter::once(against).chain(alone).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::RATE;
     use crate::row::CUT_OFF;
 
     fn row(system: &str, encryption: &str, destination: &str, rate: f64) -> Row {
         Row {
-            scenario: "idle".into(),
-            cell: "base".into(),
-            system: system.into(),
-            encryption: encryption.into(),
-            destination: destination.into(),
             throughput_gb_per_s: Some(rate),
             total_s: Some(1.0 / rate),
             switchover_ms: Some(5.0),
-            outcome: "completed".into(),
-            ..Row::default()
+            ..Row::sample(system, encryption, destination)
         }
     }
 
@@ -478,6 +242,40 @@ mod tests {
         let (spread, name) = peer(&rows);
         assert!(name.starts_with("qemu-10.0"), "{name}");
         assert_eq!(spread.median, 9.0);
+    }
+
+    #[test]
+    fn a_row_on_memory_that_the_hypervisor_took_back_is_in_no_ratio_ours_or_a_peers() {
+        let touched = |speed: f64, mut row: Row| {
+            row.first_touch_gb_per_s = Some(speed);
+            row.ram_equal = Some(true);
+            row
+        };
+        let mut rows = vec![
+            touched(10.0, row("godwit", "none", "cold", 2.0)),
+            touched(0.3, row("godwit", "none", "cold", 0.2)),
+            touched(9.0, row("qemu-10.0", "none", "cold", 1.0)),
+            touched(0.4, row("qemu-10.0", "none", "cold", 0.1)),
+            touched(4.0, row("qemu-10.0", "none", "cold", 1.0)),
+        ];
+        let all = lines(&rows);
+        let cold = find(&all, "GB/s, plain, cold");
+        let (ours, peer) = (cold.ours.unwrap(), cold.peer.as_ref().unwrap().0);
+        assert_eq!((ours.median, ours.runs), (2.0, 1));
+        assert_eq!((peer.least, peer.runs), (1.0, 2));
+        // They were moves all the same: none may be lost or unequal unseen.
+        assert_eq!(
+            find(&all, "part of our runs that came").ours.unwrap().runs,
+            2
+        );
+        // In another call the whole machine was slow, and nothing of it is left out.
+        for row in &mut rows {
+            row.call_unix_s = u64::from(row.first_touch_gb_per_s < Some(1.0));
+        }
+        assert_eq!(
+            find(&lines(&rows), "GB/s, plain, cold").ours.unwrap().runs,
+            2
+        );
     }
 
     #[test]

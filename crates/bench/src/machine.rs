@@ -11,6 +11,8 @@ use std::process::Command;
 
 /// Memory that is left alone when a machine is warmed.
 const LEFT_ALONE_MIB: u64 = 2048;
+/// Memory that is touched to see how fast it comes, at most.
+const FIRST_TOUCH_MIB: u64 = 256;
 
 /// Touches free memory, and what caches of files hold, which no run shall have to clear away; gives what was touched and
 /// how fast.
@@ -26,16 +28,33 @@ pub fn warm_up() -> Result<Value> {
     }))
 }
 
-/// Touches as much memory as a guest's destination will need, and some more, and gives it back. What a kernel has had
-/// free for seconds it may have returned to its hypervisor; without this the first run after a pause would pay for that.
-pub fn touch_again(ram_mib: u32) -> Result<()> {
+/// How fast memory that was free came, in GB/s: as it was found, and after it was made warm.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct FirstTouch {
+    pub found: f64,
+    pub warm: f64,
+}
+
+/// Touches as much memory as a guest's destination will need, and some more, and gives it back, the same for every system
+/// right before it moves. What a kernel has had free for seconds its hypervisor may have taken back (free page reporting);
+/// without this whoever runs first after a pause would pay for that. A little is measured before and after.
+pub fn warm_again(ram_mib: u32) -> Result<FirstTouch> {
+    let found = first_touch()?;
     let ram_mib = u64::from(ram_mib);
     // A host that looks at this moment must find room for the guest, or it refuses the guest seconds later.
     let mib = (ram_mib * 5 / 4).min(free_mib()?.saturating_sub(ram_mib));
     if mib > 0 {
         touch::anonymous(mib << 20, threads())?;
     }
-    Ok(())
+    let warm = first_touch()?;
+    Ok(FirstTouch { found, warm })
+}
+
+/// GB/s at which all cores touch free memory: 256 MiB of it, less where there is less.
+fn first_touch() -> Result<f64> {
+    let bytes = free_mib()?.clamp(1, FIRST_TOUCH_MIB) << 20;
+    let took = touch::anonymous(bytes, threads())?;
+    Ok(bytes as f64 / 1e9 / took.as_secs_f64().max(1e-9))
 }
 
 /// Memory that may be touched. A build leaves most of a machine's memory in caches, which are not free and yet available.
@@ -47,7 +66,6 @@ fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// What it is.
 pub fn describe(programs: &Path, ten: Option<&Path>) -> Value {
     let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
@@ -94,7 +112,6 @@ pub struct CpuTime {
 }
 
 impl CpuTime {
-    /// Until now.
     pub fn now() -> Option<Self> {
         Self::parse(&first_line("/proc/stat")?)
     }
@@ -151,6 +168,15 @@ fn version(program: &Path) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn free_memory_is_measured_before_and_after_it_is_made_warm() {
+        let touched = warm_again(16).unwrap();
+        assert!(
+            touched.found > 0.0 && touched.warm.is_finite() && touched.warm > 0.0,
+            "{touched:?}"
+        );
+    }
 
     #[test]
     fn what_the_hypervisor_took_is_the_eighth_number() {

@@ -54,7 +54,6 @@ impl Memory {
         })
     }
 
-    /// Its size.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }

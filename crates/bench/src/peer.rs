@@ -3,16 +3,18 @@
 //! The destination runs the guest by itself as soon as it can (no `-S`), bandwidth is unlimited, the downtime limit is
 //! ours. Owns both processes and ends them.
 
-use crate::bench::{Ended, Moved, Run, Settings, unix_now};
-use crate::cells;
+use crate::bench::{Ended, MAX_DOWNTIME_MS, Moved, Run, unix_now};
 use crate::courses::Beside;
 use crate::guest::{self, Boot, CPU, MAC, Spins, Steps};
+use crate::machine::warm_again;
 use crate::memory::Memory;
-use crate::plan::{Backend, Guest, System, Version};
-use crate::qmp::{Qmp, refuse_if_interrupted};
+use crate::plan::{Cell, Guest};
 use crate::stage::{PEER_RAM, SOON, Stage};
+use crate::system::{Backend, Version, Way};
 use crate::usage::Watch;
 use anyhow::{Context as _, Result, bail};
+use godwit_testkit::qmp::Qmp;
+use godwit_testkit::stage::go_on;
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
@@ -23,65 +25,15 @@ const PORT: u16 = 4444;
 const BYTES_PER_S: u64 = 100 << 30;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
-/// The settings of one peer.
-#[derive(Clone, Copy)]
-pub struct Way {
-    /// Which QEMU.
-    pub version: Version,
-    /// Channels of multifd.
-    pub channels: Option<u32>,
-    /// Over TLS.
-    pub tls: bool,
-    /// Where memory lies.
-    pub backend: Backend,
-    /// `prealloc=on` at the destination.
-    pub prepared: bool,
-    /// `auto-converge`.
-    pub converge: bool,
-}
-
-impl Way {
-    /// Of a system that is a QEMU.
-    pub fn of(system: &System) -> Option<Self> {
-        match *system {
-            System::Qemu {
-                version,
-                channels,
-                tls,
-                backend,
-                prepared,
-                converge,
-            } => Some(Self {
-                version,
-                channels,
-                tls,
-                backend,
-                prepared,
-                converge,
-            }),
-            _ => None,
-        }
-    }
-
-    /// Whether its program is here.
-    pub fn available(&self, programs: &Programs) -> bool {
-        programs.of(self.version).is_ok()
-    }
-}
-
-/// The programs.
 #[derive(Debug, Clone)]
 pub struct Programs {
-    /// The system's QEMU.
     pub seven: PathBuf,
     /// QEMU 10.0, or why it is not there.
     pub ten: Result<PathBuf, String>,
-    /// Certificates for TLS.
     pub tls: PathBuf,
 }
 
 impl Programs {
-    /// Looks for them.
     pub fn find(target: &Path, tls: &Path) -> Self {
         let ten = target.join("peers/qemu-10.0/qemu-system-x86_64");
         let missing = || "QEMU 10.0 is not here, fetch it with: scripts/fetch-qemu10.sh".to_owned();
@@ -96,7 +48,7 @@ impl Programs {
         }
     }
 
-    fn of(&self, version: Version) -> Result<&Path, String> {
+    pub fn of(&self, version: Version) -> Result<&Path, String> {
         match version {
             Version::Seven => Ok(&self.seven),
             Version::Ten => self.ten.as_deref().map_err(Clone::clone),
@@ -104,12 +56,17 @@ impl Programs {
     }
 }
 
-/// One QEMU on a host.
 struct Qemu {
     child: Child,
     qmp: Qmp,
     /// Seconds from the start of the process to its first answer.
     ready_s: f64,
+}
+
+impl Qemu {
+    fn ask(&mut self, command: &str) -> Result<Value> {
+        self.qmp.execute(command, json!({}), Instant::now() + SOON)
+    }
 }
 
 impl Drop for Qemu {
@@ -166,18 +123,8 @@ impl Side<'_> {
 
     fn arguments(&self, socket: &str) -> Vec<String> {
         let (cell, boot) = (self.run.cell, self.run.boot);
-        let mut line: Vec<String> = Vec::new();
-        line.extend(
-            [
-                "-nodefaults",
-                "-no-user-config",
-                "-display",
-                "none",
-                "-vga",
-                "none",
-            ]
-            .map(String::from),
-        );
+        let fixed = "-nodefaults -no-user-config -display none -vga none";
+        let mut line: Vec<String> = fixed.split(' ').map(String::from).collect();
         let mut pair = |option: &str, value: String| line.extend([option.to_owned(), value]);
         pair("-name", format!("guest={},debug-threads=on", self.run.name));
         pair(
@@ -242,7 +189,6 @@ impl Side<'_> {
         format!("{PEER_RAM}/{}.ram", self.run.name)
     }
 
-    /// The guest's memory from outside.
     fn memory(&self, qemu: &mut Qemu) -> Result<Memory> {
         match self.way.backend {
             Backend::File => Memory::of_file(&self.stage.inside(self.host, self.ram_path())?),
@@ -265,7 +211,7 @@ impl Side<'_> {
         let mut capabilities = vec![capability("events")];
         let mut parameters = json!({
             "max-bandwidth": BYTES_PER_S,
-            "downtime-limit": self.run.settings.max_downtime_ms,
+            "downtime-limit": MAX_DOWNTIME_MS,
             "announce-initial": 50,
         });
         if let Some(channels) = self.way.channels {
@@ -286,6 +232,24 @@ impl Side<'_> {
             .execute("migrate-set-capabilities", capabilities, deadline)?;
         qemu.qmp
             .execute("migrate-set-parameters", parameters, deadline)?;
+        Ok(())
+    }
+
+    /// Lets this side, the destination, wait on its migration address, and the source begin.
+    fn begin_move(&self, destination: &mut Qemu, source: &mut Qemu) -> Result<()> {
+        self.set_up(destination)?;
+        let address = self.stage.address(1);
+        let host = if address.contains(':') {
+            format!("[{address}]")
+        } else {
+            address
+        };
+        let uri = json!({"uri": format!("tcp:{host}:{PORT}")});
+        let deadline = Instant::now() + SOON;
+        destination
+            .qmp
+            .execute("migrate-incoming", uri.clone(), deadline)?;
+        source.qmp.execute("migrate", uri, deadline)?;
         Ok(())
     }
 
@@ -332,13 +296,11 @@ pub fn measure_spins(stage: &Stage, programs: &Programs, dir: &Path) -> Result<S
             mib_per_s,
             reader: false,
         };
-        let cell = cells::counter_cell(guest);
+        let cell = Cell::alone(guest);
         let boot = Boot::make(&guest, dir, &spins)?;
-        let settings = Settings::default();
         let run = Run {
             cell: &cell,
             boot: &boot,
-            settings: &settings,
             name: "spins".into(),
             limit: SOON,
             seed: 1,
@@ -363,7 +325,7 @@ pub fn measure_spins(stage: &Stage, programs: &Programs, dir: &Path) -> Result<S
         let memory = side.memory(&mut qemu)?;
         guest::get_ready(&guest, &memory, 1)?;
         let mut steps = Steps::default();
-        run.watch_before(&memory, &mut steps)?;
+        run.watch(&memory, &mut steps)?;
         steps
             .rate(0.0, unix_now())
             .context("the counter guest was not seen to step")
@@ -407,19 +369,14 @@ fn moved(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64) -
     let client = run.begin_guest(stage, &memory)?;
     from.set_up(&mut source)?;
     let mut steps = Steps::default();
-    run.watch_before(&memory, &mut steps)?;
+    run.watch(&memory, &mut steps)?;
     source.qmp.forget_events();
-    crate::machine::touch_again(run.cell.ram_mib)?;
+    let first_touch = warm_again(run.cell.ram_mib)?;
     let watch = Watch::of_qemu(&[stage.machine("a")?, stage.machine("b")?])?;
     let mut beside = Beside::begin(stage, run);
     let began = unix_now();
     let mut destination = to.start()?;
-    to.set_up(&mut destination)?;
-    let uri = listen(&mut destination, &stage.address(1))?;
-    let deadline = Instant::now() + SOON;
-    source
-        .qmp
-        .execute("migrate", json!({"uri": uri}), deadline)?;
+    to.begin_move(&mut destination, &mut source)?;
     let mut each_look = || {
         if matches!(run.cell.guest, Guest::Counter { .. }) {
             steps.look(&memory, unix_now());
@@ -432,56 +389,30 @@ fn moved(stage: &Stage, run: &Run, programs: &Programs, way: Way, bare_s: f64) -
         return Ok(Ended::CutOff);
     };
     let received = to.memory(&mut destination)?;
-    run.watch_after(&received, &mut steps)?;
-    let deadline = Instant::now() + SOON;
-    let parameters = source
-        .qmp
-        .execute("query-migrate-parameters", json!({}), deadline)?;
-    let (equal, checked, client) = match client {
-        Some(client) => client.end(began, resume)?,
-        None => {
-            destination.qmp.execute("stop", json!({}), deadline)?;
-            let (equal, checked) = guest::check(run.cell, &memory, &received)?;
-            (equal, checked, Value::Null)
-        }
-    };
-    let report = source.qmp.execute("query-migrate", json!({}), deadline)?;
+    run.watch(&received, &mut steps)?;
+    let parameters = source.ask("query-migrate-parameters")?;
+    let memories = (&memory, &received);
+    let stopped = || destination.ask("stop").map(drop);
+    let (equal, checked, client) = run.check(client, (began, resume), memories, stopped)?;
     let mut details = json!({
-        "parameters": parameters, "report": report, "ram_checked": checked, "client": client,
+        "parameters": parameters, "report": source.ask("query-migrate")?, "ram_checked": checked, "client": client,
         "destination_ready_s": destination.ready_s,
     });
     beside.told(resume - began, &mut details);
+    let prepare_s = (destination.ready_s - bare_s).max(0.0);
     Ok(Ended::Moved(Box::new(Moved {
         began,
         stop,
         resume,
-        prepare_s: if way.prepared {
-            (destination.ready_s - bare_s).max(0.0)
-        } else {
-            0.0
-        },
+        prepare_s: if way.prepared { prepare_s } else { 0.0 },
         streams: way.channels.unwrap_or(1),
         usage,
         steps,
+        first_touch,
         equal,
         guest_memory_counted: way.backend == Backend::Anonymous,
         details,
     })))
-}
-
-/// Lets the destination wait on its migration address, and gives the URI.
-fn listen(destination: &mut Qemu, address: &str) -> Result<String> {
-    let host = if address.contains(':') {
-        format!("[{address}]")
-    } else {
-        address.to_owned()
-    };
-    let uri = format!("tcp:{host}:{PORT}");
-    let deadline = Instant::now() + SOON;
-    destination
-        .qmp
-        .execute("migrate-incoming", json!({"uri": uri}), deadline)?;
-    Ok(uri)
 }
 
 /// The moments of STOP and RESUME; none when the limit passes first.
@@ -494,16 +425,14 @@ fn follow(
     let limit = Instant::now() + run.limit;
     let mut next_question = Instant::now() + Duration::from_secs(3);
     let stop = loop {
-        refuse_if_interrupted()?;
+        go_on()?;
         if let Some(stop) = source.qmp.moment_of("STOP", Instant::now() + LOOK_EVERY)? {
             break stop;
         }
         each_look()?;
         if Instant::now() > next_question {
             next_question = Instant::now() + Duration::from_secs(3);
-            let state = source
-                .qmp
-                .execute("query-migrate", json!({}), limit + SOON)?;
+            let state = source.ask("query-migrate")?;
             if state["status"] == "failed" {
                 bail!(
                     "QEMU says: {}",

@@ -2,13 +2,13 @@
 //!
 //! Pure: out of rows alone. Every mark carries its figures as a title, which browsers show under the pointer.
 
-use crate::group::{Group, Spread, beside_ours, groups};
-use crate::row::{Results, Row};
+use crate::group::{Group, Number, Spread, comparable, groups, is_encrypted};
+use crate::plan::scenarios;
+use crate::row::Results;
 use crate::table::figures;
-use godwit_testkit::report::svg::{escape, figure, ticks};
-use std::fmt::Write as _;
+use godwit_testkit::page::figure;
+use godwit_testkit::page::svg::{Svg, ticks};
 
-/// The bars' part.
 const BARS: f64 = 460.0;
 /// A character of a label at its widest; documents do not know their fonts.
 const LABEL_CHARACTER: f64 = 6.9;
@@ -16,13 +16,12 @@ const RIGHT: f64 = 110.0;
 const ROW: f64 = 20.0;
 const TOP: f64 = 34.0;
 
-const STYLE: &str = "<style>\
-    text{font:12px system-ui,sans-serif;fill:#222}.head{font-weight:600;font-size:14px}.grid{stroke:#ddd}\
+const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#222}.head{font-weight:600;font-size:14px}.grid{stroke:#ddd}\
     .godwit{fill:#1668a8}.qemu{fill:#c05a1c}.limit{fill:#7a7a7a}.whisker{stroke:#222;stroke-width:1.2}.faint{fill:#777}\
+    .end{text-anchor:end}.mid{text-anchor:middle}\
     @media(prefers-color-scheme:dark){text{fill:#ddd}.grid{stroke:#444}.godwit{fill:#4aa3e8}.qemu{fill:#e8894a}\
-    .limit{fill:#999}.whisker{stroke:#ddd}.faint{fill:#999}}</style>";
+    .limit{fill:#999}.whisker{stroke:#ddd}.faint{fill:#999}}";
 
-/// One bar.
 struct Bar {
     label: String,
     class: &'static str,
@@ -31,11 +30,9 @@ struct Bar {
     note: String,
 }
 
-type Number = fn(&Row) -> Option<f64>;
-
 /// File names and documents, one for every scenario and number that the rows have.
 pub fn files(results: &Results) -> Vec<(String, String)> {
-    let groups = beside_ours(&groups(&results.rows));
+    let groups = comparable(&groups(&results.rows));
     let numbers: [(&str, &str, Number); 5] = [
         ("throughput", "GB/s", |row| row.throughput_gb_per_s),
         (
@@ -56,11 +53,11 @@ pub fn files(results: &Results) -> Vec<(String, String)> {
         ),
     ];
     let mut files = Vec::new();
-    for scenario in crate::plan::SCENARIOS {
+    for scenario in scenarios() {
         for (name, unit, number) in numbers {
             let of_scenario = groups
                 .iter()
-                .filter(|group| group.head().scenario == scenario);
+                .filter(|group| group.head().scenario == *scenario);
             let bars: Vec<Bar> = of_scenario.filter_map(|group| bar(group, number)).collect();
             if bars.iter().any(|bar| bar.spread.is_some()) {
                 let title = format!("{scenario}: {unit}");
@@ -84,131 +81,87 @@ fn bar(group: &Group, number: Number) -> Option<Bar> {
         name if name.starts_with("qemu") => "qemu",
         _ => "limit",
     };
-    let mut label = format!("{}: {}", row.cell, group.name());
-    if row.encryption == "tls" {
-        label.push_str(", TLS");
+    let mut label = match class {
+        "godwit" if is_encrypted(row) => format!("{}: godwit, encrypted", row.cell),
+        "godwit" => format!("{}: godwit, plain", row.cell),
+        _ => format!("{}: {}", row.cell, group.name()),
+    };
+    for (told, word) in [(&row.encryption, "tls"), (&row.destination, "prepared")] {
+        if told == word {
+            label = format!("{label}, {}", if word == "tls" { "TLS" } else { word });
+        }
     }
-    if class == "godwit" {
-        let how = if row.encryption == "none" {
-            "plain"
-        } else {
-            "encrypted"
-        };
-        label = format!("{}: godwit, {how}", row.cell);
-    }
-    if row.destination == "prepared" {
-        label.push_str(", prepared");
-    }
+    let note = if told {
+        group.outcome().chars().take(60).collect()
+    } else {
+        String::new()
+    };
     Some(Bar {
         label,
         class,
         spread,
-        note: if told {
-            short(&group.outcome())
-        } else {
-            String::new()
-        },
+        note,
     })
 }
 
-fn short(outcome: &str) -> String {
-    outcome.chars().take(60).collect()
-}
-
 fn draw(title: &str, bars: &[Bar]) -> String {
-    let largest = bars
-        .iter()
-        .filter_map(|bar| bar.spread)
-        .map(|spread| spread.most)
-        .fold(0.0, f64::max);
+    let most = bars.iter().filter_map(|bar| Some(bar.spread?.most));
+    let largest = most.fold(0.0, f64::max);
     let marks = ticks(largest);
     let end = marks.last().copied().unwrap_or(1.0).max(largest).max(1e-9);
     let longest = bars.iter().map(|bar| bar.label.len()).max().unwrap_or(0);
     let labels = LABEL_CHARACTER * longest as f64 + 16.0;
     let x = |value: f64| labels + BARS * value / end;
     let (width, height) = (labels + BARS + RIGHT, TOP + ROW * bars.len() as f64 + 26.0);
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height}\" width=\"{width:.0}\" role=\"img\">\
-         <title>{0}</title>{STYLE}<text class=\"head\" x=\"8\" y=\"18\">{0}</text>",
-        escape(title)
-    );
-    for mark in &marks {
-        let (at, bottom) = (x(*mark), height - 22.0);
-        let _ = write!(
-            svg,
-            "<line class=\"grid\" x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{TOP}\" y2=\"{bottom}\"/>\
-             <text class=\"faint\" x=\"{at:.1}\" y=\"{}\" text-anchor=\"middle\">{}</text>",
-            height - 8.0,
-            figure(*mark)
-        );
+    let mut svg = Svg::document(width, height, title, STYLE);
+    svg.text("head", (8.0, 18.0), title);
+    for mark in marks {
+        svg.rule("grid", (x(mark), TOP), (x(mark), height - 22.0));
+        svg.text("faint mid", (x(mark), height - 8.0), &figure(mark));
     }
     for (index, bar) in bars.iter().enumerate() {
         one(&mut svg, bar, TOP + ROW * index as f64, &x);
     }
-    svg.push_str("</svg>");
-    svg
+    svg.end()
 }
 
-fn one(svg: &mut String, bar: &Bar, top: f64, x: &impl Fn(f64) -> f64) {
-    let middle = top + ROW / 2.0;
-    let _ = write!(
-        svg,
-        "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>",
-        x(0.0) - 6.0,
-        middle + 4.0,
-        escape(&bar.label)
-    );
-    let mut text_at = x(0.0) + 4.0;
-    let mut said = bar.note.clone();
-    if let Some(spread) = bar.spread {
-        let (from, to) = (x(0.0), x(spread.median));
-        let _ = write!(
-            svg,
-            "<g><title>{}: {}</title><rect class=\"{}\" x=\"{from:.1}\" y=\"{:.1}\" width=\"{:.1}\" height=\"{}\"/>",
-            escape(&bar.label),
-            figures(spread),
-            bar.class,
-            top + 3.0,
-            (to - from).max(0.5),
-            ROW - 6.0
-        );
-        if spread.most > spread.least {
-            let (least, most) = (x(spread.least), x(spread.most));
-            let _ = write!(
-                svg,
-                "<line class=\"whisker\" x1=\"{least:.1}\" x2=\"{most:.1}\" y1=\"{middle:.1}\" y2=\"{middle:.1}\"/>"
-            );
-        }
-        svg.push_str("</g>");
-        text_at = x(spread.most) + 5.0;
-        said = format!("{} {said}", figure(spread.median))
-            .trim()
-            .to_owned();
+fn one(svg: &mut Svg, bar: &Bar, top: f64, x: &impl Fn(f64) -> f64) {
+    let (middle, from) = (top + ROW / 2.0, x(0.0));
+    svg.text("end", (from - 6.0, middle + 4.0), &bar.label);
+    let Some(spread) = bar.spread else {
+        return svg.text("", (from + 4.0, middle + 4.0), &bar.note);
+    };
+    let (
+        Spread {
+            median,
+            least,
+            most,
+            ..
+        },
+        title,
+    ) = (spread, format!("{}: {}", bar.label, figures(spread)));
+    let size = ((x(median) - from).max(0.5), ROW - 6.0);
+    svg.rect(bar.class, (from, top + 3.0), size, &title);
+    if most > least {
+        svg.rule("whisker", (x(least), middle), (x(most), middle));
     }
-    let _ = write!(
-        svg,
-        "<text x=\"{text_at:.1}\" y=\"{}\">{}</text>",
-        middle + 4.0,
-        escape(&said)
-    );
+    let said = format!("{} {}", figure(median), bar.note);
+    svg.text("", (x(most) + 5.0, middle + 4.0), said.trim());
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::row::Row;
     use serde_json::Value;
 
     #[test]
     fn a_picture_shows_every_group_and_says_what_was_cut_off() {
         let row = |system: &str, rate: Option<f64>, outcome: &str| Row {
-            scenario: "idle".into(),
-            cell: "base".into(),
-            system: system.into(),
-            encryption: "none".into(),
             throughput_gb_per_s: rate,
             total_s: rate,
             outcome: outcome.into(),
-            ..Row::default()
+            ..Row::sample(system, "none", "")
         };
         let results = Results {
             machine: Value::Null,
@@ -236,7 +189,7 @@ mod tests {
             note: String::new(),
         };
         let svg = draw("long", &[bar]);
-        let label_end = svg.split("<text x=\"").nth(1).unwrap();
+        let label_end = svg.split("<text class=\"end\" x=\"").nth(1).unwrap();
         let end: f64 = label_end.split('"').next().unwrap().parse().unwrap();
         assert!(end >= 80.0 * LABEL_CHARACTER, "{end}");
     }

@@ -1,24 +1,21 @@
-//! What can be measured: scenarios, guests, networks, systems, and the choice among the cells of the table
-//! ([`crate::cells`]).
+//! What can be measured: guests, networks, systems, and the cells that `cells.toml` makes of them.
 //!
-//! Pure. Refuses: names of scenarios and cells that there are not, and a choice that leaves nothing.
+//! Pure. Refuses: names of scenarios and cells that there are not, a choice that leaves nothing, and in the table every
+//! word that it does not know.
 
-use crate::cells as table;
 use crate::row::Row;
+use crate::system::System;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::sync::LazyLock;
 
-/// All scenarios, in the order in which they run.
-pub const SCENARIOS: [&str; 7] = ["idle", "zero", "redis", "hot", "link", "ipv6", "distance"];
-/// Runs where a ratio is claimed.
-pub const RUNS_CLAIMED: u32 = 5;
-/// Runs elsewhere.
-pub const RUNS_OTHER: u32 = 2;
-/// Operations a second of the Redis cells: what an emulated guest serves of every mix, with room to spare.
-pub const REDIS_OPS_PER_S: f64 = 150.0;
+const RUNS_CLAIMED: u32 = 5;
+const RUNS_OTHER: u32 = 2;
 /// A peer is cut off at so many times our time.
 pub const CUT_OFF_FACTOR: f64 = 10.0;
 
-/// What runs in the guest.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum Guest {
     /// Nothing; its memory is as the firmware left it.
     Fresh,
@@ -29,13 +26,14 @@ pub enum Guest {
         /// Size of that part.
         mib: u32,
         /// Pages' worth it steps; none: as fast as it can; 0: not at all.
+        #[serde(default)]
         mib_per_s: Option<f64>,
         /// Whether a second vCPU reads the same pages for ever.
+        #[serde(default)]
         reader: bool,
     },
     /// Linux with Redis under a client's load.
     Redis {
-        /// Size of the data.
         data_mib: u32,
         /// Share of operations that write.
         set_percent: u32,
@@ -44,12 +42,11 @@ pub enum Guest {
     },
 }
 
-/// The network between the hosts.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Network {
     /// Rate; none: not shaped.
     pub gbps: Option<f64>,
-    /// Round trip.
     pub rtt_ms: f64,
     /// Loss in each direction.
     pub loss_pct: f64,
@@ -61,180 +58,31 @@ pub struct Network {
     pub one_subnet: bool,
 }
 
-/// A network that nothing shapes.
-pub const UNSHAPED: Network = Network {
-    gbps: None,
-    rtt_ms: 0.0,
-    loss_pct: 0.0,
-    six: false,
-    cards: 1,
-    one_subnet: false,
-};
-
-impl Network {
-    /// A link of a rate.
-    pub fn rate(gbps: f64) -> Self {
+impl Default for Network {
+    fn default() -> Self {
         Self {
-            gbps: Some(gbps),
-            ..UNSHAPED
+            gbps: None,
+            rtt_ms: 0.0,
+            loss_pct: 0.0,
+            six: false,
+            cards: 1,
+            one_subnet: false,
         }
     }
+}
 
+impl Network {
     /// Whether the link emulator is needed.
     pub fn shaped(&self) -> bool {
         self.gbps.is_some() || self.rtt_ms > 0.0 || self.loss_pct > 0.0 || self.cards > 1
     }
 }
 
-/// Where a QEMU keeps its guest's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Backend {
-    /// A shared file on a tmpfs, as Godwit has it.
-    File,
-    /// Anonymous memory.
-    Anonymous,
-}
-
-/// Which QEMU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Version {
-    /// The system's.
-    Seven,
-    /// The one fetched into a directory of its own.
-    Ten,
-}
-
-/// A system under measurement, with its settings.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum System {
-    /// The product.
-    Godwit {
-        /// Pages sealed.
-        encrypted: bool,
-        /// `--prepare`.
-        prepared: bool,
-    },
-    /// QEMU's own migration.
-    Qemu {
-        /// Which.
-        version: Version,
-        /// Channels of multifd; none: without it.
-        channels: Option<u32>,
-        /// Over TLS.
-        tls: bool,
-        /// Where memory lies, on both sides.
-        backend: Backend,
-        /// `prealloc=on` at the destination.
-        prepared: bool,
-        /// Its own way to slow a guest that writes faster than the link.
-        converge: bool,
-    },
-    /// What the network gives.
-    Iperf {
-        /// Streams.
-        streams: u32,
-    },
-    /// How fast pages of a file like the destination's come, with all cores.
-    FirstTouch {
-        /// In huge pages.
-        huge: bool,
-    },
-    /// How fast the library seals and opens.
-    Cipher {
-        /// Opening instead of sealing.
-        open: bool,
-    },
-}
-
-impl System {
-    /// The row's `system`.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Godwit { .. } => "godwit",
-            Self::Qemu { version, .. } => match version {
-                Version::Seven => "qemu-7.2",
-                Version::Ten => "qemu-10.0",
-            },
-            Self::Iperf { .. } => "iperf3",
-            Self::FirstTouch { .. } => "first-touch",
-            Self::Cipher { .. } => "aes-256-gcm",
-        }
-    }
-
-    /// The row's `config`.
-    pub fn config(&self) -> String {
-        match self {
-            Self::Godwit { .. } => "default".into(),
-            Self::Qemu {
-                channels,
-                backend,
-                converge,
-                ..
-            } => {
-                let way = channels.map_or("plain".into(), |count| format!("multifd-{count}"));
-                let ram = match backend {
-                    Backend::File => "file",
-                    Backend::Anonymous => "anonymous",
-                };
-                let slowed = if *converge { ",auto-converge" } else { "" };
-                format!("{way},ram={ram}{slowed}")
-            }
-            Self::Iperf { streams } => format!("streams={streams}"),
-            Self::FirstTouch { huge: true } => "huge=within_size".into(),
-            Self::FirstTouch { huge: false } => "4 KiB pages".into(),
-            Self::Cipher { open: false } => "seal".into(),
-            Self::Cipher { open: true } => "open".into(),
-        }
-    }
-
-    /// Whether its destination is prepared.
-    pub fn prepared(&self) -> bool {
-        matches!(
-            self,
-            Self::Godwit { prepared: true, .. } | Self::Qemu { prepared: true, .. }
-        )
-    }
-
-    /// Whether it encrypts.
-    pub fn encrypted(&self) -> bool {
-        matches!(
-            self,
-            Self::Godwit {
-                encrypted: true,
-                ..
-            } | Self::Qemu { tls: true, .. }
-        )
-    }
-
-    /// The row's `encryption`.
-    pub fn encryption(&self) -> &'static str {
-        match self {
-            Self::Godwit {
-                encrypted: true, ..
-            }
-            | Self::Cipher { .. } => "aes-256-gcm",
-            Self::Qemu { tls: true, .. } => "tls",
-            _ => "none",
-        }
-    }
-
-    /// Whether it moves a guest, rather than showing a limit.
-    pub fn moves(&self) -> bool {
-        matches!(self, Self::Godwit { .. } | Self::Qemu { .. })
-    }
-
-    /// What a filter is looked for in: name, config, encryption and destination.
-    pub fn described(&self) -> String {
-        let destination = if self.prepared() { "prepared" } else { "cold" };
-        let (name, config) = (self.name(), self.config());
-        format!("{name} {config} {} {destination}", self.encryption())
-    }
-}
-
 /// What happens in a run of a cell.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Default, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Course {
-    /// A guest is moved.
+    #[default]
     Move,
     /// A guest is moved, and its report is asked for the estimate at a tenth of the way.
     Estimated,
@@ -246,49 +94,63 @@ pub enum Course {
     Cancelled,
 }
 
-/// One place of the table.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Cell {
-    /// One of [`SCENARIOS`].
-    pub scenario: &'static str,
+    pub scenario: String,
     /// What is special about it.
     pub name: String,
-    /// What runs in the guest.
     pub guest: Guest,
-    /// Guest memory.
     pub ram_mib: u32,
-    /// Virtual CPUs.
+    #[serde(default = "one")]
     pub vcpus: u32,
-    /// The network.
+    #[serde(default)]
     pub network: Network,
-    /// What happens.
+    #[serde(default)]
     pub course: Course,
     /// Whether a ratio is claimed from it.
+    #[serde(default)]
     pub claimed: bool,
-    /// Times each system runs.
+    /// Times each system runs; 0: what is usual.
+    #[serde(default)]
     pub runs: u32,
     /// The systems, ours first, since peers are cut off by its time.
     pub systems: Vec<System>,
 }
 
+fn one() -> u32 {
+    1
+}
+
 impl Cell {
+    /// A small cell for a guest by itself.
+    pub fn alone(guest: Guest) -> Self {
+        Self {
+            scenario: "hot".into(),
+            name: "alone".into(),
+            guest,
+            ram_mib: 128,
+            vcpus: 1,
+            network: Network::default(),
+            course: Course::Move,
+            claimed: false,
+            runs: 1,
+            systems: Vec::new(),
+        }
+    }
+
     /// A row of this cell with nothing measured yet.
     pub fn row(&self, system: &System, run: u32) -> Row {
         let network = &self.network;
         Row {
-            scenario: self.scenario.into(),
+            scenario: self.scenario.clone(),
             cell: self.name.clone(),
             system: system.name().into(),
             config: system.config(),
-            destination: if system.prepared() {
-                "prepared"
-            } else {
-                "cold"
-            }
-            .into(),
+            destination: system.destination().into(),
             encryption: system.encryption().into(),
             streams: match system {
-                System::Qemu { channels, .. } => channels.unwrap_or(1),
+                System::Qemu(way) => way.channels.unwrap_or(1),
                 System::Iperf { streams } => *streams,
                 _ => 0,
             },
@@ -321,14 +183,88 @@ impl Cell {
     }
 }
 
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    scenarios: Vec<String>,
+    sets: BTreeMap<String, Vec<String>>,
+    quick: Vec<Group>,
+    whole: Vec<Group>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Group {
+    scenario: String,
+    #[serde(default)]
+    common: toml::Table,
+    cells: Vec<toml::Table>,
+}
+
+static TABLE: LazyLock<Table> =
+    LazyLock::new(|| toml::from_str(include_str!("cells.toml")).expect("a test reads cells.toml"));
+
+/// All scenarios, in the order of tables and pictures.
+pub fn scenarios() -> &'static [String] {
+    &TABLE.scenarios
+}
+
+impl Table {
+    fn cells(&self, groups: &[Group]) -> Result<Vec<Cell>, String> {
+        let mut cells = Vec::new();
+        for group in groups {
+            for own in &group.cells {
+                let mut cell = group.common.clone();
+                cell.extend(own.clone());
+                cell.insert("scenario".into(), group.scenario.clone().into());
+                let systems = self.systems(cell.get("systems"))?;
+                cell.insert("systems".into(), systems.into());
+                let read = cell
+                    .try_into()
+                    .map_err(|error| format!("{}: {error}", group.scenario))?;
+                cells.push(read);
+            }
+        }
+        Ok(cells)
+    }
+
+    /// The systems of a cell, each written out.
+    fn systems(&self, listed: Option<&toml::Value>) -> Result<Vec<String>, String> {
+        let listed = listed
+            .and_then(toml::Value::as_array)
+            .ok_or("a cell has no list of systems")?;
+        let mut systems = Vec::new();
+        for word in listed {
+            let word = word.as_str().ok_or("a system is no text")?;
+            match self.sets.get(word) {
+                Some(set) => systems.extend(set.iter().flat_map(|text| alternatives(text))),
+                None => systems.extend(alternatives(word)),
+            }
+        }
+        Ok(systems)
+    }
+}
+
+/// All texts that a text with `(a|b)` in it stands for, the leftmost varying fastest.
+fn alternatives(text: &str) -> Vec<String> {
+    let inside = text
+        .rsplit_once('(')
+        .and_then(|(before, rest)| Some((before, rest.split_once(')')?)));
+    let Some((before, (choices, after))) = inside else {
+        return vec![text.to_owned()];
+    };
+    let each = choices
+        .split('|')
+        .map(|choice| format!("{before}{choice}{after}"));
+    each.flat_map(|text| alternatives(&text)).collect()
+}
+
 /// What to choose from the table.
 #[derive(Debug, Clone, Default)]
 pub struct Choice {
     /// Only these scenarios; all when empty.
     pub scenarios: Vec<String>,
-    /// Small cells.
     pub quick: bool,
-    /// So many runs everywhere.
     pub runs: Option<u32>,
     /// Only cells of these names, or whose names begin so where none has the name; all when empty.
     pub cells: Vec<String>,
@@ -336,32 +272,28 @@ pub struct Choice {
     pub systems: Vec<String>,
 }
 
-/// The cells of a choice.
 pub fn cells(choice: &Choice) -> Result<Vec<Cell>, String> {
-    let unknown = |name: &&String| !SCENARIOS.contains(&name.as_str());
-    if let Some(name) = choice.scenarios.iter().find(unknown) {
-        let known = SCENARIOS.join(", ");
+    if let Some(name) = choice
+        .scenarios
+        .iter()
+        .find(|name| !scenarios().contains(name))
+    {
+        let known = scenarios().join(", ");
         return Err(format!("there is no scenario '{name}'; there are: {known}"));
     }
-    let mut cells = if choice.quick {
-        table::quick()
+    let groups = if choice.quick {
+        &TABLE.quick
     } else {
-        table::whole()
+        &TABLE.whole
     };
-    cells.retain(|cell| {
-        choice.scenarios.is_empty() || choice.scenarios.iter().any(|name| name == cell.scenario)
-    });
+    let mut cells = TABLE.cells(groups)?;
+    cells.retain(|cell| choice.scenarios.is_empty() || choice.scenarios.contains(&cell.scenario));
     narrow(&mut cells, choice)?;
     for cell in &mut cells {
-        let usual = if cell.claimed {
+        let usual = if cell.claimed && !choice.quick {
             RUNS_CLAIMED
         } else {
             RUNS_OTHER
-        };
-        let usual = if choice.quick {
-            RUNS_OTHER.min(usual)
-        } else {
-            usual
         };
         let usual = if cell.runs > 0 { cell.runs } else { usual };
         cell.runs = choice.runs.unwrap_or(usual);
@@ -377,7 +309,7 @@ fn narrow(cells: &mut Vec<Cell>, choice: &Choice) -> Result<(), String> {
         let fits = |cell: &&Cell| cell.name == *name || !exact && cell.name.starts_with(name);
         let found = cells.iter().filter(fits);
         let before = wanted.len();
-        wanted.extend(found.map(|cell| (cell.scenario, cell.name.clone())));
+        wanted.extend(found.map(|cell| (cell.scenario.clone(), cell.name.clone())));
         if wanted.len() == before {
             let known: Vec<_> = cells.iter().map(|cell| cell.name.as_str()).collect();
             let known = known.join(" ");
@@ -386,7 +318,8 @@ fn narrow(cells: &mut Vec<Cell>, choice: &Choice) -> Result<(), String> {
             ));
         }
     }
-    cells.retain(|cell| wanted.is_empty() || wanted.contains(&(cell.scenario, cell.name.clone())));
+    let place = |cell: &Cell| (cell.scenario.clone(), cell.name.clone());
+    cells.retain(|cell| wanted.is_empty() || wanted.contains(&place(cell)));
     for cell in &mut *cells {
         cell.systems.retain(|system| {
             let about = system.described();
@@ -411,8 +344,8 @@ mod tests {
 
     #[test]
     fn every_scenario_has_cells_in_the_whole_set() {
-        for name in SCENARIOS {
-            assert!(all().iter().any(|cell| cell.scenario == name), "{name}");
+        for name in scenarios() {
+            assert!(all().iter().any(|cell| cell.scenario == *name), "{name}");
         }
     }
 
@@ -423,10 +356,10 @@ mod tests {
             ..Choice::default()
         };
         let cells = cells(&choice).unwrap();
-        let names: Vec<_> = cells.iter().map(|cell| cell.scenario).collect();
+        let names: Vec<_> = cells.iter().map(|cell| cell.scenario.as_str()).collect();
         assert_eq!(names, ["idle", "zero", "redis", "hot", "distance"]);
         for cell in &cells {
-            let peer = |system: &System| matches!(system, System::Qemu { .. });
+            let peer = |system: &System| matches!(system, System::Qemu(_));
             assert!(cell.systems.iter().any(peer), "{}", cell.scenario);
         }
         assert!(estimate_s(&cells) < 480.0, "{} s", estimate_s(&cells));
@@ -532,5 +465,50 @@ mod tests {
             ..Choice::default()
         };
         assert!(cells(&choice).unwrap_err().contains("idle"));
+    }
+
+    #[test]
+    fn a_word_that_the_table_does_not_know_is_refused() {
+        let read = |text: &str| {
+            let table: Table = toml::from_str(text).map_err(|error| error.to_string())?;
+            table.cells(&table.whole)
+        };
+        let good = "scenarios = []\nquick = []\n[sets]\nours = [\"godwit default none cold\"]\n[[whole]]\nscenario = \"idle\"\n\
+                    cells = [{ name = \"x\", guest = \"idle\", ram_mib = 1, systems = [\"ours\"] }]";
+        assert_eq!(
+            read(good).unwrap()[0].systems[0].described(),
+            "godwit default none cold"
+        );
+        for (from, to) in [
+            ("\"ours\"] }", "\"hours\"] }"),
+            ("default none", "default nine"),
+            ("guest = \"idle\"", "guest = \"idol\""),
+            ("ram_mib", "ram_mb"),
+            ("scenario =", "scenaria ="),
+        ] {
+            assert!(
+                good.contains(from) && read(&good.replace(from, to)).is_err(),
+                "{to}"
+            );
+        }
+    }
+
+    #[test]
+    fn every_system_is_written_as_it_is_read() {
+        let choices = [true, false].map(|quick| Choice {
+            quick,
+            ..Choice::default()
+        });
+        for system in choices
+            .iter()
+            .flat_map(|choice| cells(choice).unwrap())
+            .flat_map(|cell| cell.systems)
+        {
+            assert_eq!(System::try_from(system.described()), Ok(system));
+        }
+        assert_eq!(
+            alternatives("a (b|c) (d|e)"),
+            ["a b d", "a c d", "a b e", "a c e"]
+        );
     }
 }

@@ -1,197 +1,264 @@
-//! Single promises that are held against a figure of their own: what the report must say, what a cell was made for, and
-//! what has to be so in every cell.
+//! What is promised of our moves: `promises.toml`, and what has to be so in every cell.
 //!
-//! Pure. Refuses to judge what was not measured: such a line is left out.
+//! Pure. Refuses every word of the file that it does not know, and to judge what was not measured: such a line is left out.
 
 use crate::group::{
-    COST_DESTINATION, COST_SOURCE, Group, Number, RATE, Spread, TOTAL, is_encrypted, is_ours,
-    is_qemu,
+    COST_DESTINATION, COST_SOURCE, Group, RATE, STOP, Spread, TOTAL, is_encrypted, is_ours, place,
 };
-use crate::judge::{Line, Pick, Target, line};
+use crate::judge::{Line, Target};
 use crate::row::Row;
+use serde::Deserialize;
+use std::sync::LazyLock;
 
-/// What is asked of a guest that writes: seven tenths of what it could.
-const WRITE_SHARE: f64 = 0.7;
-/// And of one that reads, of its speed before.
-const READ_SHARE: f64 = 0.9;
-/// Noise of two speeds measured a minute apart.
-const AS_FAST: f64 = 0.95;
-/// GB/s of guest memory that 90 % of a link of 1 Gb/s is.
-const MOST_OF_A_GIGABIT: f64 = 0.1125;
-/// And half of it.
-const HALF_A_GIGABIT: f64 = 0.0625;
-
-const JAIN: Number = |row| row.detail("jain_index");
-const ESTIMATE: Number = |row| row.detail("eta_at_tenth_error");
-const AFTER: Number = |row| row.detail("guest_speed_after");
-const WRITES: Number = |row| row.detail("write_share");
-const READS: Number = |row| row.detail("read_share");
-const FIRST_PASS: Number = |row| row.detail("first_pass_ratio");
-const ALIVE: Number = |row| {
-    let alive = row.details.get("guest_alive")?.as_bool()?;
-    Some(if alive { 1.0 } else { 0.0 })
-};
-
-/// Promises of one cell.
-pub(crate) fn of_cell(pick: &Pick) -> Vec<Line> {
-    let mut found = Vec::new();
-    let mut promise = |what: &str, number: Number, target: Target| {
-        for (encrypted, kind) in [(false, "plain"), (true, "encrypted")] {
-            let what = format!("{what}, {kind}");
-            found.push(line(
-                pick,
-                &what,
-                pick.ours(encrypted, false, number),
-                None,
-                target,
-            ));
-        }
-    };
-    match (pick.scenario, pick.cell) {
-        ("hot", "cancelled") => {
-            promise(
-                "guest's speed a minute after a cancelled move, over before",
-                AFTER,
-                Target::Above(AS_FAST),
-            );
-        }
-        ("hot", cell) => {
-            promise(
-                "speed of the first pass over later ones",
-                FIRST_PASS,
-                Target::Above(0.9),
-            );
-            if cell != "rate=0" && cell != "unshaped" {
-                promise(
-                    "what the guest writes until the switchover, over the lesser of its own rate and the link's",
-                    WRITES,
-                    Target::Above(WRITE_SHARE),
-                );
-            }
-            promise(
-                "what a vCPU that only reads reads until the switchover, over its speed before",
-                READS,
-                Target::Above(READ_SHARE),
-            );
-        }
-        ("link", "gbps=1,ram=2") => {
-            promise(
-                "estimate at a tenth of the way: part that it is off",
-                ESTIMATE,
-                Target::Below(0.1),
-            );
-        }
-        ("link", "moves=4") => {
-            promise(
-                "Jain index of four moves at once",
-                JAIN,
-                Target::Above(0.95),
-            );
-        }
-        ("idle", "ram=4") => {
-            promise(
-                "MiB of the VM process beside a guest of 4 GiB",
-                vm_process_mib,
-                Target::Below(64.0),
-            );
-        }
-        ("distance", cell) if cell.starts_with("ram=8") => {
-            promise(
-                "GB/s, of a link of 1 Gb/s",
-                RATE,
-                Target::Above(MOST_OF_A_GIGABIT),
-            );
-        }
-        ("distance", cell) if cell.ends_with("loss=0.1") => {
-            promise(
-                "GB/s, of a link of 1 Gb/s that loses packets",
-                RATE,
-                Target::Above(HALF_A_GIGABIT),
-            );
-        }
-        _ => {}
-    }
-    if pick.cell == "moves=4" {
-        // One that is not alive is one too many.
-        let worst = pick.ours(true, false, ALIVE);
-        let worst = worst.map(|all| Spread {
-            median: all.least,
-            ..all
-        });
-        let what = "all guests alive after four moves at once, encrypted";
-        found.push(line(pick, what, worst, None, Target::Above(1.0)));
-    }
-    if pick.scenario == "link" && pick.cell.starts_with("cut") {
-        let ours = pick.ours(true, false, TOTAL);
-        let peer = pick.best(false, TOTAL, is_qemu);
-        found.push(line(
-            pick,
-            "s from the command, encrypted, against a plain peer",
-            ours,
-            peer,
-            Target::None,
-        ));
-    }
-    found
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Book {
+    promises: Vec<Written>,
+    dearest: Vec<Dearest>,
 }
 
-/// Promises that hold everywhere: the worst cell is shown.
-pub(crate) fn of_all(groups: &[Group]) -> Vec<Line> {
-    let everywhere = Pick {
-        groups,
-        scenario: "every",
-        cell: "cell",
+/// A promise as it stands in the file: a line for each of `ours`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Written {
+    at: Vec<String>,
+    #[serde(default)]
+    except: Vec<String>,
+    what: String,
+    figure: Figure,
+    ours: Vec<String>,
+    #[serde(default)]
+    run: Run,
+    peer: Option<String>,
+    #[serde(default)]
+    target: Target,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Dearest {
+    what: String,
+    figure: Figure,
+    emulated: bool,
+    below: f64,
+}
+
+#[derive(Clone, PartialEq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Figure {
+    Rate,
+    Total,
+    Stop,
+    CpuSource,
+    CpuDestination,
+    /// Of the larger VM process of both hosts.
+    VmProcessMib,
+    GuestAlive,
+    /// A number of the details, by its name there.
+    Detail(String),
+}
+
+/// Which run a promise is held against.
+#[derive(Clone, Copy, PartialEq, Default, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Run {
+    #[default]
+    Median,
+    Least,
+    Most,
+}
+
+/// Rows that a promise speaks of.
+#[derive(Clone, Default)]
+pub(crate) struct Chosen {
+    /// How the system's name begins.
+    pub system: String,
+    pub encrypted: Option<bool>,
+    pub prepared: Option<bool>,
+    /// Another cell of the scenario than the promise's own.
+    pub cell: Option<String>,
+}
+
+/// A promise about one kind of our moves.
+pub(crate) struct Promise {
+    at: Vec<String>,
+    except: Vec<String>,
+    pub what: String,
+    pub figure: Figure,
+    pub ours: Chosen,
+    pub run: Run,
+    pub peer: Option<Chosen>,
+    pub target: Target,
+}
+
+static BOOK: LazyLock<Book> = LazyLock::new(|| {
+    toml::from_str(include_str!("promises.toml")).expect("a test reads promises.toml")
+});
+static ALL: LazyLock<Vec<Promise>> = LazyLock::new(|| {
+    let read = BOOK
+        .promises
+        .iter()
+        .map(Written::read)
+        .collect::<Result<Vec<_>, _>>();
+    read.expect("a test reads promises.toml")
+        .into_iter()
+        .flatten()
+        .collect()
+});
+
+/// All promises of cells, in the order of the file.
+pub(crate) fn all() -> &'static [Promise] {
+    &ALL
+}
+
+impl Written {
+    fn read(&self) -> Result<Vec<Promise>, String> {
+        let one = |kind: &String| {
+            let (secrecy, memory) = kind
+                .split_once(' ')
+                .ok_or(format!("'{kind}' are not two words"))?;
+            let told = |text: &str| text.replace("{kind}", secrecy).replace("{memory}", memory);
+            let peer = self.peer.as_deref().map(|text| Chosen::read(&told(text)));
+            Ok(Promise {
+                at: self.at.clone(),
+                except: self.except.clone(),
+                what: told(&self.what),
+                figure: self.figure.clone(),
+                ours: Chosen::read(&format!("godwit {kind}"))?,
+                run: self.run,
+                peer: peer.transpose()?,
+                target: self.target,
+            })
+        };
+        self.ours.iter().map(one).collect()
+    }
+}
+
+impl Chosen {
+    fn read(text: &str) -> Result<Self, String> {
+        let (text, cell) = text
+            .split_once(" at ")
+            .map_or((text, None), |(text, cell)| (text, Some(cell)));
+        let mut words = text.split(' ');
+        let mut chosen = Self {
+            system: words.next().unwrap_or_default().into(),
+            cell: cell.map(str::to_owned),
+            ..Self::default()
+        };
+        for word in words {
+            match word {
+                "plain" | "encrypted" => chosen.encrypted = Some(word == "encrypted"),
+                "cold" | "prepared" => chosen.prepared = Some(word == "prepared"),
+                _ => return Err(format!("'{word}' in '{text}' says nothing about a row")),
+            }
+        }
+        Ok(chosen)
+    }
+
+    pub fn fits(&self, row: &Row) -> bool {
+        row.system.starts_with(&self.system)
+            && self
+                .encrypted
+                .is_none_or(|encrypted| is_encrypted(row) == encrypted)
+            && self
+                .prepared
+                .is_none_or(|prepared| (row.destination == "prepared") == prepared)
+    }
+}
+
+impl Promise {
+    pub fn is_at(&self, scenario: &str, cell: &str) -> bool {
+        let place = format!("{scenario} {cell}");
+        let any = |patterns: &[String]| patterns.iter().any(|pattern| fits(pattern, &place));
+        any(&self.at) && !any(&self.except)
+    }
+}
+
+/// Whether a text is like a pattern in which `*` stands for anything.
+fn fits(pattern: &str, text: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == text,
+        Some((head, "")) => text.starts_with(head),
+        Some((head, tail)) => text
+            .strip_prefix(head)
+            .is_some_and(|rest| rest.char_indices().any(|(at, _)| fits(tail, &rest[at..]))),
+    }
+}
+
+impl Figure {
+    pub fn of(&self, row: &Row) -> Option<f64> {
+        match self {
+            Self::Rate => RATE(row),
+            Self::Total => TOTAL(row),
+            Self::Stop => STOP(row),
+            Self::CpuSource => COST_SOURCE(row),
+            Self::CpuDestination => COST_DESTINATION(row),
+            Self::VmProcessMib => vm_process_mib(row),
+            Self::GuestAlive => row
+                .details
+                .get("guest_alive")?
+                .as_bool()
+                .map(|alive| f64::from(u8::from(alive))),
+            Self::Detail(name) => row.detail(name),
+        }
+    }
+}
+
+/// Promises that hold everywhere: the worst cell is shown. What must never happen is looked for in all rows, costs in those
+/// that are compared.
+pub(crate) fn of_all(groups: &[Group], compared: &[Group]) -> Vec<Line> {
+    let everywhere = |what: String, ours, target| Line {
+        cell: "every cell".into(),
+        what,
+        ours,
+        peer: None,
+        note: String::new(),
+        target,
     };
     let ours = || groups.iter().filter(|group| is_ours(group.head()));
     let mut found = Vec::new();
-    for (side, number, paper) in [
-        ("source", COST_SOURCE, 1.6),
-        ("destination", COST_DESTINATION, 1.2),
-    ] {
-        for (emulated, link) in [(false, "no link emulated"), (true, "over an emulated link")] {
-            let chosen = ours().filter(|group| {
-                let row = group.head();
-                is_encrypted(row) && row.link_gbps.is_some() == emulated
-            });
-            let costs = chosen.filter_map(|group| {
-                let spread = group.spread(|row| Some(number(row)? / volume(row)))?;
-                Some((spread, place(group.head())))
-            });
-            let dearest = costs.max_by(|one, two| one.0.median.total_cmp(&two.0.median));
-            let Some((worst, place)) = dearest else {
-                continue;
-            };
-            let what = format!(
-                "core-s/GB sent, {side}, encrypted, {link}, against the paper's; the dearest: {place}"
-            );
-            let target = Target::Below(paper);
-            found.push(line(&everywhere, &what, Some(worst), None, target));
+    for dearest in &BOOK.dearest {
+        let chosen = compared.iter().filter(|group| {
+            let row = group.head();
+            is_ours(row) && is_encrypted(row) && row.link_gbps.is_some() == dearest.emulated
+        });
+        let costs = chosen.filter_map(|group| {
+            let spread = group.spread(|row| Some(dearest.figure.of(row)? / volume(row)))?;
+            Some((spread, named(group.head())))
+        });
+        if let Some((worst, name)) = costs.max_by(|one, two| one.0.median.total_cmp(&two.0.median))
+        {
+            let what = format!("{}; the dearest: {name}", dearest.what);
+            found.push(everywhere(what, Some(worst), Target::Below(dearest.below)));
         }
     }
+    let tried = |row: &&Row| !row.outcome.starts_with("skipped");
     for group in ours() {
-        let none_ended = group.rows.iter().all(|row| !row.completed());
-        let tried = |row: &&Row| !row.outcome.starts_with("skipped");
-        if none_ended && group.rows.iter().any(tried) {
-            let row = group.head();
-            let what = format!("runs that ended: {} {}", place(row), row.encryption);
+        if group.rows.iter().all(|row| !row.completed()) && group.rows.iter().any(tried) {
+            let what = format!(
+                "runs that ended: {} {}",
+                named(group.head()),
+                group.head().encryption
+            );
             let none = Spread::of(&vec![0.0; group.rows.len()]);
-            found.push(line(&everywhere, &what, none, None, Target::Above(1.0)));
+            found.push(everywhere(what, none, Target::Above(1.0)));
         }
     }
     let rows: Vec<&Row> = ours()
         .flat_map(|group| group.rows.iter().copied())
         .collect();
-    let ran = rows
+    let ended: Vec<bool> = rows
         .iter()
-        .filter(|row| !row.outcome.starts_with("skipped"));
-    let ended: Vec<bool> = ran.map(|row| row.completed()).collect();
+        .copied()
+        .filter(|row| tried(&row))
+        .map(Row::completed)
+        .collect();
     let equal: Vec<bool> = rows.iter().filter_map(|row| row.ram_equal).collect();
     for (what, all) in [
         ("part of our runs that came to their end", ended),
         ("part of our runs whose memory was equal", equal),
     ] {
-        let ours = part(&all);
-        found.push(line(&everywhere, what, ours, None, Target::Above(1.0)));
+        found.push(everywhere(what.into(), part(&all), Target::Above(1.0)));
     }
     found
 }
@@ -204,8 +271,9 @@ fn volume(row: &Row) -> f64 {
     (sent / (row.ram_gib * 1_073_741_824.0)).max(1.0)
 }
 
-fn place(row: &Row) -> String {
-    format!("{} {} {}", row.scenario, row.cell, row.destination)
+fn named(row: &Row) -> String {
+    let (scenario, cell) = place(row);
+    format!("{scenario} {cell} {}", row.destination)
 }
 
 fn part(all: &[bool]) -> Option<Spread> {
@@ -235,14 +303,11 @@ mod tests {
         Row {
             scenario: scenario.into(),
             cell: cell.into(),
-            system: "godwit".into(),
-            encryption: "aes-256-gcm".into(),
-            destination: "cold".into(),
             ram_gib: 1.0,
             ram_equal: Some(true),
-            outcome: "completed".into(),
+            total_s: None,
             details,
-            ..Row::default()
+            ..Row::sample("godwit", "aes-256-gcm", "cold")
         }
     }
 
@@ -315,5 +380,58 @@ mod tests {
             .iter()
             .find(|line| line.what.contains("hot rate=2 cold"));
         assert_eq!(worst.unwrap().ours.unwrap().median, 1.0);
+    }
+
+    #[test]
+    fn a_word_that_the_promises_do_not_know_is_refused() {
+        let good = "dearest = []\npromises = [{ at = [\"idle *\"], what = \"{kind}\", figure = \"rate\", ours = [\"plain cold\"], \
+                    peer = \"qemu {kind} at ram=1\", target = { below = 1.0 } }]";
+        let read = |text: &str| {
+            let book: Book = toml::from_str(text).map_err(|error| error.to_string())?;
+            book.promises
+                .iter()
+                .map(Written::read)
+                .collect::<Result<Vec<_>, _>>()
+        };
+        let promise = read(good).unwrap().remove(0).remove(0);
+        assert_eq!(
+            (promise.what.as_str(), promise.peer.unwrap().cell.as_deref()),
+            ("plain", Some("ram=1"))
+        );
+        for (from, to) in [
+            ("plain cold", "plain cool"),
+            ("qemu {kind}", "qemu {kind} fast"),
+            ("\"rate\"", "\"rites\""),
+            ("below", "beneath"),
+            ("what =", "whit ="),
+        ] {
+            assert!(
+                good.contains(from) && read(&good.replace(from, to)).is_err(),
+                "{to}"
+            );
+        }
+        assert!(
+            fits("hot rate=2*", "hot rate=2,reader")
+                && fits("* moves=4", "link moves=4")
+                && fits("*", "")
+        );
+        assert!(
+            !fits("hot rate=2", "hot rate=2,reader")
+                && !fits("distance *loss=0.1", "distance rtt=5,loss=0.01")
+        );
+    }
+
+    #[test]
+    fn every_promise_fits_a_cell_that_is_measured() {
+        let cells = crate::plan::cells(&crate::plan::Choice::default()).unwrap();
+        for promise in all() {
+            assert!(
+                cells
+                    .iter()
+                    .any(|cell| promise.is_at(&cell.scenario, &cell.name)),
+                "{}",
+                promise.what
+            );
+        }
     }
 }

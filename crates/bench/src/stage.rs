@@ -18,7 +18,6 @@ pub use godwit_testkit::stage::SOON;
 /// Where the peers' RAM files lie, on each host: a tmpfs like that of the product.
 pub const PEER_RAM: &str = "/run/peers";
 
-/// The hosts.
 pub struct Stage {
     // Before the machines that it joins.
     links: Vec<Link>,
@@ -75,13 +74,11 @@ impl Stage {
         links.try_for_each(|link| link.set(spec(network)).context("cannot set the link"))
     }
 
-    /// Cuts all links.
     pub fn cut(&self) -> Result<()> {
         let mut links = self.links.iter();
         links.try_for_each(|link| link.cut().context("cannot cut the link"))
     }
 
-    /// Ends the cut.
     pub fn heal(&self) -> Result<()> {
         let mut links = self.links.iter();
         links.try_for_each(|link| link.heal().context("cannot heal the link"))
@@ -207,7 +204,6 @@ impl Stage {
         self.prepares
     }
 
-    /// A command on a machine.
     pub fn command(&self, machine: &str, program: impl AsRef<Path>) -> Result<MachineCommand> {
         Ok(self.machine(machine)?.command(program.as_ref()))
     }
@@ -245,7 +241,6 @@ pub fn programs() -> Result<PathBuf> {
         .to_owned())
 }
 
-/// `target/bench`.
 pub fn usual_output() -> Result<PathBuf> {
     Ok(target_dir()?.join("bench"))
 }

@@ -1,36 +1,133 @@
-//! The results as Markdown: our moves beside the best peer's, every judgement with its ratio and target, every cell, the
-//! losing ones too, and the machine.
+//! The results for people: our moves beside the best peer's, every judgement with its ratio and target, every cell, the losing
+//! ones too, and the machine; as Markdown, and as one HTML page with the pictures that needs nothing else.
 //!
-//! Pure text out of the results.
+//! Pure: out of the results alone. Text of others (sentences of failures) is escaped on the page.
 
 use crate::group::{
-    Group, STOP, Spread, TOTAL, beside_ours, groups, is_encrypted, is_ours, is_qemu, place,
+    Group, STOP, SlowMemory, Spread, TOTAL, comparable, groups, is_encrypted, is_ours, is_qemu,
+    place,
 };
 use crate::judge::{Line, Target, lines};
+use crate::picture;
 use crate::row::{Results, Row};
-use serde_json::Value;
-use std::fmt::Write as _;
+use godwit_testkit::page::escape;
+use godwit_testkit::page::html::{Page, Table};
 
-const HEAD: &str = "# Moves of memory, measured\n\n\
-    Godwit and QEMU's own migration in the same run, taking turns, on the same guests, between the same two test hosts on one\n\
-    machine, so on the same cores; `docs/bench.md` says what the numbers are. Medians; in brackets the lowest and the highest\n\
-    run; `(1 run)` where there is only one. A ratio is ours over the peer's: in s, ms and core-s/GB less is better, in GB/s more.\n\
-    A pause of 50 ms is asked of every system. Guests with a Linux or a counter in them run under emulation. CPU is that of the\n\
-    hosts' processes, without vCPUs, controller, command line and link emulator; what huge pages that are put back after the\n\
-    guest has arrived may cost is in no figure. Where hosts have four cards QEMU uses one: it takes one address.\n";
+const TITLE: &str = "Moves of memory, measured";
 
-/// The whole document.
+const ABOUT: &str = "Godwit and QEMU's own migration in the same run, taking turns, on the same guests, between the same two test \
+    hosts on one machine, so on the same cores; `docs/bench.md` says what the numbers are. Medians; in brackets the lowest and the \
+    highest run; `(1 run)` where there is only one. A ratio is ours over the peer's: in s, ms and core-s/GB less is better, in GB/s \
+    more. A pause of 50 ms is asked of every system. Guests with a Linux or a counter in them run under emulation.";
+
+const NUMBERS: &str = "**s from the command** begins when the move is asked for, before the destination's QEMU is started, and ends at \
+    the RESUME event there; preparation is part of it. **Switchover** is from the STOP event at the source to the RESUME event at the \
+    destination. **GB/s** is the guest's memory over the time without preparation. **core-s/GB** is CPU of the hosts' processes, \
+    without vCPUs, controller, command line and link emulator; what huge pages that are put back after the guest has arrived may cost \
+    is in no figure. A peer is cut off at ten times our time. Where hosts have four cards QEMU uses one: it takes one address.";
+
+struct Section {
+    level: u8,
+    title: String,
+    about: String,
+    table: Option<Table>,
+}
+
+impl Section {
+    fn new(title: &str, about: &str, table: Table) -> Self {
+        Self {
+            level: 2,
+            title: title.into(),
+            about: about.into(),
+            table: Some(table),
+        }
+    }
+}
+
 pub fn markdown(results: &Results) -> String {
-    let groups = groups(&results.rows);
-    let compared = beside_ours(&groups);
-    let mut text = String::from(HEAD);
-    text.push_str(&disturbance(&results.rows));
-    text.push_str(&moves(&compared));
-    text.push_str(&comparisons(&lines(&results.rows)));
-    text.push_str(&parts(&groups));
-    text.push_str(&everything(&groups, &compared));
-    text.push_str(&machine(&results.machine));
+    let mut text = format!("# {TITLE}\n");
+    for about in abouts(results) {
+        text += &format!("\n{about}\n");
+    }
+    for Section {
+        level,
+        title,
+        about,
+        table,
+    } in sections(results)
+    {
+        text += &format!("\n{} {title}\n", "#".repeat(level.into()));
+        for part in [about, table.map_or(String::new(), |table| table.markdown())] {
+            if !part.is_empty() {
+                text += &format!("\n{}\n", part.trim_end());
+            }
+        }
+    }
+    text += "\n## The machine\n\n";
+    for (name, value) in results.machine.as_object().into_iter().flatten() {
+        let said = value
+            .as_str()
+            .map_or_else(|| value.to_string(), str::to_owned);
+        text += &format!("- {}: {said}\n", name.replace('_', " "));
+    }
     text
+}
+
+/// The whole document as a page.
+pub fn html(results: &Results) -> String {
+    let mut page = Page::new(&format!("Godwit: {}", TITLE.to_lowercase()));
+    page.heading(1, TITLE);
+    for about in abouts(results) {
+        page.paragraph("soft", &about);
+    }
+    for (
+        index,
+        Section {
+            level,
+            title,
+            about,
+            table,
+        },
+    ) in sections(results).into_iter().enumerate()
+    {
+        if index == 2 {
+            page.heading(2, "Pictures");
+            for (_, svg) in picture::files(results) {
+                page.card("", &svg);
+            }
+        }
+        page.heading(level, &title);
+        if !about.is_empty() {
+            page.paragraph("soft", &about);
+        }
+        if let Some(table) = table {
+            page.card("", &table.html("wide"));
+        }
+    }
+    page.heading(2, "The machine");
+    let machine = serde_json::to_string_pretty(&results.machine).unwrap_or_default();
+    page.card("", &format!("<pre>{}</pre>", escape(&machine)));
+    page.end()
+}
+
+fn abouts(results: &Results) -> Vec<String> {
+    let told = [
+        ABOUT.to_owned(),
+        NUMBERS.to_owned(),
+        disturbance(&results.rows),
+        memory(&results.rows),
+    ];
+    told.into_iter().filter(|text| !text.is_empty()).collect()
+}
+
+fn sections(results: &Results) -> Vec<Section> {
+    let groups = groups(&results.rows);
+    let compared = comparable(&groups);
+    let mut sections = vec![moves(&compared), comparisons(&lines(&results.rows))];
+    sections.extend(parts(&groups));
+    let slow = SlowMemory::among(&results.rows);
+    sections.extend(everything(&groups, &compared, &slow));
+    sections
 }
 
 /// What the hypervisor took while it was measured, where that is known.
@@ -45,10 +142,10 @@ fn disturbance(rows: &[Row]) -> String {
     let again: f64 = rows
         .iter()
         .filter_map(|row| row.detail("disturbed_before"))
-        .sum();
+        .fold(0.0, |all, one| all + one);
     format!(
-        "\nIn {} of {} rows it is known what the hypervisor below took of all cores' time: {:.1} % in the median, {:.1} % at most. \
-         {again} runs were made again since it took more than a tenth.\n",
+        "In {} of {} rows it is known what the hypervisor below took of all cores' time: {:.1} % in the median, {:.1} % at most. \
+         {again:.0} runs were made again since it took more than a tenth.",
         shares.len(),
         rows.len(),
         median * 100.0,
@@ -56,14 +153,49 @@ fn disturbance(rows: &[Row]) -> String {
     )
 }
 
+/// How fast memory came right before the moves, and what follows from it; nothing where it was not measured.
+fn memory(rows: &[Row]) -> String {
+    let speeds: Vec<f64> = rows
+        .iter()
+        .filter_map(|row| row.first_touch_gb_per_s)
+        .collect();
+    let Some(Spread {
+        median,
+        least,
+        most,
+        ..
+    }) = Spread::of(&speeds)
+    else {
+        return String::new();
+    };
+    let slow = SlowMemory::among(rows);
+    let left_out = match rows.iter().filter(|row| slow.has(row)).count() {
+        0 => "No row met less than a quarter of the best of its call.".to_owned(),
+        count => format!(
+            "**{count} of {} rows** met less than a quarter of the best of their call, as where a hypervisor takes free memory back: they \
+             are marked in the tables and left out of ratios and pictures, ours and the peers' alike.",
+            rows.len()
+        ),
+    };
+    format!(
+        "Right before each move, whoever's it was, as much memory as its destination needs was touched and given back, and then 256 MiB \
+         of free memory were touched by all cores: at {median:.1} GB/s in the median, {least:.1} to {most:.1}. {left_out}"
+    )
+}
+
 /// Every move of ours beside the best peer of the same kind.
-fn moves(groups: &[Group]) -> String {
-    let mut text = String::from(
-        "\n## Every scenario\n\n\
-         The best peer is that of the same cell with the same encryption, into memory of the same kind where there is one.\n\n\
-         | scenario | cell | Godwit | s from the command | best peer | ratio | ms switchover | best peer | ratio |\n\
-         |---|---|---|---|---|---|---|---|---|\n",
-    );
+fn moves(groups: &[Group]) -> Section {
+    let mut table = Table::new([
+        "scenario",
+        "cell",
+        "Godwit",
+        "s from the command",
+        "best peer",
+        "ratio",
+        "ms switchover",
+        "best peer",
+        "ratio",
+    ]);
     let moved = |group: &&Group| is_ours(group.head()) && group.median(TOTAL).is_some();
     for group in groups.iter().filter(moved) {
         let row = group.head();
@@ -77,31 +209,29 @@ fn moves(groups: &[Group]) -> String {
         } else {
             ""
         };
-        let _ = write!(
-            text,
-            "| {} | {} | {kind}{prepared} |",
-            row.scenario, row.cell
-        );
+        let mut shown = vec![
+            row.scenario.clone(),
+            row.cell.clone(),
+            format!("{kind}{prepared}"),
+        ];
         for number in [TOTAL, STOP] {
             let ours = group.spread(number);
             let peer = best_peer(groups, row, number);
-            let ratio = ours
-                .zip(peer.as_ref())
-                .map(|(ours, (peer, _))| ours.median / peer.median);
-            let _ = write!(
-                text,
-                " {} | {} | {} |",
-                ours.map_or("-".into(), counted),
-                peer.map_or_else(
-                    || no_peer(groups, row),
-                    |(spread, name)| format!("{} {name}", counted(spread))
-                ),
-                ratio.map_or("-".into(), |ratio| format!("{ratio:.2}"))
-            );
+            let both = ours.zip(peer.as_ref());
+            let ratio = both.map(|(ours, (peer, _))| ours.median / peer.median);
+            let named = |(spread, name): (Spread, String)| format!("{} {name}", counted(spread));
+            shown.push(ours.map_or("-".into(), counted));
+            shown.push(peer.map_or_else(|| no_peer(groups, row), named));
+            shown.push(two_digits(ratio));
         }
-        text.push('\n');
+        table.row(shown);
     }
-    text
+    let about = "The best peer is that of the same cell with the same encryption, into memory of the same kind where there is one.";
+    Section::new("Every scenario", about, table)
+}
+
+fn two_digits(ratio: Option<f64>) -> String {
+    ratio.map_or("-".into(), |ratio| format!("{ratio:.2}"))
 }
 
 fn best_peer(
@@ -135,7 +265,7 @@ fn no_peer(groups: &[Group], ours: &Row) -> String {
 }
 
 /// What the switchovers of the base cell are made of.
-fn parts(groups: &[Group]) -> String {
+fn parts(groups: &[Group]) -> Option<Section> {
     const NAMES: [&str; 7] = [
         "stop_ms",
         "last_pages_ms",
@@ -146,105 +276,70 @@ fn parts(groups: &[Group]) -> String {
         "resume_ms",
     ];
     let named = |row: &Row, name: &str| row.details["report"]["switchover_parts_ms"][name].as_f64();
-    let shown = |group: &&Group| {
+    let is_shown = |group: &&Group| {
         let row = group.head();
         let chosen = matches!(
-            (row.scenario.as_str(), row.cell.as_str()),
+            place(row),
             ("idle", "base") | ("redis", "set=50" | "set=100")
         );
         is_ours(row) && chosen
     };
-    let mut lines = String::new();
-    let present: Vec<&str> = NAMES
-        .into_iter()
-        .filter(|name| {
-            groups
-                .iter()
-                .any(|group| group.rows.iter().any(|row| named(row, name).is_some()))
-        })
-        .collect();
-    for group in groups.iter().filter(shown) {
-        let row = group.head();
-        let _ = write!(
-            lines,
-            "| {} {} | {} {} |",
-            row.scenario, row.cell, row.encryption, row.destination
-        );
-        for name in &present {
-            let spread = group.spread(|row| named(row, name));
-            let _ = write!(lines, " {} |", spread.map_or("-".into(), figures));
-        }
-        lines.push('\n');
-    }
-    if lines.is_empty() || present.is_empty() {
-        return String::new();
-    }
-    let titles: Vec<String> = present
+    let present = |name: &&str| {
+        groups
+            .iter()
+            .any(|group| group.rows.iter().any(|row| named(row, name).is_some()))
+    };
+    let present: Vec<&str> = NAMES.into_iter().filter(present).collect();
+    let titles = present
         .iter()
-        .map(|name| name.trim_end_matches("_ms").replace('_', " "))
-        .collect();
-    format!(
-        "\n## Parts of the switchover, ms\n\nBy the product's own report.\n\n| cell | kind | {} |\n|---|---|{}\n{lines}",
-        titles.join(" | "),
-        "---|".repeat(present.len())
-    )
-}
-
-fn machine(about: &Value) -> String {
-    let mut text = String::from("\n## The machine\n\n");
-    for (name, value) in about.as_object().into_iter().flatten() {
-        let said = match value {
-            Value::String(said) => said.clone(),
-            Value::Object(_) => value.to_string(),
-            other => other.to_string(),
-        };
-        let _ = writeln!(text, "- {}: {said}", name.replace('_', " "));
+        .map(|name| name.trim_end_matches("_ms").replace('_', " "));
+    let mut table = Table::new(["cell", "kind"].map(String::from).into_iter().chain(titles));
+    for group in groups.iter().filter(is_shown) {
+        let row = group.head();
+        let place = [
+            format!("{} {}", row.scenario, row.cell),
+            format!("{} {}", row.encryption, row.destination),
+        ];
+        let times = present.iter().map(|name| {
+            group
+                .spread(|row| named(row, name))
+                .map_or("-".into(), figures)
+        });
+        table.row(place.into_iter().chain(times));
     }
-    text
+    let some = !present.is_empty() && !table.is_empty();
+    some.then(|| {
+        Section::new(
+            "Parts of the switchover, ms",
+            "By the product's own report.",
+            table,
+        )
+    })
 }
 
-fn comparisons(lines: &[Line]) -> String {
-    let mut text = String::from(
-        "\n## Against the targets\n\n\
-         | cell | what | Godwit | peer | ratio | target | |\n|---|---|---|---|---|---|---|\n",
-    );
+fn comparisons(lines: &[Line]) -> Section {
+    let mut table = Table::new(["cell", "what", "Godwit", "peer", "ratio", "target", ""]);
     for line in lines {
-        let peer = peer(line);
-        let _ = writeln!(
-            text,
-            "| {} | {} | {} | {peer} | {} | {} | {} |",
-            line.cell,
-            line.what,
-            line.ours.map_or("-".into(), counted),
-            line.ratio()
-                .map_or("-".into(), |ratio| format!("{ratio:.2}")),
-            target(line.target),
-            verdict(line)
-        );
+        let peer = match &line.peer {
+            Some((spread, name)) => format!("{} {name}", counted(*spread)),
+            None if line.note.is_empty() => "-".into(),
+            None => line.note.clone(),
+        };
+        let ours = line.ours.map_or("-".into(), counted);
+        let verdict = match line.reached() {
+            Some(true) => "reached",
+            Some(false) => "**missed**",
+            None => "",
+        };
+        let (ratio, target) = (two_digits(line.ratio()), target(line.target));
+        table.row([
+            &line.cell, &line.what, &ours, &peer, &ratio, &target, verdict,
+        ]);
     }
-    text
+    Section::new("Against the targets", "", table)
 }
 
-/// The peer's figure and name, or why there is none.
-pub fn peer(line: &Line) -> String {
-    match &line.peer {
-        Some((spread, name)) => format!("{} {name}", counted(*spread)),
-        None if line.note.is_empty() => "-".into(),
-        None => line.note.clone(),
-    }
-}
-
-/// `reached`, `missed` or nothing to say.
-pub fn verdict(line: &Line) -> &'static str {
-    match line.reached() {
-        Some(true) => "reached",
-        Some(false) => "**missed**",
-        None => "",
-    }
-}
-
-/// A target in words.
-pub fn target(target: Target) -> String {
+fn target(target: Target) -> String {
     match target {
         Target::AtLeast(ratio) => format!("ratio at least {ratio}"),
         Target::AtMost(ratio) => format!("ratio at most {ratio}"),
@@ -280,62 +375,81 @@ pub fn figures(spread: Spread) -> String {
     format!("{median:.digits$} ({least:.digits$}..{most:.digits$})")
 }
 
-fn everything(groups: &[Group], compared: &[Group]) -> String {
-    let mut text = String::from("\n## Every cell\n");
-    let mut scenario = String::new();
-    for group in groups {
-        let row = group.head();
-        if row.scenario != scenario {
-            scenario.clone_from(&row.scenario);
-            let _ = write!(
-                text,
-                "\n### {scenario}\n\n| cell | system | destination | encryption | runs | s from the command | of these prepared | \
-                 switchover ms | GB/s | core-s/GB source | core-s/GB destination | guest speed | memory MiB | RAM equal | also | outcome |\n\
-                 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n"
-            );
+/// A number's title, and how a row has it.
+type Column = (&'static str, fn(&Row) -> Option<f64>);
+
+const COLUMNS: [Column; 9] = [
+    ("s from the command", |row| row.total_s),
+    ("of these prepared", |row| {
+        (row.prepare_s > 0.0).then_some(row.prepare_s)
+    }),
+    ("switchover ms", |row| row.switchover_ms),
+    ("GB/s", |row| row.throughput_gb_per_s),
+    ("core-s/GB source", |row| row.cpu_source_s_per_gb),
+    ("core-s/GB destination", |row| row.cpu_destination_s_per_gb),
+    ("guest speed", |row| row.guest_speed_during),
+    ("memory MiB", |row| row.peak_rss_mib),
+    ("first touch GB/s", |row| row.first_touch_gb_per_s),
+];
+
+fn everything(groups: &[Group], compared: &[Group], slow: &SlowMemory) -> Vec<Section> {
+    let before = ["cell", "system", "destination", "encryption", "runs"];
+    let titles = before.into_iter().chain(COLUMNS.map(|(title, _)| title));
+    let titles: Vec<&str> = titles.chain(["RAM equal", "also", "outcome"]).collect();
+    let mut sections = vec![Section {
+        level: 2,
+        title: "Every cell".into(),
+        about: String::new(),
+        table: None,
+    }];
+    for scenario in groups.chunk_by(|one, two| one.head().scenario == two.head().scenario) {
+        let mut table = Table::new(titles.clone());
+        for group in scenario {
+            table.row(one(group, compared, slow));
         }
-        let _ = writeln!(text, "{}", one(group, compared));
+        let title = scenario[0].head().scenario.clone();
+        sections.push(Section {
+            level: 3,
+            title,
+            about: String::new(),
+            table: Some(table),
+        });
     }
-    text
+    sections
 }
 
-fn one(group: &Group, compared: &[Group]) -> String {
+fn one(group: &Group, compared: &[Group], slow: &SlowMemory) -> Vec<String> {
     let row = group.head();
     let runs = group.rows.len();
     let same = |other: &&Group| other.head().is_like(row);
     let beside = compared.iter().find(same).map_or(0, |same| same.rows.len());
-    let runs = if beside == runs {
-        runs.to_string()
-    } else {
-        format!("{runs}, {beside} of them beside ours")
-    };
-    let shown = |number: fn(&Row) -> Option<f64>| group.spread(number).map_or("-".into(), figures);
+    let slow = group.rows.iter().filter(|row| slow.has(row)).count();
+    let mut told = runs.to_string();
+    if slow > 0 {
+        told += &format!(", {slow} on slow memory");
+    }
+    if beside + slow != runs {
+        told += &format!(", {beside} of them beside ours");
+    }
     let equal = match group.equal() {
         Some(true) => "yes",
         Some(false) => "**no**",
         None => "-",
     };
-    format!(
-        "| {} | {} | {} | {} | {runs} | {} | {} | {} | {} | {} | {} | {} | {} | {equal} | {} | {} |",
-        row.cell,
+    let mut shown = vec![
+        row.cell.clone(),
         group.name(),
-        row.destination,
-        row.encryption,
-        shown(|row| row.total_s),
-        shown(|row| (row.prepare_s > 0.0).then_some(row.prepare_s)),
-        shown(|row| row.switchover_ms),
-        shown(|row| row.throughput_gb_per_s),
-        shown(|row| row.cpu_source_s_per_gb),
-        shown(|row| row.cpu_destination_s_per_gb),
-        shown(|row| row.guest_speed_during),
-        shown(|row| row.peak_rss_mib),
-        also(group),
-        group.outcome().replace('|', "/")
-    )
+        row.destination.clone(),
+        row.encryption.clone(),
+        told,
+    ];
+    shown.extend(COLUMNS.map(|(_, number)| group.spread(number).map_or("-".into(), figures)));
+    shown.extend([equal.into(), also(group), group.outcome()]);
+    shown
 }
 
 /// What a cell was made for and no column shows.
-pub fn also(group: &Group) -> String {
+fn also(group: &Group) -> String {
     let named = [
         ("jain_index", "Jain index"),
         ("eta_at_tenth_error", "estimate at a tenth off by"),
@@ -363,14 +477,10 @@ mod tests {
     #[test]
     fn the_losing_cells_and_those_left_out_are_in_the_table() {
         let row = |system: &str, rate: Option<f64>, outcome: &str| Row {
-            scenario: "idle".into(),
-            cell: "base".into(),
-            system: system.into(),
-            encryption: "none".into(),
-            destination: "cold".into(),
+            total_s: None,
             throughput_gb_per_s: rate,
             outcome: outcome.into(),
-            ..Row::default()
+            ..Row::sample(system, "none", "cold")
         };
         let rows = [
             row("godwit", Some(1.0), "completed"),
@@ -390,15 +500,9 @@ mod tests {
     #[test]
     fn a_peer_of_another_call_is_shown_and_said_to_be_so() {
         let row = |system: &str, total_s: f64, call_unix_s: u64| Row {
-            scenario: "idle".into(),
-            cell: "base".into(),
-            system: system.into(),
-            encryption: "none".into(),
-            destination: "cold".into(),
             total_s: Some(total_s),
-            outcome: "completed".into(),
             call_unix_s,
-            ..Row::default()
+            ..Row::sample(system, "none", "cold")
         };
         let text = markdown(&Results {
             rows: vec![
@@ -414,6 +518,34 @@ mod tests {
     }
 
     #[test]
+    fn rows_on_slow_memory_are_marked_and_the_page_says_that_they_are_left_out() {
+        let row = |system: &str, touched: f64| Row {
+            first_touch_gb_per_s: Some(touched),
+            ..Row::sample(system, "none", "cold")
+        };
+        let mut results = Results {
+            rows: vec![row("godwit", 8.0), row("godwit", 0.3), row("qemu-7.2", 6.0)],
+            ..Results::default()
+        };
+        for text in [markdown(&results), html(&results)] {
+            assert!(
+                text.contains("2, 1 on slow memory") && !text.contains("beside ours"),
+                "{text}"
+            );
+            assert!(
+                text.contains("left out of ratios") && text.contains("1 of 3 rows"),
+                "{text}"
+            );
+            assert!(
+                text.contains("at 6.0 GB/s in the median, 0.3 to 8.0"),
+                "{text}"
+            );
+        }
+        results.rows.remove(1);
+        assert!(markdown(&results).contains("No row met less than a quarter"));
+    }
+
+    #[test]
     fn what_the_hypervisor_took_is_told() {
         let row = |stolen: f64, disturbed: u32| Row {
             details: serde_json::json!({"stolen_share": stolen, "disturbed_before": disturbed}),
@@ -425,5 +557,19 @@ mod tests {
             text.contains("2.0 % in the median, 12.0 % at most. 3 runs"),
             "{text}"
         );
+    }
+
+    #[test]
+    fn markup_in_a_failure_is_text_on_the_page() {
+        let row = Row {
+            scenario: "idle".into(),
+            outcome: "failed: <script>".into(),
+            ..Row::default()
+        };
+        let page = html(&Results {
+            rows: vec![row],
+            ..Results::default()
+        });
+        assert!(page.contains("failed: &lt;script&gt;") && !page.contains("<script>"));
     }
 }

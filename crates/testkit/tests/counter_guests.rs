@@ -21,7 +21,7 @@ fn soon() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
 
-fn start(spec: &CounterSpec, accelerator: &str, extra: &[&str]) -> std::io::Result<Running> {
+fn start(spec: &CounterSpec, accelerator: &str, extra: &[&str]) -> anyhow::Result<Running> {
     let dir = tempfile::tempdir_in("/dev/shm")?;
     let (ram_path, kernel) = (dir.path().join("ram"), dir.path().join("kernel"));
     std::fs::write(&kernel, counter::build(spec).expect("a good specification"))?;

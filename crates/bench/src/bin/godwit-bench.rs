@@ -9,7 +9,7 @@ use godwit_bench::bench::Bench;
 use godwit_bench::plan::{self, Cell, Choice};
 use godwit_bench::row::{Results, Row};
 use godwit_bench::stage::{programs, usual_output};
-use godwit_bench::{estimate, machine, page, picture, table};
+use godwit_bench::{estimate, machine, picture, table};
 use godwit_testkit::guest::linux::target_dir;
 use godwit_testkit::interrupt;
 
@@ -45,7 +45,7 @@ enum Command {
 
 #[derive(Args)]
 struct Memory {
-    /// Only this scenario (idle, zero, redis, hot, link, ipv6, distance); may be given several times
+    /// Only this scenario (--plan lists them); may be given several times
     #[arg(long)]
     scenario: Vec<String>,
     /// One small cell each of idle, zero, redis, hot and distance
@@ -191,7 +191,7 @@ fn read(path: &Path) -> Result<Results> {
 
 fn report(results: &Results, out: &Path) -> Result<()> {
     let markdown = table::markdown(results);
-    std::fs::write(out.join("memory.html"), page::html(results))?;
+    std::fs::write(out.join("memory.html"), table::html(results))?;
     std::fs::write(out.join("memory.md"), &markdown)?;
     println!(
         "\n{markdown}\nresults: {0}/memory.json, {0}/memory.html, {0}/memory.md",

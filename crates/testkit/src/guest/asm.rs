@@ -19,7 +19,6 @@ pub enum AsmError {
     /// A short jump spans more than a signed byte.
     #[error("jump to {label} spans {distance} bytes, a short jump reaches 127")]
     TooFar {
-        /// Where the jump leads.
         label: &'static str,
         /// How far that is, in bytes from the end of the jump.
         distance: i64,

@@ -20,7 +20,6 @@ pub struct Control {
     pub boots: u32,
     /// Full passes since the last boot.
     pub passes: u32,
-    /// First counted page.
     pub first_page: u32,
     /// One past the last counted page.
     pub end_page: u32,
@@ -29,7 +28,6 @@ pub struct Control {
 /// What a good RAM looked like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Checked {
-    /// The control block.
     pub control: Control,
     /// Pages already stepped in the pass that was interrupted.
     pub stepped_pages: u32,
@@ -41,12 +39,7 @@ pub struct Checked {
 pub enum CheckError {
     /// The file could not be read there.
     #[error("cannot read the RAM file at {offset:#x}: {source}")]
-    Read {
-        /// Where.
-        offset: u64,
-        /// Why.
-        source: io::Error,
-    },
+    Read { offset: u64, source: io::Error },
     /// No counter guest has started in this RAM.
     #[error("no counter guest has started in this RAM (magic {0:#010x})")]
     NotStarted(u32),
@@ -58,7 +51,6 @@ pub enum CheckError {
     Control {
         /// First counted page, as read.
         first_page: u32,
-        /// End, as read.
         end_page: u32,
     },
     /// Pages hold counters or numbers that no moment of the guest's run explains.
@@ -67,13 +59,10 @@ pub enum CheckError {
          counter {counter}, allowed {passes} or one more in ascending order; number {number:#x}"
     )]
     WrongPages {
-        /// How many pages are wrong.
         count: u32,
         /// The pass the guest was in.
         passes: u32,
-        /// First wrong page.
         first: u32,
-        /// Its counter.
         counter: u32,
         /// Its own number as stored in it.
         number: u32,
@@ -87,7 +76,6 @@ pub fn reads(ram: &impl FileExt) -> Result<u32, CheckError> {
     Ok(u32::from_le_bytes(word))
 }
 
-/// Reads the control block.
 pub fn control(ram: &impl FileExt) -> Result<Control, CheckError> {
     let mut block = [0_u8; 64];
     read(ram, CONTROL_ADDRESS, &mut block)?;

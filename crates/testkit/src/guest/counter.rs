@@ -16,7 +16,6 @@
 
 use super::asm::{Asm, AsmError};
 
-/// Bytes in a page.
 pub const PAGE_BYTES: u64 = 4096;
 /// Guest-physical address of the control words; also their offset in the RAM file.
 pub const CONTROL_ADDRESS: u64 = 0x8_0000;
@@ -57,7 +56,6 @@ pub enum Word {
     Boots,
     /// Full passes since the last boot (wraps).
     Passes,
-    /// First counted page.
     FirstPage,
     /// One past the last counted page.
     EndPage,
@@ -89,7 +87,6 @@ impl Word {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Action {
-    /// Counts for ever.
     #[default]
     None,
     /// Powers off by ACPI (q35 with SeaBIOS: port 0x604).
@@ -109,10 +106,8 @@ pub enum Mode {
     Flat,
 }
 
-/// What to build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CounterSpec {
-    /// Processor mode.
     pub mode: Mode,
     /// End of the counted memory for [`Mode::Flat`], 2 to 2047 MiB and at most the guest's RAM.
     pub until_mib: u32,
@@ -194,7 +189,6 @@ pub enum CounterError {
     Program(#[from] AsmError),
 }
 
-/// Builds the kernel file.
 pub fn build(spec: &CounterSpec) -> Result<Vec<u8>, CounterError> {
     let code = match spec.mode {
         Mode::Real => real_program()?,
@@ -288,7 +282,6 @@ fn real_boot_count(asm: &mut Asm) {
     asm.op(&[0x66, 0x64, 0xA3, Word::Boots.offset(), 0x00]); // mov fs:[boots], eax
 }
 
-/// BX = first segment.
 fn real_first_segment(asm: &mut Asm) {
     asm.op(&[0x64, 0x8B, 0x1E, Word::FirstPage.offset(), 0x00]); // mov bx, fs:[first]
     asm.op(&[0xC1, 0xE3, 0x08]); // shl bx, 8
@@ -418,7 +411,6 @@ fn flat_boot_count(asm: &mut Asm) {
     asm.op(&[0x89, 0x45, Word::Boots.offset()]); // mov [ebp+boots], eax
 }
 
-/// ESI = first address.
 fn flat_first_address(asm: &mut Asm) {
     asm.op(&[0x8B, 0x75, Word::FirstPage.offset()]); // mov esi, [ebp+first]
     asm.op(&[0xC1, 0xE6, 0x0C]); // shl esi, 12

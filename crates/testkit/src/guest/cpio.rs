@@ -2,7 +2,6 @@
 //!
 //! Entries carry root as their owner and no times, so that the same content gives the same bytes.
 
-/// An archive being written.
 #[derive(Default)]
 pub struct Archive {
     bytes: Vec<u8>,
@@ -20,7 +19,6 @@ impl Archive {
         self.entry(path, 0o100_000 | permissions, (0, 0), content);
     }
 
-    /// A symbolic link.
     pub fn symlink(&mut self, path: &str, to: &str) {
         self.entry(path, 0o120_777, (0, 0), to.as_bytes());
     }

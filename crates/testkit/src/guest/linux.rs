@@ -31,9 +31,7 @@ const APPLETS: [&str; 17] = [
 /// Where the image lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LinuxGuest {
-    /// For QEMU's `-kernel`.
     pub kernel: PathBuf,
-    /// For QEMU's `-initrd`.
     pub initrd: PathBuf,
 }
 

@@ -22,7 +22,6 @@ pub enum EmulatedLink {
 }
 
 impl EmulatedLink {
-    /// Changes both directions.
     pub fn set(&self, spec: LinkSpec) -> io::Result<()> {
         match self {
             Self::Here(link) => link.set(spec),
@@ -38,7 +37,6 @@ impl EmulatedLink {
         }
     }
 
-    /// What a direction is like.
     pub fn spec(&self, direction: Direction) -> io::Result<LinkSpec> {
         match self {
             Self::Here(link) => Ok(link.spec(direction)),

@@ -35,7 +35,6 @@ pub struct Machine {
 /// Directories whose files a machine that lost its power does not have afterwards; see also [`Machine::power_cut`].
 const GONE_WITHOUT_POWER: [&str; 3] = ["/run", "/tmp", "/dev/shm"];
 
-/// A process inside a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
     /// Its id as the machine sees it.
@@ -175,7 +174,6 @@ impl Machine {
         })
     }
 
-    /// All its volumes.
     pub fn volumes(&self) -> &[Volume] {
         &self.volumes
     }
@@ -285,37 +283,31 @@ pub struct MachineCommand {
 }
 
 impl MachineCommand {
-    /// Adds an argument.
     pub fn arg(&mut self, argument: impl AsRef<OsStr>) -> &mut Self {
         self.command.arg(argument);
         self
     }
 
-    /// Adds arguments.
     pub fn args(&mut self, arguments: impl IntoIterator<Item = impl AsRef<OsStr>>) -> &mut Self {
         self.command.args(arguments);
         self
     }
 
-    /// Sets an environment variable.
     pub fn env(&mut self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> &mut Self {
         self.command.env(name, value);
         self
     }
 
-    /// Sets the standard input.
     pub fn stdin(&mut self, stdio: impl Into<Stdio>) -> &mut Self {
         self.command.stdin(stdio);
         self
     }
 
-    /// Sets the standard output.
     pub fn stdout(&mut self, stdio: impl Into<Stdio>) -> &mut Self {
         self.command.stdout(stdio);
         self
     }
 
-    /// Sets the standard error.
     pub fn stderr(&mut self, stdio: impl Into<Stdio>) -> &mut Self {
         self.command.stderr(stdio);
         self

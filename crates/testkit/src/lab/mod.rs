@@ -34,7 +34,6 @@ pub use machine::{Machine, MachineCommand, Process};
 use namespace::Plan;
 pub use network::{Link, host_addresses};
 
-/// What to build.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LabConfig {
     /// Name of the lab; needed to be unique only for labs that are kept.
@@ -43,7 +42,6 @@ pub struct LabConfig {
     pub hosts: u8,
     /// Puts a router between the hosts' migration networks (two hosts only).
     pub routed: bool,
-    /// MTU of the migration network.
     pub migration_mtu: u32,
     /// Directories that all machines share, writable, at the same path.
     pub shared: Vec<PathBuf>,
@@ -109,23 +107,16 @@ impl Default for LabConfig {
     }
 }
 
-/// A host's addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Addresses {
-    /// On the management network.
     pub management4: IpAddr,
-    /// On the management network.
     pub management6: IpAddr,
-    /// On the migration network.
     pub migration4: IpAddr,
-    /// On the migration network.
     pub migration6: IpAddr,
 }
 
-/// Most hosts of a lab.
 pub const HOSTS_MAX: u8 = 32;
 
-/// Running test hosts.
 pub struct Lab {
     config: LabConfig,
     links: Vec<EmulatedLink>,
@@ -256,7 +247,6 @@ impl Lab {
         host_addresses(index, self.config.routed)
     }
 
-    /// What it was built from.
     pub fn config(&self) -> &LabConfig {
         &self.config
     }

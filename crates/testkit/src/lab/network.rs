@@ -14,9 +14,7 @@ use super::{Addresses, Lab, LabConfig, Machine, Subnets, host_name};
 pub enum Link {
     /// To the controller and the other hosts' agents.
     Management,
-    /// For migration streams.
     Migration,
-    /// The VMs' network.
     Vm,
 }
 
@@ -64,7 +62,6 @@ fn v6(prefix: u16, subnet: u8, number: u8) -> IpAddr {
     ))
 }
 
-/// Connects all machines.
 pub fn build(lab: &Lab) -> io::Result<()> {
     for name in lab.machine_names() {
         trust_addresses(lab.machine(&name)?)?;
@@ -142,7 +139,6 @@ fn mtu_of(link: Link, migration_mtu: u32) -> u32 {
     }
 }
 
-/// All bridges of the switch.
 fn bridges(config: &LabConfig) -> BTreeSet<String> {
     let mut all = BTreeSet::from(["br-mgmt", "br-vm", "br-mig1", "br-mig2"].map(str::to_owned));
     for host in 0..config.hosts {

@@ -94,7 +94,6 @@ impl Frame {
         Some((train, frame))
     }
 
-    /// How many packets it is.
     fn packets(&self) -> usize {
         match self.payload_per_packet {
             0 => 1,

@@ -29,7 +29,6 @@ use tap::Tap;
 /// One end of a link: a device to be made in a network namespace.
 #[derive(Debug)]
 pub struct End {
-    /// The network namespace.
     pub namespace: OwnedFd,
     /// Name of the device to make there.
     pub device: String,
@@ -37,7 +36,6 @@ pub struct End {
     pub addresses: Vec<String>,
     /// A bridge of the namespace that the device becomes a port of.
     pub bridge: Option<String>,
-    /// MTU of the device.
     pub mtu: u32,
 }
 
@@ -98,7 +96,6 @@ impl Link {
         self.set_all(&[(Direction::AToB, spec), (Direction::BToA, spec)])
     }
 
-    /// Changes one direction.
     pub fn set_direction(&self, direction: Direction, spec: LinkSpec) -> io::Result<()> {
         self.set_all(&[(direction, spec)])
     }
@@ -116,13 +113,11 @@ impl Link {
         Ok(())
     }
 
-    /// What a direction is like.
     pub fn spec(&self, direction: Direction) -> LinkSpec {
         let specs = self.specs.lock().unwrap_or_else(PoisonError::into_inner);
         specs[direction as usize]
     }
 
-    /// What was counted so far.
     pub fn counters(&self) -> io::Result<Counters> {
         let mut counters = self.ask(Command::Count)?;
         let [a, b] = &self.ends;

@@ -25,7 +25,6 @@ pub struct Train {
 }
 
 impl Train {
-    /// A single packet.
     pub fn single(bytes: u32) -> Self {
         Self {
             packets: 1,
@@ -59,14 +58,12 @@ struct Waiting {
     arrived_ns: u64,
 }
 
-/// A packet on the line.
 struct Flying {
     train: u64,
     index: u16,
     due_ns: u64,
 }
 
-/// One direction of a link.
 pub struct Model<P> {
     spec: LinkSpec,
     random: Random,
@@ -103,7 +100,6 @@ impl<P> Model<P> {
         }
     }
 
-    /// What it is like.
     pub fn spec(&self) -> LinkSpec {
         self.spec
     }

@@ -21,11 +21,9 @@ const FRAMES_AT_ONCE: usize = 32;
 
 /// What a link is asked, with where the answer goes.
 pub enum Command {
-    /// Changes directions.
     Set(Vec<(Direction, LinkSpec)>, Sender<()>),
     /// Drops everything, or no longer.
     Cut(bool, Sender<()>),
-    /// Tells the counters.
     Count(Sender<Counters>),
 }
 
@@ -33,7 +31,6 @@ pub enum Command {
 pub struct Bell(OwnedFd);
 
 impl Bell {
-    /// A new one.
     pub fn new() -> io::Result<Self> {
         // SAFETY: gives a new descriptor or an error; it is owned exactly once.
         unsafe {
@@ -44,7 +41,6 @@ impl Bell {
         }
     }
 
-    /// Rings it.
     pub fn ring(&self) {
         let one = 1_u64;
         // SAFETY: writes 8 bytes from a local; that it could not since the bell rings already is as good.

@@ -218,9 +218,7 @@ pub enum Direction {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct DirectionCounters {
-    /// Packets that came in.
     pub offered_packets: u64,
-    /// Bytes that came in.
     pub offered_bytes: u64,
     /// Packets that went through the transmitter, lost ones included.
     pub sent_packets: u64,
@@ -260,7 +258,6 @@ pub struct DirectionCounters {
     pub late_sum_ns: u64,
 }
 
-/// What a link counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Counters {
@@ -275,7 +272,6 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// The counters of a direction.
     pub fn of(&self, direction: Direction) -> &DirectionCounters {
         match direction {
             Direction::AToB => &self.a_to_b,

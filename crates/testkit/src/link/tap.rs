@@ -25,7 +25,6 @@ const TUN_F_TSO4: libc::c_uint = 2;
 const TUN_F_TSO6: libc::c_uint = 4;
 const TUN_F_TSO_ECN: libc::c_uint = 8;
 
-/// An open device.
 pub struct Tap {
     file: File,
 }

@@ -14,23 +14,17 @@ use super::values::{self, Found};
 const ANSWER_LIMIT: Duration = Duration::from_secs(30);
 const CONNECT_LIMIT: Duration = Duration::from_secs(5);
 
-/// What one connection counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Connections that broke.
     pub lost: u64,
-    /// Whole values found.
     pub verified: u64,
-    /// Damaged values.
     pub damaged: u64,
     /// Acknowledged writes not found by a later read.
     pub lost_writes: u64,
-    /// Error answers.
     pub errors: u64,
 }
 
 impl Counts {
-    /// Adds another connection's counts.
     pub fn add(&mut self, other: &Counts) {
         self.lost += other.lost;
         self.verified += other.verified;
@@ -95,7 +89,6 @@ impl Client {
         Ok(client)
     }
 
-    /// What was counted so far.
     pub fn counts(&self) -> Counts {
         self.counts
     }

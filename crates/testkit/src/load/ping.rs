@@ -16,31 +16,23 @@ use serde::{Deserialize, Serialize};
 pub struct Gap {
     /// Wall clock at its start, milliseconds since 1970.
     pub started_unix_ms: u64,
-    /// How long it lasted.
     pub ms: f64,
 }
 
 /// What a run of pings showed.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct PingReport {
-    /// The longest gap.
     pub network_gap_ms: f64,
-    /// Requests sent.
     pub sent: u64,
-    /// Answers that arrived.
     pub received: u64,
-    /// Median round trip.
     pub rtt_p50_ms: f64,
     /// Every gap above the limit asked for, in order, at most 1000.
     pub gaps: Vec<Gap>,
 }
 
-/// What to ping.
 #[derive(Clone, Copy, Debug)]
 pub struct PingConfig {
-    /// The guest.
     pub address: IpAddr,
-    /// Time between requests.
     pub interval: Duration,
     /// How long, unless stopped.
     pub duration: Duration,
@@ -96,7 +88,6 @@ fn send_all(
     }
 }
 
-/// Follows the answers.
 struct Listener {
     config: PingConfig,
     started: Instant,

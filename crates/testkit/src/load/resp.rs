@@ -7,7 +7,6 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 
 /// Longest line (status, error, number, length) that is accepted.
 pub const MAX_LINE_BYTES: usize = 4096;
-/// Longest value that is accepted.
 pub const MAX_VALUE_BYTES: usize = 64 << 20;
 
 /// One reply. A value lies in the reader's buffer until the next reply is read.
@@ -17,9 +16,7 @@ pub enum Reply<'a> {
     Status(&'a [u8]),
     /// `:1`
     Integer(i64),
-    /// A value.
     Value(&'a [u8]),
-    /// No such key.
     Nothing,
 }
 
@@ -45,7 +42,6 @@ pub struct ReplyReader<R> {
 }
 
 impl<R: Read> ReplyReader<R> {
-    /// Reads from `stream`.
     pub fn new(stream: R) -> Self {
         Self {
             stream: BufReader::with_capacity(256 << 10, stream),
@@ -120,7 +116,6 @@ fn number(text: &[u8]) -> Result<i64, RespError> {
     text.ok_or(RespError::Malformed("a number that is none"))
 }
 
-/// Writes a command.
 pub fn write_command(stream: &mut impl Write, words: &[&[u8]]) -> io::Result<()> {
     write!(stream, "*{}\r\n", words.len())?;
     for word in words {

@@ -11,14 +11,10 @@ use super::client::{Client, Counts, fill};
 use super::series::{Second, Workload, second};
 use super::values::Stream;
 
-/// What to run.
 #[derive(Clone, Debug)]
 pub struct LoadConfig {
-    /// The Redis server.
     pub address: SocketAddr,
-    /// MiB of values.
     pub data_mib: u64,
-    /// Bytes in a value.
     pub value_bytes: usize,
     /// Connections, each with its own share of the keys.
     pub connections: usize,
@@ -45,7 +41,6 @@ pub enum Progress {
     Most(f64),
     /// The fixed rate starts now; operations a second.
     Running(f64),
-    /// A second has passed.
     Second(Second),
 }
 
@@ -272,7 +267,6 @@ fn sort_in(sample: Sample, end: Instant, current: &mut Vec<u64>, later: &mut Vec
     }
 }
 
-/// Reads and checks every key.
 fn verify(clients: &mut [Client]) {
     std::thread::scope(|scope| {
         for client in clients {

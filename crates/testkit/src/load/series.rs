@@ -5,7 +5,6 @@
 
 use serde::{Deserialize, Serialize};
 
-/// One second of the run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Second {
     /// Seconds since the start of the run.
@@ -14,9 +13,7 @@ pub struct Second {
     pub ops: u64,
     /// Median latency; 0 if nothing arrived, as for the others.
     pub p50_ms: f64,
-    /// 99th percentile of the latency.
     pub p99_ms: f64,
-    /// Longest latency.
     pub max_ms: f64,
 }
 
@@ -24,7 +21,6 @@ pub struct Second {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Workload {
-    /// What ran.
     pub name: String,
     /// Wall clock at `t` = 0, milliseconds since 1970.
     pub started_unix_ms: u64,
@@ -34,17 +30,12 @@ pub struct Workload {
     pub connections_lost: u64,
     /// Answers whose every byte was checked.
     pub verified_reads: u64,
-    /// Answers that were damaged.
     pub damaged_reads: u64,
     /// Acknowledged writes that a later read did not find.
     pub lost_writes: u64,
-    /// Error answers.
     pub errors: u64,
-    /// Keys in use.
     pub keys: u64,
-    /// Bytes in each value.
     pub value_bytes: u64,
-    /// How long the fill took.
     pub fill_seconds: f64,
     /// What the guest could serve at most before the run.
     pub max_ops_per_s: f64,
@@ -69,9 +60,7 @@ pub struct Workload {
 /// When a migration ran, in seconds since the start of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Window {
-    /// Start.
     pub from_s: f64,
-    /// End.
     pub to_s: f64,
 }
 

@@ -69,7 +69,6 @@ impl Stream {
         Self((seed ^ (seed >> 31)) | 1)
     }
 
-    /// The next eight bytes.
     #[expect(
         clippy::should_implement_trait,
         reason = "endless: an Option would only be unwrapped again"

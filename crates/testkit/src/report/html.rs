@@ -1,50 +1,50 @@
 //! The report as one self-contained page: no script, no font, no picture from elsewhere.
-
-use std::fmt::Write;
+//!
+//! Pure: out of the report alone. Refuses nothing; what was not measured is said to be so.
 
 use serde_json::Value;
 
-use super::svg::{Band, Line, Part, Scale, TimeChart, escape, figure, stacked_bar};
+use super::pause;
+use super::svg::{Band, Line, Scale, TimeChart};
 use super::{Migration, Report};
 use crate::load::series::Workload;
+use crate::page::html::{Page, Table, legend};
+use crate::page::{escape, figure};
 
-/// The whole page.
 pub fn page(report: &Report) -> String {
-    let mut html = String::from("<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\">");
-    html.push_str("<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">");
-    html.push_str("<title>Godwit: migration report</title><style>");
-    html.push_str(include_str!("style.css"));
-    html.push_str("</style></head><body><main>");
-    header(&mut html, report);
-    tiles(&mut html, report);
-    workload(&mut html, report);
+    let mut page = Page::new("Godwit: migration report");
+    header(&mut page, report);
+    tiles(&mut page, report);
+    workload(&mut page, report);
     for (index, migration) in report.migrations.iter().enumerate() {
-        migration_section(&mut html, report, migration, index);
+        migration_section(&mut page, report, migration, index);
     }
-    figures(&mut html, report);
-    footer(&mut html, report);
-    html + "</main></body></html>\n"
+    figures(&mut page, report);
+    footer(&mut page, report);
+    page.end()
 }
 
-fn header(html: &mut String, report: &Report) {
+fn header(page: &mut Page, report: &Report) {
     let guest = &report.guest;
-    let _ = write!(
-        html,
-        "<h1>A running guest, moved {}</h1><p class=\"soft\">{} MiB of memory, {} vCPU{}, run by {}. It wrote up to {} MiB/s \
-         while it was moved.</p>",
-        times(report.migrations.len()),
+    page.heading(
+        1,
+        &format!("A running guest, moved {}", times(report.migrations.len())),
+    );
+    let about = format!(
+        "{} MiB of memory, {} vCPU{}, run by {}. It wrote up to {} MiB/s while it was moved.",
         figure(guest.ram_mib as f64),
         guest.vcpus,
         if guest.vcpus == 1 { "" } else { "s" },
-        escape(&accelerator(&guest.accelerator)),
+        accelerator(&guest.accelerator),
         figure(guest.dirty_mib_per_s)
     );
-    let _ = write!(html, "<p class=\"soft\">{}</p>", escape(&made(report)));
+    page.paragraph("soft", &about);
+    page.paragraph("soft", &made(report));
     if guest.accelerator.eq_ignore_ascii_case("tcg") {
-        html.push_str(
-            "<p class=\"note\">This guest was <b>emulated</b> (TCG), which is 10 to 50 times slower than hardware and leaves less \
-             to compete with a migration. Read operations and latencies as ratios, not as what hardware would give; both hosts \
-             shared one machine.</p>",
+        page.paragraph(
+            "note",
+            "This guest was **emulated** (TCG), which is 10 to 50 times slower than hardware and leaves less to compete with a \
+             migration. Read operations and latencies as ratios, not as what hardware would give; both hosts shared one machine.",
         );
     }
 }
@@ -66,8 +66,8 @@ fn accelerator(name: &str) -> String {
     }
 }
 
-fn tiles(html: &mut String, report: &Report) {
-    html.push_str("<div class=\"tiles\">");
+fn tiles(page: &mut Page, report: &Report) {
+    let mut tiles = String::new();
     let completed = report
         .migrations
         .iter()
@@ -75,46 +75,16 @@ fn tiles(html: &mut String, report: &Report) {
         .count();
     let all = report.migrations.len();
     tile(
-        html,
+        &mut tiles,
         &format!("{completed} of {all}"),
         "migrations completed",
         Some(completed == all),
     );
-    let pauses: Vec<String> = report
-        .migrations
-        .iter()
-        .map(|migration| figure(migration.switchover_ms))
-        .collect();
-    let targets = report
-        .migrations
-        .iter()
-        .filter_map(|migration| migration.promise.as_ref());
-    let met = targets
-        .map(|target| target.kept)
-        .reduce(|all, met| all && met);
-    let label = match met {
-        Some(true) => "ms switchover, within the target",
-        Some(false) => "ms switchover, target missed",
-        None => "ms switchover, without a target",
-    };
-    let silences: Vec<String> = report
-        .migrations
-        .iter()
-        .filter_map(|migration| migration.network_gap_ms)
-        .map(figure)
-        .collect();
-    let label = match silences.is_empty() {
-        true => label.to_owned(),
-        false => format!(
-            "{label}; longest silence of a 1 ms ping {} ms",
-            silences.join(" / ")
-        ),
-    };
-    tile(html, &pauses.join(" / "), &label, met);
+    switchover_tile(&mut tiles, report);
     let workload = &report.workload;
     let lost = workload.connections_lost;
     tile(
-        html,
+        &mut tiles,
         &figure(lost as f64),
         "connections lost",
         Some(lost == 0),
@@ -124,33 +94,60 @@ fn tiles(html: &mut String, report: &Report) {
         "wrong answers of {} checked",
         figure(workload.verified_reads as f64)
     );
-    tile(html, &figure(wrong as f64), &label, Some(wrong == 0));
+    tile(&mut tiles, &figure(wrong as f64), &label, Some(wrong == 0));
     match workload.recovered_after_s {
-        Some(seconds) => tile(
-            html,
-            &format!("{} s", figure(seconds)),
-            "until back to 95 %, in steps of a second",
-            None,
-        ),
-        None => tile(html, "never", "back to 95 % of before", Some(false)),
+        Some(seconds) => {
+            let label = "until back to 95 %, in steps of a second";
+            tile(&mut tiles, &format!("{} s", figure(seconds)), label, None);
+        }
+        None => tile(&mut tiles, "never", "back to 95 % of before", Some(false)),
     }
-    worst_tile(html, workload);
+    worst_tile(&mut tiles, workload);
     let verified = if report.ram_verified {
         "equal"
     } else {
         "not compared"
     };
     tile(
-        html,
+        &mut tiles,
         verified,
         "every value read back",
         report.ram_verified.then_some(true),
     );
-    html.push_str("</div>");
+    page.markup(&format!("<div class=\"tiles\">{tiles}</div>"));
+}
+
+fn switchover_tile(tiles: &mut String, report: &Report) {
+    let joined = |number: fn(&Migration) -> Option<f64>| {
+        let numbers = report.migrations.iter().filter_map(number);
+        numbers.map(figure).collect::<Vec<_>>().join(" / ")
+    };
+    let targets = report
+        .migrations
+        .iter()
+        .filter_map(|migration| migration.promise.as_ref());
+    let met = targets
+        .map(|target| target.kept)
+        .reduce(|all, met| all && met);
+    let mut label = match met {
+        Some(true) => "ms switchover, within the target".to_owned(),
+        Some(false) => "ms switchover, target missed".to_owned(),
+        None => "ms switchover, without a target".to_owned(),
+    };
+    let silences = joined(|migration| migration.network_gap_ms);
+    if !silences.is_empty() {
+        label += &format!("; longest silence of a 1 ms ping {silences} ms");
+    }
+    tile(
+        tiles,
+        &joined(|migration| Some(migration.switchover_ms)),
+        &label,
+        met,
+    );
 }
 
 /// The worst that the client saw.
-fn worst_tile(html: &mut String, workload: &Workload) {
+fn worst_tile(tiles: &mut String, workload: &Workload) {
     let (Some(before), Some(worst), Some(bad)) = (
         workload.median_before_ms,
         workload.worst_median_ms,
@@ -162,8 +159,12 @@ fn worst_tile(html: &mut String, workload: &Workload) {
         "median latency of the worst second, {} ms before; {bad} s above ten times that",
         figure(before)
     );
-    let good = if bad > 0 { Some(false) } else { None };
-    tile(html, &format!("{} ms", figure(worst)), &label, good);
+    tile(
+        tiles,
+        &format!("{} ms", figure(worst)),
+        &label,
+        (bad > 0).then_some(false),
+    );
 }
 
 /// The day and time of the run, UTC, and on what it was made.
@@ -195,33 +196,41 @@ fn moment(unix_s: u64) -> String {
     }
 }
 
-fn tile(html: &mut String, value: &str, label: &str, good: Option<bool>) {
+fn tile(tiles: &mut String, value: &str, label: &str, good: Option<bool>) {
     let class = good.map_or("", |good| if good { "good" } else { "bad" });
-    let _ = write!(
-        html,
-        "<div class=\"tile\"><b class=\"{class}\">{}</b><span>{}</span></div>",
-        escape(value),
-        escape(label)
-    );
+    let (value, label) = (escape(value), escape(label));
+    *tiles +=
+        &format!("<div class=\"tile\"><b class=\"{class}\">{value}</b><span>{label}</span></div>");
 }
 
 fn is_completed(migration: &Migration) -> bool {
     migration.outcome.as_deref() == Some("completed")
 }
 
-fn workload(html: &mut String, report: &Report) {
+fn workload(page: &mut Page, report: &Report) {
     let workload = &report.workload;
-    let (rate, most) = (
+    page.heading(2, "What the client saw");
+    let about = format!(
+        "{}. Sent at a fixed {} operations/s; the guest can serve {}. Latency counts from when an operation was meant to be \
+         sent, so a pause weighs on everything that waited for it.",
+        workload.name,
         figure(workload.rate_ops_per_s),
-        figure(workload.max_ops_per_s),
+        figure(workload.max_ops_per_s)
     );
-    let _ = write!(
-        html,
-        "<h2>What the client saw</h2><p class=\"soft\">{}. Sent at a fixed {rate} operations/s; the guest can serve {most}. Latency \
-         counts from when an operation was meant to be sent, so a pause weighs on everything that waited for it.</p>",
-        escape(&workload.name),
-    );
+    page.paragraph("soft", &about);
     let bands: Vec<Band> = report.migrations.iter().filter_map(band).collect();
+    let chart = |lines, unit, scale, height| {
+        let (seconds, bands) = (workload.whole_seconds(), &bands[..]);
+        TimeChart {
+            seconds,
+            lines,
+            bands,
+            unit,
+            scale,
+            height,
+        }
+        .draw()
+    };
     let operations = [Line {
         name: "operations",
         class: "blue",
@@ -244,34 +253,17 @@ fn workload(html: &mut String, report: &Report) {
             value: |second| second.p50_ms,
         },
     ];
-    let seconds = workload.whole_seconds();
-    let chart = |lines, unit, scale, height| {
-        TimeChart {
-            seconds,
-            lines,
-            bands: &bands,
-            unit,
-            scale,
-            height,
-        }
-        .draw()
-    };
-    html.push_str("<div class=\"card\"><h3>Operations answered in each second</h3>");
-    html.push_str(&chart(&operations, "ops/s", Scale::Linear, 240.0));
-    html.push_str("</div><div class=\"card\"><h3>Latency in each second, logarithmic</h3><ul class=\"legend\">");
-    for (name, colour) in [
+    let drawn = chart(&operations, "ops/s", Scale::Linear, 240.0);
+    page.card("Operations answered in each second", &drawn);
+    let key = |(name, colour): (&str, &str)| (colour.to_owned(), true, name.to_owned());
+    let keys = [
         ("max", "grey"),
         ("99th percentile", "orange"),
         ("median", "blue"),
-    ] {
-        let _ = write!(
-            html,
-            "<li><i class=\"key\" style=\"background:var(--{colour})\"></i>{name}</li>"
-        );
-    }
-    html.push_str("</ul>");
-    html.push_str(&chart(&latencies, "ms", Scale::Logarithmic, 260.0));
-    html.push_str("</div>");
+    ]
+    .map(key);
+    let drawn = legend(&keys) + &chart(&latencies, "ms", Scale::Logarithmic, 260.0);
+    page.card("Latency in each second, logarithmic", &drawn);
 }
 
 fn band(migration: &Migration) -> Option<Band> {
@@ -279,39 +271,39 @@ fn band(migration: &Migration) -> Option<Band> {
     migration.window_s.map(|window| Band { window, label })
 }
 
-fn migration_section(html: &mut String, report: &Report, migration: &Migration, index: usize) {
-    let _ = write!(
-        html,
-        "<h2>Migration {}: {} to {}</h2><p class=\"soft\">{}, encryption {}, {} stream{}, {} s in all. Id {}.</p>",
-        index + 1,
-        escape(&migration.from),
-        escape(&migration.to),
-        escape(migration.outcome.as_deref().unwrap_or("not ended")),
-        escape(&migration.encryption),
-        migration.streams,
-        if migration.streams == 1 { "" } else { "s" },
-        figure(migration.total_s),
-        escape(&migration.id)
+fn migration_section(page: &mut Page, report: &Report, migration: &Migration, index: usize) {
+    let Migration {
+        from,
+        to,
+        encryption,
+        streams,
+        id,
+        ..
+    } = migration;
+    page.heading(2, &format!("Migration {}: {from} to {to}", index + 1));
+    let about = format!(
+        "{}, encryption {encryption}, {streams} stream{}, {} s in all. Id {id}.",
+        migration.outcome.as_deref().unwrap_or("not ended"),
+        if *streams == 1 { "" } else { "s" },
+        figure(migration.total_s)
     );
-    limit(html, report, migration);
-    switchover(html, report, migration);
-    iterations(html, migration);
+    page.paragraph("soft", &about);
+    limit(page, report, migration);
+    pause::section(page, report, migration);
+    iterations(page, migration);
 }
 
 /// What limited it for most of its time, and what this machine gave.
-fn limit(html: &mut String, report: &Report, migration: &Migration) {
-    let longest = migration
-        .iterations
-        .iter()
-        .max_by(|a, b| a.seconds.total_cmp(&b.seconds));
+fn limit(page: &mut Page, report: &Report, migration: &Migration) {
+    let passes = migration.iterations.iter();
+    let longest = passes.max_by(|a, b| a.seconds.total_cmp(&b.seconds));
     let Some(longest) = longest.filter(|pass| !pass.limited_by.is_empty()) else {
         return;
     };
-    let _ = write!(
-        html,
-        "<p>Its longest pass took {} s, limited by <b>{}</b>.",
+    let mut told = format!(
+        "Its longest pass took {} s, limited by **{}**.",
         figure(longest.seconds),
-        escape(&longest.limited_by.replace('-', " "))
+        longest.limited_by.replace('-', " ")
     );
     if let Some(touched) = report.made.first_touch_gb_per_s {
         let slow = if touched < 2.0 {
@@ -319,224 +311,119 @@ fn limit(html: &mut String, report: &Report, migration: &Migration) {
         } else {
             ""
         };
-        let _ = write!(
-            html,
+        told += &format!(
             " One thread touched fresh memory of this machine at {} GB/s before the run{slow}.",
             figure(touched)
         );
     }
-    html.push_str("</p>");
+    page.paragraph("", &told);
 }
 
-fn switchover(html: &mut String, report: &Report, migration: &Migration) {
-    let promise = migration.promise.as_ref();
-    let verdict = match promise {
-        Some(promise) if promise.kept => " <span class=\"good\">target met</span>",
-        Some(_) => " <span class=\"bad\">target missed</span>",
-        None => "",
-    };
-    let _ = write!(
-        html,
-        "<div class=\"card\"><h3>Switchover: {} ms in which no vCPU ran anywhere{verdict}</h3>",
-        figure(migration.switchover_ms)
-    );
-    let parts = parts(migration);
-    // One axis for all migrations, so that their bars can be compared.
-    let reach = |migration: &Migration| {
-        let promised = migration
-            .promise
-            .as_ref()
-            .map_or(0.0, |promise| promise.max_downtime_ms);
-        migration.switchover_ms.max(promised)
-    };
-    let longest = report.migrations.iter().map(reach).fold(1.0, f64::max);
-    html.push_str(&stacked_bar(
-        &parts,
-        longest,
-        promise.map(|promise| promise.max_downtime_ms),
-    ));
-    html.push_str("<ul class=\"legend\">");
-    for (index, part) in parts.iter().enumerate() {
-        let (name, value) = (escape(&part.name), figure(part.value_ms));
-        let _ = write!(
-            html,
-            "<li><i style=\"background:var(--part{})\"></i>{name} {value} ms</li>",
-            index % 6
-        );
-    }
-    html.push_str("</ul></div>");
-}
-
-/// Names of the parts in the order in which they happen.
-const PARTS: [(&str, &str); 6] = [
-    ("stop_ms", "stop"),
-    ("last_pages_ms", "last pages"),
-    ("device_save_ms", "save device state"),
-    ("device_load_ms", "load device state"),
-    ("permit_ms", "hand over the right to run"),
-    ("resume_ms", "resume"),
-];
-
-/// Known parts in their order, then whatever else was reported.
-fn parts(migration: &Migration) -> Vec<Part> {
-    let given = &migration.switchover_parts_ms;
-    let known = PARTS
-        .iter()
-        .filter_map(|(key, name)| given.get(*key).map(|value| (name.to_string(), value)));
-    let unknown = given
-        .iter()
-        .filter(|(key, _)| PARTS.iter().all(|(known, _)| known != key));
-    let unknown =
-        unknown.map(|(key, value)| (key.trim_end_matches("_ms").replace(['_', '-'], " "), value));
-    let part = |(name, value): (String, &Value)| {
-        Some(Part {
-            name,
-            value_ms: value.as_f64()?.max(0.0),
-        })
-    };
-    known.chain(unknown).filter_map(part).collect()
-}
-
-fn iterations(html: &mut String, migration: &Migration) {
-    html.push_str(
-        "<div class=\"card\"><h3>Iterations</h3><table class=\"passes\"><thead><tr><th>Pass</th><th style=\"text-align:left\">Sent</th><th>MiB</th>\
-         <th>Pages</th><th>Zero pages</th><th>Seconds</th><th style=\"text-align:left\">Limited by</th></tr></thead><tbody>",
-    );
-    let largest = migration
-        .iterations
-        .iter()
-        .map(|iteration| iteration.bytes)
-        .max()
-        .unwrap_or(1)
-        .max(1);
+fn iterations(page: &mut Page, migration: &Migration) {
+    let bytes = migration.iterations.iter().map(|iteration| iteration.bytes);
+    let largest = bytes.max().unwrap_or(1).max(1);
+    let head = [
+        "Pass",
+        "MiB",
+        "Pages",
+        "Zero pages",
+        "Seconds",
+        "Limited by",
+    ];
+    let mut table = Table::new(head);
     for (index, iteration) in migration.iterations.iter().enumerate() {
-        let share = iteration.bytes as f64 / largest as f64 * 100.0;
-        let _ = write!(
-            html,
-            "<tr><td>{}</td><td class=\"bars\"><span class=\"bar\" style=\"width:{share:.1}%\"></span></td><td>{}</td><td>{}</td>\
-             <td>{}</td><td>{}</td><td class=\"left\">{}</td></tr>",
-            index + 1,
+        table.row([
+            (index + 1).to_string(),
             figure(iteration.bytes as f64 / 1_048_576.0),
             figure(iteration.pages_sent as f64),
             figure(iteration.zero_pages as f64),
             figure(iteration.seconds),
-            escape(&iteration.limited_by.replace('-', " "))
-        );
+            iteration.limited_by.replace('-', " "),
+        ]);
     }
-    html.push_str("</tbody></table></div>");
+    let share = |bytes: u64| bytes as f64 / largest as f64;
+    let shares = migration
+        .iterations
+        .iter()
+        .map(|iteration| Some(share(iteration.bytes)));
+    page.card(
+        "Iterations",
+        &table.with_bars("Sent", shares.collect()).html("passes"),
+    );
 }
 
-/// A row of the table of all figures: name, unit, and how to read it from a migration.
-type Row = (&'static str, fn(&Migration) -> Option<f64>);
+/// A title, where the figure stands in the JSON, and what it is divided by; of a list the length is shown.
+type Figure = (&'static str, &'static str, f64);
 
-const ROWS: [Row; 11] = [
-    ("Total, s", |migration| Some(migration.total_s)),
-    ("Switchover, ms", |migration| Some(migration.switchover_ms)),
-    ("Target of the pause, ms", |migration| {
-        migration
-            .promise
-            .as_ref()
-            .map(|promise| promise.max_downtime_ms)
-    }),
-    ("Longest silence of a 1 ms ping, ms", |migration| {
-        migration.network_gap_ms
-    }),
-    ("Guest clock fell behind, ms", |migration| {
-        migration.guest_clock_lag_ms
-    }),
-    ("Throughput, GB/s", |migration| {
-        Some(migration.throughput_gb_per_s)
-    }),
-    ("On the wire, MiB", |migration| {
-        Some(migration.bytes_on_wire as f64 / 1_048_576.0)
-    }),
-    ("Iterations", |migration| {
-        Some(migration.iterations.len() as f64)
-    }),
-    ("CPU at the source, s", |migration| {
-        Some(migration.cpu_source_s)
-    }),
-    ("CPU at the destination, s", |migration| {
-        Some(migration.cpu_destination_s)
-    }),
-    ("Guest wrote, MiB/s", |migration| {
-        migration
-            .other
-            .get("dirty_mib_per_s")
-            .and_then(Value::as_f64)
-    }),
+const OF_MIGRATION: [Figure; 11] = [
+    ("Total, s", "/total_s", 1.0),
+    ("Switchover, ms", "/switchover_ms", 1.0),
+    ("Target of the pause, ms", "/promise/max_downtime_ms", 1.0),
+    ("Longest silence of a 1 ms ping, ms", "/network_gap_ms", 1.0),
+    ("Guest clock fell behind, ms", "/guest_clock_lag_ms", 1.0),
+    ("Throughput, GB/s", "/throughput_gb_per_s", 1.0),
+    ("On the wire, MiB", "/bytes_on_wire", 1_048_576.0),
+    ("Iterations", "/iterations", 1.0),
+    ("CPU at the source, s", "/cpu_source_s", 1.0),
+    ("CPU at the destination, s", "/cpu_destination_s", 1.0),
+    ("Guest wrote, MiB/s", "/dirty_mib_per_s", 1.0),
 ];
 
-fn figures(html: &mut String, report: &Report) {
-    html.push_str("<h2>All figures</h2><div class=\"card\"><table><thead><tr><th>Migration</th>");
-    for migration in &report.migrations {
-        let _ = write!(
-            html,
-            "<th>{} to {}</th>",
-            escape(&migration.from),
-            escape(&migration.to)
-        );
+const OF_WORKLOAD: [(&str, &str); 12] = [
+    ("Operations/s before", "/before_ops_per_s"),
+    ("Operations/s during migrations", "/during_ops_per_s"),
+    ("Operations/s after", "/after_ops_per_s"),
+    ("Most the guest could serve, operations/s", "/max_ops_per_s"),
+    ("Back to 95 % after, s", "/recovered_after_s"),
+    ("Connections lost", "/connections_lost"),
+    ("Reads checked byte for byte", "/verified_reads"),
+    ("Damaged reads", "/damaged_reads"),
+    ("Acknowledged writes lost", "/lost_writes"),
+    ("Error answers", "/errors"),
+    ("Keys", "/keys"),
+    ("Filled in, s", "/fill_seconds"),
+];
+
+fn figures(page: &mut Page, report: &Report) {
+    let told = |json: &Value, (_, at, unit): Figure, none: &str| {
+        let found = json.pointer(at);
+        let length = found
+            .and_then(Value::as_array)
+            .map(|list| list.len() as f64);
+        let number = length.or_else(|| found?.as_f64());
+        number.map_or(none.to_owned(), |number| figure(number / unit))
+    };
+    let json = serde_json::to_value(report).unwrap_or_default();
+    let migrations = json["migrations"].as_array().into_iter().flatten();
+    page.heading(2, "All figures");
+    let moves = report.migrations.iter();
+    let names = moves.map(|migration| format!("{} to {}", migration.from, migration.to));
+    let mut table = Table::new(std::iter::once("Migration".to_owned()).chain(names));
+    for row in OF_MIGRATION {
+        let each = migrations
+            .clone()
+            .map(|json| told(json, row, "not measured"));
+        table.row(std::iter::once(row.0.to_owned()).chain(each));
     }
-    html.push_str("</tr></thead><tbody>");
-    for (name, read) in ROWS {
-        let _ = write!(html, "<tr><td>{name}</td>");
-        for migration in &report.migrations {
-            let _ = write!(
-                html,
-                "<td>{}</td>",
-                read(migration).map_or("not measured".to_owned(), figure)
-            );
-        }
-        html.push_str("</tr>");
+    page.card("", &table.html(""));
+    let mut table = Table::new(["Workload", ""]);
+    for (title, at) in OF_WORKLOAD {
+        let value = told(&json["workload"], (title, at, 1.0), "never");
+        table.row([title.to_owned(), value]);
     }
-    html.push_str("</tbody></table></div><div class=\"card\"><table><thead><tr><th>Workload</th><th></th></tr></thead><tbody>");
-    for (name, value) in workload_rows(report) {
-        let _ = write!(html, "<tr><td>{name}</td><td>{value}</td></tr>");
-    }
-    html.push_str("</tbody></table></div>");
+    page.card("", &table.html(""));
 }
 
-fn workload_rows(report: &Report) -> Vec<(&'static str, String)> {
-    let workload = &report.workload;
-    let count = |value: u64| figure(value as f64);
-    vec![
-        ("Operations/s before", figure(workload.before_ops_per_s)),
-        (
-            "Operations/s during migrations",
-            figure(workload.during_ops_per_s),
-        ),
-        ("Operations/s after", figure(workload.after_ops_per_s)),
-        (
-            "Most the guest could serve, operations/s",
-            figure(workload.max_ops_per_s),
-        ),
-        (
-            "Back to 95 % after, s",
-            workload
-                .recovered_after_s
-                .map_or("never".to_owned(), figure),
-        ),
-        ("Connections lost", count(workload.connections_lost)),
-        (
-            "Reads checked byte for byte",
-            count(workload.verified_reads),
-        ),
-        ("Damaged reads", count(workload.damaged_reads)),
-        ("Acknowledged writes lost", count(workload.lost_writes)),
-        ("Error answers", count(workload.errors)),
-        ("Keys", count(workload.keys)),
-        ("Filled in, s", figure(workload.fill_seconds)),
-    ]
-}
-
-fn footer(html: &mut String, report: &Report) {
-    let _ = write!(
-        html,
-        "<footer><p>Operations and latencies were measured by a client outside the guest, with its own clock. Switchover is \
-         measured by the source's clock from stop to the destination's word that the guest runs. CPU seconds are those of the VM \
-         processes, without QEMU. The numbers behind this page are in report.json, schema {}.</p></footer>",
+fn footer(page: &mut Page, report: &Report) {
+    page.markup("<footer>");
+    let told = format!(
+        "Operations and latencies were measured by a client outside the guest, with its own clock. Switchover is measured by the \
+         source's clock from stop to the destination's word that the guest runs. CPU seconds are those of the VM processes, \
+         without QEMU. The numbers behind this page are in report.json, schema {}.",
         report.schema
     );
+    page.paragraph("", &told);
+    page.markup("</footer>");
 }
 
 #[cfg(test)]
@@ -621,20 +508,5 @@ mod tests {
         assert!(page(&report).contains("emulated"));
         report.guest.accelerator = "kvm".into();
         assert!(!page(&report).contains("emulated"));
-    }
-
-    #[test]
-    fn parts_keep_their_order_and_unknown_ones_follow() {
-        let mut migration = Migration::default();
-        for (name, value) in [("resume_ms", 1.0), ("a_new_part_ms", 3.0), ("stop_ms", 2.0)] {
-            migration
-                .switchover_parts_ms
-                .insert(name.into(), value.into());
-        }
-        let names: Vec<String> = parts(&migration)
-            .into_iter()
-            .map(|part| part.name)
-            .collect();
-        assert_eq!(names, ["stop", "resume", "a new part"]);
     }
 }

@@ -5,6 +5,7 @@
 //! from the JSON.
 
 pub mod html;
+mod pause;
 pub mod svg;
 
 use serde::{Deserialize, Serialize};
@@ -13,15 +14,12 @@ use serde_json::{Map, Value};
 use crate::load::ping::PingReport;
 use crate::load::series::{Window, Workload};
 
-/// The whole report.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Report {
     /// Version of this form: 1.
     pub schema: u32,
-    /// What ran.
     pub guest: Guest,
-    /// Each migration, in order.
     pub migrations: Vec<Migration>,
     /// What the client saw.
     pub workload: Workload,
@@ -35,27 +33,19 @@ pub struct Report {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Made {
-    /// Godwit's version.
     pub godwit: String,
-    /// QEMU's.
     pub qemu: String,
-    /// The kernel's.
     pub kernel: String,
-    /// The command that was given.
     pub command: String,
     /// Fresh memory that one thread of this machine touched per second before the run, GB/s.
     pub first_touch_gb_per_s: Option<f64>,
 }
 
-/// The guest.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Guest {
-    /// `kvm` or `tcg`.
     pub accelerator: String,
-    /// Its memory.
     pub ram_mib: u64,
-    /// Its processors.
     pub vcpus: u32,
     /// What it wrote while it was moved (the largest of all migrations).
     pub dirty_mib_per_s: f64,
@@ -67,15 +57,12 @@ pub struct Guest {
 pub struct Migration {
     /// Its id on both hosts.
     pub id: String,
-    /// Source host.
     pub from: String,
-    /// Destination host.
     pub to: String,
     /// `completed`, `cancelled`, `failed` or `in-doubt`.
     pub outcome: Option<String>,
     /// `aes-256-gcm` or `none`.
     pub encryption: String,
-    /// Data channels.
     pub streams: u32,
     /// From request to running at the destination.
     pub total_s: f64,
@@ -85,19 +72,15 @@ pub struct Migration {
     pub switchover_parts_ms: Map<String, Value>,
     /// Precopy passes and the last one.
     pub iterations: Vec<Iteration>,
-    /// All bytes sent.
     pub bytes_on_wire: u64,
     /// Page bytes a second.
     pub throughput_gb_per_s: f64,
-    /// CPU at the source.
     pub cpu_source_s: f64,
-    /// CPU at the destination.
     pub cpu_destination_s: f64,
     /// Longest silence that a 1 ms ping saw around it.
     pub network_gap_ms: Option<f64>,
     /// How far the guest's clock fell behind.
     pub guest_clock_lag_ms: Option<f64>,
-    /// Downtime promised.
     pub promise: Option<Promise>,
     /// When it ran, on the workload's time axis.
     pub window_s: Option<Window>,
@@ -112,13 +95,10 @@ pub struct Migration {
 pub struct Iteration {
     /// Pages sent with their bytes.
     pub pages_sent: u64,
-    /// Pages sent as zero.
     pub zero_pages: u64,
     /// Bytes on the wire.
     pub bytes: u64,
-    /// How long it took.
     pub seconds: f64,
-    /// What limited it.
     pub limited_by: String,
 }
 
@@ -126,9 +106,7 @@ pub struct Iteration {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Promise {
-    /// The promise.
     pub max_downtime_ms: f64,
-    /// Whether it was kept.
     pub kept: bool,
 }
 
@@ -137,7 +115,6 @@ pub struct Promise {
 pub struct WallWindow {
     /// Start, milliseconds since 1970.
     pub from_unix_ms: u64,
-    /// End.
     pub to_unix_ms: u64,
 }
 

@@ -1,11 +1,11 @@
-//! The report's pictures: small SVG documents to be put into the page.
+//! The report's pictures: values over the seconds of a run, and the parts of a pause.
 //!
-//! Colours are classes that the page's style sheet defines, so that one picture serves light and dark. Every mark
-//! carries its figures as a title, which browsers show under the pointer.
-
-use std::fmt::Write;
+//! Pure: out of the figures given. Refuses nothing; values that are none are drawn at the edge.
 
 use crate::load::series::{Second, Window};
+use crate::page::figure;
+use crate::page::svg::{Svg, ticks};
+use std::fmt::Write as _;
 
 const WIDTH: f64 = 960.0;
 const LEFT: f64 = 58.0;
@@ -15,26 +15,19 @@ const BOTTOM: f64 = 26.0;
 
 /// A migration's place in a chart over time.
 pub struct Band {
-    /// When.
     pub window: Window,
-    /// What to call it.
     pub label: String,
 }
 
-/// A line over time.
 pub struct Line {
-    /// What to call it.
     pub name: &'static str,
-    /// Class of its colour.
     pub class: &'static str,
     /// Its value in a second.
     pub value: fn(&Second) -> f64,
 }
 
-/// How values become heights.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Scale {
-    /// From zero.
     Linear,
     /// Powers of ten; seconds without a value leave a gap.
     Logarithmic,
@@ -42,90 +35,26 @@ pub enum Scale {
 
 /// A chart over the seconds of the run.
 pub struct TimeChart<'a> {
-    /// The rows.
     pub seconds: &'a [Second],
-    /// The lines.
     pub lines: &'a [Line],
-    /// Migrations.
     pub bands: &'a [Band],
-    /// Unit of the values.
     pub unit: &'static str,
-    /// How values become heights.
     pub scale: Scale,
-    /// Height of the picture.
     pub height: f64,
 }
 
-/// Writes text so that no markup in it is one.
-pub fn escape(text: &str) -> String {
-    let mut safe = String::with_capacity(text.len());
-    for character in text.chars() {
-        match character {
-            '&' => safe.push_str("&amp;"),
-            '<' => safe.push_str("&lt;"),
-            '>' => safe.push_str("&gt;"),
-            '"' => safe.push_str("&quot;"),
-            '\'' => safe.push_str("&#39;"),
-            _ => safe.push(character),
-        }
-    }
-    safe
-}
-
-/// A number with as many digits as a reader needs, and thousands apart.
-pub fn figure(value: f64) -> String {
-    let text = match value.abs() {
-        size if !size.is_finite() => return "?".to_owned(),
-        size if size >= 100.0 || value.fract() == 0.0 => format!("{value:.0}"),
-        size if size >= 10.0 => format!("{value:.1}"),
-        size if size >= 0.095 => format!("{value:.2}"),
-        _ => format!("{value:.3}"),
-    };
-    let digits = text.find('.').unwrap_or(text.len());
-    let mut out = String::new();
-    for (index, character) in text.chars().enumerate() {
-        let left = digits as i64 - index as i64;
-        if index > 0 && left > 0 && left % 3 == 0 && !out.ends_with('-') {
-            out.push(',');
-        }
-        out.push(character);
-    }
-    out
-}
-
-/// Round steps for an axis from 0 to `largest`, at most about six of them.
-pub fn ticks(largest: f64) -> Vec<f64> {
-    if !(largest.is_finite() && largest > 0.0) {
-        return vec![0.0, 1.0];
-    }
-    let rough = largest / 5.0;
-    let power = 10_f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 2.5, 5.0, 10.0]
-        .into_iter()
-        .map(|factor| factor * power)
-        .find(|&step| step >= rough);
-    let step = step.unwrap_or(rough);
-    (0..=(largest / step).ceil() as u32)
-        .map(|index| f64::from(index) * step)
-        .collect()
-}
-
 impl TimeChart<'_> {
-    /// The picture.
     pub fn draw(&self) -> String {
         let ticks = self.value_ticks();
-        let mut svg = format!(
-            "<svg viewBox=\"0 0 {WIDTH} {}\" role=\"img\" aria-label=\"{} over time\">",
-            self.height,
-            escape(self.lines.first().map_or("", |line| line.name))
-        );
+        let first = self.lines.first().map_or("", |line| line.name);
+        let mut svg = Svg::new(WIDTH, self.height, &format!("{first} over time"));
         self.draw_bands(&mut svg);
         self.draw_axes(&mut svg, &ticks);
         for line in self.lines {
             self.draw_line(&mut svg, line, &ticks);
         }
         self.draw_pointers(&mut svg);
-        svg + "</svg>"
+        svg.end()
     }
 
     fn value_ticks(&self) -> Vec<f64> {
@@ -180,51 +109,27 @@ impl TimeChart<'_> {
         self.height - BOTTOM - (self.height - TOP - BOTTOM) * share.clamp(0.0, 1.0)
     }
 
-    fn draw_bands(&self, svg: &mut String) {
+    fn draw_bands(&self, svg: &mut Svg) {
         for band in self.bands {
-            let (from, to) = (self.x(band.window.from_s), self.x(band.window.to_s));
-            let (width, height, label) = (
-                (to - from).max(2.0),
-                self.height - TOP - BOTTOM,
-                escape(&band.label),
-            );
-            let middle = from + width / 2.0;
-            let _ = write!(
-                svg,
-                "<rect class=\"band\" x=\"{from:.1}\" y=\"{TOP}\" width=\"{width:.1}\" height=\"{height:.1}\">\
-                 <title>{label}: {:.1} s to {:.1} s</title></rect>\
-                 <text class=\"band-label\" x=\"{middle:.1}\" y=\"{:.1}\">{label}</text>",
-                band.window.from_s,
-                band.window.to_s,
-                TOP - 8.0
-            );
+            let Window { from_s, to_s } = band.window;
+            let (from, to) = (self.x(from_s), self.x(to_s));
+            let size = ((to - from).max(2.0), self.height - TOP - BOTTOM);
+            let title = format!("{}: {from_s:.1} s to {to_s:.1} s", band.label);
+            svg.rect("band", (from, TOP), size, &title);
+            svg.text("band-label", (from + size.0 / 2.0, TOP - 8.0), &band.label);
         }
     }
 
-    fn draw_axes(&self, svg: &mut String, ticks: &[f64]) {
-        let (right, bottom) = (WIDTH - RIGHT, self.height - BOTTOM);
+    fn draw_axes(&self, svg: &mut Svg, ticks: &[f64]) {
         for &tick in ticks {
             let y = self.y(tick, ticks);
-            let (label_y, label) = (y + 4.0, figure(tick));
-            let _ = write!(
-                svg,
-                "<line class=\"grid\" x1=\"{LEFT}\" x2=\"{right}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>\
-                 <text class=\"tick end\" x=\"{:.1}\" y=\"{label_y:.1}\">{label}</text>",
-                LEFT - 8.0
-            );
+            svg.rule("grid", (LEFT, y), (WIDTH - RIGHT, y));
+            svg.text("tick end", (LEFT - 8.0, y + 4.0), &figure(tick));
         }
-        let _ = write!(
-            svg,
-            "<text class=\"tick\" x=\"0\" y=\"12\">{}</text>",
-            escape(self.unit)
-        );
+        svg.text("tick", (0.0, 12.0), self.unit);
         for tick in self.time_ticks() {
-            let x = self.x(tick);
-            let _ = write!(
-                svg,
-                "<text class=\"tick mid\" x=\"{x:.1}\" y=\"{:.1}\">{tick:.0} s</text>",
-                bottom + 18.0
-            );
+            let at = (self.x(tick), self.height - BOTTOM + 18.0);
+            svg.text("tick mid", at, &format!("{tick:.0} s"));
         }
     }
 
@@ -243,7 +148,7 @@ impl TimeChart<'_> {
     }
 
     /// A line through the middles of the seconds; broken where a logarithm has no value.
-    fn draw_line(&self, svg: &mut String, line: &Line, ticks: &[f64]) {
+    fn draw_line(&self, svg: &mut Svg, line: &Line, ticks: &[f64]) {
         let mut path = String::new();
         let mut pen_down = false;
         for second in self.seconds {
@@ -256,42 +161,28 @@ impl TimeChart<'_> {
             let _ = write!(path, "{}{x:.1} {y:.1}", if pen_down { 'L' } else { 'M' });
             pen_down = true;
         }
-        let _ = write!(svg, "<path class=\"line {}\" d=\"{path}\"/>", line.class);
+        svg.path(&format!("line {}", line.class), &path);
     }
 
     /// One invisible column a second that shows all values under the pointer.
-    fn draw_pointers(&self, svg: &mut String) {
+    fn draw_pointers(&self, svg: &mut Svg) {
         for second in self.seconds {
-            let (from, to) = (
-                self.x(f64::from(second.t)),
-                self.x(f64::from(second.t) + 1.0),
-            );
             let mut title = format!("second {}", second.t);
             for line in self.lines {
-                let _ = write!(
-                    title,
-                    "\n{} {} {}",
-                    line.name,
-                    figure((line.value)(second)),
-                    self.unit
-                );
+                let value = figure((line.value)(second));
+                let _ = write!(title, "\n{} {value} {}", line.name, self.unit);
             }
-            let _ = write!(
-                svg,
-                "<rect class=\"pointer\" x=\"{from:.1}\" y=\"{TOP}\" width=\"{:.1}\" height=\"{:.1}\"><title>{}</title></rect>",
-                to - from,
-                self.height - TOP - BOTTOM,
-                escape(&title)
-            );
+            let at = f64::from(second.t);
+            let (from, to) = (self.x(at), self.x(at + 1.0));
+            let size = (to - from, self.height - TOP - BOTTOM);
+            svg.rect("pointer", (from, TOP), size, &title);
         }
     }
 }
 
 /// A part of a stacked bar.
 pub struct Part {
-    /// What it is.
     pub name: String,
-    /// How much.
     pub value_ms: f64,
 }
 
@@ -301,83 +192,41 @@ pub fn stacked_bar(parts: &[Part], longest_ms: f64, promise_ms: Option<f64>) -> 
     let axis = ticks(longest_ms);
     let end = axis.last().copied().unwrap_or(1.0);
     let x = |ms: f64| 8.0 + (WIDTH - 24.0) * (ms / end).clamp(0.0, 1.0);
-    let mut svg = format!(
-        "<svg viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" aria-label=\"parts of the switchover\">"
-    );
+    let mut svg = Svg::new(WIDTH, HEIGHT, "parts of the switchover");
     for &tick in &axis {
-        let at = x(tick);
-        let _ = write!(
-            svg,
-            "<line class=\"grid\" x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"18\" y2=\"54\"/>\
-             <text class=\"tick mid\" x=\"{at:.1}\" y=\"70\">{}</text>",
-            figure(tick)
-        );
+        svg.rule("grid", (x(tick), 18.0), (x(tick), 54.0));
+        svg.text("tick mid", (x(tick), 70.0), &figure(tick));
     }
     let mut from = 0.0;
     for (index, part) in parts.iter().enumerate() {
         let (left, right) = (x(from), x(from + part.value_ms));
         // A gap of surface between neighbours tells them apart also without colour.
-        let width = (right - left - 2.0).max(0.5);
-        let _ = write!(
-            svg,
-            "<rect class=\"part{}\" x=\"{left:.1}\" y=\"24\" width=\"{width:.1}\" height=\"24\" rx=\"2\"><title>{}: {} ms</title></rect>",
-            index % 6,
-            escape(&part.name),
-            figure(part.value_ms)
-        );
+        let size = ((right - left - 2.0).max(0.5), 24.0);
+        let title = format!("{}: {} ms", part.name, figure(part.value_ms));
+        svg.rect(&format!("part{}", index % 6), (left, 24.0), size, &title);
         from += part.value_ms;
     }
     if let Some(promise) = promise_ms {
         let at = x(promise);
-        let anchor = if at > WIDTH - 160.0 { "end" } else { "start" };
-        let text_x = if at > WIDTH - 160.0 {
-            at - 6.0
+        let late = at > WIDTH - 160.0;
+        let (class, text_x) = if late {
+            ("tick end", at - 6.0)
         } else {
-            at + 6.0
+            ("tick", at + 6.0)
         };
-        let _ = write!(
-            svg,
-            "<line class=\"promise\" x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"6\" y2=\"54\"/>\
-             <text class=\"tick\" text-anchor=\"{anchor}\" x=\"{text_x:.1}\" y=\"14\">target {} ms</text>",
-            figure(promise)
+        svg.rule("promise", (at, 6.0), (at, 54.0));
+        svg.text(
+            class,
+            (text_x, 14.0),
+            &format!("target {} ms", figure(promise)),
         );
     }
-    svg + "</svg>"
+    svg.end()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn figures_are_short_and_grouped() {
-        for (value, text) in [
-            (0.0, "0"),
-            (0.0421, "0.042"),
-            (0.5, "0.50"),
-            (12.34, "12.3"),
-            (12.0, "12"),
-            (999.6, "1,000"),
-            (1234567.0, "1,234,567"),
-            (-1234.0, "-1,234"),
-            (f64::NAN, "?"),
-        ] {
-            assert_eq!(figure(value), text);
-        }
-    }
-
-    #[test]
-    fn ticks_cover_the_largest_value_in_round_steps() {
-        assert_eq!(ticks(0.0), [0.0, 1.0]);
-        assert_eq!(ticks(97.0), [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]);
-        for largest in [0.003, 1.0, 7.3, 580.0, 123456.0] {
-            let ticks = ticks(largest);
-            assert!(
-                ticks.len() <= 7 && *ticks.last().unwrap() >= largest,
-                "{largest}: {ticks:?}"
-            );
-        }
-    }
 
     #[test]
     fn markup_in_names_stays_text() {

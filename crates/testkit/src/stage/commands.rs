@@ -7,14 +7,11 @@ use anyhow::{Context as _, Result, ensure};
 use serde_json::Value;
 use std::process::{Child, Output, Stdio};
 
-/// How a command ended.
 #[derive(Debug)]
 pub struct Ran {
     /// Exit code; none after a signal.
     pub code: Option<i32>,
-    /// What it printed.
     pub stdout: String,
-    /// What it complained.
     pub stderr: String,
 }
 
@@ -29,7 +26,6 @@ impl From<Output> for Ran {
 }
 
 impl Stage {
-    /// Runs `godwit` on a machine.
     pub fn run(&self, machine: &str, arguments: &[&str]) -> Result<Ran> {
         go_on()?;
         let mut command = self.machine(machine)?.command(&self.godwit);

@@ -21,7 +21,6 @@ impl Stage {
         self.start_daemon_of(machine, &self.godwit)
     }
 
-    /// The program that was built.
     pub fn godwit(&self) -> &Path {
         &self.godwit
     }

@@ -27,7 +27,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// The machines with the product on them.
 pub struct Stage {
-    /// The machines and their networks.
     pub lab: Lab,
     godwit: PathBuf,
     dir: PathBuf,
@@ -67,7 +66,6 @@ impl Stage {
         Ok(())
     }
 
-    /// A new join token.
     pub fn token(&self) -> Result<String> {
         let token = self.json("controller", &["host", "add"])?;
         Ok(token["token"].as_str().context("no token")?.to_owned())
@@ -128,6 +126,16 @@ impl Stage {
 pub fn go_on() -> Result<()> {
     ensure!(!interrupt::caught(), "interrupted");
     Ok(())
+}
+
+/// Waits; refuses once somebody wants the program to end.
+pub fn pause(time: Duration) -> Result<()> {
+    let until = Instant::now() + time;
+    while Instant::now() < until {
+        go_on()?;
+        std::thread::sleep(LOOK_EVERY.min(until.saturating_duration_since(Instant::now())));
+    }
+    go_on()
 }
 
 fn program(programs: &Path) -> Result<PathBuf> {

@@ -71,9 +71,7 @@ pub struct Fails {
 /// What a volume was asked for so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Reads of data.
     pub reads: u64,
-    /// Writes of data.
     pub writes: u64,
     /// Syncs of files and directories.
     pub syncs: u64,
@@ -81,7 +79,6 @@ pub struct Counts {
     pub held: usize,
 }
 
-/// A mounted volume.
 #[derive(Debug)]
 pub struct Volume {
     at: PathBuf,

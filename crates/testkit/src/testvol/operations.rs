@@ -17,7 +17,6 @@ const CAPACITY: u64 = 64 << 30;
 /// What a reader of a directory is shown: the names at the time when it was opened.
 pub type Listing = Vec<(Name, u64, u32)>;
 
-/// Does what was asked for.
 pub fn execute(state: &mut State, request: &Request) -> Result<Answer, Errno> {
     let mut fields = request.fields();
     let node = request.node;

@@ -57,7 +57,6 @@ pub const SET_MODIFIED: u32 = 1 << 5;
 pub const SET_ACCESSED_NOW: u32 = 1 << 7;
 pub const SET_MODIFIED_NOW: u32 = 1 << 8;
 
-/// One message of the kernel.
 #[derive(Debug)]
 pub struct Request {
     pub opcode: u32,
@@ -118,7 +117,6 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// An answer in the making.
 #[derive(Default)]
 pub struct Answer(pub Vec<u8>);
 

@@ -34,7 +34,6 @@ struct Planned {
     request: Request,
 }
 
-/// All of a volume.
 #[derive(Debug, Default)]
 pub struct State {
     pub tree: Tree,

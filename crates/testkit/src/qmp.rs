@@ -1,20 +1,19 @@
-//! A QEMU's control socket as a client of the bench: commands, and the moments at which events happened.
+//! A QEMU's control connection for tests and the bench: commands, and the events with the moments at which they happened.
 //!
 //! Events carry the time at which QEMU raised them, by the machine's clock; that is what switchovers are measured with,
 //! for every system alike. Owns the connection. Every wait has a deadline and ends early on Ctrl-C.
 
+use crate::stage::go_on;
 use anyhow::{Context as _, Result, bail};
-use godwit_testkit::interrupt;
 use serde_json::{Value, json};
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{BufRead as _, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-/// A connection.
 pub struct Qmp {
-    stream: UnixStream,
+    stream: Box<dyn Write + Send>,
     lines: Receiver<Value>,
     events: Vec<Value>,
 }
@@ -30,12 +29,20 @@ impl Qmp {
                 }
                 Err(_) => std::thread::sleep(Duration::from_millis(2)),
             }
-            refuse_if_interrupted()?;
+            go_on()?;
         };
-        let reader = BufReader::new(stream.try_clone()?);
+        Self::over(stream.try_clone()?, stream, deadline)
+    }
+
+    /// Over two ways that lead to a QEMU, such as its standard output and input.
+    pub fn over(
+        from: impl Read + Send + 'static,
+        to: impl Write + Send + 'static,
+        deadline: Instant,
+    ) -> Result<Self> {
         let (sender, lines) = channel();
         std::thread::spawn(move || {
-            for line in reader.lines().map_while(Result::ok) {
+            for line in BufReader::new(from).lines().map_while(Result::ok) {
                 let Ok(value) = serde_json::from_str(&line) else {
                     continue;
                 };
@@ -45,7 +52,7 @@ impl Qmp {
             }
         });
         let mut qmp = Self {
-            stream,
+            stream: Box::new(to),
             lines,
             events: Vec::new(),
         };
@@ -56,8 +63,8 @@ impl Qmp {
     /// Runs a command and gives what it returns.
     pub fn execute(&mut self, command: &str, arguments: Value, deadline: Instant) -> Result<Value> {
         let request = json!({"execute": command, "arguments": arguments});
-        writeln!(self.stream, "{request}")
-            .with_context(|| format!("QEMU ended before {command}"))?;
+        let sent = writeln!(self.stream, "{request}").and_then(|()| self.stream.flush());
+        sent.with_context(|| format!("QEMU ended before {command}"))?;
         loop {
             let reply = self
                 .next(deadline)
@@ -96,6 +103,14 @@ impl Qmp {
         }
     }
 
+    /// Waits for an event, also one that came earlier and was not asked for yet.
+    pub fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Value> {
+        self.moment_of(name, deadline)?
+            .with_context(|| format!("no {name} came in time"))?;
+        let at = self.events.iter().position(|event| event["event"] == name);
+        Ok(at.map_or(Value::Null, |at| self.events.remove(at)))
+    }
+
     /// Forgets the events that have come.
     pub fn forget_events(&mut self) {
         self.events.clear();
@@ -108,7 +123,7 @@ impl Qmp {
 
     fn try_next(&mut self, deadline: Instant) -> Result<Option<Value>> {
         loop {
-            refuse_if_interrupted()?;
+            go_on()?;
             let left = deadline.saturating_duration_since(Instant::now());
             let step = left.min(Duration::from_millis(100));
             match self.lines.recv_timeout(step.max(Duration::from_millis(1))) {
@@ -119,14 +134,6 @@ impl Qmp {
             }
         }
     }
-}
-
-/// Ends long work after Ctrl-C.
-pub fn refuse_if_interrupted() -> Result<()> {
-    if interrupt::caught() {
-        bail!("interrupted");
-    }
-    Ok(())
 }
 
 fn moment(event: &Value) -> f64 {
