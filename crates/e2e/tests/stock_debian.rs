@@ -277,7 +277,7 @@ fn power_off(site: &mut Site) -> Result<()> {
     connect([&site.a, &site.b])?;
     let said = site
         .b
-        .ok("journalctl -b -1 --no-pager -o cat -u 'godwit-*' | tail -n 15")?;
+        .ok("journalctl -b -1 --no-pager -o cat -u 'godwit-*' | tail -n 99")?;
     ensure!(
         said.contains("VM web is powered down") && !said.contains("stopped hard"),
         "not powered down in order: {said}"
