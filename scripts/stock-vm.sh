@@ -2,7 +2,7 @@
 # Shows the product under KVM on two whole Debians, 12 and 13, also where the CPU has no virtualisation: each runs in an emulated
 # machine with its own kernel, systemd, cgroup v2 and a /dev/kvm that runs Linux guests.
 #
-# Usage: scripts/stock-vm.sh [ARGUMENT...]      arguments of godwit-stock-vm, see its --help
+# Usage: [LIMIT_S=1740] scripts/stock-vm.sh [ARGUMENT...]      arguments of godwit-stock-vm, see its --help
 #
 # Prints what was shown and what was not, row by row; ends with 1 unless all of it was, and by itself after at most 30 minutes.
 # Needs root, two cores that are idle otherwise, 7 GiB of memory, 5 GiB of disk below target, a mirror of Debian the first time:
@@ -45,6 +45,8 @@ cargo=${CARGO:-cargo}
 package=$(scripts/deb.sh)
 "$cargo" build --release -p godwit-testkit -p godwit-e2e
 [ -s target/guests/linux/vmlinuz ] || target/release/guest-image
-# It keeps its own limit; this one is for the case that it cannot.
+limit_s=${LIMIT_S:-1740}
+# It keeps its limit itself; the other one is for the case that it cannot.
 # shellcheck disable=SC2086
-exec timeout --kill-after=10 "${STOCK_VM_LIMIT:-1830}" target/release/godwit-stock-vm --qemu "$emulator" --threads --package "$package" --image $images "$@"
+exec timeout --kill-after=10 "$((limit_s + 90))" target/release/godwit-stock-vm --limit-s "$limit_s" --qemu "$emulator" --threads \
+    --package "$package" --image $images "$@"
