@@ -59,16 +59,11 @@ fn bring_up(images: [PathBuf; 2], target: PathBuf) -> Result<Site> {
         Ok(Host::new(name, container, &transcript, PATIENCE))
     };
     let (a, b) = (boot("a", &twelve)?, boot("b", &thirteen)?);
-    for name in ["mgmt", "migr", "port"] {
-        cable(name, [&a.machine, &b.machine])?;
-    }
+    connect([&a, &b])?;
     let guest = LinuxGuest::find(&target)?;
-    for (host, number) in [(&a, 1), (&b, 2)] {
-        host.value(&format!(
-            "for i in mgmt migr port; do ip link set $i up; done && ip addr add 10.0.0.{number}/24 dev mgmt \
-             && ip addr add 10.1.0.{number}/24 dev migr && ip link add vmbr0 type bridge && ip link set vmbr0 up \
-             && ip link set port master vmbr0 && ip addr add 10.77.0.{number}/24 dev vmbr0"
-        ))?;
+    for host in [&a, &b] {
+        // What a boot said can be read in the next one.
+        host.value("mkdir -p /var/log/journal && journalctl --flush")?;
         std::fs::copy(&package, host.machine.inside(way::PACKAGE))?;
         std::fs::copy(&guest.kernel, host.machine.inside("srv/images/vmlinuz"))?;
         std::fs::copy(&guest.initrd, host.machine.inside("srv/images/initrd"))?;
@@ -80,6 +75,25 @@ fn bring_up(images: [PathBuf; 2], target: PathBuf) -> Result<Site> {
     a.ok("grep PRETTY /etc/os-release; findmnt -n /run; cat web.toml")?;
     b.ok("grep PRETTY /etc/os-release; findmnt -n /run")?;
     Ok(Site { a, b, target })
+}
+
+/// Lays the cables between both systems and gives addresses; the management network comes last.
+fn connect(hosts: [&Debian; 2]) -> Result<()> {
+    for name in ["port", "migr", "mgmt"] {
+        cable(name, hosts.map(|host| &host.machine))?;
+        for (host, number) in hosts.into_iter().zip(1..) {
+            let so = match name {
+                "port" => format!(
+                    "{{ ip -br link show vmbr0 || {{ ip link add vmbr0 type bridge && ip addr add 10.77.0.{number}/24 dev vmbr0; }}; }} \
+                     && ip link set vmbr0 up && ip link set port master vmbr0"
+                ),
+                "migr" => format!("ip addr add 10.1.0.{number}/24 dev migr"),
+                _ => format!("ip addr add 10.0.0.{number}/24 dev mgmt"),
+            };
+            host.value(&format!("{so} && ip link set {name} up"))?;
+        }
+    }
+    Ok(())
 }
 
 /// The README's VM, smaller, emulated, and with an address to ask it at.
@@ -218,8 +232,7 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
     let Some((images, target)) = ready()? else {
         return Ok(());
     };
-    let Site { a, b, target } = bring_up(images, target)?;
-    let site = Site { a, b, target };
+    let mut site = bring_up(images, target)?;
     way::install(&site.a)?;
     way::install(&site.b)?;
     way::set_up([&site.a, &site.b])?;
@@ -244,7 +257,41 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
     way::connected(&site.a)?;
     site.move_to(&site.a)?;
     site.goes_on(&site.a, &upgrade)?;
-    purge(&site)
+    purge(&site)?;
+    power_off(&mut site)
+}
+
+/// A host that is powered off powers its guest down first, and the guest boots when the host is back.
+fn power_off(site: &mut Site) -> Result<()> {
+    // The counter knows no power key.
+    way::migrate(&site.a, COUNTER, "a")?;
+    site.b.ok("systemctl poweroff")?;
+    site.b.machine.wait_off(PATIENCE)?;
+    site.a.until("b is silent", "godwit host list", |ran| {
+        !ran.stdout
+            .lines()
+            .any(|line| line.starts_with("b ") && line.contains("connected"))
+    })?;
+    site.a.types("godwit host list; godwit vm list")?;
+    site.b.machine.boot_again()?;
+    connect([&site.a, &site.b])?;
+    let said = site
+        .b
+        .ok("journalctl -b -1 --no-pager -o cat -u 'godwit-*' | tail -n 99")?;
+    ensure!(
+        said.contains("VM web is powered down") && !said.contains("stopped hard"),
+        "not powered down in order: {said}"
+    );
+    way::connected(&site.a)?;
+    let show = "godwit vm show web --json";
+    site.a.until("web runs again", show, |ran| {
+        ran.stdout
+            .replace(' ', "")
+            .contains("\"state\":\"running\"")
+    })?;
+    site.a.ok("godwit host list; godwit vm list")?;
+    site.guest_answers(&site.b)?;
+    site.unharmed(&site.a)
 }
 
 /// A host without VMs lets the package go and keeps what says who may run a VM.

@@ -21,6 +21,7 @@ const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin
 const NOT_HERE: i32 = 3;
 
 pub struct Container {
+    unique: String,
     dir: PathBuf,
     cgroup: PathBuf,
     nspawn: Child,
@@ -108,9 +109,9 @@ impl Container {
         std::fs::write(root.join("etc/hostname"), format!("{name}\n"))?;
         let unique = format!("godwit-test-{}-{name}", std::process::id());
         let cgroup = cgroup2().context("no cgroup v2")?.join(&unique);
-        std::fs::create_dir_all(&cgroup)?;
-        let nspawn = start(&unique, &root, &dir, &cgroup)?;
+        let nspawn = start(&unique, &dir, &cgroup)?;
         let mut container = Self {
+            unique,
             dir,
             cgroup,
             nspawn,
@@ -118,6 +119,14 @@ impl Container {
         };
         container.wait_until_up()?;
         Ok(container)
+    }
+
+    /// Boots a system that has powered itself off. Its cables went with the power.
+    pub fn boot_again(&mut self) -> Result<()> {
+        self.wait_off(BOOT)?;
+        remove_groups(&self.cgroup);
+        self.nspawn = start(&self.unique, &self.dir, &self.cgroup)?;
+        self.wait_until_up()
     }
 
     fn wait_until_up(&mut self) -> Result<()> {
@@ -192,7 +201,9 @@ impl Container {
     }
 }
 
-fn start(unique: &str, root: &Path, dir: &Path, cgroup: &Path) -> Result<Child> {
+fn start(unique: &str, dir: &Path, cgroup: &Path) -> Result<Child> {
+    std::fs::create_dir_all(cgroup)?;
+    let root = dir.join("root");
     let log = std::fs::File::create(dir.join("console"))?;
     let mut command = Command::new("sh");
     // A cgroup of its own: what keeps its unit makes groups of fixed names below the caller's.
@@ -214,7 +225,7 @@ fn start(unique: &str, root: &Path, dir: &Path, cgroup: &Path) -> Result<Child> 
         "--machine",
         unique,
         "--directory",
-        text(root)?,
+        text(&root)?,
     ]);
     for device in devices(dir)? {
         command.arg(device);

@@ -6,15 +6,17 @@
 
 use super::{Machine, Ran};
 use anyhow::{Context as _, Result, bail, ensure};
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{BufRead as _, BufReader, ErrorKind, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Longest start of a machine, until its shell answers.
-const BOOT: Duration = Duration::from_secs(240);
+/// Longest start of a machine, until its shell answers: also on cores that others use.
+const BOOT: Duration = Duration::from_secs(600);
+/// How often a machine that owes an answer is looked at.
+const LOOK_EACH: Duration = Duration::from_secs(1);
 
 /// Root's shell on the virtio port, which runs from the payload. A line is a number, a limit in seconds and a script in
 /// base64; the answer has the same number, the exit code, and '=' with what was said in base64.
@@ -29,13 +31,20 @@ done
 "#;
 
 pub struct Emulated {
-    qemu: Child,
+    /// Not there for one that another run switched on.
+    qemu: Option<Child>,
+    keep: bool,
     dir: PathBuf,
+    ends: Instant,
     shell: Mutex<Option<BufReader<UnixStream>>>,
 }
 
 /// What a machine is made of.
 pub struct Plan<'a> {
+    /// The emulator.
+    pub qemu: &'a Path,
+    /// Whether it has a thread for each vCPU.
+    pub threads: bool,
     /// Directory of `disk.raw`, `vmlinuz` and `initrd`.
     pub image: &'a Path,
     /// A tar file that is unpacked inside as `/payload`.
@@ -45,6 +54,10 @@ pub struct Plan<'a> {
     /// 1 makes the segment, 2 joins it.
     pub number: u8,
     pub memory_mib: u32,
+    /// Whether it outlives this program.
+    pub keep: bool,
+    /// When nothing is asked of it any more.
+    pub ends: Instant,
 }
 
 impl Emulated {
@@ -52,62 +65,76 @@ impl Emulated {
     pub fn power_on(plan: &Plan<'_>, dir: &Path) -> Result<Self> {
         std::fs::create_dir_all(dir)?;
         let log = std::fs::File::create(dir.join("qemu.log"))?;
+        let end_with_us: &[&str] = if plan.keep {
+            &["--"]
+        } else {
+            &["--pdeathsig", "KILL", "--"]
+        };
         let qemu = Command::new("setpriv")
-            .args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"])
+            .args(end_with_us)
+            .arg(plan.qemu)
             .args(arguments(plan, dir))
             .env("TMPDIR", dir)
             .stdin(Stdio::null())
             .stdout(log.try_clone()?)
             .stderr(log)
             .spawn()
-            .context("qemu-system-x86_64")?;
-        Ok(Self {
-            qemu,
-            dir: dir.to_owned(),
-            shell: Mutex::default(),
-        })
+            .context("the emulator")?;
+        let mut machine = Self::attach(dir, plan.ends);
+        (machine.qemu, machine.keep) = (Some(qemu), plan.keep);
+        Ok(machine)
     }
 
-    /// Waits until its root shell answers, after it was switched on or while it reboots.
+    /// A machine that another run has left on.
+    pub fn attach(dir: &Path, ends: Instant) -> Self {
+        Self {
+            qemu: None,
+            keep: true,
+            dir: dir.to_owned(),
+            ends,
+            shell: Mutex::default(),
+        }
+    }
+
+    /// Waits until it is up: systemd inside has started what it starts.
     pub fn wait_up(&mut self) -> Result<()> {
         let deadline = Instant::now() + BOOT;
         loop {
-            if let Some(status) = self.qemu.try_wait()? {
-                bail!("QEMU ended with {status}: {}", self.console());
+            let ended = self.qemu.as_mut().map(Child::try_wait).transpose()?;
+            if let Some(status) = ended.flatten() {
+                bail!("the emulator ended with {status}: {}", self.console());
             }
             self.forget();
-            let up = "systemctl is-system-running --wait";
-            if let Ok(ran) = self.ask(up, Duration::from_secs(60)) {
-                let state = ran.stdout.trim().to_owned();
-                ensure!(matches!(state.as_str(), "running" | "degraded"), "{ran:?}");
+            let asked = self.ask("systemctl is-system-running --wait", BOOT);
+            let up = |ran: &Ran| matches!(ran.stdout.trim(), "running" | "degraded");
+            if asked.as_ref().is_ok_and(up) {
                 return Ok(());
             }
             ensure!(
-                Instant::now() < deadline,
-                "no shell answers: {}",
+                Instant::now() < deadline && !self.panicked(),
+                "it is not up: {asked:?} {}",
                 self.console()
             );
-            std::thread::sleep(Duration::from_millis(500));
+            std::thread::sleep(LOOK_EACH);
         }
     }
 
     /// Waits until it has booted again: its boot is another one than that.
     pub fn wait_again(&self, boot: &str) -> Result<()> {
         let deadline = Instant::now() + BOOT;
+        let id = "cat /proc/sys/kernel/random/boot_id";
         loop {
-            let asked = self.ask(
-                "cat /proc/sys/kernel/random/boot_id",
-                Duration::from_secs(10),
-            );
+            // The shell of the boot that ends never answers, so that none is waited for long.
+            let asked = self.ask(id, Duration::from_secs(10));
             if asked.is_ok_and(|ran| !ran.stdout.trim().is_empty() && ran.stdout.trim() != boot) {
                 return Ok(());
             }
             ensure!(
-                Instant::now() < deadline,
+                Instant::now() < deadline.min(self.ends) && !self.panicked(),
                 "it did not boot again: {}",
                 self.console()
             );
-            std::thread::sleep(Duration::from_secs(1));
+            std::thread::sleep(LOOK_EACH);
         }
     }
 
@@ -119,6 +146,8 @@ impl Emulated {
     }
 
     fn ask(&self, script: &str, within: Duration) -> Result<Ran> {
+        let within = within.min(self.ends.saturating_duration_since(Instant::now()));
+        ensure!(!within.is_zero(), "no time is left");
         let mut shell = self
             .shell
             .lock()
@@ -128,7 +157,7 @@ impl Emulated {
             *shell = Some(BufReader::new(stream));
         }
         let reader = shell.as_mut().context("no shell")?;
-        let answer = exchange(reader, script, within);
+        let answer = self.exchange(reader, script, within);
         if answer.is_err() {
             // An answer that comes later would be taken for that to the next question.
             *shell = None;
@@ -136,40 +165,72 @@ impl Emulated {
         answer
     }
 
+    fn exchange(
+        &self,
+        reader: &mut BufReader<UnixStream>,
+        script: &str,
+        within: Duration,
+    ) -> Result<Ran> {
+        // Each question has a number, so that the answer to one that was given up is passed over.
+        let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let limit = within.as_secs().max(1);
+        // The script is ended inside at its limit, and that has to be told.
+        let deadline = Instant::now() + within + Duration::from_secs(30);
+        reader.get_ref().set_read_timeout(Some(LOOK_EACH))?;
+        let script = base64(script.as_bytes());
+        reader
+            .get_mut()
+            .write_all(format!("{number} {limit} {script}\n").as_bytes())?;
+        loop {
+            let line = self.line(reader, deadline)?;
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let [of, code, said] = words.as_slice() else {
+                continue;
+            };
+            if *of != number.to_string() {
+                continue;
+            }
+            return Ok(Ran {
+                code: Some(code.parse()?),
+                stdout: from_base64(said)?,
+                stderr: String::new(),
+            });
+        }
+    }
+
+    /// The next line of the shell. A kernel that panicked will not send one.
+    fn line(&self, reader: &mut BufReader<UnixStream>, deadline: Instant) -> Result<String> {
+        let mut line = Vec::new();
+        loop {
+            match reader.read_until(b'\n', &mut line) {
+                Ok(0) => bail!("the emulator has ended: {}", self.log()),
+                Ok(_) if line.ends_with(b"\n") => return Ok(String::from_utf8(line)?),
+                Ok(_) => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error.into()),
+            }
+            ensure!(
+                !self.panicked(),
+                "its kernel panicked, see {}/console",
+                self.dir.display()
+            );
+            ensure!(Instant::now() < deadline, "its shell does not answer");
+        }
+    }
+
+    fn panicked(&self) -> bool {
+        self.console().contains("Kernel panic")
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.join("qemu.log")).unwrap_or_default()
+    }
+
     /// What came on the console, its last part.
     fn console(&self) -> String {
         let text = std::fs::read(self.dir.join("console")).unwrap_or_default();
-        let tail = text.len().saturating_sub(3000);
+        let tail = text.len().saturating_sub(8000);
         String::from_utf8_lossy(text.get(tail..).unwrap_or_default()).into_owned()
-    }
-}
-
-fn exchange(reader: &mut BufReader<UnixStream>, script: &str, within: Duration) -> Result<Ran> {
-    // Each question has a number, so that the answer to one that was given up is passed over.
-    let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    let limit = within.as_secs().max(1);
-    reader
-        .get_ref()
-        .set_read_timeout(Some(within + Duration::from_secs(15)))?;
-    let script = base64(script.as_bytes());
-    reader
-        .get_mut()
-        .write_all(format!("{number} {limit} {script}\n").as_bytes())?;
-    loop {
-        let mut line = String::new();
-        ensure!(reader.read_line(&mut line)? > 0, "the shell has gone");
-        let words: Vec<&str> = line.split_whitespace().collect();
-        let [of, code, said] = words.as_slice() else {
-            continue;
-        };
-        if *of != number.to_string() {
-            continue;
-        }
-        return Ok(Ran {
-            code: Some(code.parse()?),
-            stdout: from_base64(said)?,
-            stderr: String::new(),
-        });
     }
 }
 
@@ -192,7 +253,8 @@ fn coreutil(arguments: &[&str], input: &[u8]) -> Vec<u8> {
     run().unwrap_or_default()
 }
 
-fn base64(bytes: &[u8]) -> String {
+/// Text that any shell takes as one word.
+pub fn base64(bytes: &[u8]) -> String {
     String::from_utf8_lossy(&coreutil(&["-w0"], bytes)).into_owned()
 }
 
@@ -210,8 +272,6 @@ fn arguments(plan: &Plan<'_>, dir: &Path) -> Vec<String> {
     );
     let number = plan.number;
     let mut line: Vec<String> = [
-        "-accel",
-        "tcg,thread=multi",
         "-machine",
         "q35",
         "-cpu",
@@ -225,6 +285,8 @@ fn arguments(plan: &Plan<'_>, dir: &Path) -> Vec<String> {
     .map(str::to_owned)
     .to_vec();
     let mut pair = |name: &str, value: String| line.extend([name.to_owned(), value]);
+    let threads = if plan.threads { "multi" } else { "single" };
+    pair("-accel", format!("tcg,thread={threads}"));
     pair("-m", plan.memory_mib.to_string());
     pair("-serial", format!("file:{dir}/console"));
     pair("-kernel", format!("{image}/vmlinuz"));
@@ -262,8 +324,10 @@ impl Machine for Emulated {
 
 impl Drop for Emulated {
     fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.qemu.kill();
-        let _ = self.qemu.wait();
+        if let Some(qemu) = self.qemu.as_mut().filter(|_| !self.keep) {
+            // It may have ended by itself.
+            let _ = qemu.kill();
+            let _ = qemu.wait();
+        }
     }
 }

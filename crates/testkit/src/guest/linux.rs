@@ -23,6 +23,8 @@ const MODULES: [&str; 6] = [
     "pvpanic-pci",
     "pvpanic-mmio",
 ];
+/// Modules that bring the power key of a machine with ACPI.
+const POWER_KEY: [&str; 2] = ["button", "evdev"];
 const APPLETS: [&str; 17] = [
     "sh", "mount", "insmod", "ip", "cat", "echo", "ls", "ps", "dmesg", "free", "top", "sleep",
     "ping", "ping6", "kill", "nc", "poweroff",
@@ -94,17 +96,28 @@ impl LinuxGuest {
 
 /// Makes kernel and initramfs under `target/guests/linux`. `probe` is the built `guest-probe` program.
 pub fn build(target: &Path, probe: &Path) -> Result<LinuxGuest> {
-    let kernel_dir = target.join("guests/kernel");
-    let version = std::fs::read_to_string(kernel_dir.join("version"))
-        .context("no guest kernel unpacked, run scripts/install-deps.sh first")?;
-    let version = version.trim();
+    let (kernel, modules) = unpacked(target)?;
     let guest = LinuxGuest::at(target);
     std::fs::create_dir_all(target.join("guests/linux"))?;
-    let kernel = read(&kernel_dir.join(format!("boot/vmlinuz-{version}")))?;
-    write_if_changed(&guest.kernel, &kernel)?;
-    let modules = kernel_dir.join("lib/modules").join(version);
+    write_if_changed(&guest.kernel, &read(&kernel)?)?;
     write_if_changed(&guest.initrd, &initramfs(&modules, probe)?)?;
     Ok(guest)
+}
+
+/// The kernel that was unpacked, and the directory of its modules.
+fn unpacked(target: &Path) -> Result<(PathBuf, PathBuf)> {
+    let dir = target.join("guests/kernel");
+    let version = std::fs::read_to_string(dir.join("version"))
+        .context("no guest kernel unpacked, run scripts/install-deps.sh first")?;
+    let version = version.trim();
+    let kernel = dir.join(format!("boot/vmlinuz-{version}"));
+    Ok((kernel, dir.join("lib/modules").join(version)))
+}
+
+/// Adds the modules that bring the power key, in `modules`, with their loading order in `modules/order`.
+pub fn add_power_key(archive: &mut Archive, target: &Path) -> Result<()> {
+    archive.directory("modules");
+    add_modules(archive, &unpacked(target)?.1, &POWER_KEY)
 }
 
 fn initramfs(modules: &Path, probe: &Path) -> Result<Vec<u8>> {
@@ -118,7 +131,7 @@ fn initramfs(modules: &Path, probe: &Path) -> Result<Vec<u8>> {
     for applet in APPLETS {
         archive.symlink(&format!("bin/{applet}"), "busybox");
     }
-    add_modules(&mut archive, modules)?;
+    add_modules(&mut archive, modules, &MODULES)?;
     let redis = Path::new("/usr/bin/redis-server")
         .canonicalize()
         .context("redis-server is not installed")?;
@@ -182,10 +195,10 @@ fn ldd_paths(text: &str) -> BTreeSet<PathBuf> {
 }
 
 /// Adds the modules in loading order, which the file `modules/order` lists.
-fn add_modules(archive: &mut Archive, modules: &Path) -> Result<()> {
+fn add_modules(archive: &mut Archive, modules: &Path, names: &[&str]) -> Result<()> {
     let files = module_files(&modules.join("kernel"))?;
     let mut order = Vec::new();
-    for name in MODULES {
+    for name in names {
         load(&files, name, &mut order)?;
     }
     let list: String = order
