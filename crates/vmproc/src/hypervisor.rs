@@ -15,6 +15,7 @@ use godwit_guestmem::{Library, Owner, RamFile, handout, library};
 use godwit_qemu::command_line::{self, Disk, MachineConfig, Nic};
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
 use godwit_qemu::machine::{Machine, RunState};
+use godwit_qemu::on_ram::memory_told;
 use godwit_qemu::process::QemuProcess;
 use godwit_qemu::qmp::{EventKind, EventsError};
 use godwit_qemu::tap::Tap;
@@ -116,11 +117,14 @@ impl Hyper {
     }
 
     /// Takes over a QEMU that a predecessor left: once it answers on one of its control sockets, each with a time of
-    /// its own, and says what it does.
+    /// its own, and says what it does. Its RAM file has to be as long as the VM's description says that its memory is;
+    /// where there is none, as QEMU was told.
     pub(crate) fn take_over(
         paths: &Paths,
         identity: &QemuIdentity,
+        described: Option<u64>,
     ) -> Result<(Self, RunState), ApiError> {
+        let ram = open_ram(paths, identity, described)?;
         let connect = |index| {
             adopt(
                 identity.pid,
@@ -132,7 +136,6 @@ impl Hyper {
         let taken = connect(0).or_else(|_| connect(1)).map_err(hypervisor)?;
         let state = taken.machine.query_status(Instant::now() + QMP_WAIT);
         let state = state.map_err(internal)?;
-        let ram = RamFile::open(&paths.ram_file(identity.launch)).map_err(memory)?;
         let ram = Arc::new(ram);
         let hyper = Self {
             huge_pages: HugePages::of(identity, &ram),
@@ -206,6 +209,22 @@ impl Hyper {
             })?;
         Ok(())
     }
+}
+
+fn open_ram(
+    paths: &Paths,
+    identity: &QemuIdentity,
+    described: Option<u64>,
+) -> Result<RamFile, ApiError> {
+    let told = || memory_told(identity.pid).map_err(internal);
+    let bytes = match described {
+        Some(bytes) => bytes,
+        None => told()?.ok_or_else(|| {
+            let pid = identity.pid;
+            internal(format!("neither a description nor QEMU's command line (process {pid}) says how much memory the VM has"))
+        })?,
+    };
+    RamFile::open(&paths.ram_file(identity.launch), bytes).map_err(memory)
 }
 
 /// The control socket closes an instant before the process is gone. A QEMU that lives on without one is of no use to
@@ -429,10 +448,11 @@ pub(crate) fn internal(error: impl std::fmt::Display) -> ApiError {
     ApiError::new(ErrorCode::Internal, error.to_string())
 }
 
-fn memory(error: godwit_guestmem::Error) -> ApiError {
+pub(crate) fn memory(error: godwit_guestmem::Error) -> ApiError {
     let code = match error {
         godwit_guestmem::Error::OutOfMemory { .. } => ErrorCode::OutOfMemory,
         godwit_guestmem::Error::KernelTooOld { .. } => ErrorCode::Incompatible,
+        godwit_guestmem::Error::Length { .. } => ErrorCode::NotMigratable,
         _ => ErrorCode::Internal,
     };
     ApiError::new(code, error.to_string())

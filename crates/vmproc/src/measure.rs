@@ -6,7 +6,7 @@
 //! to measure beside a migration, which needs the tracking for itself, and a guest that does not run.
 
 use crate::huge_pages::HugePages;
-use crate::hypervisor::internal;
+use crate::hypervisor::{internal, memory};
 use crate::input::Input;
 use crate::source::tracking::begin;
 use crate::vm::Vm;
@@ -111,6 +111,7 @@ impl Vm {
             ));
         }
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        hyper.ram.check_length().map_err(memory)?;
         if !matches!(self.status, Status::Running { .. }) {
             return Err(refuse("does not run, so it writes nothing"));
         }

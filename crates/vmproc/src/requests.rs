@@ -8,7 +8,7 @@ use crate::destination::arrivals::Arrivals;
 use crate::destination::driver::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::destination::memory::Memory;
 use crate::faults::reached;
-use crate::hypervisor::{QMP_WAIT, internal};
+use crate::hypervisor::{QMP_WAIT, internal, memory};
 use crate::input::{DriverNews, Input, News};
 use crate::priority::cores;
 use crate::save_gate::SaveGate;
@@ -560,6 +560,7 @@ impl Vm {
         self.keep_note(spec, Side::Source)?;
         let secret = Arc::new(wire_spec(spec)?);
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        hyper.ram.check_length().map_err(memory)?;
         hyper
             .machine
             .prepare_outgoing(Instant::now() + QMP_WAIT)

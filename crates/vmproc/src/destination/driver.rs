@@ -213,7 +213,7 @@ pub(super) struct Epoch {
 
 pub(super) struct DestinationDriver {
     arrivals: Arrivals,
-    memory: Arc<Memory>,
+    pub(super) memory: Arc<Memory>,
     pub(super) qemu: Option<WaitingQemu>,
     pub(super) report: SharedReport,
     control: ControlSlot,

@@ -472,6 +472,8 @@ impl SourceDriver {
     /// it has loaded it: one way with pages and device state, one back with ready, one with the permit.
     fn last_pages(&mut self, epoch: &mut Epoch, attempt: Generation) -> Result<(), Halt> {
         let began = Instant::now();
+        let ram = self.parts.ram.check_length();
+        ram.map_err(|error| Halt::Failed(error.to_string()))?;
         epoch
             .control
             .send(&ToDestination::Stopped)
