@@ -98,6 +98,7 @@ impl TestHost {
             port_groups: Default::default(),
             migration_addresses: vec![],
             accelerator: Default::default(),
+            reserved_dirs: Vec::new(),
         }
     }
 

@@ -17,6 +17,7 @@ pub mod on_ram;
 pub mod packet;
 pub mod process;
 pub mod qmp;
+pub mod reserved;
 pub mod scope;
 pub mod stderr_log;
 mod sync;

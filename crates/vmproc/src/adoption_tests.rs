@@ -36,6 +36,7 @@ impl Scene {
             port_groups: Default::default(),
             migration_addresses: Vec::new(),
             accelerator: Accelerator::Tcg,
+            reserved_dirs: Vec::new(),
         };
         for dir in ["state/vms/web", "run/qemu", "ram"] {
             std::fs::create_dir_all(directory.join(dir)).unwrap();

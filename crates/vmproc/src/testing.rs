@@ -88,6 +88,7 @@ impl Site {
             port_groups: Default::default(),
             migration_addresses: vec![[127, 0, 0, 1].into()],
             accelerator: Accelerator::Tcg,
+            reserved_dirs: Vec::new(),
         };
         for name in ["state/vms/web", "run/vms/web/qemu", "ram"] {
             std::fs::create_dir_all(dir.path().join(name)).unwrap();

@@ -11,11 +11,12 @@ use crate::harden::stay_private;
 use crate::hypervisor::internal;
 use godwit_guestmem::Owner;
 use godwit_qemu::disk::{DiskError, open_image};
+use godwit_qemu::reserved::Reserved;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{DiskSpec, UIDS, VmSpec};
 use godwit_types::{ApiError, ErrorCode};
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The user and group of a QEMU that is started now, which can read what it boots from.
 pub(crate) fn of(config: &VmProcessConfig, spec: &VmSpec) -> Result<Owner, ApiError> {
@@ -63,17 +64,28 @@ fn is_mapped(map: &str, uid: u32) -> bool {
     })
 }
 
+/// Where no file of a VM may be: this host's records, sockets and guests' memory, and what its agent names beside these.
+fn reserved(config: &VmProcessConfig) -> Reserved {
+    // `STATE/vms/NAME` and `RUN/vms/NAME`.
+    let own = [&config.state_dir, &config.run_dir];
+    let own = own.map(|dir| Path::new(dir).ancestors().nth(2).map(Path::to_owned));
+    let named = config.reserved_dirs.iter().map(PathBuf::from);
+    let dirs = own.into_iter().flatten().chain(named).collect();
+    Reserved::new(dirs, PathBuf::from(&config.ram_dir))
+}
+
 /// The images of all disks, with the rights of the VM's own user and of the common one.
 pub(crate) fn open_disks(
     config: &VmProcessConfig,
     spec: &VmSpec,
     owner: Owner,
 ) -> Result<Vec<OwnedFd>, ApiError> {
+    let reserved = reserved(config);
     let open = |disk: &DiskSpec| {
         let (path, read_only) = (Path::new(&disk.path), disk.read_only);
-        let opened = match open_image(path, read_only, owner.uid, config.qemu_gid) {
+        let opened = match open_image(path, read_only, owner.uid, config.qemu_gid, &reserved) {
             Err(DiskError::Denied { .. }) if owner.uid != config.qemu_uid => {
-                open_image(path, read_only, config.qemu_uid, config.qemu_gid)
+                open_image(path, read_only, config.qemu_uid, config.qemu_gid, &reserved)
             }
             opened => opened,
         };
@@ -97,8 +109,9 @@ pub(crate) fn open_disks(
 /// Kernel and initramfs, which QEMU opens itself, must be there and be readable for it.
 fn check_boot_files(config: &VmProcessConfig, spec: &VmSpec, owner: Owner) -> Result<(), ApiError> {
     let (vm, host) = (&spec.name, &config.host);
+    let reserved = reserved(config);
     let check = |path: &String| {
-        let opened = open_image(Path::new(path), true, owner.uid, owner.gid);
+        let opened = open_image(Path::new(path), true, owner.uid, owner.gid, &reserved);
         let (code, why) = match opened {
             Ok(_) => return Ok(()),
             Err(DiskError::Missing { .. }) => (
@@ -226,6 +239,46 @@ mod tests {
         for other in [(0, 0), (OWN + 1, OWN + 1)] {
             let error = open(other, 0o660).unwrap_err().to_string();
             assert!(error.contains("(uid 65534) may not open"), "{error}");
+        }
+    }
+
+    #[test]
+    fn no_disk_and_no_kernel_lies_where_the_host_keeps_records_or_memory() {
+        if !is_root() {
+            return;
+        }
+        let (site, dir) = place();
+        let ram = dir.path().join("ram");
+        std::fs::create_dir(&ram).unwrap();
+        std::fs::set_permissions(&ram, Permissions::from_mode(0o711)).unwrap();
+        let victim = file(&ram, "victim.1", (COMMON, COMMON), 0o644);
+        let spec = spec(
+            Some(OWN),
+            &format!("kernel = \"{victim}\"\n[[disk]]\nname = \"d\"\npath = \"{victim}\"\n"),
+        );
+        let alone = Owner { uid: OWN, gid: OWN };
+        let config = |change: fn(&mut VmProcessConfig, String)| {
+            let mut config = site.config.clone();
+            change(&mut config, dir.path().display().to_string());
+            config
+        };
+        let kept = [
+            config(|config, dir| config.ram_dir = format!("{dir}/ram")),
+            config(|config, dir| config.run_dir = format!("{dir}/vms/web")),
+            config(|config, dir| config.state_dir = format!("{dir}/vms/web")),
+            config(|config, dir| config.reserved_dirs = vec![dir]),
+        ];
+        assert!(open_disks(&site.config, &spec, alone).is_ok());
+        assert!(of(&site.config, &spec).is_ok());
+        for config in kept {
+            let refused = [
+                open_disks(&config, &spec, alone).map(drop),
+                of(&config, &spec).map(drop),
+            ];
+            for refused in refused {
+                let error = refused.unwrap_err().to_string();
+                assert!(error.contains("put the file elsewhere"), "{error}");
+            }
         }
     }
 }
