@@ -25,6 +25,7 @@ mod heard;
 mod huge_pages;
 mod hypervisor;
 mod input;
+mod log;
 mod measure;
 mod neighbours;
 mod off;
@@ -48,6 +49,8 @@ mod user;
 mod vm;
 #[cfg(test)]
 mod vm_tests;
+
+pub use log::{LogWriter, writer as log_writer};
 
 use anyhow::Context as _;
 use godwit_store::load_json;
