@@ -6,7 +6,7 @@ use crate::vm::Vm;
 use godwit_ownership::{Event, Handover, PeerMessage, Phase, Power, Timer};
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{HostVm, REPORTS_DIR, VmAnswer, VmRequest};
-use godwit_types::migration::{MigrationReport, Outcome, Side};
+use godwit_types::migration::{COULD_NOT_BEGIN, MigrationReport, Outcome, Side};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 use std::time::{Duration, Instant};
@@ -429,6 +429,33 @@ fn a_request_for_what_is_so_already_succeeds_and_says_so() {
             .unwrap()
             .ends_with("runs already")
     );
+}
+
+#[test]
+fn what_the_controller_takes_back_since_it_could_not_begin_was_cancelled_by_nobody() {
+    let nobody = format!("{COULD_NOT_BEGIN}cannot reach host b");
+    for (why, outcome) in [
+        (nobody.as_str(), Outcome::Failed),
+        ("cancelled by its user", Outcome::Cancelled),
+    ] {
+        let site = Site::new();
+        site.record(Phase::Absent);
+        let mut vm = open(&site);
+        vm.feed(Event::PrepareIncoming {
+            migration: id_m(),
+            from: HostName::new("a").unwrap(),
+            generation: Generation(3),
+        });
+        under_way(&mut vm, Side::Destination);
+        let request = VmRequest::Cancel {
+            migration: id_m(),
+            reason: why.into(),
+        };
+        ask(&mut vm, request).unwrap();
+        let ended = vm.report(&id_m()).unwrap().unwrap();
+        assert_eq!(ended.outcome, Some(outcome), "{why}");
+        assert_eq!(ended.reason.as_deref(), Some(why));
+    }
 }
 
 // ---- cancelled early ----
