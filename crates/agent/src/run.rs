@@ -178,6 +178,12 @@ async fn make_agent(
     current: &Arc<Current>,
 ) -> Result<Agent, AgentError> {
     let user = users::qemu_user(config.qemu_user.as_deref())?;
+    if users::is_nobody_for_want_of(config.qemu_user.as_deref(), user) {
+        tracing::warn!(
+            "{}: 'useradd --system --no-create-home godwit-qemu', then restart the agent; a VM gets its own id when it is powered off and on",
+            users::NOBODY_RUNS
+        );
+    }
     let qemu = QemuNow::begin(&config, user).await;
     let interfaces = interfaces(TOOLS).await;
     let migration_addresses = agent::migration_addresses(&config, &interfaces);
