@@ -58,7 +58,7 @@ impl Served {
 
     /// A host whose site answers as `asker` says, and which shuts down or not.
     pub(crate) async fn of(host: TestHost, asker: Asker, is_stopping: bool) -> Self {
-        let stopping: Stopping = Arc::new(move || Box::pin(async move { is_stopping }));
+        let stopping: Stopping = Arc::new(move || Box::pin(async move { Some(is_stopping) }));
         let site = Site::open(
             &host.config.state_dir,
             host_name("a"),

@@ -115,6 +115,7 @@ fn info(config: &HostConfig) -> HostInfo {
         boot_id: String::new(),
         instance: Default::default(),
         site: Default::default(),
+        closed: false,
         boot_alone_ignored: false,
         unread: Default::default(),
         certificate: None,

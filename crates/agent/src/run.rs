@@ -112,7 +112,10 @@ pub async fn run(
     let tls = tls::server_config_of(&current).map_err(setup("use this host's certificate"))?;
     let (local, remote) = listen(&agent.config).await?;
     agent.take_up().map_err(setup("take up this host's VMs"))?;
-    agent.go_on_closing();
+    agent
+        .go_on_closing()
+        .await
+        .map_err(setup("see whether this host still shuts down"))?;
     tokio::spawn(agent.clone().keep_booting(stop.clone()));
     tokio::spawn(agent.clone().keep_telling(stop.clone()));
     tokio::spawn(agent.clone().keep_qemu_known(stop.clone()));

@@ -146,6 +146,9 @@ pub fn view(app: &App) -> SiteView {
             alarms.push(Alarm::FencedHostAnswered { host: name.clone() });
         }
         let info = entry.info.as_ref();
+        if info.is_some_and(|info| info.closed) {
+            alarms.push(Alarm::HostClosed { host: name.clone() });
+        }
         if info.is_some_and(|info| info.boot_alone_ignored) {
             alarms.push(Alarm::BootAloneIgnored { host: name.clone() });
         }
@@ -322,6 +325,9 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
         Alarm::CertificateEnds { .. }
         | Alarm::ControllerCertificateEnds { .. }
         | Alarm::AuthorityEnds { .. } => certificates::sentence(state, alarm, now_unix_s()),
+        Alarm::HostClosed { host } => format!(
+            "host {host} shuts down or was closed for that: it boots no VM and takes none until it is back; if it is to run VMs now, run 'godwit host open' on it"
+        ),
         Alarm::BootAloneIgnored { host } => format!(
             "boot = \"alone\" in host {host}'s host.toml is ignored, since the site has other hosts: remove the line"
         ),

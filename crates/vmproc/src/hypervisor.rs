@@ -424,6 +424,7 @@ pub(crate) fn remove_leftovers(paths: &Paths) {
     if let Ok(Some(identity)) = load_json::<QemuIdentity>(&paths.identity()) {
         remove(&paths.ram_file(identity.launch));
         remove_sockets(paths, identity.launch);
+        remove(&paths.pressed());
     }
     let _ = remove_document(&paths.identity());
 }

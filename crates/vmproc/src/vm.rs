@@ -276,7 +276,7 @@ impl Vm {
             crate::group::limit_memory(mapped.saturating_mul(godwit_guestmem::PAGE_SIZE as u64));
         }
         let orphan = self.find_orphan();
-        let was_off = self.found == Some(GuestNews::Shutdown) && !self.host_closes();
+        let was_off = self.found == Some(GuestNews::Shutdown) && !self.goes_with_its_host();
         self.perform(actions);
         self.close_orphan(orphan);
         self.close_old_reports();
@@ -287,6 +287,7 @@ impl Vm {
         if was_off {
             self.stay_off();
         }
+        self.keep_off_what_was_asked_off();
         Ok(())
     }
 
@@ -435,7 +436,7 @@ impl Vm {
     pub(crate) fn event_of(&mut self, news: GuestNews) -> Event {
         match news {
             GuestNews::Reset => Event::GuestReset,
-            GuestNews::Shutdown if self.host_closes() => {
+            GuestNews::Shutdown if self.goes_with_its_host() => {
                 tracing::info!("the guest powered off, since its host shuts down");
                 self.blame("the guest powered itself off during the migration");
                 self.kill_qemu();

@@ -621,7 +621,7 @@ fn the_report_of_an_older_migration_does_not_stay_open() {
 // ---- why the other host gave up ----
 
 /// A migration between this host and host `a`, without a driver.
-fn under_way(vm: &mut Vm, side: Side) {
+pub(crate) fn under_way(vm: &mut Vm, side: Side) {
     let spec = migration("m");
     vm.note = Some(godwit_types::host_api::MigrationNote {
         migration: spec.id.clone(),
