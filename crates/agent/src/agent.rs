@@ -13,6 +13,7 @@ use crate::launch::make_dir;
 use crate::link::Bursts;
 use crate::load::Readings;
 use crate::memory::{Memory, Promise};
+use crate::preflight;
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFacts;
 use crate::qemu_now::{self, QemuNow};
@@ -177,6 +178,15 @@ impl Agent {
             port_groups: self.config.port_groups.clone(),
             migration_addresses: self.migration_addresses.clone(),
             accelerator: self.config.accelerator,
+            reserved_dirs: vec![text(self.config.controller_state_dir.clone())],
+        }
+    }
+
+    /// Refuses a VM whose files lie where this host keeps records or guests' memory, as far as that can be told beforehand.
+    pub(crate) fn refuse_reserved_files(&self, spec: &VmSpec) -> Reply<()> {
+        match preflight::reserved_file(&self.config, spec) {
+            Some(error) => Err(error.on_host(self.host())),
+            None => Ok(()),
         }
     }
 
@@ -276,6 +286,7 @@ impl Agent {
             boot_id: self.boot_id.clone(),
             instance,
             site,
+            closed: self.closing.is_on(),
             boot_alone_ignored: self.config.boot == BootRule::Alone && !may_be_alone,
             unread: self.records.all_unread(),
             certificate: Some(self.certificate.info()),

@@ -65,7 +65,7 @@ impl Served {
 
     /// A host whose site answers as `asker` says, and which shuts down or not.
     pub(crate) async fn of(host: TestHost, asker: Asker, is_stopping: bool) -> Self {
-        let stopping: Stopping = Arc::new(move || Box::pin(async move { is_stopping }));
+        let stopping: Stopping = Arc::new(move || Box::pin(async move { Some(is_stopping) }));
         let site = Site::open(
             &host.config.state_dir,
             host_name("a"),
@@ -510,4 +510,27 @@ async fn a_cancel_that_comes_before_its_migration_keeps_it_from_beginning() {
     assert_eq!(heard, "migrate m3\ncancel m3\n", "no other one came so far");
     assert!(served.agent.supervisor.find(&vm("new")).is_none());
     served.end("web");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_whose_disk_is_another_vms_memory_is_not_made_known_here() {
+    let served = Served::new().await;
+    let ram = served.host.config.ram_dir().join("victim.1");
+    std::fs::write(&ram, [0; 512]).unwrap();
+    let mut of_memory = put("web", 1);
+    let disk = format!(
+        "name = \"x\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/k\"\n[[disk]]\nname = \"data\"\npath = \"{}\"\n",
+        ram.display()
+    );
+    of_memory.spec.disks = godwit_types::vm::VmSpec::from_toml(&disk).unwrap().disks;
+    let refused = served.agent.put_vm(of_memory).await.unwrap_err();
+    assert!(
+        refused.message.contains("put the file elsewhere"),
+        "{refused}"
+    );
+    assert!(
+        !served.host.records().may_hold(&vm("web")),
+        "no right was taken"
+    );
+    served.agent.put_vm(put("web", 1)).await.unwrap();
 }

@@ -59,8 +59,8 @@ type Later<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 /// Carries the question and brings the answer.
 pub(crate) type Asker =
     Arc<dyn Fn(Whom, SiteQuestion) -> Later<Result<SiteAnswer, ApiError>> + Send + Sync>;
-/// Says whether this host shuts down.
-pub(crate) type Stopping = Arc<dyn Fn() -> Later<bool> + Send + Sync>;
+/// Says whether this host shuts down; nothing where nobody knows.
+pub(crate) type Stopping = Arc<dyn Fn() -> Later<Option<bool>> + Send + Sync>;
 
 /// How far each VM has come that should run and has no guest.
 pub(crate) struct Boots {
@@ -69,7 +69,7 @@ pub(crate) struct Boots {
     turns: Semaphore,
     ends: watch::Sender<bool>,
     asker: Asker,
-    stopping: Stopping,
+    pub(crate) stopping: Stopping,
 }
 
 impl Boots {
@@ -141,17 +141,26 @@ impl Admission for Enrolled {
     }
 }
 
-/// Whether the system manager is taking this host down; no system manager says no.
+/// Whether the system manager is taking this host down.
 pub(crate) fn system_is_stopping() -> Stopping {
-    Arc::new(|| Box::pin(host_is_shutting_down(STOPPING_WAIT)))
+    Arc::new(|| Box::pin(system_stops(STOPPING_WAIT)))
 }
 
 /// Whether the system manager says within `patience` that it takes this host down.
 pub async fn host_is_shutting_down(patience: Duration) -> bool {
+    system_stops(patience).await == Some(true)
+}
+
+/// What the system manager says of it within `patience`; nothing where there is none, or it does not know itself.
+async fn system_stops(patience: Duration) -> Option<bool> {
     let mut command = tokio::process::Command::new("systemctl");
     command.arg("is-system-running").kill_on_drop(true);
     let said = tokio::time::timeout(patience, command.output()).await;
-    matches!(said, Ok(Ok(output)) if output.stdout.trim_ascii() == b"stopping")
+    match said.ok()?.ok()?.stdout.trim_ascii() {
+        b"stopping" => Some(true),
+        b"initializing" | b"starting" | b"running" | b"degraded" | b"maintenance" => Some(false),
+        _ => None,
+    }
 }
 
 impl Agent {
@@ -287,7 +296,7 @@ impl Agent {
             return;
         };
         let ends = *self.boots.ends.borrow();
-        if ends || self.closing.is_on() || crashed && (self.boots.stopping)().await {
+        if ends || self.closing.is_on() || crashed && (self.boots.stopping)().await == Some(true) {
             let until = Instant::now().checked_add(STOPPING_PAUSE);
             let why = "this host shuts down, so it is not booted";
             return self.boots.cases().put_off(name, why, until);

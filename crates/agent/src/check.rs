@@ -102,6 +102,7 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
             "get a command for it with 'godwit host add' where the controller runs",
         ));
     }
+    checks.extend(check_host::closed(inputs.config));
     checks.extend(check_qemu::run(inputs.qemu, inputs.guests));
     checks
 }

@@ -6,6 +6,7 @@ use crate::check::{note, ok, warning};
 use crate::config::HostConfig;
 use crate::system::System;
 use godwit_types::host::Check;
+use godwit_types::host_api::CLOSING_FILE;
 use std::path::Path;
 use std::time::Instant;
 
@@ -19,6 +20,18 @@ const PAGE: usize = 4096;
 const SPEED_GOOD: f64 = 1.0;
 /// Room for records and reports, bytes.
 const ROOM_GOOD: u64 = 256 << 20;
+
+/// That this host boots nothing, if it was closed; its agent knows whether that still holds, a file stays for as long.
+pub fn closed(config: &HostConfig) -> Option<Check> {
+    let mark = config.run_dir.join(CLOSING_FILE);
+    mark.exists().then(|| {
+        warning(
+            "closed",
+            "this host shuts down or was closed for that: it boots no VM and takes none",
+            "godwit host open, if it is to run VMs now",
+        )
+    })
+}
 
 /// Speed of touching memory that was never used, twice: what was freed by the first may be fast or not.
 pub fn first_touch(system: &System) -> Check {

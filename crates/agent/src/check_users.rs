@@ -31,9 +31,9 @@ fn common(config: &HostConfig) -> Check {
             error.to_string(),
             "set qemu_user to a user that exists",
         ),
-        Ok(user) if config.qemu_user.is_none() && user.uid == 65534 => warning(
+        Ok(user) if users::is_nobody_for_want_of(config.qemu_user.as_deref(), user) => warning(
             NAME,
-            "QEMU of a VM without a user id runs as nobody, which other programs may share",
+            users::NOBODY_RUNS,
             "useradd --system --no-create-home godwit-qemu",
         ),
         Ok(user) => ok(

@@ -2,15 +2,17 @@
 //!
 //! Begins with a mark in the run directory, which a reboot empties: while it is there no guest starts, comes or leaves,
 //! and one that powers itself off counts as one whose host lost its power, so that it is booted by the usual rules when the
-//! host is back. An agent that dies in the middle goes on where it was. Owns the mark and how far each guest has come.
-//! Refuses: to write into a VM's record, to touch a VM that is in doubt or paused or whose VM process is too old to know
-//! what the power key means then, and to end before every guest was looked at once more.
+//! host is back. An agent that dies in the middle goes on where it was, with the same guests and the same limit. A
+//! `systemctl soft-reboot` empties no run directory: a host that was closed for a shutdown is open again as soon as its
+//! system manager says that it does not shut down. A VM process too old to know what the power key means then is renewed
+//! first. Owns the mark and, beside it, how far each guest has come. Refuses: to write into a VM's record, to touch a VM that
+//! is in doubt or paused, and to end before every guest was looked at once more.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, done, unexpected};
 use crate::evidence;
 use crate::records::{BOOT_FILE_MAX, internal};
 use crate::supervisor::Supervised;
-use godwit_store::read_text;
+use godwit_store::{StoreError, load_json, read_text, remove_document, save_json};
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{
     CLOSING_FILE, CloseState, CloseStep, ClosingStage, ClosingVm, HostClosing, HostVm, VmAnswer,
@@ -18,10 +20,12 @@ use godwit_types::host_api::{
 };
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::task::JoinSet;
 
 /// Between two looks at the guests.
@@ -31,13 +35,43 @@ const PRESS_AGAIN: Duration = Duration::from_secs(15);
 /// Longest wait for one VM process's answer while there is time.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
 
+/// Beside the mark: how far the host has come.
+const PROGRESS_FILE: &str = "closing.json";
+
+/// Seconds since this machine was switched on, as every agent of it counts them.
+fn uptime_s() -> u64 {
+    clock_gettime(ClockId::Boottime).tv_sec.unsigned_abs()
+}
+
+/// How far the host has come, as the next agent finds it.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Progress {
+    /// Whether its system manager took the host down when it was asked for.
+    #[serde(default)]
+    at_shutdown: bool,
+    /// Whether all guests were looked at to the end.
+    #[serde(default)]
+    is_over: bool,
+    /// When it began, in seconds of this machine's uptime.
+    began_s: u64,
+    /// When the power key of each guest was pressed last.
+    #[serde(default)]
+    pressed_s: BTreeMap<VmName, u64>,
+    /// VMs whose VM process was too old, and was to be renewed.
+    #[serde(default)]
+    renewed: BTreeSet<VmName>,
+    #[serde(default)]
+    guests: BTreeMap<VmName, ClosingVm>,
+}
+
 /// Whether this host shuts down, and how far it has come.
 pub(crate) struct Closing {
     mark: PathBuf,
+    file: PathBuf,
     boot_id: String,
     limit: Duration,
     stage: Mutex<ClosingStage>,
-    guests: Mutex<BTreeMap<VmName, ClosingVm>>,
+    progress: Mutex<Progress>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -59,8 +93,16 @@ impl Closing {
     pub(crate) fn open(run_dir: &Path, boot_id: &str, limit_s: u64) -> std::io::Result<Self> {
         let mark = run_dir.join(CLOSING_FILE);
         let found = read_text(&mark, BOOT_FILE_MAX)?;
+        let file = run_dir.join(PROGRESS_FILE);
+        let mut progress = Progress::default();
         let stage = match found {
-            Some(boot) if boot.trim() == boot_id => ClosingStage::Closing,
+            Some(boot) if boot.trim() == boot_id => {
+                progress = progress_of(&file);
+                match progress.is_over {
+                    true => ClosingStage::Closed,
+                    false => ClosingStage::Closing,
+                }
+            }
             Some(_) => {
                 std::fs::remove_file(&mark)?;
                 ClosingStage::Open
@@ -69,10 +111,11 @@ impl Closing {
         };
         Ok(Self {
             mark,
+            file,
             boot_id: boot_id.to_owned(),
             limit: Duration::from_secs(limit_s),
             stage: Mutex::new(stage),
-            guests: Mutex::default(),
+            progress: Mutex::new(progress),
         })
     }
 
@@ -97,15 +140,37 @@ impl Closing {
     }
 
     /// Marks that the host shuts down; whether its guests are to be powered down now.
-    fn begin(&self) -> Reply<bool> {
+    fn begin(&self, at_shutdown: bool) -> Reply<bool> {
         let mut stage = lock(&self.stage);
+        let mut progress = lock(&self.progress);
         if *stage == ClosingStage::Closing {
+            progress.at_shutdown |= at_shutdown;
+            self.keep(&progress);
             return Ok(false);
         }
+        *progress = Progress {
+            at_shutdown: at_shutdown || progress.at_shutdown,
+            began_s: uptime_s(),
+            ..Progress::default()
+        };
+        // Before the mark, which says that it counts.
+        self.keep(&progress);
         write_whole(&self.mark, &self.boot_id)
             .map_err(|error| internal(format!("cannot write {}: {error}", self.mark.display())))?;
         *stage = ClosingStage::Closing;
         Ok(true)
+    }
+
+    /// What is not kept, the next agent does anew.
+    fn keep(&self, progress: &Progress) {
+        if let Err(error) = save_json(&self.file, progress) {
+            tracing::error!(%error, "how far this host has come with powering its guests down is not kept");
+        }
+    }
+
+    /// Whether the host was closed since it went down, as far as that is known.
+    fn is_for_a_shutdown(&self) -> bool {
+        self.is_on() && lock(&self.progress).at_shutdown
     }
 
     /// Takes the mark away.
@@ -117,6 +182,10 @@ impl Closing {
             );
             return Err(ApiError::new(ErrorCode::WrongState, message).on_host(host));
         }
+        self.take_mark_away(&mut stage)
+    }
+
+    fn take_mark_away(&self, stage: &mut ClosingStage) -> Reply<()> {
         match std::fs::remove_file(&self.mark) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 let message = format!("cannot remove {}: {error}", self.mark.display());
@@ -125,7 +194,10 @@ impl Closing {
             _ => {}
         }
         *stage = ClosingStage::Open;
-        lock(&self.guests).clear();
+        *lock(&self.progress) = Progress::default();
+        if let Err(error) = remove_document(&self.file) {
+            tracing::warn!(%error, "a file that means nothing without its mark is left behind");
+        }
         Ok(())
     }
 
@@ -134,7 +206,7 @@ impl Closing {
         HostClosing {
             stage: self.stage(),
             limit_s: self.limit.as_secs(),
-            vms: lock(&self.guests).values().cloned().collect(),
+            vms: lock(&self.progress).guests.values().cloned().collect(),
         }
     }
 
@@ -149,7 +221,7 @@ impl Closing {
 
     /// Notes how far a guest has come; says so once.
     fn saw(&self, seen: ClosingVm) {
-        let mut guests = lock(&self.guests);
+        let guests = &mut lock(&self.progress).guests;
         let before = guests.get(&seen.vm);
         if before.is_none_or(|before| *before != seen) {
             tell(&seen, self.limit);
@@ -163,7 +235,7 @@ impl Closing {
             let was_here = !matches!(vm.state, CloseState::Off | CloseState::Ended);
             was_here && !living.contains(&vm.vm)
         };
-        let mut guests = lock(&self.guests);
+        let guests = &mut lock(&self.progress).guests;
         let gone = guests.values_mut().filter(gone);
         gone.map(|vm| {
             (vm.state, vm.why) = (CloseState::Off, None);
@@ -173,11 +245,53 @@ impl Closing {
         .collect()
     }
 
+    fn is_past_its_limit(&self) -> bool {
+        let since_s = uptime_s().saturating_sub(lock(&self.progress).began_s);
+        since_s >= self.limit.as_secs()
+    }
+
+    /// How far to go with a guest now.
+    fn step(&self, vm: &VmName, is_over: bool) -> CloseStep {
+        let progress = lock(&self.progress);
+        let pressed = progress.pressed_s.get(vm);
+        let recently =
+            pressed.is_some_and(|at| uptime_s().saturating_sub(*at) < PRESS_AGAIN.as_secs());
+        match recently {
+            _ if is_over => CloseStep::End,
+            true => CloseStep::Look,
+            false => CloseStep::Press,
+        }
+    }
+
+    fn pressed(&self, vm: &VmName) {
+        let mut progress = lock(&self.progress);
+        progress.pressed_s.insert(vm.clone(), uptime_s());
+    }
+
+    /// Whether the VM's process was not to be renewed before.
+    fn renews(&self, vm: &VmName) -> bool {
+        lock(&self.progress).renewed.insert(vm.clone())
+    }
+
     fn waits(&self) -> bool {
-        lock(&self.guests)
+        lock(&self.progress)
+            .guests
             .values()
             .any(|vm| matches!(vm.state, CloseState::Waits | CloseState::Migrating))
     }
+}
+
+/// What an agent before this one kept; nothing is known of what cannot be read, so that it begins with a full limit.
+fn progress_of(file: &Path) -> Progress {
+    let kept: Result<Option<Progress>, StoreError> = load_json(file);
+    let kept = kept.unwrap_or_else(|error| {
+        tracing::error!(%error, "how far this host had come with powering its guests down is not known");
+        None
+    });
+    kept.unwrap_or_else(|| Progress {
+        began_s: uptime_s(),
+        ..Progress::default()
+    })
 }
 
 fn tell(seen: &ClosingVm, limit: Duration) {
@@ -202,18 +316,29 @@ fn tell(seen: &ClosingVm, limit: Duration) {
 impl Agent {
     /// Begins to power this host's guests down, if that is not under way.
     pub(crate) async fn close(self: &Arc<Self>) -> Reply<HostClosing> {
+        let at_shutdown = (self.boots.stopping)().await == Some(true);
         let agent = Arc::clone(self);
-        if blocking(move || agent.closing.begin()).await? {
+        if blocking(move || agent.closing.begin(at_shutdown)).await? {
             tokio::spawn(Arc::clone(self).power_guests_down());
         }
         Ok(self.closing.shown())
     }
 
-    /// Goes on with what an agent before this one had begun.
-    pub(crate) fn go_on_closing(self: &Arc<Self>) {
-        if self.closing.is_on() {
+    /// Goes on with what an agent before this one had begun, unless the shutdown for which it had is over.
+    pub(crate) async fn go_on_closing(self: &Arc<Self>) -> Reply<()> {
+        if self.closing.is_for_a_shutdown() && (self.boots.stopping)().await == Some(false) {
+            tracing::info!("this host is back from its shutdown: it runs guests again");
+            let agent = Arc::clone(self);
+            return blocking(move || {
+                let mut stage = lock(&agent.closing.stage);
+                agent.closing.take_mark_away(&mut stage)
+            })
+            .await;
+        }
+        if self.closing.stage() == ClosingStage::Closing {
             tokio::spawn(Arc::clone(self).power_guests_down());
         }
+        Ok(())
     }
 
     /// Has the host run guests again, and boots those that ran before.
@@ -235,42 +360,41 @@ impl Agent {
             "this host shuts down: its guests have {} s to power off",
             limit.as_secs()
         );
-        let began = Instant::now();
-        let mut pressed = BTreeMap::new();
         loop {
-            let is_over = began.elapsed() >= limit;
-            self.look_at_guests(is_over, &mut pressed).await;
+            let is_over = self.closing.is_past_its_limit();
+            self.look_at_guests(is_over).await;
             if is_over || !self.closing.waits() {
                 break;
             }
             tokio::time::sleep(LOOK_EACH).await;
         }
+        let agent = Arc::clone(&self);
+        let kept = blocking(move || {
+            let mut progress = lock(&agent.closing.progress);
+            progress.is_over = true;
+            agent.closing.keep(&progress);
+            Ok(())
+        });
+        // What it keeps is told of there.
+        let _ = kept.await;
         *lock(&self.closing.stage) = ClosingStage::Closed;
         tracing::info!("this host's guests are down: no guest starts here before the next boot");
     }
 
     /// Takes every guest one step further, all at the same time.
-    async fn look_at_guests(
-        self: &Arc<Self>,
-        is_over: bool,
-        pressed: &mut BTreeMap<VmName, Instant>,
-    ) {
+    async fn look_at_guests(self: &Arc<Self>, is_over: bool) {
         let living = self.with_guests().await;
         let names = living.iter().map(|vm| vm.config().vm.clone()).collect();
         let mut gone = self.closing.gone(&names);
         let mut asked = JoinSet::new();
         for vm in living {
-            let recently = pressed.get(&vm.config().vm);
-            let step = match recently.is_some_and(|at| at.elapsed() < PRESS_AGAIN) {
-                _ if is_over => CloseStep::End,
-                true => CloseStep::Look,
-                false => CloseStep::Press,
-            };
-            asked.spawn(async move { (close_guest(&vm, step).await, step) });
+            let step = self.closing.step(&vm.config().vm, is_over);
+            let agent = Arc::clone(self);
+            asked.spawn(async move { (agent.close_guest(&vm, step).await, step) });
         }
         while let Some(Ok((seen, step))) = asked.join_next().await {
             if step == CloseStep::Press && seen.state == CloseState::Waits && seen.why.is_none() {
-                pressed.insert(seen.vm.clone(), Instant::now());
+                self.closing.pressed(&seen.vm);
             }
             if matches!(seen.state, CloseState::Off | CloseState::Ended) {
                 gone.push(seen.vm.clone());
@@ -281,6 +405,7 @@ impl Agent {
         let forgotten = blocking(move || {
             // As after a reboot: none of them has crashed.
             gone.iter().for_each(|vm| agent.records.forget_boot(vm));
+            agent.closing.keep(&lock(&agent.closing.progress));
             Ok(())
         });
         if let Err(error) = forgotten.await {
@@ -303,25 +428,62 @@ impl Agent {
     }
 }
 
-/// One step of one guest; a VM process that says nothing is asked again while there is time.
-async fn close_guest(vm: &Arc<Supervised>, step: CloseStep) -> ClosingVm {
+impl Agent {
+    /// One step of one guest. A VM process that is too old to know that its host shuts down gives way to one that does:
+    /// with the old one, a guest that powers itself off would be off on record.
+    async fn close_guest(&self, vm: &Arc<Supervised>, step: CloseStep) -> ClosingVm {
+        let name = &vm.config().vm;
+        let first = match ask_guest(vm, step).await {
+            Err(error) if error.code == ErrorCode::InvalidRequest => error,
+            asked => return seen_of(name, step, asked),
+        };
+        if !self.closing.renews(name) {
+            return left_with(name, &first);
+        }
+        match self.renew(name).await {
+            Ok(done) => {
+                tracing::info!("{}", done.message);
+                match ask_guest(vm, step).await {
+                    Err(error) if error.code == ErrorCode::InvalidRequest => {
+                        left_with(name, &error)
+                    }
+                    asked => seen_of(name, step, asked),
+                }
+            }
+            Err(error) => left_with(name, &error),
+        }
+    }
+}
+
+fn left_with(vm: &VmName, error: &ApiError) -> ClosingVm {
+    let why = format!(
+        "its VM process is of an older Godwit, which cannot power it down for its host, and is not renewed ({}); its guest goes as in a power cut unless somebody powers it off inside",
+        error.message
+    );
+    ClosingVm {
+        vm: vm.clone(),
+        state: CloseState::Left,
+        why: Some(why),
+    }
+}
+
+async fn ask_guest(vm: &Arc<Supervised>, step: CloseStep) -> Reply<ClosingVm> {
     let patience = match step {
         CloseStep::Look | CloseStep::Press => (ANSWER_WAIT, ANSWER_WAIT),
         CloseStep::End => (NEED, ACT),
     };
-    let asked = async {
-        vm.need(patience.0).await?;
-        match vm.ask(&VmRequest::Close { step }, patience.1).await? {
-            VmAnswer::Closing(seen) => Ok(seen),
-            _ => Err(unexpected(&vm.config().vm)),
-        }
-    };
-    asked.await.unwrap_or_else(|error| ClosingVm {
-        vm: vm.config().vm.clone(),
+    vm.need(patience.0).await?;
+    match vm.ask(&VmRequest::Close { step }, patience.1).await? {
+        VmAnswer::Closing(seen) => Ok(seen),
+        _ => Err(unexpected(&vm.config().vm)),
+    }
+}
+
+/// A VM process that says nothing is asked again while there is time.
+fn seen_of(vm: &VmName, step: CloseStep, asked: Reply<ClosingVm>) -> ClosingVm {
+    asked.unwrap_or_else(|error| ClosingVm {
+        vm: vm.clone(),
         state: match step {
-            // A VM process of an older version cannot read the request. A guest that powers itself off would be off on
-            // record with it, so its power key is left alone: it goes as in a power cut, with the host.
-            _ if error.code == ErrorCode::InvalidRequest => CloseState::Left,
             CloseStep::Look | CloseStep::Press => CloseState::Waits,
             CloseStep::End => CloseState::Left,
         },

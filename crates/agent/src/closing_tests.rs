@@ -6,6 +6,7 @@ use crate::test_support::{BOOTED, CLOSED, CLOSES, TestHost, vm};
 use godwit_ownership::Power;
 use godwit_types::site::SiteTable;
 use std::process::{Child, Command, Stdio};
+use std::time::Instant;
 
 /// A guest's process, ended with the test.
 struct Guest(Child);
@@ -116,6 +117,9 @@ async fn a_vm_process_too_old_to_know_that_its_host_shuts_down_presses_no_power_
         closed(&served).await,
         [(vm("old"), CloseState::Left)].into()
     );
+    let told = served.agent.closing.shown().vms;
+    let why = told[0].why.clone().unwrap();
+    assert!(why.contains("of an older Godwit"), "{why}");
     let heard = std::fs::read_dir(served.host.run_dir("old")).unwrap();
     assert_eq!(
         heard
@@ -133,7 +137,7 @@ async fn an_agent_that_died_while_its_host_shut_down_goes_on() {
     std::fs::write(host.config.run_dir.join(CLOSING_FILE), "boot-1").unwrap();
     let served = Served::of_host(host).await;
     served.agent.take_up().unwrap();
-    served.agent.go_on_closing();
+    served.agent.go_on_closing().await.unwrap();
     assert_eq!(
         closed(&served).await,
         [(vm("obeys"), CloseState::Off)].into()
@@ -177,4 +181,100 @@ async fn a_host_whose_guests_are_being_powered_down_is_not_opened() {
     let refused = served.agent.open().await.unwrap_err();
     assert!(refused.message.contains("wait for the end"), "{refused}");
     assert!(served.agent.closing.is_on());
+}
+
+/// As an agent left it that was closing the host.
+fn left_closing(host: &TestHost, progress: serde_json::Value) {
+    let run_dir = &host.config.run_dir;
+    std::fs::write(run_dir.join(PROGRESS_FILE), progress.to_string()).unwrap();
+    std::fs::write(run_dir.join(CLOSING_FILE), "boot-1").unwrap();
+}
+
+fn nobody_asked() -> crate::boot::Asker {
+    Arc::new(|_, _| {
+        let error = ApiError::new(ErrorCode::HostUnreachable, "nobody is there");
+        Box::pin(async { Err(error) })
+    })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_that_was_closed_for_a_shutdown_is_open_after_a_soft_reboot() {
+    // Of a host that a person closed, and of one that still goes down, the mark stays.
+    for (at_shutdown, is_stopping, is_closed) in [
+        (true, false, false),
+        (false, false, true),
+        (true, true, true),
+    ] {
+        let host = TestHost::new();
+        left_closing(
+            &host,
+            serde_json::json!({"at_shutdown": at_shutdown, "began_s": 0, "is_over": true}),
+        );
+        let served = Served::of(host, nobody_asked(), is_stopping).await;
+        assert!(served.agent.closing.is_on());
+        served.agent.go_on_closing().await.unwrap();
+        let case = format!("{at_shutdown} {is_stopping}");
+        assert_eq!(served.agent.closing.is_on(), is_closed, "{case}");
+        assert_eq!(served.agent.info().closed, is_closed, "{case}");
+        let mark = served.host.config.run_dir.join(CLOSING_FILE);
+        assert_eq!(
+            mark.exists(),
+            is_closed,
+            "VM processes look at it, too: {case}"
+        );
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_close_says_whether_it_is_for_a_shutdown_also_where_the_host_was_closed_before() {
+    let served = Served::of(TestHost::new(), nobody_asked(), true).await;
+    let is_noted = |served: &Served| {
+        let text = std::fs::read(served.host.config.run_dir.join(PROGRESS_FILE)).unwrap();
+        serde_json::from_slice::<serde_json::Value>(&text).unwrap()["at_shutdown"] == true
+    };
+    served.agent.closing.begin(false).unwrap();
+    assert!(!is_noted(&served));
+    served.agent.close().await.unwrap();
+    assert!(is_noted(&served));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_next_agent_goes_on_with_the_same_guests_and_the_same_limit() {
+    let host = TestHost::new().with("guest_shutdown_s = 100");
+    let mut children = [guest(&host, "deaf", "deaf"), guest(&host, "slow", "deaf")];
+    // The one before it pressed their power keys, and saw a guest that is gone since.
+    let began_s = uptime_s().saturating_sub(100);
+    let waits = |name: &str| serde_json::json!({"vm": name, "state": "waits"});
+    left_closing(
+        &host,
+        serde_json::json!({
+            "began_s": began_s,
+            "pressed_s": {"deaf": uptime_s(), "slow": uptime_s()},
+            "guests": {"gone": waits("gone"), "deaf": waits("deaf"), "slow": waits("slow")},
+        }),
+    );
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    served.agent.go_on_closing().await.unwrap();
+    let wanted = [
+        (vm("deaf"), CloseState::Ended),
+        (vm("gone"), CloseState::Off),
+        (vm("slow"), CloseState::Ended),
+    ];
+    assert_eq!(closed(&served).await, wanted.into());
+    assert_eq!(steps(&served, "deaf"), "end\n", "its time is over");
+    for child in &mut children {
+        child.0.wait().unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_process_too_old_to_know_that_its_host_shuts_down_is_renewed_first() {
+    let host = TestHost::new();
+    let _child = guest(&host, "old", "renewable");
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    served.agent.close().await.unwrap();
+    assert_eq!(closed(&served).await, [(vm("old"), CloseState::Off)].into());
+    assert!(steps(&served, "old").starts_with("press\n"));
 }

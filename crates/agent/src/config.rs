@@ -3,6 +3,7 @@
 //! Read once at start and owned by whoever read it. Refuses: unknown keys, ports that make no range, relative
 //! paths, a host that names neither migration addresses nor interfaces, and both at once.
 
+use godwit_qemu::reserved::Reserved;
 use godwit_store::read_text;
 use godwit_types::vm::Accelerator;
 use godwit_types::{HostName, PortGroup};
@@ -93,6 +94,9 @@ pub struct HostConfig {
     /// How long guests are given to power off when this host shuts down, s.
     #[serde(default = "guest_shutdown_s")]
     pub guest_shutdown_s: u64,
+    /// State of a controller on the same machine, as the file beside this one says.
+    #[serde(skip, default = "controller_state_dir")]
+    pub controller_state_dir: PathBuf,
 }
 
 /// What a host does before it boots a VM that no request asked for.
@@ -108,6 +112,17 @@ pub enum BootRule {
 
 fn guest_shutdown_s() -> u64 {
     120
+}
+
+/// Where a controller keeps its state whose configuration this is; its own program says what is wrong with the file.
+fn state_dir_of_a_controller(file: &Path) -> Option<PathBuf> {
+    let text = read_text(file, CONFIG_MAX).ok()??;
+    let table: toml::Table = toml::from_str(&text).ok()?;
+    Some(PathBuf::from(table.get("state_dir")?.as_str()?))
+}
+
+fn controller_state_dir() -> PathBuf {
+    "/var/lib/godwit-controller".into()
 }
 
 fn state_dir() -> PathBuf {
@@ -168,7 +183,11 @@ impl HostConfig {
             path: path.into(),
             source,
         })?;
-        Self::parse(&text, path)
+        let mut config = Self::parse(&text, path)?;
+        if let Some(dir) = state_dir_of_a_controller(&path.with_file_name("controller.toml")) {
+            config.controller_state_dir = dir;
+        }
+        Ok(config)
     }
 
     /// Reads and checks `text`; `path` is only named in errors.
@@ -256,6 +275,12 @@ impl HostConfig {
         self.run_dir.join("ram")
     }
 
+    /// Where no VM's files may be.
+    pub fn reserved(&self) -> Reserved {
+        let dirs = [&self.state_dir, &self.run_dir, &self.controller_state_dir];
+        Reserved::new(dirs.map(PathBuf::clone).to_vec(), self.ram_dir())
+    }
+
     /// Where this host's certificate is.
     pub fn pki_dir(&self) -> PathBuf {
         self.state_dir.join("pki")
@@ -307,6 +332,18 @@ mod tests {
         let alone = parse(&PLAIN.replace("listen =", "boot = \"alone\"\nlisten =")).unwrap();
         assert_eq!(alone.boot, BootRule::Alone);
         assert_eq!(config.agent_socket(), Path::new("/run/godwit/agent.sock"));
+    }
+
+    #[test]
+    fn the_state_of_a_controller_on_the_same_machine_is_known() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("host.toml");
+        std::fs::write(&file, PLAIN).unwrap();
+        let found = || HostConfig::load(&file).unwrap().controller_state_dir;
+        assert_eq!(found(), Path::new("/var/lib/godwit-controller"));
+        let of_the_controller = "listen = [\"0.0.0.0:1\"]\nstate_dir = \"/srv/godwit\"\n";
+        std::fs::write(dir.path().join("controller.toml"), of_the_controller).unwrap();
+        assert_eq!(found(), Path::new("/srv/godwit"));
     }
 
     #[test]

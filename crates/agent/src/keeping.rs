@@ -30,6 +30,7 @@ impl Agent {
         let held = self.release(&vm).await?;
         let agent = self.clone();
         blocking(move || {
+            agent.refuse_reserved_files(&request.spec)?;
             agent.must_not_live(&request.spec.name)?;
             agent.reports.settle_last(&request.spec.name);
             agent.records.put(&request)?;

@@ -7,6 +7,7 @@ use crate::config::HostConfig;
 use crate::crypto::sha256_of_file;
 use crate::qemu_facts::version_numbers;
 use crate::system::{KERNEL_MIN, System};
+use godwit_qemu::disk::DiskError;
 use godwit_qemu::trial::CpuFacts;
 use godwit_types::cpu::CpuWish;
 use godwit_types::host::HostInfo;
@@ -14,7 +15,7 @@ use godwit_types::host_api::PreflightIncoming;
 use godwit_types::migration::PreflightReport;
 use godwit_types::vm::{Accelerator, EncryptionMode, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// What QEMU and the VM process need beside the guest's memory, MiB.
 pub const OVERHEAD_MIB: u64 = 192;
@@ -88,6 +89,7 @@ pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> Prefligh
         ports(here),
         clock(here, request.source_unix_ms),
     ];
+    findings.extend(reserved_file(here.config, spec).map(Err));
     findings.extend(
         spec.nics
             .iter()
@@ -168,6 +170,21 @@ pub fn hash_files(host: &HostName, spec: &VmSpec) -> (Vec<(String, String)>, Vec
         }
     }
     (hashes, refusals)
+}
+
+/// Why a VM's files cannot be used: they lie where the host keeps records or guests' memory.
+pub fn reserved_file(config: &HostConfig, spec: &VmSpec) -> Option<ApiError> {
+    let reserved = config.reserved();
+    let disks = spec.disks.iter().map(|disk| disk.path.clone());
+    let dir_of = |path: String| Some((reserved.of_path(Path::new(&path))?, PathBuf::from(path)));
+    let (dir, path) = boot_files(spec).into_iter().chain(disks).find_map(dir_of)?;
+    let message = format!(
+        "VM '{}' cannot be on host '{}': {}",
+        spec.name,
+        config.name,
+        DiskError::Reserved { path, dir }
+    );
+    Some(ApiError::new(ErrorCode::InvalidRequest, message))
 }
 
 fn missing_file(host: &HostName, path: &str, why: &str) -> ApiError {

@@ -115,6 +115,7 @@ fn info(config: &HostConfig) -> HostInfo {
         boot_id: String::new(),
         instance: Default::default(),
         site: Default::default(),
+        closed: false,
         boot_alone_ignored: false,
         unread: Default::default(),
         certificate: None,
@@ -378,4 +379,37 @@ fn what_keeps_a_vm_where_it_is_names_the_way_out() {
     only(leave(&env), code, &["max", "auto"]);
     env.request.spec.movable = false;
     only(leave(&env), code, &["movable = false", "vm edit web"]);
+}
+
+#[test]
+fn a_vm_with_a_disk_where_the_host_keeps_records_or_memory_does_not_come() {
+    let mut host = Environment::new();
+    let dir = host.dir.path().join("kept");
+    std::fs::create_dir_all(dir.join("ram")).unwrap();
+    let file = dir.join("ram/victim.1");
+    std::fs::write(&file, [0; 512]).unwrap();
+    let disk = godwit_types::vm::DiskSpec {
+        name: "data".into(),
+        path: file.display().to_string(),
+        read_only: true,
+        shared: false,
+    };
+    host.request.spec.disks.push(disk);
+    assert_eq!(host.refusals(&host.here()), []);
+    let kept: [fn(&mut HostConfig, std::path::PathBuf); 3] = [
+        |config: &mut HostConfig, dir| config.run_dir = dir,
+        |config: &mut HostConfig, dir| config.state_dir = dir,
+        |config: &mut HostConfig, dir| config.controller_state_dir = dir,
+    ];
+    for keep in kept {
+        let before = host.config.clone();
+        keep(&mut host.config, dir.clone());
+        let refusals = host.refusals(&host.here());
+        assert_eq!(refusals.len(), 1, "{refusals:?}");
+        assert!(
+            refusals[0].1.contains("put the file elsewhere"),
+            "{refusals:?}"
+        );
+        host.config = before;
+    }
 }

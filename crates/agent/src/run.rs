@@ -115,7 +115,10 @@ pub async fn run(
     let tls = tls::server_config_of(&current).map_err(setup("use this host's certificate"))?;
     let (local, remote) = listen(&agent.config).await?;
     agent.take_up().map_err(setup("take up this host's VMs"))?;
-    agent.go_on_closing();
+    agent
+        .go_on_closing()
+        .await
+        .map_err(setup("see whether this host still shuts down"))?;
     tokio::spawn(agent.clone().keep_booting(stop.clone()));
     tokio::spawn(agent.clone().keep_telling(stop.clone()));
     tokio::spawn(agent.clone().keep_qemu_known(stop.clone()));
@@ -181,6 +184,12 @@ async fn make_agent(
     current: &Arc<Current>,
 ) -> Result<Agent, AgentError> {
     let user = users::qemu_user(config.qemu_user.as_deref())?;
+    if users::is_nobody_for_want_of(config.qemu_user.as_deref(), user) {
+        tracing::warn!(
+            "{}: 'useradd --system --no-create-home godwit-qemu', then restart the agent; a VM gets its own id when it is powered off and on",
+            users::NOBODY_RUNS
+        );
+    }
     let qemu = QemuNow::begin(&config, user).await;
     let interfaces = interfaces(TOOLS).await;
     let migration_addresses = agent::migration_addresses(&config, &interfaces);

@@ -56,9 +56,8 @@ impl Scopes {
         self.systemd.is_dir() && self.cgroups.join("cgroup.controllers").exists()
     }
 
-    /// Where the VM's next process goes. A host that `closes` makes no more scopes: systemd refuses them while it goes
-    /// down, and no guest starts.
-    pub fn place(&self, vm: &VmName, closes: bool) -> Place {
+    /// Where the VM's next process goes.
+    pub fn place(&self, vm: &VmName) -> Place {
         let scope = Scope::of_vm(&self.cgroups, vm.as_str());
         if !self.are_there() {
             return Place::Beside;
@@ -66,9 +65,6 @@ impl Scopes {
         // One that cannot be read is systemd's to judge.
         if scope.is_populated().unwrap_or(false) {
             return Place::Join(scope);
-        }
-        if closes {
-            return Place::Beside;
         }
         Place::New
     }
@@ -120,29 +116,18 @@ mod tests {
             ..Scopes::default()
         };
         let vm = VmName::new("web").unwrap();
-        assert_eq!(scopes.place(&vm, false), Place::Beside, "no systemd");
+        assert_eq!(scopes.place(&vm), Place::Beside, "no systemd");
         std::fs::create_dir_all(&scopes.systemd).unwrap();
         let scope = Scope::of_vm(&scopes.cgroups, "web");
         std::fs::create_dir_all(scope.path()).unwrap();
-        assert_eq!(
-            scopes.place(&vm, false),
-            Place::Beside,
-            "no groups that we know"
-        );
+        assert_eq!(scopes.place(&vm), Place::Beside, "no groups that we know");
         std::fs::write(scopes.cgroups.join("cgroup.controllers"), "cpu").unwrap();
-        assert_eq!(scopes.place(&vm, false), Place::New);
-        assert_eq!(scopes.place(&vm, true), Place::Beside, "no more of them");
+        assert_eq!(scopes.place(&vm), Place::New);
         let events = scope.path().join("cgroup.events");
         std::fs::write(&events, "populated 0\nfrozen 0\n").unwrap();
-        assert_eq!(
-            scopes.place(&vm, false),
-            Place::New,
-            "systemd takes it away"
-        );
+        assert_eq!(scopes.place(&vm), Place::New, "systemd takes it away");
         std::fs::write(&events, "populated 1\nfrozen 0\n").unwrap();
-        for closes in [false, true] {
-            assert_eq!(scopes.place(&vm, closes), Place::Join(scope.clone()));
-        }
+        assert_eq!(scopes.place(&vm), Place::Join(scope));
     }
 
     #[test]

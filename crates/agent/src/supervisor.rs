@@ -341,11 +341,13 @@ impl Supervised {
         }
         let mut refused = String::new();
         let mark = closing_mark(self.run_dir());
-        for turn in 1..=SCOPE_TURNS {
-            let place = {
-                let closes = mark.as_ref().is_some_and(|mark| mark.exists());
-                program.scopes.place(&self.name, closes)
-            };
+        // Systemd gives no scope while it takes the host down, and one as ever where only guests are powered down.
+        let turns = match mark.is_some_and(|mark| mark.exists()) {
+            true => 1,
+            false => SCOPE_TURNS,
+        };
+        for turn in 1..=turns {
+            let place = program.scopes.place(&self.name);
             match self.start_at(program, &place).await {
                 Ok(connection) => return Ok(connection),
                 Err(NotStarted::Failed(why)) => return Err(why),

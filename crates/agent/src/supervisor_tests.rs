@@ -92,7 +92,10 @@ fn with_runner(host: &TestHost, script: &str) -> VmProgram {
 
 /// How often systemd was asked until a VM process lived.
 async fn asked_with(script: &str) -> usize {
-    let host = TestHost::new();
+    asked_on(TestHost::new(), script).await
+}
+
+async fn asked_on(host: TestHost, script: &str) -> usize {
     host.hold("web", Power::On);
     let program = with_runner(&host, script);
     let asked = program.scopes.systemd.join("asked");
@@ -105,10 +108,21 @@ async fn asked_with(script: &str) -> usize {
     asked.lines().count()
 }
 
+const BECOME_IT: &str = "while [ \"$1\" != -- ]; do shift; done; shift; exec \"$@\"";
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_process_is_what_systemd_run_becomes() {
-    let become_it = "while [ \"$1\" != -- ]; do shift; done; shift; exec \"$@\"";
-    assert_eq!(asked_with(become_it).await, 1);
+    assert_eq!(asked_with(BECOME_IT).await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_process_that_starts_while_its_host_is_closed_has_a_scope_if_systemd_gives_one() {
+    for script in [BECOME_IT, "echo 'the system goes down' >&2; exit 1"] {
+        let host = TestHost::new();
+        let mark = closing_mark(&host.run_dir("web")).unwrap();
+        std::fs::write(mark, "boot-1").unwrap();
+        assert_eq!(asked_on(host, script).await, 1, "{script}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -38,7 +38,8 @@ pub const REVIVES: &str = "revives";
 /// In the run directory: the state that the stub shows, in the words of [`VmState`]; stopped without it.
 pub const STATE: &str = "state";
 
-/// In the run directory: what the guest does when its host shuts down, `obeys`, `deaf`, `left` or `too old`.
+/// In the run directory: what the guest does when its host shuts down, `obeys`, `deaf`, `left`, `too old` or, until its
+/// VM process is another, `renewable`.
 pub const CLOSES: &str = "closes";
 /// In the run directory: each step to which the stub was asked then, but looks.
 pub const CLOSED: &str = "closed";
@@ -98,6 +99,7 @@ impl TestHost {
             port_groups: Default::default(),
             migration_addresses: vec![],
             accelerator: Default::default(),
+            reserved_dirs: Vec::new(),
         }
     }
 
@@ -228,7 +230,12 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             append(&run_dir.join(HEARD), &format!("migrate {}", spec.id));
             VmAnswer::Done("is on its way".into())
         }
-        VmRequest::Detach { .. } => std::process::exit(0),
+        VmRequest::Detach { .. } => {
+            if is_too_old(config) && closes(config) == "renewable" {
+                std::fs::write(run_dir.join(CLOSES), "obeys").unwrap();
+            }
+            std::process::exit(0)
+        }
         VmRequest::Console => VmAnswer::Console("login:".into()),
         VmRequest::Blockers => VmAnswer::Blockers(vec![]),
         VmRequest::HostRemoved { host } => {
@@ -293,14 +300,17 @@ fn boot(config: &VmProcessConfig, done: &str) -> VmAnswer {
     VmAnswer::Done(done.into())
 }
 
+fn closes(config: &VmProcessConfig) -> String {
+    std::fs::read_to_string(Path::new(&config.run_dir).join(CLOSES)).unwrap_or_default()
+}
+
 fn is_too_old(config: &VmProcessConfig) -> bool {
-    let closes = std::fs::read(Path::new(&config.run_dir).join(CLOSES));
-    closes.is_ok_and(|closes| closes == b"too old")
+    matches!(closes(config).as_str(), "too old" | "renewable")
 }
 
 fn close(step: CloseStep, config: &VmProcessConfig) -> ClosingVm {
     let run_dir = Path::new(&config.run_dir);
-    let closes = std::fs::read_to_string(run_dir.join(CLOSES)).unwrap_or_default();
+    let closes = closes(config);
     let state = match (step, closes.as_str()) {
         (_, "left") => CloseState::Left,
         (CloseStep::End, _) => CloseState::Ended,

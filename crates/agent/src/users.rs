@@ -18,6 +18,14 @@ pub const NOBODY: User = User {
     gid: 65534,
 };
 
+/// What follows where `nobody` stands in for the user that QEMU should have.
+pub const NOBODY_RUNS: &str = "this host has no user godwit-qemu: QEMU of a VM without a user id of its own runs as nobody, and every daemon that does so too can read and change that guest's memory";
+
+/// Whether QEMU's common user is `nobody` only because there is no better one. Who names it in host.toml wants it.
+pub fn is_nobody_for_want_of(configured: Option<&str>, found: User) -> bool {
+    configured.is_none() && found.uid == NOBODY.uid
+}
+
 /// Why no user could be found for QEMU.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -36,6 +36,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use tracing_subscriber::Layer as _;
 use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::fmt::writer::BoxMakeWriter;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
@@ -74,8 +75,15 @@ fn start_logging(command: &Command) {
     // Targets and levels; what is not written so counts as not given.
     let readable = !wished.is_empty() && !wished.contains('[');
     let filter = wished.parse::<Targets>().ok().filter(|_| readable);
+    let writer = match command {
+        Command::VmProcess { .. } => {
+            let log = godwit_vmproc::log_writer();
+            BoxMakeWriter::new(move || log.clone())
+        }
+        _ => BoxMakeWriter::new(std::io::stderr),
+    };
     let lines = tracing_subscriber::fmt::layer()
-        .with_writer(std::io::stderr)
+        .with_writer(writer)
         .with_ansi(false);
     let lines = match journal::is_stderr() {
         true => lines.event_format(journal::Lines).boxed(),

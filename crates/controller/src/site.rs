@@ -174,6 +174,9 @@ fn host_alarms(state: &State, name: &HostName, entry: &HostEntry, now: i64) -> V
         alarms.push(Alarm::FencedHostAnswered { host: host() });
     }
     let info = entry.info.as_ref();
+    if info.is_some_and(|info| info.closed) {
+        alarms.push(Alarm::HostClosed { host: host() });
+    }
     if info.is_some_and(|info| info.boot_alone_ignored) {
         alarms.push(Alarm::BootAloneIgnored { host: host() });
     }
@@ -332,6 +335,9 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
         Alarm::CertificateEnds { .. }
         | Alarm::ControllerCertificateEnds { .. }
         | Alarm::AuthorityEnds { .. } => certificates::sentence(state, alarm, now_unix_s()),
+        Alarm::HostClosed { host } => format!(
+            "host {host} shuts down or was closed for that: it boots no VM and takes none until it is back; if it is to run VMs now, run 'godwit host open' on it"
+        ),
         Alarm::BootAloneIgnored { host } => format!(
             "boot = \"alone\" in host {host}'s host.toml is ignored, since the site has other hosts: remove the line"
         ),

@@ -125,6 +125,7 @@ impl Host {
             port_groups: Default::default(),
             migration_addresses: self.addresses.clone(),
             accelerator: self.accelerator,
+            reserved_dirs: Vec::new(),
         }
     }
 

@@ -255,7 +255,7 @@ fn huge_pages_are_back_after_a_cancelled_migration() -> anyhow::Result<()> {
     let path = pair.a.ram_file()?;
     wait_passes(&path, 1, LONG)?;
     let pid = u32::try_from(pair.a.vm()?.qemu_pid.unwrap_or(0))?;
-    let mapping = GuestMapping::find(pid, &RamFile::open(&path)?)?;
+    let mapping = GuestMapping::find(pid, &RamFile::open(&path, 160 << 20)?)?;
     let huge = || collapse::huge_mapped_bytes(pid, &mapping);
     let before = huge()?;
     if before == 0 {

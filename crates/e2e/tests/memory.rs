@@ -116,3 +116,48 @@ fn pages_of_zeroes_arrive_as_zeroes_in_prepared_memory() -> anyhow::Result<()> {
     pair.conclude(Some(&id))?;
     Ok(())
 }
+
+/// As QEMU's user may, and who has taken QEMU over.
+fn resize(path: &std::path::Path, bytes: u64) -> anyhow::Result<()> {
+    Ok(std::fs::File::options()
+        .write(true)
+        .open(path)?
+        .set_len(bytes)?)
+}
+
+#[test]
+fn a_ram_file_of_another_length_moves_nothing_and_ends_no_vm_process() -> anyhow::Result<()> {
+    let pair = Pair::new(Accelerator::Tcg)?;
+    boot(&pair)?;
+    let (path, vm_process) = (pair.a.ram_file()?, pair.a.vm()?.vm_process_pid);
+    // What is cut off has never been touched: QEMU and its guest live on.
+    for bytes in [MEMORY_MIB << 19, 64 << 40] {
+        resize(&path, bytes)?;
+        let (id, begun) = pair.try_begin(&pair.a, &pair.b, &Options::default())?;
+        let refused = begun.err().map(|error| format!("{error:#}"));
+        let refused = refused.ok_or_else(|| anyhow::anyhow!("{bytes} bytes were accepted"))?;
+        anyhow::ensure!(refused.contains(&format!("has {bytes} bytes")), "{refused}");
+        // As the controller does; the guest is as it was.
+        pair.b.ask(&VmRequest::Cancel {
+            migration: id,
+            reason: "it could not begin: its source refuses it".into(),
+        })?;
+        resize(&path, MEMORY_MIB << 20)?;
+        pair.settle()?;
+    }
+    // Cut while it moves.
+    pair.a.arm("source.tracking", "hold");
+    let id = pair.begin(&pair.a, &pair.b, &Options::default())?;
+    pair.a.wait_fault(LONG)?;
+    resize(&path, MEMORY_MIB << 19)?;
+    pair.a.release()?;
+    let report = pair.wait_end(&pair.a, &id, LONG)?;
+    let reason = report.reason.unwrap_or_default();
+    anyhow::ensure!(report.outcome == Some(Outcome::Failed), "{reason}");
+    anyhow::ensure!(reason.contains("has changed the file"), "{reason}");
+    anyhow::ensure!(pair.a.vm()?.vm_process_pid == vm_process);
+    resize(&path, MEMORY_MIB << 20)?;
+    pair.settle()?;
+    pair.conclude(Some(&id))?;
+    Ok(())
+}

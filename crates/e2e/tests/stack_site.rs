@@ -252,6 +252,12 @@ fn agent_begins_anew(stack: &Stack, host: &str) -> Result<()> {
     stack.wait_connected()
 }
 
+fn is_told_closed(stack: &Stack) -> Result<bool> {
+    let site = stack.json("controller", &["site", "show"])?;
+    let mut alarms = site["alarms"].as_array().into_iter().flatten();
+    Ok(alarms.any(|alarm| alarm["alarm"] == "host-closed" && alarm["host"] == "a"))
+}
+
 #[test]
 fn guests_of_a_host_that_shut_down_in_order_run_again_when_it_is_back() -> Result<()> {
     let stack = Stack::new("site-close", &Plan::default())?;
@@ -272,6 +278,9 @@ fn guests_of_a_host_that_shut_down_in_order_run_again_when_it_is_back() -> Resul
     );
     ensure!(stack.copies("runs")? == 0, "its guest runs on");
     stack.is_refused("controller", &["vm", "start", "user-off"], &["shuts down"])?;
+    stack.until("an alarm names the closed host", SOON, || {
+        is_told_closed(&stack)
+    })?;
     // An agent that is started anew before the power goes boots nothing either.
     agent_begins_anew(&stack, "a")?;
     stack.is_refused("controller", &["vm", "start", "runs"], &["shuts down"])?;
@@ -287,6 +296,7 @@ fn guests_of_a_host_that_shut_down_in_order_run_again_when_it_is_back() -> Resul
     })?;
     stack.wait_passes("runs", "a", 2)?;
     ensure!(stack.copies("runs")? == 1, "not one copy");
+    stack.until("no alarm is left", SOON, || Ok(!is_told_closed(&stack)?))?;
     let off = stack.vm_at("user-off", "a")?;
     ensure!(off["state"] == "stopped", "{off}");
     ensure!(

@@ -32,6 +32,15 @@ pub enum Error {
         /// The size asked for or found.
         bytes: u64,
     },
+    /// QEMU's user has changed the length of the RAM file.
+    #[error(
+        "{path} has {found} bytes, and the guest has {expected} bytes of memory: its hypervisor has changed the file, so the guest is neither taken over nor moved; stop the VM with --force and start it anew"
+    )]
+    Length {
+        path: PathBuf,
+        found: u64,
+        expected: u64,
+    },
     /// Pages outside guest RAM were asked for.
     #[error("pages {first} to {last} are outside guest RAM of {page_count} pages")]
     OutOfRange {

@@ -4,8 +4,9 @@
 //! guest owns its bytes. [`RamFile`] owns our mapping and two bitmaps: pages known to have memory
 //! behind them, and pages that a thread of ours is writing just now.
 //!
-//! What it refuses: pages outside the file, and touching a page with no memory behind it. On a
-//! full tmpfs such a touch, even a read, raises SIGBUS and would end the process; and reading
+//! What it refuses: a file that is shorter or longer than the guest's memory, since the file
+//! belongs to QEMU's user and its length is no word about the guest; pages outside the file, and
+//! touching a page with no memory behind it. On a full tmpfs such a touch, even a read, raises SIGBUS and would end the process; and reading
 //! would allocate. So holes are found by asking the file (`SEEK_HOLE`), never by reading.
 
 use std::fs::{self, File, OpenOptions};
@@ -65,8 +66,10 @@ impl RamFile {
         created
     }
 
-    /// Opens and maps an existing RAM file.
-    pub fn open(path: &Path) -> Result<Self, Error> {
+    /// Opens and maps an existing RAM file of a guest with `bytes` of memory. One of any other
+    /// length is refused.
+    pub fn open(path: &Path, bytes: u64) -> Result<Self, Error> {
+        check_size(bytes)?;
         let file = options()
             .open(path)
             .map_err(|source| file_error("open", path, source))?;
@@ -81,8 +84,8 @@ impl RamFile {
                 source,
             ));
         }
-        check_size(metadata.len())?;
-        Self::map(path, file, metadata.len())
+        same_length(path, metadata.len(), bytes)?;
+        Self::map(path, file, bytes)
     }
 
     fn map(path: &Path, file: File, bytes: u64) -> Result<Self, Error> {
@@ -106,6 +109,14 @@ impl RamFile {
     /// Size of guest RAM in bytes.
     pub fn byte_count(&self) -> u64 {
         self.page_count * PAGE_SIZE as u64
+    }
+
+    /// Refuses a file that is no longer as long as guest RAM: its pages could not be touched, or
+    /// would take memory that is not the guest's.
+    pub fn check_length(&self) -> Result<(), Error> {
+        let metadata = self.file.metadata();
+        let metadata = metadata.map_err(|source| file_error("examine", &self.path, source))?;
+        same_length(&self.path, metadata.len(), self.byte_count())
     }
 
     /// Where the file is.
@@ -331,6 +342,17 @@ fn check_size(bytes: u64) -> Result<(), Error> {
         return Err(Error::Size { bytes });
     }
     Ok(())
+}
+
+fn same_length(path: &Path, found: u64, expected: u64) -> Result<(), Error> {
+    if found == expected {
+        return Ok(());
+    }
+    Err(Error::Length {
+        path: path.to_owned(),
+        found,
+        expected,
+    })
 }
 
 fn prepare(file: &File, bytes: u64, owner: Option<Owner>) -> io::Result<()> {

@@ -39,12 +39,35 @@ fn a_new_file_is_private_owned_by_qemu_and_empty() {
         matches!(again, Err(Error::File { .. })),
         "it exists already"
     );
-    let opened = RamFile::open(&memory.ram_path()).expect("opened");
+    let opened = RamFile::open(&memory.ram_path(), 16 * MIB).expect("opened");
     assert_eq!(opened.page_count(), 4096);
     assert_eq!(
         opened.identity().expect("identity"),
         ram.identity().expect("identity")
     );
+}
+
+#[test]
+fn a_file_whose_length_was_changed_is_no_guests_memory() {
+    let Some(memory) = Memory::mount(64 * MIB) else {
+        return;
+    };
+    let ram = RamFile::create(&memory.ram_path(), 16 * MIB, None).expect("created");
+    ram.check_length().expect("as it was made");
+    // As QEMU's user may: to 64 TiB without a page behind it, a little, and to nothing.
+    for bytes in [64 << 40, 18 * MIB, 16 * MIB + 1, 14 * MIB, 0] {
+        let file = std::fs::File::options().write(true).open(ram.path());
+        file.and_then(|file| file.set_len(bytes)).expect("resized");
+        let refused = [
+            RamFile::open(ram.path(), 16 * MIB).map(drop),
+            ram.check_length(),
+        ];
+        for refused in refused {
+            let error = refused.expect_err("another length").to_string();
+            let told = format!("has {bytes} bytes, and the guest has 16777216 bytes of memory");
+            assert!(error.contains(&told), "{error}");
+        }
+    }
 }
 
 #[test]
@@ -134,7 +157,7 @@ fn data_is_found_by_a_second_process_that_only_opens_the_file() {
     ram.populate(512..1024).expect("there is room");
     ram.with_pages_mut(700, 3, |bytes| bytes[PAGE_SIZE] = 1)
         .expect("populated");
-    let other = RamFile::open(ram.path()).expect("opened");
+    let other = RamFile::open(ram.path(), ram.byte_count()).expect("opened");
     assert_eq!(other.data_extents(0..2048).expect("extents"), [512..1024]);
     assert_eq!(other.data_extents(600..610).expect("extents"), [600..610]);
     let content = other.classify_chunk(512, ALL).expect("classified");
@@ -254,7 +277,7 @@ fn stored_pages_bring_their_memory_along() {
     for (number, byte) in expected {
         assert_eq!(page(number), (Some(byte), Some(byte)), "{number}");
     }
-    let other = RamFile::open(ram.path()).expect("opened");
+    let other = RamFile::open(ram.path(), ram.byte_count()).expect("opened");
     let content = other.classify_chunk(0, ALL).expect("classified");
     assert_eq!(content.data_runs(), [510..512]);
 }
@@ -393,7 +416,7 @@ fn populating_keeps_content_and_works_from_several_threads() {
     let ram = memory.ram(32);
     ram.populate(0..1).expect("there is room");
     fill_page(&ram, 5, 9);
-    let second = RamFile::open(ram.path()).expect("opened");
+    let second = RamFile::open(ram.path(), ram.byte_count()).expect("opened");
     std::thread::scope(|scope| {
         for thread in 0..4 {
             let second = &second;

@@ -3,8 +3,10 @@
 //! QEMU gets the open file, not a path: nothing in a path can reach its option syntax, and the file that was checked is
 //! the file that is used. Who may describe a VM could otherwise read any file of the host through it, since the VM
 //! process is privileged: so the file is opened by a thread that has become QEMU's user. Refuses: files that this user
-//! may not open (read-only disks: read; others: read and write), and everything but regular files and block devices.
+//! may not open (read-only disks: read; others: read and write), everything but regular files and block devices, and what
+//! lies where the host keeps records and guests' memory ([`Reserved`]).
 
+use crate::reserved::Reserved;
 use rustix::fd::OwnedFd;
 use rustix::fs::{FileType, Gid, Mode, OFlags, Uid, fcntl_setfl, fstat, open};
 use rustix::io::Errno;
@@ -31,6 +33,11 @@ pub enum DiskError {
     /// A directory, a pipe, a terminal.
     #[error("{path} is no disk image: it must be a regular file or a block device")]
     Kind { path: PathBuf },
+    /// Records, sockets or guests' memory are kept there.
+    #[error(
+        "{path} lies in {dir}, where this host keeps its records or its guests' memory: put the file elsewhere"
+    )]
+    Reserved { path: PathBuf, dir: PathBuf },
     #[error("cannot open the disk image {path}: {source}")]
     Io {
         path: PathBuf,
@@ -40,7 +47,13 @@ pub enum DiskError {
 }
 
 /// Opens an image as `uid` and `gid`, without supplementary groups.
-pub fn open_image(path: &Path, read_only: bool, uid: u32, gid: u32) -> Result<OwnedFd, DiskError> {
+pub fn open_image(
+    path: &Path,
+    read_only: bool,
+    uid: u32,
+    gid: u32,
+    reserved: &Reserved,
+) -> Result<OwnedFd, DiskError> {
     let opened = std::thread::scope(|scope| {
         // Rights belong to threads: this one gives its own up for good, and ends.
         let opener = scope.spawn(|| {
@@ -50,12 +63,15 @@ pub fn open_image(path: &Path, read_only: bool, uid: u32, gid: u32) -> Result<Ow
         opener.join().unwrap_or(Err(Errno::IO))
     });
     let (file, kind) = opened.map_err(|errno| failed(path, read_only, uid, errno))?;
-    if matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
-        Ok(file)
-    } else {
-        Err(DiskError::Kind {
-            path: path.to_owned(),
-        })
+    if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
+        let path = path.to_owned();
+        return Err(DiskError::Kind { path });
+    }
+    let path = path.to_owned();
+    match reserved.of_open(&file) {
+        Ok(None) => Ok(file),
+        Ok(Some(dir)) => Err(DiskError::Reserved { path, dir }),
+        Err(source) => Err(DiskError::Io { path, source }),
     }
 }
 
@@ -108,6 +124,7 @@ fn failed(path: &Path, read_only: bool, uid: u32, errno: Errno) -> DiskError {
 mod tests {
     use super::*;
     use std::fs::{self, Permissions};
+    use std::os::fd::AsRawFd as _;
     use std::os::unix::fs::{PermissionsExt as _, chown};
 
     const UID: u32 = 61_234;
@@ -127,7 +144,8 @@ mod tests {
         let path = directory.path().join("image");
         fs::write(&path, [0; 512]).expect("image");
         fs::set_permissions(&path, Permissions::from_mode(0o600)).expect("chmod");
-        let error = open_image(&path, true, UID, UID).expect_err("root's own");
+        let error =
+            open_image(&path, true, UID, UID, &Reserved::default()).expect_err("root's own");
         assert!(
             error
                 .to_string()
@@ -135,14 +153,15 @@ mod tests {
             "{error}"
         );
         fs::set_permissions(&path, Permissions::from_mode(0o644)).expect("chmod");
-        open_image(&path, true, UID, UID).expect("readable");
-        let error = open_image(&path, false, UID, UID).expect_err("not writable");
+        open_image(&path, true, UID, UID, &Reserved::default()).expect("readable");
+        let error =
+            open_image(&path, false, UID, UID, &Reserved::default()).expect_err("not writable");
         assert!(
             error.to_string().contains("for reading and writing"),
             "{error}"
         );
         chown(&path, Some(UID), None).expect("chown");
-        open_image(&path, false, UID, UID).expect("its own");
+        open_image(&path, false, UID, UID, &Reserved::default()).expect("its own");
         assert!(
             rustix::process::geteuid().is_root(),
             "only the opening thread became another user"
@@ -160,10 +179,101 @@ mod tests {
             (directory.path(), true),
             (directory.path(), false),
         ] {
-            let error = open_image(path, read_only, own, own).expect_err("no image");
+            let error =
+                open_image(path, read_only, own, own, &Reserved::default()).expect_err("no image");
             assert!(matches!(error, DiskError::Kind { .. }), "{error}");
         }
-        let error = open_image(&directory.path().join("none"), true, own, own).expect_err("none");
+        let error = open_image(
+            &directory.path().join("none"),
+            true,
+            own,
+            own,
+            &Reserved::default(),
+        )
+        .expect_err("none");
         assert!(matches!(error, DiskError::Missing { .. }), "{error}");
+    }
+
+    /// As `open_image` for a file of the caller's own.
+    fn open_own(path: &Path, reserved: &Reserved) -> Result<OwnedFd, DiskError> {
+        let own = rustix::process::geteuid().as_raw();
+        open_image(path, true, own, own, reserved)
+    }
+
+    #[test]
+    fn what_lies_where_the_host_keeps_its_records_is_no_image_however_it_is_reached() {
+        let directory = place();
+        let at = |name: &str| directory.path().join(name);
+        for dir in ["state/vms/web", "images"] {
+            fs::create_dir_all(at(dir)).expect("a directory");
+        }
+        let record = at("state/vms/web/record");
+        for file in [record.clone(), at("images/disk")] {
+            fs::write(file, [0; 512]).expect("a file");
+        }
+        std::os::unix::fs::symlink(at("state"), at("images/link")).expect("a link");
+        std::os::unix::fs::symlink(at("state"), at("moved")).expect("a link");
+        // The host's own path may be a link, too.
+        let reserved = Reserved::new(vec![at("moved")], at("no/ram"));
+        let open = fs::File::open(&record).expect("opened");
+        let by_number = format!("/proc/self/fd/{}", open.as_raw_fd());
+        let paths = [
+            record.clone(),
+            at("images/link/vms/web/record"),
+            at("images/../state/vms/web/record"),
+            by_number.into(),
+        ];
+        for path in &paths {
+            let refused = open_own(path, &reserved).expect_err("a record").to_string();
+            assert!(refused.contains("put the file elsewhere"), "{refused}");
+            assert_eq!(reserved.of_path(path), Some(at("moved")), "{path:?}");
+        }
+        fs::remove_file(&record).expect("removed");
+        let refused = open_own(&paths[3], &reserved).expect_err("a removed record");
+        assert!(matches!(refused, DiskError::Reserved { .. }), "{refused}");
+        open_own(&at("images/disk"), &reserved).expect("an image");
+        assert_eq!(reserved.of_path(&at("images/disk")), None);
+    }
+
+    #[test]
+    fn no_guests_memory_is_an_image_wherever_its_file_system_is_mounted() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: mounting needs root");
+        }
+        let directory = place();
+        let (ram, other) = (directory.path().join("ram"), directory.path().join("other"));
+        fs::create_dir(&ram).expect("a directory");
+        fs::create_dir(&other).expect("a directory");
+        let seen = std::thread::spawn(move || {
+            // SAFETY: a plain system call; it concerns this thread alone, whose mounts end with it.
+            let own = unsafe { libc::unshare(libc::CLONE_NEWNS) };
+            assert_eq!(own, 0, "mounts of its own");
+            let mount = |words: &[&std::ffi::OsStr]| {
+                let done = std::process::Command::new("mount").args(words).status();
+                assert!(done.expect("mount").success(), "{words:?}");
+            };
+            mount(&["--make-rprivate".as_ref(), "/".as_ref()]);
+            mount(&[
+                "-t".as_ref(),
+                "tmpfs".as_ref(),
+                "none".as_ref(),
+                ram.as_os_str(),
+            ]);
+            mount(&["--bind".as_ref(), ram.as_os_str(), other.as_os_str()]);
+            fs::write(ram.join("victim.1"), [0; 4096]).expect("a RAM file");
+            let reserved = Reserved::new(Vec::new(), ram.clone());
+            [ram, other].map(|dir| {
+                let path = dir.join("victim.1");
+                let opened = open_own(&path, &reserved).map(drop);
+                (opened, reserved.of_path(&path).is_some())
+            })
+        });
+        for (opened, is_told) in seen.join().expect("the thread") {
+            let refused = opened.expect_err("guest memory");
+            assert!(
+                matches!(refused, DiskError::Reserved { .. }) && is_told,
+                "{refused}"
+            );
+        }
     }
 }

@@ -4,6 +4,10 @@
 //! descriptors it is given, under their numbers, and an environment that we made. Its control sockets are made here,
 //! listening before it starts, in a directory that only root enters: whoever connects waits for the greeting or sees
 //! the end, and nothing polls for a file. A start that fails leaves no process behind.
+//!
+//! QEMU may write no file beyond a length: that of the guest's memory or of its largest writable image. The memory is a
+//! file of QEMU's user, on a file system that all VMs share and whose files cannot be sealed, so a QEMU that was taken over
+//! could otherwise make it grow until its neighbours find no memory. It has no right to lift that limit.
 
 use crate::command_line::{self, Accelerator, ConfigError, MachineConfig};
 use crate::machine::Machine;
@@ -11,10 +15,10 @@ use crate::process::{ProcessError, QemuProcess};
 use crate::qmp::{Client, QmpError};
 use crate::stderr_log::StderrLog;
 use rustix::fd::{AsRawFd, BorrowedFd, RawFd};
-use rustix::fs::{Gid, Uid};
+use rustix::fs::{FileType, Gid, Uid, fstat};
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{
-    Resource, Rlimit, Signal, set_parent_process_death_signal, setrlimit, setsid,
+    Resource, Rlimit, Signal, getrlimit, set_parent_process_death_signal, setrlimit, setsid,
 };
 use rustix::thread::{set_no_new_privs, set_thread_gid, set_thread_groups, set_thread_uid};
 use std::fs::{self, DirBuilder, Permissions};
@@ -28,6 +32,9 @@ use std::time::{Duration, Instant};
 
 /// How long a QEMU that has to go is given to be gone.
 const KILL_TIME: Duration = Duration::from_secs(10);
+
+/// Images are written in blocks: a limit is a multiple of this.
+const BLOCK: u64 = 1 << 20;
 
 /// The library that makes userfaultfd descriptors inside QEMU, and what it needs.
 #[derive(Debug, Clone)]
@@ -269,6 +276,7 @@ fn command(
     };
     let inherited = inherited(spec, monitor_fds)?;
     let groups = kvm_group(spec)?;
+    let longest = longest_file(spec).map_err(start)?;
     let mut command = Command::new(&spec.binary);
     command.args(command_line::build(&spec.machine, monitor_fds)?);
     command
@@ -296,13 +304,55 @@ fn command(
     let (uid, gid) = (Uid::from_raw(spec.uid), Gid::from_raw(spec.gid));
     // SAFETY: the closure runs between fork and exec and makes only system calls on values that were made before; it
     // takes no lock and allocates nothing.
-    unsafe { command.pre_exec(move || become_qemu(&inherited, &groups, uid, gid)) };
+    unsafe { command.pre_exec(move || become_qemu(&inherited, &groups, uid, gid, longest)) };
     Ok(command)
 }
 
-/// In the child: a session of its own, only the listed descriptors, no core dumps of guest memory, no privileges, and no
-/// more protection than other programs when the host runs out of memory.
-fn become_qemu(inherited: &[RawFd], groups: &[Gid], uid: Uid, gid: Gid) -> io::Result<()> {
+/// How long a file QEMU may make: the guest's memory, or the largest image that the guest writes to.
+fn longest_file(spec: &LaunchSpec<'_>) -> io::Result<u64> {
+    let mut longest = spec.machine.memory_mib.saturating_mul(1 << 20);
+    let writable = spec.machine.disks.iter().filter(|disk| !disk.read_only);
+    for disk in writable {
+        let image = spec.inherited.iter().find(|fd| fd.as_raw_fd() == disk.fd);
+        let length = image.map_or(Ok(0), |image| image_length(*image))?;
+        longest = longest.max(length);
+    }
+    Ok(longest.div_ceil(BLOCK).saturating_mul(BLOCK))
+}
+
+fn image_length(image: BorrowedFd<'_>) -> io::Result<u64> {
+    let found = fstat(image)?;
+    match FileType::from_raw_mode(found.st_mode) {
+        FileType::RegularFile => Ok(found.st_size.unsigned_abs()),
+        // Nothing reads or writes at the offset that this moves.
+        _ => Ok(rustix::fs::seek(image, rustix::fs::SeekFrom::End(0))?),
+    }
+}
+
+/// Beyond it a write is refused with "file too large"; the signal that comes with that ends nobody.
+fn write_no_longer_files(longest: u64) -> io::Result<()> {
+    // SAFETY: a plain system call; to ignore a signal needs no handler, and a program started from here goes on ignoring it.
+    if unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) } == libc::SIG_ERR {
+        return Err(io::Error::last_os_error());
+    }
+    let before = getrlimit(Resource::Fsize).maximum;
+    let longest = Some(before.map_or(longest, |before| before.min(longest)));
+    let limit = Rlimit {
+        current: longest,
+        maximum: longest,
+    };
+    Ok(setrlimit(Resource::Fsize, limit)?)
+}
+
+/// In the child: a session of its own, only the listed descriptors, no core dumps of guest memory, no file longer than
+/// it needs, no privileges, and no more protection than other programs when the host runs out of memory.
+fn become_qemu(
+    inherited: &[RawFd],
+    groups: &[Gid],
+    uid: Uid,
+    gid: Gid,
+    longest_file: u64,
+) -> io::Result<()> {
     setsid()?;
     be_no_better_than_others();
     mark_all_close_on_exec()?;
@@ -318,6 +368,7 @@ fn become_qemu(inherited: &[RawFd], groups: &[Gid], uid: Uid, gid: Gid) -> io::R
             maximum: Some(0),
         },
     )?;
+    write_no_longer_files(longest_file)?;
     set_thread_groups(groups)?;
     set_thread_gid(gid)?;
     set_thread_uid(uid)?;
@@ -392,5 +443,54 @@ fn kvm_group(spec: &LaunchSpec<'_>) -> Result<Vec<Gid>, LaunchError> {
             Ok(vec![Gid::from_raw(device.gid())])
         }
         () => Err(refused),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+
+    /// Runs a command as QEMU is run, with that limit.
+    fn as_qemu(uid: u32, longest: u64, command: &str) -> std::process::Output {
+        let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(uid));
+        let mut shell = Command::new("sh");
+        shell.args(["-c", command]).env("LC_ALL", "C");
+        // SAFETY: as for QEMU.
+        unsafe { shell.pre_exec(move || become_qemu(&[], &[], uid, gid, longest)) };
+        shell.output().expect("a shell")
+    }
+
+    #[test]
+    fn qemus_user_cannot_make_the_file_of_its_guests_memory_longer() {
+        const UID: u32 = 61_234;
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: becoming another user needs root");
+        }
+        let directory = tempfile::tempdir().expect("a directory");
+        fs::set_permissions(directory.path(), Permissions::from_mode(0o755)).expect("chmod");
+        let path = directory.path().join("ram");
+        let file = File::create(&path).expect("created");
+        file.set_len(4 << 20).expect("its length");
+        std::os::unix::fs::fchown(&file, Some(UID), Some(UID)).expect("its owner");
+        let ram = path.display();
+        let tries = [
+            format!("truncate -s +1 {ram}"),
+            format!("truncate -s 64T {ram}"),
+            format!("fallocate -o 4M -l 32M {ram}"),
+            format!("dd if=/dev/zero of={ram} bs=1M seek=4 count=1 conv=notrunc"),
+        ];
+        for command in tries {
+            let tried = as_qemu(UID, 4 << 20, &command);
+            let said = String::from_utf8_lossy(&tried.stderr);
+            assert!(!tried.status.success(), "{command}");
+            assert!(said.contains("File too large"), "{command}: {said}");
+            let length = file.metadata().expect("its length").len();
+            assert_eq!(length, 4 << 20, "{command}");
+        }
+        let lifted = as_qemu(UID, 4 << 20, "ulimit -f unlimited");
+        assert!(!lifted.status.success(), "it may not lift its limit");
+        let within = format!("dd if=/dev/zero of={ram} bs=1M count=4 conv=notrunc");
+        assert!(as_qemu(UID, 4 << 20, &within).status.success());
     }
 }

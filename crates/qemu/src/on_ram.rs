@@ -54,6 +54,18 @@ pub fn ram_file_of(pid: i32, ram_dir: &Path, common_uid: u32) -> io::Result<Opti
     Ok(told.filter(|_| uid.is_none_or(|uid| is_qemus(uid, common_uid))))
 }
 
+/// How much memory the command line of a QEMU gives its guest, in bytes: the QEMU's own word, where nobody else has one.
+pub fn memory_told(pid: i32) -> io::Result<Option<u64>> {
+    let line = read(&Path::new("/proc").join(pid.to_string()).join("cmdline"))?;
+    Ok(line.split(|byte| *byte == 0).find_map(|argument| {
+        let text = std::str::from_utf8(argument).ok()?;
+        let mut parts = text.strip_prefix("memory-backend-file,")?.split(',');
+        let size = parts.find_map(|part| part.strip_prefix("size="))?;
+        let mib: u64 = size.strip_suffix('M')?.parse().ok()?;
+        mib.checked_mul(1 << 20)
+    }))
+}
+
 /// Only these two mean that a process is gone.
 fn gone_is_none<T>(looked: io::Result<T>) -> io::Result<Option<T>> {
     match looked {

@@ -8,6 +8,7 @@
 //! may not be opened so. Opening as another user may make this process readable for that user: its caller sees to that.
 
 use crate::disk::{DiskError, open_image};
+use crate::reserved::Reserved;
 use godwit_types::vm::{DiskSpec, UIDS, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName};
 use std::os::fd::OwnedFd;
@@ -20,24 +21,25 @@ pub struct User {
     pub gid: u32,
 }
 
-/// A host, and the user and group that all its QEMUs may have.
+/// A host, the user and group that all its QEMUs may have, and where no file of a VM may be.
 #[derive(Debug, Clone, Copy)]
 pub struct Common<'a> {
     pub host: &'a HostName,
     pub user: User,
+    pub reserved: &'a Reserved,
 }
 
 /// The user and group of a QEMU that is started now, which can read what it boots from.
 pub fn of(common: Common<'_>, spec: &VmSpec) -> Result<User, ApiError> {
-    let Common { host, user } = common;
+    let user = common.user;
     let Some(uid) = own(spec) else {
-        return check_boot_files(host, spec, user).map(|()| user);
+        return check_boot_files(common, spec, user).map(|()| user);
     };
     let alone = User { uid, gid: uid };
     let in_group = User { uid, ..user };
-    match check_boot_files(host, spec, alone) {
+    match check_boot_files(common, spec, alone) {
         Ok(()) => Ok(alone),
-        Err(_) => check_boot_files(host, spec, in_group).map(|()| in_group),
+        Err(_) => check_boot_files(common, spec, in_group).map(|()| in_group),
     }
 }
 
@@ -76,12 +78,16 @@ pub fn open_disks(
     spec: &VmSpec,
     owner: User,
 ) -> Result<Vec<OwnedFd>, ApiError> {
-    let Common { host, user } = common;
+    let Common {
+        host,
+        user,
+        reserved,
+    } = common;
     let open = |disk: &DiskSpec| {
         let (path, read_only) = (Path::new(&disk.path), disk.read_only);
-        let opened = match open_image(path, read_only, owner.uid, user.gid) {
+        let opened = match open_image(path, read_only, owner.uid, user.gid, reserved) {
             Err(DiskError::Denied { .. }) if owner.uid != user.uid => {
-                open_image(path, read_only, user.uid, user.gid)
+                open_image(path, read_only, user.uid, user.gid, reserved)
             }
             opened => opened,
         };
@@ -101,10 +107,11 @@ pub fn open_disks(
 }
 
 /// Kernel and initramfs, which QEMU opens itself, must be there and be readable for it.
-fn check_boot_files(host: &HostName, spec: &VmSpec, owner: User) -> Result<(), ApiError> {
+fn check_boot_files(common: Common<'_>, spec: &VmSpec, owner: User) -> Result<(), ApiError> {
+    let Common { host, reserved, .. } = common;
     let vm = &spec.name;
     let check = |path: &String| {
-        let opened = open_image(Path::new(path), true, owner.uid, owner.gid);
+        let opened = open_image(Path::new(path), true, owner.uid, owner.gid, reserved);
         let (code, message) = match opened {
             Ok(_) => return Ok(()),
             Err(DiskError::Missing { .. }) => (
@@ -172,11 +179,12 @@ mod tests {
         (HostName::new("b").unwrap(), dir)
     }
 
-    fn common(host: &HostName) -> Common<'_> {
+    fn common<'a>(host: &'a HostName, reserved: &'a Reserved) -> Common<'a> {
         let (uid, gid) = (COMMON, COMMON);
         Common {
             host,
             user: User { uid, gid },
+            reserved,
         }
     }
 
@@ -200,7 +208,7 @@ mod tests {
         let of = |uid, (owner, group, mode)| {
             let kernel = file(dir.path(), "kernel", (owner, group), mode);
             let spec = spec(uid, &format!("kernel = \"{kernel}\"\n"));
-            of(common(&host), &spec).map(|owner| (owner.uid, owner.gid))
+            of(common(&host, &Reserved::default()), &spec).map(|owner| (owner.uid, owner.gid))
         };
         let for_all = (0, 0, 0o644);
         assert_eq!(of(None, for_all).unwrap(), (COMMON, COMMON));
@@ -216,7 +224,7 @@ mod tests {
         std::fs::remove_file(dir.path().join("kernel")).unwrap();
         let gone = dir.path().join("kernel").display().to_string();
         let spec = spec(Some(OWN), &format!("kernel = \"{gone}\"\n"));
-        let error = super::of(common(&host), &spec).unwrap_err();
+        let error = super::of(common(&host, &Reserved::default()), &spec).unwrap_err();
         assert_eq!(error.code, ErrorCode::MissingFile);
     }
 
@@ -230,7 +238,12 @@ mod tests {
         let open = |owner, mode| {
             let path = file(dir.path(), "disk", owner, mode);
             let disk = format!("kernel = \"/k\"\n[[disk]]\nname = \"d\"\npath = \"{path}\"\n");
-            open_disks(common(&host), &spec(Some(OWN), &disk), alone).map(|files| files.len())
+            open_disks(
+                common(&host, &Reserved::default()),
+                &spec(Some(OWN), &disk),
+                alone,
+            )
+            .map(|files| files.len())
         };
         assert_eq!(open((OWN, 0), 0o600).unwrap(), 1);
         assert_eq!(open((COMMON, 0), 0o600).unwrap(), 1);
@@ -238,6 +251,39 @@ mod tests {
         for other in [(0, 0), (OWN + 1, OWN + 1)] {
             let error = open(other, 0o660).unwrap_err().to_string();
             assert!(error.contains("(uid 65534) may not open"), "{error}");
+        }
+    }
+
+    #[test]
+    fn no_disk_and_no_kernel_lies_where_the_host_keeps_records_or_memory() {
+        if !is_root() {
+            return;
+        }
+        let (host, dir) = place();
+        let ram = dir.path().join("ram");
+        std::fs::create_dir(&ram).unwrap();
+        std::fs::set_permissions(&ram, Permissions::from_mode(0o711)).unwrap();
+        let victim = file(&ram, "victim.1", (COMMON, COMMON), 0o644);
+        let spec = spec(
+            Some(OWN),
+            &format!("kernel = \"{victim}\"\n[[disk]]\nname = \"d\"\npath = \"{victim}\"\n"),
+        );
+        let alone = User { uid: OWN, gid: OWN };
+        let nothing = Reserved::default();
+        assert!(open_disks(common(&host, &nothing), &spec, alone).is_ok());
+        assert!(of(common(&host, &nothing), &spec).is_ok());
+        for reserved in [
+            Reserved::new(Vec::new(), ram),
+            Reserved::new(vec![dir.path().to_owned()], Default::default()),
+        ] {
+            let refused = [
+                open_disks(common(&host, &reserved), &spec, alone).map(drop),
+                of(common(&host, &reserved), &spec).map(drop),
+            ];
+            for refused in refused {
+                let error = refused.unwrap_err().to_string();
+                assert!(error.contains("put the file elsewhere"), "{error}");
+            }
         }
     }
 }

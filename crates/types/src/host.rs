@@ -85,6 +85,9 @@ pub struct HostInfo {
     /// Its configuration has `boot = "alone"`, which is ignored since a second host is known.
     #[serde(default)]
     pub boot_alone_ignored: bool,
+    /// It shuts down, or was closed for that: it boots no VM and takes none.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub closed: bool,
     /// VMs of which this host's record cannot be read, each with the host's own sentence of what to do.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schema(value_type = BTreeMap<String, String>)]
@@ -92,6 +95,10 @@ pub struct HostInfo {
     /// Its certificate; none of an agent that says nothing of it yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub certificate: Option<CertificateInfo>,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !flag
 }
 
 impl HostInfo {

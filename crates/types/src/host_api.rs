@@ -425,6 +425,9 @@ pub struct VmProcessConfig {
     /// Overrides of what runs guests.
     #[serde(default)]
     pub accelerator: vm::Accelerator,
+    /// Where no VM's files may be, beside this host's own directories: the state of a controller on the same machine.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub reserved_dirs: Vec<String>,
 }
 
 /// Asks the source to send a probe frame into each port group of a VM.

@@ -478,6 +478,11 @@ pub enum Alarm {
         #[serde(flatten)]
         dates: CertificateDates,
     },
+    /// A host shuts down, or was closed for that and runs on: it boots nothing.
+    HostClosed {
+        #[schema(value_type = String)]
+        host: HostName,
+    },
     /// `boot = "alone"` is ignored, since the site has more than one host.
     BootAloneIgnored {
         #[schema(value_type = String)]

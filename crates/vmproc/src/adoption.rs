@@ -7,6 +7,9 @@
 //! A QEMU whose guest runs although the record says that the VM is not here shows that the state directory is an older
 //! copy: it may run the only guest, so it is left alone and told of until a person ends it.
 //!
+//! A QEMU whose RAM file is shorter or longer than the VM's memory has had its file changed by whoever took it over: it is
+//! left alone and told of, too, and ended by a forced stop. Its file is not touched, so that it ends no process of ours.
+//!
 //! A QEMU that no identity file tells of is found by its RAM file and taken over like any other, unless it has never run
 //! its guest: then it is ended. The state directory may be new and empty while the run directory was emptied, too.
 
@@ -26,9 +29,9 @@ use godwit_types::version::Build;
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode};
 use std::cell::Cell;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// From here on a silent QEMU is an error in the log, no longer a warning.
@@ -56,7 +59,14 @@ pub(crate) struct Known<'a> {
     pub spec: Option<&'a VmSpec>,
 }
 
-type Attempt = Result<(Box<Hyper>, RunState), String>;
+impl Known<'_> {
+    /// How much memory the VM's description gives it, in bytes.
+    fn described(&self) -> Option<u64> {
+        self.spec.map(VmSpec::memory_bytes)
+    }
+}
+
+type Attempt = Result<(Box<Hyper>, RunState), ApiError>;
 
 /// Takes QEMU over. Returns at once where there is none or it answers; else answers requests until it does.
 pub(crate) fn adopt(
@@ -75,12 +85,14 @@ pub(crate) fn adopt(
     } = found;
     strays::remove_ram_files(known.paths, Some(identity.launch));
     qemu_is(identity.pid);
-    match attempt(known.paths, &identity) {
+    let mut trouble = None;
+    match attempt(known.paths, &identity, known.described()) {
         // Looked at again, and told of, while this process waits.
         Ok((_, state)) if is_denied(known.record, &state) => {}
         Ok((hyper, state)) => return taken(hyper, state, unknown),
         Err(error) => {
             tracing::warn!(%error, pid = identity.pid, "QEMU lives but is not taken over yet");
+            trouble = Some(error);
         }
     }
     let waiting = Waiting {
@@ -90,6 +102,7 @@ pub(crate) fn adopt(
         unknown,
         launch: identity.launch,
         since: Instant::now(),
+        trouble: Arc::new(Mutex::new(trouble)),
         ended: Arc::default(),
     };
     waiting.wait(identity, inputs, received)
@@ -142,7 +155,7 @@ fn end_all(others: &[Stray]) -> Result<(), ApiError> {
 /// A start that was cut short is ended if it says so; whatever else lives on this VM's RAM files may run its guest.
 fn end_those_that_never_ran(known: &Known<'_>, others: &[Stray]) -> Result<(), ApiError> {
     for stray in others {
-        match attempt(known.paths, &identity_of(stray)) {
+        match attempt(known.paths, &identity_of(stray), known.described()) {
             Ok((_, state)) if never_ran(&state) => end_all(std::slice::from_ref(stray))?,
             _ => {
                 let pid = stray.process.pid();
@@ -212,10 +225,8 @@ fn taken(hyper: Box<Hyper>, state: RunState, unknown: bool) -> Result<Looked, Ap
     Ok(Looked::Taken(hyper, state))
 }
 
-fn attempt(paths: &Paths, identity: &QemuIdentity) -> Attempt {
-    Hyper::take_over(paths, identity)
-        .map(|(hyper, state)| (Box::new(hyper), state))
-        .map_err(|error| error.to_string())
+fn attempt(paths: &Paths, identity: &QemuIdentity, described: Option<u64>) -> Attempt {
+    Hyper::take_over(paths, identity, described).map(|(hyper, state)| (Box::new(hyper), state))
 }
 
 struct Waiting<'a> {
@@ -227,7 +238,13 @@ struct Waiting<'a> {
     unknown: bool,
     launch: u64,
     since: Instant,
+    /// Why the last attempt failed.
+    trouble: Arc<Mutex<Option<ApiError>>>,
     ended: Arc<AtomicBool>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Drop for Waiting<'_> {
@@ -281,15 +298,24 @@ impl Waiting<'_> {
     ) -> std::io::Result<Receiver<(Box<Hyper>, RunState)>> {
         let (results, taken) = channel();
         let (paths, ended) = (self.known.paths.clone(), Arc::clone(&self.ended));
+        let (described, trouble) = (self.known.described(), Arc::clone(&self.trouble));
         let work = move || {
+            let mut said = None;
             while !ended.load(Ordering::Relaxed) {
-                match attempt(&paths, &identity) {
+                match attempt(&paths, &identity, described) {
                     Ok(adopted) => {
                         // Nobody listens any more: the connection closes and QEMU is free for the next.
                         let _ = results.send(adopted);
                         return;
                     }
-                    Err(error) => tracing::warn!(%error, "QEMU is not taken over yet"),
+                    Err(error) => {
+                        // Said once: it may be tried for days.
+                        if said.as_ref() != Some(&error.message) {
+                            tracing::warn!(%error, "QEMU is not taken over yet");
+                        }
+                        said = Some(error.message.clone());
+                        *lock(&trouble) = Some(error);
+                    }
                 }
                 std::thread::sleep(PAUSE);
             }
@@ -406,6 +432,16 @@ impl Waiting<'_> {
     fn note(&self) -> String {
         if self.denied.get() {
             return self.denied_note();
+        }
+        // The file, not QEMU's silence, is what is wrong.
+        if let Some(error) = lock(&self.trouble)
+            .as_ref()
+            .filter(|error| error.code == ErrorCode::NotMigratable)
+        {
+            return format!(
+                "VM '{}' is not managed: {}",
+                self.known.config.vm, error.message
+            );
         }
         let monitors = [0, 1].map(|index| self.known.paths.monitor(self.launch, index));
         if !monitors.iter().any(|path| path.exists()) {

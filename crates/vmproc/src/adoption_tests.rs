@@ -37,6 +37,7 @@ impl Scene {
             port_groups: Default::default(),
             migration_addresses: Vec::new(),
             accelerator: Accelerator::Tcg,
+            reserved_dirs: Vec::new(),
         };
         for dir in ["state/vms/web", "run/qemu", "ram"] {
             std::fs::create_dir_all(directory.join(dir)).unwrap();
@@ -121,7 +122,7 @@ fn a_hypervisor_that_lives_is_waited_for_and_never_ended() {
     let paths = Paths::of(&scene.config);
     scene.known(&paths);
     let ram = paths.ram_file(1);
-    godwit_guestmem::RamFile::create(&ram, 2 << 20, None).unwrap();
+    godwit_guestmem::RamFile::create(&ram, 16 << 20, None).unwrap();
     let (speak, first_words) = channel();
     answer_late(&paths.monitor(1, 0), first_words);
     let record = HostRecord {
@@ -410,4 +411,53 @@ fn a_wiped_run_directory_kills_no_guest_until_a_person_does() {
         assert!(matches!(adopting.join().unwrap(), Ok(Looked::None)));
     });
     assert!(qemu.is_gone());
+}
+
+/// As whoever has taken QEMU over may do with the file, which belongs to its user.
+fn resize(path: &Path, bytes: u64) {
+    let file = std::fs::File::options().write(true).open(path).unwrap();
+    file.set_len(bytes).unwrap();
+}
+
+#[test]
+fn a_guest_whose_ram_file_has_another_length_is_told_of_and_ended_by_a_forced_stop() {
+    let spec =
+        VmSpec::from_toml("name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/boot/vmlinuz\"")
+            .unwrap();
+    // By its description, and by QEMU's command line where there is none.
+    for (spec, bytes) in [(Some(&spec), 64 << 40), (Some(&spec), 0), (None, 8 << 20)] {
+        let site = Site::new();
+        let mut qemu = site.qemu(&["running"]);
+        resize(&site.paths.ram_file(1), bytes);
+        let record = record(&site, holds());
+        let (inputs, received) = channel();
+        let status = ask(&inputs, VmRequest::Status);
+        let start = ask(&inputs, VmRequest::Start);
+        std::thread::scope(|scope| {
+            let seat = Seat {
+                spec,
+                ..seat(&site, &record)
+            };
+            let own = inputs.clone();
+            let adopting = scope.spawn(move || adopt(&seat, &own, &received));
+            let wait = Duration::from_secs(60);
+            let note = match status.recv_timeout(wait).unwrap() {
+                VmAnswer::Status(status) => {
+                    assert_eq!(status.vm.state, VmState::Unreachable);
+                    status.vm.note.unwrap()
+                }
+                VmAnswer::Error(error) => error.message,
+                other => panic!("{other:?}"),
+            };
+            assert!(
+                note.contains(&format!("has {bytes} bytes")) && note.contains("--force"),
+                "{note}"
+            );
+            assert!(matches!(start.recv_timeout(wait), Ok(VmAnswer::Error(_))));
+            assert!(!qemu.is_gone(), "its guest may be running");
+            let _stopped = ask(&inputs, VmRequest::Stop { force: true });
+            assert!(matches!(adopting.join().unwrap(), Ok(Adopted::None)));
+        });
+        assert!(qemu.is_gone());
+    }
 }

@@ -3,17 +3,35 @@
 //! Part of [`Vm`]. Nobody asked for the VM to be off: a guest that powers itself off while its host closes is gone as in a
 //! power cut, the record goes on saying that the VM runs, and the host's next boot decides by it. That the host closes is
 //! the mark that the agent puts into the host's run directory, which a reboot empties: a successor of this process sees it,
-//! too. Refuses: to power anything down without the mark, to start or take a guest while it is there, and to touch a VM
-//! that is in doubt.
+//! too. A guest whose power key was pressed so may obey only after its host was opened again, or its limit passed: that, too,
+//! is noted beside QEMU's identity, and counts as long as a person's stop does. A person's own stop counts before all of
+//! this.
+//!
+//! At the end of its time a guest that comes here is ended as any other. Where it is not taken yet, that is a durable no to
+//! its source, which goes on with it; where it is, this host holds it and boots it when it is back. Refuses: to power
+//! anything down without the mark, to start or take a guest while it is there, and to touch a VM that this host gave away.
 
 use crate::hypervisor::QMP_WAIT;
+use crate::off::{now_unix_s, still_counts};
 use crate::requests::{Reply, qmp};
 use crate::vm::Vm;
-use godwit_ownership::{Event, Status};
+use godwit_ownership::{Event, Phase, Status};
+use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{CloseState, CloseStep, ClosingVm, VmAnswer, closing_mark};
+use godwit_types::migration::Side;
 use godwit_types::{ApiError, ErrorCode};
+use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::time::Instant;
+
+/// A power key that was pressed since the host shuts down.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Pressed {
+    /// Of which QEMU of this VM.
+    launch: u64,
+    /// When, in seconds since 1970.
+    pressed_unix_s: u64,
+}
 
 impl Vm {
     /// Whether this host shuts down. Only a mark that is not there shows that it does not: one that cannot be looked at
@@ -21,6 +39,34 @@ impl Vm {
     pub(crate) fn host_closes(&self) -> bool {
         let mark = closing_mark(Path::new(&self.config.run_dir));
         mark.is_some_and(|mark| mark.try_exists().unwrap_or(true))
+    }
+
+    /// Whether a guest that powers itself off now does so for its host, which boots it again, and not of its own wish.
+    pub(crate) fn goes_with_its_host(&self) -> bool {
+        !self.is_asked_off() && (self.host_closes() || self.was_pressed())
+    }
+
+    fn was_pressed(&self) -> bool {
+        let launch = self.hyper.as_ref().map(|hyper| hyper.identity.launch);
+        let pressed = load_json::<Pressed>(&self.paths.pressed());
+        let pressed = pressed.unwrap_or_else(|error| {
+            tracing::warn!(%error, "whether this host pressed the guest's power key cannot be read");
+            None
+        });
+        pressed.is_some_and(|pressed| {
+            Some(pressed.launch) == launch && still_counts(pressed.pressed_unix_s)
+        })
+    }
+
+    fn note_pressed(&self, launch: u64) {
+        let pressed_unix_s = now_unix_s();
+        let pressed = Pressed {
+            launch,
+            pressed_unix_s,
+        };
+        if let Err(error) = save_json(&self.paths.pressed(), &pressed) {
+            tracing::warn!(%error, "a guest that powers off late counts as one that wished to");
+        }
     }
 
     /// Refuses a guest that would be cut off at once.
@@ -51,6 +97,14 @@ impl Vm {
 
     fn closed_by(&mut self, step: CloseStep) -> Result<(CloseState, Option<String>), ApiError> {
         let left = |why: &str| Ok((CloseState::Left, Some(why.to_owned())));
+        let comes = matches!(
+            self.core.record().phase,
+            Phase::Incoming { .. } | Phase::Ready { .. }
+        );
+        if step == CloseStep::End && comes && self.hyper.is_some() {
+            // A durable no: its source goes on with it.
+            return Ok((self.end_guest(), None));
+        }
         if matches!(self.status, Status::InDoubt { .. }) {
             return left("it is in doubt which host holds it");
         }
@@ -64,7 +118,14 @@ impl Vm {
                 // One that cannot be called off any more is over in a moment.
                 let _ = self.cancel(&id, &why);
             }
-            return Ok((CloseState::Migrating, None));
+            match &self.migration {
+                Some(_) if step != CloseStep::End => return Ok((CloseState::Migrating, None)),
+                Some(migration) if migration.side == Side::Source => {
+                    return left("it is being handed over, and the other host's answer decides");
+                }
+                // It has arrived, or stays.
+                Some(_) | None => {}
+            }
         }
         let Some(hyper) = &self.hyper else {
             return Ok((CloseState::Off, None));
@@ -75,15 +136,23 @@ impl Vm {
         match step {
             CloseStep::Look => {}
             CloseStep::Press => {
+                // Noted first: the guest may obey at any time from then on.
+                self.note_pressed(hyper.identity.launch);
                 let pressed = hyper.machine.powerdown(Instant::now() + QMP_WAIT);
                 pressed.map_err(qmp)?;
             }
-            CloseStep::End => {
-                self.kill_qemu();
-                self.feed(Event::QemuDied);
-                return Ok((CloseState::Ended, None));
-            }
+            CloseStep::End => return Ok((self.end_guest(), None)),
         }
         Ok((CloseState::Waits, None))
+    }
+
+    fn end_guest(&mut self) -> CloseState {
+        let is_asked_off = self.is_asked_off();
+        self.kill_qemu();
+        self.feed(Event::QemuDied);
+        if is_asked_off {
+            self.keep_off_what_was_asked_off();
+        }
+        CloseState::Ended
     }
 }

@@ -1,10 +1,12 @@
 //! What becomes of a guest and its record while its host shuts down.
 
 use crate::input::GuestNews;
+use crate::migration_tests::under_way;
 use crate::testing::{FakeQemu, Site, answer, holds, migration, open};
 use crate::vm::Vm;
 use godwit_ownership::{Phase, Power};
 use godwit_types::host_api::{CLOSING_FILE, CloseState, CloseStep, VmAnswer, VmRequest};
+use godwit_types::migration::Side;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 
 fn site(phase: Phase, closes: bool) -> Site {
@@ -129,4 +131,118 @@ fn nothing_is_powered_down_on_a_host_that_stays_up() {
     }
     assert_eq!(qemu.asked("system_powerdown"), 0);
     assert!(!qemu.is_gone());
+}
+
+fn mark(site: &Site) -> std::path::PathBuf {
+    let host = site.paths.run.ancestors().nth(2).unwrap();
+    host.join(CLOSING_FILE)
+}
+
+fn stop_softly(vm: &mut Vm) {
+    let stopped = answer(&mut vm, VmRequest::Stop { force: false });
+    stopped.map(drop).unwrap();
+}
+
+#[test]
+fn a_guest_that_obeys_its_closing_host_only_after_it_was_opened_is_meant_to_run() {
+    for has_successor in [false, true] {
+        let (site, mut qemu, mut vm) = running(true);
+        assert_eq!(close(&mut vm, CloseStep::Press).unwrap(), CloseState::Waits);
+        // The host goes no further, and a person opens it.
+        std::fs::remove_file(mark(&site)).unwrap();
+        if has_successor {
+            drop(vm);
+            qemu.is("shutdown");
+            vm = open(&site);
+        } else {
+            vm.happened(GuestNews::Shutdown);
+        }
+        assert!(qemu.is_gone());
+        vm.off_again();
+        drop(vm);
+        assert_eq!(site.phase(), holds(Power::On), "{has_successor}");
+        assert!(
+            !site.paths.pressed().exists(),
+            "of the next guest nothing was asked"
+        );
+    }
+}
+
+#[test]
+fn a_persons_soft_stop_counts_when_the_host_shuts_down_at_once() {
+    // The guest obeys while its host shuts down, or does not and is ended.
+    for obeys in [true, false] {
+        let (site, mut qemu, mut vm) = running(false);
+        stop_softly(&mut vm);
+        std::fs::write(mark(&site), "boot-1").unwrap();
+        match obeys {
+            true => vm.happened(GuestNews::Shutdown),
+            false => assert_eq!(close(&mut vm, CloseStep::End).unwrap(), CloseState::Ended),
+        }
+        assert!(qemu.is_gone());
+        drop(vm);
+        assert_eq!(site.phase(), holds(Power::Off), "it obeys: {obeys}");
+    }
+}
+
+#[test]
+fn a_vm_that_a_person_stopped_softly_is_off_when_its_host_lost_its_power_meanwhile() {
+    let (site, qemu, mut vm) = running(false);
+    stop_softly(&mut vm);
+    drop((vm, qemu));
+    std::fs::remove_file(site.paths.identity()).unwrap();
+    let mut vm = open(&site);
+    assert!(answer(&mut vm, VmRequest::Boot).is_err());
+    drop(vm);
+    assert_eq!(site.phase(), holds(Power::Off));
+}
+
+#[test]
+fn a_soft_stop_counts_for_no_guest_that_a_person_starts_or_resets_later() {
+    for request in [VmRequest::Start, VmRequest::Reset] {
+        let (site, qemu, mut vm) = running(false);
+        stop_softly(&mut vm);
+        answer(&mut vm, request).map(drop).unwrap();
+        drop((vm, qemu));
+        std::fs::remove_file(site.paths.identity()).unwrap();
+        drop(open(&site));
+        assert_eq!(site.phase(), holds(Power::On));
+    }
+}
+
+#[test]
+fn a_guest_that_has_not_come_whole_is_refused_durably_at_the_end() {
+    let ready = Phase::Ready {
+        generation: Generation(2),
+        migration: MigrationId::new("m").unwrap(),
+        from: HostName::new("a").unwrap(),
+    };
+    let site = site(ready.clone(), true);
+    let mut qemu = site.qemu(&["paused"]);
+    let mut vm = open(&site);
+    assert_eq!(close(&mut vm, CloseStep::Press).unwrap(), CloseState::Left);
+    assert!(!qemu.is_gone(), "it may come yet");
+    assert_eq!(close(&mut vm, CloseStep::End).unwrap(), CloseState::Ended);
+    assert!(qemu.is_gone());
+    drop(vm);
+    // Its source, which asks, may let it go on.
+    assert!(
+        matches!(site.phase(), Phase::Refused { .. }),
+        "{:?}",
+        site.phase()
+    );
+}
+
+#[test]
+fn a_guest_that_came_and_whose_migration_lingers_is_ended_like_others() {
+    let (site, mut qemu, mut vm) = running(true);
+    under_way(&mut vm, Side::Destination);
+    assert_eq!(
+        close(&mut vm, CloseStep::Press).unwrap(),
+        CloseState::Migrating
+    );
+    assert_eq!(close(&mut vm, CloseStep::End).unwrap(), CloseState::Ended);
+    assert!(qemu.is_gone());
+    drop(vm);
+    assert_eq!(site.phase(), holds(Power::On));
 }

@@ -103,6 +103,11 @@ impl Paths {
         self.run.join("qemu.json")
     }
 
+    /// That this host pressed the power key of the guest, since it shuts down.
+    pub(crate) fn pressed(&self) -> PathBuf {
+        self.run.join("pressed.json")
+    }
+
     pub(crate) fn monitor(&self, launch: u64, index: u32) -> PathBuf {
         self.run.join("qemu").join(format!("{launch}-{index}.qmp"))
     }

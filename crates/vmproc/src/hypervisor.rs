@@ -13,8 +13,10 @@ use godwit_qemu::group::limit_memory;
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
 use godwit_qemu::machine::{Machine, RunState};
 use godwit_qemu::neighbours::Neighbours;
+use godwit_qemu::on_ram::memory_told;
 use godwit_qemu::process::QemuProcess;
 use godwit_qemu::qmp::{EventKind, EventsError};
+use godwit_qemu::reserved::Reserved;
 use godwit_qemu::tap::Tap;
 use godwit_qemu::user::{self, Common, User};
 use godwit_qemu::voice::{Voice, announce};
@@ -72,11 +74,12 @@ pub(crate) struct Start<'a> {
 
 impl Start<'_> {
     /// Whom the host's QEMUs may all be.
-    fn common(&self) -> Common<'_> {
+    fn common<'a>(&'a self, reserved: &'a Reserved) -> Common<'a> {
         let (uid, gid) = (self.config.qemu_uid, self.config.qemu_gid);
         Common {
             host: &self.config.host,
             user: User { uid, gid },
+            reserved,
         }
     }
 }
@@ -84,7 +87,8 @@ impl Start<'_> {
 impl Hyper {
     /// Starts QEMU; the guest does not run.
     pub(crate) fn start(start: &Start<'_>) -> Result<Self, ApiError> {
-        let user = with_other_rights(|| user::of(start.common(), start.spec))?;
+        let user =
+            with_other_rights(|| user::of(start.common(&reserved(start.config)), start.spec))?;
         let ram_path = start.paths.ram_file(start.launch);
         limit_memory(start.spec.memory_bytes());
         let ram = RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner_of(user)))
@@ -127,11 +131,14 @@ impl Hyper {
     }
 
     /// Takes over a QEMU that a predecessor left: once it answers on one of its control sockets, each with a time of
-    /// its own, and says what it does.
+    /// its own, and says what it does. Its RAM file has to be as long as the VM's description says that its memory is;
+    /// where there is none, as QEMU was told.
     pub(crate) fn take_over(
         paths: &Paths,
         identity: &QemuIdentity,
+        described: Option<u64>,
     ) -> Result<(Self, RunState), ApiError> {
+        let ram = open_ram(paths, identity, described)?;
         let connect = |index| {
             adopt(
                 identity.pid,
@@ -143,7 +150,6 @@ impl Hyper {
         let taken = connect(0).or_else(|_| connect(1)).map_err(hypervisor)?;
         let state = taken.machine.query_status(Instant::now() + QMP_WAIT);
         let state = state.map_err(internal)?;
-        let ram = RamFile::open(&paths.ram_file(identity.launch)).map_err(memory)?;
         let ram = Arc::new(ram);
         let hyper = Self {
             huge_pages: HugePages::of(identity.pid, &ram),
@@ -225,6 +231,32 @@ impl Hyper {
     }
 }
 
+fn open_ram(
+    paths: &Paths,
+    identity: &QemuIdentity,
+    described: Option<u64>,
+) -> Result<RamFile, ApiError> {
+    let told = || memory_told(identity.pid).map_err(internal);
+    let bytes = match described {
+        Some(bytes) => bytes,
+        None => told()?.ok_or_else(|| {
+            let pid = identity.pid;
+            internal(format!("neither a description nor QEMU's command line (process {pid}) says how much memory the VM has"))
+        })?,
+    };
+    RamFile::open(&paths.ram_file(identity.launch), bytes).map_err(memory)
+}
+
+/// Where no file of a VM may be: this host's records, sockets and guests' memory, and what its agent names beside these.
+fn reserved(config: &VmProcessConfig) -> Reserved {
+    // `STATE/vms/NAME` and `RUN/vms/NAME`.
+    let own = [&config.state_dir, &config.run_dir];
+    let own = own.map(|dir| Path::new(dir).ancestors().nth(2).map(Path::to_owned));
+    let named = config.reserved_dirs.iter().map(PathBuf::from);
+    let dirs = own.into_iter().flatten().chain(named).collect();
+    Reserved::new(dirs, PathBuf::from(&config.ram_dir))
+}
+
 /// The control socket closes an instant before the process is gone. A QEMU that lives on without one is of no use to
 /// anybody but its guest: it is waited for.
 fn wait_gone(pidfd: &OwnedFd) {
@@ -285,7 +317,9 @@ fn launch_qemu(
 ) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>), ApiError> {
     let (host, groups) = (&start.config.host, &start.config.port_groups);
     let taps = open_taps(start.spec, host, groups)?;
-    let images = with_other_rights(|| user::open_disks(start.common(), start.spec, user))?;
+    let images = with_other_rights(|| {
+        user::open_disks(start.common(&reserved(start.config)), start.spec, user)
+    })?;
     let library = Library::make(&start.paths.state).map_err(memory)?;
     let device = handout::open_device().map_err(memory)?;
     let socket = start.paths.handout(start.launch);
@@ -348,6 +382,7 @@ pub(crate) fn remove_leftovers(paths: &Paths) {
     if let Ok(Some(identity)) = load_json::<QemuIdentity>(&paths.identity()) {
         remove(&paths.ram_file(identity.launch));
         remove_sockets(paths, identity.launch);
+        remove(&paths.pressed());
     }
     let _ = remove_document(&paths.identity());
 }
@@ -372,10 +407,11 @@ pub(crate) fn internal(error: impl std::fmt::Display) -> ApiError {
     ApiError::new(ErrorCode::Internal, error.to_string())
 }
 
-fn memory(error: godwit_guestmem::Error) -> ApiError {
+pub(crate) fn memory(error: godwit_guestmem::Error) -> ApiError {
     let code = match error {
         godwit_guestmem::Error::OutOfMemory { .. } => ErrorCode::OutOfMemory,
         godwit_guestmem::Error::KernelTooOld { .. } => ErrorCode::Incompatible,
+        godwit_guestmem::Error::Length { .. } => ErrorCode::NotMigratable,
         _ => ErrorCode::Internal,
     };
     ApiError::new(code, error.to_string())

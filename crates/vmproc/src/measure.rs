@@ -5,7 +5,7 @@
 //! migration that begins, QEMU's end) the tracking is put away first and huge pages are put back afterwards. Refuses:
 //! to measure beside a migration, which needs the tracking for itself, and a guest that does not run.
 
-use crate::hypervisor::internal;
+use crate::hypervisor::{internal, memory};
 use crate::input::Input;
 use crate::vm::Vm;
 use godwit_guestmem::usage::{Subject, Usage, Written, measure};
@@ -95,6 +95,7 @@ impl Vm {
             ));
         }
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        hyper.ram.check_length().map_err(memory)?;
         if !matches!(self.status, Status::Running { .. }) {
             return Err(refuse("does not run, so it writes nothing"));
         }

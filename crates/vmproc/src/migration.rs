@@ -6,7 +6,7 @@
 
 use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::faults::reached;
-use crate::hypervisor::{QMP_WAIT, internal};
+use crate::hypervisor::{QMP_WAIT, internal, memory};
 use crate::input::{DriverNews, Input, Intake, News};
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
@@ -228,6 +228,7 @@ impl Vm {
         self.keep_note(spec, Side::Source)?;
         let secret = Arc::new(wire_spec(spec)?);
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        hyper.ram.check_length().map_err(memory)?;
         hyper
             .machine
             .prepare_outgoing(Instant::now() + QMP_WAIT)

@@ -91,7 +91,7 @@ fn a_destination_hears_of_a_migration_that_its_source_was_never_told_of() {
 // ---- why the other host gave up ----
 
 /// A migration between this host and host `a`, without a driver.
-fn under_way(vm: &mut Vm, side: Side) {
+pub(crate) fn under_way(vm: &mut Vm, side: Side) {
     let spec = migration("m");
     vm.note = Some(godwit_types::host_api::MigrationNote {
         migration: spec.id.clone(),
@@ -120,6 +120,33 @@ fn under_way(vm: &mut Vm, side: Side) {
 
 fn id_m() -> MigrationId {
     MigrationId::new("m").unwrap()
+}
+
+#[test]
+fn what_the_controller_takes_back_since_it_could_not_begin_was_cancelled_by_nobody() {
+    let nobody = format!("{COULD_NOT_BEGIN}cannot reach host b");
+    for (why, outcome) in [
+        (nobody.as_str(), Outcome::Failed),
+        ("cancelled by its user", Outcome::Cancelled),
+    ] {
+        let site = Site::new();
+        site.record(Phase::Absent);
+        let mut vm = open(&site);
+        vm.feed(Event::PrepareIncoming {
+            migration: id_m(),
+            from: HostName::new("a").unwrap(),
+            generation: Generation(3),
+        });
+        under_way(&mut vm, Side::Destination);
+        let request = VmRequest::Cancel {
+            migration: id_m(),
+            reason: why.into(),
+        };
+        ask(&mut vm, request).unwrap();
+        let ended = vm.report(&id_m()).unwrap().unwrap();
+        assert_eq!(ended.outcome, Some(outcome), "{why}");
+        assert_eq!(ended.reason.as_deref(), Some(why));
+    }
 }
 
 #[test]

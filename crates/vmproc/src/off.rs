@@ -1,18 +1,50 @@
-//! A forced stop, and the guest's own power-off, also where nothing can be written.
+//! A stop by a person, and the guest's own power-off, also where nothing can be written.
 //!
-//! Part of [`Vm`]. To end a guest is safe whatever the record says, since nobody else begins to run it by that: only that it
+//! Part of [`Vm`]. A person who has a guest asked to power off wants the VM off, also if its host goes down before the guest
+//! has: that is written, beside the record, before it is answered. It counts for [`ASKED_COUNTS`], since a guest that has
+//! not obeyed by then runs on, and for no guest that is started or comes here later.
+//!
+//! To end a guest is safe whatever the record says, since nobody else begins to run it by that: only that it
 //! is off must be written before it counts. Owns the wish until then, for as long as the VM is held as it was. Refuses: a
 //! boot that nobody asked for meanwhile, and to end a guest whose handover is under way.
 
-use crate::requests::Reply;
+use crate::hypervisor::QMP_WAIT;
+use crate::requests::{Reply, qmp};
 use crate::vm::Vm;
 use godwit_migrate::why::Why;
 use godwit_ownership::{Event, EventKind, Phase, Power, StateName};
+use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::{ApiError, ErrorCode, Generation};
-use std::time::{Duration, Instant};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// How long it counts that a person had the guest asked to power off.
+pub(crate) const ASKED_COUNTS: Duration = Duration::from_secs(3600);
+/// In the VM's state directory: a person had the guest asked to power off.
+const ASKED_FILE: &str = "asked-off.json";
 
 /// Pause between two tries to write that the VM is off.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
+
+/// A person had the guest asked to power off.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct AskedOff {
+    /// Under which generation the VM was held then.
+    held: Generation,
+    /// When, in seconds since 1970.
+    asked_unix_s: u64,
+}
+
+pub(crate) fn now_unix_s() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_secs())
+}
+
+/// Whether something that was noted at that time still counts; a clock that was set back says yes.
+pub(crate) fn still_counts(noted_unix_s: u64) -> bool {
+    now_unix_s().saturating_sub(noted_unix_s) < ASKED_COUNTS.as_secs()
+}
 
 /// A person wants the VM off, or its guest powered itself off, which is not written yet.
 #[derive(Debug, Clone, Copy)]
@@ -49,6 +81,71 @@ impl Vm {
             vm = self.config.vm
         );
         Err(ApiError::new(error.code, message).on_host(&self.config.host))
+    }
+
+    /// Has the guest asked to power off, as a person wants: written first, since the host may go down at once.
+    pub(crate) fn powerdown(&mut self) -> Reply {
+        let Some(hyper) = &self.hyper else {
+            return self.power_off();
+        };
+        let machine = Arc::clone(&hyper.machine);
+        let noted = self.note_asked_off();
+        if let Err(error) = machine.powerdown(Instant::now() + QMP_WAIT) {
+            self.forget_asked_off();
+            return Err(qmp(error));
+        }
+        match noted {
+            Ok(()) => self.done("was asked to power off; use --force if it does not obey"),
+            Err(error) => self.done(&format!(
+                "was asked to power off; use --force if it does not obey. If its host goes down before it has, it is booted again, since that cannot be written there: {error}"
+            )),
+        }
+    }
+
+    fn note_asked_off(&self) -> Result<(), StoreError> {
+        let Some(held) = self.core.record().may_run() else {
+            return Ok(());
+        };
+        let asked_unix_s = now_unix_s();
+        let asked = AskedOff { held, asked_unix_s };
+        save_json(&self.paths.state.join(ASKED_FILE), &asked)
+    }
+
+    /// From here on no earlier wish of a person to have the VM off counts.
+    pub(crate) fn forget_asked_off(&self) {
+        if let Err(error) = remove_document(&self.paths.state.join(ASKED_FILE)) {
+            tracing::warn!(%error, "a stop that does not count any more is still on the disk");
+        }
+    }
+
+    /// Whether a person had this guest asked to power off.
+    pub(crate) fn is_asked_off(&self) -> bool {
+        let asked = load_json::<AskedOff>(&self.paths.state.join(ASKED_FILE));
+        let asked = asked.unwrap_or_else(|error| {
+            tracing::warn!(%error, "whether a person stopped the VM cannot be read");
+            None
+        });
+        let held = self.core.record().may_run();
+        asked.is_some_and(|asked| Some(asked.held) == held && still_counts(asked.asked_unix_s))
+    }
+
+    /// A VM whose guest a person had asked to power off, and whose host went down first, is off.
+    pub(crate) fn keep_off_what_was_asked_off(&mut self) {
+        let runs = matches!(
+            self.core.record().phase,
+            Phase::Holds {
+                power: Power::On,
+                ..
+            }
+        );
+        if self.hyper.is_some() || !runs || !self.is_asked_off() {
+            return;
+        }
+        tracing::info!("a person had this VM's guest asked to power off: it is off, and stays so");
+        if let Err(error) = self.power_off() {
+            tracing::error!(%error, "that the VM is off is not written");
+            self.stay_off();
+        }
     }
 
     /// A guest that powered itself off is not taken for one that crashed where that could not be written.

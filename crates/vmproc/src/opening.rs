@@ -206,7 +206,7 @@ impl Vm {
     /// What a successor does first: what the core wants, the end of its predecessor's migration, what the guest did.
     fn settle(&mut self, actions: Vec<Action>) {
         let orphan = self.find_orphan();
-        let was_off = self.found == Some(GuestNews::Shutdown) && !self.host_closes();
+        let was_off = self.found == Some(GuestNews::Shutdown) && !self.goes_with_its_host();
         self.perform(actions);
         self.close_orphan(orphan);
         self.close_old_reports();
@@ -217,6 +217,7 @@ impl Vm {
         if was_off {
             self.stay_off();
         }
+        self.keep_off_what_was_asked_off();
     }
 }
 

@@ -136,6 +136,7 @@ impl Vm {
     /// A person's start that fails leaves the VM as it was: off, or down and to be booted again.
     fn start(&mut self) -> Reply {
         self.off_wanted = None;
+        self.forget_asked_off();
         let was_off = matches!(self.status, Status::Off);
         let started = self.start_guest();
         if started.is_err() && was_off && matches!(self.status, Status::Down { .. }) {
@@ -147,6 +148,7 @@ impl Vm {
     /// A start that nobody asked for: only of a VM that runs by its record, and one that fails turns no VM off, so that it
     /// can be tried again.
     fn boot_again(&mut self) -> Reply {
+        self.keep_off_what_was_asked_off();
         let runs = matches!(
             self.core.record().phase,
             Phase::Holds {
@@ -181,25 +183,13 @@ impl Vm {
         Err(ApiError::new(ErrorCode::InDoubt, message).on_host(&self.config.host))
     }
 
-    fn powerdown(&mut self) -> Reply {
-        match &self.hyper {
-            Some(hyper) => {
-                hyper
-                    .machine
-                    .powerdown(Instant::now() + QMP_WAIT)
-                    .map_err(qmp)?;
-                self.done("was asked to power off; use --force if it does not obey")
-            }
-            None => self.power_off(),
-        }
-    }
-
     fn reset(&mut self) -> Reply {
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
         hyper
             .machine
             .system_reset(Instant::now() + QMP_WAIT)
             .map_err(qmp)?;
+        self.forget_asked_off();
         self.done("is reset")
     }
 

@@ -147,6 +147,7 @@ impl Site {
             port_groups: Default::default(),
             migration_addresses: vec![[127, 0, 0, 1].into()],
             accelerator: Accelerator::Tcg,
+            reserved_dirs: Vec::new(),
         };
         for name in ["state/vms/web", "run/vms/web/qemu", "ram"] {
             std::fs::create_dir_all(dir.path().join(name)).unwrap();
@@ -194,7 +195,10 @@ impl Site {
     pub(crate) fn qemu_of(&self, launch: u64, statuses: &[&str]) -> FakeQemu {
         // Waits for input that never comes, with a command line as QEMU's.
         let memory = self.paths.ram_file(launch);
-        let memory = format!("memory-backend-file,id=ram0,mem-path={}", memory.display());
+        let memory = format!(
+            "memory-backend-file,id=ram0,size=16M,mem-path={}",
+            memory.display()
+        );
         let mut shell = Command::new("sh");
         shell.args(["-c", "read line", "sh", "-object", &memory]);
         if rustix::process::geteuid().is_root() {
@@ -217,7 +221,7 @@ impl Site {
             launch,
         };
         save_json(&self.paths.identity(), &identity).unwrap();
-        godwit_guestmem::RamFile::create(&self.paths.ram_file(launch), 2 << 20, None).unwrap();
+        godwit_guestmem::RamFile::create(&self.paths.ram_file(launch), 16 << 20, None).unwrap();
         FakeQemu::speaks(child, &self.paths.monitor(launch, 0), statuses)
     }
 }

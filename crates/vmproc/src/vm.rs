@@ -247,7 +247,7 @@ impl Vm {
     pub(crate) fn event_of(&mut self, news: GuestNews) -> Event {
         match news {
             GuestNews::Reset => Event::GuestReset,
-            GuestNews::Shutdown if self.host_closes() => {
+            GuestNews::Shutdown if self.goes_with_its_host() => {
                 tracing::info!("the guest powered off, since its host shuts down");
                 self.blame("the guest powered itself off during the migration");
                 self.kill_qemu();

@@ -340,6 +340,7 @@ mod tests {
             boot_id: String::new(),
             instance: Default::default(),
             site: Default::default(),
+            closed: false,
             boot_alone_ignored: false,
             unread: Default::default(),
             certificate: None,

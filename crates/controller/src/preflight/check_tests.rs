@@ -28,6 +28,7 @@ fn host(name: &str) -> HostInfo {
         boot_id: String::new(),
         instance: Default::default(),
         site: Default::default(),
+        closed: false,
         boot_alone_ignored: false,
         unread: Default::default(),
         certificate: None,

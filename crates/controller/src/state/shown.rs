@@ -255,6 +255,7 @@ pub(super) fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostIn
         boot_id: String::new(),
         instance: Default::default(),
         site: Default::default(),
+        closed: false,
         boot_alone_ignored: false,
         unread: Default::default(),
         certificate: None,

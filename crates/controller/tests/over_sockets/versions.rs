@@ -5,7 +5,7 @@ use crate::scripted::{Agent, Between, House, hand_over, host, to, vm};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_types::MigrationId;
 use godwit_types::control_api::{HostState, StartRequest, StopRequest};
-use godwit_types::migration::Outcome;
+use godwit_types::migration::{COULD_NOT_BEGIN, Outcome};
 use godwit_types::vm::VmState;
 use serde_json::Value;
 use std::sync::Arc;
@@ -203,4 +203,29 @@ async fn a_database_of_a_newer_godwit_is_left_as_it_is() {
         why.contains("written by a newer Godwit (its format is 99"),
         "{why}"
     );
+}
+
+/// The version before calls cancelled whatever a controller takes back.
+#[tokio::test]
+async fn a_move_that_could_not_begin_was_cancelled_by_nobody_whatever_an_older_host_says() {
+    let house = House::new().await;
+    let (mut a, b) = (house.host("a").await, house.host("b").await);
+    house.running("web", "a").await;
+    let prepares = b.hold("prepare");
+    let client = house.client();
+    let begins = tokio::spawn(async move { client.migrate(&vm("web"), &to("b")).await });
+    b.until_called("prepare").await;
+    a.cut().await;
+    prepares.send_replace(true);
+    assert!(begins.await.unwrap().is_err(), "its source is away");
+    let is_over = async |house: &House| {
+        let all = house.client().migrations().await.unwrap();
+        all.iter().all(|report| report.outcome.is_some())
+    };
+    house.until(is_over).await;
+    let report = house.client().migrations().await.unwrap().remove(0);
+    let there = b.script().reports[&report.id].clone();
+    assert_eq!(there.outcome, Some(Outcome::Cancelled));
+    assert!(there.reason.unwrap().starts_with(COULD_NOT_BEGIN));
+    assert_eq!(report.outcome, Some(Outcome::Failed), "{report:?}");
 }

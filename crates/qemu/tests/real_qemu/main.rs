@@ -94,6 +94,11 @@ fn it_starts_unprivileged_sandboxed_and_stopped() {
         status_field(&guest, "limits", "Max core file size"),
         "0 0 bytes"
     );
+    let memory = place.spec.machine.memory_mib << 20;
+    assert_eq!(
+        status_field(&guest, "limits", "Max file size"),
+        format!("{memory} {memory} bytes")
+    );
     let mode =
         |path: &std::path::Path| fs::metadata(path).expect("socket").permissions().mode() & 0o777;
     let socket = &place.spec.monitors[0];

@@ -7,6 +7,7 @@ use godwit_qemu::device_state::{DeviceStateError, SaveNews};
 use godwit_qemu::disk::open_image;
 use godwit_qemu::machine::RunState;
 use godwit_qemu::qmp::{Client, EventKind, QmpError};
+use godwit_qemu::reserved::Reserved;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -60,7 +61,7 @@ fn devices_move_and_the_guest_goes_on_and_reboots_there() {
 
 /// A place whose machine has this image as a disk, opened as QEMU's user opens it.
 fn with_disk(mut place: Place, image: &Path, read_only: bool) -> Place {
-    let file = open_image(image, read_only, UID, UID).expect("the image");
+    let file = open_image(image, read_only, UID, UID, &Reserved::default()).expect("the image");
     // Open until the test's process ends: the place has no room for it.
     let file: &'static OwnedFd = Box::leak(Box::new(file));
     place.spec.machine.disks = vec![Disk {

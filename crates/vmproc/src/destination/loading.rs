@@ -57,6 +57,7 @@ impl DestinationDriver {
 
     /// Gives QEMU the device state that was kept: from here on there is no other attempt.
     fn pass_on(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        self.check_memory()?;
         set.stage = Stage::Loading;
         reached("destination.loading");
         let qemu = self.qemu.as_mut();
@@ -70,6 +71,12 @@ impl DestinationDriver {
             Err(DeviceStateError::Io(_)) => self.finish(deadline),
             Err(error) => Err(Halt::Failed(error.to_string())),
         }
+    }
+
+    /// What was received must still be there: the file is QEMU's user's, and QEMU has run since it was made.
+    fn check_memory(&self) -> Result<(), Halt> {
+        let checked = self.memory.ram.check_length();
+        checked.map_err(|error| Halt::Failed(error.to_string()))
     }
 
     /// Ends the stream and waits until QEMU has loaded it.

@@ -107,6 +107,8 @@ impl SourceDriver {
     /// it has loaded it: one way with pages and device state, one back with ready, one with the permit.
     fn last_pages(&mut self, set: &mut ConnectionSet, attempt: Generation) -> Result<(), Halt> {
         let began = Instant::now();
+        let ram = self.parts.ram.check_length();
+        ram.map_err(|error| Halt::Failed(error.to_string()))?;
         set.control.send(&ToDestination::Stopped).map_err(halt_of)?;
         let cards = self.parts.neighbours.read();
         set.control
