@@ -5,6 +5,7 @@
 
 use super::patience::{Patience, TRIES_MAX};
 use super::plan::{self, Moving, Rooms, Waiting};
+use super::takers::{Taker, away, takers};
 use crate::app::{App, now};
 use crate::drains::Run;
 use crate::error::{ControllerError, damaged, held_twice, in_doubt};
@@ -330,42 +331,8 @@ pub(super) fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool)
     }
 }
 
-pub(super) type Taker = godwit_types::host::HostInfo;
 /// A host and the memory that a new guest could have there, MiB.
 type Room = (HostName, u64);
-
-/// Whether a host may take VMs of this drain, should it answer.
-fn is_taker(app: &App, view: &DrainView, host: &HostName) -> bool {
-    let asked = &view.request.to;
-    *host != view.host
-        && !app.drains.is_draining(host)
-        && (asked.is_empty() || asked.contains(host))
-}
-
-/// Hosts that may take VMs.
-pub(super) fn takers(app: &App, view: &DrainView) -> Vec<Taker> {
-    let state = app.state();
-    let hosts = state.hosts.iter();
-    let hosts = hosts.filter(|(name, entry)| entry.is_connected() && is_taker(app, view, name));
-    hosts.filter_map(|(_, entry)| entry.info.clone()).collect()
-}
-
-/// Hosts that might take VMs but do not answer, and for how long; one that was not heard yet since `began`.
-fn away(app: &App, view: &DrainView, began: Instant) -> BTreeMap<HostName, Duration> {
-    let state = app.state();
-    let hosts = state.hosts.iter();
-    let hosts = hosts.filter(|(name, entry)| !entry.is_connected() && is_taker(app, view, name));
-    hosts
-        .map(|(name, entry)| {
-            let seen = u64::try_from(entry.last_seen_unix_s).unwrap_or(0);
-            let away = match state.book.was_heard(name) {
-                true => Duration::from_secs(now().saturating_sub(seen)),
-                false => began.elapsed(),
-            };
-            (name.clone(), away)
-        })
-        .collect()
-}
 
 /// Hosts that lack nothing but perhaps room, with their room; else the reasons. None for a VM that is gone.
 fn may_go_to(
