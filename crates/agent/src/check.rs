@@ -149,6 +149,14 @@ fn certificate(dates: &Result<CertificateDates, String>, now_unix_s: i64) -> Che
         }
     };
     let found = format!("this host's certificate {}", dates.left(now_unix_s));
+    if dates.is_not_valid_yet(now_unix_s) {
+        let found = format!("{found} and is not valid yet");
+        return failed(
+            "certificate",
+            found,
+            format!("see this host's clock; {RENEW}"),
+        );
+    }
     match dates.stage(now_unix_s) {
         CertificateStage::Fresh | CertificateStage::Due => ok("certificate", found),
         CertificateStage::NearEnd => {
@@ -474,6 +482,14 @@ mod tests {
             let fine = status == CheckStatus::Ok;
             assert_eq!(found.remedy.contains("godwit host renew"), !fine);
         }
+        let ahead = CertificateDates {
+            made_unix_s: 300 * 86_400,
+            ends_unix_s: 665 * 86_400,
+        };
+        let found = certificate(&Ok(ahead), 0);
+        assert_eq!(found.status, CheckStatus::Failed);
+        assert!(found.found.ends_with("not valid yet"), "{}", found.found);
+        assert!(found.remedy.contains("clock"), "{}", found.remedy);
     }
 
     #[test]

@@ -19,6 +19,9 @@ use tokio::sync::watch;
 /// Longest time between two looks.
 const LOOK_EACH: Duration = Duration::from_secs(600);
 
+/// What a person does about a certificate that was made while the controller's clock was ahead.
+pub(crate) const NOT_VALID_YET: &str = "it is not valid yet, and nobody accepts it: correct this host's clock; if that is right, the certificate was made while the controller's was ahead: run 'godwit host add' where the controller is and 'godwit host renew TOKEN' here; this host's VMs run on";
+
 pub(crate) struct Certificate {
     current: Arc<Current>,
     dir: PathBuf,
@@ -82,7 +85,7 @@ impl Certificate {
 
     /// Does what is due at that time; says what is wrong.
     pub(crate) async fn look(&self, now_unix_s: i64) -> Option<String> {
-        self.take_what_a_person_brought();
+        self.take_what_a_person_brought(now_unix_s);
         let holder = self.current.holder();
         let stage = holder.dates().stage(now_unix_s);
         if stage == CertificateStage::Ended {
@@ -102,9 +105,11 @@ impl Certificate {
         };
         if stage >= CertificateStage::Due {
             let renewed = self.renew(&client, &holder).await;
-            return renewed
-                .err()
-                .map(|why| format!("it cannot be renewed: {why}"));
+            let why = renewed.err()?;
+            return Some(match holder.dates().is_not_valid_yet(now_unix_s) {
+                true => format!("{NOT_VALID_YET} ({why})"),
+                false => format!("it cannot be renewed: {why}"),
+            });
         }
         match client.certificate().await {
             // Of an older controller, which has no such route, nothing is known.
@@ -120,7 +125,7 @@ impl Certificate {
     }
 
     /// 'godwit host renew' writes beside a running agent.
-    fn take_what_a_person_brought(&self) {
+    fn take_what_a_person_brought(&self, now_unix_s: i64) {
         let Ok(found) = Identity::load(&self.dir) else {
             return;
         };
@@ -128,7 +133,9 @@ impl Certificate {
         let newer = |found: &Holder| {
             found.serial != held.serial
                 && found.role == held.role
-                && found.not_after_unix_s >= held.not_after_unix_s
+                // One that was made while a clock was ahead ends later than the right one.
+                && (found.not_after_unix_s >= held.not_after_unix_s
+                    || held.dates().is_not_valid_yet(now_unix_s))
         };
         if found.holder().is_ok_and(|found| newer(&found)) && self.current.replace(found).is_ok() {
             let now = self.current.holder().serial;
