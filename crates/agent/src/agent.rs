@@ -12,6 +12,7 @@ use crate::evidence;
 use crate::launch::make_dir;
 use crate::link::Bursts;
 use crate::load::Readings;
+use crate::manager::Manager;
 use crate::memory::{Memory, Promise};
 use crate::probe::Probes;
 use crate::qemu_facts::QemuFacts;
@@ -76,6 +77,7 @@ pub(crate) struct Agent {
     pub site: Site,
     pub boots: Boots,
     pub closing: Closing,
+    pub manager: Manager,
     pub memory: Arc<Memory>,
     pub reports: Reports,
     pub cancelled: Cancelled,
@@ -133,6 +135,7 @@ pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostChec
     let qemu = qemu_now::ask(config, user).await;
     let interfaces = interfaces(TOOLS).await;
     let addresses = migration_addresses(config, &interfaces);
+    let guests_unit = Manager::default().guests_unit().await;
     let checks = tokio::task::block_in_place(|| {
         let setting = TrialSetting::new(config, user);
         let guests = qemu.as_ref().map(|facts| setting.run_guests(&facts.tried));
@@ -145,6 +148,7 @@ pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostChec
             migration_addresses: &addresses,
             userfaultfd: tracking(),
             certificate: certificate(config),
+            guests_unit,
         })
     });
     HostCheck {

@@ -89,6 +89,7 @@ impl Served {
             boots: Boots::new(asker, stopping),
             closing: Closing::open(&host.config.run_dir, "boot-1", host.config.guest_shutdown_s)
                 .unwrap(),
+            manager: host.manager.clone(),
             memory: Memory::with(
                 host.config.ram_dir(),
                 Box::new(move |_| available_mib << 20),

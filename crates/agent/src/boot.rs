@@ -9,6 +9,7 @@ use crate::boot_cases::{Cases, Down, Step};
 use crate::config::BootRule;
 use crate::evidence;
 use crate::keeping::changed;
+use crate::manager::host_is_shutting_down;
 use crate::supervisor::Supervised;
 use godwit_rpc::pki::Holder;
 use godwit_rpc::{Admission, AgentClient, Client, ControllerClient, Current, Role};
@@ -144,14 +145,6 @@ impl Admission for Enrolled {
 /// Whether the system manager is taking this host down; no system manager says no.
 pub(crate) fn system_is_stopping() -> Stopping {
     Arc::new(|| Box::pin(host_is_shutting_down(STOPPING_WAIT)))
-}
-
-/// Whether the system manager says within `patience` that it takes this host down.
-pub async fn host_is_shutting_down(patience: Duration) -> bool {
-    let mut command = tokio::process::Command::new("systemctl");
-    command.arg("is-system-running").kill_on_drop(true);
-    let said = tokio::time::timeout(patience, command.output()).await;
-    matches!(said, Ok(Ok(output)) if output.stdout.trim_ascii() == b"stopping")
 }
 
 impl Agent {

@@ -3,6 +3,7 @@
 //! Reads only; owns nothing. Refuses: nothing; whatever is missing is a finding with its remedy.
 
 use crate::config::HostConfig;
+use crate::manager::{self, GuestsUnit};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::qemu_trial::GuestRun;
 use crate::system::{Interface, KERNEL_MIN, System};
@@ -34,6 +35,7 @@ pub struct Inputs<'a> {
     pub userfaultfd: Result<(), String>,
     /// When this host's certificate was made and ends, or why that cannot be read.
     pub certificate: Result<CertificateDates, String>,
+    pub guests_unit: GuestsUnit,
 }
 
 pub(crate) fn ok(name: &str, found: impl Into<String>) -> Check {
@@ -94,6 +96,7 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
     ];
     if inputs.config.is_joined() {
         checks.push(certificate(&inputs.certificate, now_unix_s()));
+        checks.extend(manager::check(inputs.guests_unit));
         checks.extend(bridges(inputs.system, inputs.config));
     } else {
         checks.push(note(
@@ -508,6 +511,7 @@ mod tests {
             interfaces: &[],
             migration_addresses: &[],
             userfaultfd: Err("no device".into()),
+            guests_unit: GuestsUnit::Inactive,
             certificate: Err("there is none".into()),
         });
         assert!(checks.len() >= 13);

@@ -25,6 +25,7 @@ mod launch;
 mod life;
 mod link;
 mod load;
+mod manager;
 mod measure;
 mod memory;
 mod migrations;
@@ -52,7 +53,7 @@ mod test_support;
 mod users;
 mod vm_client;
 
-pub use boot::host_is_shutting_down;
 pub use harden::{harden, keep_memory_private};
 pub use launch::{VM_PROCESS_FAILED, VmProgram};
+pub use manager::host_is_shutting_down;
 pub use run::{AgentError, check, run};

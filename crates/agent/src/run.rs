@@ -10,6 +10,7 @@ use crate::cancelled::Cancelled;
 use crate::closing::Closing;
 use crate::config::{CONFIG_PATH, ConfigError, HostConfig, LEAVING_FILE};
 use crate::launch::{VmProgram, make_dir};
+use crate::manager::Manager;
 use crate::memory::Memory;
 use crate::probe::Probes;
 use crate::qemu_now::QemuNow;
@@ -113,6 +114,7 @@ pub async fn run(
     let (local, remote) = listen(&agent.config).await?;
     agent.take_up().map_err(setup("take up this host's VMs"))?;
     agent.go_on_closing();
+    agent.bring_guests_unit_back();
     tokio::spawn(agent.clone().keep_booting(stop.clone()));
     tokio::spawn(agent.clone().keep_telling(stop.clone()));
     tokio::spawn(agent.clone().keep_qemu_known(stop.clone()));
@@ -204,6 +206,7 @@ async fn make_agent(
         boots: Boots::new(asker, boot::system_is_stopping()),
         closing: Closing::open(&config.run_dir, &boot_id, config.guest_shutdown_s)
             .map_err(setup("read whether this host shuts down"))?,
+        manager: Manager::default(),
         migration_links: agent::migration_links(&migration_addresses, &interfaces),
         bursts: Arc::default(),
         readings: Mutex::default(),
