@@ -3,6 +3,7 @@
 //! Owns everything that the routes share. Each operation on a VM goes to that VM's process; where none lives, the
 //! durable record answers. Refuses: to decide who may run a VM.
 
+use crate::addresses::{Addresses, migration_addresses};
 use crate::boot::Boots;
 use crate::cancelled::Cancelled;
 use crate::check;
@@ -36,7 +37,6 @@ use godwit_types::version::{Speaks, VERSION};
 use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -44,8 +44,6 @@ use tokio::sync::watch;
 
 mod moving;
 mod shown;
-
-pub(crate) use moving::{migration_addresses, migration_links};
 
 /// Longest wait for a VM process to be there.
 pub(crate) const NEED: Duration = Duration::from_secs(20);
@@ -64,15 +62,13 @@ pub(crate) struct Agent {
     pub system: System,
     pub user: User,
     pub qemu: QemuNow,
-    pub migration_addresses: Vec<IpAddr>,
+    pub addresses: Addresses,
     pub boot_id: String,
     pub supervisor: Supervisor,
     pub records: Records,
     pub probes: Probes,
     pub revocations: Arc<Revocations>,
     pub bursts: Arc<Bursts>,
-    /// Interfaces that carry migrations, with their addresses.
-    pub migration_links: Vec<(String, Vec<IpAddr>)>,
     pub readings: Mutex<Readings>,
     pub site: Site,
     pub boots: Boots,
@@ -179,7 +175,7 @@ impl Agent {
                 self.config.migration_ports.last,
             ),
             port_groups: self.config.port_groups.clone(),
-            migration_addresses: self.migration_addresses.clone(),
+            migration_addresses: self.addresses.migration(),
             accelerator: self.config.accelerator,
         }
     }
@@ -272,7 +268,7 @@ impl Agent {
             cpu_models_under,
             encryption: self.config.encryption,
             port_groups: self.config.port_groups.clone(),
-            migration_addresses: self.migration_addresses.clone(),
+            migration_addresses: self.addresses.migration(),
             agent_address: self.config.listen,
             memory_total_mib: self.system.meminfo_mib("MemTotal").unwrap_or(0),
             memory_free_mib: self.memory.free_mib(),

@@ -1,6 +1,7 @@
 //! The routes over real mutual TLS and a real Unix socket, with a stub VM process behind them.
 
 use super::*;
+use crate::addresses::Addresses;
 use crate::boot::{Asker, Boots, Stopping};
 use crate::cancelled::Cancelled;
 use crate::closing::Closing;
@@ -83,7 +84,6 @@ impl Served {
                 None,
             ),
             bursts: Arc::default(),
-            migration_links: Vec::new(),
             readings: Default::default(),
             site: site.unwrap(),
             boots: Boots::new(asker, stopping),
@@ -107,7 +107,7 @@ impl Served {
                 program: "none".into(),
                 text: String::new(),
             })),
-            migration_addresses: host.config.migration_addresses.clone(),
+            addresses: Addresses::of(&host.config),
             boot_id: "boot-1".into(),
             supervisor,
             records,

@@ -8,6 +8,7 @@ use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::qemu_trial::GuestRun;
 use crate::system::{Interface, KERNEL_MIN, System};
 use crate::{check_groups, check_host, check_qemu, check_users, crypto, sys};
+use godwit_rpc::listen::is_here;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::certificate::{CertificateDates, CertificateStage};
 use godwit_types::host::{Check, CheckStatus};
@@ -96,6 +97,7 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
     ];
     if inputs.config.is_joined() {
         checks.push(certificate(&inputs.certificate, now_unix_s()));
+        checks.push(listens(inputs.config.listen));
         checks.extend(manager::check(inputs.guests_unit));
         checks.extend(bridges(inputs.system, inputs.config));
     } else {
@@ -167,6 +169,20 @@ fn certificate(dates: &Result<CertificateDates, String>, now_unix_s: i64) -> Che
             warning("certificate", found, RENEW)
         }
         CertificateStage::Ended => failed("certificate", found, RENEW),
+    }
+}
+
+/// The agent waits for its address, while VMs and the local socket go on without it.
+fn listens(address: SocketAddr) -> Check {
+    match is_here(address) {
+        true => ok("listen", format!("this host has the address of {address}")),
+        false => failed(
+            "listen",
+            format!(
+                "this host does not have the address of {address}: its agent waits for that, and nobody reaches it"
+            ),
+            "bring it up, or correct listen in host.toml",
+        ),
     }
 }
 

@@ -4,6 +4,7 @@
 //! or move a VM itself; to decide who may run a VM; any caller whose certificate does not allow the call.
 #![deny(unsafe_code)]
 
+mod addresses;
 mod agent;
 mod api;
 mod backoff;

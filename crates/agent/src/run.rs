@@ -3,6 +3,7 @@
 //! Owns the listeners. Refuses: to start without this host's certificate, beside another agent, or as anybody but
 //! root.
 
+use crate::addresses::Addresses;
 use crate::agent::{self, Agent};
 use crate::api;
 use crate::boot::{self, Boots};
@@ -20,10 +21,11 @@ use crate::renewal::Certificate;
 use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::{Carrier, Supervisor};
-use crate::system::{System, interfaces};
+use crate::system::System;
 use crate::users::{self, UserError};
 use godwit_guestmem::mem_tmpfs;
 use godwit_rpc::agent_client::RULES;
+use godwit_rpc::listen::Place;
 use godwit_rpc::pki::PkiError;
 use godwit_rpc::{AgentClient, Client, Current, Identity, Revocations, Role, Server, server, tls};
 use godwit_store::read_text;
@@ -32,11 +34,7 @@ use godwit_types::host_api::PeerEnvelope;
 use godwit_types::{ApiError, ErrorCode};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use tokio::sync::watch;
-
-/// Longest wait for each of this host's own tools.
-const TOOLS: Duration = Duration::from_secs(10);
 
 /// Why the agent could not start.
 #[derive(Debug, thiserror::Error)]
@@ -112,6 +110,7 @@ pub async fn run(
     let server = Server::new(api::router(agent.clone()), RULES, agent.revocations.clone());
     let tls = tls::server_config_of(&current).map_err(setup("use this host's certificate"))?;
     let (local, remote) = listen(&agent.config).await?;
+    // From here on nothing waits for an address that this host does not have yet.
     agent.take_up().map_err(setup("take up this host's VMs"))?;
     agent.go_on_closing();
     agent.bring_guests_unit_back();
@@ -120,10 +119,12 @@ pub async fn run(
     tokio::spawn(agent.clone().keep_qemu_known(stop.clone()));
     let (keeper, ends) = (agent.clone(), stop.clone());
     tokio::spawn(async move { keeper.certificate.keep(ends).await });
+    let (keeper, ends) = (agent.clone(), stop.clone());
+    tokio::spawn(async move { keeper.addresses.keep(&keeper.config, ends).await });
     tracing::info!(host = %agent.config.name, listen = %agent.config.listen, "the agent is ready");
     tokio::join!(
         server.clone().run_unix(local, stop.clone()),
-        server.run_tls(remote, tls, stop)
+        server.run_tls_at(remote, tls, stop)
     );
     tracing::info!("the agent ends; VMs go on");
     Ok(())
@@ -181,8 +182,7 @@ async fn make_agent(
 ) -> Result<Agent, AgentError> {
     let user = users::qemu_user(config.qemu_user.as_deref())?;
     let qemu = QemuNow::begin(&config, user).await;
-    let interfaces = interfaces(TOOLS).await;
-    let migration_addresses = agent::migration_addresses(&config, &interfaces);
+    let addresses = Addresses::find(&config).await;
     let records = Records::new(&config.state_dir, config.name.clone());
     let revocations = Arc::new(Revocations::default());
     revocations.extend(
@@ -207,7 +207,6 @@ async fn make_agent(
         closing: Closing::open(&config.run_dir, &boot_id, config.guest_shutdown_s)
             .map_err(setup("read whether this host shuts down"))?,
         manager: Manager::default(),
-        migration_links: agent::migration_links(&migration_addresses, &interfaces),
         bursts: Arc::default(),
         readings: Mutex::default(),
         memory: Memory::new(config.ram_dir()),
@@ -221,7 +220,7 @@ async fn make_agent(
         system,
         user,
         qemu,
-        migration_addresses,
+        addresses,
         records,
         probes: Probes::default(),
         revocations,
@@ -269,13 +268,11 @@ fn carrier(current: Arc<Current>) -> Carrier {
     })
 }
 
-async fn listen(
-    config: &HostConfig,
-) -> Result<(tokio::net::UnixListener, tokio::net::TcpListener), AgentError> {
+async fn listen(config: &HostConfig) -> Result<(tokio::net::UnixListener, Place), AgentError> {
     let failed = |place: String| move |source| AgentError::Listen { place, source };
     let path = config.agent_socket();
     let local = server::bind_unix(&path).map_err(failed(path.display().to_string()))?;
-    let remote = tokio::net::TcpListener::bind(config.listen)
+    let remote = Place::open(config.listen)
         .await
         .map_err(failed(config.listen.to_string()))?;
     Ok((local, remote))

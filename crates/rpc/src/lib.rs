@@ -17,6 +17,7 @@ pub mod extract;
 mod former;
 pub mod fuzz;
 pub mod limits;
+pub mod listen;
 pub mod pki;
 mod pki_files;
 pub mod rate;
