@@ -276,6 +276,7 @@ impl Agent {
             boot_id: self.boot_id.clone(),
             instance,
             site,
+            closing: self.closing.is_on(),
             boot_alone_ignored: self.config.boot == BootRule::Alone && !may_be_alone,
             unread: self.records.all_unread(),
             certificate: Some(self.certificate.info()),

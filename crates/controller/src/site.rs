@@ -175,6 +175,12 @@ pub fn view(app: &App) -> SiteView {
             .iter()
             .map(|(name, host)| (name.clone(), host.state))
             .collect(),
+        closing: state
+            .hosts
+            .iter()
+            .filter(|(_, host)| host.info.as_ref().is_some_and(|info| info.closing))
+            .map(|(name, _)| name.clone())
+            .collect(),
     }
 }
 

@@ -118,7 +118,7 @@ impl Agent {
         let known = self.qemu.get();
         let tried = known.as_ref().as_ref().ok().map(|facts| &facts.tried);
         let no_handout = tried.and_then(|tried| tried.no_handout.clone());
-        preflight::incoming(
+        let mut report = preflight::incoming(
             &preflight::Destination {
                 config: &self.config,
                 system: &self.system,
@@ -132,7 +132,11 @@ impl Agent {
                 unix_ms,
             },
             request,
-        )
+        );
+        report
+            .refusals
+            .extend(self.closing.refuse(self.host()).err());
+        report
     }
 
     /// Sends the probe from each of the VM's port groups.
@@ -142,5 +146,35 @@ impl Agent {
         let bridges = probe::bridges_of(&self.config, &spec);
         probe::send(nonce, &bridges)?;
         Ok(done(format!("sent from {} port groups", bridges.len())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::tests::Served;
+    use crate::test_support::spec;
+    use godwit_types::vm::Accelerator;
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_host_that_is_closed_says_so_and_refuses_a_vm_before_it_comes() {
+        let served = Served::new().await;
+        let request = PreflightIncoming {
+            spec: spec("web"),
+            accelerator: Accelerator::Tcg,
+            file_hashes: Vec::new(),
+            source_unix_ms: unix_ms(),
+            probe_nonce: String::new(),
+        };
+        let refused = async || {
+            let asked = served.agent.preflight_incoming(request.clone()).await;
+            let mut refusals = asked.unwrap().refusals.into_iter();
+            refusals.any(|error| {
+                error.code == ErrorCode::WrongState && error.message.contains("godwit host open")
+            })
+        };
+        assert!(!served.agent.info().closing && !refused().await);
+        served.agent.close().await.unwrap();
+        assert!(served.agent.info().closing && refused().await);
     }
 }

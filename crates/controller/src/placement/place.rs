@@ -103,6 +103,16 @@ pub fn no_room(spec: &VmSpec, host: &HostInfo) -> ApiError {
     ApiError::new(ErrorCode::OutOfMemory, message).on_host(&host.name)
 }
 
+/// Why a host that is closed takes no VMs, though it answers; none for one that is open.
+pub fn closed(host: &HostInfo) -> Option<ApiError> {
+    let message = format!(
+        "host {0} is closed, as one that shuts down, and takes no VMs before it is booted again: choose another, or run 'godwit host open' on host {0}",
+        host.name
+    );
+    host.closing
+        .then(|| ApiError::new(ErrorCode::WrongState, message).on_host(&host.name))
+}
+
 /// Chooses among hosts that answer: the one with most free memory of those that lack nothing.
 pub fn choose(spec: &VmSpec, hosts: &[HostInfo]) -> Outcome<HostName> {
     if hosts.is_empty() {
@@ -114,7 +124,8 @@ pub fn choose(spec: &VmSpec, hosts: &[HostInfo]) -> Outcome<HostName> {
     let mut reasons = Vec::new();
     let mut best: Option<&HostInfo> = None;
     for host in hosts {
-        let mut lacking = lacks(spec, host);
+        let mut lacking = Vec::from_iter(closed(host));
+        lacking.extend(lacks(spec, host));
         if lacking.is_empty() && !has_room(spec, host) {
             lacking.push(no_room(spec, host));
         }
@@ -341,6 +352,7 @@ mod tests {
             instance: Default::default(),
             site: Default::default(),
             boot_alone_ignored: false,
+            closing: false,
             unread: Default::default(),
             certificate: None,
         }

@@ -256,6 +256,7 @@ pub(super) fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostIn
         instance: Default::default(),
         site: Default::default(),
         boot_alone_ignored: false,
+        closing: false,
         unread: Default::default(),
         certificate: None,
     }

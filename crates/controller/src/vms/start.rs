@@ -60,8 +60,10 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
     let plan = match plan_start(app, name, request) {
         // One refusal is shown as it is, several as one of preflight.
         Err(error)
-            if matches!(error.code, ErrorCode::OutOfMemory | ErrorCode::Preflight)
-                && ask_the_full(app, name, request).await =>
+            if matches!(
+                error.code,
+                ErrorCode::OutOfMemory | ErrorCode::Preflight | ErrorCode::WrongState
+            ) && ask_the_full(app, name, request).await =>
         {
             plan_start(app, name, request)?
         }
@@ -95,7 +97,7 @@ async fn settled(app: &App, mut plan: Plan) -> Outcome<Plan> {
     Ok(plan)
 }
 
-/// Asks the hosts again that seem too full for a VM: what is known of their memory is up to a poll old, and nobody is
+/// Asks the hosts again that seem too full for a VM, or closed: what is known of them is up to a poll old, and nobody is
 /// refused for what has been given back since. False when there is none.
 async fn ask_the_full(app: &App, name: &VmName, request: &StartRequest) -> bool {
     let Ok(entry) = entry_of(app, name) else {
@@ -108,7 +110,7 @@ async fn ask_the_full(app: &App, name: &VmName, request: &StartRequest) -> bool 
             Some(only) => *only == host.name,
             None => !app.drains.is_draining(&host.name),
         };
-        may && !place::has_room(&entry.spec, host)
+        may && (host.closing || !place::has_room(&entry.spec, host))
     });
     join_all(hosts.iter().map(|host| refresh(app, &host.name))).await;
     !hosts.is_empty()
@@ -161,7 +163,8 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
     if let Some(resolved) = &entry.resolved {
         wish.machine.clone_from(&resolved.machine);
     }
-    let mut lacking = place::lacks(&wish, info);
+    let mut lacking = Vec::from_iter(place::closed(info));
+    lacking.extend(place::lacks(&wish, info));
     if !place::has_room(&wish, info) {
         lacking.push(place::no_room(&wish, info));
     }

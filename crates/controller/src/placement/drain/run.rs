@@ -5,8 +5,8 @@
 
 use super::patience::{Patience, TRIES_MAX};
 use super::plan::{self, Moving, Rooms, Waiting};
-use super::takers::{Taker, away, takers};
-use crate::app::{App, now};
+use super::takers::{Taker, away, no_takers, takers};
+use crate::app::App;
 use crate::drains::Run;
 use crate::error::{ControllerError, damaged, held_twice, in_doubt};
 use crate::placement::forecast::{self, QUICK};
@@ -298,6 +298,7 @@ fn settle_one(vm: &mut DrainVm, report: &MigrationReport, id: &MigrationId) {
 /// Leaves where they are those that no host can take; `patient` while one that may is expected back.
 pub(super) fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool) {
     let hosts = takers(app, view);
+    let nobody = no_takers(app, view, &hosts);
     let now = Instant::now();
     let moves = view.vms.iter().any(|vm| vm.step == DrainStep::Moving);
     let waits = patient || moves || !work.starting.is_empty();
@@ -306,7 +307,7 @@ pub(super) fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool)
         .iter_mut()
         .filter(|vm| vm.step == DrainStep::Waiting)
     {
-        let Some(may) = may_go_to(app, &vm.vm, &hosts, work, now) else {
+        let Some(may) = may_go_to(app, &vm.vm, &hosts, &nobody, work, now) else {
             continue;
         };
         let names = hosts.iter().map(|host| &host.name);
@@ -339,6 +340,7 @@ fn may_go_to(
     app: &App,
     vm: &VmName,
     hosts: &[Taker],
+    nobody: &[ApiError],
     work: &Work,
     now: Instant,
 ) -> Option<Result<Vec<Room>, Vec<ApiError>>> {
@@ -354,12 +356,7 @@ fn may_go_to(
         }
         reasons.extend(lacks);
     }
-    if hosts.is_empty() {
-        reasons.push(ApiError::new(
-            ErrorCode::HostUnreachable,
-            "no other host answers and takes VMs: see 'godwit host list'",
-        ));
-    }
+    reasons.extend_from_slice(nobody);
     Some(if may.is_empty() {
         Err(reasons)
     } else {
@@ -376,6 +373,7 @@ pub(super) struct Board {
 
 pub(super) fn board(app: &App, view: &DrainView, work: &Work) -> Board {
     let hosts = takers(app, view);
+    let nobody = no_takers(app, view, &hosts);
     let now = Instant::now();
     let rooms = hosts
         .iter()
@@ -398,7 +396,7 @@ pub(super) fn board(app: &App, view: &DrainView, work: &Work) -> Board {
             });
         } else if vm.step == DrainStep::Waiting
             && !work.patience.is_paused(&vm.vm, now)
-            && let Some(Ok(may)) = may_go_to(app, &vm.vm, &hosts, work, now)
+            && let Some(Ok(may)) = may_go_to(app, &vm.vm, &hosts, &nobody, work, now)
         {
             board.waiting.push(Waiting {
                 name: vm.vm.clone(),

@@ -386,6 +386,7 @@ fn info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         instance: Default::default(),
         site: Default::default(),
         boot_alone_ignored: false,
+        closing: false,
         unread: Default::default(),
         certificate: None,
     }
