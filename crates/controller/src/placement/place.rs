@@ -210,6 +210,30 @@ pub fn resolve(spec: &VmSpec, on: &HostInfo, hosts: &[HostInfo]) -> Outcome<VmSp
     Ok(resolved)
 }
 
+/// The same, with regard to hosts that do not answer, by what they said last: the VM is to be able to move there later.
+/// One that leaves nothing in common does not keep the VM from its start: it is left out and named.
+pub fn resolve_for_all(
+    spec: &VmSpec,
+    on: &HostInfo,
+    answering: &[HostInfo],
+    silent: &[HostInfo],
+) -> Outcome<(VmSpec, Vec<HostName>)> {
+    let mut hosts = answering.to_vec();
+    let mut resolved = resolve(spec, on, &hosts)?;
+    let mut left_out = Vec::new();
+    for host in silent {
+        hosts.push(host.clone());
+        match resolve(spec, on, &hosts) {
+            Ok(with_it) => resolved = with_it,
+            Err(_) => {
+                hosts.pop();
+                left_out.push(host.name.clone());
+            }
+        }
+    }
+    Ok((resolved, left_out))
+}
+
 /// Whether the second is the first with CPU model and machine type resolved, by whatever hosts there were.
 pub fn may_resolve_to(spec: &VmSpec, resolved: &VmSpec) -> bool {
     let mut wanted = spec.clone();
@@ -384,6 +408,22 @@ mod tests {
             "Skylake-Server"
         );
         assert_eq!(resolve(&spec(), &t, &[a, t.clone()]).unwrap().cpu, "qemu64");
+    }
+
+    #[test]
+    fn a_silent_host_counts_by_what_it_said_last_and_keeps_no_vm_from_its_start() {
+        let kvm = Accelerator::Kvm;
+        let a = host("a", 1, kvm, &["Haswell", "Westmere"], MACHINES);
+        let weaker = host("b", 1, kvm, &["Westmere"], &["pc-q35-9.2"]);
+        let other = host("c", 1, kvm, &["EPYC"], MACHINES);
+        let answering = std::slice::from_ref(&a);
+        let (resolved, left_out) =
+            resolve_for_all(&spec(), &a, answering, &[other.clone(), weaker]).unwrap();
+        assert_eq!(
+            (resolved.cpu.as_str(), resolved.machine.as_str()),
+            ("Westmere", "pc-q35-9.2")
+        );
+        assert_eq!(left_out, [other.name]);
     }
 
     #[test]

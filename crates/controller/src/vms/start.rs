@@ -33,6 +33,22 @@ fn connected(app: &App) -> Vec<HostInfo> {
     infos.collect()
 }
 
+/// What the enrolled hosts that do not answer said last, and the names of those that were never heard.
+fn unheard(app: &App) -> (Vec<HostInfo>, Vec<HostName>) {
+    let state = app.state();
+    let (mut told, mut never) = (Vec::new(), Vec::new());
+    for (name, host) in state.hosts.iter().filter(|(_, host)| !host.is_connected()) {
+        match host.info.clone() {
+            Some(mut info) => {
+                info.name = name.clone();
+                told.push(info);
+            }
+            None => never.push(name.clone()),
+        }
+    }
+    (told, never)
+}
+
 /// Those of them that take VMs.
 fn taking(app: &App, hosts: &[HostInfo]) -> Outcome<Vec<HostInfo>> {
     let takes = |host: &&HostInfo| !app.drains.is_draining(&host.name);
@@ -52,6 +68,27 @@ struct Plan {
     host: HostName,
     resolved: VmSpec,
     held: Option<Place>,
+    /// Hosts that were not regarded when the VM's CPU model was chosen.
+    left_out: Vec<HostName>,
+}
+
+impl Plan {
+    /// Told to who starts the VM: it may not be able to move there.
+    fn caveat(&self) -> String {
+        if self.entry.spec.cpu != "auto" || self.left_out.is_empty() {
+            return String::new();
+        }
+        let names: Vec<&str> = self.left_out.iter().map(HostName::as_str).collect();
+        let (hosts, do_not_answer) = match names.len() {
+            1 => ("host", "does not answer"),
+            _ => ("hosts", "do not answer"),
+        };
+        format!(
+            " Its CPU model {} was chosen without regard to {hosts} {}, which {do_not_answer}: it may not be able to move there.",
+            self.resolved.cpu,
+            names.join(", ")
+        )
+    }
 }
 
 /// Starts a VM where it is held, where it was asked for, or where there is room.
@@ -79,7 +116,10 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
         Some(_) => error,
         None => error.on_host(&host),
     })?;
-    Ok(done(format!("VM {name} runs on host {host}.")))
+    Ok(done(format!(
+        "VM {name} runs on host {host}.{}",
+        plan.caveat()
+    )))
 }
 
 /// A VM starts with addresses and a user id that no other VM has: one of before there were any gets its own now.
@@ -171,12 +211,15 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
     if !lacking.is_empty() {
         return Err(place::joined(lacking));
     }
-    let resolved = place::resolve(&wish, info, &hosts)?;
+    let (silent, never_heard) = unheard(app);
+    let (resolved, mut left_out) = place::resolve_for_all(&wish, info, &hosts, &silent)?;
+    left_out.extend(never_heard);
     Ok(Plan {
         entry,
         host,
         resolved,
         held,
+        left_out,
     })
 }
 
