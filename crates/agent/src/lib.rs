@@ -57,4 +57,4 @@ mod vm_client;
 pub use harden::{harden, keep_memory_private};
 pub use launch::{VM_PROCESS_FAILED, VmProgram};
 pub use manager::host_is_shutting_down;
-pub use run::{AgentError, check, run};
+pub use run::{AgentError, check, on_record, run};

@@ -31,7 +31,7 @@ use godwit_rpc::{AgentClient, Client, Current, Identity, Revocations, Role, Serv
 use godwit_store::read_text;
 use godwit_types::control_api::HostCheck;
 use godwit_types::host_api::PeerEnvelope;
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, VmName};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use tokio::sync::watch;
@@ -85,13 +85,31 @@ fn setup<E: std::fmt::Display>(doing: &'static str) -> impl FnOnce(E) -> AgentEr
     }
 }
 
+/// The configuration file, or, before this host has joined, the defaults.
+fn config_or_defaults(config: &Path) -> Result<HostConfig, ConfigError> {
+    let is_default = config == Path::new(CONFIG_PATH);
+    match config.try_exists() {
+        Ok(false) if is_default => HostConfig::before_joining(),
+        _ => HostConfig::load(config),
+    }
+}
+
+/// The VMs that an agent of this host is to look after, by their records alone: those that are to run, whether or not
+/// they do, those in doubt, and those whose record cannot be read.
+pub fn on_record(config: &Path) -> Result<Vec<VmName>, AgentError> {
+    let config = config_or_defaults(config)?;
+    let records = Records::new(&config.state_dir, config.name);
+    let mut names = match records.vms_dir().try_exists() {
+        Ok(false) => Vec::new(),
+        _ => records.names().map_err(setup("read this host's records"))?,
+    };
+    names.retain(|name| records.needs_process(name));
+    Ok(names)
+}
+
 /// Checks this host by its configuration file, or, before it has joined, with the defaults.
 pub async fn check(config: &Path) -> Result<HostCheck, AgentError> {
-    let is_default = config == Path::new(CONFIG_PATH);
-    let config = match config.try_exists() {
-        Ok(false) if is_default => HostConfig::before_joining()?,
-        _ => HostConfig::load(config)?,
-    };
+    let config = config_or_defaults(config)?;
     Ok(agent::check_host(&config, &System::default()).await)
 }
 
@@ -281,6 +299,32 @@ async fn listen(config: &HostConfig) -> Result<(tokio::net::UnixListener, Place)
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_support::{TestHost, vm};
+    use godwit_ownership::Power;
+
+    #[test]
+    fn a_vm_that_is_to_run_is_on_record_without_an_agent_and_one_that_is_off_is_not() {
+        let host = TestHost::new();
+        host.hold("on", Power::On);
+        host.hold("off", Power::Off);
+        let text = format!(
+            "name = \"a\"\nlisten = \"127.0.0.1:1\"\nmigration_interfaces = [\"lo\"]\nstate_dir = \"{}\"\n",
+            host.config.state_dir.display()
+        );
+        let file = host.config.run_dir.join("host.toml");
+        std::fs::write(&file, &text).unwrap();
+        assert_eq!(on_record(&file).unwrap(), [vm("on")]);
+        // A host that has nothing yet, and one whose configuration nobody can read.
+        let gone = host.config.state_dir.join("none");
+        let text = text.replace(
+            &host.config.state_dir.display().to_string(),
+            &gone.display().to_string(),
+        );
+        std::fs::write(&file, text).unwrap();
+        assert_eq!(on_record(&file).unwrap(), []);
+        std::fs::write(&file, "nonsense").unwrap();
+        on_record(&file).unwrap_err();
+    }
 
     #[test]
     fn a_host_that_stayed_is_not_cleared_by_a_note_of_an_earlier_try_to_leave() {
