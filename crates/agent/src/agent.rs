@@ -3,6 +3,7 @@
 //! Owns everything that the routes share. Each operation on a VM goes to that VM's process; where none lives, the
 //! durable record answers. Refuses: to decide who may run a VM.
 
+use crate::addresses::{Addresses, migration_addresses};
 use crate::boot::Boots;
 use crate::cancelled::Cancelled;
 use crate::check;
@@ -12,6 +13,7 @@ use crate::evidence;
 use crate::launch::make_dir;
 use crate::link::Bursts;
 use crate::load::Readings;
+use crate::manager::Manager;
 use crate::memory::{Memory, Promise};
 use crate::preflight;
 use crate::probe::Probes;
@@ -36,7 +38,6 @@ use godwit_types::version::{Speaks, VERSION};
 use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeSet;
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -44,8 +45,6 @@ use tokio::sync::watch;
 
 mod moving;
 mod shown;
-
-pub(crate) use moving::{migration_addresses, migration_links};
 
 /// Longest wait for a VM process to be there.
 pub(crate) const NEED: Duration = Duration::from_secs(20);
@@ -64,19 +63,18 @@ pub(crate) struct Agent {
     pub system: System,
     pub user: User,
     pub qemu: QemuNow,
-    pub migration_addresses: Vec<IpAddr>,
+    pub addresses: Addresses,
     pub boot_id: String,
     pub supervisor: Supervisor,
     pub records: Records,
     pub probes: Probes,
     pub revocations: Arc<Revocations>,
     pub bursts: Arc<Bursts>,
-    /// Interfaces that carry migrations, with their addresses.
-    pub migration_links: Vec<(String, Vec<IpAddr>)>,
     pub readings: Mutex<Readings>,
     pub site: Site,
     pub boots: Boots,
     pub closing: Closing,
+    pub manager: Manager,
     pub memory: Arc<Memory>,
     pub reports: Reports,
     pub cancelled: Cancelled,
@@ -134,6 +132,7 @@ pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostChec
     let qemu = qemu_now::ask(config, user).await;
     let interfaces = interfaces(TOOLS).await;
     let addresses = migration_addresses(config, &interfaces);
+    let guests_unit = Manager::default().guests_unit().await;
     let checks = tokio::task::block_in_place(|| {
         let setting = TrialSetting::new(config, user);
         let guests = qemu.as_ref().map(|facts| setting.run_guests(&facts.tried));
@@ -146,6 +145,7 @@ pub(crate) async fn check_host(config: &HostConfig, system: &System) -> HostChec
             migration_addresses: &addresses,
             userfaultfd: tracking(),
             certificate: certificate(config),
+            guests_unit,
         })
     });
     HostCheck {
@@ -176,7 +176,7 @@ impl Agent {
                 self.config.migration_ports.last,
             ),
             port_groups: self.config.port_groups.clone(),
-            migration_addresses: self.migration_addresses.clone(),
+            migration_addresses: self.addresses.migration(),
             accelerator: self.config.accelerator,
             reserved_dirs: vec![text(self.config.controller_state_dir.clone())],
         }
@@ -278,7 +278,7 @@ impl Agent {
             cpu_models_under,
             encryption: self.config.encryption,
             port_groups: self.config.port_groups.clone(),
-            migration_addresses: self.migration_addresses.clone(),
+            migration_addresses: self.addresses.migration(),
             agent_address: self.config.listen,
             memory_total_mib: self.system.meminfo_mib("MemTotal").unwrap_or(0),
             memory_free_mib: self.memory.free_mib(),
@@ -286,7 +286,7 @@ impl Agent {
             boot_id: self.boot_id.clone(),
             instance,
             site,
-            closed: self.closing.is_on(),
+            closing: self.closing.is_on(),
             boot_alone_ignored: self.config.boot == BootRule::Alone && !may_be_alone,
             unread: self.records.all_unread(),
             certificate: Some(self.certificate.info()),

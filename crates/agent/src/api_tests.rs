@@ -1,6 +1,7 @@
 //! The routes over real mutual TLS and a real Unix socket, with a stub VM process behind them.
 
 use super::*;
+use crate::addresses::Addresses;
 use crate::boot::{Asker, Boots, Stopping};
 use crate::cancelled::Cancelled;
 use crate::closing::Closing;
@@ -90,12 +91,12 @@ impl Served {
                 None,
             ),
             bursts: Arc::default(),
-            migration_links: Vec::new(),
             readings: Default::default(),
             site: site.unwrap(),
             boots: Boots::new(asker, stopping),
             closing: Closing::open(&host.config.run_dir, "boot-1", host.config.guest_shutdown_s)
                 .unwrap(),
+            manager: host.manager.clone(),
             memory: Memory::with(
                 host.config.ram_dir(),
                 Box::new(move |_| available_mib << 20),
@@ -110,7 +111,7 @@ impl Served {
                 gid: 65534,
             },
             qemu: no_qemu(),
-            migration_addresses: host.config.migration_addresses.clone(),
+            addresses: Addresses::of(&host.config),
             boot_id: "boot-1".into(),
             supervisor,
             records,

@@ -9,6 +9,7 @@ use crate::boot_cases::{Cases, Down, Step};
 use crate::config::BootRule;
 use crate::evidence;
 use crate::keeping::changed;
+use crate::manager::Manager;
 use crate::supervisor::Supervised;
 use godwit_rpc::pki::Holder;
 use godwit_rpc::{Admission, AgentClient, Client, ControllerClient, Current, Role};
@@ -143,24 +144,7 @@ impl Admission for Enrolled {
 
 /// Whether the system manager is taking this host down.
 pub(crate) fn system_is_stopping() -> Stopping {
-    Arc::new(|| Box::pin(system_stops(STOPPING_WAIT)))
-}
-
-/// Whether the system manager says within `patience` that it takes this host down.
-pub async fn host_is_shutting_down(patience: Duration) -> bool {
-    system_stops(patience).await == Some(true)
-}
-
-/// What the system manager says of it within `patience`; nothing where there is none, or it does not know itself.
-async fn system_stops(patience: Duration) -> Option<bool> {
-    let mut command = tokio::process::Command::new("systemctl");
-    command.arg("is-system-running").kill_on_drop(true);
-    let said = tokio::time::timeout(patience, command.output()).await;
-    match said.ok()?.ok()?.stdout.trim_ascii() {
-        b"stopping" => Some(true),
-        b"initializing" | b"starting" | b"running" | b"degraded" | b"maintenance" => Some(false),
-        _ => None,
-    }
+    Arc::new(|| Box::pin(async { Manager::default().stops(STOPPING_WAIT).await }))
 }
 
 impl Agent {

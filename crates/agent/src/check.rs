@@ -3,10 +3,12 @@
 //! Reads only; owns nothing. Refuses: nothing; whatever is missing is a finding with its remedy.
 
 use crate::config::HostConfig;
+use crate::manager::{self, GuestsUnit};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::qemu_trial::GuestRun;
 use crate::system::{Interface, KERNEL_MIN, System};
 use crate::{check_groups, check_host, check_qemu, check_users, crypto, sys};
+use godwit_rpc::listen::is_here;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::certificate::{CertificateDates, CertificateStage};
 use godwit_types::host::{Check, CheckStatus};
@@ -34,6 +36,7 @@ pub struct Inputs<'a> {
     pub userfaultfd: Result<(), String>,
     /// When this host's certificate was made and ends, or why that cannot be read.
     pub certificate: Result<CertificateDates, String>,
+    pub guests_unit: GuestsUnit,
 }
 
 pub(crate) fn ok(name: &str, found: impl Into<String>) -> Check {
@@ -94,6 +97,8 @@ pub fn run(inputs: &Inputs<'_>) -> Vec<Check> {
     ];
     if inputs.config.is_joined() {
         checks.push(certificate(&inputs.certificate, now_unix_s()));
+        checks.push(listens(inputs.config.listen));
+        checks.extend(manager::check(inputs.guests_unit));
         checks.extend(bridges(inputs.system, inputs.config));
     } else {
         checks.push(note(
@@ -150,6 +155,14 @@ fn certificate(dates: &Result<CertificateDates, String>, now_unix_s: i64) -> Che
         }
     };
     let found = format!("this host's certificate {}", dates.left(now_unix_s));
+    if dates.is_not_valid_yet(now_unix_s) {
+        let found = format!("{found} and is not valid yet");
+        return failed(
+            "certificate",
+            found,
+            format!("see this host's clock; {RENEW}"),
+        );
+    }
     match dates.stage(now_unix_s) {
         CertificateStage::Fresh | CertificateStage::Due => ok("certificate", found),
         CertificateStage::NearEnd => {
@@ -157,6 +170,20 @@ fn certificate(dates: &Result<CertificateDates, String>, now_unix_s: i64) -> Che
             warning("certificate", found, RENEW)
         }
         CertificateStage::Ended => failed("certificate", found, RENEW),
+    }
+}
+
+/// The agent waits for its address, while VMs and the local socket go on without it.
+fn listens(address: SocketAddr) -> Check {
+    match is_here(address) {
+        true => ok("listen", format!("this host has the address of {address}")),
+        false => failed(
+            "listen",
+            format!(
+                "this host does not have the address of {address}: its agent waits for that, and nobody reaches it"
+            ),
+            "bring it up, or correct listen in host.toml",
+        ),
     }
 }
 
@@ -475,6 +502,14 @@ mod tests {
             let fine = status == CheckStatus::Ok;
             assert_eq!(found.remedy.contains("godwit host renew"), !fine);
         }
+        let ahead = CertificateDates {
+            made_unix_s: 300 * 86_400,
+            ends_unix_s: 665 * 86_400,
+        };
+        let found = certificate(&Ok(ahead), 0);
+        assert_eq!(found.status, CheckStatus::Failed);
+        assert!(found.found.ends_with("not valid yet"), "{}", found.found);
+        assert!(found.remedy.contains("clock"), "{}", found.remedy);
     }
 
     #[test]
@@ -493,6 +528,7 @@ mod tests {
             interfaces: &[],
             migration_addresses: &[],
             userfaultfd: Err("no device".into()),
+            guests_unit: GuestsUnit::Inactive,
             certificate: Err("there is none".into()),
         });
         assert!(checks.len() >= 13);

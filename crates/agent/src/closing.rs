@@ -346,6 +346,7 @@ impl Agent {
         let agent = Arc::clone(self);
         blocking(move || agent.closing.end(agent.host())).await?;
         self.boots.wake();
+        self.bring_guests_unit_back();
         let message = format!(
             "host '{}' runs guests again; those that ran before are booted",
             self.host()

@@ -107,7 +107,7 @@ async fn a_host_that_shuts_down_powers_its_guests_down_and_boots_none_before_it_
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_process_too_old_to_know_that_its_host_shuts_down_presses_no_power_key() {
-    let host = TestHost::new().with("guest_shutdown_s = 3000");
+    let host = TestHost::new().with("guest_shutdown_s = 1500");
     let mut child = guest(&host, "old", "too old");
     let served = Served::of_host(host).await;
     served.agent.take_up().unwrap();

@@ -20,8 +20,9 @@ pub const LEAVING_FILE: &str = "leaving.json";
 /// Where agents listen unless said otherwise.
 pub const LISTEN_PORT: u16 = 8472;
 
-/// Longest time that guests may be given to power off, s: godwit-guests.service waits longer.
-const GUEST_SHUTDOWN_S_MAX: u64 = 3000;
+/// Longest time that guests may be given to power off, s. The system manager ends a shutdown by force after 30 minutes, of
+/// which some are for what the host does before and after; godwit-guests.service waits longer than its guests.
+const GUEST_SHUTDOWN_S_MAX: u64 = 1500;
 
 /// Longest configuration, in bytes.
 const CONFIG_MAX: u64 = 1 << 20;
@@ -245,7 +246,10 @@ impl HostConfig {
             }
         }
         if self.guest_shutdown_s > GUEST_SHUTDOWN_S_MAX {
-            return refuse("guest_shutdown_s", "give 0 to 3000 seconds");
+            return refuse(
+                "guest_shutdown_s",
+                "give 0 to 1500 seconds: systemd ends a shutdown by force after 30 minutes, and guests still running then would be cut off",
+            );
         }
         let names = self
             .migration_interfaces
@@ -375,7 +379,11 @@ mod tests {
                 "49500-49599",
             ),
             ("listen =", "run_dir = \"run\"\nlisten =", "absolute"),
-            ("listen =", "guest_shutdown_s = 3001\nlisten =", "3000"),
+            (
+                "listen =",
+                "guest_shutdown_s = 1501\nlisten =",
+                "0 to 1500 seconds: systemd ends",
+            ),
             ("vmbr0", "../vmbr0", "1 to 15"),
         ] {
             let error = parse(&PLAIN.replace(from, to)).unwrap_err();

@@ -4,6 +4,7 @@
 //! or move a VM itself; to decide who may run a VM; any caller whose certificate does not allow the call.
 #![deny(unsafe_code)]
 
+mod addresses;
 mod agent;
 mod api;
 mod backoff;
@@ -25,6 +26,7 @@ mod launch;
 mod life;
 mod link;
 mod load;
+mod manager;
 mod measure;
 mod memory;
 mod migrations;
@@ -52,7 +54,7 @@ mod test_support;
 mod users;
 mod vm_client;
 
-pub use boot::host_is_shutting_down;
 pub use harden::{harden, keep_memory_private};
 pub use launch::{VM_PROCESS_FAILED, VmProgram};
-pub use run::{AgentError, check, run};
+pub use manager::host_is_shutting_down;
+pub use run::{AgentError, check, on_record, run};

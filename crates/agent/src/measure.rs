@@ -44,7 +44,7 @@ impl Agent {
         let agent = Arc::clone(self);
         let listening = tokio::task::spawn_blocking(move || {
             let here = Here {
-                addresses: &agent.migration_addresses,
+                addresses: &agent.addresses.migration(),
                 ports: (
                     agent.config.migration_ports.first,
                     agent.config.migration_ports.last,
@@ -78,8 +78,8 @@ impl Agent {
                 (moving, later, base)
             }
         };
-        let interfaces: Vec<InterfaceLoad> = self
-            .migration_links
+        let links = self.addresses.links();
+        let interfaces: Vec<InterfaceLoad> = links
             .iter()
             .map(|(name, addresses)| reading.interface(&base, &self.system, name, addresses))
             .collect();

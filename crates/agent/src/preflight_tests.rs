@@ -115,8 +115,8 @@ fn info(config: &HostConfig) -> HostInfo {
         boot_id: String::new(),
         instance: Default::default(),
         site: Default::default(),
-        closed: false,
         boot_alone_ignored: false,
+        closing: false,
         unread: Default::default(),
         certificate: None,
     }

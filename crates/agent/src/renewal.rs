@@ -20,6 +20,9 @@ use tokio::sync::watch;
 /// Longest time between two looks.
 const LOOK_EACH: Duration = Duration::from_secs(600);
 
+/// What a person does about a certificate that was made while the controller's clock was ahead.
+pub(crate) const NOT_VALID_YET: &str = "it is not valid yet, and nobody accepts it: correct this host's clock; if that is right, the certificate was made while the controller's was ahead: run 'godwit host add' where the controller is and 'godwit host renew TOKEN' here; this host's VMs run on";
+
 pub(crate) struct Certificate {
     current: Arc<Current>,
     dir: PathBuf,
@@ -118,7 +121,10 @@ impl Certificate {
                 Err(why) => Err(why),
             };
             if let Err(why) = renewed {
-                return Some(format!("it cannot be renewed: {why}"));
+                return Some(match holder.dates().is_not_valid_yet(now_unix_s) {
+                    true => format!("{NOT_VALID_YET} ({why})"),
+                    false => format!("it cannot be renewed: {why}"),
+                });
             }
         }
         // With the one that it has now: the controller then refuses those before it.

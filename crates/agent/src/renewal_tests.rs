@@ -202,3 +202,28 @@ async fn an_agent_takes_a_certificate_that_ends_sooner_and_shows_it_before_it_sa
     certificate.take_now().await.unwrap();
     assert_eq!(certificate.current.holder(), now);
 }
+
+#[tokio::test]
+async fn a_certificate_of_a_clock_that_was_ahead_gives_way_to_one_that_ends_earlier() {
+    let house = house().await;
+    let (now, ahead) = (now_unix_s(), now_unix_s() + 300 * 86_400);
+    let role = Role::Host(HostName::new("a").unwrap());
+    let identity = house.authority.identity(&role, ahead).unwrap();
+    identity.save(house.dir.path()).unwrap();
+    let current = Current::new(identity).unwrap();
+    let certificate = Certificate::new(current, house.dir.path().into(), Some(house.address));
+    let told = certificate.look(now).await.unwrap();
+    assert!(
+        told.contains("not valid yet") && told.contains("godwit host renew TOKEN"),
+        "{told}"
+    );
+    let holder = certificate.current.holder();
+    let request = Request::new().unwrap();
+    let issued = house.authority.sign_again(&request.csr_pem, &holder, now);
+    let ca_pem = house.authority.certificate_pem().to_owned();
+    let brought = request.into_identity(issued.unwrap().certificate_pem, ca_pem);
+    brought.unwrap().save(house.dir.path()).unwrap();
+    assert_eq!(certificate.look(now).await, None);
+    assert_eq!(certificate.current.holder().serial, house.on_disk());
+    assert!(!certificate.info().dates.is_not_valid_yet(now));
+}

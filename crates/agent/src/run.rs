@@ -3,6 +3,7 @@
 //! Owns the listeners. Refuses: to start without this host's certificate, beside another agent, or as anybody but
 //! root.
 
+use crate::addresses::Addresses;
 use crate::agent::{self, Agent};
 use crate::api;
 use crate::boot::{self, Boots};
@@ -10,6 +11,7 @@ use crate::cancelled::Cancelled;
 use crate::closing::Closing;
 use crate::config::{CONFIG_PATH, ConfigError, HostConfig, LEAVING_FILE};
 use crate::launch::{VmProgram, make_dir};
+use crate::manager::Manager;
 use crate::memory::Memory;
 use crate::probe::Probes;
 use crate::qemu_now::QemuNow;
@@ -19,10 +21,11 @@ use crate::renewal::Certificate;
 use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::{Carrier, Supervisor};
-use crate::system::{System, interfaces};
+use crate::system::System;
 use crate::users::{self, UserError};
 use godwit_guestmem::mem_tmpfs;
 use godwit_rpc::agent_client::RULES;
+use godwit_rpc::listen::Place;
 use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::PkiError;
 use godwit_rpc::{
@@ -31,14 +34,10 @@ use godwit_rpc::{
 use godwit_store::read_text;
 use godwit_types::control_api::HostCheck;
 use godwit_types::host_api::PeerEnvelope;
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, VmName};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use tokio::sync::watch;
-
-/// Longest wait for each of this host's own tools.
-const TOOLS: Duration = Duration::from_secs(10);
 
 /// Why the agent could not start.
 #[derive(Debug, thiserror::Error)]
@@ -89,13 +88,31 @@ fn setup<E: std::fmt::Display>(doing: &'static str) -> impl FnOnce(E) -> AgentEr
     }
 }
 
+/// The configuration file, or, before this host has joined, the defaults.
+fn config_or_defaults(config: &Path) -> Result<HostConfig, ConfigError> {
+    let is_default = config == Path::new(CONFIG_PATH);
+    match config.try_exists() {
+        Ok(false) if is_default => HostConfig::before_joining(),
+        _ => HostConfig::load(config),
+    }
+}
+
+/// The VMs that an agent of this host is to look after, by their records alone: those that are to run, whether or not
+/// they do, those in doubt, and those whose record cannot be read.
+pub fn on_record(config: &Path) -> Result<Vec<VmName>, AgentError> {
+    let config = config_or_defaults(config)?;
+    let records = Records::new(&config.state_dir, config.name);
+    let mut names = match records.vms_dir().try_exists() {
+        Ok(false) => Vec::new(),
+        _ => records.names().map_err(setup("read this host's records"))?,
+    };
+    names.retain(|name| records.needs_process(name));
+    Ok(names)
+}
+
 /// Checks this host by its configuration file, or, before it has joined, with the defaults.
 pub async fn check(config: &Path) -> Result<HostCheck, AgentError> {
-    let is_default = config == Path::new(CONFIG_PATH);
-    let config = match config.try_exists() {
-        Ok(false) if is_default => HostConfig::before_joining()?,
-        _ => HostConfig::load(config)?,
-    };
+    let config = config_or_defaults(config)?;
     Ok(agent::check_host(&config, &System::default()).await)
 }
 
@@ -114,20 +131,24 @@ pub async fn run(
     let server = Server::new(api::router(agent.clone()), RULES, agent.revocations.clone());
     let tls = tls::server_config_of(&current).map_err(setup("use this host's certificate"))?;
     let (local, remote) = listen(&agent.config).await?;
+    // From here on nothing waits for an address that this host does not have yet.
     agent.take_up().map_err(setup("take up this host's VMs"))?;
     agent
         .go_on_closing()
         .await
         .map_err(setup("see whether this host still shuts down"))?;
+    agent.bring_guests_unit_back();
     tokio::spawn(agent.clone().keep_booting(stop.clone()));
     tokio::spawn(agent.clone().keep_telling(stop.clone()));
     tokio::spawn(agent.clone().keep_qemu_known(stop.clone()));
     let (keeper, ends) = (agent.clone(), stop.clone());
     tokio::spawn(async move { keeper.certificate.keep(ends).await });
+    let (keeper, ends) = (agent.clone(), stop.clone());
+    tokio::spawn(async move { keeper.addresses.keep(&keeper.config, ends).await });
     tracing::info!(host = %agent.config.name, listen = %agent.config.listen, "the agent is ready");
     tokio::join!(
         server.clone().run_unix(local, stop.clone()),
-        server.run_tls(remote, tls, stop)
+        server.run_tls_at(remote, tls, stop)
     );
     tracing::info!("the agent ends; VMs go on");
     Ok(())
@@ -191,8 +212,7 @@ async fn make_agent(
         );
     }
     let qemu = QemuNow::begin(&config, user).await;
-    let interfaces = interfaces(TOOLS).await;
-    let migration_addresses = agent::migration_addresses(&config, &interfaces);
+    let addresses = Addresses::find(&config).await;
     let records = Records::new(&config.state_dir, config.name.clone());
     let revocations = Arc::new(Revocations::default());
     revocations.extend(
@@ -216,7 +236,7 @@ async fn make_agent(
         boots: Boots::new(asker, boot::system_is_stopping()),
         closing: Closing::open(&config.run_dir, &boot_id, config.guest_shutdown_s)
             .map_err(setup("read whether this host shuts down"))?,
-        migration_links: agent::migration_links(&migration_addresses, &interfaces),
+        manager: Manager::default(),
         bursts: Arc::default(),
         readings: Mutex::default(),
         memory: Memory::new(config.ram_dir()),
@@ -234,7 +254,7 @@ async fn make_agent(
         system,
         user,
         qemu,
-        migration_addresses,
+        addresses,
         records,
         probes: Probes::default(),
         revocations,
@@ -293,13 +313,11 @@ fn carrier(current: Arc<Current>, revocations: Arc<Revocations>) -> Carrier {
     })
 }
 
-async fn listen(
-    config: &HostConfig,
-) -> Result<(tokio::net::UnixListener, tokio::net::TcpListener), AgentError> {
+async fn listen(config: &HostConfig) -> Result<(tokio::net::UnixListener, Place), AgentError> {
     let failed = |place: String| move |source| AgentError::Listen { place, source };
     let path = config.agent_socket();
     let local = server::bind_unix(&path).map_err(failed(path.display().to_string()))?;
-    let remote = tokio::net::TcpListener::bind(config.listen)
+    let remote = Place::open(config.listen)
         .await
         .map_err(failed(config.listen.to_string()))?;
     Ok((local, remote))
@@ -308,6 +326,32 @@ async fn listen(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_support::{TestHost, vm};
+    use godwit_ownership::Power;
+
+    #[test]
+    fn a_vm_that_is_to_run_is_on_record_without_an_agent_and_one_that_is_off_is_not() {
+        let host = TestHost::new();
+        host.hold("on", Power::On);
+        host.hold("off", Power::Off);
+        let text = format!(
+            "name = \"a\"\nlisten = \"127.0.0.1:1\"\nmigration_interfaces = [\"lo\"]\nstate_dir = \"{}\"\n",
+            host.config.state_dir.display()
+        );
+        let file = host.config.run_dir.join("host.toml");
+        std::fs::write(&file, &text).unwrap();
+        assert_eq!(on_record(&file).unwrap(), [vm("on")]);
+        // A host that has nothing yet, and one whose configuration nobody can read.
+        let gone = host.config.state_dir.join("none");
+        let text = text.replace(
+            &host.config.state_dir.display().to_string(),
+            &gone.display().to_string(),
+        );
+        std::fs::write(&file, text).unwrap();
+        assert_eq!(on_record(&file).unwrap(), []);
+        std::fs::write(&file, "nonsense").unwrap();
+        on_record(&file).unwrap_err();
+    }
 
     #[test]
     fn a_host_that_stayed_is_not_cleared_by_a_note_of_an_earlier_try_to_leave() {

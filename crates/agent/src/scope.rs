@@ -4,14 +4,13 @@
 //! were powered off. Owns nothing: systemd makes the scope and takes it away when its last process has gone. Refuses:
 //! nothing; a systemd that is missing, fails or hangs never keeps a guest from starting.
 
+use crate::manager::GUESTS_UNIT;
 use godwit_qemu::scope::{CGROUPS, SLICE, Scope, unit_name};
 use godwit_types::VmName;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Powers guests down when the host is shut down, and so has to be stopped before any scope is.
-const GUESTS_UNIT: &str = "godwit-guests.service";
 /// What systemd-run ends with when it has started nothing. The VM process never ends with it.
 const RUNNER_FAILED: i32 = 1;
 
@@ -80,6 +79,7 @@ impl Scopes {
             format!("--unit={}", unit_name(vm.as_str())),
             format!("--description=Godwit VM {vm}"),
             "--property=Delegate=yes".to_owned(),
+            // It powers guests down when the host goes down, and so is stopped before any scope is.
             format!("--property=Before={GUESTS_UNIT}"),
             "--property=TasksMax=infinity".to_owned(),
             "--".to_owned(),

@@ -25,6 +25,7 @@ use godwit_types::site::RecordAnswer;
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
 use std::collections::BTreeMap;
 use std::future::Future;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -63,7 +64,9 @@ pub type Carrier = Arc<
 /// One VM under supervision.
 pub struct Supervised {
     name: VmName,
+    /// But for the addresses: those may come and go while the agent runs.
     config: VmProcessConfig,
+    addresses: Mutex<Vec<IpAddr>>,
     records: Records,
     life: watch::Sender<Life>,
     wake: Notify,
@@ -131,10 +134,12 @@ impl Supervisor {
     pub fn supervise(&self, config: VmProcessConfig) -> Arc<Supervised> {
         let mut vms = lock(&self.vms);
         if let Some(known) = vms.get(&config.vm) {
+            *lock(&known.addresses) = config.migration_addresses;
             return known.clone();
         }
         let vm = Arc::new(Supervised {
             name: config.vm.clone(),
+            addresses: Mutex::new(config.migration_addresses.clone()),
             config,
             records: self.records.clone(),
             life: watch::Sender::new(Life::Idle),
@@ -173,16 +178,24 @@ impl Supervised {
         Path::new(&self.config.run_dir).join(SOCKET_FILE)
     }
 
-    /// How its VM process was told to be.
+    /// How its VM process is to be, but for the addresses.
     pub fn config(&self) -> &VmProcessConfig {
         &self.config
+    }
+
+    /// How its next VM process is told to be.
+    fn to_tell(&self) -> VmProcessConfig {
+        VmProcessConfig {
+            migration_addresses: lock(&self.addresses).clone(),
+            ..self.config.clone()
+        }
     }
 
     /// Whether its VM process was told otherwise when it was started, by an agent with another configuration.
     pub fn was_told_otherwise(&self) -> bool {
         let path = self.run_dir().join(launch::CONFIG_FILE);
         match load_json::<VmProcessConfig>(&path) {
-            Ok(Some(told)) => told != self.config,
+            Ok(Some(told)) => told != self.to_tell(),
             // What cannot be read is no ground to end anything.
             Ok(None) | Err(_) => false,
         }
@@ -371,7 +384,7 @@ impl Supervised {
         place: &Place,
     ) -> Result<VmConnection, NotStarted> {
         let began = Instant::now();
-        let mut child = match program.start(&self.config, place) {
+        let mut child = match program.start(&self.to_tell(), place) {
             Ok(child) => child,
             Err(error) if *place == Place::New => {
                 return Err(NotStarted::Hung(format!(

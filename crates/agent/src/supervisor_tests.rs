@@ -276,3 +276,17 @@ fn wait_for_file(path: &Path) -> String {
     }
     panic!("{} did not come", path.display());
 }
+
+#[tokio::test]
+async fn a_vm_process_is_told_the_addresses_that_came_after_the_agent() {
+    let host = TestHost::new();
+    let supervisor = supervisor(&host, nobody());
+    let mut config = host.vm_config("web");
+    config.migration_addresses = Vec::new();
+    let vm = supervisor.supervise(config.clone());
+    assert!(vm.to_tell().migration_addresses.is_empty());
+    config.migration_addresses = vec!["10.0.0.1".parse().unwrap()];
+    supervisor.supervise(config.clone());
+    assert_eq!(vm.to_tell(), config);
+    end(&supervisor, &vm).await;
+}

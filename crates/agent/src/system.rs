@@ -148,7 +148,7 @@ pub async fn interfaces(patience: Duration) -> Vec<Interface> {
     }
 }
 
-fn parse_interfaces(json: &[u8]) -> Vec<Interface> {
+pub(crate) fn parse_interfaces(json: &[u8]) -> Vec<Interface> {
     // `ip` leaves empty objects in its list for interfaces that it filtered.
     let list: Vec<serde_json::Value> = serde_json::from_slice(json).unwrap_or_default();
     list.into_iter()

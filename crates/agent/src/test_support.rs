@@ -4,6 +4,7 @@
 
 use crate::config::HostConfig;
 use crate::launch::VmProgram;
+use crate::manager::Manager;
 use crate::records::Records;
 use crate::scope::Scopes;
 use godwit_ownership::{HostRecord, Phase, Power};
@@ -54,6 +55,8 @@ pub struct TestHost {
     text: String,
     /// What is free for the guests' RAM files to grow.
     pub available_mib: u64,
+    /// None, unless a test brings one.
+    pub manager: Manager,
     pub config: HostConfig,
 }
 
@@ -71,6 +74,10 @@ impl TestHost {
             _dir: dir,
             text,
             available_mib: 2000,
+            manager: Manager {
+                systemd: "/nonexistent".into(),
+                program: "/nonexistent".into(),
+            },
             config,
         }
     }

@@ -215,6 +215,13 @@ pub enum AgentCommand {
         #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
         config: PathBuf,
     },
+    /// List the VMs that this host's records say it is to look after; for the package's own scripts
+    #[command(hide = true)]
+    OnRecord {
+        /// Configuration file
+        #[arg(long, value_name = "FILE", default_value = CONFIG_PATH)]
+        config: PathBuf,
+    },
 }
 
 /// The whole site.

@@ -504,6 +504,7 @@ fn host_state(host: &HostView) -> String {
         _ => {}
     }
     match host.state {
+        HostState::Connected if host.info.closing => "closed".into(),
         HostState::Connected if host.draining => "draining".into(),
         HostState::Connected => "connected".into(),
         HostState::Unreachable => "unreachable".into(),

@@ -263,3 +263,31 @@ pub fn sentence(state: &State, alarm: &Alarm, now_unix_s: i64) -> String {
         _ => String::new(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_rpc::Identity;
+
+    #[test]
+    fn the_controllers_certificate_of_a_clock_that_was_ahead_is_renewed_once_that_is_right() {
+        let dir = tempfile::tempdir().unwrap();
+        let now = now_unix_s();
+        let authority = Authority::create(now).unwrap();
+        let first = authority.identity(&Role::Controller, now).unwrap();
+        first.save(dir.path()).unwrap();
+        let current = Current::new(first).unwrap();
+        // The clock jumps ahead, past two thirds of the first one's life.
+        let ahead = now + 300 * 86_400;
+        assert!(renew_own(&authority, &current, dir.path(), ahead).unwrap());
+        assert!(current.holder().dates().is_not_valid_yet(now));
+        // And back.
+        assert!(renew_own(&authority, &current, dir.path(), now).unwrap());
+        let holder = current.holder();
+        assert_eq!(holder.dates().stage(now), CertificateStage::Fresh);
+        assert!(!holder.dates().is_not_valid_yet(now));
+        let kept = Identity::load(dir.path()).unwrap().holder().unwrap();
+        assert_eq!(kept.serial, holder.serial);
+        assert!(!renew_own(&authority, &current, dir.path(), now).unwrap());
+    }
+}

@@ -1,6 +1,7 @@
 //! Making a controller and running one.
 //!
-//! Owns the listeners and their shutdown. Refuses: to make a controller where one is, to run where none is.
+//! Owns the listeners and their shutdown. Refuses: to make a controller where one is, to run where none is. An
+//! address that this machine does not have yet keeps it from nothing else.
 
 use crate::api;
 use crate::app::App;
@@ -11,6 +12,7 @@ use crate::placement::drain;
 use crate::store::Store;
 use crate::{certificates, hosts, operators, reconcile, removed, taken_over, watch};
 use godwit_rpc::controller_client::RULES;
+use godwit_rpc::listen::Place;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{Authority, Current, Identity, Role, Server};
 use godwit_types::HostName;
@@ -19,7 +21,6 @@ use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use tokio::net::TcpListener;
 use tokio::sync::watch as signal;
 use tokio::task::JoinHandle;
 
@@ -178,9 +179,9 @@ impl Controller {
             Arc::new(AuditLog::new(app.store.clone())),
         );
         let mut listeners = vec![tokio::spawn(server.clone().run_unix(unix, stopped.clone()))];
-        for listener in tcp {
-            listeners.push(tokio::spawn(server.clone().run_tls(
-                listener,
+        for place in tcp {
+            listeners.push(tokio::spawn(server.clone().run_tls_at(
+                place,
                 tls.clone(),
                 stopped.clone(),
             )));
@@ -218,21 +219,19 @@ async fn resume(app: &Arc<App>) -> Result<(), ControllerError> {
     Ok(())
 }
 
-async fn listen(
-    wanted: &[SocketAddr],
-) -> Result<(Vec<TcpListener>, Vec<SocketAddr>), ControllerError> {
-    let (mut listeners, mut addresses) = (Vec::new(), Vec::new());
+async fn listen(wanted: &[SocketAddr]) -> Result<(Vec<Place>, Vec<SocketAddr>), ControllerError> {
+    let (mut places, mut addresses) = (Vec::new(), Vec::new());
     for address in wanted {
         let failed = |source| ControllerError::Io {
             doing: "listen on",
             what: address.to_string(),
             source,
         };
-        let listener = TcpListener::bind(address).await.map_err(failed)?;
-        addresses.push(listener.local_addr().map_err(failed)?);
-        listeners.push(listener);
+        let place = Place::open(*address).await.map_err(failed)?;
+        addresses.push(place.address().map_err(failed)?);
+        places.push(place);
     }
-    Ok((listeners, addresses))
+    Ok((places, addresses))
 }
 
 /// Runs a controller until SIGINT or SIGTERM; for the command line.

@@ -9,10 +9,12 @@ use crate::error::Outcome;
 use crate::state::{HostEntry, State};
 use crate::taken_over;
 use crate::unread::{Lack, UnreadRow};
+use godwit_rpc::listen::is_here;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::control_api::{Done, InventoryEvent};
 use godwit_types::site::{Alarm, SiteAnswer, SiteQuestion, SiteView, Standing};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 /// How long a question of a clone is shown after it was asked: it asks every few seconds.
@@ -131,6 +133,7 @@ pub fn view(app: &App) -> SiteView {
     }
     let mut sentences: Vec<String> = alarms.iter().map(|alarm| sentence(&state, alarm)).collect();
     sentences.extend(forgotten);
+    sentences.extend(app.config.listen.iter().filter_map(not_here));
     SiteView {
         stamp: state.book.stamp(),
         // Until its first word is in the database, hosts refuse what it says.
@@ -141,6 +144,12 @@ pub fn view(app: &App) -> SiteView {
             .hosts
             .iter()
             .map(|(name, host)| (name.clone(), host.state))
+            .collect(),
+        closing: state
+            .hosts
+            .iter()
+            .filter(|(_, host)| host.info.as_ref().is_some_and(|info| info.closing))
+            .map(|(name, _)| name.clone())
             .collect(),
     }
 }
@@ -174,13 +183,23 @@ fn host_alarms(state: &State, name: &HostName, entry: &HostEntry, now: i64) -> V
         alarms.push(Alarm::FencedHostAnswered { host: host() });
     }
     let info = entry.info.as_ref();
-    if info.is_some_and(|info| info.closed) {
+    if info.is_some_and(|info| info.closing) {
         alarms.push(Alarm::HostClosed { host: host() });
     }
     if info.is_some_and(|info| info.boot_alone_ignored) {
         alarms.push(Alarm::BootAloneIgnored { host: host() });
     }
     alarms
+}
+
+/// What a person does about an address that hosts and operators cannot reach the controller at.
+fn not_here(address: &SocketAddr) -> Option<String> {
+    let sentence = || {
+        format!(
+            "this controller's machine does not have the address of {address} yet, so that nobody reaches it there: bring that up, or correct listen in controller.toml"
+        )
+    };
+    (!is_here(*address)).then(sentence)
 }
 
 /// A person has seen the alarms that nothing else ends: that a host was said to be off and was not, and what a takeover

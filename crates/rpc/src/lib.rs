@@ -18,6 +18,7 @@ mod former;
 #[cfg(any(test, feature = "fuzz"))]
 pub mod fuzz;
 pub mod limits;
+pub mod listen;
 pub mod pki;
 mod pki_files;
 pub mod rate;

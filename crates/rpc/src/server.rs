@@ -13,6 +13,7 @@ use crate::limits::{
     CONNECTIONS_MAX, HANDSHAKES_MAX, HANDSHAKES_PER_SOURCE, HEADER_LEN_MAX, Limits, STRANGERS_MAX,
     STRANGERS_PER_SOURCE,
 };
+use crate::listen::Place;
 use crate::pki::{Holder, Role};
 use crate::revocations::Admission;
 use crate::unproved::Unproved;
@@ -158,6 +159,20 @@ impl Server {
         let serve =
             move |server: Self, stream, stop| server.serve_unix(stream, places.clone(), stop);
         self.accept_loop(accept, serve, stop).await;
+    }
+
+    /// Waits until this machine has the address, then serves TLS there until `stop` turns true or its sender is gone.
+    pub async fn run_tls_at(
+        self,
+        place: Place,
+        config: Arc<rustls::ServerConfig>,
+        mut stop: watch::Receiver<bool>,
+    ) {
+        let listener = tokio::select! {
+            listener = place.listener() => listener,
+            _ = stop.wait_for(|stop| *stop) => return,
+        };
+        self.run_tls(listener, config, stop).await;
     }
 
     /// Serves TLS until `stop` turns true or its sender is gone.

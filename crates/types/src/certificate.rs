@@ -5,6 +5,10 @@
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+/// How far clocks may differ before a certificate counts as one that was made by a wrong clock, s: each is valid from so
+/// long before it was made.
+const CLOCKS_DIFFER_S: i64 = 3600;
+
 /// When a certificate was made and when it ends, seconds since 1970.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
@@ -20,7 +24,7 @@ pub struct CertificateDates {
 pub enum CertificateStage {
     /// Nothing is to be done.
     Fresh,
-    /// Two thirds of its life are over: it is renewed.
+    /// Two thirds of its life are over, or it is not valid yet: it is renewed.
     Due,
     /// Less than a sixth of its life is left, and it was not renewed: a person must know.
     NearEnd,
@@ -34,6 +38,11 @@ impl CertificateDates {
         self.ends_unix_s.saturating_sub(self.made_unix_s).max(1)
     }
 
+    /// Whether nobody accepts it yet: it was made while a clock was ahead, or the clock that is looked at is behind.
+    pub fn is_not_valid_yet(&self, now_unix_s: i64) -> bool {
+        now_unix_s < self.made_unix_s.saturating_sub(CLOCKS_DIFFER_S)
+    }
+
     /// How far it is through its life.
     pub fn stage(&self, now_unix_s: i64) -> CertificateStage {
         let left = i128::from(self.ends_unix_s) - i128::from(now_unix_s);
@@ -41,7 +50,7 @@ impl CertificateDates {
         match left {
             ..=0 => CertificateStage::Ended,
             _ if left * 6 < life => CertificateStage::NearEnd,
-            _ if left * 3 <= life => CertificateStage::Due,
+            _ if left * 3 <= life || self.is_not_valid_yet(now_unix_s) => CertificateStage::Due,
             _ => CertificateStage::Fresh,
         }
     }
@@ -98,6 +107,23 @@ mod tests {
         ] {
             assert_eq!(dates.stage(now), stage, "at {now}");
         }
+    }
+
+    #[test]
+    fn a_certificate_that_was_made_while_a_clock_was_ahead_is_due_and_not_fresh() {
+        let dates = CertificateDates {
+            made_unix_s: 300 * 86_400,
+            ends_unix_s: 665 * 86_400,
+        };
+        let made = dates.made_unix_s;
+        for (now, stage) in [
+            (0, CertificateStage::Due),
+            (made - 3601, CertificateStage::Due),
+            (made - 3600, CertificateStage::Fresh),
+        ] {
+            assert_eq!(dates.stage(now), stage, "at {now}");
+        }
+        assert!(dates.is_not_valid_yet(0) && !dates.is_not_valid_yet(made - 3600));
     }
 
     #[test]

@@ -85,9 +85,9 @@ pub struct HostInfo {
     /// Its configuration has `boot = "alone"`, which is ignored since a second host is known.
     #[serde(default)]
     pub boot_alone_ignored: bool,
-    /// It shuts down, or was closed for that: it boots no VM and takes none.
-    #[serde(default, skip_serializing_if = "is_false")]
-    pub closed: bool,
+    /// It powered its guests down, or does so, and runs none before its next boot or 'godwit host open' on it.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub closing: bool,
     /// VMs of which this host's record cannot be read, each with the host's own sentence of what to do.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     #[schema(value_type = BTreeMap<String, String>)]

@@ -504,6 +504,10 @@ pub struct SiteView {
     /// Hosts by name: whether each answers.
     #[schema(value_type = BTreeMap<String, HostState>)]
     pub hosts: BTreeMap<HostName, HostState>,
+    /// Those of them that run no guests before their next boot, or 'godwit host open' on them.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    #[schema(value_type = Vec<String>)]
+    pub closing: BTreeSet<HostName>,
 }
 
 #[cfg(test)]

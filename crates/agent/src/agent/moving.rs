@@ -4,10 +4,9 @@
 
 use super::{ACT, Agent, NEED, Reply, blocking, done, took_too_long, tracking, unexpected};
 use crate::check;
-use crate::config::HostConfig;
 use crate::preflight;
 use crate::probe::{self};
-use crate::system::{Interface, unix_ms};
+use crate::system::unix_ms;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{
     IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, VmAnswer, VmRequest,
@@ -15,7 +14,6 @@ use godwit_types::host_api::{
 use godwit_types::migration::PreflightReport;
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, VmName};
-use std::net::IpAddr;
 use std::sync::Arc;
 
 impl Agent {
@@ -115,12 +113,12 @@ impl Agent {
     }
 
     fn look_at_incoming(&self, request: &PreflightIncoming, unix_ms: u64) -> PreflightReport {
-        let (free_ports, _) = check::free_ports(&self.config, &self.migration_addresses);
+        let (free_ports, _) = check::free_ports(&self.config, &self.addresses.migration());
         let record = self.records.record(&request.spec.name);
         let known = self.qemu.get();
         let tried = known.as_ref().as_ref().ok().map(|facts| &facts.tried);
         let no_handout = tried.and_then(|tried| tried.no_handout.clone());
-        preflight::incoming(
+        let mut report = preflight::incoming(
             &preflight::Destination {
                 config: &self.config,
                 system: &self.system,
@@ -134,7 +132,11 @@ impl Agent {
                 unix_ms,
             },
             request,
-        )
+        );
+        report
+            .refusals
+            .extend(self.closing.refuse(self.host()).err());
+        report
     }
 
     /// Sends the probe from each of the VM's port groups.
@@ -147,32 +149,32 @@ impl Agent {
     }
 }
 
-/// The interfaces that have migration addresses.
-pub(crate) fn migration_links(
-    addresses: &[IpAddr],
-    interfaces: &[Interface],
-) -> Vec<(String, Vec<IpAddr>)> {
-    let of_migrations = |interface: &Interface| -> Vec<IpAddr> {
-        let all = interface.addresses();
-        all.filter(|address| addresses.contains(address)).collect()
-    };
-    interfaces
-        .iter()
-        .map(|interface| (interface.name.clone(), of_migrations(interface)))
-        .filter(|(_, addresses)| !addresses.is_empty())
-        .collect()
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::api::tests::Served;
+    use crate::test_support::spec;
+    use godwit_types::vm::Accelerator;
 
-/// The addresses that migrations use: the configured ones, or all of the configured interfaces.
-pub(crate) fn migration_addresses(config: &HostConfig, interfaces: &[Interface]) -> Vec<IpAddr> {
-    let of_interfaces = interfaces
-        .iter()
-        .filter(|interface| config.migration_interfaces.contains(&interface.name))
-        .flat_map(Interface::addresses);
-    config
-        .migration_addresses
-        .iter()
-        .copied()
-        .chain(of_interfaces)
-        .collect()
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_host_that_is_closed_says_so_and_refuses_a_vm_before_it_comes() {
+        let served = Served::new().await;
+        let request = PreflightIncoming {
+            spec: spec("web"),
+            accelerator: Accelerator::Tcg,
+            file_hashes: Vec::new(),
+            source_unix_ms: unix_ms(),
+            probe_nonce: String::new(),
+        };
+        let refused = async || {
+            let asked = served.agent.preflight_incoming(request.clone()).await;
+            let mut refusals = asked.unwrap().refusals.into_iter();
+            refusals.any(|error| {
+                error.code == ErrorCode::WrongState && error.message.contains("godwit host open")
+            })
+        };
+        assert!(!served.agent.info().closing && !refused().await);
+        served.agent.close().await.unwrap();
+        assert!(served.agent.info().closing && refused().await);
+    }
 }

@@ -1,4 +1,4 @@
-//! `godwit agent`: runs the agent until a signal.
+//! `godwit agent`: runs the agent until a signal, or reads its records without one.
 //!
 //! Owns nothing.
 
@@ -6,17 +6,28 @@ use crate::args::AgentCommand;
 use crate::exit::{CommandResult, Failure};
 use godwit_agent::VmProgram;
 use godwit_types::ErrorCode;
+use std::path::Path;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 /// Carries a command out.
 pub async fn run(command: AgentCommand) -> CommandResult {
-    let AgentCommand::Run { config } = command;
+    let config = match command {
+        AgentCommand::Run { config } => config,
+        AgentCommand::OnRecord { config } => return on_record(&config),
+    };
     let program = VmProgram::this_program().map_err(|error| failed(&error))?;
     let stop = stop_signal().map_err(|error| failed(&error))?;
     godwit_agent::run(&config, program, stop)
         .await
         .map_err(|error| failed(&error))
+}
+
+/// One name a line: read by the script that is to refuse a removal of the package.
+fn on_record(config: &Path) -> CommandResult {
+    let found = godwit_agent::on_record(config).map_err(|error| failed(&error))?;
+    found.iter().for_each(|vm| println!("{vm}"));
+    Ok(())
 }
 
 fn failed(error: &impl std::fmt::Display) -> Failure {

@@ -103,6 +103,16 @@ pub fn no_room(spec: &VmSpec, host: &HostInfo) -> ApiError {
     ApiError::new(ErrorCode::OutOfMemory, message).on_host(&host.name)
 }
 
+/// Why a host that is closed takes no VMs, though it answers; none for one that is open.
+pub fn closed(host: &HostInfo) -> Option<ApiError> {
+    let message = format!(
+        "host {0} is closed, as one that shuts down, and takes no VMs before it is booted again: choose another, or run 'godwit host open' on host {0}",
+        host.name
+    );
+    host.closing
+        .then(|| ApiError::new(ErrorCode::WrongState, message).on_host(&host.name))
+}
+
 /// Chooses among hosts that answer: the one with most free memory of those that lack nothing.
 pub fn choose(spec: &VmSpec, hosts: &[HostInfo]) -> Outcome<HostName> {
     if hosts.is_empty() {
@@ -114,7 +124,8 @@ pub fn choose(spec: &VmSpec, hosts: &[HostInfo]) -> Outcome<HostName> {
     let mut reasons = Vec::new();
     let mut best: Option<&HostInfo> = None;
     for host in hosts {
-        let mut lacking = lacks(spec, host);
+        let mut lacking = Vec::from_iter(closed(host));
+        lacking.extend(lacks(spec, host));
         if lacking.is_empty() && !has_room(spec, host) {
             lacking.push(no_room(spec, host));
         }
@@ -197,6 +208,30 @@ pub fn resolve(spec: &VmSpec, on: &HostInfo, hosts: &[HostInfo]) -> Outcome<VmSp
         resolved.machine = common_machine(&spec.machine, on, &peers)?;
     }
     Ok(resolved)
+}
+
+/// The same, with regard to hosts that do not answer, by what they said last: the VM is to be able to move there later.
+/// One that leaves nothing in common does not keep the VM from its start: it is left out and named.
+pub fn resolve_for_all(
+    spec: &VmSpec,
+    on: &HostInfo,
+    answering: &[HostInfo],
+    silent: &[HostInfo],
+) -> Outcome<(VmSpec, Vec<HostName>)> {
+    let mut hosts = answering.to_vec();
+    let mut resolved = resolve(spec, on, &hosts)?;
+    let mut left_out = Vec::new();
+    for host in silent {
+        hosts.push(host.clone());
+        match resolve(spec, on, &hosts) {
+            Ok(with_it) => resolved = with_it,
+            Err(_) => {
+                hosts.pop();
+                left_out.push(host.name.clone());
+            }
+        }
+    }
+    Ok((resolved, left_out))
 }
 
 /// Whether the second is the first with CPU model and machine type resolved, by whatever hosts there were.
@@ -340,8 +375,8 @@ mod tests {
             boot_id: String::new(),
             instance: Default::default(),
             site: Default::default(),
-            closed: false,
             boot_alone_ignored: false,
+            closing: false,
             unread: Default::default(),
             certificate: None,
         }
@@ -373,6 +408,22 @@ mod tests {
             "Skylake-Server"
         );
         assert_eq!(resolve(&spec(), &t, &[a, t.clone()]).unwrap().cpu, "qemu64");
+    }
+
+    #[test]
+    fn a_silent_host_counts_by_what_it_said_last_and_keeps_no_vm_from_its_start() {
+        let kvm = Accelerator::Kvm;
+        let a = host("a", 1, kvm, &["Haswell", "Westmere"], MACHINES);
+        let weaker = host("b", 1, kvm, &["Westmere"], &["pc-q35-9.2"]);
+        let other = host("c", 1, kvm, &["EPYC"], MACHINES);
+        let answering = std::slice::from_ref(&a);
+        let (resolved, left_out) =
+            resolve_for_all(&spec(), &a, answering, &[other.clone(), weaker]).unwrap();
+        assert_eq!(
+            (resolved.cpu.as_str(), resolved.machine.as_str()),
+            ("Westmere", "pc-q35-9.2")
+        );
+        assert_eq!(left_out, [other.name]);
     }
 
     #[test]

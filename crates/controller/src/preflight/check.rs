@@ -124,6 +124,7 @@ fn from_inventory(facts: &Facts) -> (Vec<Finding>, Cipher) {
     // Encryption is decided on its own, with the request's wish.
     spec.encryption = EncryptionMode::Disabled;
     spec.accelerator = vm.accelerator.unwrap_or(Accelerator::Auto);
+    found.extend(place::closed(destination).map(Finding::Guessed));
     let lacks = place::lacks(&spec, destination);
     found.extend(lacks.into_iter().map(Finding::Guessed));
     if !place::has_room(&spec, destination) {

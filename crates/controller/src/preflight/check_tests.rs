@@ -28,8 +28,8 @@ fn host(name: &str) -> HostInfo {
         boot_id: String::new(),
         instance: Default::default(),
         site: Default::default(),
-        closed: false,
         boot_alone_ignored: false,
+        closing: false,
         unread: Default::default(),
         certificate: None,
     }

@@ -54,8 +54,9 @@ impl Preflight {
 /// Looks at everything. An error is what makes looking further pointless.
 pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<Preflight> {
     let (mut source, mut destination, mut vm) = ends(app, name, &request.to)?;
-    if !place::has_room(&vm.spec, &destination.info) {
-        // What is known of its memory is up to a poll old: it is asked before it refuses.
+    let is_closed = destination.info.closing;
+    if is_closed || !place::has_room(&vm.spec, &destination.info) {
+        // What is known of it is up to a poll old: it is asked before it refuses.
         refresh(app, &request.to).await;
         (source, destination, vm) = ends(app, name, &request.to)?;
     }

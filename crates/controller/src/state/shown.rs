@@ -255,8 +255,8 @@ pub(super) fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostIn
         boot_id: String::new(),
         instance: Default::default(),
         site: Default::default(),
-        closed: false,
         boot_alone_ignored: false,
+        closing: false,
         unread: Default::default(),
         certificate: None,
     }

@@ -33,6 +33,22 @@ fn connected(app: &App) -> Vec<HostInfo> {
     infos.collect()
 }
 
+/// What the enrolled hosts that do not answer said last, and the names of those that were never heard.
+fn unheard(app: &App) -> (Vec<HostInfo>, Vec<HostName>) {
+    let state = app.state();
+    let (mut told, mut never) = (Vec::new(), Vec::new());
+    for (name, host) in state.hosts.iter().filter(|(_, host)| !host.is_connected()) {
+        match host.info.clone() {
+            Some(mut info) => {
+                info.name = name.clone();
+                told.push(info);
+            }
+            None => never.push(name.clone()),
+        }
+    }
+    (told, never)
+}
+
 /// Those of them that take VMs.
 fn taking(app: &App, hosts: &[HostInfo]) -> Outcome<Vec<HostInfo>> {
     let takes = |host: &&HostInfo| !app.drains.is_draining(&host.name);
@@ -52,6 +68,27 @@ struct Plan {
     host: HostName,
     resolved: VmSpec,
     held: Option<Place>,
+    /// Hosts that were not regarded when the VM's CPU model was chosen.
+    left_out: Vec<HostName>,
+}
+
+impl Plan {
+    /// Told to who starts the VM: it may not be able to move there.
+    fn caveat(&self) -> String {
+        if self.entry.spec.cpu != "auto" || self.left_out.is_empty() {
+            return String::new();
+        }
+        let names: Vec<&str> = self.left_out.iter().map(HostName::as_str).collect();
+        let (hosts, do_not_answer) = match names.len() {
+            1 => ("host", "does not answer"),
+            _ => ("hosts", "do not answer"),
+        };
+        format!(
+            " Its CPU model {} was chosen without regard to {hosts} {}, which {do_not_answer}: it may not be able to move there.",
+            self.resolved.cpu,
+            names.join(", ")
+        )
+    }
 }
 
 /// Starts a VM where it is held, where it was asked for, or where there is room.
@@ -60,8 +97,10 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
     let plan = match plan_start(app, name, request) {
         // One refusal is shown as it is, several as one of preflight.
         Err(error)
-            if matches!(error.code, ErrorCode::OutOfMemory | ErrorCode::Preflight)
-                && ask_the_full(app, name, request).await =>
+            if matches!(
+                error.code,
+                ErrorCode::OutOfMemory | ErrorCode::Preflight | ErrorCode::WrongState
+            ) && ask_the_full(app, name, request).await =>
         {
             plan_start(app, name, request)?
         }
@@ -77,7 +116,10 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
         Some(_) => error,
         None => error.on_host(&host),
     })?;
-    Ok(done(format!("VM {name} runs on host {host}.")))
+    Ok(done(format!(
+        "VM {name} runs on host {host}.{}",
+        plan.caveat()
+    )))
 }
 
 /// A VM starts with addresses and a user id that no other VM has: one of before there were any gets its own now.
@@ -95,7 +137,7 @@ async fn settled(app: &App, mut plan: Plan) -> Outcome<Plan> {
     Ok(plan)
 }
 
-/// Asks the hosts again that seem too full for a VM: what is known of their memory is up to a poll old, and nobody is
+/// Asks the hosts again that seem too full for a VM, or closed: what is known of them is up to a poll old, and nobody is
 /// refused for what has been given back since. False when there is none.
 async fn ask_the_full(app: &App, name: &VmName, request: &StartRequest) -> bool {
     let Ok(entry) = entry_of(app, name) else {
@@ -108,7 +150,7 @@ async fn ask_the_full(app: &App, name: &VmName, request: &StartRequest) -> bool 
             Some(only) => *only == host.name,
             None => !app.drains.is_draining(&host.name),
         };
-        may && !place::has_room(&entry.spec, host)
+        may && (host.closing || !place::has_room(&entry.spec, host))
     });
     join_all(hosts.iter().map(|host| refresh(app, &host.name))).await;
     !hosts.is_empty()
@@ -161,19 +203,23 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
     if let Some(resolved) = &entry.resolved {
         wish.machine.clone_from(&resolved.machine);
     }
-    let mut lacking = place::lacks(&wish, info);
+    let mut lacking = Vec::from_iter(place::closed(info));
+    lacking.extend(place::lacks(&wish, info));
     if !place::has_room(&wish, info) {
         lacking.push(place::no_room(&wish, info));
     }
     if !lacking.is_empty() {
         return Err(place::joined(lacking));
     }
-    let resolved = place::resolve(&wish, info, &hosts)?;
+    let (silent, never_heard) = unheard(app);
+    let (resolved, mut left_out) = place::resolve_for_all(&wish, info, &hosts, &silent)?;
+    left_out.extend(never_heard);
     Ok(Plan {
         entry,
         host,
         resolved,
         held,
+        left_out,
     })
 }
 

@@ -286,3 +286,19 @@ async fn a_table_that_a_host_refuses_is_an_alarm_until_it_is_taken() {
         .until(async |house: &House| !is_told(house).await)
         .await;
 }
+
+#[tokio::test]
+async fn an_address_that_is_not_here_yet_keeps_the_controller_from_nothing_else_and_is_told() {
+    let (mut house, _a, _b) = house().await;
+    assert!(!said(&house).await.contains("does not have the address"));
+    house.stop().await;
+    // Nobody's: it is for documentation.
+    house.config.listen.push("192.0.2.1:8471".parse().unwrap());
+    house.start().await;
+    house.until_vm("web", VmState::Running, "a").await;
+    let said = said(&house).await;
+    assert!(
+        said.contains("does not have the address of 192.0.2.1:8471 yet"),
+        "{said}"
+    );
+}

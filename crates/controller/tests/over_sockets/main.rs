@@ -9,6 +9,7 @@ mod drains;
 mod hostile;
 mod inventory;
 mod migrations;
+mod placement;
 mod predictions;
 mod restored;
 mod scripted;

@@ -4,7 +4,8 @@
 
 use super::patience::TRIES_MAX;
 use super::plan;
-use super::run::{Taker, Work, board, eta_s, judge, look, measure, takers};
+use super::run::{Work, board, eta_s, judge, look, measure};
+use super::takers::{Taker, takers};
 use crate::app::App;
 use crate::preflight;
 use godwit_types::drain::{DrainStep, DrainView};

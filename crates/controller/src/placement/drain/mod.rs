@@ -8,6 +8,7 @@ mod dry;
 mod patience;
 mod plan;
 mod run;
+mod takers;
 
 use crate::app::{App, now};
 use crate::error::{ControllerError, Outcome, refuse, way_out};

@@ -5,7 +5,8 @@
 
 use super::patience::{Patience, TRIES_MAX};
 use super::plan::{self, Moving, Rooms, Waiting};
-use crate::app::{App, now};
+use super::takers::{Taker, away, no_takers, takers};
+use crate::app::App;
 use crate::drains::Run;
 use crate::error::{ControllerError, damaged, held_twice, in_doubt};
 use crate::placement::forecast::{self, QUICK};
@@ -297,6 +298,7 @@ fn settle_one(vm: &mut DrainVm, report: &MigrationReport, id: &MigrationId) {
 /// Leaves where they are those that no host can take; `patient` while one that may is expected back.
 pub(super) fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool) {
     let hosts = takers(app, view);
+    let nobody = no_takers(app, view, &hosts);
     let now = Instant::now();
     let moves = view.vms.iter().any(|vm| vm.step == DrainStep::Moving);
     let waits = patient || moves || !work.starting.is_empty();
@@ -305,7 +307,7 @@ pub(super) fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool)
         .iter_mut()
         .filter(|vm| vm.step == DrainStep::Waiting)
     {
-        let Some(may) = may_go_to(app, &vm.vm, &hosts, work, now) else {
+        let Some(may) = may_go_to(app, &vm.vm, &hosts, &nobody, work, now) else {
             continue;
         };
         let names = hosts.iter().map(|host| &host.name);
@@ -330,48 +332,15 @@ pub(super) fn judge(app: &App, view: &mut DrainView, work: &Work, patient: bool)
     }
 }
 
-pub(super) type Taker = godwit_types::host::HostInfo;
 /// A host and the memory that a new guest could have there, MiB.
 type Room = (HostName, u64);
-
-/// Whether a host may take VMs of this drain, should it answer.
-fn is_taker(app: &App, view: &DrainView, host: &HostName) -> bool {
-    let asked = &view.request.to;
-    *host != view.host
-        && !app.drains.is_draining(host)
-        && (asked.is_empty() || asked.contains(host))
-}
-
-/// Hosts that may take VMs.
-pub(super) fn takers(app: &App, view: &DrainView) -> Vec<Taker> {
-    let state = app.state();
-    let hosts = state.hosts.iter();
-    let hosts = hosts.filter(|(name, entry)| entry.is_connected() && is_taker(app, view, name));
-    hosts.filter_map(|(_, entry)| entry.info.clone()).collect()
-}
-
-/// Hosts that might take VMs but do not answer, and for how long; one that was not heard yet since `began`.
-fn away(app: &App, view: &DrainView, began: Instant) -> BTreeMap<HostName, Duration> {
-    let state = app.state();
-    let hosts = state.hosts.iter();
-    let hosts = hosts.filter(|(name, entry)| !entry.is_connected() && is_taker(app, view, name));
-    hosts
-        .map(|(name, entry)| {
-            let seen = u64::try_from(entry.last_seen_unix_s).unwrap_or(0);
-            let away = match state.book.was_heard(name) {
-                true => Duration::from_secs(now().saturating_sub(seen)),
-                false => began.elapsed(),
-            };
-            (name.clone(), away)
-        })
-        .collect()
-}
 
 /// Hosts that lack nothing but perhaps room, with their room; else the reasons. None for a VM that is gone.
 fn may_go_to(
     app: &App,
     vm: &VmName,
     hosts: &[Taker],
+    nobody: &[ApiError],
     work: &Work,
     now: Instant,
 ) -> Option<Result<Vec<Room>, Vec<ApiError>>> {
@@ -387,12 +356,7 @@ fn may_go_to(
         }
         reasons.extend(lacks);
     }
-    if hosts.is_empty() {
-        reasons.push(ApiError::new(
-            ErrorCode::HostUnreachable,
-            "no other host answers and takes VMs: see 'godwit host list'",
-        ));
-    }
+    reasons.extend_from_slice(nobody);
     Some(if may.is_empty() {
         Err(reasons)
     } else {
@@ -409,6 +373,7 @@ pub(super) struct Board {
 
 pub(super) fn board(app: &App, view: &DrainView, work: &Work) -> Board {
     let hosts = takers(app, view);
+    let nobody = no_takers(app, view, &hosts);
     let now = Instant::now();
     let rooms = hosts
         .iter()
@@ -431,7 +396,7 @@ pub(super) fn board(app: &App, view: &DrainView, work: &Work) -> Board {
             });
         } else if vm.step == DrainStep::Waiting
             && !work.patience.is_paused(&vm.vm, now)
-            && let Some(Ok(may)) = may_go_to(app, &vm.vm, &hosts, work, now)
+            && let Some(Ok(may)) = may_go_to(app, &vm.vm, &hosts, &nobody, work, now)
         {
             board.waiting.push(Waiting {
                 name: vm.vm.clone(),

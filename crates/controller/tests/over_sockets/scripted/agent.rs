@@ -385,8 +385,8 @@ fn info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         boot_id: "boot".into(),
         instance: Default::default(),
         site: Default::default(),
-        closed: false,
         boot_alone_ignored: false,
+        closing: false,
         unread: Default::default(),
         certificate: None,
     }
