@@ -273,7 +273,9 @@ impl Identity {
         if is.life != was.life {
             return refused("it begins a life of its own");
         }
-        if is.made_unix_s < was.made_unix_s || is.serial == was.serial {
+        // One that was made while a clock was ahead is followed by one that was made earlier.
+        let was_ahead = was.dates().is_not_valid_yet(now_unix_s());
+        if is.serial == was.serial || (is.made_unix_s < was.made_unix_s && !was_ahead) {
             return refused("it is not the later one");
         }
         Ok(())

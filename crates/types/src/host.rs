@@ -97,10 +97,6 @@ pub struct HostInfo {
     pub certificate: Option<CertificateInfo>,
 }
 
-fn is_false(flag: &bool) -> bool {
-    !flag
-}
-
 impl HostInfo {
     /// CPU models that it can give a guest under an accelerator.
     pub fn models_under(&self, accelerator: crate::vm::Accelerator) -> &[String] {

@@ -5,8 +5,8 @@
 //! of the file. Refuses: to turn over what is no such file, as a terminal, a pipe or the journal.
 
 use std::fs::{File, OpenOptions};
-use std::io;
-use std::os::fd::{AsRawFd as _, BorrowedFd, RawFd};
+use std::io::{self, Write as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,17 +15,22 @@ use std::sync::{Arc, Mutex, PoisonError};
 const LEN_MAX: u64 = 2 << 20;
 /// As its agent names it.
 const FILE: &str = "vm-process.log";
-const STDOUT: RawFd = 1;
-const STDERR: RawFd = 2;
 
 /// Where the lines go.
 #[derive(Debug)]
 struct Log {
-    /// The descriptors that are open on it, the one to write to first.
-    fds: Vec<RawFd>,
     path: PathBuf,
     len_max: u64,
-    len: Mutex<u64>,
+    /// Whether standard output and error are this file too, and follow it.
+    is_standard: bool,
+    now: Mutex<Now>,
+}
+
+/// The file that is written to.
+#[derive(Debug)]
+struct Now {
+    file: File,
+    len: u64,
 }
 
 /// Writes lines to standard error, and turns the log over when it is full.
@@ -52,42 +57,41 @@ impl io::Write for LogWriter {
 
 impl Log {
     fn of_stderr() -> io::Result<Option<Self>> {
-        let path = std::fs::read_link(format!("/proc/self/fd/{STDERR}"))?;
+        let path = std::fs::read_link("/proc/self/fd/2")?;
         let data = std::fs::metadata(&path)?;
-        let is_log = data.is_file() && path.file_name().is_some_and(|name| name == FILE);
-        Ok(is_log.then(|| Self::new(vec![STDERR, STDOUT], path, data.len(), LEN_MAX)))
-    }
-
-    fn new(fds: Vec<RawFd>, path: PathBuf, len: u64, len_max: u64) -> Self {
-        Self {
-            fds,
-            path,
-            len_max,
-            len: Mutex::new(len),
+        if !data.is_file() || path.file_name().is_none_or(|name| name != FILE) {
+            return Ok(None);
         }
+        let file = File::from(io::stderr().as_fd().try_clone_to_owned()?);
+        let now = Now {
+            file,
+            len: data.len(),
+        };
+        Ok(Some(Self {
+            path,
+            len_max: LEN_MAX,
+            is_standard: true,
+            now: Mutex::new(now),
+        }))
     }
 
     fn write(&self, bytes: &[u8]) -> io::Result<usize> {
-        let mut len = self.len.lock().unwrap_or_else(PoisonError::into_inner);
-        if *len >= self.len_max {
+        let mut now = self.now.lock().unwrap_or_else(PoisonError::into_inner);
+        if now.len >= self.len_max {
             // One that cannot be turned over is begun anew: what it said is worth less than the room.
-            if self.turn_over().is_err() {
-                self.begin_anew()?;
+            match self.turned_over() {
+                Ok(file) => now.file = file,
+                Err(_) => now.file.set_len(0)?,
             }
-            *len = 0;
+            now.len = 0;
         }
-        let written = rustix::io::write(self.fd(), bytes)?;
-        *len = len.saturating_add(written as u64);
+        let written = now.file.write(bytes)?;
+        now.len = now.len.saturating_add(written as u64);
         Ok(written)
     }
 
-    fn fd(&self) -> BorrowedFd<'_> {
-        let fd = self.fds.first().copied().unwrap_or(STDERR);
-        // SAFETY: nothing in this process closes them; another file takes their place in one step.
-        unsafe { BorrowedFd::borrow_raw(fd) }
-    }
-
-    fn turn_over(&self) -> io::Result<()> {
+    /// The next file, in this one's place; this one is kept beside it.
+    fn turned_over(&self) -> io::Result<File> {
         let beside = |end: &str| {
             let mut name = self.path.clone().into_os_string();
             name.push(end);
@@ -97,17 +101,11 @@ impl Log {
         let file = open(&next)?;
         std::fs::rename(&self.path, beside(".1"))?;
         std::fs::rename(next, &self.path)?;
-        for fd in &self.fds {
-            // SAFETY: a plain system call on descriptors that are open.
-            if unsafe { libc::dup2(file.as_raw_fd(), *fd) } < 0 {
-                return Err(io::Error::last_os_error());
-            }
+        if self.is_standard {
+            rustix::stdio::dup2_stdout(&file)?;
+            rustix::stdio::dup2_stderr(&file)?;
         }
-        Ok(())
-    }
-
-    fn begin_anew(&self) -> io::Result<()> {
-        Ok(rustix::fs::ftruncate(self.fd(), 0)?)
+        Ok(file)
     }
 }
 
@@ -122,15 +120,18 @@ fn open(path: &Path) -> io::Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Write as _;
-    use std::os::fd::IntoRawFd as _;
 
     const LEN: u64 = 64 << 10;
 
     fn log(dir: &Path) -> LogWriter {
         let path = dir.join(FILE);
-        let fd = open(&path).unwrap().into_raw_fd();
-        LogWriter(Some(Arc::new(Log::new(vec![fd], path, 0, LEN))))
+        let file = open(&path).unwrap();
+        LogWriter(Some(Arc::new(Log {
+            path,
+            len_max: LEN,
+            is_standard: false,
+            now: Mutex::new(Now { file, len: 0 }),
+        })))
     }
 
     fn flood(log: &LogWriter, threads: usize) {
