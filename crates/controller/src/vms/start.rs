@@ -77,7 +77,7 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
         Some(_) => error,
         None => error.on_host(&host),
     })?;
-    Ok(done(format!("VM {name} runs on host {host}.")))
+    Ok(done(format!("VM '{name}' runs on host {host}")))
 }
 
 /// A VM starts with addresses and a user id that no other VM has: one of before there were any gets its own now.
