@@ -57,13 +57,20 @@ fn iteration_rows(report: &MigrationReport) -> Vec<Vec<String>> {
             pass.zero_pages.to_string(),
             mib(pass.bytes),
             format!("{:.2} s", pass.seconds),
-            rate(pass.bytes as f64 / pass.seconds.max(1e-9)),
+            // A pass that found nothing to send has no rate, and nothing limited it.
+            match pass.bytes {
+                0 => "-".into(),
+                bytes => rate(bytes as f64 / pass.seconds.max(1e-9)),
+            },
             limited_by,
         ]
     };
     let complete = report.iterations.iter().enumerate();
     let mut rows: Vec<_> = complete
-        .map(|(index, pass)| row(index + 1, pass, kebab(&pass.limited_by)))
+        .map(|(index, pass)| {
+            let limit = (pass.bytes > 0).then(|| kebab(&pass.limited_by));
+            row(index + 1, pass, limit.unwrap_or_else(|| "-".into()))
+        })
         .collect();
     if let Some(pass) = report.pass {
         let so_far = IterationReport {

@@ -117,3 +117,14 @@ fn a_move_in_doubt_offers_no_command_without_its_condition() {
     assert!(text.contains("until a and b reach each other"), "{text}");
     assert!(text.contains("powered off"), "{text}");
 }
+
+#[test]
+fn a_pass_that_sent_nothing_was_limited_by_nothing() {
+    let moved = report(json!({ "iterations": [
+        {"pages_sent": 333, "zero_pages": 0, "bytes": 1_367_500, "seconds": 0.01, "limited_by": "link"},
+        {"pages_sent": 0, "zero_pages": 0, "bytes": 0, "seconds": 0.001, "limited_by": "link"}
+    ]}));
+    let rows = iteration_rows(&moved);
+    assert_eq!(rows[0][5..], ["136.8 MB/s", "link"], "{rows:?}");
+    assert_eq!(rows[1][5..], ["-", "-"], "{rows:?}");
+}

@@ -217,7 +217,7 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     app.tell_vm(name);
     drop(turn);
     app.forget_vm_lock(name);
-    Ok(done(format!("VM {name} is deleted.")))
+    Ok(done(format!("VM '{name}' is deleted")))
 }
 
 fn forget_in_state(app: &App, name: &VmName) {

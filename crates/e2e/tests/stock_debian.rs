@@ -77,20 +77,20 @@ fn bring_up(images: [PathBuf; 2], target: PathBuf) -> Result<Site> {
     Ok(Site { a, b, target })
 }
 
-/// Lays the cables between both systems and gives addresses; the management network comes last.
+/// Lays the cables between both systems, each to a bridge at both ends: one that the other end takes away leaves the address
+/// where it is. The management network comes last.
 fn connect(hosts: [&Debian; 2]) -> Result<()> {
-    for name in ["port", "migr", "mgmt"] {
+    for (name, bridge, network) in [
+        ("port", "vmbr0", "10.77.0"),
+        ("migr", "br-migr", "10.1.0"),
+        ("mgmt", "br-mgmt", "10.0.0"),
+    ] {
         cable(name, hosts.map(|host| &host.machine))?;
         for (host, number) in hosts.into_iter().zip(1..) {
-            let so = match name {
-                "port" => format!(
-                    "{{ ip -br link show vmbr0 || {{ ip link add vmbr0 type bridge && ip addr add 10.77.0.{number}/24 dev vmbr0; }}; }} \
-                     && ip link set vmbr0 up && ip link set port master vmbr0"
-                ),
-                "migr" => format!("ip addr add 10.1.0.{number}/24 dev migr"),
-                _ => format!("ip addr add 10.0.0.{number}/24 dev mgmt"),
-            };
-            host.value(&format!("{so} && ip link set {name} up"))?;
+            host.value(&format!(
+                "ip -br link show {bridge} || {{ ip link add {bridge} type bridge && ip addr add {network}.{number}/24 dev {bridge}; }}
+                 ip link set {bridge} up && ip link set {name} master {bridge} && ip link set {name} up"
+            ))?;
         }
     }
     Ok(())
@@ -122,7 +122,8 @@ impl Site {
 
     fn start_guests(&self) -> Result<()> {
         let (a, commands) = (&self.a, readme::commands()?);
-        a.ok(&commands.create)?;
+        let said = a.ok(&commands.create)?;
+        ensure!(said.contains("VM 'web' runs on host "), "{said}");
         a.ok("godwit vm create counter.toml && godwit vm start counter --on a")?;
         a.ok("godwit vm list")?;
         let on_b = a.value("godwit vm show web --json")?.contains("\"b\"");
@@ -267,11 +268,14 @@ fn power_off(site: &mut Site) -> Result<()> {
     way::migrate(&site.a, COUNTER, "a")?;
     site.b.ok("systemctl poweroff")?;
     site.b.machine.wait_off(PATIENCE)?;
-    site.a.until("b is silent", "godwit host list", |ran| {
-        !ran.stdout
-            .lines()
-            .any(|line| line.starts_with("b ") && line.contains("connected"))
-    })?;
+    site.a
+        .until("b alone is silent", "godwit host list", |ran| {
+            let state = |host: &str| {
+                let line = ran.stdout.lines().find(|line| line.starts_with(host));
+                line.and_then(|line| line.split_whitespace().nth(1))
+            };
+            (state("a "), state("b ")) == (Some("connected"), Some("unreachable"))
+        })?;
     site.a.types("godwit host list; godwit vm list")?;
     site.b.machine.boot_again()?;
     connect([&site.a, &site.b])?;

@@ -26,17 +26,15 @@ const PREFIX: &str = "godwit-throttle-";
 /// An empty group of this age is nobody's: between making one and entering it pass microseconds.
 const ABANDONED: Duration = Duration::from_secs(60);
 
-/// Why a guest cannot be slowed. Never a reason to end a migration.
+/// Why a guest cannot be slowed, as the rest of a sentence that says so. Never a reason to end a migration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ThrottleError {
     /// No control group hierarchy has the controller.
-    #[error("this host offers no cpu controller, so the guest cannot be slowed")]
+    #[error("this host offers no cpu controller")]
     NoController,
     /// The guest's own control group has no such controller.
-    #[error(
-        "control group {group} has no cpu controller, so the guest cannot be slowed: see 'godwit host check'"
-    )]
+    #[error("control group {group} has no cpu controller")]
     NotDelegated { group: PathBuf },
     /// A control file could not be used.
     #[error("cannot use control group file {path}: {source}")]
@@ -257,6 +255,19 @@ mod tests {
     use std::path::Path;
     use std::process::{Child, Command, Stdio};
     use std::time::{Duration, Instant};
+
+    #[test]
+    fn why_a_guest_is_not_slowed_is_said_once() {
+        let group = PathBuf::from("/vm");
+        for why in [
+            ThrottleError::NoController,
+            ThrottleError::NotDelegated { group },
+        ] {
+            let note = format!("the guest could not be slowed: {why}; see 'godwit host check'");
+            assert_eq!(note.matches("slowed").count(), 1, "{note}");
+            assert_eq!(note.matches("host check").count(), 1, "{note}");
+        }
+    }
 
     #[test]
     fn faults_are_read_whatever_the_thread_is_called() {

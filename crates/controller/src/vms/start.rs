@@ -84,7 +84,7 @@ impl Plan {
             _ => ("hosts", "do not answer"),
         };
         format!(
-            " Its CPU model {} was chosen without regard to {hosts} {}, which {do_not_answer}: it may not be able to move there.",
+            "; its CPU model {} was chosen without regard to {hosts} {}, which {do_not_answer}: it may not be able to move there",
             self.resolved.cpu,
             names.join(", ")
         )
@@ -117,7 +117,7 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
         None => error.on_host(&host),
     })?;
     Ok(done(format!(
-        "VM {name} runs on host {host}.{}",
+        "VM '{name}' runs on host {host}{}",
         plan.caveat()
     )))
 }

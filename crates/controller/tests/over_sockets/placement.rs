@@ -39,7 +39,7 @@ async fn a_host_that_is_closed_gets_no_vm_though_it_has_the_most_memory() {
     closes(&b, true);
     until_closed(&house, "b", true).await;
     let message = place(&house, &spec("web")).await;
-    assert_eq!(message, "VM web runs on host a.");
+    assert_eq!(message, "VM 'web' runs on host a");
     assert_eq!((a.calls("start"), b.calls("start")), (1, 0));
     // Everybody hears of it.
     let client = house.client();
@@ -133,7 +133,7 @@ async fn a_silent_weaker_host_counts_when_a_cpu_model_is_chosen() {
     house.until_host("b", HostState::Unreachable).await;
     let message = place(&house, &spec("web")).await;
     assert_eq!(house.vm("web").await.spec.cpu, "Westmere");
-    assert_eq!(message, "VM web runs on host a.");
+    assert_eq!(message, "VM 'web' runs on host a");
 }
 
 #[tokio::test]
@@ -153,5 +153,5 @@ async fn a_host_that_was_never_heard_is_named_when_a_cpu_model_is_chosen_without
     // A VM whose model a person chose is none of this.
     let mut own = spec("own");
     own.cpu = "qemu64".into();
-    assert_eq!(place(&house, &own).await, "VM own runs on host a.");
+    assert_eq!(place(&house, &own).await, "VM 'own' runs on host a");
 }

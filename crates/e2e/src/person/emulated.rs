@@ -22,11 +22,16 @@ const LOOK_EACH: Duration = Duration::from_secs(1);
 /// base64; the answer has the same number, the exit code, and '=' with what was said in base64.
 pub const SHELL: &str = r#"modprobe -q virtio_console
 until [ -e /dev/virtio-ports/godwit.shell ]; do sleep 0.1; done
-exec 3<>/dev/virtio-ports/godwit.shell
-while IFS=' ' read -r number limit script <&3; do
-    printf %s "$script" | base64 -d >/tmp/script
-    (cd /root && exec timeout -k 5 "$limit" sh /tmp/script) >/tmp/said 2>&1 </dev/null 3>&-
-    printf '%s %s =%s\n' "$number" "$?" "$(base64 -w0 </tmp/said)" >&3
+while :; do
+    exec 3<>/dev/virtio-ports/godwit.shell
+    while IFS=' ' read -r number limit script <&3; do
+        printf %s "$script" | base64 -d >/tmp/script
+        (cd /root && exec timeout -k 5 "$limit" sh /tmp/script) >/tmp/said 2>&1 </dev/null 3>&-
+        printf '%s %s =%s\n' "$number" "$?" "$(base64 -w0 </tmp/said)" >&3
+    done
+    # Nobody is at the other end: a unit that ends each time would not be started for long.
+    exec 3>&-
+    sleep 0.5
 done
 "#;
 
