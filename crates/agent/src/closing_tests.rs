@@ -215,7 +215,7 @@ async fn a_host_that_was_closed_for_a_shutdown_is_open_after_a_soft_reboot() {
         served.agent.go_on_closing().await.unwrap();
         let case = format!("{at_shutdown} {is_stopping}");
         assert_eq!(served.agent.closing.is_on(), is_closed, "{case}");
-        assert_eq!(served.agent.info().closed, is_closed, "{case}");
+        assert_eq!(served.agent.info().closing, is_closed, "{case}");
         let mark = served.host.config.run_dir.join(CLOSING_FILE);
         assert_eq!(
             mark.exists(),

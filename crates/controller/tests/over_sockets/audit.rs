@@ -4,6 +4,7 @@ use crate::scripted::{House, code, host, refused, spec, vm};
 use godwit_rpc::controller_client::path;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role};
+use godwit_types::ErrorCode;
 use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
 use godwit_types::control_api::{JoinRequest, StartRequest};
 use serde_json::{Value, json};
