@@ -250,7 +250,7 @@ pub(crate) fn of_all(groups: &[Group], compared: &[Group]) -> Vec<Line> {
     let ended: Vec<bool> = rows
         .iter()
         .copied()
-        .filter(|row| tried(&row))
+        .filter(|row| tried(row))
         .map(Row::completed)
         .collect();
     let equal: Vec<bool> = rows.iter().filter_map(|row| row.ram_equal).collect();
