@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
 
-/// Between two looks.
+/// Pause between two looks at the interfaces.
 const LOOK_EACH: Duration = Duration::from_secs(5);
 /// Longest wait for this host's own tools.
 const TOOLS: Duration = Duration::from_secs(10);

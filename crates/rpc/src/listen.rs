@@ -8,13 +8,13 @@ use std::net::{SocketAddr, UdpSocket};
 use std::time::Duration;
 use tokio::net::TcpListener;
 
-/// Between two tries.
+/// Pause between two tries to bind.
 const TRY_EACH: Duration = Duration::from_millis(250);
 
-/// Where to listen.
+/// An address to listen on, which this machine has or will have.
 #[derive(Debug)]
 pub enum Place {
-    /// It listens.
+    /// The socket is bound.
     Here(TcpListener),
     /// This machine does not have the address yet.
     Awaited(SocketAddr),

@@ -434,12 +434,12 @@ fn a_guest_whose_ram_file_has_another_length_is_told_of_and_ended_by_a_forced_st
         let status = ask(&inputs, VmRequest::Status);
         let start = ask(&inputs, VmRequest::Start);
         std::thread::scope(|scope| {
-            let seat = Seat {
+            let known = Known {
                 spec,
-                ..seat(&site, &record)
+                ..known(&site, &record)
             };
             let own = inputs.clone();
-            let adopting = scope.spawn(move || adopt(&seat, &own, &received));
+            let adopting = scope.spawn(move || adopt(&known, &own, &received));
             let wait = Duration::from_secs(60);
             let note = match status.recv_timeout(wait).unwrap() {
                 VmAnswer::Status(status) => {
@@ -456,7 +456,7 @@ fn a_guest_whose_ram_file_has_another_length_is_told_of_and_ended_by_a_forced_st
             assert!(matches!(start.recv_timeout(wait), Ok(VmAnswer::Error(_))));
             assert!(!qemu.is_gone(), "its guest may be running");
             let _stopped = ask(&inputs, VmRequest::Stop { force: true });
-            assert!(matches!(adopting.join().unwrap(), Ok(Adopted::None)));
+            assert!(matches!(adopting.join().unwrap(), Ok(Looked::None)));
         });
         assert!(qemu.is_gone());
     }

@@ -5,7 +5,7 @@ use crate::vm::Vm;
 use godwit_migrate::why::Why;
 use godwit_ownership::{Event, PeerMessage, Phase, Power};
 use godwit_types::host_api::{VmAnswer, VmRequest};
-use godwit_types::migration::{Outcome, Side};
+use godwit_types::migration::{COULD_NOT_BEGIN, Outcome, Side};
 use godwit_types::{ErrorCode, Generation, HostName, MigrationId};
 use std::time::Duration;
 

@@ -46,7 +46,7 @@ pub struct Emulated {
 
 /// What a machine is made of.
 pub struct Plan<'a> {
-    /// The emulator.
+    /// The program `qemu-system-x86_64` that emulates it.
     pub qemu: &'a Path,
     /// Whether it has a thread for each vCPU.
     pub threads: bool,

@@ -10,7 +10,7 @@ use std::cell::Cell;
 
 /// One line of the list.
 pub struct Row {
-    /// For `--only`.
+    /// What `--only` calls it.
     pub name: &'static str,
     pub what: &'static str,
     /// Shows it and gives what is worth telling.
