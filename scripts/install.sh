@@ -86,7 +86,7 @@ do_install() {
 
 do_uninstall() {
     # Refused while VMs run; the units that stand there are stopped and disabled, wherever PREFIX put them.
-    if is_live; then GODWIT_UNITS=$units packaging/debian/prerm remove; fi
+    if is_live; then GODWIT_UNITS=$units GODWIT_PROGRAM=$dest$prefix/bin/godwit packaging/debian/prerm remove; fi
     for unit in packaging/*.service packaging/*.slice packaging/*.target; do
         [ -e "$unit" ] || continue
         name=$(basename "$unit")

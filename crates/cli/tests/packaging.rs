@@ -111,9 +111,13 @@ impl Host {
 
     /// Calls a script as dpkg does, in namespaces without any other process.
     fn call(&self, script: &str, arguments: &str) -> Output {
+        self.call_with("", script, arguments)
+    }
+
+    fn call_with(&self, environment: &str, script: &str, arguments: &str) -> Output {
         let inside = format!(
             "mount -t tmpfs none /run && mkdir -p /run/systemd/system && mount --bind '{etc}' /etc \
-             && PATH='{bin}':$PATH exec sh '{script}' {arguments}",
+             && PATH='{bin}':$PATH {environment} exec sh '{script}' {arguments}",
             etc = self.path("etc").display(),
             bin = self.path("bin").display(),
             script = packaging("debian").join(script).display(),
@@ -152,6 +156,19 @@ fn a_package_is_not_removed_while_a_vm_that_is_to_run_is_down() {
     host.program("godwit", "");
     let removed = host.call("prerm", "remove");
     assert!(removed.status.success(), "{removed:?}");
+}
+
+#[test]
+fn the_program_of_an_odd_prefix_is_asked_where_path_has_none() {
+    let Some(host) = Host::new() else { return };
+    host.program("systemctl", ACTIVE);
+    host.program("godwit", "exit 127");
+    host.program("godwit-of-prefix", "echo db");
+    let program = host.path("bin").join("godwit-of-prefix");
+    let environment = format!("GODWIT_PROGRAM='{}'", program.display());
+    let refused = host.call_with(&environment, "prerm", "remove");
+    assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+    assert!(said(&refused).contains("are down: db"), "{refused:?}");
 }
 
 #[test]
