@@ -60,7 +60,10 @@ impl Auditor for AuditLog {
         Box::pin(async move {
             if let Some(error) = &answered.error {
                 let result = AuditResult::of_status(Some(answered.status));
-                tracing::info!("{result}: {error}");
+                // A sentence may repeat what a stranger sent.
+                let said: String = error.to_string().chars().take(MESSAGE_LEN_MAX).collect();
+                let said = said.replace(char::is_control, " ");
+                tracing::info!("{result}: {said}");
             }
             if number == UNWRITTEN {
                 return;
@@ -211,7 +214,7 @@ impl Store {
 
 /// Counts a stranger's refused attempt in the row of the same kind that was begun within [`COUNTED_S`], if there is one.
 async fn count(tx: &mut Transaction<'_, Sqlite>, id: i64) -> Result<()> {
-    let earlier = "SELECT max(old.id) FROM audit old JOIN audit new ON new.id = ?1 WHERE old.who = ?2 AND new.who = ?2 AND old.id < ?1 AND old.what = new.what AND old.status = new.status AND old.message IS new.message AND old.unix_s > ?3";
+    let earlier = "SELECT max(old.id) FROM audit old JOIN audit new ON new.id = ?1 WHERE old.who = ?2 AND new.who = ?2 AND old.id < ?1 AND old.what = new.what AND old.status = new.status AND old.unix_s > ?3";
     let now = now_unix_s();
     let earlier: Option<i64> = query_scalar(earlier)
         .bind(id)

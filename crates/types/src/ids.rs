@@ -11,9 +11,23 @@ pub const NAME_LEN_MAX: usize = 63;
 /// Why a name or an identifier was refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "'{0}' is not a valid name: use 1 to 63 of a-z, A-Z, 0-9, '-', '_' and '.', beginning with a letter or digit"
+    "'{}' is not a valid name: use 1 to 63 of a-z, A-Z, 0-9, '-', '_' and '.', beginning with a letter or digit",
+    shown(.0)
 )]
 pub struct InvalidName(pub String);
+
+/// As much of what is no name as a name may have, without what would begin a line or move a terminal's cursor.
+fn shown(text: &str) -> String {
+    let mut shown: String = text
+        .chars()
+        .take(NAME_LEN_MAX)
+        .flat_map(char::escape_debug)
+        .collect();
+    if text.chars().nth(NAME_LEN_MAX).is_some() {
+        shown.push_str("...");
+    }
+    shown
+}
 
 /// Whether `text` may be used as a name: it ends up in paths, unit names and log lines.
 pub fn is_valid_name(text: &str) -> bool {
