@@ -2,7 +2,8 @@
 //!
 //! Owns nothing. What a process maps is the kernel's word and cannot be forged: only a QEMU of the VM may open the VM's
 //! RAM file. One that has not come that far has a command line alone, which its own program may change; it is believed of
-//! root, of the common user of this host's QEMUs, and of every user id that a VM may have. Refuses: to take a process that
+//! root, of the common user of this host's QEMUs, and of a VM's own user where that file is this user's: who took one QEMU
+//! over does not pass for another VM's. Refuses: to take a process that
 //! could not be looked at for one that is gone, since a QEMU that is missed may run a guest that is started a second time.
 
 use godwit_types::vm::UIDS;
@@ -51,7 +52,20 @@ pub fn ram_file_of(pid: i32, ram_dir: &Path, common_uid: u32) -> io::Result<Opti
         // What it says of itself has to do.
         Err(_) => {}
     }
-    Ok(told.filter(|_| uid.is_none_or(|uid| is_qemus(uid, common_uid))))
+    let is_believed = |name: &String| match uid {
+        Some(uid) if UIDS.contains(&uid) => is_of(&ram_dir.join(name), uid),
+        Some(uid) => is_qemus(uid, common_uid),
+        None => true,
+    };
+    Ok(told.filter(is_believed))
+}
+
+/// Whether a file belongs to this user, as a RAM file does before its QEMU is started. One that cannot be looked at may.
+fn is_of(file: &Path, uid: u32) -> bool {
+    match gone_is_none(std::fs::metadata(file)) {
+        Ok(found) => found.is_some_and(|found| found.uid() == uid),
+        Err(_) => true,
+    }
 }
 
 /// How much memory the command line of a QEMU gives its guest, in bytes: the QEMU's own word, where nobody else has one.
@@ -94,11 +108,15 @@ fn told(line: &[u8], ram_dir: &Path) -> Option<String> {
     })
 }
 
-/// The RAM file in a list of mappings: a line has five words before the path, which may hold spaces.
+/// The RAM file in a list of mappings: a line has five words before the path, which may hold spaces. What a process calls
+/// its own memory has no inode.
 fn mapped(maps: &[u8], ram_dir: &Path) -> Option<String> {
     let text = String::from_utf8_lossy(maps);
     text.lines().find_map(|line| {
-        let path = line.get(line.find(" /")?..)?.trim_start();
+        let mut words = line.splitn(6, ' ');
+        let inode = words.nth(4)?;
+        let path = words.next()?.trim_start();
+        let path = Some(path).filter(|path| inode != "0" && path.starts_with('/'))?;
         name_in(ram_dir, path.strip_suffix(DELETED).unwrap_or(path))
     })
 }
@@ -161,9 +179,15 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return println!("skipped: becoming another user needs root");
         }
-        let dir = Path::new("/nonexistent/ram");
+        let dir = tempfile::tempdir().expect("a directory");
+        let dir = dir.path();
+        let belongs_to = |uid| {
+            std::fs::write(dir.join("web.3"), "").expect("a file");
+            std::os::unix::fs::chown(dir.join("web.3"), Some(uid), None).expect("chown");
+        };
         let ours = [0, COMMON, *UIDS.start(), UIDS.start() + 77, *UIDS.end()];
         for uid in ours {
+            belongs_to(uid);
             let qemu = process(uid, &backend(dir, "web.3"));
             let found = ram_file_of(qemu.pid(), dir, COMMON).expect("looked at");
             assert_eq!(found.as_deref(), Some("web.3"), "user {uid}");
@@ -173,6 +197,13 @@ mod tests {
             let found = ram_file_of(other.pid(), dir, COMMON).expect("looked at");
             assert_eq!(found, None, "user {uid} may write what it likes");
         }
+        // Who took over another VM's QEMU, while this VM's file is there and when it is not.
+        belongs_to(*UIDS.start());
+        let other = process(UIDS.start() + 1, &backend(dir, "web.3"));
+        let found = || ram_file_of(other.pid(), dir, COMMON).expect("looked at");
+        assert_eq!(found(), None);
+        std::fs::remove_file(dir.join("web.3")).expect("removed");
+        assert_eq!(found(), None);
     }
 
     const MAPS: &str = "GODWIT_TEST_MAPS";
@@ -258,5 +289,8 @@ mod tests {
         assert_eq!(told(b"mem-path=/dev/shm/godwit/web.3", dir), None);
         let maps = b"7f0-7f1 rw-s 00000000 00:1f 7    /dev/shm/godwit/web.3 (deleted)\n";
         assert_eq!(mapped(maps, dir).as_deref(), Some("web.3"));
+        let named = b"7e0-7e1 rw-p 00000000 00:00 0    [anon: /dev/shm/godwit/other.1]\n";
+        let maps = [&named[..], maps].concat();
+        assert_eq!(mapped(&maps, dir).as_deref(), Some("web.3"));
     }
 }

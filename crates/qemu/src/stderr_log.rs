@@ -5,7 +5,7 @@
 //! or the handle does, and whoever takes QEMU over finds it behind QEMU's descriptor 2.
 
 use crate::text::{printable, without_prefix};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -35,15 +35,15 @@ impl StderrLog {
     /// That of a running QEMU; an error where its descriptor 2 is not a file.
     pub(crate) fn of_process(pid: i32) -> io::Result<StderrLog> {
         let path = format!("/proc/{pid}/fd/2");
-        // Looked at before it is opened: opening a pipe or a terminal could wait.
-        if !std::fs::metadata(&path)?.is_file() {
+        // Without waiting for anybody: QEMU may put a pipe or a terminal there at any time.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
+        if !file.metadata()?.is_file() {
             return Err(io::Error::other(
                 "the hypervisor's standard error is not a file",
             ));
         }
-        Ok(StderrLog {
-            file: File::open(path)?,
-        })
+        Ok(StderrLog { file })
     }
 
     /// A descriptor for QEMU's standard output or error.
