@@ -48,17 +48,15 @@ pub async fn renew(app: &App, holder: &Holder, request: &RenewRequest) -> Outcom
     Ok(response(app, issued))
 }
 
-/// Which one of a host's life is the later one is seen by when it was made, to the second.
 fn sign_again(app: &App, csr_pem: &str, holder: &Holder) -> Outcome<Issued> {
-    let at = now_unix_s().max(holder.made_unix_s.saturating_add(1));
-    let issued = app.authority.sign_again(csr_pem, holder, at);
+    let issued = app.authority.sign_again(csr_pem, holder, now_unix_s());
     issued.map_err(not_signed)
 }
 
 /// Who shows a renewed certificate has it, with its key: what was made before it is refused from now on. Noted before it
 /// is answered, since the host may forget the one before by that.
 async fn end_earlier(app: &App, holder: &Holder) -> Outcome<()> {
-    let (life, made) = (&holder.life, holder.made_unix_s);
+    let (life, made) = (&holder.life, holder.order);
     let known = app.revocations.made_before(life);
     if !holder.role.is_host() || holder.serial == *life || known >= Some(made) {
         return Ok(());

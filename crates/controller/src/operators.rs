@@ -77,8 +77,9 @@ pub async fn add(app: &App, request: &OperatorRequest) -> Outcome<JoinResponse> 
     let role = Role::Operator(request.name.clone());
     // One that was removed and is wanted again has what is made from now on.
     let earliest = app.revocations.made_before(&role.uri());
-    let at = now_unix_s().max(earliest.unwrap_or(0));
-    let issued = app.authority.sign(&request.csr_pem, &role, at);
+    let issued =
+        app.authority
+            .sign_from(&request.csr_pem, &role, now_unix_s(), earliest.unwrap_or(0));
     let issued = issued.map_err(not_signed)?;
     let holder = issued.holder().map_err(not_signed)?;
     app.store

@@ -17,6 +17,7 @@ use rcgen::{
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject as _};
 use std::fmt;
 use std::time::Duration;
+use x509_parser::oid_registry::OID_X509_SERIALNUMBER;
 use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
 use zeroize::Zeroizing;
 
@@ -30,6 +31,10 @@ const DAY_S: i64 = 86_400;
 const SERIAL_LEN: usize = 16;
 /// Before the life that a renewed certificate names.
 const LIFE: &str = "life ";
+/// What is before the place among the certificates of a life, in the subject's serial number.
+const ORDER: &str = "order ";
+/// The attribute of that: `serialNumber` of X.520.
+const ORDER_OID: [u64; 4] = [2, 5, 4, 5];
 
 /// Why something with certificates failed.
 #[derive(Debug, thiserror::Error)]
@@ -135,6 +140,9 @@ pub struct Holder {
     pub life: String,
     /// When it was made, seconds since 1970.
     pub made_unix_s: i64,
+    /// Its place among the certificates of its life and role: the later one has the greater number. When it was made,
+    /// unless a clock that was ahead had made the one before it.
+    pub order: i64,
     /// When it ends, seconds since 1970.
     pub not_after_unix_s: i64,
 }
@@ -146,12 +154,13 @@ impl Holder {
             .map_err(|error| PkiError::Certificate(error.to_string()))?;
         let serial = hex(certificate.raw_serial());
         let validity = certificate.validity();
-        let not_before = validity.not_before.timestamp();
+        let made_unix_s = validity.not_before.timestamp().saturating_add(BACKDATED_S);
         Ok(Self {
             role: role_of(&certificate)?,
             life: life_of(&certificate)?.unwrap_or_else(|| serial.clone()),
             serial,
-            made_unix_s: not_before.saturating_add(BACKDATED_S),
+            made_unix_s,
+            order: order_of(&certificate)?.unwrap_or(made_unix_s),
             not_after_unix_s: validity.not_after.timestamp(),
         })
     }
@@ -178,6 +187,24 @@ fn life_of(certificate: &X509Certificate<'_>) -> Result<Option<String>, PkiError
             Ok(Some(life.to_owned()))
         }
         _ => Err(PkiError::Certificate("it names no life, or several".into())),
+    }
+}
+
+/// The place that it names, in its subject, where that is not when it was made.
+fn order_of(certificate: &X509Certificate<'_>) -> Result<Option<i64>, PkiError> {
+    let mut named = certificate.subject().iter_by_oid(&OID_X509_SERIALNUMBER);
+    let Some(number) = named.next() else {
+        return Ok(None);
+    };
+    let text = number
+        .as_str()
+        .ok()
+        .and_then(|text| text.strip_prefix(ORDER));
+    match (text.and_then(|text| text.parse().ok()), named.next()) {
+        (Some(order), None) => Ok(Some(order)),
+        _ => Err(PkiError::Certificate(
+            "it names no place, or several".into(),
+        )),
     }
 }
 
@@ -273,9 +300,7 @@ impl Identity {
         if is.life != was.life {
             return refused("it begins a life of its own");
         }
-        // One that was made while a clock was ahead is followed by one that was made earlier.
-        let was_ahead = was.dates().is_not_valid_yet(now_unix_s());
-        if is.serial == was.serial || (is.made_unix_s < was.made_unix_s && !was_ahead) {
+        if is.order < was.order || is.serial == was.serial {
             return refused("it is not the later one");
         }
         Ok(())
@@ -441,10 +466,25 @@ impl Authority {
     pub fn sign(&self, csr_pem: &str, role: &Role, now_unix_s: i64) -> Result<Issued, PkiError> {
         let request = CertificateSigningRequestParams::from_pem(csr_pem)
             .map_err(|error| PkiError::Request(error.to_string()))?;
-        self.certify(&request.public_key, role, None, now_unix_s)
+        self.certify(&request.public_key, role, None, (now_unix_s, now_unix_s))
     }
 
-    /// Certifies a new key for who has a certificate already: the same role, and the same life.
+    /// As [`Authority::sign`], in a place that is no earlier than this one.
+    pub fn sign_from(
+        &self,
+        csr_pem: &str,
+        role: &Role,
+        now_unix_s: i64,
+        earliest: i64,
+    ) -> Result<Issued, PkiError> {
+        let request = CertificateSigningRequestParams::from_pem(csr_pem)
+            .map_err(|error| PkiError::Request(error.to_string()))?;
+        let order = now_unix_s.max(earliest);
+        self.certify(&request.public_key, role, None, (now_unix_s, order))
+    }
+
+    /// Certifies a new key for who has a certificate already: the same role, the same life, and the next place in it. It is
+    /// good from now on, also where the one before was made while a clock was ahead.
     pub fn sign_again(
         &self,
         csr_pem: &str,
@@ -454,7 +494,8 @@ impl Authority {
         let request = CertificateSigningRequestParams::from_pem(csr_pem)
             .map_err(|error| PkiError::Request(error.to_string()))?;
         let life = Some(holder.life.as_str());
-        self.certify(&request.public_key, &holder.role, life, now_unix_s)
+        let order = now_unix_s.max(holder.order.saturating_add(1));
+        self.certify(&request.public_key, &holder.role, life, (now_unix_s, order))
     }
 
     /// Makes a key and a certificate for `role`.
@@ -469,7 +510,7 @@ impl Authority {
         key: &impl PublicKeyData,
         role: &Role,
         life: Option<&str>,
-        now_unix_s: i64,
+        (now_unix_s, order): (i64, i64),
     ) -> Result<Issued, PkiError> {
         let mut params = params(&role.uri(), now_unix_s, self.valid_s)?;
         if let Some(life) = life {
@@ -477,6 +518,12 @@ impl Authority {
             params
                 .distinguished_name
                 .push(unit, format!("{LIFE}{life}"));
+        }
+        if order != now_unix_s {
+            let place = DnType::CustomDnType(ORDER_OID.to_vec());
+            params
+                .distinguished_name
+                .push(place, format!("{ORDER}{order}"));
         }
         let uri = role.uri().try_into()?;
         params.subject_alt_names = vec![SanType::URI(uri)];

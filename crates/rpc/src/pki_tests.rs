@@ -105,7 +105,12 @@ fn only_a_later_one_of_the_same_ca_role_and_life_takes_the_place_of_an_identity(
         (made(&other, &holder, NOW + 1), "another CA"),
         (made(&ca, &jane, NOW + 1), "operator jane"),
         (made(&ca, &born, NOW + 1), "a life of its own"),
-        (made(&ca, &holder, NOW - 1), "not the later one"),
+        (
+            before
+                .must_succeed(&made(&ca, &holder, NOW + 1).unwrap())
+                .map(|()| before.clone()),
+            "not the later one",
+        ),
     ] {
         let error = refused.unwrap_err().to_string();
         assert!(
@@ -114,6 +119,33 @@ fn only_a_later_one_of_the_same_ca_role_and_life_takes_the_place_of_an_identity(
         );
     }
     assert!(before.must_succeed(&before).is_err());
+}
+
+#[test]
+fn what_follows_a_certificate_of_a_clock_that_was_ahead_is_good_now_and_counts_as_the_later_one() {
+    let ca = Authority::create(NOW).unwrap();
+    let role = Role::Host(HostName::new("a").unwrap());
+    let ahead = ca.identity(&role, NOW + 300 * DAY_S).unwrap();
+    let was = ahead.holder().unwrap();
+    let next = |holder: &Holder| {
+        let request = Request::new().unwrap();
+        let issued = ca.sign_again(&request.csr_pem, holder, NOW).unwrap();
+        let ca_pem = ca.certificate_pem().to_owned();
+        request
+            .into_identity(issued.certificate_pem, ca_pem)
+            .unwrap()
+    };
+    let right = next(&was);
+    let is = right.holder().unwrap();
+    assert!(!is.dates().is_not_valid_yet(NOW));
+    assert!(is.order > was.order, "{is:?}");
+    right.must_succeed(&ahead).unwrap();
+    ahead.must_succeed(&right).unwrap_err();
+    // Also where the earlier one had been in use.
+    let revocations = crate::Revocations::default();
+    revocations.revoke(crate::revocations::made_before(&was.life, was.order));
+    assert!(crate::Admission::admits(&revocations, &is));
+    assert_eq!(next(&is).holder().unwrap().order, is.order + 1);
 }
 
 #[test]

@@ -152,7 +152,7 @@ impl Lists {
     fn ended_since(&self, holder: &Holder) -> Option<Instant> {
         let of = |what: &str| {
             let before = self.before.get(what)?;
-            (holder.made_unix_s < before.unix_s).then_some(before.since)
+            (holder.order < before.unix_s).then_some(before.since)
         };
         of(&holder.life)
             .into_iter()
@@ -203,6 +203,7 @@ mod tests {
             serial: serial.into(),
             life: "11".into(),
             made_unix_s,
+            order: made_unix_s,
             not_after_unix_s: made_unix_s + 1000,
         }
     }
