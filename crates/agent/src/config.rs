@@ -23,6 +23,8 @@ pub const LISTEN_PORT: u16 = 8472;
 /// Longest time that guests may be given to power off, s. The system manager ends a shutdown by force after 30 minutes, of
 /// which some are for what the host does before and after; godwit-guests.service waits longer than its guests.
 const GUEST_SHUTDOWN_S_MAX: u64 = 1500;
+/// What an earlier version took. A host with such a file has to go on; it is cut to what can be kept.
+const GUEST_SHUTDOWN_S_BEFORE: u64 = 3000;
 
 /// Longest configuration, in bytes.
 const CONFIG_MAX: u64 = 1 << 20;
@@ -193,11 +195,19 @@ impl HostConfig {
 
     /// Reads and checks `text`; `path` is only named in errors.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        let config: Self = toml::from_str(text).map_err(|error| ConfigError::Syntax {
+        let mut config: Self = toml::from_str(text).map_err(|error| ConfigError::Syntax {
             path: path.into(),
             message: one_line(text, &error),
         })?;
         config.check(path)?;
+        if config.guest_shutdown_s > GUEST_SHUTDOWN_S_MAX {
+            tracing::warn!(
+                "{}: guest_shutdown_s is {}, and {GUEST_SHUTDOWN_S_MAX} counts: systemd ends a shutdown by force after 30 minutes",
+                path.display(),
+                config.guest_shutdown_s
+            );
+            config.guest_shutdown_s = GUEST_SHUTDOWN_S_MAX;
+        }
         Ok(config)
     }
 
@@ -245,7 +255,7 @@ impl HostConfig {
                 return refuse(key, "give an absolute path");
             }
         }
-        if self.guest_shutdown_s > GUEST_SHUTDOWN_S_MAX {
+        if self.guest_shutdown_s > GUEST_SHUTDOWN_S_BEFORE {
             return refuse(
                 "guest_shutdown_s",
                 "give 0 to 1500 seconds: systemd ends a shutdown by force after 30 minutes, and guests still running then would be cut off",
@@ -381,13 +391,21 @@ mod tests {
             ("listen =", "run_dir = \"run\"\nlisten =", "absolute"),
             (
                 "listen =",
-                "guest_shutdown_s = 1501\nlisten =",
+                "guest_shutdown_s = 3001\nlisten =",
                 "0 to 1500 seconds: systemd ends",
             ),
             ("vmbr0", "../vmbr0", "1 to 15"),
         ] {
             let error = parse(&PLAIN.replace(from, to)).unwrap_err();
             assert!(error.contains(expected), "{to}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_time_for_guests_that_an_earlier_version_took_is_cut_and_keeps_no_agent_from_its_vms() {
+        let text = |s: u64| PLAIN.replace("listen =", &format!("guest_shutdown_s = {s}\nlisten ="));
+        for (wished, counts) in [(1500, 1500), (1501, 1500), (3000, 1500)] {
+            assert_eq!(parse(&text(wished)).unwrap().guest_shutdown_s, counts);
         }
     }
 
