@@ -56,13 +56,13 @@ impl Agent {
     /// Has a VM process of the installed program take the guest over, which goes on meanwhile.
     pub(crate) async fn renew(&self, name: &VmName) -> Reply<Done> {
         let vm = self.known(name)?;
-        if !vm.is_live() {
+        let Some(pid) = vm.live_pid() else {
             let message = format!(
                 "VM '{name}' has no VM process on host '{}': the next one will be of Godwit {VERSION}",
                 self.host()
             );
             return Err(ApiError::new(ErrorCode::WrongState, message));
-        }
+        };
         let before = status(&vm, name).await?;
         must_rest(&vm, &before).await?;
         let request = VmRequest::Detach {
@@ -74,7 +74,7 @@ impl Agent {
             Err(error) if error.code == ErrorCode::Hypervisor => {}
             Err(refused) => return Err(refused),
         }
-        if !vm.ended(TOOLS).await {
+        if !vm.gave_way(pid, TOOLS).await {
             let message = format!("the VM process of '{name}' does not end: see its log");
             return Err(ApiError::new(ErrorCode::Locked, message));
         }

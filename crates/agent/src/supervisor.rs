@@ -271,6 +271,33 @@ impl Supervised {
         tokio::time::timeout(patience, ended).await.unwrap_or(false)
     }
 
+    /// The VM process that answers.
+    pub fn live_pid(&self) -> Option<i32> {
+        match *self.life.borrow() {
+            Life::Live { pid } => Some(pid),
+            _ => None,
+        }
+    }
+
+    /// Waits until a VM process is gone, also where the next one answers before that was looked at.
+    pub async fn gave_way(&self, before: i32, patience: Duration) -> bool {
+        let began = tokio::time::Instant::now();
+        let mut life = self.life.subscribe();
+        let is_before = |life: &Life| matches!(life, Life::Live { pid } if *pid == before);
+        let left = life.wait_for(|life| !is_before(life));
+        if !matches!(tokio::time::timeout(patience, left).await, Ok(Ok(_))) {
+            return false;
+        }
+        let has_next = async {
+            let next = life.wait_for(|life| matches!(life, Life::Live { .. }));
+            next.await.is_ok()
+        };
+        tokio::select! {
+            has_next = has_next => has_next,
+            ended = self.ended(patience.saturating_sub(began.elapsed())) => ended,
+        }
+    }
+
     /// Asks the VM process, which must live.
     pub async fn ask(&self, request: &VmRequest, patience: Duration) -> Result<VmAnswer, ApiError> {
         ask(&self.socket(), &self.name, request, patience).await
