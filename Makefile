@@ -42,7 +42,7 @@ guests: deps ## Make the guest images below target/guests
 demo: deps ## Move a loaded Redis guest between two hosts on this machine and back
 	@scripts/demo.sh
 
-bench: ## Measure moves of memory against QEMU's own migration, the whole set (up to 3 hours)
+bench: ## Measure moves of memory against QEMU's own migration, the whole set (about an hour and a half)
 	@scripts/bench.sh
 
 bench-quick: ## A small part of it, under 8 minutes

@@ -138,7 +138,7 @@ fn stays_by_description(here: &Source<'_>) -> Option<ApiError> {
     let vm = &spec.name;
     let why = if !spec.movable {
         format!(
-            "VM '{vm}' has movable = false: change that with 'godwit vm edit {vm}' while it is stopped"
+            "VM '{vm}' has movable = false: change that with 'godwit vm edit {vm} FILE' while it is stopped"
         )
     } else if wish.is_of_one_host() {
         wish.why_not_movable(vm)

@@ -70,6 +70,7 @@ const COMMANDS: &[&str] = &[
     "host",
     "host join",
     "host renew",
+    "host leave",
     "host list",
     "host show",
     "host add",
@@ -111,6 +112,7 @@ const COMMANDS: &[&str] = &[
     "site",
     "site show",
     "site acknowledge",
+    "bench",
     "completion",
     "man",
 ];

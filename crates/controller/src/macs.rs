@@ -38,7 +38,7 @@ pub fn must_be_alone(spec: &VmSpec, state: &State) -> Outcome<()> {
         Some((host, other, mac)) => refuse(
             ErrorCode::InvalidVm,
             format!(
-                "VM {0} has the MAC address {1} that VM {other} on host {host} has, which is on: leave mac out of its description with 'godwit vm edit {0}' to get another",
+                "VM {0} has the MAC address {1} that VM {other} on host {host} has, which is on: leave mac out of its description with 'godwit vm edit {0} FILE' to get another",
                 spec.name,
                 mac_text(mac)
             ),

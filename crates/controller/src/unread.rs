@@ -34,7 +34,7 @@ impl UnreadRow {
             match *table {
                 "drains" => "that host takes VMs again; if it is to be emptied, run 'godwit host drain' again".to_owned(),
                 "migrations" => format!("whether that migration is still under way is not known here, and no host may start its VM; {WAY_OUT}"),
-                "vms" => format!("the VM is shown and not started; describe it anew with 'godwit vm edit {row} --file FILE', or {WAY_OUT}"),
+                "vms" => format!("the VM is shown and not started; describe it anew with 'godwit vm edit {row} FILE', or {WAY_OUT}"),
                 "site_vms" => format!("the VM is shown as far as its host tells, and no host may start it; {WAY_OUT}"),
                 _ => WAY_OUT.to_owned(),
             }

@@ -47,7 +47,7 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     let _macs = app.macs_turn().await;
     let exists = || {
         let message = format!(
-            "there is a VM {name} already: choose another name, or change it with 'godwit vm edit {name}'"
+            "there is a VM {name} already: choose another name, or change it with 'godwit vm edit {name} FILE'"
         );
         ApiError::new(ErrorCode::AlreadyExists, message)
     };

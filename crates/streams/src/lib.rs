@@ -7,6 +7,7 @@
 //!
 //! Owns threads and channels, and per channel what was not yet acknowledged as applied. Refuses: to decide what comes
 //! next in a migration, which is its drivers' business, and who may run the VM. Knows no QEMU.
+#![forbid(unsafe_code)]
 
 mod control;
 mod control_slot;

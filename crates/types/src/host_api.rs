@@ -1,6 +1,6 @@
 //! Bodies between controller and agent, between two hosts' agents, and between an agent and its VM processes.
 //!
-//! Pure data. The agent serves [`HostRequest`]-like paths over mutual TLS; the VM process serves [`VmRequest`] over a
+//! Pure data. The agent serves its routes over mutual TLS; the VM process serves [`VmRequest`] over a
 //! Unix socket, one JSON line in, one JSON line out. Both sides may be of different versions: fields that a reader does
 //! not know are left out, but for a VM's description, which is understood wholly or refused. Refuses: anything over
 //! [`MESSAGE_LEN_MAX`].

@@ -89,7 +89,7 @@ pub(crate) enum News {
     },
     /// (destination) No connection has come for a while.
     NobodyCame,
-    /// (source) What is left fits the promise.
+    /// (source) What is left fits the target.
     Converged,
     /// Something for the ownership core.
     Core(Event),

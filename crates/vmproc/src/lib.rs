@@ -7,6 +7,7 @@
 //! One thread, [`vm`], changes the VM's state; it takes inputs one at a time and hands events to the ownership core.
 //! Around it: `server` answers the agent, a watcher per QEMU passes its events on, `source` or `destination` drive a
 //! migration with threads of their own.
+#![forbid(unsafe_code)]
 
 mod actions;
 mod adoption;

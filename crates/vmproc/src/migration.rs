@@ -11,7 +11,7 @@ use crate::input::{DriverNews, Input, Intake, News};
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
 use crate::source::{SourceHandle, SourceParts};
-use crate::vm::Vm;
+use crate::vm::{SWITCHOVER_WAIT_MIN, Vm};
 use godwit_guestmem::DirtyTracker;
 use godwit_migrate::admission::{agreed_protocol, refuse_writable_disks};
 use godwit_migrate::protocol::ToDestination;
@@ -315,7 +315,7 @@ impl Vm {
             save_gate: prepared.save_gate,
             deadline: deadline
                 .and_then(|seconds| Instant::now().checked_add(Duration::from_secs(seconds))),
-            switchover_wait: Duration::from_millis(500),
+            switchover_wait: SWITCHOVER_WAIT_MIN,
             why: None,
             journal_trouble: None,
             unheard: false,

@@ -35,7 +35,7 @@ const IDLE_MAX: Duration = Duration::from_secs(20);
 /// Longest sleep of the loop.
 const NAP_MAX: Duration = Duration::from_secs(1);
 /// Shortest wait for a peer's word during a switchover.
-const SWITCHOVER_WAIT_MIN: Duration = Duration::from_millis(500);
+pub(crate) const SWITCHOVER_WAIT_MIN: Duration = Duration::from_millis(500);
 /// A switchover that is not done by then is called off, however lively the destination is.
 const SWITCHOVER_MAX: Duration = Duration::from_secs(10);
 /// Pause between two questions.

@@ -40,7 +40,7 @@ async fn a_host_that_is_closed_gets_no_vm_though_it_has_the_most_memory() {
     until_closed(&house, "b", true).await;
     let message = place(&house, &spec("web")).await;
     assert_eq!(message, "VM 'web' runs on host a");
-    assert_eq!((a.calls("start"), b.calls("start")), (1, 0));
+    assert_eq!((a.calls("running web"), b.calls("running web")), (1, 0));
     // Everybody hears of it.
     let client = house.client();
     assert_eq!(client.site().await.unwrap().closing, [host("b")].into());

@@ -48,6 +48,7 @@ const CONTROL_SILENCE: Duration = Duration::from_secs(6);
 pub(super) const HELD_BYTES_MAX: usize = 64 << 20;
 /// How often the source hears something while devices are loaded.
 pub(super) const LIFE_EVERY: Duration = Duration::from_millis(100);
+
 /// Why an activity of the driver stopped.
 #[derive(Debug)]
 pub(super) enum Halt {

@@ -35,7 +35,7 @@ pub(super) struct Iteration {
 }
 
 impl SourceDriver {
-    /// Goes round until what is left fits the promise.
+    /// Goes round until what is left fits the target.
     pub(super) fn precopy(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         self.parts
             .report
@@ -121,11 +121,7 @@ impl SourceDriver {
         let note = format!(
             "the guest writes memory faster than it can be sent and could not be slowed: {why}; see cgroup-cpu in 'godwit host check'"
         );
-        self.parts.report.update(|report| {
-            if !report.notes.contains(&note) {
-                report.notes.push(note);
-            }
-        });
+        self.parts.report.note(vec![note]);
     }
 
     /// Lifts what slows the guest, and says so.
@@ -210,10 +206,8 @@ impl SourceDriver {
         iteration.shares.source_busy = iteration.figures.busy.as_secs_f64() / threads_s;
         iteration.shares.cap = iteration.figures.capped.as_secs_f64() / threads_s;
         let (streams, notes) = (set.streams() as u32, set.take_notes());
-        self.parts.report.update(|report| {
-            report.streams = streams;
-            report.notes.extend(notes);
-        });
+        self.parts.report.update(|report| report.streams = streams);
+        self.parts.report.note(notes);
     }
 
     fn run_pass(&mut self, set: &mut ConnectionSet, pass: &Arc<Pass>) -> Result<Iteration, Halt> {

@@ -1,4 +1,4 @@
-//! The source's switchover: from the moment that what is left fits the promise to the last byte of device state.
+//! The source's switchover: from the moment that what is left fits the target to the last byte of device state.
 //!
 //! Works on the driver's state. The ownership core says when to stop the guest, and what a lost link means. Refuses: to
 //! make a next step of its own after a link was lost.
