@@ -137,11 +137,12 @@ fn a_ram_file_of_another_length_moves_nothing_and_ends_no_vm_process() -> anyhow
         let refused = begun.err().map(|error| format!("{error:#}"));
         let refused = refused.ok_or_else(|| anyhow::anyhow!("{bytes} bytes were accepted"))?;
         anyhow::ensure!(refused.contains(&format!("has {bytes} bytes")), "{refused}");
-        // As the controller does; the guest is as it was.
-        pair.b.ask(&VmRequest::Cancel {
-            migration: id,
-            reason: "it could not begin: its source refuses it".into(),
-        })?;
+        // Its source says so to the other host; the guest is as it was.
+        let there = pair
+            .wait_end(&pair.b, &id, LONG)?
+            .reason
+            .unwrap_or_default();
+        anyhow::ensure!(there.contains(&format!("has {bytes} bytes")), "{there}");
         resize(&path, MEMORY_MIB << 20)?;
         pair.settle()?;
     }
