@@ -1,11 +1,13 @@
 //! What becomes of a guest and its record while its host shuts down.
 
+use crate::hypervisor::Hyper;
 use crate::input::GuestNews;
 use crate::migration_tests::under_way;
 use crate::off_tests::FullDisk;
 use crate::testing::{FakeQemu, Site, answer, holds, migration, open, shown};
 use crate::vm::Vm;
 use godwit_ownership::{Phase, Power};
+use godwit_store::load_json;
 use godwit_types::host_api::{CLOSING_FILE, CloseState, CloseStep, VmAnswer, VmRequest};
 use godwit_types::migration::Side;
 use godwit_types::vm::VmState;
@@ -280,5 +282,25 @@ fn a_guest_that_stands_still_where_no_journal_can_be_written_is_left_and_shown_a
         assert_eq!(shown(&vm).state, VmState::Paused);
         assert_eq!(close(&mut vm, CloseStep::Press).unwrap(), CloseState::Left);
         assert_eq!(qemu.asked("system_powerdown"), 0);
+    }
+}
+
+#[test]
+fn a_qemu_that_was_being_started_when_its_host_began_to_shut_down_is_ended_before_its_guest_runs() {
+    for closes in [true, false] {
+        let site = site(holds(Power::On), false);
+        let mut vm = open(&site);
+        let mut qemu = site.qemu(&["prelaunch"]);
+        let identity = load_json(&site.paths.identity()).unwrap().unwrap();
+        let spec = vm.spec.clone().unwrap();
+        let bytes = Some(16 << 20);
+        let (hyper, _) = Hyper::take_over(&site.paths, &identity, bytes).unwrap();
+        if closes {
+            std::fs::write(mark(&site), "boot-1").unwrap();
+        }
+        let kept = vm.keep(hyper, &spec);
+        assert_eq!(qemu.is_gone(), closes, "{kept:?}");
+        assert_eq!(vm.hyper.is_none(), closes);
+        assert_eq!(kept.is_err(), closes);
     }
 }
