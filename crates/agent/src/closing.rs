@@ -62,6 +62,9 @@ struct Progress {
     renewed: BTreeSet<VmName>,
     #[serde(default)]
     guests: BTreeMap<VmName, ClosingVm>,
+    /// VMs that should have run and did not when it began: no shutdown ended them.
+    #[serde(default)]
+    down_before: BTreeSet<VmName>,
 }
 
 /// Whether this host shuts down, and how far it has come.
@@ -139,8 +142,8 @@ impl Closing {
         Err(ApiError::new(ErrorCode::WrongState, message).on_host(host))
     }
 
-    /// Marks that the host shuts down; whether its guests are to be powered down now.
-    fn begin(&self, at_shutdown: bool) -> Reply<bool> {
+    /// Marks that the host shuts down, where VMs were down by themselves; whether its guests are to be powered down now.
+    pub(crate) fn begin(&self, at_shutdown: bool, down: BTreeSet<VmName>) -> Reply<bool> {
         let mut stage = lock(&self.stage);
         let mut progress = lock(&self.progress);
         if *stage == ClosingStage::Closing {
@@ -148,9 +151,18 @@ impl Closing {
             self.keep(&progress);
             return Ok(false);
         }
+        let before = std::mem::take(&mut *progress);
+        let mut guests = before.guests;
+        guests.retain(|_, vm| is_down(vm));
         *progress = Progress {
-            at_shutdown: at_shutdown || progress.at_shutdown,
+            at_shutdown: at_shutdown || before.at_shutdown,
             began_s: uptime_s(),
+            // A host that was closed before is so for the same guests.
+            guests,
+            down_before: match *stage {
+                ClosingStage::Open => down,
+                ClosingStage::Closing | ClosingStage::Closed => before.down_before,
+            },
             ..Progress::default()
         };
         // Before the mark, which says that it counts.
@@ -210,9 +222,13 @@ impl Closing {
         }
     }
 
-    /// Shows in a list why a VM that should run does not.
+    /// Shows in a list why a VM that should run does not, if that is for the shutdown.
     pub(crate) fn show(&self, vm: &mut HostVm, host: &HostName) {
-        if self.is_on() && vm.state == VmState::Crashed {
+        let is_ended = lock(&self.progress)
+            .guests
+            .get(&vm.spec.name)
+            .is_some_and(is_down);
+        if is_ended && self.is_on() && vm.state == VmState::Crashed {
             vm.note = Some(format!(
                 "its guest is off since host {host} shuts down; it is booted when the host is back, or after 'godwit host open' there"
             ));
@@ -231,10 +247,7 @@ impl Closing {
 
     /// Guests that are gone since they were last looked at.
     fn gone(&self, living: &BTreeSet<VmName>) -> Vec<VmName> {
-        let gone = |vm: &&mut ClosingVm| {
-            let was_here = !matches!(vm.state, CloseState::Off | CloseState::Ended);
-            was_here && !living.contains(&vm.vm)
-        };
+        let gone = |vm: &&mut ClosingVm| !is_down(vm) && !living.contains(&vm.vm);
         let guests = &mut lock(&self.progress).guests;
         let gone = guests.values_mut().filter(gone);
         gone.map(|vm| {
@@ -281,6 +294,10 @@ impl Closing {
     }
 }
 
+fn is_down(vm: &ClosingVm) -> bool {
+    matches!(vm.state, CloseState::Off | CloseState::Ended)
+}
+
 /// What an agent before this one kept; nothing is known of what cannot be read, so that it begins with a full limit.
 fn progress_of(file: &Path) -> Progress {
     let kept: Result<Option<Progress>, StoreError> = load_json(file);
@@ -318,7 +335,8 @@ impl Agent {
     pub(crate) async fn close(self: &Arc<Self>) -> Reply<HostClosing> {
         let at_shutdown = (self.boots.stopping)().await == Some(true);
         let agent = Arc::clone(self);
-        if blocking(move || agent.closing.begin(at_shutdown)).await? {
+        let began = blocking(move || agent.closing.begin(at_shutdown, agent.down_by_themselves()));
+        if began.await? {
             tokio::spawn(Arc::clone(self).power_guests_down());
         }
         Ok(self.closing.shown())
@@ -344,7 +362,13 @@ impl Agent {
     /// Has the host run guests again, and boots those that ran before.
     pub(crate) async fn open(self: &Arc<Self>) -> Reply<Done> {
         let agent = Arc::clone(self);
-        blocking(move || agent.closing.end(agent.host())).await?;
+        blocking(move || {
+            if agent.closing.stage() == ClosingStage::Closed {
+                agent.settle_the_unseen();
+            }
+            agent.closing.end(agent.host())
+        })
+        .await?;
         self.boots.wake();
         self.bring_guests_unit_back();
         let message = format!(
@@ -371,6 +395,7 @@ impl Agent {
         }
         let agent = Arc::clone(&self);
         let kept = blocking(move || {
+            agent.settle_the_unseen();
             let mut progress = lock(&agent.closing.progress);
             progress.is_over = true;
             agent.closing.keep(&progress);
@@ -397,7 +422,7 @@ impl Agent {
             if step == CloseStep::Press && seen.state == CloseState::Waits && seen.why.is_none() {
                 self.closing.pressed(&seen.vm);
             }
-            if matches!(seen.state, CloseState::Off | CloseState::Ended) {
+            if is_down(&seen) {
                 gone.push(seen.vm.clone());
             }
             self.closing.saw(seen);
@@ -430,6 +455,33 @@ impl Agent {
 }
 
 impl Agent {
+    /// VMs that should run and have no guest.
+    fn down_by_themselves(&self) -> BTreeSet<VmName> {
+        let mut down = self.supervisor.names();
+        down.retain(|vm| self.is_to_run_and_does_not(vm).is_some());
+        down.into_iter().collect()
+    }
+
+    /// Whether the VM should run and has no guest; then, whether it had one in this boot.
+    fn is_to_run_and_does_not(&self, vm: &VmName) -> Option<bool> {
+        let should_run = self.records.should_run(vm, &self.boot_id);
+        let (_, in_this_boot) = should_run?;
+        (!evidence::qemu_may_live(&self.run_dir(vm))).then_some(in_this_boot)
+    }
+
+    /// A guest that went while nobody looked, since no agent was there, has not crashed.
+    fn settle_the_unseen(&self) {
+        for vm in self.supervisor.names() {
+            let was_down = lock(&self.closing.progress).down_before.contains(&vm);
+            if was_down || self.is_to_run_and_does_not(&vm) != Some(true) {
+                continue;
+            }
+            self.records.forget_boot(&vm);
+            let (state, why) = (CloseState::Off, None);
+            self.closing.saw(ClosingVm { vm, state, why });
+        }
+    }
+
     /// One step of one guest. A VM process that is too old to know that its host shuts down gives way to one that does:
     /// with the old one, a guest that powers itself off would be off on record.
     async fn close_guest(&self, vm: &Arc<Supervised>, step: CloseStep) -> ClosingVm {
