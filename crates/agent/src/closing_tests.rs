@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 /// A guest's process, ended with the test.
-struct Guest(Child);
+pub(crate) struct Guest(Child);
 
 impl Drop for Guest {
     fn drop(&mut self) {
@@ -19,7 +19,7 @@ impl Drop for Guest {
 }
 
 /// A VM whose guest runs, and does as told when its power key is pressed.
-fn guest(host: &TestHost, name: &str, closes: &str) -> Guest {
+pub(crate) fn guest(host: &TestHost, name: &str, closes: &str) -> Guest {
     host.hold(name, Power::On);
     host.records().remember_boot(&vm(name), "boot-1").unwrap();
     let run_dir = host.run_dir(name);
