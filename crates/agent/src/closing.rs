@@ -338,6 +338,7 @@ impl Agent {
         let agent = Arc::clone(self);
         let began = blocking(move || agent.closing.begin(at_shutdown, agent.down_by_themselves()));
         if began.await? {
+            self.supervisor.rest(false);
             tokio::spawn(power_guests_down(Arc::clone(self)));
         }
         Ok(self.closing.shown())
@@ -354,6 +355,8 @@ impl Agent {
             })
             .await;
         }
+        self.supervisor
+            .rest(self.closing.is_for_a_shutdown() && self.closing.stage() == ClosingStage::Closed);
         if self.closing.stage() == ClosingStage::Closing {
             tokio::spawn(power_guests_down(Arc::clone(self)));
         }
@@ -370,6 +373,7 @@ impl Agent {
             agent.closing.end(agent.host())
         })
         .await?;
+        self.supervisor.rest(false);
         self.boots.wake();
         self.bring_guests_unit_back();
         let message = format!(
@@ -394,8 +398,8 @@ pub(crate) trait Hands: Send + Sync + 'static {
     ) -> impl Future<Output = ClosingVm> + Send;
     /// Notes that a guest did not crash. Waits for its disk.
     fn went_down(&self, vm: &VmName);
-    /// Looks for what nobody saw go. Waits for its disk.
-    fn settle_the_unseen(&self);
+    /// Does what comes once every guest was looked at to the end. Waits for its disk.
+    fn at_the_end(&self);
 }
 
 /// Powers the guests down, until all of them are or their time is over.
@@ -415,7 +419,7 @@ pub(crate) async fn power_guests_down(hands: Arc<impl Hands>) {
     }
     let agent = Arc::clone(&hands);
     let kept = blocking(move || {
-        agent.settle_the_unseen();
+        agent.at_the_end();
         let mut progress = lock(&agent.closing().progress);
         progress.is_over = true;
         agent.closing().keep(&progress);
@@ -474,6 +478,19 @@ impl Agent {
         (!evidence::qemu_may_live(&self.run_dir(vm))).then_some(in_this_boot)
     }
 
+    /// A guest that went while nobody looked, since no agent was there, has not crashed.
+    fn settle_the_unseen(&self) {
+        for vm in self.supervisor.names() {
+            let was_down = lock(&self.closing.progress).down_before.contains(&vm);
+            if was_down || self.is_to_run_and_does_not(&vm) != Some(true) {
+                continue;
+            }
+            self.records.forget_boot(&vm);
+            let (state, why) = (CloseState::Off, None);
+            self.closing.saw(ClosingVm { vm, state, why });
+        }
+    }
+
     /// One step of one guest. A VM process that is too old to know that its host shuts down gives way to one that does:
     /// with the old one, a guest that powers itself off would be off on record.
     async fn close_supervised(&self, vm: &Arc<Supervised>, step: CloseStep) -> ClosingVm {
@@ -526,16 +543,9 @@ impl Hands for Agent {
         self.records.forget_boot(vm);
     }
 
-    fn settle_the_unseen(&self) {
-        for vm in self.supervisor.names() {
-            let was_down = lock(&self.closing.progress).down_before.contains(&vm);
-            if was_down || self.is_to_run_and_does_not(&vm) != Some(true) {
-                continue;
-            }
-            self.records.forget_boot(&vm);
-            let (state, why) = (CloseState::Off, None);
-            self.closing.saw(ClosingVm { vm, state, why });
-        }
+    fn at_the_end(&self) {
+        self.settle_the_unseen();
+        self.supervisor.rest(self.closing.is_for_a_shutdown());
     }
 }
 

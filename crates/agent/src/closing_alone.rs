@@ -58,7 +58,7 @@ impl Hands for Alone {
     }
 
     /// The next agent does, if there is one in this boot.
-    fn settle_the_unseen(&self) {}
+    fn at_the_end(&self) {}
 }
 
 /// Powers this host's guests down without its agent, since the host goes down; comes back when they are, or their time is

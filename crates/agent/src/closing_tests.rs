@@ -2,9 +2,11 @@
 
 use super::*;
 use crate::api::tests::Served;
+use crate::life::Life;
 use crate::test_support::{BOOTED, CLOSED, CLOSES, TestHost, spec, vm};
 use godwit_ownership::Power;
 use godwit_types::site::SiteTable;
+use rustix::process::{Signal, kill_process};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
@@ -313,7 +315,7 @@ async fn a_vm_that_was_down_before_its_host_shut_down_keeps_its_own_note() {
         served.agent.close().await.unwrap();
         closed(&served).await;
         let note = |name: &str| {
-            let life = crate::life::Life::Idle;
+            let life = Life::Idle;
             let mut shown = served
                 .agent
                 .records
@@ -328,5 +330,36 @@ async fn a_vm_that_was_down_before_its_host_shut_down_keeps_its_own_note() {
         assert!(obeys.contains("when the host is back"), "{obeys}");
         let should_run = served.agent.records.should_run(&vm("crashed"), "boot-1");
         assert!(matches!(should_run, Some((_, true))), "it has crashed");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_process_that_ends_with_its_host_gets_no_successor() {
+    for is_stopping in [true, false] {
+        let host = TestHost::new();
+        let _child = guest(&host, "paused", "left");
+        let served = Served::of(host, nobody_asked(), is_stopping).await;
+        served.agent.take_up().unwrap();
+        served.agent.close().await.unwrap();
+        closed(&served).await;
+        let process = served.agent.known(&vm("paused")).unwrap();
+        process.need(Duration::from_secs(60)).await.unwrap();
+        let Life::Live { pid: first } = process.life() else {
+            panic!("it does not answer");
+        };
+        let first = rustix::process::Pid::from_raw(first).unwrap();
+        kill_process(first, Signal::KILL).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let ended = loop {
+            assert!(Instant::now() < deadline, "{:?}", process.life());
+            match process.life() {
+                Life::Idle => break true,
+                Life::Live { pid } if pid != first.as_raw_nonzero().get() => break false,
+                _ => tokio::time::sleep(Duration::from_millis(1)).await,
+            }
+        };
+        assert_eq!(ended, is_stopping, "only where the host goes down");
+        served.agent.open().await.unwrap();
+        process.need(Duration::from_secs(60)).await.unwrap();
     }
 }
