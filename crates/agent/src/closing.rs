@@ -23,6 +23,7 @@ use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
+use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -33,7 +34,7 @@ const LOOK_EACH: Duration = Duration::from_millis(500);
 /// A guest that was still booting misses its power key: it is pressed again after this long.
 const PRESS_AGAIN: Duration = Duration::from_secs(15);
 /// Longest wait for one VM process's answer while there is time.
-const ANSWER_WAIT: Duration = Duration::from_secs(10);
+pub(crate) const ANSWER_WAIT: Duration = Duration::from_secs(10);
 
 /// Beside the mark: how far the host has come.
 const PROGRESS_FILE: &str = "closing.json";
@@ -62,6 +63,9 @@ struct Progress {
     renewed: BTreeSet<VmName>,
     #[serde(default)]
     guests: BTreeMap<VmName, ClosingVm>,
+    /// VMs that should have run and did not when it began: no shutdown ended them.
+    #[serde(default)]
+    down_before: BTreeSet<VmName>,
 }
 
 /// Whether this host shuts down, and how far it has come.
@@ -139,8 +143,8 @@ impl Closing {
         Err(ApiError::new(ErrorCode::WrongState, message).on_host(host))
     }
 
-    /// Marks that the host shuts down; whether its guests are to be powered down now.
-    fn begin(&self, at_shutdown: bool) -> Reply<bool> {
+    /// Marks that the host shuts down, where VMs were down by themselves; whether its guests are to be powered down now.
+    pub(crate) fn begin(&self, at_shutdown: bool, down: BTreeSet<VmName>) -> Reply<bool> {
         let mut stage = lock(&self.stage);
         let mut progress = lock(&self.progress);
         if *stage == ClosingStage::Closing {
@@ -148,9 +152,18 @@ impl Closing {
             self.keep(&progress);
             return Ok(false);
         }
+        let before = std::mem::take(&mut *progress);
+        let mut guests = before.guests;
+        guests.retain(|_, vm| is_down(vm));
         *progress = Progress {
-            at_shutdown: at_shutdown || progress.at_shutdown,
+            at_shutdown: at_shutdown || before.at_shutdown,
             began_s: uptime_s(),
+            // A host that was closed before is so for the same guests.
+            guests,
+            down_before: match *stage {
+                ClosingStage::Open => down,
+                ClosingStage::Closing | ClosingStage::Closed => before.down_before,
+            },
             ..Progress::default()
         };
         // Before the mark, which says that it counts.
@@ -210,9 +223,13 @@ impl Closing {
         }
     }
 
-    /// Shows in a list why a VM that should run does not.
+    /// Shows in a list why a VM that should run does not, if that is for the shutdown.
     pub(crate) fn show(&self, vm: &mut HostVm, host: &HostName) {
-        if self.is_on() && vm.state == VmState::Crashed {
+        let is_ended = lock(&self.progress)
+            .guests
+            .get(&vm.spec.name)
+            .is_some_and(is_down);
+        if is_ended && self.is_on() && vm.state == VmState::Crashed {
             vm.note = Some(format!(
                 "its guest is off since host {host} shuts down; it is booted when the host is back, or after 'godwit host open' there"
             ));
@@ -231,10 +248,7 @@ impl Closing {
 
     /// Guests that are gone since they were last looked at.
     fn gone(&self, living: &BTreeSet<VmName>) -> Vec<VmName> {
-        let gone = |vm: &&mut ClosingVm| {
-            let was_here = !matches!(vm.state, CloseState::Off | CloseState::Ended);
-            was_here && !living.contains(&vm.vm)
-        };
+        let gone = |vm: &&mut ClosingVm| !is_down(vm) && !living.contains(&vm.vm);
         let guests = &mut lock(&self.progress).guests;
         let gone = guests.values_mut().filter(gone);
         gone.map(|vm| {
@@ -281,6 +295,10 @@ impl Closing {
     }
 }
 
+fn is_down(vm: &ClosingVm) -> bool {
+    matches!(vm.state, CloseState::Off | CloseState::Ended)
+}
+
 /// What an agent before this one kept; nothing is known of what cannot be read, so that it begins with a full limit.
 fn progress_of(file: &Path) -> Progress {
     let kept: Result<Option<Progress>, StoreError> = load_json(file);
@@ -318,8 +336,10 @@ impl Agent {
     pub(crate) async fn close(self: &Arc<Self>) -> Reply<HostClosing> {
         let at_shutdown = (self.boots.stopping)().await == Some(true);
         let agent = Arc::clone(self);
-        if blocking(move || agent.closing.begin(at_shutdown)).await? {
-            tokio::spawn(Arc::clone(self).power_guests_down());
+        let began = blocking(move || agent.closing.begin(at_shutdown, agent.down_by_themselves()));
+        if began.await? {
+            self.supervisor.rest(false);
+            tokio::spawn(power_guests_down(Arc::clone(self)));
         }
         Ok(self.closing.shown())
     }
@@ -335,8 +355,10 @@ impl Agent {
             })
             .await;
         }
+        self.supervisor
+            .rest(self.closing.is_for_a_shutdown() && self.closing.stage() == ClosingStage::Closed);
         if self.closing.stage() == ClosingStage::Closing {
-            tokio::spawn(Arc::clone(self).power_guests_down());
+            tokio::spawn(power_guests_down(Arc::clone(self)));
         }
         Ok(())
     }
@@ -344,7 +366,14 @@ impl Agent {
     /// Has the host run guests again, and boots those that ran before.
     pub(crate) async fn open(self: &Arc<Self>) -> Reply<Done> {
         let agent = Arc::clone(self);
-        blocking(move || agent.closing.end(agent.host())).await?;
+        blocking(move || {
+            if agent.closing.stage() == ClosingStage::Closed {
+                agent.settle_the_unseen();
+            }
+            agent.closing.end(agent.host())
+        })
+        .await?;
+        self.supervisor.rest(false);
         self.boots.wake();
         self.bring_guests_unit_back();
         let message = format!(
@@ -354,85 +383,117 @@ impl Agent {
         tracing::info!("{message}");
         Ok(done(message))
     }
+}
 
-    async fn power_guests_down(self: Arc<Self>) {
-        let limit = self.closing.limit;
-        tracing::info!(
-            "this host shuts down: its guests have {} s to power off",
-            limit.as_secs()
-        );
-        loop {
-            let is_over = self.closing.is_past_its_limit();
-            self.look_at_guests(is_over).await;
-            if is_over || !self.closing.waits() {
-                break;
-            }
-            tokio::time::sleep(LOOK_EACH).await;
-        }
-        let agent = Arc::clone(&self);
-        let kept = blocking(move || {
-            let mut progress = lock(&agent.closing.progress);
-            progress.is_over = true;
-            agent.closing.keep(&progress);
-            Ok(())
-        });
-        // What it keeps is told of there.
-        let _ = kept.await;
-        *lock(&self.closing.stage) = ClosingStage::Closed;
-        tracing::info!("this host's guests are down: no guest starts here before the next boot");
-    }
-
-    /// Takes every guest one step further, all at the same time.
-    async fn look_at_guests(self: &Arc<Self>, is_over: bool) {
-        let living = self.with_guests().await;
-        let names = living.iter().map(|vm| vm.config().vm.clone()).collect();
-        let mut gone = self.closing.gone(&names);
-        let mut asked = JoinSet::new();
-        for vm in living {
-            let step = self.closing.step(&vm.config().vm, is_over);
-            let agent = Arc::clone(self);
-            asked.spawn(async move { (agent.close_guest(&vm, step).await, step) });
-        }
-        while let Some(Ok((seen, step))) = asked.join_next().await {
-            if step == CloseStep::Press && seen.state == CloseState::Waits && seen.why.is_none() {
-                self.closing.pressed(&seen.vm);
-            }
-            if matches!(seen.state, CloseState::Off | CloseState::Ended) {
-                gone.push(seen.vm.clone());
-            }
-            self.closing.saw(seen);
-        }
-        let agent = Arc::clone(self);
-        let forgotten = blocking(move || {
-            // As after a reboot: none of them has crashed.
-            gone.iter().for_each(|vm| agent.records.forget_boot(vm));
-            agent.closing.keep(&lock(&agent.closing.progress));
-            Ok(())
-        });
-        if let Err(error) = forgotten.await {
-            tracing::error!(%error, "a VM that was powered down may count as one that crashed");
-        }
-    }
-
+/// Who takes guests one step further: an agent, or whoever stands in for one that is not there.
+pub(crate) trait Hands: Send + Sync + 'static {
+    fn closing(&self) -> &Closing;
     /// All VMs that may have a guest.
-    async fn with_guests(self: &Arc<Self>) -> Vec<Arc<Supervised>> {
-        let agent = Arc::clone(self);
-        let found = blocking(move || {
-            let names = agent.supervisor.names();
-            let all = names
-                .iter()
-                .filter_map(|name| agent.supervisor.find(name))
-                .filter(|vm| evidence::qemu_may_live(vm.run_dir()));
-            Ok(all.collect())
-        });
-        found.await.unwrap_or_default()
+    fn with_guests(self: &Arc<Self>) -> impl Future<Output = Vec<VmName>> + Send;
+    /// One step of one guest.
+    fn close_guest(
+        self: &Arc<Self>,
+        vm: &VmName,
+        step: CloseStep,
+    ) -> impl Future<Output = ClosingVm> + Send;
+    /// Notes that a guest did not crash. Waits for its disk.
+    fn went_down(&self, vm: &VmName);
+    /// Does what comes once every guest was looked at to the end. Waits for its disk.
+    fn at_the_end(&self);
+}
+
+/// Powers the guests down, until all of them are or their time is over.
+pub(crate) async fn power_guests_down(hands: Arc<impl Hands>) {
+    let limit = hands.closing().limit;
+    tracing::info!(
+        "this host shuts down: its guests have {} s to power off",
+        limit.as_secs()
+    );
+    loop {
+        let is_over = hands.closing().is_past_its_limit();
+        look_at_guests(&hands, is_over).await;
+        if is_over || !hands.closing().waits() {
+            break;
+        }
+        tokio::time::sleep(LOOK_EACH).await;
+    }
+    let agent = Arc::clone(&hands);
+    let kept = blocking(move || {
+        agent.at_the_end();
+        let mut progress = lock(&agent.closing().progress);
+        progress.is_over = true;
+        agent.closing().keep(&progress);
+        Ok(())
+    });
+    // What it keeps is told of there.
+    let _ = kept.await;
+    *lock(&hands.closing().stage) = ClosingStage::Closed;
+    tracing::info!("this host's guests are down: no guest starts here before the next boot");
+}
+
+/// Takes every guest one step further, all at the same time.
+async fn look_at_guests(hands: &Arc<impl Hands>, is_over: bool) {
+    let closing = hands.closing();
+    let living: BTreeSet<VmName> = hands.with_guests().await.into_iter().collect();
+    let mut gone = closing.gone(&living);
+    let mut asked = JoinSet::new();
+    for vm in living {
+        let step = closing.step(&vm, is_over);
+        let hands = Arc::clone(hands);
+        asked.spawn(async move { (hands.close_guest(&vm, step).await, step) });
+    }
+    while let Some(Ok((seen, step))) = asked.join_next().await {
+        if step == CloseStep::Press && seen.state == CloseState::Waits && seen.why.is_none() {
+            closing.pressed(&seen.vm);
+        }
+        if is_down(&seen) {
+            gone.push(seen.vm.clone());
+        }
+        closing.saw(seen);
+    }
+    let hands = Arc::clone(hands);
+    let forgotten = blocking(move || {
+        // As after a reboot: none of them has crashed.
+        gone.iter().for_each(|vm| hands.went_down(vm));
+        hands.closing().keep(&lock(&hands.closing().progress));
+        Ok(())
+    });
+    if let Err(error) = forgotten.await {
+        tracing::error!(%error, "a VM that was powered down may count as one that crashed");
     }
 }
 
 impl Agent {
+    /// VMs that should run and have no guest.
+    fn down_by_themselves(&self) -> BTreeSet<VmName> {
+        let mut down = self.supervisor.names();
+        down.retain(|vm| self.is_to_run_and_does_not(vm).is_some());
+        down.into_iter().collect()
+    }
+
+    /// Whether the VM should run and has no guest; then, whether it had one in this boot.
+    fn is_to_run_and_does_not(&self, vm: &VmName) -> Option<bool> {
+        let should_run = self.records.should_run(vm, &self.boot_id);
+        let (_, in_this_boot) = should_run?;
+        (!evidence::qemu_may_live(&self.run_dir(vm))).then_some(in_this_boot)
+    }
+
+    /// A guest that went while nobody looked, since no agent was there, has not crashed.
+    fn settle_the_unseen(&self) {
+        for vm in self.supervisor.names() {
+            let was_down = lock(&self.closing.progress).down_before.contains(&vm);
+            if was_down || self.is_to_run_and_does_not(&vm) != Some(true) {
+                continue;
+            }
+            self.records.forget_boot(&vm);
+            let (state, why) = (CloseState::Off, None);
+            self.closing.saw(ClosingVm { vm, state, why });
+        }
+    }
+
     /// One step of one guest. A VM process that is too old to know that its host shuts down gives way to one that does:
     /// with the old one, a guest that powers itself off would be off on record.
-    async fn close_guest(&self, vm: &Arc<Supervised>, step: CloseStep) -> ClosingVm {
+    async fn close_supervised(&self, vm: &Arc<Supervised>, step: CloseStep) -> ClosingVm {
         let name = &vm.config().vm;
         let first = match ask_guest(vm, step).await {
             Err(error) if error.code == ErrorCode::InvalidRequest => error,
@@ -456,7 +517,39 @@ impl Agent {
     }
 }
 
-fn left_with(vm: &VmName, error: &ApiError) -> ClosingVm {
+impl Hands for Agent {
+    fn closing(&self) -> &Closing {
+        &self.closing
+    }
+
+    async fn with_guests(self: &Arc<Self>) -> Vec<VmName> {
+        let agent = Arc::clone(self);
+        let found = blocking(move || {
+            let mut names = agent.supervisor.names();
+            names.retain(|name| evidence::qemu_may_live(&agent.run_dir(name)));
+            Ok(names)
+        });
+        found.await.unwrap_or_default()
+    }
+
+    async fn close_guest(self: &Arc<Self>, vm: &VmName, step: CloseStep) -> ClosingVm {
+        match self.known(vm) {
+            Ok(vm) => self.close_supervised(&vm, step).await,
+            Err(error) => seen_of(vm, step, Err(error)),
+        }
+    }
+
+    fn went_down(&self, vm: &VmName) {
+        self.records.forget_boot(vm);
+    }
+
+    fn at_the_end(&self) {
+        self.settle_the_unseen();
+        self.supervisor.rest(self.closing.is_for_a_shutdown());
+    }
+}
+
+pub(crate) fn left_with(vm: &VmName, error: &ApiError) -> ClosingVm {
     let why = format!(
         "its VM process is of an older Godwit, which cannot power it down for its host, and is not renewed ({}); its guest goes as in a power cut unless somebody powers it off inside",
         error.message
@@ -481,7 +574,7 @@ async fn ask_guest(vm: &Arc<Supervised>, step: CloseStep) -> Reply<ClosingVm> {
 }
 
 /// A VM process that says nothing is asked again while there is time.
-fn seen_of(vm: &VmName, step: CloseStep, asked: Reply<ClosingVm>) -> ClosingVm {
+pub(crate) fn seen_of(vm: &VmName, step: CloseStep, asked: Reply<ClosingVm>) -> ClosingVm {
     asked.unwrap_or_else(|error| ClosingVm {
         vm: vm.clone(),
         state: match step {
@@ -494,4 +587,4 @@ fn seen_of(vm: &VmName, step: CloseStep, asked: Reply<ClosingVm>) -> ClosingVm {
 
 #[cfg(test)]
 #[path = "closing_tests.rs"]
-mod tests;
+pub(crate) mod tests;

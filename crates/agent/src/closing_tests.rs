@@ -2,14 +2,16 @@
 
 use super::*;
 use crate::api::tests::Served;
-use crate::test_support::{BOOTED, CLOSED, CLOSES, TestHost, vm};
+use crate::life::Life;
+use crate::test_support::{BOOTED, CLOSED, CLOSES, TestHost, spec, vm};
 use godwit_ownership::Power;
 use godwit_types::site::SiteTable;
+use rustix::process::{Signal, kill_process};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 /// A guest's process, ended with the test.
-struct Guest(Child);
+pub(crate) struct Guest(Child);
 
 impl Drop for Guest {
     fn drop(&mut self) {
@@ -19,7 +21,7 @@ impl Drop for Guest {
 }
 
 /// A VM whose guest runs, and does as told when its power key is pressed.
-fn guest(host: &TestHost, name: &str, closes: &str) -> Guest {
+pub(crate) fn guest(host: &TestHost, name: &str, closes: &str) -> Guest {
     host.hold(name, Power::On);
     host.records().remember_boot(&vm(name), "boot-1").unwrap();
     let run_dir = host.run_dir(name);
@@ -232,7 +234,7 @@ async fn a_close_says_whether_it_is_for_a_shutdown_also_where_the_host_was_close
         let text = std::fs::read(served.host.config.run_dir.join(PROGRESS_FILE)).unwrap();
         serde_json::from_slice::<serde_json::Value>(&text).unwrap()["at_shutdown"] == true
     };
-    served.agent.closing.begin(false).unwrap();
+    served.agent.closing.begin(false, BTreeSet::new()).unwrap();
     assert!(!is_noted(&served));
     served.agent.close().await.unwrap();
     assert!(is_noted(&served));
@@ -277,4 +279,87 @@ async fn a_vm_process_too_old_to_know_that_its_host_shuts_down_is_renewed_first(
     served.agent.close().await.unwrap();
     assert_eq!(closed(&served).await, [(vm("old"), CloseState::Off)].into());
     assert!(steps(&served, "old").starts_with("press\n"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_went_while_no_agent_looked_has_not_crashed() {
+    // The agent that closed the host had kept nothing of it; or its guest went once the host was closed.
+    for is_over in [false, true] {
+        let host = TestHost::new();
+        host.crash("web", true);
+        left_closing(
+            &host,
+            serde_json::json!({"began_s": uptime_s(), "is_over": is_over}),
+        );
+        let served = Served::of_host(host).await;
+        served.agent.take_up().unwrap();
+        served.agent.go_on_closing().await.unwrap();
+        closed(&served).await;
+        if is_over {
+            served.agent.open().await.unwrap();
+        }
+        let should_run = served.agent.records.should_run(&vm("web"), "boot-1");
+        assert!(matches!(should_run, Some((_, false))), "over: {is_over}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_that_was_down_before_its_host_shut_down_keeps_its_own_note() {
+    let host = TestHost::new();
+    host.crash("crashed", true);
+    let _child = guest(&host, "obeys", "obeys");
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    // Closed by a person first, and then for a shutdown.
+    for _ in 0..2 {
+        served.agent.close().await.unwrap();
+        closed(&served).await;
+        let note = |name: &str| {
+            let life = Life::Idle;
+            let mut shown = served
+                .agent
+                .records
+                .host_vm(&vm(name), spec(name), &life)
+                .unwrap();
+            shown.state = VmState::Crashed;
+            served.agent.closing.show(&mut shown, served.agent.host());
+            shown.note.unwrap_or_default()
+        };
+        let (crashed, obeys) = (note("crashed"), note("obeys"));
+        assert!(!crashed.contains("shuts down"), "{crashed}");
+        assert!(obeys.contains("when the host is back"), "{obeys}");
+        let should_run = served.agent.records.should_run(&vm("crashed"), "boot-1");
+        assert!(matches!(should_run, Some((_, true))), "it has crashed");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_process_that_ends_with_its_host_gets_no_successor() {
+    for is_stopping in [true, false] {
+        let host = TestHost::new();
+        let _child = guest(&host, "paused", "left");
+        let served = Served::of(host, nobody_asked(), is_stopping).await;
+        served.agent.take_up().unwrap();
+        served.agent.close().await.unwrap();
+        closed(&served).await;
+        let process = served.agent.known(&vm("paused")).unwrap();
+        process.need(Duration::from_secs(60)).await.unwrap();
+        let Life::Live { pid: first } = process.life() else {
+            panic!("it does not answer");
+        };
+        let first = rustix::process::Pid::from_raw(first).unwrap();
+        kill_process(first, Signal::KILL).unwrap();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let ended = loop {
+            assert!(Instant::now() < deadline, "{:?}", process.life());
+            match process.life() {
+                Life::Idle => break true,
+                Life::Live { pid } if pid != first.as_raw_nonzero().get() => break false,
+                _ => tokio::time::sleep(Duration::from_millis(1)).await,
+            }
+        };
+        assert_eq!(ended, is_stopping, "only where the host goes down");
+        served.agent.open().await.unwrap();
+        process.need(Duration::from_secs(60)).await.unwrap();
+    }
 }

@@ -17,6 +17,7 @@ mod check_host;
 mod check_qemu;
 mod check_users;
 mod closing;
+mod closing_alone;
 pub mod config;
 mod crypto;
 mod evidence;
@@ -54,6 +55,7 @@ mod test_support;
 mod users;
 mod vm_client;
 
+pub use closing_alone::close_without_agent;
 pub use harden::{harden, keep_memory_private};
 pub use launch::{VM_PROCESS_FAILED, VmProgram};
 pub use manager::host_is_shutting_down;

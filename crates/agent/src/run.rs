@@ -81,7 +81,7 @@ pub enum AgentError {
     },
 }
 
-fn setup<E: std::fmt::Display>(doing: &'static str) -> impl FnOnce(E) -> AgentError {
+pub(crate) fn setup<E: std::fmt::Display>(doing: &'static str) -> impl FnOnce(E) -> AgentError {
     move |error| AgentError::Setup {
         doing,
         message: error.to_string(),
@@ -89,7 +89,7 @@ fn setup<E: std::fmt::Display>(doing: &'static str) -> impl FnOnce(E) -> AgentEr
 }
 
 /// The configuration file, or, before this host has joined, the defaults.
-fn config_or_defaults(config: &Path) -> Result<HostConfig, ConfigError> {
+pub(crate) fn config_or_defaults(config: &Path) -> Result<HostConfig, ConfigError> {
     let is_default = config == Path::new(CONFIG_PATH);
     match config.try_exists() {
         Ok(false) if is_default => HostConfig::before_joining(),
@@ -263,7 +263,7 @@ async fn make_agent(
 
 /// Names this boot: the kernel's own id, and a mark in the run directory, which a reboot empties too where a host is
 /// only a set of namespaces.
-fn boot_id(config: &HostConfig, system: &System) -> std::io::Result<String> {
+pub(crate) fn boot_id(config: &HostConfig, system: &System) -> std::io::Result<String> {
     let path = config.run_dir.join("boot");
     let named = |error: std::io::Error| {
         std::io::Error::other(format!("cannot read or write {}: {error}", path.display()))

@@ -28,6 +28,7 @@ use std::future::Future;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, watch};
@@ -76,6 +77,7 @@ pub struct Supervised {
     held: Mutex<u32>,
     /// The VM was deleted: the task ends.
     gone: Mutex<bool>,
+    rests: Arc<AtomicBool>,
 }
 
 /// While it lives no VM process is started for the VM.
@@ -95,6 +97,8 @@ pub struct Supervisor {
     program: VmProgram,
     carrier: Carrier,
     records: Records,
+    /// The host goes down and no VM process is started: those that end now end with it.
+    rests: Arc<AtomicBool>,
     vms: Mutex<BTreeMap<VmName, Arc<Supervised>>>,
 }
 
@@ -126,6 +130,7 @@ impl Supervisor {
             program,
             carrier,
             records,
+            rests: Arc::default(),
             vms: Mutex::new(BTreeMap::new()),
         }
     }
@@ -147,6 +152,7 @@ impl Supervisor {
             needed: Mutex::new(false),
             held: Mutex::new(0),
             gone: Mutex::new(false),
+            rests: Arc::clone(&self.rests),
         });
         vms.insert(vm.name.clone(), vm.clone());
         tokio::spawn(vm.clone().run(self.program.clone(), self.carrier.clone()));
@@ -156,6 +162,12 @@ impl Supervisor {
     /// The VM's supervision, if there is one.
     pub fn find(&self, name: &VmName) -> Option<Arc<Supervised>> {
         lock(&self.vms).get(name).cloned()
+    }
+
+    /// Starts no VM process from here on, or does so again. Those that live go on.
+    pub fn rest(&self, rests: bool) {
+        self.rests.store(rests, Ordering::SeqCst);
+        lock(&self.vms).values().for_each(|vm| vm.wake.notify_one());
     }
 
     /// Names of all VMs under supervision.
@@ -312,7 +324,7 @@ impl Supervised {
     }
 
     fn wanted(&self) -> bool {
-        if *lock(&self.held) > 0 {
+        if *lock(&self.held) > 0 || self.rests.load(Ordering::SeqCst) {
             return false;
         }
         // A QEMU that a process could not end before it died is ended by the next one.

@@ -362,6 +362,11 @@ impl VmCore {
         generation > self.highest || planted!(self, OldPermissionTaken)
     }
 
+    /// What is known of the VM's QEMU.
+    pub fn qemu(&self) -> Qemu {
+        self.qemu
+    }
+
     /// The state's name, for traces and tables.
     pub fn state_name(&self) -> StateName {
         self.state.name()

@@ -16,6 +16,7 @@ use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::StoreError;
 use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::{Outcome, Phase, Side};
+use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName};
 use std::time::{Duration, Instant};
 
@@ -116,10 +117,17 @@ impl Vm {
             launch: self.launches,
             incoming,
         })?;
+        self.keep(hyper, &spec)
+    }
+
+    /// Takes a QEMU that was just started for this VM's, unless its host shuts down since: whoever powers the host's guests
+    /// down sees one only once its identity is written, and may have looked before.
+    pub(crate) fn keep(&mut self, hyper: Hyper, spec: &VmSpec) -> Result<(), ApiError> {
         hyper.watch(self.inputs.clone()).map_err(internal)?;
-        hyper.neighbours.listen(&spec);
+        hyper.neighbours.listen(spec);
         self.hyper = Some(hyper);
-        Ok(())
+        self.refuse_while_closing()
+            .inspect_err(|_| self.kill_qemu())
     }
 
     fn cont(&mut self, permit: RunPermit) -> Option<Event> {

@@ -130,7 +130,7 @@ impl Vm {
         let Some(hyper) = &self.hyper else {
             return Ok((CloseState::Off, None));
         };
-        if !matches!(self.status, Status::Running { .. }) {
+        if !self.runs_a_guest() {
             return left("its guest stands still, and what its memory holds is lost with the host");
         }
         match step {
@@ -144,6 +144,15 @@ impl Vm {
             CloseStep::End => return Ok((self.end_guest(), None)),
         }
         Ok((CloseState::Waits, None))
+    }
+
+    /// Whether a power key is of any use. A record that waits for room on its disk keeps no guest from obeying.
+    fn runs_a_guest(&self) -> bool {
+        match &self.status {
+            Status::Running { .. } | Status::Migrating { .. } => true,
+            Status::JournalFailed => self.runs_on_an_unwritten_record(),
+            _ => false,
+        }
     }
 
     fn end_guest(&mut self) -> CloseState {

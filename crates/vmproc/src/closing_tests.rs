@@ -1,12 +1,16 @@
 //! What becomes of a guest and its record while its host shuts down.
 
+use crate::hypervisor::Hyper;
 use crate::input::GuestNews;
 use crate::migration_tests::under_way;
-use crate::testing::{FakeQemu, Site, answer, holds, migration, open};
+use crate::off_tests::FullDisk;
+use crate::testing::{FakeQemu, Site, answer, holds, migration, open, shown};
 use crate::vm::Vm;
 use godwit_ownership::{Phase, Power};
+use godwit_store::load_json;
 use godwit_types::host_api::{CLOSING_FILE, CloseState, CloseStep, VmAnswer, VmRequest};
 use godwit_types::migration::Side;
+use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 
 fn site(phase: Phase, closes: bool) -> Site {
@@ -243,4 +247,60 @@ fn a_guest_that_came_and_whose_migration_lingers_is_ended_like_others() {
     assert!(qemu.is_gone());
     drop(vm);
     assert_eq!(site.phase(), holds(Power::On));
+}
+
+#[test]
+fn a_guest_that_runs_where_no_journal_can_be_written_is_powered_down_with_its_host() {
+    for obeys in [true, false] {
+        let site = site(holds(Power::On), true);
+        let mut qemu = site.qemu(&["running"]);
+        let full = FullDisk::of(&site);
+        let mut vm = open(&site);
+        let seen = shown(&vm);
+        assert_eq!(seen.state, VmState::Running);
+        let note = seen.note.unwrap();
+        assert!(note.contains("free its disk"), "{note}");
+        assert_eq!(close(&mut vm, CloseStep::Press).unwrap(), CloseState::Waits);
+        assert_eq!(qemu.asked("system_powerdown"), 1);
+        match obeys {
+            true => vm.happened(GuestNews::Shutdown),
+            false => assert_eq!(close(&mut vm, CloseStep::End).unwrap(), CloseState::Ended),
+        }
+        assert!(qemu.is_gone());
+        drop((vm, full));
+        assert_eq!(site.phase(), holds(Power::On), "it obeys: {obeys}");
+    }
+}
+
+#[test]
+fn a_guest_that_stands_still_where_no_journal_can_be_written_is_left_and_shown_as_it_is() {
+    for (power, state) in [(Power::Paused, "running"), (Power::On, "paused")] {
+        let site = site(holds(power), true);
+        let qemu = site.qemu(&[state]);
+        let _full = FullDisk::of(&site);
+        let mut vm = open(&site);
+        assert_eq!(shown(&vm).state, VmState::Paused);
+        assert_eq!(close(&mut vm, CloseStep::Press).unwrap(), CloseState::Left);
+        assert_eq!(qemu.asked("system_powerdown"), 0);
+    }
+}
+
+#[test]
+fn a_qemu_that_was_being_started_when_its_host_began_to_shut_down_is_ended_before_its_guest_runs() {
+    for closes in [true, false] {
+        let site = site(holds(Power::On), false);
+        let mut vm = open(&site);
+        let mut qemu = site.qemu(&["prelaunch"]);
+        let identity = load_json(&site.paths.identity()).unwrap().unwrap();
+        let spec = vm.spec.clone().unwrap();
+        let bytes = Some(16 << 20);
+        let (hyper, _) = Hyper::take_over(&site.paths, &identity, bytes).unwrap();
+        if closes {
+            std::fs::write(mark(&site), "boot-1").unwrap();
+        }
+        let kept = vm.keep(hyper, &spec);
+        assert_eq!(qemu.is_gone(), closes, "{kept:?}");
+        assert_eq!(vm.hyper.is_none(), closes);
+        assert_eq!(kept.is_err(), closes);
+    }
 }

@@ -12,7 +12,7 @@ use crate::hypervisor::QMP_WAIT;
 use crate::requests::{Reply, qmp};
 use crate::vm::Vm;
 use godwit_migrate::why::Why;
-use godwit_ownership::{Event, EventKind, Phase, Power, StateName};
+use godwit_ownership::{Event, EventKind, Phase, Power, Qemu, StateName};
 use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use serde::{Deserialize, Serialize};
@@ -185,6 +185,17 @@ impl Vm {
     fn waits_for_its_journal(&self) -> bool {
         let holds = matches!(self.core.record().phase, Phase::Holds { .. });
         holds && self.core.state_name() == StateName::Recovering
+    }
+
+    /// Whether a guest that was found running runs on, although the record by which it does could not be written again.
+    pub(crate) fn runs_on_an_unwritten_record(&self) -> bool {
+        let power = match &self.core.record().phase {
+            Phase::Holds { power, .. } => *power,
+            Phase::Stopping { .. } => Power::On,
+            _ => return false,
+        };
+        let runs = power == Power::On && self.core.qemu() == Qemu::Running;
+        runs && self.hyper.is_some() && self.core.state_name() == StateName::Recovering
     }
 
     /// Tries again to write that the VM is off.

@@ -10,10 +10,10 @@ use godwit_types::{ErrorCode, Generation, HostName, MigrationId};
 use std::time::Instant;
 
 /// Has nothing written to the record while it lives.
-struct FullDisk(std::path::PathBuf);
+pub(crate) struct FullDisk(std::path::PathBuf);
 
 impl FullDisk {
-    fn of(site: &Site) -> Self {
+    pub(crate) fn of(site: &Site) -> Self {
         let fresh = site.paths.state.join("ownership.new");
         std::fs::create_dir(&fresh).unwrap();
         Self(fresh)

@@ -424,10 +424,14 @@ impl Vm {
             }
             Status::Down { reason } => (VmState::Crashed, Some(self.down_note(reason))),
             Status::Moved { to } => (VmState::Stopped, Some(format!("it moved to host '{to}'"))),
-            Status::JournalFailed => (
-                VmState::Paused,
-                Some("the journal of this host cannot be written: free its disk".into()),
-            ),
+            Status::JournalFailed => {
+                let state = match self.runs_on_an_unwritten_record() {
+                    true => VmState::Running,
+                    false => VmState::Paused,
+                };
+                let note = "the journal of this host cannot be written: free its disk";
+                (state, Some(note.into()))
+            }
         }
     }
 }

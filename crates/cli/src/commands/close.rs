@@ -1,16 +1,19 @@
 //! `godwit host close` and `open`: powers this host's guests down before the host goes down, and takes that back.
 //!
-//! Owns nothing: the agent does the work, and goes on with it if this command is ended. Refuses: to power anything down
-//! with `--at-shutdown` on a host that does not shut down.
+//! Owns nothing: the agent does the work, and goes on with it if this command is ended; where it does not answer while the
+//! host shuts down, its code does the same here. Refuses: to power anything down with `--at-shutdown` on a host that does
+//! not shut down.
 
 use crate::args::Global;
 use crate::connect::agent;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
 use crate::watch::failure;
+use godwit_agent::config::CONFIG_PATH;
 use godwit_rpc::AgentClient;
 use godwit_types::ErrorCode;
 use godwit_types::host_api::{CloseState, ClosingStage, ClosingVm, HostClosing};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Between two looks at how far the agent has come.
@@ -29,8 +32,10 @@ pub async fn close(at_shutdown: bool, global: &Global, output: &Output) -> Comma
         });
         return Ok(());
     }
-    let client = agent(global).ok_or_else(no_agent)?;
-    let closed = until_closed(&client).await?;
+    let closed = match closed_by_the_agent(global).await {
+        Err(silent) if at_shutdown => without_agent(silent).await?,
+        closed => closed?,
+    };
     output.show(&closed, |output, closed| {
         closed.vms.iter().for_each(|vm| output.line(outcome(vm)));
         let is_down = |vm: &ClosingVm| matches!(vm.state, CloseState::Off | CloseState::Ended);
@@ -51,6 +56,21 @@ pub async fn open(global: &Global, output: &Output) -> CommandResult {
     let done = client.open().await.map_err(failure)?;
     output.show(&done, |output, done| output.line(&done.message));
     Ok(())
+}
+
+async fn closed_by_the_agent(global: &Global) -> Result<HostClosing, Failure> {
+    let client = agent(global).ok_or_else(no_agent)?;
+    until_closed(&client).await
+}
+
+/// Guests are not cut off for want of an agent.
+async fn without_agent(silent: Failure) -> Result<HostClosing, Failure> {
+    eprintln!(
+        "godwit: {}; this host goes down, so its guests are powered down without its agent",
+        silent.error.message
+    );
+    let closed = godwit_agent::close_without_agent(Path::new(CONFIG_PATH)).await;
+    closed.map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()))
 }
 
 /// Asks until the agent has done it; one that is started anew in between goes on by itself.
