@@ -158,7 +158,7 @@ fn ctrl_c_detaches_and_cancel_cancels() -> Result<()> {
     names(
         &said,
         &[
-            "the migration goes on",
+            "the migration continues",
             "godwit migration watch",
             "godwit migration cancel",
         ],
