@@ -71,7 +71,8 @@ impl Addresses {
         while !*stop.borrow_and_update() {
             tokio::select! {
                 () = tokio::time::sleep(LOOK_EACH) => {}
-                changed = stop.changed() => if changed.is_err() { return },
+                // An agent that ends starts no tool that would outlive it.
+                _ = stop.changed() => return,
             }
             let interfaces = interfaces(TOOLS).await;
             // It says nothing rather than that there is none.

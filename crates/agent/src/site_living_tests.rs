@@ -105,7 +105,10 @@ fn wiped_qemu(host: &TestHost, name: &str) -> std::process::Child {
     let mut command = std::process::Command::new("sh");
     command.args(["-c", "read line", "qemu", "-object", &backend]);
     if rustix::process::geteuid().is_root() {
-        // Not the common user of this host's QEMUs: one that a VM has for itself.
+        // Not the common user of this host's QEMUs: one that a VM has for itself, as its RAM file does.
+        std::fs::create_dir_all(host.config.ram_dir()).unwrap();
+        std::fs::write(&ram, "").unwrap();
+        std::os::unix::fs::chown(&ram, Some(*UIDS.start()), None).unwrap();
         command.uid(*UIDS.start());
     }
     command.stdin(std::process::Stdio::piped()).spawn().unwrap()

@@ -364,6 +364,11 @@ fn a_doubt_is_settled_by_the_other_hosts_no_where_that_answers() -> Result<()> {
         let record = std::fs::read(&record)?;
         Ok(!String::from_utf8_lossy(&record).contains("\"peer\""))
     })?;
+    stack.until("the controller knows how the migration ended", LONG, || {
+        let list = stack.json("controller", &["migration", "list"])?;
+        let mut list = list.as_array().into_iter().flatten();
+        Ok(list.all(|one| one["outcome"].is_string()))
+    })?;
     stack.migrate("web", "b", &[])?;
     stack.runs_on("web", "b")?;
     stack.check_guest("web", "b").map(drop)

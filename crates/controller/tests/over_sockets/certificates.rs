@@ -192,10 +192,8 @@ async fn who_has_an_old_key_of_a_renewed_host_is_refused_by_everybody_and_does_n
         "{text}"
     );
     // The other hosts learn it, also one that was away, and a controller that starts again knows it.
-    let before = made_before(
-        &new.holder().unwrap().life,
-        new.holder().unwrap().made_unix_s,
-    );
+    let holder = new.holder().unwrap();
+    let before = made_before(&holder.life, holder.order);
     b.heal().await;
     house.until_host("b", HostState::Connected).await;
     house
