@@ -5,6 +5,7 @@ use crate::files::{Paths, QemuIdentity};
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
 use crate::vm::Vm;
+use godwit_guestmem::{Owner, RamFile};
 use godwit_ownership::{Handover, HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
 use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
@@ -201,8 +202,13 @@ impl Site {
         );
         let mut shell = Command::new("sh");
         shell.args(["-c", "read line", "sh", "-object", &memory]);
-        if rustix::process::geteuid().is_root() {
-            shell.uid(*UIDS.start());
+        // As one of the product: of the VM's own user, as its RAM file is.
+        let owner = rustix::process::geteuid().is_root().then_some(Owner {
+            uid: *UIDS.start(),
+            gid: *UIDS.start(),
+        });
+        if let Some(owner) = owner {
+            shell.uid(owner.uid);
         }
         let child = shell.stdin(Stdio::piped()).spawn().unwrap();
         let pid = child.id() as i32;
@@ -221,7 +227,7 @@ impl Site {
             launch,
         };
         save_json(&self.paths.identity(), &identity).unwrap();
-        godwit_guestmem::RamFile::create(&self.paths.ram_file(launch), 16 << 20, None).unwrap();
+        RamFile::create(&self.paths.ram_file(launch), 16 << 20, owner).unwrap();
         FakeQemu::speaks(child, &self.paths.monitor(launch, 0), statuses)
     }
 }
