@@ -3,11 +3,12 @@
 use crate::hypervisor::Hyper;
 use crate::input::GuestNews;
 use crate::migration_tests::under_way;
+use crate::off::{ASKED_COUNTS, ASKED_FILE, AskedOff};
 use crate::off_tests::FullDisk;
 use crate::testing::{FakeQemu, Site, answer, holds, migration, open, shown};
 use crate::vm::Vm;
 use godwit_ownership::{Phase, Power};
-use godwit_store::load_json;
+use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{CLOSING_FILE, CloseState, CloseStep, VmAnswer, VmRequest};
 use godwit_types::migration::Side;
 use godwit_types::vm::VmState;
@@ -199,6 +200,61 @@ fn a_vm_that_a_person_stopped_softly_is_off_when_its_host_lost_its_power_meanwhi
     assert!(answer(&mut vm, VmRequest::Boot).is_err());
     drop(vm);
     assert_eq!(site.phase(), holds(Power::Off));
+}
+
+/// What a soft stop that long ago would have left.
+fn was_asked_off_long_ago(site: &Site) {
+    let note = site.paths.state.join(ASKED_FILE);
+    let mut asked: AskedOff = load_json(&note).unwrap().unwrap();
+    asked.asked_unix_s -= ASKED_COUNTS.as_secs() + 1;
+    save_json(&note, &asked).unwrap();
+}
+
+#[test]
+fn a_vm_that_a_person_stopped_softly_is_off_however_long_its_host_had_no_power() {
+    let (site, qemu, mut vm) = running(false);
+    stop_softly(&mut vm);
+    drop((vm, qemu));
+    std::fs::remove_file(site.paths.identity()).unwrap();
+    was_asked_off_long_ago(&site);
+    let mut vm = open(&site);
+    assert!(answer(&mut vm, VmRequest::Boot).is_err());
+    drop(vm);
+    assert_eq!(site.phase(), holds(Power::Off));
+}
+
+#[test]
+fn a_guest_that_did_not_obey_a_soft_stop_for_an_hour_is_meant_to_run() {
+    let (site, qemu, mut vm) = running(false);
+    stop_softly(&mut vm);
+    vm.forget_what_was_not_obeyed();
+    assert!(vm.is_asked_off(), "it has time yet");
+    was_asked_off_long_ago(&site);
+    assert!(!vm.is_asked_off());
+    vm.forget_what_was_not_obeyed();
+    drop((vm, qemu));
+    std::fs::remove_file(site.paths.identity()).unwrap();
+    drop(open(&site));
+    assert_eq!(site.phase(), holds(Power::On));
+}
+
+#[test]
+fn a_second_soft_stop_that_fails_does_not_take_the_first_one_back() {
+    for has_first in [true, false] {
+        let (site, qemu, mut vm) = running(false);
+        if has_first {
+            stop_softly(&mut vm);
+        }
+        qemu.refuses(Some("system_powerdown"));
+        answer(&mut vm, VmRequest::Stop { force: false })
+            .map(drop)
+            .unwrap_err();
+        drop((vm, qemu));
+        std::fs::remove_file(site.paths.identity()).unwrap();
+        drop(open(&site));
+        let power = if has_first { Power::Off } else { Power::On };
+        assert_eq!(site.phase(), holds(power), "a first one: {has_first}");
+    }
 }
 
 #[test]

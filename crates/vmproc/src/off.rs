@@ -1,8 +1,9 @@
 //! A stop by a person, and the guest's own power-off, also where nothing can be written.
 //!
 //! Part of [`Vm`]. A person who has a guest asked to power off wants the VM off, also if its host goes down before the guest
-//! has: that is written, beside the record, before it is answered. It counts for [`ASKED_COUNTS`], since a guest that has
-//! not obeyed by then runs on, and for no guest that is started or comes here later.
+//! has: that is written, beside the record, before it is answered. A guest that has not obeyed within [`ASKED_COUNTS`] runs
+//! on, and what was written is forgotten then; of one that is gone it counts however long its host had no power. It counts
+//! for no guest that is started or comes here later.
 //!
 //! To end a guest is safe whatever the record says, since nobody else begins to run it by that: only that it
 //! is off must be written before it counts. Owns the wish until then, for as long as the VM is held as it was. Refuses: a
@@ -19,10 +20,10 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// How long it counts that a person had the guest asked to power off.
+/// How long it counts of a guest that lives that a person had it asked to power off.
 pub(crate) const ASKED_COUNTS: Duration = Duration::from_secs(3600);
 /// In the VM's state directory: a person had the guest asked to power off.
-const ASKED_FILE: &str = "asked-off.json";
+pub(crate) const ASKED_FILE: &str = "asked-off.json";
 
 /// Pause between two tries to write that the VM is off.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
@@ -33,7 +34,7 @@ pub(crate) struct AskedOff {
     /// Under which generation the VM was held then.
     held: Generation,
     /// When, in seconds since 1970.
-    asked_unix_s: u64,
+    pub(crate) asked_unix_s: u64,
 }
 
 pub(crate) fn now_unix_s() -> u64 {
@@ -89,9 +90,13 @@ impl Vm {
             return self.power_off();
         };
         let machine = Arc::clone(&hyper.machine);
+        let was_asked_before = self.is_asked_off();
         let noted = self.note_asked_off();
         if let Err(error) = machine.powerdown(Instant::now() + QMP_WAIT) {
-            self.forget_asked_off();
+            // An earlier one went out, and goes on counting.
+            if !was_asked_before {
+                self.forget_asked_off();
+            }
             return Err(qmp(error));
         }
         match noted {
@@ -118,7 +123,8 @@ impl Vm {
         }
     }
 
-    /// Whether a person had this guest asked to power off.
+    /// Whether a person had this guest asked to power off. Only a guest that lives shows by the time that went by that it
+    /// did not obey.
     pub(crate) fn is_asked_off(&self) -> bool {
         let asked = load_json::<AskedOff>(&self.paths.state.join(ASKED_FILE));
         let asked = asked.unwrap_or_else(|error| {
@@ -126,7 +132,21 @@ impl Vm {
             None
         });
         let held = self.core.record().may_run();
-        asked.is_some_and(|asked| Some(asked.held) == held && still_counts(asked.asked_unix_s))
+        let counts = |asked: &AskedOff| self.hyper.is_none() || still_counts(asked.asked_unix_s);
+        asked.is_some_and(|asked| Some(asked.held) == held && counts(&asked))
+    }
+
+    /// A guest that was asked to power off and runs on after [`ASKED_COUNTS`] is not off after a loss of power later.
+    pub(crate) fn forget_what_was_not_obeyed(&self) {
+        if self.hyper.is_none() {
+            return;
+        }
+        // One that cannot be read is told of where it matters.
+        let asked = load_json::<AskedOff>(&self.paths.state.join(ASKED_FILE));
+        if asked.is_ok_and(|asked| asked.is_some_and(|asked| !still_counts(asked.asked_unix_s))) {
+            tracing::info!("the guest was asked to power off and runs on: that is forgotten");
+            self.forget_asked_off();
+        }
     }
 
     /// A VM whose guest a person had asked to power off, and whose host went down first, is off.

@@ -118,6 +118,7 @@ impl Vm {
             self.look_again();
             self.save_again();
             self.off_again();
+            self.forget_what_was_not_obeyed();
             self.keep_listening();
         }
         let _ = std::fs::remove_file(self.paths.socket());
