@@ -5,18 +5,15 @@
 //! host is back. An agent that dies in the middle goes on where it was, with the same guests and the same limit. A
 //! `systemctl soft-reboot` empties no run directory: a host that was closed for a shutdown is open again as soon as its
 //! system manager says that it does not shut down. A VM process too old to know what the power key means then is renewed
-//! first. Owns the mark and, beside it, how far each guest has come. Refuses: to write into a VM's record, to touch a VM that
-//! is in doubt or paused, and to end before every guest was looked at once more.
+//! first. What the agent does for all this is in [`crate::closing_agent`]. Owns the mark and, beside it, how far each guest
+//! has come. Refuses: to write into a VM's record, to touch a VM that is in doubt or paused, and to end before every guest
+//! was looked at once more.
 
-use crate::agent::{ACT, Agent, NEED, Reply, blocking, done, unexpected};
-use crate::evidence;
+use crate::agent::{Reply, blocking};
 use crate::records::{BOOT_FILE_MAX, internal};
-use crate::supervisor::Supervised;
 use godwit_store::{StoreError, load_json, read_text, remove_document, save_json};
-use godwit_types::control_api::Done;
 use godwit_types::host_api::{
-    CLOSING_FILE, CloseState, CloseStep, ClosingStage, ClosingVm, HostClosing, HostVm, VmAnswer,
-    VmRequest,
+    CLOSING_FILE, CloseState, CloseStep, ClosingStage, ClosingVm, HostClosing, HostVm,
 };
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -123,7 +120,7 @@ impl Closing {
         })
     }
 
-    fn stage(&self) -> ClosingStage {
+    pub(crate) fn stage(&self) -> ClosingStage {
         *lock(&self.stage)
     }
 
@@ -182,12 +179,12 @@ impl Closing {
     }
 
     /// Whether the host was closed since it went down, as far as that is known.
-    fn is_for_a_shutdown(&self) -> bool {
+    pub(crate) fn is_for_a_shutdown(&self) -> bool {
         self.is_on() && lock(&self.progress).at_shutdown
     }
 
     /// Takes the mark away.
-    fn end(&self, host: &HostName) -> Reply<()> {
+    pub(crate) fn end(&self, host: &HostName) -> Reply<()> {
         let mut stage = lock(&self.stage);
         if *stage == ClosingStage::Closing {
             let message = format!(
@@ -196,6 +193,16 @@ impl Closing {
             return Err(ApiError::new(ErrorCode::WrongState, message).on_host(host));
         }
         self.take_mark_away(&mut stage)
+    }
+
+    /// The host is back from its shutdown.
+    pub(crate) fn is_back(&self) -> Reply<()> {
+        self.take_mark_away(&mut lock(&self.stage))
+    }
+
+    /// Whether the VM should have run and did not when the host began to shut down.
+    pub(crate) fn was_down_before(&self, vm: &VmName) -> bool {
+        lock(&self.progress).down_before.contains(vm)
     }
 
     fn take_mark_away(&self, stage: &mut ClosingStage) -> Reply<()> {
@@ -237,7 +244,7 @@ impl Closing {
     }
 
     /// Notes how far a guest has come; says so once.
-    fn saw(&self, seen: ClosingVm) {
+    pub(crate) fn saw(&self, seen: ClosingVm) {
         let guests = &mut lock(&self.progress).guests;
         let before = guests.get(&seen.vm);
         if before.is_none_or(|before| *before != seen) {
@@ -283,7 +290,7 @@ impl Closing {
     }
 
     /// Whether the VM's process was not to be renewed before.
-    fn renews(&self, vm: &VmName) -> bool {
+    pub(crate) fn renews(&self, vm: &VmName) -> bool {
         lock(&self.progress).renewed.insert(vm.clone())
     }
 
@@ -328,60 +335,6 @@ fn tell(seen: &ClosingVm, limit: Duration) {
             "VM {vm} did not power off within {} s: it was stopped hard",
             limit.as_secs()
         ),
-    }
-}
-
-impl Agent {
-    /// Begins to power this host's guests down, if that is not under way.
-    pub(crate) async fn close(self: &Arc<Self>) -> Reply<HostClosing> {
-        let at_shutdown = (self.boots.stopping)().await == Some(true);
-        let agent = Arc::clone(self);
-        let began = blocking(move || agent.closing.begin(at_shutdown, agent.down_by_themselves()));
-        if began.await? {
-            self.supervisor.rest(false);
-            tokio::spawn(power_guests_down(Arc::clone(self)));
-        }
-        Ok(self.closing.shown())
-    }
-
-    /// Goes on with what an agent before this one had begun, unless the shutdown for which it had is over.
-    pub(crate) async fn go_on_closing(self: &Arc<Self>) -> Reply<()> {
-        if self.closing.is_for_a_shutdown() && (self.boots.stopping)().await == Some(false) {
-            tracing::info!("this host is back from its shutdown: it runs guests again");
-            let agent = Arc::clone(self);
-            return blocking(move || {
-                let mut stage = lock(&agent.closing.stage);
-                agent.closing.take_mark_away(&mut stage)
-            })
-            .await;
-        }
-        self.supervisor
-            .rest(self.closing.is_for_a_shutdown() && self.closing.stage() == ClosingStage::Closed);
-        if self.closing.stage() == ClosingStage::Closing {
-            tokio::spawn(power_guests_down(Arc::clone(self)));
-        }
-        Ok(())
-    }
-
-    /// Has the host run guests again, and boots those that ran before.
-    pub(crate) async fn open(self: &Arc<Self>) -> Reply<Done> {
-        let agent = Arc::clone(self);
-        blocking(move || {
-            if agent.closing.stage() == ClosingStage::Closed {
-                agent.settle_the_unseen();
-            }
-            agent.closing.end(agent.host())
-        })
-        .await?;
-        self.supervisor.rest(false);
-        self.boots.wake();
-        self.bring_guests_unit_back();
-        let message = format!(
-            "host '{}' runs guests again; those that ran before are booted",
-            self.host()
-        );
-        tracing::info!("{message}");
-        Ok(done(message))
     }
 }
 
@@ -463,92 +416,6 @@ async fn look_at_guests(hands: &Arc<impl Hands>, is_over: bool) {
     }
 }
 
-impl Agent {
-    /// VMs that should run and have no guest.
-    fn down_by_themselves(&self) -> BTreeSet<VmName> {
-        let mut down = self.supervisor.names();
-        down.retain(|vm| self.is_to_run_and_does_not(vm).is_some());
-        down.into_iter().collect()
-    }
-
-    /// Whether the VM should run and has no guest; then, whether it had one in this boot.
-    fn is_to_run_and_does_not(&self, vm: &VmName) -> Option<bool> {
-        let should_run = self.records.should_run(vm, &self.boot_id);
-        let (_, in_this_boot) = should_run?;
-        (!evidence::qemu_may_live(&self.run_dir(vm))).then_some(in_this_boot)
-    }
-
-    /// A guest that went while nobody looked, since no agent was there, has not crashed.
-    fn settle_the_unseen(&self) {
-        for vm in self.supervisor.names() {
-            let was_down = lock(&self.closing.progress).down_before.contains(&vm);
-            if was_down || self.is_to_run_and_does_not(&vm) != Some(true) {
-                continue;
-            }
-            self.records.forget_boot(&vm);
-            let (state, why) = (CloseState::Off, None);
-            self.closing.saw(ClosingVm { vm, state, why });
-        }
-    }
-
-    /// One step of one guest. A VM process that is too old to know that its host shuts down gives way to one that does:
-    /// with the old one, a guest that powers itself off would be off on record.
-    async fn close_supervised(&self, vm: &Arc<Supervised>, step: CloseStep) -> ClosingVm {
-        let name = &vm.config().vm;
-        let first = match ask_guest(vm, step).await {
-            Err(error) if error.code == ErrorCode::InvalidRequest => error,
-            asked => return seen_of(name, step, asked),
-        };
-        if !self.closing.renews(name) {
-            return left_with(name, &first);
-        }
-        match self.renew(name).await {
-            Ok(done) => {
-                tracing::info!("{}", done.message);
-                match ask_guest(vm, step).await {
-                    Err(error) if error.code == ErrorCode::InvalidRequest => {
-                        left_with(name, &error)
-                    }
-                    asked => seen_of(name, step, asked),
-                }
-            }
-            Err(error) => left_with(name, &error),
-        }
-    }
-}
-
-impl Hands for Agent {
-    fn closing(&self) -> &Closing {
-        &self.closing
-    }
-
-    async fn with_guests(self: &Arc<Self>) -> Vec<VmName> {
-        let agent = Arc::clone(self);
-        let found = blocking(move || {
-            let mut names = agent.supervisor.names();
-            names.retain(|name| evidence::qemu_may_live(&agent.run_dir(name)));
-            Ok(names)
-        });
-        found.await.unwrap_or_default()
-    }
-
-    async fn close_guest(self: &Arc<Self>, vm: &VmName, step: CloseStep) -> ClosingVm {
-        match self.known(vm) {
-            Ok(vm) => self.close_supervised(&vm, step).await,
-            Err(error) => seen_of(vm, step, Err(error)),
-        }
-    }
-
-    fn went_down(&self, vm: &VmName) {
-        self.records.forget_boot(vm);
-    }
-
-    fn at_the_end(&self) {
-        self.settle_the_unseen();
-        self.supervisor.rest(self.closing.is_for_a_shutdown());
-    }
-}
-
 pub(crate) fn left_with(vm: &VmName, error: &ApiError) -> ClosingVm {
     let why = format!(
         "its VM process is of an older Godwit, which cannot power it down for its host, and is not renewed ({}); its guest goes as in a power cut unless somebody powers it off inside",
@@ -558,18 +425,6 @@ pub(crate) fn left_with(vm: &VmName, error: &ApiError) -> ClosingVm {
         vm: vm.clone(),
         state: CloseState::Left,
         why: Some(why),
-    }
-}
-
-async fn ask_guest(vm: &Arc<Supervised>, step: CloseStep) -> Reply<ClosingVm> {
-    let patience = match step {
-        CloseStep::Look | CloseStep::Press => (ANSWER_WAIT, ANSWER_WAIT),
-        CloseStep::End => (NEED, ACT),
-    };
-    vm.need(patience.0).await?;
-    match vm.ask(&VmRequest::Close { step }, patience.1).await? {
-        VmAnswer::Closing(seen) => Ok(seen),
-        _ => Err(unexpected(&vm.config().vm)),
     }
 }
 

@@ -17,6 +17,7 @@ mod check_host;
 mod check_qemu;
 mod check_users;
 mod closing;
+mod closing_agent;
 mod closing_alone;
 pub mod config;
 mod crypto;

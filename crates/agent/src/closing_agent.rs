@@ -1,0 +1,163 @@
+//! An orderly shutdown of this host by its agent: how it begins, goes on and ends, and each guest's steps.
+//!
+//! Part of [`Agent`]; how far the host has come is [`Closing`]'s. Refuses: to touch a VM that no VM process of this Godwit
+//! can power down, once a renewal was in vain.
+
+use crate::agent::{ACT, Agent, NEED, Reply, blocking, done, unexpected};
+use crate::closing::{ANSWER_WAIT, Closing, Hands, left_with, power_guests_down, seen_of};
+use crate::evidence;
+use crate::supervisor::Supervised;
+use godwit_types::control_api::Done;
+use godwit_types::host_api::{
+    CloseState, CloseStep, ClosingStage, ClosingVm, HostClosing, VmAnswer, VmRequest,
+};
+use godwit_types::{ErrorCode, VmName};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+impl Agent {
+    /// Begins to power this host's guests down, if that is not under way.
+    pub(crate) async fn close(self: &Arc<Self>) -> Reply<HostClosing> {
+        let at_shutdown = (self.boots.stopping)().await == Some(true);
+        let agent = Arc::clone(self);
+        let began = blocking(move || agent.closing.begin(at_shutdown, agent.down_by_themselves()));
+        if began.await? {
+            self.supervisor.rest(false);
+            tokio::spawn(power_guests_down(Arc::clone(self)));
+        }
+        Ok(self.closing.shown())
+    }
+
+    /// Goes on with what an agent before this one had begun, unless the shutdown for which it had is over.
+    pub(crate) async fn go_on_closing(self: &Arc<Self>) -> Reply<()> {
+        if self.closing.is_for_a_shutdown() && (self.boots.stopping)().await == Some(false) {
+            tracing::info!("this host is back from its shutdown: it runs guests again");
+            let agent = Arc::clone(self);
+            return blocking(move || agent.closing.is_back()).await;
+        }
+        self.supervisor
+            .rest(self.closing.is_for_a_shutdown() && self.closing.stage() == ClosingStage::Closed);
+        if self.closing.stage() == ClosingStage::Closing {
+            tokio::spawn(power_guests_down(Arc::clone(self)));
+        }
+        Ok(())
+    }
+
+    /// Has the host run guests again, and boots those that ran before.
+    pub(crate) async fn open(self: &Arc<Self>) -> Reply<Done> {
+        let agent = Arc::clone(self);
+        blocking(move || {
+            if agent.closing.stage() == ClosingStage::Closed {
+                agent.settle_the_unseen();
+            }
+            agent.closing.end(agent.host())
+        })
+        .await?;
+        self.supervisor.rest(false);
+        self.boots.wake();
+        self.bring_guests_unit_back();
+        let message = format!(
+            "host '{}' runs guests again; those that ran before are booted",
+            self.host()
+        );
+        tracing::info!("{message}");
+        Ok(done(message))
+    }
+}
+
+impl Agent {
+    /// VMs that should run and have no guest.
+    fn down_by_themselves(&self) -> BTreeSet<VmName> {
+        let mut down = self.supervisor.names();
+        down.retain(|vm| self.is_to_run_and_does_not(vm).is_some());
+        down.into_iter().collect()
+    }
+
+    /// Whether the VM should run and has no guest; then, whether it had one in this boot.
+    fn is_to_run_and_does_not(&self, vm: &VmName) -> Option<bool> {
+        let should_run = self.records.should_run(vm, &self.boot_id);
+        let (_, in_this_boot) = should_run?;
+        (!evidence::qemu_may_live(&self.run_dir(vm))).then_some(in_this_boot)
+    }
+
+    /// A guest that went while nobody looked, since no agent was there, has not crashed.
+    fn settle_the_unseen(&self) {
+        for vm in self.supervisor.names() {
+            if self.closing.was_down_before(&vm) || self.is_to_run_and_does_not(&vm) != Some(true) {
+                continue;
+            }
+            self.records.forget_boot(&vm);
+            let (state, why) = (CloseState::Off, None);
+            self.closing.saw(ClosingVm { vm, state, why });
+        }
+    }
+
+    /// One step of one guest. A VM process that is too old to know that its host shuts down gives way to one that does:
+    /// with the old one, a guest that powers itself off would be off on record.
+    async fn close_supervised(&self, vm: &Arc<Supervised>, step: CloseStep) -> ClosingVm {
+        let name = &vm.config().vm;
+        let first = match ask_guest(vm, step).await {
+            Err(error) if error.code == ErrorCode::InvalidRequest => error,
+            asked => return seen_of(name, step, asked),
+        };
+        if !self.closing.renews(name) {
+            return left_with(name, &first);
+        }
+        match self.renew(name).await {
+            Ok(done) => {
+                tracing::info!("{}", done.message);
+                match ask_guest(vm, step).await {
+                    Err(error) if error.code == ErrorCode::InvalidRequest => {
+                        left_with(name, &error)
+                    }
+                    asked => seen_of(name, step, asked),
+                }
+            }
+            Err(error) => left_with(name, &error),
+        }
+    }
+}
+
+impl Hands for Agent {
+    fn closing(&self) -> &Closing {
+        &self.closing
+    }
+
+    async fn with_guests(self: &Arc<Self>) -> Vec<VmName> {
+        let agent = Arc::clone(self);
+        let found = blocking(move || {
+            let mut names = agent.supervisor.names();
+            names.retain(|name| evidence::qemu_may_live(&agent.run_dir(name)));
+            Ok(names)
+        });
+        found.await.unwrap_or_default()
+    }
+
+    async fn close_guest(self: &Arc<Self>, vm: &VmName, step: CloseStep) -> ClosingVm {
+        match self.known(vm) {
+            Ok(vm) => self.close_supervised(&vm, step).await,
+            Err(error) => seen_of(vm, step, Err(error)),
+        }
+    }
+
+    fn went_down(&self, vm: &VmName) {
+        self.records.forget_boot(vm);
+    }
+
+    fn at_the_end(&self) {
+        self.settle_the_unseen();
+        self.supervisor.rest(self.closing.is_for_a_shutdown());
+    }
+}
+
+async fn ask_guest(vm: &Arc<Supervised>, step: CloseStep) -> Reply<ClosingVm> {
+    let patience = match step {
+        CloseStep::Look | CloseStep::Press => (ANSWER_WAIT, ANSWER_WAIT),
+        CloseStep::End => (NEED, ACT),
+    };
+    vm.need(patience.0).await?;
+    match vm.ask(&VmRequest::Close { step }, patience.1).await? {
+        VmAnswer::Closing(seen) => Ok(seen),
+        _ => Err(unexpected(&vm.config().vm)),
+    }
+}
