@@ -55,7 +55,7 @@ struct Progress {
     /// When the power key of each guest was pressed last.
     #[serde(default)]
     pressed_s: BTreeMap<VmName, u64>,
-    /// VMs whose VM process was too old, and was to be renewed.
+    /// VMs whose VM process was too old, and was renewed or could not be.
     #[serde(default)]
     renewed: BTreeSet<VmName>,
     #[serde(default)]
@@ -289,9 +289,14 @@ impl Closing {
         progress.pressed_s.insert(vm.clone(), uptime_s());
     }
 
-    /// Whether the VM's process was not to be renewed before.
-    pub(crate) fn renews(&self, vm: &VmName) -> bool {
-        lock(&self.progress).renewed.insert(vm.clone())
+    /// Whether the VM's process was renewed before, or that was in vain.
+    pub(crate) fn was_renewed(&self, vm: &VmName) -> bool {
+        lock(&self.progress).renewed.contains(vm)
+    }
+
+    /// The VM's process is not renewed once more.
+    pub(crate) fn renewed(&self, vm: &VmName) {
+        lock(&self.progress).renewed.insert(vm.clone());
     }
 
     fn waits(&self) -> bool {

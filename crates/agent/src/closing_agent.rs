@@ -100,11 +100,18 @@ impl Agent {
             Err(error) if error.code == ErrorCode::InvalidRequest => error,
             asked => return seen_of(name, step, asked),
         };
-        if !self.closing.renews(name) {
+        if self.closing.was_renewed(name) {
             return left_with(name, &first);
         }
         match self.renew(name).await {
+            // It may be renewed once its migration has ended.
+            Err(error) if error.code == ErrorCode::AlreadyMigrating && step != CloseStep::End => {
+                let (vm, state) = (name.clone(), CloseState::Migrating);
+                let why = Some(error.message);
+                ClosingVm { vm, state, why }
+            }
             Ok(done) => {
+                self.closing.renewed(name);
                 tracing::info!("{}", done.message);
                 match ask_guest(vm, step).await {
                     Err(error) if error.code == ErrorCode::InvalidRequest => {
@@ -113,7 +120,10 @@ impl Agent {
                     asked => seen_of(name, step, asked),
                 }
             }
-            Err(error) => left_with(name, &error),
+            Err(error) => {
+                self.closing.renewed(name);
+                left_with(name, &error)
+            }
         }
     }
 }

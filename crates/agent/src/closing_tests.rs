@@ -3,7 +3,7 @@
 use super::*;
 use crate::api::tests::Served;
 use crate::life::Life;
-use crate::test_support::{BOOTED, CLOSED, CLOSES, TestHost, spec, vm};
+use crate::test_support::{BOOTED, CLOSED, CLOSES, STATE, TestHost, spec, vm};
 use godwit_ownership::Power;
 use godwit_types::site::SiteTable;
 use rustix::process::{Signal, kill_process};
@@ -279,6 +279,41 @@ async fn a_vm_process_too_old_to_know_that_its_host_shuts_down_is_renewed_first(
     served.agent.close().await.unwrap();
     assert_eq!(closed(&served).await, [(vm("old"), CloseState::Off)].into());
     assert!(steps(&served, "old").starts_with("press\n"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_process_too_old_that_could_not_be_renewed_for_a_move_is_renewed_after_it() {
+    let host = TestHost::new().with("guest_shutdown_s = 100");
+    let _child = guest(&host, "old", "renewable");
+    let state = host.run_dir("old").join(STATE);
+    std::fs::write(&state, "\"handing-over\"").unwrap();
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    served.agent.close().await.unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let moves = |seen: &ClosingVm| seen.state == CloseState::Migrating;
+    while !served.agent.closing.shown().vms.iter().any(moves) {
+        assert!(
+            Instant::now() < deadline,
+            "it does not count as on the move"
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    std::fs::write(&state, "\"running\"").unwrap();
+    assert_eq!(closed(&served).await, [(vm("old"), CloseState::Off)].into());
+    assert!(steps(&served, "old").starts_with("press\n"));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_in_doubt_whose_vm_process_is_too_old_is_left_and_not_waited_for() {
+    let host = TestHost::new().with("guest_shutdown_s = 1500");
+    let _child = guest(&host, "old", "renewable");
+    std::fs::write(host.run_dir("old").join(STATE), "\"in-doubt\"").unwrap();
+    let served = Served::of_host(host).await;
+    served.agent.take_up().unwrap();
+    served.agent.close().await.unwrap();
+    let left = [(vm("old"), CloseState::Left)].into();
+    assert_eq!(closed(&served).await, left);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -99,9 +99,9 @@ async fn status(vm: &Supervised, name: &VmName) -> Reply<HostVm> {
 /// An old VM process would end in the middle of a migration: it does not know that it should refuse.
 async fn must_rest(process: &Supervised, vm: &HostVm) -> Reply<()> {
     let name = &vm.spec.name;
-    let refuse = |why: String| {
+    let refuse = |code: ErrorCode, why: String| {
         let message = format!("VM '{name}' keeps its VM process: {why}");
-        Err(ApiError::new(ErrorCode::AlreadyMigrating, message))
+        Err(ApiError::new(code, message))
     };
     if let Some(migration) = vm.migration.clone() {
         let request = VmRequest::Report {
@@ -113,14 +113,20 @@ async fn must_rest(process: &Supervised, vm: &HostVm) -> Reply<()> {
             Err(error) => error.code == ErrorCode::UnknownMigration,
         };
         if !over {
-            return refuse(format!(
-                "migration '{migration}' is under way, wait for its end"
-            ));
+            let why = format!("migration '{migration}' is under way, wait for its end");
+            return refuse(ErrorCode::AlreadyMigrating, why);
         }
     }
     match vm.state {
         VmState::InDoubt | VmState::Incoming | VmState::HandingOver => {
-            refuse(format!("it is {}, see 'godwit vm show {name}'", vm.state))
+            let code = match vm.state {
+                VmState::InDoubt => ErrorCode::WrongState,
+                _ => ErrorCode::AlreadyMigrating,
+            };
+            refuse(
+                code,
+                format!("it is {}, see 'godwit vm show {name}'", vm.state),
+            )
         }
         _ => Ok(()),
     }
