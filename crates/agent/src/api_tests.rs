@@ -67,6 +67,11 @@ impl Served {
     /// A host whose site answers as `asker` says, and which shuts down or not.
     pub(crate) async fn of(host: TestHost, asker: Asker, is_stopping: bool) -> Self {
         let stopping: Stopping = Arc::new(move || Box::pin(async move { Some(is_stopping) }));
+        Self::with(host, asker, stopping).await
+    }
+
+    /// A host of which `stopping` says whether it shuts down.
+    pub(crate) async fn with(host: TestHost, asker: Asker, stopping: Stopping) -> Self {
         let site = Site::open(
             &host.config.state_dir,
             host_name("a"),

@@ -38,7 +38,7 @@ const ASK_CONTROLLER_WAIT: Duration = Duration::from_secs(6);
 /// Longest wait for the word whether this host shuts down.
 const STOPPING_WAIT: Duration = Duration::from_secs(2);
 /// Until that is asked again.
-const STOPPING_PAUSE: Duration = Duration::from_secs(5);
+pub(crate) const STOPPING_PAUSE: Duration = Duration::from_secs(5);
 
 /// Whom the site's question goes to.
 #[derive(Debug, Clone)]
@@ -165,6 +165,7 @@ impl Agent {
 
     /// Looks, asks if it is time to, judges.
     pub(crate) async fn boot_round(self: &Arc<Self>) {
+        self.look_whether_back().await;
         if self.closing.is_on() {
             return;
         }

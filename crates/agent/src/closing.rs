@@ -23,7 +23,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
 /// Between two looks at the guests.
@@ -73,6 +73,8 @@ pub(crate) struct Closing {
     limit: Duration,
     stage: Mutex<ClosingStage>,
     progress: Mutex<Progress>,
+    /// When the system manager is asked again whether the shutdown is over: until it says yes or no.
+    asks_at: Mutex<Option<Instant>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -117,6 +119,7 @@ impl Closing {
             limit: Duration::from_secs(limit_s),
             stage: Mutex::new(stage),
             progress: Mutex::new(progress),
+            asks_at: Mutex::default(),
         })
     }
 
@@ -168,6 +171,7 @@ impl Closing {
         write_whole(&self.mark, &self.boot_id)
             .map_err(|error| internal(format!("cannot write {}: {error}", self.mark.display())))?;
         *stage = ClosingStage::Closing;
+        self.ask_at(None);
         Ok(true)
     }
 
@@ -195,9 +199,25 @@ impl Closing {
         self.take_mark_away(&mut stage)
     }
 
-    /// The host is back from its shutdown.
-    pub(crate) fn is_back(&self) -> Reply<()> {
-        self.take_mark_away(&mut lock(&self.stage))
+    /// Whether it is time to ask again if the shutdown is over, which nobody knew when this agent started.
+    pub(crate) fn is_to_ask(&self, now: Instant) -> bool {
+        let stage = self.stage();
+        // Guests that are being powered down are so to the end.
+        stage == ClosingStage::Closed && lock(&self.asks_at).is_some_and(|at| at <= now)
+    }
+
+    /// From then on the system manager is asked again; never, once it has said.
+    pub(crate) fn ask_at(&self, at: Option<Instant>) {
+        *lock(&self.asks_at) = at;
+    }
+
+    /// The host is back from its shutdown, unless it went on to another stage since that was asked.
+    pub(crate) fn is_back(&self, asked_at: ClosingStage) -> Reply<()> {
+        let mut stage = lock(&self.stage);
+        match *stage == asked_at {
+            true => self.take_mark_away(&mut stage),
+            false => Ok(()),
+        }
     }
 
     /// Whether the VM should have run and did not when the host began to shut down.
@@ -214,6 +234,7 @@ impl Closing {
             _ => {}
         }
         *stage = ClosingStage::Open;
+        self.ask_at(None);
         *lock(&self.progress) = Progress::default();
         if let Err(error) = remove_document(&self.file) {
             tracing::warn!(%error, "a file that means nothing without its mark is left behind");

@@ -4,6 +4,7 @@
 //! can power down, once a renewal was in vain.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, done, unexpected};
+use crate::boot::STOPPING_PAUSE;
 use crate::closing::{ANSWER_WAIT, Closing, Hands, left_with, power_guests_down, seen_of};
 use crate::evidence;
 use crate::supervisor::Supervised;
@@ -14,6 +15,7 @@ use godwit_types::host_api::{
 use godwit_types::{ErrorCode, VmName};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Instant;
 
 impl Agent {
     /// Begins to power this host's guests down, if that is not under way.
@@ -30,17 +32,48 @@ impl Agent {
 
     /// Goes on with what an agent before this one had begun, unless the shutdown for which it had is over.
     pub(crate) async fn go_on_closing(self: &Arc<Self>) -> Reply<()> {
-        if self.closing.is_for_a_shutdown() && (self.boots.stopping)().await == Some(false) {
-            tracing::info!("this host is back from its shutdown: it runs guests again");
-            let agent = Arc::clone(self);
-            return blocking(move || agent.closing.is_back()).await;
-        }
+        self.open_if_back(Instant::now()).await?;
         self.supervisor
             .rest(self.closing.is_for_a_shutdown() && self.closing.stage() == ClosingStage::Closed);
         if self.closing.stage() == ClosingStage::Closing {
             tokio::spawn(power_guests_down(Arc::clone(self)));
         }
         Ok(())
+    }
+
+    /// Opens a host whose shutdown is over. A system manager that is too busy to say so is asked `again` then.
+    async fn open_if_back(self: &Arc<Self>, again: Instant) -> Reply<()> {
+        if !self.closing.is_for_a_shutdown() {
+            return Ok(());
+        }
+        let stage = self.closing.stage();
+        let stops = (self.boots.stopping)().await;
+        self.closing.ask_at(stops.is_none().then_some(again));
+        if stops != Some(false) {
+            return Ok(());
+        }
+        tracing::info!("this host is back from its shutdown: it runs guests again");
+        let agent = Arc::clone(self);
+        let opened = blocking(move || agent.closing.is_back(stage)).await;
+        if opened.is_err() {
+            self.closing.ask_at(Some(again));
+        }
+        opened
+    }
+
+    /// Asks again whether the shutdown is over where that is not known yet.
+    pub(crate) async fn look_whether_back(self: &Arc<Self>) {
+        let now = Instant::now();
+        if !self.closing.is_to_ask(now) {
+            return;
+        }
+        if let Err(error) = self.open_if_back(now + STOPPING_PAUSE).await {
+            tracing::error!(%error, "this host is back from its shutdown and stays closed");
+        }
+        if !self.closing.is_on() {
+            self.supervisor.rest(false);
+            self.bring_guests_unit_back();
+        }
     }
 
     /// Has the host run guests again, and boots those that ran before.

@@ -228,6 +228,34 @@ async fn a_host_that_was_closed_for_a_shutdown_is_open_after_a_soft_reboot() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_host_is_open_after_a_soft_reboot_also_where_its_system_manager_says_so_late() {
+    // Of one that goes down again the mark stays.
+    for is_stopping in [false, true] {
+        let host = TestHost::new();
+        left_closing(
+            &host,
+            serde_json::json!({"at_shutdown": true, "began_s": 0, "is_over": true}),
+        );
+        let said = Arc::new(Mutex::new(vec![Some(is_stopping), None]));
+        let rest = Arc::clone(&said);
+        let stopping: crate::boot::Stopping = Arc::new(move || {
+            let said = lock(&rest).pop().unwrap();
+            Box::pin(async move { said })
+        });
+        let served = Served::with(host, nobody_asked(), stopping).await;
+        served.agent.go_on_closing().await.unwrap();
+        assert!(served.agent.closing.is_on(), "nobody knows yet");
+        for _ in 0..2 {
+            served.agent.boot_round().await;
+            assert_eq!(served.agent.closing.is_on(), is_stopping);
+        }
+        assert!(lock(&said).is_empty(), "it is asked until it says");
+        let mark = served.host.config.run_dir.join(CLOSING_FILE);
+        assert_eq!(mark.exists(), is_stopping);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_close_says_whether_it_is_for_a_shutdown_also_where_the_host_was_closed_before() {
     let served = Served::of(TestHost::new(), nobody_asked(), true).await;
     let is_noted = |served: &Served| {

@@ -8,7 +8,7 @@ use crate::check::{note, ok, warning};
 use godwit_types::host::Check;
 use std::ffi::OsStr;
 use std::path::PathBuf;
-use std::process::Stdio;
+use std::process::{Output, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -58,12 +58,15 @@ pub(crate) enum GuestsUnit {
 }
 
 impl Manager {
-    async fn said<S: AsRef<OsStr>>(&self, words: &[S], patience: Duration) -> Option<String> {
+    async fn output<S: AsRef<OsStr>>(&self, words: &[S], patience: Duration) -> Option<Output> {
         let mut command = tokio::process::Command::new(&self.program);
         command.args(words).stdin(Stdio::null()).kill_on_drop(true);
         let output = tokio::time::timeout(patience, command.output()).await;
-        let output = output.ok()?.ok()?;
-        Some(String::from_utf8_lossy(&output.stdout).into_owned())
+        output.ok()?.ok()
+    }
+
+    async fn said<S: AsRef<OsStr>>(&self, words: &[S], patience: Duration) -> Option<String> {
+        self.output(words, patience).await.map(text)
     }
 
     /// Whether it says within `patience` that it takes this host down.
@@ -71,15 +74,18 @@ impl Manager {
         self.stops(patience).await == Some(true)
     }
 
-    /// What it says of that within `patience`; nothing where there is none, or it does not know itself.
+    /// What it says of that within `patience`; nothing where there is none, it does not know itself, or its jobs, which
+    /// alone may tell, are not heard.
     pub(crate) async fn stops(&self, patience: Duration) -> Option<bool> {
         let (state, jobs) = tokio::join!(
             self.said(&["is-system-running"], patience),
-            self.said(&["list-jobs", "--no-legend", "--no-pager"], patience)
+            self.output(&["list-jobs", "--no-legend", "--no-pager"], patience)
         );
-        let (state, jobs) = (state.unwrap_or_default(), jobs.unwrap_or_default());
-        let stops = says_stopping(&state, &jobs);
-        (stops || RUNS.contains(&state.trim())).then_some(stops)
+        let state = state.unwrap_or_default();
+        let jobs = jobs.filter(|output| output.status.success()).map(text);
+        let stops = says_stopping(&state, jobs.as_deref().unwrap_or_default());
+        let is_known = stops || jobs.is_some() && RUNS.contains(&state.trim());
+        is_known.then_some(stops)
     }
 
     /// How the unit that powers guests down is.
@@ -105,6 +111,10 @@ impl Manager {
         let words = ["start", "--no-block", "--job-mode=fail", GUESTS_UNIT];
         self.said(&words, ASK_WAIT).await;
     }
+}
+
+fn text(output: Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
 /// Whether the system manager says within `patience` that it takes this host down.

@@ -70,6 +70,23 @@ async fn both_what_systemd_says_and_its_jobs_count() {
 }
 
 #[tokio::test]
+async fn a_host_whose_jobs_are_not_heard_is_not_said_to_stay_up() {
+    let dir = tempfile::tempdir().unwrap();
+    for (state, jobs, said) in [
+        ("running", "", Some(false)),
+        ("running", "exit 1", None),
+        ("starting", "exit 1", None),
+        ("stopping", "exit 1", Some(true)),
+    ] {
+        let stub = manager(dir.path(), state, "", "");
+        let script = std::fs::read_to_string(&stub.program).unwrap();
+        let script = script.replace("list-jobs) printf ''", &format!("list-jobs) {jobs}"));
+        std::fs::write(&stub.program, script).unwrap();
+        assert_eq!(stub.stops(ASK_WAIT).await, said, "{state} {jobs}");
+    }
+}
+
+#[tokio::test]
 async fn a_guests_unit_that_somebody_stopped_is_started_unless_the_host_goes_down() {
     for (state, jobs, unit, is_started) in [
         ("running", "", DEAD, true),
