@@ -20,9 +20,9 @@ use godwit_types::forecast::{
 };
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
-    HostCancel, HostClosing, HostResolve, HostStop, HostVm, IncomingReady, PeerEnvelope,
-    PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm,
-    RemovedHosts, Revoked, VmRequest,
+    CloseRequest, HostCancel, HostClosing, HostResolve, HostStop, HostVm, IncomingReady,
+    PeerEnvelope, PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult,
+    PutVm, RemovedHosts, Revoked, VmRequest,
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
@@ -228,7 +228,7 @@ handlers! {
         = agent.survey(&name, request).await;
     site_update(agent, body update: SiteUpdate) -> SiteHeard = agent.site_update(update).await;
     site_survey(agent, body _empty: Empty) -> WholeSurvey = agent.site_survey().await;
-    close(agent, body _empty: Empty) -> HostClosing = agent.close().await;
+    close(agent, body request: CloseRequest) -> HostClosing = agent.close(request.at_shutdown).await;
     closing(agent) -> HostClosing = Ok(agent.closing.shown());
     open(agent, body _empty: Empty) -> Done = agent.open().await;
     take_certificate(agent, body _empty: Empty) -> Done = agent.certificate.take_now().await;

@@ -18,9 +18,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 impl Agent {
-    /// Begins to power this host's guests down, if that is not under way.
-    pub(crate) async fn close(self: &Arc<Self>) -> Reply<HostClosing> {
-        let at_shutdown = (self.boots.stopping)().await == Some(true);
+    /// Begins to power this host's guests down, if that is not under way; for a shutdown if who asks says so, or else the
+    /// system manager does.
+    pub(crate) async fn close(self: &Arc<Self>, at_shutdown: bool) -> Reply<HostClosing> {
+        let at_shutdown = at_shutdown || (self.boots.stopping)().await == Some(true);
         let agent = Arc::clone(self);
         let began = blocking(move || agent.closing.begin(at_shutdown, agent.down_by_themselves()));
         if began.await? {

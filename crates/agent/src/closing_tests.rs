@@ -5,6 +5,7 @@ use crate::api::tests::Served;
 use crate::life::Life;
 use crate::test_support::{BOOTED, CLOSED, CLOSES, STATE, TestHost, spec, vm};
 use godwit_ownership::Power;
+use godwit_types::host_api::CloseRequest;
 use godwit_types::site::SiteTable;
 use rustix::process::{Signal, kill_process};
 use std::process::{Child, Command, Stdio};
@@ -71,7 +72,7 @@ async fn a_host_that_shuts_down_powers_its_guests_down_and_boots_none_before_it_
     host.hold("off", Power::Off);
     let served = Served::of_host(host).await;
     served.agent.take_up().unwrap();
-    served.agent.close().await.unwrap();
+    served.agent.close(false).await.unwrap();
     let wanted = [
         ("deaf", CloseState::Ended),
         ("obeys", CloseState::Off),
@@ -113,7 +114,7 @@ async fn a_vm_process_too_old_to_know_that_its_host_shuts_down_presses_no_power_
     let mut child = guest(&host, "old", "too old");
     let served = Served::of_host(host).await;
     served.agent.take_up().unwrap();
-    served.agent.close().await.unwrap();
+    served.agent.close(false).await.unwrap();
     // Nor is it waited for.
     assert_eq!(
         closed(&served).await,
@@ -179,7 +180,7 @@ async fn a_host_whose_guests_are_being_powered_down_is_not_opened() {
     let _child = guest(&host, "deaf", "deaf");
     let served = Served::of_host(host).await;
     served.agent.take_up().unwrap();
-    served.agent.close().await.unwrap();
+    served.agent.close(false).await.unwrap();
     let refused = served.agent.open().await.unwrap_err();
     assert!(refused.message.contains("wait for the end"), "{refused}");
     assert!(served.agent.closing.is_on());
@@ -257,15 +258,28 @@ async fn a_host_is_open_after_a_soft_reboot_also_where_its_system_manager_says_s
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_close_says_whether_it_is_for_a_shutdown_also_where_the_host_was_closed_before() {
-    let served = Served::of(TestHost::new(), nobody_asked(), true).await;
-    let is_noted = |served: &Served| {
-        let text = std::fs::read(served.host.config.run_dir.join(PROGRESS_FILE)).unwrap();
-        serde_json::from_slice::<serde_json::Value>(&text).unwrap()["at_shutdown"] == true
-    };
-    served.agent.closing.begin(false, BTreeSet::new()).unwrap();
-    assert!(!is_noted(&served));
-    served.agent.close().await.unwrap();
-    assert!(is_noted(&served));
+    // The system manager says so, or who asks does, since the system manager is busy by now.
+    for (asked_for_a_shutdown, said, is_noted) in [
+        (false, Some(true), true),
+        (true, None, true),
+        (false, None, false),
+    ] {
+        let stopping: crate::boot::Stopping = Arc::new(move || Box::pin(async move { said }));
+        let served = Served::with(TestHost::new(), nobody_asked(), stopping).await;
+        let noted = || {
+            let text = std::fs::read(served.host.config.run_dir.join(PROGRESS_FILE)).unwrap();
+            serde_json::from_slice::<serde_json::Value>(&text).unwrap()["at_shutdown"] == true
+        };
+        served.agent.closing.begin(false, BTreeSet::new()).unwrap();
+        assert!(!noted());
+        let at_shutdown = asked_for_a_shutdown;
+        served
+            .local()
+            .close(&CloseRequest { at_shutdown })
+            .await
+            .unwrap();
+        assert_eq!(noted(), is_noted, "{asked_for_a_shutdown} {said:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -304,7 +318,7 @@ async fn a_vm_process_too_old_to_know_that_its_host_shuts_down_is_renewed_first(
     let _child = guest(&host, "old", "renewable");
     let served = Served::of_host(host).await;
     served.agent.take_up().unwrap();
-    served.agent.close().await.unwrap();
+    served.agent.close(false).await.unwrap();
     assert_eq!(closed(&served).await, [(vm("old"), CloseState::Off)].into());
     assert!(steps(&served, "old").starts_with("press\n"));
 }
@@ -317,7 +331,7 @@ async fn a_vm_process_too_old_that_could_not_be_renewed_for_a_move_is_renewed_af
     std::fs::write(&state, "\"handing-over\"").unwrap();
     let served = Served::of_host(host).await;
     served.agent.take_up().unwrap();
-    served.agent.close().await.unwrap();
+    served.agent.close(false).await.unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
     let moves = |seen: &ClosingVm| seen.state == CloseState::Migrating;
     while !served.agent.closing.shown().vms.iter().any(moves) {
@@ -339,7 +353,7 @@ async fn a_vm_in_doubt_whose_vm_process_is_too_old_is_left_and_not_waited_for() 
     std::fs::write(host.run_dir("old").join(STATE), "\"in-doubt\"").unwrap();
     let served = Served::of_host(host).await;
     served.agent.take_up().unwrap();
-    served.agent.close().await.unwrap();
+    served.agent.close(false).await.unwrap();
     let left = [(vm("old"), CloseState::Left)].into();
     assert_eq!(closed(&served).await, left);
 }
@@ -375,7 +389,7 @@ async fn a_vm_that_was_down_before_its_host_shut_down_keeps_its_own_note() {
     served.agent.take_up().unwrap();
     // Closed by a person first, and then for a shutdown.
     for _ in 0..2 {
-        served.agent.close().await.unwrap();
+        served.agent.close(false).await.unwrap();
         closed(&served).await;
         let note = |name: &str| {
             let life = Life::Idle;
@@ -403,7 +417,7 @@ async fn a_vm_process_that_ends_with_its_host_gets_no_successor() {
         let _child = guest(&host, "paused", "left");
         let served = Served::of(host, nobody_asked(), is_stopping).await;
         served.agent.take_up().unwrap();
-        served.agent.close().await.unwrap();
+        served.agent.close(false).await.unwrap();
         closed(&served).await;
         let process = served.agent.known(&vm("paused")).unwrap();
         process.need(Duration::from_secs(60)).await.unwrap();

@@ -16,9 +16,9 @@ use godwit_types::forecast::{
 };
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
-    HostCancel, HostClosing, HostResolve, HostStop, HostVm, IncomingReady, PeerEnvelope,
-    PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm,
-    RemovedHosts, Revoked,
+    CloseRequest, HostCancel, HostClosing, HostResolve, HostStop, HostVm, IncomingReady,
+    PeerEnvelope, PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult,
+    PutVm, RemovedHosts, Revoked,
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
@@ -97,7 +97,7 @@ pub mod path {
     pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
     pub const FORGET_RECORD: &str = "/v1/vms/{name}/forget-record";
-    /// POST [`super::Empty`]: [`super::HostClosing`], begun: the host shuts down. GET: the same, as far as it has come.
+    /// POST [`super::CloseRequest`]: [`super::HostClosing`], begun: the host shuts down. GET: the same, as far as it has come.
     pub const CLOSE: &str = "/v1/close";
     /// POST [`super::Empty`]: [`super::Done`]. The host runs guests again.
     pub const OPEN: &str = "/v1/open";
@@ -289,7 +289,7 @@ calls! { AgentClient
     forget_record(name: &VmName) -> Done
         = post client (fill(path::FORGET_RECORD, name), &Empty {}) in act;
     /// Has the host power its guests down and take no VMs.
-    close() -> HostClosing = post client (path::CLOSE, &Empty {}) in act;
+    close(request: &CloseRequest) -> HostClosing = post client (path::CLOSE, request) in act;
     /// How far it has come with that.
     closing() -> HostClosing = get client (path::CLOSE) in read;
     /// Has the host run guests again.

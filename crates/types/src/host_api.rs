@@ -363,6 +363,14 @@ pub enum ClosingStage {
     Closed,
 }
 
+/// Has a host power its guests down.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct CloseRequest {
+    /// Its system manager takes the host down, as who asks was told: the host is open again once it is back.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub at_shutdown: bool,
+}
+
 /// A host that shuts down, or does not.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct HostClosing {

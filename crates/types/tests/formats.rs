@@ -9,9 +9,9 @@ use godwit_types::forecast::{
 };
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{
-    HostCancel, HostResolve, HostStop, HostVm, IncomingReady, MigrationNote, PeerEnvelope,
-    PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult, PutVm,
-    RemovedHosts, Revoked, VmAnswer, VmProcessConfig, VmRequest,
+    CloseRequest, HostCancel, HostResolve, HostStop, HostVm, IncomingReady, MigrationNote,
+    PeerEnvelope, PreflightIncoming, PreflightOutgoing, PrepareIncoming, ProbeRequest, ProbeResult,
+    PutVm, RemovedHosts, Revoked, VmAnswer, VmProcessConfig, VmRequest,
 };
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
@@ -54,6 +54,7 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("HostStop", again::<HostStop>),
             ("HostResolve", again::<HostResolve>),
             ("HostCancel", again::<HostCancel>),
+            ("CloseRequest", again::<CloseRequest>),
             ("Done", again::<Done>),
             ("Empty", again::<Empty>),
             ("ConsoleText", again::<ConsoleText>),

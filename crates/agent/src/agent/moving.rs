@@ -174,7 +174,7 @@ mod tests {
             })
         };
         assert!(!served.agent.info().closing && !refused().await);
-        served.agent.close().await.unwrap();
+        served.agent.close(false).await.unwrap();
         assert!(served.agent.info().closing && refused().await);
     }
 }

@@ -12,7 +12,7 @@ use crate::watch::failure;
 use godwit_agent::config::CONFIG_PATH;
 use godwit_rpc::AgentClient;
 use godwit_types::ErrorCode;
-use godwit_types::host_api::{CloseState, ClosingStage, ClosingVm, HostClosing};
+use godwit_types::host_api::{CloseRequest, CloseState, ClosingStage, ClosingVm, HostClosing};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -32,7 +32,7 @@ pub async fn close(at_shutdown: bool, global: &Global, output: &Output) -> Comma
         });
         return Ok(());
     }
-    let closed = match closed_by_the_agent(global).await {
+    let closed = match closed_by_the_agent(CloseRequest { at_shutdown }, global).await {
         Err(silent) if at_shutdown => without_agent(silent).await?,
         closed => closed?,
     };
@@ -58,9 +58,12 @@ pub async fn open(global: &Global, output: &Output) -> CommandResult {
     Ok(())
 }
 
-async fn closed_by_the_agent(global: &Global) -> Result<HostClosing, Failure> {
+async fn closed_by_the_agent(
+    request: CloseRequest,
+    global: &Global,
+) -> Result<HostClosing, Failure> {
     let client = agent(global).ok_or_else(no_agent)?;
-    until_closed(&client).await
+    until_closed(request, &client).await
 }
 
 /// Guests are not cut off for want of an agent.
@@ -74,12 +77,12 @@ async fn without_agent(silent: Failure) -> Result<HostClosing, Failure> {
 }
 
 /// Asks until the agent has done it; one that is started anew in between goes on by itself.
-async fn until_closed(client: &AgentClient) -> Result<HostClosing, Failure> {
+async fn until_closed(request: CloseRequest, client: &AgentClient) -> Result<HostClosing, Failure> {
     let mut heard = Instant::now();
     let mut has_begun = false;
     loop {
         let asked = match has_begun {
-            false => client.close().await,
+            false => client.close(&request).await,
             true => client.closing().await,
         };
         match asked {
