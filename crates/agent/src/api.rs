@@ -13,7 +13,7 @@ use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
 use godwit_rpc::agent_client::{Measure, path};
-use godwit_rpc::{ApiResult, JsonBody, PathParam, Peer, RemovedPeer};
+use godwit_rpc::{ApiResult, JsonBody, PathParam, Peer, Unwanted};
 use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
@@ -171,14 +171,15 @@ async fn revoked(State(agent): Shared, JsonBody(revoked): JsonBody<Revoked>) -> 
 async fn site_ask(
     State(agent): Shared,
     Extension(caller): Extension<Peer>,
-    removed: Option<Extension<RemovedPeer>>,
+    unwanted: Option<Extension<Unwanted>>,
     JsonBody(question): JsonBody<SiteQuestion>,
 ) -> ApiResult<SiteAnswer> {
     let Peer::Host(asker) = caller else {
         let message = "only another host asks before it boots";
         return reply(Err(ApiError::new(ErrorCode::NotAllowed, message)));
     };
-    reply(agent.site_ask(asker, removed.is_some(), question).await)
+    let unwanted = unwanted.map(|Extension(why)| why);
+    reply(agent.site_ask(asker, unwanted, question).await)
 }
 
 /// Handlers that hand a request to the agent and answer what it says: what the path names, what the body is, the answer.

@@ -12,7 +12,7 @@ use crate::keeping::changed;
 use crate::manager::Manager;
 use crate::supervisor::Supervised;
 use godwit_rpc::pki::Holder;
-use godwit_rpc::{Admission, AgentClient, Client, ControllerClient, Current, Role};
+use godwit_rpc::{Admission, AgentClient, Client, ControllerClient, Current, Revocations, Role};
 use godwit_site::HostSite;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::site::{SiteAnswer, SiteHost, SiteQuestion};
@@ -101,9 +101,13 @@ impl Boots {
 }
 
 /// Asks over mutual TLS, as this host.
-pub(crate) fn asker(current: Arc<Current>, controller: Option<SocketAddr>) -> Asker {
+pub(crate) fn asker(
+    current: Arc<Current>,
+    controller: Option<SocketAddr>,
+    revocations: Arc<Revocations>,
+) -> Asker {
     Arc::new(move |whom, question| {
-        let identity = current.identity();
+        let (identity, revocations) = (current.identity(), Arc::clone(&revocations));
         Box::pin(async move {
             let internal = |error: godwit_rpc::pki::PkiError| {
                 ApiError::new(ErrorCode::Internal, error.to_string())
@@ -121,7 +125,10 @@ pub(crate) fn asker(current: Arc<Current>, controller: Option<SocketAddr>) -> As
                 }
                 Whom::Host(host) => {
                     let role = Role::Host(host.name.clone());
-                    let enrolled: Arc<dyn Admission> = Arc::new(Enrolled(host.serial));
+                    let enrolled: Arc<dyn Admission> = Arc::new(Enrolled {
+                        life: host.serial,
+                        revocations,
+                    });
                     let client =
                         Client::tls_admitted(host.address, &identity, role, Some(enrolled));
                     let client = AgentClient::new(client.map_err(internal)?);
@@ -133,12 +140,15 @@ pub(crate) fn asker(current: Arc<Current>, controller: Option<SocketAddr>) -> As
 }
 
 /// Only certificates of the life that the site's table names: a removed host does not answer for the one that took its
-/// name.
-struct Enrolled(String);
+/// name. Nor does an old copy of it, whose certificate a later one of that life has replaced.
+struct Enrolled {
+    life: String,
+    revocations: Arc<Revocations>,
+}
 
 impl Admission for Enrolled {
     fn admits(&self, holder: &Holder) -> bool {
-        holder.life == self.0
+        holder.life == self.life && !self.revocations.is_replaced(holder)
     }
 }
 

@@ -4,6 +4,9 @@ use super::*;
 use crate::api::tests::{Served, host_name};
 use crate::test_support::{BOOT_FAILS, BOOT_WAITS, BOOTED, REVIVES, TestHost, vm};
 use godwit_ownership::{Phase, Power};
+use godwit_rpc::Authority;
+use godwit_rpc::pki::now_unix_s;
+use godwit_rpc::revocations::made_before;
 use godwit_types::site::{SiteTable, SiteVm, Stamp, Standing};
 use godwit_types::vm::VmState;
 use godwit_types::{Generation, HostName};
@@ -362,4 +365,20 @@ fn an_answer_is_from_whom_it_was_asked() {
     let mut in_charge = said_by(Some("b"));
     in_charge.in_charge = true;
     assert!(!is_from(&in_charge, &b));
+}
+
+#[test]
+fn an_old_copy_of_a_neighbour_whose_certificate_was_replaced_does_not_answer_for_it() {
+    let now = now_unix_s();
+    let authority = Authority::create(now).unwrap();
+    let identity = authority.identity(&Role::Host(host_name("b")), now);
+    let holder = identity.unwrap().holder().unwrap();
+    let enrolled = Enrolled {
+        life: holder.life.clone(),
+        revocations: Arc::default(),
+    };
+    assert!(enrolled.admits(&holder));
+    let later = made_before(&holder.life, holder.order + 1);
+    enrolled.revocations.revoke(later);
+    assert!(!enrolled.admits(&holder));
 }

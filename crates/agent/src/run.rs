@@ -230,7 +230,7 @@ async fn make_agent(
         .map_err(setup("read what this host knows of its site"))?;
     let removed = Removed::default();
     removed.are(site.with(|site| site.table().removed.clone()));
-    let asker = boot::asker(current.clone(), config.controller);
+    let asker = boot::asker(current.clone(), config.controller, revocations.clone());
     Ok(Agent {
         site,
         boots: Boots::new(asker, boot::system_is_stopping()),

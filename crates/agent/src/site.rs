@@ -10,6 +10,7 @@ use axum::extract::{MatchedPath, Request, State};
 use axum::http::Method;
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
+use godwit_rpc::Unwanted;
 use godwit_rpc::agent_client::path;
 use godwit_rpc::{Failure, Peer};
 use godwit_site::{HostSite, Stale};
@@ -380,7 +381,7 @@ impl Agent {
     pub(crate) async fn site_ask(
         self: &Arc<Self>,
         asker: HostName,
-        removed: bool,
+        unwanted: Option<Unwanted>,
         question: SiteQuestion,
     ) -> Reply<SiteAnswer> {
         let agent = Arc::clone(self);
@@ -394,9 +395,9 @@ impl Agent {
                 }
             }
             let answer = agent.site.with(|site| site.answer(&asker, &question, said));
-            Ok(match removed {
-                true => only_removed(answer, &question),
-                false => honest(answer, &unread),
+            Ok(match unwanted {
+                Some(why) => only_unwanted(answer, &question, why),
+                None => honest(answer, &unread),
             })
         })
         .await
@@ -449,12 +450,16 @@ impl Agent {
     }
 }
 
-/// A host that was removed hears that, and nothing of any VM.
-fn only_removed(answer: SiteAnswer, question: &SiteQuestion) -> SiteAnswer {
+/// A host whose certificate is wanted no more hears that, and nothing of any VM.
+fn only_unwanted(answer: SiteAnswer, question: &SiteQuestion, why: Unwanted) -> SiteAnswer {
     let wishes = question.wishes.iter();
     SiteAnswer {
         from: answer.from,
-        standing: Standing::Removed,
+        standing: match why {
+            Unwanted::Removed => Standing::Removed,
+            Unwanted::Replaced => Standing::OldCopy,
+        },
+        replaced: why == Unwanted::Replaced,
         in_charge: answer.in_charge,
         stamp: answer.stamp,
         unread: wishes.map(|wish| wish.vm.clone()).collect(),

@@ -8,6 +8,7 @@ use crate::api::tests::{Served, host_name, put, refused};
 use crate::test_support::{DIE, TestHost, vm};
 use godwit_ownership::{Phase, Power};
 use godwit_rpc::Role;
+use godwit_rpc::revocations::made_before;
 use godwit_types::control_api::StopRequest;
 use godwit_types::host_api::{PutVm, Revoked};
 use godwit_types::site::{BootWish, Claim, SiteVm};
@@ -414,6 +415,26 @@ async fn a_removed_host_is_told_so_though_its_certificate_is_revoked() {
     assert!(answer.vms.is_empty() && answer.records.is_empty());
     assert!(!answer.knows(&vm("web")));
     refused!(asking.vms().await, NotAllowed);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_host_whose_certificate_was_replaced_is_told_that_it_is_an_old_copy() {
+    let served = Served::new().await;
+    let (asking, serial) = served.client_and_serial(&Role::Host(host_name("c")));
+    // Of its life, which goes on with a later one.
+    let serials = vec![made_before(&serial, i64::MAX)];
+    served
+        .controller()
+        .revoked(&Revoked { serials })
+        .await
+        .unwrap();
+    let answer = asking.site_ask(&question("web")).await.unwrap();
+    assert_eq!(
+        (answer.standing, answer.replaced),
+        (Standing::OldCopy, true)
+    );
+    assert!(answer.vms.is_empty() && answer.records.is_empty());
+    assert!(!answer.knows(&vm("web")));
 }
 
 #[tokio::test(flavor = "multi_thread")]

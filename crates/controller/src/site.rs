@@ -9,6 +9,7 @@ use crate::error::Outcome;
 use crate::state::{HostEntry, State};
 use crate::taken_over;
 use crate::unread::{Lack, UnreadRow};
+use godwit_rpc::Unwanted;
 use godwit_rpc::listen::is_here;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::control_api::{Done, InventoryEvent};
@@ -25,15 +26,15 @@ const STRANGERS_SHOWN: usize = 5;
 /// How long the life of a host that was known until now gets to answer.
 const OTHER_LIFE_WAIT: Duration = Duration::from_secs(2);
 
-/// Answers a host's question. `removed` says that its certificate was revoked.
+/// Answers a host's question. `unwanted` says why its certificate is wanted no more, if so.
 pub async fn answer(
     app: &App,
     asker: &HostName,
     question: &SiteQuestion,
-    removed: bool,
+    unwanted: Option<Unwanted>,
 ) -> Outcome<SiteAnswer> {
-    if removed {
-        return Ok(only_removed(app, asker, question).await);
+    if let Some(why) = unwanted {
+        return Ok(only_unwanted(app, asker, question, why).await);
     }
     bounds::instance(asker, &question.instance)
         .map_err(|error| ApiError::new(ErrorCode::InvalidRequest, error.to_string()))?;
@@ -60,14 +61,27 @@ pub async fn answer(
     Ok(answer)
 }
 
-/// What a host hears whose certificate was revoked: that, and nothing of any VM or host. What it says is not believed: its
-/// name may be another host's by now.
-async fn only_removed(app: &App, asker: &HostName, question: &SiteQuestion) -> SiteAnswer {
-    tracing::warn!(host = %asker, "a host that was removed asks whether it may boot its VMs");
+/// What a host hears whose certificate is wanted no more: that, and nothing of any VM or host. What it says is not
+/// believed: its name may be another host's by now.
+async fn only_unwanted(
+    app: &App,
+    asker: &HostName,
+    question: &SiteQuestion,
+    why: Unwanted,
+) -> SiteAnswer {
+    let (what, standing) = match why {
+        Unwanted::Removed => ("a host that was removed", Standing::Removed),
+        Unwanted::Replaced => (
+            "an old copy of a host, with a certificate that was replaced,",
+            Standing::OldCopy,
+        ),
+    };
+    tracing::warn!(host = %asker, "{what} asks whether it may boot its VMs");
     app.until_started().await;
     let wishes = question.wishes.iter();
     SiteAnswer {
-        standing: Standing::Removed,
+        standing,
+        replaced: why == Unwanted::Replaced,
         in_charge: app.state().book.is_in_charge(),
         stamp: app.said(),
         unread: wishes.map(|wish| wish.vm.clone()).collect(),

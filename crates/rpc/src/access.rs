@@ -76,9 +76,14 @@ pub struct Rule {
     pub also_removed: bool,
 }
 
-/// Set on a request whose peer's certificate was revoked; only routes that say so ever see one.
+/// Why a peer's certificate is wanted no more. Set on its request; only routes that say so ever see one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RemovedPeer;
+pub enum Unwanted {
+    /// It was revoked: its holder was removed.
+    Removed,
+    /// A later one of its life is in use: its holder goes on, and who shows this one is an old copy.
+    Replaced,
+}
 
 /// Shorthand for tables of rules.
 pub const fn rule(method: &'static str, path: &'static str, access: Access) -> Rule {

@@ -31,7 +31,7 @@ mod unproved;
 mod until;
 pub mod wiped;
 
-pub use access::{Peer, RemovedPeer, Rule};
+pub use access::{Peer, Rule, Unwanted};
 pub use agent_client::{AgentClient, HeardVms};
 pub use client::{Client, ClientError, Stamps};
 pub use controller_client::ControllerClient;

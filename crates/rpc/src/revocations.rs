@@ -3,6 +3,7 @@
 //! Owns the list in memory; the controller's database and each agent's file keep it, as texts. A text is the serial number
 //! of a life, which ends all its certificates; or one of the two forms below. Refuses: to take a revocation back.
 
+use crate::access::Unwanted;
 use crate::pki::Holder;
 use godwit_types::ApiError;
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,6 +27,11 @@ pub trait Admission: Send + Sync {
     /// The same for a request on a connection that is open since then; asked at every request.
     fn admits_on(&self, holder: &Holder, _open_since: Instant) -> bool {
         self.admits(holder)
+    }
+
+    /// Why one that is not admitted is not.
+    fn why_unwanted(&self, _holder: &Holder) -> Unwanted {
+        Unwanted::Removed
     }
 
     /// Changes whenever a certificate may have become unwanted, so that what is being told to its holder ends.
@@ -186,6 +192,14 @@ impl Admission for Revocations {
             .is_none_or(|since| may_end && open_since <= since && since.elapsed() < REPLACED_GRACE)
     }
 
+    fn why_unwanted(&self, holder: &Holder) -> Unwanted {
+        let lists = self.lists.read().unwrap_or_else(PoisonError::into_inner);
+        match lists.names(holder) || lists.ended_since(holder).is_none() {
+            true => Unwanted::Removed,
+            false => Unwanted::Replaced,
+        }
+    }
+
     fn changes(&self) -> Option<watch::Receiver<u64>> {
         Some(self.version.subscribe())
     }
@@ -221,6 +235,7 @@ mod tests {
         assert!(!list.admits(&first) && list.admits(&second));
         assert!(list.admits_on(&first, opened), "it was under way");
         assert!(!list.admits_on(&first, Instant::now() + Duration::from_secs(1)));
+        assert_eq!(list.why_unwanted(&first), Unwanted::Replaced);
         // Another list that is made of this one knows the same; an earlier time says nothing more.
         let other = Revocations::default();
         other.extend(list.all());
@@ -228,6 +243,9 @@ mod tests {
         assert!(!other.admits(&first) && other.admits(&second));
         assert_eq!(other.all(), list.all());
         assert_eq!(other.version(), 1);
+        // Once its host was removed, that is what counts.
+        other.revoke("11");
+        assert_eq!(other.why_unwanted(&first), Unwanted::Removed);
     }
 
     #[test]

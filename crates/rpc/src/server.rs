@@ -6,7 +6,7 @@
 //! peers and certificates that [`Admission`] does not admit (asked at every request, so that a revocation ends open
 //! connections too, and what is being streamed on them), and who tries a route that is open to everybody too often.
 
-use crate::access::{self, Peer, RemovedPeer, Rule};
+use crate::access::{self, Peer, Rule};
 use crate::audit::{Auditor, Entry, Login};
 use crate::extract::Failure;
 use crate::limits::{
@@ -322,8 +322,8 @@ async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> 
     let entry = Entry::begin(guard.auditor.as_ref(), &mut request, admitted.is_ok()).await;
     let refused = match admitted {
         Ok(Admitted::Yes) => None,
-        Ok(Admitted::Removed) => {
-            request.extensions_mut().insert(RemovedPeer);
+        Ok(Admitted::Unwanted(why)) => {
+            request.extensions_mut().insert(why);
             None
         }
         Err(error) => Some(Failure(error).into_response()),
@@ -374,8 +374,8 @@ fn understood(request: &Request) -> Result<(), ApiError> {
 /// How a request is let in.
 enum Admitted {
     Yes,
-    /// Its peer's certificate was revoked: only to be told so.
-    Removed,
+    /// Its peer's certificate is wanted no more: only to be told so.
+    Unwanted(access::Unwanted),
 }
 
 fn revoked_text(holder: &Holder) -> String {
@@ -440,7 +440,7 @@ impl Guard {
         }
         access::decide(&self.rules, peer, method, path)?;
         Ok(match revoked {
-            Some(_) => Admitted::Removed,
+            Some(holder) => Admitted::Unwanted(self.admission.why_unwanted(holder)),
             None => Admitted::Yes,
         })
     }

@@ -51,6 +51,7 @@ impl Book {
             unread: asked_again.map(|wish| wish.vm.clone()).collect(),
             off: self.fenced(),
             given_on,
+            replaced: false,
         }
     }
 

@@ -52,6 +52,8 @@ pub struct HostSite {
     instance: Instance,
     table: SiteTable,
     standing: Standing,
+    /// It is an old copy since its certificate was replaced.
+    replaced: bool,
     answers: BTreeMap<Answerer, SiteAnswer>,
     /// The controller has not answered this round of questions, and will not.
     no_controller: bool,
@@ -69,6 +71,7 @@ impl HostSite {
             instance,
             table,
             standing: Standing::Known,
+            replaced: false,
             answers: BTreeMap::new(),
             no_controller: false,
             wishes: BTreeMap::new(),
@@ -128,7 +131,7 @@ impl HostSite {
     /// Takes an update of the table. One that does not begin where the table ends changes only what is heard of words.
     pub fn update(&mut self, update: SiteUpdate) -> Result<(), Stale> {
         self.accept(update.stamp)?;
-        self.standing = update.you;
+        (self.standing, self.replaced) = (update.you, false);
         if update.since > self.table.complete {
             return Ok(());
         }
@@ -181,7 +184,7 @@ impl HostSite {
     pub fn hear(&mut self, answer: SiteAnswer) {
         let speaks = answer.from.is_none() && answer.in_charge;
         if speaks || answer.standing != Standing::Known && answer.stamp >= self.table.stamp {
-            self.standing = answer.standing;
+            (self.standing, self.replaced) = (answer.standing, answer.replaced);
         }
         let from = match &answer.from {
             Some(host) => Answerer::Host(host.clone()),
@@ -275,6 +278,12 @@ impl HostSite {
             Standing::SecondInstance => {
                 let what = "another machine has this host's certificate: it boots nothing; power off the machine that is not meant; to use this one as a host of its own, empty its state directory and let it join under another name";
                 return Some(what.to_owned());
+            }
+            Standing::OldCopy if self.replaced => {
+                return Some(format!(
+                    "this host's identity was replaced by a newer one, so that this machine is an old copy of host '{0}': it boots nothing; if another machine is host '{0}' now, power this one off; if none is, run 'godwit host remove {0} --confirm-unreachable' where the controller is and 'godwit host leave' here, and let it join anew",
+                    self.me
+                ));
             }
             Standing::OldCopy => (
                 "this host's state directory is an older copy of itself",
@@ -493,6 +502,7 @@ impl HostSite {
             unread: BTreeSet::new(),
             given_on: BTreeSet::new(),
             off: BTreeSet::new(),
+            replaced: false,
         }
     }
 

@@ -350,3 +350,27 @@ fn a_clone_is_not_told_to_remove_the_host_whose_certificate_it_has() {
     );
     assert!(!why.contains("remove"), "{why}");
 }
+
+#[test]
+fn a_host_whose_certificate_was_replaced_is_told_that_it_is_an_old_copy_and_not_that_it_was_removed()
+ {
+    let mut site = HostSite::new(host("a"), Instance::default(), table(&[]));
+    site.wish(web(), Generation(3));
+    let answer = |replaced| SiteAnswer {
+        standing: Standing::OldCopy,
+        replaced,
+        in_charge: true,
+        stamp: word(6),
+        ..SiteAnswer::default()
+    };
+    for replaced in [true, false] {
+        site.hear(answer(replaced));
+        let Judged::Never(why) = site.judge(&web(), 0, false) else {
+            panic!("it may not boot");
+        };
+        assert!(why.contains("it boots nothing"), "{why}");
+        assert!(!why.contains("was removed"), "{why}");
+        let newer = "identity was replaced by a newer one";
+        assert_eq!(why.contains(newer), replaced, "{why}");
+    }
+}

@@ -342,6 +342,9 @@ pub struct SiteAnswer {
     /// may go. None from a host.
     #[serde(default)]
     pub given_on: BTreeSet<VmName>,
+    /// The certificate with which the life asked was replaced by a later one, which is in use: why it is an old copy.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub replaced: bool,
 }
 
 impl SiteAnswer {

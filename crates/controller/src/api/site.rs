@@ -4,7 +4,7 @@ use super::Shared;
 use crate::site;
 use axum::extract::State;
 use axum::{Extension, Json};
-use godwit_rpc::{ApiResult, JsonBody, Peer, RemovedPeer};
+use godwit_rpc::{ApiResult, JsonBody, Peer, Unwanted};
 use godwit_types::control_api::{Done, Empty};
 use godwit_types::site::{SiteAnswer, SiteQuestion, SiteView};
 use godwit_types::{ApiError, ErrorCode};
@@ -30,13 +30,13 @@ pub async fn acknowledge(
 pub async fn ask(
     State(app): Shared,
     Extension(peer): Extension<Peer>,
-    removed: Option<Extension<RemovedPeer>>,
+    unwanted: Option<Extension<Unwanted>>,
     JsonBody(question): JsonBody<SiteQuestion>,
 ) -> ApiResult<SiteAnswer> {
     let Peer::Host(asker) = peer else {
         let error = ApiError::new(ErrorCode::NotAllowed, "only a host's agent may ask this");
         return Err(error.into());
     };
-    let removed = removed.is_some();
-    Ok(Json(site::answer(&app, &asker, &question, removed).await?))
+    let unwanted = unwanted.map(|Extension(why)| why);
+    Ok(Json(site::answer(&app, &asker, &question, unwanted).await?))
 }

@@ -8,6 +8,7 @@ use godwit_rpc::{Authority, Client, ClientError, ControllerClient, Identity, Rol
 use godwit_types::control_api::{
     HostState, JoinRequest, JoinResponse, OperatorRequest, RenewRequest,
 };
+use godwit_types::site::{SiteQuestion, Standing};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode};
 use serde_json::Value;
@@ -184,6 +185,15 @@ async fn who_has_an_old_key_of_a_renewed_host_is_refused_by_everybody_and_does_n
     let refused = |error: ClientError| assert!(error.to_string().contains("revoked"), "{error}");
     refused(client(&house, &old).certificate().await.unwrap_err());
     refused(renewed(&house, &old).await.unwrap_err());
+    // Before it boots it hears what it is.
+    let question = SiteQuestion {
+        instance: a.instance(),
+        knows: a.knows(),
+        wishes: Vec::new(),
+    };
+    let answer = client(&house, &old).site_ask(&question).await.unwrap();
+    let told = (answer.standing, answer.replaced);
+    assert_eq!(told, (Standing::OldCopy, true));
     let key = Request::new().unwrap();
     let error = go_on(&house, "a", &old, &key).await.unwrap_err();
     let text = error.to_string();
