@@ -14,7 +14,7 @@ use crate::reports::Reports;
 use crate::site::Site;
 use crate::supervisor::Supervisor;
 use crate::system::System;
-use crate::test_support::{HEARD, TestHost, spec, stub_program, vm};
+use crate::test_support::{HEARD, REASON, TestHost, spec, stub_program, vm};
 use crate::users::User;
 use godwit_ownership::{Phase, Power};
 use godwit_rpc::Current;
@@ -476,6 +476,24 @@ fn migration(id: &MigrationId) -> MigrationSpec {
         source_addresses: vec![],
         destination_addresses: vec![],
     }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cancel_s_reason_is_told_as_one_line_that_somebody_reads() {
+    let served = Served::new().await;
+    served.host.hold("web", Power::On);
+    served.agent.take_up().unwrap();
+    let id = MigrationId::new("m1").unwrap();
+    served.agent.migrate(migration(&id)).await.unwrap();
+    let request = HostCancel {
+        reason: Some("why\n".repeat(10_000)),
+        vm: Some(vm("web")),
+    };
+    served.agent.cancel(&id, request).await.unwrap();
+    let told = std::fs::read_to_string(served.host.run_dir("web").join(REASON)).unwrap();
+    assert!(told.starts_with("why why ") && !told.contains('\n'));
+    assert_eq!(told.len(), godwit_ownership::Reason::LEN_MAX);
+    served.end("web");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -4,6 +4,7 @@
 //! is of.
 
 use crate::agent::{Agent, READ, Reply, blocking, unexpected};
+use godwit_ownership::Reason;
 use godwit_store::StoreError;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::HostCancel;
@@ -130,9 +131,8 @@ impl Agent {
                 return Ok(Done { message });
             }
         };
-        let reason = request
-            .reason
-            .unwrap_or_else(|| "cancelled by its user".into());
+        let reason = request.reason.as_deref();
+        let reason = Reason::clipped(reason.unwrap_or("cancelled by its user")).into();
         let migration = id.clone();
         self.supervised(&vm);
         self.act(&vm, VmRequest::Cancel { migration, reason }).await

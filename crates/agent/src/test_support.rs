@@ -36,6 +36,8 @@ pub const BOOT_FAILS: &str = "boot-fails";
 pub const BOOT_WAITS: &str = "boot-waits";
 /// In the run directory: the VM has a QEMU again just after the stub said that it is gone.
 pub const REVIVES: &str = "revives";
+/// In the run directory: why the stub was told to cancel its last migration.
+pub const REASON: &str = "reason";
 /// In the run directory: the state that the stub shows, in the words of [`VmState`]; stopped without it.
 pub const STATE: &str = "state";
 
@@ -229,7 +231,8 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             append(&run_dir.join(HEARD), &format!("{from} {message}"));
             VmAnswer::Replies(vec![serde_json::json!({ "echo": message })])
         }
-        VmRequest::Cancel { migration, .. } => {
+        VmRequest::Cancel { migration, reason } => {
+            std::fs::write(run_dir.join(REASON), reason).unwrap();
             append(&run_dir.join(HEARD), &format!("cancel {migration}"));
             VmAnswer::Done("stays where it is".into())
         }
