@@ -1,10 +1,12 @@
 //! Hashes of guest files and a quick look at the speed of AES.
 //!
-//! Owns nothing. Refuses: files larger than any kernel or initramfs has business to be.
+//! Owns nothing. Refuses: what is no regular file, and files larger than any kernel or
+//! initramfs has business to be.
 
 use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 use aws_lc_rs::digest;
 use std::io::Read;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::time::Instant;
 
@@ -13,9 +15,13 @@ pub const FILE_LEN_MAX: u64 = 4 << 30;
 
 /// SHA-256 of a regular file, hex; reads at most [`FILE_LEN_MAX`].
 pub fn sha256_of_file(path: &Path) -> std::io::Result<String> {
-    let file = std::fs::File::open(path)?;
+    // A FIFO would be waited for until somebody writes to it, and so would some devices.
+    let file = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
     if !file.metadata()?.is_file() {
-        return Err(std::io::Error::other("not a regular file"));
+        return Err(std::io::Error::other("it is no regular file"));
     }
     let mut file = file.take(FILE_LEN_MAX);
     let mut context = digest::Context::new(&digest::SHA256);
@@ -53,6 +59,7 @@ pub fn seal_gb_per_s() -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::fs::{FileType, Mode};
 
     #[test]
     fn a_file_hashes_to_the_known_value() {
@@ -62,6 +69,16 @@ mod tests {
         let expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(sha256_of_file(&path).unwrap(), expected);
         assert!(sha256_of_file(dir.path()).is_err());
+    }
+
+    #[test]
+    fn a_fifo_is_refused_and_nobody_waits_for_what_is_written_to_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kernel");
+        let (kind, mode) = (FileType::Fifo, Mode::RUSR | Mode::WUSR);
+        rustix::fs::mknodat(rustix::fs::CWD, &path, kind, mode, 0).unwrap();
+        let refused = sha256_of_file(&path).unwrap_err();
+        assert!(refused.to_string().contains("no regular file"), "{refused}");
     }
 
     #[test]
