@@ -421,6 +421,28 @@ async fn a_destination_that_is_lost_for_a_moment_is_waited_for() {
 }
 
 #[tokio::test]
+async fn a_destination_that_is_closed_for_a_reboot_is_waited_for() {
+    let (house, a, b) = house(&["web"]).await;
+    let until_closed = async |closing: bool| {
+        a.script().info.as_mut().unwrap().closing = closing;
+        let heard = async |house: &House| {
+            let view = house.client().host(&host("a")).await.unwrap();
+            view.info.closing == closing
+        };
+        house.until(heard).await;
+    };
+    until_closed(true).await;
+    let client = house.client();
+    client.drain(&host("b"), &DRAIN).await.unwrap();
+    // It looks at once, and at each change of the inventory.
+    client.create_vm(&spec("off")).await.unwrap();
+    assert_eq!(one(&view(&house).await, "web").step, DrainStep::Waiting);
+    until_closed(false).await;
+    let done = until_done(&house, &b, &a).await;
+    assert_eq!(one(&done, "web").step, DrainStep::Moved);
+}
+
+#[tokio::test]
 async fn bad_requests_are_refused() {
     let (house, _a, _b) = house(&[]).await;
     let client = house.client();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 pub const TRIES_MAX: u32 = 3;
 /// Pause before a host that refused a VM is asked again, and before a VM that was busy is tried again.
 const ASK_AGAIN: Duration = Duration::from_secs(3);
-/// A host that does not answer for so long is not waited for any more.
+/// A host that does not answer for so long is not waited for any more, nor is one that is closed for so long.
 const AWAY_MAX: Duration = Duration::from_secs(60);
 /// Pause before a VM that could not be measured is measured again.
 const MEASURE_AGAIN: Duration = Duration::from_secs(10);
@@ -34,12 +34,20 @@ impl Refusal {
     }
 }
 
+/// A host that might take VMs and does not now. Each of the two is waited for by itself.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Away {
+    pub host: HostName,
+    /// It answers and is closed, as one that is rebooted is at first; else it does not answer.
+    pub closes: bool,
+}
+
 /// Everything that is waited for.
 #[derive(Debug, Default)]
 pub struct Patience {
     refused: BTreeMap<(VmName, HostName), Refusal>,
     paused: BTreeMap<VmName, Instant>,
-    away: BTreeMap<HostName, Instant>,
+    away: BTreeMap<Away, Instant>,
     measured: BTreeMap<VmName, (u32, Instant)>,
 }
 
@@ -90,8 +98,8 @@ impl Patience {
         at.is_some_and(|at| now.saturating_duration_since(*at) < ASK_AGAIN)
     }
 
-    /// Takes in which hosts that might take VMs do not answer, with how long that is known already.
-    pub fn note_away(&mut self, away: &BTreeMap<HostName, Duration>, now: Instant) {
+    /// Takes in which hosts that might take VMs are away, with how long that is known already.
+    pub fn note_away(&mut self, away: &BTreeMap<Away, Duration>, now: Instant) {
         self.away.retain(|host, _| away.contains_key(host));
         for (host, known) in away {
             let since = now.checked_sub(*known).unwrap_or(now);
@@ -99,7 +107,7 @@ impl Patience {
         }
     }
 
-    /// Whether a host that might take VMs was lost so lately that it may come back.
+    /// Whether a host that might take VMs was lost or closed so lately that it may come back.
     pub fn awaits_hosts(&self, now: Instant) -> bool {
         let mut away = self.away.values();
         away.any(|since| now.saturating_duration_since(*since) < AWAY_MAX)
@@ -177,7 +185,10 @@ mod tests {
     fn a_lost_host_is_waited_for_until_it_was_away_for_a_minute() {
         let mut patience = Patience::default();
         let now = Instant::now();
-        let lost = |seconds| [(host("a"), Duration::from_secs(seconds))].into();
+        let lost = |seconds| {
+            let (host, closes) = (host("a"), false);
+            [(Away { host, closes }, Duration::from_secs(seconds))].into()
+        };
         let at = |seconds| now + Duration::from_secs(seconds);
         assert!(!patience.awaits_hosts(now));
         patience.note_away(&lost(0), now);
@@ -190,6 +201,24 @@ mod tests {
         patience.note_away(&lost(5), at(80));
         assert!(patience.awaits_hosts(at(134)));
         assert!(!patience.awaits_hosts(at(135)));
+    }
+
+    #[test]
+    fn a_host_that_was_closed_before_it_was_lost_is_waited_for_as_one_that_was_lost_only() {
+        let mut patience = Patience::default();
+        let now = Instant::now();
+        let at = |seconds| now + Duration::from_secs(seconds);
+        let away = |closes| {
+            let host = host("a");
+            [(Away { host, closes }, Duration::ZERO)].into()
+        };
+        patience.note_away(&away(true), now);
+        patience.note_away(&away(true), at(50));
+        assert!(patience.awaits_hosts(at(59)));
+        assert!(!patience.awaits_hosts(at(60)), "it stays closed");
+        patience.note_away(&away(false), at(50));
+        assert!(patience.awaits_hosts(at(109)), "it is being rebooted");
+        assert!(!patience.awaits_hosts(at(110)));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //!
 //! Owns nothing. Refuses: the host itself, one that is being emptied, too, or closed, and one that was not asked for.
 
+use super::patience::Away;
 use crate::app::{App, now};
 use crate::placement::place;
 use godwit_types::drain::DrainView;
@@ -48,19 +49,26 @@ pub(super) fn no_takers(app: &App, view: &DrainView, takers: &[Taker]) -> Vec<Ap
     reasons
 }
 
-/// Hosts that might take VMs but do not answer, and for how long; one that was not heard yet since `began`.
-pub(super) fn away(app: &App, view: &DrainView, began: Instant) -> BTreeMap<HostName, Duration> {
+/// Hosts that might take VMs but do not answer, and for how long; one that was not heard yet since `began`. One that is
+/// closed goes down and comes back: from now on.
+pub(super) fn away(app: &App, view: &DrainView, began: Instant) -> BTreeMap<Away, Duration> {
     let state = app.state();
     let hosts = state.hosts.iter();
-    let hosts = hosts.filter(|(name, entry)| !entry.is_connected() && is_taker(app, view, name));
+    let hosts = hosts.filter(|(name, _)| is_taker(app, view, name));
     hosts
-        .map(|(name, entry)| {
+        .filter_map(|(name, entry)| {
             let seen = u64::try_from(entry.last_seen_unix_s).unwrap_or(0);
+            let closes = entry.is_connected();
             let away = match state.book.was_heard(name) {
+                _ if closes => {
+                    place::closed(entry.info.as_ref()?)?;
+                    Duration::ZERO
+                }
                 true => Duration::from_secs(now().saturating_sub(seen)),
                 false => began.elapsed(),
             };
-            (name.clone(), away)
+            let host = name.clone();
+            Some((Away { host, closes }, away))
         })
         .collect()
 }
