@@ -68,28 +68,45 @@ impl Known<'_> {
 
 type Attempt = Result<(Box<Hyper>, RunState), ApiError>;
 
-/// Takes QEMU over. Returns at once where there is none or it answers; else answers requests until it does.
+/// Takes QEMU over. Returns at once where there is none or it answers; else answers requests until it does. One that ends
+/// meanwhile is followed by the next that lives, which may run the guest.
 pub(crate) fn adopt(
     known: &Known<'_>,
     inputs: &Sender<Input>,
     received: &Receiver<Input>,
 ) -> Result<Looked, ApiError> {
-    let Some(found) = find(known)? else {
-        strays::remove_ram_files(known.paths, None);
-        return Ok(Looked::None);
-    };
+    loop {
+        let Some(found) = find(known)? else {
+            strays::remove_ram_files(known.paths, &[]);
+            return Ok(Looked::None);
+        };
+        if let Some(looked) = adopt_one(known, found, inputs, received)? {
+            return Ok(looked);
+        }
+    }
+}
+
+/// The same of this one; nothing once it has ended by itself.
+fn adopt_one(
+    known: &Known<'_>,
+    found: Found,
+    inputs: &Sender<Input>,
+    received: &Receiver<Input>,
+) -> Result<Option<Looked>, ApiError> {
     let Found {
         identity,
         process,
         unknown,
+        others,
     } = found;
-    strays::remove_ram_files(known.paths, Some(identity.launch));
+    let kept: Vec<u64> = std::iter::once(identity.launch).chain(others).collect();
+    strays::remove_ram_files(known.paths, &kept);
     qemu_is(identity.pid);
     let mut trouble = None;
     match attempt(known.paths, &identity, known.described()) {
         // Looked at again, and told of, while this process waits.
         Ok((_, state)) if is_denied(known.record, &state) => {}
-        Ok((hyper, state)) => return taken(hyper, state, unknown),
+        Ok((hyper, state)) => return taken(hyper, state, unknown).map(Some),
         Err(error) => {
             tracing::warn!(%error, pid = identity.pid, "QEMU lives but is not taken over yet");
             trouble = Some(error);
@@ -114,6 +131,8 @@ struct Found {
     process: QemuProcess,
     /// No identity file told of it.
     unknown: bool,
+    /// Launches of others of this VM that live and are left alone.
+    others: Vec<u64>,
 }
 
 /// This VM's QEMU. All others on its RAM files are ended but those that may run its guest.
@@ -131,11 +150,12 @@ fn find(known: &Known<'_>) -> Result<Option<Found>, ApiError> {
     let mut others = strays::living(known.paths, known.config.qemu_uid).map_err(internal)?;
     if let (Some(identity), Some(process)) = (written, process) {
         others.retain(|stray| stray.process.pid() != identity.pid);
-        end_those_that_never_ran(known, &others)?;
+        let others = end_those_that_never_ran(known, &others)?;
         return Ok(Some(Found {
             identity,
             process,
             unknown: false,
+            others,
         }));
     }
     if planted("unknown-hypervisor-ended") {
@@ -152,8 +172,10 @@ fn end_all(others: &[Stray]) -> Result<(), ApiError> {
         .try_for_each(|stray| strays::end(stray, deadline).map_err(internal))
 }
 
-/// A start that was cut short is ended if it says so; whatever else lives on this VM's RAM files may run its guest.
-fn end_those_that_never_ran(known: &Known<'_>, others: &[Stray]) -> Result<(), ApiError> {
+/// A start that was cut short is ended if it says so; whatever else lives on this VM's RAM files may run its guest. Gives
+/// the launches of these.
+fn end_those_that_never_ran(known: &Known<'_>, others: &[Stray]) -> Result<Vec<u64>, ApiError> {
+    let mut left = Vec::new();
     for stray in others {
         match attempt(known.paths, &identity_of(stray), known.described()) {
             Ok((_, state)) if never_ran(&state) => end_all(std::slice::from_ref(stray))?,
@@ -163,10 +185,11 @@ fn end_those_that_never_ran(known: &Known<'_>, others: &[Stray]) -> Result<(), A
                     pid,
                     "a second hypervisor of this VM lives, and is left alone"
                 );
+                left.push(stray.launch);
             }
         }
     }
-    Ok(())
+    Ok(left)
 }
 
 /// Takes the oldest of these for this VM's QEMU: a newer one is a start that was cut short, and ended if it says so.
@@ -174,7 +197,7 @@ fn claim(known: &Known<'_>, mut others: Vec<Stray>) -> Result<Option<Found>, Api
     let Some(oldest) = others.pop() else {
         return Ok(None);
     };
-    end_those_that_never_ran(known, &others)?;
+    let others = end_those_that_never_ran(known, &others)?;
     let identity = identity_of(&oldest);
     tracing::warn!(
         pid = identity.pid,
@@ -186,6 +209,7 @@ fn claim(known: &Known<'_>, mut others: Vec<Stray>) -> Result<Option<Found>, Api
         identity,
         process: oldest.process,
         unknown: true,
+        others,
     }))
 }
 
@@ -259,19 +283,19 @@ impl Waiting<'_> {
         identity: QemuIdentity,
         inputs: &Sender<Input>,
         received: &Receiver<Input>,
-    ) -> Result<Looked, ApiError> {
+    ) -> Result<Option<Looked>, ApiError> {
         let attempts = self.keep_trying(identity).map_err(internal)?;
         let mut shouted = false;
         loop {
             if let Ok((hyper, state)) = attempts.try_recv() {
                 if !is_denied(self.known.record, &state) {
-                    return taken(hyper, state, self.unknown);
+                    return taken(hyper, state, self.unknown).map(Some);
                 }
                 tracing::error!("{}", self.denied_note());
                 self.denied.set(true);
             }
             if !self.process.is_alive() {
-                return Ok(Looked::None);
+                return Ok(None);
             }
             if !shouted && self.since.elapsed() > PATIENCE {
                 shouted = true;
@@ -280,13 +304,13 @@ impl Waiting<'_> {
             match received.recv_timeout(LOOK_EVERY) {
                 Ok(Input::Now(request)) => {
                     if let Some(looked) = self.answer(request, inputs) {
-                        return Ok(looked);
+                        return Ok(Some(looked));
                     }
                 }
                 Ok(Input::Later(request)) => drop(request.reply.send(self.not_now())),
                 // Nothing else can come: no QEMU is watched and no migration runs.
                 Ok(_) | Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Ok(Looked::Detached),
+                Err(RecvTimeoutError::Disconnected) => return Ok(Some(Looked::Detached)),
             }
         }
     }

@@ -287,6 +287,37 @@ fn a_second_hypervisor_that_may_run_the_guest_is_left_alone_beside_a_known_one()
 }
 
 #[test]
+fn a_hypervisor_that_ends_before_it_answers_is_followed_by_the_next_that_may_run_the_guest() {
+    // With the identity file of the first one, and with none.
+    for is_known in [true, false] {
+        let site = Site::new();
+        let mut second = site.qemu_of(2, &["running"]);
+        let mut first = site.qemu_of(1, &["running"]);
+        first.hangs_at(Some("query-status"));
+        if !is_known {
+            std::fs::remove_file(site.paths.identity()).unwrap();
+        }
+        let (record, (inputs, received)) = (record(&site, holds()), channel());
+        let status = ask(&inputs, VmRequest::Status);
+        let adopted = std::thread::scope(|scope| {
+            let known = known(&site, &record);
+            let adopting = scope.spawn(move || adopt(&known, &inputs, &received));
+            // It is waited for by now.
+            status.recv_timeout(Duration::from_secs(60)).unwrap();
+            assert!(!second.is_gone());
+            first.child.kill().unwrap();
+            first.child.wait().unwrap();
+            adopting.join().unwrap()
+        });
+        let Ok(Looked::Taken(hyper, RunState::Running)) = adopted else {
+            panic!("a guest may run there that nobody looks at");
+        };
+        assert_eq!(hyper.pid(), second.child.id() as i32);
+        assert!(site.paths.ram_file(2).exists());
+    }
+}
+
+#[test]
 fn a_hypervisor_whose_start_was_cut_short_is_ended() {
     let site = Site::new();
     let mut qemu = site.qemu(&["prelaunch"]);

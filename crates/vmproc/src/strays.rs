@@ -76,13 +76,13 @@ pub(crate) fn end(stray: &Stray, deadline: Instant) -> Result<(), ProcessError> 
     Ok(())
 }
 
-/// Removes the RAM files of all launches but this one.
-pub(crate) fn remove_ram_files(paths: &Paths, kept: Option<u64>) {
+/// Removes the RAM files of all launches but these.
+pub(crate) fn remove_ram_files(paths: &Paths, kept: &[u64]) {
     let files = std::fs::read_dir(paths.ram_dir());
     for file in files.into_iter().flatten().flatten() {
         let name = file.file_name();
         let launch = name.to_str().and_then(|name| paths.launch_of(name));
-        if launch.is_some_and(|launch| kept != Some(launch)) {
+        if launch.is_some_and(|launch| !kept.contains(&launch)) {
             let path = file.path();
             tracing::warn!(path = %path.display(), "a RAM file without a hypervisor is removed");
             let _ = std::fs::remove_file(path);
