@@ -44,9 +44,10 @@ mkdir -p "$doc" "$tree/DEBIAN"
 } >"$doc/copyright"
 gzip -9nc CHANGELOG.md >"$doc/changelog.gz"
 # Where the README says that they are.
-mkdir -p "$doc/docs"
-cp README.md ARCHITECTURE.md "$doc/"
+mkdir -p "$doc/docs/pictures"
+cp README.md ARCHITECTURE.md LICENSE "$doc/"
 cp docs/*.md "$doc/docs/"
+cp docs/pictures/* "$doc/docs/pictures/"
 find "$doc" -type f -exec chmod 644 {} +
 
 size=$(du -sk --exclude=DEBIAN "$tree" | cut -f1)

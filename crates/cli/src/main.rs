@@ -109,7 +109,7 @@ fn vm_process(config: &Path) -> exit::CommandResult {
     })
 }
 
-/// Of whoever holds keys: agent, controller, and the commands that make them.
+/// Of whoever holds keys: agent, controller, operators, and the commands that make them.
 fn keep_memory_private() -> exit::CommandResult {
     godwit_agent::keep_memory_private()
         .map_err(|error| internal(format!("cannot keep keys out of core dumps: {error}")))
@@ -121,7 +121,10 @@ fn in_runtime(cli: Cli) -> exit::CommandResult {
         godwit_agent::harden()
             .map_err(|error| internal(format!("cannot give up privileges: {error}")))?;
     }
-    if matches!(cli.command, Command::Controller(_) | Command::Host(_)) {
+    if matches!(
+        cli.command,
+        Command::Controller(_) | Command::Host(_) | Command::Operator(_)
+    ) {
         keep_memory_private()?;
     }
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -70,7 +70,7 @@ impl fmt::Display for EncryptionMode {
 )]
 #[serde(rename_all = "kebab-case")]
 pub enum Accelerator {
-    /// KVM where the CPU has vmx or svm, else TCG.
+    /// KVM where the CPU has vmx or svm and `/dev/kvm` opens, else TCG.
     #[default]
     Auto,
     Kvm,

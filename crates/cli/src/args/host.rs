@@ -115,7 +115,7 @@ pub struct HostDrain {
     /// Make all preflight checks and predict, move nothing
     #[arg(long)]
     pub dry_run: bool,
-    /// Moves at the same time at most; chosen by links and memory when left out
+    /// Moves at the same time at most; 2 when left out
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub at_once: Option<u32>,
     /// Only to this host; may be given several times

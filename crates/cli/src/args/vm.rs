@@ -24,7 +24,7 @@ pub enum VmCommand {
         /// The new description, TOML
         file: PathBuf,
     },
-    /// List the VMs, those in doubt first
+    /// List the VMs, those that need a person first
     #[command(after_help = "Example:\n  godwit vm list --json")]
     List,
     /// Show one VM
