@@ -21,7 +21,6 @@ mod files;
 mod harden;
 mod hypervisor;
 mod input;
-mod log;
 mod measure;
 mod migration;
 #[cfg(test)]
@@ -46,8 +45,6 @@ mod unsure;
 mod vm;
 #[cfg(test)]
 mod vm_tests;
-
-pub use log::{LogWriter, writer as log_writer};
 
 use anyhow::Context as _;
 use godwit_qemu::group;
