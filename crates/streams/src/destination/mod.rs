@@ -9,7 +9,7 @@ mod memory;
 mod progress;
 mod receiver;
 
-pub use arrivals::Arrivals;
+pub use arrivals::{Arrivals, turn_away};
 pub use channels::{Channels, Shares};
 pub use memory::{Memory, empty};
 pub use progress::End;

@@ -16,7 +16,6 @@
 
 use super::handle::{Command, DestinationParts, WaitingQemu};
 use super::last_words::{hear_rest, wait_for_end};
-use super::messages::is_urgent;
 use crate::faults::reached;
 use crate::input::{Intake, News, Tell};
 use crate::shared_report::SharedReport;
@@ -324,7 +323,7 @@ impl DestinationDriver {
             Incoming::Message(bytes) => {
                 let message = decode_to_destination(&bytes, self.pages);
                 let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
-                if set.channels.is_barred() && !is_urgent(&message) {
+                if set.channels.is_barred() && !message.is_urgent() {
                     set.hold(Incoming::Message(bytes));
                     return Ok(());
                 }

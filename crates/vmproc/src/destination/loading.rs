@@ -8,16 +8,13 @@ use super::driver::{
     ConnectionSet, DestinationDriver, HELD_BYTES_MAX, Halt, LIFE_EVERY, Stage, halt_of,
 };
 use super::last_words::UNREAD_MAX;
-use super::messages::is_urgent;
 use crate::faults::reached;
 use crate::input::News;
-use godwit_migrate::protocol::{ToDestination, ToSource, decode_to_destination};
-use godwit_ownership::{Event, PeerMessage};
+use godwit_migrate::protocol::{ToSource, decode_to_destination};
+use godwit_ownership::Event;
 use godwit_qemu::device_state::DeviceStateError;
-use godwit_streams::SharedControl;
 use godwit_transport::{Incoming, TransportError};
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// Most bytes of device state that are kept until it is whole; a longer one is loaded as it comes.
@@ -48,7 +45,7 @@ impl DestinationDriver {
             return Ok(());
         }
         let control = Arc::clone(&set.control);
-        with_signs_of_life(&control, || {
+        control.alive_while(LIFE_EVERY, || {
             self.pass_on(set)?;
             set.device_state.extend_from_slice(piece);
             self.pass_on(set)
@@ -98,11 +95,11 @@ impl DestinationDriver {
                 Ok(Incoming::Message(bytes)) => {
                     let message = decode_to_destination(&bytes, self.pages);
                     let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
-                    if !is_urgent(&message) {
+                    if !message.is_urgent() {
                         set.hold(Incoming::Message(bytes));
                         continue;
                     }
-                    let called_off = is_withdrawal(&message);
+                    let called_off = message.is_withdrawal();
                     self.message(set, message)?;
                     if called_off {
                         return Err(Halt::Lost("the source called the switchover off".into()));
@@ -130,7 +127,7 @@ impl DestinationDriver {
             self.look_behind(set)?;
         }
         let control = Arc::clone(&set.control);
-        with_signs_of_life(&control, || self.pass_on(set))
+        control.alive_while(LIFE_EVERY, || self.pass_on(set))
     }
 
     pub(super) fn load(
@@ -146,7 +143,7 @@ impl DestinationDriver {
         }
         let began = Instant::now();
         let control = Arc::clone(&set.control);
-        with_signs_of_life(&control, || self.finish(began + LOAD_WAIT))?;
+        control.alive_while(LIFE_EVERY, || self.finish(began + LOAD_WAIT))?;
         set.stage = Stage::Loaded;
         let load_ms = began.elapsed().as_secs_f64() * 1e3;
         self.report
@@ -157,31 +154,4 @@ impl DestinationDriver {
         self.tell(News::Core(Event::Loaded { attempt }));
         Ok(())
     }
-}
-
-/// Whether the source takes back what it offered, since it lets its guest go on.
-fn is_withdrawal(message: &ToDestination) -> bool {
-    matches!(
-        message,
-        ToDestination::Peer {
-            message: PeerMessage::Withdrawn { .. }
-        }
-    )
-}
-
-/// Loading devices may take a busy QEMU longer than the source would wait for a silent peer.
-fn with_signs_of_life<R>(control: &SharedControl, work: impl FnOnce() -> R) -> R {
-    let (done, waiting) = channel::<()>();
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            while waiting.recv_timeout(LIFE_EVERY) == Err(RecvTimeoutError::Timeout) {
-                if control.send(&ToSource::Pong { nonce: u64::MAX }).is_err() {
-                    return;
-                }
-            }
-        });
-        let result = work();
-        drop(done);
-        result
-    })
 }
