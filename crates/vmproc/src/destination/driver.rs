@@ -24,7 +24,7 @@ use godwit_migrate::rate::WireRate;
 use godwit_ownership::Event;
 use godwit_streams::destination::{Arrivals, Channels, End, Memory};
 use godwit_streams::{ControlSlot, SharedControl};
-use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportError};
+use godwit_transport::{Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::{MoveEventKind, Phase};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -476,9 +476,9 @@ fn held_len(incoming: &Incoming) -> usize {
 }
 
 pub(super) fn halt_of(error: &TransportError) -> Halt {
-    match error.class() {
-        Class::Lost | Class::Cancelled => Halt::Lost(error.to_string()),
-        _ => Halt::Failed(error.to_string()),
+    match error.class().is_lost() {
+        true => Halt::Lost(error.to_string()),
+        false => Halt::Failed(error.to_string()),
     }
 }
 
