@@ -4,9 +4,7 @@
 //! that still waits; the source says when all has been sent, and again when its own QEMU calls the save a success. Refuses:
 //! device state before the last pages, and an end without any.
 
-use super::driver::{
-    ConnectionSet, DestinationDriver, HELD_BYTES_MAX, Halt, LIFE_EVERY, Stage, halt_of,
-};
+use super::driver::{ConnectionSet, DestinationDriver, Halt, LIFE_EVERY, Stage, halt_of};
 use super::last_words::UNREAD_MAX;
 use crate::faults::reached;
 use crate::input::News;
@@ -89,14 +87,14 @@ impl DestinationDriver {
     /// that was kept from its work finds both at once.
     fn look_behind(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         let mut unread = UNREAD_MAX;
-        while unread > 0 && set.held_bytes <= HELD_BYTES_MAX {
+        while unread > 0 && !set.held.is_full() {
             unread -= 1;
             match set.receiver.recv(Instant::now()) {
                 Ok(Incoming::Message(bytes)) => {
                     let message = decode_to_destination(&bytes, self.pages);
                     let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
                     if !message.is_urgent() {
-                        set.hold(Incoming::Message(bytes));
+                        set.held.put(Incoming::Message(bytes));
                         continue;
                     }
                     let called_off = message.is_withdrawal();
@@ -108,7 +106,7 @@ impl DestinationDriver {
                 Ok(Incoming::End) => {
                     return Err(Halt::Lost("the source closed the control channel".into()));
                 }
-                Ok(piece) => set.hold(piece),
+                Ok(piece) => set.held.put(piece),
                 Err(TransportError::Silent { .. }) => return Ok(()),
                 Err(error) => return Err(halt_of(&error)),
             }
