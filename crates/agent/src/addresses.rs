@@ -4,6 +4,7 @@
 //! Owns what was found last. Refuses: nothing; an interface that is not there has no addresses.
 
 use crate::config::HostConfig;
+use crate::pause::stops_within;
 use crate::system::{Interface, interfaces};
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
@@ -68,12 +69,8 @@ impl Addresses {
 
     /// Looks until `stop` turns true.
     pub(crate) async fn keep(&self, config: &HostConfig, mut stop: watch::Receiver<bool>) {
-        while !*stop.borrow_and_update() {
-            tokio::select! {
-                () = tokio::time::sleep(LOOK_EACH) => {}
-                // An agent that ends starts no tool that would outlive it.
-                _ = stop.changed() => return,
-            }
+        // An agent that ends starts no tool that would outlive it.
+        while !stops_within(&mut stop, LOOK_EACH).await {
             let interfaces = interfaces(TOOLS).await;
             // It says nothing rather than that there is none.
             if !interfaces.is_empty() {

@@ -32,6 +32,7 @@ mod manager;
 mod measure;
 mod memory;
 mod migrations;
+mod pause;
 mod preflight;
 mod probe;
 mod qemu_facts;

@@ -4,6 +4,7 @@
 //! another one (an upgrade) or while an answer failed. Refuses: nothing.
 
 use crate::config::HostConfig;
+use crate::pause::stops_within;
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
 use crate::qemu_trial::TrialSetting;
 use crate::users::User;
@@ -95,11 +96,7 @@ impl QemuNow {
 
     /// Asks again whenever that may give another answer.
     pub async fn keep(&self, config: &HostConfig, user: User, mut stop: watch::Receiver<bool>) {
-        loop {
-            let stopped = stop.wait_for(|stop| *stop);
-            if tokio::time::timeout(LOOK, stopped).await.is_ok() {
-                return;
-            }
+        while !stops_within(&mut stop, LOOK).await {
             if self.is_stale(&config.qemu) {
                 let file = file_is(&config.qemu);
                 let answer = Arc::new(ask(config, user).await);

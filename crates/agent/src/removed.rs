@@ -3,6 +3,7 @@
 //! Owns which VM has answered to which removal, in memory. Refuses: to count a VM as told that did not answer.
 
 use crate::agent::{Agent, Reply};
+use crate::pause::stops_within;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::VmRequest;
 use godwit_types::{HostName, VmName};
@@ -71,15 +72,13 @@ impl Agent {
 
     /// Tells those that were not reached, and those that are new, until `stop` turns true.
     pub(crate) async fn keep_telling(self: Arc<Self>, mut stop: watch::Receiver<bool>) {
-        while !*stop.borrow_and_update() {
+        let mut pause = Duration::ZERO;
+        while !stops_within(&mut stop, pause).await {
             tokio::select! {
                 () = self.tell_of_the_removed() => {}
-                changed = stop.changed() => if changed.is_err() { return },
+                _ = stop.wait_for(|stop| *stop) => return,
             }
-            let pause = tokio::time::timeout(TELL_EACH, stop.changed());
-            if matches!(pause.await, Ok(Err(_))) {
-                return;
-            }
+            pause = TELL_EACH;
         }
     }
 

@@ -6,6 +6,7 @@
 //! controller is shown a new one as soon as it is spoken with, and refuses those before it from then on. Refuses: to renew one that has ended, which the
 //! controller does not accept; a person says then that this is still that host, with 'godwit host renew'.
 
+use crate::pause::stops_within;
 use godwit_rpc::pki::{PkiError, Request, now_unix_s};
 use godwit_rpc::{Client, ControllerClient, Current, Identity, Role};
 use godwit_types::certificate::{CertificateInfo, CertificateStage};
@@ -58,13 +59,11 @@ impl Certificate {
 
     /// Looks after it until `stop` turns true.
     pub(crate) async fn keep(&self, mut stop: watch::Receiver<bool>) {
-        while !*stop.borrow_and_update() {
+        let mut pause = Duration::ZERO;
+        while !stops_within(&mut stop, pause).await {
             let found = self.look(now_unix_s()).await;
             self.note(found);
-            tokio::select! {
-                () = tokio::time::sleep(self.look_each()) => {}
-                changed = stop.changed() => if changed.is_err() { return },
-            }
+            pause = self.look_each();
         }
     }
 

@@ -24,6 +24,7 @@ mod plain;
 mod tables;
 #[cfg(test)]
 mod troubleshooting_tests;
+mod vm_process_log;
 mod wait;
 mod watch;
 
@@ -77,7 +78,7 @@ fn start_logging(command: &Command) {
     let filter = wished.parse::<Targets>().ok().filter(|_| readable);
     let writer = match command {
         Command::VmProcess { .. } => {
-            let log = godwit_vmproc::log_writer();
+            let log = vm_process_log::writer();
             BoxMakeWriter::new(move || log.clone())
         }
         _ => BoxMakeWriter::new(std::io::stderr),

@@ -29,6 +29,7 @@ use rustix::net::{
 };
 
 use crate::Error;
+use crate::library::is_loaded;
 use crate::ram_file::file_error;
 
 const DEVICE: &str = "/dev/userfaultfd";
@@ -78,6 +79,22 @@ pub fn request_uffd(socket: &Path, pid: u32, deadline: Instant) -> Result<OwnedF
         path: socket.to_owned(),
         reason,
     })
+}
+
+/// Whether a QEMU that was just started hands one out: the loader passes over a library that it cannot load, so QEMU would
+/// run without it until the first migration fails. `stderr` is what it has said.
+pub fn check(
+    socket: &Path,
+    pid: u32,
+    deadline: Instant,
+    stderr: impl FnOnce() -> String,
+) -> Result<(), Error> {
+    // One whose map cannot be read has to answer all the same.
+    if !is_loaded(pid).unwrap_or(true) {
+        let stderr = stderr();
+        return Err(Error::NotPreloaded { pid, stderr });
+    }
+    request_uffd(socket, pid, deadline).map(drop)
 }
 
 fn ask(socket: &Path, pid: u32, deadline: Instant) -> Result<OwnedFd, String> {

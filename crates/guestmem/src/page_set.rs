@@ -119,13 +119,6 @@ impl PageSet {
         self.clear_tail();
     }
 
-    /// Takes out every page of `other`.
-    pub fn subtract(&mut self, other: &Self) {
-        for (word, &theirs) in self.words.iter_mut().zip(&other.words) {
-            *word &= !theirs;
-        }
-    }
-
     /// Runs of neighbouring pages, ascending, each as long as possible.
     pub fn runs(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         Runs::new(&self.words)
@@ -456,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn merge_and_subtract_are_or_and_and_not() {
+    fn merge_is_or() {
         let mut left = PageSet::new(200);
         left.insert_range(10..90);
         let mut right = PageSet::new(200);
@@ -464,8 +457,6 @@ mod tests {
         let mut both = left.clone();
         both.merge(&right);
         assert_eq!(runs(&both), vec![10..150]);
-        both.subtract(&left);
-        assert_eq!(runs(&both), vec![90..150]);
     }
 
     #[test]

@@ -137,6 +137,26 @@ pub enum ToDestination {
     },
 }
 
+impl ToDestination {
+    /// Whether it means the same before and behind a barrier.
+    pub fn is_urgent(&self) -> bool {
+        matches!(
+            self,
+            Self::Warm { .. } | Self::Ping { .. } | Self::Peer { .. } | Self::Cancel { .. }
+        )
+    }
+
+    /// Whether the source takes back what it offered, since it lets its guest go on.
+    pub fn is_withdrawal(&self) -> bool {
+        matches!(
+            self,
+            Self::Peer {
+                message: PeerMessage::Withdrawn { .. }
+            }
+        )
+    }
+}
+
 /// What the destination says on the control channel.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "m", rename_all = "kebab-case")]

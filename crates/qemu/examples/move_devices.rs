@@ -66,9 +66,7 @@ fn one_move(source: &Place, destination: &Place) -> [Duration; 4] {
         .save_device_state(soon(), sink)
         .expect("saved");
     let (save, start) = (start.elapsed(), Instant::now());
-    to.machine()
-        .load_device_state(incoming, &state, soon())
-        .expect("loaded");
+    to.load(incoming, &state).expect("loaded");
     let (load, start) = (start.elapsed(), Instant::now());
     let running = to
         .machine()

@@ -198,22 +198,8 @@ impl Machine {
         })
     }
 
-    /// Loads a whole device state. All of the guest's RAM must be in place before: devices look into it.
-    pub fn load_device_state(
-        &self,
-        mut incoming: Incoming,
-        state: &[u8],
-        deadline: Instant,
-    ) -> Result<RunState, DeviceStateError> {
-        match incoming.write(state, deadline) {
-            Ok(()) => self.finish_incoming(incoming, deadline),
-            // QEMU has hung up: its own reason is better than ours.
-            Err(DeviceStateError::Io(_)) => self.finish_incoming(incoming, deadline),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Ends the stream and waits until everything is loaded. Returns the machine's state, in which it stays until
+    /// Ends the stream and waits until everything is loaded. All of the guest's RAM must be in place before its devices are
+    /// written: they look into it. Returns the machine's state, in which it stays until
     /// somebody with the permit lets it run.
     pub fn finish_incoming(
         &self,

@@ -26,6 +26,7 @@ pub mod reserved;
 pub mod save_gate;
 pub mod scope;
 pub mod stderr_log;
+pub mod strays;
 mod sync;
 pub mod tap;
 mod text;

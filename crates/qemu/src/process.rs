@@ -5,7 +5,7 @@
 //! one that we took over can only be watched. Dropping the handle never ends the process.
 
 use crate::sync::poll_until;
-use rustix::event::PollFlags;
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::process::{
@@ -90,9 +90,9 @@ impl QemuProcess {
         self.start_time_ticks
     }
 
-    /// A descriptor that becomes readable when the process ends, for callers that poll.
-    pub fn pidfd(&self) -> &OwnedFd {
-        &self.pidfd
+    /// Its end, to be waited for in another thread.
+    pub fn exit(&self) -> io::Result<Exit> {
+        self.pidfd.try_clone().map(Exit)
     }
 
     /// Whether it has not ended. A system that does not say counts as a process that lives.
@@ -142,6 +142,18 @@ impl QemuProcess {
 impl Drop for QemuProcess {
     fn drop(&mut self) {
         self.reap();
+    }
+}
+
+/// The end of a process.
+#[derive(Debug)]
+pub struct Exit(OwnedFd);
+
+impl Exit {
+    /// Waits for it, however long that takes.
+    pub fn wait(&self) {
+        let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
+        while poll(&mut fds, None) == Err(Errno::INTR) {}
     }
 }
 

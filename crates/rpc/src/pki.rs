@@ -464,9 +464,7 @@ impl Authority {
 
     /// Certifies the key in a signing request for `role`, whatever names the request asks for.
     pub fn sign(&self, csr_pem: &str, role: &Role, now_unix_s: i64) -> Result<Issued, PkiError> {
-        let request = CertificateSigningRequestParams::from_pem(csr_pem)
-            .map_err(|error| PkiError::Request(error.to_string()))?;
-        self.certify(&request.public_key, role, None, (now_unix_s, now_unix_s))
+        self.sign_from(csr_pem, role, now_unix_s, now_unix_s)
     }
 
     /// As [`Authority::sign`], in a place that is no earlier than this one.

@@ -43,6 +43,11 @@ impl VmStore<RealFiles> {
         state.join("vms").join(vm.as_str())
     }
 
+    /// The state directory whose VM has its files in this one, if it is one of those.
+    pub fn state_of(directory: &Path) -> Option<&Path> {
+        directory.parent()?.parent()
+    }
+
     /// A VM's record without taking its lock: for lists and reports, never to act on.
     pub fn peek(state: &Path, vm: &VmName) -> Result<Option<HostRecord>, StoreError> {
         let path = Self::directory(state, vm).join("ownership");

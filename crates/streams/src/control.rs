@@ -3,9 +3,10 @@
 //! Owns the sending half behind a lock (control messages are few). A send that fails closes the channel, so that the
 //! reader notices too.
 
-use godwit_migrate::protocol::encode;
+use godwit_migrate::protocol::{ToSource, encode};
 use godwit_transport::{Closer, ControlSender, TransportError};
 use serde::Serialize;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -41,6 +42,23 @@ impl SharedControl {
     /// Sends a piece of device state.
     pub fn send_device_state(&self, piece: &[u8]) -> Result<(), TransportError> {
         self.with(|sender| sender.send_device_state(piece, Instant::now() + SEND_WAIT))
+    }
+
+    /// Does what may take longer than the source waits for a silent peer, while it hears something each such time.
+    pub fn alive_while<R>(&self, each: Duration, work: impl FnOnce() -> R) -> R {
+        let (done, waiting) = channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                while waiting.recv_timeout(each) == Err(RecvTimeoutError::Timeout) {
+                    if self.send(&ToSource::Pong { nonce: u64::MAX }).is_err() {
+                        return;
+                    }
+                }
+            });
+            let result = work();
+            drop(done);
+            result
+        })
     }
 
     /// Says that nothing more will come.

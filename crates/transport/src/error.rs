@@ -22,6 +22,13 @@ pub enum Class {
     Cancelled,
 }
 
+impl Class {
+    /// Whether only the channel is gone, by whoever's hand: what it carried may be sent again on another.
+    pub fn is_lost(self) -> bool {
+        matches!(self, Self::Lost | Self::Cancelled)
+    }
+}
+
 /// Why a channel could not be made or used.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]

@@ -4,7 +4,6 @@
 //! tell are 0.
 
 use crate::kernel::info_of;
-use crate::socket::{Granted, Tuning, granted, size_send_buffer};
 use linux_raw_sys::net::tcp_info;
 use std::net::TcpStream;
 use std::sync::Arc;
@@ -61,12 +60,6 @@ impl Probe {
     /// What the kernel says now; `None` when it says nothing.
     pub fn read(&self) -> Option<LinkReading> {
         info_of(&*self.0).map(|info| LinkReading::of(&info))
-    }
-
-    /// Makes room for what this link needs, now that it is known better. Never less than before.
-    pub fn widen(&self, tuning: &Tuning, rtt: Duration) -> Granted {
-        size_send_buffer(&*self.0, tuning, rtt);
-        granted(&*self.0, tuning, rtt)
     }
 }
 

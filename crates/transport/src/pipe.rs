@@ -36,14 +36,6 @@ impl Patience {
         }
     }
 
-    /// Both limits, whichever comes first.
-    pub fn with_deadline(self, deadline: Instant) -> Self {
-        Self {
-            until: Some(deadline),
-            ..self
-        }
-    }
-
     /// What is left of it when the last byte moved at `since`.
     fn left(&self, since: Instant, now: Instant) -> Duration {
         let idle = self.idle.saturating_sub(now.duration_since(since));

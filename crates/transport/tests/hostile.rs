@@ -230,7 +230,7 @@ fn a_deadline_holds_even_while_bytes_trickle() {
         peer
     });
     let (mut reader, _) = destination.split();
-    let patience = Patience::idle(LONG).with_deadline(until);
+    let patience = Patience::until(until);
     let error = refused(reader.next(&patience).map(drop));
     assert!(matches!(error, TransportError::Silent { .. }), "{error}");
     trickling.join().expect("no panic");

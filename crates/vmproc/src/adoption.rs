@@ -18,10 +18,10 @@ use crate::faults::{planted, qemu_is};
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, KILL_WAIT, internal};
 use crate::input::{Input, Request};
-use crate::strays::{self, Stray};
 use godwit_ownership::{HostRecord, Phase};
 use godwit_qemu::machine::RunState;
 use godwit_qemu::process::{ProcessError, QemuProcess};
+use godwit_qemu::strays::Stray;
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{HostVm, VmAnswer, VmProcessConfig, VmStatus};
 use godwit_types::site::{Claim, RecordAnswer};
@@ -77,7 +77,7 @@ pub(crate) fn adopt(
 ) -> Result<Looked, ApiError> {
     loop {
         let Some(found) = find(known)? else {
-            strays::remove_ram_files(known.paths, &[]);
+            known.paths.ram_files.remove_all_but(&[]);
             return Ok(Looked::None);
         };
         if let Some(looked) = adopt_one(known, found, inputs, received)? {
@@ -100,7 +100,7 @@ fn adopt_one(
         others,
     } = found;
     let kept: Vec<u64> = std::iter::once(identity.launch).chain(others).collect();
-    strays::remove_ram_files(known.paths, &kept);
+    known.paths.ram_files.remove_all_but(&kept);
     qemu_is(identity.pid);
     let mut trouble = None;
     match attempt(known.paths, &identity, known.described()) {
@@ -147,7 +147,8 @@ fn find(known: &Known<'_>) -> Result<Option<Found>, ApiError> {
             Err(error) => return Err(internal(error)),
         },
     };
-    let mut others = strays::living(known.paths, known.config.qemu_uid).map_err(internal)?;
+    let living = known.paths.ram_files.living(known.config.qemu_uid);
+    let mut others = living.map_err(internal)?;
     if let (Some(identity), Some(process)) = (written, process) {
         others.retain(|stray| stray.process.pid() != identity.pid);
         let others = end_those_that_never_ran(known, &others)?;
@@ -169,7 +170,7 @@ fn end_all(others: &[Stray]) -> Result<(), ApiError> {
     let deadline = Instant::now() + KILL_WAIT;
     others
         .iter()
-        .try_for_each(|stray| strays::end(stray, deadline).map_err(internal))
+        .try_for_each(|stray| stray.end(deadline).map_err(internal))
 }
 
 /// A start that was cut short is ended if it says so; whatever else lives on this VM's RAM files may run its guest. Gives

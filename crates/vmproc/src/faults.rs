@@ -38,28 +38,24 @@ use godwit_ownership::{HostRecord, Phase};
 
 /// Before a record is written.
 pub(crate) fn before_journal(record: &HostRecord) {
-    reached(match &record.phase {
-        Phase::Absent => "journal.absent.before",
-        Phase::Holds { .. } => "journal.holds.before",
-        Phase::Stopping { .. } => "journal.stopping.before",
-        Phase::Gave { .. } => "journal.gave.before",
-        Phase::Moved { .. } => "journal.moved.before",
-        Phase::Incoming { .. } => "journal.incoming.before",
-        Phase::Ready { .. } => "journal.ready.before",
-        Phase::Refused { .. } => "journal.refused.before",
-    });
+    reached(journal_points(record)[0]);
 }
 
 /// After a record was written.
 pub(crate) fn after_journal(record: &HostRecord) {
-    reached(match &record.phase {
-        Phase::Absent => "journal.absent.after",
-        Phase::Holds { .. } => "journal.holds.after",
-        Phase::Stopping { .. } => "journal.stopping.after",
-        Phase::Gave { .. } => "journal.gave.after",
-        Phase::Moved { .. } => "journal.moved.after",
-        Phase::Incoming { .. } => "journal.incoming.after",
-        Phase::Ready { .. } => "journal.ready.after",
-        Phase::Refused { .. } => "journal.refused.after",
-    });
+    reached(journal_points(record)[1]);
+}
+
+/// The fault points around the writing of a record.
+fn journal_points(record: &HostRecord) -> [&'static str; 2] {
+    match &record.phase {
+        Phase::Absent => ["journal.absent.before", "journal.absent.after"],
+        Phase::Holds { .. } => ["journal.holds.before", "journal.holds.after"],
+        Phase::Stopping { .. } => ["journal.stopping.before", "journal.stopping.after"],
+        Phase::Gave { .. } => ["journal.gave.before", "journal.gave.after"],
+        Phase::Moved { .. } => ["journal.moved.before", "journal.moved.after"],
+        Phase::Incoming { .. } => ["journal.incoming.before", "journal.incoming.after"],
+        Phase::Ready { .. } => ["journal.ready.before", "journal.ready.after"],
+        Phase::Refused { .. } => ["journal.refused.before", "journal.refused.after"],
+    }
 }

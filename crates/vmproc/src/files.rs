@@ -3,12 +3,12 @@
 //! `state_dir` survives a reboot of the host: journal, description, migrations. `run_dir` does not: sockets, QEMU's
 //! identity. The RAM file is on a tmpfs.
 
-use crate::strays::living;
+use godwit_qemu::strays::RamFiles;
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Which QEMU is this VM's: enough to take it over and never to take another process for it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -35,8 +35,7 @@ pub(crate) struct Paths {
     pub state: PathBuf,
     /// QEMU's sockets and files stand below it.
     pub run: PathBuf,
-    ram: PathBuf,
-    vm: String,
+    pub ram_files: RamFiles,
     socket: PathBuf,
 }
 
@@ -50,8 +49,7 @@ impl Paths {
         Self {
             state: PathBuf::from(&config.state_dir),
             run: PathBuf::from(&places.run_dir),
-            ram: PathBuf::from(&places.ram_dir),
-            vm: config.vm.to_string(),
+            ram_files: RamFiles::new(PathBuf::from(&places.ram_dir), config.vm.clone()),
             socket: PathBuf::from(&config.run_dir).join("vm.sock"),
         }
     }
@@ -68,7 +66,7 @@ impl Paths {
         let before: Option<Places> = load_json(&kept)?;
         if let Some(before) = before.as_ref().filter(|before| **before != now) {
             let old = Self::at(config, before);
-            if !living(&old, config.qemu_uid)?.is_empty() {
+            if !old.ram_files.living(config.qemu_uid)?.is_empty() {
                 tracing::warn!(
                     ?before,
                     ?now,
@@ -86,17 +84,6 @@ impl Paths {
     /// Where this VM process is asked.
     pub(crate) fn socket(&self) -> PathBuf {
         self.socket.clone()
-    }
-
-    /// Where all VMs of this host have their RAM files.
-    pub(crate) fn ram_dir(&self) -> &Path {
-        &self.ram
-    }
-
-    /// Of which QEMU of this VM a file in that directory is the RAM, if of any.
-    pub(crate) fn launch_of(&self, file: &str) -> Option<u64> {
-        let launch = file.strip_prefix(&self.vm)?.strip_prefix('.')?;
-        launch.parse().ok()
     }
 
     pub(crate) fn identity(&self) -> PathBuf {
@@ -121,7 +108,7 @@ impl Paths {
     }
 
     pub(crate) fn ram_file(&self, launch: u64) -> PathBuf {
-        self.ram.join(format!("{}.{launch}", self.vm))
+        self.ram_files.path(launch)
     }
 }
 
@@ -133,6 +120,7 @@ mod golden;
 mod tests {
     use super::golden::{again, check};
     use super::*;
+    use std::path::Path;
 
     #[test]
     fn files_are_as_their_golden_file_says() {

@@ -7,7 +7,7 @@ use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
 use crate::harden::stay_private;
 use crate::input::{GuestNews, Input, Waiting};
-use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout, library};
+use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout};
 use godwit_qemu::described::{Wanted, open_taps};
 use godwit_qemu::group::limit_memory;
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
@@ -25,7 +25,7 @@ use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{ApiError, ErrorCode, PortGroup};
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -197,7 +197,7 @@ impl Hyper {
     pub(crate) fn watch(&self, inputs: Sender<Input>) -> std::io::Result<()> {
         let events = self.machine.events();
         let launch = self.identity.launch;
-        let gone = self.process.pidfd().try_clone()?;
+        let exit = self.process.exit()?;
         std::thread::Builder::new()
             .name("qemu-events".into())
             .spawn(move || {
@@ -224,7 +224,9 @@ impl Hyper {
                         Err(_) => break,
                     }
                 }
-                wait_gone(&gone);
+                // The control socket closes an instant before the process is gone. A QEMU that lives on without one is of no
+                // use to anybody but its guest: it is waited for.
+                exit.wait();
                 tell(GuestNews::Died);
             })?;
         Ok(())
@@ -255,14 +257,6 @@ fn reserved(config: &VmProcessConfig) -> Reserved {
     let named = config.reserved_dirs.iter().map(PathBuf::from);
     let dirs = own.into_iter().flatten().chain(named).collect();
     Reserved::new(dirs, PathBuf::from(&config.ram_dir))
-}
-
-/// The control socket closes an instant before the process is gone. A QEMU that lives on without one is of no use to
-/// anybody but its guest: it is waited for.
-fn wait_gone(pidfd: &OwnedFd) {
-    use rustix::event::{PollFd, PollFlags, poll};
-    let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
-    while poll(&mut fds, None) == Err(rustix::io::Errno::INTR) {}
 }
 
 fn guest_news(kind: &EventKind) -> Option<GuestNews> {
@@ -355,26 +349,12 @@ fn launch_qemu(
     };
     let deadline = Instant::now() + START_WAIT;
     let launched = launch(&spec, deadline).map_err(hypervisor)?;
-    if let Err(error) = can_be_tracked(&launched, &socket, deadline) {
+    let pid = launched.process.pid().unsigned_abs();
+    if let Err(error) = handout::check(&socket, pid, deadline, || launched.machine.stderr_tail()) {
         let _ = launched.process.kill_verified(Instant::now() + KILL_WAIT);
         return Err(memory(error));
     }
     Ok((launched, taps))
-}
-
-/// The loader passes over a library that it cannot load, so QEMU would run without it until the first migration fails.
-fn can_be_tracked(
-    launched: &godwit_qemu::launch::Hypervisor,
-    socket: &Path,
-    deadline: Instant,
-) -> Result<(), godwit_guestmem::Error> {
-    let pid = launched.process.pid().unsigned_abs();
-    // One whose map cannot be read has to answer all the same.
-    if !library::is_loaded(pid).unwrap_or(true) {
-        let stderr = launched.machine.stderr_tail();
-        return Err(godwit_guestmem::Error::NotPreloaded { pid, stderr });
-    }
-    handout::request_uffd(socket, pid, deadline).map(drop)
 }
 
 /// Removes everything that a QEMU of this VM left on this host.

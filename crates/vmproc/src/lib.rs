@@ -21,7 +21,6 @@ mod files;
 mod harden;
 mod hypervisor;
 mod input;
-mod log;
 mod measure;
 mod migration;
 #[cfg(test)]
@@ -36,7 +35,6 @@ mod requests;
 mod server;
 mod shared_report;
 mod source;
-mod strays;
 mod succession;
 #[cfg(test)]
 mod testing;
@@ -46,8 +44,6 @@ mod unsure;
 mod vm;
 #[cfg(test)]
 mod vm_tests;
-
-pub use log::{LogWriter, writer as log_writer};
 
 use anyhow::Context as _;
 use godwit_qemu::group;

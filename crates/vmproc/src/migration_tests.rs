@@ -1,22 +1,94 @@
 //! How a migration begins, is cancelled and ends, and what each side says of why.
 
-use crate::testing::{LONG, Site, answer, ask, holds, migration, open, report};
+use crate::testing::{FakeQemu, LONG, Site, answer, ask, holds, migration, open, report};
 use crate::vm::Vm;
 use godwit_migrate::why::Why;
 use godwit_ownership::{Event, PeerMessage, Phase, Power};
 use godwit_types::host_api::{VmAnswer, VmRequest};
-use godwit_types::migration::{COULD_NOT_BEGIN, Outcome, Side};
+use godwit_types::migration::{COULD_NOT_BEGIN, MigrationSpec, Outcome, Side};
 use godwit_types::{ErrorCode, Generation, HostName, MigrationId};
 use std::time::Duration;
+
+// ---- scenes ----
+
+/// A host whose guest runs, in no migration.
+fn holder(site: &Site) -> (Vm, FakeQemu) {
+    site.record(holds(Power::On));
+    let qemu = site.qemu(&["running"]);
+    (open(site), qemu)
+}
+
+/// A source under way, to host `a`.
+fn source(site: &Site) -> (Vm, FakeQemu) {
+    let (mut vm, qemu) = holder(site);
+    vm.feed(Event::MigrationBegan {
+        migration: id_m(),
+        to: HostName::new("a").unwrap(),
+        generation: Generation(3),
+    });
+    under_way(&mut vm, Side::Source);
+    (vm, qemu)
+}
+
+/// A destination under way, from host `a`.
+fn destination(site: &Site) -> Vm {
+    site.record(Phase::Absent);
+    let mut vm = open(site);
+    vm.feed(Event::PrepareIncoming {
+        migration: id_m(),
+        from: HostName::new("a").unwrap(),
+        generation: Generation(3),
+    });
+    under_way(&mut vm, Side::Destination);
+    vm
+}
+
+/// A migration between this host and host `a`, without a driver.
+pub(crate) fn under_way(vm: &mut Vm, side: Side) {
+    let spec = migration("m");
+    vm.note = Some(godwit_types::host_api::MigrationNote {
+        migration: spec.id.clone(),
+        side,
+        peer: spec.source.clone(),
+    });
+    vm.migration = Some(crate::migration::Migration {
+        id: spec.id,
+        side,
+        peer: spec.source.host,
+        run: 1,
+        driver: None,
+        control: Default::default(),
+        report: report(side),
+        throttle: None,
+        save_gate: Default::default(),
+        deadline: None,
+        switchover_wait: LONG,
+        why: None,
+        journal_trouble: None,
+        unheard: false,
+        called_off: false,
+        stopped_at: None,
+    });
+}
+
+/// A migration from this host to host `a`: the other way round than [`migration`].
+fn outgoing(id: &str) -> MigrationSpec {
+    let mut spec = migration(id);
+    std::mem::swap(&mut spec.source, &mut spec.destination);
+    spec.generation = Generation(3);
+    spec
+}
+
+fn id_m() -> MigrationId {
+    MigrationId::new("m").unwrap()
+}
 
 // ---- cancelled early ----
 
 #[test]
 fn a_migration_that_was_cancelled_before_it_came_does_not_begin() {
     let site = Site::new();
-    site.record(holds(Power::On));
-    let _qemu = site.qemu(&["running"]);
-    let mut vm = open(&site);
+    let (mut vm, _qemu) = holder(&site);
     let spec = migration("early");
     let cancel = VmRequest::Cancel {
         migration: spec.id.clone(),
@@ -62,13 +134,8 @@ fn asked_for(vm: &mut Vm, id: &str) -> Vec<serde_json::Value> {
 #[test]
 fn a_destination_hears_of_a_migration_that_its_source_was_never_told_of() {
     let site = Site::new();
-    site.record(holds(Power::On));
-    let _qemu = site.qemu(&["running"]);
-    let mut vm = open(&site);
-    let mut spec = migration("begun");
-    // The other way round than the other tests' migrations.
-    std::mem::swap(&mut spec.source, &mut spec.destination);
-    spec.generation = Generation(3);
+    let (mut vm, _qemu) = holder(&site);
+    let mut spec = outgoing("begun");
     spec.destination_addresses = vec!["127.0.0.1:9".parse().unwrap()];
     ask(&mut vm, VmRequest::Migrate(Box::new(spec))).unwrap();
     let ended =
@@ -90,38 +157,6 @@ fn a_destination_hears_of_a_migration_that_its_source_was_never_told_of() {
 
 // ---- why the other host gave up ----
 
-/// A migration between this host and host `a`, without a driver.
-pub(crate) fn under_way(vm: &mut Vm, side: Side) {
-    let spec = migration("m");
-    vm.note = Some(godwit_types::host_api::MigrationNote {
-        migration: spec.id.clone(),
-        side,
-        peer: spec.source.clone(),
-    });
-    vm.migration = Some(crate::migration::Migration {
-        id: spec.id,
-        side,
-        peer: spec.source.host,
-        run: 1,
-        driver: None,
-        control: Default::default(),
-        report: report(side),
-        throttle: None,
-        save_gate: Default::default(),
-        deadline: None,
-        switchover_wait: LONG,
-        why: None,
-        journal_trouble: None,
-        unheard: false,
-        called_off: false,
-        stopped_at: None,
-    });
-}
-
-fn id_m() -> MigrationId {
-    MigrationId::new("m").unwrap()
-}
-
 #[test]
 fn what_the_controller_takes_back_since_it_could_not_begin_was_cancelled_by_nobody() {
     let nobody = format!("{COULD_NOT_BEGIN}cannot reach host b");
@@ -130,14 +165,7 @@ fn what_the_controller_takes_back_since_it_could_not_begin_was_cancelled_by_nobo
         ("cancelled by its user", Outcome::Cancelled),
     ] {
         let site = Site::new();
-        site.record(Phase::Absent);
-        let mut vm = open(&site);
-        vm.feed(Event::PrepareIncoming {
-            migration: id_m(),
-            from: HostName::new("a").unwrap(),
-            generation: Generation(3),
-        });
-        under_way(&mut vm, Side::Destination);
+        let mut vm = destination(&site);
         let request = VmRequest::Cancel {
             migration: id_m(),
             reason: why.into(),
@@ -152,15 +180,7 @@ fn what_the_controller_takes_back_since_it_could_not_begin_was_cancelled_by_nobo
 #[test]
 fn a_source_whose_channels_are_dead_hears_through_the_agents_why_its_destination_gave_up() {
     let site = Site::new();
-    site.record(holds(Power::On));
-    let _qemu = site.qemu(&["running"]);
-    let mut vm = open(&site);
-    vm.feed(godwit_ownership::Event::MigrationBegan {
-        migration: id_m(),
-        to: HostName::new("a").unwrap(),
-        generation: Generation(3),
-    });
-    under_way(&mut vm, Side::Source);
+    let (mut vm, _qemu) = source(&site);
     let failed = |migration: &str, reason: &str| VmRequest::Peer {
         from: HostName::new("a").unwrap(),
         message: serde_json::json!({"message": "failed", "migration": migration, "reason": reason}),
@@ -181,17 +201,10 @@ fn a_source_whose_channels_are_dead_hears_through_the_agents_why_its_destination
 #[test]
 fn a_destination_that_gives_up_says_why_through_the_agents() {
     let site = Site::new();
-    site.record(Phase::Absent);
-    let mut vm = open(&site);
-    vm.feed(godwit_ownership::Event::PrepareIncoming {
-        migration: id_m(),
-        from: HostName::new("a").unwrap(),
-        generation: Generation(3),
-    });
-    under_way(&mut vm, Side::Destination);
+    let mut vm = destination(&site);
     vm.outbox.take(Duration::ZERO);
     vm.blame("its disk is full");
-    vm.feed(godwit_ownership::Event::IncomingFailed);
+    vm.feed(Event::IncomingFailed);
     let said = vm.outbox.take(Duration::ZERO);
     let said: Vec<_> = said.into_iter().map(|sent| sent.message).collect();
     let failed =
@@ -210,20 +223,6 @@ fn cancel() -> VmRequest {
         migration: id_m(),
         reason: "enough".into(),
     }
-}
-
-/// A source under way, to host `a`.
-fn source(site: &Site) -> (Vm, crate::testing::FakeQemu) {
-    site.record(holds(Power::On));
-    let qemu = site.qemu(&["running"]);
-    let mut vm = open(site);
-    vm.feed(Event::MigrationBegan {
-        migration: id_m(),
-        to: HostName::new("a").unwrap(),
-        generation: Generation(3),
-    });
-    under_way(&mut vm, Side::Source);
-    (vm, qemu)
 }
 
 #[test]
@@ -258,14 +257,7 @@ fn a_destination_hears_through_the_agents_why_its_source_ended_the_migration() {
     ];
     for (cancelled, outcome, reason) in cases {
         let site = Site::new();
-        site.record(Phase::Absent);
-        let mut vm = open(&site);
-        vm.feed(Event::PrepareIncoming {
-            migration: id_m(),
-            from: HostName::new("a").unwrap(),
-            generation: Generation(3),
-        });
-        under_way(&mut vm, Side::Destination);
+        let mut vm = destination(&site);
         let message = serde_json::json!({
             "message": "abort", "migration": "m", "reason": "enough", "cancelled": cancelled
         });
@@ -280,14 +272,9 @@ fn a_destination_hears_through_the_agents_why_its_source_ended_the_migration() {
 #[test]
 fn a_destination_hears_why_its_source_could_not_begin() {
     let site = Site::new();
-    site.record(holds(Power::On));
-    let _qemu = site.qemu(&["running"]);
-    let mut vm = open(&site);
-    let mut spec = migration("m");
-    // The other way round than the other tests' migrations.
-    std::mem::swap(&mut spec.source, &mut spec.destination);
-    spec.generation = Generation(3);
-    let refused = ask(&mut vm, VmRequest::Migrate(Box::new(spec))).unwrap_err();
+    let (mut vm, _qemu) = holder(&site);
+    let request = VmRequest::Migrate(Box::new(outgoing("m")));
+    let refused = ask(&mut vm, request).unwrap_err();
     let said = posted(&vm);
     assert_eq!(said.len(), 1, "{said:?}");
     assert_eq!(said[0]["message"], "abort");

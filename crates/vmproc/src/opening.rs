@@ -16,6 +16,7 @@ use crate::server;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::vm::{Outcome, Vm};
+use anyhow::Context as _;
 use godwit_ownership::{Action, HostRecord, Qemu, RecordError, VmCore};
 use godwit_qemu::group;
 use godwit_qemu::machine::RunState;
@@ -23,7 +24,7 @@ use godwit_store::{VmStore, load_json};
 use godwit_types::host_api::{MigrationNote, NOTE_FILE, SPEC_FILE, VmProcessConfig};
 use godwit_types::vm::VmSpec;
 use std::collections::VecDeque;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Instant;
@@ -58,8 +59,10 @@ pub(crate) struct Adopted {
 impl Seat {
     /// Takes the VM's lock and reads its journal.
     pub(crate) fn take(config: VmProcessConfig) -> anyhow::Result<Self> {
-        let state_root = state_root(Path::new(&config.state_dir))?;
-        let store = VmStore::open(&state_root, &config.vm)?;
+        let dir = &config.state_dir;
+        let state = VmStore::state_of(Path::new(dir))
+            .with_context(|| format!("state_dir {dir} is not of the form STATE/vms/NAME"))?;
+        let store = VmStore::open(state, &config.vm)?;
         let paths = Paths::settle(&config)?;
         std::fs::create_dir_all(&paths.run)?;
         std::fs::create_dir_all(&config.run_dir)?;
@@ -219,17 +222,6 @@ impl Vm {
         }
         self.keep_off_what_was_asked_off();
     }
-}
-
-/// `<state>/vms/<name>` belongs to the store of `<state>`.
-fn state_root(dir: &Path) -> anyhow::Result<PathBuf> {
-    let root = dir.parent().and_then(Path::parent);
-    root.map(Path::to_owned).ok_or_else(|| {
-        anyhow::anyhow!(
-            "state_dir {} is not of the form STATE/vms/NAME",
-            dir.display()
-        )
-    })
 }
 
 /// The core for a process that has just taken the VM's lock.

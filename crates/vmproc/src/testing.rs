@@ -79,14 +79,12 @@ pub(crate) fn unconfirmed(power: Power) -> Phase {
     }
 }
 
-/// An encrypted migration named `m`.
+/// What the channels of the migration `m` are sealed by.
 pub(crate) fn spec() -> Arc<Spec> {
-    let secret = MigrationSecret {
-        key: vec![1; 32],
-        nonce: vec![2; 8],
-    };
-    let id = MigrationId::new("m").unwrap();
-    Arc::new(Spec::new(id, &secret, Cipher::Aes256Gcm).unwrap())
+    let MigrationSpec {
+        id, secret, cipher, ..
+    } = migration("m");
+    Arc::new(Spec::new(id, &secret, cipher).unwrap())
 }
 
 /// A migration named `id` of the VM `web` from host `a` to host `b`.

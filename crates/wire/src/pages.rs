@@ -43,11 +43,6 @@ impl PageRun {
     pub fn range(self) -> Range<u64> {
         self.first..self.first.saturating_add(u64::from(self.count))
     }
-
-    /// Bytes of its pages.
-    pub fn byte_len(self) -> usize {
-        self.count as usize * PAGE_SIZE
-    }
 }
 
 /// The runs whose bytes follow in the next record: ascending, apart from each other, at most [`PAGES_MAX`] pages.

@@ -30,8 +30,6 @@ pub const HEADER_LEN: usize = 16;
 pub const TAG_LEN: usize = 16;
 /// Most payload bytes of any record: 1 MiB.
 pub const PAYLOAD_LEN_MAX: usize = 1 << 20;
-/// Most bytes of a whole record on the wire.
-pub const RECORD_LEN_MAX: usize = HEADER_LEN + PAYLOAD_LEN_MAX + TAG_LEN;
 /// Counters below this may be used with one key: far more than any migration needs, far fewer than GCM allows.
 const COUNTER_END: u64 = 1 << 40;
 const MAGIC: u8 = b'G';

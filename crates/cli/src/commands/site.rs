@@ -40,8 +40,7 @@ fn show(view: &SiteView, vms: &[VmView], output: &Output) {
     };
     output.line(format!("controller: {charge}, last word {}", view.stamp));
     for (host, state) in &view.hosts {
-        let is_closed = view.closing.contains(host);
-        output.line(host_line(host, *state, is_closed, vms));
+        output.line(host_line(host, *state, vms));
     }
     let waiting = vms.iter().filter_map(vm_line);
     let waiting: Vec<String> = waiting.collect();
@@ -54,15 +53,9 @@ fn show(view: &SiteView, vms: &[VmView], output: &Output) {
 }
 
 /// Whether a host answers; of one that does not, which VMs wait for it and what a person may do.
-fn host_line(host: &HostName, state: HostState, is_closed: bool, vms: &[VmView]) -> String {
-    match state {
-        HostState::Connected if is_closed => {
-            return format!(
-                "host {host} answers and is closed: it runs no guests before it is booted again, or 'godwit host open' on it"
-            );
-        }
-        HostState::Connected => return format!("host {host} answers"),
-        HostState::Unreachable => {}
+fn host_line(host: &HostName, state: HostState, vms: &[VmView]) -> String {
+    if state == HostState::Connected {
+        return format!("host {host} answers");
     }
     let its = vms
         .iter()
@@ -193,19 +186,14 @@ mod tests {
             vm("db", VmState::Running, None),
         ];
         let host = HostName::new("b").unwrap();
-        let line = host_line(&host, HostState::Unreachable, false, &vms);
+        let line = host_line(&host, HostState::Unreachable, &vms);
         assert!(
             line.contains("web: bring") && !line.contains("db"),
             "{line}"
         );
         assert!(line.contains("godwit host fenced b"), "{line}");
-        let line = host_line(&host, HostState::Connected, false, &vms);
+        let line = host_line(&host, HostState::Connected, &vms);
         assert_eq!(line, "host b answers");
-        let line = host_line(&host, HostState::Connected, true, &vms);
-        assert!(
-            line.contains("is closed") && line.contains("godwit host open"),
-            "{line}"
-        );
     }
 
     #[test]

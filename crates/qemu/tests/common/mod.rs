@@ -11,8 +11,9 @@
 
 use godwit_ownership::{Action, Event, HostRecord, Phase, Power, Qemu, RunPermit, VmCore};
 use godwit_qemu::command_line::{Accelerator, MachineConfig};
+use godwit_qemu::device_state::{DeviceStateError, Incoming};
 use godwit_qemu::launch::{Hypervisor, LaunchError, LaunchSpec, launch};
-use godwit_qemu::machine::Machine;
+use godwit_qemu::machine::{Machine, RunState};
 use godwit_qemu::qmp::{EventKind, Events};
 use godwit_types::{Generation, HostName, VmName};
 use std::fs::{self, File, Permissions};
@@ -225,6 +226,17 @@ pub struct Guest(pub Hypervisor);
 impl Guest {
     pub fn machine(&self) -> &Machine {
         &self.0.machine
+    }
+
+    /// Loads a whole device state, as the VM process does piece by piece.
+    pub fn load(&self, mut incoming: Incoming, state: &[u8]) -> Result<RunState, DeviceStateError> {
+        match incoming.write(state, soon()) {
+            // QEMU has hung up: its own reason is better than ours.
+            Ok(()) | Err(DeviceStateError::Io(_)) => {
+                self.machine().finish_incoming(incoming, soon())
+            }
+            Err(error) => Err(error),
+        }
     }
 }
 

@@ -33,10 +33,7 @@ fn moves(source: &Place, destination: &Place) {
     source.copy_ram_to(destination);
     let devices = saved(&from);
     assert_eq!(state(&from), RunState::Postmigrate);
-    let loaded = to
-        .machine()
-        .load_device_state(incoming, &devices, soon())
-        .expect("loaded");
+    let loaded = to.load(incoming, &devices).expect("loaded");
     assert_eq!((loaded, state(&to)), (RunState::Paused, RunState::Paused));
     let resumed =
         std::iter::from_fn(|| arrived.try_next()).any(|event| event.kind == EventKind::Resume);
@@ -223,10 +220,7 @@ fn garbage_and_truncation_are_refused_by_the_destination() {
         let destination = Place::new(COUNTING).incoming();
         let to = destination.start();
         let incoming = to.machine().prepare_incoming(soon()).expect("destination");
-        let error = to
-            .machine()
-            .load_device_state(incoming, bytes, soon())
-            .expect_err("must fail");
+        let error = to.load(incoming, bytes).expect_err("must fail");
         assert!(
             matches!(error, DeviceStateError::Failed { doing: "load", .. }),
             "{error}"

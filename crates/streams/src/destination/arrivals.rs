@@ -2,8 +2,10 @@
 //!
 //! Owns a thread per listening address. Strangers are turned away by crate `transport` without anybody here noticing.
 
-use godwit_migrate::protocol::STREAMS_MAX;
-use godwit_transport::{Connection, Gate, Listener, ListenerCloser, TransportError, Tuning};
+use godwit_migrate::protocol::{STREAMS_MAX, ToSource, encode};
+use godwit_transport::{
+    Connection, Gate, Incoming, Listener, ListenerCloser, TransportError, Tuning,
+};
 use godwit_wire::Spec;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -96,4 +98,23 @@ impl Drop for Arrivals {
     fn drop(&mut self) {
         self.closers.iter().for_each(ListenerCloser::close);
     }
+}
+
+/// Tells a source that it comes in vain and why, as far as it listens within this time.
+pub fn turn_away(connection: Connection, reason: &str, wait: Duration) {
+    let closer = connection.closer();
+    if let Ok((mut sender, mut receiver)) = connection.into_control() {
+        let deadline = Instant::now() + wait;
+        let failed = ToSource::Failed {
+            reason: reason.into(),
+        };
+        // What it says is read, since the kernel would throw the answer away with it.
+        let _ = sender
+            .send(&encode(&failed), deadline)
+            .and_then(|()| sender.finish(deadline));
+        while Instant::now() < deadline
+            && !matches!(receiver.recv(deadline), Ok(Incoming::End) | Err(_))
+        {}
+    }
+    closer.close();
 }

@@ -9,7 +9,7 @@ use super::progress::{End, Progress};
 use crate::faults::reached;
 use crate::priority::Manners;
 use godwit_guestmem::PAGE_SIZE;
-use godwit_transport::{Class, Patience, RecordReader, TransportError};
+use godwit_transport::{Patience, RecordReader, TransportError};
 use godwit_wire::{PageRuns, RecordKind, WireError, ZeroPages};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -34,9 +34,7 @@ enum ReceiveError {
 impl ReceiveError {
     fn end(&self) -> End {
         match self {
-            Self::Transport(error) if matches!(error.class(), Class::Lost | Class::Cancelled) => {
-                End::Lost(error.to_string())
-            }
+            Self::Transport(error) if error.class().is_lost() => End::Lost(error.to_string()),
             error => End::Failed(error.to_string()),
         }
     }

@@ -493,6 +493,17 @@ mod tests {
         (made.into_control().unwrap().0, accepted.join().unwrap())
     }
 
+    /// Whether a thread of this process waits in the kernel, as one does in a full socket.
+    fn is_asleep(thread: rustix::thread::Pid) -> bool {
+        let stat = format!("/proc/self/task/{thread}/stat");
+        let stat = std::fs::read_to_string(stat).unwrap();
+        stat.rsplit_once(')')
+            .unwrap()
+            .1
+            .trim_start()
+            .starts_with('S')
+    }
+
     const BEGIN: ToDestination = ToDestination::Begin {
         version: PROTOCOL_VERSION,
         set: 0,
@@ -505,22 +516,20 @@ mod tests {
         let (sender, _unread) = unread();
         let (meter, ending) = (sender.meter(), Ending::default());
         let (control, ended) = (SharedControl::new(sender), ending.clone());
+        let (tell, told) = std::sync::mpsc::channel();
         let announcing = std::thread::spawn(move || {
+            tell.send(rustix::thread::gettid()).unwrap();
             // More than sockets hold.
             let extents: Vec<Extent> = (0..4 << 20).map(|page| (2 * page, 1)).collect();
             while_unheard(&control, &ended, || {
                 announce(&control, &BEGIN, &extents, &ended)
             })
         });
-        // Until nothing moves: an end that comes earlier is noticed between two messages.
-        let mut before = 0;
-        loop {
-            std::thread::sleep(Duration::from_millis(200));
-            let sent = meter.read().bytes;
-            if sent > 0 && sent == before {
-                break;
-            }
-            before = sent;
+        // Until it waits in the socket: an end that comes earlier is noticed between two messages.
+        let (thread, sent) = (told.recv().unwrap(), || meter.read().bytes);
+        let is_stuck = |before| before > 0 && is_asleep(thread) && sent() == before;
+        while !is_stuck(sent()) {
+            std::thread::yield_now();
         }
         ending.raise(None);
         let announced = announcing.join().unwrap();

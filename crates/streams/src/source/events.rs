@@ -5,7 +5,7 @@
 use super::hearing::Seat;
 use super::sender::PassEnd;
 use godwit_migrate::protocol::ToSource;
-use godwit_transport::{Class, TransportError};
+use godwit_transport::TransportError;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -40,9 +40,9 @@ pub enum FromPeer {
 impl FromPeer {
     /// How a channel's error counts.
     pub fn of(error: &TransportError) -> Self {
-        match error.class() {
-            Class::Lost | Class::Cancelled => Self::Lost(error.to_string()),
-            _ => Self::Broken(error.to_string()),
+        match error.class().is_lost() {
+            true => Self::Lost(error.to_string()),
+            false => Self::Broken(error.to_string()),
         }
     }
 }

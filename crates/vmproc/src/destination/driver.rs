@@ -16,18 +16,16 @@
 
 use super::handle::{Command, DestinationParts, WaitingQemu};
 use super::last_words::{hear_rest, wait_for_end};
-use super::messages::is_urgent;
 use crate::faults::reached;
 use crate::input::{Intake, News, Tell};
 use crate::shared_report::SharedReport;
 use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_migrate::rate::WireRate;
 use godwit_ownership::Event;
-use godwit_streams::destination::{Arrivals, Channels, End, Memory};
+use godwit_streams::destination::{Arrivals, Channels, End, Held, Memory};
 use godwit_streams::{ControlSlot, SharedControl};
-use godwit_transport::{Class, Connection, ControlReceiver, Incoming, TransportError};
+use godwit_transport::{Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::{MoveEventKind, Phase};
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -44,8 +42,6 @@ const SOURCE_WAIT: Duration = Duration::from_secs(75);
 const NOBODY_AFTER: Duration = Duration::from_secs(10);
 /// A control channel on which the source says nothing for this long is lost; it pings once a second.
 const CONTROL_SILENCE: Duration = Duration::from_secs(6);
-/// Most bytes kept of what came behind a barrier that is not reached; after that the source has to wait.
-pub(super) const HELD_BYTES_MAX: usize = 64 << 20;
 /// How often the source hears something while devices are loaded.
 pub(super) const LIFE_EVERY: Duration = Duration::from_millis(100);
 
@@ -79,9 +75,7 @@ pub(super) struct ConnectionSet {
     pub(super) control: Arc<SharedControl>,
     pub(super) receiver: ControlReceiver,
     pub(super) channels: Channels,
-    /// What came behind a barrier that is not reached.
-    held: VecDeque<Incoming>,
-    pub(super) held_bytes: usize,
+    pub(super) held: Held,
     /// Device state that QEMU has not got.
     pub(super) device_state: Vec<u8>,
     /// Pages that will come, and those of them that have no memory here yet.
@@ -279,8 +273,7 @@ impl DestinationDriver {
             control,
             receiver,
             channels: Channels::new(Arc::clone(&self.first_pass)),
-            held: VecDeque::new(),
-            held_bytes: 0,
+            held: Held::default(),
             device_state: Vec::new(),
             announced_pages: 0,
             missing_pages: 0,
@@ -324,14 +317,14 @@ impl DestinationDriver {
             Incoming::Message(bytes) => {
                 let message = decode_to_destination(&bytes, self.pages);
                 let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
-                if set.channels.is_barred() && !is_urgent(&message) {
-                    set.hold(Incoming::Message(bytes));
+                if set.channels.is_barred() && !message.is_urgent() {
+                    set.held.put(Incoming::Message(bytes));
                     return Ok(());
                 }
                 self.message(set, message)
             }
             Incoming::DeviceState(piece) if set.channels.is_barred() => {
-                set.hold(Incoming::DeviceState(piece));
+                set.held.put(Incoming::DeviceState(piece));
                 Ok(())
             }
             Incoming::DeviceState(piece) => self.device_state(set, &piece),
@@ -348,11 +341,10 @@ impl DestinationDriver {
             let reached = set.channels.reach_barrier(TICK);
             match reached.map_err(halt_of_end)? {
                 Some(iteration) => return self.barrier_done(set, iteration).map(|()| None),
-                None if set.held_bytes > HELD_BYTES_MAX => return Ok(None),
+                None if set.held.is_full() => return Ok(None),
                 None => {}
             }
-        } else if let Some(held) = set.held.pop_front() {
-            set.held_bytes -= held_len(&held);
+        } else if let Some(held) = set.held.take() {
             return Ok(Some(held));
         }
         match set.receiver.recv(Instant::now() + wait) {
@@ -460,26 +452,10 @@ impl DestinationDriver {
     }
 }
 
-impl ConnectionSet {
-    /// Keeps what came behind a barrier until it is reached.
-    pub(super) fn hold(&mut self, incoming: Incoming) {
-        self.held_bytes += held_len(&incoming);
-        self.held.push_back(incoming);
-    }
-}
-
-/// What is kept costs memory also when it says nothing.
-fn held_len(incoming: &Incoming) -> usize {
-    match incoming {
-        Incoming::Message(bytes) | Incoming::DeviceState(bytes) => bytes.len() + 64,
-        Incoming::End => 64,
-    }
-}
-
 pub(super) fn halt_of(error: &TransportError) -> Halt {
-    match error.class() {
-        Class::Lost | Class::Cancelled => Halt::Lost(error.to_string()),
-        _ => Halt::Failed(error.to_string()),
+    match error.class().is_lost() {
+        true => Halt::Lost(error.to_string()),
+        false => Halt::Failed(error.to_string()),
     }
 }
 

@@ -5,9 +5,9 @@
 
 use super::driver::{Halt, LIFE_EVERY};
 use super::handle::Command;
-use godwit_migrate::protocol::{ToDestination, ToSource, decode_to_destination, encode};
+use godwit_migrate::protocol::{ToDestination, decode_to_destination};
 use godwit_ownership::PeerMessage;
-use godwit_streams::destination::Arrivals;
+use godwit_streams::destination::{Arrivals, turn_away};
 use godwit_transport::{Connection, ControlReceiver, Incoming};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -49,7 +49,7 @@ pub(super) fn wait_for_end(
             None => LIFE_EVERY,
         };
         if let Some(connection) = came {
-            turn_away(connection);
+            turn_away(connection, TOO_LATE, TOO_LATE_WAIT);
         }
         match commands.recv_timeout(wait) {
             Ok(Command::End | Command::Linger) | Err(RecvTimeoutError::Disconnected) => {
@@ -58,23 +58,4 @@ pub(super) fn wait_for_end(
             Err(RecvTimeoutError::Timeout) => {}
         }
     }
-}
-
-/// Tells a source that it comes too late, as far as it listens.
-fn turn_away(connection: Connection) {
-    let closer = connection.closer();
-    if let Ok((mut sender, mut receiver)) = connection.into_control() {
-        let deadline = Instant::now() + TOO_LATE_WAIT;
-        let failed = ToSource::Failed {
-            reason: TOO_LATE.into(),
-        };
-        // What it says is read, since the kernel would throw the answer away with it.
-        let _ = sender
-            .send(&encode(&failed), deadline)
-            .and_then(|()| sender.finish(deadline));
-        while Instant::now() < deadline
-            && !matches!(receiver.recv(deadline), Ok(Incoming::End) | Err(_))
-        {}
-    }
-    closer.close();
 }

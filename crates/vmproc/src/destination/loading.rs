@@ -4,20 +4,15 @@
 //! that still waits; the source says when all has been sent, and again when its own QEMU calls the save a success. Refuses:
 //! device state before the last pages, and an end without any.
 
-use super::driver::{
-    ConnectionSet, DestinationDriver, HELD_BYTES_MAX, Halt, LIFE_EVERY, Stage, halt_of,
-};
+use super::driver::{ConnectionSet, DestinationDriver, Halt, LIFE_EVERY, Stage, halt_of};
 use super::last_words::UNREAD_MAX;
-use super::messages::is_urgent;
 use crate::faults::reached;
 use crate::input::News;
-use godwit_migrate::protocol::{ToDestination, ToSource, decode_to_destination};
-use godwit_ownership::{Event, PeerMessage};
+use godwit_migrate::protocol::{ToSource, decode_to_destination};
+use godwit_ownership::Event;
 use godwit_qemu::device_state::DeviceStateError;
-use godwit_streams::SharedControl;
 use godwit_transport::{Incoming, TransportError};
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 /// Most bytes of device state that are kept until it is whole; a longer one is loaded as it comes.
@@ -48,7 +43,7 @@ impl DestinationDriver {
             return Ok(());
         }
         let control = Arc::clone(&set.control);
-        with_signs_of_life(&control, || {
+        control.alive_while(LIFE_EVERY, || {
             self.pass_on(set)?;
             set.device_state.extend_from_slice(piece);
             self.pass_on(set)
@@ -92,17 +87,17 @@ impl DestinationDriver {
     /// that was kept from its work finds both at once.
     fn look_behind(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         let mut unread = UNREAD_MAX;
-        while unread > 0 && set.held_bytes <= HELD_BYTES_MAX {
+        while unread > 0 && !set.held.is_full() {
             unread -= 1;
             match set.receiver.recv(Instant::now()) {
                 Ok(Incoming::Message(bytes)) => {
                     let message = decode_to_destination(&bytes, self.pages);
                     let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
-                    if !is_urgent(&message) {
-                        set.hold(Incoming::Message(bytes));
+                    if !message.is_urgent() {
+                        set.held.put(Incoming::Message(bytes));
                         continue;
                     }
-                    let called_off = is_withdrawal(&message);
+                    let called_off = message.is_withdrawal();
                     self.message(set, message)?;
                     if called_off {
                         return Err(Halt::Lost("the source called the switchover off".into()));
@@ -111,7 +106,7 @@ impl DestinationDriver {
                 Ok(Incoming::End) => {
                     return Err(Halt::Lost("the source closed the control channel".into()));
                 }
-                Ok(piece) => set.hold(piece),
+                Ok(piece) => set.held.put(piece),
                 Err(TransportError::Silent { .. }) => return Ok(()),
                 Err(error) => return Err(halt_of(&error)),
             }
@@ -130,7 +125,7 @@ impl DestinationDriver {
             self.look_behind(set)?;
         }
         let control = Arc::clone(&set.control);
-        with_signs_of_life(&control, || self.pass_on(set))
+        control.alive_while(LIFE_EVERY, || self.pass_on(set))
     }
 
     pub(super) fn load(
@@ -146,7 +141,7 @@ impl DestinationDriver {
         }
         let began = Instant::now();
         let control = Arc::clone(&set.control);
-        with_signs_of_life(&control, || self.finish(began + LOAD_WAIT))?;
+        control.alive_while(LIFE_EVERY, || self.finish(began + LOAD_WAIT))?;
         set.stage = Stage::Loaded;
         let load_ms = began.elapsed().as_secs_f64() * 1e3;
         self.report
@@ -157,31 +152,4 @@ impl DestinationDriver {
         self.tell(News::Core(Event::Loaded { attempt }));
         Ok(())
     }
-}
-
-/// Whether the source takes back what it offered, since it lets its guest go on.
-fn is_withdrawal(message: &ToDestination) -> bool {
-    matches!(
-        message,
-        ToDestination::Peer {
-            message: PeerMessage::Withdrawn { .. }
-        }
-    )
-}
-
-/// Loading devices may take a busy QEMU longer than the source would wait for a silent peer.
-fn with_signs_of_life<R>(control: &SharedControl, work: impl FnOnce() -> R) -> R {
-    let (done, waiting) = channel::<()>();
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            while waiting.recv_timeout(LIFE_EVERY) == Err(RecvTimeoutError::Timeout) {
-                if control.send(&ToSource::Pong { nonce: u64::MAX }).is_err() {
-                    return;
-                }
-            }
-        });
-        let result = work();
-        drop(done);
-        result
-    })
 }

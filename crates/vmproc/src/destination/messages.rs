@@ -121,14 +121,3 @@ impl DestinationDriver {
         set.control.send(&done).map_err(|error| halt_of(&error))
     }
 }
-
-/// Words that mean the same before and behind a barrier.
-pub(super) fn is_urgent(message: &ToDestination) -> bool {
-    matches!(
-        message,
-        ToDestination::Warm { .. }
-            | ToDestination::Ping { .. }
-            | ToDestination::Peer { .. }
-            | ToDestination::Cancel { .. }
-    )
-}

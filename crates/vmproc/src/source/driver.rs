@@ -21,7 +21,7 @@ use godwit_migrate::convergence::{Convergence, Goal};
 use godwit_migrate::ledger::{Counters, Ledger};
 use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::{ConnectionSet, Ending, Pass, TellDriver};
-use godwit_transport::{Class, TransportError};
+use godwit_transport::TransportError;
 use godwit_types::migration::MoveEventKind;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
@@ -312,8 +312,8 @@ impl SourceDriver {
 
 /// A transport error as the driver sees it.
 pub(super) fn halt_of(error: TransportError) -> Halt {
-    match error.class() {
-        Class::Lost | Class::Cancelled => Halt::Lost(error.to_string()),
-        _ => Halt::Failed(error.to_string()),
+    match error.class().is_lost() {
+        true => Halt::Lost(error.to_string()),
+        false => Halt::Failed(error.to_string()),
     }
 }
