@@ -12,7 +12,9 @@ use crate::keeping::changed;
 use crate::manager::Manager;
 use crate::supervisor::Supervised;
 use godwit_rpc::pki::Holder;
-use godwit_rpc::{Admission, AgentClient, Client, ControllerClient, Current, Revocations, Role};
+use godwit_rpc::{
+    Admission, AgentClient, Client, ControllerClient, Current, Revocations, Role, Unwanted,
+};
 use godwit_site::HostSite;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::site::{SiteAnswer, SiteHost, SiteQuestion};
@@ -149,6 +151,10 @@ struct Enrolled {
 impl Admission for Enrolled {
     fn admits(&self, holder: &Holder) -> bool {
         holder.life == self.life && !self.revocations.is_replaced(holder)
+    }
+
+    fn why_unwanted(&self, holder: &Holder) -> Unwanted {
+        self.revocations.why_unwanted(holder)
     }
 }
 

@@ -55,7 +55,11 @@ impl Agent {
         }
         tracing::info!("this host is back from its shutdown: it runs guests again");
         let agent = Arc::clone(self);
-        let opened = blocking(move || agent.closing.is_back(stage)).await;
+        let opened = blocking(move || {
+            agent.settle_the_unseen();
+            agent.closing.is_back(stage)
+        })
+        .await;
         if opened.is_err() {
             self.closing.ask_at(Some(again));
         }

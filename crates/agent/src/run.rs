@@ -29,7 +29,8 @@ use godwit_rpc::listen::Place;
 use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::PkiError;
 use godwit_rpc::{
-    Admission, AgentClient, Client, Current, Identity, Revocations, Role, Server, server, tls,
+    Admission, AgentClient, Client, Current, Identity, Revocations, Role, Server, Unwanted, server,
+    tls,
 };
 use godwit_store::read_text;
 use godwit_types::control_api::HostCheck;
@@ -293,6 +294,10 @@ struct NotReplaced(Arc<Revocations>);
 impl Admission for NotReplaced {
     fn admits(&self, holder: &Holder) -> bool {
         !self.0.is_replaced(holder)
+    }
+
+    fn why_unwanted(&self, holder: &Holder) -> Unwanted {
+        self.0.why_unwanted(holder)
     }
 }
 

@@ -19,7 +19,7 @@ use crate::unread::Lack;
 use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::rate::Rate;
-use godwit_rpc::{Admission, AgentClient, Authority, Client, Current, Revocations, Role};
+use godwit_rpc::{Admission, AgentClient, Authority, Client, Current, Revocations, Role, Unwanted};
 use godwit_site::{Batch, Book, HostRow, Row};
 use godwit_types::control_api::{HostState, InventoryEvent, VmView};
 use godwit_types::migration::MigrationReport;
@@ -513,6 +513,10 @@ impl Admission for App {
             self.operators.see(holder);
         }
         admitted
+    }
+
+    fn why_unwanted(&self, holder: &Holder) -> Unwanted {
+        self.revocations.why_unwanted(holder)
     }
 
     fn changes(&self) -> Option<watch::Receiver<u64>> {

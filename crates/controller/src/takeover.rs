@@ -10,7 +10,7 @@ use crate::reconcile;
 use crate::state::HostEntry;
 use futures_util::StreamExt as _;
 use godwit_rpc::pki::{Holder, now_unix_s};
-use godwit_rpc::{Admission, AgentClient, Client, Revocations, Role};
+use godwit_rpc::{Admission, AgentClient, Client, Revocations, Role, Unwanted};
 use godwit_site::HostRow;
 use godwit_types::HostName;
 use godwit_types::control_api::InventoryEvent;
@@ -118,6 +118,10 @@ impl Admission for Shown {
             *serial = Some(holder.life.clone());
         }
         admitted
+    }
+
+    fn why_unwanted(&self, holder: &Holder) -> Unwanted {
+        self.revocations.why_unwanted(holder)
     }
 }
 

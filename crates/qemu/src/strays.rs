@@ -107,13 +107,13 @@ fn accelerator_of(pid: i32) -> Accelerator {
 }
 
 impl Stray {
-    /// Ends it: one that does not run this VM's guest.
+    /// Ends it: one that does not run this VM's guest, or whose guest a person gave up.
     pub fn end(&self, deadline: Instant) -> Result<(), ProcessError> {
         self.process.kill_verified(deadline)?;
         let pid = self.process.pid();
         tracing::warn!(
             pid,
-            "a hypervisor that a predecessor did not finish starting is ended"
+            "a hypervisor that lives on a RAM file of this VM is ended"
         );
         Ok(())
     }

@@ -30,9 +30,7 @@ pub trait Admission: Send + Sync {
     }
 
     /// Why one that is not admitted is not.
-    fn why_unwanted(&self, _holder: &Holder) -> Unwanted {
-        Unwanted::Removed
-    }
+    fn why_unwanted(&self, holder: &Holder) -> Unwanted;
 
     /// Changes whenever a certificate may have become unwanted, so that what is being told to its holder ends.
     fn changes(&self) -> Option<watch::Receiver<u64>> {

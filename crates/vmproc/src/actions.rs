@@ -107,6 +107,7 @@ impl Vm {
             .spec
             .clone()
             .ok_or_else(|| internal("the VM has no description on this host"))?;
+        self.refuse_beside_another()?;
         remove_leftovers(&self.paths);
         self.launches += 1;
         let hyper = Hyper::start(&Start {
@@ -118,6 +119,21 @@ impl Vm {
             incoming,
         })?;
         self.keep(hyper, &spec)
+    }
+
+    /// Refuses to start a QEMU while one lives on a RAM file of this VM: one that was left alone beside the one that was
+    /// taken over may run the guest.
+    fn refuse_beside_another(&self) -> Result<(), ApiError> {
+        let living = self.paths.ram_files.living(self.config.qemu_uid);
+        let Some(other) = living.map_err(internal)?.into_iter().next() else {
+            return Ok(());
+        };
+        let pid = other.process.pid();
+        let (vm, host) = (&self.config.vm, &self.config.host);
+        let message = format!(
+            "another hypervisor of VM '{vm}' lives on host '{host}', process {pid}, and may run its guest: nothing is started beside it; if that guest is not wanted, end it there with 'kill {pid}'"
+        );
+        Err(ApiError::new(ErrorCode::Hypervisor, message).on_host(host))
     }
 
     /// Takes a QEMU that was just started for this VM's, unless its host shuts down since: whoever powers the host's guests
@@ -374,6 +390,7 @@ impl Vm {
     pub(crate) fn kill_qemu(&mut self) {
         self.running = None;
         self.unsure = None;
+        self.forget_what_was_not_obeyed();
         if let Some(hyper) = self.hyper.take() {
             hyper.kill().unwrap_or_else(|error| {
                 // Nothing that follows may happen while it lives; the next VM process tries again.

@@ -106,7 +106,7 @@ fn adopt_one(
     match attempt(known.paths, &identity, known.described()) {
         // Looked at again, and told of, while this process waits.
         Ok((_, state)) if is_denied(known.record, &state) => {}
-        Ok((hyper, state)) => return taken(hyper, state, unknown).map(Some),
+        Ok((hyper, state)) => return taken(hyper, state, unknown),
         Err(error) => {
             tracing::warn!(%error, pid = identity.pid, "QEMU lives but is not taken over yet");
             trouble = Some(error);
@@ -241,13 +241,14 @@ fn never_ran(state: &RunState) -> bool {
     matches!(state, RunState::Prelaunch | RunState::Inmigrate)
 }
 
-fn taken(hyper: Box<Hyper>, state: RunState, unknown: bool) -> Result<Looked, ApiError> {
+/// Nothing where it was ended, since it never ran: another one may run the guest.
+fn taken(hyper: Box<Hyper>, state: RunState, unknown: bool) -> Result<Option<Looked>, ApiError> {
     if unknown && never_ran(&state) {
         tracing::warn!(pid = hyper.pid(), "its start was cut short: it is ended");
         hyper.kill()?;
-        return Ok(Looked::None);
+        return Ok(None);
     }
-    Ok(Looked::Taken(hyper, state))
+    Ok(Some(Looked::Taken(hyper, state)))
 }
 
 fn attempt(paths: &Paths, identity: &QemuIdentity, described: Option<u64>) -> Attempt {
@@ -290,7 +291,7 @@ impl Waiting<'_> {
         loop {
             if let Ok((hyper, state)) = attempts.try_recv() {
                 if !is_denied(self.known.record, &state) {
-                    return taken(hyper, state, self.unknown).map(Some);
+                    return taken(hyper, state, self.unknown);
                 }
                 tracing::error!("{}", self.denied_note());
                 self.denied.set(true);
@@ -396,11 +397,18 @@ impl Waiting<'_> {
     }
 
     /// A person has decided that this guest is lost.
+    /// Ends every QEMU of this VM: what is off after that runs nowhere on this host.
     fn give_up(&self) -> Result<(), ApiError> {
         tracing::warn!("QEMU is ended unheard: a forced stop was asked for");
         self.process
             .kill_verified(Instant::now() + KILL_WAIT)
-            .map_err(internal)
+            .map_err(internal)?;
+        let living = self
+            .known
+            .paths
+            .ram_files
+            .living(self.known.config.qemu_uid);
+        end_all(&living.map_err(internal)?)
     }
 
     /// A guest that runs is held by this host, whatever an older copy of its record says.

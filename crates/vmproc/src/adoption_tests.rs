@@ -318,6 +318,37 @@ fn a_hypervisor_that_ends_before_it_answers_is_followed_by_the_next_that_may_run
 }
 
 #[test]
+fn a_start_that_was_cut_short_hides_no_guest_that_runs() {
+    let site = Site::new();
+    let mut second = site.qemu_of(2, &["running"]);
+    let mut first = site.qemu_of(1, &["prelaunch"]);
+    std::fs::remove_file(site.paths.identity()).unwrap();
+    let (record, (inputs, received)) = (record(&site, holds()), channel());
+    let known = known(&site, &record);
+    let Ok(Looked::Taken(hyper, RunState::Running)) = adopt(&known, &inputs, &received) else {
+        panic!("a guest may run there that nobody looks at");
+    };
+    assert_eq!(hyper.pid(), second.child.id() as i32);
+    assert!(first.is_gone() && !second.is_gone());
+}
+
+#[test]
+fn a_forced_stop_of_a_vm_with_two_hypervisors_leaves_none() {
+    let site = Site::new();
+    let mut second = site.qemu_of(2, &["running"]);
+    let mut first = site.qemu_of(1, &["running"]);
+    let (record, (inputs, received)) = (record(&site, Phase::Absent), channel());
+    let known = known(&site, &record);
+    let answer = ask(&inputs, VmRequest::Stop { force: true });
+    assert!(matches!(
+        adopt(&known, &inputs, &received),
+        Ok(Looked::None)
+    ));
+    assert!(matches!(answer.try_recv(), Ok(VmAnswer::Done(_))));
+    assert!(first.is_gone() && second.is_gone(), "one may run the guest");
+}
+
+#[test]
 fn a_hypervisor_whose_start_was_cut_short_is_ended() {
     let site = Site::new();
     let mut qemu = site.qemu(&["prelaunch"]);

@@ -27,6 +27,8 @@ pub(crate) const ASKED_FILE: &str = "asked-off.json";
 
 /// Pause between two tries to write that the VM is off.
 const AGAIN_AFTER: Duration = Duration::from_secs(1);
+/// Between two looks whether a soft stop was obeyed.
+const LOOK_EACH: Duration = Duration::from_secs(60);
 
 /// A person had the guest asked to power off.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -134,6 +136,15 @@ impl Vm {
         let held = self.core.record().may_run();
         let counts = |asked: &AskedOff| self.hyper.is_none() || still_counts(asked.asked_unix_s);
         asked.is_some_and(|asked| Some(asked.held) == held && counts(&asked))
+    }
+
+    /// The same, at most once in [`LOOK_EACH`], since it reads the disk.
+    pub(crate) fn look_whether_obeyed(&mut self) {
+        let looked = self.obeyed_looked;
+        if looked.is_none_or(|at| at.elapsed() >= LOOK_EACH) {
+            self.obeyed_looked = Some(Instant::now());
+            self.forget_what_was_not_obeyed();
+        }
     }
 
     /// A guest that was asked to power off and runs on after [`ASKED_COUNTS`] is not off after a loss of power later.

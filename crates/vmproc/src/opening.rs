@@ -192,6 +192,7 @@ impl Adopted {
             said: Rate::new(Instant::now()),
             detach: false,
             off_wanted: None,
+            obeyed_looked: None,
             busy_at: Instant::now(),
         };
         vm.settle(actions);

@@ -86,6 +86,8 @@ pub(crate) struct Vm {
     pub detach: bool,
     /// The VM is to be off, which is not written yet: when that was tried last.
     pub off_wanted: Option<crate::off::OffWish>,
+    /// When it was last looked whether a soft stop was obeyed.
+    pub obeyed_looked: Option<Instant>,
     pub busy_at: Instant,
 }
 
@@ -118,7 +120,7 @@ impl Vm {
             self.look_again();
             self.save_again();
             self.off_again();
-            self.forget_what_was_not_obeyed();
+            self.look_whether_obeyed();
             self.keep_listening();
         }
         let _ = std::fs::remove_file(self.paths.socket());
@@ -275,6 +277,7 @@ impl Vm {
     fn forget_qemu(&mut self) {
         self.running = None;
         self.unsure = None;
+        self.forget_what_was_not_obeyed();
         if self.hyper.take().is_some() {
             crate::hypervisor::remove_leftovers(&self.paths);
         }

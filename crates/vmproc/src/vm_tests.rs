@@ -165,6 +165,25 @@ fn a_hypervisor_in_other_directories_than_those_configured_now_is_taken_over() {
     assert!(socket.exists(), "the agent asks where it is configured to");
 }
 
+#[test]
+fn nothing_is_started_beside_a_hypervisor_that_may_run_the_guest() {
+    let site = Site::new();
+    site.record(holds(Power::Off));
+    let mut vm = open(&site);
+    let mut other = site.qemu_of(7, &["running"]);
+    let refused = crate::testing::answer(&mut vm, VmRequest::Start)
+        .map(drop)
+        .unwrap_err();
+    let pid = other.child.id();
+    assert!(
+        refused
+            .message
+            .contains(&format!("end it there with 'kill {pid}'")),
+        "{refused}"
+    );
+    assert!(!other.is_gone() && site.paths.ram_file(7).exists());
+}
+
 // ---- a hypervisor that does not answer ----
 
 /// A VM whose resume its hypervisor did not answer.

@@ -11,8 +11,10 @@ use std::time::{Duration, Instant};
 pub const TRIES_MAX: u32 = 3;
 /// Pause before a host that refused a VM is asked again, and before a VM that was busy is tried again.
 const ASK_AGAIN: Duration = Duration::from_secs(3);
-/// A host that does not answer for so long is not waited for any more, nor is one that is closed for so long.
+/// A host that does not answer for so long is not waited for any more.
 const AWAY_MAX: Duration = Duration::from_secs(60);
+/// Nor is one that answers and is closed for so long: by default its guests have 120 s to power off.
+const CLOSED_MAX: Duration = Duration::from_secs(180);
 /// Pause before a VM that could not be measured is measured again.
 const MEASURE_AGAIN: Duration = Duration::from_secs(10);
 
@@ -109,8 +111,11 @@ impl Patience {
 
     /// Whether a host that might take VMs was lost or closed so lately that it may come back.
     pub fn awaits_hosts(&self, now: Instant) -> bool {
-        let mut away = self.away.values();
-        away.any(|since| now.saturating_duration_since(*since) < AWAY_MAX)
+        let mut away = self.away.iter();
+        away.any(|(host, since)| {
+            let most = if host.closes { CLOSED_MAX } else { AWAY_MAX };
+            now.saturating_duration_since(*since) < most
+        })
     }
 
     /// Begins to measure a VM, unless it was measured or cannot be.
@@ -213,12 +218,12 @@ mod tests {
             [(Away { host, closes }, Duration::ZERO)].into()
         };
         patience.note_away(&away(true), now);
-        patience.note_away(&away(true), at(50));
-        assert!(patience.awaits_hosts(at(59)));
-        assert!(!patience.awaits_hosts(at(60)), "it stays closed");
-        patience.note_away(&away(false), at(50));
-        assert!(patience.awaits_hosts(at(109)), "it is being rebooted");
-        assert!(!patience.awaits_hosts(at(110)));
+        patience.note_away(&away(true), at(150));
+        assert!(patience.awaits_hosts(at(179)), "its guests power off");
+        assert!(!patience.awaits_hosts(at(180)), "it stays closed");
+        patience.note_away(&away(false), at(150));
+        assert!(patience.awaits_hosts(at(209)), "it is being rebooted");
+        assert!(!patience.awaits_hosts(at(210)));
     }
 
     #[test]
