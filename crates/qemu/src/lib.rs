@@ -22,6 +22,7 @@ pub mod packet;
 pub mod privileges;
 pub mod process;
 pub mod qmp;
+pub mod rate;
 pub mod reserved;
 pub mod save_gate;
 pub mod scope;

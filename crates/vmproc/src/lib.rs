@@ -30,7 +30,6 @@ mod off;
 mod off_tests;
 mod opening;
 mod outbox;
-mod rate;
 mod requests;
 mod server;
 mod shared_report;

@@ -11,13 +11,14 @@ const EACH: Duration = Duration::from_secs(60);
 
 /// What is said of one kind of thing.
 #[derive(Debug)]
-pub(crate) struct Rate {
+pub struct Rate {
     began: Instant,
     lines: u64,
 }
 
 impl Rate {
-    pub(crate) fn new(now: Instant) -> Self {
+    /// Begins to count now.
+    pub fn new(now: Instant) -> Self {
         Self {
             began: now,
             lines: 0,
@@ -25,7 +26,7 @@ impl Rate {
     }
 
     /// Whether a line is written now, and how many before it were not.
-    pub(crate) fn admits(&mut self, now: Instant) -> Option<u64> {
+    pub fn admits(&mut self, now: Instant) -> Option<u64> {
         let mut left_out = 0;
         if now.saturating_duration_since(self.began) >= EACH {
             left_out = self.lines.saturating_sub(LINES_MAX);
@@ -36,7 +37,7 @@ impl Rate {
     }
 
     /// Whether the line that was admitted last is the last for now.
-    pub(crate) fn is_spent(&self) -> bool {
+    pub fn is_spent(&self) -> bool {
         self.lines == LINES_MAX
     }
 }
