@@ -171,6 +171,8 @@ fn nothing_is_started_beside_a_hypervisor_that_may_run_the_guest() {
     site.record(holds(Power::Off));
     let mut vm = open(&site);
     let mut other = site.qemu_of(7, &["running"]);
+    // Nothing but its RAM file tells of it.
+    std::fs::remove_file(site.paths.identity()).unwrap();
     let refused = crate::testing::answer(&mut vm, VmRequest::Start)
         .map(drop)
         .unwrap_err();
