@@ -31,6 +31,8 @@ const WINDOW_MAX_NS: u64 = 60_000_000;
 /// Kindness of vCPU threads.
 const VCPU_NICE: i32 = 10;
 const SAMPLER_NICE: i32 = -10;
+/// The guest of some lines that an agent starts and ends at its own start, to see what QEMU gives: no VM of the site.
+const TRIAL: &str = "godwit-trial";
 
 /// A QEMU that lives.
 struct Live {
@@ -156,7 +158,7 @@ impl Watch {
         if !line.contains("qemu-system") {
             return None;
         }
-        let vm = after(&line, "guest=")?;
+        let vm = vm_of(&line)?;
         let namespace = std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok()?;
         let (host, _, root) = self.hosts.iter().find(|(_, ns, _)| *ns == namespace)?;
         let ram_path = root.join(after(&line, "mem-path=")?.trim_start_matches('/'));
@@ -274,6 +276,11 @@ fn after<'a>(line: &'a str, key: &str) -> Option<&'a str> {
     rest.split([',', ' ']).next()
 }
 
+/// Which VM's guest a QEMU with this command line runs.
+fn vm_of(line: &str) -> Option<&str> {
+    after(line, "guest=").filter(|vm| *vm != TRIAL)
+}
+
 /// The CPU times of a QEMU's vCPU threads, open; none yet when they are not there; nothing when it has ended.
 fn vcpus(pid: i32) -> Option<Vec<File>> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?;
@@ -296,4 +303,22 @@ fn cpu_ns(schedstat: &File) -> Option<u64> {
     let length = schedstat.read_at(&mut text, 0).ok()?;
     let text = std::str::from_utf8(text.get(..length)?).ok()?;
     text.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_guest_by_which_an_agent_tries_qemu_is_no_lost_vm() {
+        assert_eq!(
+            vm_of("qemu-system-x86_64 -name guest=vm2,debug-threads=on"),
+            Some("vm2")
+        );
+        assert_eq!(
+            vm_of("qemu-system-x86_64 -name guest=godwit-trial,debug-threads=on"),
+            None
+        );
+        assert_eq!(vm_of("qemu-system-x86_64 --version"), None);
+    }
 }
