@@ -7,8 +7,8 @@ use super::*;
 use crate::api::tests::{Served, host_name, put, refused};
 use crate::test_support::{DIE, TestHost, vm};
 use godwit_ownership::{Phase, Power};
-use godwit_rpc::Role;
 use godwit_rpc::revocations::made_before;
+use godwit_rpc::{AgentClient, Role};
 use godwit_types::control_api::StopRequest;
 use godwit_types::host_api::{PutVm, Revoked};
 use godwit_types::site::{BootWish, Claim, SiteVm};
@@ -399,42 +399,43 @@ async fn another_host_is_answered_from_the_table_and_the_records() {
     );
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn a_removed_host_is_told_so_though_its_certificate_is_revoked() {
-    let served = Served::new().await;
+/// A host that asks, and what it hears, once its certificate is wanted no more: nothing of any VM, which is not the same as
+/// that there is none. `named` makes the text in the list of the serial number of its life.
+async fn asks_unwanted(
+    served: &Served,
+    named: impl FnOnce(String) -> String,
+) -> (AgentClient, SiteAnswer) {
     let (asking, serial) = served.client_and_serial(&Role::Host(host_name("c")));
-    let serials = vec![serial];
+    let serials = vec![named(serial)];
     served
         .controller()
         .revoked(&Revoked { serials })
         .await
         .unwrap();
     let answer = asking.site_ask(&question("web")).await.unwrap();
-    assert_eq!(answer.standing, Standing::Removed);
-    // It hears nothing of any VM, which is not the same as that there is none.
     assert!(answer.vms.is_empty() && answer.records.is_empty());
     assert!(!answer.knows(&vm("web")));
+    (asking, answer)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_removed_host_is_told_so_though_its_certificate_is_revoked() {
+    let served = Served::new().await;
+    let (asking, answer) = asks_unwanted(&served, |serial| serial).await;
+    assert_eq!(answer.standing, Standing::Removed);
     refused!(asking.vms().await, NotAllowed);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_whose_certificate_was_replaced_is_told_that_it_is_an_old_copy() {
     let served = Served::new().await;
-    let (asking, serial) = served.client_and_serial(&Role::Host(host_name("c")));
     // Of its life, which goes on with a later one.
-    let serials = vec![made_before(&serial, i64::MAX)];
-    served
-        .controller()
-        .revoked(&Revoked { serials })
-        .await
-        .unwrap();
-    let answer = asking.site_ask(&question("web")).await.unwrap();
+    let replaced = |serial: String| made_before(&serial, i64::MAX);
+    let (_asking, answer) = asks_unwanted(&served, replaced).await;
     assert_eq!(
         (answer.standing, answer.replaced),
         (Standing::OldCopy, true)
     );
-    assert!(answer.vms.is_empty() && answer.records.is_empty());
-    assert!(!answer.knows(&vm("web")));
 }
 
 #[tokio::test(flavor = "multi_thread")]

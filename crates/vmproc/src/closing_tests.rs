@@ -194,12 +194,17 @@ fn a_persons_soft_stop_counts_when_the_host_shuts_down_at_once() {
 fn a_vm_that_a_person_stopped_softly_is_off_when_its_host_lost_its_power_meanwhile() {
     let (site, qemu, mut vm) = running(false);
     stop_softly(&mut vm);
-    drop((vm, qemu));
-    std::fs::remove_file(site.paths.identity()).unwrap();
+    loses_power(&site, vm, qemu);
     let mut vm = open(&site);
     assert!(answer(&mut vm, VmRequest::Boot).is_err());
     drop(vm);
     assert_eq!(site.phase(), holds(Power::Off));
+}
+
+/// Host, VM process and guest lose their power; what is on the host's disk stays.
+fn loses_power(site: &Site, vm: Vm, qemu: FakeQemu) {
+    drop((vm, qemu));
+    std::fs::remove_file(site.paths.identity()).unwrap();
 }
 
 /// What a soft stop that long ago would have left.
@@ -214,8 +219,7 @@ fn was_asked_off_long_ago(site: &Site) {
 fn a_vm_that_a_person_stopped_softly_is_off_however_long_its_host_had_no_power() {
     let (site, qemu, mut vm) = running(false);
     stop_softly(&mut vm);
-    drop((vm, qemu));
-    std::fs::remove_file(site.paths.identity()).unwrap();
+    loses_power(&site, vm, qemu);
     was_asked_off_long_ago(&site);
     let mut vm = open(&site);
     assert!(answer(&mut vm, VmRequest::Boot).is_err());
@@ -232,8 +236,7 @@ fn a_guest_that_did_not_obey_a_soft_stop_for_an_hour_is_meant_to_run() {
     was_asked_off_long_ago(&site);
     assert!(!vm.is_asked_off());
     vm.forget_what_was_not_obeyed();
-    drop((vm, qemu));
-    std::fs::remove_file(site.paths.identity()).unwrap();
+    loses_power(&site, vm, qemu);
     drop(open(&site));
     assert_eq!(site.phase(), holds(Power::On));
 }
@@ -249,8 +252,7 @@ fn a_second_soft_stop_that_fails_does_not_take_the_first_one_back() {
         answer(&mut vm, VmRequest::Stop { force: false })
             .map(drop)
             .unwrap_err();
-        drop((vm, qemu));
-        std::fs::remove_file(site.paths.identity()).unwrap();
+        loses_power(&site, vm, qemu);
         drop(open(&site));
         let power = if has_first { Power::Off } else { Power::On };
         assert_eq!(site.phase(), holds(power), "a first one: {has_first}");
@@ -262,8 +264,7 @@ fn a_soft_stop_does_not_count_once_a_person_wants_the_vm_to_run() {
     let (site, qemu, mut vm) = running(false);
     stop_softly(&mut vm);
     answer(&mut vm, VmRequest::Start).map(drop).unwrap();
-    drop((vm, qemu));
-    std::fs::remove_file(site.paths.identity()).unwrap();
+    loses_power(&site, vm, qemu);
     drop(open(&site));
     assert_eq!(site.phase(), holds(Power::On));
 }
