@@ -6,7 +6,8 @@
 use crate::config::HostConfig;
 use crate::pause::stops_within;
 use crate::system::{Interface, interfaces};
-use std::net::IpAddr;
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
@@ -80,6 +81,15 @@ impl Addresses {
     }
 }
 
+/// Those of the addresses that no interface of this host has at this moment: nothing can be sent from them.
+pub(crate) fn missing(addresses: &[IpAddr]) -> Vec<IpAddr> {
+    let is_missing = |address: &&IpAddr| {
+        let tried = TcpListener::bind(SocketAddr::new(**address, 0));
+        matches!(tried, Err(error) if error.kind() == ErrorKind::AddrNotAvailable)
+    };
+    addresses.iter().filter(is_missing).copied().collect()
+}
+
 /// The interfaces that have migration addresses.
 fn migration_links(addresses: &[IpAddr], interfaces: &[Interface]) -> Vec<(String, Vec<IpAddr>)> {
     let of_migrations = |interface: &Interface| -> Vec<IpAddr> {
@@ -128,5 +138,13 @@ mod tests {
         let address: IpAddr = "10.0.0.1".parse().unwrap();
         assert_eq!(addresses.migration(), [address]);
         assert_eq!(addresses.links(), [("eth1".into(), vec![address])]);
+    }
+
+    #[test]
+    fn an_address_that_no_interface_has_is_missing() {
+        let ours: IpAddr = "127.0.0.1".parse().unwrap();
+        // Set aside for examples: no machine has it.
+        let nobodys: IpAddr = "192.0.2.77".parse().unwrap();
+        assert_eq!(missing(&[ours, nobodys]), [nobodys]);
     }
 }

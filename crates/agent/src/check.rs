@@ -2,6 +2,7 @@
 //!
 //! Reads only; owns nothing. Refuses: nothing; whatever is missing is a finding with its remedy.
 
+use crate::addresses::missing;
 use crate::config::HostConfig;
 use crate::manager::{self, GuestsUnit};
 use crate::qemu_facts::{QemuFacts, QemuFactsError};
@@ -12,6 +13,7 @@ use godwit_rpc::listen::is_here;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::certificate::{CertificateDates, CertificateStage};
 use godwit_types::host::{Check, CheckStatus};
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 
 /// MTU from which on large records do not cost packets.
@@ -335,16 +337,28 @@ fn clock(state: std::io::Result<sys::ClockState>) -> Check {
 /// The first free port of the range on any of the addresses, and how many are in use.
 pub fn free_ports(config: &HostConfig, addresses: &[IpAddr]) -> (usize, Vec<u16>) {
     let range = config.migration_ports.first..=config.migration_ports.last;
-    let is_free = |port: u16| {
-        addresses
-            .iter()
-            .all(|address| TcpListener::bind(SocketAddr::new(*address, port)).is_ok())
+    // Nobody uses a port of an address that this host does not have.
+    let is_used = |address: &IpAddr, port: u16| {
+        let tried = TcpListener::bind(SocketAddr::new(*address, port));
+        tried.is_err_and(|error| error.kind() != ErrorKind::AddrNotAvailable)
     };
+    let is_free = |port: u16| !addresses.iter().any(|address| is_used(address, port));
     let used: Vec<u16> = range.clone().filter(|port| !is_free(*port)).collect();
     (range.count() - used.len(), used)
 }
 
 fn ports(config: &HostConfig, addresses: &[IpAddr]) -> Check {
+    let missing = missing(addresses);
+    if !missing.is_empty() && missing.len() == addresses.len() {
+        return warning(
+            "ports",
+            "not looked at: this host has none of its migration addresses",
+            format!(
+                "bring them up, or correct {} and restart godwit-agent",
+                config.migration_key()
+            ),
+        );
+    }
     let (free, used) = free_ports(config, addresses);
     let found = format!(
         "{free} of ports {}-{} free",
@@ -428,6 +442,13 @@ fn bridges(system: &System, config: &HostConfig) -> Vec<Check> {
         )];
     }
     let each = config.port_groups.iter().map(|(group, bridge)| {
+        if system.is_bridge(bridge) && system.is_down(bridge) {
+            return failed(
+                "bridges",
+                format!("port group {group} is bridge {bridge}, which is down"),
+                format!("ip link set {bridge} up"),
+            );
+        }
         if system.is_bridge(bridge) {
             return ok("bridges", format!("port group {group} is bridge {bridge}"));
         }
@@ -462,6 +483,32 @@ mod tests {
         );
         assert_eq!(found.status, CheckStatus::Failed);
         assert!(found.found.contains(&port.to_string()), "{}", found.found);
+    }
+
+    #[test]
+    fn ports_of_an_address_that_is_missing_are_not_in_use() {
+        let missing = ["192.0.2.77".parse().unwrap()];
+        let found = ports(&config("49500-49501"), &missing);
+        assert_eq!(found.status, CheckStatus::Warning);
+        assert!(
+            found.found.contains("migration addresses"),
+            "{}",
+            found.found
+        );
+        let (free, used) = free_ports(&config("49500-49501"), &missing);
+        assert_eq!((free, used), (2, vec![]));
+    }
+
+    #[test]
+    fn a_bridge_that_is_down_is_not_fine() {
+        let dir = tempfile::tempdir().unwrap();
+        let bridge = dir.path().join("sys/class/net/nobridge0");
+        std::fs::create_dir_all(bridge.join("bridge")).unwrap();
+        for (flags, status) in [("0x1002", CheckStatus::Failed), ("0x1003", CheckStatus::Ok)] {
+            std::fs::write(bridge.join("flags"), format!("{flags}\n")).unwrap();
+            let found = bridges(&System::under(dir.path()), &config("49500-49501"));
+            assert_eq!(found[0].status, status, "{flags}");
+        }
     }
 
     #[test]

@@ -253,10 +253,12 @@ impl Closing {
 
     /// Shows in a list why a VM that should run does not, if that is for the shutdown.
     pub(crate) fn show(&self, vm: &mut HostVm, host: &HostName) {
+        // One whose power key was pressed may be off before the next look at it.
+        let ends = |vm: &ClosingVm| is_down(vm) || vm.state == CloseState::Waits;
         let is_ended = lock(&self.progress)
             .guests
             .get(&vm.spec.name)
-            .is_some_and(is_down);
+            .is_some_and(ends);
         if is_ended && self.is_on() && vm.state == VmState::Crashed {
             vm.note = Some(format!(
                 "its guest is off since host {host} shuts down; it is booted when the host is back, or after 'godwit host open' there"

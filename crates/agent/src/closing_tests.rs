@@ -410,6 +410,33 @@ async fn a_vm_that_was_down_before_its_host_shut_down_keeps_its_own_note() {
     }
 }
 
+#[test]
+fn a_guest_that_is_off_before_the_next_look_at_it_is_not_one_whose_qemu_died() {
+    let host = TestHost::new();
+    host.crash("web", true);
+    let dir = tempfile::tempdir().unwrap();
+    let closing = Closing::open(dir.path(), "boot-1", 60).unwrap();
+    closing.begin(false, BTreeSet::new()).unwrap();
+    let noted = |state| {
+        closing.saw(ClosingVm {
+            vm: vm("web"),
+            state,
+            why: None,
+        });
+        let shown = host.records().host_vm(&vm("web"), spec("web"), &Life::Idle);
+        let mut shown = shown.unwrap();
+        shown.state = VmState::Crashed;
+        shown.note = Some("its QEMU died".into());
+        closing.show(&mut shown, &host.config.name);
+        shown.note.unwrap_or_default()
+    };
+    for state in [CloseState::Waits, CloseState::Off, CloseState::Ended] {
+        let note = noted(state);
+        assert!(note.contains("when the host is back"), "{state:?}: {note}");
+    }
+    assert_eq!(noted(CloseState::Left), "its QEMU died");
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vm_process_that_ends_with_its_host_gets_no_successor() {
     for is_stopping in [true, false] {

@@ -280,6 +280,14 @@ impl HostConfig {
     }
 
     /// The agent's local socket.
+    /// Which entry says what this host's migration addresses are.
+    pub(crate) fn migration_key(&self) -> &'static str {
+        match self.migration_addresses.is_empty() {
+            true => "migration_interfaces",
+            false => "migration_addresses",
+        }
+    }
+
     pub fn agent_socket(&self) -> PathBuf {
         self.run_dir.join("agent.sock")
     }

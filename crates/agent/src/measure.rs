@@ -2,9 +2,11 @@
 //!
 //! Part of [`Agent`]. Owns nothing. Refuses: what takes longer than a few seconds.
 
+use crate::addresses::missing;
 use crate::agent::{Agent, Reply, took_too_long, unexpected};
 use crate::link::Here;
 use crate::load::{self, Reading, Wanted};
+use crate::preflight::no_address;
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -43,8 +45,10 @@ impl Agent {
     ) -> Reply<LinkProbeReady> {
         let agent = Arc::clone(self);
         let listening = tokio::task::spawn_blocking(move || {
+            let addresses = agent.addresses.migration();
+            no_address(&agent.config, &missing(&addresses)).map_or(Ok(()), Err)?;
             let here = Here {
-                addresses: &agent.addresses.migration(),
+                addresses: &addresses,
                 ports: (
                     agent.config.migration_ports.first,
                     agent.config.migration_ports.last,
@@ -58,9 +62,20 @@ impl Agent {
         listening.map_err(|error| error.on_host(self.host()))
     }
 
-    pub(crate) async fn link_send(&self, probe: LinkProbeSend) -> Reply<LinkMeasured> {
-        let bursts = Arc::clone(&self.bursts);
-        let sent = tokio::task::spawn_blocking(move || bursts.send(&probe));
+    pub(crate) async fn link_send(
+        self: &Arc<Self>,
+        mut probe: LinkProbeSend,
+    ) -> Reply<LinkMeasured> {
+        let agent = Arc::clone(self);
+        let sent = tokio::task::spawn_blocking(move || {
+            let missing = missing(&probe.source_addresses);
+            let ours = &mut probe.source_addresses;
+            ours.retain(|address| !missing.contains(address));
+            if ours.is_empty() {
+                no_address(&agent.config, &missing).map_or(Ok(()), Err)?;
+            }
+            agent.bursts.send(&probe)
+        });
         let sent = sent.await.map_err(took_too_long)?;
         sent.map_err(|error| error.on_host(self.host()))
     }

@@ -3,7 +3,7 @@
 //! Functions of facts gathered beforehand; they change nothing. Each refusal has a stable code and one sentence that
 //! names this host and the remedy. Refuses: nothing by itself; the caller ends the migration if a refusal is there.
 
-use crate::config::HostConfig;
+use crate::config::{CONFIG_PATH, HostConfig};
 use crate::crypto::sha256_of_file;
 use crate::qemu_facts::version_numbers;
 use crate::system::{KERNEL_MIN, System};
@@ -15,6 +15,8 @@ use godwit_types::host_api::PreflightIncoming;
 use godwit_types::migration::PreflightReport;
 use godwit_types::vm::{Accelerator, EncryptionMode, VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName};
+use std::collections::BTreeSet;
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 /// What QEMU and the VM process need beside the guest's memory, MiB.
@@ -41,12 +43,15 @@ pub struct Destination<'a> {
     pub name_taken: bool,
     /// Number of free migration ports.
     pub free_ports: usize,
+    /// Migration addresses that no interface has.
+    pub missing_addresses: &'a [IpAddr],
     /// This host's clock, ms since 1970.
     pub unix_ms: u64,
 }
 
 /// What the source is, gathered beforehand.
 pub struct Source<'a> {
+    pub config: &'a HostConfig,
     pub host: &'a HostName,
     pub spec: &'a VmSpec,
     /// Where it is in its life.
@@ -56,6 +61,9 @@ pub struct Source<'a> {
     pub system: &'a System,
     /// Whether dirty tracking works, else why not.
     pub tracking: Result<(), String>,
+    /// Addresses for migrations, and those of them that no interface has.
+    pub addresses: &'a [IpAddr],
+    pub missing_addresses: &'a [IpAddr],
 }
 
 fn collect(findings: impl IntoIterator<Item = Finding>, host: &HostName) -> PreflightReport {
@@ -89,6 +97,8 @@ pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> Prefligh
         ports(here),
         clock(here, request.source_unix_ms),
     ];
+    // A destination listens on each of its addresses.
+    findings.extend(no_address(here.config, here.missing_addresses).map(Err));
     findings.extend(reserved_file(here.config, spec).map(Err));
     findings.extend(
         spec.nics
@@ -111,7 +121,21 @@ pub fn outgoing(here: &Source<'_>) -> PreflightReport {
         kernel(here.host, here.system),
         tracking(here.host, &here.tracking),
     ];
+    // A source goes on with the addresses that it has.
+    if here.missing_addresses.len() == here.addresses.len() {
+        findings.extend(no_address(here.config, here.missing_addresses).map(Err));
+    }
     findings.extend(stays_by_description(here).map(Err));
+    let groups: BTreeSet<&str> = here
+        .spec
+        .nics
+        .iter()
+        .map(|nic| nic.port_group.as_str())
+        .collect();
+    let down = groups
+        .into_iter()
+        .filter_map(|group| bridge_is_down(here.config, here.system, group));
+    findings.extend(down.map(Err));
     findings.extend(here.spec.disks.iter().map(|disk| {
         if disk.read_only {
             return Ok(format!("disk '{}' is read-only", disk.name));
@@ -377,6 +401,21 @@ fn ports(here: &Destination<'_>) -> Finding {
     ))
 }
 
+/// The migration addresses that no interface has, in one refusal.
+pub(crate) fn no_address(config: &HostConfig, missing: &[IpAddr]) -> Option<ApiError> {
+    let (host, key) = (&config.name, config.migration_key());
+    let list: Vec<String> = missing.iter().map(ToString::to_string).collect();
+    let what = match list.as_slice() {
+        [] => return None,
+        [one] => format!("its migration address {one}: bring it up"),
+        _ => format!("its migration addresses {}: bring them up", list.join(", ")),
+    };
+    let message = format!(
+        "host '{host}' does not have {what}, or correct {key} in {CONFIG_PATH} on {host} and restart godwit-agent"
+    );
+    Some(ApiError::new(ErrorCode::Preflight, message))
+}
+
 fn clock(here: &Destination<'_>, source_unix_ms: u64) -> Finding {
     let (host, difference) = (&here.config.name, here.unix_ms.abs_diff(source_unix_ms));
     if source_unix_ms != 0 && difference >= CLOCK_DIFFERENCE_MS {
@@ -387,6 +426,19 @@ fn clock(here: &Destination<'_>, source_unix_ms: u64) -> Finding {
     Ok(format!(
         "the clock of host '{host}' agrees within {CLOCK_DIFFERENCE_MS} ms"
     ))
+}
+
+/// A bridge that is down carries no frame.
+fn bridge_is_down(config: &HostConfig, system: &System, group: &str) -> Option<ApiError> {
+    let mut groups = config.port_groups.iter();
+    let (_, bridge) = groups.find(|(name, _)| name.as_str() == group)?;
+    system.is_down(bridge).then(|| {
+        let host = &config.name;
+        let message = format!(
+            "bridge '{bridge}' of port group '{group}' is down on host '{host}': bring it up with 'ip link set {bridge} up'"
+        );
+        ApiError::new(ErrorCode::MissingBridge, message)
+    })
 }
 
 fn bridge(here: &Destination<'_>, group: &str) -> Finding {
@@ -408,9 +460,12 @@ fn bridge(here: &Destination<'_>, group: &str) -> Finding {
         return refuse(
             ErrorCode::MissingBridge,
             format!(
-                "bridge '{bridge}' of port group '{group}' does not exist on host '{host}': make it with 'ip link add {bridge} type bridge'"
+                "bridge '{bridge}' of port group '{group}' does not exist on host '{host}': make it with 'ip link add {bridge} type bridge && ip link set {bridge} up'"
             ),
         );
+    }
+    if let Some(error) = bridge_is_down(here.config, here.system, group) {
+        return Err(error);
     }
     Ok(format!(
         "port group {group} is bridge {bridge} on host '{host}'"

@@ -67,7 +67,22 @@ impl Environment {
             tracking: Ok(()),
             name_taken: false,
             free_ports: 10,
+            missing_addresses: &[],
             unix_ms: 5_000_100,
+        }
+    }
+
+    fn source(&self) -> Source<'_> {
+        Source {
+            config: &self.config,
+            host: &self.config.name,
+            spec: &self.request.spec,
+            state: VmState::Running,
+            blockers: &[],
+            system: &self.system,
+            tracking: Ok(()),
+            addresses: &[],
+            missing_addresses: &[],
         }
     }
 
@@ -163,7 +178,7 @@ fn an_unknown_port_group_and_a_missing_bridge_are_told_apart() {
     only(
         env.refusals(&env.here()),
         ErrorCode::MissingBridge,
-        &["ip link add vmbr0", "'b'"],
+        &["ip link add vmbr0", "ip link set vmbr0 up", "'b'"],
     );
     env.config.port_groups.clear();
     only(
@@ -171,6 +186,46 @@ fn an_unknown_port_group_and_a_missing_bridge_are_told_apart() {
         ErrorCode::MissingBridge,
         &["no port group 'vm'"],
     );
+}
+
+#[test]
+fn a_bridge_that_is_down_is_refused_on_either_side() {
+    let env = Environment::new();
+    let flags = env.dir.path().join("root/sys/class/net/vmbr0/flags");
+    std::fs::write(&flags, "0x1002\n").unwrap();
+    let words = ["is down on host 'b'", "'ip link set vmbr0 up'"];
+    only(env.refusals(&env.here()), ErrorCode::MissingBridge, &words);
+    let down = outgoing(&env.source()).refusals;
+    assert_eq!(down.len(), 1, "{down:?}");
+    assert!(down[0].message.contains(words[1]), "{}", down[0]);
+    std::fs::write(&flags, "0x1003\n").unwrap();
+    assert_eq!(env.refusals(&env.here()), []);
+    assert_eq!(outgoing(&env.source()).refusals, []);
+}
+
+#[test]
+fn a_migration_address_that_no_interface_has_is_refused_before_anything_moves() {
+    let env = Environment::new();
+    let [one, other]: [IpAddr; 2] = ["10.1.0.77".parse().unwrap(), "127.0.0.1".parse().unwrap()];
+    let words = "host 'b' does not have its migration address 10.1.0.77: bring it up, or correct migration_addresses in /etc/godwit/host.toml on b and restart godwit-agent";
+    let here = Destination {
+        missing_addresses: &[one],
+        ..env.here()
+    };
+    only(env.refusals(&here), ErrorCode::Preflight, &[words]);
+    let leaves = |addresses: &[IpAddr]| {
+        let source = Source {
+            addresses,
+            missing_addresses: &[one],
+            ..env.source()
+        };
+        outgoing(&source).refusals
+    };
+    let refused = leaves(&[one]);
+    assert_eq!(refused.len(), 1, "{refused:?}");
+    assert_eq!(refused[0].message, words);
+    // The other address carries the migration.
+    assert_eq!(leaves(&[one, other]), []);
 }
 
 #[test]
@@ -336,12 +391,9 @@ fn the_source_names_a_writable_disk_blockers_and_states() {
     let blockers = ["VFIO".to_string()];
     let source = |state| {
         outgoing(&Source {
-            host: &env.config.name,
-            spec: &env.request.spec,
             state,
             blockers: &blockers,
-            system: &env.system,
-            tracking: Ok(()),
+            ..env.source()
         })
     };
     let running = source(VmState::Running).refusals;
@@ -360,14 +412,7 @@ fn the_source_names_a_writable_disk_blockers_and_states() {
 fn what_keeps_a_vm_where_it_is_names_the_way_out() {
     let mut env = Environment::new();
     let leave = |env: &Environment| {
-        let report = outgoing(&Source {
-            host: &env.config.name,
-            spec: &env.request.spec,
-            state: VmState::Running,
-            blockers: &[],
-            system: &env.system,
-            tracking: Ok(()),
-        });
+        let report = outgoing(&env.source());
         let refusals = report.refusals.into_iter();
         refusals.map(|e| (e.code, e.message)).collect::<Vec<_>>()
     };

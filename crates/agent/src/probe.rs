@@ -6,11 +6,12 @@
 
 use crate::config::HostConfig;
 use godwit_qemu::announce::{PROBE_ETHERTYPE, parse_probe, probe};
-use godwit_qemu::packet::PacketSocket;
+use godwit_qemu::packet::{PacketError, PacketSocket};
 use godwit_types::host_api::ProbeResult;
 use godwit_types::vm::VmSpec;
-use godwit_types::{ApiError, ErrorCode, PortGroup};
+use godwit_types::{ApiError, ErrorCode, HostName, PortGroup};
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
@@ -64,6 +65,7 @@ impl Probes {
         &self,
         nonce: [u8; 16],
         bridges: &BTreeMap<PortGroup, String>,
+        host: &HostName,
     ) -> Result<(), ApiError> {
         let arrived: Arrived = bridges.keys().map(|group| (group.clone(), false)).collect();
         let sender = watch::Sender::new(arrived);
@@ -76,7 +78,7 @@ impl Probes {
         }
         for (group, bridge) in bridges {
             let socket = PacketSocket::open(bridge, PROBE_ETHERTYPE)
-                .map_err(|error| ApiError::new(ErrorCode::MissingBridge, error.to_string()))?;
+                .map_err(|error| unusable(&error, bridge, host))?;
             let (group, sender) = (group.clone(), sender.clone());
             tokio::task::spawn_blocking(move || wait_for(&socket, nonce, &group, &sender));
         }
@@ -111,6 +113,22 @@ impl Probes {
     }
 }
 
+/// Why no frame passes through a bridge of this host, and what helps.
+fn unusable(error: &PacketError, bridge: &str, host: &HostName) -> ApiError {
+    let is_down =
+        matches!(error, PacketError::Io { source, .. } if source.kind() == ErrorKind::NetworkDown);
+    let message = match error {
+        PacketError::NoInterface { .. } => format!(
+            "bridge '{bridge}' does not exist on host '{host}': make it with 'ip link add {bridge} type bridge && ip link set {bridge} up'"
+        ),
+        _ if is_down => format!(
+            "bridge '{bridge}' is down on host '{host}': bring it up with 'ip link set {bridge} up'"
+        ),
+        error => format!("host '{host}' {error}"),
+    };
+    ApiError::new(ErrorCode::MissingBridge, message)
+}
+
 fn wait_for(
     socket: &PacketSocket,
     nonce: [u8; 16],
@@ -129,14 +147,18 @@ fn wait_for(
 }
 
 /// Sends one frame from each bridge.
-pub fn send(nonce: [u8; 16], bridges: &BTreeMap<PortGroup, String>) -> Result<(), ApiError> {
+pub fn send(
+    nonce: [u8; 16],
+    bridges: &BTreeMap<PortGroup, String>,
+    host: &HostName,
+) -> Result<(), ApiError> {
     // A locally administered address that no guest of ours has.
     let [a, b, c, ..] = nonce;
     let frame = probe([0x02, 0x67, 0x77, a, b, c], nonce);
     for bridge in bridges.values() {
         PacketSocket::open(bridge, PROBE_ETHERTYPE)
             .and_then(|socket| socket.send(&frame))
-            .map_err(|error| ApiError::new(ErrorCode::MissingBridge, error.to_string()))?;
+            .map_err(|error| unusable(&error, bridge, host))?;
     }
     Ok(())
 }
@@ -144,6 +166,23 @@ pub fn send(nonce: [u8; 16], bridges: &BTreeMap<PortGroup, String>) -> Result<()
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn host() -> HostName {
+        HostName::new("b").unwrap()
+    }
+
+    #[test]
+    fn a_bridge_that_is_down_is_said_with_its_host_and_what_helps() {
+        let down = PacketError::Io {
+            name: "vmbr0".into(),
+            source: std::io::Error::from_raw_os_error(libc::ENETDOWN),
+        };
+        let error = unusable(&down, "vmbr0", &host());
+        assert_eq!(
+            error.message,
+            "bridge 'vmbr0' is down on host 'b': bring it up with 'ip link set vmbr0 up'"
+        );
+    }
 
     #[test]
     fn only_32_hex_digits_are_a_nonce() {
@@ -165,7 +204,7 @@ mod tests {
     async fn a_missing_bridge_is_refused_and_an_unknown_nonce_is_said() {
         let probes = Probes::default();
         let bridges = [(PortGroup::new("vm").unwrap(), "nobridge0".to_string())].into();
-        let error = probes.listen([1; 16], &bridges).unwrap_err();
+        let error = probes.listen([1; 16], &bridges, &host()).unwrap_err();
         assert!(
             error.message.contains("nobridge0") || error.message.contains("permitted"),
             "{error}"
@@ -179,7 +218,7 @@ mod tests {
     #[tokio::test]
     async fn without_port_groups_nothing_is_waited_for() {
         let probes = Probes::default();
-        probes.listen([1; 16], &BTreeMap::new()).unwrap();
+        probes.listen([1; 16], &BTreeMap::new(), &host()).unwrap();
         assert!(probes.result([1; 16]).await.unwrap().arrived.is_empty());
     }
 }

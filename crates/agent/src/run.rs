@@ -132,6 +132,7 @@ pub async fn run(
     let server = Server::new(api::router(agent.clone()), RULES, agent.revocations.clone());
     let tls = tls::server_config_of(&current).map_err(setup("use this host's certificate"))?;
     let (local, remote) = listen(&agent.config).await?;
+    let socket = server::OwnSocket::of(agent.config.agent_socket());
     // From here on nothing waits for an address that this host does not have yet.
     agent.take_up().map_err(setup("take up this host's VMs"))?;
     agent
@@ -151,6 +152,7 @@ pub async fn run(
         server.clone().run_unix(local, stop.clone()),
         server.run_tls_at(remote, tls, stop)
     );
+    socket.remove();
     tracing::info!("the agent ends; VMs go on");
     Ok(())
 }

@@ -124,6 +124,18 @@ impl System {
             && self.exists(&format!("/sys/class/net/{name}/bridge"))
     }
 
+    /// Whether an interface is there and switched off.
+    pub fn is_down(&self, name: &str) -> bool {
+        const IFF_UP: u32 = 1;
+        if !crate::config::is_interface_name(name) {
+            return false;
+        }
+        let flags = self.read(&format!("/sys/class/net/{name}/flags"));
+        let flags =
+            flags.and_then(|text| u32::from_str_radix(text.trim_start_matches("0x"), 16).ok());
+        flags.is_some_and(|flags| flags & IFF_UP == 0)
+    }
+
     pub fn kernel_boot_id(&self) -> Option<String> {
         self.read("/proc/sys/kernel/random/boot_id")
     }

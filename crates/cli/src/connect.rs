@@ -6,7 +6,9 @@ use crate::args::Global;
 use crate::exit::Failure;
 use godwit_rpc::{AgentClient, Client, ControllerClient, Identity, Role};
 use godwit_types::ErrorCode;
+use std::io::ErrorKind;
 use std::net::SocketAddr;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 /// The controller's socket unless said otherwise.
@@ -30,7 +32,7 @@ pub fn controller(global: &Global) -> Result<ControllerClient, Failure> {
 }
 
 fn local(path: &Path) -> Result<ControllerClient, Failure> {
-    if !path.exists() {
+    if !path.exists() || is_left_behind(path) {
         return Err(Failure::new(
             ErrorCode::HostUnreachable,
             format!(
@@ -40,6 +42,12 @@ fn local(path: &Path) -> Result<ControllerClient, Failure> {
         ));
     }
     Ok(ControllerClient::new(Client::unix(path)))
+}
+
+/// Whether nobody listens on a socket any more: its program was killed.
+fn is_left_behind(socket: &Path) -> bool {
+    let tried = UnixStream::connect(socket);
+    tried.is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
 }
 
 fn remote(address: SocketAddr, certificate: Option<&Path>) -> Result<ControllerClient, Failure> {

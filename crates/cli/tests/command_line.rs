@@ -373,6 +373,18 @@ fn a_command_that_waits_says_so_before_a_person_takes_it_for_a_fault() {
     assert!(line.contains("waiting for the controller"), "{line}");
 }
 
+#[test]
+fn a_socket_that_a_killed_controller_left_is_no_controller() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("controller.sock");
+    drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+    let mut killed = command(&["vm", "stop", "web"]);
+    let output = killed.env("GODWIT_CONTROLLER", &socket).output().unwrap();
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(errors.contains("no controller listens on"), "{errors}");
+    assert!(errors.contains("godwit controller run"), "{errors}");
+}
+
 /// What the shell is offered after these words.
 fn offered(words: &[&str], controller: &Path) -> String {
     let mut command = command(&["--", "godwit"]);

@@ -28,7 +28,7 @@ pub enum TapError {
     },
     /// The bridge is missing.
     #[error(
-        "bridge '{name}' does not exist on this host: create it (ip link add {name} type bridge) or change the port group"
+        "bridge '{name}' does not exist on this host: create it (ip link add {name} type bridge && ip link set {name} up) or change the port group"
     )]
     NoBridge { name: String },
     /// There is an interface of that name, but it is no bridge.

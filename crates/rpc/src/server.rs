@@ -29,8 +29,8 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use std::future::Future;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::unix::fs::PermissionsExt as _;
-use std::path::Path;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -482,6 +482,36 @@ pub fn bind_unix(path: &Path) -> io::Result<UnixListener> {
     }
     std::fs::rename(&temporary, path)?;
     Ok(listener)
+}
+
+/// A Unix socket that was bound here: a program that ends leaves none that nobody listens on.
+#[derive(Debug)]
+pub struct OwnSocket {
+    path: PathBuf,
+    identity: Option<(u64, u64)>,
+}
+
+impl OwnSocket {
+    /// The one that lies at `path` now.
+    pub fn of(path: PathBuf) -> Self {
+        let identity = identity(&path);
+        Self { path, identity }
+    }
+
+    /// Takes it away, unless another program's lies there by now.
+    pub fn remove(self) {
+        if self.identity.is_none() || self.identity != identity(&self.path) {
+            return;
+        }
+        if let Err(error) = std::fs::remove_file(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "a socket that nobody listens on is left behind");
+        }
+    }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let found = std::fs::symlink_metadata(path).ok()?;
+    Some((found.dev(), found.ino()))
 }
 
 fn group_id(name: &str) -> Option<u32> {

@@ -5,6 +5,7 @@ use axum::{Extension, Json, Router};
 use godwit_rpc::access::{Access, Rule, rule};
 use godwit_rpc::limits::{Limits, REQUEST_LEN_MAX};
 use godwit_rpc::pki::now_unix_s;
+use godwit_rpc::server::OwnSocket;
 use godwit_rpc::{
     Authority, Client, ClientError, Current, Fingerprint, Identity, JsonBody, PathParam, Peer,
     Revocations, Role, Server, agent_client, controller_client,
@@ -396,6 +397,21 @@ async fn a_socket_is_for_its_group_and_is_not_taken_from_the_living() {
     let dead = house.socket.with_file_name("dead.sock");
     drop(std::os::unix::net::UnixListener::bind(&dead).unwrap());
     assert!(godwit_rpc::server::bind_unix(&dead).is_ok());
+}
+
+#[tokio::test]
+async fn a_program_that_ends_takes_its_socket_away_and_no_other_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("own.sock");
+    let first = godwit_rpc::server::bind_unix(&path).unwrap();
+    let own = OwnSocket::of(path.clone());
+    drop(first);
+    let _next = godwit_rpc::server::bind_unix(&path).unwrap();
+    let next = OwnSocket::of(path.clone());
+    own.remove();
+    assert!(path.exists(), "the socket is another program's");
+    next.remove();
+    assert!(!path.exists());
 }
 
 #[tokio::test]

@@ -3,6 +3,7 @@
 //! Owns nothing. Refuses: a VM for which there is no memory, one whose record may hold it here already.
 
 use super::{ACT, Agent, NEED, Reply, blocking, done, took_too_long, tracking, unexpected};
+use crate::addresses::missing;
 use crate::check;
 use crate::preflight;
 use crate::probe::{self};
@@ -69,13 +70,17 @@ impl Agent {
                 _ => return Err(unexpected(name)),
             }
         }
+        let addresses = self.addresses.migration();
         let report = preflight::outgoing(&preflight::Source {
+            config: &self.config,
             host: self.host(),
             spec: &vm.spec,
             state: vm.state,
             blockers: &blockers,
             system: &self.system,
             tracking: tracking(),
+            addresses: &addresses,
+            missing_addresses: &missing(&addresses),
         });
         let (host, spec) = (self.host().clone(), vm.spec.clone());
         let hashed = tokio::task::spawn_blocking(move || preflight::hash_files(&host, &spec));
@@ -104,16 +109,20 @@ impl Agent {
             (request, report)
         });
         let (request, report) = looked.await.map_err(took_too_long)?;
-        if report.refusals.is_empty() && !request.probe_nonce.is_empty() {
+        // All that is wrong is shown at once: also whether frames arrive, where there are bridges for them.
+        let mut refusals = report.refusals.iter();
+        let lacks_bridge = refusals.any(|error| error.code == ErrorCode::MissingBridge);
+        if !lacks_bridge && !request.probe_nonce.is_empty() {
             let nonce = probe::parse_nonce(&request.probe_nonce)?;
-            self.probes
-                .listen(nonce, &probe::bridges_of(&self.config, &request.spec))?;
+            let bridges = probe::bridges_of(&self.config, &request.spec);
+            self.probes.listen(nonce, &bridges, self.host())?;
         }
         Ok(report)
     }
 
     fn look_at_incoming(&self, request: &PreflightIncoming, unix_ms: u64) -> PreflightReport {
-        let (free_ports, _) = check::free_ports(&self.config, &self.addresses.migration());
+        let addresses = self.addresses.migration();
+        let (free_ports, _) = check::free_ports(&self.config, &addresses);
         let record = self.records.record(&request.spec.name);
         let known = self.qemu.get();
         let tried = known.as_ref().as_ref().ok().map(|facts| &facts.tried);
@@ -129,6 +138,7 @@ impl Agent {
                 // A record that cannot be read may hold anything.
                 name_taken: record.is_none_or(|record| record.may_hold()),
                 free_ports,
+                missing_addresses: &missing(&addresses),
                 unix_ms,
             },
             request,
@@ -144,7 +154,7 @@ impl Agent {
         let nonce = probe::parse_nonce(nonce)?;
         let spec = self.spec(name)?;
         let bridges = probe::bridges_of(&self.config, &spec);
-        probe::send(nonce, &bridges)?;
+        probe::send(nonce, &bridges, self.host())?;
         Ok(done(format!("sent from {} port groups", bridges.len())))
     }
 }
@@ -176,5 +186,22 @@ mod tests {
         assert!(!served.agent.info().closing && !refused().await);
         served.agent.close(false).await.unwrap();
         assert!(served.agent.info().closing && refused().await);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_host_that_refuses_a_vm_listens_for_its_probe_all_the_same() {
+        let served = Served::new().await;
+        served.agent.close(false).await.unwrap();
+        let request = PreflightIncoming {
+            spec: spec("web"),
+            accelerator: Accelerator::Tcg,
+            file_hashes: Vec::new(),
+            source_unix_ms: unix_ms(),
+            probe_nonce: "00".repeat(16),
+        };
+        assert!(request.spec.nics.is_empty());
+        let report = served.agent.preflight_incoming(request).await.unwrap();
+        assert!(!report.refusals.is_empty());
+        assert!(served.agent.probes.result([0; 16]).await.is_ok());
     }
 }

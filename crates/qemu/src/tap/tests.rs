@@ -40,7 +40,7 @@ fn a_missing_bridge_is_named_with_its_remedy() {
         let error = Tap::create("gwtap0", "vmnet")
             .expect_err("no bridge")
             .to_string();
-        let want = "bridge 'vmnet' does not exist on this host: create it (ip link add vmnet type bridge) or change the port group";
+        let want = "bridge 'vmnet' does not exist on this host: create it (ip link add vmnet type bridge && ip link set vmnet up) or change the port group";
         assert_eq!(error, want);
         let error = Tap::create("gwtap0", "lo")
             .expect_err("no bridge")
