@@ -180,7 +180,7 @@ impl HostConfig {
     /// Reads and checks the file at `path`.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let read = read_text(path, CONFIG_MAX).and_then(|text| {
-            text.ok_or_else(|| std::io::Error::from(std::io::ErrorKind::NotFound))
+            text.ok_or_else(|| std::io::Error::new(std::io::ErrorKind::NotFound, "no such file"))
         });
         let text = read.map_err(|source| ConfigError::Read {
             path: path.into(),
@@ -312,14 +312,28 @@ impl HostConfig {
 /// Where and why TOML was refused, as part of a sentence.
 pub fn one_line(text: &str, error: &toml::de::Error) -> String {
     let before = error.span().and_then(|span| text.get(..span.start));
-    match before {
-        Some(before) => format!(
-            "line {}: {}",
-            before.matches('\n').count() + 1,
-            error.message()
+    let Some(before) = before else {
+        return error.message().to_string();
+    };
+    let what = match error.message().trim() {
+        "invalid socket address syntax" => format!(
+            "{} is no address with a port: write ADDRESS:PORT, such as \"10.0.0.1:{LISTEN_PORT}\"",
+            key_before(before)
         ),
-        None => error.message().to_string(),
-    }
+        "invalid IP address syntax" => format!(
+            "{} is no address: write one without a port, such as \"10.0.0.1\"",
+            key_before(before)
+        ),
+        other => other.to_owned(),
+    };
+    format!("line {}: {what}", before.matches('\n').count() + 1)
+}
+
+/// The key that the text before a value ends with; the value may be on a later line of a list.
+fn key_before(before: &str) -> &str {
+    let assigned = before.rsplit_once('=').map(|(key, _)| key);
+    let line = assigned.and_then(|text| text.lines().next_back());
+    line.map_or("it", str::trim)
 }
 
 /// Whether `name` can be a network interface's name; it ends up in paths under `/sys`.
@@ -398,6 +412,12 @@ mod tests {
             ),
             ("listen =", "run_dir = \"run\"\nlisten =", "absolute"),
             (
+                "10.0.0.1:8472",
+                "10.0.0.1",
+                "line 3: listen is no address with a port: write ADDRESS:PORT",
+            ),
+            ("fd00::1", "fd00::1/64", "migration_addresses is no address"),
+            (
                 "listen =",
                 "guest_shutdown_s = 3001\nlisten =",
                 "0 to 1500 seconds: systemd ends",
@@ -420,6 +440,10 @@ mod tests {
     #[test]
     fn a_missing_file_is_named() {
         let error = HostConfig::load(Path::new("/nonexistent/host.toml")).unwrap_err();
-        assert!(error.to_string().contains("/nonexistent/host.toml"));
+        let error = error.to_string();
+        assert!(
+            error.contains("/nonexistent/host.toml: no such file"),
+            "{error}"
+        );
     }
 }

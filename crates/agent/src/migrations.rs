@@ -27,6 +27,7 @@ impl Agent {
         self.closing.refuse(self.host())?;
         let name = spec.vm.clone();
         self.migration_begins(&spec.id, &name).await?;
+        tracing::info!(vm = %name, migration = %spec.id, to = %spec.destination.host, "the VM is to leave for another host");
         self.act(&name, VmRequest::Migrate(Box::new(spec))).await
     }
 

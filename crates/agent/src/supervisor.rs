@@ -501,6 +501,10 @@ impl Supervised {
                     tracing::error!(vm = %self.name, pid, "the VM process lives but does not answer");
                     break;
                 }
+                Err(VmClientError::Ended) if !self.wanted() => {
+                    tracing::info!(vm = %self.name, pid, "the VM process has ended, since no guest of the VM is to run here");
+                    break;
+                }
                 Err(error) => {
                     tracing::warn!(vm = %self.name, pid, %error, "the VM process is gone");
                     break;

@@ -25,16 +25,17 @@ Exit codes:
   2    wrong usage or invalid input
   3    refused: a preflight check, a state or a permission stands in the way
   4    no such VM, host or migration
-  5    in doubt: it ends once both hosts answer; 'godwit vm show NAME' says what else ends it
+  5    in doubt until both hosts answer; see 'godwit vm show NAME' for the rest
   6    a target cannot be met (of a dry run, or with --must-keep)
   7    a VM is held by two hosts: 'godwit vm resolve NAME --keep HOST' ends it
   130  watching was interrupted; the migration goes on
 
 Environment:
-  GODWIT_CONTROLLER  the controller: a Unix socket's path, or ADDRESS:PORT
-  GODWIT_CERTIFICATE directory of the operator certificate for a remote controller
-  GODWIT_LOG         what is logged to standard error, such as 'debug' ('info' for agent and controller, else 'error')
-  NO_COLOR           no colours";
+  GODWIT_CONTROLLER   the controller: a Unix socket's path, or ADDRESS:PORT
+  GODWIT_CERTIFICATE  directory of the operator certificate for a remote one
+  GODWIT_LOG          what is logged to standard error, such as 'debug'; else
+                      'info' for agent and controller, 'error' for commands
+  NO_COLOR            no colours";
 
 /// Live migration for unmodified QEMU.
 #[derive(Debug, Parser)]
@@ -233,7 +234,7 @@ pub enum SiteCommand {
     /// Say that you have seen the alarms that nothing else ends: a host that was said to be off and was not, and what a
     /// takeover forgot
     #[command(
-        after_help = "Ends these alarms, also over a restart of the controller, and changes nothing else. Every other alarm ends with what\nraised it.\n\nExamples:\n  godwit site show\n  godwit site acknowledge"
+        after_help = "Ends these alarms, also over a restart of the controller, and changes nothing else. Every other alarm ends with what raised it.\n\nExamples:\n  godwit site show\n  godwit site acknowledge"
     )]
     Acknowledge,
 }
@@ -245,7 +246,7 @@ pub struct AuditArgs {
     #[arg(long, value_name = "NAME")]
     pub about: Option<String>,
     /// Entries at most, the newest
-    #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    #[arg(long, value_name = "N", default_value_t = 50, value_parser = whole::<u32, 1, 1000, 50>)]
     pub last: u32,
 }
 
@@ -261,12 +262,21 @@ fn address<const PORT: u16>(text: &str) -> Result<SocketAddr, String> {
         .map_err(|_| format!("write ADDRESS or ADDRESS:PORT, such as 10.0.0.1 or 10.0.0.1:{PORT}"))
 }
 
+/// Reads a whole number within bounds, with an example for who writes something else.
+fn whole<T: TryFrom<u64>, const LEAST: u64, const MOST: u64, const SUCH_AS: u64>(
+    text: &str,
+) -> Result<T, String> {
+    let within = text.parse().ok().filter(|n| (LEAST..=MOST).contains(n));
+    let number = within.and_then(|number| T::try_from(number).ok());
+    number.ok_or_else(|| format!("write a whole number from {LEAST} to {MOST}, such as {SUCH_AS}"))
+}
+
 /// Certificates of people and scripts on other machines.
 #[derive(Debug, Subcommand)]
 pub enum OperatorCommand {
     /// Make an operator's certificate (run where the controller runs)
     #[command(
-        after_help = "The directory gets the certificate, its key and the authority's certificate: carry it to where its owner works and\nname it with --certificate. It renews itself when it is used, once two thirds of its life are over.\n\nExample:\n  godwit operator add eve --dir ./eve"
+        after_help = "The directory gets the certificate, its key and the authority's certificate: carry it to where its owner works and name it with --certificate. It renews itself when it is used, once two thirds of its life are over.\n\nExample:\n  godwit operator add eve --dir ./eve"
     )]
     Add {
         /// The operator's name, as the audit log shows it
@@ -282,7 +292,7 @@ pub enum OperatorCommand {
     List,
     /// Revoke every certificate of an operator, also on open connections (run where the controller runs)
     #[command(
-        after_help = "It is refused at once, and not renewed. Who works where the controller runs needs no certificate, so that the last\noperator may be removed, too; 'godwit operator add' makes a new certificate of the same name.\n\nExample:\n  godwit operator remove eve"
+        after_help = "It is refused at once, and not renewed. Who works where the controller runs needs no certificate, so that the last operator may be removed, too; 'godwit operator add' makes a new certificate of the same name.\n\nExample:\n  godwit operator remove eve"
     )]
     Remove {
         /// The operator

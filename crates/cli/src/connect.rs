@@ -4,6 +4,8 @@
 
 use crate::args::Global;
 use crate::exit::Failure;
+use crate::output::Output;
+use crate::plain;
 use godwit_rpc::{AgentClient, Client, ControllerClient, Identity, Role};
 use godwit_types::ErrorCode;
 use std::io::ErrorKind;
@@ -62,8 +64,12 @@ fn remote(address: SocketAddr, certificate: Option<&Path>) -> Result<ControllerC
     let client =
         Identity::load(dir).and_then(|identity| Client::tls(address, &identity, Role::Controller));
     let client = client.map_err(|error| {
+        let remedy = match dir.join("ca.pem").exists() {
+            true => "",
+            false => "; give the directory that 'godwit operator add' wrote",
+        };
         let message = format!(
-            "the operator certificate in {} cannot be used: {error}",
+            "the operator certificate in {} cannot be used: {error}{remedy}",
             dir.display()
         );
         Failure::new(ErrorCode::NotAllowed, message)
@@ -78,6 +84,16 @@ pub fn agent(global: &Global) -> Option<AgentClient> {
         .clone()
         .unwrap_or_else(|| PathBuf::from(AGENT_SOCKET));
     path.exists().then(|| AgentClient::new(Client::unix(&path)))
+}
+
+/// Says whose word a list is that could have been the controller's: the other one has other columns, and less in it.
+pub fn tell_own(global: &Global, output: &Output) {
+    let place = global.controller.as_deref().unwrap_or(CONTROLLER_SOCKET);
+    if !output.json {
+        plain::tell(&format!(
+            "no controller answers at {place}, or it turns you away: this is what this host's own agent knows"
+        ));
+    }
 }
 
 /// The controller if it answers, else the agent of this host; a controller that was named is never passed over.

@@ -128,7 +128,7 @@ fn inline(text: &str) -> String {
 }
 
 /// What groff shows as it stands.
-fn escaped(text: &str) -> String {
+pub fn escaped(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
     // At the beginning of a line these would be read as a request.
     match text.starts_with(['.', '\'']) {

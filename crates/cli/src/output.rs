@@ -5,6 +5,7 @@
 use crate::figures::columns;
 use crate::plain;
 use comfy_table::{ContentArrangement, Table, presets};
+use godwit_types::VmSpec;
 use godwit_types::control_api::{HostState, HostView, VmView};
 use godwit_types::host::{Check, CheckStatus, HostInfo};
 use godwit_types::host_api::HostVm;
@@ -211,13 +212,11 @@ impl Output {
             ("memory", format!("{} MiB", vm.spec.memory_mib)),
             ("cpu", vm.spec.cpu.clone()),
             ("machine", vm.spec.machine.clone()),
-            ("kernel", vm.spec.kernel.clone()),
-            ("encryption", vm.spec.encryption.to_string()),
-            (
-                "accel",
-                vm.accelerator.map_or("-".into(), |a| a.to_string()),
-            ),
         ];
+        rows.extend(boot_rows(&vm.spec));
+        let accelerator = vm.accelerator.map_or("-".into(), |a| a.to_string());
+        rows.push(("encryption", vm.spec.encryption.to_string()));
+        rows.push(("accel", accelerator));
         for (index, nic) in vm.spec.nics.iter().enumerate() {
             rows.push((
                 "nic",
@@ -333,7 +332,11 @@ impl Output {
         let mut rows = info_rows(&host.info);
         rows.insert(1, ("state", host_state(host)));
         rows.push(("not heard for", format!("{} s", host.last_seen_s)));
-        rows.push(("vms", names.join(", ")));
+        let vms = match names.is_empty() {
+            true => "none".to_owned(),
+            false => names.join(", "),
+        };
+        rows.push(("vms", vms));
         self.pairs(&rows);
     }
 
@@ -494,6 +497,20 @@ fn hosts_of(vm: &VmView) -> String {
     }
     let copies: Vec<&str> = vm.copies.iter().map(|host| host.as_str()).collect();
     copies.join(" and ")
+}
+
+/// What a VM boots, what follows a crash, and as whom its QEMU runs.
+fn boot_rows(spec: &VmSpec) -> Vec<(&'static str, String)> {
+    let mut rows = vec![("kernel", spec.kernel.clone())];
+    rows.extend(spec.initramfs.clone().map(|path| ("initramfs", path)));
+    if !spec.cmdline.is_empty() {
+        rows.push(("cmdline", spec.cmdline.clone()));
+    }
+    rows.push(("on crash", kebab(&spec.on_crash)));
+    let common = || "the host's common user".to_owned();
+    let uid = spec.uid.map_or_else(common, |uid| uid.to_string());
+    rows.push(("uid", uid));
+    rows
 }
 
 fn host_state(host: &HostView) -> String {

@@ -213,6 +213,17 @@ fn lists_of_hosts_keep_within_80_columns() {
 }
 
 #[test]
+fn a_host_without_vms_says_so_and_a_vm_says_what_it_boots_and_as_whom() {
+    let lines = at_80(|output| output.host(&host(json!({}))));
+    assert!(lines.last().unwrap().ends_with("none"), "{lines:#?}");
+    let mut web = vm("web", VmState::Running, json!({}));
+    (web.spec.uid, web.spec.cmdline) = (Some(70_001), "console=ttyS0".into());
+    web.spec.initramfs = Some("/initrd".into());
+    let words = ["70001", "console=ttyS0", "/initrd", "restart"];
+    fits(&at_80(|output| output.vm(&web)), &words);
+}
+
+#[test]
 fn what_a_check_found_hangs_below_its_column() {
     let check: Check = serde_json::from_value(json!({
         "name": "guest tracking", "status": "failed", "found": LONG_NOTE, "remedy": LONG_NOTE,

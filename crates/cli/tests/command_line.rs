@@ -151,6 +151,33 @@ fn a_vm_is_resolved_in_one_way_at_a_time() {
     );
 }
 
+#[test]
+fn a_figure_out_of_bounds_is_refused_by_its_option_s_name_with_an_example() {
+    for (option, bad) in [
+        ("--max-downtime", "0"),
+        ("--deadline", "0"),
+        ("--max-bandwidth", "abc"),
+        ("--max-guest-slowdown", "100"),
+    ] {
+        let words = ["vm", "migrate", "web", "--to", "b", option, bad];
+        fails(&words, 2, &[option, "write a whole number from", "such as"]);
+    }
+}
+
+#[test]
+fn a_missing_file_is_said_to_be_missing() {
+    let remote = [
+        "--controller",
+        "127.0.0.1:1",
+        "--certificate",
+        "/nonexistent",
+    ];
+    let list = [&remote[..], &["vm", "list"]].concat();
+    fails(&list, 3, &["no such file", "'godwit operator add'"]);
+    let leave = ["host", "leave", "--config", "/nonexistent/host.toml"];
+    fails(&leave, 2, &["nothing to leave", "/nonexistent/host.toml"]);
+}
+
 /// Commands that make a VM run twice if what they say is not so, with what they ask.
 const WORDS: [(&[&str], &str); 3] = [
     (&["host", "fenced", "b"], "Is host b powered off now?"),

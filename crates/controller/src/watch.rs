@@ -239,6 +239,17 @@ fn ended(mut report: MigrationReport, outcome: End, reason: &str) -> MigrationRe
     report
 }
 
+/// How a migration ended, for the log.
+fn in_words(outcome: Option<End>) -> &'static str {
+    match outcome {
+        Some(End::Completed) => "completed",
+        Some(End::Cancelled) => "cancelled",
+        Some(End::Failed) => "failed",
+        Some(End::InDoubt) => "in doubt",
+        None => "nobody knows how",
+    }
+}
+
 /// Stores the end, with who holds the VM by that, then tells everybody.
 async fn end(app: &Arc<App>, report: MigrationReport) -> Result<(), ControllerError> {
     let completed = report.outcome == Some(End::Completed);
@@ -249,7 +260,8 @@ async fn end(app: &Arc<App>, report: MigrationReport) -> Result<(), ControllerEr
     let due = app.due().await;
     app.store.end_migration(&report, due.rows()).await?;
     due.written();
-    tracing::info!(migration = %report.id, vm = %report.vm, outcome = ?report.outcome, "migration is over");
+    let (id, vm) = (&report.id, &report.vm);
+    tracing::info!(migration = %id, %vm, %from, %to, "migration is over: {}", in_words(report.outcome));
     // The inventory first, so that who waits for the end then finds the VM where it is.
     refresh(app, &report.to).await;
     refresh(app, &report.from).await;

@@ -129,6 +129,7 @@ pub(crate) fn decide(
         .find(|rule| rule.method == method && Some(rule.path) == path);
     match found {
         Some(rule) if rule.access.allows(peer) => Ok(()),
+        Some(rule) if rule.access == Access::LOCAL => Err(only_here(peer, method, path)),
         Some(_) => Err(denied(peer, method, path)),
         None if matches!(peer, Peer::Anonymous) => Err(denied(peer, method, path)),
         None => missing(rules, peer, method, path),
@@ -155,11 +156,23 @@ fn denied(peer: &Peer, method: &str, path: Option<&str>) -> ApiError {
     )
 }
 
+/// Nobody's certificate may: the route is served on the Unix socket alone.
+fn only_here(peer: &Peer, method: &str, path: Option<&str>) -> ApiError {
+    let path = path.unwrap_or("this path");
+    ApiError::new(
+        ErrorCode::NotAllowed,
+        format!(
+            "{peer} may not call {method} {path}: that is done on the machine that serves it alone, by its Unix socket and without a certificate"
+        ),
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const RULES: &[Rule] = &[
+        rule("POST", "/v1/operators", Access::LOCAL),
         rule("GET", "/v1/vms", Access::PEOPLE),
         rule("POST", "/v1/join", Access::ANYONE),
     ];
@@ -178,6 +191,20 @@ mod tests {
         assert_eq!(code(&local, "GET", Some("/v1/forgotten")), not_allowed);
         let wrong_method = Some(ErrorCode::MethodNotAllowed);
         assert_eq!(code(&local, "PUT", Some("/v1/vms")), wrong_method);
+    }
+
+    #[test]
+    fn what_no_certificate_may_is_not_said_to_need_another_one() {
+        let said = |peer: &Peer, path| {
+            let refused = decide(RULES, peer, "POST", Some(path));
+            refused.unwrap_err().message
+        };
+        let eve = Peer::Operator("eve".into());
+        let message = said(&eve, "/v1/operators");
+        assert!(message.contains("without a certificate"), "{message}");
+        assert!(!message.contains("a role that may"), "{message}");
+        let message = said(&eve, "/v1/forgotten");
+        assert!(message.contains("a role that may"), "{message}");
     }
 
     #[test]

@@ -51,7 +51,8 @@ fn write_inner(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 
 fn read_file(path: &Path) -> Result<Zeroizing<String>, PkiError> {
     let read = read_text(path, PEM_LEN_MAX);
-    let text = read.and_then(|text| text.ok_or_else(|| io::ErrorKind::NotFound.into()));
+    let none = || io::Error::new(io::ErrorKind::NotFound, "no such file");
+    let text = read.and_then(|text| text.ok_or_else(none));
     text.map(Zeroizing::new).map_err(|source| PkiError::File {
         doing: "read",
         path: path.display().to_string(),

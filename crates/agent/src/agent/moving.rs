@@ -35,7 +35,9 @@ impl Agent {
             request.spec.clone(),
         );
         let _promise = blocking(move || book.promise(&host, &spec)).await?;
-        self.migration_begins(&request.migration.id, &name).await?;
+        let (id, from) = (&request.migration.id, &request.migration.source.host);
+        self.migration_begins(id, &name).await?;
+        tracing::info!(vm = %name, migration = %id, %from, "a VM is to arrive from another host");
         self.removed.begin_anew(&name);
         let vm = self.supervised(&name);
         self.renew_idle(&vm).await?;

@@ -2,7 +2,7 @@
 //!
 //! Plain data made by clap. Refuses: whatever clap refuses, with exit code 2.
 
-use super::address;
+use super::{address, whole};
 use clap::{Args, Subcommand};
 use godwit_agent::config::{CONFIG_PATH, LISTEN_PORT};
 use godwit_types::HostName;
@@ -19,12 +19,12 @@ pub enum HostCommand {
     Join(HostJoin),
     /// Give this host another certificate after its own has ended (run on the host, with a token from 'host add')
     #[command(
-        after_help = "Certificates renew themselves; this is for a host that was off, or cut off, for so long that its own has ended. It\nstays the host that it was: its records stay, its VMs run on. A running agent takes the new one at once, and\nthe former one is refused from then on.\n\nExamples:\n  godwit host renew TOKEN\n  godwit host renew - < token"
+        after_help = "Certificates renew themselves; this is for a host that was off, or cut off, for so long that its own has ended. It stays the host that it was: its records stay, its VMs run on. A running agent takes the new one at once, and the former one is refused from then on.\n\nExamples:\n  godwit host renew TOKEN\n  godwit host renew - < token"
     )]
     Renew(HostRenew),
     /// Take this machine out of its site (run on the host; it must hold no VM)
     #[command(
-        after_help = "The controller removes the host and revokes its certificate; then the agent is stopped, its records are moved aside, and\ncertificate and configuration are removed, so that the machine may join again. Move its VMs away first, with\n'godwit host drain'.\n\nExample:\n  godwit host leave"
+        after_help = "The controller removes the host and revokes its certificate; then the agent is stopped, its records are moved aside, and certificate and configuration are removed, so that the machine may join again. Move its VMs away first, with 'godwit host drain'.\n\nExample:\n  godwit host leave"
     )]
     Leave(HostLeave),
     /// List the hosts
@@ -64,7 +64,7 @@ pub enum HostCommand {
     Top(HostTopArgs),
     /// Move every VM off a host, with the guests running; the host then takes no VMs until 'host undrain'
     #[command(
-        after_help = "Never shuts a VM down. What cannot move stays as it is and is listed with the reason (exit code 3): do what the\nreason says, then drain again. A VM that is off leaves the host without a move, so that it starts elsewhere. The\nhost takes no VMs until 'host undrain'. Goes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
+        after_help = "Never shuts a VM down. What cannot move stays as it is and is listed with the reason (exit code 3): do what the reason says, then drain again. A VM that is off leaves the host without a move, so that it starts elsewhere. The host takes no VMs until 'host undrain'. Goes on after a restart of the controller.\n\nExamples:\n  godwit host drain b --dry-run\n  godwit host drain b\n  godwit host drain b --to a --to c --at-once 4\n  godwit host drain b --status\n  godwit host drain b --stop"
     )]
     Drain(HostDrain),
     /// Say that a host is powered off, so that its VMs may start elsewhere, until it answers again
@@ -80,7 +80,7 @@ pub enum HostCommand {
     },
     /// Let this host boot its VMs although no other host says whether they moved (run on the host)
     #[command(
-        after_help = "After a power cut a host asks the controller and the other hosts first, and waits for one answer. This is a person's\nanswer instead: VMs that wait are booted as this host's record has them, also ones that come later, until its agent\nis started again. First see that no other host runs them: 'godwit vm list' on this host says which wait and for whom.\n\nExample:\n  godwit host boot-alone"
+        after_help = "After a power cut a host asks the controller and the other hosts first, and waits for one answer. This is a person's answer instead: VMs that wait are booted as this host's record has them, also ones that come later, until its agent is started again. First see that no other host runs them: 'godwit vm list' on this host says which wait and for whom.\n\nExample:\n  godwit host boot-alone"
     )]
     BootAlone {
         /// No other host runs them: do not ask
@@ -89,7 +89,7 @@ pub enum HostCommand {
     },
     /// Power this host's guests down, as before a shutdown; none starts until the next boot or 'host open' (run on the host)
     #[command(
-        after_help = "Presses every guest's power key and waits; who is not off within guest_shutdown_s of host.toml (120 s) is stopped hard.\nNobody asked for these VMs to be off: they are booted when the host is back. Moves under way are called off. Paused\nVMs and VMs in doubt are left as they are. godwit-guests.service runs this with --at-shutdown when the host shuts down.\n\nExamples:\n  godwit host close\n  godwit host open"
+        after_help = "Presses every guest's power key and waits; who is not off within guest_shutdown_s of host.toml (120 s) is stopped hard. Nobody asked for these VMs to be off: they are booted when the host is back. Moves under way are called off. Paused VMs and VMs in doubt are left as they are. godwit-guests.service runs this with --at-shutdown when the host shuts down.\n\nExamples:\n  godwit host close\n  godwit host open"
     )]
     Close {
         /// Do nothing unless the system manager takes this host down
@@ -116,7 +116,7 @@ pub struct HostDrain {
     #[arg(long)]
     pub dry_run: bool,
     /// Moves at the same time at most; 2 when left out
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16))]
+    #[arg(long, value_name = "N", value_parser = whole::<u32, 1, 16, 4>)]
     pub at_once: Option<u32>,
     /// Only to this host; may be given several times
     #[arg(long, value_name = "HOST")]
@@ -141,7 +141,7 @@ pub struct HostTopArgs {
     #[arg(long)]
     pub once: bool,
     /// Pause between two looks, seconds
-    #[arg(long, value_name = "S", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "S", default_value_t = 2, value_parser = whole::<u32, 1, 86_400, 2>)]
     pub every: u32,
 }
 

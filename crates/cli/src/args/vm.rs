@@ -2,6 +2,7 @@
 //!
 //! Plain data made by clap. Refuses: whatever clap refuses, with exit code 2.
 
+use super::whole;
 use clap::{Args, Subcommand, ValueEnum};
 use godwit_types::vm::EncryptionMode;
 use godwit_types::{HostName, VmName};
@@ -156,16 +157,16 @@ pub struct VmMigrate {
     #[arg(long, value_enum)]
     pub encryption: Option<Encryption>,
     /// Target of the pause, milliseconds at most (50 when left out)
-    #[arg(long, value_name = "MS")]
+    #[arg(long, value_name = "MS", value_parser = whole::<u64, 1, 3_600_000, 50>)]
     pub max_downtime: Option<u64>,
     /// Cancel when not done after this many seconds; the guest stays where it is
-    #[arg(long, value_name = "S")]
+    #[arg(long, value_name = "S", value_parser = whole::<u64, 1, 31_536_000, 120>)]
     pub deadline: Option<u64>,
     /// Cap of the migration's traffic, Mb/s
-    #[arg(long, value_name = "MBIT")]
+    #[arg(long, value_name = "MBIT", value_parser = whole::<u64, 1, 10_000_000, 1000>)]
     pub max_bandwidth: Option<u64>,
     /// Slow the guest by at most this percent, also where it writes faster than the link
-    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=99))]
+    #[arg(long, value_name = "PERCENT", value_parser = whole::<u32, 0, 99, 30>)]
     pub max_guest_slowdown: Option<u32>,
     /// Have the destination allocate all of the guest's memory first
     #[arg(long)]

@@ -10,7 +10,7 @@ use crate::args::HostLeave;
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
 use crate::watch::failure;
-use godwit_agent::config::{HostConfig, LEAVING_FILE};
+use godwit_agent::config::{ConfigError, HostConfig, LEAVING_FILE};
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, Client, ClientError, ControllerClient, Identity, Role};
 use godwit_store::{VmStore, load_json, save_json};
@@ -68,8 +68,7 @@ fn refused(message: impl Into<String>) -> Failure {
 
 /// Takes this host out of its site, if it holds no VM.
 pub async fn run(arguments: HostLeave, output: &Output) -> CommandResult {
-    let config = HostConfig::load(&arguments.config)
-        .map_err(|error| Failure::new(ErrorCode::InvalidRequest, error.to_string()))?;
+    let config = HostConfig::load(&arguments.config).map_err(|error| not_joined(&error))?;
     let said = must_hold_nothing(&config).await?;
     let removal = match arguments.controller_is_gone {
         true => Removal::Before,
@@ -87,6 +86,20 @@ pub async fn run(arguments: HostLeave, output: &Output) -> CommandResult {
     );
     output.show(&Done { message }, |output, done| output.line(&done.message));
     Ok(())
+}
+
+/// Who never joined has nothing to leave; the remedy of a missing file, to write it, is not theirs.
+fn not_joined(error: &ConfigError) -> Failure {
+    let message = match error {
+        ConfigError::Read { path, source } if source.kind() == std::io::ErrorKind::NotFound => {
+            format!(
+                "this machine is no host of a site, so there is nothing to leave: {} does not exist; name another configuration with --config FILE",
+                path.display()
+            )
+        }
+        other => other.to_string(),
+    };
+    Failure::new(ErrorCode::InvalidRequest, message)
 }
 
 /// What the agent said of the VMs that this host holds.

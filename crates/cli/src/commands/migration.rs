@@ -3,7 +3,7 @@
 //! Owns nothing.
 
 use crate::args::{Global, MigrationCommand};
-use crate::connect::{Reader, reader};
+use crate::connect::{Reader, reader, tell_own};
 use crate::exit::CommandResult;
 use crate::output::Output;
 use crate::watch::{failure, watch};
@@ -14,6 +14,9 @@ pub async fn run(command: MigrationCommand, global: &Global, output: &Output) ->
     let reader = reader(global).await?;
     match command {
         MigrationCommand::List => {
+            if matches!(reader, Reader::Agent(_)) {
+                tell_own(global, output);
+            }
             let reports = match &reader {
                 Reader::Controller(client) => client.migrations().await,
                 Reader::Agent(client) => client.migrations().await,

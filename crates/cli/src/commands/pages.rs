@@ -49,6 +49,36 @@ fn write_all(dir: &Path) -> std::io::Result<usize> {
     Ok(written)
 }
 
+/// What help says after the options, in the sections where a reader of pages looks for it.
+fn sections(told: &str) -> String {
+    let (mut page, mut last) = (String::new(), "");
+    for paragraph in told.split("\n\n").filter(|text| !text.is_empty()) {
+        let (first, rest) = paragraph.split_once('\n').unwrap_or((paragraph, ""));
+        let (heading, lines) = match first {
+            "Exit codes:" => ("EXIT STATUS", rest),
+            "Environment:" => ("ENVIRONMENT", rest),
+            "Example:" | "Examples:" => ("EXAMPLES", rest),
+            _ => ("NOTES", paragraph),
+        };
+        page += &match heading == last {
+            true => ".PP\n".to_owned(),
+            false => format!(".SH \"{heading}\"\n"),
+        };
+        last = heading;
+        // Prose is one line, which is broken where the reader's terminal ends.
+        let as_it_stands = lines.contains('\n') || heading != "NOTES";
+        let lines: String = lines
+            .lines()
+            .map(file_pages::escaped)
+            .fold(String::new(), |all, line| all + &line + "\n");
+        page += &match as_it_stands {
+            true => format!(".nf\n{lines}.fi\n"),
+            false => lines,
+        };
+    }
+    page
+}
+
 fn write_page(
     command: &Command,
     name: &str,
@@ -58,11 +88,34 @@ fn write_page(
     let mut text = Vec::new();
     // clap wants names of commands to live as long as the program; these few do.
     let page: &'static str = Box::leak(name.to_string().into_boxed_str());
-    clap_mangen::Man::new(command.clone().name(page)).render(&mut text)?;
+    let told = command
+        .get_after_long_help()
+        .or_else(|| command.get_after_help())
+        .map(ToString::to_string);
+    let shown = command.clone().name(page);
+    let shown = shown
+        .after_help(clap::builder::Resettable::Reset)
+        .after_long_help(clap::builder::Resettable::Reset);
+    clap_mangen::Man::new(shown).render(&mut text)?;
+    text.extend(sections(&told.unwrap_or_default()).bytes());
     std::fs::write(dir.join(format!("{name}.1")), text)?;
     *written += 1;
     for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set()) {
         write_page(sub, &format!("{name}-{}", sub.get_name()), dir, written)?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_has_its_examples_and_exit_codes_where_readers_look() {
+        let told = "Only so.\n\nExit codes:\n  0  done\n\nExample:\n  godwit host list --json";
+        assert_eq!(
+            sections(told),
+            ".SH \"NOTES\"\nOnly so.\n.SH \"EXIT STATUS\"\n.nf\n  0  done\n.fi\n.SH \"EXAMPLES\"\n.nf\n  godwit host list \\-\\-json\n.fi\n"
+        );
+    }
 }

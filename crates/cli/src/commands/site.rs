@@ -47,7 +47,8 @@ fn show(view: &SiteView, vms: &[VmView], output: &Output) {
     let lines = waiting.iter().map(|line| plain::sentence(line));
     lines.for_each(|line| output.line(line));
     match view.sentences.is_empty() {
-        true => output.line("no alarm"),
+        true if waiting.is_empty() => output.line("no alarm"),
+        true => output.line("no other alarm"),
         false => tell(view),
     }
 }

@@ -4,7 +4,7 @@
 
 use crate::args::{Global, VmCommand, VmMigrate};
 use crate::commands::site;
-use crate::connect::{Reader, controller, reader};
+use crate::connect::{Reader, controller, reader, tell_own};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
 use crate::output::Output;
 use crate::plain;
@@ -273,6 +273,7 @@ async fn list(global: &Global, output: &Output) -> CommandResult {
         }
         Reader::Agent(client) => {
             let vms = client.vms().await.map_err(failure)?;
+            tell_own(global, output);
             output.show(&vms, |output, vms| output.host_vms(vms));
         }
     }
@@ -289,6 +290,7 @@ async fn show(vm: &VmName, global: &Global, output: &Output) -> CommandResult {
         }
         Reader::Agent(client) => {
             let view = client.vm(vm).await.map_err(failure)?;
+            tell_own(global, output);
             output.show(&view, |output, view| {
                 output.host_vms(std::slice::from_ref(view))
             });

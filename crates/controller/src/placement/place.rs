@@ -26,7 +26,7 @@ pub fn lacks(spec: &VmSpec, host: &HostInfo) -> Vec<ApiError> {
             add(
                 ErrorCode::MissingBridge,
                 format!(
-                    "host {name} has no port group {0}: add '{0} = \"BRIDGE\"' to its agent's configuration",
+                    "host {name} has no port group {0}: add {0} = \"BRIDGE\" to [port_groups] in /etc/godwit/host.toml there, then run 'systemctl restart godwit-agent'",
                     nic.port_group
                 ),
             );
@@ -65,8 +65,9 @@ pub fn lacks(spec: &VmSpec, host: &HostInfo) -> Vec<ApiError> {
         add(
             ErrorCode::Incompatible,
             format!(
-                "QEMU on host {name} does not have machine type {}: use one that 'godwit host show {name}' lists",
-                spec.machine
+                "QEMU on host {name} does not have machine type {}: {}",
+                spec.machine,
+                machines_of(host)
             ),
         );
     }
@@ -74,6 +75,15 @@ pub fn lacks(spec: &VmSpec, host: &HostInfo) -> Vec<ApiError> {
         add(ErrorCode::Incompatible, message);
     }
     found
+}
+
+/// Which machine types a host has instead, and how to list them all.
+fn machines_of(host: &HostInfo) -> String {
+    let of_q35 = |name: &String| version(name.strip_prefix("pc-q35-")?);
+    let named = host.machine_types.iter();
+    let newest = named.filter_map(|name| Some((of_q35(name)?, name))).max();
+    let such_as = newest.map_or_else(String::new, |(_, name)| format!(", such as {name}"));
+    format!("use \"q35\", or one that 'qemu-system-x86_64 -machine help' lists there{such_as}")
 }
 
 /// Why a host cannot give a VM its CPU.
@@ -182,10 +192,13 @@ pub fn joined(mut refusals: Vec<ApiError>) -> ApiError {
     {
         return only;
     }
-    let texts: Vec<String> = refusals
-        .iter()
-        .map(|refusal| refusal.message.clone())
-        .collect();
+    // What is so whichever the host is said once.
+    let mut texts: Vec<&str> = Vec::new();
+    for refusal in &refusals {
+        if !texts.contains(&refusal.message.as_str()) {
+            texts.push(&refusal.message);
+        }
+    }
     let code = match refusals.first() {
         Some(first) if refusals.iter().all(|refusal| refusal.code == first.code) => first.code,
         _ => ErrorCode::Preflight,
@@ -481,6 +494,25 @@ mod tests {
         let none = host("n", 1, tcg, &["qemu64"], &["pc-q35-1.0"]);
         let error = resolve(&spec(), &a, &[a.clone(), none]).unwrap_err();
         assert_eq!(error.code, ErrorCode::Incompatible);
+    }
+
+    #[test]
+    fn a_machine_type_that_no_host_has_is_answered_with_one_that_it_has() {
+        let a = host("a", 1, Accelerator::Tcg, &["qemu64"], MACHINES);
+        let mut vm = spec();
+        vm.machine = "pc-q35-99".into();
+        let message = lacks(&vm, &a)[0].message.clone();
+        assert!(message.contains("-machine help"), "{message}");
+        assert!(message.ends_with("such as pc-q35-9.10"), "{message}");
+    }
+
+    #[test]
+    fn what_is_so_whichever_the_host_is_said_once() {
+        let host = |name| host(name, 1, Accelerator::Tcg, &["qemu64"], MACHINES);
+        let mut vm = spec();
+        vm.cpu = "host".into();
+        let error = choose(&vm, &[host("a"), host("b")]).unwrap_err();
+        assert_eq!(error.message.matches("VM web has").count(), 1, "{error}");
     }
 
     #[test]

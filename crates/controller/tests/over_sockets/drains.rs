@@ -127,6 +127,7 @@ async fn everything_leaves_and_the_host_takes_no_vms_until_that_is_ended() {
     assert!(!client.host(&host("b")).await.unwrap().draining);
     refused!(client.drain_view(&host("b")).await, NotDraining);
     refused!(client.undrain(&host("b")).await, NotDraining);
+    refused!(client.undrain(&host("zz")).await, UnknownHost);
 }
 
 #[tokio::test]

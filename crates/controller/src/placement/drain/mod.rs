@@ -109,6 +109,7 @@ pub fn watch(app: &App, host: &HostName) -> Outcome<watch::Receiver<DrainView>> 
 pub async fn stop(app: &App, host: &HostName) -> Outcome<Done> {
     let _turn = app.drains.turn().await;
     let Some(view) = app.drains.get(host) else {
+        app.host(host)?;
         return Err(not_draining(host));
     };
     app.store.delete_drain(host).await?;
