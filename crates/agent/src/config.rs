@@ -279,7 +279,6 @@ impl HostConfig {
         self.state_dir.join("vms")
     }
 
-    /// The agent's local socket.
     /// Which entry says what this host's migration addresses are.
     pub(crate) fn migration_key(&self) -> &'static str {
         match self.migration_addresses.is_empty() {
@@ -288,6 +287,7 @@ impl HostConfig {
         }
     }
 
+    /// The agent's local socket.
     pub fn agent_socket(&self) -> PathBuf {
         self.run_dir.join("agent.sock")
     }

@@ -244,13 +244,13 @@ fn memory(here: &Destination<'_>, spec: &VmSpec) -> Finding {
         return refuse(
             ErrorCode::OutOfMemory,
             format!(
-                "VM '{}' needs {needed} MiB, host '{host}' has {free} MiB available: move or stop another VM there, or choose another host",
+                "VM '{}' needs {needed} MiB, host '{host}' has {free} MiB free: move or stop another VM there, or choose another host",
                 spec.name
             ),
         );
     }
     Ok(format!(
-        "memory: {needed} of {free} MiB available on host '{host}'"
+        "memory: {needed} MiB of the {free} MiB that are free on host '{host}'"
     ))
 }
 
