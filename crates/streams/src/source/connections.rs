@@ -282,8 +282,8 @@ impl ConnectionSet {
         };
         let until = Instant::now() + CHANNEL_WAIT;
         match self.maker.begin_data(index, route, None, until) {
-            Ok(joining) if index < STREAMS_MAX as usize => self.joining = Some(joining),
-            _ => self.plan.failed(),
+            Ok(joining) => self.joining = Some(joining),
+            Err(_) => self.plan.failed(),
         }
     }
 

@@ -5,6 +5,7 @@
 
 use super::ending::Ending;
 use super::routes::{DIAL_WAIT, Route};
+use godwit_migrate::protocol::STREAMS_MAX;
 use godwit_transport::{Connection, Dialed, TransportError};
 use godwit_wire::{ChannelId, Spec};
 use std::sync::Arc;
@@ -70,8 +71,10 @@ impl Maker {
         dialed: Option<Dialed>,
         until: Instant,
     ) -> Result<Joining, TransportError> {
+        // The destination takes one that is above that for an attack, and ends the migration.
         let channel_id = u16::try_from(index)
             .ok()
+            .filter(|index| u32::from(*index) < STREAMS_MAX)
             .and_then(|index| ChannelId::data(self.number, index))
             .ok_or(too_many(self.number))?;
         self.begin(channel_id, route, dialed, until)
@@ -181,6 +184,27 @@ mod tests {
         assert!(matches!(made, Err(TransportError::HandshakeSilent { .. })));
         let one = HANDSHAKE_WAIT + DIAL_WAIT;
         assert!(began.elapsed() < 10 * one, "{:?}", began.elapsed());
+    }
+
+    #[test]
+    fn a_channel_beyond_what_a_set_may_have_never_reaches_the_destination() {
+        let (listeners, maker) = silent(1);
+        listeners[0].set_nonblocking(true).unwrap();
+        let until = Instant::now() + Duration::from_secs(600);
+        for index in [STREAMS_MAX as usize, 65_534, 65_535, usize::MAX] {
+            let refused = maker.begin_data(index, 0, None, until);
+            assert!(
+                matches!(refused, Err(TransportError::Misuse { .. })),
+                "{index}"
+            );
+        }
+        let came = listeners[0].accept();
+        assert!(came.is_err(), "{came:?}");
+        assert!(
+            maker
+                .begin_data(STREAMS_MAX as usize - 1, 0, None, until)
+                .is_ok()
+        );
     }
 
     #[test]
