@@ -15,6 +15,7 @@ use crate::moving::{Mark, Marks, Why};
 use crate::operators::Operators;
 use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
+use crate::turns::Turns;
 use crate::unread::Lack;
 use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::now_unix_s;
@@ -30,13 +31,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use tokio::sync::{OwnedMutexGuard, broadcast, watch};
+use tokio::sync::{broadcast, watch};
 
 /// Events that a slow reader may fall behind by.
 const EVENTS_KEPT: usize = 256;
 
-type HostLocks = BTreeMap<HostName, Arc<tokio::sync::Mutex<()>>>;
-type VmLocks = BTreeMap<VmName, Arc<tokio::sync::Mutex<()>>>;
 type Clients = BTreeMap<HostName, (SocketAddr, AgentClient)>;
 
 /// How long a command waits for a VM process that is being started again: as long as an agent lets one take.
@@ -65,8 +64,10 @@ pub struct App {
     state: Mutex<State>,
     /// The turn to write what the site's rules have changed.
     writer: tokio::sync::Mutex<()>,
-    locks: Mutex<VmLocks>,
-    host_locks: Mutex<HostLocks>,
+    /// The turns to do something about a VM.
+    pub vm_turns: Turns<VmName>,
+    /// The turns to ask a host.
+    pub host_turns: Turns<HostName>,
     macs: tokio::sync::Mutex<()>,
     clients: Mutex<Clients>,
     /// VMs that nobody begins to move now.
@@ -170,8 +171,8 @@ impl App {
             advertise,
             state: Mutex::new(state),
             writer: tokio::sync::Mutex::default(),
-            locks: Mutex::default(),
-            host_locks: Mutex::default(),
+            vm_turns: Turns::default(),
+            host_turns: Turns::default(),
             macs: tokio::sync::Mutex::default(),
             clients: Mutex::default(),
             moving: Marks::default(),
@@ -268,35 +269,9 @@ impl App {
         }
     }
 
-    /// Waits for this VM's turn.
-    pub async fn vm_lock(&self, vm: &VmName) -> OwnedMutexGuard<()> {
-        let mutex = lock(&self.locks).entry(vm.clone()).or_default().clone();
-        mutex.lock_owned().await
-    }
-
-    /// This VM's turn, if nobody has it.
-    pub fn try_vm_lock(&self, vm: &VmName) -> Option<OwnedMutexGuard<()>> {
-        let mutex = lock(&self.locks).entry(vm.clone()).or_default().clone();
-        mutex.try_lock_owned().ok()
-    }
-
-    /// Waits for the turn to ask this host.
-    pub async fn host_lock(&self, host: &HostName) -> OwnedMutexGuard<()> {
-        let mutex = lock(&self.host_locks)
-            .entry(host.clone())
-            .or_default()
-            .clone();
-        mutex.lock_owned().await
-    }
-
     /// Waits for the turn to allot MAC addresses and user ids; held until the VM that has them is in the inventory.
     pub async fn macs_turn(&self) -> tokio::sync::MutexGuard<'_, ()> {
         self.macs.lock().await
-    }
-
-    /// Forgets the lock of a VM that is gone.
-    pub fn forget_vm_lock(&self, vm: &VmName) {
-        lock(&self.locks).remove(vm);
     }
 
     /// Marks a VM as about to move; none when it is already. What the controller asks by itself is waited for: it is over
@@ -304,7 +279,7 @@ impl App {
     pub async fn begin_moving(&self, vm: &VmName) -> Option<Mark<'_>> {
         match self.moving.mark(vm, Why::Moves) {
             Err(Why::IsAsked) => {
-                let _turn = self.vm_lock(vm).await;
+                let _turn = self.vm_turns.take(vm).await;
                 self.moving.mark(vm, Why::Moves).ok()
             }
             marked => marked.ok(),

@@ -295,7 +295,7 @@ fn must_hold_nothing_unread(app: &App, host: &HostName, confirmed: bool) -> Outc
 pub async fn let_go(app: &App, host: &HostName) -> Outcome<()> {
     let vms = app.state().book.may_be_on(host);
     for vm in vms {
-        let _turn = app.vm_lock(&vm).await;
+        let _turn = app.vm_turns.take(&vm).await;
         clear(app, &vm, BTreeSet::from([host.clone()])).await?;
     }
     Ok(())
@@ -305,7 +305,7 @@ pub async fn let_go(app: &App, host: &HostName) -> Outcome<()> {
 pub async fn release_all(app: &App, host: &HostName) -> Outcome<()> {
     let vms = app.state().book.may_be_on(host);
     for vm in vms {
-        let _turn = app.vm_lock(&vm).await;
+        let _turn = app.vm_turns.take(&vm).await;
         // One that is only down is booted again by its host, and stays there.
         if is_stopped_at(app, &vm, host)
             && let Err(error) = release(app, &vm, host).await

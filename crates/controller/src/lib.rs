@@ -34,6 +34,7 @@ mod store;
 mod survey;
 mod taken_over;
 mod takeover;
+mod turns;
 mod uids;
 mod unread;
 mod vms;

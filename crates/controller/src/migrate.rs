@@ -48,7 +48,7 @@ pub async fn attempt(
     let Some(_moving) = app.begin_moving(name).await else {
         return Err(one(already(name, None)));
     };
-    let _turn = app.vm_lock(name).await;
+    let _turn = app.vm_turns.take(name).await;
     app.must_be_described(name).map_err(one)?;
     if let Some(moving) = app.state().active.get(name) {
         return Err(one(already(name, Some(&moving.id))));

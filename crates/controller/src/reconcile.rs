@@ -77,10 +77,13 @@ pub async fn refresh(app: &App, host: &HostName) {
         return;
     };
     // One at a time, so that an older answer never comes after a newer one.
-    let _turn = app.host_lock(host).await;
-    let (deletions, ticket) = {
+    let _turn = app.host_turns.take(host).await;
+    let asked = {
         let mut state = app.state();
-        (state.deletions, state.book.ask())
+        Asked {
+            deletions: state.deletions,
+            ticket: state.book.ask(),
+        }
     };
     let (info, vms) = match ask(&agent).await {
         Ok(Ok(answer)) => answer,
@@ -96,10 +99,7 @@ pub async fn refresh(app: &App, host: &HostName) {
         Ok(taken) => taken,
         Err(error) => return reject(app, host, error.to_string()),
     };
-    if app.state().deletions != deletions {
-        return;
-    }
-    if let Err(error) = learn(app, host, ticket, info, vms).await {
+    if let Err(error) = learn(app, host, asked, info, vms).await {
         tracing::error!(%host, %error, "cannot note what the host said");
     }
 }
@@ -186,16 +186,26 @@ fn lose(app: &App, host: &HostName, error: &ClientError) {
     app.tell_host(host);
 }
 
+/// What was so when a host was asked.
+struct Asked {
+    /// How many VMs had been deleted: an answer from before a deletion may still have that VM in it.
+    deletions: u64,
+    ticket: Ticket,
+}
+
 async fn learn(
     app: &App,
     host: &HostName,
-    ticket: Ticket,
+    asked: Asked,
     info: HostInfo,
     vms: Vec<HostVm>,
 ) -> Result<(), ControllerError> {
     let now = now_unix_s();
     let (observed, is_new, connected) = {
         let mut state = app.state();
+        if state.deletions != asked.deletions {
+            return Ok(());
+        }
         let Some(entry) = state.hosts.get_mut(host) else {
             return Ok(());
         };
@@ -206,7 +216,11 @@ async fn learn(
         entry.is_out_of_date = false;
         entry.info = Some(info.clone());
         entry.fault = None;
-        (state.observe(host, ticket, &info, vms), is_new, connected)
+        (
+            state.observe(host, asked.ticket, &info, vms),
+            is_new,
+            connected,
+        )
     };
     let Observed { news, changes } = observed;
     app.write().await?;
@@ -360,7 +374,7 @@ async fn pause_copies(app: &App, host: &HostName) {
         };
         // Whoever has the VM's turn may just be keeping this copy by a person's word; what was heard before is looked at
         // again once it is over.
-        let Some(_turn) = app.try_vm_lock(&vm) else {
+        let Some(_turn) = app.vm_turns.try_take(&vm) else {
             continue;
         };
         let twice = app.state().book.twice(&vm);
@@ -390,7 +404,7 @@ async fn settle_undelivered(app: &App, host: &HostName) {
         idle.take(SETTLED_AT_ONCE).collect()
     };
     for vm in due {
-        let Some(_turn) = app.try_vm_lock(&vm) else {
+        let Some(_turn) = app.vm_turns.try_take(&vm) else {
             continue;
         };
         let Ok(_mark) = app.moving.mark(&vm, Why::IsAsked) else {

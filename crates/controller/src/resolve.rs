@@ -18,7 +18,7 @@ use std::collections::BTreeSet;
 
 /// Settles an in-doubt VM at the host that shall run it, or that shall give it up.
 pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outcome<Done> {
-    let _turn = app.vm_lock(name).await;
+    let _turn = app.vm_turns.take(name).await;
     let state = view(app, name)?.state;
     if state != VmState::InDoubt {
         return refuse(
@@ -104,7 +104,7 @@ async fn have_it_say_no(
 
 /// Of a VM that several hosts hold, keeps the copy of one host and ends the others.
 pub async fn keep(app: &App, name: &VmName, request: &KeepRequest) -> Outcome<Done> {
-    let _turn = app.vm_lock(name).await;
+    let _turn = app.vm_turns.take(name).await;
     let view = view(app, name)?;
     if !view.copies.contains(&request.host) {
         return refuse(

@@ -154,7 +154,7 @@ pub async fn claim_now(app: &App, vm: &VmName, host: &HostName) -> Outcome<Claim
 pub fn clear_later(app: &Arc<App>, vm: VmName, host: HostName) {
     let app = app.clone();
     tokio::spawn(async move {
-        let _turn = app.vm_lock(&vm).await;
+        let _turn = app.vm_turns.take(&vm).await;
         if !app.state().book.may_hold(&vm).contains(&host) {
             return;
         }

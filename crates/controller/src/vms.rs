@@ -43,7 +43,7 @@ fn check(spec: &VmSpec) -> Outcome<()> {
 pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     check(&spec)?;
     let name = spec.name.clone();
-    let _turn = app.vm_lock(&name).await;
+    let _turn = app.vm_turns.take(&name).await;
     let _macs = app.macs_turn().await;
     let exists = || {
         let message = format!(
@@ -97,7 +97,7 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
         );
     }
     check(&spec)?;
-    let _turn = app.vm_lock(name).await;
+    let _turn = app.vm_turns.take(name).await;
     let mut entry = entry_of(app, name)?;
     must_be_off(app, name, "edited")?;
     let _macs = app.macs_turn().await;
@@ -181,7 +181,7 @@ fn may_be_elsewhere(name: &VmName, host: &HostName) -> ApiError {
 
 /// Deletes a VM that is off, everywhere.
 pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
-    let turn = app.vm_lock(name).await;
+    let turn = app.vm_turns.take(name).await;
     entry_of(app, name)?;
     must_be_off(app, name, "deleted")?;
     let mut free = None;
@@ -216,7 +216,7 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     forget_in_state(app, name);
     app.tell_vm(name);
     drop(turn);
-    app.forget_vm_lock(name);
+    app.vm_turns.forget(name);
     Ok(done(format!("VM '{name}' is deleted")))
 }
 
@@ -306,7 +306,7 @@ pub struct Force(pub bool);
 /// Passes an action on to the host where the VM is.
 pub async fn act(app: &App, name: &VmName, action: Action) -> Outcome<Done> {
     app.until_taken_over(name).await;
-    let _turn = app.vm_lock(name).await;
+    let _turn = app.vm_turns.take(name).await;
     let place = app.place_of(name).map_err(way_out)?;
     must_be_on(name, &place, action)?;
     act_at(app, name, &place.host, action).await
@@ -314,7 +314,7 @@ pub async fn act(app: &App, name: &VmName, action: Action) -> Outcome<Done> {
 
 /// Has the copy of one host stopped, wherever else the VM may be.
 pub async fn stop_at(app: &App, name: &VmName, host: &HostName, force: Force) -> Outcome<Done> {
-    let _turn = app.vm_lock(name).await;
+    let _turn = app.vm_turns.take(name).await;
     act_at(app, name, host, Action::Stop(force)).await
 }
 

@@ -93,7 +93,7 @@ impl Plan {
 
 /// Starts a VM where it is held, where it was asked for, or where there is room.
 pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Done> {
-    let _turn = app.vm_lock(name).await;
+    let _turn = app.vm_turns.take(name).await;
     let plan = match plan_start(app, name, request) {
         // One refusal is shown as it is, several as one of preflight.
         Err(error)
