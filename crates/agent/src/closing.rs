@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
@@ -72,6 +73,8 @@ pub(crate) struct Closing {
     boot_id: String,
     limit: Duration,
     stage: Mutex<ClosingStage>,
+    /// How often it was begun since this agent started.
+    begun: AtomicU64,
     progress: Mutex<Progress>,
     /// When the system manager is asked again whether the shutdown is over: until it says yes or no.
     asks_at: Mutex<Option<Instant>>,
@@ -118,6 +121,7 @@ impl Closing {
             boot_id: boot_id.to_owned(),
             limit: Duration::from_secs(limit_s),
             stage: Mutex::new(stage),
+            begun: AtomicU64::new(0),
             progress: Mutex::new(progress),
             asks_at: Mutex::default(),
         })
@@ -171,6 +175,7 @@ impl Closing {
         write_whole(&self.mark, &self.boot_id)
             .map_err(|error| internal(format!("cannot write {}: {error}", self.mark.display())))?;
         *stage = ClosingStage::Closing;
+        self.begun.fetch_add(1, Ordering::Relaxed);
         self.ask_at(None);
         Ok(true)
     }
@@ -211,10 +216,16 @@ impl Closing {
         *lock(&self.asks_at) = at;
     }
 
-    /// The host is back from its shutdown, unless it went on to another stage since that was asked.
-    pub(crate) fn is_back(&self, asked_at: ClosingStage) -> Reply<()> {
+    /// Where it stands while somebody asks whether the shutdown is over.
+    pub(crate) fn asking(&self) -> (ClosingStage, u64) {
+        let stage = lock(&self.stage);
+        (*stage, self.begun.load(Ordering::Relaxed))
+    }
+
+    /// The host is back from its shutdown, unless it went on to another stage, or was closed again, since that was asked.
+    pub(crate) fn is_back(&self, asked: (ClosingStage, u64)) -> Reply<()> {
         let mut stage = lock(&self.stage);
-        match *stage == asked_at {
+        match (*stage, self.begun.load(Ordering::Relaxed)) == asked {
             true => self.take_mark_away(&mut stage),
             false => Ok(()),
         }

@@ -47,7 +47,7 @@ impl Agent {
         if !self.closing.is_for_a_shutdown() {
             return Ok(());
         }
-        let stage = self.closing.stage();
+        let asked = self.closing.asking();
         let stops = (self.boots.stopping)().await;
         self.closing.ask_at(stops.is_none().then_some(again));
         if stops != Some(false) {
@@ -57,7 +57,7 @@ impl Agent {
         let agent = Arc::clone(self);
         let opened = blocking(move || {
             agent.settle_the_unseen();
-            agent.closing.is_back(stage)
+            agent.closing.is_back(asked)
         })
         .await;
         if opened.is_err() {

@@ -411,6 +411,22 @@ async fn a_vm_that_was_down_before_its_host_shut_down_keeps_its_own_note() {
 }
 
 #[test]
+fn a_host_that_is_closed_again_while_it_is_asked_whether_it_is_back_stays_closed() {
+    let dir = tempfile::tempdir().unwrap();
+    let closing = Closing::open(dir.path(), "boot-1", 60).unwrap();
+    closing.begin(true, BTreeSet::new()).unwrap();
+    *lock(&closing.stage) = ClosingStage::Closed;
+    let asked = closing.asking();
+    // A person closes it meanwhile, and it has no guests.
+    closing.begin(false, BTreeSet::new()).unwrap();
+    *lock(&closing.stage) = ClosingStage::Closed;
+    closing.is_back(asked).unwrap();
+    assert!(closing.is_on());
+    closing.is_back(closing.asking()).unwrap();
+    assert!(!closing.is_on());
+}
+
+#[test]
 fn a_guest_that_is_off_before_the_next_look_at_it_is_not_one_whose_qemu_died() {
     let host = TestHost::new();
     host.crash("web", true);
