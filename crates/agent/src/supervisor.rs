@@ -17,12 +17,14 @@ use crate::life::Life;
 use crate::records::Records;
 use crate::scope::{self, Place};
 use crate::vm_client::{VmClientError, VmConnection, ask};
+use godwit_ownership::PeerMessage;
 use godwit_store::load_json;
 use godwit_types::host_api::{
     OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest, closing_mark,
 };
 use godwit_types::site::RecordAnswer;
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
+use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::net::IpAddr;
@@ -46,6 +48,10 @@ const OUTBOX_WAIT: Duration = Duration::from_secs(20);
 const OUTBOX_GRACE: Duration = Duration::from_secs(10);
 /// Longest time to carry one message to the other host and to hand back its replies.
 const CARRY_WAIT: Duration = Duration::from_secs(5);
+/// How long a migration's last word is said to a host that is not reached: longer than either side waits for a link.
+const LAST_WORD_FOR: Duration = Duration::from_secs(90);
+/// Pause before what was not heard, or not understood, is said again.
+const AGAIN_EACH: Duration = Duration::from_secs(1);
 /// Longest wait until a process that was found has looked at its record, which may wait for its disk.
 const KEEP_WAIT: Duration = Duration::from_secs(2);
 /// Longest wait for the answer to a survey, which may wait for its disk.
@@ -496,7 +502,10 @@ impl Supervised {
         loop {
             match connection.call(&request, OUTBOX_WAIT + OUTBOX_GRACE).await {
                 Ok(VmAnswer::Outbox(messages)) => self.carry_all(messages, carrier),
-                Ok(other) => tracing::warn!(vm = %self.name, ?other, "no answer to take-outbox"),
+                Ok(other) => {
+                    tracing::warn!(vm = %self.name, ?other, "no answer to take-outbox");
+                    tokio::time::sleep(AGAIN_EACH).await;
+                }
                 Err(VmClientError::Silent(_)) => {
                     tracing::error!(vm = %self.name, pid, "the VM process lives but does not answer");
                     break;
@@ -520,20 +529,40 @@ impl Supervised {
         }
     }
 
-    /// Lost messages do no harm: the VM process asks again.
+    /// The other host's replies; none where it was not reached. A last word is said again for as long as a host waits for a
+    /// link that is broken.
+    async fn delivered(
+        &self,
+        message: &OutboxMessage,
+        carrier: &Carrier,
+    ) -> Option<Vec<serde_json::Value>> {
+        let peer = &message.peer.host;
+        let again = match is_last_word(&message.message) {
+            true => LAST_WORD_FOR,
+            false => Duration::ZERO,
+        };
+        let (began, mut is_told) = (Instant::now(), false);
+        loop {
+            let sent = carrier(self.name.clone(), message.clone());
+            let error = match tokio::time::timeout(CARRY_WAIT, sent).await {
+                Ok(Ok(replies)) => return Some(replies),
+                Ok(Err(error)) => error.to_string(),
+                Err(_) => "it does not answer".to_owned(),
+            };
+            if !std::mem::replace(&mut is_told, true) {
+                tracing::warn!(vm = %self.name, %peer, %error, "a message to the other host was not delivered");
+            }
+            if began.elapsed() >= again {
+                return None;
+            }
+            tokio::time::sleep(AGAIN_EACH).await;
+        }
+    }
+
     async fn carry(self: Arc<Self>, message: OutboxMessage, carrier: Carrier) {
         let peer = message.peer.host.clone();
-        let sent = tokio::time::timeout(CARRY_WAIT, carrier(self.name.clone(), message)).await;
-        let replies = match sent {
-            Ok(Ok(replies)) => replies,
-            Ok(Err(error)) => {
-                tracing::warn!(vm = %self.name, %peer, %error, "a message to the other host was not delivered");
-                return;
-            }
-            Err(_) => {
-                tracing::warn!(vm = %self.name, %peer, "the other host does not answer");
-                return;
-            }
+        let Some(replies) = self.delivered(&message, &carrier).await else {
+            return;
         };
         for message in replies {
             let request = VmRequest::Peer {
@@ -545,6 +574,16 @@ impl Supervised {
             }
         }
     }
+}
+
+/// Whether a message ends its migration, and is said once: a VM process asks again by itself for everything else, and
+/// one that does not hear this waits for its link in vain.
+fn is_last_word(message: &serde_json::Value) -> bool {
+    let said = PeerMessage::deserialize(message);
+    matches!(
+        said,
+        Ok(PeerMessage::Failed { .. } | PeerMessage::Abort { .. })
+    )
 }
 
 async fn reap(vm: VmName, mut child: tokio::process::Child) {

@@ -1,7 +1,7 @@
 //! The supervisor with a stub VM process: starting, following a death, adopting, backing off, carrying messages.
 
 use super::*;
-use crate::test_support::{DIE, HEARD, OUTBOX, TestHost, stub_program};
+use crate::test_support::{DIE, HEARD, NO_OUTBOX, OUTBOX, TestHost, stub_program};
 use godwit_ownership::Power;
 use godwit_types::migration::AgentAddress;
 use rustix::process::{Pid, Signal, kill_process};
@@ -230,6 +230,68 @@ async fn one_that_cannot_start_is_reported_and_never_given_up() {
     end(&supervisor, &vm).await;
 }
 
+fn to_b(message: serde_json::Value) -> OutboxMessage {
+    let peer = AgentAddress {
+        host: godwit_types::HostName::new("b").unwrap(),
+        address: "127.0.0.1:9".parse().unwrap(),
+    };
+    OutboxMessage { peer, message }
+}
+
+/// Has the stub of a VM process hand messages to its agent.
+fn says(run_dir: &Path, messages: &[&OutboxMessage]) {
+    let text = serde_json::to_vec(messages).unwrap();
+    std::fs::write(run_dir.join("fresh"), text).unwrap();
+    std::fs::rename(run_dir.join("fresh"), run_dir.join(OUTBOX)).unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_last_word_is_said_again_until_the_other_host_hears_it() {
+    let host = TestHost::new();
+    host.hold("web", Power::On);
+    let (seen, mut carried) = mpsc::unbounded_channel();
+    let refusals = std::sync::atomic::AtomicUsize::new(3);
+    let carrier: Carrier = Arc::new(move |_, message: OutboxMessage| {
+        seen.send(message.message["message"].as_str().unwrap().to_owned())
+            .unwrap();
+        let is_refused = refusals
+            .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| {
+                left.checked_sub(1)
+            })
+            .is_ok();
+        Box::pin(async move {
+            match is_refused {
+                true => Err(ApiError::new(ErrorCode::HostUnreachable, "nobody listens")),
+                false => Ok(Vec::new()),
+            }
+        })
+    });
+    let supervisor = supervisor(&host, carrier);
+    let vm = supervisor.supervise(host.vm_config("web"));
+    pid_but(&vm, 0).await;
+    let migration = godwit_types::MigrationId::new("m1").unwrap();
+    let last = PeerMessage::Failed {
+        migration,
+        reason: Some(godwit_ownership::Reason::clipped("its VM process died")),
+    };
+    let asks =
+        to_b(serde_json::json!({ "message": "ask-holding", "migration": "m1", "generation": 2 }));
+    let last = to_b(serde_json::to_value(last).unwrap());
+    says(&host.run_dir("web"), &[&asks, &last]);
+    let mut words = Vec::new();
+    while words.len() < 4 {
+        let word = tokio::time::timeout(LONG, carried.recv()).await;
+        words.push(word.expect("it is carried again").unwrap());
+    }
+    words.sort();
+    assert_eq!(words, ["ask-holding", "failed", "failed", "failed"]);
+    end(&supervisor, &vm).await;
+    assert!(
+        carried.try_recv().is_err(),
+        "it was heard at the third time"
+    );
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_is_carried_to_the_peer_and_its_reply_comes_back() {
     let host = TestHost::new();
@@ -242,17 +304,9 @@ async fn a_message_is_carried_to_the_peer_and_its_reply_comes_back() {
     let supervisor = supervisor(&host, carrier);
     let vm = supervisor.supervise(host.vm_config("web"));
     pid_but(&vm, 0).await;
-    let message = OutboxMessage {
-        peer: AgentAddress {
-            host: godwit_types::HostName::new("b").unwrap(),
-            address: "127.0.0.1:9".parse().unwrap(),
-        },
-        message: serde_json::json!({ "message": "ask-holding" }),
-    };
+    let message = to_b(serde_json::json!({ "message": "ask-holding" }));
     let run_dir = host.run_dir("web");
-    let text = serde_json::to_vec(&[&message]).unwrap();
-    std::fs::write(run_dir.join("fresh"), text).unwrap();
-    std::fs::rename(run_dir.join("fresh"), run_dir.join(OUTBOX)).unwrap();
+    says(&run_dir, &[&message]);
     let (name, sent) = tokio::time::timeout(LONG, carried.recv())
         .await
         .expect("it is carried")
@@ -275,6 +329,33 @@ fn wait_for_file(path: &Path) -> String {
         }
     }
     panic!("{} did not come", path.display());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_process_that_does_not_know_a_question_is_not_asked_without_a_pause() {
+    let host = TestHost::new();
+    host.hold("web", Power::On);
+    let run_dir = host.run_dir("web");
+    std::fs::create_dir_all(&run_dir).unwrap();
+    std::fs::write(run_dir.join(NO_OUTBOX), "").unwrap();
+    let supervisor = supervisor(&host, nobody());
+    let began = Instant::now();
+    let vm = supervisor.supervise(host.vm_config("web"));
+    let asked_thrice = move || {
+        let deadline = Instant::now() + LONG;
+        while Instant::now() < deadline {
+            let heard = std::fs::read_to_string(run_dir.join(HEARD)).unwrap_or_default();
+            if heard.lines().count() >= 3 {
+                return true;
+            }
+            std::thread::yield_now();
+        }
+        false
+    };
+    let is_asked = tokio::task::spawn_blocking(asked_thrice).await.unwrap();
+    assert!(is_asked, "it is asked again");
+    assert!(began.elapsed() >= 2 * AGAIN_EACH, "{:?}", began.elapsed());
+    end(&supervisor, &vm).await;
 }
 
 #[tokio::test]

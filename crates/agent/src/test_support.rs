@@ -24,6 +24,8 @@ use std::path::{Path, PathBuf};
 pub const DIE: &str = "die-at-start";
 /// In the run directory: messages that the stub hands over once.
 pub const OUTBOX: &str = "outbox.json";
+/// In the run directory: the stub knows no `TakeOutbox`, and says so.
+pub const NO_OUTBOX: &str = "no-outbox";
 /// In the run directory: what the stub was told by `Peer` and `HostRemoved`, one line each.
 pub const HEARD: &str = "heard";
 /// In the run directory: the stub was asked to write its record again.
@@ -217,6 +219,14 @@ fn serve(stream: UnixStream, config: &VmProcessConfig) {
     }
 }
 
+fn taken_outbox(run_dir: &Path, wait_ms: u64) -> VmAnswer {
+    if run_dir.join(NO_OUTBOX).exists() {
+        append(&run_dir.join(HEARD), "take-outbox");
+        return VmAnswer::Error(ApiError::new(ErrorCode::InvalidRequest, "unknown request"));
+    }
+    VmAnswer::Outbox(outbox(&run_dir.join(OUTBOX), wait_ms))
+}
+
 fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
     let run_dir = Path::new(&config.run_dir);
     match request {
@@ -224,9 +234,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             VmAnswer::Error(ApiError::new(ErrorCode::UnknownVm, "the VM is not here"))
         }
         VmRequest::Status => VmAnswer::Status(Box::new(status(config))),
-        VmRequest::TakeOutbox { wait_ms } => {
-            VmAnswer::Outbox(outbox(&run_dir.join(OUTBOX), wait_ms))
-        }
+        VmRequest::TakeOutbox { wait_ms } => taken_outbox(run_dir, wait_ms),
         VmRequest::Peer { from, message } => {
             append(&run_dir.join(HEARD), &format!("{from} {message}"));
             VmAnswer::Replies(vec![serde_json::json!({ "echo": message })])

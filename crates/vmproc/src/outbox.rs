@@ -1,7 +1,8 @@
 //! Messages about ownership that wait to be carried to the other host by the agent.
 //!
 //! Shared by the VM's own thread (which puts) and the connection of the agent (which takes). At most one copy of a
-//! message waits; the core asks again by itself, so what is taken and lost on the way does no harm.
+//! message waits; the core asks again by itself, and the agent says a migration's last word again, so that what is lost
+//! on the way does no harm.
 
 use godwit_types::host_api::OutboxMessage;
 use std::sync::{Condvar, Mutex, PoisonError};
