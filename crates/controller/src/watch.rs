@@ -1,9 +1,10 @@
 //! Follows migrations by the reports of their hosts, and stores how they ended.
 //!
 //! Owns nothing but its tasks: one per migration under way, also after a restart of the controller. The source's word
-//! counts where it answers, but for "completed", which either may say; else its destination's. Refuses to guess: while nobody can be reached, a migration stays
-//! as it was last known. A migration that both hosts answer not to know never began; nor did one that its source refuses
-//! from now on and holds the VM without, whatever its destination would say.
+//! counts where it answers, but for "completed", which either may say; else its destination's, unless the source may go on
+//! with what its destination gave up. Refuses to guess: while nobody can be reached, a migration stays as it was last
+//! known. A migration that both hosts answer not to know never began; nor did one that its source refuses from now on and
+//! holds the VM without, whatever its destination would say.
 
 use crate::app::App;
 use crate::bounds;
@@ -15,6 +16,7 @@ use crate::unread::Lack;
 use godwit_rpc::ClientError;
 use godwit_site::Book;
 use godwit_types::control_api::{CancelRequest, InventoryEvent};
+use godwit_types::host_api::HostVm;
 use godwit_types::migration::{
     COULD_NOT_BEGIN, MigrationReport, Outcome as End, PEER_GAVE_UP, Phase,
 };
@@ -120,11 +122,36 @@ fn source_is_late(source: &Word, waiting: &mut Option<Instant>) -> bool {
 async fn hear(app: &App, last: &MigrationReport) -> (Word, Verdict) {
     let (source, destination) = tokio::join!(ask(app, &last.from, last), ask(app, &last.to, last));
     let verdict = judge(&source, &destination);
+    let gave_up = |report: &MigrationReport| report.outcome != Some(End::Completed);
+    let by_destination = !matches!(source, Word::Report(_));
+    if matches!(&verdict, Verdict::Over(report) if by_destination && gave_up(report))
+        && source_may_go_on(app, last).await
+    {
+        return (source, Verdict::NoNews);
+    }
     let only_destination_missing = matches!((&source, &destination), (Word::Unknown, Word::Silent));
     if only_destination_missing && source_stays_without(app, last).await {
         return (source, Verdict::NeverBegan);
     }
     (source, verdict)
+}
+
+/// Whether the source of a migration that its destination gave up may still move the VM: until it is told so, it takes its
+/// destination's silence for a broken link, and refuses what is asked of the VM meanwhile.
+async fn source_may_go_on(app: &App, last: &MigrationReport) -> bool {
+    let Ok((_, agent)) = app.agent(&last.from) else {
+        return false;
+    };
+    match agent.vm(&last.vm).await {
+        Ok(seen) => !says_what_it_does(&seen) || seen.migration.as_ref() == Some(&last.id),
+        Err(ClientError::Refused(error)) => error.code != ErrorCode::UnknownVm,
+        Err(_) => !app.state().book.is_fenced(&last.from),
+    }
+}
+
+/// Whether what an agent says of a VM is its VM process's own word: one that does not answer may be moving it.
+fn says_what_it_does(seen: &HostVm) -> bool {
+    seen.state != VmState::Unreachable && seen.state != VmState::DamagedRecord
 }
 
 /// Whether a source that does not know the migration has refused it for ever, and holds the VM: then nothing was given, and
@@ -145,8 +172,7 @@ async fn source_stays_without(app: &App, last: &MigrationReport) -> bool {
     let Ok(seen) = agent.vm(&last.vm).await else {
         return false;
     };
-    // A VM process that does not answer may know of a migration that its agent has not found again.
-    let is_heard = seen.state != VmState::Unreachable && seen.state != VmState::DamagedRecord;
+    let is_heard = says_what_it_does(&seen);
     let stays = seen.spec.name == last.vm && seen.claim.held().is_some();
     never_there && is_heard && stays && seen.migration.is_none()
 }
@@ -185,7 +211,7 @@ pub fn judge(source: &Word, destination: &Word) -> Verdict {
     match (source, destination) {
         (Word::Report(a), Word::Report(b)) => judge_both(a, b),
         (Word::Report(report), Word::Unknown | Word::Silent) => judge_one(report),
-        // What a destination says alone is true, but its source may still know better how it went.
+        // What a destination says alone is true of itself: whether its source goes on, `hear` asks.
         (Word::Unknown | Word::Silent, Word::Report(report)) => judge_one(report),
         (Word::Unknown, Word::Unknown) => Verdict::NeverBegan,
         _ => Verdict::NoNews,

@@ -9,6 +9,7 @@ mod drains;
 mod hostile;
 mod inventory;
 mod migrations;
+mod moves_ended;
 mod placement;
 mod predictions;
 mod restored;

@@ -5,7 +5,7 @@ use crate::scripted::{
 };
 use godwit_rpc::Client;
 use godwit_rpc::controller_client::{MigrateAnswer, path};
-use godwit_types::control_api::{CancelRequest, HostState, StartRequest};
+use godwit_types::control_api::{CancelRequest, StartRequest};
 
 use godwit_types::migration::{
     Cipher, MigrateRequest, MigrationReport, Outcome, PEER_GAVE_UP, PreflightReport,
@@ -15,14 +15,14 @@ use godwit_types::vm::{DiskSpec, EncryptionMode, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use std::time::Duration;
 
-async fn house() -> (House, Agent, Agent) {
+pub async fn house() -> (House, Agent, Agent) {
     let house = House::new().await;
     let (a, b) = (house.host("a").await, house.host("b").await);
     house.running("web", "a").await;
     (house, a, b)
 }
 
-async fn begin(house: &House, request: &MigrateRequest) -> MigrationId {
+pub async fn begin(house: &House, request: &MigrateRequest) -> MigrationId {
     match house.client().migrate(&vm("web"), request).await.unwrap() {
         MigrateAnswer::Begun(begun) => MigrationId::new(begun.id).unwrap(),
         MigrateAnswer::Checked(report) => panic!("only checked: {report:?}"),
@@ -40,7 +40,7 @@ async fn refused(house: &House, request: &MigrateRequest) -> ApiError {
 }
 
 /// Reads a migration's events to their end.
-async fn watch_to_the_end(house: &House, id: &MigrationId) -> Vec<MigrationReport> {
+pub async fn watch_to_the_end(house: &House, id: &MigrationId) -> Vec<MigrationReport> {
     let mut events = house.client().migration_events(id).await.unwrap();
     let mut reports = Vec::new();
     while let Some(event) = events.next(DEADLINE).await.unwrap() {
@@ -466,100 +466,4 @@ async fn a_source_that_waits_too_long_for_its_former_host_refuses_the_move() {
     let refused = house.client().migrate(&vm("web"), &to("b")).await;
     refused!(refused.map(|_| ()), Unconfirmed);
     assert!(a.calls("migrate") > 1);
-}
-
-/// Waits until both hosts have been asked about a migration once more, from the beginning.
-async fn asked_again(agents: [&Agent; 2], id: &MigrationId) {
-    let call = format!("report {id}");
-    for agent in agents {
-        // What was asked for before may still be on its way.
-        let until = agent.calls(&call) + 2;
-        let asked = async {
-            while agent.calls(&call) < until {
-                tokio::task::yield_now().await;
-            }
-        };
-        tokio::time::timeout(DEADLINE, asked)
-            .await
-            .expect("nobody asked for its report");
-    }
-}
-
-#[tokio::test]
-async fn a_report_of_another_vm_or_of_other_hosts_ends_no_move() {
-    let (house, a, b) = house().await;
-    let id = begin(&house, &to("b")).await;
-    let good = b.script().reports[&id].clone();
-    let (mut of_another_vm, mut of_other_hosts) = (good.clone(), good.clone());
-    of_another_vm.vm = vm("aaa");
-    of_other_hosts.from = host("c");
-    for (agent, mut other) in [(&a, of_another_vm), (&b, of_other_hosts)] {
-        other.outcome = Some(Outcome::Completed);
-        other.phase = godwit_types::migration::Phase::Ended;
-        agent.script().reports.insert(id.clone(), other);
-    }
-    asked_again([&a, &b], &id).await;
-    let report = house.client().migration(&id).await.unwrap();
-    assert_eq!(report.outcome, None, "{report:?}");
-    for agent in [&a, &b] {
-        agent.script().reports.insert(id.clone(), good.clone());
-    }
-    hand_over(&a, &b, "web", &id);
-    let last = watch_to_the_end(&house, &id).await.pop().unwrap();
-    assert_eq!(last.outcome, Some(Outcome::Completed));
-}
-
-/// A controller that was gone while its migration was about to begin: the source was never told.
-async fn interrupted(house: &mut House, forgets: [&Agent; 2]) -> MigrationId {
-    let id = begin(house, &to("b")).await;
-    house.stop().await;
-    for agent in forgets {
-        agent.script().reports.clear();
-    }
-    id
-}
-
-#[tokio::test]
-async fn a_destination_that_dies_while_it_is_prepared_does_not_keep_the_vm_moving_for_ever() {
-    let (mut house, a, mut b) = house().await;
-    let id = interrupted(&mut house, [&a, &b]).await;
-    b.cut().await;
-    house.start().await;
-    let report = watch_to_the_end(&house, &id).await.pop().unwrap();
-    assert_eq!(report.outcome, Some(Outcome::Failed));
-    assert!(a.calls(&format!("cancel {id} of web")) > 0, "it is bound");
-    let free = async |house: &House| house.vm("web").await.migration.is_none();
-    house.until(free).await;
-    assert_eq!(house.vm("web").await.host, Some(host("a")));
-}
-
-#[tokio::test]
-async fn a_source_that_gave_the_vm_and_lost_its_report_ends_no_move() {
-    let (mut house, a, mut b) = house().await;
-    let id = interrupted(&mut house, [&a, &b]).await;
-    b.cut().await;
-    let generation = a.script().specs[&id].generation;
-    let gave = Claim::Gave {
-        generation,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, generation, gave);
-    house.start().await;
-    a.until_called(&format!("cancel {id} of web")).await;
-    asked_again([&a, &a], &id).await;
-    assert_eq!(house.client().migration(&id).await.unwrap().outcome, None);
-}
-
-#[tokio::test]
-async fn a_fenced_source_that_never_told_its_destination_ends_the_move() {
-    let (mut house, mut a, b) = house().await;
-    let id = interrupted(&mut house, [&a, &b]).await;
-    a.cut().await;
-    house.start().await;
-    b.until_called(&format!("report {id}")).await;
-    assert_eq!(house.client().migration(&id).await.unwrap().outcome, None);
-    house.until_host("a", HostState::Unreachable).await;
-    house.client().fenced(&host("a")).await.unwrap();
-    let report = watch_to_the_end(&house, &id).await.pop().unwrap();
-    assert_eq!(report.outcome, Some(Outcome::Failed));
 }
