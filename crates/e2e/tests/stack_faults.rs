@@ -132,6 +132,34 @@ fn killed_daemons_do_not_matter() -> Result<()> {
     stack.remove("calm")
 }
 
+/// The source hears of it only once its agent is back: until then it takes the silence for a broken link.
+#[test]
+fn a_destination_that_fails_while_the_sources_agent_is_away_leaves_a_vm_that_can_be_moved()
+-> Result<()> {
+    let stack = stack();
+    let stack = up(&stack)?;
+    stack.start_counter(&lasting("left"), "a")?;
+    let id = stack.begin("left", "b", &CAP)?;
+    stack.wait_precopy(&id)?;
+    stack.kill_daemon("a")?;
+    let process = stack.vm_at("left", "b")?["vm_process_pid"].as_i64();
+    let pid = i32::try_from(process.context("no VM process")?)?;
+    stack.machine("b")?.kill(pid, KILL)?;
+    stack.ended("b", &id)?;
+    stack.start_daemon("a")?;
+    stack.wait_connected()?;
+    stack.until("the controller knows of no move any more", SOON, || {
+        let shown = stack.json("controller", &["vm", "show", "left"])?;
+        Ok(shown["migration"].is_null())
+    })?;
+    stack.ok("controller", &["vm", "pause", "left"])?;
+    stack.ok("controller", &["vm", "resume", "left"])?;
+    let id = stack.begin("left", "b", &[])?;
+    stack.completed(&id)?;
+    stack.check_guest("left", "b")?;
+    stack.remove("left")
+}
+
 #[test]
 fn ctrl_c_detaches_and_cancel_cancels() -> Result<()> {
     let stack = stack();

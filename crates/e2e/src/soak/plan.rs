@@ -1,7 +1,7 @@
 //! What a round does, worked out from a seed before it begins: which VM moves, what is broken, when and for how long.
 //!
 //! Pure. Owns the table of faults, and with it what each fault excuses: the one place of the soak's expectations. The
-//! same seed and number give the same round, whatever ran before. Refuses: names of faults that are not in the table.
+//! same seed and number give the same plan, whatever ran before; where each VM is at its beginning, the rounds before decide. Refuses: names of faults that are not in the table.
 
 use std::collections::BTreeSet;
 
@@ -286,9 +286,15 @@ impl Round {
 
 impl std::fmt::Display for Round {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let what = |step: &Step| match step.fault.act {
-            Act::Person(_) => step.fault.name.to_owned(),
-            _ => format!("{}@{:?}", step.fault.name, step.role).to_lowercase(),
+        let what = |step: &Step| {
+            let fault = match step.fault.act {
+                Act::Person(_) => step.fault.name.to_owned(),
+                _ => format!("{}@{:?}", step.fault.name, step.role).to_lowercase(),
+            };
+            match step.vm == self.vm {
+                true => fault,
+                false => format!("{fault} of another VM"),
+            }
         };
         let names: Vec<String> = self.steps.iter().map(what).collect();
         let names = if names.is_empty() {
@@ -422,5 +428,18 @@ mod tests {
                 .contains("kill-agent")
         );
         assert!(Round::plan(1, 1, &[], 3).steps.is_empty());
+    }
+
+    #[test]
+    fn a_step_about_another_vm_than_the_one_that_moves_says_so() {
+        let round = Round::plan(4242, 15, &all(), 3);
+        let told = round.to_string();
+        let names: Vec<&str> = told.split(" + ").collect();
+        assert_eq!(names.len(), round.steps.len());
+        for (name, step) in names.iter().zip(&round.steps) {
+            let is_marked = name.ends_with("of another VM");
+            assert_eq!(is_marked, step.vm != round.vm, "{told}");
+        }
+        assert!(told.contains("kill-agent@holder of another VM"), "{told}");
     }
 }

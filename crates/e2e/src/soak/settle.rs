@@ -368,7 +368,16 @@ fn holders(site: &Site, vm: &str, home: &str) -> Option<String> {
             Err(error) => return Some(format!("the agent of {host} does not say: {error:#}")),
         };
         let mut known = known.as_array().into_iter().flatten();
-        if known.any(|one| one["spec"]["name"] == vm && one["claim"]["claim"] == "holds") {
+        let Some(one) = known.find(|one| one["spec"]["name"] == vm) else {
+            continue;
+        };
+        if !one["migration"].is_null() {
+            let id = &one["migration"];
+            return Some(format!(
+                "{host} moves it in {id}, and the controller does not say so"
+            ));
+        }
+        if one["claim"]["claim"] == "holds" {
             holders.push(host.as_str());
         }
     }
