@@ -146,6 +146,7 @@ fn a_destination_that_fails_while_the_sources_agent_is_away_leaves_a_vm_that_can
     let pid = i32::try_from(process.context("no VM process")?)?;
     stack.machine("b")?.kill(pid, KILL)?;
     stack.ended("b", &id)?;
+    stack.wait_state("left", "unreachable", SOON)?;
     stack.start_daemon("a")?;
     stack.wait_connected()?;
     stack.until("the controller knows of no move any more", SOON, || {

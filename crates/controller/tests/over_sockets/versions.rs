@@ -218,6 +218,8 @@ async fn a_move_that_could_not_begin_was_cancelled_by_nobody_whatever_an_older_h
     a.cut().await;
     prepares.send_replace(true);
     assert!(begins.await.unwrap().is_err(), "its source is away");
+    // Until it is back nobody knows whether it was told.
+    a.heal().await;
     let is_over = async |house: &House| {
         let all = house.client().migrations().await.unwrap();
         all.iter().all(|report| report.outcome.is_some())
