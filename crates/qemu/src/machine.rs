@@ -12,7 +12,10 @@ use godwit_ownership::RunPermit;
 use godwit_types::Generation;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// Pause before a QEMU that refused to let its guest run is asked again.
+const REFUSED_PAUSE: Duration = Duration::from_millis(5);
 
 /// QEMU's state of the whole machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -237,6 +240,40 @@ impl Machine {
             permit,
             resumed_at: event.map_or_else(Instant::now, |event| event.seen_at),
         })
+    }
+
+    /// As [`Machine::cont`], for a hypervisor that does not answer, or refuses for a moment: it is asked again until
+    /// `deadline`, each time for at most `each`. Saying it twice does no harm.
+    pub fn cont_patiently(
+        &self,
+        mut permit: RunPermit,
+        each: Duration,
+        deadline: Instant,
+    ) -> Result<Running, ContError> {
+        loop {
+            match self.cont(permit, (Instant::now() + each).min(deadline)) {
+                Err(error) if self.is_closed() || Instant::now() >= deadline => return Err(error),
+                Err(error) if error.maybe_running => permit = error.permit,
+                Err(error) if self.may_go_on(Instant::now() + each) => {
+                    permit = error.permit;
+                    std::thread::sleep(REFUSED_PAUSE);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Whether a refusal to let the guest run may pass. A QEMU refuses while it has not noticed that its save was given
+    /// up, and may be past that by the time it is asked for its state: only states that no waiting ends are final.
+    fn may_go_on(&self, deadline: Instant) -> bool {
+        !matches!(
+            self.query_status(deadline),
+            Ok(RunState::Shutdown
+                | RunState::GuestPanicked
+                | RunState::InternalError
+                | RunState::IoError
+                | RunState::Watchdog)
+        )
     }
 
     /// Resets the machine and waits until it has happened. A stopped guest stays stopped.

@@ -12,7 +12,6 @@ use crate::vm::Vm;
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_migrate::why::Why;
 use godwit_ownership::{Action, Event, HostRecord, PeerMessage, RunPermit, Status};
-use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::StoreError;
 use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::{Outcome, Phase, Side};
@@ -24,8 +23,6 @@ use std::time::{Duration, Instant};
 pub(crate) const CONT_WAIT: Duration = Duration::from_secs(30);
 /// Why a migration ends whose end a process tells that did not begin it.
 const PREDECESSOR_DIED: &str = "its VM process ended during the migration";
-/// Pause before a hypervisor that refused to let its guest run is asked again.
-const REFUSED_PAUSE: Duration = Duration::from_millis(5);
 
 impl Vm {
     /// Carries out one action; returns the events that follow from it.
@@ -156,7 +153,8 @@ impl Vm {
         };
         let began = Instant::now();
         self.unsure = None;
-        match cont_patiently(&hyper.machine, permit, began + self.cont_wait) {
+        let deadline = began + self.cont_wait;
+        match hyper.machine.cont_patiently(permit, QMP_WAIT, deadline) {
             Ok(running) => {
                 tracing::info!(generation = running.generation().0, "the guest runs");
                 reached("running");
@@ -416,37 +414,4 @@ impl Vm {
         self.status = status;
         self.settle_orphan();
     }
-}
-
-/// A hypervisor that does not answer is asked again: saying it twice does no harm.
-fn cont_patiently(
-    machine: &Machine,
-    mut permit: RunPermit,
-    deadline: Instant,
-) -> Result<Running, ContError> {
-    loop {
-        match machine.cont(permit, (Instant::now() + QMP_WAIT).min(deadline)) {
-            Err(error) if machine.is_closed() || Instant::now() >= deadline => return Err(error),
-            Err(error) if error.maybe_running => permit = error.permit,
-            Err(error) if may_go_on(machine) => {
-                permit = error.permit;
-                std::thread::sleep(REFUSED_PAUSE);
-            }
-            result => return result,
-        }
-    }
-}
-
-/// Whether a refusal to let the guest run may pass. A QEMU refuses while it has not noticed that its save was given up,
-/// and may be past that by the time it is asked for its state: only states that no waiting ends are final.
-fn may_go_on(machine: &Machine) -> bool {
-    let state = machine.query_status(Instant::now() + QMP_WAIT);
-    !matches!(
-        state,
-        Ok(RunState::Shutdown
-            | RunState::GuestPanicked
-            | RunState::InternalError
-            | RunState::IoError
-            | RunState::Watchdog)
-    )
 }
