@@ -149,14 +149,7 @@ impl Vm {
     /// can be tried again.
     fn boot_again(&mut self) -> Reply {
         self.keep_off_what_was_asked_off();
-        let runs = matches!(
-            self.core.record().phase,
-            Phase::Holds {
-                power: Power::On,
-                ..
-            }
-        );
-        if !runs {
+        if self.core.record().power() != Some(Power::On) {
             let message = format!(
                 "VM '{}' does not run by the record of host '{}'",
                 self.config.vm, self.config.host
@@ -284,8 +277,7 @@ impl Vm {
     /// from now on, nothing will be.
     fn knows_nothing_of(&self, id: &MigrationId) -> bool {
         let current = self.migration.as_ref();
-        let holds = matches!(self.core.record().phase, Phase::Holds { .. });
-        holds
+        self.core.record().power().is_some()
             && self.core.state_name() != StateName::Recovering
             && current.is_none_or(|migration| migration.id != *id)
     }
