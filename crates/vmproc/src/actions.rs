@@ -155,10 +155,9 @@ impl Vm {
         self.unsure = None;
         let deadline = began + self.cont_wait;
         match hyper.machine.cont_patiently(permit, QMP_WAIT, deadline) {
-            Ok(running) => {
-                tracing::info!(generation = running.generation().0, "the guest runs");
+            Ok(generation) => {
+                tracing::info!(generation = generation.0, "the guest runs");
                 reached("running");
-                self.running = Some(running);
                 self.runs_on(began);
                 None
             }
@@ -242,7 +241,6 @@ impl Vm {
         let began = Instant::now();
         match hyper.machine.stop(began + QMP_WAIT) {
             Ok(stopped) => {
-                self.running = None;
                 self.unsure = None;
                 reached("source.stopped");
                 if let Some(migration) = &mut self.migration {
@@ -386,7 +384,6 @@ impl Vm {
     }
 
     pub(crate) fn kill_qemu(&mut self) {
-        self.running = None;
         self.unsure = None;
         self.forget_what_was_not_obeyed();
         if let Some(hyper) = self.hyper.take() {

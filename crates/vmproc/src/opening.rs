@@ -171,7 +171,6 @@ impl Adopted {
             core,
             spec: seat.spec,
             hyper: self.hyper,
-            running: None,
             timers: Timers::default(),
             outbox,
             inputs,

@@ -17,7 +17,6 @@ use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
 use godwit_ownership::{Action, Event, EventKind, PeerMessage, StateName, Status, Timer, VmCore};
-use godwit_qemu::machine::Running;
 use godwit_qemu::rate::Rate;
 use godwit_store::{VmStore, load_json};
 use godwit_types::host_api::{MigrationNote, REPORTS_DIR, VmAnswer, VmProcessConfig};
@@ -54,7 +53,6 @@ pub(crate) struct Vm {
     pub spec: Option<VmSpec>,
     pub hyper: Option<Hyper>,
     pub launches: u64,
-    pub running: Option<Running>,
     pub status: Status,
     pub timers: Timers,
     pub outbox: Arc<Outbox>,
@@ -275,7 +273,6 @@ impl Vm {
 
     /// QEMU is gone; what it left is removed once nothing needs it.
     fn forget_qemu(&mut self) {
-        self.running = None;
         self.unsure = None;
         self.forget_what_was_not_obeyed();
         if self.hyper.take().is_some() {
