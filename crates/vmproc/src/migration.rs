@@ -93,10 +93,7 @@ impl Vm {
         self.refuse_while_closing()?;
         refuse_writable_disks(&request.spec)?;
         self.refuse_cancelled(&request.migration.id)?;
-        if self.migration.is_some() {
-            let message = format!("VM '{}' is already moving", self.config.vm);
-            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
-        }
+        self.refuse_while_moving()?;
         let migration = &request.migration;
         let event = Event::PrepareIncoming {
             migration: migration.id.clone(),
@@ -114,6 +111,14 @@ impl Vm {
                 Err(error.on_host(&self.config.host))
             }
         }
+    }
+
+    fn refuse_while_moving(&self) -> Result<(), ApiError> {
+        if self.migration.is_none() {
+            return Ok(());
+        }
+        let message = format!("VM '{}' is already moving", self.config.vm);
+        Err(ApiError::new(ErrorCode::AlreadyMigrating, message))
     }
 
     fn receive(&mut self, request: &PrepareIncoming) -> Result<IncomingReady, ApiError> {
@@ -178,10 +183,7 @@ impl Vm {
     pub(crate) fn migrate(&mut self, spec: &MigrationSpec) -> Reply {
         self.refuse_while_closing()?;
         self.refuse_cancelled(&spec.id)?;
-        if spec.id.as_str().is_empty() || self.migration.is_some() {
-            let message = format!("VM '{}' is already moving", self.config.vm);
-            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
-        }
+        self.refuse_while_moving()?;
         self.spec
             .as_ref()
             .map_or(Ok(()), refuse_writable_disks)
