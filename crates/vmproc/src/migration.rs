@@ -16,7 +16,7 @@ use godwit_guestmem::DirtyTracker;
 use godwit_migrate::admission::{agreed_protocol, refuse_writable_disks};
 use godwit_migrate::protocol::ToDestination;
 use godwit_migrate::why::Why;
-use godwit_ownership::{Action, Ending, Event, EventKind, PeerMessage, Phase};
+use godwit_ownership::{Action, Ending, Event, PeerMessage, Phase};
 use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::save_gate::SaveGate;
 use godwit_store::save_json;
@@ -95,14 +95,11 @@ impl Vm {
         self.refuse_cancelled(&request.migration.id)?;
         self.refuse_while_moving()?;
         let migration = &request.migration;
-        let event = Event::PrepareIncoming {
+        self.demand(Event::PrepareIncoming {
             migration: migration.id.clone(),
             from: migration.source.host.clone(),
             generation: migration.generation,
-        };
-        let asked = event.kind();
-        self.feed(event);
-        self.verdict(asked)?;
+        })?;
         match self.receive(&request) {
             Ok(ready) => Ok(VmAnswer::IncomingReady(ready)),
             Err(error) => {
@@ -193,7 +190,6 @@ impl Vm {
             to: spec.destination.host.clone(),
             generation: spec.generation,
         };
-        let asked = began.kind();
         // What passes by itself is told apart, so that the controller asks again for a moment.
         let unconfirmed = matches!(
             self.core.record().phase,
@@ -202,8 +198,7 @@ impl Vm {
                 ..
             }
         );
-        self.feed(began);
-        self.verdict(asked).map_err(|error| match unconfirmed {
+        self.demand(began).map_err(|error| match unconfirmed {
             true => ApiError {
                 code: ErrorCode::Unconfirmed,
                 ..error
@@ -341,8 +336,8 @@ impl Vm {
             true => Why::failure(reason),
             false => Why::wish(reason),
         };
-        self.feed_because(Event::Cancel, Some(why));
-        self.verdict(EventKind::Cancel)?;
+        let asked = self.put(Event::Cancel, Some(why));
+        self.verdict(asked)?;
         self.done("stays where it is")
     }
 

@@ -13,7 +13,7 @@ use crate::hypervisor::QMP_WAIT;
 use crate::requests::{Reply, qmp};
 use crate::vm::Vm;
 use godwit_migrate::why::Why;
-use godwit_ownership::{Event, EventKind, Phase, Power, Qemu, StateName};
+use godwit_ownership::{Event, Phase, Power, Qemu, StateName};
 use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use serde::{Deserialize, Serialize};
@@ -62,8 +62,8 @@ impl Vm {
     pub(crate) fn power_off(&mut self) -> Reply {
         let had_guest = self.hyper.is_some();
         let why = Why::guest_ended("powered off by its user");
-        self.feed_because(Event::StopRequested, Some(why));
-        let asked = self.verdict_or(EventKind::StopRequested, "is powered off", "is off already");
+        let asked = self.put(Event::StopRequested, Some(why));
+        let asked = self.verdict_or(asked, "is powered off", "is off already");
         let Err(error) = asked else {
             self.off_wanted = None;
             return asked;

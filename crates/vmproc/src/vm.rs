@@ -77,7 +77,7 @@ pub(crate) struct Vm {
     pub cont_wait: Duration,
     /// Whether the guest goes on is not known.
     pub unsure: Option<Unsure>,
-    /// What the event being handled came to, for whoever asked.
+    /// What the events since something was asked came to, for whoever asked.
     pub outcome: Outcome,
     /// What is written of what the guest does.
     pub said: Rate,
