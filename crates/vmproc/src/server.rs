@@ -67,18 +67,28 @@ fn converse(stream: UnixStream, inputs: &Sender<Input>, outbox: &Outbox) -> std:
         if reader.by_ref().take(limit).read_until(b'\n', &mut line)? == 0 {
             return Ok(());
         }
-        let answer = if line.last() == Some(&b'\n') {
+        let is_whole = line.last() == Some(&b'\n');
+        let answer = if is_whole {
             answer(&line, inputs, outbox)
         } else {
-            error(
-                ErrorCode::InvalidRequest,
-                "the request is longer than this interface takes",
-            )
+            error(ErrorCode::InvalidRequest, &unfinished(line.len()))
         };
         let mut text = serde_json::to_vec(&answer)?;
         text.push(b'\n');
         writer.write_all(&text)?;
+        if !is_whole {
+            // What may follow is the rest of this line, and no request.
+            return Ok(());
+        }
     }
+}
+
+/// What is wrong with a line of so many bytes that has no end.
+fn unfinished(len: usize) -> String {
+    if len < MESSAGE_LEN_MAX {
+        return "the request was cut off before the end of its line: ask again".into();
+    }
+    format!("the request is longer than the {MESSAGE_LEN_MAX} bytes that this interface takes")
 }
 
 fn may_ask(stream: &UnixStream) -> std::io::Result<bool> {
@@ -124,4 +134,47 @@ fn answer(line: &[u8], inputs: &Sender<Input>, outbox: &Outbox) -> VmAnswer {
 
 fn error(code: ErrorCode, message: &str) -> VmAnswer {
     VmAnswer::Error(ApiError::new(code, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::LONG;
+    use std::net::Shutdown;
+    use std::sync::mpsc::channel;
+
+    /// What a peer hears that says this and no more.
+    fn heard(said: Vec<u8>) -> Vec<String> {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_read_timeout(Some(LONG)).unwrap();
+        let mut mouth = ours.try_clone().unwrap();
+        let serving = std::thread::spawn(move || {
+            let _ = converse(theirs, &channel().0, &Outbox::default());
+        });
+        let saying = std::thread::spawn(move || {
+            // It may be hung up on before all is said.
+            let _ = mouth.write_all(&said);
+            let _ = mouth.shutdown(Shutdown::Write);
+        });
+        let answers = BufReader::new(ours).lines().map_while(Result::ok).collect();
+        saying.join().unwrap();
+        serving.join().unwrap();
+        answers
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_is_answered_once() {
+        let mut said = vec![b'x'; MESSAGE_LEN_MAX];
+        said.extend(b"and more\n");
+        let answers = heard(said);
+        assert_eq!(answers.len(), 1, "{answers:?}");
+        assert!(answers[0].contains("longer than"), "{answers:?}");
+    }
+
+    #[test]
+    fn a_line_that_is_cut_off_is_not_told_to_be_too_long() {
+        let answers = heard(b"{\"request\":\"sta".to_vec());
+        assert_eq!(answers.len(), 1, "{answers:?}");
+        assert!(answers[0].contains("cut off"), "{answers:?}");
+    }
 }
