@@ -131,11 +131,11 @@ impl Vm {
             return;
         }
         tracing::warn!("this process's socket is gone: it is made again");
+        let (inputs, outbox) = (self.inputs.clone(), Arc::clone(&self.outbox));
         let made = std::fs::create_dir_all(&self.config.run_dir)
-            .and_then(|()| server::bind(&self.paths.socket()));
-        match made {
-            Ok(listener) => server::serve(listener, self.inputs.clone(), Arc::clone(&self.outbox)),
-            Err(error) => tracing::error!(%error, "this process cannot be asked"),
+            .and_then(|()| server::serve(&self.paths.socket(), inputs, outbox));
+        if let Err(error) = made {
+            tracing::error!(%error, "this process cannot be asked");
         }
         let kept = self
             .hyper
