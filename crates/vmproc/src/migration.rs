@@ -7,7 +7,7 @@
 use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::faults::reached;
 use crate::hypervisor::{QMP_WAIT, internal, memory};
-use crate::input::{DriverNews, Input, Intake, News};
+use crate::input::{DriverNews, Input, Intake, Tell};
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
 use crate::source::{SourceHandle, SourceParts};
@@ -43,16 +43,6 @@ pub(crate) enum Driver {
     Destination(DestinationHandle),
 }
 
-impl Driver {
-    /// What waits of its news.
-    pub(crate) fn intake(&self) -> &Intake {
-        match self {
-            Self::Source(source) => source.intake(),
-            Self::Destination(destination) => destination.intake(),
-        }
-    }
-}
-
 /// A migration that this host takes part in, from its first promise to its end.
 #[derive(Debug)]
 pub(crate) struct Migration {
@@ -61,6 +51,8 @@ pub(crate) struct Migration {
     pub peer: HostName,
     pub run: u64,
     pub driver: Option<Driver>,
+    /// What waits of the driver's news.
+    pub intake: Arc<Intake>,
     pub control: ControlSlot,
     pub report: SharedReport,
     pub throttle: Option<SharedThrottle>,
@@ -145,6 +137,7 @@ impl Vm {
         spec: &MigrationSpec,
         arrivals: Arrivals,
     ) -> Result<Prepared, ApiError> {
+        let (news, intake) = self.news();
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
         let stream = hyper
             .machine
@@ -165,11 +158,12 @@ impl Vm {
             control: control.clone(),
             prepare: spec.prepare_memory,
             cores: cores(),
-            news: self.news(),
+            news,
         };
         let handle = DestinationHandle::start(parts).map_err(internal)?;
         Ok(Prepared {
             driver: Driver::Destination(handle),
+            intake,
             report,
             control,
             throttle: None,
@@ -224,6 +218,7 @@ impl Vm {
         let protocol = agreed_protocol(spec)?;
         self.keep_note(spec, Side::Source)?;
         let secret = Arc::new(wire_spec(spec)?);
+        let (news, intake) = self.news();
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
         hyper.ram.check_length().map_err(memory)?;
         hyper
@@ -265,11 +260,12 @@ impl Vm {
                 .max_bandwidth_mbit_per_s
                 .map(|mbit| mbit.max(1) as f64 * 125_000.0),
             control: control.clone(),
-            news: self.news(),
+            news,
         };
         let handle = SourceHandle::start(parts).map_err(internal)?;
         Ok(Prepared {
             driver: Driver::Source(handle),
+            intake,
             report,
             control,
             throttle: Some(throttle),
@@ -277,13 +273,16 @@ impl Vm {
         })
     }
 
-    /// What a driver tells goes to this thread, marked as this run's. The run begins with [`Vm::put_migration`].
-    fn news(&mut self) -> Box<dyn Fn(News) + Send> {
+    /// What a driver tells goes to this thread, as far as it may wait, marked as this run's. The run begins with
+    /// [`Vm::put_migration`].
+    fn news(&mut self) -> (Tell, Arc<Intake>) {
         self.runs += 1;
         let (run, inputs) = (self.runs, self.inputs.clone());
-        Box::new(move |news| {
+        let intake = Arc::<Intake>::default();
+        let tell = intake.bound(Box::new(move |news| {
             let _ = inputs.send(Input::Driver(DriverNews { run, news }));
-        })
+        }));
+        (tell, intake)
     }
 
     fn new_report(&self, spec: &MigrationSpec, side: Side) -> SharedReport {
@@ -306,6 +305,7 @@ impl Vm {
             peer,
             run: self.runs,
             driver: Some(prepared.driver),
+            intake: prepared.intake,
             control: prepared.control,
             report: prepared.report,
             throttle: prepared.throttle,
@@ -454,6 +454,7 @@ impl Vm {
 /// A driver that runs, and what belongs to it.
 struct Prepared {
     driver: Driver,
+    intake: Arc<Intake>,
     report: SharedReport,
     control: ControlSlot,
     throttle: Option<SharedThrottle>,

@@ -196,9 +196,7 @@ impl Vm {
                 let Some(migration) = migration.filter(|migration| migration.run == run) else {
                     return;
                 };
-                if let Some(driver) = &migration.driver {
-                    driver.intake().taken(&news);
-                }
+                migration.intake.taken(&news);
                 self.driver_news(news);
             }
         }

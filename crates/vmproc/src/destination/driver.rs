@@ -17,7 +17,7 @@
 use super::handle::{Command, DestinationParts, WaitingQemu};
 use super::last_words::{hear_rest, wait_for_end};
 use crate::faults::reached;
-use crate::input::{Intake, News, Tell};
+use crate::input::{News, Tell};
 use crate::shared_report::SharedReport;
 use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_migrate::rate::WireRate;
@@ -118,11 +118,7 @@ pub(super) struct DestinationDriver {
 
 impl DestinationDriver {
     /// One that has heard nothing yet.
-    pub(super) fn new(
-        parts: DestinationParts,
-        intake: &Arc<Intake>,
-        commands: Receiver<Command>,
-    ) -> Self {
+    pub(super) fn new(parts: DestinationParts, commands: Receiver<Command>) -> Self {
         Self {
             pages: parts.memory.ram.page_count(),
             qemu: Some(parts.qemu),
@@ -133,7 +129,7 @@ impl DestinationDriver {
             prepare: parts.prepare,
             cores: parts.cores,
             told_prepared: false,
-            news: intake.bound(parts.news),
+            news: parts.news,
             commands,
             held_back: Vec::new(),
             next_control: None,
