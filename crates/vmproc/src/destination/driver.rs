@@ -56,6 +56,13 @@ pub(super) enum Halt {
     Failed(String),
 }
 
+impl Halt {
+    /// It cannot go on, because of this.
+    pub(super) fn failed(error: impl std::fmt::Display) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
 /// How far the present connection set is; device state is taken only after the last barrier.
 #[derive(Debug, PartialEq, Eq, Clone, Copy)]
 pub(super) enum Stage {
@@ -255,9 +262,7 @@ impl DestinationDriver {
 
     fn open(&mut self, connection: Connection) -> Result<ConnectionSet, Halt> {
         let number = connection.channel().set();
-        let (sender, receiver) = connection
-            .into_control()
-            .map_err(|error| Halt::Failed(error.to_string()))?;
+        let (sender, receiver) = connection.into_control().map_err(Halt::failed)?;
         let control = Arc::new(SharedControl::new(sender));
         self.control.set(&control);
         self.connected = true;
@@ -312,7 +317,7 @@ impl DestinationDriver {
         match incoming {
             Incoming::Message(bytes) => {
                 let message = decode_to_destination(&bytes, self.pages);
-                let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
+                let message = message.map_err(Halt::failed)?;
                 if set.channels.is_barred() && !message.is_urgent() {
                     set.held.put(Incoming::Message(bytes));
                     return Ok(());
@@ -350,7 +355,7 @@ impl DestinationDriver {
                 Ok(Some(incoming))
             }
             Err(TransportError::Silent { .. }) if set.heard.elapsed() < CONTROL_SILENCE => Ok(None),
-            Err(error) => Err(halt_of(&error)),
+            Err(error) => Err(halt_of(error)),
         }
     }
 
@@ -409,7 +414,7 @@ impl DestinationDriver {
             return Err(halt_of_end(end));
         }
         let told = set.channels.tell_applied(&set.control);
-        told.map_err(|error| halt_of(&error))
+        told.map_err(halt_of)
     }
 
     /// Shows what has come so far, and how fast.
@@ -444,14 +449,14 @@ impl DestinationDriver {
         let seconds = took.as_secs_f64();
         self.report.update(|report| report.prepare_s = seconds);
         let told = set.control.send(&ToSource::Prepared { seconds });
-        told.map_err(|error| halt_of(&error))
+        told.map_err(halt_of)
     }
 }
 
-pub(super) fn halt_of(error: &TransportError) -> Halt {
+pub(super) fn halt_of(error: TransportError) -> Halt {
     match error.class().is_lost() {
         true => Halt::Lost(error.to_string()),
-        false => Halt::Failed(error.to_string()),
+        false => Halt::failed(error),
     }
 }
 

@@ -41,7 +41,7 @@ impl SourceDriver {
         loop {
             let iteration = self.iterate(set)?;
             if planted("tracking-after-first-read") && self.iteration == 1 {
-                self.begin_tracking().map_err(Halt::Failed)?;
+                self.begin_tracking()?;
             }
             let seconds = self.scan()?;
             let dirty_bytes = self.dirty.count() * PAGE_BYTES;
@@ -137,7 +137,7 @@ impl SourceDriver {
     /// Adds what was written since the last scan; says how long ago that was, s.
     fn scan(&mut self) -> Result<f64, Halt> {
         let scanned = self.parts.tracker.scan(&mut self.dirty);
-        scanned.map_err(|error| Halt::Failed(error.to_string()))?;
+        scanned.map_err(Halt::failed)?;
         let before = std::mem::replace(&mut self.scanned, Instant::now());
         Ok(self.scanned.duration_since(before).as_secs_f64())
     }
@@ -151,8 +151,7 @@ impl SourceDriver {
         }
         self.looks += 1;
         let written = self.parts.tracker.peek(self.dirty.page_count());
-        let written = written.map_err(|error| Halt::Failed(error.to_string()))?;
-        let bytes = written.count() * PAGE_BYTES;
+        let bytes = written.map_err(Halt::failed)?.count() * PAGE_BYTES;
         self.convergence.looked(age.as_secs_f64(), bytes);
         self.ledger.looked(age.as_secs_f64(), bytes);
         Ok(())
@@ -352,6 +351,6 @@ impl SourceDriver {
 fn halt_of_send(error: SendError) -> Halt {
     match error {
         SendError::Transport(error) => halt_of(error),
-        other => Halt::Failed(other.to_string()),
+        other => Halt::failed(other),
     }
 }
