@@ -43,7 +43,7 @@ impl Vm {
             Action::ReleaseThrottle => self.lift_throttle(),
             Action::Send { to, message } => self.send(&to, message),
             Action::KillQemu => self.kill_qemu(),
-            Action::Cleanup => self.cleanup(),
+            Action::Cleanup => remove_leftovers(&self.paths),
             Action::Arm(timer) => self.arm(timer),
             Action::Disarm(timer) => self.timers.disarm(timer),
             Action::EndMigration { migration, outcome } => self.end_migration(&migration, outcome),
@@ -393,10 +393,6 @@ impl Vm {
                 std::process::exit(75)
             });
         }
-        remove_leftovers(&self.paths);
-    }
-
-    fn cleanup(&mut self) {
         remove_leftovers(&self.paths);
     }
 

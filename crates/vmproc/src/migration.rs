@@ -8,6 +8,7 @@ use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::faults::reached;
 use crate::hypervisor::{QMP_WAIT, internal, memory};
 use crate::input::{DriverNews, Input, Intake, Tell};
+use crate::off::now_unix_s;
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
 use crate::source::{SourceHandle, SourceParts};
@@ -31,7 +32,7 @@ use godwit_types::migration::{
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
 use godwit_wire::Spec;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 /// How long a source that knows its guest to be elsewhere waits for the figures of its resuming.
 const RESUMED_WAIT: Duration = Duration::from_millis(250);
@@ -144,8 +145,7 @@ impl Vm {
             .prepare_incoming(Instant::now() + QMP_WAIT)
             .map_err(internal)?;
         empty(&hyper.ram).map_err(internal)?;
-        let report = self.new_report(spec, Side::Destination);
-        self.save_begun(&report.read())?;
+        let report = self.new_report(spec, Side::Destination)?;
         let control = ControlSlot::default();
         let parts = DestinationParts {
             arrivals,
@@ -230,8 +230,7 @@ impl Vm {
             let message = "the two hosts have no migration addresses of the same family (IPv4 or IPv6): add one in host.toml";
             return Err(ApiError::new(ErrorCode::Incompatible, message));
         }
-        let report = self.new_report(spec, Side::Source);
-        self.save_begun(&report.read())?;
+        let report = self.new_report(spec, Side::Source)?;
         let save_gate = SaveGate::default();
         let (control, throttle) = (
             ControlSlot::default(),
@@ -285,12 +284,12 @@ impl Vm {
         (tell, intake)
     }
 
-    fn new_report(&self, spec: &MigrationSpec, side: Side) -> SharedReport {
+    /// A report, kept from the first moment, so that a successor has one to close.
+    fn new_report(&self, spec: &MigrationSpec, side: Side) -> Result<SharedReport, ApiError> {
         let ram_mib = self.spec.as_ref().map_or(0, |spec| spec.memory_mib);
-        let now_s = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |since| since.as_secs());
-        SharedReport::new(MigrationReport::begun(spec, side, ram_mib, now_s))
+        let begun = MigrationReport::begun(spec, side, ram_mib, now_unix_s());
+        self.write_report(&begun)?;
+        Ok(SharedReport::new(begun))
     }
 
     fn put_migration(&mut self, spec: &MigrationSpec, side: Side, prepared: Prepared) {
