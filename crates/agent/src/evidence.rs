@@ -6,7 +6,7 @@
 use crate::records::{VMS_MAX, named};
 use godwit_qemu::on_ram::ram_file_of;
 use godwit_store::read_regular;
-use godwit_types::host_api::SOCKET_FILE;
+use godwit_types::host_api::{IDENTITY_FILE, SOCKET_FILE};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
@@ -15,8 +15,6 @@ use std::collections::BTreeSet;
 use std::io::ErrorKind;
 use std::path::Path;
 
-/// In a VM's run directory: which QEMU is its.
-const IDENTITY_FILE: &str = "qemu.json";
 /// Longest such file, in bytes.
 const IDENTITY_MAX: u64 = 4096;
 

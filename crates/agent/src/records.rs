@@ -123,14 +123,8 @@ impl Records {
 
     /// Whether this host holds the VM and it is off, by its record.
     pub(crate) fn is_off(&self, vm: &VmName) -> bool {
-        let power = self.record(vm).map(|record| record.phase);
-        matches!(
-            power,
-            Some(Phase::Holds {
-                power: Power::Off,
-                ..
-            })
-        )
+        let power = self.record(vm).and_then(|record| record.power());
+        power == Some(Power::Off)
     }
 
     /// Whether the VM's record asks for a VM process; one that cannot be read does, since only a VM process can say

@@ -334,7 +334,7 @@ impl Supervised {
             return false;
         }
         // A QEMU that a process could not end before it died is ended by the next one.
-        let identity = Path::new(&self.config.run_dir).join("qemu.json");
+        let identity = Path::new(&self.config.run_dir).join(godwit_types::host_api::IDENTITY_FILE);
         let left_qemu = || identity.try_exists().unwrap_or(true);
         *lock(&self.needed) || self.records.needs_process(&self.name) || left_qemu()
     }

@@ -7,7 +7,7 @@
 use crate::bounds::{self, NotTaken};
 use crate::placement::place;
 use crate::removed::Removed;
-use crate::unread::{self, Lack, UnreadRow};
+use crate::unread::{Lack, UnreadRow};
 use godwit_site::{Book, Heard, News, Ticket, Whereabouts};
 use godwit_types::control_api::HostState;
 use godwit_types::host::HostInfo;
@@ -154,15 +154,10 @@ impl State {
     /// A row of a VM cannot be read. The VM is shown all the same; what is worse counts.
     pub fn lacks(&mut self, vm: VmName, lack: Lack) {
         tracing::error!(%vm, "{}", lack.row().sentence());
-        if !self.vms.contains_key(&vm)
-            && let Ok(spec) = unread::placeholder(&vm)
-        {
-            let entry = VmEntry {
-                spec,
-                resolved: None,
-            };
-            self.vms.insert(vm.clone(), entry);
-        }
+        self.vms.entry(vm.clone()).or_insert_with(|| VmEntry {
+            spec: VmSpec::placeholder(&vm),
+            resolved: None,
+        });
         match (self.lacking.get(&vm), &lack) {
             (Some(Lack::Right(_)), Lack::Description(_)) => {}
             _ => {

@@ -2,7 +2,6 @@
 //!
 //! Pure data. A VM of which a row cannot be read is shown and is granted to nobody. Refuses: to guess what a row said.
 
-use godwit_types::vm::{InvalidVm, VmSpec};
 use godwit_types::{ApiError, ErrorCode, VmName};
 
 /// What helps, whichever row it is.
@@ -71,11 +70,4 @@ impl Lack {
         );
         ApiError::new(ErrorCode::WrongState, message)
     }
-}
-
-/// Stands in for a description that cannot be read.
-pub fn placeholder(vm: &VmName) -> Result<VmSpec, InvalidVm> {
-    VmSpec::from_toml(&format!(
-        "name = \"{vm}\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/unknown\"\n"
-    ))
 }

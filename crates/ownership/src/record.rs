@@ -165,6 +165,14 @@ impl HostRecord {
         }
     }
 
+    /// Whether the guest should run here, if this host holds the VM and no switchover is under way.
+    pub fn power(&self) -> Option<Power> {
+        match self.phase {
+            Phase::Holds { power, .. } => Some(power),
+            _ => None,
+        }
+    }
+
     /// Whether this host might run the VM now or after an answer that is on its way.
     pub fn may_hold(&self) -> bool {
         match &self.phase {

@@ -12,7 +12,10 @@ use godwit_ownership::RunPermit;
 use godwit_types::Generation;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// Pause before a QEMU that refused to let its guest run is asked again.
+const REFUSED_PAUSE: Duration = Duration::from_millis(5);
 
 /// QEMU's state of the whole machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,27 +75,6 @@ pub struct Stopped {
     pub at: Instant,
     /// The state afterwards: not always `Paused`, since the guest may have powered off or panicked.
     pub state: RunState,
-}
-
-/// The permit while the guest runs under it.
-#[derive(Debug)]
-#[must_use = "this holds the permit of a guest that runs"]
-pub struct Running {
-    permit: RunPermit,
-    /// When the RESUME event was seen; when the answer came if the guest ran already.
-    pub resumed_at: Instant,
-}
-
-impl Running {
-    /// The generation under which the guest runs.
-    pub fn generation(&self) -> Generation {
-        self.permit.generation()
-    }
-
-    /// Takes the permit back once the guest has stopped.
-    pub fn into_permit(self, _proof: &Stopped) -> RunPermit {
-        self.permit
-    }
 }
 
 /// The guest was not started, or it is not known whether it was. The permit comes back either way: this host holds it.
@@ -188,13 +170,14 @@ impl Machine {
         })
     }
 
-    /// Lets the guest run. The only function that does, and the permit is its price:
+    /// Lets the guest run, and says under which generation. The only function that does, and the permit is its price:
     ///
     /// ```no_run
     /// # use godwit_ownership::RunPermit;
-    /// # use godwit_qemu::machine::{ContError, Machine, Running};
+    /// # use godwit_qemu::machine::{ContError, Machine};
+    /// # use godwit_types::Generation;
     /// # use std::time::Instant;
-    /// fn run(machine: &Machine, permit: RunPermit, deadline: Instant) -> Result<Running, ContError> {
+    /// fn run(machine: &Machine, permit: RunPermit, deadline: Instant) -> Result<Generation, ContError> {
     ///     machine.cont(permit, deadline)
     /// }
     /// ```
@@ -203,9 +186,10 @@ impl Machine {
     ///
     /// ```compile_fail,E0061
     /// # use godwit_ownership::RunPermit;
-    /// # use godwit_qemu::machine::{ContError, Machine, Running};
+    /// # use godwit_qemu::machine::{ContError, Machine};
+    /// # use godwit_types::Generation;
     /// # use std::time::Instant;
-    /// fn run(machine: &Machine, permit: RunPermit, deadline: Instant) -> Result<Running, ContError> {
+    /// fn run(machine: &Machine, permit: RunPermit, deadline: Instant) -> Result<Generation, ContError> {
     ///     machine.cont(deadline)
     /// }
     /// ```
@@ -214,29 +198,57 @@ impl Machine {
     ///
     /// ```compile_fail,E0382
     /// # use godwit_ownership::RunPermit;
-    /// # use godwit_qemu::machine::{ContError, Machine, Running};
+    /// # use godwit_qemu::machine::{ContError, Machine};
+    /// # use godwit_types::Generation;
     /// # use std::time::Instant;
-    /// fn run(a: &Machine, b: &Machine, permit: RunPermit, deadline: Instant) -> Result<Running, ContError> {
+    /// fn run(a: &Machine, b: &Machine, permit: RunPermit, deadline: Instant) -> Result<Generation, ContError> {
     ///     let _ = a.cont(permit, deadline);
     ///     b.cont(permit, deadline)
     /// }
     /// ```
-    pub fn cont(&self, permit: RunPermit, deadline: Instant) -> Result<Running, ContError> {
-        let events = self.events();
-        if let Err(source) = self.ask("cont", deadline) {
-            let maybe_running = !source.certainly_not_done();
-            return Err(ContError {
+    pub fn cont(&self, permit: RunPermit, deadline: Instant) -> Result<Generation, ContError> {
+        match self.ask("cont", deadline) {
+            Ok(_) => Ok(permit.generation()),
+            Err(source) => Err(ContError {
                 permit,
-                maybe_running,
+                maybe_running: !source.certainly_not_done(),
                 source,
-            });
+            }),
         }
-        let event =
-            std::iter::from_fn(|| events.try_next()).find(|event| event.kind == EventKind::Resume);
-        Ok(Running {
-            permit,
-            resumed_at: event.map_or_else(Instant::now, |event| event.seen_at),
-        })
+    }
+
+    /// As [`Machine::cont`], for a hypervisor that does not answer, or refuses for a moment: it is asked again until
+    /// `deadline`, each time for at most `each`. Saying it twice does no harm.
+    pub fn cont_patiently(
+        &self,
+        mut permit: RunPermit,
+        each: Duration,
+        deadline: Instant,
+    ) -> Result<Generation, ContError> {
+        loop {
+            match self.cont(permit, (Instant::now() + each).min(deadline)) {
+                Err(error) if self.is_closed() || Instant::now() >= deadline => return Err(error),
+                Err(error) if error.maybe_running => permit = error.permit,
+                Err(error) if self.may_go_on(Instant::now() + each) => {
+                    permit = error.permit;
+                    std::thread::sleep(REFUSED_PAUSE);
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Whether a refusal to let the guest run may pass. A QEMU refuses while it has not noticed that its save was given
+    /// up, and may be past that by the time it is asked for its state: only states that no waiting ends are final.
+    fn may_go_on(&self, deadline: Instant) -> bool {
+        !matches!(
+            self.query_status(deadline),
+            Ok(RunState::Shutdown
+                | RunState::GuestPanicked
+                | RunState::InternalError
+                | RunState::IoError
+                | RunState::Watchdog)
+        )
     }
 
     /// Resets the machine and waits until it has happened. A stopped guest stays stopped.

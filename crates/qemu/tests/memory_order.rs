@@ -116,7 +116,7 @@ fn a_lone_emulated_vcpu_orders_its_stores_before_its_loads() {
     let place = Place::new(STORES_THEN_LOADS);
     let guest = place.start();
     let events = guest.machine().events();
-    let _running = guest.machine().cont(permit(), soon()).expect("cont");
+    guest.machine().cont(permit(), soon()).expect("cont");
     expect_heartbeat(&events); // the firmware has left the memory alone by now
     let numbers = Numbers::map(&place.ram());
     let (rounds, both_missed) = race(&numbers);

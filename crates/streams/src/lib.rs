@@ -9,6 +9,9 @@
 //! next in a migration, which is its drivers' business, and who may run the VM. Knows no QEMU.
 #![forbid(unsafe_code)]
 
+#[cfg(test)]
+#[path = "../tests/common/alone.rs"]
+mod alone;
 mod control;
 mod control_slot;
 pub mod destination;

@@ -24,6 +24,8 @@ pub const NOTE_FILE: &str = "migration.json";
 pub const REPORTS_DIR: &str = "migrations";
 /// Name of the socket that a VM process serves, in its run directory.
 pub const SOCKET_FILE: &str = "vm.sock";
+/// Name of what a VM process writes of its QEMU, in its run directory: process id, start time and launch, as JSON.
+pub const IDENTITY_FILE: &str = "qemu.json";
 
 /// Name of the mark, in a host's run directory, that the host shuts down: a guest that powers itself off while it is there
 /// counts as one whose host lost its power, and none starts. It holds the boot that is about to end.

@@ -209,6 +209,28 @@ fn q35() -> String {
 pub struct InvalidVm(pub String);
 
 impl VmSpec {
+    /// Stands in for a description that is gone or cannot be read: as much as the VM's name.
+    pub fn placeholder(name: &VmName) -> Self {
+        Self {
+            name: name.clone(),
+            vcpus: 1,
+            memory_mib: 16,
+            cpu: auto(),
+            machine: q35(),
+            hardware: None,
+            kernel: "/unknown".into(),
+            initramfs: None,
+            cmdline: String::new(),
+            accelerator: Accelerator::default(),
+            encryption: EncryptionMode::default(),
+            on_crash: OnCrash::default(),
+            uid: None,
+            movable: yes(),
+            nics: Vec::new(),
+            disks: Vec::new(),
+        }
+    }
+
     /// Checks all bounds, and that its hardware is known here; every VM that is to run passes through here.
     pub fn check(&self) -> Result<(), InvalidVm> {
         self.check_hardware()?;
@@ -459,6 +481,13 @@ mod tests {
         assert_eq!(vm.encryption, EncryptionMode::Opportunistic);
         assert_eq!(vm.mac(0), vm.mac(0));
         assert_eq!(vm.mac(1), None);
+    }
+
+    #[test]
+    fn what_stands_in_for_a_description_is_one_that_a_person_could_write() {
+        let text = "name = \"web\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/unknown\"\n";
+        let written = VmSpec::from_toml(text).unwrap();
+        assert_eq!(VmSpec::placeholder(&written.name), written);
     }
 
     #[test]

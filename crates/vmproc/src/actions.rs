@@ -12,7 +12,6 @@ use crate::vm::Vm;
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_migrate::why::Why;
 use godwit_ownership::{Action, Event, HostRecord, PeerMessage, RunPermit, Status};
-use godwit_qemu::machine::{ContError, Machine, RunState, Running};
 use godwit_store::StoreError;
 use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::{Outcome, Phase, Side};
@@ -24,8 +23,6 @@ use std::time::{Duration, Instant};
 pub(crate) const CONT_WAIT: Duration = Duration::from_secs(30);
 /// Why a migration ends whose end a process tells that did not begin it.
 const PREDECESSOR_DIED: &str = "its VM process ended during the migration";
-/// Pause before a hypervisor that refused to let its guest run is asked again.
-const REFUSED_PAUSE: Duration = Duration::from_millis(5);
 
 impl Vm {
     /// Carries out one action; returns the events that follow from it.
@@ -46,7 +43,7 @@ impl Vm {
             Action::ReleaseThrottle => self.lift_throttle(),
             Action::Send { to, message } => self.send(&to, message),
             Action::KillQemu => self.kill_qemu(),
-            Action::Cleanup => self.cleanup(),
+            Action::Cleanup => remove_leftovers(&self.paths),
             Action::Arm(timer) => self.arm(timer),
             Action::Disarm(timer) => self.timers.disarm(timer),
             Action::EndMigration { migration, outcome } => self.end_migration(&migration, outcome),
@@ -156,11 +153,11 @@ impl Vm {
         };
         let began = Instant::now();
         self.unsure = None;
-        match cont_patiently(&hyper.machine, permit, began + self.cont_wait) {
-            Ok(running) => {
-                tracing::info!(generation = running.generation().0, "the guest runs");
+        let deadline = began + self.cont_wait;
+        match hyper.machine.cont_patiently(permit, QMP_WAIT, deadline) {
+            Ok(generation) => {
+                tracing::info!(generation = generation.0, "the guest runs");
                 reached("running");
-                self.running = Some(running);
                 self.runs_on(began);
                 None
             }
@@ -244,7 +241,6 @@ impl Vm {
         let began = Instant::now();
         match hyper.machine.stop(began + QMP_WAIT) {
             Ok(stopped) => {
-                self.running = None;
                 self.unsure = None;
                 reached("source.stopped");
                 if let Some(migration) = &mut self.migration {
@@ -388,7 +384,6 @@ impl Vm {
     }
 
     pub(crate) fn kill_qemu(&mut self) {
-        self.running = None;
         self.unsure = None;
         self.forget_what_was_not_obeyed();
         if let Some(hyper) = self.hyper.take() {
@@ -398,10 +393,6 @@ impl Vm {
                 std::process::exit(75)
             });
         }
-        remove_leftovers(&self.paths);
-    }
-
-    fn cleanup(&mut self) {
         remove_leftovers(&self.paths);
     }
 
@@ -416,37 +407,4 @@ impl Vm {
         self.status = status;
         self.settle_orphan();
     }
-}
-
-/// A hypervisor that does not answer is asked again: saying it twice does no harm.
-fn cont_patiently(
-    machine: &Machine,
-    mut permit: RunPermit,
-    deadline: Instant,
-) -> Result<Running, ContError> {
-    loop {
-        match machine.cont(permit, (Instant::now() + QMP_WAIT).min(deadline)) {
-            Err(error) if machine.is_closed() || Instant::now() >= deadline => return Err(error),
-            Err(error) if error.maybe_running => permit = error.permit,
-            Err(error) if may_go_on(machine) => {
-                permit = error.permit;
-                std::thread::sleep(REFUSED_PAUSE);
-            }
-            result => return result,
-        }
-    }
-}
-
-/// Whether a refusal to let the guest run may pass. A QEMU refuses while it has not noticed that its save was given up,
-/// and may be past that by the time it is asked for its state: only states that no waiting ends are final.
-fn may_go_on(machine: &Machine) -> bool {
-    let state = machine.query_status(Instant::now() + QMP_WAIT);
-    !matches!(
-        state,
-        Ok(RunState::Shutdown
-            | RunState::GuestPanicked
-            | RunState::InternalError
-            | RunState::IoError
-            | RunState::Watchdog)
-    )
 }

@@ -424,14 +424,9 @@ impl Waiting<'_> {
 
     /// The VM's description; of a guest whose description is gone, as much as its name.
     fn spec(&self) -> Option<VmSpec> {
-        let text = || {
-            format!(
-                "name = \"{}\"\nvcpus = 1\nmemory_mib = 16\nkernel = \"/unknown\"\n",
-                self.known.config.vm
-            )
-        };
-        let unknown = || self.denied.get().then(|| VmSpec::from_toml(&text()).ok());
-        self.known.spec.cloned().or_else(|| unknown().flatten())
+        let unknown = || VmSpec::placeholder(&self.known.config.vm);
+        let known = self.known.spec.cloned();
+        known.or_else(|| self.denied.get().then(unknown))
     }
 
     fn status(&self) -> VmAnswer {

@@ -5,7 +5,7 @@
 
 use godwit_qemu::strays::RamFiles;
 use godwit_store::{load_json, save_json};
-use godwit_types::host_api::VmProcessConfig;
+use godwit_types::host_api::{IDENTITY_FILE, SOCKET_FILE, VmProcessConfig};
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -50,7 +50,7 @@ impl Paths {
             state: PathBuf::from(&config.state_dir),
             run: PathBuf::from(&places.run_dir),
             ram_files: RamFiles::new(PathBuf::from(&places.ram_dir), config.vm.clone()),
-            socket: PathBuf::from(&config.run_dir).join("vm.sock"),
+            socket: PathBuf::from(&config.run_dir).join(SOCKET_FILE),
         }
     }
 
@@ -87,7 +87,7 @@ impl Paths {
     }
 
     pub(crate) fn identity(&self) -> PathBuf {
-        self.run.join("qemu.json")
+        self.run.join(IDENTITY_FILE)
     }
 
     /// That this host pressed the power key of the guest, since it shuts down.

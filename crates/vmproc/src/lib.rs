@@ -11,6 +11,9 @@
 
 mod actions;
 mod adoption;
+#[cfg(test)]
+#[path = "../../streams/tests/common/alone.rs"]
+mod alone;
 mod ask;
 mod closing;
 #[cfg(test)]

@@ -7,7 +7,8 @@
 use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::faults::reached;
 use crate::hypervisor::{QMP_WAIT, internal, memory};
-use crate::input::{DriverNews, Input, Intake, News};
+use crate::input::{DriverNews, Input, Intake, Tell};
+use crate::off::now_unix_s;
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
 use crate::source::{SourceHandle, SourceParts};
@@ -16,7 +17,7 @@ use godwit_guestmem::DirtyTracker;
 use godwit_migrate::admission::{agreed_protocol, refuse_writable_disks};
 use godwit_migrate::protocol::ToDestination;
 use godwit_migrate::why::Why;
-use godwit_ownership::{Action, Ending, Event, EventKind, PeerMessage, Phase};
+use godwit_ownership::{Action, Ending, Event, PeerMessage, Phase};
 use godwit_qemu::allowance::SharedThrottle;
 use godwit_qemu::save_gate::SaveGate;
 use godwit_store::save_json;
@@ -31,7 +32,7 @@ use godwit_types::migration::{
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
 use godwit_wire::Spec;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 /// How long a source that knows its guest to be elsewhere waits for the figures of its resuming.
 const RESUMED_WAIT: Duration = Duration::from_millis(250);
@@ -43,16 +44,6 @@ pub(crate) enum Driver {
     Destination(DestinationHandle),
 }
 
-impl Driver {
-    /// What waits of its news.
-    pub(crate) fn intake(&self) -> &Intake {
-        match self {
-            Self::Source(source) => source.intake(),
-            Self::Destination(destination) => destination.intake(),
-        }
-    }
-}
-
 /// A migration that this host takes part in, from its first promise to its end.
 #[derive(Debug)]
 pub(crate) struct Migration {
@@ -61,6 +52,8 @@ pub(crate) struct Migration {
     pub peer: HostName,
     pub run: u64,
     pub driver: Option<Driver>,
+    /// What waits of the driver's news.
+    pub intake: Arc<Intake>,
     pub control: ControlSlot,
     pub report: SharedReport,
     pub throttle: Option<SharedThrottle>,
@@ -93,19 +86,13 @@ impl Vm {
         self.refuse_while_closing()?;
         refuse_writable_disks(&request.spec)?;
         self.refuse_cancelled(&request.migration.id)?;
-        if self.migration.is_some() {
-            let message = format!("VM '{}' is already moving", self.config.vm);
-            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
-        }
+        self.refuse_while_moving()?;
         let migration = &request.migration;
-        let event = Event::PrepareIncoming {
+        self.demand(Event::PrepareIncoming {
             migration: migration.id.clone(),
             from: migration.source.host.clone(),
             generation: migration.generation,
-        };
-        let asked = event.kind();
-        self.feed(event);
-        self.verdict(asked)?;
+        })?;
         match self.receive(&request) {
             Ok(ready) => Ok(VmAnswer::IncomingReady(ready)),
             Err(error) => {
@@ -114,6 +101,14 @@ impl Vm {
                 Err(error.on_host(&self.config.host))
             }
         }
+    }
+
+    fn refuse_while_moving(&self) -> Result<(), ApiError> {
+        if self.migration.is_none() {
+            return Ok(());
+        }
+        let message = format!("VM '{}' is already moving", self.config.vm);
+        Err(ApiError::new(ErrorCode::AlreadyMigrating, message))
     }
 
     fn receive(&mut self, request: &PrepareIncoming) -> Result<IncomingReady, ApiError> {
@@ -143,14 +138,14 @@ impl Vm {
         spec: &MigrationSpec,
         arrivals: Arrivals,
     ) -> Result<Prepared, ApiError> {
+        let (news, intake) = self.news();
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
         let stream = hyper
             .machine
             .prepare_incoming(Instant::now() + QMP_WAIT)
             .map_err(internal)?;
         empty(&hyper.ram).map_err(internal)?;
-        let report = self.new_report(spec, Side::Destination);
-        self.save_begun(&report.read())?;
+        let report = self.new_report(spec, Side::Destination)?;
         let control = ControlSlot::default();
         let parts = DestinationParts {
             arrivals,
@@ -163,11 +158,12 @@ impl Vm {
             control: control.clone(),
             prepare: spec.prepare_memory,
             cores: cores(),
-            news: self.news(),
+            news,
         };
         let handle = DestinationHandle::start(parts).map_err(internal)?;
         Ok(Prepared {
             driver: Driver::Destination(handle),
+            intake,
             report,
             control,
             throttle: None,
@@ -178,10 +174,7 @@ impl Vm {
     pub(crate) fn migrate(&mut self, spec: &MigrationSpec) -> Reply {
         self.refuse_while_closing()?;
         self.refuse_cancelled(&spec.id)?;
-        if spec.id.as_str().is_empty() || self.migration.is_some() {
-            let message = format!("VM '{}' is already moving", self.config.vm);
-            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
-        }
+        self.refuse_while_moving()?;
         self.spec
             .as_ref()
             .map_or(Ok(()), refuse_writable_disks)
@@ -191,7 +184,6 @@ impl Vm {
             to: spec.destination.host.clone(),
             generation: spec.generation,
         };
-        let asked = began.kind();
         // What passes by itself is told apart, so that the controller asks again for a moment.
         let unconfirmed = matches!(
             self.core.record().phase,
@@ -200,8 +192,7 @@ impl Vm {
                 ..
             }
         );
-        self.feed(began);
-        self.verdict(asked).map_err(|error| match unconfirmed {
+        self.demand(began).map_err(|error| match unconfirmed {
             true => ApiError {
                 code: ErrorCode::Unconfirmed,
                 ..error
@@ -227,6 +218,7 @@ impl Vm {
         let protocol = agreed_protocol(spec)?;
         self.keep_note(spec, Side::Source)?;
         let secret = Arc::new(wire_spec(spec)?);
+        let (news, intake) = self.news();
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
         hyper.ram.check_length().map_err(memory)?;
         hyper
@@ -238,8 +230,7 @@ impl Vm {
             let message = "the two hosts have no migration addresses of the same family (IPv4 or IPv6): add one in host.toml";
             return Err(ApiError::new(ErrorCode::Incompatible, message));
         }
-        let report = self.new_report(spec, Side::Source);
-        self.save_begun(&report.read())?;
+        let report = self.new_report(spec, Side::Source)?;
         let save_gate = SaveGate::default();
         let (control, throttle) = (
             ControlSlot::default(),
@@ -268,11 +259,12 @@ impl Vm {
                 .max_bandwidth_mbit_per_s
                 .map(|mbit| mbit.max(1) as f64 * 125_000.0),
             control: control.clone(),
-            news: self.news(),
+            news,
         };
         let handle = SourceHandle::start(parts).map_err(internal)?;
         Ok(Prepared {
             driver: Driver::Source(handle),
+            intake,
             report,
             control,
             throttle: Some(throttle),
@@ -280,21 +272,24 @@ impl Vm {
         })
     }
 
-    /// What a driver tells goes to this thread, marked as this run's. The run begins with [`Vm::put_migration`].
-    fn news(&mut self) -> Box<dyn Fn(News) + Send> {
+    /// What a driver tells goes to this thread, as far as it may wait, marked as this run's. The run begins with
+    /// [`Vm::put_migration`].
+    fn news(&mut self) -> (Tell, Arc<Intake>) {
         self.runs += 1;
         let (run, inputs) = (self.runs, self.inputs.clone());
-        Box::new(move |news| {
+        let intake = Arc::<Intake>::default();
+        let tell = intake.bound(Box::new(move |news| {
             let _ = inputs.send(Input::Driver(DriverNews { run, news }));
-        })
+        }));
+        (tell, intake)
     }
 
-    fn new_report(&self, spec: &MigrationSpec, side: Side) -> SharedReport {
+    /// A report, kept from the first moment, so that a successor has one to close.
+    fn new_report(&self, spec: &MigrationSpec, side: Side) -> Result<SharedReport, ApiError> {
         let ram_mib = self.spec.as_ref().map_or(0, |spec| spec.memory_mib);
-        let now_s = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |since| since.as_secs());
-        SharedReport::new(MigrationReport::begun(spec, side, ram_mib, now_s))
+        let begun = MigrationReport::begun(spec, side, ram_mib, now_unix_s());
+        self.write_report(&begun)?;
+        Ok(SharedReport::new(begun))
     }
 
     fn put_migration(&mut self, spec: &MigrationSpec, side: Side, prepared: Prepared) {
@@ -309,6 +304,7 @@ impl Vm {
             peer,
             run: self.runs,
             driver: Some(prepared.driver),
+            intake: prepared.intake,
             control: prepared.control,
             report: prepared.report,
             throttle: prepared.throttle,
@@ -339,8 +335,8 @@ impl Vm {
             true => Why::failure(reason),
             false => Why::wish(reason),
         };
-        self.feed_because(Event::Cancel, Some(why));
-        self.verdict(EventKind::Cancel)?;
+        let asked = self.put(Event::Cancel, Some(why));
+        self.verdict(asked)?;
         self.done("stays where it is")
     }
 
@@ -457,6 +453,7 @@ impl Vm {
 /// A driver that runs, and what belongs to it.
 struct Prepared {
     driver: Driver,
+    intake: Arc<Intake>,
     report: SharedReport,
     control: ControlSlot,
     throttle: Option<SharedThrottle>,

@@ -57,6 +57,7 @@ pub(crate) fn under_way(vm: &mut Vm, side: Side) {
         peer: spec.source.host,
         run: 1,
         driver: None,
+        intake: Default::default(),
         control: Default::default(),
         report: report(side),
         throttle: None,

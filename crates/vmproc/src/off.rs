@@ -13,7 +13,7 @@ use crate::hypervisor::QMP_WAIT;
 use crate::requests::{Reply, qmp};
 use crate::vm::Vm;
 use godwit_migrate::why::Why;
-use godwit_ownership::{Event, EventKind, Phase, Power, Qemu, StateName};
+use godwit_ownership::{Event, Phase, Power, Qemu, StateName};
 use godwit_store::{StoreError, load_json, remove_document, save_json};
 use godwit_types::{ApiError, ErrorCode, Generation};
 use serde::{Deserialize, Serialize};
@@ -62,8 +62,8 @@ impl Vm {
     pub(crate) fn power_off(&mut self) -> Reply {
         let had_guest = self.hyper.is_some();
         let why = Why::guest_ended("powered off by its user");
-        self.feed_because(Event::StopRequested, Some(why));
-        let asked = self.verdict_or(EventKind::StopRequested, "is powered off", "is off already");
+        let asked = self.put(Event::StopRequested, Some(why));
+        let asked = self.verdict_or(asked, "is powered off", "is off already");
         let Err(error) = asked else {
             self.off_wanted = None;
             return asked;
@@ -72,7 +72,7 @@ impl Vm {
             self.kill_qemu();
             self.feed(Event::QemuDied);
         }
-        let holds = matches!(self.core.record().phase, Phase::Holds { .. });
+        let holds = self.core.record().power().is_some();
         if !holds || !had_guest || self.hyper.is_some() {
             return Err(error);
         }
@@ -162,13 +162,7 @@ impl Vm {
 
     /// A VM whose guest a person had asked to power off, and whose host went down first, is off.
     pub(crate) fn keep_off_what_was_asked_off(&mut self) {
-        let runs = matches!(
-            self.core.record().phase,
-            Phase::Holds {
-                power: Power::On,
-                ..
-            }
-        );
+        let runs = self.core.record().power() == Some(Power::On);
         if self.hyper.is_some() || !runs || !self.is_asked_off() {
             return;
         }
@@ -181,13 +175,7 @@ impl Vm {
 
     /// A guest that powered itself off is not taken for one that crashed where that could not be written.
     pub(crate) fn stay_off(&mut self) {
-        let is_written = matches!(
-            self.core.record().phase,
-            Phase::Holds {
-                power: Power::Off,
-                ..
-            }
-        );
+        let is_written = self.core.record().power() == Some(Power::Off);
         if self.hyper.is_none() && !is_written {
             self.want_off();
         }
@@ -214,7 +202,7 @@ impl Vm {
 
     /// A record that was read and could not be written again backs nothing yet; this host holds the VM by it.
     fn waits_for_its_journal(&self) -> bool {
-        let holds = matches!(self.core.record().phase, Phase::Holds { .. });
+        let holds = self.core.record().power().is_some();
         holds && self.core.state_name() == StateName::Recovering
     }
 

@@ -98,6 +98,26 @@ fn a_guest_that_powered_itself_off_unseen_on_a_full_disk_is_not_booted_again() {
 }
 
 #[test]
+fn that_the_vm_is_off_is_known_once_it_is_written_whatever_failed_before() {
+    let site = Site::new();
+    site.record(holds(Power::On));
+    let _qemu = site.qemu(&["running"]);
+    let mut vm = open(&site);
+    let full = FullDisk::of(&site);
+    // Nobody asked for it, so that nobody is told what failed.
+    vm.happened(GuestNews::Shutdown);
+    assert!(vm.outcome.failed.is_some() && vm.off_wanted.is_some());
+    drop(full);
+    let deadline = Instant::now() + LONG;
+    while vm.core.record().power() != Some(Power::Off) {
+        vm.off_again();
+        assert!(Instant::now() < deadline, "it is never written");
+        std::thread::yield_now();
+    }
+    assert!(vm.off_wanted.is_none(), "it is written");
+}
+
+#[test]
 fn a_start_after_a_power_off_on_a_full_disk_is_not_refused() {
     let site = Site::new();
     site.record(holds(Power::On));

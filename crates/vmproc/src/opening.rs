@@ -83,8 +83,7 @@ impl Seat {
     pub(crate) fn serve(self) -> anyhow::Result<Serving> {
         let (inputs, received) = channel();
         let outbox = Arc::new(Outbox::default());
-        let listener = server::bind(&self.paths.socket())?;
-        server::serve(listener, inputs.clone(), Arc::clone(&outbox));
+        server::serve(&self.paths.socket(), inputs.clone(), Arc::clone(&outbox))?;
         Ok(Serving {
             seat: self,
             inputs,
@@ -171,7 +170,6 @@ impl Adopted {
             core,
             spec: seat.spec,
             hyper: self.hyper,
-            running: None,
             timers: Timers::default(),
             outbox,
             inputs,

@@ -7,6 +7,7 @@ use crate::ask::Now;
 use crate::hypervisor::{QMP_WAIT, internal};
 use crate::succession::way_out;
 use crate::vm::{Outcome, Vm};
+use godwit_migrate::why::Why;
 use godwit_ownership::{
     Event, EventKind, HostRecord, PeerMessage, Phase, Power, StateName, Status,
 };
@@ -75,16 +76,27 @@ impl Vm {
 
     /// Hands a request to the core; its refusal, a failure on the way, or that it had no effect is the answer.
     fn ask(&mut self, event: Event, done: &str) -> Reply {
-        let asked = event.kind();
-        self.feed(event);
-        self.verdict(asked)?;
+        self.demand(event)?;
         self.done(done)
+    }
+
+    /// The same, where something else is to be said.
+    pub(crate) fn demand(&mut self, event: Event) -> Result<(), ApiError> {
+        let asked = self.put(event, None);
+        self.verdict(asked)
+    }
+
+    /// Hands the core what is asked of it, here and now: what came of events before is no answer to that.
+    pub(crate) fn put(&mut self, event: Event, why: Option<Why>) -> EventKind {
+        let asked = event.kind();
+        self.outcome = Outcome::default();
+        self.feed_because(event, why);
+        asked
     }
 
     /// As [`Vm::ask`], for a request without effect where the VM is as asked already.
     pub(crate) fn ask_or(&mut self, event: Event, done: &str, already: &str) -> Reply {
-        let asked = event.kind();
-        self.feed(event);
+        let asked = self.put(event, None);
         self.verdict_or(asked, done, already)
     }
 
@@ -149,14 +161,7 @@ impl Vm {
     /// can be tried again.
     fn boot_again(&mut self) -> Reply {
         self.keep_off_what_was_asked_off();
-        let runs = matches!(
-            self.core.record().phase,
-            Phase::Holds {
-                power: Power::On,
-                ..
-            }
-        );
-        if !runs {
+        if self.core.record().power() != Some(Power::On) {
             let message = format!(
                 "VM '{}' does not run by the record of host '{}'",
                 self.config.vm, self.config.host
@@ -253,10 +258,7 @@ impl Vm {
 
     /// What the record says, durably; a no binds from then on.
     fn survey(&mut self, level: Generation) -> Reply {
-        let event = Event::SurveyRequested { level };
-        let asked = event.kind();
-        self.feed(event);
-        self.verdict(asked)?;
+        self.demand(Event::SurveyRequested { level })?;
         let record = self.core.record();
         Ok(VmAnswer::Surveyed(RecordAnswer {
             highest: record.highest,
@@ -284,8 +286,7 @@ impl Vm {
     /// from now on, nothing will be.
     fn knows_nothing_of(&self, id: &MigrationId) -> bool {
         let current = self.migration.as_ref();
-        let holds = matches!(self.core.record().phase, Phase::Holds { .. });
-        holds
+        self.core.record().power().is_some()
             && self.core.state_name() != StateName::Recovering
             && current.is_none_or(|migration| migration.id != *id)
     }

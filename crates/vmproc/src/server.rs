@@ -15,17 +15,33 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, sync_channel};
+use std::thread::Builder;
 use std::time::Duration;
 
 /// Most connections at once: the agent needs two, people's tools a few.
 const CONNECTIONS_MAX: usize = 32;
+/// Pause after a connection that could not be taken: what it lacked will hardly be there at once.
+const FAILED_PAUSE: Duration = Duration::from_millis(100);
 /// Longest time that a request may take before its caller is told that it goes on.
 const ANSWER_WAIT: Duration = Duration::from_secs(120);
 
-/// Binds the socket; only root gets at it.
-pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
+/// Serves on a socket at `path`, which only root gets at, for ever, in threads of its own. Without a thread no socket is
+/// left there, so that whoever looks knows.
+pub(crate) fn serve(
+    path: &Path,
+    inputs: Sender<Input>,
+    outbox: Arc<Outbox>,
+) -> std::io::Result<()> {
+    let listener = bind(path)?;
+    let work = move || admit(listener.incoming(), &inputs, &outbox);
+    let spawned = Builder::new().name("listen".into()).spawn(work);
+    spawned.map(drop).inspect_err(|_| {
+        let _ = std::fs::remove_file(path);
+    })
+}
+
+fn bind(path: &Path) -> std::io::Result<UnixListener> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         _ => {}
@@ -35,23 +51,38 @@ pub(crate) fn bind(path: &Path) -> std::io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// Serves for ever, in threads of its own.
-pub(crate) fn serve(listener: UnixListener, inputs: Sender<Input>, outbox: Arc<Outbox>) {
-    let open = Arc::new(AtomicUsize::new(0));
-    std::thread::spawn(move || {
-        for stream in listener.incoming().flatten() {
-            if open.fetch_add(1, Ordering::SeqCst) >= CONNECTIONS_MAX {
-                open.fetch_sub(1, Ordering::SeqCst);
-                continue;
+/// Gives each connection a thread; one for which there is none is closed. Where connections fail, for want of threads or
+/// descriptors, the next waits for a moment.
+fn admit(
+    connections: impl Iterator<Item = std::io::Result<UnixStream>>,
+    inputs: &Sender<Input>,
+    outbox: &Arc<Outbox>,
+) {
+    // Each connection's thread has one more.
+    let open = Arc::new(());
+    let mut failed_before = false;
+    for connection in connections {
+        let begun = connection.and_then(|stream| {
+            if Arc::strong_count(&open) > CONNECTIONS_MAX {
+                return Ok(());
             }
             let (inputs, outbox, open) = (inputs.clone(), outbox.clone(), open.clone());
-            std::thread::spawn(move || {
+            let work = move || {
                 // A connection that breaks concerns only its peer.
                 let _ = converse(stream, &inputs, &outbox);
-                open.fetch_sub(1, Ordering::SeqCst);
-            });
+                drop(open);
+            };
+            let spawned = Builder::new().name("answer".into()).spawn(work);
+            spawned.map(drop)
+        });
+        if let (Err(error), false) = (&begun, failed_before) {
+            tracing::warn!(%error, "this VM process cannot take a connection of its agent");
         }
-    });
+        failed_before = begun.is_err();
+        if failed_before {
+            std::thread::sleep(FAILED_PAUSE);
+        }
+    }
 }
 
 fn converse(stream: UnixStream, inputs: &Sender<Input>, outbox: &Outbox) -> std::io::Result<()> {
@@ -67,18 +98,28 @@ fn converse(stream: UnixStream, inputs: &Sender<Input>, outbox: &Outbox) -> std:
         if reader.by_ref().take(limit).read_until(b'\n', &mut line)? == 0 {
             return Ok(());
         }
-        let answer = if line.last() == Some(&b'\n') {
+        let is_whole = line.last() == Some(&b'\n');
+        let answer = if is_whole {
             answer(&line, inputs, outbox)
         } else {
-            error(
-                ErrorCode::InvalidRequest,
-                "the request is longer than this interface takes",
-            )
+            error(ErrorCode::InvalidRequest, &unfinished(line.len()))
         };
         let mut text = serde_json::to_vec(&answer)?;
         text.push(b'\n');
         writer.write_all(&text)?;
+        if !is_whole {
+            // What may follow is the rest of this line, and no request.
+            return Ok(());
+        }
     }
+}
+
+/// What is wrong with a line of so many bytes that has no end.
+fn unfinished(len: usize) -> String {
+    if len < MESSAGE_LEN_MAX {
+        return "the request was cut off before the end of its line: ask again".into();
+    }
+    format!("the request is longer than the {MESSAGE_LEN_MAX} bytes that this interface takes")
 }
 
 fn may_ask(stream: &UnixStream) -> std::io::Result<bool> {
@@ -124,4 +165,77 @@ fn answer(line: &[u8], inputs: &Sender<Input>, outbox: &Outbox) -> VmAnswer {
 
 fn error(code: ErrorCode, message: &str) -> VmAnswer {
     VmAnswer::Error(ApiError::new(code, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::alone::without_threads;
+    use crate::testing::LONG;
+    use std::io::{Error, ErrorKind};
+    use std::net::Shutdown;
+    use std::sync::mpsc::channel;
+    use std::time::Instant;
+
+    #[test]
+    fn a_process_without_threads_to_spare_closes_connections_and_lives_on() {
+        let name =
+            "server::tests::a_process_without_threads_to_spare_closes_connections_and_lives_on";
+        if without_threads(name) {
+            return;
+        }
+        let (inputs, outbox) = (channel().0, Arc::<Outbox>::default());
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        admit(std::iter::once(Ok(theirs)), &inputs, &outbox);
+        assert_eq!(ours.read(&mut [0]).unwrap(), 0, "it is closed");
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vm.sock");
+        let refused = serve(&path, inputs, outbox).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::WouldBlock, "{refused}");
+        assert!(!path.exists(), "nobody would answer there");
+    }
+
+    #[test]
+    fn connections_that_fail_one_after_the_other_cost_no_whole_core() {
+        const FAILED: u32 = 3;
+        let failed = (0..FAILED).map(|_| Err(Error::other("too many open files")));
+        let began = Instant::now();
+        admit(failed, &channel().0, &Arc::default());
+        assert!(began.elapsed() >= FAILED * FAILED_PAUSE);
+    }
+
+    /// What a peer hears that says this and no more.
+    fn heard(said: Vec<u8>) -> Vec<String> {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        ours.set_read_timeout(Some(LONG)).unwrap();
+        let mut mouth = ours.try_clone().unwrap();
+        let serving = std::thread::spawn(move || {
+            let _ = converse(theirs, &channel().0, &Outbox::default());
+        });
+        let saying = std::thread::spawn(move || {
+            // It may be hung up on before all is said.
+            let _ = mouth.write_all(&said);
+            let _ = mouth.shutdown(Shutdown::Write);
+        });
+        let answers = BufReader::new(ours).lines().map_while(Result::ok).collect();
+        saying.join().unwrap();
+        serving.join().unwrap();
+        answers
+    }
+
+    #[test]
+    fn a_line_that_is_too_long_is_answered_once() {
+        let mut said = vec![b'x'; MESSAGE_LEN_MAX];
+        said.extend(b"and more\n");
+        let answers = heard(said);
+        assert_eq!(answers.len(), 1, "{answers:?}");
+        assert!(answers[0].contains("longer than"), "{answers:?}");
+    }
+
+    #[test]
+    fn a_line_that_is_cut_off_is_not_told_to_be_too_long() {
+        let answers = heard(b"{\"request\":\"sta".to_vec());
+        assert_eq!(answers.len(), 1, "{answers:?}");
+        assert!(answers[0].contains("cut off"), "{answers:?}");
+    }
 }

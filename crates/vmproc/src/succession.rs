@@ -22,11 +22,6 @@ pub(crate) fn way_out(peer: &HostName, command: &str) -> String {
 }
 
 impl Vm {
-    /// Keeps a report from the first moment, so that a successor has one to close.
-    pub(crate) fn save_begun(&self, report: &MigrationReport) -> Result<(), ApiError> {
-        self.write_report(report)
-    }
-
     /// Durable before anything is promised: a successor must be able to ask the peer.
     pub(crate) fn keep_note(&mut self, spec: &MigrationSpec, side: Side) -> Result<(), ApiError> {
         let peer = match side {

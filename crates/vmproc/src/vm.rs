@@ -17,7 +17,6 @@ use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::unsure::Unsure;
 use godwit_ownership::{Action, Event, EventKind, PeerMessage, StateName, Status, Timer, VmCore};
-use godwit_qemu::machine::Running;
 use godwit_qemu::rate::Rate;
 use godwit_store::{VmStore, load_json};
 use godwit_types::host_api::{MigrationNote, REPORTS_DIR, VmAnswer, VmProcessConfig};
@@ -54,7 +53,6 @@ pub(crate) struct Vm {
     pub spec: Option<VmSpec>,
     pub hyper: Option<Hyper>,
     pub launches: u64,
-    pub running: Option<Running>,
     pub status: Status,
     pub timers: Timers,
     pub outbox: Arc<Outbox>,
@@ -79,7 +77,7 @@ pub(crate) struct Vm {
     pub cont_wait: Duration,
     /// Whether the guest goes on is not known.
     pub unsure: Option<Unsure>,
-    /// What the event being handled came to, for whoever asked.
+    /// What the events since something was asked came to, for whoever asked.
     pub outcome: Outcome,
     /// What is written of what the guest does.
     pub said: Rate,
@@ -133,11 +131,11 @@ impl Vm {
             return;
         }
         tracing::warn!("this process's socket is gone: it is made again");
+        let (inputs, outbox) = (self.inputs.clone(), Arc::clone(&self.outbox));
         let made = std::fs::create_dir_all(&self.config.run_dir)
-            .and_then(|()| server::bind(&self.paths.socket()));
-        match made {
-            Ok(listener) => server::serve(listener, self.inputs.clone(), Arc::clone(&self.outbox)),
-            Err(error) => tracing::error!(%error, "this process cannot be asked"),
+            .and_then(|()| server::serve(&self.paths.socket(), inputs, outbox));
+        if let Err(error) = made {
+            tracing::error!(%error, "this process cannot be asked");
         }
         let kept = self
             .hyper
@@ -198,9 +196,7 @@ impl Vm {
                 let Some(migration) = migration.filter(|migration| migration.run == run) else {
                     return;
                 };
-                if let Some(driver) = &migration.driver {
-                    driver.intake().taken(&news);
-                }
+                migration.intake.taken(&news);
                 self.driver_news(news);
             }
         }
@@ -275,7 +271,6 @@ impl Vm {
 
     /// QEMU is gone; what it left is removed once nothing needs it.
     fn forget_qemu(&mut self) {
-        self.running = None;
         self.unsure = None;
         self.forget_what_was_not_obeyed();
         if self.hyper.take().is_some() {

@@ -1,6 +1,6 @@
 //! Machines that move between two QEMUs, with and without disks, and saves that fail or are taken back.
 
-use super::common::{COUNTING, Guest, Place, UID, expect_heartbeat, soon};
+use super::common::{COUNTING, Guest, Place, UID, expect_heartbeat, permit, soon};
 use super::{run, saved, state};
 use godwit_qemu::command_line::Disk;
 use godwit_qemu::device_state::{DeviceStateError, SaveNews};
@@ -27,9 +27,9 @@ fn moves(source: &Place, destination: &Place) {
     assert_eq!(state(&to), RunState::Inmigrate);
     let incoming = to.machine().prepare_incoming(soon()).expect("destination");
     let arrived = to.machine().events();
-    let running = run(&from);
+    run(&from);
     expect_heartbeat(&events);
-    let stopped = from.machine().stop(soon()).expect("stopped");
+    let _stopped = from.machine().stop(soon()).expect("stopped");
     source.copy_ram_to(destination);
     let devices = saved(&from);
     assert_eq!(state(&from), RunState::Postmigrate);
@@ -39,8 +39,7 @@ fn moves(source: &Place, destination: &Place) {
         std::iter::from_fn(|| arrived.try_next()).any(|event| event.kind == EventKind::Resume);
     assert!(!resumed, "no vCPU runs before the permit");
     assert_eq!(source.counter(), destination.counter());
-    let permit = running.into_permit(&stopped);
-    let _running = to.machine().cont(permit, soon()).expect("cont");
+    run(&to);
     expect_heartbeat(&arrived);
     to.machine().announce_self(soon()).expect("announced");
     to.machine().system_reset(soon()).expect("reset");
@@ -116,10 +115,9 @@ fn a_machine_with_a_writable_disk_runs() {
         "{disk}"
     );
     let events = guest.machine().events();
-    let running = run(&guest);
+    run(&guest);
     expect_heartbeat(&events);
-    let stopped = guest.machine().stop(soon()).expect("stopped");
-    let _permit = running.into_permit(&stopped);
+    let _stopped = guest.machine().stop(soon()).expect("stopped");
     let other = with_disk(Place::new(COUNTING), &path, true);
     let error = other.try_start().expect_err("in use").to_string();
     assert!(error.contains("lock"), "{error}");
@@ -141,7 +139,7 @@ fn a_save_can_be_rolled_back_and_done_again() {
     let guest = place.start();
     let events = guest.machine().events();
     guest.machine().prepare_outgoing(soon()).expect("source");
-    let mut running = run(&guest);
+    run(&guest);
     for _ in 0..2 {
         expect_heartbeat(&events);
         let refused = guest
@@ -157,7 +155,7 @@ fn a_save_can_be_rolled_back_and_done_again() {
             ),
             "{refused}"
         );
-        let stopped = guest.machine().stop(soon()).expect("stopped");
+        let _stopped = guest.machine().stop(soon()).expect("stopped");
         let counter = place.counter();
         assert!(!saved(&guest).is_empty());
         assert_eq!(
@@ -165,10 +163,8 @@ fn a_save_can_be_rolled_back_and_done_again() {
             (RunState::Postmigrate, counter)
         );
         while events.try_next().is_some() {}
-        running = guest
-            .machine()
-            .cont(running.into_permit(&stopped), soon())
-            .expect("rolled back");
+        let rolled_back = guest.machine().cont(permit(), soon());
+        rolled_back.expect("rolled back");
     }
     expect_heartbeat(&events);
     assert_eq!(state(&guest), RunState::Running);
@@ -180,9 +176,9 @@ fn a_save_whose_bytes_nobody_takes_leaves_the_guest_ready_to_go_on() {
     let guest = place.start();
     let events = guest.machine().events();
     guest.machine().prepare_outgoing(soon()).expect("source");
-    let running = run(&guest);
+    run(&guest);
     expect_heartbeat(&events);
-    let stopped = guest.machine().stop(soon()).expect("stopped");
+    let _stopped = guest.machine().stop(soon()).expect("stopped");
     let full = |_: SaveNews| Err(io::Error::from(io::ErrorKind::BrokenPipe));
     let error = guest
         .machine()
@@ -199,14 +195,11 @@ fn a_save_whose_bytes_nobody_takes_leaves_the_guest_ready_to_go_on() {
         "{error}"
     );
     while events.try_next().is_some() {}
-    let running = guest
-        .machine()
-        .cont(running.into_permit(&stopped), soon())
-        .expect("goes on");
+    let goes_on = guest.machine().cont(permit(), soon());
+    goes_on.expect("goes on");
     expect_heartbeat(&events);
-    let stopped = guest.machine().stop(soon()).expect("stopped");
+    let _stopped = guest.machine().stop(soon()).expect("stopped");
     assert!(!saved(&guest).is_empty(), "and can be saved after all");
-    let _permit = running.into_permit(&stopped);
 }
 
 #[test]

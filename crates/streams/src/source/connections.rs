@@ -128,7 +128,7 @@ impl ConnectionSet {
             applied: applied.clone(),
             control: Arc::clone(&control),
         };
-        hearing.begin(receiver);
+        hearing.begin(receiver)?;
         let begin = ToDestination::Begin {
             version: plan.protocol,
             set: plan.number,

@@ -8,7 +8,7 @@
 use super::events::{FromPeer, Happened, SetEvent, TellDriver};
 use crate::control::SharedControl;
 use godwit_migrate::protocol::{STREAMS_MAX, ToSource, decode_to_source};
-use godwit_transport::{ControlReceiver, Incoming};
+use godwit_transport::{ControlReceiver, Incoming, TransportError};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -61,15 +61,20 @@ pub(super) struct Hearing {
 
 impl Hearing {
     /// Hears until the channel ends.
-    pub(super) fn begin(self, receiver: ControlReceiver) {
-        std::thread::spawn(move || {
+    pub(super) fn begin(self, receiver: ControlReceiver) -> Result<(), TransportError> {
+        let work = move || {
             let seats = Arc::default();
             if let Some(why) = self.hear(receiver, &seats) {
                 self.control.close();
                 // The driver is gone only when nobody needs to know.
                 let _ = self.pass_on(why);
             }
-        });
+        };
+        let spawned = std::thread::Builder::new().name("hear".into()).spawn(work);
+        spawned.map(drop).map_err(|source| TransportError::System {
+            doing: "start a thread to hear the destination with",
+            source,
+        })
     }
 
     /// Says why it is over; nothing when the driver is gone.
@@ -118,30 +123,34 @@ impl Hearing {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::alone::without_threads;
     use crate::testing::spec;
     use godwit_migrate::protocol::encode;
-    use godwit_transport::{ConnectOptions, ControlSender, Gate, Listener, Tuning, connect};
+    use godwit_transport::{
+        ConnectOptions, Connection, ControlSender, Gate, Listener, Tuning, connect,
+    };
     use godwit_wire::ChannelId;
     use std::sync::mpsc::{Receiver, channel};
 
     const LONG: Duration = Duration::from_secs(120);
 
-    /// A destination's sending half, and what its source's driver gets.
-    fn heard() -> (ControlSender, Receiver<SetEvent>) {
+    /// A source's control channel and its destination's end.
+    fn connected() -> (Connection, Connection) {
         let gate = Gate::new(spec(), Tuning::default(), LONG);
         let mut listener = Listener::bind(gate, [127, 0, 0, 1].into(), 0..=0).unwrap();
         let address = listener.address();
-        let accepted = std::thread::spawn(move || listener.accept(Instant::now() + LONG).unwrap());
-        let channel_id = ChannelId::control(0);
-        let until = Instant::now() + LONG;
-        let made = connect(
-            address,
-            &ConnectOptions::default(),
-            &spec(),
-            channel_id,
-            until,
-        );
-        let (sender, receiver) = made.unwrap().into_control().unwrap();
+        let accept = move || listener.accept(Instant::now() + LONG).unwrap();
+        // Also where no other thread can be started.
+        let accepting = std::thread::Builder::new().stack_size(1 << 20);
+        let accepted = accepting.spawn(accept).unwrap();
+        let (options, channel) = (ConnectOptions::default(), ChannelId::control(0));
+        let made = connect(address, &options, &spec(), channel, Instant::now() + LONG);
+        (made.unwrap(), accepted.join().unwrap())
+    }
+
+    /// Hears on a source's channel; also what its driver gets.
+    fn begin(source: Connection) -> (Result<(), TransportError>, Receiver<SetEvent>) {
+        let (sender, receiver) = source.into_control().unwrap();
         let (events, received) = channel();
         let hearing = Hearing {
             set: 0,
@@ -149,8 +158,28 @@ mod tests {
             applied: Vec::new(),
             control: Arc::new(SharedControl::new(sender)),
         };
-        hearing.begin(receiver);
-        (accepted.join().unwrap().into_control().unwrap().0, received)
+        (hearing.begin(receiver), received)
+    }
+
+    /// A destination's sending half, and what its source's driver gets.
+    fn heard() -> (ControlSender, Receiver<SetEvent>) {
+        let (source, destination) = connected();
+        let (begun, received) = begin(source);
+        begun.unwrap();
+        (destination.into_control().unwrap().0, received)
+    }
+
+    #[test]
+    fn a_source_without_a_thread_to_hear_with_has_an_error_and_lives_on() {
+        let name = "source::hearing::tests::a_source_without_a_thread_to_hear_with_has_an_error_and_lives_on";
+        if without_threads(name) {
+            return;
+        }
+        let (source, _destination) = connected();
+        let refused = begin(source).0.unwrap_err();
+        // As such the driver tries it again for a while.
+        assert!(matches!(refused, TransportError::System { .. }));
+        assert!(refused.to_string().contains("thread to hear"), "{refused}");
     }
 
     fn next(events: &Receiver<SetEvent>) -> FromPeer {

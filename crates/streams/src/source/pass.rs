@@ -4,6 +4,7 @@
 
 use godwit_guestmem::PageSet;
 use godwit_guestmem::page_set::Chunk;
+use godwit_migrate::account::PAGE_BYTES;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -64,7 +65,7 @@ impl Pass {
     }
 
     /// Pages of the whole pass.
-    pub fn pages(&self) -> u64 {
+    fn pages(&self) -> u64 {
         self.chunks.iter().map(Chunk::count).sum()
     }
 
@@ -72,6 +73,15 @@ impl Pass {
     pub fn left_pages(&self) -> u64 {
         let taken = self.next.load(Ordering::Relaxed).min(self.chunks.len());
         self.chunks.iter().skip(taken).map(Chunk::count).sum()
+    }
+
+    /// Bytes that no thread has taken yet, and the speed after `passed_s` where enough is sent to tell.
+    pub fn progress(&self, passed_s: f64) -> (u64, Option<f64>) {
+        let (left, all) = (self.left_pages(), self.pages());
+        let sent_bytes = (all - left) * PAGE_BYTES;
+        let telling = passed_s > 0.2 && sent_bytes > all * PAGE_BYTES / 50;
+        let bytes_per_s = telling.then(|| sent_bytes as f64 / passed_s);
+        (left * PAGE_BYTES, bytes_per_s)
     }
 
     /// Ends the pass early: a cancel or a lost channel.

@@ -13,7 +13,7 @@ use godwit_guestmem::{PageSet, RamFile};
 use godwit_transport::{Meter, MeterReading, Patience, RecordWriter, TransportError};
 use godwit_wire::{PageRun, PageRuns, ZeroPages};
 use rustix::time::{ClockId, clock_gettime};
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -39,8 +39,16 @@ pub struct PassFigures {
     pub busy: Duration,
     /// Time spent held back by the cap.
     pub capped: Duration,
-    /// Records sent on this channel so far.
-    pub records: u64,
+}
+
+impl AddAssign for PassFigures {
+    fn add_assign(&mut self, other: Self) {
+        self.pages += other.pages;
+        self.zero_pages += other.zero_pages;
+        self.bytes += other.bytes;
+        self.busy += other.busy;
+        self.capped += other.capped;
+    }
 }
 
 /// How a sender's pass ended.
@@ -50,6 +58,8 @@ pub struct PassEnd {
     pub index: usize,
     /// Counts and times of this pass alone.
     pub figures: PassFigures,
+    /// Records sent on this channel so far.
+    pub records: u64,
     /// Its failure; the thread ends then and gives back what is dirty again.
     pub error: Option<SendError>,
 }
@@ -246,6 +256,7 @@ impl DataSender {
         PassEnd {
             index: self.index,
             figures,
+            records: self.writer.next_counter(),
             error: result.err(),
         }
     }
@@ -258,7 +269,6 @@ impl DataSender {
             .elapsed()
             .saturating_sub(blocked)
             .saturating_sub(figures.capped);
-        figures.records = self.writer.next_counter();
     }
 
     /// What must be sent again when this channel is gone.

@@ -17,7 +17,7 @@
 use super::handle::{Command, DestinationParts, WaitingQemu};
 use super::last_words::{hear_rest, wait_for_end};
 use crate::faults::reached;
-use crate::input::{Intake, News, Tell};
+use crate::input::{News, Tell};
 use crate::shared_report::SharedReport;
 use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_migrate::rate::WireRate;
@@ -54,6 +54,13 @@ pub(super) enum Halt {
     Lost(String),
     /// It cannot go on.
     Failed(String),
+}
+
+impl Halt {
+    /// It cannot go on, because of this.
+    pub(super) fn failed(error: impl std::fmt::Display) -> Self {
+        Self::Failed(error.to_string())
+    }
 }
 
 /// How far the present connection set is; device state is taken only after the last barrier.
@@ -118,11 +125,7 @@ pub(super) struct DestinationDriver {
 
 impl DestinationDriver {
     /// One that has heard nothing yet.
-    pub(super) fn new(
-        parts: DestinationParts,
-        intake: &Arc<Intake>,
-        commands: Receiver<Command>,
-    ) -> Self {
+    pub(super) fn new(parts: DestinationParts, commands: Receiver<Command>) -> Self {
         Self {
             pages: parts.memory.ram.page_count(),
             qemu: Some(parts.qemu),
@@ -133,7 +136,7 @@ impl DestinationDriver {
             prepare: parts.prepare,
             cores: parts.cores,
             told_prepared: false,
-            news: intake.bound(parts.news),
+            news: parts.news,
             commands,
             held_back: Vec::new(),
             next_control: None,
@@ -259,9 +262,7 @@ impl DestinationDriver {
 
     fn open(&mut self, connection: Connection) -> Result<ConnectionSet, Halt> {
         let number = connection.channel().set();
-        let (sender, receiver) = connection
-            .into_control()
-            .map_err(|error| Halt::Failed(error.to_string()))?;
+        let (sender, receiver) = connection.into_control().map_err(Halt::failed)?;
         let control = Arc::new(SharedControl::new(sender));
         self.control.set(&control);
         self.connected = true;
@@ -316,7 +317,7 @@ impl DestinationDriver {
         match incoming {
             Incoming::Message(bytes) => {
                 let message = decode_to_destination(&bytes, self.pages);
-                let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
+                let message = message.map_err(Halt::failed)?;
                 if set.channels.is_barred() && !message.is_urgent() {
                     set.held.put(Incoming::Message(bytes));
                     return Ok(());
@@ -354,7 +355,7 @@ impl DestinationDriver {
                 Ok(Some(incoming))
             }
             Err(TransportError::Silent { .. }) if set.heard.elapsed() < CONTROL_SILENCE => Ok(None),
-            Err(error) => Err(halt_of(&error)),
+            Err(error) => Err(halt_of(error)),
         }
     }
 
@@ -413,7 +414,7 @@ impl DestinationDriver {
             return Err(halt_of_end(end));
         }
         let told = set.channels.tell_applied(&set.control);
-        told.map_err(|error| halt_of(&error))
+        told.map_err(halt_of)
     }
 
     /// Shows what has come so far, and how fast.
@@ -448,14 +449,14 @@ impl DestinationDriver {
         let seconds = took.as_secs_f64();
         self.report.update(|report| report.prepare_s = seconds);
         let told = set.control.send(&ToSource::Prepared { seconds });
-        told.map_err(|error| halt_of(&error))
+        told.map_err(halt_of)
     }
 }
 
-pub(super) fn halt_of(error: &TransportError) -> Halt {
+pub(super) fn halt_of(error: TransportError) -> Halt {
     match error.class().is_lost() {
         true => Halt::Lost(error.to_string()),
-        false => Halt::Failed(error.to_string()),
+        false => Halt::failed(error),
     }
 }
 

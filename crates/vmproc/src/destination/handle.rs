@@ -3,7 +3,7 @@
 //! Owns the driver's thread. Refuses nothing: a command that comes too late is nobody's loss.
 
 use super::driver::DestinationDriver;
-use crate::input::{Intake, Tell};
+use crate::input::Tell;
 use crate::shared_report::SharedReport;
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
@@ -46,7 +46,6 @@ pub(crate) struct DestinationParts {
 #[derive(Debug)]
 pub(crate) struct DestinationHandle {
     commands: Sender<Command>,
-    intake: Arc<Intake>,
     thread: JoinHandle<()>,
 }
 
@@ -54,21 +53,11 @@ impl DestinationHandle {
     /// Lets the driver wait for its source.
     pub(crate) fn start(parts: DestinationParts) -> std::io::Result<Self> {
         let (commands, received) = channel();
-        let intake = Arc::<Intake>::default();
-        let driver = DestinationDriver::new(parts, &intake, received);
+        let driver = DestinationDriver::new(parts, received);
         let thread = std::thread::Builder::new()
             .name("destination".into())
             .spawn(move || driver.run())?;
-        Ok(Self {
-            commands,
-            intake,
-            thread,
-        })
-    }
-
-    /// What waits of its news.
-    pub(crate) fn intake(&self) -> &Intake {
-        &self.intake
+        Ok(Self { commands, thread })
     }
 
     /// The guest runs here; the driver ends when the source closes the channels.

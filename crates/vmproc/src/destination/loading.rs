@@ -64,23 +64,20 @@ impl DestinationDriver {
             Ok(()) => Ok(()),
             // It has hung up: its own reason is better than ours.
             Err(DeviceStateError::Io(_)) => self.finish(deadline),
-            Err(error) => Err(Halt::Failed(error.to_string())),
+            Err(error) => Err(Halt::failed(error)),
         }
     }
 
     /// What was received must still be there: the file is QEMU's user's, and QEMU has run since it was made.
     fn check_memory(&self) -> Result<(), Halt> {
-        let checked = self.memory.ram.check_length();
-        checked.map_err(|error| Halt::Failed(error.to_string()))
+        self.memory.ram.check_length().map_err(Halt::failed)
     }
 
     /// Ends the stream and waits until QEMU has loaded it.
     fn finish(&mut self, deadline: Instant) -> Result<(), Halt> {
         let qemu = self.qemu.take().ok_or(Halt::Failed(NO_QEMU.into()))?;
         let loaded = qemu.machine.finish_incoming(qemu.stream, deadline);
-        loaded
-            .map(drop)
-            .map_err(|error| Halt::Failed(error.to_string()))
+        loaded.map(drop).map_err(Halt::failed)
     }
 
     /// Looks whether the source has called the switchover off behind what was read of the control channel: a destination
@@ -92,7 +89,7 @@ impl DestinationDriver {
             match set.receiver.recv(Instant::now()) {
                 Ok(Incoming::Message(bytes)) => {
                     let message = decode_to_destination(&bytes, self.pages);
-                    let message = message.map_err(|error| Halt::Failed(error.to_string()))?;
+                    let message = message.map_err(Halt::failed)?;
                     if !message.is_urgent() {
                         set.held.put(Incoming::Message(bytes));
                         continue;
@@ -108,7 +105,7 @@ impl DestinationDriver {
                 }
                 Ok(piece) => set.held.put(piece),
                 Err(TransportError::Silent { .. }) => return Ok(()),
-                Err(error) => return Err(halt_of(&error)),
+                Err(error) => return Err(halt_of(error)),
             }
         }
         Ok(())

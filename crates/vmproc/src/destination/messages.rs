@@ -66,10 +66,10 @@ impl DestinationDriver {
                 self.tell(News::Peer(message));
                 Ok(())
             }
-            ToDestination::Ping { nonce } => set
-                .control
-                .send(&ToSource::Pong { nonce })
-                .map_err(|error| halt_of(&error)),
+            ToDestination::Ping { nonce } => {
+                let pong = ToSource::Pong { nonce };
+                set.control.send(&pong).map_err(halt_of)
+            }
         }
     }
 
@@ -83,9 +83,8 @@ impl DestinationDriver {
             // Only now, so that the source's total contains it.
             self.memory.prepare(self.cores);
         }
-        set.control
-            .send(&ToSource::Begun { set: number })
-            .map_err(|error| halt_of(&error))
+        let begun = ToSource::Begun { set: number };
+        set.control.send(&begun).map_err(halt_of)
     }
 
     fn barrier(
@@ -118,6 +117,6 @@ impl DestinationDriver {
             memory_wait: shares.memory_wait,
             busy: shares.busy,
         };
-        set.control.send(&done).map_err(|error| halt_of(&error))
+        set.control.send(&done).map_err(halt_of)
     }
 }

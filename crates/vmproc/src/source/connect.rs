@@ -60,7 +60,7 @@ impl SourceDriver {
         let lost = |error| match error {
             TransportError::System { .. } => Halt::Lost(error.to_string()),
             // So ends who does not prove the migration's key.
-            TransportError::HandshakeClosed { .. } if first => Halt::Failed(error.to_string()),
+            TransportError::HandshakeClosed { .. } if first => Halt::failed(error),
             error => halt_of(error),
         };
         let mut set = ConnectionSet::open(&plan, &extents(&self.dirty)).map_err(lost)?;

@@ -49,6 +49,13 @@ pub(super) enum Halt {
     Failed(String),
 }
 
+impl Halt {
+    /// It cannot go on, because of this.
+    pub(super) fn failed(error: impl std::fmt::Display) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
 pub(super) struct SourceDriver {
     pub(super) parts: SourceParts,
     pub(super) own: TellDriver,
@@ -151,7 +158,7 @@ impl SourceDriver {
         reached("source.setup");
         match self.parts.ram.data_pages() {
             Ok(pages) => self.dirty = pages,
-            Err(error) => return Halt::Failed(error.to_string()),
+            Err(error) => return Halt::failed(error),
         }
         self.show_content();
         let mut set = match self.connect(true) {
@@ -170,9 +177,9 @@ impl SourceDriver {
             return self.give_up(&mut set, halt);
         }
         if !planted("tracking-after-first-read")
-            && let Err(error) = self.begin_tracking()
+            && let Err(halt) = self.begin_tracking()
         {
-            return self.give_up(&mut set, Halt::Failed(error));
+            return self.give_up(&mut set, halt);
         }
         reached("source.tracking");
         let switchover_wait = Duration::from_secs_f64(4.0 * self.rtt_s);
@@ -282,17 +289,10 @@ impl SourceDriver {
     }
 
     /// Protects everything, and only then looks at what memory holds: what is written in between is dirty.
-    pub(super) fn begin_tracking(&mut self) -> Result<(), String> {
-        self.parts
-            .tracker
-            .start()
-            .map_err(|error| error.to_string())?;
+    pub(super) fn begin_tracking(&mut self) -> Result<(), Halt> {
+        self.parts.tracker.start().map_err(Halt::failed)?;
         self.scanned = Instant::now();
-        let pages = self
-            .parts
-            .ram
-            .data_pages()
-            .map_err(|error| error.to_string())?;
+        let pages = self.parts.ram.data_pages().map_err(Halt::failed)?;
         if !planted("tracking-after-first-read") {
             self.dirty.merge(&pages);
         }
@@ -314,6 +314,6 @@ impl SourceDriver {
 pub(super) fn halt_of(error: TransportError) -> Halt {
     match error.class().is_lost() {
         true => Halt::Lost(error.to_string()),
-        false => Halt::Failed(error.to_string()),
+        false => Halt::failed(error),
     }
 }

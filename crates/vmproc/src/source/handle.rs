@@ -4,7 +4,7 @@
 
 use super::driver::SourceDriver;
 use super::steps::DriverInput;
-use crate::input::{Intake, Tell};
+use crate::input::Tell;
 use crate::shared_report::SharedReport;
 use godwit_guestmem::{DirtyTracker, RamFile};
 use godwit_migrate::protocol::ToDestination;
@@ -63,16 +63,14 @@ pub(crate) struct SourceParts {
 pub(crate) struct SourceHandle {
     inputs: Sender<DriverInput>,
     ending: Ending,
-    intake: Arc<Intake>,
     thread: std::thread::JoinHandle<()>,
 }
 
 impl SourceHandle {
     /// Lets the driver connect and copy.
-    pub(crate) fn start(mut parts: SourceParts) -> std::io::Result<Self> {
+    pub(crate) fn start(parts: SourceParts) -> std::io::Result<Self> {
         let (inputs, received) = channel();
-        let (intake, ending) = (Arc::<Intake>::default(), Ending::default());
-        parts.news = intake.bound(parts.news);
+        let ending = Ending::default();
         let (own, ended) = (inputs.clone(), ending.clone());
         let own: TellDriver = Arc::new(move |event| own.send(DriverInput::Set(event)).is_ok());
         let run = move || SourceDriver::new(parts, own, received, ended).run();
@@ -82,14 +80,8 @@ impl SourceHandle {
         Ok(Self {
             inputs,
             ending,
-            intake,
             thread,
         })
-    }
-
-    /// What waits of its news.
-    pub(crate) fn intake(&self) -> &Intake {
-        &self.intake
     }
 
     /// Gives a command; one that comes too late is nobody's loss.

@@ -6,7 +6,7 @@
 use super::driver::{BARRIER_WAIT, Halt, PING_EVERY, SourceDriver, halt_of};
 use super::steps::{Step, unanswered};
 use crate::faults::{planted, reached};
-use godwit_guestmem::PageSet;
+use godwit_guestmem::{CHUNK_SIZE, PageSet};
 use godwit_migrate::account::{PAGE_BYTES, Shares, limited_by};
 use godwit_migrate::convergence::{Decision, IterationFacts};
 use godwit_migrate::ledger::ToDo;
@@ -23,8 +23,6 @@ const LOOK_FIRST: Duration = Duration::from_millis(200);
 
 /// Channels that should carry a pass and carry nothing for so long are silent, s.
 const SILENT_S: f64 = 2.0;
-/// A cap holds a channel back after each chunk of so many bytes.
-const CHUNK_BYTES: f64 = 2_097_152.0;
 
 /// What one iteration came to.
 #[derive(Debug, Default)]
@@ -43,7 +41,7 @@ impl SourceDriver {
         loop {
             let iteration = self.iterate(set)?;
             if planted("tracking-after-first-read") && self.iteration == 1 {
-                self.begin_tracking().map_err(Halt::Failed)?;
+                self.begin_tracking()?;
             }
             let seconds = self.scan()?;
             let dirty_bytes = self.dirty.count() * PAGE_BYTES;
@@ -139,7 +137,7 @@ impl SourceDriver {
     /// Adds what was written since the last scan; says how long ago that was, s.
     fn scan(&mut self) -> Result<f64, Halt> {
         let scanned = self.parts.tracker.scan(&mut self.dirty);
-        scanned.map_err(|error| Halt::Failed(error.to_string()))?;
+        scanned.map_err(Halt::failed)?;
         let before = std::mem::replace(&mut self.scanned, Instant::now());
         Ok(self.scanned.duration_since(before).as_secs_f64())
     }
@@ -153,8 +151,7 @@ impl SourceDriver {
         }
         self.looks += 1;
         let written = self.parts.tracker.peek(self.dirty.page_count());
-        let written = written.map_err(|error| Halt::Failed(error.to_string()))?;
-        let bytes = written.count() * PAGE_BYTES;
+        let bytes = written.map_err(Halt::failed)?.count() * PAGE_BYTES;
         self.convergence.looked(age.as_secs_f64(), bytes);
         self.ledger.looked(age.as_secs_f64(), bytes);
         Ok(())
@@ -222,8 +219,8 @@ impl SourceDriver {
                     return Err(halt_of_send(error));
                 }
                 working -= 1;
-                add(&mut iteration.figures, end.figures);
-                set.sent(end.index, end.figures.records);
+                iteration.figures += end.figures;
+                set.sent(end.index, end.records);
             }
             self.sign_of_life(set, PING_EVERY)?;
             self.look()?;
@@ -318,7 +315,8 @@ impl SourceDriver {
 
     /// Says when nothing gets through on channels that should carry a pass, and when something does again.
     fn mind_silence(&self, set: &ConnectionSet, cap_bytes_per_s: Option<f64>) {
-        let ahead_bytes = 2.0 * CHUNK_BYTES * set.streams() as f64;
+        // A cap holds a channel back after each chunk.
+        let ahead_bytes = 2.0 * CHUNK_SIZE as f64 * set.streams() as f64;
         let capped_s = cap_bytes_per_s.map_or(0.0, |bytes_per_s| ahead_bytes / bytes_per_s);
         let silent_s = self.ledger.silent_s(self.began.elapsed().as_secs_f64());
         self.parts.report.silent_for(silent_s, SILENT_S + capped_s);
@@ -329,7 +327,7 @@ impl SourceDriver {
         self.show_sent(set);
         let passed_s = self.scanned.elapsed().as_secs_f64();
         let (left_bytes, bytes_per_s) = match &self.pass {
-            Some(pass) => pass_progress(pass, passed_s),
+            Some(pass) => pass.progress(passed_s),
             None => (self.dirty.count() * PAGE_BYTES, None),
         };
         let eta_s = self
@@ -350,26 +348,9 @@ impl SourceDriver {
     }
 }
 
-/// Bytes that no thread has taken yet, and the speed so far where there is enough of it to tell.
-fn pass_progress(pass: &Pass, passed_s: f64) -> (u64, Option<f64>) {
-    let (left, all) = (pass.left_pages(), pass.pages());
-    let sent_bytes = (all - left) * PAGE_BYTES;
-    let telling = passed_s > 0.2 && sent_bytes > all * PAGE_BYTES / 50;
-    let bytes_per_s = telling.then(|| sent_bytes as f64 / passed_s);
-    (left * PAGE_BYTES, bytes_per_s)
-}
-
 fn halt_of_send(error: SendError) -> Halt {
     match error {
         SendError::Transport(error) => halt_of(error),
-        other => Halt::Failed(other.to_string()),
+        other => Halt::failed(other),
     }
-}
-
-fn add(sum: &mut PassFigures, other: PassFigures) {
-    sum.pages += other.pages;
-    sum.zero_pages += other.zero_pages;
-    sum.bytes += other.bytes;
-    sum.busy += other.busy;
-    sum.capped += other.capped;
 }

@@ -107,8 +107,7 @@ impl SourceDriver {
     /// it has loaded it: one way with pages and device state, one back with ready, one with the permit.
     fn last_pages(&mut self, set: &mut ConnectionSet, attempt: Generation) -> Result<(), Halt> {
         let began = Instant::now();
-        let ram = self.parts.ram.check_length();
-        ram.map_err(|error| Halt::Failed(error.to_string()))?;
+        self.parts.ram.check_length().map_err(Halt::failed)?;
         set.control.send(&ToDestination::Stopped).map_err(halt_of)?;
         let cards = self.parts.neighbours.read();
         set.control
@@ -118,8 +117,7 @@ impl SourceDriver {
             // Nothing writes any more: a look that protects nothing is exact, and what it reports stays reported should
             // the guest go on here.
             let written = self.parts.tracker.peek(self.dirty.page_count());
-            let written = written.map_err(|error| Halt::Failed(error.to_string()))?;
-            self.dirty.merge(&written);
+            self.dirty.merge(&written.map_err(Halt::failed)?);
         }
         if planted("last-pages-not-sent") {
             self.dirty = PageSet::new(self.dirty.page_count());
@@ -178,7 +176,7 @@ impl SourceDriver {
         let bytes = match (saved, link) {
             _ if called_off => return Ok(()),
             (_, Some(halt)) => return Err(halt),
-            (Err(error), None) => return Err(Halt::Failed(error.to_string())),
+            (Err(error), None) => return Err(Halt::failed(error)),
             (Ok(bytes), None) => bytes,
         };
         set.control
