@@ -59,8 +59,8 @@ ownership() {
         fi
         verdict ownership "$plant" "simulator, $(grep -o '^seed [0-9]*' "$logs/sim-$plant.log" | head -1)" $status
     done
-    ownership_case grant-without-survey core::a_grant_is_taken_only_at_the_level_of_the_last_survey
-    ownership_case old-permission-taken core::a_survey_voids_the_permissions_before_it_at_both_ends
+    ownership_case grant-without-survey core::surveys::a_grant_is_taken_only_at_the_level_of_the_last_survey
+    ownership_case old-permission-taken core::surveys::a_survey_voids_the_permissions_before_it_at_both_ends
     ownership_case boots-without-asking core::nothing_boots_by_itself
     ownership_case successor-leaves-gave-running core::a_successor_stops_a_guest_that_was_given_away
     ownership_case yields-to-anybody lib::unrelated_tests::an_unrelated_host_moves_nothing
