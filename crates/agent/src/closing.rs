@@ -211,8 +211,16 @@ impl Closing {
         stage == ClosingStage::Closed && lock(&self.asks_at).is_some_and(|at| at <= now)
     }
 
-    /// From then on the system manager is asked again; never, once it has said.
-    pub(crate) fn ask_at(&self, at: Option<Instant>) {
+    /// From then on the system manager is asked again; never, once it has said. A closing that began since it was asked is
+    /// none of that answer's business.
+    pub(crate) fn ask_again_at(&self, asked: (ClosingStage, u64), at: Option<Instant>) {
+        let stage = lock(&self.stage);
+        if (*stage, self.begun.load(Ordering::Relaxed)) == asked {
+            self.ask_at(at);
+        }
+    }
+
+    fn ask_at(&self, at: Option<Instant>) {
         *lock(&self.asks_at) = at;
     }
 

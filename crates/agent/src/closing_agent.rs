@@ -49,7 +49,8 @@ impl Agent {
         }
         let asked = self.closing.asking();
         let stops = (self.boots.stopping)().await;
-        self.closing.ask_at(stops.is_none().then_some(again));
+        let at = stops.is_none().then_some(again);
+        self.closing.ask_again_at(asked, at);
         if stops != Some(false) {
             return Ok(());
         }
@@ -61,7 +62,7 @@ impl Agent {
         })
         .await;
         if opened.is_err() {
-            self.closing.ask_at(Some(again));
+            self.closing.ask_again_at(asked, Some(again));
         }
         opened
     }

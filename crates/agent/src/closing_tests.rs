@@ -422,6 +422,14 @@ fn a_host_that_is_closed_again_while_it_is_asked_whether_it_is_back_stays_closed
     *lock(&closing.stage) = ClosingStage::Closed;
     closing.is_back(asked).unwrap();
     assert!(closing.is_on());
+    let now = Instant::now();
+    closing.ask_again_at(asked, Some(now));
+    assert!(
+        !closing.is_to_ask(now),
+        "nobody asks about what a person closed"
+    );
+    closing.ask_again_at(closing.asking(), Some(now));
+    assert!(closing.is_to_ask(now));
     closing.is_back(closing.asking()).unwrap();
     assert!(!closing.is_on());
 }

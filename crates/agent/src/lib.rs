@@ -11,6 +11,7 @@ mod backoff;
 mod boot;
 mod boot_cases;
 mod cancelled;
+mod carrying;
 mod check;
 mod check_groups;
 mod check_host;

@@ -93,7 +93,7 @@ impl Probes {
         Ok(())
     }
 
-    /// What has arrived, waiting a moment for the rest.
+    /// What has arrived, waiting a moment for the rest; the probe is over with that.
     pub async fn result(&self, nonce: [u8; 16]) -> Result<ProbeResult, ApiError> {
         let found = {
             let probes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -109,6 +109,9 @@ impl Probes {
         let all = arrived.wait_for(|arrived| arrived.values().all(|arrived| *arrived));
         let _ = tokio::time::timeout(RESULT_WAIT, all).await;
         let arrived = arrived.borrow().clone();
+        // It is asked for once; the next one may have its place.
+        let mut probes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        probes.remove(&nonce);
         Ok(ProbeResult { arrived })
     }
 }
@@ -220,5 +223,23 @@ mod tests {
         let probes = Probes::default();
         probes.listen([1; 16], &BTreeMap::new(), &host()).unwrap();
         assert!(probes.result([1; 16]).await.unwrap().arrived.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_probe_that_was_answered_makes_room_for_others() {
+        let probes = Probes::default();
+        for number in 0..=u8::try_from(PROBES_MAX).unwrap() {
+            probes
+                .listen([number; 16], &BTreeMap::new(), &host())
+                .unwrap();
+            probes.result([number; 16]).await.unwrap();
+        }
+        for number in 0..u8::try_from(PROBES_MAX).unwrap() {
+            probes
+                .listen([number; 16], &BTreeMap::new(), &host())
+                .unwrap();
+        }
+        let full = probes.listen([255; 16], &BTreeMap::new(), &host());
+        assert!(full.unwrap_err().message.contains("too many probes"));
     }
 }

@@ -2,7 +2,8 @@
 
 use super::super::*;
 use crate::api::tests::{Served, put};
-use crate::supervisor::{Carrier, Supervisor};
+use crate::carrying::Carrier;
+use crate::supervisor::Supervisor;
 use crate::test_support::{DIE, KEPT, TestHost, stub_program, vm};
 use godwit_ownership::Power;
 use godwit_types::site::Claim;

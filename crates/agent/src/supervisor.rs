@@ -11,25 +11,20 @@
 
 use crate::agent::unexpected;
 use crate::backoff::Backoff;
+use crate::carrying::{AGAIN_EACH, Carrier, carry_all};
 use crate::evidence;
 use crate::launch::{self, VmProgram};
 use crate::life::Life;
 use crate::records::Records;
 use crate::scope::{self, Place};
 use crate::vm_client::{VmClientError, VmConnection, ask};
-use godwit_ownership::PeerMessage;
 use godwit_store::load_json;
-use godwit_types::host_api::{
-    OutboxMessage, SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest, closing_mark,
-};
+use godwit_types::host_api::{SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest, closing_mark};
 use godwit_types::site::RecordAnswer;
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
-use serde::Deserialize;
 use std::collections::BTreeMap;
-use std::future::Future;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
-use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -46,27 +41,10 @@ const SCOPE_PAUSE: Duration = Duration::from_millis(50);
 const OUTBOX_WAIT: Duration = Duration::from_secs(20);
 /// How much longer than asked that call may take.
 const OUTBOX_GRACE: Duration = Duration::from_secs(10);
-/// Longest time to carry one message to the other host and to hand back its replies.
-const CARRY_WAIT: Duration = Duration::from_secs(5);
-/// How long a migration's last word is said to a host that is not reached: longer than either side waits for a link.
-const LAST_WORD_FOR: Duration = Duration::from_secs(90);
-/// Pause before what was not heard, or not understood, is said again.
-const AGAIN_EACH: Duration = Duration::from_secs(1);
 /// Longest wait until a process that was found has looked at its record, which may wait for its disk.
 const KEEP_WAIT: Duration = Duration::from_secs(2);
 /// Longest wait for the answer to a survey, which may wait for its disk.
 const SURVEY_WAIT: Duration = Duration::from_secs(12);
-
-/// Carries a message to another host's agent and brings its replies.
-pub type Carrier = Arc<
-    dyn Fn(
-            VmName,
-            OutboxMessage,
-        )
-            -> Pin<Box<dyn Future<Output = Result<Vec<serde_json::Value>, ApiError>> + Send>>
-        + Send
-        + Sync,
->;
 
 /// One VM under supervision.
 pub struct Supervised {
@@ -501,7 +479,7 @@ impl Supervised {
         };
         loop {
             match connection.call(&request, OUTBOX_WAIT + OUTBOX_GRACE).await {
-                Ok(VmAnswer::Outbox(messages)) => self.carry_all(messages, carrier),
+                Ok(VmAnswer::Outbox(messages)) => carry_all(self, messages, carrier),
                 Ok(other) => {
                     tracing::warn!(vm = %self.name, ?other, "no answer to take-outbox");
                     tokio::time::sleep(AGAIN_EACH).await;
@@ -522,68 +500,6 @@ impl Supervised {
         }
         self.life.send_replace(Life::Starting(None));
     }
-
-    fn carry_all(self: &Arc<Self>, messages: Vec<OutboxMessage>, carrier: &Carrier) {
-        for message in messages {
-            tokio::spawn(self.clone().carry(message, carrier.clone()));
-        }
-    }
-
-    /// The other host's replies; none where it was not reached. A last word is said again for as long as a host waits for a
-    /// link that is broken.
-    async fn delivered(
-        &self,
-        message: &OutboxMessage,
-        carrier: &Carrier,
-    ) -> Option<Vec<serde_json::Value>> {
-        let peer = &message.peer.host;
-        let again = match is_last_word(&message.message) {
-            true => LAST_WORD_FOR,
-            false => Duration::ZERO,
-        };
-        let (began, mut is_told) = (Instant::now(), false);
-        loop {
-            let sent = carrier(self.name.clone(), message.clone());
-            let error = match tokio::time::timeout(CARRY_WAIT, sent).await {
-                Ok(Ok(replies)) => return Some(replies),
-                Ok(Err(error)) => error.to_string(),
-                Err(_) => "it does not answer".to_owned(),
-            };
-            if !std::mem::replace(&mut is_told, true) {
-                tracing::warn!(vm = %self.name, %peer, %error, "a message to the other host was not delivered");
-            }
-            if began.elapsed() >= again {
-                return None;
-            }
-            tokio::time::sleep(AGAIN_EACH).await;
-        }
-    }
-
-    async fn carry(self: Arc<Self>, message: OutboxMessage, carrier: Carrier) {
-        let peer = message.peer.host.clone();
-        let Some(replies) = self.delivered(&message, &carrier).await else {
-            return;
-        };
-        for message in replies {
-            let request = VmRequest::Peer {
-                from: peer.clone(),
-                message,
-            };
-            if let Err(error) = self.ask(&request, CARRY_WAIT).await {
-                tracing::warn!(vm = %self.name, %error, "a reply could not be handed over");
-            }
-        }
-    }
-}
-
-/// Whether a message ends its migration, and is said once: a VM process asks again by itself for everything else, and
-/// one that does not hear this waits for its link in vain.
-fn is_last_word(message: &serde_json::Value) -> bool {
-    let said = PeerMessage::deserialize(message);
-    matches!(
-        said,
-        Ok(PeerMessage::Failed { .. } | PeerMessage::Abort { .. })
-    )
 }
 
 async fn reap(vm: VmName, mut child: tokio::process::Child) {

@@ -2,7 +2,8 @@
 
 use super::*;
 use crate::test_support::{DIE, HEARD, NO_OUTBOX, OUTBOX, TestHost, stub_program};
-use godwit_ownership::Power;
+use godwit_ownership::{PeerMessage, Power};
+use godwit_types::host_api::OutboxMessage;
 use godwit_types::migration::AgentAddress;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::sync::mpsc;

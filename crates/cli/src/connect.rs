@@ -11,7 +11,7 @@ use godwit_types::ErrorCode;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The controller's socket unless said otherwise.
 pub const CONTROLLER_SOCKET: &str = "/run/godwit/controller.sock";
@@ -79,11 +79,18 @@ fn remote(address: SocketAddr, certificate: Option<&Path>) -> Result<ControllerC
 
 /// The agent of this host.
 pub fn agent(global: &Global) -> Option<AgentClient> {
-    let path = global
-        .agent
-        .clone()
-        .unwrap_or_else(|| PathBuf::from(AGENT_SOCKET));
-    path.exists().then(|| AgentClient::new(Client::unix(&path)))
+    let path = agent_socket(global);
+    path.exists().then(|| AgentClient::new(Client::unix(path)))
+}
+
+/// The same, of one that may only be starting.
+pub fn coming_agent(global: &Global) -> AgentClient {
+    AgentClient::new(Client::unix(agent_socket(global)))
+}
+
+fn agent_socket(global: &Global) -> &Path {
+    let usual = Path::new(AGENT_SOCKET);
+    global.agent.as_deref().unwrap_or(usual)
 }
 
 /// Says whose word a list is that could have been the controller's: the other one has other columns, and less in it.

@@ -25,6 +25,9 @@ pub struct ControllerConfig {
     pub poll_every: Duration,
     /// How often a migration under way is asked about, and shown.
     pub watch_every: Duration,
+    /// How long a source that does not answer counts as moving a VM that its destination gave up: longer than a source
+    /// waits for a broken link, so that it has given up by then, too.
+    pub source_gives_up: Duration,
     /// How long agents may take.
     pub deadlines: Deadlines,
     /// How long a join token is good for.
@@ -43,6 +46,7 @@ impl ControllerConfig {
             advertise: Vec::new(),
             poll_every: Duration::from_secs(1),
             watch_every: Duration::from_millis(200),
+            source_gives_up: Duration::from_secs(90),
             deadlines: Deadlines::default(),
             token_valid: Duration::from_secs(3600),
             certificate_valid: CERTIFICATE_VALID,

@@ -1,8 +1,8 @@
 //! Follows migrations by the reports of their hosts, and stores how they ended.
 //!
 //! Owns nothing but its tasks: one per migration under way, also after a restart of the controller. The source's word
-//! counts where it answers, but for "completed", which either may say; else its destination's, unless the source may go on
-//! with what its destination gave up. Refuses to guess: while nobody can be reached, a migration stays as it was last
+//! counts where it answers, but for "completed", which either may say; else its destination's, once the source cannot go on
+//! any more with what its destination gave up. Refuses to guess: while nobody can be reached, a migration stays as it was last
 //! known. A migration that both hosts answer not to know never began; nor did one that its source refuses from now on and
 //! holds the VM without, whatever its destination would say.
 
@@ -57,7 +57,7 @@ pub enum Verdict {
 pub fn spawn(app: Arc<App>, id: MigrationId) {
     tokio::spawn(async move {
         let mut stop = app.stopped();
-        let mut waiting = None;
+        let mut waiting = Waiting::default();
         let began = Instant::now();
         loop {
             let pause = match step(&app, &id, &mut waiting).await {
@@ -82,18 +82,29 @@ fn pace(lasted: Duration) -> Duration {
     (lasted / 20).min(SLOW)
 }
 
-/// Asks once; none when it is over. `waiting` is since when the source's end alone is missing.
+/// Since when something alone is waited for.
+#[derive(Default)]
+struct Waiting {
+    /// The end of a source that answers and has not booked what its destination told.
+    end: Option<Instant>,
+    /// A source that does not answer, to give up what its destination gave up.
+    silent: Option<Instant>,
+}
+
+/// Asks once; none when it is over.
 async fn step(
     app: &Arc<App>,
     id: &MigrationId,
-    waiting: &mut Option<Instant>,
+    waiting: &mut Waiting,
 ) -> Result<Option<Duration>, ControllerError> {
     let Some(last) = app.live(id).map(|live| live.borrow().clone()) else {
         return Ok(None);
     };
-    let (source, verdict) = hear(app, &last).await;
+    let (source, verdict) = hear(app, &last, &mut waiting.silent).await;
     match verdict {
-        Verdict::Over(_) if source_is_late(&source, waiting) => Ok(Some(app.config.watch_every)),
+        Verdict::Over(_) if source_is_late(&source, &mut waiting.end) => {
+            Ok(Some(app.config.watch_every))
+        }
         Verdict::GoesOn(report) => {
             let doubt = report.outcome == Some(End::InDoubt);
             if doubt && last.outcome != report.outcome {
@@ -118,16 +129,20 @@ fn source_is_late(source: &Word, waiting: &mut Option<Instant>) -> bool {
     open && waiting.get_or_insert_with(Instant::now).elapsed() < SOURCE_PATIENCE
 }
 
-/// What the source says, and what follows from both hosts' words.
-async fn hear(app: &App, last: &MigrationReport) -> (Word, Verdict) {
+/// What the source says, and what follows from both hosts' words. `silent` is since when a source that may go on is not
+/// heard.
+async fn hear(app: &App, last: &MigrationReport, silent: &mut Option<Instant>) -> (Word, Verdict) {
     let (source, destination) = tokio::join!(ask(app, &last.from, last), ask(app, &last.to, last));
     let verdict = judge(&source, &destination);
     let gave_up = |report: &MigrationReport| report.outcome != Some(End::Completed);
     let by_destination = !matches!(source, Word::Report(_));
-    if matches!(&verdict, Verdict::Over(report) if by_destination && gave_up(report))
-        && source_may_go_on(app, last).await
-    {
-        return (source, Verdict::NoNews);
+    if matches!(&verdict, Verdict::Over(report) if by_destination && gave_up(report)) {
+        let waited = silent.get_or_insert_with(Instant::now).elapsed();
+        match source_goes_on(app, last).await {
+            Some(false) => {}
+            None if waited >= app.config.source_gives_up => {}
+            Some(true) | None => return (source, Verdict::NoNews),
+        }
     }
     let only_destination_missing = matches!((&source, &destination), (Word::Unknown, Word::Silent));
     if only_destination_missing && source_stays_without(app, last).await {
@@ -136,22 +151,24 @@ async fn hear(app: &App, last: &MigrationReport) -> (Word, Verdict) {
     (source, verdict)
 }
 
-/// Whether the source of a migration that its destination gave up may still move the VM: until it is told so, it takes its
-/// destination's silence for a broken link, and refuses what is asked of the VM meanwhile.
-async fn source_may_go_on(app: &App, last: &MigrationReport) -> bool {
+/// Whether the source of a migration that its destination gave up still moves the VM: until it is told, it takes its
+/// destination's silence for a broken link, and refuses what is asked of the VM meanwhile. None where nobody says.
+async fn source_goes_on(app: &App, last: &MigrationReport) -> Option<bool> {
     let Ok((_, agent)) = app.agent(&last.from) else {
-        return false;
+        return Some(false);
     };
     match agent.vm(&last.vm).await {
-        Ok(seen) => !says_what_it_does(&seen) || seen.migration.as_ref() == Some(&last.id),
-        Err(ClientError::Refused(error)) => error.code != ErrorCode::UnknownVm,
-        Err(_) => !app.state().book.is_fenced(&last.from),
+        Ok(seen) if says_what_it_does(&seen) => Some(seen.migration.as_ref() == Some(&last.id)),
+        Err(ClientError::Refused(error)) if error.code == ErrorCode::UnknownVm => Some(false),
+        Err(_) if app.state().book.is_fenced(&last.from) => Some(false),
+        Ok(_) | Err(_) => None,
     }
 }
 
-/// Whether what an agent says of a VM is its VM process's own word: one that does not answer may be moving it.
+/// Whether what an agent says of a VM is its VM process's own word, also of a QEMU that does not answer: a process that
+/// does not answer itself may be moving the VM.
 fn says_what_it_does(seen: &HostVm) -> bool {
-    seen.state != VmState::Unreachable && seen.state != VmState::DamagedRecord
+    seen.state != VmState::Unreachable || seen.vm_process_pid.is_some()
 }
 
 /// Whether a source that does not know the migration has refused it for ever, and holds the VM: then nothing was given, and
@@ -312,7 +329,7 @@ pub async fn settle_failed_start(app: &Arc<App>, id: &MigrationId, error: &ApiEr
     let Some(last) = app.live(id).map(|live| live.borrow().clone()) else {
         return;
     };
-    let (source, verdict) = hear(app, &last).await;
+    let (source, verdict) = hear(app, &last, &mut None).await;
     let never_at_source = matches!(source, Word::Unknown);
     let settled = match verdict {
         Verdict::NeverBegan => true,

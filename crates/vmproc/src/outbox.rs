@@ -1,8 +1,8 @@
 //! Messages about ownership that wait to be carried to the other host by the agent.
 //!
 //! Shared by the VM's own thread (which puts) and the connection of the agent (which takes). At most one copy of a
-//! message waits; the core asks again by itself, and the agent says a migration's last word again, so that what is lost
-//! on the way does no harm.
+//! message waits; the core asks again by itself, and a migration's last word waits for an agent that is away, which says
+//! it again until it is heard: what is lost on the way does no harm.
 
 use godwit_types::host_api::OutboxMessage;
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -10,11 +10,20 @@ use std::time::{Duration, Instant};
 
 /// Most messages that wait; older ones give way, since the newest question is the one that counts.
 const WAITING_MAX: usize = 64;
+/// How long a message is worth that its process waits for an agent to take it: longer than a host waits for a link.
+const WORTH_WAITING: Duration = Duration::from_secs(90);
+
+#[derive(Debug, Default)]
+struct Waiting {
+    messages: Vec<OutboxMessage>,
+    /// When the newest was put.
+    put_at: Option<Instant>,
+}
 
 /// Messages for other hosts that no agent has taken yet.
 #[derive(Debug, Default)]
 pub(crate) struct Outbox {
-    waiting: Mutex<Vec<OutboxMessage>>,
+    waiting: Mutex<Waiting>,
     arrived: Condvar,
 }
 
@@ -22,13 +31,14 @@ impl Outbox {
     /// Adds a message unless the same one waits already.
     pub(crate) fn put(&self, message: OutboxMessage) {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        if waiting.contains(&message) {
+        if waiting.messages.contains(&message) {
             return;
         }
-        if waiting.len() >= WAITING_MAX {
-            waiting.remove(0);
+        if waiting.messages.len() >= WAITING_MAX {
+            waiting.messages.remove(0);
         }
-        waiting.push(message);
+        waiting.messages.push(message);
+        waiting.put_at = Some(Instant::now());
         self.arrived.notify_all();
     }
 
@@ -36,7 +46,7 @@ impl Outbox {
     pub(crate) fn take(&self, wait: Duration) -> Vec<OutboxMessage> {
         let deadline = Instant::now() + wait;
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        while waiting.is_empty() {
+        while waiting.messages.is_empty() {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 break;
@@ -44,7 +54,14 @@ impl Outbox {
             let woken = self.arrived.wait_timeout(waiting, left);
             waiting = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
-        std::mem::take(&mut *waiting)
+        std::mem::take(&mut waiting.messages)
+    }
+
+    /// Whether something waits for an agent that is worth its process's life at `now`.
+    pub(crate) fn is_waited_for(&self, now: Instant) -> bool {
+        let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_new = |at: Instant| now.saturating_duration_since(at) < WORTH_WAITING;
+        !waiting.messages.is_empty() && waiting.put_at.is_some_and(is_new)
     }
 }
 
@@ -74,6 +91,18 @@ mod tests {
         outbox.put(message(2));
         assert_eq!(outbox.take(Duration::ZERO), [message(1), message(2)]);
         assert_eq!(outbox.take(Duration::ZERO), []);
+    }
+
+    #[test]
+    fn a_message_that_no_agent_takes_keeps_its_process_for_as_long_as_somebody_waits_for_it() {
+        let outbox = Outbox::default();
+        let now = Instant::now();
+        assert!(!outbox.is_waited_for(now));
+        outbox.put(message(1));
+        assert!(outbox.is_waited_for(now));
+        assert!(!outbox.is_waited_for(Instant::now() + WORTH_WAITING));
+        outbox.take(Duration::ZERO);
+        assert!(!outbox.is_waited_for(now));
     }
 
     #[test]

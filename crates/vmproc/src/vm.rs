@@ -159,6 +159,7 @@ impl Vm {
             || self.migration.is_some()
             || !self.unsaved.is_empty()
             || self.off_wanted.is_some()
+            || self.outbox.is_waited_for(Instant::now())
             || self.timers.is_armed(Timer::Ask)
             || self.timers.is_armed(Timer::Switchover);
         if busy {

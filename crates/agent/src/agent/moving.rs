@@ -117,7 +117,11 @@ impl Agent {
         if !lacks_bridge && !request.probe_nonce.is_empty() {
             let nonce = probe::parse_nonce(&request.probe_nonce)?;
             let bridges = probe::bridges_of(&self.config, &request.spec);
-            self.probes.listen(nonce, &bridges, self.host())?;
+            let listens = self.probes.listen(nonce, &bridges, self.host());
+            // What is refused anyway is refused for its own reasons.
+            if report.refusals.is_empty() {
+                listens?;
+            }
         }
         Ok(report)
     }
@@ -202,8 +206,21 @@ mod tests {
             probe_nonce: "00".repeat(16),
         };
         assert!(request.spec.nics.is_empty());
-        let report = served.agent.preflight_incoming(request).await.unwrap();
+        let report = served
+            .agent
+            .preflight_incoming(request.clone())
+            .await
+            .unwrap();
         assert!(!report.refusals.is_empty());
         assert!(served.agent.probes.result([0; 16]).await.is_ok());
+        // However many are refused, and none is probed: each has its own reason.
+        for number in 1..=80_u8 {
+            let again = PreflightIncoming {
+                probe_nonce: format!("{number:02x}").repeat(16),
+                ..request.clone()
+            };
+            let report = served.agent.preflight_incoming(again).await.unwrap();
+            assert!(!report.refusals.is_empty());
+        }
     }
 }

@@ -5,7 +5,7 @@
 //! not shut down.
 
 use crate::args::Global;
-use crate::connect::agent;
+use crate::connect::{agent, coming_agent};
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
 use crate::watch::failure;
@@ -62,7 +62,11 @@ async fn closed_by_the_agent(
     request: CloseRequest,
     global: &Global,
 ) -> Result<HostClosing, Failure> {
-    let client = agent(global).ok_or_else(no_agent)?;
+    let client = match request.at_shutdown {
+        // One that is just started anew does it better than nobody.
+        true => coming_agent(global),
+        false => agent(global).ok_or_else(no_agent)?,
+    };
     until_closed(request, &client).await
 }
 

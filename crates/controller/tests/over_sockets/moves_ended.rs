@@ -147,3 +147,19 @@ async fn a_destination_that_failed_ends_the_move_once_its_source_is_off_or_moves
         assert_eq!(last.outcome, Some(Outcome::Failed), "fenced: {is_fenced}");
     }
 }
+
+#[tokio::test]
+async fn a_source_that_is_gone_for_good_does_not_keep_what_its_destination_gave_up_open_for_ever() {
+    let (mut house, mut a, b) = house().await;
+    let id = begin(&house, &to("b")).await;
+    a.cut().await;
+    b.says(&id, Some(Outcome::Failed));
+    asked_again([&b, &b], &id).await;
+    assert_eq!(house.client().migration(&id).await.unwrap().outcome, None);
+    house.stop().await;
+    house.config.source_gives_up = std::time::Duration::ZERO;
+    house.start().await;
+    let last = watch_to_the_end(&house, &id).await.pop().unwrap();
+    assert_eq!(last.outcome, Some(Outcome::Failed));
+    house.until_not_moving("web").await;
+}

@@ -117,7 +117,6 @@ impl House {
         self.controller.take().unwrap().stop().await;
     }
 
-    /// The controller's database in this moment.
     /// Does this to the database; the controller stands still.
     pub async fn execute(&self, sql: &str) {
         use sqlx::ConnectOptions as _;
@@ -127,6 +126,7 @@ impl House {
         sqlx::query(sql).execute(&mut database).await.unwrap();
     }
 
+    /// The controller's database in this moment.
     pub fn database(&self) -> std::path::PathBuf {
         self.config.state_dir.join("controller.db")
     }
