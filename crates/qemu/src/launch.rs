@@ -14,6 +14,7 @@ use crate::machine::Machine;
 use crate::process::{ProcessError, QemuProcess};
 use crate::qmp::{Client, QmpError};
 use crate::stderr_log::StderrLog;
+use crate::tap_guard;
 use rustix::fd::{AsRawFd, BorrowedFd, RawFd};
 use rustix::fs::{FileType, Gid, Uid, fstat};
 use rustix::io::{FdFlags, fcntl_setfd};
@@ -372,7 +373,8 @@ fn become_qemu(
     set_thread_groups(groups)?;
     set_thread_gid(gid)?;
     set_thread_uid(uid)?;
-    Ok(set_no_new_privs(true)?)
+    set_no_new_privs(true)?;
+    tap_guard::refuse_to_this_thread()
 }
 
 /// What QEMU would inherit is its VM process's, or the agent's. A kernel that refuses leaves it protected.
@@ -459,6 +461,49 @@ mod tests {
         // SAFETY: as for QEMU.
         unsafe { shell.pre_exec(move || become_qemu(&[], &[], uid, gid, longest)) };
         shell.output().expect("a shell")
+    }
+
+    /// What the kernel says to an ioctl of a descriptor with one number as its argument.
+    fn asks(fd: RawFd, request: u32, argument: libc::c_long) -> Option<i32> {
+        // SAFETY: a request that reads memory reads what `argument` points to, which the caller gives only for those.
+        let result = unsafe { libc::ioctl(fd, request as libc::Ioctl, argument) };
+        (result < 0).then(|| io::Error::last_os_error().raw_os_error().unwrap_or(0))
+    }
+
+    #[test]
+    fn a_qemu_that_was_taken_over_can_do_nothing_to_its_tap_but_send_and_receive() {
+        const GET_FEATURES: u32 = 0x8004_54cf;
+        let device = fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/net/tun");
+        let Ok(device) = device else {
+            return println!("skipped: /dev/net/tun cannot be opened here");
+        };
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: becoming another user needs root");
+        }
+        let fd = device.as_raw_fd();
+        let features = Box::leak(Box::new(0_u32));
+        let features = std::ptr::from_mut(features) as libc::c_long;
+        // Without the guard the kernel looks at each of them.
+        let of_the_kernel = asks(fd, tap_guard::REFUSED[1], 0);
+        assert_ne!(of_the_kernel, Some(libc::EPERM));
+        let (uid, gid) = (Uid::from_raw(61_234), Gid::from_raw(61_234));
+        let mut shell = Command::new("true");
+        let check = move || {
+            become_qemu(&[], &[], uid, gid, 1 << 20)?;
+            let is_refused = |request: &u32| asks(fd, *request, 0) == Some(libc::EPERM);
+            let all = tap_guard::REFUSED.iter().all(is_refused);
+            let others_pass = asks(fd, GET_FEATURES, features).is_none();
+            match all && others_pass {
+                true => Ok(()),
+                false => Err(io::Error::from_raw_os_error(libc::EBADMSG)),
+            }
+        };
+        // SAFETY: as for QEMU.
+        unsafe { shell.pre_exec(check) };
+        assert!(shell.status().expect("each was refused").success());
     }
 
     #[test]

@@ -30,6 +30,7 @@ pub mod stderr_log;
 pub mod strays;
 mod sync;
 pub mod tap;
+mod tap_guard;
 mod text;
 pub mod throttle;
 pub mod trial;

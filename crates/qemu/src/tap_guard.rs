@@ -1,0 +1,86 @@
+//! Keeps a QEMU from doing more with its taps than to send and receive frames.
+//!
+//! Whoever has a tap's descriptor may, without any capability, make the tap outlive it, give it to another user, or give
+//! it another address, by which a bridge may take that address for its own. QEMU's sandbox lets all of that pass. Owns
+//! nothing: a seccomp filter, which stays over `exec`, refuses it with EPERM. Refuses also system calls of another
+//! architecture than this program's, which have other numbers.
+
+use std::io;
+
+/// What QEMU itself never asks of a tap that it was given: linux/if_tun.h and linux/sockios.h.
+pub(crate) const REFUSED: [u32; 7] = [
+    0x4004_54ca, // TUNSETIFF
+    0x4004_54cb, // TUNSETPERSIST
+    0x4004_54cc, // TUNSETOWNER
+    0x4004_54cd, // TUNSETLINK
+    0x4004_54ce, // TUNSETGROUP
+    0x4004_54da, // TUNSETIFINDEX
+    0x0000_8924, // SIOCSIFHWADDR
+];
+
+/// Where `struct seccomp_data` has the call's number, the architecture, and the lower half of the second argument, which
+/// is all of an ioctl's request that the kernel looks at.
+const NUMBER: u32 = 0;
+const ARCHITECTURE: u32 = 4;
+const REQUEST: u32 = 24 + if cfg!(target_endian = "big") { 4 } else { 0 };
+
+#[cfg(target_arch = "x86_64")]
+const NATIVE: u32 = 0xc000_003e;
+#[cfg(target_arch = "aarch64")]
+const NATIVE: u32 = 0xc000_00b7;
+/// From here on x86_64 has the numbers of its 32-bit programs.
+const OTHER_NUMBERS: u32 = 0x4000_0000;
+
+const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+const ANSWER: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+
+const LEN: usize = 6 + REFUSED.len() + 2;
+
+const fn step(code: u16, k: u32, jt: u8, jf: u8) -> libc::sock_filter {
+    libc::sock_filter { code, jt, jf, k }
+}
+
+/// The last two steps are the answers: it may, and EPERM.
+const fn program() -> [libc::sock_filter; LEN] {
+    let (may, refuse) = (LEN - 2, LEN - 1);
+    let mut steps = [step(ANSWER, libc::SECCOMP_RET_ALLOW, 0, 0); LEN];
+    steps[0] = step(LOAD, ARCHITECTURE, 0, 0);
+    steps[1] = step(IF_EQUAL, NATIVE, 0, (refuse - 2) as u8);
+    steps[2] = step(LOAD, NUMBER, 0, 0);
+    steps[3] = step(IF_AT_LEAST, OTHER_NUMBERS, (refuse - 4) as u8, 0);
+    steps[4] = step(IF_EQUAL, libc::SYS_ioctl as u32, 0, (may - 5) as u8);
+    steps[5] = step(LOAD, REQUEST, 0, 0);
+    let mut index = 0;
+    while index < REFUSED.len() {
+        let at = 6 + index;
+        steps[at] = step(IF_EQUAL, REFUSED[index], (refuse - at - 1) as u8, 0);
+        index += 1;
+    }
+    steps[refuse] = step(ANSWER, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32, 0, 0);
+    steps
+}
+
+static PROGRAM: [libc::sock_filter; LEN] = program();
+
+/// Refuses all of it from here on to this thread and what it starts. It must have given up to gain privileges. Makes one
+/// system call and allocates nothing: it may stand between fork and exec.
+pub(crate) fn refuse_to_this_thread() -> io::Result<()> {
+    let program = libc::sock_fprog {
+        len: LEN as libc::c_ushort,
+        filter: PROGRAM.as_ptr().cast_mut(),
+    };
+    // SAFETY: the kernel copies the program, which it does not change, before it returns.
+    let set = unsafe {
+        libc::prctl(
+            libc::PR_SET_SECCOMP,
+            libc::SECCOMP_MODE_FILTER,
+            &raw const program,
+        )
+    };
+    match set {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
