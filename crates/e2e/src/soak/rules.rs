@@ -173,7 +173,9 @@ fn clone_is_tame(list: &Value) -> bool {
     list.is_array()
         && all.all(|vm| {
             let note = vm["note"].as_str().unwrap_or_default();
-            vm["claim"]["claim"] != "holds" || note.contains("it boots nothing")
+            // Nobody would boot one that is off.
+            let may_boot = vm["claim"]["claim"] == "holds" && vm["claim"]["on"] != false;
+            !may_boot || note.contains("it boots nothing")
         })
 }
 
@@ -293,5 +295,7 @@ mod tests {
             !clone_is_tame(&one_silent),
             "another VM's note says nothing of this one"
         );
+        let off = json!({"claim": {"claim": "holds", "on": false}, "note": null});
+        assert!(clone_is_tame(&json!([off])), "nobody would boot it");
     }
 }

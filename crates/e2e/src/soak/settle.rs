@@ -125,6 +125,14 @@ impl<'a> Settling<'a> {
             *why = "a host is not connected".to_owned();
             return None;
         }
+        // One that reads its hosts first grants nothing, and says so.
+        match self.site.ask(&["site", "show"]) {
+            Ok(site) if site["in_charge"] == true => {}
+            said => {
+                *why = format!("the controller is not in charge: {said:?}");
+                return None;
+            }
+        }
         let mut homes = BTreeMap::new();
         for vm in self.site.vms.clone() {
             let mut all = list.as_array().into_iter().flatten();
