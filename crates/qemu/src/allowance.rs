@@ -5,7 +5,7 @@
 //! that looks at what each vCPU did and sets its share of a CPU. Refuses: to limit anything after it was released.
 
 use crate::machine::Machine;
-use crate::throttle::{LOWEST_SHARE, ThreadUse, Throttle, thread_use};
+use crate::throttle::{LOWEST_SHARE, ThreadUse, Throttle, check_threads, thread_use};
 use godwit_migrate::account::PAGE_BYTES;
 use godwit_migrate::convergence::Slowing;
 use godwit_migrate::governor::{Governor, VcpuUse};
@@ -25,6 +25,8 @@ const FAILURES_MAX: u32 = 5;
 #[derive(Debug, Clone)]
 pub struct SharedThrottle {
     machine: Arc<Machine>,
+    /// QEMU's process, whose threads alone are slowed.
+    process: i32,
     floor: f64,
     shared: Arc<Shared>,
 }
@@ -79,10 +81,11 @@ impl Shared {
 
 impl SharedThrottle {
     /// Nothing is limited yet. `max_slowdown_percent` is what was promised about the guest's speed.
-    pub fn new(machine: Arc<Machine>, max_slowdown_percent: Option<u32>) -> Self {
+    pub fn new(machine: Arc<Machine>, process: i32, max_slowdown_percent: Option<u32>) -> Self {
         let promised = max_slowdown_percent.map_or(0.0, |percent| 1.0 - f64::from(percent) / 100.0);
         Self {
             machine,
+            process,
             floor: promised.clamp(LOWEST_SHARE, 1.0),
             shared: Arc::default(),
         }
@@ -97,6 +100,7 @@ impl SharedThrottle {
         }
         let govern = Govern {
             machine: Arc::clone(&self.machine),
+            process: self.process,
             floor: self.floor,
             shared: Arc::clone(&self.shared),
         };
@@ -165,6 +169,7 @@ impl SharedThrottle {
 /// The thread that holds vCPUs to the allowance.
 struct Govern {
     machine: Arc<Machine>,
+    process: i32,
     floor: f64,
     shared: Arc<Shared>,
 }
@@ -182,11 +187,12 @@ impl Govern {
     fn govern(&self) -> Result<(), String> {
         let threads = self.machine.vcpu_thread_ids(Instant::now() + QMP_WAIT);
         let threads = threads.map_err(|error| error.to_string())?;
+        check_threads(self.process, &threads).map_err(|error| error.to_string())?;
         self.make_groups(&threads)?;
         let mut governor = Governor::new(threads.len(), self.floor, PAGE_BYTES);
-        let (mut before, mut looked) = (uses(&threads)?, Instant::now());
+        let (mut before, mut looked) = (self.uses(&threads)?, Instant::now());
         while let Some(allowed_bytes_per_s) = self.wait_tick() {
-            let (now, at) = (uses(&threads)?, Instant::now());
+            let (now, at) = (self.uses(&threads)?, Instant::now());
             let used: Vec<VcpuUse> = before
                 .iter()
                 .zip(&now)
@@ -203,10 +209,18 @@ impl Govern {
     fn make_groups(&self, threads: &[i32]) -> Result<(), String> {
         let mut state = self.shared.lock();
         if state.allowed_bytes_per_s.is_some() && state.throttle.is_none() {
-            let made = Throttle::prepare(threads).map_err(|error| error.to_string())?;
+            let made =
+                Throttle::prepare(self.process, threads).map_err(|error| error.to_string())?;
             state.throttle = Some(made);
         }
         Ok(())
+    }
+
+    fn uses(&self, threads: &[i32]) -> Result<Vec<ThreadUse>, String> {
+        threads
+            .iter()
+            .map(|thread| thread_use(self.process, *thread).map_err(|error| error.to_string()))
+            .collect()
     }
 
     /// The allowance after a tick; `None` when nothing is limited any more.
@@ -244,13 +258,6 @@ impl Govern {
         state.unable = None;
         Ok(())
     }
-}
-
-fn uses(threads: &[i32]) -> Result<Vec<ThreadUse>, String> {
-    threads
-        .iter()
-        .map(|thread| thread_use(*thread).map_err(|error| error.to_string()))
-        .collect()
 }
 
 fn difference(old: ThreadUse, new: ThreadUse) -> VcpuUse {

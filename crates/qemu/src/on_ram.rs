@@ -1,12 +1,16 @@
 //! On which RAM file a process lives: how a QEMU is found that no identity file tells of.
 //!
-//! Owns nothing. What a process maps is the kernel's word and cannot be forged: only a QEMU of the VM may open the VM's
-//! RAM file. One that has not come that far has a command line alone, which its own program may change; it is believed of
-//! root, of the common user of this host's QEMUs, and of a VM's own user where that file is this user's: who took one QEMU
-//! over does not pass for another VM's. Refuses: to take a process that
-//! could not be looked at for one that is gone, since a QEMU that is missed may run a guest that is started a second time.
+//! Owns nothing. Which file a process maps is the kernel's word: only a QEMU of the VM may open the VM's RAM file. The path
+//! of that file is not, since everybody may mount something of his own at any place of his own view: file system and inode
+//! count. A process that has not come that far has a command line alone, which whoever starts it chooses, a program with
+//! root's rights, too. It is believed of a user of this host's QEMUs whose RAM file it is: such a file is given to its user
+//! before its QEMU is started. Refuses: to take a process that could not be looked at for one that is gone, since a QEMU
+//! that is missed may run a guest that is started a second time.
+//!
+//! Where RAM files share their file system with what everybody may write, as below `/dev/shm`, a removed one can be forged.
 
 use godwit_types::vm::UIDS;
+use rustix::fs::{major, minor};
 use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, Read as _};
@@ -41,30 +45,73 @@ pub fn ram_file_of(pid: i32, ram_dir: &Path, common_uid: u32) -> io::Result<Opti
     if told.is_none() && !uid.is_some_and(|uid| uid != 0 && is_qemus(uid, common_uid)) {
         return Ok(None);
     }
-    match gone_is_none(read(&proc.join("maps"))) {
+    let maps = match gone_is_none(read(&proc.join("maps"))) {
         Ok(None) => return Ok(None),
-        Ok(Some(maps)) => {
-            let mapped = mapped(&maps, ram_dir);
-            if let Some(name) = mapped {
-                return Ok(Some(name));
-            }
-        }
+        Ok(maps) => maps,
         // What it says of itself has to do.
-        Err(_) => {}
-    }
-    let is_believed = |name: &String| match uid {
-        Some(uid) if UIDS.contains(&uid) => is_of(&ram_dir.join(name), uid),
-        Some(uid) => is_qemus(uid, common_uid),
-        None => true,
+        Err(_) => None,
     };
-    Ok(told.filter(is_believed))
+    let process = Process {
+        ram_dir,
+        uid,
+        common_uid,
+        is_seen: maps.is_some(),
+    };
+    let maps = maps.unwrap_or_default();
+    let text = String::from_utf8_lossy(&maps);
+    let found = mapped(&text, ram_dir).find(|mapped| process.lives_on(mapped));
+    if let Some(found) = found {
+        return Ok(Some(found.name));
+    }
+    Ok(told.filter(|name| process.is_believed(name)))
 }
 
-/// Whether a file belongs to this user, as a RAM file does before its QEMU is started. One that cannot be looked at may.
-fn is_of(file: &Path, uid: u32) -> bool {
-    match gone_is_none(std::fs::metadata(file)) {
-        Ok(found) => found.is_some_and(|found| found.uid() == uid),
-        Err(_) => true,
+/// Whose word about a RAM file is weighed.
+struct Process<'a> {
+    ram_dir: &'a Path,
+    /// None of one that is there and could not be looked at.
+    uid: Option<u32>,
+    common_uid: u32,
+    /// Whether what it maps could be looked at.
+    is_seen: bool,
+}
+
+impl Process<'_> {
+    /// Whether it is the RAM file of this name that it maps, and not another one at the same place of its own view.
+    fn lives_on(&self, mapped: &Mapped) -> bool {
+        let Some(uid) = self.uid else {
+            return true;
+        };
+        let file = gone_is_none(std::fs::metadata(self.ram_dir.join(&mapped.name)));
+        let device = std::fs::metadata(self.ram_dir).map(|dir| dir.dev());
+        let is_there = device.is_ok_and(|device| (major(device), minor(device)) == mapped.device);
+        let is_another =
+            matches!(&file, Ok(Some(file)) if !mapped.is_removed && file.ino() != mapped.inode);
+        if is_there && !is_another {
+            return true;
+        }
+        match file {
+            // A file system that gives other numbers here than there: what the user may open has to do.
+            Ok(Some(file)) => file.uid() == uid,
+            // A directory that was mounted anew under a QEMU.
+            Ok(None) => is_qemus(uid, self.common_uid),
+            Err(_) => true,
+        }
+    }
+
+    /// Whether the command line of one that maps no RAM file tells the truth.
+    fn is_believed(&self, name: &str) -> bool {
+        let Some(uid) = self.uid else {
+            return true;
+        };
+        let file = gone_is_none(std::fs::metadata(self.ram_dir.join(name)));
+        let is_its = match file {
+            Ok(Some(file)) => file.uid() == uid,
+            // It may map one that was removed if nobody could look.
+            Ok(None) => !self.is_seen,
+            Err(_) => true,
+        };
+        is_qemus(uid, self.common_uid) && is_its
     }
 }
 
@@ -108,16 +155,36 @@ fn told(line: &[u8], ram_dir: &Path) -> Option<String> {
     })
 }
 
-/// The RAM file in a list of mappings: a line has five words before the path, which may hold spaces. What a process calls
-/// its own memory has no inode.
-fn mapped(maps: &[u8], ram_dir: &Path) -> Option<String> {
-    let text = String::from_utf8_lossy(maps);
-    text.lines().find_map(|line| {
-        let mut words = line.splitn(6, ' ');
-        let inode = words.nth(4)?;
-        let path = words.next()?.trim_start();
-        let path = Some(path).filter(|path| inode != "0" && path.starts_with('/'))?;
-        name_in(ram_dir, path.strip_suffix(DELETED).unwrap_or(path))
+/// What a process maps under the name of a RAM file.
+#[derive(Debug, PartialEq, Eq)]
+struct Mapped {
+    name: String,
+    /// Major and minor number of its file system.
+    device: (u32, u32),
+    inode: u64,
+    is_removed: bool,
+}
+
+/// What of a list of mappings has the name of a RAM file.
+fn mapped<'a>(maps: &'a str, ram_dir: &'a Path) -> impl Iterator<Item = Mapped> + 'a {
+    maps.lines().filter_map(|line| mapped_by(line, ram_dir))
+}
+
+/// A line has five words before the path, which may hold spaces. What a process calls its own memory has no inode.
+fn mapped_by(line: &str, ram_dir: &Path) -> Option<Mapped> {
+    let mut words = line.splitn(6, ' ').skip(3);
+    let (device, inode) = (words.next()?, words.next()?);
+    let path = words.next()?.trim_start();
+    let path = Some(path).filter(|path| inode != "0" && path.starts_with('/'))?;
+    let removed = path.strip_suffix(DELETED);
+    let name = name_in(ram_dir, removed.unwrap_or(path))?;
+    let (major, minor) = device.split_once(':')?;
+    let number = |text| u32::from_str_radix(text, 16).ok();
+    Some(Mapped {
+        name,
+        device: (number(major)?, number(minor)?),
+        inode: inode.parse().ok()?,
+        is_removed: removed.is_some(),
     })
 }
 
@@ -197,13 +264,69 @@ mod tests {
             let found = ram_file_of(other.pid(), dir, COMMON).expect("looked at");
             assert_eq!(found, None, "user {uid} may write what it likes");
         }
-        // Who took over another VM's QEMU, while this VM's file is there and when it is not.
-        belongs_to(*UIDS.start());
-        let other = process(UIDS.start() + 1, &backend(dir, "web.3"));
-        let found = || ram_file_of(other.pid(), dir, COMMON).expect("looked at");
-        assert_eq!(found(), None);
-        std::fs::remove_file(dir.join("web.3")).expect("removed");
-        assert_eq!(found(), None);
+        // Who took over another VM's QEMU, a program with root's rights that anybody started, as `su`, and a QEMU of the
+        // common user, while this VM's file is there and when it is not.
+        for uid in [UIDS.start() + 1, 0, COMMON] {
+            belongs_to(*UIDS.start());
+            let other = process(uid, &backend(dir, "web.3"));
+            let found = || ram_file_of(other.pid(), dir, COMMON).expect("looked at");
+            assert_eq!(found(), None, "user {uid}, whose file it is not");
+            std::fs::remove_file(dir.join("web.3")).expect("removed");
+            assert_eq!(found(), None, "user {uid}, and there is no file");
+        }
+    }
+
+    #[test]
+    fn a_hypervisor_whose_mappings_nobody_may_see_is_not_missed_because_its_file_was_removed() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let process = |uid, is_seen| Process {
+            ram_dir: dir.path(),
+            uid,
+            common_uid: COMMON,
+            is_seen,
+        };
+        for uid in [Some(COMMON), Some(*UIDS.start()), None] {
+            assert!(process(uid, false).is_believed("web.3"), "{uid:?}");
+        }
+        assert!(!process(Some(COMMON + 1), false).is_believed("web.3"));
+        assert!(!process(Some(COMMON), true).is_believed("web.3"));
+    }
+
+    #[test]
+    fn a_file_of_another_file_system_at_the_same_place_is_no_ram_file() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let this = std::fs::metadata(dir.path()).expect("its metadata").dev();
+        let this = (major(this), minor(this));
+        let mounted_over = (this.0, this.1 + 1);
+        let me = rustix::process::geteuid().as_raw();
+        let lives = |uid, device, inode, is_removed| {
+            let process = Process {
+                ram_dir: dir.path(),
+                uid: Some(uid),
+                common_uid: COMMON,
+                is_seen: true,
+            };
+            let name = "web.3".into();
+            process.lives_on(&Mapped {
+                name,
+                device,
+                inode,
+                is_removed,
+            })
+        };
+        let stranger = COMMON + 1;
+        assert!(!lives(stranger, mounted_over, 7, false));
+        assert!(!lives(stranger, mounted_over, 7, true));
+        // The directory was mounted anew.
+        assert!(lives(COMMON, mounted_over, 7, false));
+        std::fs::write(dir.path().join("web.3"), "").expect("a file");
+        let file = std::fs::metadata(dir.path().join("web.3")).expect("its metadata");
+        assert!(!lives(stranger, mounted_over, file.ino(), false));
+        assert!(!lives(COMMON, mounted_over, file.ino(), false));
+        assert!(!lives(stranger, this, file.ino() + 1, false));
+        assert!(lives(stranger, this, file.ino(), false));
+        assert!(lives(stranger, this, file.ino() + 1, true));
+        assert!(lives(me, mounted_over, 7, false), "its own file");
     }
 
     const MAPS: &str = "GODWIT_TEST_MAPS";
@@ -248,7 +371,8 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return println!("skipped: becoming another user needs root");
         }
-        let dir = tempfile::tempdir().expect("a directory");
+        // Not every file system that a machine's /tmp may be on gives a mapping the numbers that it gives a file.
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory");
         std::fs::set_permissions(dir.path(), Permissions::from_mode(0o711)).expect("chmod");
         let dir = &dir.path().canonicalize().expect("its path");
         // By its descriptor every user reaches it, wherever it lies. A copy elsewhere could not be run while a process that
@@ -287,10 +411,16 @@ mod tests {
             assert_eq!(on(other), None, "{other}");
         }
         assert_eq!(told(b"mem-path=/dev/shm/godwit/web.3", dir), None);
-        let maps = b"7f0-7f1 rw-s 00000000 00:1f 7    /dev/shm/godwit/web.3 (deleted)\n";
-        assert_eq!(mapped(maps, dir).as_deref(), Some("web.3"));
-        let named = b"7e0-7e1 rw-p 00000000 00:00 0    [anon: /dev/shm/godwit/other.1]\n";
-        let maps = [&named[..], maps].concat();
-        assert_eq!(mapped(&maps, dir).as_deref(), Some("web.3"));
+        let named = "7e0-7e1 rw-p 00000000 00:00 0    [anon: /dev/shm/godwit/other.1]";
+        let maps =
+            format!("{named}\n7f0-7f1 rw-s 00000000 00:1f 7    /dev/shm/godwit/web.3 (deleted)\n");
+        let found: Vec<_> = mapped(&maps, dir).collect();
+        let wanted = Mapped {
+            name: "web.3".into(),
+            device: (0, 0x1f),
+            inode: 7,
+            is_removed: true,
+        };
+        assert_eq!(found, [wanted]);
     }
 }

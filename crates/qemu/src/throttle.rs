@@ -5,7 +5,8 @@
 //! releasing also moves the threads back, which takes the kernel longer, and removes the groups; dropping does the same.
 //! A throttled vCPU may hold QEMU's main lock while it waits, so lift before QEMU is asked to stop. A process that dies
 //! leaves the groups behind; its successor calls [`release_leftovers_of`]. Where QEMU died with it nobody does: such a
-//! group is in nobody's way, and is removed when the next guest is slowed. Other threads are never slowed.
+//! group is in nobody's way, and is removed when the next guest is slowed. Other threads are never slowed: QEMU's word for
+//! which threads its vCPUs are counts only for threads of its own.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -26,6 +27,9 @@ const PREFIX: &str = "godwit-throttle-";
 /// An empty group of this age is nobody's: between making one and entering it pass microseconds.
 const ABANDONED: Duration = Duration::from_secs(60);
 
+/// More vCPUs than any VM may have.
+const THREADS_MAX: usize = 1024;
+
 /// Why a guest cannot be slowed, as the rest of a sentence that says so. Never a reason to end a migration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -36,6 +40,13 @@ pub enum ThrottleError {
     /// The guest's own control group has no such controller.
     #[error("control group {group} has no cpu controller")]
     NotDelegated { group: PathBuf },
+    /// QEMU names a thread that is none of its own, or one twice.
+    #[error(
+        "the hypervisor, process {process}, calls thread {thread} a vCPU, which is none of its own or is named twice"
+    )]
+    NotItsOwn { process: i32, thread: i32 },
+    #[error("the hypervisor names {count} vCPUs, and no VM has more than {THREADS_MAX}")]
+    TooMany { count: usize },
     /// A control file could not be used.
     #[error("cannot use control group file {path}: {source}")]
     Io {
@@ -48,6 +59,7 @@ pub enum ThrottleError {
 /// vCPUs with a quota.
 #[derive(Debug)]
 pub struct Throttle {
+    process: i32,
     hierarchy: Hierarchy,
     groups: Vec<Group>,
 }
@@ -71,12 +83,14 @@ pub struct ThreadUse {
 }
 
 impl Throttle {
-    /// Gives each of the threads a group of its own, without a limit yet.
-    pub fn prepare(threads: &[i32]) -> Result<Throttle, ThrottleError> {
+    /// Gives each of the threads of this process a group of its own, without a limit yet.
+    pub fn prepare(process: i32, threads: &[i32]) -> Result<Throttle, ThrottleError> {
+        check_threads(process, threads)?;
         release_leftovers(threads)?;
         let hierarchy = hierarchy()?;
         // From here an early return drops what was made so far, which undoes it.
         let mut throttle = Throttle {
+            process,
             hierarchy,
             groups: Vec::new(),
         };
@@ -116,9 +130,9 @@ impl Throttle {
     pub fn release(&mut self) -> Result<(), ThrottleError> {
         let mut outcome = self.lift();
         for group in std::mem::take(&mut self.groups) {
-            let released = self
-                .hierarchy
-                .release(group.thread, &group.home, &group.path);
+            // One that has ended has left its group, and its number may be another's.
+            let thread = Some(group.thread).filter(|thread| is_thread_of(self.process, *thread));
+            let released = self.hierarchy.release(thread, &group.home, &group.path);
             outcome = outcome.and(released);
         }
         outcome
@@ -126,6 +140,8 @@ impl Throttle {
 
     fn add(&mut self, thread: i32) -> Result<(), ThrottleError> {
         let home = self.hierarchy.group_of(thread)?;
+        // A number passes to another thread once its own has ended: then that was another one's group.
+        self.check_thread(thread)?;
         self.hierarchy.check(&home)?;
         let path = home.join(group_name(thread)?);
         match fs::create_dir(&path) {
@@ -147,7 +163,19 @@ impl Throttle {
             write(&home.join("cgroup.subtree_control"), "+cpu")?;
         }
         self.hierarchy.set_quota(&path, None, None)?;
-        self.hierarchy.enter(thread, &path)
+        self.hierarchy.enter(thread, &path)?;
+        self.check_thread(thread).inspect_err(|_| {
+            // Another one's: out of it again, unless it has ended, too.
+            let _ = self.hierarchy.enter(thread, &home);
+        })
+    }
+
+    fn check_thread(&self, thread: i32) -> Result<(), ThrottleError> {
+        let process = self.process;
+        match is_thread_of(process, thread) {
+            true => Ok(()),
+            false => Err(ThrottleError::NotItsOwn { process, thread }),
+        }
     }
 
     /// Removes groups whose QEMU died together with the process that slowed it. The kernel refuses for one that is in use.
@@ -168,6 +196,25 @@ impl Drop for Throttle {
     fn drop(&mut self) {
         let _ = self.release();
     }
+}
+
+/// Refuses what QEMU says if it may not be true: it runs as another user than who throttles its threads.
+pub fn check_threads(process: i32, threads: &[i32]) -> Result<(), ThrottleError> {
+    let count = threads.len();
+    if count > THREADS_MAX {
+        return Err(ThrottleError::TooMany { count });
+    }
+    let mut seen = BTreeSet::new();
+    for &thread in threads {
+        if !seen.insert(thread) || !is_thread_of(process, thread) {
+            return Err(ThrottleError::NotItsOwn { process, thread });
+        }
+    }
+    Ok(())
+}
+
+fn is_thread_of(process: i32, thread: i32) -> bool {
+    thread > 0 && PathBuf::from(format!("/proc/{process}/task/{thread}")).exists()
 }
 
 /// Thread numbers are a PID namespace's own while groups may be shared with others, so the name tells both.
@@ -202,7 +249,7 @@ fn release_leftover(hierarchy: &Hierarchy, thread: i32) -> Result<(), ThrottleEr
     if let (true, Some(home)) = (ours, group.parent()) {
         // First: it frees the thread also where it cannot be moved.
         let lifted = hierarchy.set_quota(&group, None, None);
-        return hierarchy.release(thread, home, &group).and(lifted);
+        return hierarchy.release(Some(thread), home, &group).and(lifted);
     }
     Ok(())
 }
@@ -227,9 +274,8 @@ pub fn release_leftovers_of(process: i32) -> Result<(), ThrottleError> {
 }
 
 /// What one thread of another process has done so far.
-pub fn thread_use(thread: i32) -> io::Result<ThreadUse> {
-    // By way of the thread's own directory: the plain one adds up all threads of its process.
-    let base = PathBuf::from(format!("/proc/{thread}/task/{thread}"));
+pub fn thread_use(process: i32, thread: i32) -> io::Result<ThreadUse> {
+    let base = PathBuf::from(format!("/proc/{process}/task/{thread}"));
     let stat = fs::read_to_string(base.join("stat"))?;
     let times = fs::read_to_string(base.join("schedstat"))?;
     let unreadable = || io::Error::new(io::ErrorKind::InvalidData, "a thread's figures");
@@ -282,13 +328,14 @@ mod tests {
         let link = fs::read_link("/proc/thread-self").expect("this thread");
         let thread = link.file_name().and_then(|name| name.to_str());
         let thread = thread.and_then(|name| name.parse().ok()).expect("a number");
-        let before = thread_use(thread).expect("figures");
+        let process = std::process::id() as i32;
+        let before = thread_use(process, thread).expect("figures");
         let mut memory = vec![0_u8; 16 << 20];
         memory
             .iter_mut()
             .step_by(4096)
             .for_each(|byte| *byte = std::hint::black_box(1));
-        let after = thread_use(thread).expect("figures");
+        let after = thread_use(process, thread).expect("figures");
         assert!(after.faults > before.faults, "{before:?} {after:?}");
         assert!(after.cpu_ns >= before.cpu_ns);
     }
@@ -318,7 +365,7 @@ mod tests {
     }
 
     fn throttled(thread: i32, share: f64) -> Option<Throttle> {
-        let limited = Throttle::prepare(&[thread]).and_then(|mut throttle| {
+        let limited = Throttle::prepare(thread, &[thread]).and_then(|mut throttle| {
             throttle.set_shares([share].into_iter())?;
             Ok(throttle)
         });
@@ -369,13 +416,62 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_of_another_process_is_not_slowed_whoever_calls_it_a_vcpu() {
+        let mut child = spinner();
+        let (qemu, this) = (child.id() as i32, std::process::id() as i32);
+        let before = fs::read_to_string("/proc/self/cgroup").expect("this process's groups");
+        for threads in [vec![this], vec![qemu, this], vec![qemu, 1], vec![0]] {
+            let refused = Throttle::prepare(qemu, &threads).expect_err("not its own");
+            let is_named = matches!(refused, ThrottleError::NotItsOwn { process, thread }
+                if process == qemu && Some(&thread) == threads.last());
+            assert!(is_named, "{threads:?}: {refused}");
+        }
+        for threads in [vec![qemu, qemu], vec![qemu; THREADS_MAX + 1]] {
+            Throttle::prepare(qemu, &threads).expect_err("more than it has");
+        }
+        let after = fs::read_to_string("/proc/self/cgroup").expect("this process's groups");
+        assert_eq!(before, after);
+        if let Ok(hierarchy) = hierarchy() {
+            for thread in [this, qemu] {
+                let home = hierarchy.group_of(this).expect("its group");
+                let group = home.join(group_name(thread).expect("a name"));
+                assert!(!group.exists(), "{}", group.display());
+            }
+        }
+        child.kill().and_then(|()| child.wait()).expect("killed");
+    }
+
+    #[test]
+    fn a_number_that_passed_to_another_process_is_not_moved_with_the_vcpus() {
+        let (mut child, mut other) = (spinner(), spinner());
+        let thread = other.id() as i32;
+        if let Some(mut throttle) = throttled(child.id() as i32, 0.2) {
+            let home = throttle.hierarchy.group_of(thread).expect("its group");
+            throttle.add(thread).expect_err("another's thread");
+            // As if a vCPU of this number had ended.
+            let path = home.join("godwit-throttle-nobody");
+            throttle.groups[0].thread = thread;
+            throttle.groups[0].home = path;
+            let _ = throttle.release();
+            assert_eq!(
+                throttle.hierarchy.group_of(thread).expect("its group"),
+                home
+            );
+            release_leftovers_of(child.id() as i32).expect("the vCPU is free");
+        }
+        for child in [&mut child, &mut other] {
+            child.kill().and_then(|()| child.wait()).expect("killed");
+        }
+    }
+
+    #[test]
     fn what_a_dead_process_left_is_undone_by_the_next() {
         let mut child = spinner();
         let thread = child.id() as i32;
         if let Some(throttle) = throttled(thread, 0.2) {
             let (hierarchy, home) = (throttle.hierarchy.clone(), throttle.groups[0].home.clone());
             std::mem::forget(throttle);
-            let again = Throttle::prepare(&[thread]).expect("takes over");
+            let again = Throttle::prepare(thread, &[thread]).expect("takes over");
             assert_eq!(again.groups[0].home, home);
             drop(again);
             assert_eq!(hierarchy.group_of(thread).expect("its group"), home);

@@ -234,7 +234,11 @@ impl Vm {
         let save_gate = SaveGate::default();
         let (control, throttle) = (
             ControlSlot::default(),
-            SharedThrottle::new(Arc::clone(&hyper.machine), spec.max_guest_slowdown_percent),
+            SharedThrottle::new(
+                Arc::clone(&hyper.machine),
+                hyper.pid(),
+                spec.max_guest_slowdown_percent,
+            ),
         );
         let parts = SourceParts {
             spec: secret,

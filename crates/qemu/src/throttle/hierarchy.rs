@@ -75,11 +75,11 @@ impl Hierarchy {
     /// A thread that has ended needs no way back.
     pub(super) fn release(
         &self,
-        thread: i32,
+        thread: Option<i32>,
         home: &Path,
         group: &Path,
     ) -> Result<(), ThrottleError> {
-        match self.enter(thread, home) {
+        match thread.map_or(Ok(()), |thread| self.enter(thread, home)) {
             Err(ThrottleError::Io { source, .. }) if source.raw_os_error() == Some(libc::ESRCH) => {
             }
             other => other?,

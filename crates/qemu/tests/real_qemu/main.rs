@@ -391,7 +391,7 @@ fn vcpus_are_known_and_can_be_slowed() {
             |thread| fs::read_to_string(task(thread)).is_ok_and(|name| name.starts_with("CPU"))
         )
     );
-    let mut throttle = match Throttle::prepare(&threads) {
+    let mut throttle = match Throttle::prepare(guest.0.process.pid(), &threads) {
         Ok(throttle) => throttle,
         Err(error @ (ThrottleError::NoController | ThrottleError::Io { .. })) => {
             return println!("skipped: {error}");
