@@ -8,7 +8,7 @@ use crate::keeping::changed;
 use crate::launch::make_dir;
 use crate::life::{Life, phase_wants_process};
 use crate::seen::Seen;
-use godwit_ownership::{Action, Event, HostRecord, PeerMessage, Phase, Power, Qemu, VmCore};
+use godwit_ownership::{Action, Event, HostRecord, Phase, Power, Qemu, VmCore};
 use godwit_store::{StoreError, VmStore, load_json, read_text, remove_document, save_json};
 use godwit_types::host_api::{HostVm, PutVm, SPEC_FILE};
 use godwit_types::vm::{VmSpec, VmState};
@@ -247,46 +247,6 @@ impl Records {
             }
         }
         remove_document(&self.dir(vm).join(SPEC_FILE)).map_err(stored)
-    }
-
-    /// Answers another host's message about a VM that has no VM process here.
-    pub(crate) fn answer(
-        &self,
-        vm: &VmName,
-        from: HostName,
-        message: serde_json::Value,
-    ) -> Result<Vec<serde_json::Value>, ApiError> {
-        let message: PeerMessage = serde_json::from_value(message).map_err(|error| {
-            ApiError::new(
-                ErrorCode::InvalidRequest,
-                format!("no ownership message: {error}"),
-            )
-        })?;
-        self.check_room(vm)?;
-        let mut journal = self.lock(vm)?;
-        let record = or_absent(journal.load().map_err(stored)?, vm);
-        if phase_wants_process(&record.phase) {
-            return Err(ApiError::new(
-                ErrorCode::WrongState,
-                "the VM process is being started: ask again",
-            ));
-        }
-        let mut replies = Vec::new();
-        let event = Event::Message {
-            from: from.clone(),
-            message,
-        };
-        self.drive_collecting(&mut journal, record, event, &mut |action| {
-            if let Action::Send { to, message } = action
-                && to == from
-            {
-                replies.push(message);
-            }
-        })?;
-        replies
-            .iter()
-            .map(|reply| serde_json::to_value(reply).map_err(internal))
-            .collect()
     }
 
     /// A name that was never heard here makes a record; there is a bound on how many.
