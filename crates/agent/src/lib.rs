@@ -6,6 +6,7 @@
 
 mod addresses;
 mod agent;
+mod answers;
 mod api;
 mod backoff;
 mod boot;

@@ -8,7 +8,7 @@ use crate::keeping::changed;
 use crate::launch::make_dir;
 use crate::life::{Life, phase_wants_process};
 use crate::seen::Seen;
-use godwit_ownership::{Action, Event, HostRecord, PeerMessage, Phase, Power, Qemu, VmCore};
+use godwit_ownership::{Action, Event, HostRecord, Phase, Power, Qemu, VmCore};
 use godwit_store::{StoreError, VmStore, load_json, read_text, remove_document, save_json};
 use godwit_types::host_api::{HostVm, PutVm, SPEC_FILE};
 use godwit_types::vm::{VmSpec, VmState};
@@ -18,8 +18,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Most VMs that a host keeps records of; beyond it, questions about unknown VMs are not answered.
+/// Most VMs that a host keeps records of.
 pub(crate) const VMS_MAX: usize = 16_384;
+/// With so many on record no further one begins at another host's word: the rest is the controller's.
+pub(crate) const PEERS_VMS_MAX: usize = VMS_MAX / 2;
 /// Most steps that one event may take.
 const STEPS_MAX: usize = 64;
 /// Longest wait for a lock that this process itself has.
@@ -183,7 +185,7 @@ impl Records {
     /// Takes the generation that the controller grants, if it grants one, and writes the VM's description.
     pub(crate) fn put(&self, request: &PutVm) -> Result<(), ApiError> {
         let vm = &request.spec.name;
-        self.check_room(vm)?;
+        self.check_room(vm, VMS_MAX)?;
         let mut journal = self.lock(vm)?;
         let record = or_absent(journal.load().map_err(stored)?, vm);
         not_a_process_matter(&record)?;
@@ -249,57 +251,21 @@ impl Records {
         remove_document(&self.dir(vm).join(SPEC_FILE)).map_err(stored)
     }
 
-    /// Answers another host's message about a VM that has no VM process here.
-    pub(crate) fn answer(
-        &self,
-        vm: &VmName,
-        from: HostName,
-        message: serde_json::Value,
-    ) -> Result<Vec<serde_json::Value>, ApiError> {
-        let message: PeerMessage = serde_json::from_value(message).map_err(|error| {
-            ApiError::new(
-                ErrorCode::InvalidRequest,
-                format!("no ownership message: {error}"),
-            )
-        })?;
-        self.check_room(vm)?;
-        let mut journal = self.lock(vm)?;
-        let record = or_absent(journal.load().map_err(stored)?, vm);
-        if phase_wants_process(&record.phase) {
-            return Err(ApiError::new(
-                ErrorCode::WrongState,
-                "the VM process is being started: ask again",
-            ));
-        }
-        let mut replies = Vec::new();
-        let event = Event::Message {
-            from: from.clone(),
-            message,
-        };
-        self.drive_collecting(&mut journal, record, event, &mut |action| {
-            if let Action::Send { to, message } = action
-                && to == from
-            {
-                replies.push(message);
-            }
-        })?;
-        replies
-            .iter()
-            .map(|reply| serde_json::to_value(reply).map_err(internal))
-            .collect()
-    }
-
     /// A name that was never heard here makes a record; there is a bound on how many.
-    pub(crate) fn check_room(&self, vm: &VmName) -> Result<(), ApiError> {
+    pub(crate) fn check_room(&self, vm: &VmName, max: usize) -> Result<(), ApiError> {
         if self.dir(vm).is_dir() {
             return Ok(());
         }
-        let entries = std::fs::read_dir(self.vms_dir());
-        let entries = entries.map_err(|error| internal(unlisted(&self.vms_dir(), error)))?;
-        match entries.count() < VMS_MAX {
-            true => Ok(()),
-            false => Err(internal("too many VMs are on record here")),
+        let dir = self.vms_dir();
+        let entries = std::fs::read_dir(&dir).map_err(|error| internal(unlisted(&dir, error)))?;
+        if entries.count() < max {
+            return Ok(());
         }
+        Err(internal(format!(
+            "host '{}' begins no record of VM '{vm}': there are {max} or more in {} already: see what made so many",
+            self.host,
+            dir.display()
+        )))
     }
 
     /// Waits only for this very process: for another request's turn.

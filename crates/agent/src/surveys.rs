@@ -5,7 +5,7 @@
 //! read, and to give up one that can.
 
 use crate::life::phase_wants_process;
-use crate::records::{Records, internal, named, or_absent, stored};
+use crate::records::{Records, VMS_MAX, internal, named, or_absent, stored};
 use godwit_ownership::{Action, Event, HostRecord};
 use godwit_site::claim_of;
 use godwit_store::{RealFiles, StoreError, VmLock, VmStore, frame, replace_durably};
@@ -35,7 +35,7 @@ fn said(record: HostRecord) -> RecordSaid {
 impl Records {
     /// Answers a survey for a VM without a VM process: what it may hold as it is, or a no that binds.
     pub(crate) fn survey(&self, vm: &VmName, level: Generation) -> Result<RecordAnswer, ApiError> {
-        self.check_room(vm)?;
+        self.check_room(vm, VMS_MAX)?;
         let mut journal = self.lock(vm)?;
         let record = or_absent(journal.load().map_err(stored)?, vm);
         let claim = claim_of(&record);
