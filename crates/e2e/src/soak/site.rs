@@ -6,7 +6,7 @@
 use crate::soak::watch::Watch;
 use crate::stack::site::HOST_STATE;
 use crate::stack::{
-    CONTINUE, CONTROLLER_DATABASE, Counter, HostPlan, Link, Plan, Ran, STOP, Stack, Survives,
+    CONTINUE, CONTROLLER_DATABASE, Counter, HostPlan, LONG, Link, Plan, Ran, STOP, Stack, Survives,
     signal,
 };
 use anyhow::{Context as _, Result, ensure};
@@ -272,7 +272,11 @@ impl Site {
         }
         let number = self.hosts.iter().position(|one| one == host);
         let number = u8::try_from(number.context("no such host")?)?;
-        self.stack.join(number, &HostPlan::default())
+        // Refused while another host, which may just be starting, is not heard: a person tries again.
+        self.stack.until("a removed host joins anew", LONG, || {
+            self.stack.join(number, &HostPlan::default())?;
+            Ok(true)
+        })
     }
 
     /// Starts a copy of a host's disk, as it is now, on another machine.
@@ -302,11 +306,14 @@ impl Site {
             self.clear_disk(&machine)?;
         }
         self.start_daemon("controller")?;
-        for host in std::mem::take(&mut self.off) {
-            self.power_on(&host)?;
-        }
-        for host in self.hosts.clone() {
+        let off = std::mem::take(&mut self.off);
+        // Those that join anew last: the others are asked about them.
+        let on = self.hosts.iter().filter(|host| !off.contains(*host));
+        for host in on.cloned().collect::<Vec<_>>() {
             self.start_daemon(&host)?;
+        }
+        for host in off {
+            self.power_on(&host)?;
         }
         Ok(())
     }
