@@ -7,6 +7,7 @@
 use crate::supervisor::Supervised;
 use godwit_ownership::PeerMessage;
 use godwit_types::host_api::{OutboxMessage, VmRequest};
+use godwit_types::migration::GIVEN_UP_WITHIN;
 use godwit_types::{ApiError, VmName};
 use serde::Deserialize;
 use std::future::Future;
@@ -16,8 +17,6 @@ use std::time::{Duration, Instant};
 
 /// Longest time to carry one message to the other host and to hand back its replies.
 const CARRY_WAIT: Duration = Duration::from_secs(5);
-/// How long a migration's last word is said to a host that is not reached: longer than either side waits for a link.
-const LAST_WORD_FOR: Duration = Duration::from_secs(90);
 /// Pause before what was not heard, or not understood, is said again.
 pub(crate) const AGAIN_EACH: Duration = Duration::from_secs(1);
 
@@ -77,7 +76,7 @@ async fn delivered(
         if !is_last {
             return None;
         }
-        if began.elapsed() >= LAST_WORD_FOR {
+        if began.elapsed() >= GIVEN_UP_WITHIN {
             tracing::warn!(%vm, %peer, %error, "the other host was not told that the migration is over: it gives up by itself");
             return None;
         }

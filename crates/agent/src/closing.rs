@@ -211,11 +211,16 @@ impl Closing {
         stage == ClosingStage::Closed && lock(&self.asks_at).is_some_and(|at| at <= now)
     }
 
+    /// A stage, and which closing of this agent's life it is of.
+    fn standing(&self, stage: ClosingStage) -> (ClosingStage, u64) {
+        (stage, self.begun.load(Ordering::Relaxed))
+    }
+
     /// From then on the system manager is asked again; never, once it has said. A closing that began since it was asked is
     /// none of that answer's business.
     pub(crate) fn ask_again_at(&self, asked: (ClosingStage, u64), at: Option<Instant>) {
         let stage = lock(&self.stage);
-        if (*stage, self.begun.load(Ordering::Relaxed)) == asked {
+        if self.standing(*stage) == asked {
             self.ask_at(at);
         }
     }
@@ -227,13 +232,13 @@ impl Closing {
     /// Where it stands while somebody asks whether the shutdown is over.
     pub(crate) fn asking(&self) -> (ClosingStage, u64) {
         let stage = lock(&self.stage);
-        (*stage, self.begun.load(Ordering::Relaxed))
+        self.standing(*stage)
     }
 
     /// The host is back from its shutdown, unless it went on to another stage, or was closed again, since that was asked.
     pub(crate) fn is_back(&self, asked: (ClosingStage, u64)) -> Reply<()> {
         let mut stage = lock(&self.stage);
-        match (*stage, self.begun.load(Ordering::Relaxed)) == asked {
+        match self.standing(*stage) == asked {
             true => self.take_mark_away(&mut stage),
             false => Ok(()),
         }

@@ -2,6 +2,7 @@
 
 use godwit_rpc::agent_client::Deadlines;
 use godwit_rpc::pki::CERTIFICATE_DAYS;
+use godwit_types::migration::GIVEN_UP_WITHIN;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -25,8 +26,7 @@ pub struct ControllerConfig {
     pub poll_every: Duration,
     /// How often a migration under way is asked about, and shown.
     pub watch_every: Duration,
-    /// How long a source that does not answer counts as moving a VM that its destination gave up: longer than a source
-    /// waits for a broken link, so that it has given up by then, too.
+    /// How long a source that does not answer counts as moving a VM that its destination gave up.
     pub source_gives_up: Duration,
     /// How long agents may take.
     pub deadlines: Deadlines,
@@ -46,7 +46,7 @@ impl ControllerConfig {
             advertise: Vec::new(),
             poll_every: Duration::from_secs(1),
             watch_every: Duration::from_millis(200),
-            source_gives_up: Duration::from_secs(90),
+            source_gives_up: GIVEN_UP_WITHIN,
             deadlines: Deadlines::default(),
             token_valid: Duration::from_secs(3600),
             certificate_valid: CERTIFICATE_VALID,

@@ -8,11 +8,16 @@ use crate::round::{rounded, rounded_finely, rounded_option};
 use crate::vm::EncryptionMode;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 use utoipa::ToSchema;
 use zeroize::{Zeroize, ZeroizeOnDrop};
 
 /// What a host knows of a migration that the other one gave up without saying more, as [`MigrationReport::reason`].
 pub const PEER_GAVE_UP: &str = "the other host gave the migration up; see its log";
+
+/// Longer than either side of a migration waits for a link that is broken: by then a host that was not told that the
+/// migration is over has given it up by itself.
+pub const GIVEN_UP_WITHIN: Duration = Duration::from_secs(90);
 
 /// How the reason begins that a controller gives the hosts of a migration that could not begin: nobody cancelled that
 /// one, so that it failed.

@@ -5,13 +5,12 @@
 //! it again until it is heard: what is lost on the way does no harm.
 
 use godwit_types::host_api::OutboxMessage;
+use godwit_types::migration::GIVEN_UP_WITHIN;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Most messages that wait; older ones give way, since the newest question is the one that counts.
 const WAITING_MAX: usize = 64;
-/// How long a message is worth that its process waits for an agent to take it: longer than a host waits for a link.
-const WORTH_WAITING: Duration = Duration::from_secs(90);
 
 #[derive(Debug, Default)]
 struct Waiting {
@@ -60,7 +59,7 @@ impl Outbox {
     /// Whether something waits for an agent that is worth its process's life at `now`.
     pub(crate) fn is_waited_for(&self, now: Instant) -> bool {
         let waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_new = |at: Instant| now.saturating_duration_since(at) < WORTH_WAITING;
+        let is_new = |at: Instant| now.saturating_duration_since(at) < GIVEN_UP_WITHIN;
         !waiting.messages.is_empty() && waiting.put_at.is_some_and(is_new)
     }
 }
@@ -100,7 +99,7 @@ mod tests {
         assert!(!outbox.is_waited_for(now));
         outbox.put(message(1));
         assert!(outbox.is_waited_for(now));
-        assert!(!outbox.is_waited_for(Instant::now() + WORTH_WAITING));
+        assert!(!outbox.is_waited_for(Instant::now() + GIVEN_UP_WITHIN));
         outbox.take(Duration::ZERO);
         assert!(!outbox.is_waited_for(now));
     }

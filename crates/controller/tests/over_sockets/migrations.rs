@@ -388,17 +388,22 @@ async fn a_controller_that_died_before_it_told_anybody_ends_what_never_began() {
     begin(&house, &to("b")).await;
 }
 
+/// The source has given the VM to host b by its record, and is in doubt.
+pub fn gave_and_waits(source: &Agent, id: &MigrationId) {
+    let generation = source.script().specs[id].generation;
+    let gave = Claim::Gave {
+        generation,
+        to: host("b"),
+    };
+    source.records("web", VmState::InDoubt, generation, gave);
+}
+
 #[tokio::test]
 async fn doubt_is_shown_and_ends_when_the_hosts_agree() {
     let (house, a, mut b) = house().await;
     let id = begin(&house, &to("b")).await;
     b.cut().await;
-    let generation = a.script().specs[&id].generation;
-    let gave = Claim::Gave {
-        generation,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, generation, gave);
+    gave_and_waits(&a, &id);
     a.says(&id, Some(Outcome::InDoubt));
     let report = watch_to_the_end(&house, &id).await.pop().unwrap();
     assert_eq!(report.outcome, Some(Outcome::InDoubt));

@@ -1,12 +1,10 @@
 //! How a move ends for the controller where one of its hosts is away, lost its report, or tells of another one.
 
-use crate::migrations::{begin, house, watch_to_the_end};
+use crate::migrations::{begin, gave_and_waits, house, watch_to_the_end};
 use crate::scripted::{Agent, DEADLINE, House, hand_over, host, to, vm};
 use godwit_types::MigrationId;
 use godwit_types::control_api::HostState;
 use godwit_types::migration::Outcome;
-use godwit_types::site::Claim;
-use godwit_types::vm::VmState;
 
 /// Waits until both hosts have been asked about a migration once more, from the beginning.
 async fn asked_again(agents: [&Agent; 2], id: &MigrationId) {
@@ -78,12 +76,7 @@ async fn a_source_that_gave_the_vm_and_lost_its_report_ends_no_move() {
     let (mut house, a, mut b) = house().await;
     let id = interrupted(&mut house, [&a, &b]).await;
     b.cut().await;
-    let generation = a.script().specs[&id].generation;
-    let gave = Claim::Gave {
-        generation,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, generation, gave);
+    gave_and_waits(&a, &id);
     house.start().await;
     a.until_called(&format!("cancel {id} of web")).await;
     asked_again([&a, &a], &id).await;

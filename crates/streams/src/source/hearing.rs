@@ -6,6 +6,7 @@
 //! message of the protocol.
 
 use super::events::{FromPeer, Happened, SetEvent, TellDriver};
+use super::maker::start_thread;
 use crate::control::SharedControl;
 use godwit_migrate::protocol::{STREAMS_MAX, ToSource, decode_to_source};
 use godwit_transport::{ControlReceiver, Incoming, TransportError};
@@ -70,11 +71,7 @@ impl Hearing {
                 let _ = self.pass_on(why);
             }
         };
-        let spawned = std::thread::Builder::new().name("hear".into()).spawn(work);
-        spawned.map(drop).map_err(|source| TransportError::System {
-            doing: "start a thread to hear the destination with",
-            source,
-        })
+        start_thread("hear", "start a thread to hear the destination with", work)
     }
 
     /// Says why it is over; nothing when the driver is gone.

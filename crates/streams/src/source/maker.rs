@@ -92,11 +92,7 @@ impl Maker {
         let work = move || {
             let _ = result.send(maker.make(channel_id, route, dialed, until));
         };
-        let spawned = std::thread::Builder::new().name("join".into()).spawn(work);
-        spawned.map_err(|source| TransportError::System {
-            doing: "start a thread to connect with",
-            source,
-        })?;
+        start_thread("join", "start a thread to connect with", work)?;
         Ok(Joining { route, made })
     }
 
@@ -136,6 +132,18 @@ impl Maker {
         }
         Err(failure)
     }
+}
+
+/// Starts a thread that nobody waits for; a host that has none to spare is a link that can be made again.
+pub(super) fn start_thread(
+    name: &str,
+    doing: &'static str,
+    work: impl FnOnce() + Send + 'static,
+) -> Result<(), TransportError> {
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(work);
+    spawned
+        .map(drop)
+        .map_err(|source| TransportError::System { doing, source })
 }
 
 pub(super) fn gone() -> TransportError {

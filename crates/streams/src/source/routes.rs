@@ -5,6 +5,7 @@
 //! destination host is known by; a stranger that has one of them learns the migration's name and fails its proof.
 
 use super::ending::Ending;
+use super::maker::start_thread;
 use godwit_transport::{ConnectOptions, Dialed, TransportError, Tuning, dial, interface_of};
 use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -130,11 +131,7 @@ pub(super) fn reach(routes: &[Route], ending: &Ending) -> Result<Vec<Reached>, T
             // Nobody waits for the slow ones once the others are known.
             let _ = results.send((index, route, dialed));
         };
-        let spawned = std::thread::Builder::new().name("dial".into()).spawn(work);
-        spawned.map_err(|source| TransportError::System {
-            doing: "start a thread to connect with",
-            source,
-        })?;
+        start_thread("dial", "start a thread to connect with", work)?;
     }
     drop(results);
     let mut failure = nothing_answered(routes);
