@@ -18,7 +18,6 @@ use godwit_wire::Spec;
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Condvar, Mutex};
@@ -198,22 +197,16 @@ impl Site {
             "memory-backend-file,id=ram0,size=16M,mem-path={}",
             memory.display()
         );
-        let mut shell = Command::new("sh");
-        shell.args(["-c", "read line", "sh", "-object", &memory]);
         // As one of the product: of the VM's own user, as its RAM file is.
         let owner = rustix::process::geteuid().is_root().then_some(Owner {
             uid: *UIDS.start(),
             gid: *UIDS.start(),
         });
-        if let Some(owner) = owner {
-            shell.uid(owner.uid);
-        }
+        let mut shell = as_user(owner);
+        shell.args(["-c", "read line", "sh", "-object", &memory]);
         let child = shell.stdin(Stdio::piped()).spawn().unwrap();
         let pid = child.id() as i32;
-        // A process is there an instant before its command line is.
-        while !String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/cmdline")).unwrap())
-            .contains(&memory)
-        {
+        while !is_shell(pid) {
             std::thread::yield_now();
         }
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
@@ -228,6 +221,24 @@ impl Site {
         RamFile::create(&self.paths.ram_file(launch), 16 << 20, owner).unwrap();
         FakeQemu::speaks(child, &self.paths.monitor(launch, 0), statuses)
     }
+}
+
+/// A shell of that user. It is root's until another program runs in it: a child of this process maps all RAM files that
+/// tests beside this one map, so that one of a VM's user would be ended as a stray QEMU of theirs.
+fn as_user(owner: Option<Owner>) -> Command {
+    let Some(owner) = owner else {
+        return Command::new("sh");
+    };
+    let mut command = Command::new("setpriv");
+    command.arg(format!("--reuid={}", owner.uid));
+    command.args(["--clear-groups", "sh"]);
+    command
+}
+
+/// Whether the process has become its shell.
+fn is_shell(pid: i32) -> bool {
+    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap();
+    line.starts_with(b"sh\0")
 }
 
 /// A process and a control socket on which just enough QMP is spoken.
