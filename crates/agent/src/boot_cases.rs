@@ -17,7 +17,8 @@ pub(crate) const RESTARTS_MAX: usize = 5;
 pub(crate) const RESTARTS_WITHIN: Duration = Duration::from_secs(600);
 /// Between two rounds of questions while a VM waits.
 const ASK_EACH: Duration = Duration::from_secs(2);
-/// The same while none waits and some were refused: what was answered may change.
+/// The longest pause while none waits and some were refused: what was answered may change, soonest right after it, since
+/// the new holder may only have been silent for a moment.
 const ASK_REFUSED_EACH: Duration = Duration::from_secs(20);
 
 /// How far a VM has come.
@@ -53,6 +54,8 @@ struct Case {
     asked: Option<Instant>,
     not_before: Option<Instant>,
     failures: Backoff,
+    /// How often it was asked about again after it had been refused.
+    refused: u32,
 }
 
 /// What is to be done for a VM.
@@ -133,6 +136,7 @@ impl Cases {
             asked: None,
             not_before: None,
             failures: Backoff::of_boots(),
+            refused: 0,
         }
     }
 
@@ -144,7 +148,7 @@ impl Cases {
             .unwrap_or(ASK_REFUSED_EACH);
         self.cases.values().any(|case| match case.stage {
             Stage::Waits => case.is_open(now) && since >= ASK_EACH,
-            Stage::Never => since >= ASK_REFUSED_EACH,
+            Stage::Never => since >= case.refused_pause(),
             Stage::Busy | Stage::Stays => false,
         })
     }
@@ -154,6 +158,9 @@ impl Cases {
         self.last_round = Some(now);
         for case in self.cases.values_mut() {
             case.asked.get_or_insert(now);
+            if case.stage == Stage::Never {
+                case.refused = case.refused.saturating_add(1);
+            }
         }
     }
 
@@ -259,6 +266,12 @@ fn named(note: &str, host: &HostName) -> String {
 }
 
 impl Case {
+    /// The pause before it is asked about again once it was refused: twice as long each time.
+    fn refused_pause(&self) -> Duration {
+        let factor = 1_u32.checked_shl(self.refused).unwrap_or(u32::MAX);
+        ASK_EACH.saturating_mul(factor).min(ASK_REFUSED_EACH)
+    }
+
     fn is_open(&self, now: Instant) -> bool {
         let rests = self.not_before.is_some_and(|at| now < at);
         matches!(self.stage, Stage::Waits | Stage::Never) && !rests

@@ -29,8 +29,9 @@ const STANDS: Duration = Duration::from_millis(300);
 const STANDS_UNANSWERED: Duration = Duration::from_secs(15);
 /// A guest that runs has used CPU time this lately.
 const LATELY_NS: u64 = 3_000_000_000;
-/// Longest wait for what follows from rest: traces of a move that are cleaned up, a record that is written.
-const SOON: Duration = Duration::from_secs(15);
+/// Longest wait for what follows from rest: traces of a move that are cleaned up, a record that is written, an older record
+/// whose host was refused a boot and asks again at the latest after 20 s.
+const SOON: Duration = Duration::from_secs(30);
 /// Longest time of a move on a healed site.
 const MOVE: Duration = Duration::from_secs(40);
 
