@@ -13,7 +13,7 @@ use godwit_types::control_api::HostState;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::site::{Claim, RecordSaid, WholeSurvey};
-use godwit_types::vm::VmState;
+use godwit_types::vm::{UIDS, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName, VmSpec};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -148,6 +148,9 @@ pub struct State {
     pub unread: Vec<UnreadRow>,
     /// How many VMs were deleted: an answer that was asked for before a deletion is stale.
     pub deletions: u64,
+    /// VMs that an old copy of the database lacked, with the generation of the record by which each was described: a later
+    /// holder knows better, since an older record may be of a deleted VM of that name.
+    pub(crate) adopted: BTreeMap<VmName, Generation>,
 }
 
 impl State {
@@ -171,6 +174,7 @@ impl State {
 
     /// A takeover read every host: who may hold which VM is known, and was written anew.
     pub fn took_over(&mut self) {
+        self.adopted.clear();
         let known = self.lacking.extract_if(.., |_, lack| lack.is_right_row());
         for (vm, _) in known {
             self.book.can_read(&vm);
@@ -286,23 +290,61 @@ impl State {
             self.lacking.remove(name);
             self.vms.remove(name);
         }
+        if self.book.is_restored() {
+            self.describe_by_holder(vm, changes);
+        }
         match self.vms.get_mut(name) {
             Some(entry) if entry.resolved.is_some() => {}
             // A host decides no more of a description than what resolving leaves open.
             Some(entry) if !place::may_resolve_to(&entry.spec, &vm.spec) => {}
             Some(entry) => {
                 entry.resolved = Some(vm.spec.clone());
-                changes.push(Change::Resolved(Box::new(entry.clone())));
+                changes.push(resolved_anew(entry));
             }
             None => {
-                let entry = VmEntry {
-                    spec: vm.spec.clone(),
-                    resolved: Some(vm.spec.clone()),
-                };
+                let entry = described_by(vm);
                 self.vms.insert(name.clone(), entry.clone());
                 changes.push(Change::Adopted(Box::new(entry)));
             }
         }
+    }
+
+    /// An old copy of the database may lack the VM, be from before it was given its user id, or describe a deleted VM of this
+    /// name. What the newest holder says of one that it lacks counts, and of others the id that the guest has, if no other
+    /// VM has that.
+    fn describe_by_holder(&mut self, vm: &HostVm, changes: &mut Vec<Change>) {
+        let name = &vm.spec.name;
+        let held = vm.claim.held().unwrap_or(vm.generation);
+        let others = self.uids_of_others(name);
+        let Some(entry) = self.vms.get_mut(name) else {
+            self.adopted.insert(name.clone(), held);
+            return;
+        };
+        let before = entry.clone();
+        if self.adopted.get(name).is_some_and(|older| *older < held) {
+            self.adopted.insert(name.clone(), held);
+            *entry = described_by(vm);
+        }
+        let uid = vm.spec.uid.filter(|uid| UIDS.contains(uid));
+        if let Some(uid) = uid.filter(|uid| !others.contains(uid)) {
+            let described = [Some(&mut entry.spec), entry.resolved.as_mut()];
+            let described = described.into_iter().flatten();
+            described.for_each(|spec| spec.uid = Some(uid));
+        }
+        if *entry != before {
+            changes.push(resolved_anew(entry));
+        }
+    }
+
+    /// The user ids of all other VMs, as described here and as hosts have them.
+    pub fn uids_of_others(&self, name: &VmName) -> BTreeSet<u32> {
+        let here = self.vms.values();
+        let here = here.flat_map(|vm| [Some(&vm.spec), vm.resolved.as_ref()]);
+        let hosts = self.hosts.values();
+        let there = hosts.flat_map(|host| host.vms.values().map(|vm| &vm.spec));
+        let all = here.flatten().chain(there);
+        let others = all.filter(|spec| spec.name != *name);
+        others.filter_map(|spec| spec.uid).collect()
     }
 
     /// Where a VM is, as far as was heard; none when nobody holds it.
@@ -419,6 +461,18 @@ impl State {
         vms.map(|(name, _)| name)
             .filter(|name| !self.vms.contains_key(*name))
     }
+}
+
+/// A VM as the host that holds it describes it.
+fn described_by(vm: &HostVm) -> VmEntry {
+    VmEntry {
+        spec: vm.spec.clone(),
+        resolved: Some(vm.spec.clone()),
+    }
+}
+
+fn resolved_anew(entry: &VmEntry) -> Change {
+    Change::Resolved(Box::new(entry.clone()))
 }
 
 /// Where a VM is by what a host said of it.

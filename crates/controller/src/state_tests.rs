@@ -365,3 +365,78 @@ fn a_host_that_is_read_for_a_takeover_brings_no_endless_new_vms() {
         .bring_whole(&host("a"), &whole(9000, 18_000))
         .unwrap_err();
 }
+
+/// The VM was deleted and created anew after the database was copied: the controller would describe it with the deleted
+/// one's user id and refuse its every move.
+#[test]
+fn an_old_copy_of_the_database_takes_the_user_id_that_the_holders_guest_has() {
+    let uid = *UIDS.start();
+    let described = |uid: Option<u32>| VmSpec { uid, ..spec() };
+    let heard = |old: Option<u32>, told: u32, is_old_copy: bool| {
+        let mut state = state();
+        let entry = VmEntry {
+            spec: described(old),
+            resolved: old.map(|uid| described(Some(uid))),
+        };
+        state.vms.insert(web(), entry.clone());
+        let other = VmEntry {
+            spec: VmSpec {
+                name: VmName::new("db").unwrap(),
+                ..described(Some(uid + 9))
+            },
+            resolved: None,
+        };
+        state.vms.insert(other.spec.name.clone(), other);
+        let mut info = unheard_info(&host("a"), "192.0.2.1:1".parse().unwrap());
+        if is_old_copy {
+            info.site.stamp.number += 7;
+        }
+        let mut vms = says(VmState::Running, 4, holds(4));
+        vms[0].spec.uid = Some(told);
+        let ticket = state.book.ask();
+        let observed = state.observe(&host("a"), ticket, &info, vms);
+        assert_eq!(state.book.is_restored(), is_old_copy);
+        let entry = state.vms[&web()].clone();
+        let kept = Change::Resolved(Box::new(entry.clone()));
+        let is_kept = observed.changes.contains(&kept);
+        (
+            entry.spec.uid,
+            entry.resolved.and_then(|spec| spec.uid),
+            is_kept,
+        )
+    };
+    let new = Some(uid + 1);
+    assert_eq!(heard(Some(uid), uid + 1, true), (new, new, true));
+    // One that was copied before its first start.
+    assert_eq!(heard(None, uid + 1, true), (new, new, true));
+    // Nobody's word but the controller's own counts while its database is no old copy; never another VM's id, or root's.
+    let old = Some(uid);
+    assert_eq!(heard(Some(uid), uid + 1, false), (old, old, false));
+    assert_eq!(heard(Some(uid), uid + 9, true), (old, old, false));
+    assert_eq!(heard(Some(uid), 0, true), (old, old, false));
+}
+
+/// Two hosts hold records of one name: one of the VM that was deleted while that host was off, one of the VM that was
+/// created anew. The old copy of the database knows neither.
+#[test]
+fn a_vm_that_an_old_copy_lacks_is_described_by_its_newest_holder_whoever_is_heard_first() {
+    for order in [["a", "b"], ["b", "a"]] {
+        let mut state = state();
+        state.vms.clear();
+        for name in order {
+            let (generation, kernel) = match name {
+                "a" => (3, "/deleted"),
+                _ => (9, "/new"),
+            };
+            let mut info = unheard_info(&host(name), "192.0.2.1:1".parse().unwrap());
+            info.site.stamp.number += 7;
+            let mut vms = says(VmState::Stopped, generation, holds(generation));
+            vms[0].spec.kernel = kernel.into();
+            let ticket = state.book.ask();
+            state.observe(&host(name), ticket, &info, vms);
+        }
+        let entry = &state.vms[&web()];
+        assert_eq!(entry.spec.kernel, "/new", "{order:?}");
+        assert_eq!(entry.resolved.as_ref(), Some(&entry.spec));
+    }
+}

@@ -6,9 +6,8 @@
 
 use crate::app::App;
 use crate::error::{Outcome, refuse};
-use crate::state::State;
 use godwit_types::vm::UIDS;
-use godwit_types::{ErrorCode, VmName, VmSpec};
+use godwit_types::{ErrorCode, VmSpec};
 use std::collections::BTreeSet;
 
 /// Gives a new description the id that the VM has: a person may repeat it, not choose it.
@@ -31,7 +30,7 @@ pub fn keep(spec: &mut VmSpec, before: Option<&VmSpec>) -> Outcome<()> {
 
 /// Gives a VM that is off an id that no other VM has, unless it has one. Nobody else may give any out meanwhile.
 pub async fn give(app: &App, spec: &mut VmSpec) -> Outcome<()> {
-    let taken = of_others(&app.state(), &spec.name);
+    let taken = app.state().uids_of_others(&spec.name);
     if spec.uid.is_some_and(|uid| !taken.contains(&uid)) {
         return Ok(());
     }
@@ -47,17 +46,6 @@ pub async fn give(app: &App, spec: &mut VmSpec) -> Outcome<()> {
         .await?;
     spec.uid = Some(uid);
     Ok(())
-}
-
-/// Ids of all other VMs, as described here and as hosts have them.
-fn of_others(state: &State, name: &VmName) -> BTreeSet<u32> {
-    let here = state.vms.values();
-    let here = here.flat_map(|vm| [Some(&vm.spec), vm.resolved.as_ref()]);
-    let hosts = state.hosts.values();
-    let there = hosts.flat_map(|host| host.vms.values().map(|vm| &vm.spec));
-    let all = here.flatten().chain(there);
-    let others = all.filter(|spec| spec.name != *name);
-    others.filter_map(|spec| spec.uid).collect()
 }
 
 /// The first free one from `next` on; after the last come those before it.
