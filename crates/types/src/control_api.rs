@@ -5,6 +5,7 @@
 use crate::certificate::CertificateDates;
 use crate::host::{Check, HostInfo};
 use crate::ids::{Generation, HostName, VmName};
+use crate::text::read_sentence;
 use crate::vm::{VmSpec, VmState};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -219,7 +220,8 @@ pub struct KeepRequest {
 /// Answer to an operation that was begun or done.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Done {
-    /// One sentence for a person.
+    /// One sentence for a person: one line of bounded length, whoever said it.
+    #[serde(deserialize_with = "read_sentence")]
     pub message: String,
 }
 

@@ -129,10 +129,11 @@ impl ApiError {
         }
     }
 
-    /// The same error with words that fit on a screen: it came from elsewhere.
+    /// The same error in one line that fits on a screen: it came from elsewhere.
     pub fn bounded(mut self) -> Self {
-        crate::text::cut(&mut self.message, crate::text::SENTENCE_LEN_MAX);
+        crate::text::sentence(&mut self.message);
         if let Some(host) = &mut self.host {
+            crate::text::sentence(host);
             crate::text::cut(host, crate::ids::NAME_LEN_MAX);
         }
         self

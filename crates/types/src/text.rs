@@ -1,6 +1,8 @@
 //! Bounds of sentences that come from elsewhere.
 //!
-//! Pure. Refuses: nothing; what is too long is cut, and shows that it was.
+//! Pure. Refuses: nothing; what is too long is cut, and shows that it was; what is no sentence becomes one line.
+
+use serde::{Deserialize as _, Deserializer};
 
 /// Longest sentence that is taken from a host, bytes.
 pub const SENTENCE_LEN_MAX: usize = 4096;
@@ -21,9 +23,34 @@ pub fn cut(text: &mut String, max: usize) {
     text.push_str(CUT);
 }
 
+/// Makes one line of what was written elsewhere: it could look like further lines of ours, or steer a terminal.
+pub fn sentence(text: &mut String) {
+    cut(text, SENTENCE_LEN_MAX);
+    if text.chars().any(char::is_control) {
+        *text = text.replace(char::is_control, " ");
+    }
+}
+
+/// A sentence of a message that comes from elsewhere.
+pub fn read_sentence<'de, D: Deserializer<'de>>(text: D) -> Result<String, D::Error> {
+    let mut text = String::deserialize(text)?;
+    sentence(&mut text);
+    Ok(text)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_somebody_else_wrote_is_one_line_with_an_end() {
+        let mut text = "done\n\x1b[2JALARM: all is lost\r\n".to_owned();
+        sentence(&mut text);
+        assert_eq!(text, "done  [2JALARM: all is lost  ");
+        let mut long = "\n".repeat(2 * SENTENCE_LEN_MAX);
+        sentence(&mut long);
+        assert_eq!(long.len(), SENTENCE_LEN_MAX);
+    }
 
     #[test]
     fn a_text_is_cut_between_two_characters() {

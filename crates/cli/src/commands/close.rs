@@ -8,6 +8,7 @@ use crate::args::Global;
 use crate::connect::{agent, coming_agent};
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
+use crate::plain;
 use crate::watch::failure;
 use godwit_agent::config::CONFIG_PATH;
 use godwit_rpc::AgentClient;
@@ -72,10 +73,10 @@ async fn closed_by_the_agent(
 
 /// Guests are not cut off for want of an agent.
 async fn without_agent(silent: Failure) -> Result<HostClosing, Failure> {
-    eprintln!(
+    plain::tell(&format!(
         "godwit: {}; this host goes down, so its guests are powered down without its agent",
         silent.error.message
-    );
+    ));
     let closed = godwit_agent::close_without_agent(Path::new(CONFIG_PATH)).await;
     closed.map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()))
 }
