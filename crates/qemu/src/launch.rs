@@ -209,7 +209,7 @@ pub fn adopt(
     deadline: Instant,
 ) -> Result<Hypervisor, LaunchError> {
     let process = QemuProcess::adopt(pid, start_time_ticks)?;
-    let stderr = StderrLog::of_process(pid).ok();
+    let stderr = StderrLog::of_process(&process).ok();
     match Client::connect(monitor, deadline) {
         Ok(client) => Ok(Hypervisor {
             process,

@@ -6,10 +6,11 @@
 
 use crate::sync::poll_until;
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::fd::{AsFd, OwnedFd};
+use rustix::fd::{AsFd, OwnedFd, RawFd};
 use rustix::io::Errno;
 use rustix::process::{
-    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+    Pid, PidfdFlags, PidfdGetfdFlags, Signal, WaitId, WaitIdOptions, pidfd_getfd, pidfd_open,
+    pidfd_send_signal, waitid,
 };
 use std::fs;
 use std::io;
@@ -88,6 +89,11 @@ impl QemuProcess {
     /// When it started, in clock ticks since the host's boot: the other half of its identity.
     pub fn start_time_ticks(&self) -> u64 {
         self.start_time_ticks
+    }
+
+    /// What it has behind a descriptor of its own, as it has it: nothing is opened anew, with rights that it lacks.
+    pub fn descriptor(&self, number: RawFd) -> io::Result<OwnedFd> {
+        Ok(pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty())?)
     }
 
     /// Its end, to be waited for in another thread.

@@ -2,10 +2,15 @@
 //!
 //! QEMU outlives whoever started it, so nobody may be needed to read a pipe, and a file would grow without end. A
 //! sealed memory file keeps the first [`LIMIT`] bytes; later writes fail, which QEMU ignores. It lives as long as QEMU
-//! or the handle does, and whoever takes QEMU over finds it behind QEMU's descriptor 2.
+//! or the handle does, and whoever takes QEMU over finds it behind QEMU's descriptor 2. A QEMU that was taken over by its
+//! guest may have put anything there. Refuses: to open what it names, as another user than QEMU, and to read what is no
+//! such file.
 
+use crate::process::QemuProcess;
 use crate::text::{printable, without_prefix};
-use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, ftruncate, memfd_create,
+};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
@@ -14,6 +19,11 @@ use std::os::unix::fs::FileExt;
 pub const LIMIT: usize = 64 << 10;
 /// Bytes of the end that [`StderrLog::tail`] gives at most.
 const TAIL: usize = 1000;
+
+/// The file neither grows nor shrinks while it is read, and nobody can change that.
+const SEALS: SealFlags = SealFlags::GROW
+    .union(SealFlags::SHRINK)
+    .union(SealFlags::SEAL);
 
 /// The standard error of one QEMU.
 #[derive(Debug)]
@@ -28,22 +38,21 @@ impl StderrLog {
             MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
         )?;
         ftruncate(&fd, LIMIT as u64)?;
-        fcntl_add_seals(&fd, SealFlags::GROW | SealFlags::SHRINK | SealFlags::SEAL)?;
+        fcntl_add_seals(&fd, SEALS)?;
         Ok(StderrLog { file: fd.into() })
     }
 
-    /// That of a running QEMU; an error where its descriptor 2 is not a file.
-    pub(crate) fn of_process(pid: i32) -> io::Result<StderrLog> {
-        let path = format!("/proc/{pid}/fd/2");
-        // Without waiting for anybody: QEMU may put a pipe or a terminal there at any time.
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let file = File::from(rustix::fs::open(path, flags, Mode::empty())?);
-        if !file.metadata()?.is_file() {
-            return Err(io::Error::other(
-                "the hypervisor's standard error is not a file",
-            ));
+    /// That of a running QEMU; an error where its descriptor 2 is not such a memory file.
+    pub(crate) fn of_process(process: &QemuProcess) -> io::Result<StderrLog> {
+        let descriptor = process.descriptor(2)?;
+        match fcntl_get_seals(&descriptor) {
+            Ok(seals) if seals.contains(SEALS) => Ok(StderrLog {
+                file: descriptor.into(),
+            }),
+            _ => Err(io::Error::other(
+                "the hypervisor's standard error is not a sealed memory file",
+            )),
         }
-        Ok(StderrLog { file })
     }
 
     /// A descriptor for QEMU's standard output or error.
@@ -87,6 +96,37 @@ impl StderrLog {
 mod tests {
     use super::*;
     use std::io::Write;
+
+    /// A process with this as its standard error.
+    fn writes_to(stderr: std::process::Stdio) -> (std::process::Child, QemuProcess) {
+        let mut command = std::process::Command::new("sleep");
+        let child = command.arg("60").stderr(stderr).spawn().expect("a process");
+        let process = QemuProcess::open(child.id() as i32).expect("it lives");
+        (child, process)
+    }
+
+    #[test]
+    fn a_file_that_a_hypervisor_put_behind_its_standard_error_is_not_read() {
+        let mut secret = tempfile::NamedTempFile::new().expect("a file");
+        secret.write_all(b"only root may read this").expect("fits");
+        let unsealed = memfd_create("any", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
+        let log = StderrLog::create().expect("memfd");
+        log.writer()
+            .and_then(|mut log| log.write_all(b"its own\n"))
+            .expect("fits");
+        let cases = [
+            (File::open(secret.path()).expect("opens"), None),
+            (File::open("/dev/null").expect("opens"), None),
+            (unsealed.expect("memfd").into(), None),
+            (log.writer().expect("descriptor"), Some("its own")),
+        ];
+        for (file, expected) in cases {
+            let (mut child, process) = writes_to(file.into());
+            let read = StderrLog::of_process(&process).ok().map(|log| log.tail());
+            child.kill().and_then(|()| child.wait()).expect("it ends");
+            assert_eq!(read.as_deref(), expected);
+        }
+    }
 
     #[test]
     fn it_keeps_the_first_bytes_and_refuses_the_rest() {
