@@ -12,6 +12,8 @@ use std::time::Instant;
 
 /// Events that one listener may leave unread.
 pub(crate) const QUEUE_LIMIT: usize = 1024;
+/// Longest word of QEMU's that is kept, bytes: a queue takes no more memory than that many of them.
+const WORD_LEN_MAX: usize = 128;
 
 /// The events of QEMU that the product acts on.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,8 +53,6 @@ pub enum EventKind {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
     pub kind: EventKind,
-    /// QEMU's data; `Null` where there is none.
-    pub data: Value,
     /// When our reader thread saw it.
     pub seen_at: Instant,
     /// QEMU's own clock, in microseconds since 1970; not comparable with another host's.
@@ -63,44 +63,43 @@ impl Event {
     pub(crate) fn new(raw: RawEvent, seen_at: Instant) -> Event {
         Event {
             kind: kind(&raw.name, &raw.data),
-            data: raw.data,
             seen_at,
             wall_clock_us: raw.wall_clock_us,
         }
     }
 }
 
+/// A word of QEMU's, which a guest may have taken over: of bounded length.
+fn word(text: &str) -> String {
+    let mut end = text.len().min(WORD_LEN_MAX);
+    while !text.is_char_boundary(end) {
+        end = end.saturating_sub(1);
+    }
+    text.get(..end).unwrap_or_default().to_owned()
+}
+
 fn kind(name: &str, data: &Value) -> EventKind {
     let guest = || data.get("guest").and_then(Value::as_bool).unwrap_or(false);
+    let told = |field: &str| word(data.get(field).and_then(Value::as_str).unwrap_or_default());
     match name {
         "STOP" => EventKind::Stop,
         "RESUME" => EventKind::Resume,
         "RESET" => EventKind::Reset { guest: guest() },
         "SHUTDOWN" => EventKind::Shutdown {
             guest: guest(),
-            reason: data
-                .get("reason")
-                .and_then(Value::as_str)
-                .unwrap_or_default()
-                .to_owned(),
+            reason: told("reason"),
         },
         "GUEST_PANICKED" => EventKind::GuestPanicked,
         "SUSPEND" => EventKind::Suspend,
         // Reported to the guest and nothing else: it runs on.
         "BLOCK_IO_ERROR" if data.get("action").and_then(Value::as_str) != Some("stop") => {
-            EventKind::Other(name.to_owned())
+            EventKind::Other(word(name))
         }
         "BLOCK_IO_ERROR" => EventKind::BlockIoError,
-        "MIGRATION" => {
-            let status = data
-                .get("status")
-                .and_then(Value::as_str)
-                .unwrap_or_default();
-            EventKind::Migration {
-                status: status.to_owned(),
-            }
-        }
-        other => EventKind::Other(other.to_owned()),
+        "MIGRATION" => EventKind::Migration {
+            status: told("status"),
+        },
+        other => EventKind::Other(word(other)),
     }
 }
 
@@ -237,10 +236,31 @@ mod tests {
         let queue = Arc::new(Queue::default());
         let events = Events::new(queue.clone());
         for n in 0..QUEUE_LIMIT + 3 {
-            queue.push(event("STOP", json!(n)));
+            queue.push(event(&n.to_string(), Value::Null));
         }
         assert_eq!(events.missed(), 3);
-        assert_eq!(events.try_next().expect("full queue").data, json!(3));
+        let first = events.try_next().expect("full queue").kind;
+        assert_eq!(first, EventKind::Other("3".into()));
+    }
+
+    #[test]
+    fn a_hypervisors_long_words_fill_no_memory() {
+        let long = "\u{e4}".repeat(1 << 20);
+        let kept = "\u{e4}".repeat(WORD_LEN_MAX / 2);
+        assert_eq!(
+            event(&long, Value::Null).kind,
+            EventKind::Other(kept.clone())
+        );
+        let data = json!({"guest": true, "reason": long, "status": long});
+        let shutdown = EventKind::Shutdown {
+            guest: true,
+            reason: kept.clone(),
+        };
+        assert_eq!(event("SHUTDOWN", data.clone()).kind, shutdown);
+        assert_eq!(
+            event("MIGRATION", data).kind,
+            EventKind::Migration { status: kept }
+        );
     }
 
     #[test]
