@@ -12,7 +12,7 @@ use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, ErrorCode, HostName, PortGroup};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
@@ -20,6 +20,8 @@ use tokio::sync::watch;
 const PROBES_MAX: usize = 64;
 /// How long a nonce is listened for.
 const LISTEN: Duration = Duration::from_secs(30);
+/// How soon a thread that listens sees that nobody waits for it any more.
+const LOOK_EACH: Duration = Duration::from_secs(1);
 /// How long a result is kept after it was begun.
 const KEEP: Duration = Duration::from_secs(60);
 /// How long an answer waits for what has not arrived.
@@ -29,7 +31,8 @@ type Arrived = BTreeMap<PortGroup, bool>;
 
 struct Probe {
     begun: Instant,
-    arrived: watch::Sender<Arrived>,
+    /// What listens ends with it.
+    arrived: Arc<watch::Sender<Arrived>>,
 }
 
 /// All probes of this host.
@@ -68,7 +71,7 @@ impl Probes {
         host: &HostName,
     ) -> Result<(), ApiError> {
         let arrived: Arrived = bridges.keys().map(|group| (group.clone(), false)).collect();
-        let sender = watch::Sender::new(arrived);
+        let sender = Arc::new(watch::Sender::new(arrived));
         let mut probes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         probes.retain(|_, probe| probe.begun.elapsed() < KEEP);
         if probes.len() >= PROBES_MAX {
@@ -79,7 +82,7 @@ impl Probes {
         for (group, bridge) in bridges {
             let socket = PacketSocket::open(bridge, PROBE_ETHERTYPE)
                 .map_err(|error| unusable(&error, bridge, host))?;
-            let (group, sender) = (group.clone(), sender.clone());
+            let (group, sender) = (group.clone(), Arc::downgrade(&sender));
             tokio::task::spawn_blocking(move || wait_for(&socket, nonce, &group, &sender));
         }
         let begun = Instant::now();
@@ -136,14 +139,22 @@ fn wait_for(
     socket: &PacketSocket,
     nonce: [u8; 16],
     group: &PortGroup,
-    sender: &watch::Sender<Arrived>,
+    sender: &Weak<watch::Sender<Arrived>>,
 ) {
     let deadline = Instant::now() + LISTEN;
-    while let Ok(Some(frame)) = socket.receive(deadline) {
+    while Instant::now() < deadline && sender.strong_count() > 0 {
+        let look = deadline.min(Instant::now() + LOOK_EACH);
+        let frame = match socket.receive(look) {
+            Ok(Some(frame)) => frame,
+            Ok(None) => continue,
+            Err(_) => return,
+        };
         if parse_probe(&frame) == Some(nonce) {
-            sender.send_modify(|arrived| {
-                arrived.insert(group.clone(), true);
-            });
+            if let Some(sender) = sender.upgrade() {
+                sender.send_modify(|arrived| {
+                    arrived.insert(group.clone(), true);
+                });
+            }
             return;
         }
     }
@@ -241,5 +252,18 @@ mod tests {
         }
         let full = probes.listen([255; 16], &BTreeMap::new(), &host());
         assert!(full.unwrap_err().message.contains("too many probes"));
+    }
+    #[test]
+    fn a_thread_that_listens_for_a_probe_ends_once_nobody_waits_for_it() {
+        let socket = match PacketSocket::open("lo", PROBE_ETHERTYPE) {
+            Ok(socket) => socket,
+            Err(error) => return eprintln!("skipped: no packet socket here: {error}"),
+        };
+        let begun = Instant::now();
+        let sender = Arc::new(watch::Sender::new(Arrived::new()));
+        let (group, weak) = (PortGroup::new("vm").unwrap(), Arc::downgrade(&sender));
+        drop(sender);
+        wait_for(&socket, [7; 16], &group, &weak);
+        assert!(begun.elapsed() < LISTEN);
     }
 }
