@@ -49,6 +49,8 @@ fn main() -> ExitCode {
     let result = match &cli.command {
         Command::VmProcess { config } => vm_process(config),
         Command::Controller(ControllerCommand::Run { config }) => {
+            // What it keeps is its own, as the unit says.
+            rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
             keep_memory_private().and_then(|()| commands::controller::serve(config))
         }
         _ => in_runtime(cli),
