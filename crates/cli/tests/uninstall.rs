@@ -126,13 +126,49 @@ fn units_of_an_odd_prefix_are_disabled() {
     assert_eq!(files(&dir.path().join("odd")), Vec::<PathBuf>::new());
 }
 
+/// The memory file of a VM's QEMU, as a host has it: its user's, in a directory of root's.
+const RAM: &str = "uid=1879048200
+        ram=/run/godwit/ram
+        mkdir -p $ram
+        chmod 711 $ram
+        touch $ram/web.1
+        chown $uid $ram/web.1
+        ";
+const INSTALLED: &str = "scripts/install.sh install";
+
+/// Any user may start a process with the words of a QEMU, through a program with root's rights, too.
+#[test]
+fn a_users_process_that_looks_like_a_qemu_does_not_keep_the_program_installed() {
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!("{RAM}{INSTALLED}
+        mkdir -p /run/own/ram
+        touch /run/own/ram/web.1
+        chown -R 1000 /run/own
+        looks_like() {{
+            setpriv --reuid=$1 sh -c 'sleep 600; :' -name guest=web -object memory-backend-file,mem-path=$2 &
+            until grep -q ^sh /proc/$!/cmdline; do :; done
+        }}
+        looks_like 1000 $ram/web.1
+        looks_like 0 $ram/web.1
+        looks_like 1000 /run/own/ram/web.1
+        looks_like 1000 /run/own/ram/none
+        looks_like 1000 $ram/../../own/ram/web.1
+        scripts/install.sh uninstall");
+    let Some((output, _)) = alone(dir.path(), &script) else {
+        return;
+    };
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(files(&dir.path().join("odd")), Vec::<PathBuf>::new());
+}
+
 #[test]
 fn nothing_of_an_odd_prefix_is_taken_away_while_a_vm_runs() {
     let dir = tempfile::tempdir().unwrap();
-    let script = "scripts/install.sh install
-        sh -c 'sleep 600; :' -name guest=web mem-path=/run/godwit/ram/web &
-        scripts/install.sh uninstall";
-    let Some((output, asked)) = alone(dir.path(), script) else {
+    let script = format!("{RAM}{INSTALLED}
+        setpriv --reuid=$uid sh -c 'sleep 600; :' -name guest=web,debug-threads=on -object memory-backend-file,mem-path=$ram/web.1,share=on &
+        until grep -q ^sh /proc/$!/cmdline; do :; done
+        scripts/install.sh uninstall");
+    let Some((output, asked)) = alone(dir.path(), &script) else {
         return;
     };
     let errors = String::from_utf8_lossy(&output.stderr);
