@@ -19,6 +19,7 @@ use godwit_types::control_api::{Done, StopRequest, VmView};
 use godwit_types::version::HARDWARE;
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
+use std::fmt::{Display, Formatter};
 
 mod start;
 
@@ -42,9 +43,11 @@ fn check(spec: &VmSpec) -> Outcome<()> {
 /// Describes a new VM; it is off.
 pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     check(&spec)?;
+    app.until_started().await;
     let name = spec.name.clone();
     let _turn = app.vm_turns.take(&name).await;
     let _macs = app.macs_turn().await;
+    must_be_newest(app)?;
     let exists = || {
         let message = format!(
             "there is a VM {name} already: choose another name, or change it with 'godwit vm edit {name} FILE'"
@@ -97,10 +100,12 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
         );
     }
     check(&spec)?;
+    app.until_started().await;
     let _turn = app.vm_turns.take(name).await;
-    let mut entry = entry_of(app, name)?;
-    must_be_off(app, name, "edited")?;
     let _macs = app.macs_turn().await;
+    must_be_newest(app)?;
+    let mut entry = entry_of(app, name)?;
+    must_be_off(app, name, OffFor::Edit)?;
     let mut spec = macs::allot(spec, &app.state())?;
     uids::keep(&mut spec, Some(&entry.spec))?;
     uids::give(app, &mut spec).await?;
@@ -123,12 +128,29 @@ fn entry_of(app: &App, name: &VmName) -> Outcome<VmEntry> {
     entry.ok_or_else(|| unknown_vm(name))
 }
 
-fn must_be_off(app: &App, name: &VmName, what: &str) -> Outcome<()> {
+/// What is done only to a VM that is off.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum OffFor {
+    Start,
+    Edit,
+    Delete,
+}
+
+impl Display for OffFor {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Start => "started",
+            Self::Edit => "edited",
+            Self::Delete => "deleted",
+        })
+    }
+}
+
+fn must_be_off(app: &App, name: &VmName, what: OffFor) -> Outcome<()> {
     let view = view(app, name)?;
-    let asked_now = matches!(what, "started" | "deleted");
     match (view.state, view.host) {
         // What was heard is not enough to tell: the survey that follows will.
-        (VmState::HandingOver, _) if asked_now && view.migration.is_none() => Ok(()),
+        (VmState::HandingOver, _) if what != OffFor::Edit && view.migration.is_none() => Ok(()),
         (VmState::Stopped | VmState::Crashed, _) if view.migration.is_some() => refuse(
             ErrorCode::AlreadyMigrating,
             format!(
@@ -138,7 +160,9 @@ fn must_be_off(app: &App, name: &VmName, what: &str) -> Outcome<()> {
         (VmState::Stopped | VmState::Crashed, _) => Ok(()),
         (VmState::InDoubt, _) => Err(crate::error::in_doubt(name, view.note)),
         // It was never heard to be on, and a new description is what is missing.
-        (VmState::DamagedRecord, None) if what == "edited" && app.must_be_read(name).is_ok() => {
+        (VmState::DamagedRecord, None)
+            if what == OffFor::Edit && app.must_be_read(name).is_ok() =>
+        {
             Ok(())
         }
         (VmState::DamagedRecord, host) => {
@@ -158,7 +182,7 @@ fn must_be_off(app: &App, name: &VmName, what: &str) -> Outcome<()> {
                 false => may_be_elsewhere(name, &host),
             },
         ),
-        (VmState::Running, Some(host)) if what == "started" => refuse(
+        (VmState::Running, Some(host)) if what == OffFor::Start => refuse(
             ErrorCode::WrongState,
             format!("VM {name} is running already, on host {host}"),
         ),
@@ -183,7 +207,7 @@ fn may_be_elsewhere(name: &VmName, host: &HostName) -> ApiError {
 pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     let turn = app.vm_turns.take(name).await;
     entry_of(app, name)?;
-    must_be_off(app, name, "deleted")?;
+    must_be_off(app, name, OffFor::Delete)?;
     let mut free = None;
     for _ in 0..RELEASES_MAX {
         match survey(app, name, &[]).await? {

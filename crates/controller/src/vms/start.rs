@@ -3,7 +3,8 @@
 //! Owns no state; the book is the inventory's. Refuses: a start without a grant, a host that is silent or full.
 
 use super::{
-    RELEASES_MAX, check, done, entry_of, forget_at, is_off_at, must_be_off, not_free, release,
+    OffFor, RELEASES_MAX, check, done, entry_of, forget_at, is_off_at, must_be_off, not_free,
+    release,
 };
 use crate::app::App;
 use crate::error::{Outcome, refuse, silent, way_out};
@@ -177,7 +178,7 @@ fn written_on(book: &Book, name: &VmName, is_named: bool) -> WrittenOn {
 fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan> {
     let entry = entry_of(app, name)?;
     app.must_be_described(name)?;
-    must_be_off(app, name, "started")?;
+    must_be_off(app, name, OffFor::Start)?;
     check(&entry.spec)?;
     let (held, written) = {
         let state = app.state();
