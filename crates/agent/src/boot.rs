@@ -271,6 +271,8 @@ impl Agent {
             }
             self.settle();
         }
+        self.site.with(HostSite::round_is_over);
+        self.settle();
     }
 
     /// Judges every VM that waits.
@@ -323,8 +325,11 @@ impl Agent {
         if held.map(|(generation, _)| generation) != judged {
             return Err(changed(name, self.host()));
         }
+        // Somebody's answer may have come after the one by which this was decided.
+        self.must_not_be_refuted(name)?;
         let promise = self.promise_memory(&vm).await?;
         vm.need(NEED).await?;
+        self.must_not_be_refuted(name)?;
         match vm.ask(&VmRequest::Boot, ACT).await? {
             VmAnswer::Done(_) => {}
             _ => return Err(unexpected(name)),
@@ -336,6 +341,17 @@ impl Agent {
             Ok(())
         })
         .await
+    }
+
+    fn must_not_be_refuted(&self, name: &VmName) -> Reply<()> {
+        let why = self.site.with(|site| site.refuted(name).map(str::to_owned));
+        match why.filter(|_| !self.site.with(|site| site.is_alone())) {
+            Some(why) => Err(ApiError::new(
+                ErrorCode::WrongState,
+                format!("VM {name} is not booted on host {}: {why}", self.host()),
+            )),
+            None => Ok(()),
+        }
     }
 
     /// A controller that is in charge knows another holder: the VM is off here, then forgotten.

@@ -7,7 +7,7 @@ use godwit_ownership::{Phase, Power};
 use godwit_rpc::Authority;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::revocations::made_before;
-use godwit_types::site::{SiteTable, SiteVm, Stamp, Standing};
+use godwit_types::site::{Claim, RecordSaid, SiteTable, SiteVm, Stamp, Standing};
 use godwit_types::vm::VmState;
 use godwit_types::{Generation, HostName};
 use std::collections::BTreeSet;
@@ -47,6 +47,55 @@ fn said_by(from: Option<&str>) -> SiteAnswer {
 
 fn unreachable() -> ApiError {
     ApiError::new(ErrorCode::HostUnreachable, "nobody is there")
+}
+
+/// Host b, which missed a grant to host c, answers before host c does, whose answer is as late as its agent is busy.
+fn the_holder_answers_last() -> Asker {
+    Arc::new(|whom, _| {
+        Box::pin(async move {
+            match whom {
+                Whom::Host(host) if host.name == host_name("c") => {
+                    tokio::time::sleep(Duration::from_millis(200)).await;
+                    let holds = RecordSaid {
+                        vm: vm("web"),
+                        highest: Generation(9),
+                        claim: Claim::Holds {
+                            generation: Generation(9),
+                            on: true,
+                        },
+                        may_live: true,
+                    };
+                    let records = vec![holds];
+                    let said = said_by(Some("c"));
+                    Ok(SiteAnswer { records, ..said })
+                }
+                Whom::Host(host) => Ok(said_by(Some(host.name.as_str()))),
+                Whom::Controller => Err(unreachable()),
+            }
+        })
+    })
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_holder_that_answers_last_keeps_the_vm_from_booting() {
+    let host = TestHost::new();
+    let table = SiteTable {
+        hosts: ["a", "b", "c"].map(neighbour).to_vec(),
+        had_second: true,
+        ..SiteTable::default()
+    };
+    godwit_store::save_json(&host.config.state_dir.join("site.json"), &table).unwrap();
+    host.crash("web", false);
+    let served = served(host, the_holder_answers_last(), false).await;
+    served.agent.boot_round().await;
+    let shown = served.agent.vm(&vm("web")).await.unwrap();
+    assert!(!runs(&shown));
+    let note = shown.note.unwrap();
+    assert!(
+        note.contains("host c holds it under generation 9"),
+        "{note}"
+    );
+    assert_eq!(boots(&served, "web"), 0);
 }
 
 /// Answers of the controller and of every host.

@@ -57,7 +57,11 @@ pub struct HostSite {
     answers: BTreeMap<Answerer, SiteAnswer>,
     /// The controller has not answered this round of questions, and will not.
     no_controller: bool,
+    /// Nobody else will answer this round of questions.
+    is_round_over: bool,
     wishes: BTreeMap<VmName, Generation>,
+    /// Wishes against which somebody spoke, in whichever round, and why.
+    refuted: BTreeMap<VmName, String>,
     alone: bool,
     /// A planted fault; only in builds that can plant one.
     pub plant: Option<Plant>,
@@ -74,7 +78,9 @@ impl HostSite {
             replaced: false,
             answers: BTreeMap::new(),
             no_controller: false,
+            is_round_over: false,
             wishes: BTreeMap::new(),
+            refuted: BTreeMap::new(),
             alone: false,
             plant: None,
         }
@@ -146,12 +152,16 @@ impl HostSite {
 
     /// A VM that this host holds has no guest, and no request will start it.
     pub fn wish(&mut self, vm: VmName, generation: Generation) {
+        if self.wishes.get(&vm) != Some(&generation) {
+            self.refuted.remove(&vm);
+        }
         self.wishes.insert(vm, generation);
     }
 
     /// A VM was started, stopped or moved: nothing is asked about it any more.
     pub fn no_wish(&mut self, vm: &VmName) {
         self.wishes.remove(vm);
+        self.refuted.remove(vm);
     }
 
     /// What to ask, once for all VMs; none while nothing waits.
@@ -191,17 +201,46 @@ impl HostSite {
             None => Answerer::Controller,
         };
         self.answers.insert(from, answer);
+        self.keep_what_speaks_against();
     }
 
-    /// The controller does not answer this round of questions: what hosts answer counts from now on.
+    /// Who knew of a later holder may be silent in the next round, in which others that missed it answer. Only a controller in
+    /// charge that knows of none takes it back.
+    fn keep_what_speaks_against(&mut self) {
+        let mut refuted = std::mem::take(&mut self.refuted);
+        for (vm, mine) in &self.wishes {
+            match self.against(vm, *mine) {
+                Some(Judged::Never(why) | Judged::Yield(why)) => {
+                    refuted.insert(vm.clone(), why);
+                }
+                _ if self.is_let_by_controller(vm) => drop(refuted.remove(vm)),
+                _ => {}
+            }
+        }
+        self.refuted = refuted;
+    }
+
+    /// Why a VM is not booted that waits: somebody has spoken against it since it was found.
+    pub fn refuted(&self, vm: &VmName) -> Option<&str> {
+        self.refuted.get(vm).map(String::as_str)
+    }
+
+    /// The controller does not answer this round of questions: what hosts answer counts, once all were heard out.
     pub fn no_controller(&mut self) {
         self.no_controller = true;
+    }
+
+    /// Everybody has answered this round of questions, or had the time to: one host's answer is not overtaken by another's
+    /// any more.
+    pub fn round_is_over(&mut self) {
+        self.is_round_over = true;
     }
 
     /// Forgets what was answered: before the question is asked anew.
     pub fn forget_answers(&mut self) {
         self.answers.clear();
         self.no_controller = false;
+        self.is_round_over = false;
     }
 
     /// A person lets this host boot what it holds, for this life of it.
@@ -233,17 +272,34 @@ impl HostSite {
         if let Some(judged) = self.against(vm, mine) {
             return judged;
         }
+        if self.alone || self.is_let_by_controller(vm) {
+            return Judged::Boot;
+        }
+        let first_counts = self.planted(Plant::FirstAnswerBoots);
+        if let Some(why) = self.refuted(vm).filter(|_| !first_counts) {
+            return Judged::Never(why.to_owned());
+        }
         let lone = !self.table.had_second;
-        if self.alone || lone && (configured_alone || waited_s >= LONE_HOST_WAITS_S) {
+        if lone && (configured_alone || waited_s >= LONE_HOST_WAITS_S) {
             return Judged::Boot;
         }
         let mut answers = self.answers.values();
         let enough =
-            answers.any(|answer| self.is_enough(vm, answer) && self.rivals_answered(vm, answer));
+            (self.is_round_over || first_counts) && answers.any(|answer| self.lets(vm, answer));
         if enough || self.hosts_count() && self.all_answered(vm) {
             return Judged::Boot;
         }
         Judged::Wait(self.waits_for(vm))
+    }
+
+    /// Whether an answer alone is enough to boot, where nobody speaks against it.
+    fn lets(&self, vm: &VmName, answer: &SiteAnswer) -> bool {
+        self.is_enough(vm, answer) && self.rivals_answered(vm, answer)
+    }
+
+    fn is_let_by_controller(&self, vm: &VmName) -> bool {
+        let controller = self.answers.get(&Answerer::Controller);
+        controller.is_some_and(|answer| self.lets(vm, answer))
     }
 
     /// Whether hosts' answers count: a controller that answers knows more than any of them, and is heard out first.

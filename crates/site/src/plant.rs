@@ -31,6 +31,8 @@ named! {
         FenceOutlivesHearing => "fence-outlives-hearing",
         /// A host hears no controller out before it believes its neighbours.
         NeighboursFirst => "hears-neighbours-first",
+        /// Of several hosts' answers the first counts, whatever others say then or said before.
+        FirstAnswerBoots => "first-answer-boots",
         /// What a restored database says of hosts that are off counts.
         OldFenceCounts => "old-fence-counts",
         /// What could not be written is never written again.
@@ -52,6 +54,7 @@ impl Plant {
         Plant::OldNoCounts,
         Plant::OldAnswerBoots,
         Plant::NeighboursFirst,
+        Plant::FirstAnswerBoots,
         Plant::RestoredGoesOn,
         Plant::OldFenceCounts,
         Plant::LosesUnwritten,

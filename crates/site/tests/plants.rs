@@ -73,6 +73,7 @@ fn an_answer_that_is_older_than_what_the_host_knows_boots_nothing() {
     };
     site.no_controller();
     site.hear(answer(4));
+    site.round_is_over();
     let judged = site.judge(&web(), 0, false);
     assert!(matches!(judged, Judged::Wait(_)), "{judged:?}");
     site.hear(answer(5));
@@ -100,6 +101,64 @@ fn a_host_hears_its_controller_out_before_its_neighbours_let_it_boot() {
     assert!(matches!(judged, Judged::Wait(_)), "{judged:?}");
     site.no_controller();
     assert_eq!(site.judge(&web(), 0, false), Judged::Boot);
+}
+
+/// Host c was granted the VM by a controller that died before it told anybody; host b knows no more than host a.
+#[test]
+fn one_hosts_answer_boots_nothing_while_another_may_still_speak_against_it_or_has_before() {
+    let table = SiteTable {
+        hosts: ["a", "b", "c"].map(enrolled).to_vec(),
+        had_second: true,
+        vms: BTreeMap::from([(web(), row(5))]),
+        ..SiteTable::default()
+    };
+    let mut site = HostSite::new(host("a"), Instance::default(), table);
+    site.plant = planted();
+    site.wish(web(), Generation(3));
+    let says = |of: &str, records: Vec<RecordSaid>| SiteAnswer {
+        from: Some(host(of)),
+        vms: BTreeMap::from([(web(), row(5))]),
+        records,
+        ..SiteAnswer::default()
+    };
+    let holds = RecordSaid {
+        vm: web(),
+        highest: Generation(5),
+        claim: Claim::Holds {
+            generation: Generation(5),
+            on: true,
+        },
+        may_live: true,
+    };
+    site.no_controller();
+    site.hear(says("b", vec![]));
+    let judged = site.judge(&web(), 0, false);
+    assert!(matches!(judged, Judged::Wait(_)), "{judged:?}");
+    site.hear(says("c", vec![holds]));
+    let is_refused = |site: &HostSite| matches!(site.judge(&web(), 9, false), Judged::Never(_));
+    assert!(is_refused(&site));
+    // In the next round host c is late, or dead.
+    site.forget_answers();
+    site.no_controller();
+    site.hear(says("b", vec![]));
+    site.round_is_over();
+    site.wish(web(), Generation(3));
+    assert!(is_refused(&site));
+    // A person knows better, or a controller in charge does.
+    let mut alone = site.clone();
+    alone.boot_alone();
+    assert_eq!(alone.judge(&web(), 9, false), Judged::Boot);
+    site.hear(SiteAnswer {
+        from: None,
+        in_charge: true,
+        ..says("b", vec![])
+    });
+    assert_eq!(site.judge(&web(), 9, false), Judged::Boot);
+    site.forget_answers();
+    site.no_controller();
+    site.hear(says("b", vec![]));
+    site.round_is_over();
+    assert_eq!(site.judge(&web(), 9, false), Judged::Boot);
 }
 
 fn stamp(epoch: u64, number: u64) -> Stamp {

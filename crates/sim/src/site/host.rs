@@ -322,6 +322,7 @@ impl Site {
         if !is_due {
             if now >= agent.asked_at + CONTROLLER_MS {
                 agent.site.no_controller();
+                agent.site.round_is_over();
             }
             return;
         }
@@ -348,6 +349,12 @@ impl Site {
             Place::Controller(controller),
             packet.clone(),
         );
+        // Its port refuses at once, before any host can answer.
+        if !self.controllers[controller].is_up
+            && let Some(agent) = self.machines[at].agent.as_mut()
+        {
+            agent.site.no_controller();
+        }
         for name in others {
             if let Some(to) = self.id_of(&name) {
                 self.send(Place::Machine(at), Place::Name(to), packet.clone());
