@@ -108,6 +108,15 @@ impl Book {
     pub fn hear(&mut self, host: &HostName, ticket: Ticket, heard: Heard) -> Vec<News> {
         let mut news = std::mem::take(&mut self.unsaid);
         self.unasked.remove(host);
+        let Some(fenced) = self.hosts.get(host).map(|book| book.row.fenced) else {
+            return news;
+        };
+        // Before anything counts this controller's words up to what it may have forgotten.
+        self.note_word(host, heard.knows.stamp, &mut news);
+        if let Some(book) = self.hosts.get_mut(host) {
+            // Whoever speaks is not off, which is news also to a controller that forgets whom it took for off.
+            book.row.fenced = fenced;
+        }
         self.meet_asked(
             host,
             &heard.instance,
@@ -115,11 +124,7 @@ impl Book {
             ticket.0,
             &mut news,
         );
-        if !self.hosts.contains_key(host) {
-            return news;
-        }
         self.note_known(host, heard.knows, ticket.0);
-        self.note_word(host, heard.knows.stamp, &mut news);
         let now = self.next();
         if let Some(book) = self.hosts.get_mut(host) {
             book.answers = true;
@@ -315,9 +320,11 @@ impl Book {
             self.hosts.contains_key(host) || self.is_restored() && named
         };
         let target = record.claim.went().filter(|(_, to)| may_enter(to));
+        // It may come to hold the VM by a permission that was forgotten here.
+        let receives = matches!(record.claim, Claim::Receiving { .. }) && self.is_restored();
         let entry = self.vms.entry(record.vm.clone()).or_default();
         let is_news = record.highest > entry.highest;
-        enter(entry, host, record, no_bound);
+        enter(entry, host, record, receives, no_bound);
         let believed = |entry: &Entry, host: &HostName, generation: Generation| {
             is_itself && (all_is_news || entry.was_granted(host, generation))
         };
@@ -396,14 +403,14 @@ impl Book {
 
 /// Raises an entry by what a record tells, and takes its host into the set. No claim is above what the next survey asks
 /// at: its host's no would never bind.
-fn enter(entry: &mut Entry, host: &HostName, record: &RecordSaid, no_bound: bool) {
+fn enter(entry: &mut Entry, host: &HostName, record: &RecordSaid, receives: bool, no_bound: bool) {
     let before = entry.highest;
     for told in record.generations() {
         if is_plausible(before, told) || no_bound {
             entry.highest = entry.highest.max(told);
         }
     }
-    if record.claim.may_hold() {
+    if record.claim.may_hold() || receives {
         let told = record.claim.held().unwrap_or(record.highest);
         let is_bounded = is_plausible(entry.highest, told) || no_bound;
         let told = if is_bounded { told } else { entry.highest };

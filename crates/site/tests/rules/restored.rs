@@ -1,8 +1,8 @@
 //! What an old copy of the database may not grant, and whom it believes while it learns.
 
 use super::common::{enrolled, host};
-use super::{GAP, grant, hear, heard, holds, life, said, vm, web_on_a};
-use godwit_site::{Book, HostRow, HostSite, News, Refusal};
+use super::{GAP, grant, hear, heard, holds, life, said, survey, vm, web_on_a};
+use godwit_site::{Book, Heard, HostRow, HostSite, News, Refusal, Surveyed};
 use godwit_types::site::{Claim, RecordSaid, SiteTable, Stamp, Standing, WholeSurvey};
 use godwit_types::{Generation, HostName};
 
@@ -179,4 +179,43 @@ fn a_table_of_thousands_of_invented_hosts_is_not_believed_and_ends_with_its_tell
     drop(book.remove(&host("b"), true).unwrap());
     assert_eq!(book.waits_for(), []);
     assert_eq!(book.finish_takeover(), Ok(true));
+}
+
+/// Each agent's own new life makes one more word, which must not be taken for the one that the copy lacks.
+#[test]
+fn a_copy_that_is_one_word_behind_is_found_though_every_agent_was_restarted_since() {
+    let (mut book, _) = web_on_a();
+    let later = Stamp {
+        number: book.stamp().number + 1,
+        ..book.stamp()
+    };
+    let answer = Heard {
+        instance: life("a", 2),
+        ..heard("a", later, Vec::new())
+    };
+    let ticket = book.ask();
+    book.hear(&host("a"), ticket, answer);
+    assert!(book.is_restored());
+}
+
+/// The lost controller permitted the move, and no host's table knows it yet; it goes on without a controller.
+#[test]
+fn whoever_receives_a_vm_when_a_restored_controller_reads_him_may_come_to_hold_it() {
+    let (mut book, word) = restored();
+    let receives = Claim::Receiving { from: host("a") };
+    let of_a = vec![said("web", 3, holds(3))];
+    let of_b = vec![said("web", 3, receives)];
+    read(&mut book, "a", word, whole("a", at(word), of_a));
+    read(&mut book, "b", word, whole("b", at(word), of_b));
+    assert_eq!(book.finish_takeover(), Ok(true));
+    // It arrived, and its new host is silent: nobody else gets it.
+    hear(&mut book, "a", vec![said("web", 4, moved_to(4, "b"))]);
+    book.lose(&host("b"));
+    let refused = survey(&mut book, "web", "a", &["b"]);
+    assert!(
+        matches!(&refused, Surveyed::Refused(Refusal::Silent { hosts, .. }) if *hosts == [host("b")]),
+        "{refused:?}"
+    );
+    // Once it has said no it is out.
+    assert!(grant(&mut book, "web", "a") > 4);
 }
