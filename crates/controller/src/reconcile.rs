@@ -291,8 +291,14 @@ pub fn tell_news(asked: &HostName, news: &[News]) {
 async fn note(app: &App, host: &HostName, change: Change) -> Result<(), ControllerError> {
     match change {
         Change::Resolved(entry) => {
-            app.store.save_vm(&entry).await?;
-            app.tell_vm(&entry.spec.name);
+            let name = &entry.spec.name;
+            // As it is described by now: a person may have edited it meanwhile.
+            let _macs = app.macs_turn().await;
+            let now = app.state().vms.get(name).cloned();
+            if let Some(entry) = now {
+                app.store.save_vm(&entry).await?;
+            }
+            app.tell_vm(name);
         }
         Change::Adopted(entry) => {
             tracing::warn!(vm = %entry.spec.name, %host, "host holds a VM that was not known here; it is now");

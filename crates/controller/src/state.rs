@@ -12,7 +12,7 @@ use godwit_site::{Book, Heard, News, Ticket, Whereabouts};
 use godwit_types::control_api::HostState;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
-use godwit_types::site::{Claim, RecordSaid, WholeSurvey};
+use godwit_types::site::{Claim, RecordSaid, Standing, WholeSurvey};
 use godwit_types::vm::{UIDS, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName, VmSpec};
 use std::collections::{BTreeMap, BTreeSet};
@@ -148,9 +148,21 @@ pub struct State {
     pub unread: Vec<UnreadRow>,
     /// How many VMs were deleted: an answer that was asked for before a deletion is stale.
     pub deletions: u64,
-    /// VMs that an old copy of the database lacked, with the generation of the record by which each was described: a later
-    /// holder knows better, since an older record may be of a deleted VM of that name.
-    pub(crate) adopted: BTreeMap<VmName, Generation>,
+    /// What is learned of descriptions while the database is an old copy.
+    pub relearned: Relearned,
+}
+
+/// Descriptions that an old copy of the database takes from the VMs' holders. They are written when it takes over, all
+/// hosts having been read: one that was written earlier could be an older record's, and would be believed after a restart.
+#[derive(Debug, Default)]
+pub struct Relearned {
+    /// VMs that it lacked, with the generation of the record by which each is described: a later holder knows better, since
+    /// an older record may be of a deleted VM of that name.
+    adopted: BTreeMap<VmName, Generation>,
+    /// VMs whose descriptions are to be written.
+    due: BTreeSet<VmName>,
+    /// Hosts whose VMs were seen since.
+    seen: BTreeSet<HostName>,
 }
 
 impl State {
@@ -174,7 +186,7 @@ impl State {
 
     /// A takeover read every host: who may hold which VM is known, and was written anew.
     pub fn took_over(&mut self) {
-        self.adopted.clear();
+        self.relearned = Relearned::default();
         let known = self.lacking.extract_if(.., |_, lack| lack.is_right_row());
         for (vm, _) in known {
             self.book.can_read(&vm);
@@ -202,6 +214,9 @@ impl State {
         let mut changes = Vec::new();
         for vm in &answer {
             self.observe_vm(host, vm, &mut changes);
+        }
+        if self.book.is_restored() {
+            self.relearned.seen.insert(host.clone());
         }
         if let Some(entry) = self.hosts.get_mut(host) {
             let named = answer.into_iter().map(|vm| (vm.spec.name.clone(), vm));
@@ -291,7 +306,7 @@ impl State {
             self.vms.remove(name);
         }
         if self.book.is_restored() {
-            self.describe_by_holder(vm, changes);
+            return self.describe_by_holder(host, vm);
         }
         match self.vms.get_mut(name) {
             Some(entry) if entry.resolved.is_some() => {}
@@ -299,7 +314,7 @@ impl State {
             Some(entry) if !place::may_resolve_to(&entry.spec, &vm.spec) => {}
             Some(entry) => {
                 entry.resolved = Some(vm.spec.clone());
-                changes.push(resolved_anew(entry));
+                changes.push(Change::Resolved(Box::new(entry.clone())));
             }
             None => {
                 let entry = described_by(vm);
@@ -309,31 +324,63 @@ impl State {
         }
     }
 
-    /// An old copy of the database may lack the VM, be from before it was given its user id, or describe a deleted VM of this
-    /// name. What the newest holder says of one that it lacks counts, and of others the id that the guest has, if no other
-    /// VM has that.
-    fn describe_by_holder(&mut self, vm: &HostVm, changes: &mut Vec<Change>) {
+    /// An old copy of the database may lack the VM, be from before it was started or given its user id, or describe a
+    /// deleted VM of this name. Of one that it lacks counts what the newest holder says; of others the id that the guest has,
+    /// if no other VM has it, and what a description leaves open.
+    fn describe_by_holder(&mut self, host: &HostName, vm: &HostVm) {
+        if self.book.standing(host) != Standing::Known {
+            return;
+        }
         let name = &vm.spec.name;
         let held = vm.claim.held().unwrap_or(vm.generation);
         let others = self.uids_of_others(name);
+        let adopted = self.relearned.adopted.get(name);
+        let is_lacking = !self.vms.contains_key(name);
+        if is_lacking || adopted.is_some_and(|older| *older < held) {
+            self.relearned.adopted.insert(name.clone(), held);
+            self.relearned.due.insert(name.clone());
+            self.vms.insert(name.clone(), described_by(vm));
+            return;
+        }
         let Some(entry) = self.vms.get_mut(name) else {
-            self.adopted.insert(name.clone(), held);
             return;
         };
         let before = entry.clone();
-        if self.adopted.get(name).is_some_and(|older| *older < held) {
-            self.adopted.insert(name.clone(), held);
-            *entry = described_by(vm);
-        }
         let uid = vm.spec.uid.filter(|uid| UIDS.contains(uid));
         if let Some(uid) = uid.filter(|uid| !others.contains(uid)) {
             let described = [Some(&mut entry.spec), entry.resolved.as_mut()];
             let described = described.into_iter().flatten();
             described.for_each(|spec| spec.uid = Some(uid));
         }
-        if *entry != before {
-            changes.push(resolved_anew(entry));
+        let told = place::as_described(&entry.spec, &vm.spec);
+        if place::may_resolve_to(&entry.spec, &told) {
+            entry.resolved = Some(told);
         }
+        if *entry != before {
+            self.relearned.due.insert(name.clone());
+        }
+    }
+
+    /// Whether a host's VMs were seen since the database was found to be an old copy.
+    pub fn has_seen(&self, host: &HostName) -> bool {
+        self.relearned.seen.contains(host)
+    }
+
+    /// Descriptions that are to be written before this controller takes over; none while a host is still to be read.
+    pub fn due_descriptions(&mut self) -> Vec<VmEntry> {
+        if !self.book.waits_for().is_empty() {
+            return Vec::new();
+        }
+        let due = std::mem::take(&mut self.relearned.due);
+        due.iter()
+            .filter_map(|name| self.vms.get(name).cloned())
+            .collect()
+    }
+
+    /// They could not be written.
+    pub fn still_due(&mut self, entries: &[VmEntry]) {
+        let names = entries.iter().map(|entry| entry.spec.name.clone());
+        self.relearned.due.extend(names);
     }
 
     /// The user ids of all other VMs, as described here and as hosts have them.
@@ -469,10 +516,6 @@ fn described_by(vm: &HostVm) -> VmEntry {
         spec: vm.spec.clone(),
         resolved: Some(vm.spec.clone()),
     }
-}
-
-fn resolved_anew(entry: &VmEntry) -> Change {
-    Change::Resolved(Box::new(entry.clone()))
 }
 
 /// Where a VM is by what a host said of it.

@@ -4,7 +4,7 @@ use super::shown::unheard_info;
 use super::*;
 use godwit_site::{Entry, HostRow};
 use godwit_types::Generation;
-use godwit_types::site::{Claim, SiteHost};
+use godwit_types::site::{Claim, SiteHost, SiteTable};
 use godwit_types::vm::Accelerator;
 use std::collections::BTreeMap;
 
@@ -394,11 +394,13 @@ fn an_old_copy_of_the_database_takes_the_user_id_that_the_holders_guest_has() {
         let mut vms = says(VmState::Running, 4, holds(4));
         vms[0].spec.uid = Some(told);
         let ticket = state.book.ask();
-        let observed = state.observe(&host("a"), ticket, &info, vms);
-        assert_eq!(state.book.is_restored(), is_old_copy);
+        state.observe(&host("a"), ticket, &info, vms);
+        assert_eq!(
+            (state.book.is_restored(), state.has_seen(&host("a"))),
+            (is_old_copy, is_old_copy)
+        );
         let entry = state.vms[&web()].clone();
-        let kept = Change::Resolved(Box::new(entry.clone()));
-        let is_kept = observed.changes.contains(&kept);
+        let is_kept = state.relearned.due.contains(&web());
         (
             entry.spec.uid,
             entry.resolved.and_then(|spec| spec.uid),
@@ -413,7 +415,8 @@ fn an_old_copy_of_the_database_takes_the_user_id_that_the_holders_guest_has() {
     let old = Some(uid);
     assert_eq!(heard(Some(uid), uid + 1, false), (old, old, false));
     assert_eq!(heard(Some(uid), uid + 9, true), (old, old, false));
-    assert_eq!(heard(Some(uid), 0, true), (old, old, false));
+    let (described, _, is_kept) = heard(Some(uid), 0, true);
+    assert_eq!((described, is_kept), (old, false));
 }
 
 /// Two hosts hold records of one name: one of the VM that was deleted while that host was off, one of the VM that was
@@ -435,8 +438,61 @@ fn a_vm_that_an_old_copy_lacks_is_described_by_its_newest_holder_whoever_is_hear
             let ticket = state.book.ask();
             state.observe(&host(name), ticket, &info, vms);
         }
-        let entry = &state.vms[&web()];
+        let entry = state.vms[&web()].clone();
         assert_eq!(entry.spec.kernel, "/new", "{order:?}");
         assert_eq!(entry.resolved.as_ref(), Some(&entry.spec));
+        // Nothing of it is written before every host was read: a restart would believe the half of it.
+        assert_eq!(state.due_descriptions(), []);
+        let takeover = state.book.takeover().unwrap();
+        for name in order {
+            let ticket = state.book.ask();
+            let whole = WholeSurvey {
+                instance: Default::default(),
+                table: SiteTable {
+                    stamp: takeover.stamp,
+                    ..SiteTable::default()
+                },
+                records: Vec::new(),
+                unread: BTreeSet::new(),
+            };
+            state
+                .book
+                .take_whole(&host(name), takeover.stamp, ticket, whole);
+        }
+        assert_eq!(state.due_descriptions(), [entry.clone()]);
+        assert_eq!(state.due_descriptions(), []);
+        state.still_due(&[entry.clone()]);
+        assert_eq!(state.due_descriptions(), [entry]);
     }
+}
+
+/// The VM was stopped and started since the database was copied, on a host that gives it another CPU model.
+#[test]
+fn an_old_copy_of_the_database_takes_what_a_description_leaves_open_from_the_holder() {
+    let mut state = state();
+    let auto = VmSpec {
+        cpu: "auto".into(),
+        ..spec()
+    };
+    let on = |cpu: &str| VmSpec {
+        cpu: cpu.into(),
+        ..spec()
+    };
+    let [old, new] = ["Skylake-Server", "EPYC"];
+    let entry = VmEntry {
+        spec: auto.clone(),
+        resolved: Some(on(old)),
+    };
+    state.vms.insert(web(), entry);
+    let mut info = unheard_info(&host("a"), "192.0.2.1:1".parse().unwrap());
+    info.site.stamp.number += 7;
+    let mut vms = says(VmState::Running, 4, holds(4));
+    vms[0].spec = VmSpec {
+        accelerator: Accelerator::Tcg,
+        ..on(new)
+    };
+    let ticket = state.book.ask();
+    state.observe(&host("a"), ticket, &info, vms);
+    let entry = &state.vms[&web()];
+    assert_eq!((&entry.spec, &entry.resolved), (&auto, &Some(on(new))));
 }

@@ -284,6 +284,21 @@ impl Store {
         })
     }
 
+    /// Notes VMs as they are described now, whether or not they were known.
+    pub async fn put_vms(&self, vms: &[VmEntry]) -> Result<()> {
+        let mut tx = self.pool.begin().await?;
+        for vm in vms {
+            query("INSERT INTO vms (name, spec, resolved) VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET spec = excluded.spec, resolved = excluded.resolved")
+                .bind(vm.spec.name.as_str())
+                .bind(to_json(&vm.spec)?)
+                .bind(vm.resolved.as_ref().map(to_json).transpose()?)
+                .execute(&mut *tx)
+                .await?;
+        }
+        tx.commit().await?;
+        Ok(())
+    }
+
     /// Replaces what is known of a VM.
     pub async fn save_vm(&self, vm: &VmEntry) -> Result<()> {
         query("UPDATE vms SET spec = ?, resolved = ? WHERE name = ?")

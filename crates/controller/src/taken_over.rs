@@ -39,7 +39,7 @@ impl Noted {
         let since = now - self.unix_s;
         let is_told = self.unix_s > 0 && (0..TOLD_FOR_S).contains(&since);
         is_told.then(|| format!(
-            "this controller took over {since} s ago with an old copy of its database. What only the lost one knew is forgotten: which hosts were removed and which certificates revoked, VMs' descriptions that were edited or deleted, drains, VMs that were never started, join tokens, old reports. Remove again what was removed, and edit again what was edited. See 'godwit host list' for hosts that take VMs again; this is shown for a day, or until 'godwit site acknowledge'"
+            "this controller took over {since} s ago with an old copy of its database. What only the lost one knew is forgotten: which hosts were removed and which certificates revoked, VMs' descriptions that were edited or deleted, drains (one that was ended goes on until 'godwit host undrain HOST'), VMs that were never started, join tokens, old reports. Remove again what was removed, and edit again what was edited. See 'godwit host list' for hosts that take VMs again; this is shown for a day, or until 'godwit site acknowledge'"
         ))
     }
 }

@@ -29,24 +29,54 @@ pub async fn go_on(app: &Arc<App>, host: &HostName) -> Result<(), ControllerErro
     for site in met(app, forgotten).await {
         enrol_again(app, site).await?;
     }
-    let Some(takeover) = app.state().book.takeover() else {
-        return Ok(());
-    };
-    if takeover.hosts.contains(host) {
+    let takeover = app.state().book.takeover();
+    // Its VMs are seen before it counts as read: a poll before this one may have failed.
+    if let Some(takeover) = &takeover
+        && takeover.hosts.contains(host)
+        && app.state().has_seen(host)
+    {
         read(app, host, takeover.stamp).await?;
     }
-    let finished = app.state().book.finish_takeover();
-    if finished == Ok(true) {
-        app.write().await?;
-        app.state().took_over();
-        tracing::warn!(
-            stamp = %takeover.stamp,
-            "every host was read: this controller takes over from the one whose database it has an older copy of. What that one knew alone (removed hosts and revoked certificates, edited and deleted descriptions, VMs that were never started, drains, tokens, old reports) is forgotten"
-        );
-        app.tell_host(host);
-        app.tell(InventoryEvent::Site);
+    if takeover.is_none() || !finish(app).await? {
+        return Ok(());
     }
+    tracing::warn!(
+        stamp = %app.state().book.stamp(),
+        "every host was read: this controller takes over from the one whose database it has an older copy of. What that one knew alone (removed hosts and revoked certificates, edited and deleted descriptions, VMs that were never started, drains, tokens, old reports) is forgotten"
+    );
+    app.tell_host(host);
+    app.tell(InventoryEvent::Site);
     Ok(())
+}
+
+/// Takes over once every host was read: what they say of descriptions is written first, so that it is not believed by
+/// half after a restart. False while somebody is waited for, or somebody else has done it.
+async fn finish(app: &App) -> Result<bool, ControllerError> {
+    let _macs = app.macs_turn().await;
+    loop {
+        let due = {
+            let mut state = app.state();
+            let due = state.due_descriptions();
+            if due.is_empty() {
+                if state.book.finish_takeover() != Ok(true) {
+                    return Ok(false);
+                }
+                // Whether or not the new word can be written at once: the book is in charge from here on.
+                state.took_over();
+                break;
+            }
+            due
+        };
+        for entry in &due {
+            tracing::warn!(vm = %entry.spec.name, "the VM is described as the host that holds it says");
+        }
+        if let Err(error) = app.store.put_vms(&due).await {
+            app.state().still_due(&due);
+            return Err(error);
+        }
+    }
+    app.write().await?;
+    Ok(true)
 }
 
 async fn read(app: &App, host: &HostName, at: Stamp) -> Result<(), ControllerError> {

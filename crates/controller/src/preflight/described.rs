@@ -12,7 +12,7 @@ use godwit_types::{ApiError, ErrorCode, HostName, VmSpec};
 
 /// The description with which this VM moves, when its source says this of it.
 pub fn must_match(entry: &VmEntry, source: &HostName, said: &PreflightOutgoing) -> Outcome<VmSpec> {
-    let told = &as_described(&entry.spec, &said.vm.spec);
+    let told = &place::as_described(&entry.spec, &said.vm.spec);
     let described = match &entry.resolved {
         Some(resolved) => resolved,
         None if place::may_resolve_to(&entry.spec, told) => told,
@@ -38,15 +38,6 @@ pub fn must_match(entry: &VmEntry, source: &HostName, said: &PreflightOutgoing) 
         None => Ok(described.clone()),
         Some(what) => Err(lies(entry, source, &what)),
     }
-}
-
-/// A host that a VM has moved to keeps what ran it in its description, where the person left the choice open.
-fn as_described(spec: &VmSpec, told: &VmSpec) -> VmSpec {
-    let mut told = told.clone();
-    if spec.accelerator == Accelerator::Auto {
-        told.accelerator = Accelerator::Auto;
-    }
-    told
 }
 
 fn boots_from(spec: &VmSpec, path: &str) -> bool {
