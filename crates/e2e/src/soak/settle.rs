@@ -86,7 +86,7 @@ impl<'a> Settling<'a> {
         let mut since: Option<Instant> = None;
         let mut last = String::new();
         loop {
-            let homes = self.look(&mut last);
+            let homes = self.look(began, &mut last);
             since = homes.as_ref().and(since.or_else(|| Some(Instant::now())));
             if let (Some(homes), Some(since)) = (homes, since)
                 && since.elapsed() > stands
@@ -105,8 +105,8 @@ impl<'a> Settling<'a> {
         }
     }
 
-    /// Where each VM runs, if all do; `why` says what is missing.
-    fn look(&mut self, why: &mut String) -> Option<BTreeMap<String, String>> {
+    /// Where each VM runs, if all do and every host has answered since `healed`; `why` says what is missing.
+    fn look(&mut self, healed: Instant, why: &mut String) -> Option<BTreeMap<String, String>> {
         let (hosts, list) = match (
             self.site.ask(&["host", "list"]),
             self.site.ask(&["vm", "list"]),
@@ -121,9 +121,9 @@ impl<'a> Settling<'a> {
             .as_array()
             .into_iter()
             .flatten()
-            .filter(|host| host["state"] == "connected");
+            .filter(|host| host["state"] == "connected" && heard_since(host, healed.elapsed()));
         if connected.count() < self.site.hosts.len() {
-            *why = "a host is not connected".to_owned();
+            *why = "a host is not connected, or has not answered since the healing".to_owned();
             return None;
         }
         // One that reads its hosts first grants nothing, and says so.
@@ -265,6 +265,13 @@ impl<'a> Settling<'a> {
         };
         self.say(format!("a person helps: {}: {said}", command.join(" ")));
     }
+}
+
+/// Whether a host has answered within this time, by a list that tells whole seconds: a question that was on its way when its
+/// link was cut may fail seconds after that was healed.
+fn heard_since(host: &Value, within: Duration) -> bool {
+    let ago = host["last_seen_s"].as_i64().unwrap_or(i64::MAX);
+    u64::try_from(ago.saturating_add(1)).is_ok_and(|ago| Duration::from_secs(ago) <= within)
 }
 
 /// How long rest must last.
@@ -505,6 +512,15 @@ mod tests {
                 "{open}"
             );
         }
+    }
+
+    #[test]
+    fn a_host_that_was_heard_before_the_healing_alone_is_not_heard_yet() {
+        let host = |ago: Value| json!({ "last_seen_s": ago });
+        let heard = |ago: i64, ms| heard_since(&host(ago.into()), Duration::from_millis(ms));
+        assert!(!heard(0, 900) && heard(0, 1000));
+        assert!(!heard(2, 2900) && heard(2, 3000));
+        assert!(!heard_since(&host(Value::Null), Duration::from_secs(60)));
     }
 
     #[test]
