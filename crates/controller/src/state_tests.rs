@@ -459,9 +459,9 @@ fn a_vm_that_an_old_copy_lacks_is_described_by_its_newest_holder_whoever_is_hear
                 .book
                 .take_whole(&host(name), takeover.stamp, ticket, whole);
         }
-        assert_eq!(state.due_descriptions(), [entry.clone()]);
+        assert_eq!(state.due_descriptions(), std::slice::from_ref(&entry));
         assert_eq!(state.due_descriptions(), []);
-        state.still_due(&[entry.clone()]);
+        state.still_due(std::slice::from_ref(&entry));
         assert_eq!(state.due_descriptions(), [entry]);
     }
 }
