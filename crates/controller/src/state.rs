@@ -13,7 +13,7 @@ use godwit_types::control_api::HostState;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::site::{Claim, RecordSaid, Standing, WholeSurvey};
-use godwit_types::vm::{UIDS, VmState};
+use godwit_types::vm::{Accelerator, UIDS, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName, VmSpec};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -91,6 +91,17 @@ pub struct VmEntry {
     pub spec: VmSpec,
     /// With CPU model and machine type resolved, since its first start.
     pub resolved: Option<VmSpec>,
+}
+
+impl VmEntry {
+    /// How a host describes the VM. One that it has moved to keeps what ran it, also where the person left the choice open.
+    pub fn as_told(&self, told: &VmSpec) -> VmSpec {
+        let mut told = told.clone();
+        if self.spec.accelerator == Accelerator::Auto {
+            told.accelerator = Accelerator::Auto;
+        }
+        told
+    }
 }
 
 /// Where a VM is.
@@ -352,7 +363,7 @@ impl State {
             let described = described.into_iter().flatten();
             described.for_each(|spec| spec.uid = Some(uid));
         }
-        let told = place::as_described(&entry.spec, &vm.spec);
+        let told = entry.as_told(&vm.spec);
         if place::may_resolve_to(&entry.spec, &told) {
             entry.resolved = Some(told);
         }

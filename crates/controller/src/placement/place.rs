@@ -260,15 +260,6 @@ pub fn may_resolve_to(spec: &VmSpec, resolved: &VmSpec) -> bool {
     wanted == *resolved
 }
 
-/// A host that a VM has moved to keeps what ran it in its description, where the person left the choice open.
-pub fn as_described(spec: &VmSpec, told: &VmSpec) -> VmSpec {
-    let mut told = told.clone();
-    if spec.accelerator == Accelerator::Auto {
-        told.accelerator = Accelerator::Auto;
-    }
-    told
-}
-
 /// A host that knows none of the models that are chosen from has no say: what it lists is no ground to refuse everybody.
 fn common_cpu(
     accelerator: Accelerator,

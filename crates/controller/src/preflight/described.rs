@@ -12,7 +12,7 @@ use godwit_types::{ApiError, ErrorCode, HostName, VmSpec};
 
 /// The description with which this VM moves, when its source says this of it.
 pub fn must_match(entry: &VmEntry, source: &HostName, said: &PreflightOutgoing) -> Outcome<VmSpec> {
-    let told = &place::as_described(&entry.spec, &said.vm.spec);
+    let told = &entry.as_told(&said.vm.spec);
     let described = match &entry.resolved {
         Some(resolved) => resolved,
         None if place::may_resolve_to(&entry.spec, told) => told,
