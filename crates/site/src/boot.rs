@@ -272,6 +272,9 @@ impl HostSite {
         if let Some(judged) = self.against(vm, mine) {
             return judged;
         }
+        if let Some(why) = self.owes_a_word(vm, mine) {
+            return Judged::Wait(why);
+        }
         if self.alone || self.is_let_by_controller(vm) {
             return Judged::Boot;
         }
@@ -450,8 +453,31 @@ impl HostSite {
         }
     }
 
+    /// A host that is ready to take the VM from here under a later generation may have been given it since by a message
+    /// that is under way. It asks this host, and gives up if this one did not give the VM; an old copy cannot tell.
+    fn owes_a_word(&self, vm: &VmName, mine: Generation) -> Option<String> {
+        let records = self.answers.iter().filter_map(|(from, answer)| match from {
+            Answerer::Host(host) => Some((host, answer.records.iter())),
+            Answerer::Controller => None,
+        });
+        for (host, records) in records {
+            for record in records.filter(|record| record.vm == *vm) {
+                if let Claim::Promised { generation, from } = &record.claim
+                    && *generation > mine
+                    && *from == self.me
+                {
+                    return Some(format!(
+                        "host {host} waits for the word of host {me} on a handover of the VM under generation {generation}: that ends by itself; if it does not, the record here is an older copy, and 'godwit vm show {vm}' says how to decide",
+                        me = self.me
+                    ));
+                }
+            }
+        }
+        None
+    }
+
     /// A controller in charge knows all but what it cannot read; a host knows enough when its row of the VM is at least as
-    /// new as this host's.
+    /// new as this host's and as any that was answered: a newer one may name a rival that this one does not.
     fn is_enough(&self, vm: &VmName, answer: &SiteAnswer) -> bool {
         if !answer.knows(vm) {
             return false;
@@ -465,8 +491,9 @@ impl HostSite {
         }
         let stamp_of = |row: Option<&SiteVm>| row.map(|row| row.stamp).unwrap_or_default();
         let theirs = stamp_of(answer.vms.get(vm));
-        let own = stamp_of(self.table.vms.get(vm));
-        theirs >= own || self.planted(Plant::OldAnswerBoots)
+        let rows = self.answers.values().map(|answer| answer.vms.get(vm));
+        let newest = rows.chain([self.table.vms.get(vm)]).map(stamp_of).max();
+        newest.is_none_or(|newest| theirs >= newest) || self.planted(Plant::OldAnswerBoots)
     }
 
     /// A controller that answers and says nothing of the VM may have granted it since: one host's row does not stand in

@@ -307,6 +307,7 @@ impl Book {
         if self.standing(on) != Standing::Known {
             return Err(Refusal::NotItself { host: on.clone() });
         }
+        self.must_not_be_off(&vm, on)?;
         let step = if free.fenced.is_empty() {
             1
         } else {
@@ -334,6 +335,17 @@ impl Book {
             generation,
             expect: free.level,
         })
+    }
+
+    /// Who counts as off gets no VM before it was heard: surveys would pass it over while it runs the VM.
+    fn must_not_be_off(&self, vm: &VmName, host: &HostName) -> Result<(), Refusal> {
+        match self.is_fenced(host) {
+            true => Err(Refusal::Silent {
+                vm: vm.clone(),
+                hosts: vec![host.clone()],
+            }),
+            false => Ok(()),
+        }
     }
 
     /// Whether what a survey found still holds: nothing was granted since, and whoever counted as off still does.
@@ -371,6 +383,7 @@ impl Book {
             if self.standing(host) != Standing::Known {
                 return Err(Refusal::NotItself { host: host.clone() });
             }
+            self.must_not_be_off(vm, host)?;
         }
         if let Some(twice) = self.twice(vm) {
             let hosts = twice.copies.into_iter().map(|copy| copy.host).collect();

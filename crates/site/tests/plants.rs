@@ -4,7 +4,7 @@ mod common;
 
 use common::{enrolled, host};
 use godwit_site::plant::Plant;
-use godwit_site::{Book, Heard, HostRow, HostSite, Judged, Refusal};
+use godwit_site::{Book, Heard, HostRow, HostSite, Judged, Refusal, Surveyed};
 use godwit_types::site::{
     Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteTable, SiteVm, Stamp, Standing,
     SurveyAnswer,
@@ -284,4 +284,96 @@ fn a_gift_at_the_end_of_all_generations_binds_no_host() {
     assert!(!book.may_hold(&web()).contains(&host("b")));
     let next = book.survey_of(&web(), BTreeSet::new());
     assert!(next.is_ok(), "there are generations left: {next:?}");
+}
+
+/// Host b is ready to take the VM and waits for host a's word, which may be under way to it.
+#[test]
+fn a_host_that_owes_another_its_word_on_a_handover_boots_nothing_on_a_thirds() {
+    let table = SiteTable {
+        hosts: ["a", "b", "c"].map(enrolled).to_vec(),
+        had_second: true,
+        vms: BTreeMap::from([(web(), row(5))]),
+        ..SiteTable::default()
+    };
+    let mut site = HostSite::new(host("a"), Instance::default(), table);
+    site.wish(web(), Generation(3));
+    let says = |of: &str, claim: Claim| SiteAnswer {
+        from: Some(host(of)),
+        vms: BTreeMap::from([(web(), row(5))]),
+        records: vec![RecordSaid {
+            vm: web(),
+            highest: Generation(4),
+            claim,
+            may_live: false,
+        }],
+        ..SiteAnswer::default()
+    };
+    let promised = Claim::Promised {
+        generation: Generation(4),
+        from: host("a"),
+    };
+    site.no_controller();
+    site.hear(says("c", Claim::No));
+    site.hear(says("b", promised));
+    site.round_is_over();
+    let Judged::Wait(why) = site.judge(&web(), 9, false) else {
+        panic!("it may have given the VM");
+    };
+    assert!(why.contains("host b waits for the word of host a"), "{why}");
+    // Host b has given up.
+    site.hear(says("b", Claim::No));
+    assert_eq!(site.judge(&web(), 9, false), Judged::Boot);
+}
+
+/// Host b's row is as new as this host's own, host c's is newer and names host d.
+#[test]
+fn a_row_that_another_host_has_a_newer_one_of_is_not_enough_to_boot() {
+    let table = SiteTable {
+        hosts: ["a", "b", "c", "d"].map(enrolled).to_vec(),
+        had_second: true,
+        vms: BTreeMap::from([(web(), row(5))]),
+        ..SiteTable::default()
+    };
+    let mut site = HostSite::new(host("a"), Instance::default(), table);
+    site.wish(web(), Generation(3));
+    let newer = SiteVm {
+        may_hold: BTreeSet::from([host("a"), host("d")]),
+        ..row(6)
+    };
+    let says = |of: &str, row: SiteVm| SiteAnswer {
+        from: Some(host(of)),
+        vms: BTreeMap::from([(web(), row)]),
+        ..SiteAnswer::default()
+    };
+    site.no_controller();
+    site.hear(says("b", row(5)));
+    site.hear(says("c", newer.clone()));
+    site.round_is_over();
+    let judged = site.judge(&web(), 9, false);
+    assert!(matches!(judged, Judged::Wait(_)), "{judged:?}");
+    site.hear(says("d", newer));
+    assert_eq!(site.judge(&web(), 9, false), Judged::Boot);
+}
+
+/// A person says of host b that it is off, which it need not be: surveys pass it over.
+#[test]
+fn a_host_that_counts_as_off_is_granted_nothing_and_permitted_nothing_before_it_was_heard() {
+    let mut book = Book::default();
+    for name in ["a", "b"] {
+        book.add_host(enrolled(name), HostRow::default());
+        hear(&mut book, name, 1, Stamp::default());
+    }
+    book.lose(&host("b"));
+    book.fence(&host("b")).unwrap();
+    let survey = book.begin_survey(&web(), &[host("b")]).unwrap();
+    let Surveyed::Free(free) = book.take_survey(&survey, &BTreeMap::new()) else {
+        panic!("nobody holds it");
+    };
+    let refused = book.grant(free, &host("b"));
+    assert!(
+        matches!(refused, Err(Refusal::Silent { .. })),
+        "{refused:?}"
+    );
+    let permitted = book.permit_migration(&web(), &host("a"), &host("b"));
+    assert!(permitted.is_err(), "{permitted:?}");
 }

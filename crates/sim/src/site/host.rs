@@ -12,7 +12,8 @@ use godwit_ownership::{Event, HostRecord, PeerMessage, Phase, Power, StateName, 
 use godwit_site::{Heard, HostSite, Judged, claim_of};
 use godwit_types::Generation;
 use godwit_types::site::{
-    Instance, RecordSaid, SiteAnswer, SiteQuestion, SiteUpdate, Stamp, Standing, WholeSurvey,
+    BootWish, Instance, RecordSaid, SiteAnswer, SiteQuestion, SiteUpdate, Stamp, Standing,
+    WholeSurvey,
 };
 use std::collections::BTreeMap;
 
@@ -304,7 +305,22 @@ impl Site {
             return;
         };
         match wish {
-            Some(generation) => agent.site.wish(name, generation),
+            Some(generation) => {
+                let wish = BootWish {
+                    vm: name.clone(),
+                    generation,
+                };
+                let question = agent.site.question();
+                if question.is_none_or(|asked| !asked.wishes.contains(&wish)) {
+                    // What was answered so far, or comes yet, is no answer about it.
+                    agent.site.forget_answers();
+                    agent.round += 1;
+                    self.machines[at].grounds.clear();
+                }
+                if let Some(agent) = self.machines[at].agent.as_mut() {
+                    agent.site.wish(name, generation);
+                }
+            }
             None => {
                 agent.site.no_wish(&name);
                 agent.judged.remove(&vm);

@@ -217,7 +217,11 @@ impl Site {
         let vms: Vec<VmId> = (0..self.vms.len())
             .filter(|vm| self.holds(at, *vm))
             // Who took this host out of the site, or said that it is off, contradicts himself.
-            .filter(|vm| self.held_elsewhere(at, *vm) || self.machines[at].was_dismissed)
+            // So does who deleted the VM.
+            .filter(|vm| {
+                let contradicts = self.machines[at].was_dismissed || self.guests[*vm].deleted;
+                contradicts || self.held_elsewhere(at, *vm)
+            })
             .collect();
         if !vms.is_empty() && !self.allows(SiteFault::FalseWord) {
             return;
@@ -249,17 +253,29 @@ impl Site {
         if !self.allows(SiteFault::Resolve) {
             return;
         }
-        let found = self.find_doubt(|_, _| true);
-        if let Some((at, vm, peer)) = found
-            && self.resolve_at(at, vm, &peer)
-        {
+        // At a host that was taken out of the site nobody decides anything who remembers that.
+        let lies = self.allows(SiteFault::FalseWord);
+        let found = self.find_doubt(|w, at, _| lies || !w.was_removed(at));
+        let Some((at, vm, peer)) = found else {
+            return;
+        };
+        if self.was_removed(at) {
+            self.exempt(vm, Exempt::FalseWord);
+        }
+        if self.resolve_at(at, vm, &peer) {
             self.count(SiteFault::Resolve);
         }
     }
 
+    fn was_removed(&self, at: MachineId) -> bool {
+        let host = self.name_of(at);
+        let mut controllers = self.controllers.iter();
+        controllers.any(|controller| controller.db.removed.contains(&host))
+    }
+
     fn find_doubt(
         &self,
-        fits: impl Fn(&Self, &HostName) -> bool,
+        fits: impl Fn(&Self, MachineId, &HostName) -> bool,
     ) -> Option<(MachineId, VmId, HostName)> {
         // People reach a host under its address only.
         let reached = self.address.iter().map(|at| (*at, &self.machines[*at]));
@@ -267,7 +283,7 @@ impl Site {
             for (vm, slot) in machine.slots.iter().enumerate() {
                 let status = slot.process.as_ref().map(|p| p.core.status());
                 if let Some(Status::InDoubt { peer, .. }) = status
-                    && fits(self, &peer)
+                    && fits(self, at, &peer)
                 {
                     return Some((at, vm, peer));
                 }
@@ -347,8 +363,10 @@ impl Site {
         }
         self.mend_hosts(controller);
         self.resolve_twice(controller);
-        let is_gone = |w: &Self, peer: &HostName| {
-            is_late || !w.controllers[controller].db.hosts.contains_key(peer)
+        let is_gone = |w: &Self, at: MachineId, peer: &HostName| {
+            // A controller has nothing resolved at a host that is not in its inventory.
+            let hosts = &w.controllers[controller].db.hosts;
+            hosts.contains_key(&w.name_of(at)) && (is_late || !hosts.contains_key(peer))
         };
         if let Some((at, vm, peer)) = self.find_doubt(is_gone) {
             self.resolve_at(at, vm, &peer);
