@@ -4,6 +4,8 @@
 //! controller below the highest that it has heard, and to take its own record for the newest there is: it may stand on a
 //! disk that was put back.
 
+mod answering;
+
 use crate::plant::Plant;
 use godwit_types::site::{
     BootWish, Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteHost, SiteQuestion,
@@ -561,50 +563,5 @@ impl HostSite {
             "host {me} asks {whom} whether the VM went elsewhere before it boots it; if none of them will answer and no other host runs it, run 'godwit host boot-alone' on host {me}",
             me = self.me
         )
-    }
-
-    /// Answers another host's question, from the table and from this host's records, also while this host waits itself.
-    pub fn answer(
-        &self,
-        asker: &HostName,
-        question: &SiteQuestion,
-        records: Vec<RecordSaid>,
-    ) -> SiteAnswer {
-        let asked: BTreeSet<&VmName> = question.wishes.iter().map(|wish| &wish.vm).collect();
-        let rows = self.table.vms.iter().filter(|(vm, _)| asked.contains(vm));
-        SiteAnswer {
-            from: Some(self.me.clone()),
-            standing: self.standing_of(asker, &question.instance),
-            in_charge: false,
-            stamp: self.table.stamp,
-            vms: rows.map(|(vm, row)| (vm.clone(), row.clone())).collect(),
-            records: records
-                .into_iter()
-                .filter(|record| asked.contains(&record.vm))
-                .collect(),
-            unread: BTreeSet::new(),
-            given_on: BTreeSet::new(),
-            off: BTreeSet::new(),
-            replaced: false,
-        }
-    }
-
-    /// What a life of another host is, as far as this host's table knows.
-    pub fn standing_of(&self, asker: &HostName, instance: &Instance) -> Standing {
-        if self.table.removed.contains(asker) {
-            return Standing::Removed;
-        }
-        let known = self.table.hosts.iter().find(|host| host.name == *asker);
-        match known {
-            // Only the controller knows whether a person said that the first machine is off.
-            Some(host) if self.is_another_machine(host, instance) => Standing::SecondInstance,
-            Some(host) if instance.counter < host.counter => Standing::OldCopy,
-            _ => Standing::Known,
-        }
-    }
-
-    fn is_another_machine(&self, host: &SiteHost, instance: &Instance) -> bool {
-        let differs = !host.machine_id.is_empty() && host.machine_id != instance.machine_id;
-        differs && !self.planted(Plant::CloneIsHost)
     }
 }

@@ -54,6 +54,7 @@ impl Plant {
         Plant::OldNoCounts,
         Plant::OldAnswerBoots,
         Plant::NeighboursFirst,
+        Plant::OldWordAccepted,
         Plant::FirstAnswerBoots,
         Plant::RestoredGoesOn,
         Plant::OldFenceCounts,
