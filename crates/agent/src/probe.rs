@@ -253,6 +253,7 @@ mod tests {
         let full = probes.listen([255; 16], &BTreeMap::new(), &host());
         assert!(full.unwrap_err().message.contains("too many probes"));
     }
+
     #[test]
     fn a_thread_that_listens_for_a_probe_ends_once_nobody_waits_for_it() {
         let socket = match PacketSocket::open("lo", PROBE_ETHERTYPE) {

@@ -52,10 +52,10 @@ fn row(number: u64) -> SiteVm {
     }
 }
 
-#[test]
-fn an_answer_that_is_older_than_what_the_host_knows_boots_nothing() {
+/// Host a of these, which knows all of them and would boot the VM that it holds under generation 3.
+fn a_asks_of(hosts: &[&str]) -> HostSite {
     let table = SiteTable {
-        hosts: ["a", "b", "c"].map(enrolled).to_vec(),
+        hosts: hosts.iter().copied().map(enrolled).collect(),
         had_second: true,
         vms: BTreeMap::from([(web(), row(5))]),
         ..SiteTable::default()
@@ -63,6 +63,12 @@ fn an_answer_that_is_older_than_what_the_host_knows_boots_nothing() {
     let mut site = HostSite::new(host("a"), Instance::default(), table);
     site.plant = planted();
     site.wish(web(), Generation(3));
+    site
+}
+
+#[test]
+fn an_answer_that_is_older_than_what_the_host_knows_boots_nothing() {
+    let mut site = a_asks_of(&["a", "b", "c"]);
     let answer = |number| SiteAnswer {
         from: Some(host("b")),
         standing: Standing::Known,
@@ -82,15 +88,7 @@ fn an_answer_that_is_older_than_what_the_host_knows_boots_nothing() {
 
 #[test]
 fn a_host_hears_its_controller_out_before_its_neighbours_let_it_boot() {
-    let table = SiteTable {
-        hosts: ["a", "b"].map(enrolled).to_vec(),
-        had_second: true,
-        vms: BTreeMap::from([(web(), row(5))]),
-        ..SiteTable::default()
-    };
-    let mut site = HostSite::new(host("a"), Instance::default(), table);
-    site.plant = planted();
-    site.wish(web(), Generation(3));
+    let mut site = a_asks_of(&["a", "b"]);
     site.hear(SiteAnswer {
         from: Some(host("b")),
         standing: Standing::Known,
@@ -106,15 +104,7 @@ fn a_host_hears_its_controller_out_before_its_neighbours_let_it_boot() {
 /// Host c was granted the VM by a controller that died before it told anybody; host b knows no more than host a.
 #[test]
 fn one_hosts_answer_boots_nothing_while_another_may_still_speak_against_it_or_has_before() {
-    let table = SiteTable {
-        hosts: ["a", "b", "c"].map(enrolled).to_vec(),
-        had_second: true,
-        vms: BTreeMap::from([(web(), row(5))]),
-        ..SiteTable::default()
-    };
-    let mut site = HostSite::new(host("a"), Instance::default(), table);
-    site.plant = planted();
-    site.wish(web(), Generation(3));
+    let mut site = a_asks_of(&["a", "b", "c"]);
     let says = |of: &str, records: Vec<RecordSaid>| SiteAnswer {
         from: Some(host(of)),
         vms: BTreeMap::from([(web(), row(5))]),
@@ -289,14 +279,7 @@ fn a_gift_at_the_end_of_all_generations_binds_no_host() {
 /// Host b is ready to take the VM and waits for host a's word, which may be under way to it.
 #[test]
 fn a_host_that_owes_another_its_word_on_a_handover_boots_nothing_on_a_thirds() {
-    let table = SiteTable {
-        hosts: ["a", "b", "c"].map(enrolled).to_vec(),
-        had_second: true,
-        vms: BTreeMap::from([(web(), row(5))]),
-        ..SiteTable::default()
-    };
-    let mut site = HostSite::new(host("a"), Instance::default(), table);
-    site.wish(web(), Generation(3));
+    let mut site = a_asks_of(&["a", "b", "c"]);
     let says = |of: &str, claim: Claim| SiteAnswer {
         from: Some(host(of)),
         vms: BTreeMap::from([(web(), row(5))]),
@@ -328,14 +311,7 @@ fn a_host_that_owes_another_its_word_on_a_handover_boots_nothing_on_a_thirds() {
 /// Host b's row is as new as this host's own, host c's is newer and names host d.
 #[test]
 fn a_row_that_another_host_has_a_newer_one_of_is_not_enough_to_boot() {
-    let table = SiteTable {
-        hosts: ["a", "b", "c", "d"].map(enrolled).to_vec(),
-        had_second: true,
-        vms: BTreeMap::from([(web(), row(5))]),
-        ..SiteTable::default()
-    };
-    let mut site = HostSite::new(host("a"), Instance::default(), table);
-    site.wish(web(), Generation(3));
+    let mut site = a_asks_of(&["a", "b", "c", "d"]);
     let newer = SiteVm {
         may_hold: BTreeSet::from([host("a"), host("d")]),
         ..row(6)

@@ -125,11 +125,11 @@ impl Site {
                 continue;
             }
             let machines = 0..self.machines.len();
-            let running = machines.filter(|m| self.runs_at(*m, vm)).count();
+            let hosts: Vec<_> = machines.filter(|m| self.runs_at(*m, vm)).collect();
+            let running = hosts.len();
             let guest = &self.guests[vm];
             let wanted = if guest.exists { 1 } else { running.min(1) };
-            let mut hosts = (0..self.machines.len()).filter(|m| self.runs_at(*m, vm));
-            let is_documented = running == 1 && hosts.all(|m| self.exemption(m, vm).is_some());
+            let is_documented = matches!(hosts[..], [at] if self.exemption(at, vm).is_some());
             if running != wanted || guest.deleted && running > 0 && !is_documented {
                 return Err(format!(
                     "healed, but {} runs {running} times: {}",
