@@ -98,6 +98,7 @@ site() {
     site_case restored-controller-goes-on a_controller_that_hears_a_later_word_than_its_own_grants_nothing
     site_case hears-neighbours-first a_host_hears_its_controller_out_before_its_neighbours_let_it_boot
     site_case first-answer-boots one_hosts_answer_boots_nothing_while_another_may_still_speak_against_it_or_has_before
+    site_case persons-word-unheard a_persons_word_at_a_host_does_not_outweigh_what_others_know
     site_case old-fence-counts a_restored_database_does_not_believe_that_a_host_is_off
     site_case loses-unwritten what_could_not_be_written_is_due_again
     site_case grants-before-hearing a_controller_that_was_just_started_grants_nothing_before_it_asked_every_host

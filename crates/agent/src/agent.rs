@@ -30,10 +30,11 @@ use crate::system::{System, interfaces};
 use crate::users::{self, NOBODY, User};
 use godwit_guestmem::tracker;
 use godwit_rpc::{Identity, Revocations};
+use godwit_site::HostSite;
 use godwit_types::certificate::CertificateDates;
 use godwit_types::control_api::{Done, HostCheck};
 use godwit_types::host::HostInfo;
-use godwit_types::host_api::{HostResolve, VmAnswer, VmProcessConfig, VmRequest};
+use godwit_types::host_api::{PeerEnvelope, VmAnswer, VmProcessConfig, VmRequest};
 use godwit_types::version::{Speaks, VERSION};
 use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -71,7 +72,7 @@ pub(crate) struct Agent {
     pub revocations: Arc<Revocations>,
     pub bursts: Arc<Bursts>,
     pub readings: Mutex<Readings>,
-    pub site: Site,
+    pub site: Arc<Site>,
     pub boots: Boots,
     pub closing: Closing,
     pub manager: Manager,
@@ -303,27 +304,15 @@ impl Agent {
         }
     }
 
-    /// Settles a VM that is in doubt.
-    pub(crate) async fn resolve(&self, name: &VmName, request: HostResolve) -> Reply<Done> {
-        let run_here = request.run_on == *self.host() && !request.give_up;
-        let confirm_fenced = request.confirm_fenced;
-        self.act(
-            name,
-            VmRequest::Resolve {
-                run_here,
-                confirm_fenced,
-            },
-        )
-        .await
-    }
-
     /// Takes a message of another host about who may run a VM; gives the replies.
     pub(crate) async fn peer(
         self: &Arc<Self>,
         name: &VmName,
         from: HostName,
-        message: serde_json::Value,
+        envelope: PeerEnvelope,
     ) -> Reply<Vec<serde_json::Value>> {
+        self.must_be_hosts(name, &from, &envelope)?;
+        let message = envelope.message;
         let known = self.supervisor.find(name);
         let mut asked = known.filter(|_| self.records.needs_process(name));
         if asked.is_none() {
@@ -340,6 +329,22 @@ impl Agent {
         let (records, name) = (self.records.clone(), name.clone());
         let answered = tokio::task::spawn_blocking(move || records.answer(&name, from, message));
         answered.await.map_err(took_too_long)?
+    }
+
+    /// Who speaks, and who is spoken to, are the hosts that they say: not a copy of one's disk, on which a handover stands
+    /// as it was.
+    fn must_be_hosts(&self, name: &VmName, from: &HostName, envelope: &PeerEnvelope) -> Reply<()> {
+        let (life, meant) = (envelope.life.as_ref(), envelope.meant.as_ref());
+        let refused = |site: &mut HostSite| site.refuses_peer(from, life, meant);
+        match self.site.with(refused) {
+            Some(why) => Err(ApiError::new(
+                ErrorCode::WrongState,
+                format!(
+                    "a word about who runs VM {name} does not count: {why}; see 'godwit host list'"
+                ),
+            )),
+            None => Ok(()),
+        }
     }
 
     fn spec(&self, name: &VmName) -> Reply<VmSpec> {

@@ -120,6 +120,15 @@ async fn stop(
     reply(agent.act(&name, VmRequest::Stop { force }).await)
 }
 
+async fn resolve(
+    State(agent): Shared,
+    Extension(caller): Extension<Peer>,
+    PathParam(name): PathParam<VmName>,
+    JsonBody(request): JsonBody<HostResolve>,
+) -> ApiResult<Done> {
+    reply(agent.resolve(&name, &caller, request).await)
+}
+
 async fn prepare_incoming(
     State(agent): Shared,
     PathParam(name): PathParam<VmName>,
@@ -149,7 +158,7 @@ async fn peer(
         let message = "only another host's agent may say who runs a VM";
         return reply(Err(ApiError::new(ErrorCode::NotAllowed, message)));
     };
-    reply(agent.peer(&name, from, envelope.message).await)
+    reply(agent.peer(&name, from, envelope).await)
 }
 
 async fn probe_result(
@@ -202,8 +211,6 @@ handlers! {
     vm(agent, path name: VmName) -> HostVm = agent.vm(&name).await;
     delete_vm(agent, path name: VmName) -> Done = agent.delete_vm(&name).await;
     start(agent, path name: VmName) -> Done = agent.start(&name).await;
-    resolve(agent, path name: VmName, body request: HostResolve) -> Done
-        = agent.resolve(&name, request).await;
     renew_vm(agent, path name: VmName) -> Done = agent.renew(&name).await;
     preflight_outgoing(agent, path name: VmName) -> PreflightOutgoing
         = agent.preflight_outgoing(&name).await;

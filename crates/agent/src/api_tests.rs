@@ -25,7 +25,7 @@ use godwit_rpc::{
 };
 use godwit_types::control_api::StopRequest;
 use godwit_types::host_api::HostCancel;
-use godwit_types::site::Stamp;
+use godwit_types::site::{SiteHost, Stamp};
 use godwit_types::{Generation, HostName};
 use rustix::process::{Pid, Signal, kill_process};
 use std::net::SocketAddr;
@@ -97,7 +97,7 @@ impl Served {
             ),
             bursts: Arc::default(),
             readings: Default::default(),
-            site: site.unwrap(),
+            site: Arc::new(site.unwrap()),
             boots: Boots::new(asker, stopping),
             closing: Closing::open(&host.config.run_dir, "boot-1", host.config.guest_shutdown_s)
                 .unwrap(),
@@ -211,8 +211,17 @@ pub(crate) fn put(name: &str, generation: u64) -> PutVm {
 }
 
 fn ask_holding(generation: u64) -> PeerEnvelope {
+    said(
+        serde_json::json!({ "message": "ask-holding", "migration": "m1", "generation": generation }),
+    )
+}
+
+/// As a host of an earlier build says it.
+fn said(message: serde_json::Value) -> PeerEnvelope {
     PeerEnvelope {
-        message: serde_json::json!({ "message": "ask-holding", "migration": "m1", "generation": generation }),
+        message,
+        life: None,
+        meant: None,
     }
 }
 
@@ -405,10 +414,33 @@ async fn a_destination_that_knows_nothing_refuses_durably_before_it_says_so() {
     assert_eq!(replies[0]["message"], "refused");
     let record = served.host.records().record(&vm("web")).unwrap();
     assert!(record.highest >= Generation(2), "{record:?}");
-    refused!(
-        peer.peer(&vm("web"), &PeerEnvelope { message: 1.into() })
-            .await,
-        InvalidRequest
+    refused!(peer.peer(&vm("web"), &said(1.into())).await, InvalidRequest);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_clone_of_the_host_that_is_meant_answers_nothing_about_who_runs_a_vm() {
+    let served = Served::new().await;
+    let peer = served.client(&Role::Host(host_name("b")));
+    let meant = |machine_id: &str| SiteHost {
+        name: host_name("a"),
+        address: served.address,
+        serial: "1".into(),
+        counter: 1,
+        machine_id: machine_id.into(),
+    };
+    let ask = |machine_id| PeerEnvelope {
+        meant: Some(meant(machine_id)),
+        ..ask_holding(2)
+    };
+    let refused = peer
+        .peer(&vm("web"), &ask("the first one"))
+        .await
+        .unwrap_err();
+    assert!(refused.to_string().contains("another machine"), "{refused}");
+    assert!(served.host.records().record(&vm("web")).is_none());
+    assert_eq!(
+        peer.peer(&vm("web"), &ask("machine")).await.unwrap().len(),
+        1
     );
 }
 

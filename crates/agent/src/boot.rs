@@ -251,16 +251,7 @@ impl Agent {
         });
         let Some(question) = question else { return };
         self.boots.cases().asked(Instant::now());
-        let mut answers = JoinSet::new();
-        let all = std::iter::once(Whom::Controller).chain(hosts.into_iter().map(Whom::Host));
-        for whom in all {
-            let asking = (self.boots.asker)(whom.clone(), question.clone());
-            answers.spawn(async move {
-                let answer = tokio::time::timeout(whom.patience(), asking).await;
-                let answer = answer.ok().and_then(Result::ok);
-                (answer.filter(|answer| is_from(answer, &whom)), whom)
-            });
-        }
+        let mut answers = self.ask_all(&question, hosts);
         // What was answered an earlier time does not count.
         self.site.with(HostSite::forget_answers);
         while let Some(answer) = answers.join_next().await {
@@ -273,6 +264,25 @@ impl Agent {
         }
         self.site.with(HostSite::round_is_over);
         self.settle();
+    }
+
+    /// Carries a question to the controller and to hosts, to all at once; gives what each says that speaks for itself.
+    pub(crate) fn ask_all(
+        &self,
+        question: &SiteQuestion,
+        hosts: Vec<SiteHost>,
+    ) -> JoinSet<(Option<SiteAnswer>, Whom)> {
+        let mut answers = JoinSet::new();
+        let all = std::iter::once(Whom::Controller).chain(hosts.into_iter().map(Whom::Host));
+        for whom in all {
+            let asking = (self.boots.asker)(whom.clone(), question.clone());
+            answers.spawn(async move {
+                let answer = tokio::time::timeout(whom.patience(), asking).await;
+                let answer = answer.ok().and_then(Result::ok);
+                (answer.filter(|answer| is_from(answer, &whom)), whom)
+            });
+        }
+        answers
     }
 
     /// Judges every VM that waits.
@@ -325,10 +335,9 @@ impl Agent {
         if held.map(|(generation, _)| generation) != judged {
             return Err(changed(name, self.host()));
         }
-        // Somebody's answer may have come after the one by which this was decided.
-        self.must_not_be_refuted(name)?;
         let promise = self.promise_memory(&vm).await?;
         vm.need(NEED).await?;
+        // Somebody's answer may have come after the one by which this was decided.
         self.must_not_be_refuted(name)?;
         match vm.ask(&VmRequest::Boot, ACT).await? {
             VmAnswer::Done(_) => {}

@@ -45,6 +45,7 @@ mod removed;
 mod renew;
 mod renewal;
 mod reports;
+mod resolve;
 mod run;
 mod scope;
 mod seen;

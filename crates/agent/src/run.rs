@@ -232,11 +232,11 @@ async fn make_agent(
     let name = config.name.clone();
     let site = Site::open(&config.state_dir, name, boot_id.clone(), machine_id)
         .map_err(setup("read what this host knows of its site"))?;
+    let site = Arc::new(site);
     let removed = Removed::default();
     removed.are(site.with(|site| site.table().removed.clone()));
     let asker = boot::asker(current.clone(), config.controller, revocations.clone());
     Ok(Agent {
-        site,
         boots: Boots::new(asker, boot::system_is_stopping()),
         closing: Closing::open(&config.run_dir, &boot_id, config.guest_shutdown_s)
             .map_err(setup("read whether this host shuts down"))?,
@@ -251,9 +251,10 @@ async fn make_agent(
         boot_id,
         supervisor: Supervisor::new(
             program,
-            carrier(current.clone(), revocations.clone()),
+            carrier(current.clone(), revocations.clone(), Arc::clone(&site)),
             records.clone(),
         ),
+        site,
         config,
         system,
         user,
@@ -304,18 +305,20 @@ impl Admission for NotReplaced {
     }
 }
 
-/// Carries messages to other hosts' agents with this host's certificate.
-fn carrier(current: Arc<Current>, revocations: Arc<Revocations>) -> Carrier {
+/// Carries messages to other hosts' agents with this host's certificate, each with the life that speaks and whom it is for.
+fn carrier(current: Arc<Current>, revocations: Arc<Revocations>, site: Arc<Site>) -> Carrier {
     let admission: Arc<dyn Admission> = Arc::new(NotReplaced(revocations));
     Arc::new(move |vm, message| {
         let (identity, admission) = (current.identity(), Some(admission.clone()));
+        let envelope = site.with(|site| PeerEnvelope {
+            message: message.message,
+            life: Some(site.instance().clone()),
+            meant: site.knows(&message.peer.host).cloned(),
+        });
         Box::pin(async move {
             let role = Role::Host(message.peer.host.clone());
             let client = Client::tls_admitted(message.peer.address, &identity, role, admission)
                 .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
-            let envelope = PeerEnvelope {
-                message: message.message,
-            };
             Ok(AgentClient::new(client).peer(&vm, &envelope).await?)
         })
     })

@@ -257,8 +257,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
         VmRequest::Console => VmAnswer::Console("login:".into()),
         VmRequest::Blockers => VmAnswer::Blockers(vec![]),
         VmRequest::HostRemoved { host } => {
-            append(&run_dir.join(HEARD), &format!("{host} is gone"));
-            VmAnswer::Done("waits no more".into())
+            heard(run_dir, &format!("{host} is gone"), "waits no more")
         }
         VmRequest::KeepRecord => {
             append(&run_dir.join(KEPT), "kept");
@@ -268,6 +267,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             highest: Generation(1),
             claim: holds_one(),
         }),
+        VmRequest::Resolve { .. } => heard(run_dir, "resolve", "runs on"),
         VmRequest::Start => boot(config, "started"),
         VmRequest::Boot => {
             append(&run_dir.join(BOOTED), "boot");
@@ -294,6 +294,11 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             "the stub does not do that",
         )),
     }
+}
+
+fn heard(run_dir: &Path, request: &str, answer: &str) -> VmAnswer {
+    append(&run_dir.join(HEARD), request);
+    VmAnswer::Done(answer.into())
 }
 
 fn append(path: &Path, line: &str) {

@@ -5,6 +5,7 @@
 //! disk that was put back.
 
 mod answering;
+mod word;
 
 use crate::plant::Plant;
 use godwit_types::site::{

@@ -157,6 +157,7 @@ impl Book {
     pub(crate) fn meet(&mut self, host: &HostName, instance: &Instance, news: &mut Vec<News>) {
         let standing = self.standing_of(host, instance);
         let keeps_fence = self.planted(Plant::FenceOutlivesHearing);
+        let is_starting = self.is_starting();
         let Some(book) = self.hosts.get_mut(host) else {
             return;
         };
@@ -167,6 +168,11 @@ impl Book {
                 let host = host.clone();
                 news.push(News::NotItself { host, standing });
             }
+        }
+        if is_starting {
+            // To note it takes a word: a host that is still to be heard may know one that this database lacks, and would be
+            // overtaken. The next answer says the same.
+            return;
         }
         if book.row.fenced && !keeps_fence {
             let known = &book.row.instance.boot_id;
@@ -270,7 +276,7 @@ impl Book {
             return;
         }
         self.note_said(host, record, asked, now);
-        if !self.unreadable.contains(vm) {
+        if !self.unreadable.contains(vm) && !self.is_starting() {
             self.take_up(host, record, news);
         }
     }

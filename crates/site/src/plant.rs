@@ -33,6 +33,8 @@ named! {
         NeighboursFirst => "hears-neighbours-first",
         /// Of several hosts' answers the first counts, whatever others say then or said before.
         FirstAnswerBoots => "first-answer-boots",
+        /// A person's word runs a VM on against what somebody who answered knows.
+        WordUnheard => "persons-word-unheard",
         /// What a restored database says of hosts that are off counts.
         OldFenceCounts => "old-fence-counts",
         /// What could not be written is never written again.
@@ -56,6 +58,7 @@ impl Plant {
         Plant::NeighboursFirst,
         Plant::OldWordAccepted,
         Plant::FirstAnswerBoots,
+        Plant::WordUnheard,
         Plant::RestoredGoesOn,
         Plant::OldFenceCounts,
         Plant::LosesUnwritten,

@@ -101,6 +101,68 @@ fn a_host_hears_its_controller_out_before_its_neighbours_let_it_boot() {
     assert_eq!(site.judge(&web(), 0, false), Judged::Boot);
 }
 
+fn held_under(generation: u64) -> RecordSaid {
+    RecordSaid {
+        vm: web(),
+        highest: Generation(generation),
+        claim: Claim::Holds {
+            generation: Generation(generation),
+            on: true,
+        },
+        may_live: true,
+    }
+}
+
+/// Host a gave the VM that it held under generation 3 to host b under generation 4, and a person says that b is off.
+#[test]
+fn a_persons_word_at_a_host_does_not_outweigh_what_others_know() {
+    let asking = a_asks_of(&["a", "b", "c"]).asking_about(&web(), Generation(3));
+    let heard = |answer: SiteAnswer| {
+        let mut asking = asking.clone();
+        asking.hear(answer);
+        asking.refuses_word(&web(), &host("b"))
+    };
+    let says = |of: &str, records: Vec<RecordSaid>| SiteAnswer {
+        from: Some(host(of)),
+        records,
+        ..SiteAnswer::default()
+    };
+    let must_say = |why: Option<String>, words: &str| {
+        let why = why.unwrap_or_default();
+        assert!(why.contains(words), "{why}");
+    };
+    // Nobody answers, or nobody knows better.
+    assert_eq!(asking.refuses_word(&web(), &host("b")), None);
+    assert_eq!(heard(says("c", vec![held_under(2)])), None);
+    // The VM was started on host c since, or host b took it before somebody else heard that.
+    must_say(heard(says("c", vec![held_under(4)])), "host c holds it");
+    let taken = SiteVm {
+        holder: Some(host("b")),
+        held: Generation(4),
+        ..row(6)
+    };
+    let vms = BTreeMap::from([(web(), taken)]);
+    let knows = SiteAnswer {
+        vms,
+        ..says("c", vec![])
+    };
+    must_say(heard(knows), "host b holds it");
+    // What is said to be off answers.
+    must_say(heard(says("b", vec![])), "not powered off");
+    // This machine is not the host any more.
+    for standing in [
+        Standing::Removed,
+        Standing::OldCopy,
+        Standing::SecondInstance,
+    ] {
+        let told = SiteAnswer {
+            standing,
+            ..says("c", vec![])
+        };
+        must_say(heard(told), "boots nothing");
+    }
+}
+
 /// Host c was granted the VM by a controller that died before it told anybody; host b knows no more than host a.
 #[test]
 fn one_hosts_answer_boots_nothing_while_another_may_still_speak_against_it_or_has_before() {
@@ -111,15 +173,7 @@ fn one_hosts_answer_boots_nothing_while_another_may_still_speak_against_it_or_ha
         records,
         ..SiteAnswer::default()
     };
-    let holds = RecordSaid {
-        vm: web(),
-        highest: Generation(5),
-        claim: Claim::Holds {
-            generation: Generation(5),
-            on: true,
-        },
-        may_live: true,
-    };
+    let holds = held_under(5);
     site.no_controller();
     site.hear(says("b", vec![]));
     let judged = site.judge(&web(), 0, false);

@@ -9,7 +9,7 @@ use crate::control_api::{CancelRequest, ResolveRequest, StopRequest};
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::migration::{AgentAddress, MigrationReport, MigrationSpec, Side};
-use crate::site::{Claim, RecordAnswer};
+use crate::site::{Claim, Instance, RecordAnswer, SiteHost};
 use crate::vm::{Accelerator, VmSpec, VmState};
 use crate::{ApiError, vm};
 use serde::{Deserialize, Serialize};
@@ -212,6 +212,12 @@ pub struct PreflightOutgoing {
 pub struct PeerEnvelope {
     /// An `ownership::PeerMessage`, which this crate does not know.
     pub message: serde_json::Value,
+    /// Which of the sender's lives speaks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub life: Option<Instance>,
+    /// The receiver, as the sender's table of the site has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub meant: Option<SiteHost>,
 }
 
 /// A message that a VM process wants carried to the other host's agent.

@@ -41,6 +41,8 @@ pub struct SiteCoverage {
     pub twice: u64,
     /// Answers that a host was removed.
     pub removed_answers: u64,
+    /// A person's word at a host, against which somebody who answered spoke.
+    pub refused_words: u64,
     /// What was refused, by kind.
     pub refusals: BTreeMap<&'static str, u64>,
     /// What a host judged of its own VMs.
@@ -168,6 +170,7 @@ impl SiteCoverage {
             (&mut self.takeovers, other.takeovers),
             (&mut self.twice, other.twice),
             (&mut self.removed_answers, other.removed_answers),
+            (&mut self.refused_words, other.refused_words),
             (&mut self.judged_vms, other.judged_vms),
             (&mut self.steps, other.steps),
         ];
@@ -199,6 +202,10 @@ impl SiteCoverage {
         line(self.questions, "rounds of questions before a boot".into());
         line(self.answers, "answers to them".into());
         line(self.removed_answers, "of them 'removed'".into());
+        line(
+            self.refused_words,
+            "people's words refused at a host".into(),
+        );
         line(self.stale, "stale words of a controller refused".into());
         line(self.takeovers, "takeovers of a restored controller".into());
         line(self.twice, "looks at a VM that several hosts held".into());

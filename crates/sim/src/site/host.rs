@@ -12,8 +12,7 @@ use godwit_ownership::{Event, HostRecord, PeerMessage, Phase, Power, StateName, 
 use godwit_site::{Heard, HostSite, Judged, claim_of};
 use godwit_types::Generation;
 use godwit_types::site::{
-    BootWish, Instance, RecordSaid, SiteAnswer, SiteQuestion, SiteUpdate, Stamp, Standing,
-    WholeSurvey,
+    BootWish, Instance, RecordSaid, SiteAnswer, SiteQuestion, SiteUpdate, Stamp, WholeSurvey,
 };
 use std::collections::BTreeMap;
 
@@ -245,29 +244,21 @@ impl Site {
         vm: VmId,
         message: PeerMessage,
     ) {
-        self.heard_peer(at, vm);
-        if !self.is_itself(at, sender) {
+        // Agents carry what VM processes say to each other.
+        let Some(agent) = self.machines[at].agent.as_ref() else {
             return;
+        };
+        let from = self.name_of(sender);
+        let life = self.machines[sender].instance.as_ref();
+        if let Some(why) = agent.site.refuses_peer(&from, life, None) {
+            let of = self.label(at);
+            return self.note(|_| format!("{of}: {why}"));
         }
-        let machine = &self.machines[at];
-        if machine.slots[vm].process.is_none() {
-            if machine.agent.is_none() {
-                return;
-            }
+        self.heard_peer(at, vm);
+        if self.machines[at].slots[vm].process.is_none() {
             self.spawn(at, vm);
         }
-        let from = self.name_of(sender);
         self.feed(at, vm, Event::Message { from, message });
-    }
-
-    /// Whether the machine that speaks is the host of that name, as far as the table of the one that hears it knows.
-    fn is_itself(&self, at: MachineId, sender: MachineId) -> bool {
-        let Some(instance) = self.machines[sender].instance.as_ref() else {
-            return true;
-        };
-        let name = &self.names[self.machines[sender].name];
-        let agent = self.machines[at].agent.as_ref();
-        agent.is_none_or(|agent| agent.site.standing_of(name, instance) == Standing::Known)
     }
 
     /// Looks whether every VM has its process, and what should run and does not.

@@ -306,6 +306,9 @@ impl Site {
             }
         }
         let run_here = state != StateName::ReadyInDoubt;
+        if run_here && !self.lets_word_count(at, vm, peer) {
+            return false;
+        }
         if run_here {
             self.guests[vm].may_go_back_at = Some(at);
         } else if let Some(process) = self.process(at, vm) {
@@ -323,6 +326,38 @@ impl Site {
             },
         );
         true
+    }
+
+    /// A host's agent hears out whoever answers it, before a person's word counts. People turn to it where no controller
+    /// answers.
+    fn lets_word_count(&mut self, at: MachineId, vm: VmId, off: &HostName) -> bool {
+        let held = self.process(at, vm).map(|p| p.core.record().held);
+        let (Some(held), Some(agent)) = (held, self.machines[at].agent.as_ref()) else {
+            return false;
+        };
+        let mut asking = agent.site.asking_about(&self.vms[vm], held);
+        asking.no_controller();
+        let Some(question) = asking.question() else {
+            return false;
+        };
+        let others: Vec<_> = asking.neighbours().map(|host| host.name.clone()).collect();
+        for to in others.iter().filter_map(|host| self.id_of(host)) {
+            let to = self.address[to];
+            let answers = self.machines[to].agent.as_ref().filter(|_| {
+                let is_frozen = self.machines[to].agent_frozen_until > self.now;
+                to != at && !is_frozen && self.connects(at, to)
+            });
+            if let Some(other) = answers {
+                let records = self.records_of(to, None);
+                asking.hear(other.site.answer(&self.name_of(at), &question, records));
+            }
+        }
+        let refused = asking.refuses_word(&self.vms[vm], off);
+        if let Some(why) = &refused {
+            self.coverage.refused_words += 1;
+            self.note(|w| format!("{}: takes no person's word: {why}", w.label(at)));
+        }
+        refused.is_none()
     }
 
     /// Of several copies one is kept, the others are ended.

@@ -1,4 +1,4 @@
-//! What a host answers another one that asks before it boots.
+//! What a host answers another one that asks before it boots, and whose word about who runs a VM it hears at all.
 //!
 //! Part of [`HostSite`]. Refuses: to take another machine, or an older life, for the host whose certificate it has.
 
@@ -40,8 +40,7 @@ impl HostSite {
         if self.table.removed.contains(asker) {
             return Standing::Removed;
         }
-        let known = self.table.hosts.iter().find(|host| host.name == *asker);
-        match known {
+        match self.knows(asker) {
             // Only the controller knows whether a person said that the first machine is off.
             Some(host) if self.is_another_machine(host, instance) => Standing::SecondInstance,
             Some(host) if instance.counter < host.counter => Standing::OldCopy,
@@ -49,8 +48,45 @@ impl HostSite {
         }
     }
 
+    /// Why a word of host `from` about who runs a VM does not count: another machine or an older life speaks, or is spoken to,
+    /// which knows the handover as it was on its copy. `life` is the one that speaks, `meant` whom it speaks to; hosts of
+    /// earlier builds say neither.
+    pub fn refuses_peer(
+        &self,
+        from: &HostName,
+        life: Option<&Instance>,
+        meant: Option<&SiteHost>,
+    ) -> Option<String> {
+        let standing = life.map_or(Standing::Known, |life| self.standing_of(from, life));
+        if let Some(what) = not_the_host(standing) {
+            return Some(format!("what speaks for host '{from}' is {what}"));
+        }
+        let meant = meant?;
+        let standing = match self.is_another_machine(meant, &self.instance) {
+            true => Standing::SecondInstance,
+            false if self.instance.counter < meant.counter => Standing::OldCopy,
+            false => Standing::Known,
+        };
+        let what = not_the_host(standing)?;
+        Some(format!("what answers for host '{}' is {what}", self.me))
+    }
+
+    /// How this host's table knows another one, which says to it whom a word is meant for.
+    pub fn knows(&self, host: &HostName) -> Option<&SiteHost> {
+        self.table.hosts.iter().find(|known| known.name == *host)
+    }
+
     pub(super) fn is_another_machine(&self, host: &SiteHost, instance: &Instance) -> bool {
         let differs = !host.machine_id.is_empty() && host.machine_id != instance.machine_id;
         differs && !self.planted(Plant::CloneIsHost)
+    }
+}
+
+fn not_the_host(standing: Standing) -> Option<&'static str> {
+    match standing {
+        Standing::Known => None,
+        Standing::Removed => Some("a host that was removed from the site"),
+        Standing::SecondInstance => Some("another machine with its certificate"),
+        Standing::OldCopy => Some("an older copy of it"),
     }
 }

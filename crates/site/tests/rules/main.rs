@@ -379,6 +379,31 @@ fn a_neighbour_does_not_let_a_clone_boot_what_the_host_beside_it_runs() {
     }
 }
 
+/// A clone of a handover's destination would say that it refused, while the destination itself runs the VM.
+#[test]
+fn neither_a_clone_nor_an_older_copy_speaks_for_a_host_about_who_runs_a_vm() {
+    let (clone, b) = site_with_a_clone();
+    let known = b.knows(&host("a")).cloned();
+    let a = HostSite::new(host("a"), life("a", 2), clone.table().clone());
+    let from = host("a");
+    assert_eq!(b.refuses_peer(&from, Some(a.instance()), None), None);
+    assert_eq!(b.refuses_peer(&from, Some(&life("a", 9)), None), None);
+    let why = b.refuses_peer(&from, Some(clone.instance()), None);
+    assert!(why.unwrap().contains("another machine"));
+    let why = b.refuses_peer(&from, Some(&life("a", 0)), None);
+    assert!(why.unwrap().contains("older copy"));
+    // Whoever answers at the host's address finds out by himself.
+    let asker = host("b");
+    assert_eq!(a.refuses_peer(&asker, None, known.as_ref()), None);
+    let why = clone.refuses_peer(&asker, None, known.as_ref());
+    assert!(why.unwrap().contains("another machine"));
+    let copy = HostSite::new(host("a"), life("a", 0), clone.table().clone());
+    let why = copy.refuses_peer(&asker, None, known.as_ref());
+    assert!(why.unwrap().contains("older copy"));
+    // Of an earlier build nobody knows more than its certificate says.
+    assert_eq!(clone.refuses_peer(&asker, None, None), None);
+}
+
 #[test]
 fn a_persons_word_boots_no_clone_that_the_controller_knows() {
     let (mut clone, b) = site_with_a_clone();

@@ -198,6 +198,44 @@ fn a_copy_that_is_one_word_behind_is_found_though_every_agent_was_restarted_sinc
     assert!(book.is_restored());
 }
 
+/// What a controller learns while it starts are words of its own, which would hide the one that its copy lacks.
+#[test]
+fn a_copy_is_found_whatever_was_heard_before_the_host_that_knows_a_later_word() {
+    let word = Stamp {
+        epoch: 0,
+        number: 7,
+    };
+    let mut book = Book::new(word);
+    for name in ["a", "b", "c"] {
+        book.load_host(enrolled(name), HostRow::default());
+    }
+    let records = vec![said("web", 1, holds(1)), said("db", 1, holds(1))];
+    let answer = |of: &str, number| Heard {
+        instance: life(of, 2),
+        ..heard(of, Stamp { number, ..word }, records.clone())
+    };
+    let mut hear = |of: &str, number| {
+        let ticket = book.ask();
+        book.hear(&host(of), ticket, answer(of, number));
+        (book.stamp(), book.is_restored())
+    };
+    assert_eq!(hear("a", 7), (word, false));
+    assert_eq!(hear("b", 7), (word, false));
+    assert!(hear("c", 8).1);
+    // One that lacks nothing learns it all from the next answers.
+    let mut newest = Book::new(word);
+    for name in ["a", "b"] {
+        newest.load_host(enrolled(name), HostRow::default());
+    }
+    let ticket = newest.ask();
+    newest.hear(&host("a"), ticket, answer("a", 7));
+    newest.lose(&host("b"));
+    assert_eq!((newest.stamp(), newest.entry(&vm("web"))), (word, None));
+    let ticket = newest.ask();
+    newest.hear(&host("a"), ticket, answer("a", 7));
+    assert!(newest.stamp() > word && newest.entry(&vm("web")).is_some());
+}
+
 /// The lost controller permitted the move, and no host's table knows it yet; it goes on without a controller.
 #[test]
 fn whoever_receives_a_vm_when_a_restored_controller_reads_him_may_come_to_hold_it() {

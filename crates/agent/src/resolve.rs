@@ -1,0 +1,78 @@
+//! Settling a VM that is in doubt, by a person's word.
+//!
+//! Owns nothing; the VM's process decides by its record. Refuses, unless a controller in charge gives the word: to run a VM
+//! on before the site was asked, and against what crate `site` finds in the answers.
+
+use crate::agent::{Agent, Reply};
+use crate::boot::Whom;
+use godwit_rpc::Peer;
+use godwit_site::HostSite;
+use godwit_types::control_api::Done;
+use godwit_types::host_api::{HostResolve, VmRequest};
+use godwit_types::site::SiteHost;
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use std::sync::Arc;
+
+impl Agent {
+    /// Settles a VM that is in doubt, as `caller` says.
+    pub(crate) async fn resolve(
+        self: &Arc<Self>,
+        name: &VmName,
+        caller: &Peer,
+        request: HostResolve,
+    ) -> Reply<Done> {
+        self.known(name)?;
+        let run_here = request.run_on == *self.host() && !request.give_up;
+        let confirm_fenced = request.confirm_fenced;
+        if let Some(off) = &confirm_fenced
+            && run_here
+            && *caller != Peer::Controller
+        {
+            self.must_not_be_known_better(name, off).await?;
+        }
+        let resolve = VmRequest::Resolve {
+            run_here,
+            confirm_fenced,
+        };
+        self.act(name, resolve).await
+    }
+
+    /// This host may have been removed, or its disk be an old copy, on which a doubt stands that ended long ago: whoever
+    /// answers is heard before a person's word counts. Who is silent is what the person answers for.
+    async fn must_not_be_known_better(
+        self: &Arc<Self>,
+        name: &VmName,
+        off: &HostName,
+    ) -> Reply<()> {
+        let held = self.records.read(name)?.held;
+        let mut asking = self.site.with(|site| site.asking_about(name, held));
+        let hosts: Vec<SiteHost> = asking.neighbours().cloned().collect();
+        let Some(question) = asking.question() else {
+            return Ok(());
+        };
+        let mut answers = self.ask_all(&question, hosts);
+        while let Some(answer) = answers.join_next().await {
+            match answer {
+                Ok((Some(answer), _)) => asking.hear(answer),
+                Ok((None, Whom::Controller)) => asking.no_controller(),
+                Ok((None, Whom::Host(_))) | Err(_) => {}
+            }
+        }
+        self.must_allow_word(&asking, name, off)
+    }
+
+    fn must_allow_word(&self, asking: &HostSite, name: &VmName, off: &HostName) -> Reply<()> {
+        match asking.refuses_word(name, off) {
+            Some(why) => Err(ApiError::new(
+                ErrorCode::WrongState,
+                format!("VM {name} does not run on here by a person's word: {why}"),
+            )
+            .on_host(self.host())),
+            None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "resolve_tests.rs"]
+mod tests;

@@ -1,0 +1,136 @@
+//! A person's word at a host, with a stub VM process and a site whose answers the test gives.
+
+use super::*;
+use crate::api::tests::{Served, host_name};
+use crate::boot::Asker;
+use crate::test_support::{HEARD, TestHost, vm};
+use godwit_ownership::Phase;
+use godwit_types::control_api::ResolveRequest;
+use godwit_types::site::{Claim, RecordSaid, SiteAnswer, SiteTable, Standing};
+use godwit_types::{Generation, MigrationId};
+use std::path::PathBuf;
+
+/// Host a of three, which gave its VM to host b under generation 2.
+fn in_doubt() -> TestHost {
+    let host = TestHost::new();
+    let hosts = ["a", "b", "c"].map(|name| SiteHost {
+        name: host_name(name),
+        address: "127.0.0.1:9".parse().unwrap(),
+        serial: "1".into(),
+        counter: 1,
+        machine_id: String::new(),
+    });
+    let table = SiteTable {
+        hosts: hosts.to_vec(),
+        had_second: true,
+        ..SiteTable::default()
+    };
+    godwit_store::save_json(&host.config.state_dir.join("site.json"), &table).unwrap();
+    host.hold("web", godwit_ownership::Power::On);
+    let gave = Phase::Gave {
+        generation: Generation(2),
+        migration: MigrationId::new("m1").unwrap(),
+        to: host_name("b"),
+    };
+    host.record("web", Generation(1), gave);
+    host
+}
+
+/// Host c answers as said; nobody else does.
+fn only_c(says: Option<SiteAnswer>) -> Asker {
+    Arc::new(move |whom, _| {
+        let is_c = matches!(&whom, Whom::Host(host) if host.name == host_name("c"));
+        let answer = says.clone().filter(|_| is_c);
+        let nobody = || ApiError::new(ErrorCode::HostUnreachable, "nobody is there");
+        Box::pin(async move { answer.ok_or_else(nobody) })
+    })
+}
+
+fn runs_on_at_a() -> ResolveRequest {
+    ResolveRequest {
+        run_on: host_name("a"),
+        give_up: false,
+        confirm_fenced: Some(host_name("b")),
+    }
+}
+
+fn heard(served: &Served) -> usize {
+    let path: PathBuf = served.host.run_dir("web").join(HEARD);
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.lines().filter(|line| *line == "resolve").count()
+}
+
+async fn served(says: Option<SiteAnswer>) -> Served {
+    let served = Served::of(in_doubt(), only_c(says), false).await;
+    served.agent.take_up().unwrap();
+    served
+}
+
+fn c_says() -> SiteAnswer {
+    SiteAnswer {
+        from: Some(host_name("c")),
+        ..SiteAnswer::default()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_persons_word_runs_no_vm_on_that_another_host_holds_since_or_at_a_removed_host() {
+    let holds = RecordSaid {
+        vm: vm("web"),
+        highest: Generation(9),
+        claim: Claim::Holds {
+            generation: Generation(9),
+            on: true,
+        },
+        may_live: true,
+    };
+    let holder = SiteAnswer {
+        records: vec![holds],
+        ..c_says()
+    };
+    let removed = SiteAnswer {
+        standing: Standing::Removed,
+        ..c_says()
+    };
+    for (says, words) in [(holder, "host c holds it"), (removed, "was removed")] {
+        let served = served(Some(says)).await;
+        let refused = served.local().resolve(&vm("web"), &runs_on_at_a()).await;
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.code(), ErrorCode::WrongState);
+        assert!(refused.to_string().contains(words), "{refused}");
+        assert_eq!(heard(&served), 0);
+        // A controller in charge has asked the site itself.
+        let controller = served.controller();
+        let said = controller.resolve(&vm("web"), &runs_on_at_a()).await;
+        assert_eq!(said.unwrap().message, "runs on");
+        assert_eq!(heard(&served), 1);
+        served.end("web");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_persons_word_runs_a_vm_on_where_nobody_who_answers_knows_better() {
+    for says in [None, Some(c_says())] {
+        let served = served(says).await;
+        let said = served.local().resolve(&vm("web"), &runs_on_at_a()).await;
+        assert_eq!(said.unwrap().message, "runs on");
+        assert_eq!(heard(&served), 1);
+        served.end("web");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn giving_up_asks_nobody() {
+    let removed = SiteAnswer {
+        standing: Standing::Removed,
+        ..c_says()
+    };
+    let served = served(Some(removed)).await;
+    let gives_up = ResolveRequest {
+        give_up: true,
+        ..runs_on_at_a()
+    };
+    let said = served.local().resolve(&vm("web"), &gives_up).await;
+    assert_eq!(said.unwrap().message, "runs on");
+    served.end("web");
+}
