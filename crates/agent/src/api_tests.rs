@@ -437,11 +437,10 @@ async fn a_clone_of_the_host_that_is_meant_answers_nothing_about_who_runs_a_vm()
         .await
         .unwrap_err();
     assert!(refused.to_string().contains("another machine"), "{refused}");
-    assert!(served.host.records().record(&vm("web")).is_none());
-    assert_eq!(
-        peer.peer(&vm("web"), &ask("machine")).await.unwrap().len(),
-        1
-    );
+    let refused_at = || served.host.records().record(&vm("web")).unwrap().highest;
+    assert_eq!(refused_at(), Generation(0));
+    let replies = peer.peer(&vm("web"), &ask("machine")).await.unwrap();
+    assert_eq!((replies.len(), refused_at()), (1, Generation(2)));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -351,12 +351,14 @@ async fn no_more_than_four_guests_are_booted_at_a_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_person_starts_a_vm_without_asking_anybody() {
+async fn a_controller_starts_a_vm_without_asking_anybody_and_the_hosts_own_socket_starts_none() {
     let host = of_two();
     host.crash("web", false);
     let served = served(host, nobody(), false).await;
     served.agent.boot_round().await;
-    served.local().start(&vm("web")).await.unwrap();
+    let refused = served.local().start(&vm("web")).await.unwrap_err();
+    assert_eq!(refused.code(), ErrorCode::NotAllowed);
+    served.controller().start(&vm("web")).await.unwrap();
     let shown = served.agent.vm(&vm("web")).await.unwrap();
     assert_eq!((shown.state, shown.note), (VmState::Running, None));
     served.end("web");

@@ -1,12 +1,11 @@
 //! Settling a VM that is in doubt, by a person's word.
 //!
-//! Owns nothing; the VM's process decides by its record. Refuses, unless a controller in charge gives the word: to run a VM
-//! on before the site was asked, and against what crate `site` finds in the answers.
+//! Owns nothing; the VM's process decides by its record. Refuses, also to a controller: to run a VM on before the site was
+//! asked, and against what crate `site` finds in the answers.
 
 use crate::agent::{Agent, Reply};
 use crate::boot::Whom;
 use godwit_rpc::Peer;
-use godwit_site::HostSite;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{HostResolve, VmRequest};
 use godwit_types::site::SiteHost;
@@ -24,11 +23,11 @@ impl Agent {
         self.known(name)?;
         let run_here = request.run_on == *self.host() && !request.give_up;
         let confirm_fenced = request.confirm_fenced;
-        if let Some(off) = &confirm_fenced
-            && run_here
-            && *caller != Peer::Controller
-        {
-            self.must_not_be_known_better(name, off).await?;
+        if run_here {
+            // A controller has had that host say no, or has found it silent.
+            let by_person = *caller != Peer::Controller;
+            let unasked = confirm_fenced.as_ref().filter(|_| by_person);
+            self.must_not_be_known_better(name, unasked).await?;
         }
         let resolve = VmRequest::Resolve {
             run_here,
@@ -42,7 +41,7 @@ impl Agent {
     async fn must_not_be_known_better(
         self: &Arc<Self>,
         name: &VmName,
-        off: &HostName,
+        unasked: Option<&HostName>,
     ) -> Reply<()> {
         let held = self.records.read(name)?.held;
         let mut asking = self.site.with(|site| site.asking_about(name, held));
@@ -58,11 +57,7 @@ impl Agent {
                 Ok((None, Whom::Host(_))) | Err(_) => {}
             }
         }
-        self.must_allow_word(&asking, name, off)
-    }
-
-    fn must_allow_word(&self, asking: &HostSite, name: &VmName, off: &HostName) -> Reply<()> {
-        match asking.refuses_word(name, off) {
+        match asking.refuses_word(name, unasked) {
             Some(why) => Err(ApiError::new(
                 ErrorCode::WrongState,
                 format!("VM {name} does not run on here by a person's word: {why}"),

@@ -11,7 +11,7 @@ use crate::reconcile;
 use crate::removed;
 use crate::state::HostEntry;
 use crate::store::Joined;
-use crate::survey::{clear, refused};
+use crate::survey::{clear, must_be_newest, refused};
 use crate::vms::{done, is_stopped_at, release};
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::token::hash_of;
@@ -101,6 +101,8 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
             ),
         );
     }
+    must_be_newest(app)?;
+    must_not_be_a_stranger(app, &request.name)?;
     must_not_be_waited_for(app, &request.name)?;
     let role = Role::Host(request.name.clone());
     let issued = app.authority.sign(&request.csr_pem, &role, now);
@@ -153,6 +155,22 @@ fn name_taken(app: &App, request: &JoinRequest) -> String {
 }
 
 /// A new host under an old name knows nothing of what the old one had: it must not answer for it.
+/// A host that this database forgot may run what records say went to it: another machine of its name would say no for it.
+fn must_not_be_a_stranger(app: &App, name: &HostName) -> Outcome<()> {
+    let state = app.state();
+    let vms = match state.hosts.contains_key(name) {
+        true => Vec::new(),
+        false => state.book.may_be_on(name),
+    };
+    let Some(vm) = vms.first() else { return Ok(()) };
+    refuse(
+        ErrorCode::AlreadyExists,
+        format!(
+            "VM {vm} may run on a host {name} that this controller forgot, and that is enrolled again once it answers: choose another name for this one"
+        ),
+    )
+}
+
 fn must_not_be_waited_for(app: &App, name: &HostName) -> Outcome<()> {
     let state = app.state();
     for vm in state.vms.keys() {

@@ -1,7 +1,7 @@
 //! Ends what only a person can end: a VM in doubt, a VM that several hosts hold, and a host that is off.
 //!
 //! Owns nothing; each takes the VM's lock. A host that answers is asked for a durable no, which is a proof; only of a
-//! silent one a person's word is taken. Refuses to end a copy that nobody named.
+//! silent one a person's word is taken. Refuses to let an older copy run on, and to end a copy that nobody named.
 
 use crate::app::App;
 use crate::error::{Outcome, refuse, way_out};
@@ -18,6 +18,7 @@ use std::collections::BTreeSet;
 
 /// Settles an in-doubt VM at the host that shall run it, or that shall give it up.
 pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outcome<Done> {
+    app.until_started().await;
     let _turn = app.vm_turns.take(name).await;
     let state = view(app, name)?.state;
     if state != VmState::InDoubt {
@@ -37,6 +38,10 @@ pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outc
             false if app.removed().contains(other) => {}
             false => take_word(app, other).await?,
         }
+    }
+    if !request.give_up {
+        let may = app.state().book.may_run_on(name, &request.run_on);
+        may.map_err(refused)?;
     }
     let result = agent.resolve(name, request).await;
     refresh(app, &request.run_on).await;
@@ -121,6 +126,7 @@ pub async fn keep(app: &App, name: &VmName, request: &KeepRequest) -> Outcome<Do
         );
     }
     let kept = app.connected_agent(&request.host).map_err(way_out)?;
+    must_hold_it_now(app, name, &request.host).await?;
     for host in view.copies.iter().filter(|host| **host != request.host) {
         end_copy(app, name, host).await?;
     }
@@ -132,6 +138,21 @@ pub async fn keep(app: &App, name: &VmName, request: &KeepRequest) -> Outcome<Do
         "VM {name} is kept on host {}, every other copy is ended.",
         request.host
     )))
+}
+
+/// The others are ended for it, so that it is asked anew: its record may have given way since the last poll.
+async fn must_hold_it_now(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
+    if app.must_be_read(name).is_err() {
+        return Ok(());
+    }
+    match claim_now(app, name, host).await? {
+        Claim::Holds { .. } => Ok(()),
+        _ => Err(ApiError::new(
+            ErrorCode::WrongState,
+            format!("host {host} does not hold VM {name} any more: no copy is ended, see 'godwit vm list'"),
+        )
+        .on_host(host)),
+    }
 }
 
 async fn end_copy(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {

@@ -126,7 +126,7 @@ pub const RULES: &[Rule] = &[
     rule("GET", path::VM, READ),
     rule("PUT", path::VM, CONTROLLER),
     rule("DELETE", path::VM, CONTROLLER),
-    rule("POST", path::START, POWER),
+    rule("POST", path::START, CONTROLLER),
     rule("POST", path::STOP, POWER),
     rule("POST", path::RESET, POWER),
     rule("POST", path::PAUSE, POWER),

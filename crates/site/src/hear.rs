@@ -169,11 +169,6 @@ impl Book {
                 news.push(News::NotItself { host, standing });
             }
         }
-        if is_starting {
-            // To note it takes a word: a host that is still to be heard may know one that this database lacks, and would be
-            // overtaken. The next answer says the same.
-            return;
-        }
         if book.row.fenced && !keeps_fence {
             let known = &book.row.instance.boot_id;
             let was_never_off = !known.is_empty() && *known == instance.boot_id;
@@ -186,7 +181,9 @@ impl Book {
                 was_never_off,
             });
         }
-        if standing == Standing::Known && book.row.instance != *instance {
+        // To note a life takes a word: a host that is still to be heard may know one that this database lacks, which would be
+        // overtaken. The next answer says the same.
+        if standing == Standing::Known && book.row.instance != *instance && !is_starting {
             book.row.instance = instance.clone();
             book.site.counter = instance.counter;
             book.site.machine_id.clone_from(&instance.machine_id);
@@ -194,7 +191,9 @@ impl Book {
         }
         if changed {
             self.unwritten.hosts.insert(host.clone());
-            self.word();
+            if !is_starting {
+                self.word();
+            }
         }
     }
 

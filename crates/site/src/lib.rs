@@ -42,6 +42,7 @@ mod grant;
 mod hear;
 pub mod plant;
 mod refusal;
+mod resolve;
 mod show;
 mod strangers;
 mod takeover;

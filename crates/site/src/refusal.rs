@@ -93,6 +93,17 @@ pub enum Refusal {
         /// Who held the newest one.
         newest: Option<HostName>,
     },
+    /// A person's word would let an older copy of a VM run on.
+    #[error(
+        "VM {vm} does not run on on host {host} by a person's word: {} since; what stands still there is an older copy, see 'godwit vm show {vm}'",
+        newest.as_ref().map_or_else(|| "it was held elsewhere or deleted".to_owned(), |host| format!("host {host} took it"))
+    )]
+    Overtaken {
+        vm: VmName,
+        host: HostName,
+        /// Who took it.
+        newest: Option<HostName>,
+    },
     /// A host that answers is not off.
     #[error("host {host} answers, so it is not off: nothing is changed")]
     Answers { host: HostName },

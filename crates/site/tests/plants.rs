@@ -120,7 +120,7 @@ fn a_persons_word_at_a_host_does_not_outweigh_what_others_know() {
     let heard = |answer: SiteAnswer| {
         let mut asking = asking.clone();
         asking.hear(answer);
-        asking.refuses_word(&web(), &host("b"))
+        asking.refuses_word(&web(), Some(&host("b")))
     };
     let says = |of: &str, records: Vec<RecordSaid>| SiteAnswer {
         from: Some(host(of)),
@@ -132,7 +132,7 @@ fn a_persons_word_at_a_host_does_not_outweigh_what_others_know() {
         assert!(why.contains(words), "{why}");
     };
     // Nobody answers, or nobody knows better.
-    assert_eq!(asking.refuses_word(&web(), &host("b")), None);
+    assert_eq!(asking.refuses_word(&web(), Some(&host("b"))), None);
     assert_eq!(heard(says("c", vec![held_under(2)])), None);
     // The VM was started on host c since, or host b took it before somebody else heard that.
     must_say(heard(says("c", vec![held_under(4)])), "host c holds it");
@@ -149,6 +149,9 @@ fn a_persons_word_at_a_host_does_not_outweigh_what_others_know() {
     must_say(heard(knows), "host b holds it");
     // What is said to be off answers.
     must_say(heard(says("b", vec![])), "not powered off");
+    let mut by_controller = asking.clone();
+    by_controller.hear(says("b", vec![]));
+    assert_eq!(by_controller.refuses_word(&web(), None), None);
     // This machine is not the host any more.
     for standing in [
         Standing::Removed,

@@ -223,9 +223,19 @@ fn identity_of(stray: &Stray) -> QemuIdentity {
     }
 }
 
-/// Whether a guest runs although the record says that none can, now or after a message.
+/// Whether a guest runs although the record says that none can: it runs by a later record, of which this is an older copy.
 fn is_denied(record: &HostRecord, state: &RunState) -> bool {
-    has_left(record) && *state == RunState::Running
+    !may_run(record) && *state == RunState::Running
+}
+
+/// Whether a guest may have been let run while this record was the newest. One that arrives is let run after the record
+/// says that it is held here, one that leaves stands still before the record says that it was given.
+fn may_run(record: &HostRecord) -> bool {
+    let is_between = matches!(
+        record.phase,
+        Phase::Incoming { .. } | Phase::Ready { .. } | Phase::Gave { .. }
+    );
+    !is_between && !has_left(record)
 }
 
 /// Whether the record says that the VM is not here: the core has nothing of it to power off.
@@ -362,7 +372,7 @@ impl Waiting<'_> {
             }),
             Now::Stop { force: true } => match self.give_up() {
                 // Also before it was asked whether its guest runs: the core would only say that the VM is not here.
-                Ok(()) if has_left(self.known.record) => {
+                Ok(()) if has_left(self.known.record) || self.denied.get() => {
                     let done = format!(
                         "the guest of VM '{}' on host '{}' is ended",
                         self.known.config.vm, self.known.config.host
@@ -450,7 +460,7 @@ impl Waiting<'_> {
 
     fn denied_note(&self) -> String {
         format!(
-            "QEMU of VM '{vm}' (process {pid}) runs its guest on host {host}, though the record there says that the VM is not on that host: its state directory is an older copy. Nothing is started in its place; if no other host runs the VM, leave it so; 'godwit vm stop {vm} --force --host {host}' ends that guest",
+            "QEMU of VM '{vm}' (process {pid}) runs its guest on host {host}, though the record there says that no guest of it may run: its state directory is an older copy. Nothing is started in its place; if no other host runs the VM, leave it so; 'godwit vm stop {vm} --force --host {host}' ends that guest",
             vm = self.known.config.vm,
             host = self.known.config.host,
             pid = self.process.pid(),

@@ -391,8 +391,31 @@ fn a_guest_that_an_older_copy_of_its_record_denies_lives_and_is_told_of() {
         migration: MigrationId::new("m").unwrap(),
         to: HostName::new("a").unwrap(),
     };
+    let (migration, from) = (MigrationId::new("m").unwrap(), HostName::new("a").unwrap());
+    let incoming = Phase::Incoming {
+        migration: migration.clone(),
+        from: from.clone(),
+    };
+    let ready = Phase::Ready {
+        generation: Generation(2),
+        migration: migration.clone(),
+        from: from.clone(),
+    };
+    let gave = Phase::Gave {
+        generation: Generation(2),
+        migration,
+        to: from,
+    };
     // With its identity file, and with a run directory that was emptied of it.
-    for (phase, is_known) in [(Phase::Absent, true), (moved, true), (Phase::Absent, false)] {
+    let cases = [
+        (Phase::Absent, true),
+        (moved, true),
+        (incoming, true),
+        (ready, true),
+        (gave, true),
+        (Phase::Absent, false),
+    ];
+    for (phase, is_known) in cases {
         let site = Site::new();
         let mut qemu = site.qemu(&["running"]);
         if !is_known {

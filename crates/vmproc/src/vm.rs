@@ -392,14 +392,19 @@ impl Vm {
 
     /// What the core says to an event; nothing of it is done yet.
     pub(crate) fn judge(&mut self, event: Event) -> Vec<Action> {
-        if let Event::Message {
-            message: PeerMessage::Permit { .. },
-            ..
-        } = &event
-        {
-            reached("destination.permit");
+        if let Event::Message { message, .. } = &event {
+            // A source that asks gave the guest as well: its permit may have been lost.
+            match message {
+                PeerMessage::Permit { .. } => reached("destination.permit"),
+                PeerMessage::AskHolding { .. } => {}
+                _ => return self.core_handles(event),
+            }
             self.notice_a_dead_qemu();
         }
+        self.core_handles(event)
+    }
+
+    fn core_handles(&mut self, event: Event) -> Vec<Action> {
         tracing::debug!(
             event = event.kind().name(),
             state = self.core.state_name().name(),

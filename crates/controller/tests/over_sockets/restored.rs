@@ -2,8 +2,9 @@
 
 use crate::scripted::{Agent, DEADLINE, House, STOP, host, spec, to, vm};
 use godwit_rpc::agent_client::Deadlines;
+use godwit_rpc::pki::Request;
 use godwit_rpc::{AgentClient, Client, Identity, Role};
-use godwit_types::control_api::StartRequest;
+use godwit_types::control_api::{HostState, StartRequest};
 use godwit_types::site::{Alarm, Stamp, SurveyRequest};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, Generation};
@@ -103,6 +104,10 @@ async fn a_restored_database_grants_nothing_until_every_host_in_any_record_was_r
     let refused = house.client().edit_vm(&spec("web")).await;
     assert_eq!(refused.unwrap_err().code(), ErrorCode::HostUnreachable);
     assert_eq!(a.calls("put"), puts);
+    // Nor does another machine say no for a host that runs what this database forgot.
+    let key = Request::new().unwrap();
+    let namesake = house.join("c", "192.0.2.9:1".parse().unwrap(), &key).await;
+    assert_eq!(namesake.unwrap_err().code(), ErrorCode::HostUnreachable);
     b.heal().await;
     until_waits_for(&house, &["c"]).await;
     c.heal().await;
@@ -157,4 +162,35 @@ async fn a_table_does_not_say_which_certificate_a_forgotten_host_has() {
     tokio::time::timeout(DEADLINE, revoked)
         .await
         .expect("another certificate was revoked");
+}
+
+#[tokio::test]
+async fn the_name_of_a_host_that_was_forgotten_is_not_given_to_another() {
+    let mut house = House::new().await;
+    let a = house.host("a").await;
+    house.running("web", "a").await;
+    let backup = backed_up(&mut house).await;
+    let mut c = house.host("c").await;
+    house.until_vm("web", VmState::Running, "a").await;
+    house.client().stop(&vm("web"), &STOP).await.unwrap();
+    house.client().start(&vm("web"), &on("c")).await.unwrap();
+    until_told(&a, 2).await;
+    house.stop().await;
+    c.cut().await;
+    put_back(&house, &backup);
+    house.start().await;
+    until_waits_for(&house, &["c"]).await;
+    house.client().fenced(&host("c")).await.unwrap();
+    house.until_in_charge().await;
+    let (key, elsewhere) = (Request::new().unwrap(), "192.0.2.9:1".parse().unwrap());
+    let error = house.join("c", elsewhere, &key).await.unwrap_err();
+    assert_eq!(error.code(), ErrorCode::AlreadyExists);
+    assert!(
+        error.to_string().contains("VM web may run on a host c"),
+        "{error}"
+    );
+    // The host itself comes back.
+    c.heal().await;
+    house.until_host("c", HostState::Connected).await;
+    house.until_vm("web", VmState::Running, "c").await;
 }

@@ -19,9 +19,9 @@ impl HostSite {
         asking
     }
 
-    /// Why the VM does not run on here on a person's word that host `off` is powered off; nothing when nobody who answered
-    /// speaks against it. To be asked once all were heard out.
-    pub fn refuses_word(&self, vm: &VmName, off: &HostName) -> Option<String> {
+    /// Why the VM does not run on here on a person's word that another host is powered off; nothing when nobody who answered
+    /// speaks against it. To be asked once all were heard out. `off` is that host, unless a controller has asked it itself.
+    pub fn refuses_word(&self, vm: &VmName, off: Option<&HostName>) -> Option<String> {
         if self.planted(Plant::WordUnheard) {
             return None;
         }
@@ -32,7 +32,9 @@ impl HostSite {
         if let Some(Judged::Never(why) | Judged::Yield(why)) = self.against(vm, held) {
             return Some(why);
         }
-        if self.answers.contains_key(&Answerer::Host(off.clone())) {
+        if let Some(off) = off
+            && self.answers.contains_key(&Answerer::Host(off.clone()))
+        {
             return Some(format!(
                 "host {off} answers, so that it is not powered off: what is in doubt ends by itself when the VM's processes on both hosts reach each other; power {off} off first to decide otherwise"
             ));

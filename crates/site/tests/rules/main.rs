@@ -379,6 +379,45 @@ fn a_neighbour_does_not_let_a_clone_boot_what_the_host_beside_it_runs() {
     }
 }
 
+#[test]
+fn a_persons_word_lets_no_older_copy_run_on_that_the_controller_knows_to_be_overtaken() {
+    let (mut book, held) = web_on_a();
+    let gave = || vec![said("web", held + 1, restored::gave_to(held + 1, "b"))];
+    hear(&mut book, "a", gave());
+    assert_eq!(book.may_run_on(&vm("web"), &host("a")), Ok(()));
+    // Whoever took it and gave it on says that it does not hold it.
+    let mut given_on = book.clone();
+    let to_c = vec![said("web", held + 2, restored::moved_to(held + 2, "c"))];
+    hear(&mut given_on, "b", to_c);
+    // It was taken, and the host that took it is silent since.
+    let mut taken = book.clone();
+    hear(
+        &mut taken,
+        "b",
+        vec![said("web", held + 1, holds(held + 1))],
+    );
+    taken.lose(&host("b"));
+    for book in [given_on, taken] {
+        let refused = book.may_run_on(&vm("web"), &host("a"));
+        assert!(
+            matches!(refused, Err(Refusal::Overtaken { .. })),
+            "{refused:?}"
+        );
+    }
+    // What the host says comes from an older life of it.
+    let answer = Heard {
+        instance: life("a", 0),
+        ..heard("a", book.stamp(), gave())
+    };
+    let ticket = book.ask();
+    book.hear(&host("a"), ticket, answer);
+    let refused = book.may_run_on(&vm("web"), &host("a"));
+    assert!(
+        matches!(refused, Err(Refusal::NotItself { .. })),
+        "{refused:?}"
+    );
+}
+
 /// A clone of a handover's destination would say that it refused, while the destination itself runs the VM.
 #[test]
 fn neither_a_clone_nor_an_older_copy_speaks_for_a_host_about_who_runs_a_vm() {

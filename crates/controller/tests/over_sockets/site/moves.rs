@@ -1,8 +1,8 @@
 //! Moves and drains that are cancelled, refused, or wait for a host or an earlier handover.
 
-use super::house;
+use super::{given_to_b, house, run_on_a};
 use crate::scripted::{House, host, refused, to, vm};
-use godwit_types::control_api::{CancelRequest, HostState};
+use godwit_types::control_api::{CancelRequest, HostState, KeepRequest};
 use godwit_types::drain::{DrainRequest, DrainState};
 use godwit_types::site::Claim;
 use godwit_types::vm::VmState;
@@ -152,4 +152,44 @@ async fn a_vm_that_waits_for_its_host_to_boot_it_is_not_dropped_by_a_drain() {
     let stays = view.staying().next().expect("it is said to be off");
     let why = &stays.reasons[0].message;
     assert!(why.contains("godwit vm stop waits"), "{why}");
+}
+
+/// Host b took the VM and gave it on: its answer that it does not hold it is no reason to run the older copy on.
+#[tokio::test]
+async fn a_persons_word_runs_no_copy_on_that_was_taken_and_given_on() {
+    let (house, a, b) = house().await;
+    let next = given_to_b(&house, &a).await;
+    let later = Generation(next.0 + 1);
+    let moved = Claim::Moved {
+        generation: later,
+        to: host("c"),
+    };
+    b.records("web", VmState::Stopped, later, moved);
+    let refused = house.client().resolve(&vm("web"), &run_on_a()).await;
+    let error = ApiError::from(refused.unwrap_err());
+    assert_eq!(error.code, ErrorCode::WrongState, "{error}");
+    assert_eq!(a.calls("resolve web"), 0);
+}
+
+#[tokio::test]
+async fn no_copy_is_ended_for_one_that_is_held_no_more() {
+    let (house, a, b) = house().await;
+    b.has("web", VmState::Running, a.generation("web").0 + 5, true);
+    house.until_vm("web", VmState::RunningTwice, "a").await;
+    b.until_called("paused web").await;
+    let go_on = b.hold("survey");
+    let gives_way = async {
+        b.until_called("survey web").await;
+        b.script().vms.clear();
+        go_on.send_replace(true);
+    };
+    let (client, keep) = (house.client(), KeepRequest { host: host("b") });
+    let name = vm("web");
+    let (refused, ()) = tokio::join!(client.keep(&name, &keep), gives_way);
+    let error = ApiError::from(refused.unwrap_err());
+    assert!(
+        error.message.contains("not hold VM web any more"),
+        "{error}"
+    );
+    assert_eq!(a.calls("stopped web"), 0);
 }

@@ -1,0 +1,66 @@
+//! Whether a person's word may let a host run a VM on, as far as the controller knows.
+//!
+//! Part of [`Book`]. Refuses, while this controller is not in charge, where the host is not itself, and where a later
+//! holder is known than the one whose handover is in doubt.
+
+use crate::book::Book;
+use crate::refusal::Refusal;
+use godwit_types::site::{Claim, Standing};
+use godwit_types::{Generation, HostName, VmName};
+
+impl Book {
+    /// Lets a host run a VM on that it gave away, or that it holds with a doubt, on a person's word about the other host.
+    pub fn may_run_on(&self, vm: &VmName, host: &HostName) -> Result<(), Refusal> {
+        self.must_be_in_charge()?;
+        if self.standing(host) != Standing::Known {
+            return Err(Refusal::NotItself { host: host.clone() });
+        }
+        let Some(waits_for) = self.said(host, vm).and_then(|said| waits_for(&said.claim)) else {
+            return Ok(());
+        };
+        match self.later_holder(vm, host, waits_for) {
+            Some(newest) => Err(Refusal::Overtaken {
+                vm: vm.clone(),
+                host: host.clone(),
+                newest,
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Who took the generation that was given, or a later one, as far as is known; without a name where the VM was
+    /// deleted or that host gave it up.
+    fn later_holder(
+        &self,
+        vm: &VmName,
+        host: &HostName,
+        given: Generation,
+    ) -> Option<Option<HostName>> {
+        let entry = self.vms.get(vm)?;
+        if entry.deleted || entry.held >= given {
+            return Some(entry.holder.clone().filter(|holder| holder != host));
+        }
+        let others = self.hosts.keys().filter(|other| *other != host);
+        let claims = others.filter_map(|other| Some((other, &self.said(other, vm)?.claim)));
+        let mut later = claims.filter_map(|(other, claim)| match claim {
+            Claim::Holds { generation, .. } if *generation >= given => Some(other),
+            // Whoever gave a later one has taken this one.
+            Claim::Gave { generation, to } | Claim::Moved { generation, to }
+                if *generation > given =>
+            {
+                Some(to)
+            }
+            _ => None,
+        });
+        later.next().map(|holder| Some(holder.clone()))
+    }
+}
+
+/// The generation that another host would hold if it had taken the VM.
+fn waits_for(claim: &Claim) -> Option<Generation> {
+    match claim {
+        Claim::Gave { generation, .. } => Some(*generation),
+        Claim::Holds { generation, .. } => generation.next(),
+        Claim::No | Claim::Receiving { .. } | Claim::Promised { .. } | Claim::Moved { .. } => None,
+    }
+}
