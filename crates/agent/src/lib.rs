@@ -58,6 +58,8 @@ mod system;
 #[cfg(test)]
 mod test_support;
 mod users;
+#[cfg(test)]
+mod versions_tests;
 mod vm_client;
 
 pub use closing_alone::close_without_agent;

@@ -16,6 +16,7 @@ use godwit_types::host_api::{
 use godwit_types::site::{Claim, RecordAnswer};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, VmName};
+use serde_json::{Map, Value};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -48,6 +49,19 @@ pub const STATE: &str = "state";
 pub const CLOSES: &str = "closes";
 /// In the run directory: each step to which the stub was asked then, but looks.
 pub const CLOSED: &str = "closed";
+
+/// In the run directory: the stub answers as one of a version less, `older`, or of one more, `newer`.
+pub const DIALECT: &str = "dialect";
+
+/// What a version less does not say yet.
+const LATER_WORDS: [&str; 6] = [
+    "migration",
+    "accelerator",
+    "vm_process_pid",
+    "vm_process",
+    "qemu_pid",
+    "note",
+];
 
 pub fn vm(name: &str) -> VmName {
     VmName::new(name).unwrap()
@@ -211,11 +225,41 @@ fn serve(stream: UnixStream, config: &VmProcessConfig) {
     for line in BufReader::new(stream).lines() {
         let Ok(line) = line else { return };
         let request: VmRequest = serde_json::from_str(&line).unwrap();
-        let mut text = serde_json::to_vec(&answer(request, config)).unwrap();
+        let said = serde_json::to_value(answer(request, config)).unwrap();
+        let said = in_dialect(said, Path::new(&config.run_dir));
+        let mut text = serde_json::to_vec(&said).unwrap();
         text.push(b'\n');
         if writer.write_all(&text).is_err() {
             return;
         }
+    }
+}
+
+fn in_dialect(mut said: Value, run_dir: &Path) -> Value {
+    let dialect = std::fs::read_to_string(run_dir.join(DIALECT)).unwrap_or_default();
+    let inside = said.as_object_mut().into_iter().flatten();
+    inside.for_each(|(_, body)| match dialect.as_str() {
+        "older" => each_object(body, &|fields| {
+            fields.retain(|name, _| !LATER_WORDS.contains(&name.as_str()));
+        }),
+        "newer" => each_object(body, &|fields| {
+            fields.insert("of_a_newer_version".into(), Value::from(7));
+        }),
+        _ => {}
+    });
+    said
+}
+
+/// All objects but a VM's description, which is understood wholly or not at all.
+fn each_object(value: &mut Value, change: &dyn Fn(&mut Map<String, Value>)) {
+    match value {
+        Value::Object(fields) => {
+            let below = fields.iter_mut().filter(|(name, _)| *name != "spec");
+            below.for_each(|(_, below)| each_object(below, change));
+            change(fields);
+        }
+        Value::Array(items) => items.iter_mut().for_each(|item| each_object(item, change)),
+        _ => {}
     }
 }
 
