@@ -72,6 +72,8 @@ fn status_field(guest: &Guest, file: &str, field: &str) -> String {
 #[test]
 fn it_starts_unprivileged_sandboxed_and_stopped() {
     let place = Place::new(COUNTING);
+    // As a VM process is, which is to outlive its guest.
+    fs::write("/proc/self/oom_score_adj", "-500").expect("root lowers its score");
     let guest = place.start();
     let events = guest.machine().events();
     assert_eq!(state(&guest), RunState::Prelaunch);
@@ -94,6 +96,8 @@ fn it_starts_unprivileged_sandboxed_and_stopped() {
         status_field(&guest, "limits", "Max core file size"),
         "0 0 bytes"
     );
+    let oom = format!("/proc/{}/oom_score_adj", guest.0.process.pid());
+    assert_eq!(fs::read_to_string(oom).expect("score").trim(), "0");
     let memory = place.spec.machine.memory_mib << 20;
     assert_eq!(
         status_field(&guest, "limits", "Max file size"),

@@ -1,4 +1,4 @@
-//! That nobody wants the migration any more, for those of the driver's threads whom no command reaches.
+//! The sign that a migration is to end, for those of the driver's threads that no command reaches.
 //!
 //! Shared by the VM's thread, which raises it, and the driver while it makes channels. Who waits for something looks here
 //! meanwhile; who sends says on which channel, and has it closed when it does not come back soon. Refuses nothing.

@@ -420,14 +420,18 @@ impl<'a> Demo<'a> {
         );
         for one in report["migrations"].as_array().into_iter().flatten() {
             println!(
-                "{} -> {}: {}, {}, {:.2} s in all, switchover {:.1} ms (kept: {}), {:.2} GB/s, network gap {} ms, guest clock behind by {} ms",
+                "{} -> {}: {}, {}, {:.2} s in all, switchover {:.1} ms ({}), {:.2} GB/s, network gap {} ms, guest clock behind by {} ms",
                 text(&one["from"]),
                 text(&one["to"]),
                 text(&one["outcome"]),
                 text(&one["encryption"]),
                 one["total_s"].as_f64().unwrap_or(0.0),
                 one["switchover_ms"].as_f64().unwrap_or(0.0),
-                one["promise"]["kept"],
+                match one["promise"]["kept"].as_bool() {
+                    Some(true) => "within its target",
+                    Some(false) => "over its target",
+                    None => "no target",
+                },
                 one["throughput_gb_per_s"].as_f64().unwrap_or(0.0),
                 number(&one["network_gap_ms"]),
                 number(&one["guest_clock_lag_ms"]),
