@@ -115,6 +115,18 @@ fn a_qemu_reaches_nothing_of_its_neighbour() -> Result<()> {
         "QEMU has its disk as an open file: {own}"
     );
 
+    // Whoever holds keys leaves no image of them.
+    for machine in ["controller", "a", "b"] {
+        let pid = stack.daemon_pid(machine).context("no daemon")?;
+        let limits = std::fs::read_to_string(format!("/proc/{pid}/limits"))?;
+        let core = limits.lines().find(|line| line.starts_with("Max core"));
+        let words: Vec<&str> = core.unwrap_or_default().split_whitespace().collect();
+        ensure!(
+            words.ends_with(&["0", "0", "bytes"]),
+            "{machine}: {words:?}"
+        );
+    }
+
     stack.migrate("one", "b", &[])?;
     // That it goes on is asked, not what its pages hold: the firmware leaves its disk's ring in the page below its tables, which this
     // guest counts in, and QEMU clears a flag of that ring, the counter's lowest bit, whenever the guest is paused.
