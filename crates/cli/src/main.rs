@@ -24,6 +24,7 @@ mod plain;
 mod tables;
 #[cfg(test)]
 mod troubleshooting_tests;
+mod vm_journal;
 mod vm_process_log;
 mod wait;
 mod watch;
@@ -31,7 +32,9 @@ mod watch;
 use args::{AgentCommand, Cli, Command, ControllerCommand};
 use clap::Parser;
 use exit::Failure;
+use godwit_store::load_json;
 use godwit_types::ErrorCode;
+use godwit_types::host_api::VmProcessConfig;
 use output::Output;
 use std::path::Path;
 use std::process::ExitCode;
@@ -40,14 +43,15 @@ use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
+use vm_journal::VmJournal;
 
 fn main() -> ExitCode {
     complete::answer();
     let cli = Cli::parse();
-    start_logging(&cli.command);
+    let journal = start_logging(&cli.command);
     let json = cli.global.json;
     let result = match &cli.command {
-        Command::VmProcess { config } => vm_process(config),
+        Command::VmProcess { config } => vm_process(config, journal.as_ref()),
         Command::Controller(ControllerCommand::Run { config }) => {
             // What it keeps is its own, as the unit says.
             rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
@@ -61,8 +65,8 @@ fn main() -> ExitCode {
     }
 }
 
-/// The roles that run for long say what they do; commands only what goes wrong.
-fn start_logging(command: &Command) {
+/// The roles that run for long say what they do; commands only what goes wrong. Gives the journal's copy of a VM process's log.
+fn start_logging(command: &Command) -> Option<VmJournal> {
     let daemon = matches!(
         command,
         Command::VmProcess { .. }
@@ -78,12 +82,13 @@ fn start_logging(command: &Command) {
     // Targets and levels; what is not written so counts as not given.
     let readable = !wished.is_empty() && !wished.contains('[');
     let filter = wished.parse::<Targets>().ok().filter(|_| readable);
-    let writer = match command {
-        Command::VmProcess { .. } => {
+    let (writer, journal) = match command {
+        Command::VmProcess { config } => {
             let log = vm_process_log::writer();
-            BoxMakeWriter::new(move || log.clone())
+            let journal = log.is_file().then(|| vm_journal(config)).flatten();
+            (BoxMakeWriter::new(move || log.clone()), journal)
         }
-        _ => BoxMakeWriter::new(std::io::stderr),
+        _ => (BoxMakeWriter::new(std::io::stderr), None),
     };
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(writer)
@@ -92,10 +97,26 @@ fn start_logging(command: &Command) {
         true => lines.event_format(journal::Lines).boxed(),
         false => lines.boxed(),
     };
+    let copy = journal.clone().map(|journal| {
+        tracing_subscriber::fmt::layer()
+            .with_writer(move || journal.clone())
+            .with_ansi(false)
+            .event_format(journal::Lines)
+    });
     tracing_subscriber::registry()
         .with(lines)
+        .with(copy)
         .with(filter.unwrap_or_else(|| Targets::new().with_default(usual)))
         .init();
+    journal
+}
+
+/// Where this host has a journal. A configuration that cannot be read is told by who needs it.
+fn vm_journal(config: &Path) -> Option<VmJournal> {
+    let config: VmProcessConfig = load_json(config).ok()??;
+    let journal = VmJournal::open(Path::new(vm_journal::SOCKET), config.vm.as_str())?;
+    journal.hear_panics();
+    Some(journal)
 }
 
 fn internal(error: impl std::fmt::Display) -> Failure {
@@ -103,12 +124,18 @@ fn internal(error: impl std::fmt::Display) -> Failure {
 }
 
 /// The VM process has plain threads only, and a session of its own so that nothing ends it with its agent.
-fn vm_process(config: &Path) -> exit::CommandResult {
+fn vm_process(config: &Path, journal: Option<&VmJournal>) -> exit::CommandResult {
     // Fails only where it leads its session already.
     let _ = rustix::process::setsid();
-    godwit_vmproc::run(config).map_err(|error| Failure {
-        exit: godwit_agent::VM_PROCESS_FAILED,
-        ..internal(format!("{error:#}"))
+    godwit_vmproc::run(config).map_err(|error| {
+        let why = format!("{error:#}");
+        if let Some(journal) = journal {
+            journal.tell_end(&why);
+        }
+        Failure {
+            exit: godwit_agent::VM_PROCESS_FAILED,
+            ..internal(why)
+        }
     })
 }
 

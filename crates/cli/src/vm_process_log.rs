@@ -1,8 +1,8 @@
 //! The log of a VM process: its standard error, where its agent has made that a file in the VM's run directory.
 //!
 //! A guest can have lines written for as long as it lives, and the run directory is memory. So the log is turned over while
-//! the process runs: a full one is kept beside it until the next is full, and no more than these two exist. Owns the length
-//! of the file. Refuses: to turn over what is no such file, as a terminal, a pipe or the journal.
+//! the process runs: a full one is kept beside it until the next is full, and no more than these two exist. It is what the
+//! agent reads last words in, also where the journal has a copy (`vm_journal`). Owns the length of the file. Refuses: to turn over what is no such file, as a terminal, a pipe or the journal.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};
@@ -40,6 +40,13 @@ pub struct LogWriter(Option<Arc<Log>>);
 /// The log of this process.
 pub fn writer() -> LogWriter {
     LogWriter(Log::of_stderr().ok().flatten().map(Arc::new))
+}
+
+impl LogWriter {
+    /// Whether lines go to the file that an agent made.
+    pub fn is_file(&self) -> bool {
+        self.0.is_some()
+    }
 }
 
 impl io::Write for LogWriter {
