@@ -62,7 +62,8 @@ impl Addresses {
         let links = migration_links(&migration, interfaces);
         self.found(|found| {
             if found.migration != migration {
-                tracing::info!(?migration, "the addresses for migrations");
+                let listed: Vec<String> = migration.iter().map(ToString::to_string).collect();
+                tracing::info!(addresses = listed.join(" "), "the addresses for migrations");
             }
             *found = Found { migration, links };
         });

@@ -137,7 +137,7 @@ impl Reports {
         // What a dead process wrote may be readable before it is durable.
         journal.persist(&record).ok()?;
         report.close(outcome, why.map(str::to_owned), unix_ms() / 1000);
-        tracing::info!(%vm, migration = %id, ?outcome, "the journal says how the migration ended");
+        tracing::info!(%vm, migration = %id, %outcome, "the journal says how the migration ended");
         if let Err(error) = save_json(&self.path(vm, id), &report) {
             tracing::warn!(%vm, migration = %id, %error, "the migration's report is not written yet");
         }

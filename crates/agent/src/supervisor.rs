@@ -481,7 +481,11 @@ impl Supervised {
             match connection.call(&request, OUTBOX_WAIT + OUTBOX_GRACE).await {
                 Ok(VmAnswer::Outbox(messages)) => carry_all(self, messages, carrier),
                 Ok(other) => {
-                    tracing::warn!(vm = %self.name, ?other, "no answer to take-outbox");
+                    let why = match other {
+                        VmAnswer::Error(error) => error.message,
+                        _ => "it answers something else".to_owned(),
+                    };
+                    tracing::warn!(vm = %self.name, why, "no answer to take-outbox");
                     tokio::time::sleep(AGAIN_EACH).await;
                 }
                 Err(VmClientError::Silent(_)) => {

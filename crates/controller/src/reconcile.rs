@@ -278,7 +278,7 @@ pub fn tell_news(asked: &HostName, news: &[News]) {
                 tracing::warn!(%host, was_never_off, "a host that a person said is off answers")
             }
             News::NotItself { host, standing } => {
-                tracing::error!(%host, ?standing, "the host is not the one that was enrolled, or not its newest life")
+                tracing::error!(%host, %standing, "the host is not the one that was enrolled, or not its newest life")
             }
             News::Stranger { vm, host: other } => {
                 tracing::error!(%host, %vm, %other, "a host's record names another one that was never enrolled")

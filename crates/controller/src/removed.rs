@@ -93,7 +93,8 @@ fn heard(app: &App, host: &HostName, vms: &[HostVm]) {
         known.is_some_and(|known| std::mem::replace(&mut known.runs, running.clone()) != running)
     };
     if changed {
-        tracing::error!(%host, vms = ?running, "a host that was removed answers, and says that it runs these VMs");
+        let vms: Vec<&str> = running.iter().map(VmName::as_str).collect();
+        tracing::error!(%host, vms = vms.join(" "), "a host that was removed answers, and says that it runs these VMs");
         app.tell_host(host);
         for vm in &running {
             app.tell_vm(vm);

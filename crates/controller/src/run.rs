@@ -186,7 +186,8 @@ impl Controller {
                 stopped.clone(),
             )));
         }
-        tracing::info!(?addresses, socket = %app.config.socket.display(), "controller runs");
+        let listed: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+        tracing::info!(addresses = listed.join(" "), socket = %app.config.socket.display(), "controller runs");
         Ok(Self {
             addresses,
             stop,

@@ -56,7 +56,7 @@ pub async fn answer(
     }
     if answer.standing != Standing::Known {
         app.tell_host(asker);
-        tracing::error!(host = %asker, standing = ?answer.standing, "a host asks whether it may boot its VMs, and may not");
+        tracing::error!(host = %asker, standing = %answer.standing, "a host asks whether it may boot its VMs, and may not");
     }
     Ok(answer)
 }

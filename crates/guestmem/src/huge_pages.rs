@@ -79,7 +79,13 @@ fn put_back(ram: &RamFile, qemu_pid: u32, end: &AtomicBool) {
         pause: COLLAPSE_PAUSE,
     };
     match collapse.run(end) {
-        Ok(counts) => tracing::info!(?counts, "huge pages put back"),
+        Ok(counts) => tracing::info!(
+            huge = counts.collapsed,
+            failed = counts.failed,
+            empty = counts.empty,
+            cancelled = counts.cancelled,
+            "huge pages put back"
+        ),
         Err(error) => tracing::warn!(%error, "huge pages were not put back"),
     }
 }

@@ -108,6 +108,7 @@ mod state;
 mod table;
 #[cfg(test)]
 mod unrelated_tests;
+mod words;
 
 pub use crate::core::VmCore;
 pub use ended::End;

@@ -12,6 +12,7 @@ use godwit_ownership::RunPermit;
 use godwit_types::Generation;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::{Duration, Instant};
 
 /// Pause before a QEMU that refused to let its guest run is asked again.
@@ -64,6 +65,27 @@ impl RunState {
             "watchdog" => RunState::Watchdog,
             other => RunState::Other(other.to_owned()),
         }
+    }
+}
+
+impl fmt::Display for RunState {
+    /// QEMU's name of it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            RunState::Running => "running",
+            RunState::Paused => "paused",
+            RunState::Prelaunch => "prelaunch",
+            RunState::Inmigrate => "inmigrate",
+            RunState::Postmigrate => "postmigrate",
+            RunState::FinishMigrate => "finish-migrate",
+            RunState::Shutdown => "shutdown",
+            RunState::GuestPanicked => "guest-panicked",
+            RunState::Suspended => "suspended",
+            RunState::IoError => "io-error",
+            RunState::InternalError => "internal-error",
+            RunState::Watchdog => "watchdog",
+            RunState::Other(name) => name,
+        })
     }
 }
 

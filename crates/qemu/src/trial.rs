@@ -366,7 +366,7 @@ impl Trial {
             Ok(RunState::InternalError) => {
                 "QEMU stopped the guest with an internal error".to_owned()
             }
-            Ok(state) => format!("QEMU stopped the guest ({state:?})"),
+            Ok(state) => format!("QEMU stopped the guest ({state})"),
             Err(error) => error.to_string(),
         }
     }

@@ -7,6 +7,7 @@ use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::round::{rounded, rounded_finely, rounded_option};
 use crate::vm::EncryptionMode;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 use utoipa::ToSchema;
@@ -246,6 +247,17 @@ pub enum Outcome {
     Failed,
     /// The permit was given and the peer has not answered.
     InDoubt,
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Completed => "completed",
+            Self::Cancelled => "cancelled",
+            Self::Failed => "failed",
+            Self::InDoubt => "in-doubt",
+        })
+    }
 }
 
 /// Where a migration is.

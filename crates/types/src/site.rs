@@ -224,6 +224,17 @@ pub enum Standing {
     OldCopy,
 }
 
+impl fmt::Display for Standing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Known => "known",
+            Self::Removed => "removed",
+            Self::SecondInstance => "second-instance",
+            Self::OldCopy => "old-copy",
+        })
+    }
+}
+
 /// A host in the site's table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SiteHost {

@@ -65,7 +65,7 @@ impl Vm {
         match self.store.persist(record) {
             Ok(()) => {
                 after_journal(record);
-                tracing::info!(phase = ?record.phase, ms = began.elapsed().as_millis() as u64, "journal written");
+                tracing::info!(phase = %record.phase, ms = began.elapsed().as_millis() as u64, "journal written");
                 Event::Persisted
             }
             Err(error) => {
@@ -397,7 +397,7 @@ impl Vm {
     }
 
     fn show(&mut self, status: Status) {
-        tracing::info!(?status, "status");
+        tracing::info!(%status, "status");
         if let Status::InDoubt { command, peer, .. } = &status
             && let Some(migration) = &self.migration
         {

@@ -68,8 +68,8 @@ impl Paths {
             let old = Self::at(config, before);
             if !old.ram_files.living(config.qemu_uid)?.is_empty() {
                 tracing::warn!(
-                    ?before,
-                    ?now,
+                    run_dir = before.run_dir,
+                    ram_dir = before.ram_dir,
                     "the former directories stay in use until QEMU has ended"
                 );
                 return Ok(old);

@@ -146,7 +146,7 @@ impl Vm {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now_s = now.map_or(report.began_unix_s, |since| since.as_secs());
         report.close(outcome, reason, now_s);
-        tracing::info!(migration = %report.id, ?outcome, "a predecessor's migration");
+        tracing::info!(migration = %report.id, %outcome, "a predecessor's migration");
         self.keep_report(report);
     }
 }

@@ -66,10 +66,9 @@ impl Vm {
             self.runs_on(since);
             return;
         }
-        tracing::error!(?state, "the guest was not let run");
-        let refused = || {
-            format!("its hypervisor did not let the guest run (its state: {state:?}); resume it")
-        };
+        tracing::error!(%state, "the guest was not let run");
+        let refused =
+            || format!("its hypervisor did not let the guest run (its state: {state}); resume it");
         let news = news_of(state).unwrap_or_else(|| GuestNews::Halted(refused()));
         self.happened(news);
     }

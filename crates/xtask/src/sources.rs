@@ -145,6 +145,11 @@ fn banned(name: &str, text: &str) -> Vec<String> {
                 "{name}: an ignored test: one that cannot run here prints 'skipped: why'"
             ));
         }
+        if has_debug_field(line) {
+            findings.push(format!(
+                "{name}: a log line has a field in the shape of Debug, which people do not read"
+            ));
+        }
         if of(&PURE_CRATES) {
             for word in PURE_BANNED.iter().filter(|word| line.contains(**word)) {
                 findings.push(format!("{name}: a pure crate uses {word}"));
@@ -159,9 +164,39 @@ fn banned(name: &str, text: &str) -> Vec<String> {
     findings
 }
 
+/// Whether a field of a log line begins here that is written as `?name` or `name = ?value`.
+fn has_debug_field(line: &str) -> bool {
+    let line = line.trim_start();
+    line.match_indices('?').any(|(at, _)| {
+        let (before, after) = line.split_at(at);
+        let is_begun = before.is_empty() || before.ends_with(['(', ' ']);
+        let names = after.chars().nth(1);
+        is_begun && names.is_some_and(|name| name.is_ascii_lowercase())
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_log_field_that_is_written_as_debug_is_found() {
+        for field in [
+            "info!(@state, \"x\")",
+            "@state,",
+            "warn!(%vm, state = @of.it, \"x\")",
+        ] {
+            assert!(has_debug_field(&field.replace('@', "?")), "{field}");
+        }
+        for other in [
+            "let read = load()?;",
+            "T: ?Sized,",
+            "VALUES (?1, ?2)",
+            "info!(%state)",
+        ] {
+            assert!(!has_debug_field(other), "{other}");
+        }
+    }
 
     #[test]
     fn a_long_file_is_found() {

@@ -35,7 +35,8 @@ struct Preparation {
 /// sent.
 pub fn empty(ram: &RamFile) -> Result<(), Error> {
     for extent in ram.data_extents(0..ram.page_count())? {
-        tracing::warn!(?extent, "guest memory that was to be empty is cleared");
+        let pages = format_args!("{}..{}", extent.start, extent.end);
+        tracing::warn!(%pages, "guest memory that was to be empty is cleared");
         ram.write_zero(extent)?;
     }
     Ok(())
