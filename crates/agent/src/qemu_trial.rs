@@ -170,26 +170,13 @@ impl TrialSetting {
             Some(model) => &[model],
             None => &["host", "host,-arch-capabilities", "max"],
         };
-        let mut first = None;
-        for &cpu in wishes {
-            let shown = self.run_one(accelerator, cpu);
-            let run = GuestRun {
-                accelerator,
-                cpu: cpu.to_owned(),
-                auto,
-                shown,
-            };
-            if run.shown.is_ok() {
-                return run;
-            }
-            first.get_or_insert(run);
-        }
-        first.unwrap_or_else(|| GuestRun {
+        let (cpu, shown) = first_that_runs(wishes, |cpu| self.run_one(accelerator, cpu));
+        GuestRun {
             accelerator,
-            cpu: SAFE_MODEL.to_owned(),
+            cpu: cpu.to_owned(),
             auto,
-            shown: Err("no CPU model to try".to_owned()),
-        })
+            shown,
+        }
     }
 
     fn run_one(&self, accelerator: Accelerator, cpu: &str) -> Result<Shown, String> {
@@ -220,6 +207,22 @@ impl TrialSetting {
     }
 }
 
+/// The first of these CPUs with which a guest runs, and how far it came; else why it does with none of them, one by one.
+fn first_that_runs<'a>(
+    wishes: &[&'a str],
+    run: impl Fn(&str) -> Result<Shown, String>,
+) -> (&'a str, Result<Shown, String>) {
+    let mut refused = Vec::new();
+    for &cpu in wishes {
+        match run(cpu) {
+            Ok(shown) => return (cpu, Ok(shown)),
+            Err(why) => refused.push(format!("with CPU {cpu}: {why}")),
+        }
+    }
+    let first = wishes.first().copied().unwrap_or(SAFE_MODEL);
+    (first, Err(refused.join("; ")))
+}
+
 /// What `auto` chooses where no other host has a say.
 fn auto_model(accelerator: Accelerator, cpus: &CpuFacts) -> Option<&'static str> {
     let is_whole = |model: &str| cpus.lacking(model).is_some_and(<[String]>::is_empty);
@@ -227,4 +230,25 @@ fn auto_model(accelerator: Accelerator, cpus: &CpuFacts) -> Option<&'static str>
         return Some(SAFE_MODEL);
     }
     greatest(is_whole)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_cpu_that_was_tried_in_vain_is_told_with_its_reason() {
+        let run = |cpu: &str| match cpu {
+            "max" => Ok(Shown {
+                reached: Reached::LongMode,
+                stopped_by: String::new(),
+            }),
+            _ => Err(format!("{cpu} lacks something")),
+        };
+        let (cpu, shown) = first_that_runs(&["host", "max"], run);
+        assert_eq!((cpu, shown.is_ok()), ("max", true));
+        let (_, shown) = first_that_runs(&["host", "host,-arch-capabilities"], run);
+        let why = "with CPU host: host lacks something; with CPU host,-arch-capabilities: host,-arch-capabilities lacks something";
+        assert_eq!(shown.unwrap_err(), why);
+    }
 }
