@@ -92,7 +92,11 @@ pub(crate) fn setup<E: std::fmt::Display>(doing: &'static str) -> impl FnOnce(E)
 
 /// The configuration file, or, before this host has joined, the defaults.
 pub(crate) fn config_or_defaults(config: &Path) -> Result<HostConfig, ConfigError> {
-    let is_default = config == Path::new(CONFIG_PATH);
+    config_or_defaults_of(config, config == Path::new(CONFIG_PATH))
+}
+
+/// A file that a person named is one that has to be there; the one that joining writes need not.
+fn config_or_defaults_of(config: &Path, is_default: bool) -> Result<HostConfig, ConfigError> {
     match config.try_exists() {
         Ok(false) if is_default => HostConfig::before_joining(),
         _ => HostConfig::load(config),
@@ -362,6 +366,21 @@ mod tests {
         assert_eq!(on_record(&file).unwrap(), []);
         std::fs::write(&file, "nonsense").unwrap();
         on_record(&file).unwrap_err();
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_machine_that_has_not_joined_is_checked_and_told_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("host.toml");
+        config_or_defaults_of(&file, false).unwrap_err();
+        let config = config_or_defaults_of(&file, true).unwrap();
+        let checks = agent::check_host(&config, &System::default()).await.checks;
+        let found = |name: &str| checks.iter().find(|check| check.name == name);
+        assert!(found("kernel").is_some() && found("qemu").is_some());
+        let joining = found("configuration").unwrap();
+        assert!(joining.found.contains("this host has not joined"));
+        // Nothing of this is there before.
+        assert!(found("certificate").is_none() && found("listen").is_none());
     }
 
     #[test]

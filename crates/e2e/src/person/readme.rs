@@ -85,6 +85,9 @@ mod tests {
         assert!(commands.create.contains(" && godwit vm start web"));
         assert!(!commands.check.contains('#'), "{}", commands.check);
         assert_eq!(commands.migrate, "godwit vm migrate web --to b");
+        let text = text().unwrap();
+        let at = |command: &str| text.find(&format!("\n{command}")).unwrap();
+        assert!(at(&commands.check) < at(&commands.join), "checked too late");
         let small = with(&description().unwrap(), "memory_mib", "256");
         assert!(small.contains("\nmemory_mib = 256\n"), "{small}");
         assert!(with(&small, "accelerator", "\"tcg\"").starts_with("accelerator = \"tcg\"\n"));

@@ -1,4 +1,4 @@
-//! The way of a person from nothing to a moved guest: install, set up, join, check, create, start, migrate.
+//! The way of a person from nothing to a moved guest: install, check, set up, join, check, create, start, migrate.
 //!
 //! Owns nothing; works on any two systems. Refuses: whatever a person would not put up with, as an answer that is no
 //! success.
@@ -22,6 +22,14 @@ pub fn install<M: Machine>(host: &Host<M>) -> Result<()> {
         idle.stdout.lines().all(|line| line == "inactive"),
         "something runs after the installation: {}",
         idle.stdout
+    );
+    // Checked before it joins, as the README says; what it finds is this machine's.
+    let check = host.types(&readme::commands()?.check)?;
+    ensure!(
+        check.stdout.contains("this host has not joined"),
+        "no word of joining: {} {}",
+        check.stdout,
+        check.stderr
     );
     Ok(())
 }
