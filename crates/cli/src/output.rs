@@ -288,7 +288,7 @@ impl Output {
             let info = &host.info;
             // A host that was never heard has said nothing of itself.
             let heard = |text: String| match info.version.is_empty() {
-                true => "-".to_owned(),
+                true => text,
                 false => text,
             };
             let memory = format!("{} of {} MiB", info.memory_free_mib, info.memory_total_mib);
@@ -594,4 +594,4 @@ fn state_of(report: &MigrationReport) -> String {
 
 #[cfg(test)]
 #[path = "output_tests.rs"]
-mod tests;
+pub mod tests;

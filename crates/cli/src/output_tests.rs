@@ -74,6 +74,24 @@ fn nothing_is_coloured_without_a_terminal() {
 }
 
 #[test]
+fn what_a_host_that_was_never_heard_has_is_not_told_as_none() {
+    let silent = host(json!({ "state": "unreachable" }));
+    let heard = host(json!({ "version": "0.1.0" }));
+    let rows = |host| {
+        let lines = at_80(|output| output.hosts(&[host]));
+        let row = lines.last().unwrap().split_whitespace();
+        row.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let (silent, heard) = (rows(silent), rows(heard));
+    assert_eq!(silent[..2], ["a", "unreachable"]);
+    assert!(silent.iter().any(|word| word == "-"), "{silent:?}");
+    for told in ["0", "1", "tcg", "yes"] {
+        assert!(!silent.iter().any(|word| word == told), "{silent:?}");
+    }
+    assert!(!heard.iter().any(|word| word == "-"), "{heard:?}");
+}
+
+#[test]
 fn a_state_that_is_old_news_says_how_old() {
     let heard = vm("web", VmState::Running, json!({}));
     assert_eq!(state_since(&heard), "running");

@@ -174,6 +174,15 @@ fn nothing_writable_is_common_but_what_is_declared() {
 }
 
 #[test]
+fn no_program_is_executed_from_run_as_on_hosts_that_mount_it_so() {
+    let lab = lab("noexec", |_| ());
+    let copied = |to: &str| format!("cp /bin/true {to}/program && {to}/program 2>&1; echo $?");
+    let host = lab.host(0).unwrap();
+    assert!(output(host, &copied("/run")).ends_with("126"));
+    assert_eq!(output(host, &copied("/tmp")), "0");
+}
+
+#[test]
 fn a_declared_directory_below_tmp_is_seen_and_not_written() {
     let seen = tempfile::tempdir().unwrap();
     std::fs::write(seen.path().join("kernel"), "bytes").unwrap();

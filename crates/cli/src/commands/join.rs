@@ -75,7 +75,7 @@ pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
 }
 
 /// The options that a joining host mostly needs beside its token.
-const OPTIONS: &str = "--name NAME --migration ADDRESS --port-group vm=BRIDGE";
+const OPTIONS: &str = "--name NAME --migration ADDRESS";
 
 /// Shows how a host joins: the command, and what is that host's own in it.
 pub fn show_command(output: &Output, command: &str) {
@@ -303,6 +303,28 @@ mod tests {
             crate::args::Command::Host(crate::args::HostCommand::Join(join)) => join,
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn the_command_that_is_shown_has_all_that_a_host_needs() {
+        use crate::output::tests::PRINTED;
+        PRINTED.take();
+        show_command(&Output::new(false), "godwit host join t");
+        let printed = PRINTED.take();
+        let shown = printed.iter().find_map(|line| line.split_once(" join t "));
+        let (_, options) = shown.expect("the command");
+        let options = options.replace("NAME", "a").replace("BRIDGE", "vmbr0");
+        let options = options.replace("ADDRESS", "10.1.0.1");
+        let options: Vec<&str> = options.split(' ').collect();
+        assert_eq!(arguments(&options).name, Some(HostName::new("a").unwrap()));
+        let config = HostConfig::parse(&text(&options).unwrap(), Path::new("t")).unwrap();
+        assert_eq!(config.migration_addresses.len(), 1);
+        let groups: Vec<_> = config.port_groups.iter().collect();
+        assert_eq!(groups.len(), 1);
+        assert_eq!(
+            (groups[0].0.as_str(), groups[0].1.as_str()),
+            ("vm", "vmbr0")
+        );
     }
 
     fn text(extra: &[&str]) -> Result<String, Failure> {
