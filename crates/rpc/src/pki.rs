@@ -25,6 +25,9 @@ use zeroize::Zeroizing;
 pub const CERTIFICATE_DAYS: i64 = 365;
 /// How long the CA is good for.
 pub const CA_DAYS: i64 = 3650;
+/// The controller's name in its certificate for programs that know servers by DNS names alone; Godwit's own do not look at
+/// it.
+pub const CONTROLLER_DNS: &str = "godwit-controller";
 /// Certificates begin this long before they are made, for clocks that are behind.
 const BACKDATED_S: i64 = 3600;
 const DAY_S: i64 = 86_400;
@@ -523,8 +526,11 @@ impl Authority {
                 .distinguished_name
                 .push(place, format!("{ORDER}{order}"));
         }
-        let uri = role.uri().try_into()?;
-        params.subject_alt_names = vec![SanType::URI(uri)];
+        params.subject_alt_names = vec![SanType::URI(role.uri().try_into()?)];
+        if *role == Role::Controller {
+            let name = SanType::DnsName(CONTROLLER_DNS.try_into()?);
+            params.subject_alt_names.push(name);
+        }
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![
             ExtendedKeyUsagePurpose::ServerAuth,

@@ -36,6 +36,29 @@ fn names_in_a_signing_request_are_ignored() {
 }
 
 #[test]
+fn the_controllers_certificate_alone_has_a_dns_name() {
+    let ca = Authority::create(NOW).unwrap();
+    let dns_names = |role: &Role| {
+        let identity = ca.identity(role, NOW).unwrap();
+        let der = certificate_from_pem(&identity.certificate_pem).unwrap();
+        let (_, certificate) = X509Certificate::from_der(&der).unwrap();
+        let names = certificate.subject_alternative_name().unwrap().unwrap();
+        let dns = names.value.general_names.iter().filter_map(|name| {
+            let GeneralName::DNSName(name) = name else {
+                return None;
+            };
+            Some((*name).to_owned())
+        });
+        dns.collect::<Vec<_>>()
+    };
+    assert_eq!(dns_names(&Role::Controller), [CONTROLLER_DNS]);
+    let name = HostName::new(CONTROLLER_DNS).unwrap();
+    for role in [Role::Host(name.clone()), Role::Operator(name)] {
+        assert!(dns_names(&role).is_empty(), "{role}");
+    }
+}
+
+#[test]
 fn a_certificate_for_another_key_is_refused() {
     let ca = Authority::create(NOW).unwrap();
     let (mine, other) = (Request::new().unwrap(), Request::new().unwrap());
