@@ -11,6 +11,7 @@ use crate::error::{
 };
 use crate::hosts;
 use crate::measured::Measured;
+use crate::metrics::Ended;
 use crate::moving::{Mark, Marks, Why};
 use crate::operators::Operators;
 use crate::state::{HostEntry, Place, State};
@@ -59,6 +60,8 @@ pub struct App {
     pub drains: Drains,
     /// Measurements of guests and links.
     pub measured: Measured,
+    /// Sums of the migrations that ended since this start.
+    pub ended: Ended,
     /// Addresses for join tokens.
     pub advertise: Vec<SocketAddr>,
     state: Mutex<State>,
@@ -168,6 +171,7 @@ impl App {
             revocations,
             drains: Drains::default(),
             measured: Measured::default(),
+            ended: Ended::default(),
             advertise,
             state: Mutex::new(state),
             writer: tokio::sync::Mutex::default(),
@@ -345,6 +349,14 @@ impl App {
     /// The live report of a migration under way.
     pub fn live(&self, id: &MigrationId) -> Option<watch::Receiver<MigrationReport>> {
         lock(&self.live).get(id).map(watch::Sender::subscribe)
+    }
+
+    /// The live reports of all migrations under way.
+    pub fn all_live(&self) -> Vec<MigrationReport> {
+        let live = lock(&self.live);
+        live.values()
+            .map(|sender| sender.borrow().clone())
+            .collect()
     }
 
     /// Ends the live report.

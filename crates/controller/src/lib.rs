@@ -17,6 +17,7 @@ mod error;
 mod hosts;
 mod macs;
 mod measured;
+mod metrics;
 mod migrate;
 mod moving;
 mod operators;

@@ -308,6 +308,7 @@ async fn end(app: &Arc<App>, report: MigrationReport) -> Result<(), ControllerEr
     let due = app.due().await;
     app.store.end_migration(&report, due.rows()).await?;
     due.written();
+    app.ended.count(&report);
     let (id, vm) = (&report.id, &report.vm);
     tracing::info!(migration = %id, %vm, %from, %to, "migration is over: {}", in_words(report.outcome));
     // The inventory first, so that who waits for the end then finds the VM where it is.

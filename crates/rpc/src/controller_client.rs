@@ -86,6 +86,8 @@ pub mod path {
     pub const EVENTS: &str = "/v1/events";
     /// GET: who asked for what (`?last=N&about=NAME`).
     pub const AUDIT: &str = "/v1/audit";
+    /// GET: what a monitoring system reads, in the text format of Prometheus.
+    pub const METRICS: &str = "/metrics";
     /// GET: what answers here.
     pub const VERSION: &str = "/v1/version";
     /// GET: the interface's description.
@@ -140,6 +142,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::CANCEL, PEOPLE),
     rule("GET", path::EVENTS, PEOPLE),
     rule("GET", path::AUDIT, PEOPLE),
+    rule("GET", path::METRICS, PEOPLE),
     rule("GET", path::VERSION, PEOPLE),
     rule("GET", path::OPENAPI, PEOPLE),
 ];

@@ -7,6 +7,7 @@ mod audit;
 mod drains;
 mod events;
 mod hosts;
+mod metrics;
 mod migrations;
 mod operators;
 mod site;
@@ -69,6 +70,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(events::migration))
         .routes(routes!(events::inventory))
         .routes(routes!(audit::list))
+        .routes(routes!(metrics::show))
         .routes(routes!(version))
         .routes(routes!(document))
 }

@@ -8,6 +8,7 @@ mod certificates;
 mod drains;
 mod hostile;
 mod inventory;
+mod metrics;
 mod migrations;
 mod moves_ended;
 mod placement;
