@@ -300,7 +300,12 @@ impl Output {
                 heard(memory),
                 heard(info.accelerator.to_string()),
                 heard(if info.encryption { "yes" } else { "no" }.to_owned()),
-                heard(host.vms.len().to_string()),
+                heard(
+                    host.vms
+                        .len()
+                        .saturating_sub(host.vms_off.len())
+                        .to_string(),
+                ),
                 heard(info.version.clone()),
             ]
         });
@@ -328,7 +333,11 @@ impl Output {
     }
 
     pub fn host(&self, host: &HostView) {
-        let names: Vec<String> = host.vms.iter().map(ToString::to_string).collect();
+        let named = host.vms.iter().map(|vm| match host.vms_off.contains(vm) {
+            true => format!("{vm} (off)"),
+            false => vm.to_string(),
+        });
+        let names: Vec<String> = named.collect();
         let mut rows = info_rows(&host.info);
         rows.insert(1, ("state", host_state(host)));
         rows.push(("not heard for", format!("{} s", host.last_seen_s)));

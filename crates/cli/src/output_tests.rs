@@ -130,6 +130,25 @@ fn what_a_person_must_end_comes_before_all_else() {
 }
 
 #[test]
+fn a_host_counts_the_vms_that_are_on() {
+    let held = host(json!({ "version": "1", "vms": ["web", "db", "old"], "vms_off": ["old"] }));
+    let all_off = host(json!({ "version": "1", "vms": ["web"], "vms_off": ["web"] }));
+    let counted = |host: HostView| {
+        let lines = at_80(|output| output.hosts(&[host]));
+        let place = lines[0].find("VMS").unwrap();
+        lines[1][place..]
+            .split_whitespace()
+            .next()
+            .unwrap()
+            .to_owned()
+    };
+    assert_eq!(counted(held.clone()), "2");
+    assert_eq!(counted(all_off), "0");
+    let shown = at_80(|output| output.host(&held)).join("\n");
+    assert!(shown.contains("web, db, old (off)"), "{shown}");
+}
+
+#[test]
 fn a_host_that_is_not_itself_is_shown_as_that_and_not_as_connected() {
     for (more, shown) in [
         (json!({}), "connected"),

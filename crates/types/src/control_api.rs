@@ -30,6 +30,10 @@ pub struct HostView {
     /// VMs whose right to run it holds.
     #[schema(value_type = Vec<String>)]
     pub vms: Vec<VmName>,
+    /// Those of them that are off: no guest of theirs is there.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(value_type = Vec<String>)]
+    pub vms_off: Vec<VmName>,
     /// Seconds since it was last heard.
     pub last_seen_s: u64,
     /// Whether it is being emptied and takes no new VMs.

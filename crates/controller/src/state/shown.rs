@@ -208,13 +208,17 @@ impl State {
             .info
             .clone()
             .unwrap_or_else(|| unheard_info(name, entry.address));
+        let vms = self.vms_on(name);
+        let is_off =
+            |vm: &&VmName| matches!(self.vm_state(vm), VmState::Stopped | VmState::Crashed);
         Some(HostView {
+            vms_off: vms.iter().filter(is_off).cloned().collect(),
             info: HostInfo {
                 agent_address: entry.address,
                 ..info
             },
             state: entry.state,
-            vms: self.vms_on(name),
+            vms,
             last_seen_s: u64::try_from(now_unix_s - entry.last_seen_unix_s).unwrap_or(0),
             draining: false,
             fenced: self.book.is_fenced(name),

@@ -50,6 +50,11 @@ async fn a_vm_is_described_started_and_deleted() {
     assert!(a.script().vms.is_empty());
     refused!(client.vm(&vm("web")).await, UnknownVm);
     // A name that is used again goes on above every generation it ever had.
+    let holder = client.host(&host("a")).await.unwrap();
+    assert_eq!(
+        (holder.vms, holder.vms_off),
+        (vec![vm("web")], vec![vm("web")])
+    );
     house.running("web", "a").await;
     assert!(house.vm("web").await.generation > first);
 }
