@@ -84,6 +84,34 @@ fn id_m() -> MigrationId {
     MigrationId::new("m").unwrap()
 }
 
+// ---- a guest that is stopped or reset while it moves ----
+
+#[test]
+fn who_stops_or_resets_a_guest_that_moves_hears_what_becomes_of_the_move() {
+    let site = Site::new();
+    let (mut vm, _qemu) = source(&site);
+    for (request, wanted) in [
+        (VmRequest::Reset, "is reset; migration 'm' goes on"),
+        (
+            VmRequest::Stop { force: false },
+            "; migration 'm' ends once the guest is off",
+        ),
+        (
+            VmRequest::Stop { force: true },
+            "is powered off; migration 'm' ends with that",
+        ),
+    ] {
+        let done = ask(&mut vm, request).unwrap();
+        assert!(done.ends_with(wanted), "{done}");
+    }
+    let site = Site::new();
+    let (mut vm, _qemu) = holder(&site);
+    for request in [VmRequest::Reset, VmRequest::Stop { force: false }] {
+        let done = ask(&mut vm, request).unwrap();
+        assert!(!done.contains("migration"), "{done}");
+    }
+}
+
 // ---- cancelled early ----
 
 #[test]

@@ -62,8 +62,12 @@ impl Vm {
     pub(crate) fn power_off(&mut self) -> Reply {
         let had_guest = self.hyper.is_some();
         let why = Why::guest_ended("powered off by its user");
+        let done = match self.moves_away() {
+            Some(id) => format!("is powered off; migration '{id}' ends with that"),
+            None => "is powered off".to_owned(),
+        };
         let asked = self.put(Event::StopRequested, Some(why));
-        let asked = self.verdict_or(asked, "is powered off", "is off already");
+        let asked = self.verdict_or(asked, &done, "is off already");
         let Err(error) = asked else {
             self.off_wanted = None;
             return asked;
@@ -101,10 +105,14 @@ impl Vm {
             }
             return Err(qmp(error));
         }
+        let mut asked = "was asked to power off; use --force if it does not obey".to_owned();
+        if let Some(id) = self.moves_away() {
+            asked += &format!("; migration '{id}' ends once the guest is off");
+        }
         match noted {
-            Ok(()) => self.done("was asked to power off; use --force if it does not obey"),
+            Ok(()) => self.done(&asked),
             Err(error) => self.done(&format!(
-                "was asked to power off; use --force if it does not obey. If its host goes down before it has, it is booted again, since that cannot be written there: {error}"
+                "{asked}. If its host goes down before it has, it is booted again, since that cannot be written there: {error}"
             )),
         }
     }

@@ -195,7 +195,20 @@ impl Vm {
             .system_reset(Instant::now() + QMP_WAIT)
             .map_err(qmp)?;
         self.forget_asked_off();
-        self.done("is reset")
+        match self.moves_away() {
+            Some(id) => self.done(&format!("is reset; migration '{id}' goes on")),
+            None => self.done("is reset"),
+        }
+    }
+
+    /// The migration under way that takes the guest to another host.
+    pub(crate) fn moves_away(&self) -> Option<&MigrationId> {
+        match &self.status {
+            Status::Migrating { migration } | Status::SwitchingOver { migration } => {
+                Some(migration)
+            }
+            _ => None,
+        }
     }
 
     fn console(&mut self) -> Reply {

@@ -350,6 +350,10 @@ fn speak(stream: UnixStream, script: &(Mutex<Script>, Condvar)) -> std::io::Resu
         }
         drop(script);
         writeln!(writer, "{answer}")?;
+        if command == "system_reset" {
+            let event = serde_json::json!({"event": "RESET", "data": {"guest": false}});
+            writeln!(writer, "{event}")?;
+        }
     }
     Ok(())
 }
