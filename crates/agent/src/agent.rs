@@ -44,6 +44,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
 
+mod console;
 mod moving;
 mod shown;
 
@@ -350,14 +351,6 @@ impl Agent {
     fn spec(&self, name: &VmName) -> Reply<VmSpec> {
         let spec = self.records.spec(name)?;
         spec.ok_or_else(|| self.unknown_vm(name))
-    }
-
-    pub(crate) async fn console(&self, name: &VmName) -> Reply<String> {
-        let vm = self.known(name)?;
-        match vm.ask(&VmRequest::Console, READ).await? {
-            VmAnswer::Console(text) => Ok(text),
-            _ => Err(unexpected(name)),
-        }
     }
 
     /// Begins the supervision of every VM that this host knows, and of every one of which something lives: its state

@@ -217,7 +217,7 @@ handlers! {
     probe(agent, path name: VmName, body request: ProbeRequest) -> Done
         = agent.probe(&name, &request.nonce);
     console(agent, path name: VmName) -> ConsoleText
-        = agent.console(&name).await.map(|text| ConsoleText { text });
+        = agent.console(&name).await;
     preflight_incoming(agent, body request: PreflightIncoming) -> PreflightReport
         = agent.preflight_incoming(request).await;
     migrations(agent) -> Vec<MigrationReport> = agent.migrations().await;

@@ -43,6 +43,8 @@ pub const REVIVES: &str = "revives";
 pub const REASON: &str = "reason";
 /// In the run directory: the state that the stub shows, in the words of [`VmState`]; stopped without it.
 pub const STATE: &str = "state";
+/// In the run directory: the process that the stub gives out for the VM's QEMU; none without it.
+pub const QEMU_PID: &str = "qemu-pid";
 
 /// In the run directory: what the guest does when its host shuts down, `obeys`, `deaf`, `left`, `too old` or, until its
 /// VM process is another, `renewable`.
@@ -446,7 +448,9 @@ fn status(config: &VmProcessConfig) -> VmStatus {
             accelerator: None,
             vm_process_pid: i32::try_from(std::process::id()).ok(),
             vm_process: None,
-            qemu_pid: None,
+            qemu_pid: std::fs::read_to_string(Path::new(&config.run_dir).join(QEMU_PID))
+                .ok()
+                .map(|pid| pid.parse().unwrap()),
             note: None,
         },
     }

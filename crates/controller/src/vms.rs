@@ -409,6 +409,9 @@ pub async fn console(
         None => app.place_of(name).map_err(way_out)?.host,
     };
     let agent = app.connected_agent(&host).map_err(way_out)?;
-    let text = agent.console(name).await;
-    text.map_err(|error| ApiError::from(error).on_host(&host))
+    let told = agent.console(name).await;
+    let mut console = told.map_err(|error| ApiError::from(error).on_host(&host))?;
+    // Who was asked is known here; an older host does not say.
+    console.host = Some(host);
+    Ok(console)
 }

@@ -195,6 +195,28 @@ fn start_time_ticks(pid: i32) -> io::Result<u64> {
     })
 }
 
+/// How long ago a process was started, by this host's own uptime.
+pub fn age(pid: i32) -> io::Result<Duration> {
+    let started = ticks(start_time_ticks(pid)?);
+    let uptime = fs::read_to_string("/proc/uptime")?;
+    let since = parse_uptime(&uptime).zip(started);
+    let since = since.and_then(|(uptime, started)| uptime.checked_sub(started));
+    since.ok_or_else(|| {
+        let text = format!("/proc/uptime does not fit /proc/{pid}/stat");
+        io::Error::new(io::ErrorKind::InvalidData, text)
+    })
+}
+
+/// Ticks are of 10 ms on every architecture that runs guests here.
+fn ticks(count: u64) -> Option<Duration> {
+    Some(Duration::from_millis(count.checked_mul(10)?))
+}
+
+fn parse_uptime(text: &str) -> Option<Duration> {
+    let seconds: f64 = text.split_ascii_whitespace().next()?.parse().ok()?;
+    Duration::try_from_secs_f64(seconds).ok()
+}
+
 /// The processor time that a process has had with all its threads, guest's included.
 pub(crate) fn cpu_time(pid: i32) -> io::Result<Duration> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
@@ -204,16 +226,16 @@ pub(crate) fn cpu_time(pid: i32) -> io::Result<Duration> {
     })
 }
 
-/// Fields 14 and 15 of `/proc/PID/stat`, in ticks of 10 ms on every architecture that runs guests here.
+/// Fields 14 and 15 of `/proc/PID/stat`.
 fn parse_cpu_time(stat: &str) -> Option<Duration> {
     let (_, after_name) = stat.rsplit_once(')')?;
     let mut times = after_name.split_ascii_whitespace().skip(11);
     let (user, system) = (times.next()?, times.next()?);
-    let ticks = user
+    let used = user
         .parse::<u64>()
         .ok()?
         .checked_add(system.parse().ok()?)?;
-    Some(Duration::from_millis(ticks.checked_mul(10)?))
+    ticks(used)
 }
 
 /// Field 22 of `/proc/PID/stat`; the process's name may itself hold spaces and parentheses.

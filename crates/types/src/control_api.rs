@@ -258,6 +258,17 @@ pub struct CancelRequest {
 pub struct ConsoleText {
     /// As text; what is not UTF-8 is replaced.
     pub text: String,
+    /// The host whose QEMU kept it; none where that is not said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub host: Option<HostName>,
+    /// Since when that QEMU runs the guest, seconds since 1970: what the guest wrote before is not in the text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since_unix_s: Option<u64>,
+    /// The host that the guest came from then, running; none where it was booted there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>)]
+    pub came_from: Option<HostName>,
 }
 
 /// A request that needs no parameters.

@@ -6,6 +6,7 @@ use crate::args::{Global, VmCommand, VmMigrate};
 use crate::commands::site;
 use crate::connect::{Reader, controller, reader, tell_own};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
+use crate::figures::moment;
 use crate::output::Output;
 use crate::plain;
 use crate::wait::{of_vm, saying};
@@ -13,7 +14,7 @@ use crate::watch::{failure, watch};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::{AgentClient, ClientError, ControllerClient};
 use godwit_types::control_api::{
-    Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
+    ConsoleText, Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
 };
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::vm::VmState;
@@ -131,11 +132,28 @@ async fn renew_one(vm: &VmName, global: &Global) -> Result<Result<Done, ClientEr
 }
 
 async fn renew(
+        // Beside the text: who reads that by a program gets what the guest wrote and nothing else.
+        beginning(console).iter().for_each(|line| plain::tell(line));
     vm: Option<VmName>,
     host: Option<HostName>,
     global: &Global,
     output: &Output,
 ) -> CommandResult {
+/// Where a console is read and where its text begins, as far as that is known.
+fn beginning(console: &ConsoleText) -> Option<String> {
+    let host = console.host.as_ref()?;
+    let since = console.since_unix_s.map(moment);
+    Some(match (since, &console.came_from) {
+        (None, _) => format!("console on host {host}"),
+        (Some(since), None) => {
+            format!("console on host {host} since {since}, when the VM was started")
+        }
+        (Some(since), Some(from)) => format!(
+            "console on host {host} since {since} (the VM came from host {from}; what it wrote there is not carried along)"
+        ),
+    })
+}
+
     match vm {
         Some(vm) => told(renew_one(&vm, global).await?, output),
         None => renew_all(host.as_ref(), global, output).await,
@@ -351,5 +369,28 @@ fn checked(report: &PreflightReport, output: &Output) -> CommandResult {
         (true, true) => Ok(()),
         (true, false) => Err(Failure::told(CANNOT_KEEP)),
         (false, _) => Err(Failure::told(REFUSED)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_console_is_told_with_its_host_and_its_beginning() {
+        let mut console = ConsoleText::default();
+        assert_eq!(beginning(&console), None, "an older host says nothing");
+        console.host = HostName::new("b").ok();
+        assert_eq!(beginning(&console).unwrap(), "console on host b");
+        console.since_unix_s = Some(1_790_000_000);
+        let booted = beginning(&console).unwrap();
+        assert!(
+            booted.ends_with("since 2026-09-21 14:13:20 UTC, when the VM was started"),
+            "{booted}"
+        );
+        console.came_from = HostName::new("a").ok();
+        let came = beginning(&console).unwrap();
+        let wanted = "UTC (the VM came from host a; what it wrote there is not carried along)";
+        assert!(came.ends_with(wanted), "{came}");
     }
 }

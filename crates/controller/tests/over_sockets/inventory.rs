@@ -37,7 +37,12 @@ async fn a_vm_is_described_started_and_deleted() {
         (view.spec.cpu.as_str(), view.spec.machine.as_str()),
         ("qemu64", "pc-q35-7.2")
     );
-    assert_eq!(client.console(&vm("web")).await.unwrap().text, "login:");
+    let console = client.console(&vm("web")).await.unwrap();
+    assert_eq!(
+        (console.text.as_str(), console.host),
+        ("login:", Some(host("a")))
+    );
+    assert!(client.host(&host("a")).await.unwrap().vms_off.is_empty());
     refused!(client.delete_vm(&vm("web")).await, WrongState);
     refused!(client.edit_vm(&spec("web")).await, WrongState);
     client.pause(&vm("web")).await.unwrap();
@@ -45,16 +50,16 @@ async fn a_vm_is_described_started_and_deleted() {
     client.resume(&vm("web")).await.unwrap();
     client.reset(&vm("web")).await.unwrap();
     client.stop(&vm("web"), &FORCED).await.unwrap();
-    refused!(client.reset(&vm("web")).await, WrongState);
-    client.delete_vm(&vm("web")).await.unwrap();
-    assert!(a.script().vms.is_empty());
-    refused!(client.vm(&vm("web")).await, UnknownVm);
-    // A name that is used again goes on above every generation it ever had.
     let holder = client.host(&host("a")).await.unwrap();
     assert_eq!(
         (holder.vms, holder.vms_off),
         (vec![vm("web")], vec![vm("web")])
     );
+    refused!(client.reset(&vm("web")).await, WrongState);
+    client.delete_vm(&vm("web")).await.unwrap();
+    assert!(a.script().vms.is_empty());
+    refused!(client.vm(&vm("web")).await, UnknownVm);
+    // A name that is used again goes on above every generation it ever had.
     house.running("web", "a").await;
     assert!(house.vm("web").await.generation > first);
 }

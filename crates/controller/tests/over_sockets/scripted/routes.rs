@@ -424,7 +424,7 @@ pub fn router(shared: Shared) -> Router {
         .route(path::PROBE_RESULT, get(probe_result))
         .route(path::MIGRATION, get(migration))
         .route(path::CANCEL, post(cancel))
-        .route(path::CONSOLE, get(|| async { Json(ConsoleText { text: "login:".into() }) }))
+        .route(path::CONSOLE, get(|| async { Json(ConsoleText { text: "login:".into(), ..Default::default() }) }))
         .route(path::REVOKED, put(|State(s): S, JsonBody(revoked): JsonBody<Revoked>| async move {
             script(&s).revoked = revoked.serials;
             fine()
