@@ -45,7 +45,7 @@ pub enum VmCommand {
     },
     /// Ask the guest to power off
     #[command(
-        after_help = "Examples:\n  godwit vm stop web --force\n  godwit vm stop web --force --host b"
+        after_help = "Examples:\n  godwit vm stop web --wait 60\n  godwit vm stop web --force\n  godwit vm stop web --force --host b"
     )]
     Stop {
         /// The VM
@@ -53,6 +53,10 @@ pub enum VmCommand {
         /// Power off at once
         #[arg(long)]
         force: bool,
+        /// Return once the VM is off, and fail where it is not within so many seconds (120 when left out)
+        #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "120",
+            value_parser = whole::<u64, 1, 86_400, 120>, conflicts_with = "host")]
+        wait: Option<u64>,
         /// The copy on this host, wherever else the VM may be
         #[arg(long, value_name = "HOST")]
         host: Option<HostName>,

@@ -20,6 +20,9 @@ use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
 use std::path::Path;
+use std::time::Duration;
+
+mod stop;
 
 /// Carries a command out.
 pub async fn run(command: VmCommand, global: &Global, output: &Output) -> CommandResult {
@@ -42,7 +45,18 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             let start = async |client: &ControllerClient| client.start(&vm, &request).await;
             order(&vm, start, global, output).await
         }
-        VmCommand::Stop { vm, force, host } => told(stop(&vm, force, host, global).await?, output),
+        VmCommand::Stop {
+            vm,
+            force,
+            wait: Some(seconds),
+            ..
+        } => stop::and_wait(&vm, force, Duration::from_secs(seconds), global, output).await,
+        VmCommand::Stop {
+            vm,
+            force,
+            host,
+            wait: None,
+        } => told(stop(&vm, force, host, global).await?, output),
         VmCommand::Reset { vm } => {
             let reset = async |client: &ControllerClient| client.reset(&vm).await;
             order(&vm, reset, global, output).await
@@ -118,27 +132,13 @@ async fn console(
         }
     };
     output.show(&text.map_err(failure)?, |output, console| {
+        // Beside the text: who reads that by a program gets what the guest wrote and nothing else.
+        beginning(console).iter().for_each(|line| plain::tell(line));
         output.verbatim(&console.text)
     });
     Ok(())
 }
 
-/// By the controller, or by this host's own agent while no controller answers.
-async fn renew_one(vm: &VmName, global: &Global) -> Result<Result<Done, ClientError>, Failure> {
-    Ok(match reader(global).await? {
-        Reader::Controller(client) => saying(of_vm(&client, vm), client.renew(vm)).await,
-        Reader::Agent(client) => client.renew(vm).await,
-    })
-}
-
-async fn renew(
-        // Beside the text: who reads that by a program gets what the guest wrote and nothing else.
-        beginning(console).iter().for_each(|line| plain::tell(line));
-    vm: Option<VmName>,
-    host: Option<HostName>,
-    global: &Global,
-    output: &Output,
-) -> CommandResult {
 /// Where a console is read and where its text begins, as far as that is known.
 fn beginning(console: &ConsoleText) -> Option<String> {
     let host = console.host.as_ref()?;
@@ -154,6 +154,20 @@ fn beginning(console: &ConsoleText) -> Option<String> {
     })
 }
 
+/// By the controller, or by this host's own agent while no controller answers.
+async fn renew_one(vm: &VmName, global: &Global) -> Result<Result<Done, ClientError>, Failure> {
+    Ok(match reader(global).await? {
+        Reader::Controller(client) => saying(of_vm(&client, vm), client.renew(vm)).await,
+        Reader::Agent(client) => client.renew(vm).await,
+    })
+}
+
+async fn renew(
+    vm: Option<VmName>,
+    host: Option<HostName>,
+    global: &Global,
+    output: &Output,
+) -> CommandResult {
     match vm {
         Some(vm) => told(renew_one(&vm, global).await?, output),
         None => renew_all(host.as_ref(), global, output).await,
