@@ -417,6 +417,10 @@ fn fnv1a(bytes: &[u8]) -> u32 {
 }
 
 /// Where a VM is in its life, as shown to people.
+///
+/// `running` is also what a source says of a guest that stands still in a switchover, until it has heard how that ended. So
+/// both hosts may say it for a moment in which one guest runs at most; whose right that is says each host's record alone,
+/// and the controller's list, which goes by the records, names one host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum VmState {
