@@ -288,7 +288,7 @@ impl Output {
             let info = &host.info;
             // A host that was never heard has said nothing of itself.
             let heard = |text: String| match info.version.is_empty() {
-                true => text,
+                true => "-".to_owned(),
                 false => text,
             };
             let memory = format!("{} of {} MiB", info.memory_free_mib, info.memory_total_mib);

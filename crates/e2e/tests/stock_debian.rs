@@ -239,6 +239,8 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
     way::set_up([&site.a, &site.b])?;
     site.start_guests()?;
     site.has_scopes(&site.a)?;
+    has_pages_and_completions(&site.a)?;
+    tells_the_journal(&site.a)?;
     site.move_to(&site.b)?;
     site.goes_on(&site.b, "systemctl restart godwit-agent")?;
     site.a.ok("systemctl restart godwit-controller")?;
@@ -260,6 +262,33 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
     site.goes_on(&site.a, &upgrade)?;
     purge(&site)?;
     power_off(&mut site)
+}
+
+/// What the package brings beside the program is where its readers look for it.
+fn has_pages_and_completions(host: &Debian) -> Result<()> {
+    let share = "/usr/share";
+    let said = host.ok(&format!(
+        "zcat {share}/man/man1/godwit-vm-migrate.1.gz {share}/man/man5/godwit-host.toml.5.gz
+         cat {share}/bash-completion/completions/godwit {share}/zsh/vendor-completions/_godwit {share}/fish/vendor_completions.d/godwit.fish"
+    ))?;
+    let said = said.replace("\\-", "-");
+    for word in ["max-downtime", "migration_ports", "compdef"] {
+        ensure!(said.contains(word), "'{word}' is not in what was installed");
+    }
+    Ok(())
+}
+
+/// The journal has what a VM process says, with its priority and as the VM's own.
+fn tells_the_journal(host: &Debian) -> Result<()> {
+    let said = host.value("journalctl -t godwit-vm-web -o json --no-pager")?;
+    let written = said.lines().find(|line| line.contains("journal written"));
+    let entry: serde_json::Value =
+        serde_json::from_str(written.with_context(|| format!("no such line: {said}"))?)?;
+    ensure!(
+        entry["PRIORITY"] == "6" && entry["_SYSTEMD_UNIT"] == "godwit-vm-web.scope",
+        "not as a line of web's own: {entry}"
+    );
+    Ok(())
 }
 
 /// A host that is powered off powers its guest down first, and the guest boots when the host is back.

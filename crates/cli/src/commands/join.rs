@@ -75,7 +75,7 @@ pub async fn run(arguments: HostJoin, output: &Output) -> CommandResult {
 }
 
 /// The options that a joining host mostly needs beside its token.
-const OPTIONS: &str = "--name NAME --migration ADDRESS";
+const OPTIONS: &str = "--name NAME --migration ADDRESS --port-group vm=BRIDGE";
 
 /// Shows how a host joins: the command, and what is that host's own in it.
 pub fn show_command(output: &Output, command: &str) {
