@@ -4,6 +4,7 @@
 
 use crate::figures::columns;
 use crate::plain;
+use crate::tables::vms_of;
 use comfy_table::{ContentArrangement, Table, presets};
 use godwit_types::VmSpec;
 use godwit_types::control_api::{HostState, HostView, VmView};
@@ -300,12 +301,7 @@ impl Output {
                 heard(memory),
                 heard(info.accelerator.to_string()),
                 heard(if info.encryption { "yes" } else { "no" }.to_owned()),
-                heard(
-                    host.vms
-                        .len()
-                        .saturating_sub(host.vms_off.len())
-                        .to_string(),
-                ),
+                heard(host.vms_on().to_string()),
                 heard(info.version.clone()),
             ]
         });
@@ -333,19 +329,10 @@ impl Output {
     }
 
     pub fn host(&self, host: &HostView) {
-        let named = host.vms.iter().map(|vm| match host.vms_off.contains(vm) {
-            true => format!("{vm} (off)"),
-            false => vm.to_string(),
-        });
-        let names: Vec<String> = named.collect();
         let mut rows = info_rows(&host.info);
         rows.insert(1, ("state", host_state(host)));
         rows.push(("not heard for", format!("{} s", host.last_seen_s)));
-        let vms = match names.is_empty() {
-            true => "none".to_owned(),
-            false => names.join(", "),
-        };
-        rows.push(("vms", vms));
+        rows.push(("vms", vms_of(host)));
         self.pairs(&rows);
     }
 

@@ -6,6 +6,7 @@ use crate::figures::{guest_speed, rate, seconds};
 use crate::output::{Output, kebab};
 use crate::plain;
 use godwit_types::ApiError;
+use godwit_types::control_api::HostView;
 use godwit_types::drain::{DrainState, DrainStep, DrainView, DrainVm};
 use godwit_types::forecast::{CannotKeep, Prediction};
 use godwit_types::load::{HostLoad, HostTop, MigrationLoad};
@@ -225,6 +226,18 @@ fn drain_headline(view: &DrainView) -> String {
             format!("Host {host} is not emptied any further and takes VMs again")
         }
     }
+}
+
+/// The VMs that a host holds, those that are off marked.
+pub fn vms_of(host: &HostView) -> String {
+    if host.vms.is_empty() {
+        return "none".to_owned();
+    }
+    let named = host.vms.iter().map(|vm| match host.vms_off.contains(vm) {
+        true => format!("{vm} (off)"),
+        false => vm.to_string(),
+    });
+    named.collect::<Vec<_>>().join(", ")
 }
 
 fn vms(count: usize) -> String {

@@ -52,8 +52,8 @@ impl Ended {
         let Some(sums) = report.outcome.and_then(place).and_then(|i| sums.get_mut(i)) else {
             return;
         };
-        // These figures are a host's own words.
-        let seconds = |said: f64| said.max(0.0).min(SECONDS_MAX);
+        // These figures are a host's own words; what is no number counts as 0.
+        let seconds = |said: f64| said.max(0.0).clamp(0.0, SECONDS_MAX);
         sums.count += 1;
         sums.total_s += seconds(report.total_s);
         sums.downtime_s += seconds(report.switchover_ms / 1000.0);
@@ -63,7 +63,7 @@ impl Ended {
     }
 }
 
-/// The whole text.
+/// Everything that is told, as of now.
 pub fn text(app: &App) -> String {
     let now = now_unix_s();
     let mut page = Page::default();

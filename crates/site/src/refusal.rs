@@ -101,7 +101,7 @@ pub enum Refusal {
     Overtaken {
         vm: VmName,
         host: HostName,
-        /// Who took it.
+        /// Nobody where the VM was deleted or given up.
         newest: Option<HostName>,
     },
     /// A host that answers is not off.

@@ -48,6 +48,13 @@ pub struct HostView {
     pub standing: crate::site::Standing,
 }
 
+impl HostView {
+    /// How many of its VMs are on.
+    pub fn vms_on(&self) -> usize {
+        self.vms.len().saturating_sub(self.vms_off.len())
+    }
+}
+
 /// A VM in the inventory.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmView {

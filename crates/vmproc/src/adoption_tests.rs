@@ -384,38 +384,42 @@ fn a_hypervisor_of_a_vm_that_is_not_held_here_and_never_ran_is_ended() {
     }
 }
 
-#[test]
-fn a_guest_that_an_older_copy_of_its_record_denies_lives_and_is_told_of() {
+/// Records by which no guest of the VM may run, and whether the identity file is there beside them: a run directory may
+/// have been emptied of it.
+fn records_that_deny_a_guest() -> [(Phase, bool); 6] {
+    let (migration, other) = (MigrationId::new("m").unwrap(), HostName::new("a").unwrap());
     let moved = Phase::Moved {
         generation: Generation(2),
-        migration: MigrationId::new("m").unwrap(),
-        to: HostName::new("a").unwrap(),
+        migration: migration.clone(),
+        to: other.clone(),
     };
-    let (migration, from) = (MigrationId::new("m").unwrap(), HostName::new("a").unwrap());
     let incoming = Phase::Incoming {
         migration: migration.clone(),
-        from: from.clone(),
+        from: other.clone(),
     };
     let ready = Phase::Ready {
         generation: Generation(2),
         migration: migration.clone(),
-        from: from.clone(),
+        from: other.clone(),
     };
     let gave = Phase::Gave {
         generation: Generation(2),
         migration,
-        to: from,
+        to: other,
     };
-    // With its identity file, and with a run directory that was emptied of it.
-    let cases = [
+    [
         (Phase::Absent, true),
+        (Phase::Absent, false),
         (moved, true),
         (incoming, true),
         (ready, true),
         (gave, true),
-        (Phase::Absent, false),
-    ];
-    for (phase, is_known) in cases {
+    ]
+}
+
+#[test]
+fn a_guest_that_an_older_copy_of_its_record_denies_lives_and_is_told_of() {
+    for (phase, is_known) in records_that_deny_a_guest() {
         let site = Site::new();
         let mut qemu = site.qemu(&["running"]);
         if !is_known {

@@ -47,20 +47,7 @@ pub enum VmCommand {
     #[command(
         after_help = "Examples:\n  godwit vm stop web --wait 60\n  godwit vm stop web --force\n  godwit vm stop web --force --host b"
     )]
-    Stop {
-        /// The VM
-        vm: VmName,
-        /// Power off at once
-        #[arg(long)]
-        force: bool,
-        /// Return once the VM is off, and fail where it is not within so many seconds (120 when left out)
-        #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "120",
-            value_parser = whole::<u64, 1, 86_400, 120>, conflicts_with = "host")]
-        wait: Option<u64>,
-        /// The copy on this host, wherever else the VM may be
-        #[arg(long, value_name = "HOST")]
-        host: Option<HostName>,
-    },
+    Stop(VmStop),
     /// Reset the guest
     #[command(after_help = "Example:\n  godwit vm reset web")]
     Reset {
@@ -149,6 +136,23 @@ pub enum VmCommand {
         #[arg(long, value_name = "HOST")]
         host: Option<HostName>,
     },
+}
+
+/// How to stop a VM.
+#[derive(Debug, Args)]
+pub struct VmStop {
+    /// The VM
+    pub vm: VmName,
+    /// Power off at once
+    #[arg(long)]
+    pub force: bool,
+    /// Return once the VM is off, and fail where it is not within so many seconds (120 when left out)
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "120",
+        value_parser = whole::<u64, 1, 86_400, 120>, conflicts_with = "host")]
+    pub wait: Option<u64>,
+    /// The copy on this host, wherever else the VM may be
+    #[arg(long, value_name = "HOST")]
+    pub host: Option<HostName>,
 }
 
 /// How to move a VM.

@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Refuses: descriptions that are not valid, before anybody is asked.
 
-use crate::args::{Global, VmCommand, VmMigrate};
+use crate::args::{Global, VmCommand, VmMigrate, VmStop};
 use crate::commands::site;
 use crate::connect::{Reader, controller, reader, tell_own};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
@@ -45,18 +45,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             let start = async |client: &ControllerClient| client.start(&vm, &request).await;
             order(&vm, start, global, output).await
         }
-        VmCommand::Stop {
-            vm,
-            force,
-            wait: Some(seconds),
-            ..
-        } => stop::and_wait(&vm, force, Duration::from_secs(seconds), global, output).await,
-        VmCommand::Stop {
-            vm,
-            force,
-            host,
-            wait: None,
-        } => told(stop(&vm, force, host, global).await?, output),
+        VmCommand::Stop(arguments) => stopped(arguments, global, output).await,
         VmCommand::Reset { vm } => {
             let reset = async |client: &ControllerClient| client.reset(&vm).await;
             order(&vm, reset, global, output).await
@@ -214,6 +203,14 @@ async fn resolve(
         Reader::Controller(client) => saying(of_vm(&client, vm), client.resolve(vm, request)).await,
         Reader::Agent(client) => client.resolve(vm, request).await,
     })
+}
+
+async fn stopped(arguments: VmStop, global: &Global, output: &Output) -> CommandResult {
+    let (vm, force) = (&arguments.vm, arguments.force);
+    match arguments.wait.map(Duration::from_secs) {
+        Some(within) => stop::and_wait(vm, force, within, global, output).await,
+        None => told(stop(vm, force, arguments.host, global).await?, output),
+    }
 }
 
 /// By the controller; the copy of a named host also by that host's own agent while no controller answers.

@@ -7,9 +7,8 @@ use std::fmt::Write as _;
 /// What a family's values are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Rises and falls.
     Gauge,
-    /// Only rises, but for a restart.
+    /// Only rises, and begins at 0 when the controller starts.
     Counter,
 }
 
