@@ -170,7 +170,7 @@ async fn a_monitoring_system_reads_hosts_vms_and_moves() {
 #[tokio::test]
 async fn what_a_host_says_of_itself_stays_in_its_line_and_no_host_reads_the_page() {
     let (house, a, _b) = house().await;
-    let hostile = "1\\\"} 7\ngodwit_in_charge 0";
+    let hostile = "1\"} 7\ngodwit_in_charge 0";
     a.script().info.as_mut().unwrap().version = hostile.to_owned();
     house
         .until(async |house: &House| {
