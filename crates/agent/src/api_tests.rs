@@ -331,7 +331,7 @@ async fn commands_in_a_protocol_without_a_common_version_change_nothing() {
         answer
     };
     for header in ["7-8", "0-0", "x"] {
-        let refused = ask("POST", "/v1/vms/web/start", header).await;
+        let refused = ask("POST", "/v1/vms/web/stop", header).await;
         assert!(
             refused.contains("\"incompatible\"") && refused.contains("speaks protocol 1"),
             "{refused}"

@@ -211,8 +211,8 @@ mod tests {
         let free = served.local().host().await.unwrap().memory_free_mib;
         let mut starts = tokio::task::JoinSet::new();
         for name in names {
-            let local = served.local();
-            starts.spawn(async move { local.start(&vm(name)).await });
+            let controller = served.controller();
+            starts.spawn(async move { controller.start(&vm(name)).await });
         }
         // The two others wait until they are let go.
         let first = starts.join_next().await.unwrap().unwrap();

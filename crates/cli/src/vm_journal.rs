@@ -55,14 +55,15 @@ impl VmJournal {
         Some(Self(Arc::new(Mutex::new(stream))))
     }
 
-    /// Tells what ends the process, of which its log has the words anyway.
+    /// Tells what ends the process, however much was told before.
     pub fn tell_end(&self, words: &str) {
         let mut text = String::new();
         for line in words.lines() {
             // A text takes what is written to it.
             let _ = writeln!(text, "<{ERROR}>{line}");
         }
-        self.take(text.as_bytes(), Instant::now());
+        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        stream.tell(text.as_bytes());
     }
 
     /// Tells of every panic, too, before others hear of it.
@@ -92,15 +93,26 @@ impl Write for VmJournal {
     }
 }
 
+fn count(lines: &[u8]) -> u64 {
+    lines.iter().filter(|&&byte| byte == b'\n').count() as u64
+}
+
 impl Stream {
     fn take(&mut self, lines: &[u8], now: Instant) {
         if now.saturating_duration_since(self.began) >= EACH {
             (self.began, self.lines) = (now, 0);
         }
-        let count = lines.iter().filter(|&&byte| byte == b'\n').count() as u64;
+        let count = count(lines);
         self.lines = self.lines.saturating_add(count);
-        if self.lines > LINES_MAX || self.flush().is_err() {
-            self.lost = self.lost.saturating_add(count);
+        match self.lines > LINES_MAX {
+            true => self.lost = self.lost.saturating_add(count),
+            false => self.tell(lines),
+        }
+    }
+
+    fn tell(&mut self, lines: &[u8]) {
+        if self.flush().is_err() {
+            self.lost = self.lost.saturating_add(count(lines));
             return;
         }
         if self.lost > 0 {
@@ -235,11 +247,13 @@ mod tests {
         for _ in 0..1000 {
             journal.take(line, began);
         }
+        // What ends the process is not among them.
+        journal.tell_end("it ends");
         journal.take(b"<6>a minute later\n", began + EACH);
         drop(journal);
         let mut said = String::new();
         stream.read_to_string(&mut said).unwrap();
-        let last = "<4>1000 lines before this one are left out\n<6>a minute later\n";
+        let last = "<4>1000 lines before this one are left out\n<3>it ends\n<6>a minute later\n";
         assert_eq!(said, last);
     }
 

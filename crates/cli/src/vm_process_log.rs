@@ -1,8 +1,9 @@
 //! The log of a VM process: its standard error, where its agent has made that a file in the VM's run directory.
 //!
 //! A guest can have lines written for as long as it lives, and the run directory is memory. So the log is turned over while
-//! the process runs: a full one is kept beside it until the next is full, and no more than these two exist. It is what the
-//! agent reads last words in, also where the journal has a copy (`vm_journal`). Owns the length of the file. Refuses: to turn over what is no such file, as a terminal, a pipe or the journal.
+//! the process runs: a full one is kept beside it until the next is full, and no more than these two exist. The agent reads
+//! a VM process's last words in it, also where the journal has a copy (`vm_journal`). Owns the length of the file. Refuses:
+//! to turn over what is no such file, as a terminal, a pipe or the journal.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write as _};

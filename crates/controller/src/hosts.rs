@@ -154,7 +154,6 @@ fn name_taken(app: &App, request: &JoinRequest) -> String {
     }
 }
 
-/// A new host under an old name knows nothing of what the old one had: it must not answer for it.
 /// A host that this database forgot may run what records say went to it: another machine of its name would say no for it.
 fn must_not_be_a_stranger(app: &App, name: &HostName) -> Outcome<()> {
     let state = app.state();
@@ -166,11 +165,12 @@ fn must_not_be_a_stranger(app: &App, name: &HostName) -> Outcome<()> {
     refuse(
         ErrorCode::AlreadyExists,
         format!(
-            "VM {vm} may run on a host {name} that this controller forgot, and that is enrolled again once it answers: choose another name for this one"
+            "VM {vm} may run on a host {name} that this controller forgot: choose another name for this one"
         ),
     )
 }
 
+/// A new host under an old name knows nothing of what the old one had: it must not answer for it.
 fn must_not_be_waited_for(app: &App, name: &HostName) -> Outcome<()> {
     let state = app.state();
     for vm in state.vms.keys() {

@@ -53,7 +53,10 @@ impl Ended {
             return;
         };
         // These figures are a host's own words; what is no number counts as 0.
-        let seconds = |said: f64| said.max(0.0).clamp(0.0, SECONDS_MAX);
+        let seconds = |said: f64| match said.is_nan() {
+            true => 0.0,
+            false => said.clamp(0.0, SECONDS_MAX),
+        };
         sums.count += 1;
         sums.total_s += seconds(report.total_s);
         sums.downtime_s += seconds(report.switchover_ms / 1000.0);
@@ -72,7 +75,8 @@ pub fn text(app: &App) -> String {
     let views = app.state().vm_views(now);
     vms(&mut page, &views);
     under_way(&mut page, &app.all_live());
-    ended(&mut page, &app.ended.sums().clone());
+    let sums = *app.ended.sums();
+    ended(&mut page, &sums);
     page.into_text()
 }
 

@@ -142,6 +142,7 @@ pub async fn keep(app: &App, name: &VmName, request: &KeepRequest) -> Outcome<Do
 
 /// The others are ended for it, so that it is asked anew: its record may have given way since the last poll.
 async fn must_hold_it_now(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
+    // Where the VM's row cannot be read nobody may be asked with a binding no: the last poll has to do.
     if app.must_be_read(name).is_err() {
         return Ok(());
     }

@@ -268,8 +268,7 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
 fn has_pages_and_completions(host: &Debian) -> Result<()> {
     let share = "/usr/share";
     let said = host.ok(&format!(
-        "zcat {share}/man/man1/godwit-vm-migrate.1.gz {share}/man/man5/godwit-host.toml.5.gz
-         cat {share}/bash-completion/completions/godwit {share}/zsh/vendor-completions/_godwit {share}/fish/vendor_completions.d/godwit.fish"
+        "zcat {share}/man/man1/godwit-vm-migrate.1.gz {share}/man/man5/godwit-host.toml.5.gz && cat {share}/bash-completion/completions/godwit {share}/zsh/vendor-completions/_godwit {share}/fish/vendor_completions.d/godwit.fish"
     ))?;
     let said = said.replace("\\-", "-");
     for word in ["max-downtime", "migration_ports", "compdef"] {

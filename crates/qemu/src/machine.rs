@@ -6,6 +6,7 @@
 use crate::command_line::{CONSOLE, CONSOLE_BYTES};
 use crate::qmp::{Client, EventKind, Events, EventsError, QmpError};
 use crate::stderr_log::StderrLog;
+use crate::text::printable;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use godwit_ownership::RunPermit;
@@ -63,7 +64,8 @@ impl RunState {
             "io-error" => RunState::IoError,
             "internal-error" => RunState::InternalError,
             "watchdog" => RunState::Watchdog,
-            other => RunState::Other(other.to_owned()),
+            // A hypervisor that its guest has taken over chooses it.
+            other => RunState::Other(printable(other)),
         }
     }
 }
@@ -434,6 +436,12 @@ mod tests {
                 }
             })
             .collect()
+    }
+
+    #[test]
+    fn a_state_that_a_hypervisor_invents_stays_on_its_line() {
+        let invented = super::RunState::from_name("lost\n<0>the host\0 is on fire");
+        assert_eq!(invented.to_string(), "lost <0>the host  is on fire");
     }
 
     /// Two places that send it would be one too many: a guest that runs without a permit is a guest that runs twice. A

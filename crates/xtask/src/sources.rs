@@ -1,4 +1,4 @@
-//! What the sources themselves promise: an opening `//!`, bounded sizes, doc comments worth their lines, no banned calls,
+//! What the sources themselves promise: an opening `//!`, bounded sizes, doc comments worth their lines, no banned calls, log lines in words,
 //! unsafe only where it is named, no ignored tests, and nothing that only one machine has.
 
 use std::path::{Path, PathBuf};

@@ -135,7 +135,7 @@ fn beginning(console: &ConsoleText) -> Option<String> {
     Some(match (since, &console.came_from) {
         (None, _) => format!("console on host {host}"),
         (Some(since), None) => {
-            format!("console on host {host} since {since}, when the VM was started")
+            format!("console on host {host} since {since}")
         }
         (Some(since), Some(from)) => format!(
             "console on host {host} since {since} (the VM came from host {from}; what it wrote there is not carried along)"
@@ -396,7 +396,7 @@ mod tests {
         console.since_unix_s = Some(1_790_000_000);
         let booted = beginning(&console).unwrap();
         assert!(
-            booted.ends_with("since 2026-09-21 14:13:20 UTC, when the VM was started"),
+            booted.ends_with("since 2026-09-21 14:13:20 UTC"),
             "{booted}"
         );
         console.came_from = HostName::new("a").ok();
