@@ -25,9 +25,9 @@ impl Agent {
         let confirm_fenced = request.confirm_fenced;
         if run_here {
             // A controller has had that host say no, or has found it silent.
-            let by_person = *caller != Peer::Controller;
-            let unasked = confirm_fenced.as_ref().filter(|_| by_person);
-            self.must_not_be_known_better(name, unasked).await?;
+            let has_its_no = *caller == Peer::Controller;
+            let off = confirm_fenced.as_ref();
+            self.must_not_be_known_better(name, off, has_its_no).await?;
         }
         let resolve = VmRequest::Resolve {
             run_here,
@@ -41,7 +41,8 @@ impl Agent {
     async fn must_not_be_known_better(
         self: &Arc<Self>,
         name: &VmName,
-        unasked: Option<&HostName>,
+        off: Option<&HostName>,
+        has_its_no: bool,
     ) -> Reply<()> {
         let held = self.records.read(name)?.held;
         let mut asking = self.site.with(|site| site.asking_about(name, held));
@@ -57,7 +58,7 @@ impl Agent {
                 Ok((None, Whom::Host(_))) | Err(_) => {}
             }
         }
-        match asking.refuses_word(name, unasked) {
+        match asking.refuses_word(name, off, has_its_no) {
             Some(why) => Err(ApiError::new(
                 ErrorCode::WrongState,
                 format!("VM {name} does not run on here by a person's word: {why}"),

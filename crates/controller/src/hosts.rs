@@ -101,6 +101,7 @@ pub async fn join(app: &Arc<App>, request: &JoinRequest) -> Outcome<JoinResponse
             ),
         );
     }
+    app.until_started().await;
     must_be_newest(app)?;
     must_not_be_a_stranger(app, &request.name)?;
     must_not_be_waited_for(app, &request.name)?;
@@ -245,6 +246,7 @@ pub async fn top(app: &Arc<App>) -> Vec<HostTop> {
 
 /// Removes a host and revokes its certificate.
 pub async fn remove(app: &Arc<App>, host: &HostName, confirm_unreachable: bool) -> Outcome<Done> {
+    app.until_started().await;
     reconcile::refresh(app, host).await;
     let entry = app.host(host)?;
     must_not_be_moving(app, host, &entry)?;

@@ -11,7 +11,7 @@ use crate::survey::{claim_now, clear, refused};
 use crate::vms::{done, release, view};
 use godwit_rpc::AgentClient;
 use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest};
-use godwit_types::site::Claim;
+use godwit_types::site::{Claim, Standing};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeSet;
@@ -40,7 +40,8 @@ pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outc
         }
     }
     if !request.give_up {
-        let may = app.state().book.may_run_on(name, &request.run_on);
+        let off = request.confirm_fenced.as_ref();
+        let may = app.state().book.may_run_on(name, &request.run_on, off);
         may.map_err(refused)?;
     }
     let result = agent.resolve(name, request).await;
@@ -142,8 +143,10 @@ pub async fn keep(app: &App, name: &VmName, request: &KeepRequest) -> Outcome<Do
 
 /// The others are ended for it, so that it is asked anew: its record may have given way since the last poll.
 async fn must_hold_it_now(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
-    // Where the VM's row cannot be read nobody may be asked with a binding no: the last poll has to do.
-    if app.must_be_read(name).is_err() {
+    // Where the VM's row cannot be read nobody may be asked with a binding no, and of an older copy of a host no answer
+    // counts: the last poll has to do for what a person chooses.
+    let is_itself = app.state().book.standing(host) == Standing::Known;
+    if app.must_be_read(name).is_err() || !is_itself {
         return Ok(());
     }
     match claim_now(app, name, host).await? {

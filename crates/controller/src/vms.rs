@@ -345,6 +345,8 @@ pub async fn stop_at(app: &App, name: &VmName, host: &HostName, force: Force) ->
 async fn act_at(app: &App, name: &VmName, host: &HostName, action: Action) -> Outcome<Done> {
     let agent = app.connected_agent(host).map_err(way_out)?;
     if matches!(action, Action::Stop(_)) {
+        // It takes a word, which must not overtake one that an old copy of the database lacks.
+        app.until_started().await;
         app.state().book.order(name);
         // A stop is carried out also over a database that cannot be written.
         if let Err(error) = app.write().await {

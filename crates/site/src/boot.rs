@@ -367,10 +367,22 @@ impl HostSite {
 
     /// Somebody knows of a later holder, or of a later life of this one.
     fn against(&self, vm: &VmName, mine: Generation) -> Option<Judged> {
+        self.against_but_for(vm, mine, None)
+    }
+
+    /// The same, but for what host `gone` held by what others know of it.
+    fn against_but_for(
+        &self,
+        vm: &VmName,
+        mine: Generation,
+        gone: Option<&HostName>,
+    ) -> Option<Judged> {
+        let is_gone_ones = |row: &SiteVm| gone.is_some() && row.holder.as_ref() == gone;
         let told = self
             .answers
             .values()
-            .filter_map(|answer| Some((answer, answer.vms.get(vm)?)));
+            .filter_map(|answer| Some((answer, answer.vms.get(vm)?)))
+            .filter(|(_, row)| !is_gone_ones(row));
         for (answer, row) in told {
             let Some(why) = self.row_against(vm, mine, row) else {
                 continue;
@@ -381,7 +393,7 @@ impl HostSite {
                 false => Judged::Never(why),
             });
         }
-        let own = self.table.vms.get(vm);
+        let own = self.table.vms.get(vm).filter(|row| !is_gone_ones(row));
         if let Some(why) = own.and_then(|row| self.row_against(vm, mine, row)) {
             return Some(Judged::Never(why));
         }

@@ -169,7 +169,9 @@ impl Book {
                 news.push(News::NotItself { host, standing });
             }
         }
-        if book.row.fenced && !keeps_fence {
+        // By the fence another machine is the host, too: it stands until that one is noted.
+        let is_due = !is_starting || book.row.instance == *instance;
+        if book.row.fenced && !keeps_fence && is_due {
             let known = &book.row.instance.boot_id;
             let was_never_off = !known.is_empty() && *known == instance.boot_id;
             book.row.fenced = false;

@@ -9,8 +9,14 @@ use godwit_types::site::{Claim, Standing};
 use godwit_types::{Generation, HostName, VmName};
 
 impl Book {
-    /// Lets a host run a VM on that it gave away, or that it holds with a doubt, on a person's word about the other host.
-    pub fn may_run_on(&self, vm: &VmName, host: &HostName) -> Result<(), Refusal> {
+    /// Lets a host run a VM on that it gave away, or that it holds with a doubt, on a person's word that host `off` is powered
+    /// off. What that one did with the VM since is lost by the word, and is no reason against it once it counts as off.
+    pub fn may_run_on(
+        &self,
+        vm: &VmName,
+        host: &HostName,
+        off: Option<&HostName>,
+    ) -> Result<(), Refusal> {
         self.must_be_in_charge()?;
         if self.standing(host) != Standing::Known {
             return Err(Refusal::NotItself { host: host.clone() });
@@ -18,7 +24,8 @@ impl Book {
         let Some(waits_for) = self.said(host, vm).and_then(|said| waits_for(&said.claim)) else {
             return Ok(());
         };
-        match self.later_holder(vm, host, waits_for) {
+        let gone = off.filter(|off| self.is_fenced(off) || self.removed.contains(*off));
+        match self.later_holder(vm, host, waits_for, gone) {
             Some(newest) => Err(Refusal::Overtaken {
                 vm: vm.clone(),
                 host: host.clone(),
@@ -28,19 +35,26 @@ impl Book {
         }
     }
 
-    /// Who took the generation that was given, or a later one, as far as is known; without a name where the VM was
-    /// deleted or that host gave it up.
+    /// Who took the generation that was given, or a later one, as far as is known, but for the host that is gone; without a
+    /// name where the VM was deleted or that host gave it up.
     fn later_holder(
         &self,
         vm: &VmName,
         host: &HostName,
         given: Generation,
+        gone: Option<&HostName>,
     ) -> Option<Option<HostName>> {
         let entry = self.vms.get(vm)?;
-        if entry.deleted || entry.held >= given {
+        let was_gone_ones = match &entry.holder {
+            Some(holder) => gone == Some(holder),
+            // A host that is removed takes what it held with it.
+            None => gone.is_some_and(|gone| self.removed.contains(gone)),
+        };
+        if entry.deleted || entry.held >= given && !was_gone_ones {
             return Some(entry.holder.clone().filter(|holder| holder != host));
         }
-        let others = self.hosts.keys().filter(|other| *other != host);
+        let others = self.hosts.keys();
+        let others = others.filter(|other| *other != host && gone != Some(*other));
         let claims = others.filter_map(|other| Some((other, &self.said(other, vm)?.claim)));
         let mut later = claims.filter_map(|(other, claim)| match claim {
             Claim::Holds { generation, .. } if *generation >= given => Some(other),

@@ -120,7 +120,7 @@ fn a_persons_word_at_a_host_does_not_outweigh_what_others_know() {
     let heard = |answer: SiteAnswer| {
         let mut asking = asking.clone();
         asking.hear(answer);
-        asking.refuses_word(&web(), Some(&host("b")))
+        asking.refuses_word(&web(), Some(&host("b")), false)
     };
     let says = |of: &str, records: Vec<RecordSaid>| SiteAnswer {
         from: Some(host(of)),
@@ -132,26 +132,32 @@ fn a_persons_word_at_a_host_does_not_outweigh_what_others_know() {
         assert!(why.contains(words), "{why}");
     };
     // Nobody answers, or nobody knows better.
-    assert_eq!(asking.refuses_word(&web(), Some(&host("b"))), None);
+    assert_eq!(asking.refuses_word(&web(), Some(&host("b")), false), None);
     assert_eq!(heard(says("c", vec![held_under(2)])), None);
-    // The VM was started on host c since, or host b took it before somebody else heard that.
+    // The VM was started on host c since, as it says itself or another host knows.
     must_say(heard(says("c", vec![held_under(4)])), "host c holds it");
-    let taken = SiteVm {
-        holder: Some(host("b")),
-        held: Generation(4),
-        ..row(6)
-    };
-    let vms = BTreeMap::from([(web(), taken)]);
-    let knows = SiteAnswer {
-        vms,
+    let known = |holder: &str| SiteAnswer {
+        vms: BTreeMap::from([(
+            web(),
+            SiteVm {
+                holder: Some(host(holder)),
+                held: Generation(4),
+                ..row(6)
+            },
+        )]),
         ..says("c", vec![])
     };
-    must_say(heard(knows), "host b holds it");
+    must_say(heard(known("c")), "host c holds it");
+    // That the host which is off took it is what the person decides about.
+    assert_eq!(heard(known("b")), None);
     // What is said to be off answers.
     must_say(heard(says("b", vec![])), "not powered off");
     let mut by_controller = asking.clone();
     by_controller.hear(says("b", vec![]));
-    assert_eq!(by_controller.refuses_word(&web(), None), None);
+    assert_eq!(
+        by_controller.refuses_word(&web(), Some(&host("b")), true),
+        None
+    );
     // This machine is not the host any more.
     for standing in [
         Standing::Removed,

@@ -352,7 +352,7 @@ impl Site {
                 asking.hear(other.site.answer(&self.name_of(at), &question, records));
             }
         }
-        let refused = asking.refuses_word(&self.vms[vm], Some(off));
+        let refused = asking.refuses_word(&self.vms[vm], Some(off), false);
         if let Some(why) = &refused {
             self.coverage.refused_words += 1;
             self.note(|w| format!("{}: takes no person's word: {why}", w.label(at)));

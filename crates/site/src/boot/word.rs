@@ -19,9 +19,15 @@ impl HostSite {
         asking
     }
 
-    /// Why the VM does not run on here on a person's word that another host is powered off; nothing when nobody who answered
-    /// speaks against it. To be asked once all were heard out. `off` is that host, unless a controller has asked it itself.
-    pub fn refuses_word(&self, vm: &VmName, off: Option<&HostName>) -> Option<String> {
+    /// Why the VM does not run on here on a person's word that host `off` is powered off; nothing when nobody who answered
+    /// speaks against it. To be asked once all were heard out. What that host did with the VM is lost by the word, and is no
+    /// reason against it. A controller has asked it itself (`has_its_no`) before it carries the word.
+    pub fn refuses_word(
+        &self,
+        vm: &VmName,
+        off: Option<&HostName>,
+        has_its_no: bool,
+    ) -> Option<String> {
         if self.planted(Plant::WordUnheard) {
             return None;
         }
@@ -29,11 +35,14 @@ impl HostSite {
             return Some(why);
         }
         let held = self.wishes.get(vm).copied()?;
-        if let Some(Judged::Never(why) | Judged::Yield(why)) = self.against(vm, held) {
+        let answers = |off: &&HostName| self.answers.contains_key(&Answerer::Host((*off).clone()));
+        let gone = off.filter(|off| !answers(off));
+        let against = self.against_but_for(vm, held, gone);
+        if let Some(Judged::Never(why) | Judged::Yield(why)) = against {
             return Some(why);
         }
-        if let Some(off) = off
-            && self.answers.contains_key(&Answerer::Host(off.clone()))
+        if let Some(off) = off.filter(answers)
+            && !has_its_no
         {
             return Some(format!(
                 "host {off} answers, so that it is not powered off: what is in doubt ends by itself when the VM's processes on both hosts reach each other; power {off} off first to decide otherwise"

@@ -384,7 +384,10 @@ fn a_persons_word_lets_no_older_copy_run_on_that_the_controller_knows_to_be_over
     let (mut book, held) = web_on_a();
     let gave = || vec![said("web", held + 1, restored::gave_to(held + 1, "b"))];
     hear(&mut book, "a", gave());
-    assert_eq!(book.may_run_on(&vm("web"), &host("a")), Ok(()));
+    assert_eq!(
+        book.may_run_on(&vm("web"), &host("a"), Some(&host("b"))),
+        Ok(())
+    );
     // Whoever took it and gave it on says that it does not hold it.
     let mut given_on = book.clone();
     let to_c = vec![said("web", held + 2, restored::moved_to(held + 2, "c"))];
@@ -397,11 +400,21 @@ fn a_persons_word_lets_no_older_copy_run_on_that_the_controller_knows_to_be_over
         vec![said("web", held + 1, holds(held + 1))],
     );
     taken.lose(&host("b"));
-    for book in [given_on, taken] {
-        let refused = book.may_run_on(&vm("web"), &host("a"));
+    for book in [&given_on, &taken] {
+        let refused = book.may_run_on(&vm("web"), &host("a"), Some(&host("b")));
         assert!(
             matches!(refused, Err(Refusal::Overtaken { .. })),
             "{refused:?}"
+        );
+    }
+    // Once that host is off for good, or counts as off, its copy is lost by the person's word.
+    let (mut fenced, mut removed) = (taken.clone(), taken.clone());
+    fenced.fence(&host("b")).unwrap();
+    removed.remove(&host("b"), true).unwrap();
+    for book in [&fenced, &removed] {
+        assert_eq!(
+            book.may_run_on(&vm("web"), &host("a"), Some(&host("b"))),
+            Ok(())
         );
     }
     // What the host says comes from an older life of it.
@@ -411,7 +424,7 @@ fn a_persons_word_lets_no_older_copy_run_on_that_the_controller_knows_to_be_over
     };
     let ticket = book.ask();
     book.hear(&host("a"), ticket, answer);
-    let refused = book.may_run_on(&vm("web"), &host("a"));
+    let refused = book.may_run_on(&vm("web"), &host("a"), Some(&host("b")));
     assert!(
         matches!(refused, Err(Refusal::NotItself { .. })),
         "{refused:?}"

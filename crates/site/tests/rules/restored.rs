@@ -236,6 +236,36 @@ fn a_copy_is_found_whatever_was_heard_before_the_host_that_knows_a_later_word() 
     assert!(newest.stamp() > word && newest.entry(&vm("web")).is_some());
 }
 
+/// By the fence alone another machine is that host: it stands until that machine is noted.
+#[test]
+fn a_host_on_new_hardware_is_itself_though_it_answers_while_its_controller_starts() {
+    let word = Stamp {
+        epoch: 0,
+        number: 7,
+    };
+    let mut book = Book::new(word);
+    book.load_host(enrolled("a"), HostRow::default());
+    let row = HostRow {
+        fenced: true,
+        instance: life("old", 3),
+        ..HostRow::default()
+    };
+    book.load_host(enrolled("b"), row);
+    let answers = |book: &mut Book| {
+        let answer = Heard {
+            instance: life("new", 4),
+            ..heard("b", word, Vec::new())
+        };
+        let ticket = book.ask();
+        book.hear(&host("b"), ticket, answer);
+        (book.standing(&host("b")), book.is_fenced(&host("b")))
+    };
+    assert_eq!(answers(&mut book), (Standing::Known, true));
+    book.lose(&host("a"));
+    assert_eq!(answers(&mut book), (Standing::Known, false));
+    assert_eq!(answers(&mut book), (Standing::Known, false));
+}
+
 /// The lost controller permitted the move, and no host's table knows it yet; it goes on without a controller.
 #[test]
 fn whoever_receives_a_vm_when_a_restored_controller_reads_him_may_come_to_hold_it() {
