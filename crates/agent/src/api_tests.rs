@@ -331,7 +331,7 @@ async fn commands_in_a_protocol_without_a_common_version_change_nothing() {
         answer
     };
     for header in ["7-8", "0-0", "x"] {
-        let refused = ask("POST", "/v1/vms/web/stop", header).await;
+        let refused = ask("POST", "/v1/vms/web/reset", header).await;
         assert!(
             refused.contains("\"incompatible\"") && refused.contains("speaks protocol 1"),
             "{refused}"
@@ -339,7 +339,7 @@ async fn commands_in_a_protocol_without_a_common_version_change_nothing() {
         let read = ask("GET", "/v1/host", header).await;
         assert!(read.starts_with("HTTP/1.1 200"), "{read}");
     }
-    let known = ask("POST", "/v1/vms/web/start", "1-9").await;
+    let known = ask("POST", "/v1/vms/web/reset", "1-9").await;
     assert!(known.contains("unknown-vm"), "{known}");
 }
 
