@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail, ensure};
 use godwit_testkit::guest::checker::{self, Checked};
 use godwit_testkit::guest::counter::{COUNTER_OFFSET, PAGE_BYTES};
 use godwit_types::host_api::{HostVm, VmRequest};
-use godwit_types::migration::{MigrationReport, Outcome};
+use godwit_types::migration::{GIVEN_UP_WITHIN, MigrationReport, Outcome};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, MigrationId};
 use std::fs::File;
@@ -19,8 +19,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Longest time until everything is settled; a lost source is given up after 75 s, which no case waits for.
-const SETTLE: Duration = Duration::from_secs(40);
+/// Longest time in which two hosts come to rest. No agent carries a last word here: a source whose destination was gone
+/// before it made a link waits for that link as long as any host does.
+const SETTLE: Duration = GIVEN_UP_WITHIN.saturating_add(Duration::from_secs(30));
 /// How long it must stay settled.
 const STANDS: Duration = Duration::from_millis(150);
 /// How long counters are watched; the slowest guest steps a page each few milliseconds.
