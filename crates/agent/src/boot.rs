@@ -27,7 +27,7 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{Notify, Semaphore, watch};
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinSet};
 
 /// Most guests that are booted at a time.
 pub(crate) const AT_ONCE: usize = 4;
@@ -255,12 +255,9 @@ impl Agent {
         // What was answered an earlier time does not count.
         self.site.with(HostSite::forget_answers);
         while let Some(answer) = answers.join_next().await {
-            match answer {
-                Ok((Some(answer), _)) => self.site.with(|site| site.hear(answer)),
-                Ok((None, Whom::Controller)) => self.site.with(HostSite::no_controller),
-                Ok((None, Whom::Host(_))) | Err(_) => continue,
+            if self.site.with(|site| hear(site, answer)) {
+                self.settle();
             }
-            self.settle();
         }
         self.site.with(HostSite::round_is_over);
         self.settle();
@@ -392,6 +389,19 @@ impl Agent {
             tracing::error!(vm = %name, %error, "cannot note that the VM was started in this boot");
         }
     }
+}
+
+/// Takes in what has come of one question; says whether that tells anything.
+pub(crate) fn hear(
+    site: &mut HostSite,
+    answered: Result<(Option<SiteAnswer>, Whom), JoinError>,
+) -> bool {
+    match answered {
+        Ok((Some(answer), _)) => site.hear(answer),
+        Ok((None, Whom::Controller)) => site.no_controller(),
+        Ok((None, Whom::Host(_))) | Err(_) => return false,
+    }
+    true
 }
 
 /// Whether an answer speaks for the one who was asked: no host speaks for the controller or for another host.

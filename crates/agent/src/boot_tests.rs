@@ -2,36 +2,21 @@
 
 use super::*;
 use crate::api::tests::{Served, host_name};
-use crate::test_support::{BOOT_FAILS, BOOT_WAITS, BOOTED, REVIVES, TestHost, vm};
+use crate::test_support::{
+    BOOT_FAILS, BOOT_WAITS, BOOTED, REVIVES, TestHost, holds_web, neighbour, vm,
+};
 use godwit_ownership::{Phase, Power};
 use godwit_rpc::Authority;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::revocations::made_before;
-use godwit_types::site::{Claim, RecordSaid, SiteTable, SiteVm, Stamp, Standing};
+use godwit_types::site::{SiteTable, SiteVm, Stamp, Standing};
 use godwit_types::vm::VmState;
 use godwit_types::{Generation, HostName};
 use std::collections::BTreeSet;
 
-fn neighbour(name: &str) -> SiteHost {
-    SiteHost {
-        name: host_name(name),
-        address: "127.0.0.1:9".parse().unwrap(),
-        serial: "1".into(),
-        counter: 1,
-        machine_id: String::new(),
-    }
-}
-
 /// A host that knows another one, `b`.
 fn of_two() -> TestHost {
-    let host = TestHost::new();
-    let table = SiteTable {
-        hosts: vec![neighbour("a"), neighbour("b")],
-        had_second: true,
-        ..SiteTable::default()
-    };
-    godwit_store::save_json(&host.config.state_dir.join("site.json"), &table).unwrap();
-    host
+    TestHost::new().beside(&["b"])
 }
 
 fn said_by(from: Option<&str>) -> SiteAnswer {
@@ -56,16 +41,7 @@ fn the_holder_answers_last() -> Asker {
             match whom {
                 Whom::Host(host) if host.name == host_name("c") => {
                     tokio::time::sleep(Duration::from_millis(200)).await;
-                    let holds = RecordSaid {
-                        vm: vm("web"),
-                        highest: Generation(9),
-                        claim: Claim::Holds {
-                            generation: Generation(9),
-                            on: true,
-                        },
-                        may_live: true,
-                    };
-                    let records = vec![holds];
+                    let records = vec![holds_web(9)];
                     let said = said_by(Some("c"));
                     Ok(SiteAnswer { records, ..said })
                 }
@@ -78,13 +54,7 @@ fn the_holder_answers_last() -> Asker {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_holder_that_answers_last_keeps_the_vm_from_booting() {
-    let host = TestHost::new();
-    let table = SiteTable {
-        hosts: ["a", "b", "c"].map(neighbour).to_vec(),
-        had_second: true,
-        ..SiteTable::default()
-    };
-    godwit_store::save_json(&host.config.state_dir.join("site.json"), &table).unwrap();
+    let host = TestHost::new().beside(&["b", "c"]);
     host.crash("web", false);
     let served = served(host, the_holder_answers_last(), false).await;
     served.agent.boot_round().await;

@@ -136,7 +136,7 @@ impl Agent {
             return Ok(held);
         }
         let state = self.state_of(vm).await?;
-        if !matches!(state, VmState::Stopped | VmState::Crashed) {
+        if !state.is_off() {
             let name = &vm.config().vm;
             let message = format!(
                 "VM '{name}' is {state} on host '{}': stop it first",

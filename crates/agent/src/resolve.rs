@@ -4,7 +4,7 @@
 //! asked, and against what crate `site` finds in the answers.
 
 use crate::agent::{Agent, Reply};
-use crate::boot::Whom;
+use crate::boot;
 use godwit_rpc::Peer;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{HostResolve, VmRequest};
@@ -52,11 +52,7 @@ impl Agent {
         };
         let mut answers = self.ask_all(&question, hosts);
         while let Some(answer) = answers.join_next().await {
-            match answer {
-                Ok((Some(answer), _)) => asking.hear(answer),
-                Ok((None, Whom::Controller)) => asking.no_controller(),
-                Ok((None, Whom::Host(_))) | Err(_) => {}
-            }
+            boot::hear(&mut asking, answer);
         }
         match asking.refuses_word(name, off, has_its_no) {
             Some(why) => Err(ApiError::new(

@@ -2,30 +2,17 @@
 
 use super::*;
 use crate::api::tests::{Served, host_name};
-use crate::boot::Asker;
-use crate::test_support::{HEARD, TestHost, vm};
+use crate::boot::{Asker, Whom};
+use crate::test_support::{HEARD, TestHost, holds_web, vm};
 use godwit_ownership::Phase;
 use godwit_types::control_api::ResolveRequest;
-use godwit_types::site::{Claim, RecordSaid, SiteAnswer, SiteTable, Stamp, Standing};
+use godwit_types::site::{SiteAnswer, Stamp, Standing};
 use godwit_types::{Generation, MigrationId};
 use std::path::PathBuf;
 
 /// Host a of three, which gave its VM to host b under generation 2.
 fn in_doubt() -> TestHost {
-    let host = TestHost::new();
-    let hosts = ["a", "b", "c"].map(|name| SiteHost {
-        name: host_name(name),
-        address: "127.0.0.1:9".parse().unwrap(),
-        serial: "1".into(),
-        counter: 1,
-        machine_id: String::new(),
-    });
-    let table = SiteTable {
-        hosts: hosts.to_vec(),
-        had_second: true,
-        ..SiteTable::default()
-    };
-    godwit_store::save_json(&host.config.state_dir.join("site.json"), &table).unwrap();
+    let host = TestHost::new().beside(&["b", "c"]);
     host.hold("web", godwit_ownership::Power::On);
     let gave = Phase::Gave {
         generation: Generation(2),
@@ -75,17 +62,8 @@ fn c_says() -> SiteAnswer {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_persons_word_runs_no_vm_on_that_another_host_holds_since_or_at_a_removed_host() {
-    let holds = RecordSaid {
-        vm: vm("web"),
-        highest: Generation(9),
-        claim: Claim::Holds {
-            generation: Generation(9),
-            on: true,
-        },
-        may_live: true,
-    };
     let holder = SiteAnswer {
-        records: vec![holds],
+        records: vec![holds_web(9)],
         ..c_says()
     };
     let removed = SiteAnswer {

@@ -13,9 +13,9 @@ use godwit_types::host_api::{
     CloseState, CloseStep, ClosingVm, HostVm, OutboxMessage, SOCKET_FILE, SPEC_FILE, VmAnswer,
     VmProcessConfig, VmRequest, VmStatus,
 };
-use godwit_types::site::{Claim, RecordAnswer};
+use godwit_types::site::{Claim, RecordAnswer, RecordSaid, SiteHost, SiteTable};
 use godwit_types::vm::{VmSpec, VmState};
-use godwit_types::{ApiError, ErrorCode, Generation, VmName};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
 use serde_json::{Map, Value};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -138,6 +138,18 @@ impl TestHost {
         self
     }
 
+    /// This host, `a`, is told of by its table beside these.
+    pub fn beside(self, others: &[&str]) -> Self {
+        let names = ["a"].iter().chain(others);
+        let table = SiteTable {
+            hosts: names.map(|name| neighbour(name)).collect(),
+            had_second: true,
+            ..SiteTable::default()
+        };
+        save_json(&self.config.state_dir.join("site.json"), &table).unwrap();
+        self
+    }
+
     /// A VM that should run and whose QEMU died, in this boot of the host if `in_this_boot`.
     pub fn crash(&self, name: &str, in_this_boot: bool) {
         self.hold(name, Power::On);
@@ -168,6 +180,29 @@ impl TestHost {
             ..HostRecord::absent(vm(name))
         };
         store.persist(&record).unwrap();
+    }
+}
+
+pub fn neighbour(name: &str) -> SiteHost {
+    SiteHost {
+        name: HostName::new(name).unwrap(),
+        address: "127.0.0.1:9".parse().unwrap(),
+        serial: "1".into(),
+        counter: 1,
+        machine_id: String::new(),
+    }
+}
+
+/// The record of a host that holds VM `web` under this generation.
+pub fn holds_web(generation: u64) -> RecordSaid {
+    RecordSaid {
+        vm: vm("web"),
+        highest: Generation(generation),
+        claim: Claim::Holds {
+            generation: Generation(generation),
+            on: true,
+        },
+        may_live: true,
     }
 }
 

@@ -7,7 +7,6 @@
 
 use crate::error::{Outcome, refuse};
 use crate::state::State;
-use godwit_types::vm::VmState;
 use godwit_types::vm::{mac_text, parse_mac};
 use godwit_types::{ErrorCode, VmName, VmSpec};
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,7 +26,7 @@ pub fn allot(spec: VmSpec, state: &State) -> Outcome<VmSpec> {
 pub fn must_be_alone(spec: &VmSpec, state: &State) -> Outcome<()> {
     let hosts = state.hosts.iter();
     let all = hosts.flat_map(|(host, entry)| entry.vms.values().map(move |vm| (host, vm)));
-    let mut others = all.filter(|(_, vm)| vm.spec.name != spec.name && is_on(vm.state));
+    let mut others = all.filter(|(_, vm)| vm.spec.name != spec.name && !vm.state.is_off());
     let own: BTreeSet<Mac> = macs(spec).collect();
     let clash = others.find_map(|(host, vm)| {
         let mac = macs(&vm.spec).find(|mac| own.contains(mac))?;
@@ -46,15 +45,11 @@ pub fn must_be_alone(spec: &VmSpec, state: &State) -> Outcome<()> {
     }
 }
 
-fn is_on(state: VmState) -> bool {
-    !matches!(state, VmState::Stopped | VmState::Crashed)
-}
-
 /// Descriptions of all VMs: those here, and of those that hosts have what is not here, or is on with it.
 fn known(state: &State) -> Vec<&VmSpec> {
     let hosts = state.hosts.values();
     let told = hosts.flat_map(|host| host.vms.values());
-    let told = told.filter(|vm| is_on(vm.state) || !state.vms.contains_key(&vm.spec.name));
+    let told = told.filter(|vm| !vm.state.is_off() || !state.vms.contains_key(&vm.spec.name));
     let here = state.vms.values().map(|vm| &vm.spec);
     here.chain(told.map(|vm| &vm.spec)).collect()
 }
@@ -130,6 +125,7 @@ mod tests {
     use crate::state::HostEntry;
     use godwit_types::host_api::HostVm;
     use godwit_types::site::Claim;
+    use godwit_types::vm::VmState;
     use godwit_types::{Generation, HostName};
 
     /// A VM with one card for each text; an empty one leaves the address out.

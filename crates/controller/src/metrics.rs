@@ -277,13 +277,7 @@ fn under_way(page: &mut Page, live: &[MigrationReport]) {
 fn ended(page: &mut Page, sums: &[Sums]) {
     let mut of_each = |name, help, value: &dyn Fn(&Sums) -> f64| {
         let samples = OUTCOMES.iter().zip(sums).map(|(outcome, sums)| {
-            let outcome = match outcome {
-                Outcome::Completed => "completed",
-                Outcome::Cancelled => "cancelled",
-                Outcome::Failed => "failed",
-                Outcome::InDoubt => "in-doubt",
-            };
-            sample(&[("outcome", outcome)], value(sums))
+            Sample::new(vec![("outcome", outcome.to_string())], value(sums))
         });
         page.family(name, Kind::Counter, help, samples);
     };

@@ -12,7 +12,6 @@ use godwit_rpc::{AgentClient, Client, ClientError, Role};
 use godwit_site::Refusal;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::HostVm;
-use godwit_types::vm::VmState;
 use godwit_types::{HostName, VmName};
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -80,8 +79,7 @@ async fn ask(app: &App, host: &HostName, address: SocketAddr) -> Result<Vec<Host
 }
 
 fn heard(app: &App, host: &HostName, vms: &[HostVm]) {
-    let lives =
-        |vm: &&HostVm| vm.holds() && !matches!(vm.state, VmState::Stopped | VmState::Crashed);
+    let lives = |vm: &&HostVm| vm.holds() && !vm.state.is_off();
     let running: BTreeSet<VmName> = vms
         .iter()
         .filter(lives)

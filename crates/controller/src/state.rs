@@ -511,10 +511,7 @@ impl State {
 
     /// VMs that a host says it runs and that are not in the inventory.
     pub fn undescribed_on<'a>(&'a self, host: &'a HostEntry) -> impl Iterator<Item = &'a VmName> {
-        let runs = |vm: &HostVm| {
-            let is_down = matches!(vm.state, VmState::Stopped | VmState::Crashed);
-            vm.state == VmState::Unreachable || vm.holds() && !is_down
-        };
+        let runs = |vm: &HostVm| vm.state == VmState::Unreachable || vm.holds() && is_on(vm);
         let vms = host.vms.iter().filter(move |(_, vm)| runs(vm));
         vms.map(|(name, _)| name)
             .filter(|name| !self.vms.contains_key(*name))
@@ -544,13 +541,13 @@ fn said(vm: &HostVm) -> RecordSaid {
         vm: vm.spec.name.clone(),
         highest: vm.generation,
         claim: vm.claim.clone(),
-        may_live: !matches!(vm.state, VmState::Stopped | VmState::Crashed),
+        may_live: is_on(vm),
     }
 }
 
 /// Whether there is a guest.
 fn is_on(vm: &HostVm) -> bool {
-    !matches!(vm.state, VmState::Stopped | VmState::Crashed)
+    !vm.state.is_off()
 }
 
 /// The generation for which a host waits: no more than it has seen, and no more than its claim says.

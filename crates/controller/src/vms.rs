@@ -307,7 +307,7 @@ pub fn is_off_at(app: &App, name: &VmName, host: &HostName) -> bool {
     let state = app.state();
     let place = state.place(name).filter(|place| place.host == *host);
     let vm = place.and_then(|place| place.vm);
-    vm.is_some_and(|vm| matches!(vm.state, VmState::Stopped | VmState::Crashed))
+    vm.is_some_and(|vm| vm.state.is_off())
 }
 
 /// What a person may ask of a guest that is on.

@@ -321,8 +321,9 @@ impl HostSite {
         let controller = self.answers.get(&Answerer::Controller);
         let vouched =
             controller.is_some_and(|said| said.in_charge && said.standing == Standing::Known);
-        let own = self.table.hosts.iter().find(|host| host.name == self.me);
-        let moved = own.is_some_and(|own| self.is_another_machine(own, &self.instance));
+        let moved = self
+            .knows(&self.me)
+            .is_some_and(|own| self.is_another_machine(own, &self.instance));
         match self.standing {
             Standing::Known if moved && !vouched && !self.alone => Standing::SecondInstance,
             Standing::SecondInstance if self.alone && controller.is_none() => Standing::Known,
@@ -397,18 +398,25 @@ impl HostSite {
         if let Some(why) = own.and_then(|row| self.row_against(vm, mine, row)) {
             return Some(Judged::Never(why));
         }
-        let records = self.answers.iter().filter_map(|(from, answer)| match from {
-            Answerer::Host(host) => Some((host, answer.records.iter())),
+        let mut records = self.records_of(vm);
+        let why = records.find_map(|(host, record)| self.record_against(mine, host, record));
+        why.map(Judged::Never)
+    }
+
+    /// What hosts answered that their records say of a VM.
+    fn records_of<'a>(
+        &'a self,
+        vm: &'a VmName,
+    ) -> impl Iterator<Item = (&'a HostName, &'a RecordSaid)> {
+        let hosts = self.answers.iter().filter_map(|(from, answer)| match from {
+            Answerer::Host(host) => Some((host, answer)),
             Answerer::Controller => None,
         });
-        for (host, records) in records {
-            for record in records.filter(|record| record.vm == *vm) {
-                if let Some(why) = self.record_against(mine, host, record) {
-                    return Some(Judged::Never(why));
-                }
-            }
-        }
-        None
+        let records = hosts.flat_map(|(host, answer)| {
+            let records = answer.records.iter();
+            records.map(move |record| (host, record))
+        });
+        records.filter(move |(_, record)| record.vm == *vm)
     }
 
     fn row_against(&self, vm: &VmName, mine: Generation, row: &SiteVm) -> Option<String> {
@@ -471,24 +479,16 @@ impl HostSite {
     /// A host that is ready to take the VM from here under a later generation may have been given it since by a message
     /// that is under way. It asks this host, and gives up if this one did not give the VM; an old copy cannot tell.
     fn owes_a_word(&self, vm: &VmName, mine: Generation) -> Option<String> {
-        let records = self.answers.iter().filter_map(|(from, answer)| match from {
-            Answerer::Host(host) => Some((host, answer.records.iter())),
-            Answerer::Controller => None,
-        });
-        for (host, records) in records {
-            for record in records.filter(|record| record.vm == *vm) {
-                if let Claim::Promised { generation, from } = &record.claim
-                    && *generation > mine
-                    && *from == self.me
-                {
-                    return Some(format!(
-                        "host {host} waits for the word of host {me} on a handover of the VM under generation {generation}: that ends by itself; if it does not, the record here is an older copy, and 'godwit vm show {vm}' says how to decide",
-                        me = self.me
-                    ));
-                }
+        let mut records = self.records_of(vm);
+        records.find_map(|(host, record)| match &record.claim {
+            Claim::Promised { generation, from } if *generation > mine && *from == self.me => {
+                Some(format!(
+                    "host {host} waits for the word of host {me} on a handover of the VM under generation {generation}: that ends by itself; if it does not, the record here is an older copy, and 'godwit vm show {vm}' says how to decide",
+                    me = self.me
+                ))
             }
-        }
-        None
+            _ => None,
+        })
     }
 
     /// A controller in charge knows all but what it cannot read; a host knows enough when its row of the VM is at least as

@@ -1,5 +1,8 @@
 //! What seeds of the site simulator have broken: each test is named after it.
 
+#[path = "common/records.rs"]
+mod records;
+
 use godwit_site::{Book, Entry, Heard, HostRow, HostSite, Judged, News, Surveyed};
 use godwit_types::site::{
     BootWish, Claim, Instance, RecordSaid, SiteAnswer, SiteHeard, SiteHost, SiteQuestion,
@@ -57,16 +60,7 @@ fn question(instance: Instance) -> SiteQuestion {
 }
 
 fn holds(generation: u64) -> RecordSaid {
-    let generation = Generation(generation);
-    RecordSaid {
-        vm: vm(),
-        highest: generation,
-        claim: Claim::Holds {
-            generation,
-            on: true,
-        },
-        may_live: true,
-    }
+    records::holds(vm(), generation)
 }
 
 /// A no of a host's first life.
@@ -213,19 +207,10 @@ fn a_handover_that_no_row_tells_of_yet_is_asked_of_its_other_host() {
     site.wish(vm(), Generation(2));
     site.hear(controller_says(row(2, &["a", "b"])));
     assert!(matches!(site.judge(&vm(), 0, false), Judged::Wait(_)));
-    let holds = RecordSaid {
-        vm: vm(),
-        highest: Generation(4),
-        claim: Claim::Holds {
-            generation: Generation(4),
-            on: true,
-        },
-        may_live: true,
-    };
     site.hear(SiteAnswer {
         from: Some(host("b")),
         in_charge: false,
-        records: vec![holds],
+        records: vec![holds(4)],
         ..controller_says(row(2, &["a", "b"]))
     });
     assert!(matches!(site.judge(&vm(), 0, false), Judged::Never(_)));

@@ -1,6 +1,8 @@
 //! Rules that no seed of the simulator judges: each fails once its fault is planted (GODWIT_PLANT, in a build that can plant).
 
 mod common;
+#[path = "common/records.rs"]
+mod records;
 
 use common::{enrolled, host};
 use godwit_site::plant::Plant;
@@ -101,18 +103,6 @@ fn a_host_hears_its_controller_out_before_its_neighbours_let_it_boot() {
     assert_eq!(site.judge(&web(), 0, false), Judged::Boot);
 }
 
-fn held_under(generation: u64) -> RecordSaid {
-    RecordSaid {
-        vm: web(),
-        highest: Generation(generation),
-        claim: Claim::Holds {
-            generation: Generation(generation),
-            on: true,
-        },
-        may_live: true,
-    }
-}
-
 /// Host a gave the VM that it held under generation 3 to host b under generation 4, and a person says that b is off.
 #[test]
 fn a_persons_word_at_a_host_does_not_outweigh_what_others_know() {
@@ -133,9 +123,12 @@ fn a_persons_word_at_a_host_does_not_outweigh_what_others_know() {
     };
     // Nobody answers, or nobody knows better.
     assert_eq!(asking.refuses_word(&web(), Some(&host("b")), false), None);
-    assert_eq!(heard(says("c", vec![held_under(2)])), None);
+    assert_eq!(heard(says("c", vec![records::holds(web(), 2)])), None);
     // The VM was started on host c since, as it says itself or another host knows.
-    must_say(heard(says("c", vec![held_under(4)])), "host c holds it");
+    must_say(
+        heard(says("c", vec![records::holds(web(), 4)])),
+        "host c holds it",
+    );
     let known = |holder: &str| SiteAnswer {
         vms: BTreeMap::from([(
             web(),
@@ -182,12 +175,12 @@ fn one_hosts_answer_boots_nothing_while_another_may_still_speak_against_it_or_ha
         records,
         ..SiteAnswer::default()
     };
-    let holds = held_under(5);
+    let newest = records::holds(web(), 5);
     site.no_controller();
     site.hear(says("b", vec![]));
     let judged = site.judge(&web(), 0, false);
     assert!(matches!(judged, Judged::Wait(_)), "{judged:?}");
-    site.hear(says("c", vec![holds]));
+    site.hear(says("c", vec![newest]));
     let is_refused = |site: &HostSite| matches!(site.judge(&web(), 9, false), Judged::Never(_));
     assert!(is_refused(&site));
     // In the next round host c is late, or dead.

@@ -1,6 +1,8 @@
 //! Answers that say too little: a row that cannot be read, a host that no inventory knows, a question that comes late.
 
 mod common;
+#[path = "common/records.rs"]
+mod records;
 
 use common::{enrolled, host};
 use godwit_site::{Book, Heard, HostRow, HostSite, Judged, Refusal, Row, Surveyed};
@@ -36,13 +38,8 @@ fn life(of: &str, counter: u64) -> Instance {
 
 fn holds(generation: u64, may_live: bool) -> RecordSaid {
     RecordSaid {
-        vm: web(),
-        highest: Generation(generation),
-        claim: Claim::Holds {
-            generation: Generation(generation),
-            on: true,
-        },
         may_live,
+        ..records::holds(web(), generation)
     }
 }
 

@@ -446,6 +446,13 @@ pub enum VmState {
     DamagedRecord,
 }
 
+impl VmState {
+    /// Whether no guest is there.
+    pub fn is_off(self) -> bool {
+        matches!(self, Self::Stopped | Self::Crashed)
+    }
+}
+
 impl fmt::Display for VmState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {

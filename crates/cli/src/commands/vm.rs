@@ -165,7 +165,7 @@ async fn renew(
 
 /// Renews one VM process after the other; one that cannot be is told and keeps none of the others from it.
 async fn renew_all(host: Option<&HostName>, global: &Global, output: &Output) -> CommandResult {
-    let is_on = |state: VmState| !matches!(state, VmState::Stopped | VmState::Crashed);
+    let is_on = |state: VmState| !state.is_off();
     let vms: Vec<VmName> = match reader(global).await? {
         Reader::Controller(client) => {
             let vms = client.vms().await.map_err(failure)?.into_iter();

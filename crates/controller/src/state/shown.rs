@@ -209,8 +209,7 @@ impl State {
             .clone()
             .unwrap_or_else(|| unheard_info(name, entry.address));
         let vms = self.vms_on(name);
-        let is_off =
-            |vm: &&VmName| matches!(self.vm_state(vm), VmState::Stopped | VmState::Crashed);
+        let is_off = |vm: &&VmName| self.vm_state(vm).is_off();
         Some(HostView {
             vms_off: vms.iter().filter(is_off).cloned().collect(),
             info: HostInfo {

@@ -65,6 +65,13 @@ async fn given_to_b(house: &House, a: &Agent) -> Generation {
     generation
 }
 
+/// Host b comes to hold VM web as well, under a later generation than host a; its copy is paused.
+async fn held_twice(house: &House, a: &Agent, b: &Agent) {
+    b.has("web", VmState::Running, a.generation("web").0 + 5, true);
+    house.until_vm("web", VmState::RunningTwice, "a").await;
+    b.until_called("paused web").await;
+}
+
 /// A person has VM web run on a, and says that b is off.
 fn run_on_a() -> ResolveRequest {
     ResolveRequest {
@@ -209,9 +216,7 @@ async fn of_two_holders_the_one_that_was_never_granted_is_paused_until_a_person_
 #[tokio::test]
 async fn a_paused_copy_that_a_person_keeps_runs_on() {
     let (house, a, b) = house().await;
-    b.has("web", VmState::Running, a.generation("web").0 + 5, true);
-    house.until_vm("web", VmState::RunningTwice, "a").await;
-    b.until_called("paused web").await;
+    held_twice(&house, &a, &b).await;
     house
         .client()
         .keep(&vm("web"), &KeepRequest { host: host("b") })

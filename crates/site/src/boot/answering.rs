@@ -40,11 +40,17 @@ impl HostSite {
         if self.table.removed.contains(asker) {
             return Standing::Removed;
         }
-        match self.knows(asker) {
+        let known = self.knows(asker);
+        known.map_or(Standing::Known, |host| self.standing_beside(host, instance))
+    }
+
+    /// What a life is beside the one that a table has.
+    fn standing_beside(&self, host: &SiteHost, instance: &Instance) -> Standing {
+        match instance.counter < host.counter {
             // Only the controller knows whether a person said that the first machine is off.
-            Some(host) if self.is_another_machine(host, instance) => Standing::SecondInstance,
-            Some(host) if instance.counter < host.counter => Standing::OldCopy,
-            _ => Standing::Known,
+            _ if self.is_another_machine(host, instance) => Standing::SecondInstance,
+            true => Standing::OldCopy,
+            false => Standing::Known,
         }
     }
 
@@ -61,13 +67,7 @@ impl HostSite {
         if let Some(what) = not_the_host(standing) {
             return Some(format!("what speaks for host '{from}' is {what}"));
         }
-        let meant = meant?;
-        let standing = match self.is_another_machine(meant, &self.instance) {
-            true => Standing::SecondInstance,
-            false if self.instance.counter < meant.counter => Standing::OldCopy,
-            false => Standing::Known,
-        };
-        let what = not_the_host(standing)?;
+        let what = not_the_host(self.standing_beside(meant?, &self.instance))?;
         Some(format!("what answers for host '{}' is {what}", self.me))
     }
 

@@ -198,17 +198,23 @@ fn a_copy_that_is_one_word_behind_is_found_though_every_agent_was_restarted_sinc
     assert!(book.is_restored());
 }
 
-/// What a controller learns while it starts are words of its own, which would hide the one that its copy lacks.
-#[test]
-fn a_copy_is_found_whatever_was_heard_before_the_host_that_knows_a_later_word() {
+/// A controller that was just started, with its last word; it has heard none of these hosts yet.
+fn started(hosts: &[&str]) -> (Book, Stamp) {
     let word = Stamp {
         epoch: 0,
         number: 7,
     };
     let mut book = Book::new(word);
-    for name in ["a", "b", "c"] {
+    for name in hosts {
         book.load_host(enrolled(name), HostRow::default());
     }
+    (book, word)
+}
+
+/// What a controller learns while it starts are words of its own, which would hide the one that its copy lacks.
+#[test]
+fn a_copy_is_found_whatever_was_heard_before_the_host_that_knows_a_later_word() {
+    let (mut book, word) = started(&["a", "b", "c"]);
     let records = vec![said("web", 1, holds(1)), said("db", 1, holds(1))];
     let answer = |of: &str, number| Heard {
         instance: life(of, 2),
@@ -223,10 +229,7 @@ fn a_copy_is_found_whatever_was_heard_before_the_host_that_knows_a_later_word() 
     assert_eq!(hear("b", 7), (word, false));
     assert!(hear("c", 8).1);
     // One that lacks nothing learns it all from the next answers.
-    let mut newest = Book::new(word);
-    for name in ["a", "b"] {
-        newest.load_host(enrolled(name), HostRow::default());
-    }
+    let (mut newest, _) = started(&["a", "b"]);
     let ticket = newest.ask();
     newest.hear(&host("a"), ticket, answer("a", 7));
     newest.lose(&host("b"));
@@ -239,12 +242,7 @@ fn a_copy_is_found_whatever_was_heard_before_the_host_that_knows_a_later_word() 
 /// By the fence alone another machine is that host: it stands until that machine is noted.
 #[test]
 fn a_host_on_new_hardware_is_itself_though_it_answers_while_its_controller_starts() {
-    let word = Stamp {
-        epoch: 0,
-        number: 7,
-    };
-    let mut book = Book::new(word);
-    book.load_host(enrolled("a"), HostRow::default());
+    let (mut book, word) = started(&["a"]);
     let row = HostRow {
         fenced: true,
         instance: life("old", 3),

@@ -94,7 +94,7 @@ impl Script {
 
     pub fn may_live(&self, name: &VmName) -> bool {
         let vm = self.vms.get(name);
-        vm.is_some_and(|vm| !matches!(vm.state, VmState::Stopped | VmState::Crashed))
+        vm.is_some_and(|vm| !vm.state.is_off())
     }
 
     pub fn said(&mut self) -> HostInfo {

@@ -1,6 +1,6 @@
 //! Moves and drains that are cancelled, refused, or wait for a host or an earlier handover.
 
-use super::{given_to_b, house, run_on_a};
+use super::{given_to_b, held_twice, house, run_on_a};
 use crate::scripted::{House, host, refused, to, vm};
 use godwit_types::control_api::{CancelRequest, HostState, KeepRequest};
 use godwit_types::drain::{DrainRequest, DrainState};
@@ -174,9 +174,7 @@ async fn a_persons_word_runs_no_copy_on_that_was_taken_and_given_on() {
 #[tokio::test]
 async fn no_copy_is_ended_for_one_that_is_held_no_more() {
     let (house, a, b) = house().await;
-    b.has("web", VmState::Running, a.generation("web").0 + 5, true);
-    house.until_vm("web", VmState::RunningTwice, "a").await;
-    b.until_called("paused web").await;
+    held_twice(&house, &a, &b).await;
     let go_on = b.hold("survey");
     let gives_way = async {
         b.until_called("survey web").await;
