@@ -5,7 +5,7 @@ use godwit_rpc::agent_client::Deadlines;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{AgentClient, Client, Identity, Role};
 use godwit_types::control_api::StartRequest;
-use godwit_types::site::{Alarm, Stamp, SurveyRequest};
+use godwit_types::site::{Alarm, SiteVm, Stamp, SurveyRequest};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, Generation};
 use std::path::{Path, PathBuf};
@@ -35,6 +35,20 @@ async fn until_told(agent: &Agent, hosts: usize) {
     tokio::time::timeout(DEADLINE, told)
         .await
         .expect("its table never came to that");
+}
+
+/// Waits until a host was told that another one holds a VM.
+async fn until_told_of(agent: &Agent, name: &str, holder: &str) {
+    let holder = Some(host(holder));
+    let told = async {
+        let knows = |row: &SiteVm| row.holder == holder;
+        while !agent.table().vms.get(&vm(name)).is_some_and(knows) {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(DEADLINE, told)
+        .await
+        .expect("it was never told of the holder");
 }
 
 /// A copy of the database as it is now.
@@ -174,7 +188,7 @@ async fn the_name_of_a_host_that_was_forgotten_is_not_given_to_another() {
     house.until_vm("web", VmState::Running, "a").await;
     house.client().stop(&vm("web"), &STOP).await.unwrap();
     house.client().start(&vm("web"), &on("c")).await.unwrap();
-    until_told(&a, 2).await;
+    until_told_of(&a, "web", "c").await;
     house.stop().await;
     c.cut().await;
     put_back(&house, &backup);
