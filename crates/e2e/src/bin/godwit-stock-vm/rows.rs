@@ -239,14 +239,18 @@ fn cancel(site: &Site) -> Result<String> {
     })
 }
 
-/// Moves a busy guest over a link that is slower than its writes; does something on its host once it is slowed.
+/// Moves a busy guest over a link of this share of its own writes, which depend on the machine that emulates; does
+/// something on its host once it is slowed.
 fn outrun(
     site: &Site,
-    bandwidth: u32,
+    share: f64,
     act: fn(&Host<Emulated>, &str) -> Result<String>,
 ) -> Result<String> {
     let busy = site.guest("busy");
     let (from, to) = busy.holder()?;
+    let writes = busy.writes(&to.name)?;
+    let mbit_per_s = writes * 1.048_576 * 8.0;
+    let bandwidth = (mbit_per_s * share).round().max(2.0);
     let group = format!("s=/sys/fs/cgroup{}", busy.group());
     busy.goes_on(|| {
         // Where everything takes long, a switchover of the usual length would be called off.
@@ -264,7 +268,7 @@ fn outrun(
         ensure!(holder.name == to.name, "it did not leave {}", from.name);
         let quota = quota.trim().replace('\n', ", ");
         Ok(format!(
-            "cpu.max {quota}{note}, report: {speed} % of its speed"
+            "{writes:.1} MiB/s of writes over {bandwidth} Mbit/s: cpu.max {quota}{note}, report: {speed} % of its speed"
         ))
     })
 }
@@ -273,12 +277,12 @@ fn slowed(site: &Site) -> Result<String> {
     describe(site, "busy", 128, "rest_us=300")?;
     site.a
         .ok("godwit vm create busy.toml && godwit vm start busy --on a")?;
-    outrun(site, 16, |_, _| Ok(String::new()))
+    outrun(site, 0.6, |_, _| Ok(String::new()))
 }
 
 /// A slower link, so that the guest is still slowed when systemd has read everything again.
 fn reload(site: &Site) -> Result<String> {
-    outrun(site, 8, |from, group| {
+    outrun(site, 0.4, |from, group| {
         let said = from.ok(&format!(
             "systemctl daemon-reload; {group}; cat $s/cgroup.controllers; cat $s/godwit-throttle-*/cpu.max | grep -v '^max'"
         ))?;

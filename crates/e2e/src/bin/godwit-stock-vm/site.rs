@@ -191,6 +191,17 @@ impl<'a> Guest<'a> {
         })
     }
 
+    /// How much memory it writes in a second, MiB, as a dry run of a move measures it.
+    pub fn writes(&self, to: &str) -> Result<f64> {
+        self.steps()?;
+        // A pause that is kept anywhere, so that nothing is warned of.
+        let dry = "--max-downtime 10000 --dry-run --json 2>/dev/null";
+        let command = format!("godwit vm migrate {} --to {to} {dry}", self.name);
+        let checked: Value = serde_json::from_str(&self.site.a.value(&command)?)?;
+        let rate = checked["prediction"]["dirty_mib_per_s"].as_f64();
+        rate.with_context(|| format!("no rate is foretold: {checked}"))
+    }
+
     /// Begins to move it with more arguments and gives the migration's id.
     pub fn begin_to_move(&self, to: &str, more: &str) -> Result<String> {
         let name = self.name;
