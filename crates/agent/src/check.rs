@@ -529,7 +529,16 @@ mod tests {
         std::fs::write(dir.path().join("proc/sys/kernel/osrelease"), "6.1.0-21\n").unwrap();
         let found = kernel(&System::under(dir.path()));
         assert_eq!(found.status, CheckStatus::Failed);
-        assert!(found.remedy.contains("6.7"));
+        assert!(found.remedy.contains("6.7") && !found.remedy.contains("backports"));
+        let release = "NAME=Debian\nVERSION_CODENAME=bookworm\n";
+        std::fs::create_dir_all(dir.path().join("etc")).unwrap();
+        std::fs::write(dir.path().join("etc/os-release"), release).unwrap();
+        let found = kernel(&System::under(dir.path()));
+        assert!(
+            found
+                .remedy
+                .contains("-t bookworm-backports linux-image-amd64")
+        );
     }
 
     #[test]
@@ -579,6 +588,7 @@ mod tests {
             certificate: Err("there is none".into()),
         });
         assert!(checks.len() >= 13);
+        assert_eq!(checks[0].name, "kernel", "without it no VM starts");
         for check in checks {
             let fine = matches!(check.status, CheckStatus::Ok | CheckStatus::Note)
                 || !check.remedy.is_empty()

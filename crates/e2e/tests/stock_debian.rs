@@ -236,6 +236,7 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
     let mut site = bring_up(images, target)?;
     way::install(&site.a)?;
     way::install(&site.b)?;
+    warns_of_an_old_kernel(&site.a)?;
     way::set_up([&site.a, &site.b])?;
     site.start_guests()?;
     site.has_scopes(&site.a)?;
@@ -243,6 +244,8 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
     tells_the_journal(&site.a)?;
     site.move_to(&site.b)?;
     site.goes_on(&site.b, "systemctl restart godwit-agent")?;
+    // Every process of the unit at once, as the kernel ends them where its memory is used up.
+    site.goes_on(&site.b, "systemctl kill --signal=KILL godwit-agent")?;
     site.a.ok("systemctl restart godwit-controller")?;
     site.a
         .until("the controller answers", "godwit vm list", |ran| {
@@ -262,6 +265,25 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
     site.goes_on(&site.a, &upgrade)?;
     purge(&site)?;
     power_off(&mut site)
+}
+
+/// The package recommends the kernel that VMs need, and says so where another one runs.
+fn warns_of_an_old_kernel(host: &Debian) -> Result<()> {
+    let recommends = host.value("dpkg-query -W -f '${Recommends}' godwit")?;
+    ensure!(
+        recommends.starts_with("linux-image-amd64 (>= 6.7)"),
+        "{recommends}"
+    );
+    let said = host.ok(
+        "mkdir /tmp/old && printf '#!/bin/sh\necho 6.1.0-50-amd64\n' >/tmp/old/uname && chmod +x /tmp/old/uname && PATH=/tmp/old:$PATH /var/lib/dpkg/info/godwit.postinst configure 2>&1",
+    )?;
+    for words in [
+        "runs Linux 6.1.0-50-amd64",
+        "apt install -t bookworm-backports",
+    ] {
+        ensure!(said.contains(words), "'{words}' is not in: {said}");
+    }
+    Ok(())
 }
 
 /// What the package brings beside the program is where its readers look for it.
