@@ -237,9 +237,20 @@ fn failed(process: &QemuProcess, source: QmpError, stderr: &StderrLog) -> Launch
     }
     let stderr = stderr.tail();
     if ended {
+        let stderr = with_advice(stderr);
         LaunchError::Ended { stderr }
     } else {
         LaunchError::Control { source, stderr }
+    }
+}
+
+/// On AMD machines KVM offers the guest a register that it then refuses, and QEMU aborts with the host's own CPU model.
+fn with_advice(words: String) -> String {
+    match words.contains("failed to set MSR 0x10a") {
+        true => format!(
+            "{words}; KVM on this host offers a CPU feature that it then refuses: set cpu = \"auto\", or leave the feature out, as in cpu = \"host,-arch-capabilities\""
+        ),
+        false => words,
     }
 }
 
@@ -468,6 +479,16 @@ mod tests {
         // SAFETY: a request that reads memory reads what `argument` points to, which the caller gives only for those.
         let result = unsafe { libc::ioctl(fd, request as libc::Ioctl, argument) };
         (result < 0).then(|| io::Error::last_os_error().raw_os_error().unwrap_or(0))
+    }
+
+    #[test]
+    fn a_register_that_kvm_refuses_names_the_cpu_to_set_instead() {
+        let log = StderrLog::create().unwrap();
+        let said = b"qemu-system-x86_64: error: failed to set MSR 0x10a to 0xa000000 ";
+        io::Write::write_all(&mut log.writer().unwrap(), said).unwrap();
+        let text = with_advice(log.tail());
+        assert!(text.contains("0x10a") && text.contains("cpu = \"host,-arch-capabilities\""));
+        assert_eq!(with_advice("out of memory".into()), "out of memory");
     }
 
     #[test]
