@@ -429,6 +429,7 @@ fn footer(page: &mut Page, report: &Report) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::Iteration;
 
     #[test]
     fn a_page_stands_alone_and_shows_no_foreign_markup() {
@@ -452,6 +453,30 @@ mod tests {
     fn an_empty_report_is_still_a_page() {
         let html = page(&Report::default());
         assert!(html.contains("0 of 0") && html.ends_with("</html>\n"));
+    }
+
+    #[test]
+    fn a_move_tells_what_limited_it_and_what_the_machine_gave() {
+        let pass = |seconds, limited_by: &str| Iteration {
+            seconds,
+            limited_by: limited_by.into(),
+            ..Iteration::default()
+        };
+        let migration = Migration {
+            iterations: vec![pass(2.5, "destination-cpu"), pass(0.2, "link")],
+            ..Migration::default()
+        };
+        let mut report = Report {
+            migrations: vec![migration],
+            ..Report::default()
+        };
+        report.made.first_touch_gb_per_s = Some(0.3);
+        let html = page(&report);
+        let longest = "Its longest pass took 2.50 s, limited by <b>destination cpu</b>";
+        assert!(html.contains(longest), "{html}");
+        assert!(html.contains("at 0.30 GB/s before the run, which is slow"));
+        report.made.first_touch_gb_per_s = Some(11.0);
+        assert!(!page(&report).contains("which is slow"));
     }
 
     #[test]
