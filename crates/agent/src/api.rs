@@ -27,7 +27,8 @@ use godwit_types::host_api::{
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
 use godwit_types::site::{
-    SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest, WholeSurvey,
+    GiftOvertaken, SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest,
+    WholeSurvey,
 };
 use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
 use std::sync::Arc;
@@ -72,6 +73,7 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::LINK_SEND, post(link_send))
         .route(path::LOAD, get(load))
         .route(path::SURVEY, post(survey))
+        .route(path::GIFT_OVERTAKEN, post(gift_overtaken))
         .route(path::SITE, put(site_update))
         .route(path::SITE_ASK, post(site_ask))
         .route(path::SITE_SURVEY, post(site_survey))
@@ -234,6 +236,8 @@ handlers! {
     load(agent) -> HostLoad = Ok(agent.load().await);
     survey(agent, path name: VmName, body request: SurveyRequest) -> SurveyAnswer
         = agent.survey(&name, request).await;
+    gift_overtaken(agent, path name: VmName, body overtaken: GiftOvertaken) -> Done
+        = agent.gift_overtaken(&name, overtaken).await;
     site_update(agent, body update: SiteUpdate) -> SiteHeard = agent.site_update(update).await;
     site_survey(agent, body _empty: Empty) -> WholeSurvey = agent.site_survey().await;
     close(agent, body request: CloseRequest) -> HostClosing = agent.close(request.at_shutdown).await;

@@ -130,3 +130,20 @@ async fn giving_up_asks_nobody() {
     assert_eq!(said.unwrap().message, "runs on");
     served.end("web");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_controller_alone_tells_a_host_that_its_gift_is_overtaken() {
+    let served = served(None).await;
+    let overtaken = GiftOvertaken {
+        by: Generation(9),
+        with_guest: false,
+    };
+    let refused = served.local().gift_overtaken(&vm("web"), &overtaken).await;
+    assert_eq!(refused.unwrap_err().code(), ErrorCode::NotAllowed);
+    let told = served
+        .controller()
+        .gift_overtaken(&vm("web"), &overtaken)
+        .await;
+    assert!(told.unwrap().message.contains("given up"));
+    served.end("web");
+}

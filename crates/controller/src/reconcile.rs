@@ -7,6 +7,7 @@ use crate::app::App;
 use crate::bounds::{self, NotTaken};
 use crate::error::ControllerError;
 use crate::moving::Why;
+use crate::resolve;
 use crate::state::{Change, HostEntry, Observed};
 use crate::survey;
 use crate::takeover;
@@ -20,11 +21,16 @@ use godwit_types::text::{SENTENCE_LEN_MAX, cut};
 use godwit_types::version::stranger;
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, HostName, VmName};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// How many grants that no host got are settled with one poll of a host.
 const SETTLED_AT_ONCE: usize = 16;
+/// How many overtaken gifts a host is told to give up with one poll of it, each of which may take a request's time.
+const OVERTAKEN_AT_ONCE: usize = 4;
+/// When a host that kept one is told again.
+const OVERTAKEN_AGAIN: Duration = Duration::from_secs(60);
 
 /// Asks a host until it is removed or the controller stops.
 pub fn spawn(app: Arc<App>, host: HostName) {
@@ -47,6 +53,8 @@ struct Told {
     revoked: Option<u64>,
     /// Which hosts are gone for good.
     removed: BTreeSet<HostName>,
+    /// The VMs of which it kept an overtaken gift, with the time of the next try.
+    kept: BTreeMap<VmName, Instant>,
 }
 
 /// Asks once. False when the host is no more.
@@ -65,6 +73,7 @@ async fn poll(app: &Arc<App>, host: &HostName, told: &mut Told) -> bool {
         tell_removed(app, host, &mut told.removed).await;
         pause_copies(app, host).await;
         settle_undelivered(app, host).await;
+        settle_overtaken(app, host, &mut told.kept).await;
     }
     // A host that was removed and joined again has a task of its own.
     app.of_host(host, |entry| entry.serial == serial)
@@ -427,6 +436,28 @@ async fn settle_undelivered(app: &App, host: &HostName) {
             }
         }
         app.tell_vm(&vm);
+    }
+}
+
+/// A VM that the host gave away before another was granted it: what it waits for never comes. A host that keeps it has a guest
+/// of it, or a VM process that does not know the request.
+async fn settle_overtaken(app: &App, host: &HostName, kept: &mut BTreeMap<VmName, Instant>) {
+    let due = app.state().book.overtaken_gifts(host);
+    kept.retain(|vm, _| due.iter().any(|(one, _)| one == vm));
+    let now = Instant::now();
+    let rested = |(vm, _): &(VmName, _)| kept.get(vm).is_none_or(|again| *again <= now);
+    let due: Vec<VmName> = due.into_iter().filter(rested).map(|(vm, _)| vm).collect();
+    for vm in due.into_iter().take(OVERTAKEN_AT_ONCE) {
+        let Some(_turn) = app.vm_turns.try_take(&vm) else {
+            continue;
+        };
+        match resolve::give_up_overtaken(app, &vm, host).await {
+            Ok(()) => {}
+            Err(error) => {
+                tracing::warn!(%vm, %host, %error, "the host keeps what it gave away before another was granted the VM");
+                kept.insert(vm.clone(), now + OVERTAKEN_AGAIN);
+            }
+        }
     }
 }
 

@@ -11,15 +11,19 @@ use crate::survey::{claim_now, clear, refused};
 use crate::vms::{done, release, view};
 use godwit_rpc::AgentClient;
 use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest};
-use godwit_types::site::{Claim, Standing};
+use godwit_types::site::{Claim, GiftOvertaken, Standing};
 use godwit_types::vm::VmState;
-use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
 use std::collections::BTreeSet;
 
 /// Settles an in-doubt VM at the host that shall run it, or that shall give it up.
 pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outcome<Done> {
     app.until_started().await;
     let _turn = app.vm_turns.take(name).await;
+    let overtaken = app.state().book.gift_to_give_up(name, &request.run_on);
+    if let Some(by) = overtaken.filter(|_| request.give_up) {
+        return give_up_gift(app, name, &request.run_on, by).await;
+    }
     let state = view(app, name)?.state;
     if state != VmState::InDoubt {
         return refuse(
@@ -48,6 +52,45 @@ pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outc
     refresh(app, &request.run_on).await;
     app.tell_vm(name);
     result.map_err(|error| ApiError::from(error).on_host(&request.run_on))
+}
+
+/// A person gives up what a host gave away, with its guest, where another host holds the VM since.
+async fn give_up_gift(app: &App, name: &VmName, host: &HostName, by: Generation) -> Outcome<Done> {
+    tracing::warn!(vm = %name, %host, %by, "a person has the host give up what it gave away");
+    let with_guest = true;
+    gift_overtaken(app, name, host, GiftOvertaken { by, with_guest }).await?;
+    Ok(done(format!(
+        "Host {host} has given up what it had of VM {name}."
+    )))
+}
+
+/// Has a host give up what it gave away before another was granted the VM, unless it has a guest of it; looks once more
+/// whether that is so, under the VM's turn.
+pub async fn give_up_overtaken(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
+    let Some(by) = app.state().book.overtaken_gift(name, host) else {
+        return Ok(());
+    };
+    app.write().await?;
+    let with_guest = false;
+    gift_overtaken(app, name, host, GiftOvertaken { by, with_guest }).await?;
+    tracing::info!(vm = %name, %host, %by, "the host gives up what it gave away before another was granted the VM");
+    Ok(())
+}
+
+/// The host leaves the set of those that may hold the VM with it.
+async fn gift_overtaken(
+    app: &App,
+    name: &VmName,
+    host: &HostName,
+    overtaken: GiftOvertaken,
+) -> Outcome<()> {
+    let agent = app.connected_agent(host).map_err(way_out)?;
+    let given_up = agent.gift_overtaken(name, &overtaken).await;
+    given_up.map_err(|error| ApiError::from(error).on_host(host))?;
+    refresh(app, host).await;
+    clear(app, name, BTreeSet::from([host.clone()])).await?;
+    app.tell_vm(name);
+    Ok(())
 }
 
 fn must_be_another(name: &VmName, request: &ResolveRequest, fenced: &HostName) -> Outcome<()> {

@@ -30,6 +30,7 @@ pub fn refused(refusal: Refusal) -> ApiError {
         Refusal::UnknownHost { .. } => (ErrorCode::UnknownHost, None),
         Refusal::Twice { .. } => (ErrorCode::RunningTwice, None),
         Refusal::HandingOver { hosts, .. } => (ErrorCode::WrongState, hosts.first()),
+        Refusal::GiftKept { host, .. } => (ErrorCode::WrongState, Some(host)),
         Refusal::Exhausted { .. } => (ErrorCode::Internal, None),
         Refusal::NotHolder { holder, .. } => (ErrorCode::WrongState, Some(holder)),
         Refusal::Held { host, .. }

@@ -177,6 +177,14 @@ pub enum Event {
     HostRemoved {
         host: HostName,
     },
+    /// The site let another host hold the VM since this one gave it: nobody takes what was given any more. Forget it.
+    GiftOvertaken {
+        /// The generation under which the other host holds it, above the one that was given.
+        by: Generation,
+        /// A person gives up the guest that stands here, too. Without that only what has no guest is given up: its memory
+        /// may be the only one that is left.
+        with_guest: bool,
+    },
     /// Forget the VM (only when it is off).
     DeleteRequested,
     /// Let the guest run.
@@ -375,6 +383,7 @@ named! {
         Granted => "granted",
         SurveyRequested => "survey-requested",
         HostRemoved => "host-removed",
+        GiftOvertaken => "gift-overtaken",
         DeleteRequested => "delete-requested",
         StartRequested => "start-requested",
         StopRequested => "stop-requested",
@@ -448,6 +457,7 @@ impl Event {
             Event::Granted { .. } => EventKind::Granted,
             Event::SurveyRequested { .. } => EventKind::SurveyRequested,
             Event::HostRemoved { .. } => EventKind::HostRemoved,
+            Event::GiftOvertaken { .. } => EventKind::GiftOvertaken,
             Event::DeleteRequested => EventKind::DeleteRequested,
             Event::StartRequested => EventKind::StartRequested,
             Event::StopRequested => EventKind::StopRequested,

@@ -116,6 +116,36 @@ impl VmCore {
         }
     }
 
+    /// What was given and not taken is older than what another host holds. The one that it was given to hears, when it
+    /// asks, that it was withdrawn.
+    pub(crate) fn on_gift_overtaken(&self, by: Generation, with_guest: bool) -> Reaction {
+        match &self.state {
+            State::Given(_, a) if by <= a.next => {
+                Refuse("what was given here is no older than that")
+            }
+            State::Given(..) if self.qemu != Qemu::Dead && !with_guest => {
+                Refuse("its guest stands on this host with its memory: only a person gives that up")
+            }
+            State::Given(_, a) => write(
+                State::Elsewhere(Elsewhere::Absent),
+                self.durable.with(Phase::Absent),
+                OnFail::Back(State::Given(Given::InDoubt, a.clone())),
+                vec![
+                    disarm(Timer::Ask),
+                    kill(),
+                    end(&a.with, Ending::Failed),
+                    cleanup(),
+                ],
+            ),
+            State::Elsewhere(_) => Ignore(NOT_HERE),
+            State::Recovering => Refuse(SETTLING),
+            State::Leaving(Leaving::GiftUncertain(_)) => Refuse(JOURNAL),
+            State::Held(_)
+            | State::Leaving(Leaving::Precopy(..) | Leaving::Switching(..))
+            | State::Coming(_) => Refuse("this host has not given the VM away"),
+        }
+    }
+
     pub(crate) fn on_delete(&self) -> Reaction {
         match &self.state {
             State::Held(Held::Off) => {

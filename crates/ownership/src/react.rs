@@ -14,6 +14,7 @@ impl VmCore {
             Event::Granted { generation, expect } => self.on_granted(generation, expect),
             Event::SurveyRequested { level } => self.on_survey(level),
             Event::HostRemoved { host } => self.on_host_removed(&host),
+            Event::GiftOvertaken { by, with_guest } => self.on_gift_overtaken(by, with_guest),
             Event::DeleteRequested => self.on_delete(),
             Event::StartRequested => self.on_start(),
             Event::StopRequested => self.on_stop(),

@@ -292,6 +292,10 @@ impl Names {
                 level: Generation(8),
             },
             EventKind::HostRemoved => Event::HostRemoved { host: peer },
+            EventKind::GiftOvertaken => Event::GiftOvertaken {
+                by: Generation(9),
+                with_guest: true,
+            },
             EventKind::DeleteRequested => Event::DeleteRequested,
             EventKind::StartRequested => Event::StartRequested,
             EventKind::StopRequested => Event::StopRequested,

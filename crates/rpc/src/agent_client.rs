@@ -23,7 +23,8 @@ use godwit_types::host_api::{
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
 use godwit_types::site::{
-    SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest, WholeSurvey,
+    GiftOvertaken, SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest,
+    WholeSurvey,
 };
 use godwit_types::{MigrationId, VmName};
 use serde::{Deserialize, Serialize};
@@ -87,6 +88,8 @@ pub mod path {
     pub const LOAD: &str = "/v1/load";
     /// POST [`super::SurveyRequest`]: [`super::SurveyAnswer`]; a no binds.
     pub const SURVEY: &str = "/v1/vms/{name}/survey";
+    /// POST [`super::GiftOvertaken`]: [`super::Done`].
+    pub const GIFT_OVERTAKEN: &str = "/v1/vms/{name}/gift-overtaken";
     /// PUT [`super::SiteUpdate`]: [`super::SiteHeard`].
     pub const SITE: &str = "/v1/site";
     /// POST [`super::SiteQuestion`], from another host: [`super::SiteAnswer`].
@@ -151,6 +154,7 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::LINK_SEND, CONTROLLER),
     rule("GET", path::LOAD, READ),
     rule("POST", path::SURVEY, CONTROLLER),
+    rule("POST", path::GIFT_OVERTAKEN, CONTROLLER),
     rule("PUT", path::SITE, CONTROLLER),
     rule_also_removed("POST", path::SITE_ASK, Access::HOST),
     rule("POST", path::SITE_SURVEY, CONTROLLER),
@@ -283,6 +287,9 @@ calls! { AgentClient
     /// Asks whether the host may hold a VM.
     survey(name: &VmName, request: &SurveyRequest) -> SurveyAnswer
         = post client (fill(path::SURVEY, name), request) in act;
+    /// Has the host give up what it gave away and nobody takes any more.
+    gift_overtaken(name: &VmName, overtaken: &GiftOvertaken) -> Done
+        = post client (fill(path::GIFT_OVERTAKEN, name), overtaken) in act;
     /// Adds to the host's table of the site.
     site(update: &SiteUpdate) -> SiteHeard = put client (path::SITE, update) in read;
     /// Has a damaged record put aside.

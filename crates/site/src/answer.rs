@@ -3,11 +3,11 @@
 //! Part of [`Book`]. Refuses: to speak for the site while its database is an old copy, and to know a life of a host while
 //! another one answers.
 
-use crate::book::Book;
+use crate::book::{Book, Entry};
 use crate::hear::News;
 use crate::plant::Plant;
-use godwit_types::site::{SiteAnswer, SiteQuestion, Standing};
-use godwit_types::{HostName, VmName};
+use godwit_types::site::{Claim, SiteAnswer, SiteQuestion, Standing};
+use godwit_types::{Generation, HostName, VmName};
 use std::collections::BTreeSet;
 
 impl Book {
@@ -120,13 +120,66 @@ impl Book {
             let Some(entry) = self.vms.get(&wish.vm) else {
                 return false;
             };
-            let holds = |host: &HostName| {
-                let said = self.said(host, &wish.vm).and_then(|said| said.claim.held());
-                self.answers(host) && said.is_some_and(|held| held >= entry.held)
-            };
-            let is_safe = entry.deleted || entry.holder.as_ref().is_some_and(holds);
-            is_safe && entry.is_superseded(asker, wish.generation)
+            self.is_gone_past(&wish.vm, entry, asker, wish.generation)
         });
         given.map(|wish| wish.vm.clone()).collect()
+    }
+
+    /// Whether a host's record is one that nobody needs any more: this book let another host hold the VM later, which says
+    /// now that it does, or deleted it.
+    fn is_gone_past(&self, vm: &VmName, entry: &Entry, host: &HostName, at: Generation) -> bool {
+        let holds = |host: &HostName| {
+            let said = self.said(host, vm).and_then(|said| said.claim.held());
+            self.answers(host) && said.is_some_and(|held| held >= entry.held)
+        };
+        let is_safe = entry.deleted || entry.holder.as_ref().is_some_and(holds);
+        is_safe && entry.is_superseded(host, at)
+    }
+
+    /// The VMs that a host gave away and was not answered for, and that nobody takes from it any more; with the newest
+    /// generation under which each was held.
+    pub fn overtaken_gifts(&self, host: &HostName) -> Vec<(VmName, Generation)> {
+        let Some(giver) = self.hosts.get(host) else {
+            return Vec::new();
+        };
+        let vms = giver.said.keys();
+        let overtaken = vms.filter_map(|vm| Some((vm.clone(), self.overtaken_gift(vm, host)?)));
+        overtaken.collect()
+    }
+
+    /// As [`Book::overtaken_gifts`], of one VM. A host that is ready to take it may have the only memory that is left.
+    pub fn overtaken_gift(&self, vm: &VmName, host: &HostName) -> Option<Generation> {
+        let given = self.gift_at(vm, host)?;
+        let is_ready = |claim: &Claim| matches!(claim, Claim::Promised { generation, .. } if *generation == given);
+        let mut words = self.words_of(vm);
+        if !self.is_in_charge() || words.any(|(_, said)| is_ready(&said.claim)) {
+            return None;
+        }
+        let entry = self.vms.get(vm)?;
+        self.is_gone_past(vm, entry, host, given)
+            .then_some(entry.held)
+    }
+
+    /// The generation under which another host holds a VM that this one gave away under an earlier one and was not answered
+    /// for: what a person may have this host give up, with its guest.
+    pub fn gift_to_give_up(&self, vm: &VmName, host: &HostName) -> Option<Generation> {
+        let given = self.gift_at(vm, host)?;
+        let others = self.words_of(vm);
+        let others = others.filter(|(other, _)| {
+            *other != host && self.answers(other) && self.standing(other) == Standing::Known
+        });
+        let held = others.filter_map(|(_, said)| said.claim.held());
+        held.filter(|held| *held > given).max()
+    }
+
+    /// What a host that answers gave away, by its own record.
+    fn gift_at(&self, vm: &VmName, host: &HostName) -> Option<Generation> {
+        if !self.answers(host) || self.standing(host) != Standing::Known {
+            return None;
+        }
+        match self.said(host, vm)?.claim {
+            Claim::Gave { generation, .. } => Some(generation),
+            _ => None,
+        }
     }
 }

@@ -200,6 +200,11 @@ impl Book {
                 }
                 let held = holders.iter().filter(|(_, one)| one.claim.held().is_some());
                 let is_twice = held.count() > 1;
+                let mut named = holders.iter().map(|(host, _)| *host);
+                let kept = named.find_map(|host| self.kept_gift(&vm, host));
+                if let Some(kept) = kept.filter(|_| !is_twice) {
+                    return Surveyed::Refused(kept);
+                }
                 let hosts = holders.into_iter().map(|(host, _)| host.clone()).collect();
                 // One that gave it, or waits to take it, holds no second copy.
                 return Surveyed::Refused(match is_twice {
@@ -239,6 +244,18 @@ impl Book {
                     entry.may_hold.contains_key(holder) && !answers.contains_key(holder)
                 });
             entry.held > generation && elsewhere
+        })
+    }
+
+    /// A gift that is older than what another host holds.
+    pub fn kept_gift(&self, vm: &VmName, host: &HostName) -> Option<Refusal> {
+        let by = self.gift_to_give_up(vm, host)?;
+        let mut words = self.words_of(vm);
+        let (holder, _) = words.find(|(_, said)| said.claim.held() == Some(by))?;
+        Some(Refusal::GiftKept {
+            vm: vm.clone(),
+            host: host.clone(),
+            holder: holder.clone(),
         })
     }
 

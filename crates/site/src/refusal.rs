@@ -49,6 +49,17 @@ pub enum Refusal {
         /// The hosts that take part, as far as they say.
         hosts: Vec<HostName>,
     },
+    /// A host waits for the end of a handover that is older than what another host holds.
+    #[error(
+        "host {host} still waits for the end of a handover of VM {vm} that is older than what host {holder} holds: it gives that up by itself within a minute, unless the guest stands there with its memory; then give that copy up with 'godwit vm resolve {vm} --give-up-on {host}'"
+    )]
+    GiftKept {
+        vm: VmName,
+        /// The host that gave the VM away.
+        host: HostName,
+        /// The host that holds it.
+        holder: HostName,
+    },
     /// Two hosts hold the VM.
     #[error(
         "VM {vm} is held by {}: end that first with 'godwit vm resolve {vm} --keep HOST'",

@@ -307,6 +307,13 @@ pub enum VmRequest {
         /// The host that is gone.
         host: HostName,
     },
+    /// The site let another host hold the VM since this one gave it: give up what nobody takes any more.
+    GiftOvertaken {
+        /// The generation under which that host holds it.
+        by: Generation,
+        /// A person gives up the guest that stands here, too.
+        with_guest: bool,
+    },
     /// This host shuts down: have the guest power off, without a word in the record. Answered by `Closing`; refused where
     /// the host has no [`CLOSING_FILE`].
     Close {

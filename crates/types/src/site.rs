@@ -139,6 +139,15 @@ pub struct SurveyRequest {
     pub level: Generation,
 }
 
+/// Tells a host that gave a VM away, and was not answered, that another host was let hold it since.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GiftOvertaken {
+    /// The generation under which that host holds it.
+    pub by: Generation,
+    /// A person gives up the guest that stands there, too.
+    pub with_guest: bool,
+}
+
 /// What the durable record of one VM answers to a survey.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordAnswer {

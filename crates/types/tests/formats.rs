@@ -16,8 +16,8 @@ use godwit_types::host_api::{
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
 use godwit_types::site::{
-    Claim, SiteAnswer, SiteHeard, SiteQuestion, SiteTable, SiteUpdate, SurveyAnswer, SurveyRequest,
-    WholeSurvey,
+    Claim, GiftOvertaken, SiteAnswer, SiteHeard, SiteQuestion, SiteTable, SiteUpdate, SurveyAnswer,
+    SurveyRequest, WholeSurvey,
 };
 use godwit_types::{ApiError, VmSpec};
 use golden::{again, check};
@@ -69,6 +69,7 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("HostLoad", again::<HostLoad>),
             ("SurveyRequest", again::<SurveyRequest>),
             ("SurveyAnswer", again::<SurveyAnswer>),
+            ("GiftOvertaken", again::<GiftOvertaken>),
             ("SiteTable", again::<SiteTable>),
             ("SiteUpdate", again::<SiteUpdate>),
             ("SiteHeard", again::<SiteHeard>),

@@ -58,6 +58,10 @@ pub(crate) enum Now {
     Console,
     Blockers,
     HostRemoved(HostName),
+    GiftOvertaken {
+        by: Generation,
+        with_guest: bool,
+    },
     Close(CloseStep),
     Detach {
         unless_moving: bool,
@@ -109,6 +113,7 @@ impl Ask {
             VmRequest::Console => Now::Console,
             VmRequest::Blockers => Now::Blockers,
             VmRequest::HostRemoved { host } => Now::HostRemoved(host),
+            VmRequest::GiftOvertaken { by, with_guest } => Now::GiftOvertaken { by, with_guest },
             VmRequest::Close { step } => Now::Close(step),
             VmRequest::Detach { unless_moving } => Now::Detach { unless_moving },
         }))

@@ -40,7 +40,7 @@ impl Vm {
             Now::PowerOffDead(generation) => self.power_off_dead(generation),
             Now::Reset => self.reset(),
             Now::Pause => self.ask_or(Event::PauseRequested, "is paused", "is paused already"),
-            Now::Resume => self.ask_or(Event::ResumeRequested, "goes on", "runs already"),
+            Now::Resume => self.ask_or(Event::ResumeRequested, "runs again", "runs already"),
             Now::PrepareIncoming(request) => self.prepare_incoming(*request),
             Now::Migrate(spec) => self.migrate(&spec),
             Now::Cancel(migration, reason) => self.cancel(&migration, &reason),
@@ -58,6 +58,12 @@ impl Vm {
             Now::HostRemoved(host) => {
                 let done = "waits for that host no more";
                 self.ask_or(Event::HostRemoved { host }, done, done)
+            }
+            Now::GiftOvertaken { by, with_guest } => {
+                let why = Why::failure("another host was granted the VM since");
+                let asked = self.put(Event::GiftOvertaken { by, with_guest }, Some(why));
+                let done = "is given up: another host holds it by a later grant";
+                self.verdict_or(asked, done, "is not here any more")
             }
             Now::Close(step) => self.close(step),
             Now::Detach { unless_moving } => {

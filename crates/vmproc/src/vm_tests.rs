@@ -246,7 +246,7 @@ fn a_guest_that_was_refused_late_is_not_shown_as_running() {
     assert!(
         ask(&mut vm, VmRequest::Resume)
             .unwrap()
-            .ends_with("goes on")
+            .ends_with("runs again")
     );
     assert_eq!(shown(&vm).state, VmState::Running);
 }

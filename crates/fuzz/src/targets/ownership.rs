@@ -411,6 +411,10 @@ impl Host {
                     message,
                 }
             }
+            31 => Event::GiftOvertaken {
+                by: self.generation(decisions),
+                with_guest: decisions.byte() & 1 == 0,
+            },
             _ => return None,
         })
     }

@@ -490,6 +490,47 @@ fn a_removed_host_is_removed_once_and_told_again_without_harm() {
 }
 
 #[test]
+fn a_gift_that_another_grant_overtook_is_given_up_and_withdrawn() {
+    let mut living = awaiting_ready();
+    living.hear("b", ready());
+    let overtaken = |by, with_guest| Event::GiftOvertaken {
+        by: Generation(by),
+        with_guest,
+    };
+    living.feed(overtaken(3, false));
+    assert!(
+        living.core.record().may_hold(),
+        "its memory may be the last"
+    );
+    assert!(!living.actions.contains(&Action::KillQemu));
+    let mut a = Driven::recover(living.core.record().clone(), "a", Qemu::Dead);
+    a.feed(overtaken(2, true));
+    assert!(a.core.record().may_hold(), "nobody was granted it later");
+    a.feed(overtaken(3, false));
+    assert_eq!(a.core.record().phase, Phase::Absent);
+    assert!(!a.ran());
+    assert_eq!(a.core.record().highest, Generation(2));
+    living.feed(overtaken(3, true));
+    assert!(living.actions.contains(&Action::KillQemu));
+    // The one that it was given to comes back, ready to take it.
+    a.hear(
+        "b",
+        PeerMessage::AskGift {
+            migration: m1(),
+            generation: Generation(2),
+        },
+    );
+    let last = a.said().pop();
+    assert!(
+        matches!(last, Some(PeerMessage::Withdrawn { .. })),
+        "{last:?}"
+    );
+    let mut runs = running("a");
+    runs.feed(overtaken(3, true));
+    assert!(runs.core.record().may_run().is_some());
+}
+
+#[test]
 fn a_record_names_the_host_that_it_waits_for() {
     let (a, b) = (host("a"), host("b"));
     assert_eq!(running("a").core.record().waits_for(), None);

@@ -5,6 +5,7 @@
 use super::model::{Exempt, Ground, Happening, MachineId, VmId};
 use super::world::Site;
 use godwit_ownership::HostRecord;
+use godwit_types::HostName;
 use godwit_types::site::SiteVm;
 
 impl Site {
@@ -104,11 +105,26 @@ impl Site {
             let guest = &self.guests[vm];
             let is_busy = self.controllers.iter().any(|c| c.is_busy(vm));
             let judged = guest.is_on && !guest.is_changing && !guest.may_be_lost && !is_busy;
-            if judged && !self.is_exempt(vm) && !self.is_on_record(vm) {
+            let is_held = || self.is_on_record(vm) || self.is_claimed_by_a_liar(vm);
+            if judged && !self.is_exempt(vm) && !is_held() {
                 let what = format!("nobody holds {} any more, which was started", self.vms[vm]);
                 self.violated(what);
             }
         }
+    }
+
+    /// Whether a host that lies takes part in a move of the VM: where it says that it took it, the source's record gives
+    /// way. A person starts the VM anew then.
+    fn is_claimed_by_a_liar(&self, vm: VmId) -> bool {
+        let lies = |host: &HostName| {
+            let at = self.id_of(host).map(|name| self.address[name]);
+            at.is_some_and(|at| self.machines[at].lies)
+        };
+        self.controllers.iter().any(|controller| {
+            let entry = controller.db.entries.get(&self.vms[vm]);
+            let mut permitted = entry.iter().flat_map(|entry| &entry.granted);
+            permitted.any(|one| lies(&one.to))
+        })
     }
 
     /// Whether a journal anywhere says that its host may hold the VM.

@@ -287,6 +287,7 @@ impl Site {
         self.take_over(controller);
         self.update_all(controller);
         self.pause_copies(controller);
+        self.settle_overtaken(controller);
         self.follow_moves(controller);
     }
 
@@ -396,6 +397,28 @@ impl Site {
                     };
                     self.ask(controller, to, what, Purpose::Nothing);
                 }
+            }
+        }
+    }
+
+    /// What a host gave away before another was granted the VM, it gives up.
+    fn settle_overtaken(&mut self, controller: usize) {
+        for to in 0..self.names.len() {
+            let book = &self.controllers[controller].book;
+            for (name, by) in book.overtaken_gifts(&self.names[to]) {
+                let Some(vm) = self.vm_of(&name) else {
+                    continue;
+                };
+                let what = Ask::Do {
+                    vm,
+                    event: Event::GiftOvertaken {
+                        by,
+                        with_guest: false,
+                    },
+                    discards: false,
+                };
+                self.coverage.overtaken += 1;
+                self.ask(controller, to, what, Purpose::Nothing);
             }
         }
     }

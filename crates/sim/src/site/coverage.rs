@@ -26,6 +26,8 @@ pub struct SiteCoverage {
     pub grants: u64,
     /// Off holders asked to let a VM go.
     pub releases: u64,
+    /// Hosts told that another was granted since what they gave away.
+    pub overtaken: u64,
     /// Rounds of questions before a boot, and answers to them.
     pub questions: u64,
     /// Answers to these questions.
@@ -89,6 +91,7 @@ impl SiteCoverage {
             Refusal::Stranger { .. } => "a host is unknown",
             Refusal::Held { .. } => "a host holds it",
             Refusal::HandingOver { .. } => "a handover has not ended",
+            Refusal::GiftKept { .. } => "a gift is older than what is held",
             Refusal::Twice { .. } => "several hosts hold it",
             Refusal::Stale { .. } => "something happened meanwhile",
             Refusal::Exhausted { .. } => "no generation is left",
@@ -162,6 +165,7 @@ impl SiteCoverage {
             (&mut self.surveys, other.surveys),
             (&mut self.grants, other.grants),
             (&mut self.releases, other.releases),
+            (&mut self.overtaken, other.overtaken),
             (&mut self.questions, other.questions),
             (&mut self.answers, other.answers),
             (&mut self.stale, other.stale),
@@ -199,6 +203,10 @@ impl SiteCoverage {
         line(self.surveys, "surveys".into());
         line(self.grants, "grants".into());
         line(self.releases, "off holders asked to let a VM go".into());
+        line(
+            self.overtaken,
+            "hosts told to give up an overtaken gift".into(),
+        );
         line(self.questions, "rounds of questions before a boot".into());
         line(self.answers, "answers to them".into());
         line(self.removed_answers, "of them 'removed'".into());

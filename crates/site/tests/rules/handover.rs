@@ -1,7 +1,7 @@
 //! A VM passes from host to host: no order of polls looks like two holders, and it leaves only from where it is.
 
 use super::common::host;
-use super::{gave, hear, heard, holds, moved, said, vm, web_on_a};
+use super::{GAP, free, gave, grant, hear, heard, holds, moved, said, site, survey, vm, web_on_a};
 use godwit_site::{Book, Refusal, Row, Ticket, Whereabouts};
 use godwit_types::Generation;
 use godwit_types::site::{Claim, RecordSaid};
@@ -224,4 +224,46 @@ fn a_copy_that_a_person_kept_can_be_moved() {
     hear(&mut book, "a", Vec::new());
     book.permit_migration(&vm("web"), &host("b"), &host("a"))
         .expect("nobody else holds it");
+}
+
+/// A VM was given from a to b; then both were said to be off, and it was granted to c.
+#[test]
+fn a_gift_is_overtaken_once_the_later_holder_says_that_it_holds_the_vm() {
+    let mut book = site(&["a", "b", "c"]);
+    for name in ["a", "b", "c"] {
+        hear(&mut book, name, Vec::new());
+    }
+    let held = grant(&mut book, "web", "a");
+    let permitted = book
+        .permit_migration(&vm("web"), &host("a"), &host("b"))
+        .unwrap();
+    let given = permitted.generation.0;
+    hear(&mut book, "a", vec![said("web", given, gave(given))]);
+    assert!(given > held && book.overtaken_gifts(&host("a")).is_empty());
+    for name in ["a", "b"] {
+        book.lose(&host(name));
+        book.fence(&host(name)).unwrap();
+    }
+    let found = free(survey(&mut book, "web", "c", &["a", "b"]));
+    let later = book.grant(found, &host("c")).unwrap().generation;
+    assert!(later.0 >= given + GAP);
+    // Host a comes back before c has said a word.
+    hear(&mut book, "a", vec![said("web", given, gave(given))]);
+    assert_eq!(book.overtaken_gifts(&host("a")), []);
+    hear(&mut book, "c", vec![said("web", later.0, holds(later.0))]);
+    assert_eq!(book.overtaken_gifts(&host("a")), [(vm("web"), later)]);
+    assert_eq!(book.overtaken_gifts(&host("c")), []);
+    let person = book.gift_to_give_up(&vm("web"), &host("a"));
+    assert_eq!(person, Some(later));
+    // The one that was to receive it is there after all, with its memory.
+    let promised = Claim::Promised {
+        generation: Generation(given),
+        from: host("a"),
+    };
+    hear(&mut book, "b", vec![said("web", given, promised)]);
+    assert_eq!(book.overtaken_gifts(&host("a")), []);
+    hear(&mut book, "b", vec![said("web", given, Claim::No)]);
+    assert_eq!(book.overtaken_gifts(&host("a")), [(vm("web"), later)]);
+    book.lose(&host("c"));
+    assert_eq!(book.overtaken_gifts(&host("a")), [], "c is silent");
 }

@@ -33,6 +33,8 @@ pub struct Script {
     pub refuse_put_once: Option<ApiError>,
     pub refuse_start: Option<ApiError>,
     pub refuse_survey: Option<ApiError>,
+    /// A guest stands here of what it gave away.
+    pub keeps_guest: bool,
     pub refuse_prepare: Option<ApiError>,
     pub refuse_table: Option<ApiError>,
     pub refuse_migrate: Option<ApiError>,

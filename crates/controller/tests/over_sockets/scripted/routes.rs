@@ -24,7 +24,7 @@ use godwit_types::migration::{
     MigrationReport, MigrationSpec, Outcome, Phase, PreflightReport, Side,
 };
 use godwit_types::site::{
-    Claim, STAMP_HEADER, SiteHeard, SiteUpdate, Stamp, SurveyAnswer, SurveyRequest,
+    Claim, GiftOvertaken, STAMP_HEADER, SiteHeard, SiteUpdate, Stamp, SurveyAnswer, SurveyRequest,
 };
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId, PortGroup, VmName};
@@ -103,6 +103,21 @@ async fn delete_vm(State(s): State<Shared>, PathParam(name): Name) -> ApiResult<
         Some(_) => fine(),
         None => unknown(ErrorCode::UnknownVm),
     }
+}
+
+async fn gift_overtaken(
+    State(s): State<Shared>,
+    PathParam(name): Name,
+    JsonBody(overtaken): JsonBody<GiftOvertaken>,
+) -> ApiResult<Done> {
+    let GiftOvertaken { by, with_guest } = overtaken;
+    note(&s, format!("overtaken {name} {by} {with_guest}"));
+    let mut script = script(&s);
+    if script.keeps_guest && !with_guest {
+        return refuse("its guest stands here");
+    }
+    script.vms.remove(&name);
+    fine()
 }
 
 /// A host that holds nothing makes the level durable; one that may hold the VM answers as it stands.
@@ -438,6 +453,7 @@ pub fn router(shared: Shared) -> Router {
         .route(path::LINK_SEND, post(link_send))
         .route(path::LOAD, get(load))
         .route(path::SURVEY, post(survey))
+        .route(path::GIFT_OVERTAKEN, post(gift_overtaken))
         .route(path::SITE, put(site_update))
         .route(path::SITE_SURVEY, post(|State(s): S, JsonBody(_): JsonBody<Empty>| async move {
             note(&s, "site-survey".into());

@@ -1,8 +1,8 @@
 //! Moves and drains that are cancelled, refused, or wait for a host or an earlier handover.
 
-use super::{given_to_b, held_twice, house, run_on_a};
-use crate::scripted::{House, host, refused, to, vm};
-use godwit_types::control_api::{CancelRequest, HostState, KeepRequest};
+use super::{STOP, given_to_b, held_twice, house, on, run_on_a};
+use crate::scripted::{Agent, House, host, refused, to, vm};
+use godwit_types::control_api::{CancelRequest, HostState, KeepRequest, ResolveRequest};
 use godwit_types::drain::{DrainRequest, DrainState};
 use godwit_types::site::Claim;
 use godwit_types::vm::VmState;
@@ -190,4 +190,71 @@ async fn no_copy_is_ended_for_one_that_is_held_no_more() {
         "{error}"
     );
     assert_eq!(a.calls("stopped web"), 0);
+}
+
+/// VM web was given from a to b; both were said to be off, it was started on c, and a is back.
+async fn started_on_c_since(a_keeps_guest: bool) -> (House, Agent, Agent, String) {
+    let (house, mut a, mut b) = house().await;
+    let c = house.host("c").await;
+    let next = Generation(a.generation("web").0 + 1);
+    let gave = Claim::Gave {
+        generation: next,
+        to: host("b"),
+    };
+    a.records("web", VmState::InDoubt, next, gave);
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    for host in [&mut a, &mut b] {
+        host.cut().await;
+    }
+    for name in ["a", "b"] {
+        house.until_host(name, HostState::Unreachable).await;
+        house.client().fenced(&host(name)).await.unwrap();
+    }
+    house.client().start(&vm("web"), &on("c")).await.unwrap();
+    a.script().keeps_guest = a_keeps_guest;
+    a.heal().await;
+    let told = format!("overtaken web {}", c.generation("web"));
+    a.until_called(&format!("{told} false")).await;
+    a.until_heard().await;
+    (house, a, c, told)
+}
+
+#[tokio::test]
+async fn a_gift_of_before_a_later_start_is_given_up_and_blocks_neither_start_nor_move() {
+    let (house, a, c, _) = started_on_c_since(false).await;
+    let client = house.client();
+    client.stop(&vm("web"), &STOP).await.unwrap();
+    client.start(&vm("web"), &on("c")).await.unwrap();
+    client.migrate(&vm("web"), &to("a")).await.unwrap();
+    assert_eq!((a.calls("overtaken"), c.calls("overtaken")), (1, 0));
+}
+
+#[tokio::test]
+async fn an_overtaken_gift_with_a_guest_waits_for_a_persons_word() {
+    let (house, a, c, told) = started_on_c_since(true).await;
+    let client = house.client();
+    client.stop(&vm("web"), &STOP).await.unwrap();
+    let refused = client.start(&vm("web"), &on("c")).await;
+    let text = ApiError::from(refused.unwrap_err()).message;
+    assert!(
+        text.contains("'godwit vm resolve web --give-up-on a'"),
+        "{text}"
+    );
+    assert_eq!(a.calls("overtaken"), 1, "it is not asked at every poll");
+    let give_up = ResolveRequest {
+        run_on: host("a"),
+        give_up: true,
+        confirm_fenced: None,
+    };
+    client.resolve(&vm("web"), &give_up).await.unwrap();
+    assert_eq!(a.calls(&format!("{told} true")), 1);
+    client.start(&vm("web"), &on("c")).await.unwrap();
+    assert_eq!(c.calls("overtaken"), 0);
+    // Nobody gives up what nobody else holds.
+    let c_too = ResolveRequest {
+        run_on: host("c"),
+        ..give_up
+    };
+    refused!(client.resolve(&vm("web"), &c_too).await, WrongState);
+    assert_eq!(c.calls("overtaken"), 0);
 }
