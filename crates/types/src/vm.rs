@@ -144,7 +144,7 @@ pub struct VmSpec {
     pub vcpus: u32,
     /// Guest memory, MiB, a multiple of 2.
     pub memory_mib: u64,
-    /// QEMU CPU model; `auto` = the greatest that all hosts can give under what runs the VM. `host` and `max` are for
+    /// QEMU CPU model; `auto` = the best that all hosts can give under what runs the VM. `host` and `max` are for
     /// VMs that never move.
     #[serde(default = "auto")]
     pub cpu: String,

@@ -53,7 +53,7 @@ impl Measuring {
                     format!("the guest's writes cannot be measured: {error}"),
                 )),
             };
-            // Nobody waits any more: that is the caller's business.
+            // The caller may have gone.
             let _ = reply.send(answer);
             let _ = inputs.send(Input::Measured);
         };
@@ -76,7 +76,7 @@ impl Vm {
         });
         match begun {
             Ok(measuring) => self.measuring = Some(measuring),
-            // Nobody waits any more: that is the caller's business.
+            // The caller may have gone.
             Err(error) => drop(answers.send(VmAnswer::Error(error))),
         }
     }

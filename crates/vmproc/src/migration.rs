@@ -52,7 +52,7 @@ pub(crate) struct Migration {
     pub peer: HostName,
     pub run: u64,
     pub driver: Option<Driver>,
-    /// What waits of the driver's news.
+    /// The driver's messages that the VM has not taken yet.
     pub intake: Arc<Intake>,
     pub control: ControlSlot,
     pub report: SharedReport,

@@ -173,7 +173,7 @@ impl Vm {
             Input::Now(request) => {
                 self.busy_at = Instant::now();
                 let answer = self.answer(request.ask).unwrap_or_else(VmAnswer::Error);
-                // Nobody waits any more: the request is carried out all the same.
+                // The caller may have gone: the request is carried out all the same.
                 let _ = request.reply.send(answer);
             }
             Input::Later(request) => {

@@ -6,7 +6,7 @@ use crate::args::{Global, VmCommand, VmMigrate, VmStop};
 use crate::commands::site;
 use crate::connect::{Reader, controller, reader, tell_own};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
-use crate::figures::moment;
+use crate::figures::{moment, seconds};
 use crate::output::Output;
 use crate::plain;
 use crate::wait::{of_vm, saying};
@@ -20,7 +20,7 @@ use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 mod stop;
 
@@ -341,6 +341,7 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
         dry_run: arguments.dry_run,
     };
     let client = controller(global)?;
+    let asked = Instant::now();
     let begins = client.migrate(&arguments.vm, &request);
     let begun = saying(of_vm(&client, &arguments.vm), begins).await;
     match begun.map_err(failure)? {
@@ -361,7 +362,8 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
             if !output.json {
                 begun.warnings.iter().for_each(|text| warn(text));
                 plain::tell(&format!(
-                    "migration {id}: Ctrl-C stops watching; the migration continues"
+                    "migration {id}: began after {} of checks; Ctrl-C stops watching; the migration continues",
+                    seconds(asked.elapsed().as_secs_f64())
                 ));
             }
             watch(&Reader::Controller(client), &id, output).await
