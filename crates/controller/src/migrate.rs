@@ -8,6 +8,7 @@ use crate::error::{Outcome, refuse};
 use crate::placement::forecast::{self, QUICK, THOROUGH};
 use crate::placement::place::joined;
 use crate::preflight::{self, Preflight};
+use crate::resolve::settle_gift;
 use crate::secret;
 use crate::store::Added;
 use crate::survey::{must_be_newest, refused};
@@ -157,6 +158,11 @@ async fn start(
 async fn until_settled(app: &App, name: &VmName) -> Outcome<()> {
     let mut changes = app.listen();
     let deadline = tokio::time::Instant::now() + UNCONFIRMED_WAIT;
+    if let Some(host) = unsettled(app, name)
+        && let Err(error) = settle_gift(app, name, &host).await
+    {
+        tracing::info!(vm = %name, %host, %error, "an earlier handover is not settled");
+    }
     while let Some(host) = unsettled(app, name) {
         // To lag behind is a change too, and the channel closes only with this value.
         let changed = tokio::time::timeout_at(deadline, changes.recv());

@@ -53,8 +53,8 @@ struct Told {
     revoked: Option<u64>,
     /// Which hosts are gone for good.
     removed: BTreeSet<HostName>,
-    /// The VMs of which it kept an overtaken gift, with the time of the next try.
-    kept: BTreeMap<VmName, Instant>,
+    /// The VMs of which it was told that its gift is overtaken, with the time of the next try.
+    overtaken: BTreeMap<VmName, Instant>,
 }
 
 /// Asks once. False when the host is no more.
@@ -73,7 +73,7 @@ async fn poll(app: &Arc<App>, host: &HostName, told: &mut Told) -> bool {
         tell_removed(app, host, &mut told.removed).await;
         pause_copies(app, host).await;
         settle_undelivered(app, host).await;
-        settle_overtaken(app, host, &mut told.kept).await;
+        settle_overtaken(app, host, &mut told.overtaken).await;
     }
     // A host that was removed and joined again has a task of its own.
     app.of_host(host, |entry| entry.serial == serial)
@@ -441,23 +441,20 @@ async fn settle_undelivered(app: &App, host: &HostName) {
 
 /// A VM that the host gave away before another was granted it: what it waits for never comes. A host that keeps it has a guest
 /// of it, or a VM process that does not know the request.
-async fn settle_overtaken(app: &App, host: &HostName, kept: &mut BTreeMap<VmName, Instant>) {
+async fn settle_overtaken(app: &App, host: &HostName, told: &mut BTreeMap<VmName, Instant>) {
     let due = app.state().book.overtaken_gifts(host);
-    kept.retain(|vm, _| due.iter().any(|(one, _)| one == vm));
+    told.retain(|vm, _| due.iter().any(|(one, _)| one == vm));
     let now = Instant::now();
-    let rested = |(vm, _): &(VmName, _)| kept.get(vm).is_none_or(|again| *again <= now);
+    let rested = |(vm, _): &(VmName, _)| told.get(vm).is_none_or(|again| *again <= now);
     let due: Vec<VmName> = due.into_iter().filter(rested).map(|(vm, _)| vm).collect();
     for vm in due.into_iter().take(OVERTAKEN_AT_ONCE) {
         let Some(_turn) = app.vm_turns.try_take(&vm) else {
             continue;
         };
-        match resolve::give_up_overtaken(app, &vm, host).await {
-            Ok(()) => {}
-            Err(error) => {
-                tracing::warn!(%vm, %host, %error, "the host keeps what it gave away before another was granted the VM");
-                kept.insert(vm.clone(), now + OVERTAKEN_AGAIN);
-            }
+        if let Err(error) = resolve::settle_gift(app, &vm, host).await {
+            tracing::warn!(%vm, %host, %error, "the host keeps what it gave away before another was granted the VM");
         }
+        told.insert(vm, now + OVERTAKEN_AGAIN);
     }
 }
 

@@ -13,16 +13,16 @@ use godwit_rpc::AgentClient;
 use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest};
 use godwit_types::site::{Claim, GiftOvertaken, Standing};
 use godwit_types::vm::VmState;
-use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeSet;
 
 /// Settles an in-doubt VM at the host that shall run it, or that shall give it up.
 pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outcome<Done> {
     app.until_started().await;
     let _turn = app.vm_turns.take(name).await;
-    let overtaken = app.state().book.gift_to_give_up(name, &request.run_on);
-    if let Some(by) = overtaken.filter(|_| request.give_up) {
-        return give_up_gift(app, name, &request.run_on, by).await;
+    let since = app.state().book.holder_since_gift(name, &request.run_on);
+    if let Some((holder, _)) = since.filter(|_| request.give_up) {
+        return discard_gift(app, name, &request.run_on, &holder).await;
     }
     let state = view(app, name)?.state;
     if state != VmState::InDoubt {
@@ -54,11 +54,27 @@ pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outc
     result.map_err(|error| ApiError::from(error).on_host(&request.run_on))
 }
 
-/// A person gives up what a host gave away, with its guest, where another host holds the VM since.
-async fn give_up_gift(app: &App, name: &VmName, host: &HostName, by: Generation) -> Outcome<Done> {
+/// A person gives up what a host gave away, with its guest, where another host was granted the VM since: that one is asked
+/// anew, since its copy may be the only one that is left.
+async fn discard_gift(
+    app: &App,
+    name: &VmName,
+    host: &HostName,
+    holder: &HostName,
+) -> Outcome<Done> {
+    claim_now(app, name, holder).await?;
+    let since = app.state().book.holder_since_gift(name, host);
+    let Some((_, by)) = since.filter(|(now, _)| now == holder) else {
+        return refuse(
+            ErrorCode::WrongState,
+            format!(
+                "host {holder} does not hold VM {name} any more: what host {host} has of it is kept, see 'godwit vm show {name}'"
+            ),
+        );
+    };
     tracing::warn!(vm = %name, %host, %by, "a person has the host give up what it gave away");
     let with_guest = true;
-    gift_overtaken(app, name, host, GiftOvertaken { by, with_guest }).await?;
+    tell_overtaken(app, name, host, GiftOvertaken { by, with_guest }).await?;
     Ok(done(format!(
         "Host {host} has given up what it had of VM {name}."
     )))
@@ -66,19 +82,19 @@ async fn give_up_gift(app: &App, name: &VmName, host: &HostName, by: Generation)
 
 /// Has a host give up what it gave away before another was granted the VM, unless it has a guest of it; looks once more
 /// whether that is so, under the VM's turn.
-pub async fn give_up_overtaken(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
+pub async fn settle_gift(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
     let Some(by) = app.state().book.overtaken_gift(name, host) else {
         return Ok(());
     };
     app.write().await?;
     let with_guest = false;
-    gift_overtaken(app, name, host, GiftOvertaken { by, with_guest }).await?;
+    tell_overtaken(app, name, host, GiftOvertaken { by, with_guest }).await?;
     tracing::info!(vm = %name, %host, %by, "the host gives up what it gave away before another was granted the VM");
     Ok(())
 }
 
-/// The host leaves the set of those that may hold the VM with it.
-async fn gift_overtaken(
+/// The host leaves the set of those that may hold the VM with it, now or when somebody needs to know.
+async fn tell_overtaken(
     app: &App,
     name: &VmName,
     host: &HostName,
@@ -88,7 +104,9 @@ async fn gift_overtaken(
     let given_up = agent.gift_overtaken(name, &overtaken).await;
     given_up.map_err(|error| ApiError::from(error).on_host(host))?;
     refresh(app, host).await;
-    clear(app, name, BTreeSet::from([host.clone()])).await?;
+    if let Err(error) = clear(app, name, BTreeSet::from([host.clone()])).await {
+        tracing::info!(vm = %name, %host, %error, "the host still counts as one that may hold the VM");
+    }
     app.tell_vm(name);
     Ok(())
 }

@@ -147,38 +147,49 @@ impl Book {
         overtaken.collect()
     }
 
-    /// As [`Book::overtaken_gifts`], of one VM. A host that is ready to take it may have the only memory that is left.
+    /// As [`Book::overtaken_gifts`], of one VM. Whoever is to receive it, and is ready or was not asked, may have the only
+    /// memory that is left.
     pub fn overtaken_gift(&self, vm: &VmName, host: &HostName) -> Option<Generation> {
-        let given = self.gift_at(vm, host)?;
+        let (given, to) = self.gift_at(vm, host)?;
         let is_ready = |claim: &Claim| matches!(claim, Claim::Promised { generation, .. } if *generation == given);
         let mut words = self.words_of(vm);
         if !self.is_in_charge() || words.any(|(_, said)| is_ready(&said.claim)) {
             return None;
         }
         let entry = self.vms.get(vm)?;
+        let is_unheard = !self.answers(to) && !self.is_fenced(to);
+        if entry.may_hold.contains_key(to) && is_unheard {
+            return None;
+        }
         self.is_gone_past(vm, entry, host, given)
             .then_some(entry.held)
     }
 
-    /// The generation under which another host holds a VM that this one gave away under an earlier one and was not answered
-    /// for: what a person may have this host give up, with its guest.
-    pub fn gift_to_give_up(&self, vm: &VmName, host: &HostName) -> Option<Generation> {
-        let given = self.gift_at(vm, host)?;
-        let others = self.words_of(vm);
-        let others = others.filter(|(other, _)| {
-            *other != host && self.answers(other) && self.standing(other) == Standing::Known
+    /// The host that holds a VM by a grant, and answers, under a later generation than the one that this host gave away: a
+    /// person may have this host give up what it has, its guest included.
+    pub fn holder_since_gift(
+        &self,
+        vm: &VmName,
+        host: &HostName,
+    ) -> Option<(HostName, Generation)> {
+        let (given, _) = self.gift_at(vm, host)?;
+        let entry = self.vms.get(vm)?;
+        let others = self.words_of(vm).filter_map(|(other, said)| {
+            let held = said.claim.held().filter(|held| *held > given)?;
+            let is_itself = self.answers(other) && self.standing(other) == Standing::Known;
+            let counts = is_itself && entry.was_granted(other, held);
+            counts.then(|| (other.clone(), held))
         });
-        let held = others.filter_map(|(_, said)| said.claim.held());
-        held.filter(|held| *held > given).max()
+        others.max_by_key(|(_, held)| *held)
     }
 
-    /// What a host that answers gave away, by its own record.
-    fn gift_at(&self, vm: &VmName, host: &HostName) -> Option<Generation> {
+    /// What a host that answers gave away, by its own record, and to whom.
+    fn gift_at(&self, vm: &VmName, host: &HostName) -> Option<(Generation, &HostName)> {
         if !self.answers(host) || self.standing(host) != Standing::Known {
             return None;
         }
-        match self.said(host, vm)?.claim {
-            Claim::Gave { generation, .. } => Some(generation),
+        match &self.said(host, vm)?.claim {
+            Claim::Gave { generation, to } => Some((*generation, to)),
             _ => None,
         }
     }

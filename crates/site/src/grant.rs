@@ -247,16 +247,11 @@ impl Book {
         })
     }
 
-    /// A gift that is older than what another host holds.
+    /// That a host still has what it gave away before another was granted the VM.
     pub fn kept_gift(&self, vm: &VmName, host: &HostName) -> Option<Refusal> {
-        let by = self.gift_to_give_up(vm, host)?;
-        let mut words = self.words_of(vm);
-        let (holder, _) = words.find(|(_, said)| said.claim.held() == Some(by))?;
-        Some(Refusal::GiftKept {
-            vm: vm.clone(),
-            host: host.clone(),
-            holder: holder.clone(),
-        })
+        let (holder, _) = self.holder_since_gift(vm, host)?;
+        let (vm, host) = (vm.clone(), host.clone());
+        Some(Refusal::GiftKept { vm, host, holder })
     }
 
     /// Of several records one without a guest, which this book itself went past.

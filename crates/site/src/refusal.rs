@@ -51,7 +51,7 @@ pub enum Refusal {
     },
     /// A host waits for the end of a handover that is older than what another host holds.
     #[error(
-        "host {host} still waits for the end of a handover of VM {vm} that is older than what host {holder} holds: it gives that up by itself within a minute, unless the guest stands there with its memory; then give that copy up with 'godwit vm resolve {vm} --give-up-on {host}'"
+        "host {host} still waits for the end of a handover of VM {vm} that is older than what host {holder} holds: without a guest it gives that up by itself within a minute or two; an older copy that stands there, or at the host that was to receive it, ends with its memory by 'godwit vm resolve {vm} --give-up-on {host}'"
     )]
     GiftKept {
         vm: VmName,

@@ -484,15 +484,17 @@ impl Waiting<'_> {
         let monitors = [0, 1].map(|index| self.known.paths.monitor(self.launch, index));
         if !monitors.iter().any(|path| path.exists()) {
             return format!(
-                "QEMU of VM '{vm}' (process {pid}) cannot be asked, since its control sockets in {dir} are gone: was that directory emptied? Its guest may be running, so nothing is started in its place; 'godwit vm stop {vm} --force' ends it",
+                "QEMU of VM '{vm}' (process {pid}) cannot be asked, since its control sockets in {dir} are gone: was that directory emptied? Its guest may be running, so nothing is started in its place; 'godwit vm stop {vm} --force --host {host}' ends it",
                 vm = self.known.config.vm,
+                host = self.known.config.host,
                 pid = self.process.pid(),
                 dir = self.known.paths.run.join("qemu").display(),
             );
         }
         format!(
-            "QEMU of VM '{vm}' (process {pid}) has not answered for {seconds} s; its guest may be running, so nothing is started in its place: it is asked again, and 'godwit vm stop {vm} --force' gives the guest up",
+            "QEMU of VM '{vm}' (process {pid}) has not answered for {seconds} s; its guest may be running, so nothing is started in its place: it is asked again, and 'godwit vm stop {vm} --force --host {host}' gives the guest up",
             vm = self.known.config.vm,
+            host = self.known.config.host,
             pid = self.process.pid(),
             seconds = self.since.elapsed().as_secs()
         )

@@ -123,7 +123,7 @@ impl Site {
         self.controllers.iter().any(|controller| {
             let entry = controller.db.entries.get(&self.vms[vm]);
             let mut permitted = entry.iter().flat_map(|entry| &entry.granted);
-            permitted.any(|one| lies(&one.to))
+            permitted.any(|one| one.from.is_some() && lies(&one.to))
         })
     }
 

@@ -205,7 +205,7 @@ impl SiteCoverage {
         line(self.releases, "off holders asked to let a VM go".into());
         line(
             self.overtaken,
-            "hosts told to give up an overtaken gift".into(),
+            "times a host was told to give up an overtaken gift".into(),
         );
         line(self.questions, "rounds of questions before a boot".into());
         line(self.answers, "answers to them".into());

@@ -253,8 +253,8 @@ fn a_gift_is_overtaken_once_the_later_holder_says_that_it_holds_the_vm() {
     hear(&mut book, "c", vec![said("web", later.0, holds(later.0))]);
     assert_eq!(book.overtaken_gifts(&host("a")), [(vm("web"), later)]);
     assert_eq!(book.overtaken_gifts(&host("c")), []);
-    let person = book.gift_to_give_up(&vm("web"), &host("a"));
-    assert_eq!(person, Some(later));
+    let since = |book: &Book| book.holder_since_gift(&vm("web"), &host("a"));
+    assert_eq!(since(&book), Some((host("c"), later)));
     // The one that was to receive it is there after all, with its memory.
     let promised = Claim::Promised {
         generation: Generation(given),
@@ -262,8 +262,15 @@ fn a_gift_is_overtaken_once_the_later_holder_says_that_it_holds_the_vm() {
     };
     hear(&mut book, "b", vec![said("web", given, promised)]);
     assert_eq!(book.overtaken_gifts(&host("a")), []);
+    book.lose(&host("b"));
+    assert_eq!(book.overtaken_gifts(&host("a")), [], "b is silent again");
     hear(&mut book, "b", vec![said("web", given, Claim::No)]);
     assert_eq!(book.overtaken_gifts(&host("a")), [(vm("web"), later)]);
     book.lose(&host("c"));
     assert_eq!(book.overtaken_gifts(&host("a")), [], "c is silent");
+    assert_eq!(since(&book), None, "c is silent");
+    // A claim that nobody granted ends nobody's copy.
+    let invented = later.0 + 1;
+    hear(&mut book, "b", vec![said("web", invented, holds(invented))]);
+    assert_eq!(since(&book), None, "b was never granted that");
 }

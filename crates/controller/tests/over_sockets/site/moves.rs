@@ -241,6 +241,18 @@ async fn an_overtaken_gift_with_a_guest_waits_for_a_persons_word() {
         "{text}"
     );
     assert_eq!(a.calls("overtaken"), 1, "it is not asked at every poll");
+    // The copy that is to stay is asked for anew: c has lost it since it was heard.
+    let held = c.script().vms.remove(&vm("web")).unwrap();
+    let hasty = ResolveRequest {
+        run_on: host("a"),
+        give_up: true,
+        confirm_fenced: None,
+    };
+    let refused = client.resolve(&vm("web"), &hasty).await;
+    let text = ApiError::from(refused.unwrap_err()).message;
+    assert_eq!(a.calls("overtaken"), 1, "{text}");
+    c.script().vms.insert(vm("web"), held);
+    c.until_heard().await;
     let give_up = ResolveRequest {
         run_on: host("a"),
         give_up: true,
