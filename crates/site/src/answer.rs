@@ -176,8 +176,7 @@ impl Book {
         let entry = self.vms.get(vm)?;
         let others = self.words_of(vm).filter_map(|(other, said)| {
             let held = said.claim.held().filter(|held| *held > given)?;
-            let is_itself = self.answers(other) && self.standing(other) == Standing::Known;
-            let counts = is_itself && entry.was_granted(other, held);
+            let counts = self.is_heard_itself(other) && entry.was_granted(other, held);
             counts.then(|| (other.clone(), held))
         });
         others.max_by_key(|(_, held)| *held)
@@ -185,12 +184,13 @@ impl Book {
 
     /// What a host that answers gave away, by its own record, and to whom.
     fn gift_at(&self, vm: &VmName, host: &HostName) -> Option<(Generation, &HostName)> {
-        if !self.answers(host) || self.standing(host) != Standing::Known {
+        let Claim::Gave { generation, to } = &self.said(host, vm)?.claim else {
             return None;
-        }
-        match &self.said(host, vm)?.claim {
-            Claim::Gave { generation, to } => Some((*generation, to)),
-            _ => None,
-        }
+        };
+        self.is_heard_itself(host).then_some((*generation, to))
+    }
+
+    fn is_heard_itself(&self, host: &HostName) -> bool {
+        self.answers(host) && self.standing(host) == Standing::Known
     }
 }

@@ -200,17 +200,14 @@ impl Book {
                 }
                 let held = holders.iter().filter(|(_, one)| one.claim.held().is_some());
                 let is_twice = held.count() > 1;
-                let mut named = holders.iter().map(|(host, _)| *host);
-                let kept = named.find_map(|host| self.kept_gift(&vm, host));
-                if let Some(kept) = kept.filter(|_| !is_twice) {
-                    return Surveyed::Refused(kept);
-                }
-                let hosts = holders.into_iter().map(|(host, _)| host.clone()).collect();
+                let hosts: Vec<_> = holders.into_iter().map(|(host, _)| host.clone()).collect();
                 // One that gave it, or waits to take it, holds no second copy.
-                return Surveyed::Refused(match is_twice {
-                    true => Refusal::Twice { vm, hosts },
-                    false => Refusal::HandingOver { vm, hosts },
-                });
+                if is_twice {
+                    return Surveyed::Refused(Refusal::Twice { vm, hosts });
+                }
+                let kept = hosts.iter().find_map(|host| self.kept_gift(&vm, host));
+                let between = || Refusal::HandingOver { vm, hosts };
+                return Surveyed::Refused(kept.unwrap_or_else(between));
             }
         }
         let at_level = answers

@@ -5,7 +5,7 @@ use godwit_rpc::agent_client::Deadlines;
 use godwit_rpc::pki::Request;
 use godwit_rpc::{AgentClient, Client, Identity, Role};
 use godwit_types::control_api::StartRequest;
-use godwit_types::site::{Alarm, SiteVm, Stamp, SurveyRequest};
+use godwit_types::site::{Alarm, SiteTable, SiteVm, Stamp, SurveyRequest};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, Generation};
 use std::path::{Path, PathBuf};
@@ -27,28 +27,25 @@ pub fn put_back(house: &House, backup: &Path) {
 
 /// Waits for the host's table to name so many hosts.
 async fn until_told(agent: &Agent, hosts: usize) {
+    until_table(agent, |table| table.hosts.len() >= hosts).await;
+}
+
+/// Waits until a host was told that another one holds a VM.
+async fn until_told_of(agent: &Agent, name: &str, holder: &str) {
+    let (name, holder) = (vm(name), Some(host(holder)));
+    let knows = |row: &SiteVm| row.holder == holder;
+    until_table(agent, |table| table.vms.get(&name).is_some_and(knows)).await;
+}
+
+async fn until_table(agent: &Agent, is_told: impl Fn(&SiteTable) -> bool) {
     let told = async {
-        while agent.table().hosts.len() < hosts {
+        while !is_told(&agent.table()) {
             tokio::task::yield_now().await;
         }
     };
     tokio::time::timeout(DEADLINE, told)
         .await
         .expect("its table never came to that");
-}
-
-/// Waits until a host was told that another one holds a VM.
-async fn until_told_of(agent: &Agent, name: &str, holder: &str) {
-    let holder = Some(host(holder));
-    let told = async {
-        let knows = |row: &SiteVm| row.holder == holder;
-        while !agent.table().vms.get(&vm(name)).is_some_and(knows) {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(DEADLINE, told)
-        .await
-        .expect("it was never told of the holder");
 }
 
 /// A copy of the database as it is now.

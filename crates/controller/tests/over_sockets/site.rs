@@ -56,13 +56,18 @@ async fn moved_to_silent_b() -> (House, Agent, Agent) {
 async fn given_to_b(house: &House, a: &Agent) -> Generation {
     let id = begin(house).await;
     let generation = a.script().specs[&id].generation;
+    says_it_gave(house, a, generation).await;
+    generation
+}
+
+/// Host a says that it gave VM web to b under this generation.
+async fn says_it_gave(house: &House, a: &Agent, generation: Generation) {
     let gave = Claim::Gave {
         generation,
         to: host("b"),
     };
     a.records("web", VmState::InDoubt, generation, gave);
     house.until_vm("web", VmState::InDoubt, "a").await;
-    generation
 }
 
 /// Host b comes to hold VM web as well, under a later generation than host a; its copy is paused.
@@ -278,12 +283,7 @@ async fn a_name_that_a_record_waits_for_does_not_join_anew() {
     let (house, a, mut b) = house().await;
     let client = house.client();
     let next = Generation(a.generation("web").0 + 1);
-    let gave = Claim::Gave {
-        generation: next,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, next, gave);
-    house.until_vm("web", VmState::InDoubt, "a").await;
+    says_it_gave(&house, &a, next).await;
     b.cut().await;
     house.until_host("b", HostState::Unreachable).await;
     client.remove_host(&host("b"), true).await.unwrap();

@@ -1,6 +1,6 @@
 //! Moves and drains that are cancelled, refused, or wait for a host or an earlier handover.
 
-use super::{STOP, given_to_b, held_twice, house, on, run_on_a};
+use super::{STOP, given_to_b, held_twice, house, on, run_on_a, says_it_gave};
 use crate::scripted::{Agent, House, host, refused, to, vm};
 use godwit_types::control_api::{CancelRequest, HostState, KeepRequest, ResolveRequest};
 use godwit_types::drain::{DrainRequest, DrainState};
@@ -88,12 +88,7 @@ async fn a_vm_whose_state_does_not_let_it_move_is_refused_with_what_helps() {
     assert!(error.to_string().contains("--keep HOST"), "{error}");
     b.script().vms.clear();
     let next = Generation(a.generation("web").0 + 1);
-    let gave = Claim::Gave {
-        generation: next,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, next, gave);
-    house.until_vm("web", VmState::InDoubt, "a").await;
+    says_it_gave(&house, &a, next).await;
     let error = client.migrate(&vm("web"), &to("b")).await.unwrap_err();
     assert_eq!(error.code(), ErrorCode::InDoubt, "{error}");
     let text = error.to_string();
@@ -197,12 +192,7 @@ async fn started_on_c_since(a_keeps_guest: bool) -> (House, Agent, Agent, String
     let (house, mut a, mut b) = house().await;
     let c = house.host("c").await;
     let next = Generation(a.generation("web").0 + 1);
-    let gave = Claim::Gave {
-        generation: next,
-        to: host("b"),
-    };
-    a.records("web", VmState::InDoubt, next, gave);
-    house.until_vm("web", VmState::InDoubt, "a").await;
+    says_it_gave(&house, &a, next).await;
     for host in [&mut a, &mut b] {
         host.cut().await;
     }
@@ -243,21 +233,16 @@ async fn an_overtaken_gift_with_a_guest_waits_for_a_persons_word() {
     assert_eq!(a.calls("overtaken"), 1, "it is not asked at every poll");
     // The copy that is to stay is asked for anew: c has lost it since it was heard.
     let held = c.script().vms.remove(&vm("web")).unwrap();
-    let hasty = ResolveRequest {
-        run_on: host("a"),
-        give_up: true,
-        confirm_fenced: None,
-    };
-    let refused = client.resolve(&vm("web"), &hasty).await;
-    let text = ApiError::from(refused.unwrap_err()).message;
-    assert_eq!(a.calls("overtaken"), 1, "{text}");
-    c.script().vms.insert(vm("web"), held);
-    c.until_heard().await;
     let give_up = ResolveRequest {
         run_on: host("a"),
         give_up: true,
         confirm_fenced: None,
     };
+    let refused = client.resolve(&vm("web"), &give_up).await;
+    let text = ApiError::from(refused.unwrap_err()).message;
+    assert_eq!(a.calls("overtaken"), 1, "{text}");
+    c.script().vms.insert(vm("web"), held);
+    c.until_heard().await;
     client.resolve(&vm("web"), &give_up).await.unwrap();
     assert_eq!(a.calls(&format!("{told} true")), 1);
     client.start(&vm("web"), &on("c")).await.unwrap();
