@@ -237,7 +237,7 @@ handlers! {
     survey(agent, path name: VmName, body request: SurveyRequest) -> SurveyAnswer
         = agent.survey(&name, request).await;
     gift_overtaken(agent, path name: VmName, body overtaken: GiftOvertaken) -> Done
-        = agent.gift_overtaken(&name, overtaken).await;
+        = agent.act(&name, VmRequest::GiftOvertaken(overtaken)).await;
     site_update(agent, body update: SiteUpdate) -> SiteHeard = agent.site_update(update).await;
     site_survey(agent, body _empty: Empty) -> WholeSurvey = agent.site_survey().await;
     close(agent, body request: CloseRequest) -> HostClosing = agent.close(request.at_shutdown).await;

@@ -8,7 +8,7 @@ use crate::boot;
 use godwit_rpc::Peer;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{HostResolve, VmRequest};
-use godwit_types::site::{GiftOvertaken, SiteHost};
+use godwit_types::site::SiteHost;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::sync::Arc;
 
@@ -34,17 +34,6 @@ impl Agent {
             confirm_fenced,
         };
         self.act(name, resolve).await
-    }
-
-    /// Gives up a VM that was given away here before another host was granted it.
-    pub(crate) async fn gift_overtaken(
-        &self,
-        name: &VmName,
-        overtaken: GiftOvertaken,
-    ) -> Reply<Done> {
-        let GiftOvertaken { by, with_guest } = overtaken;
-        let request = VmRequest::GiftOvertaken { by, with_guest };
-        self.act(name, request).await
     }
 
     /// This host may have been removed, or its disk be an old copy, on which a doubt stands that ended long ago: whoever

@@ -6,7 +6,7 @@ use crate::boot::{Asker, Whom};
 use crate::test_support::{HEARD, TestHost, holds_web, vm};
 use godwit_ownership::Phase;
 use godwit_types::control_api::ResolveRequest;
-use godwit_types::site::{SiteAnswer, Stamp, Standing};
+use godwit_types::site::{GiftOvertaken, SiteAnswer, Stamp, Standing};
 use godwit_types::{Generation, MigrationId};
 use std::path::PathBuf;
 

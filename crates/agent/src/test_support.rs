@@ -340,7 +340,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
         VmRequest::HostRemoved { host } => {
             heard(run_dir, &format!("{host} is gone"), "waits no more")
         }
-        VmRequest::GiftOvertaken { .. } => heard(run_dir, "overtaken", "given up"),
+        VmRequest::GiftOvertaken(_) => heard(run_dir, "overtaken", "given up"),
         VmRequest::KeepRecord => {
             append(&run_dir.join(KEPT), "kept");
             VmAnswer::Done("kept".into())

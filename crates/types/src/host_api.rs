@@ -9,7 +9,7 @@ use crate::control_api::{CancelRequest, ResolveRequest, StopRequest};
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::migration::{AgentAddress, MigrationReport, MigrationSpec, Side};
-use crate::site::{Claim, Instance, RecordAnswer, SiteHost};
+use crate::site::{Claim, GiftOvertaken, Instance, RecordAnswer, SiteHost};
 use crate::vm::{Accelerator, VmSpec, VmState};
 use crate::{ApiError, vm};
 use serde::{Deserialize, Serialize};
@@ -307,13 +307,8 @@ pub enum VmRequest {
         /// The host that is gone.
         host: HostName,
     },
-    /// The site let another host hold the VM since this one gave it: give up what nobody takes any more.
-    GiftOvertaken {
-        /// The generation under which that host holds it.
-        by: Generation,
-        /// A person gives up the guest that stands here, too.
-        with_guest: bool,
-    },
+    /// The site went on without the VM that this host gave away: give up what nobody takes any more.
+    GiftOvertaken(GiftOvertaken),
     /// This host shuts down: have the guest power off, without a word in the record. Answered by `Closing`; refused where
     /// the host has no [`CLOSING_FILE`].
     Close {

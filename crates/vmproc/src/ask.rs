@@ -8,6 +8,7 @@
 use godwit_ownership::PeerMessage;
 use godwit_types::host_api::{CloseStep, PrepareIncoming, VmRequest};
 use godwit_types::migration::MigrationSpec;
+use godwit_types::site::GiftOvertaken;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
 use std::time::Duration;
 
@@ -58,10 +59,7 @@ pub(crate) enum Now {
     Console,
     Blockers,
     HostRemoved(HostName),
-    GiftOvertaken {
-        by: Generation,
-        with_guest: bool,
-    },
+    GiftOvertaken(GiftOvertaken),
     Close(CloseStep),
     Detach {
         unless_moving: bool,
@@ -113,7 +111,7 @@ impl Ask {
             VmRequest::Console => Now::Console,
             VmRequest::Blockers => Now::Blockers,
             VmRequest::HostRemoved { host } => Now::HostRemoved(host),
-            VmRequest::GiftOvertaken { by, with_guest } => Now::GiftOvertaken { by, with_guest },
+            VmRequest::GiftOvertaken(overtaken) => Now::GiftOvertaken(overtaken),
             VmRequest::Close { step } => Now::Close(step),
             VmRequest::Detach { unless_moving } => Now::Detach { unless_moving },
         }))

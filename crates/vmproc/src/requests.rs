@@ -13,7 +13,7 @@ use godwit_ownership::{
 };
 use godwit_store::save_json;
 use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmStatus};
-use godwit_types::site::RecordAnswer;
+use godwit_types::site::{GiftOvertaken, RecordAnswer};
 use godwit_types::version::Build;
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
@@ -59,7 +59,7 @@ impl Vm {
                 let done = "waits for that host no more";
                 self.ask_or(Event::HostRemoved { host }, done, done)
             }
-            Now::GiftOvertaken { by, with_guest } => {
+            Now::GiftOvertaken(GiftOvertaken { by, with_guest }) => {
                 let why = Why::failure("another host was granted the VM since");
                 let asked = self.put(Event::GiftOvertaken { by, with_guest }, Some(why));
                 let done = "is given up: another host holds it by a later grant";
