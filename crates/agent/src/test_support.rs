@@ -248,6 +248,14 @@ fn stub_vm_process() {
         eprintln!("{words}");
         std::process::exit(7);
     }
+    // It outlives what started it, but not the test, whose directory goes with it.
+    let alive_in = run_dir.clone();
+    std::thread::spawn(move || {
+        while alive_in.exists() {
+            std::thread::sleep(std::time::Duration::from_millis(500));
+        }
+        std::process::exit(0);
+    });
     let socket = run_dir.join(SOCKET_FILE);
     let _ = std::fs::remove_file(&socket);
     let listener = UnixListener::bind(&socket).unwrap();
