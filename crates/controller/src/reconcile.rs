@@ -1,7 +1,8 @@
 //! Learns from the agents: one task per host asks it again and again.
 //!
 //! Owns nothing; writes what changed to the database and the inventory. Commands nothing but what is always safe: it
-//! tells agents which certificates are revoked and which hosts are gone for good.
+//! tells agents which certificates are revoked, which hosts are gone for good and which of their gifts are overtaken, and
+//! has a copy of a VM that runs twice paused.
 
 use crate::app::App;
 use crate::bounds::{self, NotTaken};

@@ -1,4 +1,5 @@
-//! Ends what only a person can end: a VM in doubt, a VM that several hosts hold, and a host that is off.
+//! Ends what only a person can end: a VM in doubt, a gift that the site went on without, a VM that several hosts hold, and
+//! a host that is off.
 //!
 //! Owns nothing; each takes the VM's lock. A host that answers is asked for a durable no, which is a proof; only of a
 //! silent one a person's word is taken. Refuses to let an older copy run on, and to end a copy that nobody named.
@@ -10,6 +11,7 @@ use crate::removed;
 use crate::survey::{claim_now, clear, refused};
 use crate::vms::{done, release, view};
 use godwit_rpc::AgentClient;
+use godwit_site::SinceGift;
 use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest};
 use godwit_types::site::{Claim, GiftOvertaken, Standing};
 use godwit_types::vm::VmState;
@@ -20,9 +22,9 @@ use std::collections::BTreeSet;
 pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outcome<Done> {
     app.until_started().await;
     let _turn = app.vm_turns.take(name).await;
-    let since = app.state().book.holder_since_gift(name, &request.run_on);
-    if let Some((holder, _)) = since.filter(|_| request.give_up) {
-        return discard_gift(app, name, &request.run_on, &holder).await;
+    let since = app.state().book.since_gift(name, &request.run_on);
+    if let Some(since) = since.filter(|_| request.give_up) {
+        return discard_gift(app, name, &request.run_on, since).await;
     }
     let state = view(app, name)?.state;
     if state != VmState::InDoubt {
@@ -54,24 +56,34 @@ pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outc
     result.map_err(|error| ApiError::from(error).on_host(&request.run_on))
 }
 
-/// A person gives up what a host gave away, with its guest, where another host was granted the VM since: that one is asked
-/// anew, since its copy may be the only one that is left.
+/// A person gives up what a host gave away, with its guest, where the site went on without it: a holder is asked anew,
+/// since its copy may be the only one that is left.
 async fn discard_gift(
     app: &App,
     name: &VmName,
     host: &HostName,
-    holder: &HostName,
+    since: SinceGift,
 ) -> Outcome<Done> {
-    claim_now(app, name, holder).await?;
-    let since = app.state().book.holder_since_gift(name, host);
-    let Some((_, by)) = since.filter(|(now, _)| now == holder) else {
+    let now = match &since {
+        SinceGift::Held { by, .. } => {
+            claim_now(app, name, by).await?;
+            let now = app.state().book.since_gift(name, host);
+            now.filter(|now| matches!(now, SinceGift::Held { by: still, .. } if still == by))
+        }
+        SinceGift::Lost { .. } | SinceGift::Deleted { .. } => {
+            app.write().await?;
+            app.state().book.since_gift(name, host)
+        }
+    };
+    let Some(now) = now else {
         return refuse(
             ErrorCode::WrongState,
             format!(
-                "host {holder} does not hold VM {name} any more: what host {host} has of it is kept, see 'godwit vm show {name}'"
+                "VM {name} is not as it was any more: what host {host} has of it is kept, see 'godwit vm show {name}'"
             ),
         );
     };
+    let by = now.at();
     tracing::warn!(vm = %name, %host, %by, "a person has the host give up what it gave away");
     let with_guest = true;
     tell_overtaken(app, name, host, GiftOvertaken { by, with_guest }).await?;

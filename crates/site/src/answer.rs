@@ -6,7 +6,7 @@
 use crate::book::{Book, Entry};
 use crate::hear::News;
 use crate::plant::Plant;
-use godwit_types::site::{Claim, SiteAnswer, SiteQuestion, Standing};
+use godwit_types::site::{SiteAnswer, SiteQuestion, Standing};
 use godwit_types::{Generation, HostName, VmName};
 use std::collections::BTreeSet;
 
@@ -127,7 +127,13 @@ impl Book {
 
     /// Whether a host's record is one that nobody needs any more: this book let another host hold the VM later, which says
     /// now that it does, or deleted it.
-    fn is_gone_past(&self, vm: &VmName, entry: &Entry, host: &HostName, at: Generation) -> bool {
+    pub(crate) fn is_gone_past(
+        &self,
+        vm: &VmName,
+        entry: &Entry,
+        host: &HostName,
+        at: Generation,
+    ) -> bool {
         let holds = |host: &HostName| {
             let said = self.said(host, vm).and_then(|said| said.claim.held());
             self.answers(host) && said.is_some_and(|held| held >= entry.held)
@@ -136,61 +142,7 @@ impl Book {
         is_safe && entry.is_superseded(host, at)
     }
 
-    /// The VMs that a host gave away and was not answered for, and that nobody takes from it any more; with the newest
-    /// generation under which each was held.
-    pub fn overtaken_gifts(&self, host: &HostName) -> Vec<(VmName, Generation)> {
-        let Some(giver) = self.hosts.get(host) else {
-            return Vec::new();
-        };
-        let vms = giver.said.keys();
-        let overtaken = vms.filter_map(|vm| Some((vm.clone(), self.overtaken_gift(vm, host)?)));
-        overtaken.collect()
-    }
-
-    /// As [`Book::overtaken_gifts`], of one VM. Whoever is to receive it, and is ready or was not asked, may have the only
-    /// memory that is left.
-    pub fn overtaken_gift(&self, vm: &VmName, host: &HostName) -> Option<Generation> {
-        let (given, to) = self.gift_at(vm, host)?;
-        let is_ready = |claim: &Claim| matches!(claim, Claim::Promised { generation, .. } if *generation == given);
-        let mut words = self.words_of(vm);
-        if !self.is_in_charge() || words.any(|(_, said)| is_ready(&said.claim)) {
-            return None;
-        }
-        let entry = self.vms.get(vm)?;
-        let is_unheard = !self.answers(to) && !self.is_fenced(to);
-        if entry.may_hold.contains_key(to) && is_unheard {
-            return None;
-        }
-        self.is_gone_past(vm, entry, host, given)
-            .then_some(entry.held)
-    }
-
-    /// The host that holds a VM by a grant, and answers, under a later generation than the one that this host gave away: a
-    /// person may have this host give up what it has, its guest included.
-    pub fn holder_since_gift(
-        &self,
-        vm: &VmName,
-        host: &HostName,
-    ) -> Option<(HostName, Generation)> {
-        let (given, _) = self.gift_at(vm, host)?;
-        let entry = self.vms.get(vm)?;
-        let others = self.words_of(vm).filter_map(|(other, said)| {
-            let held = said.claim.held().filter(|held| *held > given)?;
-            let counts = self.is_heard_itself(other) && entry.was_granted(other, held);
-            counts.then(|| (other.clone(), held))
-        });
-        others.max_by_key(|(_, held)| *held)
-    }
-
-    /// What a host that answers gave away, by its own record, and to whom.
-    fn gift_at(&self, vm: &VmName, host: &HostName) -> Option<(Generation, &HostName)> {
-        let Claim::Gave { generation, to } = &self.said(host, vm)?.claim else {
-            return None;
-        };
-        self.is_heard_itself(host).then_some((*generation, to))
-    }
-
-    fn is_heard_itself(&self, host: &HostName) -> bool {
+    pub(crate) fn is_heard_itself(&self, host: &HostName) -> bool {
         self.answers(host) && self.standing(host) == Standing::Known
     }
 }

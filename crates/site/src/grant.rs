@@ -188,10 +188,10 @@ impl Book {
                         generation: *generation,
                         on: *on,
                     },
-                    _ => {
+                    _ => Surveyed::Refused(self.kept_gift(&vm, host).unwrap_or_else(|| {
                         let hosts = vec![host.clone()];
-                        Surveyed::Refused(Refusal::HandingOver { vm, hosts })
-                    }
+                        Refusal::HandingOver { vm, hosts }
+                    })),
                 };
             }
             _ => {
@@ -242,13 +242,6 @@ impl Book {
                 });
             entry.held > generation && elsewhere
         })
-    }
-
-    /// That a host still has what it gave away before another was granted the VM.
-    pub fn kept_gift(&self, vm: &VmName, host: &HostName) -> Option<Refusal> {
-        let (holder, _) = self.holder_since_gift(vm, host)?;
-        let (vm, host) = (vm.clone(), host.clone());
-        Some(Refusal::GiftKept { vm, host, holder })
     }
 
     /// Of several records one without a guest, which this book itself went past.

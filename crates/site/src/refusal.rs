@@ -2,6 +2,7 @@
 //!
 //! Plain data. Refuses: nothing.
 
+use crate::gift::SinceGift;
 use godwit_types::{HostName, VmName};
 
 fn names<T: ToString>(names: &[T]) -> String {
@@ -49,16 +50,15 @@ pub enum Refusal {
         /// The hosts that take part, as far as they say.
         hosts: Vec<HostName>,
     },
-    /// A host waits for the end of a handover that is older than what another host holds.
+    /// A host waits for the end of a handover that the site went on without.
     #[error(
-        "host {host} still waits for the end of a handover of VM {vm} that is older than what host {holder} holds: without a guest it gives that up by itself within a minute or two; an older copy that stands there, or at the host that was to receive it, ends with its memory by 'godwit vm resolve {vm} --give-up-on {host}'"
+        "host {host} still waits for the end of a handover of VM {vm} that is older than {since} an older copy that stands there, or at the host that was to receive it, ends with its memory by 'godwit vm resolve {vm} --give-up-on {host}'"
     )]
     GiftKept {
         vm: VmName,
         /// The host that gave the VM away.
         host: HostName,
-        /// The host that holds it.
-        holder: HostName,
+        since: SinceGift,
     },
     /// Two hosts hold the VM.
     #[error(

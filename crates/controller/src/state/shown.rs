@@ -158,6 +158,9 @@ impl State {
     /// The command that ends an in-doubt state. No host's own words are shown: a person acts on it.
     fn doubt_note(&self, name: &VmName, place: &Place) -> Option<String> {
         let here = &place.host;
+        if let Some(kept) = self.book.kept_gift(name, here) {
+            return Some(kept.to_string());
+        }
         let claim = place.vm.as_ref().map(|vm| &vm.claim);
         let named = claim.and_then(|claim| self.book.waits_by_permission(name, here, claim));
         let Some(other) = named.or_else(|| self.other_host(name, here)) else {

@@ -1,10 +1,12 @@
 //! A VM passes from host to host: no order of polls looks like two holders, and it leaves only from where it is.
 
 use super::common::host;
-use super::{GAP, free, gave, grant, hear, heard, holds, moved, said, site, survey, vm, web_on_a};
-use godwit_site::{Book, Refusal, Row, Ticket, Whereabouts};
-use godwit_types::Generation;
-use godwit_types::site::{Claim, RecordSaid};
+use super::{
+    GAP, free, gave, grant, hear, heard, holds, moved, no, said, site, survey, vm, web_on_a,
+};
+use godwit_site::{Book, Refusal, Row, SinceGift, Surveyed, Ticket, Whereabouts};
+use godwit_types::site::{Claim, RecordSaid, SurveyAnswer};
+use godwit_types::{Generation, VmName};
 
 /// What may happen next while two hosts hand a VM over and are polled meanwhile.
 #[derive(Clone)]
@@ -226,51 +228,156 @@ fn a_copy_that_a_person_kept_can_be_moved() {
         .expect("nobody else holds it");
 }
 
-/// A VM was given from a to b; then both were said to be off, and it was granted to c.
+/// A VM was given from a to b; then both were said to be off, and it was granted to c. Host a is back with what it gave.
+struct Overtaken {
+    book: Book,
+    /// The generation that a gave.
+    given: u64,
+    /// The generation that c was granted.
+    later: Generation,
+}
+
+impl Overtaken {
+    fn new() -> Self {
+        let mut book = site(&["a", "b", "c"]);
+        for name in ["a", "b", "c"] {
+            hear(&mut book, name, Vec::new());
+        }
+        let held = grant(&mut book, "web", "a");
+        let permitted = book.permit_migration(&vm("web"), &host("a"), &host("b"));
+        let given = permitted.unwrap().generation.0;
+        hear(&mut book, "a", vec![said("web", given, gave(given))]);
+        assert!(given > held && book.overtaken_gifts(&host("a")).is_empty());
+        for name in ["a", "b"] {
+            book.lose(&host(name));
+            book.fence(&host(name)).unwrap();
+        }
+        let found = free(survey(&mut book, "web", "c", &["a", "b"]));
+        let later = book.grant(found, &host("c")).unwrap().generation;
+        assert!(later.0 >= given + GAP);
+        hear(&mut book, "a", vec![said("web", given, gave(given))]);
+        Self { book, given, later }
+    }
+
+    fn c_says(&mut self, claim: Claim) {
+        let record = said("web", self.later.0, claim);
+        hear(&mut self.book, "c", vec![record]);
+    }
+
+    fn c_holds(&mut self) {
+        self.c_says(holds(self.later.0));
+    }
+
+    /// What a gives up by itself.
+    fn given_up(&self) -> Vec<(VmName, Generation)> {
+        self.book.overtaken_gifts(&host("a"))
+    }
+
+    /// What became of it, for a person to decide.
+    fn since(&self) -> Option<SinceGift> {
+        self.book.since_gift(&vm("web"), &host("a"))
+    }
+
+    fn lost_with_c(&self) -> Option<SinceGift> {
+        let (with, at) = (host("c"), self.later);
+        Some(SinceGift::Lost { with, at })
+    }
+}
+
 #[test]
 fn a_gift_is_overtaken_once_the_later_holder_says_that_it_holds_the_vm() {
-    let mut book = site(&["a", "b", "c"]);
-    for name in ["a", "b", "c"] {
-        hear(&mut book, name, Vec::new());
-    }
-    let held = grant(&mut book, "web", "a");
-    let permitted = book
-        .permit_migration(&vm("web"), &host("a"), &host("b"))
-        .unwrap();
-    let given = permitted.generation.0;
-    hear(&mut book, "a", vec![said("web", given, gave(given))]);
-    assert!(given > held && book.overtaken_gifts(&host("a")).is_empty());
-    for name in ["a", "b"] {
-        book.lose(&host(name));
-        book.fence(&host(name)).unwrap();
-    }
-    let found = free(survey(&mut book, "web", "c", &["a", "b"]));
-    let later = book.grant(found, &host("c")).unwrap().generation;
-    assert!(later.0 >= given + GAP);
-    // Host a comes back before c has said a word.
-    hear(&mut book, "a", vec![said("web", given, gave(given))]);
-    assert_eq!(book.overtaken_gifts(&host("a")), []);
-    hear(&mut book, "c", vec![said("web", later.0, holds(later.0))]);
-    assert_eq!(book.overtaken_gifts(&host("a")), [(vm("web"), later)]);
-    assert_eq!(book.overtaken_gifts(&host("c")), []);
-    let since = |book: &Book| book.holder_since_gift(&vm("web"), &host("a"));
-    assert_eq!(since(&book), Some((host("c"), later)));
+    let mut site = Overtaken::new();
+    let (given, later) = (site.given, site.later);
+    let at_once = vec![(vm("web"), later)];
+    assert_eq!((site.given_up(), site.since()), (vec![], None));
+    site.c_holds();
+    assert_eq!(site.given_up(), at_once);
+    assert_eq!(site.book.overtaken_gifts(&host("c")), []);
+    let (by, at) = (host("c"), later);
+    assert_eq!(site.since(), Some(SinceGift::Held { by, at }));
     // The one that was to receive it is there after all, with its memory.
     let promised = Claim::Promised {
         generation: Generation(given),
         from: host("a"),
     };
-    hear(&mut book, "b", vec![said("web", given, promised)]);
-    assert_eq!(book.overtaken_gifts(&host("a")), []);
-    book.lose(&host("b"));
-    assert_eq!(book.overtaken_gifts(&host("a")), [], "b is silent again");
-    hear(&mut book, "b", vec![said("web", given, Claim::No)]);
-    assert_eq!(book.overtaken_gifts(&host("a")), [(vm("web"), later)]);
-    book.lose(&host("c"));
-    assert_eq!(book.overtaken_gifts(&host("a")), [], "c is silent");
-    assert_eq!(since(&book), None, "c is silent");
+    hear(&mut site.book, "b", vec![said("web", given, promised)]);
+    assert_eq!(site.given_up(), []);
+    site.book.lose(&host("b"));
+    assert_eq!(site.given_up(), [], "b is silent again");
+    hear(&mut site.book, "b", vec![said("web", given, Claim::No)]);
+    assert_eq!(site.given_up(), at_once);
+    site.book.lose(&host("c"));
+    assert_eq!(
+        (site.given_up(), site.since()),
+        (vec![], None),
+        "c is silent"
+    );
     // A claim that nobody granted ends nobody's copy.
     let invented = later.0 + 1;
-    hear(&mut book, "b", vec![said("web", invented, holds(invented))]);
-    assert_eq!(since(&book), None, "b was never granted that");
+    let claim = said("web", invented, holds(invented));
+    hear(&mut site.book, "b", vec![claim]);
+    assert_eq!(site.since(), None, "b was never granted that");
+}
+
+#[test]
+fn a_gift_older_than_what_was_lost_with_its_host_is_given_up_by_a_persons_word_alone() {
+    let mut site = Overtaken::new();
+    site.c_holds();
+    site.book.lose(&host("c"));
+    assert_eq!(site.since(), None, "c may come back");
+    site.book.fence(&host("c")).unwrap();
+    assert_eq!(
+        (site.given_up(), site.since()),
+        (vec![], site.lost_with_c())
+    );
+    // A start is refused with the way out, though a alone is left to answer.
+    let begun = site.book.begin_survey(&vm("web"), &[]).unwrap();
+    let (name, a) = (host("a"), said("web", site.given, gave(site.given)));
+    let answer = SurveyAnswer {
+        claim: a.claim,
+        may_live: true,
+        ..no(&name, Generation(a.highest.0))
+    };
+    let refused = site.book.take_survey(&begun, &[(name, answer)].into());
+    let Surveyed::Refused(kept @ Refusal::GiftKept { .. }) = refused else {
+        panic!("{refused:?}")
+    };
+    let text = kept.to_string();
+    assert!(text.contains("host c was granted since"), "{text}");
+    assert!(text.contains("resolve web --give-up-on a"), "{text}");
+    let _ = site.book.remove(&host("c"), true).unwrap();
+    assert_eq!(
+        (site.given_up(), site.since()),
+        (vec![], site.lost_with_c())
+    );
+}
+
+#[test]
+fn a_gift_older_than_what_its_host_let_go_is_given_up_by_a_persons_word_alone() {
+    let mut site = Overtaken::new();
+    site.c_holds();
+    site.c_says(Claim::No);
+    assert_eq!(
+        (site.given_up(), site.since()),
+        (vec![], site.lost_with_c())
+    );
+}
+
+#[test]
+fn what_was_given_before_its_vm_was_deleted_is_given_up() {
+    let mut site = Overtaken::new();
+    site.c_holds();
+    site.c_says(Claim::No);
+    for name in ["a", "b"] {
+        site.book.lose(&host(name));
+        site.book.fence(&host(name)).unwrap();
+    }
+    let found = free(survey(&mut site.book, "web", "c", &["a", "b"]));
+    let _ = site.book.delete(found).unwrap();
+    let given = site.given;
+    hear(&mut site.book, "a", vec![said("web", given, gave(given))]);
+    let given_up = site.given_up();
+    let at = given_up.first().expect("it is given up").1;
+    assert!(at > site.later);
+    assert_eq!(site.since(), Some(SinceGift::Deleted { at }));
 }

@@ -187,6 +187,15 @@ async fn no_copy_is_ended_for_one_that_is_held_no_more() {
     assert_eq!(a.calls("stopped web"), 0);
 }
 
+/// A person has a host give up what it has of VM web.
+fn gives_up_on(name: &str) -> ResolveRequest {
+    ResolveRequest {
+        run_on: host(name),
+        give_up: true,
+        confirm_fenced: None,
+    }
+}
+
 /// VM web was given from a to b; both were said to be off, it was started on c, and a is back.
 async fn started_on_c_since(a_keeps_guest: bool) -> (House, Agent, Agent, String) {
     let (house, mut a, mut b) = house().await;
@@ -233,11 +242,7 @@ async fn an_overtaken_gift_with_a_guest_waits_for_a_persons_word() {
     assert_eq!(a.calls("overtaken"), 1, "it is not asked at every poll");
     // The copy that is to stay is asked for anew: c has lost it since it was heard.
     let held = c.script().vms.remove(&vm("web")).unwrap();
-    let give_up = ResolveRequest {
-        run_on: host("a"),
-        give_up: true,
-        confirm_fenced: None,
-    };
+    let give_up = gives_up_on("a");
     let refused = client.resolve(&vm("web"), &give_up).await;
     let text = ApiError::from(refused.unwrap_err()).message;
     assert_eq!(a.calls("overtaken"), 1, "{text}");
@@ -248,10 +253,29 @@ async fn an_overtaken_gift_with_a_guest_waits_for_a_persons_word() {
     client.start(&vm("web"), &on("c")).await.unwrap();
     assert_eq!(c.calls("overtaken"), 0);
     // Nobody gives up what nobody else holds.
-    let c_too = ResolveRequest {
-        run_on: host("c"),
-        ..give_up
-    };
-    refused!(client.resolve(&vm("web"), &c_too).await, WrongState);
+    let c_too = client.resolve(&vm("web"), &gives_up_on("c")).await;
+    refused!(c_too, WrongState);
     assert_eq!(c.calls("overtaken"), 0);
+}
+
+#[tokio::test]
+async fn a_gift_older_than_what_was_lost_with_its_host_ends_by_a_persons_word() {
+    let (house, a, mut c, told) = started_on_c_since(true).await;
+    let client = house.client();
+    let give_up = gives_up_on("a");
+    c.cut().await;
+    house.until_host("c", HostState::Unreachable).await;
+    let silent = client.resolve(&vm("web"), &give_up).await;
+    assert!(silent.is_err(), "c may come back with what it holds");
+    client.fenced(&host("c")).await.unwrap();
+    let refused = client.start(&vm("web"), &on("a")).await;
+    let text = ApiError::from(refused.unwrap_err()).message;
+    for words in ["host c was granted since", "vm resolve web --give-up-on a'"] {
+        assert!(text.contains(words), "{text}");
+    }
+    assert_eq!(a.calls(&format!("{told} true")), 0);
+    client.resolve(&vm("web"), &give_up).await.unwrap();
+    assert_eq!(a.calls(&format!("{told} true")), 1);
+    client.start(&vm("web"), &on("a")).await.unwrap();
+    house.until_vm("web", VmState::Running, "a").await;
 }
