@@ -392,12 +392,9 @@ async fn a_vm_that_was_down_before_its_host_shut_down_keeps_its_own_note() {
         served.agent.close(false).await.unwrap();
         closed(&served).await;
         let note = |name: &str| {
-            let life = Life::Idle;
-            let mut shown = served
-                .agent
-                .records
-                .host_vm(&vm(name), spec(name), &life)
-                .unwrap();
+            let records = &served.agent.records;
+            let record = records.read(&vm(name)).unwrap();
+            let mut shown = records.host_vm(&record, spec(name), &Life::Idle);
             shown.state = VmState::Crashed;
             served.agent.closing.show(&mut shown, served.agent.host());
             shown.note.unwrap_or_default()
@@ -447,8 +444,8 @@ fn a_guest_that_is_off_before_the_next_look_at_it_is_not_one_whose_qemu_died() {
             state,
             why: None,
         });
-        let shown = host.records().host_vm(&vm("web"), spec("web"), &Life::Idle);
-        let mut shown = shown.unwrap();
+        let record = host.records().read(&vm("web")).unwrap();
+        let mut shown = host.records().host_vm(&record, spec("web"), &Life::Idle);
         shown.state = VmState::Crashed;
         shown.note = Some("its QEMU died".into());
         closing.show(&mut shown, &host.config.name);

@@ -159,27 +159,21 @@ impl Records {
         self.read(vm).ok()
     }
 
-    /// The VM as its files alone show it.
-    pub(crate) fn host_vm(
-        &self,
-        vm: &VmName,
-        spec: VmSpec,
-        life: &Life,
-    ) -> Result<HostVm, ApiError> {
-        let record = self.read(vm)?;
-        let (state, note) = shown(&record, life, &self.host);
-        Ok(HostVm {
+    /// The VM as its record and description alone show it.
+    pub(crate) fn host_vm(&self, record: &HostRecord, spec: VmSpec, life: &Life) -> HostVm {
+        let (state, note) = shown(record, life, &self.host);
+        HostVm {
             spec,
             state,
             generation: record.highest,
-            claim: godwit_site::claim_of(&record),
+            claim: godwit_site::claim_of(record),
             migration: migration_of(&record.phase),
             accelerator: None,
             vm_process_pid: None,
             vm_process: None,
             qemu_pid: None,
             note,
-        })
+        }
     }
 
     /// Takes the generation that the controller grants, if it grants one, and writes the VM's description.

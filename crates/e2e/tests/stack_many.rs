@@ -21,8 +21,10 @@ const VMS: usize = 500;
 const REPORTS: usize = 20;
 /// For how long CPU time is counted.
 const MEASURED: Duration = Duration::from_secs(20);
-/// Most of a core that agent and controller may take together.
-const SHARE: f64 = 0.05;
+/// Agent and controller may together take as much CPU time, each second, as it takes to write and read the list this often
+/// at that time, on a fast machine as on one that others slow down. It took 15 to 17 times where this was written, which
+/// was 5 to 6 % of a core.
+const LISTS: f64 = 25.0;
 
 #[test]
 fn of_32_hosts_a_dead_one_holds_up_its_own_vm_alone() -> Result<()> {
@@ -183,10 +185,11 @@ fn polls_lists_and_a_watch_of_a_host_with_500_vms_take_little_cpu_time() -> Resu
         Ok(!stack.vm("busy")?["migration"].is_null())
     })?;
     let (before, began) = (cpu_times(&stack, &daemons)?, Instant::now());
-    let mut lists = 0;
+    let (mut lists, mut yardstick) = (0, Duration::ZERO);
     while began.elapsed() < MEASURED {
         let list = stack.json("controller", &["vm", "list"])?;
         ensure!(list.as_array().is_some_and(|list| list.len() == VMS + 1));
+        yardstick += written_and_read(&list)?;
         lists += 1;
         // One list each second is the load that is measured.
         std::thread::sleep(Duration::from_secs(1));
@@ -200,8 +203,25 @@ fn polls_lists_and_a_watch_of_a_host_with_500_vms_take_little_cpu_time() -> Resu
         .zip(after)
         .map(|(from, to)| to - *from)
         .collect();
-    println!("  {lists} lists in {elapsed:?}: CPU time of {daemons:?}: {used:?}");
     let share = used.iter().sum::<Duration>().as_secs_f64() / elapsed.as_secs_f64();
-    ensure!(share < SHARE, "{:.1} % of a core", share * 100.0);
+    let times = share / (yardstick / lists).as_secs_f64();
+    println!("  {lists} lists in {elapsed:?}: CPU time of {daemons:?}: {used:?}");
+    let said = format!(
+        "{:.1} % of a core, each second as much as {times:.1} times writing and reading the list",
+        share * 100.0
+    );
+    println!("  {said}");
+    ensure!(times < LISTS, "{said}");
     Ok(())
+}
+
+/// CPU time that it takes here and now to write the list and to read it.
+fn written_and_read(list: &Value) -> Result<Duration> {
+    let now = || -> Result<Duration> {
+        Ok(rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime).try_into()?)
+    };
+    let before = now()?;
+    let read: Value = serde_json::from_slice(&serde_json::to_vec(list)?)?;
+    ensure!(read == *list);
+    Ok(now()?.saturating_sub(before))
 }

@@ -28,6 +28,7 @@ use godwit_types::site::{
 };
 use godwit_types::{MigrationId, VmName};
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 
 /// Paths of the agent's routes.
@@ -176,15 +177,13 @@ pub struct HeardVms {
 }
 
 impl Client {
-    fn read_vms(&self, told: Vec<serde_json::Value>) -> Reply<HeardVms> {
+    fn read_vms(&self, told: &[Box<RawValue>]) -> Reply<HeardVms> {
         let mut heard = HeardVms::default();
         for one in told {
-            let named = one.pointer("/spec/name").cloned().unwrap_or_default();
-            match serde_json::from_value::<HostVm>(one) {
+            match serde_json::from_str::<HostVm>(one.get()) {
                 Ok(vm) => heard.vms.push(vm),
                 Err(error) => {
-                    let name = serde_json::from_value(named)
-                        .map_err(|_| self.answer(&error.to_string()))?;
+                    let name = name_in(one).ok_or_else(|| self.answer(&error.to_string()))?;
                     let why = format!(
                         "{} tells of it in words that this version of Godwit does not know ({error}): update this side, too",
                         self.name()
@@ -195,6 +194,13 @@ impl Client {
         }
         Ok(heard)
     }
+}
+
+/// The name of a VM whose other words may be unknown here.
+fn name_in(told: &RawValue) -> Option<VmName> {
+    let words: serde_json::Value = serde_json::from_str(told.get()).ok()?;
+    let name = words.pointer("/spec/name")?;
+    VmName::deserialize(name).ok()
 }
 
 /// Calls an agent's routes over any client, each with a deadline.
@@ -223,8 +229,8 @@ impl AgentClient {
 
     /// Its VMs. One that it tells of in words that this version does not know is unread; the others are not lost by it.
     pub async fn heard_vms(&self) -> Reply<HeardVms> {
-        let told: Vec<serde_json::Value> = self.lists.get(path::VMS, self.deadlines.read).await?;
-        self.client.read_vms(told)
+        let told: Vec<Box<RawValue>> = self.lists.get(path::VMS, self.deadlines.read).await?;
+        self.client.read_vms(&told)
     }
 }
 

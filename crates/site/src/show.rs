@@ -160,6 +160,9 @@ impl Book {
             .filter_map(|(host, said)| Some((host, said, said.claim.held()?)))
             .filter(|(host, said, generation)| said.may_live || !is_older(host, *generation))
             .collect();
+        if holders.len() < 2 {
+            return None;
+        }
         let (_, newest, _) = holders
             .iter()
             .max_by_key(|(_, _, generation)| *generation)?;

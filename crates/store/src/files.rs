@@ -70,7 +70,9 @@ impl Files for RealFiles {
 pub fn read_regular(path: &Path, limit: u64) -> io::Result<Option<Vec<u8>>> {
     let mut options = OpenOptions::new();
     options.read(true);
-    let file = match open_regular(&options, path) {
+    // Of many files that are looked for none is there, which the first look tells already.
+    let looked = fs::metadata(path).and_then(|found| must_be_regular(&found));
+    let file = match looked.and_then(|()| open_looked_at(&options, path)) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
@@ -99,9 +101,14 @@ pub fn read_text(path: &Path, limit: u64) -> io::Result<Option<String>> {
 /// Opens a regular file; the opening of what is none neither waits nor is felt by a device's other end.
 pub(crate) fn open_regular(options: &OpenOptions, path: &Path) -> io::Result<File> {
     // A device may act when it is opened, and a pipe may wait: so what is there is looked at first, too.
-    if let Ok(found) = std::fs::metadata(path) {
+    if let Ok(found) = fs::metadata(path) {
         must_be_regular(&found)?;
     }
+    open_looked_at(options, path)
+}
+
+/// Opens what was a regular file a moment ago.
+fn open_looked_at(options: &OpenOptions, path: &Path) -> io::Result<File> {
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
     let flags = i32::try_from(flags.bits()).map_err(io::Error::other)?;
     let file = options.clone().custom_flags(flags).open(path)?;

@@ -6,6 +6,7 @@ use super::{Agent, READ, Reply, blocking};
 use crate::evidence;
 use crate::launch::{self};
 use crate::life::{Life, phase_wants_process};
+use godwit_ownership::HostRecord;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -57,18 +58,19 @@ impl Agent {
     }
 
     fn read_vm(&self, name: &VmName, life: &Life) -> Reply<HostVm> {
+        let record = self.records.read(name)?;
         let mut vm = match self.records.spec(name) {
-            Ok(None) => self.undescribed(name, life)?,
-            Ok(Some(spec)) => self.records.host_vm(name, spec, life)?,
+            Ok(None) => self.undescribed(name, &record, life)?,
+            Ok(Some(spec)) => self.records.host_vm(&record, spec, life),
             Err(error) => {
-                let mut vm = self.records.host_vm(name, unknown(name)?, life)?;
+                let mut vm = self.records.host_vm(&record, unknown(name)?, life);
                 vm.note = Some(error.message);
                 vm
             }
         };
         self.boots.show(&mut vm, self.host(), &self.log_of(name));
         self.closing.show(&mut vm, self.host());
-        if self.is_denied_by_its_record(name)? {
+        if self.is_denied_by(name, &record) {
             let run_dir = self.run_dir(name);
             vm.state = VmState::Unreachable;
             vm.qemu_pid = evidence::qemu_pid(&run_dir);
@@ -80,18 +82,22 @@ impl Agent {
     /// Whether the VM's QEMU may live although its record says that nothing of the VM is here: the state directory is an
     /// older copy.
     pub(crate) fn is_denied_by_its_record(&self, name: &VmName) -> Reply<bool> {
-        let record = self.records.read(name)?;
+        Ok(self.is_denied_by(name, &self.records.read(name)?))
+    }
+
+    /// As [`Agent::is_denied_by_its_record`], by a record that was just read.
+    fn is_denied_by(&self, name: &VmName, record: &HostRecord) -> bool {
         let is_here = record.may_hold() || phase_wants_process(&record.phase);
-        Ok(!is_here && evidence::qemu_may_live(&self.run_dir(name)))
+        !is_here && evidence::qemu_may_live(&self.run_dir(name))
     }
 
     /// A VM without a description, which this host may hold, or of which something may live.
-    fn undescribed(&self, name: &VmName, life: &Life) -> Reply<HostVm> {
-        let may_hold = self.records.may_hold(name);
+    fn undescribed(&self, name: &VmName, record: &HostRecord, life: &Life) -> Reply<HostVm> {
+        let may_hold = record.may_hold();
         if !may_hold && !self.may_live(name)? {
             return Err(self.unknown_vm(name));
         }
-        let mut vm = self.records.host_vm(name, unknown(name)?, life)?;
+        let mut vm = self.records.host_vm(record, unknown(name)?, life);
         if may_hold && !evidence::qemu_may_live(&self.run_dir(name)) {
             let note = || missing_note(name, self.host());
             vm.note.get_or_insert_with(note);
