@@ -168,7 +168,7 @@ async fn until_settled(app: &App, name: &VmName) -> Outcome<()> {
         let changed = tokio::time::timeout_at(deadline, changes.recv());
         if changed.await.is_err() {
             if let Some(kept) = app.state().book.kept_gift(name, &host) {
-                return Err(refused(kept));
+                return Err(refused(godwit_site::Refusal::GiftKept(kept)));
             }
             let message = format!(
                 "host {host} has not settled the last handover of VM {name} with the host where it runs: that passes by itself once the two reach each other; see 'godwit vm show {name}' and try again then"

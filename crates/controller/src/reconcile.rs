@@ -440,7 +440,7 @@ async fn settle_undelivered(app: &App, host: &HostName) {
     }
 }
 
-/// A VM that the host gave away before another was granted it: what it waits for never comes. A host that keeps it has a guest
+/// A VM that the host gave away and that went on without it: what it waits for never comes. A host that keeps it has a guest
 /// of it, or a VM process that does not know the request.
 async fn settle_overtaken(app: &App, host: &HostName, told: &mut BTreeMap<VmName, Instant>) {
     let due = app.state().book.overtaken_gifts(host);
@@ -453,7 +453,7 @@ async fn settle_overtaken(app: &App, host: &HostName, told: &mut BTreeMap<VmName
             continue;
         };
         if let Err(error) = resolve::settle_gift(app, &vm, host).await {
-            tracing::warn!(%vm, %host, %error, "the host keeps what it gave away before another was granted the VM");
+            tracing::warn!(%vm, %host, %error, "the host keeps what it gave away before the VM went on without it");
         }
         told.insert(vm, now + OVERTAKEN_AGAIN);
     }

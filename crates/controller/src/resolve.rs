@@ -11,7 +11,7 @@ use crate::removed;
 use crate::survey::{claim_now, clear, refused};
 use crate::vms::{done, release, view};
 use godwit_rpc::AgentClient;
-use godwit_site::SinceGift;
+use godwit_site::{KeptGift, SinceGift};
 use godwit_types::control_api::{Done, KeepRequest, ResolveRequest, StopRequest};
 use godwit_types::site::{Claim, GiftOvertaken, Standing};
 use godwit_types::vm::VmState;
@@ -22,9 +22,15 @@ use std::collections::BTreeSet;
 pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outcome<Done> {
     app.until_started().await;
     let _turn = app.vm_turns.take(name).await;
-    let since = app.state().book.since_gift(name, &request.run_on);
-    if let Some(since) = since.filter(|_| request.give_up) {
-        return discard_gift(app, name, &request.run_on, since).await;
+    if request.give_up {
+        let unsure = app.state().book.unsure_since(name, &request.run_on);
+        if let Some(holder) = unsure {
+            claim_now(app, name, &holder).await?;
+        }
+        let kept = app.state().book.kept_gift(name, &request.run_on);
+        if let Some(kept) = kept {
+            return discard_gift(app, &kept, request.confirm_fenced.as_ref()).await;
+        }
     }
     let state = view(app, name)?.state;
     if state != VmState::InDoubt {
@@ -56,34 +62,29 @@ pub async fn resolve(app: &App, name: &VmName, request: &ResolveRequest) -> Outc
     result.map_err(|error| ApiError::from(error).on_host(&request.run_on))
 }
 
-/// A person gives up what a host gave away, with its guest, where the site went on without it: a holder is asked anew,
-/// since its copy may be the only one that is left.
-async fn discard_gift(
-    app: &App,
-    name: &VmName,
-    host: &HostName,
-    since: SinceGift,
-) -> Outcome<Done> {
-    let now = match &since {
-        SinceGift::Held { by, .. } => {
-            claim_now(app, name, by).await?;
-            let now = app.state().book.since_gift(name, host);
-            now.filter(|now| matches!(now, SinceGift::Held { by: still, .. } if still == by))
+/// A person gives up what a host gave away, with its guest, where the site went on without it. A holder is asked anew, and
+/// one that is off is to be named, since what stands here may then be the only copy that is left.
+async fn discard_gift(app: &App, kept: &KeptGift, off: Option<&HostName>) -> Outcome<Done> {
+    let (name, host) = (&kept.vm, &kept.host);
+    match &kept.since {
+        SinceGift::Lost { with, .. } if off != Some(with) => {
+            return refuse(ErrorCode::WrongState, kept.to_string());
         }
-        SinceGift::Lost { .. } | SinceGift::Deleted { .. } => {
+        SinceGift::Held { by, .. } => drop(claim_now(app, name, by).await?),
+        SinceGift::Lost { .. } | SinceGift::LetGo { .. } | SinceGift::Deleted { .. } => {
             app.write().await?;
-            app.state().book.since_gift(name, host)
         }
-    };
-    let Some(now) = now else {
+    }
+    let now = app.state().book.since_gift(name, host);
+    if now.as_ref() != Some(&kept.since) {
         return refuse(
             ErrorCode::WrongState,
             format!(
-                "VM {name} is not as it was any more: what host {host} has of it is kept, see 'godwit vm show {name}'"
+                "who holds VM {name} has changed meanwhile: nothing is given up on host {host}, see 'godwit vm show {name}'"
             ),
         );
-    };
-    let by = now.at();
+    }
+    let by = kept.since.at();
     tracing::warn!(vm = %name, %host, %by, "a person has the host give up what it gave away");
     let with_guest = true;
     tell_overtaken(app, name, host, GiftOvertaken { by, with_guest }).await?;
@@ -92,7 +93,7 @@ async fn discard_gift(
     )))
 }
 
-/// Has a host give up what it gave away before another was granted the VM, unless it has a guest of it; looks once more
+/// Has a host give up what it gave away before the VM went on without it, unless it has a guest of it; looks once more
 /// whether that is so, under the VM's turn.
 pub async fn settle_gift(app: &App, name: &VmName, host: &HostName) -> Outcome<()> {
     let Some(by) = app.state().book.overtaken_gift(name, host) else {
@@ -101,7 +102,7 @@ pub async fn settle_gift(app: &App, name: &VmName, host: &HostName) -> Outcome<(
     app.write().await?;
     let with_guest = false;
     tell_overtaken(app, name, host, GiftOvertaken { by, with_guest }).await?;
-    tracing::info!(vm = %name, %host, %by, "the host gives up what it gave away before another was granted the VM");
+    tracing::info!(vm = %name, %host, %by, "the host gives up what it gave away before the VM went on without it");
     Ok(())
 }
 

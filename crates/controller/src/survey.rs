@@ -7,7 +7,7 @@ use crate::bounds;
 use crate::error::Outcome;
 use futures_util::future::join_all;
 use godwit_rpc::ClientError;
-use godwit_site::{Refusal, Survey, Surveyed};
+use godwit_site::{KeptGift, Refusal, Survey, Surveyed};
 use godwit_types::site::{Claim, Standing, SurveyAnswer, SurveyRequest};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::{BTreeMap, BTreeSet};
@@ -30,7 +30,7 @@ pub fn refused(refusal: Refusal) -> ApiError {
         Refusal::UnknownHost { .. } => (ErrorCode::UnknownHost, None),
         Refusal::Twice { .. } => (ErrorCode::RunningTwice, None),
         Refusal::HandingOver { hosts, .. } => (ErrorCode::WrongState, hosts.first()),
-        Refusal::GiftKept { host, .. } => (ErrorCode::WrongState, Some(host)),
+        Refusal::GiftKept(KeptGift { host, .. }) => (ErrorCode::WrongState, Some(host)),
         Refusal::Exhausted { .. } => (ErrorCode::Internal, None),
         Refusal::NotHolder { holder, .. } => (ErrorCode::WrongState, Some(holder)),
         Refusal::Held { host, .. }

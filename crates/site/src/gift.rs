@@ -4,18 +4,19 @@
 //! that is safe; with one a person says so. Refuses: to end what may be the newest copy that is left.
 
 use crate::book::Book;
-use crate::refusal::Refusal;
 use godwit_types::site::Claim;
 use godwit_types::{Generation, HostName, VmName};
 use std::fmt;
 
-/// What became of a VM since a host gave it away; each with the generation under which that was.
+/// What became of a VM since a host gave it away; each with the newest generation under which it was held.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SinceGift {
     /// This host holds it by a grant, and answers.
     Held { by: HostName, at: Generation },
-    /// This host was granted it, and is off by a person's word, gone for good, or let it go.
+    /// This host was granted it, and is off by a person's word, or gone for good.
     Lost { with: HostName, at: Generation },
+    /// This host was granted it, answers, and holds it no more.
+    LetGo { by: HostName, at: Generation },
     /// A person deleted it, at this generation.
     Deleted { at: Generation },
 }
@@ -24,22 +25,72 @@ impl SinceGift {
     /// The newest generation under which the VM was held.
     pub fn at(&self) -> Generation {
         match self {
-            Self::Held { at, .. } | Self::Lost { at, .. } | Self::Deleted { at } => *at,
+            Self::Held { at, .. }
+            | Self::Lost { at, .. }
+            | Self::LetGo { at, .. }
+            | Self::Deleted { at } => *at,
         }
     }
 }
 
-impl fmt::Display for SinceGift {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let alone = "without a guest it gives that up by itself within a minute or two;";
-        match self {
-            Self::Held { by, .. } => write!(f, "what host {by} holds: {alone}"),
-            Self::Lost { with, .. } => write!(
-                f,
-                "what host {with} was granted since, which is off, gone or holds nothing any more: unless that comes back,"
-            ),
-            Self::Deleted { .. } => write!(f, "the VM's deletion: {alone}"),
+/// A host that still has what it gave away before the VM went on without it: in the way of every grant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeptGift {
+    pub vm: VmName,
+    /// The host that gave it.
+    pub host: HostName,
+    /// The host that was to receive it.
+    pub to: HostName,
+    pub since: SinceGift,
+    /// Whether the host is told to give up what has no guest.
+    ends_alone: bool,
+}
+
+impl KeptGift {
+    /// The command that ends it.
+    pub fn way_out(&self) -> String {
+        let Self { vm, host, .. } = self;
+        match &self.since {
+            SinceGift::Lost { with, .. } => {
+                format!("godwit vm resolve {vm} --give-up-on {host} --confirm-fenced {with}")
+            }
+            _ => format!("godwit vm resolve {vm} --give-up-on {host}"),
         }
+    }
+}
+
+impl fmt::Display for KeptGift {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { vm, host, to, .. } = self;
+        write!(
+            f,
+            "host {host} still waits for the end of a handover of VM {vm} to host {to}"
+        )?;
+        match &self.since {
+            SinceGift::Held { by, .. } => write!(f, ", which is older than what host {by} holds")?,
+            SinceGift::LetGo { by, .. } => {
+                write!(f, ", which is older than what host {by} has let go")?;
+            }
+            SinceGift::Deleted { .. } => write!(f, ", and the VM was deleted since")?,
+            SinceGift::Lost { with, .. } => {
+                return write!(
+                    f,
+                    "; host {with} was granted the VM later and is off or removed: bring it back if it has the VM; else '{}' ends what is left on host {host} and at host {to}, which may be the only memory of the VM, and the VM may start anew",
+                    self.way_out()
+                );
+            }
+        }
+        if self.ends_alone {
+            write!(
+                f,
+                ": if no guest is left there, host {host} gives it up by itself within a minute or two"
+            )?;
+        }
+        write!(
+            f,
+            "; '{}' ends what is left on host {host} and at host {to}, with its memory",
+            self.way_out()
+        )
     }
 }
 
@@ -93,7 +144,8 @@ impl Book {
         Some(SinceGift::Held { by, at })
     }
 
-    /// That the VM was deleted, or went on to a host that has it no more, or that nobody can ask.
+    /// That the VM was deleted, or went on to a host that has it no more, or that nobody can ask. Whoever may hold it and is
+    /// merely silent is waited for.
     fn end_since(&self, vm: &VmName, host: &HostName, given: Generation) -> Option<SinceGift> {
         let entry = self.vms.get(vm)?;
         if !self.is_in_charge() || !entry.is_superseded(host, given) {
@@ -103,28 +155,50 @@ impl Book {
         if entry.deleted {
             return Some(SinceGift::Deleted { at });
         }
-        let is_off = |holder| self.is_fenced(holder) || self.removed.contains(holder);
-        // One that the grant has not reached says no as well, and may boot by it yet.
-        let has_let_go = |holder| {
-            let said = self.said(holder, vm).filter(|said| said.highest >= at);
-            let has_none =
-                said.is_some_and(|said| matches!(said.claim, Claim::No | Claim::Moved { .. }));
-            has_none && self.is_heard_itself(holder)
-        };
-        let is_lost = |holder| is_off(holder) || has_let_go(holder);
-        if !entry.holder.as_ref().is_none_or(is_lost) {
+        if !self.silent_members(vm).is_empty() {
             return None;
         }
-        let newest = entry.granted.iter().rev().find(|one| one.is_of(at))?;
-        let with = newest.to.clone();
-        Some(SinceGift::Lost { with, at })
+        let Some(holder) = &entry.holder else {
+            let newest = entry.granted.iter().rev().find(|one| one.is_of(at))?;
+            let mut ends = [Some(&newest.to), newest.from.as_ref()]
+                .into_iter()
+                .flatten();
+            let with = ends.find(|end| self.removed.contains(*end))?.clone();
+            return Some(SinceGift::Lost { with, at });
+        };
+        if self.is_fenced(holder) {
+            let with = holder.clone();
+            return Some(SinceGift::Lost { with, at });
+        }
+        // It left the set by a no that binds: one that a grant has not reached yet is in it.
+        let has_let_go = self.is_heard_itself(holder) && !entry.may_hold.contains_key(holder);
+        has_let_go.then(|| SinceGift::LetGo {
+            by: holder.clone(),
+            at,
+        })
+    }
+
+    /// The host that was let hold the VM after this one gave it away, and is to be asked whether it does: it answers, and its
+    /// list does not name the VM, which looks the same while the grant is on its way.
+    pub fn unsure_since(&self, vm: &VmName, host: &HostName) -> Option<HostName> {
+        let (given, _) = self.gift_at(vm, host)?;
+        let entry = self.vms.get(vm)?;
+        let holder = entry.holder.as_ref()?;
+        let is_unsure = entry.is_superseded(host, given) && self.is_heard_itself(holder);
+        (is_unsure && self.since_gift(vm, host).is_none()).then(|| holder.clone())
     }
 
     /// That a host still has what it gave away before the VM went on without it.
-    pub fn kept_gift(&self, vm: &VmName, host: &HostName) -> Option<Refusal> {
+    pub fn kept_gift(&self, vm: &VmName, host: &HostName) -> Option<KeptGift> {
         let since = self.since_gift(vm, host)?;
-        let (vm, host) = (vm.clone(), host.clone());
-        Some(Refusal::GiftKept { vm, host, since })
+        let (_, to) = self.gift_at(vm, host)?;
+        Some(KeptGift {
+            vm: vm.clone(),
+            host: host.clone(),
+            to: to.clone(),
+            since,
+            ends_alone: self.overtaken_gift(vm, host).is_some(),
+        })
     }
 
     /// What a host that answers gave away, by its own record, and to whom.

@@ -188,7 +188,7 @@ impl Book {
                         generation: *generation,
                         on: *on,
                     },
-                    _ => Surveyed::Refused(self.kept_gift(&vm, host).unwrap_or_else(|| {
+                    _ => Surveyed::Refused(self.gift_refused(&vm, host).unwrap_or_else(|| {
                         let hosts = vec![host.clone()];
                         Refusal::HandingOver { vm, hosts }
                     })),
@@ -205,7 +205,7 @@ impl Book {
                 if is_twice {
                     return Surveyed::Refused(Refusal::Twice { vm, hosts });
                 }
-                let kept = hosts.iter().find_map(|host| self.kept_gift(&vm, host));
+                let kept = hosts.iter().find_map(|host| self.gift_refused(&vm, host));
                 let between = || Refusal::HandingOver { vm, hosts };
                 return Surveyed::Refused(kept.unwrap_or_else(between));
             }
@@ -242,6 +242,10 @@ impl Book {
                 });
             entry.held > generation && elsewhere
         })
+    }
+
+    fn gift_refused(&self, vm: &VmName, host: &HostName) -> Option<Refusal> {
+        self.kept_gift(vm, host).map(Refusal::GiftKept)
     }
 
     /// Of several records one without a guest, which this book itself went past.

@@ -52,7 +52,7 @@ mod unwritten;
 pub use book::{Book, Entry, Granted, HostRow, Row};
 pub use boot::{Answerer, HostSite, Judged, LONE_HOST_WAITS_S, Stale};
 pub use claim::claim_of;
-pub use gift::SinceGift;
+pub use gift::{KeptGift, SinceGift};
 pub use grant::{Deletion, Free, Grant, Permission, Survey, Surveyed};
 pub use hear::{Heard, News, Ticket};
 pub use refusal::Refusal;

@@ -2,7 +2,7 @@
 //!
 //! Plain data. Refuses: nothing.
 
-use crate::gift::SinceGift;
+use crate::gift::KeptGift;
 use godwit_types::{HostName, VmName};
 
 fn names<T: ToString>(names: &[T]) -> String {
@@ -51,15 +51,8 @@ pub enum Refusal {
         hosts: Vec<HostName>,
     },
     /// A host waits for the end of a handover that the site went on without.
-    #[error(
-        "host {host} still waits for the end of a handover of VM {vm} that is older than {since} an older copy that stands there, or at the host that was to receive it, ends with its memory by 'godwit vm resolve {vm} --give-up-on {host}'"
-    )]
-    GiftKept {
-        vm: VmName,
-        /// The host that gave the VM away.
-        host: HostName,
-        since: SinceGift,
-    },
+    #[error("{0}")]
+    GiftKept(KeptGift),
     /// Two hosts hold the VM.
     #[error(
         "VM {vm} is held by {}: end that first with 'godwit vm resolve {vm} --keep HOST'",

@@ -46,7 +46,8 @@ impl Book {
     ) -> Option<Option<HostName>> {
         let entry = self.vms.get(vm)?;
         let was_gone_ones = match &entry.holder {
-            Some(holder) => gone == Some(holder),
+            // What it was granted since is above what would run on: when it comes back, it would boot all the same.
+            Some(holder) => gone == Some(holder) && entry.held <= given,
             // A host that is removed takes what it held with it.
             None => gone.is_some_and(|gone| self.removed.contains(gone)),
         };

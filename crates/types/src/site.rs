@@ -139,10 +139,11 @@ pub struct SurveyRequest {
     pub level: Generation,
 }
 
-/// Tells a host that gave a VM away, and was not answered, that another host was let hold it since.
+/// Tells a host that gave a VM away, and was not answered, that the VM went on without it: another host was let hold it, or
+/// it was deleted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GiftOvertaken {
-    /// The generation under which that host holds it.
+    /// The newest generation under which it was held.
     pub by: Generation,
     /// A person gives up the guest that stands there, too.
     pub with_guest: bool,

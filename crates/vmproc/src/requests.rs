@@ -60,9 +60,9 @@ impl Vm {
                 self.ask_or(Event::HostRemoved { host }, done, done)
             }
             Now::GiftOvertaken(GiftOvertaken { by, with_guest }) => {
-                let why = Why::failure("another host was granted the VM since");
+                let why = Why::failure("the VM was started elsewhere or deleted since");
                 let asked = self.put(Event::GiftOvertaken { by, with_guest }, Some(why));
-                let done = "is given up: another host holds it by a later grant";
+                let done = "is given up: it was started elsewhere or deleted since";
                 self.verdict_or(asked, done, "is not here any more")
             }
             Now::Close(step) => self.close(step),

@@ -87,7 +87,7 @@ pub enum VmCommand {
     #[command(
         group(clap::ArgGroup::new("decision").required(true).args(["run_on", "give_up_on", "keep"])),
         override_usage = "godwit vm resolve [OPTIONS] <--run-on|--give-up-on|--keep> <HOST> <VM>",
-        after_help = "In doubt; only after you made sure that the other host is powered off:\n  godwit vm resolve web --run-on a --confirm-fenced b\n\nStarted elsewhere since; host a still waits for the end of an older handover:\n  godwit vm resolve web --give-up-on a\n\nHeld by two hosts; the copy of every other host is ended, with its memory:\n  godwit vm resolve web --keep a"
+        after_help = "In doubt; only after you made sure that the other host is powered off:\n  godwit vm resolve web --run-on a --confirm-fenced b\n\nStarted elsewhere or deleted since; host a still waits for an older handover:\n  godwit vm resolve web --give-up-on a\n\nHeld by two hosts; the copy of every other host is ended, with its memory:\n  godwit vm resolve web --keep a"
     )]
     Resolve {
         /// The VM

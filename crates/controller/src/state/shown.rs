@@ -110,9 +110,14 @@ impl State {
             VmState::DamagedRecord => self
                 .damaged_at(name)
                 .map(|(host, sentence)| format!("host {host} says: {sentence}")),
-            VmState::HandingOver => Some(format!(
-                "it is being handed over and host {} takes part; no host has said yet that the VM runs there",
-                place.host
+            VmState::HandingOver => Some(self.book.kept_gift(name, &place.host).map_or_else(
+                || {
+                    format!(
+                        "it is being handed over and host {} takes part; no host has said yet that the VM runs there",
+                        place.host
+                    )
+                },
+                |kept| kept.to_string(),
             )),
             _ => place.vm.as_ref().and_then(|vm| vm.note.clone()),
         }
@@ -158,9 +163,6 @@ impl State {
     /// The command that ends an in-doubt state. No host's own words are shown: a person acts on it.
     fn doubt_note(&self, name: &VmName, place: &Place) -> Option<String> {
         let here = &place.host;
-        if let Some(kept) = self.book.kept_gift(name, here) {
-            return Some(kept.to_string());
-        }
         let claim = place.vm.as_ref().map(|vm| &vm.claim);
         let named = claim.and_then(|claim| self.book.waits_by_permission(name, here, claim));
         let Some(other) = named.or_else(|| self.other_host(name, here)) else {
@@ -168,13 +170,38 @@ impl State {
                 "host {here} waits for the end of a handover with a host that is not known here: see the log of host {here}"
             ));
         };
+        // What the site went on without runs on only where nothing newer can come back.
+        let kept = self.book.kept_gift(name, here);
+        let runs_on = self.book.may_run_on(name, here, Some(&other)).is_ok();
+        let ends = match kept {
+            Some(kept) if !runs_on => return Some(kept.to_string()),
+            Some(kept) => format!("; or, to end what is left of it there: {}", kept.way_out()),
+            None if !runs_on && let Some(note) = self.overtaken_note(name, here) => {
+                return Some(note);
+            }
+            None => String::new(),
+        };
         // A destination cannot know whether the source ran on.
         let verb = match claim {
             Some(Claim::Promised { .. }) => "--give-up-on",
             _ => "--run-on",
         };
         Some(format!(
-            "stopped until hosts {here} and {other} reach each other; or, once host {other} is powered off and only then: godwit vm resolve {name} {verb} {here} --confirm-fenced {other}"
+            "stopped until hosts {here} and {other} reach each other; or, once host {other} is powered off and only then: godwit vm resolve {name} {verb} {here} --confirm-fenced {other}{ends}"
+        ))
+    }
+
+    /// Of a gift that is older than what another host was granted since, while nobody knows yet what became of that.
+    fn overtaken_note(&self, name: &VmName, here: &HostName) -> Option<String> {
+        let waits = format!("host {here} waits for the end of a handover that is not the newest");
+        if let Some(silent) = self.book.silent_members(name).first() {
+            return Some(format!(
+                "{waits}: host {silent} may hold the VM and does not answer; bring it back, or, when it is powered off, run 'godwit host fenced {silent}'"
+            ));
+        }
+        let holder = self.book.unsure_since(name, here)?;
+        Some(format!(
+            "{waits}: host {holder} was granted the VM since and does not name it; 'godwit vm resolve {name} --give-up-on {here}' asks that host, then ends what is left on host {here}, with its memory"
         ))
     }
 

@@ -401,7 +401,7 @@ impl Site {
         }
     }
 
-    /// What a host gave away before another was granted the VM, it gives up.
+    /// What a host gave away before the VM went on without it, it gives up.
     fn settle_overtaken(&mut self, controller: usize) {
         for to in 0..self.names.len() {
             let book = &self.controllers[controller].book;

@@ -91,7 +91,7 @@ impl SiteCoverage {
             Refusal::Stranger { .. } => "a host is unknown",
             Refusal::Held { .. } => "a host holds it",
             Refusal::HandingOver { .. } => "a handover has not ended",
-            Refusal::GiftKept { .. } => "a gift is older than what is held",
+            Refusal::GiftKept(_) => "a gift is older than what is held",
             Refusal::Twice { .. } => "several hosts hold it",
             Refusal::Stale { .. } => "something happened meanwhile",
             Refusal::Exhausted { .. } => "no generation is left",

@@ -339,12 +339,14 @@ fn a_gift_older_than_what_was_lost_with_its_host_is_given_up_by_a_persons_word_a
         ..no(&name, Generation(a.highest.0))
     };
     let refused = site.book.take_survey(&begun, &[(name, answer)].into());
-    let Surveyed::Refused(kept @ Refusal::GiftKept { .. }) = refused else {
+    let Surveyed::Refused(Refusal::GiftKept(kept)) = refused else {
         panic!("{refused:?}")
     };
     let text = kept.to_string();
-    assert!(text.contains("host c was granted since"), "{text}");
-    assert!(text.contains("resolve web --give-up-on a"), "{text}");
+    assert!(text.contains("host c was granted the VM later"), "{text}");
+    let way_out = "godwit vm resolve web --give-up-on a --confirm-fenced c";
+    assert_eq!(kept.way_out(), way_out);
+    assert!(text.contains(way_out), "{text}");
     let _ = site.book.remove(&host("c"), true).unwrap();
     assert_eq!(
         (site.given_up(), site.since()),
@@ -356,11 +358,72 @@ fn a_gift_older_than_what_was_lost_with_its_host_is_given_up_by_a_persons_word_a
 fn a_gift_older_than_what_its_host_let_go_is_given_up_by_a_persons_word_alone() {
     let mut site = Overtaken::new();
     site.c_holds();
+    // A host names no VM that it let go; that the grant has not reached it looks the same.
+    hear(&mut site.book, "c", Vec::new());
+    assert_eq!((site.given_up(), site.since()), (vec![], None));
+    let unsure = |book: &Book| book.unsure_since(&vm("web"), &host("a"));
+    assert_eq!(unsure(&site.book), Some(host("c")));
+    let begun = site.book.begin_survey(&vm("web"), &[]).unwrap();
+    let answers = [(host("c"), no(&host("c"), begun.level))];
+    let refused = site.book.take_survey(&begun, &answers.into());
+    assert!(matches!(refused, Surveyed::Refused(_)), "a is not asked");
+    hear(&mut site.book, "c", Vec::new());
+    let (by, at) = (host("c"), site.later);
+    let let_go = Some(SinceGift::LetGo { by, at });
+    assert_eq!((site.given_up(), site.since()), (vec![], let_go));
+    assert_eq!(unsure(&site.book), None);
+}
+
+#[test]
+fn a_gift_is_not_given_up_while_another_host_may_have_what_came_later() {
+    let mut site = Overtaken::new();
+    site.c_holds();
+    site.book
+        .permit_migration(&vm("web"), &host("c"), &host("b"))
+        .expect_err("b is off");
+    hear(&mut site.book, "b", Vec::new());
+    site.book
+        .permit_migration(&vm("web"), &host("c"), &host("b"))
+        .unwrap();
+    for name in ["b", "c"] {
+        site.book.lose(&host(name));
+    }
+    site.book.fence(&host("c")).unwrap();
+    assert_eq!(site.since(), None, "b may have taken it from c");
+    site.book.fence(&host("b")).unwrap();
+    assert!(matches!(site.since(), Some(SinceGift::Lost { with, .. }) if with == host("c")));
+}
+
+/// What host b was granted since is above what would run on at a: when b comes back, it would boot all the same.
+#[test]
+fn a_persons_word_runs_nothing_on_below_what_the_other_host_was_granted_since() {
+    let mut site = Overtaken::new();
+    site.book.lose(&host("a"));
+    site.book.fence(&host("a")).unwrap();
     site.c_says(Claim::No);
-    assert_eq!(
-        (site.given_up(), site.since()),
-        (vec![], site.lost_with_c())
+    hear(&mut site.book, "b", Vec::new());
+    let found = free(survey(&mut site.book, "web", "b", &["a"]));
+    let at = site.book.grant(found, &host("b")).unwrap().generation;
+    hear(&mut site.book, "b", vec![said("web", at.0, holds(at.0))]);
+    let given = site.given;
+    hear(&mut site.book, "a", vec![said("web", given, gave(given))]);
+    site.book.lose(&host("b"));
+    site.book.fence(&host("b")).unwrap();
+    let refused = site
+        .book
+        .may_run_on(&vm("web"), &host("a"), Some(&host("b")));
+    assert!(
+        matches!(refused, Err(Refusal::Overtaken { .. })),
+        "{refused:?}"
     );
+    let with = host("b");
+    assert_eq!(site.since(), Some(SinceGift::Lost { with, at }));
+    // A host that is gone for good boots nothing any more.
+    let _ = site.book.remove(&host("b"), true).unwrap();
+    let allowed = site
+        .book
+        .may_run_on(&vm("web"), &host("a"), Some(&host("b")));
+    assert_eq!(allowed, Ok(()));
 }
 
 #[test]
