@@ -235,6 +235,35 @@ fn auto_model(accelerator: Accelerator, cpus: &CpuFacts) -> Option<&'static str>
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_qemu_behind_a_script_that_drops_the_preloaded_library_is_found_before_any_guest_starts() {
+        let base = tempfile::tempdir_in("/dev/shm").unwrap();
+        std::fs::set_permissions(base.path(), PermissionsExt::from_mode(0o711)).unwrap();
+        let script = base.path().join("qemu-wrapper");
+        let text = "#!/bin/sh\nunset LD_PRELOAD\nexec /usr/bin/qemu-system-x86_64 \"$@\"\n";
+        std::fs::write(&script, text).unwrap();
+        std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).unwrap();
+        let ask = |qemu: &Path| {
+            let setting = TrialSetting {
+                qemu: qemu.to_owned(),
+                base: base.path().to_owned(),
+                user: User {
+                    uid: 61_235,
+                    gid: 61_235,
+                },
+                accelerators: vec![Accelerator::Tcg],
+            };
+            let tried = setting.ask();
+            let asked = &tried.cpus[&Accelerator::Tcg];
+            assert!(asked.is_ok(), "{asked:?}");
+            tried.no_handout
+        };
+        assert_eq!(ask(Path::new("/usr/bin/qemu-system-x86_64")), None);
+        let why = ask(&script).expect("its guests could never leave");
+        assert!(why.contains("without the preloaded library"), "{why}");
+    }
 
     #[test]
     fn each_cpu_that_was_tried_in_vain_is_told_with_its_reason() {
