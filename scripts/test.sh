@@ -76,7 +76,7 @@ step() {
     printf '\n== %s: %s\n' "$name" "$*"
     "$@" 2>&1 | tee "$log" | grep --line-buffered -E \
         '^( +Running| +Doc-tests|test .* \.\.\. |test result:|skipped:|error|warning|tidy:|[a-z-]+ +[0-9]+ executions|.*: FOUND|[0-9]+ (seeds|passed|executions))' |
-        grep --line-buffered -vE '^test .* \.\.\. ok$|0 passed; 0 failed; 0 ignored'
+        grep --line-buffered -vE '^test .* \.\.\. ok$|ok\. 0 passed; 0 failed; 0 ignored'
     status=${PIPESTATUS[0]}
     times+=($((SECONDS - began)))
     count "$log" "$status"
