@@ -3,7 +3,7 @@
 //! Part of [`Book`]. Such a host waits for ever, and no grant passes it. Without a guest it is told to give up as soon as
 //! that is safe; with one a person says so. Refuses: to end what may be the newest copy that is left.
 
-use crate::book::Book;
+use crate::book::{Book, Entry};
 use godwit_types::site::Claim;
 use godwit_types::{Generation, HostName, VmName};
 use std::fmt;
@@ -129,7 +129,19 @@ impl Book {
     pub fn since_gift(&self, vm: &VmName, host: &HostName) -> Option<SinceGift> {
         let (given, _) = self.gift_at(vm, host)?;
         self.holder_since(vm, given)
-            .or_else(|| self.end_since(vm, host, given))
+            .or_else(|| self.end_since(vm, host))
+    }
+
+    /// What this book has of a VM that this host gave away, if it let another host hold it later, or deleted it.
+    fn older_gift(&self, vm: &VmName, host: &HostName) -> Option<&Entry> {
+        let (given, _) = self.gift_at(vm, host)?;
+        let entry = self.vms.get(vm)?;
+        entry.is_superseded(host, given).then_some(entry)
+    }
+
+    /// Whether what a host gave away is not the newest: this book let another host hold the VM later, or deleted it.
+    pub fn is_older_gift(&self, vm: &VmName, host: &HostName) -> bool {
+        self.older_gift(vm, host).is_some()
     }
 
     /// The host that holds the VM by a grant, and answers, under a later generation.
@@ -146,11 +158,8 @@ impl Book {
 
     /// That the VM was deleted, or went on to a host that has it no more, or that nobody can ask. Whoever may hold it and is
     /// merely silent is waited for.
-    fn end_since(&self, vm: &VmName, host: &HostName, given: Generation) -> Option<SinceGift> {
-        let entry = self.vms.get(vm)?;
-        if !self.is_in_charge() || !entry.is_superseded(host, given) {
-            return None;
-        }
+    fn end_since(&self, vm: &VmName, host: &HostName) -> Option<SinceGift> {
+        let entry = self.older_gift(vm, host).filter(|_| self.is_in_charge())?;
         let at = entry.held;
         if entry.deleted {
             return Some(SinceGift::Deleted { at });
@@ -181,11 +190,9 @@ impl Book {
     /// The host that was let hold the VM after this one gave it away, and is to be asked whether it does: it answers, and its
     /// list does not name the VM, which looks the same while the grant is on its way.
     pub fn unsure_since(&self, vm: &VmName, host: &HostName) -> Option<HostName> {
-        let (given, _) = self.gift_at(vm, host)?;
-        let entry = self.vms.get(vm)?;
-        let holder = entry.holder.as_ref()?;
-        let is_unsure = entry.is_superseded(host, given) && self.is_heard_itself(holder);
-        (is_unsure && self.since_gift(vm, host).is_none()).then(|| holder.clone())
+        let holder = self.older_gift(vm, host)?.holder.as_ref()?;
+        let is_unsure = self.is_heard_itself(holder) && self.since_gift(vm, host).is_none();
+        is_unsure.then(|| holder.clone())
     }
 
     /// That a host still has what it gave away before the VM went on without it.

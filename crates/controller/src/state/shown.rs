@@ -170,15 +170,13 @@ impl State {
                 "host {here} waits for the end of a handover with a host that is not known here: see the log of host {here}"
             ));
         };
-        // What the site went on without runs on only where nothing newer can come back.
-        let kept = self.book.kept_gift(name, here);
-        let runs_on = self.book.may_run_on(name, here, Some(&other)).is_ok();
-        let ends = match kept {
-            Some(kept) if !runs_on => return Some(kept.to_string()),
-            Some(kept) => format!("; or, to end what is left of it there: {}", kept.way_out()),
-            None if !runs_on && let Some(note) = self.overtaken_note(name, here) => {
-                return Some(note);
-            }
+        let ends = match self.book.kept_gift(name, here) {
+            Some(kept) => match self.book.may_run_on(name, here, Some(&other)) {
+                Ok(()) => format!("; or, to end what is left of it there: {}", kept.way_out()),
+                // Something newer can come back.
+                Err(_) => return Some(kept.to_string()),
+            },
+            None if let Some(note) = self.overtaken_note(name, here) => return Some(note),
             None => String::new(),
         };
         // A destination cannot know whether the source ran on.
@@ -193,6 +191,9 @@ impl State {
 
     /// Of a gift that is older than what another host was granted since, while nobody knows yet what became of that.
     fn overtaken_note(&self, name: &VmName, here: &HostName) -> Option<String> {
+        if !self.book.is_older_gift(name, here) {
+            return None;
+        }
         let waits = format!("host {here} waits for the end of a handover that is not the newest");
         if let Some(silent) = self.book.silent_members(name).first() {
             return Some(format!(

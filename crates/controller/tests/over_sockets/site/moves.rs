@@ -187,6 +187,34 @@ async fn no_copy_is_ended_for_one_that_is_held_no_more() {
     assert_eq!(a.calls("stopped web"), 0);
 }
 
+/// The hosts are cut off from each other, and the one that took the VM is silent by now: what is in doubt is the newest.
+#[tokio::test]
+async fn the_newest_handover_is_not_called_an_older_one_once_its_taker_was_heard_and_is_silent() {
+    let (house, a, mut b) = house().await;
+    let given = given_to_b(&house, &a).await;
+    let holds = Claim::Holds {
+        generation: given,
+        on: true,
+    };
+    b.records("web", VmState::Running, given, holds);
+    house.until_vm("web", VmState::Running, "b").await;
+    b.cut().await;
+    house.until_host("b", HostState::Unreachable).await;
+    house.until_vm("web", VmState::InDoubt, "a").await;
+    let note = house.vm("web").await.note.unwrap();
+    assert!(
+        note.contains("godwit vm resolve web --run-on a --confirm-fenced b"),
+        "{note}"
+    );
+    // The command that is named is accepted.
+    house
+        .client()
+        .resolve(&vm("web"), &run_on_a())
+        .await
+        .unwrap();
+    assert_eq!(a.calls("resolve web"), 1);
+}
+
 /// A person has a host give up what it has of VM web.
 fn gives_up_on(name: &str) -> ResolveRequest {
     ResolveRequest {
