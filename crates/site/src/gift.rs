@@ -15,7 +15,7 @@ pub enum SinceGift {
     Held { by: HostName, at: Generation },
     /// This host was granted it, and is off by a person's word, or gone for good.
     Lost { with: HostName, at: Generation },
-    /// This host was granted it, answers, and holds it no more.
+    /// This host was granted it, answers, and holds it no more; or its grant never reached it.
     LetGo { by: HostName, at: Generation },
     /// A person deleted it, at this generation.
     Deleted { at: Generation },
@@ -69,7 +69,10 @@ impl fmt::Display for KeptGift {
         match &self.since {
             SinceGift::Held { by, .. } => write!(f, ", which is older than what host {by} holds")?,
             SinceGift::LetGo { by, .. } => {
-                write!(f, ", which is older than what host {by} has let go")?;
+                write!(
+                    f,
+                    ", which is older than what host {by} was granted since and does not hold"
+                )?;
             }
             SinceGift::Deleted { .. } => write!(f, ", and the VM was deleted since")?,
             SinceGift::Lost { with, .. } => {
@@ -86,9 +89,13 @@ impl fmt::Display for KeptGift {
                 ": if no guest is left there, host {host} gives it up by itself within a minute or two"
             )?;
         }
+        let memory = match self.since {
+            SinceGift::LetGo { .. } => "which may be the only memory of the VM",
+            _ => "with its memory",
+        };
         write!(
             f,
-            "; '{}' ends what is left on host {host} and at host {to}, with its memory",
+            "; '{}' ends what is left on host {host} and at host {to}, {memory}",
             self.way_out()
         )
     }

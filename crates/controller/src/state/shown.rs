@@ -202,7 +202,7 @@ impl State {
         }
         let holder = self.book.unsure_since(name, here)?;
         Some(format!(
-            "{waits}: host {holder} was granted the VM since and does not name it; 'godwit vm resolve {name} --give-up-on {here}' asks that host, then ends what is left on host {here}, with its memory"
+            "{waits}: host {holder} was granted the VM since and does not name it; 'godwit vm resolve {name} --give-up-on {here}' asks that host, then ends what is left on host {here}, which may be the only memory of the VM"
         ))
     }
 

@@ -372,6 +372,13 @@ fn a_gift_older_than_what_its_host_let_go_is_given_up_by_a_persons_word_alone() 
     let let_go = Some(SinceGift::LetGo { by, at });
     assert_eq!((site.given_up(), site.since()), (vec![], let_go));
     assert_eq!(unsure(&site.book), None);
+    // A grant that never arrived leaves the same traces.
+    let kept = site.book.kept_gift(&vm("web"), &host("a")).unwrap();
+    let text = kept.to_string();
+    assert!(
+        text.contains("which may be the only memory of the VM"),
+        "{text}"
+    );
 }
 
 #[test]
