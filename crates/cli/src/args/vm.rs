@@ -127,7 +127,7 @@ pub enum VmCommand {
     Migrate(VmMigrate),
     /// Print the last of what the guest wrote to its serial console
     #[command(
-        after_help = "The host where the guest runs keeps the last 64 KiB of what it wrote there. A line before the text, on standard error, says since when: what the guest wrote before it was moved or started anew is not carried along.\n\nExamples:\n  godwit vm console web\n  godwit vm console web --host b"
+        after_help = "The host where the guest runs keeps the last 64 KiB of what it wrote there. A line before the text, on standard error, says since when: what the guest wrote before it was moved or started anew is not carried along. What was printed once is printed again, until the VM process is replaced.\n\nExamples:\n  godwit vm console web\n  godwit vm console web --host b"
     )]
     Console {
         /// The VM

@@ -183,6 +183,8 @@ fn a_guest_that_powers_off_leaves_its_hypervisor_paused() {
         "{}",
         String::from_utf8_lossy(&console)
     );
+    let again = guest.machine().console(soon()).expect("console");
+    assert_eq!(again, console, "reading takes nothing away");
     let unsavable = guest
         .machine()
         .save_device_state(soon(), |_| Ok(()))

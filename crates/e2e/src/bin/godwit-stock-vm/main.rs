@@ -136,7 +136,10 @@ fn try_row(row: &Row, site: &Result<Site>, arguments: &Arguments, ends: Instant)
     }
     match (row.act)(site) {
         Ok(note) => Shown::Yes(note),
-        Err(error) => Shown::No(format!("{error:#}")),
+        Err(error) => {
+            site.explain();
+            Shown::No(format!("{error:#}"))
+        }
     }
 }
 

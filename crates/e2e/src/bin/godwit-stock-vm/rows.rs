@@ -5,8 +5,7 @@
 use crate::site::{Site, steps};
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::person::emulated::Emulated;
-use godwit_e2e::person::{Host, readme, way};
-use std::cell::Cell;
+use godwit_e2e::person::{Host, Ran, readme, way};
 
 /// One line of the list.
 pub struct Row {
@@ -382,18 +381,15 @@ fn guest_reboots(site: &Site) -> Result<String> {
         .ok("godwit vm create again.toml && godwit vm start again --on a")?;
     let again = site.guest("again");
     let first = again.qemu()?;
-    // The console begins anew with each boot.
-    let (said, boots) = (Cell::new(false), Cell::new(0));
+    let reboots = |ran: &Ran| ran.stdout.matches("reboots by itself").count();
     let console = "godwit vm console again";
-    site.a.until("it boots twice more", console, |ran| {
-        let says = ran.stdout.contains("reboots by itself");
-        boots.set(boots.get() + u32::from(said.replace(says) && !says));
-        boots.get() >= 2
-    })?;
+    let last = site
+        .a
+        .until("it reboots twice", console, |ran| reboots(ran) >= 2)?;
     ensure!(again.qemu()? == first, "another QEMU");
     site.a
         .ok("godwit vm stop again --force && godwit vm delete again")?;
-    Ok(format!("{} times", boots.get()))
+    Ok(format!("{} times", reboots(&last)))
 }
 
 fn small_pages(site: &Site) -> Result<String> {

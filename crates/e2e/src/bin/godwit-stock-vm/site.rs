@@ -11,8 +11,10 @@ use serde_json::Value;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Longest time for a command inside, or for what it sets going: cores may be shared with others.
-const PATIENCE: Duration = Duration::from_secs(600);
+/// Longest time for a command inside, or for what it sets going. One row that hangs leaves the others time to be tried.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// Longest start of the first machine, until it offers the other one its network.
+const SEGMENT: Duration = Duration::from_secs(60);
 /// A unit that holds what a kernel otherwise switches on and off in its own running code, with the first and the last of them: a
 /// KVM guest with an interrupt controller, a CPU quota, a control group of every kind.
 const STEADY: &str = r#"[Service]
@@ -71,6 +73,19 @@ impl Site {
     /// What is asked of one guest.
     pub fn guest<'a>(&'a self, name: &'a str) -> Guest<'a> {
         Guest { site: self, name }
+    }
+
+    /// Writes down what tells why a row was not shown: guests' consoles with all their boots, without the checker's usual
+    /// line, and the journals' ends.
+    pub fn explain(&self) {
+        let consoles = "godwit vm list; for vm in web busy again; do echo == $vm; godwit vm console $vm 2>&1 | grep -v 'checker: steps .* wrong 0 ' | tail -n 80; done";
+        // A machine that does not answer has been told of by the row.
+        let _ = self.a.types(consoles);
+        for host in self.hosts() {
+            let _ = host.types(
+                "journalctl --no-pager -n 60 -o short-precise -u 'godwit*'; dmesg | tail -n 20",
+            );
+        }
     }
 
     /// Waits for a migration's end and gives its report.
@@ -240,7 +255,7 @@ fn power_on(arguments: &Arguments, dir: &Path, ends: Instant) -> Result<[Emulate
     let mut a = on(1, first, "a")?;
     while !segment.exists() {
         ensure!(
-            began.elapsed() < PATIENCE,
+            began.elapsed() < SEGMENT,
             "the first machine has no network"
         );
         std::thread::sleep(Duration::from_millis(50));
