@@ -2,17 +2,18 @@
 //! that moves between them. See `--help`.
 //!
 //! Owns the machines and their directory, and the list of what was shown. Modules: the machines and what is asked of them, what
-//! they find on their second disk, the rows of the list. Refuses nothing quietly: what could not be shown is in the list,
+//! they find on their second disk, the rows of the list, what follows when a machine breaks. Refuses nothing quietly: what could not be shown is in the list,
 //! with why, also when the time is over.
 
 mod payload;
 mod rows;
 mod site;
+mod stage;
 
 use anyhow::Result;
 use clap::Parser;
 use rows::{ROWS, Row};
-use site::Site;
+use stage::Stage;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -93,11 +94,11 @@ fn run(arguments: &Arguments) -> Result<bool> {
             "no row is named '{name}', see --list"
         );
     }
-    let site = Site::switch_on(arguments, ends);
+    let mut stage = Stage::new(arguments, ends);
     let list: Vec<(&Row, Shown)> = ROWS
         .iter()
         .map(|row| {
-            let shown = try_row(row, &site, arguments, ends);
+            let shown = stage.try_row(row);
             let at = began.elapsed().as_secs();
             println!("[{at:>4} s] {}", line(row, &shown));
             (row, shown)
@@ -114,6 +115,11 @@ fn run(arguments: &Arguments) -> Result<bool> {
         count(|shown| matches!(shown, Shown::Yes(_))),
         count(|shown| matches!(shown, Shown::No(_))),
     );
+    for broken in &stage.broken {
+        println!(
+            "emulator   {broken}; both machines were switched on anew, and the row was tried again"
+        );
+    }
     println!(
         "{yes} of {} shown, {no} not shown, {} not tried; {} s",
         list.len(),
@@ -121,26 +127,6 @@ fn run(arguments: &Arguments) -> Result<bool> {
         began.elapsed().as_secs()
     );
     Ok(yes == list.len())
-}
-
-fn try_row(row: &Row, site: &Result<Site>, arguments: &Arguments, ends: Instant) -> Shown {
-    if !arguments.only.is_empty() && !arguments.only.iter().any(|name| name == row.name) {
-        return Shown::Untried("left out by --only");
-    }
-    let site = match site {
-        Ok(site) => site,
-        Err(error) => return Shown::No(format!("{error:#}")),
-    };
-    if Instant::now() >= ends {
-        return Shown::Untried("the time was over");
-    }
-    match (row.act)(site) {
-        Ok(note) => Shown::Yes(note),
-        Err(error) => {
-            site.explain();
-            Shown::No(format!("{error:#}"))
-        }
-    }
 }
 
 fn line(row: &Row, shown: &Shown) -> String {

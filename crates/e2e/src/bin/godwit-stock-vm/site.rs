@@ -5,7 +5,7 @@
 use crate::{Arguments, payload};
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::person::emulated::{Emulated, Plan, base64};
-use godwit_e2e::person::{Host, Transcript, way};
+use godwit_e2e::person::{Host, Machine as _, Transcript, way};
 use godwit_testkit::guest::linux::target_dir;
 use serde_json::Value;
 use std::path::Path;
@@ -13,6 +13,8 @@ use std::time::{Duration, Instant};
 
 /// Longest time for a command inside, or for what it sets going. One row that hangs leaves the others time to be tried.
 const PATIENCE: Duration = Duration::from_secs(300);
+/// A machine that lives has answered by then.
+const ANSWER: Duration = Duration::from_secs(60);
 /// Longest start of the first machine, until it offers the other one its network.
 const SEGMENT: Duration = Duration::from_secs(60);
 /// A unit that holds what a kernel otherwise switches on and off in its own running code, with the first and the last of them: a
@@ -41,7 +43,8 @@ pub struct Guest<'a> {
 
 impl Site {
     /// Switches both machines on, or finds those that were left on.
-    pub fn switch_on(arguments: &Arguments, ends: Instant) -> Result<Self> {
+    /// Machines after `broken` broken ones, of which consoles and transcript stay beside them.
+    pub fn switch_on(arguments: &Arguments, ends: Instant, broken: usize) -> Result<Self> {
         let dir = target_dir()?.join("debian/machines");
         let machines = if arguments.attach {
             [
@@ -49,6 +52,7 @@ impl Site {
                 Emulated::attach(&dir.join("b"), ends),
             ]
         } else {
+            make_room(&dir, broken)?;
             power_on(arguments, &dir, ends)?
         };
         let transcript = Transcript::new(&dir.join("transcript.txt"))?;
@@ -73,6 +77,14 @@ impl Site {
     /// What is asked of one guest.
     pub fn guest<'a>(&'a self, name: &'a str) -> Guest<'a> {
         Guest { site: self, name }
+    }
+
+    /// The machine that does not answer any more, if there is one.
+    pub fn broken(&self) -> Option<String> {
+        self.hosts().into_iter().find_map(|host| {
+            let dead = host.machine.shell("true", ANSWER).err()?;
+            Some(format!("machine {} broke ({dead:#})", host.name))
+        })
     }
 
     /// Writes down what tells why a row was not shown: guests' consoles with all their boots, without the checker's usual
@@ -228,11 +240,24 @@ impl<'a> Guest<'a> {
     }
 }
 
-fn power_on(arguments: &Arguments, dir: &Path, ends: Instant) -> Result<[Emulated; 2]> {
-    if dir.exists() {
+/// Empties the directory before the first machines; sets aside what the ones that broke have left in it.
+fn make_room(dir: &Path, broken: usize) -> Result<()> {
+    if broken == 0 && dir.exists() {
         std::fs::remove_dir_all(dir)?;
     }
     std::fs::create_dir_all(dir)?;
+    if broken > 0 {
+        let aside = dir.join(format!("broken-{broken}"));
+        std::fs::create_dir(&aside)?;
+        for name in ["a", "b", "transcript.txt"] {
+            std::fs::rename(dir.join(name), aside.join(name))?;
+        }
+        std::fs::remove_file(dir.join("segment"))?;
+    }
+    Ok(())
+}
+
+fn power_on(arguments: &Arguments, dir: &Path, ends: Instant) -> Result<[Emulated; 2]> {
     let payload = payload::pack(dir, &arguments.package)?;
     let segment = dir.join("segment");
     let first = arguments.image.first().context("no image")?;
