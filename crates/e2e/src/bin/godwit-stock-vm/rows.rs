@@ -146,7 +146,7 @@ fn set_up(site: &Site) -> Result<String> {
 fn describe(site: &Site, name: &str, memory_mib: u32, more: &str) -> Result<()> {
     let text = readme::with(&readme::description()?, "name", &format!("\"{name}\""));
     let text = readme::with(&text, "memory_mib", &memory_mib.to_string());
-    let line = format!("\"console=ttyS0 quiet panic=-1 {more}\"");
+    let line = format!("\"console=ttyS0 quiet panic=-1 tsc=reliable {more}\"");
     let text = readme::with(&text, "cmdline", &line);
     let text = match &site.cpu {
         Some(cpu) => readme::with(&text, "cpu", &format!("\"{cpu}\"")),

@@ -8,6 +8,7 @@ use crate::rows::{ROWS, Row};
 use crate::site::Site;
 use crate::{Arguments, Shown};
 use anyhow::Result;
+use godwit_e2e::person::emulated::Dead;
 use std::time::Instant;
 
 /// Machines that break more often than that are no ground to stand on.
@@ -25,12 +26,14 @@ pub struct Stage<'a> {
 
 impl<'a> Stage<'a> {
     pub fn new(arguments: &'a Arguments, ends: Instant) -> Self {
-        Self {
+        let mut stage = Self {
             arguments,
             ends,
-            site: Site::switch_on(arguments, ends, 0),
+            site: Err(anyhow::anyhow!("the machines are off")),
             broken: Vec::new(),
-        }
+        };
+        stage.switch_on(&ROWS[0]);
+        stage
     }
 
     pub fn try_row(&mut self, row: &Row) -> Shown {
@@ -53,13 +56,18 @@ impl<'a> Stage<'a> {
             let Some(broken) = self.machines_broke() else {
                 return Shown::No(format!("{error:#}"));
             };
-            println!("  {broken} at row {}: {error:#}", row.name);
-            self.broken.push(format!("at row {}: {broken}", row.name));
-            if self.broken.len() > BROKEN_MAX || self.arguments.attach {
+            if !self.may_go_on(row, &format!("{broken}: {error:#}")) {
                 return Shown::No(format!("{broken}: {error:#}"));
             }
-            self.switch_on_anew(row);
+            self.switch_on(row);
         }
+    }
+
+    /// Counts a machine that broke, and says whether there is another try.
+    fn may_go_on(&mut self, row: &Row, broken: &str) -> bool {
+        println!("  at row {}: {broken}", row.name);
+        self.broken.push(format!("at row {}: {broken}", row.name));
+        self.broken.len() <= BROKEN_MAX && !self.arguments.attach
     }
 
     /// Which machine does not live any more; writes down what a machine that lives knows of the failure.
@@ -72,17 +80,29 @@ impl<'a> Stage<'a> {
         broken
     }
 
-    fn switch_on_anew(&mut self, row: &Row) {
-        println!("  both machines are switched on anew");
-        // The old ones end first: there is no memory for four.
-        self.site = Err(anyhow::anyhow!("the machines are off"));
-        let number = self.broken.len();
-        self.site = Site::switch_on(self.arguments, self.ends, number).and_then(|site| {
-            ROWS.iter()
-                .take_while(|earlier| earlier.name != row.name)
-                .filter(|earlier| GROUND.contains(&earlier.name))
-                .try_for_each(|earlier| (earlier.act)(&site).map(drop))?;
-            Ok(site)
-        });
+    /// Machines with what every row up to this one needs.
+    fn switch_on(&mut self, row: &Row) {
+        loop {
+            // The old ones end first: there is no memory for four.
+            self.site = Err(anyhow::anyhow!("the machines are off"));
+            self.site = Site::switch_on(self.arguments, self.ends, self.broken.len())
+                .and_then(|site| ground(&site, row).map(|()| site));
+            match &self.site {
+                Err(error) if error.is::<Dead>() => {
+                    let broken = format!("{error:#}");
+                    if !self.may_go_on(row, &broken) {
+                        return;
+                    }
+                }
+                _ => return,
+            }
+        }
     }
+}
+
+fn ground(site: &Site, row: &Row) -> Result<()> {
+    ROWS.iter()
+        .take_while(|earlier| earlier.name != row.name)
+        .filter(|earlier| GROUND.contains(&earlier.name))
+        .try_for_each(|earlier| (earlier.act)(site).map(drop))
 }
