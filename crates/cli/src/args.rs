@@ -17,6 +17,10 @@ pub use vm::{VmCommand, VmMigrate, VmStop};
 
 /// Where controllers listen unless said otherwise.
 const CONTROLLER_PORT: u16 = 8471;
+/// What the package's unit reads.
+pub const CONTROLLER_CONFIG: &str = "/etc/godwit/controller.toml";
+/// The only directory that the package's unit may write to.
+pub const CONTROLLER_STATE: &str = "/var/lib/godwit-controller";
 
 const EXIT_CODES: &str = "\
 Exit codes:
@@ -178,7 +182,7 @@ pub enum ControllerCommand {
 /// How to set the controller up.
 #[derive(Debug, Args)]
 pub struct ControllerInit {
-    /// Address that hosts reach the controller at; port 8471 when left out
+    /// Address to listen on, which hosts reach the controller at unless --advertise says otherwise; port 8471 when left out
     #[arg(long, value_name = "ADDRESS[:PORT]", value_parser = address::<CONTROLLER_PORT>)]
     pub listen: SocketAddr,
     /// Address that hosts reach it by, where that differs; may be given several times
@@ -188,11 +192,11 @@ pub struct ControllerInit {
     #[arg(
         long,
         value_name = "FILE",
-        default_value = "/etc/godwit/controller.toml"
+        default_value = CONTROLLER_CONFIG
     )]
     pub config: PathBuf,
     /// Directory of the database and the certificate authority
-    #[arg(long, value_name = "DIR", default_value = "/var/lib/godwit-controller")]
+    #[arg(long, value_name = "DIR", default_value = CONTROLLER_STATE)]
     pub state_dir: PathBuf,
     /// Unix socket for local commands
     #[arg(
@@ -260,6 +264,11 @@ fn address<const PORT: u16>(text: &str) -> Result<SocketAddr, String> {
     with_port
         .or_else(|_| alone().map(|ip| SocketAddr::new(ip, PORT)))
         .map_err(|_| format!("write ADDRESS or ADDRESS:PORT, such as 10.0.0.1 or 10.0.0.1:{PORT}"))
+}
+
+/// The controller's address, as people write it.
+pub fn controller_address(text: &str) -> Result<SocketAddr, String> {
+    address::<CONTROLLER_PORT>(text)
 }
 
 /// Reads a whole number within bounds, with an example for who writes something else.

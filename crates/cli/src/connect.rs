@@ -2,7 +2,7 @@
 //!
 //! Owns the choice. Refuses: a remote controller without an operator certificate.
 
-use crate::args::Global;
+use crate::args::{Global, controller_address};
 use crate::exit::Failure;
 use crate::output::Output;
 use crate::plain;
@@ -27,8 +27,15 @@ pub enum Reader {
 /// A connection to the controller that the options name.
 pub fn controller(global: &Global) -> Result<ControllerClient, Failure> {
     let place = global.controller.as_deref().unwrap_or(CONTROLLER_SOCKET);
-    match place.parse::<SocketAddr>() {
+    match controller_address(place) {
         Ok(address) => remote(address, global.certificate.as_deref()),
+        // A socket has a path; a bare word may be one in this directory.
+        Err(_) if !place.contains('/') && !Path::new(place).exists() => Err(Failure::new(
+            ErrorCode::InvalidRequest,
+            format!(
+                "'{place}' is neither a socket's path nor an address: write --controller ADDRESS:PORT with an IP address, such as 10.0.0.1:8471; names of machines are not looked up"
+            ),
+        )),
         Err(_) => local(Path::new(place)),
     }
 }

@@ -14,8 +14,7 @@ pub const COLOURS: [&str; 4] = ["\x1b[32m", "\x1b[33m", "\x1b[1;31m", "\x1b[0m"]
 const INSTEAD: char = '\u{fffd}';
 
 fn steers(c: char) -> bool {
-    let turns =
-        matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    let turns = matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     c.is_control() || turns
 }
 

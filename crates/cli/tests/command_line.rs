@@ -310,6 +310,27 @@ fn errors_are_json_where_asked() {
 }
 
 #[test]
+fn a_controller_is_named_by_its_ip_address_and_who_writes_a_name_is_told_so() {
+    let list = ["vm", "list", "--controller"];
+    for name in ["ctl.example.org:8471", "ctl"] {
+        fails(&[&list[..], &[name]].concat(), 2, &[name, "IP address"]);
+    }
+    // The port may be left out, as with 'controller init'.
+    let wants = "the controller at 10.0.0.1:8471 wants an operator certificate";
+    fails(&[&list[..], &["10.0.0.1"]].concat(), 3, &[wants]);
+}
+
+#[test]
+fn a_controller_that_no_token_could_name_is_not_set_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = dir.path().join("controller.toml");
+    let words = ["controller", "init", "--listen", "0.0.0.0", "--config"];
+    let words = [&words[..], &[config.to_str().unwrap()]].concat();
+    fails(&words, 2, &["no host can reach 0.0.0.0", "--advertise"]);
+    assert!(!config.exists());
+}
+
+#[test]
 fn a_remote_controller_wants_a_certificate() {
     let words = ["vm", "list", "--controller", "127.0.0.1:1"];
     fails(&words, 3, &["operator certificate", "--certificate DIR"]);

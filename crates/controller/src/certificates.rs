@@ -111,7 +111,7 @@ pub async fn go_on(
         return refuse(
             ErrorCode::NotAllowed,
             format!(
-                "host {0} has used a later certificate than this one, which is that of an old copy of its disk or key: if this machine is host {0} all the same, remove that one with 'godwit host remove {0}', then leave with 'godwit host leave' and join anew",
+                "host {0} has used a later certificate than this one, which is that of an old copy of its disk or key: if this machine is host {0} all the same, remove that one with 'godwit host remove {0}', then move its state directory aside, delete its host.toml and let it join anew",
                 request.name
             ),
         );

@@ -344,7 +344,7 @@ impl HostSite {
             }
             Standing::OldCopy if self.replaced => {
                 return Some(format!(
-                    "this host's identity was replaced by a newer one, so that this machine is an old copy of host '{0}': it boots nothing; if another machine is host '{0}' now, power this one off; if none is, run 'godwit host remove {0} --confirm-unreachable' where the controller is and 'godwit host leave' here, and let it join anew",
+                    "this host's identity was replaced by a newer one, so that this machine is an old copy of host '{0}': it boots nothing; if another machine is host '{0}' now, power this one off; if none is, run 'godwit host remove {0} --confirm-unreachable' where the controller is and here stop the agent, move its state directory aside and delete its host.toml, and let it join anew",
                     self.me
                 ));
             }
@@ -354,7 +354,7 @@ impl HostSite {
             ),
         };
         Some(format!(
-            "{what}: it boots nothing; to use it again, {first}let it join anew with an empty state directory"
+            "{what}: it boots nothing; to use it again, {first}let it join anew with an empty state directory and without its host.toml"
         ))
     }
 

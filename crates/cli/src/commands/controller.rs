@@ -2,7 +2,7 @@
 //!
 //! Owns the configuration file that it writes. Refuses: to set up over an existing configuration.
 
-use crate::args::ControllerInit;
+use crate::args::{CONTROLLER_CONFIG, CONTROLLER_STATE, ControllerInit};
 use crate::commands::{config_file, join};
 use crate::controller_file::ControllerFile;
 use crate::exit::{CommandResult, Failure};
@@ -41,6 +41,14 @@ pub async fn init(arguments: ControllerInit, output: &Output) -> CommandResult {
         return Err(Failure::new(ErrorCode::AlreadyExists, message));
     }
     join::must_be_own(arguments.listen.ip())?;
+    if arguments.listen.ip().is_unspecified() && arguments.advertise.is_empty() {
+        let message = format!(
+            "no host can reach {}: name the address that hosts reach this machine at with --advertise ADDRESS, or listen on that one",
+            arguments.listen.ip()
+        );
+        return Err(Failure::new(ErrorCode::InvalidRequest, message));
+    }
+    let start = how_to_start(&arguments);
     let file = ControllerFile {
         listen: vec![arguments.listen],
         advertise: arguments.advertise,
@@ -62,10 +70,27 @@ pub async fn init(arguments: ControllerInit, output: &Output) -> CommandResult {
         "join": made.join,
     });
     output.show(&shown, |output, _| {
-        output.line("The controller is set up. Start it with 'systemctl enable --now godwit-controller' or 'godwit controller run'.");
-        output.line("Then run this on the first host:");
+        output.line(format!("The controller is set up. Start it with {start}."));
+        output.line("Then run this on the first host, within an hour:");
         join::show_command(output, &made.join.command);
-        output.line(format!("The operator's certificate for other machines is in {}.", made.operator_dir.display()));
+        output.line(format!(
+            "The operator's certificate for other machines is in {}.",
+            made.operator_dir.display()
+        ));
     });
     Ok(())
+}
+
+/// The package's unit reads one file, and may write to one directory.
+fn how_to_start(arguments: &ControllerInit) -> String {
+    let is_units = arguments.config == Path::new(CONTROLLER_CONFIG)
+        && arguments.state_dir == Path::new(CONTROLLER_STATE);
+    match is_units {
+        true => "'systemctl enable --now godwit-controller' or 'godwit controller run'".into(),
+        false => format!(
+            "'godwit controller run --config {}'; a unit for it has to name this file, and {} in ReadWritePaths=",
+            arguments.config.display(),
+            arguments.state_dir.display()
+        ),
+    }
 }

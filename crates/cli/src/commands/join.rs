@@ -8,7 +8,7 @@ use crate::commands::{config_file, token};
 use crate::exit::{CommandResult, Failure};
 use crate::output::Output;
 use crate::watch::failure;
-use godwit_agent::config::{HostConfig, LISTEN_PORT};
+use godwit_agent::config::{CONFIG_PATH, HostConfig, LISTEN_PORT};
 use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ControllerClient, Token};
 use godwit_types::control_api::{Done, JoinRequest};
@@ -276,7 +276,9 @@ async fn begin(no_start: bool, config: &Path) -> String {
         "start its agent with 'godwit agent run --config {}'",
         config.display()
     );
-    if no_start || !Path::new("/run/systemd/system").exists() {
+    // The package's unit reads that file and no other.
+    let is_units = config == Path::new(CONFIG_PATH);
+    if no_start || !is_units || !Path::new("/run/systemd/system").exists() {
         return by_hand;
     }
     let started = tokio::process::Command::new("systemctl")

@@ -15,7 +15,7 @@ use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{AgentClient, Client, ClientError, ControllerClient, Identity, Role};
 use godwit_store::{VmStore, load_json, save_json};
 use godwit_types::control_api::Done;
-use godwit_types::{ErrorCode, HostName, VmName};
+use godwit_types::{ErrorCode, VmName};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -69,12 +69,16 @@ fn refused(message: impl Into<String>) -> Failure {
 /// Takes this host out of its site, if it holds no VM.
 pub async fn run(arguments: HostLeave, output: &Output) -> CommandResult {
     let config = HostConfig::load(&arguments.config).map_err(|error| not_joined(&error))?;
-    let said = must_hold_nothing(&config).await?;
+    let place = Place {
+        config: &config,
+        file: &arguments.config,
+    };
+    let said = place.must_hold_nothing().await?;
     let removal = match arguments.controller_is_gone {
         true => Removal::Before,
         false => tell_controller(&config).await?,
     };
-    may_clear(said, removal, &config, &Leaving::now(&config))?;
+    place.may_clear(said, removal, &Leaving::now(&config))?;
     stop_agent(&config).await?;
     let kept = clear(&config, &arguments.config, now_unix_s())?;
     let kept = kept.map_or_else(String::new, |kept| {
@@ -119,29 +123,74 @@ enum Removal {
     Before,
 }
 
-async fn must_hold_nothing(config: &HostConfig) -> Result<Said, Failure> {
-    let agent = AgentClient::new(Client::unix(&config.agent_socket()));
-    let vms = match agent.vms().await {
-        Ok(vms) => vms,
-        Err(ClientError::NotReached { .. }) => return Ok(Said::NoWord),
-        Err(error) => return Err(failure(error)),
-    };
-    let unread = agent.host().await.map_err(failure)?.unread;
-    let held = vms.into_iter().filter(|vm| vm.claim.may_hold());
-    let held = held.map(|vm| vm.spec.name).chain(unread.into_keys());
-    let held: Vec<VmName> = held.collect();
-    match held.as_slice() {
-        [] => Ok(Said::Nothing),
-        held => Err(refused(holds(&config.name, held))),
-    }
+/// What is known of the host that leaves.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    config: &'a HostConfig,
+    file: &'a Path,
 }
 
-fn holds(host: &HostName, held: &[VmName]) -> String {
-    let names: Vec<&str> = held.iter().map(VmName::as_str).collect();
-    format!(
-        "host {host} holds {}: move them away with 'godwit host drain {host}', then leave",
-        names.join(", ")
-    )
+impl Place<'_> {
+    async fn must_hold_nothing(self) -> Result<Said, Failure> {
+        let agent = AgentClient::new(Client::unix(&self.config.agent_socket()));
+        let vms = match agent.vms().await {
+            Ok(vms) => vms,
+            Err(ClientError::NotReached { .. }) => return Ok(Said::NoWord),
+            Err(error) => return Err(failure(error)),
+        };
+        let unread = agent.host().await.map_err(failure)?.unread;
+        let held = vms.into_iter().filter(|vm| vm.claim.may_hold());
+        let held = held.map(|vm| vm.spec.name).chain(unread.into_keys());
+        let held: Vec<VmName> = held.collect();
+        match held.as_slice() {
+            [] => Ok(Said::Nothing),
+            held => Err(refused(self.holds(held))),
+        }
+    }
+
+    /// The way out of a site that still knows this host; and of one that does not, where only a person can see whether a
+    /// guest lives here that runs elsewhere, too.
+    fn holds(self, held: &[VmName]) -> String {
+        let (host, names) = (&self.config.name, held.iter().map(VmName::as_str));
+        format!(
+            "host {host} holds {}: move them away with 'godwit host drain {host}', then leave; if it was removed from its site, or the controller is gone for good: see that no guest runs here, stop the agent, move {} aside and delete {}, which lets this machine join anew",
+            names.collect::<Vec<_>>().join(", "),
+            self.config.state_dir.display(),
+            self.file.display()
+        )
+    }
+
+    /// Notes durably that the controller removed this host or its agent held nothing, for who has to leave once more. A host
+    /// that was removed before while nobody could say what it holds keeps its records: a guest of it may live.
+    fn may_clear(self, said: Said, removal: Removal, now: &Leaving) -> CommandResult {
+        let config = self.config;
+        let note = config.state_dir.join(LEAVING_FILE);
+        if (said, removal) != (Said::NoWord, Removal::Before) {
+            return save_json(&note, now)
+                .map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()));
+        }
+        let records = records(config)?;
+        if records.is_empty() {
+            return Ok(());
+        }
+        let held: Vec<VmName> = records
+            .into_iter()
+            .filter(|vm| {
+                let record = VmStore::peek(&config.state_dir, vm);
+                // One that cannot be read may hold its VM.
+                record.map_or(true, |record| record.is_some_and(|it| it.may_hold()))
+            })
+            .collect();
+        if !held.is_empty() {
+            let holds = self.holds(&held);
+            return Err(refused(format!("{NO_WORD}; by its records {holds}")));
+        }
+        // One that cannot be read says nothing.
+        match load_json::<Leaving>(&note) {
+            Ok(Some(then)) if then.is_good(now) => Ok(()),
+            _ => Err(refused(NO_WORD)),
+        }
+    }
 }
 
 /// A host that was removed before has nothing to tell.
@@ -168,37 +217,6 @@ async fn tell_controller(config: &HostConfig) -> Result<Removal, Failure> {
                 "{error}; nothing was removed here. Bring the controller back and leave again; only if it is gone for good, leave with --controller-is-gone"
             ),
         )),
-    }
-}
-
-/// Notes durably that the controller removed this host or its agent held nothing, for who has to leave once more. A host
-/// that was removed before while nobody could say what it holds keeps its records: a guest of it may live.
-fn may_clear(said: Said, removal: Removal, config: &HostConfig, now: &Leaving) -> CommandResult {
-    let note = config.state_dir.join(LEAVING_FILE);
-    if (said, removal) != (Said::NoWord, Removal::Before) {
-        return save_json(&note, now)
-            .map_err(|error| Failure::new(ErrorCode::Internal, error.to_string()));
-    }
-    let records = records(config)?;
-    if records.is_empty() {
-        return Ok(());
-    }
-    let held: Vec<VmName> = records
-        .into_iter()
-        .filter(|vm| {
-            let record = VmStore::peek(&config.state_dir, vm);
-            // One that cannot be read may hold its VM.
-            record.map_or(true, |record| record.is_some_and(|it| it.may_hold()))
-        })
-        .collect();
-    if !held.is_empty() {
-        let holds = holds(&config.name, &held);
-        return Err(refused(format!("{NO_WORD}; by its records {holds}")));
-    }
-    // One that cannot be read says nothing.
-    match load_json::<Leaving>(&note) {
-        Ok(Some(then)) if then.is_good(now) => Ok(()),
-        _ => Err(refused(NO_WORD)),
     }
 }
 
@@ -302,6 +320,11 @@ mod tests {
         config
     }
 
+    fn place(config: &HostConfig) -> Place<'_> {
+        let file = Path::new("/t/host.toml");
+        Place { config, file }
+    }
+
     fn join(config: &HostConfig, ca: &Authority) {
         let identity = ca.identity(&Role::Host(config.name.clone()), now_unix_s());
         std::fs::create_dir_all(config.pki_dir()).unwrap();
@@ -315,7 +338,8 @@ mod tests {
         let ca = Authority::create(now_unix_s()).unwrap();
         let config = host(state, &ca);
         std::fs::create_dir_all(state.join("vms/web")).unwrap();
-        let may_clear = |said, removal| may_clear(said, removal, &config, &Leaving::now(&config));
+        let may_clear =
+            |said, removal| place(&config).may_clear(said, removal, &Leaving::now(&config));
         let silent = || may_clear(Said::NoWord, Removal::Before);
         assert_eq!(silent().unwrap_err().error.message, NO_WORD);
         may_clear(Said::NoWord, Removal::Now).unwrap();
@@ -337,8 +361,10 @@ mod tests {
         let config = host(dir.path(), &ca);
         std::fs::create_dir_all(dir.path().join("vms/web")).unwrap();
         let noted = Leaving::now(&config);
-        may_clear(Said::Nothing, Removal::Before, &config, &noted).unwrap();
-        let silent = |now: &Leaving| may_clear(Said::NoWord, Removal::Before, &config, now);
+        place(&config)
+            .may_clear(Said::Nothing, Removal::Before, &noted)
+            .unwrap();
+        let silent = |now: &Leaving| place(&config).may_clear(Said::NoWord, Removal::Before, now);
         silent(&Leaving::now(&config)).unwrap();
         for (boot, unix_s) in [
             ("another", noted.unix_s),
@@ -367,26 +393,23 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let ca = Authority::create(now_unix_s()).unwrap();
         let config = host(dir.path(), &ca);
-        may_clear(
-            Said::Nothing,
-            Removal::Before,
-            &config,
-            &Leaving::now(&config),
-        )
-        .unwrap();
+        let may_clear =
+            |said| place(&config).may_clear(said, Removal::Before, &Leaving::now(&config));
+        may_clear(Said::Nothing).unwrap();
         let web = dir.path().join("vms/web");
         std::fs::create_dir_all(&web).unwrap();
         std::fs::write(web.join("ownership"), "noise").unwrap();
-        let silent = || {
-            may_clear(
-                Said::NoWord,
-                Removal::Before,
-                &config,
-                &Leaving::now(&config),
-            )
-        };
+        let silent = || may_clear(Said::NoWord);
         let told = silent().unwrap_err().error.message;
         assert!(told.contains("holds web"), "{told}");
+        let aside = format!(
+            "move {} aside and delete /t/host.toml",
+            dir.path().display()
+        );
+        assert!(
+            told.contains(&aside),
+            "no way out of a site that removed this host: {told}"
+        );
         std::fs::remove_file(web.join("ownership")).unwrap();
         silent().unwrap();
     }
