@@ -100,6 +100,7 @@ impl Store {
 
     /// Strangers who try to join do not push out what people did.
     async fn prune(&self) -> Result<()> {
+        self.count_turned_away().await?;
         let strangers = "DELETE FROM audit WHERE who = ?1 AND status >= 400 AND id <= (SELECT id FROM audit WHERE who = ?1 AND status >= 400 ORDER BY id DESC LIMIT 1 OFFSET ?2)";
         query(strangers)
             .bind(Peer::Anonymous.to_string())
@@ -135,23 +136,30 @@ impl Store {
         Ok(())
     }
 
-    /// Adds who came too often to the newest row of strangers.
-    async fn count_turned_away(&self) -> Result<()> {
+    /// Adds who came too often to the newest row of strangers. What could not be written is counted the next time.
+    pub async fn count_turned_away(&self) -> Result<()> {
         let times = self.turned_away.swap(0, Ordering::Relaxed);
-        let Ok(times) = i64::try_from(times) else {
-            return Ok(());
-        };
+        let counted = self.add_turned_away(times).await;
+        if !matches!(counted, Ok(true)) {
+            self.turned_away.fetch_add(times, Ordering::Relaxed);
+        }
+        counted.map(drop)
+    }
+
+    /// False when there is no row yet to add them to.
+    async fn add_turned_away(&self, times: u64) -> Result<bool> {
+        let times = i64::try_from(times).unwrap_or(i64::MAX);
         if times == 0 {
-            return Ok(());
+            return Ok(true);
         }
         let sql = "UPDATE audit SET times = times + ?1, last_unix_s = ?2 WHERE id = (SELECT max(id) FROM audit WHERE who = ?3 AND status >= 400)";
-        query(sql)
+        let done = query(sql)
             .bind(times)
             .bind(now_unix_s())
             .bind(Peer::Anonymous.to_string())
             .execute(&self.pool)
             .await?;
-        Ok(())
+        Ok(done.rows_affected() > 0)
     }
 
     /// Entries of the log, newest first.

@@ -37,16 +37,11 @@ pub fn view(app: &App, name: &HostName) -> Outcome<HostView> {
 
 /// Every enrolled host as people see it.
 pub fn views(app: &App) -> Vec<HostView> {
-    let state = app.state();
-    let now = now_unix_s();
-    let names = state.hosts.keys();
-    names
-        .filter_map(|name| {
-            let mut view = state.host_view(name, now)?;
-            view.draining = app.drains.is_draining(name);
-            Some(view)
-        })
-        .collect()
+    let mut views = app.state().host_views(now_unix_s());
+    for view in &mut views {
+        view.draining = app.drains.is_draining(&view.info.name);
+    }
+    views
 }
 
 /// A new one-time token.

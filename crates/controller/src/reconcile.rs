@@ -9,7 +9,7 @@ use crate::bounds::{self, NotTaken};
 use crate::error::ControllerError;
 use crate::moving::Why;
 use crate::resolve;
-use crate::state::{Change, HostEntry, Observed};
+use crate::state::{Change, Observed};
 use crate::survey;
 use crate::takeover;
 use godwit_rpc::pki::now_unix_s;
@@ -33,12 +33,16 @@ const OVERTAKEN_AT_ONCE: usize = 4;
 /// When a host that kept one is told again.
 const OVERTAKEN_AGAIN: Duration = Duration::from_secs(60);
 
-/// Asks a host until it is removed or the controller stops.
+/// Asks a host until it is removed, or has another certificate, or the controller stops.
 pub fn spawn(app: Arc<App>, host: HostName) {
+    let serial = app.of_host(&host, |entry| entry.serial.clone());
     tokio::spawn(async move {
+        let Ok(serial) = serial else {
+            return;
+        };
         let mut stop = app.stopped();
         let mut told = Told::default();
-        while poll(&app, &host, &mut told).await {
+        while poll(&app, &host, &serial, &mut told).await {
             tokio::select! {
                 () = tokio::time::sleep(app.config.poll_every) => {}
                 _ = stop.wait_for(|stop| *stop) => return,
@@ -54,31 +58,34 @@ struct Told {
     revoked: Option<u64>,
     /// Which hosts are gone for good.
     removed: BTreeSet<HostName>,
+    /// Why it did not take either list the last time; said once.
+    refused: Option<String>,
     /// The VMs of which it was told that its gift is overtaken, with the time of the next try.
     overtaken: BTreeMap<VmName, Instant>,
 }
 
-/// Asks once. False when the host is no more.
-async fn poll(app: &Arc<App>, host: &HostName, told: &mut Told) -> bool {
-    let serial = |entry: &HostEntry| entry.serial.clone();
-    let Ok(serial) = app.of_host(host, serial) else {
-        return false;
+/// Asks once. False when the host is no more, or has another certificate: then it has a task of its own.
+async fn poll(app: &Arc<App>, host: &HostName, serial: &str, told: &mut Told) -> bool {
+    let is_it = || {
+        app.of_host(host, |entry| entry.serial == serial)
+            .unwrap_or(false)
     };
+    if !is_it() {
+        return false;
+    }
     refresh(app, host).await;
     if let Err(error) = takeover::go_on(app, host).await {
         tracing::error!(%host, %error, "cannot note what the host has on record");
     }
     if app.state().book.is_in_charge() {
         tell_site(app, host).await;
-        tell_revoked(app, host, &mut told.revoked).await;
-        tell_removed(app, host, &mut told.removed).await;
+        tell_revoked(app, host, told).await;
+        tell_removed(app, host, told).await;
         pause_copies(app, host).await;
         settle_undelivered(app, host).await;
         settle_overtaken(app, host, &mut told.overtaken).await;
     }
-    // A host that was removed and joined again has a task of its own.
-    app.of_host(host, |entry| entry.serial == serial)
-        .unwrap_or(false)
+    is_it()
 }
 
 /// Asks a host now, so that what an operation has just changed is seen at once.
@@ -233,6 +240,12 @@ async fn learn(
         )
     };
     let Observed { news, changes } = observed;
+    // Said once only: also where the database cannot be written.
+    tell_news(host, &news);
+    let fenced = |one: &News| matches!(one, News::FencedAnswered { .. });
+    if news.iter().any(fenced) {
+        app.tell(InventoryEvent::Site);
+    }
     app.write().await?;
     if is_new {
         app.store.save_host_info(host, &info, now).await?;
@@ -242,11 +255,6 @@ async fn learn(
     }
     if is_new || connected {
         app.tell_host(host);
-    }
-    tell_news(host, &news);
-    let fenced = |one: &News| matches!(one, News::FencedAnswered { .. });
-    if news.iter().any(fenced) {
-        app.tell(InventoryEvent::Site);
     }
     for change in changes {
         note(app, host, change).await?;
@@ -375,16 +383,20 @@ fn note_refusal(app: &App, host: &HostName, mut why: Option<String>) {
 async fn pause_copies(app: &App, host: &HostName) {
     let runs = {
         let state = app.state();
-        let twice = state.book.all_twice().into_iter();
-        let here = twice.filter(|(_, twice)| twice.to_pause().any(|paused| paused == host));
-        let entry = state.hosts.get(host);
-        let running = |name: &godwit_types::VmName| {
-            let vm = entry.and_then(|entry| entry.vms.get(name));
-            vm.is_some_and(|vm| vm.state == VmState::Running)
+        let Some(entry) = state.hosts.get(host) else {
+            return;
         };
-        here.filter(|(vm, _)| running(vm)).collect::<Vec<_>>()
+        // Of what runs here only: each host is asked each second, and there may be hundreds, with thousands of VMs.
+        let running = entry.vms.iter();
+        let running = running.filter(|(_, vm)| vm.state == VmState::Running);
+        let is_copy = |name: &&VmName| {
+            let twice = state.book.twice(name);
+            twice.is_some_and(|twice| twice.to_pause().any(|paused| paused == host))
+        };
+        let copies = running.map(|(name, _)| name).filter(is_copy);
+        copies.cloned().collect::<Vec<_>>()
     };
-    for (vm, _) in runs {
+    for vm in runs {
         let Ok(agent) = app.connected_agent(host) else {
             return;
         };
@@ -459,33 +471,57 @@ async fn settle_overtaken(app: &App, host: &HostName, told: &mut BTreeMap<VmName
     }
 }
 
-async fn tell_revoked(app: &App, host: &HostName, told: &mut Option<u64>) {
+impl Told {
+    /// Whether the host has taken what it was told; why not is logged when it is another reason than before.
+    fn has_taken<T>(
+        &mut self,
+        host: &HostName,
+        list: &str,
+        answer: Result<T, ClientError>,
+    ) -> bool {
+        let why = answer.err().map(|error| error.to_string());
+        if let Some(why) = &why
+            && self.refused.as_ref() != Some(why)
+        {
+            tracing::warn!(%host, why, "the host does not take the list of {list}");
+        }
+        let taken = why.is_none();
+        self.refused = why;
+        taken
+    }
+}
+
+async fn tell_revoked(app: &App, host: &HostName, told: &mut Told) {
     // Read first: what comes in between is told once more.
     let version = app.revocations.version();
-    if *told == Some(version) {
+    if told.revoked == Some(version) {
         return;
     }
     let serials = app.revocations.all();
-    if let Ok(agent) = app.connected_agent(host)
-        && agent.revoked(&Revoked { serials }).await.is_ok()
-    {
-        *told = Some(version);
+    let Ok(agent) = app.connected_agent(host) else {
+        return;
+    };
+    let answer = agent.revoked(&Revoked { serials }).await;
+    if told.has_taken(host, "revoked certificates", answer) {
+        told.revoked = Some(version);
     }
 }
 
 /// So that nothing waits for a host that is gone for good.
-async fn tell_removed(app: &App, host: &HostName, told: &mut BTreeSet<HostName>) {
+async fn tell_removed(app: &App, host: &HostName, told: &mut Told) {
     let removed = app.removed();
-    if removed == *told {
+    if removed == told.removed {
         return;
     }
     let request = RemovedHosts {
         hosts: removed.iter().cloned().collect(),
     };
-    if let Ok(agent) = app.connected_agent(host)
-        && agent.removed_hosts(&request).await.is_ok()
-    {
-        *told = removed;
+    let Ok(agent) = app.connected_agent(host) else {
+        return;
+    };
+    let answer = agent.removed_hosts(&request).await;
+    if told.has_taken(host, "removed hosts", answer) {
+        told.removed = removed;
     }
 }
 

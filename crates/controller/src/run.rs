@@ -202,6 +202,9 @@ impl Controller {
         for listener in self.listeners {
             let _ = listener.await;
         }
+        if let Err(error) = self.app.store.count_turned_away().await {
+            tracing::warn!(%error, "strangers who were turned away last are not in the audit log");
+        }
         self.app.store.close().await;
     }
 }

@@ -104,6 +104,8 @@ async fn other_life_answers(app: &App, asker: &HostName, question: &SiteQuestion
 /// How the site stands: what a person must know first.
 pub fn view(app: &App) -> SiteView {
     let forgotten = taken_over::look(app);
+    // Before the state is locked, since the kernel is asked.
+    let absent: Vec<String> = app.config.listen.iter().filter_map(not_here).collect();
     let state = app.state();
     let mut alarms: Vec<Alarm> = Vec::new();
     for (vm, twice) in state.book.all_twice() {
@@ -137,7 +139,7 @@ pub fn view(app: &App) -> SiteView {
         alarms.extend(host_alarms(&state, name, entry, now));
     }
     alarms.extend(certificates::alarms(app, &state, now));
-    for (host, vm, _) in state.damaged_records() {
+    for (host, vm) in state.damaged_records() {
         alarms.push(Alarm::DamagedRecord { host, vm });
     }
     let lacking = state.lacking.values().map(Lack::row);
@@ -147,7 +149,7 @@ pub fn view(app: &App) -> SiteView {
     }
     let mut sentences: Vec<String> = alarms.iter().map(|alarm| sentence(&state, alarm)).collect();
     sentences.extend(forgotten);
-    sentences.extend(app.config.listen.iter().filter_map(not_here));
+    sentences.extend(absent);
     SiteView {
         stamp: state.book.stamp(),
         // Until its first word is in the database, hosts refuse what it says.
@@ -282,10 +284,9 @@ fn twice_sentence(state: &State, vm: &VmName) -> String {
 }
 
 fn damaged_sentence(state: &State, host: &HostName, vm: &VmName) -> String {
-    let all = state.damaged_records().into_iter();
-    let mut own = all.filter(|(at, of, _)| at == host && of == vm);
-    let own = own.next().map(|(_, _, sentence)| sentence);
-    let own = own.unwrap_or_default();
+    let info = state.hosts.get(host).and_then(|entry| entry.info.as_ref());
+    let own = info.and_then(|info| info.unread.get(vm));
+    let own = own.map_or("", String::as_str);
     format!("host {host} cannot read its record of VM {vm}, and may hold it: {own}")
 }
 
@@ -369,7 +370,7 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
         | Alarm::ControllerCertificateEnds { .. }
         | Alarm::AuthorityEnds { .. } => certificates::sentence(state, alarm, now_unix_s()),
         Alarm::HostClosed { host } => format!(
-            "host {host} shuts down or was closed for that: it boots no VM and takes none until it is back; if it is to run VMs now, run 'godwit host open' on it"
+            "host {host} shuts down or was closed for that: it boots no VM and takes none until it is back: power it on, or, if it runs and is to run VMs now, run 'godwit host open' on it"
         ),
         Alarm::BootAloneIgnored { host } => format!(
             "boot = \"alone\" in host {host}'s host.toml is ignored, since the site has other hosts: remove the line"

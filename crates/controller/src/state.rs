@@ -490,14 +490,14 @@ impl State {
         })
     }
 
-    /// Every damaged record of a host that answers, as a sentence.
-    pub fn damaged_records(&self) -> Vec<(HostName, VmName, String)> {
+    /// Every damaged record of a host that answers.
+    pub fn damaged_records(&self) -> Vec<(HostName, VmName)> {
         let hosts = self.hosts.iter().filter(|(_, entry)| entry.is_connected());
         let unread = hosts.flat_map(|(host, entry)| {
             let info = entry.info.iter();
             info.flat_map(move |info| {
-                let unread = info.unread.iter();
-                unread.map(move |(vm, why)| (host.clone(), vm.clone(), why.clone()))
+                let unread = info.unread.keys();
+                unread.map(move |vm| (host.clone(), vm.clone()))
             })
         });
         unread.collect()

@@ -496,3 +496,14 @@ fn an_old_copy_of_the_database_takes_what_a_description_leaves_open_from_the_hol
     let entry = &state.vms[&web()];
     assert_eq!((&entry.spec, &entry.resolved), (&auto, &Some(on(new))));
 }
+
+/// All hosts are shown by one look at all VMs, and each host as it is shown alone.
+#[test]
+fn hosts_that_are_shown_together_are_shown_as_each_alone() {
+    let mut state = state();
+    hear(&mut state, "a", says(VmState::Running, 3, holds(3)));
+    hear(&mut state, "b", vec![]);
+    let alone = ["a", "b"].map(|name| state.host_view(&host(name), 7).unwrap());
+    assert_eq!(alone[0].vms, [web()]);
+    assert_eq!(state.host_views(7), alone);
+}

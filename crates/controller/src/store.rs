@@ -378,15 +378,18 @@ impl Store {
             .bind(report.id.as_str())
             .execute(&mut *tx)
             .await?;
+        let oldest = "DELETE FROM migrations WHERE ended = 1 AND seq <= (SELECT max(seq) FROM migrations) - ?";
+        const REPORTS_KEPT: i64 = 10_000;
+        query(oldest).bind(REPORTS_KEPT).execute(&mut *tx).await?;
         write_rows(&mut tx, rows).await?;
         tx.commit().await?;
         Ok(())
     }
 
-    /// All reports, newest first.
+    /// Reports of what has not ended, however old, then of the newest that have.
     pub async fn reports(&self) -> Result<Vec<MigrationReport>> {
         const SHOWN_MAX: i64 = 1000;
-        let sql = "SELECT report FROM migrations ORDER BY seq DESC LIMIT ?";
+        let sql = "SELECT report FROM migrations ORDER BY ended, seq DESC LIMIT ?";
         let rows: Vec<String> = query_scalar(sql)
             .bind(SHOWN_MAX)
             .fetch_all(&self.pool)
@@ -570,3 +573,7 @@ pub(crate) fn unreadable(what: &'static str, cause: impl std::fmt::Display) -> C
         cause: cause.to_string(),
     }
 }
+
+#[cfg(test)]
+#[path = "store_tests.rs"]
+mod tests;

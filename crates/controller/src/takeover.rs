@@ -191,6 +191,10 @@ async fn enrol_again(app: &Arc<App>, site: SiteHost) -> Result<(), ControllerErr
     let row = HostRow::default();
     {
         let mut state = app.state();
+        if state.hosts.contains_key(&name) {
+            // Another host's poll was first, while the row was written; it has its task.
+            return Ok(());
+        }
         let site = site_host(&name, &entry, &row);
         state.hosts.insert(name.clone(), entry);
         state.book.add_host(site, row);

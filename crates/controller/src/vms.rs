@@ -240,7 +240,6 @@ pub async fn delete(app: &App, name: &VmName) -> Outcome<Done> {
     forget_in_state(app, name);
     app.tell_vm(name);
     drop(turn);
-    app.vm_turns.forget(name);
     Ok(done(format!("VM '{name}' is deleted")))
 }
 

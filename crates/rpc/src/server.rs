@@ -14,7 +14,7 @@ use crate::limits::{
     STRANGERS_PER_SOURCE,
 };
 use crate::listen::Place;
-use crate::pki::{Holder, Role};
+use crate::pki::{Holder, Role, now_unix_s};
 use crate::revocations::Admission;
 use crate::unproved::Unproved;
 use crate::until::{Gone, Until};
@@ -319,17 +319,17 @@ async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> 
     // Before anything is written down of somebody who is not known.
     let admitted = admitted.and_then(|how| guard.may_try(&request).map(|()| how));
     let wanted = guard.while_wanted(&request);
-    let entry = Entry::begin(guard.auditor.as_ref(), &mut request, admitted.is_ok()).await;
-    let refused = match admitted {
-        Ok(Admitted::Yes) => None,
-        Ok(Admitted::Unwanted(why)) => {
-            request.extensions_mut().insert(why);
-            None
-        }
-        Err(error) => Some(Failure(error).into_response()),
-    };
     // A task of its own: a client that goes away in the middle leaves nothing half done and nothing unsaid.
     let task = tokio::spawn(async move {
+        let entry = Entry::begin(guard.auditor.as_ref(), &mut request, admitted.is_ok()).await;
+        let refused = match admitted {
+            Ok(Admitted::Yes) => None,
+            Ok(Admitted::Unwanted(why)) => {
+                request.extensions_mut().insert(why);
+                None
+            }
+            Err(error) => Some(Failure(error).into_response()),
+        };
         let response = match refused {
             Some(refused) => refused,
             None => answer(request, next).await,
@@ -378,6 +378,13 @@ enum Admitted {
     Unwanted(access::Unwanted),
 }
 
+fn ended_text(holder: &Holder) -> String {
+    format!(
+        "the certificate of {} has ended while its connection was open: connect again with a new one",
+        holder.role
+    )
+}
+
 fn revoked_text(holder: &Holder) -> String {
     let role = &holder.role;
     match role {
@@ -414,9 +421,15 @@ impl Guard {
         let mut changes = self.admission.changes()?;
         let admission = self.admission.clone();
         Some(Box::pin(async move {
+            let left = holder.not_after_unix_s.saturating_sub(now_unix_s());
+            let ends = tokio::time::sleep(Duration::from_secs(u64::try_from(left).unwrap_or(0)));
+            tokio::pin!(ends);
             while admission.admits(&holder) {
-                if changes.changed().await.is_err() {
-                    return std::future::pending().await;
+                tokio::select! {
+                    () = &mut ends => return,
+                    changed = changes.changed() => if changed.is_err() {
+                        return std::future::pending().await;
+                    }
                 }
             }
         }))
@@ -428,6 +441,10 @@ impl Guard {
         let path = extensions.get::<MatchedPath>().map(MatchedPath::as_str);
         let method = request.method().as_str();
         let revoked = extensions.get::<Holder>();
+        // The handshake has looked at this once; a connection may be older.
+        if let Some(holder) = revoked.filter(|holder| holder.not_after_unix_s < now_unix_s()) {
+            return Err(ApiError::new(ErrorCode::NotAllowed, ended_text(holder)));
+        }
         let since = extensions.get::<OpenSince>();
         let revoked = revoked.filter(|holder| match since {
             Some(OpenSince(since)) => !self.admission.admits_on(holder, *since),
@@ -520,4 +537,45 @@ fn group_id(name: &str) -> Option<u32> {
         let mut fields = line.split(':');
         (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::access::{Access, rule};
+    use crate::revocations::Revocations;
+    use axum::body::Body;
+    use axum::http::StatusCode;
+    use axum::routing::get;
+
+    /// The handshake looks at a certificate's end, and a connection may stay open for longer.
+    #[tokio::test]
+    async fn a_certificate_that_ended_while_its_connection_was_open_is_refused() {
+        let rules = [rule("GET", "/whoami", Access::HOST)];
+        let router = Router::new().route("/whoami", get(|| async {}));
+        let server = Server::new(router, &rules, Arc::new(Revocations::default()));
+        let asked = async |not_after_unix_s| {
+            let holder = Holder {
+                role: Role::Host("a".parse().unwrap()),
+                serial: "02".into(),
+                life: "01".into(),
+                made_unix_s: 0,
+                order: 0,
+                not_after_unix_s,
+            };
+            let from = IpAddr::from([127, 0, 0, 1]);
+            let mut request = Request::get("/whoami").body(Body::empty()).unwrap();
+            Who::from_afar(Some(holder), from, OpenSince(Instant::now()))
+                .write_on(request.extensions_mut());
+            server
+                .router
+                .clone()
+                .oneshot(request)
+                .await
+                .unwrap()
+                .status()
+        };
+        assert_eq!(asked(now_unix_s() + 3600).await, StatusCode::OK);
+        assert_eq!(asked(now_unix_s() - 1).await, StatusCode::FORBIDDEN);
+    }
 }

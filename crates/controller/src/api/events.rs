@@ -18,7 +18,7 @@ use tokio_stream::wrappers::BroadcastStream;
 /// What a stream of server-sent events yields; it never fails.
 pub type Item = Result<Event, Infallible>;
 
-/// A migration's report about five times a second until it ends.
+/// A migration's report about five times a second until it ends or is in doubt.
 #[utoipa::path(get, path = "/v1/migrations/{id}/events", params(("id" = String, Path)), responses((status = 200, description = "events `report` with a MigrationReport each", content_type = "text/event-stream", body = MigrationReport), (status = "default", body = ApiError)))]
 pub async fn migration(
     State(app): Shared,

@@ -234,12 +234,35 @@ impl State {
 
     /// A host as people see it.
     pub fn host_view(&self, name: &HostName, now_unix_s: i64) -> Option<HostView> {
+        self.host_view_with(name, self.vms_on(name), now_unix_s)
+    }
+
+    /// Every host as people see it. Each VM is looked for once, however many hosts there are.
+    pub fn host_views(&self, now_unix_s: i64) -> Vec<HostView> {
+        let mut places: BTreeMap<HostName, Vec<VmName>> = BTreeMap::new();
+        for vm in self.vms.keys() {
+            if let Some(place) = self.place(vm) {
+                places.entry(place.host).or_default().push(vm.clone());
+            }
+        }
+        let views = self.hosts.keys().filter_map(|name| {
+            let vms = places.remove(name).unwrap_or_default();
+            self.host_view_with(name, vms, now_unix_s)
+        });
+        views.collect()
+    }
+
+    fn host_view_with(
+        &self,
+        name: &HostName,
+        vms: Vec<VmName>,
+        now_unix_s: i64,
+    ) -> Option<HostView> {
         let entry = self.hosts.get(name)?;
         let info = entry
             .info
             .clone()
             .unwrap_or_else(|| unheard_info(name, entry.address));
-        let vms = self.vms_on(name);
         let is_off = |vm: &&VmName| self.vm_state(vm).is_off();
         Some(HostView {
             vms_off: vms.iter().filter(is_off).cloned().collect(),

@@ -109,6 +109,29 @@ async fn strangers_who_try_tokens_are_counted_and_push_out_nothing() {
     assert!(counted.last_unix_s >= Some(counted.unix_s));
 }
 
+/// They were counted in memory only until somebody read the log.
+#[tokio::test]
+async fn strangers_who_were_turned_away_are_counted_though_nobody_reads_the_log_before_the_controller_ends()
+ {
+    let mut house = House::new().await;
+    let token = house.token().await;
+    let key = Request::new().unwrap();
+    let request = JoinRequest {
+        secret: "wrong".into(),
+        name: host("b"),
+        agent_address: "127.0.0.1:9".parse().unwrap(),
+        csr_pem: key.csr_pem.clone(),
+        former: None,
+    };
+    for _ in 0..300 {
+        house.joining(&token).join(&request).await.unwrap_err();
+    }
+    house.stop().await;
+    house.start().await;
+    let counted = log(&house, None).await.pop().unwrap();
+    assert_eq!((counted.what.as_str(), counted.times), ("host join", 300));
+}
+
 #[tokio::test]
 async fn a_stranger_who_is_turned_away_writes_nothing_into_the_log() {
     let house = House::new().await;
