@@ -4,7 +4,7 @@
 //! a death: what cannot be read may live.
 
 use crate::records::{VMS_MAX, named};
-use godwit_qemu::on_ram::ram_file_of;
+use godwit_qemu::on_ram::{Users, ram_file_of};
 use godwit_store::read_regular;
 use godwit_types::host_api::{IDENTITY_FILE, SOCKET_FILE};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -77,12 +77,13 @@ pub(crate) fn living(
 /// host may, or maps such a file, counts: others may write what they like on a command line.
 pub(crate) fn qemus(ram_dir: &Path, qemu_uid: u32) -> std::io::Result<BTreeSet<VmName>> {
     let mut found = BTreeSet::new();
+    let users = Users::of(ram_dir, qemu_uid)?;
     for entry in std::fs::read_dir("/proc")? {
         let name = entry?.file_name();
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
             continue;
         };
-        let file = ram_file_of(pid, ram_dir, qemu_uid)?;
+        let file = ram_file_of(pid, ram_dir, &users)?;
         found.extend(file.and_then(|file| vm_on(&file)));
         if found.len() > VMS_MAX {
             let message = format!("more than {VMS_MAX} VMs seem to live on this host");
@@ -109,8 +110,9 @@ pub(crate) fn qemu_may_live(run_dir: &Path) -> bool {
     let Ok(identity) = serde_json::from_slice::<Identity>(&text) else {
         return true;
     };
-    let stat = match std::fs::read_to_string(format!("/proc/{}/stat", identity.pid)) {
-        Ok(stat) => stat,
+    // A process may have given itself a name that is no text.
+    let stat = match std::fs::read(format!("/proc/{}/stat", identity.pid)) {
+        Ok(stat) => String::from_utf8_lossy(&stat).into_owned(),
         Err(error) => {
             let is_gone = error.raw_os_error() == Some(libc::ESRCH);
             return !is_gone && error.kind() != ErrorKind::NotFound;

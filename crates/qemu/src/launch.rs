@@ -9,6 +9,7 @@
 //! file of QEMU's user, on a file system that all VMs share and whose files cannot be sealed, so a QEMU that was taken over
 //! could otherwise make it grow until its neighbours find no memory. It has no right to lift that limit.
 
+use crate::bounds::Bounds;
 use crate::command_line::{self, Accelerator, ConfigError, MachineConfig};
 use crate::machine::Machine;
 use crate::process::{ProcessError, QemuProcess};
@@ -16,10 +17,10 @@ use crate::qmp::{Client, QmpError};
 use crate::stderr_log::StderrLog;
 use crate::tap_guard;
 use rustix::fd::{AsRawFd, BorrowedFd, RawFd};
-use rustix::fs::{FileType, Gid, Uid, fstat};
+use rustix::fs::{Gid, Uid};
 use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::process::{
-    Resource, Rlimit, Signal, getrlimit, set_parent_process_death_signal, setrlimit, setsid,
+    Resource, Rlimit, Signal, set_parent_process_death_signal, setrlimit, setsid,
 };
 use rustix::thread::{set_no_new_privs, set_thread_gid, set_thread_groups, set_thread_uid};
 use std::fs::{self, DirBuilder, Permissions};
@@ -33,9 +34,6 @@ use std::time::{Duration, Instant};
 
 /// How long a QEMU that has to go is given to be gone.
 const KILL_TIME: Duration = Duration::from_secs(10);
-
-/// Images are written in blocks: a limit is a multiple of this.
-const BLOCK: u64 = 1 << 20;
 
 /// The library that makes userfaultfd descriptors inside QEMU, and what it needs.
 #[derive(Debug, Clone)]
@@ -288,7 +286,7 @@ fn command(
     };
     let inherited = inherited(spec, monitor_fds)?;
     let groups = kvm_group(spec)?;
-    let longest = longest_file(spec).map_err(start)?;
+    let bounds = Bounds::of(spec).map_err(start)?;
     let mut command = Command::new(&spec.binary);
     command.args(command_line::build(&spec.machine, monitor_fds)?);
     command
@@ -316,44 +314,8 @@ fn command(
     let (uid, gid) = (Uid::from_raw(spec.uid), Gid::from_raw(spec.gid));
     // SAFETY: the closure runs between fork and exec and makes only system calls on values that were made before; it
     // takes no lock and allocates nothing.
-    unsafe { command.pre_exec(move || become_qemu(&inherited, &groups, uid, gid, longest)) };
+    unsafe { command.pre_exec(move || become_qemu(&inherited, &groups, uid, gid, bounds)) };
     Ok(command)
-}
-
-/// How long a file QEMU may make: the guest's memory, or the largest image that the guest writes to.
-fn longest_file(spec: &LaunchSpec<'_>) -> io::Result<u64> {
-    let mut longest = spec.machine.memory_mib.saturating_mul(1 << 20);
-    let writable = spec.machine.disks.iter().filter(|disk| !disk.read_only);
-    for disk in writable {
-        let image = spec.inherited.iter().find(|fd| fd.as_raw_fd() == disk.fd);
-        let length = image.map_or(Ok(0), |image| image_length(*image))?;
-        longest = longest.max(length);
-    }
-    Ok(longest.div_ceil(BLOCK).saturating_mul(BLOCK))
-}
-
-fn image_length(image: BorrowedFd<'_>) -> io::Result<u64> {
-    let found = fstat(image)?;
-    match FileType::from_raw_mode(found.st_mode) {
-        FileType::RegularFile => Ok(found.st_size.unsigned_abs()),
-        // Nothing reads or writes at the offset that this moves.
-        _ => Ok(rustix::fs::seek(image, rustix::fs::SeekFrom::End(0))?),
-    }
-}
-
-/// Beyond it a write is refused with "file too large"; the signal that comes with that ends nobody.
-fn write_no_longer_files(longest: u64) -> io::Result<()> {
-    // SAFETY: a plain system call; to ignore a signal needs no handler, and a program started from here goes on ignoring it.
-    if unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) } == libc::SIG_ERR {
-        return Err(io::Error::last_os_error());
-    }
-    let before = getrlimit(Resource::Fsize).maximum;
-    let longest = Some(before.map_or(longest, |before| before.min(longest)));
-    let limit = Rlimit {
-        current: longest,
-        maximum: longest,
-    };
-    Ok(setrlimit(Resource::Fsize, limit)?)
 }
 
 /// In the child: a session of its own, only the listed descriptors, no core dumps of guest memory, no file longer than
@@ -363,7 +325,7 @@ fn become_qemu(
     groups: &[Gid],
     uid: Uid,
     gid: Gid,
-    longest_file: u64,
+    bounds: Bounds,
 ) -> io::Result<()> {
     setsid()?;
     be_no_better_than_others();
@@ -380,7 +342,7 @@ fn become_qemu(
             maximum: Some(0),
         },
     )?;
-    write_no_longer_files(longest_file)?;
+    bounds.set()?;
     set_thread_groups(groups)?;
     set_thread_gid(gid)?;
     set_thread_uid(uid)?;
@@ -470,7 +432,7 @@ mod tests {
         let mut shell = Command::new("sh");
         shell.args(["-c", command]).env("LC_ALL", "C");
         // SAFETY: as for QEMU.
-        unsafe { shell.pre_exec(move || become_qemu(&[], &[], uid, gid, longest)) };
+        unsafe { shell.pre_exec(move || become_qemu(&[], &[], uid, gid, bounds(longest))) };
         shell.output().expect("a shell")
     }
 
@@ -513,7 +475,7 @@ mod tests {
         let (uid, gid) = (Uid::from_raw(61_234), Gid::from_raw(61_234));
         let mut shell = Command::new("true");
         let check = move || {
-            become_qemu(&[], &[], uid, gid, 1 << 20)?;
+            become_qemu(&[], &[], uid, gid, bounds(1 << 20))?;
             let is_refused = |request: &u32| asks(fd, *request, 0) == Some(libc::EPERM);
             let all = tap_guard::REFUSED.iter().all(is_refused);
             let others_pass = asks(fd, GET_FEATURES, features).is_none();
@@ -525,6 +487,25 @@ mod tests {
         // SAFETY: as for QEMU.
         unsafe { shell.pre_exec(check) };
         assert!(shell.status().expect("each was refused").success());
+    }
+
+    const fn bounds(longest_file: u64) -> Bounds {
+        Bounds {
+            longest_file,
+            threads: Some(1001),
+        }
+    }
+
+    /// Two QEMUs that were taken over could else use up the threads of the host, root's included.
+    #[test]
+    fn a_qemu_that_was_taken_over_cannot_take_the_threads_of_the_whole_host() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: becoming another user needs root");
+        }
+        let said = as_qemu(61_235, 1 << 20, "grep '^Max processes' /proc/self/limits");
+        let said = String::from_utf8_lossy(&said.stdout).into_owned();
+        let limits: Vec<&str> = said.split_whitespace().skip(2).take(2).collect();
+        assert_eq!(limits, ["1001", "1001"], "{said}");
     }
 
     #[test]

@@ -9,6 +9,7 @@
 pub mod accel;
 pub mod allowance;
 pub mod announce;
+mod bounds;
 pub mod command_line;
 pub mod described;
 pub mod device_state;

@@ -5,19 +5,22 @@
 //! count. A process that has not come that far has a command line alone, which whoever starts it chooses, a program with
 //! root's rights, too. It is believed of a user of this host's QEMUs whose RAM file it is: such a file is given to its user
 //! before its QEMU is started. Refuses: to take a process that could not be looked at for one that is gone, since a QEMU
-//! that is missed may run a guest that is started a second time.
+//! that is missed may run a guest that is started a second time; to wait for a process that is nobody's QEMU.
+//!
+//! A QEMU of a common user that the configuration named before is found for as long as its RAM file is there.
 //!
 //! Where RAM files share their file system with what everybody may write, as below `/dev/shm`, a removed one can be forged.
 
-use godwit_types::vm::UIDS;
+use godwit_types::vm::{Accelerator, UIDS};
 use rustix::fs::{major, minor};
 use rustix::io::Errno;
+use std::collections::BTreeSet;
 use std::fs::File;
-use std::io::{self, Read as _};
+use std::io::{self, BufRead, BufReader, Read as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-/// Longest command line and longest list of mappings that are looked at, in bytes.
+/// Longest part of a command line that is looked at, in bytes.
 const TEXT_MAX: u64 = 16 << 20;
 /// What the kernel puts behind the path of a file that has no name any more.
 const DELETED: &str = " (deleted)";
@@ -28,40 +31,71 @@ pub fn is_qemus(uid: u32, common_uid: u32) -> bool {
     uid == 0 || uid == common_uid || UIDS.contains(&uid)
 }
 
+/// The users whose processes are looked at, for one look at all of them.
+#[derive(Debug)]
+pub struct Users {
+    common_uid: u32,
+    /// Those whose RAM files are there: also a common user that the host's configuration named before.
+    owners: BTreeSet<u32>,
+}
+
+impl Users {
+    /// By the files in the directory as it is now.
+    pub fn of(ram_dir: &Path, common_uid: u32) -> io::Result<Self> {
+        let mut owners = BTreeSet::new();
+        if let Some(files) = gone_is_none(std::fs::read_dir(ram_dir))? {
+            for file in files {
+                let owner = gone_is_none(file?.metadata())?;
+                owners.extend(owner.map(|file| file.uid()));
+            }
+        }
+        Ok(Self { common_uid, owners })
+    }
+
+    fn looks_at(&self, uid: u32) -> bool {
+        is_qemus(uid, self.common_uid) || self.owners.contains(&uid)
+    }
+}
+
 /// The name of the file in `ram_dir` that a process lives on, if it lives on any.
-pub fn ram_file_of(pid: i32, ram_dir: &Path, common_uid: u32) -> io::Result<Option<String>> {
+pub fn ram_file_of(pid: i32, ram_dir: &Path, users: &Users) -> io::Result<Option<String>> {
+    let common_uid = users.common_uid;
     let proc = Path::new("/proc").join(pid.to_string());
-    let Some(line) = gone_is_none(read(&proc.join("cmdline")))? else {
-        return Ok(None);
-    };
-    let told = told(&line, ram_dir);
+    // First of all, since it waits for nothing: to read the command line or the mappings of a process that anybody started
+    // may take for ever.
     let uid = match gone_is_none(std::fs::metadata(&proc)) {
         Ok(None) => return Ok(None),
         Ok(Some(owner)) => Some(owner.uid()),
         // One that is there and cannot be looked at may be ours.
         Err(_) => None,
     };
+    if let Some(uid) = uid
+        && !users.looks_at(uid)
+    {
+        return Ok(None);
+    }
+    let Some(line) = gone_is_none(read(&proc.join("cmdline")))? else {
+        return Ok(None);
+    };
+    let told = told(&line, ram_dir);
     // Others of root are many and never ours without saying so.
     if told.is_none() && !uid.is_some_and(|uid| uid != 0 && is_qemus(uid, common_uid)) {
         return Ok(None);
     }
-    let maps = match gone_is_none(read(&proc.join("maps"))) {
-        Ok(None) => return Ok(None),
-        Ok(maps) => maps,
-        // What it says of itself has to do.
-        Err(_) => None,
-    };
-    let process = Process {
+    let mut process = Process {
         ram_dir,
         uid,
         common_uid,
-        is_seen: maps.is_some(),
+        is_seen: true,
     };
-    let maps = maps.unwrap_or_default();
-    let text = String::from_utf8_lossy(&maps);
-    let found = mapped(&text, ram_dir).find(|mapped| process.lives_on(mapped));
-    if let Some(found) = found {
-        return Ok(Some(found.name));
+    let maps = File::open(proc.join("maps"));
+    let found = maps.and_then(|maps| find_mapped(BufReader::new(maps), &process));
+    match gone_is_none(found) {
+        Ok(None) => return Ok(None),
+        Ok(Some(Some(name))) => return Ok(Some(name)),
+        Ok(Some(None)) => {}
+        // What it says of itself has to do.
+        Err(_) => process.is_seen = false,
     }
     Ok(told.filter(|name| process.is_believed(name)))
 }
@@ -115,6 +149,16 @@ impl Process<'_> {
     }
 }
 
+/// What runs the guest of a QEMU, by its command line.
+pub(crate) fn accelerator_of(pid: i32) -> Accelerator {
+    let line = read(&Path::new("/proc").join(pid.to_string()).join("cmdline")).unwrap_or_default();
+    let mut arguments = line.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+    match arguments.any(|text| text.split(',').any(|part| part == "accel=kvm")) {
+        true => Accelerator::Kvm,
+        false => Accelerator::Tcg,
+    }
+}
+
 /// How much memory the command line of a QEMU gives its guest, in bytes: the QEMU's own word, where nobody else has one.
 pub fn memory_told(pid: i32) -> io::Result<Option<u64>> {
     let line = read(&Path::new("/proc").join(pid.to_string()).join("cmdline"))?;
@@ -165,9 +209,21 @@ struct Mapped {
     is_removed: bool,
 }
 
-/// What of a list of mappings has the name of a RAM file.
-fn mapped<'a>(maps: &'a str, ram_dir: &'a Path) -> impl Iterator<Item = Mapped> + 'a {
-    maps.lines().filter_map(|line| mapped_by(line, ram_dir))
+/// The RAM file in a list of mappings that the process lives on. The list is read to its end, line by line: how long it is the
+/// process chooses, which could else hide its RAM file behind what is looked at; the kernel bounds their number.
+fn find_mapped(mut maps: impl BufRead, process: &Process<'_>) -> io::Result<Option<String>> {
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        if maps.read_until(b'\n', &mut line)? == 0 {
+            return Ok(None);
+        }
+        let text = String::from_utf8_lossy(&line);
+        let found = mapped_by(text.trim_end_matches('\n'), process.ram_dir);
+        if let Some(found) = found.filter(|found| process.lives_on(found)) {
+            return Ok(Some(found.name));
+        }
+    }
 }
 
 /// A line has five words before the path, which may hold spaces. What a process calls its own memory has no inode.
@@ -198,7 +254,6 @@ fn name_in(ram_dir: &Path, path: &str) -> Option<String> {
 mod tests {
     use super::*;
     use std::fs::Permissions;
-    use std::io::{BufRead as _, BufReader};
     use std::os::fd::AsRawFd as _;
     use std::os::unix::fs::PermissionsExt as _;
     use std::os::unix::process::CommandExt as _;
@@ -220,6 +275,10 @@ mod tests {
         fn pid(&self) -> i32 {
             self.0.id() as i32
         }
+    }
+
+    fn found_on(pid: i32, ram_dir: &Path) -> io::Result<Option<String>> {
+        ram_file_of(pid, ram_dir, &Users::of(ram_dir, COMMON)?)
     }
 
     /// A process of this user with this word on its command line, which is there when this returns.
@@ -256,12 +315,12 @@ mod tests {
         for uid in ours {
             belongs_to(uid);
             let qemu = process(uid, &backend(dir, "web.3"));
-            let found = ram_file_of(qemu.pid(), dir, COMMON).expect("looked at");
+            let found = found_on(qemu.pid(), dir).expect("looked at");
             assert_eq!(found.as_deref(), Some("web.3"), "user {uid}");
         }
         for uid in [COMMON + 1, UIDS.start() - 1] {
             let other = process(uid, &backend(dir, "web.3"));
-            let found = ram_file_of(other.pid(), dir, COMMON).expect("looked at");
+            let found = found_on(other.pid(), dir).expect("looked at");
             assert_eq!(found, None, "user {uid} may write what it likes");
         }
         // Who took over another VM's QEMU, a program with root's rights that anybody started, as `su`, and a QEMU of the
@@ -269,7 +328,7 @@ mod tests {
         for uid in [UIDS.start() + 1, 0, COMMON] {
             belongs_to(*UIDS.start());
             let other = process(uid, &backend(dir, "web.3"));
-            let found = || ram_file_of(other.pid(), dir, COMMON).expect("looked at");
+            let found = || found_on(other.pid(), dir).expect("looked at");
             assert_eq!(found(), None, "user {uid}, whose file it is not");
             std::fs::remove_file(dir.join("web.3")).expect("removed");
             assert_eq!(found(), None, "user {uid}, and there is no file");
@@ -382,16 +441,18 @@ mod tests {
         // The last one: the administrator has changed the common user meanwhile.
         for uid in [COMMON, UIDS.start() + 5, COMMON + 1] {
             let qemu = on(dir, program, "web.7", uid);
-            let found = || ram_file_of(qemu.pid(), dir, COMMON).expect("looked at");
+            let found = || found_on(qemu.pid(), dir).expect("looked at");
             assert_eq!(found().as_deref(), Some("web.7"), "user {uid}");
             std::fs::remove_file(dir.join("web.7")).expect("removed");
-            assert_eq!(found().as_deref(), Some("web.7"), "its name is gone");
+            // Of a user that the configuration does not name any more nothing tells then.
+            let told = is_qemus(uid, COMMON).then_some("web.7");
+            assert_eq!(found().as_deref(), told, "its name is gone");
         }
     }
 
     #[test]
     fn a_process_that_is_gone_lives_on_nothing() {
-        let found = ram_file_of(i32::MAX, Path::new("/dev/shm"), COMMON);
+        let found = found_on(i32::MAX, Path::new("/dev/shm"));
         assert_eq!(found.expect("a clear no"), None);
     }
 
@@ -414,7 +475,10 @@ mod tests {
         let named = "7e0-7e1 rw-p 00000000 00:00 0    [anon: /dev/shm/godwit/other.1]";
         let maps =
             format!("{named}\n7f0-7f1 rw-s 00000000 00:1f 7    /dev/shm/godwit/web.3 (deleted)\n");
-        let found: Vec<_> = mapped(&maps, dir).collect();
+        let found: Vec<_> = maps
+            .lines()
+            .filter_map(|line| mapped_by(line, dir))
+            .collect();
         let wanted = Mapped {
             name: "web.3".into(),
             device: (0, 0x1f),
@@ -422,5 +486,54 @@ mod tests {
             is_removed: true,
         };
         assert_eq!(found, [wanted]);
+    }
+
+    /// Its list of mappings was cut at 16 MiB, behind which it could hide its RAM file, and was taken for gone.
+    #[test]
+    fn a_hypervisor_that_maps_ever_more_does_not_hide_its_ram_file() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let process = Process {
+            ram_dir: dir.path(),
+            uid: None,
+            common_uid: COMMON,
+            is_seen: true,
+        };
+        let other = format!(
+            "7f0-7f1 rw-s 00000000 00:1f 9    /tmp/{}\n",
+            "x".repeat(4000)
+        );
+        let own = format!(
+            "7f2-7f3 rw-s 00000000 00:1f 7    {}\n",
+            dir.path().join("web.3").display()
+        );
+        let maps = format!("{}\u{fffd}\n{own}", other.repeat(6000));
+        assert!(maps.len() as u64 > TEXT_MAX);
+        let found = find_mapped(maps.as_bytes(), &process).expect("read");
+        assert_eq!(found.as_deref(), Some("web.3"));
+    }
+
+    /// Reading the command line of a process may wait for whoever started it: a stranger's is not read.
+    #[test]
+    fn a_strangers_process_is_passed_over_by_its_owner_alone() {
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: becoming another user needs root");
+        }
+        let dir = tempfile::tempdir().expect("a directory");
+        let former = COMMON + 5;
+        let says = backend(dir.path(), "web.3");
+        let stranger = process(former, &says);
+        let users = Users::of(dir.path(), COMMON).expect("no file yet");
+        assert!(!users.looks_at(former));
+        let found = ram_file_of(stranger.pid(), dir.path(), &users);
+        assert_eq!(found.expect("looked at"), None);
+        // A common user that the configuration named before has QEMUs yet.
+        std::fs::write(dir.path().join("web.3"), "").expect("a file");
+        std::os::unix::fs::chown(dir.path().join("web.3"), Some(former), None).expect("chown");
+        let users = Users::of(dir.path(), COMMON).expect("a file");
+        let looked = [0, COMMON, *UIDS.start(), former, former + 1];
+        assert_eq!(
+            looked.map(|uid| users.looks_at(uid)),
+            [true, true, true, true, false]
+        );
     }
 }

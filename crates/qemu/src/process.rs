@@ -187,8 +187,14 @@ const fn takes_any_error_for_gone() -> bool {
     false
 }
 
+/// `/proc/PID/stat`, in which a process may have given itself a name that is no text.
+fn stat(pid: i32) -> io::Result<String> {
+    let stat = fs::read(format!("/proc/{pid}/stat"))?;
+    Ok(String::from_utf8_lossy(&stat).into_owned())
+}
+
 fn start_time_ticks(pid: i32) -> io::Result<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let stat = stat(pid)?;
     parse_start_time(&stat).ok_or_else(|| {
         let text = format!("/proc/{pid}/stat has no start time");
         io::Error::new(io::ErrorKind::InvalidData, text)
@@ -219,7 +225,7 @@ fn parse_uptime(text: &str) -> Option<Duration> {
 
 /// The processor time that a process has had with all its threads, guest's included.
 pub(crate) fn cpu_time(pid: i32) -> io::Result<Duration> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let stat = stat(pid)?;
     parse_cpu_time(&stat).ok_or_else(|| {
         let text = format!("/proc/{pid}/stat has no processor time");
         io::Error::new(io::ErrorKind::InvalidData, text)

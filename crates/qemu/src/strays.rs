@@ -5,7 +5,7 @@
 //! emptied may run the only copy of the guest. Which it is, the VM process finds out; here they are found and ended. Owns
 //! the names of RAM files. Refuses: to find none because the system did not let it look.
 
-use crate::on_ram::ram_file_of;
+use crate::on_ram::{Users, accelerator_of, ram_file_of};
 use crate::process::{ProcessError, QemuProcess};
 use godwit_types::VmName;
 use godwit_types::vm::Accelerator;
@@ -47,21 +47,22 @@ impl RamFiles {
 
     /// All QEMUs that live on one of them, the newest first.
     pub fn living(&self, common_uid: u32) -> io::Result<Vec<Stray>> {
+        let users = Users::of(&self.dir, common_uid)?;
         let mut strays = Vec::new();
         for entry in std::fs::read_dir("/proc")? {
             let name = entry?.file_name();
             let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
                 continue;
             };
-            strays.extend(self.stray(pid, common_uid)?);
+            strays.extend(self.stray(pid, &users)?);
         }
         strays.sort_by_key(|stray| std::cmp::Reverse(stray.launch));
         Ok(strays)
     }
 
-    fn stray(&self, pid: i32, common_uid: u32) -> io::Result<Option<Stray>> {
+    fn stray(&self, pid: i32, users: &Users) -> io::Result<Option<Stray>> {
         let launch = || -> io::Result<Option<u64>> {
-            let file = ram_file_of(pid, &self.dir, common_uid)?;
+            let file = ram_file_of(pid, &self.dir, users)?;
             Ok(file.and_then(|file| self.launch_of(&file)))
         };
         if launch()?.is_none() {
@@ -93,16 +94,6 @@ impl RamFiles {
                 let _ = std::fs::remove_file(path);
             }
         }
-    }
-}
-
-/// What runs the guest of a QEMU, by its command line.
-fn accelerator_of(pid: i32) -> Accelerator {
-    let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let mut arguments = line.split(|byte| *byte == 0).map(String::from_utf8_lossy);
-    match arguments.any(|text| text.split(',').any(|part| part == "accel=kvm")) {
-        true => Accelerator::Kvm,
-        false => Accelerator::Tcg,
     }
 }
 
