@@ -7,6 +7,7 @@ use crate::agent::{ACT, Agent, NEED, READ, Reply, TOOLS, blocking, done, unexpec
 use crate::supervisor::{HoldOff, Supervised};
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{PutVm, VmAnswer, VmRequest};
+use godwit_types::site::{Claim, SiteAnswer, SiteHost};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
 use std::sync::Arc;
@@ -177,10 +178,59 @@ impl Agent {
         Ok(())
     }
 
+    /// Once the record is put aside, this host says that it neither gave nor took the VM, and a host in the middle of a
+    /// handover with it acts on that: it would end what it was given, or let run on what it gave.
+    async fn nobody_waits_for_word_of(self: &Arc<Self>, name: &VmName) -> Reply<()> {
+        let asking = self
+            .site
+            .with(|site| site.asking_about(name, Generation::default()));
+        let hosts: Vec<SiteHost> = asking.neighbours().cloned().collect();
+        let Some(question) = asking.question() else {
+            return Ok(());
+        };
+        let mut answers = self.ask_all(&question, hosts);
+        while let Some(answer) = answers.join_next().await {
+            let Ok((
+                Some(SiteAnswer {
+                    from: Some(other),
+                    records,
+                    ..
+                }),
+                _,
+            )) = answer
+            else {
+                continue;
+            };
+            let mut claims = records.iter().filter(|record| record.vm == *name);
+            if let Some(has) = claims.find_map(|record| self.waits_with(&record.claim)) {
+                let me = self.host();
+                let message = format!(
+                    "host {other} {has}, and would act on this host's word that it has nothing of VM {name}: end that handover first. Stop the agent of host {me}, say 'godwit host fenced {me}' where the controller is, and run the 'godwit vm resolve' that 'godwit vm show {name}' prints there; then start the agent and put the record aside"
+                );
+                return Err(ApiError::new(ErrorCode::InDoubt, message));
+            }
+        }
+        Ok(())
+    }
+
+    /// What a host with this claim has, if the end of its handover is this host's to tell.
+    fn waits_with(&self, claim: &Claim) -> Option<&'static str> {
+        match claim {
+            Claim::Promised { from, .. } if from == self.host() => {
+                Some("was given the VM by this host and has the guest's memory")
+            }
+            Claim::Gave { to, .. } if to == self.host() => {
+                Some("gave the VM to this host and still has its guest as it was then")
+            }
+            _ => None,
+        }
+    }
+
     /// Gives up a VM's damaged record. A QEMU of it would be orphaned, so there must be none.
     pub(crate) async fn forget_record(self: &Arc<Self>, name: &VmName) -> Reply<Done> {
         let vm = self.supervised(name);
         let held = vm.hold_off();
+        self.nobody_waits_for_word_of(name).await?;
         let (agent, name) = (self.clone(), name.clone());
         let kept = blocking(move || {
             if agent.may_live(&name)? {
@@ -193,8 +243,11 @@ impl Agent {
                 return Err(ApiError::new(ErrorCode::WrongState, message));
             }
             let row = agent.site.with(|site| site.table().vms.get(&name).cloned());
-            let known = row.map(|row| row.held).unwrap_or_default();
-            agent.records.forget_record(&name, known)
+            let known = row.as_ref().map(|row| row.held).unwrap_or_default();
+            // Whoever gave it the VM asks whether it took it: a no would let an older guest run on.
+            let held = row.filter(|row| row.holder.as_ref() == Some(agent.host()));
+            let held = held.map(|row| row.held).unwrap_or_default();
+            agent.records.forget_record(&name, known, held)
         });
         let kept = kept.await?;
         drop(held);

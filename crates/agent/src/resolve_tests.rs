@@ -6,7 +6,7 @@ use crate::boot::{Asker, Whom};
 use crate::test_support::{HEARD, TestHost, holds_web, vm};
 use godwit_ownership::Phase;
 use godwit_types::control_api::ResolveRequest;
-use godwit_types::site::{GiftOvertaken, SiteAnswer, Stamp, Standing};
+use godwit_types::site::{Claim, GiftOvertaken, RecordSaid, SiteAnswer, Stamp, Standing};
 use godwit_types::{Generation, MigrationId};
 use std::path::PathBuf;
 
@@ -87,6 +87,64 @@ async fn a_persons_word_runs_no_vm_on_that_another_host_holds_since_or_at_a_remo
         assert!(refused.unwrap_err().to_string().contains(words));
         assert_eq!(heard(&served), 0);
         served.end("web");
+    }
+}
+
+/// A host whose record is damaged does not know that it gave or took the VM, and its no would end the only memory, or let an
+/// hours-old one run on.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_damaged_record_is_not_put_aside_while_another_host_waits_for_the_end_of_a_handover_with_this_one()
+ {
+    let (generation, a) = (Generation(2), host_name("a"));
+    let waits = [
+        (
+            Claim::Promised {
+                generation,
+                from: a.clone(),
+            },
+            Some("has the guest's memory"),
+        ),
+        (
+            Claim::Gave {
+                generation,
+                to: a.clone(),
+            },
+            Some("as it was then"),
+        ),
+        (
+            Claim::Gave {
+                generation,
+                to: host_name("b"),
+            },
+            None,
+        ),
+        (Claim::Moved { generation, to: a }, None),
+    ];
+    for (claim, words) in waits {
+        let record = RecordSaid {
+            claim,
+            ..holds_web(2)
+        };
+        let says = SiteAnswer {
+            records: vec![record],
+            ..c_says()
+        };
+        let host = TestHost::new().beside(&["b", "c"]);
+        host.hold("web", godwit_ownership::Power::On);
+        let served = Served::of(host, only_c(Some(says)), false).await;
+        let path = served.host.config.vms_dir().join("web/ownership");
+        std::fs::write(&path, "noise").unwrap();
+        let said = served.local().forget_record(&vm("web")).await;
+        match words {
+            Some(words) => {
+                let refused = said.unwrap_err();
+                assert_eq!(refused.code(), ErrorCode::InDoubt, "{refused}");
+                let text = refused.to_string();
+                assert!(text.contains("host c") && text.contains(words), "{text}");
+                assert_eq!(std::fs::read(&path).unwrap(), b"noise", "it stays");
+            }
+            None => drop(said.unwrap()),
+        }
     }
 }
 

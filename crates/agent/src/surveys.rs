@@ -100,11 +100,12 @@ impl Records {
     }
 
     /// Puts a damaged record aside and begins anew as a host that holds nothing and takes nothing that is old. `known` is
-    /// the newest generation that this host knows from elsewhere.
+    /// the newest generation that this host knows from elsewhere, `held` the newest that it was granted.
     pub(crate) fn forget_record(
         &self,
         vm: &VmName,
         known: Generation,
+        held: Generation,
     ) -> Result<PathBuf, ApiError> {
         let dir = self.dir(vm);
         let lock = dir.join("lock");
@@ -125,6 +126,7 @@ impl Records {
         let highest = known.0.saturating_add(FORGOTTEN_GAP);
         let record = HostRecord {
             highest: Generation(highest),
+            held,
             ..HostRecord::absent(vm.clone())
         };
         let payload = serde_json::to_vec(&record).map_err(internal)?;

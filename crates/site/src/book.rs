@@ -86,6 +86,16 @@ impl Entry {
         }
     }
 
+    /// Both hosts of the grant under which the VM was held last; nothing where that one is not on record.
+    pub(crate) fn newest_ends(&self) -> Option<impl Iterator<Item = &HostName>> {
+        let newest = self.granted.iter().rev().find(|one| one.is_of(self.held))?;
+        Some(
+            [Some(&newest.to), newest.from.as_ref()]
+                .into_iter()
+                .flatten(),
+        )
+    }
+
     /// Whether the newest grant at or below `generation` let this host give the VM.
     pub(crate) fn was_given_by(&self, host: &HostName, generation: Generation) -> bool {
         let at = self.granted.iter().rev();

@@ -175,11 +175,10 @@ impl Book {
             return None;
         }
         let Some(holder) = &entry.holder else {
-            let newest = entry.granted.iter().rev().find(|one| one.is_of(at))?;
-            let mut ends = [Some(&newest.to), newest.from.as_ref()]
-                .into_iter()
-                .flatten();
-            let with = ends.find(|end| self.removed.contains(*end))?.clone();
+            let with = entry
+                .newest_ends()?
+                .find(|end| self.removed.contains(*end))?
+                .clone();
             return Some(SinceGift::Lost { with, at });
         };
         if self.is_fenced(holder) {

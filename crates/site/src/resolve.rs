@@ -48,8 +48,13 @@ impl Book {
         let was_gone_ones = match &entry.holder {
             // What it was granted since is above what would run on: when it comes back, it would boot all the same.
             Some(holder) => gone == Some(holder) && entry.held <= given,
-            // A host that is removed takes what it held with it.
-            None => gone.is_some_and(|gone| self.removed.contains(gone)),
+            // A host that is removed takes what it held with it. Whoever was granted it last is named, not one before.
+            None => gone.is_some_and(|gone| {
+                self.removed.contains(gone)
+                    && entry
+                        .newest_ends()
+                        .is_none_or(|mut ends| ends.any(|end| end == gone))
+            }),
         };
         if entry.deleted || entry.held >= given && !was_gone_ones {
             return Some(entry.holder.clone().filter(|holder| holder != host));

@@ -20,7 +20,7 @@ use godwit_ownership::{Action, HostRecord, Qemu, RecordError, VmCore};
 use godwit_qemu::group;
 use godwit_qemu::machine::RunState;
 use godwit_qemu::rate::Rate;
-use godwit_store::{VmStore, load_json};
+use godwit_store::{StoreError, VmStore, load_json};
 use godwit_types::host_api::{MigrationNote, NOTE_FILE, SPEC_FILE, VmProcessConfig};
 use godwit_types::vm::VmSpec;
 use std::collections::VecDeque;
@@ -70,8 +70,8 @@ impl Seat {
             .load()?
             .unwrap_or_else(|| HostRecord::absent(config.vm.clone()));
         Ok(Self {
-            spec: load_json(&paths.state.join(SPEC_FILE))?,
-            note: load_json(&paths.state.join(NOTE_FILE))?,
+            spec: if_whole(load_json(&paths.state.join(SPEC_FILE)))?,
+            note: if_whole(load_json(&paths.state.join(NOTE_FILE)))?,
             config,
             paths,
             store,
@@ -90,6 +90,18 @@ impl Seat {
             received,
             outbox,
         })
+    }
+}
+
+/// A damaged description or note is as good as none: the record alone says who may run the VM, and without a process nobody
+/// could stop its guest.
+fn if_whole<T>(read: Result<Option<T>, StoreError>) -> Result<Option<T>, StoreError> {
+    match read {
+        Err(error @ StoreError::Damaged { .. }) => {
+            tracing::error!(%error, "the VM goes on without it");
+            Ok(None)
+        }
+        other => other,
     }
 }
 

@@ -1,13 +1,15 @@
 //! A whole VM process but its threads of control: starts, hypervisors that speak or do not, and reports.
 
-use crate::testing::{LONG, Site, ask, holds, migration, open, report, shown, unconfirmed};
+use crate::input::{Input, Request};
+use crate::testing::{LONG, Site, ask, holds, migration, now, open, report, shown, unconfirmed};
 use crate::vm::Vm;
 use godwit_ownership::Power;
 use godwit_store::{load_json, save_json};
-use godwit_types::host_api::{REPORTS_DIR, VmRequest};
+use godwit_types::host_api::{NOTE_FILE, REPORTS_DIR, SPEC_FILE, VmRequest};
 use godwit_types::migration::{MigrationReport, Outcome, Side};
 use godwit_types::vm::VmState;
 use godwit_types::{ErrorCode, Generation, MigrationId};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 // ---- starts ----
@@ -74,6 +76,39 @@ fn a_person_s_start_that_fails_leaves_a_vm_off_that_was() {
     assert_eq!(shown(&vm).state, VmState::Stopped);
     drop(vm);
     assert_eq!(site.phase(), holds(Power::Off));
+}
+
+/// No process of the VM came up any more: what ran could not be stopped, what was down was not booted.
+#[test]
+fn a_vm_whose_description_or_note_is_damaged_has_a_process_that_can_turn_it_off() {
+    for file in [SPEC_FILE, NOTE_FILE] {
+        let site = Site::new();
+        site.record(holds(Power::On));
+        std::fs::write(Path::new(&site.config.state_dir).join(file), "noise").unwrap();
+        let mut vm = open(&site);
+        assert_eq!(
+            ask(&mut vm, VmRequest::Stop { force: true }).map(drop),
+            Ok(())
+        );
+        drop(vm);
+        assert_eq!(site.phase(), holds(Power::Off), "{file}");
+    }
+}
+
+/// Its process stayed for as long as a controller looked, and counted as one that may have a guest.
+#[test]
+fn a_vm_that_is_off_keeps_no_process_for_whoever_reads_its_state() {
+    for (power, ends) in [(Power::Off, true), (Power::On, false)] {
+        let site = Site::new();
+        site.record(holds(power));
+        let mut vm = open(&site);
+        vm.busy_at = vm.busy_at.checked_sub(Duration::from_secs(21)).unwrap();
+        let (reply, answer) = std::sync::mpsc::sync_channel(1);
+        let ask = now(VmRequest::Status).unwrap();
+        vm.take(Input::Now(Request { ask, reply }));
+        assert!(answer.try_recv().is_ok());
+        assert_eq!(vm.is_idle(), ends, "{power:?}");
+    }
 }
 
 #[test]

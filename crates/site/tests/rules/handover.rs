@@ -433,6 +433,22 @@ fn a_persons_word_runs_nothing_on_below_what_the_other_host_was_granted_since() 
     assert_eq!(allowed, Ok(()));
 }
 
+/// Host b is gone for good, and so is host c, which was granted the VM later: the word about b says nothing of what c held.
+#[test]
+fn a_persons_word_about_one_removed_host_runs_nothing_on_below_what_another_one_held_since() {
+    let mut site = Overtaken::new();
+    site.c_holds();
+    for name in ["b", "c"] {
+        site.book.lose(&host(name));
+        let _ = site.book.remove(&host(name), true).unwrap();
+    }
+    let (a, given) = (host("a"), site.given);
+    hear(&mut site.book, "a", vec![said("web", given, gave(given))]);
+    let word = |of: &str| site.book.may_run_on(&vm("web"), &a, Some(&host(of)));
+    assert!(matches!(word("b"), Err(Refusal::Overtaken { .. })));
+    assert_eq!(site.since(), site.lost_with_c(), "the way out names c");
+}
+
 #[test]
 fn what_was_given_before_its_vm_was_deleted_is_given_up() {
     let mut site = Overtaken::new();
