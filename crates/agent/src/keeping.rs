@@ -205,7 +205,7 @@ impl Agent {
             if let Some(has) = claims.find_map(|record| self.waits_with(&record.claim)) {
                 let me = self.host();
                 let message = format!(
-                    "host {other} {has}, and would act on this host's word that it has nothing of VM {name}: end that handover first. Stop the agent of host {me}, say 'godwit host fenced {me}' where the controller is, and run the 'godwit vm resolve' that 'godwit vm show {name}' prints there; then start the agent and put the record aside"
+                    "host {other} {has}. A person ends that handover first: stop the agent of host {me}, say 'godwit host fenced {me}' where the controller is, and run the 'godwit vm resolve' that 'godwit vm show {name}' prints there; then start the agent and put the record aside"
                 );
                 return Err(ApiError::new(ErrorCode::InDoubt, message));
             }
@@ -216,12 +216,12 @@ impl Agent {
     /// What a host with this claim has, if the end of its handover is this host's to tell.
     fn waits_with(&self, claim: &Claim) -> Option<&'static str> {
         match claim {
-            Claim::Promised { from, .. } if from == self.host() => {
-                Some("was given the VM by this host and has the guest's memory")
-            }
-            Claim::Gave { to, .. } if to == self.host() => {
-                Some("gave the VM to this host and still has its guest as it was then")
-            }
+            Claim::Promised { from, .. } if from == self.host() => Some(
+                "was given the VM by this host and has the guest's memory, perhaps the only one that is left: it is discarded when the handover ends without this host's record, and the VM then starts anew",
+            ),
+            Claim::Gave { to, .. } if to == self.host() => Some(
+                "gave the VM to this host and still has its guest as it was then, which would run on by this host's word that it took nothing",
+            ),
             _ => None,
         }
     }

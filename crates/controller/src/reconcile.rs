@@ -58,8 +58,8 @@ struct Told {
     revoked: Option<u64>,
     /// Which hosts are gone for good.
     removed: BTreeSet<HostName>,
-    /// Why it did not take either list the last time; said once.
-    refused: Option<String>,
+    /// Why it did not take a list the last time; said once.
+    refused: BTreeMap<&'static str, String>,
     /// The VMs of which it was told that its gift is overtaken, with the time of the next try.
     overtaken: BTreeMap<VmName, Instant>,
 }
@@ -476,18 +476,19 @@ impl Told {
     fn has_taken<T>(
         &mut self,
         host: &HostName,
-        list: &str,
+        list: &'static str,
         answer: Result<T, ClientError>,
     ) -> bool {
-        let why = answer.err().map(|error| error.to_string());
-        if let Some(why) = &why
-            && self.refused.as_ref() != Some(why)
-        {
+        let Err(error) = answer else {
+            self.refused.remove(list);
+            return true;
+        };
+        let why = error.to_string();
+        if self.refused.get(list) != Some(&why) {
             tracing::warn!(%host, why, "the host does not take the list of {list}");
+            self.refused.insert(list, why);
         }
-        let taken = why.is_none();
-        self.refused = why;
-        taken
+        false
     }
 }
 

@@ -3,7 +3,7 @@
 //! Owns everything about this VM on this host. Blocks only on QEMU's control socket and the journal, each with a
 //! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
 
-use crate::ask::{Later, Now};
+use crate::ask::Later;
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, internal};
@@ -154,7 +154,7 @@ impl Vm {
         })
     }
 
-    pub(crate) fn is_idle(&mut self) -> bool {
+    fn is_idle(&mut self) -> bool {
         let busy = self.hyper.is_some()
             || self.migration.is_some()
             || !self.unsaved.is_empty()
@@ -168,18 +168,10 @@ impl Vm {
         self.busy_at.elapsed() > IDLE_MAX
     }
 
-    pub(crate) fn take(&mut self, input: Input) {
+    fn take(&mut self, input: Input) {
         match input {
             Input::Now(request) => {
-                // Every list reads it, each second: that keeps no process for a VM that is not here or off.
-                let is_read = matches!(request.ask, Now::Status);
-                let is_gone = matches!(
-                    self.status,
-                    Status::Off | Status::Absent | Status::Moved { .. }
-                );
-                if !(is_read && is_gone) {
-                    self.busy_at = Instant::now();
-                }
+                self.busy_at = Instant::now();
                 let answer = self.answer(request.ask).unwrap_or_else(VmAnswer::Error);
                 // The caller may have gone: the request is carried out all the same.
                 let _ = request.reply.send(answer);

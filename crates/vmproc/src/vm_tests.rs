@@ -1,7 +1,6 @@
 //! A whole VM process but its threads of control: starts, hypervisors that speak or do not, and reports.
 
-use crate::input::{Input, Request};
-use crate::testing::{LONG, Site, ask, holds, migration, now, open, report, shown, unconfirmed};
+use crate::testing::{LONG, Site, ask, holds, migration, open, report, shown, unconfirmed};
 use crate::vm::Vm;
 use godwit_ownership::Power;
 use godwit_store::{load_json, save_json};
@@ -92,22 +91,6 @@ fn a_vm_whose_description_or_note_is_damaged_has_a_process_that_can_turn_it_off(
         );
         drop(vm);
         assert_eq!(site.phase(), holds(Power::Off), "{file}");
-    }
-}
-
-/// Its process stayed for as long as a controller looked, and counted as one that may have a guest.
-#[test]
-fn a_vm_that_is_off_keeps_no_process_for_whoever_reads_its_state() {
-    for (power, ends) in [(Power::Off, true), (Power::On, false)] {
-        let site = Site::new();
-        site.record(holds(power));
-        let mut vm = open(&site);
-        vm.busy_at = vm.busy_at.checked_sub(Duration::from_secs(21)).unwrap();
-        let (reply, answer) = std::sync::mpsc::sync_channel(1);
-        let ask = now(VmRequest::Status).unwrap();
-        vm.take(Input::Now(Request { ask, reply }));
-        assert!(answer.try_recv().is_ok());
-        assert_eq!(vm.is_idle(), ends, "{power:?}");
     }
 }
 
