@@ -19,7 +19,7 @@ use godwit_site::HostSite;
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::site::{SiteAnswer, SiteHost, SiteQuestion};
 use godwit_types::vm::VmState;
-use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
 use std::collections::BTreeMap;
 use std::future::Future;
 use std::net::SocketAddr;
@@ -163,6 +163,9 @@ pub(crate) fn system_is_stopping() -> Stopping {
     Arc::new(|| Box::pin(async { Manager::default().stops(STOPPING_WAIT).await }))
 }
 
+/// What was answered so far, by whom; nothing of one who does not speak for himself.
+pub(crate) type Answers = JoinSet<(Option<SiteAnswer>, Whom)>;
+
 impl Agent {
     /// Boots what may be booted until `stop` turns true.
     pub(crate) async fn keep_booting(self: Arc<Self>, mut stop: watch::Receiver<bool>) {
@@ -263,12 +266,18 @@ impl Agent {
         self.settle();
     }
 
+    /// Asks everybody about one VM that this host held under `held`; beside the answers gives what it knows itself, to weigh
+    /// them with.
+    pub(crate) fn ask_about(&self, vm: &VmName, held: Generation) -> (HostSite, Answers) {
+        let asking = self.site.with(|site| site.asking_about(vm, held));
+        let hosts = asking.neighbours().cloned().collect();
+        let question = asking.question();
+        let answers = question.map(|question| self.ask_all(&question, hosts));
+        (asking, answers.unwrap_or_default())
+    }
+
     /// Carries a question to the controller and to hosts, to all at once; gives what each says that speaks for itself.
-    pub(crate) fn ask_all(
-        &self,
-        question: &SiteQuestion,
-        hosts: Vec<SiteHost>,
-    ) -> JoinSet<(Option<SiteAnswer>, Whom)> {
+    pub(crate) fn ask_all(&self, question: &SiteQuestion, hosts: Vec<SiteHost>) -> Answers {
         let mut answers = JoinSet::new();
         let all = std::iter::once(Whom::Controller).chain(hosts.into_iter().map(Whom::Host));
         for whom in all {

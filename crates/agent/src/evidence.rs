@@ -5,6 +5,7 @@
 
 use crate::records::{VMS_MAX, named};
 use godwit_qemu::on_ram::{Users, ram_file_of};
+use godwit_qemu::process::stat;
 use godwit_store::read_regular;
 use godwit_types::host_api::{IDENTITY_FILE, SOCKET_FILE};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -110,9 +111,8 @@ pub(crate) fn qemu_may_live(run_dir: &Path) -> bool {
     let Ok(identity) = serde_json::from_slice::<Identity>(&text) else {
         return true;
     };
-    // A process may have given itself a name that is no text.
-    let stat = match std::fs::read(format!("/proc/{}/stat", identity.pid)) {
-        Ok(stat) => String::from_utf8_lossy(&stat).into_owned(),
+    let stat = match stat(identity.pid) {
+        Ok(stat) => stat,
         Err(error) => {
             let is_gone = error.raw_os_error() == Some(libc::ESRCH);
             return !is_gone && error.kind() != ErrorKind::NotFound;

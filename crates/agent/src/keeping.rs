@@ -7,7 +7,7 @@ use crate::agent::{ACT, Agent, NEED, READ, Reply, TOOLS, blocking, done, unexpec
 use crate::supervisor::{HoldOff, Supervised};
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{PutVm, VmAnswer, VmRequest};
-use godwit_types::site::{Claim, SiteAnswer, SiteHost};
+use godwit_types::site::{Claim, SiteAnswer};
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
 use std::sync::Arc;
@@ -181,14 +181,7 @@ impl Agent {
     /// Once the record is put aside, this host says that it neither gave nor took the VM, and a host in the middle of a
     /// handover with it acts on that: it would end what it was given, or let run on what it gave.
     async fn nobody_waits_for_word_of(self: &Arc<Self>, name: &VmName) -> Reply<()> {
-        let asking = self
-            .site
-            .with(|site| site.asking_about(name, Generation::default()));
-        let hosts: Vec<SiteHost> = asking.neighbours().cloned().collect();
-        let Some(question) = asking.question() else {
-            return Ok(());
-        };
-        let mut answers = self.ask_all(&question, hosts);
+        let (_, mut answers) = self.ask_about(name, Generation::default());
         while let Some(answer) = answers.join_next().await {
             let Ok((
                 Some(SiteAnswer {

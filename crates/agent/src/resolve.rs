@@ -8,7 +8,6 @@ use crate::boot;
 use godwit_rpc::Peer;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{HostResolve, VmRequest};
-use godwit_types::site::SiteHost;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::sync::Arc;
 
@@ -45,12 +44,7 @@ impl Agent {
         has_its_no: bool,
     ) -> Reply<()> {
         let held = self.records.read(name)?.held;
-        let mut asking = self.site.with(|site| site.asking_about(name, held));
-        let hosts: Vec<SiteHost> = asking.neighbours().cloned().collect();
-        let Some(question) = asking.question() else {
-            return Ok(());
-        };
-        let mut answers = self.ask_all(&question, hosts);
+        let (mut asking, mut answers) = self.ask_about(name, held);
         while let Some(answer) = answers.join_next().await {
             boot::hear(&mut asking, answer);
         }

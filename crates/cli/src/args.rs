@@ -173,7 +173,7 @@ pub enum ControllerCommand {
         #[arg(
             long,
             value_name = "FILE",
-            default_value = "/etc/godwit/controller.toml"
+            default_value = CONTROLLER_CONFIG
         )]
         config: PathBuf,
     },

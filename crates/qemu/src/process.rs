@@ -188,7 +188,7 @@ const fn takes_any_error_for_gone() -> bool {
 }
 
 /// `/proc/PID/stat`, in which a process may have given itself a name that is no text.
-fn stat(pid: i32) -> io::Result<String> {
+pub fn stat(pid: i32) -> io::Result<String> {
     let stat = fs::read(format!("/proc/{pid}/stat"))?;
     Ok(String::from_utf8_lossy(&stat).into_owned())
 }

@@ -42,8 +42,8 @@ pub struct Guest<'a> {
 }
 
 impl Site {
-    /// Switches both machines on, or finds those that were left on.
-    /// Machines after `broken` broken ones, of which consoles and transcript stay beside them.
+    /// Switches both machines on, or finds those that were left on. `broken` pairs broke before: their consoles and transcripts
+    /// are set aside.
     pub fn switch_on(arguments: &Arguments, ends: Instant, broken: usize) -> Result<Self> {
         let dir = target_dir()?.join("debian/machines");
         let machines = if arguments.attach {
