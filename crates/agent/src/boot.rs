@@ -230,20 +230,26 @@ impl Agent {
     fn suspects(&self) -> Vec<(Arc<Supervised>, Down)> {
         let names = self.supervisor.names();
         let all = names.iter().filter_map(|name| self.supervisor.find(name));
-        all.filter(|vm| !evidence::qemu_may_live(vm.run_dir()))
-            .filter_map(|vm| {
-                let name = &vm.config().vm;
-                let (generation, crashed) = self.records.should_run(name, &self.boot_id)?;
-                let spec = self.records.spec(name).ok().flatten()?;
-                let on_crash = spec.on_crash;
-                let down = Down {
-                    generation,
-                    crashed,
-                    on_crash,
-                };
-                Some((vm, down))
-            })
-            .collect()
+        let down = all.map(|vm| (self.down(&vm), vm));
+        down.filter_map(|(down, vm)| Some((vm, down?))).collect()
+    }
+
+    fn down(&self, vm: &Supervised) -> Option<Down> {
+        let name = &vm.config().vm;
+        let generation = self.runs_without_qemu(name)?;
+        let spec = self.records.spec(name).ok().flatten()?;
+        Some(Down {
+            generation,
+            crashed: self.records.ran_in_boot(name, &self.boot_id),
+            on_crash: spec.on_crash,
+        })
+    }
+
+    /// The generation of a VM that should run here, and has no QEMU as far as the files show. Its record is read first:
+    /// of most VMs it ends the look.
+    pub(crate) fn runs_without_qemu(&self, name: &VmName) -> Option<Generation> {
+        let generation = self.records.should_run(name)?;
+        (!evidence::qemu_may_live(&self.run_dir(name))).then_some(generation)
     }
 
     /// Asks the controller and all other hosts at once, and judges with each answer.
@@ -337,8 +343,7 @@ impl Agent {
     async fn boot_now(self: &Arc<Self>, name: &VmName) -> Reply<()> {
         let vm = self.known(name)?;
         let judged = self.boots.cases().generation(name);
-        let held = self.records.should_run(name, &self.boot_id);
-        if held.map(|(generation, _)| generation) != judged {
+        if self.records.should_run(name) != judged {
             return Err(changed(name, self.host()));
         }
         let promise = self.promise_memory(&vm).await?;

@@ -114,9 +114,8 @@ impl Agent {
 
     /// Whether the VM should run and has no guest; then, whether it had one in this boot.
     fn is_to_run_and_does_not(&self, vm: &VmName) -> Option<bool> {
-        let should_run = self.records.should_run(vm, &self.boot_id);
-        let (_, in_this_boot) = should_run?;
-        (!evidence::qemu_may_live(&self.run_dir(vm))).then_some(in_this_boot)
+        self.runs_without_qemu(vm)?;
+        Some(self.records.ran_in_boot(vm, &self.boot_id))
     }
 
     /// A guest that went while nobody looked, since no agent was there, has not crashed.

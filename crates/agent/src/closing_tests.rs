@@ -92,10 +92,9 @@ async fn a_host_that_shuts_down_powers_its_guests_down_and_boots_none_before_it_
     let boots = |name: &str| served.host.run_dir(name).join(BOOTED).exists();
     assert!(!boots("obeys") && !boots("deaf"));
     // As a power cut leaves them: meant to run, and none of them counts as crashed.
-    let should_run = |name| served.agent.records.should_run(&vm(name), "boot-1");
-    assert!(matches!(should_run("obeys"), Some((_, false))));
-    assert!(matches!(should_run("deaf"), Some((_, false))));
-    assert!(should_run("off").is_none());
+    let to_run = |name| served.host.to_run(&vm(name));
+    assert_eq!([to_run("obeys"), to_run("deaf")], [Some(false); 2]);
+    assert_eq!(to_run("off"), None);
 
     served.agent.open().await.unwrap();
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -375,8 +374,8 @@ async fn a_guest_that_went_while_no_agent_looked_has_not_crashed() {
         if is_over {
             served.agent.open().await.unwrap();
         }
-        let should_run = served.agent.records.should_run(&vm("web"), "boot-1");
-        assert!(matches!(should_run, Some((_, false))), "over: {is_over}");
+        let to_run = served.host.to_run(&vm("web"));
+        assert_eq!(to_run, Some(false), "over: {is_over}");
     }
 }
 
@@ -402,8 +401,8 @@ async fn a_vm_that_was_down_before_its_host_shut_down_keeps_its_own_note() {
         let (crashed, obeys) = (note("crashed"), note("obeys"));
         assert!(!crashed.contains("shuts down"), "{crashed}");
         assert!(obeys.contains("when the host is back"), "{obeys}");
-        let should_run = served.agent.records.should_run(&vm("crashed"), "boot-1");
-        assert!(matches!(should_run, Some((_, true))), "it has crashed");
+        let to_run = served.host.to_run(&vm("crashed"));
+        assert_eq!(to_run, Some(true), "it has crashed");
     }
 }
 

@@ -336,27 +336,29 @@ impl Records {
         Err(internal("the ownership core came to no end"))
     }
 
-    /// The generation of a VM that should run here, and whether it was started in this boot of the host; none of one that
-    /// is off, is paused, or waits for its former host.
-    pub(crate) fn should_run(&self, vm: &VmName, boot_id: &str) -> Option<(Generation, bool)> {
-        let Phase::Holds {
-            generation,
-            power: Power::On,
-            unconfirmed: None,
-        } = self.record(vm)?.phase
-        else {
-            return None;
-        };
+    /// The generation of a VM that should run here; none of one that is off, is paused, or waits for its former host.
+    pub(crate) fn should_run(&self, vm: &VmName) -> Option<Generation> {
+        match self.record(vm)?.phase {
+            Phase::Holds {
+                generation,
+                power: Power::On,
+                unconfirmed: None,
+            } => Some(generation),
+            _ => None,
+        }
+    }
+
+    /// Whether the VM was started in this boot of the host.
+    pub(crate) fn ran_in_boot(&self, vm: &VmName, boot_id: &str) -> bool {
         let path = self.dir(vm).join(BOOT_FILE);
-        let in_this_boot = match read_text(&path, BOOT_FILE_MAX) {
+        match read_text(&path, BOOT_FILE_MAX) {
             Ok(seen) => seen.is_some_and(|seen| seen.trim() == boot_id),
             Err(error) => {
                 // Then it counts as one that died: that is the more careful of the two.
                 tracing::error!(%vm, path = %path.display(), %error, "the boot in which the VM ran cannot be read");
                 true
             }
-        };
-        Some((generation, in_this_boot))
+        }
     }
 
     /// Notes that the VM was started in this boot of the host.

@@ -159,6 +159,12 @@ impl TestHost {
         }
     }
 
+    /// Whether a VM that should run has run in the boot of these tests; none of one that should not run.
+    pub fn to_run(&self, vm: &VmName) -> Option<bool> {
+        self.records().should_run(vm)?;
+        Some(self.records().ran_in_boot(vm, "boot-1"))
+    }
+
     /// Writes a VM's description and a record that holds generation 1.
     pub fn hold(&self, name: &str, power: Power) {
         let phase = Phase::Holds {
