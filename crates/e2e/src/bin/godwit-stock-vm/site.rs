@@ -17,6 +17,11 @@ const PATIENCE: Duration = Duration::from_secs(300);
 const ANSWER: Duration = Duration::from_secs(60);
 /// Longest start of the first machine, until it offers the other one its network.
 const SEGMENT: Duration = Duration::from_secs(60);
+/// How fast a busy guest writes once it is let, MiB/s. A link of a share of less would make its move last as long as an emulated
+/// kernel rarely lives with slowed vCPUs.
+const WRITES_MIN: f64 = 5.0;
+/// How often a guest that writes less is looked at: it may have just booted.
+const LOOKS_AT_WRITES: usize = 8;
 /// A unit that holds what a kernel otherwise switches on and off in its own running code, with the first and the last of them: a
 /// KVM guest with an interrupt controller, a CPU quota, a control group of every kind. The second CPU is up only after that.
 const STEADY: &str = r#"[Service]
@@ -221,6 +226,18 @@ impl<'a> Guest<'a> {
     /// How much memory it writes in a second, MiB, as a dry run of a move measures it.
     pub fn writes(&self, to: &str) -> Result<f64> {
         self.steps()?;
+        let mut most: f64 = 0.0;
+        for _ in 0..LOOKS_AT_WRITES {
+            most = most.max(self.writes_now(to)?);
+            if most >= WRITES_MIN {
+                break;
+            }
+        }
+        ensure!(most > 0.0, "it writes nothing");
+        Ok(most)
+    }
+
+    fn writes_now(&self, to: &str) -> Result<f64> {
         // A pause that is kept anywhere, so that nothing is warned of.
         let dry = "--max-downtime 10000 --dry-run --json 2>/dev/null";
         let command = format!("godwit vm migrate {} --to {to} {dry}", self.name);
