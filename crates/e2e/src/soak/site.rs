@@ -232,8 +232,9 @@ impl Site {
         })?;
         for (host, _) in going {
             self.kill_daemon(&host);
-            let taps = "for tap in $(ls /sys/class/net | grep ^gw); do ip link delete $tap; done";
-            self.shell(&host, taps)?;
+            // What is in memory is gone.
+            let gone = "rm -rf /run/godwit; for tap in $(ls /sys/class/net | grep ^gw); do ip link delete $tap; done";
+            self.shell(&host, gone)?;
         }
         Ok(())
     }

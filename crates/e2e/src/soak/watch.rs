@@ -28,6 +28,8 @@ const PASSES_EVERY: Duration = Duration::from_millis(100);
 const LIST_EVERY: Duration = Duration::from_millis(1_000);
 /// Longest time over which a little CPU time is added up.
 const WINDOW_MAX_NS: u64 = 60_000_000;
+/// Of a thread's flags: it is ending.
+const PF_EXITING: u64 = 4;
 /// Kindness of vCPU threads.
 const VCPU_NICE: i32 = 10;
 const SAMPLER_NICE: i32 = -10;
@@ -37,12 +39,20 @@ const TRIAL: &str = "godwit-trial";
 /// A QEMU that lives.
 struct Live {
     trace: Trace,
-    vcpus: Vec<File>,
+    vcpus: Vec<Vcpu>,
     ram: Option<File>,
     ram_path: PathBuf,
     total_ns: u64,
     since: u64,
     passes_at: u64,
+}
+
+/// A vCPU's thread, as the kernel tells of it.
+struct Vcpu {
+    schedstat: File,
+    stat: File,
+    /// CPU time that it used before it began to end.
+    ran_ns: u64,
 }
 
 /// Records of the site since it came up.
@@ -227,8 +237,8 @@ impl Live {
             self.trace.vcpus = self.vcpus.len();
         }
         let mut total = 0;
-        for vcpu in &self.vcpus {
-            total += cpu_ns(vcpu)?;
+        for vcpu in &mut self.vcpus {
+            total += vcpu.look()?;
         }
         let at = now();
         let ran_ns = total.saturating_sub(self.total_ns);
@@ -281,15 +291,19 @@ fn vm_of(line: &str) -> Option<&str> {
     after(line, "guest=").filter(|vm| *vm != TRIAL)
 }
 
-/// The CPU times of a QEMU's vCPU threads, open; none yet when they are not there; nothing when it has ended.
-fn vcpus(pid: i32) -> Option<Vec<File>> {
+/// A QEMU's vCPU threads; none yet when they are not there; nothing when it has ended.
+fn vcpus(pid: i32) -> Option<Vec<Vcpu>> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?;
     let mut found = Vec::new();
     for task in tasks.flatten() {
         let name = std::fs::read_to_string(task.path().join("comm")).unwrap_or_default();
         let id = task.file_name().to_str().and_then(|id| id.parse().ok());
         if let (true, Some(id)) = (name.starts_with("CPU "), id) {
-            found.push(File::open(task.path().join("schedstat")).ok()?);
+            found.push(Vcpu {
+                schedstat: File::open(task.path().join("schedstat")).ok()?,
+                stat: File::open(task.path().join("stat")).ok()?,
+                ran_ns: 0,
+            });
             let thread = rustix::process::Pid::from_raw(id);
             let _ = rustix::process::setpriority_process(thread, VCPU_NICE);
         }
@@ -297,17 +311,46 @@ fn vcpus(pid: i32) -> Option<Vec<File>> {
     Some(found)
 }
 
-/// First word of `schedstat`: nanoseconds on a CPU.
-fn cpu_ns(schedstat: &File) -> Option<u64> {
-    let mut text = [0; 64];
-    let length = schedstat.read_at(&mut text, 0).ok()?;
-    let text = std::str::from_utf8(text.get(..length)?).ok()?;
-    text.split_whitespace().next()?.parse().ok()
+impl Vcpu {
+    /// Nanoseconds that it has run as a thread of QEMU. The last thread of a process takes its memory apart, which is no
+    /// run of the guest and can take longer than [`ADVANCE_NS`].
+    fn look(&mut self) -> Option<u64> {
+        let (mut ran, mut stat) = ([0; 64], [0; 1024]);
+        let ran_ns = words(&self.schedstat, &mut ran)?;
+        let ran_ns = ran_ns.split_whitespace().next()?.parse().ok()?;
+        // Read after the time: what a thread that is not ending has run, it ran before its end.
+        if ran_ns != self.ran_ns && !is_ending(words(&self.stat, &mut stat)?)? {
+            self.ran_ns = ran_ns;
+        }
+        Some(self.ran_ns)
+    }
+}
+
+fn words<'a>(file: &File, text: &'a mut [u8]) -> Option<&'a str> {
+    let length = file.read_at(text, 0).ok()?;
+    std::str::from_utf8(text.get(..length)?).ok()
+}
+
+/// Whether the kernel is ending the thread of this `/proc/PID/task/TID/stat`: a bit of its ninth field.
+fn is_ending(stat: &str) -> Option<bool> {
+    let (_, after_name) = stat.rsplit_once(')')?;
+    let flags: u64 = after_name.split_whitespace().nth(6)?.parse().ok()?;
+    Some(flags & PF_EXITING != 0)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_thread_that_takes_its_process_apart_runs_no_guest() {
+        let stat = |flags: u64| format!("7 (CPU 0/TCG) R) S 1 7 7 0 -1 {flags} 42 0 0 0 9 8");
+        assert_eq!(is_ending(&stat(0x0040_0040)), Some(false));
+        assert_eq!(is_ending(&stat(0x0040_0044)), Some(true));
+        assert_eq!(is_ending("7 (CPU"), None);
+        let own = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+        assert_eq!(is_ending(&own), Some(false), "{own}");
+    }
 
     #[test]
     fn the_guest_by_which_an_agent_tries_qemu_is_no_lost_vm() {
