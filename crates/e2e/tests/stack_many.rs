@@ -22,16 +22,19 @@ const REPORTS: usize = 20;
 /// For how long CPU time is counted.
 const MEASURED: Duration = Duration::from_secs(20);
 /// Most calls of `read`, and bytes read by them, that agent and controller may together take each second, whatever else
-/// the machine has to do: what did not change is not read again. 180 and 48,000 were seen; reading each VM's two files
+/// the machine has to do: what did not change is not read again. 80 to 90 and 37,300 were seen; reading each VM's two files
 /// once a second would take 1,500 and 220,000 more.
-const READS: f64 = 500.0;
-const BYTES_READ: f64 = 150_000.0;
+const READS: f64 = 400.0;
+const BYTES_READ: f64 = 120_000.0;
 /// Most bytes that both may write each second, in lists of the VMs: one for the poll and one for the list that was asked
 /// for. 2.7 were seen, the agent's words being longer.
 const LISTS_WRITTEN: f64 = 3.5;
-/// Most of a core that both may take. It is 4 to 6 % where this was written, and 7 % were seen on a machine that others
-/// slowed down.
-const SHARE: f64 = 0.15;
+/// An agent reads a file again that is younger than two seconds, since its next version could bear the same times; and
+/// once after that.
+const REMEMBERED: Duration = Duration::from_secs(6);
+/// Most of a core that both may take. It is 3.5 to 3.6 % where this was written, and twice as much was seen on a machine that
+/// others slowed down.
+const SHARE: f64 = 0.12;
 
 #[test]
 fn of_32_hosts_a_dead_one_holds_up_its_own_vm_alone() -> Result<()> {
@@ -204,6 +207,7 @@ fn polls_lists_and_a_watch_of_a_host_with_500_vms_take_little_cpu_time() -> Resu
     let id = report["id"].as_str().context("no id")?;
     stack.kill_daemon("a")?;
     write_vms(&stack, "a", "busy", id)?;
+    let written = Instant::now();
     stack.start_daemon("a")?;
     stack.until("the controller knows all VMs", LONG, || {
         let list = stack.json("controller", &["vm", "list"])?;
@@ -224,6 +228,9 @@ fn polls_lists_and_a_watch_of_a_host_with_500_vms_take_little_cpu_time() -> Resu
     )?;
     stack.until("the migration copies", SOON, || {
         Ok(!stack.vm("busy")?["migration"].is_null())
+    })?;
+    stack.until("all files are old enough to be remembered", LONG, || {
+        Ok(written.elapsed() > REMEMBERED)
     })?;
     let (before, began) = (used_by(&stack, &daemons)?, Instant::now());
     let (mut lists, mut list_len) = (0, 0.0);
@@ -247,6 +254,11 @@ fn polls_lists_and_a_watch_of_a_host_with_500_vms_take_little_cpu_time() -> Resu
     for (daemon, used) in &used {
         println!("  {daemon}: {used:?}");
     }
+    takes_little(&used, list_len)
+}
+
+/// Whether these daemons' use of each second is within the limits, lists being so long.
+fn takes_little(used: &[(&str, Used)], list_len: f64) -> Result<()> {
     let sum = |of: fn(&Used) -> f64| used.iter().map(|(_, used)| of(used)).sum::<f64>();
     println!("  {:.1} % of a core", sum(|used| used.cpu_s) * 100.0);
     ensure!(sum(|used| used.cpu_s) < SHARE, "CPU time: {used:?}");
