@@ -230,10 +230,14 @@ impl Agent {
     fn suspects(&self) -> Vec<(Arc<Supervised>, Down)> {
         let names = self.supervisor.names();
         let all = names.iter().filter_map(|name| self.supervisor.find(name));
-        let down = all.map(|vm| (self.down(&vm), vm));
-        down.filter_map(|(down, vm)| Some((vm, down?))).collect()
+        let down = all.filter_map(|vm| {
+            let down = self.down(&vm)?;
+            Some((vm, down))
+        });
+        down.collect()
     }
 
+    /// What a boot is judged by; none of a VM that should not run, or has a QEMU as far as the files show.
     fn down(&self, vm: &Supervised) -> Option<Down> {
         let name = &vm.config().vm;
         let generation = self.runs_without_qemu(name)?;
