@@ -21,7 +21,7 @@ use godwit_rpc::Current;
 use godwit_rpc::agent_client::RULES;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{
-    AgentClient, Authority, Client, ClientError, Revocations, Role, Server, server, tls,
+    AgentClient, Authority, Client, ClientError, Revocations, Role, Server, tls, unix_socket,
 };
 use godwit_types::control_api::StopRequest;
 use godwit_types::host_api::HostCancel;
@@ -127,7 +127,7 @@ impl Served {
         let server = Server::new(router(agent.clone()), RULES, agent.revocations.clone());
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let local = server::bind_unix(&host.config.agent_socket()).unwrap();
+        let local = unix_socket::bind_unix(&host.config.agent_socket()).unwrap();
         tokio::spawn(server.clone().run_unix(local, stopped.clone()));
         tokio::spawn(server.run_tls(listener, tls::server_config(&identity).unwrap(), stopped));
         Self {

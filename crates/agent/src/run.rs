@@ -30,8 +30,8 @@ use godwit_rpc::listen::Place;
 use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::PkiError;
 use godwit_rpc::{
-    Admission, AgentClient, Client, Current, Identity, Revocations, Role, Server, Unwanted, server,
-    tls,
+    Admission, AgentClient, Client, Current, Identity, Revocations, Role, Server, Unwanted, tls,
+    unix_socket,
 };
 use godwit_store::read_text;
 use godwit_types::control_api::HostCheck;
@@ -137,7 +137,7 @@ pub async fn run(
     let server = Server::new(api::router(agent.clone()), RULES, agent.revocations.clone());
     let tls = tls::server_config_of(&current).map_err(setup("use this host's certificate"))?;
     let (local, remote) = listen(&agent.config).await?;
-    let socket = server::OwnSocket::of(agent.config.agent_socket());
+    let socket = unix_socket::OwnSocket::of(agent.config.agent_socket());
     // From here on nothing waits for an address that this host does not have yet.
     agent.take_up().map_err(setup("take up this host's VMs"))?;
     agent
@@ -331,7 +331,7 @@ fn carrier(current: Arc<Current>, revocations: Arc<Revocations>, site: Arc<Site>
 async fn listen(config: &HostConfig) -> Result<(tokio::net::UnixListener, Place), AgentError> {
     let failed = |place: String| move |source| AgentError::Listen { place, source };
     let path = config.agent_socket();
-    let local = server::bind_unix(&path).map_err(failed(path.display().to_string()))?;
+    let local = unix_socket::bind_unix(&path).map_err(failed(path.display().to_string()))?;
     let remote = Place::open(config.listen)
         .await
         .map_err(failed(config.listen.to_string()))?;

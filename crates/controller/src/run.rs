@@ -142,7 +142,7 @@ impl Controller {
         certificates::renew_own(&authority, &identity, &dir, now_unix_s())?;
         let store = Store::open(&database(&dir), false).await?;
         let (tcp, addresses) = listen(&config.listen).await?;
-        let unix = godwit_rpc::server::bind_unix(&config.socket).map_err(|source| {
+        let unix = godwit_rpc::unix_socket::bind_unix(&config.socket).map_err(|source| {
             ControllerError::Io {
                 doing: "listen on",
                 what: config.socket.display().to_string(),

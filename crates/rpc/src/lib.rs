@@ -27,6 +27,7 @@ pub mod server;
 pub mod sse;
 pub mod tls;
 pub mod token;
+pub mod unix_socket;
 mod unproved;
 mod until;
 pub mod wiped;

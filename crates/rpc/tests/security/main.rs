@@ -1,11 +1,13 @@
 //! Real servers and clients over real sockets: who gets in, how far, and what hostile clients meet.
 
+mod places;
+
 use axum::routing::{get, post};
 use axum::{Extension, Json, Router};
 use godwit_rpc::access::{Access, Rule, rule};
 use godwit_rpc::limits::{Limits, REQUEST_LEN_MAX};
 use godwit_rpc::pki::now_unix_s;
-use godwit_rpc::server::OwnSocket;
+use godwit_rpc::unix_socket::OwnSocket;
 use godwit_rpc::{
     Authority, Client, ClientError, Current, Fingerprint, Identity, JsonBody, PathParam, Peer,
     Revocations, Role, Server, agent_client, controller_client,
@@ -95,7 +97,7 @@ async fn house_with(limits: Limits) -> House {
     let (_stop, stopped) = watch::channel(false);
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("api.sock");
-    let unix = godwit_rpc::server::bind_unix(&socket).unwrap();
+    let unix = godwit_rpc::unix_socket::bind_unix(&socket).unwrap();
     tokio::spawn(server.clone().run_unix(unix, stopped.clone()));
     let tcp = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = tcp.local_addr().unwrap();
@@ -393,20 +395,20 @@ async fn a_socket_is_for_its_group_and_is_not_taken_from_the_living() {
         .permissions()
         .mode();
     assert_eq!(mode & 0o777, 0o660);
-    assert!(godwit_rpc::server::bind_unix(&house.socket).is_err());
+    assert!(godwit_rpc::unix_socket::bind_unix(&house.socket).is_err());
     let dead = house.socket.with_file_name("dead.sock");
     drop(std::os::unix::net::UnixListener::bind(&dead).unwrap());
-    assert!(godwit_rpc::server::bind_unix(&dead).is_ok());
+    assert!(godwit_rpc::unix_socket::bind_unix(&dead).is_ok());
 }
 
 #[tokio::test]
 async fn a_program_that_ends_takes_its_socket_away_and_no_other_one() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("own.sock");
-    let first = godwit_rpc::server::bind_unix(&path).unwrap();
+    let first = godwit_rpc::unix_socket::bind_unix(&path).unwrap();
     let own = OwnSocket::of(path.clone());
     drop(first);
-    let _next = godwit_rpc::server::bind_unix(&path).unwrap();
+    let _next = godwit_rpc::unix_socket::bind_unix(&path).unwrap();
     let next = OwnSocket::of(path.clone());
     own.remove();
     assert!(path.exists(), "the socket is another program's");
@@ -500,61 +502,6 @@ fn the_tables_of_rules_say_what_they_should() {
         let open: Vec<&str> = open.map(|rule| rule.path).collect();
         assert_eq!(open, ["/v1/site/ask"], "what a removed host may still call");
     }
-}
-
-#[tokio::test]
-async fn a_stranger_with_many_connections_locks_nobody_out() {
-    let long = Limits {
-        handshake: DEADLINE,
-        ..Limits::default()
-    };
-    let house = house_with(long).await;
-    // None of them says a word.
-    let mut strangers = Vec::new();
-    for _ in 0..600 {
-        let stream = tokio::net::TcpStream::connect(house.address).await;
-        strangers.push(stream.unwrap());
-    }
-    let client = house.client(&host("a"));
-    assert_eq!(house.whoami(&client).await.unwrap(), "host a");
-    let local = house.whoami(&Client::unix(&house.socket)).await.unwrap();
-    assert!(!local.is_empty());
-    // One that waits to join has its turn too, and the oldest stranger made room.
-    let joining = Client::joining(house.address, house.ca.fingerprint()).unwrap();
-    let joined: Result<Done, _> = joining.post("/join", &1, DEADLINE).await;
-    assert_eq!(joined.unwrap().message, "joined");
-    let mut byte = [0];
-    let end = tokio::io::AsyncReadExt::read(&mut strangers[0], &mut byte).await;
-    assert_eq!(end.unwrap_or(0), 0, "the oldest was not sent away");
-}
-
-/// Says something as nobody over TLS and reads until the server ends the connection.
-async fn ask_as_stranger(house: &House, text: &str) -> String {
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    let config = godwit_rpc::tls::joining_config(house.ca.fingerprint()).unwrap();
-    let stream = tokio::net::TcpStream::connect(house.address).await.unwrap();
-    let name = rustls_pki_types::ServerName::IpAddress(house.address.ip().into());
-    let connector = tokio_rustls::TlsConnector::from(config);
-    let mut stream = connector.connect(name, stream).await.unwrap();
-    stream.write_all(text.as_bytes()).await.unwrap();
-    let mut answer = Vec::new();
-    let read = stream.read_to_end(&mut answer);
-    let ended = tokio::time::timeout(DEADLINE, read).await;
-    ended.expect("the connection is held open").ok();
-    String::from_utf8(answer).unwrap()
-}
-
-#[tokio::test]
-async fn a_strangers_connection_ends_with_its_first_answer() {
-    let long = Limits {
-        head: DEADLINE * 2,
-        ..Limits::default()
-    };
-    let house = house_with(long).await;
-    let ask = "GET /whoami HTTP/1.1\r\nhost: x\r\n\r\n";
-    let answer = ask_as_stranger(&house, &ask.repeat(2)).await;
-    assert!(answer.starts_with("HTTP/1.1 403"), "{answer}");
-    assert_eq!(answer.matches("HTTP/1.1").count(), 1, "{answer}");
 }
 
 #[tokio::test]
