@@ -3,7 +3,8 @@
 //! Owns the table `audit`. An entry is written before its request is carried out and completed when it was answered; it
 //! also goes to the log. A log that cannot be written refuses nothing: a person must be able to stop a VM while the
 //! disk is full, and the log has the line. Keeps the newest [`KEPT`] entries. What strangers try and are refused is
-//! counted, in one row a day and reason: it pushes out nothing that people did.
+//! counted, in one row a day and reason, as is what somebody tries with a certificate that was revoked: it pushes out nothing
+//! that people did.
 
 use crate::store::{Store, unreadable};
 use godwit_rpc::Peer;
@@ -12,7 +13,9 @@ use godwit_rpc::controller_client::path;
 use godwit_rpc::pki::now_unix_s;
 use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
 use sqlx::{Sqlite, Transaction, query, query_as, query_scalar};
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 
 type Result<T> = std::result::Result<T, crate::error::ControllerError>;
 
@@ -22,6 +25,8 @@ const KEPT: i64 = 100_000;
 const STRANGERS_KEPT: i64 = 1_000;
 /// For so long such attempts are counted in one row, s.
 const COUNTED_S: i64 = 86_400;
+/// Most kinds of requests by certificates that are not admitted that are told apart.
+const TOLD_MAX: usize = 1_000;
 /// Entries between two looks at what is too old.
 const PRUNED_EVERY: i64 = 100;
 /// A message is cut here.
@@ -32,11 +37,14 @@ const UNWRITTEN: i64 = 0;
 /// Writes the log into the controller's database.
 pub struct AuditLog {
     store: Store,
+    /// When a request of a kind was last told of, by the serial number of a certificate that is not admitted and the route.
+    told: Mutex<BTreeMap<(String, String), i64>>,
 }
 
 impl AuditLog {
     pub fn new(store: Store) -> Self {
-        Self { store }
+        let told = Mutex::default();
+        Self { store, told }
     }
 }
 
@@ -76,6 +84,22 @@ impl Auditor for AuditLog {
 
     fn turned_away(&self) {
         self.store.turned_away.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn is_news(&self, asked: &Asked) -> bool {
+        let now = now_unix_s();
+        let kind = (
+            asked.serial.clone().unwrap_or_default(),
+            asked.route.clone(),
+        );
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        told.retain(|_, at| now.saturating_sub(*at) < COUNTED_S);
+        // More kinds than this, and they are counted with the others.
+        if told.contains_key(&kind) || told.len() >= TOLD_MAX {
+            return false;
+        }
+        told.insert(kind, now);
+        true
     }
 }
 

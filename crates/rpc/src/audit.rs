@@ -3,11 +3,12 @@
 //! Owns nothing: a server that was made with an [`Auditor`] tells it of every request that changes something, before it
 //! is carried out and when it was answered, refused ones included. Left out: reading requests, what hosts and the
 //! controller say to each other (but that a host leaves), and strangers who are refused at the door (they could fill any
-//! log; those who come too often are counted). Bodies are told of where they are short, and never of a join, which holds a secret.
+//! log; those who come too often are counted). Who shows a certificate that is not admitted is a stranger, of whom the
+//! first request of a kind is told and the others are counted. Bodies are told of where they are short, and never of a join, which holds a secret.
 
 use crate::access::Peer;
 use crate::pki::Holder;
-use crate::server::CameFrom;
+use crate::server::{CameFrom, NotAdmitted};
 use axum::extract::{MatchedPath, RawPathParams, Request};
 use axum::http::Method;
 use axum::response::Response;
@@ -74,6 +75,8 @@ pub trait Auditor: Send + Sync {
     fn answered(&self, number: i64, answered: Answered) -> Later<'_, ()>;
     /// Somebody asked too often and was not let in: to be counted, no more, since there may be any number.
     fn turned_away(&self);
+    /// Whether such a request, by somebody whose certificate is not admitted, was not told of lately.
+    fn is_news(&self, asked: &Asked) -> bool;
 }
 
 /// Where [`crate::JsonBody`] leaves what it has read.
@@ -109,7 +112,14 @@ impl Entry {
         is_let_in: bool,
     ) -> Option<Self> {
         let auditor = auditor?.clone();
-        let asked = asked(request, is_let_in).await?;
+        let mut asked = asked(request, is_let_in).await?;
+        if !is_let_in && request.extensions().get::<NotAdmitted>().is_some() {
+            asked.peer = Peer::Anonymous;
+            if !auditor.is_news(&asked) {
+                auditor.turned_away();
+                return None;
+            }
+        }
         let body = BodySlot::default();
         if asked.route != crate::controller_client::path::JOIN {
             request.extensions_mut().insert(body.clone());
@@ -143,7 +153,7 @@ async fn asked(request: &mut Request, is_let_in: bool) -> Option<Asked> {
     let peer = peer.unwrap_or(Peer::Anonymous);
     match peer {
         // A host that leaves is told of: its site loses it.
-        Peer::Host(_) if method == Method::DELETE => {}
+        Peer::Host(_) if method == Method::DELETE && is_let_in => {}
         Peer::Host(_) | Peer::Controller => return None,
         Peer::Anonymous if !is_let_in => return None,
         _ => {}

@@ -21,6 +21,7 @@ pub mod limits;
 pub mod listen;
 pub mod pki;
 mod pki_files;
+mod places;
 pub mod rate;
 pub mod revocations;
 pub mod server;

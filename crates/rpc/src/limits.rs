@@ -19,11 +19,13 @@ pub const HEADER_LEN_MAX: usize = 32 << 10;
 pub const EVENT_LINE_LEN_MAX: usize = 1 << 20;
 /// Most connections that one listener serves at a time.
 pub const CONNECTIONS_MAX: usize = 512;
+/// Most of these for one certificate's role and name, but for the controller's.
+pub const CONNECTIONS_PER_HOLDER: usize = CONNECTIONS_MAX / 2;
 /// Most connections of one listener that have not ended their TLS handshake; beyond that one makes room.
 pub const HANDSHAKES_MAX: usize = 256;
 /// Most of these from one source address: all hosts of a small site may stand behind one.
 pub const HANDSHAKES_PER_SOURCE: usize = 64;
-/// Most connections of one listener whose peers have shown no certificate: each may ask once, to join.
+/// Most connections of one listener whose peers have shown no certificate, or one that was revoked: each may ask once.
 pub const STRANGERS_MAX: usize = 64;
 /// Most of these from one source address.
 pub const STRANGERS_PER_SOURCE: usize = 16;
@@ -41,6 +43,8 @@ pub struct Limits {
     pub head: Duration,
     /// For a request's body.
     pub body: Duration,
+    /// For a part of an answer, in which its reader takes nothing.
+    pub write: Duration,
 }
 
 impl Default for Limits {
@@ -49,6 +53,7 @@ impl Default for Limits {
             handshake: CONNECT_WAIT,
             head: Duration::from_secs(10),
             body: Duration::from_secs(10),
+            write: Duration::from_secs(20),
         }
     }
 }

@@ -4,7 +4,8 @@
 //! [`Limits`]. Refuses: more than [`CONNECTIONS_MAX`] connections of one listener (handshakes, and those without a
 //! certificate, have small pools of their own), a second request of a peer without certificate, heads that trickle,
 //! peers and certificates that [`Admission`] does not admit (asked at every request, so that a revocation ends open
-//! connections too, and what is being streamed on them), and who tries a route that is open to everybody too often.
+//! connections too, and what is being streamed on them), answers that nobody reads, and who tries a route that is open to
+//! everybody too often. A certificate that is not admitted gives no better place than none.
 
 use crate::access::{self, Peer, Rule};
 use crate::audit::{Auditor, Entry, Login};
@@ -15,14 +16,17 @@ use crate::limits::{
 };
 use crate::listen::Place;
 use crate::pki::{Holder, Role, now_unix_s};
+use crate::places::Places;
 use crate::revocations::Admission;
 use crate::unproved::Unproved;
 use crate::until::{Gone, Until};
 use axum::Router;
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::Method;
+use axum::http::header::CONNECTION;
+use axum::http::{HeaderValue, Method};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse as _, Response};
+use godwit_types::text::cut;
 use godwit_types::version::{PROTOCOL, PROTOCOL_HEADER, Range, VERSION};
 use godwit_types::{ApiError, ErrorCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
@@ -34,9 +38,12 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio::sync::{Semaphore, watch};
+use tokio_io_timeout::TimeoutStream;
 use tokio_rustls::TlsAcceptor;
 use tower::ServiceExt as _;
 
+/// A longer path, in bytes, is cut where a sentence names it.
+const PATH_SHOWN: usize = 128;
 /// Open requests get this long at shutdown.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
 /// Pause after `accept` fails (no descriptors left), so that it is not tried in a tight loop.
@@ -46,6 +53,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 #[derive(Clone)]
 pub struct Server {
     router: Router,
+    admission: Arc<dyn Admission>,
     limits: Limits,
 }
 
@@ -53,7 +61,7 @@ pub struct Server {
 #[derive(Clone)]
 struct Doors {
     acceptor: TlsAcceptor,
-    places: Arc<Semaphore>,
+    places: Arc<Places>,
     handshakes: Arc<Unproved>,
     strangers: Arc<Unproved>,
 }
@@ -61,6 +69,10 @@ struct Doors {
 /// The address that a request came from over the network; set by the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CameFrom(pub IpAddr);
+
+/// The certificate that was shown is not admitted; set by the server.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct NotAdmitted;
 
 /// Since when a connection is open; set by the server.
 #[derive(Debug, Clone, Copy)]
@@ -74,13 +86,16 @@ struct Who {
     holder: Option<Holder>,
     login: Option<Login>,
     from: Option<CameFrom>,
+    /// Whoever has no certificate that is admitted asks once: whatever the answer is, the connection ends with it.
+    asks_once: bool,
 }
 
 impl Who {
     /// Who came over the network, by the certificate that was shown.
-    fn from_afar(holder: Option<Holder>, from: IpAddr, since: OpenSince) -> Self {
+    fn from_afar(holder: Option<Holder>, from: IpAddr, since: OpenSince, asks_once: bool) -> Self {
         let peer = holder.as_ref().map(|holder| holder.role.peer());
         Self {
+            asks_once,
             since,
             peer: peer.unwrap_or(Peer::Anonymous),
             holder,
@@ -129,7 +144,7 @@ impl Server {
     ) -> Self {
         let guard = Guard {
             rules: rules.into(),
-            admission,
+            admission: Arc::clone(&admission),
             auditor,
         };
         let router = router
@@ -138,6 +153,7 @@ impl Server {
             .layer(from_fn_with_state(guard, check));
         Self {
             router,
+            admission,
             limits: Limits::default(),
         }
     }
@@ -181,7 +197,7 @@ impl Server {
         let accept = || listener.accept();
         let doors = Doors {
             acceptor: TlsAcceptor::from(config),
-            places: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
+            places: Arc::default(),
             handshakes: Unproved::new(HANDSHAKES_MAX, HANDSHAKES_PER_SOURCE),
             strangers: Unproved::new(STRANGERS_MAX, STRANGERS_PER_SOURCE),
         };
@@ -237,6 +253,7 @@ impl Server {
                 holder: None,
                 login,
                 from: None,
+                asks_once: false,
             };
             self.serve(stream, who, stop).await;
         }
@@ -264,18 +281,20 @@ impl Server {
         let Ok(holder) = end.map(|der| Holder::read(der)).transpose() else {
             return;
         };
-        let Some(holder) = holder else {
+        let admitted = holder.as_ref();
+        let Some(admitted) = admitted.filter(|holder| self.admission.admits(holder)) else {
             drop(turn);
             let mut turn = doors.strangers.enter(from);
-            let served = self.serve(stream, Who::from_afar(None, from, since), stop);
+            let who = Who::from_afar(holder, from, since, true);
+            let served = self.serve(stream, who, stop);
             turn.unless_sent_away(served).await;
             return;
         };
-        let Ok(_place) = doors.places.try_acquire_owned() else {
+        let Some(_place) = doors.places.take(admitted) else {
             return;
         };
         drop(turn);
-        let who = Who::from_afar(Some(holder), from, since);
+        let who = Who::from_afar(holder, from, since, false);
         self.serve(stream, who, stop).await;
     }
 
@@ -286,20 +305,21 @@ impl Server {
         mut stop: watch::Receiver<bool>,
     ) {
         let (router, limits) = (self.router, self.limits);
-        let is_stranger = who.peer == Peer::Anonymous;
+        let asks_once = who.asks_once;
         let service = hyper::service::service_fn(move |mut request: hyper::Request<_>| {
             let extensions = request.extensions_mut();
             extensions.insert(limits);
             who.clone().write_on(extensions);
             router.clone().oneshot(request)
         });
+        let mut patient = TimeoutStream::new(stream);
+        patient.set_write_timeout(Some(limits.write));
         let connection = hyper::server::conn::http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(limits.head)
             .max_buf_size(HEADER_LEN_MAX)
-            // A stranger asks once: whatever the answer is, the connection ends with it.
-            .keep_alive(!is_stranger)
-            .serve_connection(TokioIo::new(stream), service);
+            .keep_alive(!asks_once)
+            .serve_connection(TokioIo::new(Box::pin(patient)), service);
         let mut connection = std::pin::pin!(connection);
         tokio::select! {
             _ = connection.as_mut() => return,
@@ -311,6 +331,10 @@ impl Server {
 
 async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> Response {
     let admitted = guard.admit(&request);
+    let is_over = guard.is_over(&request);
+    if is_over {
+        request.extensions_mut().insert(NotAdmitted);
+    }
     let admitted = admitted.and_then(|how| understood(&request).map(|()| how));
     // Before anything is written down of somebody who is not known.
     let admitted = admitted.and_then(|how| guard.may_try(&request).map(|()| how));
@@ -335,7 +359,11 @@ async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> 
             None => response,
         }
     });
-    let response = task.await.unwrap_or_else(|_| own_fault());
+    let mut response = task.await.unwrap_or_else(|_| own_fault());
+    if is_over {
+        let close = HeaderValue::from_static("close");
+        response.headers_mut().insert(CONNECTION, close);
+    }
     Until::ends(response, wanted)
 }
 
@@ -431,6 +459,20 @@ impl Guard {
         }))
     }
 
+    /// Whether the certificate that is shown is not admitted any more, so that the connection ends with this answer.
+    fn is_over(&self, request: &Request) -> bool {
+        let extensions = request.extensions();
+        let Some(holder) = extensions.get::<Holder>() else {
+            return false;
+        };
+        let since = extensions.get::<OpenSince>();
+        let admits = match since {
+            Some(OpenSince(since)) => self.admission.admits_on(holder, *since),
+            None => self.admission.admits(holder),
+        };
+        !admits || holder.not_after_unix_s < now_unix_s()
+    }
+
     fn admit(&self, request: &Request) -> Result<Admitted, ApiError> {
         let extensions = request.extensions();
         let peer = extensions.get::<Peer>().unwrap_or(&Peer::Anonymous);
@@ -462,16 +504,23 @@ impl Guard {
 async fn not_found(request: Request) -> Failure {
     Failure(ApiError::new(
         ErrorCode::NotFound,
-        format!("there is no {}: see /v1/openapi.json", request.uri().path()),
+        format!("there is no {}", shown(request.uri().path())),
     ))
 }
 
 async fn wrong_method(request: Request) -> Failure {
-    let (method, path) = (request.method(), request.uri().path());
+    let (method, path) = (request.method(), shown(request.uri().path()));
     Failure(ApiError::new(
         ErrorCode::MethodNotAllowed,
-        format!("{method} is not a method of {path}: see /v1/openapi.json"),
+        format!("{method} is not a method of {path}"),
     ))
+}
+
+/// A path as a sentence has it.
+fn shown(path: &str) -> String {
+    let mut path = path.to_owned();
+    cut(&mut path, PATH_SHOWN);
+    path
 }
 
 #[cfg(test)]
@@ -500,7 +549,7 @@ mod tests {
             };
             let from = IpAddr::from([127, 0, 0, 1]);
             let mut request = Request::get("/whoami").body(Body::empty()).unwrap();
-            Who::from_afar(Some(holder), from, OpenSince(Instant::now()))
+            Who::from_afar(Some(holder), from, OpenSince(Instant::now()), false)
                 .write_on(request.extensions_mut());
             server
                 .router

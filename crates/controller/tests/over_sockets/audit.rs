@@ -6,7 +6,7 @@ use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role};
 use godwit_types::ErrorCode;
 use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
-use godwit_types::control_api::{JoinRequest, StartRequest};
+use godwit_types::control_api::{JoinRequest, OperatorRequest, StartRequest};
 use serde_json::{Value, json};
 use std::time::Duration;
 
@@ -143,4 +143,35 @@ async fn a_stranger_who_is_turned_away_writes_nothing_into_the_log() {
         .await;
     refused!(answer, NotAllowed);
     assert_eq!(log(&house, None).await, before);
+}
+
+/// An attacker pushed out all that people had done in under a minute.
+#[tokio::test]
+async fn what_a_removed_operator_tries_is_counted_and_pushes_out_nothing() {
+    let house = House::new().await;
+    let key = Request::new().unwrap();
+    let (name, csr_pem) = (host("eve"), key.csr_pem.clone());
+    let request = OperatorRequest { name, csr_pem };
+    let answer = house.client().add_operator(&request).await.unwrap();
+    let eve = key.into_identity(answer.certificate_pem, answer.ca_pem);
+    let eve = eve.unwrap();
+    house.client().remove_operator(&host("eve")).await.unwrap();
+    let before = log(&house, None).await;
+    let client = Client::tls(house.address(), &eve, Role::Controller).unwrap();
+    for _ in 0..40 {
+        let answer: Result<Value, ClientError> = client
+            .post(path::VMS, &json!({ "name": "web" }), DEADLINE)
+            .await;
+        refused!(answer, NotAllowed);
+    }
+    let mut after = log(&house, None).await;
+    let counted = after.pop().unwrap();
+    assert_eq!(after, before, "one row more");
+    assert_eq!((counted.what.as_str(), counted.times), ("vm create", 40));
+    assert!(
+        counted
+            .message
+            .unwrap()
+            .contains("operator eve was revoked")
+    );
 }

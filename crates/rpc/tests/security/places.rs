@@ -1,6 +1,7 @@
 //! Who gets a place at a listener, and who gives one back.
 
 use super::*;
+use godwit_rpc::limits::{CONNECTIONS_MAX, CONNECTIONS_PER_HOLDER};
 
 #[tokio::test]
 async fn a_stranger_with_many_connections_locks_nobody_out() {
@@ -55,4 +56,95 @@ async fn a_strangers_connection_ends_with_its_first_answer() {
     let answer = ask_as_stranger(&house, &ask.repeat(2)).await;
     assert!(answer.starts_with("HTTP/1.1 403"), "{answer}");
     assert_eq!(answer.matches("HTTP/1.1").count(), 1, "{answer}");
+}
+
+/// An attacker had an operator's certificate revoked and held all places of a listener with it.
+#[tokio::test]
+async fn a_removed_certificate_with_many_connections_locks_nobody_out() {
+    let long = Limits {
+        head: DEADLINE * 2,
+        ..Limits::default()
+    };
+    let house = house_with(long).await;
+    let eve = house.identity(&operator("eve"));
+    // One of them was connected before.
+    let early = Client::tls(house.address, &eve, Role::Controller).unwrap();
+    house.whoami(&early).await.unwrap();
+    house.revocations.revoke(eve.holder().unwrap().serial);
+    assert_eq!(
+        refused(&house.whoami(&early).await.unwrap_err()),
+        ErrorCode::NotAllowed
+    );
+    let joe = house.identity(&operator("joe"));
+    house.revocations.revoke(joe.holder().unwrap().serial);
+    let mut open = Vec::new();
+    for number in 0..CONNECTIONS_MAX + 20 {
+        // None of them says a word.
+        let identity = if number % 2 == 0 { &eve } else { &joe };
+        open.push(connect_as(&house, identity).await);
+    }
+    let client = house.client(&host("a"));
+    assert_eq!(house.whoami(&client).await.unwrap(), "host a");
+}
+
+/// TLS as this holder, without a client that reads.
+async fn connect(
+    house: &House,
+    role: &Role,
+) -> tokio_rustls::client::TlsStream<tokio::net::TcpStream> {
+    connect_as(house, &house.identity(role)).await
+}
+
+async fn connect_as(
+    house: &House,
+    identity: &Identity,
+) -> tokio_rustls::client::TlsStream<tokio::net::TcpStream> {
+    let config = godwit_rpc::tls::client_config(identity, Role::Controller, None).unwrap();
+    let stream = tokio::net::TcpStream::connect(house.address).await.unwrap();
+    let name = rustls_pki_types::ServerName::IpAddress(house.address.ip().into());
+    let connector = tokio_rustls::TlsConnector::from(config);
+    connector.connect(name, stream).await.unwrap()
+}
+
+#[tokio::test]
+async fn one_holder_gets_half_of_the_places_and_the_controller_all_of_them() {
+    use tokio::io::AsyncReadExt as _;
+    let long = Limits {
+        head: DEADLINE * 2,
+        ..Limits::default()
+    };
+    let house = house_with(long).await;
+    let mut open = Vec::new();
+    for _ in 0..CONNECTIONS_PER_HOLDER {
+        open.push(connect(&house, &host("b")).await);
+    }
+    // One more is closed at once, and those of others are not.
+    let mut late = connect(&house, &host("b")).await;
+    assert_eq!(late.read(&mut [0]).await.unwrap_or(0), 0);
+    let client = house.client(&host("a"));
+    assert_eq!(house.whoami(&client).await.unwrap(), "host a");
+    // A place is given back.
+    drop(open.pop());
+    let again = house.client(&host("b"));
+    while house.whoami(&again).await.is_err() {
+        tokio::task::yield_now().await;
+    }
+}
+
+#[tokio::test]
+async fn who_reads_no_answers_is_sent_away() {
+    use tokio::io::AsyncWriteExt as _;
+    let short = Limits {
+        head: DEADLINE * 10,
+        write: Duration::from_millis(200),
+        ..Limits::default()
+    };
+    let house = house_with(short).await;
+    let mut stream = connect(&house, &host("b")).await;
+    let asks = "GET /whoami HTTP/1.1\r\nhost: x\r\n\r\n".repeat(1000);
+    // Until answers fill what the kernel keeps of them, and then until the server ends it.
+    let ended = tokio::time::timeout(DEADLINE, async {
+        while stream.write_all(asks.as_bytes()).await.is_ok() {}
+    });
+    ended.await.expect("the connection is held open");
 }
