@@ -23,7 +23,7 @@ use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::rate::Rate;
 use godwit_rpc::{Admission, AgentClient, Authority, Client, Current, Revocations, Role, Unwanted};
 use godwit_site::{Batch, Book, HostRow, Row};
-use godwit_types::control_api::{HostState, InventoryEvent, VmView};
+use godwit_types::control_api::{HostState, InventoryEvent};
 use godwit_types::migration::MigrationReport;
 use godwit_types::site::{SiteHost, SiteUpdate, Stamp};
 use godwit_types::vm::VmState;
@@ -458,10 +458,22 @@ impl App {
     }
 
     fn is_being_taken_over(&self, vm: &VmName) -> bool {
+        self.silent_place(vm)
+            .is_some_and(|place| !has_process(&place))
+    }
+
+    /// The host whose VM process lives and cannot command the VM's QEMU, which does not pass by itself.
+    pub fn waits_for_a_person_at(&self, vm: &VmName) -> Option<HostName> {
+        let place = self.silent_place(vm).filter(has_process);
+        place.map(|place| place.host)
+    }
+
+    /// Where a VM is that takes no commands although its host answers.
+    fn silent_place(&self, vm: &VmName) -> Option<Place> {
         let state = self.state();
-        let silent = |view: VmView| view.state == VmState::Unreachable;
-        state.vm_view(vm, now_unix_s()).is_some_and(silent)
-            && state.place(vm).is_some_and(|place| place.connected)
+        let view = state.vm_view(vm, now_unix_s())?;
+        let place = state.place(vm).filter(|place| place.connected);
+        place.filter(|_| view.state == VmState::Unreachable)
     }
 
     /// Where a VM is; an error when it is nowhere, in doubt, or on a host that does not answer.
@@ -477,7 +489,7 @@ impl App {
                 Err(damaged(vm, view.note).on_host(&place.host))
             }
             (VmState::Unreachable, Some(place)) if place.connected => {
-                Err(being_taken_over(vm, &place.host))
+                Err(being_taken_over(vm, &place.host, view.note))
             }
             (VmState::Unreachable, Some(place)) => Err(unreachable_host(&place.host)),
             (_, Some(place)) => Ok(place),
@@ -487,6 +499,14 @@ impl App {
             ),
         }
     }
+}
+
+/// Whether its host told of a VM process that lives.
+fn has_process(place: &Place) -> bool {
+    place
+        .vm
+        .as_ref()
+        .is_some_and(|vm| vm.vm_process_pid.is_some())
 }
 
 impl Admission for App {

@@ -95,15 +95,15 @@ pub fn unreachable_host(host: &HostName) -> ApiError {
     .on_host(host)
 }
 
-/// A host answers but its VM process does not yet.
-pub fn being_taken_over(vm: &VmName, host: &HostName) -> ApiError {
-    ApiError::new(
-        ErrorCode::WrongState,
-        format!(
+/// A host answers but its VM process, or that one's QEMU, does not yet. `note` says which, and what to do, where that is known.
+pub fn being_taken_over(vm: &VmName, host: &HostName, note: Option<String>) -> ApiError {
+    let text = match note {
+        Some(note) => format!("VM {vm} on host {host} takes no commands now: {note}"),
+        None => format!(
             "the process of VM {vm} on host {host} is being started: try again in a few seconds"
         ),
-    )
-    .on_host(host)
+    };
+    ApiError::new(ErrorCode::WrongState, text).on_host(host)
 }
 
 /// A VM is in doubt; `note` has the way out.

@@ -361,7 +361,7 @@ fn sentence(state: &State, alarm: &Alarm) -> String {
             "two machines have the certificate of host {host}: power off the one that is not meant; when in doubt both, then run 'godwit host remove {host} --confirm-unreachable' and let one join anew"
         ),
         Alarm::OldCopy { host } => format!(
-            "the state directory of host {host} is an older copy of itself: it boots nothing; power it off, then run 'godwit host remove {host} --confirm-unreachable' and let it join anew with an empty state directory"
+            "the state directory of host {host} is an older copy of itself: it boots nothing, and its guests run on but cannot be moved; shut them down from inside, power it off, then run 'godwit host remove {host} --confirm-unreachable' and let it join anew with an empty state directory"
         ),
         Alarm::FencedHostAnswered { host } => format!(
             "host {host} was said to be powered off and was not: look for VMs that ran twice with 'godwit vm list', then end this alarm with 'godwit site acknowledge'"

@@ -158,6 +158,12 @@ fn must_be_off(app: &App, name: &VmName, what: OffFor) -> Outcome<()> {
             ),
         ),
         (VmState::Stopped | VmState::Crashed, _) => Ok(()),
+        (VmState::HandingOver, _) if let Some(id) = &view.migration => refuse(
+            ErrorCode::AlreadyMigrating,
+            format!(
+                "VM {name} is migrating and can be {what} only when that has ended; if its source is off, end it with 'godwit migration cancel {id}'"
+            ),
+        ),
         (VmState::InDoubt, _) => Err(crate::error::in_doubt(name, view.note)),
         // It was never heard to be on, and a new description is what is missing.
         (VmState::DamagedRecord, None)
@@ -178,7 +184,7 @@ fn must_be_off(app: &App, name: &VmName, what: OffFor) -> Outcome<()> {
                 .of_host(&host, |host| host.is_connected())
                 .unwrap_or(false)
             {
-                true => crate::error::being_taken_over(name, &host),
+                true => crate::error::being_taken_over(name, &host, view.note),
                 false => may_be_elsewhere(name, &host),
             },
         ),
@@ -330,6 +336,10 @@ pub struct Force(pub bool);
 pub async fn act(app: &App, name: &VmName, action: Action) -> Outcome<Done> {
     app.until_taken_over(name).await;
     let _turn = app.vm_turns.take(name).await;
+    // Its VM process lives and says that nothing else helps.
+    if let (Action::Stop(Force(true)), Some(host)) = (action, app.waits_for_a_person_at(name)) {
+        return act_at(app, name, &host, action).await;
+    }
     let place = app.place_of(name).map_err(way_out)?;
     must_be_on(name, &place, action)?;
     act_at(app, name, &place.host, action).await

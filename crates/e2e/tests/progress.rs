@@ -144,6 +144,20 @@ fn a_forced_stop_in_a_move_is_told_as_powered_off_by_its_user() -> anyhow::Resul
     Ok(())
 }
 
+/// It said yes, and the guest arrived and ran on.
+#[test]
+fn a_guest_that_is_still_coming_is_not_asked_to_power_off() -> anyhow::Result<()> {
+    let (pair, id) = capped(Options::default())?;
+    until(&pair, &id, "under way", |report| report.pass.is_some())?;
+    let refused = pair.b.ask(&VmRequest::Stop { force: false });
+    let refused = refused.err().map(|error| format!("{error:#}"));
+    let refused = refused.unwrap_or_default();
+    anyhow::ensure!(refused.contains("is just being received"), "{refused}");
+    let report = ended(&pair, &id, &VmRequest::Stop { force: true })?;
+    anyhow::ensure!(report.outcome.is_some());
+    Ok(())
+}
+
 fn event(report: &MigrationReport, kind: MoveEventKind) -> Option<&MoveEvent> {
     report.events.iter().find(|event| event.kind == kind)
 }

@@ -125,7 +125,7 @@ pub enum Refusal {
     UnknownHost { host: HostName },
     /// The host's own state is not to be believed.
     #[error(
-        "host {host} is an old copy, or a second machine with the same certificate: it gets no VM; see 'godwit host list'"
+        "host {host} is an old copy, or a second machine with the same certificate: it gets no VM, and its word about one does not count; see 'godwit site show'"
     )]
     NotItself { host: HostName },
 }

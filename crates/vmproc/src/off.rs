@@ -95,6 +95,17 @@ impl Vm {
         let Some(hyper) = &self.hyper else {
             return self.power_off();
         };
+        // There is no guest yet that could obey.
+        if matches!(
+            self.core.record().phase,
+            Phase::Incoming { .. } | Phase::Ready { .. }
+        ) {
+            let message = format!(
+                "VM '{}' is just being received by host '{}': stop it where it runs",
+                self.config.vm, self.config.host
+            );
+            return Err(ApiError::new(ErrorCode::WrongState, message).on_host(&self.config.host));
+        }
         let machine = Arc::clone(&hyper.machine);
         let was_asked_before = self.is_asked_off();
         let noted = self.note_asked_off();

@@ -19,6 +19,7 @@ const LOOK_WAIT: Duration = Duration::from_secs(1);
 pub(crate) struct Unsure {
     since: Instant,
     looked_at: Instant,
+    is_told: bool,
 }
 
 impl Unsure {
@@ -28,6 +29,7 @@ impl Unsure {
         Self {
             since: now,
             looked_at: now,
+            is_told: false,
         }
     }
 }
@@ -38,8 +40,9 @@ impl Vm {
         let unsure = self.unsure.as_ref()?;
         let pid = self.hyper.as_ref()?.pid();
         Some(format!(
-            "QEMU of VM '{vm}' (process {pid}) was told {seconds} s ago to let the guest run and has not answered: whether the guest runs is not known; QEMU is asked again, and 'godwit vm stop {vm} --force' gives the guest up",
+            "QEMU of VM '{vm}' (process {pid}) was told {seconds} s ago to let the guest run and has not answered: whether the guest runs is not known; QEMU is asked again, and 'godwit vm stop {vm} --force --host {host}' gives the guest up",
             vm = self.config.vm,
+            host = self.config.host,
             seconds = unsure.since.elapsed().as_secs(),
         ))
     }
@@ -55,7 +58,13 @@ impl Vm {
         let since = unsure.since;
         match state {
             Ok(state) => self.known(&state, since),
-            Err(error) => tracing::warn!(%error, "it is still not known whether the guest runs"),
+            // The note says it all the time.
+            Err(error) => {
+                let told = self.unsure.as_mut().map(|unsure| &mut unsure.is_told);
+                if told.is_some_and(|told| !std::mem::replace(told, true)) {
+                    tracing::warn!(%error, "it is still not known whether the guest runs");
+                }
+            }
         }
     }
 

@@ -7,6 +7,7 @@ use crate::commands::{close, drain, join, leave, renew, site};
 use crate::connect::controller;
 use crate::exit::{CommandResult, FAILED, Failure};
 use crate::output::Output;
+use crate::wait;
 use crate::watch::failure;
 use godwit_types::ErrorCode;
 use godwit_types::host::{Check, CheckStatus};
@@ -55,10 +56,10 @@ pub async fn run(command: HostCommand, global: &Global, output: &Output) -> Comm
         HostCommand::Check {
             host: Some(host), ..
         } => {
-            let found = controller(global)?
-                .check_host(&host)
-                .await
-                .map_err(failure)?;
+            let client = controller(global)?;
+            let why = std::future::ready(format!("waiting for host {host}, which checks itself"));
+            let found = wait::saying(why, client.check_host(&host)).await;
+            let found = found.map_err(failure)?;
             output.show(&found, |output, found| output.checks(&found.checks));
             judged(&found.checks)
         }

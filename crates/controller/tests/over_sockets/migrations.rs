@@ -5,7 +5,7 @@ use crate::scripted::{
 };
 use godwit_rpc::Client;
 use godwit_rpc::controller_client::{MigrateAnswer, path};
-use godwit_types::control_api::{CancelRequest, StartRequest};
+use godwit_types::control_api::{CancelRequest, StartRequest, StopRequest};
 
 use godwit_types::migration::{
     Cipher, MigrateRequest, MigrationReport, Outcome, PEER_GAVE_UP, PreflightReport,
@@ -85,6 +85,30 @@ async fn a_vm_process_that_is_started_again_is_waited_for() {
     done.expect("paused");
     let begun = asked_meanwhile(&house, &a, client.migrate(&name, &request)).await;
     assert!(matches!(begun, Ok(MigrateAnswer::Begun(_))), "{begun:?}");
+}
+
+/// Its process lives, but its QEMU does not answer: that does not pass, and the note says to force a stop, which was refused
+/// for ever as something that passes.
+#[tokio::test]
+async fn a_forced_stop_reaches_a_vm_whose_process_lives_and_cannot_command_its_qemu() {
+    let (house, a, _b) = house().await;
+    let (client, name) = (house.client(), vm("web"));
+    let note = "QEMU has not answered: 'godwit vm stop web --force' gives the guest up";
+    {
+        let mut script = a.script();
+        let vm = script.vms.get_mut(&name).unwrap();
+        vm.state = VmState::Unreachable;
+        vm.vm_process_pid = Some(4711);
+        vm.note = Some(note.into());
+    }
+    house.until_vm("web", VmState::Unreachable, "a").await;
+    let refused = client.pause(&name).await.unwrap_err().to_string();
+    assert!(refused.contains(note), "{refused}");
+    client
+        .stop(&name, &StopRequest { force: true })
+        .await
+        .unwrap();
+    assert_eq!(a.script().vms[&name].state, VmState::Stopped);
 }
 
 #[tokio::test]
