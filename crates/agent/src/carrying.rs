@@ -2,17 +2,18 @@
 //!
 //! Owns nothing but its tasks, one per message. Most messages are said once: a VM process asks again by itself. The last
 //! word of a migration it says once, and a host that does not hear it waits for its link in vain: that is said again until
-//! it is heard. Refuses: to go on with that for longer than any host waits for a link.
+//! it is heard. Refuses: to go on with that for longer than any host waits for a link, and to tell the log of each message
+//! that is not heard: it is told when a host stops hearing, and when it hears again.
 
 use crate::supervisor::Supervised;
 use godwit_ownership::PeerMessage;
 use godwit_types::host_api::{OutboxMessage, VmRequest};
 use godwit_types::migration::GIVEN_UP_WITHIN;
-use godwit_types::{ApiError, VmName};
+use godwit_types::{ApiError, HostName, VmName};
 use serde::Deserialize;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Longest time to carry one message to the other host and to hand back its replies.
@@ -40,7 +41,7 @@ pub(crate) fn carry_all(vm: &Arc<Supervised>, messages: Vec<OutboxMessage>, carr
 
 async fn carry(vm: Arc<Supervised>, message: OutboxMessage, carrier: Carrier) {
     let (name, peer) = (&vm.config().vm, message.peer.host.clone());
-    let Some(replies) = delivered(name, &message, &carrier).await else {
+    let Some(replies) = delivered(&vm, &message, &carrier).await else {
         return;
     };
     for message in replies {
@@ -56,21 +57,26 @@ async fn carry(vm: Arc<Supervised>, message: OutboxMessage, carrier: Carrier) {
 
 /// The other host's replies; none where it was not reached.
 async fn delivered(
-    vm: &VmName,
+    supervised: &Supervised,
     message: &OutboxMessage,
     carrier: &Carrier,
 ) -> Option<Vec<serde_json::Value>> {
-    let peer = &message.peer.host;
+    let (vm, peer) = (&supervised.config().vm, &message.peer.host);
     let is_last = is_last_word(&message.message);
-    let (began, mut is_told) = (Instant::now(), false);
+    let began = Instant::now();
     loop {
         let sent = carrier(vm.clone(), message.clone());
         let error = match tokio::time::timeout(CARRY_WAIT, sent).await {
-            Ok(Ok(replies)) => return Some(replies),
+            Ok(Ok(replies)) => {
+                if became(&supervised.deaf_peer, None).is_some() {
+                    tracing::info!(%vm, %peer, "the other host hears again");
+                }
+                return Some(replies);
+            }
             Ok(Err(error)) => error.to_string(),
             Err(_) => "it does not answer".to_owned(),
         };
-        if !std::mem::replace(&mut is_told, true) {
+        if became(&supervised.deaf_peer, Some(peer)).as_ref() != Some(peer) {
             tracing::warn!(%vm, %peer, %error, "a message to the other host was not delivered");
         }
         if !is_last {
@@ -82,6 +88,12 @@ async fn delivered(
         }
         tokio::time::sleep(AGAIN_EACH).await;
     }
+}
+
+/// Notes who does not hear, and says who did not before.
+fn became(deaf: &Mutex<Option<HostName>>, peer: Option<&HostName>) -> Option<HostName> {
+    let mut deaf = deaf.lock().unwrap_or_else(PoisonError::into_inner);
+    std::mem::replace(&mut *deaf, peer.cloned())
 }
 
 /// Whether a message ends its migration, and is said once: a VM process asks again by itself for everything else, and

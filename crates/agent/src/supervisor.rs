@@ -21,7 +21,7 @@ use crate::vm_client::{VmClientError, VmConnection, ask};
 use godwit_store::load_json;
 use godwit_types::host_api::{SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest, closing_mark};
 use godwit_types::site::RecordAnswer;
-use godwit_types::{ApiError, ErrorCode, Generation, VmName};
+use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -62,6 +62,8 @@ pub struct Supervised {
     /// The VM was deleted: the task ends.
     gone: Mutex<bool>,
     rests: Arc<AtomicBool>,
+    /// The other host of a migration, while it does not hear what the VM process says to it.
+    pub(crate) deaf_peer: Mutex<Option<HostName>>,
 }
 
 /// While it lives no VM process is started for the VM.
@@ -137,6 +139,7 @@ impl Supervisor {
             held: Mutex::new(0),
             gone: Mutex::new(false),
             rests: Arc::clone(&self.rests),
+            deaf_peer: Mutex::default(),
         });
         vms.insert(vm.name.clone(), vm.clone());
         tokio::spawn(vm.clone().run(self.program.clone(), self.carrier.clone()));
@@ -415,9 +418,9 @@ impl Supervised {
                 )));
             }
             Err(error) => {
-                let program = program.program.display();
+                let (program, run) = (program.program.display(), &self.config.run_dir);
                 return Err(NotStarted::Failed(format!(
-                    "cannot start {program}: {error}"
+                    "cannot start {program} for the VM (its log and sockets are in {run}): {error}"
                 )));
             }
         };

@@ -4,6 +4,7 @@
 //! writing, new lines within a sentence, and sentences without an end.
 
 use crate::figures::columns;
+use godwit_types::text::steers;
 use godwit_types::text::{SENTENCE_LEN_MAX, cut};
 use std::io::Write as _;
 
@@ -12,11 +13,6 @@ pub const COLOURS: [&str; 4] = ["\x1b[32m", "\x1b[33m", "\x1b[1;31m", "\x1b[0m"]
 
 /// Stands for a character that is not printed.
 const INSTEAD: char = '\u{fffd}';
-
-fn steers(c: char) -> bool {
-    let turns = matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
-    c.is_control() || turns
-}
 
 /// Text of several lines, with our own colours and no other control characters.
 pub fn lines(text: &str) -> String {

@@ -1,12 +1,14 @@
 //! QEMU's words, made fit for a person's terminal: a hypervisor that a guest has taken over chooses them.
 
+use godwit_types::text::steers;
+
 /// Characters that are kept of one message.
 const LONGEST: usize = 1000;
 
-/// The text on one line, without control characters, the end left off where it is very long.
+/// The text on one line, without characters that steer, the end left off where it is very long.
 pub(crate) fn printable(text: &str) -> String {
     text.chars()
-        .map(|c| if c.is_control() { ' ' } else { c })
+        .map(|c| if steers(c) { ' ' } else { c })
         .take(LONGEST)
         .collect()
 }
@@ -31,6 +33,7 @@ mod tests {
     #[test]
     fn escape_sequences_do_not_reach_a_terminal() {
         assert_eq!(printable("a\x1b[2Jb\nc\u{9b}"), "a [2Jb c ");
+        assert_eq!(printable("a\u{202e}b\u{2066}c"), "a b c");
         assert_eq!(printable(&"x".repeat(5000)).len(), LONGEST);
     }
 

@@ -23,11 +23,17 @@ pub fn cut(text: &mut String, max: usize) {
     text.push_str(CUT);
 }
 
+/// Whether a character steers a terminal, or turns the direction of what is shown.
+pub fn steers(c: char) -> bool {
+    let turns = matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+    c.is_control() || turns
+}
+
 /// Makes one line of what was written elsewhere: it could look like further lines of ours, or steer a terminal.
 pub fn sentence(text: &mut String) {
     cut(text, SENTENCE_LEN_MAX);
-    if text.chars().any(char::is_control) {
-        *text = text.replace(char::is_control, " ");
+    if text.chars().any(steers) {
+        *text = text.replace(steers, " ");
     }
 }
 
