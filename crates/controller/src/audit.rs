@@ -3,8 +3,8 @@
 //! Owns the table `audit`. An entry is written before its request is carried out and completed when it was answered; it
 //! also goes to the log. A log that cannot be written refuses nothing: a person must be able to stop a VM while the
 //! disk is full, and the log has the line. Keeps the newest [`KEPT`] entries. What strangers try and are refused is
-//! counted, in one row a day and reason, as is what somebody tries with a certificate that was revoked: it pushes out nothing
-//! that people did.
+//! counted, in one row a day and reason; what is tried with a certificate that was revoked, in one a day, certificate and
+//! kind. So neither pushes out what people did.
 
 use crate::store::{Store, unreadable};
 use godwit_rpc::Peer;
@@ -14,8 +14,9 @@ use godwit_rpc::pki::now_unix_s;
 use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
 use sqlx::{Sqlite, Transaction, query, query_as, query_scalar};
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{MutexGuard, PoisonError};
 
 type Result<T> = std::result::Result<T, crate::error::ControllerError>;
 
@@ -25,7 +26,7 @@ const KEPT: i64 = 100_000;
 const STRANGERS_KEPT: i64 = 1_000;
 /// For so long such attempts are counted in one row, s.
 const COUNTED_S: i64 = 86_400;
-/// Most kinds of requests by certificates that are not admitted that are told apart.
+/// Most kinds of refused requests that are told apart.
 const TOLD_MAX: usize = 1_000;
 /// Entries between two looks at what is too old.
 const PRUNED_EVERY: i64 = 100;
@@ -37,14 +38,56 @@ const UNWRITTEN: i64 = 0;
 /// Writes the log into the controller's database.
 pub struct AuditLog {
     store: Store,
-    /// When a request of a kind was last told of, by the serial number of a certificate that is not admitted and the route.
-    told: Mutex<BTreeMap<(String, String), i64>>,
 }
 
 impl AuditLog {
     pub fn new(store: Store) -> Self {
-        let told = Mutex::default();
-        Self { store, told }
+        Self { store }
+    }
+}
+
+/// Requests that were refused before anybody looked at them, by the serial number of the certificate that was shown and what
+/// was wanted.
+#[derive(Debug, Default)]
+pub(crate) struct RefusedKinds(BTreeMap<(String, String), RefusedKind>);
+
+#[derive(Debug)]
+struct RefusedKind {
+    told_unix_s: i64,
+    /// How often after it was told, not yet added to its row.
+    more: u64,
+}
+
+impl RefusedKinds {
+    /// Whether this is the first of its kind within [`COUNTED_S`]; it is counted if not.
+    fn is_news(&mut self, serial: String, what: String, now: i64) -> bool {
+        let is_fresh = |kind: &RefusedKind| now.saturating_sub(kind.told_unix_s) < COUNTED_S;
+        self.0.retain(|_, kind| is_fresh(kind) || kind.more > 0);
+        let is_full = self.0.len() >= TOLD_MAX;
+        match self.0.entry((serial, what)) {
+            Entry::Occupied(mut kind) if is_fresh(kind.get()) => {
+                kind.get_mut().more = kind.get().more.saturating_add(1);
+                false
+            }
+            // There are no more kinds than certificates that were revoked, times routes.
+            Entry::Vacant(_) if is_full => false,
+            entry => {
+                let told = RefusedKind {
+                    told_unix_s: now,
+                    more: 0,
+                };
+                entry.insert_entry(told);
+                true
+            }
+        }
+    }
+
+    /// What is to be added to which rows.
+    fn take(&mut self) -> Vec<((String, String), u64)> {
+        let kinds = self.0.iter_mut().filter(|(_, kind)| kind.more > 0);
+        kinds
+            .map(|(key, kind)| (key.clone(), std::mem::take(&mut kind.more)))
+            .collect()
     }
 }
 
@@ -87,19 +130,9 @@ impl Auditor for AuditLog {
     }
 
     fn is_news(&self, asked: &Asked) -> bool {
-        let now = now_unix_s();
-        let kind = (
-            asked.serial.clone().unwrap_or_default(),
-            asked.route.clone(),
-        );
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        told.retain(|_, at| now.saturating_sub(*at) < COUNTED_S);
-        // More kinds than this, and they are counted with the others.
-        if told.contains_key(&kind) || told.len() >= TOLD_MAX {
-            return false;
-        }
-        told.insert(kind, now);
-        true
+        let serial = asked.serial.clone().unwrap_or_default();
+        let mut kinds = self.store.refused_kinds();
+        kinds.is_news(serial, what(asked), now_unix_s())
     }
 }
 
@@ -162,12 +195,33 @@ impl Store {
 
     /// Adds who came too often to the newest row of strangers. What could not be written is counted the next time.
     pub async fn count_turned_away(&self) -> Result<()> {
+        self.count_refused().await?;
         let times = self.turned_away.swap(0, Ordering::Relaxed);
         let counted = self.add_turned_away(times).await;
         if !matches!(counted, Ok(true)) {
             self.turned_away.fetch_add(times, Ordering::Relaxed);
         }
         counted.map(drop)
+    }
+
+    /// Adds requests that were refused to the rows of their kinds.
+    async fn count_refused(&self) -> Result<()> {
+        let kinds = self.refused_kinds().take();
+        for ((serial, what), more) in kinds {
+            let sql = "UPDATE audit SET times = times + ?1, last_unix_s = ?2 WHERE id = (SELECT max(id) FROM audit WHERE certificate = ?3 AND what = ?4 AND status >= 400)";
+            query(sql)
+                .bind(i64::try_from(more).unwrap_or(i64::MAX))
+                .bind(now_unix_s())
+                .bind(serial)
+                .bind(what)
+                .execute(&self.pool)
+                .await?;
+        }
+        Ok(())
+    }
+
+    fn refused_kinds(&self) -> MutexGuard<'_, RefusedKinds> {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// False when there is no row yet to add them to.
@@ -271,9 +325,10 @@ async fn count(tx: &mut Transaction<'_, Sqlite>, id: i64) -> Result<()> {
     Ok(())
 }
 
-/// Of somebody who has no name, where the request came from.
+/// Of somebody who has no name, or a name that does not count, where the request came from.
 fn stranger_from(asked: &Asked) -> Option<String> {
-    let from = asked.from.filter(|_| asked.peer == Peer::Anonymous)?;
+    let from = asked.from;
+    let from = from.filter(|_| asked.peer == Peer::Anonymous || asked.is_refused)?;
     Some(format!("from {from}"))
 }
 
@@ -367,6 +422,7 @@ mod tests {
                 route: rule.path.into(),
                 subject: None,
                 query: None,
+                is_refused: false,
             };
             let what = what(&asked);
             assert!(!what.contains('/'), "{what}: add its command to `what`");

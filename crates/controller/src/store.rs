@@ -3,6 +3,7 @@
 //! Owns the connection pool. Every value is bound, never put into SQL text. Refuses: a second active migration of a
 //! VM (a unique index), and tokens that are used, expired or unknown (one conditional update).
 
+use crate::audit::RefusedKinds;
 use crate::error::ControllerError;
 use crate::site_store::write_rows;
 use crate::state::{HostEntry, VmEntry};
@@ -18,8 +19,8 @@ use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, S
 use sqlx::{SqlSafeStr as _, Sqlite, SqlitePool, Transaction, query, query_as, query_scalar};
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 type Result<T> = std::result::Result<T, ControllerError>;
@@ -30,6 +31,8 @@ pub struct Store {
     pub(crate) pool: SqlitePool,
     /// Requests that came too often and are not in the audit log yet.
     pub(crate) turned_away: Arc<AtomicU64>,
+    /// What was refused at the door, by kind.
+    pub(crate) refused: Arc<Mutex<RefusedKinds>>,
 }
 
 /// How an attempt to join ended.
@@ -102,6 +105,7 @@ impl Store {
         Ok(Self {
             pool,
             turned_away: Arc::default(),
+            refused: Arc::default(),
         })
     }
 

@@ -142,7 +142,7 @@ fn missing(rules: &[Rule], peer: &Peer, method: &str, path: Option<&str>) -> Res
         None => Ok(()),
         Some(path) if rules.iter().any(|rule| rule.path == path) => Err(ApiError::new(
             ErrorCode::MethodNotAllowed,
-            format!("{method} is not a method of {path}: see /v1/openapi.json"),
+            format!("{method} is not a method of {path}"),
         )),
         Some(_) => Err(denied(peer, method, path)),
     }

@@ -3,8 +3,8 @@
 //! Owns nothing: a server that was made with an [`Auditor`] tells it of every request that changes something, before it
 //! is carried out and when it was answered, refused ones included. Left out: reading requests, what hosts and the
 //! controller say to each other (but that a host leaves), and strangers who are refused at the door (they could fill any
-//! log; those who come too often are counted). Who shows a certificate that is not admitted is a stranger, of whom the
-//! first request of a kind is told and the others are counted. Bodies are told of where they are short, and never of a join, which holds a secret.
+//! log; those who come too often are counted). Of who shows a certificate that is not admitted, and of hosts who want what
+//! hosts may not do, the auditor says which requests are news. Bodies are told of where they are short, and never of a join, which holds a secret.
 
 use crate::access::Peer;
 use crate::pki::Holder;
@@ -55,6 +55,8 @@ pub struct Asked {
     pub subject: Option<String>,
     /// What stands behind the question mark.
     pub query: Option<String>,
+    /// It was refused before anybody looked at what it wants.
+    pub is_refused: bool,
 }
 
 /// How it was answered.
@@ -75,7 +77,8 @@ pub trait Auditor: Send + Sync {
     fn answered(&self, number: i64, answered: Answered) -> Later<'_, ()>;
     /// Somebody asked too often and was not let in: to be counted, no more, since there may be any number.
     fn turned_away(&self);
-    /// Whether such a request, by somebody whose certificate is not admitted, was not told of lately.
+    /// Whether a request that was refused before anybody looked at it is to be told of: not each time, since there may be any
+    /// number. Counts it if not.
     fn is_news(&self, asked: &Asked) -> bool;
 }
 
@@ -112,13 +115,9 @@ impl Entry {
         is_let_in: bool,
     ) -> Option<Self> {
         let auditor = auditor?.clone();
-        let mut asked = asked(request, is_let_in).await?;
-        if !is_let_in && request.extensions().get::<NotAdmitted>().is_some() {
-            asked.peer = Peer::Anonymous;
-            if !auditor.is_news(&asked) {
-                auditor.turned_away();
-                return None;
-            }
+        let asked = asked(request, is_let_in).await?;
+        if asked.is_refused && !auditor.is_news(&asked) {
+            return None;
         }
         let body = BodySlot::default();
         if asked.route != crate::controller_client::path::JOIN {
@@ -151,9 +150,12 @@ async fn asked(request: &mut Request, is_let_in: bool) -> Option<Asked> {
     }
     let peer = request.extensions().get::<Peer>().cloned();
     let peer = peer.unwrap_or(Peer::Anonymous);
+    let is_over = !is_let_in && request.extensions().get::<NotAdmitted>().is_some();
+    let is_host = matches!(peer, Peer::Host(_));
     match peer {
+        _ if is_over => {}
         // A host that leaves is told of: its site loses it.
-        Peer::Host(_) if method == Method::DELETE && is_let_in => {}
+        Peer::Host(_) if method == Method::DELETE => {}
         Peer::Host(_) | Peer::Controller => return None,
         Peer::Anonymous if !is_let_in => return None,
         _ => {}
@@ -172,6 +174,7 @@ async fn asked(request: &mut Request, is_let_in: bool) -> Option<Asked> {
         route,
         query: request.uri().query().map(cut),
         subject: subject(request).await,
+        is_refused: is_over || (is_host && !is_let_in),
     })
 }
 

@@ -21,6 +21,8 @@ pub const EVENT_LINE_LEN_MAX: usize = 1 << 20;
 pub const CONNECTIONS_MAX: usize = 512;
 /// Most of these for one certificate's role and name, but for the controller's.
 pub const CONNECTIONS_PER_HOLDER: usize = CONNECTIONS_MAX / 2;
+/// Of these, those that only the controller gets: a host that it cannot reach would look as if it were off.
+pub const CONNECTIONS_FOR_CONTROLLER: usize = 32;
 /// Most connections of one listener that have not ended their TLS handshake; beyond that one makes room.
 pub const HANDSHAKES_MAX: usize = 256;
 /// Most of these from one source address: all hosts of a small site may stand behind one.

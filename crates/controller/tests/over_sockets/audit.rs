@@ -147,31 +147,46 @@ async fn a_stranger_who_is_turned_away_writes_nothing_into_the_log() {
 
 /// An attacker pushed out all that people had done in under a minute.
 #[tokio::test]
-async fn what_a_removed_operator_tries_is_counted_and_pushes_out_nothing() {
+async fn what_removed_operators_try_is_counted_by_each_of_them_and_pushes_out_nothing() {
     let house = House::new().await;
-    let key = Request::new().unwrap();
-    let (name, csr_pem) = (host("eve"), key.csr_pem.clone());
-    let request = OperatorRequest { name, csr_pem };
-    let answer = house.client().add_operator(&request).await.unwrap();
-    let eve = key.into_identity(answer.certificate_pem, answer.ca_pem);
-    let eve = eve.unwrap();
-    house.client().remove_operator(&host("eve")).await.unwrap();
+    let removed = async |name: &str| {
+        let key = Request::new().unwrap();
+        let (name, csr_pem) = (host(name), key.csr_pem.clone());
+        let request = OperatorRequest {
+            name: name.clone(),
+            csr_pem,
+        };
+        let answer = house.client().add_operator(&request).await.unwrap();
+        house.client().remove_operator(&name).await.unwrap();
+        let identity = key.into_identity(answer.certificate_pem, answer.ca_pem);
+        Client::tls(house.address(), &identity.unwrap(), Role::Controller).unwrap()
+    };
+    let (eve, joe) = (removed("eve").await, removed("joe").await);
     let before = log(&house, None).await;
-    let client = Client::tls(house.address(), &eve, Role::Controller).unwrap();
-    for _ in 0..40 {
-        let answer: Result<Value, ClientError> = client
-            .post(path::VMS, &json!({ "name": "web" }), DEADLINE)
-            .await;
+    let web = format!("{}/web", path::VMS);
+    for (client, times) in [(&joe, 3), (&eve, 40)] {
+        for _ in 0..times {
+            let new = json!({ "name": "web" });
+            let answer: Result<Value, ClientError> = client.post(path::VMS, &new, DEADLINE).await;
+            refused!(answer, NotAllowed);
+        }
+    }
+    for _ in 0..2 {
+        let answer: Result<Value, ClientError> = eve.delete(&web, DEADLINE).await;
         refused!(answer, NotAllowed);
     }
-    let mut after = log(&house, None).await;
-    let counted = after.pop().unwrap();
-    assert_eq!(after, before, "one row more");
-    assert_eq!((counted.what.as_str(), counted.times), ("vm create", 40));
-    assert!(
-        counted
-            .message
-            .unwrap()
-            .contains("operator eve was revoked")
-    );
+    let after = log(&house, None).await;
+    assert_eq!(after[..before.len()], before[..]);
+    let told: Vec<(&str, &str, u64)> = after[before.len()..]
+        .iter()
+        .map(|row| (row.who.as_str(), row.what.as_str(), row.times))
+        .collect();
+    let expected = [
+        ("operator joe", "vm create", 3),
+        ("operator eve", "vm create", 40),
+        ("operator eve", "vm delete", 2),
+    ];
+    assert_eq!(told, expected);
+    let said = after.last().unwrap().message.as_deref().unwrap();
+    assert!(said.contains("operator eve was revoked"), "{said}");
 }

@@ -1,7 +1,7 @@
 //! Who gets a place at a listener, and who gives one back.
 
 use super::*;
-use godwit_rpc::limits::{CONNECTIONS_MAX, CONNECTIONS_PER_HOLDER};
+use godwit_rpc::limits::{CONNECTIONS_FOR_CONTROLLER, CONNECTIONS_MAX, CONNECTIONS_PER_HOLDER};
 
 #[tokio::test]
 async fn a_stranger_with_many_connections_locks_nobody_out() {
@@ -67,14 +67,7 @@ async fn a_removed_certificate_with_many_connections_locks_nobody_out() {
     };
     let house = house_with(long).await;
     let eve = house.identity(&operator("eve"));
-    // One of them was connected before.
-    let early = Client::tls(house.address, &eve, Role::Controller).unwrap();
-    house.whoami(&early).await.unwrap();
     house.revocations.revoke(eve.holder().unwrap().serial);
-    assert_eq!(
-        refused(&house.whoami(&early).await.unwrap_err()),
-        ErrorCode::NotAllowed
-    );
     let joe = house.identity(&operator("joe"));
     house.revocations.revoke(joe.holder().unwrap().serial);
     let mut open = Vec::new();
@@ -106,9 +99,45 @@ async fn connect_as(
     connector.connect(name, stream).await.unwrap()
 }
 
+const ASK: &[u8] = b"GET /whoami HTTP/1.1\r\nhost: x\r\n\r\n";
+
 #[tokio::test]
-async fn one_holder_gets_half_of_the_places_and_the_controller_all_of_them() {
+async fn a_connection_ends_with_the_first_answer_after_its_certificate_was_revoked() {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    let long = Limits {
+        head: DEADLINE * 2,
+        ..Limits::default()
+    };
+    let house = house_with(long).await;
+    let eve = house.identity(&operator("eve"));
+    let mut stream = connect_as(&house, &eve).await;
+    stream.write_all(ASK).await.unwrap();
+    let mut first = Vec::new();
+    while !first.windows(3).any(|part| part == b"eve") {
+        assert!(stream.read_buf(&mut first).await.unwrap() > 0);
+    }
+    house.revocations.revoke(eve.holder().unwrap().serial);
+    stream.write_all(&ASK.repeat(2)).await.unwrap();
+    let mut rest = Vec::new();
+    let read = stream.read_to_end(&mut rest);
+    let ended = tokio::time::timeout(DEADLINE, read).await;
+    ended.expect("the connection is held open").ok();
+    let rest = String::from_utf8_lossy(&rest).into_owned();
+    assert_eq!(rest.matches("HTTP/1.1 403").count(), 1, "{rest}");
+    assert_eq!(rest.matches("HTTP/1.1").count(), 1, "{rest}");
+}
+
+/// Whether the server has closed a connection before it was asked anything.
+async fn is_sent_away(house: &House, role: &Role) -> bool {
     use tokio::io::AsyncReadExt as _;
+    let mut stream = connect(house, role).await;
+    let mut byte = [0];
+    let read = tokio::time::timeout(DEADLINE, stream.read(&mut byte)).await;
+    read.is_ok_and(|read| read.unwrap_or(0) == 0)
+}
+
+#[tokio::test]
+async fn one_holder_gets_half_of_the_places_and_the_last_ones_are_the_controllers() {
     let long = Limits {
         head: DEADLINE * 2,
         ..Limits::default()
@@ -118,15 +147,23 @@ async fn one_holder_gets_half_of_the_places_and_the_controller_all_of_them() {
     for _ in 0..CONNECTIONS_PER_HOLDER {
         open.push(connect(&house, &host("b")).await);
     }
-    // One more is closed at once, and those of others are not.
-    let mut late = connect(&house, &host("b")).await;
-    assert_eq!(late.read(&mut [0]).await.unwrap_or(0), 0);
+    assert!(is_sent_away(&house, &host("b")).await);
     let client = house.client(&host("a"));
     assert_eq!(house.whoami(&client).await.unwrap(), "host a");
+    for _ in CONNECTIONS_PER_HOLDER..CONNECTIONS_MAX - CONNECTIONS_FOR_CONTROLLER {
+        open.push(connect(&house, &host("c")).await);
+    }
+    assert!(is_sent_away(&house, &host("a")).await);
+    // The controller is let in, and answered, whatever it may ask here.
+    let controller = house.client(&Role::Controller);
+    let answer = house.whoami(&controller).await;
+    assert!(
+        !matches!(&answer, Err(error) if !matches!(error, ClientError::Refused(_))),
+        "{answer:?}"
+    );
     // A place is given back.
     drop(open.pop());
-    let again = house.client(&host("b"));
-    while house.whoami(&again).await.is_err() {
+    while house.whoami(&client).await.is_err() {
         tokio::task::yield_now().await;
     }
 }
