@@ -68,7 +68,7 @@ async fn delivered(
         let sent = carrier(vm.clone(), message.clone());
         let error = match tokio::time::timeout(CARRY_WAIT, sent).await {
             Ok(Ok(replies)) => {
-                if became(&supervised.deaf_peer, None).is_some() {
+                if hears(&supervised.deaf_peer, peer) {
                     tracing::info!(%vm, %peer, "the other host hears again");
                 }
                 return Some(replies);
@@ -76,7 +76,7 @@ async fn delivered(
             Ok(Err(error)) => error.to_string(),
             Err(_) => "it does not answer".to_owned(),
         };
-        if became(&supervised.deaf_peer, Some(peer)).as_ref() != Some(peer) {
+        if is_deaf(&supervised.deaf_peer, peer, &error) {
             tracing::warn!(%vm, %peer, %error, "a message to the other host was not delivered");
         }
         if !is_last {
@@ -90,10 +90,17 @@ async fn delivered(
     }
 }
 
-/// Notes who does not hear, and says who did not before.
-fn became(deaf: &Mutex<Option<HostName>>, peer: Option<&HostName>) -> Option<HostName> {
-    let mut deaf = deaf.lock().unwrap_or_else(PoisonError::into_inner);
-    std::mem::replace(&mut *deaf, peer.cloned())
+/// Notes who does not hear, and why. Returns whether that is news.
+fn is_deaf(noted: &Mutex<Option<(HostName, String)>>, peer: &HostName, why: &str) -> bool {
+    let now = Some((peer.clone(), why.to_owned()));
+    let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
+    std::mem::replace(&mut *noted, now.clone()) != now
+}
+
+/// Notes who hears. Returns whether it did not before.
+fn hears(noted: &Mutex<Option<(HostName, String)>>, peer: &HostName) -> bool {
+    let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
+    noted.take_if(|(deaf, _)| deaf == peer).is_some()
 }
 
 /// Whether a message ends its migration, and is said once: a VM process asks again by itself for everything else, and

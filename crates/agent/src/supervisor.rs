@@ -62,8 +62,8 @@ pub struct Supervised {
     /// The VM was deleted: the task ends.
     gone: Mutex<bool>,
     rests: Arc<AtomicBool>,
-    /// The other host of a migration, while it does not hear what the VM process says to it.
-    pub(crate) deaf_peer: Mutex<Option<HostName>>,
+    /// The other host of a migration, while it does not hear what the VM process says to it, and why, as it was told last.
+    pub(crate) deaf_peer: Mutex<Option<(HostName, String)>>,
 }
 
 /// While it lives no VM process is started for the VM.

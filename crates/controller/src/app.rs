@@ -458,12 +458,12 @@ impl App {
     }
 
     fn is_being_taken_over(&self, vm: &VmName) -> bool {
-        self.silent_place(vm)
-            .is_some_and(|place| !has_process(&place))
+        self.silent_place(vm).is_some()
     }
 
-    /// The host whose VM process lives and cannot command the VM's QEMU, which does not pass by itself.
-    pub fn waits_for_a_person_at(&self, vm: &VmName) -> Option<HostName> {
+    /// The host whose VM process lives and cannot command the VM's QEMU: that may pass, and a person who forces a stop waits for
+    /// nothing.
+    pub fn without_its_qemu_at(&self, vm: &VmName) -> Option<HostName> {
         let place = self.silent_place(vm).filter(has_process);
         place.map(|place| place.host)
     }

@@ -5,7 +5,7 @@
 
 use crate::app::{App, site_host};
 use crate::certificates;
-use crate::error::{ControllerError, Outcome, refuse, silent, way_out};
+use crate::error::{ControllerError, Outcome, refuse, silent};
 use crate::placement::drain;
 use crate::reconcile;
 use crate::removed;
@@ -206,7 +206,7 @@ pub fn bad_token() -> ApiError {
 
 /// A host's own checks.
 pub async fn check(app: &App, host: &HostName) -> Outcome<HostCheck> {
-    let agent = app.connected_agent(host).map_err(way_out)?;
+    let (_, agent) = app.agent(host)?;
     let mut check = agent.check().await.map_err(|error| match error {
         ClientError::Refused(error) => error.on_host(host),
         _ => silent(host),

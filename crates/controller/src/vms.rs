@@ -334,10 +334,15 @@ pub struct Force(pub bool);
 
 /// Passes an action on to the host where the VM is.
 pub async fn act(app: &App, name: &VmName, action: Action) -> Outcome<Done> {
-    app.until_taken_over(name).await;
+    let forced = || match action {
+        Action::Stop(Force(true)) => app.without_its_qemu_at(name),
+        _ => None,
+    };
+    if forced().is_none() {
+        app.until_taken_over(name).await;
+    }
     let _turn = app.vm_turns.take(name).await;
-    // Its VM process lives and says that nothing else helps.
-    if let (Action::Stop(Force(true)), Some(host)) = (action, app.waits_for_a_person_at(name)) {
+    if let Some(host) = forced() {
         return act_at(app, name, &host, action).await;
     }
     let place = app.place_of(name).map_err(way_out)?;

@@ -100,10 +100,16 @@ impl Vm {
             self.core.record().phase,
             Phase::Incoming { .. } | Phase::Ready { .. }
         ) {
-            let message = format!(
+            let mut message = format!(
                 "VM '{}' is just being received by host '{}': stop it where it runs",
                 self.config.vm, self.config.host
             );
+            if let Some(migration) = &self.migration {
+                let id = &migration.id;
+                message += &format!(
+                    "; if its source is off, 'godwit migration cancel {id}' ends the move"
+                );
+            }
             return Err(ApiError::new(ErrorCode::WrongState, message).on_host(&self.config.host));
         }
         let machine = Arc::clone(&hyper.machine);

@@ -83,6 +83,10 @@ async fn a_vm_process_that_is_started_again_is_waited_for() {
     let (client, name, request) = (house.client(), vm("web"), to("b"));
     let done = asked_meanwhile(&house, &a, client.pause(&name)).await;
     done.expect("paused");
+    // The same while that process takes its QEMU over.
+    a.script().vms.get_mut(&name).unwrap().vm_process_pid = Some(4711);
+    let done = asked_meanwhile(&house, &a, client.resume(&name)).await;
+    done.expect("resumed");
     let begun = asked_meanwhile(&house, &a, client.migrate(&name, &request)).await;
     assert!(matches!(begun, Ok(MigrateAnswer::Begun(_))), "{begun:?}");
 }
