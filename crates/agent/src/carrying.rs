@@ -3,9 +3,10 @@
 //! Owns nothing but its tasks, one per message. Most messages are said once: a VM process asks again by itself. The last
 //! word of a migration it says once, and a host that does not hear it waits for its link in vain: that is said again until
 //! it is heard. Refuses: to go on with that for longer than any host waits for a link, and to tell the log of each message
-//! that is not heard: it is told when a host stops hearing, and when it hears again.
+//! that is not heard: it is told when a host stops hearing, when the reason changes, and when it
+//! hears again.
 
-use crate::supervisor::Supervised;
+use crate::supervisor::{Supervised, lock};
 use godwit_ownership::PeerMessage;
 use godwit_types::host_api::{OutboxMessage, VmRequest};
 use godwit_types::migration::GIVEN_UP_WITHIN;
@@ -13,7 +14,7 @@ use godwit_types::{ApiError, HostName, VmName};
 use serde::Deserialize;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Longest time to carry one message to the other host and to hand back its replies.
@@ -93,14 +94,12 @@ async fn delivered(
 /// Notes who does not hear, and why. Returns whether that is news.
 fn is_deaf(noted: &Mutex<Option<(HostName, String)>>, peer: &HostName, why: &str) -> bool {
     let now = Some((peer.clone(), why.to_owned()));
-    let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
-    std::mem::replace(&mut *noted, now.clone()) != now
+    std::mem::replace(&mut *lock(noted), now.clone()) != now
 }
 
 /// Notes who hears. Returns whether it did not before.
 fn hears(noted: &Mutex<Option<(HostName, String)>>, peer: &HostName) -> bool {
-    let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
-    noted.take_if(|(deaf, _)| deaf == peer).is_some()
+    lock(noted).take_if(|(deaf, _)| deaf == peer).is_some()
 }
 
 /// Whether a message ends its migration, and is said once: a VM process asks again by itself for everything else, and

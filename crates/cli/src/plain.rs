@@ -4,8 +4,7 @@
 //! writing, new lines within a sentence, and sentences without an end.
 
 use crate::figures::columns;
-use godwit_types::text::steers;
-use godwit_types::text::{SENTENCE_LEN_MAX, cut};
+use godwit_types::text::{SENTENCE_LEN_MAX, cut, steers};
 use std::io::Write as _;
 
 /// The only escape sequences that are printed: the colours of [`crate::output::Output`].

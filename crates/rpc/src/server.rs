@@ -330,8 +330,10 @@ impl Server {
 }
 
 async fn check(State(guard): State<Guard>, mut request: Request, next: Next) -> Response {
-    let admitted = guard.admit(&request);
-    let is_over = guard.is_over(&request);
+    let standing = guard.standing(&request);
+    let admitted = guard.admit(&request, standing);
+    // The connection ends with this answer.
+    let is_over = standing != Standing::Good;
     if is_over {
         request.extensions_mut().insert(NotAdmitted);
     }
@@ -393,6 +395,14 @@ fn understood(request: &Request) -> Result<(), ApiError> {
         "this is Godwit {VERSION}, which speaks protocol {PROTOCOL}, and the request is in {theirs}: install the same version on both sides"
     );
     Err(ApiError::new(ErrorCode::Incompatible, message))
+}
+
+/// What the certificate that was shown is worth by now; of nobody who shows none is it anything but good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Standing {
+    Good,
+    Ended,
+    Revoked,
 }
 
 /// How a request is let in.
@@ -459,35 +469,35 @@ impl Guard {
         }))
     }
 
-    /// Whether the certificate that is shown is not admitted any more, so that the connection ends with this answer.
-    fn is_over(&self, request: &Request) -> bool {
+    /// The handshake has looked at this once; a connection may be older.
+    fn standing(&self, request: &Request) -> Standing {
         let extensions = request.extensions();
         let Some(holder) = extensions.get::<Holder>() else {
-            return false;
+            return Standing::Good;
         };
-        let since = extensions.get::<OpenSince>();
-        let admits = match since {
+        if holder.not_after_unix_s < now_unix_s() {
+            return Standing::Ended;
+        }
+        let admits = match extensions.get::<OpenSince>() {
             Some(OpenSince(since)) => self.admission.admits_on(holder, *since),
             None => self.admission.admits(holder),
         };
-        !admits || holder.not_after_unix_s < now_unix_s()
+        match admits {
+            true => Standing::Good,
+            false => Standing::Revoked,
+        }
     }
 
-    fn admit(&self, request: &Request) -> Result<Admitted, ApiError> {
+    fn admit(&self, request: &Request, standing: Standing) -> Result<Admitted, ApiError> {
         let extensions = request.extensions();
         let peer = extensions.get::<Peer>().unwrap_or(&Peer::Anonymous);
         let path = extensions.get::<MatchedPath>().map(MatchedPath::as_str);
         let method = request.method().as_str();
-        let revoked = extensions.get::<Holder>();
-        // The handshake has looked at this once; a connection may be older.
-        if let Some(holder) = revoked.filter(|holder| holder.not_after_unix_s < now_unix_s()) {
+        let holder = extensions.get::<Holder>();
+        if let Some(holder) = holder.filter(|_| standing == Standing::Ended) {
             return Err(ApiError::new(ErrorCode::NotAllowed, ended_text(holder)));
         }
-        let since = extensions.get::<OpenSince>();
-        let revoked = revoked.filter(|holder| match since {
-            Some(OpenSince(since)) => !self.admission.admits_on(holder, *since),
-            None => !self.admission.admits(holder),
-        });
+        let revoked = holder.filter(|_| standing == Standing::Revoked);
         if let Some(holder) = revoked
             && !access::is_open_to_removed(&self.rules, method, path)
         {

@@ -15,7 +15,7 @@ use crate::hypervisor::QMP_WAIT;
 use crate::off::{now_unix_s, still_counts};
 use crate::requests::{Reply, qmp};
 use crate::vm::Vm;
-use godwit_ownership::{Event, Phase, Status};
+use godwit_ownership::{Event, Status};
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::{CloseState, CloseStep, ClosingVm, VmAnswer, closing_mark};
 use godwit_types::migration::Side;
@@ -97,11 +97,7 @@ impl Vm {
 
     fn closed_by(&mut self, step: CloseStep) -> Result<(CloseState, Option<String>), ApiError> {
         let left = |why: &str| Ok((CloseState::Left, Some(why.to_owned())));
-        let comes = matches!(
-            self.core.record().phase,
-            Phase::Incoming { .. } | Phase::Ready { .. }
-        );
-        if step == CloseStep::End && comes && self.hyper.is_some() {
+        if step == CloseStep::End && self.is_coming() && self.hyper.is_some() {
             // A durable no: its source goes on with it.
             return Ok((self.end_guest(), None));
         }

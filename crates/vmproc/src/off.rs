@@ -95,11 +95,7 @@ impl Vm {
         let Some(hyper) = &self.hyper else {
             return self.power_off();
         };
-        // There is no guest yet that could obey.
-        if matches!(
-            self.core.record().phase,
-            Phase::Incoming { .. } | Phase::Ready { .. }
-        ) {
+        if self.is_coming() {
             let mut message = format!(
                 "VM '{}' is just being received by host '{}': stop it where it runs",
                 self.config.vm, self.config.host
@@ -132,6 +128,14 @@ impl Vm {
                 "{asked}. If its host goes down before it has, it is booted again, since that cannot be written there: {error}"
             )),
         }
+    }
+
+    /// Whether the guest is just being received, so that there is none here yet that could obey.
+    pub(crate) fn is_coming(&self) -> bool {
+        matches!(
+            self.core.record().phase,
+            Phase::Incoming { .. } | Phase::Ready { .. }
+        )
     }
 
     fn note_asked_off(&self) -> Result<(), StoreError> {

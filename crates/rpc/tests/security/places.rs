@@ -29,31 +29,54 @@ async fn a_stranger_with_many_connections_locks_nobody_out() {
     assert_eq!(end.unwrap_or(0), 0, "the oldest was not sent away");
 }
 
-/// Says something as nobody over TLS and reads until the server ends the connection.
-async fn ask_as_stranger(house: &House, text: &str) -> String {
-    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    let config = godwit_rpc::tls::joining_config(house.ca.fingerprint()).unwrap();
-    let stream = tokio::net::TcpStream::connect(house.address).await.unwrap();
-    let name = rustls_pki_types::ServerName::IpAddress(house.address.ip().into());
-    let connector = tokio_rustls::TlsConnector::from(config);
-    let mut stream = connector.connect(name, stream).await.unwrap();
-    stream.write_all(text.as_bytes()).await.unwrap();
-    let mut answer = Vec::new();
-    let read = stream.read_to_end(&mut answer);
-    let ended = tokio::time::timeout(DEADLINE, read).await;
-    ended.expect("the connection is held open").ok();
-    String::from_utf8(answer).unwrap()
-}
+type Tls = tokio_rustls::client::TlsStream<tokio::net::TcpStream>;
 
-#[tokio::test]
-async fn a_strangers_connection_ends_with_its_first_answer() {
+const ASK: &[u8] = b"GET /whoami HTTP/1.1\r\nhost: x\r\n\r\n";
+
+/// Ends no connection for its silence before a test gives up.
+async fn patient_house() -> House {
     let long = Limits {
         head: DEADLINE * 2,
         ..Limits::default()
     };
-    let house = house_with(long).await;
-    let ask = "GET /whoami HTTP/1.1\r\nhost: x\r\n\r\n";
-    let answer = ask_as_stranger(&house, &ask.repeat(2)).await;
+    house_with(long).await
+}
+
+/// TLS without a client that reads.
+async fn dial(house: &House, config: Arc<rustls::ClientConfig>) -> Tls {
+    let stream = tokio::net::TcpStream::connect(house.address).await.unwrap();
+    let name = rustls_pki_types::ServerName::IpAddress(house.address.ip().into());
+    let connector = tokio_rustls::TlsConnector::from(config);
+    connector.connect(name, stream).await.unwrap()
+}
+
+async fn connect_as(house: &House, identity: &Identity) -> Tls {
+    let config = godwit_rpc::tls::client_config(identity, Role::Controller, None);
+    dial(house, config.unwrap()).await
+}
+
+async fn connect(house: &House, role: &Role) -> Tls {
+    connect_as(house, &house.identity(role)).await
+}
+
+/// What comes until the server ends the connection.
+async fn the_rest(stream: &mut Tls) -> String {
+    use tokio::io::AsyncReadExt as _;
+    let mut rest = Vec::new();
+    let read = stream.read_to_end(&mut rest);
+    let ended = tokio::time::timeout(DEADLINE, read).await;
+    ended.expect("the connection is held open").ok();
+    String::from_utf8(rest).unwrap()
+}
+
+#[tokio::test]
+async fn a_strangers_connection_ends_with_its_first_answer() {
+    use tokio::io::AsyncWriteExt as _;
+    let house = patient_house().await;
+    let config = godwit_rpc::tls::joining_config(house.ca.fingerprint()).unwrap();
+    let mut stream = dial(&house, config).await;
+    stream.write_all(&ASK.repeat(2)).await.unwrap();
+    let answer = the_rest(&mut stream).await;
     assert!(answer.starts_with("HTTP/1.1 403"), "{answer}");
     assert_eq!(answer.matches("HTTP/1.1").count(), 1, "{answer}");
 }
@@ -61,11 +84,7 @@ async fn a_strangers_connection_ends_with_its_first_answer() {
 /// An attacker had an operator's certificate revoked and held all places of a listener with it.
 #[tokio::test]
 async fn a_removed_certificate_with_many_connections_locks_nobody_out() {
-    let long = Limits {
-        head: DEADLINE * 2,
-        ..Limits::default()
-    };
-    let house = house_with(long).await;
+    let house = patient_house().await;
     let eve = house.identity(&operator("eve"));
     house.revocations.revoke(eve.holder().unwrap().serial);
     let joe = house.identity(&operator("joe"));
@@ -80,35 +99,10 @@ async fn a_removed_certificate_with_many_connections_locks_nobody_out() {
     assert_eq!(house.whoami(&client).await.unwrap(), "host a");
 }
 
-/// TLS as this holder, without a client that reads.
-async fn connect(
-    house: &House,
-    role: &Role,
-) -> tokio_rustls::client::TlsStream<tokio::net::TcpStream> {
-    connect_as(house, &house.identity(role)).await
-}
-
-async fn connect_as(
-    house: &House,
-    identity: &Identity,
-) -> tokio_rustls::client::TlsStream<tokio::net::TcpStream> {
-    let config = godwit_rpc::tls::client_config(identity, Role::Controller, None).unwrap();
-    let stream = tokio::net::TcpStream::connect(house.address).await.unwrap();
-    let name = rustls_pki_types::ServerName::IpAddress(house.address.ip().into());
-    let connector = tokio_rustls::TlsConnector::from(config);
-    connector.connect(name, stream).await.unwrap()
-}
-
-const ASK: &[u8] = b"GET /whoami HTTP/1.1\r\nhost: x\r\n\r\n";
-
 #[tokio::test]
 async fn a_connection_ends_with_the_first_answer_after_its_certificate_was_revoked() {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-    let long = Limits {
-        head: DEADLINE * 2,
-        ..Limits::default()
-    };
-    let house = house_with(long).await;
+    let house = patient_house().await;
     let eve = house.identity(&operator("eve"));
     let mut stream = connect_as(&house, &eve).await;
     stream.write_all(ASK).await.unwrap();
@@ -118,11 +112,7 @@ async fn a_connection_ends_with_the_first_answer_after_its_certificate_was_revok
     }
     house.revocations.revoke(eve.holder().unwrap().serial);
     stream.write_all(&ASK.repeat(2)).await.unwrap();
-    let mut rest = Vec::new();
-    let read = stream.read_to_end(&mut rest);
-    let ended = tokio::time::timeout(DEADLINE, read).await;
-    ended.expect("the connection is held open").ok();
-    let rest = String::from_utf8_lossy(&rest).into_owned();
+    let rest = the_rest(&mut stream).await;
     assert_eq!(rest.matches("HTTP/1.1 403").count(), 1, "{rest}");
     assert_eq!(rest.matches("HTTP/1.1").count(), 1, "{rest}");
 }
@@ -138,11 +128,7 @@ async fn is_sent_away(house: &House, role: &Role) -> bool {
 
 #[tokio::test]
 async fn one_holder_gets_half_of_the_places_and_the_last_ones_are_the_controllers() {
-    let long = Limits {
-        head: DEADLINE * 2,
-        ..Limits::default()
-    };
-    let house = house_with(long).await;
+    let house = patient_house().await;
     let mut open = Vec::new();
     for _ in 0..CONNECTIONS_PER_HOLDER {
         open.push(connect(&house, &host("b")).await);
@@ -178,10 +164,10 @@ async fn who_reads_no_answers_is_sent_away() {
     };
     let house = house_with(short).await;
     let mut stream = connect(&house, &host("b")).await;
-    let asks = "GET /whoami HTTP/1.1\r\nhost: x\r\n\r\n".repeat(1000);
+    let asks = ASK.repeat(1000);
     // Until answers fill what the kernel keeps of them, and then until the server ends it.
     let ended = tokio::time::timeout(DEADLINE, async {
-        while stream.write_all(asks.as_bytes()).await.is_ok() {}
+        while stream.write_all(&asks).await.is_ok() {}
     });
     ended.await.expect("the connection is held open");
 }
