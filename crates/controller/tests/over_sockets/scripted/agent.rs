@@ -235,6 +235,21 @@ impl Agent {
         free
     }
 
+    /// Has polls wait until the sender says true. From now on none is under way, so that nobody learns what the script says.
+    pub async fn hold_polls(&self) -> watch::Sender<bool> {
+        let free = self.hold("host");
+        // One receiver is the script's, the other that of a poll that waits; they come one after the other.
+        let waits = async {
+            while free.receiver_count() < 2 {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(DEADLINE, waits)
+            .await
+            .expect("it was never asked again");
+        free
+    }
+
     /// Waits until a call of this kind has arrived.
     pub async fn until_called(&self, call: &str) {
         let called = async {

@@ -269,12 +269,14 @@ async fn an_overtaken_gift_with_a_guest_waits_for_a_persons_word() {
     );
     assert_eq!(a.calls("overtaken"), 1, "it is not asked at every poll");
     // The copy that is to stay is asked for anew: c has lost it since it was heard.
+    let polls = c.hold_polls().await;
     let held = c.script().vms.remove(&vm("web")).unwrap();
     let give_up = gives_up_on("a");
     let refused = client.resolve(&vm("web"), &give_up).await;
     let text = ApiError::from(refused.unwrap_err()).message;
     assert_eq!(a.calls("overtaken"), 1, "{text}");
     c.script().vms.insert(vm("web"), held);
+    polls.send_replace(true);
     c.until_heard().await;
     client.resolve(&vm("web"), &give_up).await.unwrap();
     assert_eq!(a.calls(&format!("{told} true")), 1);
