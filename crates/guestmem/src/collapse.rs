@@ -12,6 +12,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
 
+use crate::mapping::Segment;
 use crate::{CHUNK_PAGES, CHUNK_SIZE, Error, GuestMapping, RamFile};
 
 /// What became of the chunks of guest RAM.
@@ -123,11 +124,14 @@ fn collapse(pidfd: BorrowedFd<'_>, address: u64) -> Result<(), Errno> {
 pub fn huge_mapped_bytes(pid: u32, mapping: &GuestMapping) -> Result<u64, Error> {
     let smaps = std::fs::read(format!("/proc/{pid}/smaps"))
         .map_err(|source| Error::system("read QEMU's memory map", source))?;
-    Ok(huge_bytes_in(&String::from_utf8_lossy(&smaps), mapping))
+    Ok(huge_bytes_in(
+        &String::from_utf8_lossy(&smaps),
+        mapping.segments(),
+    ))
 }
 
 /// Adds up the `ShmemPmdMapped:` lines of the areas that lie in the mapping.
-fn huge_bytes_in(smaps: &str, mapping: &GuestMapping) -> u64 {
+fn huge_bytes_in(smaps: &str, segments: &[Segment]) -> u64 {
     let mut inside = false;
     let mut kib = 0_u64;
     for line in smaps.lines() {
@@ -135,7 +139,7 @@ fn huge_bytes_in(smaps: &str, mapping: &GuestMapping) -> u64 {
         let first = fields.next().unwrap_or_default();
         if let Some((start, _)) = first.split_once('-') {
             let start = u64::from_str_radix(start, 16).unwrap_or(0);
-            inside = mapping.segments().iter().any(|segment| {
+            inside = segments.iter().any(|segment| {
                 let span = segment.addresses(&segment.pages());
                 span.is_some_and(|span| span.contains(&start))
             });
@@ -163,7 +167,11 @@ ShmemPmdMapped:     2048 kB
 7f0000600000-7f0000800000 rw-s 00000000 00:1b 78 /other
 ShmemPmdMapped:     2048 kB
 ";
-        let mapping = GuestMapping::at(0x7f00_0000_0000, 1536);
+        let mapping = [Segment {
+            address: 0x7f00_0000_0000,
+            first_page: 0,
+            page_count: 1536,
+        }];
         assert_eq!(huge_bytes_in(smaps, &mapping), 4 * 1024 * 1024);
         assert_eq!(huge_bytes_in("", &mapping), 0);
     }

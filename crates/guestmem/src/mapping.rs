@@ -4,10 +4,14 @@
 //! only a part of the file, or that maps some page twice (writes through the second address would
 //! not be seen). Several neighbouring areas, into which QEMU or the kernel may split the mapping,
 //! are fine.
+//!
+//! A mapping comes with what devices of ours have written to the same memory, so that no tracker of
+//! the one is blind to the other.
 
 use std::ops::Range;
+use std::sync::Arc;
 
-use crate::{Error, PAGE_SIZE, RamFile};
+use crate::{AtomicPageSet, Error, PAGE_SIZE, RamFile};
 
 /// A stretch of guest RAM that is contiguous in QEMU's address space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,10 +54,11 @@ impl Segment {
 }
 
 /// All of guest RAM in QEMU's address space, in the order of its pages.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct GuestMapping {
     segments: Vec<Segment>,
     page_count: u64,
+    device_writes: Arc<AtomicPageSet>,
 }
 
 impl GuestMapping {
@@ -63,23 +68,36 @@ impl GuestMapping {
         let maps = std::fs::read(format!("/proc/{pid}/maps"))
             .map_err(|source| Error::system("read QEMU's memory map", source))?;
         let areas = areas_of(&String::from_utf8_lossy(&maps), device, inode);
-        Self::from_areas(areas, ram.page_count()).map_err(|reason| Error::Mapping {
+        let segments = segments(areas, ram.page_count());
+        let segments = segments.map_err(|reason| Error::Mapping {
             pid,
             path: ram.path().to_owned(),
             reason,
-        })
+        })?;
+        Ok(Self::of(ram, segments))
     }
 
-    /// A mapping of `page_count` pages that the caller knows to begin at `address`.
-    pub fn at(address: u64, page_count: u64) -> Self {
+    /// A mapping of all of `ram` that the caller knows to begin at `address`.
+    pub fn at(ram: &RamFile, address: u64) -> Self {
+        let whole = Segment {
+            address,
+            first_page: 0,
+            page_count: ram.page_count(),
+        };
+        Self::of(ram, vec![whole])
+    }
+
+    fn of(ram: &RamFile, segments: Vec<Segment>) -> Self {
         Self {
-            segments: vec![Segment {
-                address,
-                first_page: 0,
-                page_count,
-            }],
-            page_count,
+            segments,
+            page_count: ram.page_count(),
+            device_writes: Arc::clone(&ram.device_writes),
         }
+    }
+
+    /// Pages of the same memory that devices of this process have written.
+    pub(crate) fn device_writes(&self) -> &AtomicPageSet {
+        &self.device_writes
     }
 
     /// Pages of guest RAM.
@@ -91,34 +109,32 @@ impl GuestMapping {
     pub fn segments(&self) -> &[Segment] {
         &self.segments
     }
+}
 
-    fn from_areas(mut areas: Vec<Area>, page_count: u64) -> Result<Self, &'static str> {
-        if areas.is_empty() {
-            return Err("the file is not mapped");
-        }
-        if areas.iter().any(|area| !area.shared) {
-            return Err("the mapping is private, so QEMU's writes do not reach the file");
-        }
-        areas.sort_by_key(|area| area.segment.first_page);
-        let mut segments: Vec<Segment> = Vec::new();
-        let mut next_page = 0;
-        for Area { segment, .. } in areas {
-            match segment.first_page.cmp(&next_page) {
-                std::cmp::Ordering::Less => return Err("a part of it is mapped twice"),
-                std::cmp::Ordering::Greater => return Err("a part of it is not mapped"),
-                std::cmp::Ordering::Equal => {}
-            }
-            next_page = segment.pages().end;
-            join(&mut segments, segment);
-        }
-        if next_page != page_count {
-            return Err("the mapping has another size than the file");
-        }
-        Ok(Self {
-            segments,
-            page_count,
-        })
+/// The stretches that these areas make; or why they are not all of guest RAM, once.
+fn segments(mut areas: Vec<Area>, page_count: u64) -> Result<Vec<Segment>, &'static str> {
+    if areas.is_empty() {
+        return Err("the file is not mapped");
     }
+    if areas.iter().any(|area| !area.shared) {
+        return Err("the mapping is private, so QEMU's writes do not reach the file");
+    }
+    areas.sort_by_key(|area| area.segment.first_page);
+    let mut segments: Vec<Segment> = Vec::new();
+    let mut next_page = 0;
+    for Area { segment, .. } in areas {
+        match segment.first_page.cmp(&next_page) {
+            std::cmp::Ordering::Less => return Err("a part of it is mapped twice"),
+            std::cmp::Ordering::Greater => return Err("a part of it is not mapped"),
+            std::cmp::Ordering::Equal => {}
+        }
+        next_page = segment.pages().end;
+        join(&mut segments, segment);
+    }
+    if next_page != page_count {
+        return Err("the mapping has another size than the file");
+    }
+    Ok(segments)
 }
 
 /// Appends a segment, joined to the last one where the addresses continue.
@@ -176,10 +192,10 @@ mod tests {
 
     const INODE: u64 = 77;
 
-    fn find(lines: &[&str], page_count: u64) -> Result<GuestMapping, &'static str> {
+    fn find(lines: &[&str], page_count: u64) -> Result<Vec<Segment>, &'static str> {
         let device = rustix::fs::makedev(0, 0x1a);
         let maps = lines.join("\n");
-        GuestMapping::from_areas(areas_of(&maps, device, INODE), page_count)
+        segments(areas_of(&maps, device, INODE), page_count)
     }
 
     #[test]
@@ -195,7 +211,12 @@ mod tests {
             ],
             1536,
         );
-        assert_eq!(found, Ok(GuestMapping::at(0x7f00_0000_0000, 1536)));
+        let whole = Segment {
+            address: 0x7f00_0000_0000,
+            first_page: 0,
+            page_count: 1536,
+        };
+        assert_eq!(found, Ok(vec![whole]));
     }
 
     #[test]
@@ -205,7 +226,7 @@ mod tests {
             "7e0000000000-7e0000200000 rw-s 00200000 00:1a 77 /mem",
         ];
         let found = find(&lines, 1024).expect("both halves are mapped");
-        let [low, high] = found.segments() else {
+        let [low, high] = found.as_slice() else {
             panic!("two segments expected: {found:?}");
         };
         assert_eq!((low.pages(), high.pages()), (0..512, 512..1024));

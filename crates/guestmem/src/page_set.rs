@@ -10,6 +10,8 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::CHUNK_PAGES;
+
 /// Each `u64` of a set stands for 64 neighbouring pages.
 pub const WORD_PAGES: u64 = 64;
 /// Words in a chunk of 512 pages (2 MiB).
@@ -156,10 +158,61 @@ impl PageSet {
             .map(|(index, words)| chunk_of(index, words))
     }
 
+    /// All of the set as one part.
+    pub(crate) fn whole(&mut self) -> Part<'_> {
+        Part {
+            words: &mut self.words,
+            pages: 0..self.page_count,
+        }
+    }
+
+    /// The set in parts of at most so many pages, rounded up to whole chunks: one for each thread.
+    pub(crate) fn parts(&mut self, pages: u64) -> impl Iterator<Item = Part<'_>> {
+        let page_count = self.page_count;
+        let words_each = usize::try_from(pages.div_ceil(CHUNK_PAGES).max(1))
+            .unwrap_or(usize::MAX)
+            .saturating_mul(CHUNK_WORDS);
+        let parts = self.words.chunks_mut(words_each).enumerate();
+        parts.map(move |(index, words)| {
+            let first_page = (index.saturating_mul(words_each) as u64) * WORD_PAGES;
+            let end = first_page + words.len() as u64 * WORD_PAGES;
+            Part {
+                words,
+                pages: first_page..end.min(page_count),
+            }
+        })
+    }
+
     fn clear_tail(&mut self) {
         let used = self.page_count % WORD_PAGES;
         if let Some(last) = self.words.last_mut().filter(|_| used != 0) {
             *last &= (1 << used) - 1;
+        }
+    }
+}
+
+/// A part of a set that belongs to one thread while others have the rest.
+#[derive(Debug)]
+pub(crate) struct Part<'a> {
+    words: &'a mut [u64],
+    pages: Range<u64>,
+}
+
+impl Part<'_> {
+    /// The pages that it is about.
+    pub(crate) fn pages(&self) -> Range<u64> {
+        self.pages.clone()
+    }
+
+    /// Puts a range of pages in; those that are not this part's are left out.
+    pub(crate) fn insert_range(&mut self, pages: Range<u64>) {
+        let (first, end) = (self.pages.start, self.pages.end);
+        let within = |page: u64| page.clamp(first, end).saturating_sub(first);
+        let relative = within(pages.start)..within(pages.end);
+        for (index, mask) in word_masks(relative, end.saturating_sub(first)) {
+            if let Some(word) = self.words.get_mut(index) {
+                *word |= mask;
+            }
         }
     }
 }
@@ -245,6 +298,23 @@ impl AtomicPageSet {
             done = (index as u64).saturating_add(1).saturating_mul(WORD_PAGES);
         }
         true
+    }
+
+    /// Unmarks all pages.
+    pub fn clear(&self) {
+        for word in &self.words {
+            if word.load(Ordering::Acquire) != 0 {
+                word.swap(0, Ordering::AcqRel);
+            }
+        }
+    }
+
+    /// Puts all marked pages into `set`, and leaves them marked.
+    pub fn copy_into(&self, set: &mut PageSet) {
+        for (word, into) in self.words.iter().zip(&mut set.words) {
+            *into |= word.load(Ordering::Acquire);
+        }
+        set.clear_tail();
     }
 
     /// Moves all marks into `set`.
@@ -521,5 +591,42 @@ mod tests {
         assert!(claims.try_claim(0..1000));
         assert!(claims.contains_all(0..1000));
         assert!(!claims.contains_all(0..1001));
+    }
+
+    #[test]
+    fn parts_have_every_page_once_and_take_none_of_another() {
+        for (count, each) in [(5 * 512, 1024), (1537 * 512, 1 << 18), (700, 1), (512, 0)] {
+            let mut set = PageSet::new(count);
+            let parts: Vec<Range<u64>> = set.parts(each).map(|part| part.pages()).collect();
+            let mut next = 0;
+            for pages in &parts {
+                assert_eq!(pages.start, next);
+                assert!(pages.end > pages.start);
+                next = pages.end;
+            }
+            assert_eq!(next, count);
+            let all = 3..count - 3;
+            for mut part in set.parts(each) {
+                part.insert_range(all.clone());
+            }
+            assert_eq!(set.runs().collect::<Vec<_>>(), [all]);
+        }
+    }
+
+    #[test]
+    fn marks_are_copied_moved_and_cleared() {
+        let marks = AtomicPageSet::new(1000);
+        marks.insert_range(60..70);
+        marks.insert_range(999..1000);
+        let mut copy = PageSet::new(1000);
+        marks.copy_into(&mut copy);
+        let mut moved = PageSet::new(1000);
+        marks.drain_into(&mut moved);
+        assert_eq!((copy.count(), &copy), (11, &moved));
+        marks.insert_range(5..6);
+        marks.clear();
+        let mut left = PageSet::new(1000);
+        marks.copy_into(&mut left);
+        assert!(left.is_empty());
     }
 }

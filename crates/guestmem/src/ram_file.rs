@@ -1,8 +1,9 @@
 //! Guest RAM: one file on tmpfs that QEMU and the VM process both map.
 //!
 //! Who owns the state: the file belongs to whoever created it (it is not deleted on drop); the
-//! guest owns its bytes. [`RamFile`] owns our mapping and two bitmaps: pages known to have memory
-//! behind them, and pages that a thread of ours is writing just now.
+//! guest owns its bytes. [`RamFile`] owns our mapping and three bitmaps: pages known to have memory
+//! behind them, pages that a thread of ours is writing just now, and pages that devices of ours
+//! have written, which the kernel does not tell the tracker.
 //!
 //! What it refuses: a file that is shorter or longer than the guest's memory, since the file
 //! belongs to QEMU's user and its length is no word about the guest; pages outside the file, and
@@ -15,6 +16,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
@@ -44,6 +46,9 @@ pub struct RamFile {
     pub(crate) present: AtomicPageSet,
     /// Pages that a thread of this process is writing.
     pub(crate) claims: AtomicPageSet,
+    /// Pages that devices of this process have written since the last scan, or since tracking began: by this value, so that a
+    /// process which has devices has one for each RAM file.
+    pub(crate) device_writes: Arc<AtomicPageSet>,
 }
 
 impl RamFile {
@@ -98,6 +103,7 @@ impl RamFile {
             page_count,
             present: AtomicPageSet::new(page_count),
             claims: AtomicPageSet::new(page_count),
+            device_writes: Arc::new(AtomicPageSet::new(page_count)),
         })
     }
 
@@ -134,7 +140,7 @@ impl RamFile {
     /// Where this process maps guest RAM. It is QEMU's mapping that is tracked; this one is for
     /// measurements and tests that play QEMU's part.
     pub fn own_mapping(&self) -> GuestMapping {
-        GuestMapping::at(self.map.address(), self.page_count)
+        GuestMapping::at(self, self.map.address())
     }
 
     /// Lends `count` pages of live guest memory from page `first` on to `read`.

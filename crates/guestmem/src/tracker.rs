@@ -15,18 +15,22 @@
 //! Who owns the state: the kernel. One process may hold the tracker; a second one on the same
 //! memory is refused by the kernel (EBUSY).
 //!
+//! The kernel knows of writes through QEMU's mapping. What devices of this process wrote comes from
+//! the RAM file, with which every [`GuestMapping`] is tied together, so that each answer has both.
+//!
 //! What it refuses: to answer "nothing was written" about a process that has ended. What it does
 //! not see is listed at the top of this crate.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use linux_raw_sys::general::page_region;
 use rustix::io::Errno;
 
 use crate::kernel::{self, Protect, Scanned};
 use crate::mapping::Segment;
+use crate::page_set::Part;
 use crate::{CHUNK_PAGES, Error, GuestMapping, PageSet};
 
 /// Pages protected by one call at most (64 MiB): each call makes KVM drop its own page tables for
@@ -35,9 +39,9 @@ const PROTECT_PAGES_MAX: u64 = 64 * 256;
 /// Runs that one call can report: every second page of `PROTECT_PAGES_MAX`.
 const OUTPUT_RUNS: usize = (PROTECT_PAGES_MAX / 2) as usize;
 
-/// Pages that are worth a thread of their own in a look (1 GiB).
-const LOOK_PAGES_MIN: u64 = 1 << 18;
-const LOOK_THREADS_MAX: u64 = 8;
+/// Pages that are worth a thread of their own (1 GiB).
+const PART_PAGES_MIN: u64 = 1 << 18;
+const THREADS_MAX: u64 = 8;
 
 /// How a scan goes about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -65,7 +69,8 @@ impl Default for ScanMode {
 pub struct ScanStats {
     /// Pages that the first, read-only step saw as written; 0 in a scan without that step.
     pub hinted_pages: u64,
-    /// Pages reported as written and protected again.
+    /// Pages that QEMU has written, reported and protected again; those that only a device of ours
+    /// has written are not among them.
     pub written_pages: u64,
     pub protect_calls: u64,
 }
@@ -170,21 +175,26 @@ impl Untracked {
     }
 }
 
+/// What the kernel answers with, for one thread.
+type Output = Vec<page_region>;
+
 /// Guest RAM is tracked. Dropping it ends the tracking.
 #[derive(Debug)]
 pub struct Tracking {
     link: Arc<Link>,
     hint: PageSet,
-    output: Vec<page_region>,
+    /// One for each thread.
+    outputs: Vec<Output>,
     /// Whether all of guest RAM is registered with our userfaultfd.
     registered: bool,
 }
 
 impl Tracking {
     fn begin(link: Arc<Link>, output_runs: usize) -> Result<Self, Error> {
+        let output = vec![kernel::EMPTY_REGION; output_runs.max(1)];
         let mut tracking = Self {
             hint: PageSet::new(link.mapping.page_count()),
-            output: vec![kernel::EMPTY_REGION; output_runs.max(1)],
+            outputs: vec![output; threads(link.mapping.page_count())],
             registered: false,
             link,
         };
@@ -192,41 +202,37 @@ impl Tracking {
         // tracking of whoever made it fail. Closing the descriptor cleans up what is ours.
         tracking.link.register()?;
         tracking.registered = true;
+        // Every page counts as dirty now, whoever wrote it.
+        tracking.link.mapping.device_writes().clear();
         tracking.link.protect_all()?;
         Ok(tracking)
     }
 
     /// Adds to `dirty` every page written since it was last reported (or since the start) and
-    /// protects these pages again.
+    /// protects these pages again. Large memory is looked at by several threads.
     ///
     /// On an error every page is put into `dirty`: some may have been protected again without
     /// being reported, and the answer about memory that vanished would be "nothing written".
     pub fn scan(&mut self, dirty: &mut PageSet, mode: ScanMode) -> Result<ScanStats, Error> {
         self.check_size(dirty)?;
-        let mut stats = ScanStats::default();
         let scanned = match mode {
-            ScanMode::TwoStep { granule_pages } => {
-                self.scan_granules(granule_pages, dirty, &mut stats)
-            }
-            ScanMode::Everything => self.scan_everything(dirty, &mut stats),
+            ScanMode::TwoStep { granule_pages } => self.scan_granules(granule_pages, dirty),
+            ScanMode::Everything => self.scan_everything(dirty),
         };
-        scanned
-            .and_then(|()| self.link.confirm_alive())
-            .inspect_err(|_| dirty.insert_range(0..dirty.page_count()))?;
+        let alive = scanned.and_then(|stats| self.link.confirm_alive().map(|()| stats));
+        let stats = alive.inspect_err(|_| dirty.insert_range(0..dirty.page_count()))?;
+        self.link.mapping.device_writes().drain_into(dirty);
         Ok(stats)
     }
 
-    /// Adds to `written` the pages written since they were last reported, and changes nothing:
-    /// for estimates of the dirty rate, and exact for a guest that is stopped. Large memory is
-    /// looked at by several threads, since that guest waits.
+    /// Adds to `written` the pages written since they were last reported, says how many they are,
+    /// and changes nothing: for estimates of the dirty rate, and exact for a guest that is stopped
+    /// and whose devices rest. Large memory is looked at by several threads, since that guest waits.
     pub fn peek(&mut self, written: &mut PageSet) -> Result<u64, Error> {
         self.check_size(written)?;
-        let pages = self.link.mapping.page_count();
-        match look_threads(pages) {
-            1 => self.look()?,
-            threads => self.look_by(pages.div_ceil(threads))?,
-        }
+        self.look()?;
         self.link.confirm_alive()?;
+        self.link.mapping.device_writes().copy_into(&mut self.hint);
         written.merge(&self.hint);
         Ok(self.hint.count())
     }
@@ -251,78 +257,42 @@ impl Tracking {
         Ok(())
     }
 
+    /// Looks by several threads and protects by this one: KVM lets vCPUs wait that fault anywhere between two ranges which are
+    /// protected at once.
     fn scan_granules(
         &mut self,
         granule_pages: u64,
         dirty: &mut PageSet,
-        stats: &mut ScanStats,
-    ) -> Result<(), Error> {
+    ) -> Result<ScanStats, Error> {
         self.look()?;
-        stats.hinted_pages = self.hint.count();
-        let hint = std::mem::replace(&mut self.hint, PageSet::new(0));
-        let result = hint
-            .granule_runs(granule_pages)
-            .flat_map(steps)
-            .try_for_each(|pages| self.take(&pages, dirty, stats));
-        self.hint = hint;
-        result
+        let mut stats = ScanStats {
+            hinted_pages: self.hint.count(),
+            ..ScanStats::default()
+        };
+        let Some(output) = self.outputs.first_mut() else {
+            return Err(Error::TrackingLost);
+        };
+        let mut all = dirty.whole();
+        for pages in self.hint.granule_runs(granule_pages).flat_map(steps) {
+            stats = stats.and(take(&self.link, &pages, output, &mut all)?);
+        }
+        Ok(stats)
     }
 
-    fn scan_everything(&mut self, dirty: &mut PageSet, stats: &mut ScanStats) -> Result<(), Error> {
-        let all = 0..self.link.mapping.page_count();
-        self.take(&all, dirty, stats)
+    fn scan_everything(&mut self, dirty: &mut PageSet) -> Result<ScanStats, Error> {
+        let link = &self.link;
+        in_parts(&mut self.outputs, dirty, |part, output| {
+            take(link, &part.pages(), output, part)
+        })
     }
 
     /// Fills the hint with the pages that are written now, without protecting any.
     fn look(&mut self) -> Result<(), Error> {
         self.hint.clear();
-        let all = 0..self.link.mapping.page_count();
-        look_at(&self.link, &all, &mut self.output, &mut self.hint)
-    }
-
-    /// As `look`, with a thread for each `part` of so many pages.
-    fn look_by(&mut self, part: u64) -> Result<(), Error> {
-        self.hint.clear();
-        let count = self.link.mapping.page_count();
         let link = &self.link;
-        let one = |pages: Range<u64>| {
-            let mut output = vec![kernel::EMPTY_REGION; OUTPUT_RUNS];
-            let mut found = PageSet::new(count);
-            look_at(link, &pages, &mut output, &mut found).map(|()| found)
-        };
-        let found: Vec<Result<PageSet, Error>> = std::thread::scope(|scope| {
-            let starts = (0..count).step_by(usize::try_from(part).unwrap_or(usize::MAX));
-            let threads: Vec<_> = starts
-                .map(|start| scope.spawn(move || one(start..(start + part).min(count))))
-                .collect();
-            let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
-                // A thread that died has looked at nothing.
-                thread.join().unwrap_or(Err(Error::TrackingLost))
-            };
-            threads.into_iter().map(join).collect()
-        });
-        for part in found {
-            self.hint.merge(&part?);
-        }
-        Ok(())
-    }
-
-    /// Reports the written ones of `pages` and protects them.
-    fn take(
-        &mut self,
-        pages: &Range<u64>,
-        dirty: &mut PageSet,
-        stats: &mut ScanStats,
-    ) -> Result<(), Error> {
-        for segment in self.link.mapping.segments() {
-            let mut left = segment.addresses(pages).unwrap_or(0..0);
-            while !left.is_empty() {
-                let scanned = scan_some(&self.link, &left, Protect::Written, &mut self.output)?;
-                stats.written_pages += record(&self.output, scanned, segment, dirty);
-                stats.protect_calls += 1;
-                left.start = scanned.walk_end;
-            }
-        }
+        in_parts(&mut self.outputs, &mut self.hint, |part, output| {
+            look_at(link, output, part).map(|()| ScanStats::default())
+        })?;
         Ok(())
     }
 }
@@ -336,28 +306,94 @@ impl Drop for Tracking {
     }
 }
 
-/// Threads for one look: one for each GiB, as far as there are cores.
-fn look_threads(pages: u64) -> u64 {
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
-    (pages / LOOK_PAGES_MIN).clamp(1, cores.min(LOOK_THREADS_MAX))
+impl ScanStats {
+    /// Both together.
+    fn and(self, other: Self) -> Self {
+        Self {
+            hinted_pages: self.hinted_pages + other.hinted_pages,
+            written_pages: self.written_pages + other.written_pages,
+            protect_calls: self.protect_calls + other.protect_calls,
+        }
+    }
 }
 
-/// Adds those of `pages` that are written now, without protecting any.
-fn look_at(
-    link: &Link,
-    pages: &Range<u64>,
-    output: &mut [page_region],
-    found: &mut PageSet,
-) -> Result<(), Error> {
+/// Threads for so many pages: one for each GiB, as far as there are cores.
+fn threads(pages: u64) -> usize {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
+    (pages / PART_PAGES_MIN).clamp(1, cores.min(THREADS_MAX)) as usize
+}
+
+/// Does the work on each part of a set, with a thread and an output for each, and adds up what they did. A part for which no
+/// thread could begin is done by this one.
+fn in_parts(
+    outputs: &mut [Output],
+    set: &mut PageSet,
+    work: impl Fn(&mut Part<'_>, &mut Output) -> Result<ScanStats, Error> + Sync,
+) -> Result<ScanStats, Error> {
+    let part_pages = set.page_count().div_ceil(outputs.len().max(1) as u64);
+    let parts: Vec<Part<'_>> = set.parts(part_pages).collect();
+    if parts.len() > outputs.len() {
+        // Pages that nobody looks at would count as not written.
+        return Err(Error::TrackingLost);
+    }
+    let helpers = parts.len().saturating_sub(1);
+    let left = Mutex::new(parts.into_iter().zip(outputs).collect::<Vec<_>>());
+    let next = || left.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    let some = || {
+        let mut sum = ScanStats::default();
+        while let Some((mut part, output)) = next() {
+            sum = sum.and(work(&mut part, output)?);
+        }
+        Ok(sum)
+    };
+    std::thread::scope(|scope| {
+        let begin = |_| {
+            let thread = std::thread::Builder::new().name("scan".into());
+            thread.spawn_scoped(scope, some).ok()
+        };
+        let begun: Vec<_> = (0..helpers).filter_map(begin).collect();
+        let own = some();
+        let ended: Vec<Result<ScanStats, Error>> = begun
+            .into_iter()
+            // What a thread that died has done is not known.
+            .map(|thread| thread.join().unwrap_or(Err(Error::TrackingLost)))
+            .collect();
+        let mut all = std::iter::once(own).chain(ended);
+        all.try_fold(ScanStats::default(), |sum, one| Ok(sum.and(one?)))
+    })
+}
+
+/// Adds those pages of a part that are written now, without protecting any.
+fn look_at(link: &Link, output: &mut Output, part: &mut Part<'_>) -> Result<(), Error> {
     for segment in link.mapping.segments() {
-        let mut left = segment.addresses(pages).unwrap_or(0..0);
+        let mut left = segment.addresses(&part.pages()).unwrap_or(0..0);
         while !left.is_empty() {
             let scanned = scan_some(link, &left, Protect::No, output)?;
-            record(output, scanned, segment, found);
+            record(output, scanned, segment, part);
             left.start = scanned.walk_end;
         }
     }
     Ok(())
+}
+
+/// Reports the written ones of `pages`, which are of this part, and protects them.
+fn take(
+    link: &Link,
+    pages: &Range<u64>,
+    output: &mut Output,
+    part: &mut Part<'_>,
+) -> Result<ScanStats, Error> {
+    let mut stats = ScanStats::default();
+    for segment in link.mapping.segments() {
+        let mut left = segment.addresses(pages).unwrap_or(0..0);
+        while !left.is_empty() {
+            let scanned = scan_some(link, &left, Protect::Written, output)?;
+            stats.written_pages += record(output, scanned, segment, part);
+            stats.protect_calls += 1;
+            left.start = scanned.walk_end;
+        }
+    }
+    Ok(stats)
 }
 
 /// One scan call; always gets further, or fails.
@@ -379,13 +415,13 @@ fn scan_some(
     Ok(scanned)
 }
 
-/// Puts the reported pages into `set` and counts them.
-fn record(output: &[page_region], scanned: Scanned, segment: &Segment, set: &mut PageSet) -> u64 {
+/// Puts the reported pages into a part and counts them.
+fn record(output: &[page_region], scanned: Scanned, segment: &Segment, part: &mut Part<'_>) -> u64 {
     let mut count = 0;
     for region in output.iter().take(scanned.regions) {
         let pages = segment.pages_at(&(region.start..region.end));
         count += pages.end.saturating_sub(pages.start);
-        set.insert_range(pages);
+        part.insert_range(pages);
     }
     count
 }

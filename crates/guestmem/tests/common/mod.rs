@@ -70,6 +70,7 @@ impl Drop for Memory {
 pub struct GuestView {
     base: *mut u8,
     pages: u64,
+    mapping: GuestMapping,
 }
 
 // SAFETY: plain memory, accessed by volatile operations and system calls only.
@@ -106,11 +107,12 @@ impl GuestView {
         Self {
             base: base.cast(),
             pages: ram.page_count(),
+            mapping: GuestMapping::at(ram, base as u64),
         }
     }
 
     pub fn mapping(&self) -> GuestMapping {
-        GuestMapping::at(self.base as u64, self.pages)
+        self.mapping.clone()
     }
 
     /// Writes the first word of a page.
