@@ -51,6 +51,19 @@ pub enum Error {
         /// Pages that there are.
         page_count: u64,
     },
+    /// What the front end says of the guest's physical memory cannot be so.
+    #[error("the guest's memory is not as its device is told: {reason}")]
+    Regions { reason: String },
+    /// A guest named memory to its device that it does not have.
+    #[error("the guest has no memory at {address:#x}, {len} bytes long")]
+    DeviceAddress {
+        /// Guest-physical.
+        address: u64,
+        len: usize,
+    },
+    /// A guest cuts a request into more pieces than the kernel takes.
+    #[error("a request of the guest is in more than {max} pieces")]
+    Vectors { max: usize },
     /// The page has no memory behind it; touching it could end the process with SIGBUS.
     #[error(
         "page {page} of guest RAM has no memory behind it: populate it before writing, treat it as zero when reading"

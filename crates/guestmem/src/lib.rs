@@ -10,7 +10,7 @@
 //!
 //! What the tracker cannot see, and callers must therefore handle or refuse:
 //! - writes through any mapping but QEMU's: ours ([`RamFile::with_pages_mut`]), another
-//!   vhost-user process's. Mark them in an [`AtomicPageSet`] after the write has completed;
+//!   vhost-user process's. Those of our own devices it does report ([`device_memory`]);
 //! - device writes into pages pinned before a scan: `O_DIRECT`, native AIO, io_uring with
 //!   registered buffers, VFIO, vDPA, nested virtualisation. A test of this crate shows the loss;
 //! - holes punched into the file: balloon, free page reporting, virtio-mem.
@@ -20,6 +20,7 @@ compile_error!("godwit-guestmem needs 64-bit Linux");
 
 mod claim;
 pub mod collapse;
+pub mod device_memory;
 pub mod dirty_tracker;
 mod error;
 mod gather;
@@ -38,6 +39,7 @@ pub mod usage;
 pub mod zero;
 
 pub use collapse::{Collapse, CollapseCounts};
+pub use device_memory::{DeviceMemory, DeviceReadable, DeviceWritable, RegionPlace};
 pub use dirty_tracker::DirtyTracker;
 pub use error::Error;
 pub use huge_pages::HugePages;

@@ -1,4 +1,5 @@
-//! A shared mapping of the RAM file at huge-page alignment: the only place that holds its pointer.
+//! A shared mapping of the RAM file at huge-page alignment. Its pointer is held here, and by the buffers that
+//! [`crate::device_memory`] lends to the kernel.
 //!
 //! Who owns the state: [`SharedMap`] owns the address range and unmaps it when dropped; the bytes
 //! belong to the guest, which changes them at any time.
@@ -42,8 +43,9 @@ impl SharedMap {
         // SAFETY: the span is inside the mapping, which lives as long as `self`; u8 has no
         // alignment and no invalid value. The formal problem: QEMU, and our own writers, may
         // change these bytes while the slice exists, which the language calls a data race on a
-        // shared reference. Why it is bearable: another process's stores are outside of what the
-        // compiler can see or exploit, and hardware loads of changing bytes give old or new
+        // shared reference. Why it is bearable: the stores of another process, of the kernel, and
+        // those of our devices, which are made through raw pointers elsewhere, are outside of what
+        // the compiler can see or exploit here, and hardware loads of changing bytes give old or new
         // bytes, nothing else. What could still go wrong is code that reads a byte twice and
         // relies on both being equal. So the rule for every caller: the bytes are opaque data.
         // They are copied, encrypted, or tested for zero; no length, index, or branch that memory
@@ -61,9 +63,10 @@ impl SharedMap {
     ) -> Option<R> {
         let (start, len) = self.locate(&span)?;
         // SAFETY: inside the mapping, alive, any byte valid, as in `lend`; exclusive within this
-        // process by the claim (see `RamFile::with_pages_mut`). Against QEMU the same formal
-        // problem as in `lend` remains; at the destination, where this is used, QEMU is paused
-        // until the last page has been written.
+        // process by the claim (see `RamFile::with_pages_mut`), as long as no device of ours
+        // writes guest memory: at the destination, where this is used, none runs and QEMU is
+        // paused until the last page has been written. Against QEMU the same formal problem as in
+        // `lend` remains.
         Some(write(unsafe { std::slice::from_raw_parts_mut(start, len) }))
     }
 
@@ -79,7 +82,8 @@ impl SharedMap {
         self.base.as_ptr() as u64
     }
 
-    fn locate(&self, span: &Range<usize>) -> Option<(*mut u8, usize)> {
+    /// Where a span is, and how long; nothing if it is not inside. Whoever touches it does so as in `lend`.
+    pub(crate) fn locate(&self, span: &Range<usize>) -> Option<(*mut u8, usize)> {
         let len = span.end.checked_sub(span.start)?;
         if span.end > self.len {
             return None;
