@@ -7,6 +7,7 @@ use crate::config::{CONFIG_PATH, HostConfig};
 use crate::crypto::sha256_of_file;
 use crate::qemu_facts::version_numbers;
 use crate::system::{KERNEL_MIN, System};
+use godwit_migrate::admission::reasons_to_stay;
 use godwit_qemu::disk::DiskError;
 use godwit_qemu::trial::CpuFacts;
 use godwit_types::cpu::CpuWish;
@@ -125,7 +126,7 @@ pub fn outgoing(here: &Source<'_>) -> PreflightReport {
     if here.missing_addresses.len() == here.addresses.len() {
         findings.extend(no_address(here.config, here.missing_addresses).map(Err));
     }
-    findings.extend(stays_by_description(here).map(Err));
+    findings.extend(reasons_to_stay(here.spec).into_iter().map(Err));
     let groups: BTreeSet<&str> = here
         .spec
         .nics
@@ -136,16 +137,8 @@ pub fn outgoing(here: &Source<'_>) -> PreflightReport {
         .into_iter()
         .filter_map(|group| bridge_is_down(here.config, here.system, group));
     findings.extend(down.map(Err));
-    findings.extend(here.spec.disks.iter().map(|disk| {
-        if disk.read_only {
-            return Ok(format!("disk '{}' is read-only", disk.name));
-        }
-        let (vm, name) = (&here.spec.name, &disk.name);
-        refuse(
-            ErrorCode::NotMigratable,
-            format!("VM '{vm}' has the writable disk '{name}', which cannot move yet: make it read_only = true or remove it, with the VM stopped"),
-        )
-    }));
+    let read_only = here.spec.disks.iter().filter(|disk| disk.read_only);
+    findings.extend(read_only.map(|disk| Ok(format!("disk '{}' is read-only", disk.name))));
     findings.extend(here.blockers.iter().map(|reason| {
         let vm = &here.spec.name;
         refuse(
@@ -154,25 +147,6 @@ pub fn outgoing(here: &Source<'_>) -> PreflightReport {
         )
     }));
     collect(findings, here.host)
-}
-
-/// What in the VM's description keeps it where it is.
-fn stays_by_description(here: &Source<'_>) -> Option<ApiError> {
-    let (spec, wish) = (here.spec, CpuWish::parse(&here.spec.cpu));
-    let vm = &spec.name;
-    let why = if !spec.movable {
-        format!(
-            "VM '{vm}' has movable = false: change that with 'godwit vm edit {vm} FILE' while it is stopped"
-        )
-    } else if wish.is_of_one_host() {
-        wish.why_not_movable(vm)
-    } else {
-        let feature = wish.nested()?;
-        format!(
-            "VM '{vm}' has CPU feature '{feature}', with which it may run guests of its own, whose writes cannot be tracked: remove the feature, with the VM stopped"
-        )
-    };
-    Some(ApiError::new(ErrorCode::NotMigratable, why))
 }
 
 /// Paths of the files that a VM boots from.

@@ -14,7 +14,7 @@ use crate::shared_report::SharedReport;
 use crate::source::{SourceHandle, SourceParts};
 use crate::vm::{SWITCHOVER_WAIT_MIN, Vm};
 use godwit_guestmem::DirtyTracker;
-use godwit_migrate::admission::{agreed_protocol, refuse_writable_disks};
+use godwit_migrate::admission::{agreed_protocol, refuse_losing_writes};
 use godwit_migrate::protocol::ToDestination;
 use godwit_migrate::why::Why;
 use godwit_ownership::{Action, Ending, Event, PeerMessage, Phase};
@@ -84,7 +84,7 @@ impl Vm {
 
     pub(crate) fn prepare_incoming(&mut self, request: PrepareIncoming) -> Reply {
         self.refuse_while_closing()?;
-        refuse_writable_disks(&request.spec)?;
+        refuse_losing_writes(&request.spec)?;
         self.refuse_cancelled(&request.migration.id)?;
         self.refuse_while_moving()?;
         let migration = &request.migration;
@@ -177,7 +177,7 @@ impl Vm {
         self.refuse_while_moving()?;
         self.spec
             .as_ref()
-            .map_or(Ok(()), refuse_writable_disks)
+            .map_or(Ok(()), refuse_losing_writes)
             .map_err(|error| error.on_host(&self.config.host))?;
         let began = Event::MigrationBegan {
             migration: spec.id.clone(),

@@ -6,6 +6,7 @@
 
 use crate::error::{Outcome, refuse};
 use crate::placement::place;
+use godwit_migrate::admission::reasons_to_stay;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
 use godwit_types::migration::{Cipher, PreflightReport};
@@ -118,8 +119,9 @@ fn fine(facts: &Facts, cipher: Cipher) -> [String; 2] {
 /// What the inventory finds, and the encryption.
 fn from_inventory(facts: &Facts) -> (Vec<Finding>, Cipher) {
     let (vm, source, destination) = (&facts.vm, &facts.source, &facts.destination);
-    let disks = writable_disks(&vm.spec, &source.name);
-    let mut found: Vec<Finding> = disks.into_iter().map(Finding::Guessed).collect();
+    let stays = reasons_to_stay(&vm.spec).into_iter();
+    let stays = stays.map(|error| Finding::Guessed(error.on_host(&source.name)));
+    let mut found: Vec<Finding> = stays.collect();
     let mut spec = vm.spec.clone();
     // Encryption is decided on its own, with the request's wish.
     spec.encryption = EncryptionMode::Disabled;
@@ -170,21 +172,6 @@ fn no_common_version(facts: &Facts) -> Option<ApiError> {
         &there,
     )?;
     Some(ApiError::new(ErrorCode::Incompatible, why).on_host(&destination.name))
-}
-
-fn writable_disks(spec: &VmSpec, host: &HostName) -> Vec<ApiError> {
-    let writable = spec.disks.iter().filter(|disk| !disk.read_only);
-    let refusals = writable.map(|disk| {
-        ApiError::new(
-            ErrorCode::NotMigratable,
-            format!(
-                "disk {} of VM {} is writable and cannot move yet: make it read_only or remove it",
-                disk.name, spec.name
-            ),
-        )
-        .on_host(host)
-    });
-    refusals.collect()
 }
 
 fn no_common_family(source: &HostInfo, destination: &HostInfo) -> Option<ApiError> {
