@@ -237,6 +237,40 @@ impl Vectors {
         self.iovecs.iter().map(|iovec| iovec.iov_len).sum()
     }
 
+    fn are_aligned(&self, address: usize, len: usize) -> bool {
+        let odd = |number: usize, to: usize| to == 0 || !number.is_multiple_of(to);
+        !self
+            .iovecs
+            .iter()
+            .any(|iovec| odd(iovec.iov_base as usize, address) || odd(iovec.iov_len, len))
+    }
+
+    /// Goes through `len` bytes of the buffers after the first `skip`, piece by piece; memory that is not there yet is made
+    /// first.
+    fn each(
+        &self,
+        mut skip: usize,
+        len: usize,
+        mut piece: impl FnMut(*mut u8, Range<usize>),
+    ) -> Result<(), Error> {
+        let mut done = 0;
+        for iovec in &self.iovecs {
+            let before = skip.min(iovec.iov_len);
+            skip -= before;
+            let count = (iovec.iov_len - before).min(len - done);
+            if count == 0 {
+                continue;
+            }
+            let from = self.span(iovec).start.saturating_add(before);
+            self.ram
+                .allocate(pages_of(&(from..from.saturating_add(count))))?;
+            let start = iovec.iov_base.cast::<u8>().wrapping_add(before);
+            piece(start, done..done + count);
+            done += count;
+        }
+        Ok(())
+    }
+
     /// The bytes of the RAM file that a vector stands for.
     fn span(&self, iovec: &libc::iovec) -> Range<usize> {
         let base = self.ram.map.address() as usize;
@@ -250,7 +284,6 @@ impl Vectors {
 pub struct DeviceReadable(Vectors);
 
 impl DeviceReadable {
-    /// None yet.
     pub fn new(ram: &Arc<RamFile>) -> Self {
         Self(Vectors::new(ram))
     }
@@ -260,14 +293,29 @@ impl DeviceReadable {
         self.0.push(memory, address, len)
     }
 
+    /// Copies the guest's bytes after the first `skip` into `to`, as many as there are on both sides: once, so that whoever
+    /// gets the copy gets the same whatever the guest writes meanwhile.
+    pub fn copy_to(&self, skip: usize, to: &mut [u8]) -> Result<(), Error> {
+        self.0.each(skip, to.len(), |guest, span| {
+            let part = &mut to[span];
+            // SAFETY: `guest` is the start of as many bytes in our mapping as `part` has at most, which is memory of its own;
+            // that the guest may change its bytes meanwhile is bearable as in `SharedMap::lend`: they are opaque.
+            unsafe { std::ptr::copy_nonoverlapping(guest, part.as_mut_ptr(), part.len()) };
+        })
+    }
+
     /// As the kernel takes them; they are valid as long as `self` is not changed.
     pub fn iovecs(&self) -> &[libc::iovec] {
         &self.0.iovecs
     }
 
-    /// All their bytes.
     pub fn bytes(&self) -> usize {
         self.0.bytes()
+    }
+
+    /// Whether every buffer begins at a multiple of `address` here, and its length is one of `len`.
+    pub fn are_aligned(&self, address: usize, len: usize) -> bool {
+        self.0.are_aligned(address, len)
     }
 
     /// Ready for the next request.
@@ -285,7 +333,6 @@ pub struct DeviceWritable {
 }
 
 impl DeviceWritable {
-    /// None yet.
     pub fn new(ram: &Arc<RamFile>) -> Self {
         Self {
             vectors: Vectors::new(ram),
@@ -298,9 +345,23 @@ impl DeviceWritable {
         self.vectors.push(memory, address, len)
     }
 
-    /// All their bytes.
     pub fn bytes(&self) -> usize {
         self.vectors.bytes()
+    }
+
+    /// Whether every buffer begins at a multiple of `address` here, and its length is one of `len`.
+    pub fn are_aligned(&self, address: usize, len: usize) -> bool {
+        self.vectors.are_aligned(address, len)
+    }
+
+    /// Copies bytes into the guest's buffers after their first `skip`, as many as there are on both sides.
+    pub fn copy_from(&mut self, skip: usize, from: &[u8]) -> Result<(), Error> {
+        self.lent = true;
+        self.vectors.each(skip, from.len(), |guest, span| {
+            let part = &from[span];
+            // SAFETY: as in `DeviceReadable::copy_to`; the guest has given these bytes to be written.
+            unsafe { std::ptr::copy_nonoverlapping(part.as_ptr(), guest, part.len()) };
+        })
     }
 
     /// As the kernel takes them; they are valid as long as `self` is not changed. It must be done with them before

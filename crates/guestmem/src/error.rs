@@ -56,11 +56,7 @@ pub enum Error {
     Regions { reason: String },
     /// A guest named memory to its device that it does not have.
     #[error("the guest has no memory at {address:#x}, {len} bytes long")]
-    DeviceAddress {
-        /// Guest-physical.
-        address: u64,
-        len: usize,
-    },
+    DeviceAddress { address: u64, len: usize },
     /// A guest cuts a request into more pieces than the kernel takes.
     #[error("a request of the guest is in more than {max} pieces")]
     Vectors { max: usize },

@@ -307,7 +307,6 @@ impl Drop for Tracking {
 }
 
 impl ScanStats {
-    /// Both together.
     fn and(self, other: Self) -> Self {
         Self {
             hinted_pages: self.hinted_pages + other.hinted_pages,
