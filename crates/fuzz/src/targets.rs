@@ -4,6 +4,7 @@
 
 mod canary;
 mod control;
+mod disk;
 mod ownership;
 mod protocol;
 mod qemu;
@@ -47,6 +48,8 @@ targets! {
     "ownership-core", "events in any order, lost writes and crashes", ownership::core, core_seeds;
     "record-file", "the durable ownership record", ownership::record_file, record_file_seeds;
     "qmp", "lines from QEMU", qemu::qmp, qmp_seeds;
+    "disk-message", "what QEMU says to a disk", disk::message, message_seeds;
+    "disk-request", "requests in a guest's rings", disk::request, request_seeds;
     "probe-frame", "Ethernet frames from a bridge", qemu::probe, probe_seeds;
     "rest-body", "bodies, tokens, certificates and event streams", control::rest_body, rest_body_seeds;
     "vm-socket", "requests and answers between agent and VM process", control::vm_socket, vm_socket_seeds;

@@ -11,7 +11,16 @@ const RINGS: [(&str, &[&str]); 4] = [
     ("pure", &["types", "wire", "migrate", "ownership", "site"]),
     (
         "edge",
-        &["guestmem", "qemu", "transport", "streams", "store", "rpc"],
+        &[
+            "guestmem",
+            "blockio",
+            "vhost",
+            "qemu",
+            "transport",
+            "streams",
+            "store",
+            "rpc",
+        ],
     ),
     ("glue", &["vmproc", "agent", "controller", "cli"]),
     (

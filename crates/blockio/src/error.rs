@@ -1,0 +1,35 @@
+//! What can be wrong with an image, in sentences for people.
+
+use std::io;
+use std::path::PathBuf;
+
+/// What an image, or the kernel, refuses.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A system call on an image failed.
+    #[error("cannot {action} the image {path}: {source}")]
+    Image {
+        /// In words, as 'open'.
+        action: &'static str,
+        path: PathBuf,
+        source: io::Error,
+    },
+    /// The image is no disk.
+    #[error("{path} cannot be a disk's image: {reason}")]
+    Unusable { path: PathBuf, reason: String },
+    /// Somebody else has the image open.
+    #[error("the image {path} is in use: {holder}; stop that VM, or end that tool")]
+    InUse {
+        path: PathBuf,
+        /// As far as the kernel tells.
+        holder: String,
+    },
+    /// The kernel gives no ring.
+    #[error(
+        "cannot {action} with io_uring: {source}; it is of no use where the sysctl kernel.io_uring_disabled is not 0"
+    )]
+    Ring {
+        action: &'static str,
+        source: io::Error,
+    },
+}

@@ -1,0 +1,77 @@
+//! What stands between a guest and its image.
+//!
+//! A filter sees each request on its way down and its outcome on its way up. It may pass it on, hold it, answer it, split it,
+//! or make requests of its own. It is called by its disk's thread alone, never twice at a time, and must not wait: what takes
+//! time it holds, and asks to be woken.
+//!
+//! Whoever holds a request holds up its guest's stop, and QEMU with it: a filter may do so for as long as a round trip takes.
+//! One that wants fewer requests says when it takes the next one ([`Filter::opens_at`]); they stay in the guest's ring until
+//! then, where they are nobody's concern.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use crate::stack::Step;
+use crate::{Data, Outcome, Request, Work};
+
+/// One layer of a disk's stack. What it does not say passes through.
+pub trait Filter: Send {
+    /// A request comes from above.
+    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        flow.down(request);
+    }
+
+    /// The outcome of a request that came from above.
+    fn up(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
+        flow.up(request, outcome);
+    }
+
+    /// The outcome of a request that this filter made.
+    fn made(&mut self, _request: Request, _outcome: Outcome, _flow: &mut Flow<'_>) {}
+
+    /// When it takes the next request from above: `None`, or a time that has come: now.
+    fn opens_at(&self) -> Option<Instant> {
+        None
+    }
+
+    /// When [`Self::wake`] is to be called, if ever.
+    fn wake_at(&self) -> Option<Instant> {
+        None
+    }
+
+    /// The time that was asked for has come.
+    fn wake(&mut self, _flow: &mut Flow<'_>) {}
+}
+
+/// Where a filter sends requests to.
+#[derive(Debug)]
+pub struct Flow<'a> {
+    pub(crate) steps: &'a mut VecDeque<Step>,
+    /// The filter's place, 0 at the top.
+    pub(crate) place: usize,
+    pub(crate) now: Instant,
+}
+
+impl Flow<'_> {
+    /// The time, as the disk's thread last read it.
+    pub fn now(&self) -> Instant {
+        self.now
+    }
+
+    /// Passes a request on to the next layer.
+    pub fn down(&mut self, request: Request) {
+        self.steps.push_back(Step::Down(self.place + 1, request));
+    }
+
+    /// Answers a request that came from above.
+    pub fn up(&mut self, request: Request, outcome: Outcome) {
+        self.steps.push_back(Step::Up(self.place, request, outcome));
+    }
+
+    /// Makes a request of the filter's own for the layers below; [`Filter::made`] gets its outcome.
+    pub fn make(&mut self, work: Work, data: Data, token: u64) {
+        let mut request = Request::new(work, data, token, self.now);
+        request.maker = Some(self.place);
+        self.down(request);
+    }
+}

@@ -1,0 +1,141 @@
+//! Counts what a guest does with its disk, and how long that takes.
+//!
+//! Who owns the state: the disk's thread writes the counts, anybody reads them, each of them by itself: two that are read
+//! one after the other may be one request apart.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::{Filter, Flow, Outcome, Request, Work};
+
+/// What was done of one kind.
+#[derive(Debug, Default)]
+pub struct Count {
+    pub requests: AtomicU64,
+    pub bytes: AtomicU64,
+    /// From when the request was made until its outcome came here, all together.
+    pub nanoseconds: AtomicU64,
+    pub most_nanoseconds: AtomicU64,
+    /// Of them, those that failed.
+    pub failed: AtomicU64,
+}
+
+/// What was done since the disk began.
+#[derive(Debug, Default)]
+pub struct Counts {
+    pub reads: Count,
+    pub writes: Count,
+    pub flushes: Count,
+    /// Discards and writes of zeroes.
+    pub erasures: Count,
+}
+
+impl Counts {
+    fn of(&self, work: &Work) -> &Count {
+        match work {
+            Work::Read(_) => &self.reads,
+            Work::Write(_) => &self.writes,
+            Work::Flush => &self.flushes,
+            Work::Discard(_) | Work::WriteZeroes { .. } => &self.erasures,
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub struct Statistics {
+    counts: Arc<Counts>,
+}
+
+impl Statistics {
+    /// Where the counts are read.
+    pub fn counts(&self) -> Arc<Counts> {
+        Arc::clone(&self.counts)
+    }
+}
+
+/// Nobody but the disk's thread adds, so that no locked instruction is needed.
+fn add(counter: &AtomicU64, more: u64) {
+    let sum = counter.load(Ordering::Relaxed).saturating_add(more);
+    counter.store(sum, Ordering::Relaxed);
+}
+
+impl Filter for Statistics {
+    fn up(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
+        let took = flow.now().saturating_duration_since(request.began);
+        let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        let count = self.counts.of(&request.work);
+        add(&count.requests, 1);
+        let range = request.work.range();
+        add(
+            &count.bytes,
+            range.map_or(0, |range| range.end - range.start),
+        );
+        add(&count.nanoseconds, took);
+        let most = count.most_nanoseconds.load(Ordering::Relaxed).max(took);
+        count.most_nanoseconds.store(most, Ordering::Relaxed);
+        add(&count.failed, u64::from(outcome != Outcome::Done));
+        flow.up(request, outcome);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::filters::Fault;
+    use crate::{Data, Stack};
+    use rustix::io::Errno;
+    use std::time::{Duration, Instant};
+
+    #[test]
+    fn each_kind_is_counted_with_its_bytes_its_time_and_its_failures() {
+        let statistics = Statistics::default();
+        let counts = statistics.counts();
+        let faults = Fault::default();
+        faults.fail_writes(1, Errno::IO);
+        let mut stack = Stack::new(
+            vec![Box::new(statistics), Box::new(faults)],
+            Keeps::default(),
+        );
+        let began = Instant::now();
+        for work in [
+            Work::Write(0..512),
+            Work::Write(0..4096),
+            Work::Read(512..1024),
+            Work::Flush,
+            Work::Discard(0..8192),
+        ] {
+            stack.submit(Request::new(work, Data::None, 0, began), began);
+        }
+        let later = began + Duration::from_millis(3);
+        while let Some(request) = stack.bottom.0.pop() {
+            stack.completed(request, Outcome::Done, later);
+        }
+        let told = |count: &Count| {
+            let all = [
+                &count.requests,
+                &count.bytes,
+                &count.nanoseconds,
+                &count.failed,
+            ];
+            all.map(|counter| counter.load(Ordering::Relaxed))
+        };
+        assert_eq!(told(&counts.writes), [2, 4608, 3_000_000, 1]);
+        assert_eq!(told(&counts.reads), [1, 512, 3_000_000, 0]);
+        assert_eq!(told(&counts.flushes), [1, 0, 3_000_000, 0]);
+        assert_eq!(told(&counts.erasures), [1, 8192, 3_000_000, 0]);
+        assert_eq!(
+            counts.writes.most_nanoseconds.load(Ordering::Relaxed),
+            3_000_000
+        );
+    }
+
+    #[derive(Default)]
+    struct Keeps(Vec<Request>);
+
+    impl crate::Bottom for Keeps {
+        fn start(&mut self, request: Request) -> Option<(Request, Outcome)> {
+            self.0.push(request);
+            None
+        }
+    }
+}

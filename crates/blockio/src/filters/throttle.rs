@@ -1,0 +1,129 @@
+//! Limits what one disk may do in a second, so that one guest does not take a datastore from the others.
+//!
+//! The generic cell rate algorithm (ITU-T I.371), twice: each request takes the time that it would take at the limit, and may
+//! come early by a tenth of a second's worth. What comes earlier stays in the guest's ring.
+
+use std::time::{Duration, Instant};
+
+use crate::{Filter, Flow, Request, Work};
+
+/// How much a disk may do at once after it did nothing.
+const BURST: Duration = Duration::from_millis(100);
+
+/// What a disk may do in a second; 0: no limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Limits {
+    pub requests: u64,
+    pub bytes: u64,
+}
+
+#[derive(Debug)]
+pub struct Throttle {
+    limits: Limits,
+    /// When what was let through would end at the limit.
+    due: Option<Instant>,
+}
+
+impl Throttle {
+    pub fn new(limits: Limits) -> Self {
+        Self { limits, due: None }
+    }
+
+    /// What a request takes at the limit.
+    fn cost(&self, work: &Work) -> Duration {
+        let each = |limit: u64, count: u64| match limit {
+            0 => Duration::ZERO,
+            limit => Duration::from_secs_f64(count as f64 / limit as f64),
+        };
+        let bytes = work.transfers();
+        each(self.limits.requests, 1).max(each(self.limits.bytes, bytes))
+    }
+}
+
+impl Filter for Throttle {
+    /// A flush costs nothing: it concerns only what was acknowledged.
+    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        if request.work != Work::Flush && self.limits != Limits::default() {
+            let from = self.due.map_or(flow.now(), |due| due.max(flow.now()));
+            self.due = from.checked_add(self.cost(&request.work));
+        }
+        flow.down(request);
+    }
+
+    fn opens_at(&self) -> Option<Instant> {
+        self.due?.checked_sub(BURST)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Bottom, Data, Outcome, Stack};
+
+    #[derive(Default)]
+    struct Took(Vec<u64>);
+
+    impl Bottom for Took {
+        fn start(&mut self, request: Request) -> Option<(Request, Outcome)> {
+            self.0.push(request.token);
+            Some((request, Outcome::Done))
+        }
+    }
+
+    /// How many of 1,000 waiting requests of 4 KiB went through in each of `seconds` seconds.
+    fn seconds(limits: Limits, seconds: u32) -> Vec<usize> {
+        let mut stack = Stack::new(vec![Box::new(Throttle::new(limits))], Took::default());
+        let began = Instant::now();
+        let (mut now, mut waiting) = (began, (0..1000).peekable());
+        let counts = (1..=seconds).map(|second| {
+            let end = began + Duration::from_secs(second.into());
+            let before = stack.bottom.0.len();
+            while now < end && waiting.peek().is_some() {
+                match stack.opens_at(now) {
+                    Some(at) => now = at,
+                    None => {
+                        let work = Work::Write(0..4096);
+                        let token = waiting.next().unwrap();
+                        stack.submit(Request::new(work, Data::None, token, now), now);
+                    }
+                }
+            }
+            stack.bottom.0.len() - before
+        });
+        counts.collect()
+    }
+
+    #[test]
+    fn a_disk_does_what_its_limit_says_after_a_tenth_of_a_second_at_once() {
+        let limits = |requests, bytes| Limits { requests, bytes };
+        let near = |seen: Vec<usize>, expected: &[usize]| {
+            let all = seen.iter().zip(expected);
+            assert!(
+                all.clone()
+                    .all(|(seen, expected)| seen.abs_diff(*expected) <= 1),
+                "{seen:?}"
+            );
+        };
+        near(seconds(limits(100, 0), 3), &[110, 100, 100]);
+        near(seconds(limits(0, 4096 * 50), 3), &[55, 50, 50]);
+        // The stricter of both.
+        near(seconds(limits(100, 4096 * 50), 2), &[55, 50]);
+        near(seconds(Limits::default(), 1), &[1000]);
+    }
+
+    #[test]
+    fn nothing_that_was_let_in_is_held_and_a_flush_costs_nothing() {
+        let limits = Limits {
+            requests: 1,
+            bytes: 0,
+        };
+        let mut stack = Stack::new(vec![Box::new(Throttle::new(limits))], Took::default());
+        let now = Instant::now();
+        for work in [Work::Flush, Work::Flush, Work::Write(0..512)] {
+            assert_eq!(stack.opens_at(now), None);
+            stack.submit(Request::new(work, Data::None, 0, now), now);
+        }
+        assert_eq!((stack.under_way(), stack.wake_at()), (0, None));
+        assert_eq!(stack.opens_at(now), Some(now + Duration::from_millis(900)));
+    }
+}

@@ -1,0 +1,243 @@
+//! A raw image: a file or a block device, opened for direct IO.
+//!
+//! Who owns the state: the image's bytes belong to whoever holds its lock; this value owns the descriptor, on which the lock
+//! is and through which all IO goes.
+//!
+//! What it refuses: what is neither a file nor a block device, a size that is no multiple of the disk's blocks, and a device
+//! whose own blocks are larger than those.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{AtFlags, OFlags, StatxFlags};
+use rustix::io::Errno;
+
+use crate::{Buffer, Error, SECTOR, image_lock};
+
+const NEITHER: &str = "it is neither a file nor a block device";
+
+/// What a disk may do with its image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    ReadOnly,
+    ReadWrite,
+}
+
+/// What direct IO on an image must be a multiple of, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Alignment {
+    pub memory: u32,
+    /// Offsets on the disk, and lengths.
+    pub offset: u32,
+}
+
+/// Which file or block device an image is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Identity {
+    /// Of a file, that of its file system; of a block device, its own.
+    pub device: u64,
+    pub inode: u64,
+}
+
+/// An image that is open.
+#[derive(Debug)]
+pub struct Image {
+    path: PathBuf,
+    file: File,
+    access: Access,
+    bytes: u64,
+    alignment: Alignment,
+}
+
+impl Image {
+    /// Opens the image of a disk with blocks of so many bytes, as [`Self::of`].
+    pub fn open(path: &Path, access: Access, block_bytes: u32) -> Result<Self, Error> {
+        // A FIFO would be waited for.
+        let opened = OpenOptions::new()
+            .read(true)
+            .write(access == Access::ReadWrite)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path);
+        let file = opened.map_err(|source| match source.raw_os_error() {
+            Some(libc::EISDIR) => unusable(path, NEITHER),
+            _ => Error::Image {
+                action: "open",
+                path: path.to_owned(),
+                source,
+            },
+        })?;
+        Self::of(file, path, access, block_bytes)
+    }
+
+    /// An image that its caller has opened, for reading or for both; from here on its IO is direct.
+    pub fn of(file: File, path: &Path, access: Access, block_bytes: u32) -> Result<Self, Error> {
+        let failed = |action, source| Error::Image {
+            action,
+            path: path.to_owned(),
+            source,
+        };
+        let metadata = file.metadata();
+        let kind = metadata
+            .map_err(|source| failed("examine", source))?
+            .file_type();
+        if !kind.is_file() && !kind.is_block_device() {
+            return Err(unusable(path, NEITHER));
+        }
+        go_direct(&file).map_err(|source| match source.raw_os_error() {
+            Some(libc::EINVAL) => unusable(path, "its file system takes no direct IO (O_DIRECT): put it on ext4, XFS, btrfs or a block device"),
+            _ => failed("open", source),
+        })?;
+        let bytes = size_of(&file).map_err(|source| failed("measure", source))?;
+        let block = u64::from(block_bytes);
+        if bytes == 0 {
+            let reason = "it is empty: give it the size of the disk, as with 'truncate -s 20G'";
+            return Err(unusable(path, reason));
+        }
+        if block == 0 || !bytes.is_multiple_of(block) {
+            let reason = format!(
+                "its {bytes} bytes are no whole blocks of {block_bytes} bytes: make it longer, as with 'truncate -s %{block_bytes}'"
+            );
+            return Err(unusable(path, &reason));
+        }
+        let alignment =
+            alignment_of(&file, kind.is_file()).map_err(|source| failed("examine", source))?;
+        if !block.is_multiple_of(u64::from(alignment.offset)) {
+            let theirs = alignment.offset;
+            let reason =
+                format!("its device has blocks of {theirs} bytes, the disk of {block_bytes}");
+            return Err(unusable(path, &reason));
+        }
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+            access,
+            bytes,
+            alignment,
+        })
+    }
+
+    /// Takes the image for this descriptor, against other VM processes, QEMU and qemu-img, and waits at most so long for who
+    /// has it: a process that was killed keeps it for as long as its last request is under way. Many may read one image, but
+    /// of each `name` only one. The lock ends with the last request of the last process that has this descriptor. Whoever had
+    /// it may have changed its size: it is measured anew.
+    pub fn lock(&mut self, name: &str, patience: Duration) -> Result<(), Error> {
+        image_lock::take(&self.file, &self.path, self.access, name, patience)?;
+        self.measure()?;
+        Ok(())
+    }
+
+    /// Tells this file or block device from every other of this host, for as long as it is open somewhere.
+    pub fn identity(&self) -> Result<Identity, Error> {
+        let metadata = self.file.metadata().map_err(|source| Error::Image {
+            action: "examine",
+            path: self.path.clone(),
+            source,
+        })?;
+        Ok(match metadata.file_type().is_block_device() {
+            true => Identity {
+                device: metadata.rdev(),
+                inode: 0,
+            },
+            false => Identity {
+                device: metadata.dev(),
+                inode: metadata.ino(),
+            },
+        })
+    }
+
+    /// Its size in bytes, as it was when it was opened or last [`Self::measure`]d.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Looks how large it is now.
+    pub fn measure(&mut self) -> Result<u64, Error> {
+        let bytes = size_of(&self.file).map_err(|source| Error::Image {
+            action: "measure",
+            path: self.path.clone(),
+            source,
+        })?;
+        self.bytes = bytes;
+        Ok(bytes)
+    }
+
+    /// What direct IO on it must be aligned to.
+    pub fn alignment(&self) -> Alignment {
+        self.alignment
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether it may be written.
+    pub fn access(&self) -> Access {
+        self.access
+    }
+}
+
+impl AsFd for Image {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
+    }
+}
+
+/// Of files and block devices alike.
+fn size_of(file: &File) -> io::Result<u64> {
+    Ok(rustix::fs::seek(file, rustix::fs::SeekFrom::End(0))?)
+}
+
+fn unusable(path: &Path, reason: &str) -> Error {
+    Error::Unusable {
+        path: path.to_owned(),
+        reason: reason.to_owned(),
+    }
+}
+
+/// Beside the page cache; and waiting, since some devices refuse requests on a descriptor that is not to wait.
+fn go_direct(file: &File) -> io::Result<()> {
+    let flags = rustix::fs::fcntl_getfl(file)?;
+    let flags = (flags | OFlags::DIRECT) - OFlags::NONBLOCK;
+    rustix::fs::fcntl_setfl(file, flags)?;
+    Ok(())
+}
+
+/// What the kernel says; or, where its file system does not tell or speaks of more than its device needs (XFS does, where
+/// files may share blocks), what it takes.
+fn alignment_of(file: &File, is_file: bool) -> io::Result<Alignment> {
+    let said = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
+    let told = StatxFlags::from_bits_retain(said.stx_mask).contains(StatxFlags::DIOALIGN)
+        && said.stx_dio_mem_align > 0
+        && said.stx_dio_offset_align > 0;
+    let sector = SECTOR as u32;
+    if told && (said.stx_dio_offset_align <= sector || !is_file) {
+        return Ok(Alignment {
+            memory: said.stx_dio_mem_align,
+            offset: said.stx_dio_offset_align,
+        });
+    }
+    let takes_sectors = takes_sectors(file)?;
+    let block = if takes_sectors { sector } else { 4096 };
+    Ok(Alignment {
+        memory: if told { said.stx_dio_mem_align } else { block },
+        offset: if told && !takes_sectors {
+            said.stx_dio_offset_align
+        } else {
+            block
+        },
+    })
+}
+
+/// Whether one sector can be read.
+fn takes_sectors(file: &File) -> io::Result<bool> {
+    let mut buffer = Buffer::zeroed(SECTOR as usize);
+    match file.read_at(buffer.bytes_mut(), SECTOR) {
+        Ok(_) => Ok(true),
+        Err(error) if error.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => Ok(false),
+        Err(error) => Err(error),
+    }
+}

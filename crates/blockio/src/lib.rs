@@ -1,0 +1,39 @@
+//! A disk's requests on their way from the guest through filters to its image.
+//!
+//! What it is for: a [`Request`] enters a [`Stack`] at the top, goes down through [`Filter`]s, which may pass it on, hold it,
+//! split it or answer it, and is carried out by the [`Engine`] on an [`Image`]; its [`Outcome`] comes up the same way. One
+//! thread owns a stack and everything below it, so that nothing here is locked.
+//!
+//! Who owns the state: the guest owns its buffers, which a request lends to the kernel; an image's file belongs to whoever
+//! holds its lock ([`Image::lock`]), and the kernel keeps that lock for as long as a request is under way, also when this
+//! process has died.
+//!
+//! What it refuses: images whose device cannot write the guest's blocks, ranges outside of a disk, and to give back a buffer
+//! that the kernel still uses.
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("godwit-blockio needs 64-bit Linux");
+
+mod buffer;
+mod engine;
+mod error;
+mod filter;
+pub mod filters;
+mod image;
+mod image_lock;
+mod reactor;
+mod request;
+mod stack;
+
+pub use buffer::Buffer;
+pub use engine::Engine;
+pub use error::Error;
+pub use filter::{Filter, Flow};
+pub use image::{Access, Alignment, Identity, Image};
+pub use reactor::Event;
+use reactor::Reactor;
+pub use request::{Data, Outcome, Request, Work};
+pub use stack::{Bottom, Finished, Stack};
+
+/// Bytes in a sector, the unit in which virtio counts, whatever a disk's block size.
+pub const SECTOR: u64 = 512;

@@ -1,0 +1,590 @@
+//! A disk's thread: hears QEMU and the VM process, takes requests, gives answers.
+//!
+//! Who owns the state: the thread owns everything here. It never waits but for all that may happen at once; so QEMU gets its
+//! answer to 'end this queue' when the last request is done, and what else happens goes on meanwhile.
+//!
+//! What it refuses: a second front end while one is connected or requests of the last one are under way.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use godwit_blockio::{Access, Engine, Event, Filter, Image, Outcome, Request, Stack};
+use godwit_guestmem::{DeviceMemory, RamFile};
+use rustix::io::Errno;
+
+use crate::Error;
+use crate::block::Geometry;
+use crate::connection::{Connection, send};
+use crate::handle::{Command, Status};
+use crate::listener::Listener;
+use crate::message::{Region, Vring, encode, request};
+use crate::queue::{Guest, Queue};
+
+const LISTENER: u64 = 0;
+const WAKE: u64 = 1;
+/// Plus the life in the upper half.
+const SOCKET: u64 = 2;
+/// Plus the queue, and the life in the upper half.
+const KICK: u64 = 0x100;
+/// Most messages that are heard before requests are looked at again.
+const MESSAGES: usize = 64;
+/// When a socket that could not be made is tried again.
+const AGAIN: Duration = Duration::from_secs(1);
+/// How long a disk that is to end waits for what the kernel has.
+const LAST: Duration = Duration::from_secs(2);
+/// When a QEMU that said what none says is heard again.
+const REFUSED: Duration = Duration::from_millis(50);
+/// So many lines about guest and QEMU are written in so long.
+const TELL_EVERY: Duration = Duration::from_secs(60);
+const TELL_MOST: u32 = 20;
+
+/// What a disk is made of.
+pub struct Settings {
+    /// As logs have it.
+    pub name: String,
+    /// Where QEMU connects to; whatever is there is replaced.
+    pub socket: PathBuf,
+    /// User of QEMU, who may connect beside root, and group.
+    pub owner: Option<(u32, u32)>,
+    pub image: Image,
+    pub geometry: Geometry,
+    /// The first is nearest to the guest.
+    pub filters: Vec<Box<dyn Filter>>,
+    /// The guest's memory: no other is served.
+    pub ram: Arc<RamFile>,
+}
+
+impl Settings {
+    fn check(&self) -> Result<(), Error> {
+        let refused = |reason| Err(Error::Settings { reason });
+        if let Err(reason) = self.geometry.check(self.image.bytes()) {
+            return refused(reason);
+        }
+        if self.image.access() == Access::ReadOnly && !self.geometry.read_only {
+            return refused("its image was opened for reading only".to_owned());
+        }
+        Ok(())
+    }
+}
+
+/// What the thread has.
+pub(crate) struct Device {
+    name: String,
+    /// Ends before the image does: its path belongs to whoever has that.
+    listener: Listener,
+    pub(crate) stack: Stack<Engine>,
+    pub(crate) guest: Guest,
+    pub(crate) queues: Vec<Queue>,
+    pub(crate) regions: Vec<Region>,
+    pub(crate) connection: Option<Connection>,
+    /// On which QEMU hears of a changed configuration.
+    pub(crate) back_channel: Option<OwnedFd>,
+    /// The queue whose end QEMU waits for.
+    pub(crate) ending: Option<u32>,
+    /// When the socket is tried again.
+    listen_again: Option<Instant>,
+    /// When QEMU connected, until it says something.
+    mute_since: Option<Instant>,
+    /// Whether QEMU may have said more than was heard.
+    has_more_to_hear: bool,
+    /// Whether this front end was told of the disk's size, which may be another than its predecessor said.
+    told_size: bool,
+    /// When filters take requests again.
+    opens_at: Option<Instant>,
+    /// Writes for which the image has no room; they are tried again, and nothing new is taken meanwhile.
+    parked: Vec<Request>,
+    try_parked_at: Option<Instant>,
+    held: bool,
+    /// Whoever waits until nothing is under way.
+    waiting: Vec<Sender<()>>,
+    resubmitted: u64,
+    /// When lines about guest and QEMU are counted anew.
+    tell_at: Option<Instant>,
+    /// Lines since then.
+    told: u32,
+}
+
+impl Device {
+    /// On the thread that will run it. QEMU can connect once this has returned.
+    pub(crate) fn new(settings: Settings) -> Result<Self, Error> {
+        settings.check()?;
+        let count = settings.geometry.queues;
+        let engine = Engine::new(settings.image)?;
+        let memory = DeviceMemory::default();
+        let mut device = Self {
+            name: settings.name,
+            listener: Listener::new(settings.socket, settings.owner),
+            stack: Stack::new(settings.filters, engine),
+            guest: Guest {
+                ram: settings.ram,
+                memory,
+                geometry: settings.geometry,
+                inflight: None,
+                by_index: false,
+                durable: false,
+                enables: false,
+                life: 0,
+            },
+            queues: (0..count).map(Queue::new).collect(),
+            regions: Vec::new(),
+            connection: None,
+            back_channel: None,
+            ending: None,
+            listen_again: None,
+            mute_since: None,
+            has_more_to_hear: false,
+            told_size: false,
+            opens_at: None,
+            parked: Vec::new(),
+            try_parked_at: None,
+            held: false,
+            waiting: Vec::new(),
+            resubmitted: 0,
+            tell_at: None,
+            told: 0,
+        };
+        device.listen()?;
+        Ok(device)
+    }
+
+    /// Runs until it is told to stop, or the kernel fails it.
+    pub(crate) fn run(mut self, commands: &Receiver<Command>, wake: &OwnedFd) -> Result<(), Error> {
+        self.stack.bottom.watch(wake.as_fd(), WAKE)?;
+        let mut events = Vec::new();
+        let mut more = false;
+        loop {
+            self.listen_or_try_again();
+            let until = match more || self.has_more_to_hear {
+                true => Some(Instant::now()),
+                false => {
+                    let times = [self.opens_at, self.listen_again, self.try_parked_at];
+                    times.into_iter().flatten().min()
+                }
+            };
+            self.stack.turn(until, &mut events)?;
+            for event in events.drain(..) {
+                if event.token == WAKE {
+                    let mut count = [0; 8];
+                    let _ = rustix::io::read(wake, &mut count);
+                } else {
+                    self.happened(event);
+                }
+            }
+            if self.has_more_to_hear {
+                self.hear();
+            }
+            while let Ok(command) = commands.try_recv() {
+                if self.obey(command) {
+                    return self.wind_up();
+                }
+            }
+            self.finish_all();
+            self.try_parked();
+            more = self.take_all();
+            more |= self.after();
+        }
+    }
+
+    /// Answers what the kernel has, if that does not take long, and ends. What is left is for the successor.
+    fn wind_up(&mut self) -> Result<(), Error> {
+        let until = Instant::now() + LAST;
+        let mut events = Vec::new();
+        self.after();
+        while self.stack.bottom.under_way() > 0 && Instant::now() < until {
+            self.stack.turn(Some(until), &mut events)?;
+            events.clear();
+            self.after();
+        }
+        Ok(())
+    }
+
+    /// One front end at a time, and none while requests of an earlier one are under way.
+    fn listen(&mut self) -> Result<(), Error> {
+        let wanted = self.connection.is_none() && self.stack.under_way() == 0;
+        if wanted && !self.listener.is_open() {
+            self.stack.bottom.watch(self.listener.open()?, LISTENER)?;
+        } else if !wanted && self.listener.is_open() {
+            self.end_listening();
+        }
+        Ok(())
+    }
+
+    fn end_listening(&mut self) {
+        self.stack.bottom.unwatch(LISTENER);
+        self.listener.close();
+    }
+
+    fn listen_or_try_again(&mut self) {
+        let now = Instant::now();
+        if self.listen_again.is_some_and(|at| at > now) {
+            return;
+        }
+        self.listen_again = None;
+        if let Err(error) = self.listen() {
+            tracing::warn!(disk = self.name, %error, "QEMU cannot connect to its disk; this is tried again");
+            self.listen_again = Some(now + AGAIN);
+        }
+    }
+
+    fn happened(&mut self, event: Event) {
+        let (life, what) = ((event.token >> 32) as u16, event.token & 0xffff_ffff);
+        match what {
+            LISTENER => self.accept(),
+            SOCKET if life == self.guest.life => self.hear(),
+            // A kick: queues are looked at in every turn.
+            _ => {}
+        }
+    }
+
+    fn accept(&mut self) {
+        if self.connection.is_some() {
+            return;
+        }
+        match self.listener.accept() {
+            Ok(socket) => self.connect(socket),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                tracing::warn!(disk = self.name, %error, "QEMU's connection to its disk was not taken; this is tried again");
+                self.end_listening();
+                self.listen_again = Some(Instant::now() + AGAIN);
+            }
+        }
+    }
+
+    fn connect(&mut self, socket: UnixStream) {
+        let connection = match Connection::new(socket) {
+            Ok(connection) => connection,
+            Err(error) => {
+                tracing::warn!(disk = self.name, %error, "a front end was not taken");
+                return;
+            }
+        };
+        let token = SOCKET | u64::from(self.guest.life) << 32;
+        match self.stack.bottom.watch(connection.as_fd(), token) {
+            Ok(()) => {
+                self.connection = Some(connection);
+                self.mute_since = Some(Instant::now());
+            }
+            Err(error) => tracing::warn!(disk = self.name, %error, "a front end was not taken"),
+        }
+    }
+
+    /// Hears what QEMU has said, up to a number of messages: the rest after the next look at the queues.
+    fn hear(&mut self) {
+        self.has_more_to_hear = false;
+        for _ in 0..MESSAGES {
+            let Some(connection) = &mut self.connection else {
+                return;
+            };
+            let heard = match connection.receive() {
+                Ok(None) => return,
+                Ok(Some(received)) => {
+                    self.mute_since = None;
+                    self.carry_out(received)
+                }
+                Err(error) => Err(error),
+            };
+            if let Err(error) = heard {
+                self.hang_up(&error);
+                return;
+            }
+        }
+        self.has_more_to_hear = true;
+    }
+
+    /// QEMU is gone, or not to be listened to any longer. What is under way ends, and is answered by nobody; the in-flight
+    /// area, which QEMU has, says what it was.
+    pub(crate) fn hang_up(&mut self, why: &Error) {
+        // A QEMU that says what none says is not heard again at once, nor told of each time.
+        let is_told = self.is_time_to_tell();
+        match why {
+            Error::Closed if !is_told => {}
+            _ if !is_told => self.listen_again = Some(Instant::now() + REFUSED),
+            Error::Closed => tracing::info!(disk = self.name, "QEMU has disconnected"),
+            error => {
+                tracing::warn!(disk = self.name, %error, "the connection to QEMU was ended");
+                self.listen_again = Some(Instant::now() + REFUSED);
+            }
+        }
+        let token = SOCKET | u64::from(self.guest.life) << 32;
+        self.stack.bottom.unwatch(token);
+        for number in 0..self.queues.len() {
+            self.end(number);
+        }
+        self.queues.iter_mut().for_each(Queue::forget);
+        // As what is under way: the in-flight area has them.
+        self.parked.clear();
+        self.try_parked_at = None;
+        self.connection = None;
+        self.back_channel = None;
+        self.ending = None;
+        self.mute_since = None;
+        (self.has_more_to_hear, self.told_size) = (false, false);
+        let guest = &mut self.guest;
+        guest.inflight = None;
+        guest.memory = DeviceMemory::default();
+        (guest.by_index, guest.durable, guest.enables) = (false, false, false);
+        guest.life = guest.life.wrapping_add(1);
+        self.regions.clear();
+    }
+
+    /// Takes a queue's ring and descriptors away.
+    pub(crate) fn end(&mut self, number: usize) {
+        let Some(queue) = self.queues.get_mut(number) else {
+            return;
+        };
+        if queue.kick.take().is_some() {
+            let token = kick_token(number, self.guest.life);
+            self.stack.bottom.unwatch(token);
+        }
+        queue.base = queue.next();
+        queue.call = None;
+        queue.stop();
+    }
+
+    /// Begins a queue that was described, with the descriptor that tells of its requests.
+    pub(crate) fn begin(&mut self, number: usize, kick: Option<OwnedFd>) -> Result<(), Error> {
+        let life = self.guest.life;
+        let Some(queue) = self.queues.get_mut(number) else {
+            return Ok(());
+        };
+        if queue.kick.take().is_some() {
+            self.stack.bottom.unwatch(kick_token(number, life));
+        }
+        if let Some(kick) = &kick {
+            self.stack
+                .bottom
+                .watch(kick.as_fd(), kick_token(number, life))?;
+        }
+        queue.kick = kick;
+        match queue.begin(&self.guest) {
+            Ok(again) => self.resubmitted += again as u64,
+            Err(error) => self.broke(number, &error),
+        }
+        // Whatever it waits for may have come while nobody listened.
+        if let Some(queue) = self.queues.get(number) {
+            queue.interrupt();
+        }
+        match std::mem::replace(&mut self.told_size, true) {
+            true => Ok(()),
+            false => self.tell_size(),
+        }
+    }
+
+    fn broke(&mut self, number: usize, error: &Error) {
+        let is_news = self.queues.get_mut(number).is_some_and(Queue::broke);
+        if is_news && self.is_time_to_tell() {
+            tracing::warn!(disk = self.name, queue = number, %error, "a queue stands still until the guest resets its disk");
+        }
+    }
+
+    /// Up to so many lines in so long: a guest may break its queues, and a QEMU its connection, as often as it likes.
+    fn is_time_to_tell(&mut self) -> bool {
+        let now = Instant::now();
+        if self.tell_at.is_none_or(|at| at <= now) {
+            (self.tell_at, self.told) = (Some(now + TELL_EVERY), 0);
+        }
+        self.told += 1;
+        self.told <= TELL_MOST
+    }
+
+    fn take_all(&mut self) -> bool {
+        let now = Instant::now();
+        let mut more = false;
+        for number in 0..self.queues.len() {
+            let Some(queue) = self.queues.get_mut(number) else {
+                continue;
+            };
+            let takes = !self.held && self.parked.is_empty();
+            match queue.take_all(&self.guest, &mut self.stack, takes, now) {
+                Ok(left) => more |= left,
+                Err(error) => self.broke(number, &error),
+            }
+        }
+        self.opens_at = self.stack.opens_at(now);
+        more
+    }
+
+    /// Puts what is finished into the used rings. Returns whether there was anything.
+    fn finish_all(&mut self) -> bool {
+        let mut did = false;
+        while let Some((request, outcome)) = self.stack.finished() {
+            did = true;
+            let token = request.token;
+            let (life, number) = ((token >> 32) as u16, (token >> 16) as u16);
+            if life != self.guest.life {
+                continue;
+            }
+            if has_no_room(outcome) && !self.is_ending(number) {
+                self.park(request);
+                continue;
+            }
+            let Some(queue) = self.queues.get_mut(usize::from(number)) else {
+                continue;
+            };
+            if let Err(error) = queue.finished(token as u16, outcome, &self.guest) {
+                self.broke(number.into(), &error);
+            }
+        }
+        did
+    }
+
+    /// A guest whose disk is full waits for it, and gets no error that its file system would not survive.
+    fn park(&mut self, request: Request) {
+        if self.parked.is_empty() && self.is_time_to_tell() {
+            tracing::warn!(
+                disk = self.name,
+                "the image has no room left: the guest's writes wait until it has"
+            );
+        }
+        self.parked.push(request);
+        self.try_parked_at = Some(Instant::now() + AGAIN);
+    }
+
+    /// Tries them again when it is time; a queue that is to end, since its guest is stopped or reset, gets an error for its own.
+    fn try_parked(&mut self) {
+        let now = Instant::now();
+        let is_time = self.try_parked_at.is_some_and(|at| at <= now);
+        for request in std::mem::take(&mut self.parked) {
+            let number = (request.token >> 16) as u16;
+            if self.is_ending(number) {
+                let outcome = Outcome::Failed(Errno::NOSPC);
+                if let Some(queue) = self.queues.get_mut(usize::from(number))
+                    && let Err(error) = queue.finished(request.token as u16, outcome, &self.guest)
+                {
+                    self.broke(number.into(), &error);
+                }
+            } else if is_time {
+                self.stack.submit(request, now);
+            } else {
+                self.parked.push(request);
+            }
+        }
+        if self.parked.is_empty() {
+            self.try_parked_at = None;
+        }
+    }
+
+    fn is_ending(&self, number: u16) -> bool {
+        let queue = self.queues.get(usize::from(number));
+        queue.is_none_or(|queue| queue.ending)
+    }
+
+    /// What follows from what was finished: interrupts, and whoever waits. Returns whether there may be more to take now.
+    fn after(&mut self) -> bool {
+        let did = self.finish_all();
+        for number in 0..self.queues.len() {
+            let Some(queue) = self.queues.get_mut(number) else {
+                continue;
+            };
+            if let Err(error) = queue.notify(&self.guest) {
+                self.broke(number, &error);
+            }
+        }
+        self.answer_end();
+        if self.is_idle() {
+            for waiter in self.waiting.drain(..) {
+                let _ = waiter.send(());
+            }
+        }
+        did
+    }
+
+    /// Tells QEMU that a queue has ended, once nothing of it is under way.
+    fn answer_end(&mut self) {
+        let Some(number) = self.ending else {
+            return;
+        };
+        let index = number as usize;
+        if self.queues.get(index).is_some_and(|queue| !queue.is_done()) {
+            return;
+        }
+        self.ending = None;
+        self.end(index);
+        let value = self.queues.get(index).map_or(0, |queue| queue.base.into());
+        let vring = Vring {
+            queue: number,
+            value,
+        };
+        let body = [vring.queue, vring.value].map(u32::to_le_bytes).concat();
+        let Some(connection) = &self.connection else {
+            return;
+        };
+        if let Err(error) = connection.answer(request::GET_VRING_BASE, &body, None) {
+            self.hang_up(&error);
+        }
+    }
+
+    /// Whether nothing is under way, and nothing left to be carried out again.
+    fn is_idle(&self) -> bool {
+        self.stack.is_idle() && self.queues.iter().all(Queue::is_done)
+    }
+
+    /// Returns whether the thread is to end.
+    fn obey(&mut self, command: Command) -> bool {
+        match command {
+            Command::Hold(idle) => {
+                self.held = true;
+                self.waiting.push(idle);
+            }
+            Command::Release => self.held = false,
+            Command::Measure(answer) => {
+                let _ = answer.send(self.measure());
+            }
+            Command::Status(answer) => {
+                let _ = answer.send(self.status());
+            }
+            Command::Stop => return true,
+        }
+        false
+    }
+
+    /// Looks at the image's size and tells the guest if it has changed.
+    fn measure(&mut self) -> Result<u64, Error> {
+        let block = u64::from(self.guest.geometry.block);
+        let bytes = self.stack.bottom.measure()?;
+        let bytes = bytes - bytes % block;
+        if bytes != self.guest.geometry.bytes {
+            self.guest.geometry.bytes = bytes;
+            self.tell_size()?;
+        }
+        Ok(bytes)
+    }
+
+    /// QEMU looks at the configuration anew, and tells the guest's driver if it has changed.
+    fn tell_size(&self) -> Result<(), Error> {
+        match &self.back_channel {
+            Some(channel) => {
+                let message = encode(request::CONFIG_CHANGED, false, &[]);
+                send(channel.as_fd(), &message, None)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn status(&self) -> Status {
+        Status {
+            connected: self.connection.is_some(),
+            life: self.guest.life,
+            full: !self.parked.is_empty(),
+            mute_for: self.mute_since.map(|since| since.elapsed()),
+            running: self.queues.iter().filter(|queue| queue.runs()).count(),
+            under_way: self.stack.under_way(),
+            unanswered: self.queues.iter().map(Queue::unanswered).sum(),
+            held: self.held,
+            resubmitted: self.resubmitted,
+        }
+    }
+}
+
+fn has_no_room(outcome: Outcome) -> bool {
+    matches!(outcome, Outcome::Failed(Errno::NOSPC | Errno::DQUOT))
+}
+
+fn kick_token(queue: usize, life: u16) -> u64 {
+    (KICK + queue as u64) | u64::from(life) << 32
+}

@@ -1,0 +1,173 @@
+//! A disk as the VM process has it.
+//!
+//! Who owns the state: the disk's own thread; this value steers it and ends it when it is dropped. A request that the kernel
+//! still has is then carried out, and the image stays locked until it is.
+
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::Error;
+use crate::disk::{Device, Settings};
+
+/// How long its thread has for an answer.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// What a disk's thread is told.
+pub(crate) enum Command {
+    Hold(Sender<()>),
+    Release,
+    Measure(Sender<Result<u64, Error>>),
+    Status(Sender<Status>),
+    Stop,
+}
+
+/// How a disk is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Status {
+    /// Whether QEMU is connected.
+    pub connected: bool,
+    /// How many connections were ended before this one.
+    pub life: u16,
+    /// Whether writes wait for room on the image's file system.
+    pub full: bool,
+    /// How long QEMU has been connected without a word. A new one says much at once. Version 7.2 says nothing before it
+    /// starts the disk, if it connects again to one that was not started.
+    pub mute_for: Option<Duration>,
+    pub running: usize,
+    /// Requests that filters or the kernel have.
+    pub under_way: usize,
+    /// Requests of running queues without an answer, with those that are to be carried out again.
+    pub unanswered: usize,
+    /// Whether new requests stay in their rings.
+    pub held: bool,
+    /// Requests that were carried out again after a process or a connection was gone, since this disk began.
+    pub resubmitted: u64,
+}
+
+/// QEMU speaks as soon as it has connected, if it does.
+const SPEAKS_WITHIN: Duration = Duration::from_millis(200);
+
+impl Status {
+    /// Whether QEMU is connected, and done with what it does first: it has spoken, or does not before it starts the disk.
+    pub fn is_settled(&self) -> bool {
+        self.connected && self.mute_for.is_none_or(|mute| mute >= SPEAKS_WITHIN)
+    }
+}
+
+/// A disk that is served.
+#[derive(Debug)]
+pub struct Disk {
+    commands: Sender<Command>,
+    wake: OwnedFd,
+    thread: Option<JoinHandle<()>>,
+    /// Disconnected once the thread has ended.
+    ended: Receiver<()>,
+}
+
+impl Disk {
+    /// Serves a disk. QEMU may be started once this has returned: it waits for a back end without end.
+    pub fn start(settings: Settings) -> Result<Self, Error> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let wake =
+            wake.map_err(|error| Error::system("make a descriptor to wake a disk", error))?;
+        let other = wake.try_clone();
+        let other = other.map_err(|error| Error::system("wake a disk", error))?;
+        let (commands, orders) = channel();
+        let name = settings.name.clone();
+        let (began, begins) = channel();
+        let (ends, ended) = channel::<()>();
+        let thread = std::thread::Builder::new()
+            .name("disk".to_owned())
+            .spawn(move || {
+                let _ends = ends;
+                match Device::new(settings) {
+                    Ok(device) => {
+                        let _ = began.send(Ok(()));
+                        if let Err(error) = device.run(&orders, &other) {
+                            tracing::error!(disk = name, %error, "a disk is no longer served");
+                        }
+                    }
+                    Err(error) => {
+                        let _ = began.send(Err(error));
+                    }
+                }
+            });
+        let thread = thread.map_err(|error| Error::system("begin a disk's thread", error))?;
+        begins.recv().map_err(|_| Error::Ended)??;
+        Ok(Self {
+            commands,
+            wake,
+            thread: Some(thread),
+            ended,
+        })
+    }
+
+    /// Takes no more requests, which then stay in their rings, and waits until none is under way. QEMU can then stop the guest
+    /// at once. The disk is held also where that takes longer than `patience`, until [`Self::release`].
+    pub fn hold(&self, patience: Duration) -> Result<(), Error> {
+        let (idle, is_idle) = channel();
+        self.tell(Command::Hold(idle))?;
+        match is_idle.recv_timeout(patience) {
+            Ok(()) => Ok(()),
+            Err(RecvTimeoutError::Timeout) => Err(Error::Busy {
+                under_way: self.status()?.under_way,
+                waited: patience,
+            }),
+            Err(RecvTimeoutError::Disconnected) => Err(Error::Ended),
+        }
+    }
+
+    pub fn release(&self) -> Result<(), Error> {
+        self.tell(Command::Release)
+    }
+
+    /// Looks how large the image is now and tells the guest. Returns its bytes.
+    pub fn measure(&self) -> Result<u64, Error> {
+        let (answer, answers) = channel();
+        self.tell(Command::Measure(answer))?;
+        self.hear(&answers)?
+    }
+
+    /// How the disk is.
+    pub fn status(&self) -> Result<Status, Error> {
+        let (answer, answers) = channel();
+        self.tell(Command::Status(answer))?;
+        self.hear(&answers)
+    }
+
+    /// Whether its thread is gone, since the kernel failed it; nobody serves the disk then.
+    pub fn has_ended(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    fn tell(&self, command: Command) -> Result<(), Error> {
+        self.commands.send(command).map_err(|_| Error::Ended)?;
+        // A descriptor that is full has been signalled already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        Ok(())
+    }
+
+    /// The thread never waits for anything, so its answer comes; but it may be in the kernel's hands.
+    fn hear<T>(&self, answers: &Receiver<T>) -> Result<T, Error> {
+        answers.recv_timeout(ANSWER).map_err(|error| match error {
+            RecvTimeoutError::Timeout => Error::Silent { waited: ANSWER },
+            RecvTimeoutError::Disconnected => Error::Ended,
+        })
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = self.tell(Command::Stop);
+        match (self.ended.recv_timeout(ANSWER), self.thread.take()) {
+            (Err(RecvTimeoutError::Disconnected), Some(thread)) => drop(thread.join()),
+            _ => tracing::error!(
+                "a disk's thread does not end; its image stays locked until it does"
+            ),
+        }
+    }
+}

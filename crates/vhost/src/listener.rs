@@ -1,0 +1,86 @@
+//! Where QEMU connects to a disk: a socket that is there while somebody would be heard, and only then.
+//!
+//! QEMU waits without end for the first answer to a connection, and nobody can command it meanwhile; a socket that is not
+//! there it tries again.
+//!
+//! Who owns the state: the disk's thread; the path belongs to whoever has the image's lock.
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+
+use crate::Error;
+
+/// A place for a socket.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    path: PathBuf,
+    /// User, who may connect beside root, and group.
+    owner: Option<(u32, u32)>,
+    socket: Option<UnixListener>,
+}
+
+impl Listener {
+    /// Nobody is heard there yet.
+    pub(crate) fn new(path: PathBuf, owner: Option<(u32, u32)>) -> Self {
+        Self {
+            path,
+            owner,
+            socket: None,
+        }
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        self.socket.is_some()
+    }
+
+    /// Takes the place of whatever is there.
+    pub(crate) fn open(&mut self) -> Result<BorrowedFd<'_>, Error> {
+        let made = self.make().map_err(|source| Error::Listen {
+            path: self.path.clone(),
+            source,
+        })?;
+        let socket: &UnixListener = self.socket.insert(made);
+        Ok(socket.as_fd())
+    }
+
+    /// The name is there once its rights are.
+    fn make(&self) -> io::Result<UnixListener> {
+        let mut name = self.path.clone().into_os_string();
+        name.push("~");
+        let new = PathBuf::from(name);
+        match fs::remove_file(&new) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        let socket = UnixListener::bind(&new)?;
+        socket.set_nonblocking(true)?;
+        fs::set_permissions(&new, fs::Permissions::from_mode(0o600))?;
+        if let Some((uid, gid)) = self.owner {
+            std::os::unix::fs::lchown(&new, Some(uid), Some(gid))?;
+        }
+        fs::rename(&new, &self.path)?;
+        Ok(socket)
+    }
+
+    pub(crate) fn accept(&self) -> io::Result<UnixStream> {
+        let socket = self.socket.as_ref().ok_or(io::ErrorKind::WouldBlock)?;
+        Ok(socket.accept()?.0)
+    }
+
+    /// Whoever comes now is refused at once.
+    pub(crate) fn close(&mut self) {
+        if self.socket.take().is_some() {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

@@ -1,0 +1,195 @@
+//! A disk whose process is gone, and the next one: no request is lost, and none is done after a newer one.
+
+mod common;
+
+use common::{Gate, Site, wait_until};
+use godwit_blockio::filters::Delay;
+use std::time::Duration;
+
+const MIB: u64 = 1 << 20;
+
+/// A disk that takes requests and never carries them out.
+fn stuck() -> Vec<Box<dyn godwit_blockio::Filter>> {
+    vec![Box::new(Delay::new(Duration::from_secs(3600)))]
+}
+
+#[test]
+fn requests_that_were_under_way_are_carried_out_by_the_successor_each_answered_once() {
+    let site = Site::new(MIB);
+    let disk = site.disk(stuck());
+    let mut guest = site.front_end();
+    guest.negotiate(0);
+    guest.start();
+    for number in 0..16 {
+        let queue = (number % 2) as usize;
+        guest.submit(queue, &site.write_of(number, number, number as u8 + 1, 512));
+    }
+    wait_until(&disk, |status| status.unanswered == 16);
+    drop(disk);
+
+    let disk = site.disk(Vec::new());
+    guest.connect_again(&site.socket);
+    guest.negotiate(0);
+    guest.start();
+    for queue in [0, 1] {
+        let heads: std::collections::BTreeSet<u32> = (0..8).map(|_| guest.wait(queue).0).collect();
+        assert_eq!(heads.len(), 8);
+        assert_eq!(guest.answered(queue), None);
+    }
+    assert_eq!(disk.status().unwrap().resubmitted, 16);
+    for number in 0..16 {
+        assert_eq!(site.status(number), 0);
+        assert_eq!(site.content()[number as usize * 512], number as u8 + 1);
+    }
+    // And the ring goes on.
+    guest.submit(0, &site.write_of(20, 20, 99, 512));
+    guest.wait(0);
+    assert_eq!(site.content()[20 * 512], 99);
+}
+
+#[test]
+fn what_came_while_nobody_was_there_is_done_after_what_was_under_way() {
+    let site = Site::new(MIB);
+    let disk = site.disk(stuck());
+    let mut guest = site.front_end();
+    guest.negotiate(0);
+    guest.start();
+    let older = guest.submit(0, &site.write_of(0, 0, 1, 512));
+    wait_until(&disk, |status| status.unanswered == 1);
+    drop(disk);
+    // To the same block; no guest does that before it has its answer, but the order must be kept.
+    let newer = guest.submit(0, &site.write_of(1, 0, 2, 512));
+    let gate = Gate::default();
+    let disk = site.disk(gate.filters());
+    guest.connect_again(&site.socket);
+    guest.negotiate(0);
+    guest.start();
+    // The newer one stays in the ring.
+    wait_until(&disk, |status| status.under_way == 1);
+    assert_eq!(disk.status().unwrap().unanswered, 1);
+    gate.set_open(true);
+    assert_eq!(guest.wait(0).0, u32::from(older));
+    assert_eq!(guest.wait(0).0, u32::from(newer));
+    assert_eq!(site.content()[0], 2);
+}
+
+#[test]
+fn a_held_disk_carries_out_what_was_under_way_before() {
+    let site = Site::new(MIB);
+    let disk = site.disk(stuck());
+    let mut guest = site.front_end();
+    guest.negotiate(0);
+    guest.start();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    wait_until(&disk, |status| status.unanswered == 1);
+    drop(disk);
+    let disk = site.disk(Vec::new());
+    disk.hold(Duration::from_secs(60)).unwrap();
+    guest.connect_again(&site.socket);
+    guest.negotiate(0);
+    guest.start();
+    guest.wait(0);
+    disk.hold(Duration::from_secs(60)).unwrap();
+    assert_eq!((site.status(0), site.content()[0]), (0, 1));
+    assert_eq!(disk.status().unwrap().unanswered, 0);
+}
+
+#[test]
+fn a_front_end_that_comes_back_is_heard_once_the_last_ones_requests_have_ended() {
+    let site = Site::new(MIB);
+    let gate = Gate::default();
+    let disk = site.disk(gate.filters());
+    let mut guest = site.front_end();
+    guest.negotiate(0);
+    guest.start();
+    for round in 1..=4u8 {
+        gate.set_open(false);
+        guest.submit(0, &site.write_of(0, 0, round, 512));
+        wait_until(&disk, |status| status.under_way == 1);
+        guest.hang_up();
+        wait_until(&disk, |status| !status.connected);
+        assert!(!site.socket.exists());
+        gate.set_open(true);
+        guest.connect_again(&site.socket);
+        guest.negotiate(0);
+        guest.start();
+        guest.wait(0);
+        assert_eq!(guest.answered(0), None);
+        assert_eq!((site.status(0), site.content()[0]), (0, round));
+    }
+    assert_eq!(disk.status().unwrap().resubmitted, 4);
+}
+
+#[test]
+fn a_queue_that_is_ended_before_it_is_enabled_again_carries_out_what_was_under_way() {
+    let site = Site::new(MIB);
+    let disk = site.disk(stuck());
+    let mut guest = site.front_end();
+    guest.negotiate(0);
+    guest.start();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    wait_until(&disk, |status| status.unanswered == 1);
+    drop(disk);
+    let _disk = site.disk(Vec::new());
+    guest.connect_again(&site.socket);
+    guest.negotiate(0);
+    // QEMU has all of this on its way when the guest is stopped.
+    guest.start();
+    guest.send(18, &common::pair(0, 0), &[]);
+    assert_eq!(guest.end_queue(0), 1);
+    assert_eq!((site.status(0), site.content()[0]), (0, 1));
+
+    // The same where it was never enabled.
+    guest.describe_queue(0);
+    let (call, kick) = guest.descriptors_of(0);
+    guest.send(13, &0u64.to_le_bytes(), &[std::os::fd::AsFd::as_fd(&call)]);
+    guest.send(12, &0u64.to_le_bytes(), &[std::os::fd::AsFd::as_fd(&kick)]);
+    assert_eq!(guest.end_queue(0), 1);
+}
+
+#[test]
+fn who_connects_while_an_earlier_ones_requests_are_under_way_is_refused_and_not_kept_waiting() {
+    let site = Site::new(MIB);
+    let disk = site.disk(stuck());
+    let mut guest = site.front_end();
+    guest.negotiate(0);
+    guest.start();
+    assert!(!site.socket.exists(), "a second one is refused");
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    wait_until(&disk, |status| status.unanswered == 1);
+    drop(guest);
+    wait_until(&disk, |status| !status.connected);
+    let status = disk.status().unwrap();
+    assert_eq!((status.under_way, site.socket.exists()), (1, false));
+    drop(disk);
+    let _disk = site.disk(Vec::new());
+    assert!(site.socket.exists());
+}
+
+#[test]
+fn a_disk_that_ends_answers_what_the_kernel_has_first() {
+    for _ in 0..20 {
+        let site = Site::new(MIB);
+        let disk = site.disk(Vec::new());
+        let mut guest = site.front_end();
+        guest.negotiate(0);
+        guest.start();
+        for number in 0..16 {
+            guest.submit(
+                0,
+                &site.write_of(number, 8 * number, number as u8 + 1, 4096),
+            );
+        }
+        drop(disk);
+        let content = site.content();
+        let is_there = |number: &u64| content[4096 * *number as usize] == *number as u8 + 1;
+        let unanswered = (0..16).filter(|number| is_there(number) && site.status(*number) != 0);
+        assert_eq!(
+            unanswered.count(),
+            0,
+            "the kernel did it, and nobody was told"
+        );
+        let answered = std::iter::from_fn(|| guest.answered(0)).count();
+        assert_eq!(answered, (0..16).filter(is_there).count());
+    }
+}
