@@ -151,10 +151,7 @@ pub fn outgoing(here: &Source<'_>) -> PreflightReport {
 
 /// Paths of the files that a VM boots from.
 pub fn boot_files(spec: &VmSpec) -> Vec<String> {
-    std::iter::once(&spec.kernel)
-        .chain(spec.initramfs.as_ref())
-        .cloned()
-        .collect()
+    spec.boot_files().map(str::to_owned).collect()
 }
 
 /// SHA-256 of each file that a VM boots from; those that cannot be read are refusals.

@@ -3,6 +3,7 @@
 //! Asked by running the program; owned by whoever asked. Refuses: to wait longer than it was told.
 
 use crate::qemu_trial::{TrialSetting, Tried};
+use godwit_qemu::program::version_in;
 use godwit_types::vm::Accelerator;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -109,10 +110,7 @@ async fn run(program: &Path, args: &[&str], patience: Duration) -> Result<String
 }
 
 fn parse_version(program: &Path, text: &str) -> Result<String, QemuFactsError> {
-    let found = text
-        .split_whitespace()
-        .find(|word| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.'));
-    found
+    version_in(text)
         .map(str::to_string)
         .ok_or_else(|| QemuFactsError::NoVersion {
             program: program.display().to_string(),

@@ -497,7 +497,10 @@ fn hosts_of(vm: &VmView) -> String {
 
 /// What a VM boots, what follows a crash, and as whom its QEMU runs.
 fn boot_rows(spec: &VmSpec) -> Vec<(&'static str, String)> {
-    let mut rows = vec![("kernel", spec.kernel.clone())];
+    let mut rows = vec![match (spec.kernel(), spec.disks.first()) {
+        (None, Some(disk)) => ("boots from", disk.name.clone()),
+        (kernel, _) => ("kernel", kernel.unwrap_or_default().to_owned()),
+    }];
     rows.extend(spec.initramfs.clone().map(|path| ("initramfs", path)));
     if !spec.cmdline.is_empty() {
         rows.push(("cmdline", spec.cmdline.clone()));

@@ -61,6 +61,7 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     uids::keep(&mut spec, None)?;
     uids::give(app, &mut spec).await?;
     spec.set_hardware(spec.hardware.or_else(|| newest_hardware(app)));
+    boots(&spec)?;
     let entry = VmEntry {
         spec,
         resolved: None,
@@ -71,6 +72,11 @@ pub async fn create(app: &App, spec: VmSpec) -> Outcome<VmView> {
     app.state().vms.insert(name.clone(), entry);
     app.tell_vm(&name);
     view(app, &name)
+}
+
+fn boots(spec: &VmSpec) -> Outcome<()> {
+    let boots = spec.check_boots();
+    boots.map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))
 }
 
 /// The newest hardware that this controller and every enrolled host know: a new VM can run and move everywhere.
@@ -110,6 +116,7 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     uids::keep(&mut spec, Some(&entry.spec))?;
     uids::give(app, &mut spec).await?;
     spec.set_hardware(spec.hardware.or(entry.spec.hardware));
+    boots(&spec)?;
     let keeps_hardware = entry.spec.machine == spec.machine;
     entry.resolved = entry.resolved.filter(|_| keeps_hardware);
     entry.spec = spec;

@@ -368,6 +368,7 @@ impl Host {
     pub fn ram_file(&self) -> anyhow::Result<PathBuf> {
         let mut files: Vec<PathBuf> = std::fs::read_dir(&self.ram)?
             .flatten()
+            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()))
             .map(|entry| entry.path())
             .collect();
         match (files.pop(), files.pop()) {

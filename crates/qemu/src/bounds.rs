@@ -43,12 +43,13 @@ impl Bounds {
     }
 }
 
-/// How long a file QEMU may make: the guest's memory, or the largest image that the guest writes to.
+/// How long a file QEMU may make: the guest's memory, or the largest image that it writes to itself.
 fn longest_file(spec: &LaunchSpec<'_>) -> io::Result<u64> {
     let mut longest = spec.machine.memory_mib.saturating_mul(1 << 20);
     let writable = spec.machine.disks.iter().filter(|disk| !disk.read_only);
-    for disk in writable {
-        let image = spec.inherited.iter().find(|fd| fd.as_raw_fd() == disk.fd);
+    let written = writable.filter_map(|disk| disk.back_end.image());
+    for image in written {
+        let image = spec.inherited.iter().find(|fd| fd.as_raw_fd() == image);
         let length = image.map_or(Ok(0), |image| image_length(*image))?;
         longest = longest.max(length);
     }

@@ -3,9 +3,10 @@
 //! Pure: a plain struct in, arguments out. What makes a machine movable and harmless is not optional here: it starts
 //! stopped (`-S`), its RAM is one shared file, nothing unmigratable may be added, QEMU is sandboxed, the guest can not
 //! suspend itself, and power-off and panic leave QEMU alive and paused. Names that QEMU's option syntax would take
-//! apart are escaped or refused. Disks are raw images that the caller has opened; QEMU reads them through the host's
-//! page cache with threads, since direct and kernel-asynchronous IO write guest memory where the tracker can not see
-//! it. There is no way to add a balloon or anything else that does.
+//! apart are escaped or refused. Disks of hardware version 1 are raw images that the caller has opened; QEMU reads them
+//! through the host's page cache with threads, since direct and kernel-asynchronous IO write guest memory where the
+//! tracker can not see it. Later ones are served by a back end of ours, and QEMU knows no image. There is no way to add a
+//! balloon or anything else that writes unseen.
 
 use godwit_types::vm::mac_text;
 use serde_json::json;
@@ -48,19 +49,64 @@ pub const DISKS_MAX: usize = 16;
 /// Longest name of a disk: the guest sees it as the serial number, which has so many bytes.
 pub const DISK_NAME_LEN_MAX: usize = 20;
 
-/// One virtio disk over a raw image that the caller has opened.
+/// A virtio disk of the machine, and what is behind it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Disk {
     /// Its name, and its serial number in the guest.
     pub name: String,
-    /// The image's descriptor, by the number it has in QEMU (`launch` keeps numbers).
-    pub fd: i32,
     /// Whether the guest may only read; the image must have been opened likewise.
     pub read_only: bool,
+    pub back_end: BackEnd,
+}
+
+/// Who carries out what a guest wants of its disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum BackEnd {
+    /// QEMU, on a raw image that the caller has opened: its descriptor, by the number it has in QEMU (`launch` keeps
+    /// numbers). Of hardware version 1.
+    Qemu { fd: i32 },
+    /// Whoever listens at this socket, before QEMU is started and for as long as it lives. From hardware version 2 on.
+    Served { socket: PathBuf, queues: u16 },
+}
+
+impl BackEnd {
+    /// The descriptor that QEMU needs for it.
+    pub fn image(&self) -> Option<i32> {
+        match self {
+            Self::Qemu { fd } => Some(*fd),
+            Self::Served { .. } => None,
+        }
+    }
+}
+
+/// How soon QEMU connects again to a back end that is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reconnect {
+    /// After a second: older ones count in nothing smaller.
+    Second,
+    /// After 50 ms: QEMU 9.2 and later.
+    Soon,
+}
+
+impl Reconnect {
+    /// Of a QEMU of this version.
+    pub fn of(version: (u64, u64)) -> Self {
+        match version >= (9, 2) {
+            true => Self::Soon,
+            false => Self::Second,
+        }
+    }
+
+    fn option(self) -> &'static str {
+        match self {
+            Self::Second => "reconnect=1",
+            Self::Soon => "reconnect-ms=50",
+        }
+    }
 }
 
 /// Everything that decides what the guest sees. Source and destination must agree on all but `ram_file`, `tap_fd`, the
-/// disks' `fd` and `incoming`.
+/// disks' descriptors and sockets, `reconnect` and `incoming`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MachineConfig {
     /// Which version of the virtual hardware the arguments describe: `godwit_types::version::HARDWARE` has those that are known. What a guest
@@ -84,8 +130,8 @@ pub struct MachineConfig {
     pub cpu_enforce: bool,
     /// What executes the guest.
     pub accelerator: Accelerator,
-    /// Kernel image; must be readable for QEMU's user.
-    pub kernel: PathBuf,
+    /// Kernel image; must be readable for QEMU's user. `None`: the firmware boots from the first disk.
+    pub kernel: Option<PathBuf>,
     /// Initial RAM disk, if any; must be readable for QEMU's user.
     pub initramfs: Option<PathBuf>,
     /// Kernel command line; may be empty.
@@ -94,6 +140,8 @@ pub struct MachineConfig {
     pub nics: Vec<Nic>,
     /// Disks, in the order in which the guest finds them.
     pub disks: Vec<Disk>,
+    /// How soon their back ends are connected to again.
+    pub reconnect: Reconnect,
     /// The file that is the guest's RAM, on tmpfs; must be readable and writable for QEMU's user.
     pub ram_file: PathBuf,
     /// Whether this QEMU waits for a machine to come from elsewhere.
@@ -141,6 +189,14 @@ pub enum ConfigError {
     /// A kernel command line that QEMU or the kernel would cut.
     #[error("the kernel's command line must have no control characters and 2047 bytes at most")]
     KernelArguments,
+    /// A disk in a machine whose hardware has no such disks.
+    #[error("hardware version {hardware} has no disk like '{disk}'")]
+    BackEnd { hardware: u32, disk: String },
+    /// Nothing to boot from.
+    #[error(
+        "the machine has neither a kernel nor, from hardware version 2 on, a disk to boot from"
+    )]
+    NothingToBoot,
     /// A card's address that a bridge would not deliver to.
     #[error("the network card's address {mac} is a group address: its first byte must be even")]
     GroupAddress { mac: String },
@@ -151,13 +207,22 @@ pub enum ConfigError {
 pub fn build(config: &MachineConfig, monitor_fds: &[i32]) -> Result<Vec<OsString>, ConfigError> {
     check(config)?;
     match config.hardware {
-        1 => version_1(config, monitor_fds),
+        1 if config.kernel.is_none() => Err(ConfigError::NothingToBoot),
+        1 => machine_with(config, monitor_fds, virtio_disk),
+        2 => machine_with(config, monitor_fds, vhost_user_disk),
         unknown => Err(ConfigError::Hardware(unknown)),
     }
 }
 
-/// Never changed: guests that were started by it move to a QEMU that is started by it.
-fn version_1(config: &MachineConfig, monitor_fds: &[i32]) -> Result<Vec<OsString>, ConfigError> {
+type AddDisk = fn(&mut Line, &MachineConfig, usize, &Disk) -> Result<(), ConfigError>;
+
+/// Never changed for a version of the hardware that it made a machine of: guests that were started by it move to a QEMU that
+/// is started by it.
+fn machine_with(
+    config: &MachineConfig,
+    monitor_fds: &[i32],
+    add_disk: AddDisk,
+) -> Result<Vec<OsString>, ConfigError> {
     let mut line = Line::default();
     line.flags(&["-S", "-nodefaults", "-no-user-config", "-only-migratable"]);
     line.pair("-display", "none")
@@ -193,11 +258,9 @@ fn version_1(config: &MachineConfig, monitor_fds: &[i32]) -> Result<Vec<OsString
         .iter()
         .enumerate()
         .for_each(|(index, nic)| network_card(&mut line, index, nic));
-    config
-        .disks
-        .iter()
-        .enumerate()
-        .for_each(|(index, disk)| virtio_disk(&mut line, index, disk));
+    for (index, disk) in config.disks.iter().enumerate() {
+        add_disk(&mut line, config, index, disk)?;
+    }
     for (index, fd) in monitor_fds.iter().enumerate() {
         line.pair(
             "-chardev",
@@ -248,7 +311,11 @@ fn processors(config: &MachineConfig) -> String {
 }
 
 fn boot(line: &mut Line, config: &MachineConfig) -> Result<(), ConfigError> {
-    line.pair("-kernel", plain("kernel", &config.kernel)?);
+    let Some(kernel) = &config.kernel else {
+        let bootable = !config.disks.is_empty();
+        return bootable.then_some(()).ok_or(ConfigError::NothingToBoot);
+    };
+    line.pair("-kernel", plain("kernel", kernel)?);
     if let Some(initramfs) = &config.initramfs {
         line.pair("-initrd", plain("initramfs", initramfs)?);
     }
@@ -272,12 +339,16 @@ fn network_card(line: &mut Line, index: usize, nic: &Nic) {
 }
 
 /// The image comes as a set of one descriptor, which QEMU opens by the set's number.
-fn virtio_disk(line: &mut Line, index: usize, disk: &Disk) {
-    let Disk {
-        name,
-        fd,
-        read_only,
-    } = disk;
+fn virtio_disk(
+    line: &mut Line,
+    config: &MachineConfig,
+    index: usize,
+    disk: &Disk,
+) -> Result<(), ConfigError> {
+    let (name, read_only) = (&disk.name, disk.read_only);
+    let BackEnd::Qemu { fd } = &disk.back_end else {
+        return Err(no_such_disk(config, disk));
+    };
     let cache = json!({"direct": false, "no-flush": false});
     let node = json!({
         "driver": "raw",
@@ -298,6 +369,38 @@ fn virtio_disk(line: &mut Line, index: usize, disk: &Disk) {
         "-device",
         format!("virtio-blk-pci,id=disk{index},drive=image{index},serial={name}"),
     );
+    Ok(())
+}
+
+/// The back end gives size, serial number and features. The write cache is not for a guest to switch off: a back end that
+/// is replaced would have to know.
+fn vhost_user_disk(
+    line: &mut Line,
+    config: &MachineConfig,
+    index: usize,
+    disk: &Disk,
+) -> Result<(), ConfigError> {
+    let BackEnd::Served { socket, queues } = &disk.back_end else {
+        return Err(no_such_disk(config, disk));
+    };
+    let (path, reconnect) = (escaped("disk's socket", socket)?, config.reconnect.option());
+    line.pair(
+        "-chardev",
+        format!("socket,id=served{index},path={path},{reconnect}"),
+    );
+    let boot = index + 1;
+    line.pair(
+        "-device",
+        format!("vhost-user-blk-pci,id=disk{index},chardev=served{index},num-queues={queues},queue-size=256,config-wce=off,bootindex={boot}"),
+    );
+    Ok(())
+}
+
+fn no_such_disk(config: &MachineConfig, disk: &Disk) -> ConfigError {
+    ConfigError::BackEnd {
+        hardware: config.hardware,
+        disk: disk.name.clone(),
+    }
 }
 
 #[derive(Default)]

@@ -2,13 +2,13 @@
 //!
 //! Owns nothing. Refuses: a card whose port group this host does not have.
 
-use crate::command_line::{self, Disk, MachineConfig, Nic};
+use crate::command_line::{self, BackEnd, Disk, MachineConfig, Nic, Reconnect};
 use crate::tap::{Tap, name_of};
 use godwit_types::cpu::CpuWish;
 use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, PortGroup};
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _};
 use std::path::{Path, PathBuf};
 
 /// A VM that is to have a QEMU on this host.
@@ -22,10 +22,15 @@ pub struct Wanted<'a> {
 }
 
 impl Wanted<'_> {
-    /// Its machine, with a tap for each card and an image for each disk.
-    pub fn machine(&self, taps: &[Tap], images: &[OwnedFd]) -> MachineConfig {
+    /// Its machine, with a tap for each card and a back end for each disk.
+    pub fn machine(
+        &self,
+        taps: &[Tap],
+        back_ends: Vec<BackEnd>,
+        reconnect: Reconnect,
+    ) -> MachineConfig {
         let spec = self.spec;
-        let disks = spec.disks.iter().zip(images);
+        let disks = spec.disks.iter().zip(back_ends);
         let nic = |(index, tap): (usize, &Tap)| {
             Some(Nic {
                 mac: spec.mac(index)?,
@@ -47,17 +52,18 @@ impl Wanted<'_> {
                 Accelerator::Kvm => command_line::Accelerator::Kvm,
                 Accelerator::Auto | Accelerator::Tcg => command_line::Accelerator::Tcg,
             },
-            kernel: PathBuf::from(&spec.kernel),
+            kernel: spec.kernel().map(PathBuf::from),
             initramfs: spec.initramfs.as_ref().map(PathBuf::from),
             kernel_arguments: spec.cmdline.clone(),
             nics: taps.iter().enumerate().filter_map(nic).collect(),
             disks: disks
-                .map(|(disk, image)| Disk {
+                .map(|(disk, back_end)| Disk {
                     name: disk.name.clone(),
-                    fd: image.as_raw_fd(),
                     read_only: disk.read_only,
+                    back_end,
                 })
                 .collect(),
+            reconnect,
             ram_file: self.ram_file.to_owned(),
             incoming: self.incoming,
         }

@@ -391,7 +391,8 @@ fn inherited(spec: &LaunchSpec<'_>, monitor_fds: &[RawFd]) -> Result<Vec<RawFd>,
         .chain(monitor_fds.iter().copied())
         .collect();
     let taps = spec.machine.nics.iter().map(|nic| nic.tap_fd);
-    let images = spec.machine.disks.iter().map(|disk| disk.fd);
+    let disks = spec.machine.disks.iter();
+    let images = disks.filter_map(|disk| disk.back_end.image());
     let missing = taps
         .chain(images)
         .filter(|fd| !all.contains(fd))

@@ -22,6 +22,7 @@ pub mod on_ram;
 pub mod packet;
 pub mod privileges;
 pub mod process;
+pub mod program;
 pub mod qmp;
 pub mod rate;
 pub mod reserved;

@@ -326,6 +326,20 @@ impl Machine {
         Ok(kept.clone())
     }
 
+    /// Whether the guest runs and uses its disk with this number, and QEMU has not begun to serve it: it never will before the
+    /// guest is let run once more. What is asked here is not a stable part of QEMU's protocol: it is for versions that may be in such a state.
+    pub fn has_forgotten_disk(&self, disk: usize, deadline: Instant) -> Result<bool, QmpError> {
+        const COMMAND: &str = "x-query-virtio-status";
+        let path = json!({"path": format!("/machine/peripheral/disk{disk}/virtio-backend")});
+        let answer = self.client.execute(COMMAND, path, deadline)?;
+        let told = |key: &str| {
+            let value = answer.get(key).and_then(Value::as_bool);
+            value.ok_or_else(|| QmpError::shape(COMMAND, "whether the device has started"))
+        };
+        let forgotten = told("started")? && !told("vhost-started")?;
+        Ok(forgotten && self.query_status(deadline)? == RunState::Running)
+    }
+
     /// Thread ids of the vCPUs, by their index.
     pub fn vcpu_thread_ids(&self, deadline: Instant) -> Result<Vec<i32>, QmpError> {
         const COMMAND: &str = "query-cpus-fast";

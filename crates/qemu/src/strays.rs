@@ -39,6 +39,11 @@ impl RamFiles {
         self.dir.join(format!("{}.{launch}", self.vm))
     }
 
+    /// Where this QEMU finds its disk with this number: beside its RAM, where it may look.
+    pub fn disk_socket(&self, launch: u64, disk: usize) -> PathBuf {
+        self.dir.join(format!("{}.{launch}.d{disk}", self.vm))
+    }
+
     /// Of which QEMU of this VM a file in that directory is the RAM, if of any.
     fn launch_of(&self, file: &str) -> Option<u64> {
         let launch = file.strip_prefix(self.vm.as_str())?.strip_prefix('.')?;

@@ -6,7 +6,7 @@
 //! is and also ends with the thread that started it, and a directory with its files. Refuses: anybody else's
 //! kernel, since this guest alone runs without a permit.
 
-use crate::command_line::{Accelerator, MachineConfig};
+use crate::command_line::{Accelerator, MachineConfig, Reconnect};
 use crate::launch::{Handout, Hypervisor, LaunchError, LaunchSpec, launch_for_caller};
 use crate::machine::{CpuModel, RunState};
 use crate::process::cpu_time;
@@ -412,11 +412,12 @@ fn machine(
         cpu_features: features.to_vec(),
         cpu_enforce: enforce,
         accelerator: place.accelerator,
-        kernel,
+        kernel: Some(kernel),
         initramfs: None,
         kernel_arguments: String::new(),
         nics: Vec::new(),
         disks: Vec::new(),
+        reconnect: Reconnect::Second,
         ram_file,
         incoming: false,
     }

@@ -10,7 +10,7 @@
 use crate::disk::{DiskError, open_image};
 use crate::reserved::Reserved;
 use godwit_types::vm::{DiskSpec, UIDS, VmSpec};
-use godwit_types::{ApiError, ErrorCode, HostName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
@@ -75,7 +75,8 @@ fn is_mapped(map: &str, uid: u32) -> bool {
 /// The images of all disks, with the rights of the VM's own user and of the common one.
 pub fn open_disks(
     common: Common<'_>,
-    spec: &VmSpec,
+    vm: &VmName,
+    disks: &[DiskSpec],
     owner: User,
 ) -> Result<Vec<OwnedFd>, ApiError> {
     let Common {
@@ -97,20 +98,20 @@ pub fn open_disks(
                 _ => ErrorCode::InvalidRequest,
             };
             let message = format!(
-                "disk '{}' of VM '{}' on host '{host}': {error}",
-                disk.name, spec.name
+                "disk '{}' of VM '{vm}' on host '{host}': {error}",
+                disk.name
             );
             ApiError::new(code, message).on_host(host)
         })
     };
-    spec.disks.iter().map(open).collect()
+    disks.iter().map(open).collect()
 }
 
 /// Kernel and initramfs, which QEMU opens itself, must be there and be readable for it.
 fn check_boot_files(common: Common<'_>, spec: &VmSpec, owner: User) -> Result<(), ApiError> {
     let Common { host, reserved, .. } = common;
     let vm = &spec.name;
-    let check = |path: &String| {
+    let check = |path: &str| {
         let opened = open_image(Path::new(path), true, owner.uid, owner.gid, reserved);
         let (code, message) = match opened {
             Ok(_) => return Ok(()),
@@ -134,8 +135,7 @@ fn check_boot_files(common: Common<'_>, spec: &VmSpec, owner: User) -> Result<()
         };
         Err(ApiError::new(code, message).on_host(host))
     };
-    let mut files = std::iter::once(&spec.kernel).chain(&spec.initramfs);
-    files.try_for_each(check)
+    spec.boot_files().try_for_each(check)
 }
 
 #[cfg(test)]
@@ -163,6 +163,10 @@ mod tests {
         let mut spec = VmSpec::from_toml(&format!("{head}{lines}")).unwrap();
         spec.uid = uid;
         spec
+    }
+
+    fn open_all(common: Common<'_>, spec: &VmSpec, owner: User) -> Result<Vec<OwnedFd>, ApiError> {
+        open_disks(common, &spec.name, &spec.disks, owner)
     }
 
     fn file(dir: &Path, name: &str, (uid, gid): (u32, u32), mode: u32) -> String {
@@ -238,12 +242,9 @@ mod tests {
         let open = |owner, mode| {
             let path = file(dir.path(), "disk", owner, mode);
             let disk = format!("kernel = \"/k\"\n[[disk]]\nname = \"d\"\npath = \"{path}\"\n");
-            open_disks(
-                common(&host, &Reserved::default()),
-                &spec(Some(OWN), &disk),
-                alone,
-            )
-            .map(|files| files.len())
+            let spec = spec(Some(OWN), &disk);
+            let reserved = Reserved::default();
+            open_all(common(&host, &reserved), &spec, alone).map(|files| files.len())
         };
         assert_eq!(open((OWN, 0), 0o600).unwrap(), 1);
         assert_eq!(open((COMMON, 0), 0o600).unwrap(), 1);
@@ -270,14 +271,14 @@ mod tests {
         );
         let alone = User { uid: OWN, gid: OWN };
         let nothing = Reserved::default();
-        assert!(open_disks(common(&host, &nothing), &spec, alone).is_ok());
+        assert!(open_all(common(&host, &nothing), &spec, alone).is_ok());
         assert!(of(common(&host, &nothing), &spec).is_ok());
         for reserved in [
             Reserved::new(Vec::new(), ram),
             Reserved::new(vec![dir.path().to_owned()], Default::default()),
         ] {
             let refused = [
-                open_disks(common(&host, &reserved), &spec, alone).map(drop),
+                open_all(common(&host, &reserved), &spec, alone).map(drop),
                 of(common(&host, &reserved), &spec).map(drop),
             ];
             for refused in refused {

@@ -47,7 +47,12 @@ impl DerefMut for TestQemu {
 impl TestQemu {
     /// Starts `qemu-system-x86_64` with `args` and negotiates QMP within `deadline`.
     pub fn start(args: &[String], deadline: Instant) -> Result<Self> {
-        let mut child = Command::new("qemu-system-x86_64")
+        Self::start_program(Path::new("qemu-system-x86_64"), args, deadline)
+    }
+
+    /// The same of another program.
+    pub fn start_program(program: &Path, args: &[String], deadline: Instant) -> Result<Self> {
+        let mut child = Command::new(program)
             .args(args)
             .args(["-qmp", "stdio"])
             .stdin(Stdio::piped())

@@ -21,7 +21,7 @@ pub const MIGRATION: Range = Range { min: 4, max: 4 };
 pub const PROTOCOL_HEADER: &str = "godwit-protocol";
 
 /// The hardware versions of VMs whose command line this build can make.
-pub const HARDWARE: Range = Range { min: 1, max: 1 };
+pub const HARDWARE: Range = Range { min: 1, max: 2 };
 
 /// Versions of a protocol that somebody speaks, from the oldest to the newest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]

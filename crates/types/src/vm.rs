@@ -2,6 +2,7 @@
 //!
 //! Owns nothing. Refuses: unknown keys, sizes out of bounds, names that could escape a path.
 
+mod boots;
 mod new;
 
 use crate::ids::{PortGroup, VmName};
@@ -20,6 +21,8 @@ pub const MEMORY_MIB_MAX: u64 = 4 << 20;
 pub const NICS_MAX: usize = 8;
 /// Most disks of a VM.
 pub const DISKS_MAX: usize = 16;
+/// The first hardware version whose disks the VM process serves, and which boots from one.
+pub const BOOTS_FROM_DISK: u32 = 2;
 /// Longest kernel command line in a record, bytes.
 pub const CMDLINE_LEN_MAX: usize = 2048;
 /// Longest kernel command line of a new VM, bytes: a kernel has room for a zero byte more.
@@ -118,13 +121,14 @@ pub struct NicSpec {
     pub mac: Option<String>,
 }
 
-/// A disk image that QEMU opens itself, buffered. A VM with a writable one runs but does not migrate yet.
+/// A disk over a raw image. QEMU opens it itself, buffered, for a VM of hardware version 1; its VM process serves it for later
+/// ones. A VM with a writable one runs but does not migrate yet.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DiskSpec {
     /// Name within the VM.
     pub name: String,
-    /// Raw image file on the host.
+    /// Raw image on the host, a file or a block device.
     pub path: String,
     /// Whether the guest may only read it.
     #[serde(default)]
@@ -155,7 +159,8 @@ pub struct VmSpec {
     /// the site knew when the VM was described. Version 1 is not written.
     #[serde(default, skip_serializing_if = "is_first")]
     pub hardware: Option<u32>,
-    /// Kernel image on the host.
+    /// Kernel image on the host; empty: the firmware boots from the first disk.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub kernel: String,
     /// Initial RAM file system on the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -292,7 +297,10 @@ impl VmSpec {
     }
 
     fn check_texts(&self) -> Result<(), InvalidVm> {
-        check_path("kernel", &self.kernel)?;
+        match self.kernel() {
+            Some(kernel) => check_path("kernel", kernel)?,
+            None => self.check_boots_from_disk()?,
+        }
         if let Some(path) = &self.initramfs {
             check_path("initramfs", path)?;
         }

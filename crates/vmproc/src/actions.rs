@@ -154,8 +154,18 @@ impl Vm {
         let began = Instant::now();
         self.unsure = None;
         let deadline = began + self.cont_wait;
+        if let Err(why) = hyper.wait_for_disks(deadline) {
+            tracing::error!(
+                why,
+                "the guest is not let run without its disks; it is left paused"
+            );
+            self.failed(&why);
+            self.halted = Some(why);
+            return Some(Event::GuestHalted);
+        }
         match hyper.machine.cont_patiently(permit, QMP_WAIT, deadline) {
             Ok(generation) => {
+                hyper.disks.go();
                 tracing::info!(generation = generation.0, "the guest runs");
                 reached("running");
                 self.runs_on(began);
@@ -163,6 +173,7 @@ impl Vm {
             }
             Err(error) if error.maybe_running => {
                 // Ending it could be the end of the only copy of a guest that runs.
+                hyper.disks.go();
                 tracing::error!(%error, "it is not known whether the guest runs; its hypervisor is left alone");
                 self.failed(&error);
                 self.unsure = Some(Unsure::begun());
@@ -238,8 +249,7 @@ impl Vm {
             return Some(Event::QemuDied);
         };
         hyper.voice.silence();
-        let began = Instant::now();
-        match hyper.machine.stop(began + QMP_WAIT) {
+        match hyper.stop(attempt.is_some()) {
             Ok(stopped) => {
                 self.unsure = None;
                 reached("source.stopped");

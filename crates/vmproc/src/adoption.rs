@@ -18,6 +18,7 @@ use crate::faults::{planted, qemu_is};
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, KILL_WAIT, internal};
 use crate::input::{Input, Request};
+use crate::left::Left;
 use godwit_ownership::{HostRecord, Phase};
 use godwit_qemu::machine::RunState;
 use godwit_qemu::process::{ProcessError, QemuProcess};
@@ -59,15 +60,6 @@ pub(crate) struct Known<'a> {
     pub spec: Option<&'a VmSpec>,
 }
 
-impl Known<'_> {
-    /// How much memory the VM's description gives it, in bytes.
-    fn described(&self) -> Option<u64> {
-        self.spec.map(VmSpec::memory_bytes)
-    }
-}
-
-type Attempt = Result<(Box<Hyper>, RunState), ApiError>;
-
 /// Takes QEMU over. Returns at once where there is none or it answers; else answers requests until it does. One that ends
 /// meanwhile is followed by the next that lives, which may run the guest.
 pub(crate) fn adopt(
@@ -103,7 +95,8 @@ fn adopt_one(
     known.paths.ram_files.remove_all_but(&kept);
     qemu_is(identity.pid);
     let mut trouble = None;
-    match attempt(known.paths, &identity, known.described()) {
+    let left = Left::new(known);
+    match left.attempt(&identity) {
         // Looked at again, and told of, while this process waits.
         Ok((_, state)) if is_denied(known.record, &state) => {}
         Ok((hyper, state)) => return taken(hyper, state, unknown),
@@ -115,6 +108,7 @@ fn adopt_one(
     let waiting = Waiting {
         denied: Cell::new(false),
         known,
+        left,
         process,
         unknown,
         launch: identity.launch,
@@ -178,7 +172,7 @@ fn end_all(others: &[Stray]) -> Result<(), ApiError> {
 fn end_those_that_never_ran(known: &Known<'_>, others: &[Stray]) -> Result<Vec<u64>, ApiError> {
     let mut left = Vec::new();
     for stray in others {
-        match attempt(known.paths, &identity_of(stray), known.described()) {
+        match Left::stray(known).attempt(&identity_of(stray)) {
             Ok((_, state)) if never_ran(&state) => end_all(std::slice::from_ref(stray))?,
             _ => {
                 let pid = stray.process.pid();
@@ -261,12 +255,9 @@ fn taken(hyper: Box<Hyper>, state: RunState, unknown: bool) -> Result<Option<Loo
     Ok(Some(Looked::Taken(hyper, state)))
 }
 
-fn attempt(paths: &Paths, identity: &QemuIdentity, described: Option<u64>) -> Attempt {
-    Hyper::take_over(paths, identity, described).map(|(hyper, state)| (Box::new(hyper), state))
-}
-
 struct Waiting<'a> {
     known: &'a Known<'a>,
+    left: Arc<Left>,
     /// It runs its guest, which the record says is not here: nobody takes it over.
     denied: Cell<bool>,
     process: QemuProcess,
@@ -309,6 +300,7 @@ impl Waiting<'_> {
             if !self.process.is_alive() {
                 return Ok(None);
             }
+            self.left.mend();
             if !shouted && self.since.elapsed() > PATIENCE {
                 shouted = true;
                 tracing::error!("{}", self.note());
@@ -333,12 +325,12 @@ impl Waiting<'_> {
         identity: QemuIdentity,
     ) -> std::io::Result<Receiver<(Box<Hyper>, RunState)>> {
         let (results, taken) = channel();
-        let (paths, ended) = (self.known.paths.clone(), Arc::clone(&self.ended));
-        let (described, trouble) = (self.known.described(), Arc::clone(&self.trouble));
+        let (left, ended) = (Arc::clone(&self.left), Arc::clone(&self.ended));
+        let trouble = Arc::clone(&self.trouble);
         let work = move || {
             let mut said = None;
             while !ended.load(Ordering::Relaxed) {
-                match attempt(&paths, &identity, described) {
+                match left.attempt(&identity) {
                     Ok(adopted) => {
                         // Nobody listens any more: the connection closes and QEMU is free for the next.
                         let _ = results.send(adopted);

@@ -1,7 +1,8 @@
 //! What becomes of a guest and its record while its host shuts down.
 
-use crate::hypervisor::Hyper;
+use crate::adoption::Known;
 use crate::input::GuestNews;
+use crate::left::Left;
 use crate::migration_tests::under_way;
 use crate::off::{ASKED_COUNTS, ASKED_FILE, AskedOff};
 use crate::off_tests::FullDisk;
@@ -350,12 +351,17 @@ fn a_qemu_that_was_being_started_when_its_host_began_to_shut_down_is_ended_befor
         let mut qemu = site.qemu(&["prelaunch"]);
         let identity = load_json(&site.paths.identity()).unwrap().unwrap();
         let spec = vm.spec.clone().unwrap();
-        let bytes = Some(16 << 20);
-        let (hyper, _) = Hyper::take_over(&site.paths, &identity, bytes).unwrap();
+        let left = Left::new(&Known {
+            config: &site.config,
+            paths: &site.paths,
+            record: vm.core.record(),
+            spec: Some(&spec),
+        });
+        let (hyper, _) = left.attempt(&identity).unwrap();
         if closes {
             std::fs::write(mark(&site), "boot-1").unwrap();
         }
-        let kept = vm.keep(hyper, &spec);
+        let kept = vm.keep(*hyper, &spec);
         assert_eq!(qemu.is_gone(), closes, "{kept:?}");
         assert_eq!(vm.hyper.is_none(), closes);
         assert_eq!(kept.is_err(), closes);

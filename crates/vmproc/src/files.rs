@@ -99,6 +99,11 @@ impl Paths {
         self.run.join("qemu").join(format!("{launch}-{index}.qmp"))
     }
 
+    /// Which images the newest QEMU was started with.
+    pub(crate) fn disks(&self) -> PathBuf {
+        self.state.join("disks.json")
+    }
+
     pub(crate) fn handout(&self, launch: u64) -> PathBuf {
         self.run.join("qemu").join(format!("{launch}.uffd"))
     }
@@ -120,6 +125,7 @@ mod golden;
 mod tests {
     use super::golden::{again, check};
     use super::*;
+    use crate::disks::ServedDisks;
     use std::path::Path;
 
     #[test]
@@ -130,6 +136,7 @@ mod tests {
             &[
                 ("QemuIdentity", again::<QemuIdentity>),
                 ("Places", again::<Places>),
+                ("ServedDisks", again::<ServedDisks>),
             ],
         );
     }

@@ -3,18 +3,21 @@
 //! Owns nothing beyond a QEMU's life: dropping a [`Hyper`] leaves QEMU running, as an upgrade of this process needs.
 //! Refuses: to start a second QEMU while one is known.
 
+use crate::disks::Disks;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
 use crate::harden::stay_private;
 use crate::input::{GuestNews, Input, Waiting};
 use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout};
+use godwit_qemu::command_line::{BackEnd, Reconnect};
 use godwit_qemu::described::{Wanted, open_taps};
 use godwit_qemu::group::limit_memory;
 use godwit_qemu::launch::{Handout, LaunchError, LaunchSpec, adopt, launch};
-use godwit_qemu::machine::{Machine, RunState};
+use godwit_qemu::machine::{Machine, RunState, Stopped};
 use godwit_qemu::neighbours::Neighbours;
 use godwit_qemu::on_ram::memory_told;
 use godwit_qemu::process::QemuProcess;
+use godwit_qemu::program::version_of;
 use godwit_qemu::qmp::{EventKind, EventsError};
 use godwit_qemu::reserved::Reserved;
 use godwit_qemu::tap::Tap;
@@ -22,10 +25,10 @@ use godwit_qemu::user::{self, Common, User};
 use godwit_qemu::voice::{Voice, announce};
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::host_api::VmProcessConfig;
-use godwit_types::vm::{Accelerator, VmSpec};
+use godwit_types::vm::{Accelerator, DISKS_MAX, VmSpec};
 use godwit_types::{ApiError, ErrorCode, PortGroup};
 use std::collections::BTreeMap;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -37,6 +40,8 @@ const START_WAIT: Duration = Duration::from_secs(20);
 pub(crate) const KILL_WAIT: Duration = Duration::from_secs(10);
 /// QEMU's time for an ordinary command.
 pub(crate) const QMP_WAIT: Duration = Duration::from_secs(5);
+/// Older ones may forget a disk whose back end was away when the guest was let run.
+const FORGETS_NO_DISK: (u64, u64, u64) = (9, 0, 0);
 const PANICKED: &str = "the guest panicked";
 const DISK_FAILED: &str = "a disk request failed";
 
@@ -53,6 +58,8 @@ pub(crate) struct Hyper {
     pub neighbours: Neighbours,
     /// Speaks in the guest's name once it runs here.
     pub voice: Voice,
+    /// Those that this process serves.
+    pub disks: Disks,
 }
 
 /// Taps must be free for the next QEMU, whatever still runs here.
@@ -75,12 +82,16 @@ pub(crate) struct Start<'a> {
 impl Start<'_> {
     /// Whom the host's QEMUs may all be.
     fn common<'a>(&'a self, reserved: &'a Reserved) -> Common<'a> {
-        let (uid, gid) = (self.config.qemu_uid, self.config.qemu_gid);
-        Common {
-            host: &self.config.host,
-            user: User { uid, gid },
-            reserved,
-        }
+        common_user(self.config, reserved)
+    }
+}
+
+pub(crate) fn common_user<'a>(config: &'a VmProcessConfig, reserved: &'a Reserved) -> Common<'a> {
+    let (uid, gid) = (config.qemu_uid, config.qemu_gid);
+    Common {
+        host: &config.host,
+        user: User { uid, gid },
+        reserved,
     }
 }
 
@@ -93,7 +104,8 @@ impl Hyper {
         limit_memory(start.spec.memory_bytes());
         let ram = RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner_of(user)))
             .map_err(memory)?;
-        let started = launch_qemu(start, user, &ram_path).and_then(|(launched, taps)| {
+        let ram = Arc::new(ram);
+        let started = launch_qemu(start, user, &ram).and_then(|(launched, taps, disks)| {
             qemu_is(launched.process.pid());
             reached("qemu.started");
             let identity = QemuIdentity {
@@ -107,21 +119,19 @@ impl Hyper {
                 let _ = launched.process.kill_verified(Instant::now() + KILL_WAIT);
                 return Err(internal(error));
             }
-            Ok((identity, launched, taps))
+            Ok((identity, launched, taps, disks))
         });
         match started {
-            Ok((identity, launched, taps)) => {
-                let ram = Arc::new(ram);
-                Ok(Self {
-                    neighbours: Neighbours::load(start.paths.addresses(start.launch)),
-                    voice: Voice::new(taps),
-                    huge_pages: HugePages::of(identity.pid, &ram),
-                    identity,
-                    process: launched.process,
-                    machine: Arc::new(launched.machine),
-                    ram,
-                })
-            }
+            Ok((identity, launched, taps, disks)) => Ok(Self {
+                neighbours: Neighbours::load(start.paths.addresses(start.launch)),
+                voice: Voice::new(taps),
+                huge_pages: HugePages::of(identity.pid, &ram),
+                identity,
+                process: launched.process,
+                machine: Arc::new(launched.machine),
+                ram,
+                disks,
+            }),
             Err(error) => {
                 remove(&ram_path);
                 remove_sockets(start.paths, start.launch);
@@ -130,15 +140,13 @@ impl Hyper {
         }
     }
 
-    /// Takes over a QEMU that a predecessor left: once it answers on one of its control sockets, each with a time of
-    /// its own, and says what it does. Its RAM file has to be as long as the VM's description says that its memory is;
-    /// where there is none, as QEMU was told.
+    /// Takes over a QEMU that a predecessor left, whose disks are served: once it answers on one of its control sockets,
+    /// each with a time of its own, and says what it does.
     pub(crate) fn take_over(
         paths: &Paths,
         identity: &QemuIdentity,
-        described: Option<u64>,
+        (ram, disks): (Arc<RamFile>, Disks),
     ) -> Result<(Self, RunState), ApiError> {
-        let ram = open_ram(paths, identity, described)?;
         let connect = |index| {
             adopt(
                 identity.pid,
@@ -150,7 +158,6 @@ impl Hyper {
         let taken = connect(0).or_else(|_| connect(1)).map_err(hypervisor)?;
         let state = taken.machine.query_status(Instant::now() + QMP_WAIT);
         let state = state.map_err(internal)?;
-        let ram = Arc::new(ram);
         let hyper = Self {
             huge_pages: HugePages::of(identity.pid, &ram),
             identity: identity.clone(),
@@ -159,8 +166,52 @@ impl Hyper {
             ram,
             neighbours: Neighbours::load(paths.addresses(identity.launch)),
             voice: Voice::default(),
+            disks,
         };
         Ok((hyper, state))
+    }
+
+    /// Stops the guest once its disks rest. To `leave`, all that they were asked for must be answered: what is only noted as
+    /// under way stays on this host. A guest that was not stopped has its disks back; of one that was, they rest on.
+    pub(crate) fn stop(&self, leave: bool) -> Result<Stopped, ApiError> {
+        let refused = |error: String| ApiError::new(ErrorCode::Hypervisor, error);
+        let stopped = self.disks.rest().and_then(|lives| {
+            let stopped = self.machine.stop(Instant::now() + QMP_WAIT);
+            let stopped = stopped.map_err(|error| error.to_string())?;
+            Ok((stopped, lives))
+        });
+        let stopped = stopped.inspect_err(|_| self.disks.go());
+        let (stopped, lives) = stopped.map_err(refused)?;
+        if leave {
+            self.disks.are_at_rest(&lives).map_err(refused)?;
+        }
+        Ok(stopped)
+    }
+
+    /// Serves again what was not. Returns whether QEMU has forgotten a disk of the guest that runs, as version 7.2 does where
+    /// the guest was let run while the disk was away: it starts it only when the guest is let run once more.
+    pub(crate) fn has_forgotten_a_disk(&self) -> bool {
+        if !self.disks.mend() || self.machine.version() >= FORGETS_NO_DISK {
+            return false;
+        }
+        let deadline = Instant::now() + QMP_WAIT;
+        let forgotten =
+            |disk: &usize| matches!(self.machine.has_forgotten_disk(*disk, deadline), Ok(true));
+        self.disks.mute().iter().any(forgotten)
+    }
+
+    /// Waits until QEMU is connected to the disks of a guest that stands still.
+    pub(crate) fn wait_for_disks(&self, deadline: Instant) -> Result<(), String> {
+        let runs = || {
+            matches!(
+                self.machine.query_status(Instant::now() + QMP_WAIT),
+                Ok(RunState::Running)
+            )
+        };
+        match self.disks.is_empty() || runs() {
+            true => Ok(()),
+            false => self.disks.wait_for_qemu(deadline),
+        }
     }
 
     /// Writes who it is, for a successor.
@@ -233,7 +284,9 @@ impl Hyper {
     }
 }
 
-fn open_ram(
+/// The memory of a QEMU that a predecessor left. It has to be as long as the VM's description says that its memory is; where
+/// there is none, as QEMU was told.
+pub(crate) fn open_ram(
     paths: &Paths,
     identity: &QemuIdentity,
     described: Option<u64>,
@@ -250,7 +303,7 @@ fn open_ram(
 }
 
 /// Where no file of a VM may be: this host's records, sockets and guests' memory, and what its agent names beside these.
-fn reserved(config: &VmProcessConfig) -> Reserved {
+pub(crate) fn reserved(config: &VmProcessConfig) -> Reserved {
     // `STATE/vms/NAME` and `RUN/vms/NAME`.
     let own = [&config.state_dir, &config.run_dir];
     let own = own.map(|dir| Path::new(dir).ancestors().nth(2).map(Path::to_owned));
@@ -293,7 +346,9 @@ pub(crate) fn news_of(state: &RunState) -> Option<GuestNews> {
 }
 
 /// Opens files as other users, after which this process stays unreadable for them.
-fn with_other_rights<R>(open: impl FnOnce() -> Result<R, ApiError>) -> Result<R, ApiError> {
+pub(crate) fn with_other_rights<R>(
+    open: impl FnOnce() -> Result<R, ApiError>,
+) -> Result<R, ApiError> {
     let opened = open();
     stay_private().map_err(internal)?;
     opened
@@ -307,18 +362,25 @@ fn owner_of(user: User) -> Owner {
 fn launch_qemu(
     start: &Start<'_>,
     user: User,
-    ram_path: &Path,
-) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>), ApiError> {
+    ram: &Arc<RamFile>,
+) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>, Disks), ApiError> {
     let (host, groups) = (&start.config.host, &start.config.port_groups);
     let taps = open_taps(start.spec, host, groups)?;
-    let images = with_other_rights(|| {
-        user::open_disks(start.common(&reserved(start.config)), start.spec, user)
-    })?;
+    // Those that QEMU opens itself.
+    let images = match start.spec.serves_disks() {
+        true => Vec::new(),
+        false => with_other_rights(|| {
+            let (vm, disks) = (&start.spec.name, &start.spec.disks);
+            user::open_disks(start.common(&reserved(start.config)), vm, disks, user)
+        })?,
+    };
+    // Of a start that was cut short before anybody could know it.
+    remove_sockets(start.paths, start.launch);
+    let deadline = Instant::now() + START_WAIT;
+    let (back_ends, reconnect, disks) = served(start, user, ram, &images, deadline)?;
     let library = Library::make(&start.paths.state).map_err(memory)?;
     let device = handout::open_device().map_err(memory)?;
     let socket = start.paths.handout(start.launch);
-    // Of a start that was cut short before anybody could know it.
-    remove_sockets(start.paths, start.launch);
     std::fs::create_dir_all(start.paths.run.join("qemu")).map_err(internal)?;
     let listener = handout::listen(&socket).map_err(memory)?;
     let monitors: Vec<PathBuf> = (0..2)
@@ -327,12 +389,12 @@ fn launch_qemu(
     let wanted = Wanted {
         spec: start.spec,
         accelerator: start.accelerator,
-        ram_file: ram_path,
+        ram_file: ram.path(),
         incoming: start.incoming,
     };
     let spec = LaunchSpec {
         binary: PathBuf::from(&start.config.qemu),
-        machine: wanted.machine(&taps, &images),
+        machine: wanted.machine(&taps, back_ends, reconnect),
         monitors,
         uid: user.uid,
         gid: user.gid,
@@ -347,14 +409,43 @@ fn launch_qemu(
             .chain(images.iter().map(AsFd::as_fd))
             .collect(),
     };
-    let deadline = Instant::now() + START_WAIT;
     let launched = launch(&spec, deadline).map_err(hypervisor)?;
     let pid = launched.process.pid().unsigned_abs();
     if let Err(error) = handout::check(&socket, pid, deadline, || launched.machine.stderr_tail()) {
         let _ = launched.process.kill_verified(Instant::now() + KILL_WAIT);
         return Err(memory(error));
     }
-    Ok((launched, taps))
+    Ok((launched, taps, disks))
+}
+
+/// What QEMU finds behind each disk: an image that it gets, or a socket at which this process serves one from now on.
+fn served(
+    start: &Start<'_>,
+    user: User,
+    ram: &Arc<RamFile>,
+    images: &[OwnedFd],
+    deadline: Instant,
+) -> Result<(Vec<BackEnd>, Reconnect, Disks), ApiError> {
+    let (config, paths, spec) = (start.config, start.paths, start.spec);
+    let disks = Disks::begin(config, paths, spec, user, start.launch, ram)?;
+    let served = disks.back_ends();
+    if served.is_empty() {
+        let own = |image: &OwnedFd| BackEnd::Qemu {
+            fd: image.as_raw_fd(),
+        };
+        return Ok((images.iter().map(own).collect(), Reconnect::Second, disks));
+    }
+    let program = Path::new(&config.qemu);
+    let version = version_of(program, (user.uid, user.gid), deadline);
+    let version = version.map_err(|error| {
+        let host = &config.host;
+        let message = format!(
+            "host '{host}' cannot ask {} for its version: {error}",
+            program.display()
+        );
+        ApiError::new(ErrorCode::Hypervisor, message).on_host(host)
+    })?;
+    Ok((served, Reconnect::of(version), disks))
 }
 
 /// Removes everything that a QEMU of this VM left on this host.
@@ -371,6 +462,7 @@ fn remove_sockets(paths: &Paths, launch: u64) {
     remove(&paths.monitor(launch, 0));
     remove(&paths.monitor(launch, 1));
     remove(&paths.handout(launch));
+    (0..DISKS_MAX).for_each(|disk| remove(&paths.ram_files.disk_socket(launch, disk)));
     remove(&paths.addresses(launch));
 }
 

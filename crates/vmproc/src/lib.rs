@@ -19,11 +19,13 @@ mod closing;
 #[cfg(test)]
 mod closing_tests;
 mod destination;
+mod disks;
 mod faults;
 mod files;
 mod harden;
 mod hypervisor;
 mod input;
+mod left;
 mod measure;
 mod migration;
 #[cfg(test)]

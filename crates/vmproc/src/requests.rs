@@ -297,6 +297,9 @@ impl Vm {
             if let Some(spec) = &self.spec {
                 save_json(&self.paths.state.join(SPEC_FILE), spec).map_err(internal)?;
             }
+            if let Some(hyper) = &self.hyper {
+                hyper.disks.keep()?;
+            }
         }
         self.done("has its record")
     }
@@ -432,7 +435,8 @@ impl Vm {
             }
             Status::Absent | Status::Off => plain(VmState::Stopped),
             Status::Running { .. } | Status::Migrating { .. } | Status::SwitchingOver { .. } => {
-                plain(VmState::Running)
+                let note = self.hyper.as_ref().and_then(|hyper| hyper.disks.note());
+                (VmState::Running, note)
             }
             Status::Paused => match &self.halted {
                 Some(why) => (VmState::Panicked, Some(self.halted_note(why))),

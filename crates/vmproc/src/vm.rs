@@ -120,6 +120,7 @@ impl Vm {
             self.off_again();
             self.look_whether_obeyed();
             self.keep_listening();
+            self.look_after_disks();
         }
         let _ = std::fs::remove_file(self.paths.socket());
         Ok(())
@@ -143,6 +144,19 @@ impl Vm {
             .map(|hyper| hyper.keep_identity(&self.paths));
         if let Some(Err(error)) = kept {
             tracing::error!(%error, "QEMU's identity is not kept");
+        }
+    }
+
+    /// A guest whose QEMU has forgotten its disk is stopped and let run once more; it notices nothing but the time.
+    fn look_after_disks(&mut self) {
+        let forgotten = self.hyper.as_ref().is_some_and(Hyper::has_forgotten_a_disk);
+        let runs = matches!(self.status, Status::Running { .. }) && self.migration.is_none();
+        if forgotten && runs && !planted("forgotten-disk-left") {
+            tracing::warn!(
+                "QEMU has forgotten a disk that was away for a moment: the guest is stopped and let run once more"
+            );
+            self.feed(Event::PauseRequested);
+            self.feed(Event::ResumeRequested);
         }
     }
 

@@ -41,7 +41,7 @@ pub fn must_match(entry: &VmEntry, source: &HostName, said: &PreflightOutgoing) 
 }
 
 fn boots_from(spec: &VmSpec, path: &str) -> bool {
-    spec.kernel == path || spec.initramfs.as_deref() == Some(path)
+    spec.boot_files().any(|file| file == path)
 }
 
 fn lies(entry: &VmEntry, source: &HostName, what: &str) -> ApiError {

@@ -141,6 +141,7 @@ impl Stack {
         };
         let files = entries
             .flatten()
+            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()))
             .filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix));
         Ok(files.map(|entry| entry.path()).collect())
     }

@@ -14,7 +14,7 @@ fn config() -> MachineConfig {
         cpu_features: vec![("svm".into(), false), ("aes".into(), true)],
         cpu_enforce: true,
         accelerator: Accelerator::Kvm,
-        kernel: "/boot/vmlinuz".into(),
+        kernel: Some("/boot/vmlinuz".into()),
         initramfs: Some("/boot/initrd,1".into()),
         kernel_arguments: "console=ttyS0 a=b,c".into(),
         nics: vec![Nic {
@@ -22,6 +22,7 @@ fn config() -> MachineConfig {
             tap_fd: 9,
         }],
         disks: Vec::new(),
+        reconnect: Reconnect::Second,
         ram_file: "/ram/web,1".into(),
         incoming: false,
     }
@@ -64,10 +65,40 @@ fn the_whole_line() {
 fn hardware_version_1_is_as_its_golden_file_says() {
     let disk = |name: &str, read_only| Disk {
         name: name.into(),
-        fd: 11,
         read_only,
+        back_end: BackEnd::Qemu { fd: 11 },
     };
-    let machines = [
+    check_golden(1, &machines(1, disk));
+}
+
+#[test]
+fn hardware_version_2_is_as_its_golden_file_says() {
+    let disk = |name: &str, read_only| Disk {
+        name: name.into(),
+        read_only,
+        back_end: BackEnd::Served {
+            socket: format!("/ram/web,1.{name}").into(),
+            queues: 2,
+        },
+    };
+    let from_disk = MachineConfig {
+        hardware: 2,
+        kernel: None,
+        initramfs: None,
+        kernel_arguments: String::new(),
+        disks: vec![disk("root", false)],
+        reconnect: Reconnect::Soon,
+        ..config()
+    };
+    check_golden(2, &[machines(2, disk), vec![from_disk]].concat());
+}
+
+fn machines(hardware: u32, disk: impl Fn(&str, bool) -> Disk) -> Vec<MachineConfig> {
+    let config = || MachineConfig {
+        hardware,
+        ..config()
+    };
+    vec![
         config(),
         MachineConfig {
             disks: vec![disk("root", false), disk("data", true)],
@@ -84,10 +115,16 @@ fn hardware_version_1_is_as_its_golden_file_says() {
             kernel_arguments: String::new(),
             ..config()
         },
-    ];
-    let lines = machines.map(|machine| built(&machine).join("\n") + "\n");
-    let made = lines.join("\n");
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/hardware-1");
+    ]
+}
+
+fn check_golden(version: u32, machines: &[MachineConfig]) {
+    let lines = machines
+        .iter()
+        .map(|machine| built(machine).join("\n") + "\n");
+    let made = lines.collect::<Vec<_>>().join("\n");
+    let file = format!("tests/golden/hardware-{version}");
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
         std::fs::write(&file, &made).unwrap();
     }
@@ -98,13 +135,13 @@ fn hardware_version_1_is_as_its_golden_file_says() {
         .find(|(old, new)| old != new);
     assert!(
         golden == made,
-        "hardware version 1 has changed: {differs:#?}"
+        "hardware version {version} has changed: {differs:#?}"
     );
 }
 
 #[test]
 fn hardware_that_is_not_known_has_no_command_line() {
-    for unknown in [0, 2, u32::MAX] {
+    for unknown in [0, 3, u32::MAX] {
         let machine = MachineConfig {
             hardware: unknown,
             ..config()
@@ -117,8 +154,8 @@ fn hardware_that_is_not_known_has_no_command_line() {
 fn a_disk_is_an_inherited_file_read_through_the_page_cache() {
     let disk = |name: &str, fd, read_only| Disk {
         name: name.into(),
-        fd,
         read_only,
+        back_end: BackEnd::Qemu { fd },
     };
     let line = built(&MachineConfig {
         disks: vec![disk("root", 11, true), disk("data.1", 12, false)],
@@ -198,7 +235,7 @@ fn what_the_option_syntax_would_take_apart_is_refused() {
         ),
         (|c| c.ram_file = "ram".into(), "the path of the memory file"),
         (
-            |c| c.kernel = "/boot/a\nb".into(),
+            |c| c.kernel = Some("/boot/a\nb".into()),
             "the path of the kernel, '/boot/a\\nb'",
         ),
         (
@@ -218,8 +255,8 @@ fn what_the_option_syntax_would_take_apart_is_refused() {
             |c| {
                 c.disks = vec![Disk {
                     name: "a,b=c".into(),
-                    fd: 5,
                     read_only: true,
+                    back_end: BackEnd::Qemu { fd: 5 },
                 }]
             },
             "the disk name 'a,b=c'",
@@ -228,8 +265,8 @@ fn what_the_option_syntax_would_take_apart_is_refused() {
             |c| {
                 c.disks = vec![Disk {
                     name: "a-name-of-21-letters-".into(),
-                    fd: 5,
                     read_only: true,
+                    back_end: BackEnd::Qemu { fd: 5 },
                 }]
             },
             "the length of a disk's name is 21",
@@ -284,4 +321,61 @@ fn a_lone_emulated_vcpu_has_room_for_a_second() {
     assert_eq!(smp(Accelerator::Tcg, 1), "1,maxcpus=2");
     assert_eq!(smp(Accelerator::Tcg, 2), "2");
     assert_eq!(smp(Accelerator::Kvm, 1), "1");
+}
+
+#[test]
+fn a_disk_of_other_hardware_and_a_machine_that_boots_nothing_are_refused() {
+    let disk = |back_end| Disk {
+        name: "root".into(),
+        read_only: false,
+        back_end,
+    };
+    let served = || BackEnd::Served {
+        socket: "/s".into(),
+        queues: 1,
+    };
+    for (hardware, back_end) in [(1, served()), (2, BackEnd::Qemu { fd: 9 })] {
+        let machine = MachineConfig {
+            hardware,
+            disks: vec![disk(back_end)],
+            ..config()
+        };
+        let disk = "root".into();
+        assert_eq!(
+            build(&machine, &[]),
+            Err(ConfigError::BackEnd { hardware, disk })
+        );
+    }
+    for hardware in [1, 2] {
+        let machine = MachineConfig {
+            hardware,
+            kernel: None,
+            ..config()
+        };
+        assert_eq!(build(&machine, &[]), Err(ConfigError::NothingToBoot));
+    }
+    let controls = MachineConfig {
+        hardware: 2,
+        disks: vec![disk(BackEnd::Served {
+            socket: "/a\nb".into(),
+            queues: 1,
+        })],
+        ..config()
+    };
+    assert!(matches!(
+        build(&controls, &[]),
+        Err(ConfigError::Path { .. })
+    ));
+}
+
+#[test]
+fn a_back_end_is_connected_to_again_as_soon_as_the_version_can() {
+    for (version, expected) in [
+        ((7, 2), Reconnect::Second),
+        ((9, 1), Reconnect::Second),
+        ((9, 2), Reconnect::Soon),
+        ((10, 0), Reconnect::Soon),
+    ] {
+        assert_eq!(Reconnect::of(version), expected, "{version:?}");
+    }
 }

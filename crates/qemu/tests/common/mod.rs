@@ -10,7 +10,7 @@
 )]
 
 use godwit_ownership::{Action, Event, HostRecord, Phase, Power, Qemu, RunPermit, VmCore};
-use godwit_qemu::command_line::{Accelerator, MachineConfig};
+use godwit_qemu::command_line::{Accelerator, MachineConfig, Reconnect};
 use godwit_qemu::device_state::{DeviceStateError, Incoming};
 use godwit_qemu::launch::{Hypervisor, LaunchError, LaunchSpec, launch};
 use godwit_qemu::machine::{Machine, RunState};
@@ -147,11 +147,12 @@ impl Place {
             cpu_features: Vec::new(),
             cpu_enforce: false,
             accelerator: Accelerator::Tcg,
-            kernel: at("kernel"),
+            kernel: Some(at("kernel")),
             initramfs: None,
             kernel_arguments: String::new(),
             nics: Vec::new(),
             disks: Vec::new(),
+            reconnect: Reconnect::Second,
             ram_file: at("ram"),
             incoming: false,
         };

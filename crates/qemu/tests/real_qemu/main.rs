@@ -128,7 +128,8 @@ fn it_starts_unprivileged_sandboxed_and_stopped() {
 fn it_inherits_no_descriptor_but_those_it_is_given() {
     let place = Place::new(COUNTING);
     // A descriptor that a careless library has left open for children.
-    let leak = fs::File::open(&place.spec.machine.kernel).expect("the kernel image");
+    let leak =
+        fs::File::create(place.spec.machine.ram_file.with_file_name("leak")).expect("a file");
     rustix::io::fcntl_setfd(&leak, rustix::io::FdFlags::empty()).expect("no close-on-exec");
     let leaked = fs::read_link(format!("/proc/self/fd/{}", leak.as_raw_fd())).expect("its path");
     let guest = place.start();
@@ -360,7 +361,7 @@ fn a_hypervisor_that_cannot_start_says_why_and_is_gone() {
 #[test]
 fn a_program_that_never_answers_is_ended_at_the_deadline() {
     let mut place = Place::new(COUNTING);
-    let script = place.spec.machine.kernel.with_file_name("mute");
+    let script = place.spec.machine.ram_file.with_file_name("mute");
     write_program(&script, "echo thinking >&2; exec sleep 600");
     place.spec.binary = script;
     let deadline = Instant::now() + Duration::from_secs(3);
@@ -440,8 +441,9 @@ fn a_host_check_can_ask_what_this_qemu_offers() {
 #[test]
 fn the_handout_library_and_its_descriptors_reach_the_hypervisor() {
     let place = Place::new(COUNTING);
-    let listener =
-        std::os::unix::net::UnixListener::bind(place.spec.machine.kernel.with_file_name("handout"));
+    let listener = std::os::unix::net::UnixListener::bind(
+        place.spec.machine.ram_file.with_file_name("handout"),
+    );
     let (listener, device) = (listener.expect("listener"), place.ram());
     let maps = fs::read_to_string("/proc/self/maps").expect("maps");
     // Any library that QEMU would not load by itself at this place stands in for the real one.
@@ -449,7 +451,7 @@ fn the_handout_library_and_its_descriptors_reach_the_hypervisor() {
         .split_whitespace()
         .find(|word| word.ends_with("/libc.so.6"))
         .expect("a C library");
-    let copy = place.spec.machine.kernel.with_file_name("handout.so");
+    let copy = place.spec.machine.ram_file.with_file_name("handout.so");
     fs::copy(library, &copy).expect("copied");
     let library = fs::File::open(&copy).expect("the copy");
     let handout = Handout {

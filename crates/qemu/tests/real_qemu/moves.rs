@@ -2,7 +2,7 @@
 
 use super::common::{COUNTING, Guest, Place, UID, expect_heartbeat, permit, soon};
 use super::{run, saved, state};
-use godwit_qemu::command_line::Disk;
+use godwit_qemu::command_line::{BackEnd, Disk};
 use godwit_qemu::device_state::{DeviceStateError, SaveNews};
 use godwit_qemu::disk::open_image;
 use godwit_qemu::machine::RunState;
@@ -62,8 +62,10 @@ fn with_disk(mut place: Place, image: &Path, read_only: bool) -> Place {
     let file: &'static OwnedFd = Box::leak(Box::new(file));
     place.spec.machine.disks = vec![Disk {
         name: "data".into(),
-        fd: file.as_raw_fd(),
         read_only,
+        back_end: BackEnd::Qemu {
+            fd: file.as_raw_fd(),
+        },
     }];
     place.spec.inherited = vec![file.as_fd()];
     place

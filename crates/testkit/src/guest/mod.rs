@@ -1,6 +1,7 @@
 //! Guests to test with: counters that prove every page, and a Linux that serves Redis.
 
 pub mod asm;
+pub mod boot_disk;
 pub mod checker;
 pub mod counter;
 pub mod cpio;

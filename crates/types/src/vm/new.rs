@@ -185,7 +185,10 @@ mod tests {
                 format!("{WEB}[[nic]]\n"),
                 "[[nic]] number 1 has no `port_group`",
             ),
-            (WEB.replace("kernel", "#"), "the VM has no `kernel`"),
+            (
+                WEB.replace("kernel", "#"),
+                "VM 'web' is not valid: it has neither a `kernel` nor a [[disk]] to boot from",
+            ),
         ] {
             assert_eq!(refusal(&text), sentence);
         }

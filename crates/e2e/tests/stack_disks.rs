@@ -1,0 +1,176 @@
+//! A VM that boots from its disk, as a person has it: made, paused, reset, kept from a second user of its image, never moved.
+
+use anyhow::{Context as _, Result, ensure};
+use godwit_e2e::stack::{KILL, Plan, SOON, Stack, names, signal};
+use godwit_testkit::guest::boot_disk::{self, Progress};
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::time::{Duration, Instant};
+
+const LONG: Duration = Duration::from_secs(120);
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+
+/// An image with a guest on it, for the common group of the host's QEMUs.
+fn make_image(stack: &Stack, name: &str) -> Result<String> {
+    let image = format!("/var/tmp/{name}.raw");
+    let mut content = boot_disk::sector()?;
+    content.resize(1 << 20, 0);
+    std::fs::write(stack.inside("a", &image)?, content)?;
+    for [program, word] in [["chgrp", "nogroup"], ["chmod", "660"]] {
+        let mut command = stack.machine("a")?.command(program);
+        ensure!(command.args([word, &image]).status()?.success());
+    }
+    Ok(image)
+}
+
+fn describe(stack: &Stack, vm: &str, lines: &str) -> Result<String> {
+    let text =
+        format!("name = \"{vm}\"\nvcpus = 2\nmemory_mib = 32\naccelerator = \"tcg\"\n{lines}");
+    stack.describe(vm, &text)
+}
+
+fn disk(image: &str) -> String {
+    format!("[[disk]]\nname = \"root\"\npath = \"{image}\"\n")
+}
+
+fn progress(stack: &Stack, vm: &str) -> Result<Progress> {
+    let progress = boot_disk::progress(&File::open(stack.ram_file(vm, "a")?)?)?;
+    ensure!(!progress.is_wrong, "the guest stopped at {progress:?}");
+    Ok(progress)
+}
+
+fn goes_on(stack: &Stack, vm: &str) -> Result<()> {
+    let (from, deadline) = (progress(stack, vm)?.round, Instant::now() + LONG);
+    while progress(stack, vm)?.round < from + 10 {
+        ensure!(Instant::now() < deadline, "it stands still at round {from}");
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}
+
+/// What the guest wrote last is on the disk, but for the round that may be under way.
+fn image_has_all(stack: &Stack, vm: &str, image: &str) -> Result<()> {
+    let (round, image) = (
+        progress(stack, vm)?.round,
+        File::open(stack.inside("a", image)?)?,
+    );
+    for earlier in round.saturating_sub(6)..=round {
+        let (at, expected) = boot_disk::written(earlier);
+        let mut seen = vec![0; expected.len()];
+        image.read_exact_at(&mut seen, at)?;
+        ensure!(
+            seen == expected,
+            "round {earlier} of {round} is not on the disk"
+        );
+    }
+    Ok(())
+}
+
+#[test]
+fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
+    let stack = Stack::new("disks", &Plan::default())?;
+    let ok = |words: &[&str]| stack.ok("controller", words).map(drop);
+    let image = make_image(&stack, "root")?;
+    ok(&["vm", "create", &describe(&stack, "one", &disk(&image))?])?;
+    ok(&["vm", "start", "one", "--on", "a"])?;
+    goes_on(&stack, "one")?;
+    let shown = stack.vm("one")?;
+    ensure!(shown["spec"]["hardware"] == 2, "{shown}");
+
+    ok(&["vm", "pause", "one"])?;
+    image_has_all(&stack, "one", &image)?;
+    ok(&["vm", "resume", "one"])?;
+    goes_on(&stack, "one")?;
+    ok(&["vm", "reset", "one"])?;
+    goes_on(&stack, "one")?;
+    stack.restart_daemon("a")?;
+    stack.until("the agent answers again", SOON, || {
+        Ok(stack.vm_at("one", "a").is_ok())
+    })?;
+    goes_on(&stack, "one")?;
+    kill_vm_process(&stack, "one")?;
+    goes_on(&stack, "one")?;
+
+    ok(&["vm", "create", &describe(&stack, "two", &disk(&image))?])?;
+    let start = ["vm", "start", "two", "--on", "a"];
+    let sentence = stack.refused("controller", &start, 2, "invalid-request")?;
+    names(&sentence, &["disk 'root'", "VM 'two'", &image, "is in use"])?;
+    goes_on(&stack, "one")?;
+    let migrate = ["vm", "migrate", "one", "--to", "b"];
+    let sentence = stack.refused("controller", &migrate, 3, "not-migratable")?;
+    names(&sentence, &["root", "writable"])?;
+
+    ok(&["vm", "pause", "one"])?;
+    image_has_all(&stack, "one", &image)?;
+    stack.remove("one")?;
+    ok(&["vm", "start", "two", "--on", "a"])?;
+    goes_on(&stack, "two")?;
+    stack.remove("two")
+}
+
+/// Its agent starts another one, which takes QEMU and disks over.
+fn kill_vm_process(stack: &Stack, vm: &str) -> Result<()> {
+    let pid = |stack: &Stack| -> Result<Option<i64>> {
+        Ok(stack.vm_at(vm, "a")?["vm_process_pid"].as_i64())
+    };
+    let before = pid(stack)?.context("no VM process")?;
+    let key = format!("/{vm}/");
+    let processes = stack.machine("a")?.processes()?;
+    let mut own = processes.iter().filter(|process| {
+        process.command_line.contains("vm-process") && process.command_line.contains(&key)
+    });
+    signal(own.next().context("no VM process")?.pid_outside, KILL)?;
+    stack.until("another VM process has taken over", SOON, || {
+        let now = pid(stack)?.filter(|now| *now != before);
+        Ok(now.is_some() && stack.vm_at(vm, "a")?["state"] == "running")
+    })
+}
+
+#[test]
+fn what_cannot_be_a_disk_or_boot_is_refused_and_nothing_is_left() -> Result<()> {
+    let stack = Stack::new("nodisks", &Plan::default())?;
+    let create = |vm: &str, lines: &str| -> Result<()> {
+        let file = describe(&stack, vm, lines)?;
+        stack.ok("controller", &["vm", "create", &file]).map(drop)
+    };
+    let file = describe(&stack, "none", "")?;
+    let ran = stack.run("controller", &["vm", "create", &file])?;
+    let is_told = ran.stderr.contains("neither a `kernel` nor a [[disk]]");
+    ensure!(ran.code == Some(2) && is_told, "{ran:?}");
+
+    let odd = make_image(&stack, "odd")?;
+    File::options()
+        .write(true)
+        .open(stack.inside("a", &odd)?)?
+        .set_len(1000)?;
+    create("odd", &disk(&odd))?;
+    create("missing", &disk("/var/tmp/missing.raw"))?;
+    create("dir", &disk("/var/tmp"))?;
+    for (vm, exit, code, words) in [
+        (
+            "odd",
+            2,
+            "invalid-request",
+            ["disk 'root'", "1000 bytes", "no whole blocks"],
+        ),
+        (
+            "missing",
+            3,
+            "missing-file",
+            ["disk 'root'", "/var/tmp/missing.raw", "does not exist"],
+        ),
+        (
+            "dir",
+            2,
+            "invalid-request",
+            ["disk 'root'", "/var/tmp", "regular file"],
+        ),
+    ] {
+        let start = ["vm", "start", vm, "--on", "a"];
+        names(&stack.refused("controller", &start, exit, code)?, &words)?;
+        ensure!(stack.hypervisors(vm, "a")?.is_empty(), "a QEMU is left");
+        let left = std::fs::read_dir(stack.inside("a", "/run/godwit/ram")?)?.count();
+        ensure!(left == 0, "{left} files are left beside guests' memory");
+    }
+    Ok(())
+}

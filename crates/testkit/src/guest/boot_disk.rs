@@ -1,0 +1,106 @@
+//! A guest that boots from a disk by the firmware's own calls, and works with it for ever.
+//!
+//! The boot sector writes one of eight sectors with a number that grows, reads it back, compares, and leaves the number in
+//! memory; where something is wrong it leaves that instead and stops. It knows nothing of virtio: the firmware drives the disk.
+
+use super::asm::{Asm, AsmError};
+use std::io;
+use std::os::unix::fs::FileExt;
+
+/// Where the number of the last round is in guest memory, and behind it whether something was wrong.
+const ROUND: u64 = 0x7000;
+const SECTOR: usize = 512;
+/// Sectors that are written: the second to the ninth.
+const SECTORS: u32 = 8;
+
+/// How far the guest has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Rounds that ended well.
+    pub round: u32,
+    /// Whether a call failed, or what was read is not what was written.
+    pub is_wrong: bool,
+}
+
+/// Reads that from the guest's memory.
+pub fn progress(ram: &impl FileExt) -> io::Result<Progress> {
+    let mut bytes = [0; 8];
+    ram.read_exact_at(&mut bytes, ROUND)?;
+    let [a, b, c, d, wrong @ ..] = bytes;
+    Ok(Progress {
+        round: u32::from_le_bytes([a, b, c, d]),
+        is_wrong: wrong != [0; 4],
+    })
+}
+
+/// Where a round's sector is on the disk, in bytes, and what is in it after that.
+pub fn written(round: u32) -> (u64, Vec<u8>) {
+    let sector = u64::from(round % SECTORS) + 1;
+    let content = round.to_le_bytes().repeat(SECTOR / 4);
+    (sector * SECTOR as u64, content)
+}
+
+pub fn sector() -> Result<Vec<u8>, AsmError> {
+    let mut asm = Asm::default();
+    // Labels count from here: jmp 0x07c0:begin
+    asm.op_offset16(&[0xea], "begin").op(&[0xc0, 0x07]);
+    asm.label("begin")
+        .op(&[0xfa, 0x31, 0xc0]) // cli; xor ax, ax
+        .op(&[0x8e, 0xd8, 0x8e, 0xc0, 0x8e, 0xd0]) // mov ds, ax; mov es, ax; mov ss, ax
+        .op(&[0xbc, 0x00, 0x7c, 0xfb, 0xfc]) // mov sp, 0x7c00; sti; cld
+        .op(&[0x88, 0x16, 0x08, 0x70]) // mov [0x7008], dl: the drive
+        .op(&[0x66, 0x31, 0xc0]) // xor eax, eax
+        .op(&[0x66, 0xa3, 0x00, 0x70]) // mov [0x7000], eax
+        .op(&[0x66, 0xa3, 0x04, 0x70]) // mov [0x7004], eax
+        // The packet of the firmware's calls: its size, one sector, where, and the sector's upper half.
+        .op(&[0x66, 0xa3, 0x1c, 0x70]) // mov [0x701c], eax
+        .op(&[0xc7, 0x06, 0x10, 0x70, 0x10, 0x00]) // mov word [0x7010], 16
+        .op(&[0xc7, 0x06, 0x12, 0x70, 0x01, 0x00]) // mov word [0x7012], 1
+        .op(&[0xc7, 0x06, 0x16, 0x70, 0x00, 0x00]); // mov word [0x7016], 0
+    asm.label("round")
+        .op(&[0x66, 0xa1, 0x00, 0x70, 0x66, 0x40]) // mov eax, [0x7000]; inc eax
+        .op(&[0x66, 0xa3, 0x0c, 0x70]) // mov [0x700c], eax
+        .op(&[0xbf, 0x00, 0x80, 0xb9, 0x80, 0x00]) // mov di, 0x8000; mov cx, 128
+        .op(&[0xf3, 0x66, 0xab]) // rep stosd
+        .op(&[0x66, 0x83, 0xe0, 0x07, 0x66, 0x40]) // and eax, 7; inc eax
+        .op(&[0x66, 0xa3, 0x18, 0x70]) // mov [0x7018], eax: the sector
+        .op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x80]) // mov word [0x7014], 0x8000
+        .op(&[0xb8, 0x00, 0x43]); // mov ax, 0x4300: write
+    call(&mut asm);
+    asm.op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x90]) // mov word [0x7014], 0x9000
+        .op(&[0xb8, 0x00, 0x42]); // mov ax, 0x4200: read
+    call(&mut asm);
+    asm.op(&[0xbe, 0x00, 0x80, 0xbf, 0x00, 0x90]) // mov si, 0x8000; mov di, 0x9000
+        .op(&[0xb9, 0x80, 0x00, 0xf3, 0x66, 0xa7]) // mov cx, 128; repe cmpsd
+        .jump(0x75, "wrong") // jne
+        .op(&[0x66, 0xa1, 0x0c, 0x70]) // mov eax, [0x700c]
+        .op(&[0x66, 0xa3, 0x00, 0x70]) // mov [0x7000], eax
+        .op_offset16(&[0xb8], "round") // mov ax, round
+        .op(&[0xff, 0xe0]); // jmp ax
+    asm.label("wrong")
+        .op(&[0x66, 0xc7, 0x06, 0x04, 0x70, 1, 0, 0, 0]) // mov dword [0x7004], 1
+        .op(&[0xf4, 0xeb, 0xfd]); // hlt; jmp to it
+    let mut sector = asm.finish()?;
+    sector.resize(SECTOR - 2, 0);
+    sector.extend([0x55, 0xaa]);
+    Ok(sector)
+}
+
+/// The firmware carries the packet out, or the guest stops.
+fn call(asm: &mut Asm) {
+    asm.op(&[0xbe, 0x10, 0x70]) // mov si, 0x7010
+        .op(&[0x8a, 0x16, 0x08, 0x70]) // mov dl, [0x7008]
+        .op(&[0xcd, 0x13]) // int 0x13
+        .jump(0x72, "wrong"); // jc
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_one_sector_that_firmware_boots() {
+        let sector = sector().unwrap();
+        assert_eq!((sector.len(), &sector[510..]), (SECTOR, &[0x55, 0xaa][..]));
+    }
+}

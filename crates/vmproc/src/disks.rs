@@ -1,0 +1,480 @@
+//! The disks that this process serves to its VM's QEMU: from before QEMU starts until it is gone.
+//!
+//! QEMU waits without end for a back end when it starts, and answers nobody meanwhile; it stops its guest only once nothing is
+//! under way. So disks come first, and rest before a stop. Which images a QEMU has is written down before it starts: whoever
+//! takes it over serves the same ones, whatever the VM's description says by then.
+//!
+//! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
+
+use crate::faults::planted;
+use crate::files::Paths;
+use crate::hypervisor::{common_user, internal, memory, reserved, with_other_rights};
+use godwit_blockio::{Access, Image};
+use godwit_guestmem::RamFile;
+use godwit_qemu::command_line::BackEnd;
+use godwit_qemu::user::{self, User};
+use godwit_store::{load_json, save_json};
+use godwit_types::host_api::VmProcessConfig;
+use godwit_types::vm::{DiskSpec, VmSpec};
+use godwit_types::{ApiError, ErrorCode};
+use godwit_vhost::block::Geometry;
+use godwit_vhost::{Disk, Settings};
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long all images together are waited for whose last holder may have died just now.
+const LOCK_WAIT: Duration = Duration::from_millis(500);
+/// How long requests may take that are under way when a guest is to be stopped.
+const REST_WAIT: Duration = Duration::from_secs(3);
+/// How often it is looked whether QEMU has connected.
+const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// When it is looked whether a disk to which QEMU says nothing should be in use.
+const FORGOTTEN_AFTER: Duration = Duration::from_secs(2);
+/// How often a disk that cannot be served is tried again.
+const MEND_EVERY: Duration = Duration::from_secs(1);
+/// Bytes of a disk's blocks.
+const BLOCK: u32 = 512;
+/// Most queues of a disk; one thread serves all of them.
+const QUEUES_MAX: u32 = 4;
+
+/// What a QEMU was started with: durable before it starts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ServedDisks {
+    /// Of which QEMU of this VM: its number, which is used again,
+    launch: u64,
+    /// and the file system and inode of its RAM file, which are not while it lives.
+    ram: (u64, u64),
+    /// Whom the sockets belong to.
+    uid: u32,
+    gid: u32,
+    queues: u16,
+    disks: Vec<DiskSpec>,
+    /// The image of each: device and inode.
+    images: Vec<(u64, u64)>,
+}
+
+/// A QEMU's disks. Clones are the same ones.
+#[derive(Debug, Clone)]
+pub(crate) struct Disks(Arc<Served>);
+
+#[derive(Debug)]
+struct Served {
+    config: VmProcessConfig,
+    paths: Paths,
+    what: ServedDisks,
+    ram: Arc<RamFile>,
+    /// One for each of `what.disks`; `None`: it cannot be served, and is tried again.
+    disks: Mutex<Vec<Option<Disk>>>,
+    tried: Mutex<Option<Instant>>,
+    /// Whether a thread tries it just now.
+    is_tried: AtomicBool,
+    /// Why one could not be served, as it was said last.
+    said: Mutex<String>,
+}
+
+impl Disks {
+    /// Serves the disks of a QEMU that is to be started.
+    pub(crate) fn begin(
+        config: &VmProcessConfig,
+        paths: &Paths,
+        spec: &VmSpec,
+        user: User,
+        launch: u64,
+        ram: &Arc<RamFile>,
+    ) -> Result<Self, ApiError> {
+        let disks = match spec.serves_disks() {
+            true => spec.disks.clone(),
+            false => Vec::new(),
+        };
+        let mut served = Served::new(
+            config,
+            paths,
+            ServedDisks {
+                launch,
+                ram: ram.identity().map_err(memory)?,
+                uid: user.uid,
+                gid: user.gid,
+                queues: spec.vcpus.clamp(1, QUEUES_MAX) as u16,
+                disks,
+                images: Vec::new(),
+            },
+            ram,
+        );
+        let (mut images, until) = (Vec::new(), Instant::now() + LOCK_WAIT);
+        for disk in &served.what.disks {
+            let left = until.saturating_duration_since(Instant::now());
+            images.push(served.open(disk, left)?);
+        }
+        for (image, disk) in images.iter().zip(&served.what.disks) {
+            let identity = image.identity();
+            let identity = identity.map_err(|error| served.refused(disk, &error))?;
+            served.what.images.push((identity.device, identity.inode));
+        }
+        // Also one without disks: whoever takes it over must not find those of an earlier one.
+        save_json(&paths.disks(), &served.what).map_err(internal)?;
+        for (index, image) in images.into_iter().enumerate() {
+            served.start(index, image)?;
+        }
+        Ok(Self(Arc::new(served)))
+    }
+
+    /// Serves those of a QEMU that a predecessor left. What cannot be served is tried again with [`Self::mend`]. Refused where
+    /// the VM is described with such disks and nothing says which images this QEMU has.
+    pub(crate) fn go_on(
+        config: &VmProcessConfig,
+        paths: &Paths,
+        launch: u64,
+        ram: &Arc<RamFile>,
+        described: bool,
+    ) -> Result<Self, ApiError> {
+        let path = paths.disks();
+        let kept: Option<ServedDisks> = load_json(&path).map_err(internal)?;
+        let identity = ram.identity().map_err(memory)?;
+        let what = match kept.filter(|kept| (kept.launch, kept.ram) == (launch, identity)) {
+            Some(kept) => kept,
+            None if described => {
+                let (vm, path) = (&config.vm, path.display());
+                return Err(internal(format!(
+                    "which images the hypervisor of VM '{vm}' has is not known: {path} does not tell of it, and its guest waits for its disks; put that file back, or end the guest with 'godwit vm stop {vm} --force'"
+                )));
+            }
+            None => ServedDisks {
+                launch,
+                ram: identity,
+                uid: 0,
+                gid: 0,
+                queues: 1,
+                disks: Vec::new(),
+                images: Vec::new(),
+            },
+        };
+        let served = Served::new(config, paths, what, ram);
+        let until = Instant::now() + LOCK_WAIT;
+        for (index, disk) in served.what.disks.iter().enumerate() {
+            let left = until.saturating_duration_since(Instant::now());
+            if let Err(error) = served.serve(index, left) {
+                tracing::error!(disk = disk.name, %error, "a disk of the guest is not served; this is tried again");
+            }
+        }
+        Ok(Self(Arc::new(served)))
+    }
+
+    /// Writes again which images QEMU has: the state directory may have been put back from an older copy.
+    pub(crate) fn keep(&self) -> Result<(), ApiError> {
+        save_json(&self.0.paths.disks(), &self.0.what).map_err(internal)
+    }
+
+    /// Whether QEMU has any that this process serves.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.0.what.disks.is_empty()
+    }
+
+    /// What a person is to know of them: those that are full, or not served.
+    pub(crate) fn note(&self) -> Option<String> {
+        let disks = lock(&self.0.disks);
+        let mut all = disks.iter().zip(&self.0.what.disks);
+        all.find_map(|(disk, spec)| {
+            let name = &spec.name;
+            match disk.as_ref().map(Disk::status) {
+                Some(Ok(status)) if status.full => Some(format!(
+                    "disk-full: writes to disk '{name}' wait, since {} has no room left: make room there, and they go on by themselves",
+                    spec.path
+                )),
+                Some(Ok(_)) => None,
+                _ => Some(format!(
+                    "disk '{name}' is not served, and the guest waits for it: see the log of its VM process"
+                )),
+            }
+        })
+    }
+
+    /// As QEMU's command line has them.
+    pub(crate) fn back_ends(&self) -> Vec<BackEnd> {
+        let what = &self.0.what;
+        let back_end = |index| BackEnd::Served {
+            socket: self.0.paths.ram_files.disk_socket(what.launch, index),
+            queues: what.queues,
+        };
+        (0..what.disks.len()).map(back_end).collect()
+    }
+
+    /// Lets no new request out of its ring and waits until none is under way: a QEMU that is told to stop does so at once then.
+    /// One that is not served keeps nobody. Returns QEMU's connections, for [`Self::are_at_rest`].
+    pub(crate) fn rest(&self) -> Result<Vec<Option<u16>>, String> {
+        let until = Instant::now() + REST_WAIT;
+        let disks = lock(&self.0.disks);
+        let lives = disks.iter().map(life).collect();
+        for (disk, spec) in disks.iter().zip(&self.0.what.disks) {
+            let left = until.saturating_duration_since(Instant::now());
+            match disk {
+                Some(disk) if !disk.has_ended() => {
+                    disk.hold(left).map_err(|error| told(spec, &error))?;
+                }
+                _ => {}
+            }
+        }
+        Ok(lives)
+    }
+
+    /// Whether a stopped QEMU has all its queues back over the connections that it had before, and nothing is under way: then
+    /// its devices can be saved. What is only noted as under way would stay here.
+    pub(crate) fn are_at_rest(&self, lives: &[Option<u16>]) -> Result<(), String> {
+        let disks = lock(&self.0.disks);
+        for ((disk, before), spec) in disks.iter().zip(lives).zip(&self.0.what.disks) {
+            let name = &spec.name;
+            if before.is_none() || life(disk) != *before {
+                return Err(format!(
+                    "QEMU was not connected to disk '{name}' all the time"
+                ));
+            }
+            let Some(disk) = disk else {
+                return Err(format!("disk '{name}' is not served"));
+            };
+            let status = disk.status().map_err(|error| told(spec, &error))?;
+            let unanswered = status.unanswered.max(status.under_way);
+            if status.running > 0 || unanswered > 0 {
+                return Err(format!(
+                    "disk '{name}' has {unanswered} requests unanswered"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until QEMU is connected to all of them, at most until then. QEMU 7.2 never starts a disk that was away when its
+    /// guest was let run.
+    pub(crate) fn wait_for_qemu(&self, deadline: Instant) -> Result<(), String> {
+        loop {
+            match self.not_connected() {
+                None => return Ok(()),
+                Some(why) if Instant::now() >= deadline => return Err(why),
+                Some(_) => {
+                    self.mend();
+                    std::thread::sleep(LOOK_EVERY);
+                }
+            }
+        }
+    }
+
+    fn not_connected(&self) -> Option<String> {
+        let disks = lock(&self.0.disks);
+        let mut all = disks.iter().zip(&self.0.what.disks);
+        all.find_map(|(disk, spec)| match disk.as_ref().map(Disk::status) {
+            Some(Ok(status)) if status.is_settled() => None,
+            Some(Ok(_)) => Some(format!("QEMU does not connect to disk '{}'", spec.name)),
+            Some(Err(error)) => Some(told(spec, &error)),
+            None => Some(format!("disk '{}' is not served", spec.name)),
+        })
+    }
+
+    /// Those that QEMU has connected to and said nothing to since, by their place: maybe it has forgotten them.
+    pub(crate) fn mute(&self) -> Vec<usize> {
+        let is_mute = |disk: &Option<Disk>| {
+            let status = disk.as_ref().and_then(|disk| disk.status().ok());
+            let mute = status.and_then(|status| status.mute_for);
+            mute.is_some_and(|mute| mute >= FORGOTTEN_AFTER)
+        };
+        let disks = lock(&self.0.disks);
+        let all = disks.iter().enumerate();
+        all.filter(|(_, disk)| is_mute(disk))
+            .map(|(index, _)| index)
+            .collect()
+    }
+
+    pub(crate) fn go(&self) {
+        for disk in lock(&self.0.disks).iter().flatten() {
+            if let Err(error) = disk.release() {
+                tracing::error!(%error, "a disk takes no requests");
+            }
+        }
+    }
+
+    /// Tries again what could not be served, now and then, on a thread of its own: an image may lie on storage that hangs.
+    /// Returns whether it was time for that.
+    pub(crate) fn mend(&self) -> bool {
+        let served = &self.0;
+        if self.is_empty() || !served.is_time() {
+            return false;
+        }
+        let missing: Vec<usize> = served.missing();
+        if missing.is_empty() || served.is_tried.swap(true, Ordering::SeqCst) {
+            return true;
+        }
+        let served = Arc::clone(served);
+        let work = move || {
+            for index in missing {
+                served.try_again(index);
+            }
+            served.is_tried.store(false, Ordering::SeqCst);
+        };
+        let thread = std::thread::Builder::new()
+            .name("disk-again".into())
+            .spawn(work);
+        if let Err(error) = thread {
+            tracing::warn!(%error, "a disk cannot be tried again");
+            self.0.is_tried.store(false, Ordering::SeqCst);
+        }
+        true
+    }
+}
+
+impl Served {
+    fn new(config: &VmProcessConfig, paths: &Paths, what: ServedDisks, ram: &Arc<RamFile>) -> Self {
+        Self {
+            config: config.clone(),
+            paths: paths.clone(),
+            disks: Mutex::new(what.disks.iter().map(|_| None).collect()),
+            what,
+            ram: Arc::clone(ram),
+            tried: Mutex::new(None),
+            is_tried: AtomicBool::new(false),
+            said: Mutex::default(),
+        }
+    }
+
+    /// Once for each reason: it may be tried for days.
+    fn say(&self, error: &ApiError) {
+        let mut said = lock(&self.said);
+        if *said != error.message {
+            tracing::warn!(%error, "a disk of the guest is still not served");
+            said.clone_from(&error.message);
+        }
+    }
+
+    fn is_time(&self) -> bool {
+        let mut tried = lock(&self.tried);
+        let now = Instant::now();
+        let is_time = tried.is_none_or(|at| now >= at + MEND_EVERY);
+        if is_time {
+            *tried = Some(now);
+        }
+        is_time
+    }
+
+    /// Those that no thread serves. One that has ended, since the kernel failed it, is not kept.
+    fn missing(&self) -> Vec<usize> {
+        let mut disks = lock(&self.disks);
+        for slot in disks.iter_mut() {
+            if slot.as_ref().is_some_and(Disk::has_ended) {
+                *slot = None;
+            }
+        }
+        let all = disks.iter().enumerate();
+        all.filter(|(_, disk)| disk.is_none())
+            .map(|(index, _)| index)
+            .collect()
+    }
+
+    fn try_again(&self, index: usize) {
+        match self.serve(index, Duration::ZERO) {
+            Ok(()) => {
+                let disk = self.what.disks.get(index).map(|disk| disk.name.as_str());
+                tracing::info!(disk, "a disk of the guest is served again");
+            }
+            Err(error) => self.say(&error),
+        }
+    }
+
+    /// The image that it had, and no other in its place.
+    fn serve(&self, index: usize, patience: Duration) -> Result<(), ApiError> {
+        let (Some(spec), Some(before)) = (self.what.disks.get(index), self.what.images.get(index))
+        else {
+            return Ok(());
+        };
+        let image = self.open(spec, patience)?;
+        let now = image
+            .identity()
+            .map_err(|error| self.refused(spec, &error))?;
+        if (now.device, now.inode) != *before && !planted("image-swapped") {
+            let path = &spec.path;
+            return Err(self.refused(spec, &format!(
+                "{path} is another file than the one that the guest works with: put that one back, or end the guest"
+            )));
+        }
+        self.start(index, image)
+    }
+
+    fn start(&self, index: usize, image: Image) -> Result<(), ApiError> {
+        let Some(spec) = self.what.disks.get(index) else {
+            return Ok(());
+        };
+        let disk = Disk::start(Settings {
+            name: spec.name.clone(),
+            socket: self.paths.ram_files.disk_socket(self.what.launch, index),
+            owner: Some((self.what.uid, self.what.gid)),
+            geometry: self.geometry(spec, &image),
+            image,
+            filters: Vec::new(),
+            ram: Arc::clone(&self.ram),
+        });
+        let disk = disk.map_err(|error| self.refused(spec, &error))?;
+        if let Some(slot) = lock(&self.disks).get_mut(index) {
+            *slot = Some(disk);
+        }
+        Ok(())
+    }
+
+    fn refused(&self, spec: &DiskSpec, error: &dyn std::fmt::Display) -> ApiError {
+        let (vm, host) = (&self.config.vm, &self.config.host);
+        let message = format!(
+            "disk '{}' of VM '{vm}' on host '{host}': {error}",
+            spec.name
+        );
+        ApiError::new(ErrorCode::InvalidRequest, message).on_host(host)
+    }
+
+    fn geometry(&self, spec: &DiskSpec, image: &Image) -> Geometry {
+        Geometry {
+            bytes: image.bytes() - image.bytes() % u64::from(BLOCK),
+            block: BLOCK,
+            queues: self.what.queues,
+            read_only: spec.read_only,
+            erases: !spec.read_only,
+            serial: spec.name.clone(),
+        }
+    }
+
+    /// With the rights of QEMU's user, and locked.
+    fn open(&self, spec: &DiskSpec, patience: Duration) -> Result<Image, ApiError> {
+        let (uid, gid) = (self.what.uid, self.what.gid);
+        let reserved = reserved(&self.config);
+        let file = with_other_rights(|| {
+            let common = common_user(&self.config, &reserved);
+            let one = std::slice::from_ref(spec);
+            user::open_disks(common, &self.config.vm, one, User { uid, gid })
+        })?;
+        let refused = |error: &dyn std::fmt::Display| self.refused(spec, error);
+        let file = file.into_iter().next().map(File::from);
+        let file = file.ok_or_else(|| refused(&"its image was not opened"))?;
+        let access = match spec.read_only {
+            true => Access::ReadOnly,
+            false => Access::ReadWrite,
+        };
+        let image = Image::of(file, Path::new(&spec.path), access, BLOCK);
+        let mut image = image.map_err(|error| refused(&error))?;
+        let name = format!("{}/{}", self.config.vm, spec.name);
+        image
+            .lock(&name, patience)
+            .map_err(|error| refused(&error))?;
+        Ok(image)
+    }
+}
+
+fn told(spec: &DiskSpec, error: &godwit_vhost::Error) -> String {
+    format!("disk '{}': {error}", spec.name)
+}
+
+/// The number of QEMU's connection to a disk, once it is done with what it does first.
+fn life(disk: &Option<Disk>) -> Option<u16> {
+    let status = disk.as_ref()?.status().ok()?;
+    status.is_settled().then_some(status.life)
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
