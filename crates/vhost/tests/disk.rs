@@ -291,26 +291,41 @@ fn a_successor_with_a_larger_image_tells_its_guest_once() {
     assert_eq!(heard, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
 }
 
+fn limited(requests: u64, bytes: u64) -> Vec<Box<dyn godwit_blockio::Filter>> {
+    vec![Box::new(Throttle::new(Limits { requests, bytes }))]
+}
+
 #[test]
 fn a_limit_leaves_requests_in_their_ring_and_a_queue_ends_at_once() {
     let site = Site::new(MIB);
-    let limits = Limits {
-        requests: 1,
-        bytes: 0,
-    };
-    let disk = site.disk(vec![Box::new(Throttle::new(limits))]);
+    // The next one may come in some minutes.
+    let disk = site.disk(limited(0, 1));
     let mut guest = site.front_end();
     guest.negotiate(0);
     guest.start();
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     guest.wait(0);
     guest.submit(0, &site.write_of(1, 1, 1, 512));
+    guest.number(1);
     assert_eq!(disk.status().unwrap().under_way, 0);
     assert_eq!(guest.end_queue(0), 1);
-    guest.start_queue(0);
-    // And it is done when its time has come.
-    guest.wait(0);
-    assert_eq!((site.status(1), site.content()[512]), (0, 1));
+    assert_eq!(site.status(1), 77);
+}
+
+#[test]
+fn what_a_limit_left_in_the_ring_is_done_when_its_time_has_come() {
+    let site = Site::new(MIB);
+    let _disk = site.disk(limited(20, 0));
+    let mut guest = site.front_end();
+    guest.negotiate(0);
+    guest.start();
+    for number in 0..8 {
+        guest.submit(0, &site.write_of(number, number, 1, 512));
+    }
+    for _ in 0..8 {
+        guest.wait(0);
+    }
+    assert!((0..8).all(|number| site.status(number) == 0));
 }
 
 #[test]
