@@ -258,7 +258,7 @@ async fn all_refusals_of_preflight_are_shown_together() {
             .any(|refusal| refusal.message.contains(text))
     };
     for text in [
-        "disk data",
+        "disk 'data'",
         "device x",
         "clock of b",
         "b is full",
@@ -272,7 +272,7 @@ async fn all_refusals_of_preflight_are_shown_together() {
     let error = refused(&house, &to("b")).await;
     assert_eq!(error.code, ErrorCode::Preflight);
     assert!(
-        error.message.contains("disk data") && error.message.contains("clock of b"),
+        error.message.contains("disk 'data'") && error.message.contains("clock of b"),
         "{error}"
     );
     assert!(house.client().migrations().await.unwrap().is_empty());
