@@ -5,6 +5,7 @@
 //!
 //! What it refuses: a second front end while one is connected or requests of the last one are under way.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -12,13 +13,13 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
-use godwit_blockio::{Access, Engine, Event, Filter, Image, Outcome, Request, Stack};
+use godwit_blockio::{Access, Engine, Event, Filter, Image, Request, Stack};
 use godwit_guestmem::{DeviceMemory, RamFile};
-use rustix::io::Errno;
 
 use crate::Error;
 use crate::block::Geometry;
 use crate::connection::{Connection, send};
+use crate::full::has_no_room;
 use crate::handle::{Command, Status};
 use crate::listener::Listener;
 use crate::message::{Region, Vring, encode, request};
@@ -33,7 +34,7 @@ const KICK: u64 = 0x100;
 /// Most messages that are heard before requests are looked at again.
 const MESSAGES: usize = 64;
 /// When a socket that could not be made is tried again.
-const AGAIN: Duration = Duration::from_secs(1);
+pub(crate) const AGAIN: Duration = Duration::from_secs(1);
 /// How long a disk that is to end waits for what the kernel has.
 const LAST: Duration = Duration::from_secs(2);
 /// When a QEMU that said what none says is heard again.
@@ -73,7 +74,7 @@ impl Settings {
 
 /// What the thread has.
 pub(crate) struct Device {
-    name: String,
+    pub(crate) name: String,
     /// Ends before the image does: its path belongs to whoever has that.
     listener: Listener,
     pub(crate) stack: Stack<Engine>,
@@ -93,11 +94,15 @@ pub(crate) struct Device {
     has_more_to_hear: bool,
     /// Whether this front end was told of the disk's size, which may be another than its predecessor said.
     told_size: bool,
+    /// The queue that is looked at first.
+    first: usize,
     /// When filters take requests again.
     opens_at: Option<Instant>,
     /// Writes for which the image has no room; they are tried again, and nothing new is taken meanwhile.
-    parked: Vec<Request>,
-    try_parked_at: Option<Instant>,
+    pub(crate) parked: VecDeque<Request>,
+    /// Whether one of them is being tried.
+    pub(crate) is_probing: bool,
+    pub(crate) try_parked_at: Option<Instant>,
     held: bool,
     /// Whoever waits until nothing is under way.
     waiting: Vec<Sender<()>>,
@@ -138,8 +143,10 @@ impl Device {
             mute_since: None,
             has_more_to_hear: false,
             told_size: false,
+            first: 0,
             opens_at: None,
-            parked: Vec::new(),
+            parked: VecDeque::new(),
+            is_probing: false,
             try_parked_at: None,
             held: false,
             waiting: Vec::new(),
@@ -206,7 +213,9 @@ impl Device {
     fn listen(&mut self) -> Result<(), Error> {
         let wanted = self.connection.is_none() && self.stack.under_way() == 0;
         if wanted && !self.listener.is_open() {
-            self.stack.bottom.watch(self.listener.open()?, LISTENER)?;
+            let watched = self.stack.bottom.watch(self.listener.open()?, LISTENER);
+            // Whoever connects to a socket that nobody hears waits without end.
+            watched.inspect_err(|_| self.listener.close())?;
         } else if !wanted && self.listener.is_open() {
             self.end_listening();
         }
@@ -318,7 +327,7 @@ impl Device {
         self.queues.iter_mut().for_each(Queue::forget);
         // As what is under way: the in-flight area has them.
         self.parked.clear();
-        self.try_parked_at = None;
+        (self.is_probing, self.try_parked_at) = (false, None);
         self.connection = None;
         self.back_channel = None;
         self.ending = None;
@@ -375,7 +384,7 @@ impl Device {
         }
     }
 
-    fn broke(&mut self, number: usize, error: &Error) {
+    pub(crate) fn broke(&mut self, number: usize, error: &Error) {
         let is_news = self.queues.get_mut(number).is_some_and(Queue::broke);
         if is_news && self.is_time_to_tell() {
             tracing::warn!(disk = self.name, queue = number, %error, "a queue stands still until the guest resets its disk");
@@ -383,7 +392,7 @@ impl Device {
     }
 
     /// Up to so many lines in so long: a guest may break its queues, and a QEMU its connection, as often as it likes.
-    fn is_time_to_tell(&mut self) -> bool {
+    pub(crate) fn is_time_to_tell(&mut self) -> bool {
         let now = Instant::now();
         if self.tell_at.is_none_or(|at| at <= now) {
             (self.tell_at, self.told) = (Some(now + TELL_EVERY), 0);
@@ -392,19 +401,22 @@ impl Device {
         self.told <= TELL_MOST
     }
 
+    /// The queue that is looked at first is another one each time, so that none with many requests keeps the others out.
     fn take_all(&mut self) -> bool {
         let now = Instant::now();
+        let (count, takes) = (self.queues.len(), !self.held && !self.is_full());
         let mut more = false;
-        for number in 0..self.queues.len() {
+        for turn in 0..count {
+            let number = (self.first + turn) % count.max(1);
             let Some(queue) = self.queues.get_mut(number) else {
                 continue;
             };
-            let takes = !self.held && self.parked.is_empty();
             match queue.take_all(&self.guest, &mut self.stack, takes, now) {
                 Ok(left) => more |= left,
                 Err(error) => self.broke(number, &error),
             }
         }
+        self.first = (self.first + 1) % count.max(1);
         self.opens_at = self.stack.opens_at(now);
         more
     }
@@ -423,55 +435,12 @@ impl Device {
                 self.park(request);
                 continue;
             }
-            let Some(queue) = self.queues.get_mut(usize::from(number)) else {
-                continue;
-            };
-            if let Err(error) = queue.finished(token as u16, outcome, &self.guest) {
-                self.broke(number.into(), &error);
+            if self.is_probing {
+                self.let_parked_go();
             }
+            self.answer_request(&request, outcome);
         }
         did
-    }
-
-    /// A guest whose disk is full waits for it, and gets no error that its file system would not survive.
-    fn park(&mut self, request: Request) {
-        if self.parked.is_empty() && self.is_time_to_tell() {
-            tracing::warn!(
-                disk = self.name,
-                "the image has no room left: the guest's writes wait until it has"
-            );
-        }
-        self.parked.push(request);
-        self.try_parked_at = Some(Instant::now() + AGAIN);
-    }
-
-    /// Tries them again when it is time; a queue that is to end, since its guest is stopped or reset, gets an error for its own.
-    fn try_parked(&mut self) {
-        let now = Instant::now();
-        let is_time = self.try_parked_at.is_some_and(|at| at <= now);
-        for request in std::mem::take(&mut self.parked) {
-            let number = (request.token >> 16) as u16;
-            if self.is_ending(number) {
-                let outcome = Outcome::Failed(Errno::NOSPC);
-                if let Some(queue) = self.queues.get_mut(usize::from(number))
-                    && let Err(error) = queue.finished(request.token as u16, outcome, &self.guest)
-                {
-                    self.broke(number.into(), &error);
-                }
-            } else if is_time {
-                self.stack.submit(request, now);
-            } else {
-                self.parked.push(request);
-            }
-        }
-        if self.parked.is_empty() {
-            self.try_parked_at = None;
-        }
-    }
-
-    fn is_ending(&self, number: u16) -> bool {
-        let queue = self.queues.get(usize::from(number));
-        queue.is_none_or(|queue| queue.ending)
     }
 
     /// What follows from what was finished: interrupts, and whoever waits. Returns whether there may be more to take now.
@@ -570,7 +539,7 @@ impl Device {
         Status {
             connected: self.connection.is_some(),
             life: self.guest.life,
-            full: !self.parked.is_empty(),
+            full: self.is_full(),
             mute_for: self.mute_since.map(|since| since.elapsed()),
             running: self.queues.iter().filter(|queue| queue.runs()).count(),
             under_way: self.stack.under_way(),
@@ -579,10 +548,6 @@ impl Device {
             resubmitted: self.resubmitted,
         }
     }
-}
-
-fn has_no_room(outcome: Outcome) -> bool {
-    matches!(outcome, Outcome::Failed(Errno::NOSPC | Errno::DQUOT))
 }
 
 fn kick_token(queue: usize, life: u16) -> u64 {

@@ -139,6 +139,11 @@ impl Disk {
         self.hear(&answers)
     }
 
+    /// Tells it to end, which dropping it waits for.
+    pub fn begin_end(&self) {
+        let _ = self.tell(Command::Stop);
+    }
+
     /// Whether its thread is gone, since the kernel failed it; nobody serves the disk then.
     pub fn has_ended(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)

@@ -22,6 +22,7 @@ mod connection;
 mod dialogue;
 mod disk;
 mod error;
+mod full;
 mod handle;
 pub mod inflight;
 mod listener;

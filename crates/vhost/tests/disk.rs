@@ -431,6 +431,8 @@ fn a_write_for_which_there_is_no_room_waits_until_there_is_and_nothing_overtakes
     assert!(matches!(refused, Error::Busy { .. }), "{refused}");
     disk.release().unwrap();
     assert_eq!((site.status(0), site.status(1)), (77, 77));
+    // The newer one was never taken.
+    assert_eq!(disk.status().unwrap().unanswered, 1);
     faults.fail_writes(0, Errno::NOSPC);
     guest.wait(0);
     guest.wait(1);

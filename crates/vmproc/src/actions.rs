@@ -402,6 +402,7 @@ impl Vm {
                 tracing::error!(%error, "QEMU does not end; this process gives up so that a successor can try");
                 std::process::exit(75)
             });
+            hyper.disks.end();
         }
         remove_leftovers(&self.paths);
     }

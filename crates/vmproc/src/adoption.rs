@@ -362,7 +362,7 @@ impl Waiting<'_> {
                 highest: self.known.record.highest,
                 claim: self.claim(),
             }),
-            Now::Stop { force: true } => match self.give_up() {
+            Now::Stop { force: true } => match self.give_up().inspect(|()| self.left.end()) {
                 // Also before it was asked whether its guest runs: the core would only say that the VM is not here.
                 Ok(()) if has_left(self.known.record) || self.denied.get() => {
                     let done = format!(

@@ -23,6 +23,7 @@ use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -30,6 +31,10 @@ use std::time::{Duration, Instant};
 const LOCK_WAIT: Duration = Duration::from_millis(500);
 /// How long requests may take that are under way when a guest is to be stopped.
 const REST_WAIT: Duration = Duration::from_secs(3);
+/// How long QEMU has to connect again; it tries each second.
+const CONNECT_WAIT: Duration = Duration::from_secs(10);
+/// How soon a guest may be stopped and let run again once more for a disk.
+const REPAIR_EVERY: Duration = Duration::from_secs(60);
 /// How often it is looked whether QEMU has connected.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 /// When it is looked whether a disk to which QEMU says nothing should be in use.
@@ -71,10 +76,13 @@ struct Served {
     /// One for each of `what.disks`; `None`: it cannot be served, and is tried again.
     disks: Mutex<Vec<Option<Disk>>>,
     tried: Mutex<Option<Instant>>,
-    /// Whether a thread tries it just now.
-    is_tried: AtomicBool,
+    /// Which of them a thread tries to serve just now.
+    is_tried: Vec<AtomicBool>,
     /// Why one could not be served, as it was said last.
     said: Mutex<String>,
+    /// When the guest was last stopped and let run for one that was forgotten.
+    repaired: Mutex<Option<Instant>>,
+    has_ended: AtomicBool,
 }
 
 impl Disks {
@@ -133,15 +141,23 @@ impl Disks {
         described: bool,
     ) -> Result<Self, ApiError> {
         let path = paths.disks();
-        let kept: Option<ServedDisks> = load_json(&path).map_err(internal)?;
+        let kept: Option<ServedDisks> = match load_json(&path) {
+            // Nobody needs it.
+            Err(error) if !described => {
+                tracing::error!(%error, "what disks the hypervisor has cannot be read");
+                None
+            }
+            kept => kept.map_err(internal)?,
+        };
         let identity = ram.identity().map_err(memory)?;
         let what = match kept.filter(|kept| (kept.launch, kept.ram) == (launch, identity)) {
             Some(kept) => kept,
             None if described => {
                 let (vm, path) = (&config.vm, path.display());
-                return Err(internal(format!(
-                    "which images the hypervisor of VM '{vm}' has is not known: {path} does not tell of it, and its guest waits for its disks; put that file back, or end the guest with 'godwit vm stop {vm} --force'"
-                )));
+                let message = format!(
+                    "which images its hypervisor has is not known: {path} does not tell of it, and its guest waits for its disks; put that file back, or end the guest with 'godwit vm stop {vm} --force'"
+                );
+                return Err(ApiError::new(ErrorCode::NotMigratable, message));
             }
             None => ServedDisks {
                 launch,
@@ -153,15 +169,15 @@ impl Disks {
                 images: Vec::new(),
             },
         };
-        let served = Served::new(config, paths, what, ram);
-        let until = Instant::now() + LOCK_WAIT;
-        for (index, disk) in served.what.disks.iter().enumerate() {
-            let left = until.saturating_duration_since(Instant::now());
-            if let Err(error) = served.serve(index, left) {
-                tracing::error!(disk = disk.name, %error, "a disk of the guest is not served; this is tried again");
-            }
+        let served = Arc::new(Served::new(config, paths, what, ram));
+        let (tried, results) = channel();
+        for index in 0..served.what.disks.len() {
+            served.try_in_thread(index, LOCK_WAIT, Some(tried.clone()));
         }
-        Ok(Self(Arc::new(served)))
+        drop(tried);
+        // Nobody is answered before this has returned.
+        let _ = results.recv_timeout(2 * LOCK_WAIT);
+        Ok(Self(served))
     }
 
     /// Writes again which images QEMU has: the state directory may have been put back from an older copy.
@@ -248,11 +264,16 @@ impl Disks {
 
     /// Waits until QEMU is connected to all of them, at most until then. QEMU 7.2 never starts a disk that was away when its
     /// guest was let run.
-    pub(crate) fn wait_for_qemu(&self, deadline: Instant) -> Result<(), String> {
+    pub(crate) fn wait_for_qemu(
+        &self,
+        deadline: Instant,
+        is_alive: impl Fn() -> bool,
+    ) -> Result<(), String> {
+        let deadline = deadline.min(Instant::now() + CONNECT_WAIT);
         loop {
             match self.not_connected() {
                 None => return Ok(()),
-                Some(why) if Instant::now() >= deadline => return Err(why),
+                Some(why) if Instant::now() >= deadline || !is_alive() => return Err(why),
                 Some(_) => {
                     self.mend();
                     std::thread::sleep(LOOK_EVERY);
@@ -270,6 +291,32 @@ impl Disks {
             Some(Err(error)) => Some(told(spec, &error)),
             None => Some(format!("disk '{}' is not served", spec.name)),
         })
+    }
+
+    /// Whether the guest may be stopped and let run for a disk that was forgotten, now: not where another one would keep it from
+    /// either, and not again and again.
+    pub(crate) fn may_repair(&self) -> bool {
+        let full = |disk: &Disk| disk.status().is_ok_and(|status| status.full);
+        if self.not_connected().is_some() || lock(&self.0.disks).iter().flatten().any(full) {
+            return false;
+        }
+        let (mut repaired, now) = (lock(&self.0.repaired), Instant::now());
+        let may = repaired.is_none_or(|at| now >= at + REPAIR_EVERY);
+        if may {
+            *repaired = Some(now);
+        }
+        may
+    }
+
+    /// Ends all of them, since QEMU is gone: whoever starts the next one needs their images.
+    pub(crate) fn end(&self) {
+        let disks = {
+            let mut disks = lock(&self.0.disks);
+            self.0.has_ended.store(true, Ordering::SeqCst);
+            std::mem::take(&mut *disks)
+        };
+        // Together, and not one after the other.
+        disks.iter().flatten().for_each(Disk::begin_end);
     }
 
     /// Those that QEMU has connected to and said nothing to since, by their place: maybe it has forgotten them.
@@ -294,30 +341,14 @@ impl Disks {
         }
     }
 
-    /// Tries again what could not be served, now and then, on a thread of its own: an image may lie on storage that hangs.
-    /// Returns whether it was time for that.
+    /// Tries again what could not be served, now and then. Returns whether it was time for that.
     pub(crate) fn mend(&self) -> bool {
         let served = &self.0;
         if self.is_empty() || !served.is_time() {
             return false;
         }
-        let missing: Vec<usize> = served.missing();
-        if missing.is_empty() || served.is_tried.swap(true, Ordering::SeqCst) {
-            return true;
-        }
-        let served = Arc::clone(served);
-        let work = move || {
-            for index in missing {
-                served.try_again(index);
-            }
-            served.is_tried.store(false, Ordering::SeqCst);
-        };
-        let thread = std::thread::Builder::new()
-            .name("disk-again".into())
-            .spawn(work);
-        if let Err(error) = thread {
-            tracing::warn!(%error, "a disk cannot be tried again");
-            self.0.is_tried.store(false, Ordering::SeqCst);
+        for index in served.missing() {
+            served.try_in_thread(index, Duration::ZERO, None);
         }
         true
     }
@@ -329,11 +360,13 @@ impl Served {
             config: config.clone(),
             paths: paths.clone(),
             disks: Mutex::new(what.disks.iter().map(|_| None).collect()),
-            what,
             ram: Arc::clone(ram),
             tried: Mutex::new(None),
-            is_tried: AtomicBool::new(false),
+            is_tried: what.disks.iter().map(|_| AtomicBool::new(false)).collect(),
+            what,
             said: Mutex::default(),
+            repaired: Mutex::default(),
+            has_ended: AtomicBool::new(false),
         }
     }
 
@@ -341,7 +374,7 @@ impl Served {
     fn say(&self, error: &ApiError) {
         let mut said = lock(&self.said);
         if *said != error.message {
-            tracing::warn!(%error, "a disk of the guest is still not served");
+            tracing::warn!(%error, "a disk of the guest is not served; this is tried again");
             said.clone_from(&error.message);
         }
     }
@@ -370,8 +403,40 @@ impl Served {
             .collect()
     }
 
-    fn try_again(&self, index: usize) {
-        match self.serve(index, Duration::ZERO) {
+    /// Serves one, on a thread of its own: its image may lie on storage that hangs. `tried` is dropped once that is over.
+    fn try_in_thread(
+        self: &Arc<Self>,
+        index: usize,
+        patience: Duration,
+        tried: Option<Sender<()>>,
+    ) {
+        let is_tried = self.is_tried.get(index);
+        if is_tried.is_none_or(|is_tried| is_tried.swap(true, Ordering::SeqCst)) {
+            return;
+        }
+        let served = Arc::clone(self);
+        let work = move || {
+            served.try_to_serve(index, patience);
+            served.set_tried(index);
+            drop(tried);
+        };
+        let thread = std::thread::Builder::new()
+            .name("disk-begin".into())
+            .spawn(work);
+        if let Err(error) = thread {
+            tracing::warn!(%error, "a disk cannot be served yet");
+            self.set_tried(index);
+        }
+    }
+
+    fn set_tried(&self, index: usize) {
+        if let Some(is_tried) = self.is_tried.get(index) {
+            is_tried.store(false, Ordering::SeqCst);
+        }
+    }
+
+    fn try_to_serve(&self, index: usize, patience: Duration) {
+        match self.serve(index, patience) {
             Ok(()) => {
                 let disk = self.what.disks.get(index).map(|disk| disk.name.as_str());
                 tracing::info!(disk, "a disk of the guest is served again");
@@ -413,7 +478,9 @@ impl Served {
             ram: Arc::clone(&self.ram),
         });
         let disk = disk.map_err(|error| self.refused(spec, &error))?;
-        if let Some(slot) = lock(&self.disks).get_mut(index) {
+        let mut disks = lock(&self.disks);
+        let has_ended = self.has_ended.load(Ordering::SeqCst);
+        if let Some(slot) = disks.get_mut(index).filter(|_| !has_ended) {
             *slot = Some(disk);
         }
         Ok(())
@@ -457,7 +524,12 @@ impl Served {
         };
         let image = Image::of(file, Path::new(&spec.path), access, BLOCK);
         let mut image = image.map_err(|error| refused(&error))?;
-        let name = format!("{}/{}", self.config.vm, spec.name);
+        let name = format!(
+            "{host}/{vm}/{}",
+            spec.name,
+            host = self.config.host,
+            vm = self.config.vm
+        );
         image
             .lock(&name, patience)
             .map_err(|error| refused(&error))?;

@@ -176,6 +176,9 @@ impl Hyper {
     pub(crate) fn stop(&self, leave: bool) -> Result<Stopped, ApiError> {
         let refused = |error: String| ApiError::new(ErrorCode::Hypervisor, error);
         let stopped = self.disks.rest().and_then(|lives| {
+            if leave && lives.contains(&None) {
+                return Err("QEMU is not connected to all of the guest's disks".to_owned());
+            }
             let stopped = self.machine.stop(Instant::now() + QMP_WAIT);
             let stopped = stopped.map_err(|error| error.to_string())?;
             Ok((stopped, lives))
@@ -197,7 +200,7 @@ impl Hyper {
         let deadline = Instant::now() + QMP_WAIT;
         let forgotten =
             |disk: &usize| matches!(self.machine.has_forgotten_disk(*disk, deadline), Ok(true));
-        self.disks.mute().iter().any(forgotten)
+        self.disks.mute().iter().any(forgotten) && self.disks.may_repair()
     }
 
     /// Waits until QEMU is connected to the disks of a guest that stands still.
@@ -210,7 +213,7 @@ impl Hyper {
         };
         match self.disks.is_empty() || runs() {
             true => Ok(()),
-            false => self.disks.wait_for_qemu(deadline),
+            false => self.disks.wait_for_qemu(deadline, || self.is_alive()),
         }
     }
 

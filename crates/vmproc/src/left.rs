@@ -66,6 +66,14 @@ impl Left {
         }
     }
 
+    /// QEMU is gone, and with it who needs its disks.
+    pub(crate) fn end(&self) {
+        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, _, disks)) = parts.as_ref() {
+            disks.end();
+        }
+    }
+
     fn parts(&self, identity: &QemuIdentity) -> Result<Parts, ApiError> {
         let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(parts) = parts.as_ref().filter(|parts| parts.0 == identity.launch) {

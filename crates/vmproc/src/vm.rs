@@ -288,7 +288,8 @@ impl Vm {
     fn forget_qemu(&mut self) {
         self.unsure = None;
         self.forget_what_was_not_obeyed();
-        if self.hyper.take().is_some() {
+        if let Some(hyper) = self.hyper.take() {
+            hyper.disks.end();
             crate::hypervisor::remove_leftovers(&self.paths);
         }
     }
