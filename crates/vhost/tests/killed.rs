@@ -1,0 +1,190 @@
+//! A disk whose process is killed again and again under load: each block has what its last acknowledged write put there, every
+//! read sees that, and every request is answered once.
+//!
+//! Sixteen requests are outstanding on 256 blocks of 4 KiB, and each block carries its own number, so that a write that is lost, torn,
+//! misplaced or done again after a newer one shows.
+
+mod common;
+
+use common::{FrontEnd, LONG, Site, into, out, places};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const BLOCK: u32 = 4096;
+const BLOCKS: usize = 256;
+const OUTSTANDING: usize = 16;
+const KILLS: u32 = 100;
+
+/// The disk's process.
+struct Server(Child);
+
+impl Server {
+    fn start(site: &Site) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_serve-a-disk"));
+        command.args([&site.image, &site.socket]).arg(site.ram.path());
+        command.arg(common::RAM.to_string()).stdin(Stdio::piped());
+        Self(command.spawn().unwrap())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Asked {
+    block: usize,
+    /// What is written; `None`: it is read.
+    number: Option<u64>,
+}
+
+struct Load {
+    site: Site,
+    guest: FrontEnd,
+    /// By block.
+    acknowledged: Vec<u64>,
+    busy: Vec<bool>,
+    /// By place; its descriptors are three from there on.
+    asked: Vec<Option<Asked>>,
+    number: u64,
+    chance: u64,
+    answered: u64,
+}
+
+impl Load {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.chance = self.chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.chance >> 33) % limit
+    }
+
+    /// Fills every place.
+    fn ask(&mut self) {
+        for place in 0..OUTSTANDING {
+            while self.asked[place].is_none() {
+                let block = self.below(BLOCKS as u64) as usize;
+                if self.busy[block] {
+                    continue;
+                }
+                let number = (self.below(2) == 0).then(|| {
+                    self.number += 1;
+                    self.number
+                });
+                self.busy[block] = true;
+                self.asked[place] = Some(Asked { block, number });
+                self.submit(place, Asked { block, number });
+            }
+        }
+        self.guest.kick(0);
+    }
+
+    fn submit(&mut self, place: usize, asked: Asked) {
+        let number = place as u64;
+        let sector = asked.block as u64 * u64::from(BLOCK) / 512;
+        let data = match asked.number {
+            Some(value) => {
+                let bytes = value.to_le_bytes().repeat(BLOCK as usize / 8);
+                self.site.write(places(number).data, &bytes);
+                out(places(number).data, BLOCK)
+            }
+            None => into(places(number).data, BLOCK),
+        };
+        let kind = u32::from(asked.number.is_some());
+        let parts = self.site.request(number, kind, sector, Some(data));
+        let head = place as u16 * 3;
+        for (index, part) in parts.iter().enumerate() {
+            let (mut part, at) = (*part, head + index as u16);
+            if index + 1 < parts.len() {
+                part.flags |= common::NEXT;
+            }
+            self.guest.descriptor(0, at, part, at + 1);
+        }
+        self.guest.make_available(0, head);
+    }
+
+    /// Looks at all answers that are there.
+    fn look(&mut self) {
+        while let Some((head, _)) = self.guest.answered(0) {
+            let place = head as usize / 3;
+            let asked = self.asked.get_mut(place).and_then(Option::take);
+            let asked = asked.unwrap_or_else(|| panic!("head {head} is answered twice"));
+            assert_eq!(self.site.status(place as u64), 0);
+            match asked.number {
+                Some(number) => self.acknowledged[asked.block] = number,
+                None => {
+                    let seen = self.site.data(place as u64, BLOCK as usize);
+                    self.is_right(asked.block, &seen);
+                }
+            }
+            self.busy[asked.block] = false;
+            self.answered += 1;
+        }
+    }
+
+    fn is_right(&self, block: usize, seen: &[u8]) {
+        let expected = self.acknowledged[block].to_le_bytes().repeat(BLOCK as usize / 8);
+        let found = seen.get(..8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
+        let acknowledged = self.acknowledged[block];
+        assert!(seen == expected, "block {block} has {found:?}, not {acknowledged}");
+    }
+
+    fn run_for(&mut self, time: Duration) {
+        let until = Instant::now() + time;
+        while Instant::now() < until {
+            self.ask();
+            self.look();
+        }
+    }
+
+    /// Waits until all that was asked is answered.
+    fn settle(&mut self) {
+        let until = Instant::now() + LONG;
+        while self.asked.iter().any(Option::is_some) {
+            assert!(Instant::now() < until, "requests are not answered");
+            self.look();
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn a_disk_that_is_killed_a_hundred_times_under_load_loses_and_doubles_nothing() {
+    let site = Site::new((BLOCKS * BLOCK as usize) as u64);
+    let mut server = Server::start(&site);
+    let mut guest = site.front_end();
+    guest.negotiate(0);
+    guest.start();
+    let mut load = Load {
+        site,
+        guest,
+        acknowledged: vec![0; BLOCKS],
+        busy: vec![false; BLOCKS],
+        asked: vec![None; OUTSTANDING],
+        number: 0,
+        chance: 12,
+        answered: 0,
+    };
+    let mut resubmitted = 0;
+    for _ in 0..KILLS {
+        let time = Duration::from_micros(2000 + load.below(30_000));
+        load.run_for(time);
+        load.ask();
+        drop(server);
+        server = Server::start(&load.site);
+        load.look();
+        resubmitted += load.asked.iter().flatten().count();
+        load.guest.connect_again(&load.site.socket);
+        load.guest.negotiate(0);
+        load.guest.start();
+        load.guest.kick(0);
+    }
+    load.settle();
+    for (block, seen) in load.site.content().chunks(BLOCK as usize).enumerate() {
+        load.is_right(block, seen);
+    }
+    println!("  {} requests answered, {resubmitted} left at {KILLS} kills", load.answered);
+    assert!(resubmitted > 0 && load.answered > 1000, "there was no load");
+    drop(server);
+}
