@@ -137,6 +137,13 @@ impl RamFile {
         Ok((metadata.dev(), metadata.ino()))
     }
 
+    /// Pages that devices of this process have written and no tracker has taken yet; for whoever looks into what they do.
+    pub fn device_writes(&self) -> PageSet {
+        let mut pages = PageSet::new(self.page_count());
+        self.device_writes.copy_into(&mut pages);
+        pages
+    }
+
     /// Where this process maps guest RAM. It is QEMU's mapping that is tracked; this one is for
     /// measurements and tests that play QEMU's part.
     pub fn own_mapping(&self) -> GuestMapping {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Gate, Site, into, out, pair, places, wait_until};
+use common::{GUEST, Gate, Site, into, out, pair, places, wait_until};
 use godwit_blockio::filters::{Fault, Limits, Throttle};
 use godwit_vhost::Error;
 use godwit_vhost::block::Geometry;
@@ -456,4 +456,30 @@ fn qemu_is_not_kept_waiting_by_a_disk_without_room() {
     assert_eq!(guest.end_queue(0), 1);
     assert_eq!((site.status(0), site.content()[0]), (1, 0));
     assert!(!disk.status().unwrap().full);
+}
+
+/// A migration would leave behind what it was not told of. Each thing that a disk writes is alone on its page here.
+#[test]
+fn a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else() {
+    let site = Site::new(MIB);
+    let _disk = site.disk(Vec::new());
+    let mut guest = site.front_end();
+    guest.negotiate(0);
+    guest.start();
+    let marked = |at: u64| site.ram.device_writes().contains((at - GUEST) / 4096);
+    let used = guest.used_ring(0);
+    assert!(!marked(used), "nothing was answered");
+    for (number, reads) in [(1, true), (2, false)] {
+        let at = places(number);
+        let parts = match reads {
+            true => site.read_of(number, 0, 8192),
+            false => site.write_of(number, 0, 1, 8192),
+        };
+        guest.submit(0, &parts);
+        guest.wait(0);
+        let data = [at.data, at.data + 4096].map(marked);
+        assert_eq!(data, [reads; 2], "what it read from the image");
+        assert!(marked(at.status) && marked(used));
+        assert!(!marked(at.data + 8192), "the page after it");
+    }
 }

@@ -21,7 +21,9 @@ struct Server(Child);
 impl Server {
     fn start(site: &Site) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_serve-a-disk"));
-        command.args([&site.image, &site.socket]).arg(site.ram.path());
+        command
+            .args([&site.image, &site.socket])
+            .arg(site.ram.path());
         command.arg(common::RAM.to_string()).stdin(Stdio::piped());
         Self(command.spawn().unwrap())
     }
@@ -56,7 +58,10 @@ struct Load {
 
 impl Load {
     fn below(&mut self, limit: u64) -> u64 {
-        self.chance = self.chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.chance = self
+            .chance
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         (self.chance >> 33) % limit
     }
 
@@ -124,10 +129,18 @@ impl Load {
     }
 
     fn is_right(&self, block: usize, seen: &[u8]) {
-        let expected = self.acknowledged[block].to_le_bytes().repeat(BLOCK as usize / 8);
-        let found = seen.get(..8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
+        let expected = self.acknowledged[block]
+            .to_le_bytes()
+            .repeat(BLOCK as usize / 8);
+        let found = seen
+            .get(..8)
+            .and_then(|bytes| bytes.try_into().ok())
+            .map(u64::from_le_bytes);
         let acknowledged = self.acknowledged[block];
-        assert!(seen == expected, "block {block} has {found:?}, not {acknowledged}");
+        assert!(
+            seen == expected,
+            "block {block} has {found:?}, not {acknowledged}"
+        );
     }
 
     fn run_for(&mut self, time: Duration) {
@@ -184,7 +197,10 @@ fn a_disk_that_is_killed_a_hundred_times_under_load_loses_and_doubles_nothing() 
     for (block, seen) in load.site.content().chunks(BLOCK as usize).enumerate() {
         load.is_right(block, seen);
     }
-    println!("  {} requests answered, {resubmitted} left at {KILLS} kills", load.answered);
+    println!(
+        "  {} requests answered, {resubmitted} left at {KILLS} kills",
+        load.answered
+    );
     assert!(resubmitted > 0 && load.answered > 1000, "there was no load");
     drop(server);
 }

@@ -421,6 +421,11 @@ impl FrontEnd {
         u32::from_le_bytes(body[4..].try_into().unwrap())
     }
 
+    /// Where a queue's used ring is.
+    pub fn used_ring(&self, queue: usize) -> u64 {
+        self.drivers[queue].used
+    }
+
     pub fn load(&self, at: u64) -> u16 {
         let mut bytes = [0; 2];
         self.memory.read_exact_at(&mut bytes, at - GUEST).unwrap();

@@ -15,7 +15,11 @@ const LOCK_WAIT: Duration = Duration::from_secs(60);
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
-    let mut next = || arguments.next().ok_or("usage: serve-a-disk IMAGE SOCKET RAM RAM_BYTES");
+    let mut next = || {
+        arguments
+            .next()
+            .ok_or("usage: serve-a-disk IMAGE SOCKET RAM RAM_BYTES")
+    };
     let (image, socket) = (PathBuf::from(next()?), PathBuf::from(next()?));
     let ram = RamFile::open(&PathBuf::from(next()?), next()?.parse()?)?;
     let mut image = Image::open(&image, Access::ReadWrite, 512)?;
