@@ -20,6 +20,9 @@ use crate::{Buffer, Error, SECTOR, image_lock};
 
 const NEITHER: &str = "it is neither a file nor a block device";
 
+/// With `STATX_DIO_READ_ALIGN`, which only newer kernels know.
+const WANTED: StatxFlags = StatxFlags::DIOALIGN.union(StatxFlags::from_bits_retain(0x2_0000));
+
 /// What a disk may do with its image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
@@ -103,8 +106,7 @@ impl Image {
             );
             return Err(unusable(path, &reason));
         }
-        let alignment =
-            alignment_of(&file, kind.is_file()).map_err(|source| failed("examine", source))?;
+        let alignment = alignment_of(&file).map_err(|source| failed("examine", source))?;
         if !block.is_multiple_of(u64::from(alignment.offset)) {
             let theirs = alignment.offset;
             let reason =
@@ -206,29 +208,28 @@ fn go_direct(file: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// What the kernel says; or, where its file system does not tell or speaks of more than its device needs (XFS does, where
-/// files may share blocks), what it takes.
-fn alignment_of(file: &File, is_file: bool) -> io::Result<Alignment> {
-    let said = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)?;
-    let told = StatxFlags::from_bits_retain(said.stx_mask).contains(StatxFlags::DIOALIGN)
-        && said.stx_dio_mem_align > 0
-        && said.stx_dio_offset_align > 0;
-    let sector = SECTOR as u32;
-    if told && (said.stx_dio_offset_align <= sector || !is_file) {
-        return Ok(Alignment {
-            memory: said.stx_dio_mem_align,
-            offset: said.stx_dio_offset_align,
-        });
+/// What the kernel says; or, where its file system does not tell (btrfs), what it takes. XFS says of a file that shares blocks with
+/// another one how large pieces are written without a detour; it takes what may be read in smaller ones as well.
+fn alignment_of(file: &File) -> io::Result<Alignment> {
+    let said = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, WANTED)?;
+    let told = StatxFlags::from_bits_retain(said.stx_mask).contains(StatxFlags::DIOALIGN);
+    let (memory, write, read) = (
+        said.stx_dio_mem_align,
+        said.stx_dio_offset_align,
+        said.stx_dio_read_offset_align,
+    );
+    if told && memory > 0 && write > 0 {
+        let offset = if read > 0 { read.min(write) } else { write };
+        return Ok(Alignment { memory, offset });
     }
-    let takes_sectors = takes_sectors(file)?;
-    let block = if takes_sectors { sector } else { 4096 };
+    let block = if takes_sectors(file)? {
+        SECTOR as u32
+    } else {
+        4096
+    };
     Ok(Alignment {
-        memory: if told { said.stx_dio_mem_align } else { block },
-        offset: if told && !takes_sectors {
-            said.stx_dio_offset_align
-        } else {
-            block
-        },
+        memory: block,
+        offset: block,
     })
 }
 

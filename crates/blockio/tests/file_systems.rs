@@ -1,0 +1,204 @@
+//! Images on the file systems and block sizes that hosts have: what direct IO takes there, or that it is refused.
+//!
+//! Needs root, loop devices and the programs that make file systems.
+
+use godwit_blockio::{Access, Buffer, Data, Engine, Image, Outcome, Request, Stack, Work};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+/// What mkfs.btrfs and mkfs.xfs need at least.
+const DEVICE_BYTES: u64 = 512 << 20;
+const IMAGE_BYTES: u64 = 4 << 20;
+
+/// A loop device with blocks of its own size; gone with the value.
+struct Device {
+    path: PathBuf,
+    _directory: tempfile::TempDir,
+}
+
+impl Device {
+    fn new(block: u32) -> Option<Self> {
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let file = directory.path().join("device");
+        File::create(&file).unwrap().set_len(DEVICE_BYTES).unwrap();
+        let size = block.to_string();
+        let arguments = ["--find", "--show", "--sector-size", &size, "--direct-io=on"];
+        let output = Command::new("losetup")
+            .args(arguments)
+            .arg(&file)
+            .output()
+            .ok()?;
+        if !output.status.success() {
+            return None;
+        }
+        let path = String::from_utf8(output.stdout).unwrap().trim().into();
+        Some(Self {
+            path,
+            _directory: directory,
+        })
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup")
+            .arg("--detach")
+            .arg(&self.path)
+            .status();
+    }
+}
+
+/// A file system on a device, unmounted with the value.
+struct Mount(tempfile::TempDir);
+
+impl Mount {
+    fn of(kind: &str, device: &Path) -> Option<Self> {
+        let force = if kind == "ext4" { "-F" } else { "-f" };
+        let made = Command::new(format!("mkfs.{kind}"))
+            .args(["-q", force])
+            .arg(device)
+            .output();
+        if !made.ok()?.status.success() {
+            return None;
+        }
+        let place = tempfile::tempdir().unwrap();
+        let mounted = Command::new("mount")
+            .args(["-t", kind])
+            .arg(device)
+            .arg(place.path())
+            .status();
+        mounted.ok()?.success().then_some(Self(place))
+    }
+
+    fn image(&self) -> PathBuf {
+        let path = self.0.path().join("disk.raw");
+        File::create(&path).unwrap().set_len(IMAGE_BYTES).unwrap();
+        path
+    }
+}
+
+impl Drop for Mount {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg(self.0.path()).status();
+    }
+}
+
+/// Writes, reads back, flushes and erases blocks of this size on an image with an odd offset between them.
+fn works(path: &Path, block: u32) -> Result<(), String> {
+    let image = Image::open(path, Access::ReadWrite, block).map_err(|error| error.to_string())?;
+    let engine = Engine::new(image).map_err(|error| error.to_string())?;
+    let mut stack = Stack::new(Vec::new(), engine);
+    let block = u64::from(block);
+    let range = 3 * block..10 * block;
+    let mut buffer = Buffer::zeroed(7 * block as usize);
+    buffer.bytes_mut().fill(0x5a);
+    let read = || Data::Own(Buffer::zeroed(7 * block as usize));
+    let all = [
+        (Work::Write(range.clone()), Data::Own(buffer)),
+        (Work::Flush, Data::None),
+        (Work::Read(range.clone()), read()),
+        (Work::Discard(range.clone()), Data::None),
+        (Work::Read(range), read()),
+    ];
+    let mut seen = Vec::new();
+    for (work, data) in all {
+        let is_discard = matches!(work, Work::Discard(_));
+        stack.submit(
+            Request::new(work.clone(), data, 0, Instant::now()),
+            Instant::now(),
+        );
+        while stack.under_way() > 0 {
+            stack
+                .turn(None, &mut Vec::new())
+                .map_err(|error| error.to_string())?;
+        }
+        let (request, outcome) = stack.finished().ok_or("no outcome")?;
+        let unsupported = is_discard && outcome == Outcome::Unsupported;
+        if outcome != Outcome::Done && !unsupported {
+            return Err(format!("{work:?}: {outcome:?}"));
+        }
+        if let (Work::Read(_), Data::Own(bytes)) = (&work, request.data) {
+            seen.push(bytes.bytes()[0]);
+        }
+    }
+    assert_eq!(seen[0], 0x5a, "what was written is read");
+    Ok(())
+}
+
+/// What became of blocks of 512 and of 4096 bytes; nothing where it cannot be tried.
+fn tried(kind: Option<&str>, device_block: u32) -> Option<[Result<(), String>; 2]> {
+    let device = Device::new(device_block)?;
+    let mount = match kind {
+        Some(kind) => Some(Mount::of(kind, &device.path)?),
+        None => None,
+    };
+    let path = mount.as_ref().map_or(device.path.clone(), Mount::image);
+    Some([512, 4096].map(|block| works(&path, block)))
+}
+
+/// A clone of it, which shares its blocks: as many images of VMs begin.
+fn cloned(image: &Path) -> bool {
+    let clone = image.with_extension("clone");
+    let arguments = ["--reflink=always"].map(std::ffi::OsStr::new);
+    let made = Command::new("cp")
+        .args(arguments)
+        .args([image, &clone])
+        .status();
+    made.is_ok_and(|status| status.success())
+}
+
+#[test]
+fn an_image_that_shares_its_blocks_with_another_works_as_before() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: loop devices and mounts need root");
+        return;
+    }
+    for kind in ["xfs", "btrfs"] {
+        let mount = Device::new(512).map(|device| (Mount::of(kind, &device.path), device));
+        let Some((Some(mount), _device)) = mount else {
+            println!("skipped: {kind} cannot be made here");
+            continue;
+        };
+        let path = mount.image();
+        std::fs::write(&path, vec![7; IMAGE_BYTES as usize]).unwrap();
+        assert!(cloned(&path), "{kind}");
+        assert_eq!(works(&path, 512), Ok(()), "{kind}");
+        let clone = std::fs::read(path.with_extension("clone")).unwrap();
+        assert!(
+            clone.iter().all(|byte| *byte == 7),
+            "{kind}: the clone was changed"
+        );
+        drop(mount);
+    }
+}
+
+#[test]
+fn images_on_devices_and_file_systems_work_or_are_refused_with_the_reason() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: loop devices and mounts need root");
+        return;
+    }
+    for kind in [None, Some("ext4"), Some("xfs"), Some("btrfs")] {
+        for device_block in [512, 4096] {
+            let name = kind.unwrap_or("the device itself");
+            let Some([small, large]) = tried(kind, device_block) else {
+                println!("skipped: {name} with blocks of {device_block} cannot be made here");
+                continue;
+            };
+            println!("  {name}, blocks of {device_block}: {small:?}, {large:?}");
+            assert_eq!(large, Ok(()), "{name}, {device_block}");
+            // btrfs goes through the page cache for what its device does not take.
+            if device_block == 512 || kind == Some("btrfs") {
+                assert_eq!(small, Ok(()), "{name}");
+            } else {
+                let why = small.unwrap_err();
+                assert!(
+                    why.contains("its device has blocks of 4096 bytes, the disk of 512"),
+                    "{why}"
+                );
+            }
+        }
+    }
+}
