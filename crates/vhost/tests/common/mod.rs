@@ -53,8 +53,13 @@ impl Site {
     pub fn new(bytes: u64) -> Self {
         // Not the default place, which may be a tmpfs.
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        let ram_directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let image = directory.path().join("disk.raw");
+        Self::over(image, bytes, directory)
+    }
+
+    /// With an image that is made at this place, and a directory that goes with the value.
+    pub fn over(image: PathBuf, bytes: u64, directory: tempfile::TempDir) -> Self {
+        let ram_directory = tempfile::tempdir_in("/dev/shm").unwrap();
         File::create(&image).unwrap().set_len(bytes).unwrap();
         let path = ram_directory.path().join("ram");
         let ram = Arc::new(RamFile::create(&path, RAM, None).unwrap());
@@ -111,6 +116,11 @@ impl Site {
 
     pub fn content(&self) -> Vec<u8> {
         std::fs::read(&self.image).unwrap()
+    }
+
+    /// As after a reset of the machine.
+    pub fn clear_rings(&self) {
+        self.write(GUEST, &vec![0; (FREE - GUEST) as usize]);
     }
 
     pub fn write(&self, guest: u64, bytes: &[u8]) {
@@ -240,6 +250,10 @@ fn connect(path: &Path) -> UnixStream {
 
 impl FrontEnd {
     pub fn connect(socket: &Path, ram: &Path) -> Self {
+        Self::over(connect(socket), ram)
+    }
+
+    fn over(socket: UnixStream, ram: &Path) -> Self {
         let drivers = (0..SEVERAL_QUEUES).map(|number| {
             let base = GUEST + u64::from(number) * 4 * RINGS;
             let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
@@ -256,7 +270,7 @@ impl FrontEnd {
             }
         });
         Self {
-            socket: connect(socket),
+            socket,
             memory: open(ram),
             drivers: drivers.collect(),
             inflight: None,
@@ -266,6 +280,11 @@ impl FrontEnd {
 
     pub fn hang_up(&mut self) {
         self.socket = UnixStream::pair().unwrap().0;
+    }
+
+    /// One that is to be connected.
+    pub fn unconnected(ram: &RamFile) -> Self {
+        Self::over(UnixStream::pair().unwrap().0, ram.path())
     }
 
     /// As after a lost connection: the guest and its rings are as they were.
