@@ -58,7 +58,7 @@ impl Load {
             if self.below(20) == 0 {
                 self.asked[place] = Some(Asked::Flush(self.acknowledged.clone()));
                 let parts = self.site.request(place as u64, 4, 0, None);
-                self.submit(place, &parts);
+                self.guest.put_at(place, &parts);
                 continue;
             }
             let block = self.below(BLOCKS as u64) as usize;
@@ -73,22 +73,10 @@ impl Load {
                 let parts =
                     self.site
                         .request(place as u64, 1, sector, Some(out(data, BLOCK as u32)));
-                self.submit(place, &parts);
+                self.guest.put_at(place, &parts);
             }
         }
         self.guest.kick(0);
-    }
-
-    fn submit(&mut self, place: usize, parts: &[common::Part]) {
-        let head = place as u16 * 3;
-        for (index, part) in parts.iter().enumerate() {
-            let (mut part, at) = (*part, head + index as u16);
-            if index + 1 < parts.len() {
-                part.flags |= common::NEXT;
-            }
-            self.guest.descriptor(0, at, part, at + 1);
-        }
-        self.guest.make_available(0, head);
     }
 
     fn look(&mut self) -> Result<()> {

@@ -15,7 +15,6 @@ const BLOCKS: usize = 256;
 const OUTSTANDING: usize = 16;
 const KILLS: u32 = 100;
 
-/// The disk's process.
 struct Server(Child);
 
 impl Server {
@@ -46,7 +45,6 @@ struct Asked {
 struct Load {
     site: Site,
     guest: FrontEnd,
-    /// By block.
     acknowledged: Vec<u64>,
     busy: Vec<bool>,
     /// By place; its descriptors are three from there on.
@@ -65,7 +63,6 @@ impl Load {
         (self.chance >> 33) % limit
     }
 
-    /// Fills every place.
     fn ask(&mut self) {
         for place in 0..OUTSTANDING {
             while self.asked[place].is_none() {
@@ -98,15 +95,7 @@ impl Load {
         };
         let kind = u32::from(asked.number.is_some());
         let parts = self.site.request(number, kind, sector, Some(data));
-        let head = place as u16 * 3;
-        for (index, part) in parts.iter().enumerate() {
-            let (mut part, at) = (*part, head + index as u16);
-            if index + 1 < parts.len() {
-                part.flags |= common::NEXT;
-            }
-            self.guest.descriptor(0, at, part, at + 1);
-        }
-        self.guest.make_available(0, head);
+        self.guest.put_at(place, &parts);
     }
 
     /// Looks at all answers that are there.

@@ -1,9 +1,13 @@
 //! A front end for tests: what QEMU and a guest's driver do, in code of its own, and a disk to do it to.
 //!
 //! Guest memory is read and written through the file that it is in. The driver may lie as it likes.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
 
-use godwit_blockio::{Access, Filter, Flow, Image, Request};
+mod gate;
+
+pub use gate::Gate;
+
+use godwit_blockio::{Access, Filter, Image};
 use godwit_guestmem::RamFile;
 use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Settings, Status};
@@ -20,7 +24,6 @@ use std::os::unix::fs::FileExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 pub const RAM: u64 = 8 << 20;
@@ -138,48 +141,6 @@ impl Site {
 
 fn open(path: &Path) -> File {
     File::options().read(true).write(true).open(path).unwrap()
-}
-
-/// Holds what goes through its filter until it is opened.
-#[derive(Debug, Clone, Default)]
-pub struct Gate(Arc<AtomicBool>);
-
-impl Gate {
-    pub fn set_open(&self, open: bool) {
-        self.0.store(open, Ordering::SeqCst);
-    }
-
-    pub fn filters(&self) -> Vec<Box<dyn Filter>> {
-        let gate = self.clone();
-        let (held, next) = (Vec::new(), None);
-        vec![Box::new(Held { gate, held, next })]
-    }
-}
-
-struct Held {
-    gate: Gate,
-    held: Vec<Request>,
-    /// When the gate is looked at.
-    next: Option<Instant>,
-}
-
-impl Filter for Held {
-    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
-        self.held.push(request);
-        self.wake(flow);
-    }
-
-    fn wake_at(&self) -> Option<Instant> {
-        self.next
-    }
-
-    fn wake(&mut self, flow: &mut Flow<'_>) {
-        if self.gate.0.load(Ordering::SeqCst) {
-            self.held.drain(..).for_each(|request| flow.down(request));
-        }
-        let later = flow.now() + Duration::from_millis(1);
-        self.next = (!self.held.is_empty()).then_some(later);
-    }
 }
 
 /// Waits until the disk is like this.
@@ -474,6 +435,20 @@ impl FrontEnd {
         }
         self.drivers[queue].next_descriptor = (head + parts.len() as u16) % size;
         head
+    }
+
+    /// Puts a chain of at most three into a place of its own, of which there are as many as a third of the ring, and makes it
+    /// available: also while earlier ones are under way.
+    pub fn put_at(&mut self, place: usize, parts: &[Part]) {
+        let head = place as u16 * 3;
+        for (index, part) in parts.iter().enumerate() {
+            let (mut part, at) = (*part, head + index as u16);
+            if index + 1 < parts.len() {
+                part.flags |= NEXT;
+            }
+            self.descriptor(0, at, part, at + 1);
+        }
+        self.make_available(0, head);
     }
 
     /// Makes a head available, whatever it is.
