@@ -270,7 +270,8 @@ struct Waiting<'a> {
     ended: Arc<AtomicBool>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+/// What a thread that panicked leaves is as good as before.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

@@ -6,6 +6,7 @@
 //!
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
+use crate::adoption::lock;
 use crate::faults::planted;
 use crate::files::Paths;
 use crate::hypervisor::{common_user, internal, memory, reserved, with_other_rights};
@@ -24,7 +25,7 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long all images together are waited for whose last holder may have died just now.
@@ -224,7 +225,7 @@ impl Disks {
     pub(crate) fn rest(&self) -> Result<Vec<Option<u16>>, String> {
         let until = Instant::now() + REST_WAIT;
         let disks = lock(&self.0.disks);
-        let lives = disks.iter().map(life).collect();
+        let lives = disks.iter().map(|disk| life(disk.as_ref()?)).collect();
         for (disk, spec) in disks.iter().zip(&self.0.what.disks) {
             let left = until.saturating_duration_since(Instant::now());
             match disk {
@@ -243,13 +244,11 @@ impl Disks {
         let disks = lock(&self.0.disks);
         for ((disk, before), spec) in disks.iter().zip(lives).zip(&self.0.what.disks) {
             let name = &spec.name;
-            if before.is_none() || life(disk) != *before {
+            let disk = disk.as_ref().filter(|disk| life(disk) == *before);
+            let Some(disk) = disk else {
                 return Err(format!(
                     "QEMU was not connected to disk '{name}' all the time"
                 ));
-            }
-            let Some(disk) = disk else {
-                return Err(format!("disk '{name}' is not served"));
             };
             let status = disk.status().map_err(|error| told(spec, &error))?;
             let unanswered = status.unanswered.max(status.under_way);
@@ -542,11 +541,7 @@ fn told(spec: &DiskSpec, error: &godwit_vhost::Error) -> String {
 }
 
 /// The number of QEMU's connection to a disk, once it is done with what it does first.
-fn life(disk: &Option<Disk>) -> Option<u16> {
-    let status = disk.as_ref()?.status().ok()?;
+fn life(disk: &Disk) -> Option<u16> {
+    let status = disk.status().ok()?;
     status.is_settled().then_some(status.life)
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

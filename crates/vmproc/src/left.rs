@@ -3,7 +3,7 @@
 //!
 //! Owns both until whoever takes QEMU over does. Refuses: memory that is not as long as it has to be.
 
-use crate::adoption::Known;
+use crate::adoption::{Known, lock};
 use crate::disks::Disks;
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, open_ram};
@@ -12,7 +12,7 @@ use godwit_qemu::machine::RunState;
 use godwit_types::ApiError;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::VmSpec;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// What belongs to a QEMU with this number.
 type Parts = (u64, Arc<RamFile>, Disks);
@@ -60,7 +60,7 @@ impl Left {
 
     /// Serves what could not be served, also where nobody takes QEMU over.
     pub(crate) fn mend(&self) {
-        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let parts = lock(&self.parts);
         if let Some((_, _, disks)) = parts.as_ref() {
             disks.mend();
         }
@@ -68,14 +68,14 @@ impl Left {
 
     /// QEMU is gone, and with it who needs its disks.
     pub(crate) fn end(&self) {
-        let parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let parts = lock(&self.parts);
         if let Some((_, _, disks)) = parts.as_ref() {
             disks.end();
         }
     }
 
     fn parts(&self, identity: &QemuIdentity) -> Result<Parts, ApiError> {
-        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parts = lock(&self.parts);
         if let Some(parts) = parts.as_ref().filter(|parts| parts.0 == identity.launch) {
             return Ok(parts.clone());
         }
