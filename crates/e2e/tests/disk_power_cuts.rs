@@ -4,7 +4,7 @@
 mod common;
 
 use anyhow::{Context as _, Result, ensure};
-use common::{FrontEnd, LONG, Site, out, places};
+use common::{Chance, FrontEnd, LONG, Site, out, places};
 use godwit_testkit::lab::Machine;
 use godwit_testkit::lab::namespace::Plan;
 use godwit_testkit::testvol::{self, Survives, Volume};
@@ -37,31 +37,23 @@ struct Load {
     durable: Vec<u64>,
     busy: Vec<bool>,
     number: u64,
-    chance: u64,
+    chance: Chance,
     flushes: u64,
 }
 
 impl Load {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.chance = self
-            .chance
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (self.chance >> 33) % limit
-    }
-
     fn ask(&mut self) {
         for place in 0..OUTSTANDING {
             if self.asked[place].is_some() {
                 continue;
             }
-            if self.below(20) == 0 {
+            if self.chance.below(20) == 0 {
                 self.asked[place] = Some(Asked::Flush(self.acknowledged.clone()));
                 let parts = self.site.request(place as u64, 4, 0, None);
                 self.guest.put_at(place, &parts);
                 continue;
             }
-            let block = self.below(BLOCKS as u64) as usize;
+            let block = self.chance.below(BLOCKS as u64) as usize;
             if !std::mem::replace(&mut self.busy[block], true) {
                 self.number += 1;
                 let number = self.number;
@@ -173,7 +165,7 @@ fn an_acknowledged_flush_survives_thirty_power_cuts() -> Result<()> {
         durable: vec![0; BLOCKS],
         busy: vec![false; BLOCKS],
         number: 0,
-        chance: 7,
+        chance: Chance(7),
         flushes: 0,
     };
     for cut in 0..CUTS {
@@ -183,7 +175,7 @@ fn an_acknowledged_flush_survives_thirty_power_cuts() -> Result<()> {
         load.guest.negotiate(0);
         load.guest.start();
         let (until, flushes) = (Instant::now() + LONG, load.flushes);
-        let more = 1 + load.below(6);
+        let more = 1 + load.chance.below(6);
         while load.flushes < flushes + more {
             ensure!(Instant::now() < until, "nothing is flushed");
             load.ask();

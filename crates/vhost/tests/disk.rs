@@ -15,9 +15,7 @@ const MIB: u64 = 1 << 20;
 fn a_guest_writes_reads_flushes_and_erases() {
     let site = Site::new(4 * MIB);
     let disk = site.disk(Vec::new());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     let head = guest.submit(0, &site.write_of(0, 8, 0xab, 8192));
     assert_eq!(guest.wait(0), (head.into(), 1));
     let head = guest.submit(1, &site.read_of(1, 7, 10240 - 1024));
@@ -54,9 +52,7 @@ fn a_guest_writes_reads_flushes_and_erases() {
 fn a_driver_may_cut_header_data_and_status_where_it_likes() {
     let site = Site::new(MIB);
     let _disk = site.disk(Vec::new());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     site.write_of(0, 3, 0x5a, 1024);
     let at = places(0);
     // The header in three parts, of which one has data too.
@@ -85,9 +81,7 @@ fn a_driver_may_cut_header_data_and_status_where_it_likes() {
 fn what_the_disk_cannot_do_is_told_in_the_status_and_changes_nothing() {
     let site = Site::new(MIB);
     let _disk = site.disk(Vec::new());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     let end = MIB / 512;
     let erase = |number, sectors: u32, flags: u32| {
         let mut segment = 0u64.to_le_bytes().to_vec();
@@ -141,9 +135,7 @@ fn an_error_of_the_image_reaches_the_guest_and_the_disk_goes_on() {
     let site = Site::new(MIB);
     let faults = Fault::default();
     let _disk = site.disk(vec![Box::new(faults.clone())]);
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     faults.fail_writes(1, Errno::IO);
     for (number, expected) in [(0, 1), (1, 0)] {
         guest.submit(0, &site.write_of(number, number, 9, 512));
@@ -157,9 +149,7 @@ fn an_error_of_the_image_reaches_the_guest_and_the_disk_goes_on() {
 fn a_queue_ends_once_nothing_of_it_is_under_way_and_goes_on_where_it_was() {
     let (site, gate) = (Site::new(MIB), Gate::default());
     let disk = site.disk(gate.filters());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     for round in 1..=5u64 {
         gate.set_open(false);
         for number in 0..4 {
@@ -192,9 +182,7 @@ fn a_queue_ends_once_nothing_of_it_is_under_way_and_goes_on_where_it_was() {
 fn a_held_disk_leaves_requests_in_the_ring_and_its_queues_end_at_once() {
     let site = Site::new(MIB);
     let disk = site.disk(Vec::new());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     disk.hold(Duration::from_secs(60)).unwrap();
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     let status = disk.status().unwrap();
@@ -215,9 +203,7 @@ fn a_held_disk_leaves_requests_in_the_ring_and_its_queues_end_at_once() {
 fn a_hold_that_takes_too_long_says_what_is_under_way_and_holds_all_the_same() {
     let (site, gate) = (Site::new(MIB), Gate::default());
     let disk = site.disk(gate.filters());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     wait_until(&disk, |status| status.under_way == 1);
     let refused = disk.hold(Duration::ZERO).unwrap_err();
@@ -236,9 +222,7 @@ fn a_hold_that_takes_too_long_says_what_is_under_way_and_holds_all_the_same() {
 fn a_guest_hears_of_a_new_size() {
     let site = Site::new(MIB);
     let disk = site.disk(Vec::new());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     let (ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
     guest.end_queue(0);
     guest.end_queue(1);
@@ -266,9 +250,7 @@ fn a_guest_hears_of_a_new_size() {
 fn a_successor_with_a_larger_image_tells_its_guest_once() {
     let site = Site::new(MIB);
     let disk = site.disk(Vec::new());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     drop(disk);
     let file = std::fs::File::options()
         .write(true)
@@ -300,9 +282,7 @@ fn a_limit_leaves_requests_in_their_ring_and_a_queue_ends_at_once() {
     let site = Site::new(MIB);
     // The next one may come in some minutes.
     let disk = site.disk(limited(0, 1));
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     guest.wait(0);
     guest.submit(0, &site.write_of(1, 1, 1, 512));
@@ -316,9 +296,7 @@ fn a_limit_leaves_requests_in_their_ring_and_a_queue_ends_at_once() {
 fn what_a_limit_left_in_the_ring_is_done_when_its_time_has_come() {
     let site = Site::new(MIB);
     let _disk = site.disk(limited(20, 0));
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     for number in 0..8 {
         guest.submit(0, &site.write_of(number, number, 1, 512));
     }
@@ -419,9 +397,7 @@ fn a_write_for_which_there_is_no_room_waits_until_there_is_and_nothing_overtakes
     let site = Site::new(MIB);
     let faults = Fault::default();
     let disk = site.disk(vec![Box::new(faults.clone())]);
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     faults.fail_writes(u64::MAX, Errno::NOSPC);
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     wait_until(&disk, |status| status.full);
@@ -446,9 +422,7 @@ fn qemu_is_not_kept_waiting_by_a_disk_without_room() {
     let site = Site::new(MIB);
     let faults = Fault::default();
     let disk = site.disk(vec![Box::new(faults.clone())]);
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     faults.fail_writes(u64::MAX, Errno::NOSPC);
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     wait_until(&disk, |status| status.full);

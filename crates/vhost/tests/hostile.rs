@@ -144,9 +144,7 @@ fn a_chain_that_no_driver_makes_stops_its_queue_and_nothing_else() {
     for (case, lie) in lies_about_buffers().into_iter().chain(lies_about_tables()) {
         let site = Site::new(MIB);
         let disk = site.disk(Vec::new());
-        let mut guest = site.front_end();
-        guest.negotiate(0);
-        guest.start();
+        let mut guest = site.guest();
         // One that is good is answered before and not disturbed.
         guest.submit(0, &site.write_of(50, 0, 3, 512));
         guest.wait(0);
@@ -170,9 +168,7 @@ fn a_chain_that_no_driver_makes_stops_its_queue_and_nothing_else() {
 fn a_descriptor_that_is_in_use_is_not_taken_again() {
     let (site, gate) = (Site::new(MIB), Gate::default());
     let disk = site.disk(gate.filters());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     let head = guest.chain(0, &site.write_of(0, 0, 5, 512));
     guest.make_available(0, head);
     guest.make_available(0, head);
@@ -267,9 +263,7 @@ fn a_front_end_that_lies_is_disconnected_and_the_next_one_is_served() {
         lie(&site, &mut guest);
         assert!(guest.ask(1, &[]).is_none(), "{case}: it is still connected");
     }
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     guest.wait(0);
     assert_eq!(site.status(0), 0);
@@ -317,9 +311,7 @@ fn what_a_driver_may_write_into_its_device_breaks_its_queue_and_not_the_connecti
 fn the_configuration_is_not_for_writing_and_a_driver_that_tries_keeps_its_disk() {
     let site = Site::new(MIB);
     let _disk = site.disk(Vec::new());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     let write_cache = [[32u32, 1, 0].map(u32::to_le_bytes).concat(), vec![0]].concat();
     let answer = guest.ask_with(25, 1 << 3, &write_cache).unwrap().0;
     assert_eq!(answer, 1u64.to_le_bytes());
@@ -332,9 +324,7 @@ fn the_configuration_is_not_for_writing_and_a_driver_that_tries_keeps_its_disk()
 fn an_interrupt_that_nobody_takes_stops_no_disk() {
     let site = Site::new(MIB);
     let _disk = site.disk(Vec::new());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     // A pipe that is full stands for an eventfd.
     let (_reader, writer) = rustix::pipe::pipe().unwrap();
     rustix::pipe::fcntl_setpipe_size(&writer, 4096).unwrap();
@@ -349,9 +339,7 @@ fn an_interrupt_that_nobody_takes_stops_no_disk() {
 fn more_messages_than_are_heard_at_once_are_all_heard() {
     let site = Site::new(MIB);
     let _disk = site.disk(Vec::new());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     for _ in 0..200 {
         guest.send(3, &[], &[]);
     }

@@ -6,7 +6,7 @@
 
 mod common;
 
-use common::{FrontEnd, LONG, Site, into, out, places};
+use common::{Chance, FrontEnd, LONG, Site, into, out, places};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -50,27 +50,19 @@ struct Load {
     /// By place; its descriptors are three from there on.
     asked: Vec<Option<Asked>>,
     number: u64,
-    chance: u64,
+    chance: Chance,
     answered: u64,
 }
 
 impl Load {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.chance = self
-            .chance
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (self.chance >> 33) % limit
-    }
-
     fn ask(&mut self) {
         for place in 0..OUTSTANDING {
             while self.asked[place].is_none() {
-                let block = self.below(BLOCKS as u64) as usize;
+                let block = self.chance.below(BLOCKS as u64) as usize;
                 if self.busy[block] {
                     continue;
                 }
-                let number = (self.below(2) == 0).then(|| {
+                let number = (self.chance.below(2) == 0).then(|| {
                     self.number += 1;
                     self.number
                 });
@@ -155,9 +147,7 @@ impl Load {
 fn a_disk_that_is_killed_a_hundred_times_under_load_loses_and_doubles_nothing() {
     let site = Site::new((BLOCKS * BLOCK as usize) as u64);
     let mut server = Server::start(&site);
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let guest = site.guest();
     let mut load = Load {
         site,
         guest,
@@ -165,12 +155,12 @@ fn a_disk_that_is_killed_a_hundred_times_under_load_loses_and_doubles_nothing() 
         busy: vec![false; BLOCKS],
         asked: vec![None; OUTSTANDING],
         number: 0,
-        chance: 12,
+        chance: Chance(12),
         answered: 0,
     };
     let mut resubmitted = 0;
     for _ in 0..KILLS {
-        let time = Duration::from_micros(2000 + load.below(30_000));
+        let time = Duration::from_micros(2000 + load.chance.below(30_000));
         load.run_for(time);
         load.ask();
         drop(server);

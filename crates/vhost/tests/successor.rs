@@ -17,9 +17,7 @@ fn stuck() -> Vec<Box<dyn godwit_blockio::Filter>> {
 fn requests_that_were_under_way_are_carried_out_by_the_successor_each_answered_once() {
     let site = Site::new(MIB);
     let disk = site.disk(stuck());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     for number in 0..16 {
         let queue = (number % 2) as usize;
         guest.submit(queue, &site.write_of(number, number, number as u8 + 1, 512));
@@ -51,9 +49,7 @@ fn requests_that_were_under_way_are_carried_out_by_the_successor_each_answered_o
 fn what_came_while_nobody_was_there_is_done_after_what_was_under_way() {
     let site = Site::new(MIB);
     let disk = site.disk(stuck());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     let older = guest.submit(0, &site.write_of(0, 0, 1, 512));
     wait_until(&disk, |status| status.unanswered == 1);
     drop(disk);
@@ -77,9 +73,7 @@ fn what_came_while_nobody_was_there_is_done_after_what_was_under_way() {
 fn a_held_disk_carries_out_what_was_under_way_before() {
     let site = Site::new(MIB);
     let disk = site.disk(stuck());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     wait_until(&disk, |status| status.unanswered == 1);
     drop(disk);
@@ -99,9 +93,7 @@ fn a_front_end_that_comes_back_is_heard_once_the_last_ones_requests_have_ended()
     let site = Site::new(MIB);
     let gate = Gate::default();
     let disk = site.disk(gate.filters());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     for round in 1..=4u8 {
         gate.set_open(false);
         guest.submit(0, &site.write_of(0, 0, round, 512));
@@ -124,9 +116,7 @@ fn a_front_end_that_comes_back_is_heard_once_the_last_ones_requests_have_ended()
 fn a_queue_that_is_ended_before_it_is_enabled_again_carries_out_what_was_under_way() {
     let site = Site::new(MIB);
     let disk = site.disk(stuck());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     wait_until(&disk, |status| status.unanswered == 1);
     drop(disk);
@@ -151,9 +141,7 @@ fn a_queue_that_is_ended_before_it_is_enabled_again_carries_out_what_was_under_w
 fn who_connects_while_an_earlier_ones_requests_are_under_way_is_refused_and_not_kept_waiting() {
     let site = Site::new(MIB);
     let disk = site.disk(stuck());
-    let mut guest = site.front_end();
-    guest.negotiate(0);
-    guest.start();
+    let mut guest = site.guest();
     assert!(!site.socket.exists(), "a second one is refused");
     guest.submit(0, &site.write_of(0, 0, 1, 512));
     wait_until(&disk, |status| status.unanswered == 1);
@@ -171,9 +159,7 @@ fn a_disk_that_ends_answers_what_the_kernel_has_first() {
     for _ in 0..20 {
         let site = Site::new(MIB);
         let disk = site.disk(Vec::new());
-        let mut guest = site.front_end();
-        guest.negotiate(0);
-        guest.start();
+        let mut guest = site.guest();
         for number in 0..16 {
             guest.submit(
                 0,

@@ -33,8 +33,22 @@ pub fn progress(ram: &impl FileExt) -> io::Result<Progress> {
     })
 }
 
+/// One of the last seven rounds up to this one that the disk does not have as it was written, if there is any. The eighth
+/// sector may be under way.
+pub fn missing(disk: &impl FileExt, round: u32) -> io::Result<Option<u32>> {
+    for earlier in round.saturating_sub(SECTORS - 2)..=round {
+        let (at, expected) = written(earlier);
+        let mut seen = vec![0; expected.len()];
+        disk.read_exact_at(&mut seen, at)?;
+        if seen != expected {
+            return Ok(Some(earlier));
+        }
+    }
+    Ok(None)
+}
+
 /// Where a round's sector is on the disk, in bytes, and what is in it after that.
-pub fn written(round: u32) -> (u64, Vec<u8>) {
+fn written(round: u32) -> (u64, Vec<u8>) {
     let sector = u64::from(round % SECTORS) + 1;
     let content = round.to_le_bytes().repeat(SECTOR / 4);
     (sector * SECTOR as u64, content)

@@ -1,6 +1,8 @@
-//! A filter that holds requests until a test lets them go.
+//! A filter that holds requests until a test lets them go, and waiting for what a disk is like then.
 
+use super::LONG;
 use godwit_blockio::{Filter, Flow, Request};
+use godwit_vhost::{Disk, Status};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -44,5 +46,14 @@ impl Filter for Held {
         }
         let later = flow.now() + Duration::from_millis(1);
         self.next = (!self.held.is_empty()).then_some(later);
+    }
+}
+
+/// Waits until the disk is like this.
+pub fn wait_until(disk: &Disk, is_so: impl Fn(&Status) -> bool) {
+    let until = Instant::now() + LONG;
+    while !is_so(&disk.status().unwrap()) {
+        assert!(Instant::now() < until, "{:?}", disk.status());
+        std::thread::yield_now();
     }
 }

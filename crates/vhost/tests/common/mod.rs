@@ -3,14 +3,16 @@
 //! Guest memory is read and written through the file that it is in. The driver may lie as it likes.
 #![allow(dead_code, unused_imports)]
 
+mod chance;
 mod gate;
 
-pub use gate::Gate;
+pub use chance::Chance;
+pub use gate::{Gate, wait_until};
 
 use godwit_blockio::{Access, Filter, Image};
 use godwit_guestmem::RamFile;
 use godwit_vhost::block::Geometry;
-use godwit_vhost::{Disk, Settings, Status};
+use godwit_vhost::{Disk, Settings};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -117,6 +119,14 @@ impl Site {
         FrontEnd::connect(&self.socket, self.ram.path())
     }
 
+    /// One that has begun its queues.
+    pub fn guest(&self) -> FrontEnd {
+        let mut guest = self.front_end();
+        guest.negotiate(0);
+        guest.start();
+        guest
+    }
+
     pub fn content(&self) -> Vec<u8> {
         std::fs::read(&self.image).unwrap()
     }
@@ -141,15 +151,6 @@ impl Site {
 
 fn open(path: &Path) -> File {
     File::options().read(true).write(true).open(path).unwrap()
-}
-
-/// Waits until the disk is like this.
-pub fn wait_until(disk: &Disk, is_so: impl Fn(&Status) -> bool) {
-    let until = Instant::now() + LONG;
-    while !is_so(&disk.status().unwrap()) {
-        assert!(Instant::now() < until, "{:?}", disk.status());
-        std::thread::yield_now();
-    }
 }
 
 /// A buffer of a request.

@@ -1,0 +1,14 @@
+//! Numbers that look like chance and are the same in every run.
+
+/// A linear congruential generator (Knuth, MMIX).
+pub struct Chance(pub u64);
+
+impl Chance {
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % limit
+    }
+}
