@@ -504,6 +504,7 @@ fn migration(id: &MigrationId) -> MigrationSpec {
         prepare_memory: false,
         control_protocol: None,
         prediction: None,
+        disks: Vec::new(),
         source_addresses: vec![],
         destination_addresses: vec![],
     }

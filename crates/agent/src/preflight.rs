@@ -3,6 +3,10 @@
 //! Functions of facts gathered beforehand; they change nothing. Each refusal has a stable code and one sentence that
 //! names this host and the remedy. Refuses: nothing by itself; the caller ends the migration if a refusal is there.
 
+mod disks;
+
+pub use disks::to_move;
+
 use crate::config::{CONFIG_PATH, HostConfig};
 use crate::crypto::sha256_of_file;
 use crate::qemu_facts::version_numbers;
@@ -101,6 +105,7 @@ pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> Prefligh
     // A destination listens on each of its addresses.
     findings.extend(no_address(here.config, here.missing_addresses).map(Err));
     findings.extend(reserved_file(here.config, spec).map(Err));
+    findings.extend(disks::places(host, spec, &request.disks));
     findings.extend(
         spec.nics
             .iter()

@@ -46,6 +46,7 @@ impl Environment {
             file_hashes,
             source_unix_ms: 5_000_000,
             probe_nonce: String::new(),
+            disks: Vec::new(),
         };
         Self {
             system: System::under(&root),

@@ -77,6 +77,11 @@ impl Engine {
         })
     }
 
+    /// The image, while the kernel has no request of it.
+    pub fn image(&mut self) -> Option<&mut Image> {
+        (self.under_way() == 0).then_some(&mut self.image)
+    }
+
     /// Looks how large the image is now.
     pub fn measure(&mut self) -> Result<u64, Error> {
         self.image.measure()
@@ -172,7 +177,7 @@ impl Engine {
         match data {
             Data::FromGuest(data) => data.are_aligned(address, len),
             Data::ToGuest(data) => data.are_aligned(address, len),
-            Data::None | Data::Own(_) => true,
+            Data::None | Data::Own(_) | Data::Shared(_) => true,
         }
     }
 
@@ -181,7 +186,11 @@ impl Engine {
         let Some(range) = request.work.range() else {
             return true;
         };
-        let transfers = matches!(request.work, Work::Read(_) | Work::Write(_));
+        let is_read = matches!(request.work, Work::Read(_));
+        if is_read && matches!(request.data, Data::Shared(_)) {
+            return false;
+        }
+        let transfers = is_read || matches!(request.work, Work::Write(_));
         let len = range.end.checked_sub(range.start);
         let whole = !transfers || len == Some(request.data.len() as u64);
         len.is_some() && whole && range.end <= self.image.bytes()
@@ -413,6 +422,8 @@ impl Slot {
         }
         let vectors = match &mut self.request.data {
             Data::Own(buffer) => return Place::of(&mut buffer.bytes_mut()[done..]),
+            // Never of a read: `takes` sees to that.
+            Data::Shared(buffer) => return Place::of_shared(&buffer.bytes()[done..]),
             Data::None => return Place::of(&mut []),
             Data::FromGuest(data) => data.iovecs(),
             Data::ToGuest(data) => data.lend(),
@@ -435,6 +446,11 @@ impl Place {
     /// More than the kernel transfers at once is cut here, and goes on later.
     fn of(bytes: &mut [u8]) -> Self {
         Self::One(bytes.as_mut_ptr(), most(bytes.len()))
+    }
+
+    /// Bytes that the kernel only reads.
+    fn of_shared(bytes: &[u8]) -> Self {
+        Self::One(bytes.as_ptr().cast_mut(), most(bytes.len()))
     }
 
     fn vectors(vectors: &[libc::iovec]) -> Self {

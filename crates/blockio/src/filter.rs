@@ -70,8 +70,19 @@ impl Flow<'_> {
 
     /// Makes a request of the filter's own for the layers below; [`Filter::made`] gets its outcome.
     pub fn make(&mut self, work: Work, data: Data, token: u64) {
+        self.down(self.made(work, data, token));
+    }
+
+    /// The same in another request's place, durable where that one was to be.
+    pub fn make_like(&mut self, other: &Request, data: Data, token: u64) {
+        let mut request = self.made(other.work.clone(), data, token);
+        request.durable = other.durable;
+        self.down(request);
+    }
+
+    fn made(&self, work: Work, data: Data, token: u64) -> Request {
         let mut request = Request::new(work, data, token, self.now);
         request.maker = Some(self.place);
-        self.down(request);
+        request
     }
 }

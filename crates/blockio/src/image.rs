@@ -132,6 +132,19 @@ impl Image {
         Ok(())
     }
 
+    /// Makes durable what was written through it, and lets whoever waits for it have it. Nothing may be under way.
+    pub fn give_back(&mut self, name: &str) -> Result<(), Error> {
+        let failed = |action, source| Error::Image {
+            action,
+            path: self.path.clone(),
+            source,
+        };
+        let synced = rustix::fs::fdatasync(&self.file);
+        synced.map_err(|error| failed("make durable", error.into()))?;
+        image_lock::release(&self.file, name).map_err(|source| failed("unlock", source))?;
+        Ok(())
+    }
+
     /// Tells this file or block device from every other of this host, for as long as it is open somewhere.
     pub fn identity(&self) -> Result<Identity, Error> {
         let metadata = self.file.metadata().map_err(|source| Error::Image {

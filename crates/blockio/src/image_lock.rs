@@ -106,7 +106,7 @@ fn attempt(file: &File, access: Access, name: &str) -> io::Result<Option<&'stati
     Ok(None)
 }
 
-fn release(file: &File, name: &str) -> io::Result<bool> {
+pub(crate) fn release(file: &File, name: &str) -> io::Result<bool> {
     set(file, libc::F_UNLCK, byte_of(name), 1)?;
     set(file, libc::F_UNLCK, USED, OURS + 1 - USED)
 }

@@ -14,6 +14,7 @@
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("godwit-blockio needs 64-bit Linux");
 
+mod arriving;
 mod buffer;
 mod engine;
 mod error;
@@ -25,6 +26,7 @@ mod reactor;
 mod request;
 mod stack;
 
+pub use arriving::Arriving;
 pub use buffer::Buffer;
 pub use engine::Engine;
 pub use error::Error;

@@ -4,6 +4,7 @@
 //! never copied and never dropped unanswered by the product.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 use godwit_guestmem::{DeviceReadable, DeviceWritable};
@@ -61,6 +62,8 @@ pub enum Data {
     ToGuest(DeviceWritable),
     /// Memory of ours, either way.
     Own(Buffer),
+    /// Memory of ours that a write takes its bytes from, and somebody else, too.
+    Shared(Arc<Buffer>),
 }
 
 impl Data {
@@ -71,6 +74,7 @@ impl Data {
             Self::FromGuest(data) => data.bytes(),
             Self::ToGuest(data) => data.bytes(),
             Self::Own(data) => data.len(),
+            Self::Shared(data) => data.len(),
         }
     }
 

@@ -39,6 +39,8 @@ pub struct Stack<B> {
     bytes: u64,
     /// Requests of filters' own that are not finished.
     made: usize,
+    /// Whether the last filter was put there while the disk was served.
+    has_lowest: bool,
 }
 
 impl<B: Bottom> Stack<B> {
@@ -52,7 +54,21 @@ impl<B: Bottom> Stack<B> {
             under_way: 0,
             bytes: 0,
             made: 0,
+            has_lowest: false,
         }
+    }
+
+    /// Puts a filter below all others, in place of the one that was put there before. Only where nothing is under way;
+    /// else it comes back.
+    pub fn put_lowest(&mut self, filter: Box<dyn Filter>) -> Result<(), Box<dyn Filter>> {
+        if !self.is_idle() {
+            return Err(filter);
+        }
+        if std::mem::replace(&mut self.has_lowest, true) {
+            self.filters.pop();
+        }
+        self.filters.push(filter);
+        Ok(())
     }
 
     /// Lets a request in at the top.
@@ -244,6 +260,30 @@ mod tests {
         assert_eq!(stack.finished().unwrap().1, Outcome::Unsupported);
         assert_eq!(stack.finished().unwrap().0.token, 1);
         assert_eq!((stack.under_way(), stack.finished().is_none()), (0, true));
+    }
+
+    #[test]
+    fn a_filter_is_put_below_the_others_only_while_nothing_is_under_way() {
+        let log = Log::default();
+        let named = |name| Box::new(Named(name, Arc::clone(&log))) as Box<dyn Filter>;
+        let mut stack = Stack::new(vec![named("a")], Kept::default());
+        let now = Instant::now();
+        stack.submit(write(1), now);
+        assert!(stack.put_lowest(named("b")).is_err());
+        let request = stack.bottom.0.remove(0);
+        stack.completed(request, Outcome::Done, now);
+        assert!(stack.put_lowest(named("b")).is_ok());
+        assert!(stack.put_lowest(named("c")).is_ok());
+        stack.submit(write(13), now);
+        let order = [
+            "a down 1",
+            "a up 1",
+            "a down 13",
+            "c down 13",
+            "c up 13",
+            "a up 13",
+        ];
+        assert_eq!(*log.lock().unwrap(), order);
     }
 
     #[test]

@@ -156,6 +156,11 @@ fn report_rows(report: &MigrationReport) -> Vec<(&'static str, String)> {
     }
     rows.extend(switchover(report).map(|text| ("switchover", text)));
     rows.push(("bytes on wire", mib(report.bytes_on_wire)));
+    if report.disk_bytes > 0 {
+        let copied = report.disk_bytes.saturating_sub(report.disk_left_bytes);
+        let text = format!("{} of {} copied", mib(copied), mib(report.disk_bytes));
+        rows.push(("disks", text));
+    }
     let when = match report.outcome {
         None => "now",
         Some(_) => "on average",

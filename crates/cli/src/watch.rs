@@ -133,7 +133,10 @@ fn line(report: &MigrationReport, columns: usize) -> String {
         Some(trouble) => parts.push(trouble),
         None => parts.push(rate(report.wire_bytes_per_s)),
     }
-    parts.push(format!("{} MiB left", report.remaining_bytes >> 20));
+    parts.push(match report.disk_left_bytes >> 20 {
+        0 => format!("{} MiB left", report.remaining_bytes >> 20),
+        disks => format!("{disks} MiB of disks left"),
+    });
     if let Some(eta) = report.eta_s {
         parts.push(format!("about {eta:.0} s"));
     }
@@ -181,6 +184,16 @@ mod tests {
     fn the_first_pass_does_not_show_0_00_gb_per_s() {
         let text = line(&moving(json!({})), WIDE);
         assert_eq!(text, "24 %, 30.8 MB/s, 512 MiB left, iteration 1");
+    }
+
+    #[test]
+    fn disks_that_are_copied_first_are_what_is_left() {
+        let disks = json!({ "disk_bytes": 9 << 30, "disk_left_bytes": 3 << 30, "eta_s": 99.5 });
+        let text = line(&moving(disks), WIDE);
+        assert!(
+            text.contains("3072 MiB of disks left, about 100 s"),
+            "{text}"
+        );
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, VMS_MAX};
-use godwit_types::migration::MigrationReport;
+use godwit_types::migration::{DiskToMove, MigrationReport};
 use godwit_types::site::{Instance, SiteTable, WholeSurvey};
 use godwit_types::text::{SENTENCE_LEN_MAX, cut};
 use godwit_types::vm::{DISKS_MAX, InvalidVm, VmSpec};
@@ -48,6 +48,13 @@ fn not_taken(host: &HostName, what: String) -> NotTaken {
         host: host.clone(),
         what,
     }
+}
+
+/// The disks that go along with a VM, as its host measures them: no others than the VM has.
+pub fn disks(spec: &VmSpec, said: Vec<DiskToMove>) -> Vec<DiskToMove> {
+    let along = spec.disks.iter().filter(|disk| disk.goes_along());
+    let measured = along.filter_map(|disk| said.iter().find(|said| said.name == disk.name));
+    measured.cloned().collect()
 }
 
 /// A host's list of its VMs.

@@ -272,6 +272,7 @@ fn spec_of(found: &Preflight, name: &VmName, request: &MigrateRequest) -> Outcom
         prepare_memory: request.prepare,
         control_protocol: found.control_protocol(),
         prediction: found.report.prediction.clone(),
+        disks: found.disks.clone(),
         source_addresses: found.source.info.migration_addresses.clone(),
         destination_addresses: Vec::new(),
     })

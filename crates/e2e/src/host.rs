@@ -6,8 +6,8 @@ use anyhow::{Context as _, bail};
 use godwit_ownership::{Action, Event, HostRecord, Qemu, VmCore};
 use godwit_store::{VmStore, save_json};
 use godwit_types::host_api::{HostVm, SPEC_FILE, VmAnswer, VmProcessConfig, VmRequest};
-use godwit_types::migration::MigrationReport;
-use godwit_types::vm::{Accelerator, VmSpec, VmState};
+use godwit_types::migration::{DiskToMove, MigrationReport};
+use godwit_types::vm::{Accelerator, DiskSpec, VmSpec, VmState};
 use godwit_types::{Generation, HostName, MigrationId, VmName};
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -40,6 +40,34 @@ pub struct Host {
     pub patience_ms: AtomicU32,
     starts: AtomicU32,
     starting: Mutex<()>,
+    /// A directory that each host has for itself, and the place where its processes find it.
+    pub storage: Option<Storage>,
+}
+
+/// Storage of one host: what others have at the same place is theirs.
+#[derive(Debug, Clone)]
+pub struct Storage {
+    pub own: PathBuf,
+    pub place: PathBuf,
+}
+
+impl Storage {
+    /// Where a file is for this test that the host's processes find at `path`.
+    pub fn own_path(&self, path: &Path) -> PathBuf {
+        match path.strip_prefix(&self.place) {
+            Ok(inside) => self.own.join(inside),
+            Err(_) => path.to_owned(),
+        }
+    }
+
+    /// Runs a program that finds the storage at its place, and nobody else does.
+    fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new("unshare");
+        let script = "mount --bind \"$0\" \"$1\" && shift && exec \"$@\"";
+        command.args(["--mount", "--propagation", "private", "sh", "-c", script]);
+        command.arg(&self.own).arg(&self.place).arg(program);
+        command
+    }
 }
 
 /// Something that shall happen at a point of the VM process; see `faults.rs` of crate `vmproc`.
@@ -74,6 +102,7 @@ impl Host {
             patience_ms: AtomicU32::new(3000),
             starts: AtomicU32::new(0),
             starting: Mutex::new(()),
+            storage: None,
         };
         for dir in [host.state_dir(), host.run_dir(), host.ram.clone()] {
             std::fs::create_dir_all(&dir)?;
@@ -89,6 +118,26 @@ impl Host {
     /// Sockets and QEMU's identity.
     pub fn run_dir(&self) -> PathBuf {
         self.dir.join("run/vms").join(self.vm.as_str())
+    }
+
+    /// The disks that go along with the VM when it leaves, as the controller learns of them.
+    pub fn disks_to_move(&self, spec: &VmSpec) -> anyhow::Result<Vec<DiskToMove>> {
+        let along = spec.disks.iter().filter(|disk| disk.goes_along());
+        let measure = |disk: &DiskSpec| -> anyhow::Result<DiskToMove> {
+            let path = Path::new(&disk.path);
+            let path = match &self.storage {
+                Some(storage) => storage.own_path(path),
+                None => path.to_owned(),
+            };
+            let bytes = std::fs::metadata(path)?.len();
+            let name = disk.name.clone();
+            Ok(DiskToMove {
+                name,
+                bytes,
+                used_bytes: bytes,
+            })
+        };
+        along.map(measure).collect()
     }
 
     /// The VM process's log, for failures.
@@ -166,7 +215,11 @@ impl Host {
         let config = self.dir.join("vm-process.json");
         std::fs::write(&config, serde_json::to_vec_pretty(&self.config())?)?;
         let log = File::options().create(true).append(true).open(self.log())?;
-        let mut command = Command::new(vm_process_program()?);
+        let program = vm_process_program()?;
+        let mut command = match &self.storage {
+            Some(storage) => storage.command(&program),
+            None => Command::new(&program),
+        };
         if let Some(fault) = self
             .fault
             .lock()

@@ -3,6 +3,7 @@
 //! Owns a thread per direction. A host whose VM process is killed gets a new one when the test says so.
 
 use crate::Host;
+use crate::host::Storage;
 use crate::relay::{Mode, Relay};
 use anyhow::bail;
 use godwit_types::host_api::{PrepareIncoming, VmAnswer, VmRequest};
@@ -12,6 +13,7 @@ use godwit_types::migration::{
 use godwit_types::vm::{Accelerator, VmSpec};
 use godwit_types::{Generation, MigrationId};
 use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -81,35 +83,53 @@ impl Pair {
 
     /// Two hosts that migrate over these addresses.
     pub fn on(accelerator: Accelerator, addresses: Vec<IpAddr>) -> anyhow::Result<Self> {
-        Self::made(accelerator, addresses, (0, 0))
+        Self::made(accelerator, addresses, (0, 0), [None, None])
+    }
+
+    /// Two hosts that share no storage: each finds a directory of its own, below `dir`, at the same place.
+    pub fn apart(accelerator: Accelerator, dir: &Path) -> anyhow::Result<Self> {
+        let place = dir.join("images");
+        std::fs::create_dir(&place)?;
+        let storage = |name: &str| -> anyhow::Result<Storage> {
+            let (own, place) = (dir.join(name), place.clone());
+            std::fs::create_dir(&own)?;
+            let all = std::fs::Permissions::from_mode(0o777);
+            std::fs::set_permissions(&own, all)?;
+            Ok(Storage { own, place })
+        };
+        let storage = [storage("a")?, storage("b")?].map(Some);
+        let loopback = vec!["127.0.0.1".parse()?];
+        Self::made(accelerator, loopback, (0, 0), storage)
     }
 
     /// Two hosts of which `b` has these ports for migrations.
     pub fn with_ports(address: IpAddr, ports: (u16, u16)) -> anyhow::Result<Self> {
-        Self::made(Accelerator::Tcg, vec![address], ports)
+        Self::made(Accelerator::Tcg, vec![address], ports, [None, None])
     }
 
     fn made(
         accelerator: Accelerator,
         addresses: Vec<IpAddr>,
         ports: (u16, u16),
+        [of_a, of_b]: [Option<Storage>; 2],
     ) -> anyhow::Result<Self> {
         let dir = tempfile::tempdir_in("/dev/shm")?;
         let ram = tempfile::tempdir_in("/dev/shm")?;
         // QEMU's user must reach its RAM file and the preloaded library.
         open(ram.path())?;
         open(dir.path())?;
-        let host = |name| -> anyhow::Result<Arc<Host>> {
+        let host = |name, storage| -> anyhow::Result<Arc<Host>> {
             let (dir, ram) = (dir.path(), ram.path());
             let mut host = Host::new(name, "vm", dir, ram, addresses.clone(), accelerator)?;
             if name == "b" {
                 host.ports = ports;
             }
+            host.storage = storage;
             Ok(Arc::new(host))
         };
         let mut pair = Self {
-            a: host("a")?,
-            b: host("b")?,
+            a: host("a", of_a)?,
+            b: host("b", of_b)?,
             dir,
             ram,
             stop: Arc::default(),
@@ -237,6 +257,7 @@ impl Pair {
             prepare_memory: options.prepare,
             control_protocol: None,
             prediction: None,
+            disks: from.disks_to_move(&vm.spec)?,
             source_addresses: from.addresses.clone(),
             destination_addresses: Vec::new(),
         };
@@ -391,6 +412,5 @@ fn secret() -> anyhow::Result<MigrationSecret> {
 }
 
 fn open(path: &Path) -> std::io::Result<()> {
-    use std::os::unix::fs::PermissionsExt as _;
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o711))
 }

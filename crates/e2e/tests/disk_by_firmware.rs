@@ -149,6 +149,7 @@ fn serve(image: &Path, socket: &Path, ram: &Arc<RamFile>) -> Result<Disk> {
         geometry,
         filters: Vec::new(),
         ram: Arc::clone(ram),
+        has_image: true,
     })?)
 }
 

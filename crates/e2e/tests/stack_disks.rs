@@ -1,4 +1,4 @@
-//! A VM that boots from its disk, as a person has it: made, paused, reset, kept from a second user of its image, never moved.
+//! A VM that boots from its disk, as a person has it: made, paused, reset, kept from a second user of its image, moved with it.
 
 use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::stack::{KILL, Plan, SOON, Stack, names, signal};
@@ -32,15 +32,19 @@ fn disk(image: &str) -> String {
     format!("[[disk]]\nname = \"root\"\npath = \"{image}\"\n")
 }
 
-fn progress(stack: &Stack, vm: &str) -> Result<Progress> {
-    let progress = boot_disk::progress(&File::open(stack.ram_file(vm, "a")?)?)?;
+fn progress(stack: &Stack, vm: &str, host: &str) -> Result<Progress> {
+    let progress = boot_disk::progress(&File::open(stack.ram_file(vm, host)?)?)?;
     ensure!(!progress.is_wrong, "the guest stopped at {progress:?}");
     Ok(progress)
 }
 
 fn goes_on(stack: &Stack, vm: &str) -> Result<()> {
-    let (from, deadline) = (progress(stack, vm)?.round, Instant::now() + LONG);
-    while progress(stack, vm)?.round < from + 10 {
+    goes_on_at(stack, vm, "a")
+}
+
+fn goes_on_at(stack: &Stack, vm: &str, host: &str) -> Result<()> {
+    let (from, deadline) = (progress(stack, vm, host)?.round, Instant::now() + LONG);
+    while progress(stack, vm, host)?.round < from + 10 {
         ensure!(Instant::now() < deadline, "it stands still at round {from}");
         std::thread::sleep(LOOK_EVERY);
     }
@@ -49,9 +53,13 @@ fn goes_on(stack: &Stack, vm: &str) -> Result<()> {
 
 /// What the guest wrote last is on the disk, but for the round that may be under way.
 fn image_has_all(stack: &Stack, vm: &str, image: &str) -> Result<()> {
+    image_has_all_at(stack, vm, (image, "a"))
+}
+
+fn image_has_all_at(stack: &Stack, vm: &str, (image, host): (&str, &str)) -> Result<()> {
     let (round, image) = (
-        progress(stack, vm)?.round,
-        File::open(stack.inside("a", image)?)?,
+        progress(stack, vm, host)?.round,
+        File::open(stack.inside(host, image)?)?,
     );
     let missing = boot_disk::missing(&image, round)?;
     ensure!(
@@ -91,10 +99,6 @@ fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
     let sentence = stack.refused("controller", &start, 2, "invalid-request")?;
     names(&sentence, &["disk 'root'", "VM 'two'", &image, "is in use"])?;
     goes_on(&stack, "one")?;
-    let migrate = ["vm", "migrate", "one", "--to", "b"];
-    let sentence = stack.refused("controller", &migrate, 3, "not-migratable")?;
-    names(&sentence, &["root", "writable"])?;
-
     ok(&["vm", "pause", "one"])?;
     image_has_all(&stack, "one", &image)?;
     stack.remove("one")?;
@@ -168,4 +172,50 @@ fn what_cannot_be_a_disk_or_boot_is_refused_and_nothing_is_left() -> Result<()> 
         ensure!(left == 0, "{left} files are left beside guests' memory");
     }
     Ok(())
+}
+
+#[test]
+fn a_vm_moves_with_its_disk_to_another_host_and_back() -> Result<()> {
+    let stack = Stack::new("alongdisks", &Plan::default())?;
+    let ok = |words: &[&str]| stack.ok("controller", words);
+    let image = make_image(&stack, "root")?;
+    File::options()
+        .write(true)
+        .open(stack.inside("a", &image)?)?
+        .set_len(16 << 20)?;
+    ok(&["vm", "create", &describe(&stack, "one", &disk(&image))?])?;
+    ok(&["vm", "start", "one", "--on", "a"])?;
+    goes_on(&stack, "one")?;
+
+    let migrate = |to: &str, more: &[&str]| [&["vm", "migrate", "one", "--to", to], more].concat();
+    let foreign = stack.inside("b", &image)?;
+    std::fs::write(&foreign, "somebody's")?;
+    let sentence = stack.refused("controller", &migrate("b", &[]), 2, "invalid-request")?;
+    names(&sentence, &["disk 'root'", &image, "host 'b'", "already"])?;
+    ensure!(std::fs::read(&foreign)? == b"somebody's");
+    std::fs::remove_file(&foreign)?;
+    goes_on(&stack, "one")?;
+
+    let shown = ok(&migrate("b", &["--dry-run"]))?;
+    ensure!(shown.contains("disk 'root': "), "{shown:?}");
+    ensure!(!foreign.exists(), "a dry run made an image");
+    for (from, to) in [("a", "b"), ("b", "a")] {
+        ok(&migrate(to, &[]))?;
+        goes_on_at(&stack, "one", to)?;
+        stack.until("the image is gone where the VM was", SOON, || {
+            Ok(!stack.inside(from, &image)?.exists())
+        })?;
+        ok(&["vm", "pause", "one"])?;
+        image_has_all_at(&stack, "one", (&image, to))?;
+        ok(&["vm", "resume", "one"])?;
+        goes_on_at(&stack, "one", to)?;
+    }
+    // It starts where its disk is, and nowhere else.
+    ok(&["vm", "stop", "one", "--force"])?;
+    let start = ["vm", "start", "one", "--on", "b"];
+    let refused = stack.run("controller", &start)?;
+    ensure!(refused.code != Some(0), "{refused:?}");
+    ok(&["vm", "start", "one"])?;
+    goes_on(&stack, "one")?;
+    stack.remove("one")
 }

@@ -41,7 +41,7 @@ macro_rules! targets {
 targets! {
     "wire-record", "records of a channel, sealed and tampered with", wire::record, record_seeds;
     "wire-handshake", "the three messages of the handshake", wire::handshake, handshake_seeds;
-    "wire-descriptor", "page lists and zero-page bitmaps", wire::descriptor, descriptor_seeds;
+    "wire-descriptor", "page lists, zero-page bitmaps and changes of disks", wire::descriptor, descriptor_seeds;
     "to-destination", "control messages that a destination reads", protocol::to_destination, to_destination_seeds;
     "to-source", "control messages that a source reads", protocol::to_source, to_source_seeds;
     "peer-message", "ownership messages between hosts", ownership::peer_message, peer_message_seeds;

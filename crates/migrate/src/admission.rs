@@ -51,10 +51,11 @@ fn losing_writes(spec: &VmSpec) -> impl Iterator<Item = ApiError> + '_ {
         )
     });
     let writable = spec.disks.iter().filter(|disk| !disk.read_only);
-    let disks = writable.map(move |disk| {
+    let disks = writable.filter(|_| !spec.serves_disks()).map(move |disk| {
         format!(
-            "VM '{vm}' has the writable disk '{}', which cannot move yet: make it read_only = true or remove it, with the VM stopped",
-            disk.name
+            "VM '{vm}' has the writable disk '{}' and hardware version {}, whose disks cannot move: give it 'hardware = 2' with 'godwit vm edit {vm} FILE' while it is stopped",
+            disk.name,
+            spec.hardware()
         )
     });
     nested.into_iter().chain(disks).map(stays)
@@ -79,7 +80,8 @@ mod tests {
             format!("[[disk]]\nname = \"data\"\npath = \"/d\"\nread_only = {read_only}\n")
         };
         let (shut, open) = (disk(true), disk(false));
-        let cases: [(&str, &[&str], bool); 7] = [
+        let new = format!("hardware = 2\n{}", disk(false));
+        let cases: [(&str, &[&str], bool); 8] = [
             ("", &[], false),
             (&shut, &[], false),
             ("movable = false", &["movable = false"], false),
@@ -90,7 +92,12 @@ mod tests {
                 false,
             ),
             ("cpu = \"qemu64,+svm\"", &["feature 'svm'"], true),
-            (&open, &["writable disk 'data', which cannot move"], true),
+            (
+                &open,
+                &["writable disk 'data' and hardware version 1"],
+                true,
+            ),
+            (&new, &[], false),
         ];
         for (more, words, loses) in cases {
             let reasons = reasons_to_stay(&spec(more));

@@ -9,13 +9,14 @@
 //!   Extents{..}* ExtentsEnd    ------------------->     finds that there is room for them
 //!                              <-------------------   Begun{set}
 //!                              <-------------------   Prepared             only if asked for: all memory is allocated
-//!   data channels: pages of iteration 1
-//!                              <-------------------   Applied{channel, records}   every few ms of traffic
+//!   data channels: pages of iteration 1; channels of disks: changes, all the time until the guest stops
+//!                              <-------------------   Applied{channel, records}   every few ms of traffic,
+//!                                                       ChangesApplied of each channel of disks
 //!   Barrier{iteration, sent}   ------------------->     all records up to the counters are applied
 //!                              <-------------------   BarrierDone{iteration}
 //!   ... more iterations; then the guest stops ...
 //!   Stopped, Addresses         ------------------->     whom to tell where the guest is, once it runs
-//!   Barrier (last)             ------------------->     data channels end with their final records
+//!   Barrier (last)             ------------------->     all channels but this end with their final records
 //!   device state records       ------------------->     (a far source does not wait for BarrierDone) taken behind the
 //!                                                       barrier and kept: QEMU loads once
 //!   DeviceStateWhole           ------------------->     QEMU loads
@@ -52,6 +53,8 @@ use std::net::IpAddr;
 pub const PROTOCOL_VERSION: u32 = MIGRATION.max;
 /// Most data channels that one connection set has had, also those that have left.
 pub const STREAMS_MAX: u32 = 64;
+/// Most channels for changes of disks in one connection set.
+pub const CHANGE_CHANNELS_MAX: u32 = 32;
 /// Most extents in one message (keeps it far below the record limit).
 pub const EXTENTS_PER_MESSAGE: usize = 8192;
 /// Longest reason that crosses the wire, bytes; longer ones are cut.
@@ -79,6 +82,9 @@ pub enum ToDestination {
         streams: u32,
         /// Guest memory, pages of 4 KiB; must equal the destination's own figure.
         pages: u64,
+        /// Channels for changes of disks, which connect at once, too; none where no disk is copied.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        changes: u32,
     },
     /// Where guest memory holds data, in the order in which it will be sent.
     Extents {
@@ -179,6 +185,13 @@ pub enum ToSource {
         /// How many records of it are applied since it connected.
         records: u64,
     },
+    /// Cumulative: so many records of a channel for changes of disks are carried out.
+    ChangesApplied {
+        /// Index of the channel among those in this set.
+        channel: u32,
+        /// How many records of it are carried out since it connected.
+        records: u64,
+    },
     /// The barrier is reached.
     BarrierDone {
         /// Number of the iteration that the barrier ended.
@@ -238,6 +251,10 @@ pub enum ProtocolError {
     },
 }
 
+fn is_zero(count: &u32) -> bool {
+    *count == 0
+}
+
 /// Cuts a reason to what may cross the wire, on one line.
 fn clip_reason(reason: &str) -> String {
     Reason::clipped(reason).into()
@@ -268,6 +285,11 @@ pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, 
         ToDestination::Begin { streams, .. } if *streams == 0 || *streams > STREAMS_MAX => {
             return Err(ProtocolError::OutOfBounds("the number of streams"));
         }
+        ToDestination::Begin { changes, .. } if *changes > CHANGE_CHANNELS_MAX => {
+            return Err(ProtocolError::OutOfBounds(
+                "the number of channels for disks",
+            ));
+        }
         ToDestination::Begin { pages: theirs, .. } if *theirs != pages => {
             return Err(ProtocolError::OutOfBounds("the size of guest memory"));
         }
@@ -290,6 +312,9 @@ pub fn decode_to_source(bytes: &[u8], streams: u32) -> Result<ToSource, Protocol
     let mut message: ToSource = parse(bytes)?;
     match &mut message {
         ToSource::Applied { channel, .. } if *channel >= streams => {
+            Err(ProtocolError::OutOfBounds("the channel"))
+        }
+        ToSource::ChangesApplied { channel, .. } if *channel >= CHANGE_CHANNELS_MAX => {
             Err(ProtocolError::OutOfBounds("the channel"))
         }
         ToSource::Failed { reason } => {
@@ -379,6 +404,7 @@ mod tests {
             set: 0,
             streams: 1,
             pages: 10,
+            changes: 0,
         };
         let error = decode_to_destination(&encode(&begin), 10).unwrap_err();
         assert!(error.to_string().contains("protocol 9"), "{error}");
@@ -391,6 +417,7 @@ mod tests {
             set: 0,
             streams,
             pages: 10,
+            changes: 0,
         };
         assert!(decode_to_destination(&encode(&begin(0)), 10).is_err());
         assert!(decode_to_destination(&encode(&begin(65)), 10).is_err());

@@ -12,6 +12,7 @@ use rustix::fs::{FileType, Gid, Mode, OFlags, Uid, fcntl_setfl, fstat, open};
 use rustix::io::Errno;
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
 /// Why an image cannot be given to QEMU.
@@ -30,6 +31,11 @@ pub enum DiskError {
         /// What was asked for.
         access: &'static str,
     },
+    /// QEMU's user may not make files there.
+    #[error(
+        "QEMU's user (uid {uid}) may not make {path}: let the group of the host's QEMUs write into that directory (chgrp godwit-qemu DIR; chmod g+rwx DIR), or give the disk another place"
+    )]
+    NoPlace { path: PathBuf, uid: u32 },
     /// A directory, a pipe, a terminal.
     #[error("{path} is no disk image: it must be a regular file or a block device")]
     Kind { path: PathBuf },
@@ -72,6 +78,80 @@ pub fn open_image(
         Ok(None) => Ok(file),
         Ok(Some(dir)) => Err(DiskError::Reserved { path, dir }),
         Err(source) => Err(DiskError::Io { path, source }),
+    }
+}
+
+/// Makes an image of so many bytes as `uid` and `gid`, without supplementary groups, where no file is yet.
+pub fn make_image(
+    path: &Path,
+    bytes: u64,
+    uid: u32,
+    gid: u32,
+    reserved: &Reserved,
+) -> Result<OwnedFd, DiskError> {
+    let made = std::thread::scope(|scope| {
+        let maker = scope.spawn(|| {
+            become_user(uid, gid)?;
+            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+            open(path, flags, Mode::RUSR | Mode::WUSR)
+        });
+        maker.join().unwrap_or(Err(Errno::IO))
+    });
+    let path = path.to_owned();
+    let file = match made {
+        Ok(file) => file,
+        Err(Errno::ACCESS | Errno::PERM | Errno::ROFS) => {
+            return Err(DiskError::NoPlace { path, uid });
+        }
+        Err(errno) => return Err(failed(&path, false, uid, errno)),
+    };
+    let undone = |error| {
+        // Nobody has used it.
+        let _ = std::fs::remove_file(&path);
+        Err(error)
+    };
+    match reserved.of_open(&file) {
+        Ok(None) => {}
+        Ok(Some(dir)) => {
+            return undone(DiskError::Reserved {
+                path: path.clone(),
+                dir,
+            });
+        }
+        Err(source) => {
+            return undone(DiskError::Io {
+                path: path.clone(),
+                source,
+            });
+        }
+    }
+    match rustix::fs::ftruncate(&file, bytes) {
+        Ok(()) => Ok(file),
+        Err(error) => undone(DiskError::Io {
+            path: path.clone(),
+            source: error.into(),
+        }),
+    }
+}
+
+/// Which file or block device this is: its file system and inode, or its number; nothing where there is none.
+pub fn identity_of(path: &Path) -> io::Result<Option<(u64, u64)>> {
+    match std::fs::metadata(path) {
+        Ok(metadata) => Ok(Some(identity(&metadata))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// The same of an open one.
+pub fn identity_of_open(file: &std::fs::File) -> io::Result<(u64, u64)> {
+    Ok(identity(&file.metadata()?))
+}
+
+fn identity(metadata: &std::fs::Metadata) -> (u64, u64) {
+    match metadata.file_type().is_block_device() {
+        true => (metadata.rdev(), 0),
+        false => (metadata.dev(), metadata.ino()),
     }
 }
 

@@ -7,7 +7,7 @@
 //! common group itself only where its kernel or initramfs, which it opens itself, is for that group. Refuses: a file that
 //! may not be opened so. Opening as another user may make this process readable for that user: its caller sees to that.
 
-use crate::disk::{DiskError, open_image};
+use crate::disk::{DiskError, make_image, open_image};
 use crate::reserved::Reserved;
 use godwit_types::vm::{DiskSpec, UIDS, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -92,19 +92,37 @@ pub fn open_disks(
             }
             opened => opened,
         };
-        opened.map_err(|error| {
-            let code = match error {
-                DiskError::Missing { .. } => ErrorCode::MissingFile,
-                _ => ErrorCode::InvalidRequest,
-            };
-            let message = format!(
-                "disk '{}' of VM '{vm}' on host '{host}': {error}",
-                disk.name
-            );
-            ApiError::new(code, message).on_host(host)
-        })
+        opened.map_err(|error| of_disk(host, vm, disk, error))
     };
     disks.iter().map(open).collect()
+}
+
+/// Makes an image of so many bytes at the disk's path, with the rights of the VM's own user or of the common one.
+pub fn make_disk(
+    common: Common<'_>,
+    vm: &VmName,
+    disk: &DiskSpec,
+    bytes: u64,
+    owner: User,
+) -> Result<OwnedFd, ApiError> {
+    let (path, user, reserved) = (Path::new(&disk.path), common.user, common.reserved);
+    let made = match make_image(path, bytes, owner.uid, user.gid, reserved) {
+        Err(DiskError::NoPlace { .. }) if owner.uid != user.uid => {
+            make_image(path, bytes, user.uid, user.gid, reserved)
+        }
+        made => made,
+    };
+    made.map_err(|error| of_disk(common.host, vm, disk, error))
+}
+
+fn of_disk(host: &HostName, vm: &VmName, disk: &DiskSpec, error: DiskError) -> ApiError {
+    let code = match error {
+        DiskError::Missing { .. } => ErrorCode::MissingFile,
+        _ => ErrorCode::InvalidRequest,
+    };
+    let name = &disk.name;
+    let message = format!("disk '{name}' of VM '{vm}' on host '{host}': {error}");
+    ApiError::new(code, message).on_host(host)
 }
 
 /// Kernel and initramfs, which QEMU opens itself, must be there and be readable for it.

@@ -7,7 +7,7 @@
 use crate::pipe::{Meter, Patience, Pipe};
 use crate::{Closer, Probe, TransportError};
 use godwit_wire::{
-    ChannelId, HEADER_LEN, PageRuns, RecordKind, Sealer, TAG_LEN, WireError, ZeroPages,
+    ChannelId, DiskChange, HEADER_LEN, PageRuns, RecordKind, Sealer, TAG_LEN, WireError, ZeroPages,
 };
 use std::io::IoSlice;
 use std::net::Shutdown;
@@ -109,6 +109,25 @@ impl RecordWriter {
         self.list = list;
         sealed?;
         self.send_payload(len, parts, patience)
+    }
+
+    /// Sends a change of a disk and the bytes that it announces, in one go.
+    pub fn send_change(
+        &mut self,
+        change: &DiskChange,
+        bytes: &[u8],
+        patience: &Patience,
+    ) -> Result<(), TransportError> {
+        if bytes.len() != change.payload_len().unwrap_or(0) {
+            let (channel, what) = (self.channel(), "a change's bytes do not match it");
+            return Err(TransportError::Misuse { channel, what });
+        }
+        self.begin()?;
+        self.seal(RecordKind::DiskChange, &change.encode())?;
+        match bytes {
+            [] => self.flush(&[], 1, patience),
+            bytes => self.send_payload(bytes.len(), &[bytes], patience),
+        }
     }
 
     /// Ends this direction with the final record and closes it for sending.

@@ -8,7 +8,7 @@
 use crate::control_api::{CancelRequest, ResolveRequest, StopRequest};
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
-use crate::migration::{AgentAddress, MigrationReport, MigrationSpec, Side};
+use crate::migration::{AgentAddress, DiskToMove, MigrationReport, MigrationSpec, Side};
 use crate::site::{Claim, GiftOvertaken, Instance, RecordAnswer, SiteHost};
 use crate::vm::{Accelerator, VmSpec, VmState};
 use crate::{ApiError, vm};
@@ -189,6 +189,9 @@ pub struct PreflightIncoming {
     pub source_unix_ms: u64,
     /// Nonce of the probe frame that will be sent to each of the VM's port groups; empty = not probed.
     pub probe_nonce: String,
+    /// The disks that go along.
+    #[serde(default)]
+    pub disks: Vec<DiskToMove>,
 }
 
 /// The source's side of preflight.
@@ -202,6 +205,9 @@ pub struct PreflightOutgoing {
     pub vm: HostVm,
     /// SHA-256 of kernel and initramfs, hex, by path.
     pub file_hashes: Vec<(String, String)>,
+    /// The disks that go along.
+    #[serde(default)]
+    pub disks: Vec<DiskToMove>,
 }
 
 /// What one host says to another about who may run a VM, carried by their agents over mutual TLS

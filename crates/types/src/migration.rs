@@ -27,6 +27,10 @@ pub const COULD_NOT_BEGIN: &str = "it could not begin: ";
 /// Downtime that a migration aims at unless asked otherwise, ms.
 pub const MAX_DOWNTIME_MS_DEFAULT: u64 = 50;
 
+fn is_none(bytes: &u64) -> bool {
+    *bytes == 0
+}
+
 /// What a user may ask of a migration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -115,6 +119,18 @@ pub struct AgentAddress {
     pub address: SocketAddr,
 }
 
+/// A disk whose image goes along with its VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskToMove {
+    /// Its name within the VM.
+    pub name: String,
+    /// What the guest sees as its size.
+    pub bytes: u64,
+    /// Bytes that its image occupies at the source.
+    #[serde(default)]
+    pub used_bytes: u64,
+}
+
 /// What the controller gives to both hosts before a migration begins.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct MigrationSpec {
@@ -148,6 +164,9 @@ pub struct MigrationSpec {
     /// What was predicted, to be kept with both hosts' reports.
     #[serde(default)]
     pub prediction: Option<Prediction>,
+    /// The disks whose images go along with the VM.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskToMove>,
     /// The source's migration addresses, to bind to.
     pub source_addresses: Vec<IpAddr>,
     /// Where the destination listens; filled in when it is prepared.
@@ -381,6 +400,12 @@ pub struct MigrationReport {
     pub content_bytes: u64,
     /// Bytes of guest memory still to be sent, while it goes on.
     pub remaining_bytes: u64,
+    /// What was to be copied of the disks that go along, bytes; holes of their images are not.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub disk_bytes: u64,
+    /// How much of that is still to be copied, while it goes on.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub disk_left_bytes: u64,
     /// How much of what has to go has gone, percent; never less than before, and 100 once it has completed.
     #[serde(default, serialize_with = "rounded")]
     pub done_percent: f64,
@@ -491,6 +516,8 @@ impl MigrationReport {
             ram_mib,
             content_bytes: 0,
             remaining_bytes: ram_mib << 20,
+            disk_bytes: 0,
+            disk_left_bytes: 0,
             done_percent: 0.0,
             eta_s: None,
             guest_speed_percent: 100,

@@ -122,7 +122,7 @@ pub struct NicSpec {
 }
 
 /// A disk over a raw image. QEMU opens it itself, buffered, for a VM of hardware version 1; its VM process serves it for later
-/// ones. A VM with a writable one runs but does not migrate yet.
+/// ones. With a writable one a VM of hardware version 1 does not migrate.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DiskSpec {
@@ -137,6 +137,18 @@ pub struct DiskSpec {
     /// shared starts only where it was last, since an image of the same name elsewhere lacks what was written.
     #[serde(default)]
     pub shared: bool,
+}
+
+impl DiskSpec {
+    /// Whether its image is copied to the host to which its VM moves, since only this host has it.
+    pub fn goes_along(&self) -> bool {
+        !self.read_only && !self.shared
+    }
+
+    /// Whether several hosts have its image, and the one that runs the VM may write it.
+    pub fn changes_hands(&self) -> bool {
+        !self.read_only && self.shared
+    }
 }
 
 /// A VM as a person describes it.

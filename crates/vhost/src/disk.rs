@@ -18,11 +18,11 @@ use godwit_guestmem::{DeviceMemory, RamFile};
 
 use crate::Error;
 use crate::block::Geometry;
-use crate::connection::{Connection, send};
+use crate::connection::Connection;
 use crate::full::has_no_room;
 use crate::handle::{Command, Status};
 use crate::listener::Listener;
-use crate::message::{Region, Vring, encode, request};
+use crate::message::{Region, Vring, request};
 use crate::queue::{Guest, Queue};
 
 const LISTENER: u64 = 0;
@@ -57,6 +57,8 @@ pub struct Settings {
     pub filters: Vec<Box<dyn Filter>>,
     /// The guest's memory: no other is served.
     pub ram: Arc<RamFile>,
+    /// Whether the image is locked; else no request is taken before [`crate::Disk::take_image`].
+    pub has_image: bool,
 }
 
 impl Settings {
@@ -103,7 +105,9 @@ pub(crate) struct Device {
     /// Whether one of them is being tried.
     pub(crate) is_probing: bool,
     pub(crate) try_parked_at: Option<Instant>,
-    held: bool,
+    pub(crate) held: bool,
+    /// Whether the image is this disk's.
+    pub(crate) has_image: bool,
     /// Whoever waits until nothing is under way.
     waiting: Vec<Sender<()>>,
     resubmitted: u64,
@@ -149,6 +153,7 @@ impl Device {
             is_probing: false,
             try_parked_at: None,
             held: false,
+            has_image: settings.has_image,
             waiting: Vec::new(),
             resubmitted: 0,
             tell_at: None,
@@ -404,7 +409,10 @@ impl Device {
     /// The queue that is looked at first is another one each time, so that none with many requests keeps the others out.
     fn take_all(&mut self) -> bool {
         let now = Instant::now();
-        let (count, takes) = (self.queues.len(), !self.held && !self.is_full());
+        let (count, takes) = (
+            self.queues.len(),
+            self.has_image && !self.held && !self.is_full(),
+        );
         let mut more = false;
         for turn in 0..count {
             let number = (self.first + turn) % count.max(1);
@@ -504,35 +512,22 @@ impl Device {
             Command::Measure(answer) => {
                 let _ = answer.send(self.measure());
             }
+            Command::Take(name, patience, answer) => {
+                let _ = answer.send(self.take_image(&name, patience));
+            }
+            Command::GiveBack(name, answer) => {
+                let _ = answer.send(self.give_image_back(&name));
+            }
+            Command::PutLowest(filter, answer) => {
+                let put = self.stack.put_lowest(filter).map_err(|_| self.busy());
+                let _ = answer.send(put);
+            }
             Command::Status(answer) => {
                 let _ = answer.send(self.status());
             }
             Command::Stop => return true,
         }
         false
-    }
-
-    /// Looks at the image's size and tells the guest if it has changed.
-    fn measure(&mut self) -> Result<u64, Error> {
-        let block = u64::from(self.guest.geometry.block);
-        let bytes = self.stack.bottom.measure()?;
-        let bytes = bytes - bytes % block;
-        if bytes != self.guest.geometry.bytes {
-            self.guest.geometry.bytes = bytes;
-            self.tell_size()?;
-        }
-        Ok(bytes)
-    }
-
-    /// QEMU looks at the configuration anew, and tells the guest's driver if it has changed.
-    fn tell_size(&self) -> Result<(), Error> {
-        match &self.back_channel {
-            Some(channel) => {
-                let message = encode(request::CONFIG_CHANGED, false, &[]);
-                send(channel.as_fd(), &message, None)
-            }
-            None => Ok(()),
-        }
     }
 
     fn status(&self) -> Status {
@@ -545,6 +540,7 @@ impl Device {
             under_way: self.stack.under_way(),
             unanswered: self.queues.iter().map(Queue::unanswered).sum(),
             held: self.held,
+            has_image: self.has_image,
             resubmitted: self.resubmitted,
         }
     }

@@ -8,6 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use godwit_blockio::Filter;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::Error;
@@ -21,6 +22,10 @@ pub(crate) enum Command {
     Hold(Sender<()>),
     Release,
     Measure(Sender<Result<u64, Error>>),
+    /// Takes the image, by this name and with this patience, or gives it back.
+    Take(String, Duration, Sender<Result<(), Error>>),
+    GiveBack(String, Sender<Result<(), Error>>),
+    PutLowest(Box<dyn Filter>, Sender<Result<(), Error>>),
     Status(Sender<Status>),
     Stop,
 }
@@ -44,6 +49,8 @@ pub struct Status {
     pub unanswered: usize,
     /// Whether new requests stay in their rings.
     pub held: bool,
+    /// Whether its image is taken.
+    pub has_image: bool,
     /// Requests that were carried out again after a process or a connection was gone, since this disk began.
     pub resubmitted: u64,
 }
@@ -130,6 +137,33 @@ impl Disk {
         let (answer, answers) = channel();
         self.tell(Command::Measure(answer))?;
         self.hear(&answers)?
+    }
+
+    /// Takes the image of a disk that began without, or gave it back, as [`godwit_blockio::Image::lock`]. Without its image a
+    /// disk takes no requests.
+    pub fn take_image(&self, name: &str, patience: Duration) -> Result<(), Error> {
+        let (answer, answers) = channel();
+        self.tell(Command::Take(name.to_owned(), patience, answer))?;
+        self.hear(&answers)?
+    }
+
+    /// Makes durable what was written, and lets another host or process have the image. The disk must be held.
+    pub fn give_image_back(&self, name: &str) -> Result<(), Error> {
+        let (answer, answers) = channel();
+        self.tell(Command::GiveBack(name.to_owned(), answer))?;
+        self.hear(&answers)?
+    }
+
+    /// Puts a filter below all others, in place of the one that was put there before. The disk is held meanwhile, at most
+    /// for `patience`.
+    pub fn put_lowest(&self, filter: Box<dyn Filter>, patience: Duration) -> Result<(), Error> {
+        let put = self.hold(patience).and_then(|()| {
+            let (answer, answers) = channel();
+            self.tell(Command::PutLowest(filter, answer))?;
+            self.hear(&answers)?
+        });
+        self.release()?;
+        put
     }
 
     /// How the disk is.

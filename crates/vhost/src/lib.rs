@@ -27,6 +27,7 @@ mod handle;
 pub mod inflight;
 mod listener;
 pub mod message;
+mod own_image;
 mod queue;
 pub mod ring;
 mod shared_area;

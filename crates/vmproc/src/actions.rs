@@ -2,6 +2,7 @@
 //!
 //! Each action is finished before the next; what it brings about comes back as an event. Part of [`Vm`].
 
+use crate::disks;
 use crate::faults::{after_journal, before_journal, reached};
 use crate::hypervisor::{Hyper, QMP_WAIT, Start, internal, remove_leftovers};
 use crate::migration::{Driver, Migration};
@@ -11,10 +12,11 @@ use crate::unsure::Unsure;
 use crate::vm::Vm;
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_migrate::why::Why;
+use godwit_ownership::Phase as HostPhase;
 use godwit_ownership::{Action, Event, HostRecord, PeerMessage, RunPermit, Status};
 use godwit_store::StoreError;
 use godwit_types::host_api::OutboxMessage;
-use godwit_types::migration::{Outcome, Phase, Side};
+use godwit_types::migration::{MigrationSpec, Outcome, Phase, Side};
 use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName};
 use std::time::{Duration, Instant};
@@ -43,7 +45,10 @@ impl Vm {
             Action::ReleaseThrottle => self.lift_throttle(),
             Action::Send { to, message } => self.send(&to, message),
             Action::KillQemu => self.kill_qemu(),
-            Action::Cleanup => remove_leftovers(&self.paths),
+            Action::Cleanup => {
+                remove_leftovers(&self.paths);
+                self.clean_disks();
+            }
             Action::Arm(timer) => self.arm(timer),
             Action::Disarm(timer) => self.timers.disarm(timer),
             Action::EndMigration { migration, outcome } => self.end_migration(&migration, outcome),
@@ -84,7 +89,8 @@ impl Vm {
     /// Starts QEMU and the guest in it. A failure leaves no QEMU.
     fn boot(&mut self, permit: RunPermit) -> Option<Event> {
         self.halted = None;
-        if let Err(error) = self.launch(false) {
+        disks::settle(&self.paths, permit.generation());
+        if let Err(error) = self.launch(None) {
             tracing::error!(%error, "the guest cannot be started");
             self.outcome.failed = Some(error);
             return Some(Event::QemuDied);
@@ -99,7 +105,7 @@ impl Vm {
     }
 
     /// Starts a QEMU for this VM.
-    pub(crate) fn launch(&mut self, incoming: bool) -> Result<(), ApiError> {
+    pub(crate) fn launch(&mut self, coming: Option<&MigrationSpec>) -> Result<(), ApiError> {
         let spec = self
             .spec
             .clone()
@@ -113,7 +119,7 @@ impl Vm {
             spec: &spec,
             accelerator: self.accelerator(),
             launch: self.launches,
-            incoming,
+            coming,
         })?;
         self.keep(hyper, &spec)
     }
@@ -154,7 +160,8 @@ impl Vm {
         let began = Instant::now();
         self.unsure = None;
         let deadline = began + self.cont_wait;
-        if let Err(why) = hyper.wait_for_disks(deadline) {
+        let disks = hyper.wait_for_disks(deadline);
+        if let Err(why) = disks.and_then(|()| hyper.disks.take(permit.generation())) {
             tracing::error!(
                 why,
                 "the guest is not let run without its disks; it is left paused"
@@ -236,6 +243,7 @@ impl Vm {
         if let (Some(hyper), Some(spec)) = (&self.hyper, &self.spec) {
             hyper.announce(spec, &self.config.port_groups);
             hyper.huge_pages.put_back();
+            hyper.disks.keep_arrived();
         }
         migration
             .control
@@ -405,6 +413,21 @@ impl Vm {
             hyper.disks.end();
         }
         remove_leftovers(&self.paths);
+    }
+
+    /// Removes images that are no disks of this host's VM: those of a VM that did not come, and those that went along with one
+    /// whose new host has said that it holds it. While a promise or a gift stands nothing is removed.
+    pub(crate) fn clean_disks(&self) {
+        match self.core.record().phase {
+            HostPhase::Moved { .. } => disks::leave(&self.paths),
+            HostPhase::Absent | HostPhase::Incoming { .. } | HostPhase::Refused { .. } => {
+                disks::put_aside(&self.paths);
+            }
+            HostPhase::Holds { .. }
+            | HostPhase::Stopping { .. }
+            | HostPhase::Gave { .. }
+            | HostPhase::Ready { .. } => {}
+        }
     }
 
     fn show(&mut self, status: Status) {

@@ -6,26 +6,30 @@
 //!
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
+mod images;
+mod moving;
+mod served;
+
+pub(crate) use images::{leave, put_aside, settle};
+pub(crate) use moving::SourceDisks;
+pub(crate) use served::ServedDisks;
+
 use crate::adoption::lock;
-use crate::faults::planted;
 use crate::files::Paths;
-use crate::hypervisor::{common_user, internal, memory, reserved, with_other_rights};
-use godwit_blockio::{Access, Image};
+use crate::hypervisor::{internal, memory};
 use godwit_guestmem::RamFile;
 use godwit_qemu::command_line::BackEnd;
-use godwit_qemu::user::{self, User};
-use godwit_store::{load_json, save_json};
+use godwit_qemu::user::User;
+use godwit_store::load_json;
 use godwit_types::host_api::VmProcessConfig;
+use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode};
-use godwit_vhost::block::Geometry;
-use godwit_vhost::{Disk, Settings};
-use serde::{Deserialize, Serialize};
-use std::fs::File;
-use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex};
+use godwit_vhost::Disk;
+use served::{Arrival, Served};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 /// How long all images together are waited for whose last holder may have died just now.
@@ -47,99 +51,55 @@ const BLOCK: u32 = 512;
 /// Most queues of a disk; one thread serves all of them.
 const QUEUES_MAX: u32 = 4;
 
-/// What a QEMU was started with: durable before it starts.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(crate) struct ServedDisks {
-    /// Of which QEMU of this VM: its number, which is used again,
-    launch: u64,
-    /// and the file system and inode of its RAM file, which are not while it lives.
-    ram: (u64, u64),
-    /// Whom the sockets belong to.
-    uid: u32,
-    gid: u32,
-    queues: u16,
-    disks: Vec<DiskSpec>,
-    /// The image of each: device and inode.
-    images: Vec<(u64, u64)>,
-}
-
 /// A QEMU's disks. Clones are the same ones.
 #[derive(Debug, Clone)]
 pub(crate) struct Disks(Arc<Served>);
 
-#[derive(Debug)]
-struct Served {
-    config: VmProcessConfig,
-    paths: Paths,
-    what: ServedDisks,
-    ram: Arc<RamFile>,
-    /// One for each of `what.disks`; `None`: it cannot be served, and is tried again.
-    disks: Mutex<Vec<Option<Disk>>>,
-    tried: Mutex<Option<Instant>>,
-    /// Which of them a thread tries to serve just now.
-    is_tried: Vec<AtomicBool>,
-    /// Why one could not be served, as it was said last.
-    said: Mutex<String>,
-    /// When the guest was last stopped and let run for one that was forgotten.
-    repaired: Mutex<Option<Instant>>,
-    has_ended: AtomicBool,
-}
-
 impl Disks {
-    /// Serves the disks of a QEMU that is to be started.
+    /// Serves the disks of a QEMU that is to be started. Those that go along with a VM that comes are made.
     pub(crate) fn begin(
         config: &VmProcessConfig,
         paths: &Paths,
         spec: &VmSpec,
-        user: User,
-        launch: u64,
+        (user, launch): (User, u64),
         ram: &Arc<RamFile>,
+        coming: Option<&MigrationSpec>,
     ) -> Result<Self, ApiError> {
         let disks = match spec.serves_disks() {
             true => spec.disks.clone(),
             false => Vec::new(),
         };
-        let mut served = Served::new(
-            config,
-            paths,
-            ServedDisks {
-                launch,
-                ram: ram.identity().map_err(memory)?,
-                uid: user.uid,
-                gid: user.gid,
-                queues: spec.vcpus.clamp(1, QUEUES_MAX) as u16,
-                disks,
-                images: Vec::new(),
-            },
-            ram,
-        );
-        let (mut images, until) = (Vec::new(), Instant::now() + LOCK_WAIT);
-        for disk in &served.what.disks {
-            let left = until.saturating_duration_since(Instant::now());
-            images.push(served.open(disk, left)?);
+        let come = coming.filter(|_| disks.iter().any(DiskSpec::goes_along));
+        let what = ServedDisks {
+            launch,
+            ram: ram.identity().map_err(memory)?,
+            uid: user.uid,
+            gid: user.gid,
+            queues: spec.vcpus.clamp(1, QUEUES_MAX) as u16,
+            disks,
+            images: Vec::new(),
+            arriving: come.map(|migration| Arrival::of(&migration.id)),
+        };
+        let mut served = Served::new(config, paths, what, ram, coming.is_none());
+        if let Some(migration) = come {
+            served.make_those_that_come(migration)?;
         }
-        for (image, disk) in images.iter().zip(&served.what.disks) {
-            let identity = image.identity();
-            let identity = identity.map_err(|error| served.refused(disk, &error))?;
-            served.what.images.push((identity.device, identity.inode));
+        let begun = served.begin();
+        if begun.is_err() && come.is_some() {
+            put_aside(paths);
         }
-        // Also one without disks: whoever takes it over must not find those of an earlier one.
-        save_json(&paths.disks(), &served.what).map_err(internal)?;
-        for (index, image) in images.into_iter().enumerate() {
-            served.start(index, image)?;
-        }
-        Ok(Self(Arc::new(served)))
+        begun.map(|()| Self(Arc::new(served)))
     }
 
     /// Serves those of a QEMU that a predecessor left. What cannot be served is tried again with [`Self::mend`]. Refused where
-    /// the VM is described with such disks and nothing says which images this QEMU has.
+    /// the VM is described with such disks and nothing says which images this QEMU has. Where the record does not say that the
+    /// guest may run, images on shared storage may be another host's: they are taken with a permit only.
     pub(crate) fn go_on(
         config: &VmProcessConfig,
         paths: &Paths,
         launch: u64,
         ram: &Arc<RamFile>,
-        described: bool,
+        (described, may_run): (bool, bool),
     ) -> Result<Self, ApiError> {
         let path = paths.disks();
         let kept: Option<ServedDisks> = match load_json(&path) {
@@ -168,9 +128,10 @@ impl Disks {
                 queues: 1,
                 disks: Vec::new(),
                 images: Vec::new(),
+                arriving: None,
             },
         };
-        let served = Arc::new(Served::new(config, paths, what, ram));
+        let served = Arc::new(Served::new(config, paths, what, ram, may_run));
         let (tried, results) = channel();
         for index in 0..served.what.disks.len() {
             served.try_in_thread(index, LOCK_WAIT, Some(tried.clone()));
@@ -183,7 +144,7 @@ impl Disks {
 
     /// Writes again which images QEMU has: the state directory may have been put back from an older copy.
     pub(crate) fn keep(&self) -> Result<(), ApiError> {
-        save_json(&self.0.paths.disks(), &self.0.what).map_err(internal)
+        self.0.save()
     }
 
     /// Whether QEMU has any that this process serves.
@@ -350,189 +311,6 @@ impl Disks {
             served.try_in_thread(index, Duration::ZERO, None);
         }
         true
-    }
-}
-
-impl Served {
-    fn new(config: &VmProcessConfig, paths: &Paths, what: ServedDisks, ram: &Arc<RamFile>) -> Self {
-        Self {
-            config: config.clone(),
-            paths: paths.clone(),
-            disks: Mutex::new(what.disks.iter().map(|_| None).collect()),
-            ram: Arc::clone(ram),
-            tried: Mutex::new(None),
-            is_tried: what.disks.iter().map(|_| AtomicBool::new(false)).collect(),
-            what,
-            said: Mutex::default(),
-            repaired: Mutex::default(),
-            has_ended: AtomicBool::new(false),
-        }
-    }
-
-    /// Once for each reason: it may be tried for days.
-    fn say(&self, error: &ApiError) {
-        let mut said = lock(&self.said);
-        if *said != error.message {
-            tracing::warn!(%error, "a disk of the guest is not served; this is tried again");
-            said.clone_from(&error.message);
-        }
-    }
-
-    fn is_time(&self) -> bool {
-        let mut tried = lock(&self.tried);
-        let now = Instant::now();
-        let is_time = tried.is_none_or(|at| now >= at + MEND_EVERY);
-        if is_time {
-            *tried = Some(now);
-        }
-        is_time
-    }
-
-    /// Those that no thread serves. One that has ended, since the kernel failed it, is not kept.
-    fn missing(&self) -> Vec<usize> {
-        let mut disks = lock(&self.disks);
-        for slot in disks.iter_mut() {
-            if slot.as_ref().is_some_and(Disk::has_ended) {
-                *slot = None;
-            }
-        }
-        let all = disks.iter().enumerate();
-        all.filter(|(_, disk)| disk.is_none())
-            .map(|(index, _)| index)
-            .collect()
-    }
-
-    /// Serves one, on a thread of its own: its image may lie on storage that hangs. `tried` is dropped once that is over.
-    fn try_in_thread(
-        self: &Arc<Self>,
-        index: usize,
-        patience: Duration,
-        tried: Option<Sender<()>>,
-    ) {
-        let is_tried = self.is_tried.get(index);
-        if is_tried.is_none_or(|is_tried| is_tried.swap(true, Ordering::SeqCst)) {
-            return;
-        }
-        let served = Arc::clone(self);
-        let work = move || {
-            served.try_to_serve(index, patience);
-            served.set_tried(index);
-            drop(tried);
-        };
-        let thread = std::thread::Builder::new()
-            .name("disk-begin".into())
-            .spawn(work);
-        if let Err(error) = thread {
-            tracing::warn!(%error, "a disk cannot be served yet");
-            self.set_tried(index);
-        }
-    }
-
-    fn set_tried(&self, index: usize) {
-        if let Some(is_tried) = self.is_tried.get(index) {
-            is_tried.store(false, Ordering::SeqCst);
-        }
-    }
-
-    fn try_to_serve(&self, index: usize, patience: Duration) {
-        match self.serve(index, patience) {
-            Ok(()) => {
-                let disk = self.what.disks.get(index).map(|disk| disk.name.as_str());
-                tracing::info!(disk, "a disk of the guest is served again");
-            }
-            Err(error) => self.say(&error),
-        }
-    }
-
-    /// The image that it had, and no other in its place.
-    fn serve(&self, index: usize, patience: Duration) -> Result<(), ApiError> {
-        let (Some(spec), Some(before)) = (self.what.disks.get(index), self.what.images.get(index))
-        else {
-            return Ok(());
-        };
-        let image = self.open(spec, patience)?;
-        let now = image
-            .identity()
-            .map_err(|error| self.refused(spec, &error))?;
-        if (now.device, now.inode) != *before && !planted("image-swapped") {
-            let path = &spec.path;
-            return Err(self.refused(spec, &format!(
-                "{path} is another file than the one that the guest works with: put that one back, or end the guest"
-            )));
-        }
-        self.start(index, image)
-    }
-
-    fn start(&self, index: usize, image: Image) -> Result<(), ApiError> {
-        let Some(spec) = self.what.disks.get(index) else {
-            return Ok(());
-        };
-        let disk = Disk::start(Settings {
-            name: spec.name.clone(),
-            socket: self.paths.ram_files.disk_socket(self.what.launch, index),
-            owner: Some((self.what.uid, self.what.gid)),
-            geometry: self.geometry(spec, &image),
-            image,
-            filters: Vec::new(),
-            ram: Arc::clone(&self.ram),
-        });
-        let disk = disk.map_err(|error| self.refused(spec, &error))?;
-        let mut disks = lock(&self.disks);
-        let has_ended = self.has_ended.load(Ordering::SeqCst);
-        if let Some(slot) = disks.get_mut(index).filter(|_| !has_ended) {
-            *slot = Some(disk);
-        }
-        Ok(())
-    }
-
-    fn refused(&self, spec: &DiskSpec, error: &dyn std::fmt::Display) -> ApiError {
-        let (vm, host) = (&self.config.vm, &self.config.host);
-        let message = format!(
-            "disk '{}' of VM '{vm}' on host '{host}': {error}",
-            spec.name
-        );
-        ApiError::new(ErrorCode::InvalidRequest, message).on_host(host)
-    }
-
-    fn geometry(&self, spec: &DiskSpec, image: &Image) -> Geometry {
-        Geometry {
-            bytes: image.bytes() - image.bytes() % u64::from(BLOCK),
-            block: BLOCK,
-            queues: self.what.queues,
-            read_only: spec.read_only,
-            erases: !spec.read_only,
-            serial: spec.name.clone(),
-        }
-    }
-
-    /// With the rights of QEMU's user, and locked.
-    fn open(&self, spec: &DiskSpec, patience: Duration) -> Result<Image, ApiError> {
-        let (uid, gid) = (self.what.uid, self.what.gid);
-        let reserved = reserved(&self.config);
-        let file = with_other_rights(|| {
-            let common = common_user(&self.config, &reserved);
-            let one = std::slice::from_ref(spec);
-            user::open_disks(common, &self.config.vm, one, User { uid, gid })
-        })?;
-        let refused = |error: &dyn std::fmt::Display| self.refused(spec, error);
-        let file = file.into_iter().next().map(File::from);
-        let file = file.ok_or_else(|| refused(&"its image was not opened"))?;
-        let access = match spec.read_only {
-            true => Access::ReadOnly,
-            false => Access::ReadWrite,
-        };
-        let image = Image::of(file, Path::new(&spec.path), access, BLOCK);
-        let mut image = image.map_err(|error| refused(&error))?;
-        let name = format!(
-            "{host}/{vm}/{}",
-            spec.name,
-            host = self.config.host,
-            vm = self.config.vm
-        );
-        image
-            .lock(&name, patience)
-            .map_err(|error| refused(&error))?;
-        Ok(image)
     }
 }
 

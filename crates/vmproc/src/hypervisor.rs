@@ -25,6 +25,7 @@ use godwit_qemu::user::{self, Common, User};
 use godwit_qemu::voice::{Voice, announce};
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::host_api::VmProcessConfig;
+use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{Accelerator, DISKS_MAX, VmSpec};
 use godwit_types::{ApiError, ErrorCode, PortGroup};
 use std::collections::BTreeMap;
@@ -76,7 +77,8 @@ pub(crate) struct Start<'a> {
     pub spec: &'a VmSpec,
     pub accelerator: Accelerator,
     pub launch: u64,
-    pub incoming: bool,
+    /// The migration with which the VM comes, if it does not boot here.
+    pub coming: Option<&'a MigrationSpec>,
 }
 
 impl Start<'_> {
@@ -187,6 +189,7 @@ impl Hyper {
         let (stopped, lives) = stopped.map_err(refused)?;
         if leave {
             self.disks.are_at_rest(&lives).map_err(refused)?;
+            self.disks.give_back().map_err(refused)?;
         }
         Ok(stopped)
     }
@@ -393,7 +396,7 @@ fn launch_qemu(
         spec: start.spec,
         accelerator: start.accelerator,
         ram_file: ram.path(),
-        incoming: start.incoming,
+        incoming: start.coming.is_some(),
     };
     let spec = LaunchSpec {
         binary: PathBuf::from(&start.config.qemu),
@@ -430,7 +433,8 @@ fn served(
     deadline: Instant,
 ) -> Result<(Vec<BackEnd>, Reconnect, Disks), ApiError> {
     let (config, paths, spec) = (start.config, start.paths, start.spec);
-    let disks = Disks::begin(config, paths, spec, user, start.launch, ram)?;
+    let qemu = (user, start.launch);
+    let disks = Disks::begin(config, paths, spec, qemu, ram, start.coming)?;
     let served = disks.back_ends();
     if served.is_empty() {
         let own = |image: &OwnedFd| BackEnd::Qemu {

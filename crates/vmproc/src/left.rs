@@ -25,6 +25,8 @@ pub(crate) struct Left {
     described: Option<u64>,
     /// Whether the VM is described with disks that are served.
     has_disks: bool,
+    /// Whether its guest may run here, as the record says.
+    may_run: bool,
     parts: Mutex<Option<Parts>>,
 }
 
@@ -44,6 +46,7 @@ impl Left {
             paths: known.paths.clone(),
             described: known.spec.map(VmSpec::memory_bytes),
             has_disks: false,
+            may_run: known.record.may_run().is_some(),
             parts: Mutex::default(),
         }
     }
@@ -87,7 +90,7 @@ impl Left {
             &self.paths,
             identity.launch,
             &ram,
-            self.has_disks,
+            (self.has_disks, self.may_run),
         )?;
         Ok(parts.insert((identity.launch, ram, disks)).clone())
     }

@@ -126,7 +126,7 @@ impl Vm {
         )
         .map_err(|error| ApiError::new(ErrorCode::PortInUse, error.to_string()))?;
         let addresses = arrivals.addresses.clone();
-        self.launch(true)?;
+        self.launch(Some(migration))?;
         let driver = self.start_destination(migration, arrivals)?;
         self.put_migration(migration, Side::Destination, driver);
         reached("destination.prepared");
@@ -145,11 +145,14 @@ impl Vm {
             .prepare_incoming(Instant::now() + QMP_WAIT)
             .map_err(internal)?;
         empty(&hyper.ram).map_err(internal)?;
+        let disks = hyper.disks.clone();
         let report = self.new_report(spec, Side::Destination)?;
         let control = ControlSlot::default();
         let parts = DestinationParts {
             arrivals,
             memory: Arc::new(Memory::new(Arc::clone(&hyper.ram)).map_err(internal)?),
+            disks: hyper.disks.filling(),
+            keep_disks: Box::new(move |attempt| disks.are_whole(attempt)),
             qemu: WaitingQemu {
                 machine: Arc::clone(&hyper.machine),
                 stream,
@@ -231,6 +234,7 @@ impl Vm {
             return Err(ApiError::new(ErrorCode::Incompatible, message));
         }
         let report = self.new_report(spec, Side::Source)?;
+        let disks = hyper.disks.mirror(spec)?;
         let save_gate = SaveGate::default();
         let (control, throttle) = (
             ControlSlot::default(),
@@ -256,6 +260,7 @@ impl Vm {
             neighbours: hyper.neighbours.clone(),
             save_gate: save_gate.clone(),
             report: report.clone(),
+            disks,
             prepare: spec.prepare_memory,
             max_downtime_ms: spec.max_downtime_ms,
             deadline_s: spec.deadline_s,
@@ -430,6 +435,9 @@ impl Vm {
         self.keep_report(migration.report.read());
         self.remember(migration.report.clone());
         end_driver(migration, ending);
+        if self.hyper.is_none() {
+            self.clean_disks();
+        }
     }
 
     /// Tells the migration's end in a sentence.

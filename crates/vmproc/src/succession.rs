@@ -126,6 +126,9 @@ impl Vm {
 
     /// The core ended a migration that a predecessor began.
     pub(crate) fn end_orphan(&mut self, id: &MigrationId, ending: Ending) {
+        if self.hyper.is_none() {
+            self.clean_disks();
+        }
         let Some(report) = self.orphan(id) else {
             return;
         };

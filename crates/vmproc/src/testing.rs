@@ -110,6 +110,7 @@ pub(crate) fn migration(id: &str) -> MigrationSpec {
         prepare_memory: false,
         control_protocol: None,
         prediction: None,
+        disks: Vec::new(),
         source_addresses: Vec::new(),
         destination_addresses: Vec::new(),
     }

@@ -6,6 +6,8 @@ use std::fmt;
 
 /// Index that stands for the control channel of a connection set.
 const CONTROL_INDEX: u16 = u16::MAX;
+/// Channels for changes of disks have indices from here on.
+const CHANGES: u16 = 0x4000;
 
 /// One connection of a migration. The high half counts the connection sets (a channel that is made again gets a new
 /// set), the low half numbers the channels of one. Never used twice in one migration.
@@ -16,6 +18,11 @@ impl ChannelId {
     /// The data channel `index` of connection set `set`; `None` for the index reserved for control.
     pub fn data(set: u16, index: u16) -> Option<Self> {
         (index != CONTROL_INDEX).then(|| Self::join(set, index))
+    }
+
+    /// The channel `index` for changes of disks of connection set `set`; `None` where there can be no such channel.
+    pub fn changes(set: u16, index: u16) -> Option<Self> {
+        (index < CHANGES).then(|| Self::join(set, CHANGES + index))
     }
 
     /// The control channel of connection set `set`.
@@ -37,6 +44,12 @@ impl ChannelId {
     pub fn index(self) -> u16 {
         let [low, high, _, _] = self.0.to_le_bytes();
         u16::from_le_bytes([low, high])
+    }
+
+    /// Its number among the channels for changes of disks, if it is one.
+    pub fn changes_index(self) -> Option<usize> {
+        let index = self.index().checked_sub(CHANGES)?;
+        (index < CHANGES).then_some(usize::from(index))
     }
 
     /// Whether it carries control messages and no guest pages.

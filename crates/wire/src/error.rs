@@ -111,6 +111,13 @@ pub enum WireError {
         /// Where, from the start of the payload.
         offset: usize,
     },
+    /// A change of a disk that is not valid.
+    #[error("invalid change of a disk: {what} at byte {offset}")]
+    DiskChange {
+        what: &'static str,
+        /// Where, from the start of the payload.
+        offset: usize,
+    },
     /// All counters of this key are used.
     #[error("channel {channel} has used all its record counters")]
     CountersUsedUp { channel: ChannelId },
@@ -144,7 +151,8 @@ impl WireError {
             | Self::Counter { .. }
             | Self::Tag { .. }
             | Self::Unexpected { .. }
-            | Self::Pages { .. } => Blame::Peer,
+            | Self::Pages { .. }
+            | Self::DiskChange { .. } => Blame::Peer,
             Self::Version { .. } => Blame::Incompatible,
             Self::Truncated { .. } => Blame::Lost,
             Self::CountersUsedUp { .. }

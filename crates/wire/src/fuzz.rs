@@ -4,10 +4,11 @@
 //! conversation (flip, cut, swap, repeat, reflect). Each function panics when something is accepted that was not
 //! sealed by the peer in that place: a panic is a finding.
 
+use crate::blocks::SECTOR;
 use crate::{
-    ChannelId, Cipher, ClientHandshake, HEADER_LEN, KEY_LEN, MigrationKey, Opener, PAGE_SIZE,
-    PageRun, PageRuns, RANDOM_LEN, RecordKind, Sealer, ServerHandshake, Session, Spec, WireError,
-    ZeroPages,
+    ChangeKind, ChannelId, Cipher, ClientHandshake, DiskChange, HEADER_LEN, KEY_LEN, MigrationKey,
+    Opener, PAGE_SIZE, PageRun, PageRuns, RANDOM_LEN, RecordKind, Sealer, ServerHandshake, Session,
+    Spec, WireError, ZeroPages,
 };
 use godwit_types::MigrationId;
 
@@ -118,7 +119,7 @@ type Sent = (RecordKind, Vec<u8>, Vec<u8>);
 fn make_records(sealer: &mut Sealer, decisions: &mut Decisions<'_>) -> Vec<Sent> {
     let mut sent = Vec::new();
     for _ in 0..1 + decisions.below(4) {
-        match decisions.byte() % 4 {
+        match decisions.byte() % 5 {
             0 => add(
                 sealer,
                 &mut sent,
@@ -132,6 +133,7 @@ fn make_records(sealer: &mut Sealer, decisions: &mut Decisions<'_>) -> Vec<Sent>
                 vec![decisions.byte(); 100],
             ),
             2 => add_pages(sealer, &mut sent, decisions),
+            3 => add_change(sealer, &mut sent, decisions),
             _ => add(sealer, &mut sent, RecordKind::Final, Vec::new()),
         }
     }
@@ -152,6 +154,25 @@ fn add_pages(sealer: &mut Sealer, sent: &mut Vec<Sent>, decisions: &mut Decision
             vec![decisions.byte(); PAGE_SIZE],
         );
     }
+}
+
+fn add_change(sealer: &mut Sealer, sent: &mut Vec<Sent>, decisions: &mut Decisions<'_>) {
+    let start = u64::from(decisions.byte()) * SECTOR;
+    let change = DiskChange {
+        disk: decisions.byte() % 4,
+        kind: ChangeKind::Written,
+        range: start..start + SECTOR,
+        number: 2,
+        below: 1,
+    };
+    add(
+        sealer,
+        sent,
+        RecordKind::DiskChange,
+        change.encode().to_vec(),
+    );
+    let content = vec![decisions.byte(); SECTOR as usize];
+    add(sealer, sent, RecordKind::Payload, content);
 }
 
 fn add(sealer: &mut Sealer, sent: &mut Vec<Sent>, kind: RecordKind, payload: Vec<u8>) {
@@ -312,9 +333,16 @@ pub fn descriptor(data: &[u8]) -> Verdict {
         assert_eq!(again, bytes, "a zero bitmap has two encodings");
         assert_eq!(check_runs(zero.runs()), u64::from(zero.count()));
     }
+    let changed = DiskChange::decode(&bytes);
+    if let Ok(change) = &changed {
+        assert_eq!(change.encode()[..], bytes, "a change has two encodings");
+        assert!(change.payload_len().unwrap_or(0) <= crate::PAYLOAD_LEN_MAX);
+    }
+    let accepted = [judged.is_ok(), zero_judged.is_ok(), changed.is_ok()];
+    let accepted = accepted.map(usize::from);
     Verdict {
-        accepted: usize::from(judged.is_ok()) + 2 * usize::from(zero_judged.is_ok()),
-        refusal: zero_judged.err().or(judged.err()),
+        accepted: accepted[0] + 2 * accepted[1] + 4 * accepted[2],
+        refusal: zero_judged.err().or(judged.err()).or(changed.err()),
     }
 }
 

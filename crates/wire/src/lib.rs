@@ -19,12 +19,14 @@
 //!    and direction and never skip or repeat. A [`RecordKind::Final`] record ends each direction: the end of the
 //!    connection without it is a truncation.
 //! 4. **Content** ([`pages`]): a list of page runs followed by exactly one record with their bytes; bitmaps of zero
-//!    pages; opaque control messages and device state.
+//!    pages; changes of disks ([`blocks`]), each followed by one record with its bytes unless these are zero; opaque
+//!    control messages and device state.
 //!
-//! With [`Cipher::None`] only the bytes of guest pages ([`RecordKind::Payload`]) travel in clear and unauthenticated,
-//! with a header but no tag; all else stays sealed, so that no stranger can feed a VM to a port.
+//! With [`Cipher::None`] only the bytes of guest pages and disks ([`RecordKind::Payload`]) travel in clear and
+//! unauthenticated, with a header but no tag; all else stays sealed, so that no stranger can feed a VM to a port.
 #![forbid(unsafe_code)]
 
+pub mod blocks;
 mod channel;
 mod error;
 #[cfg(any(test, feature = "fuzz"))]
@@ -36,6 +38,7 @@ pub mod record;
 #[cfg(test)]
 mod tests;
 
+pub use blocks::{ChangeKind, DiskChange};
 pub use channel::{ChannelId, Direction};
 pub use error::{Blame, WireError};
 pub use godwit_types::migration::Cipher;

@@ -14,6 +14,7 @@
 //! | 4..8 | payload length in bytes, without the tag |
 //! | 8..16 | counter |
 
+use crate::blocks::{CHANGE_LEN, DiskChange};
 use crate::pages::{RUNS_LEN_MAX, ZERO_LEN_MAX, announced_payload_len};
 use crate::{ChannelId, Cipher, PROTOCOL_VERSION, WireError};
 use std::fmt;
@@ -43,10 +44,12 @@ pub enum RecordKind {
     Control,
     /// An encoded [`crate::PageRuns`]; exactly one payload follows.
     Pages,
-    /// The bytes of the pages listed before; the only kind that [`Cipher::None`] leaves in clear.
+    /// The bytes of the pages or the change named before; the only kind that [`Cipher::None`] leaves in clear.
     Payload,
     /// An encoded [`crate::ZeroPages`].
     ZeroPages,
+    /// An encoded [`crate::DiskChange`]; the payload that it announces follows.
+    DiskChange,
     /// A piece of the device state.
     DeviceState,
     /// The end of this direction, without payload.
@@ -54,13 +57,14 @@ pub enum RecordKind {
 }
 
 impl RecordKind {
-    const ALL: [Self; 6] = [
+    const ALL: [Self; 7] = [
         Self::Control,
         Self::Pages,
         Self::Payload,
         Self::ZeroPages,
         Self::DeviceState,
         Self::Final,
+        Self::DiskChange,
     ];
 
     /// Its number on the wire.
@@ -72,6 +76,7 @@ impl RecordKind {
             Self::ZeroPages => 4,
             Self::DeviceState => 5,
             Self::Final => 6,
+            Self::DiskChange => 7,
         }
     }
 
@@ -85,12 +90,19 @@ impl RecordKind {
             Self::Control | Self::DeviceState | Self::Payload => PAYLOAD_LEN_MAX,
             Self::Pages => RUNS_LEN_MAX,
             Self::ZeroPages => ZERO_LEN_MAX,
+            Self::DiskChange => CHANGE_LEN,
             Self::Final => 0,
         }
     }
 
-    fn is_about_pages(self) -> bool {
-        matches!(self, Self::Pages | Self::Payload | Self::ZeroPages)
+    fn is_about_storage(self) -> bool {
+        let data = [
+            Self::Pages,
+            Self::Payload,
+            Self::ZeroPages,
+            Self::DiskChange,
+        ];
+        data.contains(&self)
     }
 
     fn is_sealed(self, cipher: Cipher) -> bool {
@@ -105,6 +117,7 @@ impl fmt::Display for RecordKind {
             Self::Pages => "page-list",
             Self::Payload => "page-data",
             Self::ZeroPages => "zero-page",
+            Self::DiskChange => "disk-change",
             Self::DeviceState => "device-state",
             Self::Final => "final",
         })
@@ -184,14 +197,14 @@ impl Order {
         if self.ended {
             return Some("nothing may follow the final record");
         }
-        if self.channel.is_control() && kind.is_about_pages() {
-            return Some("guest pages have no place on the control channel");
+        if self.channel.is_control() && kind.is_about_storage() {
+            return Some("a guest's data has no place on the control channel");
         }
         match (self.payload_due, kind) {
             (Some(due), RecordKind::Payload) if due == payload_len => None,
-            (Some(_), RecordKind::Payload) => Some("its length differs from the page list's"),
-            (Some(_), _) => Some("page data must follow its list"),
-            (None, RecordKind::Payload) => Some("page data without a list"),
+            (Some(_), RecordKind::Payload) => Some("its length differs from what was announced"),
+            (Some(_), _) => Some("data that was announced must follow"),
+            (None, RecordKind::Payload) => Some("data that nothing announced"),
             (None, _) => None,
         }
     }
@@ -203,10 +216,11 @@ impl Order {
     }
 }
 
-/// The page data that must follow a page list.
+/// The data that must follow a page list or a change.
 fn payload_due(kind: RecordKind, plaintext: &[u8]) -> Result<Option<usize>, WireError> {
-    if kind != RecordKind::Pages {
-        return Ok(None);
+    match kind {
+        RecordKind::Pages => announced_payload_len(plaintext).map(Some),
+        RecordKind::DiskChange => Ok(DiskChange::decode(plaintext)?.payload_len()),
+        _ => Ok(None),
     }
-    announced_payload_len(plaintext).map(Some)
 }

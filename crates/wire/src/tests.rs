@@ -407,7 +407,7 @@ fn the_order_of_records_is_enforced_on_both_sides() {
     let page = [0; PAGE_SIZE];
     assert!(
         try_seal(RecordKind::Payload, &page).is_err(),
-        "page data without a list"
+        "data that nothing announced"
     );
     try_seal(RecordKind::Pages, &encoded(&runs(&[(1, 2)]))).expect("a list");
     assert!(

@@ -8,7 +8,10 @@ use std::path::Path;
 
 /// Rings from the inside out; a crate uses its own ring and those further in.
 const RINGS: [(&str, &[&str]); 4] = [
-    ("pure", &["types", "wire", "migrate", "ownership", "site"]),
+    (
+        "pure",
+        &["types", "wire", "migrate", "mirror", "ownership", "site"],
+    ),
     (
         "edge",
         &[

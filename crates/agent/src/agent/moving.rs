@@ -85,13 +85,18 @@ impl Agent {
             missing_addresses: &missing(&addresses),
         });
         let (host, spec) = (self.host().clone(), vm.spec.clone());
-        let hashed = tokio::task::spawn_blocking(move || preflight::hash_files(&host, &spec));
-        let (file_hashes, missing) = hashed.await.map_err(took_too_long)?;
+        let looked = tokio::task::spawn_blocking(move || {
+            let hashed = preflight::hash_files(&host, &spec);
+            (hashed, preflight::to_move(&host, &spec))
+        });
+        let ((file_hashes, missing), (disks, unmovable)) = looked.await.map_err(took_too_long)?;
+        let refusals = report.refusals.into_iter().chain(missing);
         Ok(PreflightOutgoing {
-            refusals: report.refusals.into_iter().chain(missing).collect(),
+            refusals: refusals.chain(unmovable).collect(),
             passed: report.passed,
             vm,
             file_hashes,
+            disks,
         })
     }
 
@@ -181,6 +186,7 @@ mod tests {
             file_hashes: Vec::new(),
             source_unix_ms: unix_ms(),
             probe_nonce: String::new(),
+            disks: Vec::new(),
         };
         let refused = async || {
             let asked = served.agent.preflight_incoming(request.clone()).await;
@@ -204,6 +210,7 @@ mod tests {
             file_hashes: Vec::new(),
             source_unix_ms: unix_ms(),
             probe_nonce: "00".repeat(16),
+            disks: Vec::new(),
         };
         assert!(request.spec.nics.is_empty());
         let report = served

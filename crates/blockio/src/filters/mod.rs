@@ -1,13 +1,15 @@
 //! Filters: each in a file of its own, small, and tested alone.
 //!
-//! [`Statistics`] is the one to copy from. [`Delay`] and [`Fault`] are for tests: they make a disk slow, or broken.
+//! [`Statistics`] is the one to copy from. [`Mirroring`] copies a disk while its guest works with it. [`Delay`] and [`Fault`] are for tests: they make a disk slow, or broken.
 
 mod delay;
 mod fault;
+mod mirroring;
 mod statistics;
 mod throttle;
 
 pub use delay::Delay;
 pub use fault::Fault;
+pub use mirroring::{Change, Course, Mirroring, Outlet, Room};
 pub use statistics::{Count, Counts, Statistics};
 pub use throttle::{Limits, Throttle};

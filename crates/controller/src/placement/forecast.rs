@@ -15,7 +15,8 @@ use godwit_rpc::AgentClient;
 use godwit_types::forecast::{DirtyRate, LinkProbeListen, LinkProbeSend, Prediction};
 use godwit_types::load::HostLoad;
 use godwit_types::migration::{
-    CannotKeep, Cipher, LimitedBy, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest, MigrationReport,
+    CannotKeep, Cipher, DiskToMove, LimitedBy, MAX_DOWNTIME_MS_DEFAULT, MigrateRequest,
+    MigrationReport,
 };
 use godwit_types::{ApiError, ErrorCode, HostName, PAGE_BYTES, VmName};
 use std::net::{IpAddr, SocketAddr};
@@ -74,7 +75,7 @@ pub async fn foresee(
     let link = link(app, source, destination, found.cipher, effort);
     let (rate, link) = tokio::join!(rate, link);
     let pause = pause(app, name, &source.host, &destination.host).await?;
-    Ok(predict(&rate?, &link?, pause, request))
+    Ok(predict(&rate?, &link?, pause, (request, &found.disks)))
 }
 
 /// What is remembered of an earlier prediction's measurements, without asking anybody.
@@ -93,7 +94,7 @@ pub async fn remembered(
         tracing::warn!(%error, "earlier reports cannot be read");
         None
     });
-    Some(predict(&rate, &link, pause, request))
+    Some(predict(&rate, &link, pause, (request, &found.disks)))
 }
 
 /// What pauses cost before: this VM's between the two hosts, either way; else those of others on the same way.
@@ -295,7 +296,7 @@ pub fn predict(
     rate: &DirtyRate,
     link: &Link,
     pause: Option<PauseHistory>,
-    request: &MigrateRequest,
+    (request, disks): (&MigrateRequest, &[DiskToMove]),
 ) -> Foreseen {
     let cap = request
         .max_bandwidth_mbit_per_s
@@ -308,9 +309,14 @@ pub fn predict(
         rtt_s: link.rtt_s,
         pause,
     };
+    // Disks go first, and memory once they are copied.
+    let disk_bytes: u64 = disks.iter().map(|disk| disk.used_bytes).sum();
+    let disks_s = disk_bytes as f64 / inputs.bytes_per_s.max(1.0);
     let asked = Asked {
         max_downtime_ms: request.max_downtime_ms.unwrap_or(MAX_DOWNTIME_MS_DEFAULT),
-        deadline_s: request.deadline_s,
+        deadline_s: request
+            .deadline_s
+            .map(|seconds| seconds.saturating_sub(disks_s.ceil() as u64)),
         max_guest_slowdown_percent: request.max_guest_slowdown_percent,
     };
     let mut basis = format!(
@@ -326,11 +332,15 @@ pub fn predict(
     if cap < link.bytes_per_s {
         basis.push_str(", capped as asked");
     }
+    if disk_bytes > 0 {
+        let mib = disk_bytes / MIB;
+        basis.push_str(&format!(", {mib} MiB of disks as fast as the link"));
+    }
     let forecast = predict::predict(&inputs, &asked);
     Foreseen {
         cannot_keep: predict::cannot_keep(&inputs, &asked),
         prediction: forecast.map_or_else(Prediction::default, |forecast| Prediction {
-            total_s: forecast.total_s,
+            total_s: disks_s + forecast.total_s,
             downtime_ms: 1000.0 * forecast.downtime_s,
             guest_speed_percent: (100.0 * forecast.speed).round() as u32,
             throughput_gb_per_s: inputs.bytes_per_s / 1e9,
@@ -374,6 +384,7 @@ mod tests {
             prepare_memory: false,
             control_protocol: None,
             prediction: None,
+            disks: Vec::new(),
             source_addresses: vec![],
             destination_addresses: vec![],
         };
@@ -503,12 +514,21 @@ mod tests {
             dry_run: true,
             ..MigrateRequest::plain(HostName::new("b").unwrap())
         };
-        let free = predict(&rate, &link, None, &request);
+        let free = predict(&rate, &link, None, (&request, &[]));
         assert!((1.0..2.5).contains(&free.prediction.total_s), "{free:?}");
         assert_eq!(free.cannot_keep, []);
         assert!(free.prediction.basis.contains("1000 of 2048 MiB"));
+        let disk = DiskToMove {
+            name: "root".into(),
+            bytes: 80_000_000_000,
+            used_bytes: 4_000_000_000,
+        };
+        let disks = predict(&rate, &link, None, (&request, &[disk]));
+        assert!((5.0..6.5).contains(&disks.prediction.total_s), "{disks:?}");
+        assert!(disks.prediction.basis.contains("3814 MiB of disks"));
+        assert_eq!(disks.cannot_keep.len(), 1, "its deadline of 5 s");
         request.max_bandwidth_mbit_per_s = Some(800);
-        let capped = predict(&rate, &link, None, &request);
+        let capped = predict(&rate, &link, None, (&request, &[]));
         assert!(
             (10.0..12.5).contains(&capped.prediction.total_s),
             "{capped:?}"

@@ -9,7 +9,7 @@ use crate::placement::place;
 use godwit_migrate::admission::reasons_to_stay;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::HostVm;
-use godwit_types::migration::{Cipher, PreflightReport};
+use godwit_types::migration::{Cipher, DiskToMove, PreflightReport};
 use godwit_types::version::{Build, Speaks, cannot_migrate};
 use godwit_types::vm::{Accelerator, EncryptionMode};
 use godwit_types::{ApiError, ErrorCode, HostName, PortGroup, VmSpec};
@@ -44,6 +44,8 @@ pub struct Facts {
     pub coming: Option<Result<Said, ApiError>>,
     /// What became of the probe.
     pub arrived: Option<Arrived>,
+    /// The disks that go along, as the source says.
+    pub disks: Vec<DiskToMove>,
 }
 
 /// Something that speaks against the migration.

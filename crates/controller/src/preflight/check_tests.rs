@@ -63,6 +63,7 @@ fn facts() -> Facts {
         source: host("a"),
         destination: host("b"),
         wish: None,
+        disks: Vec::new(),
         leaving: said(&[]),
         coming: said(&[]),
         arrived: Some(Ok(BTreeMap::from([(group(), true)]))),

@@ -110,6 +110,7 @@ mod tests {
             passed: Vec::new(),
             refusals: Vec::new(),
             file_hashes: Vec::new(),
+            disks: Vec::new(),
         };
         let source = HostName::new("b").unwrap();
         let taken = must_match(&entry, &source, &said(moved)).unwrap();

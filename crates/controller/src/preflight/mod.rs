@@ -18,7 +18,7 @@ use crate::state::{HostEntry, Place};
 use godwit_rpc::AgentClient;
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, PreflightIncoming, ProbeRequest};
-use godwit_types::migration::{Cipher, MigrateRequest, PreflightReport};
+use godwit_types::migration::{Cipher, DiskToMove, MigrateRequest, PreflightReport};
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -39,6 +39,8 @@ pub struct Preflight {
     /// The VM as it runs.
     pub vm: HostVm,
     pub cipher: Cipher,
+    /// The disks that go along.
+    pub disks: Vec<DiskToMove>,
     /// What was fine and what was not.
     pub report: PreflightReport,
 }
@@ -68,6 +70,7 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         leaving: None,
         coming: None,
         arrived: None,
+        disks: Vec::new(),
     };
     ask_source(app, name, &mut facts, &source, &destination).await?;
     let (report, cipher) = check::check(&facts);
@@ -76,6 +79,7 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         destination,
         vm: facts.vm,
         cipher,
+        disks: facts.disks,
         report,
     })
 }
@@ -98,6 +102,7 @@ async fn ask_source(
                 passed: outgoing.passed,
                 refusals: bounds::refusals(outgoing.refusals),
             }));
+            facts.disks = bounds::disks(&outgoing.vm.spec, outgoing.disks);
             facts.vm = outgoing.vm;
             ask_destination(facts, source, destination, outgoing.file_hashes).await?;
         }
@@ -122,6 +127,7 @@ async fn ask_destination(
         file_hashes,
         source_unix_ms: unix_ms(),
         probe_nonce,
+        disks: facts.disks.clone(),
     };
     let answer = destination.agent.preflight_incoming(&request).await;
     let answered = answer.is_ok();

@@ -5,8 +5,9 @@
 
 use crate::outcome::{self, Outcome};
 use godwit_migrate::protocol::{
-    EXTENTS_PER_MESSAGE, FIGURE_MAX, PROTOCOL_VERSION, REASON_LEN_MAX, STREAMS_MAX, ToDestination,
-    ToSource, WARM_LEN_MAX, decode_to_destination, decode_to_source, encode,
+    CHANGE_CHANNELS_MAX, EXTENTS_PER_MESSAGE, FIGURE_MAX, PROTOCOL_VERSION, REASON_LEN_MAX,
+    STREAMS_MAX, ToDestination, ToSource, WARM_LEN_MAX, decode_to_destination, decode_to_source,
+    encode,
 };
 use godwit_ownership::PeerMessage;
 use godwit_types::version::MIGRATION;
@@ -31,11 +32,13 @@ fn check_to_destination(message: &ToDestination) {
             version,
             streams,
             pages,
+            changes,
             ..
         } => {
             assert!(MIGRATION.contains(*version), "a foreign version");
             assert!((1..=STREAMS_MAX).contains(streams), "{streams} streams");
             assert_eq!(*pages, PAGES, "another guest's memory");
+            assert!(*changes <= CHANGE_CHANNELS_MAX, "too many channels");
         }
         ToDestination::Extents { extents } => {
             assert!(extents.len() <= EXTENTS_PER_MESSAGE, "too many extents");
@@ -104,6 +107,7 @@ pub fn to_destination_seeds() -> Vec<Vec<u8>> {
             set: 0,
             streams: STREAMS,
             pages: PAGES,
+            changes: 8,
         },
         ToDestination::Extents {
             extents: vec![(0, 16), (100, 1), (PAGES - 1, 1)],

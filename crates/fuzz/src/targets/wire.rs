@@ -4,7 +4,7 @@
 
 use crate::outcome::{self, Outcome};
 use godwit_wire::fuzz::{self, Verdict};
-use godwit_wire::{PageRun, PageRuns, ZeroPages};
+use godwit_wire::{ChangeKind, DiskChange, PageRun, PageRuns, ZeroPages};
 
 fn judge(verdict: &Verdict) -> Outcome {
     let refusal = verdict
@@ -29,7 +29,7 @@ pub fn descriptor(input: &[u8]) -> Outcome {
 
 /// Valid conversations in both ciphers on two channels, then one act of each kind upon them.
 pub fn record_seeds() -> Vec<Vec<u8>> {
-    let conversation = [3, 0, 0, 7, 1, 8, 2, 5, 9, 3];
+    let conversation = [3, 0, 0, 7, 1, 8, 2, 5, 9, 3, 3, 1, 1, 4];
     let acts: [&[u8]; 7] = [
         &[],
         &[0, 0, 0, 1, 0, 0, 0, 0],
@@ -66,9 +66,18 @@ pub fn descriptor_seeds() -> Vec<Vec<u8>> {
         let _ = bitmap.insert(page);
     }
     bitmap.encode(&mut zeros);
+    let change = DiskChange {
+        disk: 1,
+        kind: ChangeKind::Zeroed,
+        range: 512..4096,
+        number: 5,
+        below: 4,
+    };
+    let change = [&[0][..], &change.encode()].concat();
     vec![
         list,
         zeros,
+        change,
         vec![1, 0, 5, 4, 0, 9, 2],
         vec![1, 2, 5, 16, 255, 1],
     ]

@@ -4,6 +4,7 @@
 //! barrier is a state and no wait, so that the driver hears its other peers meanwhile. Refuses: an index beyond the
 //! protocol's bound, and a barrier for which nothing moves any more.
 
+use super::changes::{ChangeChannels, Disks};
 use super::memory::Memory;
 use super::progress::{End, Progress};
 use super::receiver;
@@ -35,6 +36,8 @@ struct Channel {
 struct Barrier {
     iteration: u32,
     sent: Vec<u64>,
+    /// Nothing follows: disks are whole, too.
+    is_last: bool,
     bytes: u64,
     moved: Instant,
 }
@@ -57,11 +60,13 @@ pub struct Channels {
     received: bool,
     /// Channels that came after that.
     late: Vec<Connection>,
+    /// On them come disks, and no memory.
+    changes: ChangeChannels,
 }
 
 impl Channels {
     /// None yet: the set's first word has not come. `first_pass` outlives the set: whether no pass was complete so far.
-    pub fn new(first_pass: Arc<AtomicBool>) -> Self {
+    pub fn new(first_pass: Arc<AtomicBool>, disks: Disks) -> Self {
         Self {
             slots: Vec::new(),
             first: 0,
@@ -70,15 +75,17 @@ impl Channels {
             first_pass,
             received: false,
             late: Vec::new(),
+            changes: ChangeChannels::new(disks),
         }
     }
 
-    /// The set has begun with this many; `false`: it had begun before.
-    pub fn begin(&mut self, first: u32) -> bool {
+    /// The set has begun with this many, and these beside them for changes of disks; `false`: it had begun before.
+    pub fn begin(&mut self, first: u32, changes: u32) -> bool {
         if !self.slots.is_empty() {
             return false;
         }
         self.first = first as usize;
+        self.changes.begin(changes);
         self.slots = (0..STREAMS_MAX).map(|_| Channel::default()).collect();
         true
     }
@@ -86,7 +93,7 @@ impl Channels {
     /// Whether those that connect at once have come.
     pub fn complete(&self) -> bool {
         let come = self.slots.iter().filter(|slot| slot.thread.is_some());
-        !self.slots.is_empty() && come.count() >= self.first
+        !self.slots.is_empty() && come.count() >= self.first && self.changes.complete()
     }
 
     /// Channels that carry something now.
@@ -103,6 +110,9 @@ impl Channels {
     ) -> Result<Option<Connection>, String> {
         if self.slots.is_empty() {
             return Ok(Some(connection));
+        }
+        if let Some(index) = connection.channel().changes_index() {
+            return self.changes.admit(index, connection).map(|()| None);
         }
         if self.received {
             return self.keep_unread(connection).map(|()| None);
@@ -149,7 +159,8 @@ impl Channels {
             return None;
         }
         let mut ends = self.slots.iter().filter_map(|slot| slot.progress.read().1);
-        ends.find(|end| *end != End::Finished)
+        let failed = ends.find(|end| *end != End::Finished);
+        failed.or_else(|| self.changes.failure())
     }
 
     /// Says what was applied since it was last said.
@@ -164,14 +175,16 @@ impl Channels {
                 })?;
             }
         }
-        Ok(())
+        self.changes.tell_applied(control)
     }
 
-    /// Everything that was sent before must be applied before anything that follows.
-    pub fn raise_barrier(&mut self, iteration: u32, sent: Vec<u64>) {
+    /// Everything that was sent before must be applied before anything that follows. Of the last one, what disks were to
+    /// get, too: their channels end.
+    pub fn raise_barrier(&mut self, iteration: u32, sent: Vec<u64>, is_last: bool) {
         self.barrier = Some(Barrier {
             iteration,
             sent,
+            is_last,
             bytes: self.bytes(),
             moved: Instant::now(),
         });
@@ -192,6 +205,9 @@ impl Channels {
             if !slot.progress.wait_for(*records, until)? {
                 return self.still_moving().map(|()| None);
             }
+        }
+        if barrier.is_last && !self.changes.have_ended(until)? {
+            return self.still_moving().map(|()| None);
         }
         let iteration = barrier.iteration;
         self.barrier = None;
@@ -220,7 +236,8 @@ impl Channels {
     /// Bytes that have come on them so far.
     pub fn bytes(&self) -> u64 {
         let meters = self.slots.iter().filter_map(|slot| slot.meter.as_ref());
-        meters.map(|meter| meter.read().bytes).sum()
+        let memory: u64 = meters.map(|meter| meter.read().bytes).sum();
+        memory.saturating_add(self.changes.bytes())
     }
 
     /// What the iteration that ends now looked like.
@@ -237,8 +254,14 @@ impl Channels {
         }
     }
 
-    /// Closes all: when this returns nothing of them writes memory any more.
+    /// Makes everything durable that disks were to get.
+    pub fn sync_disks(&self) -> Result<(), String> {
+        self.changes.sync()
+    }
+
+    /// Closes all: when this returns nothing of them writes memory or disks any more.
     pub fn close(&mut self) {
+        self.changes.close();
         for slot in &mut self.slots {
             if let Some(closer) = &slot.closer {
                 closer.close();
@@ -257,16 +280,16 @@ mod tests {
     use super::*;
 
     fn begun() -> Channels {
-        let mut channels = Channels::new(Arc::new(AtomicBool::new(true)));
-        assert!(channels.begin(2));
-        assert!(!channels.begin(2), "begun twice");
+        let mut channels = Channels::new(Arc::new(AtomicBool::new(true)), Disks::default());
+        assert!(channels.begin(2, 0));
+        assert!(!channels.begin(2, 0), "begun twice");
         channels
     }
 
     #[test]
     fn a_barrier_waits_for_the_channels_that_it_names_and_for_no_others() {
         let mut channels = begun();
-        channels.raise_barrier(3, vec![2, 0, 5]);
+        channels.raise_barrier(3, vec![2, 0, 5], false);
         channels.slots[0].progress.applied(2);
         assert_eq!(channels.reach_barrier(Duration::ZERO), Ok(None));
         channels.slots[2].progress.applied(5);
@@ -279,7 +302,7 @@ mod tests {
         let mut channels = begun();
         channels.slots[0].progress.applied(7);
         channels.slots[0].progress.ended(End::Finished);
-        channels.raise_barrier(1, vec![7]);
+        channels.raise_barrier(1, vec![7], true);
         assert_eq!(channels.reach_barrier(Duration::ZERO), Ok(Some(1)));
         assert_eq!(channels.failure(), None);
     }
@@ -288,7 +311,7 @@ mod tests {
     fn a_channel_that_ended_too_early_fails_the_barrier() {
         let mut channels = begun();
         channels.slots[1].progress.ended(End::Finished);
-        channels.raise_barrier(1, vec![0, 1]);
+        channels.raise_barrier(1, vec![0, 1], false);
         let failed = channels.reach_barrier(Duration::from_secs(60));
         assert!(matches!(failed, Err(End::Failed(_))), "{failed:?}");
     }

@@ -80,6 +80,16 @@ impl Progress {
         Ok(true)
     }
 
+    /// Waits until the channel's thread has ended, and says how. `None`: not by the deadline.
+    pub fn wait_for_end(&self, deadline: Instant) -> Option<End> {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let goes_on = |state: &mut State| state.end.is_none();
+        let waited = self.moved.wait_timeout_while(state, left, goes_on);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        state.end.clone()
+    }
+
     /// Books time spent working on records and, of that, waiting for memory.
     pub fn spent(&self, busy: Duration, memory: Duration) {
         let us = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);

@@ -16,23 +16,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// A data channel may be silent as long as the control channel lives; the driver closes it otherwise.
-const SILENCE_MAX: Duration = Duration::from_secs(3600);
+pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(3600);
 
 /// Why a channel's thread stopped.
 #[derive(Debug, thiserror::Error)]
-enum ReceiveError {
+pub(crate) enum ReceiveError {
     #[error(transparent)]
     Transport(#[from] TransportError),
     #[error(transparent)]
     Wire(#[from] WireError),
     #[error(transparent)]
     Memory(#[from] godwit_guestmem::Error),
+    #[error(transparent)]
+    Disk(#[from] godwit_blockio::Error),
     #[error("the source sent a record that has no place on a data channel")]
     OutOfPlace,
 }
 
 impl ReceiveError {
-    fn end(&self) -> End {
+    pub(crate) fn end(&self) -> End {
         match self {
             Self::Transport(error) if error.class().is_lost() => End::Lost(error.to_string()),
             error => End::Failed(error.to_string()),

@@ -7,6 +7,7 @@
 //! Connecting costs three round trips: a connection, then its proof and the first words, and beside these the connections
 //! and proofs of all data channels at once.
 
+use super::changes::{Changes, channels_for};
 use super::ending::Ending;
 use super::events::{Happened, SetEvent, TellDriver};
 use super::gauge::Gauge;
@@ -79,6 +80,7 @@ pub struct ConnectionSet {
     rtt: Duration,
     notes: Vec<String>,
     hemmed_noted: bool,
+    changes: Option<Changes>,
 }
 
 /// What a connection set is made of.
@@ -91,6 +93,8 @@ pub struct SetPlan<'a> {
     pub ram: &'a Arc<RamFile>,
     pub tell: &'a TellDriver,
     pub ending: &'a Ending,
+    /// What disks send, if any are copied.
+    pub changes: Option<&'a Changes>,
 }
 
 impl ConnectionSet {
@@ -126,6 +130,7 @@ impl ConnectionSet {
             set: plan.number,
             tell: Arc::clone(plan.tell),
             applied: applied.clone(),
+            changes: plan.changes.cloned(),
             control: Arc::clone(&control),
         };
         hearing.begin(receiver)?;
@@ -134,6 +139,7 @@ impl ConnectionSet {
             set: plan.number,
             streams,
             pages: plan.ram.page_count(),
+            changes: plan.changes.map_or(0, |_| channels_for(rtt)),
         };
         while_unheard(&control, plan.ending, || {
             announce(&control, &begin, extents, plan.ending)?;
@@ -154,8 +160,12 @@ impl ConnectionSet {
                 rtt,
                 notes: granted.send_notes(),
                 hemmed_noted: false,
+                changes: plan.changes.cloned(),
             };
             set.open_data(joining, until, plan.ending)?;
+            if let Some(changes) = plan.changes {
+                changes.open(&set.maker, rtt, (until, plan.ending), plan.tell)?;
+            }
             Ok(set)
         })
     }
@@ -375,7 +385,16 @@ impl ConnectionSet {
                 zero_pages,
             }
         });
-        counted.fold(Counters::default(), Counters::and)
+        let mut all = counted.fold(Counters::default(), Counters::and);
+        all.bytes += self.changes.as_ref().map_or(0, Changes::bytes);
+        all
+    }
+
+    /// Nothing more will come of disks: final records follow what is under way.
+    pub fn end_changes(&self) {
+        if let Some(changes) = &self.changes {
+            changes.end();
+        }
     }
 
     /// Nothing more will come on the data channels: their final records follow the last pages.
@@ -390,6 +409,9 @@ impl ConnectionSet {
     pub fn abandon(&mut self, dirty: &mut PageSet) {
         self.control.close();
         self.lanes.iter().for_each(|lane| lane.closer.close());
+        if let Some(changes) = &self.changes {
+            changes.detach();
+        }
         for lane in self.lanes.drain(..) {
             match lane.sender.end() {
                 Some(pages) => dirty.merge(&pages),
@@ -406,6 +428,9 @@ impl ConnectionSet {
         }
         for lane in self.lanes.drain(..) {
             let _ = lane.sender.end();
+        }
+        if let Some(changes) = &self.changes {
+            changes.detach();
         }
         self.control.finish();
     }
@@ -509,6 +534,7 @@ mod tests {
         set: 0,
         streams: 1,
         pages: u64::MAX,
+        changes: 0,
     };
 
     #[test]

@@ -5,6 +5,7 @@
 //! peer that floods is held up by TCP and costs no memory. The driver never waits for this thread. Refuses: what is no
 //! message of the protocol.
 
+use super::changes::Changes;
 use super::events::{FromPeer, Happened, SetEvent, TellDriver};
 use super::maker::start_thread;
 use crate::control::SharedControl;
@@ -57,6 +58,8 @@ pub(super) struct Hearing {
     pub tell: TellDriver,
     /// By index: records that the destination has applied.
     pub applied: Vec<Arc<AtomicU64>>,
+    /// What disks send, if any are copied.
+    pub changes: Option<Changes>,
     pub control: Arc<SharedControl>,
 }
 
@@ -97,7 +100,16 @@ impl Hearing {
             {
                 slot.fetch_max(*records, Ordering::AcqRel);
             }
-            if matches!(message, ToSource::Applied { .. } | ToSource::Pong { .. }) {
+            if let (ToSource::ChangesApplied { channel, records }, Some(changes)) =
+                (&message, &self.changes)
+            {
+                changes.applied(*channel, *records);
+            }
+            let is_life = matches!(
+                message,
+                ToSource::Applied { .. } | ToSource::ChangesApplied { .. } | ToSource::Pong { .. }
+            );
+            if is_life {
                 if alive_at.is_some_and(|at| at.elapsed() < LIFE_EVERY) {
                     continue;
                 }
@@ -153,6 +165,7 @@ mod tests {
             set: 0,
             tell: Arc::new(move |event| events.send(event).is_ok()),
             applied: Vec::new(),
+            changes: None,
             control: Arc::new(SharedControl::new(sender)),
         };
         (hearing.begin(receiver), received)

@@ -80,6 +80,19 @@ impl Maker {
         self.begin(channel_id, route, dialed, until)
     }
 
+    /// A channel for changes of disks; they are spread over all routes.
+    pub(super) fn begin_changes(
+        &self,
+        index: usize,
+        until: Instant,
+    ) -> Result<Joining, TransportError> {
+        let channel_id = u16::try_from(index)
+            .ok()
+            .and_then(|index| ChannelId::changes(self.number, index))
+            .ok_or(too_many(self.number))?;
+        self.begin(channel_id, index % self.routes.len().max(1), None, until)
+    }
+
     /// Makes a channel in a thread of its own, over `route` or, where that does not work any more, over another.
     fn begin(
         &self,

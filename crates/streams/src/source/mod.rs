@@ -1,10 +1,11 @@
 //! The sending side: a set of channels, and what is sent on them.
 //!
 //! `connections` is the set, `maker` makes its channels, `sender` is one channel's thread, `pass` the work they share,
-//! `unacked` what may have to be sent again, `routes` the ways to the destination, `ending` that nobody wants them any
+//! `changes` what disks send, `unacked` what may have to be sent again, `routes` the ways to the destination, `ending` that nobody wants them any
 //! more, `hearing` what the destination says, `events` what a set tells its driver, `gauge` what the choice of streams
 //! looks at, `outgoing` what the whole host sends.
 
+mod changes;
 mod connections;
 mod ending;
 mod events;
@@ -17,6 +18,7 @@ mod routes;
 mod sender;
 mod unacked;
 
+pub use changes::Changes;
 pub use connections::{ConnectionSet, SetPlan, extents};
 pub use ending::Ending;
 pub use events::{FromPeer, Happened, SetEvent, TellDriver};

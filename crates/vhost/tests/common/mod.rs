@@ -112,6 +112,7 @@ impl Site {
             geometry,
             filters,
             ram: Arc::clone(&self.ram),
+            has_image: true,
         })
     }
 

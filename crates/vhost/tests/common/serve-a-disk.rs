@@ -40,6 +40,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         geometry,
         filters: Vec::new(),
         ram: Arc::new(ram),
+        has_image: true,
     })?;
     // The test holds the other end: one that was killed leaves nothing behind.
     std::io::stdin().read_to_end(&mut Vec::new())?;

@@ -14,7 +14,7 @@
 //! lost after it was loaded changes nothing: the core asks the source through the agents. A source that connects then all
 //! the same has withdrawn its gift: it hears that there is nothing to go on with.
 
-use super::handle::{Command, DestinationParts, WaitingQemu};
+use super::handle::{Command, DestinationParts, KeepDisks, WaitingQemu};
 use super::last_words::{hear_rest, wait_for_end};
 use crate::faults::reached;
 use crate::input::{News, Tell};
@@ -22,7 +22,7 @@ use crate::shared_report::SharedReport;
 use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_migrate::rate::WireRate;
 use godwit_ownership::Event;
-use godwit_streams::destination::{Arrivals, Channels, End, Held, Memory};
+use godwit_streams::destination::{Arrivals, Channels, Disks, End, Held, Memory};
 use godwit_streams::{ControlSlot, SharedControl};
 use godwit_transport::{Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::{MoveEventKind, Phase};
@@ -99,6 +99,8 @@ pub(super) struct ConnectionSet {
 pub(super) struct DestinationDriver {
     arrivals: Arrivals,
     pub(super) memory: Arc<Memory>,
+    disks: Disks,
+    pub(super) keep_disks: KeepDisks,
     pub(super) qemu: Option<WaitingQemu>,
     pub(super) report: SharedReport,
     control: ControlSlot,
@@ -131,6 +133,8 @@ impl DestinationDriver {
             qemu: Some(parts.qemu),
             arrivals: parts.arrivals,
             memory: parts.memory,
+            disks: parts.disks,
+            keep_disks: parts.keep_disks,
             report: parts.report,
             control: parts.control,
             prepare: parts.prepare,
@@ -273,7 +277,7 @@ impl DestinationDriver {
             number,
             control,
             receiver,
-            channels: Channels::new(Arc::clone(&self.first_pass)),
+            channels: Channels::new(Arc::clone(&self.first_pass), Arc::clone(&self.disks)),
             held: Held::default(),
             device_state: Vec::new(),
             announced_pages: 0,

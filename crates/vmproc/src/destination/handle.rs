@@ -8,10 +8,14 @@ use crate::shared_report::SharedReport;
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
 use godwit_streams::ControlSlot;
-use godwit_streams::destination::{Arrivals, Memory};
+use godwit_streams::destination::{Arrivals, Disks, Memory};
+use godwit_types::{ApiError, Generation};
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
+
+/// Writes down that all disks are here.
+pub(crate) type KeepDisks = Box<dyn Fn(Generation) -> Result<(), ApiError> + Send>;
 
 /// A QEMU that waits for its device state.
 #[derive(Debug)]
@@ -33,6 +37,9 @@ pub(crate) enum Command {
 pub(crate) struct DestinationParts {
     pub arrivals: Arrivals,
     pub memory: Arc<Memory>,
+    pub disks: Disks,
+    /// Writes down that all disks are here, for who holds the VM under this generation.
+    pub keep_disks: KeepDisks,
     pub qemu: WaitingQemu,
     pub report: SharedReport,
     pub control: ControlSlot,

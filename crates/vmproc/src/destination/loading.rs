@@ -6,7 +6,7 @@
 
 use super::driver::{ConnectionSet, DestinationDriver, Halt, LIFE_EVERY, Stage, halt_of};
 use super::last_words::UNREAD_MAX;
-use crate::faults::reached;
+use crate::faults::{planted, reached};
 use crate::input::News;
 use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_ownership::Event;
@@ -80,6 +80,19 @@ impl DestinationDriver {
         loaded.map(drop).map_err(Halt::failed)
     }
 
+    /// What the guest was told is durable must be durable here before this host says that it is ready.
+    fn keep_disks(
+        &self,
+        set: &ConnectionSet,
+        attempt: godwit_types::Generation,
+    ) -> Result<(), Halt> {
+        if !planted("ready-before-flush") {
+            set.channels.sync_disks().map_err(Halt::Failed)?;
+        }
+        reached("destination.disks-durable");
+        (self.keep_disks)(attempt).map_err(Halt::failed)
+    }
+
     /// Looks whether the source has called the switchover off behind what was read of the control channel: a destination
     /// that was kept from its work finds both at once.
     fn look_behind(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
@@ -138,7 +151,10 @@ impl DestinationDriver {
         }
         let began = Instant::now();
         let control = Arc::clone(&set.control);
-        control.alive_while(LIFE_EVERY, || self.finish(began + LOAD_WAIT))?;
+        control.alive_while(LIFE_EVERY, || {
+            self.finish(began + LOAD_WAIT)?;
+            self.keep_disks(set, attempt)
+        })?;
         set.stage = Stage::Loaded;
         let load_ms = began.elapsed().as_secs_f64() * 1e3;
         self.report

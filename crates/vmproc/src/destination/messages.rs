@@ -18,8 +18,9 @@ impl DestinationDriver {
             ToDestination::Begin {
                 set: number,
                 streams,
+                changes,
                 ..
-            } => self.begin(set, number, streams),
+            } => self.begin(set, number, (streams, changes)),
             ToDestination::Extents { extents } => {
                 for (first, count) in extents {
                     set.announced_pages = set.announced_pages.saturating_add(count);
@@ -73,8 +74,13 @@ impl DestinationDriver {
         }
     }
 
-    fn begin(&mut self, set: &mut ConnectionSet, number: u16, streams: u32) -> Result<(), Halt> {
-        if number != set.number || !set.channels.begin(streams) {
+    fn begin(
+        &mut self,
+        set: &mut ConnectionSet,
+        number: u16,
+        (streams, changes): (u32, u32),
+    ) -> Result<(), Halt> {
+        if number != set.number || !set.channels.begin(streams, changes) {
             return Err(Halt::Failed(
                 "the source began a set of connections twice".into(),
             ));
@@ -96,7 +102,8 @@ impl DestinationDriver {
         if planted("barrier-not-awaited") {
             return self.barrier_done(set, iteration);
         }
-        set.channels.raise_barrier(iteration, sent);
+        let is_last = set.stage == Stage::Stopped;
+        set.channels.raise_barrier(iteration, sent, is_last);
         Ok(())
     }
 

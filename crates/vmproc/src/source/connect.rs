@@ -55,6 +55,7 @@ impl SourceDriver {
             ram: &self.parts.ram,
             tell: &self.own,
             ending: &self.ending,
+            changes: self.parts.disks.as_ref().map(|disks| &disks.changes),
         };
         // A card without its address or a host without a core for a moment is a link that can be made again.
         let lost = |error| match error {

@@ -82,6 +82,10 @@ pub(super) struct SourceDriver {
     pub(super) heard: Instant,
     /// Whether the VM's thread has said that it is over; it says so once.
     pub(super) end_heard: bool,
+    /// Whether disks are being copied.
+    pub(super) disks_begun: bool,
+    /// Whether it is tracked what the guest writes.
+    tracks: bool,
 }
 
 impl SourceDriver {
@@ -116,6 +120,8 @@ impl SourceDriver {
             pinged: Instant::now(),
             heard: Instant::now(),
             end_heard: false,
+            disks_begun: false,
+            tracks: false,
         }
     }
 
@@ -176,16 +182,10 @@ impl SourceDriver {
             };
             return self.give_up(&mut set, halt);
         }
-        if !planted("tracking-after-first-read")
-            && let Err(halt) = self.begin_tracking()
-        {
-            return self.give_up(&mut set, halt);
-        }
-        reached("source.tracking");
         let switchover_wait = Duration::from_secs_f64(4.0 * self.rtt_s);
         self.tell(News::Began { switchover_wait });
         loop {
-            let halt = match self.precopy(&mut set) {
+            let halt = match self.come_close(&mut set) {
                 Ok(()) => self.switchover(&mut set),
                 Err(halt) => halt,
             };
@@ -213,6 +213,18 @@ impl SourceDriver {
             };
             self.note_remade();
         }
+    }
+
+    /// Disks, then memory, until what is left fits the target.
+    fn come_close(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        self.copy_disks(set)?;
+        if !std::mem::replace(&mut self.tracks, true) {
+            if !planted("tracking-after-first-read") {
+                self.begin_tracking()?;
+            }
+            reached("source.tracking");
+        }
+        self.precopy(set)
     }
 
     /// Says that the link is lost, for as long as it is.

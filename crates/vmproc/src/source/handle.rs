@@ -4,6 +4,7 @@
 
 use super::driver::SourceDriver;
 use super::steps::DriverInput;
+use crate::disks::SourceDisks;
 use crate::input::Tell;
 use crate::shared_report::SharedReport;
 use godwit_guestmem::{DirtyTracker, RamFile};
@@ -48,6 +49,8 @@ pub(crate) struct SourceParts {
     pub neighbours: Neighbours,
     pub save_gate: SaveGate,
     pub report: SharedReport,
+    /// Those that go along, if any do.
+    pub disks: Option<SourceDisks>,
     /// Wait until the destination has allocated all of the guest's memory.
     pub prepare: bool,
     pub max_downtime_ms: u64,

@@ -4,6 +4,7 @@
 //! it hears, `connect` makes its channels, `precopy` is its iterations, `switchover` the last of them and the device state.
 
 mod connect;
+mod disks;
 mod driver;
 mod handle;
 mod precopy;

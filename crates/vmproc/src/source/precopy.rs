@@ -62,10 +62,20 @@ impl SourceDriver {
                     allowed_bytes_per_s: Some(bytes_per_s),
                 } => self.parts.throttle.allow(bytes_per_s),
                 Decision::Iterate { .. } => {}
-                Decision::Switchover => return Ok(()),
+                Decision::Switchover if self.disks_are_close() => return Ok(()),
+                // Another round: what disks have under way is sent beside it.
+                Decision::Switchover => self.wait_for_disks(set)?,
                 Decision::GiveUp => return Err(Halt::Failed(self.gave_up())),
             }
         }
+    }
+
+    /// Gives disks a moment to catch up.
+    fn wait_for_disks(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        if self.dirty.is_empty() {
+            self.next(Some(set), PROGRESS_EVERY)?;
+        }
+        self.copy_disks(set)
     }
 
     /// Waits until the destination has allocated all of the guest's memory; nothing is tracked yet.

@@ -485,7 +485,7 @@ async fn predict(
         (Ok(rate), Ok(link)) => {
             let request = MigrateRequest::plain(to.clone());
             let pause = forecast::pause(app, vm, from, to).await.ok().flatten();
-            Some(forecast::predict(&rate, &link, pause, &request).prediction)
+            Some(forecast::predict(&rate, &link, pause, (&request, &[])).prediction)
         }
         (Err(error), _) | (_, Err(error)) => {
             tracing::info!(%vm, %error, "the VM's move cannot be predicted");

@@ -89,6 +89,8 @@ fn driver(
         arrivals: Arrivals::listen(&spec(), &[[127, 0, 0, 1].into()], (0, 0)).unwrap(),
         pages: memory.ram.page_count(),
         memory,
+        disks: Disks::default(),
+        keep_disks: Box::new(|_| Ok(())),
         qemu: None,
         report: crate::testing::report(Side::Destination),
         control: ControlSlot::default(),
@@ -156,6 +158,7 @@ fn a_source_that_has_sent_its_last_pages_has_no_way_left_into_guest_memory() {
         set: 0,
         streams: 1,
         pages: 1024,
+        changes: 0,
     };
     say(&mut control, &[begin], |said| {
         matches!(said, ToSource::Begun { .. })

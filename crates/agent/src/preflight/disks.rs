@@ -1,0 +1,135 @@
+//! The part of preflight that looks at disks: how large those are that go along with a VM, and whether there is a place for them.
+//!
+//! Reads only. Refuses: images that are no files, since these alone can be copied, and a place that is taken, too small or not
+//! there.
+
+use super::{Finding, refuse};
+use godwit_qemu::disk::identity_of;
+use godwit_types::migration::DiskToMove;
+use godwit_types::vm::{DiskSpec, VmSpec};
+use godwit_types::{ApiError, ErrorCode, HostName};
+use rustix::fs::{SeekFrom, seek, statvfs};
+use std::fs::File;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+
+/// The disks that go along with a VM; those that cannot are refusals. Waits for their storage.
+pub fn to_move(host: &HostName, spec: &VmSpec) -> (Vec<DiskToMove>, Vec<ApiError>) {
+    let (mut disks, mut refusals) = (Vec::new(), Vec::new());
+    // Others are refused for their hardware.
+    let along = spec.disks.iter().filter(|disk| disk.goes_along());
+    for disk in along.filter(|_| spec.serves_disks()) {
+        match measured(disk) {
+            Ok(measured) => disks.push(measured),
+            Err(why) => {
+                let message = format!(
+                    "disk '{}' of VM '{}' on host '{host}' cannot go along: {why}",
+                    disk.name, spec.name
+                );
+                refusals.push(ApiError::new(ErrorCode::NotMigratable, message));
+            }
+        }
+    }
+    (disks, refusals)
+}
+
+fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
+    let path = &disk.path;
+    let told = |error: std::io::Error| format!("{path}: {error}");
+    let file = File::open(path).map_err(told)?;
+    let metadata = file.metadata().map_err(told)?;
+    if !metadata.file_type().is_file() {
+        return Err(format!(
+            "{path} is a block device, and only files are copied yet: put the disk on storage that both hosts have (shared = true), or into a file"
+        ));
+    }
+    let bytes = seek(&file, SeekFrom::End(0)).map_err(|error| told(error.into()))?;
+    let used_bytes = metadata.blocks().saturating_mul(512).min(bytes);
+    Ok(DiskToMove {
+        name: disk.name.clone(),
+        bytes,
+        used_bytes,
+    })
+}
+
+/// Whether there is a place for each disk of a VM that comes.
+pub(super) fn places(host: &HostName, spec: &VmSpec, disks: &[DiskToMove]) -> Vec<Finding> {
+    let come = spec.disks.iter().filter(|disk| !disk.read_only);
+    come.map(|disk| match disk.shared {
+        true => is_there(host, disk),
+        false => has_place(host, disk, disks),
+    })
+    .collect()
+}
+
+fn is_there(host: &HostName, disk: &DiskSpec) -> Finding {
+    let (name, path) = (&disk.name, &disk.path);
+    match identity_of(Path::new(path)) {
+        Ok(Some(_)) => Ok(format!(
+            "disk '{name}' is on shared storage: {path} on host '{host}'"
+        )),
+        Ok(None) => refuse(
+            ErrorCode::MissingFile,
+            format!(
+                "disk '{name}' is called shared, and {path} does not exist on host '{host}': mount that storage there, or correct the VM"
+            ),
+        ),
+        Err(error) => refuse(
+            ErrorCode::MissingFile,
+            format!(
+                "disk '{name}' is called shared, and {path} cannot be looked at on host '{host}': {error}"
+            ),
+        ),
+    }
+}
+
+fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding {
+    let (name, path) = (&disk.name, Path::new(&disk.path));
+    let invalid = |message| refuse(ErrorCode::InvalidRequest, message);
+    if path.exists() {
+        return invalid(format!(
+            "disk '{name}' is to come to {} on host '{host}', where a file is already: move that one away, or remove it if nobody needs it",
+            path.display()
+        ));
+    }
+    let Some(size) = disks.iter().find(|size| size.name == *name) else {
+        return invalid(format!(
+            "the source does not say how large disk '{name}' is: update Godwit there, and run 'godwit vm renew' for the VM"
+        ));
+    };
+    let parent = path.parent().unwrap_or(Path::new("/"));
+    let dir = parent.display();
+    let room = match statvfs(parent) {
+        Ok(room) => room,
+        Err(rustix::io::Errno::NOENT) => {
+            return refuse(
+                ErrorCode::MissingFile,
+                format!(
+                    "disk '{name}' is to come to {dir} on host '{host}', which does not exist there: make that directory, for the group of the host's QEMUs"
+                ),
+            );
+        }
+        Err(error) => {
+            return invalid(format!(
+                "{dir} on host '{host}' cannot be looked at: {error}"
+            ));
+        }
+    };
+    let mib = |bytes: u64| bytes >> 20;
+    let free = room.f_bavail.saturating_mul(room.f_frsize);
+    if free < size.used_bytes {
+        return refuse(
+            ErrorCode::Preflight,
+            format!(
+                "disk '{name}' holds {} MiB, and {dir} on host '{host}' has {} MiB free: make room there, or choose another host",
+                mib(size.used_bytes),
+                mib(free)
+            ),
+        );
+    }
+    Ok(format!(
+        "disk '{name}': {} MiB of the {} MiB that are free in {dir} on host '{host}'",
+        mib(size.used_bytes),
+        mib(free)
+    ))
+}

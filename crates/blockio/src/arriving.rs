@@ -1,0 +1,183 @@
+//! An image that is being filled by numbered changes, which come over several channels in any order.
+//!
+//! Who owns the state: the migration that fills it; several threads carry changes out at the same time. Of two changes of the
+//! same bytes the one with the higher number stays, whichever comes first. What it refuses: changes beyond the image's end,
+//! and a source that has more under way than any has.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use godwit_mirror::Newest;
+use rustix::fs::{FallocateFlags, fallocate, fdatasync};
+use rustix::io::Errno;
+
+use crate::{Buffer, Error, Image};
+
+/// Most ranges that are remembered: a source has far fewer changes under way.
+const REMEMBERED_MAX: usize = 1 << 18;
+/// Bytes of zero that are written at once where they cannot be punched.
+const ZEROS: usize = 1 << 20;
+
+/// An image that fills.
+#[derive(Debug)]
+pub struct Arriving {
+    path: PathBuf,
+    /// The description that carries the image's lock.
+    file: File,
+    bytes: u64,
+    memory_alignment: usize,
+    state: Mutex<State>,
+    freed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    newest: Newest,
+    below: u64,
+    /// Those that are being carried out.
+    busy: Vec<Range<u64>>,
+}
+
+impl Arriving {
+    /// Fills this image, whose lock is kept for as long as either lives.
+    pub fn of(image: &Image) -> Result<Self, Error> {
+        let file = image.as_fd().try_clone_to_owned();
+        let file = file.map_err(|source| Error::Image {
+            action: "open",
+            path: image.path().to_owned(),
+            source,
+        })?;
+        Ok(Self {
+            path: image.path().to_owned(),
+            file: file.into(),
+            bytes: image.bytes(),
+            memory_alignment: image.alignment().memory as usize,
+            state: Mutex::default(),
+            freed: Condvar::new(),
+        })
+    }
+
+    /// Its size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Carries out change `number` of these bytes: with this content, or to zero. Every change before `below` has been
+    /// carried out.
+    pub fn apply(
+        &self,
+        number: u64,
+        below: u64,
+        range: &Range<u64>,
+        content: Option<&[u8]>,
+    ) -> Result<(), Error> {
+        let len = range.end.checked_sub(range.start);
+        let fits = content.is_none_or(|content| len == Some(content.len() as u64));
+        if range.end > self.bytes || len.is_none() || !fits {
+            let reason = format!("the source changes bytes that it does not have ({range:?})");
+            return Err(self.unusable(reason));
+        }
+        let mut state = self.lock();
+        if below > state.below {
+            state.below = below;
+            state.newest.forget(below);
+        }
+        while state.busy.iter().any(|busy| overlap(busy, range)) {
+            let waited = self.freed.wait(state);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+        if state.newest.len() >= REMEMBERED_MAX {
+            return Err(self.unusable("the source has too many changes under way".to_owned()));
+        }
+        let wins = state.newest.admit(number, range.clone());
+        state.busy.push(range.clone());
+        drop(state);
+        let done = wins.iter().try_for_each(|won| match content {
+            Some(content) => {
+                let at = (won.start - range.start) as usize;
+                let end = at + (won.end - won.start) as usize;
+                self.write(won.start, content.get(at..end).unwrap_or_default())
+            }
+            None => self.zero(won),
+        });
+        let mut state = self.lock();
+        if let Some(at) = state.busy.iter().position(|busy| busy == range) {
+            state.busy.swap_remove(at);
+        }
+        drop(state);
+        self.freed.notify_all();
+        done.map_err(|source| Error::Image {
+            action: "write",
+            path: self.path.clone(),
+            source,
+        })
+    }
+
+    /// The channels are made anew, and nothing of the old ones comes any more: what is sent again has later numbers.
+    pub fn begin_anew(&self) {
+        self.lock().newest = Newest::default();
+    }
+
+    /// Makes all that was carried out durable.
+    pub fn sync(&self) -> Result<(), Error> {
+        fdatasync(&self.file).map_err(|error| Error::Image {
+            action: "make durable",
+            path: self.path.clone(),
+            source: error.into(),
+        })
+    }
+
+    fn write(&self, at: u64, content: &[u8]) -> io::Result<()> {
+        let address = content.as_ptr() as usize;
+        if address.is_multiple_of(self.memory_alignment.max(1)) {
+            return self.file.write_all_at(content, at);
+        }
+        let mut aligned = Buffer::zeroed(content.len());
+        aligned.bytes_mut().copy_from_slice(content);
+        self.file.write_all_at(aligned.bytes(), at)
+    }
+
+    fn zero(&self, range: &Range<u64>) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        match fallocate(
+            self.file.as_fd(),
+            flags,
+            range.start,
+            range.end - range.start,
+        ) {
+            Ok(()) => Ok(()),
+            Err(Errno::OPNOTSUPP) => self.write_zeros(range),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn write_zeros(&self, range: &Range<u64>) -> io::Result<()> {
+        let zeros = Buffer::zeroed(ZEROS);
+        let mut at = range.start;
+        while at < range.end {
+            let len = (range.end - at).min(ZEROS as u64);
+            let piece = zeros.bytes().get(..len as usize).unwrap_or_default();
+            self.file.write_all_at(piece, at)?;
+            at += len;
+        }
+        Ok(())
+    }
+
+    fn unusable(&self, reason: String) -> Error {
+        let path = self.path.clone();
+        Error::Unusable { path, reason }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+    a.start < b.end && b.start < a.end
+}

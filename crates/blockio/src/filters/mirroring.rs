@@ -1,0 +1,417 @@
+//! Copies a disk to somewhere else while its guest works with it, and passes on what the guest writes meanwhile.
+//!
+//! What goes where is decided by `godwit_mirror`; here it is carried out. The bytes of a write that goes to both sides are read
+//! from the guest once: a guest may change them meanwhile. The destination ([`Outlet`]) gets changes in the order in which the
+//! source began them, and a guest waits for the source alone, or until there is room for what is under way to the destination;
+//! where the destination is silent nobody waits, and what it missed is copied again.
+//!
+//! Who owns the state: the disk's thread; [`Course`] is how others see and steer it. Refuses: nothing of the guest's. A region
+//! that cannot be read ends the mirroring and no request.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use godwit_guestmem::zero::is_zero;
+use godwit_mirror::{Copy, Mirror, Phase, Side, Step};
+use rustix::io::Errno;
+
+use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};
+
+/// Bytes that are copied under one lock.
+pub const REGION: u64 = 1 << 20;
+/// Regions that are copied at once.
+const COPIES: usize = 16;
+/// Where so many bytes are zero they are not copied.
+const SPARSE: usize = 64 << 10;
+/// How often it is looked whether there is room again, and what others want.
+const LOOK_EVERY: Duration = Duration::from_millis(2);
+
+/// What a request of the filter's own is for, in the upper bits of its token; the guest's tokens are below.
+const SOURCE: u64 = 1 << 56;
+const COPY: u64 = 2 << 56;
+const KIND: u64 = 0xff << 56;
+
+/// What becomes of bytes at the destination.
+#[derive(Debug, Clone)]
+pub enum Change {
+    /// They are those of the buffer from here on.
+    Written(Arc<Buffer>, usize),
+    Zeroed,
+}
+
+/// What a destination takes now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Room {
+    /// Writes of the guest and copies.
+    All,
+    /// Writes of the guest alone.
+    Writes,
+    /// Nothing until it has caught up.
+    None,
+    /// Nothing, since it does not answer.
+    Silent,
+}
+
+/// What takes a disk's changes, in the order in which the source began them.
+pub trait Outlet: Send {
+    /// What it takes now.
+    fn room(&mut self, now: Instant) -> Room;
+
+    /// Takes a change. One that is given later is later there, too.
+    fn give(&mut self, range: Range<u64>, change: Change);
+
+    /// What it was given and may have lost, since the last call.
+    fn lost(&mut self) -> Vec<Range<u64>>;
+}
+
+/// A mirroring as others see and steer it. Clones are the same one.
+#[derive(Debug, Clone, Default)]
+pub struct Course(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    begun: AtomicBool,
+    given_up: AtomicBool,
+    synchronised: AtomicBool,
+    left_bytes: AtomicU64,
+    /// Bytes that are zero on both sides.
+    zero: Mutex<Vec<Range<u64>>>,
+    failure: Mutex<Option<String>>,
+}
+
+impl Course {
+    /// Lets it begin. These bytes, and those of earlier calls, are zero on both sides as long as nobody has written them
+    /// since the filter was put in place.
+    pub fn begin(&self, zero: impl IntoIterator<Item = Range<u64>>) {
+        lock(&self.0.zero).extend(zero);
+        self.0.begun.store(true, Ordering::Release);
+    }
+
+    /// Ends it: everything goes to the source alone.
+    pub fn give_up(&self) {
+        self.0.given_up.store(true, Ordering::Release);
+    }
+
+    /// Whether both sides are equal but for what is under way.
+    pub fn is_synchronised(&self) -> bool {
+        self.0.synchronised.load(Ordering::Acquire)
+    }
+
+    /// Bytes that are still to be copied.
+    pub fn left_bytes(&self) -> u64 {
+        self.0.left_bytes.load(Ordering::Relaxed)
+    }
+
+    /// Why it has ended by itself, if it has.
+    pub fn failure(&self) -> Option<String> {
+        lock(&self.0.failure).clone()
+    }
+}
+
+/// Mirrors one disk to an [`Outlet`].
+pub struct Mirroring {
+    mirror: Mirror,
+    outlet: Box<dyn Outlet>,
+    course: Course,
+    /// Writes of the guest that are not answered, by their tokens, and what became of them at the source.
+    writes: BTreeMap<u64, (Option<Request>, Option<Outcome>)>,
+    /// Those to both sides for which there is no room, oldest first.
+    waiting: VecDeque<u64>,
+    /// Copies that are being read, by their numbers.
+    reads: BTreeMap<u64, Copy>,
+    /// Copies for which there is no room.
+    read: VecDeque<(Copy, Buffer)>,
+    look_at: Instant,
+}
+
+impl Mirroring {
+    /// Of a disk of so many bytes. To be put below all other filters while nothing is under way.
+    pub fn new(bytes: u64, outlet: Box<dyn Outlet>, course: &Course) -> Self {
+        course.0.left_bytes.store(bytes, Ordering::Relaxed);
+        Self {
+            mirror: Mirror::new(bytes, REGION, COPIES),
+            outlet,
+            course: course.clone(),
+            writes: BTreeMap::new(),
+            waiting: VecDeque::new(),
+            reads: BTreeMap::new(),
+            read: VecDeque::new(),
+            look_at: Instant::now(),
+        }
+    }
+
+    fn carry_out(&mut self, steps: Vec<Step>, flow: &mut Flow<'_>) {
+        let mut steps = VecDeque::from(steps);
+        while let Some(step) = steps.pop_front() {
+            match step {
+                Step::Source(id) => self.leave_to_the_source(id, flow),
+                Step::Both(id) => steps.extend(self.send_both_ways(id, flow)),
+                Step::Copy(copy) => {
+                    let buffer = Buffer::zeroed((copy.range.end - copy.range.start) as usize);
+                    let work = Work::Read(copy.range.clone());
+                    flow.make(work, Data::Own(buffer), COPY | copy.number);
+                    self.reads.insert(copy.number, copy);
+                }
+                Step::Answer { write, .. } => self.answer(write, flow),
+            }
+        }
+        let shared = &self.course.0;
+        let left_bytes = self.mirror.left_bytes();
+        shared.left_bytes.store(left_bytes, Ordering::Relaxed);
+        let synchronised = self.mirror.phase() == Phase::Synchronised && self.waiting.is_empty();
+        shared.synchronised.store(synchronised, Ordering::Release);
+    }
+
+    /// It goes down unchanged, with the guest's own buffers.
+    fn leave_to_the_source(&mut self, id: u64, flow: &mut Flow<'_>) {
+        if let Some(request) = self.writes.get_mut(&id).and_then(|write| write.0.take()) {
+            flow.down(request);
+        }
+    }
+
+    fn send_both_ways(&mut self, id: u64, flow: &mut Flow<'_>) -> Vec<Step> {
+        let room = self.outlet.room(flow.now());
+        if !self.waiting.is_empty() || !matches!(room, Room::All | Room::Writes) {
+            self.waiting.push_back(id);
+            return Vec::new();
+        }
+        self.give(id, flow)
+    }
+
+    fn give(&mut self, id: u64, flow: &mut Flow<'_>) -> Vec<Step> {
+        let Some((Some(request), _)) = self.writes.get(&id) else {
+            return Vec::new();
+        };
+        let Some(range) = request.work.range().cloned() else {
+            return Vec::new();
+        };
+        let (change, data) = match read_once(&request.data) {
+            Ok(Some(bytes)) => (Change::Written(Arc::clone(&bytes), 0), Data::Shared(bytes)),
+            Ok(None) => (Change::Zeroed, Data::None),
+            // The guest's memory cannot be read: nothing is written anywhere.
+            Err(error) => {
+                if let Some(write) = self.writes.get_mut(&id) {
+                    write.1 = Some(Outcome::Failed(error));
+                }
+                let mut steps = self.mirror.written(id, Side::Destination, true);
+                steps.extend(self.mirror.written(id, Side::Source, false));
+                return steps;
+            }
+        };
+        flow.make_like(request, data, SOURCE | id);
+        self.outlet.give(range, change);
+        // From here on the later number wins.
+        self.mirror.written(id, Side::Destination, true)
+    }
+
+    /// The destination is silent: what waits for it goes to the source alone.
+    fn detach(&mut self, flow: &mut Flow<'_>) {
+        let steps = self.mirror.detach();
+        self.carry_out(steps, flow);
+        self.read.clear();
+        for id in std::mem::take(&mut self.waiting) {
+            let Some((Some(request), _)) = self.writes.get(&id) else {
+                continue;
+            };
+            let range = request.work.range().cloned().unwrap_or_default();
+            let mut steps = self.mirror.lost(&range);
+            self.leave_to_the_source(id, flow);
+            steps.extend(self.mirror.written(id, Side::Destination, true));
+            self.carry_out(steps, flow);
+        }
+    }
+
+    fn answer(&mut self, id: u64, flow: &mut Flow<'_>) {
+        if let Some((Some(request), outcome)) = self.writes.remove(&id) {
+            flow.up(request, outcome.unwrap_or(Outcome::Failed(Errno::INVAL)));
+        }
+    }
+
+    fn read_region(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
+        let Some(copy) = self.reads.remove(&(request.token & !KIND)) else {
+            return;
+        };
+        match (outcome, request.data) {
+            _ if !self.mirror.wants(&copy) => {}
+            (Outcome::Done, Data::Own(bytes)) => {
+                self.read.push_back((copy, bytes));
+                self.give_copies(flow);
+            }
+            (outcome, _) => {
+                let range = copy.range;
+                let reason = format!("its bytes {range:?} cannot be read ({outcome:?})");
+                lock(&self.course.0.failure).get_or_insert(reason);
+                self.course.give_up();
+            }
+        }
+    }
+
+    fn give_copies(&mut self, flow: &mut Flow<'_>) {
+        while self.outlet.room(flow.now()) == Room::All {
+            let Some((copy, bytes)) = self.read.pop_front() else {
+                return;
+            };
+            if !self.mirror.wants(&copy) {
+                continue;
+            }
+            let bytes = Arc::new(bytes);
+            for (run, is_zero) in runs(bytes.bytes()) {
+                let range = copy.range.start + run.start as u64..copy.range.start + run.end as u64;
+                self.outlet.give(
+                    range,
+                    match is_zero {
+                        true => Change::Zeroed,
+                        false => Change::Written(Arc::clone(&bytes), run.start),
+                    },
+                );
+            }
+            let steps = self.mirror.copied(&copy);
+            self.carry_out(steps, flow);
+        }
+    }
+
+    fn give_writes(&mut self, flow: &mut Flow<'_>) {
+        while matches!(self.outlet.room(flow.now()), Room::All | Room::Writes) {
+            let Some(id) = self.waiting.pop_front() else {
+                return;
+            };
+            let steps = self.give(id, flow);
+            self.carry_out(steps, flow);
+        }
+    }
+
+    fn look(&mut self, flow: &mut Flow<'_>) {
+        for range in self.outlet.lost() {
+            let steps = self.mirror.lost(&range);
+            self.carry_out(steps, flow);
+        }
+        for range in std::mem::take(&mut *lock(&self.course.0.zero)) {
+            self.mirror.skip(&range);
+        }
+        if self.course.0.given_up.load(Ordering::Acquire) {
+            self.detach(flow);
+            let steps = self.mirror.give_up();
+            return self.carry_out(steps, flow);
+        }
+        let is_silent = self.outlet.room(flow.now()) == Room::Silent;
+        match self.mirror.phase() {
+            Phase::Detached if !is_silent && self.course.0.begun.load(Ordering::Acquire) => {
+                let steps = self.mirror.attach();
+                self.carry_out(steps, flow);
+            }
+            Phase::Copying | Phase::Synchronised if is_silent => self.detach(flow),
+            _ => {}
+        }
+        self.give_writes(flow);
+        self.give_copies(flow);
+    }
+}
+
+impl Filter for Mirroring {
+    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        let id = request.token;
+        let range = request.work.range().cloned();
+        match range.filter(|_| request.work.changes() && id & KIND == 0) {
+            Some(range) if self.mirror.phase() != Phase::Ended => {
+                self.writes.insert(id, (Some(request), None));
+                let steps = self.mirror.write(id, range);
+                self.carry_out(steps, flow);
+            }
+            // Durable is what the source has made durable, until the destination has the disk.
+            _ => flow.down(request),
+        }
+    }
+
+    fn up(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
+        let id = request.token;
+        let Some(write) = self.writes.get_mut(&id).filter(|_| request.work.changes()) else {
+            return flow.up(request, outcome);
+        };
+        *write = (Some(request), Some(outcome));
+        let steps = self
+            .mirror
+            .written(id, Side::Source, outcome == Outcome::Done);
+        self.carry_out(steps, flow);
+    }
+
+    fn made(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
+        let (kind, id) = (request.token & KIND, request.token & !KIND);
+        if kind == COPY {
+            return self.read_region(request, outcome, flow);
+        }
+        if let Some(write) = self.writes.get_mut(&id) {
+            write.1 = Some(outcome);
+        }
+        let steps = self
+            .mirror
+            .written(id, Side::Source, outcome == Outcome::Done);
+        self.carry_out(steps, flow);
+    }
+
+    fn wake_at(&self) -> Option<Instant> {
+        (self.mirror.phase() != Phase::Ended).then_some(self.look_at)
+    }
+
+    fn wake(&mut self, flow: &mut Flow<'_>) {
+        self.look_at = flow.now() + LOOK_EVERY;
+        self.look(flow);
+    }
+}
+
+/// The bytes of a write, read from the guest once; nothing where there are none.
+fn read_once(data: &Data) -> Result<Option<Arc<Buffer>>, Errno> {
+    match data {
+        Data::FromGuest(guest) => {
+            let mut buffer = Buffer::zeroed(guest.bytes());
+            let read = guest.copy_to(0, buffer.bytes_mut());
+            read.map_err(|_| Errno::NOMEM)?;
+            Ok(Some(Arc::new(buffer)))
+        }
+        Data::Own(own) => {
+            let mut buffer = Buffer::zeroed(own.len());
+            buffer.bytes_mut().copy_from_slice(own.bytes());
+            Ok(Some(Arc::new(buffer)))
+        }
+        Data::Shared(shared) => Ok(Some(Arc::clone(shared))),
+        Data::None | Data::ToGuest(_) => Ok(None),
+    }
+}
+
+/// Where bytes are zero and where they are not, in pieces of [`SPARSE`].
+fn runs(bytes: &[u8]) -> Vec<(Range<usize>, bool)> {
+    let mut runs: Vec<(Range<usize>, bool)> = Vec::new();
+    let mut at = 0;
+    for piece in bytes.chunks(SPARSE) {
+        let (end, zero) = (at + piece.len(), is_zero(piece));
+        match runs.last_mut() {
+            Some((run, same)) if *same == zero => run.end = end,
+            _ => runs.push((at..end, zero)),
+        }
+        at = end;
+    }
+    runs
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zero_pieces_are_told_apart_and_joined() {
+        let mut bytes = vec![0; 5 * SPARSE + 512];
+        bytes[SPARSE] = 1;
+        bytes[3 * SPARSE - 1] = 1;
+        let all = runs(&bytes);
+        let (one, three, end) = (SPARSE, 3 * SPARSE, bytes.len());
+        let wanted = [(0..one, true), (one..three, false), (three..end, true)];
+        assert_eq!(all, wanted);
+        assert!(runs(&[]).is_empty());
+    }
+}

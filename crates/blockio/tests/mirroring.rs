@@ -1,0 +1,226 @@
+//! A disk that is copied to another file while somebody writes to it: both are the same at the end, whatever the way between
+//! them does.
+
+mod common;
+
+use common::{read_all, volume};
+use godwit_blockio::filters::{Change, Course, Mirroring, Outlet, Room};
+use godwit_blockio::{
+    Access, Arriving, Buffer, Data, Engine, Image, Outcome, Request, Stack, Work,
+};
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+const BYTES: u64 = 8 << 20;
+/// Changes that may be under way.
+const MOST: usize = 40;
+
+fn numbers(seed: u64) -> impl FnMut(u64) -> u64 {
+    let mut state = seed;
+    move |limit| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % limit
+    }
+}
+
+fn request_of(work: Work, data: Data, token: u64) -> Request {
+    Request::new(work, data, token, Instant::now())
+}
+
+fn write_of(start: u64, len: u64, fill: u8, token: u64) -> Request {
+    let mut buffer = Buffer::zeroed(len as usize);
+    buffer.bytes_mut().fill(fill);
+    request_of(Work::Write(start..start + len), Data::Own(buffer), token)
+}
+
+/// The way to the destination, which the test opens, closes, shuffles and cuts.
+#[derive(Default)]
+struct Way {
+    given: Vec<(u64, Range<u64>, Change)>,
+    count: u64,
+    lost: Vec<Range<u64>>,
+    is_cut: bool,
+}
+
+#[derive(Clone, Default)]
+struct ToTheFile(Arc<Mutex<Way>>);
+
+impl Outlet for ToTheFile {
+    fn room(&mut self, _now: Instant) -> Room {
+        let way = self.0.lock().unwrap();
+        match way.given.len() {
+            _ if way.is_cut => Room::Silent,
+            few if few < MOST / 2 => Room::All,
+            many if many < MOST => Room::Writes,
+            _ => Room::None,
+        }
+    }
+
+    fn give(&mut self, range: Range<u64>, change: Change) {
+        let mut way = self.0.lock().unwrap();
+        assert!(
+            !way.is_cut,
+            "nothing is given to a destination that is silent"
+        );
+        way.count += 1;
+        let number = way.count;
+        way.given.push((number, range, change));
+    }
+
+    fn lost(&mut self) -> Vec<Range<u64>> {
+        std::mem::take(&mut self.0.lock().unwrap().lost)
+    }
+}
+
+impl ToTheFile {
+    /// Any of those under way arrives.
+    fn carry_one(&self, to: &Arriving, mut number: impl FnMut(u64) -> u64) {
+        let mut way = self.0.lock().unwrap();
+        if way.given.is_empty() {
+            return;
+        }
+        let index = number(way.given.len() as u64) as usize;
+        let below = way.given.iter().map(|given| given.0).min().unwrap();
+        let (number, range, change) = way.given.swap_remove(index);
+        let len = (range.end - range.start) as usize;
+        let content = match &change {
+            Change::Written(buffer, at) => Some(&buffer.bytes()[*at..*at + len]),
+            Change::Zeroed => None,
+        };
+        to.apply(number, below, &range, content).unwrap();
+    }
+
+    fn cut(&self, to: &Arriving) {
+        let mut way = self.0.lock().unwrap();
+        let given = std::mem::take(&mut way.given);
+        way.lost
+            .extend(given.into_iter().map(|(_, range, _)| range));
+        way.is_cut = true;
+        to.begin_anew();
+    }
+}
+
+#[test]
+fn what_is_written_while_a_disk_is_copied_is_on_both_images() {
+    for seed in 0..20 {
+        let mut number = numbers(seed);
+        let (from, to) = (volume(BYTES), volume(BYTES));
+        // The first half holds something, the second nothing.
+        let content: Vec<u8> = (0..BYTES / 2).map(|at| (at / 512) as u8 | 1).collect();
+        let file = std::fs::OpenOptions::new()
+            .write(true)
+            .open(&from.path)
+            .unwrap();
+        std::os::unix::fs::FileExt::write_all_at(&file, &content, 0).unwrap();
+        let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
+        let arriving = Arriving::of(&open(&to.path)).unwrap();
+        let (way, course) = (ToTheFile::default(), Course::default());
+        let mirroring = Mirroring::new(BYTES, Box::new(way.clone()), &course);
+        let engine = Engine::new(open(&from.path)).unwrap();
+        let mut stack = Stack::new(vec![Box::new(mirroring)], engine);
+        let (mut token, mut finished, mut cuts) = (0, 0, 0);
+        let mut written = 0;
+        while !course.is_synchronised() || token < 1000 || stack.under_way() > 0 {
+            while stack.under_way() < 8 && token < 1000 {
+                let start = number(BYTES / 512 - 64) * 512;
+                let len = (1 + number(64)) * 512;
+                token += 1;
+                let one = match number(8) {
+                    0 => request_of(Work::Flush, Data::None, token),
+                    1 => request_of(Work::Discard(start..start + len), Data::None, token),
+                    _ => write_of(start, len, number(256) as u8, token),
+                };
+                written += u64::from(one.work.changes());
+                stack.submit(one, Instant::now());
+            }
+            // Not before something was written to what is a hole.
+            if token == 20 {
+                course.begin(std::iter::once(BYTES / 2..BYTES));
+            }
+            stack.turn(Some(Instant::now()), &mut Vec::new()).unwrap();
+            while let Some((_, outcome)) = stack.finished() {
+                assert_eq!(outcome, Outcome::Done);
+                finished += 1;
+            }
+            match number(100) {
+                0 if token > 100 && cuts < 5 => {
+                    way.cut(&arriving);
+                    cuts += 1;
+                }
+                1..=5 => way.0.lock().unwrap().is_cut = false,
+                _ => way.carry_one(&arriving, &mut number),
+            }
+            if token >= 20 {
+                course.begin(std::iter::empty());
+            }
+            if token >= 1000 {
+                way.0.lock().unwrap().is_cut = false;
+            }
+        }
+        while !way.0.lock().unwrap().given.is_empty() {
+            way.carry_one(&arriving, &mut number);
+        }
+        arriving.sync().unwrap();
+        assert_eq!((finished, course.left_bytes()), (token, 0));
+        assert_eq!(course.failure(), None);
+        assert!(written > 500 && cuts == 5, "{written}, {cuts}");
+        assert!(read_all(&from) == read_all(&to), "seed {seed}: they differ");
+    }
+}
+
+#[test]
+fn a_destination_that_is_never_there_holds_no_write() {
+    let from = volume(BYTES);
+    let (way, course) = (ToTheFile::default(), Course::default());
+    way.0.lock().unwrap().is_cut = true;
+    let mirroring = Mirroring::new(BYTES, Box::new(way), &course);
+    let image = Image::open(&from.path, Access::ReadWrite, 512).unwrap();
+    let mut stack = Stack::new(vec![Box::new(mirroring)], Engine::new(image).unwrap());
+    course.begin(std::iter::empty());
+    for token in 0..20 {
+        stack.submit(write_of(token * 4096, 4096, 7, token), Instant::now());
+    }
+    while stack.under_way() > 0 {
+        stack.turn(None, &mut Vec::new()).unwrap();
+    }
+    course.give_up();
+    stack.submit(write_of(0, 512, 9, 99), Instant::now());
+    while stack.under_way() > 0 {
+        stack.turn(None, &mut Vec::new()).unwrap();
+    }
+    assert!(!course.is_synchronised());
+    assert_eq!(read_all(&from)[..513], [&[9; 512][..], &[7]].concat());
+}
+
+#[test]
+fn of_two_changes_of_the_same_bytes_the_later_number_stays_and_none_reaches_beyond_the_end() {
+    let to = volume(8192);
+    let image = Image::open(&to.path, Access::ReadWrite, 512).unwrap();
+    let arriving = Arriving::of(&image).unwrap();
+    let filled = |fill: u8, len: usize| {
+        let mut buffer = Buffer::zeroed(len);
+        buffer.bytes_mut().fill(fill);
+        buffer
+    };
+    arriving
+        .apply(2, 1, &(512..1024), Some(filled(2, 512).bytes()))
+        .unwrap();
+    arriving
+        .apply(1, 1, &(0..2048), Some(filled(1, 2048).bytes()))
+        .unwrap();
+    arriving.apply(3, 1, &(1536..2048), None).unwrap();
+    let found = read_all(&to);
+    let wanted = [[1; 512], [2; 512], [1; 512], [0; 512]].concat();
+    assert_eq!(found[..2048], wanted);
+    let buffer = filled(9, 512);
+    let whole = Some(buffer.bytes());
+    for (range, content) in [(8192..8704, whole), (0..1024, whole), (0..u64::MAX, None)] {
+        let refused = arriving.apply(4, 1, &range, content).unwrap_err();
+        assert!(refused.to_string().contains("does not have"), "{refused}");
+    }
+    let backwards = Range { start: 512, end: 0 };
+    assert!(arriving.apply(4, 1, &backwards, whole).is_err());
+}

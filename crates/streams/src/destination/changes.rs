@@ -1,0 +1,206 @@
+//! The channels on which changes of disks come: one thread each, which writes what comes into the image that it is for.
+//!
+//! Owned by the connection set. Threads share the images, where the later number wins, and nothing else. Refuses: a disk that
+//! does not come, and whatever is no change.
+
+use super::progress::{End, Progress};
+use super::receiver::{ReceiveError, SILENCE_MAX};
+use crate::faults::reached;
+use godwit_blockio::{Arriving, Buffer};
+use godwit_migrate::protocol::{CHANGE_CHANNELS_MAX, ToSource};
+use godwit_transport::{Closer, Connection, Meter, Patience, RecordReader, TransportError};
+use godwit_wire::{DiskChange, PAYLOAD_LEN_MAX, RecordKind};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crate::control::SharedControl;
+
+/// How often a source with disks hears how far they are, also where that is no news: it lets guests wait for a destination
+/// that is slow, and not for one that is silent.
+const TOLD_EVERY: Duration = Duration::from_millis(100);
+
+/// The images that are to be filled, by the disk's place in the VM; `None`: one that stays, or is there already.
+pub type Disks = Arc<Vec<Option<Arriving>>>;
+
+/// One that has connected.
+struct Channel {
+    progress: Arc<Progress>,
+    closer: Closer,
+    meter: Arc<Meter>,
+    /// Gives the channel back: closed any sooner, the source would take a failure here for a lost link.
+    thread: JoinHandle<RecordReader>,
+    told: u64,
+}
+
+/// Those of a connection set, and the images that they fill.
+pub struct ChangeChannels {
+    disks: Disks,
+    /// The source said that it makes so many.
+    expected: usize,
+    /// At each index what has connected.
+    slots: Vec<Option<Channel>>,
+    told_at: Option<Instant>,
+}
+
+impl ChangeChannels {
+    /// Before the set's first word; what comes goes to these images.
+    pub fn new(disks: Disks) -> Self {
+        Self {
+            disks,
+            expected: 0,
+            slots: (0..CHANGE_CHANNELS_MAX).map(|_| None).collect(),
+            told_at: None,
+        }
+    }
+
+    /// So many will come, on which later numbers than ever before are sent.
+    pub fn begin(&mut self, expected: u32) {
+        self.expected = expected as usize;
+        self.disks.iter().flatten().for_each(Arriving::begin_anew);
+    }
+
+    /// Whether all have come.
+    pub fn complete(&self) -> bool {
+        self.slots.iter().flatten().count() >= self.expected
+    }
+
+    /// Takes a channel in.
+    pub fn admit(&mut self, index: usize, connection: Connection) -> Result<(), String> {
+        let expected = self.expected;
+        let slot = self.slots.get_mut(index).filter(|_| index < expected);
+        let Some(slot @ None) = slot else {
+            return Err("the source opened more channels for disks than it said".into());
+        };
+        let closer = connection.closer();
+        let reader = connection.split().0;
+        let (meter, progress) = (reader.meter(), Arc::<Progress>::default());
+        let (disks, ours) = (Arc::clone(&self.disks), Arc::clone(&progress));
+        let work = move || receive(reader, &disks, &ours);
+        let thread = std::thread::Builder::new()
+            .name("receive-disk".into())
+            .spawn(work);
+        let thread = thread.map_err(|error| format!("cannot start a receiving thread: {error}"));
+        *slot = Some(Channel {
+            progress,
+            closer,
+            meter,
+            thread: thread?,
+            told: 0,
+        });
+        Ok(())
+    }
+
+    /// How a channel ended that did not end in good order.
+    pub fn failure(&self) -> Option<End> {
+        let open = self.slots.iter().flatten();
+        let mut ends = open.filter_map(|channel| channel.progress.read().1);
+        ends.find(|end| *end != End::Finished)
+    }
+
+    /// Waits until everything has come and was carried out: each has ended with its final record. `false`: not by then.
+    pub fn have_ended(&self, deadline: Instant) -> Result<bool, End> {
+        for channel in self.slots.iter().flatten() {
+            match channel.progress.wait_for_end(deadline) {
+                Some(End::Finished) => {}
+                Some(end) => return Err(end),
+                None => return Ok(false),
+            }
+        }
+        Ok(self.complete())
+    }
+
+    /// Says what was carried out since it was last said.
+    pub fn tell_applied(&mut self, control: &SharedControl) -> Result<(), TransportError> {
+        let now = Instant::now();
+        let is_time = self.told_at.is_none_or(|at| now >= at + TOLD_EVERY);
+        for (index, slot) in self.slots.iter_mut().enumerate() {
+            let Some(channel) = slot else { continue };
+            let (records, _) = channel.progress.read();
+            if records == channel.told && !is_time {
+                continue;
+            }
+            (channel.told, self.told_at) = (records, Some(now));
+            let channel = index as u32;
+            control.send(&ToSource::ChangesApplied { channel, records })?;
+        }
+        Ok(())
+    }
+
+    /// By channel: records that were carried out.
+    #[cfg(test)]
+    pub(crate) fn applied(&self) -> Vec<u64> {
+        let open = self.slots.iter().flatten();
+        open.map(|channel| channel.progress.read().0).collect()
+    }
+
+    /// Bytes that have come on them.
+    pub fn bytes(&self) -> u64 {
+        let open = self.slots.iter().flatten();
+        open.map(|channel| channel.meter.read().bytes).sum()
+    }
+
+    /// Makes everything durable that has come.
+    pub fn sync(&self) -> Result<(), String> {
+        let mut disks = self.disks.iter().flatten();
+        let synced = disks.try_for_each(Arriving::sync);
+        synced.map_err(|error| error.to_string())
+    }
+
+    /// Closes all: when this returns nothing of them writes to a disk any more.
+    pub fn close(&mut self) {
+        let open = || self.slots.iter().flatten();
+        open().for_each(|channel| channel.closer.close());
+        for channel in self.slots.iter_mut().filter_map(Option::take) {
+            let _ = channel.thread.join();
+        }
+    }
+}
+
+fn receive(reader: RecordReader, disks: &Disks, progress: &Progress) -> RecordReader {
+    let mut receiver = ChangeReceiver {
+        reader,
+        content: Buffer::zeroed(PAYLOAD_LEN_MAX),
+    };
+    let end = match receiver.run(disks, progress) {
+        Ok(()) => End::Finished,
+        Err(error) => error.end(),
+    };
+    progress.ended(end);
+    receiver.reader
+}
+
+struct ChangeReceiver {
+    reader: RecordReader,
+    /// Of the change that is carried out.
+    content: Buffer,
+}
+
+impl ChangeReceiver {
+    fn run(&mut self, disks: &Disks, progress: &Progress) -> Result<(), ReceiveError> {
+        let patience = Patience::idle(SILENCE_MAX);
+        loop {
+            let record = self.reader.next(&patience)?;
+            let change = match record.kind {
+                RecordKind::DiskChange => DiskChange::decode(record.payload)?,
+                RecordKind::Final => return Ok(()),
+                _ => return Err(ReceiveError::OutOfPlace),
+            };
+            let content = match change.payload_len() {
+                Some(len) => {
+                    let content = self.content.bytes_mut().get_mut(..len);
+                    let content = content.ok_or(ReceiveError::OutOfPlace)?;
+                    self.reader.next_payload_into(content, &patience)?;
+                    Some(&*content)
+                }
+                None => None,
+            };
+            let disk = disks.get(usize::from(change.disk));
+            let disk = disk.and_then(Option::as_ref);
+            let disk = disk.ok_or(ReceiveError::OutOfPlace)?;
+            disk.apply(change.number, change.below, &change.range, content)?;
+            progress.applied(self.reader.next_counter());
+            reached("destination.disk-change");
+        }
+    }
+}

@@ -1,0 +1,66 @@
+//! What becomes of a disk's image while it is served: taken, given back, grown.
+//!
+//! Who owns the state: the disk's thread. What it refuses: to give an image back while anything is under way on it.
+
+use std::time::Duration;
+
+use crate::Error;
+use crate::connection::send;
+use crate::disk::Device;
+use crate::message::{encode, request};
+use std::os::fd::AsFd;
+
+impl Device {
+    pub(crate) fn busy(&self) -> Error {
+        Error::Busy {
+            under_way: self.stack.under_way(),
+            waited: Duration::ZERO,
+        }
+    }
+
+    pub(crate) fn take_image(&mut self, name: &str, patience: Duration) -> Result<(), Error> {
+        if self.has_image {
+            return Ok(());
+        }
+        let busy = self.busy();
+        self.stack
+            .bottom
+            .image()
+            .ok_or(busy)?
+            .lock(name, patience)?;
+        self.has_image = true;
+        self.measure().map(drop)
+    }
+
+    pub(crate) fn give_image_back(&mut self, name: &str) -> Result<(), Error> {
+        let busy = self.busy();
+        let image = self.stack.bottom.image().filter(|_| self.held);
+        let image = image.ok_or(busy)?;
+        // From here on nothing is taken, also where this fails.
+        self.has_image = false;
+        Ok(image.give_back(name)?)
+    }
+
+    /// Looks at the image's size and tells the guest if it has changed.
+    pub(crate) fn measure(&mut self) -> Result<u64, Error> {
+        let block = u64::from(self.guest.geometry.block);
+        let bytes = self.stack.bottom.measure()?;
+        let bytes = bytes - bytes % block;
+        if bytes != self.guest.geometry.bytes {
+            self.guest.geometry.bytes = bytes;
+            self.tell_size()?;
+        }
+        Ok(bytes)
+    }
+
+    /// QEMU looks at the configuration anew, and tells the guest's driver if it has changed.
+    pub(crate) fn tell_size(&self) -> Result<(), Error> {
+        match &self.back_channel {
+            Some(channel) => {
+                let message = encode(request::CONFIG_CHANGED, false, &[]);
+                send(channel.as_fd(), &message, None)
+            }
+            None => Ok(()),
+        }
+    }
+}

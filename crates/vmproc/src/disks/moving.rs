@@ -1,0 +1,276 @@
+//! Disks of a VM that moves: what goes along is mirrored to the other host, what both hosts have changes hands.
+//!
+//! A disk on storage of this host alone goes along: its image is filled at the destination while the guest runs at the source.
+//! One on shared storage is given back by the source once its guest stands still, and taken by the destination with the permit
+//! alone. Owns nothing beyond the mirrors' handles. Refuses: to take an image without the right to run the VM.
+
+use super::images::{give_names, keep_names};
+use super::served::Served;
+use super::{CONNECT_WAIT, Disks, LOCK_WAIT, REST_WAIT, told};
+use crate::adoption::lock;
+use crate::hypervisor::{internal, with_other_rights};
+use godwit_blockio::Arriving;
+use godwit_blockio::filters::{Course, Mirroring};
+use godwit_streams::source::Changes;
+use godwit_types::migration::MigrationSpec;
+use godwit_types::vm::DiskSpec;
+use godwit_types::{ApiError, ErrorCode, Generation};
+use godwit_vhost::Disk;
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
+use std::fs::File;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+/// What fills the images of a VM that comes, by the disk's place.
+pub(super) type Filling = Arc<Vec<Option<Arriving>>>;
+
+/// More changes may be under way than are worth a stop of the guest, bytes.
+const CLOSE_BYTES: u64 = 8 << 20;
+
+/// A disk that goes along.
+#[derive(Debug)]
+struct Along {
+    spec: DiskSpec,
+    image: (u64, u64),
+    bytes: u64,
+    course: Course,
+}
+
+/// The disks that go along with a VM that leaves.
+#[derive(Debug)]
+pub(crate) struct SourceDisks {
+    pub changes: Changes,
+    disks: Vec<Along>,
+}
+
+impl Disks {
+    /// Begins to mirror those that go along with the VM; nothing where none does. They are copied from
+    /// [`SourceDisks::begin`] on.
+    pub(crate) fn mirror(&self, spec: &MigrationSpec) -> Result<Option<SourceDisks>, ApiError> {
+        let what = &self.0.what;
+        let all = what.disks.iter().zip(&what.images).enumerate();
+        let along: Vec<_> = all.filter(|(_, (disk, _))| disk.goes_along()).collect();
+        if along.is_empty() {
+            return Ok(None);
+        }
+        // A process that has just taken QEMU over is connected to in a moment.
+        self.wait_for_qemu(Instant::now() + CONNECT_WAIT, || true)
+            .map_err(|why| ApiError::new(ErrorCode::Hypervisor, why))?;
+        let cap = spec.max_bandwidth_mbit_per_s;
+        let cap = cap.map(|mbit| mbit.max(1) as f64 * 125_000.0);
+        let changes = Changes::new(what.disks.len(), cap);
+        let mut source = SourceDisks {
+            changes,
+            disks: Vec::new(),
+        };
+        let disks = lock(&self.0.disks);
+        for (index, (disk, image)) in along {
+            let named = spec.disks.iter().find(|named| named.name == disk.name);
+            let named = named.ok_or_else(|| {
+                let name = &disk.name;
+                internal(format!(
+                    "the migration's description does not name disk '{name}'"
+                ))
+            })?;
+            let served = disks.get(index).and_then(Option::as_ref);
+            let outlet = u8::try_from(index).map_err(internal)?;
+            let outlet = source.changes.of_disk(outlet);
+            let course = Course::default();
+            let filter = Mirroring::new(named.bytes, outlet, &course);
+            put((served, named.bytes), disk, Box::new(filter))?;
+            source.disks.push(Along {
+                spec: disk.clone(),
+                image: *image,
+                bytes: named.bytes,
+                course,
+            });
+        }
+        Ok(Some(source))
+    }
+
+    /// Lets the other host have what is on shared storage. The guest stands still, and nothing is under way.
+    pub(crate) fn give_back(&self) -> Result<(), String> {
+        let disks = lock(&self.0.disks);
+        self.0.may_run.store(false, Ordering::SeqCst);
+        for (disk, spec) in disks.iter().zip(&self.0.what.disks) {
+            if let Some(disk) = disk.as_ref().filter(|_| spec.changes_hands()) {
+                let given = disk.give_image_back(&self.0.lock_name(spec));
+                given.map_err(|error| told(spec, &error))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes every image for a guest that is let run under this generation: those that came with it get their names.
+    pub(crate) fn take(&self, generation: Generation) -> Result<(), String> {
+        let served = &self.0;
+        if let Some(arrival) = lock(&served.arriving).as_ref() {
+            if arrival.whole != Some(generation) {
+                return Err("its disks are not whole on this host".to_owned());
+            }
+            give_names(&served.what.disks, &arrival.migration);
+        }
+        let disks = lock(&served.disks);
+        served.may_run.store(true, Ordering::SeqCst);
+        for (disk, spec) in disks.iter().zip(&served.what.disks) {
+            let Some(disk) = disk else { continue };
+            let taken = disk.take_image(&served.lock_name(spec), LOCK_WAIT);
+            taken.map_err(|error| told(spec, &error))?;
+        }
+        Ok(())
+    }
+
+    /// The guest runs here: makes the names of images durable that came with it.
+    pub(crate) fn keep_arrived(&self) {
+        let served = &self.0;
+        if lock(&served.arriving).is_none() {
+            return;
+        }
+        // What is not written is found again by whoever starts the VM next.
+        if let Err(error) = keep_names(&served.what.disks) {
+            tracing::warn!(%error, "the names of the VM's images may not be durable yet");
+            return;
+        }
+        *lock(&served.arriving) = None;
+        if let Err(error) = served.save() {
+            tracing::warn!(%error, "that the VM's disks are here is not written yet");
+        }
+    }
+
+    /// Everything of them is here and durable: who holds the VM under this generation may use them.
+    pub(crate) fn are_whole(&self, attempt: Generation) -> Result<(), ApiError> {
+        let served = &self.0;
+        match lock(&served.arriving).as_mut() {
+            Some(arrival) => arrival.whole = Some(attempt),
+            None => return Ok(()),
+        }
+        served.save()
+    }
+
+    /// What fills those that come with the VM.
+    pub(crate) fn filling(&self) -> Filling {
+        Arc::clone(&*lock(&self.0.filling))
+    }
+}
+
+/// Only on a disk of the size for which the other host has made a place.
+fn put(
+    (served, bytes): (Option<&Disk>, u64),
+    spec: &DiskSpec,
+    filter: Box<Mirroring>,
+) -> Result<(), ApiError> {
+    let name = &spec.name;
+    let refused = |why: String| ApiError::new(ErrorCode::Hypervisor, why);
+    let Some(disk) = served else {
+        return Err(refused(format!("disk '{name}' is not served")));
+    };
+    let measured = disk
+        .measure()
+        .map_err(|error| refused(told(spec, &error)))?;
+    if measured != bytes {
+        return Err(refused(format!(
+            "disk '{name}' has {measured} bytes, and had {bytes} a moment ago: try again"
+        )));
+    }
+    let put = disk.put_lowest(filter, REST_WAIT);
+    put.map_err(|error| refused(told(spec, &error)))
+}
+
+impl Served {
+    /// What fills an image.
+    pub(super) fn fills(
+        &self,
+        spec: &DiskSpec,
+        image: &godwit_blockio::Image,
+    ) -> Result<Option<Arriving>, ApiError> {
+        let is_filled = spec.goes_along() && lock(&self.arriving).is_some();
+        let arriving = is_filled.then(|| Arriving::of(image)).transpose();
+        arriving.map_err(|error| self.refused(spec, &error))
+    }
+}
+
+impl SourceDisks {
+    /// Lets the copying begin: what is a hole is not copied. Whatever cannot be looked at is.
+    /// Returns the bytes that are to be copied.
+    pub(crate) fn begin(&self) -> u64 {
+        let mut bytes = 0;
+        for disk in &self.disks {
+            let holes = with_other_rights(|| disk.holes().map_err(internal));
+            let holes = holes.unwrap_or_else(|error| {
+                tracing::warn!(disk = disk.spec.name, %error, "all of a disk is copied, since its holes are not known");
+                Vec::new()
+            });
+            let empty: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
+            bytes += disk.bytes.saturating_sub(empty);
+            disk.course.begin(holes);
+        }
+        bytes
+    }
+
+    /// Bytes that are still to be copied.
+    pub(crate) fn left_bytes(&self) -> u64 {
+        let left = self.disks.iter().map(|disk| disk.course.left_bytes());
+        left.sum()
+    }
+
+    /// Whether both hosts' images are equal but for what is under way.
+    pub(crate) fn are_synchronised(&self) -> bool {
+        let mut disks = self.disks.iter();
+        disks.all(|disk| disk.course.is_synchronised())
+    }
+
+    /// Whether so little is under way that the guest can be stopped for it.
+    pub(crate) fn are_close(&self) -> bool {
+        self.are_synchronised() && self.changes.under_way_bytes() <= CLOSE_BYTES
+    }
+
+    /// Why one cannot be copied.
+    pub(crate) fn failure(&self) -> Option<String> {
+        let failed = |disk: &Along| {
+            let why = disk.course.failure()?;
+            Some(format!(
+                "disk '{}' could not be copied: {why}",
+                disk.spec.name
+            ))
+        };
+        self.disks.iter().find_map(failed)
+    }
+}
+
+/// Whatever becomes of the migration, no guest waits for it any longer.
+impl Drop for SourceDisks {
+    fn drop(&mut self) {
+        self.disks.iter().for_each(|disk| disk.course.give_up());
+    }
+}
+
+impl Along {
+    /// Where the image holds nothing.
+    fn holes(&self) -> Result<Vec<Range<u64>>, String> {
+        let told = |error: &dyn std::fmt::Display| format!("{}: {error}", self.spec.path);
+        let file = File::open(&self.spec.path).map_err(|error| told(&error))?;
+        let found = godwit_qemu::disk::identity_of_open(&file).map_err(|error| told(&error))?;
+        if found != self.image {
+            return Err(told(&"it is another file than the guest's"));
+        }
+        let (mut holes, mut at) = (Vec::new(), 0);
+        while at < self.bytes {
+            let data = match seek(&file, SeekFrom::Data(at)) {
+                Ok(data) => data.min(self.bytes),
+                Err(Errno::NXIO) => self.bytes,
+                Err(error) => return Err(told(&error)),
+            };
+            if data > at {
+                holes.push(at..data);
+            }
+            if data >= self.bytes {
+                break;
+            }
+            at = seek(&file, SeekFrom::Hole(data)).map_err(|error| told(&error))?;
+        }
+        Ok(holes)
+    }
+}

@@ -1,0 +1,398 @@
+//! One QEMU's disks: the images, the threads that serve them, and what is written down of both.
+//!
+//! Owns a thread for each disk. Refuses: an image that its user may not open, that somebody else has open, or that is another
+//! one than QEMU was started with.
+
+use super::images::{arriving_path, put_aside};
+use super::moving::Filling;
+use super::{BLOCK, LOCK_WAIT, MEND_EVERY};
+use crate::adoption::lock;
+use crate::faults::planted;
+use crate::files::Paths;
+use crate::hypervisor::{common_user, internal, reserved, with_other_rights};
+use godwit_blockio::{Access, Image};
+use godwit_guestmem::RamFile;
+use godwit_qemu::user::{self, User};
+use godwit_store::save_json;
+use godwit_types::host_api::VmProcessConfig;
+use godwit_types::migration::MigrationSpec;
+use godwit_types::vm::DiskSpec;
+use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
+use godwit_vhost::block::Geometry;
+use godwit_vhost::{Disk, Settings};
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// What a QEMU was started with: durable before it starts.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ServedDisks {
+    /// Of which QEMU of this VM: its number, which is used again,
+    pub(super) launch: u64,
+    /// and the file system and inode of its RAM file, which are not while it lives.
+    pub(super) ram: (u64, u64),
+    /// Whom the sockets belong to.
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+    pub(super) queues: u16,
+    pub(super) disks: Vec<DiskSpec>,
+    /// The image of each: device and inode.
+    pub(super) images: Vec<(u64, u64)>,
+    /// That those which go along with their VM are not this host's yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) arriving: Option<Arrival>,
+}
+
+/// Images that come with their VM. Until it is here they have names of their own ([`arriving_path`]).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Arrival {
+    pub(super) migration: MigrationId,
+    /// The generation under which they were whole and durable here: who holds the VM under this one may use them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) whole: Option<Generation>,
+}
+
+/// A QEMU's disks, as all handles share them.
+#[derive(Debug)]
+pub(super) struct Served {
+    pub(super) config: VmProcessConfig,
+    pub(super) paths: Paths,
+    pub(super) what: ServedDisks,
+    ram: Arc<RamFile>,
+    /// One for each of `what.disks`; `None`: it cannot be served, and is tried again.
+    pub(super) disks: Mutex<Vec<Option<Disk>>>,
+    tried: Mutex<Option<Instant>>,
+    /// Which of them a thread tries to serve just now.
+    is_tried: Vec<AtomicBool>,
+    /// Why one could not be served, as it was said last.
+    said: Mutex<String>,
+    /// When the guest was last stopped and let run for one that was forgotten.
+    pub(super) repaired: Mutex<Option<Instant>>,
+    pub(super) has_ended: AtomicBool,
+    /// Images that come with their VM, until it is here.
+    pub(super) arriving: Mutex<Option<Arrival>>,
+    /// Writes what comes into the images that arrive.
+    pub(super) filling: Mutex<Filling>,
+    /// Whether the guest may be running: its images are taken as soon as they are served, and not only with a permit.
+    pub(super) may_run: AtomicBool,
+}
+
+impl Arrival {
+    /// With this migration, of which nothing has come.
+    pub(super) fn of(migration: &MigrationId) -> Self {
+        Self {
+            migration: migration.clone(),
+            whole: None,
+        }
+    }
+}
+
+impl Served {
+    pub(super) fn new(
+        config: &VmProcessConfig,
+        paths: &Paths,
+        what: ServedDisks,
+        ram: &Arc<RamFile>,
+        may_run: bool,
+    ) -> Self {
+        let arriving = what.arriving.clone();
+        Self {
+            config: config.clone(),
+            paths: paths.clone(),
+            disks: Mutex::new(what.disks.iter().map(|_| None).collect()),
+            ram: Arc::clone(ram),
+            tried: Mutex::new(None),
+            is_tried: what.disks.iter().map(|_| AtomicBool::new(false)).collect(),
+            what,
+            said: Mutex::default(),
+            repaired: Mutex::default(),
+            has_ended: AtomicBool::new(false),
+            arriving: Mutex::new(arriving),
+            filling: Mutex::default(),
+            may_run: AtomicBool::new(may_run),
+        }
+    }
+
+    /// Makes the images that are to be filled. Written down before: what a process that dies leaves is removed by the next.
+    pub(super) fn make_those_that_come(&self, migration: &MigrationSpec) -> Result<(), ApiError> {
+        put_aside(&self.paths);
+        self.save()?;
+        let made = self.make_all(migration);
+        if made.is_err() {
+            put_aside(&self.paths);
+        }
+        made
+    }
+
+    fn make_all(&self, migration: &MigrationSpec) -> Result<(), ApiError> {
+        let (uid, gid) = (self.what.uid, self.what.gid);
+        for spec in self.what.disks.iter().filter(|disk| disk.goes_along()) {
+            let named = migration.disks.iter().find(|named| named.name == spec.name);
+            let named = named
+                .ok_or_else(|| self.refused(spec, &"the migration does not say how large it is"))?;
+            if Path::new(&spec.path).exists() {
+                let path = &spec.path;
+                return Err(self.refused(spec, &format!(
+                    "{path} exists already, and the disk is to come there: move that file away, or remove it if nobody needs it"
+                )));
+            }
+            let beside = DiskSpec {
+                path: arriving_path(&spec.path, &migration.id),
+                ..spec.clone()
+            };
+            let reserved = reserved(&self.config);
+            with_other_rights(|| {
+                let common = common_user(&self.config, &reserved);
+                user::make_disk(
+                    common,
+                    &self.config.vm,
+                    &beside,
+                    named.bytes,
+                    User { uid, gid },
+                )
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Opens all images and serves them.
+    pub(super) fn begin(&mut self) -> Result<(), ApiError> {
+        let (mut images, until) = (Vec::new(), Instant::now() + LOCK_WAIT);
+        for disk in &self.what.disks {
+            let left = until.saturating_duration_since(Instant::now());
+            images.push(self.open(disk, left, self.takes(disk))?);
+        }
+        let mut filling = Vec::new();
+        for (image, disk) in images.iter().zip(&self.what.disks) {
+            let identity = image.identity();
+            let identity = identity.map_err(|error| self.refused(disk, &error))?;
+            filling.push(self.fills(disk, image)?);
+            self.what.images.push((identity.device, identity.inode));
+        }
+        *lock(&self.filling) = Arc::new(filling);
+        // Also one without disks: whoever takes it over must not find those of an earlier one.
+        self.save()?;
+        for (index, image) in images.into_iter().enumerate() {
+            let takes = self
+                .what
+                .disks
+                .get(index)
+                .is_some_and(|disk| self.takes(disk));
+            self.start(index, image, takes)?;
+        }
+        Ok(())
+    }
+
+    /// Whether a disk's image is taken at once: no other host can have it, or this one may run the guest.
+    fn takes(&self, spec: &DiskSpec) -> bool {
+        self.may_run.load(Ordering::SeqCst) || !spec.changes_hands()
+    }
+
+    /// Once for each reason: it may be tried for days.
+    fn say(&self, error: &ApiError) {
+        let mut said = lock(&self.said);
+        if *said != error.message {
+            tracing::warn!(%error, "a disk of the guest is not served; this is tried again");
+            said.clone_from(&error.message);
+        }
+    }
+
+    pub(super) fn is_time(&self) -> bool {
+        let mut tried = lock(&self.tried);
+        let now = Instant::now();
+        let is_time = tried.is_none_or(|at| now >= at + MEND_EVERY);
+        if is_time {
+            *tried = Some(now);
+        }
+        is_time
+    }
+
+    /// Those that no thread serves. One that has ended, since the kernel failed it, is not kept.
+    pub(super) fn missing(&self) -> Vec<usize> {
+        let mut disks = lock(&self.disks);
+        for slot in disks.iter_mut() {
+            if slot.as_ref().is_some_and(Disk::has_ended) {
+                *slot = None;
+            }
+        }
+        let all = disks.iter().enumerate();
+        all.filter(|(_, disk)| disk.is_none())
+            .map(|(index, _)| index)
+            .collect()
+    }
+
+    /// Serves one, on a thread of its own: its image may lie on storage that hangs. `tried` is dropped once that is over.
+    pub(super) fn try_in_thread(
+        self: &Arc<Self>,
+        index: usize,
+        patience: Duration,
+        tried: Option<Sender<()>>,
+    ) {
+        let is_tried = self.is_tried.get(index);
+        if is_tried.is_none_or(|is_tried| is_tried.swap(true, Ordering::SeqCst)) {
+            return;
+        }
+        let served = Arc::clone(self);
+        let work = move || {
+            served.try_to_serve(index, patience);
+            served.set_tried(index);
+            drop(tried);
+        };
+        let thread = std::thread::Builder::new()
+            .name("disk-begin".into())
+            .spawn(work);
+        if let Err(error) = thread {
+            tracing::warn!(%error, "a disk cannot be served yet");
+            self.set_tried(index);
+        }
+    }
+
+    fn set_tried(&self, index: usize) {
+        if let Some(is_tried) = self.is_tried.get(index) {
+            is_tried.store(false, Ordering::SeqCst);
+        }
+    }
+
+    fn try_to_serve(&self, index: usize, patience: Duration) {
+        match self.serve(index, patience) {
+            Ok(()) => {
+                let disk = self.what.disks.get(index).map(|disk| disk.name.as_str());
+                tracing::info!(disk, "a disk of the guest is served again");
+            }
+            Err(error) => self.say(&error),
+        }
+    }
+
+    /// The image that it had, and no other in its place.
+    fn serve(&self, index: usize, patience: Duration) -> Result<(), ApiError> {
+        let (Some(spec), Some(before)) = (self.what.disks.get(index), self.what.images.get(index))
+        else {
+            return Ok(());
+        };
+        let image = self.open(spec, patience, self.takes(spec))?;
+        let now = image
+            .identity()
+            .map_err(|error| self.refused(spec, &error))?;
+        if (now.device, now.inode) != *before && !planted("image-swapped") {
+            let path = &spec.path;
+            return Err(self.refused(spec, &format!(
+                "{path} is another file than the one that the guest works with: put that one back, or end the guest"
+            )));
+        }
+        self.start(index, image, self.takes(spec))
+    }
+
+    pub(super) fn start(
+        &self,
+        index: usize,
+        image: Image,
+        has_image: bool,
+    ) -> Result<(), ApiError> {
+        let Some(spec) = self.what.disks.get(index) else {
+            return Ok(());
+        };
+        let disk = Disk::start(Settings {
+            name: spec.name.clone(),
+            socket: self.paths.ram_files.disk_socket(self.what.launch, index),
+            owner: Some((self.what.uid, self.what.gid)),
+            geometry: self.geometry(spec, &image),
+            image,
+            filters: Vec::new(),
+            ram: Arc::clone(&self.ram),
+            has_image,
+        });
+        let disk = disk.map_err(|error| self.refused(spec, &error))?;
+        let mut disks = lock(&self.disks);
+        let has_ended = self.has_ended.load(Ordering::SeqCst);
+        if let Some(slot) = disks.get_mut(index).filter(|_| !has_ended) {
+            *slot = Some(disk);
+        }
+        Ok(())
+    }
+
+    pub(super) fn refused(&self, spec: &DiskSpec, error: &dyn std::fmt::Display) -> ApiError {
+        let (vm, host) = (&self.config.vm, &self.config.host);
+        let message = format!(
+            "disk '{}' of VM '{vm}' on host '{host}': {error}",
+            spec.name
+        );
+        ApiError::new(ErrorCode::InvalidRequest, message).on_host(host)
+    }
+
+    fn geometry(&self, spec: &DiskSpec, image: &Image) -> Geometry {
+        Geometry {
+            bytes: image.bytes() - image.bytes() % u64::from(BLOCK),
+            block: BLOCK,
+            queues: self.what.queues,
+            read_only: spec.read_only,
+            erases: !spec.read_only,
+            serial: spec.name.clone(),
+        }
+    }
+
+    /// With the rights of QEMU's user, and locked if it is to be `taken`.
+    pub(super) fn open(
+        &self,
+        spec: &DiskSpec,
+        patience: Duration,
+        taken: bool,
+    ) -> Result<Image, ApiError> {
+        let spec = &DiskSpec {
+            path: self.path_of(spec),
+            ..spec.clone()
+        };
+        let (uid, gid) = (self.what.uid, self.what.gid);
+        let reserved = reserved(&self.config);
+        let file = with_other_rights(|| {
+            let common = common_user(&self.config, &reserved);
+            let one = std::slice::from_ref(spec);
+            user::open_disks(common, &self.config.vm, one, User { uid, gid })
+        })?;
+        let refused = |error: &dyn std::fmt::Display| self.refused(spec, error);
+        let file = file.into_iter().next().map(File::from);
+        let file = file.ok_or_else(|| refused(&"its image was not opened"))?;
+        let access = match spec.read_only {
+            true => Access::ReadOnly,
+            false => Access::ReadWrite,
+        };
+        let image = Image::of(file, Path::new(&spec.path), access, BLOCK);
+        let mut image = image.map_err(|error| refused(&error))?;
+        if taken {
+            let locked = image.lock(&self.lock_name(spec), patience);
+            locked.map_err(|error| refused(&error))?;
+        }
+        Ok(image)
+    }
+
+    /// The name under which this host has a disk's image.
+    pub(super) fn lock_name(&self, spec: &DiskSpec) -> String {
+        let (host, vm) = (&self.config.host, &self.config.vm);
+        format!("{host}/{vm}/{}", spec.name)
+    }
+
+    /// Where a disk's image lies now: one that arrives has a name of its own until its VM is here.
+    fn path_of(&self, spec: &DiskSpec) -> String {
+        let arriving = lock(&self.arriving);
+        let beside = arriving.as_ref().filter(|_| spec.goes_along());
+        let beside = beside.map(|arrival| arriving_path(&spec.path, &arrival.migration));
+        match beside {
+            Some(beside) if Path::new(&beside).exists() => beside,
+            _ => spec.path.clone(),
+        }
+    }
+
+    /// Writes down which images QEMU has.
+    pub(super) fn save(&self) -> Result<(), ApiError> {
+        let what = ServedDisks {
+            arriving: lock(&self.arriving).clone(),
+            ..self.what.clone()
+        };
+        save_json(&self.paths.disks(), &what).map_err(internal)
+    }
+}

@@ -1,0 +1,92 @@
+//! The source's disks: copied first, and kept equal while memory follows.
+//!
+//! Works on the driver's state. Refuses: a switchover while the two hosts' images may be unlike.
+
+use super::driver::{Halt, PING_EVERY, SourceDriver};
+use crate::disks::SourceDisks;
+use crate::faults::{planted, reached};
+use godwit_streams::source::ConnectionSet;
+use godwit_types::migration::{MigrationReport, Phase};
+use std::time::{Duration, Instant};
+
+/// How often progress is shown, and looked whether the disks are copied.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+impl SourceDriver {
+    /// Waits until both hosts have the same on all disks that go along. Memory follows only then: what the guest writes to it
+    /// meanwhile need not be sent twice.
+    pub(super) fn copy_disks(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
+        let Some(disks) = &self.parts.disks else {
+            return Ok(());
+        };
+        if !std::mem::replace(&mut self.disks_begun, true) {
+            let bytes = disks.begin();
+            self.parts.report.update(|report| report.disk_bytes = bytes);
+        }
+        let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
+        self.parts.report.update(update);
+        let mut begun = None;
+        loop {
+            self.next(Some(set), LOOK_EVERY)?;
+            self.sign_of_life(set, PING_EVERY)?;
+            // Holes are known to the disks' threads by now.
+            let (began, before) =
+                *begun.get_or_insert_with(|| (Instant::now(), self.left_on_disks()));
+            self.show_disks(began, before);
+            self.show_sent(set);
+            let Some(disks) = &self.parts.disks else {
+                return Ok(());
+            };
+            if let Some(why) = disks.failure() {
+                return Err(Halt::Failed(why));
+            }
+            if disks.are_synchronised() {
+                reached("source.disks-copied");
+                return Ok(());
+            }
+        }
+    }
+
+    /// How much is left, and when disks and memory will be there.
+    fn show_disks(&self, began: Instant, before: u64) {
+        let Some(disks) = &self.parts.disks else {
+            return;
+        };
+        let left = disks.left_bytes();
+        let copied = before.saturating_sub(left) as f64;
+        let seconds = began.elapsed().as_secs_f64();
+        let memory = (self.dirty.count() * godwit_migrate::account::PAGE_BYTES) as f64;
+        let eta_s = (copied > 0.0).then(|| (left as f64 + memory) * seconds / copied);
+        self.parts.report.update(|report| {
+            report.disk_left_bytes = left.min(report.disk_bytes);
+            report.eta_s = eta_s;
+            let gone = report.disk_bytes.saturating_sub(left) as f64;
+            let done_percent = 100.0 * gone / (report.disk_bytes as f64 + memory).max(1.0);
+            report.done_percent = report.done_percent.max(done_percent);
+        });
+    }
+
+    fn left_on_disks(&self) -> u64 {
+        self.parts.disks.as_ref().map_or(0, SourceDisks::left_bytes)
+    }
+
+    /// Whether what disks have under way is little enough for a switchover.
+    pub(super) fn disks_are_close(&self) -> bool {
+        let disks = self.parts.disks.as_ref();
+        disks.is_none_or(SourceDisks::are_close)
+    }
+
+    /// The guest stands still: nothing more comes of its disks, all of which must be the same on both hosts.
+    pub(super) fn last_changes(&self, set: &ConnectionSet) -> Result<(), Halt> {
+        let Some(disks) = &self.parts.disks else {
+            return Ok(());
+        };
+        if !disks.are_synchronised() && !planted("unsynchronised-switch") {
+            return Err(Halt::Lost(
+                "the disks of the two hosts were not the same when the guest was stopped".into(),
+            ));
+        }
+        set.end_changes();
+        Ok(())
+    }
+}
