@@ -187,20 +187,24 @@ fn a_vm_moves_with_its_disk_to_another_host_and_back() -> Result<()> {
     ok(&["vm", "start", "one", "--on", "a"])?;
     goes_on(&stack, "one")?;
 
-    let migrate = |to: &str, more: &[&str]| [&["vm", "migrate", "one", "--to", to], more].concat();
     let foreign = stack.inside("b", &image)?;
     std::fs::write(&foreign, "somebody's")?;
-    let sentence = stack.refused("controller", &migrate("b", &[]), 2, "invalid-request")?;
+    let sentence = stack.refused(
+        "controller",
+        &["vm", "migrate", "one", "--to", "b"],
+        2,
+        "invalid-request",
+    )?;
     names(&sentence, &["disk 'root'", &image, "host 'b'", "already"])?;
     ensure!(std::fs::read(&foreign)? == b"somebody's");
     std::fs::remove_file(&foreign)?;
     goes_on(&stack, "one")?;
 
-    let shown = ok(&migrate("b", &["--dry-run"]))?;
+    let shown = ok(&["vm", "migrate", "one", "--to", "b", "--dry-run"])?;
     ensure!(shown.contains("disk 'root': "), "{shown:?}");
     ensure!(!foreign.exists(), "a dry run made an image");
     for (from, to) in [("a", "b"), ("b", "a")] {
-        ok(&migrate(to, &[]))?;
+        ok(&["vm", "migrate", "one", "--to", to])?;
         goes_on_at(&stack, "one", to)?;
         stack.until("the image is gone where the VM was", SOON, || {
             Ok(!stack.inside(from, &image)?.exists())
