@@ -41,7 +41,6 @@ fn write_of(start: u64, len: u64, fill: u8, token: u64) -> Request {
 struct Way {
     given: Vec<(u64, Range<u64>, Change)>,
     count: u64,
-    lost: Vec<Range<u64>>,
     is_cut: bool,
 }
 
@@ -69,10 +68,6 @@ impl Outlet for ToTheFile {
         let number = way.count;
         way.given.push((number, range, change));
     }
-
-    fn lost(&mut self) -> Vec<Range<u64>> {
-        std::mem::take(&mut self.0.lock().unwrap().lost)
-    }
 }
 
 impl ToTheFile {
@@ -93,11 +88,12 @@ impl ToTheFile {
         to.apply(number, below, &range, content).unwrap();
     }
 
-    fn cut(&self, to: &Arriving) {
+    fn cut(&self, to: &Arriving, course: &Course) {
         let mut way = self.0.lock().unwrap();
         let given = std::mem::take(&mut way.given);
-        way.lost
-            .extend(given.into_iter().map(|(_, range, _)| range));
+        given
+            .into_iter()
+            .for_each(|(_, range, _)| course.lose(range));
         way.is_cut = true;
         to.begin_anew();
     }
@@ -147,7 +143,7 @@ fn what_is_written_while_a_disk_is_copied_is_on_both_images() {
             }
             match number(100) {
                 0 if token > 100 && cuts < 5 => {
-                    way.cut(&arriving);
+                    way.cut(&arriving, &course);
                     cuts += 1;
                 }
                 1..=5 => way.0.lock().unwrap().is_cut = false,

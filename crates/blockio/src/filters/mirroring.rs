@@ -60,11 +60,8 @@ pub trait Outlet: Send {
     /// What it takes now.
     fn room(&mut self, now: Instant) -> Room;
 
-    /// Takes a change. One that is given later is later there, too.
+    /// Takes a change. One that is given later is later there, too. What may not come there is told by [`Course::lose`].
     fn give(&mut self, range: Range<u64>, change: Change);
-
-    /// What it was given and may have lost, since the last call.
-    fn lost(&mut self) -> Vec<Range<u64>>;
 }
 
 /// A mirroring as others see and steer it. Clones are the same one.
@@ -76,6 +73,8 @@ struct Shared {
     begun: AtomicBool,
     given_up: AtomicBool,
     synchronised: AtomicBool,
+    /// What the destination was given and may not have. Whoever looks whether both sides are equal looks here, too.
+    lost: Mutex<Vec<Range<u64>>>,
     left_bytes: AtomicU64,
     /// Bytes that are zero on both sides.
     zero: Mutex<Vec<Range<u64>>>,
@@ -97,7 +96,24 @@ impl Course {
 
     /// Whether both sides are equal but for what is under way.
     pub fn is_synchronised(&self) -> bool {
-        self.0.synchronised.load(Ordering::Acquire)
+        let lost = lock(&self.0.lost);
+        lost.is_empty() && self.0.synchronised.load(Ordering::Acquire)
+    }
+
+    /// What the destination was given of these bytes may not come: from now on the two sides are not equal before they were
+    /// copied again.
+    pub fn lose(&self, range: Range<u64>) {
+        lock(&self.0.lost).push(range);
+    }
+
+    /// What was lost, to be copied again.
+    pub fn take_lost(&self) -> Vec<Range<u64>> {
+        let mut lost = lock(&self.0.lost);
+        if !lost.is_empty() {
+            // Before the list is empty again for whoever looks.
+            self.0.synchronised.store(false, Ordering::Release);
+        }
+        std::mem::take(&mut *lost)
     }
 
     /// Bytes that are still to be copied.
@@ -284,10 +300,10 @@ impl Mirroring {
     }
 
     fn look(&mut self, flow: &mut Flow<'_>) {
-        for range in self.outlet.lost() {
-            let steps = self.mirror.lost(&range);
-            self.carry_out(steps, flow);
-        }
+        let lost = self.course.take_lost();
+        let steps = lost.iter().flat_map(|range| self.mirror.lost(range));
+        let steps = steps.collect();
+        self.carry_out(steps, flow);
         for range in std::mem::take(&mut *lock(&self.course.0.zero)) {
             self.mirror.skip(&range);
         }

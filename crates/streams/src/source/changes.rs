@@ -11,10 +11,10 @@ use super::ending::Ending;
 use super::events::{FromPeer, Happened, SetEvent, TellDriver};
 use super::maker::{Joining, Maker};
 use super::sender::{FINISH_WAIT, SILENCE_MAX};
-use godwit_blockio::filters::{Change, Outlet, Room};
+use godwit_blockio::filters::{Change, Course, Outlet, Room};
 use godwit_transport::{Closer, Connection, Meter, Patience, RecordWriter, TransportError};
 use godwit_wire::{ChangeKind, DiskChange, PAYLOAD_LEN_MAX};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -58,8 +58,8 @@ struct Shared {
     /// No change with a lower number is under way.
     below: Arc<AtomicU64>,
     state: Mutex<State>,
-    /// By disk: what may have been lost.
-    lost: Vec<Mutex<Vec<Range<u64>>>>,
+    /// By disk: who hears what may have been lost.
+    courses: Mutex<BTreeMap<u8, Course>>,
 }
 
 #[derive(Debug, Default)]
@@ -101,8 +101,8 @@ struct Lane {
 }
 
 impl Changes {
-    /// Of a VM with so many disks, copied at so many bytes per second at most.
-    pub fn new(disks: usize, cap_bytes_per_s: Option<f64>) -> Self {
+    /// Of disks that are copied at so many bytes per second at most.
+    pub fn new(cap_bytes_per_s: Option<f64>) -> Self {
         Self(Arc::new(Shared {
             began: Instant::now(),
             cap_bytes_per_s,
@@ -116,12 +116,13 @@ impl Changes {
                 below: 1,
                 ..State::default()
             }),
-            lost: (0..disks).map(|_| Mutex::default()).collect(),
+            courses: Mutex::default(),
         }))
     }
 
-    /// Where the changes of one of the disks go.
-    pub fn of_disk(&self, disk: u8) -> Box<dyn Outlet> {
+    /// Where the changes of a disk go, by its place in the VM. What may not come is told to its course.
+    pub fn of_disk(&self, disk: u8, course: &Course) -> Box<dyn Outlet> {
+        lock(&self.0.courses).insert(disk, course.clone());
         Box::new(DiskOutlet {
             changes: self.clone(),
             disk,
@@ -217,8 +218,8 @@ impl Changes {
 
     fn lose(&self, one: Sent) {
         self.0.lock().carried_out(one.number);
-        if let Some(lost) = self.0.lost.get(usize::from(one.disk)) {
-            lock(lost).push(one.range);
+        if let Some(course) = lock(&self.0.courses).get(&one.disk) {
+            course.lose(one.range);
         }
         self.0.under_way.fetch_sub(one.cost, Ordering::AcqRel);
     }
@@ -442,11 +443,6 @@ impl Outlet for DiskOutlet {
             self.changes.give(self.disk, start..end, piece);
             start = end;
         }
-    }
-
-    fn lost(&mut self) -> Vec<Range<u64>> {
-        let lost = self.changes.0.lost.get(usize::from(self.disk));
-        lost.map_or_else(Vec::new, |lost| std::mem::take(&mut *lock(lost)))
     }
 }
 

@@ -30,6 +30,7 @@ struct Bench {
     directory: tempfile::TempDir,
     changes: Changes,
     outlet: Box<dyn Outlet>,
+    course: Course,
     channels: ChangeChannels,
     disk: Vec<u8>,
     numbers: u64,
@@ -46,10 +47,12 @@ impl Bench {
             .unwrap();
         let image = Image::open(&path, Access::ReadWrite, 512).unwrap();
         let arriving = Arriving::of(&image).unwrap();
-        let changes = Changes::new(2, None);
+        let changes = Changes::new(None);
+        let course = Course::default();
         Self {
             directory,
-            outlet: changes.of_disk(1),
+            outlet: changes.of_disk(1, &course),
+            course,
             changes,
             channels: ChangeChannels::new(Disks::new(vec![None, Some(arriving)])),
             disk: vec![0; BYTES as usize],
@@ -123,7 +126,7 @@ fn of_many_changes_on_many_channels_the_latest_is_what_the_disk_holds() {
     assert_eq!(ended, Ok(true));
     bench.hear();
     assert_eq!(bench.changes.under_way_bytes(), 0);
-    assert!(bench.outlet.lost().is_empty());
+    assert!(bench.course.take_lost().is_empty());
     assert!(bench.found() == bench.disk, "they differ");
 }
 
@@ -139,7 +142,7 @@ fn what_a_lost_set_had_under_way_is_told_and_later_numbers_win_over_it() {
     assert_eq!(bench.outlet.room(Instant::now()), Room::Silent);
     assert_eq!(bench.changes.under_way_bytes(), 0);
     bench.give();
-    let lost = bench.outlet.lost();
+    let lost = bench.course.take_lost();
     assert!(!lost.is_empty(), "nothing was under way");
     bench.connect(1);
     for range in lost {

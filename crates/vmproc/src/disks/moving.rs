@@ -61,9 +61,8 @@ impl Disks {
             .map_err(|why| ApiError::new(ErrorCode::Hypervisor, why))?;
         let cap = spec.max_bandwidth_mbit_per_s;
         let cap = cap.map(|mbit| mbit.max(1) as f64 * 125_000.0);
-        let changes = Changes::new(what.disks.len(), cap);
         let mut source = SourceDisks {
-            changes,
+            changes: Changes::new(cap),
             disks: Vec::new(),
         };
         let disks = lock(&self.0.disks);
@@ -76,9 +75,8 @@ impl Disks {
                 ))
             })?;
             let served = disks.get(index).and_then(Option::as_ref);
-            let outlet = u8::try_from(index).map_err(internal)?;
-            let outlet = source.changes.of_disk(outlet);
-            let course = Course::default();
+            let (place, course) = (u8::try_from(index).map_err(internal)?, Course::default());
+            let outlet = source.changes.of_disk(place, &course);
             let filter = Mirroring::new(named.bytes, outlet, &course);
             put((served, named.bytes), disk, Box::new(filter))?;
             source.disks.push(Along {
