@@ -10,7 +10,7 @@ use crate::life::{Life, phase_wants_process};
 use crate::seen::Seen;
 use godwit_ownership::{Action, Event, HostRecord, Phase, Power, Qemu, VmCore};
 use godwit_store::{StoreError, VmStore, load_json, read_text, remove_document, save_json};
-use godwit_types::host_api::{HostVm, PutVm, SPEC_FILE};
+use godwit_types::host_api::{DISKS_FILE, HostVm, PutVm, SPEC_FILE};
 use godwit_types::vm::{VmSpec, VmState};
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId, VmName};
 use std::collections::VecDeque;
@@ -129,11 +129,16 @@ impl Records {
         power == Some(Power::Off)
     }
 
-    /// Whether the VM's record asks for a VM process; one that cannot be read does, since only a VM process can say
-    /// more.
+    /// Whether a VM that is not here has left disks behind, which its VM process removes.
+    fn left_disks(&self, vm: &VmName, record: &HostRecord) -> bool {
+        !record.may_hold() && self.dir(vm).join(DISKS_FILE).exists()
+    }
+
+    /// Whether the VM's record asks for a VM process, or what it left does; one that cannot be read does, since only a VM
+    /// process can say more.
     pub(crate) fn needs_process(&self, vm: &VmName) -> bool {
         match self.read(vm) {
-            Ok(record) => phase_wants_process(&record.phase),
+            Ok(record) => phase_wants_process(&record.phase) || self.left_disks(vm, &record),
             Err(error) => {
                 tracing::error!(%vm, %error, "the VM's record cannot be read");
                 true

@@ -20,6 +20,8 @@ use crate::{Buffer, Error, Image};
 
 /// Most ranges that are remembered: a source has far fewer changes under way.
 const REMEMBERED_MAX: usize = 1 << 18;
+/// So many changes are forgotten at a time.
+const FORGET_EVERY: u64 = 1024;
 /// Bytes of zero that are written at once where they cannot be punched.
 const ZEROS: usize = 1 << 20;
 
@@ -83,7 +85,7 @@ impl Arriving {
             return Err(self.unusable(reason));
         }
         let mut state = self.lock();
-        if below > state.below {
+        if below >= state.below.saturating_add(FORGET_EVERY) {
             state.below = below;
             state.newest.forget(below);
         }

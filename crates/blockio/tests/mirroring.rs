@@ -4,7 +4,7 @@
 mod common;
 
 use common::{read_all, volume};
-use godwit_blockio::filters::{Change, Course, Mirroring, Outlet, Room};
+use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet};
 use godwit_blockio::{
     Access, Arriving, Buffer, Data, Engine, Image, Outcome, Request, Stack, Work,
 };
@@ -48,17 +48,21 @@ struct Way {
 struct ToTheFile(Arc<Mutex<Way>>);
 
 impl Outlet for ToTheFile {
-    fn room(&mut self, _now: Instant) -> Room {
-        let way = self.0.lock().unwrap();
-        match way.given.len() {
-            _ if way.is_cut => Room::Silent,
-            few if few < MOST / 2 => Room::All,
-            many if many < MOST => Room::Writes,
-            _ => Room::None,
-        }
+    fn is_silent(&mut self) -> bool {
+        self.0.lock().unwrap().is_cut
     }
 
-    fn give(&mut self, range: Range<u64>, change: Change) {
+    fn takes(&mut self, origin: Origin) -> bool {
+        let way = self.0.lock().unwrap();
+        let most = if origin == Origin::Copy {
+            MOST / 2
+        } else {
+            MOST
+        };
+        !way.is_cut && way.given.len() < most
+    }
+
+    fn give(&mut self, _origin: Origin, range: Range<u64>, change: Change) {
         let mut way = self.0.lock().unwrap();
         assert!(
             !way.is_cut,

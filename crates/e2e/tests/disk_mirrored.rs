@@ -4,7 +4,7 @@ mod disk_load;
 
 use anyhow::{Context as _, Result, ensure};
 use disk_load::{BLOCK, BLOCKS, LONG, Load, Site};
-use godwit_blockio::filters::{Change, Course, Mirroring, Outlet, Room};
+use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet};
 use godwit_blockio::{Access, Arriving, Image};
 use godwit_testkit::lab::Machine;
 use godwit_testkit::lab::namespace::Plan;
@@ -89,16 +89,20 @@ impl Link {
 }
 
 impl Outlet for Link {
-    fn room(&mut self, _now: Instant) -> Room {
-        match self.0.under_way.load(Ordering::SeqCst) {
-            _ if self.0.is_cut.load(Ordering::SeqCst) => Room::Silent,
-            few if few < MOST / 2 => Room::All,
-            many if many < MOST => Room::Writes,
-            _ => Room::None,
-        }
+    fn is_silent(&mut self) -> bool {
+        self.0.is_cut.load(Ordering::SeqCst)
     }
 
-    fn give(&mut self, range: Range<u64>, change: Change) {
+    fn takes(&mut self, origin: Origin) -> bool {
+        let most = if origin == Origin::Copy {
+            MOST / 2
+        } else {
+            MOST
+        };
+        !self.is_silent() && self.0.under_way.load(Ordering::SeqCst) < most
+    }
+
+    fn give(&mut self, _origin: Origin, range: Range<u64>, change: Change) {
         let number = self.0.numbers.fetch_add(1, Ordering::SeqCst);
         self.0.under_way.fetch_add(1, Ordering::SeqCst);
         let channels = lock(&self.0.channels);

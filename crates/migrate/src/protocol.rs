@@ -15,7 +15,7 @@
 //!   Barrier{iteration, sent}   ------------------->     all records up to the counters are applied
 //!                              <-------------------   BarrierDone{iteration}
 //!   ... more iterations; then the guest stops ...
-//!   Stopped, Addresses         ------------------->     whom to tell where the guest is, once it runs
+//!   Stopped, Mirrored?, Addresses ---------------->     which disks it has mirrored; whom to tell where the guest is
 //!   Barrier (last)             ------------------->     all channels but this end with their final records
 //!   device state records       ------------------->     (a far source does not wait for BarrierDone) taken behind the
 //!                                                       barrier and kept: QEMU loads once
@@ -46,7 +46,9 @@ use crate::addresses;
 use godwit_ownership::{PeerMessage, Reason};
 use godwit_types::Generation;
 use godwit_types::version::MIGRATION;
+use godwit_types::vm::DISKS_MAX;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 /// The newest version of the control protocol; both sides speak the same one, which they agree on beforehand.
@@ -102,6 +104,11 @@ pub enum ToDestination {
     },
     /// The guest at the source has been stopped: from here on time counts.
     Stopped,
+    /// Beside it: the disks that the source has mirrored, all of them whole with what is under way.
+    Mirrored {
+        /// By the disk's place in the VM: its size, bytes.
+        disks: BTreeMap<u8, u64>,
+    },
     /// The guest's addresses, as heard on its network cards: one list per card, bounded by
     /// [`addresses`](crate::addresses).
     Addresses {
@@ -298,6 +305,9 @@ pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, 
             return Err(ProtocolError::OutOfBounds("the number of channels"));
         }
         ToDestination::Addresses { cards } => addresses::check(cards)?,
+        ToDestination::Mirrored { disks } if disks.len() > DISKS_MAX => {
+            return Err(ProtocolError::OutOfBounds("the number of disks"));
+        }
         ToDestination::Warm { filling } if filling.len() > WARM_LEN_MAX => {
             return Err(ProtocolError::OutOfBounds("the filling"));
         }

@@ -129,6 +129,8 @@ pub struct Mirror {
     region_bytes: u64,
     copies_max: usize,
     is_attached: bool,
+    /// Whether the destination takes copies now.
+    has_room: bool,
     has_ended: bool,
     regions: Vec<Region>,
     /// Those that are not copied.
@@ -172,6 +174,7 @@ impl Mirror {
             region_bytes,
             copies_max: copies.clamp(1, COPIES_MAX),
             is_attached: false,
+            has_room: true,
             has_ended: false,
             regions: vec![Region::Untouched; usize::try_from(left).unwrap_or(usize::MAX)],
             left,
@@ -232,6 +235,12 @@ impl Mirror {
         self.advance()
     }
 
+    /// Whether the destination takes copies now. Nothing is locked that could not be given to it.
+    pub fn allow(&mut self, has_room: bool) -> Vec<Step> {
+        self.has_room = has_room;
+        self.advance()
+    }
+
     /// The destination takes nothing for now: nobody waits for it.
     pub fn detach(&mut self) -> Vec<Step> {
         self.is_attached = false;
@@ -289,6 +298,14 @@ impl Mirror {
     pub fn copied(&mut self, copy: &Copy) -> Vec<Step> {
         if self.wants(copy) {
             self.set(copy.range.start / self.region_bytes, Region::Copied);
+        }
+        self.advance()
+    }
+
+    /// A region was read, and cannot be given to the destination now: it is copied later.
+    pub fn put_back(&mut self, copy: &Copy) -> Vec<Step> {
+        if self.wants(copy) {
+            self.set(copy.range.start / self.region_bytes, Region::Uncopied);
         }
         self.advance()
     }
@@ -409,8 +426,13 @@ impl Mirror {
 
     fn lock_more(&mut self) {
         let end = self.regions.len() as u64;
-        while self.busy.len() < self.copies_max && self.next < end {
+        while self.has_room && self.busy.len() < self.copies_max && self.next < end {
             let index = self.next;
+            // A write that waits goes first: one that touches many regions would else wait for each of them in turn.
+            let range = self.range_of(index);
+            if self.held.iter().any(|(_, held)| overlap(held, &range)) {
+                return;
+            }
             self.next += 1;
             if matches!(
                 self.region(index),

@@ -139,6 +139,8 @@ impl World {
                 return;
             }
             Job::Copy(copy, Some(_)) if !self.mirror.wants(&copy) => return,
+            // There may be no room for it.
+            Job::Copy(copy, Some(_)) if self.numbers.below(8) == 0 => self.mirror.put_back(&copy),
             Job::Copy(copy, Some(read)) => {
                 match self.newest {
                     Some(_) => self.give(copy.range.clone(), read),
@@ -222,7 +224,15 @@ fn whole(mut world: World) -> Result<(), String> {
                 let steps = world.mirror.detach();
                 world.carry_out(steps);
             }
-            6..=25 if world.writes.len() < 8 => {
+            6..=8 => {
+                let steps = world.mirror.allow(false);
+                world.carry_out(steps);
+            }
+            9..=14 => {
+                let steps = world.mirror.allow(true);
+                world.carry_out(steps);
+            }
+            15..=34 if world.writes.len() < 8 => {
                 world.write(next);
                 next += 1;
             }
@@ -232,8 +242,9 @@ fn whole(mut world: World) -> Result<(), String> {
             return Err(format!("{:?} is not {:?}", world.destination, world.source));
         }
     }
-    let steps = world.mirror.attach();
-    world.carry_out(steps);
+    for steps in [world.mirror.allow(true), world.mirror.attach()] {
+        world.carry_out(steps);
+    }
     while !world.jobs.is_empty() {
         world.work();
     }
@@ -328,6 +339,19 @@ fn a_write_that_fails_at_the_source_is_told_and_its_region_copied_again() {
     assert_eq!((answer, &again.range), (&failed, &(0..8)));
     assert_eq!(mirror.phase(), Phase::Copying);
     assert!(!mirror.wants(first), "it was copied under another number");
+}
+
+#[test]
+fn a_write_over_many_regions_waits_for_those_alone_that_are_being_copied() {
+    let mut mirror = Mirror::new(64, 8, 2);
+    let copies = mirror.attach();
+    assert_eq!(copies.len(), 2);
+    assert_eq!(mirror.write(1, 8..64), []);
+    let [Step::Copy(_), Step::Copy(second)] = &copies[..] else {
+        panic!("{copies:?}");
+    };
+    let steps = mirror.copied(second);
+    assert_eq!(steps[0], Step::Both(1), "it goes before further regions");
 }
 
 #[test]

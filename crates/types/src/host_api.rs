@@ -22,6 +22,9 @@ pub const SPEC_FILE: &str = "vm.json";
 pub const NOTE_FILE: &str = "migration.json";
 /// Directory of a VM's migration reports in its state directory, `ID.json` each.
 pub const REPORTS_DIR: &str = "migrations";
+/// Name of what a VM process writes of the disks that it serves, in the VM's state directory. A host that does not hold the
+/// VM has it only for as long as something of them is to be removed there.
+pub const DISKS_FILE: &str = "disks.json";
 /// Name of the socket that a VM process serves, in its run directory.
 pub const SOCKET_FILE: &str = "vm.sock";
 /// Name of what a VM process writes of its QEMU, in its run directory: process id, start time and launch, as JSON.

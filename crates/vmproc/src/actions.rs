@@ -89,8 +89,8 @@ impl Vm {
     /// Starts QEMU and the guest in it. A failure leaves no QEMU.
     fn boot(&mut self, permit: RunPermit) -> Option<Event> {
         self.halted = None;
-        disks::settle(&self.paths, permit.generation());
-        if let Err(error) = self.launch(None) {
+        let settled = disks::settle(&self.paths, permit.generation()).map_err(internal);
+        if let Err(error) = settled.and_then(|()| self.launch(None)) {
             tracing::error!(%error, "the guest cannot be started");
             self.outcome.failed = Some(error);
             return Some(Event::QemuDied);
@@ -160,8 +160,9 @@ impl Vm {
         let began = Instant::now();
         self.unsure = None;
         let deadline = began + self.cont_wait;
-        let disks = hyper.wait_for_disks(deadline);
-        if let Err(why) = disks.and_then(|()| hyper.disks.take(permit.generation())) {
+        let disks = hyper.disks.arrive(permit.generation());
+        let disks = disks.and_then(|()| hyper.wait_for_disks(deadline));
+        if let Err(why) = disks.and_then(|()| hyper.disks.take()) {
             tracing::error!(
                 why,
                 "the guest is not let run without its disks; it is left paused"
@@ -207,6 +208,9 @@ impl Vm {
         self.halted = None;
         self.went_on();
         self.arrived(began);
+        if let Some(hyper) = &self.hyper {
+            hyper.disks.keep_arrived();
+        }
     }
 
     /// What the hypervisor would not do is the answer to whoever asked.
@@ -243,7 +247,6 @@ impl Vm {
         if let (Some(hyper), Some(spec)) = (&self.hyper, &self.spec) {
             hyper.announce(spec, &self.config.port_groups);
             hyper.huge_pages.put_back();
-            hyper.disks.keep_arrived();
         }
         migration
             .control
@@ -418,8 +421,8 @@ impl Vm {
     /// Removes images that are no disks of this host's VM: those of a VM that did not come, and those that went along with one
     /// whose new host has said that it holds it. While a promise or a gift stands nothing is removed.
     pub(crate) fn clean_disks(&self) {
-        match self.core.record().phase {
-            HostPhase::Moved { .. } => disks::leave(&self.paths),
+        match &self.core.record().phase {
+            HostPhase::Moved { migration, .. } => disks::leave(&self.paths, migration),
             HostPhase::Absent | HostPhase::Incoming { .. } | HostPhase::Refused { .. } => {
                 disks::put_aside(&self.paths);
             }

@@ -79,6 +79,7 @@ impl Disks {
             disks,
             images: Vec::new(),
             arriving: come.map(|migration| Arrival::of(&migration.id)),
+            leaving: None,
         };
         let mut served = Served::new(config, paths, what, ram, coming.is_none());
         if let Some(migration) = come {
@@ -129,6 +130,7 @@ impl Disks {
                 disks: Vec::new(),
                 images: Vec::new(),
                 arriving: None,
+                leaving: None,
             },
         };
         let served = Arc::new(Served::new(config, paths, what, ram, may_run));

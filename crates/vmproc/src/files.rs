@@ -5,7 +5,7 @@
 
 use godwit_qemu::strays::RamFiles;
 use godwit_store::{load_json, save_json};
-use godwit_types::host_api::{IDENTITY_FILE, SOCKET_FILE, VmProcessConfig};
+use godwit_types::host_api::{DISKS_FILE, IDENTITY_FILE, SOCKET_FILE, VmProcessConfig};
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -101,7 +101,7 @@ impl Paths {
 
     /// Which images the newest QEMU was started with.
     pub(crate) fn disks(&self) -> PathBuf {
-        self.state.join("disks.json")
+        self.state.join(DISKS_FILE)
     }
 
     pub(crate) fn handout(&self, launch: u64) -> PathBuf {

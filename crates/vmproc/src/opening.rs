@@ -7,6 +7,7 @@
 
 use crate::actions::CONT_WAIT;
 use crate::adoption::{self, Known, Looked};
+use crate::disks;
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, news_of};
 use crate::input::{GuestNews, Input};
@@ -217,8 +218,27 @@ impl Vm {
         adopted.map(Adopted::open).transpose()
     }
 
+    /// Before anybody can ask for another generation: disks that came with the VM are this host's where it holds the VM under
+    /// the generation for which they were whole. What a predecessor did not clean up is cleaned up.
+    fn settle_disks(&mut self) {
+        let held = self.core.record().may_run();
+        let settled = match (&self.hyper, held) {
+            (Some(hyper), Some(generation)) => hyper.disks.arrive(generation),
+            (None, Some(generation)) => disks::settle(&self.paths, generation),
+            (Some(_), None) => Ok(()),
+            (None, None) => {
+                self.clean_disks();
+                Ok(())
+            }
+        };
+        if let Err(why) = settled {
+            tracing::error!(why, "the disks that came with the VM are not settled");
+        }
+    }
+
     /// What a successor does first: what the core wants, the end of its predecessor's migration, what the guest did.
     fn settle(&mut self, actions: Vec<Action>) {
+        self.settle_disks();
         let orphan = self.find_orphan();
         let was_off = self.found == Some(GuestNews::Shutdown) && !self.goes_with_its_host();
         self.perform(actions);

@@ -36,6 +36,11 @@ pub fn to_move(host: &HostName, spec: &VmSpec) -> (Vec<DiskToMove>, Vec<ApiError
 fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
     let path = &disk.path;
     let told = |error: std::io::Error| format!("{path}: {error}");
+    if Path::new(path).is_symlink() {
+        return Err(format!(
+            "{path} is a symbolic link: give the path of the image itself"
+        ));
+    }
     let file = File::open(path).map_err(told)?;
     let metadata = file.metadata().map_err(told)?;
     if !metadata.file_type().is_file() {

@@ -42,26 +42,23 @@ pub enum Change {
     Zeroed,
 }
 
-/// What a destination takes now.
+/// Whose change it is. Each kind has room of its own, so that neither keeps the other out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Room {
-    /// Writes of the guest and copies.
-    All,
-    /// Writes of the guest alone.
-    Writes,
-    /// Nothing until it has caught up.
-    None,
-    /// Nothing, since it does not answer.
-    Silent,
+pub enum Origin {
+    Guest,
+    Copy,
 }
 
 /// What takes a disk's changes, in the order in which the source began them.
 pub trait Outlet: Send {
-    /// What it takes now.
-    fn room(&mut self, now: Instant) -> Room;
+    /// Whether it does not answer: nobody waits for it then.
+    fn is_silent(&mut self) -> bool;
+
+    /// Whether there is room for such a change; never while it is silent.
+    fn takes(&mut self, origin: Origin) -> bool;
 
     /// Takes a change. One that is given later is later there, too. What may not come there is told by [`Course::lose`].
-    fn give(&mut self, range: Range<u64>, change: Change);
+    fn give(&mut self, origin: Origin, range: Range<u64>, change: Change);
 }
 
 /// A mirroring as others see and steer it. Clones are the same one.
@@ -189,8 +186,7 @@ impl Mirroring {
     }
 
     fn send_both_ways(&mut self, id: u64, flow: &mut Flow<'_>) -> Vec<Step> {
-        let room = self.outlet.room(flow.now());
-        if !self.waiting.is_empty() || !matches!(room, Room::All | Room::Writes) {
+        if !self.waiting.is_empty() || !self.outlet.takes(Origin::Guest) {
             self.waiting.push_back(id);
             return Vec::new();
         }
@@ -218,7 +214,7 @@ impl Mirroring {
             }
         };
         flow.make_like(request, data, SOURCE | id);
-        self.outlet.give(range, change);
+        self.outlet.give(Origin::Guest, range, change);
         // From here on the later number wins.
         self.mirror.written(id, Side::Destination, true)
     }
@@ -266,23 +262,28 @@ impl Mirroring {
     }
 
     fn give_copies(&mut self, flow: &mut Flow<'_>) {
-        while self.outlet.room(flow.now()) == Room::All {
-            let Some((copy, bytes)) = self.read.pop_front() else {
-                return;
-            };
+        while let Some((copy, bytes)) = self.read.pop_front() {
             if !self.mirror.wants(&copy) {
+                continue;
+            }
+            if !self.outlet.takes(Origin::Copy) {
+                if self.mirror.held() == 0 {
+                    return self.read.push_front((copy, bytes));
+                }
+                // Writes wait for a region that waits for room.
+                let steps = self.mirror.put_back(&copy);
+                self.carry_out(steps, flow);
                 continue;
             }
             let bytes = Arc::new(bytes);
             for (run, is_zero) in runs(bytes.bytes()) {
-                let range = copy.range.start + run.start as u64..copy.range.start + run.end as u64;
-                self.outlet.give(
-                    range,
-                    match is_zero {
-                        true => Change::Zeroed,
-                        false => Change::Written(Arc::clone(&bytes), run.start),
-                    },
-                );
+                let start = copy.range.start;
+                let range = start + run.start as u64..start + run.end as u64;
+                let change = match is_zero {
+                    true => Change::Zeroed,
+                    false => written(&bytes, &run),
+                };
+                self.outlet.give(Origin::Copy, range, change);
             }
             let steps = self.mirror.copied(&copy);
             self.carry_out(steps, flow);
@@ -290,7 +291,7 @@ impl Mirroring {
     }
 
     fn give_writes(&mut self, flow: &mut Flow<'_>) {
-        while matches!(self.outlet.room(flow.now()), Room::All | Room::Writes) {
+        while !self.waiting.is_empty() && self.outlet.takes(Origin::Guest) {
             let Some(id) = self.waiting.pop_front() else {
                 return;
             };
@@ -312,7 +313,7 @@ impl Mirroring {
             let steps = self.mirror.give_up();
             return self.carry_out(steps, flow);
         }
-        let is_silent = self.outlet.room(flow.now()) == Room::Silent;
+        let is_silent = self.outlet.is_silent();
         match self.mirror.phase() {
             Phase::Detached if !is_silent && self.course.0.begun.load(Ordering::Acquire) => {
                 let steps = self.mirror.attach();
@@ -323,6 +324,9 @@ impl Mirroring {
         }
         self.give_writes(flow);
         self.give_copies(flow);
+        let has_room = self.outlet.takes(Origin::Copy);
+        let steps = self.mirror.allow(has_room);
+        self.carry_out(steps, flow);
     }
 }
 
@@ -394,6 +398,18 @@ fn read_once(data: &Data) -> Result<Option<Arc<Buffer>>, Errno> {
         Data::Shared(shared) => Ok(Some(Arc::clone(shared))),
         Data::None | Data::ToGuest(_) => Ok(None),
     }
+}
+
+/// A run of a region that is not zero, as a change. What is little of it gets memory of its own, so that it does not keep the
+/// region's.
+fn written(region: &Arc<Buffer>, run: &Range<usize>) -> Change {
+    if 2 * run.len() >= region.len() {
+        return Change::Written(Arc::clone(region), run.start);
+    }
+    let mut own = Buffer::zeroed(run.len());
+    let bytes = region.bytes().get(run.clone()).unwrap_or_default();
+    own.bytes_mut().copy_from_slice(bytes);
+    Change::Written(Arc::new(own), 0)
 }
 
 /// Where bytes are zero and where they are not, in pieces of [`SPARSE`].

@@ -10,6 +10,6 @@ mod throttle;
 
 pub use delay::Delay;
 pub use fault::Fault;
-pub use mirroring::{Change, Course, Mirroring, Outlet, Room};
+pub use mirroring::{Change, Course, Mirroring, Origin, Outlet};
 pub use statistics::{Count, Counts, Statistics};
 pub use throttle::{Limits, Throttle};

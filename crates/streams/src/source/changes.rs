@@ -11,7 +11,7 @@ use super::ending::Ending;
 use super::events::{FromPeer, Happened, SetEvent, TellDriver};
 use super::maker::{Joining, Maker};
 use super::sender::{FINISH_WAIT, SILENCE_MAX};
-use godwit_blockio::filters::{Change, Course, Outlet, Room};
+use godwit_blockio::filters::{Change, Course, Origin, Outlet};
 use godwit_transport::{Closer, Connection, Meter, Patience, RecordWriter, TransportError};
 use godwit_wire::{ChangeKind, DiskChange, PAYLOAD_LEN_MAX};
 use std::collections::{BTreeMap, VecDeque};
@@ -22,10 +22,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Bytes that may be under way; a guest's writes wait from here on.
+/// Bytes of each origin that may be under way.
 const UNDER_WAY_MAX: u64 = 64 << 20;
-/// Copies wait from here on, so that there is room for what the guest writes.
-const COPIES_MAX: u64 = UNDER_WAY_MAX / 2;
+/// Changes of both together that may be, which bounds what the destination has to remember.
+const COUNT_MAX: usize = 1 << 16;
 /// A change without content counts as so many bytes.
 const ZERO_COST: u64 = 4096;
 /// A destination from which nothing is heard for so long, or for four round trips, is waited for by nobody.
@@ -48,9 +48,10 @@ pub struct Changes(Arc<Shared>);
 struct Shared {
     began: Instant,
     cap_bytes_per_s: Option<f64>,
-    under_way: AtomicU64,
-    /// Bytes that were given since it began.
-    given: AtomicU64,
+    /// By origin: bytes.
+    under_way: [AtomicU64; 2],
+    /// Bytes of copies that were given since it began.
+    copied: AtomicU64,
     /// When the destination was heard, and when it had carried something out, in ms since it began.
     heard_ms: AtomicU64,
     moved_ms: AtomicU64,
@@ -64,6 +65,8 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
+    /// The connection set of the lanes.
+    set: u16,
     lanes: Vec<Lane>,
     /// The number of the first of `carried`, less one.
     below: u64,
@@ -77,6 +80,7 @@ struct Sent {
     disk: u8,
     number: u64,
     range: Range<u64>,
+    origin: Origin,
     cost: u64,
 }
 
@@ -106,8 +110,8 @@ impl Changes {
         Self(Arc::new(Shared {
             began: Instant::now(),
             cap_bytes_per_s,
-            under_way: AtomicU64::new(0),
-            given: AtomicU64::new(0),
+            under_way: [AtomicU64::new(0), AtomicU64::new(0)],
+            copied: AtomicU64::new(0),
             heard_ms: AtomicU64::new(0),
             moved_ms: AtomicU64::new(0),
             silent_ms: AtomicU64::new(0),
@@ -131,7 +135,8 @@ impl Changes {
 
     /// Bytes that the destination has not carried out.
     pub fn under_way_bytes(&self) -> u64 {
-        self.0.under_way.load(Ordering::Acquire)
+        let bytes = self.0.under_way.iter();
+        bytes.map(|bytes| bytes.load(Ordering::Acquire)).sum()
     }
 
     /// The destination was heard.
@@ -139,10 +144,14 @@ impl Changes {
         self.0.heard_ms.store(self.0.now_ms(), Ordering::Relaxed);
     }
 
-    /// The destination has carried out what came in so many records of a channel.
-    pub(super) fn applied(&self, channel: u32, records: u64) {
+    /// The destination has carried out what came in so many records of a channel of this connection set. What is still heard
+    /// of an earlier set is of channels that are gone.
+    pub(super) fn applied(&self, set: u16, channel: u32, records: u64) {
         self.heard();
         let mut state = self.0.lock();
+        if state.set != set {
+            return;
+        }
         let Some(lane) = state.lanes.get(channel as usize) else {
             return;
         };
@@ -155,7 +164,7 @@ impl Changes {
         }
         for (_, sent) in &done {
             state.carried_out(sent.number);
-            self.0.under_way.fetch_sub(sent.cost, Ordering::AcqRel);
+            self.0.ended(sent);
         }
         self.0.below.store(state.below, Ordering::Release);
         if !done.is_empty() {
@@ -195,7 +204,8 @@ impl Changes {
         let silent = SILENT_FOR.max(4 * rtt).as_millis() as u64;
         self.0.silent_ms.store(silent, Ordering::Relaxed);
         self.heard();
-        self.0.lock().lanes = lanes?;
+        let mut state = self.0.lock();
+        (state.set, state.lanes) = (set, lanes?);
         Ok(())
     }
 
@@ -217,11 +227,12 @@ impl Changes {
     }
 
     fn lose(&self, one: Sent) {
-        self.0.lock().carried_out(one.number);
+        // First of all: who sees it as no longer under way must see it as lost.
         if let Some(course) = lock(&self.0.courses).get(&one.disk) {
-            course.lose(one.range);
+            course.lose(one.range.clone());
         }
-        self.0.under_way.fetch_sub(one.cost, Ordering::AcqRel);
+        self.0.lock().carried_out(one.number);
+        self.0.ended(&one);
     }
 
     /// Nothing more will be given: final records follow what is under way.
@@ -238,18 +249,23 @@ impl Changes {
         bytes.sum()
     }
 
-    fn give(&self, disk: u8, range: Range<u64>, change: Change) {
+    fn give(&self, disk: u8, origin: Origin, range: Range<u64>, change: Change) {
         let len = range.end.saturating_sub(range.start);
         let cost = match &change {
             Change::Written(..) => len,
             Change::Zeroed => ZERO_COST,
         };
         let shared = &self.0;
-        if shared.under_way.fetch_add(cost, Ordering::AcqRel) == 0 {
+        if self.under_way_bytes() == 0 {
             // It had nothing to carry out before.
             shared.moved_ms.store(shared.now_ms(), Ordering::Relaxed);
         }
-        shared.given.fetch_add(cost, Ordering::Relaxed);
+        shared
+            .under_way_of(origin)
+            .fetch_add(cost, Ordering::AcqRel);
+        if origin == Origin::Copy {
+            shared.copied.fetch_add(cost, Ordering::Relaxed);
+        }
         let mut state = shared.lock();
         let number = state.below + state.carried.len() as u64;
         state.carried.push_back(false);
@@ -257,6 +273,7 @@ impl Changes {
             disk,
             number,
             range,
+            origin,
             cost,
         };
         let lanes = state.lanes.iter();
@@ -273,26 +290,29 @@ impl Changes {
         }
     }
 
-    fn room(&self) -> Room {
+    fn is_silent(&self) -> bool {
         let shared = &self.0;
-        let under_way = self.under_way_bytes();
         let since = |at: &AtomicU64| shared.now_ms().saturating_sub(at.load(Ordering::Relaxed));
         let is_silent = since(&shared.heard_ms) > shared.silent_ms.load(Ordering::Relaxed);
         let is_stuck = since(&shared.moved_ms) > STUCK_FOR.as_millis() as u64;
-        if shared.lock().lanes.is_empty() || (under_way > 0 && (is_silent || is_stuck)) {
-            return Room::Silent;
-        }
-        match under_way {
-            full if full >= UNDER_WAY_MAX => Room::None,
-            much if much >= COPIES_MAX || self.is_capped() => Room::Writes,
-            _ => Room::All,
-        }
+        let waits = self.under_way_bytes() > 0 && (is_silent || is_stuck);
+        waits || shared.lock().lanes.is_empty()
     }
 
+    fn takes(&self, origin: Origin) -> bool {
+        let under_way = self.0.under_way_of(origin).load(Ordering::Acquire);
+        let is_held = origin == Origin::Copy && self.is_capped();
+        under_way < UNDER_WAY_MAX
+            && !is_held
+            && self.0.lock().carried.len() < COUNT_MAX
+            && !self.is_silent()
+    }
+
+    /// A cap is for copies: what the guest writes has to go.
     fn is_capped(&self) -> bool {
         self.0.cap_bytes_per_s.is_some_and(|cap| {
             let may = cap * self.0.began.elapsed().as_secs_f64() + PAYLOAD_LEN_MAX as f64;
-            self.0.given.load(Ordering::Relaxed) as f64 > may
+            self.0.copied.load(Ordering::Relaxed) as f64 > may
         })
     }
 }
@@ -304,6 +324,19 @@ impl Shared {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
+    }
+
+    fn under_way_of(&self, origin: Origin) -> &AtomicU64 {
+        let [guest, copies] = &self.under_way;
+        match origin {
+            Origin::Guest => guest,
+            Origin::Copy => copies,
+        }
+    }
+
+    fn ended(&self, one: &Sent) {
+        let under_way = self.under_way_of(one.origin);
+        under_way.fetch_sub(one.cost, Ordering::AcqRel);
     }
 }
 
@@ -426,21 +459,25 @@ struct DiskOutlet {
 }
 
 impl Outlet for DiskOutlet {
-    fn room(&mut self, _now: Instant) -> Room {
-        self.changes.room()
+    fn is_silent(&mut self) -> bool {
+        self.changes.is_silent()
+    }
+
+    fn takes(&mut self, origin: Origin) -> bool {
+        self.changes.takes(origin)
     }
 
     /// A record holds a part of a change at most.
-    fn give(&mut self, range: Range<u64>, change: Change) {
+    fn give(&mut self, origin: Origin, range: Range<u64>, change: Change) {
         let Change::Written(buffer, at) = change else {
-            return self.changes.give(self.disk, range, change);
+            return self.changes.give(self.disk, origin, range, change);
         };
         let mut start = range.start;
         while start < range.end {
             let end = range.end.min(start + PAYLOAD_LEN_MAX as u64);
             let inside = at + (start - range.start) as usize;
             let piece = Change::Written(Arc::clone(&buffer), inside);
-            self.changes.give(self.disk, start..end, piece);
+            self.changes.give(self.disk, origin, start..end, piece);
             start = end;
         }
     }

@@ -31,6 +31,7 @@ struct Bench {
     changes: Changes,
     outlet: Box<dyn Outlet>,
     course: Course,
+    set: u16,
     channels: ChangeChannels,
     disk: Vec<u8>,
     numbers: u64,
@@ -53,6 +54,7 @@ impl Bench {
             directory,
             outlet: changes.of_disk(1, &course),
             course,
+            set: 0,
             changes,
             channels: ChangeChannels::new(Disks::new(vec![None, Some(arriving)])),
             disk: vec![0; BYTES as usize],
@@ -61,6 +63,7 @@ impl Bench {
     }
 
     fn connect(&mut self, set: u16) {
+        self.set = set;
         let (source, destination) = connected(set, 4);
         self.channels.begin(4);
         for connection in destination {
@@ -97,12 +100,12 @@ impl Bench {
                 Change::Written(Arc::new(buffer), 512)
             }
         };
-        self.outlet.give(start..start + len, change);
+        self.outlet.give(Origin::Guest, start..start + len, change);
     }
 
     fn hear(&mut self) {
         for (index, records) in self.channels.applied().into_iter().enumerate() {
-            self.changes.applied(index as u32, records);
+            self.changes.applied(self.set, index as u32, records);
         }
     }
 
@@ -116,7 +119,7 @@ fn of_many_changes_on_many_channels_the_latest_is_what_the_disk_holds() {
     let mut bench = Bench::new();
     bench.connect(0);
     for _ in 0..3000 {
-        while bench.outlet.room(Instant::now()) != Room::All {
+        while !bench.outlet.takes(Origin::Guest) {
             bench.hear();
         }
         bench.give();
@@ -139,7 +142,7 @@ fn what_a_lost_set_had_under_way_is_told_and_later_numbers_win_over_it() {
     }
     bench.changes.detach();
     bench.channels.close();
-    assert_eq!(bench.outlet.room(Instant::now()), Room::Silent);
+    assert!(bench.outlet.is_silent());
     assert_eq!(bench.changes.under_way_bytes(), 0);
     bench.give();
     let lost = bench.course.take_lost();
@@ -150,7 +153,7 @@ fn what_a_lost_set_had_under_way_is_told_and_later_numbers_win_over_it() {
         let mut buffer = Buffer::zeroed(inside.len());
         buffer.bytes_mut().copy_from_slice(&bench.disk[inside]);
         let again = Change::Written(Arc::new(buffer), 0);
-        bench.outlet.give(range, again);
+        bench.outlet.give(Origin::Copy, range, again);
     }
     bench.changes.end();
     let ended = bench.channels.have_ended(Instant::now() + LONG);
@@ -168,14 +171,32 @@ fn a_destination_that_carries_nothing_out_takes_no_more_than_fits_and_is_silent_
         .changes
         .attach(0, source, Duration::ZERO, &tell)
         .unwrap();
-    while bench.outlet.room(Instant::now()) == Room::All {
+    while bench.outlet.takes(Origin::Guest) {
         bench.give();
     }
-    assert!(bench.changes.under_way_bytes() >= COPIES_MAX);
-    while matches!(bench.outlet.room(Instant::now()), Room::Writes | Room::None) {
+    let full = bench.changes.under_way_bytes();
+    assert!(full >= UNDER_WAY_MAX || bench.outlet.is_silent());
+    while !bench.outlet.is_silent() {
         std::thread::yield_now();
     }
-    assert_eq!(bench.outlet.room(Instant::now()), Room::Silent);
-    bench.changes.heard();
-    assert_ne!(bench.outlet.room(Instant::now()), Room::Silent);
+    assert!(!bench.outlet.takes(Origin::Copy));
+}
+
+#[test]
+fn what_is_heard_of_channels_that_are_gone_counts_for_none_of_the_present_set() {
+    let mut bench = Bench::new();
+    bench.connect(3);
+    for _ in 0..100 {
+        bench.give();
+    }
+    let before = bench.changes.under_way_bytes();
+    for channel in 0..4 {
+        bench.changes.applied(2, channel, u64::MAX);
+    }
+    assert_eq!(bench.changes.under_way_bytes(), before);
+    bench.changes.end();
+    let ended = bench.channels.have_ended(Instant::now() + LONG);
+    assert_eq!(ended, Ok(true));
+    bench.hear();
+    assert_eq!(bench.changes.under_way_bytes(), 0);
 }

@@ -103,7 +103,7 @@ impl Hearing {
             if let (ToSource::ChangesApplied { channel, records }, Some(changes)) =
                 (&message, &self.changes)
             {
-                changes.applied(*channel, *records);
+                changes.applied(self.set, *channel, *records);
             }
             let is_life = matches!(
                 message,

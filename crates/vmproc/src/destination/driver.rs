@@ -26,6 +26,7 @@ use godwit_streams::destination::{Arrivals, Channels, Disks, End, Held, Memory};
 use godwit_streams::{ControlSlot, SharedControl};
 use godwit_transport::{Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::{MoveEventKind, Phase};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -91,6 +92,8 @@ pub(super) struct ConnectionSet {
     /// Why what will come does not fit here.
     pub(super) no_room: Option<String>,
     pub(super) addresses_known: bool,
+    /// By place: the sizes of the disks that the source has mirrored.
+    pub(super) mirrored: BTreeMap<u8, u64>,
     pub(super) stage: Stage,
     heard: Instant,
     told: Instant,
@@ -99,7 +102,7 @@ pub(super) struct ConnectionSet {
 pub(super) struct DestinationDriver {
     arrivals: Arrivals,
     pub(super) memory: Arc<Memory>,
-    disks: Disks,
+    pub(super) disks: Disks,
     pub(super) keep_disks: KeepDisks,
     pub(super) qemu: Option<WaitingQemu>,
     pub(super) report: SharedReport,
@@ -284,6 +287,7 @@ impl DestinationDriver {
             missing_pages: 0,
             no_room: None,
             addresses_known: false,
+            mirrored: BTreeMap::new(),
             stage: Stage::Precopy,
             heard: now,
             told: now,

@@ -12,6 +12,7 @@ use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_ownership::Event;
 use godwit_qemu::device_state::DeviceStateError;
 use godwit_transport::{Incoming, TransportError};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -86,6 +87,16 @@ impl DestinationDriver {
         set: &ConnectionSet,
         attempt: godwit_types::Generation,
     ) -> Result<(), Halt> {
+        let places = self.disks.iter().enumerate();
+        let wanted = places.filter_map(|(place, disk)| {
+            let bytes = disk.as_ref()?.bytes();
+            u8::try_from(place).ok().map(|place| (place, bytes))
+        });
+        if wanted.collect::<BTreeMap<u8, u64>>() != set.mirrored {
+            return Err(Halt::Failed(
+                "the source has mirrored other disks than come here: its VM was described anew meanwhile".into(),
+            ));
+        }
         if !planted("ready-before-flush") {
             set.channels.sync_disks().map_err(Halt::Failed)?;
         }

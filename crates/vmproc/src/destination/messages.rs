@@ -56,6 +56,10 @@ impl DestinationDriver {
                 }
                 Ok(())
             }
+            ToDestination::Mirrored { disks } => {
+                set.mirrored = disks;
+                Ok(())
+            }
             ToDestination::DeviceStateWhole => self.state_whole(set),
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(set, attempt),
             ToDestination::Warm { .. } => Ok(()),

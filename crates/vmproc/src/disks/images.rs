@@ -20,43 +20,60 @@ pub(super) fn arriving_path(path: &str, migration: &MigrationId) -> String {
 }
 
 /// The VM is held here under this generation and has no QEMU: images that came with it get their names, if it is the one
-/// under which they were whole; what another migration left of some is removed.
-pub(crate) fn settle(paths: &Paths, generation: Generation) {
+/// under which they were whole. What is whole and came with another migration may be somebody's only copy, and is left.
+pub(crate) fn settle(paths: &Paths, generation: Generation) -> Result<(), String> {
     let Some((what, arrival)) = arrival(paths) else {
-        return;
+        return Ok(());
     };
-    if arrival.whole != Some(generation) {
-        return put_aside(paths);
-    }
-    tracing::info!(migration = %arrival.migration, "the disks that came with the VM are this host's");
-    give_names(&what.disks, &arrival.migration);
-    written(
-        paths,
-        &ServedDisks {
-            arriving: None,
-            ..what
-        },
-    );
-}
-
-/// Gives images that came their names. One whose name is taken keeps its own, and its disk is refused when it is opened.
-pub(super) fn give_names(disks: &[DiskSpec], migration: &MigrationId) {
-    for disk in along(disks) {
-        let came = arriving_path(&disk.path, migration);
-        let flags = rustix::fs::RenameFlags::NOREPLACE;
-        let here = rustix::fs::CWD;
-        match rustix::fs::renameat_with(here, &came, here, &disk.path, flags) {
-            Ok(()) => {}
-            // A predecessor did it.
-            Err(rustix::io::Errno::NOENT) => {}
-            Err(error) => {
-                tracing::error!(disk = disk.name, %error, "{came} does not get its name, {}", disk.path);
-            }
+    match arrival.whole {
+        None => put_aside(paths),
+        Some(whole) if whole == generation => {
+            give_names(&what.disks, &arrival.migration)?;
+            tracing::info!(migration = %arrival.migration, "the disks that came with the VM are this host's");
+            here(paths, what);
+        }
+        Some(_) => {
+            let id = &arrival.migration;
+            tracing::warn!(
+                "images that came with migration {id}, which this host never held the VM by, are left beside the VM's disks (.arriving-{id}): remove them if nobody needs them"
+            );
+            here(paths, what);
         }
     }
+    Ok(())
 }
 
-/// Makes the names of images durable.
+/// Gives images that came their names.
+pub(super) fn give_names(disks: &[DiskSpec], migration: &MigrationId) -> Result<(), String> {
+    for disk in along(disks) {
+        let came = arriving_path(&disk.path, migration);
+        let named = rename(Path::new(&came), Path::new(&disk.path));
+        named.map_err(|error| {
+            let (name, path) = (&disk.name, &disk.path);
+            format!(
+                "the image of disk '{name}', which came as {came}, does not get its name {path} ({error}): if another file is there, move that one away, and let the guest go on"
+            )
+        })?;
+    }
+    Ok(())
+}
+
+/// Nothing is done where a predecessor did it. A file that is there is never replaced.
+fn rename(from: &Path, to: &Path) -> io::Result<()> {
+    let (flags, here) = (rustix::fs::RenameFlags::NOREPLACE, rustix::fs::CWD);
+    match rustix::fs::renameat_with(here, from, here, to, flags) {
+        Ok(()) => Ok(()),
+        Err(rustix::io::Errno::NOENT) if to.exists() => Ok(()),
+        // A file system without that flag.
+        Err(rustix::io::Errno::INVAL) => {
+            std::fs::hard_link(from, to)?;
+            std::fs::remove_file(from)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Makes the names of images durable, those that they have while they come, too.
 pub(super) fn keep_names(disks: &[DiskSpec]) -> io::Result<()> {
     let parents = along(disks).filter_map(|disk| Path::new(&disk.path).parent());
     let parents: BTreeSet<&Path> = parents.collect();
@@ -65,29 +82,36 @@ pub(super) fn keep_names(disks: &[DiskSpec]) -> io::Result<()> {
         .try_for_each(|parent| File::open(parent)?.sync_all())
 }
 
-/// The VM did not come: what came of its disks is removed.
+/// The VM is not here, or comes anew: what came of its disks with an earlier migration is removed.
 pub(crate) fn put_aside(paths: &Paths) {
-    let Some((what, arrival)) = arrival(paths) else {
-        return;
-    };
-    for disk in along(&what.disks) {
-        remove(Path::new(&arriving_path(&disk.path, &arrival.migration)));
+    if let Some((what, arrival)) = arrival(paths) {
+        for disk in along(&what.disks) {
+            remove(Path::new(&arriving_path(&disk.path, &arrival.migration)));
+        }
     }
     forget(paths);
 }
 
-/// Another host holds the VM, and has said so: the images that went along are no disks of it any more.
-pub(crate) fn leave(paths: &Paths) {
+/// Another host holds the VM, which went there with this migration, and has said so: the images that went along are no disks
+/// of it any more. A record that is an older copy tells of another migration than the one that the disks were mirrored for.
+pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
     let Ok(Some(what)) = load_json::<ServedDisks>(&paths.disks()) else {
         return;
     };
+    if what.leaving.as_ref() != Some(migration) {
+        tracing::warn!(
+            "the VM's disks were not mirrored with migration {migration}: they are left alone"
+        );
+        return forget(paths);
+    }
     for (disk, image) in what.disks.iter().zip(&what.images) {
-        let path = Path::new(&disk.path);
-        if !disk.goes_along() || what.arriving.is_some() {
+        if !disk.goes_along() {
             continue;
         }
+        let path = Path::new(&disk.path);
+        let is_link = path.is_symlink();
         match identity_of(path) {
-            Ok(Some(found)) if found == *image => {
+            Ok(Some(found)) if found == *image && !is_link => {
                 tracing::info!(
                     disk = disk.name,
                     "its image went along with the VM, and is removed here"
@@ -121,7 +145,12 @@ fn along(disks: &[DiskSpec]) -> impl Iterator<Item = &DiskSpec> {
     disks.iter().filter(|disk| disk.goes_along())
 }
 
-fn written(paths: &Paths, what: &ServedDisks) {
+/// Nothing is on its way any more.
+fn here(paths: &Paths, what: ServedDisks) {
+    let what = &ServedDisks {
+        arriving: None,
+        ..what
+    };
     if let Err(error) = keep_names(&what.disks) {
         tracing::error!(%error, "the names of the VM's images may not be durable");
         return;
@@ -153,3 +182,7 @@ fn remove(path: &Path) {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "images_tests.rs"]
+mod tests;

@@ -18,6 +18,7 @@ use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
@@ -33,6 +34,8 @@ const CLOSE_BYTES: u64 = 8 << 20;
 /// A disk that goes along.
 #[derive(Debug)]
 struct Along {
+    /// Its place among the VM's disks.
+    place: u8,
     spec: DiskSpec,
     image: (u64, u64),
     bytes: u64,
@@ -65,6 +68,9 @@ impl Disks {
             changes: Changes::new(cap),
             disks: Vec::new(),
         };
+        // Whoever finds that the VM has moved removes what moved with this migration, and nothing else.
+        *lock(&self.0.leaving) = Some(spec.id.clone());
+        self.0.save()?;
         let disks = lock(&self.0.disks);
         for (index, (disk, image)) in along {
             let named = spec.disks.iter().find(|named| named.name == disk.name);
@@ -80,6 +86,7 @@ impl Disks {
             let filter = Mirroring::new(named.bytes, outlet, &course);
             put((served, named.bytes), disk, Box::new(filter))?;
             source.disks.push(Along {
+                place,
                 spec: disk.clone(),
                 image: *image,
                 bytes: named.bytes,
@@ -102,15 +109,26 @@ impl Disks {
         Ok(())
     }
 
-    /// Takes every image for a guest that is let run under this generation: those that came with it get their names.
-    pub(crate) fn take(&self, generation: Generation) -> Result<(), String> {
+    /// This host holds the VM under this generation: images that came with it get their names, if it is the one under which
+    /// they were whole. They are this host's from then on, whatever generation follows.
+    pub(crate) fn arrive(&self, generation: Generation) -> Result<(), String> {
         let served = &self.0;
-        if let Some(arrival) = lock(&served.arriving).as_ref() {
-            if arrival.whole != Some(generation) {
-                return Err("its disks are not whole on this host".to_owned());
+        let mut arriving = lock(&served.arriving);
+        match arriving.as_mut() {
+            Some(arrival) if arrival.is_here => Ok(()),
+            Some(arrival) if arrival.whole == Some(generation) => {
+                give_names(&served.what.disks, &arrival.migration)?;
+                arrival.is_here = true;
+                Ok(())
             }
-            give_names(&served.what.disks, &arrival.migration);
+            Some(_) => Err("its disks are not whole on this host".to_owned()),
+            None => Ok(()),
         }
+    }
+
+    /// Takes every image for a guest that is let run.
+    pub(crate) fn take(&self) -> Result<(), String> {
+        let served = &self.0;
         let disks = lock(&served.disks);
         served.may_run.store(true, Ordering::SeqCst);
         for (disk, spec) in disks.iter().zip(&served.what.disks) {
@@ -124,9 +142,13 @@ impl Disks {
     /// The guest runs here: makes the names of images durable that came with it.
     pub(crate) fn keep_arrived(&self) {
         let served = &self.0;
-        if lock(&served.arriving).is_none() {
+        if lock(&served.arriving)
+            .as_ref()
+            .is_none_or(|arrival| !arrival.is_here)
+        {
             return;
         }
+        *lock(&served.filling) = Filling::default();
         // What is not written is found again by whoever starts the VM next.
         if let Err(error) = keep_names(&served.what.disks) {
             tracing::warn!(%error, "the names of the VM's images may not be durable yet");
@@ -145,6 +167,7 @@ impl Disks {
             Some(arrival) => arrival.whole = Some(attempt),
             None => return Ok(()),
         }
+        keep_names(&served.what.disks).map_err(internal)?;
         served.save()
     }
 
@@ -212,6 +235,12 @@ impl SourceDisks {
     pub(crate) fn left_bytes(&self) -> u64 {
         let left = self.disks.iter().map(|disk| disk.course.left_bytes());
         left.sum()
+    }
+
+    /// By place in the VM: the sizes of all, for the destination.
+    pub(crate) fn sizes(&self) -> BTreeMap<u8, u64> {
+        let sizes = self.disks.iter().map(|disk| (disk.place, disk.bytes));
+        sizes.collect()
     }
 
     /// Whether both hosts' images are equal but for what is under way.

@@ -46,6 +46,9 @@ pub(crate) struct ServedDisks {
     /// That those which go along with their VM are not this host's yet.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) arriving: Option<Arrival>,
+    /// The migration for which they were mirrored last.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) leaving: Option<MigrationId>,
 }
 
 /// Images that come with their VM. Until it is here they have names of their own ([`arriving_path`]).
@@ -56,6 +59,9 @@ pub(crate) struct Arrival {
     /// The generation under which they were whole and durable here: who holds the VM under this one may use them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) whole: Option<Generation>,
+    /// Whether this process has given them their names.
+    #[serde(skip)]
+    pub(super) is_here: bool,
 }
 
 /// A QEMU's disks, as all handles share them.
@@ -79,6 +85,8 @@ pub(super) struct Served {
     pub(super) arriving: Mutex<Option<Arrival>>,
     /// Writes what comes into the images that arrive.
     pub(super) filling: Mutex<Filling>,
+    /// The migration for which they were mirrored last.
+    pub(super) leaving: Mutex<Option<MigrationId>>,
     /// Whether the guest may be running: its images are taken as soon as they are served, and not only with a permit.
     pub(super) may_run: AtomicBool,
 }
@@ -89,6 +97,7 @@ impl Arrival {
         Self {
             migration: migration.clone(),
             whole: None,
+            is_here: false,
         }
     }
 }
@@ -101,7 +110,7 @@ impl Served {
         ram: &Arc<RamFile>,
         may_run: bool,
     ) -> Self {
-        let arriving = what.arriving.clone();
+        let (arriving, leaving) = (what.arriving.clone(), what.leaving.clone());
         Self {
             config: config.clone(),
             paths: paths.clone(),
@@ -115,6 +124,7 @@ impl Served {
             has_ended: AtomicBool::new(false),
             arriving: Mutex::new(arriving),
             filling: Mutex::default(),
+            leaving: Mutex::new(leaving),
             may_run: AtomicBool::new(may_run),
         }
     }
@@ -275,7 +285,8 @@ impl Served {
         else {
             return Ok(());
         };
-        let image = self.open(spec, patience, self.takes(spec))?;
+        let taken = self.takes(spec);
+        let image = self.open(spec, patience, taken)?;
         let now = image
             .identity()
             .map_err(|error| self.refused(spec, &error))?;
@@ -285,7 +296,16 @@ impl Served {
                 "{path} is another file than the one that the guest works with: put that one back, or end the guest"
             )));
         }
-        self.start(index, image, self.takes(spec))
+        self.start(index, image, taken)?;
+        // A permit may have come meanwhile, and found no disk here.
+        let disks = lock(&self.disks);
+        let disk = disks.get(index).and_then(Option::as_ref);
+        match disk.filter(|_| !taken && self.takes(spec)) {
+            Some(disk) => disk
+                .take_image(&self.lock_name(spec), patience)
+                .map_err(|error| self.refused(spec, &error)),
+            None => Ok(()),
+        }
     }
 
     pub(super) fn start(
@@ -391,6 +411,7 @@ impl Served {
     pub(super) fn save(&self) -> Result<(), ApiError> {
         let what = ServedDisks {
             arriving: lock(&self.arriving).clone(),
+            leaving: lock(&self.leaving).clone(),
             ..self.what.clone()
         };
         save_json(&self.paths.disks(), &what).map_err(internal)

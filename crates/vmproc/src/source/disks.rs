@@ -2,13 +2,16 @@
 //!
 //! Works on the driver's state. Refuses: a switchover while the two hosts' images may be unlike.
 
-use super::driver::{Halt, PING_EVERY, SourceDriver};
+use super::driver::{Halt, PING_EVERY, SourceDriver, halt_of};
 use crate::disks::SourceDisks;
 use crate::faults::{planted, reached};
+use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::ConnectionSet;
 use godwit_types::migration::{MigrationReport, Phase};
 use std::time::{Duration, Instant};
 
+/// Disks that get no nearer to being copied for so long are given up.
+const NO_NEARER: Duration = Duration::from_secs(120);
 /// How often progress is shown, and looked whether the disks are copied.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
@@ -26,6 +29,7 @@ impl SourceDriver {
         let update = |report: &mut MigrationReport| report.phase = Phase::Precopy;
         self.parts.report.update(update);
         let mut begun = None;
+        let (mut least, mut nearer) = (u64::MAX, Instant::now());
         loop {
             self.next(Some(set), LOOK_EVERY)?;
             self.sign_of_life(set, PING_EVERY)?;
@@ -39,6 +43,16 @@ impl SourceDriver {
             };
             if let Some(why) = disks.failure() {
                 return Err(Halt::Failed(why));
+            }
+            let left = disks.left_bytes();
+            if left < least {
+                (least, nearer) = (left, Instant::now());
+            } else if nearer.elapsed() > NO_NEARER {
+                return Err(Halt::Failed(format!(
+                    "its disks get no nearer to being copied: {} MiB are left since {} s; see whether the destination's storage answers",
+                    left >> 20,
+                    NO_NEARER.as_secs()
+                )));
             }
             if disks.are_synchronised() {
                 reached("source.disks-copied");
@@ -87,6 +101,8 @@ impl SourceDriver {
             ));
         }
         set.end_changes();
-        Ok(())
+        let disks = disks.sizes();
+        let mirrored = ToDestination::Mirrored { disks };
+        set.control.send(&mirrored).map_err(halt_of)
     }
 }

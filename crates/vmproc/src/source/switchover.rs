@@ -108,8 +108,8 @@ impl SourceDriver {
     fn last_pages(&mut self, set: &mut ConnectionSet, attempt: Generation) -> Result<(), Halt> {
         let began = Instant::now();
         self.parts.ram.check_length().map_err(Halt::failed)?;
-        self.last_changes(set)?;
         set.control.send(&ToDestination::Stopped).map_err(halt_of)?;
+        self.last_changes(set)?;
         let cards = self.parts.neighbours.read();
         set.control
             .send(&ToDestination::Addresses { cards })

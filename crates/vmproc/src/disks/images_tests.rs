@@ -1,0 +1,156 @@
+//! Which files are removed and renamed, at whatever moment a process died.
+
+use super::*;
+use crate::testing::{Site, holds, open, unconfirmed};
+use godwit_ownership::{Phase, Power};
+use godwit_types::HostName;
+
+struct Left {
+    site: Site,
+    paths: Paths,
+    directory: tempfile::TempDir,
+    what: ServedDisks,
+}
+
+fn id(name: &str) -> MigrationId {
+    MigrationId::new(name).unwrap()
+}
+
+impl Left {
+    /// What a process left that died: `disks.json`, and images of these names.
+    fn with(arriving: Option<(&str, Option<u64>)>, leaving: Option<&str>, files: &[&str]) -> Self {
+        let (site, directory) = (Site::new(), tempfile::tempdir().unwrap());
+        for name in files {
+            std::fs::write(directory.path().join(name), name.as_bytes()).unwrap();
+        }
+        let path = directory.path().join("root.raw");
+        let image = identity_of(&path).unwrap().unwrap_or((1, 2));
+        let disk = DiskSpec {
+            name: "root".into(),
+            path: path.to_str().unwrap().into(),
+            read_only: false,
+            shared: false,
+        };
+        let arriving = arriving.map(|(migration, whole)| Arrival {
+            whole: whole.map(Generation),
+            ..Arrival::of(&id(migration))
+        });
+        let what = ServedDisks {
+            launch: 1,
+            ram: (0, 0),
+            uid: 0,
+            gid: 0,
+            queues: 1,
+            disks: vec![disk],
+            images: vec![image],
+            arriving,
+            leaving: leaving.map(id),
+        };
+        let paths = Paths::of(&site.config);
+        std::fs::create_dir_all(&paths.state).unwrap();
+        save_json(&paths.disks(), &what).unwrap();
+        Self {
+            site,
+            paths,
+            directory,
+            what,
+        }
+    }
+
+    fn files(&self) -> Vec<String> {
+        let entries = std::fs::read_dir(self.directory.path()).unwrap();
+        let mut names: Vec<String> = entries
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    /// What is written in the file of this name.
+    fn content(&self, name: &str) -> String {
+        std::fs::read_to_string(self.directory.path().join(name)).unwrap()
+    }
+
+    /// A process takes the VM's seat with this record.
+    fn open(&self, phase: Phase) -> crate::vm::Vm {
+        self.site.record(phase);
+        open(&self.site)
+    }
+}
+
+const CAME: &str = "root.raw.arriving-m";
+
+#[test]
+fn a_host_that_died_after_it_took_the_vm_has_its_disks_before_a_person_raises_the_generation() {
+    let left = Left::with(Some(("m", Some(2))), None, &[CAME]);
+    drop(left.open(unconfirmed(Power::Off)));
+    assert_eq!(left.files(), ["root.raw"]);
+    assert_eq!(left.content("root.raw"), CAME);
+    // Whatever generation follows.
+    assert_eq!(settle(&left.paths, Generation(1 << 30)), Ok(()));
+    assert_eq!(left.files(), ["root.raw"]);
+}
+
+#[test]
+fn a_disk_that_did_not_come_whole_is_removed_and_one_that_did_is_never_without_a_name_for_it() {
+    let half = Left::with(Some(("m", None)), None, &[CAME]);
+    assert_eq!(settle(&half.paths, Generation(2)), Ok(()));
+    assert!(half.files().is_empty());
+    let other = Left::with(Some(("m", Some(7))), None, &[CAME]);
+    assert_eq!(settle(&other.paths, Generation(9)), Ok(()));
+    assert_eq!(other.files(), [CAME], "it may be somebody's only copy");
+    let gone = Left::with(Some(("m", Some(7))), None, &[CAME]);
+    drop(gone.open(Phase::Absent));
+    assert!(gone.files().is_empty(), "the VM stayed at its source");
+    assert!(!gone.paths.disks().exists());
+}
+
+#[test]
+fn a_file_that_has_the_name_keeps_it_and_the_image_that_came_stays_known() {
+    let left = Left::with(Some(("m", Some(2))), None, &[CAME, "root.raw"]);
+    let refused = settle(&left.paths, Generation(2)).unwrap_err();
+    assert!(refused.contains("does not get its name"), "{refused}");
+    assert_eq!(left.content("root.raw"), "root.raw");
+    assert_eq!(left.content(CAME), CAME);
+    std::fs::remove_file(left.directory.path().join("root.raw")).unwrap();
+    assert_eq!(settle(&left.paths, Generation(2)), Ok(()));
+    assert_eq!(left.content("root.raw"), CAME);
+}
+
+fn moved(migration: &str) -> Phase {
+    Phase::Moved {
+        generation: Generation(2),
+        migration: id(migration),
+        to: HostName::new("a").unwrap(),
+    }
+}
+
+#[test]
+fn an_image_that_went_along_is_removed_by_whoever_opens_the_vm_next_and_no_other() {
+    let left = Left::with(None, Some("m"), &["root.raw", "other.raw"]);
+    drop(left.open(moved("m")));
+    assert_eq!(left.files(), ["other.raw"]);
+    // A record of an earlier move, from a copy of the state directory.
+    let old = Left::with(None, Some("m"), &["root.raw"]);
+    drop(old.open(moved("earlier")));
+    assert_eq!(old.files(), ["root.raw"]);
+    let never = Left::with(None, None, &["root.raw"]);
+    drop(never.open(moved("m")));
+    assert_eq!(never.files(), ["root.raw"]);
+    let held = Left::with(None, Some("m"), &["root.raw"]);
+    drop(held.open(holds(Power::Off)));
+    assert_eq!(held.files(), ["root.raw"]);
+    assert_eq!(held.what.leaving, Some(id("m")));
+}
+
+#[test]
+fn another_file_at_the_image_s_place_is_not_removed() {
+    let left = Left::with(None, Some("m"), &["root.raw", "new"]);
+    std::fs::rename(
+        left.directory.path().join("new"),
+        left.directory.path().join("root.raw"),
+    )
+    .unwrap();
+    drop(left.open(moved("m")));
+    assert_eq!(left.content("root.raw"), "new");
+}
