@@ -4,6 +4,7 @@
 //! reads it goes on where it was after a connection, a process or a host was lost. Refuses: more than is ever kept or typed.
 
 use crate::ids::HostName;
+use crate::{ApiError, ErrorCode};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -23,11 +24,55 @@ pub struct ConsolePlace {
     pub after: u64,
 }
 
-impl ConsolePlace {
-    /// As the query of a request.
-    pub fn to_query(&self) -> String {
-        format!("text={}&after={}", self.text, self.after)
+/// Which text is followed from where on: what stands behind the question mark.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ConsoleQuery {
+    /// Nothing was read yet without it.
+    pub place: Option<ConsolePlace>,
+    /// The copy on this host, wherever else the VM may be.
+    pub host: Option<HostName>,
+}
+
+impl ConsoleQuery {
+    /// The query as it is read; names need no escapes.
+    pub fn to_text(&self) -> String {
+        let place = self.place.as_ref();
+        let place = place.map(|ConsolePlace { text, after }| format!("text={text}&after={after}"));
+        let host = self.host.as_ref().map(|host| format!("host={host}"));
+        let parts: Vec<String> = place.into_iter().chain(host).collect();
+        parts.join("&")
     }
+
+    /// Reads it; the error is a sentence.
+    pub fn parse(query: &str) -> Result<Self, ApiError> {
+        let (mut text, mut after, mut host) = (None, None, None);
+        for pair in query.split('&').filter(|pair| !pair.is_empty()) {
+            match pair.split_once('=') {
+                Some(("text", name)) if is_name(name) => text = Some(name.to_owned()),
+                Some(("after", number)) => after = Some(number.parse().map_err(|_| refused())?),
+                Some(("host", name)) => host = Some(HostName::new(name).map_err(|_| refused())?),
+                _ => return Err(refused()),
+            }
+        }
+        let place = match (text, after) {
+            (Some(text), Some(after)) => Some(ConsolePlace { text, after }),
+            (None, None) => None,
+            _ => return Err(refused()),
+        };
+        Ok(Self { place, host })
+    }
+}
+
+fn refused() -> ApiError {
+    let message =
+        "the query is text=NAME&after=N, as they were told with what was read last, and host=HOST";
+    ApiError::new(ErrorCode::InvalidRequest, message)
+}
+
+/// Whether a text may have this name.
+fn is_name(text: &str) -> bool {
+    (1..=TEXT_NAME_LEN_MAX).contains(&text.len())
+        && text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
 /// What comes next in a console's text.
@@ -96,10 +141,6 @@ impl ConsoleKept {
 
     /// Whether another host may say this.
     pub fn is_within_bounds(&self) -> bool {
-        let is_name = |text: &str| {
-            (1..=TEXT_NAME_LEN_MAX).contains(&text.len())
-                && text.bytes().all(|byte| byte.is_ascii_hexdigit())
-        };
         is_name(&self.text)
             && self.bytes.len() <= CONSOLE_KEPT_MAX
             && (self.bytes.len() as u64..=u64::MAX / 2).contains(&self.end)
@@ -176,6 +217,31 @@ mod tests {
         assert_eq!(at("a1", 11), (6, b"6789".to_vec()), "no such byte");
         assert_eq!(at("b2", 8), (6, b"6789".to_vec()), "another text");
         assert_eq!(text.after(None).place().after, 10);
+    }
+
+    #[test]
+    fn a_query_reads_what_it_writes_and_refuses_the_rest() {
+        let place = Some(kept(10, b"6789").after(None).place());
+        let host = HostName::new("b").ok();
+        for (place, host) in [
+            (None, None),
+            (place.clone(), None),
+            (None, host.clone()),
+            (place, host),
+        ] {
+            let query = ConsoleQuery { place, host };
+            assert_eq!(ConsoleQuery::parse(&query.to_text()), Ok(query));
+        }
+        for text in [
+            "text=a1",
+            "after=3",
+            "text=x y&after=3",
+            "text=a1&after=-1",
+            "host=",
+            "all",
+        ] {
+            assert!(ConsoleQuery::parse(text).is_err(), "{text}");
+        }
     }
 
     #[test]
