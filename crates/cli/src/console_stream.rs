@@ -72,15 +72,18 @@ impl Followed {
     /// Why there is nothing to go on with, if so.
     async fn is_over(&self) -> Option<ApiError> {
         let vm = &self.vm;
-        let state = match &self.reader {
-            Reader::Controller(client) => client.vm(vm).await.map(|view| view.state),
-            Reader::Agent(client) => client.vm(vm).await.map(|vm| vm.state),
+        let (state, off) = match &self.reader {
+            Reader::Controller(client) => {
+                let state = client.vm(vm).await.map(|view| view.state);
+                (state, format!("VM {vm} is off"))
+            }
+            Reader::Agent(client) => {
+                let state = client.vm(vm).await.map(|vm| vm.state);
+                (state, format!("VM {vm} is not on this host any more, or off"))
+            }
         };
         match state {
-            Ok(VmState::Stopped) => Some(ApiError::new(
-                ErrorCode::WrongState,
-                format!("VM {vm} is off"),
-            )),
+            Ok(VmState::Stopped) => Some(ApiError::new(ErrorCode::WrongState, off)),
             Err(ClientError::Refused(error)) if error.code == ErrorCode::UnknownVm => Some(error),
             _ => None,
         }
@@ -139,7 +142,8 @@ impl Followed {
                 Ok(events) => return Some(events),
                 Err(error) => error.into(),
             };
-            if lost.elapsed() > GIVEN_UP_AFTER {
+            let is_gone = self.host.is_some() && why.code == ErrorCode::WrongState;
+            if is_gone || lost.elapsed() > GIVEN_UP_AFTER {
                 let _ = news.send(News::End(why)).await;
                 return None;
             }

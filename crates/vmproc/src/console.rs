@@ -443,3 +443,97 @@ fn new_name() -> String {
     }
     format!("{:016x}", u64::from_be_bytes(bytes))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{FakeQemu, LONG, Site};
+    use godwit_qemu::qmp::Client;
+
+    fn desk(site: &Site) -> Desk {
+        Desk::of(&site.config)
+    }
+
+    fn said<T: std::fmt::Debug>(refused: Result<T, ApiError>) -> (ErrorCode, String) {
+        let error = refused.unwrap_err();
+        (error.code, error.message)
+    }
+
+    /// The console of a QEMU that answers nothing of use, and where its text is kept.
+    fn console(site: &Site) -> (FakeQemu, Arc<Machine>, PathBuf) {
+        let qemu = site.qemu(&["running"]);
+        let client = Client::connect(&site.paths.monitor(1, 0), Instant::now() + LONG);
+        let machine = Arc::new(Machine::new(client.unwrap(), None));
+        (qemu, machine, site.paths.console(1))
+    }
+
+    #[test]
+    fn before_anybody_looked_a_vm_is_not_said_to_be_off() {
+        let (site, none) = (Site::new(), ConsoleTyped::default());
+        let desk = desk(&site);
+        let (code, message) = said(desk.read(None, Duration::ZERO));
+        assert_eq!(code, ErrorCode::Hypervisor);
+        assert!(message.contains("taking over"), "{message}");
+        desk.put(None);
+        let off = "VM 'web' is not running on host 'b'".to_owned();
+        assert_eq!(
+            said(desk.read(None, Duration::ZERO)),
+            (ErrorCode::WrongState, off.clone())
+        );
+        let key = ConsoleTyped { bytes: vec![b'x'] };
+        assert_eq!(said(desk.type_in(&key)), (ErrorCode::WrongState, off));
+        desk.type_in(&none).unwrap();
+        let bytes = vec![b'x'; CONSOLE_TYPED_MAX + 1];
+        let (code, _) = said(desk.type_in(&ConsoleTyped { bytes }));
+        assert_eq!(code, ErrorCode::TooLarge);
+    }
+
+    #[test]
+    fn what_came_along_stands_before_what_was_written_here_and_a_successor_finds_both() {
+        let site = Site::new();
+        let (_qemu, machine, path) = console(&site);
+        let console = Console::new(Arc::clone(&machine), path.clone());
+        console.keep(b"here");
+        let came = ConsoleKept {
+            end: 10,
+            bytes: b"before".to_vec(),
+            ..ConsoleKept::named("c0de".into())
+        };
+        console.came_along(came.clone());
+        console.came_along(came);
+        let whole = lock(&console.kept).text.clone();
+        assert_eq!(
+            (whole.end, whole.bytes.as_slice()),
+            (14, &b"beforehere"[..])
+        );
+        assert!(whole.came_along && whole.text == "c0de");
+        drop(console);
+        let next = Console::take_over(machine, path);
+        assert_eq!(lock(&next.kept).text, whole);
+    }
+
+    #[test]
+    fn a_damaged_file_begins_another_text() {
+        let site = Site::new();
+        let (_qemu, machine, path) = console(&site);
+        std::fs::write(&path, "{\"text\":\"c0de\",\"end\":1,\"bytes\":\"bHMK\"}").unwrap();
+        let next = Console::take_over(machine, path);
+        let text = lock(&next.kept).text.clone();
+        assert!(text.end == 0 && text.text != "c0de", "{text:?}");
+    }
+
+    #[test]
+    fn only_so_many_wait_at_a_time() {
+        let site = Site::new();
+        let (_qemu, machine, path) = console(&site);
+        let console = Console::new(machine, path);
+        let vm = &site.config.vm;
+        let mut readers: Vec<_> = (0..READERS_MAX)
+            .map(|_| console.reader(vm).unwrap())
+            .collect();
+        let refused = console.reader(vm).map(drop);
+        assert_eq!(said(refused).0, ErrorCode::WrongState);
+        readers.pop();
+        drop(console.reader(vm).unwrap());
+    }
+}
