@@ -79,7 +79,10 @@ impl Followed {
             }
             Reader::Agent(client) => {
                 let state = client.vm(vm).await.map(|vm| vm.state);
-                (state, format!("VM {vm} is not on this host any more, or off"))
+                (
+                    state,
+                    format!("VM {vm} is not on this host any more, or off"),
+                )
             }
         };
         match state {

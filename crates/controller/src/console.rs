@@ -5,7 +5,7 @@
 //! to follow, or to type, on a host that is too old for it.
 
 use crate::app::App;
-use crate::error::{Outcome, way_out};
+use crate::error::{Outcome, refuse, way_out};
 use futures_util::stream::{self, Stream};
 use godwit_rpc::AgentClient;
 use godwit_rpc::ClientError;
@@ -22,7 +22,16 @@ const SILENCE: Duration = Duration::from_secs(60);
 fn at(app: &App, name: &VmName, host: Option<HostName>) -> Outcome<(HostName, AgentClient)> {
     let host = match host {
         Some(host) => host,
-        None => app.place_of(name).map_err(way_out)?.host,
+        None => {
+            let place = app.place_of(name).map_err(way_out)?;
+            if place.vm.is_none_or(|vm| vm.state.is_off()) {
+                return refuse(
+                    ErrorCode::WrongState,
+                    format!("VM {name} is not running: run 'godwit vm start {name}'"),
+                );
+            }
+            place.host
+        }
     };
     let agent = app.connected_agent(&host).map_err(way_out)?;
     Ok((host, agent))

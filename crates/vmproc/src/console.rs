@@ -1,10 +1,10 @@
 //! The guest's serial console: what it wrote, kept for whoever reads it, and what is typed to it.
 //!
 //! QEMU's ring is where the text comes from, so that nothing is lost while nobody reads and none of what was not read yet while no
-//! VM process lives. What was read stands in a file of the run directory from then on, where a successor finds it. Only while
-//! somebody types the serial port is on a line of [`godwit_qemu::console`], which a thread of its own empties; a minute after
-//! the last word the ring is put back. A process that is killed in between loses what the guest writes until its successor
-//! has put the ring back, which is the first that it does.
+//! VM process lives. What was read stands in a file of the run directory before anybody gets it, so that a successor goes on
+//! with the same text. Only while somebody types the serial port is on a line of [`godwit_qemu::console`], which a thread of its
+//! own empties; a minute after the last word the ring is put back. A process that is killed in between loses what nobody has
+//! got of the last 20 ms, and what the guest writes until its successor has put the ring back, which is the first that it does.
 //!
 //! Owns the text of one QEMU's guest. Connections read it by themselves: the VM's thread, which may be busy for seconds, is not
 //! asked. Refuses: more than [`READERS_MAX`] that wait at a time, and what the guest does not read.
@@ -30,7 +30,7 @@ const READERS_MAX: usize = 8;
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Of several who look at once, one that comes so soon after another asks nobody.
 const JUST_LOOKED: Duration = Duration::from_millis(25);
-/// How often a text that grows is written to its file at most.
+/// How often a text that grows is written to its file at most while nobody wants it.
 const SAVE_EVERY: Duration = Duration::from_millis(20);
 /// The serial port is on a line for so long after something was typed.
 const TYPES_FOR: Duration = Duration::from_secs(60);
@@ -213,7 +213,7 @@ impl Console {
     /// All that is kept, with the last of what the guest wrote.
     pub(crate) fn whole(&self, deadline: Instant) -> Result<ConsoleKept, QmpError> {
         self.look(Duration::ZERO, deadline)?;
-        Ok(lock(&self.kept).text.clone())
+        Ok(self.saved().text.clone())
     }
 
     /// The text that came along with the guest, before all that it has written here.
@@ -247,7 +247,7 @@ impl Console {
         let deadline = Instant::now() + wait;
         loop {
             self.look(JUST_LOOKED.min(wait), soon())?;
-            let kept = lock(&self.kept);
+            let kept = self.saved();
             let piece = kept.text.after(place);
             let left = deadline.saturating_duration_since(Instant::now());
             let is_news = place.is_none_or(|place| piece.place() != *place);
@@ -366,6 +366,15 @@ impl Console {
             self.save(&mut kept);
         }
         self.more.notify_all();
+    }
+
+    /// The text as a successor finds it: nobody gets more of it, or a place in it would mean something else there.
+    fn saved(&self) -> MutexGuard<'_, Kept> {
+        let mut kept = lock(&self.kept);
+        if !kept.is_saved {
+            self.save(&mut kept);
+        }
+        kept
     }
 
     /// Writes the text where a successor finds it.
