@@ -8,12 +8,15 @@ use crate::agent::{blocking, check_host};
 use crate::probe::parse_nonce;
 use crate::renew;
 use crate::site;
-use axum::extract::State;
+use axum::extract::{RawQuery, State};
 use axum::middleware::from_fn_with_state;
+use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
+use futures_util::stream::{Stream, StreamExt as _};
 use godwit_rpc::agent_client::{Measure, path};
-use godwit_rpc::{ApiResult, JsonBody, PathParam, Peer, Unwanted};
+use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam, Peer, Unwanted};
+use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
@@ -31,6 +34,7 @@ use godwit_types::site::{
     WholeSurvey,
 };
 use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
+use std::convert::Infallible;
 use std::sync::Arc;
 
 type Shared = State<Arc<Agent>>;
@@ -61,6 +65,8 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::PROBE, post(probe))
         .route(path::PEER, post(peer))
         .route(path::CONSOLE, get(console))
+        .route(path::CONSOLE_EVENTS, get(console_events))
+        .route(path::CONSOLE_TYPE, post(console_type))
         .route(path::PREFLIGHT_INCOMING, post(preflight_incoming))
         .route(path::PROBE_RESULT, get(probe_result))
         .route(path::MIGRATIONS, get(migrations))
@@ -193,6 +199,24 @@ async fn site_ask(
     reply(agent.site_ask(asker, unwanted, question).await)
 }
 
+async fn console_events(
+    State(agent): Shared,
+    PathParam(name): PathParam<VmName>,
+    RawQuery(query): RawQuery,
+) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, Failure> {
+    let query = ConsoleQuery::parse(query.as_deref().unwrap_or_default())?;
+    let pieces = agent.follow_console(name, query.place).await?;
+    let events = pieces.map(|piece| {
+        let told = match &piece {
+            Ok(piece) => Event::default().event("console").json_data(piece),
+            Err(error) => Event::default().event("error").json_data(error),
+        };
+        // Our own words always encode.
+        Ok(told.unwrap_or_default())
+    });
+    Ok(Sse::new(events).keep_alive(KeepAlive::default()))
+}
+
 /// Handlers that hand a request to the agent and answer what it says: what the path names, what the body is, the answer.
 macro_rules! handlers {
     ($($name:ident($agent:ident $(, path $of:ident: $Of:ty)? $(, body $body:ident: $Body:ty)?) -> $answer:ty
@@ -220,6 +244,8 @@ handlers! {
         = agent.probe(&name, &request.nonce);
     console(agent, path name: VmName) -> ConsoleText
         = agent.console(&name).await;
+    console_type(agent, path name: VmName, body typed: ConsoleTyped) -> Done
+        = agent.type_console(&name, typed).await;
     preflight_incoming(agent, body request: PreflightIncoming) -> PreflightReport
         = agent.preflight_incoming(request).await;
     migrations(agent) -> Vec<MigrationReport> = agent.migrations().await;

@@ -9,6 +9,7 @@ use crate::records::Records;
 use crate::scope::Scopes;
 use godwit_ownership::{HostRecord, Phase, Power};
 use godwit_store::{VmStore, save_json};
+use godwit_types::console::{ConsoleKept, ConsolePlace};
 use godwit_types::host_api::{
     CloseState, CloseStep, ClosingVm, HostVm, OutboxMessage, SOCKET_FILE, SPEC_FILE, VmAnswer,
     VmProcessConfig, VmRequest, VmStatus,
@@ -20,6 +21,7 @@ use serde_json::{Map, Value};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// In the run directory: the stub ends at once with these last words.
 pub const DIE: &str = "die-at-start";
@@ -54,6 +56,8 @@ pub const CLOSED: &str = "closed";
 
 /// In the run directory: the stub answers as one of a version less, `older`, or of one more, `newer`.
 pub const DIALECT: &str = "dialect";
+/// What was typed on its console.
+pub const TYPED: &str = "typed";
 
 /// What a version less does not say yet.
 const LATER_WORDS: [&str; 6] = [
@@ -322,6 +326,24 @@ fn taken_outbox(run_dir: &Path, wait_ms: u64) -> VmAnswer {
     VmAnswer::Outbox(outbox(&run_dir.join(OUTBOX), wait_ms))
 }
 
+/// A guest that writes what is typed, after a greeting.
+fn console(run_dir: &Path, place: Option<&ConsolePlace>, wait_ms: u64) -> VmAnswer {
+    if std::fs::read_to_string(run_dir.join(DIALECT)).is_ok_and(|dialect| dialect == "older") {
+        return VmAnswer::Error(ApiError::new(ErrorCode::InvalidRequest, "unknown request"));
+    }
+    let deadline = Instant::now() + Duration::from_millis(wait_ms);
+    loop {
+        let mut kept = ConsoleKept::named("a1".into());
+        kept.add(b"login:");
+        kept.add(&std::fs::read(run_dir.join(TYPED)).unwrap_or_default());
+        let piece = kept.after(place);
+        if Some(&piece.place()) != place || Instant::now() >= deadline {
+            return VmAnswer::ConsolePiece(piece);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
     let run_dir = Path::new(&config.run_dir);
     match request {
@@ -350,6 +372,12 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             std::process::exit(0)
         }
         VmRequest::Console => VmAnswer::Console("login:".into()),
+        VmRequest::ReadConsole { place, wait_ms } => console(run_dir, place.as_ref(), wait_ms),
+        VmRequest::TypeConsole(typed) => {
+            let text = String::from_utf8(typed.bytes).unwrap();
+            append(&run_dir.join(TYPED), &text);
+            VmAnswer::Done("typed".into())
+        }
         VmRequest::Blockers => VmAnswer::Blockers(vec![]),
         VmRequest::HostRemoved { host } => {
             heard(run_dir, &format!("{host} is gone"), "waits no more")

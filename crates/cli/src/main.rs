@@ -9,6 +9,7 @@ mod complete;
 #[cfg(test)]
 mod configuration_tests;
 mod connect;
+mod console_stream;
 mod controller_file;
 #[cfg(test)]
 mod examples_tests;
@@ -21,6 +22,7 @@ mod keys;
 mod move_report;
 mod output;
 mod plain;
+mod raw_terminal;
 mod tables;
 #[cfg(test)]
 mod troubleshooting_tests;

@@ -4,9 +4,10 @@
 //! also goes to the log. A log that cannot be written refuses nothing: a person must be able to stop a VM while the
 //! disk is full, and the log has the line. Keeps the newest [`KEPT`] entries. What strangers try and are refused is
 //! counted, in one row a day and reason; what is tried with a certificate that was revoked, in one a day, certificate and
-//! kind. So neither pushes out what people did.
+//! kind. So neither pushes out what people did; nor do the keys of whoever types to a guest, of which the first in a while is told.
 
 use crate::store::{Store, unreadable};
+use crate::typists::Typists;
 use godwit_rpc::Peer;
 use godwit_rpc::audit::{Answered, Asked, Auditor, Later, Login};
 use godwit_rpc::controller_client::path;
@@ -16,7 +17,7 @@ use sqlx::{Sqlite, Transaction, query, query_as, query_scalar};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::sync::atomic::Ordering;
-use std::sync::{MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 type Result<T> = std::result::Result<T, crate::error::ControllerError>;
 
@@ -38,11 +39,17 @@ const UNWRITTEN: i64 = 0;
 /// Writes the log into the controller's database.
 pub struct AuditLog {
     store: Store,
+    typists: Mutex<Typists>,
 }
 
 impl AuditLog {
     pub fn new(store: Store) -> Self {
-        Self { store }
+        let typists = Mutex::default();
+        Self { store, typists }
+    }
+
+    fn typists(&self) -> MutexGuard<'_, Typists> {
+        self.typists.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -100,16 +107,22 @@ impl Auditor for AuditLog {
             // Not looked at by anybody yet: a name may be any text.
             tracing::info!("{who} asks: {what} {subject:?}");
             let written = self.store.audit_asked(&who, &what, &asked).await;
-            written.unwrap_or_else(|error| {
+            let number = written.unwrap_or_else(|error| {
                 tracing::warn!(%error, "this is missing in the audit log");
                 UNWRITTEN
-            })
+            });
+            if asked.types() {
+                let (who, guest) = typist(&asked);
+                self.typists().is_told(who, guest, number);
+            }
+            number
         })
     }
 
     fn answered(&self, number: i64, answered: Answered) -> Later<'_, ()> {
         Box::pin(async move {
             if let Some(error) = &answered.error {
+                self.typists().is_refused(number);
                 let result = AuditResult::of_status(Some(answered.status));
                 // A sentence may repeat what a stranger sent.
                 let said: String = error.to_string().chars().take(MESSAGE_LEN_MAX).collect();
@@ -130,10 +143,21 @@ impl Auditor for AuditLog {
     }
 
     fn is_news(&self, asked: &Asked) -> bool {
+        if asked.types() && !asked.is_refused {
+            let (who, guest) = typist(asked);
+            return self.typists().is_news(who, guest, now_unix_s());
+        }
         let serial = asked.serial.clone().unwrap_or_default();
         let mut kinds = self.store.refused_kinds();
         kinds.is_news(serial, what(asked), now_unix_s())
     }
+}
+
+/// Who types, and to which guest.
+fn typist(asked: &Asked) -> (String, String) {
+    let serial = asked.serial.as_deref().unwrap_or_default();
+    let who = format!("{} {serial}", who(&asked.peer, asked.login));
+    (who, asked.subject.clone().unwrap_or_default())
 }
 
 impl Store {
@@ -395,6 +419,7 @@ fn what(asked: &Asked) -> String {
         ("POST", path::RESOLVE) => "vm resolve --run-on",
         ("POST", path::KEEP) => "vm resolve --keep",
         ("POST", path::SITE_ACKNOWLEDGE) => "site acknowledge",
+        ("POST", path::CONSOLE_TYPE) => "vm console",
         ("POST", path::MIGRATE) => "vm migrate",
         ("POST", path::CANCEL) => "migration cancel",
         (method, route) => return format!("{method} {route}"),

@@ -420,21 +420,3 @@ fn must_be_on(name: &VmName, place: &Place, action: Action) -> Outcome<()> {
         Some(_) => Ok(()),
     }
 }
-
-/// The guest's serial console: of the copy on one host, or where the VM is.
-pub async fn console(
-    app: &App,
-    name: &VmName,
-    host: Option<HostName>,
-) -> Outcome<godwit_types::control_api::ConsoleText> {
-    let host = match host {
-        Some(host) => host,
-        None => app.place_of(name).map_err(way_out)?.host,
-    };
-    let agent = app.connected_agent(&host).map_err(way_out)?;
-    let told = agent.console(name).await;
-    let mut console = told.map_err(|error| ApiError::from(error).on_host(&host))?;
-    // Who was asked is known here; an older host does not say.
-    console.host = Some(host);
-    Ok(console)
-}

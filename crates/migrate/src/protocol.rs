@@ -21,6 +21,7 @@
 //!                                                       barrier and kept: QEMU loads once
 //!   DeviceStateWhole           ------------------->     QEMU loads
 //!   DeviceStateEnd{attempt}    ------------------->     it was saved well: what is loaded counts
+//!   Console                    ------------------->     what the guest wrote to its serial console (from version 5 on)
 //!                              <-------------------   BarrierDone
 //!                              <-------------------   Loaded{..}           figures of the loading
 //!                              <-------------------   Peer(Ready)          durable at the destination
@@ -45,7 +46,10 @@
 use crate::addresses;
 use godwit_ownership::{PeerMessage, Reason};
 use godwit_types::Generation;
+use godwit_types::console::ConsoleKept;
 use godwit_types::version::MIGRATION;
+#[cfg(doc)]
+use godwit_types::version::MIGRATION_WITH_CONSOLE;
 use godwit_types::vm::DISKS_MAX;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -124,6 +128,9 @@ pub enum ToDestination {
         /// The generation that this attempt at a switchover would give.
         attempt: Generation,
     },
+    /// What the guest wrote to its serial console, the newest part. Behind the device state, where nobody waits for it. Only
+    /// from version [`MIGRATION_WITH_CONSOLE`] on.
+    Console { kept: ConsoleKept },
     /// The migration is over; the guest stays at the source. Said by sources of the version before: an abort among the
     /// messages of `Peer` says as much, with its reason.
     Cancel {
@@ -310,6 +317,9 @@ pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, 
         }
         ToDestination::Warm { filling } if filling.len() > WARM_LEN_MAX => {
             return Err(ProtocolError::OutOfBounds("the filling"));
+        }
+        ToDestination::Console { kept } if !kept.is_within_bounds() => {
+            return Err(ProtocolError::OutOfBounds("the text of the console"));
         }
         ToDestination::Cancel { reason, .. } => shown(reason)?,
         _ => {}

@@ -11,6 +11,7 @@ pub mod allowance;
 pub mod announce;
 mod bounds;
 pub mod command_line;
+pub mod console;
 pub mod described;
 pub mod device_state;
 pub mod disk;

@@ -3,19 +3,14 @@
 //! Owns the control connection. Every call has a deadline and ends by it. [`Machine::cont`] is the only function of
 //! the product that lets a VM's vCPUs run, and it needs the permit; stopping needs none, since a stop is always safe.
 
-use crate::command_line::{CONSOLE, CONSOLE_BYTES};
 use crate::qmp::{Client, EventKind, Events, EventsError, QmpError};
 use crate::stderr_log::StderrLog;
-use crate::sync::lock;
 use crate::text::printable;
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
 use godwit_ownership::RunPermit;
 use godwit_types::Generation;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Pause before a QEMU that refused to let its guest run is asked again.
@@ -136,18 +131,12 @@ pub struct CpuModel {
 pub struct Machine {
     client: Client,
     stderr: Option<StderrLog>,
-    /// What was read of the guest's console, its newest part.
-    console: Mutex<Vec<u8>>,
 }
 
 impl Machine {
     /// Over a negotiated connection; `stderr` makes errors clearer.
     pub fn new(client: Client, stderr: Option<StderrLog>) -> Machine {
-        Machine {
-            client,
-            stderr,
-            console: Mutex::default(),
-        }
+        Machine { client, stderr }
     }
 
     /// The control connection, for what has no function here. Not for `cont`, but of a trial.
@@ -313,19 +302,6 @@ impl Machine {
             .map(drop)
     }
 
-    /// The newest 64 KiB of what the guest wrote to its serial port. QEMU gives each byte away once, so what was read is kept
-    /// here: a second look finds it again, another program that connects later does not.
-    pub fn console(&self, deadline: Instant) -> Result<Vec<u8>, QmpError> {
-        let arguments = json!({"device": CONSOLE, "size": CONSOLE_BYTES, "format": "base64"});
-        // Held over the question, so that two readers keep the guest's order.
-        let mut kept = lock(&self.console);
-        let answer = self.client.execute("ringbuf-read", arguments, deadline)?;
-        let decoded = answer.as_str().and_then(|text| STANDARD.decode(text).ok());
-        let new = decoded.ok_or_else(|| QmpError::shape("ringbuf-read", "base64"))?;
-        keep_newest(&mut kept, &new);
-        Ok(kept.clone())
-    }
-
     /// Whether the guest runs and uses its disk with this number, and QEMU has not begun to serve it: it never will before the
     /// guest is let run once more. What is asked here is not a stable part of QEMU's protocol: it is for versions that may be in such a state.
     pub fn has_forgotten_disk(&self, disk: usize, deadline: Instant) -> Result<bool, QmpError> {
@@ -441,32 +417,14 @@ pub(crate) fn no_event(error: EventsError, command: &str) -> QmpError {
     }
 }
 
-/// Adds what is new to the console's text, of which the newest [`CONSOLE_BYTES`] stay.
-fn keep_newest(kept: &mut Vec<u8>, new: &[u8]) {
-    kept.extend_from_slice(new);
-    kept.drain(..kept.len().saturating_sub(CONSOLE_BYTES));
-}
-
 fn text(value: &Value, key: &str) -> Option<String> {
     value.get(key).and_then(Value::as_str).map(str::to_owned)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{CONSOLE_BYTES, keep_newest};
     use std::fs;
     use std::path::{Path, PathBuf};
-
-    /// A guest that writes for ever would else fill the VM process's memory.
-    #[test]
-    fn a_console_keeps_its_newest_64_kib() {
-        let mut kept = vec![b'a'; CONSOLE_BYTES - 1];
-        keep_newest(&mut kept, b"bcd");
-        assert_eq!(kept.len(), CONSOLE_BYTES);
-        assert!(kept.starts_with(b"aa") && kept.ends_with(b"abcd"));
-        keep_newest(&mut kept, &vec![b'e'; CONSOLE_BYTES + 5]);
-        assert_eq!(kept, vec![b'e'; CONSOLE_BYTES]);
-    }
 
     fn sources(directory: &Path) -> Vec<PathBuf> {
         let entries = fs::read_dir(directory)

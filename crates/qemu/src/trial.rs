@@ -350,7 +350,7 @@ impl Trial {
         };
         let said = match machine.is_closed() {
             true => Vec::new(),
-            false => machine.console(Instant::now() + Duration::from_secs(1))?,
+            false => machine.console_news(Instant::now() + Duration::from_secs(1))?,
         };
         Ok(Shown {
             reached: reached(&said),

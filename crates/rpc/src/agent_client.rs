@@ -8,6 +8,8 @@ use crate::client::{Client, Reply, calls, fill};
 pub use crate::client::Deadlines;
 
 use crate::limits::LIST_LEN_MAX;
+use crate::sse::EventStream;
+use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
 };
@@ -65,6 +67,10 @@ pub mod path {
     pub const PEER: &str = "/v1/vms/{name}/peer";
     /// GET: [`super::ConsoleText`].
     pub const CONSOLE: &str = "/v1/vms/{name}/console";
+    /// GET, with [`super::ConsoleQuery`]: server-sent events `console` with a [`super::ConsolePiece`] each, `error` at the end.
+    pub const CONSOLE_EVENTS: &str = "/v1/vms/{name}/console/events";
+    /// POST [`super::ConsoleTyped`]: [`super::Done`].
+    pub const CONSOLE_TYPE: &str = "/v1/vms/{name}/console/type";
     /// POST [`super::PreflightIncoming`]: [`super::PreflightReport`]. From here on it listens for the probe.
     pub const PREFLIGHT_INCOMING: &str = "/v1/preflight-incoming";
     /// GET: [`super::ProbeResult`]. Waits up to 2 s for what has not arrived.
@@ -143,6 +149,8 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::PROBE, CONTROLLER),
     rule("POST", path::PEER, Access::HOST),
     rule("GET", path::CONSOLE, READ),
+    rule("GET", path::CONSOLE_EVENTS, READ),
+    rule("POST", path::CONSOLE_TYPE, POWER),
     rule("POST", path::PREFLIGHT_INCOMING, CONTROLLER),
     rule("GET", path::PROBE_RESULT, CONTROLLER),
     rule("GET", path::MIGRATIONS, READ),
@@ -278,6 +286,12 @@ calls! { AgentClient
         = post client (fill(path::PEER, name), message) in act;
     /// The guest's serial console.
     console(name: &VmName) -> ConsoleText = get client (fill(path::CONSOLE, name)) in read;
+    /// What the guest writes there, from a place on.
+    console_events(name: &VmName, query: &ConsoleQuery) -> EventStream
+        = events client (format!("{}?{}", fill(path::CONSOLE_EVENTS, name), query.to_text())) in act;
+    /// Types to the guest.
+    console_type(name: &VmName, typed: &ConsoleTyped) -> Done
+        = post client (fill(path::CONSOLE_TYPE, name), typed) in act;
     /// Tells which certificates are revoked.
     revoked(revoked: &Revoked) -> Done = put client (path::REVOKED, revoked) in read;
     /// Tells which hosts are gone for good.

@@ -4,9 +4,11 @@
 //! is carried out and when it was answered, refused ones included. Left out: reading requests, what hosts and the
 //! controller say to each other (but that a host leaves), and strangers who are refused at the door (they could fill any
 //! log; those who come too often are counted). Of who shows a certificate that is not admitted, and of hosts who want what
-//! hosts may not do, the auditor says which requests are news. Bodies are told of where they are short, and never of a join, which holds a secret.
+//! hosts may not do, and of what is typed to a guest, the auditor says which requests are news. Bodies are told of where they are
+//! short, and never of a join, which holds a secret, or of what is typed, which may be one.
 
 use crate::access::Peer;
+use crate::controller_client::path;
 use crate::pki::Holder;
 use crate::server::{CameFrom, NotAdmitted};
 use axum::extract::{MatchedPath, RawPathParams, Request};
@@ -59,6 +61,17 @@ pub struct Asked {
     pub is_refused: bool,
 }
 
+impl Asked {
+    /// Whether somebody types to a guest: there are as many of these as keys.
+    pub fn types(&self) -> bool {
+        self.route == path::CONSOLE_TYPE
+    }
+
+    fn has_secret(&self) -> bool {
+        self.types() || self.route == path::JOIN
+    }
+}
+
 /// How it was answered.
 #[derive(Debug, Clone)]
 pub struct Answered {
@@ -77,8 +90,8 @@ pub trait Auditor: Send + Sync {
     fn answered(&self, number: i64, answered: Answered) -> Later<'_, ()>;
     /// Somebody asked too often and was not let in: to be counted, no more, since there may be any number.
     fn turned_away(&self);
-    /// Whether a request that was refused before anybody looked at it is to be told of: not each time, since there may be any
-    /// number. Counts it if not.
+    /// Whether a request that was refused before anybody looked at it, or that types, is to be told of: not each time, since
+    /// there may be any number. Counts it if not.
     fn is_news(&self, asked: &Asked) -> bool;
 }
 
@@ -116,11 +129,11 @@ impl Entry {
     ) -> Option<Self> {
         let auditor = auditor?.clone();
         let asked = asked(request, is_let_in).await?;
-        if asked.is_refused && !auditor.is_news(&asked) {
+        if (asked.is_refused || asked.types()) && !auditor.is_news(&asked) {
             return None;
         }
         let body = BodySlot::default();
-        if asked.route != crate::controller_client::path::JOIN {
+        if !asked.has_secret() {
             request.extensions_mut().insert(body.clone());
         }
         let number = auditor.asked(asked).await;

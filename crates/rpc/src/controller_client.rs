@@ -7,6 +7,9 @@ use crate::client::{Client, Deadlines, Reply, calls, fill};
 use crate::limits::{LIST_LEN_MAX, SITE_LIST_LEN_MAX};
 use crate::sse::EventStream;
 use godwit_types::audit::{AuditEntry, AuditQuery};
+#[cfg(doc)]
+use godwit_types::console::ConsolePiece;
+use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse,
     JoinToken, KeepRequest, MigrationBegun, OperatorRequest, OperatorView, RenewRequest,
@@ -74,6 +77,10 @@ pub mod path {
     pub const MIGRATE: &str = "/v1/vms/{name}/migrate";
     /// GET.
     pub const CONSOLE: &str = "/v1/vms/{name}/console";
+    /// GET: the console as server-sent events, from a place on.
+    pub const CONSOLE_EVENTS: &str = "/v1/vms/{name}/console/events";
+    /// POST.
+    pub const CONSOLE_TYPE: &str = "/v1/vms/{name}/console/type";
     /// GET: list of reports.
     pub const MIGRATIONS: &str = "/v1/migrations";
     /// GET: a report.
@@ -136,6 +143,8 @@ pub const RULES: &[Rule] = &[
     rule_also_removed("POST", path::SITE_ASK, Access::HOST),
     rule("POST", path::MIGRATE, PEOPLE),
     rule("GET", path::CONSOLE, PEOPLE),
+    rule("GET", path::CONSOLE_EVENTS, PEOPLE),
+    rule("POST", path::CONSOLE_TYPE, PEOPLE),
     rule("GET", path::MIGRATIONS, PEOPLE),
     rule("GET", path::MIGRATION, PEOPLE),
     rule("GET", path::MIGRATION_EVENTS, PEOPLE),
@@ -266,6 +275,16 @@ calls! { ControllerClient
     /// The serial console of the copy on one host.
     console_at(name: &VmName, host: &HostName) -> ConsoleText
         = get client (format!("/v1/vms/{name}/console?host={host}")) in read;
+    /// What a guest writes to its serial console, from a place on; each event's data is a [`ConsolePiece`], but of the last one,
+    /// `error`.
+    console_events(name: &VmName, query: &ConsoleQuery) -> EventStream
+        = events client (format!("{}?{}", fill(path::CONSOLE_EVENTS, name), query.to_text())) in act;
+    /// Types to the guest.
+    console_type(name: &VmName, typed: &ConsoleTyped) -> Done
+        = post client (fill(path::CONSOLE_TYPE, name), typed) in act;
+    /// Types to the copy on one host.
+    console_type_at(name: &VmName, host: &HostName, typed: &ConsoleTyped) -> Done
+        = post client (format!("{}?host={host}", fill(path::CONSOLE_TYPE, name)), typed) in act;
     cancel(id: &MigrationId, request: &CancelRequest) -> Done
         = post client (fill(path::CANCEL, id), request) in act;
     /// Who asked for what, newest first.

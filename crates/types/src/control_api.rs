@@ -269,13 +269,17 @@ pub struct ConsoleText {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub host: Option<HostName>,
-    /// Since when that QEMU runs the guest, seconds since 1970: what the guest wrote before is not in the text.
+    /// Since when that QEMU runs the guest, seconds since 1970. Unless the text came along, what the guest wrote before is not in
+    /// it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since_unix_s: Option<u64>,
     /// The host that the guest came from then, running; none where it was booted there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>)]
     pub came_from: Option<HostName>,
+    /// The text came along from there: it holds what the guest wrote before it was moved, too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub came_along: bool,
 }
 
 /// A request that needs no parameters.

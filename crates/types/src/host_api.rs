@@ -5,6 +5,7 @@
 //! not know are left out, but for a VM's description, which is understood wholly or refused. Refuses: anything over
 //! [`MESSAGE_LEN_MAX`].
 
+use crate::console::{ConsolePiece, ConsolePlace, ConsoleTyped};
 use crate::control_api::{CancelRequest, ResolveRequest, StopRequest};
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
@@ -304,6 +305,16 @@ pub enum VmRequest {
     },
     /// The last bytes that the guest wrote to its serial console.
     Console,
+    /// What comes next on the guest's serial console for a reader at `place`, all that is kept for one without; waits up to
+    /// `wait_ms` for it. Answered by `ConsolePiece`.
+    ReadConsole {
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        place: Option<ConsolePlace>,
+        #[serde(default)]
+        wait_ms: u64,
+    },
+    /// Type this to the guest on its serial console.
+    TypeConsole(ConsoleTyped),
     /// QEMU's reasons against a migration.
     Blockers,
     /// Measure for this long how the guest writes, at most [`MEASURE_MS_MAX`]; refused while a migration runs.
@@ -420,6 +431,7 @@ pub enum VmAnswer {
     Surveyed(RecordAnswer),
     Outbox(Vec<OutboxMessage>),
     Console(String),
+    ConsolePiece(ConsolePiece),
     Blockers(Vec<String>),
     DirtyRate(DirtyRate),
     Closing(ClosingVm),

@@ -3,6 +3,7 @@
 #[path = "../../store/tests/common/golden.rs"]
 mod golden;
 
+use godwit_types::console::{ConsolePiece, ConsoleTyped};
 use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck, JoinRequest, JoinResponse};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
@@ -58,6 +59,8 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("Done", again::<Done>),
             ("Empty", again::<Empty>),
             ("ConsoleText", again::<ConsoleText>),
+            ("ConsolePiece", again::<ConsolePiece>),
+            ("ConsoleTyped", again::<ConsoleTyped>),
             ("ApiError", again::<ApiError>),
             ("JoinRequest", again::<JoinRequest>),
             ("JoinResponse", again::<JoinResponse>),

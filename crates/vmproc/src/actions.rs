@@ -144,6 +144,7 @@ impl Vm {
     pub(crate) fn keep(&mut self, hyper: Hyper, spec: &VmSpec) -> Result<(), ApiError> {
         hyper.watch(self.inputs.clone()).map_err(internal)?;
         hyper.neighbours.listen(spec);
+        self.at_hand.desk.put(Some(&hyper.console));
         self.hyper = Some(hyper);
         self.refuse_while_closing()
             .inspect_err(|_| self.kill_qemu())
@@ -399,7 +400,7 @@ impl Vm {
             return;
         };
         match serde_json::to_value(message) {
-            Ok(message) => self.outbox.put(OutboxMessage { peer, message }),
+            Ok(message) => self.at_hand.outbox.put(OutboxMessage { peer, message }),
             Err(error) => tracing::error!(%error, "a message cannot be written"),
         }
     }

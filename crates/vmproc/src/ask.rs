@@ -6,6 +6,7 @@
 //! is not said to be fenced.
 
 use godwit_ownership::PeerMessage;
+use godwit_types::console::{ConsolePlace, ConsoleTyped};
 use godwit_types::host_api::{CloseStep, PrepareIncoming, VmRequest};
 use godwit_types::migration::MigrationSpec;
 use godwit_types::site::GiftOvertaken;
@@ -14,6 +15,8 @@ use std::time::Duration;
 
 /// Longest wait that a request for the outbox may ask for, ms.
 const OUTBOX_WAIT_MS_MAX: u64 = 60_000;
+/// Longest wait for what a guest writes next, ms.
+const CONSOLE_WAIT_MS_MAX: u64 = 60_000;
 /// What a person hears who decides without that.
 const UNFENCED: &str =
     "say which host is fenced with --confirm-fenced HOST, once it is powered off and only then";
@@ -29,7 +32,14 @@ pub(crate) enum Ask {
 /// What a connection answers from what it shares with the VM's thread.
 #[derive(Debug)]
 pub(crate) enum Connection {
-    TakeOutbox { wait: Duration },
+    TakeOutbox {
+        wait: Duration,
+    },
+    ReadConsole {
+        place: Option<ConsolePlace>,
+        wait: Duration,
+    },
+    TypeConsole(ConsoleTyped),
 }
 
 /// What the VM's thread answers before it takes anything else.
@@ -79,6 +89,13 @@ impl Ask {
             VmRequest::TakeOutbox { wait_ms } => {
                 let wait = Duration::from_millis(wait_ms.min(OUTBOX_WAIT_MS_MAX));
                 return Ok(Self::Connection(Connection::TakeOutbox { wait }));
+            }
+            VmRequest::ReadConsole { place, wait_ms } => {
+                let wait = Duration::from_millis(wait_ms.min(CONSOLE_WAIT_MS_MAX));
+                return Ok(Self::Connection(Connection::ReadConsole { place, wait }));
+            }
+            VmRequest::TypeConsole(typed) => {
+                return Ok(Self::Connection(Connection::TypeConsole(typed)));
             }
             VmRequest::MeasureDirtyRate { millis } => {
                 return Ok(Self::Later(Later::MeasureDirtyRate { millis }));

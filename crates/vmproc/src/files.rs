@@ -112,6 +112,11 @@ impl Paths {
         self.run.join(format!("{launch}.addresses.json"))
     }
 
+    /// What was read of the guest's serial console.
+    pub(crate) fn console(&self, launch: u64) -> PathBuf {
+        self.run.join(format!("{launch}.console.json"))
+    }
+
     pub(crate) fn ram_file(&self, launch: u64) -> PathBuf {
         self.ram_files.path(launch)
     }
@@ -126,6 +131,7 @@ mod tests {
     use super::golden::{again, check};
     use super::*;
     use crate::disks::ServedDisks;
+    use godwit_types::console::ConsoleKept;
     use std::path::Path;
 
     #[test]
@@ -137,6 +143,7 @@ mod tests {
                 ("QemuIdentity", again::<QemuIdentity>),
                 ("Places", again::<Places>),
                 ("ServedDisks", again::<ServedDisks>),
+                ("ConsoleKept", again::<ConsoleKept>),
             ],
         );
     }

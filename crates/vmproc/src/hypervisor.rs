@@ -3,6 +3,7 @@
 //! Owns nothing beyond a QEMU's life: dropping a [`Hyper`] leaves QEMU running, as an upgrade of this process needs.
 //! Refuses: to start a second QEMU while one is known.
 
+use crate::console::Console;
 use crate::disks::Disks;
 use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
@@ -52,6 +53,7 @@ pub(crate) struct Hyper {
     pub identity: QemuIdentity,
     process: QemuProcess,
     pub machine: Arc<Machine>,
+    pub console: Arc<Console>,
     pub ram: Arc<RamFile>,
     /// Tracking splits them; they are put back afterwards.
     pub huge_pages: Arc<HugePages>,
@@ -124,21 +126,35 @@ impl Hyper {
             Ok((identity, launched, taps, disks))
         });
         match started {
-            Ok((identity, launched, taps, disks)) => Ok(Self {
-                neighbours: Neighbours::load(start.paths.addresses(start.launch)),
-                voice: Voice::new(taps),
-                huge_pages: HugePages::of(identity.pid, &ram),
-                identity,
-                process: launched.process,
-                machine: Arc::new(launched.machine),
-                ram,
-                disks,
-            }),
+            Ok((identity, launched, taps, disks)) => {
+                Ok(Self::started(start, identity, launched, (ram, taps, disks)))
+            }
             Err(error) => {
                 remove(&ram_path);
                 remove_sockets(start.paths, start.launch);
                 Err(error)
             }
+        }
+    }
+
+    fn started(
+        start: &Start<'_>,
+        identity: QemuIdentity,
+        launched: godwit_qemu::launch::Hypervisor,
+        (ram, taps, disks): (Arc<RamFile>, Vec<Tap>, Disks),
+    ) -> Self {
+        let machine = Arc::new(launched.machine);
+        let kept = start.paths.console(start.launch);
+        Self {
+            neighbours: Neighbours::load(start.paths.addresses(start.launch)),
+            voice: Voice::new(taps),
+            huge_pages: HugePages::of(identity.pid, &ram),
+            identity,
+            process: launched.process,
+            console: Console::new(Arc::clone(&machine), kept),
+            machine,
+            ram,
+            disks,
         }
     }
 
@@ -160,11 +176,14 @@ impl Hyper {
         let taken = connect(0).or_else(|_| connect(1)).map_err(hypervisor)?;
         let state = taken.machine.query_status(Instant::now() + QMP_WAIT);
         let state = state.map_err(internal)?;
+        let machine = Arc::new(taken.machine);
+        let kept = paths.console(identity.launch);
         let hyper = Self {
             huge_pages: HugePages::of(identity.pid, &ram),
             identity: identity.clone(),
             process: taken.process,
-            machine: Arc::new(taken.machine),
+            console: Console::take_over(Arc::clone(&machine), kept),
+            machine,
             ram,
             neighbours: Neighbours::load(paths.addresses(identity.launch)),
             voice: Voice::default(),
@@ -471,6 +490,7 @@ fn remove_sockets(paths: &Paths, launch: u64) {
     remove(&paths.handout(launch));
     (0..DISKS_MAX).for_each(|disk| remove(&paths.ram_files.disk_socket(launch, disk)));
     remove(&paths.addresses(launch));
+    remove(&paths.console(launch));
 }
 
 fn remove(path: &Path) {

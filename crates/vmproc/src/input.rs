@@ -6,6 +6,7 @@
 
 use crate::ask::{Later, Now};
 use godwit_ownership::{Event, PeerMessage};
+use godwit_types::console::ConsoleKept;
 use godwit_types::host_api::VmAnswer;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -97,6 +98,8 @@ pub(crate) enum News {
     Peer(PeerMessage),
     /// (destination) The guest's addresses, as the source knows them.
     Addresses(Vec<Vec<std::net::IpAddr>>),
+    /// (destination) What the guest wrote to its serial console before it came.
+    Console(ConsoleKept),
     /// Anything arrived from the peer: silence is over.
     Heard,
     /// The driver gives up, with its reason.
@@ -128,7 +131,7 @@ impl Intake {
         match news {
             // One that waits says as much as many do.
             News::Heard => !self.heard.swap(true, Ordering::AcqRel),
-            News::Peer(_) | News::Addresses(_) => {
+            News::Peer(_) | News::Addresses(_) | News::Console(_) => {
                 let one_more = |waiting| (waiting < SAID_MAX).then_some(waiting + 1);
                 let room = self
                     .said
@@ -143,7 +146,7 @@ impl Intake {
     pub(crate) fn taken(&self, news: &News) {
         match news {
             News::Heard => self.heard.store(false, Ordering::Release),
-            News::Peer(_) | News::Addresses(_) => {
+            News::Peer(_) | News::Addresses(_) | News::Console(_) => {
                 self.said.fetch_sub(1, Ordering::AcqRel);
             }
             _ => {}

@@ -18,6 +18,7 @@ mod ask;
 mod closing;
 #[cfg(test)]
 mod closing_tests;
+mod console;
 mod destination;
 mod disks;
 mod faults;

@@ -250,6 +250,7 @@ impl Vm {
             routes,
             ram: Arc::clone(&hyper.ram),
             machine: Arc::clone(&hyper.machine),
+            console: Arc::clone(&hyper.console),
             tracker: DirtyTracker::new(
                 Arc::clone(&hyper.ram),
                 u32::try_from(hyper.pid()).map_err(internal)?,

@@ -231,10 +231,10 @@ fn a_source_whose_channels_are_dead_hears_through_the_agents_why_its_destination
 fn a_destination_that_gives_up_says_why_through_the_agents() {
     let site = Site::new();
     let mut vm = destination(&site);
-    vm.outbox.take(Duration::ZERO);
+    vm.at_hand.outbox.take(Duration::ZERO);
     vm.blame("its disk is full");
     vm.feed(Event::IncomingFailed);
-    let said = vm.outbox.take(Duration::ZERO);
+    let said = vm.at_hand.outbox.take(Duration::ZERO);
     let said: Vec<_> = said.into_iter().map(|sent| sent.message).collect();
     let failed =
         serde_json::json!({"message": "failed", "migration": "m", "reason": "its disk is full"});
@@ -243,7 +243,7 @@ fn a_destination_that_gives_up_says_why_through_the_agents() {
 
 /// What was left to the agent to carry since the last look.
 fn posted(vm: &Vm) -> Vec<serde_json::Value> {
-    let sent = vm.outbox.take(Duration::ZERO);
+    let sent = vm.at_hand.outbox.take(Duration::ZERO);
     sent.into_iter().map(|sent| sent.message).collect()
 }
 

@@ -7,12 +7,12 @@
 
 use crate::actions::CONT_WAIT;
 use crate::adoption::{self, Known, Looked};
+use crate::console::Desk;
 use crate::disks;
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, news_of};
 use crate::input::{GuestNews, Input};
-use crate::outbox::Outbox;
-use crate::server;
+use crate::server::{self, AtHand};
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
 use crate::vm::{Outcome, Vm};
@@ -45,7 +45,7 @@ pub(crate) struct Serving {
     seat: Seat,
     inputs: Sender<Input>,
     received: Receiver<Input>,
-    outbox: Arc<Outbox>,
+    at_hand: AtHand,
 }
 
 /// It is known whether the VM has a QEMU; one that lives is this process's, and watched.
@@ -83,13 +83,16 @@ impl Seat {
     /// Binds the socket and answers on it.
     pub(crate) fn serve(self) -> anyhow::Result<Serving> {
         let (inputs, received) = channel();
-        let outbox = Arc::new(Outbox::default());
-        server::serve(&self.paths.socket(), inputs.clone(), Arc::clone(&outbox))?;
+        let at_hand = AtHand {
+            outbox: Arc::default(),
+            desk: Arc::new(Desk::of(&self.config)),
+        };
+        server::serve(&self.paths.socket(), inputs.clone(), at_hand.clone())?;
         Ok(Serving {
             seat: self,
             inputs,
             received,
-            outbox,
+            at_hand,
         })
     }
 }
@@ -170,8 +173,11 @@ impl Adopted {
             seat,
             inputs,
             received,
-            outbox,
+            at_hand,
         } = self.serving;
+        at_hand
+            .desk
+            .put(self.hyper.as_ref().map(|hyper| &hyper.console));
         let (core, actions) = recover(seat.record, &seat.config, self.qemu)?;
         let launch = |hyper: &Hyper| hyper.identity.launch;
         let mut vm = Vm {
@@ -184,7 +190,7 @@ impl Adopted {
             spec: seat.spec,
             hyper: self.hyper,
             timers: Timers::default(),
-            outbox,
+            at_hand,
             inputs,
             received,
             migration: None,

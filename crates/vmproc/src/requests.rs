@@ -219,12 +219,12 @@ impl Vm {
 
     fn console(&mut self) -> Reply {
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
-        let bytes = hyper
-            .machine
-            .console(Instant::now() + QMP_WAIT)
+        let text = hyper
+            .console
+            .whole(Instant::now() + QMP_WAIT)
             .map_err(qmp)?;
         Ok(VmAnswer::Console(
-            String::from_utf8_lossy(&bytes).into_owned(),
+            String::from_utf8_lossy(&text.bytes).into_owned(),
         ))
     }
 

@@ -5,6 +5,7 @@
 //! over the limit, more connections than the limit.
 
 use crate::ask::{Ask, Connection};
+use crate::console::Desk;
 use crate::input::{Input, Request};
 use crate::outbox::Outbox;
 use godwit_types::host_api::{MESSAGE_LEN_MAX, VmAnswer, VmRequest};
@@ -26,15 +27,18 @@ const FAILED_PAUSE: Duration = Duration::from_millis(100);
 /// Longest time that a request may take before its caller is told that it goes on.
 const ANSWER_WAIT: Duration = Duration::from_secs(120);
 
+/// What connections answer from by themselves, without the VM's own thread.
+#[derive(Debug, Clone)]
+pub(crate) struct AtHand {
+    pub outbox: Arc<Outbox>,
+    pub desk: Arc<Desk>,
+}
+
 /// Serves on a socket at `path`, which only root gets at, for ever, in threads of its own. Without a thread no socket is
 /// left there, so that whoever looks knows.
-pub(crate) fn serve(
-    path: &Path,
-    inputs: Sender<Input>,
-    outbox: Arc<Outbox>,
-) -> std::io::Result<()> {
+pub(crate) fn serve(path: &Path, inputs: Sender<Input>, at_hand: AtHand) -> std::io::Result<()> {
     let listener = bind(path)?;
-    let work = move || admit(listener.incoming(), &inputs, &outbox);
+    let work = move || admit(listener.incoming(), &inputs, &at_hand);
     let spawned = Builder::new().name("listen".into()).spawn(work);
     spawned.map(drop).inspect_err(|_| {
         let _ = std::fs::remove_file(path);
@@ -56,7 +60,7 @@ fn bind(path: &Path) -> std::io::Result<UnixListener> {
 fn admit(
     connections: impl Iterator<Item = std::io::Result<UnixStream>>,
     inputs: &Sender<Input>,
-    outbox: &Arc<Outbox>,
+    at_hand: &AtHand,
 ) {
     // Each connection's thread has one more.
     let open = Arc::new(());
@@ -66,10 +70,10 @@ fn admit(
             if Arc::strong_count(&open) > CONNECTIONS_MAX {
                 return Ok(());
             }
-            let (inputs, outbox, open) = (inputs.clone(), outbox.clone(), open.clone());
+            let (inputs, at_hand, open) = (inputs.clone(), at_hand.clone(), open.clone());
             let work = move || {
                 // A connection that breaks concerns only its peer.
-                let _ = converse(stream, &inputs, &outbox);
+                let _ = converse(stream, &inputs, &at_hand);
                 drop(open);
             };
             let spawned = Builder::new().name("answer".into()).spawn(work);
@@ -85,7 +89,7 @@ fn admit(
     }
 }
 
-fn converse(stream: UnixStream, inputs: &Sender<Input>, outbox: &Outbox) -> std::io::Result<()> {
+fn converse(stream: UnixStream, inputs: &Sender<Input>, at_hand: &AtHand) -> std::io::Result<()> {
     if !may_ask(&stream)? {
         return Ok(());
     }
@@ -100,7 +104,7 @@ fn converse(stream: UnixStream, inputs: &Sender<Input>, outbox: &Outbox) -> std:
         }
         let is_whole = line.last() == Some(&b'\n');
         let answer = if is_whole {
-            answer(&line, inputs, outbox)
+            answer(&line, inputs, at_hand)
         } else {
             error(ErrorCode::InvalidRequest, &unfinished(line.len()))
         };
@@ -128,7 +132,7 @@ fn may_ask(stream: &UnixStream) -> std::io::Result<bool> {
     Ok(peer.uid.is_root() || peer.uid == own)
 }
 
-fn answer(line: &[u8], inputs: &Sender<Input>, outbox: &Outbox) -> VmAnswer {
+fn answer(line: &[u8], inputs: &Sender<Input>, at_hand: &AtHand) -> VmAnswer {
     let request: VmRequest = match serde_json::from_slice(line) {
         Ok(request) => request,
         Err(problem) => {
@@ -142,9 +146,7 @@ fn answer(line: &[u8], inputs: &Sender<Input>, outbox: &Outbox) -> VmAnswer {
     };
     let (reply, replied) = sync_channel(1);
     let input = match Ask::of(request) {
-        Ok(Ask::Connection(Connection::TakeOutbox { wait })) => {
-            return VmAnswer::Outbox(outbox.take(wait));
-        }
+        Ok(Ask::Connection(asked)) => return by_itself(asked, at_hand),
         Ok(Ask::Now(ask)) => Input::Now(Request { ask, reply }),
         Ok(Ask::Later(ask)) => Input::Later(Request { ask, reply }),
         Err(error) => return VmAnswer::Error(error),
@@ -163,6 +165,22 @@ fn answer(line: &[u8], inputs: &Sender<Input>, outbox: &Outbox) -> VmAnswer {
     })
 }
 
+fn by_itself(asked: Connection, at_hand: &AtHand) -> VmAnswer {
+    let desk = &at_hand.desk;
+    let answer = match asked {
+        Connection::TakeOutbox { wait } => Ok(VmAnswer::Outbox(at_hand.outbox.take(wait))),
+        Connection::ReadConsole { place, wait } => {
+            let piece = desk.read(place.as_ref(), wait);
+            piece.map(VmAnswer::ConsolePiece)
+        }
+        Connection::TypeConsole(typed) => {
+            let done = desk.type_in(&typed);
+            done.map(|()| VmAnswer::Done("it is typed".into()))
+        }
+    };
+    answer.unwrap_or_else(VmAnswer::Error)
+}
+
 fn error(code: ErrorCode, message: &str) -> VmAnswer {
     VmAnswer::Error(ApiError::new(code, message))
 }
@@ -171,11 +189,18 @@ fn error(code: ErrorCode, message: &str) -> VmAnswer {
 mod tests {
     use super::*;
     use crate::alone::without_threads;
-    use crate::testing::LONG;
+    use crate::testing::{LONG, Site};
     use std::io::{Error, ErrorKind};
     use std::net::Shutdown;
     use std::sync::mpsc::channel;
     use std::time::Instant;
+
+    fn at_hand() -> AtHand {
+        AtHand {
+            outbox: Arc::default(),
+            desk: Arc::new(Desk::of(&Site::new().config)),
+        }
+    }
 
     #[test]
     fn a_process_without_threads_to_spare_closes_connections_and_lives_on() {
@@ -184,13 +209,13 @@ mod tests {
         if without_threads(name) {
             return;
         }
-        let (inputs, outbox) = (channel().0, Arc::<Outbox>::default());
+        let (inputs, at_hand) = (channel().0, at_hand());
         let (mut ours, theirs) = UnixStream::pair().unwrap();
-        admit(std::iter::once(Ok(theirs)), &inputs, &outbox);
+        admit(std::iter::once(Ok(theirs)), &inputs, &at_hand);
         assert_eq!(ours.read(&mut [0]).unwrap(), 0, "it is closed");
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("vm.sock");
-        let refused = serve(&path, inputs, outbox).unwrap_err();
+        let refused = serve(&path, inputs, at_hand).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::WouldBlock, "{refused}");
         assert!(!path.exists(), "nobody would answer there");
     }
@@ -200,7 +225,7 @@ mod tests {
         const FAILED: u32 = 3;
         let failed = (0..FAILED).map(|_| Err(Error::other("too many open files")));
         let began = Instant::now();
-        admit(failed, &channel().0, &Arc::default());
+        admit(failed, &channel().0, &at_hand());
         assert!(began.elapsed() >= FAILED * FAILED_PAUSE);
     }
 
@@ -210,7 +235,7 @@ mod tests {
         ours.set_read_timeout(Some(LONG)).unwrap();
         let mut mouth = ours.try_clone().unwrap();
         let serving = std::thread::spawn(move || {
-            let _ = converse(theirs, &channel().0, &Outbox::default());
+            let _ = converse(theirs, &channel().0, &at_hand());
         });
         let saying = std::thread::spawn(move || {
             // It may be hung up on before all is said.

@@ -10,8 +10,7 @@ use crate::hypervisor::{Hyper, internal};
 use crate::input::{DriverNews, GuestNews, Input, News};
 use crate::measure::Measuring;
 use crate::migration::Migration;
-use crate::outbox::Outbox;
-use crate::server;
+use crate::server::{self, AtHand};
 use crate::shared_report::SharedReport;
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
@@ -25,7 +24,6 @@ use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, HostName, MigrationId};
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
@@ -55,7 +53,8 @@ pub(crate) struct Vm {
     pub launches: u64,
     pub status: Status,
     pub timers: Timers,
-    pub outbox: Arc<Outbox>,
+    /// What this thread shares with those that answer by themselves.
+    pub at_hand: AtHand,
     pub inputs: Sender<Input>,
     pub received: Receiver<Input>,
     pub migration: Option<Migration>,
@@ -122,6 +121,9 @@ impl Vm {
             self.keep_listening();
             self.look_after_disks();
         }
+        if let Some(hyper) = &self.hyper {
+            hyper.console.rest();
+        }
         let _ = std::fs::remove_file(self.paths.socket());
         Ok(())
     }
@@ -132,9 +134,9 @@ impl Vm {
             return;
         }
         tracing::warn!("this process's socket is gone: it is made again");
-        let (inputs, outbox) = (self.inputs.clone(), Arc::clone(&self.outbox));
+        let (inputs, at_hand) = (self.inputs.clone(), self.at_hand.clone());
         let made = std::fs::create_dir_all(&self.config.run_dir)
-            .and_then(|()| server::serve(&self.paths.socket(), inputs, outbox));
+            .and_then(|()| server::serve(&self.paths.socket(), inputs, at_hand));
         if let Err(error) = made {
             tracing::error!(%error, "this process cannot be asked");
         }
@@ -173,7 +175,7 @@ impl Vm {
             || self.migration.is_some()
             || !self.unsaved.is_empty()
             || self.off_wanted.is_some()
-            || self.outbox.is_waited_for(Instant::now())
+            || self.at_hand.outbox.is_waited_for(Instant::now())
             || self.timers.is_armed(Timer::Ask)
             || self.timers.is_armed(Timer::Switchover);
         if busy {
@@ -325,6 +327,11 @@ impl Vm {
             News::Addresses(cards) => {
                 if let Some(hyper) = &self.hyper {
                     hyper.neighbours.merge(&cards);
+                }
+            }
+            News::Console(text) => {
+                if let Some(hyper) = &self.hyper {
+                    hyper.console.came_along(text);
                 }
             }
             News::Heard => {

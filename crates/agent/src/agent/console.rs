@@ -1,34 +1,142 @@
-//! A guest's serial console, and where its text begins.
+//! A guest's serial console: where its text begins, what it writes, and what is typed to it.
 //!
-//! Part of [`Agent`]; owns nothing. The text is kept by the QEMU that runs the guest, so that it begins anew with each QEMU: when
-//! the guest is started, and when it comes from another host. Refuses nothing: where the beginning is not known, it is not
-//! said.
+//! Part of [`Agent`]; owns nothing. The text is kept by the VM process; it begins anew when the guest is started, and when it
+//! comes from a host that does not send it along. A stream ends with whatever ends its VM process: who follows it asks again
+//! from its place on. Refuses: to follow, or to type, where the VM process is too old for it. Where the beginning is not
+//! known, it is not said.
 
-use super::{Agent, READ, Reply, blocking, unexpected};
-use godwit_types::control_api::ConsoleText;
+use super::{Agent, READ, Reply, blocking, done, unexpected};
+use futures_util::stream::{self, Stream, StreamExt as _};
+use godwit_types::console::{ConsolePiece, ConsolePlace, ConsoleTyped};
+use godwit_types::control_api::{ConsoleText, Done};
 use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::migration::{MigrationReport, Outcome, Side};
-use godwit_types::{HostName, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// How long a VM process is asked at a time for what comes next.
+const FOLLOW: Duration = Duration::from_secs(20);
+/// Longest wait for its answer besides.
+const TYPING: Duration = Duration::from_secs(10);
 
 impl Agent {
     /// The last of what the guest wrote while it ran here.
     pub(crate) async fn console(self: &Arc<Self>, name: &VmName) -> Reply<ConsoleText> {
         let vm = self.known(name)?;
-        let text = match vm.ask(&VmRequest::Console, READ).await? {
-            VmAnswer::Console(text) => text,
-            _ => return Err(unexpected(name)),
+        let (place, wait_ms) = (None, 0);
+        let read = VmRequest::ReadConsole { place, wait_ms };
+        let (text, came_along) = match vm.ask(&read, READ).await {
+            Ok(VmAnswer::ConsolePiece(piece)) => {
+                let text = String::from_utf8_lossy(&piece.bytes).into_owned();
+                (text, piece.came_along)
+            }
+            Err(error) if is_not_understood(&error) => {
+                match vm.ask(&VmRequest::Console, READ).await? {
+                    VmAnswer::Console(text) => (text, false),
+                    _ => return Err(unexpected(name)),
+                }
+            }
+            Err(error) => return Err(self.why_not(name, error).await),
+            Ok(_) => return Err(unexpected(name)),
         };
         let mut console = ConsoleText {
             text,
             host: Some(self.host().clone()),
+            came_along,
             ..ConsoleText::default()
         };
         if let Ok(seen) = self.vm(name).await {
             self.tell_beginning(&seen, &mut console).await;
         }
         Ok(console)
+    }
+
+    /// What the guest writes, from a place on, for as long as its VM process lives.
+    pub(crate) async fn follow_console(
+        self: &Arc<Self>,
+        name: VmName,
+        place: Option<ConsolePlace>,
+    ) -> Reply<impl Stream<Item = Reply<ConsolePiece>> + use<>> {
+        let first = self.read_console(&name, place, Duration::ZERO).await?;
+        let follower = (self.clone(), name, Some(first.place()));
+        let rest = stream::unfold(Some(follower), async |follower| {
+            let (agent, name, mut place) = follower?;
+            loop {
+                let next = agent.read_console(&name, place.clone(), FOLLOW).await;
+                match next {
+                    Ok(piece) if Some(piece.place()) == place => {}
+                    Ok(piece) => {
+                        place = Some(piece.place());
+                        return Some((Ok(piece), Some((agent, name, place))));
+                    }
+                    Err(error) => return Some((Err(error), None)),
+                }
+            }
+        });
+        Ok(stream::once(async { Ok(first) }).chain(rest))
+    }
+
+    async fn read_console(
+        self: &Arc<Self>,
+        name: &VmName,
+        place: Option<ConsolePlace>,
+        wait: Duration,
+    ) -> Reply<ConsolePiece> {
+        let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(0);
+        let request = VmRequest::ReadConsole { place, wait_ms };
+        match self.ask_console(name, &request, wait + TYPING).await? {
+            VmAnswer::ConsolePiece(mut piece) => {
+                piece.host = Some(self.host().clone());
+                Ok(piece)
+            }
+            _ => Err(unexpected(name)),
+        }
+    }
+
+    /// Types to the guest.
+    pub(crate) async fn type_console(
+        self: &Arc<Self>,
+        name: &VmName,
+        typed: ConsoleTyped,
+    ) -> Reply<Done> {
+        let request = VmRequest::TypeConsole(typed);
+        match self.ask_console(name, &request, TYPING).await? {
+            VmAnswer::Done(message) => Ok(done(message)),
+            _ => Err(unexpected(name)),
+        }
+    }
+
+    async fn ask_console(
+        self: &Arc<Self>,
+        name: &VmName,
+        request: &VmRequest,
+        patience: Duration,
+    ) -> Reply<VmAnswer> {
+        match self.known(name)?.ask(request, patience).await {
+            Err(error) if is_not_understood(&error) => Err(self.is_too_old(name)),
+            Err(error) => Err(self.why_not(name, error).await),
+            answer => answer,
+        }
+    }
+
+    fn is_too_old(&self, name: &VmName) -> ApiError {
+        let host = self.host();
+        let message = format!(
+            "the VM process of VM '{name}' on host '{host}' is of an older Godwit, whose console only prints: run 'godwit vm renew {name}' and try again, or use 'godwit vm console {name} --print'"
+        );
+        ApiError::new(ErrorCode::Incompatible, message).on_host(host)
+    }
+
+    /// A VM that is off has no VM process, which is no failure of anything.
+    async fn why_not(self: &Arc<Self>, name: &VmName, error: ApiError) -> ApiError {
+        match self.vm(name).await {
+            Ok(vm) if vm.state.is_off() => {
+                let message = format!("VM '{name}' is not running on host '{}'", self.host());
+                ApiError::new(ErrorCode::WrongState, message)
+            }
+            _ => error,
+        }
     }
 
     async fn tell_beginning(self: &Arc<Self>, seen: &HostVm, console: &mut ConsoleText) {
@@ -44,6 +152,11 @@ impl Agent {
             (console.since_unix_s, console.came_from) = (Some(came), Some(from));
         }
     }
+}
+
+/// A VM process refuses no request for what it asks, but for words that it does not know.
+fn is_not_understood(error: &ApiError) -> bool {
+    error.code == ErrorCode::InvalidRequest
 }
 
 fn unix_s_before(now: SystemTime, age: Duration) -> Option<u64> {
@@ -67,8 +180,12 @@ fn came_from(reports: &[MigrationReport], started_unix_s: u64) -> Option<(u64, H
 mod tests {
     use super::*;
     use crate::api::tests::{Served, ended, put};
-    use crate::test_support::{QEMU_PID, vm};
+    use crate::test_support::{DIALECT, QEMU_PID, vm};
+    use godwit_rpc::sse::EventStream;
     use godwit_types::MigrationId;
+    use godwit_types::console::ConsoleQuery;
+
+    const LONG: Duration = Duration::from_secs(60);
 
     fn host(name: &str) -> HostName {
         HostName::new(name).unwrap()
@@ -101,6 +218,58 @@ mod tests {
         let now = UNIX_EPOCH + Duration::from_secs(100);
         assert_eq!(unix_s_before(now, Duration::from_secs(40)), Some(60));
         assert_eq!(unix_s_before(now, Duration::from_secs(101)), None);
+    }
+
+    async fn piece(events: &mut EventStream) -> ConsolePiece {
+        let event = events.next(LONG).await.unwrap().unwrap();
+        assert_eq!(event.name, "console", "{event:?}");
+        serde_json::from_str(&event.data).unwrap()
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_console_is_followed_from_a_place_on_until_its_vm_process_ends() {
+        let served = Served::new().await;
+        let (controller, web) = (served.controller(), vm("web"));
+        controller.put_vm(&put("web", 1)).await.unwrap();
+        let whole = ConsoleQuery::default();
+        let Err(error) = controller.console_events(&web, &whole).await else {
+            panic!("it is off");
+        };
+        let off = "VM 'web' is not running on host 'a'";
+        assert_eq!(error.to_string(), off);
+        controller.start(&web).await.unwrap();
+        let mut events = controller.console_events(&web, &whole).await.unwrap();
+        let first = piece(&mut events).await;
+        assert_eq!((first.from, first.bytes.as_slice()), (0, &b"login:"[..]));
+        let bytes = b"root".to_vec();
+        let typed = ConsoleTyped { bytes };
+        controller.console_type(&web, &typed).await.unwrap();
+        let second = piece(&mut events).await;
+        assert_eq!((second.from, second.bytes.as_slice()), (6, &b"root\n"[..]));
+        let place = Some(first.place());
+        let later = ConsoleQuery { place, host: None };
+        let mut later = controller.console_events(&web, &later).await.unwrap();
+        assert_eq!(piece(&mut later).await, second);
+        served.end("web");
+        let last = events.next(LONG).await.unwrap().unwrap();
+        assert_eq!(last.name, "error", "{last:?}");
+        assert_eq!(events.next(LONG).await.unwrap(), None);
+    }
+
+    #[tokio::test(flavor = "multi_thread")]
+    async fn a_vm_process_of_a_version_before_only_prints() {
+        let served = Served::new().await;
+        let (controller, web) = (served.controller(), vm("web"));
+        controller.put_vm(&put("web", 1)).await.unwrap();
+        std::fs::write(served.host.run_dir("web").join(DIALECT), "older").unwrap();
+        controller.start(&web).await.unwrap();
+        assert_eq!(controller.console(&web).await.unwrap().text, "login:");
+        let whole = ConsoleQuery::default();
+        let refused = controller.console_events(&web, &whole).await.err().unwrap();
+        assert_eq!(refused.code(), ErrorCode::Incompatible);
+        let renewed = "run 'godwit vm renew web'";
+        assert!(refused.to_string().contains(renewed), "{refused}");
+        served.end("web");
     }
 
     #[tokio::test(flavor = "multi_thread")]

@@ -125,9 +125,9 @@ pub enum VmCommand {
         after_help = "Examples:\n  godwit vm migrate web --to b\n  godwit vm migrate web --to b --max-downtime 20 --deadline 120 --dry-run\n  godwit vm migrate web --to b --max-guest-slowdown 30 --must-keep"
     )]
     Migrate(VmMigrate),
-    /// Print the last of what the guest wrote to its serial console
+    /// Sit down at the guest's serial console; Ctrl-] leaves
     #[command(
-        after_help = "The host where the guest runs keeps the last 64 KiB of what it wrote there. A line before the text, on standard error, says since when: what the guest wrote before it was moved or started anew is not carried along. What was printed once is printed again, until the VM process is replaced.\n\nExamples:\n  godwit vm console web\n  godwit vm console web --host b"
+        after_help = "What the guest writes is shown as it stands, and what is typed goes to the guest, also after it was moved. Where standard input or output is no terminal, and with --print or --json, the last 64 KiB of what the guest wrote are printed, without what would steer a terminal. A line before the text, on standard error, says since when: what the guest wrote before it was started anew is not kept, and what it wrote before it was moved is where both hosts have a Godwit that carries it along.\n\nExamples:\n  godwit vm console web\n  godwit vm console web --print\n  godwit vm console web --host b\n  godwit vm console web | tail"
     )]
     Console {
         /// The VM
@@ -135,6 +135,9 @@ pub enum VmCommand {
         /// The copy on this host, wherever else the VM may be
         #[arg(long, value_name = "HOST")]
         host: Option<HostName>,
+        /// Print the last of what the guest wrote, also on a terminal
+        #[arg(long)]
+        print: bool,
     },
 }
 

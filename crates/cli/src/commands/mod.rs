@@ -5,6 +5,7 @@ pub mod audit;
 pub mod bench;
 pub mod close;
 mod config_file;
+mod console;
 pub mod controller;
 pub mod drain;
 pub mod host;

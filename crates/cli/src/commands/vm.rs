@@ -3,10 +3,10 @@
 //! Owns nothing. Refuses: descriptions that are not valid, before anybody is asked.
 
 use crate::args::{Global, VmCommand, VmMigrate, VmStop};
-use crate::commands::site;
+use crate::commands::{console, site};
 use crate::connect::{Reader, controller, reader, tell_own};
 use crate::exit::{CANNOT_KEEP, CommandResult, Failure, REFUSED};
-use crate::figures::{moment, seconds};
+use crate::figures::seconds;
 use crate::output::Output;
 use crate::plain;
 use crate::wait::{of_vm, saying};
@@ -14,7 +14,7 @@ use crate::watch::{failure, watch};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::{AgentClient, ClientError, ControllerClient};
 use godwit_types::control_api::{
-    ConsoleText, Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
+    Done, KeepRequest, ResolveRequest, StartRequest, StopRequest, VmView,
 };
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::vm::VmState;
@@ -91,7 +91,9 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             told(resolve(&vm, &request, global).await?, output)
         }
         VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
-        VmCommand::Console { vm, host } => console(&vm, host.as_ref(), global, output).await,
+        VmCommand::Console { vm, host, print } => {
+            console::console(vm, host, print, global, output).await
+        }
     }
 }
 
@@ -104,43 +106,6 @@ async fn order(
 ) -> CommandResult {
     let client = controller(global)?;
     told(saying(of_vm(&client, vm), ordered(&client)).await, output)
-}
-
-async fn console(
-    vm: &VmName,
-    host: Option<&HostName>,
-    global: &Global,
-    output: &Output,
-) -> CommandResult {
-    let text = match (reader(global).await?, host) {
-        (Reader::Controller(client), Some(host)) => client.console_at(vm, host).await,
-        (Reader::Controller(client), None) => client.console(vm).await,
-        (Reader::Agent(client), host) => {
-            must_be(&client, host).await?;
-            client.console(vm).await
-        }
-    };
-    output.show(&text.map_err(failure)?, |output, console| {
-        // Beside the text: who reads that by a program gets what the guest wrote and nothing else.
-        beginning(console).iter().for_each(|line| plain::tell(line));
-        output.verbatim(&console.text)
-    });
-    Ok(())
-}
-
-/// Where a console is read and where its text begins, as far as that is known.
-fn beginning(console: &ConsoleText) -> Option<String> {
-    let host = console.host.as_ref()?;
-    let since = console.since_unix_s.map(moment);
-    Some(match (since, &console.came_from) {
-        (None, _) => format!("console on host {host}"),
-        (Some(since), None) => {
-            format!("console on host {host} since {since}")
-        }
-        (Some(since), Some(from)) => format!(
-            "console on host {host} since {since} (the VM came from host {from}; what it wrote there is not carried along)"
-        ),
-    })
 }
 
 /// By the controller, or by this host's own agent while no controller answers.
@@ -237,7 +202,7 @@ async fn stop(
 }
 
 /// An agent answers for its own host only.
-async fn must_be(client: &AgentClient, host: Option<&HostName>) -> CommandResult {
+pub async fn must_be(client: &AgentClient, host: Option<&HostName>) -> CommandResult {
     let Some(host) = host else { return Ok(()) };
     let own = client.host().await.map_err(failure)?.name;
     match own == *host {
@@ -382,28 +347,5 @@ fn checked(report: &PreflightReport, output: &Output) -> CommandResult {
         (true, true) => Ok(()),
         (true, false) => Err(Failure::told(CANNOT_KEEP)),
         (false, _) => Err(Failure::told(REFUSED)),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_console_is_told_with_its_host_and_its_beginning() {
-        let mut console = ConsoleText::default();
-        assert_eq!(beginning(&console), None, "an older host says nothing");
-        console.host = HostName::new("b").ok();
-        assert_eq!(beginning(&console).unwrap(), "console on host b");
-        console.since_unix_s = Some(1_790_000_000);
-        let booted = beginning(&console).unwrap();
-        assert!(
-            booted.ends_with("since 2026-09-21 14:13:20 UTC"),
-            "{booted}"
-        );
-        console.came_from = HostName::new("a").ok();
-        let came = beginning(&console).unwrap();
-        let wanted = "UTC (the VM came from host a; what it wrote there is not carried along)";
-        assert!(came.ends_with(wanted), "{came}");
     }
 }

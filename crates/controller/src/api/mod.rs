@@ -64,6 +64,8 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(site::ask))
         .routes(routes!(vms::migrate))
         .routes(routes!(vms::console))
+        .routes(routes!(vms::console_events))
+        .routes(routes!(vms::console_type))
         .routes(routes!(migrations::list))
         .routes(routes!(migrations::show))
         .routes(routes!(migrations::cancel))

@@ -1,6 +1,8 @@
 //! Handlers of VMs. Own nothing.
 
 use super::Shared;
+use super::events::{Item, event};
+use crate::console;
 use crate::error::{Outcome, refuse};
 use crate::migrate;
 use crate::resolve;
@@ -8,10 +10,13 @@ use crate::vms::{self, Action, Force};
 use axum::Json;
 use axum::extract::{RawQuery, State};
 use axum::http::StatusCode;
+use axum::response::sse::{KeepAlive, Sse};
 use axum::response::{IntoResponse as _, Response};
+use futures_util::stream::{Stream, StreamExt as _};
 use godwit_rpc::controller_client::MigrateAnswer;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam};
+use godwit_types::console::{ConsolePiece, ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{
     ConsoleText, Done, Empty, KeepRequest, MigrationBegun, ResolveRequest, StartRequest,
     StopRequest, VmView,
@@ -175,5 +180,34 @@ pub async fn console(
     RawQuery(query): RawQuery,
 ) -> ApiResult<ConsoleText> {
     let host = copy_at(query.as_deref())?;
-    Ok(Json(vms::console(&app, &name, host).await?))
+    Ok(Json(console::console(&app, &name, host).await?))
+}
+
+/// What a guest writes to its serial console, from a place on: that of the last piece that was read, named by its `text` and by
+/// `from` and the number of its bytes together. Without a place it begins with all that is kept.
+#[utoipa::path(get, path = "/v1/vms/{name}/console/events", params(("name" = String, Path), ("text" = Option<String>, Query), ("after" = Option<u64>, Query), ("host" = Option<String>, Query)), responses((status = 200, description = "events `console` with a ConsolePiece each; it ends when the VM moves, with an event `error` where that is why: ask again from the last place on", content_type = "text/event-stream", body = ConsolePiece), (status = "default", body = ApiError)))]
+pub async fn console_events(
+    State(app): Shared,
+    PathParam(name): Name,
+    RawQuery(query): RawQuery,
+) -> Result<Sse<impl Stream<Item = Item>>, Failure> {
+    let query = ConsoleQuery::parse(query.as_deref().unwrap_or_default())?;
+    let pieces = console::follow(&app, &name, query).await?;
+    let events = pieces.map(|piece| match piece {
+        Ok(piece) => event("console", &piece),
+        Err(error) => event("error", &error),
+    });
+    Ok(Sse::new(events).keep_alive(KeepAlive::default()))
+}
+
+/// Types to a guest on its serial console. The audit log says once in ten minutes who does, and never what.
+#[utoipa::path(post, path = "/v1/vms/{name}/console/type", params(("name" = String, Path), ("host" = Option<String>, Query)), request_body = ConsoleTyped, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn console_type(
+    State(app): Shared,
+    PathParam(name): Name,
+    RawQuery(query): RawQuery,
+    JsonBody(typed): JsonBody<ConsoleTyped>,
+) -> ApiResult<Done> {
+    let host = copy_at(query.as_deref())?;
+    Ok(Json(console::type_in(&app, &name, host, &typed).await?))
 }

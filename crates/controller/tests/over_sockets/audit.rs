@@ -6,6 +6,7 @@ use godwit_rpc::pki::Request;
 use godwit_rpc::{Client, ClientError, ControllerClient, Identity, Role};
 use godwit_types::ErrorCode;
 use godwit_types::audit::{AuditEntry, AuditQuery, AuditResult};
+use godwit_types::console::ConsoleTyped;
 use godwit_types::control_api::{JoinRequest, OperatorRequest, StartRequest};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -52,6 +53,31 @@ async fn who_created_started_and_deleted_a_vm_is_in_the_log_with_what_was_refuse
     house.stop().await;
     house.start().await;
     assert_eq!(log(&house, Some("web")).await, entries);
+}
+
+#[tokio::test]
+async fn who_types_to_a_guest_is_told_once_and_what_is_typed_never() {
+    let house = House::new().await;
+    let (a, client) = (house.host("a").await, house.client());
+    client.create_vm(&spec("web")).await.unwrap();
+    let bytes = b"hunter2\n".to_vec();
+    let typed = ConsoleTyped { bytes };
+    refused!(client.console_type(&vm("web"), &typed).await, WrongState);
+    let request = StartRequest::default();
+    client.start(&vm("web"), &request).await.unwrap();
+    for _ in 0..3 {
+        client.console_type(&vm("web"), &typed).await.unwrap();
+    }
+    let heard = a.script().calls.clone();
+    let heard = heard.iter().filter(|call| *call == "typed hunter2\n");
+    assert_eq!(heard.count(), 3, "the guest hears every key");
+    let entries = log(&house, Some("web")).await;
+    let told = entries.iter().filter(|entry| entry.what == "vm console");
+    let told: Vec<_> = told
+        .map(|entry| (entry.result, entry.detail.clone()))
+        .collect();
+    let expected = [(AuditResult::Refused, None), (AuditResult::Done, None)];
+    assert_eq!(told, expected);
 }
 
 #[tokio::test]

@@ -5,6 +5,7 @@ mod alarms;
 mod audit;
 mod bounds;
 mod certificates;
+mod console;
 mod drains;
 mod hostile;
 mod inventory;

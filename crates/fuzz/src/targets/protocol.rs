@@ -10,6 +10,7 @@ use godwit_migrate::protocol::{
     encode,
 };
 use godwit_ownership::PeerMessage;
+use godwit_types::console::CONSOLE_KEPT_MAX;
 use godwit_types::version::MIGRATION;
 use godwit_types::{Generation, MigrationId};
 
@@ -49,6 +50,10 @@ fn check_to_destination(message: &ToDestination) {
         }
         ToDestination::Barrier { sent, .. } => {
             assert!(sent.len() <= STREAMS_MAX as usize, "too many channels");
+        }
+        ToDestination::Console { kept } => {
+            assert!(kept.bytes.len() <= CONSOLE_KEPT_MAX, "an endless console");
+            assert!(kept.end >= kept.bytes.len() as u64, "more than was written");
         }
         ToDestination::Warm { filling } => {
             assert!(filling.len() <= WARM_LEN_MAX, "an endless filling");

@@ -62,6 +62,13 @@ impl DestinationDriver {
             }
             ToDestination::DeviceStateWhole => self.state_whole(set),
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(set, attempt),
+            ToDestination::Console { kept } => {
+                // Of an attempt that can still be called off, another one would come.
+                if set.stage == Stage::Loaded {
+                    self.tell(News::Console(kept));
+                }
+                Ok(())
+            }
             ToDestination::Warm { .. } => Ok(()),
             // So says a source of the version before, beside its abort.
             ToDestination::Cancel { reason, .. } => Err(Halt::Failed(format!(

@@ -4,6 +4,7 @@
 
 use super::driver::SourceDriver;
 use super::steps::DriverInput;
+use crate::console::Console;
 use crate::disks::SourceDisks;
 use crate::input::Tell;
 use crate::shared_report::SharedReport;
@@ -43,6 +44,7 @@ pub(crate) struct SourceParts {
     pub routes: Vec<Route>,
     pub ram: Arc<RamFile>,
     pub machine: Arc<Machine>,
+    pub console: Arc<Console>,
     pub tracker: DirtyTracker,
     pub throttle: SharedThrottle,
     /// Whom the destination tells where the guest is.

@@ -13,6 +13,7 @@ use godwit_ownership::Event;
 use godwit_qemu::device_state::SaveNews;
 use godwit_streams::source::ConnectionSet;
 use godwit_types::Generation;
+use godwit_types::version::MIGRATION_WITH_CONSOLE;
 use std::time::{Duration, Instant};
 
 /// From this round trip on the stopped guest does not wait for an answer that readiness implies, s.
@@ -21,6 +22,8 @@ const FAR_RTT_S: f64 = 0.005;
 const QUIET_SAVE: Duration = Duration::from_secs(2);
 /// While the guest stands still silence counts sooner, so a destination that is only slow must be able to show it.
 const SWITCHOVER_PING_EVERY: Duration = Duration::from_millis(100);
+/// QEMU's time to say what its guest wrote last: the destination must hear from here meanwhile.
+const CONSOLE_WAIT: Duration = Duration::from_millis(300);
 /// QEMU's time to save its devices.
 const SAVE_WAIT: Duration = Duration::from_secs(10);
 
@@ -189,6 +192,23 @@ impl SourceDriver {
             .update(|report| report.switchover_parts_ms.device_save_ms = ms);
         reached("source.device-state-sent");
         self.tell(News::Core(Event::DeviceStateSent { attempt }));
+        self.send_console(set)
+    }
+
+    /// What the guest wrote to its console goes while the destination loads. What becomes of the guest does not hang on it.
+    fn send_console(&self, set: &ConnectionSet) -> Result<(), Halt> {
+        if self.parts.protocol < MIGRATION_WITH_CONSOLE {
+            return Ok(());
+        }
+        match self.parts.console.whole(Instant::now() + CONSOLE_WAIT) {
+            Ok(kept) => {
+                let console = ToDestination::Console { kept };
+                set.control.send(&console).map_err(halt_of)?;
+            }
+            Err(error) => {
+                tracing::warn!(%error, "what the guest wrote to its console does not go along");
+            }
+        }
         Ok(())
     }
 }

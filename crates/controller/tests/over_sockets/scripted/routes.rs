@@ -3,7 +3,7 @@
 
 use super::agent::{Script, Shared, holding, known, script};
 use axum::body::Body;
-use axum::extract::{Request, State};
+use axum::extract::{RawQuery, Request, State};
 use axum::http::Method;
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
@@ -11,6 +11,7 @@ use axum::routing::{get, post, put};
 use axum::{Json, Router};
 use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam};
+use godwit_types::console::{ConsoleKept, ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
@@ -413,6 +414,19 @@ async fn between(State(s): State<Shared>, request: Request, next: Next) -> Respo
     Response::from_parts(head, change(false, body).await)
 }
 
+/// What the guest wrote behind that place, and that it is gone.
+async fn console_events(State(s): State<Shared>, RawQuery(query): RawQuery) -> Response {
+    let query = ConsoleQuery::parse(query.as_deref().unwrap_or_default()).unwrap();
+    note(&s, format!("follow {}", query.to_text()));
+    let mut kept = ConsoleKept::named("a1".into());
+    kept.add(b"login:");
+    let piece = serde_json::to_string(&kept.after(query.place.as_ref())).unwrap();
+    let gone = ApiError::new(ErrorCode::WrongState, "VM 'web' is not running");
+    let gone = serde_json::to_string(&gone).unwrap();
+    let text = format!("event: console\ndata: {piece}\n\nevent: error\ndata: {gone}\n\n");
+    text.into_response()
+}
+
 pub fn router(shared: Shared) -> Router {
     type S = State<Shared>;
     Router::new()
@@ -441,6 +455,11 @@ pub fn router(shared: Shared) -> Router {
         .route(path::MIGRATION, get(migration))
         .route(path::CANCEL, post(cancel))
         .route(path::CONSOLE, get(|| async { Json(ConsoleText { text: "login:".into(), ..Default::default() }) }))
+        .route(path::CONSOLE_EVENTS, get(console_events))
+        .route(path::CONSOLE_TYPE, post(|State(s): S, JsonBody(typed): JsonBody<ConsoleTyped>| async move {
+            note(&s, format!("typed {}", String::from_utf8_lossy(&typed.bytes)));
+            fine()
+        }))
         .route(path::REVOKED, put(|State(s): S, JsonBody(revoked): JsonBody<Revoked>| async move {
             script(&s).revoked = revoked.serials;
             fine()

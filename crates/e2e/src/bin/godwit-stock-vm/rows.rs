@@ -314,7 +314,7 @@ fn busy_off(site: &Site) -> Result<String> {
     site.guest("busy").console()?;
     site.a.ok("godwit vm stop busy")?;
     site.guest("busy").until("stopped")?;
-    let said = site.a.machine_text("godwit vm console busy")?;
+    let said = site.a.machine_text("godwit vm console busy --print")?;
     site.a.ok("godwit vm delete busy")?;
     // Its console may be gone with its QEMU.
     let heard = said.contains("the power key was pressed");
@@ -380,7 +380,7 @@ fn reset(site: &Site) -> Result<String> {
     let before = web.steps()?;
     site.a.ok("godwit vm reset web")?;
     site.a
-        .until("it begins anew", "godwit vm console web", |ran| {
+        .until("it begins anew", "godwit vm console web --print", |ran| {
             steps(&ran.stdout).is_some_and(|now| now < before)
         })?;
     Ok(format!("{before} steps, then {}", web.steps()?))
@@ -394,7 +394,7 @@ fn guest_reboots(site: &Site) -> Result<String> {
     let again = site.guest("again");
     let first = again.qemu()?;
     let reboots = |ran: &Ran| ran.stdout.matches("reboots by itself").count();
-    let console = "godwit vm console again";
+    let console = "godwit vm console again --print";
     let last = site
         .a
         .until("it reboots twice", console, |ran| reboots(ran) >= 2)?;

@@ -95,7 +95,7 @@ impl Site {
     /// Writes down what tells why a row was not shown: guests' consoles with all their boots, without the checker's usual
     /// line, and the journals' ends.
     pub fn explain(&self) {
-        let consoles = "godwit vm list; for vm in web busy again; do echo == $vm; godwit vm console $vm 2>&1 | grep -v 'checker: steps .* wrong 0 ' | tail -n 80; done";
+        let consoles = "godwit vm list; for vm in web busy again; do echo == $vm; godwit vm console $vm --print 2>&1 | grep -v 'checker: steps .* wrong 0 ' | tail -n 80; done";
         // A machine that does not answer has been told of by the row.
         let _ = self.a.types(consoles);
         for host in self.hosts() {
@@ -183,7 +183,10 @@ impl<'a> Guest<'a> {
 
     /// Waits until it has said more and gives its console: no page may ever have been wrong.
     pub fn console(&self) -> Result<String> {
-        let (a, console) = (&self.site.a, format!("godwit vm console {}", self.name));
+        let (a, console) = (
+            &self.site.a,
+            format!("godwit vm console {} --print", self.name),
+        );
         let before = a.machine_text(&console)?;
         let before = steps(&before).unwrap_or(0);
         let ran = a.until("the guest checks its memory", &console, |ran| {
