@@ -164,6 +164,7 @@ impl Agent {
     /// How the VM process of `vm` is to be.
     pub(crate) fn vm_config(&self, vm: &VmName) -> VmProcessConfig {
         let text = |path: PathBuf| path.to_string_lossy().into_owned();
+        let [uefi_code, uefi_variables] = self.config.uefi_files();
         VmProcessConfig {
             vm: vm.clone(),
             host: self.host().clone(),
@@ -180,6 +181,8 @@ impl Agent {
             port_groups: self.config.port_groups.clone(),
             migration_addresses: self.addresses.migration(),
             accelerator: self.config.accelerator,
+            uefi_code,
+            uefi_variables,
             reserved_dirs: vec![text(self.config.controller_state_dir.clone())],
         }
     }

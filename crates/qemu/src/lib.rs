@@ -36,5 +36,6 @@ mod tap_guard;
 mod text;
 pub mod throttle;
 pub mod trial;
+pub mod uefi;
 pub mod user;
 pub mod voice;

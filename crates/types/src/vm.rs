@@ -5,6 +5,8 @@
 mod boots;
 mod new;
 
+pub use boots::Firmware;
+
 use crate::ids::{PortGroup, VmName};
 use crate::version::{HARDWARE, VERSION};
 use serde::{Deserialize, Serialize};
@@ -159,6 +161,9 @@ pub struct VmSpec {
     /// the site knew when the VM was described. Version 1 is not written.
     #[serde(default, skip_serializing_if = "is_first")]
     pub hardware: Option<u32>,
+    /// What the machine begins with. UEFI needs hardware version 2. BIOS is not written.
+    #[serde(default, skip_serializing_if = "Firmware::is_bios")]
+    pub firmware: Firmware,
     /// Kernel image on the host; empty: the firmware boots from the first disk.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub kernel: String,
@@ -223,6 +228,7 @@ impl VmSpec {
             cpu: auto(),
             machine: q35(),
             hardware: None,
+            firmware: Firmware::default(),
             kernel: "/unknown".into(),
             initramfs: None,
             cmdline: String::new(),
@@ -310,7 +316,8 @@ impl VmSpec {
             )));
         }
         check_word("cpu", &self.cpu, "-_.+,=")?;
-        check_word("machine", &self.machine, "-_.")
+        check_word("machine", &self.machine, "-_.")?;
+        self.check_firmware()
     }
 
     fn check_nics(&self) -> Result<(), InvalidVm> {

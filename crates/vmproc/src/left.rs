@@ -7,6 +7,7 @@ use crate::adoption::{Known, lock};
 use crate::disks::Disks;
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, open_ram};
+use crate::variables::Variables;
 use godwit_guestmem::RamFile;
 use godwit_qemu::machine::RunState;
 use godwit_types::ApiError;
@@ -25,6 +26,8 @@ pub(crate) struct Left {
     described: Option<u64>,
     /// Whether the VM is described with disks that are served.
     has_disks: bool,
+    /// Whether its QEMU has UEFI variables.
+    has_variables: bool,
     parts: Mutex<Option<Parts>>,
 }
 
@@ -44,6 +47,7 @@ impl Left {
             paths: known.paths.clone(),
             described: known.spec.map(VmSpec::memory_bytes),
             has_disks: false,
+            has_variables: known.spec.is_some_and(VmSpec::has_variables),
             parts: Mutex::default(),
         }
     }
@@ -54,7 +58,8 @@ impl Left {
     ) -> Result<(Box<Hyper>, RunState), ApiError> {
         let (_, ram, disks) = self.parts(identity)?;
         disks.mend();
-        let taken = Hyper::take_over(&self.paths, identity, (ram, disks));
+        let variables = Variables::go_on(&self.paths, self.has_variables);
+        let taken = Hyper::take_over(&self.paths, identity, (ram, disks, variables));
         taken.map(|(hyper, state)| (Box::new(hyper), state))
     }
 

@@ -8,9 +8,11 @@ use crate::check;
 use crate::preflight;
 use crate::probe::{self};
 use crate::system::unix_ms;
+use godwit_store::load_json;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{
-    IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, VmAnswer, VmRequest,
+    IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, UEFI_SIZES_FILE,
+    VmAnswer, VmRequest,
 };
 use godwit_types::migration::PreflightReport;
 use godwit_types::vm::VmState;
@@ -87,7 +89,13 @@ impl Agent {
         let (host, spec) = (self.host().clone(), vm.spec.clone());
         let hashed = tokio::task::spawn_blocking(move || preflight::hash_files(&host, &spec));
         let (file_hashes, missing) = hashed.await.map_err(took_too_long)?;
+        let sizes = self.config.vms_dir().join(name.as_str());
+        let sizes = sizes.join(UEFI_SIZES_FILE);
+        let uefi = vm.spec.has_variables();
+        let uefi = uefi.then(|| load_json(&sizes)).transpose();
+        let uefi = uefi.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         Ok(PreflightOutgoing {
+            uefi: uefi.flatten(),
             refusals: report.refusals.into_iter().chain(missing).collect(),
             passed: report.passed,
             vm,
@@ -179,6 +187,7 @@ mod tests {
             spec: spec("web"),
             accelerator: Accelerator::Tcg,
             file_hashes: Vec::new(),
+            uefi: None,
             source_unix_ms: unix_ms(),
             probe_nonce: String::new(),
         };
@@ -202,6 +211,7 @@ mod tests {
             spec: spec("web"),
             accelerator: Accelerator::Tcg,
             file_hashes: Vec::new(),
+            uefi: None,
             source_unix_ms: unix_ms(),
             probe_nonce: "00".repeat(16),
         };

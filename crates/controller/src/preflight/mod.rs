@@ -17,7 +17,7 @@ use crate::secret;
 use crate::state::{HostEntry, Place};
 use godwit_rpc::AgentClient;
 use godwit_types::host::HostInfo;
-use godwit_types::host_api::{HostVm, PreflightIncoming, ProbeRequest};
+use godwit_types::host_api::{HostVm, PreflightIncoming, ProbeRequest, UefiSizes};
 use godwit_types::migration::{Cipher, MigrateRequest, PreflightReport};
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -99,7 +99,8 @@ async fn ask_source(
                 refusals: bounds::refusals(outgoing.refusals),
             }));
             facts.vm = outgoing.vm;
-            ask_destination(facts, source, destination, outgoing.file_hashes).await?;
+            let files = (outgoing.file_hashes, outgoing.uefi);
+            ask_destination(facts, source, destination, files).await?;
         }
         Err(error) => facts.leaving = Some(Err(error.into())),
     }
@@ -110,7 +111,7 @@ async fn ask_destination(
     facts: &mut Facts,
     source: &End,
     destination: &End,
-    file_hashes: Vec<(String, String)>,
+    (file_hashes, uefi): (Vec<(String, String)>, Option<UefiSizes>),
 ) -> Outcome<()> {
     let probe_nonce = match facts.vm.spec.nics.is_empty() {
         true => String::new(),
@@ -120,6 +121,7 @@ async fn ask_destination(
         spec: facts.vm.spec.clone(),
         accelerator: facts.vm.accelerator.unwrap_or(Accelerator::Auto),
         file_hashes,
+        uefi,
         source_unix_ms: unix_ms(),
         probe_nonce,
     };

@@ -9,7 +9,8 @@ use super::{
 use crate::app::App;
 use crate::error::{Outcome, refuse, silent, way_out};
 use crate::macs;
-use crate::placement::place::{self, WrittenOn};
+use crate::placement::place;
+use crate::placement::written::{WrittenOn, disks_are_there};
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::survey::{clear, refused, survey};
@@ -195,7 +196,7 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
         None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
     };
     app.drains.must_take_vms(&host)?;
-    place::disks_are_there(&entry.spec, &written, &host)?;
+    disks_are_there(&entry.spec, &written, &host)?;
     let info = hosts
         .iter()
         .find(|info| info.name == host)

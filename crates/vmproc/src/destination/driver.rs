@@ -19,6 +19,7 @@ use super::last_words::{hear_rest, wait_for_end};
 use crate::faults::reached;
 use crate::input::{News, Tell};
 use crate::shared_report::SharedReport;
+use crate::variables::Arriving;
 use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_migrate::rate::WireRate;
 use godwit_ownership::Event;
@@ -102,6 +103,7 @@ pub(super) struct DestinationDriver {
     pub(super) qemu: Option<WaitingQemu>,
     pub(super) report: SharedReport,
     control: ControlSlot,
+    pub(super) variables: Option<Arriving>,
     pub(super) prepare: bool,
     pub(super) cores: usize,
     told_prepared: bool,
@@ -133,6 +135,7 @@ impl DestinationDriver {
             memory: parts.memory,
             report: parts.report,
             control: parts.control,
+            variables: parts.variables,
             prepare: parts.prepare,
             cores: parts.cores,
             told_prepared: false,

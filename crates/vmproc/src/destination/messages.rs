@@ -2,11 +2,12 @@
 //!
 //! Works on the driver's state. Refuses: what the order of the protocol does not allow, and more memory than the guest has.
 
-use super::driver::{ConnectionSet, DestinationDriver, Halt, Stage, halt_of};
+use super::driver::{ConnectionSet, DestinationDriver, Halt, LIFE_EVERY, Stage, halt_of};
 use crate::faults::planted;
 use crate::input::News;
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_types::migration::Phase;
+use std::sync::Arc;
 
 impl DestinationDriver {
     pub(super) fn message(
@@ -54,6 +55,16 @@ impl DestinationDriver {
                     self.tell(News::Addresses(cards));
                 }
                 Ok(())
+            }
+            ToDestination::Variables { at, bytes, last } => {
+                let control = Arc::clone(&set.control);
+                let mut variables = self.variables.as_mut();
+                control.alive_while(LIFE_EVERY, || match &mut variables {
+                    Some(variables) => variables.take(at, &bytes, last).map_err(Halt::Failed),
+                    None => Err(Halt::Failed(
+                        "the source sent UEFI variables of a VM without UEFI".into(),
+                    )),
+                })
             }
             ToDestination::DeviceStateWhole => self.state_whole(set),
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(set, attempt),

@@ -9,5 +9,6 @@ mod handle;
 mod precopy;
 mod steps;
 mod switchover;
+mod variables;
 
 pub(crate) use handle::{Command, SourceHandle, SourceParts};

@@ -243,6 +243,7 @@ async fn preflight_outgoing(
         passed: vec!["outgoing".into()],
         vm,
         file_hashes: script.file_hashes.clone(),
+        uefi: None,
     }))
 }
 
