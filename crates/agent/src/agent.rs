@@ -13,6 +13,7 @@ use crate::evidence;
 use crate::launch::make_dir;
 use crate::link::Bursts;
 use crate::load::Readings;
+use crate::making::Makings;
 use crate::manager::Manager;
 use crate::memory::{Memory, Promise};
 use crate::preflight;
@@ -81,6 +82,7 @@ pub(crate) struct Agent {
     pub reports: Reports,
     pub cancelled: Cancelled,
     pub removed: Removed,
+    pub makings: Makings,
     pub certificate: Certificate,
 }
 

@@ -14,7 +14,7 @@ use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
 use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, JsonBody, PathParam, Peer, Unwanted};
-use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck};
+use godwit_types::control_api::{ConsoleText, DisksMaking, Done, Empty, HostCheck};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -30,7 +30,7 @@ use godwit_types::site::{
     GiftOvertaken, SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest,
     WholeSurvey,
 };
-use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
+use godwit_types::{ApiError, ErrorCode, MigrationId, VmName, VmSpec};
 use std::sync::Arc;
 
 type Shared = State<Arc<Agent>>;
@@ -55,6 +55,7 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::RESUME, action(|| VmRequest::Resume))
         .route(path::RESOLVE, post(resolve))
         .route(path::RENEW, post(renew_vm))
+        .route(path::DISKS, get(disks).post(make_disks))
         .route(path::PREPARE_INCOMING, post(prepare_incoming))
         .route(path::MIGRATE, post(migrate))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
@@ -214,6 +215,9 @@ handlers! {
     delete_vm(agent, path name: VmName) -> Done = agent.delete_vm(&name).await;
     start(agent, path name: VmName) -> Done = agent.start(&name).await;
     renew_vm(agent, path name: VmName) -> Done = agent.renew(&name).await;
+    disks(agent, path name: VmName) -> DisksMaking = Ok(agent.disks(&name));
+    make_disks(agent, path name: VmName, body spec: VmSpec) -> DisksMaking
+        = agent.make_disks(&name, spec).await;
     preflight_outgoing(agent, path name: VmName) -> PreflightOutgoing
         = agent.preflight_outgoing(&name).await;
     probe(agent, path name: VmName, body request: ProbeRequest) -> Done

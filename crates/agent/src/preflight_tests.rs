@@ -389,6 +389,8 @@ fn the_source_names_a_writable_disk_blockers_and_states() {
         path: "/disk.img".into(),
         read_only: false,
         shared: false,
+        from: None,
+        size_gib: None,
     });
     let blockers = ["VFIO".to_string()];
     let source = |state| {
@@ -440,6 +442,8 @@ fn a_vm_with_a_disk_where_the_host_keeps_records_or_memory_does_not_come() {
         path: file.display().to_string(),
         read_only: true,
         shared: false,
+        from: None,
+        size_gib: None,
     };
     host.request.spec.disks.push(disk);
     assert_eq!(host.refusals(&host.here()), []);

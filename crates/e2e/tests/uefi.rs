@@ -56,6 +56,8 @@ impl Site {
             path: self.file("root.raw", &uefi_program::disk()?)?,
             read_only: true,
             shared: false,
+            from: None,
+            size_gib: None,
         }];
         spec.check()?;
         self.pair.boot(&spec)

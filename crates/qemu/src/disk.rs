@@ -76,7 +76,7 @@ pub fn open_image(
 }
 
 /// Nothing to give up for a process that is this user already.
-fn become_user(uid: u32, gid: u32) -> Result<(), Errno> {
+pub(crate) fn become_user(uid: u32, gid: u32) -> Result<(), Errno> {
     if rustix::process::geteuid().as_raw() == uid {
         return Ok(());
     }

@@ -215,9 +215,7 @@ pub struct PreflightOutgoing {
 /// Lengths of the flash memory of a guest with UEFI, bytes: QEMU takes a guest only into memory of the same lengths.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UefiSizes {
-    /// The firmware's program.
     pub code: u64,
-    /// The VM's variables.
     pub variables: u64,
 }
 

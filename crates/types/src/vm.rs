@@ -3,9 +3,11 @@
 //! Owns nothing. Refuses: unknown keys, sizes out of bounds, names that could escape a path.
 
 mod boots;
+mod made;
 mod new;
 
 pub use boots::Firmware;
+pub use made::DISK_GIB_MAX;
 
 use crate::ids::{PortGroup, VmName};
 use crate::version::{HARDWARE, VERSION};
@@ -139,6 +141,12 @@ pub struct DiskSpec {
     /// shared starts only where it was last, since an image of the same name elsewhere lacks what was written.
     #[serde(default)]
     pub shared: bool,
+    /// Raw or qcow2 image on the host that `path` is made from before the VM starts, unless it is there already. Gone once it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+    /// How long `path` is made, GiB: as long as `from` is, unless given; without `from` it is empty.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size_gib: Option<u64>,
 }
 
 /// A VM as a person describes it.
@@ -347,6 +355,7 @@ impl VmSpec {
         }
         for (index, disk) in self.disks.iter().enumerate() {
             check_path("disk path", &disk.path)?;
+            disk.check_making()?;
             if !crate::ids::is_valid_name(&disk.name)
                 || self.disks.iter().take(index).any(|d| d.name == disk.name)
             {

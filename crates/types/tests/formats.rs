@@ -3,7 +3,9 @@
 #[path = "../../store/tests/common/golden.rs"]
 mod golden;
 
-use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck, JoinRequest, JoinResponse};
+use godwit_types::control_api::{
+    ConsoleText, DisksMaking, Done, Empty, HostCheck, JoinRequest, JoinResponse, Started,
+};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -56,6 +58,8 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("HostCancel", again::<HostCancel>),
             ("CloseRequest", again::<CloseRequest>),
             ("Done", again::<Done>),
+            ("DisksMaking", again::<DisksMaking>),
+            ("Started", again::<Started>),
             ("Empty", again::<Empty>),
             ("ConsoleText", again::<ConsoleText>),
             ("ApiError", again::<ApiError>),

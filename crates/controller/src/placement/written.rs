@@ -72,6 +72,8 @@ mod tests {
             path: format!("/{name}.raw"),
             read_only,
             shared,
+            from: None,
+            size_gib: None,
         };
         let mut vm = spec();
         let on_a = WrittenOn::Host(a.clone());

@@ -49,7 +49,6 @@ pub fn want(ram: &impl FileExt, number: u32) -> io::Result<()> {
     ram.write_all_at(&number.to_le_bytes(), MARK + 8)
 }
 
-/// The EFI program.
 pub fn program() -> Result<Vec<u8>, AsmError> {
     let code = code()?;
     let mut section = data();

@@ -11,7 +11,6 @@ use utoipa::ToSchema;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema, Default)]
 #[serde(rename_all = "kebab-case")]
 pub enum Firmware {
-    /// QEMU's own.
     #[default]
     Bios,
     /// OVMF of the host's distribution, without secure boot. Its variables are a file of the VM on the host that holds it.

@@ -58,13 +58,7 @@ impl DestinationDriver {
             }
             ToDestination::Variables { at, bytes, last } => {
                 let control = Arc::clone(&set.control);
-                let mut variables = self.variables.as_mut();
-                control.alive_while(LIFE_EVERY, || match &mut variables {
-                    Some(variables) => variables.take(at, &bytes, last).map_err(Halt::Failed),
-                    None => Err(Halt::Failed(
-                        "the source sent UEFI variables of a VM without UEFI".into(),
-                    )),
-                })
+                control.alive_while(LIFE_EVERY, || self.take_variables(at, &bytes, last))
             }
             ToDestination::DeviceStateWhole => self.state_whole(set),
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(set, attempt),
@@ -82,6 +76,14 @@ impl DestinationDriver {
                 set.control.send(&pong).map_err(halt_of)
             }
         }
+    }
+
+    fn take_variables(&mut self, at: u64, bytes: &[u8], last: bool) -> Result<(), Halt> {
+        let taken = match &mut self.variables {
+            Some(variables) => variables.take(at, bytes, last),
+            None => Err("the source sent UEFI variables of a VM without UEFI".to_owned()),
+        };
+        taken.map_err(Halt::Failed)
     }
 
     fn begin(&mut self, set: &mut ConnectionSet, number: u16, streams: u32) -> Result<(), Halt> {
