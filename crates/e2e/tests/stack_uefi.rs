@@ -60,7 +60,7 @@ fn a_vm_with_uefi_keeps_its_variables_wherever_it_goes() -> Result<()> {
     shows(&stack, "b", 2)?;
     ok(&["vm", "stop", "one", "--force"])?;
     let start = ["vm", "start", "one", "--on", "a"];
-    let sentence = stack.refused("controller", &start, 2, "wrong-state")?;
+    let sentence = stack.refused("controller", &start, 3, "wrong-state")?;
     names(&sentence, &["UEFI variables", "on host b"])?;
     ok(&["vm", "start", "one"])?;
     shows(&stack, "b", 3)?;

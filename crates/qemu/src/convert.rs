@@ -101,7 +101,7 @@ fn command(source: &File, bytes: u64, raw: &File) -> io::Result<Command> {
     Ok(command)
 }
 
-/// In the child.
+/// Between fork and exec: this process may read one file, write the other, and grow no further.
 fn confine(files: [i32; 2], longest: u64, seconds: u64) -> io::Result<()> {
     for fd in files {
         // SAFETY: the descriptor is open: the parent has it for as long as it waits for the child.

@@ -239,7 +239,6 @@ pub struct Done {
 /// A disk of a VM that is being made.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct DiskMaking {
-    /// The disk's name.
     pub disk: String,
     /// How much of what it is made from is done, bytes.
     pub done_bytes: u64,
