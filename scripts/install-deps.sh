@@ -34,6 +34,8 @@ die() {
 missing_packages() {
     for pair in \
         qemu-system-x86=/usr/bin/qemu-system-x86_64 \
+        ovmf=/usr/share/OVMF/OVMF_CODE_4M.fd \
+        qemu-utils=/usr/bin/qemu-img \
         redis-server=/usr/bin/redis-server \
         busybox-static=/bin/busybox \
         gcc=/usr/bin/gcc \

@@ -199,6 +199,7 @@ vmproc() {
     vmproc_case last-pages-skipped moves a_running_guest_moves_once
     vmproc_case resume-on-timeout-after-gave links a_link_cut_after_the_permit_is_settled_through_the_agents
     vmproc_case permit-twice requests cancel_after_the_permit_is_refused
+    vmproc_case variables-not-sent uefi what_came_is_there_for_a_guest_that_is_booted_anew
     vmproc_case image-swapped disks another_file_in_the_place_of_an_image_is_not_served_to_a_guest_that_runs
     vmproc_case forgotten-disk-left disks a_guest_that_was_let_run_while_its_disk_was_away_goes_on_where_it_was
 }

@@ -13,6 +13,7 @@ use crate::evidence;
 use crate::launch::make_dir;
 use crate::link::Bursts;
 use crate::load::Readings;
+use crate::making::Makings;
 use crate::manager::Manager;
 use crate::memory::{Memory, Promise};
 use crate::preflight;
@@ -81,6 +82,7 @@ pub(crate) struct Agent {
     pub reports: Reports,
     pub cancelled: Cancelled,
     pub removed: Removed,
+    pub makings: Makings,
     pub certificate: Certificate,
 }
 
@@ -164,6 +166,7 @@ impl Agent {
     /// How the VM process of `vm` is to be.
     pub(crate) fn vm_config(&self, vm: &VmName) -> VmProcessConfig {
         let text = |path: PathBuf| path.to_string_lossy().into_owned();
+        let [uefi_code, uefi_variables] = self.config.uefi_files();
         VmProcessConfig {
             vm: vm.clone(),
             host: self.host().clone(),
@@ -180,6 +183,8 @@ impl Agent {
             port_groups: self.config.port_groups.clone(),
             migration_addresses: self.addresses.migration(),
             accelerator: self.config.accelerator,
+            uefi_code,
+            uefi_variables,
             reserved_dirs: vec![text(self.config.controller_state_dir.clone())],
         }
     }

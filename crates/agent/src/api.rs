@@ -17,7 +17,7 @@ use futures_util::stream::{Stream, StreamExt as _};
 use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam, Peer, Unwanted};
 use godwit_types::console::{ConsoleQuery, ConsoleTyped};
-use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck};
+use godwit_types::control_api::{ConsoleText, DisksMaking, Done, Empty, HostCheck};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -33,7 +33,7 @@ use godwit_types::site::{
     GiftOvertaken, SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest,
     WholeSurvey,
 };
-use godwit_types::{ApiError, ErrorCode, MigrationId, VmName};
+use godwit_types::{ApiError, ErrorCode, MigrationId, VmName, VmSpec};
 use std::convert::Infallible;
 use std::sync::Arc;
 
@@ -59,6 +59,7 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::RESUME, action(|| VmRequest::Resume))
         .route(path::RESOLVE, post(resolve))
         .route(path::RENEW, post(renew_vm))
+        .route(path::DISKS, get(disks).post(make_disks))
         .route(path::PREPARE_INCOMING, post(prepare_incoming))
         .route(path::MIGRATE, post(migrate))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
@@ -238,6 +239,9 @@ handlers! {
     delete_vm(agent, path name: VmName) -> Done = agent.delete_vm(&name).await;
     start(agent, path name: VmName) -> Done = agent.start(&name).await;
     renew_vm(agent, path name: VmName) -> Done = agent.renew(&name).await;
+    disks(agent, path name: VmName) -> DisksMaking = Ok(agent.disks(&name));
+    make_disks(agent, path name: VmName, body spec: VmSpec) -> DisksMaking
+        = agent.make_disks(&name, spec).await;
     preflight_outgoing(agent, path name: VmName) -> PreflightOutgoing
         = agent.preflight_outgoing(&name).await;
     probe(agent, path name: VmName, body request: ProbeRequest) -> Done

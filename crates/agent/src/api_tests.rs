@@ -109,6 +109,7 @@ impl Served {
             reports: Reports::new(records.clone()),
             cancelled: Cancelled::open(&host.config.state_dir),
             removed: Default::default(),
+            makings: Default::default(),
             config: host.config.clone(),
             system: System::default(),
             user: User {

@@ -4,6 +4,7 @@
 //! paths, a host that names neither migration addresses nor interfaces, and both at once.
 
 use godwit_qemu::reserved::Reserved;
+use godwit_qemu::uefi::{Uefi, UefiError};
 use godwit_store::read_text;
 use godwit_types::vm::Accelerator;
 use godwit_types::{HostName, PortGroup};
@@ -70,6 +71,11 @@ pub struct HostConfig {
     pub run_dir: PathBuf,
     #[serde(default = "qemu")]
     pub qemu: PathBuf,
+    /// UEFI's program and the empty variables that go with it; where neither is given, what the distribution has.
+    #[serde(default)]
+    pub uefi_code: Option<PathBuf>,
+    #[serde(default)]
+    pub uefi_variables: Option<PathBuf>,
     /// Common user of QEMUs whose VM has none of its own; `godwit-qemu` where it exists, else `nobody`.
     #[serde(default)]
     pub qemu_user: Option<String>,
@@ -255,6 +261,16 @@ impl HostConfig {
                 return refuse(key, "give an absolute path");
             }
         }
+        if self.uefi_code.is_some() != self.uefi_variables.is_some() {
+            return refuse(
+                "uefi_code or uefi_variables",
+                "give both or neither: the variables are those that were built with the program",
+            );
+        }
+        let uefi = self.uefi_code.iter().chain(&self.uefi_variables);
+        if uefi.into_iter().any(|path| !path.is_absolute()) {
+            return refuse("uefi_code or uefi_variables", "give an absolute path");
+        }
         if self.guest_shutdown_s > GUEST_SHUTDOWN_S_BEFORE {
             return refuse(
                 "guest_shutdown_s",
@@ -272,6 +288,20 @@ impl HostConfig {
             );
         }
         Ok(())
+    }
+
+    /// What guests with UEFI get here.
+    pub fn uefi(&self) -> Result<Uefi, UefiError> {
+        let [code, variables] = self.uefi_files();
+        Uefi::open(&code, &variables)
+    }
+
+    /// The two files, as a VM process is told them.
+    pub(crate) fn uefi_files(&self) -> [String; 2] {
+        [&self.uefi_code, &self.uefi_variables].map(|path| {
+            let text = path.as_ref().map(|path| path.to_string_lossy());
+            text.unwrap_or_default().into_owned()
+        })
     }
 
     /// Directory of all VMs' durable state.
@@ -380,6 +410,18 @@ mod tests {
         let of_the_controller = "listen = [\"0.0.0.0:1\"]\nstate_dir = \"/srv/godwit\"\n";
         std::fs::write(dir.path().join("controller.toml"), of_the_controller).unwrap();
         assert_eq!(found(), Path::new("/srv/godwit"));
+    }
+
+    #[test]
+    fn uefi_is_named_wholly_or_not_at_all() {
+        let with = |lines: &str| parse(&PLAIN.replace("listen =", &format!("{lines}listen =")));
+        let both = with("uefi_code = \"/c\"\nuefi_variables = \"/v\"\n").unwrap();
+        assert_eq!(both.uefi_files(), ["/c", "/v"]);
+        assert_eq!(parse(PLAIN).unwrap().uefi_files(), ["", ""]);
+        let one = with("uefi_code = \"/c\"\n").unwrap_err();
+        assert!(one.contains("both or neither"), "{one}");
+        let here = with("uefi_code = \"c\"\nuefi_variables = \"/v\"\n").unwrap_err();
+        assert!(here.contains("absolute path"), "{here}");
     }
 
     #[test]

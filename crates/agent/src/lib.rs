@@ -30,6 +30,7 @@ mod launch;
 mod life;
 mod link;
 mod load;
+mod making;
 mod manager;
 mod measure;
 mod memory;

@@ -106,6 +106,7 @@ pub fn incoming(here: &Destination<'_>, request: &PreflightIncoming) -> Prefligh
     findings.extend(no_address(here.config, here.missing_addresses).map(Err));
     findings.extend(reserved_file(here.config, spec).map(Err));
     findings.extend(disks::places(host, spec, &request.disks));
+    findings.extend(spec.has_variables().then(|| uefi(here, request)));
     findings.extend(
         spec.nics
             .iter()
@@ -390,6 +391,40 @@ pub(crate) fn no_address(config: &HostConfig, missing: &[IpAddr]) -> Option<ApiE
         "host '{host}' does not have {what}, or correct {key} in {CONFIG_PATH} on {host} and restart godwit-agent"
     );
     Some(ApiError::new(ErrorCode::Preflight, message))
+}
+
+/// QEMU takes a guest's flash memory only into one of the same length.
+fn uefi(here: &Destination<'_>, request: &PreflightIncoming) -> Finding {
+    let (host, vm) = (&here.config.name, &request.spec.name);
+    let sizes = match here.config.uefi() {
+        Ok(uefi) => uefi.sizes,
+        Err(error) => {
+            return refuse(
+                ErrorCode::MissingFile,
+                format!(
+                    "VM '{vm}' has firmware = \"uefi\", and cannot be on host '{host}': {error}"
+                ),
+            );
+        }
+    };
+    match request.uefi {
+        Some(source) if source != sizes => refuse(
+            ErrorCode::Incompatible,
+            format!(
+                "the UEFI firmware of VM '{vm}' has {} bytes and its variables {}, that of host '{host}' has {} and {}: name files of the same lengths on both hosts with uefi_code and uefi_variables in host.toml, and start the VM anew where they were changed",
+                source.code, source.variables, sizes.code, sizes.variables
+            ),
+        ),
+        Some(_) => Ok(format!(
+            "host '{host}' has UEFI firmware of the same lengths"
+        )),
+        None => refuse(
+            ErrorCode::Preflight,
+            format!(
+                "the source does not say how long the UEFI firmware of VM '{vm}' is: see the log of its agent"
+            ),
+        ),
+    }
 }
 
 fn clock(here: &Destination<'_>, source_unix_ms: u64) -> Finding {

@@ -3,6 +3,7 @@
 use super::*;
 use crate::check::free_ports;
 use godwit_qemu::machine::CpuModel;
+use godwit_types::host_api::UefiSizes;
 use godwit_types::vm::DiskSpec;
 use std::collections::BTreeMap;
 use std::net::TcpListener;
@@ -44,6 +45,7 @@ impl Environment {
             spec,
             accelerator: Accelerator::Tcg,
             file_hashes,
+            uefi: None,
             source_unix_ms: 5_000_000,
             probe_nonce: String::new(),
             disks: Vec::new(),
@@ -388,6 +390,8 @@ fn the_source_names_a_writable_disk_blockers_and_states() {
         path: "/disk.img".into(),
         read_only: false,
         shared: false,
+        from: None,
+        size_gib: None,
     });
     let blockers = ["VFIO".to_string()];
     let source = |state| {
@@ -439,6 +443,8 @@ fn a_vm_with_a_disk_where_the_host_keeps_records_or_memory_does_not_come() {
         path: file.display().to_string(),
         read_only: true,
         shared: false,
+        from: None,
+        size_gib: None,
     };
     host.request.spec.disks.push(disk);
     assert_eq!(host.refusals(&host.here()), []);
@@ -458,4 +464,45 @@ fn a_vm_with_a_disk_where_the_host_keeps_records_or_memory_does_not_come() {
         );
         host.config = before;
     }
+}
+
+#[test]
+fn a_guest_with_uefi_comes_only_where_there_is_some_of_the_same_length() {
+    let mut e = Environment::new();
+    e.request.spec.firmware = godwit_types::vm::Firmware::Uefi;
+    let paths = ["code", "variables"].map(|name| e.dir.path().join(name));
+    for (path, length) in paths.iter().zip([8192, 4096]) {
+        std::fs::File::create(path)
+            .unwrap()
+            .set_len(length)
+            .unwrap();
+    }
+    let [code, variables] = paths;
+    (e.config.uefi_code, e.config.uefi_variables) = (Some(code), Some(variables));
+    let sizes = |code, variables| Some(UefiSizes { code, variables });
+    e.request.uefi = sizes(8192, 4096);
+    assert_eq!(e.refusals(&e.here()), []);
+    for (uefi, code, words) in [
+        (
+            sizes(8192, 8192),
+            ErrorCode::Incompatible,
+            "has 8192 and 4096",
+        ),
+        (sizes(4096, 4096), ErrorCode::Incompatible, "host 'b'"),
+        (None, ErrorCode::Preflight, "does not say"),
+    ] {
+        e.request.uefi = uefi;
+        let refusals = e.refusals(&e.here());
+        let [(found, message)] = &refusals[..] else {
+            panic!("{refusals:?}")
+        };
+        assert!(*found == code && message.contains(words), "{message}");
+    }
+    std::fs::remove_file(e.dir.path().join("code")).unwrap();
+    let refusals = e.refusals(&e.here());
+    assert_eq!(refusals[0].0, ErrorCode::MissingFile);
+    assert!(
+        refusals[0].1.contains("firmware = \"uefi\""),
+        "{refusals:?}"
+    );
 }

@@ -251,6 +251,7 @@ async fn make_agent(
         reports: Reports::new(records.clone()),
         cancelled: Cancelled::open(&config.state_dir),
         removed,
+        makings: Default::default(),
         certificate: Certificate::new(current.clone(), config.pki_dir(), config.controller),
         boot_id,
         supervisor: Supervisor::new(

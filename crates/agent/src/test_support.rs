@@ -130,6 +130,8 @@ impl TestHost {
             port_groups: Default::default(),
             migration_addresses: vec![],
             accelerator: Default::default(),
+            uefi_code: String::new(),
+            uefi_variables: String::new(),
             reserved_dirs: Vec::new(),
         }
     }

@@ -49,6 +49,7 @@ fn the_vm_example_is_a_description() {
     let full: VmSpec = toml::from_str(&in_full("vm.toml")).unwrap();
     assert_eq!((plain.nics.len(), plain.disks.len()), (1, 0));
     assert_eq!((full.nics.len(), full.disks.len()), (1, 1));
+    assert_eq!(full.disks_to_make().count(), 1);
     assert_eq!(full.on_crash, plain.on_crash);
     assert_eq!(full.machine, plain.machine);
 }

@@ -501,6 +501,9 @@ fn boot_rows(spec: &VmSpec) -> Vec<(&'static str, String)> {
         (None, Some(disk)) => ("boots from", disk.name.clone()),
         (kernel, _) => ("kernel", kernel.unwrap_or_default().to_owned()),
     }];
+    if spec.has_variables() {
+        rows.insert(0, ("firmware", spec.firmware.to_string()));
+    }
     rows.extend(spec.initramfs.clone().map(|path| ("initramfs", path)));
     if !spec.cmdline.is_empty() {
         rows.push(("cmdline", spec.cmdline.clone()));

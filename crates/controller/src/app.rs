@@ -18,6 +18,7 @@ use crate::state::{HostEntry, Place, State};
 use crate::store::Store;
 use crate::turns::Turns;
 use crate::unread::Lack;
+use crate::vms::Makings;
 use godwit_rpc::pki::Holder;
 use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::rate::Rate;
@@ -73,6 +74,8 @@ pub struct App {
     pub host_turns: Turns<HostName>,
     macs: tokio::sync::Mutex<()>,
     clients: Mutex<Clients>,
+    /// Where disks are made of VMs that are to start.
+    pub makings: Makings,
     /// VMs that nobody begins to move now.
     pub moving: Marks,
     /// People and scripts on other machines.
@@ -176,6 +179,7 @@ impl App {
             state: Mutex::new(state),
             writer: tokio::sync::Mutex::default(),
             vm_turns: Turns::default(),
+            makings: Makings::default(),
             host_turns: Turns::default(),
             macs: tokio::sync::Mutex::default(),
             clients: Mutex::default(),

@@ -21,8 +21,10 @@ use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::fmt::{Display, Formatter};
 
+mod disks;
 mod start;
 
+pub use disks::{Makings, disks};
 pub use start::start;
 
 /// How often a host that holds a VM that is off is asked to give it up.

@@ -31,6 +31,7 @@ pub fn counter_vm(dir: &Path, counter: &CounterSpec, memory_mib: u64) -> anyhow:
         cpu: "qemu64".into(),
         machine: "q35".into(),
         hardware: None,
+        firmware: Default::default(),
         kernel: kernel.to_string_lossy().into_owned(),
         initramfs: None,
         cmdline: String::new(),

@@ -34,6 +34,8 @@ pub struct Host {
     /// First and last port for migrations; (0, 0) is any.
     pub ports: (u16, u16),
     pub qemu: Mutex<PathBuf>,
+    /// UEFI's program and empty variables; empty: those of the distribution.
+    pub uefi: Mutex<[String; 2]>,
     process: Mutex<Option<Child>>,
     fault: Mutex<Option<Fault>>,
     /// Shortest silence in a switchover that counts, ms; the product's is 500, which a busy test machine exceeds.
@@ -97,6 +99,7 @@ impl Host {
             accelerator,
             ports: (0, 0),
             qemu: Mutex::new("/usr/bin/qemu-system-x86_64".into()),
+            uefi: Mutex::default(),
             process: Mutex::new(None),
             fault: Mutex::new(None),
             patience_ms: AtomicU32::new(3000),
@@ -147,6 +150,8 @@ impl Host {
 
     fn config(&self) -> VmProcessConfig {
         let text = |path: PathBuf| path.to_string_lossy().into_owned();
+        let uefi = self.uefi.lock().unwrap_or_else(PoisonError::into_inner);
+        let [uefi_code, uefi_variables] = uefi.clone();
         VmProcessConfig {
             vm: self.vm.clone(),
             host: self.name.clone(),
@@ -174,6 +179,8 @@ impl Host {
             port_groups: Default::default(),
             migration_addresses: self.addresses.clone(),
             accelerator: self.accelerator,
+            uefi_code,
+            uefi_variables,
             reserved_dirs: Vec::new(),
         }
     }

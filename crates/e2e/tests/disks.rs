@@ -92,6 +92,8 @@ fn described(pair: &Pair, image: &std::path::Path) -> Result<VmSpec> {
         path: image.to_str().context("a path")?.to_owned(),
         read_only: false,
         shared: false,
+        from: None,
+        size_gib: None,
     }];
     spec.check()?;
     Ok(spec)
@@ -276,6 +278,8 @@ fn a_guest_with_two_disks_has_both() -> Result<()> {
         path,
         read_only,
         shared,
+        from: None,
+        size_gib: None,
     });
     let file = site
         .pair

@@ -9,6 +9,7 @@
 //!   Extents{..}* ExtentsEnd    ------------------->     finds that there is room for them
 //!                              <-------------------   Begun{set}
 //!                              <-------------------   Prepared             only if asked for: all memory is allocated
+//!   Variables{..}*             ------------------->     of a VM with UEFI: its file is whole and durable there
 //!   data channels: pages of iteration 1; channels of disks: changes, all the time until the guest stops
 //!                              <-------------------   Applied{channel, records}   every few ms of traffic,
 //!                                                       ChangesApplied of each channel of disks
@@ -16,6 +17,7 @@
 //!                              <-------------------   BarrierDone{iteration}
 //!   ... more iterations; then the guest stops ...
 //!   Stopped, Mirrored?, Addresses ---------------->     which disks it has mirrored; whom to tell where the guest is
+//!   Variables{..}*             ------------------->     of a VM with UEFI: what it has changed since
 //!   Barrier (last)             ------------------->     all channels but this end with their final records
 //!   device state records       ------------------->     (a far source does not wait for BarrierDone) taken behind the
 //!                                                       barrier and kept: QEMU loads once
@@ -67,6 +69,10 @@ pub const EXTENTS_PER_MESSAGE: usize = 8192;
 pub const REASON_LEN_MAX: usize = Reason::LEN_MAX;
 /// Longest filling of a message that only warms a channel, bytes.
 pub const WARM_LEN_MAX: usize = 64 << 10;
+/// Longest piece of UEFI variables in one message, bytes.
+pub const VARIABLES_LEN_MAX: usize = 256 << 10;
+/// Most bytes of UEFI variables.
+pub const VARIABLES_WHOLE_MAX: u64 = 8 << 20;
 /// Largest figure (a share, milliseconds, seconds) that a peer may report: 31 years in seconds.
 pub const FIGURE_MAX: f64 = 1e9;
 
@@ -105,6 +111,16 @@ pub enum ToDestination {
         iteration: u32,
         /// Records sent on each data channel that this set has had, by index; final records do not count.
         sent: Vec<u64>,
+    },
+    /// (VMs with UEFI) A piece of the VM's variables, as the source has them in a file. The whole comes when a set begins, what
+    /// has changed once the guest is stopped.
+    Variables {
+        /// Where in the file it belongs, bytes.
+        at: u64,
+        #[serde(with = "godwit_types::base64_bytes")]
+        bytes: Vec<u8>,
+        /// Whether no other piece follows: what came is made durable.
+        last: bool,
     },
     /// The guest at the source has been stopped: from here on time counts.
     Stopped,
@@ -314,6 +330,11 @@ pub fn decode_to_destination(bytes: &[u8], pages: u64) -> Result<ToDestination, 
         ToDestination::Addresses { cards } => addresses::check(cards)?,
         ToDestination::Mirrored { disks } if disks.len() > DISKS_MAX => {
             return Err(ProtocolError::OutOfBounds("the number of disks"));
+        }
+        ToDestination::Variables { at, bytes, .. }
+            if bytes.len() > VARIABLES_LEN_MAX || *at > VARIABLES_WHOLE_MAX =>
+        {
+            return Err(ProtocolError::OutOfBounds("the UEFI variables"));
         }
         ToDestination::Warm { filling } if filling.len() > WARM_LEN_MAX => {
             return Err(ProtocolError::OutOfBounds("the filling"));

@@ -5,7 +5,7 @@
 //! suspend itself, and power-off and panic leave QEMU alive and paused. Names that QEMU's option syntax would take
 //! apart are escaped or refused. Disks of hardware version 1 are raw images that the caller has opened; QEMU reads them
 //! through the host's page cache with threads, since direct and kernel-asynchronous IO write guest memory where the
-//! tracker can not see it. Later ones are served by a back end of ours, and QEMU knows no image. There is no way to add a
+//! tracker can not see it. Later ones are served by a back end of ours, and QEMU knows no image but those of UEFI. There is no way to add a
 //! balloon or anything else that writes unseen.
 
 use godwit_types::vm::mac_text;
@@ -79,6 +79,15 @@ impl BackEnd {
     }
 }
 
+/// A machine's flash memory with UEFI: open files, by the numbers that they have in QEMU (`launch` keeps numbers).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Flash {
+    /// The firmware's program, open for reading.
+    pub code_fd: i32,
+    /// The VM's variables, open for reading and writing.
+    pub variables_fd: i32,
+}
+
 /// How soon QEMU connects again to a back end that is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reconnect {
@@ -106,7 +115,7 @@ impl Reconnect {
 }
 
 /// Everything that decides what the guest sees. Source and destination must agree on all but `ram_file`, `tap_fd`, the
-/// disks' descriptors and sockets, `reconnect` and `incoming`.
+/// disks' and the flash memory's descriptors and sockets, `reconnect` and `incoming`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MachineConfig {
     /// Which version of the virtual hardware the arguments describe: `godwit_types::version::HARDWARE` has those that are known. What a guest
@@ -130,6 +139,8 @@ pub struct MachineConfig {
     pub cpu_enforce: bool,
     /// What executes the guest.
     pub accelerator: Accelerator,
+    /// UEFI in flash memory, from hardware version 2 on. `None`: QEMU's BIOS.
+    pub flash: Option<Flash>,
     /// Kernel image; must be readable for QEMU's user. `None`: the firmware boots from the first disk.
     pub kernel: Option<PathBuf>,
     /// Initial RAM disk, if any; must be readable for QEMU's user.
@@ -192,6 +203,9 @@ pub enum ConfigError {
     /// A disk in a machine whose hardware has no such disks.
     #[error("hardware version {hardware} has no disk like '{disk}'")]
     BackEnd { hardware: u32, disk: String },
+    /// UEFI in a machine whose hardware has none.
+    #[error("hardware version {0} has no UEFI")]
+    Flash(u32),
     /// Nothing to boot from.
     #[error(
         "the machine has neither a kernel nor, from hardware version 2 on, a disk to boot from"
@@ -207,6 +221,7 @@ pub enum ConfigError {
 pub fn build(config: &MachineConfig, monitor_fds: &[i32]) -> Result<Vec<OsString>, ConfigError> {
     check(config)?;
     match config.hardware {
+        1 if config.flash.is_some() => Err(ConfigError::Flash(1)),
         1 if config.kernel.is_none() => Err(ConfigError::NothingToBoot),
         1 => machine_with(config, monitor_fds, virtio_disk),
         2 => machine_with(config, monitor_fds, vhost_user_disk),
@@ -276,10 +291,18 @@ fn machine_with(
 
 fn machine(line: &mut Line, config: &MachineConfig) -> Result<(), ConfigError> {
     let (machine, accelerator) = (&config.machine_type, config.accelerator.as_str());
+    let flash = match config.flash {
+        Some(_) => ",pflash0=uefi-code,pflash1=uefi-variables",
+        None => "",
+    };
     line.pair(
         "-machine",
-        format!("{machine},accel={accelerator},memory-backend=ram0,dump-guest-core=off"),
+        format!("{machine},accel={accelerator},memory-backend=ram0,dump-guest-core=off{flash}"),
     );
+    if let Some(flash) = config.flash {
+        flash_memory(line, "uefi-code", 0, flash.code_fd);
+        flash_memory(line, "uefi-variables", 1, flash.variables_fd);
+    }
     let mut cpu = config.cpu_model.clone();
     for (feature, on) in &config.cpu_features {
         let _ = write!(cpu, ",{feature}={}", if *on { "on" } else { "off" });
@@ -297,6 +320,24 @@ fn machine(line: &mut Line, config: &MachineConfig) -> Result<(), ConfigError> {
         ),
     );
     Ok(())
+}
+
+/// QEMU reads it into memory of its own when it starts, and writes what the guest changes into the file. Version 2 has no
+/// other sets of descriptors.
+fn flash_memory(line: &mut Line, node: &str, set: u32, fd: i32) {
+    let read_only = set == 0;
+    let node = json!({
+        "driver": "raw",
+        "node-name": node,
+        "read-only": read_only,
+        "file": {
+            "driver": "file",
+            "filename": format!("/dev/fdset/{set}"),
+            "read-only": read_only,
+        },
+    });
+    line.pair("-add-fd", format!("fd={fd},set={set}"));
+    line.pair("-blockdev", node.to_string());
 }
 
 /// QEMU translates code for a machine that can never have a second vCPU without ordering its memory accesses: `lock`

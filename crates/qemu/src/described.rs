@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Refuses: a card whose port group this host does not have.
 
-use crate::command_line::{self, BackEnd, Disk, MachineConfig, Nic, Reconnect};
+use crate::command_line::{self, BackEnd, Disk, Flash, MachineConfig, Nic, Reconnect};
 use crate::tap::{Tap, name_of};
 use godwit_types::cpu::CpuWish;
 use godwit_types::vm::{Accelerator, VmSpec};
@@ -17,6 +17,8 @@ pub struct Wanted<'a> {
     /// What runs its guest; `Auto` has been decided.
     pub accelerator: Accelerator,
     pub ram_file: &'a Path,
+    /// Its UEFI, which it has where it is described with it.
+    pub flash: Option<Flash>,
     /// Whether it waits for a device state.
     pub incoming: bool,
 }
@@ -52,6 +54,7 @@ impl Wanted<'_> {
                 Accelerator::Kvm => command_line::Accelerator::Kvm,
                 Accelerator::Auto | Accelerator::Tcg => command_line::Accelerator::Tcg,
             },
+            flash: self.flash,
             kernel: spec.kernel().map(PathBuf::from),
             initramfs: spec.initramfs.as_ref().map(PathBuf::from),
             kernel_arguments: spec.cmdline.clone(),

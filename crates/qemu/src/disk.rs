@@ -156,7 +156,7 @@ fn identity(metadata: &std::fs::Metadata) -> (u64, u64) {
 }
 
 /// Nothing to give up for a process that is this user already.
-fn become_user(uid: u32, gid: u32) -> Result<(), Errno> {
+pub(crate) fn become_user(uid: u32, gid: u32) -> Result<(), Errno> {
     if rustix::process::geteuid().as_raw() == uid {
         return Ok(());
     }

@@ -62,7 +62,7 @@ pub struct LaunchSpec<'fd> {
     pub gid: u32,
     /// The descriptor hand-out; `None` for a QEMU whose memory is not tracked.
     pub handout: Option<Handout<'fd>>,
-    /// Further descriptors that QEMU inherits under their numbers: the taps and the disks' images.
+    /// Further descriptors that QEMU inherits under their numbers: the taps, the disks' images and UEFI.
     pub inherited: Vec<BorrowedFd<'fd>>,
 }
 
@@ -393,8 +393,11 @@ fn inherited(spec: &LaunchSpec<'_>, monitor_fds: &[RawFd]) -> Result<Vec<RawFd>,
     let taps = spec.machine.nics.iter().map(|nic| nic.tap_fd);
     let disks = spec.machine.disks.iter();
     let images = disks.filter_map(|disk| disk.back_end.image());
+    let flash = spec.machine.flash.iter();
+    let flash = flash.flat_map(|flash| [flash.code_fd, flash.variables_fd]);
     let missing = taps
         .chain(images)
+        .chain(flash)
         .filter(|fd| !all.contains(fd))
         .chain(all.iter().copied().filter(|&fd| fd < 3))
         .next();

@@ -20,25 +20,25 @@ pub(crate) const REFUSED: [u32; 7] = [
 
 /// Where `struct seccomp_data` has the call's number, the architecture, and the lower half of the second argument, which
 /// is all of an ioctl's request that the kernel looks at.
-const NUMBER: u32 = 0;
-const ARCHITECTURE: u32 = 4;
+pub(crate) const NUMBER: u32 = 0;
+pub(crate) const ARCHITECTURE: u32 = 4;
 const REQUEST: u32 = 24 + if cfg!(target_endian = "big") { 4 } else { 0 };
 
 #[cfg(target_arch = "x86_64")]
-const NATIVE: u32 = 0xc000_003e;
+pub(crate) const NATIVE: u32 = 0xc000_003e;
 #[cfg(target_arch = "aarch64")]
-const NATIVE: u32 = 0xc000_00b7;
+pub(crate) const NATIVE: u32 = 0xc000_00b7;
 /// From here on x86_64 has the numbers of its 32-bit programs.
-const OTHER_NUMBERS: u32 = 0x4000_0000;
+pub(crate) const OTHER_NUMBERS: u32 = 0x4000_0000;
 
-const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
-const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
-const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
-const ANSWER: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+pub(crate) const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+pub(crate) const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+pub(crate) const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
+pub(crate) const ANSWER: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
 const LEN: usize = 6 + REFUSED.len() + 2;
 
-const fn step(code: u16, k: u32, jt: u8, jf: u8) -> libc::sock_filter {
+pub(crate) const fn step(code: u16, k: u32, jt: u8, jf: u8) -> libc::sock_filter {
     libc::sock_filter { code, jt, jf, k }
 }
 
@@ -67,9 +67,14 @@ static PROGRAM: [libc::sock_filter; LEN] = program();
 /// Refuses all of it from here on to this thread and what it starts. It must have given up to gain privileges. Makes one
 /// system call and allocates nothing: it may stand between fork and exec.
 pub(crate) fn refuse_to_this_thread() -> io::Result<()> {
+    set(&PROGRAM)
+}
+
+/// Has the kernel ask these steps at each system call of this thread and of what it starts.
+pub(crate) fn set(steps: &'static [libc::sock_filter]) -> io::Result<()> {
     let program = libc::sock_fprog {
-        len: LEN as libc::c_ushort,
-        filter: PROGRAM.as_ptr().cast_mut(),
+        len: steps.len() as libc::c_ushort,
+        filter: steps.as_ptr().cast_mut(),
     };
     // SAFETY: the kernel copies the program, which it does not change, before it returns.
     let set = unsafe {

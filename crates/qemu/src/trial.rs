@@ -412,6 +412,7 @@ fn machine(
         cpu_features: features.to_vec(),
         cpu_enforce: enforce,
         accelerator: place.accelerator,
+        flash: None,
         kernel: Some(kernel),
         initramfs: None,
         kernel_arguments: String::new(),

@@ -11,7 +11,7 @@ use crate::limits::LIST_LEN_MAX;
 use crate::sse::EventStream;
 use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{
-    CancelRequest, ConsoleText, Done, Empty, HostCheck, ResolveRequest, StopRequest,
+    CancelRequest, ConsoleText, DisksMaking, Done, Empty, HostCheck, ResolveRequest, StopRequest,
 };
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
@@ -28,7 +28,7 @@ use godwit_types::site::{
     GiftOvertaken, SiteAnswer, SiteHeard, SiteQuestion, SiteUpdate, SurveyAnswer, SurveyRequest,
     WholeSurvey,
 };
-use godwit_types::{MigrationId, VmName};
+use godwit_types::{MigrationId, VmName, VmSpec};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use std::collections::BTreeMap;
@@ -103,6 +103,8 @@ pub mod path {
     pub const SITE_ASK: &str = "/v1/site/ask";
     /// POST [`super::Empty`]: [`super::WholeSurvey`].
     pub const SITE_SURVEY: &str = "/v1/site/survey";
+    /// POST a VM: `DisksMaking`. Makes the disks that are to be made, or goes on with that.
+    pub const DISKS: &str = "/v1/vms/{name}/disks";
     /// POST [`super::Empty`]: [`super::Done`]. Another VM process, of the installed program, takes the guest over.
     pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
@@ -143,6 +145,8 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::RESUME, POWER),
     rule("POST", path::RESOLVE, POWER),
     rule("POST", path::RENEW, POWER),
+    rule("POST", path::DISKS, CONTROLLER),
+    rule("GET", path::DISKS, READ),
     rule("POST", path::PREPARE_INCOMING, CONTROLLER),
     rule("POST", path::MIGRATE, CONTROLLER),
     rule("POST", path::PREFLIGHT_OUTGOING, CONTROLLER),
@@ -262,6 +266,11 @@ calls! { AgentClient
         = post client (fill(path::RESOLVE, name), &HostResolve::from(request)) in act;
     /// Has a VM process of the installed program take the guest over.
     renew(name: &VmName) -> Done = post client (fill(path::RENEW, name), &Empty {}) in slow;
+    /// Makes a VM's disks, or says how far that is.
+    make_disks(spec: &VmSpec) -> DisksMaking
+        = post client (fill(path::DISKS, &spec.name), spec) in slow;
+    /// How far they are.
+    disks(name: &VmName) -> DisksMaking = get client (fill(path::DISKS, name)) in read;
     /// Makes a destination ready.
     prepare_incoming(request: &PrepareIncoming) -> IncomingReady
         = post client (fill(path::PREPARE_INCOMING, &request.spec.name), request) in slow;

@@ -11,9 +11,9 @@ use godwit_types::audit::{AuditEntry, AuditQuery};
 use godwit_types::console::ConsolePiece;
 use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{
-    CancelRequest, ConsoleText, Done, Empty, HostCheck, HostView, JoinRequest, JoinResponse,
-    JoinToken, KeepRequest, MigrationBegun, OperatorRequest, OperatorView, RenewRequest,
-    ResolveRequest, StartRequest, StopRequest, VersionView, VmView,
+    CancelRequest, ConsoleText, DisksMaking, Done, Empty, HostCheck, HostView, JoinRequest,
+    JoinResponse, JoinToken, KeepRequest, MigrationBegun, OperatorRequest, OperatorView,
+    RenewRequest, ResolveRequest, StartRequest, Started, StopRequest, VersionView, VmView,
 };
 use godwit_types::drain::{DrainRequest, DrainView};
 use godwit_types::load::HostTop;
@@ -53,6 +53,8 @@ pub mod path {
     pub const VM: &str = "/v1/vms/{name}";
     /// POST.
     pub const START: &str = "/v1/vms/{name}/start";
+    /// GET: how far the disks are of a VM that is being started.
+    pub const DISKS: &str = "/v1/vms/{name}/disks";
     /// POST.
     pub const STOP: &str = "/v1/vms/{name}/stop";
     /// POST.
@@ -131,6 +133,7 @@ pub const RULES: &[Rule] = &[
     rule("PUT", path::VM, PEOPLE),
     rule("DELETE", path::VM, PEOPLE),
     rule("POST", path::START, PEOPLE),
+    rule("GET", path::DISKS, PEOPLE),
     rule("POST", path::STOP, PEOPLE),
     rule("POST", path::RESET, PEOPLE),
     rule("POST", path::RENEW, PEOPLE),
@@ -229,8 +232,10 @@ calls! { ControllerClient
     edit_vm(spec: &VmSpec) -> VmView = put client (fill(path::VM, &spec.name), spec) in act;
     /// Deletes a stopped VM.
     delete_vm(name: &VmName) -> Done = delete client (fill(path::VM, name)) in act;
-    start(name: &VmName, request: &StartRequest) -> Done
-        = post client (fill(path::START, name), request) in act;
+    start(name: &VmName, request: &StartRequest) -> Started
+        = post client (fill(path::START, name), request) in slow;
+    /// How far the disks are of a VM that is being started.
+    disks(name: &VmName) -> DisksMaking = get client (fill(path::DISKS, name)) in read;
     stop(name: &VmName, request: &StopRequest) -> Done
         = post client (fill(path::STOP, name), request) in act;
     /// Has a VM process of the version installed on its host take a guest over.

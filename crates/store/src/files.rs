@@ -179,7 +179,7 @@ pub fn make_directory(dir: &Path, mode: u32) -> Result<(), StoreError> {
 }
 
 /// The name under which the next content is prepared.
-fn fresh_name(path: &Path) -> PathBuf {
+pub(crate) fn fresh_name(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
     PathBuf::from(name)

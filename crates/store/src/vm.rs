@@ -1,20 +1,24 @@
 //! The journal of one VM at one host.
 //!
-//! Owns the VM's directory while it lives. Refuses: a second writer, a record of another VM, a generation that
+//! Owns the VM's directory while it lives, and removes from it what is of no use once the VM is elsewhere. Refuses: a second writer, a record of another VM, a generation that
 //! goes back, a damaged file, and one that a newer build wrote.
 
 use crate::error::StoreError;
-use crate::files::{Files, RealFiles, make_directory, replace_durably};
+use crate::files::{Files, RealFiles, directory_of, fresh_name, make_directory, replace_durably};
 use crate::frame::{self, Unread};
 use crate::json::{format_of, is_unknown_word};
 use crate::lock::VmLock;
-use godwit_ownership::{HostRecord, RECORD_FORMAT};
+use godwit_ownership::{HostRecord, Phase, RECORD_FORMAT};
 use godwit_types::VmName;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// Longest record file, in bytes: far above what a record needs.
 pub const RECORD_BYTES_MAX: u64 = 64 << 10;
+
+/// Beside the record: the variables of a VM with UEFI. They are its holder's alone: an older copy on a host where the VM once was
+/// must never take their place.
+pub const UEFI_VARIABLES_FILE: &str = "uefi-variables";
 
 /// The journal of one VM, open for writing.
 #[derive(Debug)]
@@ -75,10 +79,44 @@ impl<F: Files> VmStore<F> {
     }
 
     /// Replaces the record. On an error [`StoreError::unchanged`] says whether the old one is known to be
-    /// in place.
+    /// in place. What a host has of the VM itself goes with the record: a host that begins to have the VM finds nothing of an
+    /// earlier time, and one that has it no more keeps nothing.
     pub fn persist(&mut self, record: &HostRecord) -> Result<(), StoreError> {
         let absent = HostRecord::absent(self.vm.clone());
-        record.check_follows(self.known.as_ref().unwrap_or(&absent))?;
+        let before = self.known.as_ref().unwrap_or(&absent);
+        record.check_follows(before)?;
+        let (had_it, has_it) = (may_have(before), may_have(record));
+        if !had_it && has_it {
+            self.remove_variables()?;
+        }
+        self.replace(record)?;
+        if !has_it {
+            // It is written that the VM is not here: what could not be removed is when the VM comes again.
+            let _ = self.remove_variables();
+        }
+        Ok(())
+    }
+
+    /// Durably, if there are any.
+    fn remove_variables(&self) -> Result<(), StoreError> {
+        let dir = directory_of(&self.path);
+        let path = dir.join(UEFI_VARIABLES_FILE);
+        let mut removed = false;
+        for path in [fresh_name(&path), path] {
+            let failed = |error| StoreError::io("remove", &path, true, error);
+            if self.files.read(&path, 0).map_err(failed)?.is_some() {
+                self.files.remove(&path).map_err(failed)?;
+                removed = true;
+            }
+        }
+        match removed {
+            true => (self.files.sync_dir(dir))
+                .map_err(|error| StoreError::io("make durable", dir, true, error)),
+            false => Ok(()),
+        }
+    }
+
+    fn replace(&mut self, record: &HostRecord) -> Result<(), StoreError> {
         let payload = serde_json::to_vec(record).map_err(|source| StoreError::Encode {
             path: self.path.clone(),
             source,
@@ -100,6 +138,11 @@ impl<F: Files> VmStore<F> {
             limit: RECORD_BYTES_MAX,
         }
     }
+}
+
+/// Whether what is here of the VM itself is of use: it is here, or comes.
+fn may_have(record: &HostRecord) -> bool {
+    record.may_hold() || matches!(record.phase, Phase::Incoming { .. })
 }
 
 fn read_record<F: Files>(

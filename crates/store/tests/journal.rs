@@ -1,7 +1,9 @@
 //! The journal and the documents on real files: locks, generations, damage, bounds.
 
 use godwit_ownership::{HostRecord, Phase, Power};
-use godwit_store::{StoreError, VmStore, frame, load_json, remove_document, save_json};
+use godwit_store::{
+    StoreError, UEFI_VARIABLES_FILE, VmStore, frame, load_json, remove_document, save_json,
+};
 use godwit_types::{Generation, VmName};
 use std::fs;
 use std::path::Path;
@@ -285,4 +287,82 @@ fn a_huge_file_is_not_read_to_its_end() {
     ));
     let text = godwit_store::read_text(&path, 100).expect_err("too long");
     assert!(text.to_string().contains("longer than 100 bytes"), "{text}");
+}
+
+fn phase(generation: u64, phase: Phase) -> HostRecord {
+    HostRecord {
+        phase,
+        ..holds(generation)
+    }
+}
+
+/// Whether UEFI variables that are there before a record is written are there after it.
+fn keeps_variables(before: &HostRecord, after: &HostRecord) -> bool {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut store = VmStore::open(dir.path(), &vm()).expect("opens");
+    store.persist(before).expect("writes");
+    let variables = VmStore::directory(dir.path(), &vm()).join(UEFI_VARIABLES_FILE);
+    let unfinished = variables.with_file_name(format!("{UEFI_VARIABLES_FILE}.new"));
+    for path in [&variables, &unfinished] {
+        fs::write(path, "of then").expect("writes");
+    }
+    store.persist(after).expect("writes");
+    assert_eq!(variables.exists(), unfinished.exists());
+    variables.exists()
+}
+
+#[test]
+fn variables_of_an_earlier_time_are_gone_before_the_vm_is_here_again() {
+    let to = || godwit_types::HostName::new("b").expect("a name");
+    let migration = || godwit_types::MigrationId::new("m").expect("an id");
+    let gave = phase(
+        3,
+        Phase::Gave {
+            generation: Generation(3),
+            migration: migration(),
+            to: to(),
+        },
+    );
+    let moved = phase(
+        3,
+        Phase::Moved {
+            generation: Generation(3),
+            migration: migration(),
+            to: to(),
+        },
+    );
+    let incoming = phase(
+        3,
+        Phase::Incoming {
+            migration: migration(),
+            from: to(),
+        },
+    );
+    let ready = phase(
+        3,
+        Phase::Ready {
+            generation: Generation(4),
+            migration: migration(),
+            from: to(),
+        },
+    );
+    let ready = HostRecord {
+        highest: Generation(4),
+        ..ready
+    };
+    let absent = phase(3, Phase::Absent);
+    // While the VM is here, while it may come back, and while it comes.
+    assert!(keeps_variables(&holds(3), &holds(3)));
+    assert!(keeps_variables(&holds(3), &gave));
+    assert!(keeps_variables(&gave, &holds(4)));
+    assert!(keeps_variables(&incoming, &incoming));
+    assert!(keeps_variables(&incoming, &ready));
+    assert!(keeps_variables(&ready, &holds(4)));
+    // Where it went, where it did not come, and where it is granted or comes anew.
+    assert!(!keeps_variables(&gave, &moved));
+    assert!(!keeps_variables(&holds(3), &absent));
+    assert!(!keeps_variables(&incoming, &absent));
+    assert!(!keeps_variables(&moved, &incoming));
+    assert!(!keeps_variables(&moved, &holds(4)));
+    assert!(!keeps_variables(&absent, &holds(4)));
 }

@@ -236,6 +236,35 @@ pub struct Done {
     pub message: String,
 }
 
+/// A disk of a VM that is being made.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct DiskMaking {
+    pub disk: String,
+    /// How much of what it is made from is done, bytes.
+    pub done_bytes: u64,
+    /// How much that is in all.
+    pub total_bytes: u64,
+}
+
+/// How far the disks of a VM are that is to start.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct DisksMaking {
+    /// The one that is made now; none once all are there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub making: Option<DiskMaking>,
+}
+
+/// Answer to a start; for who does not know of disks that are made, a [`Done`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Started {
+    /// One sentence for a person, as in [`Done`].
+    #[serde(deserialize_with = "read_sentence")]
+    pub message: String,
+    /// The VM does not run yet, since this disk is made first: to ask again goes on with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub making: Option<DiskMaking>,
+}
+
 /// Answer to a migration that was begun.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationBegun {

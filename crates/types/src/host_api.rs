@@ -26,6 +26,8 @@ pub const REPORTS_DIR: &str = "migrations";
 /// Name of what a VM process writes of the disks that it serves, in the VM's state directory. A host that does not hold the
 /// VM has it only for as long as something of them is to be removed there.
 pub const DISKS_FILE: &str = "disks.json";
+/// In the VM's state directory: [`UefiSizes`] of its guest.
+pub const UEFI_SIZES_FILE: &str = "uefi.json";
 /// Name of the socket that a VM process serves, in its run directory.
 pub const SOCKET_FILE: &str = "vm.sock";
 /// Name of what a VM process writes of its QEMU, in its run directory: process id, start time and launch, as JSON.
@@ -189,6 +191,9 @@ pub struct PreflightIncoming {
     pub accelerator: Accelerator,
     /// SHA-256 of kernel and initramfs at the source, hex, by path.
     pub file_hashes: Vec<(String, String)>,
+    /// What of UEFI the guest has there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uefi: Option<UefiSizes>,
     /// Source's clock, ms since 1970, to compare.
     pub source_unix_ms: u64,
     /// Nonce of the probe frame that will be sent to each of the VM's port groups; empty = not probed.
@@ -212,6 +217,16 @@ pub struct PreflightOutgoing {
     /// The disks that go along.
     #[serde(default)]
     pub disks: Vec<DiskToMove>,
+    /// What of UEFI its guest has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uefi: Option<UefiSizes>,
+}
+
+/// Lengths of the flash memory of a guest with UEFI, bytes: QEMU takes a guest only into memory of the same lengths.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UefiSizes {
+    pub code: u64,
+    pub variables: u64,
 }
 
 /// What one host says to another about who may run a VM, carried by their agents over mutual TLS
@@ -464,6 +479,11 @@ pub struct VmProcessConfig {
     /// Overrides of what runs guests.
     #[serde(default)]
     pub accelerator: vm::Accelerator,
+    /// UEFI's program and empty variables on this host; both empty: where distributions have them.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub uefi_code: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub uefi_variables: String,
     /// Where no VM's files may be, beside this host's own directories: the state of a controller on the same machine.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub reserved_dirs: Vec<String>,

@@ -3,7 +3,11 @@
 //! Owns nothing. Refuses: unknown keys, sizes out of bounds, names that could escape a path.
 
 mod boots;
+mod made;
 mod new;
+
+pub use boots::Firmware;
+pub use made::DISK_GIB_MAX;
 
 use crate::ids::{PortGroup, VmName};
 use crate::version::{HARDWARE, VERSION};
@@ -137,6 +141,12 @@ pub struct DiskSpec {
     /// shared starts only where it was last, since an image of the same name elsewhere lacks what was written.
     #[serde(default)]
     pub shared: bool,
+    /// Raw or qcow2 image on the host that `path` is made from before the VM starts, unless it is there already. Gone once it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<String>,
+    /// How long `path` is made, GiB: as long as `from` is, unless given; without `from` it is empty.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size_gib: Option<u64>,
 }
 
 impl DiskSpec {
@@ -171,6 +181,9 @@ pub struct VmSpec {
     /// the site knew when the VM was described. Version 1 is not written.
     #[serde(default, skip_serializing_if = "is_first")]
     pub hardware: Option<u32>,
+    /// What the machine begins with. UEFI needs hardware version 2. BIOS is not written.
+    #[serde(default, skip_serializing_if = "Firmware::is_bios")]
+    pub firmware: Firmware,
     /// Kernel image on the host; empty: the firmware boots from the first disk.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub kernel: String,
@@ -235,6 +248,7 @@ impl VmSpec {
             cpu: auto(),
             machine: q35(),
             hardware: None,
+            firmware: Firmware::default(),
             kernel: "/unknown".into(),
             initramfs: None,
             cmdline: String::new(),
@@ -322,7 +336,8 @@ impl VmSpec {
             )));
         }
         check_word("cpu", &self.cpu, "-_.+,=")?;
-        check_word("machine", &self.machine, "-_.")
+        check_word("machine", &self.machine, "-_.")?;
+        self.check_firmware()
     }
 
     fn check_nics(&self) -> Result<(), InvalidVm> {
@@ -352,6 +367,7 @@ impl VmSpec {
         }
         for (index, disk) in self.disks.iter().enumerate() {
             check_path("disk path", &disk.path)?;
+            disk.check_making()?;
             if !crate::ids::is_valid_name(&disk.name)
                 || self.disks.iter().take(index).any(|d| d.name == disk.name)
             {

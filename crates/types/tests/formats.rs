@@ -4,7 +4,9 @@
 mod golden;
 
 use godwit_types::console::{ConsolePiece, ConsoleTyped};
-use godwit_types::control_api::{ConsoleText, Done, Empty, HostCheck, JoinRequest, JoinResponse};
+use godwit_types::control_api::{
+    ConsoleText, DisksMaking, Done, Empty, HostCheck, JoinRequest, JoinResponse, Started,
+};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -57,6 +59,8 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("HostCancel", again::<HostCancel>),
             ("CloseRequest", again::<CloseRequest>),
             ("Done", again::<Done>),
+            ("DisksMaking", again::<DisksMaking>),
+            ("Started", again::<Started>),
             ("Empty", again::<Empty>),
             ("ConsoleText", again::<ConsoleText>),
             ("ConsolePiece", again::<ConsolePiece>),

@@ -37,6 +37,8 @@ impl Scene {
             port_groups: Default::default(),
             migration_addresses: Vec::new(),
             accelerator: Accelerator::Tcg,
+            uefi_code: String::new(),
+            uefi_variables: String::new(),
             reserved_dirs: Vec::new(),
         };
         for dir in ["state/vms/web", "run/qemu", "ram"] {

@@ -4,8 +4,10 @@
 //! identity. The RAM file is on a tmpfs.
 
 use godwit_qemu::strays::RamFiles;
-use godwit_store::{load_json, save_json};
-use godwit_types::host_api::{DISKS_FILE, IDENTITY_FILE, SOCKET_FILE, VmProcessConfig};
+use godwit_store::{UEFI_VARIABLES_FILE, load_json, save_json};
+use godwit_types::host_api::{
+    DISKS_FILE, IDENTITY_FILE, SOCKET_FILE, UEFI_SIZES_FILE, VmProcessConfig,
+};
 use godwit_types::vm::Accelerator;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -102,6 +104,16 @@ impl Paths {
     /// Which images the newest QEMU was started with.
     pub(crate) fn disks(&self) -> PathBuf {
         self.state.join(DISKS_FILE)
+    }
+
+    /// The variables of a VM with UEFI.
+    pub(crate) fn variables(&self) -> PathBuf {
+        self.state.join(UEFI_VARIABLES_FILE)
+    }
+
+    /// How long the flash memory of the newest QEMU is, where its VM has UEFI.
+    pub(crate) fn uefi_sizes(&self) -> PathBuf {
+        self.state.join(UEFI_SIZES_FILE)
     }
 
     pub(crate) fn handout(&self, launch: u64) -> PathBuf {

@@ -9,6 +9,7 @@ use crate::faults::{qemu_is, reached};
 use crate::files::{Paths, QemuIdentity};
 use crate::harden::stay_private;
 use crate::input::{GuestNews, Input, Waiting};
+use crate::variables::{self, Opened, Variables};
 use godwit_guestmem::{HugePages, Library, Owner, RamFile, handout};
 use godwit_qemu::command_line::{BackEnd, Reconnect};
 use godwit_qemu::described::{Wanted, open_taps};
@@ -63,6 +64,16 @@ pub(crate) struct Hyper {
     pub voice: Voice,
     /// Those that this process serves.
     pub disks: Disks,
+    /// Of a guest with UEFI.
+    pub variables: Option<Variables>,
+}
+
+/// What [`launch_qemu`] makes.
+struct Launched {
+    hypervisor: godwit_qemu::launch::Hypervisor,
+    taps: Vec<Tap>,
+    disks: Disks,
+    variables: Option<Variables>,
 }
 
 /// Taps must be free for the next QEMU, whatever still runs here.
@@ -109,26 +120,25 @@ impl Hyper {
         let ram = RamFile::create(&ram_path, start.spec.memory_bytes(), Some(owner_of(user)))
             .map_err(memory)?;
         let ram = Arc::new(ram);
-        let started = launch_qemu(start, user, &ram).and_then(|(launched, taps, disks)| {
-            qemu_is(launched.process.pid());
+        let started = launch_qemu(start, user, &ram).and_then(|launched| {
+            let process = &launched.hypervisor.process;
+            qemu_is(process.pid());
             reached("qemu.started");
             let identity = QemuIdentity {
-                pid: launched.process.pid(),
-                start_time_ticks: launched.process.start_time_ticks(),
+                pid: process.pid(),
+                start_time_ticks: process.start_time_ticks(),
                 accelerator: start.accelerator,
                 launch: start.launch,
             };
             // Written before anything can run: a successor must know this QEMU.
             if let Err(error) = save_json(&start.paths.identity(), &identity) {
-                let _ = launched.process.kill_verified(Instant::now() + KILL_WAIT);
+                let _ = process.kill_verified(Instant::now() + KILL_WAIT);
                 return Err(internal(error));
             }
-            Ok((identity, launched, taps, disks))
+            Ok((identity, launched))
         });
         match started {
-            Ok((identity, launched, taps, disks)) => {
-                Ok(Self::started(start, identity, launched, (ram, taps, disks)))
-            }
+            Ok((identity, launched)) => Ok(Self::started(start, identity, launched, ram)),
             Err(error) => {
                 remove(&ram_path);
                 remove_sockets(start.paths, start.launch);
@@ -140,21 +150,22 @@ impl Hyper {
     fn started(
         start: &Start<'_>,
         identity: QemuIdentity,
-        launched: godwit_qemu::launch::Hypervisor,
-        (ram, taps, disks): (Arc<RamFile>, Vec<Tap>, Disks),
+        launched: Launched,
+        ram: Arc<RamFile>,
     ) -> Self {
-        let machine = Arc::new(launched.machine);
+        let machine = Arc::new(launched.hypervisor.machine);
         let kept = start.paths.console(start.launch);
         Self {
             neighbours: Neighbours::load(start.paths.addresses(start.launch)),
-            voice: Voice::new(taps),
+            voice: Voice::new(launched.taps),
             huge_pages: HugePages::of(identity.pid, &ram),
             identity,
-            process: launched.process,
+            process: launched.hypervisor.process,
             console: Console::new(Arc::clone(&machine), kept),
             machine,
             ram,
-            disks,
+            disks: launched.disks,
+            variables: launched.variables,
         }
     }
 
@@ -163,7 +174,7 @@ impl Hyper {
     pub(crate) fn take_over(
         paths: &Paths,
         identity: &QemuIdentity,
-        (ram, disks): (Arc<RamFile>, Disks),
+        (ram, disks, variables): (Arc<RamFile>, Disks, Option<Variables>),
     ) -> Result<(Self, RunState), ApiError> {
         let connect = |index| {
             adopt(
@@ -188,6 +199,7 @@ impl Hyper {
             neighbours: Neighbours::load(paths.addresses(identity.launch)),
             voice: Voice::default(),
             disks,
+            variables,
         };
         Ok((hyper, state))
     }
@@ -384,11 +396,7 @@ fn owner_of(user: User) -> Owner {
     Owner { uid, gid }
 }
 
-fn launch_qemu(
-    start: &Start<'_>,
-    user: User,
-    ram: &Arc<RamFile>,
-) -> Result<(godwit_qemu::launch::Hypervisor, Vec<Tap>, Disks), ApiError> {
+fn launch_qemu(start: &Start<'_>, user: User, ram: &Arc<RamFile>) -> Result<Launched, ApiError> {
     let (host, groups) = (&start.config.host, &start.config.port_groups);
     let taps = open_taps(start.spec, host, groups)?;
     // Those that QEMU opens itself.
@@ -399,6 +407,7 @@ fn launch_qemu(
             user::open_disks(start.common(&reserved(start.config)), vm, disks, user)
         })?,
     };
+    let uefi = variables::open(start)?;
     // Of a start that was cut short before anybody could know it.
     remove_sockets(start.paths, start.launch);
     let deadline = Instant::now() + START_WAIT;
@@ -415,6 +424,7 @@ fn launch_qemu(
         spec: start.spec,
         accelerator: start.accelerator,
         ram_file: ram.path(),
+        flash: uefi.as_ref().map(Opened::flash),
         incoming: start.coming.is_some(),
     };
     let spec = LaunchSpec {
@@ -432,6 +442,7 @@ fn launch_qemu(
             .iter()
             .map(AsFd::as_fd)
             .chain(images.iter().map(AsFd::as_fd))
+            .chain(uefi.iter().flat_map(Opened::fds))
             .collect(),
     };
     let launched = launch(&spec, deadline).map_err(hypervisor)?;
@@ -440,7 +451,12 @@ fn launch_qemu(
         let _ = launched.process.kill_verified(Instant::now() + KILL_WAIT);
         return Err(memory(error));
     }
-    Ok((launched, taps, disks))
+    Ok(Launched {
+        hypervisor: launched,
+        taps,
+        disks,
+        variables: Variables::begin(uefi)?,
+    })
 }
 
 /// What QEMU finds behind each disk: an image that it gets, or a socket at which this process serves one from now on.

@@ -7,6 +7,7 @@ use crate::adoption::{Known, lock};
 use crate::disks::Disks;
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, open_ram};
+use crate::variables::Variables;
 use godwit_guestmem::RamFile;
 use godwit_qemu::machine::RunState;
 use godwit_types::ApiError;
@@ -27,6 +28,8 @@ pub(crate) struct Left {
     has_disks: bool,
     /// Whether its guest may run here, as the record says.
     may_run: bool,
+    /// Whether its QEMU has UEFI variables.
+    has_variables: bool,
     parts: Mutex<Option<Parts>>,
 }
 
@@ -47,6 +50,7 @@ impl Left {
             described: known.spec.map(VmSpec::memory_bytes),
             has_disks: false,
             may_run: known.record.may_run().is_some(),
+            has_variables: known.spec.is_some_and(VmSpec::has_variables),
             parts: Mutex::default(),
         }
     }
@@ -57,7 +61,8 @@ impl Left {
     ) -> Result<(Box<Hyper>, RunState), ApiError> {
         let (_, ram, disks) = self.parts(identity)?;
         disks.mend();
-        let taken = Hyper::take_over(&self.paths, identity, (ram, disks));
+        let variables = Variables::go_on(&self.paths, self.has_variables);
+        let taken = Hyper::take_over(&self.paths, identity, (ram, disks, variables));
         taken.map(|(hyper, state)| (Box::new(hyper), state))
     }
 

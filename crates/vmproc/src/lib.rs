@@ -46,6 +46,7 @@ mod testing;
 mod timers;
 mod unsaved;
 mod unsure;
+mod variables;
 mod vm;
 #[cfg(test)]
 mod vm_tests;

@@ -6,12 +6,13 @@
 
 use crate::destination::{DestinationHandle, DestinationParts, WaitingQemu};
 use crate::faults::reached;
-use crate::hypervisor::{QMP_WAIT, internal, memory};
+use crate::hypervisor::{Hyper, QMP_WAIT, internal, memory};
 use crate::input::{DriverNews, Input, Intake, Tell};
 use crate::off::now_unix_s;
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
 use crate::source::{SourceHandle, SourceParts};
+use crate::variables::Arriving;
 use crate::vm::{SWITCHOVER_WAIT_MIN, Vm};
 use godwit_guestmem::DirtyTracker;
 use godwit_migrate::admission::{agreed_protocol, refuse_losing_writes};
@@ -29,8 +30,10 @@ use godwit_types::migration::{
     COULD_NOT_BEGIN, MigrationReport, MigrationSpec, Outcome, PEER_GAVE_UP, Phase as MovePhase,
     Side,
 };
+use godwit_types::vm::VmSpec;
 use godwit_types::{ApiError, ErrorCode, HostName, MigrationId};
 use godwit_wire::Spec;
+use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -159,6 +162,7 @@ impl Vm {
             },
             report: report.clone(),
             control: control.clone(),
+            variables: self.arriving(hyper)?,
             prepare: spec.prepare_memory,
             cores: cores(),
             news,
@@ -260,6 +264,7 @@ impl Vm {
             throttle: throttle.clone(),
             neighbours: hyper.neighbours.clone(),
             save_gate: save_gate.clone(),
+            variables: self.variables(hyper)?,
             report: report.clone(),
             disks,
             prepare: spec.prepare_memory,
@@ -280,6 +285,23 @@ impl Vm {
             throttle: Some(throttle),
             save_gate,
         })
+    }
+
+    /// The UEFI variables that go with the guest; a guest that has some does not leave without them.
+    fn variables(&self, hyper: &Hyper) -> Result<Option<Arc<File>>, ApiError> {
+        let has_some = self.spec.as_ref().is_some_and(VmSpec::has_variables);
+        match (&hyper.variables, has_some) {
+            (Some(variables), true) => Ok(Some(variables.file())),
+            (_, false) => Ok(None),
+            (None, true) => Err(internal(
+                "the guest's UEFI variables cannot be opened, and it does not leave without them",
+            )),
+        }
+    }
+
+    fn arriving(&self, hyper: &Hyper) -> Result<Option<Arriving>, ApiError> {
+        let file = self.variables(hyper)?;
+        file.map(Arriving::new).transpose().map_err(internal)
     }
 
     /// What a driver tells goes to this thread, as far as it may wait, marked as this run's. The run begins with

@@ -146,6 +146,8 @@ impl Site {
             port_groups: Default::default(),
             migration_addresses: vec![[127, 0, 0, 1].into()],
             accelerator: Accelerator::Tcg,
+            uefi_code: String::new(),
+            uefi_variables: String::new(),
             reserved_dirs: Vec::new(),
         };
         for name in ["state/vms/web", "run/vms/web/qemu", "ram"] {

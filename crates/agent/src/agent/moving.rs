@@ -8,9 +8,11 @@ use crate::check;
 use crate::preflight;
 use crate::probe::{self};
 use crate::system::unix_ms;
+use godwit_store::load_json;
 use godwit_types::control_api::Done;
 use godwit_types::host_api::{
-    IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, VmAnswer, VmRequest,
+    IncomingReady, PreflightIncoming, PreflightOutgoing, PrepareIncoming, UEFI_SIZES_FILE,
+    VmAnswer, VmRequest,
 };
 use godwit_types::migration::PreflightReport;
 use godwit_types::vm::VmState;
@@ -85,13 +87,20 @@ impl Agent {
             missing_addresses: &missing(&addresses),
         });
         let (host, spec) = (self.host().clone(), vm.spec.clone());
+        let sizes = self.config.vms_dir().join(name.as_str());
+        let sizes = sizes.join(UEFI_SIZES_FILE);
+        let uefi = vm.spec.has_variables();
         let looked = tokio::task::spawn_blocking(move || {
             let hashed = preflight::hash_files(&host, &spec);
-            (hashed, preflight::to_move(&host, &spec))
+            let uefi = uefi.then(|| load_json(&sizes)).transpose();
+            (hashed, preflight::to_move(&host, &spec), uefi)
         });
-        let ((file_hashes, missing), (disks, unmovable)) = looked.await.map_err(took_too_long)?;
+        let looked = looked.await.map_err(took_too_long)?;
+        let ((file_hashes, missing), (disks, unmovable), uefi) = looked;
+        let uefi = uefi.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         let refusals = report.refusals.into_iter().chain(missing);
         Ok(PreflightOutgoing {
+            uefi: uefi.flatten(),
             refusals: refusals.chain(unmovable).collect(),
             passed: report.passed,
             vm,
@@ -184,6 +193,7 @@ mod tests {
             spec: spec("web"),
             accelerator: Accelerator::Tcg,
             file_hashes: Vec::new(),
+            uefi: None,
             source_unix_ms: unix_ms(),
             probe_nonce: String::new(),
             disks: Vec::new(),
@@ -208,6 +218,7 @@ mod tests {
             spec: spec("web"),
             accelerator: Accelerator::Tcg,
             file_hashes: Vec::new(),
+            uefi: None,
             source_unix_ms: unix_ms(),
             probe_nonce: "00".repeat(16),
             disks: Vec::new(),

@@ -22,6 +22,7 @@ use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+mod start;
 mod stop;
 
 /// Carries a command out.
@@ -41,9 +42,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
         VmCommand::List => list(global, output).await,
         VmCommand::Show { vm } => show(&vm, global, output).await,
         VmCommand::Start { vm, on } => {
-            let request = StartRequest { on };
-            let start = async |client: &ControllerClient| client.start(&vm, &request).await;
-            order(&vm, start, global, output).await
+            start::start(&vm, &StartRequest { on }, global, output).await
         }
         VmCommand::Stop(arguments) => stopped(arguments, global, output).await,
         VmCommand::Reset { vm } => {

@@ -51,6 +51,7 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(vms::list, vms::create))
         .routes(routes!(vms::show, vms::edit, vms::delete))
         .routes(routes!(vms::start))
+        .routes(routes!(vms::disks))
         .routes(routes!(vms::stop))
         .routes(routes!(vms::reset))
         .routes(routes!(vms::renew))

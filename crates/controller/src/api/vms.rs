@@ -18,8 +18,8 @@ use godwit_rpc::pki::now_unix_s;
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam};
 use godwit_types::console::{ConsolePiece, ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{
-    ConsoleText, Done, Empty, KeepRequest, MigrationBegun, ResolveRequest, StartRequest,
-    StopRequest, VmView,
+    ConsoleText, DisksMaking, Done, Empty, KeepRequest, MigrationBegun, ResolveRequest,
+    StartRequest, Started, StopRequest, VmView,
 };
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
@@ -73,13 +73,19 @@ pub async fn delete(State(app): Shared, PathParam(name): Name) -> ApiResult<Done
 }
 
 /// Starts a VM.
-#[utoipa::path(post, path = "/v1/vms/{name}/start", params(("name" = String, Path)), request_body = StartRequest, responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+#[utoipa::path(post, path = "/v1/vms/{name}/start", params(("name" = String, Path)), request_body = StartRequest, responses((status = 200, body = Started), (status = "default", body = ApiError)))]
 pub async fn start(
     State(app): Shared,
     PathParam(name): Name,
     JsonBody(request): JsonBody<StartRequest>,
-) -> ApiResult<Done> {
+) -> ApiResult<Started> {
     Ok(Json(vms::start(&app, &name, &request).await?))
+}
+
+/// How far the disks are of a VM that is being started.
+#[utoipa::path(get, path = "/v1/vms/{name}/disks", params(("name" = String, Path)), responses((status = 200, body = DisksMaking), (status = "default", body = ApiError)))]
+pub async fn disks(State(app): Shared, PathParam(name): Name) -> ApiResult<DisksMaking> {
+    Ok(Json(vms::disks(&app, &name).await?))
 }
 
 /// Asks a guest to power off, or forces it.

@@ -153,38 +153,6 @@ pub fn choose(spec: &VmSpec, hosts: &[HostInfo]) -> Outcome<HostName> {
     }
 }
 
-/// Where a VM's own disks were written last.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum WrittenOn {
-    /// The VM has not run.
-    Nowhere,
-    Host(HostName),
-    /// On a host that was removed since; a person names the host that has what was saved of it.
-    Removed {
-        /// Whether a person named the host to start on.
-        is_named: bool,
-    },
-}
-
-/// Refuses a start away from the host that held the VM last while what its guest wrote to a disk is only there.
-pub fn disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Outcome<()> {
-    let mut disks = spec.disks.iter();
-    let Some(disk) = disks.find(|disk| !disk.read_only && !disk.shared) else {
-        return Ok(());
-    };
-    let (vm, disk, path) = (&spec.name, &disk.name, &disk.path);
-    let message = match written {
-        WrittenOn::Host(last) if last != to => format!(
-            "disk {disk} of VM {vm} is writable and was last written on host {last}, which {path} on host {to} may lack: start the VM on host {last}, or, if {path} is the same storage on both, set shared = true for the disk with 'godwit vm edit {vm} FILE'"
-        ),
-        WrittenOn::Removed { is_named: false } => format!(
-            "disk {disk} of VM {vm} is writable and was last written on a host that was removed, so any other {path} may be an older one: name the host that has the right one with 'godwit vm start {vm} --on HOST'"
-        ),
-        _ => return Ok(()),
-    };
-    Err(ApiError::new(ErrorCode::WrongState, message).on_host(to))
-}
-
 /// Several refusals as one error: one keeps its code, several are a preflight failure that names all.
 pub fn joined(mut refusals: Vec<ApiError>) -> ApiError {
     if refusals.len() == 1
@@ -529,42 +497,6 @@ mod tests {
         assert!(error.message.starts_with("host b has no"), "{error}");
         let error = resolve(&spec(), &x, &[a, x.clone()]).unwrap_err();
         assert!(error.message.starts_with("host x has no"), "{error}");
-    }
-
-    #[test]
-    fn a_vm_starts_elsewhere_only_if_all_that_was_written_is_there_too() {
-        let name = |name: &str| HostName::new(name).unwrap();
-        let (a, b) = (name("a"), name("b"));
-        let disk = |name: &str, read_only, shared| godwit_types::vm::DiskSpec {
-            name: name.into(),
-            path: format!("/{name}.raw"),
-            read_only,
-            shared,
-        };
-        let mut vm = spec();
-        let on_a = WrittenOn::Host(a.clone());
-        assert!(disks_are_there(&vm, &on_a, &b).is_ok());
-        vm.disks = vec![disk("iso", true, false), disk("san", false, true)];
-        assert!(disks_are_there(&vm, &on_a, &b).is_ok());
-        vm.disks.push(disk("data", false, false));
-        let error = disks_are_there(&vm, &on_a, &b).unwrap_err();
-        assert_eq!(error.code, ErrorCode::WrongState);
-        for text in [
-            "disk data",
-            "on host a",
-            "/data.raw on host b",
-            "shared = true",
-        ] {
-            assert!(error.message.contains(text), "{text}: {error}");
-        }
-        // Where it was, and where nobody wrote it, it may start.
-        assert!(disks_are_there(&vm, &on_a, &a).is_ok());
-        assert!(disks_are_there(&vm, &WrittenOn::Nowhere, &b).is_ok());
-        // Of what a removed host wrote, a person says where it is now.
-        let removed = |is_named| WrittenOn::Removed { is_named };
-        let error = disks_are_there(&vm, &removed(false), &b).unwrap_err();
-        assert!(error.message.contains("removed") && error.message.contains("--on HOST"));
-        assert!(disks_are_there(&vm, &removed(true), &b).is_ok());
     }
 
     #[test]

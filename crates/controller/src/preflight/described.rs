@@ -60,6 +60,7 @@ fn differences(described: &VmSpec, told: &VmSpec) -> Vec<&'static str> {
         ("cpu", described.cpu == told.cpu),
         ("machine", described.machine == told.machine),
         ("hardware", described.hardware == told.hardware),
+        ("firmware", described.firmware == told.firmware),
         ("kernel", described.kernel == told.kernel),
         ("initramfs", described.initramfs == told.initramfs),
         ("cmdline", described.cmdline == told.cmdline),
@@ -111,6 +112,7 @@ mod tests {
             refusals: Vec::new(),
             file_hashes: Vec::new(),
             disks: Vec::new(),
+            uefi: None,
         };
         let source = HostName::new("b").unwrap();
         let taken = must_match(&entry, &source, &said(moved)).unwrap();

@@ -17,7 +17,7 @@ use crate::secret;
 use crate::state::{HostEntry, Place};
 use godwit_rpc::AgentClient;
 use godwit_types::host::HostInfo;
-use godwit_types::host_api::{HostVm, PreflightIncoming, ProbeRequest};
+use godwit_types::host_api::{HostVm, PreflightIncoming, ProbeRequest, UefiSizes};
 use godwit_types::migration::{Cipher, DiskToMove, MigrateRequest, PreflightReport};
 use godwit_types::vm::{Accelerator, VmState};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
@@ -104,7 +104,8 @@ async fn ask_source(
             }));
             facts.disks = bounds::disks(&outgoing.vm.spec, outgoing.disks);
             facts.vm = outgoing.vm;
-            ask_destination(facts, source, destination, outgoing.file_hashes).await?;
+            let files = (outgoing.file_hashes, outgoing.uefi);
+            ask_destination(facts, source, destination, files).await?;
         }
         Err(error) => facts.leaving = Some(Err(error.into())),
     }
@@ -115,7 +116,7 @@ async fn ask_destination(
     facts: &mut Facts,
     source: &End,
     destination: &End,
-    file_hashes: Vec<(String, String)>,
+    (file_hashes, uefi): (Vec<(String, String)>, Option<UefiSizes>),
 ) -> Outcome<()> {
     let probe_nonce = match facts.vm.spec.nics.is_empty() {
         true => String::new(),
@@ -125,6 +126,7 @@ async fn ask_destination(
         spec: facts.vm.spec.clone(),
         accelerator: facts.vm.accelerator.unwrap_or(Accelerator::Auto),
         file_hashes,
+        uefi,
         source_unix_ms: unix_ms(),
         probe_nonce,
         disks: facts.disks.clone(),

@@ -2,14 +2,15 @@
 //!
 //! Owns no state; the book is the inventory's. Refuses: a start without a grant, a host that is silent or full.
 
+use super::disks::{make_disks, not_yet};
 use super::{
-    OffFor, RELEASES_MAX, check, done, entry_of, forget_at, is_off_at, must_be_off, not_free,
-    release,
+    OffFor, RELEASES_MAX, check, entry_of, forget_at, is_off_at, must_be_off, not_free, release,
 };
 use crate::app::App;
 use crate::error::{Outcome, refuse, silent, way_out};
 use crate::macs;
-use crate::placement::place::{self, WrittenOn};
+use crate::placement::place;
+use crate::placement::written::{WrittenOn, disks_are_there};
 use crate::reconcile::refresh;
 use crate::state::{Place, VmEntry};
 use crate::survey::{clear, refused, survey};
@@ -17,7 +18,7 @@ use crate::uids;
 use futures_util::future::join_all;
 use godwit_rpc::AgentClient;
 use godwit_site::{Book, Free, Refusal, Surveyed};
-use godwit_types::control_api::{Done, StartRequest};
+use godwit_types::control_api::{StartRequest, Started};
 use godwit_types::host::HostInfo;
 use godwit_types::host_api::PutVm;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName, VmSpec};
@@ -64,10 +65,10 @@ fn taking(app: &App, hosts: &[HostInfo]) -> Outcome<Vec<HostInfo>> {
 }
 
 /// A start that may go ahead.
-struct Plan {
-    entry: VmEntry,
-    host: HostName,
-    resolved: VmSpec,
+pub(super) struct Plan {
+    pub(super) entry: VmEntry,
+    pub(super) host: HostName,
+    pub(super) resolved: VmSpec,
     held: Option<Place>,
     /// Hosts that were not regarded when the VM's CPU model was chosen.
     left_out: Vec<HostName>,
@@ -93,7 +94,7 @@ impl Plan {
 }
 
 /// Starts a VM where it is held, where it was asked for, or where there is room.
-pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Done> {
+pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Started> {
     let _turn = app.vm_turns.take(name).await;
     let plan = match plan_start(app, name, request) {
         // One refusal is shown as it is, several as one of preflight.
@@ -107,8 +108,11 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
         }
         plan => plan?,
     };
-    let plan = settled(app, plan).await?;
+    let mut plan = settled(app, plan).await?;
     let host = plan.host.clone();
+    if let Some(making) = make_disks(app, &mut plan).await? {
+        return Ok(not_yet(name, &host, making));
+    }
     let result = begin(app, &plan).await;
     refresh(app, &host).await;
     app.tell_vm(name);
@@ -117,10 +121,10 @@ pub async fn start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<
         Some(_) => error,
         None => error.on_host(&host),
     })?;
-    Ok(done(format!(
-        "VM '{name}' runs on host {host}{}",
-        plan.caveat()
-    )))
+    Ok(Started {
+        message: format!("VM '{name}' runs on host {host}{}", plan.caveat()),
+        making: None,
+    })
 }
 
 /// A VM starts with addresses and a user id that no other VM has: one of before there were any gets its own now.
@@ -192,10 +196,14 @@ fn plan_start(app: &App, name: &VmName, request: &StartRequest) -> Outcome<Plan>
     let hosts = connected(app);
     let host = match wanted_host(request, held.as_ref()) {
         Some(host) => host,
-        None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
+        None => match app.makings.host_of(name) {
+            // What was begun there goes on there.
+            Some(host) => host,
+            None => place::choose(&entry.spec, &taking(app, &hosts)?)?,
+        },
     };
     app.drains.must_take_vms(&host)?;
-    place::disks_are_there(&entry.spec, &written, &host)?;
+    disks_are_there(&entry.spec, &written, &host)?;
     let info = hosts
         .iter()
         .find(|info| info.name == host)

@@ -92,6 +92,8 @@ async fn one_old_vm_with_too_many_disks_does_not_silence_its_whole_host() {
                 path: format!("/images/{number}"),
                 read_only: true,
                 shared: false,
+                from: None,
+                size_gib: None,
             };
             vm.spec.disks = (0..count).map(disk).collect();
         }

@@ -42,6 +42,8 @@ async fn a_source_does_not_choose_what_its_destination_opens() {
         path: "/etc/shadow".into(),
         read_only: true,
         shared: false,
+        from: None,
+        size_gib: None,
     };
     let lies = [
         VmSpec {

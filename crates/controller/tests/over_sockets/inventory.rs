@@ -323,6 +323,8 @@ fn with_a_disk() -> VmSpec {
         path: "/data.raw".into(),
         read_only: false,
         shared: false,
+        from: None,
+        size_gib: None,
     });
     wish
 }

@@ -218,6 +218,8 @@ async fn all_refusals_of_preflight_are_shown_together() {
         path: "/data.raw".into(),
         read_only: false,
         shared: false,
+        from: None,
+        size_gib: None,
     });
     house.client().create_vm(&web).await.unwrap();
     let on_a = StartRequest {

@@ -14,6 +14,7 @@ fn config() -> MachineConfig {
         cpu_features: vec![("svm".into(), false), ("aes".into(), true)],
         cpu_enforce: true,
         accelerator: Accelerator::Kvm,
+        flash: None,
         kernel: Some("/boot/vmlinuz".into()),
         initramfs: Some("/boot/initrd,1".into()),
         kernel_arguments: "console=ttyS0 a=b,c".into(),
@@ -90,7 +91,25 @@ fn hardware_version_2_is_as_its_golden_file_says() {
         reconnect: Reconnect::Soon,
         ..config()
     };
-    check_golden(2, &[machines(2, disk), vec![from_disk]].concat());
+    let uefi = MachineConfig {
+        flash: Some(Flash {
+            code_fd: 12,
+            variables_fd: 13,
+        }),
+        ..from_disk.clone()
+    };
+    check_golden(2, &[machines(2, disk), vec![from_disk, uefi]].concat());
+}
+
+#[test]
+fn uefi_is_of_no_machine_of_the_first_hardware() {
+    let flash = Some(Flash {
+        code_fd: 12,
+        variables_fd: 13,
+    });
+    let config = MachineConfig { flash, ..config() };
+    let error = build(&config, &[5]).unwrap_err();
+    assert_eq!(error.to_string(), "hardware version 1 has no UEFI");
 }
 
 fn machines(hardware: u32, disk: impl Fn(&str, bool) -> Disk) -> Vec<MachineConfig> {

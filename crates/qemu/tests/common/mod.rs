@@ -147,6 +147,7 @@ impl Place {
             cpu_features: Vec::new(),
             cpu_enforce: false,
             accelerator: Accelerator::Tcg,
+            flash: None,
             kernel: Some(at("kernel")),
             initramfs: None,
             kernel_arguments: String::new(),

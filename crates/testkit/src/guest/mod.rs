@@ -6,3 +6,4 @@ pub mod checker;
 pub mod counter;
 pub mod cpio;
 pub mod linux;
+pub mod uefi_program;

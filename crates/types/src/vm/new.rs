@@ -23,10 +23,12 @@ impl VmSpec {
             ("kernel", Some(&self.kernel)),
             ("initramfs", self.initramfs.as_ref()),
         ];
-        let disks = self
-            .disks
-            .iter()
-            .map(|disk| ("disk path", Some(&disk.path)));
+        let disks = self.disks.iter().flat_map(|disk| {
+            [
+                ("disk path", Some(&disk.path)),
+                ("disk from", disk.from.as_ref()),
+            ]
+        });
         for (key, path) in boots.into_iter().chain(disks) {
             path.map_or(Ok(()), |path| printable(key, path))?;
         }

@@ -19,6 +19,7 @@ use super::last_words::{hear_rest, wait_for_end};
 use crate::faults::reached;
 use crate::input::{News, Tell};
 use crate::shared_report::SharedReport;
+use crate::variables::Arriving;
 use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_migrate::rate::WireRate;
 use godwit_ownership::Event;
@@ -107,6 +108,7 @@ pub(super) struct DestinationDriver {
     pub(super) qemu: Option<WaitingQemu>,
     pub(super) report: SharedReport,
     control: ControlSlot,
+    pub(super) variables: Option<Arriving>,
     pub(super) prepare: bool,
     pub(super) cores: usize,
     told_prepared: bool,
@@ -140,6 +142,7 @@ impl DestinationDriver {
             keep_disks: parts.keep_disks,
             report: parts.report,
             control: parts.control,
+            variables: parts.variables,
             prepare: parts.prepare,
             cores: parts.cores,
             told_prepared: false,

@@ -5,6 +5,7 @@
 use super::driver::DestinationDriver;
 use crate::input::Tell;
 use crate::shared_report::SharedReport;
+use crate::variables::Arriving;
 use godwit_qemu::device_state::Incoming as DeviceStream;
 use godwit_qemu::machine::Machine;
 use godwit_streams::ControlSlot;
@@ -43,6 +44,8 @@ pub(crate) struct DestinationParts {
     pub qemu: WaitingQemu,
     pub report: SharedReport,
     pub control: ControlSlot,
+    /// Of a guest with UEFI.
+    pub variables: Option<Arriving>,
     /// Allocate all of the guest's memory before anything comes.
     pub prepare: bool,
     pub cores: usize,

@@ -54,6 +54,9 @@ impl DestinationDriver {
     /// Gives QEMU the device state that was kept: from here on there is no other attempt.
     fn pass_on(&mut self, set: &mut ConnectionSet) -> Result<(), Halt> {
         self.check_memory()?;
+        if let Some(variables) = &self.variables {
+            variables.must_be_whole().map_err(Halt::Failed)?;
+        }
         set.stage = Stage::Loading;
         reached("destination.loading");
         let qemu = self.qemu.as_mut();

@@ -2,11 +2,12 @@
 //!
 //! Works on the driver's state. Refuses: what the order of the protocol does not allow, and more memory than the guest has.
 
-use super::driver::{ConnectionSet, DestinationDriver, Halt, Stage, halt_of};
+use super::driver::{ConnectionSet, DestinationDriver, Halt, LIFE_EVERY, Stage, halt_of};
 use crate::faults::planted;
 use crate::input::News;
 use godwit_migrate::protocol::{ToDestination, ToSource};
 use godwit_types::migration::Phase;
+use std::sync::Arc;
 
 impl DestinationDriver {
     pub(super) fn message(
@@ -60,6 +61,10 @@ impl DestinationDriver {
                 set.mirrored = disks;
                 Ok(())
             }
+            ToDestination::Variables { at, bytes, last } => {
+                let control = Arc::clone(&set.control);
+                control.alive_while(LIFE_EVERY, || self.take_variables(at, &bytes, last))
+            }
             ToDestination::DeviceStateWhole => self.state_whole(set),
             ToDestination::DeviceStateEnd { attempt, .. } => self.load(set, attempt),
             ToDestination::Console { kept } => {
@@ -83,6 +88,14 @@ impl DestinationDriver {
                 set.control.send(&pong).map_err(halt_of)
             }
         }
+    }
+
+    fn take_variables(&mut self, at: u64, bytes: &[u8], last: bool) -> Result<(), Halt> {
+        let taken = match &mut self.variables {
+            Some(variables) => variables.take(at, bytes, last),
+            None => Err("the source sent UEFI variables of a VM without UEFI".to_owned()),
+        };
+        taken.map_err(Halt::Failed)
     }
 
     fn begin(

@@ -77,6 +77,11 @@ impl SourceDriver {
             set.abandon(&mut self.dirty);
             return Err(halt_of(error));
         }
+        self.variables_sent.clear();
+        if let Err(halt) = self.send_variables(&set) {
+            set.abandon(&mut self.dirty);
+            return Err(halt);
+        }
         self.parts.control.set(&set.control);
         let notes = set.take_notes();
         self.parts.report.update(|report| {

@@ -63,6 +63,8 @@ pub(super) struct SourceDriver {
     pub(super) ending: Ending,
     pub(super) dirty: PageSet,
     pub(super) next_set: u16,
+    /// The guest's UEFI variables as the present set's destination has them.
+    pub(super) variables_sent: Vec<u8>,
     pub(super) iteration: u32,
     /// Whether a pass is complete: from then on each races with what the guest writes.
     pub(super) passed: bool,
@@ -113,6 +115,7 @@ impl SourceDriver {
             inputs,
             ending,
             next_set: 0,
+            variables_sent: Vec::new(),
             iteration: 0,
             passed: false,
             pass: None,

@@ -18,6 +18,7 @@ use godwit_streams::ControlSlot;
 use godwit_streams::source::{Ending, Route, TellDriver};
 use godwit_types::Generation;
 use godwit_wire::Spec;
+use std::fs::File;
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 
@@ -50,6 +51,8 @@ pub(crate) struct SourceParts {
     /// Whom the destination tells where the guest is.
     pub neighbours: Neighbours,
     pub save_gate: SaveGate,
+    /// Of a guest with UEFI.
+    pub variables: Option<Arc<File>>,
     pub report: SharedReport,
     /// Those that go along, if any do.
     pub disks: Option<SourceDisks>,

@@ -10,5 +10,6 @@ mod handle;
 mod precopy;
 mod steps;
 mod switchover;
+mod variables;
 
 pub(crate) use handle::{Command, SourceHandle, SourceParts};

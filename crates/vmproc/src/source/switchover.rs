@@ -117,6 +117,7 @@ impl SourceDriver {
         set.control
             .send(&ToDestination::Addresses { cards })
             .map_err(halt_of)?;
+        self.send_variables(set)?;
         if !planted("final-scan-skipped") {
             // Nothing writes any more: a look that protects nothing is exact, and what it reports stays reported should
             // the guest go on here.

@@ -245,6 +245,7 @@ async fn preflight_outgoing(
         vm,
         file_hashes: script.file_hashes.clone(),
         disks: Vec::new(),
+        uefi: None,
     }))
 }
 

@@ -94,6 +94,7 @@ fn driver(
         qemu: None,
         report: crate::testing::report(Side::Destination),
         control: ControlSlot::default(),
+        variables: None,
         prepare: false,
         cores: 1,
         told_prepared: false,

@@ -1,0 +1,172 @@
+//! Disks of VMs that are to start here, being made.
+//!
+//! Owns a thread for each VM whose disks are made just now, and how it ended until that was told. An agent that ends takes them along: what
+//! was begun is begun anew. Refuses: what [`godwit_qemu::make_disk`] refuses, in a sentence that names disk, VM and host.
+
+use crate::agent::{Agent, Reply};
+use crate::harden::keep_memory_private;
+use godwit_qemu::make_disk::{Maker, Progress};
+use godwit_qemu::reserved::Reserved;
+use godwit_qemu::user::User;
+use godwit_types::control_api::{DiskMaking, DisksMaking};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How long a call waits for the end: a small image is made at once.
+const WAIT: Duration = Duration::from_secs(2);
+/// How often it looks.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+
+/// All VMs whose disks are being made.
+#[derive(Debug, Default)]
+pub(crate) struct Makings(Mutex<BTreeMap<VmName, Arc<Job>>>);
+
+#[derive(Debug)]
+struct Job {
+    spec: VmSpec,
+    now: Mutex<Now>,
+}
+
+#[derive(Debug)]
+enum Now {
+    /// Which disk, and how far.
+    Makes(String, Arc<Progress>),
+    Ended(Result<(), ApiError>),
+}
+
+impl Job {
+    fn set(&self, now: Now) {
+        *self.now.lock().unwrap_or_else(PoisonError::into_inner) = now;
+    }
+
+    fn shown(&self) -> Result<Option<DiskMaking>, ApiError> {
+        match &*self.now.lock().unwrap_or_else(PoisonError::into_inner) {
+            Now::Makes(disk, progress) => Ok(Some(DiskMaking {
+                disk: disk.clone(),
+                done_bytes: progress.done.load(Ordering::Relaxed),
+                total_bytes: progress.total.load(Ordering::Relaxed),
+            })),
+            Now::Ended(result) => result.clone().map(|()| None),
+        }
+    }
+}
+
+/// As whom and where.
+struct Setting {
+    host: HostName,
+    user: User,
+    reserved: Reserved,
+}
+
+impl Makings {
+    fn lock(&self) -> std::sync::MutexGuard<'_, BTreeMap<VmName, Arc<Job>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How far a VM's disks are.
+    fn shown(&self, vm: &VmName) -> DisksMaking {
+        let job = self.lock().get(vm).cloned();
+        let making = job.and_then(|job| job.shown().ok().flatten());
+        DisksMaking { making }
+    }
+
+    /// Goes on with what is under way, begins what is not, and tells once how it ended.
+    fn go_on(&self, spec: &VmSpec, setting: Setting) -> Reply<Arc<Job>> {
+        let mut jobs = self.lock();
+        match jobs.get(&spec.name) {
+            Some(job) if job.spec.disks == spec.disks => return Ok(Arc::clone(job)),
+            Some(job) if matches!(job.shown(), Ok(Some(_))) => {
+                let message = format!(
+                    "disks of VM '{}' are being made on host '{}' as it was described before: wait for that",
+                    spec.name, setting.host
+                );
+                return Err(ApiError::new(ErrorCode::WrongState, message).on_host(&setting.host));
+            }
+            _ => {}
+        }
+        let first = spec.disks_to_make().next();
+        let name = first.map_or_else(String::new, |disk| disk.name.clone());
+        let job = Arc::new(Job {
+            spec: spec.clone(),
+            now: Mutex::new(Now::Makes(name, Arc::default())),
+        });
+        let work = Arc::clone(&job);
+        let begun = std::thread::Builder::new()
+            .name("make-disks".into())
+            .spawn(move || work.set(Now::Ended(make_all(&work, &setting))));
+        begun.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        jobs.insert(spec.name.clone(), Arc::clone(&job));
+        Ok(job)
+    }
+
+    fn forget(&self, vm: &VmName, ended: &Arc<Job>) {
+        let mut jobs = self.lock();
+        if jobs.get(vm).is_some_and(|job| Arc::ptr_eq(job, ended)) {
+            jobs.remove(vm);
+        }
+    }
+}
+
+fn make_all(job: &Job, setting: &Setting) -> Result<(), ApiError> {
+    let (vm, host) = (&job.spec.name, &setting.host);
+    let maker = Maker {
+        vm,
+        user: setting.user,
+        reserved: &setting.reserved,
+    };
+    for disk in job.spec.disks_to_make() {
+        let progress = Arc::<Progress>::default();
+        job.set(Now::Makes(disk.name.clone(), Arc::clone(&progress)));
+        let made = maker.make(disk, &progress);
+        // A thread that becomes another user makes the process readable for that user.
+        let private = keep_memory_private().map_err(|error| error.to_string());
+        made.and(private).map_err(|why| {
+            let message = format!(
+                "disk '{}' of VM '{vm}' cannot be made on host '{host}': {why}",
+                disk.name
+            );
+            ApiError::new(ErrorCode::InvalidRequest, message).on_host(host)
+        })?;
+        tracing::info!(%vm, disk = disk.name, path = disk.path, "a disk is made");
+    }
+    Ok(())
+}
+
+impl Agent {
+    /// Makes the disks of a VM that is to start here: none is being made once all are there.
+    pub(crate) async fn make_disks(&self, name: &VmName, spec: VmSpec) -> Reply<DisksMaking> {
+        let wrong = |what: String| ApiError::new(ErrorCode::InvalidVm, what);
+        spec.check().map_err(|error| wrong(error.to_string()))?;
+        if spec.name != *name {
+            return Err(wrong(format!("VM '{}' is not VM '{name}'", spec.name)));
+        }
+        self.closing.refuse(self.host())?;
+        let setting = Setting {
+            host: self.host().clone(),
+            user: User {
+                uid: self.user.uid,
+                gid: self.user.gid,
+            },
+            reserved: self.config.reserved(),
+        };
+        let job = self.makings.go_on(&spec, setting)?;
+        let ended = async {
+            while matches!(job.shown(), Ok(Some(_))) {
+                tokio::time::sleep(LOOK_EVERY).await;
+            }
+        };
+        if tokio::time::timeout(WAIT, ended).await.is_ok() {
+            self.makings.forget(name, &job);
+        }
+        let making = job.shown()?;
+        Ok(DisksMaking { making })
+    }
+
+    /// How far they are.
+    pub(crate) fn disks(&self, name: &VmName) -> DisksMaking {
+        self.makings.shown(name)
+    }
+}

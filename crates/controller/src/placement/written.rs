@@ -1,0 +1,121 @@
+//! Where what a guest wrote is: its own disks, its UEFI variables. Pure.
+//!
+//! Owns nothing. Refuses a start away from the only host that has it.
+
+use crate::error::Outcome;
+use godwit_types::{ApiError, ErrorCode, HostName, VmSpec};
+
+/// Where a VM's own disks were written last.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum WrittenOn {
+    /// The VM has not run.
+    Nowhere,
+    Host(HostName),
+    /// On a host that was removed since; a person names the host that has what was saved of it.
+    Removed {
+        /// Whether a person named the host to start on.
+        is_named: bool,
+    },
+}
+
+/// Refuses a start away from the host that held the VM last while what its guest wrote to a disk is only there.
+pub fn disks_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Outcome<()> {
+    let mut disks = spec.disks.iter();
+    let Some(disk) = disks.find(|disk| !disk.read_only && !disk.shared) else {
+        return variables_are_there(spec, written, to);
+    };
+    let (vm, disk, path) = (&spec.name, &disk.name, &disk.path);
+    let message = match written {
+        WrittenOn::Host(last) if last != to => format!(
+            "disk {disk} of VM {vm} is writable and was last written on host {last}, which {path} on host {to} may lack: start the VM on host {last}, or, if {path} is the same storage on both, set shared = true for the disk with 'godwit vm edit {vm} FILE'"
+        ),
+        WrittenOn::Removed { is_named: false } => format!(
+            "disk {disk} of VM {vm} is writable and was last written on a host that was removed, so any other {path} may be an older one: name the host that has the right one with 'godwit vm start {vm} --on HOST'"
+        ),
+        _ => return Ok(()),
+    };
+    Err(ApiError::new(ErrorCode::WrongState, message).on_host(to))
+}
+
+/// Of a removed host's there is no copy: where a person wants it, the VM begins with empty ones.
+fn variables_are_there(spec: &VmSpec, written: &WrittenOn, to: &HostName) -> Outcome<()> {
+    if !spec.has_variables() {
+        return Ok(());
+    }
+    let vm = &spec.name;
+    let message = match written {
+        WrittenOn::Host(last) if last != to => format!(
+            "the UEFI variables of VM {vm} are on host {last}, where it ran last: start it there, and move it while it runs; if host {last} is lost, remove it from the site, and the VM begins with empty ones"
+        ),
+        WrittenOn::Removed { is_named: false } => format!(
+            "the UEFI variables of VM {vm} were on a host that was removed: begin with empty ones on a host that you name, with 'godwit vm start {vm} --on HOST'"
+        ),
+        _ => return Ok(()),
+    };
+    Err(ApiError::new(ErrorCode::WrongState, message).on_host(to))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spec() -> VmSpec {
+        VmSpec::from_toml("name = \"web\"\nvcpus = 1\nmemory_mib = 1024\nkernel = \"/k\"").unwrap()
+    }
+
+    #[test]
+    fn a_vm_starts_elsewhere_only_if_all_that_was_written_is_there_too() {
+        let name = |name: &str| HostName::new(name).unwrap();
+        let (a, b) = (name("a"), name("b"));
+        let disk = |name: &str, read_only, shared| godwit_types::vm::DiskSpec {
+            name: name.into(),
+            path: format!("/{name}.raw"),
+            read_only,
+            shared,
+            from: None,
+            size_gib: None,
+        };
+        let mut vm = spec();
+        let on_a = WrittenOn::Host(a.clone());
+        assert!(disks_are_there(&vm, &on_a, &b).is_ok());
+        vm.disks = vec![disk("iso", true, false), disk("san", false, true)];
+        assert!(disks_are_there(&vm, &on_a, &b).is_ok());
+        vm.disks.push(disk("data", false, false));
+        let error = disks_are_there(&vm, &on_a, &b).unwrap_err();
+        assert_eq!(error.code, ErrorCode::WrongState);
+        for text in [
+            "disk data",
+            "on host a",
+            "/data.raw on host b",
+            "shared = true",
+        ] {
+            assert!(error.message.contains(text), "{text}: {error}");
+        }
+        // Where it was, and where nobody wrote it, it may start.
+        assert!(disks_are_there(&vm, &on_a, &a).is_ok());
+        assert!(disks_are_there(&vm, &WrittenOn::Nowhere, &b).is_ok());
+        // Of what a removed host wrote, a person says where it is now.
+        let removed = |is_named| WrittenOn::Removed { is_named };
+        let error = disks_are_there(&vm, &removed(false), &b).unwrap_err();
+        assert!(error.message.contains("removed") && error.message.contains("--on HOST"));
+        assert!(disks_are_there(&vm, &removed(true), &b).is_ok());
+    }
+
+    #[test]
+    fn a_vm_with_uefi_starts_where_its_variables_are() {
+        let name = |name: &str| HostName::new(name).unwrap();
+        let (a, b) = (name("a"), name("b"));
+        let mut vm = spec();
+        let on_a = WrittenOn::Host(a.clone());
+        assert!(disks_are_there(&vm, &on_a, &b).is_ok());
+        vm.firmware = godwit_types::vm::Firmware::Uefi;
+        let error = disks_are_there(&vm, &on_a, &b).unwrap_err();
+        assert!(error.message.contains("on host a"), "{error}");
+        assert!(disks_are_there(&vm, &on_a, &a).is_ok());
+        assert!(disks_are_there(&vm, &WrittenOn::Nowhere, &b).is_ok());
+        let removed = |is_named| WrittenOn::Removed { is_named };
+        let error = disks_are_there(&vm, &removed(false), &b).unwrap_err();
+        assert!(error.message.contains("--on HOST"), "{error}");
+        assert!(disks_are_there(&vm, &removed(true), &b).is_ok());
+    }
+}

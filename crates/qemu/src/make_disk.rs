@@ -1,0 +1,437 @@
+//! Makes a disk's raw image, once: a copy of another image, or empty.
+//!
+//! All is done with the rights of the host's common user, on a thread that has become it: a description reaches no file and no
+//! directory that this user does not. The image grows under another name beside its own, is made durable, and then gets its name, which
+//! never replaces anything: after a kill at any moment either the whole image is there or none, and what was begun is begun anew. An
+//! image bears whose disk it is, so that one that was made just before a kill is known. Refuses: a path where something else
+//! is, sources that are no files, that do not fit, or that name other files, and places without room.
+
+use crate::convert;
+use crate::disk::become_user;
+use crate::qcow2::{Format, HEAD_LEN, format_of};
+use crate::reserved::Reserved;
+use crate::user::User;
+use godwit_types::VmName;
+use godwit_types::vm::DiskSpec;
+use rustix::fs::{
+    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom, XattrFlags, fchmod,
+    fgetxattr, flock, fsetxattr, fstat, fstatvfs, openat, renameat_with, seek, statat, unlinkat,
+};
+use rustix::io::Errno;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Where an image bears whose disk it is.
+const MARK: &str = "user.godwit.disk";
+/// Bytes that are read and written together; none of them is written where all are zero.
+const PIECE: usize = 1 << 20;
+/// Bytes of a disk's blocks.
+const BLOCK: u64 = 512;
+
+/// How far a disk is.
+#[derive(Debug, Default)]
+pub struct Progress {
+    pub done: AtomicU64,
+    pub total: AtomicU64,
+    /// Nobody wants it any more.
+    pub stop: AtomicBool,
+}
+
+/// Where and as whom disks are made.
+#[derive(Debug, Clone)]
+pub struct Maker<'a> {
+    pub vm: &'a VmName,
+    /// The host's common user.
+    pub user: User,
+    pub reserved: &'a Reserved,
+}
+
+impl Maker<'_> {
+    /// Makes it, unless it is there. Why not is a part of a sentence.
+    pub fn make(&self, disk: &DiskSpec, progress: &Progress) -> Result<(), String> {
+        std::thread::scope(|scope| {
+            // Rights belong to threads: this one gives its own up for good, and ends.
+            let work = scope.spawn(|| {
+                let User { uid, gid } = self.user;
+                become_user(uid, gid).map_err(|errno| {
+                    format!("this process cannot become user {uid} of group {gid}: {errno}")
+                })?;
+                self.make_as_user(disk, progress)
+            });
+            let broke = Err("the work broke off".to_owned());
+            work.join().unwrap_or(broke)
+        })
+    }
+
+    fn make_as_user(&self, disk: &DiskSpec, progress: &Progress) -> Result<(), String> {
+        let path = Path::new(&disk.path);
+        let place = Place::open(path, self.reserved, self.user)?;
+        let mark = format!("{}/{}", self.vm, disk.name);
+        if place.has(path, &mark)? {
+            return Ok(());
+        }
+        let source = disk
+            .from
+            .as_deref()
+            .map(|from| Source::open(from, self.reserved, self.user));
+        let source = source.transpose()?;
+        let bytes = length(disk, source.as_ref())?;
+        let needed = source.as_ref().map_or(0, |source| source.needed);
+        place.must_have_room(path, needed)?;
+        progress.total.store(needed, Ordering::Relaxed);
+        let fresh = place.begin(path)?;
+        let made = fill(&fresh, bytes, source.as_ref(), progress)
+            .and_then(|()| {
+                finish(&fresh, &mark).map_err(|error| format!("{path:?} cannot be made: {error}"))
+            })
+            .and_then(|()| place.name(path));
+        if made.is_err() {
+            place.discard();
+        }
+        made
+    }
+}
+
+/// The length of the image.
+fn length(disk: &DiskSpec, source: Option<&Source>) -> Result<u64, String> {
+    let Some(source) = source else {
+        return disk
+            .wanted_bytes()
+            .ok_or_else(|| "neither `from` nor `size_gib` is given".to_owned());
+    };
+    let own = source.bytes.next_multiple_of(BLOCK);
+    match disk.wanted_bytes() {
+        Some(wanted) if wanted < own => Err(format!(
+            "{} has {} GiB, which size_gib = {} does not hold: give at least {}",
+            source.path,
+            own.div_ceil(1 << 30),
+            wanted >> 30,
+            own.div_ceil(1 << 30)
+        )),
+        Some(wanted) => Ok(wanted),
+        None => Ok(own),
+    }
+}
+
+/// The directory of the image, and the names in it.
+struct Place {
+    dir: File,
+    name: OsString,
+    fresh: OsString,
+}
+
+impl Place {
+    fn open(path: &Path, reserved: &Reserved, user: User) -> Result<Self, String> {
+        let (Some(above), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(format!("{path:?} names no file"));
+        };
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let dir = rustix::fs::open(above, flags, Mode::empty());
+        let dir = dir.map_err(|errno| match errno {
+            Errno::NOENT | Errno::NOTDIR => format!(
+                "the directory {} does not exist: make it there",
+                above.display()
+            ),
+            _ => no_rights(above, user, errno),
+        })?;
+        refuse_reserved(&dir, above, reserved)?;
+        let mut fresh = OsString::from(".");
+        fresh.push(name);
+        fresh.push(".godwit-new");
+        Ok(Self {
+            dir: File::from(dir),
+            name: name.to_owned(),
+            fresh,
+        })
+    }
+
+    /// Whether the image is there already, made for this disk.
+    fn has(&self, path: &Path, mark: &str) -> Result<bool, String> {
+        match statat(&self.dir, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Err(Errno::NOENT) => return Ok(false),
+            Err(errno) => return Err(format!("{} cannot be looked at: {errno}", path.display())),
+            Ok(_) => {}
+        }
+        let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let found = openat(&self.dir, &self.name, flags, Mode::empty()).ok();
+        let is_own = found.is_some_and(|found| {
+            let mut value = [0; 256];
+            let length = fgetxattr(found, MARK, &mut value[..]).unwrap_or(0);
+            value.get(..length) == Some(mark.as_bytes())
+        });
+        match is_own {
+            true => Ok(true),
+            false => Err(format!(
+                "{} exists already and was not made for this disk: leave out `from` and `size_gib` to use it as it is, or give another path",
+                path.display()
+            )),
+        }
+    }
+
+    fn must_have_room(&self, path: &Path, needed: u64) -> Result<(), String> {
+        let found = fstatvfs(&self.dir).map_err(|errno| {
+            format!(
+                "the file system of {} cannot be looked at: {errno}",
+                path.display()
+            )
+        })?;
+        let free = found.f_bavail.saturating_mul(found.f_frsize);
+        match free >= needed {
+            true => Ok(()),
+            false => Err(no_room(path, Some((needed, free)))),
+        }
+    }
+
+    /// A new file beside the image; one that a killed maker left is removed first.
+    fn begin(&self, path: &Path) -> Result<File, String> {
+        let failed = |errno: Errno| no_rights(path.parent().unwrap_or(path), Place::user(), errno);
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        if let Ok(left) = openat(&self.dir, &self.fresh, flags, Mode::empty()) {
+            flock(&left, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
+                format!(
+                    "{} is being made by somebody else just now: wait for that",
+                    path.display()
+                )
+            })?;
+        }
+        let _ = unlinkat(&self.dir, &self.fresh, AtFlags::empty());
+        let fresh = openat(
+            &self.dir,
+            &self.fresh,
+            flags | OFlags::CREATE | OFlags::EXCL,
+            Mode::from_raw_mode(0o600),
+        );
+        let fresh = fresh.map_err(failed)?;
+        flock(&fresh, FlockOperation::NonBlockingLockExclusive).map_err(failed)?;
+        Ok(File::from(fresh))
+    }
+
+    fn user() -> User {
+        let (uid, gid) = (rustix::process::geteuid(), rustix::process::getegid());
+        User {
+            uid: uid.as_raw(),
+            gid: gid.as_raw(),
+        }
+    }
+
+    /// Gives the image its name, which nothing else has, and makes that durable.
+    fn name(&self, path: &Path) -> Result<(), String> {
+        let named = renameat_with(
+            &self.dir,
+            &self.fresh,
+            &self.dir,
+            &self.name,
+            RenameFlags::NOREPLACE,
+        );
+        let done = match named {
+            // A file system that cannot refuse to replace makes no second name for what is there either.
+            Err(Errno::INVAL | Errno::NOSYS) => rustix::fs::linkat(
+                &self.dir,
+                &self.fresh,
+                &self.dir,
+                &self.name,
+                AtFlags::empty(),
+            )
+            .and_then(|()| unlinkat(&self.dir, &self.fresh, AtFlags::empty())),
+            named => named,
+        };
+        done.map_err(|errno| match errno {
+            Errno::EXIST => format!("{} exists already: give another path", path.display()),
+            errno => format!("{} cannot be made: {errno}", path.display()),
+        })?;
+        self.dir
+            .sync_all()
+            .map_err(|error| format!("{} cannot be made durable: {error}", path.display()))
+    }
+
+    fn discard(&self) {
+        let _ = unlinkat(&self.dir, &self.fresh, AtFlags::empty());
+    }
+}
+
+fn refuse_reserved(
+    file: impl std::os::fd::AsFd,
+    path: &Path,
+    reserved: &Reserved,
+) -> Result<(), String> {
+    match reserved.of_open(file) {
+        Ok(None) => Ok(()),
+        Ok(Some(dir)) => Err(format!(
+            "{} lies in {}, where this host keeps its records or its guests' memory: put the file elsewhere",
+            path.display(),
+            dir.display()
+        )),
+        Err(error) => Err(format!("{} cannot be looked at: {error}", path.display())),
+    }
+}
+
+fn no_rights(dir: &Path, user: User, errno: Errno) -> String {
+    let (dir, User { uid, gid }) = (dir.display(), user);
+    match errno {
+        Errno::ACCESS | Errno::PERM => format!(
+            "QEMU's common user (uid {uid}, group {gid}) may not make files in {dir}: let its group ('chgrp {gid} {dir}; chmod g+rwxs {dir}'), and pass through the directories above"
+        ),
+        errno => format!("no file can be made in {dir}: {errno}"),
+    }
+}
+
+fn no_room(path: &Path, known: Option<(u64, u64)>) -> String {
+    let figures = known.map(|(needed, free)| {
+        format!(
+            ": {} MiB are needed and {} are free",
+            needed.div_ceil(1 << 20),
+            free >> 20
+        )
+    });
+    format!(
+        "there is no room for {}{}; make room there, or give another path",
+        path.display(),
+        figures.unwrap_or_default()
+    )
+}
+
+/// What a disk is made from.
+struct Source {
+    file: File,
+    path: String,
+    format: Format,
+    /// What a guest finds on it.
+    bytes: u64,
+    /// What it takes of the disk, at least.
+    needed: u64,
+}
+
+impl Source {
+    fn open(path: &str, reserved: &Reserved, user: User) -> Result<Self, String> {
+        let cannot =
+            |why: &dyn std::fmt::Display| format!("the image {path} cannot be read: {why}");
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+        let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
+            Errno::NOENT | Errno::NOTDIR => format!("the image {path} does not exist on this host: copy it there or correct the VM"),
+            Errno::ACCESS | Errno::PERM => format!(
+                "the image {path} may not be read by QEMU's common user (uid {}, group {}): let everybody read it ('chmod a+r {path}'), and pass through the directories above",
+                user.uid, user.gid
+            ),
+            errno => cannot(&errno),
+        })?;
+        let found = fstat(&file).map_err(|errno| cannot(&errno))?;
+        let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
+        if !is_file && FileType::from_raw_mode(found.st_mode) != FileType::BlockDevice {
+            return Err(format!(
+                "the image {path} is neither a file nor a block device"
+            ));
+        }
+        refuse_reserved(&file, Path::new(path), reserved)?;
+        let file = File::from(file);
+        let own = seek(&file, SeekFrom::End(0)).map_err(|errno| cannot(&errno))?;
+        let mut head = [0; HEAD_LEN];
+        let length = file.read_at(&mut head, 0).map_err(|error| cannot(&error))?;
+        let format = format_of(head.get(..length).unwrap_or_default());
+        let format = format.map_err(|why| format!("the image {path} is not used: {why}"))?;
+        let (bytes, needed) = match format {
+            Format::Qcow2 { bytes } => (bytes, own),
+            Format::Raw if is_file => (
+                own,
+                own.min(u64::try_from(found.st_blocks).unwrap_or(0) * 512),
+            ),
+            Format::Raw => (own, own),
+        };
+        match bytes {
+            0 => Err(format!("the image {path} is empty")),
+            bytes => Ok(Self {
+                file,
+                path: path.to_owned(),
+                format,
+                bytes,
+                needed,
+            }),
+        }
+    }
+}
+
+fn fill(
+    fresh: &File,
+    bytes: u64,
+    source: Option<&Source>,
+    progress: &Progress,
+) -> Result<(), String> {
+    let failed = |error: &io::Error| match error.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::NOSPC | Errno::DQUOT) => {
+            "there is no room left: make room there, or give another path".to_owned()
+        }
+        Some(Errno::FBIG) => "its file system takes no file of that size".to_owned(),
+        _ => error.to_string(),
+    };
+    fresh.set_len(bytes).map_err(|error| failed(&error))?;
+    match source {
+        None => Ok(()),
+        Some(source) if source.format == Format::Raw => {
+            copy(source, fresh, progress).map_err(|error| failed(&error))
+        }
+        Some(source) => convert::to_raw(&source.file, source.bytes, fresh, progress),
+    }
+}
+
+/// Copies what is data; holes and zeroes stay holes.
+fn copy(source: &Source, fresh: &File, progress: &Progress) -> io::Result<()> {
+    let (mut at, mut buffer) = (0, vec![0; PIECE]);
+    while at < source.bytes {
+        let (from, to) = match next_data(&source.file, at) {
+            Some(run) => run?,
+            None => return Ok(()),
+        };
+        at = from;
+        let to = to.min(source.bytes);
+        while at < to {
+            if progress.stop.load(Ordering::Relaxed) {
+                return Err(io::Error::other("nobody wants it any more"));
+            }
+            let length = usize::try_from(to - at).unwrap_or(PIECE).min(PIECE);
+            let piece = buffer.get_mut(..length).unwrap_or_default();
+            source.file.read_exact_at(piece, at)?;
+            if piece.iter().any(|byte| *byte != 0) {
+                fresh.write_all_at(piece, at)?;
+            }
+            at += length as u64;
+            progress.done.fetch_add(length as u64, Ordering::Relaxed);
+        }
+    }
+    Ok(())
+}
+
+/// The next run of data; all of the rest where the file system does not tell.
+fn next_data(file: &File, at: u64) -> Option<io::Result<(u64, u64)>> {
+    match seek(file, SeekFrom::Data(at)) {
+        Ok(from) => Some(
+            seek(file, SeekFrom::Hole(from))
+                .map(|to| (from, to))
+                .map_err(io::Error::from),
+        ),
+        Err(Errno::NXIO) => None,
+        Err(_) => Some(Ok((at, u64::MAX))),
+    }
+}
+
+/// For the group of all VMs' images, and durable.
+fn finish(fresh: &File, mark: &str) -> io::Result<()> {
+    fchmod(fresh, Mode::from_raw_mode(0o660))?;
+    if let Err(errno) = fsetxattr(
+        fresh.as_fd(),
+        OsStr::new(MARK),
+        mark.as_bytes(),
+        XattrFlags::empty(),
+    ) {
+        // Only a kill between two steps would need it.
+        tracing::warn!(%errno, "the image does not bear whose disk it is");
+    }
+    fresh.sync_all()
+}
+
+#[cfg(test)]
+#[path = "make_disk_tests.rs"]
+mod tests;

@@ -1,0 +1,291 @@
+//! Disks made from images, and what is refused; nothing half-made is ever left.
+
+use super::*;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, symlink};
+use std::path::PathBuf;
+
+struct Here {
+    dir: tempfile::TempDir,
+    vm: VmName,
+}
+
+impl Here {
+    fn new() -> Self {
+        // Not the default place, which may be a tmpfs.
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        Self {
+            dir,
+            vm: VmName::new("web").unwrap(),
+        }
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn disk(&self, from: Option<&str>, size_gib: Option<u64>) -> DiskSpec {
+        let text = |path: PathBuf| path.to_str().unwrap().to_owned();
+        DiskSpec {
+            name: "root".into(),
+            path: text(self.at("root.raw")),
+            read_only: false,
+            shared: false,
+            from: from.map(|from| text(self.at(from))),
+            size_gib,
+        }
+    }
+
+    fn make(&self, disk: &DiskSpec) -> Result<(), String> {
+        self.make_by(disk, &Reserved::default())
+    }
+
+    fn make_by(&self, disk: &DiskSpec, reserved: &Reserved) -> Result<(), String> {
+        let user = Place::user();
+        let maker = Maker {
+            vm: &self.vm,
+            user,
+            reserved,
+        };
+        maker.make(disk, &Progress::default())
+    }
+
+    /// What is in the directory beside the image that it was made from.
+    fn names(&self) -> Vec<String> {
+        let all = std::fs::read_dir(self.dir.path()).unwrap();
+        let names = all.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<_> = names.filter(|name| !name.starts_with("base")).collect();
+        names.sort();
+        names
+    }
+
+    fn refused(&self, disk: &DiskSpec, words: &[&str]) {
+        let before = self.names();
+        let refusal = self.make(disk).unwrap_err();
+        for word in words {
+            assert!(refusal.contains(word), "{word}: {refusal}");
+        }
+        assert_eq!(self.names(), before, "{refusal}");
+    }
+}
+
+#[test]
+fn a_copy_is_sparse_grown_and_for_the_group_and_is_made_once() {
+    let here = Here::new();
+    let base = File::create(here.at("base")).unwrap();
+    base.set_len(64 << 20).unwrap();
+    base.write_all_at(b"first", 0).unwrap();
+    base.write_all_at(b"last", (64 << 20) - 4).unwrap();
+    base.write_all_at(&[0; 1 << 20], 8 << 20).unwrap();
+    let disk = here.disk(Some("base"), Some(1));
+    here.make(&disk).unwrap();
+    assert_eq!(here.names(), ["root.raw"]);
+    let made = File::options()
+        .read(true)
+        .write(true)
+        .open(here.at("root.raw"))
+        .unwrap();
+    let found = made.metadata().unwrap();
+    assert_eq!(
+        (found.len(), found.permissions().mode() & 0o777),
+        (1 << 30, 0o660)
+    );
+    assert!(found.blocks() * 512 < 8 << 20, "{}", found.blocks());
+    let mut bytes = [0; 5];
+    made.read_exact_at(&mut bytes, 0).unwrap();
+    assert_eq!(&bytes, b"first");
+    made.read_exact_at(&mut bytes, (64 << 20) - 4).unwrap();
+    assert_eq!(&bytes, b"last\0");
+    // The VM has run on it since: it is known, and left alone.
+    made.write_all_at(b"guest", 0).unwrap();
+    here.make(&disk).unwrap();
+    made.read_exact_at(&mut bytes, 0).unwrap();
+    assert_eq!(&bytes, b"guest");
+}
+
+#[test]
+fn what_a_killed_maker_left_is_begun_anew_and_one_that_lives_is_left_alone() {
+    let here = Here::new();
+    std::fs::write(here.at("base"), [7; 1000]).unwrap();
+    let left = here.at(".root.raw.godwit-new");
+    std::fs::write(&left, [9; 5000]).unwrap();
+    let lives = File::open(&left).unwrap();
+    flock(&lives, FlockOperation::NonBlockingLockExclusive).unwrap();
+    here.refused(&here.disk(Some("base"), None), &["by somebody else"]);
+    drop(lives);
+    here.make(&here.disk(Some("base"), None)).unwrap();
+    assert_eq!(here.names(), ["root.raw"]);
+    let made = std::fs::read(here.at("root.raw")).unwrap();
+    assert!(made.len() == 1024 && made[..1000] == [7; 1000] && made[1000..] == [0; 24]);
+}
+
+#[test]
+fn an_empty_disk_takes_no_room() {
+    let here = Here::new();
+    here.make(&here.disk(None, Some(20))).unwrap();
+    let found = std::fs::metadata(here.at("root.raw")).unwrap();
+    assert_eq!((found.len(), found.blocks()), (20 << 30, 0));
+}
+
+#[test]
+fn what_cannot_be_made_is_refused_and_changes_nothing() {
+    let here = Here::new();
+    here.refused(
+        &here.disk(Some("missing"), None),
+        &["missing does not exist"],
+    );
+    std::fs::create_dir(here.at("base.d")).unwrap();
+    here.refused(&here.disk(Some("base.d"), None), &["neither a file"]);
+    std::fs::write(here.at("base.empty"), "").unwrap();
+    here.refused(&here.disk(Some("base.empty"), None), &["is empty"]);
+    File::create(here.at("base.long"))
+        .unwrap()
+        .set_len(3 << 30)
+        .unwrap();
+    here.refused(
+        &here.disk(Some("base.long"), Some(2)),
+        &["has 3 GiB", "size_gib = 2", "at least 3"],
+    );
+    std::fs::write(here.at("base.vmdk"), "KDMV").unwrap();
+    here.refused(&here.disk(Some("base.vmdk"), None), &["VMDK"]);
+    std::fs::write(here.at("base"), [1; 512]).unwrap();
+    let elsewhere = DiskSpec {
+        path: here.at("none/root.raw").to_str().unwrap().to_owned(),
+        ..here.disk(Some("base"), None)
+    };
+    here.refused(&elsewhere, &["directory", "none does not exist"]);
+    let reserved = Reserved::new(vec![here.dir.path().to_owned()], Default::default());
+    let refusal = here
+        .make_by(&here.disk(Some("base"), None), &reserved)
+        .unwrap_err();
+    assert!(refusal.contains("put the file elsewhere"), "{refusal}");
+    for name in ["file", "link"] {
+        let path = here.at("root.raw");
+        match name {
+            "file" => std::fs::write(&path, "somebody's").unwrap(),
+            _ => symlink("/etc/passwd", &path).unwrap(),
+        }
+        here.refused(&here.disk(Some("base"), None), &["exists already"]);
+        std::fs::remove_file(&path).unwrap();
+    }
+}
+
+#[test]
+fn no_room_is_said_before_anything_is_written() {
+    let here = Here::new();
+    let place = Place::open(&here.at("root.raw"), &Reserved::default(), Place::user()).unwrap();
+    let refusal = place
+        .must_have_room(&here.at("root.raw"), u64::MAX)
+        .unwrap_err();
+    assert!(
+        refusal.contains("no room") && refusal.contains("MiB are needed"),
+        "{refusal}"
+    );
+    place.must_have_room(&here.at("root.raw"), 0).unwrap();
+}
+
+#[test]
+fn only_what_the_common_user_may_is_read_and_made() {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: becoming another user needs root");
+        return;
+    }
+    let here = Here::new();
+    std::fs::set_permissions(here.dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    std::fs::write(here.at("base"), [1; 512]).unwrap();
+    let mode = |mode| {
+        std::fs::set_permissions(here.at("base"), std::fs::Permissions::from_mode(mode)).unwrap()
+    };
+    mode(0o600);
+    let (uid, gid) = (65534, 65534);
+    let nobody = || {
+        let maker = Maker {
+            vm: &here.vm,
+            user: User { uid, gid },
+            reserved: &Reserved::default(),
+        };
+        maker.make(&here.disk(Some("base"), None), &Progress::default())
+    };
+    let refusal = nobody().unwrap_err();
+    assert!(refusal.contains("may not be read"), "{refusal}");
+    mode(0o644);
+    let refusal = nobody().unwrap_err();
+    assert!(
+        refusal.contains("may not make files") && refusal.contains("chgrp 65534"),
+        "{refusal}"
+    );
+    std::os::unix::fs::chown(here.dir.path(), None, Some(gid)).unwrap();
+    std::fs::set_permissions(here.dir.path(), std::fs::Permissions::from_mode(0o775)).unwrap();
+    nobody().unwrap();
+    let found = std::fs::metadata(here.at("root.raw")).unwrap();
+    assert_eq!((found.uid(), found.gid()), (uid, gid));
+}
+
+/// Has qemu-img do something with an image of this name; false where there is no qemu-img.
+fn qemu_img(here: &Here, words: &[&str]) -> bool {
+    let mut command = std::process::Command::new("/usr/bin/qemu-img");
+    match command.args(words).current_dir(here.dir.path()).output() {
+        Ok(ran) => {
+            assert!(ran.status.success(), "{ran:?}");
+            true
+        }
+        Err(_) => {
+            println!("skipped: there is no qemu-img (package qemu-utils)");
+            false
+        }
+    }
+}
+
+#[test]
+fn a_qcow2_image_is_written_out_and_one_that_names_other_files_is_not() {
+    let here = Here::new();
+    let content: Vec<u8> = (0..3 << 20).map(|at: u32| (at / 700) as u8).collect();
+    std::fs::write(here.at("base.raw"), &content).unwrap();
+    if !qemu_img(
+        &here,
+        &["convert", "-c", "-O", "qcow2", "base.raw", "base.qcow2"],
+    ) {
+        return;
+    }
+    here.make(&here.disk(Some("base.qcow2"), Some(1))).unwrap();
+    assert_eq!(here.names(), ["root.raw"]);
+    let made = File::open(here.at("root.raw")).unwrap();
+    let mut found = vec![0; content.len()];
+    made.read_exact_at(&mut found, 0).unwrap();
+    assert!(found == content && made.metadata().unwrap().len() == 1 << 30);
+    std::fs::remove_file(here.at("root.raw")).unwrap();
+    qemu_img(
+        &here,
+        &[
+            "create",
+            "-f",
+            "qcow2",
+            "-b",
+            "base.raw",
+            "-F",
+            "raw",
+            "base.above",
+        ],
+    );
+    here.refused(&here.disk(Some("base.above"), None), &["backing file"]);
+    qemu_img(
+        &here,
+        &[
+            "create",
+            "-f",
+            "qcow2",
+            "-o",
+            "data_file=base.data",
+            "base.beside",
+            "1M",
+        ],
+    );
+    here.refused(&here.disk(Some("base.beside"), None), &["another file"]);
+    // Its head is good and the rest is not.
+    let mut torn = std::fs::read(here.at("base.qcow2")).unwrap();
+    torn[104..].fill(0xff);
+    std::fs::write(here.at("base.torn"), torn).unwrap();
+    here.refused(
+        &here.disk(Some("base.torn"), None),
+        &["qemu-img does not convert"],
+    );
+}

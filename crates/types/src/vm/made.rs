@@ -1,0 +1,105 @@
+//! Disks that are to be made before their VM starts: from another image, or empty.
+//!
+//! Pure, owns nothing. `from` and `size_gib` say how a disk begins, and are gone from the description once it has begun. Refuses:
+//! sizes out of bounds, a disk that is made from itself, and an empty disk that can only be read.
+
+use super::{DiskSpec, InvalidVm, VmSpec, check_path};
+
+/// Largest disk that is made, GiB (64 TiB).
+pub const DISK_GIB_MAX: u64 = 64 << 10;
+
+impl DiskSpec {
+    /// Whether its image is still to be made.
+    pub fn is_to_be_made(&self) -> bool {
+        self.from.is_some() || self.size_gib.is_some()
+    }
+
+    /// The length that its image is to have, if that was said.
+    pub fn wanted_bytes(&self) -> Option<u64> {
+        self.size_gib.map(|gib| gib.saturating_mul(1 << 30))
+    }
+
+    pub(super) fn check_making(&self) -> Result<(), InvalidVm> {
+        let wrong = |what: String| Err(InvalidVm(format!("disk '{}': {what}", self.name)));
+        if let Some(gib) = self
+            .size_gib
+            .filter(|gib| !(1..=DISK_GIB_MAX).contains(gib))
+        {
+            return wrong(format!(
+                "size_gib = {gib} is out of range: use 1 to {DISK_GIB_MAX}"
+            ));
+        }
+        match &self.from {
+            Some(from) if *from == self.path => {
+                wrong("`from` and `path` are the same file: give its own image another path".into())
+            }
+            Some(from) => check_path("disk from", from),
+            None if self.size_gib.is_some() && self.read_only => {
+                wrong("an empty disk that the guest may only read is of no use: give `from`, or leave out read_only".into())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+impl VmSpec {
+    /// Disks whose images are still to be made.
+    pub fn disks_to_make(&self) -> impl Iterator<Item = &DiskSpec> {
+        self.disks.iter().filter(|disk| disk.is_to_be_made())
+    }
+
+    /// The description once all its disks are made.
+    pub fn with_disks_made(mut self) -> Self {
+        for disk in &mut self.disks {
+            (disk.from, disk.size_gib) = (None, None);
+        }
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn described(lines: &str) -> Result<VmSpec, InvalidVm> {
+        VmSpec::from_toml(&format!(
+            "name = \"web\"\nvcpus = 1\nmemory_mib = 64\n[[disk]]\nname = \"root\"\npath = \"/d/root.raw\"\n{lines}"
+        ))
+    }
+
+    #[test]
+    fn how_a_disk_begins_is_written_until_it_has_begun() {
+        let vm = described("from = \"/d/base.qcow2\"\nsize_gib = 20\n").unwrap();
+        let [disk] = vm.disks_to_make().collect::<Vec<_>>()[..] else {
+            panic!()
+        };
+        assert_eq!(disk.wanted_bytes(), Some(20 << 30));
+        let written = serde_json::to_string(&vm).unwrap();
+        assert!(
+            written.contains("\"from\":\"/d/base.qcow2\",\"size_gib\":20"),
+            "{written}"
+        );
+        let vm = vm.with_disks_made();
+        assert_eq!(vm.disks_to_make().count(), 0);
+        let written = serde_json::to_string(&vm).unwrap();
+        assert!(
+            !written.contains("from") && !written.contains("size_gib"),
+            "{written}"
+        );
+    }
+
+    #[test]
+    fn what_makes_no_disk_is_refused() {
+        for (lines, told) in [
+            ("size_gib = 0\n", "out of range"),
+            ("size_gib = 65537\n", "out of range"),
+            ("from = \"/d/root.raw\"\n", "the same file"),
+            ("from = \"base\"\n", "disk from"),
+            ("from = \"/d/\\u001b\"\n", "control character"),
+            ("size_gib = 1\nread_only = true\n", "of no use"),
+        ] {
+            let refusal = described(lines).unwrap_err().to_string();
+            assert!(refusal.contains(told), "{lines}: {refusal}");
+        }
+    }
+}
