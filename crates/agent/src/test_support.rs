@@ -375,11 +375,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
         }
         VmRequest::Console => VmAnswer::Console("login:".into()),
         VmRequest::ReadConsole { place, wait_ms } => console(run_dir, place.as_ref(), wait_ms),
-        VmRequest::TypeConsole(typed) => {
-            let text = String::from_utf8(typed.bytes).unwrap();
-            append(&run_dir.join(TYPED), &text);
-            VmAnswer::Done("typed".into())
-        }
+        VmRequest::TypeConsole(typed) => type_console(run_dir, typed.bytes),
         VmRequest::Blockers => VmAnswer::Blockers(vec![]),
         VmRequest::HostRemoved { host } => {
             heard(run_dir, &format!("{host} is gone"), "waits no more")
@@ -399,14 +395,7 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             append(&run_dir.join(BOOTED), "boot");
             boot(config, "booted")
         }
-        VmRequest::PowerOffDead { generation } => {
-            let revived = run_dir.join(REVIVES).exists();
-            if revived || generation != Generation(1) {
-                return VmAnswer::Error(ApiError::new(ErrorCode::WrongState, "look again"));
-            }
-            power_off(config);
-            VmAnswer::Done("off".into())
-        }
+        VmRequest::PowerOffDead { generation } => power_off_dead(config, generation),
         VmRequest::Close { .. } if is_too_old(config) => {
             VmAnswer::Error(ApiError::new(ErrorCode::InvalidRequest, "cannot read it"))
         }
@@ -420,6 +409,20 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             "the stub does not do that",
         )),
     }
+}
+
+fn type_console(run_dir: &Path, bytes: Vec<u8>) -> VmAnswer {
+    append(&run_dir.join(TYPED), &String::from_utf8(bytes).unwrap());
+    VmAnswer::Done("typed".into())
+}
+
+fn power_off_dead(config: &VmProcessConfig, generation: Generation) -> VmAnswer {
+    let revived = Path::new(&config.run_dir).join(REVIVES).exists();
+    if revived || generation != Generation(1) {
+        return VmAnswer::Error(ApiError::new(ErrorCode::WrongState, "look again"));
+    }
+    power_off(config);
+    VmAnswer::Done("off".into())
 }
 
 fn heard(run_dir: &Path, request: &str, answer: &str) -> VmAnswer {

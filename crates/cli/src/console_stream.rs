@@ -36,7 +36,7 @@ pub enum News {
     Piece(ConsolePiece),
     /// It is out of reach for a while already, for this reason.
     Lost(ApiError),
-    /// It is over.
+    /// Nothing follows, for this reason.
     End(ApiError),
 }
 

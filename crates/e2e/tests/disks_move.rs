@@ -170,6 +170,8 @@ impl Site {
 fn disk(name: &str, path: &Path, shared: bool) -> Result<DiskSpec> {
     Ok(DiskSpec {
         name: name.into(),
+        from: None,
+        size_gib: None,
         path: path.to_str().context("a path")?.to_owned(),
         read_only: false,
         shared,

@@ -21,7 +21,7 @@ const ECHOING: &[u8] = &[
     0xeb, 0xf1, // jmp again
 ];
 
-/// Ctrl-].
+/// Whoever types Ctrl-] gets up from the console.
 const LEAVE: &[u8] = b"\x1d";
 
 /// An image in the boot protocol of 1991: a boot sector that says "four more sectors", and those.

@@ -18,7 +18,7 @@ const TEXT_NAME_LEN_MAX: usize = 32;
 /// How far a reader of a console is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConsolePlace {
-    /// The text's name.
+    /// Tells this text from those of other machines that had the VM's name.
     pub text: String,
     /// How many of its bytes were read.
     pub after: u64,
@@ -105,7 +105,7 @@ impl ConsolePiece {
     }
 }
 
-/// What somebody types.
+/// Keys that somebody pressed at a guest's console.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ConsoleTyped {
@@ -118,11 +118,11 @@ pub struct ConsoleTyped {
 /// The newest part of a text, as it is kept and goes along with its guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConsoleKept {
-    /// The text's name.
+    /// Tells this text from those of other machines that had the VM's name.
     pub text: String,
     /// How many bytes the whole text has.
     pub end: u64,
-    /// Its last ones.
+    /// Those that are still kept, up to `end`.
     #[serde(with = "crate::base64_bytes")]
     pub bytes: Vec<u8>,
     /// It came along when the guest was moved to this host.

@@ -68,7 +68,7 @@ pub(crate) fn open(start: &Start<'_>) -> Result<Option<Opened>, ApiError> {
         .map_err(|error| refused(ErrorCode::MissingFile, error.to_string()))?;
     let path = start.paths.variables();
     // Whatever an earlier move left is of no use for this one.
-    if start.incoming || !path.exists() {
+    if start.coming.is_some() || !path.exists() {
         let empty = uefi.empty_variables().map_err(internal)?;
         replace_durably(&RealFiles, &path, &empty).map_err(internal)?;
     }

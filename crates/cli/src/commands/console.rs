@@ -23,7 +23,7 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 
-/// Ctrl-].
+/// Whoever types Ctrl-] gets up from the console.
 const LEAVE: u8 = 0x1d;
 /// Most pieces of text, or of keys, that wait.
 const WAITING_MAX: usize = 64;

@@ -5,7 +5,7 @@
 use super::driver::{ConnectionSet, DestinationDriver, Halt, LIFE_EVERY, Stage, halt_of};
 use crate::faults::planted;
 use crate::input::News;
-use godwit_migrate::protocol::{ToDestination, ToSource};
+use godwit_migrate::protocol::{Extent, ToDestination, ToSource};
 use godwit_types::migration::Phase;
 use std::sync::Arc;
 
@@ -22,17 +22,7 @@ impl DestinationDriver {
                 changes,
                 ..
             } => self.begin(set, number, (streams, changes)),
-            ToDestination::Extents { extents } => {
-                for (first, count) in extents {
-                    set.announced_pages = set.announced_pages.saturating_add(count);
-                    if set.announced_pages > self.pages {
-                        let reason = "the source announced more memory than the guest has";
-                        return Err(Halt::Failed(reason.into()));
-                    }
-                    set.missing_pages += self.memory.ram.without_memory(first..first + count);
-                }
-                Ok(())
-            }
+            ToDestination::Extents { extents } => self.extents(set, &extents),
             ToDestination::ExtentsEnd => {
                 // A preparation has looked by itself.
                 if !self.prepare {
@@ -88,6 +78,18 @@ impl DestinationDriver {
                 set.control.send(&pong).map_err(halt_of)
             }
         }
+    }
+
+    fn extents(&self, set: &mut ConnectionSet, extents: &[Extent]) -> Result<(), Halt> {
+        for (first, count) in extents {
+            set.announced_pages = set.announced_pages.saturating_add(*count);
+            if set.announced_pages > self.pages {
+                let reason = "the source announced more memory than the guest has";
+                return Err(Halt::Failed(reason.into()));
+            }
+            set.missing_pages += self.memory.ram.without_memory(*first..first + count);
+        }
+        Ok(())
     }
 
     fn take_variables(&mut self, at: u64, bytes: &[u8], last: bool) -> Result<(), Halt> {

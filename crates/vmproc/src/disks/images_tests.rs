@@ -27,6 +27,8 @@ impl Left {
         let image = identity_of(&path).unwrap().unwrap_or((1, 2));
         let disk = DiskSpec {
             name: "root".into(),
+            from: None,
+            size_gib: None,
             path: path.to_str().unwrap().into(),
             read_only: false,
             shared: false,
