@@ -351,6 +351,12 @@ fn variables_of_an_earlier_time_are_gone_before_the_vm_is_here_again() {
         ..ready
     };
     let absent = phase(3, Phase::Absent);
+    // What was given is above what was held.
+    let given = |record| HostRecord {
+        held: Generation(2),
+        ..record
+    };
+    let (gave, moved) = (given(gave), given(moved));
     // While the VM is here, while it may come back, and while it comes.
     assert!(keeps_variables(&holds(3), &holds(3)));
     assert!(keeps_variables(&holds(3), &gave));
