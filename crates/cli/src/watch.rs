@@ -188,7 +188,8 @@ mod tests {
 
     #[test]
     fn disks_that_are_copied_first_are_what_is_left() {
-        let disks = json!({ "disk_bytes": 9_u64 << 30, "disk_left_bytes": 3_u64 << 30, "eta_s": 99.6 });
+        let disks =
+            json!({ "disk_bytes": 9_u64 << 30, "disk_left_bytes": 3_u64 << 30, "eta_s": 99.6 });
         let text = line(&moving(disks), WIDE);
         assert!(
             text.contains("3072 MiB of disks left, about 100 s"),

@@ -54,7 +54,6 @@ use godwit_types::version::MIGRATION;
 use godwit_types::version::MIGRATION_WITH_CONSOLE;
 use godwit_types::vm::DISKS_MAX;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 /// The newest version of the control protocol; both sides speak the same one, which they agree on beforehand.
@@ -126,8 +125,8 @@ pub enum ToDestination {
     Stopped,
     /// Beside it: the disks that the source has mirrored, all of them whole with what is under way.
     Mirrored {
-        /// By the disk's place in the VM: its size, bytes.
-        disks: BTreeMap<u8, u64>,
+        /// Each disk's place in the VM, ascending, and its size, bytes.
+        disks: Vec<(u8, u64)>,
     },
     /// The guest's addresses, as heard on its network cards: one list per card, bounded by
     /// [`addresses`](crate::addresses).
@@ -410,6 +409,12 @@ mod tests {
             sent: vec![1, 2],
         };
         assert_eq!(decode_to_destination(&encode(&message), 10), Ok(message));
+        let disks = vec![(0, 512), (3, 1 << 40)];
+        let message = ToDestination::Mirrored { disks };
+        assert_eq!(decode_to_destination(&encode(&message), 10), Ok(message));
+        let disks = vec![(0, 512); DISKS_MAX + 1];
+        let message = encode(&ToDestination::Mirrored { disks });
+        assert!(decode_to_destination(&message, 10).is_err());
         let answer = ToSource::Applied {
             channel: 1,
             records: 9,

@@ -117,6 +117,9 @@ pub fn to_destination_seeds() -> Vec<Vec<u8>> {
         ToDestination::Extents {
             extents: vec![(0, 16), (100, 1), (PAGES - 1, 1)],
         },
+        ToDestination::Mirrored {
+            disks: vec![(0, 1 << 20), (2, 512)],
+        },
         ToDestination::ExtentsEnd,
         ToDestination::Barrier {
             iteration: 1,

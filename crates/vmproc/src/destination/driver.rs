@@ -27,7 +27,6 @@ use godwit_streams::destination::{Arrivals, Channels, Disks, End, Held, Memory};
 use godwit_streams::{ControlSlot, SharedControl};
 use godwit_transport::{Connection, ControlReceiver, Incoming, TransportError};
 use godwit_types::migration::{MoveEventKind, Phase};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -93,8 +92,8 @@ pub(super) struct ConnectionSet {
     /// Why what will come does not fit here.
     pub(super) no_room: Option<String>,
     pub(super) addresses_known: bool,
-    /// By place: the sizes of the disks that the source has mirrored.
-    pub(super) mirrored: BTreeMap<u8, u64>,
+    /// Places and sizes of the disks that the source has mirrored.
+    pub(super) mirrored: Vec<(u8, u64)>,
     pub(super) stage: Stage,
     heard: Instant,
     told: Instant,
@@ -290,7 +289,7 @@ impl DestinationDriver {
             missing_pages: 0,
             no_room: None,
             addresses_known: false,
-            mirrored: BTreeMap::new(),
+            mirrored: Vec::new(),
             stage: Stage::Precopy,
             heard: now,
             told: now,

@@ -12,7 +12,6 @@ use godwit_migrate::protocol::{ToSource, decode_to_destination};
 use godwit_ownership::Event;
 use godwit_qemu::device_state::DeviceStateError;
 use godwit_transport::{Incoming, TransportError};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -95,7 +94,7 @@ impl DestinationDriver {
             let bytes = disk.as_ref()?.bytes();
             u8::try_from(place).ok().map(|place| (place, bytes))
         });
-        if wanted.collect::<BTreeMap<u8, u64>>() != set.mirrored {
+        if !wanted.eq(set.mirrored.iter().copied()) {
             return Err(Halt::Failed(
                 "the source has mirrored other disks than come here: its VM was described anew meanwhile".into(),
             ));

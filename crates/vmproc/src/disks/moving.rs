@@ -18,7 +18,6 @@ use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::ops::Range;
 use std::sync::Arc;
@@ -237,8 +236,8 @@ impl SourceDisks {
         left.sum()
     }
 
-    /// By place in the VM: the sizes of all, for the destination.
-    pub(crate) fn sizes(&self) -> BTreeMap<u8, u64> {
+    /// Places in the VM and sizes of all, for the destination.
+    pub(crate) fn sizes(&self) -> Vec<(u8, u64)> {
         let sizes = self.disks.iter().map(|disk| (disk.place, disk.bytes));
         sizes.collect()
     }
