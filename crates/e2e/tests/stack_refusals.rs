@@ -275,7 +275,7 @@ fn all_migration_ports_in_use() -> Result<()> {
 }
 
 #[test]
-fn a_writable_disk_is_refused_by_its_name() -> Result<()> {
+fn a_disk_that_cannot_go_along_is_refused_by_its_name() -> Result<()> {
     let stack = stack();
     let stack = up(&stack)?;
     let image = "/var/tmp/disk.img";
@@ -286,10 +286,12 @@ fn a_writable_disk_is_refused_by_its_name() -> Result<()> {
         .args(["666", image])
         .status()?;
     ensure!(chmod.success());
-    let disk = format!("[[disk]]\nname = \"root\"\npath = \"{image}\"");
+    let link = "/var/tmp/link.img";
+    std::os::unix::fs::symlink(image, stack.inside("a", link)?)?;
+    let disk = format!("[[disk]]\nname = \"root\"\npath = \"{link}\"");
     stack.start_counter(&Counter::small("disk").with(&disk), "a")?;
     let sentence = stack.refused("controller", &migrate("disk", "b"), 3, "not-migratable")?;
-    names(&sentence, &["root", "disk", "writable"])?;
+    names(&sentence, &["root", "disk", link, "symbolic link"])?;
     rest_refuses(stack, "disk", "b", 412, "not-migratable")?;
     nothing_left(stack, "disk", "b")?;
     let dry = ["vm", "migrate", "disk", "--to", "b", "--dry-run"];

