@@ -3,12 +3,10 @@
 mod disk_load;
 
 use anyhow::{Context as _, Result, ensure};
-use disk_load::{BLOCK, BLOCKS, LONG, Load, Site};
+use disk_load::{AT, BLOCK, BLOCKS, LONG, Load, Site, machine};
 use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet};
 use godwit_blockio::{Access, Arriving, Image};
-use godwit_testkit::lab::Machine;
-use godwit_testkit::lab::namespace::Plan;
-use godwit_testkit::testvol::{self, Survives, Volume};
+use godwit_testkit::testvol::{Survives, Volume};
 use std::fs::File;
 use std::ops::Range;
 use std::path::Path;
@@ -17,7 +15,6 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-const AT: &str = "/var/lib/volume";
 const SWITCHES: u64 = 20;
 const CHANNELS: usize = 4;
 /// Changes that may be under way.
@@ -113,22 +110,6 @@ impl Outlet for Link {
     }
 }
 
-fn machine() -> Result<Option<Machine>> {
-    if let Some(why) = testvol::unavailable() {
-        println!("skipped: {why}");
-        return Ok(None);
-    }
-    let plan = Plan {
-        name: "diskmirror",
-        visible: &[],
-        shared: &[],
-        outlive_maker: false,
-    };
-    let mut machine = Machine::start(&plan)?;
-    machine.mount_volume(Path::new(AT))?;
-    Ok(Some(machine))
-}
-
 /// An image at the destination that holds nothing, durably.
 fn empty(path: &Path) -> Result<Arriving> {
     let _ = std::fs::remove_file(path);
@@ -143,7 +124,7 @@ fn empty(path: &Path) -> Result<Arriving> {
 
 #[test]
 fn a_busy_disk_is_the_same_elsewhere_after_each_switch_and_power_cut() -> Result<()> {
-    let Some(machine) = machine()? else {
+    let Some(machine) = machine("diskmirror")? else {
         return Ok(());
     };
     let volume: &Volume = machine.volume(AT).context("mounted above")?;

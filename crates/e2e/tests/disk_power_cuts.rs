@@ -3,36 +3,16 @@
 mod disk_load;
 
 use anyhow::{Context as _, Result, ensure};
-use disk_load::{BLOCK, BLOCKS, LONG, Load, Site};
-use godwit_testkit::lab::Machine;
-use godwit_testkit::lab::namespace::Plan;
-use godwit_testkit::testvol::{self, Survives, Volume};
+use disk_load::{AT, BLOCK, BLOCKS, LONG, Load, Site, machine};
+use godwit_testkit::testvol::{Survives, Volume};
 use std::fs::File;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-const AT: &str = "/var/lib/volume";
 const CUTS: u64 = 30;
-
-fn machine() -> Result<Option<Machine>> {
-    if let Some(why) = testvol::unavailable() {
-        println!("skipped: {why}");
-        return Ok(None);
-    }
-    let plan = Plan {
-        name: "diskcuts",
-        visible: &[],
-        shared: &[],
-        outlive_maker: false,
-    };
-    let mut machine = Machine::start(&plan)?;
-    machine.mount_volume(Path::new(AT))?;
-    Ok(Some(machine))
-}
 
 #[test]
 fn an_acknowledged_flush_survives_thirty_power_cuts() -> Result<()> {
-    let Some(machine) = machine()? else {
+    let Some(machine) = machine("diskcuts")? else {
         return Ok(());
     };
     let volume: &Volume = machine.volume(AT).context("mounted above")?;

@@ -498,6 +498,7 @@ impl Mirror {
     }
 }
 
-fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
+/// Whether two ranges of a disk have bytes in common.
+pub fn overlap(a: &Range<u64>, b: &Range<u64>) -> bool {
     a.start < b.end && b.start < a.end
 }

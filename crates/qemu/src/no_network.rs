@@ -3,40 +3,20 @@
 //! Owns nothing: a seccomp filter, which stays over `exec`, refuses it with EPERM. Refuses also system calls of another
 //! architecture than this program's, which have other numbers.
 
-use crate::tap_guard::{
-    ANSWER, ARCHITECTURE, IF_AT_LEAST, IF_EQUAL, LOAD, NATIVE, NUMBER, OTHER_NUMBERS, set, step,
-};
+use crate::tap_guard::{HEAD, begun, refusing, set};
 use std::io;
 
 /// All ways to a socket or to what others do with theirs.
-const REFUSED: [i64; 4] = [
-    libc::SYS_socket,
-    libc::SYS_socketpair,
-    libc::SYS_io_uring_setup,
-    libc::SYS_ptrace,
+const REFUSED: [u32; 4] = [
+    libc::SYS_socket as u32,
+    libc::SYS_socketpair as u32,
+    libc::SYS_io_uring_setup as u32,
+    libc::SYS_ptrace as u32,
 ];
 
-const LEN: usize = 4 + REFUSED.len() + 2;
+const LEN: usize = HEAD + REFUSED.len() + 2;
 
-/// The last two steps are the answers: it may, and EPERM.
-const fn program() -> [libc::sock_filter; LEN] {
-    let refuse = LEN - 1;
-    let mut steps = [step(ANSWER, libc::SECCOMP_RET_ALLOW, 0, 0); LEN];
-    steps[0] = step(LOAD, ARCHITECTURE, 0, 0);
-    steps[1] = step(IF_EQUAL, NATIVE, 0, (refuse - 2) as u8);
-    steps[2] = step(LOAD, NUMBER, 0, 0);
-    steps[3] = step(IF_AT_LEAST, OTHER_NUMBERS, (refuse - 4) as u8, 0);
-    let mut index = 0;
-    while index < REFUSED.len() {
-        let at = 4 + index;
-        steps[at] = step(IF_EQUAL, REFUSED[index] as u32, (refuse - at - 1) as u8, 0);
-        index += 1;
-    }
-    steps[refuse] = step(ANSWER, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32, 0, 0);
-    steps
-}
-
-static PROGRAM: [libc::sock_filter; LEN] = program();
+static PROGRAM: [libc::sock_filter; LEN] = refusing(begun(), HEAD, &REFUSED);
 
 /// Refuses it from here on to this thread and what it starts. It must have given up to gain privileges. Makes one system call
 /// and allocates nothing: it may stand between fork and exec.

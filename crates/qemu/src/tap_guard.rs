@@ -36,30 +36,49 @@ pub(crate) const IF_EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) a
 pub(crate) const IF_AT_LEAST: u16 = (libc::BPF_JMP | libc::BPF_JGE | libc::BPF_K) as u16;
 pub(crate) const ANSWER: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
 
-const LEN: usize = 6 + REFUSED.len() + 2;
+const LEN: usize = HEAD + 2 + REFUSED.len() + 2;
 
 pub(crate) const fn step(code: u16, k: u32, jt: u8, jf: u8) -> libc::sock_filter {
     libc::sock_filter { code, jt, jf, k }
 }
 
-/// The last two steps are the answers: it may, and EPERM.
-const fn program() -> [libc::sock_filter; LEN] {
-    let (may, refuse) = (LEN - 2, LEN - 1);
+/// Steps in a program before its own ones.
+pub(crate) const HEAD: usize = 4;
+
+/// A program of so many steps that refuses calls of other architectures and has the call's number loaded after its
+/// [`HEAD`]. The last two steps are the answers: it may, and EPERM. What is between allows.
+pub(crate) const fn begun<const LEN: usize>() -> [libc::sock_filter; LEN] {
+    let refuse = LEN - 1;
     let mut steps = [step(ANSWER, libc::SECCOMP_RET_ALLOW, 0, 0); LEN];
     steps[0] = step(LOAD, ARCHITECTURE, 0, 0);
     steps[1] = step(IF_EQUAL, NATIVE, 0, (refuse - 2) as u8);
     steps[2] = step(LOAD, NUMBER, 0, 0);
     steps[3] = step(IF_AT_LEAST, OTHER_NUMBERS, (refuse - 4) as u8, 0);
-    steps[4] = step(IF_EQUAL, libc::SYS_ioctl as u32, 0, (may - 5) as u8);
-    steps[5] = step(LOAD, REQUEST, 0, 0);
-    let mut index = 0;
-    while index < REFUSED.len() {
-        let at = 6 + index;
-        steps[at] = step(IF_EQUAL, REFUSED[index], (refuse - at - 1) as u8, 0);
-        index += 1;
-    }
     steps[refuse] = step(ANSWER, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32, 0, 0);
     steps
+}
+
+/// Refuses each of these values of what is loaded, from this step on.
+pub(crate) const fn refusing<const LEN: usize>(
+    mut steps: [libc::sock_filter; LEN],
+    from: usize,
+    values: &[u32],
+) -> [libc::sock_filter; LEN] {
+    let mut index = 0;
+    while index < values.len() {
+        let at = from + index;
+        steps[at] = step(IF_EQUAL, values[index], (LEN - 1 - at - 1) as u8, 0);
+        index += 1;
+    }
+    steps
+}
+
+const fn program() -> [libc::sock_filter; LEN] {
+    let may = LEN - 2;
+    let mut steps = begun::<LEN>();
+    steps[4] = step(IF_EQUAL, libc::SYS_ioctl as u32, 0, (may - 5) as u8);
+    steps[5] = step(LOAD, REQUEST, 0, 0);
+    refusing(steps, HEAD + 2, &REFUSED)
 }
 
 static PROGRAM: [libc::sock_filter; LEN] = program();

@@ -134,43 +134,32 @@ impl Disk {
 
     /// Looks how large the image is now and tells the guest. Returns its bytes.
     pub fn measure(&self) -> Result<u64, Error> {
-        let (answer, answers) = channel();
-        self.tell(Command::Measure(answer))?;
-        self.hear(&answers)?
+        self.ask(Command::Measure)?
     }
 
     /// Takes the image of a disk that began without, or gave it back, as [`godwit_blockio::Image::lock`]. Without its image a
     /// disk takes no requests.
     pub fn take_image(&self, name: &str, patience: Duration) -> Result<(), Error> {
-        let (answer, answers) = channel();
-        self.tell(Command::Take(name.to_owned(), patience, answer))?;
-        self.hear(&answers)?
+        self.ask(|answer| Command::Take(name.to_owned(), patience, answer))?
     }
 
     /// Makes durable what was written, and lets another host or process have the image. The disk must be held.
     pub fn give_image_back(&self, name: &str) -> Result<(), Error> {
-        let (answer, answers) = channel();
-        self.tell(Command::GiveBack(name.to_owned(), answer))?;
-        self.hear(&answers)?
+        self.ask(|answer| Command::GiveBack(name.to_owned(), answer))?
     }
 
     /// Puts a filter below all others, in place of the one that was put there before. The disk is held meanwhile, at most
     /// for `patience`.
     pub fn put_lowest(&self, filter: Box<dyn Filter>, patience: Duration) -> Result<(), Error> {
-        let put = self.hold(patience).and_then(|()| {
-            let (answer, answers) = channel();
-            self.tell(Command::PutLowest(filter, answer))?;
-            self.hear(&answers)?
-        });
+        let put = self.hold(patience);
+        let put = put.and_then(|()| self.ask(|answer| Command::PutLowest(filter, answer))?);
         self.release()?;
         put
     }
 
     /// How the disk is.
     pub fn status(&self) -> Result<Status, Error> {
-        let (answer, answers) = channel();
-        self.tell(Command::Status(answer))?;
-        self.hear(&answers)
+        self.ask(Command::Status)
     }
 
     /// Tells it to end, which dropping it waits for.
@@ -191,7 +180,9 @@ impl Disk {
     }
 
     /// The thread never waits for anything, so its answer comes; but it may be in the kernel's hands.
-    fn hear<T>(&self, answers: &Receiver<T>) -> Result<T, Error> {
+    fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> Command) -> Result<T, Error> {
+        let (answer, answers) = channel();
+        self.tell(command(answer))?;
         answers.recv_timeout(ANSWER).map_err(|error| match error {
             RecvTimeoutError::Timeout => Error::Silent { waited: ANSWER },
             RecvTimeoutError::Disconnected => Error::Ended,

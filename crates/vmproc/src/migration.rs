@@ -238,7 +238,10 @@ impl Vm {
             return Err(ApiError::new(ErrorCode::Incompatible, message));
         }
         let report = self.new_report(spec, Side::Source)?;
-        let disks = hyper.disks.mirror(spec)?;
+        let cap_bytes_per_s = spec
+            .max_bandwidth_mbit_per_s
+            .map(|mbit| mbit.max(1) as f64 * 125_000.0);
+        let disks = hyper.disks.mirror(spec, cap_bytes_per_s)?;
         let save_gate = SaveGate::default();
         let (control, throttle) = (
             ControlSlot::default(),
@@ -270,9 +273,7 @@ impl Vm {
             prepare: spec.prepare_memory,
             max_downtime_ms: spec.max_downtime_ms,
             deadline_s: spec.deadline_s,
-            cap_bytes_per_s: spec
-                .max_bandwidth_mbit_per_s
-                .map(|mbit| mbit.max(1) as f64 * 125_000.0),
+            cap_bytes_per_s,
             control: control.clone(),
             news,
         };

@@ -14,12 +14,11 @@
 //! | 32..40 | every change with a number below this one has been applied |
 
 use crate::{PAYLOAD_LEN_MAX, WireError};
+use godwit_types::vm::DISKS_MAX;
 use std::ops::Range;
 
 /// Length of a change on the wire, in bytes.
 pub const CHANGE_LEN: usize = 40;
-/// Most disks of a VM.
-pub const DISKS_MAX: usize = 64;
 /// Changes begin and end at multiples of so many bytes.
 pub const SECTOR: u64 = 512;
 

@@ -7,6 +7,13 @@ mod common;
 use anyhow::{Context as _, Result, ensure};
 pub use common::{Chance, FrontEnd, LONG, Site};
 use common::{out, places};
+use godwit_testkit::lab::Machine;
+use godwit_testkit::lab::namespace::Plan;
+use godwit_testkit::testvol;
+use std::path::Path;
+
+/// Where a machine has a volume whose power can be cut.
+pub const AT: &str = "/var/lib/volume";
 
 pub const BLOCK: usize = 4096;
 pub const BLOCKS: usize = 64;
@@ -142,4 +149,21 @@ impl Load {
         self.asked.iter_mut().for_each(|asked| *asked = None);
         Ok(())
     }
+}
+
+/// A machine of this name with that volume, where there can be one.
+pub fn machine(name: &str) -> Result<Option<Machine>> {
+    if let Some(why) = testvol::unavailable() {
+        println!("skipped: {why}");
+        return Ok(None);
+    }
+    let plan = Plan {
+        name,
+        visible: &[],
+        shared: &[],
+        outlive_maker: false,
+    };
+    let mut machine = Machine::start(&plan)?;
+    machine.mount_volume(Path::new(AT))?;
+    Ok(Some(machine))
 }

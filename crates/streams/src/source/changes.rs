@@ -7,6 +7,7 @@
 //! [`Changes`] lives as long as the migration; channels come and go with its connection sets. What a lost set had under way is
 //! told to who gave it, by disk. Refuses: nothing that is given; without channels it is lost at once.
 
+use super::connections::FAR_RTT;
 use super::ending::Ending;
 use super::events::{FromPeer, Happened, SetEvent, TellDriver};
 use super::maker::{Joining, Maker};
@@ -32,8 +33,6 @@ const ZERO_COST: u64 = 4096;
 const SILENT_FOR: Duration = Duration::from_millis(500);
 /// Nor is one that is heard and carries nothing out for so long.
 const STUCK_FOR: Duration = Duration::from_secs(2);
-/// From this round trip on a link is far.
-const FAR_RTT: Duration = Duration::from_millis(2);
 
 /// How many channels are made. Each carries out one change at a time at the destination, and a far one has more under way.
 pub(super) fn channels_for(rtt: Duration) -> u32 {
@@ -68,7 +67,7 @@ struct State {
     /// The connection set of the lanes.
     set: u16,
     lanes: Vec<Lane>,
-    /// The number of the first of `carried`, less one.
+    /// The number of the first of `carried`, or of the next change.
     below: u64,
     /// Whether the destination has carried it out, or it is lost.
     carried: VecDeque<bool>,
@@ -140,7 +139,7 @@ impl Changes {
     }
 
     /// The destination was heard.
-    pub fn heard(&self) {
+    fn heard(&self) {
         self.0.heard_ms.store(self.0.now_ms(), Ordering::Relaxed);
     }
 

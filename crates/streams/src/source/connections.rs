@@ -41,7 +41,7 @@ const WARM_RTT: Duration = Duration::from_millis(5);
 /// Enough for the device state of most machines.
 const WARM_MESSAGES: u32 = 8;
 /// From this round trip on a link is far.
-const FAR_RTT: Duration = Duration::from_millis(2);
+pub(super) const FAR_RTT: Duration = Duration::from_millis(2);
 /// A channel that was busy for less says nothing about its window.
 const HEMMED_FOR: Duration = Duration::from_secs(1);
 

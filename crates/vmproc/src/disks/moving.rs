@@ -8,7 +8,7 @@ use super::images::{give_names, keep_names};
 use super::served::Served;
 use super::{CONNECT_WAIT, Disks, LOCK_WAIT, REST_WAIT, told};
 use crate::adoption::lock;
-use crate::hypervisor::{internal, with_other_rights};
+use crate::hypervisor::internal;
 use godwit_blockio::Arriving;
 use godwit_blockio::filters::{Course, Mirroring};
 use godwit_streams::source::Changes;
@@ -51,7 +51,11 @@ pub(crate) struct SourceDisks {
 impl Disks {
     /// Begins to mirror those that go along with the VM; nothing where none does. They are copied from
     /// [`SourceDisks::begin`] on.
-    pub(crate) fn mirror(&self, spec: &MigrationSpec) -> Result<Option<SourceDisks>, ApiError> {
+    pub(crate) fn mirror(
+        &self,
+        spec: &MigrationSpec,
+        cap_bytes_per_s: Option<f64>,
+    ) -> Result<Option<SourceDisks>, ApiError> {
         let what = &self.0.what;
         let all = what.disks.iter().zip(&what.images).enumerate();
         let along: Vec<_> = all.filter(|(_, (disk, _))| disk.goes_along()).collect();
@@ -61,10 +65,8 @@ impl Disks {
         // A process that has just taken QEMU over is connected to in a moment.
         self.wait_for_qemu(Instant::now() + CONNECT_WAIT, || true)
             .map_err(|why| ApiError::new(ErrorCode::Hypervisor, why))?;
-        let cap = spec.max_bandwidth_mbit_per_s;
-        let cap = cap.map(|mbit| mbit.max(1) as f64 * 125_000.0);
         let mut source = SourceDisks {
-            changes: Changes::new(cap),
+            changes: Changes::new(cap_bytes_per_s),
             disks: Vec::new(),
         };
         // Whoever finds that the VM has moved removes what moved with this migration, and nothing else.
@@ -218,9 +220,12 @@ impl SourceDisks {
     pub(crate) fn begin(&self) -> u64 {
         let mut bytes = 0;
         for disk in &self.disks {
-            let holes = with_other_rights(|| disk.holes().map_err(internal));
-            let holes = holes.unwrap_or_else(|error| {
-                tracing::warn!(disk = disk.spec.name, %error, "all of a disk is copied, since its holes are not known");
+            let holes = disk.holes().unwrap_or_else(|error| {
+                tracing::warn!(
+                    disk = disk.spec.name,
+                    error,
+                    "all of a disk is copied, since its holes are not known"
+                );
                 Vec::new()
             });
             let empty: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();

@@ -33,18 +33,17 @@ impl SourceDriver {
         loop {
             self.next(Some(set), LOOK_EVERY)?;
             self.sign_of_life(set, PING_EVERY)?;
-            // Holes are known to the disks' threads by now.
-            let (began, before) =
-                *begun.get_or_insert_with(|| (Instant::now(), self.left_on_disks()));
-            self.show_disks(began, before);
-            self.show_sent(set);
             let Some(disks) = &self.parts.disks else {
                 return Ok(());
             };
             if let Some(why) = disks.failure() {
                 return Err(Halt::Failed(why));
             }
-            let left = disks.left_bytes();
+            let (left, synchronised) = (disks.left_bytes(), disks.are_synchronised());
+            // Holes are known to the disks' threads by now.
+            let began = *begun.get_or_insert_with(|| (Instant::now(), left));
+            self.show_disks(began, left);
+            self.show_sent(set);
             if left < least {
                 (least, nearer) = (left, Instant::now());
             } else if nearer.elapsed() > NO_NEARER {
@@ -54,7 +53,7 @@ impl SourceDriver {
                     NO_NEARER.as_secs()
                 )));
             }
-            if disks.are_synchronised() {
+            if synchronised {
                 reached("source.disks-copied");
                 return Ok(());
             }
@@ -62,11 +61,7 @@ impl SourceDriver {
     }
 
     /// How much is left, and when disks and memory will be there.
-    fn show_disks(&self, began: Instant, before: u64) {
-        let Some(disks) = &self.parts.disks else {
-            return;
-        };
-        let left = disks.left_bytes();
+    fn show_disks(&self, (began, before): (Instant, u64), left: u64) {
         let copied = before.saturating_sub(left) as f64;
         let seconds = began.elapsed().as_secs_f64();
         let memory = (self.dirty.count() * godwit_migrate::account::PAGE_BYTES) as f64;
@@ -78,10 +73,6 @@ impl SourceDriver {
             let done_percent = 100.0 * gone / (report.disk_bytes as f64 + memory).max(1.0);
             report.done_percent = report.done_percent.max(done_percent);
         });
-    }
-
-    fn left_on_disks(&self) -> u64 {
-        self.parts.disks.as_ref().map_or(0, SourceDisks::left_bytes)
     }
 
     /// Whether what disks have under way is little enough for a switchover.
