@@ -216,7 +216,10 @@ async fn a_vm_that_the_controller_asks_its_host_about_is_not_said_to_migrate() {
     house.running("web", "a").await;
     // What the host does not tell of any more may be a grant that it never got: the controller asks.
     let (_free, asked) = (a.hold("survey"), a.calls("survey"));
+    // A poll is two calls, and both must say the same.
+    let polls = a.hold_polls().await;
     a.script().unread = [(vm("web"), SENTENCE.to_owned())].into();
+    polls.send(true).unwrap();
     house
         .until(async |_: &House| a.calls("survey") > asked)
         .await;
