@@ -24,7 +24,7 @@ fn capped_at(mbit_per_s: u64, options: Options) -> anyhow::Result<(Pair, Migrati
     let pair = Pair::new(Accelerator::Tcg)?;
     pair.boot(&counter_vm(
         pair.dir(),
-        &CounterSpec::flat(48).slowed(20_000),
+        &CounterSpec::flat(48).slowed(800_000),
         64,
     )?)?;
     wait_passes(&pair.a.ram_file()?, 0, LONG)?;
