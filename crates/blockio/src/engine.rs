@@ -82,6 +82,17 @@ impl Engine {
         (self.under_way() == 0).then_some(&mut self.image)
     }
 
+    /// Goes on with another image of the same disk, while the kernel has no request of this one; else it comes back.
+    pub fn replace(&mut self, image: Image) -> Result<(), Image> {
+        match self.under_way() {
+            0 => {
+                self.image = image;
+                Ok(())
+            }
+            _ => Err(image),
+        }
+    }
+
     /// Looks how large the image is now.
     pub fn measure(&mut self) -> Result<u64, Error> {
         self.image.measure()

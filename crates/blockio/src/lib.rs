@@ -24,6 +24,7 @@ mod image;
 mod image_lock;
 mod reactor;
 mod request;
+mod second_image;
 mod stack;
 
 pub use arriving::Arriving;
@@ -35,6 +36,7 @@ pub use image::{Access, Alignment, Identity, Image};
 pub use reactor::Event;
 use reactor::Reactor;
 pub use request::{Data, Outcome, Request, Work};
+pub use second_image::SecondImage;
 pub use stack::{Bottom, Finished, Stack};
 
 /// Bytes in a sector, the unit in which virtio counts, whatever a disk's block size.

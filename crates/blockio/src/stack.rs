@@ -71,6 +71,15 @@ impl<B: Bottom> Stack<B> {
         Ok(())
     }
 
+    /// Takes the filter away that was put there last, if any. Returns whether it could: only where nothing is under way.
+    pub fn take_lowest(&mut self) -> bool {
+        let is_idle = self.is_idle();
+        if is_idle && std::mem::take(&mut self.has_lowest) {
+            self.filters.pop();
+        }
+        is_idle
+    }
+
     /// Lets a request in at the top.
     pub fn submit(&mut self, request: Request, now: Instant) {
         self.under_way += 1;

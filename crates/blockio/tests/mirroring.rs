@@ -6,7 +6,7 @@ mod common;
 use common::{read_all, volume};
 use godwit_blockio::filters::{Change, Course, Mirroring, Origin, Outlet};
 use godwit_blockio::{
-    Access, Arriving, Buffer, Data, Engine, Image, Outcome, Request, Stack, Work,
+    Access, Arriving, Buffer, Data, Engine, Image, Outcome, Request, SecondImage, Stack, Work,
 };
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -225,4 +225,72 @@ fn of_two_changes_of_the_same_bytes_the_later_number_stays_and_none_reaches_beyo
     }
     let backwards = Range { start: 512, end: 0 };
     assert!(arriving.apply(4, 1, &backwards, whole).is_err());
+}
+
+#[test]
+fn a_second_image_is_filled_while_writes_overlap_each_other_and_what_is_copied() {
+    for seed in 0..10 {
+        let mut number = numbers(seed);
+        let (from, to) = (volume(BYTES), volume(BYTES));
+        let open = |path| Image::open(path, Access::ReadWrite, 512).unwrap();
+        let course = Course::default();
+        let second = SecondImage::of(&open(&to.path), &course).unwrap();
+        let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
+        let engine = Engine::new(open(&from.path)).unwrap();
+        let mut stack = Stack::new(vec![Box::new(mirroring)], engine);
+        course.begin(None);
+        let (mut token, mut finished) = (0, 0);
+        while !course.is_synchronised() || token < 2000 || stack.under_way() > 0 {
+            while stack.under_way() < 16 && token < 2000 {
+                // Much of it in one place.
+                let start = number(if token % 2 == 0 { 64 } else { BYTES / 512 - 64 }) * 512;
+                let len = (1 + number(64)) * 512;
+                token += 1;
+                let one = match number(8) {
+                    0 => request_of(Work::Discard(start..start + len), Data::None, token),
+                    _ => write_of(start, len, number(256) as u8, token),
+                };
+                stack.submit(one, Instant::now());
+            }
+            stack.turn(None, &mut Vec::new()).unwrap();
+            while let Some((_, outcome)) = stack.finished() {
+                assert_eq!(outcome, Outcome::Done);
+                finished += 1;
+            }
+        }
+        while second.under_way_bytes() > 0 {
+            std::thread::yield_now();
+        }
+        second.sync().unwrap();
+        assert_eq!((finished, course.failure()), (token, None));
+        assert!(course.is_synchronised());
+        assert!(read_all(&from) == read_all(&to), "seed {seed}: they differ");
+    }
+}
+
+#[test]
+fn a_second_image_that_cannot_be_written_ends_the_mirroring_and_no_write() {
+    let (from, to) = (volume(BYTES), volume(BYTES));
+    let course = Course::default();
+    let unwritable = Image::open(&to.path, Access::ReadOnly, 512).unwrap();
+    let second = SecondImage::of(&unwritable, &course).unwrap();
+    let mirroring = Mirroring::new(BYTES, second.outlet().unwrap(), &course);
+    let image = Image::open(&from.path, Access::ReadWrite, 512).unwrap();
+    let mut stack = Stack::new(vec![Box::new(mirroring)], Engine::new(image).unwrap());
+    course.begin(None);
+    let mut token = 0;
+    while course.failure().is_none() || token < 20 || stack.under_way() > 0 {
+        if token < 20 {
+            stack.submit(write_of(token * 4096, 4096, 7, token), Instant::now());
+            token += 1;
+        }
+        stack.turn(None, &mut Vec::new()).unwrap();
+        while let Some((_, outcome)) = stack.finished() {
+            assert_eq!(outcome, Outcome::Done);
+        }
+    }
+    let why = course.failure().unwrap();
+    assert!(why.contains(to.path.to_str().unwrap()), "{why}");
+    assert!(!course.is_synchronised());
+    assert_eq!(read_all(&from)[..20 * 4096], [7; 20 * 4096]);
 }

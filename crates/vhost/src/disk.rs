@@ -106,10 +106,14 @@ pub(crate) struct Device {
     pub(crate) is_probing: bool,
     pub(crate) try_parked_at: Option<Instant>,
     pub(crate) held: bool,
+    /// Whether nothing goes to the image, for whoever changes what is below the guest's requests.
+    pub(crate) stands: bool,
     /// Whether the image is this disk's.
     pub(crate) has_image: bool,
     /// Whoever waits until nothing is under way.
     waiting: Vec<Sender<()>>,
+    /// Whoever waits until nothing goes to the image.
+    standing: Vec<Sender<()>>,
     resubmitted: u64,
     /// When lines about guest and QEMU are counted anew.
     tell_at: Option<Instant>,
@@ -153,8 +157,10 @@ impl Device {
             is_probing: false,
             try_parked_at: None,
             held: false,
+            stands: false,
             has_image: settings.has_image,
             waiting: Vec::new(),
+            standing: Vec::new(),
             resubmitted: 0,
             tell_at: None,
             told: 0,
@@ -173,7 +179,8 @@ impl Device {
             let until = match more || self.has_more_to_hear {
                 true => Some(Instant::now()),
                 false => {
-                    let times = [self.opens_at, self.listen_again, self.try_parked_at];
+                    let parked = self.try_parked_at.filter(|_| !self.stands);
+                    let times = [self.opens_at, self.listen_again, parked];
                     times.into_iter().flatten().min()
                 }
             };
@@ -411,7 +418,7 @@ impl Device {
         let now = Instant::now();
         let (count, takes) = (
             self.queues.len(),
-            self.has_image && !self.held && !self.is_full(),
+            self.has_image && !self.held && !self.stands && !self.is_full(),
         );
         let mut more = false;
         for turn in 0..count {
@@ -468,6 +475,11 @@ impl Device {
                 let _ = waiter.send(());
             }
         }
+        if self.stack.is_idle() {
+            for waiter in self.standing.drain(..) {
+                let _ = waiter.send(());
+            }
+        }
         did
     }
 
@@ -509,6 +521,14 @@ impl Device {
                 self.waiting.push(idle);
             }
             Command::Release => self.held = false,
+            Command::Stand(idle) => {
+                self.stands = true;
+                self.standing.push(idle);
+            }
+            Command::GoOn => {
+                self.stands = false;
+                self.standing.clear();
+            }
             Command::Measure(answer) => {
                 let _ = answer.send(self.measure());
             }
@@ -519,8 +539,14 @@ impl Device {
                 let _ = answer.send(self.give_image_back(&name));
             }
             Command::PutLowest(filter, answer) => {
-                let put = self.stack.put_lowest(filter).map_err(|_| self.busy());
-                let _ = answer.send(put);
+                let put = match filter {
+                    Some(filter) => self.stack.put_lowest(filter).is_ok(),
+                    None => self.stack.take_lowest(),
+                };
+                let _ = answer.send(if put { Ok(()) } else { Err(self.busy()) });
+            }
+            Command::Switch(image, answer) => {
+                let _ = answer.send(self.switch(image));
             }
             Command::Status(answer) => {
                 let _ = answer.send(self.status());

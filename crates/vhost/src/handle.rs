@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use godwit_blockio::Filter;
+use godwit_blockio::{Filter, Image};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::Error;
@@ -21,11 +21,16 @@ const ANSWER: Duration = Duration::from_secs(10);
 pub(crate) enum Command {
     Hold(Sender<()>),
     Release,
+    /// Stands still until [`Command::GoOn`]: nothing goes to the image.
+    Stand(Sender<()>),
+    GoOn,
     Measure(Sender<Result<u64, Error>>),
     /// Takes the image, by this name and with this patience, or gives it back.
     Take(String, Duration, Sender<Result<(), Error>>),
     GiveBack(String, Sender<Result<(), Error>>),
-    PutLowest(Box<dyn Filter>, Sender<Result<(), Error>>),
+    /// Puts a filter there, or takes away the one that was.
+    PutLowest(Option<Box<dyn Filter>>, Sender<Result<(), Error>>),
+    Switch(Image, Sender<Result<(), Error>>),
     Status(Sender<Status>),
     Stop,
 }
@@ -62,6 +67,28 @@ impl Status {
     /// Whether QEMU is connected, and done with what it does first: it has spoken, or does not before it starts the disk.
     pub fn is_settled(&self) -> bool {
         self.connected && self.mute_for.is_none_or(|mute| mute >= SPEAKS_WITHIN)
+    }
+}
+
+/// A disk that stands still until this is dropped: what its guest asks for stays in the rings, whatever else holds it or not.
+#[derive(Debug)]
+pub struct Standing<'a>(&'a Disk);
+
+impl Standing<'_> {
+    fn put_lowest(&self, filter: Option<Box<dyn Filter>>) -> Result<(), Error> {
+        self.0.ask(|answer| Command::PutLowest(filter, answer))?
+    }
+
+    /// Goes on with another image of the same bytes, which is locked as the one before; the filter that was put below the
+    /// others is taken away. Where this fails the disk may work with either: it is of no use any more.
+    pub fn switch(&self, image: Image) -> Result<(), Error> {
+        self.0.ask(|answer| Command::Switch(image, answer))?
+    }
+}
+
+impl Drop for Standing<'_> {
+    fn drop(&mut self) {
+        let _ = self.0.tell(Command::GoOn);
     }
 }
 
@@ -116,8 +143,16 @@ impl Disk {
     /// Takes no more requests, which then stay in their rings, and waits until none is under way. QEMU can then stop the guest
     /// at once. The disk is held also where that takes longer than `patience`, until [`Self::release`].
     pub fn hold(&self, patience: Duration) -> Result<(), Error> {
+        self.wait(Command::Hold, patience)
+    }
+
+    fn wait(
+        &self,
+        command: impl FnOnce(Sender<()>) -> Command,
+        patience: Duration,
+    ) -> Result<(), Error> {
         let (idle, is_idle) = channel();
-        self.tell(Command::Hold(idle))?;
+        self.tell(command(idle))?;
         match is_idle.recv_timeout(patience) {
             Ok(()) => Ok(()),
             Err(RecvTimeoutError::Timeout) => Err(Error::Busy {
@@ -148,13 +183,23 @@ impl Disk {
         self.ask(|answer| Command::GiveBack(name.to_owned(), answer))?
     }
 
-    /// Puts a filter below all others, in place of the one that was put there before. The disk is held meanwhile, at most
-    /// for `patience`.
+    /// Puts a filter below all others, in place of the one that was put there before. Nothing goes to the image meanwhile;
+    /// waits for what does at most for `patience`.
     pub fn put_lowest(&self, filter: Box<dyn Filter>, patience: Duration) -> Result<(), Error> {
-        let put = self.hold(patience);
-        let put = put.and_then(|()| self.ask(|answer| Command::PutLowest(filter, answer))?);
-        self.release()?;
-        put
+        self.stand_still(patience)?.put_lowest(Some(filter))
+    }
+
+    /// Takes it away again.
+    pub fn take_lowest(&self, patience: Duration) -> Result<(), Error> {
+        self.stand_still(patience)?.put_lowest(None)
+    }
+
+    /// Lets nothing go to the image and waits until nothing of the guest's is on its way to it; writes for which there is no
+    /// room wait as they do. Goes on when the value that is returned is dropped.
+    pub fn stand_still(&self, patience: Duration) -> Result<Standing<'_>, Error> {
+        let standing = Standing(self);
+        self.wait(Command::Stand, patience)?;
+        Ok(standing)
     }
 
     /// How the disk is.

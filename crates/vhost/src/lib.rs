@@ -34,7 +34,7 @@ mod shared_area;
 
 pub use disk::Settings;
 pub use error::Error;
-pub use handle::{Disk, Status};
+pub use handle::{Disk, Standing, Status};
 
 /// Most queues of a disk.
 pub const QUEUES_MAX: u16 = 16;

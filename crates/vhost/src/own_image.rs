@@ -1,8 +1,10 @@
-//! What becomes of a disk's image while it is served: taken, given back, grown.
+//! What becomes of a disk's image while it is served: taken, given back, grown, left for another.
 //!
 //! Who owns the state: the disk's thread. What it refuses: to give an image back while anything is under way on it.
 
 use std::time::Duration;
+
+use godwit_blockio::{Access, Image};
 
 use crate::Error;
 use crate::connection::send;
@@ -39,6 +41,22 @@ impl Device {
         // From here on nothing is taken, also where this fails.
         self.has_image = false;
         Ok(image.give_back(name)?)
+    }
+
+    /// Goes on with another image of the same size, without what was put below the guest's filters.
+    pub(crate) fn switch(&mut self, image: Image) -> Result<(), Error> {
+        let busy = self.busy();
+        let block = u64::from(self.guest.geometry.block);
+        let (bytes, theirs) = (self.guest.geometry.bytes, image.bytes());
+        let fits = theirs - theirs % block == bytes && image.access() == Access::ReadWrite;
+        if !fits {
+            let reason = format!("its new image has {theirs} bytes, and the disk {bytes}");
+            return Err(Error::Settings { reason });
+        }
+        if !self.stands || !self.has_image || !self.stack.take_lowest() {
+            return Err(busy);
+        }
+        self.stack.bottom.replace(image).map_err(|_| busy)
     }
 
     /// Looks at the image's size and tells the guest if it has changed.

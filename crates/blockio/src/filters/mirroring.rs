@@ -118,6 +118,12 @@ impl Course {
         self.0.left_bytes.load(Ordering::Relaxed)
     }
 
+    /// Ends it, since one side is of no use: for the first reason that is given.
+    pub fn fail(&self, reason: String) {
+        lock(&self.0.failure).get_or_insert(reason);
+        self.give_up();
+    }
+
     /// Why it has ended by itself, if it has.
     pub fn failure(&self) -> Option<String> {
         lock(&self.0.failure).clone()
@@ -255,8 +261,7 @@ impl Mirroring {
             (outcome, _) => {
                 let range = copy.range;
                 let reason = format!("its bytes {range:?} cannot be read ({outcome:?})");
-                lock(&self.course.0.failure).get_or_insert(reason);
-                self.course.give_up();
+                self.course.fail(reason);
             }
         }
     }

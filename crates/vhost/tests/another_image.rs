@@ -1,0 +1,172 @@
+//! A disk that goes on with another image while its guest works with it.
+
+mod common;
+
+use common::{Gate, wait_until};
+use common::{LONG, Site};
+use godwit_blockio::filters::{Course, Fault, Mirroring};
+use godwit_blockio::{Access, Image, SecondImage};
+use godwit_vhost::{Disk, Error};
+use rustix::io::Errno;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+const MIB: u64 = 1 << 20;
+
+/// A disk that is mirrored to a second image.
+struct Mirrored {
+    course: Course,
+    second: SecondImage,
+    image: Image,
+    path: PathBuf,
+}
+
+impl Mirrored {
+    fn begin(site: &Site, disk: &Disk, bytes: u64) -> Self {
+        let path = site.image.with_extension("second");
+        let file = std::fs::File::create(&path).unwrap();
+        file.set_len(bytes).unwrap();
+        let mut image = Image::open(&path, Access::ReadWrite, 512).unwrap();
+        image.lock("root", LONG).unwrap();
+        let course = Course::default();
+        let second = SecondImage::of(&image, &course).unwrap();
+        let filter = Mirroring::new(bytes, second.outlet().unwrap(), &course);
+        disk.put_lowest(Box::new(filter), LONG).unwrap();
+        course.begin(None);
+        Self {
+            course,
+            second,
+            image,
+            path,
+        }
+    }
+
+    fn is_equal(&self) -> bool {
+        self.second.under_way_bytes() == 0 && self.course.is_synchronised()
+    }
+}
+
+fn until(is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "it never came");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_guest_that_writes_all_the_while_finds_everything_on_the_image_that_its_disk_goes_on_with() {
+    let bytes = 4 * MIB;
+    let site = Site::new(bytes);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    let mirrored = Mirrored::begin(&site, &disk, bytes);
+    let mut wanted = vec![0; bytes as usize];
+    let mut round = 0_u64;
+    let mut write = |guest: &mut common::FrontEnd, wanted: &mut Vec<u8>| {
+        round += 1;
+        // Over region borders, too.
+        let (sector, fill) = (round * 1201 % (bytes / 512 - 8), (round % 250) as u8 + 1);
+        guest.submit(0, &site.write_of(0, sector, fill, 4096));
+        guest.wait(0);
+        assert_eq!(site.status(0), 0);
+        wanted[(sector * 512) as usize..][..4096].fill(fill);
+    };
+    while !mirrored.course.is_synchronised() {
+        write(&mut guest, &mut wanted);
+    }
+    for _ in 0..200 {
+        write(&mut guest, &mut wanted);
+    }
+    let standing = disk.stand_still(LONG).unwrap();
+    until(|| mirrored.is_equal());
+    assert_eq!(std::fs::read(&mirrored.path).unwrap(), wanted);
+    standing.switch(mirrored.image).unwrap();
+    drop(standing);
+    let before = site.content();
+    assert_eq!(before, wanted);
+    for _ in 0..50 {
+        write(&mut guest, &mut wanted);
+    }
+    assert_eq!(std::fs::read(&mirrored.path).unwrap(), wanted);
+    assert_eq!(site.content(), before, "nothing goes to the former image");
+    guest.submit(1, &site.read_of(1, 8, 512));
+    guest.wait(1);
+    assert_eq!(site.data(1, 512), wanted[4096..4608]);
+}
+
+#[test]
+fn a_disk_that_stands_still_takes_nothing_though_others_hold_and_release_it() {
+    let site = Site::new(MIB);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    let standing = disk.stand_still(LONG).unwrap();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    disk.hold(LONG).unwrap();
+    disk.release().unwrap();
+    assert_eq!(disk.status().unwrap().unanswered, 0);
+    assert_eq!(site.status(0), 77);
+    drop(standing);
+    guest.wait(0);
+    assert_eq!(site.content()[0], 1);
+}
+
+#[test]
+fn a_disk_without_room_goes_on_with_an_image_that_has_some() {
+    let site = Site::new(MIB);
+    let faults = Fault::default();
+    let disk = site.disk(vec![Box::new(faults.clone())]);
+    let mut guest = site.guest();
+    faults.fail_writes(u64::MAX, Errno::NOSPC);
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    wait_until(&disk, |status| status.full);
+    let mirrored = Mirrored::begin(&site, &disk, MIB);
+    until(|| mirrored.is_equal());
+    let standing = disk.stand_still(LONG).unwrap();
+    standing.switch(mirrored.image).unwrap();
+    drop(standing);
+    faults.fail_writes(0, Errno::NOSPC);
+    guest.wait(0);
+    assert_eq!(site.status(0), 0);
+    assert_eq!(std::fs::read(&mirrored.path).unwrap()[0], 1);
+    assert_eq!(site.content()[0], 0);
+}
+
+#[test]
+fn an_image_of_another_size_is_refused_and_so_is_one_while_requests_are_taken() {
+    let site = Site::new(MIB);
+    let disk = site.disk(Vec::new());
+    let path = site.image.with_extension("other");
+    let image = |bytes| {
+        let file = std::fs::File::create(&path).unwrap();
+        file.set_len(bytes).unwrap();
+        Image::open(&path, Access::ReadWrite, 512).unwrap()
+    };
+    let standing = disk.stand_still(LONG).unwrap();
+    let refused = standing.switch(image(2 * MIB)).unwrap_err();
+    assert!(
+        refused.to_string().contains("has 2097152 bytes"),
+        "{refused}"
+    );
+    standing.switch(image(MIB)).unwrap();
+}
+
+#[test]
+fn a_disk_whose_requests_take_too_long_does_not_stand_still_and_goes_on() {
+    let site = Site::new(MIB);
+    let gate = Gate::default();
+    let disk = site.disk(gate.filters());
+    let mut guest = site.guest();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    wait_until(&disk, |status| status.under_way == 1);
+    let refused = disk.stand_still(Duration::from_millis(20)).unwrap_err();
+    assert!(
+        matches!(refused, Error::Busy { under_way: 1, .. }),
+        "{refused}"
+    );
+    gate.set_open(true);
+    guest.wait(0);
+    guest.submit(1, &site.write_of(1, 1, 1, 512));
+    guest.wait(1);
+    assert_eq!(site.status(1), 0);
+}
