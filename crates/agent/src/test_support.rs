@@ -380,6 +380,10 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
         VmRequest::HostRemoved { host } => {
             heard(run_dir, &format!("{host} is gone"), "waits no more")
         }
+        VmRequest::MoveDisks { .. } | VmRequest::DiskMoves => {
+            VmAnswer::DiskMoves(Default::default())
+        }
+        VmRequest::CancelDiskMoves => heard(run_dir, "disks stay", "they stay"),
         VmRequest::GiftOvertaken(_) => heard(run_dir, "overtaken", "given up"),
         VmRequest::KeepRecord => {
             append(&run_dir.join(KEPT), "kept");

@@ -7,6 +7,7 @@
 
 use crate::console::{ConsolePiece, ConsolePlace, ConsoleTyped};
 use crate::control_api::{CancelRequest, ResolveRequest, StopRequest};
+use crate::disk_move::{DiskMoves, DiskPlace};
 use crate::forecast::DirtyRate;
 use crate::ids::{Generation, HostName, MigrationId, VmName};
 use crate::migration::{AgentAddress, DiskToMove, MigrationReport, MigrationSpec, Side};
@@ -350,6 +351,14 @@ pub enum VmRequest {
         /// How far to go.
         step: CloseStep,
     },
+    /// Move disks to other places of this host while the guest runs; answered by `DiskMoves` at once.
+    MoveDisks {
+        places: Vec<DiskPlace>,
+    },
+    /// How far disks are that are moved on this host.
+    DiskMoves,
+    /// Call off what moves disks on this host.
+    CancelDiskMoves,
     /// End this VM process and leave QEMU running (an upgrade); the next one takes it over.
     Detach {
         /// Refuse while a migration is under way. One that does not know this ends all the same: whoever asks has looked.
@@ -450,6 +459,7 @@ pub enum VmAnswer {
     Blockers(Vec<String>),
     DirtyRate(DirtyRate),
     Closing(ClosingVm),
+    DiskMoves(DiskMoves),
     /// Anything that went wrong.
     Error(ApiError),
 }

@@ -100,6 +100,10 @@ name_type!(
     PortGroup
 );
 name_type!(
+    /// A datastore: a place for disks, by this name on each host that has it.
+    DatastoreName
+);
+name_type!(
     /// One migration, the same text on both hosts and at the controller.
     MigrationId
 );

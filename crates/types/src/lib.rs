@@ -10,6 +10,7 @@ pub mod certificate;
 pub mod console;
 pub mod control_api;
 pub mod cpu;
+pub mod disk_move;
 pub mod drain;
 pub mod error;
 pub mod forecast;
@@ -26,7 +27,7 @@ pub mod version;
 pub mod vm;
 
 pub use error::{ApiError, ErrorCode};
-pub use ids::{Generation, HostName, InvalidName, MigrationId, PortGroup, VmName};
+pub use ids::{DatastoreName, Generation, HostName, InvalidName, MigrationId, PortGroup, VmName};
 pub use vm::VmSpec;
 
 /// Bytes of a guest page: what is tracked, sent and counted.

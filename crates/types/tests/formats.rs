@@ -7,6 +7,7 @@ use godwit_types::console::{ConsolePiece, ConsoleTyped};
 use godwit_types::control_api::{
     ConsoleText, DisksMaking, Done, Empty, HostCheck, JoinRequest, JoinResponse, Started,
 };
+use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -60,6 +61,8 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("CloseRequest", again::<CloseRequest>),
             ("Done", again::<Done>),
             ("DisksMaking", again::<DisksMaking>),
+            ("MoveDisks", again::<MoveDisks>),
+            ("DiskMoves", again::<DiskMoves>),
             ("Started", again::<Started>),
             ("Empty", again::<Empty>),
             ("ConsoleText", again::<ConsoleText>),

@@ -7,6 +7,7 @@
 
 use godwit_ownership::PeerMessage;
 use godwit_types::console::{ConsolePlace, ConsoleTyped};
+use godwit_types::disk_move::DiskPlace;
 use godwit_types::host_api::{CloseStep, PrepareIncoming, VmRequest};
 use godwit_types::migration::MigrationSpec;
 use godwit_types::site::GiftOvertaken;
@@ -70,6 +71,9 @@ pub(crate) enum Now {
     Blockers,
     HostRemoved(HostName),
     GiftOvertaken(GiftOvertaken),
+    MoveDisks(Vec<DiskPlace>),
+    DiskMoves,
+    CancelDiskMoves,
     Close(CloseStep),
     Detach {
         unless_moving: bool,
@@ -100,6 +104,9 @@ impl Ask {
             VmRequest::MeasureDirtyRate { millis } => {
                 return Ok(Self::Later(Later::MeasureDirtyRate { millis }));
             }
+            VmRequest::MoveDisks { places } => Now::MoveDisks(places),
+            VmRequest::DiskMoves => Now::DiskMoves,
+            VmRequest::CancelDiskMoves => Now::CancelDiskMoves,
             VmRequest::Status => Now::Status,
             VmRequest::Start => Now::Start,
             VmRequest::Boot => Now::Boot,

@@ -7,10 +7,12 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
 mod images;
+mod in_place;
 mod moving;
 mod served;
 
 pub(crate) use images::{leave, put_aside, settle};
+pub(crate) use in_place::settle_moves;
 pub(crate) use moving::SourceDisks;
 pub(crate) use served::ServedDisks;
 
@@ -28,7 +30,6 @@ use godwit_types::{ApiError, ErrorCode};
 use godwit_vhost::Disk;
 use served::{Arrival, Served};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -80,8 +81,10 @@ impl Disks {
             images: Vec::new(),
             arriving: come.map(|migration| Arrival::of(&migration.id)),
             leaving: None,
+            copying: None,
+            left: Vec::new(),
         };
-        let mut served = Served::new(config, paths, what, ram, coming.is_none());
+        let served = Served::new(config, paths, what, ram, coming.is_none());
         if let Some(migration) = come {
             served.make_those_that_come(migration)?;
         }
@@ -131,11 +134,13 @@ impl Disks {
                 images: Vec::new(),
                 arriving: None,
                 leaving: None,
+                copying: None,
+                left: Vec::new(),
             },
         };
         let served = Arc::new(Served::new(config, paths, what, ram, may_run));
         let (tried, results) = channel();
-        for index in 0..served.what.disks.len() {
+        for index in 0..served.what().disks.len() {
             served.try_in_thread(index, LOCK_WAIT, Some(tried.clone()));
         }
         drop(tried);
@@ -151,13 +156,16 @@ impl Disks {
 
     /// Whether QEMU has any that this process serves.
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.what.disks.is_empty()
+        self.0.what().disks.is_empty()
     }
 
     /// What a person is to know of them: those that are full, or not served.
     pub(crate) fn note(&self) -> Option<String> {
-        let disks = lock(&self.0.disks);
-        let mut all = disks.iter().zip(&self.0.what.disks);
+        if let Some(moves) = self.moves_note() {
+            return Some(moves);
+        }
+        let (what, disks) = (self.0.what(), lock(&self.0.disks));
+        let mut all = disks.iter().zip(&what.disks);
         all.find_map(|(disk, spec)| {
             let name = &spec.name;
             match disk.as_ref().map(Disk::status) {
@@ -175,7 +183,7 @@ impl Disks {
 
     /// As QEMU's command line has them.
     pub(crate) fn back_ends(&self) -> Vec<BackEnd> {
-        let what = &self.0.what;
+        let what = self.0.what();
         let back_end = |index| BackEnd::Served {
             socket: self.0.paths.ram_files.disk_socket(what.launch, index),
             queues: what.queues,
@@ -187,9 +195,9 @@ impl Disks {
     /// One that is not served keeps nobody. Returns QEMU's connections, for [`Self::are_at_rest`].
     pub(crate) fn rest(&self) -> Result<Vec<Option<u16>>, String> {
         let until = Instant::now() + REST_WAIT;
-        let disks = lock(&self.0.disks);
+        let (what, disks) = (self.0.what(), lock(&self.0.disks));
         let lives = disks.iter().map(|disk| life(disk.as_ref()?)).collect();
-        for (disk, spec) in disks.iter().zip(&self.0.what.disks) {
+        for (disk, spec) in disks.iter().zip(&what.disks) {
             let left = until.saturating_duration_since(Instant::now());
             match disk {
                 Some(disk) if !disk.has_ended() => {
@@ -204,8 +212,8 @@ impl Disks {
     /// Whether a stopped QEMU has all its queues back over the connections that it had before, and nothing is under way: then
     /// its devices can be saved. What is only noted as under way would stay here.
     pub(crate) fn are_at_rest(&self, lives: &[Option<u16>]) -> Result<(), String> {
-        let disks = lock(&self.0.disks);
-        for ((disk, before), spec) in disks.iter().zip(lives).zip(&self.0.what.disks) {
+        let (what, disks) = (self.0.what(), lock(&self.0.disks));
+        for ((disk, before), spec) in disks.iter().zip(lives).zip(&what.disks) {
             let name = &spec.name;
             let disk = disk.as_ref().filter(|disk| life(disk) == *before);
             let Some(disk) = disk else {
@@ -245,8 +253,8 @@ impl Disks {
     }
 
     fn not_connected(&self) -> Option<String> {
-        let disks = lock(&self.0.disks);
-        let mut all = disks.iter().zip(&self.0.what.disks);
+        let (what, disks) = (self.0.what(), lock(&self.0.disks));
+        let mut all = disks.iter().zip(&what.disks);
         all.find_map(|(disk, spec)| match disk.as_ref().map(Disk::status) {
             Some(Ok(status)) if status.is_settled() => None,
             Some(Ok(_)) => Some(format!("QEMU does not connect to disk '{}'", spec.name)),
@@ -274,7 +282,7 @@ impl Disks {
     pub(crate) fn end(&self) {
         let disks = {
             let mut disks = lock(&self.0.disks);
-            self.0.has_ended.store(true, Ordering::SeqCst);
+            self.0.end();
             std::mem::take(&mut *disks)
         };
         // Together, and not one after the other.

@@ -171,6 +171,8 @@ pub(crate) enum Input {
     Driver(DriverNews),
     /// The guest's writes were measured.
     Measured,
+    /// A disk is moved on this host, or is not.
+    DiskMoved,
 }
 
 #[cfg(test)]

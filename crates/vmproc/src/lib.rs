@@ -20,6 +20,7 @@ mod closing;
 mod closing_tests;
 mod console;
 mod destination;
+mod disk_moves;
 mod disks;
 mod faults;
 mod files;

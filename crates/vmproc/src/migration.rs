@@ -106,7 +106,7 @@ impl Vm {
         }
     }
 
-    fn refuse_while_moving(&self) -> Result<(), ApiError> {
+    pub(crate) fn refuse_while_moving(&self) -> Result<(), ApiError> {
         if self.migration.is_none() {
             return Ok(());
         }
@@ -182,6 +182,8 @@ impl Vm {
         self.refuse_while_closing()?;
         self.refuse_cancelled(&spec.id)?;
         self.refuse_while_moving()?;
+        self.refuse_while_disks_move()?;
+        self.follow_disks();
         self.spec
             .as_ref()
             .map_or(Ok(()), refuse_losing_writes)

@@ -111,7 +111,14 @@ fn if_whole<T>(read: Result<Option<T>, StoreError>) -> Result<Option<T>, StoreEr
 
 impl Serving {
     /// Takes over the QEMU that is there. Nothing when this process was told to leave before QEMU answered.
-    pub(crate) fn adopt(self) -> anyhow::Result<Option<Adopted>> {
+    pub(crate) fn adopt(mut self) -> anyhow::Result<Option<Adopted>> {
+        let Seat { paths, spec, .. } = &mut self.seat;
+        if let Err(why) = disks::settle_moves(paths, spec.as_mut()) {
+            tracing::error!(
+                why,
+                "what a predecessor moved of the VM's disks is not settled"
+            );
+        }
         let seat = &self.seat;
         let known = Known {
             config: &seat.config,

@@ -65,6 +65,9 @@ impl Vm {
                 let done = "is given up: it was started elsewhere or deleted since";
                 self.verdict_or(asked, done, "is not here any more")
             }
+            Now::MoveDisks(places) => self.move_disks(places),
+            Now::DiskMoves => Ok(VmAnswer::DiskMoves(self.disk_moves())),
+            Now::CancelDiskMoves => self.cancel_disk_moves(),
             Now::Close(step) => self.close(step),
             Now::Detach { unless_moving } => {
                 if let Some(moving) = self.migration.as_ref().filter(|_| unless_moving) {
@@ -73,6 +76,9 @@ impl Vm {
                         self.config.vm, moving.id
                     );
                     return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
+                }
+                if unless_moving {
+                    self.refuse_while_disks_move()?;
                 }
                 self.detach = true;
                 self.done("is left to its next VM process")

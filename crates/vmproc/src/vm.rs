@@ -4,6 +4,7 @@
 //! deadline; page data never passes here. Refuses: to act on anything that the core did not say.
 
 use crate::ask::Later;
+use crate::disks;
 use crate::faults::{cont_without_permit, patience, planted, reached};
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, internal};
@@ -120,6 +121,7 @@ impl Vm {
             self.look_whether_obeyed();
             self.keep_listening();
             self.look_after_disks();
+            self.follow_disks_again();
         }
         if let Some(hyper) = &self.hyper {
             hyper.console.rest();
@@ -159,6 +161,28 @@ impl Vm {
             );
             self.feed(Event::PauseRequested);
             self.feed(Event::ResumeRequested);
+        }
+    }
+
+    fn follow_disks_again(&mut self) {
+        let hyper = self.hyper.as_ref();
+        if hyper.is_some_and(|hyper| hyper.disks.are_elsewhere()) {
+            self.follow_disks();
+        }
+    }
+
+    /// Has the description say where the disks are. What fails is tried again before anybody needs it.
+    pub(crate) fn follow_disks(&mut self) {
+        let followed = match (&self.hyper, &mut self.spec) {
+            (Some(hyper), Some(spec)) => hyper.disks.follow_moves(&self.paths, spec),
+            (None, spec) => disks::settle_moves(&self.paths, spec.as_mut()),
+            (Some(_), None) => Ok(()),
+        };
+        if let Err(why) = followed {
+            tracing::warn!(
+                why,
+                "the VM's description does not say yet where its disks are"
+            );
         }
     }
 
@@ -208,6 +232,7 @@ impl Vm {
                 self.guest_news(launch, news);
             }
             Input::Measured => self.measuring = None,
+            Input::DiskMoved => self.follow_disks(),
             Input::Driver(DriverNews { run, news }) => {
                 let migration = self.migration.as_ref();
                 let Some(migration) = migration.filter(|migration| migration.run == run) else {

@@ -59,7 +59,7 @@ pub(super) fn give_names(disks: &[DiskSpec], migration: &MigrationId) -> Result<
 }
 
 /// Nothing is done where a predecessor did it. A file that is there is never replaced.
-fn rename(from: &Path, to: &Path) -> io::Result<()> {
+pub(super) fn rename(from: &Path, to: &Path) -> io::Result<()> {
     let (flags, here) = (rustix::fs::RenameFlags::NOREPLACE, rustix::fs::CWD);
     match rustix::fs::renameat_with(here, from, here, to, flags) {
         Ok(()) => Ok(()),
@@ -108,27 +108,28 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
         if !disk.goes_along() {
             continue;
         }
-        let path = Path::new(&disk.path);
-        let is_link = path.is_symlink();
-        match identity_of(path) {
-            Ok(Some(found)) if found == *image && !is_link => {
-                tracing::info!(
-                    disk = disk.name,
-                    "its image went along with the VM, and is removed here"
-                );
-                remove(path);
-            }
-            Ok(None) => {}
-            Ok(Some(_)) | Err(_) => {
-                let path = path.display();
-                tracing::warn!(
-                    disk = disk.name,
-                    "{path} is not the image that went along: it is left alone"
-                );
-            }
-        }
+        remove_own(&disk.name, Path::new(&disk.path), *image);
     }
     forget(paths);
+}
+
+/// Removes an image that is no disk any more, if it is the one that QEMU had.
+pub(super) fn remove_own(disk: &str, path: &Path, image: (u64, u64)) {
+    let is_file = path.symlink_metadata().is_ok_and(|found| found.is_file());
+    match identity_of(path) {
+        Ok(Some(found)) if found == image && is_file => {
+            tracing::info!(disk, path = %path.display(), "its former image is removed");
+            remove(path);
+        }
+        Ok(None) => {}
+        Ok(Some(_)) | Err(_) => {
+            let path = path.display();
+            tracing::warn!(
+                disk,
+                "{path} is not the file that the guest had: it is left alone"
+            );
+        }
+    }
 }
 
 fn arrival(paths: &Paths) -> Option<(ServedDisks, Arrival)> {
@@ -166,7 +167,7 @@ fn forget(paths: &Paths) {
     }
 }
 
-fn remove(path: &Path) {
+pub(super) fn remove(path: &Path) {
     let removed = std::fs::remove_file(path);
     let parent = path.parent().map(PathBuf::from);
     match removed {

@@ -47,6 +47,8 @@ impl Left {
             images: vec![image],
             arriving,
             leaving: leaving.map(id),
+            copying: None,
+            left: Vec::new(),
         };
         let paths = Paths::of(&site.config);
         std::fs::create_dir_all(&paths.state).unwrap();

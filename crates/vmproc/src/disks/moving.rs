@@ -28,7 +28,7 @@ use std::time::Instant;
 pub(super) type Filling = Arc<Vec<Option<Arriving>>>;
 
 /// More changes may be under way than are worth a stop of the guest, bytes.
-const CLOSE_BYTES: u64 = 8 << 20;
+pub(super) const CLOSE_BYTES: u64 = 8 << 20;
 
 /// A disk that goes along.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl Disks {
         spec: &MigrationSpec,
         cap_bytes_per_s: Option<f64>,
     ) -> Result<Option<SourceDisks>, ApiError> {
-        let what = &self.0.what;
+        let what = self.0.what();
         let all = what.disks.iter().zip(&what.images).enumerate();
         let along: Vec<_> = all.filter(|(_, (disk, _))| disk.goes_along()).collect();
         if along.is_empty() {
@@ -99,9 +99,9 @@ impl Disks {
 
     /// Lets the other host have what is on shared storage. The guest stands still, and nothing is under way.
     pub(crate) fn give_back(&self) -> Result<(), String> {
-        let disks = lock(&self.0.disks);
+        let (what, disks) = (self.0.what(), lock(&self.0.disks));
         self.0.may_run.store(false, Ordering::SeqCst);
-        for (disk, spec) in disks.iter().zip(&self.0.what.disks) {
+        for (disk, spec) in disks.iter().zip(&what.disks) {
             if let Some(disk) = disk.as_ref().filter(|_| spec.changes_hands()) {
                 let given = disk.give_image_back(&self.0.lock_name(spec));
                 given.map_err(|error| told(spec, &error))?;
@@ -114,11 +114,11 @@ impl Disks {
     /// they were whole. They are this host's from then on, whatever generation follows.
     pub(crate) fn arrive(&self, generation: Generation) -> Result<(), String> {
         let served = &self.0;
-        let mut arriving = lock(&served.arriving);
+        let (what, mut arriving) = (served.what(), lock(&served.arriving));
         match arriving.as_mut() {
             Some(arrival) if arrival.is_here => Ok(()),
             Some(arrival) if arrival.whole == Some(generation) => {
-                give_names(&served.what.disks, &arrival.migration)?;
+                give_names(&what.disks, &arrival.migration)?;
                 arrival.is_here = true;
                 Ok(())
             }
@@ -130,9 +130,9 @@ impl Disks {
     /// Takes every image for a guest that is let run.
     pub(crate) fn take(&self) -> Result<(), String> {
         let served = &self.0;
-        let disks = lock(&served.disks);
+        let (what, disks) = (served.what(), lock(&served.disks));
         served.may_run.store(true, Ordering::SeqCst);
-        for (disk, spec) in disks.iter().zip(&served.what.disks) {
+        for (disk, spec) in disks.iter().zip(&what.disks) {
             let Some(disk) = disk else { continue };
             let taken = disk.take_image(&served.lock_name(spec), LOCK_WAIT);
             taken.map_err(|error| told(spec, &error))?;
@@ -151,7 +151,7 @@ impl Disks {
         }
         *lock(&served.filling) = Filling::default();
         // What is not written is found again by whoever starts the VM next.
-        if let Err(error) = keep_names(&served.what.disks) {
+        if let Err(error) = keep_names(&served.what().disks) {
             tracing::warn!(%error, "the names of the VM's images may not be durable yet");
             return;
         }
@@ -168,7 +168,7 @@ impl Disks {
             Some(arrival) => arrival.whole = Some(attempt),
             None => return Ok(()),
         }
-        keep_names(&served.what.disks).map_err(internal)?;
+        keep_names(&served.what().disks).map_err(internal)?;
         served.save()
     }
 
@@ -215,24 +215,13 @@ impl Served {
 }
 
 impl SourceDisks {
-    /// Lets the copying begin: what is a hole is not copied. Whatever cannot be looked at is.
-    /// Returns the bytes that are to be copied.
+    /// Lets the copying begin. Returns the bytes that are to be copied.
     pub(crate) fn begin(&self) -> u64 {
-        let mut bytes = 0;
-        for disk in &self.disks {
-            let holes = disk.holes().unwrap_or_else(|error| {
-                tracing::warn!(
-                    disk = disk.spec.name,
-                    error,
-                    "all of a disk is copied, since its holes are not known"
-                );
-                Vec::new()
-            });
-            let empty: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
-            bytes += disk.bytes.saturating_sub(empty);
-            disk.course.begin(holes);
-        }
-        bytes
+        let begun = self
+            .disks
+            .iter()
+            .map(|disk| begin_copying((&disk.spec, disk.image), disk.bytes, &disk.course));
+        begun.sum()
     }
 
     /// Bytes that are still to be copied.
@@ -278,30 +267,52 @@ impl Drop for SourceDisks {
     }
 }
 
-impl Along {
-    /// Where the image holds nothing.
-    fn holes(&self) -> Result<Vec<Range<u64>>, String> {
-        let told = |error: &dyn std::fmt::Display| format!("{}: {error}", self.spec.path);
-        let file = File::open(&self.spec.path).map_err(|error| told(&error))?;
-        let found = godwit_qemu::disk::identity_of_open(&file).map_err(|error| told(&error))?;
-        if found != self.image {
-            return Err(told(&"it is another file than the guest's"));
-        }
-        let (mut holes, mut at) = (Vec::new(), 0);
-        while at < self.bytes {
-            let data = match seek(&file, SeekFrom::Data(at)) {
-                Ok(data) => data.min(self.bytes),
-                Err(Errno::NXIO) => self.bytes,
-                Err(error) => return Err(told(&error)),
-            };
-            if data > at {
-                holes.push(at..data);
-            }
-            if data >= self.bytes {
-                break;
-            }
-            at = seek(&file, SeekFrom::Hole(data)).map_err(|error| told(&error))?;
-        }
-        Ok(holes)
+/// Where a disk's image holds nothing.
+pub(super) fn holes(
+    spec: &DiskSpec,
+    image: (u64, u64),
+    bytes: u64,
+) -> Result<Vec<Range<u64>>, String> {
+    let told = |error: &dyn std::fmt::Display| format!("{}: {error}", spec.path);
+    let file = File::open(&spec.path).map_err(|error| told(&error))?;
+    let found = godwit_qemu::disk::identity_of_open(&file).map_err(|error| told(&error))?;
+    if found != image {
+        return Err(told(&"it is another file than the guest's"));
     }
+    let (mut holes, mut at) = (Vec::new(), 0);
+    while at < bytes {
+        let data = match seek(&file, SeekFrom::Data(at)) {
+            Ok(data) => data.min(bytes),
+            Err(Errno::NXIO) => bytes,
+            Err(error) => return Err(told(&error)),
+        };
+        if data > at {
+            holes.push(at..data);
+        }
+        if data >= bytes {
+            break;
+        }
+        at = seek(&file, SeekFrom::Hole(data)).map_err(|error| told(&error))?;
+    }
+    Ok(holes)
+}
+
+/// Lets the copying of a disk begin: what is a hole is not copied; all is where that cannot be looked at. Returns the bytes
+/// that are to be copied.
+pub(super) fn begin_copying(
+    (spec, image): (&DiskSpec, (u64, u64)),
+    bytes: u64,
+    course: &Course,
+) -> u64 {
+    let holes = holes(spec, image, bytes).unwrap_or_else(|error| {
+        tracing::warn!(
+            disk = spec.name,
+            error,
+            "all of a disk is copied, since its holes are not known"
+        );
+        Vec::new()
+    });
+    let empty: u64 = holes.iter().map(|hole| hole.end - hole.start).sum();
+    course.begin(holes);
+    bytes.saturating_sub(empty)
 }

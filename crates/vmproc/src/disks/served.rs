@@ -4,6 +4,7 @@
 //! one than QEMU was started with.
 
 use super::images::{arriving_path, put_aside};
+use super::in_place::{Copying, Left, Moves};
 use super::moving::Filling;
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY};
 use crate::adoption::lock;
@@ -49,6 +50,12 @@ pub(crate) struct ServedDisks {
     /// The migration for which they were mirrored last.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) leaving: Option<MigrationId>,
+    /// An image of this host that one of them is copied to.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) copying: Option<Copying>,
+    /// Images that were left for others of this host.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) left: Vec<Left>,
 }
 
 /// Images that come with their VM. Until it is here they have names of their own ([`arriving_path`]).
@@ -69,9 +76,10 @@ pub(crate) struct Arrival {
 pub(super) struct Served {
     pub(super) config: VmProcessConfig,
     pub(super) paths: Paths,
-    pub(super) what: ServedDisks,
+    /// As it is written down.
+    what: Mutex<Arc<ServedDisks>>,
     ram: Arc<RamFile>,
-    /// One for each of `what.disks`; `None`: it cannot be served, and is tried again.
+    /// One for each of its disks; `None`: it cannot be served, and is tried again.
     pub(super) disks: Mutex<Vec<Option<Disk>>>,
     tried: Mutex<Option<Instant>>,
     /// Which of them a thread tries to serve just now.
@@ -81,6 +89,10 @@ pub(super) struct Served {
     /// When the guest was last stopped and let run for one that was forgotten.
     pub(super) repaired: Mutex<Option<Instant>>,
     pub(super) has_ended: AtomicBool,
+    /// What is written down may not be what the disks are: it must be written before any is served again.
+    pub(super) must_save: AtomicBool,
+    /// Disks that are moved on this host.
+    pub(super) moves: Moves,
     /// Images that come with their VM, until it is here.
     pub(super) arriving: Mutex<Option<Arrival>>,
     /// Writes what comes into the images that arrive.
@@ -118,15 +130,45 @@ impl Served {
             ram: Arc::clone(ram),
             tried: Mutex::new(None),
             is_tried: what.disks.iter().map(|_| AtomicBool::new(false)).collect(),
-            what,
+            what: Mutex::new(Arc::new(what)),
             said: Mutex::default(),
             repaired: Mutex::default(),
             has_ended: AtomicBool::new(false),
+            must_save: AtomicBool::new(false),
+            moves: Moves::default(),
             arriving: Mutex::new(arriving),
             filling: Mutex::default(),
             leaving: Mutex::new(leaving),
             may_run: AtomicBool::new(may_run),
         }
+    }
+
+    /// What this QEMU has.
+    pub(super) fn what(&self) -> Arc<ServedDisks> {
+        Arc::clone(&lock(&self.what))
+    }
+
+    /// Changes it, durably. Refused once QEMU is gone: what is written then is its successor's. Where writing fails what was
+    /// written before counts, and must be written again.
+    pub(super) fn change(&self, change: impl FnOnce(&mut ServedDisks)) -> Result<(), ApiError> {
+        let mut what = lock(&self.what);
+        if self.has_ended.load(Ordering::SeqCst) {
+            return Err(internal("the VM's hypervisor has ended"));
+        }
+        let mut changed = ServedDisks::clone(&what);
+        change(&mut changed);
+        let written = self.write(&changed);
+        match &written {
+            Ok(()) => *what = Arc::new(changed),
+            Err(_) => self.must_save.store(true, Ordering::SeqCst),
+        }
+        written
+    }
+
+    /// Nothing is written from here on: QEMU is gone.
+    pub(super) fn end(&self) {
+        let _what = lock(&self.what);
+        self.has_ended.store(true, Ordering::SeqCst);
     }
 
     /// Makes the images that are to be filled. Written down before: what a process that dies leaves is removed by the next.
@@ -141,8 +183,8 @@ impl Served {
     }
 
     fn make_all(&self, migration: &MigrationSpec) -> Result<(), ApiError> {
-        let (uid, gid) = (self.what.uid, self.what.gid);
-        for spec in self.what.disks.iter().filter(|disk| disk.goes_along()) {
+        let what = self.what();
+        for spec in what.disks.iter().filter(|disk| disk.goes_along()) {
             let named = migration.disks.iter().find(|named| named.name == spec.name);
             let named = named
                 .ok_or_else(|| self.refused(spec, &"the migration does not say how large it is"))?;
@@ -156,44 +198,47 @@ impl Served {
                 path: arriving_path(&spec.path, &migration.id),
                 ..spec.clone()
             };
-            let reserved = reserved(&self.config);
-            with_other_rights(|| {
-                let common = common_user(&self.config, &reserved);
-                user::make_disk(
-                    common,
-                    &self.config.vm,
-                    &beside,
-                    named.bytes,
-                    User { uid, gid },
-                )
-            })?;
+            self.make(&beside, named.bytes)?;
         }
         Ok(())
     }
 
+    /// Makes an image with the rights of QEMU's user.
+    pub(super) fn make(&self, spec: &DiskSpec, bytes: u64) -> Result<(), ApiError> {
+        let what = self.what();
+        let owner = User {
+            uid: what.uid,
+            gid: what.gid,
+        };
+        let reserved = reserved(&self.config);
+        let made = with_other_rights(|| {
+            let common = common_user(&self.config, &reserved);
+            user::make_disk(common, &self.config.vm, spec, bytes, owner)
+        });
+        made.map(drop)
+    }
+
     /// Opens all images and serves them.
-    pub(super) fn begin(&mut self) -> Result<(), ApiError> {
+    pub(super) fn begin(&self) -> Result<(), ApiError> {
         let (mut images, until) = (Vec::new(), Instant::now() + LOCK_WAIT);
-        for disk in &self.what.disks {
+        let what = self.what();
+        for disk in &what.disks {
             let left = until.saturating_duration_since(Instant::now());
             images.push(self.open(disk, left, self.takes(disk))?);
         }
-        let mut filling = Vec::new();
-        for (image, disk) in images.iter().zip(&self.what.disks) {
+        let (mut filling, mut identities) = (Vec::new(), Vec::new());
+        for (image, disk) in images.iter().zip(&what.disks) {
             let identity = image.identity();
             let identity = identity.map_err(|error| self.refused(disk, &error))?;
             filling.push(self.fills(disk, image)?);
-            self.what.images.push((identity.device, identity.inode));
+            identities.push((identity.device, identity.inode));
         }
         *lock(&self.filling) = Arc::new(filling);
         // Also one without disks: whoever takes it over must not find those of an earlier one.
-        self.save()?;
+        self.change(|what| what.images = identities)?;
         for (index, image) in images.into_iter().enumerate() {
-            let takes = self
-                .what
-                .disks
-                .get(index)
-                .is_some_and(|disk| self.takes(disk));
+            let disk = what.disks.get(index);
+            let takes = disk.is_some_and(|disk| self.takes(disk));
             self.start(index, image, takes)?;
         }
         Ok(())
@@ -272,7 +317,8 @@ impl Served {
     fn try_to_serve(&self, index: usize, patience: Duration) {
         match self.serve(index, patience) {
             Ok(()) => {
-                let disk = self.what.disks.get(index).map(|disk| disk.name.as_str());
+                let what = self.what();
+                let disk = what.disks.get(index).map(|disk| disk.name.as_str());
                 tracing::info!(disk, "a disk of the guest is served again");
             }
             Err(error) => self.say(&error),
@@ -281,8 +327,12 @@ impl Served {
 
     /// The image that it had, and no other in its place.
     fn serve(&self, index: usize, patience: Duration) -> Result<(), ApiError> {
-        let (Some(spec), Some(before)) = (self.what.disks.get(index), self.what.images.get(index))
-        else {
+        if self.must_save.load(Ordering::SeqCst) {
+            self.save()?;
+            self.must_save.store(false, Ordering::SeqCst);
+        }
+        let what = self.what();
+        let (Some(spec), Some(before)) = (what.disks.get(index), what.images.get(index)) else {
             return Ok(());
         };
         let taken = self.takes(spec);
@@ -314,14 +364,15 @@ impl Served {
         image: Image,
         has_image: bool,
     ) -> Result<(), ApiError> {
-        let Some(spec) = self.what.disks.get(index) else {
+        let what = self.what();
+        let Some(spec) = what.disks.get(index) else {
             return Ok(());
         };
         let disk = Disk::start(Settings {
             name: spec.name.clone(),
-            socket: self.paths.ram_files.disk_socket(self.what.launch, index),
-            owner: Some((self.what.uid, self.what.gid)),
-            geometry: self.geometry(spec, &image),
+            socket: self.paths.ram_files.disk_socket(what.launch, index),
+            owner: Some((what.uid, what.gid)),
+            geometry: self.geometry((spec, what.queues), &image),
             image,
             filters: Vec::new(),
             ram: Arc::clone(&self.ram),
@@ -345,11 +396,11 @@ impl Served {
         ApiError::new(ErrorCode::InvalidRequest, message).on_host(host)
     }
 
-    fn geometry(&self, spec: &DiskSpec, image: &Image) -> Geometry {
+    fn geometry(&self, (spec, queues): (&DiskSpec, u16), image: &Image) -> Geometry {
         Geometry {
             bytes: image.bytes() - image.bytes() % u64::from(BLOCK),
             block: BLOCK,
-            queues: self.what.queues,
+            queues,
             read_only: spec.read_only,
             erases: !spec.read_only,
             serial: spec.name.clone(),
@@ -367,7 +418,8 @@ impl Served {
             path: self.path_of(spec),
             ..spec.clone()
         };
-        let (uid, gid) = (self.what.uid, self.what.gid);
+        let what = self.what();
+        let (uid, gid) = (what.uid, what.gid);
         let reserved = reserved(&self.config);
         let file = with_other_rights(|| {
             let common = common_user(&self.config, &reserved);
@@ -409,10 +461,15 @@ impl Served {
 
     /// Writes down which images QEMU has.
     pub(super) fn save(&self) -> Result<(), ApiError> {
+        let what = lock(&self.what);
+        self.write(&what)
+    }
+
+    fn write(&self, what: &ServedDisks) -> Result<(), ApiError> {
         let what = ServedDisks {
             arriving: lock(&self.arriving).clone(),
             leaving: lock(&self.leaving).clone(),
-            ..self.what.clone()
+            ..what.clone()
         };
         save_json(&self.paths.disks(), &what).map_err(internal)
     }

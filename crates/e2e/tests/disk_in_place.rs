@@ -1,0 +1,216 @@
+//! A disk that goes from one place of its host to another while its guest writes to it.
+
+mod disk_site;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use disk_site::{LONG, LOOK_EVERY, Site, dies_at, does_at, has_died};
+use godwit_e2e::pair::Options;
+use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, DiskPlace};
+use godwit_types::host_api::{VmAnswer, VmRequest};
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// A place for the disk beside the one that it has, where QEMU's user may make files.
+fn another(site: &Site, name: &str) -> Result<PathBuf> {
+    let above = site.path.parent().and_then(|images| images.parent());
+    let directory = above.context("a directory")?.join(name);
+    if !directory.exists() {
+        std::fs::create_dir(&directory)?;
+        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777))?;
+    }
+    Ok(directory.join("web-root.raw"))
+}
+
+fn begin(site: &Site, to: &Path) -> Result<DiskMoves> {
+    let place = DiskPlace {
+        disk: "root".into(),
+        path: to.to_str().context("a path")?.into(),
+        shared: false,
+    };
+    let places = vec![place];
+    match site.pair.a.ask(&VmRequest::MoveDisks { places })? {
+        VmAnswer::DiskMoves(moves) => Ok(moves),
+        other => bail!("{other:?}"),
+    }
+}
+
+fn ended(site: &Site) -> Result<DiskMove> {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let VmAnswer::DiskMoves(moves) = site.pair.a.ask(&VmRequest::DiskMoves)? else {
+            bail!("no moves");
+        };
+        if !moves.are_under_way() {
+            return moves.disks.into_iter().next().context("no disk was moved");
+        }
+        ensure!(Instant::now() < deadline, "{moves:?}");
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+/// How many files are in the directory of this one.
+fn files_beside(path: &Path) -> Result<usize> {
+    let directory = path.parent().context("a directory")?;
+    Ok(std::fs::read_dir(directory)?.count())
+}
+
+/// The VM's description says that the disk is there, and nowhere else is anything of it.
+fn is_at(site: &mut Site, path: &Path) -> Result<()> {
+    let deadline = Instant::now() + LONG;
+    let former = std::mem::replace(&mut site.path, path.to_owned());
+    let described = || -> Result<String> {
+        let vm = site.pair.a.vm()?;
+        Ok(vm.spec.disks.first().context("a disk")?.path.clone())
+    };
+    while described().ok().as_deref() != path.to_str() || (former != path && former.exists()) {
+        ensure!(
+            Instant::now() < deadline,
+            "it is still {}",
+            former.display()
+        );
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}
+
+#[test]
+fn a_disk_moves_to_another_place_of_its_host_and_back_and_its_guest_loses_nothing() -> Result<()> {
+    let mut site = Site::local()?;
+    let (first, fast) = (site.path.clone(), another(&site, "fast")?);
+    for to in [&fast, &first] {
+        let begun = begin(&site, to)?;
+        ensure!(begun.are_under_way(), "{begun:?}");
+        let moved = ended(&site)?;
+        ensure!(moved.state == DiskMoveState::Moved, "{moved:?}");
+        println!(
+            "  {} MiB, {:.1} ms",
+            moved.total_bytes >> 20,
+            moved.switch_ms.unwrap_or(0.0)
+        );
+        ensure!(
+            moved.total_bytes > 40 << 20 && moved.total_bytes < 60 << 20,
+            "{moved:?}"
+        );
+        is_at(&mut site, to)?;
+        site.goes_on(&site.pair.a, 20)?;
+        site.is_whole(&site.pair.a)?;
+    }
+    ensure!(site.images(&site.pair.a)? == ["root.raw"]);
+    // A successor works with the image that the disk has now.
+    begin(&site, &fast)?;
+    ended(&site)?;
+    is_at(&mut site, &fast)?;
+    let starts = site.pair.a.starts();
+    site.pair.a.signal_kill()?;
+    disk_site::has_successor(&site.pair.a, starts)?;
+    site.goes_on(&site.pair.a, 20)?;
+    site.is_whole(&site.pair.a)
+}
+
+#[test]
+fn a_move_that_is_called_off_or_refused_leaves_the_disk_where_it_was() -> Result<()> {
+    let site = Site::local()?;
+    let fast = another(&site, "fast")?;
+    std::fs::write(&fast, "somebody's")?;
+    begin(&site, &fast)?;
+    let refused = ended(&site)?;
+    let why = refused.why.unwrap_or_default();
+    ensure!(
+        refused.state == DiskMoveState::Failed && why.contains("a file is at"),
+        "{why}"
+    );
+    ensure!(std::fs::read(&fast)? == b"somebody's");
+    std::fs::remove_file(&fast)?;
+    does_at(&site.pair.a, "disk-move.copying", "hold")?;
+    begin(&site, &fast)?;
+    site.pair.a.wait_fault(LONG)?;
+    site.pair.a.ask(&VmRequest::CancelDiskMoves)?;
+    site.pair.a.release()?;
+    let state = ended(&site)?.state;
+    ensure!(state == DiskMoveState::Cancelled, "{state:?}");
+    ensure!(files_beside(&fast)? == 0);
+    site.is_whole(&site.pair.a)?;
+    let places = vec![DiskPlace {
+        disk: "swap".into(),
+        path: "/nowhere".into(),
+        shared: false,
+    }];
+    let asked = site.pair.a.ask(&VmRequest::MoveDisks { places });
+    let refused = format!(
+        "{:#}",
+        asked.err().context("a disk that is not there is moved")?
+    );
+    ensure!(refused.contains("no disk 'swap'"), "{refused}");
+    site.goes_on(&site.pair.a, 20)
+}
+
+#[test]
+fn a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right_one() -> Result<()>
+{
+    for (point, is_moved) in [
+        ("disk-move.copying", false),
+        ("disk-move.equal", false),
+        ("disk-move.written", true),
+        ("disk-move.switched", true),
+        ("disk-move.followed", true),
+    ] {
+        let mut site = Site::local()?;
+        let (first, fast) = (site.path.clone(), another(&site, "fast")?);
+        dies_at(&site.pair.a, point)?;
+        begin(&site, &fast)?;
+        has_died(&site.pair.a).with_context(|| point.to_owned())?;
+        is_at(&mut site, if is_moved { &fast } else { &first })?;
+        let other = if is_moved { &first } else { &fast };
+        ensure!(files_beside(other)? == 0, "{point}: something is left");
+        site.goes_on(&site.pair.a, 20)
+            .with_context(|| point.to_owned())?;
+        site.is_whole(&site.pair.a)
+            .with_context(|| point.to_owned())?;
+        println!("  killed at {point}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_hypervisor_that_dies_while_a_disk_is_moved_leaves_one_image_and_a_description_of_it()
+-> Result<()> {
+    for (point, is_moved) in [("disk-move.copying", false), ("disk-move.written", true)] {
+        let mut site = Site::local()?;
+        let (first, fast) = (site.path.clone(), another(&site, "fast")?);
+        does_at(&site.pair.a, point, "kill-qemu")?;
+        begin(&site, &fast)?;
+        site.pair.a.wait_fault(LONG)?;
+        let (there, other) = if is_moved {
+            (&fast, &first)
+        } else {
+            (&first, &fast)
+        };
+        is_at(&mut site, there)?;
+        let deadline = Instant::now() + LONG;
+        while files_beside(other)? > 0 {
+            ensure!(Instant::now() < deadline, "{point}: something is left");
+            std::thread::sleep(LOOK_EVERY);
+        }
+        ensure!(files_beside(there)? == 1, "{point}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_vm_does_not_leave_its_host_while_its_disks_are_on_their_way() -> Result<()> {
+    let mut site = Site::apart()?;
+    let fast = another(&site, "fast")?;
+    does_at(&site.pair.a, "disk-move.copying", "hold")?;
+    begin(&site, &fast)?;
+    site.pair.a.wait_fault(LONG)?;
+    let (_, begun) = site
+        .pair
+        .try_begin(&site.pair.a, &site.pair.b, &Options::default())?;
+    let refused = format!("{:#}", begun.err().context("it was let go")?);
+    ensure!(refused.contains("are being moved"), "{refused}");
+    site.pair.a.release()?;
+    ensure!(ended(&site)?.state == DiskMoveState::Moved);
+    is_at(&mut site, &fast)?;
+    site.goes_on(&site.pair.a, 20)
+}

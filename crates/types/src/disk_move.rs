@@ -1,0 +1,82 @@
+//! Disks that move from one place of their host to another while their guest runs.
+//!
+//! Plain data. Refuses nothing.
+
+use crate::ids::DatastoreName;
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Moves disks of a VM that runs to a datastore of its host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct MoveDisks {
+    /// Names of disks within the VM; none: all that the guest may write.
+    #[serde(default)]
+    pub disks: Vec<String>,
+    #[schema(value_type = String)]
+    pub to: DatastoreName,
+}
+
+/// Where a disk goes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskPlace {
+    pub disk: String,
+    /// The image that is made for it.
+    pub path: String,
+    /// Whether other hosts have that image, too.
+    pub shared: bool,
+}
+
+/// How far a disk is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskMoveState {
+    /// Another one goes first.
+    Waiting,
+    Copying,
+    /// The guest works with the new image, and the old one is removed.
+    Moved,
+    /// It is where it was, and nothing is left of the new image.
+    Failed,
+    /// A person called it off; as if it had not begun.
+    Cancelled,
+}
+
+/// One disk on its way.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DiskMove {
+    pub disk: String,
+    /// The image that it had before.
+    pub from: String,
+    /// The image that it is to have.
+    pub to: String,
+    pub state: DiskMoveState,
+    /// Bytes that are to be copied.
+    pub total_bytes: u64,
+    /// Those of them that are not copied yet.
+    pub left_bytes: u64,
+    /// How long the rest will take at the present speed, s.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eta_s: Option<u64>,
+    /// How long the guest's requests waited for the change of images, ms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub switch_ms: Option<f64>,
+    /// Why it is not there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub why: Option<String>,
+}
+
+/// The disks that a VM's process moves, or moved last.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct DiskMoves {
+    pub disks: Vec<DiskMove>,
+}
+
+impl DiskMoves {
+    /// Whether one of them is not at its end.
+    pub fn are_under_way(&self) -> bool {
+        let mut states = self.disks.iter().map(|disk| disk.state);
+        states.any(|state| matches!(state, DiskMoveState::Waiting | DiskMoveState::Copying))
+    }
+}

@@ -1,0 +1,57 @@
+//! What the VM's thread does for disks that move on this host while the guest runs.
+//!
+//! Part of [`Vm`]; the work itself is in [`crate::disks`]. Refuses: a VM without a guest, one that moves to another host, and to
+//! move one whose disks are on their way.
+
+use crate::input::Input;
+use crate::requests::Reply;
+use crate::vm::Vm;
+use godwit_types::disk_move::{DiskMoves, DiskPlace};
+use godwit_types::host_api::VmAnswer;
+use godwit_types::{ApiError, ErrorCode};
+
+impl Vm {
+    pub(crate) fn move_disks(&mut self, places: Vec<DiskPlace>) -> Reply {
+        self.refuse_while_closing()?;
+        self.refuse_while_moving()?;
+        let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
+        let inputs = self.inputs.clone();
+        let changed = move || {
+            // A process that ends leaves it to its successor.
+            let _ = inputs.send(Input::DiskMoved);
+        };
+        let begun = hyper.disks.move_in_place(places, changed)?;
+        Ok(VmAnswer::DiskMoves(begun))
+    }
+
+    pub(crate) fn disk_moves(&self) -> DiskMoves {
+        let hyper = self.hyper.as_ref();
+        hyper.map_or_else(DiskMoves::default, |hyper| hyper.disks.moves())
+    }
+
+    pub(crate) fn cancel_disk_moves(&mut self) -> Reply {
+        match &self.hyper {
+            Some(hyper) if hyper.disks.moves().are_under_way() => {
+                hyper.disks.cancel_moves();
+                self.done("keeps the disks where they are that are not moved yet")
+            }
+            _ => {
+                let message = format!("VM '{}' moves no disks on this host", self.config.vm);
+                Err(ApiError::new(ErrorCode::WrongState, message).on_host(&self.config.host))
+            }
+        }
+    }
+
+    /// One that begins would begin with disks that are about to be others.
+    pub(crate) fn refuse_while_disks_move(&self) -> Result<(), ApiError> {
+        if !self.disk_moves().are_under_way() {
+            return Ok(());
+        }
+        let vm = &self.config.vm;
+        let message = format!(
+            "disks of VM '{vm}' are being moved on host '{}': wait for that, or call it off with 'godwit vm move-disk {vm} --cancel'",
+            self.config.host
+        );
+        Err(ApiError::new(ErrorCode::AlreadyMigrating, message).on_host(&self.config.host))
+    }
+}

@@ -1,0 +1,171 @@
+//! What a successor makes of disks that its predecessor moved, at whatever moment that died.
+
+use super::*;
+use crate::testing::Site;
+
+struct Dead {
+    _site: Site,
+    paths: Paths,
+    directory: tempfile::TempDir,
+    spec: VmSpec,
+}
+
+impl Dead {
+    /// What a process left whose disk was `old` before it was moved, with these files.
+    fn with(files: &[&str], what: impl FnOnce(&Self, &mut ServedDisks)) -> Self {
+        let (site, directory) = (Site::new(), tempfile::tempdir().unwrap());
+        for name in files {
+            std::fs::write(directory.path().join(name), name.as_bytes()).unwrap();
+        }
+        let paths = Paths::of(&site.config);
+        std::fs::create_dir_all(&paths.state).unwrap();
+        let mut spec = VmSpec::placeholder(&site.config.vm);
+        spec.disks = vec![DiskSpec {
+            name: "root".into(),
+            path: directory.path().join("old").to_str().unwrap().into(),
+            read_only: false,
+            shared: false,
+            from: None,
+            size_gib: None,
+        }];
+        let dead = Self {
+            _site: site,
+            paths,
+            directory,
+            spec,
+        };
+        let mut served = ServedDisks {
+            launch: 1,
+            ram: (0, 0),
+            uid: 0,
+            gid: 0,
+            queues: 1,
+            disks: dead.spec.disks.clone(),
+            images: vec![dead.identity("old")],
+            arriving: None,
+            leaving: None,
+            copying: None,
+            left: Vec::new(),
+        };
+        what(&dead, &mut served);
+        save_json(&dead.paths.disks(), &served).unwrap();
+        dead
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.directory.path().join(name).to_str().unwrap().into()
+    }
+
+    fn identity(&self, name: &str) -> (u64, u64) {
+        let found = identity_of(Path::new(&self.path(name))).unwrap();
+        found.unwrap_or((1, 2))
+    }
+
+    fn copying(&self, image: Option<&str>) -> Copying {
+        Copying {
+            path: self.path("new"),
+            beside: self.path("new.moving-1"),
+            image: image.map(|name| self.identity(name)),
+        }
+    }
+
+    fn left(&self, name: &str) -> Left {
+        Left {
+            disk: "root".into(),
+            path: self.path(name),
+            image: self.identity(name),
+        }
+    }
+
+    /// A successor looks at it; which files there are, and where the description says that the disk is.
+    fn settled(&mut self) -> (Vec<String>, String) {
+        settle_moves(&self.paths, Some(&mut self.spec)).unwrap();
+        // Once more: it may die, too.
+        settle_moves(&self.paths, Some(&mut self.spec)).unwrap();
+        let names = std::fs::read_dir(self.directory.path()).unwrap();
+        let mut names: Vec<String> = names
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        (names, self.spec.disks[0].path.clone())
+    }
+
+    fn written(&self) -> ServedDisks {
+        load_json(&self.paths.disks()).unwrap().unwrap()
+    }
+}
+
+#[test]
+fn an_image_that_was_not_whole_is_removed_under_either_of_its_names_and_no_other_file_is() {
+    for (files, image) in [
+        (&["old"][..], None),
+        (&["old", "new.moving-1"], None),
+        (&["old", "new.moving-1"], Some("new.moving-1")),
+        (&["old", "new"], Some("new")),
+    ] {
+        let mut dead = Dead::with(files, |dead, what| {
+            what.copying = Some(dead.copying(image));
+        });
+        let old = dead.path("old");
+        assert_eq!(dead.settled(), (vec!["old".to_owned()], old));
+        assert_eq!(dead.written().copying, None);
+    }
+    let mut dead = Dead::with(&["old", "new"], |dead, what| {
+        what.copying = Some(dead.copying(Some("old")));
+    });
+    assert_eq!(dead.settled().0, ["new", "old"], "'new' is somebody else's");
+}
+
+#[test]
+fn a_disk_that_is_elsewhere_is_followed_and_its_former_image_removed() {
+    let mut dead = Dead::with(&["old", "new"], |dead, what| {
+        what.left = vec![dead.left("old")];
+        what.disks[0].path = dead.path("new");
+        what.disks[0].shared = true;
+        what.images = vec![dead.identity("new")];
+    });
+    let new = dead.path("new");
+    assert_eq!(dead.settled(), (vec!["new".to_owned()], new.clone()));
+    assert!(dead.spec.disks[0].shared);
+    assert_eq!(dead.written().left, []);
+    let described: VmSpec = load_json(&dead.paths.state.join(SPEC_FILE))
+        .unwrap()
+        .unwrap();
+    assert_eq!(described.disks[0].path, new);
+}
+
+#[test]
+fn a_file_that_took_the_place_of_a_former_image_stays() {
+    let mut dead = Dead::with(&["old", "new"], |dead, what| {
+        let left = dead.left("old");
+        what.left = vec![Left {
+            image: (left.image.0, left.image.1 + 1),
+            ..left
+        }];
+        what.disks[0].path = dead.path("new");
+    });
+    let new = dead.path("new");
+    assert_eq!(dead.settled(), (vec!["new".into(), "old".into()], new));
+}
+
+#[test]
+fn a_disk_that_was_described_otherwise_since_is_left_as_described() {
+    let mut dead = Dead::with(&["old", "new"], |dead, what| {
+        what.left = vec![dead.left("old")];
+        what.disks[0].path = dead.path("new");
+    });
+    dead.spec.disks[0].path = dead.path("third");
+    let third = dead.path("third");
+    assert_eq!(dead.settled(), (vec!["new".to_owned()], third));
+}
+
+#[test]
+fn without_a_description_nothing_is_removed_that_may_be_the_only_copy() {
+    let dead = Dead::with(&["old", "new"], |dead, what| {
+        what.left = vec![dead.left("old")];
+        what.disks[0].path = dead.path("new");
+    });
+    settle_moves(&dead.paths, None).unwrap();
+    assert!(Path::new(&dead.path("old")).exists());
+    assert_eq!(dead.written().left.len(), 1);
+}
