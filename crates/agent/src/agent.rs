@@ -297,6 +297,7 @@ impl Agent {
             boot_alone_ignored: self.config.boot == BootRule::Alone && !may_be_alone,
             unread: self.records.all_unread(),
             certificate: Some(self.certificate.info()),
+            datastores: self.config.datastores.clone(),
         }
     }
 

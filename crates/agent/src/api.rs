@@ -18,6 +18,7 @@ use godwit_rpc::agent_client::{Measure, path};
 use godwit_rpc::{ApiResult, Failure, JsonBody, PathParam, Peer, Unwanted};
 use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{ConsoleText, DisksMaking, Done, Empty, HostCheck};
+use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -60,6 +61,10 @@ pub(crate) fn router(agent: Arc<Agent>) -> Router {
         .route(path::RESOLVE, post(resolve))
         .route(path::RENEW, post(renew_vm))
         .route(path::DISKS, get(disks).post(make_disks))
+        .route(
+            path::MOVE_DISKS,
+            get(disk_moves).post(move_disks).delete(cancel_disk_moves),
+        )
         .route(path::PREPARE_INCOMING, post(prepare_incoming))
         .route(path::MIGRATE, post(migrate))
         .route(path::PREFLIGHT_OUTGOING, post(preflight_outgoing))
@@ -242,6 +247,11 @@ handlers! {
     disks(agent, path name: VmName) -> DisksMaking = Ok(agent.disks(&name));
     make_disks(agent, path name: VmName, body spec: VmSpec) -> DisksMaking
         = agent.make_disks(&name, spec).await;
+    disk_moves(agent, path name: VmName) -> DiskMoves = agent.disk_moves(&name).await;
+    move_disks(agent, path name: VmName, body wish: MoveDisks) -> DiskMoves
+        = agent.move_disks(&name, wish).await;
+    cancel_disk_moves(agent, path name: VmName) -> Done
+        = agent.act(&name, VmRequest::CancelDiskMoves).await;
     preflight_outgoing(agent, path name: VmName) -> PreflightOutgoing
         = agent.preflight_outgoing(&name).await;
     probe(agent, path name: VmName, body request: ProbeRequest) -> Done

@@ -6,8 +6,9 @@
 use godwit_qemu::reserved::Reserved;
 use godwit_qemu::uefi::{Uefi, UefiError};
 use godwit_store::read_text;
+use godwit_types::host::Datastore;
 use godwit_types::vm::Accelerator;
-use godwit_types::{HostName, PortGroup};
+use godwit_types::{DatastoreName, HostName, PortGroup};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -91,6 +92,9 @@ pub struct HostConfig {
     /// Port groups and the bridge that each stands for here.
     #[serde(default)]
     pub port_groups: BTreeMap<PortGroup, String>,
+    /// Named places for disks.
+    #[serde(default)]
+    pub datastores: BTreeMap<DatastoreName, Datastore>,
     /// Whether this host encrypts migrations.
     #[serde(default = "yes")]
     pub encryption: bool,
@@ -270,6 +274,13 @@ impl HostConfig {
         let uefi = self.uefi_code.iter().chain(&self.uefi_variables);
         if uefi.into_iter().any(|path| !path.is_absolute()) {
             return refuse("uefi_code or uefi_variables", "give an absolute path");
+        }
+        let is_relative = |store: &Datastore| !Path::new(&store.path).is_absolute();
+        if self.datastores.values().any(is_relative) {
+            return refuse(
+                "datastores",
+                "give each the absolute path of a directory, as in fast = { path = \"/srv/fast\" }",
+            );
         }
         if self.guest_shutdown_s > GUEST_SHUTDOWN_S_BEFORE {
             return refuse(

@@ -23,6 +23,7 @@ mod closing_agent;
 mod closing_alone;
 pub mod config;
 mod crypto;
+mod datastores;
 mod evidence;
 mod harden;
 mod keeping;

@@ -137,6 +137,7 @@ fn info(config: &HostConfig) -> HostInfo {
         closing: false,
         unread: Default::default(),
         certificate: None,
+        datastores: Default::default(),
     }
 }
 

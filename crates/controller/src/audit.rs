@@ -416,6 +416,8 @@ fn what(asked: &Asked) -> String {
         ("POST", path::PAUSE) => "vm pause",
         ("POST", path::RESUME) => "vm resume",
         ("POST", path::RENEW) => "vm renew",
+        ("POST", path::MOVE_DISKS) => "vm move-disk",
+        ("DELETE", path::MOVE_DISKS) => "vm move-disk --cancel",
         ("POST", path::RESOLVE) => "vm resolve --run-on",
         ("POST", path::KEEP) => "vm resolve --keep",
         ("POST", path::SITE_ACKNOWLEDGE) => "site acknowledge",

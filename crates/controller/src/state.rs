@@ -18,6 +18,7 @@ use godwit_types::{Generation, HostName, MigrationId, VmName, VmSpec};
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 
+mod disk_places;
 mod shown;
 
 /// A host as the controller knows it.
@@ -320,7 +321,11 @@ impl State {
             return self.describe_by_holder(host, vm);
         }
         match self.vms.get_mut(name) {
-            Some(entry) if entry.resolved.is_some() => {}
+            Some(entry) if entry.resolved.is_some() => {
+                if disk_places::follow(entry, &vm.spec) {
+                    changes.push(Change::Resolved(Box::new(entry.clone())));
+                }
+            }
             // A host decides no more of a description than what resolving leaves open.
             Some(entry) if !place::may_resolve_to(&entry.spec, &vm.spec) => {}
             Some(entry) => {

@@ -22,9 +22,11 @@ use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::fmt::{Display, Formatter};
 
 mod disks;
+mod move_disks;
 mod start;
 
 pub use disks::{Makings, disks};
+pub use move_disks::{cancel_disk_moves, disk_moves, move_disks};
 pub use start::start;
 
 /// How often a host that holds a VM that is off is asked to give it up.

@@ -4,6 +4,7 @@ use anyhow::{Context as _, Result, ensure};
 use godwit_e2e::stack::{KILL, Plan, SOON, Stack, names, signal};
 use godwit_testkit::guest::boot_disk::{self, Progress};
 use std::fs::File;
+use std::os::unix::fs::PermissionsExt as _;
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(120);
@@ -221,5 +222,84 @@ fn a_vm_moves_with_its_disk_to_another_host_and_back() -> Result<()> {
     ensure!(refused.code != Some(0), "{refused:?}");
     ok(&["vm", "start", "one"])?;
     goes_on(&stack, "one")?;
+    stack.remove("one")
+}
+
+/// A directory on a host that its QEMUs may make files in.
+fn make_directory(stack: &Stack, host: &str, path: &str) -> Result<()> {
+    let directory = stack.inside(host, path)?;
+    std::fs::create_dir_all(&directory)?;
+    std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777))?;
+    Ok(())
+}
+
+#[test]
+fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> {
+    let lines = "datastores = { fast = { path = \"/var/tmp/fast\" }, gone = { path = \"/var/tmp/gone\" } }\n";
+    let mut plan = Plan::default();
+    plan.hosts[0].config = lines.into();
+    let stack = Stack::new("movedisks", &plan)?;
+    let ok = |words: &[&str]| stack.ok("controller", words);
+    let image = make_image(&stack, "root")?;
+    make_directory(&stack, "a", "/var/tmp/fast")?;
+    ok(&["vm", "create", &describe(&stack, "one", &disk(&image))?])?;
+    let refused = |words: &[&str], exit, code, said: &[&str]| {
+        names(&stack.refused("controller", words, exit, code)?, said)
+    };
+    let to_fast = ["vm", "move-disk", "one", "--to", "fast"];
+    let off = stack.run("controller", &to_fast)?;
+    ensure!(off.code != Some(0), "a VM that is off: {off:?}");
+    ok(&["vm", "start", "one", "--on", "a"])?;
+    goes_on(&stack, "one")?;
+    refused(
+        &["vm", "move-disk", "one", "--to", "tape"],
+        2,
+        "invalid-request",
+        &["no datastore 'tape'", "it has fast, gone", "tape = { path"],
+    )?;
+    refused(
+        &["vm", "move-disk", "one", "swap", "--to", "fast"],
+        2,
+        "invalid-request",
+        &["no disk 'swap'"],
+    )?;
+    let gone = ["vm", "move-disk", "one", "--to", "gone"];
+    let said = stack.run("controller", &gone)?;
+    ensure!(
+        said.stderr.contains("is not there: /var/tmp/gone"),
+        "{said:?}"
+    );
+
+    let shown = ok(&to_fast)?;
+    let moved = "/var/tmp/fast/one-root.raw";
+    ensure!(
+        shown.contains(&format!("disk 'root' of VM 'one' is {moved} now")),
+        "{shown:?}"
+    );
+    goes_on(&stack, "one")?;
+    ensure!(stack.vm("one")?["spec"]["disk"][0]["path"] == moved);
+    stack.until("the former image is gone", SOON, || {
+        Ok(!stack.inside("a", &image)?.exists())
+    })?;
+    refused(
+        &to_fast,
+        2,
+        "invalid-request",
+        &["is in datastore 'fast'", "already"],
+    )?;
+    ok(&["vm", "pause", "one"])?;
+    image_has_all(&stack, "one", moved)?;
+    ok(&["vm", "resume", "one"])?;
+    kill_vm_process(&stack, "one")?;
+    goes_on(&stack, "one")?;
+    // Its own image is what it starts with from now on, and takes along.
+    ok(&["vm", "stop", "one", "--force"])?;
+    ok(&["vm", "start", "one"])?;
+    goes_on(&stack, "one")?;
+    make_directory(&stack, "b", "/var/tmp/fast")?;
+    ok(&["vm", "migrate", "one", "--to", "b"])?;
+    goes_on_at(&stack, "one", "b")?;
+    ok(&["vm", "pause", "one"])?;
+    image_has_all_at(&stack, "one", (moved, "b"))?;
     stack.remove("one")
 }

@@ -13,6 +13,7 @@ use godwit_types::console::{ConsoleQuery, ConsoleTyped};
 use godwit_types::control_api::{
     CancelRequest, ConsoleText, DisksMaking, Done, Empty, HostCheck, ResolveRequest, StopRequest,
 };
+use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::forecast::{
     DirtyRate, LinkMeasured, LinkProbeListen, LinkProbeReady, LinkProbeSend,
 };
@@ -105,6 +106,9 @@ pub mod path {
     pub const SITE_SURVEY: &str = "/v1/site/survey";
     /// POST a VM: `DisksMaking`. Makes the disks that are to be made, or goes on with that.
     pub const DISKS: &str = "/v1/vms/{name}/disks";
+    /// POST `MoveDisks`: `DiskMoves`, begun: disks go to a datastore of the host. GET: the same, as far as it has come. DELETE:
+    /// [`super::Done`], called off.
+    pub const MOVE_DISKS: &str = "/v1/vms/{name}/move-disks";
     /// POST [`super::Empty`]: [`super::Done`]. Another VM process, of the installed program, takes the guest over.
     pub const RENEW: &str = "/v1/vms/{name}/renew";
     /// POST [`super::Empty`]: [`super::Done`]. A person has a damaged record of this host put aside.
@@ -147,6 +151,9 @@ pub const RULES: &[Rule] = &[
     rule("POST", path::RENEW, POWER),
     rule("POST", path::DISKS, CONTROLLER),
     rule("GET", path::DISKS, READ),
+    rule("POST", path::MOVE_DISKS, CONTROLLER),
+    rule("GET", path::MOVE_DISKS, READ),
+    rule("DELETE", path::MOVE_DISKS, POWER),
     rule("POST", path::PREPARE_INCOMING, CONTROLLER),
     rule("POST", path::MIGRATE, CONTROLLER),
     rule("POST", path::PREFLIGHT_OUTGOING, CONTROLLER),
@@ -271,6 +278,14 @@ calls! { AgentClient
         = post client (fill(path::DISKS, &spec.name), spec) in slow;
     /// How far they are.
     disks(name: &VmName) -> DisksMaking = get client (fill(path::DISKS, name)) in read;
+    /// Moves disks to a datastore of the host.
+    move_disks(name: &VmName, wish: &MoveDisks) -> DiskMoves
+        = post client (fill(path::MOVE_DISKS, name), wish) in slow;
+    /// How far they are.
+    disk_moves(name: &VmName) -> DiskMoves = get client (fill(path::MOVE_DISKS, name)) in read;
+    /// Disks that are not moved yet stay where they are.
+    cancel_disk_moves(name: &VmName) -> Done
+        = delete client (fill(path::MOVE_DISKS, name)) in act;
     /// Makes a destination ready.
     prepare_incoming(request: &PrepareIncoming) -> IncomingReady
         = post client (fill(path::PREPARE_INCOMING, &request.spec.name), request) in slow;

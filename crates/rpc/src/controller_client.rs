@@ -15,6 +15,7 @@ use godwit_types::control_api::{
     JoinResponse, JoinToken, KeepRequest, MigrationBegun, OperatorRequest, OperatorView,
     RenewRequest, ResolveRequest, StartRequest, Started, StopRequest, VersionView, VmView,
 };
+use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::drain::{DrainRequest, DrainView};
 use godwit_types::load::HostTop;
 use godwit_types::migration::{MigrateRequest, MigrationReport, PreflightReport};
@@ -55,6 +56,8 @@ pub mod path {
     pub const START: &str = "/v1/vms/{name}/start";
     /// GET: how far the disks are of a VM that is being started.
     pub const DISKS: &str = "/v1/vms/{name}/disks";
+    /// POST: moves disks to a datastore of the VM's host; GET: how far they are; DELETE: calls it off.
+    pub const MOVE_DISKS: &str = "/v1/vms/{name}/move-disks";
     /// POST.
     pub const STOP: &str = "/v1/vms/{name}/stop";
     /// POST.
@@ -134,6 +137,9 @@ pub const RULES: &[Rule] = &[
     rule("DELETE", path::VM, PEOPLE),
     rule("POST", path::START, PEOPLE),
     rule("GET", path::DISKS, PEOPLE),
+    rule("POST", path::MOVE_DISKS, PEOPLE),
+    rule("GET", path::MOVE_DISKS, PEOPLE),
+    rule("DELETE", path::MOVE_DISKS, PEOPLE),
     rule("POST", path::STOP, PEOPLE),
     rule("POST", path::RESET, PEOPLE),
     rule("POST", path::RENEW, PEOPLE),
@@ -236,6 +242,14 @@ calls! { ControllerClient
         = post client (fill(path::START, name), request) in slow;
     /// How far the disks are of a VM that is being started.
     disks(name: &VmName) -> DisksMaking = get client (fill(path::DISKS, name)) in read;
+    /// Moves disks to a datastore of the VM's host while the guest runs.
+    move_disks(name: &VmName, wish: &MoveDisks) -> DiskMoves
+        = post client (fill(path::MOVE_DISKS, name), wish) in slow;
+    /// How far they are.
+    disk_moves(name: &VmName) -> DiskMoves = get client (fill(path::MOVE_DISKS, name)) in read;
+    /// Disks that are not moved yet stay where they are.
+    cancel_disk_moves(name: &VmName) -> Done
+        = delete client (fill(path::MOVE_DISKS, name)) in act;
     stop(name: &VmName, request: &StopRequest) -> Done
         = post client (fill(path::STOP, name), request) in act;
     /// Has a VM process of the version installed on its host take a guest over.

@@ -5,7 +5,7 @@
 use super::whole;
 use clap::{Args, Subcommand, ValueEnum};
 use godwit_types::vm::EncryptionMode;
-use godwit_types::{HostName, VmName};
+use godwit_types::{DatastoreName, HostName, VmName};
 use std::path::PathBuf;
 
 /// Virtual machines.
@@ -125,6 +125,13 @@ pub enum VmCommand {
         after_help = "Examples:\n  godwit vm migrate web --to b\n  godwit vm migrate web --to b --max-downtime 20 --deadline 120 --dry-run\n  godwit vm migrate web --to b --max-guest-slowdown 30 --must-keep"
     )]
     Migrate(VmMigrate),
+    /// Move disks of a running VM to another datastore of its host
+    ///
+    /// The guest keeps running. A datastore is a directory that the host's /etc/godwit/host.toml names.
+    #[command(
+        after_help = "Examples:\n  godwit vm move-disk web --to fast\n  godwit vm move-disk web root --to fast\n  godwit vm move-disk web --cancel"
+    )]
+    MoveDisk(VmMoveDisk),
     /// Sit down at the guest's serial console; Ctrl-] leaves
     #[command(
         after_help = "What the guest writes is shown as it stands, and what is typed goes to the guest, also after it was moved. Where standard input or output is no terminal, and with --print or --json, the last 64 KiB of what the guest wrote are printed, without what would steer a terminal. A line before the text, on standard error, says since when: what the guest wrote before it was started anew is not kept, and what it wrote before it was moved is where both hosts have a Godwit that carries it along.\n\nExamples:\n  godwit vm console web\n  godwit vm console web --print\n  godwit vm console web --host b\n  godwit vm console web | tail"
@@ -139,6 +146,23 @@ pub enum VmCommand {
         #[arg(long)]
         print: bool,
     },
+}
+
+/// Which disks go where.
+#[derive(Debug, Args)]
+#[command(group(clap::ArgGroup::new("what").required(true).args(["to", "cancel"])))]
+pub struct VmMoveDisk {
+    /// The VM
+    pub vm: VmName,
+    /// The disks; none: all that the guest may write
+    #[arg(value_name = "DISK", conflicts_with = "cancel")]
+    pub disks: Vec<String>,
+    /// The datastore
+    #[arg(long, value_name = "DATASTORE")]
+    pub to: Option<DatastoreName>,
+    /// Call off what is under way
+    #[arg(long)]
+    pub cancel: bool,
 }
 
 /// How to stop a VM.

@@ -22,6 +22,8 @@ use godwit_types::{ErrorCode, HostName, MigrationId, VmName, VmSpec};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+mod disk_bar;
+mod move_disk;
 mod start;
 mod stop;
 
@@ -89,6 +91,7 @@ pub async fn run(command: VmCommand, global: &Global, output: &Output) -> Comman
             };
             told(resolve(&vm, &request, global).await?, output)
         }
+        VmCommand::MoveDisk(arguments) => move_disk::move_disk(arguments, global, output).await,
         VmCommand::Migrate(arguments) => migrate(arguments, global, output).await,
         VmCommand::Console { vm, host, print } => {
             console::console(vm, host, print, global, output).await

@@ -52,6 +52,11 @@ fn routes() -> OpenApiRouter<Arc<App>> {
         .routes(routes!(vms::show, vms::edit, vms::delete))
         .routes(routes!(vms::start))
         .routes(routes!(vms::disks))
+        .routes(routes!(
+            vms::move_disks,
+            vms::disk_moves,
+            vms::cancel_disk_moves
+        ))
         .routes(routes!(vms::stop))
         .routes(routes!(vms::reset))
         .routes(routes!(vms::renew))

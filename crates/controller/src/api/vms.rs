@@ -21,6 +21,7 @@ use godwit_types::control_api::{
     ConsoleText, DisksMaking, Done, Empty, KeepRequest, MigrationBegun, ResolveRequest,
     StartRequest, Started, StopRequest, VmView,
 };
+use godwit_types::disk_move::{DiskMoves, MoveDisks};
 use godwit_types::migration::{MigrateRequest, PreflightReport};
 use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 
@@ -86,6 +87,28 @@ pub async fn start(
 #[utoipa::path(get, path = "/v1/vms/{name}/disks", params(("name" = String, Path)), responses((status = 200, body = DisksMaking), (status = "default", body = ApiError)))]
 pub async fn disks(State(app): Shared, PathParam(name): Name) -> ApiResult<DisksMaking> {
     Ok(Json(vms::disks(&app, &name).await?))
+}
+
+/// Moves disks to a datastore of the VM's host while the guest runs.
+#[utoipa::path(post, path = "/v1/vms/{name}/move-disks", params(("name" = String, Path)), request_body = MoveDisks, responses((status = 200, body = DiskMoves), (status = "default", body = ApiError)))]
+pub async fn move_disks(
+    State(app): Shared,
+    PathParam(name): Name,
+    JsonBody(wish): JsonBody<MoveDisks>,
+) -> ApiResult<DiskMoves> {
+    Ok(Json(vms::move_disks(&app, &name, &wish).await?))
+}
+
+/// How far disks are that move on their host.
+#[utoipa::path(get, path = "/v1/vms/{name}/move-disks", params(("name" = String, Path)), responses((status = 200, body = DiskMoves), (status = "default", body = ApiError)))]
+pub async fn disk_moves(State(app): Shared, PathParam(name): Name) -> ApiResult<DiskMoves> {
+    Ok(Json(vms::disk_moves(&app, &name).await?))
+}
+
+/// Calls that off.
+#[utoipa::path(delete, path = "/v1/vms/{name}/move-disks", params(("name" = String, Path)), responses((status = 200, body = Done), (status = "default", body = ApiError)))]
+pub async fn cancel_disk_moves(State(app): Shared, PathParam(name): Name) -> ApiResult<Done> {
+    Ok(Json(vms::cancel_disk_moves(&app, &name).await?))
 }
 
 /// Asks a guest to power off, or forces it.

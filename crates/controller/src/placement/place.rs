@@ -360,6 +360,7 @@ mod tests {
             closing: false,
             unread: Default::default(),
             certificate: None,
+            datastores: Default::default(),
         }
     }
 

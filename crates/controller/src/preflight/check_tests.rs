@@ -32,6 +32,7 @@ fn host(name: &str) -> HostInfo {
         closing: false,
         unread: Default::default(),
         certificate: None,
+        datastores: Default::default(),
     }
 }
 

@@ -316,5 +316,6 @@ pub(super) fn unheard_info(name: &HostName, agent_address: SocketAddr) -> HostIn
         closing: false,
         unread: Default::default(),
         certificate: None,
+        datastores: Default::default(),
     }
 }

@@ -406,5 +406,6 @@ fn info(name: &HostName, agent_address: SocketAddr) -> HostInfo {
         closing: false,
         unread: Default::default(),
         certificate: None,
+        datastores: Default::default(),
     }
 }

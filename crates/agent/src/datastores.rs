@@ -1,0 +1,193 @@
+//! Datastores of this host, and the places in them that disks move to while their guest runs.
+//!
+//! Owns nothing: a datastore is a directory that the configuration names. Refuses: one that is not there, that cannot be written
+//! or has too little room, a disk that is in it already, and a place where a file is.
+
+use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
+use godwit_types::disk_move::{DiskMoves, DiskPlace, MoveDisks};
+use godwit_types::host::Datastore;
+use godwit_types::host_api::{VmAnswer, VmRequest};
+use godwit_types::vm::{DiskSpec, VmSpec};
+use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName};
+use rustix::fs::{StatVfsMountFlags, statvfs};
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Places in a datastore of this host for disks of a VM, or why there are none.
+pub(crate) fn places(
+    host: &HostName,
+    datastores: &BTreeMap<DatastoreName, Datastore>,
+    spec: &VmSpec,
+    wish: &MoveDisks,
+) -> Result<Vec<DiskPlace>, ApiError> {
+    let refused = |code, message: String| ApiError::new(code, message).on_host(host);
+    let name = &wish.to;
+    let store = datastores.get(name).ok_or_else(|| {
+        let known: Vec<&str> = datastores.keys().map(DatastoreName::as_str).collect();
+        let known = match known.is_empty() {
+            true => "it has none".to_owned(),
+            false => format!("it has {}", known.join(", ")),
+        };
+        refused(
+            ErrorCode::InvalidRequest,
+            format!("host '{host}' has no datastore '{name}' ({known}): name its directory below [datastores] in /etc/godwit/host.toml there, as in {name} = {{ path = \"/srv/{name}\" }}, and restart its agent"),
+        )
+    })?;
+    let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
+    let room = room_in(host, name, store).map_err(|why| refused(ErrorCode::Preflight, why))?;
+    let dir = Path::new(&store.path);
+    let mut needed = 0_u64;
+    let places = disks.iter().map(|disk| {
+        let place = place_of(&spec.name, disk, store);
+        let why = if Path::new(&disk.path).parent() == Some(dir) {
+            Some(format!("disk '{}' of VM '{}' is in datastore '{name}' of host '{host}' already", disk.name, spec.name))
+        } else if Path::new(&place.path).symlink_metadata().is_ok() {
+            Some(format!("disk '{}' of VM '{}' is to come to {} on host '{host}', where a file is already: move that one away, or remove it if nobody needs it", disk.name, spec.name, place.path))
+        } else {
+            None
+        };
+        needed = needed.saturating_add(used_bytes(disk));
+        why.map_or(Ok(place), |why| Err(refused(ErrorCode::InvalidRequest, why)))
+    });
+    let places = places.collect::<Result<Vec<_>, _>>()?;
+    if room < needed {
+        let mib = |bytes: u64| bytes >> 20;
+        return Err(refused(
+            ErrorCode::Preflight,
+            format!(
+                "the disks hold {} MiB, and datastore '{name}' of host '{host}' has {} MiB free: make room there, or choose another one",
+                mib(needed),
+                mib(room)
+            ),
+        ));
+    }
+    Ok(places)
+}
+
+fn wished<'a>(spec: &'a VmSpec, wish: &MoveDisks) -> Result<Vec<&'a DiskSpec>, String> {
+    let vm = &spec.name;
+    if wish.disks.is_empty() {
+        let writable: Vec<&DiskSpec> = spec.disks.iter().filter(|disk| !disk.read_only).collect();
+        return match writable.is_empty() {
+            true => Err(format!("VM '{vm}' has no disk that its guest may write")),
+            false => Ok(writable),
+        };
+    }
+    let mut disks: Vec<&DiskSpec> = Vec::new();
+    for name in &wish.disks {
+        let found = spec.disks.iter().find(|disk| disk.name == *name);
+        let found = found.ok_or_else(|| format!("VM '{vm}' has no disk '{name}'"))?;
+        if found.read_only {
+            return Err(format!(
+                "the guest of VM '{vm}' only reads disk '{name}', which is not moved: copy its file, and edit the VM while it is off"
+            ));
+        }
+        if disks.iter().any(|disk| disk.name == *name) {
+            return Err(format!("disk '{name}' is named twice"));
+        }
+        disks.push(found);
+    }
+    Ok(disks)
+}
+
+/// A datastore has a disk's image by the names of VM and disk.
+fn place_of(vm: &VmName, disk: &DiskSpec, store: &Datastore) -> DiskPlace {
+    let file = format!("{vm}-{}.raw", disk.name);
+    DiskPlace {
+        disk: disk.name.clone(),
+        path: Path::new(&store.path)
+            .join(file)
+            .to_string_lossy()
+            .into_owned(),
+        shared: store.shared,
+    }
+}
+
+fn used_bytes(disk: &DiskSpec) -> u64 {
+    let metadata = Path::new(&disk.path).metadata();
+    metadata.map_or(0, |found| {
+        found.blocks().saturating_mul(512).min(found.len().max(1))
+    })
+}
+
+/// Free bytes of a datastore.
+fn room_in(host: &HostName, name: &DatastoreName, store: &Datastore) -> Result<u64, String> {
+    let path = &store.path;
+    let what = format!("datastore '{name}' of host '{host}'");
+    match std::fs::metadata(path) {
+        Ok(found) if found.is_dir() => {}
+        Ok(_) => return Err(format!("{what} is no directory: {path}")),
+        Err(error) => {
+            return Err(format!(
+                "{what} is not there: {path}: {error}: mount it, or make that directory for the group of the host's QEMUs"
+            ));
+        }
+    }
+    let room = statvfs(Path::new(path));
+    let room = room.map_err(|error| format!("{what} cannot be looked at: {path}: {error}"))?;
+    if room.f_flag.contains(StatVfsMountFlags::RDONLY) {
+        return Err(format!("{what} is mounted for reading only: {path}"));
+    }
+    Ok(room.f_bavail.saturating_mul(room.f_frsize))
+}
+
+impl Agent {
+    /// Begins to move disks of a VM to a datastore of this host.
+    pub(crate) async fn move_disks(
+        self: &Arc<Self>,
+        vm: &VmName,
+        wish: MoveDisks,
+    ) -> Reply<DiskMoves> {
+        self.closing.refuse(self.host())?;
+        let spec = self.vm(vm).await?.spec;
+        let agent = Arc::clone(self);
+        // The datastore may hang.
+        let places = blocking(move || {
+            let (host, stores) = (agent.host(), &agent.config.datastores);
+            let places = places(host, stores, &spec, &wish)?;
+            let beside = VmSpec {
+                disks: places.iter().map(|place| placed(&spec, place)).collect(),
+                ..spec
+            };
+            agent.refuse_reserved_files(&beside)?;
+            Ok(places)
+        });
+        let request = VmRequest::MoveDisks {
+            places: places.await?,
+        };
+        self.ask_disk_moves(vm, request).await
+    }
+
+    /// How far they are.
+    pub(crate) async fn disk_moves(self: &Arc<Self>, vm: &VmName) -> Reply<DiskMoves> {
+        self.ask_disk_moves(vm, VmRequest::DiskMoves).await
+    }
+
+    async fn ask_disk_moves(self: &Arc<Self>, vm: &VmName, request: VmRequest) -> Reply<DiskMoves> {
+        let process = self.known(vm)?;
+        process.need(NEED).await?;
+        match process.ask(&request, ACT).await? {
+            VmAnswer::DiskMoves(moves) => Ok(moves),
+            _ => Err(unexpected(vm)),
+        }
+    }
+}
+
+fn placed(spec: &VmSpec, place: &DiskPlace) -> DiskSpec {
+    let mut disks = spec.disks.iter();
+    let disk = disks.find(|disk| disk.name == place.disk).cloned();
+    DiskSpec {
+        name: place.disk.clone(),
+        path: place.path.clone(),
+        read_only: false,
+        shared: place.shared,
+        from: None,
+        size_gib: disk.and_then(|disk| disk.size_gib),
+    }
+}
+
+#[cfg(test)]
+#[path = "datastores_tests.rs"]
+mod tests;

@@ -1,0 +1,80 @@
+//! The bar of a disk that is being made or moved.
+//!
+//! Owns the bar while it is shown. Refuses nothing.
+
+use crate::figures::mib;
+use crate::output::Output;
+use crate::plain;
+use crate::watch::{bar, permille};
+use indicatif::{ProgressBar, ProgressDrawTarget};
+
+/// Columns of the disk's name, which stands before the bar.
+const PREFIX: usize = 20;
+
+/// The bar, on standard error and only on a terminal; elsewhere a line for each disk.
+pub(super) struct DiskBar {
+    bar: ProgressBar,
+    /// What becomes of the disks, as in 'is being made'.
+    does: &'static str,
+    is_plain: bool,
+    said: Option<String>,
+}
+
+impl Drop for DiskBar {
+    fn drop(&mut self) {
+        self.bar.finish_and_clear();
+    }
+}
+
+impl DiskBar {
+    pub(super) fn new(does: &'static str, output: &Output) -> Self {
+        let (bar, _) = bar(PREFIX);
+        if output.json {
+            bar.set_draw_target(ProgressDrawTarget::hidden());
+        }
+        Self {
+            is_plain: bar.is_hidden() && !output.json,
+            bar,
+            does,
+            said: None,
+        }
+    }
+
+    /// Shows how many bytes of a disk are done, and how long the rest takes, s.
+    pub(super) fn show(&mut self, disk: &str, done: u64, total: u64, eta_s: Option<u64>) {
+        let disk = plain::sentence(disk);
+        let words = words(done, total, eta_s);
+        self.bar.set_prefix(disk.clone());
+        self.bar.set_position(permille(percent(done, total)));
+        if self.is_plain && self.said.as_ref() != Some(&disk) {
+            plain::tell(&format!("disk {disk} {}, {words}", self.does));
+            self.said = Some(disk);
+        }
+        self.bar.set_message(words);
+    }
+}
+
+fn percent(done: u64, total: u64) -> f64 {
+    match total {
+        0 => 100.0,
+        total => 100.0 * done as f64 / total as f64,
+    }
+}
+
+fn words(done: u64, total: u64, eta_s: Option<u64>) -> String {
+    let left = eta_s.map_or_else(String::new, |left| format!(", {left} s left"));
+    format!("{} of {}{left}", mib(done), mib(total))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_of_nothing_is_done() {
+        assert_eq!(percent(0, 0), 100.0);
+        assert_eq!(percent(1 << 20, 4 << 20), 25.0);
+        assert!(words(1 << 20, 4 << 20, None).contains(" of "));
+        assert!(words(1 << 20, 4 << 20, Some(7)).ends_with(", 7 s left"));
+    }
+}
