@@ -156,7 +156,7 @@ agent() {
 # vmproc_case PLANT FILE TEST
 vmproc_case() {
     local log="$logs/vmproc-$1.log"
-    GODWIT_PLANT=$1 timeout 150 cargo test -q --release -p godwit-e2e --test "$2" -- "$3" --exact --test-threads=1 \
+    GODWIT_PLANT=$1 timeout 300 cargo test -q --release -p godwit-e2e --test "$2" -- "$3" --exact --test-threads=1 \
         >"$log" 2>&1
     ran_and_failed "$log"
     verdict vmproc "$1" "$2::$3" $?
@@ -201,6 +201,7 @@ vmproc() {
     vmproc_case permit-twice requests cancel_after_the_permit_is_refused
     vmproc_case variables-not-sent uefi what_came_is_there_for_a_guest_that_is_booted_anew
     vmproc_case image-swapped disks another_file_in_the_place_of_an_image_is_not_served_to_a_guest_that_runs
+    vmproc_case switch-before-record disk_in_place a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right_one
     vmproc_case forgotten-disk-left disks a_guest_that_was_let_run_while_its_disk_was_away_goes_on_where_it_was
 }
 

@@ -312,7 +312,7 @@ fn cancelled_at_once(id: &MigrationId) -> ApiError {
 
 async fn hand_out(app: &App, found: &Preflight, spec: &mut MigrationSpec) -> Result<(), ApiError> {
     let request = PrepareIncoming {
-        spec: found.vm.spec.clone(),
+        spec: found.there.clone(),
         accelerator: found.vm.accelerator.unwrap_or(Accelerator::Auto),
         migration: spec.clone(),
     };

@@ -303,3 +303,73 @@ fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> 
     image_has_all_at(&stack, "one", (moved, "b"))?;
     stack.remove("one")
 }
+
+#[test]
+fn a_disk_comes_to_the_datastore_that_is_named_on_another_host_and_back() -> Result<()> {
+    let mut plan = Plan::default();
+    let stores = |fast: &str| {
+        format!(
+            "datastores = {{ fast = {{ path = \"{fast}\" }}, slow = {{ path = \"/var/tmp/slow\" }} }}\n"
+        )
+    };
+    plan.hosts[0].config = stores("/var/tmp/fast");
+    plan.hosts[1].config = stores("/var/tmp/quick");
+    let stack = Stack::new("storedisks", &plan)?;
+    let ok = |words: &[&str]| stack.ok("controller", words);
+    let image = make_image(&stack, "root")?;
+    for (host, path) in [
+        ("a", "/var/tmp/fast"),
+        ("b", "/var/tmp/quick"),
+        ("b", "/var/tmp/slow"),
+    ] {
+        make_directory(&stack, host, path)?;
+    }
+    ok(&["vm", "create", &describe(&stack, "one", &disk(&image))?])?;
+    ok(&["vm", "start", "one", "--on", "a"])?;
+    goes_on(&stack, "one")?;
+    let migrate = |to, disk| ["vm", "migrate", "one", "--to", to, "--disk", disk];
+    let sentence = stack.refused(
+        "controller",
+        &migrate("b", "root=tape"),
+        2,
+        "invalid-request",
+    )?;
+    names(&sentence, &["no datastore 'tape'", "it has fast, slow"])?;
+
+    // From where no datastore is to one that is named, to the one of that name on a, and to b's of the same name by itself.
+    let name_alone = ["vm", "migrate", "one", "--to", "b"];
+    for (words, at) in [
+        (
+            &migrate("b", "root=slow")[..],
+            ("/var/tmp/slow/one-root.raw", "b"),
+        ),
+        (
+            &migrate("a", "root=fast")[..],
+            ("/var/tmp/fast/one-root.raw", "a"),
+        ),
+        (&name_alone[..], ("/var/tmp/quick/one-root.raw", "b")),
+    ] {
+        ok(words)?;
+        goes_on_at(&stack, "one", at.1)?;
+        ok(&["vm", "pause", "one"])?;
+        image_has_all_at(&stack, "one", at)?;
+        ok(&["vm", "resume", "one"])?;
+        stack.until("the description says where the disk is", SOON, || {
+            Ok(stack.vm("one")?["spec"]["disk"][0]["path"] == at.0)
+        })?;
+        for left in [
+            "/var/tmp/slow/one-root.raw",
+            "/var/tmp/fast/one-root.raw",
+            &image,
+        ] {
+            stack.until("its former image is gone", SOON, || {
+                let other = if at.1 == "a" { "b" } else { "a" };
+                Ok(!stack.inside(other, left)?.exists())
+            })?;
+        }
+    }
+    ok(&["vm", "stop", "one", "--force"])?;
+    ok(&["vm", "start", "one"])?;
+    goes_on_at(&stack, "one", "b")?;
+    stack.remove("one")
+}

@@ -3,10 +3,11 @@
 //! Pure data. The report's field names are a stable interface; units are in the names.
 
 pub use crate::forecast::{CannotKeep, Prediction};
-use crate::ids::{Generation, HostName, MigrationId, VmName};
+use crate::ids::{DatastoreName, Generation, HostName, MigrationId, VmName};
 use crate::round::{rounded, rounded_finely, rounded_option};
 use crate::vm::EncryptionMode;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
@@ -61,6 +62,11 @@ pub struct MigrateRequest {
     /// Run all preflight checks and predict, start nothing.
     #[serde(default)]
     pub dry_run: bool,
+    /// Datastores of the destination for disks that go along, by the disk's name. One that is not named comes to the datastore
+    /// of the name of the one that it is in, and else to the path that it has.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[schema(value_type = BTreeMap<String, String>)]
+    pub disks: BTreeMap<String, DatastoreName>,
 }
 
 impl MigrateRequest {
@@ -79,6 +85,7 @@ impl MigrateRequest {
             prepare: false,
             must_keep: false,
             dry_run: false,
+            disks: BTreeMap::new(),
         }
     }
 }

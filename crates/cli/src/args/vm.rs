@@ -122,7 +122,7 @@ pub enum VmCommand {
     },
     /// Move a running VM to another host
     #[command(
-        after_help = "Examples:\n  godwit vm migrate web --to b\n  godwit vm migrate web --to b --max-downtime 20 --deadline 120 --dry-run\n  godwit vm migrate web --to b --max-guest-slowdown 30 --must-keep"
+        after_help = "Examples:\n  godwit vm migrate web --to b\n  godwit vm migrate web --to b --max-downtime 20 --deadline 120 --dry-run\n  godwit vm migrate web --to b --max-guest-slowdown 30 --must-keep\n  godwit vm migrate web --to b --disk root=fast"
     )]
     Migrate(VmMigrate),
     /// Move disks of a running VM to another datastore of its host
@@ -182,6 +182,14 @@ pub struct VmStop {
     pub host: Option<HostName>,
 }
 
+fn disk_to(text: &str) -> Result<(String, DatastoreName), String> {
+    let (disk, store) = text
+        .split_once('=')
+        .ok_or("write it as DISK=DATASTORE, as in root=fast")?;
+    let store = DatastoreName::new(store).map_err(|error| error.to_string())?;
+    Ok((disk.to_owned(), store))
+}
+
 /// How to move a VM.
 #[derive(Debug, Args)]
 pub struct VmMigrate {
@@ -199,6 +207,9 @@ pub struct VmMigrate {
     /// Cancel when not done after this many seconds; the guest stays where it is
     #[arg(long, value_name = "S", value_parser = whole::<u64, 1, 31_536_000, 120>)]
     pub deadline: Option<u64>,
+    /// Datastore of the destination for a disk that goes along; may be given for several disks
+    #[arg(long = "disk", value_name = "DISK=DATASTORE", value_parser = disk_to)]
+    pub disks: Vec<(String, DatastoreName)>,
     /// Cap of the migration's traffic, Mb/s
     #[arg(long, value_name = "MBIT", value_parser = whole::<u64, 1, 10_000_000, 1000>)]
     pub max_bandwidth: Option<u64>,

@@ -306,6 +306,7 @@ async fn migrate(arguments: VmMigrate, global: &Global, output: &Output) -> Comm
         prepare: arguments.prepare,
         must_keep: arguments.must_keep,
         dry_run: arguments.dry_run,
+        disks: arguments.disks.into_iter().collect(),
     };
     let client = controller(global)?;
     let asked = Instant::now();

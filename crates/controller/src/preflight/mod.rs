@@ -6,6 +6,7 @@
 
 mod check;
 mod described;
+mod places;
 
 use self::check::{Arrived, Facts, Said};
 use crate::app::App;
@@ -20,7 +21,7 @@ use godwit_types::host::HostInfo;
 use godwit_types::host_api::{HostVm, PreflightIncoming, ProbeRequest, UefiSizes};
 use godwit_types::migration::{Cipher, DiskToMove, MigrateRequest, PreflightReport};
 use godwit_types::vm::{Accelerator, VmState};
-use godwit_types::{ApiError, ErrorCode, HostName, VmName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// One end of a migration.
@@ -39,6 +40,8 @@ pub struct Preflight {
     /// The VM as it runs.
     pub vm: HostVm,
     pub cipher: Cipher,
+    /// The VM as the destination is to have it.
+    pub there: VmSpec,
     /// The disks that go along.
     pub disks: Vec<DiskToMove>,
     /// What was fine and what was not.
@@ -72,11 +75,12 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         arrived: None,
         disks: Vec::new(),
     };
-    ask_source(app, name, &mut facts, &source, &destination).await?;
+    let there = ask_source(app, (name, request), &mut facts, &source, &destination).await?;
     let (report, cipher) = check::check(&facts);
     Ok(Preflight {
         source,
         destination,
+        there: there.unwrap_or_else(|| facts.vm.spec.clone()),
         vm: facts.vm,
         cipher,
         disks: facts.disks,
@@ -84,14 +88,14 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
     })
 }
 
-/// Asks the source, then, if it answers, the destination.
+/// Asks the source, then, if it answers, the destination; the VM as that is to have it.
 async fn ask_source(
     app: &App,
-    name: &VmName,
+    (name, wished): (&VmName, &MigrateRequest),
     facts: &mut Facts,
     source: &End,
     destination: &End,
-) -> Outcome<()> {
+) -> Outcome<Option<VmSpec>> {
     match source.agent.preflight_outgoing(name).await {
         Ok(mut outgoing) => {
             let entry = app.state().vms.get(name).cloned();
@@ -104,18 +108,24 @@ async fn ask_source(
             }));
             facts.disks = bounds::disks(&outgoing.vm.spec, outgoing.disks);
             facts.vm = outgoing.vm;
+            let stores = (&destination.host, &destination.info.datastores);
+            let there = &facts.vm.spec;
+            let there = places::there(there, &source.info.datastores, stores, &wished.disks)?;
             let files = (outgoing.file_hashes, outgoing.uefi);
-            ask_destination(facts, source, destination, files).await?;
+            ask_destination(facts, there.clone(), (source, destination), files).await?;
+            Ok(Some(there))
         }
-        Err(error) => facts.leaving = Some(Err(error.into())),
+        Err(error) => {
+            facts.leaving = Some(Err(error.into()));
+            Ok(None)
+        }
     }
-    Ok(())
 }
 
 async fn ask_destination(
     facts: &mut Facts,
-    source: &End,
-    destination: &End,
+    there: VmSpec,
+    (source, destination): (&End, &End),
     (file_hashes, uefi): (Vec<(String, String)>, Option<UefiSizes>),
 ) -> Outcome<()> {
     let probe_nonce = match facts.vm.spec.nics.is_empty() {
@@ -123,7 +133,7 @@ async fn ask_destination(
         false => secret::probe_nonce()?,
     };
     let request = PreflightIncoming {
-        spec: facts.vm.spec.clone(),
+        spec: there,
         accelerator: facts.vm.accelerator.unwrap_or(Accelerator::Auto),
         file_hashes,
         uefi,

@@ -1,0 +1,168 @@
+//! Where a VM's disks come to on another host.
+//!
+//! Pure: told by the description and by what both hosts say of their datastores; whether there is room is the destination's
+//! to say. Refuses: a choice for a disk that does not go along, and a datastore that the destination does not have.
+
+use crate::error::{Outcome, refuse};
+use godwit_types::host::Datastore;
+use godwit_types::vm::DiskSpec;
+use godwit_types::{DatastoreName, ErrorCode, HostName, VmSpec};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What a host says of its datastores.
+type Stores = BTreeMap<DatastoreName, Datastore>;
+
+/// The VM as the destination is to have it.
+pub fn there(
+    spec: &VmSpec,
+    from: &Stores,
+    (host, to): (&HostName, &Stores),
+    wish: &BTreeMap<String, DatastoreName>,
+) -> Outcome<VmSpec> {
+    let vm = &spec.name;
+    if let Some(name) = wish.keys().find(|name| !has(spec, name)) {
+        let message = format!("VM {vm} has no disk '{name}'");
+        return refuse(ErrorCode::InvalidRequest, message);
+    }
+    let mut there = spec.clone();
+    for disk in &mut there.disks {
+        let name = &disk.name;
+        let Some(store) = wish.get(name) else {
+            if let Some(path) = same_store(disk, from, to) {
+                disk.path = path;
+            }
+            continue;
+        };
+        if !disk.goes_along() {
+            let why = match disk.shared {
+                true => "is on storage that both hosts have: 'godwit vm move-disk' moves it",
+                false => "is only read, and does not go along",
+            };
+            return refuse(
+                ErrorCode::InvalidRequest,
+                format!("disk '{name}' of VM {vm} {why}"),
+            );
+        }
+        let found = to.get(store).ok_or_else(|| {
+            let known: Vec<&str> = to.keys().map(DatastoreName::as_str).collect();
+            let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+            format!("host {host} has no datastore '{store}' (it has {known}): name its directory below [datastores] in /etc/godwit/host.toml there, and restart its agent")
+        });
+        match found {
+            Ok(found) if found.shared => {
+                return refuse(
+                    ErrorCode::InvalidRequest,
+                    format!(
+                        "datastore '{store}' of host {host} is shared storage: move the disk there first, on a host that has it, with 'godwit vm move-disk {vm} {name} --to {store}'"
+                    ),
+                );
+            }
+            Ok(found) => disk.path = in_store(found, &format!("{vm}-{name}.raw")),
+            Err(why) => return refuse(ErrorCode::InvalidRequest, why),
+        }
+    }
+    Ok(there)
+}
+
+fn has(spec: &VmSpec, disk: &str) -> bool {
+    spec.disks.iter().any(|found| found.name == disk)
+}
+
+fn in_store(store: &Datastore, file: &str) -> String {
+    let path = Path::new(&store.path).join(file);
+    path.to_string_lossy().into_owned()
+}
+
+/// The path of a disk's file in the destination's datastore of the name of the one that it is in.
+fn same_store(disk: &DiskSpec, from: &Stores, to: &Stores) -> Option<String> {
+    let path = Path::new(&disk.path);
+    let (dir, file) = (path.parent()?, path.file_name()?.to_str()?);
+    let (name, _) = from
+        .iter()
+        .find(|(_, store)| Path::new(&store.path) == dir)?;
+    Some(in_store(to.get(name)?, file))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use godwit_types::VmName;
+
+    fn disk(name: &str, path: &str) -> DiskSpec {
+        DiskSpec {
+            name: name.into(),
+            path: path.into(),
+            read_only: false,
+            shared: false,
+            from: None,
+            size_gib: None,
+        }
+    }
+
+    fn store(name: &str, path: &str, shared: bool) -> (DatastoreName, Datastore) {
+        let path = path.to_owned();
+        (
+            DatastoreName::new(name).unwrap(),
+            Datastore { path, shared },
+        )
+    }
+
+    /// Disk root is in datastore `fast` of a, disk data in none, disk both on shared storage; the paths on b, or the refusal.
+    fn paths(wish: &[(&str, &str)]) -> Result<Vec<String>, String> {
+        let from = [store("fast", "/a/fast", false), store("san", "/san", true)].into();
+        let to = [
+            store("fast", "/b/fast", false),
+            store("slow", "/b/slow", false),
+            store("san", "/mnt/san", true),
+        ];
+        let (host, to) = (HostName::new("b").unwrap(), to.into());
+        let mut spec = VmSpec::placeholder(&VmName::new("web").unwrap());
+        spec.disks = vec![
+            disk("root", "/a/fast/r.raw"),
+            disk("data", "/images/d.raw"),
+            DiskSpec {
+                shared: true,
+                ..disk("both", "/san/b.raw")
+            },
+        ];
+        let wish = wish.iter().map(|(disk, store)| {
+            let store = DatastoreName::new(*store).unwrap();
+            ((*disk).to_owned(), store)
+        });
+        let there = there(&spec, &from, (&host, &to), &wish.collect());
+        let there = there.map_err(|error| error.message)?;
+        Ok(there.disks.into_iter().map(|disk| disk.path).collect())
+    }
+
+    #[test]
+    fn a_disk_comes_to_the_datastore_of_the_same_name_and_else_to_its_own_path() {
+        let all = paths(&[]).unwrap();
+        assert_eq!(all, ["/b/fast/r.raw", "/images/d.raw", "/mnt/san/b.raw"]);
+    }
+
+    #[test]
+    fn a_disk_comes_to_the_datastore_that_is_named() {
+        let all = paths(&[("root", "slow"), ("data", "fast")]).unwrap();
+        assert_eq!(all[..2], ["/b/slow/web-root.raw", "/b/fast/web-data.raw"]);
+    }
+
+    #[test]
+    fn what_cannot_be_chosen_is_refused_with_the_reason() {
+        for (wish, words) in [
+            (("swap", "fast"), "no disk 'swap'"),
+            (
+                ("root", "tape"),
+                "no datastore 'tape' (it has fast, san, slow)",
+            ),
+            (
+                ("root", "san"),
+                "is shared storage: move the disk there first",
+            ),
+            (("both", "fast"), "on storage that both hosts have"),
+        ] {
+            let refused = paths(&[wish]).unwrap_err();
+            assert!(refused.contains(words), "{refused}");
+        }
+    }
+}
