@@ -34,6 +34,9 @@ pub trait Filter: Send {
         None
     }
 
+    /// Nothing more is to be begun that the guest did not ask for, until this is called again: its disk is to stand still.
+    fn rest(&mut self, _rests: bool) {}
+
     /// When [`Self::wake`] is to be called, if ever.
     fn wake_at(&self) -> Option<Instant> {
         None

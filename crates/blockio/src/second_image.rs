@@ -136,7 +136,10 @@ impl Drop for Writers {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.has_ended = true;
-        state.waiting.clear();
+        for task in std::mem::take(&mut state.waiting) {
+            self.0.course.lose(task.range.clone());
+            state.end(&task);
+        }
         drop(state);
         self.0.news.notify_all();
     }

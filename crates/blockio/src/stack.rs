@@ -71,13 +71,21 @@ impl<B: Bottom> Stack<B> {
         Ok(())
     }
 
-    /// Takes the filter away that was put there last, if any. Returns whether it could: only where nothing is under way.
+    /// Takes the filter away that was put there last. Returns whether there was one and it could: only where nothing is under
+    /// way.
     pub fn take_lowest(&mut self) -> bool {
-        let is_idle = self.is_idle();
-        if is_idle && std::mem::take(&mut self.has_lowest) {
+        let takes = self.is_idle() && std::mem::take(&mut self.has_lowest);
+        if takes {
             self.filters.pop();
         }
-        is_idle
+        takes
+    }
+
+    /// Has filters begin nothing of their own, or begin again.
+    pub fn rest(&mut self, rests: bool) {
+        for filter in &mut self.filters {
+            filter.rest(rests);
+        }
     }
 
     /// Lets a request in at the top.

@@ -508,9 +508,9 @@ impl Device {
         }
     }
 
-    /// Whether nothing is under way, and nothing left to be carried out again.
+    /// Whether nothing of the guest's is under way, and nothing left to be carried out again.
     fn is_idle(&self) -> bool {
-        self.stack.is_idle() && self.queues.iter().all(Queue::is_done)
+        self.stack.under_way() == 0 && self.queues.iter().all(Queue::is_done)
     }
 
     /// Returns whether the thread is to end.
@@ -523,10 +523,12 @@ impl Device {
             Command::Release => self.held = false,
             Command::Stand(idle) => {
                 self.stands = true;
+                self.stack.rest(true);
                 self.standing.push(idle);
             }
             Command::GoOn => {
                 self.stands = false;
+                self.stack.rest(false);
                 self.standing.clear();
             }
             Command::Measure(answer) => {

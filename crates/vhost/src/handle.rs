@@ -5,6 +5,7 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -72,23 +73,34 @@ impl Status {
 
 /// A disk that stands still until this is dropped: what its guest asks for stays in the rings, whatever else holds it or not.
 #[derive(Debug)]
-pub struct Standing<'a>(&'a Disk);
+pub struct Standing<'a> {
+    disk: &'a Disk,
+    goes_on: bool,
+}
 
 impl Standing<'_> {
     fn put_lowest(&self, filter: Option<Box<dyn Filter>>) -> Result<(), Error> {
-        self.0.ask(|answer| Command::PutLowest(filter, answer))?
+        self.disk.ask(|answer| Command::PutLowest(filter, answer))?
     }
 
     /// Goes on with another image of the same bytes, which is locked as the one before; the filter that was put below the
-    /// others is taken away. Where this fails the disk may work with either: it is of no use any more.
+    /// others, without which this is refused, is taken away. Where this fails the disk may work with either.
     pub fn switch(&self, image: Image) -> Result<(), Error> {
-        self.0.ask(|answer| Command::Switch(image, answer))?
+        self.disk.ask(|answer| Command::Switch(image, answer))?
+    }
+
+    /// Ends the disk: it takes nothing any more.
+    pub fn end(mut self) {
+        self.goes_on = false;
+        self.disk.begin_end();
     }
 }
 
 impl Drop for Standing<'_> {
     fn drop(&mut self) {
-        let _ = self.0.tell(Command::GoOn);
+        if self.goes_on {
+            let _ = self.disk.tell(Command::GoOn);
+        }
     }
 }
 
@@ -99,7 +111,7 @@ pub struct Disk {
     wake: OwnedFd,
     thread: Option<JoinHandle<()>>,
     /// Disconnected once the thread has ended.
-    ended: Receiver<()>,
+    ended: Mutex<Receiver<()>>,
 }
 
 impl Disk {
@@ -136,7 +148,7 @@ impl Disk {
             commands,
             wake,
             thread: Some(thread),
-            ended,
+            ended: Mutex::new(ended),
         })
     }
 
@@ -189,7 +201,7 @@ impl Disk {
         self.stand_still(patience)?.put_lowest(Some(filter))
     }
 
-    /// Takes it away again.
+    /// Takes it away again; refused where there is none.
     pub fn take_lowest(&self, patience: Duration) -> Result<(), Error> {
         self.stand_still(patience)?.put_lowest(None)
     }
@@ -197,7 +209,10 @@ impl Disk {
     /// Lets nothing go to the image and waits until nothing of the guest's is on its way to it; writes for which there is no
     /// room wait as they do. Goes on when the value that is returned is dropped.
     pub fn stand_still(&self, patience: Duration) -> Result<Standing<'_>, Error> {
-        let standing = Standing(self);
+        let standing = Standing {
+            disk: self,
+            goes_on: true,
+        };
         self.wait(Command::Stand, patience)?;
         Ok(standing)
     }
@@ -238,7 +253,8 @@ impl Disk {
 impl Drop for Disk {
     fn drop(&mut self) {
         let _ = self.tell(Command::Stop);
-        match (self.ended.recv_timeout(ANSWER), self.thread.take()) {
+        let ended = self.ended.get_mut().unwrap_or_else(PoisonError::into_inner);
+        match (ended.recv_timeout(ANSWER), self.thread.take()) {
             (Err(RecvTimeoutError::Disconnected), Some(thread)) => drop(thread.join()),
             _ => tracing::error!(
                 "a disk's thread does not end; its image stays locked until it does"

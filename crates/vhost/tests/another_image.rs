@@ -148,7 +148,12 @@ fn an_image_of_another_size_is_refused_and_so_is_one_while_requests_are_taken() 
         refused.to_string().contains("has 2097152 bytes"),
         "{refused}"
     );
-    standing.switch(image(MIB)).unwrap();
+    // Without a mirror nobody knows what is on the other image.
+    assert!(standing.switch(image(MIB)).is_err());
+    drop(standing);
+    let mirrored = Mirrored::begin(&site, &disk, MIB);
+    let standing = disk.stand_still(LONG).unwrap();
+    standing.switch(mirrored.image).unwrap();
 }
 
 #[test]
@@ -169,4 +174,39 @@ fn a_disk_whose_requests_take_too_long_does_not_stand_still_and_goes_on() {
     guest.submit(1, &site.write_of(1, 1, 1, 512));
     guest.wait(1);
     assert_eq!(site.status(1), 0);
+}
+
+#[test]
+fn a_mirror_whose_disk_was_served_anew_is_not_taken_for_equal() {
+    let site = Site::new(MIB);
+    let disk = site.disk(Vec::new());
+    let mirrored = Mirrored::begin(&site, &disk, MIB);
+    until(|| mirrored.is_equal());
+    drop(disk);
+    let _disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    guest.wait(0);
+    assert!(!mirrored.is_equal());
+    let why = mirrored.course.failure().unwrap();
+    assert!(why.contains("not mirrored"), "{why}");
+}
+
+#[test]
+fn a_disk_that_is_being_copied_is_held_and_stands_still_though_there_is_more_to_copy() {
+    let bytes = 512 * MIB;
+    let site = Site::new(bytes);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    let mirrored = Mirrored::begin(&site, &disk, bytes);
+    disk.hold(LONG).unwrap();
+    disk.release().unwrap();
+    let standing = disk.stand_still(LONG).unwrap();
+    drop(standing);
+    guest.submit(0, &site.write_of(0, 0, 1, 512));
+    guest.wait(0);
+    assert_eq!(site.status(0), 0);
+    until(|| mirrored.is_equal());
+    disk.take_lowest(LONG).unwrap();
+    assert!(mirrored.course.failure().is_some());
 }

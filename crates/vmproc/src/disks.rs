@@ -8,11 +8,12 @@
 
 mod images;
 mod in_place;
+mod left;
 mod moving;
 mod served;
 
 pub(crate) use images::{leave, put_aside, settle};
-pub(crate) use in_place::settle_moves;
+pub(crate) use left::{follow_moves, settle_moves};
 pub(crate) use moving::SourceDisks;
 pub(crate) use served::ServedDisks;
 
@@ -139,6 +140,7 @@ impl Disks {
             },
         };
         let served = Arc::new(Served::new(config, paths, what, ram, may_run));
+        served.clean_up();
         let (tried, results) = channel();
         for index in 0..served.what().disks.len() {
             served.try_in_thread(index, LOCK_WAIT, Some(tried.clone()));
@@ -168,7 +170,7 @@ impl Disks {
         let mut all = disks.iter().zip(&what.disks);
         all.find_map(|(disk, spec)| {
             let name = &spec.name;
-            match disk.as_ref().map(Disk::status) {
+            match disk.as_deref().map(Disk::status) {
                 Some(Ok(status)) if status.full => Some(format!(
                     "disk-full: writes to disk '{name}' wait, since {} has no room left: make room there, and they go on by themselves",
                     spec.path
@@ -255,7 +257,7 @@ impl Disks {
     fn not_connected(&self) -> Option<String> {
         let (what, disks) = (self.0.what(), lock(&self.0.disks));
         let mut all = disks.iter().zip(&what.disks);
-        all.find_map(|(disk, spec)| match disk.as_ref().map(Disk::status) {
+        all.find_map(|(disk, spec)| match disk.as_deref().map(Disk::status) {
             Some(Ok(status)) if status.is_settled() => None,
             Some(Ok(_)) => Some(format!("QEMU does not connect to disk '{}'", spec.name)),
             Some(Err(error)) => Some(told(spec, &error)),
@@ -266,7 +268,7 @@ impl Disks {
     /// Whether the guest may be stopped and let run for a disk that was forgotten, now: not where another one would keep it from
     /// either, and not again and again.
     pub(crate) fn may_repair(&self) -> bool {
-        let full = |disk: &Disk| disk.status().is_ok_and(|status| status.full);
+        let full = |disk: &Arc<Disk>| disk.status().is_ok_and(|status| status.full);
         if self.not_connected().is_some() || lock(&self.0.disks).iter().flatten().any(full) {
             return false;
         }
@@ -286,12 +288,12 @@ impl Disks {
             std::mem::take(&mut *disks)
         };
         // Together, and not one after the other.
-        disks.iter().flatten().for_each(Disk::begin_end);
+        disks.iter().flatten().for_each(|disk| disk.begin_end());
     }
 
     /// Those that QEMU has connected to and said nothing to since, by their place: maybe it has forgotten them.
     pub(crate) fn mute(&self) -> Vec<usize> {
-        let is_mute = |disk: &Option<Disk>| {
+        let is_mute = |disk: &Option<Arc<Disk>>| {
             let status = disk.as_ref().and_then(|disk| disk.status().ok());
             let mute = status.and_then(|status| status.mute_for);
             mute.is_some_and(|mute| mute >= FORGOTTEN_AFTER)

@@ -113,11 +113,8 @@ impl Serving {
     /// Takes over the QEMU that is there. Nothing when this process was told to leave before QEMU answered.
     pub(crate) fn adopt(mut self) -> anyhow::Result<Option<Adopted>> {
         let Seat { paths, spec, .. } = &mut self.seat;
-        if let Err(why) = disks::settle_moves(paths, spec.as_mut()) {
-            tracing::error!(
-                why,
-                "what a predecessor moved of the VM's disks is not settled"
-            );
+        if let Err(why) = disks::follow_moves(paths, spec.as_mut()) {
+            tracing::error!(why, "the VM's description does not say where its disks are");
         }
         let seat = &self.seat;
         let known = Known {
@@ -236,8 +233,13 @@ impl Vm {
     fn settle_disks(&mut self) {
         let held = self.core.record().may_run();
         let settled = match (&self.hyper, held) {
-            (Some(hyper), Some(generation)) => hyper.disks.arrive(generation),
-            (None, Some(generation)) => disks::settle(&self.paths, generation),
+            (Some(hyper), Some(generation)) => {
+                let arrived = hyper.disks.arrive(generation);
+                hyper.disks.keep_arrived();
+                arrived
+            }
+            (None, Some(generation)) => disks::settle_moves(&self.paths, self.spec.as_mut())
+                .and_then(|()| disks::settle(&self.paths, generation)),
             (Some(_), None) => Ok(()),
             (None, None) => {
                 self.clean_disks();

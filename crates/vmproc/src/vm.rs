@@ -164,8 +164,12 @@ impl Vm {
         }
     }
 
+    /// Tries again what could not be written of the disks.
     fn follow_disks_again(&mut self) {
         let hyper = self.hyper.as_ref();
+        if let Some(hyper) = hyper {
+            hyper.disks.keep_arrived();
+        }
         if hyper.is_some_and(|hyper| hyper.disks.are_elsewhere()) {
             self.follow_disks();
         }

@@ -94,7 +94,7 @@ impl Course {
     /// Whether both sides are equal but for what is under way.
     pub fn is_synchronised(&self) -> bool {
         let lost = lock(&self.0.lost);
-        lost.is_empty() && self.0.synchronised.load(Ordering::Acquire)
+        lost.is_empty() && self.0.synchronised.load(Ordering::Acquire) && self.failure().is_none()
     }
 
     /// What the destination was given of these bytes may not come: from now on the two sides are not equal before they were
@@ -121,6 +121,7 @@ impl Course {
     /// Ends it, since one side is of no use: for the first reason that is given.
     pub fn fail(&self, reason: String) {
         lock(&self.0.failure).get_or_insert(reason);
+        self.0.synchronised.store(false, Ordering::Release);
         self.give_up();
     }
 
@@ -144,6 +145,8 @@ pub struct Mirroring {
     /// Copies for which there is no room.
     read: VecDeque<(Copy, Buffer)>,
     look_at: Instant,
+    /// Whether nothing more is to be copied for now.
+    rests: bool,
 }
 
 impl Mirroring {
@@ -159,6 +162,7 @@ impl Mirroring {
             reads: BTreeMap::new(),
             read: VecDeque::new(),
             look_at: Instant::now(),
+            rests: false,
         }
     }
 
@@ -318,6 +322,10 @@ impl Mirroring {
             let steps = self.mirror.give_up();
             return self.carry_out(steps, flow);
         }
+        if self.rests {
+            let steps = self.mirror.allow(false);
+            self.carry_out(steps, flow);
+        }
         let is_silent = self.outlet.is_silent();
         match self.mirror.phase() {
             Phase::Detached if !is_silent && self.course.0.begun.load(Ordering::Acquire) => {
@@ -329,7 +337,7 @@ impl Mirroring {
         }
         self.give_writes(flow);
         self.give_copies(flow);
-        let has_room = self.outlet.takes(Origin::Copy);
+        let has_room = !self.rests && self.outlet.takes(Origin::Copy);
         let steps = self.mirror.allow(has_room);
         self.carry_out(steps, flow);
     }
@@ -376,6 +384,11 @@ impl Filter for Mirroring {
         self.carry_out(steps, flow);
     }
 
+    fn rest(&mut self, rests: bool) {
+        self.rests = rests;
+        self.look_at = Instant::now();
+    }
+
     fn wake_at(&self) -> Option<Instant> {
         (self.mirror.phase() != Phase::Ended).then_some(self.look_at)
     }
@@ -383,6 +396,15 @@ impl Filter for Mirroring {
     fn wake(&mut self, flow: &mut Flow<'_>) {
         self.look_at = flow.now() + LOOK_EVERY;
         self.look(flow);
+    }
+}
+
+/// Whoever steers it must not take both sides for equal any longer: what is written from now on goes to one alone.
+impl Drop for Mirroring {
+    fn drop(&mut self) {
+        if self.mirror.phase() != Phase::Ended {
+            self.course.fail("it is not mirrored any more".to_owned());
+        }
     }
 }
 

@@ -10,6 +10,6 @@ mod throttle;
 
 pub use delay::Delay;
 pub use fault::Fault;
-pub use mirroring::{Change, Course, Mirroring, Origin, Outlet};
+pub use mirroring::{Change, Course, Mirroring, Origin, Outlet, REGION};
 pub use statistics::{Count, Counts, Statistics};
 pub use throttle::{Limits, Throttle};

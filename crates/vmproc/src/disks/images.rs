@@ -3,6 +3,7 @@
 //! An image that comes has a name of its own until its VM is here, so that nobody takes half of a disk for a whole one. Owns
 //! nothing: the files are the VM's, and `disks.json` says which. Refuses: to remove a file that is another one than QEMU had.
 
+use super::left::settle_moves;
 use super::served::{Arrival, ServedDisks};
 use crate::files::Paths;
 use godwit_qemu::disk::identity_of;
@@ -12,6 +13,7 @@ use godwit_types::{Generation, MigrationId};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 /// The name of an image that comes with this migration.
@@ -27,7 +29,17 @@ pub(crate) fn settle(paths: &Paths, generation: Generation) -> Result<(), String
     };
     match arrival.whole {
         None => put_aside(paths),
-        Some(whole) if whole == generation => {
+        Some(whole) if whole == generation || arrival.ours => {
+            // For good: also where they cannot be named now, and another generation follows.
+            let arriving = Some(Arrival {
+                ours: true,
+                ..arrival.clone()
+            });
+            let ours = ServedDisks {
+                arriving,
+                ..what.clone()
+            };
+            save_json(&paths.disks(), &ours).map_err(|error| error.to_string())?;
             give_names(&what.disks, &arrival.migration)?;
             tracing::info!(migration = %arrival.migration, "the disks that came with the VM are this host's");
             here(paths, what);
@@ -64,13 +76,22 @@ pub(super) fn rename(from: &Path, to: &Path) -> io::Result<()> {
     match rustix::fs::renameat_with(here, from, here, to, flags) {
         Ok(()) => Ok(()),
         Err(rustix::io::Errno::NOENT) if to.exists() => Ok(()),
-        // A file system without that flag.
-        Err(rustix::io::Errno::INVAL) => {
-            std::fs::hard_link(from, to)?;
+        // A file system without that flag. Who died between the two steps left one file with both names.
+        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
+            match std::fs::hard_link(from, to) {
+                Err(_) if are_one(from, to) => {}
+                linked => linked?,
+            }
             std::fs::remove_file(from)
         }
         Err(error) => Err(error.into()),
     }
+}
+
+fn are_one(from: &Path, to: &Path) -> bool {
+    let [from, to] = [from, to].map(|path| path.symlink_metadata().ok());
+    let identity = |found: &std::fs::Metadata| (found.dev(), found.ino());
+    from.as_ref().map(identity) == to.as_ref().map(identity) && from.is_some()
 }
 
 /// Makes the names of images durable, those that they have while they come, too.
@@ -84,12 +105,22 @@ pub(super) fn keep_names(disks: &[DiskSpec]) -> io::Result<()> {
 
 /// The VM is not here, or comes anew: what came of its disks with an earlier migration is removed.
 pub(crate) fn put_aside(paths: &Paths) {
+    let mut all_gone = true;
     if let Some((what, arrival)) = arrival(paths) {
+        if arrival.ours {
+            let id = &arrival.migration;
+            return tracing::warn!(
+                "images that came with migration {id} were this host's and have no names yet: they are left beside the VM's disks (.arriving-{id})"
+            );
+        }
         for disk in along(&what.disks) {
-            remove(Path::new(&arriving_path(&disk.path, &arrival.migration)));
+            all_gone &= remove(Path::new(&arriving_path(&disk.path, &arrival.migration)));
         }
     }
-    forget(paths);
+    // Whoever looks again tries again.
+    if all_gone {
+        forget(paths);
+    }
 }
 
 /// Another host holds the VM, which went there with this migration, and has said so: the images that went along are no disks
@@ -104,30 +135,36 @@ pub(crate) fn leave(paths: &Paths, migration: &MigrationId) {
         );
         return forget(paths);
     }
-    for (disk, image) in what.disks.iter().zip(&what.images) {
-        if !disk.goes_along() {
-            continue;
-        }
-        remove_own(&disk.name, Path::new(&disk.path), *image);
+    let images = what.disks.iter().zip(&what.images);
+    let own = images.filter(|(disk, _)| disk.goes_along());
+    let gone = own.map(|(disk, image)| remove_own(&disk.name, Path::new(&disk.path), *image));
+    let gone: Vec<bool> = gone.collect();
+    // Whoever looks again tries again.
+    if gone.iter().all(|gone| *gone) {
+        forget(paths);
     }
-    forget(paths);
 }
 
-/// Removes an image that is no disk any more, if it is the one that QEMU had.
-pub(super) fn remove_own(disk: &str, path: &Path, image: (u64, u64)) {
+/// Removes an image that is no disk any more, if it is the one that QEMU had. Returns whether nothing of it is left.
+pub(super) fn remove_own(disk: &str, path: &Path, image: (u64, u64)) -> bool {
     let is_file = path.symlink_metadata().is_ok_and(|found| found.is_file());
     match identity_of(path) {
         Ok(Some(found)) if found == image && is_file => {
             tracing::info!(disk, path = %path.display(), "its former image is removed");
-            remove(path);
+            remove(path)
         }
-        Ok(None) => {}
-        Ok(Some(_)) | Err(_) => {
+        Ok(None) => true,
+        Ok(Some(_)) => {
             let path = path.display();
             tracing::warn!(
                 disk,
                 "{path} is not the file that the guest had: it is left alone"
             );
+            true
+        }
+        Err(error) => {
+            tracing::warn!(disk, path = %path.display(), %error, "its former image cannot be looked at");
+            false
         }
     }
 }
@@ -162,12 +199,16 @@ fn here(paths: &Paths, what: ServedDisks) {
 }
 
 fn forget(paths: &Paths) {
+    if let Err(why) = settle_moves(paths, None) {
+        tracing::warn!(why, "what moves of the VM's disks left is not removed");
+    }
     if let Err(error) = remove_document(&paths.disks()) {
         tracing::warn!(%error, "what disks the VM had is not forgotten");
     }
 }
 
-pub(super) fn remove(path: &Path) {
+/// Returns whether it is gone.
+pub(super) fn remove(path: &Path) -> bool {
     let removed = std::fs::remove_file(path);
     let parent = path.parent().map(PathBuf::from);
     match removed {
@@ -176,10 +217,12 @@ pub(super) fn remove(path: &Path) {
             if let Some(Err(error)) = synced {
                 tracing::warn!(path = %path.display(), %error, "that a file is removed may not be durable");
             }
+            true
         }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) if error.kind() == io::ErrorKind::NotFound => true,
         Err(error) => {
             tracing::warn!(path = %path.display(), %error, "a file is left behind");
+            false
         }
     }
 }

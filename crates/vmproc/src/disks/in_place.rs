@@ -2,13 +2,13 @@
 //!
 //! A disk is mirrored to a second image until both are equal. Then it stands still for a moment, what the second image has is
 //! made durable, `disks.json` says that it is the disk from now on, and the disk goes on with it: so one image is certainly the
-//! right one, whenever this process dies. What a predecessor had begun is removed, what it had changed is followed
-//! ([`settle_moves`]).
+//! right one, whenever this process dies. Then the VM's description follows, and the former image is removed.
 //!
-//! Owns a thread while disks move. Refuses: disks that the guest only reads, and a place that is taken. An image that cannot be
-//! written ends the move and nothing else.
+//! Owns a thread while disks move, which alone touches storage that may hang. Refuses: disks that the guest only reads, images
+//! that this host does not hold, and a place that is taken. An image that cannot be written ends the move and nothing else.
 
-use super::images::{remove, remove_own, rename};
+use super::images::rename;
+use super::left::{Copying, Left, follow, remove_left};
 use super::moving::{CLOSE_BYTES, begin_copying};
 use super::served::{Served, ServedDisks};
 use super::{Disks, LOCK_WAIT, REST_WAIT, told};
@@ -19,45 +19,25 @@ use crate::hypervisor::internal;
 use godwit_blockio::filters::{Course, Mirroring};
 use godwit_blockio::{Image, SecondImage};
 use godwit_qemu::disk::identity_of;
-use godwit_store::{load_json, save_json};
 use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, DiskPlace};
-use godwit_types::host_api::SPEC_FILE;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode};
 use godwit_vhost::Disk;
-use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How often it is looked how far a disk is.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How long a disk stands still at most for what is under way.
+/// How long a disk stands still at most for what is under way, and for that to be durable.
 const STAND_WAIT: Duration = Duration::from_millis(500);
-
-/// An image that a disk is copied to.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Copying {
-    /// The name that it is to have,
-    path: String,
-    /// and the one that it has until it is whole.
-    beside: String,
-    /// Device and inode, once it is there.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    image: Option<(u64, u64)>,
-}
-
-/// An image that was left for another one of this host.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct Left {
-    disk: String,
-    path: String,
-    image: (u64, u64),
-}
+/// How often it stands still in vain before the move is given up.
+const ATTEMPTS: usize = 20;
+/// Longest pause between two of these.
+const PAUSE_MAX: Duration = Duration::from_secs(5);
 
 /// Disks that are moved on this host, or were last.
 #[derive(Debug, Default)]
@@ -85,6 +65,23 @@ struct Going<'a> {
     spec: DiskSpec,
     image: (u64, u64),
     copying: Copying,
+}
+
+/// What fills the second image. The disk is the very one that has the mirror: another one in its place has none.
+struct Mirror {
+    disk: Arc<Disk>,
+    second: SecondImage,
+    course: Course,
+    began: Instant,
+    /// Bytes that are to be copied.
+    total: u64,
+}
+
+/// Whatever becomes of the move, no guest waits for it any longer.
+impl Drop for Mirror {
+    fn drop(&mut self) {
+        self.course.give_up();
+    }
 }
 
 impl Disks {
@@ -145,76 +142,24 @@ impl Disks {
         })
     }
 
-    /// Whether the VM's description may not say yet where they are.
+    /// Whether the VM's description does not say yet where they are.
     pub(crate) fn are_elsewhere(&self) -> bool {
-        !self.0.what().left.is_empty()
+        self.0.what().left.iter().any(|left| !left.followed)
     }
 
-    /// Has the VM's description say where its disks are, and removes the images that they had before.
+    /// Has the VM's description say where its disks are.
     pub(crate) fn follow_moves(&self, paths: &Paths, spec: &mut VmSpec) -> Result<(), String> {
         let what = self.0.what();
-        if what.left.is_empty() {
+        if !self.are_elsewhere() {
             return Ok(());
         }
         follow(&what, paths, spec)?;
-        let forgotten = self
-            .0
-            .change(|now| now.left.retain(|left| !what.left.contains(left)));
-        forgotten.map_err(|error| error.message)
-    }
-}
-
-/// What a predecessor's moves came to: an image that is not whole is removed, and the VM's description follows the disks that
-/// are elsewhere. To be called before anything is started with that description.
-pub(crate) fn settle_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(), String> {
-    let path = paths.disks();
-    let what: Option<ServedDisks> = load_json(&path).map_err(|error| error.to_string())?;
-    let Some(mut what) = what.filter(|what| what.copying.is_some() || !what.left.is_empty()) else {
-        return Ok(());
-    };
-    if let Some(copying) = what.copying.take() {
-        copying.remove();
-    }
-    match spec {
-        Some(spec) if !what.left.is_empty() => {
-            follow(&what, paths, spec)?;
-            what.left.clear();
-        }
-        _ => {}
-    }
-    save_json(&path, &what).map_err(|error| error.to_string())
-}
-
-/// The description comes first: until it is durable nobody else knows where the disk is.
-fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Result<(), String> {
-    for left in &what.left {
-        let now = what.disks.iter().find(|disk| disk.name == left.disk);
-        let described = spec.disks.iter_mut().find(|disk| disk.name == left.disk);
-        if let (Some(now), Some(described)) = (now, described)
-            && described.path == left.path
-        {
-            described.path.clone_from(&now.path);
-            described.shared = now.shared;
-        }
-    }
-    let file = paths.state.join(SPEC_FILE);
-    save_json(&file, spec).map_err(|error| error.to_string())?;
-    reached("disk-move.followed");
-    for left in &what.left {
-        remove_own(&left.disk, Path::new(&left.path), left.image);
-    }
-    Ok(())
-}
-
-impl Copying {
-    fn remove(&self) {
-        let (beside, path) = (Path::new(&self.beside), Path::new(&self.path));
-        remove(beside);
-        // It may have its name already; another file that has it is not ours.
-        let found = identity_of(path).ok().flatten();
-        if found.is_some() && found == self.image {
-            remove(path);
-        }
+        let followed = self.0.change(|now| {
+            let known = now.left.iter_mut();
+            let known = known.filter(|left| what.left.contains(left));
+            known.for_each(|left| left.followed = true);
+        });
+        followed.map_err(|error| error.message)
     }
 }
 
@@ -263,7 +208,7 @@ impl Served {
         let mut stopped = None;
         for place in places {
             let ended = match &stopped {
-                None => self.move_one(place),
+                None => self.move_one(place, changed),
                 Some(DiskMoveState::Cancelled) => Err(Stopped::Cancelled),
                 Some(_) => Err("the one before it could not be moved".into()),
             };
@@ -285,76 +230,170 @@ impl Served {
                 Err(Stopped::Cancelled) => Some(DiskMoveState::Cancelled),
                 Err(Stopped::Failed(_)) => Some(DiskMoveState::Failed),
             };
-            changed();
         }
     }
 
     /// Returns how long the guest's requests waited for the change.
-    fn move_one(&self, place: &DiskPlace) -> Result<Duration, Stopped> {
+    fn move_one(&self, place: &DiskPlace, changed: &impl Fn()) -> Result<Duration, Stopped> {
         self.note(&place.disk, |disk| disk.state = DiskMoveState::Copying);
         let what = self.what();
         let mut all = what.disks.iter().zip(&what.images).enumerate();
         let found = all.find(|(_, (disk, _))| disk.name == place.disk);
         let (index, (spec, image)) = found.ok_or("the VM has no such disk")?;
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
-        let beside = format!(
-            "{}.moving-{:x}",
-            place.path,
-            since.unwrap_or_default().as_nanos()
-        );
-        let going = Going {
+        let since = since.unwrap_or_default().as_nanos();
+        let mut going = Going {
             index,
             place,
             spec: spec.clone(),
             image: *image,
             copying: Copying {
                 path: place.path.clone(),
-                beside,
+                beside: format!("{}.moving-{since:x}", place.path),
                 image: None,
             },
         };
-        let moved = self.copy(going);
-        if moved.is_err() {
-            let _ = self.with_disk(index, |disk| disk.take_lowest(REST_WAIT));
-            // Whoever comes after this process does it if it cannot be done here.
-            if let Err(error) = self.remove_copy() {
-                tracing::warn!(%error, "that a disk is not moved is not written yet");
-            }
+        let moved = self.copy(&mut going);
+        if moved.is_ok() {
+            changed();
+            self.remove_former();
+            return moved;
+        }
+        if let Ok(disk) = self.disk(index)
+            && let Err(error) = disk.take_lowest(REST_WAIT)
+        {
+            tracing::info!(disk = spec.name, %error, "the disk keeps a mirror that has ended");
+        }
+        // Whoever comes after this process does it if it cannot be done here.
+        if let Err(error) = self.remove_copy(&going.copying) {
+            tracing::warn!(%error, "that a disk is not moved is not written yet");
         }
         moved
     }
 
     /// Not before it is certain that what is written does not call it the disk.
-    fn remove_copy(&self) -> Result<(), ApiError> {
-        self.change(|_| ())?;
-        if let Some(copying) = &self.what().copying {
-            copying.remove();
+    fn remove_copy(&self, copying: &Copying) -> Result<(), ApiError> {
+        if self.has_ended.load(Ordering::SeqCst) && !self.must_save.load(Ordering::SeqCst) {
+            // Its record may have been settled before the image was made.
+            copying.remove(&self.what());
+            return Ok(());
         }
+        self.change(|_| ())?;
+        copying.remove(&self.what());
         self.change(|what| what.copying = None)
     }
 
-    fn with_disk<T>(
-        &self,
-        index: usize,
-        with: impl FnOnce(&Disk) -> Result<T, godwit_vhost::Error>,
-    ) -> Result<T, String> {
+    /// Waits until the VM's description says where the disks are, and removes the images that they had before.
+    fn remove_former(&self) {
+        let has_ended = || self.has_ended.load(Ordering::SeqCst);
+        while self.what().left.iter().any(|left| !left.followed) {
+            if has_ended() {
+                // Before the next start.
+                return;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        let mut what = ServedDisks::clone(&self.what());
+        remove_left(&mut what);
+        if let Err(error) = self.change(|now| now.left = what.left) {
+            tracing::warn!(%error, "that a former image is removed is not written yet");
+        }
+    }
+
+    /// Removes what a predecessor left, on a thread of its own: its storage may hang.
+    pub(super) fn clean_up(self: &Arc<Self>) {
+        let what = self.what();
+        if what.left.is_empty() && what.copying.is_none() {
+            return;
+        }
+        let served = Arc::clone(self);
+        let work = move || {
+            if let Some(copying) = &what.copying
+                && let Err(error) = served.remove_copy(copying)
+            {
+                tracing::warn!(%error, "that a disk was not moved is not written yet");
+            }
+            served.remove_former();
+        };
+        let thread = std::thread::Builder::new().name("disk-clean-up".into());
+        if let Err(error) = thread.spawn(work) {
+            tracing::warn!(%error, "what a predecessor left of moves of disks is not removed yet");
+        }
+    }
+
+    fn disk(&self, index: usize) -> Result<Arc<Disk>, &'static str> {
         let disks = lock(&self.disks);
         let disk = disks.get(index).and_then(Option::as_ref);
         let disk = disk.filter(|disk| !disk.has_ended());
-        let disk = disk.ok_or("the disk is not served any more")?;
-        with(disk).map_err(|error| error.to_string())
+        disk.map(Arc::clone)
+            .ok_or("the disk is not served any more")
     }
 
-    fn copy(&self, mut going: Going<'_>) -> Result<Duration, Stopped> {
-        let path = Path::new(&going.place.path);
-        let is_taken = || {
-            let path = path.display();
-            format!("a file is at {path} already: move it away, or remove it if nobody needs it")
-        };
-        if path.symlink_metadata().is_ok() {
-            return Err(is_taken().into());
+    /// Whether the disk is the one that has the mirror, and its image is this host's.
+    fn must_be_mirrored(&self, index: usize, disk: &Arc<Disk>) -> Result<(), Stopped> {
+        if !Arc::ptr_eq(&self.disk(index)?, disk) {
+            return Err("the disk was served anew meanwhile".into());
         }
-        let bytes = self.with_disk(going.index, Disk::measure)?;
+        match self.may_run.load(Ordering::SeqCst) {
+            true => Ok(()),
+            false => Err("its guest may not run here any more".into()),
+        }
+    }
+
+    fn copy(&self, going: &mut Going<'_>) -> Result<Duration, Stopped> {
+        let path = Path::new(&going.place.path);
+        if path.symlink_metadata().is_ok() {
+            return Err(is_taken(path).into());
+        }
+        let disk = self.disk(going.index)?;
+        self.must_be_mirrored(going.index, &disk)?;
+        if !disk.status()?.has_image {
+            return Err("its image is not this host's now".into());
+        }
+        let bytes = disk.measure()?;
+        let image = self.make_second(going, bytes)?;
+        let course = Course::default();
+        let second = SecondImage::of(&image, &course)?;
+        let filter = Mirroring::new(bytes, second.outlet()?, &course);
+        disk.put_lowest(Box::new(filter), REST_WAIT)?;
+        let mut mirror = Mirror {
+            disk,
+            second,
+            course,
+            began: Instant::now(),
+            total: bytes,
+        };
+        mirror.total = begin_copying((&going.spec, going.image), bytes, &mirror.course);
+        reached("disk-move.copying");
+        self.wait_until_equal(going, &mirror)?;
+        // What takes long comes before the disk stands still.
+        let named = rename(Path::new(&going.copying.beside), path);
+        named.map_err(|error| match error.kind() {
+            std::io::ErrorKind::AlreadyExists => is_taken(path),
+            _ => format!(
+                "its image does not get its name {}: {error}",
+                path.display()
+            ),
+        })?;
+        if let Some(parent) = path.parent() {
+            File::open(parent)?.sync_all()?;
+        }
+        mirror.second.sync()?;
+        reached("disk-move.equal");
+        let (mut image, mut pause) = (Some(image), LOOK_EVERY);
+        for _ in 0..ATTEMPTS {
+            self.wait_until_equal(going, &mirror)?;
+            if let Some(took) = self.switch(going, &mirror, &mut image)? {
+                return Ok(took);
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(PAUSE_MAX);
+        }
+        Err("the new image does not keep up with what the guest writes: try again when it writes less".into())
+    }
+
+    /// Makes the image that the disk is copied to, and notes that it is this move's.
+    fn make_second(&self, going: &mut Going<'_>, bytes: u64) -> Result<Image, Stopped> {
         self.change(|what| what.copying = Some(going.copying.clone()))?;
         let beside = DiskSpec {
             path: going.copying.beside.clone(),
@@ -365,66 +404,29 @@ impl Served {
         let identity = image.identity()?;
         going.copying.image = Some((identity.device, identity.inode));
         self.change(|what| what.copying = Some(going.copying.clone()))?;
-        let course = Course::default();
-        let second = SecondImage::of(&image, &course)?;
-        let filter = Mirroring::new(bytes, second.outlet()?, &course);
-        self.with_disk(going.index, |disk| {
-            disk.put_lowest(Box::new(filter), REST_WAIT)
-        })?;
-        let total = begin_copying((&going.spec, going.image), bytes, &course);
-        reached("disk-move.copying");
-        let progress = (Instant::now(), total);
-        self.wait_until_equal(&going, (&second, &course), progress)?;
-        // What takes long comes before the disk stands still.
-        let named = rename(Path::new(&going.copying.beside), path);
-        named.map_err(|error| match error.kind() {
-            std::io::ErrorKind::AlreadyExists => is_taken(),
-            _ => format!(
-                "its image does not get its name {}: {error}",
-                path.display()
-            ),
-        })?;
-        if let Some(parent) = path.parent() {
-            File::open(parent)?.sync_all()?;
-        }
-        second.sync()?;
-        reached("disk-move.equal");
-        let mut image = Some(image);
-        loop {
-            self.wait_until_equal(&going, (&second, &course), progress)?;
-            if let Some(took) = self.switch(&going, (&second, &course), &mut image)? {
-                return Ok(took);
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
+        Ok(image)
     }
 
     /// Waits until so little is under way that the disk can stand still for it.
-    fn wait_until_equal(
-        &self,
-        going: &Going<'_>,
-        (second, course): (&SecondImage, &Course),
-        (began, total): (Instant, u64),
-    ) -> Result<(), Stopped> {
+    fn wait_until_equal(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
+        let (course, total) = (&mirror.course, mirror.total);
         loop {
             if self.moves.is_cancelled.load(Ordering::SeqCst) {
                 return Err(Stopped::Cancelled);
             }
+            self.must_be_mirrored(going.index, &mirror.disk)?;
             if let Some(why) = course.failure() {
                 return Err(why.into());
             }
-            self.with_disk(going.index, |_| Ok(()))?;
             let left = course.left_bytes().min(total);
             self.note(&going.place.disk, |disk| {
                 let copied = total - left;
-                let (taken, left_of) = (
-                    began.elapsed().as_secs_f64(),
-                    left as f64 / copied.max(1) as f64,
-                );
+                let taken = mirror.began.elapsed().as_secs_f64();
+                let rest = taken * left as f64 / copied.max(1) as f64;
                 (disk.total_bytes, disk.left_bytes) = (total, left);
-                disk.eta_s = (copied > 0).then(|| (taken * left_of).ceil() as u64);
+                disk.eta_s = (copied > 0).then(|| rest.ceil() as u64);
             });
-            if course.is_synchronised() && second.under_way_bytes() <= CLOSE_BYTES {
+            if course.is_synchronised() && mirror.second.under_way_bytes() <= CLOSE_BYTES {
                 return Ok(());
             }
             std::thread::sleep(LOOK_EVERY);
@@ -435,28 +437,30 @@ impl Served {
     fn switch(
         &self,
         going: &Going<'_>,
-        mirror: (&SecondImage, &Course),
+        mirror: &Mirror,
         image: &mut Option<Image>,
     ) -> Result<Option<Duration>, Stopped> {
-        let mut disks = lock(&self.disks);
-        let slot = disks
-            .get_mut(going.index)
-            .ok_or("the VM has no such disk")?;
-        let disk = slot.as_ref().ok_or("the disk is not served any more")?;
         let began = Instant::now();
-        let standing = disk.stand_still(STAND_WAIT);
-        let standing = standing.map_err(|error| told(&going.spec, &error))?;
-        if !are_equal(mirror, began + STAND_WAIT) {
+        let standing = match mirror.disk.stand_still(STAND_WAIT) {
+            Err(godwit_vhost::Error::Busy { .. }) => return Ok(None),
+            standing => standing?,
+        };
+        if !mirror.is_equal(began + STAND_WAIT) || !mirror.is_durable()? {
             return Ok(None);
         }
-        let Some(image) = image.take() else {
-            return Err("its second image is gone".into());
-        };
-        mirror.0.sync()?;
+        self.must_be_mirrored(going.index, &mirror.disk)?;
+        let path = Path::new(&going.place.path);
+        if !mirror.disk.status()?.has_image || identity_of(path)? != going.copying.image {
+            return Err(format!(
+                "{} is not the image any more that was made for it",
+                path.display()
+            )
+            .into());
+        }
+        let image = image.take().ok_or("its second image is gone")?;
         if planted("switch-before-record") {
-            let switched = standing.switch(image);
+            standing.switch(image)?;
             drop(standing);
-            switched.map_err(|error| told(&going.spec, &error))?;
             std::thread::sleep(STAND_WAIT);
             reached("disk-move.switched");
             self.write_switch(going)?;
@@ -466,26 +470,35 @@ impl Served {
         let is_written = written.is_ok();
         let switched = written.and_then(|()| {
             reached("disk-move.written");
-            standing
-                .switch(image)
-                .map_err(|error| told(&going.spec, &error))
+            let switched = standing.switch(image);
+            switched.map_err(|error| told(&going.spec, &error))
         });
-        drop(standing);
-        reached("disk-move.switched");
-        match switched {
-            Ok(()) => Ok(Some(began.elapsed())),
-            // It goes on with what is written once it is served again, which is soon.
-            Err(why) => {
-                *slot = None;
-                tracing::error!(
-                    disk = going.spec.name,
-                    why,
-                    "a disk that was to go on with another image is served anew"
-                );
-                is_written
-                    .then(|| Some(began.elapsed()))
-                    .ok_or(Stopped::Failed(why))
-            }
+        let Err(why) = switched else {
+            drop(standing);
+            reached("disk-move.switched");
+            return Ok(Some(began.elapsed()));
+        };
+        // It must take nothing more: it is served anew with what is written, once that is certain.
+        standing.end();
+        self.serve_anew(going.index, &mirror.disk);
+        tracing::error!(
+            disk = going.spec.name,
+            why,
+            "a disk that was to go on with another image is served anew"
+        );
+        match is_written {
+            true => Ok(Some(began.elapsed())),
+            false => Err(why.into()),
+        }
+    }
+
+    fn serve_anew(&self, index: usize, disk: &Arc<Disk>) {
+        let mut disks = lock(&self.disks);
+        let slot = disks.get_mut(index);
+        if let Some(slot) =
+            slot.filter(|slot| slot.as_ref().is_some_and(|now| Arc::ptr_eq(now, disk)))
+        {
+            *slot = None;
         }
     }
 
@@ -498,6 +511,7 @@ impl Served {
                 disk: place.disk.clone(),
                 path: going.spec.path.clone(),
                 image: going.image,
+                followed: false,
             });
             if let Some(disk) = what.disks.get_mut(index) {
                 disk.path.clone_from(&place.path);
@@ -511,17 +525,34 @@ impl Served {
     }
 }
 
-/// Whether both images are equal, once nothing is under way: the disk stands still.
-fn are_equal((second, course): (&SecondImage, &Course), until: Instant) -> bool {
-    while second.under_way_bytes() > 0 {
-        if Instant::now() >= until {
-            return false;
+impl Mirror {
+    /// Whether both images are equal, once nothing is under way: the disk stands still.
+    fn is_equal(&self, until: Instant) -> bool {
+        while self.second.under_way_bytes() > 0 {
+            if Instant::now() >= until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
         }
-        std::thread::sleep(Duration::from_millis(1));
+        self.course.is_synchronised()
     }
-    course.is_synchronised() && course.failure().is_none()
+
+    /// Makes durable what the second image has, in a moment or not at all: its storage may hang while the disk stands still.
+    fn is_durable(&self) -> Result<bool, Stopped> {
+        let second = self.second.clone();
+        let (done, is_done) = channel();
+        let thread = std::thread::Builder::new().name("disk-sync".into());
+        thread.spawn(move || {
+            let _ = done.send(second.sync());
+        })?;
+        match is_done.recv_timeout(STAND_WAIT) {
+            Ok(synced) => Ok(synced.map(|()| true)?),
+            Err(_) => Ok(false),
+        }
+    }
 }
 
-#[cfg(test)]
-#[path = "in_place_tests.rs"]
-mod tests;
+fn is_taken(path: &Path) -> String {
+    let path = path.display();
+    format!("a file is at {path} already: move it away, or remove it if nobody needs it")
+}

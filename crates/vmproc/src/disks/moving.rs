@@ -10,16 +10,16 @@ use super::{CONNECT_WAIT, Disks, LOCK_WAIT, REST_WAIT, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::Arriving;
-use godwit_blockio::filters::{Course, Mirroring};
+use godwit_blockio::filters::{Course, Mirroring, REGION};
 use godwit_streams::source::Changes;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
-use rustix::fs::{SeekFrom, seek};
+use rustix::fs::{Mode, OFlags, SeekFrom, open, seek};
 use rustix::io::Errno;
-use std::fs::File;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
@@ -81,7 +81,7 @@ impl Disks {
                     "the migration's description does not name disk '{name}'"
                 ))
             })?;
-            let served = disks.get(index).and_then(Option::as_ref);
+            let served = disks.get(index).and_then(Option::as_deref);
             let (place, course) = (u8::try_from(index).map_err(internal)?, Course::default());
             let outlet = source.changes.of_disk(place, &course);
             let filter = Mirroring::new(named.bytes, outlet, &course);
@@ -168,6 +168,7 @@ impl Disks {
             Some(arrival) => arrival.whole = Some(attempt),
             None => return Ok(()),
         }
+        served.names_are_free()?;
         keep_names(&served.what().disks).map_err(internal)?;
         served.save()
     }
@@ -202,6 +203,19 @@ fn put(
 }
 
 impl Served {
+    /// Before anybody counts on it: another file may have come while the disk did.
+    fn names_are_free(&self) -> Result<(), ApiError> {
+        let what = self.what();
+        let mut along = what.disks.iter().filter(|disk| disk.goes_along());
+        let is_taken = |disk: &&DiskSpec| Path::new(&disk.path).symlink_metadata().is_ok();
+        along.find(is_taken).map_or(Ok(()), |disk| {
+            let path = &disk.path;
+            Err(self.refused(disk, &format!(
+                "{path} is there by now, and the disk is to come there: move that file away, or remove it if nobody needs it"
+            )))
+        })
+    }
+
     /// What fills an image.
     pub(super) fn fills(
         &self,
@@ -267,14 +281,13 @@ impl Drop for SourceDisks {
     }
 }
 
-/// Where a disk's image holds nothing.
-pub(super) fn holes(
-    spec: &DiskSpec,
-    image: (u64, u64),
-    bytes: u64,
-) -> Result<Vec<Range<u64>>, String> {
+/// Where a disk's image holds nothing, in whole regions: what is less is copied all the same.
+fn holes(spec: &DiskSpec, image: (u64, u64), bytes: u64) -> Result<Vec<Range<u64>>, String> {
     let told = |error: &dyn std::fmt::Display| format!("{}: {error}", spec.path);
-    let file = File::open(&spec.path).map_err(|error| told(&error))?;
+    // What lies there may be anything by now.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let file = open(spec.path.as_str(), flags, Mode::empty());
+    let file = std::fs::File::from(file.map_err(|error| told(&error))?);
     let found = godwit_qemu::disk::identity_of_open(&file).map_err(|error| told(&error))?;
     if found != image {
         return Err(told(&"it is another file than the guest's"));
@@ -286,13 +299,16 @@ pub(super) fn holes(
             Err(Errno::NXIO) => bytes,
             Err(error) => return Err(told(&error)),
         };
-        if data > at {
-            holes.push(at..data);
+        // A region in which there is any data is no hole, so the next look is at the one after it.
+        let end = if data < bytes {
+            data - data % REGION
+        } else {
+            bytes
+        };
+        if end > at {
+            holes.push(at..end);
         }
-        if data >= bytes {
-            break;
-        }
-        at = seek(&file, SeekFrom::Hole(data)).map_err(|error| told(&error))?;
+        at = end.saturating_add(REGION);
     }
     Ok(holes)
 }

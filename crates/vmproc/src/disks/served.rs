@@ -4,7 +4,8 @@
 //! one than QEMU was started with.
 
 use super::images::{arriving_path, put_aside};
-use super::in_place::{Copying, Left, Moves};
+use super::in_place::Moves;
+use super::left::{Copying, Left};
 use super::moving::Filling;
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY};
 use crate::adoption::lock;
@@ -66,6 +67,9 @@ pub(crate) struct Arrival {
     /// The generation under which they were whole and durable here: who holds the VM under this one may use them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) whole: Option<Generation>,
+    /// Whether this host held the VM under that one: they are its disks from then on, whatever generation follows.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) ours: bool,
     /// Whether this process has given them their names.
     #[serde(skip)]
     pub(super) is_here: bool,
@@ -80,7 +84,7 @@ pub(super) struct Served {
     what: Mutex<Arc<ServedDisks>>,
     ram: Arc<RamFile>,
     /// One for each of its disks; `None`: it cannot be served, and is tried again.
-    pub(super) disks: Mutex<Vec<Option<Disk>>>,
+    pub(super) disks: Mutex<Vec<Option<Arc<Disk>>>>,
     tried: Mutex<Option<Instant>>,
     /// Which of them a thread tries to serve just now.
     is_tried: Vec<AtomicBool>,
@@ -109,6 +113,7 @@ impl Arrival {
         Self {
             migration: migration.clone(),
             whole: None,
+            ours: false,
             is_here: false,
         }
     }
@@ -188,7 +193,7 @@ impl Served {
             let named = migration.disks.iter().find(|named| named.name == spec.name);
             let named = named
                 .ok_or_else(|| self.refused(spec, &"the migration does not say how large it is"))?;
-            if Path::new(&spec.path).exists() {
+            if Path::new(&spec.path).symlink_metadata().is_ok() {
                 let path = &spec.path;
                 return Err(self.refused(spec, &format!(
                     "{path} exists already, and the disk is to come there: move that file away, or remove it if nobody needs it"
@@ -272,7 +277,7 @@ impl Served {
     pub(super) fn missing(&self) -> Vec<usize> {
         let mut disks = lock(&self.disks);
         for slot in disks.iter_mut() {
-            if slot.as_ref().is_some_and(Disk::has_ended) {
+            if slot.as_deref().is_some_and(Disk::has_ended) {
                 *slot = None;
             }
         }
@@ -382,7 +387,7 @@ impl Served {
         let mut disks = lock(&self.disks);
         let has_ended = self.has_ended.load(Ordering::SeqCst);
         if let Some(slot) = disks.get_mut(index).filter(|_| !has_ended) {
-            *slot = Some(disk);
+            *slot = Some(Arc::new(disk));
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::testing::Site;
+use godwit_types::vm::DiskSpec;
 
 struct Dead {
     _site: Site,
@@ -74,6 +75,7 @@ impl Dead {
             disk: "root".into(),
             path: self.path(name),
             image: self.identity(name),
+            followed: false,
         }
     }
 
@@ -157,6 +159,30 @@ fn a_disk_that_was_described_otherwise_since_is_left_as_described() {
     dead.spec.disks[0].path = dead.path("third");
     let third = dead.path("third");
     assert_eq!(dead.settled(), (vec!["new".to_owned()], third));
+}
+
+#[test]
+fn what_became_a_disk_again_is_not_removed_whatever_is_noted_of_it() {
+    let mut dead = Dead::with(&["old", "new"], |dead, what| {
+        what.left = vec![dead.left("old"), dead.left("new")];
+        what.copying = Some(dead.copying(Some("new")));
+        what.disks[0].path = dead.path("new");
+    });
+    let new = dead.path("new");
+    assert_eq!(dead.settled(), (vec!["new".to_owned()], new));
+    assert_eq!(dead.written().left, []);
+}
+
+#[test]
+fn a_description_follows_without_a_look_at_the_images() {
+    let mut dead = Dead::with(&["old", "new"], |dead, what| {
+        what.left = vec![dead.left("old")];
+        what.disks[0].path = dead.path("new");
+    });
+    follow_moves(&dead.paths, Some(&mut dead.spec)).unwrap();
+    assert_eq!(dead.spec.disks[0].path, dead.path("new"));
+    assert!(Path::new(&dead.path("old")).exists());
+    assert!(dead.written().left[0].followed);
 }
 
 #[test]

@@ -1,0 +1,124 @@
+//! What moves of disks on this host leave: an image that is not whole, and images that are no disk any more.
+//!
+//! Owns nothing: `disks.json` names them. The VM's description follows its disks before anything is removed. Refuses: to remove
+//! what is a disk, or another file than the one that was left.
+
+use super::images::{remove, remove_own};
+use super::served::ServedDisks;
+use crate::faults::reached;
+use crate::files::Paths;
+use godwit_qemu::disk::identity_of;
+use godwit_store::{load_json, save_json};
+use godwit_types::host_api::SPEC_FILE;
+use godwit_types::vm::VmSpec;
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// An image that a disk is copied to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Copying {
+    /// The name that it is to have,
+    pub path: String,
+    /// and the one that it has until it is whole.
+    pub beside: String,
+    /// Device and inode, once it is there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<(u64, u64)>,
+}
+
+/// An image that was left for another one of this host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Left {
+    pub disk: String,
+    pub path: String,
+    pub image: (u64, u64),
+    /// Whether the VM's description says where the disk is now.
+    #[serde(default)]
+    pub followed: bool,
+}
+
+/// Without a QEMU: an image that is not whole is removed, the VM's description follows the disks that are elsewhere, and their
+/// former images are removed. To be called before anything is started with that description.
+pub(crate) fn settle_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(), String> {
+    follow_moves(paths, spec)?;
+    let Some(mut what) = moved(paths)? else {
+        return Ok(());
+    };
+    if let Some(copying) = what.copying.take() {
+        copying.remove(&what);
+    }
+    remove_left(&mut what);
+    save(paths, &what)
+}
+
+/// The VM's description follows the disks that are elsewhere. Touches none of their images, which may be out of reach.
+pub(crate) fn follow_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(), String> {
+    let (Some(mut what), Some(spec)) = (moved(paths)?, spec) else {
+        return Ok(());
+    };
+    if what.left.iter().all(|left| left.followed) {
+        return Ok(());
+    }
+    follow(&what, paths, spec)?;
+    what.left.iter_mut().for_each(|left| left.followed = true);
+    save(paths, &what)
+}
+
+fn moved(paths: &Paths) -> Result<Option<ServedDisks>, String> {
+    let what: Option<ServedDisks> = load_json(&paths.disks()).map_err(|error| error.to_string())?;
+    Ok(what.filter(|what| what.copying.is_some() || !what.left.is_empty()))
+}
+
+fn save(paths: &Paths, what: &ServedDisks) -> Result<(), String> {
+    save_json(&paths.disks(), what).map_err(|error| error.to_string())
+}
+
+/// Has the description say where the disks are, durably.
+pub(super) fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Result<(), String> {
+    for left in what.left.iter().filter(|left| !left.followed) {
+        let now = what.disks.iter().find(|disk| disk.name == left.disk);
+        let described = spec.disks.iter_mut().find(|disk| disk.name == left.disk);
+        if let (Some(now), Some(described)) = (now, described)
+            && described.path == left.path
+        {
+            described.path.clone_from(&now.path);
+            described.shared = now.shared;
+        }
+    }
+    let file = paths.state.join(SPEC_FILE);
+    save_json(&file, spec).map_err(|error| error.to_string())?;
+    reached("disk-move.followed");
+    Ok(())
+}
+
+/// Removes what nothing needs any more; what could not be removed stays noted.
+pub(super) fn remove_left(what: &mut ServedDisks) {
+    let disks = what.disks.clone();
+    what.left.retain(|left| {
+        let is_disk = disks.iter().any(|disk| disk.path == left.path);
+        let stays = !left.followed;
+        stays || !(is_disk || remove_own(&left.disk, Path::new(&left.path), left.image))
+    });
+}
+
+impl Copying {
+    /// Removes it under either of its names; another file that has the one that it is to have is not ours.
+    pub(super) fn remove(&self, what: &ServedDisks) {
+        let mut disks = what.disks.iter();
+        if disks.any(|disk| disk.path == self.path || disk.path == self.beside) {
+            return;
+        }
+        let (beside, path) = (Path::new(&self.beside), Path::new(&self.path));
+        remove(beside);
+        let found = identity_of(path).ok().flatten();
+        if found.is_some() && found == self.image {
+            remove(path);
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "left_tests.rs"]
+mod tests;
