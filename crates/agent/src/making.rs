@@ -13,10 +13,12 @@ use godwit_types::{ApiError, ErrorCode, HostName, VmName, VmSpec};
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a call waits for the end: a small image is made at once.
 const WAIT: Duration = Duration::from_secs(2);
+/// How long a failure waits for whoever follows it.
+const TOLD_WITHIN: Duration = Duration::from_secs(10);
 /// How often it looks.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -34,10 +36,19 @@ struct Job {
 enum Now {
     /// Which disk, and how far.
     Makes(String, Arc<Progress>),
-    Ended(Result<(), ApiError>),
+    Ended(Instant, Result<(), ApiError>),
 }
 
 impl Job {
+    /// Whether it is under way, or has failed just now and nobody was told of it. What is done is looked at again, which is
+    /// soon over.
+    fn counts(&self) -> bool {
+        match &*self.now.lock().unwrap_or_else(PoisonError::into_inner) {
+            Now::Makes(..) => true,
+            Now::Ended(at, result) => result.is_err() && at.elapsed() < TOLD_WITHIN,
+        }
+    }
+
     fn set(&self, now: Now) {
         *self.now.lock().unwrap_or_else(PoisonError::into_inner) = now;
     }
@@ -49,7 +60,7 @@ impl Job {
                 done_bytes: progress.done.load(Ordering::Relaxed),
                 total_bytes: progress.total.load(Ordering::Relaxed),
             })),
-            Now::Ended(result) => result.clone().map(|()| None),
+            Now::Ended(_, result) => result.clone().map(|()| None),
         }
     }
 }
@@ -77,7 +88,9 @@ impl Makings {
     fn go_on(&self, spec: &VmSpec, setting: Setting) -> Reply<Arc<Job>> {
         let mut jobs = self.lock();
         match jobs.get(&spec.name) {
-            Some(job) if job.spec.disks == spec.disks => return Ok(Arc::clone(job)),
+            Some(job) if job.spec.disks == spec.disks && job.counts() => {
+                return Ok(Arc::clone(job));
+            }
             Some(job) if matches!(job.shown(), Ok(Some(_))) => {
                 let message = format!(
                     "disks of VM '{}' are being made on host '{}' as it was described before: wait for that",
@@ -96,7 +109,10 @@ impl Makings {
         let work = Arc::clone(&job);
         let begun = std::thread::Builder::new()
             .name("make-disks".into())
-            .spawn(move || work.set(Now::Ended(make_all(&work, &setting))));
+            .spawn(move || {
+                let made = make_all(&work, &setting);
+                work.set(Now::Ended(Instant::now(), made));
+            });
         begun.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
         jobs.insert(spec.name.clone(), Arc::clone(&job));
         Ok(job)

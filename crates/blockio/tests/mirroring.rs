@@ -294,3 +294,45 @@ fn a_second_image_that_cannot_be_written_ends_the_mirroring_and_no_write() {
     assert!(!course.is_synchronised());
     assert_eq!(read_all(&from)[..20 * 4096], [7; 20 * 4096]);
 }
+
+/// Answers, and never has room.
+struct Full;
+
+impl Outlet for Full {
+    fn is_silent(&mut self) -> bool {
+        false
+    }
+
+    fn takes(&mut self, _origin: Origin) -> bool {
+        false
+    }
+
+    fn give(&mut self, _origin: Origin, range: Range<u64>, _change: Change) {
+        panic!("{range:?} is given where there is no room");
+    }
+}
+
+#[test]
+fn a_write_does_not_wait_for_ever_for_a_destination_that_answers_and_takes_nothing() {
+    let from = volume(BYTES);
+    let course = Course::default();
+    let mirroring = Mirroring::new(BYTES, Box::new(Full), &course);
+    let image = Image::open(&from.path, Access::ReadWrite, 512).unwrap();
+    let mut stack = Stack::new(vec![Box::new(mirroring)], Engine::new(image).unwrap());
+    // Both sides are equal, so that every write goes to both.
+    course.begin(std::iter::once(0..BYTES));
+    while !course.is_synchronised() {
+        stack.turn(None, &mut Vec::new()).unwrap();
+    }
+    for token in 0..3 {
+        stack.submit(write_of(token * 4096, 4096, 7, token), Instant::now());
+    }
+    while stack.under_way() > 0 {
+        stack.turn(None, &mut Vec::new()).unwrap();
+        while let Some((_, outcome)) = stack.finished() {
+            assert_eq!(outcome, Outcome::Done);
+        }
+    }
+    assert!(!course.is_synchronised());
+    assert_eq!(read_all(&from)[..3 * 4096], [7; 3 * 4096]);
+}

@@ -7,7 +7,6 @@ use crate::connect::Reader;
 use godwit_rpc::ClientError;
 use godwit_rpc::sse::EventStream;
 use godwit_types::console::{ConsolePiece, ConsolePlace, ConsoleQuery, ConsoleTyped};
-use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::time::Duration;
 use tokio::sync::mpsc::Sender;
@@ -86,7 +85,7 @@ impl Followed {
             }
         };
         match state {
-            Ok(VmState::Stopped) => Some(ApiError::new(ErrorCode::WrongState, off)),
+            Ok(state) if state.is_off() => Some(ApiError::new(ErrorCode::WrongState, off)),
             Err(ClientError::Refused(error)) if error.code == ErrorCode::UnknownVm => Some(error),
             _ => None,
         }
@@ -96,8 +95,13 @@ impl Followed {
     pub async fn run(&self, mut events: EventStream, news: Sender<News>) {
         let mut place = None;
         loop {
+            let before = place.clone();
             if !self.is_lost(events, &mut place, &news).await {
                 return;
+            }
+            if place == before {
+                // It was refused, and may be again and again.
+                tokio::time::sleep(REOPEN_PAUSE).await;
             }
             events = match self.again(place.as_ref(), &news).await {
                 Some(events) => events,
@@ -113,7 +117,7 @@ impl Followed {
         place: &mut Option<ConsolePlace>,
         news: &Sender<News>,
     ) -> bool {
-        while let Ok(Some(event)) = events.next(SILENCE).await {
+        while let Ok(Some(event)) = events.next_while_heard(SILENCE).await {
             if event.name == "error" {
                 break;
             }

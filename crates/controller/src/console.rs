@@ -70,7 +70,7 @@ pub async fn follow(
 
 /// Nothing where the host has ended the stream without a word, as one does that ends itself.
 async fn next(events: &mut EventStream, host: &HostName) -> Option<Result<ConsolePiece, ApiError>> {
-    let event = match events.next(SILENCE).await {
+    let event = match events.next_while_heard(SILENCE).await {
         Ok(event) => event?,
         Err(error) => return Some(Err(ApiError::from(error).on_host(host))),
     };

@@ -8,6 +8,7 @@ use crate::bounds::{self, NotTaken};
 use crate::placement::place;
 use crate::removed::Removed;
 use crate::unread::{Lack, UnreadRow};
+use disk_places::Datastores;
 use godwit_site::{Book, Heard, News, Ticket, Whereabouts};
 use godwit_types::control_api::HostState;
 use godwit_types::host::HostInfo;
@@ -225,7 +226,7 @@ impl State {
         let news = self.book.hear(host, ticket, heard);
         let mut changes = Vec::new();
         for vm in &answer {
-            self.observe_vm(host, vm, &mut changes);
+            self.observe_vm(host, vm, &info.datastores, &mut changes);
         }
         if self.book.is_restored() {
             self.relearned.seen.insert(host.clone());
@@ -302,7 +303,13 @@ impl State {
         }
     }
 
-    fn observe_vm(&mut self, host: &HostName, vm: &HostVm, changes: &mut Vec<Change>) {
+    fn observe_vm(
+        &mut self,
+        host: &HostName,
+        vm: &HostVm,
+        datastores: &Datastores,
+        changes: &mut Vec<Change>,
+    ) {
         let name = &vm.spec.name;
         let before = self.hosts.get(host).and_then(|entry| entry.vm(name));
         if before != Some(vm) {
@@ -322,7 +329,7 @@ impl State {
         }
         match self.vms.get_mut(name) {
             Some(entry) if entry.resolved.is_some() => {
-                if disk_places::follow(entry, &vm.spec) {
+                if disk_places::follow(entry, &vm.spec, datastores) {
                     changes.push(Change::Resolved(Box::new(entry.clone())));
                 }
             }

@@ -3,19 +3,21 @@
 //! All is done with the rights of the host's common user, on a thread that has become it: a description reaches no file and no
 //! directory that this user does not. The image grows under another name beside its own, is made durable, and then gets its name, which
 //! never replaces anything: after a kill at any moment either the whole image is there or none, and what was begun is begun anew. An
-//! image bears whose disk it is, so that one that was made just before a kill is known. Refuses: a path where something else
+//! image bears whose disk it is until it is first used, so that one that was made just before a kill is known. Refuses: a path where something else
 //! is, sources that are no files, that do not fit, or that name other files, and places without room.
 
 use crate::convert;
 use crate::disk::become_user;
+use crate::privileges::stay_private;
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
 use crate::user::User;
 use godwit_types::VmName;
-use godwit_types::vm::DiskSpec;
+use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
 use rustix::fs::{
     AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom, XattrFlags, fchmod,
-    fgetxattr, flock, fsetxattr, fstat, fstatvfs, openat, renameat_with, seek, statat, unlinkat,
+    fgetxattr, flock, fremovexattr, fsetxattr, fstat, fstatvfs, openat, renameat_with, seek,
+    statat, unlinkat,
 };
 use rustix::io::Errno;
 use std::ffi::{OsStr, OsString};
@@ -28,6 +30,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Where an image bears whose disk it is.
 const MARK: &str = "user.godwit.disk";
+/// Most bytes of that.
+const MARK_MAX: usize = 8192;
 /// Bytes that are read and written together; none of them is written where all are zero.
 const PIECE: usize = 1 << 20;
 /// Bytes of a disk's blocks.
@@ -61,6 +65,8 @@ impl Maker<'_> {
                 become_user(uid, gid).map_err(|errno| {
                     format!("this process cannot become user {uid} of group {gid}: {errno}")
                 })?;
+                // Another user's thread has made the whole process readable for that user.
+                stay_private().map_err(|error| error.to_string())?;
                 self.make_as_user(disk, progress)
             });
             let broke = Err("the work broke off".to_owned());
@@ -71,7 +77,7 @@ impl Maker<'_> {
     fn make_as_user(&self, disk: &DiskSpec, progress: &Progress) -> Result<(), String> {
         let path = Path::new(&disk.path);
         let place = Place::open(path, self.reserved, self.user)?;
-        let mark = format!("{}/{}", self.vm, disk.name);
+        let mark = mark_of(self.vm, disk);
         if place.has(path, &mark)? {
             return Ok(());
         }
@@ -97,6 +103,24 @@ impl Maker<'_> {
     }
 }
 
+/// Whose disk an image was made for, and of what, until it is first used.
+fn mark_of(vm: &VmName, disk: &DiskSpec) -> String {
+    let (from, gib) = (
+        disk.from.as_deref().unwrap_or(""),
+        disk.size_gib.unwrap_or(0),
+    );
+    format!("{vm}/{}/{gib}/{from}", disk.name)
+}
+
+/// An image is used from here on: it is what its guest makes of it, and not what a disk is made to be. Nothing is done where it
+/// bears no mark.
+pub fn forget_mark(image: impl std::os::fd::AsFd) {
+    match fremovexattr(image.as_fd(), MARK) {
+        Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
+        Err(errno) => tracing::warn!(%errno, "a disk's image keeps the mark of having been made"),
+    }
+}
+
 /// The length of the image.
 fn length(disk: &DiskSpec, source: Option<&Source>) -> Result<u64, String> {
     let Some(source) = source else {
@@ -104,7 +128,15 @@ fn length(disk: &DiskSpec, source: Option<&Source>) -> Result<u64, String> {
             .wanted_bytes()
             .ok_or_else(|| "neither `from` nor `size_gib` is given".to_owned());
     };
-    let own = source.bytes.next_multiple_of(BLOCK);
+    let own = source.bytes.div_ceil(BLOCK).saturating_mul(BLOCK);
+    let most = DISK_GIB_MAX << 30;
+    if own > most {
+        return Err(format!(
+            "{} has {} GiB, and a disk at most {DISK_GIB_MAX}",
+            source.path,
+            own >> 30
+        ));
+    }
     match disk.wanted_bytes() {
         Some(wanted) if wanted < own => Err(format!(
             "{} has {} GiB, which size_gib = {} does not hold: give at least {}",
@@ -160,7 +192,7 @@ impl Place {
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let found = openat(&self.dir, &self.name, flags, Mode::empty()).ok();
         let is_own = found.is_some_and(|found| {
-            let mut value = [0; 256];
+            let mut value = [0; MARK_MAX];
             let length = fgetxattr(found, MARK, &mut value[..]).unwrap_or(0);
             value.get(..length) == Some(mark.as_bytes())
         });

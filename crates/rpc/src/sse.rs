@@ -95,29 +95,48 @@ impl EventStream {
     /// The next event; `None` when the server has ended the stream. Keep-alive comments count against `deadline`
     /// only as far as no event follows them.
     pub async fn next(&mut self, deadline: Duration) -> Result<Option<Event>, ClientError> {
-        match tokio::time::timeout(deadline, self.wait()).await {
+        let next = async {
+            while self.ready.is_empty() && self.hear().await? {}
+            Ok(self.ready.pop_front())
+        };
+        match tokio::time::timeout(deadline, next).await {
             Ok(result) => result,
-            Err(_) => Err(ClientError::Deadline {
-                peer: self.peer.clone(),
-                seconds: deadline.as_secs_f64(),
-            }),
+            Err(_) => Err(self.silent(deadline)),
         }
     }
 
-    async fn wait(&mut self) -> Result<Option<Event>, ClientError> {
-        loop {
-            if let Some(event) = self.ready.pop_front() {
-                return Ok(Some(event));
+    /// The same, for as long as the server says anything at all within `silence`: a comment that keeps the stream alive, too.
+    pub async fn next_while_heard(
+        &mut self,
+        silence: Duration,
+    ) -> Result<Option<Event>, ClientError> {
+        while self.ready.is_empty() {
+            let heard = tokio::time::timeout(silence, self.hear()).await;
+            if !heard.unwrap_or_else(|_| Err(self.silent(silence)))? {
+                break;
             }
-            let Some(frame) = self.body.frame().await else {
-                return Ok(None);
-            };
-            let frame = frame.map_err(|error| self.broken(chain(&error)))?;
-            if let Ok(bytes) = frame.into_data() {
-                let events = self.parser.push(&bytes);
-                self.ready
-                    .extend(events.map_err(|error| self.broken(error.to_string()))?);
-            }
+        }
+        Ok(self.ready.pop_front())
+    }
+
+    /// Waits for the server's next words; false when it has ended the stream.
+    async fn hear(&mut self) -> Result<bool, ClientError> {
+        let Some(frame) = self.body.frame().await else {
+            return Ok(false);
+        };
+        let frame = frame.map_err(|error| self.broken(chain(&error)))?;
+        if let Ok(bytes) = frame.into_data() {
+            let events = self.parser.push(&bytes);
+            self.ready
+                .extend(events.map_err(|error| self.broken(error.to_string()))?);
+        }
+        Ok(true)
+    }
+
+    fn silent(&self, deadline: Duration) -> ClientError {
+        ClientError::Deadline {
+            peer: self.peer.clone(),
+            seconds: deadline.as_secs_f64(),
         }
     }
 

@@ -1,6 +1,8 @@
 //! What a client takes of an answer: bounded bytes, a bounded time, and words that fit on a screen.
 
 use godwit_rpc::{AgentClient, Client, ClientError};
+use godwit_types::VmName;
+use godwit_types::console::ConsoleQuery;
 use std::path::PathBuf;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -91,4 +93,25 @@ async fn the_words_of_a_refusal_are_bounded() {
     let error = vms_of(&path).await.unwrap_err();
     assert!(matches!(error, ClientError::Refused(_)), "{error}");
     assert!(error.to_string().len() < 5_000);
+}
+
+#[tokio::test]
+async fn a_stream_in_which_nothing_happens_is_heard_for_as_long_as_it_is_kept_alive() {
+    let chunk = |text: &str| format!("{:x}\r\n{text}\r\n", text.len()).into_bytes();
+    let head =
+        "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
+    let mut pieces = vec![head.as_bytes().to_vec()];
+    pieces.extend(std::iter::repeat_n(chunk(":\n\n"), 6));
+    pieces.push(chunk("event: console\ndata: x\n\n"));
+    let (_dir, path) = agent(pieces, Duration::from_millis(400)).await;
+    let client = AgentClient::new(Client::unix(&path));
+    let name = VmName::new("web").unwrap();
+    let events = client.console_events(&name, &ConsoleQuery::default()).await;
+    let mut events = events.unwrap();
+    // All in all it takes longer, and each silence is shorter.
+    let silence = Duration::from_secs(2);
+    let event = events.next_while_heard(silence).await.unwrap().unwrap();
+    assert_eq!((event.name.as_str(), event.data.as_str()), ("console", "x"));
+    let error = events.next_while_heard(silence).await.unwrap_err();
+    assert!(matches!(error, ClientError::Deadline { .. }), "{error}");
 }

@@ -9,6 +9,7 @@
 
 use crate::files::Paths;
 use crate::hypervisor::{Start, internal};
+use godwit_migrate::protocol::VARIABLES_WHOLE_MAX;
 use godwit_qemu::command_line::Flash;
 use godwit_qemu::uefi::Uefi;
 use godwit_store::{RealFiles, replace_durably, save_json};
@@ -68,7 +69,7 @@ pub(crate) fn open(start: &Start<'_>) -> Result<Option<Opened>, ApiError> {
         .map_err(|error| refused(ErrorCode::MissingFile, error.to_string()))?;
     let path = start.paths.variables();
     // Whatever an earlier move left is of no use for this one.
-    if start.coming.is_some() || !path.exists() {
+    if start.coming.is_some() || !path.try_exists().map_err(internal)? {
         let empty = uefi.empty_variables().map_err(internal)?;
         replace_durably(&RealFiles, &path, &empty).map_err(internal)?;
     }
@@ -152,7 +153,13 @@ fn keep_durable(file: &File, life: &Weak<()>) {
 
 /// All of a file, as it is now.
 pub(crate) fn read_whole(file: &File) -> io::Result<Vec<u8>> {
-    let length = usize::try_from(file.metadata()?.len()).map_err(io::Error::other)?;
+    let length = file.metadata()?.len();
+    if length == 0 || length > VARIABLES_WHOLE_MAX {
+        let message =
+            format!("the guest's UEFI variables have {length} bytes: QEMU was not to change that");
+        return Err(io::Error::other(message));
+    }
+    let length = usize::try_from(length).map_err(io::Error::other)?;
     let mut content = vec![0; length];
     file.read_exact_at(&mut content, 0)?;
     Ok(content)

@@ -8,7 +8,7 @@ use godwit_qemu::disk::identity_of;
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName};
-use rustix::fs::{SeekFrom, seek, statvfs};
+use rustix::fs::{Mode, OFlags, SeekFrom, open, seek, statvfs};
 use std::fs::File;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
@@ -41,11 +41,14 @@ fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
             "{path} is a symbolic link: give the path of the image itself"
         ));
     }
-    let file = File::open(path).map_err(told)?;
+    // What lies there may be anything, and a FIFO would be waited for.
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    let file = open(path.as_str(), flags, Mode::empty()).map_err(|error| told(error.into()))?;
+    let file = File::from(file);
     let metadata = file.metadata().map_err(told)?;
     if !metadata.file_type().is_file() {
         return Err(format!(
-            "{path} is a block device, and only files are copied yet: put the disk on storage that both hosts have (shared = true), or into a file"
+            "{path} is no file, and only files are copied yet: put the disk on storage that both hosts have (shared = true), or into a file"
         ));
     }
     let bytes = seek(&file, SeekFrom::End(0)).map_err(|error| told(error.into()))?;
@@ -91,7 +94,7 @@ fn is_there(host: &HostName, disk: &DiskSpec) -> Finding {
 fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding {
     let (name, path) = (&disk.name, Path::new(&disk.path));
     let invalid = |message| refuse(ErrorCode::InvalidRequest, message);
-    if path.exists() {
+    if path.symlink_metadata().is_ok() {
         return invalid(format!(
             "disk '{name}' is to come to {} on host '{host}', where a file is already: move that one away, or remove it if nobody needs it",
             path.display()

@@ -29,6 +29,11 @@ const SPARSE: usize = 64 << 10;
 /// How often it is looked whether there is room again, and what others want.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
+/// A write waits no longer than this for room at a destination that takes little and is not silent,
+const WAIT_MAX: Duration = Duration::from_secs(1);
+/// and for so long nobody waits for it then: what it misses is copied again.
+const AWAY: Duration = Duration::from_secs(5);
+
 /// What a request of the filter's own is for, in the upper bits of its token; the guest's tokens are below.
 const SOURCE: u64 = 1 << 56;
 const COPY: u64 = 2 << 56;
@@ -139,7 +144,7 @@ pub struct Mirroring {
     /// Writes of the guest that are not answered, by their tokens, and what became of them at the source.
     writes: BTreeMap<u64, (Option<Request>, Option<Outcome>)>,
     /// Those to both sides for which there is no room, oldest first.
-    waiting: VecDeque<u64>,
+    waiting: VecDeque<(u64, Instant)>,
     /// Copies that are being read, by their numbers.
     reads: BTreeMap<u64, Copy>,
     /// Copies for which there is no room.
@@ -147,6 +152,8 @@ pub struct Mirroring {
     look_at: Instant,
     /// Whether nothing more is to be copied for now.
     rests: bool,
+    /// Until when nobody waits for the destination, since somebody has waited too long.
+    away_until: Option<Instant>,
 }
 
 impl Mirroring {
@@ -163,6 +170,7 @@ impl Mirroring {
             read: VecDeque::new(),
             look_at: Instant::now(),
             rests: false,
+            away_until: None,
         }
     }
 
@@ -197,7 +205,7 @@ impl Mirroring {
 
     fn send_both_ways(&mut self, id: u64, flow: &mut Flow<'_>) -> Vec<Step> {
         if !self.waiting.is_empty() || !self.outlet.takes(Origin::Guest) {
-            self.waiting.push_back(id);
+            self.waiting.push_back((id, flow.now()));
             return Vec::new();
         }
         self.give(id, flow)
@@ -234,7 +242,7 @@ impl Mirroring {
         let steps = self.mirror.detach();
         self.carry_out(steps, flow);
         self.read.clear();
-        for id in std::mem::take(&mut self.waiting) {
+        for (id, _) in std::mem::take(&mut self.waiting) {
             let Some((Some(request), _)) = self.writes.get(&id) else {
                 continue;
             };
@@ -301,7 +309,7 @@ impl Mirroring {
 
     fn give_writes(&mut self, flow: &mut Flow<'_>) {
         while !self.waiting.is_empty() && self.outlet.takes(Origin::Guest) {
-            let Some(id) = self.waiting.pop_front() else {
+            let Some((id, _)) = self.waiting.pop_front() else {
                 return;
             };
             let steps = self.give(id, flow);
@@ -326,7 +334,12 @@ impl Mirroring {
             let steps = self.mirror.allow(false);
             self.carry_out(steps, flow);
         }
-        let is_silent = self.outlet.is_silent();
+        let oldest = self.waiting.front();
+        if oldest.is_some_and(|(_, since)| flow.now() >= *since + WAIT_MAX) {
+            self.away_until = Some(flow.now() + AWAY);
+        }
+        let is_away = self.away_until.is_some_and(|until| flow.now() < until);
+        let is_silent = self.outlet.is_silent() || is_away;
         match self.mirror.phase() {
             Phase::Detached if !is_silent && self.course.0.begun.load(Ordering::Acquire) => {
                 let steps = self.mirror.attach();

@@ -28,6 +28,8 @@ const LEAVE: u8 = 0x1d;
 /// Most pieces of text, or of keys, that wait.
 const WAITING_MAX: usize = 64;
 
+/// How long what was typed last may take to reach the guest once its console is left.
+const LAST_WORDS: Duration = Duration::from_secs(2);
 /// How often what a guest could not be reached for is typed again, and the pause before that.
 const TRIES_MAX: u32 = 20;
 const TRY_PAUSE: Duration = Duration::from_millis(300);
@@ -127,7 +129,7 @@ async fn sit_down(followed: Followed, text: &ConsoleText) -> CommandResult {
     let (complain, typed) = channel(WAITING_MAX);
     let follower = Arc::clone(&followed);
     tokio::spawn(async move { follower.run(events, tell).await });
-    tokio::spawn(hand_on(followed, sent, complain));
+    let handing_on = tokio::spawn(hand_on(followed, sent, complain));
     // It ends with the process: nothing takes a read away from a terminal.
     std::thread::spawn(move || {
         let mut bytes = [0; 1024];
@@ -145,7 +147,12 @@ async fn sit_down(followed: Followed, text: &ConsoleText) -> CommandResult {
         ended,
     };
     let end = attend(&terminal, comers, send).await;
+    // What was typed before it was left is the guest's.
+    let is_typed = tokio::time::timeout(LAST_WORDS, handing_on).await;
     drop(terminal);
+    if is_typed.is_err() {
+        plain::tell("what you typed last may not be with the guest");
+    }
     eprintln!();
     end
 }

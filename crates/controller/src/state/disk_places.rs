@@ -1,13 +1,20 @@
 //! Where a VM's disks are, as its holder says.
 //!
-//! Owns nothing. Refuses: what a person has described otherwise since to be written over.
+//! Owns nothing. Refuses: what a person has described otherwise since to be written over, and a path that is in no datastore of
+//! that host, since disks are moved to no other.
 
 use super::VmEntry;
-use godwit_types::VmSpec;
+use godwit_types::host::Datastore;
+use godwit_types::{DatastoreName, VmSpec};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// What a host says of its datastores.
+pub(super) type Datastores = BTreeMap<DatastoreName, Datastore>;
 
 /// Where a VM's disks are is its holder's to say, who moves them; what a person has described otherwise since counts from the
 /// next start. Returns whether anything has changed.
-pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec) -> bool {
+pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec, datastores: &Datastores) -> bool {
     let Some(resolved) = entry.resolved.as_mut().filter(|_| held.check().is_ok()) else {
         return false;
     };
@@ -17,14 +24,19 @@ pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec) -> bool {
         let Some(known) = known.filter(|known| known.path != now.path) else {
             continue;
         };
+        let dir = Path::new(&now.path).parent();
+        let mut stores = datastores.values();
+        let Some(store) = stores.find(|store| dir == Some(Path::new(&store.path))) else {
+            continue;
+        };
         let described = entry.spec.disks.iter_mut();
         let mut described = described.filter(|disk| disk.name == now.name);
         if let Some(described) = described.find(|disk| disk.path == known.path) {
             described.path.clone_from(&now.path);
-            described.shared = now.shared;
+            described.shared = now.shared && store.shared;
         }
         known.path.clone_from(&now.path);
-        known.shared = now.shared;
+        known.shared = now.shared && store.shared;
         is_news = true;
     }
     is_news
@@ -49,6 +61,12 @@ mod tests {
         spec
     }
 
+    fn stores() -> Datastores {
+        let name = DatastoreName::new("s").unwrap();
+        let (path, shared) = ("/store".to_owned(), true);
+        [(name, Datastore { path, shared })].into()
+    }
+
     fn entry(described: &str, resolved: Option<&str>) -> VmEntry {
         VmEntry {
             spec: on(described),
@@ -59,32 +77,40 @@ mod tests {
     #[test]
     fn a_disk_that_its_holder_has_moved_is_described_where_it_is() {
         let mut moved = entry("/old", Some("/old"));
-        let mut held = on("/new");
+        let mut held = on("/store/new");
         held.disks[0].shared = true;
-        assert!(follow(&mut moved, &held));
+        assert!(follow(&mut moved, &held, &stores()));
         let both = [&moved.spec, moved.resolved.as_ref().unwrap()];
         for spec in both {
             assert_eq!(
                 (spec.disks[0].path.as_str(), spec.disks[0].shared),
-                ("/new", true)
+                ("/store/new", true)
             );
         }
-        assert!(!follow(&mut moved, &held), "that is no news any more");
+        assert!(
+            !follow(&mut moved, &held, &stores()),
+            "that is no news any more"
+        );
     }
 
     #[test]
     fn what_a_person_described_otherwise_since_stays() {
         let mut edited = entry("/theirs", Some("/old"));
-        assert!(follow(&mut edited, &on("/new")));
+        assert!(follow(&mut edited, &on("/store/new"), &stores()));
         assert_eq!(edited.spec.disks[0].path, "/theirs");
-        assert_eq!(edited.resolved.unwrap().disks[0].path, "/new");
+        assert_eq!(edited.resolved.unwrap().disks[0].path, "/store/new");
     }
 
     #[test]
-    fn a_host_that_says_what_is_no_description_is_not_followed() {
+    fn a_host_that_says_what_is_no_description_or_in_no_datastore_is_not_followed() {
         let mut known = entry("/old", Some("/old"));
-        assert!(!follow(&mut known, &on("not/absolute")));
-        assert!(!follow(&mut entry("/old", None), &on("/new")));
+        assert!(!follow(&mut known, &on("not/absolute"), &stores()));
+        assert!(!follow(&mut known, &on("/elsewhere/new"), &stores()));
+        assert!(!follow(
+            &mut entry("/old", None),
+            &on("/store/new"),
+            &stores()
+        ));
         assert_eq!(known.spec.disks[0].path, "/old");
     }
 }

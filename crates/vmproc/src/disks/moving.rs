@@ -20,13 +20,15 @@ use rustix::fs::{Mode, OFlags, SeekFrom, open, seek};
 use rustix::io::Errno;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 /// What fills the images of a VM that comes, by the disk's place.
 pub(super) type Filling = Arc<Vec<Option<Arriving>>>;
 
+/// A guest that writes all the while has as much under way as the link takes: after so long it is stopped all the same.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// More changes may be under way than are worth a stop of the guest, bytes.
 pub(super) const CLOSE_BYTES: u64 = 8 << 20;
 
@@ -46,6 +48,8 @@ struct Along {
 pub(crate) struct SourceDisks {
     pub changes: Changes,
     disks: Vec<Along>,
+    /// Since when both hosts' images are equal but for what is under way.
+    synchronised: Mutex<Option<Instant>>,
 }
 
 impl Disks {
@@ -68,6 +72,7 @@ impl Disks {
         let mut source = SourceDisks {
             changes: Changes::new(cap_bytes_per_s),
             disks: Vec::new(),
+            synchronised: Mutex::default(),
         };
         // Whoever finds that the VM has moved removes what moved with this migration, and nothing else.
         *lock(&self.0.leaving) = Some(spec.id.clone());
@@ -258,7 +263,12 @@ impl SourceDisks {
 
     /// Whether so little is under way that the guest can be stopped for it.
     pub(crate) fn are_close(&self) -> bool {
-        self.are_synchronised() && self.changes.under_way_bytes() <= CLOSE_BYTES
+        if !self.are_synchronised() {
+            *lock(&self.synchronised) = None;
+            return false;
+        }
+        let since = *lock(&self.synchronised).get_or_insert_with(Instant::now);
+        self.changes.under_way_bytes() <= CLOSE_BYTES || since.elapsed() >= PATIENCE
     }
 
     /// Why one cannot be copied.

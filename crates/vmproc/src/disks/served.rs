@@ -14,6 +14,7 @@ use crate::files::Paths;
 use crate::hypervisor::{common_user, internal, reserved, with_other_rights};
 use godwit_blockio::{Access, Image};
 use godwit_guestmem::RamFile;
+use godwit_qemu::make_disk::forget_mark;
 use godwit_qemu::user::{self, User};
 use godwit_store::save_json;
 use godwit_types::host_api::VmProcessConfig;
@@ -434,6 +435,7 @@ impl Served {
         let refused = |error: &dyn std::fmt::Display| self.refused(spec, error);
         let file = file.into_iter().next().map(File::from);
         let file = file.ok_or_else(|| refused(&"its image was not opened"))?;
+        forget_mark(&file);
         let access = match spec.read_only {
             true => Access::ReadOnly,
             false => Access::ReadWrite,
