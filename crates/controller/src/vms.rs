@@ -116,6 +116,8 @@ pub async fn edit(app: &App, name: &VmName, spec: VmSpec) -> Outcome<VmView> {
     must_be_newest(app)?;
     let mut entry = entry_of(app, name)?;
     must_be_off(app, name, OffFor::Edit)?;
+    let spec = spec.with_disks_known(&entry.spec);
+    let spec = spec.map_err(|error| ApiError::new(ErrorCode::InvalidVm, error.to_string()))?;
     let mut spec = macs::allot(spec, &app.state())?;
     uids::keep(&mut spec, Some(&entry.spec))?;
     uids::give(app, &mut spec).await?;

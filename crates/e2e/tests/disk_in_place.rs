@@ -9,7 +9,7 @@ use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// A place for the disk beside the one that it has, where QEMU's user may make files.
 fn another(site: &Site, name: &str) -> Result<PathBuf> {
@@ -213,4 +213,38 @@ fn a_vm_does_not_leave_its_host_while_its_disks_are_on_their_way() -> Result<()>
     ensure!(ended(&site)?.state == DiskMoveState::Moved);
     is_at(&mut site, &fast)?;
     site.goes_on(&site.pair.a, 20)
+}
+
+#[test]
+fn a_process_that_is_killed_at_any_moment_of_a_move_leaves_one_image_which_is_the_right_one()
+-> Result<()> {
+    let mut site = Site::local()?;
+    let places = [site.path.clone(), another(&site, "fast")?];
+    let (mut at, mut moved) = (0, 0);
+    for round in 0..16_u64 {
+        begin(&site, &places[1 - at])?;
+        // A move takes some hundred milliseconds.
+        std::thread::sleep(Duration::from_millis(round * 37 % 320));
+        let starts = site.pair.a.starts();
+        site.pair.a.signal_kill()?;
+        disk_site::has_successor(&site.pair.a, starts)?;
+        let deadline = Instant::now() + LONG;
+        while files_beside(&places[0])? + files_beside(&places[1])? != 1 {
+            ensure!(
+                Instant::now() < deadline,
+                "round {round}: there are two images"
+            );
+            std::thread::sleep(LOOK_EVERY);
+        }
+        let now = usize::from(places[1].exists());
+        moved += usize::from(now != at);
+        at = now;
+        is_at(&mut site, &places[at])?;
+        site.goes_on(&site.pair.a, 5)
+            .with_context(|| format!("round {round}"))?;
+        site.is_whole(&site.pair.a)
+            .with_context(|| format!("round {round}"))?;
+    }
+    println!("  {moved} of 16 were moved before they were killed");
+    Ok(())
 }

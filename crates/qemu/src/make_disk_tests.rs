@@ -95,11 +95,31 @@ fn a_copy_is_sparse_grown_and_for_the_group_and_is_made_once() {
     assert_eq!(&bytes, b"first");
     made.read_exact_at(&mut bytes, (64 << 20) - 4).unwrap();
     assert_eq!(&bytes, b"last\0");
-    // The VM has run on it since: it is known, and left alone.
-    made.write_all_at(b"guest", 0).unwrap();
+    // Who made it died before it was told: it is known, and not made again.
+    made.write_all_at(b"known", 0).unwrap();
     here.make(&disk).unwrap();
     made.read_exact_at(&mut bytes, 0).unwrap();
-    assert_eq!(&bytes, b"guest");
+    assert_eq!(&bytes, b"known");
+}
+
+#[test]
+fn the_disk_of_a_vm_that_was_deleted_is_not_that_of_one_which_is_made_anew() {
+    let here = Here::new();
+    for name in ["base", "newer"] {
+        std::fs::write(here.at(name), [7; 1024]).unwrap();
+    }
+    here.make(&here.disk(Some("base"), None)).unwrap();
+    let words = ["exists already", "was not made for this disk"];
+    // Of something else, also before anybody used it.
+    here.refused(&here.disk(Some("newer"), None), &words);
+    here.refused(&here.disk(Some("base"), Some(1)), &words);
+    let used = File::options()
+        .write(true)
+        .open(here.at("root.raw"))
+        .unwrap();
+    super::forget_mark(&used);
+    super::forget_mark(&used);
+    here.refused(&here.disk(Some("base"), None), &words);
 }
 
 #[test]

@@ -55,6 +55,28 @@ impl VmSpec {
         }
         self
     }
+
+    /// The description in place of one whose disks may be made already: those are not made again. Refused where one is
+    /// elsewhere by now, since the guest would begin with an empty one.
+    pub fn with_disks_known(mut self, known: &VmSpec) -> Result<Self, InvalidVm> {
+        let vm = &self.name;
+        for disk in &mut self.disks {
+            let wants = disk.from.is_some() || disk.size_gib.is_some();
+            let before = known.disks.iter().find(|before| before.name == disk.name);
+            let made = before.filter(|before| before.from.is_none() && before.size_gib.is_none());
+            let Some(made) = made.filter(|_| wants) else {
+                continue;
+            };
+            if made.path != disk.path {
+                let (name, path, now) = (&disk.name, &disk.path, &made.path);
+                return Err(InvalidVm(format!(
+                    "disk '{name}' of VM '{vm}' is made, and is {now} now: write that as its path; for another disk at {path} give it another name, or leave out `from` and `size_gib`"
+                )));
+            }
+            (disk.from, disk.size_gib) = (None, None);
+        }
+        Ok(self)
+    }
 }
 
 #[cfg(test)]
@@ -86,6 +108,21 @@ mod tests {
             !written.contains("from") && !written.contains("size_gib"),
             "{written}"
         );
+    }
+
+    #[test]
+    fn a_disk_that_is_made_is_not_made_again_by_the_same_description_and_not_elsewhere_either() {
+        let file = described("from = \"/d/base.qcow2\"\nsize_gib = 20\n").unwrap();
+        let again = file.clone().with_disks_known(&file).unwrap();
+        assert_eq!(again, file, "it is not made yet");
+        let mut known = file.clone().with_disks_made();
+        let again = file.clone().with_disks_known(&known).unwrap();
+        assert_eq!(again, known);
+        known.disks[0].path = "/fast/web-root.raw".into();
+        let refused = file.with_disks_known(&known).unwrap_err().to_string();
+        assert!(refused.contains("is /fast/web-root.raw now"), "{refused}");
+        let plain = described("").unwrap();
+        assert_eq!(plain.clone().with_disks_known(&known).unwrap(), plain);
     }
 
     #[test]

@@ -121,6 +121,31 @@ fn a_file_that_has_the_name_keeps_it_and_the_image_that_came_stays_known() {
     assert_eq!(left.content("root.raw"), CAME);
 }
 
+#[test]
+fn a_disk_that_was_this_host_s_once_is_that_under_a_later_generation_and_is_not_removed() {
+    let left = Left::with(Some(("m", Some(2))), None, &[CAME, "root.raw"]);
+    assert!(settle(&left.paths, Generation(2)).is_err());
+    // A person lets the VM run here, which raises the generation; its disk has no name yet.
+    assert!(settle(&left.paths, Generation(1 << 30)).is_err());
+    put_aside(&left.paths);
+    assert_eq!(left.content(CAME), CAME);
+    std::fs::remove_file(left.directory.path().join("root.raw")).unwrap();
+    assert_eq!(settle(&left.paths, Generation(1 << 30)), Ok(()));
+    assert_eq!(left.content("root.raw"), CAME);
+}
+
+#[test]
+fn a_link_that_was_half_renamed_is_finished() {
+    let directory = tempfile::tempdir().unwrap();
+    let [from, to] = ["from", "to"].map(|name| directory.path().join(name));
+    std::fs::write(&from, "image").unwrap();
+    std::fs::hard_link(&from, &to).unwrap();
+    assert!(are_one(&from, &to));
+    std::fs::remove_file(&to).unwrap();
+    std::fs::write(&to, "another").unwrap();
+    assert!(!are_one(&from, &to) && !are_one(&from, &directory.path().join("none")));
+}
+
 fn moved(migration: &str) -> Phase {
     Phase::Moved {
         generation: Generation(2),

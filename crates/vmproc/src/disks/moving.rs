@@ -119,17 +119,24 @@ impl Disks {
     /// they were whole. They are this host's from then on, whatever generation follows.
     pub(crate) fn arrive(&self, generation: Generation) -> Result<(), String> {
         let served = &self.0;
-        let (what, mut arriving) = (served.what(), lock(&served.arriving));
-        match arriving.as_mut() {
-            Some(arrival) if arrival.is_here => Ok(()),
-            Some(arrival) if arrival.whole == Some(generation) => {
-                give_names(&what.disks, &arrival.migration)?;
-                arrival.is_here = true;
-                Ok(())
+        let what = served.what();
+        let arrived = match lock(&served.arriving).as_mut() {
+            None => return Ok(()),
+            Some(arrival) if arrival.is_here => return Ok(()),
+            Some(arrival) if arrival.ours || arrival.whole == Some(generation) => {
+                arrival.ours = true;
+                let named = give_names(&what.disks, &arrival.migration);
+                arrival.is_here = named.is_ok();
+                named
             }
-            Some(_) => Err("its disks are not whole on this host".to_owned()),
-            None => Ok(()),
+            Some(_) => return Err("its disks are not whole on this host".to_owned()),
+        };
+        if arrived.is_err()
+            && let Err(error) = served.save()
+        {
+            tracing::error!(%error, "that the VM's disks are this host's is not written");
         }
+        arrived
     }
 
     /// Takes every image for a guest that is let run.
