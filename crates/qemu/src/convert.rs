@@ -1,4 +1,4 @@
-//! Has `qemu-img` write a qcow2 image out as a raw one, as a program that may do nothing else.
+//! Has `qemu-img` write a qcow2 image out as a raw one, with few rights.
 //!
 //! The image is hostile: its head was judged before ([`crate::qcow2`]), and what its tables hold is left to a process of the common
 //! user, in which this thread is already, without network, new rights or room to grow in memory, in files and in time. It gets

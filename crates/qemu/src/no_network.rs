@@ -1,4 +1,4 @@
-//! Keeps a program from the network: it can make no socket.
+//! Keeps a program from the network and from other processes: it can make no socket, read no memory, send no signal.
 //!
 //! Owns nothing: a seccomp filter, which stays over `exec`, refuses it with EPERM. Refuses also system calls of another
 //! architecture than this program's, which have other numbers.
@@ -6,12 +6,17 @@
 use crate::tap_guard::{HEAD, begun, refusing, set};
 use std::io;
 
-/// All ways to a socket or to what others do with theirs.
-const REFUSED: [u32; 4] = [
+/// All ways to a socket, to what others do with theirs, and to others.
+const REFUSED: [u32; 9] = [
     libc::SYS_socket as u32,
     libc::SYS_socketpair as u32,
     libc::SYS_io_uring_setup as u32,
     libc::SYS_ptrace as u32,
+    libc::SYS_process_vm_readv as u32,
+    libc::SYS_process_vm_writev as u32,
+    libc::SYS_pidfd_getfd as u32,
+    libc::SYS_pidfd_send_signal as u32,
+    libc::SYS_kill as u32,
 ];
 
 const LEN: usize = HEAD + REFUSED.len() + 2;
