@@ -11,6 +11,7 @@ mod in_place;
 mod left;
 mod moving;
 mod served;
+mod switching;
 
 pub(crate) use images::{leave, put_aside, settle};
 pub(crate) use left::{follow_moves, settle_moves};

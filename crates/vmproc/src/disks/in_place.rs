@@ -1,24 +1,24 @@
 //! Disks that move from one place of this host to another while the guest runs.
 //!
 //! A disk is mirrored to a second image until both are equal. Then it stands still for a moment, what the second image has is
-//! made durable, `disks.json` says that it is the disk from now on, and the disk goes on with it: so one image is certainly the
+//! made durable, `disks.json` says that it is the disk from now on, and the disk goes on with it ([`super::switching`]): so one image is certainly the
 //! right one, whenever this process dies. Then the VM's description follows, and the former image is removed.
 //!
 //! Owns a thread while disks move, which alone touches storage that may hang. Refuses: disks that the guest only reads, images
 //! that this host does not hold, and a place that is taken. An image that cannot be written ends the move and nothing else.
 
 use super::images::rename;
-use super::left::{Copying, Left, follow, remove_left};
+use super::left::{Copying, follow, remove_left};
 use super::moving::{CLOSE_BYTES, begin_copying};
 use super::served::{Served, ServedDisks};
-use super::{Disks, LOCK_WAIT, REST_WAIT, told};
+use super::switching::{Going, Mirror, Stopped};
+use super::{Disks, LOCK_WAIT, REST_WAIT};
 use crate::adoption::lock;
-use crate::faults::{planted, reached};
+use crate::faults::reached;
 use crate::files::Paths;
 use crate::hypervisor::internal;
 use godwit_blockio::filters::{Course, Mirroring};
 use godwit_blockio::{Image, SecondImage};
-use godwit_qemu::disk::identity_of;
 use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode};
@@ -26,14 +26,13 @@ use godwit_vhost::Disk;
 use std::fs::File;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How often it is looked how far a disk is.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How long a disk stands still at most for what is under way, and for that to be durable.
-const STAND_WAIT: Duration = Duration::from_millis(500);
+/// How long what an earlier move left is waited for.
+const CLEAN_WAIT: Duration = Duration::from_secs(30);
 /// How often it stands still in vain before the move is given up.
 const ATTEMPTS: usize = 20;
 /// Longest pause between two of these.
@@ -44,44 +43,6 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 pub(super) struct Moves {
     disks: Mutex<Vec<DiskMove>>,
     is_cancelled: AtomicBool,
-}
-
-/// Why a disk is not where it was to go.
-enum Stopped {
-    Cancelled,
-    Failed(String),
-}
-
-impl<E: std::fmt::Display> From<E> for Stopped {
-    fn from(error: E) -> Self {
-        Self::Failed(error.to_string())
-    }
-}
-
-/// A disk that goes to another place: which one, and both images.
-struct Going<'a> {
-    index: usize,
-    place: &'a DiskPlace,
-    spec: DiskSpec,
-    image: (u64, u64),
-    copying: Copying,
-}
-
-/// What fills the second image. The disk is the very one that has the mirror: another one in its place has none.
-struct Mirror {
-    disk: Arc<Disk>,
-    second: SecondImage,
-    course: Course,
-    began: Instant,
-    /// Bytes that are to be copied.
-    total: u64,
-}
-
-/// Whatever becomes of the move, no guest waits for it any longer.
-impl Drop for Mirror {
-    fn drop(&mut self) {
-        self.course.give_up();
-    }
 }
 
 impl Disks {
@@ -101,6 +62,9 @@ impl Disks {
             return Err(
                 served.not_so("its disks are being moved already: wait for that, or call it off")
             );
+        }
+        if !served.may_run.load(Ordering::SeqCst) {
+            return Err(served.not_so("its guest may not run here now, so its disks are not moved"));
         }
         let begun = places.iter().map(|place| served.begun(&what, place));
         *disks = begun.collect::<Result<_, _>>()?;
@@ -235,6 +199,7 @@ impl Served {
 
     /// Returns how long the guest's requests waited for the change.
     fn move_one(&self, place: &DiskPlace, changed: &impl Fn()) -> Result<Duration, Stopped> {
+        self.wait_until_clean()?;
         self.note(&place.disk, |disk| disk.state = DiskMoveState::Copying);
         let what = self.what();
         let mut all = what.disks.iter().zip(&what.images).enumerate();
@@ -269,6 +234,27 @@ impl Served {
             tracing::warn!(%error, "that a disk is not moved is not written yet");
         }
         moved
+    }
+
+    /// What an earlier move left is removed, perhaps just now, by the thread that began with this process.
+    fn wait_until_clean(&self) -> Result<(), Stopped> {
+        let until = Instant::now() + CLEAN_WAIT;
+        loop {
+            let what = self.what();
+            if what.left.is_empty() && what.copying.is_none() {
+                return Ok(());
+            }
+            if self.moves.is_cancelled.load(Ordering::SeqCst) {
+                return Err(Stopped::Cancelled);
+            }
+            if self.has_ended.load(Ordering::SeqCst) || Instant::now() >= until {
+                return Err(
+                    "what an earlier move left is not removed yet: see the log of the VM process"
+                        .into(),
+                );
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
     }
 
     /// Not before it is certain that what is written does not call it the disk.
@@ -321,23 +307,12 @@ impl Served {
         }
     }
 
-    fn disk(&self, index: usize) -> Result<Arc<Disk>, &'static str> {
+    pub(super) fn disk(&self, index: usize) -> Result<Arc<Disk>, &'static str> {
         let disks = lock(&self.disks);
         let disk = disks.get(index).and_then(Option::as_ref);
         let disk = disk.filter(|disk| !disk.has_ended());
         disk.map(Arc::clone)
             .ok_or("the disk is not served any more")
-    }
-
-    /// Whether the disk is the one that has the mirror, and its image is this host's.
-    fn must_be_mirrored(&self, index: usize, disk: &Arc<Disk>) -> Result<(), Stopped> {
-        if !Arc::ptr_eq(&self.disk(index)?, disk) {
-            return Err("the disk was served anew meanwhile".into());
-        }
-        match self.may_run.load(Ordering::SeqCst) {
-            true => Ok(()),
-            false => Err("its guest may not run here any more".into()),
-        }
     }
 
     fn copy(&self, going: &mut Going<'_>) -> Result<Duration, Stopped> {
@@ -430,124 +405,6 @@ impl Served {
                 return Ok(());
             }
             std::thread::sleep(LOOK_EVERY);
-        }
-    }
-
-    /// Goes on with the second image if both are equal now; else nothing has changed.
-    fn switch(
-        &self,
-        going: &Going<'_>,
-        mirror: &Mirror,
-        image: &mut Option<Image>,
-    ) -> Result<Option<Duration>, Stopped> {
-        let began = Instant::now();
-        let standing = match mirror.disk.stand_still(STAND_WAIT) {
-            Err(godwit_vhost::Error::Busy { .. }) => return Ok(None),
-            standing => standing?,
-        };
-        if !mirror.is_equal(began + STAND_WAIT) || !mirror.is_durable()? {
-            return Ok(None);
-        }
-        self.must_be_mirrored(going.index, &mirror.disk)?;
-        let path = Path::new(&going.place.path);
-        if !mirror.disk.status()?.has_image || identity_of(path)? != going.copying.image {
-            return Err(format!(
-                "{} is not the image any more that was made for it",
-                path.display()
-            )
-            .into());
-        }
-        let image = image.take().ok_or("its second image is gone")?;
-        if planted("switch-before-record") {
-            standing.switch(image)?;
-            drop(standing);
-            std::thread::sleep(STAND_WAIT);
-            reached("disk-move.switched");
-            self.write_switch(going)?;
-            return Ok(Some(began.elapsed()));
-        }
-        let written = self.write_switch(going);
-        let is_written = written.is_ok();
-        let switched = written.and_then(|()| {
-            reached("disk-move.written");
-            let switched = standing.switch(image);
-            switched.map_err(|error| told(&going.spec, &error))
-        });
-        let Err(why) = switched else {
-            drop(standing);
-            reached("disk-move.switched");
-            return Ok(Some(began.elapsed()));
-        };
-        // It must take nothing more: it is served anew with what is written, once that is certain.
-        standing.end();
-        self.serve_anew(going.index, &mirror.disk);
-        tracing::error!(
-            disk = going.spec.name,
-            why,
-            "a disk that was to go on with another image is served anew"
-        );
-        match is_written {
-            true => Ok(Some(began.elapsed())),
-            false => Err(why.into()),
-        }
-    }
-
-    fn serve_anew(&self, index: usize, disk: &Arc<Disk>) {
-        let mut disks = lock(&self.disks);
-        let slot = disks.get_mut(index);
-        if let Some(slot) =
-            slot.filter(|slot| slot.as_ref().is_some_and(|now| Arc::ptr_eq(now, disk)))
-        {
-            *slot = None;
-        }
-    }
-
-    /// From here on the second image is the disk.
-    fn write_switch(&self, going: &Going<'_>) -> Result<(), String> {
-        let (index, place) = (going.index, going.place);
-        let written = self.change(|what| {
-            what.copying = None;
-            what.left.push(Left {
-                disk: place.disk.clone(),
-                path: going.spec.path.clone(),
-                image: going.image,
-                followed: false,
-            });
-            if let Some(disk) = what.disks.get_mut(index) {
-                disk.path.clone_from(&place.path);
-                disk.shared = place.shared;
-            }
-            if let (Some(now), Some(image)) = (what.images.get_mut(index), going.copying.image) {
-                *now = image;
-            }
-        });
-        written.map_err(|error| error.message)
-    }
-}
-
-impl Mirror {
-    /// Whether both images are equal, once nothing is under way: the disk stands still.
-    fn is_equal(&self, until: Instant) -> bool {
-        while self.second.under_way_bytes() > 0 {
-            if Instant::now() >= until {
-                return false;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.course.is_synchronised()
-    }
-
-    /// Makes durable what the second image has, in a moment or not at all: its storage may hang while the disk stands still.
-    fn is_durable(&self) -> Result<bool, Stopped> {
-        let second = self.second.clone();
-        let (done, is_done) = channel();
-        let thread = std::thread::Builder::new().name("disk-sync".into());
-        thread.spawn(move || {
-            let _ = done.send(second.sync());
-        })?;
-        match is_done.recv_timeout(STAND_WAIT) {
-            Ok(synced) => Ok(synced.map(|()| true)?),
-            Err(_) => Ok(false),
         }
     }
 }

@@ -1,0 +1,193 @@
+//! How a disk goes on with its second image: the one step of a move that its guest could notice.
+//!
+//! Part of a move ([`super::in_place`]). Owns nothing beyond the mirror while it is there. Refuses: to call a second image the
+//! disk that is not equal, not durable or not the file that was made for it.
+
+use super::left::{Copying, Left};
+use super::served::Served;
+use super::told;
+use crate::adoption::lock;
+use crate::faults::{planted, reached};
+use godwit_blockio::filters::Course;
+use godwit_blockio::{Image, SecondImage};
+use godwit_qemu::disk::identity_of;
+use godwit_types::disk_move::DiskPlace;
+use godwit_types::vm::DiskSpec;
+use godwit_vhost::Disk;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+/// How long a disk stands still at most for what is under way, and for that to be durable.
+const STAND_WAIT: Duration = Duration::from_millis(500);
+
+/// Why a disk is not where it was to go.
+pub(super) enum Stopped {
+    Cancelled,
+    Failed(String),
+}
+
+impl<E: std::fmt::Display> From<E> for Stopped {
+    fn from(error: E) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+/// A disk that goes to another place: which one, and both images.
+pub(super) struct Going<'a> {
+    pub index: usize,
+    pub place: &'a DiskPlace,
+    pub spec: DiskSpec,
+    pub image: (u64, u64),
+    pub copying: Copying,
+}
+
+/// What fills the second image. The disk is the very one that has the mirror: another one in its place has none.
+pub(super) struct Mirror {
+    pub disk: Arc<Disk>,
+    pub second: SecondImage,
+    pub course: Course,
+    pub began: Instant,
+    /// Bytes that are to be copied.
+    pub total: u64,
+}
+
+/// Whatever becomes of the move, no guest waits for it any longer.
+impl Drop for Mirror {
+    fn drop(&mut self) {
+        self.course.give_up();
+    }
+}
+
+impl Served {
+    /// Whether the disk is the one that has the mirror, and its image is this host's.
+    pub(super) fn must_be_mirrored(&self, index: usize, disk: &Arc<Disk>) -> Result<(), Stopped> {
+        if !Arc::ptr_eq(&self.disk(index)?, disk) {
+            return Err("the disk was served anew meanwhile".into());
+        }
+        match self.may_run.load(Ordering::SeqCst) {
+            true => Ok(()),
+            false => Err("its guest may not run here any more".into()),
+        }
+    }
+
+    /// Goes on with the second image if both are equal now; else nothing has changed.
+    pub(super) fn switch(
+        &self,
+        going: &Going<'_>,
+        mirror: &Mirror,
+        image: &mut Option<Image>,
+    ) -> Result<Option<Duration>, Stopped> {
+        let began = Instant::now();
+        let standing = match mirror.disk.stand_still(STAND_WAIT) {
+            Err(godwit_vhost::Error::Busy { .. }) => return Ok(None),
+            standing => standing?,
+        };
+        if !mirror.is_equal(began + STAND_WAIT) || !mirror.is_durable()? {
+            return Ok(None);
+        }
+        self.must_be_mirrored(going.index, &mirror.disk)?;
+        let path = Path::new(&going.place.path);
+        if !mirror.disk.status()?.has_image || identity_of(path)? != going.copying.image {
+            return Err(format!(
+                "{} is not the image any more that was made for it",
+                path.display()
+            )
+            .into());
+        }
+        let image = image.take().ok_or("its second image is gone")?;
+        if planted("switch-before-record") {
+            standing.switch(image)?;
+            drop(standing);
+            std::thread::sleep(STAND_WAIT);
+            reached("disk-move.switched");
+            self.write_switch(going)?;
+            return Ok(Some(began.elapsed()));
+        }
+        let written = self.write_switch(going);
+        let is_written = written.is_ok();
+        let switched = written.and_then(|()| {
+            reached("disk-move.written");
+            let switched = standing.switch(image);
+            switched.map_err(|error| told(&going.spec, &error))
+        });
+        let Err(why) = switched else {
+            drop(standing);
+            reached("disk-move.switched");
+            return Ok(Some(began.elapsed()));
+        };
+        // It must take nothing more: it is served anew with what is written, once that is certain.
+        standing.end();
+        self.serve_anew(going.index, &mirror.disk);
+        tracing::error!(
+            disk = going.spec.name,
+            why,
+            "a disk that was to go on with another image is served anew"
+        );
+        match is_written {
+            true => Ok(Some(began.elapsed())),
+            false => Err(why.into()),
+        }
+    }
+
+    fn serve_anew(&self, index: usize, disk: &Arc<Disk>) {
+        let mut disks = lock(&self.disks);
+        let slot = disks.get_mut(index);
+        if let Some(slot) =
+            slot.filter(|slot| slot.as_ref().is_some_and(|now| Arc::ptr_eq(now, disk)))
+        {
+            *slot = None;
+        }
+    }
+
+    /// From here on the second image is the disk.
+    fn write_switch(&self, going: &Going<'_>) -> Result<(), String> {
+        let (index, place) = (going.index, going.place);
+        let written = self.change(|what| {
+            what.copying = None;
+            what.left.push(Left {
+                disk: place.disk.clone(),
+                path: going.spec.path.clone(),
+                image: going.image,
+                followed: false,
+            });
+            if let Some(disk) = what.disks.get_mut(index) {
+                disk.path.clone_from(&place.path);
+                disk.shared = place.shared;
+            }
+            if let (Some(now), Some(image)) = (what.images.get_mut(index), going.copying.image) {
+                *now = image;
+            }
+        });
+        written.map_err(|error| error.message)
+    }
+}
+
+impl Mirror {
+    /// Whether both images are equal, once nothing is under way: the disk stands still.
+    fn is_equal(&self, until: Instant) -> bool {
+        while self.second.under_way_bytes() > 0 {
+            if Instant::now() >= until {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.course.is_synchronised()
+    }
+
+    /// Makes durable what the second image has, in a moment or not at all: its storage may hang while the disk stands still.
+    fn is_durable(&self) -> Result<bool, Stopped> {
+        let second = self.second.clone();
+        let (done, is_done) = channel();
+        let thread = std::thread::Builder::new().name("disk-sync".into());
+        thread.spawn(move || {
+            let _ = done.send(second.sync());
+        })?;
+        match is_done.recv_timeout(STAND_WAIT) {
+            Ok(synced) => Ok(synced.map(|()| true)?),
+            Err(_) => Ok(false),
+        }
+    }
+}
