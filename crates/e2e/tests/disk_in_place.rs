@@ -55,6 +55,16 @@ fn files_beside(path: &Path) -> Result<usize> {
     Ok(std::fs::read_dir(directory)?.count())
 }
 
+/// Waits until nothing is in the directory of this file.
+fn is_empty_beside(path: &Path, what: &str) -> Result<()> {
+    let deadline = Instant::now() + LONG;
+    while files_beside(path)? > 0 {
+        ensure!(Instant::now() < deadline, "{what}: something is left");
+        std::thread::sleep(LOOK_EVERY);
+    }
+    Ok(())
+}
+
 /// The VM's description says that the disk is there, and nowhere else is anything of it.
 fn is_at(site: &mut Site, path: &Path) -> Result<()> {
     let deadline = Instant::now() + LONG;
@@ -129,7 +139,7 @@ fn a_move_that_is_called_off_or_refused_leaves_the_disk_where_it_was() -> Result
     site.pair.a.release()?;
     let state = ended(&site)?.state;
     ensure!(state == DiskMoveState::Cancelled, "{state:?}");
-    ensure!(files_beside(&fast)? == 0);
+    is_empty_beside(&fast, "called off")?;
     site.is_whole(&site.pair.a)?;
     let places = vec![DiskPlace {
         disk: "swap".into(),
@@ -162,7 +172,7 @@ fn a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right
         has_died(&site.pair.a).with_context(|| point.to_owned())?;
         is_at(&mut site, if is_moved { &fast } else { &first })?;
         let other = if is_moved { &first } else { &fast };
-        ensure!(files_beside(other)? == 0, "{point}: something is left");
+        is_empty_beside(other, point)?;
         site.goes_on(&site.pair.a, 20)
             .with_context(|| point.to_owned())?;
         site.is_whole(&site.pair.a)
@@ -187,11 +197,7 @@ fn a_hypervisor_that_dies_while_a_disk_is_moved_leaves_one_image_and_a_descripti
             (&first, &fast)
         };
         is_at(&mut site, there)?;
-        let deadline = Instant::now() + LONG;
-        while files_beside(other)? > 0 {
-            ensure!(Instant::now() < deadline, "{point}: something is left");
-            std::thread::sleep(LOOK_EVERY);
-        }
+        is_empty_beside(other, point)?;
         ensure!(files_beside(there)? == 1, "{point}");
     }
     Ok(())

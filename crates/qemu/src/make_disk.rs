@@ -116,7 +116,8 @@ fn mark_of(vm: &VmName, disk: &DiskSpec) -> String {
 /// bears no mark.
 pub fn forget_mark(image: impl std::os::fd::AsFd) {
     match fremovexattr(image.as_fd(), MARK) {
-        Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP) => {}
+        // Neither a block device nor what is mounted for reading only can bear one.
+        Ok(()) | Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::PERM | Errno::ROFS) => {}
         Err(errno) => tracing::warn!(%errno, "a disk's image keeps the mark of having been made"),
     }
 }

@@ -106,8 +106,8 @@ pub(crate) struct Device {
     pub(crate) is_probing: bool,
     pub(crate) try_parked_at: Option<Instant>,
     pub(crate) held: bool,
-    /// Whether nothing goes to the image, for whoever changes what is below the guest's requests.
-    pub(crate) stands: bool,
+    /// How many want that nothing goes to the image, to change what is below the guest's requests.
+    pub(crate) stands: usize,
     /// Whether the image is this disk's.
     pub(crate) has_image: bool,
     /// Whoever waits until nothing is under way.
@@ -157,7 +157,7 @@ impl Device {
             is_probing: false,
             try_parked_at: None,
             held: false,
-            stands: false,
+            stands: 0,
             has_image: settings.has_image,
             waiting: Vec::new(),
             standing: Vec::new(),
@@ -179,7 +179,7 @@ impl Device {
             let until = match more || self.has_more_to_hear {
                 true => Some(Instant::now()),
                 false => {
-                    let parked = self.try_parked_at.filter(|_| !self.stands);
+                    let parked = self.try_parked_at.filter(|_| self.stands == 0);
                     let times = [self.opens_at, self.listen_again, parked];
                     times.into_iter().flatten().min()
                 }
@@ -418,7 +418,7 @@ impl Device {
         let now = Instant::now();
         let (count, takes) = (
             self.queues.len(),
-            self.has_image && !self.held && !self.stands && !self.is_full(),
+            self.has_image && !self.held && self.stands == 0 && !self.is_full(),
         );
         let mut more = false;
         for turn in 0..count {
@@ -522,14 +522,16 @@ impl Device {
             }
             Command::Release => self.held = false,
             Command::Stand(idle) => {
-                self.stands = true;
+                self.stands += 1;
                 self.stack.rest(true);
                 self.standing.push(idle);
             }
             Command::GoOn => {
-                self.stands = false;
-                self.stack.rest(false);
-                self.standing.clear();
+                self.stands = self.stands.saturating_sub(1);
+                if self.stands == 0 {
+                    self.stack.rest(false);
+                    self.standing.clear();
+                }
             }
             Command::Measure(answer) => {
                 let _ = answer.send(self.measure());

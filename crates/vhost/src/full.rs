@@ -39,7 +39,7 @@ impl Device {
                 self.parked.push_back(request);
             }
         }
-        let is_time = !self.stands && self.try_parked_at.is_some_and(|at| at <= now);
+        let is_time = self.stands == 0 && self.try_parked_at.is_some_and(|at| at <= now);
         if is_time && let Some(request) = self.parked.pop_front() {
             (self.is_probing, self.try_parked_at) = (true, None);
             self.stack.submit(request, now);

@@ -53,7 +53,7 @@ impl Device {
             let reason = format!("its new image has {theirs} bytes, and the disk {bytes}");
             return Err(Error::Settings { reason });
         }
-        if !self.stands || !self.has_image || !self.stack.take_lowest() {
+        if self.stands == 0 || !self.has_image || !self.stack.take_lowest() {
             return Err(busy);
         }
         self.stack.bottom.replace(image).map_err(|_| busy)

@@ -171,7 +171,7 @@ pub(crate) enum Input {
     Driver(DriverNews),
     /// The guest's writes were measured.
     Measured,
-    /// A disk is moved on this host, or is not.
+    /// A disk is moved on this host.
     DiskMoved,
 }
 

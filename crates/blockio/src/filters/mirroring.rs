@@ -3,7 +3,7 @@
 //! What goes where is decided by `godwit_mirror`; here it is carried out. The bytes of a write that goes to both sides are read
 //! from the guest once: a guest may change them meanwhile. The destination ([`Outlet`]) gets changes in the order in which the
 //! source began them, and a guest waits for the source alone, or until there is room for what is under way to the destination;
-//! where the destination is silent nobody waits, and what it missed is copied again.
+//! where the destination is silent, or has let somebody wait for too long, nobody waits, and what it missed is copied again.
 //!
 //! Who owns the state: the disk's thread; [`Course`] is how others see and steer it. Refuses: nothing of the guest's. A region
 //! that cannot be read ends the mirroring and no request.

@@ -4,7 +4,7 @@
 //! made durable, `disks.json` says that it is the disk from now on, and the disk goes on with it ([`super::switching`]): so one image is certainly the
 //! right one, whenever this process dies. Then the VM's description follows, and the former image is removed.
 //!
-//! Owns a thread while disks move, which alone touches storage that may hang. Refuses: disks that the guest only reads, images
+//! Owns the threads that move disks and remove what is left, which alone touch storage that may hang. Refuses: disks that the guest only reads, images
 //! that this host does not hold, and a place that is taken. An image that cannot be written ends the move and nothing else.
 
 use super::images::rename;
@@ -31,8 +31,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// How often it is looked how far a disk is.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How long what an earlier move left is waited for.
-const CLEAN_WAIT: Duration = Duration::from_secs(30);
+/// A guest that writes all the while has as much under way as the new image takes: after so long it is tried all the same.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// How often it stands still in vain before the move is given up.
 const ATTEMPTS: usize = 20;
 /// Longest pause between two of these.
@@ -43,10 +43,12 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 pub(super) struct Moves {
     disks: Mutex<Vec<DiskMove>>,
     is_cancelled: AtomicBool,
+    /// Held by whoever removes what earlier moves left.
+    cleaning: Mutex<()>,
 }
 
 impl Disks {
-    /// Begins to move disks to these places, one after the other; `changed` is called after each.
+    /// Begins to move disks to these places, one after the other; `changed` is called after each that was.
     pub(crate) fn move_in_place(
         &self,
         places: Vec<DiskPlace>,
@@ -199,7 +201,13 @@ impl Served {
 
     /// Returns how long the guest's requests waited for the change.
     fn move_one(&self, place: &DiskPlace, changed: &impl Fn()) -> Result<Duration, Stopped> {
-        self.wait_until_clean()?;
+        self.clean();
+        if !self.is_clean() {
+            return Err(
+                "what an earlier move left is not removed yet: see the log of the VM process"
+                    .into(),
+            );
+        }
         self.note(&place.disk, |disk| disk.state = DiskMoveState::Copying);
         let what = self.what();
         let mut all = what.disks.iter().zip(&what.images).enumerate();
@@ -236,25 +244,20 @@ impl Served {
         moved
     }
 
-    /// What an earlier move left is removed, perhaps just now, by the thread that began with this process.
-    fn wait_until_clean(&self) -> Result<(), Stopped> {
-        let until = Instant::now() + CLEAN_WAIT;
-        loop {
-            let what = self.what();
-            if what.left.is_empty() && what.copying.is_none() {
-                return Ok(());
-            }
-            if self.moves.is_cancelled.load(Ordering::SeqCst) {
-                return Err(Stopped::Cancelled);
-            }
-            if self.has_ended.load(Ordering::SeqCst) || Instant::now() >= until {
-                return Err(
-                    "what an earlier move left is not removed yet: see the log of the VM process"
-                        .into(),
-                );
-            }
-            std::thread::sleep(LOOK_EVERY);
+    fn is_clean(&self) -> bool {
+        let what = self.what();
+        what.left.is_empty() && what.copying.is_none()
+    }
+
+    /// Removes what earlier moves left, of which none is under way. Waits for whoever does just now.
+    fn clean(&self) {
+        let _turn = lock(&self.moves.cleaning);
+        if let Some(copying) = &self.what().copying
+            && let Err(error) = self.remove_copy(copying)
+        {
+            tracing::warn!(%error, "that a disk was not moved is not written yet");
         }
+        self.remove_former();
     }
 
     /// Not before it is certain that what is written does not call it the disk.
@@ -288,19 +291,11 @@ impl Served {
 
     /// Removes what a predecessor left, on a thread of its own: its storage may hang.
     pub(super) fn clean_up(self: &Arc<Self>) {
-        let what = self.what();
-        if what.left.is_empty() && what.copying.is_none() {
+        if self.is_clean() {
             return;
         }
         let served = Arc::clone(self);
-        let work = move || {
-            if let Some(copying) = &what.copying
-                && let Err(error) = served.remove_copy(copying)
-            {
-                tracing::warn!(%error, "that a disk was not moved is not written yet");
-            }
-            served.remove_former();
-        };
+        let work = move || served.clean();
         let thread = std::thread::Builder::new().name("disk-clean-up".into());
         if let Err(error) = thread.spawn(work) {
             tracing::warn!(%error, "what a predecessor left of moves of disks is not removed yet");
@@ -385,6 +380,7 @@ impl Served {
     /// Waits until so little is under way that the disk can stand still for it.
     fn wait_until_equal(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
         let (course, total) = (&mirror.course, mirror.total);
+        let mut equal_since = None;
         loop {
             if self.moves.is_cancelled.load(Ordering::SeqCst) {
                 return Err(Stopped::Cancelled);
@@ -401,8 +397,13 @@ impl Served {
                 (disk.total_bytes, disk.left_bytes) = (total, left);
                 disk.eta_s = (copied > 0).then(|| rest.ceil() as u64);
             });
-            if course.is_synchronised() && mirror.second.under_way_bytes() <= CLOSE_BYTES {
-                return Ok(());
+            if course.is_synchronised() {
+                let since = *equal_since.get_or_insert_with(Instant::now);
+                if mirror.second.under_way_bytes() <= CLOSE_BYTES || since.elapsed() >= PATIENCE {
+                    return Ok(());
+                }
+            } else {
+                equal_since = None;
             }
             std::thread::sleep(LOOK_EVERY);
         }

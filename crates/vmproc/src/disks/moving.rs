@@ -167,9 +167,10 @@ impl Disks {
             tracing::warn!(%error, "the names of the VM's images may not be durable yet");
             return;
         }
-        *lock(&served.arriving) = None;
+        let arrived = lock(&served.arriving).take();
         if let Err(error) = served.save() {
             tracing::warn!(%error, "that the VM's disks are here is not written yet");
+            *lock(&served.arriving) = arrived;
         }
     }
 
