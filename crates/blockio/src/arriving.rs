@@ -170,7 +170,7 @@ impl Arriving {
         Ok(())
     }
 
-    fn unusable(&self, reason: String) -> Error {
+    pub(crate) fn unusable(&self, reason: String) -> Error {
         let path = self.path.clone();
         Error::Unusable { path, reason }
     }

@@ -33,6 +33,7 @@ struct Shared {
     course: Course,
     state: Mutex<State>,
     news: Condvar,
+    syncing: Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -64,6 +65,7 @@ impl SecondImage {
             course: course.clone(),
             state: Mutex::default(),
             news: Condvar::new(),
+            syncing: Mutex::default(),
         })))
     }
 
@@ -87,9 +89,9 @@ impl SecondImage {
         self.0.lock().under_way.iter().sum()
     }
 
-    /// Makes durable what was written.
+    /// Makes durable what was written. The kernel tells of a failure once: it ends the mirroring, and every later one fails, too.
     pub fn sync(&self) -> Result<(), Error> {
-        self.0.image.sync()
+        self.0.sync_by(|image| image.sync())
     }
 }
 
@@ -146,6 +148,15 @@ impl Drop for Writers {
 }
 
 impl Shared {
+    /// One after the other: none is over before an earlier one has failed or not, however long its caller waited.
+    fn sync_by(&self, sync: impl FnOnce(&Arriving) -> Result<(), Error>) -> Result<(), Error> {
+        let _turn = self.syncing.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(why) = self.course.failure() {
+            return Err(self.image.unusable(why));
+        }
+        sync(&self.image).inspect_err(|error| self.course.fail(error.to_string()))
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -207,5 +218,41 @@ impl Task {
             Change::Written(..) => self.range.end - self.range.start,
             Change::Zeroed => ZERO_COST,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Access;
+    use std::sync::mpsc::channel;
+
+    #[test]
+    fn a_sync_that_fails_after_its_caller_has_gone_is_not_followed_by_one_that_succeeds() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().set_len(4096).unwrap();
+        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
+        let course = Course::default();
+        let second = SecondImage::of(&image, &course).unwrap();
+        second.sync().unwrap();
+        let (began, has_begun) = channel();
+        let (fail, fails) = channel();
+        let slow = second.clone();
+        let thread = std::thread::spawn(move || {
+            slow.0.sync_by(|image| {
+                began.send(()).unwrap();
+                fails.recv().unwrap();
+                Err(image.unusable("the storage failed".to_owned()))
+            })
+        });
+        has_begun.recv().unwrap();
+        let later = second.clone();
+        let later = std::thread::spawn(move || later.sync());
+        fail.send(()).unwrap();
+        assert!(thread.join().unwrap().is_err());
+        let refused = later.join().unwrap().unwrap_err().to_string();
+        assert!(refused.contains("the storage failed"), "{refused}");
+        assert!(!course.is_synchronised());
+        assert!(second.sync().is_err());
     }
 }

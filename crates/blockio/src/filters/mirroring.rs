@@ -126,7 +126,6 @@ impl Course {
     /// Ends it, since one side is of no use: for the first reason that is given.
     pub fn fail(&self, reason: String) {
         lock(&self.0.failure).get_or_insert(reason);
-        self.0.synchronised.store(false, Ordering::Release);
         self.give_up();
     }
 

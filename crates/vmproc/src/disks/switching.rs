@@ -85,14 +85,17 @@ impl Served {
             Err(godwit_vhost::Error::Busy { .. }) => return Ok(None),
             standing => standing?,
         };
-        if !mirror.is_equal(began + STAND_WAIT) || !mirror.is_durable()? {
+        if !mirror.is_equal(began + STAND_WAIT) {
             return Ok(None);
         }
-        self.must_be_mirrored(going.index, &mirror.disk)?;
         let path = Path::new(&going.place.path);
-        if !mirror.disk.status()?.has_image || identity_of(path)? != going.copying.image {
+        let Some(found) = mirror.make_durable(path)? else {
+            return Ok(None);
+        };
+        let may_run = self.may_run.load(Ordering::SeqCst) && mirror.disk.status()?.has_image;
+        if found != going.copying.image || !may_run || !mirror.course.is_synchronised() {
             return Err(format!(
-                "{} is not the image any more that was made for it",
+                "{} is not to be the disk any more: see the log of the VM process",
                 path.display()
             )
             .into());
@@ -120,7 +123,7 @@ impl Served {
         };
         // It must take nothing more: it is served anew with what is written, once that is certain.
         standing.end();
-        self.serve_anew(going.index, &mirror.disk);
+        self.serve_anew(going.index);
         tracing::error!(
             disk = going.spec.name,
             why,
@@ -132,13 +135,12 @@ impl Served {
         }
     }
 
-    fn serve_anew(&self, index: usize, disk: &Arc<Disk>) {
-        let mut disks = lock(&self.disks);
-        let slot = disks.get_mut(index);
-        if let Some(slot) =
-            slot.filter(|slot| slot.as_ref().is_some_and(|now| Arc::ptr_eq(now, disk)))
-        {
-            *slot = None;
+    /// Whatever serves it ends, and what is written is served soon.
+    fn serve_anew(&self, index: usize) {
+        let slot = lock(&self.disks).get_mut(index).and_then(Option::take);
+        // Not under the lock: its end is waited for.
+        if let Some(disk) = slot {
+            disk.begin_end();
         }
     }
 
@@ -177,17 +179,20 @@ impl Mirror {
         self.course.is_synchronised()
     }
 
-    /// Makes durable what the second image has, in a moment or not at all: its storage may hang while the disk stands still.
-    fn is_durable(&self) -> Result<bool, Stopped> {
-        let second = self.second.clone();
+    /// Makes durable what the second image has, and says which file has its name: in a moment or not at all, since its storage
+    /// may hang while the disk stands still.
+    fn make_durable(&self, path: &Path) -> Result<Option<Option<(u64, u64)>>, Stopped> {
+        let (second, path) = (self.second.clone(), path.to_owned());
         let (done, is_done) = channel();
         let thread = std::thread::Builder::new().name("disk-sync".into());
         thread.spawn(move || {
-            let _ = done.send(second.sync());
+            let synced = second.sync().map_err(|error| error.to_string());
+            let found = synced.and_then(|()| identity_of(&path).map_err(|error| error.to_string()));
+            let _ = done.send(found);
         })?;
         match is_done.recv_timeout(STAND_WAIT) {
-            Ok(synced) => Ok(synced.map(|()| true)?),
-            Err(_) => Ok(false),
+            Ok(found) => Ok(Some(found?)),
+            Err(_) => Ok(None),
         }
     }
 }
