@@ -17,6 +17,8 @@ impl Vm {
         if self.core.record().may_run().is_none() {
             return Err(self.not_running());
         }
+        // It has to say where the disks are before their former images may go.
+        self.host_vm()?;
         let hyper = self.hyper.as_ref().ok_or_else(|| self.not_running())?;
         let inputs = self.inputs.clone();
         let changed = move || {

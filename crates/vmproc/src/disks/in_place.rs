@@ -12,7 +12,7 @@ use super::left::{Copying, follow, remove_left};
 use super::moving::{CLOSE_BYTES, begin_copying};
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
-use super::{Disks, LOCK_WAIT, REST_WAIT};
+use super::{Disks, LOCK_WAIT, NO_NEARER, REST_WAIT};
 use crate::adoption::lock;
 use crate::faults::reached;
 use crate::files::Paths;
@@ -38,13 +38,17 @@ const ATTEMPTS: usize = 20;
 /// Longest pause between two of these.
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 
+/// Where no less is left for so long.
+const NOT_KEPT_UP: &str =
+    "the new image does not keep up with what the guest writes: try again when it writes less";
+
 /// Disks that are moved on this host, or were last.
 #[derive(Debug, Default)]
 pub(super) struct Moves {
     disks: Mutex<Vec<DiskMove>>,
     is_cancelled: AtomicBool,
-    /// Held by whoever removes what earlier moves left.
-    cleaning: Mutex<()>,
+    /// Held by whoever moves a disk, or removes what earlier moves left: neither meets what the other has under way.
+    turn: Mutex<()>,
 }
 
 impl Disks {
@@ -201,6 +205,7 @@ impl Served {
 
     /// Returns how long the guest's requests waited for the change.
     fn move_one(&self, place: &DiskPlace, changed: &impl Fn()) -> Result<Duration, Stopped> {
+        let _turn = lock(&self.moves.turn);
         self.clean();
         if !self.is_clean() {
             return Err(
@@ -249,9 +254,8 @@ impl Served {
         what.left.is_empty() && what.copying.is_none()
     }
 
-    /// Removes what earlier moves left, of which none is under way. Waits for whoever does just now.
+    /// Removes what earlier moves left. Whoever calls this has the turn, so that none is under way.
     fn clean(&self) {
-        let _turn = lock(&self.moves.cleaning);
         if let Some(copying) = &self.what().copying
             && let Err(error) = self.remove_copy(copying)
         {
@@ -295,7 +299,10 @@ impl Served {
             return;
         }
         let served = Arc::clone(self);
-        let work = move || served.clean();
+        let work = move || {
+            let _turn = lock(&served.moves.turn);
+            served.clean();
+        };
         let thread = std::thread::Builder::new().name("disk-clean-up".into());
         if let Err(error) = thread.spawn(work) {
             tracing::warn!(%error, "what a predecessor left of moves of disks is not removed yet");
@@ -326,14 +333,13 @@ impl Served {
         let second = SecondImage::of(&image, &course)?;
         let filter = Mirroring::new(bytes, second.outlet()?, &course);
         disk.put_lowest(Box::new(filter), REST_WAIT)?;
-        let mut mirror = Mirror {
+        let mirror = Mirror {
+            total: begin_copying((&going.spec, going.image), bytes, &course),
             disk,
             second,
             course,
             began: Instant::now(),
-            total: bytes,
         };
-        mirror.total = begin_copying((&going.spec, going.image), bytes, &mirror.course);
         reached("disk-move.copying");
         self.wait_until_equal(going, &mirror)?;
         // What takes long comes before the disk stands still.
@@ -359,7 +365,7 @@ impl Served {
             std::thread::sleep(pause);
             pause = (2 * pause).min(PAUSE_MAX);
         }
-        Err("the new image does not keep up with what the guest writes: try again when it writes less".into())
+        Err(NOT_KEPT_UP.into())
     }
 
     /// Makes the image that the disk is copied to, and notes that it is this move's.
@@ -381,6 +387,7 @@ impl Served {
     fn wait_until_equal(&self, going: &Going<'_>, mirror: &Mirror) -> Result<(), Stopped> {
         let (course, total) = (&mirror.course, mirror.total);
         let mut equal_since = None;
+        let (mut least, mut nearer) = (u64::MAX, Instant::now());
         loop {
             if self.moves.is_cancelled.load(Ordering::SeqCst) {
                 return Err(Stopped::Cancelled);
@@ -390,6 +397,11 @@ impl Served {
                 return Err(why.into());
             }
             let left = course.left_bytes().min(total);
+            if left < least {
+                (least, nearer) = (left, Instant::now());
+            } else if nearer.elapsed() > NO_NEARER {
+                return Err(NOT_KEPT_UP.into());
+            }
             self.note(&going.place.disk, |disk| {
                 let copied = total - left;
                 let taken = mirror.began.elapsed().as_secs_f64();

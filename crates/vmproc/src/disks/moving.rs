@@ -266,17 +266,18 @@ impl SourceDisks {
     /// Whether both hosts' images are equal but for what is under way.
     pub(crate) fn are_synchronised(&self) -> bool {
         let mut disks = self.disks.iter();
-        disks.all(|disk| disk.course.is_synchronised())
+        let are = disks.all(|disk| disk.course.is_synchronised());
+        let mut since = lock(&self.synchronised);
+        *since = are.then(|| since.unwrap_or_else(Instant::now));
+        are
     }
 
     /// Whether so little is under way that the guest can be stopped for it.
     pub(crate) fn are_close(&self) -> bool {
-        if !self.are_synchronised() {
-            *lock(&self.synchronised) = None;
-            return false;
-        }
-        let since = *lock(&self.synchronised).get_or_insert_with(Instant::now);
-        self.changes.under_way_bytes() <= CLOSE_BYTES || since.elapsed() >= PATIENCE
+        let are = self.are_synchronised();
+        let since = *lock(&self.synchronised);
+        let waited = since.is_some_and(|since| since.elapsed() >= PATIENCE);
+        are && (waited || self.changes.under_way_bytes() <= CLOSE_BYTES)
     }
 
     /// Why one cannot be copied.

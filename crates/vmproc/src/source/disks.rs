@@ -3,15 +3,13 @@
 //! Works on the driver's state. Refuses: a switchover while the two hosts' images may be unlike.
 
 use super::driver::{Halt, PING_EVERY, SourceDriver, halt_of};
-use crate::disks::SourceDisks;
+use crate::disks::{NO_NEARER, SourceDisks};
 use crate::faults::{planted, reached};
 use godwit_migrate::protocol::ToDestination;
 use godwit_streams::source::ConnectionSet;
 use godwit_types::migration::{MigrationReport, Phase};
 use std::time::{Duration, Instant};
 
-/// Disks that get no nearer to being copied for so long are given up.
-const NO_NEARER: Duration = Duration::from_secs(120);
 /// How often progress is shown, and looked whether the disks are copied.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
