@@ -74,6 +74,7 @@ impl Disks {
             true => spec.disks.clone(),
             false => Vec::new(),
         };
+        let left = left::kept(paths, &disks);
         let come = coming.filter(|_| disks.iter().any(DiskSpec::goes_along));
         let what = ServedDisks {
             launch,
@@ -86,7 +87,7 @@ impl Disks {
             arriving: come.map(|migration| Arrival::of(&migration.id)),
             leaving: None,
             copying: None,
-            left: Vec::new(),
+            left,
         };
         let served = Served::new(config, paths, what, ram, coming.is_none());
         if let Some(migration) = come {

@@ -249,9 +249,11 @@ impl Served {
         moved
     }
 
+    /// Whether nothing of an earlier move is unsettled. A former image that could not be removed stays noted, and is in nobody's
+    /// way.
     fn is_clean(&self) -> bool {
         let what = self.what();
-        what.left.is_empty() && what.copying.is_none()
+        what.left.iter().all(|left| left.followed) && what.copying.is_none()
     }
 
     /// Removes what earlier moves left. Whoever calls this has the turn, so that none is under way.
@@ -295,7 +297,8 @@ impl Served {
 
     /// Removes what a predecessor left, on a thread of its own: its storage may hang.
     pub(super) fn clean_up(self: &Arc<Self>) {
-        if self.is_clean() {
+        let what = self.what();
+        if what.left.is_empty() && what.copying.is_none() {
             return;
         }
         let served = Arc::clone(self);

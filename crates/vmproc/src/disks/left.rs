@@ -10,7 +10,7 @@ use crate::files::Paths;
 use godwit_qemu::disk::identity_of;
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::SPEC_FILE;
-use godwit_types::vm::VmSpec;
+use godwit_types::vm::{DiskSpec, VmSpec};
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
@@ -58,12 +58,23 @@ pub(crate) fn follow_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(
     let (Some(mut what), Some(spec)) = (moved(paths)?, spec) else {
         return Ok(());
     };
+    follow(&what, paths, spec)?;
     if what.left.iter().all(|left| left.followed) {
         return Ok(());
     }
-    follow(&what, paths, spec)?;
     what.left.iter_mut().for_each(|left| left.followed = true);
     save(paths, &what)
+}
+
+/// Former images that could not be removed, for the record of the QEMU that is started next with these disks.
+pub(super) fn kept(paths: &Paths, disks: &[DiskSpec]) -> Vec<Left> {
+    let what = moved(paths).unwrap_or_else(|why| {
+        tracing::error!(why, "what moves of the VM's disks left is not known");
+        None
+    });
+    let mut left = what.map_or_else(Vec::new, |what| what.left);
+    left.retain(|left| disks.iter().all(|disk| disk.path != left.path));
+    left
 }
 
 fn moved(paths: &Paths) -> Result<Option<ServedDisks>, String> {
@@ -75,9 +86,10 @@ fn save(paths: &Paths, what: &ServedDisks) -> Result<(), String> {
     save_json(&paths.disks(), what).map_err(|error| error.to_string())
 }
 
-/// Has the description say where the disks are, durably.
+/// Has the description say where the disks are, durably. What says a former image, for whatever reason, is from before.
 pub(super) fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Result<(), String> {
-    for left in what.left.iter().filter(|left| !left.followed) {
+    let before = spec.clone();
+    for left in &what.left {
         let now = what.disks.iter().find(|disk| disk.name == left.disk);
         let described = spec.disks.iter_mut().find(|disk| disk.name == left.disk);
         if let (Some(now), Some(described)) = (now, described)
@@ -87,9 +99,11 @@ pub(super) fn follow(what: &ServedDisks, paths: &Paths, spec: &mut VmSpec) -> Re
             described.shared = now.shared;
         }
     }
-    let file = paths.state.join(SPEC_FILE);
-    save_json(&file, spec).map_err(|error| error.to_string())?;
-    reached("disk-move.followed");
+    if *spec != before {
+        let file = paths.state.join(SPEC_FILE);
+        save_json(&file, spec).map_err(|error| error.to_string())?;
+        reached("disk-move.followed");
+    }
     Ok(())
 }
 

@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::testing::Site;
-use godwit_types::vm::DiskSpec;
 
 struct Dead {
     _site: Site,
@@ -183,6 +182,24 @@ fn a_description_follows_without_a_look_at_the_images() {
     assert_eq!(dead.spec.disks[0].path, dead.path("new"));
     assert!(Path::new(&dead.path("old")).exists());
     assert!(dead.written().left[0].followed);
+}
+
+#[test]
+fn a_former_image_that_could_not_be_removed_is_never_a_disk_again_and_stays_noted() {
+    let mut dead = Dead::with(&["old", "new"], |dead, what| {
+        what.left = vec![Left {
+            followed: true,
+            ..dead.left("old")
+        }];
+        what.disks[0].path = dead.path("new");
+    });
+    // Who describes it knows nothing of the move.
+    assert_eq!(dead.spec.disks[0].path, dead.path("old"));
+    follow_moves(&dead.paths, Some(&mut dead.spec)).unwrap();
+    assert_eq!(dead.spec.disks[0].path, dead.path("new"));
+    // The next QEMU's record has it, too.
+    let noted = kept(&dead.paths, &dead.spec.disks);
+    assert_eq!((noted.len(), noted[0].path.clone()), (1, dead.path("old")));
 }
 
 #[test]
