@@ -201,6 +201,7 @@ vmproc() {
     vmproc_case permit-twice requests cancel_after_the_permit_is_refused
     vmproc_case variables-not-sent uefi what_came_is_there_for_a_guest_that_is_booted_anew
     vmproc_case image-swapped disks another_file_in_the_place_of_an_image_is_not_served_to_a_guest_that_runs
+    vmproc_case image-not-judged disk_holder an_image_that_another_host_took_later_is_not_opened
     vmproc_case switch-before-record disk_in_place a_process_that_dies_while_it_moves_a_disk_leaves_one_image_which_is_the_right_one
     vmproc_case forgotten-disk-left disks a_guest_that_was_let_run_while_its_disk_was_away_goes_on_where_it_was
 }

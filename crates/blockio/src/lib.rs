@@ -20,6 +20,7 @@ mod engine;
 mod error;
 mod filter;
 pub mod filters;
+pub mod holder;
 mod image;
 mod image_lock;
 mod reactor;

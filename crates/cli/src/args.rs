@@ -117,6 +117,9 @@ pub enum Command {
     /// Virtual machines
     #[command(subcommand)]
     Vm(VmCommand),
+    /// Disks' images on this host: which VM and host had one last
+    #[command(subcommand)]
+    Image(ImageCommand),
     /// Migrations: list, show, watch, cancel
     #[command(subcommand)]
     Migration(MigrationCommand),
@@ -157,6 +160,27 @@ pub enum Command {
         /// The configuration that the agent wrote
         #[arg(long)]
         config: PathBuf,
+    },
+}
+
+/// Images on this host.
+#[derive(Debug, Subcommand)]
+pub enum ImageCommand {
+    /// Which disk an image is, and which host had it last
+    #[command(
+        after_help = "An image bears this as an extended attribute; a copy of its bytes alone does not. Hosts that share an image tell each other by it who has it.\n\nExamples:\n  godwit image show /srv/fast/web-root.raw\n  godwit image show /srv/fast/web-root.raw --json"
+    )]
+    Show {
+        /// The file
+        path: PathBuf,
+    },
+    /// Have an image forget which host had it, so that any VM may be started with it
+    #[command(
+        after_help = "For an image that a host refuses and that is meant to be used as it is: an older copy that was put back, or one whose host is gone for good. Make sure first that no other host has it open. Refused while it is open on this one.\n\nExample:\n  godwit image release /srv/fast/web-root.raw"
+    )]
+    Release {
+        /// The file
+        path: PathBuf,
     },
 }
 

@@ -1,4 +1,5 @@
-//! Who may run the VM: permits, generations, the durable record, and the state machine of one VM at one host.
+//! Who may run the VM: permits, generations, the durable record, the record of its disks' images, and the state machine of one
+//! VM at one host.
 //!
 //! Pure: events in, actions out. Owns no file, socket, clock, thread or random number. The simulator and the
 //! product drive the same code. Refuses: to mint a permit that no durable record backs, and to let the source
@@ -93,6 +94,7 @@ mod core;
 mod destination;
 mod ended;
 mod event;
+mod image;
 mod ledger;
 mod owner;
 mod peer;
@@ -113,6 +115,7 @@ mod words;
 pub use crate::core::VmCore;
 pub use ended::End;
 pub use event::{Action, BadReason, Ending, Event, EventKind, PeerMessage, Reason, Status, Timer};
+pub use image::{IMAGE_RECORD_FORMAT, ImageClaim, ImageId, ImageRecord, ImageRefusal, KnownImage};
 pub use ledger::{FENCED_GAP, GenerationLedger, GrantError};
 pub use peer::PEERS_REACH;
 pub use permit::RunPermit;

@@ -60,14 +60,7 @@ pub fn open_image(
     gid: u32,
     reserved: &Reserved,
 ) -> Result<OwnedFd, DiskError> {
-    let opened = std::thread::scope(|scope| {
-        // Rights belong to threads: this one gives its own up for good, and ends.
-        let opener = scope.spawn(|| {
-            become_user(uid, gid)?;
-            open_file(path, read_only)
-        });
-        opener.join().unwrap_or(Err(Errno::IO))
-    });
+    let opened = as_user(uid, gid, || open_file(path, read_only));
     let (file, kind) = opened.map_err(|errno| failed(path, read_only, uid, errno))?;
     if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
         let path = path.to_owned();
@@ -89,13 +82,9 @@ pub fn make_image(
     gid: u32,
     reserved: &Reserved,
 ) -> Result<OwnedFd, DiskError> {
-    let made = std::thread::scope(|scope| {
-        let maker = scope.spawn(|| {
-            become_user(uid, gid)?;
-            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-            open(path, flags, Mode::RUSR | Mode::WUSR)
-        });
-        maker.join().unwrap_or(Err(Errno::IO))
+    let made = as_user(uid, gid, || {
+        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        open(path, flags, Mode::RUSR | Mode::WUSR)
     });
     let path = path.to_owned();
     let file = match made {
@@ -132,6 +121,22 @@ pub fn make_image(
             source: error.into(),
         }),
     }
+}
+
+/// Does something with the rights of `uid` and `gid` alone, without supplementary groups.
+pub fn as_user<R: Send>(
+    uid: u32,
+    gid: u32,
+    work: impl FnOnce() -> Result<R, Errno> + Send,
+) -> Result<R, Errno> {
+    std::thread::scope(|scope| {
+        // Rights belong to threads: this one gives its own up for good, and ends.
+        let thread = scope.spawn(|| {
+            become_user(uid, gid)?;
+            work()
+        });
+        thread.join().unwrap_or(Err(Errno::IO))
+    })
 }
 
 /// Which file or block device this is: its file system and inode, or its number; nothing where there is none.

@@ -121,6 +121,7 @@ impl Vm {
             spec: &spec,
             accelerator: self.accelerator(),
             launch: self.launches,
+            held: self.core.record().may_run().filter(|_| coming.is_none()),
             coming,
         })?;
         self.keep(hyper, &spec)
@@ -163,9 +164,10 @@ impl Vm {
         let began = Instant::now();
         self.unsure = None;
         let deadline = began + self.cont_wait;
-        let disks = hyper.disks.arrive(permit.generation());
+        let generation = permit.generation();
+        let disks = hyper.disks.arrive(generation);
         let disks = disks.and_then(|()| hyper.wait_for_disks(deadline));
-        if let Err(why) = disks.and_then(|()| hyper.disks.take()) {
+        if let Err(why) = disks.and_then(|()| hyper.disks.take(generation)) {
             tracing::error!(
                 why,
                 "the guest is not let run without its disks; it is left paused"
@@ -213,6 +215,7 @@ impl Vm {
         self.arrived(began);
         if let Some(hyper) = &self.hyper {
             hyper.disks.keep_arrived();
+            hyper.disks.keep_claims();
         }
     }
 

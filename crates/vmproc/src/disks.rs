@@ -6,6 +6,7 @@
 //!
 //! Owns a thread for each disk. Refuses: an image that its user may not open, or that somebody else has open.
 
+mod claim;
 mod images;
 mod in_place;
 mod left;
@@ -28,7 +29,7 @@ use godwit_store::load_json;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{DiskSpec, VmSpec};
-use godwit_types::{ApiError, ErrorCode};
+use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
 use served::{Arrival, Served};
 use std::sync::Arc;
@@ -68,13 +69,13 @@ impl Disks {
         spec: &VmSpec,
         (user, launch): (User, u64),
         ram: &Arc<RamFile>,
-        coming: Option<&MigrationSpec>,
+        (held, coming): (Option<Generation>, Option<&MigrationSpec>),
     ) -> Result<Self, ApiError> {
         let disks = match spec.serves_disks() {
             true => spec.disks.clone(),
             false => Vec::new(),
         };
-        let left = left::kept(paths, &disks);
+        let before = left::kept(paths, &disks);
         let come = coming.filter(|_| disks.iter().any(DiskSpec::goes_along));
         let what = ServedDisks {
             launch,
@@ -87,13 +88,14 @@ impl Disks {
             arriving: come.map(|migration| Arrival::of(&migration.id)),
             leaving: None,
             copying: None,
-            left,
+            left: before.left,
+            known: before.known,
         };
-        let served = Served::new(config, paths, what, ram, coming.is_none());
+        let served = Served::new(config, paths, what, ram, held);
         if let Some(migration) = come {
             served.make_those_that_come(migration)?;
         }
-        let begun = served.begin();
+        let begun = served.begin(coming);
         if begun.is_err() && come.is_some() {
             put_aside(paths);
         }
@@ -108,7 +110,7 @@ impl Disks {
         paths: &Paths,
         launch: u64,
         ram: &Arc<RamFile>,
-        (described, may_run): (bool, bool),
+        (described, held): (bool, Option<Generation>),
     ) -> Result<Self, ApiError> {
         let path = paths.disks();
         let kept: Option<ServedDisks> = match load_json(&path) {
@@ -141,9 +143,10 @@ impl Disks {
                 leaving: None,
                 copying: None,
                 left: Vec::new(),
+                known: Vec::new(),
             },
         };
-        let served = Arc::new(Served::new(config, paths, what, ram, may_run));
+        let served = Arc::new(Served::new(config, paths, what, ram, held));
         served.clean_up();
         let (tried, results) = channel();
         for index in 0..served.what().disks.len() {

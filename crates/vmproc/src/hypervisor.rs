@@ -29,7 +29,7 @@ use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{Accelerator, DISKS_MAX, VmSpec};
-use godwit_types::{ApiError, ErrorCode, PortGroup};
+use godwit_types::{ApiError, ErrorCode, Generation, PortGroup};
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, AsRawFd as _, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -90,6 +90,8 @@ pub(crate) struct Start<'a> {
     pub spec: &'a VmSpec,
     pub accelerator: Accelerator,
     pub launch: u64,
+    /// The generation under which the guest may run here.
+    pub held: Option<Generation>,
     /// The migration with which the VM comes, if it does not boot here.
     pub coming: Option<&'a MigrationSpec>,
 }
@@ -469,7 +471,8 @@ fn served(
 ) -> Result<(Vec<BackEnd>, Reconnect, Disks), ApiError> {
     let (config, paths, spec) = (start.config, start.paths, start.spec);
     let qemu = (user, start.launch);
-    let disks = Disks::begin(config, paths, spec, qemu, ram, start.coming)?;
+    let right = (start.held, start.coming);
+    let disks = Disks::begin(config, paths, spec, qemu, ram, right)?;
     let served = disks.back_ends();
     if served.is_empty() {
         let own = |image: &OwnedFd| BackEnd::Qemu {

@@ -10,9 +10,9 @@ use crate::hypervisor::{Hyper, open_ram};
 use crate::variables::Variables;
 use godwit_guestmem::RamFile;
 use godwit_qemu::machine::RunState;
-use godwit_types::ApiError;
 use godwit_types::host_api::VmProcessConfig;
 use godwit_types::vm::VmSpec;
+use godwit_types::{ApiError, Generation};
 use std::sync::{Arc, Mutex};
 
 /// What belongs to a QEMU with this number.
@@ -26,8 +26,8 @@ pub(crate) struct Left {
     described: Option<u64>,
     /// Whether the VM is described with disks that are served.
     has_disks: bool,
-    /// Whether its guest may run here, as the record says.
-    may_run: bool,
+    /// The generation under which its guest may run here, as the record says.
+    held: Option<Generation>,
     /// Whether its QEMU has UEFI variables.
     has_variables: bool,
     parts: Mutex<Option<Parts>>,
@@ -49,7 +49,7 @@ impl Left {
             paths: known.paths.clone(),
             described: known.spec.map(VmSpec::memory_bytes),
             has_disks: false,
-            may_run: known.record.may_run().is_some(),
+            held: known.record.may_run(),
             has_variables: known.spec.is_some_and(VmSpec::has_variables),
             parts: Mutex::default(),
         }
@@ -95,7 +95,7 @@ impl Left {
             &self.paths,
             identity.launch,
             &ram,
-            (self.has_disks, self.may_run),
+            (self.has_disks, self.held),
         )?;
         Ok(parts.insert((identity.launch, ram, disks)).clone())
     }

@@ -26,6 +26,7 @@ mod faults;
 mod files;
 mod harden;
 mod hypervisor;
+pub mod image;
 mod input;
 mod left;
 mod measure;

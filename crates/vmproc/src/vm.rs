@@ -169,6 +169,7 @@ impl Vm {
         let hyper = self.hyper.as_ref();
         if let Some(hyper) = hyper {
             hyper.disks.keep_arrived();
+            hyper.disks.keep_claims();
         }
         if hyper.is_some_and(|hyper| hyper.disks.are_elsewhere()) {
             self.follow_disks();

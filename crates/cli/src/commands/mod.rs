@@ -9,6 +9,7 @@ mod console;
 pub mod controller;
 pub mod drain;
 pub mod host;
+pub mod image;
 pub mod join;
 pub mod leave;
 pub mod migration;
@@ -35,6 +36,7 @@ pub async fn run(cli: Cli, output: &Output) -> CommandResult {
         Command::Host(command) => host::run(command, global, output).await,
         Command::Operator(command) => operator::run(command, global, output).await,
         Command::Vm(command) => vm::run(command, global, output).await,
+        Command::Image(command) => image::run(&command, output),
         Command::Migration(command) => migration::run(command, global, output).await,
         Command::Audit(arguments) => audit::run(arguments, global, output).await,
         Command::Site(command) => site::run(command, global, output).await,

@@ -49,6 +49,7 @@ impl Left {
             leaving: leaving.map(id),
             copying: None,
             left: Vec::new(),
+            known: Vec::new(),
         };
         let paths = Paths::of(&site.config);
         std::fs::create_dir_all(&paths.state).unwrap();

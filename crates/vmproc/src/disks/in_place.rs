@@ -69,7 +69,7 @@ impl Disks {
                 served.not_so("its disks are being moved already: wait for that, or call it off")
             );
         }
-        if !served.may_run.load(Ordering::SeqCst) {
+        if served.held().is_none() {
             return Err(served.not_so("its guest may not run here now, so its disks are not moved"));
         }
         let begun = places.iter().map(|place| served.begun(&what, place));
@@ -225,6 +225,7 @@ impl Served {
             place,
             spec: spec.clone(),
             image: *image,
+            known: None,
             copying: Copying {
                 path: place.path.clone(),
                 beside: format!("{}.moving-{since:x}", place.path),
@@ -379,7 +380,8 @@ impl Served {
             ..going.spec.clone()
         };
         self.make(&beside, bytes)?;
-        let image = self.open(&beside, LOCK_WAIT, true)?;
+        let (image, known) = self.open(&beside, LOCK_WAIT, true)?;
+        going.known = known;
         let identity = image.identity()?;
         going.copying.image = Some((identity.device, identity.inode));
         self.change(|what| what.copying = Some(going.copying.clone()))?;

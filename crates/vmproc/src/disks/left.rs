@@ -7,6 +7,7 @@ use super::images::{remove, remove_own};
 use super::served::ServedDisks;
 use crate::faults::reached;
 use crate::files::Paths;
+use godwit_ownership::KnownImage;
 use godwit_qemu::disk::identity_of;
 use godwit_store::{load_json, save_json};
 use godwit_types::host_api::SPEC_FILE;
@@ -66,15 +67,23 @@ pub(crate) fn follow_moves(paths: &Paths, spec: Option<&mut VmSpec>) -> Result<(
     save(paths, &what)
 }
 
-/// Former images that could not be removed, for the record of the QEMU that is started next with these disks.
-pub(super) fn kept(paths: &Paths, disks: &[DiskSpec]) -> Vec<Left> {
-    let what = moved(paths).unwrap_or_else(|why| {
-        tracing::error!(why, "what moves of the VM's disks left is not known");
+/// What the record of an earlier QEMU says that counts for the next one's, too.
+pub(super) struct Kept {
+    /// Former images that could not be removed.
+    pub left: Vec<Left>,
+    pub known: Vec<KnownImage>,
+}
+
+/// For a QEMU that is started with these disks.
+pub(super) fn kept(paths: &Paths, disks: &[DiskSpec]) -> Kept {
+    let what: Option<ServedDisks> = load_json(&paths.disks()).unwrap_or_else(|error| {
+        tracing::error!(%error, "what the VM's disks were before is not known");
         None
     });
-    let mut left = what.map_or_else(Vec::new, |what| what.left);
+    let (mut left, mut known) = what.map_or_else(Default::default, |what| (what.left, what.known));
     left.retain(|left| disks.iter().all(|disk| disk.path != left.path));
-    left
+    known.retain(|known| disks.iter().any(|disk| disk.name == known.disk));
+    Kept { left, known }
 }
 
 fn moved(paths: &Paths) -> Result<Option<ServedDisks>, String> {

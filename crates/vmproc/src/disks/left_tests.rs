@@ -46,6 +46,7 @@ impl Dead {
             leaving: None,
             copying: None,
             left: Vec::new(),
+            known: Vec::new(),
         };
         what(&dead, &mut served);
         save_json(&dead.paths.disks(), &served).unwrap();
@@ -198,7 +199,7 @@ fn a_former_image_that_could_not_be_removed_is_never_a_disk_again_and_stays_note
     follow_moves(&dead.paths, Some(&mut dead.spec)).unwrap();
     assert_eq!(dead.spec.disks[0].path, dead.path("new"));
     // The next QEMU's record has it, too.
-    let noted = kept(&dead.paths, &dead.spec.disks);
+    let noted = kept(&dead.paths, &dead.spec.disks).left;
     assert_eq!((noted.len(), noted[0].path.clone()), (1, dead.path("old")));
 }
 

@@ -4,6 +4,7 @@
 //! One on shared storage is given back by the source once its guest stands still, and taken by the destination with the permit
 //! alone. Owns nothing beyond the mirrors' handles. Refuses: to take an image without the right to run the VM.
 
+use super::claim::Durable;
 use super::images::{give_names, keep_names};
 use super::served::Served;
 use super::{CONNECT_WAIT, Disks, LOCK_WAIT, REST_WAIT, told};
@@ -20,7 +21,6 @@ use rustix::fs::{Mode, OFlags, SeekFrom, open, seek};
 use rustix::io::Errno;
 use std::ops::Range;
 use std::path::Path;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -105,7 +105,7 @@ impl Disks {
     /// Lets the other host have what is on shared storage. The guest stands still, and nothing is under way.
     pub(crate) fn give_back(&self) -> Result<(), String> {
         let (what, disks) = (self.0.what(), lock(&self.0.disks));
-        self.0.may_run.store(false, Ordering::SeqCst);
+        *lock(&self.0.held) = None;
         for (disk, spec) in disks.iter().zip(&what.disks) {
             if let Some(disk) = disk.as_ref().filter(|_| spec.changes_hands()) {
                 let given = disk.give_image_back(&self.0.lock_name(spec));
@@ -139,13 +139,16 @@ impl Disks {
         arrived
     }
 
-    /// Takes every image for a guest that is let run.
-    pub(crate) fn take(&self) -> Result<(), String> {
+    /// Takes every image for a guest that is let run under this generation.
+    pub(crate) fn take(&self, generation: Generation) -> Result<(), String> {
         let served = &self.0;
+        *lock(&served.held) = Some(generation);
         let (what, disks) = (served.what(), lock(&served.disks));
-        served.may_run.store(true, Ordering::SeqCst);
-        for (disk, spec) in disks.iter().zip(&what.disks) {
+        for (index, (disk, spec)) in disks.iter().zip(&what.disks).enumerate() {
             let Some(disk) = disk else { continue };
+            let right = (generation, Durable::IfAnotherHadIt);
+            let claimed = served.claim_anew(index, spec, right);
+            claimed.map_err(|error| error.message)?;
             let taken = disk.take_image(&served.lock_name(spec), LOCK_WAIT);
             taken.map_err(|error| told(spec, &error))?;
         }

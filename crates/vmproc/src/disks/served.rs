@@ -3,6 +3,7 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, that somebody else has open, or that is another
 //! one than QEMU was started with.
 
+use super::claim::Durable;
 use super::images::{arriving_path, put_aside};
 use super::in_place::Moves;
 use super::left::{Copying, Left};
@@ -14,6 +15,7 @@ use crate::files::Paths;
 use crate::hypervisor::{common_user, internal, reserved, with_other_rights};
 use godwit_blockio::{Access, Image};
 use godwit_guestmem::RamFile;
+use godwit_ownership::KnownImage;
 use godwit_qemu::make_disk::forget_mark;
 use godwit_qemu::user::{self, User};
 use godwit_store::save_json;
@@ -58,6 +60,9 @@ pub(crate) struct ServedDisks {
     /// Images that were left for others of this host.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) left: Vec<Left>,
+    /// What this host knows of the images that its VM's disks had.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(super) known: Vec<KnownImage>,
 }
 
 /// Images that come with their VM. Until it is here they have names of their own ([`arriving_path`]).
@@ -104,8 +109,11 @@ pub(super) struct Served {
     pub(super) filling: Mutex<Filling>,
     /// The migration for which they were mirrored last.
     pub(super) leaving: Mutex<Option<MigrationId>>,
-    /// Whether the guest may be running: its images are taken as soon as they are served, and not only with a permit.
-    pub(super) may_run: AtomicBool,
+    /// The generation under which the guest may be running: its images are taken as soon as they are served then, and not only
+    /// with a permit.
+    pub(super) held: Mutex<Option<Generation>>,
+    /// Images were claimed while the guest stood still: that is not durable, nor written down.
+    pub(super) claims_due: AtomicBool,
 }
 
 impl Arrival {
@@ -126,7 +134,7 @@ impl Served {
         paths: &Paths,
         what: ServedDisks,
         ram: &Arc<RamFile>,
-        may_run: bool,
+        held: Option<Generation>,
     ) -> Self {
         let (arriving, leaving) = (what.arriving.clone(), what.leaving.clone());
         Self {
@@ -145,7 +153,8 @@ impl Served {
             arriving: Mutex::new(arriving),
             filling: Mutex::default(),
             leaving: Mutex::new(leaving),
-            may_run: AtomicBool::new(may_run),
+            held: Mutex::new(held),
+            claims_due: AtomicBool::new(false),
         }
     }
 
@@ -225,12 +234,17 @@ impl Served {
     }
 
     /// Opens all images and serves them.
-    pub(super) fn begin(&self) -> Result<(), ApiError> {
+    pub(super) fn begin(&self, coming: Option<&MigrationSpec>) -> Result<(), ApiError> {
         let (mut images, until) = (Vec::new(), Instant::now() + LOCK_WAIT);
-        let what = self.what();
+        let (what, mut claimed) = (self.what(), Vec::new());
         for disk in &what.disks {
             let left = until.saturating_duration_since(Instant::now());
-            images.push(self.open(disk, left, self.takes(disk))?);
+            let (image, known) = self.open(disk, left, self.takes(disk))?;
+            if let Some(migration) = coming {
+                self.must_be_at(disk, &image, &migration.source.host)?;
+            }
+            images.push(image);
+            claimed.extend(known);
         }
         let (mut filling, mut identities) = (Vec::new(), Vec::new());
         for (image, disk) in images.iter().zip(&what.disks) {
@@ -241,7 +255,10 @@ impl Served {
         }
         *lock(&self.filling) = Arc::new(filling);
         // Also one without disks: whoever takes it over must not find those of an earlier one.
-        self.change(|what| what.images = identities)?;
+        self.change(|what| {
+            what.images = identities;
+            claimed.into_iter().for_each(|known| what.know(known));
+        })?;
         for (index, image) in images.into_iter().enumerate() {
             let disk = what.disks.get(index);
             let takes = disk.is_some_and(|disk| self.takes(disk));
@@ -250,9 +267,14 @@ impl Served {
         Ok(())
     }
 
+    /// The generation under which the guest may be running.
+    pub(super) fn held(&self) -> Option<Generation> {
+        *lock(&self.held)
+    }
+
     /// Whether a disk's image is taken at once: no other host can have it, or this one may run the guest.
     fn takes(&self, spec: &DiskSpec) -> bool {
-        self.may_run.load(Ordering::SeqCst) || !spec.changes_hands()
+        self.held().is_some() || !spec.changes_hands()
     }
 
     /// Once for each reason: it may be tried for days.
@@ -342,7 +364,7 @@ impl Served {
             return Ok(());
         };
         let taken = self.takes(spec);
-        let image = self.open(spec, patience, taken)?;
+        let (image, known) = self.open(spec, patience, taken)?;
         let now = image
             .identity()
             .map_err(|error| self.refused(spec, &error))?;
@@ -351,6 +373,9 @@ impl Served {
             return Err(self.refused(spec, &format!(
                 "{path} is another file than the one that the guest works with: put that one back, or end the guest"
             )));
+        }
+        if let Some(known) = known.filter(|known| !what.known.contains(known)) {
+            self.change(|what| what.know(known))?;
         }
         self.start(index, image, taken)?;
         // A permit may have come meanwhile, and found no disk here.
@@ -413,28 +438,20 @@ impl Served {
         }
     }
 
-    /// With the rights of QEMU's user, and locked if it is to be `taken`.
+    /// With the rights of QEMU's user; locked, and claimed if the guest may be running, where it is to be `taken`.
     pub(super) fn open(
         &self,
         spec: &DiskSpec,
         patience: Duration,
         taken: bool,
-    ) -> Result<Image, ApiError> {
+    ) -> Result<(Image, Option<KnownImage>), ApiError> {
         let spec = &DiskSpec {
             path: self.path_of(spec),
             ..spec.clone()
         };
-        let what = self.what();
-        let (uid, gid) = (what.uid, what.gid);
-        let reserved = reserved(&self.config);
-        let file = with_other_rights(|| {
-            let common = common_user(&self.config, &reserved);
-            let one = std::slice::from_ref(spec);
-            user::open_disks(common, &self.config.vm, one, User { uid, gid })
-        })?;
         let refused = |error: &dyn std::fmt::Display| self.refused(spec, error);
-        let file = file.into_iter().next().map(File::from);
-        let file = file.ok_or_else(|| refused(&"its image was not opened"))?;
+        let file = self.open_file(spec)?;
+        let own = file.try_clone().map_err(|error| refused(&error))?;
         forget_mark(&file);
         let access = match spec.read_only {
             true => Access::ReadOnly,
@@ -442,11 +459,33 @@ impl Served {
         };
         let image = Image::of(file, Path::new(&spec.path), access, BLOCK);
         let mut image = image.map_err(|error| refused(&error))?;
-        if taken {
-            let locked = image.lock(&self.lock_name(spec), patience);
-            locked.map_err(|error| refused(&error))?;
+        if !taken {
+            return Ok((image, None));
         }
-        Ok(image)
+        let locked = image.lock(&self.lock_name(spec), patience);
+        locked.map_err(|error| refused(&self.named(&own, error)))?;
+        let known = match self.held() {
+            Some(generation) => self.claim(spec, &own, generation, Durable::Now)?,
+            None => None,
+        };
+        Ok((image, known))
+    }
+
+    /// Opens where a disk is now, with the rights of QEMU's user.
+    pub(super) fn open_file(&self, spec: &DiskSpec) -> Result<File, ApiError> {
+        let what = self.what();
+        let owner = User {
+            uid: what.uid,
+            gid: what.gid,
+        };
+        let reserved = reserved(&self.config);
+        let files = with_other_rights(|| {
+            let common = common_user(&self.config, &reserved);
+            let one = std::slice::from_ref(spec);
+            user::open_disks(common, &self.config.vm, one, owner)
+        })?;
+        let file = files.into_iter().next().map(File::from);
+        file.ok_or_else(|| self.refused(spec, &"its image was not opened"))
     }
 
     /// The name under which this host has a disk's image.

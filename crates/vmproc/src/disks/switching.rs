@@ -10,13 +10,13 @@ use crate::adoption::lock;
 use crate::faults::{planted, reached};
 use godwit_blockio::filters::Course;
 use godwit_blockio::{Image, SecondImage};
+use godwit_ownership::KnownImage;
 use godwit_qemu::disk::identity_of;
 use godwit_types::disk_move::DiskPlace;
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::Disk;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,8 @@ pub(super) struct Going<'a> {
     pub spec: DiskSpec,
     pub image: (u64, u64),
     pub copying: Copying,
+    /// What is to be known of the second image once it is the disk.
+    pub known: Option<KnownImage>,
 }
 
 /// What fills the second image. The disk is the very one that has the mirror: another one in its place has none.
@@ -67,7 +69,7 @@ impl Served {
         if !Arc::ptr_eq(&self.disk(index)?, disk) {
             return Err("the disk was served anew meanwhile".into());
         }
-        match self.may_run.load(Ordering::SeqCst) {
+        match self.held().is_some() {
             true => Ok(()),
             false => Err("its guest may not run here any more".into()),
         }
@@ -92,7 +94,7 @@ impl Served {
         let Some(found) = mirror.make_durable(path)? else {
             return Ok(None);
         };
-        let may_run = self.may_run.load(Ordering::SeqCst) && mirror.disk.status()?.has_image;
+        let may_run = self.held().is_some() && mirror.disk.status()?.has_image;
         if found != going.copying.image || !may_run || !mirror.course.is_synchronised() {
             return Err(format!(
                 "{} is not to be the disk any more: see the log of the VM process",
@@ -162,6 +164,8 @@ impl Served {
             if let (Some(now), Some(image)) = (what.images.get_mut(index), going.copying.image) {
                 *now = image;
             }
+            what.known.retain(|known| known.disk != place.disk);
+            what.known.extend(going.known.clone());
         });
         written.map_err(|error| error.message)
     }

@@ -1,0 +1,196 @@
+//! Which host has a disk's image: the record that the image bears, and whether it may be opened for writing.
+//!
+//! Hosts may share an image, and a host or an image may be put back from an old copy. The record is taken by compare-and-swap
+//! before anything is written, under the generation of the permit. Pure: whoever has the image reads and writes the record.
+//! Refuses: an image that another host took later, that is older than this host knows it, or that is another VM's there.
+
+use godwit_types::{Generation, HostName, VmName};
+use serde::{Deserialize, Serialize};
+
+/// The format that this build writes, and the only one that it reads.
+pub const IMAGE_RECORD_FORMAT: u32 = 1;
+
+/// Tells one image from every other, and from what is put in its place: 16 bytes in hexadecimal, made at random.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct ImageId(String);
+
+impl ImageId {
+    pub fn new(random: u128) -> Self {
+        Self(format!("{random:032x}"))
+    }
+}
+
+impl TryFrom<String> for ImageId {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        let is_hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        match text.len() == 32 && text.bytes().all(is_hex) {
+            true => Ok(Self(text)),
+            false => Err("an image's id is 32 hexadecimal digits"),
+        }
+    }
+}
+
+impl From<ImageId> for String {
+    fn from(id: ImageId) -> Self {
+        id.0
+    }
+}
+
+/// What an image says of itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ImageRecord {
+    /// [`IMAGE_RECORD_FORMAT`].
+    pub format: u32,
+    pub image: ImageId,
+    /// Whose disk it was last.
+    pub vm: VmName,
+    pub disk: String,
+    /// The host that had it last, which then held the VM under `generation`.
+    pub holder: HostName,
+    pub generation: Generation,
+}
+
+/// What a host knows durably of the image of one of its VM's disks: that it had this one under this generation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KnownImage {
+    pub disk: String,
+    pub image: ImageId,
+    pub generation: Generation,
+}
+
+/// Who wants to write an image: a host that may run the VM under this generation.
+#[derive(Debug, Clone, Copy)]
+pub struct ImageClaim<'a> {
+    pub vm: &'a VmName,
+    pub disk: &'a str,
+    pub host: &'a HostName,
+    pub generation: Generation,
+    pub known: Option<&'a KnownImage>,
+    /// For an image that bears no record of this disk.
+    pub fresh: &'a ImageId,
+}
+
+/// Why an image is not opened.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ImageRefusal {
+    /// Another host took it under this generation or a later one.
+    #[error(
+        "host '{holder}' has had it under generation {theirs}, and this host may run the VM under generation {ours} only"
+    )]
+    TakenLater {
+        holder: HostName,
+        theirs: Generation,
+        ours: Generation,
+    },
+    /// This host has had it under a later generation than it says: what was written since is not in it.
+    #[error(
+        "it is an older copy: it was last taken under generation {found}, and this host has had it under generation {known}"
+    )]
+    Older {
+        found: Generation,
+        known: Generation,
+    },
+    /// It was this disk's before another image was.
+    #[error(
+        "it is an image that the disk had before: it was last taken under generation {found}, and since then the disk was another image"
+    )]
+    Former { found: Generation },
+    /// It is a disk of another VM, or another disk of this one, at another host.
+    #[error("it is disk '{disk}' of VM '{vm}', which host '{holder}' had last")]
+    OfAnother {
+        vm: VmName,
+        disk: String,
+        holder: HostName,
+    },
+    #[error(
+        "its record has format {found}, and this build reads format {IMAGE_RECORD_FORMAT}: use the version that wrote it"
+    )]
+    Format { found: u32 },
+}
+
+impl ImageClaim<'_> {
+    /// What the image's record must be before the image is written. It equals the one found where nothing is to be changed.
+    pub fn judge(&self, found: Option<&ImageRecord>) -> Result<ImageRecord, ImageRefusal> {
+        let Some(found) = found else {
+            return Ok(self.record(self.fresh));
+        };
+        if found.format != IMAGE_RECORD_FORMAT {
+            return Err(ImageRefusal::Format {
+                found: found.format,
+            });
+        }
+        let is_ours = found.vm == *self.vm && found.disk == self.disk;
+        if !is_ours {
+            return self.take_from_another(found);
+        }
+        if found.holder != *self.host && found.generation >= self.generation {
+            return Err(ImageRefusal::TakenLater {
+                holder: found.holder.clone(),
+                theirs: found.generation,
+                ours: self.generation,
+            });
+        }
+        self.must_be_newest(found)?;
+        Ok(self.record(&found.image))
+    }
+
+    /// Between VMs of one host the image's lock decides.
+    fn take_from_another(&self, found: &ImageRecord) -> Result<ImageRecord, ImageRefusal> {
+        match found.holder == *self.host {
+            true => Ok(self.record(self.fresh)),
+            false => Err(ImageRefusal::OfAnother {
+                vm: found.vm.clone(),
+                disk: found.disk.clone(),
+                holder: found.holder.clone(),
+            }),
+        }
+    }
+
+    fn must_be_newest(&self, found: &ImageRecord) -> Result<(), ImageRefusal> {
+        let Some(known) = self.known else {
+            return Ok(());
+        };
+        let (ours, theirs) = (known.generation, found.generation);
+        match found.image == known.image {
+            true if theirs < ours => Err(ImageRefusal::Older {
+                found: theirs,
+                known: ours,
+            }),
+            false if theirs <= ours => Err(ImageRefusal::Former { found: theirs }),
+            _ => Ok(()),
+        }
+    }
+
+    /// A host that was put back from an old copy may hold the VM under a lower generation than it once did.
+    fn record(&self, image: &ImageId) -> ImageRecord {
+        ImageRecord {
+            format: IMAGE_RECORD_FORMAT,
+            image: image.clone(),
+            vm: self.vm.clone(),
+            disk: self.disk.to_owned(),
+            holder: self.host.clone(),
+            generation: self.generation,
+        }
+    }
+}
+
+impl ImageRecord {
+    /// What the host that took it is to know of it from now on.
+    pub fn known(&self) -> KnownImage {
+        KnownImage {
+            disk: self.disk.clone(),
+            image: self.image.clone(),
+            generation: self.generation,
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "image_tests.rs"]
+mod tests;

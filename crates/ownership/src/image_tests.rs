@@ -1,0 +1,175 @@
+//! Who may write an image, by what it says of itself.
+
+use super::*;
+
+struct Site {
+    vm: VmName,
+    hosts: [HostName; 2],
+    fresh: ImageId,
+}
+
+impl Site {
+    fn new() -> Self {
+        Self {
+            vm: VmName::new("web").unwrap(),
+            hosts: ["a", "b"].map(|name| HostName::new(name).unwrap()),
+            fresh: ImageId::new(7),
+        }
+    }
+
+    fn claim(&self, host: usize, generation: u64) -> ImageClaim<'_> {
+        ImageClaim {
+            vm: &self.vm,
+            disk: "root",
+            host: &self.hosts[host],
+            generation: Generation(generation),
+            known: None,
+            fresh: &self.fresh,
+        }
+    }
+
+    /// What an image of id 1 says that was last taken there and then.
+    fn taken(&self, host: usize, generation: u64) -> ImageRecord {
+        ImageRecord {
+            format: IMAGE_RECORD_FORMAT,
+            image: ImageId::new(1),
+            vm: self.vm.clone(),
+            disk: "root".to_owned(),
+            holder: self.hosts[host].clone(),
+            generation: Generation(generation),
+        }
+    }
+}
+
+fn known(image: u128, generation: u64) -> KnownImage {
+    KnownImage {
+        disk: "root".to_owned(),
+        image: ImageId::new(image),
+        generation: Generation(generation),
+    }
+}
+
+#[test]
+fn an_image_without_a_record_gets_one() {
+    let site = Site::new();
+    let record = site.claim(0, 3).judge(None).unwrap();
+    let wanted = ImageRecord {
+        image: ImageId::new(7),
+        ..site.taken(0, 3)
+    };
+    assert_eq!(record, wanted);
+    assert_eq!(site.claim(0, 3).judge(Some(&record)), Ok(record));
+}
+
+#[test]
+fn the_later_generation_has_it_and_the_earlier_one_never_again() {
+    let site = Site::new();
+    let at_b = site.claim(1, 4).judge(Some(&site.taken(0, 3))).unwrap();
+    assert_eq!(at_b, site.taken(1, 4));
+    for late in [3, 4] {
+        let refused = site.claim(0, late).judge(Some(&at_b)).unwrap_err();
+        let taken_later = ImageRefusal::TakenLater {
+            holder: site.hosts[1].clone(),
+            theirs: Generation(4),
+            ours: Generation(late),
+        };
+        assert_eq!(refused, taken_later);
+    }
+    assert_eq!(
+        site.claim(0, 5).judge(Some(&at_b)).unwrap(),
+        site.taken(0, 5)
+    );
+}
+
+#[test]
+fn an_image_that_was_put_back_from_an_old_copy_is_refused() {
+    let site = Site::new();
+    let known = known(1, 9);
+    let claim = ImageClaim {
+        known: Some(&known),
+        ..site.claim(0, 10)
+    };
+    let refused = claim.judge(Some(&site.taken(0, 8))).unwrap_err();
+    let older = ImageRefusal::Older {
+        found: Generation(8),
+        known: Generation(9),
+    };
+    assert_eq!(refused, older);
+    assert_eq!(
+        claim.judge(Some(&site.taken(0, 9))).unwrap(),
+        site.taken(0, 10)
+    );
+    // Another host had it since.
+    assert_eq!(
+        claim.judge(Some(&site.taken(1, 9))).unwrap(),
+        site.taken(0, 10)
+    );
+}
+
+#[test]
+fn an_image_that_the_disk_had_before_is_refused() {
+    let site = Site::new();
+    let known = known(2, 9);
+    let claim = ImageClaim {
+        known: Some(&known),
+        ..site.claim(0, 9)
+    };
+    for before in [8, 9] {
+        let refused = claim.judge(Some(&site.taken(0, before))).unwrap_err();
+        let former = ImageRefusal::Former {
+            found: Generation(before),
+        };
+        assert_eq!(refused, former);
+    }
+}
+
+#[test]
+fn between_vms_of_one_host_its_lock_decides_and_of_another_host_a_person() {
+    let site = Site::new();
+    let of_other = |host| ImageRecord {
+        vm: VmName::new("db").unwrap(),
+        ..site.taken(host, 30)
+    };
+    let taken = site.claim(0, 3).judge(Some(&of_other(0))).unwrap();
+    assert_eq!((taken.image, taken.vm), (ImageId::new(7), site.vm.clone()));
+    let refused = site.claim(0, 3).judge(Some(&of_other(1))).unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "it is disk 'root' of VM 'db', which host 'b' had last"
+    );
+}
+
+#[test]
+fn a_host_that_begins_anew_takes_what_it_had_itself() {
+    let site = Site::new();
+    assert_eq!(
+        site.claim(0, 1).judge(Some(&site.taken(0, 57))).unwrap(),
+        site.taken(0, 1)
+    );
+}
+
+#[test]
+fn what_another_version_wrote_is_not_guessed_at() {
+    let site = Site::new();
+    let record = ImageRecord {
+        format: 2,
+        ..site.taken(0, 3)
+    };
+    let refused = site.claim(0, 3).judge(Some(&record)).unwrap_err();
+    assert_eq!(refused, ImageRefusal::Format { found: 2 });
+}
+
+#[test]
+fn an_id_is_sixteen_bytes_in_hexadecimal() {
+    let read = |text: &str| serde_json::from_str::<ImageId>(&format!("\"{text}\""));
+    let id = read("000102030405060708090a0b0c0d0e0f").unwrap();
+    assert_eq!(id, ImageId::new(0x0001_0203_0405_0607_0809_0a0b_0c0d_0e0f));
+    for wrong in [
+        "",
+        "00",
+        "000102030405060708090A0B0C0D0E0F",
+        "000102030405060708090a0b0c0d0e0g",
+    ] {
+        assert!(read(wrong).is_err(), "{wrong}");
+    }
+}
