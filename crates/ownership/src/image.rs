@@ -52,15 +52,20 @@ pub struct ImageRecord {
     /// The host that had it last, which then held the VM under `generation`.
     pub holder: HostName,
     pub generation: Generation,
+    /// How often the disk's image was taken, by whomever: for each start of a hypervisor once, and for each host to which the VM
+    /// came.
+    pub taken: u64,
 }
 
-/// What a host knows durably of the image of one of its VM's disks: that it had this one under this generation.
+/// What a host knows durably of the image of one of its VM's disks: that it took this one under this generation, as the
+/// `taken`th who did.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KnownImage {
     pub disk: String,
     pub image: ImageId,
     pub generation: Generation,
+    pub taken: u64,
 }
 
 /// Who wants to write an image: a host that may run the VM under this generation.
@@ -71,6 +76,8 @@ pub struct ImageClaim<'a> {
     pub host: &'a HostName,
     pub generation: Generation,
     pub known: Option<&'a KnownImage>,
+    /// For a hypervisor that is started, and not for one that has the image already.
+    pub anew: bool,
     /// For an image that bears no record of this disk.
     pub fresh: &'a ImageId,
 }
@@ -88,14 +95,11 @@ pub enum ImageRefusal {
         theirs: Generation,
         ours: Generation,
     },
-    /// This host has had it under a later generation than it says: what was written since is not in it.
+    /// This host has taken it since: what was written then is not in it.
     #[error(
-        "it is an older copy: it was last taken under generation {found}, and this host has had it under generation {known}"
+        "it is an older copy: it says that it was taken {found} times, and this host was the one that took it for the {known}th time"
     )]
-    Older {
-        found: Generation,
-        known: Generation,
-    },
+    Older { found: u64, known: u64 },
     /// It was this disk's before another image was.
     #[error(
         "it is an image that the disk had before: it was last taken under generation {found}, and since then the disk was another image"
@@ -118,7 +122,7 @@ impl ImageClaim<'_> {
     /// What the image's record must be before the image is written. It equals the one found where nothing is to be changed.
     pub fn judge(&self, found: Option<&ImageRecord>) -> Result<ImageRecord, ImageRefusal> {
         let Some(found) = found else {
-            return Ok(self.record(self.fresh));
+            return Ok(self.record(self.fresh, 0));
         };
         if found.format != IMAGE_RECORD_FORMAT {
             return Err(ImageRefusal::Format {
@@ -137,13 +141,17 @@ impl ImageClaim<'_> {
             });
         }
         self.must_be_newest(found)?;
-        Ok(self.record(&found.image))
+        let has_it = found.holder == *self.host && found.generation == self.generation;
+        match has_it && !self.anew {
+            true => Ok(found.clone()),
+            false => Ok(self.record(&found.image, found.taken)),
+        }
     }
 
     /// Between VMs of one host the image's lock decides.
     fn take_from_another(&self, found: &ImageRecord) -> Result<ImageRecord, ImageRefusal> {
         match found.holder == *self.host {
-            true => Ok(self.record(self.fresh)),
+            true => Ok(self.record(self.fresh, found.taken)),
             false => Err(ImageRefusal::OfAnother {
                 vm: found.vm.clone(),
                 disk: found.disk.clone(),
@@ -156,19 +164,22 @@ impl ImageClaim<'_> {
         let Some(known) = self.known else {
             return Ok(());
         };
-        let (ours, theirs) = (known.generation, found.generation);
         match found.image == known.image {
-            true if theirs < ours => Err(ImageRefusal::Older {
-                found: theirs,
-                known: ours,
+            true if found.taken < known.taken => Err(ImageRefusal::Older {
+                found: found.taken,
+                known: known.taken,
             }),
-            false if theirs <= ours => Err(ImageRefusal::Former { found: theirs }),
+            false if found.taken <= known.taken => Err(ImageRefusal::Former {
+                found: found.generation,
+            }),
             _ => Ok(()),
         }
     }
 
     /// A host that was put back from an old copy may hold the VM under a lower generation than it once did.
-    fn record(&self, image: &ImageId) -> ImageRecord {
+    fn record(&self, image: &ImageId, taken: u64) -> ImageRecord {
+        // Also in the place of another image: whoever finds that one again knows that it was before.
+        let known = self.known.map_or(0, |known| known.taken);
         ImageRecord {
             format: IMAGE_RECORD_FORMAT,
             image: image.clone(),
@@ -176,6 +187,7 @@ impl ImageClaim<'_> {
             disk: self.disk.to_owned(),
             holder: self.host.clone(),
             generation: self.generation,
+            taken: taken.max(known).saturating_add(1),
         }
     }
 }
@@ -187,6 +199,7 @@ impl ImageRecord {
             disk: self.disk.clone(),
             image: self.image.clone(),
             generation: self.generation,
+            taken: self.taken,
         }
     }
 }

@@ -24,6 +24,7 @@ impl Site {
             host: &self.hosts[host],
             generation: Generation(generation),
             known: None,
+            anew: true,
             fresh: &self.fresh,
         }
     }
@@ -37,6 +38,15 @@ impl Site {
             disk: "root".to_owned(),
             holder: self.hosts[host].clone(),
             generation: Generation(generation),
+            taken: 5,
+        }
+    }
+
+    /// The same once it was taken by the next.
+    fn taken_then(&self, host: usize, generation: u64) -> ImageRecord {
+        ImageRecord {
+            taken: 6,
+            ..self.taken(host, generation)
         }
     }
 }
@@ -46,6 +56,7 @@ fn known(image: u128, generation: u64) -> KnownImage {
         disk: "root".to_owned(),
         image: ImageId::new(image),
         generation: Generation(generation),
+        taken: 5,
     }
 }
 
@@ -55,17 +66,25 @@ fn an_image_without_a_record_gets_one() {
     let record = site.claim(0, 3).judge(None).unwrap();
     let wanted = ImageRecord {
         image: ImageId::new(7),
+        taken: 1,
         ..site.taken(0, 3)
     };
     assert_eq!(record, wanted);
-    assert_eq!(site.claim(0, 3).judge(Some(&record)), Ok(record));
+    // Whoever has it finds it so; the next hypervisor counts.
+    let again = ImageClaim {
+        anew: false,
+        ..site.claim(0, 3)
+    };
+    assert_eq!(again.judge(Some(&record)), Ok(record.clone()));
+    let next = site.claim(0, 3).judge(Some(&record)).unwrap();
+    assert_eq!(next, ImageRecord { taken: 2, ..record });
 }
 
 #[test]
 fn the_later_generation_has_it_and_the_earlier_one_never_again() {
     let site = Site::new();
     let at_b = site.claim(1, 4).judge(Some(&site.taken(0, 3))).unwrap();
-    assert_eq!(at_b, site.taken(1, 4));
+    assert_eq!(at_b, site.taken_then(1, 4));
     for late in [3, 4] {
         let refused = site.claim(0, late).judge(Some(&at_b)).unwrap_err();
         let taken_later = ImageRefusal::TakenLater {
@@ -75,10 +94,7 @@ fn the_later_generation_has_it_and_the_earlier_one_never_again() {
         };
         assert_eq!(refused, taken_later);
     }
-    assert_eq!(
-        site.claim(0, 5).judge(Some(&at_b)).unwrap(),
-        site.taken(0, 5)
-    );
+    assert_eq!(site.claim(0, 5).judge(Some(&at_b)).unwrap().taken, 7);
 }
 
 #[test]
@@ -89,21 +105,17 @@ fn an_image_that_was_put_back_from_an_old_copy_is_refused() {
         known: Some(&known),
         ..site.claim(0, 10)
     };
-    let refused = claim.judge(Some(&site.taken(0, 8))).unwrap_err();
-    let older = ImageRefusal::Older {
-        found: Generation(8),
-        known: Generation(9),
+    let old = ImageRecord {
+        taken: 4,
+        ..site.taken(0, 9)
     };
-    assert_eq!(refused, older);
-    assert_eq!(
-        claim.judge(Some(&site.taken(0, 9))).unwrap(),
-        site.taken(0, 10)
-    );
+    let older = ImageRefusal::Older { found: 4, known: 5 };
+    assert_eq!(claim.judge(Some(&old)), Err(older));
+    let newest = claim.judge(Some(&site.taken(0, 9))).unwrap();
+    assert_eq!(newest, site.taken_then(0, 10));
     // Another host had it since.
-    assert_eq!(
-        claim.judge(Some(&site.taken(1, 9))).unwrap(),
-        site.taken(0, 10)
-    );
+    let newest = claim.judge(Some(&site.taken(1, 9))).unwrap();
+    assert_eq!(newest, site.taken_then(0, 10));
 }
 
 #[test]
@@ -114,13 +126,15 @@ fn an_image_that_the_disk_had_before_is_refused() {
         known: Some(&known),
         ..site.claim(0, 9)
     };
-    for before in [8, 9] {
-        let refused = claim.judge(Some(&site.taken(0, before))).unwrap_err();
-        let former = ImageRefusal::Former {
-            found: Generation(before),
-        };
-        assert_eq!(refused, former);
-    }
+    let refused = claim.judge(Some(&site.taken(0, 9))).unwrap_err();
+    let former = ImageRefusal::Former {
+        found: Generation(9),
+    };
+    assert_eq!(refused, former);
+    // What was taken in its place counts on, also where whoever took it died before it could write down that it knows it.
+    let next = claim.judge(None).unwrap();
+    assert_eq!(next.taken, 6);
+    assert_eq!(claim.judge(Some(&next)).unwrap().taken, 7);
 }
 
 #[test]
@@ -144,7 +158,7 @@ fn a_host_that_begins_anew_takes_what_it_had_itself() {
     let site = Site::new();
     assert_eq!(
         site.claim(0, 1).judge(Some(&site.taken(0, 57))).unwrap(),
-        site.taken(0, 1)
+        site.taken_then(0, 1)
     );
 }
 

@@ -17,6 +17,8 @@ named! {
         BootWithoutAsking => "boots-without-asking",
         /// Of two running copies the lower one is ended instead of paused.
         EndLowerCopy => "ends-lower-copy",
+        /// An image is opened whatever it says of who has it.
+        OpensAnyImage => "opens-any-image",
         /// A restored controller goes on as if it knew everything.
         RestoredGoesOn => "restored-controller-goes-on",
         /// A no that was said before a host was named again takes it out of the set.

@@ -83,6 +83,7 @@ mod tests {
             disk: "root".to_owned(),
             holder: HostName::new("a").unwrap(),
             generation: Generation(7),
+            taken: 3,
         }
     }
 

@@ -93,6 +93,10 @@ impl Site {
             let at = self.rng.index(self.machines.len());
             self.back_up(at);
         }
+        if self.is_faulty && self.rng.chance(250) {
+            let vm = self.rng.index(self.vms.len());
+            self.back_up_image(vm);
+        }
         let overdue = self.alarms_due.iter().find(|(at, _)| *at < self.now);
         if let Some((_, name)) = overdue {
             let what = format!(

@@ -56,6 +56,9 @@ pub struct SiteCoverage {
     pub exempt: BTreeMap<Exempt, u64>,
     /// VMs that were judged to the end.
     pub judged_vms: u64,
+    /// Images opened, refused since they are in use, refused for what they say, older than anybody there could know, and let go
+    /// by people.
+    pub images: [u64; 5],
     pub steps: u64,
 }
 
@@ -160,6 +163,9 @@ impl SiteCoverage {
         for (mine, theirs) in self.migrations.iter_mut().zip(other.migrations) {
             *mine += theirs;
         }
+        for (mine, theirs) in self.images.iter_mut().zip(other.images) {
+            *mine += theirs;
+        }
         let counts = [
             (&mut self.doubts, other.doubts),
             (&mut self.surveys, other.surveys),
@@ -227,6 +233,16 @@ impl SiteCoverage {
             for (name, n) in counts {
                 line(*n, format!("{what}: {name}"));
             }
+        }
+        let of_images = [
+            "images opened",
+            "images refused, since they are in use",
+            "images refused for what they say",
+            "images opened by a host that could not know that they are older",
+            "images let go by a person",
+        ];
+        for (n, what) in self.images.into_iter().zip(of_images) {
+            line(n, what.into());
         }
         line(self.judged_vms, "VMs judged to the end".into());
         for why in Exempt::ALL {

@@ -58,6 +58,7 @@ faults! {
     RestoreState => 250, "host's state directory restored from an old copy",
     RestoreUnderGuests => 200, "host's state directory put back under its guests",
     RestoreHost => 200, "whole host restored from an old copy",
+    RestoreImage => 250, "VM's image put back from an old copy",
     CloneHost => 150, "host's disk cloned to a second machine",
     Liar => 120, "a host lies",
     LoseMessage => 400, "message lost",
@@ -106,6 +107,8 @@ const STRIKES: &[SiteFault] = &[
     SiteFault::RestoreState,
     SiteFault::RestoreUnderGuests,
     SiteFault::RestoreHost,
+    SiteFault::RestoreImage,
+    SiteFault::RestoreImage,
     SiteFault::CloneHost,
     SiteFault::Liar,
 ];
@@ -231,6 +234,7 @@ impl Site {
             SiteFault::RestoreState => self.restore_machine(at, false),
             SiteFault::RestoreUnderGuests => self.restore_under_guests(at),
             SiteFault::RestoreHost => self.restore_machine(at, true),
+            SiteFault::RestoreImage => (0..self.vms.len()).any(|vm| self.restore_image(vm)),
             SiteFault::CloneHost => self.clone_machine(at),
             SiteFault::Liar => self.begin_to_lie(at),
             _ => false,
@@ -411,6 +415,7 @@ impl Site {
         let records = machine.slots.iter().map(|s| s.journal.durable.clone());
         machine.backup = Some(Backup {
             records: records.collect(),
+            known: machine.slots.iter().map(|s| s.known.clone()).collect(),
             table: machine.table.clone(),
             counter: machine.counter,
         });
@@ -421,6 +426,9 @@ impl Site {
         for (slot, record) in machine.slots.iter_mut().zip(backup.records) {
             slot.journal.seen.clone_from(&record);
             slot.journal.durable = record;
+        }
+        for (slot, known) in machine.slots.iter_mut().zip(backup.known) {
+            slot.known = known;
         }
         machine.table = backup.table;
         machine.counter = backup.counter;

@@ -10,6 +10,7 @@ mod controller;
 mod coverage;
 mod faults;
 mod host;
+mod images;
 mod jobs;
 mod lies;
 mod migrate;

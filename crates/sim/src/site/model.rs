@@ -4,7 +4,9 @@
 
 pub(crate) use crate::model::{Disk as Journal, QemuProcess, Version};
 
-use godwit_ownership::{Action, Event, EventKind, HostRecord, PeerMessage, Timer, VmCore};
+use godwit_ownership::{
+    Action, Event, EventKind, HostRecord, KnownImage, PeerMessage, Timer, VmCore,
+};
 use godwit_site::{Heard, HostSite, Judged};
 use godwit_types::site::{
     Instance, SiteAnswer, SiteHeard, SiteQuestion, SiteTable, SiteUpdate, Stamp, Standing,
@@ -80,6 +82,8 @@ pub(crate) struct Slot {
     pub qemu: Option<QemuProcess>,
     pub qemu_frozen_until: u64,
     pub process: Option<Process>,
+    /// What the host has written down of the image of the VM's disk.
+    pub known: Option<KnownImage>,
 }
 
 /// What a VM was booted on, when nobody asked for it.
@@ -110,6 +114,7 @@ pub(crate) struct Agent {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Backup {
     pub records: Vec<Option<HostRecord>>,
+    pub known: Vec<Option<KnownImage>>,
     pub table: SiteTable,
     pub counter: u64,
 }

@@ -192,6 +192,9 @@ impl Site {
             Action::Cont(permit) => self.cont(at, vm, &permit),
             Action::StopGuest { attempt } => {
                 self.version_at(at, vm);
+                if attempt.is_some() {
+                    self.give_image_back(at, vm);
+                }
                 if let Some(qemu) = self.machines[at].slots[vm].qemu.as_mut() {
                     qemu.running = false;
                     if let Some(attempt) = attempt {
@@ -337,7 +340,12 @@ impl Site {
         }
     }
 
-    fn boot(&mut self, at: MachineId, vm: VmId, _permit: &RunPermit) {
+    fn boot(&mut self, at: MachineId, vm: VmId, permit: &RunPermit) {
+        if !self.open_image(at, vm, (permit.generation(), true)) {
+            // One that was left of a migration would have been replaced.
+            self.machines[at].slots[vm].qemu = None;
+            return self.hand_over(at, vm, Event::QemuDied, None);
+        }
         let now = self.now;
         let guest = &mut self.guests[vm];
         guest.boots += 1;
@@ -354,7 +362,13 @@ impl Site {
         self.began_to_run(at, vm);
     }
 
-    fn cont(&mut self, at: MachineId, vm: VmId, _permit: &RunPermit) {
+    fn cont(&mut self, at: MachineId, vm: VmId, permit: &RunPermit) {
+        if self.machines[at].slots[vm].qemu.is_none() {
+            return;
+        }
+        if !self.open_image(at, vm, (permit.generation(), false)) {
+            return self.hand_over(at, vm, Event::GuestHalted, None);
+        }
         let current = self.guests[vm].current;
         let Some(qemu) = self.machines[at].slots[vm].qemu.as_mut() else {
             return;

@@ -28,6 +28,10 @@ impl SitePlant {
     pub(crate) fn ends_lower_copy(self) -> bool {
         self.site == Some(Plant::EndLowerCopy)
     }
+
+    pub(crate) fn opens_any_image(self) -> bool {
+        self.site == Some(Plant::OpensAnyImage)
+    }
 }
 
 #[derive(Debug, Clone, Copy, Default)]

@@ -5,6 +5,7 @@
 use super::controller::Controller;
 use super::coverage::SiteCoverage;
 use super::faults::SiteFault;
+use super::images::Image;
 use super::model::{
     Cut, Exempt, Guest, Happening, Machine, MachineId, NameId, Packet, Place, VmId,
 };
@@ -40,6 +41,9 @@ pub(crate) struct Site {
     pub migrations: u64,
     /// Falsely fenced hosts that were heard: until when an alarm must show.
     pub alarms_due: Vec<(u64, NameId)>,
+    pub images: Vec<Image>,
+    /// Whether a lock on an image reaches the other hosts.
+    pub locks_reach: bool,
 }
 
 impl Site {
@@ -72,6 +76,8 @@ impl Site {
             plant,
             migrations: 0,
             alarms_due: Vec::new(),
+            images: (0..vms).map(|_| Image::default()).collect(),
+            locks_reach: seed.is_multiple_of(2),
         })
     }
 

@@ -24,12 +24,15 @@ use std::sync::atomic::Ordering;
 /// How often it is begun anew where another host took the record meanwhile.
 const ATTEMPTS: u32 = 16;
 
-/// Whether the record must be durable before the image is used.
+/// For whom an image is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Durable {
-    Now,
-    /// Only where another host had the image: nobody else needs to know, and the guest stands still.
-    IfAnotherHadIt,
+pub(super) enum Taking {
+    /// A hypervisor that is started.
+    Anew,
+    /// One that has it.
+    Again,
+    /// One whose guest stands still: the record is made durable later, unless another host had the image.
+    InAPause,
 }
 
 impl Disks {
@@ -57,7 +60,7 @@ impl Served {
         spec: &DiskSpec,
         image: &File,
         generation: Generation,
-        durable: Durable,
+        taking: Taking,
     ) -> Result<Option<KnownImage>, ApiError> {
         let refused = |error: &dyn Display| self.refused(spec, error);
         let kind = image.metadata().map_err(|error| refused(&error))?;
@@ -68,7 +71,7 @@ impl Served {
             return Ok(None);
         }
         let path = &spec.path;
-        match self.as_opener(|| self.claim_as_opener(spec, image, generation, durable)) {
+        match self.as_opener(|| self.claim_as_opener(spec, image, generation, taking)) {
             Ok(Ok(known)) => Ok(Some(known)),
             Ok(Err(why)) => Err(refused(&format!(
                 "the image {path} is not opened: {why}; 'godwit image show {path}' tells what it says of itself, and if this disk is to have it all the same, 'godwit image release {path}' on this host lets it"
@@ -120,7 +123,7 @@ impl Served {
         spec: &DiskSpec,
         image: &File,
         generation: Generation,
-        durable: Durable,
+        taking: Taking,
     ) -> io::Result<Result<KnownImage, String>> {
         let what = self.what();
         let known = what.known.iter().find(|known| known.disk == spec.name);
@@ -131,6 +134,7 @@ impl Served {
             host: &self.config.host,
             generation,
             known,
+            anew: taking == Taking::Anew,
             fresh: &fresh,
         };
         for _ in 0..ATTEMPTS {
@@ -152,7 +156,7 @@ impl Served {
                 continue;
             }
             let of_another = found.is_none_or(|found| found.holder != wanted.holder);
-            if durable == Durable::Now || of_another && spec.shared {
+            if taking != Taking::InAPause || of_another && spec.shared {
                 // Also one that stood there: who wrote it may have died before it was durable.
                 image.sync_all()?;
             }
@@ -166,7 +170,7 @@ impl Served {
         &self,
         index: usize,
         spec: &DiskSpec,
-        (generation, durable): (Generation, Durable),
+        (generation, taking): (Generation, Taking),
     ) -> Result<Option<KnownImage>, ApiError> {
         let what = self.what();
         if spec.read_only || is_known(&what, spec, generation) {
@@ -181,17 +185,17 @@ impl Served {
                 &format!("{path} is another file than the one that the guest works with"),
             ));
         }
-        if durable == Durable::IfAnotherHadIt {
+        if taking == Taking::InAPause {
             self.claims_due.store(true, Ordering::SeqCst);
         }
-        self.claim(spec, &image, generation, durable)
+        self.claim(spec, &image, generation, taking)
     }
 
     fn keep_claims(&self, generation: Generation) -> Result<(), ApiError> {
         let what = self.what();
         let mut claimed = Vec::new();
         for (index, spec) in what.disks.iter().enumerate() {
-            claimed.extend(self.claim_anew(index, spec, (generation, Durable::Now))?);
+            claimed.extend(self.claim_anew(index, spec, (generation, Taking::Again))?);
         }
         match claimed.is_empty() {
             true => Ok(()),

@@ -7,6 +7,7 @@
 //! Owns the threads that move disks and remove what is left, which alone touch storage that may hang. Refuses: disks that the guest only reads, images
 //! that this host does not hold, and a place that is taken. An image that cannot be written ends the move and nothing else.
 
+use super::claim::Taking;
 use super::images::rename;
 use super::left::{Copying, follow, remove_left};
 use super::moving::{CLOSE_BYTES, begin_copying};
@@ -380,7 +381,7 @@ impl Served {
             ..going.spec.clone()
         };
         self.make(&beside, bytes)?;
-        let (image, known) = self.open(&beside, LOCK_WAIT, true)?;
+        let (image, known) = self.open(&beside, LOCK_WAIT, Some(Taking::Anew))?;
         going.known = known;
         let identity = image.identity()?;
         going.copying.image = Some((identity.device, identity.inode));

@@ -4,7 +4,7 @@
 //! One on shared storage is given back by the source once its guest stands still, and taken by the destination with the permit
 //! alone. Owns nothing beyond the mirrors' handles. Refuses: to take an image without the right to run the VM.
 
-use super::claim::Durable;
+use super::claim::Taking;
 use super::images::{give_names, keep_names};
 use super::served::Served;
 use super::{CONNECT_WAIT, Disks, LOCK_WAIT, REST_WAIT, told};
@@ -146,7 +146,7 @@ impl Disks {
         let (what, disks) = (served.what(), lock(&served.disks));
         for (index, (disk, spec)) in disks.iter().zip(&what.disks).enumerate() {
             let Some(disk) = disk else { continue };
-            let right = (generation, Durable::IfAnotherHadIt);
+            let right = (generation, Taking::InAPause);
             let claimed = served.claim_anew(index, spec, right);
             claimed.map_err(|error| error.message)?;
             let taken = disk.take_image(&served.lock_name(spec), LOCK_WAIT);

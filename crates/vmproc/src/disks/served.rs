@@ -3,7 +3,7 @@
 //! Owns a thread for each disk. Refuses: an image that its user may not open, that somebody else has open, or that is another
 //! one than QEMU was started with.
 
-use super::claim::Durable;
+use super::claim::Taking;
 use super::images::{arriving_path, put_aside};
 use super::in_place::Moves;
 use super::left::{Copying, Left};
@@ -239,7 +239,8 @@ impl Served {
         let (what, mut claimed) = (self.what(), Vec::new());
         for disk in &what.disks {
             let left = until.saturating_duration_since(Instant::now());
-            let (image, known) = self.open(disk, left, self.takes(disk))?;
+            let taking = self.takes(disk).then_some(Taking::Anew);
+            let (image, known) = self.open(disk, left, taking)?;
             if let Some(migration) = coming {
                 self.must_be_at(disk, &image, &migration.source.host)?;
             }
@@ -364,7 +365,8 @@ impl Served {
             return Ok(());
         };
         let taken = self.takes(spec);
-        let (image, known) = self.open(spec, patience, taken)?;
+        let taking = taken.then_some(Taking::Again);
+        let (image, known) = self.open(spec, patience, taking)?;
         let now = image
             .identity()
             .map_err(|error| self.refused(spec, &error))?;
@@ -438,12 +440,12 @@ impl Served {
         }
     }
 
-    /// With the rights of QEMU's user; locked, and claimed if the guest may be running, where it is to be `taken`.
+    /// With the rights of QEMU's user; locked, and claimed if the guest may be running, where it is taken.
     pub(super) fn open(
         &self,
         spec: &DiskSpec,
         patience: Duration,
-        taken: bool,
+        taking: Option<Taking>,
     ) -> Result<(Image, Option<KnownImage>), ApiError> {
         let spec = &DiskSpec {
             path: self.path_of(spec),
@@ -459,13 +461,13 @@ impl Served {
         };
         let image = Image::of(file, Path::new(&spec.path), access, BLOCK);
         let mut image = image.map_err(|error| refused(&error))?;
-        if !taken {
+        let Some(taking) = taking else {
             return Ok((image, None));
-        }
+        };
         let locked = image.lock(&self.lock_name(spec), patience);
         locked.map_err(|error| refused(&self.named(&own, error)))?;
         let known = match self.held() {
-            Some(generation) => self.claim(spec, &own, generation, Durable::Now)?,
+            Some(generation) => self.claim(spec, &own, generation, taking)?,
             None => None,
         };
         Ok((image, known))

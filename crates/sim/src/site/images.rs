@@ -1,0 +1,239 @@
+//! Disks on storage that all hosts share: an image for every second VM, what it says of who has it, and what was written there.
+//!
+//! Works on the site. Judged from outside by who wrote and what was acknowledged, not by the record. In half of the seeds
+//! locks on an image reach the other hosts, in the others they do not.
+
+use super::faults::SiteFault;
+use super::model::{MachineId, VmId};
+use super::world::Site;
+use godwit_ownership::{ImageClaim, ImageId, ImageRecord, KnownImage};
+use godwit_types::{Generation, HostName, VmName};
+use std::collections::BTreeMap;
+
+const DISK: &str = "root";
+
+/// What is on the storage.
+#[derive(Debug, Clone, Default)]
+struct Stored {
+    /// The number of the last write.
+    writes: u64,
+    /// For how many hypervisors it was opened, and for how many hosts.
+    openings: u64,
+    record: Option<ImageRecord>,
+}
+
+/// An image, and what an observer knows of it.
+#[derive(Debug, Default)]
+pub(crate) struct Image {
+    stored: Stored,
+    copy: Option<Stored>,
+    /// The last write that a guest was told is durable.
+    acknowledged: u64,
+    /// How often it had been opened then.
+    openings: u64,
+    /// Whose QEMU has it open, and under which generation.
+    open: BTreeMap<MachineId, Generation>,
+    /// The machine that wrote there last, while it knows that it did.
+    writer: Option<MachineId>,
+    /// The machine that opened it last.
+    opener: Option<MachineId>,
+}
+
+/// Why an image is not opened.
+#[derive(Debug)]
+enum Closed {
+    InUse,
+    Judged,
+    NotWritten,
+}
+
+impl Site {
+    pub(crate) fn has_image(&self, vm: VmId) -> bool {
+        vm % 2 == 1
+    }
+
+    /// The VM's image is opened at a machine for a guest that is let run under this generation, in a hypervisor that is started
+    /// `anew` or has it. Returns whether it may.
+    pub(crate) fn open_image(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (generation, anew): (Generation, bool),
+    ) -> bool {
+        if !self.has_image(vm) {
+            return true;
+        }
+        self.close_images_without_qemu(vm);
+        match self.claim_image(at, vm, (generation, anew)) {
+            Ok(()) => {
+                self.is_written_by_one(at, vm, generation);
+                self.has_all_writes(at, vm);
+                let image = &mut self.images[vm];
+                image.open.insert(at, generation);
+                if image.opener.replace(at) != Some(at) || anew {
+                    image.stored.openings += 1;
+                }
+                self.write(at, vm);
+                true
+            }
+            Err(why) => {
+                let image = format!("{:?}", self.images[vm]);
+                self.note(|w| {
+                    let (host, vm) = (w.label(at), &w.vms[vm]);
+                    format!("{host} {vm}: its image is not opened: {why:?}, {image}")
+                });
+                match why {
+                    Closed::NotWritten => {}
+                    Closed::InUse => self.coverage.images[1] += 1,
+                    Closed::Judged => {
+                        self.coverage.images[2] += 1;
+                        self.release_image(vm);
+                    }
+                }
+                false
+            }
+        }
+    }
+
+    fn claim_image(
+        &mut self,
+        at: MachineId,
+        vm: VmId,
+        (generation, anew): (Generation, bool),
+    ) -> Result<(), Closed> {
+        let host: HostName = self.name_of(at);
+        let name: VmName = self.vms[vm].clone();
+        let fresh = ImageId::new(u128::from(self.next_number()));
+        let known = self.machines[at].slots[vm].known.clone();
+        let claim = ImageClaim {
+            vm: &name,
+            disk: DISK,
+            host: &host,
+            generation,
+            known: known.as_ref(),
+            anew,
+            fresh: &fresh,
+        };
+        let image = &mut self.images[vm];
+        let judged = claim.judge(image.stored.record.as_ref());
+        let record = match judged {
+            Ok(record) => record,
+            Err(_) if self.plant.opens_any_image() => return Ok(()),
+            Err(_) => return Err(Closed::Judged),
+        };
+        // The record is taken before the lock is waited for.
+        image.stored.record = Some(record.clone());
+        if self.locks_reach && image.open.keys().any(|other| *other != at) {
+            return Err(Closed::InUse);
+        }
+        match self.strikes(SiteFault::WriteFails, 100) {
+            false => self.machines[at].slots[vm].known = Some(record.known()),
+            // No hypervisor is started before it is written what is known; one that goes on may come before that.
+            true if anew => return Err(Closed::NotWritten),
+            true => {}
+        }
+        self.coverage.images[0] += 1;
+        Ok(())
+    }
+
+    /// Whoever opens it later holds a later generation, whatever else went wrong. Two machines of one name are not told apart.
+    fn is_written_by_one(&mut self, at: MachineId, vm: VmId, generation: Generation) {
+        let others = self.images[vm].open.iter();
+        let later = others.filter(|(other, theirs)| {
+            self.machines[**other].name != self.machines[at].name && **theirs >= generation
+        });
+        let later: Vec<MachineId> = later.map(|(other, _)| *other).collect();
+        if let Some(other) = later.first() {
+            let what = format!(
+                "{} opens the image of {} under {generation}, which {} has open under a later generation",
+                self.label(at),
+                self.vms[vm],
+                self.label(*other)
+            );
+            self.violated(what);
+        }
+    }
+
+    /// A machine that wrote there last, and knows it, does not go on with an older copy.
+    fn has_all_writes(&mut self, at: MachineId, vm: VmId) {
+        let image = &self.images[vm];
+        if image.stored.writes >= image.acknowledged {
+            return;
+        }
+        let knows = self.machines[at].slots[vm].known.is_some();
+        // One from before the first opening bears no record: it is taken as it is.
+        let from_before = (1..image.openings).contains(&image.stored.openings);
+        if image.writer == Some(at) && knows && from_before && !self.machines[at].is_old {
+            let what = format!(
+                "{} runs {} on an older copy of its image: write {} of {}",
+                self.label(at),
+                self.vms[vm],
+                image.stored.writes,
+                image.acknowledged
+            );
+            return self.violated(what);
+        }
+        // A host that has not had it since cannot know, nor can one whose last hypervisor had it when it was copied.
+        self.coverage.images[3] += 1;
+        self.images[vm].acknowledged = self.images[vm].stored.writes;
+    }
+
+    fn write(&mut self, at: MachineId, vm: VmId) {
+        let is_known = self.machines[at].slots[vm].known.as_ref();
+        let is_known = is_known.map(|known: &KnownImage| known.generation);
+        let image = &mut self.images[vm];
+        image.stored.writes += 1;
+        image.acknowledged = image.stored.writes;
+        image.openings = image.stored.openings;
+        let newest = image.stored.record.as_ref().map(|record| record.generation);
+        image.writer = (is_known == newest).then_some(at);
+    }
+
+    /// The guest was stopped to leave: the other host may have it.
+    pub(crate) fn give_image_back(&mut self, at: MachineId, vm: VmId) {
+        if let Some(image) = self.images.get_mut(vm) {
+            image.open.remove(&at);
+        }
+    }
+
+    fn close_images_without_qemu(&mut self, vm: VmId) {
+        let has_qemu = |at: &MachineId| self.machines[*at].slots[vm].qemu.is_some();
+        let open = &self.images[vm].open;
+        let open = open.iter().filter(|(at, _)| has_qemu(at));
+        let open = open.map(|(at, generation)| (*at, *generation)).collect();
+        self.images[vm].open = open;
+    }
+
+    /// A person lets an image be used that was refused, once nobody has it open.
+    fn release_image(&mut self, vm: VmId) {
+        let runs = (0..self.machines.len()).any(|at| self.runs_at(at, vm));
+        let is_time = !self.is_faulty || self.rng.chance(100);
+        if is_time && !runs && self.images[vm].open.is_empty() {
+            self.note(|w| format!("person: the image of {} may be used", w.vms[vm]));
+            let image = &mut self.images[vm];
+            image.stored.record = None;
+            image.acknowledged = image.stored.writes;
+            image.writer = None;
+            self.coverage.images[4] += 1;
+        }
+    }
+
+    pub(crate) fn back_up_image(&mut self, vm: VmId) {
+        let image = &mut self.images[vm];
+        image.copy = Some(image.stored.clone());
+    }
+
+    /// An image is put back from a copy while no QEMU of the VM lives.
+    pub(crate) fn restore_image(&mut self, vm: VmId) -> bool {
+        let lives = self.machines.iter().any(|m| m.slots[vm].qemu.is_some());
+        let Some(copy) = self.images[vm].copy.clone() else {
+            return false;
+        };
+        let fits = self.has_image(vm) && !lives && copy.writes < self.images[vm].stored.writes;
+        if fits {
+            self.note(|w| format!("the image of {} is put back from a copy", w.vms[vm]));
+            self.images[vm].stored = copy;
+        }
+        fits
+    }
+}
