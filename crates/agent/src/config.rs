@@ -6,9 +6,9 @@
 use godwit_qemu::reserved::Reserved;
 use godwit_qemu::uefi::{Uefi, UefiError};
 use godwit_store::read_text;
-use godwit_types::host::Datastore;
+use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::vm::Accelerator;
-use godwit_types::{DatastoreName, HostName, PortGroup};
+use godwit_types::{HostName, PortGroup};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -94,7 +94,7 @@ pub struct HostConfig {
     pub port_groups: BTreeMap<PortGroup, String>,
     /// Named places for disks.
     #[serde(default)]
-    pub datastores: BTreeMap<DatastoreName, Datastore>,
+    pub datastores: Datastores,
     /// Whether this host encrypts migrations.
     #[serde(default = "yes")]
     pub encryption: bool,

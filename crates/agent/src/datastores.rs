@@ -4,13 +4,12 @@
 //! or has too little room, a disk that is in it already, and a place where a file is.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
+use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{DiskMoves, DiskPlace, MoveDisks};
-use godwit_types::host::Datastore;
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName};
 use rustix::fs::{StatVfsMountFlags, statvfs};
-use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
@@ -18,7 +17,7 @@ use std::sync::Arc;
 /// Places in a datastore of this host for disks of a VM, or why there are none.
 pub(crate) fn places(
     host: &HostName,
-    datastores: &BTreeMap<DatastoreName, Datastore>,
+    datastores: &Datastores,
     spec: &VmSpec,
     wish: &MoveDisks,
 ) -> Result<Vec<DiskPlace>, ApiError> {
@@ -37,11 +36,14 @@ pub(crate) fn places(
     })?;
     let disks = wished(spec, wish).map_err(|why| refused(ErrorCode::InvalidRequest, why))?;
     let room = room_in(host, name, store).map_err(|why| refused(ErrorCode::Preflight, why))?;
-    let dir = Path::new(&store.path);
     let mut needed = 0_u64;
     let places = disks.iter().map(|disk| {
-        let place = place_of(&spec.name, disk, store);
-        let why = if Path::new(&disk.path).parent() == Some(dir) {
+        let place = DiskPlace {
+            disk: disk.name.clone(),
+            path: store.image_of(&spec.name, &disk.name),
+            shared: store.shared,
+        };
+        let why = if store.holds(&disk.path) {
             Some(format!("disk '{}' of VM '{}' is in datastore '{name}' of host '{host}' already", disk.name, spec.name))
         } else if Path::new(&place.path).symlink_metadata().is_ok() {
             Some(format!("disk '{}' of VM '{}' is to come to {} on host '{host}', where a file is already: move that one away, or remove it if nobody needs it", disk.name, spec.name, place.path))
@@ -90,19 +92,6 @@ fn wished<'a>(spec: &'a VmSpec, wish: &MoveDisks) -> Result<Vec<&'a DiskSpec>, S
         disks.push(found);
     }
     Ok(disks)
-}
-
-/// A datastore has a disk's image by the names of VM and disk.
-fn place_of(vm: &VmName, disk: &DiskSpec, store: &Datastore) -> DiskPlace {
-    let file = format!("{vm}-{}.raw", disk.name);
-    DiskPlace {
-        disk: disk.name.clone(),
-        path: Path::new(&store.path)
-            .join(file)
-            .to_string_lossy()
-            .into_owned(),
-        shared: store.shared,
-    }
 }
 
 fn used_bytes(disk: &DiskSpec) -> u64 {

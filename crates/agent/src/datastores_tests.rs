@@ -5,7 +5,7 @@ use super::*;
 struct House {
     directory: tempfile::TempDir,
     spec: VmSpec,
-    stores: BTreeMap<DatastoreName, Datastore>,
+    stores: Datastores,
 }
 
 fn store(name: &str) -> DatastoreName {

@@ -3,7 +3,8 @@
 //! Pure data: the agent measures, the controller stores, people read.
 
 use crate::certificate::CertificateInfo;
-use crate::ids::{DatastoreName, HostName, PortGroup, VmName};
+use crate::datastore::Datastores;
+use crate::ids::{HostName, PortGroup, VmName};
 use crate::site::{Instance, SiteHeard};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -97,19 +98,8 @@ pub struct HostInfo {
     pub certificate: Option<CertificateInfo>,
     /// Named places for disks that it has.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    #[schema(value_type = BTreeMap<String, Datastore>)]
-    pub datastores: BTreeMap<DatastoreName, Datastore>,
-}
-
-/// A named place for disks on a host: a directory.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
-pub struct Datastore {
-    /// The directory, as the host has it.
-    pub path: String,
-    /// Whether other hosts that have a datastore of this name have the same storage behind it.
-    #[serde(default)]
-    pub shared: bool,
+    #[schema(value_type = BTreeMap<String, crate::datastore::Datastore>)]
+    pub datastores: Datastores,
 }
 
 impl HostInfo {

@@ -10,6 +10,7 @@ pub mod certificate;
 pub mod console;
 pub mod control_api;
 pub mod cpu;
+pub mod datastore;
 pub mod disk_move;
 pub mod drain;
 pub mod error;

@@ -4,20 +4,17 @@
 //! to say. Refuses: a choice for a disk that does not go along, and a datastore that the destination does not have.
 
 use crate::error::{Outcome, refuse};
-use godwit_types::host::Datastore;
+use godwit_types::datastore::{Datastores, datastore_of};
 use godwit_types::vm::DiskSpec;
 use godwit_types::{DatastoreName, ErrorCode, HostName, VmSpec};
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// What a host says of its datastores.
-type Stores = BTreeMap<DatastoreName, Datastore>;
-
 /// The VM as the destination is to have it.
 pub fn there(
     spec: &VmSpec,
-    from: &Stores,
-    (host, to): (&HostName, &Stores),
+    from: &Datastores,
+    (host, to): (&HostName, &Datastores),
     wish: &BTreeMap<String, DatastoreName>,
 ) -> Outcome<VmSpec> {
     let vm = &spec.name;
@@ -58,7 +55,7 @@ pub fn there(
                     ),
                 );
             }
-            Ok(found) => disk.path = in_store(found, &format!("{vm}-{name}.raw")),
+            Ok(found) => disk.path = found.image_of(vm, name),
             Err(why) => return refuse(ErrorCode::InvalidRequest, why),
         }
     }
@@ -69,25 +66,18 @@ fn has(spec: &VmSpec, disk: &str) -> bool {
     spec.disks.iter().any(|found| found.name == disk)
 }
 
-fn in_store(store: &Datastore, file: &str) -> String {
-    let path = Path::new(&store.path).join(file);
-    path.to_string_lossy().into_owned()
-}
-
 /// The path of a disk's file in the destination's datastore of the name of the one that it is in.
-fn same_store(disk: &DiskSpec, from: &Stores, to: &Stores) -> Option<String> {
-    let path = Path::new(&disk.path);
-    let (dir, file) = (path.parent()?, path.file_name()?.to_str()?);
-    let (name, _) = from
-        .iter()
-        .find(|(_, store)| Path::new(&store.path) == dir)?;
-    Some(in_store(to.get(name)?, file))
+fn same_store(disk: &DiskSpec, from: &Datastores, to: &Datastores) -> Option<String> {
+    let (name, _) = datastore_of(from, &disk.path)?;
+    let file = Path::new(&disk.path).file_name()?.to_str()?;
+    Some(to.get(name)?.path_of(file))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use godwit_types::VmName;
+    use godwit_types::datastore::Datastore;
 
     fn disk(name: &str, path: &str) -> DiskSpec {
         DiskSpec {

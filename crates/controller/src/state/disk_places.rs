@@ -4,13 +4,8 @@
 //! that host, since disks are moved to no other.
 
 use super::VmEntry;
-use godwit_types::host::Datastore;
-use godwit_types::{DatastoreName, VmSpec};
-use std::collections::BTreeMap;
-use std::path::Path;
-
-/// What a host says of its datastores.
-pub(super) type Datastores = BTreeMap<DatastoreName, Datastore>;
+use godwit_types::VmSpec;
+use godwit_types::datastore::{Datastores, datastore_of};
 
 /// Where a VM's disks are is its holder's to say, who moves them; what a person has described otherwise since counts from the
 /// next start. Returns whether anything has changed.
@@ -24,9 +19,7 @@ pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec, datastores: &Datastores
         let Some(known) = known.filter(|known| known.path != now.path) else {
             continue;
         };
-        let dir = Path::new(&now.path).parent();
-        let mut stores = datastores.values();
-        let Some(store) = stores.find(|store| dir == Some(Path::new(&store.path))) else {
+        let Some((_, store)) = datastore_of(datastores, &now.path) else {
             continue;
         };
         let described = entry.spec.disks.iter_mut();
@@ -45,8 +38,9 @@ pub(super) fn follow(entry: &mut VmEntry, held: &VmSpec, datastores: &Datastores
 #[cfg(test)]
 mod tests {
     use super::*;
-    use godwit_types::VmName;
+    use godwit_types::datastore::Datastore;
     use godwit_types::vm::DiskSpec;
+    use godwit_types::{DatastoreName, VmName};
 
     fn on(path: &str) -> VmSpec {
         let mut spec = VmSpec::placeholder(&VmName::new("web").unwrap());

@@ -1,0 +1,74 @@
+//! Datastores: named places for disks on a host, and which file in one is a disk's.
+//!
+//! Pure. Refuses nothing.
+
+use crate::ids::{DatastoreName, VmName};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+use utoipa::ToSchema;
+
+/// What a host has of them.
+pub type Datastores = BTreeMap<DatastoreName, Datastore>;
+
+/// A named place for disks on a host: a directory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Datastore {
+    /// The directory, as the host has it.
+    pub path: String,
+    /// Whether other hosts that have a datastore of this name have the same storage behind it.
+    #[serde(default)]
+    pub shared: bool,
+}
+
+impl Datastore {
+    /// The path of a disk's image that comes to it, by the names of VM and disk.
+    pub fn image_of(&self, vm: &VmName, disk: &str) -> String {
+        self.path_of(&format!("{vm}-{disk}.raw"))
+    }
+
+    /// The path of a file in it.
+    pub fn path_of(&self, file: &str) -> String {
+        let path = Path::new(&self.path).join(file);
+        path.to_string_lossy().into_owned()
+    }
+
+    /// Whether a path is that of a file in it; what is in a directory below is not.
+    pub fn holds(&self, path: &str) -> bool {
+        Path::new(path).parent() == Some(Path::new(&self.path))
+    }
+}
+
+/// The datastore that holds this path.
+pub fn datastore_of<'a>(
+    stores: &'a Datastores,
+    path: &str,
+) -> Option<(&'a DatastoreName, &'a Datastore)> {
+    stores.iter().find(|(_, store)| store.holds(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_image_is_held_by_the_datastore_that_it_comes_to_and_by_no_other() {
+        let store = |name: &str, path: &str| {
+            let (path, shared) = (path.to_owned(), false);
+            (
+                DatastoreName::new(name).unwrap(),
+                Datastore { path, shared },
+            )
+        };
+        let stores = Datastores::from([store("fast", "/srv/fast/"), store("all", "/srv")]);
+        let fast = &stores[&DatastoreName::new("fast").unwrap()];
+        let image = fast.image_of(&VmName::new("web").unwrap(), "root");
+        assert_eq!(image, "/srv/fast/web-root.raw");
+        let name = |path: &str| Some(datastore_of(&stores, path)?.0.as_str());
+        assert_eq!(name(&image), Some("fast"));
+        assert_eq!(name("/srv/web-root.raw"), Some("all"));
+        assert_eq!(name("/srv/slow/web-root.raw"), None);
+        assert_eq!(name("/"), None);
+    }
+}
