@@ -32,6 +32,8 @@ pub type Arrived = Result<BTreeMap<PortGroup, bool>, ApiError>;
 pub struct Facts {
     /// The VM as it runs.
     pub vm: HostVm,
+    /// As the destination is to have it.
+    pub there: VmSpec,
     /// The host where it runs.
     pub source: HostInfo,
     /// The host where it goes.

@@ -46,6 +46,7 @@ fn facts() -> Facts {
     let spec = VmSpec::from_toml(text).unwrap();
     assert_eq!(spec.name, VmName::new("web").unwrap());
     Facts {
+        there: spec.clone(),
         vm: HostVm {
             spec,
             state: VmState::Running,

@@ -66,6 +66,7 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         (source, destination, vm) = ends(app, name, &request.to)?;
     }
     let mut facts = Facts {
+        there: vm.spec.clone(),
         vm,
         source: source.info.clone(),
         destination: destination.info.clone(),
@@ -75,12 +76,12 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
         arrived: None,
         disks: Vec::new(),
     };
-    let there = ask_source(app, (name, request), &mut facts, &source, &destination).await?;
+    ask_source(app, (name, request), &mut facts, &source, &destination).await?;
     let (report, cipher) = check::check(&facts);
     Ok(Preflight {
         source,
         destination,
-        there: there.unwrap_or_else(|| facts.vm.spec.clone()),
+        there: facts.there,
         vm: facts.vm,
         cipher,
         disks: facts.disks,
@@ -88,14 +89,14 @@ pub async fn run(app: &App, name: &VmName, request: &MigrateRequest) -> Outcome<
     })
 }
 
-/// Asks the source, then, if it answers, the destination; the VM as that is to have it.
+/// Asks the source, then, if it answers, the destination.
 async fn ask_source(
     app: &App,
     (name, wished): (&VmName, &MigrateRequest),
     facts: &mut Facts,
     source: &End,
     destination: &End,
-) -> Outcome<Option<VmSpec>> {
+) -> Outcome<()> {
     match source.agent.preflight_outgoing(name).await {
         Ok(mut outgoing) => {
             let entry = app.state().vms.get(name).cloned();
@@ -109,22 +110,20 @@ async fn ask_source(
             facts.disks = bounds::disks(&outgoing.vm.spec, outgoing.disks);
             facts.vm = outgoing.vm;
             let stores = (&destination.host, &destination.info.datastores);
-            let there = &facts.vm.spec;
-            let there = places::there(there, &source.info.datastores, stores, &wished.disks)?;
+            let (here, from) = (&facts.vm.spec, &source.info.datastores);
+            facts.there = places::there(here, from, stores, &wished.disks)?;
             let files = (outgoing.file_hashes, outgoing.uefi);
-            ask_destination(facts, there.clone(), (source, destination), files).await?;
-            Ok(Some(there))
+            ask_destination(facts, (source, destination), files).await
         }
         Err(error) => {
             facts.leaving = Some(Err(error.into()));
-            Ok(None)
+            Ok(())
         }
     }
 }
 
 async fn ask_destination(
     facts: &mut Facts,
-    there: VmSpec,
     (source, destination): (&End, &End),
     (file_hashes, uefi): (Vec<(String, String)>, Option<UefiSizes>),
 ) -> Outcome<()> {
@@ -133,7 +132,7 @@ async fn ask_destination(
         false => secret::probe_nonce()?,
     };
     let request = PreflightIncoming {
-        spec: there,
+        spec: facts.there.clone(),
         accelerator: facts.vm.accelerator.unwrap_or(Accelerator::Auto),
         file_hashes,
         uefi,
