@@ -4,6 +4,7 @@
 //! or has too little room, a disk that is in it already, and a place where a file is.
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
+use crate::preflight::reserved_path;
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{DiskMoves, DiskPlace, MoveDisks};
 use godwit_types::host_api::{VmAnswer, VmRequest};
@@ -136,12 +137,11 @@ impl Agent {
         let places = blocking(move || {
             let (host, stores) = (agent.host(), &agent.config.datastores);
             let places = places(host, stores, &spec, &wish)?;
-            let beside = VmSpec {
-                disks: places.iter().map(|place| placed(&spec, place)).collect(),
-                ..spec
-            };
-            agent.refuse_reserved_files(&beside)?;
-            Ok(places)
+            let paths = places.iter().map(|place| place.path.as_str());
+            match reserved_path(&agent.config, &spec.name, paths) {
+                Some(error) => Err(error.on_host(host)),
+                None => Ok(places),
+            }
         });
         let request = VmRequest::MoveDisks {
             places: places.await?,
@@ -161,19 +161,6 @@ impl Agent {
             VmAnswer::DiskMoves(moves) => Ok(moves),
             _ => Err(unexpected(vm)),
         }
-    }
-}
-
-fn placed(spec: &VmSpec, place: &DiskPlace) -> DiskSpec {
-    let mut disks = spec.disks.iter();
-    let disk = disks.find(|disk| disk.name == place.disk).cloned();
-    DiskSpec {
-        name: place.disk.clone(),
-        path: place.path.clone(),
-        read_only: false,
-        shared: place.shared,
-        from: None,
-        size_gib: disk.and_then(|disk| disk.size_gib),
     }
 }
 

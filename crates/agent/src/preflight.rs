@@ -19,7 +19,7 @@ use godwit_types::host::HostInfo;
 use godwit_types::host_api::PreflightIncoming;
 use godwit_types::migration::PreflightReport;
 use godwit_types::vm::{Accelerator, EncryptionMode, VmSpec, VmState};
-use godwit_types::{ApiError, ErrorCode, HostName};
+use godwit_types::{ApiError, ErrorCode, HostName, VmName};
 use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -175,13 +175,21 @@ pub fn hash_files(host: &HostName, spec: &VmSpec) -> (Vec<(String, String)>, Vec
 
 /// Why a VM's files cannot be used: they lie where the host keeps records or guests' memory.
 pub fn reserved_file(config: &HostConfig, spec: &VmSpec) -> Option<ApiError> {
+    let disks = spec.disks.iter().map(|disk| disk.path.as_str());
+    reserved_path(config, &spec.name, spec.boot_files().chain(disks))
+}
+
+/// The same of these files.
+pub fn reserved_path<'a>(
+    config: &HostConfig,
+    vm: &VmName,
+    mut paths: impl Iterator<Item = &'a str>,
+) -> Option<ApiError> {
     let reserved = config.reserved();
-    let disks = spec.disks.iter().map(|disk| disk.path.clone());
-    let dir_of = |path: String| Some((reserved.of_path(Path::new(&path))?, PathBuf::from(path)));
-    let (dir, path) = boot_files(spec).into_iter().chain(disks).find_map(dir_of)?;
+    let dir_of = |path| Some((reserved.of_path(Path::new(path))?, PathBuf::from(path)));
+    let (dir, path) = paths.find_map(dir_of)?;
     let message = format!(
-        "VM '{}' cannot be on host '{}': {}",
-        spec.name,
+        "VM '{vm}' cannot be on host '{}': {}",
         config.name,
         DiskError::Reserved { path, dir }
     );
