@@ -8,8 +8,8 @@ use godwit_qemu::uefi::{Uefi, UefiError};
 use godwit_store::read_text;
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::vm::Accelerator;
-use godwit_types::{HostName, PortGroup};
-use serde::Deserialize;
+use godwit_types::{DatastoreName, HostName, PortGroup};
+use serde::{Deserialize, Deserializer};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -93,7 +93,7 @@ pub struct HostConfig {
     #[serde(default)]
     pub port_groups: BTreeMap<PortGroup, String>,
     /// Named places for disks.
-    #[serde(default)]
+    #[serde(default, deserialize_with = "datastores_as_written")]
     pub datastores: Datastores,
     /// Whether this host encrypts migrations.
     #[serde(default = "yes")]
@@ -121,6 +121,20 @@ pub enum BootRule {
     Ask,
     /// Boots at once. Ignored from the moment at which a second host is known.
     Alone,
+}
+
+/// A further key is a person's typo here; on its way to a controller it would be a newer version's.
+fn datastores_as_written<'de, D: Deserializer<'de>>(from: D) -> Result<Datastores, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
+    struct Written {
+        path: String,
+        #[serde(default)]
+        shared: bool,
+    }
+    let written = BTreeMap::<DatastoreName, Written>::deserialize(from)?.into_iter();
+    let stores = written.map(|(name, Written { path, shared })| (name, Datastore { path, shared }));
+    Ok(stores.collect())
 }
 
 fn guest_shutdown_s() -> u64 {
@@ -442,6 +456,11 @@ mod tests {
             error.contains("listens") && error.contains("line 3"),
             "{error}"
         );
+        let with = |store: &str| parse(&format!("{PLAIN}[datastores]\nfast = {store}\n"));
+        let fast = with("{ path = \"/srv/fast\", shared = true }").unwrap();
+        assert!(fast.datastores.values().all(|store| store.shared));
+        let error = with("{ path = \"/srv/fast\", share = true }").unwrap_err();
+        assert!(error.contains("share"), "{error}");
     }
 
     #[test]

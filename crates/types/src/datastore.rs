@@ -13,7 +13,6 @@ pub type Datastores = BTreeMap<DatastoreName, Datastore>;
 
 /// A named place for disks on a host: a directory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields)]
 pub struct Datastore {
     /// The directory, as the host has it.
     pub path: String,

@@ -18,7 +18,7 @@ use godwit_types::host_api::{
     PutVm, RemovedHosts, Revoked, VmAnswer, VmProcessConfig, VmRequest,
 };
 use godwit_types::load::HostLoad;
-use godwit_types::migration::{MigrationReport, MigrationSpec, PreflightReport};
+use godwit_types::migration::{MigrateRequest, MigrationReport, MigrationSpec, PreflightReport};
 use godwit_types::site::{
     Claim, GiftOvertaken, SiteAnswer, SiteHeard, SiteQuestion, SiteTable, SiteUpdate, SurveyAnswer,
     SurveyRequest, WholeSurvey,
@@ -50,6 +50,7 @@ fn messages_and_records_are_as_their_golden_file_says() {
             ("VmProcessConfig", again::<VmProcessConfig>),
             ("MigrationNote", again::<MigrationNote>),
             ("MigrationSpec", again::<MigrationSpec>),
+            ("MigrateRequest", again::<MigrateRequest>),
             ("MigrationReport", again::<MigrationReport>),
             ("ProbeRequest", again::<ProbeRequest>),
             ("ProbeResult", again::<ProbeResult>),
