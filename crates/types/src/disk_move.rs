@@ -35,7 +35,8 @@ pub enum DiskMoveState {
     /// Another one goes first.
     Waiting,
     Copying,
-    /// The guest works with the new image, and the old one is removed.
+    /// The guest works with the new image. The old one is removed; where that cannot be, it is noted, and tried again before the
+    /// next move or start.
     Moved,
     /// It is where it was, and nothing is left of the new image.
     Failed,

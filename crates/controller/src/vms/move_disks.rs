@@ -1,6 +1,6 @@
 //! Disks that move to another datastore of their host while their VM runs: asked of that host, which alone knows what is where.
 //!
-//! Owns nothing. Refuses: VMs that do not run, and those that move to another host.
+//! Owns nothing. Refuses: to begin for a VM that moves to another host. Whether its guest runs is its host's to say.
 
 use crate::app::App;
 use crate::error::{Outcome, refuse, way_out};

@@ -150,8 +150,11 @@ pub(super) fn remove_own(disk: &str, path: &Path, image: (u64, u64)) -> bool {
     let is_file = path.symlink_metadata().is_ok_and(|found| found.is_file());
     match identity_of(path) {
         Ok(Some(found)) if found == image && is_file => {
-            tracing::info!(disk, path = %path.display(), "its former image is removed");
-            remove(path)
+            let is_gone = remove(path);
+            if is_gone {
+                tracing::info!(disk, path = %path.display(), "its former image is removed");
+            }
+            is_gone
         }
         Ok(None) => true,
         Ok(Some(_)) => {
