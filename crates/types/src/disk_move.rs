@@ -60,7 +60,7 @@ pub struct DiskMove {
     /// How long the rest will take at the present speed, s.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eta_s: Option<u64>,
-    /// How long the guest's requests waited for the change of images, ms.
+    /// How long the guest's requests waited for the change of images, ms: all attempts together, of which the last succeeded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub switch_ms: Option<f64>,
     /// Why it is not there.

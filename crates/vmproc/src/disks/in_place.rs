@@ -362,11 +362,14 @@ impl Served {
         mirror.second.sync()?;
         reached("disk-move.equal");
         let (mut image, mut pause) = (Some(image), LOOK_EVERY);
+        let mut waited = Duration::ZERO;
         for _ in 0..ATTEMPTS {
             self.wait_until_equal(going, &mirror)?;
+            let began = Instant::now();
             if let Some(took) = self.switch(going, &mirror, &mut image)? {
-                return Ok(took);
+                return Ok(waited + took);
             }
+            waited += began.elapsed();
             std::thread::sleep(pause);
             pause = (2 * pause).min(PAUSE_MAX);
         }
