@@ -89,9 +89,7 @@ impl Vm {
     /// Starts QEMU and the guest in it. A failure leaves no QEMU.
     fn boot(&mut self, permit: RunPermit) -> Option<Event> {
         self.halted = None;
-        let settled = disks::settle_moves(&self.paths, self.spec.as_mut())
-            .and_then(|()| disks::settle(&self.paths, permit.generation()))
-            .map_err(internal);
+        let settled = self.settle_images(permit.generation()).map_err(internal);
         if let Err(error) = settled.and_then(|()| self.launch(None)) {
             tracing::error!(%error, "the guest cannot be started");
             self.outcome.failed = Some(error);

@@ -22,6 +22,7 @@ use godwit_qemu::group;
 use godwit_qemu::machine::RunState;
 use godwit_qemu::rate::Rate;
 use godwit_store::{StoreError, VmStore, load_json};
+use godwit_types::Generation;
 use godwit_types::host_api::{MigrationNote, NOTE_FILE, SPEC_FILE, VmProcessConfig};
 use godwit_types::vm::VmSpec;
 use std::collections::VecDeque;
@@ -238,8 +239,7 @@ impl Vm {
                 hyper.disks.keep_arrived();
                 arrived
             }
-            (None, Some(generation)) => disks::settle_moves(&self.paths, self.spec.as_mut())
-                .and_then(|()| disks::settle(&self.paths, generation)),
+            (None, Some(generation)) => self.settle_images(generation),
             (Some(_), None) => Ok(()),
             (None, None) => {
                 self.clean_disks();
@@ -249,6 +249,12 @@ impl Vm {
         if let Err(why) = settled {
             tracing::error!(why, "the disks that came with the VM are not settled");
         }
+    }
+
+    /// The VM is held under this generation and has no QEMU: what moves of its disks left is settled, and what came with it.
+    pub(crate) fn settle_images(&mut self, generation: Generation) -> Result<(), String> {
+        disks::settle_moves(&self.paths, self.spec.as_mut())?;
+        disks::settle(&self.paths, generation)
     }
 
     /// What a successor does first: what the core wants, the end of its predecessor's migration, what the guest did.
