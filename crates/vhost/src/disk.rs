@@ -543,11 +543,15 @@ impl Device {
                 let _ = answer.send(self.give_image_back(&name));
             }
             Command::PutLowest(filter, answer) => {
-                let put = match filter {
-                    Some(filter) => self.stack.put_lowest(filter).is_ok(),
-                    None => self.stack.take_lowest(),
+                let put = self.stack.put_lowest(filter);
+                let _ = answer.send(put.map_err(|_| self.busy()));
+            }
+            Command::TakeLowest(answer) => {
+                let taken = match self.stack.take_lowest() {
+                    true => Ok(()),
+                    false => Err(self.busy()),
                 };
-                let _ = answer.send(if put { Ok(()) } else { Err(self.busy()) });
+                let _ = answer.send(taken);
             }
             Command::Switch(image, answer) => {
                 let _ = answer.send(self.switch(image));

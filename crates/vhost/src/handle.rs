@@ -29,8 +29,8 @@ pub(crate) enum Command {
     /// Takes the image, by this name and with this patience, or gives it back.
     Take(String, Duration, Sender<Result<(), Error>>),
     GiveBack(String, Sender<Result<(), Error>>),
-    /// Puts a filter there, or takes away the one that was.
-    PutLowest(Option<Box<dyn Filter>>, Sender<Result<(), Error>>),
+    PutLowest(Box<dyn Filter>, Sender<Result<(), Error>>),
+    TakeLowest(Sender<Result<(), Error>>),
     Switch(Image, Sender<Result<(), Error>>),
     Status(Sender<Status>),
     Stop,
@@ -79,10 +79,6 @@ pub struct Standing<'a> {
 }
 
 impl Standing<'_> {
-    fn put_lowest(&self, filter: Option<Box<dyn Filter>>) -> Result<(), Error> {
-        self.disk.ask(|answer| Command::PutLowest(filter, answer))?
-    }
-
     /// Goes on with another image of the same bytes, which is locked as the one before; the filter that was put below the
     /// others, without which this is refused, is taken away. Where this fails the disk may work with either.
     pub fn switch(&self, image: Image) -> Result<(), Error> {
@@ -198,12 +194,14 @@ impl Disk {
     /// Puts a filter below all others, in place of the one that was put there before. Nothing goes to the image meanwhile;
     /// waits for what does at most for `patience`.
     pub fn put_lowest(&self, filter: Box<dyn Filter>, patience: Duration) -> Result<(), Error> {
-        self.stand_still(patience)?.put_lowest(Some(filter))
+        let _standing = self.stand_still(patience)?;
+        self.ask(|answer| Command::PutLowest(filter, answer))?
     }
 
     /// Takes it away again; refused where there is none.
     pub fn take_lowest(&self, patience: Duration) -> Result<(), Error> {
-        self.stand_still(patience)?.put_lowest(None)
+        let _standing = self.stand_still(patience)?;
+        self.ask(Command::TakeLowest)?
     }
 
     /// Lets nothing go to the image and waits until nothing of the guest's is on its way to it; writes for which there is no
