@@ -2,9 +2,8 @@
 
 mod common;
 
-use common::{Gate, wait_until};
-use common::{LONG, Site};
-use godwit_blockio::filters::{Course, Fault, Mirroring};
+use common::{Gate, LONG, Site, wait_until, without_room};
+use godwit_blockio::filters::{Course, Mirroring};
 use godwit_blockio::{Access, Image, SecondImage};
 use godwit_vhost::{Disk, Error};
 use rustix::io::Errno;
@@ -114,12 +113,7 @@ fn a_disk_that_stands_still_takes_nothing_though_others_hold_and_release_it() {
 #[test]
 fn a_disk_without_room_goes_on_with_an_image_that_has_some() {
     let site = Site::new(MIB);
-    let faults = Fault::default();
-    let disk = site.disk(vec![Box::new(faults.clone())]);
-    let mut guest = site.guest();
-    faults.fail_writes(u64::MAX, Errno::NOSPC);
-    guest.submit(0, &site.write_of(0, 0, 1, 512));
-    wait_until(&disk, |status| status.full);
+    let (disk, mut guest, faults) = without_room(&site);
     let mirrored = Mirrored::begin(&site, &disk, MIB);
     until(|| mirrored.is_equal());
     let standing = disk.stand_still(LONG).unwrap();

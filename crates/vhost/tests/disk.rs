@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{GUEST, Gate, Site, into, out, pair, places, wait_until};
+use common::{GUEST, Gate, Site, into, out, pair, places, wait_until, without_room};
 use godwit_blockio::filters::{Fault, Limits, Throttle};
 use godwit_vhost::Error;
 use godwit_vhost::block::Geometry;
@@ -395,12 +395,7 @@ fn what_cannot_be_a_disk_is_refused_before_anybody_connects() {
 #[test]
 fn a_write_for_which_there_is_no_room_waits_until_there_is_and_nothing_overtakes_it() {
     let site = Site::new(MIB);
-    let faults = Fault::default();
-    let disk = site.disk(vec![Box::new(faults.clone())]);
-    let mut guest = site.guest();
-    faults.fail_writes(u64::MAX, Errno::NOSPC);
-    guest.submit(0, &site.write_of(0, 0, 1, 512));
-    wait_until(&disk, |status| status.full);
+    let (disk, mut guest, faults) = without_room(&site);
     guest.submit(1, &site.write_of(1, 1, 1, 512));
     // Tried again meanwhile, in vain.
     let refused = disk.hold(Duration::from_millis(1500)).unwrap_err();
@@ -420,12 +415,7 @@ fn a_write_for_which_there_is_no_room_waits_until_there_is_and_nothing_overtakes
 #[test]
 fn qemu_is_not_kept_waiting_by_a_disk_without_room() {
     let site = Site::new(MIB);
-    let faults = Fault::default();
-    let disk = site.disk(vec![Box::new(faults.clone())]);
-    let mut guest = site.guest();
-    faults.fail_writes(u64::MAX, Errno::NOSPC);
-    guest.submit(0, &site.write_of(0, 0, 1, 512));
-    wait_until(&disk, |status| status.full);
+    let (disk, mut guest, _) = without_room(&site);
     // The guest is reset, or QEMU stops it by itself.
     assert_eq!(guest.end_queue(0), 1);
     assert_eq!((site.status(0), site.content()[0]), (1, 0));

@@ -5,9 +5,11 @@
 
 mod chance;
 mod gate;
+mod without_room;
 
 pub use chance::Chance;
 pub use gate::{Gate, wait_until};
+pub use without_room::without_room;
 
 use godwit_blockio::{Access, Filter, Image};
 use godwit_guestmem::RamFile;
