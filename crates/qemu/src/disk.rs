@@ -11,6 +11,7 @@ use rustix::fd::OwnedFd;
 use rustix::fs::{FileType, Gid, Mode, OFlags, Uid, fcntl_setfl, fstat, open};
 use rustix::io::Errno;
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
@@ -139,6 +140,12 @@ pub fn as_user<R: Send>(
     })
 }
 
+/// Opens what lies there only to look at it. It may be anything by now: a link is not followed, and a pipe not waited for.
+pub fn open_to_look(path: &Path) -> io::Result<File> {
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
+    Ok(File::from(open(path, flags, Mode::empty())?))
+}
+
 /// Which file or block device this is: its file system and inode, or its number; nothing where there is none.
 pub fn identity_of(path: &Path) -> io::Result<Option<(u64, u64)>> {
     match std::fs::metadata(path) {
@@ -149,7 +156,7 @@ pub fn identity_of(path: &Path) -> io::Result<Option<(u64, u64)>> {
 }
 
 /// The same of an open one.
-pub fn identity_of_open(file: &std::fs::File) -> io::Result<(u64, u64)> {
+pub fn identity_of_open(file: &File) -> io::Result<(u64, u64)> {
     Ok(identity(&file.metadata()?))
 }
 
@@ -268,6 +275,7 @@ mod tests {
                 open_image(path, read_only, own, own, &Reserved::default()).expect_err("no image");
             assert!(matches!(error, DiskError::Kind { .. }), "{error}");
         }
+        assert!(open_to_look(&pipe).is_ok(), "it does not wait either");
         let error = open_image(
             &directory.path().join("none"),
             true,

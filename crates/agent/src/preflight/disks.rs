@@ -4,12 +4,11 @@
 //! there.
 
 use super::{Finding, refuse};
-use godwit_qemu::disk::identity_of;
+use godwit_qemu::disk::{identity_of, open_to_look};
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName};
-use rustix::fs::{Mode, OFlags, SeekFrom, open, seek, statvfs};
-use std::fs::File;
+use rustix::fs::{SeekFrom, seek, statvfs};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
@@ -41,10 +40,7 @@ fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
             "{path} is a symbolic link: give the path of the image itself"
         ));
     }
-    // What lies there may be anything, and a FIFO would be waited for.
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
-    let file = open(path.as_str(), flags, Mode::empty()).map_err(|error| told(error.into()))?;
-    let file = File::from(file);
+    let file = open_to_look(Path::new(path)).map_err(told)?;
     let metadata = file.metadata().map_err(told)?;
     if !metadata.file_type().is_file() {
         return Err(format!(

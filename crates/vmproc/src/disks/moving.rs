@@ -12,12 +12,13 @@ use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::Arriving;
 use godwit_blockio::filters::{Course, Mirroring, REGION};
+use godwit_qemu::disk::{identity_of_open, open_to_look};
 use godwit_streams::source::Changes;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation};
 use godwit_vhost::Disk;
-use rustix::fs::{Mode, OFlags, SeekFrom, open, seek};
+use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use std::ops::Range;
 use std::path::Path;
@@ -306,11 +307,8 @@ impl Drop for SourceDisks {
 /// Where a disk's image holds nothing, in whole regions: what is less is copied all the same.
 fn holes(spec: &DiskSpec, image: (u64, u64), bytes: u64) -> Result<Vec<Range<u64>>, String> {
     let told = |error: &dyn std::fmt::Display| format!("{}: {error}", spec.path);
-    // What lies there may be anything by now.
-    let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
-    let file = open(spec.path.as_str(), flags, Mode::empty());
-    let file = std::fs::File::from(file.map_err(|error| told(&error))?);
-    let found = godwit_qemu::disk::identity_of_open(&file).map_err(|error| told(&error))?;
+    let file = open_to_look(Path::new(&spec.path)).map_err(|error| told(&error))?;
+    let found = identity_of_open(&file).map_err(|error| told(&error))?;
     if found != image {
         return Err(told(&"it is another file than the guest's"));
     }
