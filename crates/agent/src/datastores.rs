@@ -5,13 +5,13 @@
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::preflight::reserved_path;
+use godwit_qemu::disk::{length_and_use, open_to_look};
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{DiskMoves, DiskPlace, MoveDisks};
 use godwit_types::host_api::{VmAnswer, VmRequest};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, DatastoreName, ErrorCode, HostName, VmName};
 use rustix::fs::{StatVfsMountFlags, statvfs};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -95,11 +95,12 @@ fn wished<'a>(spec: &'a VmSpec, wish: &MoveDisks) -> Result<Vec<&'a DiskSpec>, S
     Ok(disks)
 }
 
+/// What a disk's image takes; nothing of one that cannot be looked at, which its VM process then says.
 fn used_bytes(disk: &DiskSpec) -> u64 {
-    let metadata = Path::new(&disk.path).metadata();
-    metadata.map_or(0, |found| {
-        found.blocks().saturating_mul(512).min(found.len().max(1))
-    })
+    // A device may be named by a link to it.
+    let path = Path::new(&disk.path).canonicalize();
+    let measured = path.and_then(|path| length_and_use(&open_to_look(&path)?));
+    measured.map_or(0, |(_, used)| used)
 }
 
 /// Free bytes of a datastore.

@@ -8,7 +8,7 @@
 
 use crate::reserved::Reserved;
 use rustix::fd::OwnedFd;
-use rustix::fs::{FileType, Gid, Mode, OFlags, Uid, fcntl_setfl, fstat, open};
+use rustix::fs::{FileType, Gid, Mode, OFlags, SeekFrom, Uid, fcntl_setfl, fstat, open, seek};
 use rustix::io::Errno;
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use std::fs::File;
@@ -144,6 +144,18 @@ pub fn as_user<R: Send>(
 pub fn open_to_look(path: &Path) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOFOLLOW;
     Ok(File::from(open(path, flags, Mode::empty())?))
+}
+
+/// Bytes of an image, and those of them that it takes on its storage: all of a block device, of which nobody tells.
+pub fn length_and_use(image: &File) -> io::Result<(u64, u64)> {
+    let found = image.metadata()?;
+    // A block device has its length at its end alone.
+    let bytes = seek(image, SeekFrom::End(0))?;
+    let used = match found.file_type().is_block_device() {
+        true => bytes,
+        false => found.blocks().saturating_mul(512).min(bytes),
+    };
+    Ok((bytes, used))
 }
 
 /// Which file or block device this is: its file system and inode, or its number; nothing where there is none.
@@ -368,5 +380,33 @@ mod tests {
                 "{refused}"
             );
         }
+    }
+
+    /// What losetup says, if it can do this here.
+    fn losetup(words: &[&std::ffi::OsStr]) -> Option<String> {
+        let output = std::process::Command::new("losetup").args(words).output();
+        let output = output.ok().filter(|output| output.status.success())?;
+        Some(String::from_utf8(output.stdout).expect("a path"))
+    }
+
+    #[test]
+    fn a_block_device_takes_all_of_its_length_and_a_file_what_is_written() {
+        const MIB: u64 = 1 << 20;
+        let directory = place();
+        let path = directory.path().join("image");
+        let file = File::create(&path).expect("a file");
+        file.set_len(8 * MIB).expect("made longer");
+        std::os::unix::fs::FileExt::write_all_at(&file, &[1; 8192], MIB).expect("written");
+        file.sync_all().expect("durable");
+        let told = |path: &Path| length_and_use(&open_to_look(path).expect("opened"));
+        let (bytes, used) = told(&path).expect("a file's");
+        assert_eq!(bytes, 8 * MIB);
+        assert!((8192..MIB).contains(&used), "{used}");
+        let Some(device) = losetup(&["-f".as_ref(), "--show".as_ref(), path.as_os_str()]) else {
+            return println!("skipped in part: no device can be made of a file");
+        };
+        let found = told(Path::new(device.trim()));
+        losetup(&["-d".as_ref(), device.trim().as_ref()]);
+        assert_eq!(found.expect("a device's"), (8 * MIB, 8 * MIB));
     }
 }

@@ -7,7 +7,7 @@
 //! is, sources that are no files, that do not fit, or that name other files, and places without room.
 
 use crate::convert;
-use crate::disk::become_user;
+use crate::disk::{become_user, length_and_use};
 use crate::privileges::stay_private;
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
@@ -353,26 +353,22 @@ impl Source {
             errno => cannot(&errno),
         })?;
         let found = fstat(&file).map_err(|errno| cannot(&errno))?;
-        let is_file = FileType::from_raw_mode(found.st_mode) == FileType::RegularFile;
-        if !is_file && FileType::from_raw_mode(found.st_mode) != FileType::BlockDevice {
+        let kind = FileType::from_raw_mode(found.st_mode);
+        if !matches!(kind, FileType::RegularFile | FileType::BlockDevice) {
             return Err(format!(
                 "the image {path} is neither a file nor a block device"
             ));
         }
         refuse_reserved(&file, Path::new(path), reserved)?;
         let file = File::from(file);
-        let own = seek(&file, SeekFrom::End(0)).map_err(|errno| cannot(&errno))?;
+        let (own, used) = length_and_use(&file).map_err(|error| cannot(&error))?;
         let mut head = [0; HEAD_LEN];
         let length = file.read_at(&mut head, 0).map_err(|error| cannot(&error))?;
         let format = format_of(head.get(..length).unwrap_or_default());
         let format = format.map_err(|why| format!("the image {path} is not used: {why}"))?;
         let (bytes, needed) = match format {
             Format::Qcow2 { bytes } => (bytes, own),
-            Format::Raw if is_file => (
-                own,
-                own.min(u64::try_from(found.st_blocks).unwrap_or(0) * 512),
-            ),
-            Format::Raw => (own, own),
+            Format::Raw => (own, used),
         };
         match bytes {
             0 => Err(format!("the image {path} is empty")),

@@ -4,12 +4,11 @@
 //! there.
 
 use super::{Finding, refuse};
-use godwit_qemu::disk::{identity_of, open_to_look};
+use godwit_qemu::disk::{identity_of, length_and_use, open_to_look};
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName};
-use rustix::fs::{SeekFrom, seek, statvfs};
-use std::os::unix::fs::MetadataExt as _;
+use rustix::fs::statvfs;
 use std::path::Path;
 
 /// The disks that go along with a VM; those that cannot are refusals. Waits for their storage.
@@ -41,14 +40,12 @@ fn measured(disk: &DiskSpec) -> Result<DiskToMove, String> {
         ));
     }
     let file = open_to_look(Path::new(path)).map_err(told)?;
-    let metadata = file.metadata().map_err(told)?;
-    if !metadata.file_type().is_file() {
+    if !file.metadata().map_err(told)?.is_file() {
         return Err(format!(
             "{path} is no file, and only files are copied yet: put the disk on storage that both hosts have (shared = true), or into a file"
         ));
     }
-    let bytes = seek(&file, SeekFrom::End(0)).map_err(|error| told(error.into()))?;
-    let used_bytes = metadata.blocks().saturating_mul(512).min(bytes);
+    let (bytes, used_bytes) = length_and_use(&file).map_err(told)?;
     Ok(DiskToMove {
         name: disk.name.clone(),
         bytes,
