@@ -7,8 +7,11 @@
 //! lies where the host keeps records and guests' memory ([`Reserved`]).
 
 use crate::reserved::Reserved;
-use rustix::fd::OwnedFd;
-use rustix::fs::{FileType, Gid, Mode, OFlags, SeekFrom, Uid, fcntl_setfl, fstat, open, seek};
+use rustix::fd::{BorrowedFd, OwnedFd};
+use rustix::fs::{
+    AtFlags, FileType, Gid, Mode, OFlags, RenameFlags, SeekFrom, Uid, fcntl_setfl, fstat, linkat,
+    open, renameat_with, seek, statat, unlinkat,
+};
 use rustix::io::Errno;
 use rustix::thread::{set_thread_gid, set_thread_groups, set_thread_uid};
 use std::fs::File;
@@ -156,6 +159,28 @@ pub fn length_and_use(image: &File) -> io::Result<(u64, u64)> {
         false => found.blocks().saturating_mul(512).min(bytes),
     };
     Ok((bytes, used))
+}
+
+/// Gives a file another name; both are below this directory unless they are absolute. What has that name is never replaced.
+pub fn rename_to_free(dir: BorrowedFd<'_>, from: &Path, to: &Path) -> Result<(), Errno> {
+    match renameat_with(dir, from, dir, to, RenameFlags::NOREPLACE) {
+        // A file system that cannot refuse to replace makes no second name for what is there either.
+        Err(Errno::INVAL | Errno::NOSYS) => rename_by_link(dir, from, to),
+        named => named,
+    }
+}
+
+/// Who died between the two steps left one file with both names.
+fn rename_by_link(dir: BorrowedFd<'_>, from: &Path, to: &Path) -> Result<(), Errno> {
+    let identity = |path| {
+        let found = statat(dir, path, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        Some((found.st_dev, found.st_ino))
+    };
+    match linkat(dir, from, dir, to, AtFlags::empty()) {
+        Err(_) if identity(from).is_some() && identity(from) == identity(to) => {}
+        linked => linked?,
+    }
+    unlinkat(dir, from, AtFlags::empty())
 }
 
 /// Which file or block device this is: its file system and inode, or its number; nothing where there is none.
@@ -380,6 +405,28 @@ mod tests {
                 "{refused}"
             );
         }
+    }
+
+    #[test]
+    fn a_file_gets_another_name_unless_that_is_taken_and_a_link_that_was_half_renamed_is_finished()
+    {
+        let directory = place();
+        let [from, to] = ["from", "to"].map(|name| directory.path().join(name));
+        for rename in [rename_to_free, rename_by_link] {
+            let rename = || rename(rustix::fs::CWD, &from, &to);
+            let _ = fs::remove_file(&to);
+            fs::write(&from, "image").expect("written");
+            assert_eq!(rename(), Ok(()));
+            assert!(!from.exists());
+            fs::write(&from, "another").expect("written");
+            assert_eq!(rename(), Err(Errno::EXIST));
+            assert_eq!(fs::read_to_string(&to).expect("read"), "image");
+            fs::remove_file(&from).expect("removed");
+            assert_eq!(rename(), Err(Errno::NOENT));
+        }
+        fs::hard_link(&to, &from).expect("linked");
+        assert_eq!(rename_by_link(rustix::fs::CWD, &from, &to), Ok(()));
+        assert!(!from.exists() && to.exists());
     }
 
     /// What losetup says, if it can do this here.

@@ -7,7 +7,7 @@
 //! is, sources that are no files, that do not fit, or that name other files, and places without room.
 
 use crate::convert;
-use crate::disk::{become_user, length_and_use};
+use crate::disk::{become_user, length_and_use, rename_to_free};
 use crate::privileges::stay_private;
 use crate::qcow2::{Format, HEAD_LEN, format_of};
 use crate::reserved::Reserved;
@@ -15,9 +15,8 @@ use crate::user::User;
 use godwit_types::VmName;
 use godwit_types::vm::{DISK_GIB_MAX, DiskSpec};
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, SeekFrom, XattrFlags, fchmod,
-    fgetxattr, flock, fremovexattr, fsetxattr, fstat, fstatvfs, openat, renameat_with, seek,
-    statat, unlinkat,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, SeekFrom, XattrFlags, fchmod, fgetxattr,
+    flock, fremovexattr, fsetxattr, fstat, fstatvfs, openat, seek, statat, unlinkat,
 };
 use rustix::io::Errno;
 use std::ffi::{OsStr, OsString};
@@ -254,26 +253,9 @@ impl Place {
 
     /// Gives the image its name, which nothing else has, and makes that durable.
     fn name(&self, path: &Path) -> Result<(), String> {
-        let named = renameat_with(
-            &self.dir,
-            &self.fresh,
-            &self.dir,
-            &self.name,
-            RenameFlags::NOREPLACE,
-        );
-        let done = match named {
-            // A file system that cannot refuse to replace makes no second name for what is there either.
-            Err(Errno::INVAL | Errno::NOSYS) => rustix::fs::linkat(
-                &self.dir,
-                &self.fresh,
-                &self.dir,
-                &self.name,
-                AtFlags::empty(),
-            )
-            .and_then(|()| unlinkat(&self.dir, &self.fresh, AtFlags::empty())),
-            named => named,
-        };
-        done.map_err(|errno| match errno {
+        let (fresh, name) = (Path::new(&self.fresh), Path::new(&self.name));
+        let named = rename_to_free(self.dir.as_fd(), fresh, name);
+        named.map_err(|errno| match errno {
             Errno::EXIST => format!("{} exists already: give another path", path.display()),
             errno => format!("{} cannot be made: {errno}", path.display()),
         })?;

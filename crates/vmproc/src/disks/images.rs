@@ -6,14 +6,13 @@
 use super::left::settle_moves;
 use super::served::{Arrival, ServedDisks};
 use crate::files::Paths;
-use godwit_qemu::disk::identity_of;
+use godwit_qemu::disk::{identity_of, rename_to_free};
 use godwit_store::{load_json, remove_document, save_json};
 use godwit_types::vm::DiskSpec;
 use godwit_types::{Generation, MigrationId};
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 /// The name of an image that comes with this migration.
@@ -72,26 +71,10 @@ pub(super) fn give_names(disks: &[DiskSpec], migration: &MigrationId) -> Result<
 
 /// Nothing is done where a predecessor did it. A file that is there is never replaced.
 pub(super) fn rename(from: &Path, to: &Path) -> io::Result<()> {
-    let (flags, here) = (rustix::fs::RenameFlags::NOREPLACE, rustix::fs::CWD);
-    match rustix::fs::renameat_with(here, from, here, to, flags) {
-        Ok(()) => Ok(()),
+    match rename_to_free(rustix::fs::CWD, from, to) {
         Err(rustix::io::Errno::NOENT) if to.exists() => Ok(()),
-        // A file system without that flag. Who died between the two steps left one file with both names.
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => {
-            match std::fs::hard_link(from, to) {
-                Err(_) if are_one(from, to) => {}
-                linked => linked?,
-            }
-            std::fs::remove_file(from)
-        }
-        Err(error) => Err(error.into()),
+        named => Ok(named?),
     }
-}
-
-fn are_one(from: &Path, to: &Path) -> bool {
-    let [from, to] = [from, to].map(|path| path.symlink_metadata().ok());
-    let identity = |found: &std::fs::Metadata| (found.dev(), found.ino());
-    from.as_ref().map(identity) == to.as_ref().map(identity) && from.is_some()
 }
 
 /// Makes the names of images durable, those that they have while they come, too.

@@ -135,18 +135,6 @@ fn a_disk_that_was_this_host_s_once_is_that_under_a_later_generation_and_is_not_
     assert_eq!(left.content("root.raw"), CAME);
 }
 
-#[test]
-fn a_link_that_was_half_renamed_is_finished() {
-    let directory = tempfile::tempdir().unwrap();
-    let [from, to] = ["from", "to"].map(|name| directory.path().join(name));
-    std::fs::write(&from, "image").unwrap();
-    std::fs::hard_link(&from, &to).unwrap();
-    assert!(are_one(&from, &to));
-    std::fs::remove_file(&to).unwrap();
-    std::fs::write(&to, "another").unwrap();
-    assert!(!are_one(&from, &to) && !are_one(&from, &directory.path().join("none")));
-}
-
 fn moved(migration: &str) -> Phase {
     Phase::Moved {
         generation: Generation(2),
