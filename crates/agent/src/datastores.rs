@@ -5,7 +5,7 @@
 
 use crate::agent::{ACT, Agent, NEED, Reply, blocking, unexpected};
 use crate::preflight::reserved_path;
-use godwit_qemu::disk::{length_and_use, open_to_look};
+use godwit_qemu::disk::{length_and_use, must_be_free, open_to_look};
 use godwit_types::datastore::{Datastore, Datastores};
 use godwit_types::disk_move::{DiskMoves, DiskPlace, MoveDisks};
 use godwit_types::host_api::{VmAnswer, VmRequest};
@@ -44,15 +44,18 @@ pub(crate) fn places(
             path: store.image_of(&spec.name, &disk.name),
             shared: store.shared,
         };
-        let why = if store.holds(&disk.path) {
-            Some(format!("disk '{}' of VM '{}' is in datastore '{name}' of host '{host}' already", disk.name, spec.name))
-        } else if Path::new(&place.path).symlink_metadata().is_ok() {
-            Some(format!("disk '{}' of VM '{}' is to come to {} on host '{host}', where a file is already: move that one away, or remove it if nobody needs it", disk.name, spec.name, place.path))
-        } else {
-            None
+        let what = format!("disk '{}' of VM '{}'", disk.name, spec.name);
+        let free = match store.holds(&disk.path) {
+            true => Err(format!(
+                "{what} is in datastore '{name}' of host '{host}' already"
+            )),
+            false => must_be_free(Path::new(&place.path)).map_err(|why| {
+                format!("{what} cannot move to datastore '{name}' of host '{host}': {why}")
+            }),
         };
         needed = needed.saturating_add(used_bytes(disk));
-        why.map_or(Ok(place), |why| Err(refused(ErrorCode::InvalidRequest, why)))
+        free.map(|()| place)
+            .map_err(|message| refused(ErrorCode::InvalidRequest, message))
     });
     let places = places.collect::<Result<Vec<_>, _>>()?;
     if room < needed {

@@ -106,7 +106,7 @@ fn what_cannot_be_is_refused_in_a_sentence_that_says_what_to_do() {
     house.refuses(&["root", "root"], "fast", &["named twice"]);
     let path = house.directory.path().join("fast/web-data.raw");
     std::fs::write(path, "").unwrap();
-    house.refuses(&[], "fast", &["web-data.raw", "where a file is already"]);
+    house.refuses(&[], "fast", &["web-data.raw", "a file is at"]);
 }
 
 #[test]

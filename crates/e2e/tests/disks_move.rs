@@ -163,7 +163,7 @@ fn a_file_where_a_disk_is_to_come_is_not_touched() -> Result<()> {
     std::fs::write(own(b, &site.path), b"somebody's")?;
     let refused = site.pair.begin(a, b, &Options::default());
     let refused = refused.err().context("it began")?.to_string();
-    let told = format!("{} exists already", site.path.display());
+    let told = format!("a file is at {} already", site.path.display());
     ensure!(refused.contains(&told), "{refused}");
     ensure!(std::fs::read(own(b, &site.path))? == b"somebody's");
     ensure!(site.images(b)? == ["root.raw"]);

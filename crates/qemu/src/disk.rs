@@ -161,6 +161,20 @@ pub fn length_and_use(image: &File) -> io::Result<(u64, u64)> {
     Ok((bytes, used))
 }
 
+/// Refuses a place for an image where anything is, a link to nothing, too. Why is a part of a sentence.
+pub fn must_be_free(path: &Path) -> Result<(), String> {
+    match path.symlink_metadata() {
+        Ok(_) => Err(is_taken(path)),
+        Err(_) => Ok(()),
+    }
+}
+
+/// As [`must_be_free`] says it.
+pub fn is_taken(path: &Path) -> String {
+    let path = path.display();
+    format!("a file is at {path} already: move it away, or remove it if nobody needs it")
+}
+
 /// Gives a file another name; both are below this directory unless they are absolute. What has that name is never replaced.
 pub fn rename_to_free(dir: BorrowedFd<'_>, from: &Path, to: &Path) -> Result<(), Errno> {
     match renameat_with(dir, from, dir, to, RenameFlags::NOREPLACE) {

@@ -4,7 +4,7 @@
 //! there.
 
 use super::{Finding, refuse};
-use godwit_qemu::disk::{identity_of, length_and_use, open_to_look};
+use godwit_qemu::disk::{identity_of, length_and_use, must_be_free, open_to_look};
 use godwit_types::migration::DiskToMove;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, HostName};
@@ -87,11 +87,8 @@ fn is_there(host: &HostName, disk: &DiskSpec) -> Finding {
 fn has_place(host: &HostName, disk: &DiskSpec, disks: &[DiskToMove]) -> Finding {
     let (name, path) = (&disk.name, Path::new(&disk.path));
     let invalid = |message| refuse(ErrorCode::InvalidRequest, message);
-    if path.symlink_metadata().is_ok() {
-        return invalid(format!(
-            "disk '{name}' is to come to {} on host '{host}', where a file is already: move that one away, or remove it if nobody needs it",
-            path.display()
-        ));
+    if let Err(why) = must_be_free(path) {
+        return invalid(format!("disk '{name}' cannot come to host '{host}': {why}"));
     }
     // The source has refused what it does not measure.
     let Some(size) = disks.iter().find(|size| size.name == *name) else {

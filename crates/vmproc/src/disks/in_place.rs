@@ -20,6 +20,7 @@ use crate::files::Paths;
 use crate::hypervisor::internal;
 use godwit_blockio::filters::{Course, Mirroring};
 use godwit_blockio::{Image, SecondImage};
+use godwit_qemu::disk::{is_taken, must_be_free};
 use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode};
@@ -324,9 +325,7 @@ impl Served {
 
     fn copy(&self, going: &mut Going<'_>) -> Result<Duration, Stopped> {
         let path = Path::new(&going.place.path);
-        if path.symlink_metadata().is_ok() {
-            return Err(is_taken(path).into());
-        }
+        must_be_free(path)?;
         let disk = self.disk(going.index)?;
         self.must_be_mirrored(going.index, &disk)?;
         if !disk.status()?.has_image {
@@ -429,9 +428,4 @@ impl Served {
             std::thread::sleep(LOOK_EVERY);
         }
     }
-}
-
-fn is_taken(path: &Path) -> String {
-    let path = path.display();
-    format!("a file is at {path} already: move it away, or remove it if nobody needs it")
 }

@@ -12,7 +12,7 @@ use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::Arriving;
 use godwit_blockio::filters::{Course, Mirroring, REGION};
-use godwit_qemu::disk::{identity_of_open, open_to_look};
+use godwit_qemu::disk::{identity_of_open, must_be_free, open_to_look};
 use godwit_streams::source::Changes;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::DiskSpec;
@@ -224,12 +224,9 @@ impl Served {
     fn names_are_free(&self) -> Result<(), ApiError> {
         let what = self.what();
         let mut along = what.disks.iter().filter(|disk| disk.goes_along());
-        let is_taken = |disk: &&DiskSpec| Path::new(&disk.path).symlink_metadata().is_ok();
-        along.find(is_taken).map_or(Ok(()), |disk| {
-            let path = &disk.path;
-            Err(self.refused(disk, &format!(
-                "{path} is there by now, and the disk is to come there: move that file away, or remove it if nobody needs it"
-            )))
+        along.try_for_each(|disk| {
+            let free = must_be_free(Path::new(&disk.path));
+            free.map_err(|why| self.refused(disk, &why))
         })
     }
 

@@ -16,6 +16,7 @@ use crate::hypervisor::{common_user, internal, reserved, with_other_rights};
 use godwit_blockio::{Access, Image};
 use godwit_guestmem::RamFile;
 use godwit_ownership::KnownImage;
+use godwit_qemu::disk::must_be_free;
 use godwit_qemu::make_disk::forget_mark;
 use godwit_qemu::user::{self, User};
 use godwit_store::save_json;
@@ -203,12 +204,7 @@ impl Served {
             let named = migration.disks.iter().find(|named| named.name == spec.name);
             let named = named
                 .ok_or_else(|| self.refused(spec, &"the migration does not say how large it is"))?;
-            if Path::new(&spec.path).symlink_metadata().is_ok() {
-                let path = &spec.path;
-                return Err(self.refused(spec, &format!(
-                    "{path} exists already, and the disk is to come there: move that file away, or remove it if nobody needs it"
-                )));
-            }
+            must_be_free(Path::new(&spec.path)).map_err(|why| self.refused(spec, &why))?;
             let beside = DiskSpec {
                 path: arriving_path(&spec.path, &migration.id),
                 ..spec.clone()
