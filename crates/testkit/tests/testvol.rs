@@ -75,6 +75,42 @@ impl Disk {
 }
 
 #[test]
+fn several_direct_writes_of_one_file_are_under_way_at_once() {
+    let Some(mut disk) = Disk::new() else { return };
+    let at = Path::new("/var/lib/direct");
+    disk.machine.mount_direct_volume(at).expect("a volume");
+    let path = disk.machine.path_from_outside(at).join("image");
+    let file = OpenOptions::new()
+        .create_new(true)
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(path)
+        .unwrap();
+    file.set_len(16384).unwrap();
+    let volume = disk.machine.volume(at).unwrap();
+    volume.change(|settings| settings.hangs = true);
+    std::thread::scope(|scope| {
+        for number in 0..4_u8 {
+            let file = &file;
+            scope.spawn(move || {
+                // Direct IO wants its memory aligned.
+                let mut room = vec![0; 8192];
+                let skip = room.as_ptr().align_offset(4096);
+                let page = &mut room[skip..skip + 4096];
+                page.fill(number);
+                file.write_all_at(page, u64::from(number) * 4096).unwrap();
+            });
+        }
+        let held = volume.wait_held(4, LONG);
+        volume.change(|settings| settings.hangs = false);
+        held.expect("four writes at once");
+    });
+    let counts = volume.counts();
+    assert_eq!((counts.writes, counts.written_bytes), (4, 16384));
+}
+
+#[test]
 fn a_synced_file_survives_a_cut_and_an_unsynced_one_does_not() {
     let Some(disk) = Disk::new() else { return };
     disk.keep("kept", "old");

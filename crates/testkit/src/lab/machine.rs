@@ -164,6 +164,14 @@ impl Machine {
         self.volume(at)
     }
 
+    /// The same with [`Volume::mount_direct`].
+    pub fn mount_direct_volume(&mut self, at: &Path) -> io::Result<&Volume> {
+        std::fs::create_dir_all(self.path_from_outside(at))?;
+        let volume = Volume::mount_direct(self.init.as_fd(), at)?;
+        self.volumes.push(volume);
+        self.volume(at)
+    }
+
     /// The volume mounted at `at`.
     pub fn volume(&self, at: impl AsRef<Path>) -> io::Result<&Volume> {
         let at = at.as_ref();

@@ -73,6 +73,8 @@ pub struct Fails {
 pub struct Counts {
     pub reads: u64,
     pub writes: u64,
+    pub read_bytes: u64,
+    pub written_bytes: u64,
     /// Syncs of files and directories.
     pub syncs: u64,
     /// Requests that wait because the volume hangs or has no power.
@@ -101,7 +103,17 @@ impl Volume {
     /// Mounts an empty volume at `at`, a directory that is there, as the process behind `inside` (a process descriptor)
     /// sees the file system. Needs root.
     pub fn mount(inside: BorrowedFd<'_>, at: &Path) -> io::Result<Self> {
-        let shared = Arc::new(Shared::new()?);
+        Self::begin(inside, at, Shared::new(false)?)
+    }
+
+    /// The same, whose files the kernel caches nothing of, and to one of which it makes several writes at a time. So direct
+    /// IO meets what it meets on a local file system, where a program's requests do not wait for each other.
+    pub fn mount_direct(inside: BorrowedFd<'_>, at: &Path) -> io::Result<Self> {
+        Self::begin(inside, at, Shared::new(true)?)
+    }
+
+    fn begin(inside: BorrowedFd<'_>, at: &Path, shared: Shared) -> io::Result<Self> {
+        let shared = Arc::new(shared);
         let (inside, place) = (inside.as_raw_fd(), at.to_owned());
         let (tell, told) = std::sync::mpsc::channel();
         let served = shared.clone();

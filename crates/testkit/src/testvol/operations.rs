@@ -21,7 +21,8 @@ pub fn execute(state: &mut State, request: &Request) -> Result<Answer, Errno> {
     let mut fields = request.fields();
     let node = request.node;
     match request.opcode {
-        opcode::INIT => Answer::init(request),
+        opcode::INIT => Answer::init(request, state.is_direct),
+        opcode::OPEN if state.is_direct => Ok(Answer::default().opened(true)),
         opcode::LOOKUP => {
             let found = state.tree.lookup(node, fields.text()?)?;
             tell(state, node, found)
@@ -47,7 +48,9 @@ pub fn execute(state: &mut State, request: &Request) -> Result<Answer, Errno> {
             let (_handle, offset, bytes) = (fields.u64()?, fields.u64()?, fields.u32()?);
             state.counts.reads += 1;
             let content = state.tree.content_mut(node)?;
-            Ok(Answer(content.read(offset, bytes.into())))
+            let read = content.read(offset, bytes.into());
+            state.counts.read_bytes += read.len() as u64;
+            Ok(Answer(read))
         }
         opcode::WRITE => write(state, node, &mut fields),
         opcode::STATFS => Ok(statistics(state)),
@@ -126,8 +129,7 @@ fn make(state: &mut State, request: &Request) -> Result<Answer, Errno> {
     let number = state.tree.make(request.node, name, meta, body)?;
     let answer = tell(state, request.node, number)?;
     Ok(match request.opcode {
-        // A handle that means nothing, and no flags.
-        opcode::CREATE => answer.u64(0).u32(0).u32(0),
+        opcode::CREATE => answer.opened(state.is_direct),
         _ => answer,
     })
 }
@@ -158,6 +160,7 @@ fn write(state: &mut State, node: u64, fields: &mut Fields<'_>) -> Result<Answer
     let data = fields.bytes(bytes as usize)?;
     state.counts.writes += 1;
     state.tree.write(node, offset, data)?;
+    state.counts.written_bytes += u64::from(bytes);
     Ok(Answer::default().u32(bytes).u32(0))
 }
 

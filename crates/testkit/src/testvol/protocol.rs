@@ -13,9 +13,14 @@ const LONG_S: u64 = 3600;
 
 const ASYNC_READ: u32 = 1 << 0;
 const BIG_WRITES: u32 = 1 << 5;
+const ASYNC_DIRECT_IO: u32 = 1 << 15;
 const NO_OPEN_SUPPORT: u32 = 1 << 17;
 const PARALLEL_DIROPS: u32 = 1 << 18;
 const MAX_PAGES: u32 = 1 << 22;
+
+/// Of an open file: no cache, and several writes at a time.
+const DIRECT_IO: u32 = 1 << 0;
+const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
 
 pub mod opcode {
     pub const LOOKUP: u32 = 1;
@@ -30,6 +35,7 @@ pub mod opcode {
     pub const RMDIR: u32 = 11;
     pub const RENAME: u32 = 12;
     pub const LINK: u32 = 13;
+    pub const OPEN: u32 = 14;
     pub const READ: u32 = 15;
     pub const WRITE: u32 = 16;
     pub const STATFS: u32 = 17;
@@ -137,15 +143,28 @@ impl Answer {
     }
 
     /// What the kernel and a volume agree on: whole pages and big writes, no writes kept back, no locks.
-    pub fn init(kernel: &Request) -> Result<Self, Errno> {
+    pub fn init(kernel: &Request, is_direct: bool) -> Result<Self, Errno> {
         let mut fields = kernel.fields();
         let (_major, _minor) = (fields.u32()?, fields.u32()?);
         let (read_ahead, offered) = (fields.u32()?, fields.u32()?);
-        let wanted = ASYNC_READ | BIG_WRITES | NO_OPEN_SUPPORT | PARALLEL_DIROPS | MAX_PAGES;
+        let wanted = ASYNC_READ | BIG_WRITES | PARALLEL_DIROPS | MAX_PAGES;
+        let wanted = match is_direct {
+            true => wanted | ASYNC_DIRECT_IO,
+            false => wanted | NO_OPEN_SUPPORT,
+        };
         let answer = Self::default().u32(7).u32(31).u32(read_ahead);
         let answer = answer.u32(offered & wanted).u16(64).u16(48);
         let answer = answer.u32(WRITE_BYTES as u32).u32(1).u16(256).u16(0);
         Ok((0..8).fold(answer, |answer, _| answer.u32(0)))
+    }
+
+    /// An open file, with a handle that means nothing.
+    pub fn opened(self, is_direct: bool) -> Self {
+        let flags = match is_direct {
+            true => DIRECT_IO | PARALLEL_DIRECT_WRITES,
+            false => 0,
+        };
+        self.u64(0).u32(flags).u32(0)
     }
 
     /// A node that was found or made in a directory. Names in the top directory are asked for each time, since a power

@@ -41,6 +41,8 @@ pub struct State {
     pub counts: Counts,
     pub listings: HashMap<u64, Listing>,
     pub last_listing: u64,
+    /// Whether the kernel is to cache no file, and to make several writes of one at a time.
+    pub is_direct: bool,
     disk: Disk,
     planned: BinaryHeap<Reverse<Planned>>,
     order: u64,
@@ -74,7 +76,7 @@ impl Ord for Planned {
 }
 
 impl Shared {
-    pub fn new() -> io::Result<Self> {
+    pub fn new(is_direct: bool) -> io::Result<Self> {
         // SAFETY: gives a new descriptor or an error; it is owned exactly once.
         let wake = unsafe {
             match libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) {
@@ -83,7 +85,10 @@ impl Shared {
             }
         };
         Ok(Self {
-            state: Mutex::default(),
+            state: Mutex::new(State {
+                is_direct,
+                ..State::default()
+            }),
             changed: Condvar::new(),
             wake,
         })
