@@ -3,6 +3,7 @@
 //! Nothing here uses the product's code, so that what checks the product cannot share its mistakes, and
 //! nothing of the product links this crate.
 
+pub mod disk_load;
 pub mod guest;
 pub mod interrupt;
 pub mod lab;
