@@ -1,0 +1,100 @@
+//! Serves one disk without a VM, and moves it to a second image when it is told to: what the bench measures of the product.
+//!
+//! `vm move-disk` is carried out by `vmproc` (`disks/in_place.rs`, `disks/switching.rs`), which has no disk without a VM and its
+//! QEMU. So [`moving`] does the same steps by the same crates (`vhost`, `blockio`, `store`), with the same pauses and limits: a
+//! mirror until both images are equal, name and content durable, stand still, what is under way ends, content durable, a durable
+//! record, switch. What it leaves out: the VM's description, removing the former image, and who may run the VM.
+//!
+//! Lines of JSON on standard output say what happens; commands come on standard input: `move PATH` moves the disk to a file that
+//! is not there yet. It ends with its standard input. Owns the disk; refuses a second move.
+#![forbid(unsafe_code)]
+
+mod moving;
+
+use anyhow::{Context as _, Result, bail};
+use clap::Parser;
+use godwit_blockio::{Access, Image};
+use godwit_guestmem::RamFile;
+use godwit_vhost::block::Geometry;
+use godwit_vhost::{Disk, Settings};
+use serde_json::{Value, json};
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// How long an image that somebody else has is waited for.
+const LOCK_WAIT: Duration = Duration::from_millis(500);
+const BLOCK_BYTES: u32 = 512;
+
+/// Serves one disk without a VM
+#[derive(Parser)]
+struct Arguments {
+    /// The disk's image
+    #[arg(long)]
+    image: PathBuf,
+    /// Where a front end connects to
+    #[arg(long)]
+    socket: PathBuf,
+    /// The file of the memory that the front end shares
+    #[arg(long)]
+    memory: PathBuf,
+    /// Where the record is written that says which image is the disk
+    #[arg(long)]
+    record: PathBuf,
+}
+
+fn main() -> Result<()> {
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .init();
+    let arguments = Arguments::parse();
+    let disk = serve(&arguments)?;
+    say(&json!({"event": "serving"}));
+    let mut at = arguments.image;
+    for line in std::io::stdin().lines() {
+        let line = line?;
+        let Some(to) = line.strip_prefix("move ") else {
+            bail!("'{line}' is no command: 'move PATH' is");
+        };
+        match moving::move_disk(&disk, &at, Path::new(to), &arguments.record) {
+            Ok(()) => at = to.into(),
+            Err(error) => say(&json!({"event": "failed", "why": format!("{error:#}")})),
+        }
+    }
+    Ok(())
+}
+
+fn serve(arguments: &Arguments) -> Result<Disk> {
+    let mut image = Image::open(&arguments.image, Access::ReadWrite, BLOCK_BYTES)?;
+    image.lock("disk", LOCK_WAIT)?;
+    let bytes = std::fs::metadata(&arguments.memory)
+        .with_context(|| format!("no memory at {}", arguments.memory.display()))?
+        .len();
+    let geometry = Geometry {
+        bytes: image.bytes(),
+        block: BLOCK_BYTES,
+        queues: 1,
+        read_only: false,
+        erases: true,
+        serial: "bench".to_owned(),
+    };
+    let disk = Disk::start(Settings {
+        name: "disk".to_owned(),
+        socket: arguments.socket.clone(),
+        owner: None,
+        image,
+        geometry,
+        filters: Vec::new(),
+        ram: Arc::new(RamFile::open(&arguments.memory, bytes)?),
+        has_image: true,
+    })?;
+    Ok(disk)
+}
+
+/// Whoever started this may be gone; then standard input ends, too.
+fn say(event: &Value) {
+    let mut out = std::io::stdout().lock();
+    let _ = writeln!(out, "{event}").and_then(|()| out.flush());
+}
