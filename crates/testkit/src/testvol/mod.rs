@@ -24,6 +24,7 @@ mod mount;
 mod operations;
 mod protocol;
 mod serve;
+mod sharing;
 mod tree;
 
 use std::io;
@@ -47,6 +48,9 @@ pub struct Settings {
     pub latency: Duration,
     /// How fast data is read and written, altogether.
     pub bytes_per_second: Option<u64>,
+    /// Whether all that is under way shares that evenly; else one transfer comes after the other, as they began, and a small
+    /// one is behind every larger one. [`Settings::ios_at_once`] says nothing then.
+    pub shares: bool,
     /// Reads, writes and syncs that are under way at the same time; further ones wait.
     pub ios_at_once: Option<usize>,
     /// Bytes that fit; a write or a new name beyond that ends with `ENOSPC`. Each node takes 4096 beside its data.

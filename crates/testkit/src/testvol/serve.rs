@@ -14,6 +14,7 @@ use std::time::Instant;
 use super::disk::Disk;
 use super::operations::{self, Listing};
 use super::protocol::{Answer, Request, WRITE_BYTES, opcode};
+use super::sharing::Sharing;
 use super::tree::Tree;
 use super::{Chance, Counts, Errno, Settings, Survives};
 
@@ -44,6 +45,8 @@ pub struct State {
     /// Whether the kernel is to cache no file, and to make several writes of one at a time.
     pub is_direct: bool,
     disk: Disk,
+    /// What shares the disk's rate, with the moment before which none of it is done.
+    sharing: Sharing<(Instant, Request)>,
     planned: BinaryHeap<Reverse<Planned>>,
     order: u64,
     held: Vec<Request>,
@@ -127,6 +130,8 @@ impl State {
         self.without_power = true;
         self.tree.cut(&mut Chance::from(survives));
         self.listings.clear();
+        self.held
+            .extend(self.sharing.drain().map(|shared| shared.1));
         let planned = std::mem::take(&mut self.planned).into_iter();
         self.held.extend(planned.map(|planned| planned.0.request));
     }
@@ -172,16 +177,32 @@ impl State {
             opcode::FSYNC | opcode::FSYNCDIR => 0,
             _ => return self.finish(request, answers),
         };
-        match self.disk.plan(&self.settings, Instant::now(), bytes) {
+        let now = Instant::now();
+        if self.settings.shares && bytes > 0 && self.settings.bytes_per_second.is_some() {
+            self.share(now);
+            let earliest = now + self.settings.latency;
+            return self.sharing.begin(now, bytes, (earliest, request));
+        }
+        match self.disk.plan(&self.settings, now, bytes) {
             None => self.finish(request, answers),
-            Some(until) => {
-                self.order += 1;
-                self.planned.push(Reverse(Planned {
-                    until,
-                    order: self.order,
-                    request,
-                }));
-            }
+            Some(until) => self.plan(until, request),
+        }
+    }
+
+    fn plan(&mut self, until: Instant, request: Request) {
+        self.order += 1;
+        self.planned.push(Reverse(Planned {
+            until,
+            order: self.order,
+            request,
+        }));
+    }
+
+    /// What shares the disk's rate goes on until now. Without a rate all of it has been transferred.
+    fn share(&mut self, now: Instant) {
+        let rate = self.settings.bytes_per_second.unwrap_or(u64::MAX);
+        for (at, (earliest, request)) in self.sharing.ended(now, rate) {
+            self.plan(at.max(earliest), request);
         }
     }
 
@@ -213,6 +234,7 @@ impl State {
             self.begin(request, answers);
         }
         let now = Instant::now();
+        self.share(now);
         while self.planned.peek().is_some_and(|next| next.0.until <= now) {
             if let Some(next) = self.planned.pop() {
                 self.finish(next.0.request, answers);
@@ -221,7 +243,10 @@ impl State {
     }
 
     fn next_due(&self) -> Option<Instant> {
-        let next = self.planned.peek().map(|next| next.0.until);
+        let rate = self.settings.bytes_per_second.unwrap_or(u64::MAX);
+        let planned = self.planned.peek().map(|next| next.0.until);
+        let next = [planned, self.sharing.next_end(rate)];
+        let next = next.into_iter().flatten().min();
         next.filter(|_| !self.settings.hangs && !self.without_power)
     }
 }
