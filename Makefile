@@ -13,7 +13,7 @@ export SEEDS FUZZ_RUNS CARGO
 PREFIX     ?= /usr/local
 export PREFIX
 
-.PHONY: all build deb install uninstall deps test test-unit test-sim test-qemu fuzz plant-faults demo guests stock-vm bench bench-quick soak tidy lint clean-demo help
+.PHONY: all build deb install uninstall deps test test-unit test-sim test-qemu fuzz plant-faults demo guests stock-vm bench bench-quick bench-storage soak tidy lint clean-demo help
 
 all: build
 
@@ -47,6 +47,9 @@ bench: ## Measure moves of memory against QEMU's own migration, the whole set (a
 
 bench-quick: ## A small part of it, under 8 minutes
 	@scripts/bench.sh --quick
+
+bench-storage: ## Measure moves of disks against QEMU's block mirror (25 minutes); ARGS=--quick for 6
+	@scripts/bench.sh storage $(ARGS)
 
 stock-vm: deps ## Two emulated machines with Debian and KVM: a Linux guest moves between their kernels (30 minutes)
 	@scripts/stock-vm.sh

@@ -26,6 +26,7 @@ pub mod plan;
 pub mod promises;
 pub mod row;
 pub mod stage;
+pub mod storage;
 pub mod system;
 pub mod table;
 pub mod tls;

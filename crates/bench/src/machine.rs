@@ -66,6 +66,22 @@ fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// What moves of disks run on.
+pub fn describe_for_disks(programs: &Path) -> Value {
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = cpu.lines().find_map(|line| line.strip_prefix("model name"));
+    json!({
+        "cpu": name.map(|name| name.trim_start_matches([' ', '\t', ':'])),
+        "cores": threads(),
+        "memory_mib": mem_mib("MemTotal:").ok(),
+        "kernel": kernel_version(),
+        "load_at_start": first_line("/proc/loadavg"),
+        "godwit": version(&programs.join("godwit")),
+        "qemu_storage_daemon": version(Path::new("/usr/bin/qemu-storage-daemon")),
+        "qemu_img": version(Path::new("/usr/bin/qemu-img")),
+    })
+}
+
 pub fn describe(programs: &Path, ten: Option<&Path>) -> Value {
     let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {

@@ -16,18 +16,19 @@ const RIGHT: f64 = 110.0;
 const ROW: f64 = 20.0;
 const TOP: f64 = 34.0;
 
-const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#222}.head{font-weight:600;font-size:14px}.grid{stroke:#ddd}\
+pub(crate) const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#222}.head{font-weight:600;font-size:14px}.grid{stroke:#ddd}\
     .godwit{fill:#1668a8}.qemu{fill:#c05a1c}.limit{fill:#7a7a7a}.whisker{stroke:#222;stroke-width:1.2}.faint{fill:#777}\
-    .end{text-anchor:end}.mid{text-anchor:middle}\
+    .end{text-anchor:end}.mid{text-anchor:middle}.course{fill:none;stroke-width:1.6}.dashed{stroke-dasharray:5 3}\
+    .godwit-line{stroke:#1668a8}.qemu-line{stroke:#c05a1c}\
     @media(prefers-color-scheme:dark){text{fill:#ddd}.grid{stroke:#444}.godwit{fill:#4aa3e8}.qemu{fill:#e8894a}\
     .limit{fill:#999}.whisker{stroke:#ddd}.faint{fill:#999}}";
 
-struct Bar {
-    label: String,
-    class: &'static str,
-    spread: Option<Spread>,
+pub(crate) struct Bar {
+    pub label: String,
+    pub class: &'static str,
+    pub spread: Option<Spread>,
     /// What stands there instead, or beside it.
-    note: String,
+    pub note: String,
 }
 
 /// File names and documents, one for every scenario and number that the rows have.
@@ -104,7 +105,7 @@ fn bar(group: &Group, number: Number) -> Option<Bar> {
     })
 }
 
-fn draw(title: &str, bars: &[Bar]) -> String {
+pub(crate) fn draw(title: &str, bars: &[Bar]) -> String {
     let most = bars.iter().filter_map(|bar| Some(bar.spread?.most));
     let largest = most.fold(0.0, f64::max);
     let marks = ticks(largest);

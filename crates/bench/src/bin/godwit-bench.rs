@@ -9,6 +9,7 @@ use godwit_bench::bench::Bench;
 use godwit_bench::plan::{self, Cell, Choice};
 use godwit_bench::row::{Results, Row};
 use godwit_bench::stage::{programs, usual_output};
+use godwit_bench::storage::command as storage;
 use godwit_bench::{estimate, machine, picture, table};
 use godwit_testkit::guest::linux::target_dir;
 use godwit_testkit::interrupt;
@@ -25,7 +26,9 @@ struct Arguments {
 enum Command {
     /// Moves of memory: run the plan, write memory.json, memory.html and memory.md
     Memory(Memory),
-    /// Make the HTML page and the table of a memory.json anew
+    /// Moves of disks: run the plan, write storage.json, storage.html and storage.md
+    Storage(storage::Storage),
+    /// Make the HTML page and the table of a memory.json or storage.json anew
     Report {
         /// What a bench wrote
         results: PathBuf,
@@ -33,7 +36,7 @@ enum Command {
         #[arg(long)]
         out: Option<PathBuf>,
     },
-    /// Write the pictures of a memory.json as SVG files
+    /// Write the pictures of a memory.json or storage.json as SVG files
     Picture {
         /// What a bench wrote
         results: PathBuf,
@@ -91,14 +94,22 @@ fn main() -> ExitCode {
 fn run(arguments: Arguments) -> Result<()> {
     match arguments.command {
         Command::Memory(memory) => bench(&memory),
+        Command::Storage(arguments) => storage::run(&arguments),
         Command::Report { results, out } => {
-            let read = read(&results)?;
             let beside = results.parent().unwrap_or(Path::new(".")).to_owned();
-            report(&read, &out.unwrap_or(beside))
+            let out = out.unwrap_or(beside);
+            match is_of_disks(&results) {
+                true => storage::report(&storage::read(&results)?, &out),
+                false => report(&read(&results)?, &out),
+            }
         }
         Command::Picture { results, out } => {
             std::fs::create_dir_all(&out)?;
-            for (name, svg) in picture::files(&read(&results)?) {
+            let files = match is_of_disks(&results) {
+                true => storage::pictures(&storage::read(&results)?),
+                false => picture::files(&read(&results)?),
+            };
+            for (name, svg) in files {
                 let path = out.join(name);
                 std::fs::write(&path, svg)
                     .with_context(|| format!("cannot write {}", path.display()))?;
@@ -107,6 +118,11 @@ fn run(arguments: Arguments) -> Result<()> {
             Ok(())
         }
     }
+}
+
+fn is_of_disks(results: &Path) -> bool {
+    let name = results.file_name().and_then(|name| name.to_str());
+    name.is_some_and(|name| name.starts_with("storage"))
 }
 
 fn bench(arguments: &Memory) -> Result<()> {

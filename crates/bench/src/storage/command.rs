@@ -1,0 +1,117 @@
+//! `godwit-bench storage`: runs the plan, writes rows, page, tables and pictures.
+//!
+//! Owns nothing. Refuses to run without root, which namespaces and volumes need.
+
+use super::plan::{self, Cell, Choice};
+use super::row::Results;
+use super::run::Bench;
+use super::{picture, table};
+use crate::machine;
+use crate::stage::{programs, usual_output};
+use anyhow::{Context as _, Result, ensure};
+use clap::Args;
+use godwit_testkit::interrupt;
+use std::path::{Path, PathBuf};
+
+/// The file of the rows.
+pub const RESULTS: &str = "storage.json";
+
+#[derive(Args)]
+pub struct Storage {
+    /// Only this scenario (--plan lists them); may be given several times
+    #[arg(long)]
+    scenario: Vec<String>,
+    /// A small cell each of oio, slow-destination, steady and local
+    #[arg(long)]
+    quick: bool,
+    /// So many runs of everything
+    #[arg(long)]
+    runs: Option<u32>,
+    /// Only cells whose name begins so (--plan lists them); may be given several times
+    #[arg(long, value_name = "NAME")]
+    cell: Vec<String>,
+    /// Only systems with this in "system method"; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    system: Vec<String>,
+    /// Keep the rows of the storage.json that is there, and add these
+    #[arg(long)]
+    add: bool,
+    /// Where results go; bench below the target directory when left out
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Print what would run and about how long it takes, and run nothing
+    #[arg(long)]
+    plan: bool,
+}
+
+pub fn run(arguments: &Storage) -> Result<()> {
+    let choice = Choice {
+        scenarios: arguments.scenario.clone(),
+        quick: arguments.quick,
+        runs: arguments.runs,
+        cells: arguments.cell.clone(),
+        systems: arguments.system.clone(),
+    };
+    let cells = plan::cells(&choice).map_err(anyhow::Error::msg)?;
+    if arguments.plan {
+        print_plan(&cells);
+        return Ok(());
+    }
+    ensure!(
+        rustix::process::geteuid().is_root(),
+        "the bench makes namespaces and needs root: run it with sudo"
+    );
+    interrupt::catch();
+    let out = match &arguments.out {
+        Some(out) => std::path::absolute(out)?,
+        None => usual_output()?,
+    };
+    std::fs::create_dir_all(&out)?;
+    let bin = programs()?;
+    let mut results = match arguments.add && out.join(RESULTS).exists() {
+        true => read(&out.join(RESULTS))?,
+        false => Results::default(),
+    };
+    results.machine = machine::describe_for_disks(&bin);
+    let results = Bench::new(bin, out.clone(), results)?.run(&cells)?;
+    report(&results, &out)
+}
+
+fn print_plan(cells: &[Cell]) {
+    for cell in cells {
+        println!(
+            "{:<16} {:<22} {:>5} MiB  {} runs of {} systems  about {:>4.0} s",
+            cell.scenario,
+            cell.name,
+            cell.disk_mib,
+            cell.runs,
+            cell.systems.len(),
+            cell.cell_s()
+        );
+    }
+    let minutes = plan::estimate_s(cells) / 60.0;
+    println!("all of it: about {minutes:.0} minutes");
+}
+
+pub fn read(path: &Path) -> Result<Results> {
+    let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+    serde_json::from_slice(&text)
+        .with_context(|| format!("{} is no result of a bench of disks", path.display()))
+}
+
+/// Writes page and tables.
+pub fn report(results: &Results, out: &Path) -> Result<()> {
+    let markdown = table::markdown(results);
+    std::fs::write(out.join("storage.html"), table::html(results))?;
+    std::fs::write(out.join("storage.md"), &markdown)?;
+    println!(
+        "\n{markdown}\nresults: {0}/storage.json, {0}/storage.html, {0}/storage.md",
+        out.display()
+    );
+    Ok(())
+}
+
+/// The pictures' names and documents.
+pub fn pictures(results: &Results) -> Vec<(String, String)> {
+    picture::files(results)
+}

@@ -1,0 +1,364 @@
+//! What is measured: cells with their volumes, loads and systems.
+//!
+//! Pure. Refuses names that no cell has, and sets for `--quick` that take too long.
+
+use super::model::Model;
+use super::row::Row;
+use serde::Serialize;
+
+/// What the volumes of most cells are like.
+pub const BASE: Model = Model {
+    latency_ms: 1.0,
+    mb_per_s: 100.0,
+};
+/// Time in which nothing but the load runs, before a move or as all that there is.
+pub const BEFORE_S: f64 = 1.5;
+/// `steady` and `local` are measured for so long.
+pub const STEADY_S: f64 = 3.0;
+/// What a run takes beside what it measures: filling, starting, settling, comparing.
+const AROUND_S: f64 = 3.0;
+
+/// A kind of load: 30 % writes everywhere.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Kind {
+    pub name: &'static str,
+    pub io_bytes: usize,
+    pub write_percent: u8,
+    pub sequential: bool,
+}
+
+pub const OLTP: Kind = Kind {
+    name: "8 KiB random, 30 % writes",
+    io_bytes: 8192,
+    write_percent: 30,
+    sequential: false,
+};
+const SMALL: Kind = Kind {
+    name: "4 KiB random, 30 % writes",
+    io_bytes: 4096,
+    write_percent: 30,
+    sequential: false,
+};
+const LARGE: Kind = Kind {
+    name: "128 KiB sequential, 30 % writes",
+    io_bytes: 128 << 10,
+    write_percent: 30,
+    sequential: true,
+};
+
+/// Who serves the disk, and how it moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum System {
+    Godwit,
+    /// The program `qemu-storage-daemon`, without a machine.
+    Daemon(CopyMode),
+    /// `qemu-system-x86_64` without a machine and without a guest.
+    Qemu(CopyMode),
+    /// Our copying, without a load.
+    DataMover,
+    /// `qemu-img convert -m 16 -W -n -t none -T none`.
+    Convert,
+}
+
+/// Of QEMU's `blockdev-mirror`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CopyMode {
+    Background,
+    WriteBlocking,
+}
+
+impl CopyMode {
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Background => "background",
+            Self::WriteBlocking => "write-blocking",
+        }
+    }
+}
+
+impl System {
+    /// As rows have it: system and method.
+    pub fn names(self, moves: bool) -> (&'static str, &'static str) {
+        match self {
+            Self::Godwit if !moves => ("godwit", "serve"),
+            Self::Daemon(_) if !moves => ("qsd", "serve"),
+            Self::Qemu(_) if !moves => ("qemu-mirror", "serve"),
+            Self::Godwit => ("godwit", "mirror"),
+            Self::Daemon(mode) => ("qsd", mode.name()),
+            Self::Qemu(mode) => ("qemu-mirror", mode.name()),
+            Self::DataMover => ("offline", "data-mover"),
+            Self::Convert => ("offline", "qemu-img convert"),
+        }
+    }
+
+    /// Whether it works with a load on its disk.
+    pub fn is_live(self) -> bool {
+        !matches!(self, Self::DataMover | Self::Convert)
+    }
+}
+
+/// What is measured in one place.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Cell {
+    pub scenario: &'static str,
+    pub name: String,
+    pub outstanding: u32,
+    pub disk_mib: u64,
+    pub kind: Kind,
+    /// Absent where the machine's own file system is the volume.
+    pub volumes: Option<(Model, Model)>,
+    pub systems: Vec<System>,
+    pub runs: u32,
+}
+
+impl Cell {
+    /// Whether the disk is moved, or only worked with.
+    pub fn moves(&self) -> bool {
+        !matches!(self.scenario, "steady" | "local")
+    }
+
+    pub fn disk_bytes(&self) -> u64 {
+        self.disk_mib << 20
+    }
+
+    /// A row of a run that has measured nothing yet.
+    pub fn row(&self, system: System, run: u32) -> Row {
+        let (name, method) = system.names(self.moves());
+        Row {
+            scenario: self.scenario.into(),
+            cell: self.name.clone(),
+            system: name.into(),
+            method: method.into(),
+            outstanding_ios: if system.is_live() {
+                self.outstanding
+            } else {
+                0
+            },
+            disk_gib: self.disk_mib as f64 / 1024.0,
+            load: if system.is_live() {
+                self.kind.name.into()
+            } else {
+                "none".into()
+            },
+            run,
+            ..Row::default()
+        }
+    }
+
+    /// Seconds that one run takes, roughly.
+    pub fn run_s(&self) -> f64 {
+        let Some((source, destination)) = self.volumes.filter(|_| self.moves()) else {
+            return STEADY_S + AROUND_S / 2.0;
+        };
+        let slowest = source.mb_per_s.min(destination.mb_per_s);
+        // The load takes up to two thirds of what there is.
+        let busy = 1.0 + (f64::from(self.outstanding) / 16.0).min(2.0);
+        BEFORE_S + AROUND_S + self.disk_bytes() as f64 / 1e6 / slowest * busy
+    }
+
+    pub fn cell_s(&self) -> f64 {
+        self.run_s() * f64::from(self.runs) * self.systems.len() as f64
+    }
+}
+
+/// What somebody wants of all that.
+#[derive(Debug, Clone, Default)]
+pub struct Choice {
+    pub scenarios: Vec<String>,
+    pub quick: bool,
+    pub runs: Option<u32>,
+    pub cells: Vec<String>,
+    pub systems: Vec<String>,
+}
+
+const BACKGROUND: System = System::Daemon(CopyMode::Background);
+const BLOCKING: System = System::Daemon(CopyMode::WriteBlocking);
+
+fn moving(scenario: &'static str, name: String, outstanding: u32) -> Cell {
+    Cell {
+        scenario,
+        name,
+        outstanding,
+        disk_mib: 512,
+        kind: OLTP,
+        volumes: Some((BASE, BASE)),
+        systems: vec![System::Godwit, BACKGROUND, BLOCKING],
+        runs: 5,
+    }
+}
+
+fn serving(scenario: &'static str, name: String, outstanding: u32, kind: Kind) -> Cell {
+    Cell {
+        kind,
+        volumes: (scenario == "steady").then_some((BASE, BASE)),
+        systems: vec![System::Godwit, BACKGROUND],
+        ..moving(scenario, name, outstanding)
+    }
+}
+
+fn whole() -> Vec<Cell> {
+    let mut cells = Vec::new();
+    let offline = [System::DataMover, System::Convert];
+    for outstanding in [2, 4, 8, 16, 32] {
+        let mut cell = moving("oio", format!("oio={outstanding}"), outstanding);
+        if outstanding == 2 {
+            cell.systems.extend(offline);
+        }
+        if outstanding == 16 {
+            cell.systems.push(System::Qemu(CopyMode::Background));
+            cell.systems.push(System::Qemu(CopyMode::WriteBlocking));
+        }
+        cells.push(cell);
+    }
+    for disk_mib in [256, 1024, 2048] {
+        cells.push(Cell {
+            disk_mib,
+            runs: 2,
+            ..moving("size", format!("disk={disk_mib} MiB"), 8)
+        });
+    }
+    for latency in [0.2, 5.0] {
+        let model = BASE.slower(latency, 1.0);
+        cells.push(Cell {
+            volumes: Some((model, model)),
+            runs: 3,
+            ..moving("latency", format!("latency={} ms", model.latency_ms), 8)
+        });
+    }
+    for (name, latency, rate) in [
+        ("latency x10", 10.0, 1.0),
+        ("latency and rate x10", 10.0, 10.0),
+    ] {
+        cells.push(Cell {
+            disk_mib: if rate > 1.0 { 128 } else { 512 },
+            volumes: Some((BASE, BASE.slower(latency, rate))),
+            runs: 3,
+            ..moving("slow-destination", name.into(), 16)
+        });
+    }
+    for outstanding in [2, 32] {
+        let name = format!("oio={outstanding}");
+        cells.push(serving("steady", name, outstanding, OLTP));
+    }
+    for (name, outstanding, kind) in [
+        ("4k depth=1", 1, SMALL),
+        ("4k depth=32", 32, SMALL),
+        ("128k sequential", 4, LARGE),
+    ] {
+        cells.push(serving("local", name.into(), outstanding, kind));
+    }
+    cells
+}
+
+/// Of each kind a small one.
+fn quick() -> Vec<Cell> {
+    let wanted = [
+        "oio=2",
+        "oio=32",
+        "latency and rate x10",
+        "4k depth=1",
+        "4k depth=32",
+    ];
+    let mut cells = whole();
+    cells.retain(|cell| wanted.contains(&cell.name.as_str()));
+    for cell in &mut cells {
+        (cell.runs, cell.disk_mib) = match cell.scenario {
+            "slow-destination" => (1, 64),
+            _ if cell.moves() => (2, 256),
+            _ => (3, 256),
+        };
+    }
+    cells
+}
+
+/// The cells that somebody wants, in the order in which they run.
+pub fn cells(choice: &Choice) -> Result<Vec<Cell>, String> {
+    let mut cells = if choice.quick { quick() } else { whole() };
+    for name in &choice.scenarios {
+        if !cells.iter().any(|cell| cell.scenario == name) {
+            return Err(format!("there is no scenario '{name}'"));
+        }
+    }
+    for name in &choice.cells {
+        if !cells.iter().any(|cell| cell.name.starts_with(name)) {
+            return Err(format!("there is no cell '{name}'"));
+        }
+    }
+    let any = |wanted: &[String], has: &dyn Fn(&str) -> bool| {
+        wanted.is_empty() || wanted.iter().any(|one| has(one))
+    };
+    cells.retain(|cell| {
+        any(&choice.scenarios, &|name| cell.scenario == name)
+            && any(&choice.cells, &|name| cell.name.starts_with(name))
+    });
+    for cell in &mut cells {
+        let moves = cell.moves();
+        cell.systems.retain(|system| {
+            let (name, method) = system.names(moves);
+            any(&choice.systems, &|text| {
+                format!("{name} {method}").contains(text)
+            })
+        });
+        cell.runs = choice.runs.unwrap_or(cell.runs);
+    }
+    cells.retain(|cell| !cell.systems.is_empty());
+    match cells.is_empty() {
+        true => Err("nothing is left to measure".into()),
+        false => Ok(cells),
+    }
+}
+
+/// Seconds that it all takes, roughly.
+pub fn estimate_s(cells: &[Cell]) -> f64 {
+    cells.iter().map(Cell::cell_s).sum()
+}
+
+/// The systems of a cell in the order in which they run in a repetition: every second one begins at the other end.
+pub fn turns(cell: &Cell, run: u32) -> Vec<System> {
+    let mut systems = cell.systems.clone();
+    if run.is_multiple_of(2) {
+        systems.reverse();
+    }
+    systems
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_quick_set_takes_less_than_eight_minutes() {
+        let choice = Choice {
+            quick: true,
+            ..Choice::default()
+        };
+        let cells = cells(&choice).unwrap();
+        let seconds = estimate_s(&cells);
+        assert!(seconds < 420.0, "{seconds}");
+        for scenario in ["oio", "slow-destination", "steady", "local"] {
+            assert!(cells.iter().any(|cell| cell.scenario == scenario));
+        }
+    }
+
+    #[test]
+    fn systems_take_turns() {
+        let cell = moving("oio", "oio=2".into(), 2);
+        assert_eq!(turns(&cell, 1), [System::Godwit, BACKGROUND, BLOCKING]);
+        assert_eq!(turns(&cell, 2), [BLOCKING, BACKGROUND, System::Godwit]);
+    }
+
+    #[test]
+    fn a_choice_is_what_it_says_and_unknown_names_are_refused() {
+        let choice = |scenario: &str, cell: &str, system: &str| Choice {
+            scenarios: vec![scenario.into()],
+            cells: vec![cell.into()],
+            systems: vec![system.into()],
+            ..Choice::default()
+        };
+        let chosen = cells(&choice("oio", "oio=16", "write-blocking")).unwrap();
+        assert_eq!((chosen.len(), chosen[0].systems.len()), (1, 2));
+        assert!(cells(&choice("oi", "oio=16", "")).is_err());
+        assert!(cells(&choice("oio", "oio=17", "")).is_err());
+        assert!(cells(&choice("oio", "oio=16", "xen")).is_err());
+    }
+}

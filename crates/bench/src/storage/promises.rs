@@ -1,0 +1,307 @@
+//! What is promised of our moves of disks, held against what was measured.
+//!
+//! Pure. Refuses to judge what was not measured: such a line is left out.
+
+use super::row::Row;
+use crate::group::Spread;
+
+/// A number of a row, where it was measured.
+pub type Number = fn(&Row) -> Option<f64>;
+
+/// All runs of one system in one cell, at least one.
+#[derive(Debug, Clone)]
+pub struct Group<'a>(pub Vec<&'a Row>);
+
+impl<'a> Group<'a> {
+    pub fn head(&self) -> &'a Row {
+        self.0[0]
+    }
+
+    /// A number of the completed runs.
+    pub fn spread(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<Spread> {
+        let done = self.0.iter().filter(|row| row.completed());
+        Spread::of(&done.filter_map(|row| number(row)).collect::<Vec<_>>())
+    }
+
+    pub fn median(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<f64> {
+        self.spread(number).map(|spread| spread.median)
+    }
+
+    pub fn is_ours(&self) -> bool {
+        self.head().system == "godwit"
+    }
+
+    /// In a word: how the runs ended.
+    pub fn outcome(&self) -> String {
+        let done = self.0.iter().filter(|row| row.completed()).count();
+        match self.0.iter().find(|row| !row.completed()) {
+            None => "completed".into(),
+            Some(row) if done == 0 => row.outcome.clone(),
+            Some(row) => format!("{done} of {} completed, else {}", self.0.len(), row.outcome),
+        }
+    }
+
+    /// Whether every run that was compared had what its log says.
+    pub fn is_equal(&self) -> Option<bool> {
+        let compared: Vec<bool> = self.0.iter().filter_map(|row| row.disks_equal).collect();
+        (!compared.is_empty()).then(|| compared.iter().all(|equal| *equal))
+    }
+}
+
+/// Runs that belong together, in the order of their first ones.
+pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
+    let mut groups: Vec<Group> = Vec::new();
+    for row in rows {
+        match groups.iter_mut().find(|group| group.head().is_like(row)) {
+            Some(group) => group.0.push(row),
+            None => groups.push(Group(vec![row])),
+        }
+    }
+    groups
+}
+
+/// A promise and what became of it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Line {
+    pub place: String,
+    pub what: &'static str,
+    pub reached: String,
+    pub target: String,
+    pub is_kept: bool,
+}
+
+const MEDIAN_SYNC_TIMES: f64 = 3.0;
+
+/// Every promise of which something was measured.
+pub fn lines(rows: &[Row]) -> Vec<Line> {
+    let groups = groups(rows);
+    let mut lines = Vec::new();
+    for ours in groups.iter().filter(|group| group.is_ours()) {
+        let row = ours.head();
+        let place = format!("{} {}", row.scenario, row.cell);
+        let peers = groups.iter().filter(|group| {
+            let peer = group.head();
+            peer.is_at(row) && peer.system.starts_with('q')
+        });
+        let mut all = own(ours);
+        for (ours, peer) in peers.filter_map(|peer| of_the_same_calls(ours, peer)) {
+            all.extend(match row.method == "serve" {
+                true => steady(&ours, &peer),
+                false => beside(&ours, &peer),
+            });
+        }
+        for line in &mut all {
+            line.place.clone_from(&place);
+        }
+        lines.extend(all);
+    }
+    lines
+}
+
+/// Runs that took turns: from one hour to the next a shared machine differs by more than systems do.
+fn of_the_same_calls<'a>(ours: &Group<'a>, peer: &Group<'a>) -> Option<(Group<'a>, Group<'a>)> {
+    let of_calls = |one: &Group<'a>, other: &Group<'a>| {
+        let is_there = |row: &&&Row| {
+            let mut others = other.0.iter();
+            others.any(|other| other.call_unix_s == row.call_unix_s)
+        };
+        let rows: Vec<&Row> = one.0.iter().filter(is_there).copied().collect();
+        (!rows.is_empty()).then_some(Group(rows))
+    };
+    Some((of_calls(ours, peer)?, of_calls(peer, ours)?))
+}
+
+fn line(what: &'static str, reached: String, target: String, is_kept: bool) -> Line {
+    let place = String::new();
+    Line {
+        place,
+        what,
+        reached,
+        target,
+        is_kept,
+    }
+}
+
+fn own(ours: &Group) -> Vec<Line> {
+    let (row, mut lines) = (ours.head(), Vec::new());
+    if row.scenario == "steady" || row.scenario == "local" {
+        return lines;
+    }
+    let ended = ours.outcome();
+    let is_kept = ended == "completed";
+    lines.push(line("it ends", ended, "always".into(), is_kept));
+    if let Some(equal) = ours.is_equal() {
+        let lost: u64 = ours.0.iter().filter_map(|row| row.acked_writes_lost).sum();
+        let reached = format!("{lost} lost, {}", if equal { "equal" } else { "not equal" });
+        lines.push(line(
+            "acknowledged writes at the destination",
+            reached,
+            "none lost, equal".into(),
+            equal && lost == 0,
+        ));
+    }
+    let most = match row.cell.as_str() {
+        "oio=2" => Some(5.0),
+        "oio=32" => Some(8.0),
+        _ => None,
+    };
+    if let (Some(most), Some(over)) = (most, ours.median(Row::over_bound_pct)) {
+        lines.push(line(
+            "over the bound",
+            format!("{over:.1} %"),
+            format!("<= {most} %"),
+            over <= most,
+        ));
+    }
+    if let Some(stall) = ours.median(|row| row.switch_stall_ms) {
+        let sync = row.details["volumes"][1]["latency_ms"]
+            .as_f64()
+            .unwrap_or(0.0);
+        let most = (MEDIAN_SYNC_TIMES * sync).max(20.0);
+        lines.push(line(
+            "stall at the change of images",
+            format!("{stall:.1} ms"),
+            format!("< {most:.0} ms"),
+            stall < most,
+        ));
+    }
+    if let Some(error) = ours.median(|row| row.eta_error_pct.map(f64::abs)) {
+        lines.push(line(
+            "estimate at a tenth of the way, wrong by",
+            format!("{error:.1} %"),
+            "<= 10 %".into(),
+            error <= 10.0,
+        ));
+    }
+    if row.scenario == "slow-destination" {
+        let ratio = |row: &Row| Some(row.iops_during? / row.detail("equation_1_iops")?);
+        lines.extend(ours.median(ratio).map(|ratio| {
+            line(
+                "IOPS over those of equation 1",
+                format!("{ratio:.2}"),
+                ">= 0.85".into(),
+                ratio >= 0.85,
+            )
+        }));
+    }
+    lines
+}
+
+/// A move beside a peer's. One that did not end has lost.
+fn beside(ours: &Group, peer: &Group) -> Vec<Line> {
+    let mut lines = Vec::new();
+    let total = ours
+        .median(|row| row.total_s)
+        .zip(peer.median(|row| row.total_s));
+    lines.extend(total.map(|(we, they)| {
+        let reached = format!("{:.2} ({})", we / they, peer.head().name());
+        line(
+            "duration over the peer's",
+            reached,
+            "<= 1.05".into(),
+            we <= 1.05 * they,
+        )
+    }));
+    let iops = ours
+        .median(|row| row.iops_during)
+        .zip(peer.median(|row| row.iops_during));
+    lines.extend(iops.map(|(we, they)| {
+        let reached = format!("{:.2} ({})", we / they, peer.head().name());
+        line(
+            "IOPS during the move over the peer's",
+            reached,
+            ">= 0.95".into(),
+            we >= 0.95 * they,
+        )
+    }));
+    lines
+}
+
+fn steady(ours: &Group, peer: &Group) -> Vec<Line> {
+    let numbers: [(&'static str, Number, bool); 3] = [
+        ("IOPS over the peer's", |row| row.iops_before, true),
+        (
+            "mean time of a write over the peer's",
+            |row| row.write_latency_ms,
+            false,
+        ),
+        (
+            "mean time of a read over the peer's",
+            |row| row.detail("read_mean_ms"),
+            false,
+        ),
+    ];
+    let mut lines = Vec::new();
+    for (what, number, more_is_better) in numbers {
+        let Some((we, they)) = ours.median(number).zip(peer.median(number)) else {
+            continue;
+        };
+        let ratio = we / they;
+        let reached = format!("{ratio:.2} ({})", peer.head().name());
+        lines.push(match more_is_better {
+            true => line(what, reached, ">= 1".into(), ratio >= 1.0),
+            false => line(what, reached, "<= 1".into(), ratio <= 1.0),
+        });
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn row(system: &str, total_s: f64, iops: f64) -> Row {
+        Row {
+            scenario: "oio".into(),
+            cell: "oio=32".into(),
+            system: system.into(),
+            method: "mirror".into(),
+            total_s: Some(total_s),
+            bound_s: Some(10.0),
+            iops_during: Some(iops),
+            switch_stall_ms: Some(25.0),
+            disks_equal: Some(true),
+            acked_writes_lost: Some(0),
+            outcome: "completed".into(),
+            details: json!({"volumes": [{"latency_ms": 1.0}, {"latency_ms": 10.0}]}),
+            ..Row::default()
+        }
+    }
+
+    fn kept(rows: &[Row], what: &str) -> Option<bool> {
+        let lines = lines(rows);
+        let found = lines.iter().find(|line| line.what == what)?;
+        Some(found.is_kept)
+    }
+
+    #[test]
+    fn a_move_is_held_against_its_bound_and_its_peers() {
+        let rows = [row("godwit", 10.7, 95.0), row("qsd", 10.0, 100.0)];
+        assert_eq!(kept(&rows, "over the bound"), Some(true));
+        assert_eq!(kept(&rows, "duration over the peer's"), Some(false));
+        let iops = "IOPS during the move over the peer's";
+        assert_eq!(kept(&rows, iops), Some(true));
+        // Three syncs of a slow destination are more than 20 ms.
+        assert_eq!(kept(&rows, "stall at the change of images"), Some(true));
+        let slow = [row("godwit", 10.9, 94.0), row("qsd", 10.9, 100.0)];
+        assert_eq!(kept(&slow, "over the bound"), Some(false));
+        assert_eq!(kept(&slow, iops), Some(false));
+        assert_eq!(kept(&slow[..1], iops), None);
+        // Rows of another call of the bench are held against nothing.
+        let mut other = slow.clone();
+        other[1].call_unix_s = 7;
+        assert_eq!(kept(&other, iops), None);
+    }
+
+    #[test]
+    fn a_lost_write_and_a_move_without_an_end_are_broken_promises() {
+        let mut rows = [row("godwit", 10.0, 1.0), row("godwit", 10.0, 1.0)];
+        rows[1].acked_writes_lost = Some(1);
+        rows[1].disks_equal = Some(false);
+        let what = "acknowledged writes at the destination";
+        assert_eq!(kept(&rows, what), Some(false));
+        rows[0].outcome = "cut-off".into();
+        assert_eq!(kept(&rows, "it ends"), Some(false));
+    }
+}

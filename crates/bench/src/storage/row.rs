@@ -1,0 +1,94 @@
+//! One run of one system in one cell, and the file that holds them all.
+//!
+//! The field names are a stable interface. Plain data; refuses nothing.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+pub struct Results {
+    /// What it ran on.
+    pub machine: Value,
+    /// A row a run, in the order in which they ran.
+    pub rows: Vec<Row>,
+}
+
+/// One run. Numbers that were not measured are absent.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Row {
+    /// `oio`, `size`, `latency`, `slow-destination`, `steady` or `local`.
+    pub scenario: String,
+    pub cell: String,
+    /// `godwit`, `qsd` (QEMU's storage daemon), `qemu-mirror` (a QEMU without a guest), or `offline`.
+    pub system: String,
+    /// How the system was set.
+    pub method: String,
+    /// Requests that the load keeps under way.
+    pub outstanding_ios: u32,
+    pub disk_gib: f64,
+    pub load: String,
+    /// From the command to the disk working with its new image.
+    pub total_s: Option<f64>,
+    /// What both sides' bytes take at the model's rate, the load's among them.
+    pub bound_s: Option<f64>,
+    /// How long the guest's CPUs stood still; a move on one host stops none.
+    pub downtime_ms: Option<f64>,
+    /// Longest time without an answer around the change of images.
+    pub switch_stall_ms: Option<f64>,
+    /// Longest that a request took during the move.
+    pub longest_hold_ms: Option<f64>,
+    pub iops_before: Option<f64>,
+    pub iops_during: Option<f64>,
+    /// Mean of the writes during the move, or of all in `steady` and `local`.
+    pub write_latency_ms: Option<f64>,
+    /// Of one write, in ms squared.
+    pub write_latency_variance: Option<f64>,
+    /// CPU of the process that serves the disk, per request, while nothing is moved.
+    pub cpu_us_per_io: Option<f64>,
+    /// Bytes that were written to the destination's volume.
+    pub bytes_copied: Option<u64>,
+    /// By how much the system's estimate at a tenth of the way was wrong, of the time that was left.
+    pub eta_error_pct: Option<f64>,
+    pub acked_writes_lost: Option<u64>,
+    /// Whether every block of the destination was what the log says, after a power cut.
+    pub disks_equal: Option<bool>,
+    /// `completed`, `cut-off`, or `failed: ...`.
+    pub outcome: String,
+    /// Which repetition, from 1.
+    pub run: u32,
+    /// When the call of the bench that made it began, whole seconds since 1970.
+    pub call_unix_s: u64,
+    /// What else is worth keeping: latencies, the course of the load, the models, the machine's load.
+    pub details: Value,
+}
+
+impl Row {
+    /// Whether two are runs of one system in one cell.
+    pub fn is_like(&self, other: &Self) -> bool {
+        self.is_at(other) && self.name() == other.name()
+    }
+
+    /// Whether two are runs in one cell.
+    pub fn is_at(&self, other: &Self) -> bool {
+        (&self.scenario, &self.cell) == (&other.scenario, &other.cell)
+    }
+
+    /// What the system is called in tables.
+    pub fn name(&self) -> String {
+        format!("{} {}", self.system, self.method)
+    }
+
+    pub fn completed(&self) -> bool {
+        self.outcome == "completed"
+    }
+
+    pub fn detail(&self, name: &str) -> Option<f64> {
+        self.details.get(name)?.as_f64()
+    }
+
+    /// How much longer than its bound it took, in percent.
+    pub fn over_bound_pct(&self) -> Option<f64> {
+        Some((self.total_s? / self.bound_s? - 1.0) * 100.0)
+    }
+}

@@ -1,0 +1,382 @@
+//! Runs of systems in cells: begins a load, has the disk moved under it, compares, and makes a row of that.
+//!
+//! Owns the site and the rows. What fails is a row that says so, and the bench goes on. Refuses to go on after Ctrl-C.
+
+use super::model::{self, Carried};
+use super::plan::{BEFORE_S, Cell, STEADY_S, System, turns};
+use super::row::{Results, Row};
+use super::server::{Attempt, Moved, Server};
+use super::site::Site;
+use crate::group::median;
+use crate::machine::{self, CpuTime};
+use anyhow::{Context as _, Result, ensure};
+use godwit_testkit::disk_load::course::{Figures, Latency, by_tenths, figures};
+use godwit_testkit::disk_load::log::Log;
+use godwit_testkit::disk_load::{Ended, Load, Order, Running};
+use godwit_testkit::interrupt;
+use godwit_testkit::stage::pause;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Until a load runs as it will, and after a move.
+const SETTLE: Duration = Duration::from_millis(500);
+/// How long after the change of images is still looked at.
+const AFTER_S: f64 = 0.2;
+/// A move is cut off at ten times our time in the same cell, and never before.
+const CUT_OFF_FACTOR: f64 = 10.0;
+const CUT_OFF_LEAST_S: f64 = 20.0;
+const CUT_OFF_WITHOUT_OURS_S: f64 = 120.0;
+
+pub struct Bench {
+    site: Site,
+    programs: PathBuf,
+    out: PathBuf,
+    results: Results,
+    call_unix_s: u64,
+}
+
+impl Bench {
+    pub fn new(programs: PathBuf, out: PathBuf, results: Results) -> Result<Self> {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        Ok(Self {
+            site: Site::new(&out)?,
+            programs,
+            out,
+            results,
+            call_unix_s: now.map_or(0, |now| now.as_secs()),
+        })
+    }
+
+    /// Runs all that, and writes the rows after each run.
+    pub fn run(mut self, cells: &[Cell]) -> Result<Results> {
+        for cell in cells {
+            for run in 1..=cell.runs {
+                for system in turns(cell, run) {
+                    if interrupt::caught() {
+                        return Ok(self.results);
+                    }
+                    let row = self.one(cell, system, run);
+                    println!("{}", line(&row));
+                    self.results.rows.push(row);
+                    let text = serde_json::to_vec_pretty(&self.results)?;
+                    std::fs::write(self.out.join("storage.json"), text)?;
+                }
+            }
+        }
+        Ok(self.results)
+    }
+
+    fn one(&self, cell: &Cell, system: System, run: u32) -> Row {
+        let mut row = cell.row(system, run);
+        row.call_unix_s = self.call_unix_s;
+        let (load, cpu) = (machine::load(), CpuTime::now());
+        let measured = match (cell.moves(), system) {
+            (true, System::Convert) => self.convert(cell, &mut row),
+            (true, System::DataMover) => self.offline(cell, &mut row),
+            (true, _) => self.moved(cell, system, &mut row),
+            (false, _) => self.served(cell, system, &mut row),
+        };
+        if let Err(error) = measured {
+            row.outcome = format!("failed: {error:#}");
+        }
+        let stolen = CpuTime::now()
+            .zip(cpu)
+            .map(|(now, then)| now.stolen_since(then));
+        note(
+            &mut row,
+            json!({"machine_load": load, "stolen_share": stolen}),
+        );
+        row
+    }
+
+    /// A disk that is only worked with.
+    fn served(&self, cell: &Cell, system: System, row: &mut Row) -> Result<()> {
+        let (server, running) = self.begin(cell, system, row.run)?;
+        let (from, cpu) = (running.now(), server.cpu_s());
+        pause(Duration::from_secs_f64(STEADY_S))?;
+        let (to, used) = (running.now(), server.cpu_s() - cpu);
+        let ended = running.end()?;
+        drop(server);
+        check_load(&ended)?;
+        let seen = figures(&ended.done, from, to);
+        row.iops_before = Some(seen.iops);
+        put_latency(row, &seen);
+        row.cpu_us_per_io = Some(used * 1e6 / (seen.reads + seen.writes).max(1) as f64);
+        row.longest_hold_ms = Some(seen.longest_ms);
+        note(row, latencies("", &seen));
+        row.outcome = "completed".into();
+        Ok(())
+    }
+
+    /// A disk that is moved under a load.
+    fn moved(&self, cell: &Cell, system: System, row: &mut Row) -> Result<()> {
+        let (mut server, running) = self.begin(cell, system, row.run)?;
+        let (from, cpu) = (running.now(), server.cpu_s());
+        pause(Duration::from_secs_f64(BEFORE_S))?;
+        let (to, used) = (running.now(), server.cpu_s() - cpu);
+        if system != System::Godwit {
+            self.site.make_destination(cell.disk_bytes())?;
+        }
+        let written = self.site.destination_counts()?.written_bytes;
+        let deadline = Instant::now() + self.cut_off_after(row);
+        let attempt = server.move_to(&self.site.destination(), deadline)?;
+        let copied = self.site.destination_counts()?.written_bytes - written;
+        let cpu_of_move = server.cpu_s() - cpu - used;
+        if let Attempt::Moved(_) = attempt {
+            pause(SETTLE)?;
+        }
+        let (origin, now) = (Instant::now(), running.now());
+        let at = |moment: Instant| now - (origin - moment).as_secs_f64();
+        let ended = running.end()?;
+        drop(server);
+        check_load(&ended)?;
+        let before = figures(&ended.done, from, to);
+        row.iops_before = Some(before.iops);
+        row.cpu_us_per_io = Some(used * 1e6 / (before.reads + before.writes).max(1) as f64);
+        row.bytes_copied = Some(copied);
+        note(row, latencies("before_", &before));
+        note(
+            row,
+            json!({"cpu_of_move_s": cpu_of_move, "volumes": cell.volumes}),
+        );
+        let Attempt::Moved(moved) = attempt else {
+            row.outcome = crate::row::CUT_OFF.into();
+            return Ok(());
+        };
+        self.put_move(cell, row, &moved, &ended, &at);
+        self.compare(row, &ended.log)
+    }
+
+    fn put_move(
+        &self,
+        cell: &Cell,
+        row: &mut Row,
+        moved: &Moved,
+        ended: &Ended,
+        at: &impl Fn(Instant) -> f64,
+    ) {
+        let (asked, switching, done) = (at(moved.asked), at(moved.switching), at(moved.done));
+        let during = figures(&ended.done, asked, done);
+        let near = figures(&ended.done, switching, done + AFTER_S);
+        let whole = figures(&ended.done, asked, done + AFTER_S);
+        row.total_s = Some(done - asked);
+        row.iops_during = Some(during.iops);
+        put_latency(row, &during);
+        row.switch_stall_ms = Some(near.stall_ms);
+        row.longest_hold_ms = Some(whole.longest_ms);
+        row.eta_error_pct = eta_error_pct(moved);
+        if let Some((source, destination)) = cell.volumes {
+            let load = Carried {
+                reads: during.reads,
+                writes: during.writes,
+                io_bytes: cell.kind.io_bytes as u64,
+            };
+            let bytes = cell.disk_bytes();
+            row.bound_s = Some(model::bound_s(&source, &destination, bytes, load));
+            // Half of the writes on average go to what was copied, all of them at the end.
+            let part = f64::from(cell.kind.write_percent) / 200.0;
+            let (here, there) = (source.latency_ms, destination.latency_ms);
+            let iops = model::equation_1(cell.outstanding, part, here, there);
+            note(row, json!({"equation_1_iops": iops}));
+        }
+        let course = by_tenths(&ended.done, (asked - BEFORE_S).max(0.0), done + AFTER_S);
+        note(row, latencies("during_", &during));
+        note(
+            row,
+            json!({
+                "report": moved.report, "iops_by_tenths": course, "course_begins_s": -BEFORE_S.min(asked),
+                "switching_s": switching - asked,
+            }),
+        );
+    }
+
+    /// Our copying of a disk that nobody works with.
+    fn offline(&self, cell: &Cell, row: &mut Row) -> Result<()> {
+        let log = self.site.prepare(cell)?;
+        let image = self.site.image(cell);
+        let mut server = Server::start(&self.site, System::DataMover, &image, &self.programs)?;
+        let deadline = Instant::now() + self.cut_off_after(row);
+        let written = self.site.destination_counts()?.written_bytes;
+        let attempt = server.move_to(&self.site.destination(), deadline)?;
+        drop(server);
+        let Attempt::Moved(moved) = attempt else {
+            row.outcome = crate::row::CUT_OFF.into();
+            return Ok(());
+        };
+        row.total_s = Some((moved.done - moved.asked).as_secs_f64());
+        row.eta_error_pct = eta_error_pct(&moved);
+        self.put_offline(cell, row, written)?;
+        self.compare(row, &log)
+    }
+
+    fn convert(&self, cell: &Cell, row: &mut Row) -> Result<()> {
+        let log = self.site.prepare(cell)?;
+        self.site.make_destination(cell.disk_bytes())?;
+        let written = self.site.destination_counts()?.written_bytes;
+        let mut command = self.site.command("qemu-img");
+        command.args([
+            "convert", "-m", "16", "-W", "-n", "-t", "none", "-T", "none",
+        ]);
+        command.args(["-f", "raw", "-O", "raw"]);
+        command.arg(self.site.image(cell));
+        command.arg(self.site.destination());
+        let asked = Instant::now();
+        let ended = command.stdin(Stdio::null()).output()?;
+        row.total_s = Some(asked.elapsed().as_secs_f64());
+        let said = String::from_utf8_lossy(&ended.stderr);
+        ensure!(ended.status.success(), "qemu-img: {}", said.trim());
+        self.put_offline(cell, row, written)?;
+        self.compare(row, &log)
+    }
+
+    fn put_offline(&self, cell: &Cell, row: &mut Row, written: u64) -> Result<()> {
+        row.bytes_copied = Some(self.site.destination_counts()?.written_bytes - written);
+        let (source, destination) = cell.volumes.context("no volumes")?;
+        let none = Carried {
+            reads: 0,
+            writes: 0,
+            io_bytes: 0,
+        };
+        row.bound_s = Some(model::bound_s(
+            &source,
+            &destination,
+            cell.disk_bytes(),
+            none,
+        ));
+        Ok(())
+    }
+
+    fn begin(&self, cell: &Cell, system: System, run: u32) -> Result<(Server, Running)> {
+        let log = self.site.prepare(cell)?;
+        let image = self.site.image(cell);
+        let server = Server::start(&self.site, system, &image, &self.programs)?;
+        let load = Load {
+            outstanding: cell.outstanding as usize,
+            write_percent: cell.kind.write_percent,
+            order: match cell.kind.sequential {
+                true => Order::Sequential,
+                false => Order::Random,
+            },
+            // The same for all systems of a repetition.
+            seed: u64::from(run),
+        };
+        let running = Running::begin(load, log, &self.site.place())?;
+        pause(SETTLE)?;
+        Ok((server, running))
+    }
+
+    fn compare(&self, row: &mut Row, log: &Log) -> Result<()> {
+        let findings = self.site.check(log)?;
+        row.acked_writes_lost = Some(findings.lost);
+        row.disks_equal = Some(findings.is_equal());
+        note(
+            row,
+            json!({
+                "acked_writes": log.writes(), "flushed_writes": log.flushed(), "blocks_compared": findings.blocks,
+                "blocks_torn": findings.torn, "blocks_strange": findings.strange,
+            }),
+        );
+        row.outcome = "completed".into();
+        Ok(())
+    }
+
+    fn cut_off_after(&self, row: &Row) -> Duration {
+        let rows = self.results.rows.iter();
+        let ours = rows.filter(|one| one.is_at(row) && one.system == "godwit" && one.completed());
+        let times: Vec<f64> = ours.filter_map(|one| one.total_s).collect();
+        let seconds = median(&times).map_or(CUT_OFF_WITHOUT_OURS_S, |ours| {
+            (ours * CUT_OFF_FACTOR).max(CUT_OFF_LEAST_S)
+        });
+        Duration::from_secs_f64(seconds)
+    }
+}
+
+fn check_load(ended: &Ended) -> Result<()> {
+    ensure!(
+        ended.failed == 0 && ended.wrong_reads == 0,
+        "{} requests failed and {} reads brought wrong bytes",
+        ended.failed,
+        ended.wrong_reads
+    );
+    Ok(())
+}
+
+/// By how much the first estimate after a tenth of the way was wrong.
+fn eta_error_pct(moved: &Moved) -> Option<f64> {
+    let mut estimates = moved.estimates.iter();
+    let (at, _, eta_s) = estimates.find(|(_, left, _)| *left <= 0.9)?;
+    let true_s = moved.done.checked_duration_since(*at)?.as_secs_f64();
+    Some((eta_s / true_s - 1.0) * 100.0)
+}
+
+fn put_latency(row: &mut Row, seen: &Figures) {
+    row.write_latency_ms = seen.write.map(|write| write.mean_ms);
+    row.write_latency_variance = seen.write.map(|write| write.variance);
+}
+
+fn latencies(prefix: &str, seen: &Figures) -> Value {
+    let mut told = serde_json::Map::new();
+    for (name, latency) in [("write", seen.write), ("read", seen.read)] {
+        let Some(latency) = latency else {
+            continue;
+        };
+        let Latency {
+            mean_ms,
+            variance,
+            median_ms,
+            p99_ms,
+            longest_ms,
+            ..
+        } = latency;
+        for (what, number) in [
+            ("mean_ms", mean_ms),
+            ("variance", variance),
+            ("median_ms", median_ms),
+            ("p99_ms", p99_ms),
+            ("longest_ms", longest_ms),
+        ] {
+            told.insert(format!("{prefix}{name}_{what}"), number.into());
+        }
+    }
+    told.insert(format!("{prefix}stall_ms"), seen.stall_ms.into());
+    told.into()
+}
+
+fn note(row: &mut Row, more: Value) {
+    if !row.details.is_object() {
+        row.details = json!({});
+    }
+    if let (Some(details), Value::Object(more)) = (row.details.as_object_mut(), more) {
+        details.extend(more);
+    }
+}
+
+/// What somebody who watches is told of a run.
+fn line(row: &Row) -> String {
+    let number = |value: Option<f64>, unit: &str| {
+        value.map_or(String::new(), |value| format!("  {value:.2} {unit}"))
+    };
+    let mut text = format!(
+        "{:<16} {:<22} {:<26} {}",
+        row.scenario,
+        row.cell,
+        row.name(),
+        row.run
+    );
+    text += &number(row.total_s, "s");
+    text += &number(row.over_bound_pct(), "% over the bound");
+    text += &number(row.iops_before, "IOPS");
+    text += &number(row.iops_during, "IOPS during");
+    text += &number(row.write_latency_ms, "ms a write");
+    text += &number(row.switch_stall_ms, "ms stall");
+    text += &number(row.cpu_us_per_io, "us CPU");
+    if row.disks_equal == Some(false) {
+        text += "  NOT EQUAL";
+    }
+    if !row.completed() {
+        text += &format!("  {}", row.outcome);
+    }
+    text
+}

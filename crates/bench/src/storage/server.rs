@@ -1,0 +1,274 @@
+//! Those who serve a disk and move it: godwit-disk, and QEMU's storage daemon or QEMU itself, each driven by its own control.
+//!
+//! Owns the process, which ends with the value. Moments are those at which this process heard of something. Refuses: to wait
+//! longer than it was told to.
+
+use super::plan::{CopyMode, System};
+use super::site::{RUN, Site};
+use anyhow::{Context as _, Result, bail};
+use godwit_testkit::qmp::Qmp;
+use godwit_testkit::stage::go_on;
+use serde_json::{Value, json};
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+const SOON: Duration = Duration::from_secs(30);
+
+/// A move that came to its end.
+#[derive(Debug)]
+pub struct Moved {
+    pub asked: Instant,
+    /// When the system began to change images.
+    pub switching: Instant,
+    pub done: Instant,
+    /// What the system said on the way: when, how much of the disk was left, and how long that would take.
+    pub estimates: Vec<(Instant, f64, f64)>,
+    /// What it said at the end.
+    pub report: Value,
+}
+
+/// What became of an attempt.
+pub enum Attempt {
+    Moved(Box<Moved>),
+    /// It was not done within the time that it had.
+    CutOff,
+}
+
+enum Control {
+    Ours(ChildStdin, Receiver<(Instant, Value)>),
+    Qemu(Box<Qmp>, CopyMode),
+}
+
+pub struct Server {
+    child: Child,
+    control: Control,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended; either way it is waited for, so that nothing of it is left.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Server {
+    /// Begins to serve an image on the site's socket.
+    pub fn start(site: &Site, system: System, image: &Path, programs: &Path) -> Result<Self> {
+        let deadline = Instant::now() + SOON;
+        match system {
+            System::Godwit | System::DataMover => ours(site, image, programs, deadline),
+            System::Daemon(mode) => daemon(site, image, mode, deadline),
+            System::Qemu(mode) => qemu(site, image, mode, deadline),
+            System::Convert => bail!("qemu-img serves no disk"),
+        }
+    }
+
+    /// Core-seconds that its threads have used.
+    pub fn cpu_s(&self) -> f64 {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
+        let nanos = |task: std::fs::DirEntry| {
+            let text = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+            text.split(' ').next()?.parse::<u64>().ok()
+        };
+        let all = tasks.into_iter().flatten().flatten().filter_map(nanos);
+        all.sum::<u64>() as f64 / 1e9
+    }
+
+    /// Moves the disk, which has to be done before the deadline.
+    pub fn move_to(&mut self, to: &Path, deadline: Instant) -> Result<Attempt> {
+        match &mut self.control {
+            Control::Ours(input, lines) => move_ours(input, lines, to, deadline),
+            Control::Qemu(qmp, mode) => move_qemu(qmp, *mode, to, deadline),
+        }
+    }
+}
+
+fn ours(site: &Site, image: &Path, programs: &Path, deadline: Instant) -> Result<Server> {
+    let mut command = site.command(programs.join("godwit-disk"));
+    command.arg("--image").arg(image);
+    command.arg("--socket").arg(Path::new(RUN).join("disk"));
+    command.arg("--memory").arg(Path::new(RUN).join("memory"));
+    command.arg("--record").arg(site.record());
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command
+        .stderr(Stdio::null())
+        .spawn()
+        .context("godwit-disk does not start")?;
+    let (input, output) = (child.stdin.take(), child.stdout.take());
+    let (input, output) = input.zip(output).context("godwit-disk has no pipes")?;
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        for line in BufReader::new(output).lines().map_while(Result::ok) {
+            let event = serde_json::from_str(&line).unwrap_or(Value::Null);
+            if sender.send((Instant::now(), event)).is_err() {
+                return;
+            }
+        }
+    });
+    let server = Server {
+        child,
+        control: Control::Ours(input, lines),
+    };
+    if let Control::Ours(_, lines) = &server.control {
+        next(lines, deadline)?.context("godwit-disk serves nothing")?;
+    }
+    Ok(server)
+}
+
+/// The next line; none if it has not come before the deadline.
+fn next(lines: &Receiver<(Instant, Value)>, deadline: Instant) -> Result<Option<(Instant, Value)>> {
+    loop {
+        go_on()?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        match lines.recv_timeout(left.min(Duration::from_millis(100))) {
+            Ok(line) => return Ok(Some(line)),
+            Err(RecvTimeoutError::Timeout) if left.is_zero() => return Ok(None),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => bail!("godwit-disk has ended"),
+        }
+    }
+}
+
+fn move_ours(
+    input: &mut ChildStdin,
+    lines: &Receiver<(Instant, Value)>,
+    to: &Path,
+    deadline: Instant,
+) -> Result<Attempt> {
+    let asked = Instant::now();
+    writeln!(input, "move {}", to.display())?;
+    let (mut switching, mut estimates) = (asked, Vec::new());
+    while let Some((at, event)) = next(lines, deadline)? {
+        match event["event"].as_str() {
+            Some("progress") => {
+                let number = |name: &str| event[name].as_f64();
+                let left = number("left").zip(number("total"));
+                let part = left.map(|(left, total)| left / total.max(1.0));
+                if let (Some(part), Some(eta_s)) = (part, number("eta_s")) {
+                    estimates.push((at, part, eta_s));
+                }
+            }
+            Some("switching") => switching = at,
+            Some("moved") => {
+                return Ok(Attempt::Moved(Box::new(Moved {
+                    asked,
+                    switching,
+                    done: at,
+                    estimates,
+                    report: event,
+                })));
+            }
+            Some("failed") => bail!("{}", event["why"].as_str().unwrap_or("it failed")),
+            _ => {}
+        }
+    }
+    Ok(Attempt::CutOff)
+}
+
+/// An image as QEMU opens it: past the page cache.
+fn file(image: &Path) -> Value {
+    json!({
+        "driver": "file", "filename": image, "aio": "io_uring",
+        "cache": {"direct": true, "no-flush": false}, "discard": "unmap",
+    })
+}
+
+fn blockdev(name: &str, image: &Path) -> Value {
+    json!({"driver": "raw", "node-name": name, "cache": {"direct": true, "no-flush": false}, "file": file(image)})
+}
+
+fn export(thread: &str) -> Value {
+    json!({
+        "type": "vhost-user-blk", "id": "export", "node-name": "disk", "writable": true, "iothread": thread,
+        "addr": {"type": "unix", "path": Path::new(RUN).join("disk")},
+    })
+}
+
+fn daemon(site: &Site, image: &Path, mode: CopyMode, deadline: Instant) -> Result<Server> {
+    let monitor = Path::new(RUN).join("qmp");
+    let mut command = site.command("qemu-storage-daemon");
+    command.args(["--object", "iothread,id=thread"]);
+    command.args(["--blockdev", &blockdev("disk", image).to_string()]);
+    command.arg("--chardev");
+    command.arg(socket(&monitor));
+    command.args(["--monitor", "chardev=monitor"]);
+    by_qmp(site, command, &monitor, mode, deadline)
+}
+
+fn qemu(site: &Site, image: &Path, mode: CopyMode, deadline: Instant) -> Result<Server> {
+    let monitor = Path::new(RUN).join("qmp");
+    let mut command = site.command("qemu-system-x86_64");
+    command.args(["-machine", "none", "-nodefaults", "-display", "none"]);
+    command.args(["-object", "iothread,id=thread"]);
+    command.args(["-blockdev", &blockdev("disk", image).to_string()]);
+    command.arg("-chardev");
+    command.arg(socket(&monitor));
+    command.args(["-mon", "chardev=monitor,mode=control"]);
+    by_qmp(site, command, &monitor, mode, deadline)
+}
+
+fn socket(monitor: &Path) -> String {
+    let path = monitor.display();
+    format!("socket,id=monitor,path={path},server=on,wait=off")
+}
+
+fn by_qmp(
+    site: &Site,
+    mut command: godwit_testkit::lab::MachineCommand,
+    monitor: &Path,
+    mode: CopyMode,
+    deadline: Instant,
+) -> Result<Server> {
+    command.stdin(Stdio::null()).stdout(Stdio::null());
+    let mut child = command.spawn().context("QEMU does not start")?;
+    let at: PathBuf = site.outside(monitor);
+    let qmp = Qmp::connect(&at, deadline).and_then(|mut qmp| {
+        qmp.execute("block-export-add", export("thread"), deadline)?;
+        Ok(qmp)
+    });
+    match qmp {
+        Ok(qmp) => Ok(Server {
+            child,
+            control: Control::Qemu(Box::new(qmp), mode),
+        }),
+        Err(error) => {
+            let _ = child.kill();
+            let _ = child.wait();
+            Err(error)
+        }
+    }
+}
+
+fn move_qemu(qmp: &mut Qmp, mode: CopyMode, to: &Path, deadline: Instant) -> Result<Attempt> {
+    let asked = Instant::now();
+    let soon = asked + SOON;
+    qmp.execute("blockdev-add", blockdev("new", to), soon)?;
+    let mirror = json!({
+        "job-id": "mirror", "device": "disk", "target": "new", "sync": "full", "copy-mode": mode.name(),
+    });
+    qmp.execute("blockdev-mirror", mirror, soon)?;
+    if qmp.moment_of("BLOCK_JOB_READY", deadline)?.is_none() {
+        return Ok(Attempt::CutOff);
+    }
+    let switching = Instant::now();
+    qmp.execute("block-job-complete", json!({"device": "mirror"}), deadline)?;
+    if qmp.moment_of("BLOCK_JOB_COMPLETED", deadline)?.is_none() {
+        return Ok(Attempt::CutOff);
+    }
+    let done = Instant::now();
+    let report = qmp.wait_event("BLOCK_JOB_COMPLETED", deadline)?;
+    if let Some(error) = report["data"]["error"].as_str() {
+        bail!("the mirror failed: {error}");
+    }
+    Ok(Attempt::Moved(Box::new(Moved {
+        asked,
+        switching,
+        done,
+        estimates: Vec::new(),
+        report: report["data"].clone(),
+    })))
+}
