@@ -5,7 +5,7 @@
 use super::plan::{self, Cell, Choice};
 use super::row::Results;
 use super::run::Bench;
-use super::{picture, table};
+use super::{picture, server, table};
 use crate::machine;
 use crate::stage::{programs, usual_output};
 use anyhow::{Context as _, Result, ensure};
@@ -51,6 +51,7 @@ pub fn run(arguments: &Storage) -> Result<()> {
         runs: arguments.runs,
         cells: arguments.cell.clone(),
         systems: arguments.system.clone(),
+        without_ten: !server::ten()?.exists(),
     };
     let cells = plan::cells(&choice).map_err(anyhow::Error::msg)?;
     if arguments.plan {
@@ -73,6 +74,9 @@ pub fn run(arguments: &Storage) -> Result<()> {
         false => Results::default(),
     };
     results.machine = machine::describe_for_disks(&bin);
+    if choice.without_ten {
+        println!("without QEMU 10.0, which scripts/fetch-qemu10.sh fetches");
+    }
     let results = Bench::new(bin, out.clone(), results)?.run(&cells)?;
     report(&results, &out)
 }

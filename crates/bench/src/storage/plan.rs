@@ -54,6 +54,8 @@ pub enum System {
     Daemon(CopyMode),
     /// `qemu-system-x86_64` without a machine and without a guest.
     Qemu(CopyMode),
+    /// The same of QEMU 10.0.
+    Ten(CopyMode),
     /// Our copying, without a load.
     DataMover,
     /// `qemu-img convert -m 16 -W -n -t none -T none`.
@@ -83,9 +85,12 @@ impl System {
             Self::Godwit if !moves => ("godwit", "serve"),
             Self::Daemon(_) if !moves => ("qsd", "serve"),
             Self::Qemu(_) if !moves => ("qemu-mirror", "serve"),
+            Self::Ten(_) if !moves => ("qemu-mirror", "10.0 serve"),
             Self::Godwit => ("godwit", "mirror"),
             Self::Daemon(mode) => ("qsd", mode.name()),
             Self::Qemu(mode) => ("qemu-mirror", mode.name()),
+            Self::Ten(CopyMode::Background) => ("qemu-mirror", "10.0 background"),
+            Self::Ten(CopyMode::WriteBlocking) => ("qemu-mirror", "10.0 write-blocking"),
             Self::DataMover => ("offline", "data-mover"),
             Self::Convert => ("offline", "qemu-img convert"),
         }
@@ -169,6 +174,8 @@ pub struct Choice {
     pub runs: Option<u32>,
     pub cells: Vec<String>,
     pub systems: Vec<String>,
+    /// Whether there is no QEMU 10.0.
+    pub without_ten: bool,
 }
 
 const BACKGROUND: System = System::Daemon(CopyMode::Background);
@@ -207,6 +214,8 @@ fn whole() -> Vec<Cell> {
         if outstanding == 16 {
             cell.systems.push(System::Qemu(CopyMode::Background));
             cell.systems.push(System::Qemu(CopyMode::WriteBlocking));
+            cell.systems.push(System::Ten(CopyMode::Background));
+            cell.systems.push(System::Ten(CopyMode::WriteBlocking));
         }
         cells.push(cell);
     }
@@ -294,6 +303,9 @@ pub fn cells(choice: &Choice) -> Result<Vec<Cell>, String> {
     for cell in &mut cells {
         let moves = cell.moves();
         cell.systems.retain(|system| {
+            if choice.without_ten && matches!(system, System::Ten(_)) {
+                return false;
+            }
             let (name, method) = system.names(moves);
             any(&choice.systems, &|text| {
                 format!("{name} {method}").contains(text)
@@ -356,7 +368,7 @@ mod tests {
             ..Choice::default()
         };
         let chosen = cells(&choice("oio", "oio=16", "write-blocking")).unwrap();
-        assert_eq!((chosen.len(), chosen[0].systems.len()), (1, 2));
+        assert_eq!((chosen.len(), chosen[0].systems.len()), (1, 3));
         assert!(cells(&choice("oi", "oio=16", "")).is_err());
         assert!(cells(&choice("oio", "oio=17", "")).is_err());
         assert!(cells(&choice("oio", "oio=16", "xen")).is_err());

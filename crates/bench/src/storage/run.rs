@@ -27,7 +27,8 @@ const AFTER_S: f64 = 0.2;
 /// A move is cut off at ten times our time in the same cell, and never before.
 const CUT_OFF_FACTOR: f64 = 10.0;
 const CUT_OFF_LEAST_S: f64 = 20.0;
-const CUT_OFF_WITHOUT_OURS_S: f64 = 120.0;
+/// Where there is none of ours: at so many times the cell's estimate.
+const CUT_OFF_ESTIMATES: f64 = 4.0;
 
 pub struct Bench {
     site: Site,
@@ -56,6 +57,9 @@ impl Bench {
                 for system in turns(cell, run) {
                     if interrupt::caught() {
                         return Ok(self.results);
+                    }
+                    if self.was_cut_off(&cell.row(system, run)) {
+                        continue;
                     }
                     let row = self.one(cell, system, run);
                     println!("{}", line(&row));
@@ -120,7 +124,7 @@ impl Bench {
             self.site.make_destination(cell.disk_bytes())?;
         }
         let written = self.site.destination_counts()?.written_bytes;
-        let deadline = Instant::now() + self.cut_off_after(row);
+        let deadline = Instant::now() + self.cut_off_after(cell, row);
         let attempt = server.move_to(&self.site.destination(), deadline)?;
         let copied = self.site.destination_counts()?.written_bytes - written;
         let cpu_of_move = server.cpu_s() - cpu - used;
@@ -197,7 +201,7 @@ impl Bench {
         let log = self.site.prepare(cell)?;
         let image = self.site.image(cell);
         let mut server = Server::start(&self.site, System::DataMover, &image, &self.programs)?;
-        let deadline = Instant::now() + self.cut_off_after(row);
+        let deadline = Instant::now() + self.cut_off_after(cell, row);
         let written = self.site.destination_counts()?.written_bytes;
         let attempt = server.move_to(&self.site.destination(), deadline)?;
         drop(server);
@@ -282,14 +286,25 @@ impl Bench {
         Ok(())
     }
 
-    fn cut_off_after(&self, row: &Row) -> Duration {
+    /// Who was cut off in a cell is not run there again.
+    fn was_cut_off(&self, row: &Row) -> bool {
+        let mut rows = self.results.rows.iter();
+        rows.any(|one| {
+            one.is_like(row)
+                && one.call_unix_s == self.call_unix_s
+                && one.outcome == crate::row::CUT_OFF
+        })
+    }
+
+    fn cut_off_after(&self, cell: &Cell, row: &Row) -> Duration {
         let rows = self.results.rows.iter();
         let ours = rows.filter(|one| one.is_at(row) && one.system == "godwit" && one.completed());
         let times: Vec<f64> = ours.filter_map(|one| one.total_s).collect();
-        let seconds = median(&times).map_or(CUT_OFF_WITHOUT_OURS_S, |ours| {
-            (ours * CUT_OFF_FACTOR).max(CUT_OFF_LEAST_S)
-        });
-        Duration::from_secs_f64(seconds)
+        let seconds = match median(&times) {
+            Some(ours) => ours * CUT_OFF_FACTOR,
+            None => cell.run_s() * CUT_OFF_ESTIMATES,
+        };
+        Duration::from_secs_f64(seconds.max(CUT_OFF_LEAST_S))
     }
 }
 

@@ -6,6 +6,8 @@
 use super::plan::{CopyMode, System};
 use super::site::{RUN, Site};
 use anyhow::{Context as _, Result, bail};
+use godwit_testkit::guest::linux::target_dir;
+use godwit_testkit::lab::MachineCommand;
 use godwit_testkit::qmp::Qmp;
 use godwit_testkit::stage::go_on;
 use serde_json::{Value, json};
@@ -62,7 +64,14 @@ impl Server {
         match system {
             System::Godwit | System::DataMover => ours(site, image, programs, deadline),
             System::Daemon(mode) => daemon(site, image, mode, deadline),
-            System::Qemu(mode) => qemu(site, image, mode, deadline),
+            System::Qemu(mode) => {
+                let qemu = site.command("qemu-system-x86_64");
+                without_a_guest(site, qemu, image, mode, deadline)
+            }
+            System::Ten(mode) => {
+                let qemu = site.command(ten()?);
+                without_a_guest(site, qemu, image, mode, deadline)
+            }
             System::Convert => bail!("qemu-img serves no disk"),
         }
     }
@@ -199,9 +208,19 @@ fn daemon(site: &Site, image: &Path, mode: CopyMode, deadline: Instant) -> Resul
     by_qmp(site, command, &monitor, mode, deadline)
 }
 
-fn qemu(site: &Site, image: &Path, mode: CopyMode, deadline: Instant) -> Result<Server> {
+/// Where `scripts/fetch-qemu10.sh` puts QEMU 10.0.
+pub fn ten() -> Result<PathBuf> {
+    Ok(target_dir()?.join("peers/qemu-10.0/qemu-system-x86_64"))
+}
+
+fn without_a_guest(
+    site: &Site,
+    mut command: MachineCommand,
+    image: &Path,
+    mode: CopyMode,
+    deadline: Instant,
+) -> Result<Server> {
     let monitor = Path::new(RUN).join("qmp");
-    let mut command = site.command("qemu-system-x86_64");
     command.args(["-machine", "none", "-nodefaults", "-display", "none"]);
     command.args(["-object", "iothread,id=thread"]);
     command.args(["-blockdev", &blockdev("disk", image).to_string()]);
@@ -218,7 +237,7 @@ fn socket(monitor: &Path) -> String {
 
 fn by_qmp(
     site: &Site,
-    mut command: godwit_testkit::lab::MachineCommand,
+    mut command: MachineCommand,
     monitor: &Path,
     mode: CopyMode,
     deadline: Instant,

@@ -158,7 +158,13 @@ fn sync(directory: &Path) -> Result<()> {
 
 fn clear(directory: &Path) -> Result<()> {
     for entry in std::fs::read_dir(directory)? {
-        std::fs::remove_file(entry?.path())?;
+        let path = entry?.path();
+        // A volume keeps what was durable until the next sync, and a socket has no content.
+        if let Ok(file) = OpenOptions::new().write(true).open(&path) {
+            file.set_len(0)?;
+            file.sync_all()?;
+        }
+        std::fs::remove_file(&path)?;
     }
     Ok(())
 }
