@@ -62,6 +62,9 @@ impl Bench {
                         continue;
                     }
                     let row = self.one(cell, system, run);
+                    if interrupt::caught() {
+                        return Ok(self.results);
+                    }
                     println!("{}", line(&row));
                     self.results.rows.push(row);
                     let text = serde_json::to_vec_pretty(&self.results)?;
