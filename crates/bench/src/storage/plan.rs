@@ -65,7 +65,10 @@ pub enum System {
 /// Of QEMU's `blockdev-mirror`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyMode {
+    /// As it is set by default: 64 KiB are copied again for a write of 8.
     Background,
+    /// What is copied again is as small as what the load writes.
+    FineBackground,
     WriteBlocking,
 }
 
@@ -73,7 +76,24 @@ impl CopyMode {
     pub fn name(self) -> &'static str {
         match self {
             Self::Background => "background",
+            Self::FineBackground => "background 8 KiB",
             Self::WriteBlocking => "write-blocking",
+        }
+    }
+
+    /// The word for QEMU.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Background | Self::FineBackground => "background",
+            Self::WriteBlocking => "write-blocking",
+        }
+    }
+
+    /// Bytes for which QEMU remembers whether they are equal; 0: as it likes.
+    pub fn granularity(self) -> u32 {
+        match self {
+            Self::FineBackground => 8192,
+            Self::Background | Self::WriteBlocking => 0,
         }
     }
 }
@@ -89,7 +109,9 @@ impl System {
             Self::Godwit => ("godwit", "mirror"),
             Self::Daemon(mode) => ("qsd", mode.name()),
             Self::Qemu(mode) => ("qemu-mirror", mode.name()),
-            Self::Ten(CopyMode::Background) => ("qemu-mirror", "10.0 background"),
+            Self::Ten(CopyMode::Background | CopyMode::FineBackground) => {
+                ("qemu-mirror", "10.0 background")
+            }
             Self::Ten(CopyMode::WriteBlocking) => ("qemu-mirror", "10.0 write-blocking"),
             Self::DataMover => ("offline", "data-mover"),
             Self::Convert => ("offline", "qemu-img convert"),
@@ -179,6 +201,7 @@ pub struct Choice {
 }
 
 const BACKGROUND: System = System::Daemon(CopyMode::Background);
+const FINE: System = System::Daemon(CopyMode::FineBackground);
 const BLOCKING: System = System::Daemon(CopyMode::WriteBlocking);
 
 fn moving(scenario: &'static str, name: String, outstanding: u32) -> Cell {
@@ -210,6 +233,9 @@ fn whole() -> Vec<Cell> {
         let mut cell = moving("oio", format!("oio={outstanding}"), outstanding);
         if outstanding == 2 {
             cell.systems.extend(offline);
+        }
+        if outstanding >= 8 {
+            cell.systems.push(FINE);
         }
         if outstanding == 16 {
             cell.systems.push(System::Qemu(CopyMode::Background));

@@ -266,9 +266,12 @@ fn move_qemu(qmp: &mut Qmp, mode: CopyMode, to: &Path, deadline: Instant) -> Res
     let asked = Instant::now();
     let soon = asked + SOON;
     qmp.execute("blockdev-add", blockdev("new", to), soon)?;
-    let mirror = json!({
-        "job-id": "mirror", "device": "disk", "target": "new", "sync": "full", "copy-mode": mode.name(),
+    let mut mirror = json!({
+        "job-id": "mirror", "device": "disk", "target": "new", "sync": "full", "copy-mode": mode.word(),
     });
+    if mode.granularity() != 0 {
+        mirror["granularity"] = mode.granularity().into();
+    }
     qmp.execute("blockdev-mirror", mirror, soon)?;
     if qmp.moment_of("BLOCK_JOB_READY", deadline)?.is_none() {
         return Ok(Attempt::CutOff);
