@@ -300,7 +300,7 @@ fn quick() -> Vec<Cell> {
         (cell.runs, cell.disk_mib) = match cell.scenario {
             "slow-destination" => (1, 64),
             _ if cell.moves() => (2, 256),
-            _ => (3, 256),
+            _ => (2, 256),
         };
     }
     cells
@@ -372,7 +372,8 @@ mod tests {
         };
         let cells = cells(&choice).unwrap();
         let seconds = estimate_s(&cells);
-        assert!(seconds < 420.0, "{seconds}");
+        // What is cut off takes longer.
+        assert!(seconds < 400.0, "{seconds}");
         for scenario in ["oio", "slow-destination", "steady", "local"] {
             assert!(cells.iter().any(|cell| cell.scenario == scenario));
         }

@@ -28,7 +28,7 @@ const AFTER_S: f64 = 0.2;
 const CUT_OFF_FACTOR: f64 = 10.0;
 const CUT_OFF_LEAST_S: f64 = 20.0;
 /// Where there is none of ours: at so many times the cell's estimate.
-const CUT_OFF_ESTIMATES: f64 = 4.0;
+const CUT_OFF_ESTIMATES: f64 = 3.0;
 
 pub struct Bench {
     site: Site,
