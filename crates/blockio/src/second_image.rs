@@ -1,7 +1,9 @@
 //! A second image of a disk on the same host, which a mirroring fills while the guest works with the first.
 //!
-//! A few threads carry changes out, each one at a time and beside the page cache; of two changes of the same bytes the later
-//! stays ([`Arriving`]). What is under way is bounded. Who owns the state: this value and its outlets share it; the threads end
+//! Threads carry changes out, each one at a time and beside the page cache; of two changes of the same bytes the later
+//! stays ([`Arriving`]). What is under way is bounded, and little of the guest's, so that a guest is as fast as the slower of its
+//! images and both are soon equal once it stands still. Half of the threads are the guest's first, so that neither its writes nor
+//! the copying waits for all of the other. Who owns the state: this value and its outlets share it; the threads end
 //! with the last outlet. Refuses: nothing that is given; an image that cannot be written ends the mirroring, never the guest.
 
 use std::collections::VecDeque;
@@ -13,14 +15,22 @@ use crate::filters::{Change, Course, Origin, Outlet};
 use crate::{Arriving, Error, Image};
 
 /// Threads, and with them changes that the storage has at the same time.
-const THREADS: usize = 8;
-/// Bytes of each origin that may be under way.
-const UNDER_WAY_MAX: u64 = 16 << 20;
+const THREADS: usize = 32;
+/// Bytes of the guest's changes that may be under way,
+const GUEST_BYTES_MAX: u64 = 2 << 20;
+/// and how many of them, which is twice what the storage has at the same time.
+const GUEST_CHANGES_MAX: usize = 2 * THREADS;
+/// Bytes of what is copied that may be under way: as many as the storage writes in a moment, between these bounds.
+const COPY_BYTES: Range<u64> = 1 << 20..16 << 20;
+/// Storage that takes longer for a change that is copied has too many of them; one that takes half as long may have more.
+const COPY_TAKES: Duration = Duration::from_millis(400);
 /// Changes that may wait: those without content are cheap, and are remembered.
 const WAITING_MAX: usize = 4096;
+/// What is under way is worth a moment in which the guest's requests wait if it is no more than so many bytes.
+const CLOSE_BYTES: u64 = 512 << 10;
 /// A change without content counts as so many bytes.
 const ZERO_COST: u64 = 4096;
-/// Storage that has had a change for so long is waited for by nobody.
+/// Storage that has had a change for so long, and has done nothing since, is waited for by nobody.
 const SILENT_FOR: Duration = Duration::from_millis(500);
 
 /// An image that becomes the same as a disk's. Clones are the same one.
@@ -40,12 +50,18 @@ struct Shared {
 struct State {
     /// Number of the change that was given last.
     count: u64,
-    /// Changes that no thread has taken, oldest first.
-    waiting: VecDeque<Task>,
+    /// Changes that no thread has taken, by origin, oldest first.
+    waiting: [VecDeque<Task>; 2],
     /// Numbers of those that a thread carries out, and since when.
     running: Vec<(u64, Instant)>,
+    /// When one was done last.
+    done_at: Option<Instant>,
     /// Bytes by origin.
     under_way: [u64; 2],
+    /// How many of the guest's.
+    of_guest: usize,
+    /// Bytes that the copying may have under way.
+    copy_room: u64,
     has_ended: bool,
 }
 
@@ -63,7 +79,10 @@ impl SecondImage {
         Ok(Self(Arc::new(Shared {
             image: Arriving::of(image)?,
             course: course.clone(),
-            state: Mutex::default(),
+            state: Mutex::new(State {
+                copy_room: COPY_BYTES.end,
+                ..State::default()
+            }),
             news: Condvar::new(),
             syncing: Mutex::default(),
         })))
@@ -72,10 +91,14 @@ impl SecondImage {
     /// Begins the threads that write it, and gives what a mirroring takes. Once for each image.
     pub fn outlet(&self) -> Result<Box<dyn Outlet>, Error> {
         let outlet = Box::new(Writers(Arc::clone(&self.0)));
-        for _ in 0..THREADS {
+        for number in 0..THREADS {
+            let first = match number % 2 {
+                0 => Origin::Guest,
+                _ => Origin::Copy,
+            };
             let shared = Arc::clone(&self.0);
             let thread = std::thread::Builder::new().name("disk-copy".to_owned());
-            let begun = thread.spawn(move || shared.write_all());
+            let begun = thread.spawn(move || shared.write_all(first));
             begun.map_err(|source| Error::Ring {
                 action: "begin a thread",
                 source,
@@ -87,6 +110,11 @@ impl SecondImage {
     /// Bytes that were given and are still to be written; none once it has all, or has lost some.
     pub fn under_way_bytes(&self) -> u64 {
         self.0.lock().under_way.iter().sum()
+    }
+
+    /// Whether so little is under way that the disk can stand still for it.
+    pub fn is_close(&self) -> bool {
+        self.under_way_bytes() <= CLOSE_BYTES
     }
 
     /// Makes durable what was written. The kernel tells of a failure once: it ends the mirroring, and every later one fails, too.
@@ -103,19 +131,19 @@ impl Outlet for Writers {
         let mut state = self.0.lock();
         let is_silent = state.is_silent();
         if is_silent {
-            // Who counts what waits must see it as lost, so first that.
-            for task in std::mem::take(&mut state.waiting) {
-                self.0.course.lose(task.range.clone());
-                state.end(&task);
-            }
+            state.lose_waiting(&self.0.course);
         }
         is_silent
     }
 
     fn takes(&mut self, origin: Origin) -> bool {
         let state = self.0.lock();
-        let has_room = state.under_way[origin as usize] < UNDER_WAY_MAX;
-        has_room && state.waiting.len() < WAITING_MAX && !state.is_silent()
+        let under_way = state.under_way[origin as usize];
+        let has_room = match origin {
+            Origin::Guest => under_way < GUEST_BYTES_MAX && state.of_guest < GUEST_CHANGES_MAX,
+            Origin::Copy => under_way < state.copy_room,
+        };
+        has_room && state.waiting[origin as usize].len() < WAITING_MAX && !state.is_silent()
     }
 
     fn give(&mut self, origin: Origin, range: Range<u64>, change: Change) {
@@ -128,7 +156,8 @@ impl Outlet for Writers {
             change,
         };
         state.under_way[origin as usize] += task.cost();
-        state.waiting.push_back(task);
+        state.of_guest += usize::from(origin == Origin::Guest);
+        state.waiting[origin as usize].push_back(task);
         drop(state);
         self.0.news.notify_one();
     }
@@ -138,10 +167,7 @@ impl Drop for Writers {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.has_ended = true;
-        for task in std::mem::take(&mut state.waiting) {
-            self.0.course.lose(task.range.clone());
-            state.end(&task);
-        }
+        state.lose_waiting(&self.0.course);
         drop(state);
         self.0.news.notify_all();
     }
@@ -161,8 +187,8 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write_all(&self) {
-        while let Some((task, below)) = self.next() {
+    fn write_all(&self, first: Origin) {
+        while let Some((task, below)) = self.next(first) {
             let (number, range) = (task.number, &task.range);
             let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
             let written = match &task.change {
@@ -176,21 +202,20 @@ impl Shared {
                 self.course.fail(error.to_string());
             }
             let mut state = self.lock();
-            state.running.retain(|(running, _)| *running != number);
-            state.end(&task);
+            state.has_done(&task);
         }
     }
 
-    /// The oldest change that waits, and the number before which none is under way; none where there will be no more.
-    fn next(&self) -> Option<(Task, u64)> {
+    /// The oldest change of this origin, else of the other, and the number before which none is under way; none where there
+    /// will be no more.
+    fn next(&self, first: Origin) -> Option<(Task, u64)> {
         let mut state = self.lock();
         loop {
             if state.has_ended {
                 return None;
             }
-            if let Some(task) = state.waiting.pop_front() {
-                let running = state.running.iter().map(|(number, _)| *number);
-                let below = running.min().unwrap_or(task.number).min(task.number);
+            if let Some(task) = state.take(first) {
+                let below = state.oldest().unwrap_or(task.number).min(task.number);
                 state.running.push((task.number, Instant::now()));
                 return Some((task, below));
             }
@@ -201,14 +226,69 @@ impl Shared {
 }
 
 impl State {
+    /// Whether it has had a change for long, and has done nothing meanwhile: slow storage is not silent.
     fn is_silent(&self) -> bool {
+        let is_long = |since: &Instant| since.elapsed() >= SILENT_FOR;
         let mut running = self.running.iter();
-        running.any(|(_, since)| since.elapsed() >= SILENT_FOR)
+        running.any(|(_, since)| is_long(since)) && self.done_at.as_ref().is_none_or(is_long)
+    }
+
+    fn take(&mut self, first: Origin) -> Option<Task> {
+        let second = match first {
+            Origin::Guest => Origin::Copy,
+            Origin::Copy => Origin::Guest,
+        };
+        let [first, second] = [first as usize, second as usize];
+        let task = self.waiting[first].pop_front();
+        task.or_else(|| self.waiting[second].pop_front())
+    }
+
+    /// The lowest number of those that are under way.
+    fn oldest(&self) -> Option<u64> {
+        let waiting = self.waiting.iter().filter_map(VecDeque::front);
+        let running = self.running.iter().map(|(number, _)| *number);
+        running.chain(waiting.map(|task| task.number)).min()
+    }
+
+    fn lose_waiting(&mut self, course: &Course) {
+        for task in std::mem::take(&mut self.waiting).into_iter().flatten() {
+            // Who counts what waits must see it as lost, so first that.
+            course.lose(task.range.clone());
+            self.end(&task);
+        }
+    }
+
+    /// A thread has carried it out.
+    fn has_done(&mut self, task: &Task) {
+        let now = Instant::now();
+        self.done_at = Some(now);
+        let mut running = self.running.iter();
+        if let Some(at) = running.position(|(number, _)| *number == task.number) {
+            let (_, since) = self.running.swap_remove(at);
+            let is_content = matches!(task.change, Change::Written(..));
+            if task.origin == Origin::Copy && is_content {
+                self.adapt(now - since);
+            }
+        }
+        self.end(task);
+    }
+
+    /// Less is copied at once where storage takes long for it: a guest's writes wait in the same queue of the storage.
+    fn adapt(&mut self, took: Duration) {
+        if took > COPY_TAKES {
+            self.copy_room /= 2;
+        } else if took < COPY_TAKES / 2 {
+            self.copy_room = self.copy_room.saturating_mul(2);
+        }
+        self.copy_room = self.copy_room.clamp(COPY_BYTES.start, COPY_BYTES.end);
     }
 
     fn end(&mut self, task: &Task) {
         let bytes = &mut self.under_way[task.origin as usize];
         *bytes = bytes.saturating_sub(task.cost());
+        if task.origin == Origin::Guest {
+            self.of_guest = self.of_guest.saturating_sub(1);
+        }
     }
 }
 

@@ -10,7 +10,7 @@
 use super::claim::Taking;
 use super::images::rename;
 use super::left::{Copying, follow, remove_left};
-use super::moving::{CLOSE_BYTES, begin_copying};
+use super::moving::begin_copying;
 use super::served::{Served, ServedDisks};
 use super::switching::{Going, Mirror, Stopped};
 use super::{Disks, LOCK_WAIT, NO_NEARER, REST_WAIT};
@@ -419,7 +419,7 @@ impl Served {
             });
             if course.is_synchronised() {
                 let since = *equal_since.get_or_insert_with(Instant::now);
-                if mirror.second.under_way_bytes() <= CLOSE_BYTES || since.elapsed() >= PATIENCE {
+                if mirror.second.is_close() || since.elapsed() >= PATIENCE {
                     return Ok(());
                 }
             } else {

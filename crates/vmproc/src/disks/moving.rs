@@ -31,7 +31,7 @@ pub(super) type Filling = Arc<Vec<Option<Arriving>>>;
 /// A guest that writes all the while has as much under way as the link takes: after so long it is stopped all the same.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// More changes may be under way than are worth a stop of the guest, bytes.
-pub(super) const CLOSE_BYTES: u64 = 8 << 20;
+const CLOSE_BYTES: u64 = 8 << 20;
 
 /// A disk that goes along.
 #[derive(Debug)]

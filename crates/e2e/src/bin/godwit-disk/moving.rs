@@ -18,7 +18,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 const REST_WAIT: Duration = Duration::from_secs(3);
 const STAND_WAIT: Duration = Duration::from_millis(500);
 const PATIENCE: Duration = Duration::from_secs(5);
-const CLOSE_BYTES: u64 = 8 << 20;
 const ATTEMPTS: usize = 20;
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// Where no less is left for so long, a move is given up.
@@ -119,7 +118,7 @@ impl Mirror<'_> {
             self.tell(left);
             if self.course.is_synchronised() {
                 let since = *equal_since.get_or_insert_with(Instant::now);
-                if self.second.under_way_bytes() <= CLOSE_BYTES || since.elapsed() >= PATIENCE {
+                if self.second.is_close() || since.elapsed() >= PATIENCE {
                     return Ok(());
                 }
             } else {
