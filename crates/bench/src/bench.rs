@@ -10,7 +10,7 @@ use crate::machine::{CpuTime, FirstTouch};
 use crate::memory::Memory;
 use crate::peer::Programs;
 use crate::plan::{CUT_OFF_FACTOR, Cell, Course, Guest};
-use crate::row::{CUT_OFF, Results, Row};
+use crate::row::{CUT_OFF, Measured as _, Results, Row};
 use crate::stage::Stage;
 use crate::system::System;
 use crate::usage::Usage;
@@ -186,7 +186,7 @@ impl Bench {
                         println!("[{number:3}/{total}] {}", line(&row));
                         self.results.rows.push(row);
                     }
-                    self.write()?;
+                    self.results.write(&self.out.join("memory.json"))?;
                 }
             }
         }
@@ -199,15 +199,6 @@ impl Bench {
         let mut alike = self.results.rows.iter().filter(|row| row.is_like(&wanted));
         let ours = matches!(system, System::Godwit { .. });
         alike.any(|row| row.run == repetition || !ours && row.outcome == CUT_OFF)
-    }
-
-    fn write(&self) -> Result<()> {
-        let (path, fresh) = (
-            self.out.join("memory.json"),
-            self.out.join("memory.json.new"),
-        );
-        std::fs::write(&fresh, serde_json::to_vec_pretty(&self.results)?)?;
-        std::fs::rename(&fresh, &path).with_context(|| format!("cannot write {}", path.display()))
     }
 
     /// One run, made again while the hypervisor takes too much of the machine away. What went wrong is never made again.

@@ -1,10 +1,10 @@
-//! Rows of one system in one cell: their medians with the spread, what they are called, and which may be held against each
-//! other.
+//! Rows of one system in one cell, of any bench: their medians with the spread. Of moves of memory, too, what they are called,
+//! and which may be held against each other.
 //!
 //! Pure. Refuses nothing; numbers that were not measured are none.
 
 use crate::plan::scenarios;
-use crate::row::{CUT_OFF, Row};
+use crate::row::{CUT_OFF, Measured, Row};
 use std::collections::HashMap;
 
 /// A number of a row, where it was measured.
@@ -63,24 +63,24 @@ impl Spread {
 
 /// All runs of one system with one setting in one cell.
 #[derive(Debug, Clone)]
-pub struct Group<'a> {
+pub struct Group<'a, R = Row> {
     /// The rows, at least one.
-    pub rows: Vec<&'a Row>,
+    pub rows: Vec<&'a R>,
 }
 
-impl<'a> Group<'a> {
+impl<'a, R: Measured> Group<'a, R> {
     /// The row that stands for what all have in common.
-    pub fn head(&self) -> &'a Row {
+    pub fn head(&self) -> &'a R {
         self.rows[0]
     }
 
     /// A number of the completed rows.
-    pub fn spread(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<Spread> {
+    pub fn spread(&self, number: impl Fn(&R) -> Option<f64>) -> Option<Spread> {
         let done = self.rows.iter().filter(|row| row.completed());
         Spread::of(&done.filter_map(|row| number(row)).collect::<Vec<_>>())
     }
 
-    pub fn median(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<f64> {
+    pub fn median(&self, number: impl Fn(&R) -> Option<f64>) -> Option<f64> {
         self.spread(number).map(|spread| spread.median)
     }
 
@@ -90,15 +90,17 @@ impl<'a> Group<'a> {
         let other = self.rows.iter().find(|row| !row.completed());
         match other {
             None => "completed".into(),
-            Some(row) if done == 0 => row.outcome.clone(),
+            Some(row) if done == 0 => row.outcome().to_owned(),
             Some(row) => format!(
                 "{done} of {} completed, else {}",
                 self.rows.len(),
-                row.outcome
+                row.outcome()
             ),
         }
     }
+}
 
+impl Group<'_> {
     /// Whether it was ended for taking too long.
     pub fn cut_off(&self) -> bool {
         self.rows.iter().any(|row| row.outcome == CUT_OFF)
@@ -128,15 +130,21 @@ impl<'a> Group<'a> {
     }
 }
 
-/// Rows that belong together: by scenario, within one in the order of their first ones.
-pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
-    let mut groups: Vec<Group> = Vec::new();
+/// Rows that belong together, in the order of their first ones.
+pub fn in_order<R: Measured>(rows: &[R]) -> Vec<Group<'_, R>> {
+    let mut groups: Vec<Group<R>> = Vec::new();
     for row in rows {
         match groups.iter_mut().find(|group| group.head().is_like(row)) {
             Some(group) => group.rows.push(row),
             None => groups.push(Group { rows: vec![row] }),
         }
     }
+    groups
+}
+
+/// Rows that belong together: by scenario, within one in the order of their first ones.
+pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
+    let mut groups = in_order(rows);
     groups.sort_by_key(|group| {
         let scenario = &group.head().scenario;
         scenarios().iter().position(|name| name == scenario)

@@ -4,7 +4,7 @@
 
 use crate::group::{Group, Number, Spread, comparable, groups, is_encrypted};
 use crate::plan::scenarios;
-use crate::row::Results;
+use crate::row::{Measured as _, Results};
 use crate::table::figures;
 use godwit_testkit::page::figure;
 use godwit_testkit::page::svg::{Svg, ticks};

@@ -6,7 +6,7 @@ use crate::group::{
     COST_DESTINATION, COST_SOURCE, Group, RATE, STOP, Spread, TOTAL, is_encrypted, is_ours, place,
 };
 use crate::judge::{Line, Target};
-use crate::row::Row;
+use crate::row::{Measured as _, Row};
 use serde::Deserialize;
 use std::sync::LazyLock;
 

@@ -1,17 +1,50 @@
-//! One run of one system in one cell, and the file that holds them all.
+//! One run of one system in one cell, and the file that holds them all; the latter for every bench, whatever its rows are.
 //!
 //! The field names are a stable interface. Times are seconds or milliseconds by the clock of the one machine that all
 //! of it runs on. Plain data; refuses nothing.
 
+use anyhow::{Context as _, Result};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::path::Path;
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct Results {
+pub struct Results<R = Row> {
     /// What it ran on, and how it was prepared.
     pub machine: Value,
     /// A row a run, in the order in which they ran.
-    pub rows: Vec<Row>,
+    pub rows: Vec<R>,
+}
+
+impl<R: Serialize + DeserializeOwned> Results<R> {
+    pub fn read(path: &Path) -> Result<Self> {
+        let text =
+            std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
+        serde_json::from_slice(&text)
+            .with_context(|| format!("{} is no bench result", path.display()))
+    }
+
+    /// Whoever reads it meanwhile finds the former one whole.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let fresh = path.with_extension("json.new");
+        std::fs::write(&fresh, serde_json::to_vec_pretty(self)?)?;
+        std::fs::rename(&fresh, path).with_context(|| format!("cannot write {}", path.display()))
+    }
+}
+
+/// A row of any bench.
+pub trait Measured {
+    /// Whether two are runs of one system with the same settings in the same cell.
+    fn is_like(&self, other: &Self) -> bool;
+
+    /// `completed`, or what came instead.
+    fn outcome(&self) -> &str;
+
+    /// Whether it ran to its end.
+    fn completed(&self) -> bool {
+        self.outcome() == "completed"
+    }
 }
 
 /// One run. Numbers that were not measured are absent.
@@ -71,9 +104,8 @@ pub struct Row {
     pub details: Value,
 }
 
-impl Row {
-    /// Whether two are runs of one system with the same settings in the same cell.
-    pub fn is_like(&self, other: &Self) -> bool {
+impl Measured for Row {
+    fn is_like(&self, other: &Self) -> bool {
         let place = |row: &Self| {
             (
                 row.scenario.clone(),
@@ -91,13 +123,14 @@ impl Row {
         place(self) == place(other) && system(self) == system(other)
     }
 
+    fn outcome(&self) -> &str {
+        &self.outcome
+    }
+}
+
+impl Row {
     pub fn detail(&self, name: &str) -> Option<f64> {
         self.details.get(name)?.as_f64()
-    }
-
-    /// Whether it ran to its end.
-    pub fn completed(&self) -> bool {
-        self.outcome == "completed"
     }
 }
 

@@ -6,6 +6,7 @@
 use crate::plan::Network;
 use anyhow::{Context as _, Result, ensure};
 use godwit_testkit::guest::linux::target_dir;
+use godwit_testkit::interrupt;
 use godwit_testkit::lab::{Lab, LabConfig, MachineCommand};
 use godwit_testkit::link::{End, Link, LinkSpec};
 use godwit_testkit::stage;
@@ -241,6 +242,18 @@ pub fn programs() -> Result<PathBuf> {
         .to_owned())
 }
 
-pub fn usual_output() -> Result<PathBuf> {
-    Ok(target_dir()?.join("bench"))
+/// What every bench begins with: it runs as root, Ctrl-C is heard, and the directory of its results is there. That is bench below
+/// the target directory unless another one is wished.
+pub fn begin(out: Option<&Path>) -> Result<PathBuf> {
+    ensure!(
+        rustix::process::geteuid().is_root(),
+        "the bench makes namespaces and needs root: run it with sudo"
+    );
+    interrupt::catch();
+    let out = match out {
+        Some(out) => std::path::absolute(out)?,
+        None => target_dir()?.join("bench"),
+    };
+    std::fs::create_dir_all(&out)?;
+    Ok(out)
 }

@@ -9,9 +9,10 @@ use crate::group::{
 };
 use crate::judge::{Line, Target, lines};
 use crate::picture;
-use crate::row::{Results, Row};
+use crate::row::{Measured as _, Results, Row};
 use godwit_testkit::page::escape;
 use godwit_testkit::page::html::{Page, Table};
+use serde_json::Value;
 
 const TITLE: &str = "Moves of memory, measured";
 
@@ -63,14 +64,7 @@ pub fn markdown(results: &Results) -> String {
             }
         }
     }
-    text += "\n## The machine\n\n";
-    for (name, value) in results.machine.as_object().into_iter().flatten() {
-        let said = value
-            .as_str()
-            .map_or_else(|| value.to_string(), str::to_owned);
-        text += &format!("- {}: {said}\n", name.replace('_', " "));
-    }
-    text
+    text + &machine_list(&results.machine)
 }
 
 /// The whole document as a page.
@@ -104,10 +98,27 @@ pub fn html(results: &Results) -> String {
             page.card("", &table.html("wide"));
         }
     }
-    page.heading(2, "The machine");
-    let machine = serde_json::to_string_pretty(&results.machine).unwrap_or_default();
-    page.card("", &format!("<pre>{}</pre>", escape(&machine)));
+    machine_card(&mut page, &results.machine);
     page.end()
+}
+
+/// What it ran on, as the last section of a Markdown document.
+pub(crate) fn machine_list(machine: &Value) -> String {
+    let mut text = "\n## The machine\n\n".to_owned();
+    for (name, value) in machine.as_object().into_iter().flatten() {
+        let said = value
+            .as_str()
+            .map_or_else(|| value.to_string(), str::to_owned);
+        text += &format!("- {}: {said}\n", name.replace('_', " "));
+    }
+    text
+}
+
+/// The same of a page.
+pub(crate) fn machine_card(page: &mut Page, machine: &Value) {
+    page.heading(2, "The machine");
+    let machine = serde_json::to_string_pretty(machine).unwrap_or_default();
+    page.card("", &format!("<pre>{}</pre>", escape(&machine)));
 }
 
 fn abouts(results: &Results) -> Vec<String> {

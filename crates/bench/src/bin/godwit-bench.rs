@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
 use godwit_bench::bench::Bench;
 use godwit_bench::plan::{self, Cell, Choice};
-use godwit_bench::row::{Results, Row};
-use godwit_bench::stage::{programs, usual_output};
+use godwit_bench::row::{Measured as _, Results, Row};
+use godwit_bench::stage::{begin, programs};
 use godwit_bench::storage::command as storage;
 use godwit_bench::{estimate, machine, picture, table};
 use godwit_testkit::guest::linux::target_dir;
@@ -99,15 +99,15 @@ fn run(arguments: Arguments) -> Result<()> {
             let beside = results.parent().unwrap_or(Path::new(".")).to_owned();
             let out = out.unwrap_or(beside);
             match is_of_disks(&results) {
-                true => storage::report(&storage::read(&results)?, &out),
-                false => report(&read(&results)?, &out),
+                true => storage::report(&Results::read(&results)?, &out),
+                false => report(&Results::read(&results)?, &out),
             }
         }
         Command::Picture { results, out } => {
             std::fs::create_dir_all(&out)?;
             let files = match is_of_disks(&results) {
-                true => storage::pictures(&storage::read(&results)?),
-                false => picture::files(&read(&results)?),
+                true => storage::pictures(&Results::read(&results)?),
+                false => picture::files(&Results::read(&results)?),
             };
             for (name, svg) in files {
                 let path = out.join(name);
@@ -138,15 +138,7 @@ fn bench(arguments: &Memory) -> Result<()> {
         print_plan(&cells);
         return Ok(());
     }
-    if !rustix::process::geteuid().is_root() {
-        bail!("the bench makes namespaces and needs root: run it with sudo");
-    }
-    interrupt::catch();
-    let out = match &arguments.out {
-        Some(out) => std::path::absolute(out)?,
-        None => usual_output()?,
-    };
-    std::fs::create_dir_all(&out)?;
+    let out = begin(arguments.out.as_deref())?;
     let (target, bin) = (target_dir()?, programs()?);
     let ten = target.join("peers/qemu-10.0/qemu-system-x86_64");
     let mut about = machine::describe(&bin, ten.exists().then_some(ten.as_path()));
@@ -170,7 +162,7 @@ fn earlier(path: &Path, cells: &[Cell], again: bool) -> Result<Vec<Row>> {
     if !path.exists() {
         return Ok(Vec::new());
     }
-    let mut rows = read(path)?.rows;
+    let mut rows = Results::<Row>::read(path)?.rows;
     let chosen = |row: &Row| {
         cells.iter().any(|cell| {
             let mut systems = cell.systems.iter();
@@ -198,11 +190,6 @@ fn print_plan(cells: &[Cell]) {
         "all of it: about {:.0} minutes",
         estimate::estimate_s(cells) / 60.0
     );
-}
-
-fn read(path: &Path) -> Result<Results> {
-    let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    serde_json::from_slice(&text).with_context(|| format!("{} is no bench result", path.display()))
 }
 
 fn report(results: &Results, out: &Path) -> Result<()> {

@@ -7,10 +7,9 @@ use super::row::Results;
 use super::run::Bench;
 use super::{picture, server, table};
 use crate::machine;
-use crate::stage::{programs, usual_output};
-use anyhow::{Context as _, Result, ensure};
+use crate::stage::{begin, programs};
+use anyhow::Result;
 use clap::Args;
-use godwit_testkit::interrupt;
 use std::path::{Path, PathBuf};
 
 /// The file of the rows.
@@ -58,19 +57,10 @@ pub fn run(arguments: &Storage) -> Result<()> {
         print_plan(&cells);
         return Ok(());
     }
-    ensure!(
-        rustix::process::geteuid().is_root(),
-        "the bench makes namespaces and needs root: run it with sudo"
-    );
-    interrupt::catch();
-    let out = match &arguments.out {
-        Some(out) => std::path::absolute(out)?,
-        None => usual_output()?,
-    };
-    std::fs::create_dir_all(&out)?;
+    let out = begin(arguments.out.as_deref())?;
     let bin = programs()?;
     let mut results = match arguments.add && out.join(RESULTS).exists() {
-        true => read(&out.join(RESULTS))?,
+        true => Results::read(&out.join(RESULTS))?,
         false => Results::default(),
     };
     results.machine = machine::describe_for_disks(&bin);
@@ -95,12 +85,6 @@ fn print_plan(cells: &[Cell]) {
     }
     let minutes = plan::estimate_s(cells) / 60.0;
     println!("all of it: about {minutes:.0} minutes");
-}
-
-pub fn read(path: &Path) -> Result<Results> {
-    let text = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
-    serde_json::from_slice(&text)
-        .with_context(|| format!("{} is no result of a bench of disks", path.display()))
 }
 
 /// Writes page and tables.

@@ -2,9 +2,11 @@
 //!
 //! Pure: out of rows alone.
 
-use super::promises::{Group, Number, groups};
+use super::promises::{Group, Number};
 use super::row::{Results, Row};
+use crate::group::in_order;
 use crate::picture::{Bar, STYLE, draw};
+use crate::row::Measured as _;
 use godwit_testkit::page::figure;
 use godwit_testkit::page::svg::{Svg, ticks};
 
@@ -17,7 +19,7 @@ const BOTTOM: f64 = 40.0;
 
 /// File names and documents: one for every scenario and number that the rows have, and the courses of a scenario's cells.
 pub fn files(results: &Results) -> Vec<(String, String)> {
-    let groups = groups(&results.rows);
+    let groups = in_order(&results.rows);
     let numbers: [(&str, &str, Number); 6] = [
         ("duration", "s from the command to the new image", |row| {
             row.total_s

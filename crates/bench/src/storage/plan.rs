@@ -299,7 +299,6 @@ fn quick() -> Vec<Cell> {
     for cell in &mut cells {
         (cell.runs, cell.disk_mib) = match cell.scenario {
             "slow-destination" => (1, 64),
-            _ if cell.moves() => (2, 256),
             _ => (2, 256),
         };
     }

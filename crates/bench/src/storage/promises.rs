@@ -3,61 +3,24 @@
 //! Pure. Refuses to judge what was not measured: such a line is left out.
 
 use super::row::Row;
-use crate::group::Spread;
+use crate::group::in_order;
 
 /// A number of a row, where it was measured.
 pub type Number = fn(&Row) -> Option<f64>;
 
-/// All runs of one system in one cell, at least one.
-#[derive(Debug, Clone)]
-pub struct Group<'a>(pub Vec<&'a Row>);
+/// All runs of one system in one cell.
+pub type Group<'a> = crate::group::Group<'a, Row>;
 
-impl<'a> Group<'a> {
-    pub fn head(&self) -> &'a Row {
-        self.0[0]
-    }
-
-    /// A number of the completed runs.
-    pub fn spread(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<Spread> {
-        let done = self.0.iter().filter(|row| row.completed());
-        Spread::of(&done.filter_map(|row| number(row)).collect::<Vec<_>>())
-    }
-
-    pub fn median(&self, number: impl Fn(&Row) -> Option<f64>) -> Option<f64> {
-        self.spread(number).map(|spread| spread.median)
-    }
-
+impl Group<'_> {
     pub fn is_ours(&self) -> bool {
         self.head().system == "godwit"
     }
 
-    /// In a word: how the runs ended.
-    pub fn outcome(&self) -> String {
-        let done = self.0.iter().filter(|row| row.completed()).count();
-        match self.0.iter().find(|row| !row.completed()) {
-            None => "completed".into(),
-            Some(row) if done == 0 => row.outcome.clone(),
-            Some(row) => format!("{done} of {} completed, else {}", self.0.len(), row.outcome),
-        }
-    }
-
     /// Whether every run that was compared had what its log says.
     pub fn is_equal(&self) -> Option<bool> {
-        let compared: Vec<bool> = self.0.iter().filter_map(|row| row.disks_equal).collect();
+        let compared: Vec<bool> = self.rows.iter().filter_map(|row| row.disks_equal).collect();
         (!compared.is_empty()).then(|| compared.iter().all(|equal| *equal))
     }
-}
-
-/// Runs that belong together, in the order of their first ones.
-pub fn groups(rows: &[Row]) -> Vec<Group<'_>> {
-    let mut groups: Vec<Group> = Vec::new();
-    for row in rows {
-        match groups.iter_mut().find(|group| group.head().is_like(row)) {
-            Some(group) => group.0.push(row),
-            None => groups.push(Group(vec![row])),
-        }
-    }
-    groups
 }
 
 /// A promise and what became of it.
@@ -74,7 +37,7 @@ const MEDIAN_SYNC_TIMES: f64 = 3.0;
 
 /// Every promise of which something was measured.
 pub fn lines(rows: &[Row]) -> Vec<Line> {
-    let groups = groups(rows);
+    let groups = in_order(rows);
     let mut lines = Vec::new();
     for ours in groups.iter().filter(|group| group.is_ours()) {
         let row = ours.head();
@@ -102,11 +65,11 @@ pub fn lines(rows: &[Row]) -> Vec<Line> {
 fn of_the_same_calls<'a>(ours: &Group<'a>, peer: &Group<'a>) -> Option<(Group<'a>, Group<'a>)> {
     let of_calls = |one: &Group<'a>, other: &Group<'a>| {
         let is_there = |row: &&&Row| {
-            let mut others = other.0.iter();
+            let mut others = other.rows.iter();
             others.any(|other| other.call_unix_s == row.call_unix_s)
         };
-        let rows: Vec<&Row> = one.0.iter().filter(is_there).copied().collect();
-        (!rows.is_empty()).then_some(Group(rows))
+        let rows: Vec<&Row> = one.rows.iter().filter(is_there).copied().collect();
+        (!rows.is_empty()).then_some(Group { rows })
     };
     Some((of_calls(ours, peer)?, of_calls(peer, ours)?))
 }
@@ -131,7 +94,11 @@ fn own(ours: &Group) -> Vec<Line> {
     let is_kept = ended == "completed";
     lines.push(line("it ends", ended, "always".into(), is_kept));
     if let Some(equal) = ours.is_equal() {
-        let lost: u64 = ours.0.iter().filter_map(|row| row.acked_writes_lost).sum();
+        let lost: u64 = ours
+            .rows
+            .iter()
+            .filter_map(|row| row.acked_writes_lost)
+            .sum();
         let reached = format!("{lost} lost, {}", if equal { "equal" } else { "not equal" });
         lines.push(line(
             "acknowledged writes at the destination",

@@ -1,17 +1,13 @@
-//! One run of one system in one cell, and the file that holds them all.
+//! One run of one system in one cell of a bench of disks.
 //!
 //! The field names are a stable interface. Plain data; refuses nothing.
 
+use crate::row::Measured;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-pub struct Results {
-    /// What it ran on.
-    pub machine: Value,
-    /// A row a run, in the order in which they ran.
-    pub rows: Vec<Row>,
-}
+/// What a bench of disks has measured.
+pub type Results = crate::row::Results<Row>;
 
 /// One run. Numbers that were not measured are absent.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -63,12 +59,17 @@ pub struct Row {
     pub details: Value,
 }
 
-impl Row {
-    /// Whether two are runs of one system in one cell.
-    pub fn is_like(&self, other: &Self) -> bool {
+impl Measured for Row {
+    fn is_like(&self, other: &Self) -> bool {
         self.is_at(other) && self.name() == other.name()
     }
 
+    fn outcome(&self) -> &str {
+        &self.outcome
+    }
+}
+
+impl Row {
     /// Whether two are runs in one cell.
     pub fn is_at(&self, other: &Self) -> bool {
         (&self.scenario, &self.cell) == (&other.scenario, &other.cell)
@@ -77,10 +78,6 @@ impl Row {
     /// What the system is called in tables.
     pub fn name(&self) -> String {
         format!("{} {}", self.system, self.method)
-    }
-
-    pub fn completed(&self) -> bool {
-        self.outcome == "completed"
     }
 
     pub fn detail(&self, name: &str) -> Option<f64> {

@@ -2,6 +2,7 @@
 //!
 //! Owns the site and the rows. What fails is a row that says so, and the bench goes on. Refuses to go on after Ctrl-C.
 
+use super::command::RESULTS;
 use super::model::{self, Carried};
 use super::plan::{BEFORE_S, Cell, STEADY_S, System, turns};
 use super::row::{Results, Row};
@@ -9,6 +10,7 @@ use super::server::{Attempt, Moved, Server};
 use super::site::Site;
 use crate::group::median;
 use crate::machine::{self, CpuTime};
+use crate::row::{CUT_OFF, Measured as _};
 use anyhow::{Context as _, Result, ensure};
 use godwit_testkit::disk_load::course::{Figures, Latency, by_tenths, figures};
 use godwit_testkit::disk_load::log::Log;
@@ -67,8 +69,7 @@ impl Bench {
                     }
                     println!("{}", line(&row));
                     self.results.rows.push(row);
-                    let text = serde_json::to_vec_pretty(&self.results)?;
-                    std::fs::write(self.out.join("storage.json"), text)?;
+                    self.results.write(&self.out.join(RESULTS))?;
                 }
             }
         }
@@ -149,7 +150,7 @@ impl Bench {
             json!({"cpu_of_move_s": cpu_of_move, "volumes": cell.volumes}),
         );
         let Attempt::Moved(moved) = attempt else {
-            row.outcome = crate::row::CUT_OFF.into();
+            row.outcome = CUT_OFF.into();
             return Ok(());
         };
         self.put_move(cell, row, &moved, &ended, &at);
@@ -209,7 +210,7 @@ impl Bench {
         let attempt = server.move_to(&self.site.destination(), deadline)?;
         drop(server);
         let Attempt::Moved(moved) = attempt else {
-            row.outcome = crate::row::CUT_OFF.into();
+            row.outcome = CUT_OFF.into();
             return Ok(());
         };
         row.total_s = Some((moved.done - moved.asked).as_secs_f64());
@@ -293,9 +294,7 @@ impl Bench {
     fn was_cut_off(&self, row: &Row) -> bool {
         let mut rows = self.results.rows.iter();
         rows.any(|one| {
-            one.is_like(row)
-                && one.call_unix_s == self.call_unix_s
-                && one.outcome == crate::row::CUT_OFF
+            one.is_like(row) && one.call_unix_s == self.call_unix_s && one.outcome == CUT_OFF
         })
     }
 

@@ -3,10 +3,10 @@
 //! Pure: out of the results alone. Text of others is escaped on the page.
 
 use super::picture;
-use super::promises::{Group, groups, lines};
+use super::promises::{Group, lines};
 use super::row::Results;
-use crate::table::figures;
-use godwit_testkit::page::escape;
+use crate::group::in_order;
+use crate::table::{figures, machine_card, machine_list};
 use godwit_testkit::page::html::{Page, Table};
 
 const TITLE: &str = "Moves of disks, measured";
@@ -23,14 +23,7 @@ pub fn markdown(results: &Results) -> String {
     for (title, table) in tables(results) {
         text += &format!("\n## {title}\n\n{}\n", table.markdown().trim_end());
     }
-    text += "\n## The machine\n\n";
-    for (name, value) in results.machine.as_object().into_iter().flatten() {
-        let said = value
-            .as_str()
-            .map_or_else(|| value.to_string(), str::to_owned);
-        text += &format!("- {}: {said}\n", name.replace('_', " "));
-    }
-    text
+    text + &machine_list(&results.machine)
 }
 
 /// The whole document as a page.
@@ -47,14 +40,12 @@ pub fn html(results: &Results) -> String {
     for (_, svg) in picture::files(results) {
         page.card("", &svg);
     }
-    page.heading(2, "The machine");
-    let machine = serde_json::to_string_pretty(&results.machine).unwrap_or_default();
-    page.card("", &format!("<pre>{}</pre>", escape(&machine)));
+    machine_card(&mut page, &results.machine);
     page.end()
 }
 
 fn tables(results: &Results) -> Vec<(String, Table)> {
-    let groups = groups(&results.rows);
+    let groups = in_order(&results.rows);
     let moves = groups.iter().filter(|group| is_move(group));
     let serves = groups.iter().filter(|group| !is_move(group));
     vec![
@@ -107,7 +98,11 @@ fn of_moves<'a>(groups: impl Iterator<Item = &'a Group<'a>>) -> Table {
     ]);
     for group in groups {
         let row = group.head();
-        let lost: u64 = group.0.iter().filter_map(|row| row.acked_writes_lost).sum();
+        let lost: u64 = group
+            .rows
+            .iter()
+            .filter_map(|row| row.acked_writes_lost)
+            .sum();
         let equal = group.is_equal();
         table.row([
             format!("{} {}", row.scenario, row.cell),
