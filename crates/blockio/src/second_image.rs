@@ -8,6 +8,7 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -28,6 +29,8 @@ const COPY_TAKES: Duration = Duration::from_millis(400);
 const WAITING_MAX: usize = 4096;
 /// What is under way is worth a moment in which the guest's requests wait if it is no more than so many bytes.
 const CLOSE_BYTES: u64 = 512 << 10;
+/// How often it is looked whether nothing is under way any more.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// A change without content counts as so many bytes.
 const ZERO_COST: u64 = 4096;
 /// Storage that has had a change for so long, and has done nothing since, is waited for by nobody.
@@ -99,10 +102,7 @@ impl SecondImage {
             let shared = Arc::clone(&self.0);
             let thread = std::thread::Builder::new().name("disk-copy".to_owned());
             let begun = thread.spawn(move || shared.write_all(first));
-            begun.map_err(|source| Error::Ring {
-                action: "begin a thread",
-                source,
-            })?;
+            begun.map_err(no_thread)?;
         }
         Ok(outlet)
     }
@@ -115,6 +115,34 @@ impl SecondImage {
     /// Whether so little is under way that the disk can stand still for it.
     pub fn is_close(&self) -> bool {
         self.under_way_bytes() <= CLOSE_BYTES
+    }
+
+    /// Whether both images are equal, once nothing is under way: for a disk that stands still. Waits until then at most.
+    pub fn is_equal(&self, until: Instant) -> bool {
+        while self.under_way_bytes() > 0 {
+            if Instant::now() >= until {
+                return false;
+            }
+            std::thread::sleep(LOOK_EVERY);
+        }
+        self.0.course.is_synchronised()
+    }
+
+    /// Makes durable what was written, and looks at something on the same storage then: within so long or not at all, since
+    /// storage may hang while the disk stands still. Nothing where it took longer.
+    pub fn sync_within<R: Send + 'static>(
+        &self,
+        limit: Duration,
+        look: impl FnOnce() -> R + Send + 'static,
+    ) -> Result<Option<R>, Error> {
+        let (second, (done, is_done)) = (self.clone(), channel());
+        let thread = std::thread::Builder::new().name("disk-sync".to_owned());
+        let begun = thread.spawn(move || {
+            let looked = second.sync().map(|()| look());
+            let _ = done.send(looked); // whoever asked may have given up
+        });
+        begun.map_err(no_thread)?;
+        is_done.recv_timeout(limit).ok().transpose()
     }
 
     /// Makes durable what was written. The kernel tells of a failure once: it ends the mirroring, and every later one fails, too.
@@ -225,6 +253,13 @@ impl Shared {
     }
 }
 
+fn no_thread(source: std::io::Error) -> Error {
+    Error::Ring {
+        action: "begin a thread",
+        source,
+    }
+}
+
 impl State {
     /// Whether it has had a change for long, and has done nothing meanwhile: slow storage is not silent.
     fn is_silent(&self) -> bool {
@@ -305,7 +340,6 @@ impl Task {
 mod tests {
     use super::*;
     use crate::Access;
-    use std::sync::mpsc::channel;
 
     #[test]
     fn a_sync_that_fails_after_its_caller_has_gone_is_not_followed_by_one_that_succeeds() {

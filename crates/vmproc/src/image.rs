@@ -2,7 +2,8 @@
 //!
 //! Owns nothing. Refuses: to let an image go that anybody has open, and what is no image.
 
-use godwit_blockio::{Access, Image, holder};
+use godwit_blockio::holder::{self, Held};
+use godwit_blockio::{Access, Image};
 use godwit_ownership::ImageRecord;
 use godwit_types::{ApiError, ErrorCode};
 use rustix::fs::{Mode, OFlags, open};
@@ -25,7 +26,9 @@ pub fn show(path: &Path) -> Result<Option<ImageRecord>, ApiError> {
         let why = "only an image that is a file bears a record of who has it";
         return Err(refused(path, &why));
     }
-    record_of(path, &file)
+    let held = holder::read(file.as_fd()).map_err(|error| refused(path, &error))?;
+    let record = held.as_ref().map(record_of).transpose();
+    record.map_err(|why| refused(path, &why))
 }
 
 /// Removes the record, so that whoever starts a VM with the image next has it. Returns what it said.
@@ -43,14 +46,11 @@ pub fn release(path: &Path) -> Result<Option<ImageRecord>, ApiError> {
 
 const SECTOR: u32 = godwit_blockio::SECTOR as u32;
 
-fn record_of(path: &Path, file: &File) -> Result<Option<ImageRecord>, ApiError> {
-    let held = holder::read(file.as_fd()).map_err(|error| refused(path, &error))?;
-    let record = held.map(|held| serde_json::from_slice(&held.text));
-    record.transpose().map_err(|error| {
-        refused(
-            path,
-            &format!("what it says of itself is no record of this version of Godwit ({error})"),
-        )
+/// What an image says, as somebody wrote it.
+pub(crate) fn record_of(held: &Held) -> Result<ImageRecord, String> {
+    let record = serde_json::from_slice(&held.text);
+    record.map_err(|error| {
+        format!("what it says of itself is no record of this version of Godwit ({error})")
     })
 }
 

@@ -6,7 +6,7 @@
 use super::faults::SiteFault;
 use super::model::{MachineId, VmId};
 use super::world::Site;
-use godwit_ownership::{ImageClaim, ImageId, ImageRecord, KnownImage};
+use godwit_ownership::{ImageClaim, ImageId, ImageRecord};
 use godwit_types::{Generation, HostName, VmName};
 use std::collections::BTreeMap;
 
@@ -138,12 +138,11 @@ impl Site {
 
     /// Whoever opens it later holds a later generation, whatever else went wrong. Two machines of one name are not told apart.
     fn is_written_by_one(&mut self, at: MachineId, vm: VmId, generation: Generation) {
-        let others = self.images[vm].open.iter();
-        let later = others.filter(|(other, theirs)| {
+        let mut others = self.images[vm].open.iter();
+        let later = others.find(|(other, theirs)| {
             self.machines[**other].name != self.machines[at].name && **theirs >= generation
         });
-        let later: Vec<MachineId> = later.map(|(other, _)| *other).collect();
-        if let Some(other) = later.first() {
+        if let Some((other, _)) = later {
             let what = format!(
                 "{} opens the image of {} under {generation}, which {} has open under a later generation",
                 self.label(at),
@@ -179,14 +178,14 @@ impl Site {
     }
 
     fn write(&mut self, at: MachineId, vm: VmId) {
-        let is_known = self.machines[at].slots[vm].known.as_ref();
-        let is_known = is_known.map(|known: &KnownImage| known.generation);
+        let known = self.machines[at].slots[vm].known.as_ref();
+        let known = known.map(|known| known.generation);
         let image = &mut self.images[vm];
         image.stored.writes += 1;
         image.acknowledged = image.stored.writes;
         image.openings = image.stored.openings;
         let newest = image.stored.record.as_ref().map(|record| record.generation);
-        image.writer = (is_known == newest).then_some(at);
+        image.writer = (known == newest).then_some(at);
     }
 
     /// The guest was stopped to leave: the other host may have it.
@@ -197,11 +196,9 @@ impl Site {
     }
 
     fn close_images_without_qemu(&mut self, vm: VmId) {
-        let has_qemu = |at: &MachineId| self.machines[*at].slots[vm].qemu.is_some();
-        let open = &self.images[vm].open;
-        let open = open.iter().filter(|(at, _)| has_qemu(at));
-        let open = open.map(|(at, generation)| (*at, *generation)).collect();
-        self.images[vm].open = open;
+        let machines = &self.machines;
+        let open = &mut self.images[vm].open;
+        open.retain(|at, _| machines[*at].slots[vm].qemu.is_some());
     }
 
     /// A person lets an image be used that was refused, once nobody has it open.

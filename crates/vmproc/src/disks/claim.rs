@@ -8,17 +8,18 @@ use super::Disks;
 use super::served::{Served, ServedDisks};
 use crate::faults::planted;
 use crate::harden::stay_private;
+use crate::image::record_of;
 use godwit_blockio::Image;
-use godwit_blockio::holder::{self, Held};
+use godwit_blockio::holder;
 use godwit_ownership::{ImageClaim, ImageId, ImageRecord, KnownImage};
 use godwit_qemu::disk::{as_user, identity_of_open};
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, Generation, HostName};
+use rustix::fs::{FileType, fstat, fsync};
+use rustix::io::Errno;
 use std::fmt::Display;
-use std::fs::File;
 use std::io;
-use std::os::fd::AsFd as _;
-use std::os::unix::fs::FileTypeExt as _;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
 
 /// How often it is begun anew where another host took the record meanwhile.
@@ -58,16 +59,13 @@ impl Served {
     pub(super) fn claim(
         &self,
         spec: &DiskSpec,
-        image: &File,
+        image: BorrowedFd<'_>,
         generation: Generation,
         taking: Taking,
     ) -> Result<Option<KnownImage>, ApiError> {
         let refused = |error: &dyn Display| self.refused(spec, error);
-        let kind = image.metadata().map_err(|error| refused(&error))?;
-        if spec.read_only || kind.file_type().is_block_device() {
-            return Ok(None);
-        }
-        if planted("image-not-judged") {
+        let bears = bears_record(spec, image).map_err(|errno| refused(&errno))?;
+        if !bears || planted("image-not-judged") {
             return Ok(None);
         }
         let path = &spec.path;
@@ -94,10 +92,8 @@ impl Served {
         image: &Image,
         host: &HostName,
     ) -> Result<(), ApiError> {
-        let kind = image.as_fd().try_clone_to_owned().map(File::from);
-        let kind = kind.and_then(|file| file.metadata());
-        let kind = kind.map_err(|error| self.refused(spec, &error))?;
-        if !spec.changes_hands() || kind.file_type().is_block_device() {
+        let bears = bears_record(spec, image).map_err(|errno| self.refused(spec, &errno))?;
+        if !spec.changes_hands() || !bears {
             return Ok(());
         }
         let held = self.as_opener(|| holder::read(image.as_fd()));
@@ -121,7 +117,7 @@ impl Served {
     fn claim_as_opener(
         &self,
         spec: &DiskSpec,
-        image: &File,
+        image: BorrowedFd<'_>,
         generation: Generation,
         taking: Taking,
     ) -> io::Result<Result<KnownImage, String>> {
@@ -138,27 +134,24 @@ impl Served {
             fresh: &fresh,
         };
         for _ in 0..ATTEMPTS {
-            let held = holder::read(image.as_fd())?;
-            let found = held.as_ref().map(record_of).transpose();
-            let judged = found.and_then(|found| {
-                let wanted = claim.judge(found.as_ref());
-                wanted
-                    .map(|wanted| (found, wanted))
-                    .map_err(|why| why.to_string())
-            });
-            let (found, wanted) = match judged {
-                Ok(judged) => judged,
+            let held = holder::read(image)?;
+            let found = match held.as_ref().map(record_of).transpose() {
+                Ok(found) => found,
                 Err(why) => return Ok(Err(why)),
+            };
+            let wanted = match claim.judge(found.as_ref()) {
+                Ok(wanted) => wanted,
+                Err(why) => return Ok(Err(why.to_string())),
             };
             let is_new = found.as_ref() != Some(&wanted);
             let text = serde_json::to_vec(&wanted).map_err(io::Error::other)?;
-            if is_new && !holder::replace(image.as_fd(), held.as_ref(), &text)? {
+            if is_new && !holder::replace(image, held.as_ref(), &text)? {
                 continue;
             }
             let of_another = found.is_none_or(|found| found.holder != wanted.holder);
             if taking != Taking::InAPause || of_another && spec.shared {
                 // Also one that stood there: who wrote it may have died before it was durable.
-                image.sync_all()?;
+                fsync(image)?;
             }
             return Ok(Ok(wanted.known()));
         }
@@ -188,7 +181,7 @@ impl Served {
         if taking == Taking::InAPause {
             self.claims_due.store(true, Ordering::SeqCst);
         }
-        self.claim(spec, &image, generation, taking)
+        self.claim(spec, image.as_fd(), generation, taking)
     }
 
     fn keep_claims(&self, generation: Generation) -> Result<(), ApiError> {
@@ -204,7 +197,7 @@ impl Served {
     }
 
     /// Whose an image is that somebody has open, as far as it says.
-    pub(super) fn named(&self, image: &File, error: godwit_blockio::Error) -> String {
+    pub(super) fn named(&self, image: &Image, error: godwit_blockio::Error) -> String {
         let of_another = |record: &ImageRecord| record.vm != self.config.vm;
         let held = self.as_opener(|| holder::read(image.as_fd()));
         let held = held.ok().flatten();
@@ -253,9 +246,10 @@ fn is_known(what: &ServedDisks, spec: &DiskSpec, generation: Generation) -> bool
     known.any(|known| known.disk == spec.name && known.generation == generation)
 }
 
-fn record_of(held: &Held) -> Result<ImageRecord, String> {
-    let record = serde_json::from_slice(&held.text);
-    record.map_err(|error| format!("what it says of itself is no record ({error})"))
+/// Whether a disk's image bears a record once its guest may write it: a block device cannot.
+fn bears_record(spec: &DiskSpec, image: impl AsFd) -> Result<bool, Errno> {
+    let kind = FileType::from_raw_mode(fstat(image)?.st_mode);
+    Ok(!spec.read_only && kind != FileType::BlockDevice)
 }
 
 fn fresh_id() -> io::Result<ImageId> {

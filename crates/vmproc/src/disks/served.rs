@@ -28,6 +28,7 @@ use godwit_vhost::block::Geometry;
 use godwit_vhost::{Disk, Settings};
 use serde::{Deserialize, Serialize};
 use std::fs::File;
+use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
@@ -449,7 +450,6 @@ impl Served {
         };
         let refused = |error: &dyn std::fmt::Display| self.refused(spec, error);
         let file = self.open_file(spec)?;
-        let own = file.try_clone().map_err(|error| refused(&error))?;
         forget_mark(&file);
         let access = match spec.read_only {
             true => Access::ReadOnly,
@@ -461,9 +461,9 @@ impl Served {
             return Ok((image, None));
         };
         let locked = image.lock(&self.lock_name(spec), patience);
-        locked.map_err(|error| refused(&self.named(&own, error)))?;
+        locked.map_err(|error| refused(&self.named(&image, error)))?;
         let known = match self.held() {
-            Some(generation) => self.claim(spec, &own, generation, taking)?,
+            Some(generation) => self.claim(spec, image.as_fd(), generation, taking)?,
             None => None,
         };
         Ok((image, known))

@@ -15,9 +15,8 @@ use godwit_qemu::disk::identity_of;
 use godwit_types::disk_move::DiskPlace;
 use godwit_types::vm::DiskSpec;
 use godwit_vhost::Disk;
-use std::path::Path;
+use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 /// How long a disk stands still at most for what is under way, and for that to be durable.
@@ -87,11 +86,15 @@ impl Served {
             Err(godwit_vhost::Error::Busy { .. }) => return Ok(None),
             standing => standing?,
         };
-        if !mirror.is_equal(began + STAND_WAIT) {
+        if !mirror.second.is_equal(began + STAND_WAIT) {
             return Ok(None);
         }
-        let path = Path::new(&going.place.path);
-        let Some(found) = mirror.make_durable(path)? else {
+        let path = PathBuf::from(&going.place.path);
+        let named = path.clone();
+        let synced = mirror
+            .second
+            .sync_within(STAND_WAIT, move || identity_of(&named));
+        let Some(found) = synced?.transpose()? else {
             return Ok(None);
         };
         let may_run = self.held().is_some() && mirror.disk.status()?.has_image;
@@ -168,35 +171,5 @@ impl Served {
             what.known.extend(going.known.clone());
         });
         written.map_err(|error| error.message)
-    }
-}
-
-impl Mirror {
-    /// Whether both images are equal, once nothing is under way: the disk stands still.
-    fn is_equal(&self, until: Instant) -> bool {
-        while self.second.under_way_bytes() > 0 {
-            if Instant::now() >= until {
-                return false;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.course.is_synchronised()
-    }
-
-    /// Makes durable what the second image has, and says which file has its name: in a moment or not at all, since its storage
-    /// may hang while the disk stands still.
-    fn make_durable(&self, path: &Path) -> Result<Option<Option<(u64, u64)>>, Stopped> {
-        let (second, path) = (self.second.clone(), path.to_owned());
-        let (done, is_done) = channel();
-        let thread = std::thread::Builder::new().name("disk-sync".into());
-        thread.spawn(move || {
-            let synced = second.sync().map_err(|error| error.to_string());
-            let found = synced.and_then(|()| identity_of(&path).map_err(|error| error.to_string()));
-            let _ = done.send(found);
-        })?;
-        match is_done.recv_timeout(STAND_WAIT) {
-            Ok(found) => Ok(Some(found?)),
-            Err(_) => Ok(None),
-        }
     }
 }

@@ -9,7 +9,6 @@ use godwit_vhost::{Disk, Error};
 use serde_json::json;
 use std::fs::File;
 use std::path::Path;
-use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use crate::{BLOCK_BYTES, LOCK_WAIT, say};
@@ -148,7 +147,8 @@ impl Mirror<'_> {
             Err(Error::Busy { .. }) => return Ok(None),
             standing => standing?,
         };
-        if !self.is_equal(began + STAND_WAIT) || !self.make_durable()? {
+        let is_equal = self.second.is_equal(began + STAND_WAIT);
+        if !is_equal || self.second.sync_within(STAND_WAIT, || ())?.is_none() {
             return Ok(None);
         }
         ensure!(
@@ -161,31 +161,5 @@ impl Mirror<'_> {
         standing.switch(image)?;
         drop(standing);
         Ok(Some(began.elapsed()))
-    }
-
-    fn is_equal(&self, until: Instant) -> bool {
-        while self.second.under_way_bytes() > 0 {
-            if Instant::now() >= until {
-                return false;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        self.course.is_synchronised()
-    }
-
-    /// In a moment or not at all, since storage may hang while the disk stands still.
-    fn make_durable(&self) -> Result<bool> {
-        let (second, (done, is_done)) = (self.second.clone(), channel());
-        let thread = std::thread::Builder::new().name("disk-sync".into());
-        thread.spawn(move || {
-            let _ = done.send(second.sync()); // whoever asked may have given up
-        })?;
-        match is_done.recv_timeout(STAND_WAIT) {
-            Ok(synced) => {
-                synced?;
-                Ok(true)
-            }
-            Err(_) => Ok(false),
-        }
     }
 }
