@@ -8,7 +8,7 @@
 //! short goes on where it ended; pages of a guest that were written are told of before the outcome is.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use io_uring::squeue::Entry;
@@ -80,6 +80,11 @@ impl Engine {
     /// The image, while the kernel has no request of it.
     pub fn image(&mut self) -> Option<&mut Image> {
         (self.under_way() == 0).then_some(&mut self.image)
+    }
+
+    /// The image's own descriptor once more, also while the kernel has requests.
+    pub fn lend(&self) -> std::io::Result<OwnedFd> {
+        self.image.as_fd().try_clone_to_owned()
     }
 
     /// Goes on with another image of the same disk, while the kernel has no request of this one; else it comes back.

@@ -6,7 +6,7 @@
 //! overtaken in between finds a higher number once its own is made, and takes its own back.
 //!
 //! Owns nothing: the attribute is the image's. Refuses: texts that are too long; files that bear no such attributes (block
-//! devices, some file systems), with [`io::ErrorKind::Unsupported`].
+//! devices, some file systems), with [`io::ErrorKind::Unsupported`]. Names of that kind that no version has are overlooked.
 
 use std::ffi::CStr;
 use std::io;
@@ -17,18 +17,22 @@ use rustix::io::Errno;
 
 /// Followed by the number.
 const NAME: &str = "user.godwit.holder.";
+/// Followed by who tries.
+const TRIAL: &str = "user.godwit.trial.";
 /// Bytes of a text.
 const TEXT_MAX: usize = 2048;
 /// Bytes of the names of all attributes that a file bears (the kernel's limit).
 const NAMES_MAX: usize = 64 << 10;
 /// How often a version that goes away while it is read is looked for again.
 const LOOKS: u32 = 64;
+/// No version's number is larger.
+const NUMBER_MAX: u64 = 1 << 48;
 
 /// A version of the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
     number: u64,
-    /// As somebody wrote it; anybody with rights on the file may have.
+    /// As somebody wrote it; anybody with rights on the file may have. Empty once it was taken off.
     pub text: Vec<u8>,
 }
 
@@ -58,9 +62,10 @@ pub fn replace(image: BorrowedFd<'_>, before: Option<&Held>, text: &[u8]) -> io:
     if text.len() > TEXT_MAX {
         return Err(io::Error::other("its record is too long"));
     }
-    let before = before.map_or(0, |held| held.number);
-    let number = before.checked_add(1);
-    let number = number.ok_or_else(|| io::Error::other("its record's numbers are used up"))?;
+    let number = before.map_or(0, |held| held.number).saturating_add(1);
+    if number > NUMBER_MAX {
+        return Err(io::Error::other("its record's numbers are used up"));
+    }
     match fsetxattr(image, name_of(number), text, XattrFlags::CREATE) {
         Ok(()) => {}
         Err(Errno::EXIST) => return Ok(false),
@@ -68,28 +73,61 @@ pub fn replace(image: BorrowedFd<'_>, before: Option<&Held>, text: &[u8]) -> io:
     }
     let all = numbers(image)?;
     if all.iter().any(|other| *other > number) {
-        remove(image, number)?;
+        remove(image, &name_of(number))?;
         return Ok(false);
     }
     // Nobody reads them any more.
     for older in all.into_iter().filter(|other| *other < number) {
-        remove(image, older)?;
+        remove(image, &name_of(older))?;
     }
     Ok(true)
 }
 
-/// Takes the text off the image, durably.
+/// Takes the text off the image, durably. Its number stays: whoever read the text before replaces nothing.
 pub fn forget(image: BorrowedFd<'_>) -> io::Result<()> {
-    for number in numbers(image)? {
-        remove(image, number)?;
+    for _ in 0..LOOKS {
+        let held = read(image)?.filter(|held| !held.text.is_empty());
+        let Some(held) = held else {
+            break;
+        };
+        match held.number {
+            NUMBER_MAX => remove(image, &name_of(NUMBER_MAX))?,
+            _ => drop(replace(image, Some(&held), b"")?),
+        }
+    }
+    let stays = numbers(image)?.into_iter().max().map(name_of);
+    let ours = |name: &String| name.starts_with(NAME) || name.starts_with(TRIAL);
+    for name in names(image)?.into_iter().filter(ours) {
+        if stays.as_deref() != Some(&name) {
+            remove(image, &name)?;
+        }
     }
     Ok(fsync(image)?)
 }
 
-fn remove(image: BorrowedFd<'_>, number: u64) -> io::Result<()> {
-    match fremovexattr(image, name_of(number)) {
-        Ok(()) | Err(Errno::NODATA) => Ok(()),
+/// Whether a text of so many bytes can be written beside what the image bears now, and whether its storage keeps what
+/// [`replace`] counts on: of two who make one attribute only the first does. `who` tells those apart who try at a time.
+pub fn try_out(image: BorrowedFd<'_>, who: &str, bytes: usize) -> io::Result<()> {
+    let name = format!("{TRIAL}{who}");
+    let text = vec![b' '; bytes.min(TEXT_MAX)];
+    remove(image, &name)?;
+    fsetxattr(image, &name, &text, XattrFlags::CREATE).map_err(unsupported)?;
+    let again = fsetxattr(image, &name, &text, XattrFlags::CREATE);
+    remove(image, &name)?;
+    match again {
+        Err(Errno::EXIST) => Ok(()),
+        Ok(()) => Err(io::Error::new(
+            io::ErrorKind::Unsupported,
+            "its storage lets two hosts make the same extended attribute",
+        )),
         Err(errno) => Err(errno.into()),
+    }
+}
+
+fn remove(image: BorrowedFd<'_>, name: &str) -> io::Result<()> {
+    match fremovexattr(image, name) {
+        Ok(()) | Err(Errno::NODATA) => Ok(()),
+        Err(errno) => Err(unsupported(errno)),
     }
 }
 
@@ -99,17 +137,31 @@ fn name_of(number: u64) -> String {
 
 /// The numbers of all versions.
 fn numbers(image: BorrowedFd<'_>) -> io::Result<Vec<u64>> {
+    let names = names(image)?;
+    let numbers = names.iter().filter_map(|name| {
+        let number = name.strip_prefix(NAME)?.parse().ok()?;
+        (number <= NUMBER_MAX && name_of(number) == *name).then_some(number)
+    });
+    Ok(numbers.collect())
+}
+
+/// The names of all attributes that are text.
+fn names(image: BorrowedFd<'_>) -> io::Result<Vec<String>> {
     let mut names = vec![0; NAMES_MAX];
     let length = match flistxattr(image, names.as_mut_slice()) {
         Ok(length) => length,
         Err(Errno::OPNOTSUPP) => return Ok(Vec::new()),
+        Err(Errno::RANGE | Errno::TOOBIG) => {
+            return Err(io::Error::other(
+                "it bears more extended attributes than can be listed: remove some (setfattr -x)",
+            ));
+        }
         Err(errno) => return Err(errno.into()),
     };
     names.truncate(length);
     let all = names.split_inclusive(|byte| *byte == 0);
     let texts = all.filter_map(|name| CStr::from_bytes_with_nul(name).ok()?.to_str().ok());
-    let numbers = texts.filter_map(|name| name.strip_prefix(NAME)?.parse().ok());
-    Ok(numbers.collect())
+    Ok(texts.map(str::to_owned).collect())
 }
 
 /// A block device's file is refused with EPERM, whatever the rights.
@@ -207,8 +259,64 @@ mod tests {
         let found = read(image.as_fd()).unwrap();
         assert!(replace(image.as_fd(), found.as_ref(), &[0; TEXT_MAX + 1]).is_err());
         assert_eq!(text(&image).unwrap(), "a");
+    }
+
+    #[test]
+    fn who_read_it_before_it_was_taken_off_replaces_nothing() {
+        let image = image();
+        assert!(replace(image.as_fd(), None, b"a").unwrap());
+        let late = read(image.as_fd()).unwrap();
         forget(image.as_fd()).unwrap();
-        assert_eq!(text(&image), None);
+        assert_eq!(text(&image).unwrap(), "");
+        assert!(!replace(image.as_fd(), late.as_ref(), b"late").unwrap());
+        let now = read(image.as_fd()).unwrap();
+        assert!(replace(image.as_fd(), now.as_ref(), b"next").unwrap());
+        assert_eq!(text(&image).unwrap(), "next");
+    }
+
+    #[test]
+    fn names_that_no_version_has_are_overlooked_and_taken_off() {
+        let image = image();
+        assert!(replace(image.as_fd(), None, b"a").unwrap());
+        for number in ["007", "+7", "", "18446744073709551615", "x"] {
+            let name = format!("{NAME}{number}");
+            fsetxattr(&image, &name, b"planted", XattrFlags::empty()).unwrap();
+        }
+        assert_eq!(text(&image).unwrap(), "a");
+        let found = read(image.as_fd()).unwrap();
+        assert!(replace(image.as_fd(), found.as_ref(), b"b").unwrap());
+        forget(image.as_fd()).unwrap();
+        assert_eq!(names(image.as_fd()).unwrap(), [name_of(3)]);
+    }
+
+    #[test]
+    fn numbers_that_are_used_up_can_be_let_go() {
+        let image = image();
+        let name = name_of(NUMBER_MAX);
+        fsetxattr(&image, &name, b"planted", XattrFlags::empty()).unwrap();
+        let found = read(image.as_fd()).unwrap();
+        assert!(replace(image.as_fd(), found.as_ref(), b"a").is_err());
+        forget(image.as_fd()).unwrap();
+        assert!(replace(image.as_fd(), None, b"a").unwrap());
+    }
+
+    #[test]
+    fn a_trial_leaves_nothing_and_tells_whether_there_is_room() {
+        let image = image();
+        assert!(replace(image.as_fd(), None, b"a").unwrap());
+        let leftover = format!("{TRIAL}a");
+        fsetxattr(&image, &leftover, b"of who died", XattrFlags::empty()).unwrap();
+        try_out(image.as_fd(), "a", 500).unwrap();
+        assert_eq!(names(image.as_fd()).unwrap(), [name_of(1)]);
+        // As many as the file system has room for.
+        let more = (0..10_000).map(|number| format!("user.other.{number}"));
+        let room = more
+            .map(|name| fsetxattr(&image, &name, &[b'x'; 100], XattrFlags::empty()))
+            .find_map(Result::err);
+        if room.is_some() {
+            assert!(try_out(image.as_fd(), "a", TEXT_MAX).is_err());
+        }
+        assert_eq!(text(&image).unwrap(), "a");
     }
 
     #[test]

@@ -32,7 +32,8 @@ const RESIZE: i64 = 3;
 /// How often one looks whether a lock is free: a process that was killed has it for milliseconds.
 const PAUSE: Duration = Duration::from_millis(5);
 
-pub(crate) fn take(
+/// Takes a file that bears an image, as [`crate::Image::lock`], whatever else it is fit for.
+pub fn take(
     file: &File,
     path: &Path,
     access: Access,

@@ -34,6 +34,7 @@ pub use engine::Engine;
 pub use error::Error;
 pub use filter::{Filter, Flow};
 pub use image::{Access, Alignment, Identity, Image};
+pub use image_lock::take as lock_file;
 pub use reactor::Event;
 use reactor::Reactor;
 pub use request::{Data, Outcome, Request, Work};

@@ -3,17 +3,23 @@
 mod disk_site;
 
 use anyhow::{Context as _, Result, ensure};
-use disk_site::{LONG, Site, own};
+use disk_site::{LONG, Site, does_at, own};
 use godwit_blockio::holder;
 use godwit_e2e::Host;
+use godwit_e2e::host::kill_qemu_of;
 use godwit_e2e::pair::{Options, Pair};
+use godwit_e2e::relay::Mode;
 use godwit_ownership::ImageRecord;
 use godwit_types::host_api::VmRequest;
 use godwit_types::vm::VmState;
 use godwit_types::{Generation, HostName};
 use godwit_vmproc::image;
+use rustix::fs::{XattrFlags, fremovexattr, fsetxattr};
+use rustix::io::Errno;
 use std::fs::File;
 use std::os::fd::AsFd as _;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 fn record(host: &Host, site: &Site) -> Result<ImageRecord> {
     let record = image::show(&own(host, &site.path))?;
@@ -134,5 +140,116 @@ fn a_disk_whose_path_is_other_storage_on_the_other_host_does_not_change_hands() 
     );
     site.goes_on(a, 10)?;
     ensure!(record(a, &site)?.holder == a.name);
+    Ok(())
+}
+
+#[test]
+fn a_guest_that_stood_still_does_not_go_on_over_what_the_other_host_wrote() -> Result<()> {
+    let site = Site::shared()?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    site.pair.patience(Duration::from_millis(500));
+    does_at(b, "destination.holding.before", "hold")?;
+    let options = Options {
+        relayed: true,
+        ..Options::default()
+    };
+    let id = site.pair.begin(a, b, &options)?;
+    b.wait_fault(LONG)?;
+    // It runs there, writes, and nobody hears of it.
+    site.goes_on(b, 20)?;
+    site.pair.agents_connected.store(false, Ordering::SeqCst);
+    site.pair.link(Mode::Cut);
+    a.wait_state(VmState::InDoubt, LONG)?;
+    site.pair.supervised.store(false, Ordering::SeqCst);
+    b.kill_process();
+    kill_qemu_of(&b.run_dir());
+    let resolve = VmRequest::Resolve {
+        run_here: true,
+        confirm_fenced: Some(b.name.clone()),
+    };
+    for request in [&resolve, &VmRequest::Resume] {
+        let refused = a.ask(request).err().context("it went on")?.to_string();
+        ensure!(refused.contains("host 'b' has had it since"), "{refused}");
+        ensure!(refused.contains("start it anew with"), "{refused}");
+    }
+    ensure!(record(a, &site)?.holder == b.name, "it was taken");
+    ensure!(a.report(&id)?.outcome.is_some());
+    stop(a)?;
+    // The other host has still not answered.
+    let refused = a.ask(&VmRequest::Start).err().context("it starts")?;
+    ensure!(
+        refused
+            .to_string()
+            .contains("godwit vm resolve vm --run-on a"),
+        "{refused}"
+    );
+    a.ask(&resolve)?;
+    site.goes_on(a, 10)?;
+    ensure!(record(a, &site)?.holder == a.name);
+    site.is_whole(a)
+}
+
+/// Attributes of somebody else until there is no room for a record.
+fn fill(image: &File) -> Result<Vec<String>> {
+    let mut names = Vec::new();
+    for (bytes, number) in [1000, 100, 1]
+        .into_iter()
+        .flat_map(|bytes| (0..10_000).map(move |number| (bytes, number)))
+    {
+        let name = format!("user.other.{bytes}.{number}");
+        match fsetxattr(image, &name, &vec![b'x'; bytes], XattrFlags::CREATE) {
+            Ok(()) => names.push(name),
+            Err(Errno::NOSPC | Errno::DQUOT) if bytes == 1 => return Ok(names),
+            Err(Errno::NOSPC | Errno::DQUOT) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+    Ok(names)
+}
+
+fn image_of(host: &Host, site: &Site) -> Result<File> {
+    let image = File::options()
+        .read(true)
+        .write(true)
+        .open(own(host, &site.path))?;
+    Ok(image)
+}
+
+#[test]
+fn an_image_of_one_host_is_used_where_there_is_no_room_for_its_record() -> Result<()> {
+    let site = Site::local()?;
+    let a = &site.pair.a;
+    let before = record(a, &site)?;
+    let image = image_of(a, &site)?;
+    let others = fill(&image)?;
+    stop(a)?;
+    a.ask(&VmRequest::Start)?;
+    site.goes_on(a, 5)?;
+    ensure!(record(a, &site)? == before, "there was room");
+    // That it says nothing newer is no reason to take it for an older one.
+    for other in others {
+        fremovexattr(&image, &other)?;
+    }
+    stop(a)?;
+    a.ask(&VmRequest::Start)?;
+    site.goes_on(a, 5)?;
+    ensure!(record(a, &site)?.taken > before.taken);
+    Ok(())
+}
+
+#[test]
+fn a_shared_image_without_room_for_a_record_keeps_its_guest_where_it_is() -> Result<()> {
+    let site = Site::shared()?;
+    let (a, b) = (&site.pair.a, &site.pair.b);
+    let before = record(a, &site)?;
+    fill(&image_of(a, &site)?)?;
+    let begun = site.pair.try_begin(a, b, &Options::default())?.1;
+    let why = format!("{:#}", begun.err().context("it began to move")?);
+    ensure!(
+        why.contains("cannot be written to it"),
+        "{why}"
+    );
+    site.goes_on(a, 10)?;
+    ensure!(record(a, &site)? == before);
     Ok(())
 }

@@ -52,13 +52,13 @@ pub struct ImageRecord {
     /// The host that had it last, which then held the VM under `generation`.
     pub holder: HostName,
     pub generation: Generation,
-    /// How often the disk's image was taken, by whomever: for each start of a hypervisor once, and for each host to which the VM
-    /// came.
+    /// How often the disk's image was taken, by whomever: once for each start of a hypervisor, and for each host to which the VM
+    /// came. A hypervisor that goes on under a later generation does not count.
     pub taken: u64,
 }
 
 /// What a host knows durably of the image of one of its VM's disks: that it took this one under this generation, as the
-/// `taken`th who did.
+/// `taken`th who did; or, of a VM that is to come, that the host from which it comes did.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KnownImage {
@@ -76,7 +76,7 @@ pub struct ImageClaim<'a> {
     pub host: &'a HostName,
     pub generation: Generation,
     pub known: Option<&'a KnownImage>,
-    /// For a hypervisor that is started, and not for one that has the image already.
+    /// For a hypervisor that is started; else for one whose guest's memory knows what is on the image that is `known`.
     pub anew: bool,
     /// For an image that bears no record of this disk.
     pub fresh: &'a ImageId,
@@ -105,7 +105,12 @@ pub enum ImageRefusal {
         "it is an image that the disk had before: it was last taken under generation {found}, and since then the disk was another image"
     )]
     Former { found: Generation },
-    /// It is a disk of another VM, or another disk of this one, at another host.
+    /// Another host has it, and wrote there what the guest does not know of that stands still here.
+    #[error(
+        "host '{holder}' has had it since, and the guest that stands still here does not know what was written there"
+    )]
+    TakenSince { holder: HostName },
+    /// It is a disk of another VM, or another disk of this one, at another host; or at this one since the guest stood still.
     #[error("it is disk '{disk}' of VM '{vm}', which host '{holder}' had last")]
     OfAnother {
         vm: VmName,
@@ -116,18 +121,31 @@ pub enum ImageRefusal {
         "its record has format {found}, and this build reads format {IMAGE_RECORD_FORMAT}: use the version that wrote it"
     )]
     Format { found: u32 },
+    /// Somebody wrote it to be ahead of everybody for good.
+    #[error("its record has numbers that no host ever reaches")]
+    OutOfReach,
 }
+
+/// More than any generation or count of openings comes to.
+const LARGEST: u64 = 1 << 48;
 
 impl ImageClaim<'_> {
     /// What the image's record must be before the image is written. It equals the one found where nothing is to be changed.
     pub fn judge(&self, found: Option<&ImageRecord>) -> Result<ImageRecord, ImageRefusal> {
         let Some(found) = found else {
-            return Ok(self.record(self.fresh, 0));
+            return Ok(match self.known.filter(|_| !self.anew) {
+                // The hypervisor has it, whether it says so or not.
+                Some(known) => self.record(&known.image, known.taken),
+                None => self.record(self.fresh, self.next(0)),
+            });
         };
         if found.format != IMAGE_RECORD_FORMAT {
             return Err(ImageRefusal::Format {
                 found: found.format,
             });
+        }
+        if found.taken > LARGEST || found.generation.0 > LARGEST {
+            return Err(ImageRefusal::OutOfReach);
         }
         let is_ours = found.vm == *self.vm && found.disk == self.disk;
         if !is_ours {
@@ -141,17 +159,16 @@ impl ImageClaim<'_> {
             });
         }
         self.must_be_newest(found)?;
-        let has_it = found.holder == *self.host && found.generation == self.generation;
-        match has_it && !self.anew {
-            true => Ok(found.clone()),
-            false => Ok(self.record(&found.image, found.taken)),
+        match self.anew {
+            true => Ok(self.record(&found.image, self.next(found.taken))),
+            false => self.go_on(found),
         }
     }
 
-    /// Between VMs of one host the image's lock decides.
+    /// Between VMs of one host the image's lock decides, while they have it.
     fn take_from_another(&self, found: &ImageRecord) -> Result<ImageRecord, ImageRefusal> {
-        match found.holder == *self.host {
-            true => Ok(self.record(self.fresh, found.taken)),
+        match found.holder == *self.host && self.anew {
+            true => Ok(self.record(self.fresh, self.next(found.taken))),
             false => Err(ImageRefusal::OfAnother {
                 vm: found.vm.clone(),
                 disk: found.disk.clone(),
@@ -176,10 +193,33 @@ impl ImageClaim<'_> {
         }
     }
 
-    /// A host that was put back from an old copy may hold the VM under a lower generation than it once did.
-    fn record(&self, image: &ImageId, taken: u64) -> ImageRecord {
-        // Also in the place of another image: whoever finds that one again knows that it was before.
+    /// The guest's memory is as old as what is known: of the host from which it comes, or of this one.
+    fn go_on(&self, found: &ImageRecord) -> Result<ImageRecord, ImageRefusal> {
+        if found.holder == *self.host {
+            // Whoever asks late, or was put back from an old copy, takes nothing back from this host.
+            let generation = found.generation.max(self.generation);
+            return Ok(ImageRecord {
+                generation,
+                ..found.clone()
+            });
+        }
+        let is_from_there =
+            |known: &KnownImage| (&known.image, known.taken) == (&found.image, found.taken);
+        match self.known.is_some_and(is_from_there) {
+            true => Ok(self.record(&found.image, self.next(found.taken))),
+            false => Err(ImageRefusal::TakenSince {
+                holder: found.holder.clone(),
+            }),
+        }
+    }
+
+    /// Also in the place of another image: whoever finds that one again knows that it was before.
+    fn next(&self, taken: u64) -> u64 {
         let known = self.known.map_or(0, |known| known.taken);
+        taken.max(known).saturating_add(1)
+    }
+
+    fn record(&self, image: &ImageId, taken: u64) -> ImageRecord {
         ImageRecord {
             format: IMAGE_RECORD_FORMAT,
             image: image.clone(),
@@ -187,7 +227,7 @@ impl ImageClaim<'_> {
             disk: self.disk.to_owned(),
             holder: self.host.clone(),
             generation: self.generation,
-            taken: taken.max(known).saturating_add(1),
+            taken,
         }
     }
 }

@@ -119,6 +119,63 @@ fn an_image_that_was_put_back_from_an_old_copy_is_refused() {
 }
 
 #[test]
+fn a_guest_that_stood_still_does_not_go_on_over_what_another_host_wrote() {
+    let site = Site::new();
+    let known = known(1, 3);
+    let goes_on = |host, generation| ImageClaim {
+        known: Some(&known),
+        anew: false,
+        ..site.claim(host, generation)
+    };
+    // The other host goes on from where this one stopped.
+    let at_b = goes_on(1, 4).judge(Some(&site.taken(0, 3))).unwrap();
+    assert_eq!(at_b, site.taken_then(1, 4));
+    // A person lets the guest run on here: only one that is started anew reads what was written there.
+    let since = ImageRefusal::TakenSince {
+        holder: site.hosts[1].clone(),
+    };
+    assert_eq!(goes_on(0, 5).judge(Some(&at_b)), Err(since));
+    assert!(site.claim(0, 5).judge(Some(&at_b)).is_ok());
+    // Nor one of an earlier version, which did not write down what it knows.
+    let unknown = ImageClaim {
+        anew: false,
+        ..site.claim(0, 5)
+    };
+    assert!(unknown.judge(Some(&at_b)).is_err());
+}
+
+#[test]
+fn a_hypervisor_that_goes_on_under_a_later_generation_is_not_another_opening() {
+    let site = Site::new();
+    let known = known(1, 3);
+    let goes_on = |generation| ImageClaim {
+        known: Some(&known),
+        anew: false,
+        ..site.claim(0, generation)
+    };
+    let before = site.taken(0, 3);
+    let now = goes_on(6).judge(Some(&before)).unwrap();
+    assert_eq!(now, site.taken(0, 6));
+    // One that asks late takes nothing back.
+    assert_eq!(goes_on(4).judge(Some(&now)), Ok(now.clone()));
+    // Where its record is gone it is written as it is known.
+    assert_eq!(goes_on(6).judge(None), Ok(now));
+}
+
+#[test]
+fn numbers_that_nobody_reaches_are_refused() {
+    let site = Site::new();
+    let taken = ImageRecord {
+        taken: u64::MAX,
+        ..site.taken(0, 3)
+    };
+    for found in [taken, site.taken(0, u64::MAX)] {
+        let refused = site.claim(0, 4).judge(Some(&found)).unwrap_err();
+        assert_eq!(refused, ImageRefusal::OutOfReach);
+    }
+}
+
+#[test]
 fn an_image_that_the_disk_had_before_is_refused() {
     let site = Site::new();
     let known = known(2, 9);
@@ -151,6 +208,12 @@ fn between_vms_of_one_host_its_lock_decides_and_of_another_host_a_person() {
         refused.to_string(),
         "it is disk 'root' of VM 'db', which host 'b' had last"
     );
+    // The other VM has written there since this one's guest stood still.
+    let goes_on = ImageClaim {
+        anew: false,
+        ..site.claim(0, 3)
+    };
+    assert!(goes_on.judge(Some(&of_other(0))).is_err());
 }
 
 #[test]

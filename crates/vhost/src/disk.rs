@@ -542,6 +542,9 @@ impl Device {
             Command::GiveBack(name, answer) => {
                 let _ = answer.send(self.give_image_back(&name));
             }
+            Command::Lend(answer) => {
+                let _ = answer.send(self.stack.bottom.lend());
+            }
             Command::PutLowest(filter, answer) => {
                 let put = self.stack.put_lowest(filter);
                 let _ = answer.send(put.map_err(|_| self.busy()));

@@ -29,6 +29,7 @@ pub(crate) enum Command {
     /// Takes the image, by this name and with this patience, or gives it back.
     Take(String, Duration, Sender<Result<(), Error>>),
     GiveBack(String, Sender<Result<(), Error>>),
+    Lend(Sender<std::io::Result<OwnedFd>>),
     PutLowest(Box<dyn Filter>, Sender<Result<(), Error>>),
     TakeLowest(Sender<Result<(), Error>>),
     Switch(Image, Sender<Result<(), Error>>),
@@ -184,6 +185,12 @@ impl Disk {
     /// disk takes no requests.
     pub fn take_image(&self, name: &str, patience: Duration) -> Result<(), Error> {
         self.ask(|answer| Command::Take(name.to_owned(), patience, answer))?
+    }
+
+    /// The image's own descriptor once more. The image stays locked, if it is, for as long as it is open.
+    pub fn lend_image(&self) -> Result<OwnedFd, Error> {
+        let lent = self.ask(Command::Lend)?;
+        lent.map_err(|error| Error::system("lend an image", error))
     }
 
     /// Makes durable what was written, and lets another host or process have the image. The disk must be held.

@@ -165,7 +165,7 @@ impl Vm {
         let generation = permit.generation();
         let disks = hyper.disks.arrive(generation);
         let disks = disks.and_then(|()| hyper.wait_for_disks(deadline));
-        if let Err(why) = disks.and_then(|()| hyper.disks.take(generation)) {
+        if let Err(why) = disks.and_then(|()| hyper.disks.take(generation, deadline)) {
             tracing::error!(
                 why,
                 "the guest is not let run without its disks; it is left paused"
@@ -212,8 +212,7 @@ impl Vm {
         self.went_on();
         self.arrived(began);
         if let Some(hyper) = &self.hyper {
-            hyper.disks.keep_arrived();
-            hyper.disks.keep_claims();
+            hyper.disks.keep_what_came();
         }
     }
 

@@ -9,6 +9,7 @@
 mod claim;
 mod images;
 mod in_place;
+mod keeping;
 mod left;
 mod moving;
 mod served;

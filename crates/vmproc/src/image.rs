@@ -3,12 +3,15 @@
 //! Owns nothing. Refuses: to let an image go that anybody has open, and what is no image.
 
 use godwit_blockio::holder::{self, Held};
-use godwit_blockio::{Access, Image};
+use godwit_blockio::{Access, lock_file};
 use godwit_ownership::ImageRecord;
+use godwit_qemu::disk::as_user;
 use godwit_types::{ApiError, ErrorCode};
 use rustix::fs::{Mode, OFlags, open};
 use std::fs::File;
+use std::io;
 use std::os::fd::AsFd as _;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
 
@@ -17,45 +20,85 @@ const PERSON: &str = "a person";
 
 /// Reads the record; nothing where the image bears none.
 pub fn show(path: &Path) -> Result<Option<ImageRecord>, ApiError> {
-    // What lies there may be anything: a FIFO would be waited for.
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    let file = open(path, flags, Mode::empty()).map_err(|errno| refused(path, &errno))?;
-    let file = File::from(file);
-    let is_file = file.metadata().is_ok_and(|found| found.is_file());
-    if !is_file {
-        let why = "only an image that is a file bears a record of who has it";
-        return Err(refused(path, &why));
-    }
-    let held = holder::read(file.as_fd()).map_err(|error| refused(path, &error))?;
-    let record = held.as_ref().map(record_of).transpose();
-    record.map_err(|why| refused(path, &why))
+    as_owner(path, || read(&open_image(path, OFlags::RDONLY)?, path))
 }
 
 /// Removes the record, so that whoever starts a VM with the image next has it. Returns what it said.
 pub fn release(path: &Path) -> Result<Option<ImageRecord>, ApiError> {
-    let told = show(path);
-    // The size of its blocks is of no interest here: every image has whole sectors.
-    let image = Image::open(path, Access::ReadWrite, SECTOR);
-    let mut image = image.map_err(|error| invalid(error.to_string()))?;
-    let locked = image.lock(PERSON, Duration::ZERO);
-    locked.map_err(|error| ApiError::new(ErrorCode::WrongState, error.to_string()))?;
-    holder::forget(image.as_fd()).map_err(|error| refused(path, &error))?;
-    // One that cannot be read may be let go, too.
-    Ok(told.ok().flatten())
+    as_owner(path, || {
+        let file = open_image(path, OFlags::RDWR)?;
+        let locked = lock_file(&file, path, Access::ReadWrite, PERSON, Duration::ZERO);
+        locked.map_err(|error| match error {
+            godwit_blockio::Error::InUse { .. } => {
+                ApiError::new(ErrorCode::WrongState, error.to_string())
+            }
+            error => invalid(error.to_string()),
+        })?;
+        // One that cannot be read may be let go, too.
+        let told = read(&file, path).ok().flatten();
+        holder::forget(file.as_fd()).map_err(|error| refused(path, &error))?;
+        Ok(told)
+    })
 }
 
-const SECTOR: u32 = godwit_blockio::SECTOR as u32;
+/// On a file server root may have fewer rights than the user whose file it is.
+fn as_owner<R: Send>(
+    path: &Path,
+    work: impl Fn() -> Result<R, ApiError> + Sync,
+) -> Result<R, ApiError> {
+    let done = work();
+    let is_denied = done
+        .as_ref()
+        .is_err_and(|error| error.code == ErrorCode::NotAllowed);
+    match path.metadata() {
+        Ok(found) if is_denied => {
+            let as_them = as_user(found.uid(), found.gid(), || Ok(work()));
+            as_them.unwrap_or(done)
+        }
+        _ => done,
+    }
+}
 
-/// What an image says, as somebody wrote it.
-pub(crate) fn record_of(held: &Held) -> Result<ImageRecord, String> {
+fn open_image(path: &Path, access: OFlags) -> Result<File, ApiError> {
+    // What lies there may be anything: a FIFO would be waited for.
+    let flags = access | OFlags::NONBLOCK | OFlags::CLOEXEC;
+    let file =
+        open(path, flags, Mode::empty()).map_err(|errno| refused(path, &io::Error::from(errno)))?;
+    let file = File::from(file);
+    let is_file = file.metadata().is_ok_and(|found| found.is_file());
+    match is_file {
+        true => Ok(file),
+        false => Err(invalid(format!(
+            "{}: only an image that is a file bears a record of who has it",
+            path.display()
+        ))),
+    }
+}
+
+fn read(file: &File, path: &Path) -> Result<Option<ImageRecord>, ApiError> {
+    let held = holder::read(file.as_fd()).map_err(|error| refused(path, &error))?;
+    let record = held.as_ref().map(record_of).transpose();
+    let record = record.map_err(|why| invalid(format!("{}: {why}", path.display())))?;
+    Ok(record.flatten())
+}
+
+/// What an image says, as somebody wrote it; nothing once a person has let it go.
+pub(crate) fn record_of(held: &Held) -> Result<Option<ImageRecord>, String> {
+    if held.text.is_empty() {
+        return Ok(None);
+    }
     let record = serde_json::from_slice(&held.text);
     record.map_err(|error| {
         format!("what it says of itself is no record of this version of Godwit ({error})")
     })
 }
 
-fn refused(path: &Path, why: &dyn std::fmt::Display) -> ApiError {
-    invalid(format!("{}: {why}", path.display()))
+fn refused(path: &Path, why: &io::Error) -> ApiError {
+    let code = match why.kind() {
+        io::ErrorKind::PermissionDenied => ErrorCode::NotAllowed,
+        _ => ErrorCode::InvalidRequest,
+    };
+    ApiError::new(code, format!("{}: {why}", path.display()))
 }
 
 fn invalid(message: String) -> ApiError {
@@ -105,8 +148,19 @@ mod tests {
     fn an_image_that_is_open_is_not_let_go() {
         let image = image();
         bear(&image, &serde_json::to_vec(&record()).unwrap());
-        let mut open = Image::open(image.path(), Access::ReadWrite, SECTOR).unwrap();
-        open.lock("a/web/root", Duration::ZERO).unwrap();
+        let open = File::options()
+            .read(true)
+            .write(true)
+            .open(image.path())
+            .unwrap();
+        lock_file(
+            &open,
+            image.path(),
+            Access::ReadWrite,
+            "a/web/root",
+            Duration::ZERO,
+        )
+        .unwrap();
         let refused = release(image.path()).unwrap_err();
         assert_eq!(refused.code, ErrorCode::WrongState);
         assert!(refused.message.contains("is in use"), "{refused}");
@@ -124,7 +178,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_bears_no_record() {
+    fn what_is_no_file_bears_no_record_and_what_is_empty_may() {
+        let image = image();
+        image.as_file().set_len(0).unwrap();
+        bear(&image, &serde_json::to_vec(&record()).unwrap());
+        let released = release(image.path()).unwrap();
+        assert_eq!(released, Some(record()), "also one that no disk could use");
         let refused = show(Path::new("/dev/null")).unwrap_err();
         assert!(refused.message.starts_with("/dev/null: only"), "{refused}");
         assert!(show(Path::new("/nonexistent/image")).is_err());

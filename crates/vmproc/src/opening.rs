@@ -236,7 +236,7 @@ impl Vm {
         let settled = match (&self.hyper, held) {
             (Some(hyper), Some(generation)) => {
                 let arrived = hyper.disks.arrive(generation);
-                hyper.disks.keep_arrived();
+                hyper.disks.keep_what_came();
                 arrived
             }
             (None, Some(generation)) => self.settle_images(generation),

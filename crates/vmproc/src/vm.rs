@@ -168,8 +168,7 @@ impl Vm {
     fn follow_disks_again(&mut self) {
         let hyper = self.hyper.as_ref();
         if let Some(hyper) = hyper {
-            hyper.disks.keep_arrived();
-            hyper.disks.keep_claims();
+            hyper.disks.keep_what_came();
         }
         if hyper.is_some_and(|hyper| hyper.disks.are_elsewhere()) {
             self.follow_disks();

@@ -37,6 +37,8 @@ pub(crate) struct Image {
     writer: Option<MachineId>,
     /// The machine that opened it last.
     opener: Option<MachineId>,
+    /// The last write that the memory of the guest in a machine's QEMU knows of.
+    remembered: BTreeMap<MachineId, u64>,
 }
 
 /// Why an image is not opened.
@@ -44,7 +46,6 @@ pub(crate) struct Image {
 enum Closed {
     InUse,
     Judged,
-    NotWritten,
 }
 
 impl Site {
@@ -68,6 +69,9 @@ impl Site {
             Ok(()) => {
                 self.is_written_by_one(at, vm, generation);
                 self.has_all_writes(at, vm);
+                if !anew {
+                    self.remembers_all_writes(at, vm);
+                }
                 let image = &mut self.images[vm];
                 image.open.insert(at, generation);
                 if image.opener.replace(at) != Some(at) || anew {
@@ -83,7 +87,6 @@ impl Site {
                     format!("{host} {vm}: its image is not opened: {why:?}, {image}")
                 });
                 match why {
-                    Closed::NotWritten => {}
                     Closed::InUse => self.coverage.images[1] += 1,
                     Closed::Judged => {
                         self.coverage.images[2] += 1;
@@ -126,11 +129,9 @@ impl Site {
         if self.locks_reach && image.open.keys().any(|other| *other != at) {
             return Err(Closed::InUse);
         }
-        match self.strikes(SiteFault::WriteFails, 100) {
-            false => self.machines[at].slots[vm].known = Some(record.known()),
-            // No hypervisor is started before it is written what is known; one that goes on may come before that.
-            true if anew => return Err(Closed::NotWritten),
-            true => {}
+        // The guest runs before it is written what is known.
+        if !self.strikes(SiteFault::WriteFails, 100) {
+            self.machines[at].slots[vm].known = Some(record.known());
         }
         self.coverage.images[0] += 1;
         Ok(())
@@ -177,28 +178,78 @@ impl Site {
         self.images[vm].acknowledged = self.images[vm].stored.writes;
     }
 
+    /// A guest that goes on knows what is on its disk: nobody else has written there since it stood still.
+    fn remembers_all_writes(&mut self, at: MachineId, vm: VmId) {
+        let image = &self.images[vm];
+        let written = image.stored.writes;
+        let remembered = image.remembered.get(&at).copied();
+        if let Some(remembered) = remembered.filter(|remembered| *remembered != written) {
+            let what = format!(
+                "{} lets the guest of {} go on, which knows of write {remembered}, and its image has write {written}",
+                self.label(at),
+                self.vms[vm],
+            );
+            self.violated(what);
+        }
+    }
+
+    /// What the memory of the guest in a machine's QEMU knows of.
+    pub(crate) fn remembered(&self, at: MachineId, vm: VmId) -> Option<u64> {
+        self.images[vm].remembered.get(&at).copied()
+    }
+
+    /// The guest's memory has come from another machine.
+    pub(crate) fn remembers(&mut self, at: MachineId, vm: VmId, write: Option<u64>) {
+        let remembered = &mut self.images[vm].remembered;
+        match write {
+            Some(write) => remembered.insert(at, write),
+            None => remembered.remove(&at),
+        };
+    }
+
+    /// A VM is to come from another host: which image it has there is written down, and so is by whom it was taken last.
+    pub(crate) fn expect_image(&mut self, at: MachineId, vm: VmId, from: &HostName) -> bool {
+        if !self.has_image(vm) {
+            return true;
+        }
+        self.images[vm].remembered.remove(&at);
+        let record = self.images[vm].stored.record.as_ref();
+        let Some(record) = record.filter(|record| record.holder == *from) else {
+            return false;
+        };
+        self.machines[at].slots[vm].known = Some(record.known());
+        true
+    }
+
     fn write(&mut self, at: MachineId, vm: VmId) {
         let known = self.machines[at].slots[vm].known.as_ref();
-        let known = known.map(|known| known.generation);
+        let known = known.map(|known| known.taken);
         let image = &mut self.images[vm];
         image.stored.writes += 1;
         image.acknowledged = image.stored.writes;
         image.openings = image.stored.openings;
-        let newest = image.stored.record.as_ref().map(|record| record.generation);
+        let newest = image.stored.record.as_ref().map(|record| record.taken);
         image.writer = (known == newest).then_some(at);
+        image.remembered.insert(at, image.stored.writes);
     }
 
-    /// The guest was stopped to leave: the other host may have it.
+    /// The guest was stopped to leave: the other host may have it. It wrote until then.
     pub(crate) fn give_image_back(&mut self, at: MachineId, vm: VmId) {
-        if let Some(image) = self.images.get_mut(vm) {
-            image.open.remove(&at);
+        if !self.has_image(vm) {
+            return;
         }
+        if self.images[vm].open.contains_key(&at) && self.runs_at(at, vm) {
+            self.write(at, vm);
+        }
+        self.images[vm].open.remove(&at);
     }
 
     fn close_images_without_qemu(&mut self, vm: VmId) {
         let machines = &self.machines;
-        let open = &mut self.images[vm].open;
-        open.retain(|at, _| machines[*at].slots[vm].qemu.is_some());
+        let image = &mut self.images[vm];
+        let lives = |at: &MachineId| machines[*at].slots[vm].qemu.is_some();
+        image.open.retain(|at, _| lives(at));
+        image.remembered.retain(|at, _| lives(at));
     }
 
     /// A person lets an image be used that was refused, once nobody has it open.
@@ -211,6 +262,7 @@ impl Site {
             image.stored.record = None;
             image.acknowledged = image.stored.writes;
             image.writer = None;
+            image.remembered.clear();
             self.coverage.images[4] += 1;
         }
     }

@@ -33,7 +33,8 @@ pub(crate) struct Outgoing {
 pub(crate) struct Receiving {
     pub migration: MigrationId,
     pub from: HostName,
-    pub pages: Option<Version>,
+    /// The guest's version, and the last write to its disk that it knows of.
+    pub pages: Option<(Version, Option<u64>)>,
     pub attempt: Generation,
     pub loaded: bool,
 }
@@ -270,7 +271,7 @@ pub(crate) enum Packet {
         vm: VmId,
         migration: MigrationId,
         attempt: Generation,
-        version: Version,
+        memory: (Version, Option<u64>),
     },
     LastPagesApplied {
         vm: VmId,

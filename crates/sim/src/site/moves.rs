@@ -1,6 +1,6 @@
 //! The data path of a simulated migration: one round of pages, the last pages, the device state.
 //!
-//! Works on the site. A page is nothing but the version of the guest that it belongs to.
+//! Works on the site. A page is nothing but the version of the guest that it belongs to, and its disk's last write.
 
 use super::model::{Happening, MachineId, Outgoing, Packet, Place, QemuProcess, Receiving, VmId};
 use super::world::Site;
@@ -40,6 +40,9 @@ impl Site {
             running: false,
         });
         let (process, migration) = (process.number, migration.clone());
+        if !self.expect_image(at, vm, from) {
+            return self.feed(at, vm, Event::IncomingFailed);
+        }
         let looks = Happening::ReceiverLooks {
             at,
             vm,
@@ -123,7 +126,7 @@ impl Site {
                 vm,
                 migration,
                 attempt,
-                version,
+                memory: (version, self.remembered(at, vm)),
             };
             self.send(Place::Machine(at), to, packet);
         }
@@ -159,7 +162,7 @@ impl Site {
         vm: VmId,
         migration: &MigrationId,
         attempt: Generation,
-        version: Version,
+        memory: (Version, Option<u64>),
     ) {
         let Some(receiving) = self.receiving(at, vm, migration) else {
             return;
@@ -168,7 +171,7 @@ impl Site {
             return;
         }
         receiving.attempt = attempt;
-        receiving.pages = Some(version);
+        receiving.pages = Some(memory);
         let from = receiving.from.clone();
         if let Some(from) = self.id_of(&from) {
             let packet = Packet::LastPagesApplied {
@@ -214,8 +217,9 @@ impl Site {
             return;
         };
         match pages {
-            Some(version) => {
+            Some((version, remembered)) => {
                 qemu.version = Some(version);
+                self.remembers(at, vm, remembered);
                 self.local(at, vm, Event::Loaded { attempt });
             }
             None => self.local(at, vm, Event::IncomingFailed),

@@ -310,8 +310,8 @@ impl Site {
                 vm,
                 migration,
                 attempt,
-                version,
-            } => self.receive_last_pages(at, vm, &migration, attempt, version),
+                memory,
+            } => self.receive_last_pages(at, vm, &migration, attempt, memory),
             Packet::LastPagesApplied {
                 vm,
                 migration,

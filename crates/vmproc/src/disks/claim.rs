@@ -4,58 +4,85 @@
 //! copy. What it says is judged by [`ImageClaim`]. Owns nothing: the record is the image's. Refuses: an image that the record
 //! gives to another host, or that is an older one; shared images on storage that keeps no such record. Block devices bear none.
 
-use super::Disks;
+use super::LOCK_WAIT;
 use super::served::{Served, ServedDisks};
 use crate::faults::planted;
 use crate::harden::stay_private;
 use crate::image::record_of;
 use godwit_blockio::Image;
 use godwit_blockio::holder;
-use godwit_ownership::{ImageClaim, ImageId, ImageRecord, KnownImage};
-use godwit_qemu::disk::{as_user, identity_of_open};
+use godwit_ownership::{ImageClaim, ImageId, ImageRecord, ImageRefusal, KnownImage};
+use godwit_qemu::disk::as_user;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, Generation, HostName};
+use godwit_vhost::Disk;
 use rustix::fs::{FileType, fstat, fsync};
-use rustix::io::Errno;
 use std::fmt::Display;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::Ordering;
 
 /// How often it is begun anew where another host took the record meanwhile.
 const ATTEMPTS: u32 = 16;
+/// Bytes by which a record may be longer than the one before it: names and numbers are.
+const LONGER: usize = 256;
 
 /// For whom an image is taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Taking {
     /// A hypervisor that is started.
     Anew,
-    /// One that has it.
+    /// One whose guest stands still, and goes on from what it knows.
+    GoesOn,
+    /// One that has it, and whose guest may be running: only what the image says can keep it from its disk.
     Again,
-    /// One whose guest stands still: the record is made durable later, unless another host had the image.
-    InAPause,
 }
 
-impl Disks {
-    /// The guest runs here: makes durable, and writes down, what was claimed while it stood still.
-    pub(crate) fn keep_claims(&self) {
-        let served = &self.0;
-        let Some(generation) = served.held() else {
-            return;
-        };
-        if !served.claims_due.swap(false, Ordering::SeqCst) {
-            return;
-        }
-        if let Err(error) = served.keep_claims(generation) {
-            served.claims_due.store(true, Ordering::SeqCst);
-            tracing::warn!(%error, "under which generation the VM's images are here is not written yet");
+/// Why an image was not taken.
+enum NotTaken {
+    /// For what it says.
+    Refused(String),
+    /// It does not say anything that can be read.
+    Unread(io::Error),
+    /// It may be taken, and says nothing of that.
+    Unwritten {
+        error: io::Error,
+        /// What is to be known of it, if it says nothing else.
+        known: Option<KnownImage>,
+        /// Whether another host would have to find it.
+        is_needed: bool,
+    },
+}
+
+impl From<io::Error> for NotTaken {
+    fn from(error: io::Error) -> Self {
+        Self::Unread(error)
+    }
+}
+
+/// What was done with other rights than this process has.
+trait Denied: From<io::Error> + Send {
+    /// Whether the rights were missing.
+    fn is_denied(&self) -> bool;
+}
+
+impl Denied for io::Error {
+    fn is_denied(&self) -> bool {
+        self.kind() == io::ErrorKind::PermissionDenied
+    }
+}
+
+impl Denied for NotTaken {
+    fn is_denied(&self) -> bool {
+        match self {
+            Self::Refused(_) => false,
+            Self::Unread(error) | Self::Unwritten { error, .. } => error.is_denied(),
         }
     }
 }
 
 impl Served {
     /// Takes a disk's image, which is open, for this host under this generation. Returns what is to be known of it from now on
-    /// once that is durable; nothing where the image bears no record.
+    /// once that is durable; nothing where its guest may not write it, or where it cannot be told.
     pub(super) fn claim(
         &self,
         spec: &DiskSpec,
@@ -63,54 +90,111 @@ impl Served {
         generation: Generation,
         taking: Taking,
     ) -> Result<Option<KnownImage>, ApiError> {
-        let refused = |error: &dyn Display| self.refused(spec, error);
-        let bears = bears_record(spec, image).map_err(|errno| refused(&errno))?;
-        if !bears || planted("image-not-judged") {
+        if spec.read_only || planted("image-not-judged") {
             return Ok(None);
         }
         let path = &spec.path;
+        let refused = |error: &dyn Display| Err(self.refused(spec, error));
         match self.as_opener(|| self.claim_as_opener(spec, image, generation, taking)) {
-            Ok(Ok(known)) => Ok(Some(known)),
-            Ok(Err(why)) => Err(refused(&format!(
-                "the image {path} is not opened: {why}; 'godwit image show {path}' tells what it says of itself, and if this disk is to have it all the same, 'godwit image release {path}' on this host lets it"
-            ))),
-            Err(error) if error.kind() == io::ErrorKind::Unsupported && !spec.shared => Ok(None),
-            Err(error) if error.kind() == io::ErrorKind::Unsupported => Err(refused(&format!(
-                "hosts that share an image tell each other by its extended attributes (user.*) who has it, and the file system of {path} keeps none: mount it so that it does (NFS: version 4.2), or leave out 'shared = true'"
-            ))),
-            Err(error) => Err(refused(&format!(
-                "which host has the image {path} cannot be told: {error}"
-            ))),
+            Ok(known) => Ok(Some(known)),
+            Err(NotTaken::Refused(why)) => refused(&format!(
+                "the image {path} is not opened: {why}; 'godwit image show {path}' tells what it says of itself"
+            )),
+            Err(NotTaken::Unread(error)) => {
+                let why = format!("which host has the image {path} cannot be told: {error}");
+                if taking == Taking::Anew || taking == Taking::GoesOn && spec.shared {
+                    return refused(&format!(
+                        "{why}; see that its storage answers, and try again"
+                    ));
+                }
+                tracing::warn!(
+                    disk = spec.name,
+                    why,
+                    "the guest goes on with its disk all the same"
+                );
+                Ok(None)
+            }
+            Err(NotTaken::Unwritten {
+                error, is_needed, ..
+            }) if is_needed && taking != Taking::Again => refused(&must_be_written(path, &error)),
+            Err(NotTaken::Unwritten { error, known, .. }) => {
+                if error.kind() != io::ErrorKind::Unsupported {
+                    let disk = &spec.name;
+                    tracing::warn!(disk, %error, "the disk's image does not say that this host has it");
+                }
+                Ok(known)
+            }
         }
     }
 
-    /// A disk on shared storage that comes with its VM: its image must be the one that the other host has, and no file of the
-    /// same name.
-    pub(super) fn must_be_at(
+    /// A disk's image when its VM is to come from another host: what is known of it from now on. One on shared storage must be the
+    /// one that the other host has, and no file of the same name, and this host must be able to take it.
+    pub(super) fn expect(
         &self,
         spec: &DiskSpec,
         image: &Image,
         host: &HostName,
-    ) -> Result<(), ApiError> {
-        let bears = bears_record(spec, image).map_err(|errno| self.refused(spec, &errno))?;
+    ) -> Result<Option<KnownImage>, ApiError> {
+        if spec.read_only {
+            return Ok(None);
+        }
+        let refused = |error: &dyn Display| self.refused(spec, error);
+        let bears = bears_record(image).map_err(|error| refused(&error))?;
         if !spec.changes_hands() || !bears {
-            return Ok(());
+            // Nobody has had it under any generation, and what the disk was here before is something else.
+            let none =
+                self.with_claim(spec, Generation(0), Taking::Anew, |claim| claim.judge(None));
+            return none
+                .map_err(|error| refused(&error))?
+                .map(|none| Some(none.known()))
+                .map_err(|why| refused(&why));
         }
-        let held = self.as_opener(|| holder::read(image.as_fd()));
-        let held = held.map_err(|error| self.refused(spec, &error))?;
-        let record = held.and_then(|held| record_of(&held).ok());
-        let is_there = record.is_some_and(|record| {
-            (&record.vm, &record.disk, &record.holder) == (&self.config.vm, &spec.name, host)
+        let path = &spec.path;
+        let held = self.as_opener(|| {
+            let held = holder::read(image.as_fd())?;
+            let bytes = held.as_ref().map_or(0, |held| held.text.len()) + LONGER;
+            holder::try_out(image.as_fd(), self.config.host.as_str(), bytes)?;
+            Ok::<_, io::Error>(held)
         });
+        let held = held.map_err(|error| refused(&must_be_written(path, &error)))?;
+        let record = held
+            .as_ref()
+            .and_then(|held| record_of(held).ok().flatten());
+        let Some(record) = record else {
+            return Err(refused(&format!(
+                "host '{host}' has its image on shared storage, and {path} here says of nobody that he has it: mount the same storage there on both hosts, so that it keeps extended attributes (NFS: version 4.2); if it is the same, an earlier version of Godwit has the VM: renew it first with 'godwit vm renew {}'",
+                self.config.vm
+            )));
+        };
+        let is_there =
+            (&record.vm, &record.disk, &record.holder) == (&self.config.vm, &spec.name, host);
         match is_there {
-            true => Ok(()),
-            false => {
-                let path = &spec.path;
-                Err(self.refused(spec, &format!(
-                    "host '{host}' has its image on shared storage, and {path} here does not say so ('godwit image show {path}'): mount the same storage there on both hosts, so that it keeps extended attributes (NFS: version 4.2), or leave out 'shared = true' for the disk"
-                )))
-            }
+            true => Ok(Some(record.known())),
+            false => Err(refused(&format!(
+                "host '{host}' has its image on shared storage, and {path} here does not say so ('godwit image show {path}'): mount the same storage there on both hosts, or leave out 'shared = true' for the disk"
+            ))),
         }
+    }
+
+    fn with_claim<R>(
+        &self,
+        spec: &DiskSpec,
+        generation: Generation,
+        taking: Taking,
+        judge: impl FnOnce(&ImageClaim<'_>) -> R,
+    ) -> io::Result<R> {
+        let what = self.what();
+        let known = self.known_of(&what, &spec.name);
+        let fresh = fresh_id()?;
+        Ok(judge(&ImageClaim {
+            vm: &self.config.vm,
+            disk: &spec.name,
+            host: &self.config.host,
+            generation,
+            known: known.as_ref(),
+            anew: taking == Taking::Anew,
+            fresh: &fresh,
+        }))
     }
 
     /// What is known once the image is this host's, or why it is not.
@@ -120,80 +204,78 @@ impl Served {
         image: BorrowedFd<'_>,
         generation: Generation,
         taking: Taking,
-    ) -> io::Result<Result<KnownImage, String>> {
-        let what = self.what();
-        let known = what.known.iter().find(|known| known.disk == spec.name);
-        let fresh = fresh_id()?;
-        let claim = ImageClaim {
-            vm: &self.config.vm,
-            disk: &spec.name,
-            host: &self.config.host,
-            generation,
-            known,
-            anew: taking == Taking::Anew,
-            fresh: &fresh,
-        };
-        for _ in 0..ATTEMPTS {
-            let held = holder::read(image)?;
-            let found = match held.as_ref().map(record_of).transpose() {
-                Ok(found) => found,
-                Err(why) => return Ok(Err(why)),
-            };
-            let wanted = match claim.judge(found.as_ref()) {
-                Ok(wanted) => wanted,
-                Err(why) => return Ok(Err(why.to_string())),
-            };
-            let is_new = found.as_ref() != Some(&wanted);
-            let text = serde_json::to_vec(&wanted).map_err(io::Error::other)?;
-            if is_new && !holder::replace(image, held.as_ref(), &text)? {
-                continue;
+    ) -> Result<KnownImage, NotTaken> {
+        self.with_claim(spec, generation, taking, |claim| {
+            let bears = bears_record(image)?;
+            for _ in 0..ATTEMPTS {
+                let held = match bears {
+                    true => holder::read(image)?,
+                    false => None,
+                };
+                let found = held.as_ref().map(record_of).transpose();
+                let found = found
+                    .map_err(|why| NotTaken::Refused(format!("{why}; {}", release(spec))))?
+                    .flatten();
+                let wanted = claim.judge(found.as_ref());
+                let wanted =
+                    wanted.map_err(|why| NotTaken::Refused(self.what_to_do(spec, &why)))?;
+                if !bears || found.as_ref() == Some(&wanted) {
+                    return Ok(wanted.known());
+                }
+                let of_another = found
+                    .as_ref()
+                    .is_none_or(|found| found.holder != wanted.holder);
+                let is_needed = spec.shared && (of_another || claim.anew);
+                let unwritten = |error| NotTaken::Unwritten {
+                    error,
+                    known: found.is_none().then(|| wanted.known()),
+                    is_needed,
+                };
+                let text = serde_json::to_vec(&wanted).map_err(io::Error::other)?;
+                if !holder::replace(image, held.as_ref(), &text).map_err(unwritten)? {
+                    continue;
+                }
+                if is_needed {
+                    // Other hosts must find it, also after their file server was gone.
+                    fsync(image).map_err(|errno| unwritten(errno.into()))?;
+                }
+                return Ok(wanted.known());
             }
-            let of_another = found.is_none_or(|found| found.holder != wanted.holder);
-            if taking != Taking::InAPause || of_another && spec.shared {
-                // Also one that stood there: who wrote it may have died before it was durable.
-                fsync(image)?;
-            }
-            return Ok(Ok(wanted.known()));
-        }
-        Err(io::Error::other("other hosts take it all the time"))
+            Err(io::Error::other("other hosts take it all the time").into())
+        })?
     }
 
-    /// Takes the image of a disk that is served already.
-    pub(super) fn claim_anew(
+    /// Why an image is not opened, and what a person can do.
+    fn what_to_do(&self, spec: &DiskSpec, why: &ImageRefusal) -> String {
+        let vm = &self.config.vm;
+        match why {
+            ImageRefusal::TakenSince { .. } => format!(
+                "{why}: start it anew with 'godwit vm stop {vm} --force' and 'godwit vm start {vm}'"
+            ),
+            why => format!("{why}; {}", release(spec)),
+        }
+    }
+
+    /// Takes the image of a disk that is served, for a guest that goes on under this generation.
+    pub(super) fn take_image(
         &self,
-        index: usize,
-        spec: &DiskSpec,
-        (generation, taking): (Generation, Taking),
-    ) -> Result<Option<KnownImage>, ApiError> {
-        let what = self.what();
-        if spec.read_only || is_known(&what, spec, generation) {
-            return Ok(None);
+        (spec, disk): (&DiskSpec, &Disk),
+        generation: Generation,
+    ) -> Result<(), ApiError> {
+        let refused = |error: godwit_vhost::Error| self.refused(spec, &error);
+        if !self.is_claimed(spec, generation) {
+            let image = disk.lend_image().map_err(refused)?;
+            let known = self.claim(spec, image.as_fd(), generation, Taking::GoesOn)?;
+            known.into_iter().for_each(|known| self.keep_later(known));
         }
-        let image = self.open_file(spec)?;
-        let found = identity_of_open(&image).map_err(|error| self.refused(spec, &error))?;
-        if what.images.get(index) != Some(&found) {
-            let path = &spec.path;
-            return Err(self.refused(
-                spec,
-                &format!("{path} is another file than the one that the guest works with"),
-            ));
-        }
-        if taking == Taking::InAPause {
-            self.claims_due.store(true, Ordering::SeqCst);
-        }
-        self.claim(spec, image.as_fd(), generation, taking)
+        let taken = disk.take_image(&self.lock_name(spec), LOCK_WAIT);
+        taken.map_err(refused)
     }
 
-    fn keep_claims(&self, generation: Generation) -> Result<(), ApiError> {
-        let what = self.what();
-        let mut claimed = Vec::new();
-        for (index, spec) in what.disks.iter().enumerate() {
-            claimed.extend(self.claim_anew(index, spec, (generation, Taking::Again))?);
-        }
-        match claimed.is_empty() {
-            true => Ok(()),
-            false => self.change(|what| claimed.into_iter().for_each(|known| what.know(known))),
-        }
+    /// Whether the disk's image was taken under this generation.
+    pub(super) fn is_claimed(&self, spec: &DiskSpec, generation: Generation) -> bool {
+        let known = self.known_of(&self.what(), &spec.name);
+        spec.read_only || known.is_some_and(|known| known.generation == generation)
     }
 
     /// Whose an image is that somebody has open, as far as it says.
@@ -202,7 +284,7 @@ impl Served {
         let held = self.as_opener(|| holder::read(image.as_fd()));
         let held = held.ok().flatten();
         let record = held
-            .and_then(|held| record_of(&held).ok())
+            .and_then(|held| record_of(&held).ok().flatten())
             .filter(of_another);
         match (error, record) {
             (godwit_blockio::Error::InUse { path, .. }, Some(record)) => {
@@ -217,14 +299,16 @@ impl Served {
     }
 
     /// With the rights with which images are opened: on a file server this process may have none.
-    fn as_opener<R: Send>(&self, work: impl Fn() -> io::Result<R> + Sync) -> io::Result<R> {
+    fn as_opener<R: Send, E: Denied>(
+        &self,
+        work: impl Fn() -> Result<R, E> + Sync,
+    ) -> Result<R, E> {
         let own = self.what().uid;
         let (common, gid) = (self.config.qemu_uid, self.config.qemu_gid);
-        let mut done = Err(io::ErrorKind::PermissionDenied.into());
+        let mut done = Err(io::Error::from(io::ErrorKind::PermissionDenied).into());
         for uid in [own, common] {
             done = as_user(uid, gid, || Ok(work())).map_err(io::Error::from)?;
-            let is_denied = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied;
-            if !done.as_ref().is_err_and(is_denied) {
+            if !done.as_ref().is_err_and(E::is_denied) {
                 break;
             }
         }
@@ -241,15 +325,29 @@ impl ServedDisks {
     }
 }
 
-fn is_known(what: &ServedDisks, spec: &DiskSpec, generation: Generation) -> bool {
-    let mut known = what.known.iter();
-    known.any(|known| known.disk == spec.name && known.generation == generation)
+/// What a person can do where other hosts must see who has an image.
+fn must_be_written(path: &str, error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::Unsupported => format!(
+            "hosts that share an image tell each other by its extended attributes (user.*) who has it, and the file system of {path} keeps none as it must ({error}): mount it so that it does (NFS: version 4.2), or leave out 'shared = true'"
+        ),
+        _ => format!(
+            "that this host has the image {path} cannot be written to it: {error}; make room there ('getfattr -d {path}' tells what else it bears), and try again"
+        ),
+    }
 }
 
-/// Whether a disk's image bears a record once its guest may write it: a block device cannot.
-fn bears_record(spec: &DiskSpec, image: impl AsFd) -> Result<bool, Errno> {
+fn release(spec: &DiskSpec) -> String {
+    format!(
+        "if this disk is to have it all the same, 'godwit image release {}' on this host lets it",
+        spec.path
+    )
+}
+
+/// Whether an image bears a record once its guest may write it: a block device cannot.
+fn bears_record(image: impl AsFd) -> io::Result<bool> {
     let kind = FileType::from_raw_mode(fstat(image)?.st_mode);
-    Ok(!spec.read_only && kind != FileType::BlockDevice)
+    Ok(kind != FileType::BlockDevice)
 }
 
 fn fresh_id() -> io::Result<ImageId> {

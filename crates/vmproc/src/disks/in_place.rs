@@ -380,6 +380,7 @@ impl Served {
         self.change(|what| what.copying = Some(going.copying.clone()))?;
         let beside = DiskSpec {
             path: going.copying.beside.clone(),
+            shared: going.place.shared,
             ..going.spec.clone()
         };
         self.make(&beside, bytes)?;

@@ -4,10 +4,9 @@
 //! One on shared storage is given back by the source once its guest stands still, and taken by the destination with the permit
 //! alone. Owns nothing beyond the mirrors' handles. Refuses: to take an image without the right to run the VM.
 
-use super::claim::Taking;
 use super::images::{give_names, keep_names};
 use super::served::Served;
-use super::{CONNECT_WAIT, Disks, LOCK_WAIT, REST_WAIT, told};
+use super::{CONNECT_WAIT, Disks, REST_WAIT, told};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
 use godwit_blockio::Arriving;
@@ -22,6 +21,7 @@ use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use std::ops::Range;
 use std::path::Path;
+use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -140,42 +140,36 @@ impl Disks {
         arrived
     }
 
-    /// Takes every image for a guest that is let run under this generation.
-    pub(crate) fn take(&self, generation: Generation) -> Result<(), String> {
+    /// Takes every image for a guest that is let run under this generation, at the latest until then: storage may hang.
+    pub(crate) fn take(&self, generation: Generation, deadline: Instant) -> Result<(), String> {
         let served = &self.0;
         *lock(&served.held) = Some(generation);
-        let (what, disks) = (served.what(), lock(&served.disks));
-        for (index, (disk, spec)) in disks.iter().zip(&what.disks).enumerate() {
+        let (taken, are_taken) = channel();
+        let disks = lock(&served.disks).clone();
+        let mut waits = 0;
+        for (disk, spec) in disks.into_iter().zip(&served.what().disks) {
             let Some(disk) = disk else { continue };
-            let right = (generation, Taking::InAPause);
-            let claimed = served.claim_anew(index, spec, right);
-            claimed.map_err(|error| error.message)?;
-            let taken = disk.take_image(&served.lock_name(spec), LOCK_WAIT);
-            taken.map_err(|error| told(spec, &error))?;
+            let status = disk.status().map_err(|error| told(spec, &error))?;
+            if status.has_image && served.is_claimed(spec, generation) {
+                continue;
+            }
+            let (served, spec, taken) = (Arc::clone(served), spec.clone(), taken.clone());
+            let work = move || {
+                let done = served.take_image((&spec, &disk), generation);
+                let _ = taken.send(done); // whoever asked may have given up
+            };
+            let thread = std::thread::Builder::new().name("disk-take".into());
+            thread.spawn(work).map_err(|error| error.to_string())?;
+            waits += 1;
+        }
+        for _ in 0..waits {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let done = are_taken.recv_timeout(left);
+            let silent = "the storage of the VM's disks does not answer: see that it does, and let the guest run again";
+            done.map_err(|_| silent.to_owned())?
+                .map_err(|error| error.message)?;
         }
         Ok(())
-    }
-
-    /// The guest runs here: makes the names of images durable that came with it.
-    pub(crate) fn keep_arrived(&self) {
-        let served = &self.0;
-        if lock(&served.arriving)
-            .as_ref()
-            .is_none_or(|arrival| !arrival.is_here)
-        {
-            return;
-        }
-        *lock(&served.filling) = Filling::default();
-        // What is not written is found again by whoever starts the VM next.
-        if let Err(error) = keep_names(&served.what().disks) {
-            tracing::warn!(%error, "the names of the VM's images may not be durable yet");
-            return;
-        }
-        let arrived = lock(&served.arriving).take();
-        if let Err(error) = served.save() {
-            tracing::warn!(%error, "that the VM's disks are here is not written yet");
-            *lock(&served.arriving) = arrived;
-        }
     }
 
     /// Everything of them is here and durable: who holds the VM under this generation may use them.

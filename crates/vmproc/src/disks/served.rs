@@ -6,6 +6,7 @@
 use super::claim::Taking;
 use super::images::{arriving_path, put_aside};
 use super::in_place::Moves;
+use super::keeping::Keeping;
 use super::left::{Copying, Left};
 use super::moving::Filling;
 use super::{BLOCK, LOCK_WAIT, MEND_EVERY};
@@ -114,8 +115,7 @@ pub(super) struct Served {
     /// The generation under which the guest may be running: its images are taken as soon as they are served then, and not only
     /// with a permit.
     pub(super) held: Mutex<Option<Generation>>,
-    /// Images were claimed while the guest stood still: that is not durable, nor written down.
-    pub(super) claims_due: AtomicBool,
+    pub(super) keeping: Keeping,
 }
 
 impl Arrival {
@@ -156,7 +156,7 @@ impl Served {
             filling: Mutex::default(),
             leaving: Mutex::new(leaving),
             held: Mutex::new(held),
-            claims_due: AtomicBool::new(false),
+            keeping: Keeping::default(),
         }
     }
 
@@ -233,16 +233,16 @@ impl Served {
     /// Opens all images and serves them.
     pub(super) fn begin(&self, coming: Option<&MigrationSpec>) -> Result<(), ApiError> {
         let (mut images, until) = (Vec::new(), Instant::now() + LOCK_WAIT);
-        let (what, mut claimed) = (self.what(), Vec::new());
+        let (what, mut expected) = (self.what(), Vec::new());
         for disk in &what.disks {
             let left = until.saturating_duration_since(Instant::now());
             let taking = self.takes(disk).then_some(Taking::Anew);
             let (image, known) = self.open(disk, left, taking)?;
+            known.into_iter().for_each(|known| self.keep_later(known));
             if let Some(migration) = coming {
-                self.must_be_at(disk, &image, &migration.source.host)?;
+                expected.extend(self.expect(disk, &image, &migration.source.host)?);
             }
             images.push(image);
-            claimed.extend(known);
         }
         let (mut filling, mut identities) = (Vec::new(), Vec::new());
         for (image, disk) in images.iter().zip(&what.disks) {
@@ -255,7 +255,7 @@ impl Served {
         // Also one without disks: whoever takes it over must not find those of an earlier one.
         self.change(|what| {
             what.images = identities;
-            claimed.into_iter().for_each(|known| what.know(known));
+            expected.into_iter().for_each(|known| what.know(known));
         })?;
         for (index, image) in images.into_iter().enumerate() {
             let disk = what.disks.get(index);
@@ -373,18 +373,13 @@ impl Served {
                 "{path} is another file than the one that the guest works with: put that one back, or end the guest"
             )));
         }
-        if let Some(known) = known.filter(|known| !what.known.contains(known)) {
-            self.change(|what| what.know(known))?;
-        }
+        known.into_iter().for_each(|known| self.keep_later(known));
         self.start(index, image, taken)?;
         // A permit may have come meanwhile, and found no disk here.
-        let disks = lock(&self.disks);
-        let disk = disks.get(index).and_then(Option::as_ref);
-        match disk.filter(|_| !taken && self.takes(spec)) {
-            Some(disk) => disk
-                .take_image(&self.lock_name(spec), patience)
-                .map_err(|error| self.refused(spec, &error)),
-            None => Ok(()),
+        let disk = lock(&self.disks).get(index).and_then(Option::clone);
+        match (disk, self.held()) {
+            (Some(disk), Some(generation)) if !taken => self.take_image((spec, &disk), generation),
+            _ => Ok(()),
         }
     }
 

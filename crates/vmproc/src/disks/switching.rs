@@ -152,6 +152,7 @@ impl Served {
     /// From here on the second image is the disk.
     fn write_switch(&self, going: &Going<'_>) -> Result<(), String> {
         let (index, place) = (going.index, going.place);
+        self.keep_no_more(&place.disk);
         let written = self.change(|what| {
             what.copying = None;
             what.left.push(Left {
@@ -167,8 +168,10 @@ impl Served {
             if let (Some(now), Some(image)) = (what.images.get_mut(index), going.copying.image) {
                 *now = image;
             }
-            what.known.retain(|known| known.disk != place.disk);
-            what.known.extend(going.known.clone());
+            going
+                .known
+                .iter()
+                .for_each(|known| what.know(known.clone()));
         });
         written.map_err(|error| error.message)
     }
