@@ -1,7 +1,7 @@
 #!/bin/bash
 # Plants every known fault, one at a time, and shows that the test named beside it fails.
 #
-#   scripts/plant-faults.sh [PART...]     PART: ownership, site, wire, qemu, agent, vmproc; all without one
+#   scripts/plant-faults.sh [PART...]     PART: ownership, site, wire, qemu, agent, disks, vmproc; all without one
 #
 # A safety test counts once it has been seen to fail. Builds with planted faults go to target/plants, so that they never
 # meet the product's; the real-QEMU tests, whose VM process always has the switches, run from where they are built.
@@ -9,7 +9,7 @@
 set -u
 cd "$(dirname "$0")/.."
 export RUST_BACKTRACE=0
-parts="${*:-ownership site wire qemu agent vmproc}"
+parts="${*:-ownership site wire qemu agent disks vmproc}"
 logs=target/plants/logs
 mkdir -p "$logs"
 caught=0
@@ -153,13 +153,17 @@ agent() {
     agent_unit old-word-accepted site::tests::an_old_controller_is_refused_and_a_new_word_is_durable_before_its_command_is_done
 }
 
-# vmproc_case PLANT FILE TEST
-vmproc_case() {
-    local log="$logs/vmproc-$1.log"
-    GODWIT_PLANT=$1 timeout 300 cargo test -q --release -p godwit-e2e --test "$2" -- "$3" --exact --test-threads=1 \
+# e2e_case PART PLANT FILE TEST
+e2e_case() {
+    local log="$logs/$1-$2.log"
+    GODWIT_PLANT=$2 timeout 300 cargo test -q --release -p godwit-e2e --test "$3" -- "$4" --exact --test-threads=1 \
         >"$log" 2>&1
     ran_and_failed "$log"
-    verdict vmproc "$1" "$2::$3" $?
+    verdict "$1" "$2" "$3::$4" $?
+}
+
+vmproc_case() {
+    e2e_case vmproc "$@"
 }
 
 vmproc_unit() {
@@ -177,6 +181,37 @@ streams_unit() {
         -- "$2" --exact >"$log" 2>&1
     ran_and_failed "$log"
     verdict vmproc "$1" "$2" $?
+}
+
+# The model test plants each fault of the mirror by itself, and fails where one is not found.
+mirror_model() {
+    local log="$logs/disks-mirror.log" plant
+    cargo test -q --release -p godwit-mirror --features planted-faults --target-dir target/plants --test model \
+        -- each_planted_fault_is_found --exact --nocapture >"$log" 2>&1
+    for plant in $(grep -o '^[A-Za-z]*: seed' "$log" | cut -d : -f 1); do
+        grep -q "^$plant: seed None" "$log"
+        verdict disks "$plant" "model::each_planted_fault_is_found" $?
+    done
+    grep -q '^test result: ok. 1 ' "$log" || { echo "the model test did not end well: see $log" >&2; exit 2; }
+}
+
+# vhost_case PLANT FILE TEST
+vhost_case() {
+    local log="$logs/disks-$1.log"
+    GODWIT_PLANT=$1 timeout 300 cargo test -q --release -p godwit-vhost --features planted-faults \
+        --target-dir target/plants --test "$2" -- "$3" --exact >"$log" 2>&1
+    ran_and_failed "$log"
+    verdict disks "$1" "$2::$3" $?
+}
+
+disks() {
+    mirror_model
+    vhost_case memory-read-twice another_image a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images
+    vhost_case used-ring-not-marked disk a_tracker_is_told_of_everything_that_a_disk_writes_into_the_guest_and_of_nothing_else
+    cargo build -q --release -p godwit-e2e --tests --bins || exit 2
+    e2e_case disks flush-acknowledged-early disk_power_cuts an_acknowledged_flush_survives_thirty_power_cuts
+    e2e_case disks lock-on-another-descriptor disk_lock an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended
+    e2e_case disks image-opened-before-permit disks_move a_vm_whose_disk_both_hosts_have_moves_its_memory_alone
 }
 
 vmproc() {
@@ -208,8 +243,8 @@ vmproc() {
 
 for part in $parts; do
     case $part in
-        ownership | site | wire | qemu | agent | vmproc) "$part" ;;
-        *) echo "unknown part '$part': ownership, site, wire, qemu, agent or vmproc" >&2; exit 2 ;;
+        ownership | site | wire | qemu | agent | disks | vmproc) "$part" ;;
+        *) echo "unknown part '$part': ownership, site, wire, qemu, agent, disks or vmproc" >&2; exit 2 ;;
     esac
 done
 echo "$caught passed, $missed failed"

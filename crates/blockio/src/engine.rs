@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
+use godwit_guestmem::plant::planted;
 use io_uring::squeue::Entry;
 use io_uring::{opcode, types};
 use rustix::io::Errno;
@@ -387,6 +388,7 @@ impl Slot {
             return sync(fd);
         }
         match self.request.work.clone() {
+            Work::Flush if planted("flush-acknowledged-early") => opcode::Nop::new().build(),
             Work::Read(range) => self.read(fd, range.start + self.done as u64),
             Work::Write(range) => self.write(fd, range.start + self.done as u64),
             Work::Flush => sync(fd),

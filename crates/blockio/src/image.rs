@@ -13,6 +13,7 @@ use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use godwit_guestmem::plant::planted;
 use rustix::fs::{AtFlags, OFlags, StatxFlags};
 use rustix::io::Errno;
 
@@ -127,9 +128,28 @@ impl Image {
     /// of each `name` only one. The lock ends with the last request of the last process that has this descriptor. Whoever had
     /// it may have changed its size: it is measured anew.
     pub fn lock(&mut self, name: &str, patience: Duration) -> Result<(), Error> {
+        if planted("lock-on-another-descriptor") {
+            return self.lock_another(name, patience);
+        }
         image_lock::take(&self.file, &self.path, self.access, name, patience)?;
         self.measure()?;
         Ok(())
+    }
+
+    /// The planted fault: the lock ends with the process, and its last request may not have ended then.
+    fn lock_another(&mut self, name: &str, patience: Duration) -> Result<(), Error> {
+        let opened = OpenOptions::new()
+            .read(true)
+            .write(self.access == Access::ReadWrite)
+            .open(&self.path);
+        let file = opened.map_err(|source| Error::Image {
+            action: "open",
+            path: self.path.clone(),
+            source,
+        })?;
+        image_lock::take(&file, &self.path, self.access, name, patience)?;
+        std::mem::forget(file);
+        self.measure().map(drop)
     }
 
     /// Makes durable what was written through it, and lets whoever waits for it have it. Nothing may be under way.

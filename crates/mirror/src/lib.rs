@@ -73,6 +73,8 @@ pub enum Plant {
     NoDrain,
     /// A write to a region that is being copied is not held.
     NotHeld,
+    /// A write that waited until a region was copied goes to the source alone.
+    QueuedToTheSourceAlone,
     /// A write that touches copied and other regions goes to the source alone.
     StraddlingToTheSourceAlone,
     /// A write does not wait for an older one that it overlaps.
@@ -147,6 +149,9 @@ pub struct Mirror {
     steps: Vec<Step>,
     #[cfg(feature = "planted-faults")]
     plant: Option<Plant>,
+    /// Writes that had to wait.
+    #[cfg(feature = "planted-faults")]
+    queued: Vec<WriteId>,
 }
 
 /// Whether a fault is planted; never in a product build.
@@ -186,6 +191,8 @@ impl Mirror {
             steps: Vec::new(),
             #[cfg(feature = "planted-faults")]
             plant: None,
+            #[cfg(feature = "planted-faults")]
+            queued: Vec::new(),
         }
     }
 
@@ -377,6 +384,8 @@ impl Mirror {
             let behind = behind && !planted!(self, OverlapReordered);
             let locked = self.is_locked(&range) && !planted!(self, NotHeld);
             if behind || locked {
+                #[cfg(feature = "planted-faults")]
+                self.queued.push(id);
                 waiting.push_back((id, range));
                 continue;
             }
@@ -394,12 +403,17 @@ impl Mirror {
         {
             mirrored = false;
         }
+        #[cfg(feature = "planted-faults")]
+        let is_forgotten = planted!(self, QueuedToTheSourceAlone) && self.queued.contains(&id);
+        #[cfg(not(feature = "planted-faults"))]
+        let is_forgotten = false;
+        mirrored &= !is_forgotten;
         self.steps.push(match mirrored {
             true => Step::Both(id),
             false => Step::Source(id),
         });
         // Regions that are copied stay so under a write to both sides.
-        let is_news = !mirrored && !planted!(self, StraddlingToTheSourceAlone);
+        let is_news = !mirrored && !is_forgotten && !planted!(self, StraddlingToTheSourceAlone);
         if is_news && !planted!(self, SilenceForgotten) {
             self.touch(&range);
         }

@@ -273,6 +273,7 @@ fn each_planted_fault_is_found() {
     for plant in [
         Plant::NoDrain,
         Plant::NotHeld,
+        Plant::QueuedToTheSourceAlone,
         Plant::StraddlingToTheSourceAlone,
         Plant::OverlapReordered,
         Plant::AnsweredEarly,

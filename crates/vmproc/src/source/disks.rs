@@ -13,6 +13,14 @@ use std::time::{Duration, Instant};
 /// How often progress is shown, and looked whether the disks are copied.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
+/// The planted fault: nobody looks whether the two hosts' images are equal.
+const UNSYNCHRONISED: &str = "unsynchronised-switch";
+
+/// Whether both hosts' images are equal but for what is under way.
+fn are_equal(disks: &SourceDisks) -> bool {
+    disks.are_synchronised() || planted(UNSYNCHRONISED)
+}
+
 impl SourceDriver {
     /// Waits until both hosts have the same on all disks that go along. Memory follows only then: what the guest writes to it
     /// meanwhile need not be sent twice.
@@ -37,7 +45,7 @@ impl SourceDriver {
             if let Some(why) = disks.failure() {
                 return Err(Halt::Failed(why));
             }
-            let (left, synchronised) = (disks.left_bytes(), disks.are_synchronised());
+            let (left, synchronised) = (disks.left_bytes(), are_equal(disks));
             // Holes are known to the disks' threads by now.
             let began = *begun.get_or_insert_with(|| (Instant::now(), left));
             self.show_disks(began, left);
@@ -76,7 +84,7 @@ impl SourceDriver {
     /// Whether what disks have under way is little enough for a switchover.
     pub(super) fn disks_are_close(&self) -> bool {
         let disks = self.parts.disks.as_ref();
-        disks.is_none_or(SourceDisks::are_close)
+        disks.is_none_or(|disks| disks.are_close() || planted(UNSYNCHRONISED))
     }
 
     /// The guest stands still: nothing more comes of its disks, all of which must be the same on both hosts.
@@ -84,7 +92,7 @@ impl SourceDriver {
         let Some(disks) = &self.parts.disks else {
             return Ok(());
         };
-        if !disks.are_synchronised() && !planted("unsynchronised-switch") {
+        if !are_equal(disks) {
             return Err(Halt::Lost(
                 "the disks of the two hosts were not the same when the guest was stopped".into(),
             ));
