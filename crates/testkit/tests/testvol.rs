@@ -94,11 +94,8 @@ fn several_direct_writes_of_one_file_are_under_way_at_once() {
         for number in 0..4_u8 {
             let file = &file;
             scope.spawn(move || {
-                // Direct IO wants its memory aligned.
                 let mut room = vec![0; 8192];
-                let skip = room.as_ptr().align_offset(4096);
-                let page = &mut room[skip..skip + 4096];
-                page.fill(number);
+                let page = aligned(&mut room, number);
                 file.write_all_at(page, u64::from(number) * 4096).unwrap();
             });
         }
@@ -108,6 +105,47 @@ fn several_direct_writes_of_one_file_are_under_way_at_once() {
     });
     let counts = volume.counts();
     assert_eq!((counts.writes, counts.written_bytes), (4, 16384));
+}
+
+/// A page where direct IO takes it.
+fn aligned(room: &mut [u8], fill: u8) -> &[u8] {
+    let skip = room.as_ptr().align_offset(4096);
+    let page = &mut room[skip..skip + 4096];
+    page.fill(fill);
+    page
+}
+
+#[test]
+fn a_direct_write_that_is_durable_by_itself_survives_a_cut_and_no_other_does() {
+    let Some(mut disk) = Disk::new() else { return };
+    let at = Path::new("/var/lib/direct");
+    disk.machine.mount_direct_volume(at).expect("a volume");
+    let path = disk.machine.path_from_outside(at).join("image");
+    File::create(&path).unwrap().set_len(16384).unwrap();
+    for path in [&path, path.parent().unwrap()] {
+        File::open(path).unwrap().sync_all().unwrap();
+    }
+    let open = |flags| {
+        let mut options = OpenOptions::new();
+        let options = options.write(true).custom_flags(libc::O_DIRECT | flags);
+        options.open(&path).unwrap()
+    };
+    let mut room = vec![0; 8192];
+    let later = open(0);
+    later.write_all_at(aligned(&mut room, 1), 0).unwrap();
+    let durable = open(libc::O_DSYNC);
+    durable.write_all_at(aligned(&mut room, 2), 4096).unwrap();
+    later.write_all_at(aligned(&mut room, 3), 8192).unwrap();
+    let volume = disk.machine.volume(at).unwrap();
+    volume.change(|settings| settings.fails.syncs = true);
+    let failed = durable.write_all_at(aligned(&mut room, 4), 12288);
+    assert!(failed.is_err(), "it is not durable");
+    let inode = fs::metadata(&path).unwrap().ino();
+    volume.cut(Survives::Nothing);
+    assert_eq!(fs::metadata(&path).unwrap().ino(), inode);
+    let found = fs::read(&path).unwrap();
+    let pages: Vec<u8> = found.chunks(4096).map(|page| page[4095]).collect();
+    assert_eq!(pages, [0, 2, 0, 0]);
 }
 
 #[test]

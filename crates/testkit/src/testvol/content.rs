@@ -110,6 +110,18 @@ impl Content {
         self.durable.size = self.now.size;
     }
 
+    /// Makes durable what readers see of these bytes.
+    pub fn sync_range(&mut self, offset: u64, bytes: u64) {
+        let (first, last) = pages_of(offset, bytes);
+        for index in first..last {
+            if self.dirty.remove(&index) {
+                self.keep_page(index);
+            }
+        }
+        let end = offset.saturating_add(bytes).min(self.now.size);
+        self.durable.size = self.durable.size.max(end);
+    }
+
     fn keep_page(&mut self, index: u64) {
         match self.now.pages.get(&index) {
             Some(page) => self.durable.pages.insert(index, page.clone()),

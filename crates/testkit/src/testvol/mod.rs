@@ -8,7 +8,8 @@
 //! have written any part of it.
 //!
 //! How strict it is: syncing a file does not make its name durable, and syncing a directory does not make durable what is
-//! in its files; a rename, also between directories, is kept or lost whole. Bytes survive in pages of 4096. Permissions
+//! in its files, nor a write that is durable by itself (`O_DSYNC`) what else is in its file; a rename, also between directories,
+//! is kept or lost whole. Bytes survive in pages of 4096. Permissions
 //! and owners go with their node's own fsync. A sync that failed leaves everything unsynced, and a later one makes it up.
 //!
 //! The tree and both its views belong to the [`Volume`]; everything is in memory and ends with it. The kernel keeps locks
@@ -36,6 +37,7 @@ use std::time::{Duration, Instant};
 
 use chance::Chance;
 pub use chance::Survives;
+pub use mount::own_mounts;
 use serve::{Shared, State};
 
 /// Number of an error, as the kernel knows it.

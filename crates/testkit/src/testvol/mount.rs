@@ -28,6 +28,21 @@ pub fn mount(inside: RawFd, wake: RawFd, at: &Path) -> io::Result<OwnedFd> {
     device
 }
 
+/// From here on this thread, and all that it starts, have mounts of their own: what is mounted there nobody else sees, and it
+/// ends with the last of them. Gives the descriptor that a volume is mounted by.
+pub fn own_mounts() -> io::Result<OwnedFd> {
+    // SAFETY: the thread gets copies of what it shares with others; nobody else is affected.
+    check(unsafe { libc::unshare(libc::CLONE_FS | libc::CLONE_NEWNS) })?;
+    let (none, root, flags) = (
+        std::ptr::null(),
+        c"/".as_ptr(),
+        libc::MS_REC | libc::MS_PRIVATE,
+    );
+    // SAFETY: all strings are valid; only how mounts of this thread are told to others is changed.
+    check(unsafe { libc::mount(none, root, none, flags, std::ptr::null()) })?;
+    Ok(File::open("/proc/thread-self/ns/mnt")?.into())
+}
+
 fn open_and_mount(at: &Path) -> io::Result<OwnedFd> {
     let flags = libc::O_RDWR | libc::O_CLOEXEC | libc::O_NONBLOCK;
     // SAFETY: the path is a valid string.

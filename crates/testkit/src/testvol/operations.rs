@@ -156,11 +156,20 @@ fn rename(state: &mut State, request: &Request) -> Result<Answer, Errno> {
 
 fn write(state: &mut State, node: u64, fields: &mut Fields<'_>) -> Result<Answer, Errno> {
     let (_handle, offset, bytes) = (fields.u64()?, fields.u64()?, fields.u32()?);
-    fields.bytes(20)?;
+    let (_kind, _owner) = (fields.u32()?, fields.u64()?);
+    let (flags, _) = (fields.u32()?, fields.u32()?);
     let data = fields.bytes(bytes as usize)?;
     state.counts.writes += 1;
     state.tree.write(node, offset, data)?;
     state.counts.written_bytes += u64::from(bytes);
+    // Of a write beside the cache the kernel leaves that to its file system.
+    if flags & libc::O_DSYNC as u32 != 0 {
+        if state.settings.fails.syncs {
+            return Err(libc::EIO);
+        }
+        let content = state.tree.content_mut(node)?;
+        content.sync_range(offset, bytes.into());
+    }
     Ok(Answer::default().u32(bytes).u32(0))
 }
 
@@ -218,15 +227,16 @@ fn statistics(state: &State) -> Answer {
 
 fn open_directory(state: &mut State, node: u64) -> Result<Answer, Errno> {
     let directory = state.tree.directory(node)?;
-    let mode = |number: &u64| {
-        state
-            .tree
-            .node(*number)
-            .map_or(0, |node: &Node| node.meta.mode)
+    let told = |number: &u64| {
+        let node = state.tree.node(*number);
+        node.map_or((0, 0), |node: &Node| (node.inode, node.meta.mode))
     };
-    let own = [b".".as_slice(), b".."].map(|name| (name.to_vec(), node, libc::S_IFDIR));
-    let names = directory.now.iter();
-    let names = names.map(|(name, number)| (name.clone(), *number, mode(number)));
+    let (inode, _) = told(&node);
+    let own = [b".".as_slice(), b".."].map(|name| (name.to_vec(), inode, libc::S_IFDIR));
+    let names = directory.now.iter().map(|(name, number)| {
+        let (inode, mode) = told(number);
+        (name.clone(), inode, mode)
+    });
     let listing: Listing = own.into_iter().chain(names).collect();
     state.last_listing += 1;
     state.listings.insert(state.last_listing, listing);

@@ -172,7 +172,7 @@ impl Answer {
     pub fn entry(self, number: u64, node: &Node, in_root: bool) -> Self {
         let believe = if in_root { 0 } else { LONG_S };
         let answer = self.u64(number).u64(0).u64(believe).u64(LONG_S);
-        answer.u32(0).u32(0).attributes(number, node)
+        answer.u32(0).u32(0).attributes(node)
     }
 
     /// A node's attributes alone.
@@ -182,10 +182,10 @@ impl Answer {
         } else {
             LONG_S
         };
-        self.u64(believe).u32(0).u32(0).attributes(number, node)
+        self.u64(believe).u32(0).u32(0).attributes(node)
     }
 
-    fn attributes(self, number: u64, node: &Node) -> Self {
+    fn attributes(self, node: &Node) -> Self {
         let Meta {
             mode,
             uid,
@@ -195,7 +195,7 @@ impl Answer {
             changed,
         } = node.meta;
         let times = [accessed, modified, changed];
-        let answer = self.u64(number).u64(node.size()).u64(node.pages() * 8);
+        let answer = self.u64(node.inode).u64(node.size()).u64(node.pages() * 8);
         let answer = times.iter().fold(answer, |a, time| a.u64(time.as_secs()));
         let answer = times
             .iter()

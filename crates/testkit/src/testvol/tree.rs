@@ -45,6 +45,8 @@ pub struct Directory {
 
 #[derive(Debug)]
 pub struct Node {
+    /// What programs are told as its number; that by which the kernel knows it is another one after each power cut.
+    pub inode: u64,
     pub meta: Meta,
     durable_meta: Meta,
     pub body: Body,
@@ -97,8 +99,9 @@ impl Meta {
 }
 
 impl Node {
-    fn new(meta: Meta, body: Body) -> Self {
+    fn new(inode: u64, meta: Meta, body: Body) -> Self {
         Self {
+            inode,
             durable_meta: meta.clone(),
             meta,
             body,
@@ -127,6 +130,7 @@ impl Node {
 impl Default for Tree {
     fn default() -> Self {
         let root = Node::new(
+            ROOT,
             Meta::new(libc::S_IFDIR | 0o755, 0, 0),
             Body::Directory(Directory::default()),
         );
@@ -212,7 +216,7 @@ impl Tree {
         self.sweep();
         let number = self.next;
         self.next += 1;
-        self.nodes.insert(number, Node::new(meta, body));
+        self.nodes.insert(number, Node::new(number, meta, body));
         self.change(vec![becomes(directory, name, Some(number))])?;
         Ok(number)
     }
