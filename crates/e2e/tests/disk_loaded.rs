@@ -74,6 +74,7 @@ fn a_disk_moves_under_load_and_every_acknowledged_write_is_on_the_new_volume() -
     let load = Load {
         outstanding: 16,
         write_percent: 50,
+        flush_permille: 0,
         order: Order::Random,
         seed: 7,
     };

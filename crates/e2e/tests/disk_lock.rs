@@ -99,6 +99,7 @@ fn an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended() ->
     let load = Load {
         outstanding: 16,
         write_percent: 100,
+        flush_permille: 0,
         order: Order::Random,
         seed: 7,
     };

@@ -263,6 +263,7 @@ impl Bench {
         let load = Load {
             outstanding: cell.outstanding as usize,
             write_percent: cell.kind.write_percent,
+            flush_permille: 0,
             order: match cell.kind.sequential {
                 true => Order::Sequential,
                 false => Order::Random,

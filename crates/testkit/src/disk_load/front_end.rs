@@ -115,7 +115,7 @@ impl FrontEnd {
     }
 
     /// Ends the queue; what is under way is done then.
-    pub fn end(mut self) -> Result<()> {
+    pub fn stop(&mut self) -> Result<()> {
         self.tell(request::GET_VRING_BASE, &pair(0, 0), &[])?;
         self.answer(request::GET_VRING_BASE).map(drop)
     }

@@ -1,7 +1,8 @@
 //! What a load wrote to a disk, and whether an image has it.
 //!
 //! Owns the numbers of the writes that were acknowledged, for each block the last one, and of those that were not. A write
-//! that was not acknowledged may be there, in part or not at all; of every other block the content is known to the byte.
+//! that was not acknowledged may be there, in part or not at all; of every other block the content is known to the byte. After a
+//! power cut any write of a block may be the one that is there from the last on that a flush covers ([`Log::check_after_cut`]).
 //! Refuses nothing; what is not as it should be is counted.
 
 use std::collections::HashMap;
@@ -36,10 +37,21 @@ pub struct Log {
     acknowledged: Vec<u64>,
     /// Writes that were begun and not answered, by their blocks.
     open: HashMap<u64, u64>,
+    /// The last write of each block that an acknowledged flush covers.
+    durable: Vec<u64>,
+    /// The later ones, by their blocks.
+    later: HashMap<u64, Vec<u64>>,
     last: u64,
     writes: u64,
     /// Writes that had been acknowledged when the last acknowledged flush began.
     flushed: u64,
+}
+
+/// What had been acknowledged when a flush began.
+#[derive(Debug, Clone)]
+pub struct Covered {
+    acknowledged: Vec<u64>,
+    writes: u64,
 }
 
 /// How an image differs from a log, in blocks.
@@ -78,6 +90,8 @@ impl Log {
             block_bytes,
             acknowledged: vec![0; blocks as usize],
             open: HashMap::new(),
+            durable: vec![0; blocks as usize],
+            later: HashMap::new(),
             last: 0,
             writes: 0,
             flushed: 0,
@@ -106,6 +120,7 @@ impl Log {
     pub fn begin(&mut self, block: u64) -> u64 {
         self.last += 1;
         self.open.insert(block, self.last);
+        self.later.entry(block).or_default().push(self.last);
         self.last
     }
 
@@ -118,9 +133,26 @@ impl Log {
         }
     }
 
-    /// A flush was acknowledged, which began when so many writes had been.
-    pub fn flush(&mut self, writes: u64) {
-        self.flushed = self.flushed.max(writes);
+    /// What a flush covers that begins now.
+    pub fn covered(&self) -> Covered {
+        Covered {
+            acknowledged: self.acknowledged.clone(),
+            writes: self.writes,
+        }
+    }
+
+    /// A flush was acknowledged that covers these.
+    pub fn flush(&mut self, covered: &Covered) {
+        self.flushed = self.flushed.max(covered.writes);
+        for (durable, write) in self.durable.iter_mut().zip(&covered.acknowledged) {
+            *durable = (*durable).max(*write);
+        }
+        let durable = &self.durable;
+        self.later.retain(|block, writes| {
+            let last = durable.get(*block as usize).copied().unwrap_or(0);
+            writes.retain(|write| *write > last);
+            !writes.is_empty()
+        });
     }
 
     /// Whether a write of this block is under way.
@@ -167,6 +199,42 @@ impl Log {
             }
             block += count;
         }
+        Ok(findings)
+    }
+
+    /// Holds an image against the log after its storage lost what was not durable. What is there counts as acknowledged from
+    /// then on, and nothing is under way any more.
+    pub fn check_after_cut(&mut self, image: &File) -> io::Result<Findings> {
+        let mut bytes = vec![0; self.block_bytes];
+        let mut findings = Findings::default();
+        for block in 0..self.blocks() {
+            image.read_exact_at(&mut bytes, block * self.block_bytes as u64)?;
+            findings.blocks += 1;
+            let first_sector = block * (self.block_bytes / SECTOR) as u64;
+            let there = word(&bytes, 8);
+            let mut sectors = bytes.chunks_exact(SECTOR).zip(first_sector..);
+            let is_placed = |(sector, number): (&[u8], u64)| {
+                word(sector, 0) == number ^ MARK && sector[STAMP..] == FILLER[STAMP..]
+            };
+            let is_placed = sectors.all(is_placed);
+            let is_whole = bytes.chunks_exact(SECTOR).all(|one| word(one, 8) == there);
+            let durable = self.durable.get(block as usize).copied().unwrap_or(0);
+            let later = self.later.get(&block);
+            let is_later = later.is_some_and(|writes| writes.contains(&there));
+            match (is_placed, is_whole) {
+                (false, _) => findings.strange += 1,
+                (_, false) => findings.torn += 1,
+                _ if there < durable => findings.lost += 1,
+                _ if there != durable && !is_later => findings.strange += 1,
+                _ => {}
+            }
+            if let Some(last) = self.acknowledged.get_mut(block as usize) {
+                *last = there;
+            }
+        }
+        self.durable.clone_from(&self.acknowledged);
+        self.later.clear();
+        self.open.clear();
         Ok(findings)
     }
 
@@ -307,5 +375,39 @@ mod tests {
         image.write_all_at(&[0], 40 * BLOCK as u64 + 600).unwrap();
         let findings = log.check(&image).unwrap();
         assert_eq!((findings.lost, findings.torn, findings.strange), (0, 0, 3));
+    }
+
+    #[test]
+    fn after_a_cut_a_block_has_its_last_durable_write_or_a_later_one_in_whole() {
+        const ONE: usize = 4096;
+        let mut log = Log::new(300 * ONE as u64, ONE);
+        let image = image(&log);
+        let write = |block: u64, number: u64, part: std::ops::Range<usize>| {
+            let mut bytes = vec![0; ONE];
+            fill(&mut bytes);
+            stamp(&mut bytes, block, number);
+            let at = block * ONE as u64 + part.start as u64;
+            image.write_all_at(&bytes[part], at).unwrap();
+        };
+        let numbers: Vec<u64> = (1..=6)
+            .map(|block| {
+                let number = log.begin(block);
+                log.acknowledge(block);
+                number
+            })
+            .collect();
+        log.flush(&log.covered());
+        let (later, under_way) = (log.begin(2), log.begin(3));
+        log.acknowledge(2);
+        // As flushed, as written later, as under way; then an older one, one in part, and one that never was.
+        write(1, numbers[0], 0..ONE);
+        write(2, later, 0..ONE);
+        write(3, under_way, 0..ONE);
+        write(5, numbers[4], 0..ONE);
+        write(5, 77, 0..SECTOR);
+        write(6, 77, 0..ONE);
+        let findings = log.check_after_cut(&image).unwrap();
+        assert_eq!((findings.lost, findings.torn, findings.strange), (1, 1, 1));
+        assert!(!log.is_open(3), "nobody answers it any more");
     }
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use super::course::Done;
 use super::front_end::FrontEnd;
-use super::log::{self, Held, Log};
+use super::log::{self, Covered, Held, Log};
 use super::ring::{IO_MAX, Kind, Ring};
 use super::{MEMORY_BYTES, OUTSTANDING_MAX};
 
@@ -37,6 +37,8 @@ pub struct Load {
     pub outstanding: usize,
     /// Of a hundred requests so many write.
     pub write_percent: u8,
+    /// And of a thousand so many flush.
+    pub flush_permille: u16,
     pub order: Order,
     pub seed: u64,
 }
@@ -63,7 +65,13 @@ pub struct Running {
     began: Instant,
     stops: Arc<AtomicBool>,
     count: Arc<AtomicU64>,
-    thread: JoinHandle<Result<Ended>>,
+    thread: JoinHandle<Result<Ended, Box<Cut>>>,
+}
+
+/// A load whose back end died.
+struct Cut {
+    log: Log,
+    error: anyhow::Error,
 }
 
 /// A load that has ended: all that was under way was answered, and so was a flush after it.
@@ -97,9 +105,9 @@ impl Running {
         let (seen, counted) = (Arc::clone(&stops), Arc::clone(&count));
         let thread = std::thread::Builder::new()
             .name("disk-load".to_owned())
-            .spawn(move || {
-                worker.run(&seen, &counted)?;
-                worker.end()
+            .spawn(move || match worker.run(&seen, &counted) {
+                Ok(()) => Ok(worker.end()),
+                Err(error) => Err(worker.cut(error)),
             })?;
         Ok(Self {
             began,
@@ -133,7 +141,16 @@ impl Running {
     pub fn end(self) -> Result<Ended> {
         self.stops.store(true, Ordering::Relaxed);
         match self.thread.join() {
-            Ok(ended) => ended,
+            Ok(ended) => ended.map_err(|cut| cut.error),
+            Err(_) => bail!("the thread of a load ended by a panic"),
+        }
+    }
+
+    /// Its back end has died, or dies now: gives what was acknowledged until then.
+    pub fn cut(self) -> Result<Log> {
+        match self.thread.join() {
+            Ok(Err(cut)) => Ok(cut.log),
+            Ok(Ok(_)) => bail!("a load ended in order whose back end died"),
             Err(_) => bail!("the thread of a load ended by a panic"),
         }
     }
@@ -159,6 +176,8 @@ struct Worker {
     done: Vec<Done>,
     failed: u64,
     wrong_reads: u64,
+    /// By place, of flushes that are under way.
+    covered: Vec<Option<Covered>>,
 }
 
 impl Worker {
@@ -180,6 +199,7 @@ impl Worker {
             done: Vec::new(),
             failed: 0,
             wrong_reads: 0,
+            covered: (0..OUTSTANDING_MAX).map(|_| None).collect(),
         })
     }
 
@@ -193,7 +213,7 @@ impl Worker {
             }
             self.tell()?;
             if free.len() == self.load.outstanding {
-                return Ok(());
+                return self.flush_all();
             }
             self.wait_for_answers()?;
             while let Some(place) = self.answered()? {
@@ -204,31 +224,47 @@ impl Worker {
     }
 
     /// Flushes what was written, and ends the queue.
-    fn end(mut self) -> Result<Ended> {
-        let writes = self.log.writes();
-        self.ring.put(0, Kind::Flush, 0, 0);
-        self.asked[0] = Some(Asked {
-            kind: Kind::Flush,
-            block: 0,
-            began: Instant::now(),
-        });
+    fn flush_all(&mut self) -> Result<()> {
+        self.flush(0);
         self.tell()?;
         self.wait_for_answers()?;
-        let failed = self.failed;
         self.answered()?;
-        if self.failed == failed {
-            self.log.flush(writes);
-        }
-        self.front_end.end()?;
-        Ok(Ended {
+        self.front_end.stop()
+    }
+
+    fn end(self) -> Ended {
+        Ended {
             log: self.log,
             done: self.done,
             failed: self.failed,
             wrong_reads: self.wrong_reads,
+        }
+    }
+
+    /// What was answered before the back end died counts, also where nobody has looked yet.
+    fn cut(mut self, error: anyhow::Error) -> Box<Cut> {
+        while matches!(self.answered(), Ok(Some(_))) {}
+        Box::new(Cut {
+            log: self.log,
+            error,
         })
     }
 
+    fn flush(&mut self, place: usize) {
+        self.covered[place] = Some(self.log.covered());
+        self.ring.put(place, Kind::Flush, 0, 0);
+        self.asked[place] = Some(Asked {
+            kind: Kind::Flush,
+            block: u64::MAX,
+            began: Instant::now(),
+        });
+    }
+
     fn ask(&mut self, place: usize) {
+        let permille = u64::from(self.load.flush_permille);
+        if permille > 0 && self.random.below(1000) < permille {
+            return self.flush(place);
+        }
         let kind = match self.random.below(100) < u64::from(self.load.write_percent) {
             true => Kind::Write,
             false => Kind::Read,
@@ -304,7 +340,13 @@ impl Worker {
         self.failed += u64::from(!is_done);
         let len = self.log.block_bytes();
         match asked.kind {
-            Kind::Flush => return Ok(Some(place)),
+            Kind::Flush => {
+                let covered = self.covered.get_mut(place).and_then(Option::take);
+                if let Some(covered) = covered.filter(|_| is_done) {
+                    self.log.flush(&covered);
+                }
+                return Ok(Some(place));
+            }
             Kind::Write if is_done => self.log.acknowledge(asked.block),
             Kind::Read if is_done => {
                 let held = self

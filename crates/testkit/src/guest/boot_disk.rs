@@ -1,7 +1,8 @@
 //! A guest that boots from a disk by the firmware's own calls, and works with it for ever.
 //!
-//! The boot sector writes one of eight sectors with a number that grows, reads it back, compares, and leaves the number in
-//! memory; where something is wrong it leaves that instead and stops. It knows nothing of virtio: the firmware drives the disk.
+//! The boot sector writes one of some sectors with a number that grows, reads it back, compares, and leaves the number in
+//! memory; where something is wrong it leaves that instead and stops. It knows nothing of virtio: the firmware drives the disk,
+//! and asks for no flushes, so that each write is durable once it is answered.
 
 use super::asm::{Asm, AsmError};
 use std::io;
@@ -10,8 +11,32 @@ use std::os::unix::fs::FileExt;
 /// Where the number of the last round is in guest memory, and behind it whether something was wrong.
 const ROUND: u64 = 0x7000;
 const SECTOR: usize = 512;
-/// Sectors that are written: the second to the ninth.
-const SECTORS: u32 = 8;
+/// Odd, so that as many rounds as there are places write each of them once.
+const SCATTER: u32 = 0x9e37_79b1;
+
+/// Which sectors the guest writes, and with what number it begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spread {
+    /// Places that are written, a power of two. The first one is the second sector.
+    pub places: u32,
+    /// Sectors from one place to the next, a power of two.
+    pub apart: u32,
+    /// Whether each boot is a life of its own: its rounds have numbers of its own ([`LIFE`]), and the boot sector says which
+    /// life was the last.
+    pub has_lives: bool,
+}
+
+/// Rounds of one life have numbers from this on, times the life's number.
+pub const LIFE: u32 = 1 << 20;
+/// Where the boot sector has the last life's first number.
+pub(super) const LAST_LIFE: usize = 0x1f8;
+
+/// The second sector to the ninth.
+const NARROW: Spread = Spread {
+    places: 8,
+    apart: 1,
+    has_lives: false,
+};
 
 /// How far the guest has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,8 +61,9 @@ pub fn progress(ram: &impl FileExt) -> io::Result<Progress> {
 /// One of the last seven rounds up to this one that the disk does not have as it was written, if there is any. The eighth
 /// sector may be under way.
 pub fn missing(disk: &impl FileExt, round: u32) -> io::Result<Option<u32>> {
-    for earlier in round.saturating_sub(SECTORS - 2)..=round {
-        let (at, expected) = written(earlier);
+    for earlier in round.saturating_sub(NARROW.places - 2)..=round {
+        let at = NARROW.offset(NARROW.place(earlier));
+        let expected = content(earlier);
         let mut seen = vec![0; expected.len()];
         disk.read_exact_at(&mut seen, at)?;
         if seen != expected {
@@ -47,14 +73,34 @@ pub fn missing(disk: &impl FileExt, round: u32) -> io::Result<Option<u32>> {
     Ok(None)
 }
 
-/// Where a round's sector is on the disk, in bytes, and what is in it after that.
-fn written(round: u32) -> (u64, Vec<u8>) {
-    let sector = u64::from(round % SECTORS) + 1;
-    let content = round.to_le_bytes().repeat(SECTOR / 4);
-    (sector * SECTOR as u64, content)
+/// What a round writes into its sector.
+pub(super) fn content(round: u32) -> Vec<u8> {
+    round.to_le_bytes().repeat(SECTOR / 4)
 }
 
+/// The boot sector of a guest that writes the second sector to the ninth.
 pub fn sector() -> Result<Vec<u8>, AsmError> {
+    NARROW.sector()
+}
+
+impl Spread {
+    /// Which of the places a round writes.
+    pub fn place(&self, round: u32) -> u32 {
+        round.wrapping_mul(SCATTER) & (self.places - 1)
+    }
+
+    /// Where a place is on the disk, in bytes.
+    pub fn offset(&self, place: u32) -> u64 {
+        (1 + u64::from(place) * u64::from(self.apart)) * SECTOR as u64
+    }
+
+    /// The boot sector of a guest that writes these.
+    pub fn sector(&self) -> Result<Vec<u8>, AsmError> {
+        boot_sector(self)
+    }
+}
+
+fn boot_sector(spread: &Spread) -> Result<Vec<u8>, AsmError> {
     let mut asm = Asm::default();
     // Labels count from here: jmp 0x07c0:begin
     asm.op_offset16(&[0xea], "begin").op(&[0xc0, 0x07]);
@@ -71,12 +117,22 @@ pub fn sector() -> Result<Vec<u8>, AsmError> {
         .op(&[0xc7, 0x06, 0x10, 0x70, 0x10, 0x00]) // mov word [0x7010], 16
         .op(&[0xc7, 0x06, 0x12, 0x70, 0x01, 0x00]) // mov word [0x7012], 1
         .op(&[0xc7, 0x06, 0x16, 0x70, 0x00, 0x00]); // mov word [0x7016], 0
+    if spread.has_lives {
+        begin_a_life(&mut asm);
+    }
+    asm.jump(0xeb, "round"); // jmp
+    asm.label("wrong")
+        .op(&[0x66, 0xc7, 0x06, 0x04, 0x70, 1, 0, 0, 0]) // mov dword [0x7004], 1
+        .op(&[0xf4, 0xeb, 0xfd]); // hlt; jmp to it
     asm.label("round")
         .op(&[0x66, 0xa1, 0x00, 0x70, 0x66, 0x40]) // mov eax, [0x7000]; inc eax
         .op(&[0x66, 0xa3, 0x0c, 0x70]) // mov [0x700c], eax
         .op(&[0xbf, 0x00, 0x80, 0xb9, 0x80, 0x00]) // mov di, 0x8000; mov cx, 128
         .op(&[0xf3, 0x66, 0xab]) // rep stosd
-        .op(&[0x66, 0x83, 0xe0, 0x07, 0x66, 0x40]) // and eax, 7; inc eax
+        .op_imm32(&[0x66, 0x69, 0xc0], SCATTER) // imul eax, eax, scatter
+        .op_imm32(&[0x66, 0x25], spread.places - 1) // and eax, places - 1
+        .op(&[0x66, 0xc1, 0xe0, spread.apart.ilog2() as u8]) // shl eax, log2 of apart
+        .op(&[0x66, 0x40]) // inc eax
         .op(&[0x66, 0xa3, 0x18, 0x70]) // mov [0x7018], eax: the sector
         .op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x80]) // mov word [0x7014], 0x8000
         .op(&[0xb8, 0x00, 0x43]); // mov ax, 0x4300: write
@@ -89,15 +145,25 @@ pub fn sector() -> Result<Vec<u8>, AsmError> {
         .jump(0x75, "wrong") // jne
         .op(&[0x66, 0xa1, 0x0c, 0x70]) // mov eax, [0x700c]
         .op(&[0x66, 0xa3, 0x00, 0x70]) // mov [0x7000], eax
-        .op_offset16(&[0xb8], "round") // mov ax, round
-        .op(&[0xff, 0xe0]); // jmp ax
-    asm.label("wrong")
-        .op(&[0x66, 0xc7, 0x06, 0x04, 0x70, 1, 0, 0, 0]) // mov dword [0x7004], 1
-        .op(&[0xf4, 0xeb, 0xfd]); // hlt; jmp to it
+        .jump(0xeb, "round"); // jmp
     let mut sector = asm.finish()?;
     sector.resize(SECTOR - 2, 0);
     sector.extend([0x55, 0xaa]);
     Ok(sector)
+}
+
+/// The next life's number is written where the next one finds it, and its rounds begin after that.
+fn begin_a_life(asm: &mut Asm) {
+    let at = (0x7c00 + LAST_LIFE as u16).to_le_bytes();
+    asm.op(&[0x66, 0xa3, 0x18, 0x70]) // mov [0x7018], eax: the sector, which is the first
+        .op(&[0x66, 0xa1, at[0], at[1]]) // mov eax, [the last life]
+        .op_imm32(&[0x66, 0x05], LIFE) // add eax, a life
+        .op(&[0x66, 0xa3, at[0], at[1]]) // mov [the last life], eax
+        .op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x7c]) // mov word [0x7014], 0x7c00
+        .op(&[0xb8, 0x00, 0x43]); // mov ax, 0x4300: write
+    call(asm);
+    asm.op(&[0x66, 0xa1, at[0], at[1]]) // mov eax, [the last life]
+        .op(&[0x66, 0xa3, 0x00, 0x70]); // mov [0x7000], eax
 }
 
 /// The firmware carries the packet out, or the guest stops.
@@ -111,10 +177,29 @@ fn call(asm: &mut Asm) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
 
     #[test]
     fn it_is_one_sector_that_firmware_boots() {
         let sector = sector().unwrap();
         assert_eq!((sector.len(), &sector[510..]), (SECTOR, &[0x55, 0xaa][..]));
+        let with_lives = Spread {
+            has_lives: true,
+            ..NARROW
+        };
+        let sector = with_lives.sector().unwrap();
+        assert_eq!(sector[LAST_LIFE..510], [0; 510 - LAST_LIFE]);
+    }
+
+    #[test]
+    fn as_many_rounds_as_there_are_places_write_each_of_them_once() {
+        let spread = Spread {
+            places: 256,
+            apart: 128,
+            has_lives: true,
+        };
+        let written: BTreeSet<u32> = (1000..1256).map(|round| spread.place(round)).collect();
+        assert_eq!(written.len(), 256);
+        assert_eq!(spread.offset(255), (1 + 255 * 128) * 512);
     }
 }

@@ -5,5 +5,6 @@ pub mod boot_disk;
 pub mod checker;
 pub mod counter;
 pub mod cpio;
+pub mod disk_ledger;
 pub mod linux;
 pub mod uefi_program;
