@@ -3,14 +3,15 @@
 //! QEMU waits without end for the first answer to a connection, and nobody can command it meanwhile; a socket that is not
 //! there it tries again.
 //!
-//! Who owns the state: the disk's thread; the path belongs to whoever has the image's lock.
+//! Who owns the state: the disk's thread; the path belongs to whoever opened it last. One that is closed late, since the disk
+//! of a QEMU that is gone ends while the next one is served already, leaves the socket that has taken its place.
 
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::Error;
 
@@ -20,7 +21,16 @@ pub(crate) struct Listener {
     path: PathBuf,
     /// User, who may connect beside root, and group.
     owner: Option<(u32, u32)>,
-    socket: Option<UnixListener>,
+    /// With the file that it is at its place.
+    socket: Option<(UnixListener, File)>,
+}
+
+/// File system and inode.
+type File = (u64, u64);
+
+fn file_at(path: &Path) -> io::Result<File> {
+    let found = fs::symlink_metadata(path)?;
+    Ok((found.dev(), found.ino()))
 }
 
 impl Listener {
@@ -43,12 +53,12 @@ impl Listener {
             path: self.path.clone(),
             source,
         })?;
-        let socket: &UnixListener = self.socket.insert(made);
+        let (socket, _) = &*self.socket.insert(made);
         Ok(socket.as_fd())
     }
 
     /// The name is there once its rights are.
-    fn make(&self) -> io::Result<UnixListener> {
+    fn make(&self) -> io::Result<(UnixListener, File)> {
         let mut name = self.path.clone().into_os_string();
         name.push("~");
         let new = PathBuf::from(name);
@@ -62,18 +72,21 @@ impl Listener {
         if let Some((uid, gid)) = self.owner {
             std::os::unix::fs::lchown(&new, Some(uid), Some(gid))?;
         }
+        let file = file_at(&new)?;
         fs::rename(&new, &self.path)?;
-        Ok(socket)
+        Ok((socket, file))
     }
 
     pub(crate) fn accept(&self) -> io::Result<UnixStream> {
-        let socket = self.socket.as_ref().ok_or(io::ErrorKind::WouldBlock)?;
+        let (socket, _) = self.socket.as_ref().ok_or(io::ErrorKind::WouldBlock)?;
         Ok(socket.accept()?.0)
     }
 
     /// Whoever comes now is refused at once.
     pub(crate) fn close(&mut self) {
-        if self.socket.take().is_some() {
+        if let Some((_socket, file)) = self.socket.take()
+            && file_at(&self.path).is_ok_and(|found| found == file)
+        {
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -82,5 +95,24 @@ impl Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         self.close();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_stays_that_has_taken_the_place_of_one_that_is_closed_later() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk");
+        let [mut former, mut next] = [(); 2].map(|()| Listener::new(path.clone(), None));
+        former.open().unwrap();
+        next.open().unwrap();
+        former.close();
+        UnixStream::connect(&path).unwrap();
+        next.accept().unwrap();
+        next.close();
+        assert!(!path.exists());
     }
 }
