@@ -212,6 +212,8 @@ disks() {
     e2e_case disks flush-acknowledged-early disk_power_cuts an_acknowledged_flush_survives_thirty_power_cuts
     e2e_case disks lock-on-another-descriptor disk_lock an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended
     e2e_case disks image-opened-before-permit disks_move a_vm_whose_disk_both_hosts_have_moves_its_memory_alone
+    e2e_case disks ready-before-flush disk_deaths a_destination_whose_power_fails_before_its_guest_runs_has_the_whole_disk
+    e2e_case disks unsynchronised-switch disks_move a_vm_moves_with_its_disk_to_a_host_that_has_nothing_of_it_and_back
 }
 
 vmproc() {

@@ -1,0 +1,135 @@
+//! Whatever dies while a disk moves, no write is lost that its guest was answered.
+//!
+//! Power cuts and kills of VM processes at random moments of moves between two volumes of a host and between two hosts. Each
+//! test does as many as `make test` has time for; `GODWIT_DEATHS` says another number. `GODWIT_SEED` says which moments: what dies,
+//! when, and what storage keeps of the unsynced comes from it, while how processes take their turns is different each time.
+
+mod mortal;
+
+use anyhow::{Context as _, Result, ensure};
+use mortal::{Between, Chance, LONG, Mortal, Power, apart, is_unknown};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// A move takes about so long.
+const MOVE_MS: u64 = 900;
+/// What comes after the last byte was copied takes so long.
+const END_MS: u64 = 120;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Death {
+    Power,
+    Process,
+}
+
+fn number(name: &str, default: u64) -> Result<u64> {
+    match std::env::var(name) {
+        Ok(text) => text.parse().with_context(|| format!("{name}={text}")),
+        Err(_) => Ok(default),
+    }
+}
+
+fn deaths(between: Between, death: Death, count: u64) -> Result<()> {
+    let count = number("GODWIT_DEATHS", count)?;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
+    let seed = number("GODWIT_SEED", u64::from(now.subsec_micros()))?;
+    println!("  GODWIT_SEED={seed}");
+    apart(|mounts| {
+        let mut mortal = Mortal::new(between, mounts)?;
+        let mut at = mortal.judge()?;
+        let mut moved = 0;
+        for round in 0..count {
+            let mut chance = Chance(seed.wrapping_mul(1_000_003).wrapping_add(round));
+            let told = || format!("GODWIT_SEED={seed}, death {round} of {between:?} by {death:?}");
+            die_once(&mut mortal, &at, death, &mut chance).with_context(told)?;
+            let now = mortal.judge().with_context(told)?;
+            moved += u64::from(now.1 != at.1 || now.0.owner.name != at.0.owner.name);
+            at = now;
+        }
+        println!("  {moved} of {count} were moved all the same");
+        Ok(())
+    })
+}
+
+/// Begins a move, waits for a moment of it, and lets something die.
+fn die_once(
+    mortal: &mut Mortal,
+    (at, path): &(godwit_e2e::verdict::Settled, std::path::PathBuf),
+    death: Death,
+    chance: &mut Chance,
+) -> Result<()> {
+    let began = Instant::now();
+    let is_near = mortal.begin_move(at, path)?;
+    // Every other time near the end, where most steps are.
+    if chance.below(2) == 0 {
+        while !is_near() {
+            ensure!(began.elapsed() < LONG, "it copies for ever");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_millis(chance.below(END_MS)));
+    } else {
+        std::thread::sleep(Duration::from_millis(chance.below(MOVE_MS)));
+    }
+    drop(is_near);
+    let power = [Power::OfA, Power::OfB, Power::OfBoth][chance.below(3) as usize];
+    let is_of_b = at.owner.storage.is_some() && chance.below(2) == 0;
+    match death {
+        Death::Power if at.owner.storage.is_none() => mortal.cut(Power::OfA, Some(chance)),
+        Death::Power => mortal.cut(power, Some(chance)),
+        Death::Process => {
+            let victim = match is_of_b {
+                true => &mortal.pair.b,
+                false => &mortal.pair.a,
+            };
+            let starts = victim.starts();
+            victim.signal_kill()?;
+            while victim.starts() == starts {
+                ensure!(began.elapsed() < LONG, "it has no successor");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Ok(())
+        }
+    }
+}
+
+#[test]
+fn a_power_cut_in_a_move_between_volumes_loses_no_acknowledged_write() -> Result<()> {
+    deaths(Between::Volumes, Death::Power, 10)
+}
+
+#[test]
+fn a_power_cut_in_a_move_between_hosts_loses_no_acknowledged_write() -> Result<()> {
+    deaths(Between::Hosts, Death::Power, 8)
+}
+
+#[test]
+fn a_kill_in_a_move_between_volumes_loses_no_acknowledged_write() -> Result<()> {
+    deaths(Between::Volumes, Death::Process, 10)
+}
+
+#[test]
+fn a_kill_in_a_move_between_hosts_loses_no_acknowledged_write() -> Result<()> {
+    deaths(Between::Hosts, Death::Process, 8)
+}
+
+/// It has said that it is ready, and nothing that the guest does there has made anything durable.
+#[test]
+fn a_destination_whose_power_fails_before_its_guest_runs_has_the_whole_disk() -> Result<()> {
+    apart(|mounts| {
+        let mut mortal = Mortal::new(Between::Hosts, mounts)?;
+        let (at, path) = mortal.judge()?;
+        let to = &mortal.pair.b;
+        let starts = to.starts();
+        to.arm("journal.holds.after", "hold");
+        to.signal_kill()?;
+        while to.starts() == starts || to.vm().is_err_and(|error| !is_unknown(&error)) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        mortal.crawl();
+        drop(mortal.begin_move(&at, &path)?);
+        mortal.pair.b.wait_fault(LONG)?;
+        mortal.cut(Power::OfB, None)?;
+        let (now, _) = mortal.judge()?;
+        ensure!(now.owner.name == mortal.pair.b.name, "it is not there");
+        Ok(())
+    })
+}
