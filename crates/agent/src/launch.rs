@@ -55,8 +55,7 @@ impl VmProgram {
         let run_dir = Path::new(&config.run_dir);
         make_dir(run_dir, 0o711)?;
         make_dir(Path::new(&config.state_dir), 0o700)?;
-        let path = run_dir.join(CONFIG_FILE);
-        write_private(&path, &serde_json::to_vec_pretty(config)?)?;
+        let path = tell(config)?;
         let log = open_log(&run_dir.join(LOG_FILE))?;
         self.command(config, place)
             .args(&self.arguments)
@@ -87,6 +86,13 @@ impl VmProgram {
         };
         command
     }
+}
+
+/// Writes a VM process's configuration into its run directory.
+pub fn tell(config: &VmProcessConfig) -> io::Result<PathBuf> {
+    let path = Path::new(&config.run_dir).join(CONFIG_FILE);
+    write_private(&path, &serde_json::to_vec_pretty(config)?)?;
+    Ok(path)
 }
 
 /// Makes a directory, whose parents may be missing too, with exactly this mode; one that is there is left alone.

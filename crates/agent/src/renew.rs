@@ -11,6 +11,7 @@ use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
 use godwit_types::version::VERSION;
 use godwit_types::vm::VmState;
 use godwit_types::{ApiError, ErrorCode, VmName};
+use std::sync::Arc;
 
 /// What a VM process that says nothing of its version is called.
 const UNTOLD: &str = "of a version that it does not tell";
@@ -53,6 +54,27 @@ pub(crate) fn check(vms: &[HostVm]) -> Check {
 }
 
 impl Agent {
+    /// Has a VM process become the installed program, in which it goes on. One that is of an older version, and knows of no such
+    /// request, has not.
+    async fn has_become_another(&self, vm: &Arc<Supervised>, pid: i32) -> Reply<bool> {
+        let program = self.supervisor.program().to_string_lossy().into_owned();
+        vm.tell().map_err(|error| {
+            let message = format!("what its VM process is to know cannot be written: {error}");
+            ApiError::new(ErrorCode::Internal, message)
+        })?;
+        // None is started beside it while it does not answer.
+        let _held = vm.hold_off();
+        match asked_to(vm, &VmRequest::Renew { program }).await {
+            Ok(()) => {}
+            Err(error) if error.code == ErrorCode::InvalidRequest => return Ok(false),
+            Err(refused) => return Err(refused),
+        }
+        match vm.became_another(pid, TOOLS).await {
+            true => Ok(true),
+            false => Err(does_not(vm, "does not become another program")),
+        }
+    }
+
     /// Has a VM process of the installed program take the guest over, which goes on meanwhile.
     pub(crate) async fn renew(&self, name: &VmName) -> Reply<Done> {
         let vm = self.known(name)?;
@@ -65,18 +87,8 @@ impl Agent {
         };
         let before = status(&vm, name).await?;
         must_rest(&vm, &before).await?;
-        let request = VmRequest::Detach {
-            unless_moving: true,
-        };
-        match vm.ask(&request, ACT).await {
-            // It may end before its answer is out; what counts is that it ends.
-            Ok(_) => {}
-            Err(error) if error.code == ErrorCode::Hypervisor => {}
-            Err(refused) => return Err(refused),
-        }
-        if !vm.gave_way(pid, TOOLS).await {
-            let message = format!("the VM process of '{name}' does not end: see its log");
-            return Err(ApiError::new(ErrorCode::Locked, message));
+        if !self.has_become_another(&vm, pid).await? {
+            give_way(&vm, pid).await?;
         }
         vm.need(NEED).await?;
         let after = status(&vm, name).await?;
@@ -87,6 +99,33 @@ impl Agent {
             version(&before)
         )))
     }
+}
+
+/// It may end before its answer is out; what counts is that it ends.
+async fn asked_to(vm: &Supervised, request: &VmRequest) -> Reply<()> {
+    match vm.ask(request, ACT).await {
+        Ok(_) => Ok(()),
+        Err(error) if error.code == ErrorCode::Hypervisor => Ok(()),
+        Err(refused) => Err(refused),
+    }
+}
+
+/// An older VM process ends, and the next one takes its QEMU over.
+async fn give_way(vm: &Supervised, pid: i32) -> Reply<()> {
+    let request = VmRequest::Detach {
+        unless_moving: true,
+    };
+    asked_to(vm, &request).await?;
+    match vm.gave_way(pid, TOOLS).await {
+        true => Ok(()),
+        false => Err(does_not(vm, "does not end")),
+    }
+}
+
+fn does_not(vm: &Supervised, what: &str) -> ApiError {
+    let name = &vm.config().vm;
+    let message = format!("the VM process of '{name}' {what}: see its log");
+    ApiError::new(ErrorCode::Locked, message)
 }
 
 async fn status(vm: &Supervised, name: &VmName) -> Reply<HostVm> {

@@ -22,6 +22,7 @@ use godwit_store::load_json;
 use godwit_types::host_api::{SOCKET_FILE, VmAnswer, VmProcessConfig, VmRequest, closing_mark};
 use godwit_types::site::RecordAnswer;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, VmName};
+use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -144,6 +145,11 @@ impl Supervisor {
         vms.insert(vm.name.clone(), vm.clone());
         tokio::spawn(vm.clone().run(self.program.clone(), self.carrier.clone()));
         vm
+    }
+
+    /// The program that VM processes are.
+    pub fn program(&self) -> &Path {
+        &self.program.program
     }
 
     /// The VM's supervision, if there is one.
@@ -295,6 +301,29 @@ impl Supervised {
             has_next = has_next => has_next,
             ended = self.ended(patience.saturating_sub(began.elapsed())) => ended,
         }
+    }
+
+    /// Waits until a VM process that becomes another program answers as that, or is gone.
+    pub async fn became_another(&self, pid: i32, patience: Duration) -> bool {
+        let became = async {
+            let mut life = self.life.subscribe();
+            let is_before = |life: &Life| matches!(life, Life::Live { pid: live } if *live == pid);
+            if life.wait_for(|life| !is_before(life)).await.is_err() {
+                return false;
+            }
+            while self.ask(&VmRequest::Status, READY_WAIT).await.is_err() && is_there(pid) {
+                tokio::time::sleep(READY_POLL_MAX).await;
+            }
+            true
+        };
+        tokio::time::timeout(patience, became)
+            .await
+            .unwrap_or(false)
+    }
+
+    /// Writes down how its next VM process is to be.
+    pub fn tell(&self) -> std::io::Result<()> {
+        launch::tell(&self.to_tell()).map(drop)
     }
 
     /// Asks the VM process, which must live.
@@ -507,6 +536,12 @@ impl Supervised {
         }
         self.life.send_replace(Life::Starting(None));
     }
+}
+
+/// Whether there is a process with this number.
+fn is_there(pid: i32) -> bool {
+    let pid = rustix::process::Pid::from_raw(pid);
+    pid.is_some_and(|pid| rustix::process::test_kill_process(pid) != Err(Errno::SRCH))
 }
 
 async fn reap(vm: VmName, mut child: tokio::process::Child) {

@@ -400,9 +400,8 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             boot(config, "booted")
         }
         VmRequest::PowerOffDead { generation } => power_off_dead(config, generation),
-        VmRequest::Close { .. } if is_too_old(config) => {
-            VmAnswer::Error(ApiError::new(ErrorCode::InvalidRequest, "cannot read it"))
-        }
+        VmRequest::Renew { .. } => cannot_read(),
+        VmRequest::Close { .. } if is_too_old(config) => cannot_read(),
         VmRequest::Close { step } => VmAnswer::Closing(close(step, config)),
         VmRequest::Stop { force } => {
             power_off(config);
@@ -413,6 +412,11 @@ fn answer(request: VmRequest, config: &VmProcessConfig) -> VmAnswer {
             "the stub does not do that",
         )),
     }
+}
+
+/// As one of an older version.
+fn cannot_read() -> VmAnswer {
+    VmAnswer::Error(ApiError::new(ErrorCode::InvalidRequest, "cannot read it"))
 }
 
 fn type_console(run_dir: &Path, bytes: Vec<u8>) -> VmAnswer {

@@ -160,6 +160,9 @@ pub enum Command {
         /// The configuration that the agent wrote
         #[arg(long)]
         config: PathBuf,
+        /// Where the program before this one left QEMU's connections
+        #[arg(long)]
+        handed: Option<i32>,
     },
 }
 

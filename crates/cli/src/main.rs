@@ -53,7 +53,7 @@ fn main() -> ExitCode {
     let journal = start_logging(&cli.command);
     let json = cli.global.json;
     let result = match &cli.command {
-        Command::VmProcess { config } => vm_process(config, journal.as_ref()),
+        Command::VmProcess { config, handed } => vm_process(config, *handed, journal.as_ref()),
         Command::Controller(ControllerCommand::Run { config }) => {
             // What it keeps is its own, as the unit says.
             rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
@@ -85,7 +85,7 @@ fn start_logging(command: &Command) -> Option<VmJournal> {
     let readable = !wished.is_empty() && !wished.contains('[');
     let filter = wished.parse::<Targets>().ok().filter(|_| readable);
     let (writer, journal) = match command {
-        Command::VmProcess { config } => {
+        Command::VmProcess { config, .. } => {
             let log = vm_process_log::writer();
             let journal = log.is_file().then(|| vm_journal(config)).flatten();
             (BoxMakeWriter::new(move || log.clone()), journal)
@@ -126,10 +126,14 @@ fn internal(error: impl std::fmt::Display) -> Failure {
 }
 
 /// The VM process has plain threads only, and a session of its own so that nothing ends it with its agent.
-fn vm_process(config: &Path, journal: Option<&VmJournal>) -> exit::CommandResult {
+fn vm_process(
+    config: &Path,
+    handed: Option<i32>,
+    journal: Option<&VmJournal>,
+) -> exit::CommandResult {
     // Fails only where it leads its session already.
     let _ = rustix::process::setsid();
-    godwit_vmproc::run(config).map_err(|error| {
+    godwit_vmproc::run(config, handed).map_err(|error| {
         let why = format!("{error:#}");
         if let Some(journal) = journal {
             journal.tell_end(&why);

@@ -343,6 +343,17 @@ impl Host {
         Ok(child.as_mut().context("no VM process")?.kill()?)
     }
 
+    /// Has the VM process become the program that it is, anew.
+    pub fn renew(&self) -> anyhow::Result<()> {
+        let program = vm_process_program()?.to_string_lossy().into_owned();
+        match self.ask(&VmRequest::Renew { program }) {
+            // It may become it before its answer is out.
+            Ok(_) => Ok(()),
+            Err(error) if error.to_string().contains("the VM process ended") => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Ends the VM process with SIGKILL.
     pub fn kill_process(&self) {
         if let Some(mut child) = self.lock().take() {

@@ -102,6 +102,18 @@ impl Pair {
         Self::made(accelerator, loopback, (0, 0), storage)
     }
 
+    /// Two hosts whose programs find this directory as `/usr`: those of another version of the distribution.
+    pub fn with_programs(accelerator: Accelerator, usr: &Path) -> anyhow::Result<Self> {
+        let storage = || {
+            Some(Storage {
+                own: usr.to_owned(),
+                place: "/usr".into(),
+            })
+        };
+        let loopback = vec!["127.0.0.1".parse()?];
+        Self::made(accelerator, loopback, (0, 0), [storage(), storage()])
+    }
+
     /// Two hosts of which `b` has these ports for migrations.
     pub fn with_ports(address: IpAddr, ports: (u16, u16)) -> anyhow::Result<Self> {
         Self::made(Accelerator::Tcg, vec![address], ports, [None, None])

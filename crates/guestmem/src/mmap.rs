@@ -77,6 +77,15 @@ impl SharedMap {
         unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxPopulateWrite) }
     }
 
+    /// Takes this process's entries for the span away; the file keeps its bytes, and they are found again when touched.
+    pub(crate) fn leave(&self, span: Range<usize>) {
+        let Some((start, len)) = self.locate(&span) else {
+            return;
+        };
+        // SAFETY: the span is inside our mapping, which is shared: the advice changes no byte of the file behind it.
+        let _ = unsafe { rustix::mm::madvise(start.cast(), len, Advice::LinuxDontNeed) };
+    }
+
     /// Address of the mapping in this process.
     pub(crate) fn address(&self) -> u64 {
         self.base.as_ptr() as u64

@@ -125,6 +125,13 @@ impl RamFile {
         same_length(&self.path, metadata.len(), self.byte_count())
     }
 
+    /// Has this process keep no page of it mapped, so that its end takes no long time; what is touched later is mapped again.
+    pub fn leave_pages(&self) {
+        if let Ok(len) = usize::try_from(self.byte_count()) {
+            self.map.leave(0..len);
+        }
+    }
+
     /// Where the file is.
     pub fn path(&self) -> &Path {
         &self.path

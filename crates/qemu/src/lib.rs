@@ -17,6 +17,7 @@ pub mod described;
 pub mod device_state;
 pub mod disk;
 pub mod group;
+pub mod inherited;
 pub mod launch;
 pub mod machine;
 pub mod make_disk;

@@ -359,6 +359,11 @@ pub enum VmRequest {
     DiskMoves,
     /// Call off what moves disks on this host.
     CancelDiskMoves,
+    /// Become this program, which goes on with QEMU over the connections that it has (an upgrade). Refused while disks or the
+    /// VM are on their way.
+    Renew {
+        program: String,
+    },
     /// End this VM process and leave QEMU running (an upgrade); the next one takes it over.
     Detach {
         /// Refuse while a migration is under way. One that does not know this ends all the same: whoever asks has looked.

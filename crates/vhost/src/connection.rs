@@ -23,6 +23,8 @@ pub(crate) struct Connection {
     header: Option<Header>,
     part: Vec<u8>,
     fds: Vec<OwnedFd>,
+    /// Whether somebody else may go on with it.
+    is_left: bool,
 }
 
 /// A message with what came beside it.
@@ -43,6 +45,7 @@ impl Connection {
             header: None,
             part: Vec::new(),
             fds: Vec::new(),
+            is_left: false,
         })
     }
 
@@ -72,6 +75,16 @@ impl Connection {
                 fds,
             }));
         }
+    }
+
+    /// Whether no part of a message was read that is not there as a whole.
+    pub(crate) fn is_between_messages(&self) -> bool {
+        self.header.is_none() && self.part.is_empty() && self.fds.is_empty()
+    }
+
+    /// Whether it is to stay open for somebody else who has it, once this value is dropped.
+    pub(crate) fn leave(&mut self, is_left: bool) {
+        self.is_left = is_left;
     }
 
     /// Reads at most so many bytes; `false`: there is nothing now.
@@ -146,7 +159,9 @@ pub(crate) fn send(
 /// Also where somebody else holds the socket for a moment longer, as the kernel does for whoever waits for it.
 impl Drop for Connection {
     fn drop(&mut self) {
-        let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        if !self.is_left {
+            let _ = self.socket.shutdown(std::net::Shutdown::Both);
+        }
     }
 }
 

@@ -98,10 +98,11 @@ impl Device {
         Ok(())
     }
 
-    fn set_features(&mut self, request: u32, features: u64) -> Result<(), Error> {
+    pub(crate) fn set_features(&mut self, request: u32, features: u64) -> Result<(), Error> {
         if features & !self.guest.geometry.features() != 0 {
             return Err(refused(request, "it takes what was not offered"));
         }
+        self.guest.features = features;
         self.guest.by_index = features & feature::EVENT_INDEX != 0;
         self.guest.durable = features & feature::FLUSH == 0;
         self.guest.enables = features & feature::PROTOCOL != 0;
@@ -178,7 +179,11 @@ impl Device {
     }
 
     /// Every region must be of the file that this guest's memory is.
-    fn set_memory(&mut self, regions: Vec<Region>, fds: Vec<OwnedFd>) -> Result<(), Error> {
+    pub(crate) fn set_memory(
+        &mut self,
+        regions: Vec<Region>,
+        fds: Vec<OwnedFd>,
+    ) -> Result<(), Error> {
         let refused = |reason: String| Error::Message {
             request: request::SET_MEM_TABLE,
             reason,

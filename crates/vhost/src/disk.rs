@@ -21,11 +21,12 @@ use crate::block::Geometry;
 use crate::connection::Connection;
 use crate::full::has_no_room;
 use crate::handle::{Command, Status};
+use crate::handover::Handover;
 use crate::listener::Listener;
 use crate::message::{Region, Vring, request};
 use crate::queue::{Guest, Queue};
 
-const LISTENER: u64 = 0;
+pub(crate) const LISTENER: u64 = 0;
 const WAKE: u64 = 1;
 /// Plus the life in the upper half.
 const SOCKET: u64 = 2;
@@ -59,6 +60,8 @@ pub struct Settings {
     pub ram: Arc<RamFile>,
     /// Whether the image is locked; else no request is taken before [`crate::Disk::take_image`].
     pub has_image: bool,
+    /// QEMU's connection, where another program had the disk until now.
+    pub handed: Option<Handover>,
 }
 
 impl Settings {
@@ -78,7 +81,7 @@ impl Settings {
 pub(crate) struct Device {
     pub(crate) name: String,
     /// Ends before the image does: its path belongs to whoever has that.
-    listener: Listener,
+    pub(crate) listener: Listener,
     pub(crate) stack: Stack<Engine>,
     pub(crate) guest: Guest,
     pub(crate) queues: Vec<Queue>,
@@ -89,11 +92,13 @@ pub(crate) struct Device {
     /// The queue whose end QEMU waits for.
     pub(crate) ending: Option<u32>,
     /// When the socket is tried again.
-    listen_again: Option<Instant>,
+    pub(crate) listen_again: Option<Instant>,
     /// When QEMU connected, until it says something.
-    mute_since: Option<Instant>,
+    pub(crate) mute_since: Option<Instant>,
     /// Whether QEMU may have said more than was heard.
-    has_more_to_hear: bool,
+    pub(crate) has_more_to_hear: bool,
+    /// Whether another program may go on with the connection: what QEMU says is for that one.
+    pub(crate) is_handed_over: bool,
     /// Whether this front end was told of the disk's size, which may be another than its predecessor said.
     told_size: bool,
     /// The queue that is looked at first.
@@ -137,6 +142,7 @@ impl Device {
                 memory,
                 geometry: settings.geometry,
                 inflight: None,
+                features: 0,
                 by_index: false,
                 durable: false,
                 enables: false,
@@ -150,6 +156,7 @@ impl Device {
             listen_again: None,
             mute_since: None,
             has_more_to_hear: false,
+            is_handed_over: false,
             told_size: false,
             first: 0,
             opens_at: None,
@@ -165,6 +172,16 @@ impl Device {
             tell_at: None,
             told: 0,
         };
+        match settings.handed.map(|handed| device.take_over(handed)) {
+            Some(Ok(())) => {
+                tracing::info!(
+                    disk = device.name,
+                    "the disk goes on over QEMU's connection"
+                );
+            }
+            Some(Err(error)) => device.hang_up(&error),
+            None => {}
+        }
         device.listen()?;
         Ok(device)
     }
@@ -221,36 +238,6 @@ impl Device {
         Ok(())
     }
 
-    /// One front end at a time, and none while requests of an earlier one are under way.
-    fn listen(&mut self) -> Result<(), Error> {
-        let wanted = self.connection.is_none() && self.stack.under_way() == 0;
-        if wanted && !self.listener.is_open() {
-            let watched = self.stack.bottom.watch(self.listener.open()?, LISTENER);
-            // Whoever connects to a socket that nobody hears waits without end.
-            watched.inspect_err(|_| self.listener.close())?;
-        } else if !wanted && self.listener.is_open() {
-            self.end_listening();
-        }
-        Ok(())
-    }
-
-    fn end_listening(&mut self) {
-        self.stack.bottom.unwatch(LISTENER);
-        self.listener.close();
-    }
-
-    fn listen_or_try_again(&mut self) {
-        let now = Instant::now();
-        if self.listen_again.is_some_and(|at| at > now) {
-            return;
-        }
-        self.listen_again = None;
-        if let Err(error) = self.listen() {
-            tracing::warn!(disk = self.name, %error, "QEMU cannot connect to its disk; this is tried again");
-            self.listen_again = Some(now + AGAIN);
-        }
-    }
-
     fn happened(&mut self, event: Event) {
         let (life, what) = ((event.token >> 32) as u16, event.token & 0xffff_ffff);
         match what {
@@ -261,22 +248,7 @@ impl Device {
         }
     }
 
-    fn accept(&mut self) {
-        if self.connection.is_some() {
-            return;
-        }
-        match self.listener.accept() {
-            Ok(socket) => self.connect(socket),
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
-            Err(error) => {
-                tracing::warn!(disk = self.name, %error, "QEMU's connection to its disk was not taken; this is tried again");
-                self.end_listening();
-                self.listen_again = Some(Instant::now() + AGAIN);
-            }
-        }
-    }
-
-    fn connect(&mut self, socket: UnixStream) {
+    pub(crate) fn connect(&mut self, socket: UnixStream) {
         let connection = match Connection::new(socket) {
             Ok(connection) => connection,
             Err(error) => {
@@ -297,6 +269,9 @@ impl Device {
     /// Hears what QEMU has said, up to a number of messages: the rest after the next look at the queues.
     fn hear(&mut self) {
         self.has_more_to_hear = false;
+        if self.is_handed_over {
+            return;
+        }
         for _ in 0..MESSAGES {
             let Some(connection) = &mut self.connection else {
                 return;
@@ -348,6 +323,7 @@ impl Device {
         let guest = &mut self.guest;
         guest.inflight = None;
         guest.memory = DeviceMemory::default();
+        guest.features = 0;
         (guest.by_index, guest.durable, guest.enables) = (false, false, false);
         guest.life = guest.life.wrapping_add(1);
         self.regions.clear();
@@ -530,6 +506,7 @@ impl Device {
                 self.stands = self.stands.saturating_sub(1);
                 if self.stands == 0 {
                     self.stack.rest(false);
+                    self.take_back();
                     self.standing.clear();
                 }
             }
@@ -558,6 +535,9 @@ impl Device {
             }
             Command::Switch(image, answer) => {
                 let _ = answer.send(self.switch(image));
+            }
+            Command::HandOver(answer) => {
+                let _ = answer.send(self.hand_over());
             }
             Command::Status(answer) => {
                 let _ = answer.send(self.status());

@@ -35,6 +35,9 @@ pub enum Error {
     /// What is to be served cannot be.
     #[error("this cannot be a disk: {reason}")]
     Settings { reason: String },
+    /// A disk does not go on in another program over the connection that it has.
+    #[error("the disk is not handed over: {reason}")]
+    Handover { reason: String },
     /// The disk's thread has ended.
     #[error("the disk's thread has ended; the log says why")]
     Ended,

@@ -14,6 +14,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use crate::Error;
 use crate::disk::{Device, Settings};
+use crate::handover::Handover;
 
 /// How long its thread has for an answer.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -33,6 +34,7 @@ pub(crate) enum Command {
     PutLowest(Box<dyn Filter>, Sender<Result<(), Error>>),
     TakeLowest(Sender<Result<(), Error>>),
     Switch(Image, Sender<Result<(), Error>>),
+    HandOver(Sender<Result<Handover, Error>>),
     Status(Sender<Status>),
     Stop,
 }
@@ -84,6 +86,12 @@ impl Standing<'_> {
     /// others, without which this is refused, is taken away. Where this fails the disk may work with either.
     pub fn switch(&self, image: Image) -> Result<(), Error> {
         self.disk.ask(|answer| Command::Switch(image, answer))?
+    }
+
+    /// What another program needs to go on with the disk over QEMU's connection. QEMU is not heard from here on, until this value
+    /// is dropped; a program that ends before that leaves the connection to whoever has this.
+    pub fn hand_over(&self) -> Result<Handover, Error> {
+        self.disk.ask(Command::HandOver)?
     }
 
     /// Ends the disk: it takes nothing any more.

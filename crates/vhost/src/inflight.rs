@@ -70,6 +70,11 @@ impl Inflight {
         }
     }
 
+    /// As it is told of where it was told of before.
+    pub(crate) fn area(&self) -> InflightArea {
+        self.told(RING_MAX)
+    }
+
     /// A head was taken: before anything is done about it.
     pub fn took(&self, queue: u16, head: u16, counter: u64) {
         if let Some(at) = self.entry(queue, head) {

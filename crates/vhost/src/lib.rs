@@ -24,6 +24,7 @@ mod disk;
 mod error;
 mod full;
 mod handle;
+mod handover;
 pub mod inflight;
 mod listener;
 pub mod message;
@@ -35,6 +36,7 @@ mod shared_area;
 pub use disk::Settings;
 pub use error::Error;
 pub use handle::{Disk, Standing, Status};
+pub use handover::{Handover, Told};
 
 /// Most queues of a disk.
 pub const QUEUES_MAX: u16 = 16;

@@ -12,8 +12,10 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use crate::Error;
+use crate::disk::{AGAIN, Device, LISTENER};
 
 /// A place for a socket.
 #[derive(Debug)]
@@ -95,6 +97,53 @@ impl Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         self.close();
+    }
+}
+
+impl Device {
+    /// One front end at a time, and none while requests of an earlier one are under way.
+    pub(crate) fn listen(&mut self) -> Result<(), Error> {
+        let wanted = self.connection.is_none() && self.stack.under_way() == 0;
+        if wanted && !self.listener.is_open() {
+            let watched = self.stack.bottom.watch(self.listener.open()?, LISTENER);
+            // Whoever connects to a socket that nobody hears waits without end.
+            watched.inspect_err(|_| self.listener.close())?;
+        } else if !wanted && self.listener.is_open() {
+            self.end_listening();
+        }
+        Ok(())
+    }
+
+    fn end_listening(&mut self) {
+        self.stack.bottom.unwatch(LISTENER);
+        self.listener.close();
+    }
+
+    pub(crate) fn listen_or_try_again(&mut self) {
+        let now = Instant::now();
+        if self.listen_again.is_some_and(|at| at > now) {
+            return;
+        }
+        self.listen_again = None;
+        if let Err(error) = self.listen() {
+            tracing::warn!(disk = self.name, %error, "QEMU cannot connect to its disk; this is tried again");
+            self.listen_again = Some(now + AGAIN);
+        }
+    }
+
+    pub(crate) fn accept(&mut self) {
+        if self.connection.is_some() {
+            return;
+        }
+        match self.listener.accept() {
+            Ok(socket) => self.connect(socket),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
+            Err(error) => {
+                tracing::warn!(disk = self.name, %error, "QEMU's connection to its disk was not taken; this is tried again");
+                self.end_listening();
+                self.listen_again = Some(Instant::now() + AGAIN);
+            }
+        }
     }
 }
 

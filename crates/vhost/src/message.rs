@@ -3,6 +3,8 @@
 //! Pure: bytes in, a [`Message`] out. Refuses requests that were not offered, bodies of another length than their request
 //! has, and counts of descriptors that do not go with it.
 
+use serde::{Deserialize, Serialize};
+
 use crate::Error;
 
 /// Bytes of a header: request, flags and size of the body.
@@ -94,7 +96,8 @@ pub fn encode(request: u32, is_reply: bool, body: &[u8]) -> Vec<u8> {
 }
 
 /// A part of the guest's memory, as QEMU has it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Region {
     pub guest: u64,
     pub bytes: u64,
@@ -129,7 +132,8 @@ pub struct ConfigPart {
 }
 
 /// A memory of requests under way.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct InflightArea {
     pub bytes: u64,
     pub offset: u64,

@@ -29,6 +29,8 @@ pub(crate) struct Guest {
     pub memory: DeviceMemory,
     pub geometry: Geometry,
     pub inflight: Option<Inflight>,
+    /// What the driver has taken of what was offered.
+    pub features: u64,
     /// Interrupts and kicks by index.
     pub by_index: bool,
     /// Whether a write is done only once it is durable.

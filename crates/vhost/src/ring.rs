@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::fence;
 
 use godwit_guestmem::DeviceMemory;
+use serde::{Deserialize, Serialize};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
 use crate::{Error, RING_MAX};
@@ -37,7 +38,8 @@ pub struct Descriptor {
 }
 
 /// Where a queue is in guest-physical memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Place {
     pub size: u16,
     pub descriptors: u64,

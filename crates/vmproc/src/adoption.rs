@@ -19,6 +19,7 @@ use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, KILL_WAIT, internal};
 use crate::input::{Input, Request};
 use crate::left::Left;
+use crate::renewal::Handed;
 use godwit_ownership::{HostRecord, Phase};
 use godwit_qemu::machine::RunState;
 use godwit_qemu::process::{ProcessError, QemuProcess};
@@ -58,6 +59,8 @@ pub(crate) struct Known<'a> {
     pub paths: &'a Paths,
     pub record: &'a HostRecord,
     pub spec: Option<&'a VmSpec>,
+    /// What the program before this one handed over.
+    pub handed: Handed,
 }
 
 /// Takes QEMU over. Returns at once where there is none or it answers; else answers requests until it does. One that ends

@@ -145,6 +145,7 @@ fn a_hypervisor_that_lives_is_waited_for_and_never_ended() {
             paths: &paths,
             record: &record,
             spec: Some(&spec),
+            handed: Handed::default(),
         };
         let adopting = scope.spawn(move || adopt(&known, &inputs, &received));
         let wait = Duration::from_secs(60);
@@ -182,6 +183,7 @@ fn a_forced_stop_gives_a_silent_hypervisor_up_and_reaches_the_core() {
         paths: &paths,
         record: &record,
         spec: None,
+        handed: Handed::default(),
     };
     let (inputs, received) = channel();
     let _answer = ask(&inputs, VmRequest::Stop { force: true });
@@ -213,6 +215,7 @@ fn a_forced_stop_that_comes_before_the_second_look_is_done_and_not_refused() {
         paths: &paths,
         record: &record,
         spec: None,
+        handed: Handed::default(),
     };
     let (inputs, received) = channel();
     let answer = ask(&inputs, VmRequest::Stop { force: true });
@@ -239,6 +242,7 @@ fn known<'a>(site: &'a Site, record: &'a HostRecord) -> Known<'a> {
         paths: &site.paths,
         record,
         spec: None,
+        handed: Handed::default(),
     }
 }
 
@@ -483,6 +487,7 @@ fn a_wiped_run_directory_kills_no_guest_until_a_person_does() {
             paths: &site.paths,
             record: &record,
             spec: Some(&spec),
+            handed: Handed::default(),
         };
         let own = inputs.clone();
         let adopting = scope.spawn(move || adopt(&known, &own, &received));

@@ -12,6 +12,7 @@ use godwit_types::host_api::{CloseStep, PrepareIncoming, VmRequest};
 use godwit_types::migration::MigrationSpec;
 use godwit_types::site::GiftOvertaken;
 use godwit_types::{ApiError, ErrorCode, Generation, HostName, MigrationId};
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// Longest wait that a request for the outbox may ask for, ms.
@@ -75,6 +76,7 @@ pub(crate) enum Now {
     DiskMoves,
     CancelDiskMoves,
     Close(CloseStep),
+    Renew(PathBuf),
     Detach {
         unless_moving: bool,
     },
@@ -137,6 +139,7 @@ impl Ask {
             VmRequest::HostRemoved { host } => Now::HostRemoved(host),
             VmRequest::GiftOvertaken(overtaken) => Now::GiftOvertaken(overtaken),
             VmRequest::Close { step } => Now::Close(step),
+            VmRequest::Renew { program } => Now::Renew(program.into()),
             VmRequest::Detach { unless_moving } => Now::Detach { unless_moving },
         }))
     }

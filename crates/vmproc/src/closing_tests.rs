@@ -6,6 +6,7 @@ use crate::left::Left;
 use crate::migration_tests::under_way;
 use crate::off::{ASKED_COUNTS, ASKED_FILE, AskedOff};
 use crate::off_tests::FullDisk;
+use crate::renewal::Handed;
 use crate::testing::{FakeQemu, Site, answer, holds, migration, open, shown};
 use crate::vm::Vm;
 use godwit_ownership::{Phase, Power};
@@ -356,6 +357,7 @@ fn a_qemu_that_was_being_started_when_its_host_began_to_shut_down_is_ended_befor
             paths: &site.paths,
             record: vm.core.record(),
             spec: Some(&spec),
+            handed: Handed::default(),
         });
         let (hyper, _) = left.attempt(&identity).unwrap();
         if closes {

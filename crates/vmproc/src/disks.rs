@@ -21,8 +21,10 @@ pub(crate) use moving::SourceDisks;
 pub(crate) use served::ServedDisks;
 
 use crate::adoption::lock;
+use crate::faults::reached;
 use crate::files::Paths;
 use crate::hypervisor::{internal, memory};
+use crate::renewal::HandedDisks;
 use godwit_guestmem::RamFile;
 use godwit_qemu::command_line::BackEnd;
 use godwit_qemu::user::User;
@@ -31,7 +33,7 @@ use godwit_types::host_api::VmProcessConfig;
 use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::{DiskSpec, VmSpec};
 use godwit_types::{ApiError, ErrorCode, Generation};
-use godwit_vhost::Disk;
+use godwit_vhost::{Disk, Handover};
 use served::{Arrival, Served};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -41,6 +43,8 @@ use std::time::{Duration, Instant};
 pub(crate) const NO_NEARER: Duration = Duration::from_secs(120);
 /// How long all images together are waited for whose last holder may have died just now.
 const LOCK_WAIT: Duration = Duration::from_millis(500);
+/// How long those may take, all disks together, that are under way when another program is to go on with them.
+pub(crate) const HAND_OVER_WAIT: Duration = Duration::from_millis(500);
 /// How long requests may take that are under way when a guest is to be stopped.
 const REST_WAIT: Duration = Duration::from_secs(3);
 /// How long QEMU has to connect again; it tries each second.
@@ -105,13 +109,15 @@ impl Disks {
 
     /// Serves those of a QEMU that a predecessor left. What cannot be served is tried again with [`Self::mend`]. Refused where
     /// the VM is described with such disks and nothing says which images this QEMU has. Where the record does not say that the
-    /// guest may run, images on shared storage may be another host's: they are taken with a permit only.
+    /// guest may run, images on shared storage may be another host's: they are taken with a permit only. Those that were handed
+    /// over go on over QEMU's connections.
     pub(crate) fn go_on(
         config: &VmProcessConfig,
         paths: &Paths,
         launch: u64,
         ram: &Arc<RamFile>,
         (described, held): (bool, Option<Generation>),
+        handed: Option<HandedDisks>,
     ) -> Result<Self, ApiError> {
         let path = paths.disks();
         let kept: Option<ServedDisks> = match load_json(&path) {
@@ -148,6 +154,8 @@ impl Disks {
             },
         };
         let served = Arc::new(Served::new(config, paths, what, ram, held));
+        let was_handed = handed.is_some();
+        served.put_handed(handed.filter(|handed| handed.launch == launch));
         served.clean_up();
         let (tried, results) = channel();
         for index in 0..served.what().disks.len() {
@@ -156,6 +164,11 @@ impl Disks {
         drop(tried);
         // Nobody is answered before this has returned.
         let _ = results.recv_timeout(2 * LOCK_WAIT);
+        // QEMU is not kept waiting by a disk that cannot be served yet.
+        served.put_handed(None);
+        if was_handed {
+            reached("renewal.taken");
+        }
         Ok(Self(served))
     }
 
@@ -240,6 +253,36 @@ impl Disks {
             }
         }
         Ok(())
+    }
+
+    /// Has all stand still, for so long at most together, and copies of QEMU's connections made for another program; they go on
+    /// once `go_on` has returned. One that does not come to rest is left out.
+    pub(crate) fn hand_over<R>(
+        &self,
+        patience: Duration,
+        go_on: impl FnOnce(Vec<(usize, Handover)>) -> R,
+    ) -> R {
+        let until = Instant::now() + patience;
+        let (what, disks) = (self.0.what(), lock(&self.0.disks).clone());
+        let (mut standing, mut handed) = (Vec::new(), Vec::new());
+        for (place, disk) in disks.iter().enumerate() {
+            let left = until.saturating_duration_since(Instant::now());
+            let Some(stands) = disk.as_ref().map(|disk| disk.stand_still(left)) else {
+                continue;
+            };
+            let copied = stands.and_then(|stands| Ok((stands.hand_over()?, stands)));
+            match copied {
+                Ok((copied, stands)) => {
+                    handed.push((place, copied));
+                    standing.push(stands);
+                }
+                Err(error) => {
+                    let disk = what.disks.get(place).map(|spec| spec.name.as_str());
+                    tracing::warn!(disk, %error, "QEMU has to connect to this disk again");
+                }
+            }
+        }
+        go_on(handed)
     }
 
     /// Waits until QEMU is connected to all of them, at most until then. QEMU 7.2 never starts a disk that was away when its

@@ -143,6 +143,7 @@ mod tests {
     use super::golden::{again, check};
     use super::*;
     use crate::disks::ServedDisks;
+    use crate::renewal::Letter;
     use godwit_types::console::ConsoleKept;
     use std::path::Path;
 
@@ -156,6 +157,7 @@ mod tests {
                 ("Places", again::<Places>),
                 ("ServedDisks", again::<ServedDisks>),
                 ("ConsoleKept", again::<ConsoleKept>),
+                ("Letter", again::<Letter>),
             ],
         );
     }

@@ -23,7 +23,7 @@ pub(crate) use privileges::stay_private;
 use godwit_qemu::privileges::{self, CapabilitySet};
 use std::io;
 
-fn kept() -> CapabilitySet {
+pub(crate) fn kept() -> CapabilitySet {
     CapabilitySet::CHOWN
         | CapabilitySet::DAC_OVERRIDE
         | CapabilitySet::SETUID

@@ -7,6 +7,7 @@ use crate::adoption::{Known, lock};
 use crate::disks::Disks;
 use crate::files::{Paths, QemuIdentity};
 use crate::hypervisor::{Hyper, open_ram};
+use crate::renewal::Handed;
 use crate::variables::Variables;
 use godwit_guestmem::RamFile;
 use godwit_qemu::machine::RunState;
@@ -31,6 +32,8 @@ pub(crate) struct Left {
     /// Whether its QEMU has UEFI variables.
     has_variables: bool,
     parts: Mutex<Option<Parts>>,
+    /// What the program before this one handed over of its disks.
+    handed: Handed,
 }
 
 impl Left {
@@ -38,6 +41,7 @@ impl Left {
         let serves = |spec: &VmSpec| spec.serves_disks() && !spec.disks.is_empty();
         Arc::new(Self {
             has_disks: known.spec.is_some_and(serves),
+            handed: known.handed.clone(),
             ..Self::stray(known)
         })
     }
@@ -52,6 +56,7 @@ impl Left {
             held: known.record.may_run(),
             has_variables: known.spec.is_some_and(VmSpec::has_variables),
             parts: Mutex::default(),
+            handed: Handed::default(),
         }
     }
 
@@ -96,6 +101,7 @@ impl Left {
             identity.launch,
             &ram,
             (self.has_disks, self.held),
+            self.handed.take(),
         )?;
         Ok(parts.insert((identity.launch, ram, disks)).clone())
     }

@@ -38,6 +38,7 @@ mod off;
 mod off_tests;
 mod opening;
 mod outbox;
+mod renewal;
 mod requests;
 mod server;
 mod shared_report;
@@ -57,16 +58,20 @@ use anyhow::Context as _;
 use godwit_qemu::group;
 use godwit_store::load_json;
 use godwit_types::host_api::VmProcessConfig;
+use renewal::Handed;
+use std::os::fd::RawFd;
 use std::path::Path;
 
-/// Runs the VM process described by the file at `config_path` until it is told to detach or the VM is gone.
-pub fn run(config_path: &Path) -> anyhow::Result<()> {
+/// Runs the VM process described by the file at `config_path` until it is told to detach or the VM is gone. A program that this
+/// one takes the place of has left what it handed over behind that descriptor.
+pub fn run(config_path: &Path, handed: Option<RawFd>) -> anyhow::Result<()> {
+    let handed = Handed::received(handed)?;
     group::settle();
     harden::harden()?;
     end_with_any_thread();
     let config: Option<VmProcessConfig> = load_json(config_path)?;
     let config = config.with_context(|| format!("there is no {}", config_path.display()))?;
-    match vm::Vm::open(config)? {
+    match vm::Vm::open(config, handed)? {
         Some(vm) => vm.run(),
         None => Ok(()),
     }

@@ -12,6 +12,7 @@ use crate::disks;
 use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, news_of};
 use crate::input::{GuestNews, Input};
+use crate::renewal::Handed;
 use crate::server::{self, AtHand};
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
@@ -39,6 +40,7 @@ pub(crate) struct Seat {
     record: HostRecord,
     spec: Option<VmSpec>,
     note: Option<MigrationNote>,
+    handed: Handed,
 }
 
 /// The socket is up: whoever asks gets an answer.
@@ -60,7 +62,7 @@ pub(crate) struct Adopted {
 
 impl Seat {
     /// Takes the VM's lock and reads its journal.
-    pub(crate) fn take(config: VmProcessConfig) -> anyhow::Result<Self> {
+    pub(crate) fn take(config: VmProcessConfig, handed: Handed) -> anyhow::Result<Self> {
         let dir = &config.state_dir;
         let state = VmStore::state_of(Path::new(dir))
             .with_context(|| format!("state_dir {dir} is not of the form STATE/vms/NAME"))?;
@@ -78,6 +80,7 @@ impl Seat {
             paths,
             store,
             record,
+            handed,
         })
     }
 
@@ -123,6 +126,7 @@ impl Serving {
             paths: &seat.paths,
             record: &seat.record,
             spec: seat.spec.as_ref(),
+            handed: seat.handed.clone(),
         };
         let (hyper, qemu, found) = match adoption::adopt(&known, &self.inputs, &self.received)? {
             Looked::None => (None, Qemu::Dead, None),
@@ -136,6 +140,8 @@ impl Serving {
                 (Some(*hyper), qemu, found)
             }
         };
+        // What nobody took is nobody's: QEMU connects again.
+        drop(self.seat.handed.take());
         Ok(Some(Adopted {
             serving: self,
             hyper,
@@ -213,6 +219,7 @@ impl Adopted {
             outcome: Outcome::default(),
             said: Rate::new(Instant::now()),
             detach: false,
+            renewal: None,
             off_wanted: None,
             obeyed_looked: None,
             busy_at: Instant::now(),
@@ -224,8 +231,8 @@ impl Adopted {
 
 impl Vm {
     /// Takes all steps. Nothing when this process was told to leave meanwhile.
-    pub(crate) fn open(config: VmProcessConfig) -> anyhow::Result<Option<Self>> {
-        let adopted = Seat::take(config)?.serve()?.adopt()?;
+    pub(crate) fn open(config: VmProcessConfig, handed: Handed) -> anyhow::Result<Option<Self>> {
+        let adopted = Seat::take(config, handed)?.serve()?.adopt()?;
         adopted.map(Adopted::open).transpose()
     }
 

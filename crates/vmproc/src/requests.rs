@@ -69,21 +69,31 @@ impl Vm {
             Now::DiskMoves => Ok(VmAnswer::DiskMoves(self.disk_moves())),
             Now::CancelDiskMoves => self.cancel_disk_moves(),
             Now::Close(step) => self.close(step),
+            Now::Renew(program) => {
+                self.refuse_renewal()?;
+                self.renewal = Some(program);
+                self.done("becomes another program")
+            }
             Now::Detach { unless_moving } => {
-                if let Some(moving) = self.migration.as_ref().filter(|_| unless_moving) {
-                    let message = format!(
-                        "VM '{}' keeps its VM process while migration '{}' is under way: wait for its end",
-                        self.config.vm, moving.id
-                    );
-                    return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
-                }
                 if unless_moving {
-                    self.refuse_while_disks_move()?;
+                    self.refuse_renewal()?;
                 }
                 self.detach = true;
                 self.done("is left to its next VM process")
             }
         }
+    }
+
+    /// What is under way would end with this program.
+    fn refuse_renewal(&self) -> Result<(), ApiError> {
+        if let Some(moving) = &self.migration {
+            let message = format!(
+                "VM '{}' keeps its VM process while migration '{}' is under way: wait for its end",
+                self.config.vm, moving.id
+            );
+            return Err(ApiError::new(ErrorCode::AlreadyMigrating, message));
+        }
+        self.refuse_while_disks_move()
     }
 
     /// Hands a request to the core; its refusal, a failure on the way, or that it had no effect is the answer.

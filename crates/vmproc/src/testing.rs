@@ -2,6 +2,7 @@
 
 use crate::ask::{Ask, Now};
 use crate::files::{Paths, QemuIdentity};
+use crate::renewal::Handed;
 use crate::requests::Reply;
 use crate::shared_report::SharedReport;
 use crate::vm::Vm;
@@ -50,7 +51,9 @@ pub(crate) fn holds(power: Power) -> Phase {
 
 /// The VM, opened as its process does.
 pub(crate) fn open(site: &Site) -> Vm {
-    Vm::open(site.config.clone()).unwrap().unwrap()
+    Vm::open(site.config.clone(), Handed::default())
+        .unwrap()
+        .unwrap()
 }
 
 /// What is said to whoever asks.

@@ -82,6 +82,8 @@ pub(crate) struct Vm {
     /// What is written of what the guest does.
     pub said: Rate,
     pub detach: bool,
+    /// The program that this process is to become.
+    pub renewal: Option<PathBuf>,
     /// The VM is to be off, which is not written yet: when that was tried last.
     pub off_wanted: Option<crate::off::OffWish>,
     /// When it was last looked whether a soft stop was obeyed.
@@ -111,6 +113,7 @@ impl Vm {
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => break,
             }
+            self.renew();
             while let Some(timer) = self.timers.fired() {
                 self.feed(Event::Timeout(timer));
             }

@@ -9,12 +9,14 @@ fn main() -> anyhow::Result<()> {
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .init();
-    let path = std::env::args()
-        .nth(1)
-        .ok_or_else(|| anyhow::anyhow!("usage: e2e-vm-process CONFIG"))?;
+    let mut words = std::env::args().skip(1);
+    let path = words
+        .next()
+        .ok_or_else(|| anyhow::anyhow!("usage: e2e-vm-process CONFIG [--handed FD]"))?;
+    let handed = words.nth(1).map(|number| number.parse()).transpose()?;
     let config = serde_json::from_slice(&std::fs::read(&path)?)?;
     std::thread::spawn(move || end_with_the_test(&config));
-    godwit_vmproc::run(path.as_ref())
+    godwit_vmproc::run(path.as_ref(), handed)
 }
 
 /// The test holds the other end of our standard input. A test that was killed leaves no QEMU and no RAM behind.

@@ -115,6 +115,7 @@ impl Site {
             filters,
             ram: Arc::clone(&self.ram),
             has_image: true,
+            handed: None,
         })
     }
 

@@ -14,6 +14,7 @@ use crate::adoption::lock;
 use crate::faults::planted;
 use crate::files::Paths;
 use crate::hypervisor::{common_user, internal, reserved, with_other_rights};
+use crate::renewal::HandedDisks;
 use godwit_blockio::{Access, Image};
 use godwit_guestmem::RamFile;
 use godwit_ownership::KnownImage;
@@ -26,8 +27,9 @@ use godwit_types::migration::MigrationSpec;
 use godwit_types::vm::DiskSpec;
 use godwit_types::{ApiError, ErrorCode, Generation, MigrationId};
 use godwit_vhost::block::Geometry;
-use godwit_vhost::{Disk, Settings};
+use godwit_vhost::{Disk, Handover, Settings};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::AsFd as _;
 use std::path::Path;
@@ -116,6 +118,8 @@ pub(super) struct Served {
     /// with a permit.
     pub(super) held: Mutex<Option<Generation>>,
     pub(super) keeping: Keeping,
+    /// QEMU's connections to them, by their places, that the program before this one had.
+    handed: Mutex<BTreeMap<usize, Handover>>,
 }
 
 impl Arrival {
@@ -157,7 +161,14 @@ impl Served {
             leaving: Mutex::new(leaving),
             held: Mutex::new(held),
             keeping: Keeping::default(),
+            handed: Mutex::default(),
         }
+    }
+
+    /// What the program before this one had of them, until they are served; the rest is given up.
+    pub(super) fn put_handed(&self, handed: Option<HandedDisks>) {
+        let disks = handed.into_iter().flat_map(|handed| handed.disks);
+        *lock(&self.handed) = disks.collect();
     }
 
     /// What this QEMU has.
@@ -402,6 +413,7 @@ impl Served {
             filters: Vec::new(),
             ram: Arc::clone(&self.ram),
             has_image,
+            handed: lock(&self.handed).remove(&index),
         });
         let disk = disk.map_err(|error| self.refused(spec, &error))?;
         let mut disks = lock(&self.disks);
