@@ -110,6 +110,8 @@ pub(crate) struct Device {
     /// Whether one of them is being tried.
     pub(crate) is_probing: bool,
     pub(crate) try_parked_at: Option<Instant>,
+    /// Since when writes wait for room without a break.
+    pub(crate) full_since: Option<Instant>,
     pub(crate) held: bool,
     /// How many want that nothing goes to the image, to change what is below the guest's requests.
     pub(crate) stands: usize,
@@ -163,6 +165,7 @@ impl Device {
             parked: VecDeque::new(),
             is_probing: false,
             try_parked_at: None,
+            full_since: None,
             held: false,
             stands: 0,
             has_image: settings.has_image,
@@ -196,8 +199,7 @@ impl Device {
             let until = match more || self.has_more_to_hear {
                 true => Some(Instant::now()),
                 false => {
-                    let parked = self.try_parked_at.filter(|_| self.stands == 0);
-                    let times = [self.opens_at, self.listen_again, parked];
+                    let times = [self.opens_at, self.listen_again, self.tries_parked_at()];
                     times.into_iter().flatten().min()
                 }
             };
@@ -314,7 +316,7 @@ impl Device {
         self.queues.iter_mut().for_each(Queue::forget);
         // As what is under way: the in-flight area has them.
         self.parked.clear();
-        (self.is_probing, self.try_parked_at) = (false, None);
+        (self.is_probing, self.try_parked_at, self.full_since) = (false, None, None);
         self.connection = None;
         self.back_channel = None;
         self.ending = None;
@@ -392,10 +394,8 @@ impl Device {
     /// The queue that is looked at first is another one each time, so that none with many requests keeps the others out.
     fn take_all(&mut self) -> bool {
         let now = Instant::now();
-        let (count, takes) = (
-            self.queues.len(),
-            self.has_image && !self.held && self.stands == 0 && !self.is_full(),
-        );
+        let takes = self.has_image && !self.held && self.stands == 0 && !self.is_full();
+        let count = self.queues.len();
         let mut more = false;
         for turn in 0..count {
             let number = (self.first + turn) % count.max(1);
@@ -422,7 +422,7 @@ impl Device {
             if life != self.guest.life {
                 continue;
             }
-            if has_no_room(outcome) && !self.is_ending(number) {
+            if has_no_room(outcome) && self.may_park(number) {
                 self.park(request);
                 continue;
             }
@@ -465,10 +465,12 @@ impl Device {
             return;
         };
         let index = number as usize;
-        if self.queues.get(index).is_some_and(|queue| !queue.is_done()) {
+        let is_done = self.queues.get(index).is_none_or(Queue::is_done);
+        if !is_done && !self.only_waits_for_room(index) {
             return;
         }
         self.ending = None;
+        self.leave_parked(index);
         self.end(index);
         let value = self.queues.get(index).map_or(0, |queue| queue.base.into());
         let vring = Vring {
@@ -484,9 +486,12 @@ impl Device {
         }
     }
 
-    /// Whether nothing of the guest's is under way, and nothing left to be carried out again.
+    /// Whether nothing of the guest's is under way, and nothing left to be carried out again but what waits for room.
     fn is_idle(&self) -> bool {
-        self.stack.under_way() == 0 && self.queues.iter().all(Queue::is_done)
+        let mut all = self.queues.iter().enumerate();
+        let is_done =
+            |(number, queue): (usize, &Queue)| queue.is_done() || self.only_waits_for_room(number);
+        self.stack.under_way() == 0 && all.all(is_done)
     }
 
     /// Returns whether the thread is to end.
@@ -551,11 +556,12 @@ impl Device {
         Status {
             connected: self.connection.is_some(),
             life: self.guest.life,
-            full: self.is_full(),
+            full_for: self.full_since.map(|since| since.elapsed()),
             mute_for: self.mute_since.map(|since| since.elapsed()),
             running: self.queues.iter().filter(|queue| queue.runs()).count(),
             under_way: self.stack.under_way(),
-            unanswered: self.queues.iter().map(Queue::unanswered).sum(),
+            unanswered: self.left_in_area()
+                + self.queues.iter().map(Queue::unanswered).sum::<usize>(),
             held: self.held,
             has_image: self.has_image,
             resubmitted: self.resubmitted,

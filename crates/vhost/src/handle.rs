@@ -46,15 +46,16 @@ pub struct Status {
     pub connected: bool,
     /// How many connections were ended before this one.
     pub life: u16,
-    /// Whether writes wait for room on the image's file system.
-    pub full: bool,
+    /// How long writes have been waiting for room on the image's file system, if they do. Those of a guest that stands still are not
+    /// tried.
+    pub full_for: Option<Duration>,
     /// How long QEMU has been connected without a word. A new one says much at once. Version 7.2 says nothing before it
     /// starts the disk, if it connects again to one that was not started.
     pub mute_for: Option<Duration>,
     pub running: usize,
     /// Requests that filters or the kernel have.
     pub under_way: usize,
-    /// Requests of running queues without an answer, with those that are to be carried out again.
+    /// Requests without an answer, with those that are to be carried out again, also of queues that have ended.
     pub unanswered: usize,
     /// Whether new requests stay in their rings.
     pub held: bool,
@@ -158,7 +159,8 @@ impl Disk {
     }
 
     /// Takes no more requests, which then stay in their rings, and waits until none is under way. QEMU can then stop the guest
-    /// at once. The disk is held also where that takes longer than `patience`, until [`Self::release`].
+    /// at once. Writes that wait for room wait on: a queue that ends leaves them in the in-flight area. The disk is held also where
+    /// that takes longer than `patience`, until [`Self::release`].
     pub fn hold(&self, patience: Duration) -> Result<(), Error> {
         self.wait(Command::Hold, patience)
     }

@@ -120,6 +120,14 @@ impl Inflight {
         (found.into_iter().map(|(_, head)| head).collect(), next)
     }
 
+    /// How many heads of a queue are under way.
+    pub(crate) fn under_way(&self, queue: u16) -> usize {
+        let heads = 0..RING_MAX;
+        heads
+            .filter(|&head| self.counter(queue, head).is_some())
+            .count()
+    }
+
     /// The number of a head that is under way.
     fn counter(&self, queue: u16, head: u16) -> Option<u64> {
         let at = self.entry(queue, head)?;

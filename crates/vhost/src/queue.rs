@@ -136,6 +136,10 @@ impl Queue {
         (self.kick, self.call) = (None, None);
     }
 
+    pub(crate) fn number(&self) -> u16 {
+        self.number
+    }
+
     /// Whether the ring runs.
     pub(crate) fn runs(&self) -> bool {
         self.ring.is_some()

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{GUEST, Gate, Site, into, out, pair, places, wait_until, without_room};
+use common::{GUEST, Gate, LONG, Site, into, out, pair, places, wait_until, without_room};
 use godwit_blockio::filters::{Fault, Limits, Throttle};
 use godwit_vhost::Error;
 use godwit_vhost::block::Geometry;
@@ -398,8 +398,9 @@ fn a_write_for_which_there_is_no_room_waits_until_there_is_and_nothing_overtakes
     let (disk, mut guest, faults) = without_room(&site);
     guest.submit(1, &site.write_of(1, 1, 1, 512));
     // Tried again meanwhile, in vain.
-    let refused = disk.hold(Duration::from_millis(1500)).unwrap_err();
-    assert!(matches!(refused, Error::Busy { .. }), "{refused}");
+    let long = Some(Duration::from_millis(1500));
+    wait_until(&disk, |status| status.full_for > long);
+    disk.hold(LONG).unwrap();
     disk.release().unwrap();
     assert_eq!((site.status(0), site.status(1)), (77, 77));
     // The newer one was never taken.
@@ -408,7 +409,7 @@ fn a_write_for_which_there_is_no_room_waits_until_there_is_and_nothing_overtakes
     guest.wait(0);
     guest.wait(1);
     assert_eq!((site.status(0), site.status(1)), (0, 0));
-    assert!(!disk.status().unwrap().full);
+    assert!(disk.status().unwrap().full_for.is_none());
     assert_eq!((site.content()[0], site.content()[512]), (1, 1));
 }
 
@@ -416,10 +417,54 @@ fn a_write_for_which_there_is_no_room_waits_until_there_is_and_nothing_overtakes
 fn qemu_is_not_kept_waiting_by_a_disk_without_room() {
     let site = Site::new(MIB);
     let (disk, mut guest, _) = without_room(&site);
-    // The guest is reset, or QEMU stops it by itself.
+    // QEMU stops the guest by itself.
     assert_eq!(guest.end_queue(0), 1);
-    assert_eq!((site.status(0), site.content()[0]), (1, 0));
-    assert!(!disk.status().unwrap().full);
+    assert_eq!((site.status(0), site.content()[0]), (77, 0));
+    let status = disk.status().unwrap();
+    assert_eq!((status.full_for, status.unanswered), (None, 1));
+}
+
+#[test]
+fn a_guest_that_was_stopped_with_a_full_disk_has_its_write_done_when_it_goes_on() {
+    let site = Site::new(MIB);
+    let (disk, mut guest, faults) = without_room(&site);
+    guest.submit(0, &site.write_of(1, 1, 2, 512));
+    for _ in 0..3 {
+        disk.hold(LONG).unwrap();
+        assert_eq!(guest.end_queue(0), 1);
+        assert_eq!(guest.end_queue(1), 0);
+        assert_eq!((site.status(0), site.content()[0]), (77, 0));
+        guest.start();
+        disk.release().unwrap();
+        wait_until(&disk, |status| status.full_for.is_some());
+    }
+    disk.hold(LONG).unwrap();
+    assert_eq!(guest.end_queue(0), 1);
+    assert_eq!(guest.end_queue(1), 0);
+    faults.fail_writes(0, Errno::NOSPC);
+    guest.start();
+    disk.release().unwrap();
+    guest.wait(0);
+    guest.wait(0);
+    assert_eq!(guest.answered(0), None);
+    assert_eq!((site.status(0), site.status(1)), (0, 0));
+    assert_eq!((site.content()[0], site.content()[512]), (1, 2));
+}
+
+#[test]
+fn a_guest_that_is_reset_while_its_disk_is_full_has_none_of_its_former_writes_done() {
+    let site = Site::new(MIB);
+    let (disk, mut guest, faults) = without_room(&site);
+    assert_eq!(guest.end_queue(0), 1);
+    assert_eq!(guest.end_queue(1), 0);
+    // QEMU has another in-flight area made then.
+    let mut guest = guest.reset(&site);
+    faults.fail_writes(0, Errno::NOSPC);
+    guest.start();
+    guest.submit(0, &site.write_of(5, 5, 9, 512));
+    guest.wait(0);
+    assert_eq!((site.content()[0], site.content()[5 * 512]), (0, 9));
+    assert_eq!(disk.status().unwrap().resubmitted, 0);
 }
 
 /// A migration would leave behind what it was not told of. Each thing that a disk writes is alone on its page here.

@@ -12,12 +12,14 @@ mod in_place;
 mod keeping;
 mod left;
 mod moving;
+mod room;
 mod served;
 mod switching;
 
 pub(crate) use images::{leave, put_aside, settle};
 pub(crate) use left::{follow_moves, settle_moves};
 pub(crate) use moving::SourceDisks;
+pub(crate) use room::FullDisk;
 pub(crate) use served::ServedDisks;
 
 use crate::adoption::lock;
@@ -192,7 +194,7 @@ impl Disks {
         all.find_map(|(disk, spec)| {
             let name = &spec.name;
             match disk.as_deref().map(Disk::status) {
-                Some(Ok(status)) if status.full => Some(format!(
+                Some(Ok(status)) if status.full_for.is_some() => Some(format!(
                     "disk-full: writes to disk '{name}' wait, since {} has no room left: make room there, and they go on by themselves",
                     spec.path
                 )),
@@ -319,8 +321,7 @@ impl Disks {
     /// Whether the guest may be stopped and let run for a disk that was forgotten, now: not where another one would keep it from
     /// either, and not again and again.
     pub(crate) fn may_repair(&self) -> bool {
-        let full = |disk: &Arc<Disk>| disk.status().is_ok_and(|status| status.full);
-        if self.not_connected().is_some() || lock(&self.0.disks).iter().flatten().any(full) {
+        if self.not_connected().is_some() || self.full().is_some() {
             return false;
         }
         let (mut repaired, now) = (lock(&self.0.repaired), Instant::now());

@@ -97,6 +97,11 @@ impl Paths {
         self.run.join("pressed.json")
     }
 
+    /// That the guest stands still until its disk has room.
+    pub(crate) fn waits_for_room(&self) -> PathBuf {
+        self.run.join("waits-for-room.json")
+    }
+
     pub(crate) fn monitor(&self, launch: u64, index: u32) -> PathBuf {
         self.run.join("qemu").join(format!("{launch}-{index}.qmp"))
     }
@@ -144,6 +149,7 @@ mod tests {
     use super::*;
     use crate::disks::ServedDisks;
     use crate::renewal::Letter;
+    use crate::room::WaitsForRoom;
     use godwit_types::console::ConsoleKept;
     use std::path::Path;
 
@@ -157,6 +163,7 @@ mod tests {
                 ("Places", again::<Places>),
                 ("ServedDisks", again::<ServedDisks>),
                 ("ConsoleKept", again::<ConsoleKept>),
+                ("WaitsForRoom", again::<WaitsForRoom>),
                 ("Letter", again::<Letter>),
             ],
         );

@@ -211,6 +211,12 @@ impl Hyper {
     pub(crate) fn stop(&self, leave: bool) -> Result<Stopped, ApiError> {
         let refused = |error: String| ApiError::new(ErrorCode::Hypervisor, error);
         let stopped = self.disks.rest().and_then(|lives| {
+            if let Some(full) = self.disks.full().filter(|_| leave) {
+                let (disk, path) = (full.disk, full.path);
+                return Err(format!(
+                    "disk '{disk}' is full: what the guest writes waits for room for {path} on this host"
+                ));
+            }
             if leave && lives.contains(&None) {
                 return Err("QEMU is not connected to all of the guest's disks".to_owned());
             }
@@ -499,6 +505,7 @@ pub(crate) fn remove_leftovers(paths: &Paths) {
         remove(&paths.ram_file(identity.launch));
         remove_sockets(paths, identity.launch);
         remove(&paths.pressed());
+        remove(&paths.waits_for_room());
     }
     let _ = remove_document(&paths.identity());
 }

@@ -13,6 +13,7 @@ use crate::files::Paths;
 use crate::hypervisor::{Hyper, QMP_WAIT, news_of};
 use crate::input::{GuestNews, Input};
 use crate::renewal::Handed;
+use crate::room::Room;
 use crate::server::{self, AtHand};
 use crate::timers::Timers;
 use crate::unsaved::Unsaved;
@@ -220,6 +221,7 @@ impl Adopted {
             said: Rate::new(Instant::now()),
             detach: false,
             renewal: None,
+            room: Room::default(),
             off_wanted: None,
             obeyed_looked: None,
             busy_at: Instant::now(),
@@ -280,6 +282,7 @@ impl Vm {
             self.stay_off();
         }
         self.keep_off_what_was_asked_off();
+        self.find_waiting_for_room();
     }
 }
 

@@ -39,7 +39,11 @@ impl Vm {
             Now::Stop { force: false } => self.powerdown(),
             Now::PowerOffDead(generation) => self.power_off_dead(generation),
             Now::Reset => self.reset(),
-            Now::Pause => self.ask_or(Event::PauseRequested, "is paused", "is paused already"),
+            Now::Pause => {
+                // From now on by a person's will.
+                self.wait_for_no_room();
+                self.ask_or(Event::PauseRequested, "is paused", "is paused already")
+            }
             Now::Resume => self.ask_or(Event::ResumeRequested, "runs again", "runs already"),
             Now::PrepareIncoming(request) => self.prepare_incoming(*request),
             Now::Migrate(spec) => self.migrate(&spec),
@@ -456,7 +460,7 @@ impl Vm {
             }
             Status::Paused => match &self.halted {
                 Some(why) => (VmState::Panicked, Some(self.halted_note(why))),
-                None => plain(VmState::Paused),
+                None => (VmState::Paused, self.waits_for_room_note()),
             },
             Status::Incoming { .. } => plain(VmState::Incoming),
             Status::InDoubt { command, peer, .. } => {

@@ -11,6 +11,7 @@ use crate::hypervisor::{Hyper, internal};
 use crate::input::{DriverNews, GuestNews, Input, News};
 use crate::measure::Measuring;
 use crate::migration::Migration;
+use crate::room::Room;
 use crate::server::{self, AtHand};
 use crate::shared_report::SharedReport;
 use crate::timers::Timers;
@@ -84,6 +85,8 @@ pub(crate) struct Vm {
     pub detach: bool,
     /// The program that this process is to become.
     pub renewal: Option<PathBuf>,
+    /// What is known of a disk that is full.
+    pub room: Room,
     /// The VM is to be off, which is not written yet: when that was tried last.
     pub off_wanted: Option<crate::off::OffWish>,
     /// When it was last looked whether a soft stop was obeyed.
@@ -124,6 +127,7 @@ impl Vm {
             self.look_whether_obeyed();
             self.keep_listening();
             self.look_after_disks();
+            self.look_for_room();
             self.follow_disks_again();
         }
         if let Some(hyper) = &self.hyper {
@@ -240,6 +244,7 @@ impl Vm {
             }
             Input::Measured => self.measuring = None,
             Input::DiskMoved => self.follow_disks(),
+            Input::DiskMayHaveRoom { launch } => self.may_have_room(launch),
             Input::Driver(DriverNews { run, news }) => {
                 let migration = self.migration.as_ref();
                 let Some(migration) = migration.filter(|migration| migration.run == run) else {

@@ -1,0 +1,237 @@
+//! A guest whose disk's file system is full: it waits, is paused, and goes on by itself; its disk moves to where there is room, and
+//! the guest nowhere.
+
+mod booted;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use booted::{LONG, LOOK_EVERY, versions};
+use godwit_e2e::guests::counter_vm;
+use godwit_e2e::pair::{Options, Pair};
+use godwit_testkit::guest::boot_disk;
+use godwit_testkit::guest::counter::CounterSpec;
+use godwit_types::disk_move::DiskPlace;
+use godwit_types::host_api::{HostVm, VmAnswer, VmRequest};
+use godwit_types::vm::{Accelerator, DiskSpec, VmState};
+use std::fs::{File, Permissions};
+use std::io::Write as _;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+const BYTES: u64 = 1 << 20;
+
+/// A small file system, whose image has no room for the guest's last sector.
+struct Small {
+    pair: Pair,
+    image: PathBuf,
+    directory: tempfile::TempDir,
+}
+
+impl Small {
+    fn booted(usr: Option<&Path>) -> Result<Self> {
+        let pair = match usr {
+            Some(usr) => Pair::with_programs(Accelerator::Tcg, usr)?,
+            None => Pair::new(Accelerator::Tcg)?,
+        };
+        let directory = tempfile::tempdir_in("/var/tmp")?;
+        std::fs::set_permissions(directory.path(), Permissions::from_mode(0o755))?;
+        let place = directory.path().join("small");
+        std::fs::create_dir(&place)?;
+        let words = ["-t", "tmpfs", "-o", "size=4m,mode=0777", "small"];
+        let mounted = Command::new("mount").args(words).arg(&place).status()?;
+        ensure!(mounted.success(), "no small file system");
+        let image = place.join("root.raw");
+        let small = Self {
+            pair,
+            image,
+            directory,
+        };
+        let file = File::create(&small.image)?;
+        file.set_len(BYTES)?;
+        // The first block only; the guest writes into the second, too.
+        let mut first = boot_disk::sector()?;
+        first.resize(4096, 0);
+        file.write_all_at(&first, 0)?;
+        std::fs::set_permissions(&small.image, Permissions::from_mode(0o666))?;
+        small.fill()?;
+        let mut spec = counter_vm(small.pair.dir(), &CounterSpec::flat(8), 32)?;
+        spec.set_hardware(Some(2));
+        spec.kernel.clear();
+        spec.disks = vec![DiskSpec {
+            name: "root".into(),
+            path: small.image.to_str().context("a path")?.to_owned(),
+            read_only: false,
+            shared: true,
+            from: None,
+            size_gib: None,
+        }];
+        spec.check()?;
+        small.pair.boot(&spec)?;
+        Ok(small)
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.image.with_extension("filler")
+    }
+
+    fn fill(&self) -> Result<()> {
+        let mut filler = File::create(self.filler())?;
+        while filler.write_all(&[1; 4096]).is_ok() {}
+        Ok(())
+    }
+
+    fn round(&self) -> Result<u32> {
+        let progress = boot_disk::progress(&File::open(self.pair.a.ram_file()?)?)?;
+        ensure!(!progress.is_wrong, "the guest got an error: {progress:?}");
+        Ok(progress.round)
+    }
+
+    fn until(&self, what: &str, is_so: impl Fn(&HostVm) -> bool) -> Result<()> {
+        let deadline = Instant::now() + LONG;
+        loop {
+            let vm = self.pair.a.vm();
+            if vm.as_ref().is_ok_and(&is_so) {
+                return Ok(());
+            }
+            ensure!(Instant::now() < deadline, "it is never {what}: {vm:?}");
+            std::thread::sleep(LOOK_EVERY);
+        }
+    }
+
+    fn is_full(&self) -> Result<()> {
+        self.until("full", |vm| {
+            vm.state == VmState::Running && has(vm, "disk-full")
+        })
+    }
+
+    fn is_paused(&self) -> Result<()> {
+        self.until("paused for that", |vm| {
+            vm.state == VmState::Paused && has(vm, "disk-full: the guest is paused")
+        })
+    }
+
+    /// The guest comes further, and its image has all of it.
+    fn goes_on(&self, image: &Path) -> Result<u32> {
+        let deadline = Instant::now() + LONG;
+        while self.round()? < 50 {
+            ensure!(Instant::now() < deadline, "{:?}", self.pair.a.vm());
+            std::thread::sleep(LOOK_EVERY);
+        }
+        self.ask(&VmRequest::Pause)?;
+        let round = self.round()?;
+        let missing = boot_disk::missing(&File::open(image)?, round)?;
+        ensure!(
+            missing.is_none(),
+            "of round {round}, {missing:?} is missing"
+        );
+        Ok(round)
+    }
+
+    fn ask(&self, request: &VmRequest) -> Result<()> {
+        match self.pair.a.ask(request)? {
+            VmAnswer::Done(_) => Ok(()),
+            other => bail!("{request:?}: {other:?}"),
+        }
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        self.pair.a.kill_process();
+        godwit_e2e::host::kill_qemu_of(&self.pair.a.run_dir());
+        let place = self.directory.path().join("small");
+        let _ = Command::new("umount").arg("--lazy").arg(place).status();
+    }
+}
+
+fn has(vm: &HostVm, words: &str) -> bool {
+    vm.note.as_deref().is_some_and(|note| note.contains(words))
+}
+
+#[test]
+fn a_guest_whose_disk_is_full_is_paused_and_goes_on_by_itself_when_there_is_room() -> Result<()> {
+    for (version, usr) in versions() {
+        let small = Small::booted(usr.as_deref())?;
+        small.is_full()?;
+        let stuck = small.round()?;
+        // QEMU answers all the while.
+        ensure!(matches!(
+            small.pair.a.ask(&VmRequest::Blockers)?,
+            VmAnswer::Blockers(_)
+        ));
+        small.is_paused()?;
+        ensure!(matches!(
+            small.pair.a.ask(&VmRequest::Blockers)?,
+            VmAnswer::Blockers(_)
+        ));
+        let starts = small.pair.a.starts();
+        small.pair.a.signal_kill()?;
+        small.until("taken over", |_| small.pair.a.starts() > starts)?;
+        small.is_paused()?;
+        ensure!(small.round()? == stuck, "it ran meanwhile");
+        std::fs::remove_file(small.filler())?;
+        let round = small.goes_on(&small.image)?;
+        println!("  QEMU {version}: stuck at round {stuck}, went on to {round}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_full_disk_moves_to_where_there_is_room_and_its_guest_goes_on_by_itself() -> Result<()> {
+    for (version, usr) in versions() {
+        for waits_for_pause in [false, true] {
+            let small = Small::booted(usr.as_deref())?;
+            match waits_for_pause {
+                true => small.is_paused()?,
+                false => small.is_full()?,
+            }
+            let larger = small.directory.path().join("larger");
+            std::fs::create_dir(&larger)?;
+            std::fs::set_permissions(&larger, Permissions::from_mode(0o777))?;
+            let image = larger.join("root.raw");
+            let place = DiskPlace {
+                disk: "root".into(),
+                path: image.to_str().context("a path")?.into(),
+                shared: false,
+            };
+            let begun = small.pair.a.ask(&VmRequest::MoveDisks {
+                places: vec![place],
+            })?;
+            ensure!(matches!(begun, VmAnswer::DiskMoves(_)), "{begun:?}");
+            let round = small.goes_on(&image)?;
+            println!("  QEMU {version}, paused before: {waits_for_pause}: went on to {round}");
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_guest_whose_disk_is_full_is_not_migrated_and_stays() -> Result<()> {
+    for is_paused in [false, true] {
+        let small = Small::booted(None)?;
+        match is_paused {
+            false => small.is_full()?,
+            true => small.is_paused()?,
+        }
+        let (a, b) = (&small.pair.a, &small.pair.b);
+        let refused = small.pair.begin(a, b, &Options::default());
+        let error = refused.err().context("it is on its way")?.to_string();
+        let told = ["not migrated while its disk 'root' is full", "move-disk"];
+        ensure!(told.iter().all(|word| error.contains(word)), "{error}");
+        stays(&small)?;
+    }
+    Ok(())
+}
+
+fn stays(small: &Small) -> Result<()> {
+    small.is_paused()?;
+    // A person who pauses it resumes it.
+    small.ask(&VmRequest::Pause)?;
+    small.until("paused by a person", |vm| {
+        vm.state == VmState::Paused && vm.note.is_none()
+    })?;
+    std::fs::remove_file(small.filler())?;
+    small.ask(&VmRequest::Resume)?;
+    small.goes_on(&small.image).map(drop)
+}

@@ -1,0 +1,117 @@
+//! Disks whose images have no room left: which, since when, and whether there may be room again.
+//!
+//! Owns a thread while a guest stands still for that, which alone looks at storage that may hang. Whether there is room the guest's
+//! own write shows, once it is tried again; what the file system tells is the sign to try. Where it tells nothing (a quota, a
+//! device that grows) it is tried now and then all the same.
+
+use super::Disks;
+use super::served::Served;
+use crate::adoption::lock;
+use rustix::fs::statvfs;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// How often the file systems are looked at.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// So much more is enough to try it.
+const ENOUGH: u64 = 1 << 20;
+/// When it is tried in any case.
+const IN_ANY_CASE: Duration = Duration::from_secs(60);
+
+/// A disk whose guest's writes wait for room.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct FullDisk {
+    pub disk: String,
+    pub path: String,
+    pub waits: Duration,
+}
+
+/// Where an image is, and how many bytes its file system has left.
+type Room = (String, u64);
+
+impl Disks {
+    /// The one that has been full for longest.
+    pub(crate) fn full(&self) -> Option<FullDisk> {
+        let (what, disks) = (self.0.what(), lock(&self.0.disks));
+        let all = disks.iter().zip(&what.disks);
+        let full = all.filter_map(|(disk, spec)| {
+            let status = disk.as_ref()?.status().ok()?;
+            Some(FullDisk {
+                disk: spec.name.clone(),
+                path: spec.path.clone(),
+                waits: status.full_for?,
+            })
+        });
+        full.max_by_key(|full| full.waits)
+    }
+
+    /// Has `found` called once it is worth trying whether there is room again.
+    pub(crate) fn watch_room(&self, found: impl FnOnce() + Send + 'static) -> io::Result<()> {
+        let served = Arc::downgrade(&self.0);
+        let work = move || {
+            let until = Instant::now() + IN_ANY_CASE;
+            let mut least = Vec::new();
+            while let Some(served) = served.upgrade() {
+                if served.has_ended.load(Ordering::SeqCst) {
+                    return;
+                }
+                if has_more(&mut least, served.rooms()) || Instant::now() >= until {
+                    return found();
+                }
+                drop(served);
+                std::thread::sleep(LOOK_EVERY);
+            }
+        };
+        let thread = std::thread::Builder::new().name("disk-room".into());
+        thread.spawn(work).map(drop)
+    }
+}
+
+impl Served {
+    fn rooms(&self) -> Vec<Room> {
+        let what = self.what();
+        let written = what.disks.iter().filter(|spec| !spec.read_only);
+        let room = |path: &String| {
+            let found = statvfs(path.as_str()).ok();
+            let bytes = found.map(|found| found.f_bavail.saturating_mul(found.f_frsize));
+            (path.clone(), bytes.unwrap_or(0))
+        };
+        written.map(|spec| room(&spec.path)).collect()
+    }
+}
+
+/// Whether a disk has room that it did not have when it had least, or lies elsewhere by now.
+fn has_more(least: &mut Vec<Room>, now: Vec<Room>) -> bool {
+    let before = std::mem::take(least);
+    let mut has_more = false;
+    for (place, (path, bytes)) in now.into_iter().enumerate() {
+        let (mut lowest, known) = (bytes, before.get(place));
+        if let Some((former, earlier)) = known {
+            has_more |= *former != path || bytes >= earlier.saturating_add(ENOUGH);
+            lowest = lowest.min(*earlier);
+        }
+        least.push((path, lowest));
+    }
+    has_more
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn room_counts_from_where_there_was_least_and_another_place_is_tried_at_once() {
+        let room = |path: &str, bytes: u64| vec![(path.to_owned(), bytes)];
+        let mut least = Vec::new();
+        assert!(!has_more(&mut least, room("/a", 4 * ENOUGH)));
+        // Somebody else takes what is left.
+        assert!(!has_more(&mut least, room("/a", 0)));
+        assert!(!has_more(&mut least, room("/a", ENOUGH - 1)));
+        assert!(has_more(&mut least, room("/a", ENOUGH)));
+        assert!(!has_more(&mut least, room("/a", ENOUGH - 1)));
+        assert!(has_more(&mut least, room("/b", 0)));
+        assert!(!has_more(&mut least, room("/b", 0)));
+    }
+}
