@@ -1,4 +1,4 @@
-//! A disk whose process is killed again and again under load: each block has what its last acknowledged write put there, every
+//! A disk whose process is killed, or whose queues end, again and again under load: each block has what its last acknowledged write put there, every
 //! read sees that, and every request is answered once.
 //!
 //! Sixteen requests are outstanding on 256 blocks of 4 KiB, and each block carries its own number, so that a write that is lost, torn,
@@ -124,6 +124,12 @@ impl Load {
         );
     }
 
+    fn content_is_right(&self) {
+        for (block, seen) in self.site.content().chunks(BLOCK as usize).enumerate() {
+            self.is_right(block, seen);
+        }
+    }
+
     fn run_for(&mut self, time: Duration) {
         let until = Instant::now() + time;
         while Instant::now() < until {
@@ -143,12 +149,12 @@ impl Load {
     }
 }
 
-#[test]
-fn a_disk_that_is_killed_a_hundred_times_under_load_loses_and_doubles_nothing() {
+/// A disk with that load on it.
+fn served() -> (Server, Load) {
     let site = Site::new((BLOCKS * BLOCK as usize) as u64);
-    let mut server = Server::start(&site);
+    let server = Server::start(&site);
     let guest = site.guest();
-    let mut load = Load {
+    let load = Load {
         site,
         guest,
         acknowledged: vec![0; BLOCKS],
@@ -158,6 +164,39 @@ fn a_disk_that_is_killed_a_hundred_times_under_load_loses_and_doubles_nothing() 
         chance: Chance(12),
         answered: 0,
     };
+    (server, load)
+}
+
+/// As QEMU does at `stop` and `cont`; for five seconds, or as long as `GODWIT_STOP_CONT_S` says.
+#[test]
+fn a_disk_whose_queues_end_twenty_times_a_second_under_load_loses_and_doubles_nothing() {
+    let (_server, mut load) = served();
+    let told = std::env::var("GODWIT_STOP_CONT_S").ok();
+    let seconds = told.map_or(5, |told| told.parse().unwrap());
+    let (began, mut stops) = (Instant::now(), 0);
+    while began.elapsed() < Duration::from_secs(seconds) {
+        let time = Duration::from_millis(40 + load.chance.below(20));
+        load.run_for(time);
+        load.ask();
+        for queue in 0..2 {
+            let base = load.guest.end_queue(queue);
+            let used = load.guest.load(load.guest.used_ring(queue as usize) + 2);
+            assert_eq!(base, u32::from(used), "what was taken is answered");
+        }
+        load.look();
+        load.guest.start();
+        load.guest.kick(0);
+        stops += 1;
+    }
+    load.settle();
+    load.content_is_right();
+    println!("  {} requests answered, {stops} stops", load.answered);
+    assert!(stops > 0 && load.answered > 1000, "there was no load");
+}
+
+#[test]
+fn a_disk_that_is_killed_a_hundred_times_under_load_loses_and_doubles_nothing() {
+    let (mut server, mut load) = served();
     let mut resubmitted = 0;
     for _ in 0..KILLS {
         let time = Duration::from_micros(2000 + load.chance.below(30_000));
@@ -173,9 +212,7 @@ fn a_disk_that_is_killed_a_hundred_times_under_load_loses_and_doubles_nothing() 
         load.guest.kick(0);
     }
     load.settle();
-    for (block, seen) in load.site.content().chunks(BLOCK as usize).enumerate() {
-        load.is_right(block, seen);
-    }
+    load.content_is_right();
     println!(
         "  {} requests answered, {resubmitted} left at {KILLS} kills",
         load.answered
