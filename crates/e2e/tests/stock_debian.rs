@@ -1,9 +1,10 @@
 //! Debian 12 and Debian 13 as their packages make them, with systemd, in containers: the package is installed from
 //! nothing and a person does what the README says.
 
-use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::person::container::{Container, Images, cable, images};
+use anyhow::{Context as _, Result, bail, ensure};
+use godwit_e2e::person::container::{Container, cable, images};
 use godwit_e2e::person::{Host, Transcript, memory, readme, way};
+use godwit_testkit::guest::debian::Images;
 use godwit_testkit::guest::linux::{GuestNetwork, LinuxGuest, command_line, target_dir};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -48,17 +49,19 @@ fn package(dir: &Path, target: &Path) -> Result<PathBuf> {
 }
 
 /// Boots both systems, lays cables between them and puts the package and the guests where a person would.
-fn bring_up(images: [PathBuf; 2], target: PathBuf) -> Result<Site> {
+fn bring_up(images: Vec<PathBuf>, target: PathBuf) -> Result<Site> {
     let dir = target.join("debian/running");
     std::fs::create_dir_all(&dir)?;
     let package = package(&dir, &target)?;
     let transcript = Transcript::new(&target.join("debian/transcript.txt"))?;
-    let [twelve, thirteen] = images;
+    let [twelve, thirteen] = images.as_slice() else {
+        bail!("not two images: {images:?}");
+    };
     let boot = |name: &str, image: &Path| -> Result<Debian> {
         let container = Container::boot(name, image, &dir)?;
         Ok(Host::new(name, container, &transcript, PATIENCE))
     };
-    let (a, b) = (boot("a", &twelve)?, boot("b", &thirteen)?);
+    let (a, b) = (boot("a", twelve)?, boot("b", thirteen)?);
     connect([&a, &b])?;
     let guest = LinuxGuest::find(&target)?;
     for host in [&a, &b] {
@@ -218,8 +221,8 @@ impl Site {
 }
 
 /// Skips with a reason, or gives what a site is made of.
-fn ready() -> Result<Option<([PathBuf; 2], PathBuf)>> {
-    match images(&repository())? {
+fn ready() -> Result<Option<(Vec<PathBuf>, PathBuf)>> {
+    match images()? {
         Images::Here(images) => Ok(Some((images, target_dir()?))),
         Images::NotHere(why) => {
             println!("skipped: {why}");

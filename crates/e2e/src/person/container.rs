@@ -6,6 +6,7 @@
 
 use super::{Machine, Ran};
 use anyhow::{Context as _, Result, bail, ensure};
+use godwit_testkit::guest::debian::{self, Images};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -17,8 +18,6 @@ const DEVICES: [&str; 3] = ["kvm", "userfaultfd", "net/tun"];
 const BOOT: Duration = Duration::from_secs(120);
 /// What a person's shell has.
 const PATH: &str = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
-/// Exit code of the script that makes root file systems for "not on this machine".
-const NOT_HERE: i32 = 3;
 
 pub struct Container {
     unique: String,
@@ -29,32 +28,12 @@ pub struct Container {
     pub init: u32,
 }
 
-/// What becomes of a wish for root file systems.
-pub enum Images {
-    /// They are these, Debian 12's first.
-    Here([PathBuf; 2]),
-    /// This machine cannot have them, for this reason.
-    NotHere(String),
-}
-
 /// The root file systems, made where they are not there yet.
-pub fn images(repository: &Path) -> Result<Images> {
+pub fn images() -> Result<Images> {
     if let Some(why) = missing() {
         return Ok(Images::NotHere(why));
     }
-    let script = repository.join("scripts/debian-images.sh");
-    let output = Command::new(script).arg("containers").output()?;
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    match output.status.code() {
-        Some(0) => {}
-        Some(NOT_HERE) => return Ok(Images::NotHere(said.trim().to_owned())),
-        _ => bail!("{}", String::from_utf8_lossy(&output.stderr)),
-    }
-    let of = |suite: &str| {
-        let found = said.lines().find(|line| line.contains(suite));
-        found.map(PathBuf::from).context("no image")
-    };
-    Ok(Images::Here([of("bookworm")?, of("trixie")?]))
+    debian::images("containers")
 }
 
 fn missing() -> Option<String> {

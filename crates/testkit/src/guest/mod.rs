@@ -1,10 +1,11 @@
-//! Guests to test with: counters that prove every page, and a Linux that serves Redis.
+//! Guests to test with: counters that prove every page, a Linux that serves Redis, and a Debian with PostgreSQL.
 
 pub mod asm;
 pub mod boot_disk;
 pub mod checker;
 pub mod counter;
 pub mod cpio;
+pub mod debian;
 pub mod disk_ledger;
 pub mod linux;
 pub mod uefi_program;
