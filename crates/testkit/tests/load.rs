@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use godwit_testkit::lab::{Lab, LabConfig};
 use godwit_testkit::load::client::{connect, key_name};
+use godwit_testkit::load::pace::Progress;
 use godwit_testkit::load::resp::{Reply, ReplyReader, write_command};
-use godwit_testkit::load::run::{LoadConfig, Progress, run};
+use godwit_testkit::load::run::{LoadConfig, run};
 use godwit_testkit::load::series::Workload;
 use godwit_testkit::load::values;
 

@@ -1,16 +1,16 @@
 //! Loads a Redis in a guest and reports what a client saw, second by second. See `--help`.
 
-use std::io::Write;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Parser;
-use godwit_testkit::load::run::{LoadConfig, Progress, run};
+use godwit_testkit::load::pace::show;
+use godwit_testkit::load::run::{LoadConfig, run};
 use godwit_testkit::load::series::Workload;
-use godwit_testkit::load::stop_on_signal;
+use godwit_testkit::load::{report_of, stop_on_signal};
 
 /// Fills a Redis with random values, finds the most it can serve, then sends GETs and SETs at a fixed rate over
 /// connections that stay open, checking every byte of every answer.
@@ -79,25 +79,9 @@ fn load(arguments: &Arguments) -> Result<bool> {
         verify_all: arguments.verify_all,
     };
     let workload = run(&config, stop_on_signal(), show)?;
-    if let Some(path) = &arguments.output {
-        let text = serde_json::to_vec_pretty(&workload)?;
-        std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
-    }
+    report_of(&workload, arguments.output.as_deref())?;
     println!("{}", summary(&workload));
     Ok(workload.is_sound())
-}
-
-fn show(progress: Progress) {
-    match progress {
-        Progress::Filled(seconds) => println!("filled {seconds:.1} s"),
-        Progress::Most(rate) => println!("most {rate:.0} ops/s"),
-        Progress::Running(rate) => println!("running {rate:.0} ops/s"),
-        Progress::Second(row) => println!(
-            "t {:4} s  {:6} ops  p50 {:8.2} ms  p99 {:8.2} ms  max {:8.2} ms",
-            row.t, row.ops, row.p50_ms, row.p99_ms, row.max_ms
-        ),
-    }
-    let _ = std::io::stdout().flush(); // whoever reads along wants it now
 }
 
 fn summary(workload: &Workload) -> String {

@@ -1,12 +1,17 @@
 //! Load and its measurement, from outside the guest and with a clock of its own.
 
 pub mod client;
+pub mod commits;
+pub mod pace;
 pub mod ping;
 pub mod resp;
 pub mod run;
 pub mod series;
 pub mod values;
 
+use anyhow::{Context as _, Result};
+use series::Workload;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static STOPPED: AtomicBool = AtomicBool::new(false);
@@ -23,4 +28,13 @@ pub fn stop_on_signal() -> &'static AtomicBool {
         libc::signal(libc::SIGTERM, handler);
     }
     &STOPPED
+}
+
+/// Writes a load's report where somebody wants it.
+pub fn report_of(workload: &Workload, path: Option<&Path>) -> Result<()> {
+    let Some(path) = path else {
+        return Ok(());
+    };
+    let text = serde_json::to_vec_pretty(workload)?;
+    std::fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
