@@ -2,7 +2,7 @@
 //! a move, a killed VM process and another agent; the terminal is as it was afterwards.
 
 use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::{KILL, LONG, Plan, SOON, Stack, signal};
+use godwit_e2e::stack::{LONG, Plan, SOON, Stack};
 use godwit_testkit::guest::linux::target_dir;
 use std::io::{Read as _, Write as _};
 use std::process::{Child, ChildStdin, Stdio};
@@ -119,10 +119,7 @@ fn a_person_stays_at_a_console_through_a_move_and_whatever_is_restarted() -> Res
     person.sees("[godwit: the VM is on host b now]")?;
     person.says("<after the move>")?;
 
-    let processes = stack.machine("b")?.processes()?.into_iter();
-    let of_vm = |line: &str| line.contains("vm-process") && line.contains("/echo/");
-    let mut own = processes.filter(|process| of_vm(&process.command_line));
-    signal(own.next().context("no VM process")?.pid_outside, KILL)?;
+    stack.kill_vm_process("echo", "b")?;
     person.says("<another VM process>")?;
     stack.kill_daemon("b")?;
     stack.start_daemon("b")?;

@@ -1,10 +1,9 @@
 //! A VM that boots from its disk, as a person has it: made, paused, reset, kept from a second user of its image, moved with it.
 
-use anyhow::{Context as _, Result, ensure};
-use godwit_e2e::stack::{KILL, Plan, SOON, Stack, names, signal};
+use anyhow::{Result, ensure};
+use godwit_e2e::stack::{Plan, SOON, Stack, names};
 use godwit_testkit::guest::boot_disk::{self, Progress};
 use std::fs::File;
-use std::os::unix::fs::PermissionsExt as _;
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(120);
@@ -92,7 +91,7 @@ fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
         Ok(stack.vm_at("one", "a").is_ok())
     })?;
     goes_on(&stack, "one")?;
-    kill_vm_process(&stack, "one")?;
+    stack.kill_vm_process("one", "a")?;
     goes_on(&stack, "one")?;
 
     ok(&["vm", "create", &describe(&stack, "two", &disk(&image))?])?;
@@ -106,24 +105,6 @@ fn a_vm_boots_from_its_disk_and_keeps_it_for_itself() -> Result<()> {
     ok(&["vm", "start", "two", "--on", "a"])?;
     goes_on(&stack, "two")?;
     stack.remove("two")
-}
-
-/// Its agent starts another one, which takes QEMU and disks over.
-fn kill_vm_process(stack: &Stack, vm: &str) -> Result<()> {
-    let pid = |stack: &Stack| -> Result<Option<i64>> {
-        Ok(stack.vm_at(vm, "a")?["vm_process_pid"].as_i64())
-    };
-    let before = pid(stack)?.context("no VM process")?;
-    let key = format!("/{vm}/");
-    let processes = stack.machine("a")?.processes()?;
-    let mut own = processes.iter().filter(|process| {
-        process.command_line.contains("vm-process") && process.command_line.contains(&key)
-    });
-    signal(own.next().context("no VM process")?.pid_outside, KILL)?;
-    stack.until("another VM process has taken over", SOON, || {
-        let now = pid(stack)?.filter(|now| *now != before);
-        Ok(now.is_some() && stack.vm_at(vm, "a")?["state"] == "running")
-    })
 }
 
 #[test]
@@ -225,14 +206,6 @@ fn a_vm_moves_with_its_disk_to_another_host_and_back() -> Result<()> {
     stack.remove("one")
 }
 
-/// A directory on a host that its QEMUs may make files in.
-fn make_directory(stack: &Stack, host: &str, path: &str) -> Result<()> {
-    let directory = stack.inside(host, path)?;
-    std::fs::create_dir_all(&directory)?;
-    std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777))?;
-    Ok(())
-}
-
 #[test]
 fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> {
     let lines = "datastores = { fast = { path = \"/var/tmp/fast\" }, gone = { path = \"/var/tmp/gone\" } }\n";
@@ -241,7 +214,7 @@ fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> 
     let stack = Stack::new("movedisks", &plan)?;
     let ok = |words: &[&str]| stack.ok("controller", words);
     let image = make_image(&stack, "root")?;
-    make_directory(&stack, "a", "/var/tmp/fast")?;
+    stack.make_directory("a", "/var/tmp/fast")?;
     ok(&["vm", "create", &describe(&stack, "one", &disk(&image))?])?;
     let refused = |words: &[&str], exit, code, said: &[&str]| {
         names(&stack.refused("controller", words, exit, code)?, said)
@@ -290,13 +263,13 @@ fn a_disk_moves_to_a_datastore_of_its_host_while_its_guest_runs() -> Result<()> 
     ok(&["vm", "pause", "one"])?;
     image_has_all(&stack, "one", moved)?;
     ok(&["vm", "resume", "one"])?;
-    kill_vm_process(&stack, "one")?;
+    stack.kill_vm_process("one", "a")?;
     goes_on(&stack, "one")?;
     // Its own image is what it starts with from now on, and takes along.
     ok(&["vm", "stop", "one", "--force"])?;
     ok(&["vm", "start", "one"])?;
     goes_on(&stack, "one")?;
-    make_directory(&stack, "b", "/var/tmp/fast")?;
+    stack.make_directory("b", "/var/tmp/fast")?;
     ok(&["vm", "migrate", "one", "--to", "b"])?;
     goes_on_at(&stack, "one", "b")?;
     ok(&["vm", "pause", "one"])?;
@@ -322,7 +295,7 @@ fn a_disk_comes_to_the_datastore_that_is_named_on_another_host_and_back() -> Res
         ("b", "/var/tmp/quick"),
         ("b", "/var/tmp/slow"),
     ] {
-        make_directory(&stack, host, path)?;
+        stack.make_directory(host, path)?;
     }
     ok(&["vm", "create", &describe(&stack, "one", &disk(&image))?])?;
     ok(&["vm", "start", "one", "--on", "a"])?;

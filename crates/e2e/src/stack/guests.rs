@@ -2,14 +2,14 @@
 //!
 //! Owns nothing; kernels lie in the stack's directory. Refuses: a guest that booted again where none should.
 
-use super::{LONG, SOON, Stack};
+use super::{KILL, LONG, SOON, Stack, signal};
 use anyhow::{Context as _, Result, bail, ensure};
 use godwit_testkit::guest::checker::{self, Checked};
 use godwit_testkit::guest::counter::{self, CounterSpec};
 use godwit_testkit::lab::Process;
 use serde_json::Value;
 use std::fs::File;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::PathBuf;
 
 /// Pages whose counters are looked at to see whether a guest counts.
@@ -202,6 +202,31 @@ impl Stack {
             checked.control.boots
         );
         Ok(checked)
+    }
+
+    /// Kills a VM's process on a host; its agent starts another one, which takes QEMU and disks over.
+    pub fn kill_vm_process(&self, vm: &str, host: &str) -> Result<()> {
+        let pid =
+            || -> Result<Option<i64>> { Ok(self.vm_at(vm, host)?["vm_process_pid"].as_i64()) };
+        let before = pid()?.context("no VM process")?;
+        let key = format!("/{vm}/");
+        let processes = self.machine(host)?.processes()?;
+        let mut own = processes.iter().filter(|process| {
+            process.command_line.contains("vm-process") && process.command_line.contains(&key)
+        });
+        signal(own.next().context("no VM process")?.pid_outside, KILL)?;
+        self.until("another VM process has taken over", SOON, || {
+            let now = pid()?.filter(|now| *now != before);
+            Ok(now.is_some() && self.vm_at(vm, host)?["state"] == "running")
+        })
+    }
+
+    /// Makes a directory on a host that its QEMUs may make files in.
+    pub fn make_directory(&self, host: &str, path: &str) -> Result<()> {
+        let directory = self.inside(host, path)?;
+        std::fs::create_dir_all(&directory)?;
+        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777))?;
+        Ok(())
     }
 
     /// QEMUs of a VM on a host.
