@@ -39,7 +39,7 @@ guests: deps ## Make the guest images below target/guests
 	$(CARGO) build --release -p godwit-testkit
 	target/release/guest-image
 
-demo: deps ## Move a loaded Redis guest between two hosts on this machine and back
+demo: deps ## Move a Debian with a loaded PostgreSQL and its disk between two hosts on this machine and back
 	@scripts/demo.sh
 
 bench: ## Measure moves of memory against QEMU's own migration, the whole set (about an hour and a half)

@@ -111,7 +111,7 @@ fn tiles(page: &mut Page, report: &Report) {
     tile(
         &mut tiles,
         verified,
-        "every value read back",
+        "all that was acknowledged",
         report.ram_verified.then_some(true),
     );
     page.markup(&format!("<div class=\"tiles\">{tiles}</div>"));
@@ -281,11 +281,16 @@ fn migration_section(page: &mut Page, report: &Report, migration: &Migration, in
         ..
     } = migration;
     page.heading(2, &format!("Migration {}: {from} to {to}", index + 1));
+    let disks = migration.other.get("disk_bytes").and_then(Value::as_f64);
+    let disks = disks.filter(|&bytes| bytes > 0.0);
     let about = format!(
-        "{}, encryption {encryption}, {streams} stream{}, {} s in all. Id {id}.",
+        "{}, encryption {encryption}, {streams} stream{}, {} s in all{}. Id {id}.",
         migration.outcome.as_deref().unwrap_or("not ended"),
         if *streams == 1 { "" } else { "s" },
-        figure(migration.total_s)
+        figure(migration.total_s),
+        disks.map_or(String::new(), |bytes| {
+            format!(", with {} MiB of its disks", figure(bytes / 1_048_576.0))
+        })
     );
     page.paragraph("soft", &about);
     limit(page, report, migration);
@@ -355,7 +360,7 @@ fn iterations(page: &mut Page, migration: &Migration) {
 /// A title, where the figure stands in the JSON, and what it is divided by; of a list the length is shown.
 type Figure = (&'static str, &'static str, f64);
 
-const OF_MIGRATION: [Figure; 11] = [
+const OF_MIGRATION: [Figure; 12] = [
     ("Total, s", "/total_s", 1.0),
     ("Switchover, ms", "/switchover_ms", 1.0),
     ("Target of the pause, ms", "/promise/max_downtime_ms", 1.0),
@@ -363,6 +368,7 @@ const OF_MIGRATION: [Figure; 11] = [
     ("Guest clock fell behind, ms", "/guest_clock_lag_ms", 1.0),
     ("Throughput, GB/s", "/throughput_gb_per_s", 1.0),
     ("On the wire, MiB", "/bytes_on_wire", 1_048_576.0),
+    ("Of disks, MiB", "/disk_bytes", 1_048_576.0),
     ("Iterations", "/iterations", 1.0),
     ("CPU at the source, s", "/cpu_source_s", 1.0),
     ("CPU at the destination, s", "/cpu_destination_s", 1.0),
@@ -376,11 +382,11 @@ const OF_WORKLOAD: [(&str, &str); 12] = [
     ("Most the guest could serve, operations/s", "/max_ops_per_s"),
     ("Back to 95 % after, s", "/recovered_after_s"),
     ("Connections lost", "/connections_lost"),
-    ("Reads checked byte for byte", "/verified_reads"),
-    ("Damaged reads", "/damaged_reads"),
+    ("Answers checked", "/verified_reads"),
+    ("Damaged answers", "/damaged_reads"),
     ("Acknowledged writes lost", "/lost_writes"),
     ("Error answers", "/errors"),
-    ("Keys", "/keys"),
+    ("Keys or rows", "/keys"),
     ("Filled in, s", "/fill_seconds"),
 ];
 

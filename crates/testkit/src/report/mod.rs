@@ -25,7 +25,7 @@ pub struct Report {
     pub workload: Workload,
     /// What made the report, on what.
     pub made: Made,
-    /// Whether every value that the load wrote was read back and found equal.
+    /// Whether all that the guest acknowledged to the load was read back and found equal.
     pub ram_verified: bool,
 }
 

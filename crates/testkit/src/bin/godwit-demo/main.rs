@@ -1,10 +1,12 @@
-//! The demo: two hosts on this machine, a guest with a loaded Redis, moved there and back while the load runs.
+//! The demo: two hosts on this machine, a guest with a loaded database, moved there and back while the load runs.
 //!
 //! Uses the product as a person would, by its command line; measures with the testkit's own tools. Everything runs in
 //! namespaces that end with this process, also on Ctrl-C; `--keep` leaves them and says how to look around.
 
+mod guest;
+
 use std::io::{BufRead as _, BufReader};
-use std::net::{SocketAddr, TcpStream};
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, channel};
@@ -12,27 +14,24 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
-use godwit_testkit::guest::linux::{GuestNetwork, LinuxGuest, command_line, target_dir};
+use godwit_testkit::guest::debian;
+use godwit_testkit::guest::linux::target_dir;
 use godwit_testkit::interrupt;
 use godwit_testkit::lab::{Lab, LabConfig, Machine};
 use godwit_testkit::stage::{Stage, go_on};
 use godwit_testkit::touch;
+use guest::{Guest, MEMORY_MIB};
 use serde_json::Value;
-
-const GUEST: &str = "10.77.0.10";
-const GUEST6: &str = "fd77::10";
-/// Memory of the guest, MiB.
-const MEMORY_MIB: u64 = 1024;
 
 #[derive(Parser)]
 #[command(
-    about = "Moves a loaded Redis guest between two hosts on this machine and back, and reports",
+    about = "Moves a guest with a loaded database between two hosts on this machine and back, and reports",
     version
 )]
 struct Arguments {
-    /// MiB of random values in Redis
-    #[arg(long, default_value_t = 600)]
-    data_mib: u32,
+    /// MiB of data in the guest's database; when left out 75 in PostgreSQL, 600 in Redis
+    #[arg(long)]
+    data_mib: Option<u32>,
     /// Seconds of load before, between and after the moves
     #[arg(long, default_value_t = 8)]
     pause_seconds: u64,
@@ -79,6 +78,12 @@ fn unix_ms() -> u128 {
         .map_or(0, |since| since.as_millis())
 }
 
+/// This process's clock, ns.
+fn monotonic() -> i128 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    i128::from(now.tv_sec) * 1_000_000_000 + i128::from(now.tv_nsec)
+}
+
 /// What one move left for the report.
 struct Move {
     report: PathBuf,
@@ -88,6 +93,7 @@ struct Move {
 
 struct Demo<'a> {
     arguments: &'a Arguments,
+    guest: Guest,
     stage: Stage,
     bin: PathBuf,
     out: PathBuf,
@@ -99,7 +105,7 @@ struct Demo<'a> {
 impl<'a> Demo<'a> {
     fn run(arguments: &'a Arguments) -> Result<()> {
         let target = target_dir()?;
-        let guest = LinuxGuest::find(&target)?;
+        let guest = Guest::choose(&target)?;
         let out = arguments
             .output
             .clone()
@@ -122,13 +128,14 @@ impl<'a> Demo<'a> {
             .to_owned();
         let mut demo = Self {
             arguments,
+            guest,
             stage: Stage::new(lab, &bin, &out)?,
             bin,
             out,
             began,
             first_touch: first_touch()?,
         };
-        let result = demo.play(&guest);
+        let result = demo.play();
         if arguments.keep && result.is_ok() {
             demo.tell_how_to_look();
         } else {
@@ -137,9 +144,9 @@ impl<'a> Demo<'a> {
         result
     }
 
-    fn play(&mut self, guest: &LinuxGuest) -> Result<()> {
+    fn play(&mut self) -> Result<()> {
         self.start_product()?;
-        self.start_guest(guest)?;
+        self.start_guest()?;
         let (mut load, lines) = self.start_load()?;
         self.wait_line(&mut load, &lines, "running")?;
         let ping = self.start_ping()?;
@@ -170,78 +177,35 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    fn start_guest(&self, guest: &LinuxGuest) -> Result<()> {
-        let network = GuestNetwork {
-            ip4: Some(format!("{GUEST}/24")),
-            ip6: Some(format!("{GUEST6}/64")),
-        };
-        let description = format!(
-            "name = \"redis\"\nvcpus = 1\nmemory_mib = {MEMORY_MIB}\nkernel = \"{}\"\ninitramfs = \"{}\"\ncmdline = \"{}\"\nencryption = \"required\"\n\n[[nic]]\nport_group = \"vm\"\n",
-            guest.kernel.display(),
-            guest.initrd.display(),
-            command_line(&network)
-        );
-        let file = self.out.join("redis.toml");
-        std::fs::write(&file, description)?;
+    fn start_guest(&self) -> Result<()> {
+        let name = self.guest.name();
+        let file = self.out.join(format!("{name}.toml"));
+        std::fs::write(&file, self.guest.describe())?;
         let file = file.to_string_lossy();
         self.stage.ok("controller", &["vm", "create", &file])?;
         self.stage
-            .ok("controller", &["vm", "start", "redis", "--on", "a"])?;
-        say(
-            self.began,
-            "the guest boots on host a (1 GiB, Linux, Redis), encryption required",
-        );
-        let what = "Redis answers in the guest";
-        self.stage.until(what, Duration::from_secs(120), || {
-            let redis = SocketAddr::new(GUEST.parse()?, 6379);
-            let connect = || TcpStream::connect_timeout(&redis, Duration::from_secs(1)).is_ok();
-            Ok(self.machine("client")?.in_network(connect)?)
-        })?;
-        say(self.began, what);
+            .ok("controller", &["vm", "start", name, "--on", "a"])?;
+        let about = self.guest.about();
+        let said = format!("the guest boots on host a ({about}), encryption required");
+        say(self.began, &said);
+        self.guest.wait_ready(&self.stage)?;
+        let database = self.guest.database();
+        say(self.began, &format!("{database} answers in the guest"));
         Ok(())
     }
 
-    /// The guest's clock and ours, ns.
-    fn probe(&self, address: &str) -> Result<(i128, i128)> {
-        let program = self.bin.join("godwit-probe");
-        let output = self
-            .machine("client")?
-            .command(program)
-            .args(["--timeout-s", "2", address, "mono"])
-            .output()?;
-        let text = String::from_utf8_lossy(&output.stdout).into_owned();
-        let words: Vec<&str> = text.split_whitespace().collect();
-        let after = |key: &str| {
-            let at = words.iter().position(|word| *word == key)?;
-            words.get(at + 1)?.parse::<i128>().ok()
-        };
-        let clocks = after("mono_ns").zip(after("client_ns"));
-        clocks.with_context(|| format!("the guest's probe said '{}'", text.trim()))
+    fn clocks(&self, address: IpAddr) -> Result<(i128, i128)> {
+        self.guest.clocks(&self.stage, address, &self.bin)
     }
 
     fn start_load(&self) -> Result<(Child, Receiver<String>)> {
-        say(
-            self.began,
-            &format!(
-                "filling Redis with {} MiB of random values",
-                self.arguments.data_mib
-            ),
-        );
-        let data = self.arguments.data_mib.to_string();
-        let address = format!("{GUEST}:6379");
+        let (program, arguments, what) = self.guest.load(self.arguments.data_mib);
+        say(self.began, &what);
         let mut load = self
             .machine("client")?
-            .command(self.bin.join("godwit-load"))
-            .args([
-                "--data-mib",
-                &data,
-                "--seconds",
-                "3600",
-                "--verify-all",
-                "-o",
-                "/var/tmp/workload.json",
-                &address,
-            ])
+            .command(self.bin.join(program))
+            .args(["--seconds", "3600", "-o", "/var/tmp/workload.json"])
+            .args(arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -291,7 +255,7 @@ impl<'a> Demo<'a> {
                 "5",
                 "-o",
                 "/var/tmp/ping.json",
-                GUEST,
+                &debian::ADDRESS.to_string(),
             ])
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -300,11 +264,15 @@ impl<'a> Demo<'a> {
 
     fn migrate(&self, to: &str) -> Result<Move> {
         go_on()?;
+        let along = match self.guest {
+            Guest::Debian(_) => " and its disk",
+            Guest::Linux(_) => "",
+        };
         say(
             self.began,
-            &format!("moving the guest to host {to}, encrypted, under load"),
+            &format!("moving the guest{along} to host {to}, encrypted, under load"),
         );
-        let before = self.probe(GUEST)?;
+        let before = self.clocks(debian::ADDRESS)?;
         let from_ms = unix_ms();
         let downtime = self.arguments.max_downtime.to_string();
         let status = self
@@ -313,7 +281,7 @@ impl<'a> Demo<'a> {
             .args([
                 "vm",
                 "migrate",
-                "redis",
+                self.guest.name(),
                 "--to",
                 to,
                 "--encryption",
@@ -329,7 +297,7 @@ impl<'a> Demo<'a> {
                 self.out.display()
             );
         }
-        let after = self.probe(GUEST6)?;
+        let after = self.clocks(debian::ADDRESS6)?;
         let lag_ms = ((after.1 - before.1) - (after.0 - before.0)) as f64 / 1e6;
         let report = self.out.join(format!("migration-to-{to}.json"));
         let migrations = self.stage.json("controller", &["migration", "list"])?;
@@ -347,7 +315,7 @@ impl<'a> Demo<'a> {
     }
 
     fn finish(&self, load: Child, ping: Child, moves: &[Move]) -> Result<()> {
-        say(self.began, "the load ends and reads every value back");
+        say(self.began, self.guest.check());
         let (loaded, pinged) = (interrupt(load)?, interrupt(ping)?);
         let verified = loaded.success() && pinged.success();
         for file in ["workload.json", "ping.json"] {
@@ -357,7 +325,9 @@ impl<'a> Demo<'a> {
                 self.out.join(file),
             )?;
         }
-        let accelerator = self.stage.json("controller", &["vm", "show", "redis"])?;
+        let accelerator = self
+            .stage
+            .json("controller", &["vm", "show", self.guest.name()])?;
         let accelerator = accelerator["accelerator"]
             .as_str()
             .unwrap_or("tcg")
@@ -420,7 +390,7 @@ impl<'a> Demo<'a> {
         );
         for one in report["migrations"].as_array().into_iter().flatten() {
             println!(
-                "{} -> {}: {}, {}, {:.2} s in all, switchover {:.1} ms ({}), {:.2} GB/s, network gap {} ms, guest clock behind by {} ms",
+                "{} -> {}: {}, {}, {:.2} s in all, switchover {:.1} ms ({}), {:.2} GB/s, {:.0} MiB of disk, network gap {} ms, guest clock behind by {} ms",
                 text(&one["from"]),
                 text(&one["to"]),
                 text(&one["outcome"]),
@@ -433,12 +403,13 @@ impl<'a> Demo<'a> {
                     None => "no target",
                 },
                 one["throughput_gb_per_s"].as_f64().unwrap_or(0.0),
+                one["disk_bytes"].as_f64().unwrap_or(0.0) / f64::from(1 << 20),
                 number(&one["network_gap_ms"]),
                 number(&one["guest_clock_lag_ms"]),
             );
         }
         println!(
-            "load: {} operations a second before, {} during, {} after; back to 95 % after {} s; connections lost: {}; every value read back: {}",
+            "load: {} operations a second before, {} during, {} after; back to 95 % after {} s; connections lost: {}; all that was acknowledged is there: {}",
             number(&work["before_ops_per_s"]),
             number(&work["during_ops_per_s"]),
             number(&work["after_ops_per_s"]),
@@ -462,7 +433,10 @@ impl<'a> Demo<'a> {
         let godwit = self.bin.join("godwit").display().to_string();
         println!("\neverything is left running; look around with:");
         println!("  {lab} exec controller -- {godwit} vm list");
-        println!("  {lab} exec controller -- {godwit} vm migrate redis --to b");
+        println!(
+            "  {lab} exec controller -- {godwit} vm migrate {} --to b",
+            self.guest.name()
+        );
         println!("  {lab} exec a -- {godwit} migration list");
         println!("  {lab} down        ends it all");
     }
