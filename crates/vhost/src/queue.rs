@@ -109,10 +109,19 @@ impl Queue {
         if let Some(inflight) = &guest.inflight {
             let (heads, counter) = inflight.left_over(self.number, self.size, ring.used());
             self.counter = counter;
-            if !heads.is_empty() {
-                let count = u16::try_from(heads.len()).unwrap_or(RING_MAX);
-                ring.set_next(ring.used().wrapping_add(count));
+            let count = u16::try_from(heads.len()).unwrap_or(RING_MAX);
+            let next = ring.used().wrapping_add(count);
+            if next != self.base {
+                // It knows an older one where a back end died, or none: what was taken is answered, or noted as under way.
+                let (queue, base) = (self.number, self.base);
+                tracing::info!(
+                    queue,
+                    base,
+                    next,
+                    "a queue goes on from where its ring is, and not from where QEMU says"
+                );
             }
+            ring.set_next(next);
             self.left_over = heads.into();
         }
         self.ring = Some(ring);

@@ -138,6 +138,37 @@ fn a_queue_that_is_ended_before_it_is_enabled_again_carries_out_what_was_under_w
 }
 
 #[test]
+fn a_queue_goes_on_where_its_ring_is_also_where_the_front_end_knows_an_older_place() {
+    let site = Site::new(MIB);
+    let disk = site.disk(Vec::new());
+    let mut guest = site.guest();
+    for number in 0..300 {
+        guest.submit(0, &site.write_of(number % 16, number % 16, 1, 512));
+        guest.wait(0);
+    }
+    drop(disk);
+    // One that nobody has looked at, too.
+    guest.submit(0, &site.write_of(3, 3, 7, 512));
+    let _disk = site.disk(Vec::new());
+    guest.connect_again(&site.socket);
+    guest.negotiate(0);
+    guest.set_memory();
+    guest.set_inflight();
+    for number in 0..2 {
+        guest.describe_queue(number);
+        guest.send(10, &common::pair(number as u32, 0), &[]);
+        let (call, kick) = guest.descriptors_of(number);
+        let index = (number as u64).to_le_bytes();
+        guest.send(13, &index, &[std::os::fd::AsFd::as_fd(&call)]);
+        guest.send(12, &index, &[std::os::fd::AsFd::as_fd(&kick)]);
+        guest.send(18, &common::pair(number as u32, 1), &[]);
+    }
+    guest.wait(0);
+    assert_eq!((site.status(3), site.content()[3 * 512]), (0, 7));
+    assert_eq!(guest.end_queue(0), 301);
+}
+
+#[test]
 fn who_connects_while_an_earlier_ones_requests_are_under_way_is_refused_and_not_kept_waiting() {
     let site = Site::new(MIB);
     let disk = site.disk(stuck());
