@@ -245,7 +245,10 @@ fn a_shared_image_without_room_for_a_record_keeps_its_guest_where_it_is() -> Res
     fill(&image_of(a, &site)?)?;
     let begun = site.pair.try_begin(a, b, &Options::default())?.1;
     let why = format!("{:#}", begun.err().context("it began to move")?);
-    ensure!(why.contains("cannot be written to it"), "{why}");
+    ensure!(
+        why.contains("the record that this host has the image cannot be written"),
+        "{why}"
+    );
     site.goes_on(a, 10)?;
     ensure!(record(a, &site)? == before);
     Ok(())

@@ -70,7 +70,7 @@ impl Inflight {
         }
     }
 
-    /// As it is told of where it was told of before.
+    /// For a front end that has it already, and says so.
     pub(crate) fn area(&self) -> InflightArea {
         self.told(RING_MAX)
     }

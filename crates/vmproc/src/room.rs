@@ -19,8 +19,12 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The same of a guest that has just gone on by itself.
 const PATIENCE_AGAIN: Duration = Duration::from_secs(2);
-/// How long that counts; and how long it is not tried again to pause one that could not be.
+/// How long a guest has just gone on.
 const JUST_NOW: Duration = Duration::from_secs(30);
+/// How long it is not tried again to pause one that could not be.
+const NOT_AGAIN: Duration = Duration::from_secs(30);
+/// How often the disks are asked.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// Why a guest stands still.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,6 +40,7 @@ pub(crate) struct WaitsForRoom {
 #[derive(Debug, Default)]
 pub(crate) struct Room {
     waits: Option<WaitsForRoom>,
+    looked: Option<Instant>,
     went_on: Option<Instant>,
     not_paused: Option<Instant>,
 }
@@ -51,14 +56,17 @@ impl Vm {
         if !runs || self.migration.is_some() || self.unsure.is_some() {
             return;
         }
+        let within = |limit, at: Option<Instant>| at.is_some_and(|at| at.elapsed() < limit);
+        if within(LOOK_EVERY, self.room.looked) || within(NOT_AGAIN, self.room.not_paused) {
+            return;
+        }
+        self.room.looked = Some(Instant::now());
         let full = self.hyper.as_ref().and_then(|hyper| hyper.disks.full());
-        let just_now = |at: Option<Instant>| at.is_some_and(|at| at.elapsed() < JUST_NOW);
-        let most = match just_now(self.room.went_on) {
+        let most = match within(JUST_NOW, self.room.went_on) {
             true => PATIENCE_AGAIN,
             false => patience(PATIENCE),
         };
-        let long = full.filter(|full| full.waits >= most);
-        if let Some(full) = long.filter(|_| !just_now(self.room.not_paused)) {
+        if let Some(full) = full.filter(|full| full.waits >= most) {
             self.pause_for_room(full);
         }
     }
@@ -73,7 +81,7 @@ impl Vm {
         // First: one that is paused must go on again.
         let noted = save_json(&self.paths.waits_for_room(), &waits);
         if let Err(error) = &noted {
-            tracing::warn!(%error, "the guest is not paused, since that it waits for room is not written");
+            tracing::warn!(%error, "the guest is not paused, since the note that it waits for room cannot be written");
         } else {
             self.feed(Event::PauseRequested);
         }

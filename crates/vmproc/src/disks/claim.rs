@@ -162,7 +162,7 @@ impl Served {
             .and_then(|held| record_of(held).ok().flatten());
         let Some(record) = record else {
             return Err(refused(&format!(
-                "host '{host}' has its image on shared storage, and {path} here says of nobody that he has it: mount the same storage there on both hosts, so that it keeps extended attributes (NFS: version 4.2); if it is the same, an earlier version of Godwit has the VM: renew it first with 'godwit vm renew {}'",
+                "host '{host}' has its image on shared storage, and {path} here bears no record of a host that has it: mount the same storage there on both hosts, so that it keeps extended attributes (NFS: version 4.2); if it is the same, an earlier version of Godwit has the VM: renew it first with 'godwit vm renew {}'",
                 self.config.vm
             )));
         };
@@ -332,7 +332,7 @@ fn must_be_written(path: &str, error: &io::Error) -> String {
             "hosts that share an image tell each other by its extended attributes (user.*) who has it, and the file system of {path} keeps none as it must ({error}): mount it so that it does (NFS: version 4.2), or leave out 'shared = true'"
         ),
         _ => format!(
-            "that this host has the image {path} cannot be written to it: {error}; make room there ('getfattr -d {path}' tells what else it bears), and try again"
+            "the record that this host has the image cannot be written to {path}: {error}; make room there ('getfattr -d {path}' tells what else it bears), and try again"
         ),
     }
 }

@@ -5,9 +5,10 @@
 
 use super::images::keep_names;
 use super::moving::Filling;
-use super::served::{Served, ServedDisks};
+use super::served::{Arrival, Served, ServedDisks};
 use super::{Disks, MEND_EVERY};
 use crate::adoption::lock;
+use crate::hypervisor::internal;
 use godwit_ownership::KnownImage;
 use godwit_qemu::disk::identity_of_open;
 use godwit_types::ApiError;
@@ -43,9 +44,23 @@ impl Disks {
         };
         let thread = std::thread::Builder::new().name("disk-keep".into());
         if let Err(error) = thread.spawn(work) {
-            tracing::warn!(%error, "what is known of the VM's disks is not written yet");
+            self.0.keeping.failed_for(error.to_string());
             keeping.is_busy.store(false, Ordering::SeqCst);
         }
+    }
+}
+
+impl Keeping {
+    /// Says why, once for each reason: it may be tried for days.
+    fn failed_for(&self, why: String) {
+        let mut failed = lock(&self.failed);
+        if failed.as_ref().is_none_or(|(_, before)| *before != why) {
+            tracing::warn!(
+                why,
+                "what is known of the VM's disks is not written yet; this is tried again"
+            );
+        }
+        *failed = Some((Instant::now(), why));
     }
 }
 
@@ -81,28 +96,21 @@ impl Served {
 
     fn keep(&self) {
         let kept = self.keep_arrived().and_then(|()| self.keep_claims());
-        let mut failed = lock(&self.keeping.failed);
-        let Err(error) = kept else {
-            *failed = None;
-            return;
-        };
-        // Once for each reason: it may be tried for days.
-        if failed.as_ref().is_none_or(|(_, why)| *why != error.message) {
-            tracing::warn!(%error, "what is known of the VM's disks is not written yet; this is tried again");
+        match kept {
+            Ok(()) => *lock(&self.keeping.failed) = None,
+            Err(error) => self.keeping.failed_for(error.message),
         }
-        *failed = Some((Instant::now(), error.message));
     }
 
     /// Makes the names of images durable that came with the guest. Where that fails whoever starts the VM next finds them.
     fn keep_arrived(&self) -> Result<(), ApiError> {
-        let is_here = |arriving: &Option<super::served::Arrival>| {
-            arriving.as_ref().is_some_and(|arrival| arrival.is_here)
-        };
+        let is_here =
+            |arriving: &Option<Arrival>| arriving.as_ref().is_some_and(|arrival| arrival.is_here);
         if !is_here(&lock(&self.arriving)) {
             return Ok(());
         }
         *lock(&self.filling) = Filling::default();
-        keep_names(&self.what().disks).map_err(crate::hypervisor::internal)?;
+        keep_names(&self.what().disks).map_err(internal)?;
         let arrived = lock(&self.arriving).take();
         let written = self.change(|_| ());
         if written.is_err() {

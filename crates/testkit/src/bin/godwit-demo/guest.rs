@@ -28,7 +28,7 @@ pub enum Guest {
 impl Guest {
     /// The Debian, unless this machine cannot have it, which is said.
     pub fn choose(target: &Path) -> Result<Self> {
-        println!("the guest's disk is made from Debian's packages once, which takes some minutes");
+        println!("the guest's disk: made from Debian's packages once, which takes a minute or two");
         match debian::images("guest")? {
             Images::Here(images) => {
                 let image = images.into_iter().next();

@@ -390,7 +390,7 @@ impl<'a> Demo<'a> {
         );
         for one in report["migrations"].as_array().into_iter().flatten() {
             println!(
-                "{} -> {}: {}, {}, {:.2} s in all, switchover {:.1} ms ({}), {:.2} GB/s, {:.0} MiB of disk, network gap {} ms, guest clock behind by {} ms",
+                "{} -> {}: {}, {}, {:.2} s in all, switchover {:.1} ms ({}), {:.2} GB/s, {:.0} MiB of disk, network gap {}, guest clock behind by {}",
                 text(&one["from"]),
                 text(&one["to"]),
                 text(&one["outcome"]),
@@ -404,8 +404,8 @@ impl<'a> Demo<'a> {
                 },
                 one["throughput_gb_per_s"].as_f64().unwrap_or(0.0),
                 one["disk_bytes"].as_f64().unwrap_or(0.0) / f64::from(1 << 20),
-                number(&one["network_gap_ms"]),
-                number(&one["guest_clock_lag_ms"]),
+                milliseconds(&one["network_gap_ms"]),
+                milliseconds(&one["guest_clock_lag_ms"]),
             );
         }
         println!(
@@ -489,6 +489,12 @@ fn number(value: &Value) -> String {
     value
         .as_f64()
         .map_or_else(|| "not measured".into(), |number| format!("{number:.1}"))
+}
+
+fn milliseconds(value: &Value) -> String {
+    value
+        .as_f64()
+        .map_or_else(|| number(value), |number| format!("{number:.1} ms"))
 }
 
 fn say(began: Instant, what: &str) {
