@@ -46,6 +46,7 @@ fn deaths(between: Between, death: Death, count: u64) -> Result<()> {
             at = now;
         }
         println!("  {moved} of {count} were moved all the same");
+        ensure!(moved < count, "each move was over before anything died");
         Ok(())
     })
 }

@@ -231,6 +231,7 @@ fn deaths(with_power: bool, count: u64) -> Result<()> {
         writes = site.log.writes();
     }
     println!("  {moved} of {count} were moved all the same, {writes} writes");
+    ensure!(moved < count, "each move was over before anything died");
     Ok(())
 }
 

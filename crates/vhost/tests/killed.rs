@@ -174,7 +174,7 @@ fn a_disk_whose_queues_end_twenty_times_a_second_under_load_loses_and_doubles_no
     let told = std::env::var("GODWIT_STOP_CONT_S").ok();
     let seconds = told.map_or(5, |told| told.parse().unwrap());
     let (began, mut stops) = (Instant::now(), 0);
-    while began.elapsed() < Duration::from_secs(seconds) {
+    while began.elapsed() < Duration::from_secs(seconds) || load.answered < 1000 {
         let time = Duration::from_millis(40 + load.chance.below(20));
         load.run_for(time);
         load.ask();
@@ -191,7 +191,7 @@ fn a_disk_whose_queues_end_twenty_times_a_second_under_load_loses_and_doubles_no
     load.settle();
     load.content_is_right();
     println!("  {} requests answered, {stops} stops", load.answered);
-    assert!(stops > 0 && load.answered > 1000, "there was no load");
+    assert!(stops > 0);
 }
 
 #[test]
