@@ -95,12 +95,10 @@ pub fn forget(image: BorrowedFd<'_>) -> io::Result<()> {
             _ => drop(replace(image, Some(&held), b"")?),
         }
     }
-    let stays = numbers(image)?.into_iter().max().map(name_of);
-    let ours = |name: &String| name.starts_with(NAME) || name.starts_with(TRIAL);
-    for name in names(image)?.into_iter().filter(ours) {
-        if stays.as_deref() != Some(&name) {
-            remove(image, &name)?;
-        }
+    // Not what another host may have written just now.
+    let of_no_version = |name: &String| name.starts_with(NAME) && number_of(name).is_none();
+    for name in names(image)?.into_iter().filter(of_no_version) {
+        remove(image, &name)?;
     }
     Ok(fsync(image)?)
 }
@@ -138,11 +136,12 @@ fn name_of(number: u64) -> String {
 /// The numbers of all versions.
 fn numbers(image: BorrowedFd<'_>) -> io::Result<Vec<u64>> {
     let names = names(image)?;
-    let numbers = names.iter().filter_map(|name| {
-        let number = name.strip_prefix(NAME)?.parse().ok()?;
-        (number <= NUMBER_MAX && name_of(number) == *name).then_some(number)
-    });
-    Ok(numbers.collect())
+    Ok(names.iter().filter_map(|name| number_of(name)).collect())
+}
+
+fn number_of(name: &str) -> Option<u64> {
+    let number = name.strip_prefix(NAME)?.parse().ok()?;
+    (number <= NUMBER_MAX && name_of(number) == *name).then_some(number)
 }
 
 /// The names of all attributes that are text.

@@ -121,6 +121,11 @@ pub enum ImageRefusal {
         "its record has format {found}, and this build reads format {IMAGE_RECORD_FORMAT}: use the version that wrote it"
     )]
     Format { found: u32 },
+    /// A guest that stands still may not remember what is on it.
+    #[error(
+        "a person has let it go since, and the guest that stands still here may not know what was written there"
+    )]
+    LetGo,
     /// Somebody wrote it to be ahead of everybody for good.
     #[error("its record has numbers that no host ever reaches")]
     OutOfReach,
@@ -162,6 +167,14 @@ impl ImageClaim<'_> {
         match self.anew {
             true => Ok(self.record(&found.image, self.next(found.taken))),
             false => self.go_on(found),
+        }
+    }
+
+    /// The same where a person has let the image go: for whoever starts a hypervisor with it.
+    pub fn judge_let_go(&self) -> Result<ImageRecord, ImageRefusal> {
+        match self.anew {
+            true => self.judge(None),
+            false => Err(ImageRefusal::LetGo),
         }
     }
 

@@ -158,8 +158,10 @@ fn a_hypervisor_that_goes_on_under_a_later_generation_is_not_another_opening() {
     assert_eq!(now, site.taken(0, 6));
     // One that asks late takes nothing back.
     assert_eq!(goes_on(4).judge(Some(&now)), Ok(now.clone()));
-    // Where its record is gone it is written as it is known.
+    // Where its record is gone it is written as it is known; where a person has let it go the guest is started anew.
     assert_eq!(goes_on(6).judge(None), Ok(now));
+    assert_eq!(goes_on(6).judge_let_go(), Err(ImageRefusal::LetGo));
+    assert!(site.claim(0, 6).judge_let_go().is_ok());
 }
 
 #[test]

@@ -1,10 +1,17 @@
-//! Descriptors that this program was started with.
+//! What this program was started with: descriptors, and what becomes of a signal.
 //!
 //! Owns nothing. Refuses: the standard ones, and what this program has opened itself.
 
 use rustix::io::FdFlags;
 use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd, RawFd};
+
+/// A connection that the other side has closed is an error of a write, and ends nobody. A program is begun without that, and so is
+/// this one after it could not become another.
+pub fn ignore_broken_pipes() {
+    // SAFETY: a plain system call; to ignore a signal needs no handler.
+    let _ = unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
+}
 
 /// A descriptor that whoever started this program left open for it, taken once: no program that is started from here gets it.
 pub fn inherited(number: RawFd) -> io::Result<OwnedFd> {

@@ -114,7 +114,7 @@ impl Queue {
             if next != self.base {
                 // It knows an older one where a back end died, or none: what was taken is answered, or noted as under way.
                 let (queue, base) = (self.number, self.base);
-                tracing::info!(
+                tracing::debug!(
                     queue,
                     base,
                     next,

@@ -258,33 +258,35 @@ impl Disks {
     }
 
     /// Has all stand still, for so long at most together, and copies of QEMU's connections made for another program; they go on
-    /// once `go_on` has returned. One that does not come to rest is left out.
+    /// once `go_on` has returned. Refused while anything waits for storage: the kernel begins no other program before each
+    /// thread of this one has ended, and until then QEMU would hear from no disk.
     pub(crate) fn hand_over<R>(
         &self,
         patience: Duration,
         go_on: impl FnOnce(Vec<(usize, Handover)>) -> R,
-    ) -> R {
+    ) -> Result<R, String> {
+        if self.0.waits_for_storage() {
+            return Err("the storage of the VM's disks has not answered yet".to_owned());
+        }
         let until = Instant::now() + patience;
         let (what, disks) = (self.0.what(), lock(&self.0.disks).clone());
         let (mut standing, mut handed) = (Vec::new(), Vec::new());
         for (place, disk) in disks.iter().enumerate() {
             let left = until.saturating_duration_since(Instant::now());
-            let Some(stands) = disk.as_ref().map(|disk| disk.stand_still(left)) else {
+            let (Some(disk), Some(spec)) = (disk, what.disks.get(place)) else {
                 continue;
             };
-            let copied = stands.and_then(|stands| Ok((stands.hand_over()?, stands)));
-            match copied {
-                Ok((copied, stands)) => {
-                    handed.push((place, copied));
-                    standing.push(stands);
-                }
+            let stands = disk.stand_still(left).map_err(|error| told(spec, &error))?;
+            match stands.hand_over() {
+                Ok(copied) => handed.push((place, copied)),
                 Err(error) => {
-                    let disk = what.disks.get(place).map(|spec| spec.name.as_str());
+                    let disk = &spec.name;
                     tracing::warn!(disk, %error, "QEMU has to connect to this disk again");
                 }
             }
+            standing.push(stands);
         }
-        go_on(handed)
+        Ok(go_on(handed))
     }
 
     /// Waits until QEMU is connected to all of them, at most until then. QEMU 7.2 never starts a disk that was away when its

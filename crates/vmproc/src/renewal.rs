@@ -14,7 +14,7 @@ use crate::faults::reached;
 use crate::harden::kept;
 use crate::vm::Vm;
 use anyhow::{Context as _, bail, ensure};
-use godwit_qemu::inherited::inherited;
+use godwit_qemu::inherited::{ignore_broken_pipes, inherited};
 use godwit_vhost::{Handover, Told};
 use rustix::io::FdFlags;
 use rustix::net::{
@@ -224,7 +224,10 @@ fn become_program(program: &Path, handed: HandedDisks) -> io::Error {
     let mut command = Command::new(program);
     command.args(own_words()).arg(ARGUMENT);
     reached("renewal.handed");
-    command.arg(socket.as_raw_fd().to_string()).exec()
+    let error = command.arg(socket.as_raw_fd().to_string()).exec();
+    // It was on its way to a program that might not.
+    ignore_broken_pipes();
+    error
 }
 
 impl Vm {
@@ -234,25 +237,27 @@ impl Vm {
             return;
         };
         tracing::info!(program = %program.display(), "this process becomes another program");
-        let error = match &self.hyper {
+        let why = match &self.hyper {
             None => become_program(
                 &program,
                 HandedDisks {
                     launch: 0,
                     disks: Vec::new(),
                 },
-            ),
+            )
+            .to_string(),
             Some(hyper) => {
                 hyper.console.rest();
                 // Their end would take long while the disks stand still.
                 hyper.ram.leave_pages();
                 let launch = hyper.identity.launch;
-                hyper.disks.hand_over(HAND_OVER_WAIT, |disks| {
+                let handed = hyper.disks.hand_over(HAND_OVER_WAIT, |disks| {
                     become_program(&program, HandedDisks { launch, disks })
-                })
+                });
+                handed.map_or_else(|why| why, |error| error.to_string())
             }
         };
-        tracing::error!(program = %program.display(), %error, "this process is not renewed: it goes on as it is");
+        tracing::error!(program = %program.display(), why, "this process is not renewed: it goes on as it is");
     }
 }
 

@@ -125,15 +125,20 @@ impl Vm {
 
     /// It is worth trying whether its disk has room.
     pub(crate) fn may_have_room(&mut self, launch: u64) {
-        let waits = self.room.waits.as_ref();
-        let is_meant = waits.is_some_and(|waits| waits.launch == launch);
-        if !is_meant || !matches!(self.status, Status::Paused) {
+        let waits = self.room.waits.clone();
+        let Some(waits) = waits.filter(|waits| waits.launch == launch) else {
+            return;
+        };
+        if !matches!(self.status, Status::Paused) {
             return;
         }
         tracing::info!("the guest's disk may have room: the guest goes on");
         self.room.went_on = Some(Instant::now());
-        self.wait_for_no_room();
         self.feed(Event::ResumeRequested);
+        if matches!(self.status, Status::Paused) {
+            // Its record may be on the same full file system. The note is there until the guest runs.
+            self.begin_to_wait(waits);
+        }
     }
 
     /// Whatever the guest stands still for from now on, it is not that.

@@ -6,7 +6,7 @@
 use super::faults::SiteFault;
 use super::model::{MachineId, VmId};
 use super::world::Site;
-use godwit_ownership::{ImageClaim, ImageId, ImageRecord};
+use godwit_ownership::{Event, ImageClaim, ImageId, ImageRecord};
 use godwit_types::{Generation, HostName, VmName};
 use std::collections::BTreeMap;
 
@@ -20,6 +20,8 @@ struct Stored {
     /// For how many hypervisors it was opened, and for how many hosts.
     openings: u64,
     record: Option<ImageRecord>,
+    /// A person has let it go, and nobody has taken it since.
+    is_let_go: bool,
 }
 
 /// An image, and what an observer knows of it.
@@ -90,7 +92,10 @@ impl Site {
                     Closed::InUse => self.coverage.images[1] += 1,
                     Closed::Judged => {
                         self.coverage.images[2] += 1;
-                        self.release_image(vm);
+                        match anew {
+                            true => self.release_image(vm),
+                            false => self.end_guest(at, vm),
+                        }
                     }
                 }
                 false
@@ -118,7 +123,10 @@ impl Site {
             fresh: &fresh,
         };
         let image = &mut self.images[vm];
-        let judged = claim.judge(image.stored.record.as_ref());
+        let judged = match image.stored.is_let_go {
+            true => claim.judge_let_go(),
+            false => claim.judge(image.stored.record.as_ref()),
+        };
         let record = match judged {
             Ok(record) => record,
             Err(_) if self.plant.opens_any_image() => return Ok(()),
@@ -126,6 +134,7 @@ impl Site {
         };
         // The record is taken before the lock is waited for.
         image.stored.record = Some(record.clone());
+        image.stored.is_let_go = false;
         if self.locks_reach && image.open.keys().any(|other| *other != at) {
             return Err(Closed::InUse);
         }
@@ -252,6 +261,20 @@ impl Site {
         image.remembered.retain(|at, _| lives(at));
     }
 
+    /// A person ends a guest that is not let go on with its image, to start it anew.
+    fn end_guest(&mut self, at: MachineId, vm: VmId) {
+        if self.is_faulty && !self.rng.chance(100) {
+            return;
+        }
+        self.note(|w| format!("person: the guest of {} is ended", w.vms[vm]));
+        if let Some(process) = self.process(at, vm) {
+            process.may_discard = true;
+        }
+        // Whoever else has a copy of its memory may discard that, too.
+        self.guests[vm].died = true;
+        self.feed(at, vm, Event::StopRequested);
+    }
+
     /// A person lets an image be used that was refused, once nobody has it open.
     fn release_image(&mut self, vm: VmId) {
         let runs = (0..self.machines.len()).any(|at| self.runs_at(at, vm));
@@ -260,9 +283,9 @@ impl Site {
             self.note(|w| format!("person: the image of {} may be used", w.vms[vm]));
             let image = &mut self.images[vm];
             image.stored.record = None;
+            image.stored.is_let_go = true;
             image.acknowledged = image.stored.writes;
             image.writer = None;
-            image.remembered.clear();
             self.coverage.images[4] += 1;
         }
     }

@@ -216,26 +216,25 @@ impl Served {
                 let found = found
                     .map_err(|why| NotTaken::Refused(format!("{why}; {}", release(spec))))?
                     .flatten();
-                let wanted = claim.judge(found.as_ref());
-                let wanted =
-                    wanted.map_err(|why| NotTaken::Refused(self.what_to_do(spec, &why)))?;
+                let wanted = match held.is_some() && found.is_none() {
+                    true => claim.judge_let_go(),
+                    false => claim.judge(found.as_ref()),
+                };
+                let wanted = wanted
+                    .map_err(|why| NotTaken::Refused(self.what_to_do(spec, claim.anew, &why)))?;
                 if !bears || found.as_ref() == Some(&wanted) {
                     return Ok(wanted.known());
                 }
-                let of_another = found
-                    .as_ref()
-                    .is_none_or(|found| found.holder != wanted.holder);
-                let is_needed = spec.shared && (of_another || claim.anew);
                 let unwritten = |error| NotTaken::Unwritten {
                     error,
                     known: found.is_none().then(|| wanted.known()),
-                    is_needed,
+                    is_needed: spec.shared,
                 };
                 let text = serde_json::to_vec(&wanted).map_err(io::Error::other)?;
                 if !holder::replace(image, held.as_ref(), &text).map_err(unwritten)? {
                     continue;
                 }
-                if is_needed {
+                if spec.shared {
                     // Other hosts must find it, also after their file server was gone.
                     fsync(image).map_err(|errno| unwritten(errno.into()))?;
                 }
@@ -246,13 +245,14 @@ impl Served {
     }
 
     /// Why an image is not opened, and what a person can do.
-    fn what_to_do(&self, spec: &DiskSpec, why: &ImageRefusal) -> String {
+    fn what_to_do(&self, spec: &DiskSpec, anew: bool, why: &ImageRefusal) -> String {
         let vm = &self.config.vm;
-        match why {
-            ImageRefusal::TakenSince { .. } => format!(
+        match anew {
+            true => format!("{why}; {}", release(spec)),
+            // Whatever a person lets go: its memory is from before.
+            false => format!(
                 "{why}: start it anew with 'godwit vm stop {vm} --force' and 'godwit vm start {vm}'"
             ),
-            why => format!("{why}; {}", release(spec)),
         }
     }
 
@@ -263,10 +263,13 @@ impl Served {
         generation: Generation,
     ) -> Result<(), ApiError> {
         let refused = |error: godwit_vhost::Error| self.refused(spec, &error);
-        if !self.is_claimed(spec, generation) {
+        if spec.changes_hands() || !self.is_claimed(spec, generation) {
             let image = disk.lend_image().map_err(refused)?;
             let known = self.claim(spec, image.as_fd(), generation, Taking::GoesOn)?;
             known.into_iter().for_each(|known| self.keep_later(known));
+        }
+        if self.held() != Some(generation) {
+            return Err(self.refused(spec, &"its guest may not run here any more"));
         }
         let taken = disk.take_image(&self.lock_name(spec), LOCK_WAIT);
         taken.map_err(refused)

@@ -51,6 +51,10 @@ impl Disks {
 }
 
 impl Keeping {
+    pub(super) fn is_busy(&self) -> bool {
+        self.is_busy.load(Ordering::SeqCst)
+    }
+
     /// Says why, once for each reason: it may be tried for days.
     fn failed_for(&self, why: String) {
         let mut failed = lock(&self.failed);

@@ -150,7 +150,9 @@ impl Disks {
         for (disk, spec) in disks.into_iter().zip(&served.what().disks) {
             let Some(disk) = disk else { continue };
             let status = disk.status().map_err(|error| told(spec, &error))?;
-            if status.has_image && served.is_claimed(spec, generation) {
+            // Of a shared one only its record tells that no other host has had it since.
+            let is_sure = !spec.changes_hands() && served.is_claimed(spec, generation);
+            if status.has_image && is_sure {
                 continue;
             }
             let (served, spec, taken) = (Arc::clone(served), spec.clone(), taken.clone());

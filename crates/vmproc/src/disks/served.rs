@@ -345,6 +345,12 @@ impl Served {
         }
     }
 
+    /// Whether a thread of this process may be in the hands of storage.
+    pub(super) fn waits_for_storage(&self) -> bool {
+        let mut tried = self.is_tried.iter();
+        tried.any(|is_tried| is_tried.load(Ordering::SeqCst)) || self.keeping.is_busy()
+    }
+
     fn set_tried(&self, index: usize) {
         if let Some(is_tried) = self.is_tried.get(index) {
             is_tried.store(false, Ordering::SeqCst);
