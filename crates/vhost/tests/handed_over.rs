@@ -37,11 +37,10 @@ fn goes_on(site: &Site, handed: Handover) -> Disk {
     .unwrap()
 }
 
-/// The same disk in the hands of the next program; what the guest asks for meanwhile waits.
-fn handed_on(site: &Site, disk: Disk, meanwhile: impl FnOnce()) -> Disk {
+/// The same disk in the hands of the next program.
+fn handed_on(site: &Site, disk: Disk) -> Disk {
     let standing = disk.stand_still(LONG).unwrap();
     let handed = crossed(standing.hand_over().unwrap());
-    meanwhile();
     standing.end();
     drop(disk);
     goes_on(site, arrived(handed))
@@ -60,7 +59,7 @@ fn a_guest_under_load_does_not_notice_that_its_disk_goes_on_in_another_program()
                 &site.write_of(number, number, fill, 512),
             );
         }
-        disk = handed_on(&site, disk, || {});
+        disk = handed_on(&site, disk);
         for number in 0..8 {
             guest.wait((number % 2) as usize);
         }
@@ -144,7 +143,7 @@ fn a_program_that_ends_with_what_it_was_handed_leaves_the_front_end_to_connect_a
 fn a_write_that_waits_for_room_is_carried_out_by_the_next_program() {
     let site = Site::new(MIB);
     let (disk, mut guest, _faults) = without_room(&site);
-    let disk = handed_on(&site, disk, || {});
+    let disk = handed_on(&site, disk);
     guest.wait(0);
     assert_eq!(guest.answered(0), None);
     assert_eq!((site.status(0), site.content()[0]), (0, 1));

@@ -157,11 +157,7 @@ fn a_queue_goes_on_where_its_ring_is_also_where_the_front_end_knows_an_older_pla
     for number in 0..2 {
         guest.describe_queue(number);
         guest.send(10, &common::pair(number as u32, 0), &[]);
-        let (call, kick) = guest.descriptors_of(number);
-        let index = (number as u64).to_le_bytes();
-        guest.send(13, &index, &[std::os::fd::AsFd::as_fd(&call)]);
-        guest.send(12, &index, &[std::os::fd::AsFd::as_fd(&kick)]);
-        guest.send(18, &common::pair(number as u32, 1), &[]);
+        guest.begin_queue(number);
     }
     guest.wait(0);
     assert_eq!((site.status(3), site.content()[3 * 512]), (0, 7));

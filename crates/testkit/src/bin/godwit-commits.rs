@@ -9,7 +9,7 @@ use anyhow::Result;
 use clap::Parser;
 use godwit_testkit::load::commits::{CommitsConfig, run};
 use godwit_testkit::load::pace::show;
-use godwit_testkit::load::{report_of, stop_on_signal};
+use godwit_testkit::load::{exit_code, report_of, stop_on_signal};
 
 /// Makes pgbench's tables in the guest and starts pgbench there, finds the most commits of one row that the guest then
 /// acknowledges, and sends them at a fixed rate over connections that stay open.
@@ -46,14 +46,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    match load(&Arguments::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("godwit-commits: {error:#}");
-            ExitCode::from(2)
-        }
-    }
+    exit_code("godwit-commits", load(&Arguments::parse()))
 }
 
 fn load(arguments: &Arguments) -> Result<bool> {

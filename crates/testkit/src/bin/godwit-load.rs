@@ -10,7 +10,7 @@ use clap::Parser;
 use godwit_testkit::load::pace::show;
 use godwit_testkit::load::run::{LoadConfig, run};
 use godwit_testkit::load::series::Workload;
-use godwit_testkit::load::{report_of, stop_on_signal};
+use godwit_testkit::load::{exit_code, report_of, stop_on_signal};
 
 /// Fills a Redis with random values, finds the most it can serve, then sends GETs and SETs at a fixed rate over
 /// connections that stay open, checking every byte of every answer.
@@ -55,14 +55,7 @@ struct Arguments {
 }
 
 fn main() -> ExitCode {
-    match load(&Arguments::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("godwit-load: {error:#}");
-            ExitCode::from(2)
-        }
-    }
+    exit_code("godwit-load", load(&Arguments::parse()))
 }
 
 fn load(arguments: &Arguments) -> Result<bool> {

@@ -3,7 +3,7 @@
 //! A [`Committer`] is one `psql` in the guest at one connection; it numbers its rows from 1 without holes, so that the last
 //! number is the record of all. Refuses: an answer that is not the row's number, such as an error of the database.
 
-use super::pace::{Progress, Session, at_fixed_rate, find_most};
+use super::pace::{Progress, Session, find_and_hold};
 use super::series::Workload;
 use crate::guest::debian::Shell;
 use anyhow::{Context as _, Result, ensure};
@@ -178,17 +178,9 @@ pub fn run(
     let connect = |number| Committer::connect(config.guest, number, patience);
     let committers = (0..config.connections).map(connect);
     let mut committers = committers.collect::<io::Result<Vec<_>>>()?;
-    let most = find_most(&mut committers, config.probe, stop);
-    progress(Progress::Most(most));
-    let rate = most * config.fraction;
-    ensure!(
-        rate > 0.0,
-        "the guest committed nothing within {:?}",
-        config.probe
-    );
-    progress(Progress::Running(rate));
-    let (seconds, started_unix_ms) =
-        at_fixed_rate(&mut committers, rate, config.duration, stop, &mut progress);
+    let times = (config.probe, config.duration);
+    let choose = |most| most * config.fraction;
+    let paced = find_and_hold(&mut committers, times, choose, stop, &mut progress)?;
     shell.run("systemctl stop pgbench", patience)?;
     let acknowledged: Vec<u64> = committers.iter().map(Committer::acknowledged).collect();
     let lost_writes = missing(&mut shell, &acknowledged, patience)?;
@@ -201,16 +193,16 @@ pub fn run(
     let rows: u64 = acknowledged.iter().sum();
     Ok(Workload {
         name: name(config),
-        started_unix_ms,
-        seconds,
+        started_unix_ms: paced.started_unix_ms,
+        seconds: paced.seconds,
         connections_lost: committers.iter().filter(|one| one.is_lost).count() as u64,
         verified_reads: rows - lost_writes,
         lost_writes,
         errors,
         keys: rows,
         fill_seconds,
-        max_ops_per_s: most,
-        rate_ops_per_s: rate,
+        max_ops_per_s: paced.most,
+        rate_ops_per_s: paced.rate,
         ..Workload::default()
     })
 }

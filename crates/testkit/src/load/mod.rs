@@ -12,6 +12,7 @@ pub mod values;
 use anyhow::{Context as _, Result};
 use series::Workload;
 use std::path::Path;
+use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static STOPPED: AtomicBool = AtomicBool::new(false);
@@ -28,6 +29,18 @@ pub fn stop_on_signal() -> &'static AtomicBool {
         libc::signal(libc::SIGTERM, handler);
     }
     &STOPPED
+}
+
+/// 0 where all is as it was acknowledged, 1 where it is not, and 2 for what kept a load from knowing, which is said.
+pub fn exit_code(program: &str, is_sound: Result<bool>) -> ExitCode {
+    match is_sound {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("{program}: {error:#}");
+            ExitCode::from(2)
+        }
+    }
 }
 
 /// Writes a load's report where somebody wants it.

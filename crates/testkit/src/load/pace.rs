@@ -4,6 +4,7 @@
 
 use super::series::{Second, second};
 use super::values::Stream;
+use anyhow::{Result, ensure};
 use std::io::{self, Write as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -41,8 +42,42 @@ pub fn show(progress: Progress) {
     let _ = io::stdout().flush(); // whoever reads along wants it now
 }
 
+/// What connections were asked for and gave.
+pub struct Paced {
+    /// Most operations a second.
+    pub most: f64,
+    /// The fixed rate, operations a second.
+    pub rate: f64,
+    pub seconds: Vec<Second>,
+    /// The wall clock at the start of the fixed rate, ms since 1970.
+    pub started_unix_ms: u64,
+}
+
+/// Finds the most that the guest serves in the first time, and sends at the rate that is chosen by it for the second one, or until
+/// `stop` is set. Refused where nothing was served.
+pub fn find_and_hold(
+    sessions: &mut [impl Session],
+    (probe, time): (Duration, Duration),
+    choose: impl FnOnce(f64) -> f64,
+    stop: &AtomicBool,
+    progress: &mut impl FnMut(Progress),
+) -> Result<Paced> {
+    let most = find_most(sessions, probe, stop);
+    progress(Progress::Most(most));
+    let rate = choose(most);
+    ensure!(rate > 0.0, "the guest served nothing within {probe:?}");
+    progress(Progress::Running(rate));
+    let (seconds, started_unix_ms) = at_fixed_rate(sessions, rate, time, stop, progress);
+    Ok(Paced {
+        most,
+        rate,
+        seconds,
+        started_unix_ms,
+    })
+}
+
 /// Every connection sends as fast as it is answered; gives operations a second.
-pub fn find_most<S: Session>(sessions: &mut [S], time: Duration, stop: &AtomicBool) -> f64 {
+fn find_most<S: Session>(sessions: &mut [S], time: Duration, stop: &AtomicBool) -> f64 {
     let started = Instant::now();
     let until = started + time;
     let operations: u64 = std::thread::scope(|scope| {
@@ -85,7 +120,7 @@ type Sample = (Instant, Duration);
 
 /// All connections together send so many operations a second, until the time is over or `stop` is set. Gives the seconds, and the
 /// wall clock at their start, ms since 1970.
-pub fn at_fixed_rate(
+fn at_fixed_rate(
     sessions: &mut [impl Session],
     rate: f64,
     time: Duration,

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::client::{Client, Counts, fill};
-use super::pace::{Progress, Session, at_fixed_rate, find_most};
+use super::pace::{Progress, Session, find_and_hold};
 use super::series::Workload;
 
 #[derive(Clone, Debug)]
@@ -49,17 +49,9 @@ pub fn run(
     let filled = fill(config.address, keys, config.value_bytes).context("cannot fill Redis")?;
     progress(Progress::Filled(filled.as_secs_f64()));
     let mut clients = connect_all(config, keys)?;
-    let most = find_most(&mut clients, config.probe, stop);
-    progress(Progress::Most(most));
-    let rate = config.rate_ops_per_s.unwrap_or(most * config.fraction);
-    ensure!(
-        rate > 0.0,
-        "the guest served nothing within {:?}",
-        config.probe
-    );
-    progress(Progress::Running(rate));
-    let (seconds, started_unix_ms) =
-        at_fixed_rate(&mut clients, rate, config.duration, stop, &mut progress);
+    let times = (config.probe, config.duration);
+    let choose = |most| config.rate_ops_per_s.unwrap_or(most * config.fraction);
+    let paced = find_and_hold(&mut clients, times, choose, stop, &mut progress)?;
     if config.verify_all {
         verify(&mut clients);
     }
@@ -69,8 +61,8 @@ pub fn run(
         .for_each(|mixed| counts.add(&mixed.client.counts()));
     Ok(Workload {
         name: name(config),
-        started_unix_ms,
-        seconds,
+        started_unix_ms: paced.started_unix_ms,
+        seconds: paced.seconds,
         connections_lost: counts.lost,
         verified_reads: counts.verified,
         damaged_reads: counts.damaged,
@@ -79,8 +71,8 @@ pub fn run(
         keys,
         value_bytes: config.value_bytes as u64,
         fill_seconds: filled.as_secs_f64(),
-        max_ops_per_s: most,
-        rate_ops_per_s: rate,
+        max_ops_per_s: paced.most,
+        rate_ops_per_s: paced.rate,
         ..Workload::default()
     })
 }

@@ -369,6 +369,10 @@ impl FrontEnd {
 
     pub fn start_queue(&mut self, number: usize) {
         self.describe_queue(number);
+        self.begin_queue(number);
+    }
+
+    pub fn begin_queue(&mut self, number: usize) {
         let index = number as u32;
         let (call, kick) = self.descriptors_of(number);
         self.send(13, &u64::from(index).to_le_bytes(), &[call.as_fd()]);

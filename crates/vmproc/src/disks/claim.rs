@@ -48,8 +48,6 @@ enum NotTaken {
         error: io::Error,
         /// What is to be known of it, if it says nothing else.
         known: Option<KnownImage>,
-        /// Whether another host would have to find it.
-        is_needed: bool,
     },
 }
 
@@ -114,9 +112,10 @@ impl Served {
                 );
                 Ok(None)
             }
-            Err(NotTaken::Unwritten {
-                error, is_needed, ..
-            }) if is_needed && taking != Taking::Again => refused(&must_be_written(path, &error)),
+            // Another host would have to find it.
+            Err(NotTaken::Unwritten { error, .. }) if spec.shared && taking != Taking::Again => {
+                refused(&must_be_written(path, &error))
+            }
             Err(NotTaken::Unwritten { error, known, .. }) => {
                 if error.kind() != io::ErrorKind::Unsupported {
                     let disk = &spec.name;
@@ -228,7 +227,6 @@ impl Served {
                 let unwritten = |error| NotTaken::Unwritten {
                     error,
                     known: found.is_none().then(|| wanted.known()),
-                    is_needed: spec.shared,
                 };
                 let text = serde_json::to_vec(&wanted).map_err(io::Error::other)?;
                 if !holder::replace(image, held.as_ref(), &text).map_err(unwritten)? {
@@ -263,7 +261,7 @@ impl Served {
         generation: Generation,
     ) -> Result<(), ApiError> {
         let refused = |error: godwit_vhost::Error| self.refused(spec, &error);
-        if spec.changes_hands() || !self.is_claimed(spec, generation) {
+        if self.must_be_claimed(spec, generation) {
             let image = disk.lend_image().map_err(refused)?;
             let known = self.claim(spec, image.as_fd(), generation, Taking::GoesOn)?;
             known.into_iter().for_each(|known| self.keep_later(known));
@@ -275,10 +273,12 @@ impl Served {
         taken.map_err(refused)
     }
 
-    /// Whether the disk's image was taken under this generation.
-    pub(super) fn is_claimed(&self, spec: &DiskSpec, generation: Generation) -> bool {
+    /// Whether a disk's image is to be looked at before its guest goes on. Of a shared one only its record tells that no other
+    /// host has had it since, also where it was taken under this generation.
+    pub(super) fn must_be_claimed(&self, spec: &DiskSpec, generation: Generation) -> bool {
         let known = self.known_of(&self.what(), &spec.name);
-        spec.read_only || known.is_some_and(|known| known.generation == generation)
+        let is_claimed = known.is_some_and(|known| known.generation == generation);
+        !spec.read_only && (spec.shared || !is_claimed)
     }
 
     /// Whose an image is that somebody has open, as far as it says.

@@ -5,7 +5,7 @@
 
 use super::images::keep_names;
 use super::moving::Filling;
-use super::served::{Arrival, Served, ServedDisks};
+use super::served::{Served, ServedDisks};
 use super::{Disks, MEND_EVERY};
 use crate::adoption::lock;
 use crate::hypervisor::internal;
@@ -92,10 +92,13 @@ impl Served {
     }
 
     fn has_to_keep(&self) -> bool {
-        let is_here = lock(&self.arriving)
-            .as_ref()
-            .is_some_and(|arrival| arrival.is_here);
-        is_here || self.held().is_some() && !lock(&self.keeping.due).is_empty()
+        self.has_arrived() || self.held().is_some() && !lock(&self.keeping.due).is_empty()
+    }
+
+    /// Whether images that came with the guest have their names, which may not be durable yet.
+    fn has_arrived(&self) -> bool {
+        let arriving = lock(&self.arriving);
+        arriving.as_ref().is_some_and(|arrival| arrival.is_here)
     }
 
     fn keep(&self) {
@@ -108,9 +111,7 @@ impl Served {
 
     /// Makes the names of images durable that came with the guest. Where that fails whoever starts the VM next finds them.
     fn keep_arrived(&self) -> Result<(), ApiError> {
-        let is_here =
-            |arriving: &Option<Arrival>| arriving.as_ref().is_some_and(|arrival| arrival.is_here);
-        if !is_here(&lock(&self.arriving)) {
+        if !self.has_arrived() {
             return Ok(());
         }
         *lock(&self.filling) = Filling::default();

@@ -150,9 +150,7 @@ impl Disks {
         for (disk, spec) in disks.into_iter().zip(&served.what().disks) {
             let Some(disk) = disk else { continue };
             let status = disk.status().map_err(|error| told(spec, &error))?;
-            // Of a shared one only its record tells that no other host has had it since.
-            let is_sure = !spec.changes_hands() && served.is_claimed(spec, generation);
-            if status.has_image && is_sure {
+            if status.has_image && !served.must_be_claimed(spec, generation) {
                 continue;
             }
             let (served, spec, taken) = (Arc::clone(served), spec.clone(), taken.clone());
