@@ -238,7 +238,7 @@ impl App {
     /// Waits until every host has answered since this controller was started, or failed to.
     pub async fn until_started(&self) {
         let asked = async {
-            while self.state().book.is_starting() {
+            while self.state().book.has_unasked() {
                 tokio::time::sleep(STARTING_EACH).await;
             }
         };

@@ -44,6 +44,7 @@ pub async fn attempt(
     request: &MigrateRequest,
 ) -> Result<MigrateAnswer, Vec<ApiError>> {
     check_request(request).map_err(one)?;
+    app.until_started().await;
     // Hosts would refuse it, too, without knowing what this controller waits for.
     must_be_newest(app).map_err(one)?;
     let Some(_moving) = app.begin_moving(name).await else {
@@ -281,7 +282,6 @@ fn spec_of(found: &Preflight, name: &VmName, request: &MigrateRequest) -> Outcom
 /// "Migration M may take generation g of this VM from A to B", durably, before either host hears of it.
 async fn record(app: &App, spec: &mut MigrationSpec, ram_mib: u64) -> Outcome<()> {
     let (from, to) = (&spec.source.host, &spec.destination.host);
-    app.until_started().await;
     let permitted = app.state().book.permit_migration(&spec.vm, from, to);
     let permission = permitted.map_err(refused)?;
     spec.generation = permission.generation;

@@ -96,6 +96,10 @@ fn a_controller_with_an_old_database_reads_every_host_before_it_grants() -> Resu
         ensure!(stack.copies("kept")? == 1, "not one copy");
         Ok(vm["state"] == "running" && vm["host"] == "b")
     })?;
+    stack.until("the controller is in charge again", LONG, || {
+        let site = stack.json("controller", &["site", "show"])?;
+        Ok(site["in_charge"] == true)
+    })?;
     stack.migrate("kept", "a", &[])?;
     stack.runs_on("kept", "a")?;
     stack.check_guest("kept", "a").map(drop)

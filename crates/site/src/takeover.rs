@@ -70,8 +70,13 @@ impl Book {
     }
 
     /// Whether it was started just now, and hosts have neither answered nor failed to.
+    pub fn has_unasked(&self) -> bool {
+        !self.unasked.is_empty()
+    }
+
+    /// The same of a controller that knows no later word than its own.
     pub fn is_starting(&self) -> bool {
-        self.charge == Charge::Held && !self.unasked.is_empty()
+        self.charge == Charge::Held && self.has_unasked()
     }
 
     /// Whether its database is an old copy.
