@@ -12,7 +12,7 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::filters::{Change, Course, Origin, Outlet};
+use crate::filters::{Change, Course, Origin, Outlet, REGION};
 use crate::{Arriving, Error, Image};
 
 /// Threads, and with them changes that the storage has at the same time.
@@ -21,8 +21,13 @@ const THREADS: usize = 32;
 const GUEST_BYTES_MAX: u64 = 2 << 20;
 /// and how many of them, which is twice what the storage has at the same time.
 const GUEST_CHANGES_MAX: usize = 2 * THREADS;
-/// Bytes of what is copied that may be under way: as many as the storage writes in a moment, between these bounds.
-const COPY_BYTES: Range<u64> = 1 << 20..16 << 20;
+/// Bytes of what is copied that may be under way: as many as the storage writes in a moment, between these bounds,
+const COPY_BYTES: Range<u64> = 256 << 10..16 << 20;
+/// and in so many pieces. Storage that serves all requests alike would else leave little to one large piece that is copied
+/// beside many small writes of the guest, and a guest that writes all the while would have no end of it.
+const COPY_PIECES: u64 = 16;
+/// What may be under way at first: storage is slow until it has shown not to be.
+const COPY_BYTES_AT_FIRST: u64 = 2 << 20;
 /// Storage that takes longer for a change that is copied has too many of them; one that takes half as long may have more.
 const COPY_TAKES: Duration = Duration::from_millis(400);
 /// Changes that may wait: those without content are cheap, and are remembered.
@@ -63,8 +68,10 @@ struct State {
     under_way: [u64; 2],
     /// How many of the guest's.
     of_guest: usize,
-    /// Bytes that the copying may have under way.
+    /// Bytes that the copying may have under way,
     copy_room: u64,
+    /// and the number of the last change that was given before it was so: what is measured of that one is of no use.
+    adapted_at: u64,
     has_ended: bool,
 }
 
@@ -83,7 +90,7 @@ impl SecondImage {
             image: Arriving::of(image)?,
             course: course.clone(),
             state: Mutex::new(State {
-                copy_room: COPY_BYTES.end,
+                copy_room: COPY_BYTES_AT_FIRST,
                 ..State::default()
             }),
             news: Condvar::new(),
@@ -174,20 +181,38 @@ impl Outlet for Writers {
         has_room && state.waiting[origin as usize].len() < WAITING_MAX && !state.is_silent()
     }
 
+    fn copies(&mut self) -> usize {
+        let state = self.0.lock();
+        if state.is_silent() || state.waiting[Origin::Copy as usize].len() >= WAITING_MAX {
+            return 0;
+        }
+        let room = state
+            .copy_room
+            .saturating_sub(state.under_way[Origin::Copy as usize]);
+        usize::try_from(room.div_ceil(REGION)).unwrap_or(usize::MAX)
+    }
+
     fn give(&mut self, origin: Origin, range: Range<u64>, change: Change) {
         let mut state = self.0.lock();
-        state.count += 1;
-        let task = Task {
-            number: state.count,
-            origin,
-            range,
-            change,
+        let (Change::Written(buffer, at), Origin::Copy) = (&change, origin) else {
+            state.add(origin, range, change);
+            drop(state);
+            return self.0.news.notify_one();
         };
-        state.under_way[origin as usize] += task.cost();
-        state.of_guest += usize::from(origin == Origin::Guest);
-        state.waiting[origin as usize].push_back(task);
+        let piece = state.copy_room / COPY_PIECES;
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min(start.saturating_add(piece));
+            let inside = at + (start - range.start) as usize;
+            state.add(
+                origin,
+                start..end,
+                Change::Written(Arc::clone(buffer), inside),
+            );
+            start = end;
+        }
         drop(state);
-        self.0.news.notify_one();
+        self.0.news.notify_all();
     }
 }
 
@@ -217,21 +242,24 @@ impl Shared {
 
     fn write_all(&self, first: Origin) {
         while let Some((task, below)) = self.next(first) {
-            let (number, range) = (task.number, &task.range);
-            let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
-            let written = match &task.change {
-                Change::Zeroed => self.image.apply(number, below, range, None),
-                Change::Written(buffer, at) => {
-                    let bytes = buffer.bytes().get(*at..at.saturating_add(len));
-                    self.image.apply(number, below, range, bytes)
-                }
-            };
-            if let Err(error) = written {
-                self.course.fail(error.to_string());
-            }
-            let mut state = self.lock();
-            state.has_done(&task);
+            self.carry_out(&task, below);
         }
+    }
+
+    fn carry_out(&self, task: &Task, below: u64) {
+        let (number, range) = (task.number, &task.range);
+        let len = usize::try_from(range.end - range.start).unwrap_or(usize::MAX);
+        let written = match &task.change {
+            Change::Zeroed => self.image.apply(number, below, range, None),
+            Change::Written(buffer, at) => {
+                let bytes = buffer.bytes().get(*at..at.saturating_add(len));
+                self.image.apply(number, below, range, bytes)
+            }
+        };
+        if let Err(error) = written {
+            self.course.fail(error.to_string());
+        }
+        self.lock().has_done(task);
     }
 
     /// The oldest change of this origin, else of the other, and the number before which none is under way; none where there
@@ -268,6 +296,19 @@ impl State {
         running.any(|(_, since)| is_long(since)) && self.done_at.as_ref().is_none_or(is_long)
     }
 
+    fn add(&mut self, origin: Origin, range: Range<u64>, change: Change) {
+        self.count += 1;
+        let task = Task {
+            number: self.count,
+            origin,
+            range,
+            change,
+        };
+        self.under_way[origin as usize] += task.cost();
+        self.of_guest += usize::from(origin == Origin::Guest);
+        self.waiting[origin as usize].push_back(task);
+    }
+
     fn take(&mut self, first: Origin) -> Option<Task> {
         let second = match first {
             Origin::Guest => Origin::Copy,
@@ -302,20 +343,25 @@ impl State {
             let (_, since) = self.running.swap_remove(at);
             let is_content = matches!(task.change, Change::Written(..));
             if task.origin == Origin::Copy && is_content {
-                self.adapt(now - since);
+                self.adapt(task.number, now - since);
             }
         }
         self.end(task);
     }
 
     /// Less is copied at once where storage takes long for it: a guest's writes wait in the same queue of the storage.
-    fn adapt(&mut self, took: Duration) {
-        if took > COPY_TAKES {
-            self.copy_room /= 2;
-        } else if took < COPY_TAKES / 2 {
+    fn adapt(&mut self, number: u64, mut took: Duration) {
+        if number <= self.adapted_at || (COPY_TAKES / 2..=COPY_TAKES).contains(&took) {
+            return;
+        }
+        if took < COPY_TAKES / 2 {
             self.copy_room = self.copy_room.saturating_mul(2);
         }
+        while took > COPY_TAKES {
+            (self.copy_room, took) = (self.copy_room / 2, took / 2);
+        }
         self.copy_room = self.copy_room.clamp(COPY_BYTES.start, COPY_BYTES.end);
+        self.adapted_at = self.count;
     }
 
     fn end(&mut self, task: &Task) {
@@ -339,7 +385,58 @@ impl Task {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Access;
+    use crate::{Access, Buffer};
+
+    const MS: Duration = Duration::from_millis(1);
+
+    #[test]
+    fn what_is_under_way_follows_what_storage_takes_for_it_once_for_what_was_given_since() {
+        let mut state = State {
+            copy_room: COPY_BYTES_AT_FIRST,
+            count: 16,
+            ..State::default()
+        };
+        state.adapt(1, 10 * MS);
+        assert_eq!(state.copy_room, 4 << 20);
+        // Those that were given before tell nothing of it: a burst of quick ends must not let in what takes seconds.
+        (2..=16).for_each(|number| state.adapt(number, 10 * MS));
+        assert_eq!(state.copy_room, 4 << 20);
+        state.count = 40;
+        state.adapt(17, 300 * MS);
+        assert_eq!(state.copy_room, 4 << 20);
+        state.adapt(18, 1600 * MS);
+        assert_eq!(state.copy_room, 1 << 20);
+        state.count = 60;
+        state.adapt(41, Duration::from_secs(60));
+        assert_eq!(state.copy_room, COPY_BYTES.start);
+    }
+
+    #[test]
+    fn a_copied_region_is_given_to_storage_in_pieces_beside_which_a_guests_writes_are_not_many() {
+        let file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.as_file().set_len(REGION).unwrap();
+        let image = Image::open(file.path(), Access::ReadWrite, 512).unwrap();
+        let second = SecondImage::of(&image, &Course::default()).unwrap();
+        let mut outlet = Writers(Arc::clone(&second.0));
+        let mut region = Buffer::zeroed(REGION as usize);
+        for (block, bytes) in region.bytes_mut().chunks_mut(4096).enumerate() {
+            bytes.fill(1 + (block % 200) as u8);
+        }
+        let region = Arc::new(region);
+        let change = Change::Written(Arc::clone(&region), 0);
+        assert_eq!(outlet.copies(), 2);
+        outlet.give(Origin::Copy, 0..REGION, change);
+        assert_eq!(outlet.copies(), 1);
+        let pieces = second.0.lock().waiting[Origin::Copy as usize].len() as u64;
+        assert_eq!(pieces, REGION / (COPY_BYTES_AT_FIRST / COPY_PIECES));
+        let take = |_| second.0.next(Origin::Copy).unwrap();
+        let taken: Vec<_> = (0..pieces).map(take).collect();
+        for (task, below) in taken.iter().rev() {
+            second.0.carry_out(task, *below);
+        }
+        assert_eq!(second.under_way_bytes(), 0);
+        assert_eq!(std::fs::read(file.path()).unwrap(), region.bytes());
+    }
 
     #[test]
     fn a_sync_that_fails_after_its_caller_has_gone_is_not_followed_by_one_that_succeeds() {

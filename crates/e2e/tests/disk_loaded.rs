@@ -6,7 +6,7 @@ use godwit_testkit::disk_load::log::Log;
 use godwit_testkit::disk_load::{Load, Order, Place, Running};
 use godwit_testkit::lab::Machine;
 use godwit_testkit::lab::namespace::Plan;
-use godwit_testkit::testvol::{self, Survives};
+use godwit_testkit::testvol::{self, Settings, Survives};
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
@@ -28,7 +28,7 @@ impl Drop for Served {
     }
 }
 
-fn machine() -> Result<Machine> {
+fn machine(destination: impl FnOnce(&mut Settings)) -> Result<Machine> {
     let mut machine = Machine::start(&Plan {
         name: "storage",
         visible: &[],
@@ -43,16 +43,30 @@ fn machine() -> Result<Machine> {
             settings.bytes_per_second = Some(100 << 20);
         });
     }
+    machine.volume(DESTINATION)?.change(destination);
     Ok(machine)
 }
 
 #[test]
 fn a_disk_moves_under_load_and_every_acknowledged_write_is_on_the_new_volume() -> Result<()> {
+    moves_under_load(|_| {})
+}
+
+#[test]
+fn a_disk_moves_to_storage_that_its_guest_outruns() -> Result<()> {
+    moves_under_load(|settings| {
+        settings.latency = Duration::from_millis(10);
+        settings.bytes_per_second = Some(10 << 20);
+        settings.shares = true;
+    })
+}
+
+fn moves_under_load(destination: impl FnOnce(&mut Settings)) -> Result<()> {
     if let Some(why) = testvol::unavailable() {
         println!("skipped: {why}");
         return Ok(());
     }
-    let machine = machine()?;
+    let machine = machine(destination)?;
     let log = Log::new(DISK, BLOCK);
     let from = machine.path_from_outside(SOURCE).join("disk.raw");
     log.fill(&File::create_new(&from)?)?;

@@ -131,8 +131,8 @@ pub struct Mirror {
     region_bytes: u64,
     copies_max: usize,
     is_attached: bool,
-    /// Whether the destination takes copies now.
-    has_room: bool,
+    /// Regions that may be copied at once for now.
+    allowed: usize,
     has_ended: bool,
     regions: Vec<Region>,
     /// Those that are not copied.
@@ -179,7 +179,7 @@ impl Mirror {
             region_bytes,
             copies_max: copies.clamp(1, COPIES_MAX),
             is_attached: false,
-            has_room: true,
+            allowed: COPIES_MAX,
             has_ended: false,
             regions: vec![Region::Untouched; usize::try_from(left).unwrap_or(usize::MAX)],
             left,
@@ -242,9 +242,10 @@ impl Mirror {
         self.advance()
     }
 
-    /// Whether the destination takes copies now. Nothing is locked that could not be given to it.
-    pub fn allow(&mut self, has_room: bool) -> Vec<Step> {
-        self.has_room = has_room;
+    /// So many regions may be copied at once for now, of those that the mirror was made for. Nothing is locked that could
+    /// not be given to the destination.
+    pub fn allow(&mut self, copies: usize) -> Vec<Step> {
+        self.allowed = copies;
         self.advance()
     }
 
@@ -440,7 +441,7 @@ impl Mirror {
 
     fn lock_more(&mut self) {
         let end = self.regions.len() as u64;
-        while self.has_room && self.busy.len() < self.copies_max && self.next < end {
+        while self.busy.len() < self.copies_max.min(self.allowed) && self.next < end {
             let index = self.next;
             // A write that waits goes first: one that touches many regions would else wait for each of them in turn.
             let range = self.range_of(index);

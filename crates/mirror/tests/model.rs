@@ -1,6 +1,6 @@
 //! The mirror over two disks that end what they are told in any order, beside a model of what each block may hold.
 
-use godwit_mirror::{Copy, Mirror, Newest, Phase, Side, Step, WriteId};
+use godwit_mirror::{COPIES_MAX, Copy, Mirror, Newest, Phase, Side, Step, WriteId};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
@@ -225,11 +225,12 @@ fn whole(mut world: World) -> Result<(), String> {
                 world.carry_out(steps);
             }
             6..=8 => {
-                let steps = world.mirror.allow(false);
+                let steps = world.mirror.allow(0);
                 world.carry_out(steps);
             }
             9..=14 => {
-                let steps = world.mirror.allow(true);
+                let copies = 1 + world.numbers.below(4) as usize;
+                let steps = world.mirror.allow(copies);
                 world.carry_out(steps);
             }
             15..=34 if world.writes.len() < 8 => {
@@ -242,7 +243,7 @@ fn whole(mut world: World) -> Result<(), String> {
             return Err(format!("{:?} is not {:?}", world.destination, world.source));
         }
     }
-    for steps in [world.mirror.allow(true), world.mirror.attach()] {
+    for steps in [world.mirror.allow(COPIES_MAX), world.mirror.attach()] {
         world.carry_out(steps);
     }
     while !world.jobs.is_empty() {

@@ -23,8 +23,17 @@ use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};
 
 /// Bytes that are copied under one lock.
 pub const REGION: u64 = 1 << 20;
-/// Regions that are copied at once.
+/// Regions that are copied at once beside a guest that does nothing, or much.
 const COPIES: usize = 16;
+/// So few at least,
+const COPIES_MIN: usize = 4;
+/// and so many for each request that the guest has under way: storage that serves all alike would else leave a guest of few
+/// requests a small part of what it can do.
+const COPIES_PER_REQUEST: f64 = 2.0;
+/// A guest that has fewer requests under way, on average, does nothing.
+const IDLE: f64 = 0.05;
+/// What one look counts for in that average, which goes back over a tenth of a second or so.
+const LOOK_COUNTS: f64 = 1.0 / 32.0;
 /// Where so many bytes are zero they are not copied.
 const SPARSE: usize = 64 << 10;
 /// How often it is looked whether there is room again, and what others want.
@@ -62,6 +71,14 @@ pub trait Outlet: Send {
 
     /// Whether there is room for such a change; never while it is silent.
     fn takes(&mut self, origin: Origin) -> bool;
+
+    /// How many regions may be read for it at once now.
+    fn copies(&mut self) -> usize {
+        match self.takes(Origin::Copy) {
+            true => COPIES,
+            false => 0,
+        }
+    }
 
     /// Takes a change. One that is given later is later there, too. What may not come there is told by [`Course::lose`].
     fn give(&mut self, origin: Origin, range: Range<u64>, change: Change);
@@ -143,6 +160,10 @@ pub struct Mirroring {
     course: Course,
     /// Writes of the guest that are not answered, by their tokens, and what became of them at the source.
     writes: BTreeMap<u64, (Option<Request>, Option<Outcome>)>,
+    /// How many requests the guest has under way,
+    under_way: usize,
+    /// and how many it had lately, on average.
+    load: f64,
     /// Those to both sides for which there is no room, oldest first.
     waiting: VecDeque<(u64, Instant)>,
     /// Copies that are being read, by their numbers.
@@ -165,6 +186,8 @@ impl Mirroring {
             outlet,
             course: course.clone(),
             writes: BTreeMap::new(),
+            under_way: 0,
+            load: 0.0,
             waiting: VecDeque::new(),
             reads: BTreeMap::new(),
             read: VecDeque::new(),
@@ -192,7 +215,8 @@ impl Mirroring {
         let shared = &self.course.0;
         let left_bytes = self.mirror.left_bytes();
         shared.left_bytes.store(left_bytes, Ordering::Relaxed);
-        let synchronised = self.mirror.phase() == Phase::Synchronised && self.waiting.is_empty();
+        // What waits for room is under way, too: a guest that outruns the destination always has something that does.
+        let synchronised = self.mirror.phase() == Phase::Synchronised;
         shared.synchronised.store(synchronised, Ordering::Release);
     }
 
@@ -263,8 +287,17 @@ impl Mirroring {
 
     fn answer(&mut self, id: u64, flow: &mut Flow<'_>) {
         if let Some((Some(request), outcome)) = self.writes.remove(&id) {
-            flow.up(request, outcome.unwrap_or(Outcome::Failed(Errno::INVAL)));
+            self.pass_up(
+                request,
+                outcome.unwrap_or(Outcome::Failed(Errno::INVAL)),
+                flow,
+            );
         }
+    }
+
+    fn pass_up(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
+        self.under_way = self.under_way.saturating_sub(1);
+        flow.up(request, outcome);
     }
 
     fn read_region(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
@@ -338,7 +371,7 @@ impl Mirroring {
             return self.carry_out(steps, flow);
         }
         if self.rests {
-            let steps = self.mirror.allow(false);
+            let steps = self.mirror.allow(0);
             self.carry_out(steps, flow);
         }
         let oldest = self.waiting.front();
@@ -357,14 +390,19 @@ impl Mirroring {
         }
         self.give_writes(flow);
         self.give_copies(flow);
-        let has_room = !self.rests && self.outlet.takes(Origin::Copy);
-        let steps = self.mirror.allow(has_room);
+        self.load += (self.under_way as f64 - self.load) * LOOK_COUNTS;
+        let copies = match self.rests {
+            true => 0,
+            false => copies_beside(self.load).min(self.outlet.copies()),
+        };
+        let steps = self.mirror.allow(copies);
         self.carry_out(steps, flow);
     }
 }
 
 impl Filter for Mirroring {
     fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+        self.under_way += 1;
         let id = request.token;
         let range = request.work.range().cloned();
         match range.filter(|_| request.work.changes() && id & KIND == 0) {
@@ -381,7 +419,7 @@ impl Filter for Mirroring {
     fn up(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
         let id = request.token;
         let Some(write) = self.writes.get_mut(&id).filter(|_| request.work.changes()) else {
-            return flow.up(request, outcome);
+            return self.pass_up(request, outcome, flow);
         };
         *write = (Some(request), Some(outcome));
         let steps = self
@@ -425,6 +463,14 @@ impl Drop for Mirroring {
         if self.mirror.phase() != Phase::Ended {
             self.course.fail("it is not mirrored any more".to_owned());
         }
+    }
+}
+
+/// How many regions are copied at once beside a guest that has so many requests under way.
+fn copies_beside(load: f64) -> usize {
+    match load < IDLE {
+        true => COPIES,
+        false => ((load * COPIES_PER_REQUEST).ceil() as usize).clamp(COPIES_MIN, COPIES),
     }
 }
 
