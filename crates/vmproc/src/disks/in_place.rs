@@ -19,7 +19,7 @@ use crate::faults::reached;
 use crate::files::Paths;
 use crate::hypervisor::internal;
 use godwit_blockio::filters::{Course, Mirroring};
-use godwit_blockio::{Image, SecondImage};
+use godwit_blockio::{Estimate, Image, SecondImage};
 use godwit_qemu::disk::{is_taken, must_be_free};
 use godwit_types::disk_move::{DiskMove, DiskMoveState, DiskMoves, DiskPlace};
 use godwit_types::vm::{DiskSpec, VmSpec};
@@ -342,7 +342,6 @@ impl Served {
             disk,
             second,
             course,
-            began: Instant::now(),
         };
         reached("disk-move.copying");
         self.wait_until_equal(going, &mirror)?;
@@ -397,6 +396,7 @@ impl Served {
         let (course, total) = (&mirror.course, mirror.total);
         let mut equal_since = None;
         let (mut least, mut nearer) = (u64::MAX, Instant::now());
+        let mut estimate = Estimate::default();
         loop {
             if self.moves.is_cancelled.load(Ordering::SeqCst) {
                 return Err(Stopped::Cancelled);
@@ -405,18 +405,16 @@ impl Served {
             if let Some(why) = course.failure() {
                 return Err(why.into());
             }
-            let left = course.left_bytes().min(total);
+            let left = (course.left_bytes() + mirror.second.under_way_bytes()).min(total);
             if left < least {
                 (least, nearer) = (left, Instant::now());
             } else if nearer.elapsed() > NO_NEARER {
                 return Err(NOT_KEPT_UP.into());
             }
+            let eta_s = estimate.seconds(Instant::now(), left);
             self.note(&going.place.disk, |disk| {
-                let copied = total - left;
-                let taken = mirror.began.elapsed().as_secs_f64();
-                let rest = taken * left as f64 / copied.max(1) as f64;
                 (disk.total_bytes, disk.left_bytes) = (total, left);
-                disk.eta_s = (copied > 0).then(|| rest.ceil() as u64);
+                disk.eta_s = eta_s.map(|seconds| seconds.ceil() as u64);
             });
             if course.is_synchronised() {
                 let since = *equal_since.get_or_insert_with(Instant::now);

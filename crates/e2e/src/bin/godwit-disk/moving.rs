@@ -4,7 +4,7 @@
 
 use anyhow::{Context as _, Result, bail, ensure};
 use godwit_blockio::filters::{Course, Mirroring};
-use godwit_blockio::{Access, Image, SecondImage};
+use godwit_blockio::{Access, Estimate, Image, SecondImage};
 use godwit_vhost::{Disk, Error};
 use serde_json::json;
 use std::fs::File;
@@ -26,7 +26,6 @@ struct Mirror<'a> {
     disk: &'a Disk,
     second: SecondImage,
     course: Course,
-    began: Instant,
     bytes: u64,
 }
 
@@ -57,7 +56,6 @@ pub fn move_disk(disk: &Disk, from: &Path, to: &Path, record: &Path) -> Result<(
         disk,
         second,
         course,
-        began: Instant::now(),
         bytes,
     };
     mirror.wait_until_equal()?;
@@ -102,11 +100,13 @@ impl Mirror<'_> {
     fn wait_until_equal(&self) -> Result<()> {
         let mut equal_since = None;
         let (mut least, mut nearer) = (u64::MAX, Instant::now());
+        let mut estimate = Estimate::default();
         loop {
             if let Some(why) = self.course.failure() {
                 bail!(why);
             }
-            let left = self.course.left_bytes().min(self.bytes);
+            let left = self.course.left_bytes() + self.second.under_way_bytes();
+            let left = left.min(self.bytes);
             if left < least {
                 (least, nearer) = (left, Instant::now());
             }
@@ -114,7 +114,9 @@ impl Mirror<'_> {
                 nearer.elapsed() <= NO_NEARER,
                 "the new image does not keep up with what is written"
             );
-            self.tell(left);
+            // What a person is shown, which is rounded up to whole seconds there.
+            let eta_s = estimate.seconds(Instant::now(), left);
+            say(&json!({"event": "progress", "total": self.bytes, "left": left, "eta_s": eta_s}));
             if self.course.is_synchronised() {
                 let since = *equal_since.get_or_insert_with(Instant::now);
                 if self.second.is_close() || since.elapsed() >= PATIENCE {
@@ -125,14 +127,6 @@ impl Mirror<'_> {
             }
             std::thread::sleep(LOOK_EVERY);
         }
-    }
-
-    /// The estimate is what a person is shown, which is rounded up to whole seconds there.
-    fn tell(&self, left: u64) {
-        let copied = self.bytes - left;
-        let taken = self.began.elapsed().as_secs_f64();
-        let eta_s = (copied > 0).then(|| taken * left as f64 / copied as f64);
-        say(&json!({"event": "progress", "total": self.bytes, "left": left, "eta_s": eta_s}));
     }
 
     /// Goes on with the second image if both are equal now; else nothing has changed.
