@@ -185,9 +185,14 @@ impl Bench {
             row.bound_s = Some(model::bound_s(&source, &destination, bytes, load));
             // Half of the writes on average go to what was copied, all of them at the end.
             let part = f64::from(cell.kind.write_percent) / 200.0;
-            let (here, there) = (source.latency_ms, destination.latency_ms);
+            // Reads go to the source alone, whose time for them is that of a volume that is copied, too.
+            let read_ms = during.read.map(|read| read.mean_ms);
+            let (here, there) = (read_ms.unwrap_or(source.latency_ms), destination.latency_ms);
             let iops = model::equation_1(cell.outstanding, part, here, there);
-            note(row, json!({"equation_1_iops": iops}));
+            note(
+                row,
+                json!({"equation_1_iops": iops, "equation_1_source_ms": here}),
+            );
         }
         let course = by_tenths(&ended.done, (asked - BEFORE_S).max(0.0), done + AFTER_S);
         note(row, latencies("during_", &during));
