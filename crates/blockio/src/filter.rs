@@ -16,6 +16,17 @@ use crate::{Data, Outcome, Request, Work};
 
 /// One layer of a disk's stack. What it does not say passes through.
 pub trait Filter: Send {
+    /// Looks at a request that comes from above: true where it goes on as it is, and [`Self::down`] is not to have it. A request
+    /// that is not handed over costs next to nothing.
+    fn passes_down(&mut self, _request: &Request, _now: Instant) -> bool {
+        false
+    }
+
+    /// The same of the outcome of one that came from above, which [`Self::up`] is not to have then.
+    fn passes_up(&mut self, _request: &Request, _outcome: Outcome, _now: Instant) -> bool {
+        false
+    }
+
     /// A request comes from above.
     fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
         flow.down(request);

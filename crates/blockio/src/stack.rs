@@ -161,33 +161,37 @@ impl<B: Bottom> Stack<B> {
         }
     }
 
-    fn down(&mut self, place: usize, request: Request, now: Instant) {
-        self.made += usize::from(request.maker.is_some_and(|maker| maker + 1 == place));
-        let Some(filter) = self.filters.get_mut(place) else {
-            if let Some((request, outcome)) = self.bottom.start(request) {
-                self.steps.push_back(Step::Up(place, request, outcome));
-            }
-            return;
-        };
-        let steps = &mut self.steps;
-        filter.down(request, &mut Flow { steps, place, now });
+    fn down(&mut self, from: usize, request: Request, now: Instant) {
+        self.made += usize::from(request.maker.is_some_and(|maker| maker + 1 == from));
+        let mut filters = self.filters.iter_mut().enumerate().skip(from);
+        let taker = filters.find_map(|(place, filter)| {
+            let takes = !filter.passes_down(&request, now);
+            takes.then_some((place, filter))
+        });
+        if let Some((place, filter)) = taker {
+            let steps = &mut self.steps;
+            return filter.down(request, &mut Flow { steps, place, now });
+        }
+        if let Some((request, outcome)) = self.bottom.start(request) {
+            let bottom = self.filters.len();
+            self.steps.push_back(Step::Up(bottom, request, outcome));
+        }
     }
 
     fn up(&mut self, from: usize, request: Request, outcome: Outcome, now: Instant) {
-        let Some(place) = from.checked_sub(1) else {
-            self.under_way = self.under_way.saturating_sub(1);
-            self.bytes = self.bytes.saturating_sub(request.work.transfers());
-            self.finished.push_back((request, outcome));
-            return;
-        };
-        let (filter, steps) = (&mut self.filters[place], &mut self.steps);
-        let mut flow = Flow { steps, place, now };
-        if request.maker == Some(place) {
-            self.made = self.made.saturating_sub(1);
-            filter.made(request, outcome, &mut flow);
-        } else {
-            filter.up(request, outcome, &mut flow);
+        let steps = &mut self.steps;
+        for (place, filter) in self.filters.iter_mut().enumerate().take(from).rev() {
+            if request.maker == Some(place) {
+                self.made = self.made.saturating_sub(1);
+                return filter.made(request, outcome, &mut Flow { steps, place, now });
+            }
+            if !filter.passes_up(&request, outcome, now) {
+                return filter.up(request, outcome, &mut Flow { steps, place, now });
+            }
         }
+        self.under_way = self.under_way.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(request.work.transfers());
+        self.finished.push_back((request, outcome));
     }
 }
 

@@ -5,8 +5,9 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use crate::{Filter, Flow, Outcome, Request, Work};
+use crate::{Filter, Outcome, Request, Work};
 
 /// What was done of one kind.
 #[derive(Debug, Default)]
@@ -60,8 +61,12 @@ fn add(counter: &AtomicU64, more: u64) {
 }
 
 impl Filter for Statistics {
-    fn up(&mut self, request: Request, outcome: Outcome, flow: &mut Flow<'_>) {
-        let took = flow.now().saturating_duration_since(request.began);
+    fn passes_down(&mut self, _request: &Request, _now: Instant) -> bool {
+        true
+    }
+
+    fn passes_up(&mut self, request: &Request, outcome: Outcome, now: Instant) -> bool {
+        let took = now.saturating_duration_since(request.began);
         let took = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
         let count = self.counts.of(&request.work);
         add(&count.requests, 1);
@@ -73,8 +78,10 @@ impl Filter for Statistics {
         add(&count.nanoseconds, took);
         let most = count.most_nanoseconds.load(Ordering::Relaxed).max(took);
         count.most_nanoseconds.store(most, Ordering::Relaxed);
-        add(&count.failed, u64::from(outcome != Outcome::Done));
-        flow.up(request, outcome);
+        if outcome != Outcome::Done {
+            add(&count.failed, 1);
+        }
+        true
     }
 }
 
@@ -84,7 +91,7 @@ mod tests {
     use crate::filters::Fault;
     use crate::{Data, Stack};
     use rustix::io::Errno;
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     #[test]
     fn each_kind_is_counted_with_its_bytes_its_time_and_its_failures() {

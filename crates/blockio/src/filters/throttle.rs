@@ -5,7 +5,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::{Filter, Flow, Request, Work};
+use crate::{Filter, Outcome, Request, Work};
 
 /// How much a disk may do at once after it did nothing.
 const BURST: Duration = Duration::from_millis(100);
@@ -42,12 +42,16 @@ impl Throttle {
 
 impl Filter for Throttle {
     /// A flush costs nothing: it concerns only what was acknowledged.
-    fn down(&mut self, request: Request, flow: &mut Flow<'_>) {
+    fn passes_down(&mut self, request: &Request, now: Instant) -> bool {
         if request.work != Work::Flush && self.limits != Limits::default() {
-            let from = self.due.map_or(flow.now(), |due| due.max(flow.now()));
+            let from = self.due.map_or(now, |due| due.max(now));
             self.due = from.checked_add(self.cost(&request.work));
         }
-        flow.down(request);
+        true
+    }
+
+    fn passes_up(&mut self, _request: &Request, _outcome: Outcome, _now: Instant) -> bool {
+        true
     }
 
     fn opens_at(&self) -> Option<Instant> {
@@ -58,7 +62,7 @@ impl Filter for Throttle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Bottom, Data, Outcome, Stack};
+    use crate::{Bottom, Data, Stack};
 
     #[derive(Default)]
     struct Took(Vec<u64>);
