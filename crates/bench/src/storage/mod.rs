@@ -7,6 +7,7 @@
 //! ends with the process. Refuses: to call a move done whose destination it has not compared.
 
 pub mod command;
+mod guest;
 pub mod model;
 pub mod picture;
 pub mod plan;

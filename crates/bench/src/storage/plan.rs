@@ -15,6 +15,10 @@ pub const BASE: Model = Model {
 pub const BEFORE_S: f64 = 1.5;
 /// `steady` and `local` are measured for so long.
 pub const STEADY_S: f64 = 3.0;
+/// What a guest's own load takes, whole seconds,
+pub const GUEST_S: u64 = 4;
+/// and its boot under emulation.
+const GUEST_BOOT_S: f64 = 8.0;
 /// What a run takes beside what it measures: filling, starting, settling, comparing.
 const AROUND_S: f64 = 3.0;
 
@@ -56,6 +60,8 @@ pub enum System {
     Qemu(CopyMode),
     /// The same of QEMU 10.0.
     Ten(CopyMode),
+    /// `qemu-system-x86_64` with a guest, and its own device in place of a socket.
+    VirtioBlk,
     /// Our copying, without a load.
     DataMover,
     /// `qemu-img convert -m 16 -W -n -t none -T none`.
@@ -106,6 +112,7 @@ impl System {
             Self::Daemon(_) if !moves => ("qsd", "serve"),
             Self::Qemu(_) if !moves => ("qemu-mirror", "serve"),
             Self::Ten(_) if !moves => ("qemu-mirror", "10.0 serve"),
+            Self::VirtioBlk => ("qemu-virtio-blk", "serve"),
             Self::Godwit => ("godwit", "mirror"),
             Self::Daemon(mode) => ("qsd", mode.name()),
             Self::Qemu(mode) => ("qemu-mirror", mode.name()),
@@ -141,7 +148,12 @@ pub struct Cell {
 impl Cell {
     /// Whether the disk is moved, or only worked with.
     pub fn moves(&self) -> bool {
-        !matches!(self.scenario, "steady" | "local")
+        !matches!(self.scenario, "steady" | "local" | "guest")
+    }
+
+    /// Whether an emulated guest makes the load.
+    pub fn has_guest(&self) -> bool {
+        self.scenario == "guest"
     }
 
     pub fn disk_bytes(&self) -> u64 {
@@ -174,6 +186,9 @@ impl Cell {
 
     /// Seconds that one run takes, roughly.
     pub fn run_s(&self) -> f64 {
+        if self.has_guest() {
+            return GUEST_BOOT_S + GUEST_S as f64 + AROUND_S;
+        }
         let Some((source, destination)) = self.volumes.filter(|_| self.moves()) else {
             return STEADY_S + AROUND_S / 2.0;
         };
@@ -275,12 +290,19 @@ fn whole() -> Vec<Cell> {
         let name = format!("oio={outstanding}");
         cells.push(serving("steady", name, outstanding, OLTP));
     }
-    for (name, outstanding, kind) in [
+    let local = [
         ("4k depth=1", 1, SMALL),
         ("4k depth=32", 32, SMALL),
         ("128k sequential", 4, LARGE),
+    ];
+    for (scenario, systems) in [
+        ("local", [System::Godwit, BACKGROUND]),
+        ("guest", [System::Godwit, System::VirtioBlk]),
     ] {
-        cells.push(serving("local", name.into(), outstanding, kind));
+        cells.extend(local.map(|(name, outstanding, kind)| Cell {
+            systems: systems.into(),
+            ..serving(scenario, name.into(), outstanding, kind)
+        }));
     }
     cells
 }
@@ -295,7 +317,7 @@ fn quick() -> Vec<Cell> {
         "4k depth=32",
     ];
     let mut cells = whole();
-    cells.retain(|cell| wanted.contains(&cell.name.as_str()));
+    cells.retain(|cell| wanted.contains(&cell.name.as_str()) && !cell.has_guest());
     for cell in &mut cells {
         (cell.runs, cell.disk_mib) = match cell.scenario {
             "slow-destination" => (1, 64),

@@ -87,7 +87,7 @@ fn line(what: &'static str, reached: String, target: String, is_kept: bool) -> L
 
 fn own(ours: &Group) -> Vec<Line> {
     let (row, mut lines) = (ours.head(), Vec::new());
-    if row.scenario == "steady" || row.scenario == "local" {
+    if row.method == "serve" {
         return lines;
     }
     let ended = ours.outcome();

@@ -3,6 +3,7 @@
 //! Owns the site and the rows. What fails is a row that says so, and the bench goes on. Refuses to go on after Ctrl-C.
 
 use super::command::RESULTS;
+use super::guest;
 use super::model::{self, Carried};
 use super::plan::{BEFORE_S, Cell, STEADY_S, System, turns};
 use super::row::{Results, Row};
@@ -84,6 +85,7 @@ impl Bench {
             (true, System::Convert) => self.convert(cell, &mut row),
             (true, System::DataMover) => self.offline(cell, &mut row),
             (true, _) => self.moved(cell, system, &mut row),
+            (false, _) if cell.has_guest() => self.in_a_guest(cell, system, &mut row),
             (false, _) => self.served(cell, system, &mut row),
         };
         if let Err(error) = measured {
@@ -114,6 +116,23 @@ impl Bench {
         row.cpu_us_per_io = Some(used * 1e6 / (seen.reads + seen.writes).max(1) as f64);
         row.longest_hold_ms = Some(seen.longest_ms);
         note(row, latencies("", &seen));
+        row.outcome = "completed".into();
+        Ok(())
+    }
+
+    /// A disk of an emulated guest, which makes the load.
+    fn in_a_guest(&self, cell: &Cell, system: System, row: &mut Row) -> Result<()> {
+        self.site.prepare(cell)?;
+        let seen = guest::load(&self.site, cell, system, &self.programs)?;
+        row.iops_before = seen["iops"].as_f64();
+        row.write_latency_ms = seen["write"]["mean_ms"].as_f64();
+        row.write_latency_variance = seen["write"]["variance"].as_f64();
+        for kind in ["read", "write"] {
+            for what in ["mean_ms", "p99_ms"] {
+                let name = format!("{kind}_{what}");
+                note(row, json!({ name: seen[kind][what] }));
+            }
+        }
         row.outcome = "completed".into();
         Ok(())
     }

@@ -72,7 +72,7 @@ impl Server {
                 let qemu = site.command(ten()?);
                 without_a_guest(site, qemu, image, mode, deadline)
             }
-            System::Convert => bail!("qemu-img serves no disk"),
+            System::Convert | System::VirtioBlk => bail!("it serves no disk on a socket"),
         }
     }
 
@@ -96,7 +96,8 @@ impl Server {
     }
 }
 
-fn ours(site: &Site, image: &Path, programs: &Path, deadline: Instant) -> Result<Server> {
+/// The product's own, on the site's socket.
+pub fn ours(site: &Site, image: &Path, programs: &Path, deadline: Instant) -> Result<Server> {
     let mut command = site.command(programs.join("godwit-disk"));
     command.arg("--image").arg(image);
     command.arg("--socket").arg(Path::new(RUN).join("disk"));
@@ -186,7 +187,8 @@ fn file(image: &Path) -> Value {
     })
 }
 
-fn blockdev(name: &str, image: &Path) -> Value {
+/// The same, in raw format, under this name.
+pub fn blockdev(name: &str, image: &Path) -> Value {
     json!({"driver": "raw", "node-name": name, "cache": {"direct": true, "no-flush": false}, "file": file(image)})
 }
 

@@ -7,6 +7,7 @@ use super::plan::Cell;
 use anyhow::{Context as _, Result, ensure};
 use godwit_testkit::disk_load::Place;
 use godwit_testkit::disk_load::log::Log;
+use godwit_testkit::guest::linux::LinuxGuest;
 use godwit_testkit::lab::namespace::Plan;
 use godwit_testkit::lab::{Machine, MachineCommand};
 use godwit_testkit::testvol::{self, Counts, Settings, Survives, Volume};
@@ -69,6 +70,23 @@ impl Site {
         }
         self.place().make_memory()?;
         Ok(log)
+    }
+
+    /// Makes the memory that a front end shares as long as a guest's; for once, until the next run is prepared.
+    pub fn resize_memory(&self, bytes: u64) -> Result<()> {
+        let memory = OpenOptions::new().write(true).open(self.place().memory)?;
+        Ok(memory.set_len(bytes)?)
+    }
+
+    /// A copy of a guest's kernel and initramfs that the machine sees.
+    pub fn lend(&self, guest: &LinuxGuest) -> Result<LinuxGuest> {
+        let lent = LinuxGuest {
+            kernel: self.local.join("vmlinuz"),
+            initrd: self.local.join("initrd"),
+        };
+        std::fs::copy(&guest.kernel, &lent.kernel)?;
+        std::fs::copy(&guest.initrd, &lent.initrd)?;
+        Ok(lent)
     }
 
     /// The image that a disk begins with, as the machine sees it.

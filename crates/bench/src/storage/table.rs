@@ -12,7 +12,7 @@ use godwit_testkit::page::html::{Page, Table};
 const TITLE: &str = "Moves of disks, measured";
 
 const ABOUT: &str = "Godwit and QEMU's own block mirror in the same run, taking turns, on the same volumes and under the same load on the \
-    disk's vhost-user socket; no guest. `docs/bench.md` says what the numbers are. Medians; in brackets the lowest and the highest run.";
+    disk's vhost-user socket, without a guest but for `guest`. `docs/bench.md` says what the numbers are. Medians; in brackets the lowest and the highest run.";
 
 const BOUND: &str = "**Bound** is what both sides' bytes take at the volumes' rate, the load's own bytes among them: so a system that lets \
     the load do more during the move has a higher one. The paper's mirror took 5.8 % (2 outstanding IOs) and 15.7 % (32) longer than an \

@@ -2,6 +2,7 @@
 # PID 1 of the Linux test guest until the probe takes over. Reads the kernel command line:
 #   godwit.ip4=ADDRESS/LENGTH godwit.ip6=ADDRESS/LENGTH godwit.gw4=ADDRESS godwit.gw6=ADDRESS
 #   godwit.redis=no   do not start Redis        godwit.shell   a shell on the console
+#   godwit.disk=BYTES,DEPTH,random|sequential,SECONDS   a load on the first disk, and nothing else
 export PATH=/bin
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
@@ -19,8 +20,10 @@ for word in $(cat /proc/cmdline); do
         godwit.gw6=*) gw6=${word#*=} ;;
         godwit.redis=*) redis=${word#*=} ;;
         godwit.shell) shell=yes ;;
+        godwit.disk=*) disk=${word#*=} ;;
     esac
 done
+[ -z "$disk" ] || exec guest-probe disk "$disk"
 # The address is ours by decree: waiting a second for a duplicate would only delay the boot.
 echo 0 >/proc/sys/net/ipv6/conf/default/accept_dad
 echo 0 >/proc/sys/net/ipv6/conf/all/accept_dad

@@ -15,9 +15,10 @@ use super::cpio::Archive;
 
 /// Kernel modules that the guest needs where the kernel does not have them built in; dependencies follow by
 /// themselves. One that a distribution does not have is left out.
-const MODULES: [&str; 6] = [
+const MODULES: [&str; 7] = [
     "virtio_pci",
     "virtio_net",
+    "virtio_blk",
     "button",
     "evdev",
     "pvpanic-pci",

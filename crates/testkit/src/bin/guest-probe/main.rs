@@ -4,6 +4,8 @@
 //! is sent back, and `mono` answered as over TCP. It serves a test network and trusts whoever asks; it is not
 //! meant for any other. Commands are listed in [`HELP`].
 
+mod disk;
+
 use std::fs::File;
 use std::hint::black_box;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -29,9 +31,17 @@ static FILLED: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 fn main() {
     if std::env::args().any(|argument| argument == "--help") {
         println!(
-            "guest-probe [yes|no]: port 7 of the test guest; yes waits for Redis and says when it answers\n{HELP}"
+            "guest-probe [yes|no]: port 7 of the test guest; yes waits for Redis and says when it answers\n{HELP}\n\
+             guest-probe disk BYTES,DEPTH,random|sequential,SECONDS: a load on the first disk, then power off"
         );
         return;
+    }
+    if let (Some("disk"), Some(order)) =
+        (std::env::args().nth(1).as_deref(), std::env::args().nth(2))
+    {
+        disk::run(&order);
+        println!("{}", end(libc::RB_POWER_OFF));
+        thread::park();
     }
     // SAFETY: ignoring SIGCHLD touches no memory; the kernel then reaps what is orphaned to us as PID 1.
     unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
