@@ -4,18 +4,33 @@
 use anyhow::{Context as _, Result, bail, ensure};
 use godwit_e2e::person::container::{Container, cable, images};
 use godwit_e2e::person::{Host, Transcript, memory, readme, way};
-use godwit_testkit::guest::debian::Images;
+use godwit_testkit::guest::debian::{self, Images};
 use godwit_testkit::guest::linux::{GuestNetwork, LinuxGuest, command_line, target_dir};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 /// Longest time for a command, or for what it sets going.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// Where the Linux guest answers.
-const GUEST: &str = "10.77.0.10";
+const GUEST: &str = "10.77.0.11";
 /// The VM whose every page is checked.
 const COUNTER: &str = "counter";
+
+/// A system that is installed on a disk. The firmware boots it.
+const INSTALLED: &str = r#"name = "db"
+vcpus = 1
+memory_mib = 512
+accelerator = "tcg"
+
+[[disk]]
+name = "root"
+path = "/srv/vms/db-root.raw"
+from = "/srv/images/debian.raw"
+
+[[nic]]
+port_group = "vm"
+"#;
 
 type Debian = Host<Container>;
 
@@ -266,8 +281,79 @@ fn a_person_installs_moves_upgrades_and_removes_on_debian_12_and_13() -> Result<
     way::connected(&site.a)?;
     site.move_to(&site.a)?;
     site.goes_on(&site.a, &upgrade)?;
+    moves_an_installed_system(&site)?;
     purge(&site)?;
     power_off(&mut site)
+}
+
+/// Debian with PostgreSQL on a disk that is made from an image: it moves with its disk to the other host and back, between
+/// directories of which the hosts share nothing.
+fn moves_an_installed_system(site: &Site) -> Result<()> {
+    let image = match debian::images("guest")? {
+        Images::Here(images) => images,
+        Images::NotHere(why) => {
+            println!("skipped: a Debian on a disk: {why}");
+            return Ok(());
+        }
+    };
+    let image = image.first().context("no image of a Debian guest")?;
+    let (a, b) = (&site.a, &site.b);
+    let copied = Command::new("cp")
+        .arg("--sparse=always")
+        .args([image, &a.machine.inside("srv/images/debian.raw")])
+        .status()?;
+    ensure!(copied.success(), "the image is not copied");
+    for host in [a, b] {
+        host.ok("mkdir /srv/vms && chgrp godwit-qemu /srv/vms && chmod g+rwxs /srv/vms")?;
+    }
+    std::fs::write(a.machine.inside("root/db.toml"), INSTALLED)?;
+    a.ok("cat db.toml; godwit vm create db.toml && godwit vm start db --on a")?;
+    has_rows(
+        a,
+        "create table moves (host text); insert into moves values ('a')",
+        1,
+    )?;
+    for (to, from, rows) in [(b, a, 2), (a, b, 3)] {
+        way::migrate(a, "db", &to.name)?;
+        let insert = format!("insert into moves values ('{}')", to.name);
+        has_rows(to, &insert, rows)?;
+        to.ok("ls -lsh /srv/vms")?;
+        from.until("nothing is left behind", "ls /srv/vms", |ran| {
+            ran.stdout.trim().is_empty()
+        })?;
+    }
+    a.ok("godwit vm show db")?;
+    a.ok("godwit vm stop db")?;
+    a.until("the guest is off", "godwit vm show db --json", |ran| {
+        ran.stdout
+            .replace(' ', "")
+            .contains("\"state\":\"stopped\"")
+    })?;
+    a.ok("godwit vm delete db")?;
+    a.ok("test -s /srv/vms/db-root.raw && rm /srv/vms/db-root.raw")
+        .map(drop)
+}
+
+/// Asks the guest's database from a host's network, and counts the rows then.
+fn has_rows(host: &Debian, statement: &str, rows: u32) -> Result<()> {
+    let query = |sql: &str| format!("runuser -u postgres -- psql -qAtc \"{sql}\"");
+    let ask = |command: &str| {
+        format!(
+            "timeout 60 bash -c 'exec 3<>/dev/tcp/{}/23 && cat >&3 && cat <&3' <<'END'\n{command}; exit\nEND",
+            debian::ADDRESS
+        )
+    };
+    let first = ask("systemctl is-system-running; runuser -u postgres -- pg_isready");
+    host.until("the guest's database answers", &first, |ran| {
+        ran.stdout.contains("accepting connections")
+    })?;
+    host.ok(&ask(&query(statement)))?;
+    let said = host.ok(&ask(&query("select 'rows=' || count(*) from moves")))?;
+    ensure!(
+        said.contains(&format!("rows={rows}")),
+        "not {rows} rows: {said}"
+    );
+    Ok(())
 }
 
 /// The package recommends the kernel that VMs need, and says so where another one runs.
