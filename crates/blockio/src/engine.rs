@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
-use godwit_guestmem::plant::planted;
+use godwit_types::plant::planted;
 use io_uring::squeue::Entry;
 use io_uring::{opcode, types};
 use rustix::io::Errno;

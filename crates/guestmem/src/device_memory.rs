@@ -17,13 +17,13 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use godwit_types::plant::planted;
 use vm_memory::bitmap::{BS, Bitmap, RefSlice, WithBitmapSlice};
 use vm_memory::{
     GuestAddress, GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion, GuestMemoryRegionBytes,
     GuestRegionCollection, GuestUsize, MemoryRegionAddress, VolatileSlice,
 };
 
-use crate::plant::planted;
 use crate::{AtomicPageSet, Error, PAGE_SIZE, RamFile};
 
 /// Most regions of one guest: more than QEMU ever tells of.

@@ -32,7 +32,6 @@ pub mod mapping;
 pub mod mem_tmpfs;
 mod mmap;
 pub mod page_set;
-pub mod plant;
 mod populate;
 pub mod ram_file;
 pub mod tracker;

@@ -83,14 +83,6 @@ mod active {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
         }
     }
-
-    pub fn planted(plant: &str) -> bool {
-        static PLANT: OnceLock<Option<String>> = OnceLock::new();
-        PLANT
-            .get_or_init(|| std::env::var("GODWIT_PLANT").ok())
-            .as_deref()
-            == Some(plant)
-    }
 }
 
 #[cfg(not(feature = "faults"))]
@@ -105,11 +97,7 @@ mod active {
     pub fn patience(product: std::time::Duration) -> std::time::Duration {
         product
     }
-
-    #[inline(always)]
-    pub fn planted(_plant: &str) -> bool {
-        false
-    }
 }
 
-pub use active::{patience, planted, qemu_is, reached};
+pub use active::{patience, qemu_is, reached};
+pub use godwit_types::plant::planted;

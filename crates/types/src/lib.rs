@@ -21,6 +21,7 @@ pub mod ids;
 pub mod load;
 pub mod migration;
 mod named;
+pub mod plant;
 mod round;
 pub mod site;
 pub mod text;

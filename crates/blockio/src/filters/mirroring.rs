@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use godwit_guestmem::plant::planted;
 use godwit_guestmem::zero::is_zero;
 use godwit_mirror::{Copy, Mirror, Phase, Side, Step};
+use godwit_types::plant::planted;
 use rustix::io::Errno;
 
 use crate::{Buffer, Data, Filter, Flow, Outcome, Request, Work};

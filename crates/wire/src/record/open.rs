@@ -7,6 +7,7 @@ use super::{COUNTER_END, FLAG_SEALED, HEADER_LEN, Header, MAGIC, Order, RecordKi
 use crate::key::RecordKey;
 use crate::{ChannelId, Cipher, PROTOCOL_VERSION, WireError};
 use aws_lc_rs::aead::Aad;
+use godwit_types::plant::planted;
 
 /// The receiving end of one direction of one channel.
 pub struct Opener {
@@ -236,16 +237,4 @@ impl Opener {
         let channel = self.order.channel;
         WireError::Misuse { channel, what }
     }
-}
-
-/// Whether this fault is planted: `GODWIT_PLANT` names it, in a build with the feature `planted-faults`.
-#[cfg(feature = "planted-faults")]
-fn planted(fault: &str) -> bool {
-    std::env::var("GODWIT_PLANT").is_ok_and(|name| name == fault)
-}
-
-#[cfg(not(feature = "planted-faults"))]
-#[inline(always)]
-fn planted(_fault: &str) -> bool {
-    false
 }

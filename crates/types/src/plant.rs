@@ -1,4 +1,4 @@
-//! Planted faults of what serves disks: steps left out or done too early, which a test must notice.
+//! Planted faults: steps left out or done too early, which a named test must notice (`make plant-faults`).
 //!
 //! Owns nothing: `GODWIT_PLANT` in the environment names the one that is planted. Without the feature `planted-faults`, which
 //! no product build has, none is.
