@@ -1,7 +1,7 @@
 #!/bin/bash
 # Plants every known fault, one at a time, and shows that the test named beside it fails.
 #
-#   scripts/plant-faults.sh [PART...]     PART: ownership, site, wire, qemu, agent, disks, vmproc; all without one
+#   scripts/plant-faults.sh [PART...]     PART: ownership, site, wire, qemu, agent, disks, vmproc, product; all without one
 #
 # A safety test counts once it has been seen to fail. Builds with planted faults go to target/plants, so that they never
 # meet the product's; the real-QEMU tests, whose VM process always has the switches, run from where they are built.
@@ -9,7 +9,7 @@
 set -u
 cd "$(dirname "$0")/.."
 export RUST_BACKTRACE=0
-parts="${*:-ownership site wire qemu agent disks vmproc}"
+parts="${*:-ownership site wire qemu agent disks vmproc product}"
 logs=target/plants/logs
 mkdir -p "$logs"
 caught=0
@@ -39,6 +39,7 @@ unplanted() {
 # Only a test that ran and failed counts: not one that was not found or did not build.
 ran_and_failed() {
     grep -q '^test result: FAILED' "$1" && return 1
+    grep -q '^skipped: ' "$1" && { echo "the test was skipped: see $1" >&2; exit 2; }
     grep -q '^test result: ok. [1-9]' "$1" && return 0
     echo "the test did not run: see $1" >&2
     exit 2
@@ -213,6 +214,7 @@ disks() {
     e2e_case disks lock-on-another-descriptor disk_lock an_image_is_not_free_before_the_last_write_of_a_killed_process_has_ended
     e2e_case disks image-opened-before-permit disks_move a_vm_whose_disk_both_hosts_have_moves_its_memory_alone
     e2e_case disks ready-before-flush disk_deaths a_destination_whose_power_fails_before_its_guest_runs_has_the_whole_disk
+    e2e_case disks renewal-hands-no-disk disk_renewed a_vm_process_is_renewed_ten_times_and_qemu_stays_connected_to_its_disk
     e2e_case disks unsynchronised-switch disks_move a_vm_moves_with_its_disk_to_a_host_that_has_nothing_of_it_and_back
 }
 
@@ -243,10 +245,33 @@ vmproc() {
     vmproc_case forgotten-disk-left disks a_guest_that_was_let_run_while_its_disk_was_away_goes_on_where_it_was
 }
 
+# The whole product with an ordinary VM. What is built together has the features of all: so the program has the switches, too.
+product() {
+    cargo build -q --release -p godwit -p godwit-e2e --bins --tests --target-dir target/plants || exit 2
+    mkdir -p target/debian
+    ln -sfn ../debian target/plants/debian
+    product_case "" || return
+    product_case last-pages-not-sent
+}
+
+# product_case PLANT: with none the test must pass.
+product_case() {
+    local log="$logs/product-${1:-none}.log" test=a_debian_keeps_every_commit_wherever_its_disk_goes
+    GODWIT_PLANT=$1 timeout 1500 cargo test -q --release -p godwit -p godwit-e2e --target-dir target/plants \
+        --test stack_debian -- $test --exact >"$log" 2>&1
+    ran_and_failed "$log"
+    local status=$?
+    if [ -z "$1" ]; then
+        unplanted product "stack_debian::$test" $status
+        return
+    fi
+    verdict product "$1" "stack_debian::$test" $status
+}
+
 for part in $parts; do
     case $part in
-        ownership | site | wire | qemu | agent | disks | vmproc) "$part" ;;
-        *) echo "unknown part '$part': ownership, site, wire, qemu, agent, disks or vmproc" >&2; exit 2 ;;
+        ownership | site | wire | qemu | agent | disks | vmproc | product) "$part" ;;
+        *) echo "unknown part '$part': ownership, site, wire, qemu, agent, disks, vmproc or product" >&2; exit 2 ;;
     esac
 done
 echo "$caught passed, $missed failed"

@@ -10,7 +10,7 @@
 //! that needs rights which the one before had given up.
 
 use crate::disks::HAND_OVER_WAIT;
-use crate::faults::reached;
+use crate::faults::{planted, reached};
 use crate::harden::kept;
 use crate::vm::Vm;
 use anyhow::{Context as _, bail, ensure};
@@ -167,6 +167,9 @@ fn understood(letter: &[u8], fds: Vec<OwnedFd>) -> anyhow::Result<(u64, HandedDi
 fn written(handed: HandedDisks) -> io::Result<OwnedFd> {
     let (mut disks, mut fds) = (Vec::new(), Vec::new());
     for (disk, handover) in handed.disks {
+        if planted("renewal-hands-no-disk") {
+            continue;
+        }
         let (told, own) = handover.into_parts();
         let fds_of = own.len();
         disks.push(Enclosed {
