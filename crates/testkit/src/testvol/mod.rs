@@ -16,8 +16,10 @@
 //! and caches; it does not keep back writes, so that the volume knows of every one. The serving thread has descriptors of
 //! its own: when the process dies, even while one of its threads waits for this very volume, the kernel closes them, and
 //! whoever waits for the volume is woken with an error. Dropping the value does the same, whatever hangs.
-//! Refuses: extended attributes, locks between machines, and more than one machine for a volume.
+//! A volume for images ([`Volume::mount_direct`]) keeps extended attributes of users, which a sync of their file makes durable and one of
+//! its data alone does not. Refuses: all other attributes, locks between machines, and more than one machine for a volume.
 
+mod attributes;
 mod chance;
 mod content;
 mod disk;

@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use super::Errno;
+use super::attributes;
 use super::content::{Content, PAGE_BYTES};
 use super::protocol::{self, Answer, Fields, Request, opcode};
 use super::serve::State;
@@ -56,7 +57,15 @@ pub fn execute(state: &mut State, request: &Request) -> Result<Answer, Errno> {
         opcode::STATFS => Ok(statistics(state)),
         opcode::FSYNC | opcode::FSYNCDIR => {
             state.counts.syncs += 1;
-            state.tree.sync(node).map(|()| Answer::default())
+            let (_handle, flags) = (fields.u64()?, fields.u32()?);
+            let data_alone = flags & protocol::SYNC_DATA != 0;
+            let synced = state.tree.sync(node, data_alone);
+            synced.map(|()| Answer::default())
+        }
+        opcode::SETXATTR | opcode::GETXATTR | opcode::LISTXATTR | opcode::REMOVEXATTR
+            if state.is_direct =>
+        {
+            attributes::execute(state, request)
         }
         opcode::OPENDIR => open_directory(state, node),
         opcode::READDIR => read_directory(state, &mut fields),

@@ -41,6 +41,10 @@ pub mod opcode {
     pub const STATFS: u32 = 17;
     pub const RELEASE: u32 = 18;
     pub const FSYNC: u32 = 20;
+    pub const SETXATTR: u32 = 21;
+    pub const GETXATTR: u32 = 22;
+    pub const LISTXATTR: u32 = 23;
+    pub const REMOVEXATTR: u32 = 24;
     pub const FLUSH: u32 = 25;
     pub const INIT: u32 = 26;
     pub const OPENDIR: u32 = 27;
@@ -53,6 +57,9 @@ pub mod opcode {
     pub const BATCH_FORGET: u32 = 42;
     pub const RENAME2: u32 = 45;
 }
+
+/// Of a sync: what is beside the data may be left out.
+pub const SYNC_DATA: u32 = 1 << 0;
 
 pub const SET_MODE: u32 = 1 << 0;
 pub const SET_UID: u32 = 1 << 1;
@@ -193,6 +200,7 @@ impl Answer {
             accessed,
             modified,
             changed,
+            ..
         } = node.meta;
         let times = [accessed, modified, changed];
         let answer = self.u64(node.inode).u64(node.size()).u64(node.pages() * 8);

@@ -214,6 +214,7 @@ impl State {
             opcode::WRITE | opcode::SETATTR | opcode::CREATE | opcode::MKNOD => fails.writes,
             opcode::MKDIR | opcode::SYMLINK | opcode::LINK | opcode::UNLINK => fails.writes,
             opcode::RMDIR | opcode::RENAME | opcode::RENAME2 => fails.writes,
+            opcode::SETXATTR | opcode::REMOVEXATTR => fails.writes,
             _ => false,
         };
         let answer = match failed {

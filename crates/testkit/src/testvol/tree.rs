@@ -26,6 +26,8 @@ pub struct Meta {
     pub accessed: Duration,
     pub modified: Duration,
     pub changed: Duration,
+    /// Extended ones, by their names.
+    pub attributes: BTreeMap<Name, Vec<u8>>,
 }
 
 #[derive(Debug)]
@@ -94,6 +96,7 @@ impl Meta {
             accessed: now,
             modified: now,
             changed: now,
+            attributes: BTreeMap::new(),
         }
     }
 }
@@ -316,9 +319,13 @@ impl Tree {
     }
 
     /// Makes a node durable: a file's content, or the changes of names that touch a directory.
-    pub fn sync(&mut self, number: u64) -> Result<(), Errno> {
+    pub fn sync(&mut self, number: u64, data_alone: bool) -> Result<(), Errno> {
         let node = self.node_mut(number)?;
-        node.durable_meta = node.meta.clone();
+        let mut meta = node.meta.clone();
+        if data_alone {
+            meta.attributes = std::mem::take(&mut node.durable_meta.attributes);
+        }
+        node.durable_meta = meta;
         match &mut node.body {
             Body::File(content) => content.sync(),
             Body::Directory(_) => {
