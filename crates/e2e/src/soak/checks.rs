@@ -65,6 +65,8 @@ pub enum Kind {
     Doubled,
     /// A guest or pages of it were lost for no reason that the round gives.
     Lost,
+    /// A disk does not have what its guest was told it has.
+    Writes,
     /// The site did not say what a person must know.
     Unsaid,
     /// A VM certainly ran twice, by a person's false word, and this check did not see it.
@@ -73,7 +75,7 @@ pub enum Kind {
     WrongList,
     /// Not exactly one host holds a VM that runs.
     Holders,
-    /// A QEMU, memory or a tap was left where no VM runs.
+    /// A QEMU, memory, a tap or an image was left where no VM runs.
     LeftOver,
     /// What a person was told to be done was undone.
     Undone,
@@ -88,6 +90,7 @@ impl fmt::Display for Kind {
         f.write_str(match self {
             Self::Doubled => "running twice",
             Self::Lost => "lost",
+            Self::Writes => "writes",
             Self::Unsaid => "unsaid",
             Self::Blind => "blind",
             Self::WrongList => "wrong list",

@@ -4,11 +4,12 @@
 //! command is refused) is written down and is no failure: the site is being broken.
 
 use crate::soak::checks::{Ended, Excuse, Violation, Whose};
+use crate::soak::disks::{path_in, store_of};
 use crate::soak::orders;
 use crate::soak::plan::{Act, Cut, Part, Place, Role, Round, Step};
 use crate::soak::rules;
 use crate::soak::site::Site;
-use crate::stack::{CONTINUE, KILL, Link, STOP, signal};
+use crate::stack::{CONTINUE, KILL, Link, STOP, STORES, signal};
 use anyhow::{Context as _, Result};
 use godwit_testkit::interrupt;
 use serde_json::Value;
@@ -65,6 +66,8 @@ pub struct Account {
     pub in_full: BTreeSet<&'static str>,
     /// Commands that did not end with exit code 0.
     pub in_vain: u32,
+    /// Disks that were held against what their guests were answered.
+    pub disks_checked: usize,
     /// Whether a command was given that nobody answered: it may be carried out at any time.
     pub unanswered: bool,
 }
@@ -212,8 +215,26 @@ impl<'a> Scene<'a> {
         self.spawn(&command)
     }
 
+    /// Begins to move a VM's disk to the other datastore of its host, and does not wait for its end.
+    pub fn move_disk(&mut self, vm: &str) -> Result<()> {
+        let view = self.site.ask(&["vm", "show", vm])?;
+        let here = path_in(&view).and_then(store_of);
+        let here = here.context("it has no disk in a datastore")?;
+        let to = STORES.into_iter().find(|store| *store != here);
+        self.spawn(&[
+            "vm",
+            "move-disk",
+            vm,
+            "--to",
+            to.context("one store alone")?,
+        ])
+    }
+
     fn begin_move(&mut self, round: &Round) -> Result<()> {
         let vm = self.site.vms.get(round.vm).context("no such VM")?.clone();
+        if round.in_place && self.site.disks.has(&vm) {
+            return self.move_disk(&vm);
+        }
         let to = self.host(&vm, Role::Destination)?;
         self.migrate(&vm, &to, round.cap_mbit)
     }

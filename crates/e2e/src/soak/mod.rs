@@ -5,6 +5,7 @@
 //! the site is built anew, so that each round stands for itself.
 
 pub mod checks;
+pub mod disks;
 pub mod faults;
 pub mod orders;
 pub mod plan;
@@ -224,7 +225,11 @@ fn conclude(site: &Site, round: &Round, played: &mut Played) -> Result<()> {
             return Ok(());
         }
     };
+    let put_away = site.put_away(&homes)?;
+    played.account.log.extend(put_away);
     played.violations.extend(settle::inspect(site, &homes));
+    let with_disk = homes.keys().filter(|vm| site.disks.has(vm));
+    played.account.disks_checked += with_disk.count();
     played
         .violations
         .extend(settle::moves(site, &played.account));

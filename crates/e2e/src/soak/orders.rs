@@ -3,12 +3,12 @@
 //! What a command was answered decides what the person may rely on afterwards: exit code 0 is a promise, a refusal
 //! changes nothing, anything else leaves it open.
 
-use crate::soak::checks::{Ended, Whose};
+use crate::soak::checks::{Ended, Kind, Violation, Whose};
 use crate::soak::faults::{Scene, Wish};
 use crate::soak::plan::{Order, Role, Step};
 use crate::soak::rules;
 use crate::stack::Ran;
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use std::time::{Duration, Instant};
 
 /// Exit code of a refusal.
@@ -38,6 +38,7 @@ pub fn give(scene: &mut Scene, step: &Step, order: Order, vm: &str) -> Result<()
         }
         Order::Cancel => cancel_all(scene, vm),
         Order::Recreate => recreate(scene, vm),
+        Order::MoveDisk => scene.move_disk(vm),
         Order::FenceHost => fence_host(scene, step, vm),
         Order::ResolveFenced => resolve_fenced(scene, step, vm),
         Order::FalseWord => rules::false_word(scene, step, vm),
@@ -168,16 +169,27 @@ fn restart(scene: &mut Scene, vm: &str) -> Result<()> {
     Ok(())
 }
 
+/// A VM that has a disk is described with it where it is, and starts there.
 fn recreate(scene: &mut Scene, vm: &str) -> Result<()> {
+    let home = match scene.site.disks.has(vm) {
+        true => Some(scene.runs_at(vm).context("it runs nowhere")?),
+        false => None,
+    };
     if !force_stop(scene, vm)? {
         return Ok(());
     }
     wait_state(scene, vm, &["stopped"], PATIENCE)?;
     scene.wish(vm, Wish::Unknown);
-    let file = scene.site.file(vm)?.to_owned();
+    let file = match &home {
+        Some(home) => {
+            let path = scene.site.image_at(vm, home).context("it has no image")?;
+            scene.site.describe_with_disk(vm, &path)?
+        }
+        None => scene.site.file(vm)?.to_owned(),
+    };
     if tell(scene, &["vm", "delete", vm])?.code == Some(0) {
         tell(scene, &["vm", "create", &file])?;
-        start(scene, vm, None)?;
+        start(scene, vm, home.as_deref())?;
     }
     Ok(())
 }
@@ -203,9 +215,42 @@ fn holder_off(scene: &mut Scene, step: &Step, vm: &str) -> Result<(String, Strin
 /// The host is really off when the person says so.
 fn fence_host(scene: &mut Scene, step: &Step, vm: &str) -> Result<()> {
     let (holder, to) = holder_off(scene, step, vm)?;
-    if tell(scene, &["host", "fenced", &holder, "--yes"])?.code == Some(0) {
-        start(scene, vm, Some(&to))?;
+    if tell(scene, &["host", "fenced", &holder, "--yes"])?.code != Some(0) {
+        return Ok(());
     }
+    if scene.site.disks.has(vm) {
+        start_away(scene, vm, Some(&to))
+    } else {
+        start(scene, vm, Some(&to)).map(drop)
+    }
+}
+
+/// The host that alone has a VM's disk is off: the VM is started nowhere else, and the site says why. Where a move had gone so far
+/// that another host has the whole disk, that one may start it.
+fn start_away(scene: &mut Scene, vm: &str, to: Option<&str>) -> Result<()> {
+    let on = scene
+        .site
+        .hosts
+        .iter()
+        .filter(|host| scene.site.is_on(host));
+    let mut may = on.filter(|host| to.is_none_or(|to| to == host.as_str()));
+    let may_be_there = may.any(|host| scene.site.image_at(vm, host).is_some());
+    let is_settled = scene.migrations(vm)?.is_empty();
+    let mut command = vec!["vm", "start", vm];
+    command.extend(to.iter().flat_map(|host| ["--on", host]));
+    let ran = scene.site.person(&command)?;
+    let said = ran.stderr.trim().to_owned();
+    scene.say(format!("{}: {:?} {said}", command.join(" "), ran.code));
+    scene.account.unanswered |= ran.code.is_none();
+    let wrong = match ran.code {
+        Some(0) if !may_be_there => (Kind::Undone, "it was started away from its disk"),
+        Some(REFUSED) if is_settled && !said.contains("disk") => {
+            (Kind::Unsaid, "nothing says that it stays with its disk")
+        }
+        _ => return Ok(()),
+    };
+    let violation = Violation::new(wrong.0, vm, format!("{}: {said}", wrong.1));
+    scene.account.violations.push(violation);
     Ok(())
 }
 
@@ -256,7 +301,12 @@ pub fn remove(scene: &mut Scene, host: &str) -> Result<()> {
         for vm in scene.site.vms.clone() {
             if scene.runs_at(&vm).is_none() {
                 scene.wish(&vm, Wish::Unknown);
-                start(scene, &vm, None)?;
+                let was_here = scene.site.watch.last_host(&vm).as_deref() == Some(host);
+                if was_here && scene.site.disks.has(&vm) {
+                    start_away(scene, &vm, None)?;
+                } else {
+                    start(scene, &vm, None)?;
+                }
             }
         }
     }

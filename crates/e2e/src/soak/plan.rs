@@ -77,6 +77,8 @@ pub enum Order {
     Cancel,
     /// `vm stop --force`, `vm delete`, `vm create`, `vm start`.
     Recreate,
+    /// `vm move-disk` to the other datastore of its host.
+    MoveDisk,
     /// The holder's power goes; `host fenced`, then `vm start --on` another host; the power comes back.
     FenceHost,
     /// The holder's power goes; `vm resolve` gives the VM to another host; the power comes back.
@@ -133,7 +135,7 @@ const fn for_a_person(name: &'static str, group: &'static str, act: Act, weight:
 }
 
 /// All that can happen.
-pub static FAULTS: [Fault; 33] = [
+pub static FAULTS: [Fault; 34] = [
     fault("kill-agent", "kills", Act::Kill(Part::Agent), 4),
     fault("kill-controller", "kills", Act::Kill(Part::Controller), 4),
     fault("kill-vm-process", "kills", Act::Kill(Part::VmProcess), 4),
@@ -170,6 +172,7 @@ pub static FAULTS: [Fault; 33] = [
     fault("restart", "commands", Act::Person(Order::Restart), 2),
     fault("migrate", "commands", Act::Person(Order::Migrate), 3),
     fault("cancel", "commands", Act::Person(Order::Cancel), 3),
+    fault("move-disk", "commands", Act::Person(Order::MoveDisk), 3),
     heavy("recreate", "commands", Act::Person(Order::Recreate), 2),
     heavy("false-word", "operator", Act::Person(Order::FalseWord), 3),
     heavy("boot-alone", "operator", Act::Person(Order::BootAlone), 2),
@@ -222,6 +225,8 @@ pub struct Round {
     pub destination: usize,
     /// Cap of that move, Mb/s: so slow that there is time to break it; none is full speed.
     pub cap_mbit: Option<u64>,
+    /// Whether the VM's disk, where it has one, moves to the other datastore of its host in the place of that.
+    pub in_place: bool,
     /// What happens, in order of time.
     pub steps: Vec<Step>,
 }
@@ -274,11 +279,13 @@ impl Round {
             steps.extend(step.filter(|step| !steps.iter().any(|old| again(old, step))));
         }
         steps.sort_by_key(|step| step.at_ms);
+        let in_place = dice.below(3) == 0;
         Self {
             number,
             vm,
             destination,
             cap_mbit,
+            in_place,
             steps,
         }
     }
@@ -432,7 +439,12 @@ mod tests {
 
     #[test]
     fn a_step_about_another_vm_than_the_one_that_moves_says_so() {
-        let round = Round::plan(4242, 15, &all(), 3);
+        let is_one = |round: &Round| {
+            let mut steps = round.steps.iter().filter(|step| step.vm != round.vm);
+            steps.any(|step| step.fault.name == "kill-agent" && step.role == Role::Holder)
+        };
+        let mut rounds = (1..1000).map(|number| Round::plan(4242, number, &all(), 3));
+        let round = rounds.find(is_one).unwrap();
         let told = round.to_string();
         let names: Vec<&str> = told.split(" + ").collect();
         assert_eq!(names.len(), round.steps.len());

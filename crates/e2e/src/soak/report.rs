@@ -55,6 +55,7 @@ pub struct Record {
 pub struct Report {
     rounds: u32,
     violations: u64,
+    disks_checked: usize,
     kinds: BTreeMap<String, u64>,
     faults: BTreeMap<&'static str, BTreeMap<Outcome, u64>>,
     in_full: BTreeMap<&'static str, u64>,
@@ -64,6 +65,7 @@ impl Report {
     pub fn add(&mut self, record: &Record) {
         self.rounds += 1;
         self.violations += record.violations.len() as u64;
+        self.disks_checked += record.account.disks_checked;
         for violation in &record.violations {
             *self.kinds.entry(violation.kind.to_string()).or_default() += 1;
         }
@@ -107,7 +109,8 @@ impl Report {
                 let _ = write!(text, "{:>13}", outcomes.get(&outcome).copied().unwrap_or(0));
             }
         }
-        let _ = write!(text, "\n\nrounds: {}", self.rounds);
+        let (rounds, disks) = (self.rounds, self.disks_checked);
+        let _ = write!(text, "\n\nrounds: {rounds}\ndisks checked: {disks}");
         for (kind, count) in &self.kinds {
             let _ = write!(text, "\n{kind}: {count}");
         }

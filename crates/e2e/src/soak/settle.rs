@@ -4,6 +4,7 @@
 //! migration is under way. The checks use the guests' memory, the processes that the system lists and the agents' records.
 
 use crate::soak::checks::{Kind, Violation, doublings, unexplained};
+use crate::soak::disks::{self, path_in};
 use crate::soak::faults::{Account, Wish};
 use crate::soak::site::{CLONES, Site};
 use anyhow::{Context as _, Result};
@@ -250,20 +251,51 @@ impl<'a> Settling<'a> {
 
     fn start(&mut self, vm: &str, state: &str, why: &str) {
         self.say(format!("{vm} is {state} ({why})"));
-        if state == "deleted" {
-            let file = self.site.file(vm).map(str::to_owned).unwrap_or_default();
-            self.tell(&["vm", "create", &file]);
+        if self.site.disks.has(vm) {
+            self.start_with_disk(vm, state);
+        } else {
+            if state == "deleted" {
+                let file = self.site.file(vm).map(str::to_owned).unwrap_or_default();
+                self.tell(&["vm", "create", &file]);
+            }
+            self.tell(&["vm", "start", vm]);
         }
-        self.tell(&["vm", "start", vm]);
         self.account.wishes.remove(vm);
     }
 
-    fn tell(&mut self, command: &[&str]) {
-        let said = match self.site.person(command) {
-            Ok(ran) => format!("{:?} {}", ran.code, ran.stderr.trim()),
-            Err(error) => format!("{error:#}"),
+    /// Where a disk is that its host alone has, a person knows who has read the lists: on the host where the VM ran last.
+    fn start_with_disk(&mut self, vm: &str, state: &str) {
+        if state != "deleted" && self.tell(&["vm", "start", vm]) {
+            return;
+        }
+        let at = self.site.watch.last_host(vm);
+        let at = at.and_then(|host| Some((self.site.image_at(vm, &host)?, host)));
+        let Some((path, host)) = at else {
+            return self.say(format!("nobody has an image of {vm}"));
+        };
+        let view = self.site.ask(&["vm", "show", vm]).unwrap_or_default();
+        if path_in(&view) != path.to_str() {
+            let file = self.site.describe_with_disk(vm, &path);
+            let file = file.unwrap_or_default();
+            match state {
+                "deleted" => self.tell(&["vm", "create", &file]),
+                _ => self.tell(&["vm", "edit", vm, &file]),
+            };
+        }
+        self.tell(&["vm", "start", vm, "--on", &host]);
+    }
+
+    /// Whether it was done.
+    fn tell(&mut self, command: &[&str]) -> bool {
+        let (said, is_done) = match self.site.person(command) {
+            Ok(ran) => (
+                format!("{:?} {}", ran.code, ran.stderr.trim()),
+                ran.code == Some(0),
+            ),
+            Err(error) => (format!("{error:#}"), false),
         };
         self.say(format!("a person helps: {}: {said}", command.join(" ")));
+        is_done
     }
 }
 
@@ -290,12 +322,22 @@ pub fn inspect(site: &Site, homes: &BTreeMap<String, String>) -> Vec<Violation> 
         found.extend(
             soon(|| holders(site, vm, home)).map(|what| Violation::new(Kind::Holders, vm, what)),
         );
-        found.extend(memory(site, vm, home).err().map(|error| {
+        let inspected = memory_and_disk(site, vm, home);
+        if let Ok(disk) = &inspected {
+            found.extend(disk.clone());
+        }
+        found.extend(inspected.err().map(|error| {
             // What follows the first line are logs, which are kept anyway.
             let error = format!("{error:#}");
             let error = error.lines().next().unwrap_or_default();
             Violation::new(Kind::Lost, vm, format!("its memory on {home}: {error}"))
         }));
+    }
+    for host in &site.hosts {
+        found.extend(
+            soon(|| disks::left_over(site, host, homes))
+                .map(|what| Violation::new(Kind::LeftOver, host, what)),
+        );
     }
     for host in site.hosts.iter().chain([&CLONES.to_owned()]) {
         found.extend(
@@ -400,12 +442,14 @@ fn holders(site: &Site, vm: &str, home: &str) -> Option<String> {
     (holders != [home]).then(|| format!("it runs on {home} and is held by {holders:?}"))
 }
 
-/// Pauses a guest, checks all its pages, and lets it go on.
-fn memory(site: &Site, vm: &str, home: &str) -> Result<()> {
+/// Pauses a guest, checks all its pages and its disk, and lets it go on. Gives what is wrong with the disk.
+fn memory_and_disk(site: &Site, vm: &str, home: &str) -> Result<Option<Violation>> {
     site.stack.wait_counts(vm, home)?;
     site.stack.ok("controller", &["vm", "pause", vm])?;
     let file = site.stack.ram_file(vm, home);
     let checked = file.and_then(|file| Ok(checker::check(&File::open(file)?)?));
+    let has_disk = site.disks.has(vm);
+    let disk = has_disk.then(|| disks::writes(site, vm, home)).flatten();
     site.stack.ok("controller", &["vm", "resume", vm])?;
     let checked = checked?;
     anyhow::ensure!(
@@ -413,7 +457,7 @@ fn memory(site: &Site, vm: &str, home: &str) -> Result<()> {
         "it booted {} times in it",
         checked.control.boots
     );
-    Ok(())
+    Ok(disk)
 }
 
 /// QEMUs, memory and taps on a host beside those of the VMs that run there.

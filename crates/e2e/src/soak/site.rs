@@ -3,6 +3,7 @@
 //! Owns what is broken at the moment (processes stopped, links cut, disks full, hosts without power), so that all of it
 //! can be undone. Knows of the product what [`Stack`] knows, and where its state lies.
 
+use crate::soak::disks::{Disks, path_in, set_pace};
 use crate::soak::watch::Watch;
 use crate::stack::site::HOST_STATE;
 use crate::stack::{
@@ -12,10 +13,10 @@ use crate::stack::{
 use anyhow::{Context as _, Result, ensure};
 use godwit_testkit::testvol::Volume;
 use serde_json::Value;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -39,6 +40,12 @@ pub struct Site {
     pub vms: Vec<String>,
     /// What looks at it.
     pub watch: Arc<Watch>,
+    /// What those with disks must have on them.
+    pub disks: Arc<Disks>,
+    /// By VM and host: where a host's record had the disk that was emptied since.
+    pub(super) noted: Mutex<BTreeMap<(String, String), PathBuf>>,
+    /// Hosts that joined anew, on which nobody knows what their former life left in datastores.
+    rejoined: Mutex<BTreeSet<String>>,
     files: Vec<String>,
     off: BTreeSet<String>,
     removed: BTreeSet<String>,
@@ -62,10 +69,14 @@ impl Site {
     pub fn new(vms: usize) -> Result<Self> {
         let plan = Plan {
             more: 1,
+            stores: true,
             ..Plan::default()
         };
         let stack = Arc::new(Stack::new("soak", &plan)?);
-        let watch = Arc::new(Watch::new(&stack)?);
+        set_pace(&stack)?;
+        let vms: Vec<String> = (0..vms).map(|number| format!("vm{number}")).collect();
+        let disks = Arc::new(Disks::new(&vms)?);
+        let watch = Arc::new(Watch::new(&stack, &disks)?);
         let (sampler, lister) = (Arc::clone(&watch), (Arc::clone(&watch), Arc::clone(&stack)));
         let watchers = vec![
             std::thread::spawn(move || sampler.sample()),
@@ -74,8 +85,11 @@ impl Site {
         let mut site = Self {
             hosts: stack.hosts(),
             stack,
-            vms: (0..vms).map(|number| format!("vm{number}")).collect(),
+            vms,
             watch,
+            disks,
+            noted: Mutex::default(),
+            rejoined: Mutex::default(),
             files: Vec::new(),
             off: BTreeSet::new(),
             removed: BTreeSet::new(),
@@ -91,16 +105,21 @@ impl Site {
     }
 
     fn make_vm(&mut self, number: usize, vm: &str) -> Result<()> {
-        let mut guest = Counter::flat(vm, MEMORY_MIB).slowed(SPIN);
-        if number == 0 {
-            guest = guest.with("[[nic]]\nport_group = \"vm\"");
-        }
-        let file = self.stack.describe_counter(&guest)?;
-        self.stack.ok("controller", &["vm", "create", &file])?;
         let host = self
             .hosts
             .get(number % self.hosts.len())
             .context("no host")?;
+        let file = if self.disks.has(vm) {
+            let path = self.disks.make(&self.stack, vm, host)?;
+            self.describe_with_disk(vm, &path)?
+        } else {
+            let mut guest = Counter::flat(vm, MEMORY_MIB).slowed(SPIN);
+            if number == 0 {
+                guest = guest.with("[[nic]]\nport_group = \"vm\"");
+            }
+            self.stack.describe_counter(&guest)?
+        };
+        self.stack.ok("controller", &["vm", "create", &file])?;
         self.stack
             .ok("controller", &["vm", "start", vm, "--on", host])?;
         self.files.push(file);
@@ -267,6 +286,10 @@ impl Site {
     }
 
     fn rejoin(&self, host: &str) -> Result<()> {
+        self.note_disks(host)?;
+        let mut rejoined = self.rejoined.lock().unwrap_or_else(PoisonError::into_inner);
+        rejoined.insert(host.to_owned());
+        drop(rejoined);
         for directory in [HOST_STATE, "/etc/godwit"] {
             let script = format!("find {directory} -mindepth 1 -delete && sync {directory}");
             self.shell(host, &script)?;
@@ -278,6 +301,26 @@ impl Site {
             self.stack.join(number, &HostPlan::default())?;
             Ok(true)
         })
+    }
+
+    /// A person removes what the former lives of hosts left in their datastores, once all VMs run. Gives what was removed.
+    pub fn put_away(&self, homes: &BTreeMap<String, String>) -> Result<Vec<String>> {
+        let mut rejoined = self.rejoined.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut removed = Vec::new();
+        for host in std::mem::take(&mut *rejoined) {
+            let mut left = self.images(&host)?;
+            for vm in homes.iter().filter(|(_, home)| **home == host) {
+                let view = self.ask_host(&host, &["vm", "show", vm.0])?;
+                if let Some(path) = path_in(&view) {
+                    left.remove(Path::new(path));
+                }
+            }
+            for path in left {
+                removed.push(format!("a person removes {} on {host}", path.display()));
+                std::fs::remove_file(self.stack.inside(&host, path)?)?;
+            }
+        }
+        Ok(removed)
     }
 
     /// Starts a copy of a host's disk, as it is now, on another machine.

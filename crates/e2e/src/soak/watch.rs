@@ -6,6 +6,7 @@
 //! count for ever do not starve those who decide about them.
 
 use crate::soak::checks::{ADVANCE_NS, Shown, Trace, Window, last_of_each};
+use crate::soak::disks::Disks;
 use crate::soak::site::CLONES;
 use crate::stack::Stack;
 use anyhow::Result;
@@ -15,7 +16,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Pause between two looks at CPU time.
@@ -64,10 +65,11 @@ pub struct Watch {
     ended: Mutex<Vec<Trace>>,
     shown: Mutex<Vec<Shown>>,
     over: AtomicBool,
+    disks: Arc<Disks>,
 }
 
 impl Watch {
-    pub fn new(stack: &Stack) -> Result<Self> {
+    pub fn new(stack: &Stack, disks: &Arc<Disks>) -> Result<Self> {
         let mut hosts = Vec::new();
         for host in stack.hosts().into_iter().chain([CLONES.to_owned()]) {
             let init = stack.machine(&host)?.init_pid();
@@ -81,6 +83,7 @@ impl Watch {
             ended: Mutex::default(),
             shown: Mutex::default(),
             over: AtomicBool::new(false),
+            disks: Arc::clone(disks),
         })
     }
 
@@ -121,6 +124,14 @@ impl Watch {
         let mut all = lock(&self.ended).clone();
         all.extend(live.values().map(|one| one.trace.clone()));
         all
+    }
+
+    /// The host on which a VM ran last, as far as anybody saw.
+    pub fn last_host(&self, vm: &str) -> Option<String> {
+        let traces = self.traces();
+        let ran = traces.iter().filter(|one| one.vm == vm);
+        let last = ran.max_by_key(|one| one.windows.last().map(|window| window.to));
+        last.map(|one| one.host.clone())
     }
 
     /// What lists said in the round.
@@ -197,7 +208,7 @@ impl Watch {
         let mut live = lock(&self.live);
         let mut gone = Vec::new();
         for (pid, one) in live.iter_mut() {
-            if one.look(|| self.now()).is_none() {
+            if one.look(|| self.now(), &self.disks).is_none() {
                 gone.push(*pid);
             }
         }
@@ -231,7 +242,7 @@ impl Watch {
 
 impl Live {
     /// Reads its CPU time and passes; nothing when it has ended.
-    fn look(&mut self, now: impl Fn() -> u64) -> Option<()> {
+    fn look(&mut self, now: impl Fn() -> u64, disks: &Disks) -> Option<()> {
         if self.vcpus.is_empty() {
             self.vcpus = vcpus(self.trace.pid)?;
             self.trace.vcpus = self.vcpus.len();
@@ -255,18 +266,21 @@ impl Live {
         }
         if at.saturating_sub(self.passes_at) >= PASSES_EVERY.as_nanos() as u64 {
             self.passes_at = at;
-            self.read_passes(at);
+            self.read_passes(at, disks);
         }
         Some(())
     }
 
-    fn read_passes(&mut self, at: u64) {
+    fn read_passes(&mut self, at: u64, disks: &Disks) {
         if self.ram.is_none() {
             self.ram = File::open(&self.ram_path).ok();
         }
         let control = self.ram.as_ref().and_then(|ram| checker::control(ram).ok());
         if let Some(control) = control.filter(|control| control.state != 0) {
             self.trace.passes.push((at, control.passes));
+            if let Some(ram) = &self.ram {
+                disks.note(&self.trace.vm, ram);
+            }
         }
     }
 }

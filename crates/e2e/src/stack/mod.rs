@@ -18,6 +18,7 @@ use godwit_testkit::stage::Stage;
 use std::fmt::Write as _;
 use std::fs::File;
 use std::ops::Deref;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 pub use commands::names;
@@ -30,6 +31,10 @@ pub use guests::Counter;
 pub const CONTROLLER_DATABASE: &str = "/var/lib/godwit-controller/controller.db";
 /// The controller's local socket, on its machine.
 pub const CONTROLLER_SOCKET: &str = "/run/godwit/controller.sock";
+/// A host's datastores, each by its name in the directory [`STORES_IN`].
+pub const STORES: [&str; 2] = ["vms", "fast"];
+/// Where a host has its datastores.
+pub const STORES_IN: &str = "/var/lib/stores";
 /// Logs of VM processes, on a host's machine.
 const VM_PROCESS_LOGS: &str = "/run/godwit/vms/*/vm-process.log";
 /// Longest wait for what takes a moment on a quiet machine.
@@ -71,10 +76,16 @@ pub struct Plan {
     pub subnets: Subnets,
     /// State directories lie in memory: a test volume's own cost would be taken for the product's.
     pub in_memory: bool,
+    /// Every host has the datastores [`STORES`], each on a test volume of its own.
+    pub stores: bool,
     /// What the migration network is like; as fast as the machine without it.
     pub link: Option<LinkSpec>,
     /// How long certificates are good for, seconds; a year when 0.
     pub certificate_life_s: u64,
+}
+
+fn store(name: &&str) -> PathBuf {
+    Path::new(STORES_IN).join(name)
 }
 
 /// A running controller with two hosts.
@@ -105,6 +116,7 @@ impl Stack {
             link: plan.link,
             hosts: 2 + plan.more,
             volumes: !plan.in_memory,
+            stores: STORES.iter().filter(|_| plan.stores).map(store).collect(),
             ..LabConfig::default()
         })?;
         let stack = Self(Stage::new(lab, &target.join("release"), &dir)?);
@@ -142,10 +154,23 @@ impl Stack {
         self.0.join(host, &migration, &more)?;
         let config = self.inside(host, "/etc/godwit/host.toml")?;
         let text = std::fs::read_to_string(&config)?;
-        std::fs::write(&config, format!("{}\n{text}", plan.config))?;
+        let stores = self.datastores();
+        std::fs::write(&config, format!("{}\n{stores}{text}", plan.config))?;
         // A person's change is old when the power goes.
         File::open(&config)?.sync_all()?;
         self.start_daemon(host)
+    }
+
+    /// The lines of a host's configuration that name its datastores, if there are any.
+    fn datastores(&self) -> String {
+        let stores = self.lab.config().stores.iter().map(|at| {
+            let name = at.file_name().unwrap_or_default().to_string_lossy();
+            format!("{name} = {{ path = \"{}\" }}", at.display())
+        });
+        match stores.collect::<Vec<_>>().join(", ") {
+            none if none.is_empty() => none,
+            all => format!("datastores = {{ {all} }}\n"),
+        }
     }
 
     /// Waits until something is so. An error while waiting is only told when time is up, with the hosts' logs.

@@ -40,6 +40,7 @@ const SPREAD: Spread = Spread {
     places: 256,
     apart: 128,
     has_lives: true,
+    counts_until_mib: None,
 };
 /// So long does a move of the disk take at least.
 const RATE: u64 = 40 << 20;
@@ -114,7 +115,7 @@ impl Mortal {
         let mut mortal = Self {
             pair,
             between,
-            ledger: Ledger::new(BYTES, SPREAD),
+            ledger: Ledger::new(BYTES, SPREAD)?,
             volumes,
             directory,
         };

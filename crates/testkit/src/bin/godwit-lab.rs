@@ -144,6 +144,7 @@ fn run() -> Result<ExitCode> {
                 migration_nics: nics,
                 migration_subnets: if subnets { Subnets::Each } else { Subnets::One },
                 volumes: false,
+                stores: Vec::new(),
             })?;
             show(&lab);
         }

@@ -16,6 +16,13 @@ pub enum AsmError {
     /// The same label was placed twice.
     #[error("label {0} is placed twice")]
     DoubleLabel(&'static str),
+    /// What is before some place needs more than there is.
+    #[error("{length} bytes are before a place at {place}")]
+    TooLong {
+        length: usize,
+        /// Where that is, in bytes from the program's beginning.
+        place: usize,
+    },
     /// A short jump spans more than a signed byte.
     #[error("jump to {label} spans {distance} bytes, a short jump reaches 127")]
     TooFar {
@@ -41,6 +48,8 @@ pub struct Asm {
     labels: HashMap<&'static str, usize>,
     fixups: Vec<Fixup>,
     double: Option<&'static str>,
+    /// How long it was where it was to be shorter, and how short.
+    long: Option<(usize, usize)>,
 }
 
 impl Asm {
@@ -53,6 +62,14 @@ impl Asm {
     /// Appends instruction bytes followed by a 32-bit immediate.
     pub fn op_imm32(&mut self, bytes: &[u8], value: u32) -> &mut Self {
         self.op(bytes).op(&value.to_le_bytes())
+    }
+
+    /// Appends zeros up to so many bytes; [`Asm::finish`] refuses a program that is longer here.
+    pub fn pad(&mut self, to: usize) -> &mut Self {
+        let length = self.bytes.len();
+        self.long = self.long.or((length > to).then_some((length, to)));
+        self.bytes.resize(length.max(to), 0);
+        self
     }
 
     /// Places a label here.
@@ -90,6 +107,9 @@ impl Asm {
     pub fn finish(mut self) -> Result<Vec<u8>, AsmError> {
         if let Some(name) = self.double {
             return Err(AsmError::DoubleLabel(name));
+        }
+        if let Some((length, place)) = self.long {
+            return Err(AsmError::TooLong { length, place });
         }
         for fixup in std::mem::take(&mut self.fixups) {
             self.resolve(fixup)?;

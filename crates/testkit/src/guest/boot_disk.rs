@@ -5,6 +5,7 @@
 //! and asks for no flushes, so that each write is durable once it is answered.
 
 use super::asm::{Asm, AsmError};
+use super::boot_counter;
 use std::io;
 use std::os::unix::fs::FileExt;
 
@@ -24,18 +25,24 @@ pub struct Spread {
     /// Whether each boot is a life of its own: its rounds have numbers of its own ([`LIFE`]), and the boot sector says which
     /// life was the last.
     pub has_lives: bool,
+    /// Up to how many MiB the guest steps pages of its memory between two rounds ([`super::boot_counter`]); none without. The program
+    /// for that is behind the first place, so that places are at least four sectors apart.
+    pub counts_until_mib: Option<u32>,
 }
 
 /// Rounds of one life have numbers from this on, times the life's number.
 pub const LIFE: u32 = 1 << 20;
 /// Where the boot sector has the last life's first number.
 pub(super) const LAST_LIFE: usize = 0x1f8;
+/// The sector in which the rest of the program is.
+pub(super) const REST: usize = 2;
 
 /// The second sector to the ninth.
 const NARROW: Spread = Spread {
     places: 8,
     apart: 1,
     has_lives: false,
+    counts_until_mib: None,
 };
 
 /// How far the guest has come.
@@ -96,11 +103,20 @@ impl Spread {
 
     /// The boot sector of a guest that writes these.
     pub fn sector(&self) -> Result<Vec<u8>, AsmError> {
-        boot_sector(self)
+        let mut program = program(self)?;
+        program.truncate(SECTOR);
+        Ok(program)
+    }
+
+    /// What the guest finds in sector [`REST`], if it needs that.
+    pub(super) fn rest(&self) -> Result<Option<Vec<u8>>, AsmError> {
+        let rest = program(self)?.split_off(SECTOR);
+        Ok((!rest.is_empty()).then_some(rest))
     }
 }
 
-fn boot_sector(spread: &Spread) -> Result<Vec<u8>, AsmError> {
+/// All that runs, a sector behind the other as it is in memory.
+fn program(spread: &Spread) -> Result<Vec<u8>, AsmError> {
     let mut asm = Asm::default();
     // Labels count from here: jmp 0x07c0:begin
     asm.op_offset16(&[0xea], "begin").op(&[0xc0, 0x07]);
@@ -119,6 +135,9 @@ fn boot_sector(spread: &Spread) -> Result<Vec<u8>, AsmError> {
         .op(&[0xc7, 0x06, 0x16, 0x70, 0x00, 0x00]); // mov word [0x7016], 0
     if spread.has_lives {
         begin_a_life(&mut asm);
+    }
+    if spread.counts_until_mib.is_some() {
+        load_the_rest(&mut asm);
     }
     asm.jump(0xeb, "round"); // jmp
     asm.label("wrong")
@@ -144,12 +163,25 @@ fn boot_sector(spread: &Spread) -> Result<Vec<u8>, AsmError> {
         .op(&[0xb9, 0x80, 0x00, 0xf3, 0x66, 0xa7]) // mov cx, 128; repe cmpsd
         .jump(0x75, "wrong") // jne
         .op(&[0x66, 0xa1, 0x0c, 0x70]) // mov eax, [0x700c]
-        .op(&[0x66, 0xa3, 0x00, 0x70]) // mov [0x7000], eax
-        .jump(0xeb, "round"); // jmp
-    let mut sector = asm.finish()?;
-    sector.resize(SECTOR - 2, 0);
-    sector.extend([0x55, 0xaa]);
-    Ok(sector)
+        .op(&[0x66, 0xa3, 0x00, 0x70]); // mov [0x7000], eax
+    if spread.counts_until_mib.is_some() {
+        asm.op_offset16(&[0xbb], "step").op(&[0xff, 0xd3]); // mov bx, step; call bx
+    }
+    asm.jump(0xeb, "round"); // jmp
+    asm.pad(SECTOR - 2).op(&[0x55, 0xaa]);
+    if let Some(until_mib) = spread.counts_until_mib {
+        boot_counter::append(&mut asm, until_mib);
+        asm.pad(2 * SECTOR);
+    }
+    asm.finish()
+}
+
+/// The rest of the program comes behind the first sector in memory.
+fn load_the_rest(asm: &mut Asm) {
+    asm.op(&[0xc7, 0x06, 0x14, 0x70, 0x00, 0x7e]) // mov word [0x7014], 0x7e00
+        .op_imm32(&[0x66, 0xc7, 0x06, 0x18, 0x70], REST as u32) // mov dword [0x7018], the sector
+        .op(&[0xb8, 0x00, 0x42]); // mov ax, 0x4200: read
+    call(asm);
 }
 
 /// The next life's number is written where the next one finds it, and its rounds begin after that.
@@ -187,8 +219,26 @@ mod tests {
             has_lives: true,
             ..NARROW
         };
+        assert!(with_lives.rest().unwrap().is_none());
         let sector = with_lives.sector().unwrap();
         assert_eq!(sector[LAST_LIFE..510], [0; 510 - LAST_LIFE]);
+    }
+
+    #[test]
+    fn one_that_counts_pages_is_two_sectors_and_leaves_the_life_its_place() {
+        let counting = Spread {
+            places: 8,
+            apart: 4,
+            has_lives: true,
+            counts_until_mib: Some(28),
+        };
+        let sector = counting.sector().unwrap();
+        assert_eq!((sector.len(), &sector[510..]), (SECTOR, &[0x55, 0xaa][..]));
+        assert_eq!(sector[LAST_LIFE..510], [0; 510 - LAST_LIFE]);
+        assert_eq!(
+            counting.rest().unwrap().map(|rest| rest.len()),
+            Some(SECTOR)
+        );
     }
 
     #[test]
@@ -197,6 +247,7 @@ mod tests {
             places: 256,
             apart: 128,
             has_lives: true,
+            counts_until_mib: None,
         };
         let written: BTreeSet<u32> = (1000..1256).map(|round| spread.place(round)).collect();
         assert_eq!(written.len(), 256);

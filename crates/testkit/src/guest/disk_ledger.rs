@@ -6,7 +6,7 @@
 //! told.
 
 use super::asm::AsmError;
-use super::boot_disk::{LAST_LIFE, LIFE, Spread, content};
+use super::boot_disk::{LAST_LIFE, LIFE, REST, Spread, content};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
@@ -21,6 +21,8 @@ const TOLD: usize = 5;
 pub struct Ledger {
     spread: Spread,
     bytes: u64,
+    /// The part of the guest's program that is in [`REST`].
+    rest: Option<Vec<u8>>,
     /// By place, as it was found last; none is what was there at first.
     rounds: Vec<Option<u32>>,
     /// By life: the last round that was answered, since the disk was looked at.
@@ -31,14 +33,15 @@ pub struct Ledger {
 
 impl Ledger {
     /// Of a disk of so many bytes that holds what [`Ledger::image`] is.
-    pub fn new(bytes: u64, spread: Spread) -> Self {
-        Self {
+    pub fn new(bytes: u64, spread: Spread) -> Result<Self, AsmError> {
+        Ok(Self {
+            rest: spread.rest()?,
             rounds: vec![None; spread.places as usize],
             answered: BTreeMap::new(),
             last: 0,
             spread,
             bytes,
-        }
+        })
     }
 
     /// The last round that was answered, as far as is known: grows from life to life.
@@ -49,7 +52,7 @@ impl Ledger {
     /// What the disk holds at first.
     pub fn image(&self) -> Result<Vec<u8>, AsmError> {
         let sectors = (self.bytes / SECTOR as u64) as usize;
-        let rest = (1..sectors).flat_map(at_first);
+        let rest = (1..sectors).flat_map(|number| self.at_first(number));
         Ok(self.spread.sector()?.into_iter().chain(rest).collect())
     }
 
@@ -127,8 +130,13 @@ impl Ledger {
         let round = self.rounds.get((sector - 1) / apart).filter(|_| is_place);
         match round.copied().flatten() {
             Some(round) => content(round),
-            None => at_first(sector).to_vec(),
+            None => self.at_first(sector),
         }
+    }
+
+    fn at_first(&self, number: usize) -> Vec<u8> {
+        let rest = self.rest.as_ref().filter(|_| number == REST);
+        rest.cloned().unwrap_or_else(|| unwritten(number).to_vec())
     }
 
     fn told(&self, number: usize, sector: &[u8]) -> String {
@@ -144,7 +152,7 @@ fn word(bytes: &[u8], at: usize) -> u32 {
 }
 
 /// What a sector holds that nobody has written: no number of a round.
-fn at_first(number: usize) -> [u8; SECTOR] {
+fn unwritten(number: usize) -> [u8; SECTOR] {
     let word = (number as u32).wrapping_mul(0x9e37_79b1) | 1 << 31;
     let mut sector = [0; SECTOR];
     for part in sector.chunks_exact_mut(4) {
@@ -161,10 +169,11 @@ mod tests {
         places: 16,
         apart: 4,
         has_lives: true,
+        counts_until_mib: Some(28),
     };
 
     fn made() -> (Ledger, File) {
-        let ledger = Ledger::new(64 * SECTOR as u64, SPREAD);
+        let ledger = Ledger::new(64 * SECTOR as u64, SPREAD).unwrap();
         let image = tempfile::tempfile().unwrap();
         image.write_all_at(&ledger.image().unwrap(), 0).unwrap();
         (ledger, image)

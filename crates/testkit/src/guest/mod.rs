@@ -1,6 +1,7 @@
 //! Guests to test with: counters that prove every page, a Linux that serves Redis, and a Debian with PostgreSQL.
 
 pub mod asm;
+mod boot_counter;
 pub mod boot_disk;
 pub mod checker;
 pub mod counter;

@@ -21,8 +21,10 @@ pub mod machine;
 pub mod namespace;
 mod network;
 
+use std::fs::{File, Permissions};
 use std::io;
 use std::net::IpAddr;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -65,6 +67,10 @@ pub struct LabConfig {
     /// end with this process. Where there is no FUSE they lie in memory, as they do without this, and a line says so.
     #[serde(default)]
     pub volumes: bool,
+    /// Directories of each host in which images of disks are to be: they lie on test volumes, one each, whose files the kernel
+    /// caches nothing of. Where there is no FUSE they lie in memory.
+    #[serde(default)]
+    pub stores: Vec<PathBuf>,
 }
 
 /// Directories that a host keeps its state in.
@@ -103,6 +109,7 @@ impl Default for LabConfig {
             migration_nics: 1,
             migration_subnets: Subnets::One,
             volumes: false,
+            stores: Vec::new(),
         }
     }
 }
@@ -154,6 +161,7 @@ impl Lab {
             for directory in lab.state_directories(&name).iter().filter(|_| volumes) {
                 machine.mount_volume(Path::new(directory))?;
             }
+            lab.make_stores(&mut machine)?;
             lab.machines.push(machine);
         }
         match network::build(&lab).and_then(|()| emulated::start(&lab)) {
@@ -309,9 +317,30 @@ impl Lab {
     fn state_directories(&self, machine: &str) -> &'static [&'static str] {
         match machine {
             "controller" => &CONTROLLER_STATE,
-            _ if (0..self.config.hosts).any(|host| host_name(host) == machine) => &HOST_STATE,
+            _ if self.is_host(machine) => &HOST_STATE,
             _ => &[],
         }
+    }
+
+    fn is_host(&self, machine: &str) -> bool {
+        (0..self.config.hosts).any(|host| host_name(host) == machine)
+    }
+
+    /// Everybody may make files there, and that outlives a power cut.
+    fn make_stores(&self, machine: &mut Machine) -> io::Result<()> {
+        if !self.is_host(machine.name()) {
+            return Ok(());
+        }
+        for at in &self.config.stores {
+            let directory = machine.path_from_outside(at);
+            match has_volumes() {
+                true => drop(machine.mount_direct_volume(at)?),
+                false => std::fs::create_dir_all(&directory)?,
+            }
+            std::fs::set_permissions(&directory, Permissions::from_mode(0o777))?;
+            File::open(&directory)?.sync_all()?;
+        }
+        Ok(())
     }
 
     fn record(&self) -> io::Result<()> {
@@ -361,7 +390,7 @@ fn check_config(config: &LabConfig) -> io::Result<()> {
     if let Some(Err(error)) = config.link.map(|link| link.check()) {
         return refuse(error.to_string());
     }
-    if config.keep && config.volumes {
+    if config.keep && (config.volumes || !config.stores.is_empty()) {
         return refuse("a lab that is kept has no volumes: they would end now".to_owned());
     }
     if config.keep && record_path(&config.name).exists() {
